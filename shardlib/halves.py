@@ -67,9 +67,9 @@ class Halves:
                 self._again.add(id(eqn))
                 self._given |= set(eqn.outvars)
             self._steps.append(step)
-        self.give_late([is_variable(var) and var in self._late for var in jaxpr.outvars])
+        self.defer([is_variable(var) and var in self._late for var in jaxpr.outvars])
 
-    def give_late(self, late: Sequence[bool]) -> None:
+    def defer(self, late: Sequence[bool]) -> None:
         """Sets which results the second half gives. It has to give those that follow from its own equations."""
         self.late = list(late)
         reads = {var for var, is_late in zip(self._jaxpr.outvars, late, strict=True) if is_late and is_variable(var)}
@@ -156,7 +156,7 @@ class _Branches:
         self._halves = [Halves(body, wanted, given, late[self._index :], over) for body in bodies]
         self.late = [any(of_branches) for of_branches in zip(*(h.late for h in self._halves), strict=True)]
         for halves in self._halves:
-            halves.give_late(self.late)
+            halves.defer(self.late)
         read = [any(of_branches) for of_branches in zip(*(h.reads for h in self._halves), strict=True)]
         self.reads = [any(self.late)] * self._index + read
 
@@ -176,13 +176,13 @@ class _Branches:
 
     def second(self, ins: list, kept: Any) -> list:
         """As `_Equation.second`."""
-        turns = zip(self._halves, kept, strict=True)
-        branches = [lambda h=h, own=own: h.second(ins[self._index :], own) for h, own in turns]
+        halves = zip(self._halves, kept, strict=True)
+        branches = [lambda h=h, own=own: h.second(ins[self._index :], own) for h, own in halves]
         return branches[0]() if len(branches) == 1 else lax.switch(ins[0], branches)
 
 
 class _Loop:
-    """A scan: one for each half. What one turn of the first keeps, the same turn of the second reads."""
+    """A scan: one for each half. What an iteration of the first keeps, the same one of the second reads."""
 
     def __init__(self, eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]):
         self.eqn, (self._consts, self._carried), self._over = eqn, scan_counts(eqn), over
@@ -198,7 +198,7 @@ class _Loop:
                 break
             late[is_carry] = carry
         self.late = [*carry, *self._halves.late[carried:]]
-        self._halves.give_late(self.late)
+        self._halves.defer(self.late)
         self.reads = list(self._halves.reads)
         self.reads[is_carry] = carry
 
@@ -215,13 +215,13 @@ class _Loop:
         n, end = self._consts, self._consts + self._carried
         carry = [varying(x, self._over) if is_own else None for x, is_own in zip(ins[n:end], which, strict=False)]
 
-        def turn(carry, of_turn):
-            xs, *own = of_turn
+        def iteration(carry, of_iteration):
+            xs, *own = of_iteration
             outs, found = half([*ins[:n], *carry, *xs], *own)
             return outs[: self._carried], (outs[self._carried :], found)
 
         options = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
-        carry, (ys, found) = lax.scan(turn, carry, (ins[end:], *kept), **options)
+        carry, (ys, found) = lax.scan(iteration, carry, (ins[end:], *kept), **options)
         return [*carry, *ys], found
 
 
@@ -311,7 +311,7 @@ def _needed_operands(eqn: Any, wanted: Sequence[bool]) -> list[bool]:
 
 
 def _wanted_in_loop(eqn: Any, wanted: Sequence[bool]) -> list[bool]:
-    """Of each result of a loop's body, whether a turn has to give it: also what a later turn needs."""
+    """Of each result of a loop's body, whether an iteration has to give it: also what a later one needs."""
     (n, carried), (body, _), wanted = scan_counts(eqn), body_of(eqn.params["jaxpr"]), list(wanted)
     while True:
         needed = _needed(body, wanted)

@@ -96,8 +96,8 @@ def run_layers(
     """`x` after all layers of a stack, the new caches of the layers, and their Extras, stacked. Per-device code.
 
     Args:
-        layer: (weights, x, index, turn, attend) -> x of one layer, or a tuple of x and its Extras. x keeps its type.
-            `turn` is the place of the layer in its period, an int. `attend` is described below.
+        layer: (weights, x, index, place, attend) -> x of one layer, or a tuple of x and its Extras. x keeps its type.
+            `place` is the place of the layer in its period, an int. `attend` is described below.
         w: weights of the layers, each array with one leading dim of rows.
         x: the residual stream.
         numbers: number of the layer in each row. Rows of padding leave x as it is. None: the rows are the layers in
@@ -128,7 +128,7 @@ def run_layers(
     # prevent_cse would only make the gathers of each layer wait for the gradient that arrives there.
     prevent_cse = at_once == periods or periods % at_once != 0  # no loop, or layers left over after it
 
-    def run(turn, x, of_layer):
+    def run(place, x, of_layer):
         weights, number, cache = of_layer
 
         given, calls = cache, 0
@@ -139,7 +139,7 @@ def run_layers(
             read, cache = attend(given, *args, **options)
             return read
 
-        y = layer(weights, x, number.index, turn, attend_in_layer)
+        y = layer(weights, x, number.index, place, attend_in_layer)
         y, extras = split_extras(y)
         extras.check()
         if _kind(y) != _kind(x):
@@ -156,26 +156,26 @@ def run_layers(
             )
         return y, (cache, extras)
 
-    def run_if_layer(turn, x, of_layer):
+    def run_if_layer(place, x, of_layer):
         _, number, cache = of_layer
         if not number.padded:
-            return run(turn, x, of_layer)
-        _, (_, extras) = jax.make_jaxpr(functools.partial(run, turn), return_shape=True)(x, of_layer)[1]
+            return run(place, x, of_layer)
+        _, (_, extras) = jax.make_jaxpr(functools.partial(run, place), return_shape=True)(x, of_layer)[1]
         skip = lambda x, _: (x, (cache, jax.tree.map(zeros_like_traced, extras)))
-        return lax.cond(number.index >= 0, functools.partial(run, turn), skip, x, of_layer)
+        return lax.cond(number.index >= 0, functools.partial(run, place), skip, x, of_layer)
 
-    in_turn = [functools.partial(run_if_layer, turn) for turn in range(period)]
+    layer_at = [functools.partial(run_if_layer, place) for place in range(period)]
     if checkpoint is not None:
-        in_turn = [checkpoint(run, prevent_cse=prevent_cse) for run in in_turn]
+        layer_at = [checkpoint(run, prevent_cse=prevent_cse) for run in layer_at]
     stack = w, numbers, caches
     if period == 1:
-        x, found = scan(in_turn[0], x, stack, unroll=at_once)
+        x, found = scan(layer_at[0], x, stack, unroll=at_once)
         return x, *found
 
     def run_period(x, of_period):
         found = []
-        for turn in range(period):
-            x, row = in_turn[turn](x, jax.tree.map(lambda stack, turn=turn: stack[turn], of_period))
+        for place in range(period):
+            x, row = layer_at[place](x, jax.tree.map(lambda stack, place=place: stack[place], of_period))
             found.append(row)
         return x, jax.tree.map(lambda *rows: jnp.stack(rows), *_of_one_structure(found))
 
@@ -195,7 +195,7 @@ def _of_one_structure(rows: list[tuple[Any, Extras]]) -> list[tuple[Any, Extras]
     Raises ShardError for layers with other metrics than the first.
     """
     names = [sorted(extras.metrics) for _, extras in rows]
-    if different := [turn for turn, found in enumerate(names) if found != names[0]]:
+    if different := [place for place, found in enumerate(names) if found != names[0]]:
         raise ShardError(
             f"layer {different[0]} of a period gives the metrics {', '.join(names[different[0]]) or 'none'}, and layer "
             f"0 gives {', '.join(names[0]) or 'none'}",

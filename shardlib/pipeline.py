@@ -26,7 +26,7 @@ from shardlib.checks import Scope
 from shardlib.layers import Extras, LayerMetrics, LayerNumbers
 from shardlib.op_checks import varying, wrap, zeros_like_traced
 from shardlib.parsing import PIPELINE_AXIS, ShardError
-from shardlib.placement import Placement
+from shardlib.placement import LayerPlacement
 from shardlib.schedules import forward_only, schedule_of
 from shardlib.stage_backward import StageBackward
 from shardlib.tick_tables import TickTable, tick_table
@@ -52,49 +52,35 @@ class StagedLoss(Protocol):
         """The loss, an f32 scalar, from the output of the last layer. All devices of p run it together."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Work of the executor.
+def training_table(placement: LayerPlacement, schedule: str, microbatches: int, recompute: bool) -> TickTable:
+    """The tasks of a training step. With `recompute` the backward of a stage computes its forward again from its input.
 
-    Attributes:
-        placement: the layers of each stage.
-        table: the tasks of each device in each tick.
-        recompute: whether the backward of a stage computes its forward again from its input. Otherwise what the layers
-            save for the backward pass is kept from forward to backward.
-    """
-
-    placement: Placement
-    table: TickTable
-    recompute: bool
-
-
-def plan_training(placement: Placement, schedule: str, microbatches: int, recompute: bool) -> Plan:
-    """The plan of a training step.
+    Otherwise what the layers save for the backward pass is kept from forward to backward.
 
     Raises:
         ValueError: an unknown schedule, or one that does not allow so many devices, microbatches or chunks.
     """
-    p, m, v = placement.p, microbatches, placement.v
-    orders = schedule_of(schedule)(p, m, v)
-    return Plan(placement, tick_table(orders, p, m, v, recompute=recompute), recompute)
+    return tick_table(schedule_of(schedule)(placement.p, microbatches, placement.v), recompute=recompute)
 
 
-def plan_evaluation(placement: Placement, microbatches: int) -> Plan:
-    """The plan of an evaluation: the loss without gradients."""
-    p, m, v = placement.p, microbatches, placement.v
-    table = tick_table(forward_only(p, m, v, placement.stages), p, m, v, recompute=True)
-    return Plan(placement, table, recompute=True)
+def evaluation_table(placement: LayerPlacement, microbatches: int) -> TickTable:
+    """The tasks of an evaluation: the loss without gradients."""
+    orders = forward_only(placement.p, microbatches, placement.v, placement.stages)
+    return tick_table(orders, recompute=True)
 
 
 # ---- the executor -----------------------------------------------------------------------------------------------
 
 
-def run_training(loss: StagedLoss, plan: Plan, w: Any, microbatches: Any) -> tuple[Any, Any, Any]:
+def run_training(
+    loss: StagedLoss, placement: LayerPlacement, table: TickTable, w: Any, microbatches: Any
+) -> tuple[Any, Any, Any]:
     """The loss, summed over microbatches, and its gradients, on a mesh with p. Per-device code.
 
     Args:
         loss: the loss of a microbatch.
-        plan: from `plan_training`.
+        placement: the layers of each stage.
+        table: of `training_table`.
         w: copies of the weights, made by replicate and all_gather, so that gradients are summed over microbatches
             before they are reduced over devices. `w.layers` has this device's rows.
         microbatches: a tuple of pytrees of arrays, each with one leading dim of microbatches.
@@ -103,12 +89,12 @@ def run_training(loss: StagedLoss, plan: Plan, w: Any, microbatches: Any) -> tup
         The loss, a partial sum over p. The gradients, like `w`, in f32, or f64 for f64 weights. The metrics of the
         layers, averaged over microbatches, a partial sum over p; or None.
     """
-    return _run(loss, plan, w, microbatches, training=True)
+    return _run(loss, placement, table, w, microbatches, training=True)
 
 
-def run_evaluation(loss: StagedLoss, plan: Plan, w: Any, microbatches: Any) -> Any:
-    """The loss of `run_training` without gradients and without the losses of layers. `plan` is of `plan_evaluation`."""
-    return _run(loss, plan, w, microbatches, training=False)[0]
+def run_evaluation(loss: StagedLoss, placement: LayerPlacement, table: TickTable, w: Any, microbatches: Any) -> Any:
+    """The loss of `run_training` without gradients and the losses of layers. `table` is of `evaluation_table`."""
+    return _run(loss, placement, table, w, microbatches, training=False)[0]
 
 
 def _extra_loss(extras: Extras, microbatches: int) -> Any:
@@ -116,10 +102,11 @@ def _extra_loss(extras: Extras, microbatches: int) -> Any:
     return None if extras.loss is None else jnp.sum(extras.loss) / microbatches
 
 
-def _run(loss: StagedLoss, plan: Plan, w: Any, microbatches: Any, training: bool) -> tuple[Any, Any, Any]:
+def _run(
+    loss: StagedLoss, placement: LayerPlacement, table: TickTable, w: Any, microbatches: Any, training: bool
+) -> tuple[Any, Any, Any]:
     """The loss, the gradients and the metrics of the layers, by the schedule; the last two None if not `training`."""
-    placement, table, p = plan.placement, plan.table, plan.placement.p
-    count = len(jax.tree.leaves(microbatches)[0])
+    p, count = placement.p, len(jax.tree.leaves(microbatches)[0])
     label = marks.STAGES
     leaves, structure = jax.tree.flatten(w)
     w = structure.unflatten([marks.enter(x, f"{label} [{i}]") for i, x in enumerate(leaves)])
@@ -145,13 +132,13 @@ def _run(loss: StagedLoss, plan: Plan, w: Any, microbatches: Any, training: bool
     y_type, extras_type = _traced(layers, chunk(w.layers, zero), x_type, zero, zero)
     backward_of, saved_types = None, []
     if training:
-        backward_of = StageBackward(stage, chunk(w.layers, zero), x_type, y_type, table.halves, not plan.recompute)
-        saved_types = [] if plan.recompute else backward_of.saved_types
+        backward_of = StageBackward(stage, chunk(w.layers, zero), x_type, y_type, table.halves, not table.recompute)
+        saved_types = [] if table.recompute else backward_of.saved_types
 
     def forward(entry, carry):
         x = _get(carry["arrivals"], entry["forward_input"])
         i, k = entry["forward_chunk"], entry["forward_microbatch"]
-        if training and not plan.recompute:
+        if training and not table.recompute:
             y, keep = backward_of.forward(chunk(w.layers, i), x, i, k)
             return y, _put_all(carry["saved"], keep, entry["forward_residuals"])
         return layers(chunk(w.layers, i), x, i, k)[0], carry["saved"]
@@ -159,7 +146,7 @@ def _run(loss: StagedLoss, plan: Plan, w: Any, microbatches: Any, training: bool
     def backward(entry, carry):
         i, k = entry["backward_chunk"], entry["backward_microbatch"]
         stack = chunk(w.layers, i)
-        if plan.recompute:
+        if table.recompute:
             _, saved = backward_of.forward(stack, _get(carry["arrivals"], entry["backward_input"]), i, k)
         else:
             saved = [_get(buffer, entry["backward_residuals"]) for buffer in carry["saved"]]

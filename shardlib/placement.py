@@ -11,11 +11,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from shardlib.tasks import Stages
+from shardlib.schedules import Stages
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class StackOrder:
+class LayerOrder:
     """Order of the rows of a stack of layers at rest, if it is not that of the layers.
 
     Attributes:
@@ -65,14 +65,14 @@ class StackOrder:
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
+class LayerPlacement:
     """The layers of each stage, and the rows that hold them at rest.
 
     At rest, a stack `layers/p` has the rows of device 0 of p, then those of device 1, and so on. The rows of a device
     are those of its chunks in order. The rows of a chunk are its layers, and then padding up to the longest chunk.
 
     Attributes:
-        stages: the stages of each device of p, of one on a mesh without p.
+        stages: the stages of each device of p; of one device on a mesh without p.
         counts: number of layers of each of the p·v stages, at least 1 each.
     """
 
@@ -113,43 +113,40 @@ class Placement:
         return next((device, own.index(stage)) for device, own in enumerate(self.stages) if stage in own)
 
     @property
-    def order(self) -> StackOrder | None:
+    def order(self) -> LayerOrder | None:
         """Order of the rows of a stack at rest; None if it is that of the layers."""
         rows = self.rows.reshape(-1)
-        return None if np.array_equal(rows, np.arange(len(rows))) else StackOrder(rows)
+        return None if np.array_equal(rows, np.arange(len(rows))) else LayerOrder(rows)
 
 
-def place_layers(layers: int, stages: Stages, counts: Sequence[int] | None = None, period: int = 1) -> Placement:
-    """The placement of `layers` layers on the stages of each device: `counts` on each, or the same number on all.
+def place_layers(
+    layers: int, stages: Stages, counts: Sequence[int] | str | None = None, period: int = 1
+) -> LayerPlacement:
+    """The placement of `layers` layers on the stages of each device.
 
-    All these numbers must be multiples of `period`, after which the pattern of the model's layers repeats.
+    Args:
+        layers: number of layers.
+        stages: the stages of each device.
+        counts: the layers of each stage; None: the same number on all; balanced: numbers that differ by 1 period at
+            most.
+        period: number of layers after which their pattern repeats. All the numbers must be multiples of it.
 
     Raises:
         ValueError: the layers cannot be placed so.
     """
     p, v = len(stages), len(stages[0])
-    if layers % period:
-        raise ValueError(
-            f"model.layers is {layers}; the pattern of the model's layers repeats after {period}, so it must be a "
-            f"multiple of {period}."
-        )
+    n, given = p * v, counts
     if counts is None:
-        if layers % (p * v):
-            remedy = "pipeline.layers_per_stage, a list with the layers of each stage, or balanced"
-            remedy = f"at least {p * v} layers, or fewer stages" if layers < p * v else remedy
-            raise ValueError(
-                f"{layers} layers do not divide into {p * v} stages (p={p}, virtual_stages={v}). Give {remedy}."
-            )
-        counts = [layers // (p * v)] * (p * v)
-    if len(counts) != p * v or sum(counts) != layers or min(counts) < 1:
+        counts = [layers // n] * n
+    elif counts == "balanced":
+        periods = layers // period
+        counts = [period * (periods // n + (stage < periods % n)) for stage in range(n)]
+    if len(counts) != n or sum(counts) != layers or min(counts) < 1 or any(count % period for count in counts):
+        how = "" if given is None else f", with pipeline.layers_per_stage={given if given == 'balanced' else [*given]}"
+        multiple = f" and a multiple of {period}, after which the pattern of the layers repeats" * (period > 1)
         raise ValueError(
-            f"pipeline.layers_per_stage is {list(counts)}; it must have {p * v} numbers (p={p} times virtual_stages="
-            f"{v}), each at least 1, that add up to the {layers} layers."
+            f"{layers} layers do not divide into {n} stages (p={p}, virtual_stages={v}){how}. Each stage must have at "
+            f"least 1 layer{multiple}. Give pipeline.layers_per_stage, a list of {n} numbers that add up to {layers}, "
+            "or balanced; or make p or virtual_stages smaller."
         )
-    if uneven := [n for n in counts if n % period]:
-        raise ValueError(
-            f"a pipeline stage has {uneven[0]} of the {layers} layers (p={p}, virtual_stages={v}); the pattern of the "
-            f"model's layers repeats after {period}, and each stage must have whole periods. Give "
-            f"pipeline.layers_per_stage multiples of {period}, or make p or virtual_stages smaller."
-        )
-    return Placement(stages, tuple(int(n) for n in counts))
+    return LayerPlacement(stages, tuple(int(count) for count in counts))

@@ -5,19 +5,71 @@ function of p devices, m microbatches and v chunks per device. It returns the li
 order in which the device runs them; so it says where the stages are, too. Any function that returns every forward and
 backward once, without a deadlock and with neighbouring stages on neighbouring devices, is a schedule. `check_schedule`
 checks that, and `tick_table` makes the table that the executor scans over. docs/pipeline.md shows the published
-schedules and how to write another. This module does not import JAX.
+schedules and how to write another.
+
+A backward has two halves, which a schedule may list by themselves: `backward_input` computes the gradient of the
+stage's input, for which the stage before waits, and `backward_weights` the gradients of the stage's weights, for which
+nobody waits. This module does not import JAX.
 """
 
+import collections
 import importlib
 import inspect
 import itertools
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from shardlib.parsing import did_you_mean
-from shardlib.tasks import Stages, Task, check_schedule, check_sizes, in_a_ring, stages_of_devices
 
+KINDS = ("forward", "backward", "backward_input", "backward_weights")
+
+
+class Task(NamedTuple):
+    """The work of one stage on one microbatch."""
+
+    kind: str
+    """One of KINDS: `backward` is both halves at once."""
+    stage: int
+    """Number of the stage, in [0, p·v)."""
+    microbatch: int
+    """Number of the microbatch, in [0, m)."""
+
+    def __str__(self) -> str:
+        return f"the {self.kind} of stage {self.stage}, microbatch {self.microbatch}"
+
+    @property
+    def result(self) -> "Task":
+        """The name under which `needs` lists it: an input half gives what the whole backward gives to others."""
+        return self._replace(kind="backward") if self.kind == "backward_input" else self
+
+
+Orders = Sequence[Sequence[Task]]
+"""The tasks of each device, in order."""
 Schedule = Callable[[int, int, int], list[list[Task]]]
 """A function of (p, m, v)."""
+Stages = tuple[tuple[int, ...], ...]
+"""The stages of each device, in the order of its chunks."""
+
+
+def needs(task: Task, stages: int) -> list[Task]:
+    """The `Task.result` of the tasks that `task` needs."""
+    kind, stage, k = task
+    if kind == "forward":
+        return [Task("forward", stage - 1, k)] if stage else []
+    if kind == "backward_weights":
+        return [Task("backward", stage, k)]
+    return [Task("forward", stage, k)] + ([Task("backward", stage + 1, k)] if stage < stages - 1 else [])
+
+
+def stages_of_devices(orders: Orders) -> Stages:
+    """The stages of each device of a schedule, its chunks in their order."""
+    return tuple(tuple(sorted({task.stage for task in order})) for order in orders)
+
+
+def in_a_ring(p: int, v: int) -> Stages:
+    """The usual place of stages: stage s is chunk s // p of device s % p."""
+    return tuple(tuple(range(device, p * v, p)) for device in range(p))
 
 
 # ---- published schedules ------------------------------------------------------------------------------------------
@@ -25,7 +77,7 @@ Schedule = Callable[[int, int, int], list[list[Task]]]
 
 def gpipe(p: int, m: int, v: int = 1) -> list[list[Task]]:
     """All forwards, then all backwards in the same order (arXiv 1811.06965, section 2.2). Any m; v is 1."""
-    _check_chunks("gpipe", p, m, v)
+    _check_sizes("gpipe", p, m, v)
     return _with_warmup(p, m, v, lambda device: m)
 
 
@@ -38,29 +90,21 @@ def one_f_one_b(p: int, m: int, v: int = 1) -> list[list[Task]]:
     return _in_halves("1f1b", p, m, v, later=lambda device: 0)
 
 
-def eager_1f1b(p: int, m: int, v: int = 1) -> list[list[Task]]:
-    """1F1B with twice the forwards ahead, so that a transfer has the time of a task to arrive. Any m; v is 1.
-
-    At most 2(p - device) - 1 activations are alive on a device (arXiv 2211.05322).
-    """
-    _check_chunks("eager_1f1b", p, m, v)
-    return _with_warmup(p, m, v, lambda device: 2 * (p - 1 - device))
-
-
 def interleaved_1f1b(p: int, m: int, v: int = 1) -> list[list[Task]]:
     """1F1B over v chunks per device, in groups of p microbatches (arXiv 2104.04473, section 2.2.2).
 
-    At v = 1 it is `eager_1f1b`.
+    At v = 1 it takes any m, and runs twice the forwards of 1F1B ahead, so that a transfer has the time of a task to
+    arrive (arXiv 2211.05322: eager 1F1B).
 
     Raises:
-        ValueError: m is not a multiple of p.
+        ValueError: m is not a multiple of p, for v above 1.
     """
-    check_sizes(p, m, v)
-    if m % p:
+    _check_sizes("interleaved_1f1b", p, m, v)
+    if v > 1 and m % p:
         near = " or ".join(str(n) for n in (m - m % p, m - m % p + p) if n)
         raise ValueError(
             f"interleaved_1f1b takes microbatches in groups of one per device: {m} microbatches are not a multiple of "
-            f"{p} devices. Use {near} microbatches, or {'v=1 and ' * (v > 1)}eager_1f1b, which takes any number."
+            f"{p} devices. Use {near} microbatches, or v=1, which takes any number."
         )
     return _with_warmup(p, m, v, lambda device: (v - 1) * p + 2 * (p - 1 - device))
 
@@ -73,24 +117,12 @@ def zb_h1(p: int, m: int, v: int = 1) -> list[list[Task]]:
     return _in_halves("zb_h1", p, m, v, later=lambda device: device)
 
 
-def _in_halves(name: str, p: int, m: int, v: int, later: Callable[[int], int]) -> list[list[Task]]:
-    """1F1B in halves: the half for the weights comes after `later(device)` more of the input halves."""
-    _check_chunks(name, p, m, v)
-    orders = []
-    for device in range(p):
-        ahead, names = min(p - 1 - device, m), []
-        for k in range(m):
-            names += ["F0"] * (ahead + k < m) + ["I0"] + ["W0"] * (k >= later(device))
-        orders.append(_in_order([*["F0"] * ahead, *names, *["W0"] * later(device)], [device], m))
-    return orders
-
-
 def zb_v(p: int, m: int, v: int = 2) -> list[list[Task]]:
     """Stages down the devices and up again, weight gradients where it would be idle (arXiv 2401.10241, 6). v is 2.
 
     At most 2p activations of a chunk are alive on a device, as much as p of a device's layers. Any m.
     """
-    _check_chunks("zb_v", p, m, v)
+    _check_sizes("zb_v", p, m, v)
     orders = []
     for d in range(p):
         count = max(m, 2 * p - 1)  # those past m are left out below
@@ -102,36 +134,11 @@ def zb_v(p: int, m: int, v: int = 2) -> list[list[Task]]:
     return orders
 
 
-def dualpipe_v(p: int, m: int, v: int = 2) -> list[list[Task]]:
-    """DualPipe cut in half: the stages of `zb_v`, a forward beside each backward (arXiv 2412.19437, 3.2.1). v is 2.
-
-    At most 2p + 1 activations of a chunk are alive on a device. The lists are those of github.com/deepseek-ai/DualPipe.
-
-    Raises:
-        ValueError: m is below 2p.
-    """
-    _check_chunks("dualpipe_v", p, m, v)
-    if m < 2 * p:
-        raise ValueError(
-            f"dualpipe_v fills the devices from both ends: {m} microbatches are too few for {p} devices. Use at least "
-            f"{2 * p} microbatches, or zb_v, which takes any number."
-        )
-    orders = []
-    for d in range(p):
-        names = ["F0"] * (2 * (p - d - 1)) + ["F0", "F1"] * (d + 1) + ["I1", "W", "F1"] * (p - d - 1)
-        names += ["F0", "B1", "F1", "B0"] * (m - 2 * p + d + 1) + ["B1", "F1", "B0"] * (p - d - 1)
-        names += [("B" if i <= d else "I") + "10"[i % 2] for i in range(2 * d + 2)]
-        names += ["W", "I0"] * (p - d - 1) + ["W"] * (d + 1)
-        orders.append(_in_order(names, [d, 2 * p - 1 - d], m))
-    return orders
-
-
 def forward_only(p: int, m: int, v: int = 1, stages: Stages | None = None) -> list[list[Task]]:
     """Only forwards, for evaluation: of those that can run, a device takes the one of its last stage.
 
     `stages` has the stages of each device, as `stages_of_devices` gives them; None: in a ring.
     """
-    check_sizes(p, m, v)
     stages = in_a_ring(p, v) if stages is None else stages
     done, orders = [m] + [0] * (p * v), [[] for _ in range(p)]  # numbers of microbatches, of stage s at s + 1
     while done[-1] < m:
@@ -143,36 +150,30 @@ def forward_only(p: int, m: int, v: int = 1, stages: Stages | None = None) -> li
     return orders
 
 
-def _check_chunks(name: str, p: int, m: int, v: int) -> None:
-    """Raises ValueError for a number below 1, or another number of chunks than the schedule's."""
-    check_sizes(p, m, v)
-    if v != CHUNKS[name]:
-        one = "one chunk" if CHUNKS[name] == 1 else "two chunks"
-        raise ValueError(
-            f"{name} is defined for {one} per device, not for v={v}. Use v={CHUNKS[name]}, or interleaved_1f1b."
-        )
+def _in_halves(name: str, p: int, m: int, v: int, later: Callable[[int], int]) -> list[list[Task]]:
+    """1F1B in halves: the half for the weights comes after `later(device)` more of the input halves."""
+    _check_sizes(name, p, m, v)
+    orders = []
+    for device in range(p):
+        ahead, names = min(p - 1 - device, m), []
+        for k in range(m):
+            names += ["F0"] * (ahead + k < m) + ["I0"] + ["W0"] * (k >= later(device))
+        orders.append(_in_order([*["F0"] * ahead, *names, *["W0"] * later(device)], [device], m))
+    return orders
 
 
-_KIND_OF = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weights"}
+_KIND_OF = {"F": "forward", "I": "backward_input", "W": "backward_weights"}
 
 
 def _in_order(names: list[str], stages: list[int], m: int) -> list[Task]:
-    """Tasks of a device by short names, such as F0 and B1: of its chunk 0 or 1, each time of the next microbatch.
+    """Tasks of a device by short names, such as F0 and I1: of its chunk 0 or 1, each time of the next microbatch.
 
-    A name without a chunk, W, is the one of the input half that has waited longest for its other half. Microbatches
-    from m on are left out.
+    Microbatches from m on are left out.
     """
-    next_of: dict[tuple[str, str], int] = {}
-    order, waiting = [], []
+    counts, order = collections.Counter(), []
     for name in names:
-        if name == "W":
-            chunk, k = waiting.pop(0)
-        else:
-            chunk, counted = name[1], "I" if name[0] == "B" else name[0]
-            k = next_of.get((counted, chunk), 0)
-            next_of[counted, chunk] = k + 1
-            waiting += [(chunk, k)] if name[0] == "I" else []
-        order += [Task(_KIND_OF[name[0]], stages[int(chunk)], k)] if k < m else []
+        order += [Task(_KIND_OF[name[0]], stages[int(name[1])], counts[name])] if counts[name] < m else []
+        counts[name] += 1
     return order
 
 
@@ -195,14 +196,12 @@ def _with_warmup(p: int, m: int, v: int, warmup: Callable[[int], int]) -> list[l
 SCHEDULES: dict[str, Schedule] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
-    "eager_1f1b": eager_1f1b,
     "interleaved_1f1b": interleaved_1f1b,
     "zb_h1": zb_h1,
     "zb_v": zb_v,
-    "dualpipe_v": dualpipe_v,
 }
 
-CHUNKS = {"gpipe": 1, "1f1b": 1, "eager_1f1b": 1, "zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}
+CHUNKS = {"gpipe": 1, "1f1b": 1, "zb_h1": 1, "zb_v": 2}
 """The only v of the schedules that are not defined for all."""
 
 
@@ -251,6 +250,142 @@ def schedule_of(name: str) -> Schedule:
 
 
 def stages_of(name: str, p: int, m: int, v: int) -> Stages:
-    """Where the schedule of this name has the stages. Raises ValueError as that does."""
+    """The stages of each device in the schedule of this name. Raises ValueError as that does."""
     # Those of SCHEDULES have them in one place for all m, also for an m that they refuse.
-    return stages_of_devices(schedule_of(name)(p, 2 * p if name in SCHEDULES else m, v))
+    return stages_of_devices(schedule_of(name)(p, p if name in SCHEDULES else m, v))
+
+
+# ---- validity -----------------------------------------------------------------------------------------------------
+
+
+def _check_sizes(name: str, p: int, m: int, v: int) -> None:
+    """Raises ValueError for a number below 1, or another number of chunks than the schedule's."""
+    for value, what in ((p, "devices of the axis p"), (m, "microbatches"), (v, "chunks per device (v)")):
+        if operator.index(value) < 1:
+            raise ValueError(f"{value} {what}: there must be at least 1.")
+    if v != CHUNKS.get(name, v):
+        one = "one chunk" if CHUNKS[name] == 1 else "two chunks"
+        raise ValueError(
+            f"{name} is defined for {one} per device, not for v={v}. Use v={CHUNKS[name]}, or interleaved_1f1b."
+        )
+
+
+def check_schedule(orders: Orders, p: int, m: int, v: int) -> list[list[Task]]:
+    """Checks a schedule of forwards and backwards, in which a task is any (kind, stage, microbatch).
+
+    Returns the orders, with every task as a `Task`.
+
+    Raises:
+        ValueError: a task is missing or listed twice, a stage is on two devices or far from the stage before, or
+            devices wait for each other forever.
+    """
+    if not isinstance(orders, list | tuple) or len(orders) != p or not all(isinstance(x, list | tuple) for x in orders):
+        raise ValueError(f"a schedule is a list with a list of tasks for each of {p} devices, not {orders!r:.80}.")
+    orders = [[_as_task(entry, p * v, m) for entry in order] for order in orders]
+    device_of: dict[Task, int] = {}
+    for device, order in enumerate(orders):
+        for task in order:
+            if task in device_of:
+                raise ValueError(
+                    f"{task} is in the lists of devices {device_of[task]} and {device}. Every task runs once."
+                )
+            device_of[task] = device
+    for stage, k in itertools.product(range(p * v), range(m)):
+        whole, *halves = (Task(kind, stage, k) for kind in KINDS[1:])
+        halved = any(half in device_of for half in halves)
+        if halved and whole in device_of:
+            raise ValueError(f"{whole} is listed, and a half of it too. List one or the other.")
+        for task in (Task("forward", stage, k), *(halves if halved else [whole])):
+            if task not in device_of:
+                raise ValueError(f"{task} is missing from the lists.")
+    _check_places(stages_of_devices(orders), p, v)
+    place_in_ticks(orders)
+    return orders
+
+
+def _as_task(entry: object, stages: int, m: int) -> Task:
+    try:
+        kind, stage, k = entry  # type: ignore[misc]
+        task = Task(kind, operator.index(stage), operator.index(k))
+    except (TypeError, ValueError):
+        raise ValueError(f"{entry!r} is in the lists; a task is Task(kind, stage, microbatch).") from None
+    if kind not in KINDS or not (0 <= task.stage < stages and 0 <= task.microbatch < m):
+        raise ValueError(
+            f"{task} is in the lists. The kind must be {' or '.join(KINDS)}, the stage in 0..{stages - 1}, and the "
+            f"microbatch in 0..{m - 1}."
+        )
+    return task
+
+
+def _check_places(stages: Stages, p: int, v: int) -> None:
+    """Raises ValueError unless each device has v stages, none of another, and neighbouring stages are neighbours."""
+    for device, own in enumerate(stages):
+        if len(own) != v:
+            raise ValueError(
+                f"device {device} has tasks of the stages {[*own]}. Each device has {v}, all tasks of each."
+            )
+    device_of = {stage: device for device, own in enumerate(stages) for stage in own}
+    for stage in range(1, p * v):
+        here, there = device_of[stage - 1], device_of[stage]
+        if (there - here) % p not in (0, 1, p - 1):
+            raise ValueError(
+                f"stage {stage - 1} is on device {here} and stage {stage} on device {there}. A result goes to the same "
+                f"device or to a neighbour in the ring of {p}."
+            )
+
+
+# ---- ticks --------------------------------------------------------------------------------------------------------
+
+
+def place_in_ticks(orders: Orders) -> tuple[dict[Task, int], int]:
+    """The earliest tick of each task, and the number of ticks.
+
+    A device takes tasks off its list, in order, as long as the tick has room for them and their inputs are there. In a
+    tick a device does one forward and one backward; the forward runs first, also if it is behind in the list. In a
+    schedule with halves it does one task, which is so short that the next stage should not wait longer for its result;
+    and likewise where stages are not in a ring: a result may go either way, and a tick sends one.
+
+    Raises:
+        ValueError: devices wait for each other forever.
+    """
+    stages = sum(map(len, stages_of_devices(orders)))
+    tasks = ((device, task) for device, order in enumerate(orders) for task in order)
+    alone = any(task.kind == "backward_weights" or task.stage % len(orders) != device for device, task in tasks)
+    reached, at, tick = [0] * len(orders), {}, 0
+    done: set[Task] = set()
+    while any(i < len(order) for i, order in zip(reached, orders, strict=True)):
+        new: dict[Task, Task] = {}
+        for device, order in enumerate(orders):
+            used = set()
+            while reached[device] < len(order):
+                task = order[reached[device]]
+                slot = "any" if alone else task.kind
+                if slot in used:
+                    break
+                # Results of other stages arrive at the next tick; a forward is one slot before its own backward.
+                if not all(q in done or (q in new and q.stage == task.stage) for q in needs(task, stages)):
+                    break
+                new[task.result] = task
+                used.add(slot)
+                reached[device] += 1
+        if not new:
+            raise ValueError(_deadlock(orders, reached, done, stages))
+        done.update(new)
+        at.update(dict.fromkeys(new.values(), tick))
+        tick += 1
+    return at, tick
+
+
+def _deadlock(orders: Orders, reached: Sequence[int], done: set[Task], stages: int) -> str:
+    """Message that names the devices that wait for each other: each one, then the one that it waits for."""
+    holder_of = {task.result: (task, device) for device, order in enumerate(orders) for task in order}
+    device = next(d for d, order in enumerate(orders) if reached[d] < len(order))
+    path: list[int] = []
+    waits = {}
+    while device not in path:
+        path.append(device)
+        task = orders[device][reached[device]]
+        missing, holder = holder_of[next(q for q in needs(task, stages) if q not in done)]
+        waits[device] = f"device {device} cannot do {task} before {missing}, which comes later on device {holder}"
+        device = holder
+    return f"the schedule never ends: {'; '.join(waits[d] for d in path[path.index(device) :])}."

@@ -43,7 +43,7 @@ class StageBackward:
             given = [True] * len(jax.tree.leaves(stack)) + [is_saved] * len(self.saved_types) + [False]
             # What is passed from task to task varies over p, as its buffers do.
             self._halves = Halves(program, wanted, given, over=(PIPELINE_AXIS,))
-            self._halves.give_late([not is_wanted for is_wanted in wanted])
+            self._halves.defer([not is_wanted for is_wanted in wanted])
             _, self.kept_types = jax.eval_shape(self.input, stack, self.saved_types, y)
 
     def forward(self, stack: Any, x: jax.Array, i: jax.Array, k: jax.Array) -> tuple[jax.Array, list[jax.Array]]:

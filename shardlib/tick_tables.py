@@ -1,15 +1,15 @@
 """The table of ticks that the executor runs, made of the tasks of a schedule.
 
-A **tick** is a forward slot, a backward slot and a weights slot on every device. In most schedules a device does at
-most one forward and one backward in a tick; in those of `one_a_tick` one task. The result of a task is sent at the end
-of the tick, and arrives at the start of the next one. This module does not import JAX.
+A **tick** is a forward slot, a backward slot and a weights slot on every device. `place_in_ticks` says which of them a
+device uses at once. The result of a task is sent at the end of the tick, and arrives at the start of the next one. This
+module does not import JAX.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from shardlib.tasks import KINDS, Orders, Stages, Task, check_tasks, in_a_ring, place, stages_of_devices
+from shardlib.schedules import Orders, Stages, Task, in_a_ring, place_in_ticks, stages_of_devices
 
 COLUMNS = (
     *("forward", "forward_first", "forward_last", "forward_chunk", "forward_microbatch"),
@@ -45,6 +45,8 @@ class TickTable:
     """
     stages: Stages
     """The stages of each device."""
+    recompute: bool
+    """Whether a backward computes the forward of its stage again from its input, and there are no residuals."""
     arrivals: int
     """Number of slots for what arrives, inputs of stages and gradients of their outputs: the most of any device."""
     residuals: int
@@ -63,7 +65,7 @@ class TickTable:
         return not (self.columns["forward"] & self.columns["backward"]).any()
 
 
-def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool) -> TickTable:
+def tick_table(orders: Orders, *, recompute: bool) -> TickTable:
     """Places the tasks in ticks, as early as their order allows, and assigns a slot to everything that is kept.
 
     `orders` is a schedule or `forward_only`, for which the columns of backwards are 0. If a schedule has halves of
@@ -71,18 +73,15 @@ def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool) -> Ti
     the input of its stage, which is kept until then, and there are no residuals. Otherwise the input is kept until the
     forward, and residuals from the forward to the end of the backward. The last stage keeps its output until its
     backward.
-
-    Raises:
-        ValueError: as `check_schedule` does.
     """
-    training = any(tuple(task)[:1] in {(kind,) for kind in KINDS[1:]} for order in orders for task in order)
-    orders = check_tasks(orders, p, m, v, training)
-    stages, by_device = p * v, stages_of_devices(orders)
+    by_device = stages_of_devices(orders)
+    p, v = len(by_device), len(by_device[0])
+    stages, training = p * v, any(task.kind != "forward" for order in orders for task in order)
     device_of = {stage: device for device, own in enumerate(by_device) for stage in own}
     chunk_of = {stage: chunk for own in by_device for chunk, stage in enumerate(own)}
     if any(task.kind == "backward_weights" for order in orders for task in order):
         orders = [[half for task in order for half in _halves(task)] for order in orders]
-    at, ticks = place(orders, stages)
+    at, ticks = place_in_ticks(orders)
     of_kind = lambda *kinds: {(task.stage, task.microbatch): t for task, t in at.items() if task.kind in kinds}
     f, b, w = of_kind("forward"), of_kind("backward", "backward_input"), of_kind("backward_weights")
 
@@ -131,7 +130,7 @@ def tick_table(orders: Orders, p: int, m: int, v: int, *, recompute: bool) -> Ti
             step = to - stage if by_device == in_a_ring(p, v) else there - device
             way = _WAYS.get(step) or _WAYS[step - p if step > 0 else step + p]  # around the ring
             columns[way][t + 1, there] = arrival_slots[slot, to, k]
-    return TickTable(columns, by_device, arrivals, residuals, kept_count)
+    return TickTable(columns, by_device, recompute, arrivals, residuals, kept_count)
 
 
 _WAYS = {1: "from_left", -1: "from_right", 0: "from_self"}

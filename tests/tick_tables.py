@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from shardlib.tasks import Task
+from shardlib.schedules import Task
 from shardlib.tick_tables import TickTable
 
 

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_extra import TRUNCATED_NORMAL_STD, fold_in_str
 from shardlib.array_types import ABSENT, ArrayType, arrays_of
 from shardlib.parsing import PIPELINE_AXIS
-from shardlib.placement import StackOrder
+from shardlib.placement import LayerOrder
 from shardlib.shardtypes import make_shardings
 from shardlib.values import devices_along, mesh_axes
 
@@ -106,7 +106,7 @@ def is_stack(array: ArrayType) -> bool:
     return bool(array.spec.dims) and array.spec.dims[0].axes == (PIPELINE_AXIS,)
 
 
-def initialize(table, key: jax.Array, order: StackOrder | None = None):
+def initialize(table, key: jax.Array, order: LayerOrder | None = None):
     """Fresh weights by `table`, each block generated on the device that holds it. Under jit.
 
     The values depend on the key and the name of each weight, not on the mesh.

@@ -14,13 +14,13 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from shardlib.placement import StackOrder
+from shardlib.placement import LayerOrder
 from shardwright.run.manifest import ANOTHER, CHECKSUM_BYTES, Damaged, SavedArray, array_metadata, is_name
 from shardwright.run.stores import STORE_ERRORS, Store, in_parallel
 
 CACHE_BYTES = 2**30
 """Most bytes of chunks that are kept in memory for those who read the next part of them."""
-Orders = Mapping[str, StackOrder]
+Orders = Mapping[str, LayerOrder]
 NO_ORDERS: Orders = MappingProxyType({})
 
 
@@ -59,7 +59,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return leaves
 
 
-def _stored_shape(leaf: Any, order: StackOrder | None) -> tuple[int, ...]:
+def _stored_shape(leaf: Any, order: LayerOrder | None) -> tuple[int, ...]:
     return leaf.shape if order is None else (order.layers, *leaf.shape[1:])
 
 
@@ -224,7 +224,7 @@ def write_arrays(store: Store, directory: str, arrays: list[HostArray]) -> dict[
     return written
 
 
-def read_array(stored: StoredArray, leaf: jax.ShapeDtypeStruct, order: StackOrder | None) -> jax.Array:
+def read_array(stored: StoredArray, leaf: jax.ShapeDtypeStruct, order: LayerOrder | None) -> jax.Array:
     """The array, sharded as `leaf`. Each process reads the regions of its devices, each once.
 
     Args:

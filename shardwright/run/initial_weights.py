@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from shardlib.placement import Placement
+from shardlib.placement import LayerPlacement
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.checkpoint_arrays import NO_ORDERS, Orders
 from shardwright.run.config import Config
@@ -124,7 +124,7 @@ def read_weights(
     return weights
 
 
-def fresh_state(c: Config, placement: Placement, init: Callable[[jax.Array], Any], State: Any) -> Any:
+def fresh_state(c: Config, placement: LayerPlacement, init: Callable[[jax.Array], Any], State: Any) -> Any:
     """State of a run before its first step, on the current mesh, with the weights of training.init_from if given.
 
     Args:

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from shardlib.placement import Placement
+from shardlib.placement import LayerPlacement
 from shardlib.shardtypes import Array, make_shardings
 from shardwright.cluster.watch import pause
 from shardwright.microscope.look import Look, worst
@@ -36,7 +36,7 @@ class StepWithoutStages:
         ValueError: with stages, a batch that the devices without them do not divide.
     """
 
-    def __init__(self, c: Config, model: Any, placement: Placement, programs: Callable):
+    def __init__(self, c: Config, model: Any, placement: LayerPlacement, programs: Callable):
         self.mesh, self._placement, t = folded_mesh(c), placement, c.training
         try:
             check_divides(c, self.mesh.shape)
@@ -69,7 +69,7 @@ class Microscope:
         ValueError: as StepWithoutStages.
     """
 
-    def __init__(self, c: Config, model: Any, placement: Placement, programs: Callable, options: dict[str, Any]):
+    def __init__(self, c: Config, model: Any, placement: LayerPlacement, programs: Callable, options: dict[str, Any]):
         self._c, self._known = c, False
         self._step = StepWithoutStages(c, model, placement, programs)
         self._look = Look(self._step.program, model.table)

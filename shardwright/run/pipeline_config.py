@@ -13,11 +13,10 @@ class PipelineConfig:
     """Settings of the stages of a mesh with p (docs/pipeline.md). Without p none of them has an effect."""
 
     schedule: str = "interleaved_1f1b"
-    """gpipe, 1f1b, eager_1f1b, interleaved_1f1b, zb_h1, zb_v, dualpipe_v, or your own as module:function
-    (shardlib/schedules.py)."""
+    """gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_v, or your own as module:function (shardlib/schedules.py)."""
     virtual_stages: int = within(1, 2**10, 1)
     """Number v of stages on each device of p, at least 1: any number for interleaved_1f1b or your own schedule, 2 for
-    zb_v and dualpipe_v, 1 for the others. With layers_per_stage=null the number of layers is a multiple of p·v."""
+    zb_v, 1 for the others. With layers_per_stage=null the number of layers is a multiple of p·v."""
     layers_per_stage: Any = None
     """Number of layers of each of the p·v stages, as a list. balanced: numbers that differ by 1 at most. Null: the
     same number in all."""

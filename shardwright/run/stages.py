@@ -5,7 +5,6 @@ device of p has one chunk and all have the same number of layers.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -15,11 +14,11 @@ from shardlib import pipeline, shardops
 from shardlib.array_types import ABSENT, arrays_of
 from shardlib.op_checks import varying
 from shardlib.parsing import PIPELINE_AXIS
-from shardlib.pipeline import Plan, StagedLoss, plan_evaluation, plan_training
-from shardlib.placement import Placement, StackOrder, place_layers
-from shardlib.schedules import stages_of
+from shardlib.pipeline import StagedLoss, evaluation_table
+from shardlib.placement import LayerOrder, LayerPlacement, place_layers
+from shardlib.schedules import in_a_ring, stages_of
 from shardlib.shardtypes import Array, f32, make_shardings, typed_shard_map
-from shardlib.tasks import in_a_ring
+from shardlib.tick_tables import TickTable
 from shardlib.values import mesh_axes, pipeline_stage
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import LanguageModel, compute_scope, period_of
@@ -33,24 +32,23 @@ def has_stages() -> bool:
     return PIPELINE_AXIS in mesh_axes()
 
 
-def placement_of(c: Config, model: LanguageModel) -> Placement:
+def placement_of(c: Config, model: LanguageModel) -> LayerPlacement:
     """Placement of the layers of a run on the current mesh. Raises ValueError if they cannot be placed so."""
-    p, v, counts = mesh_axes().get(PIPELINE_AXIS, 1), c.pipeline.virtual_stages, c.pipeline.layers_per_stage
+    p, v = mesh_axes().get(PIPELINE_AXIS, 1), c.pipeline.virtual_stages
+    if p == 1:
+        return place_layers(c.model.layers, in_a_ring(1, 1), None, period_of(model))
     try:
-        stages = stages_of(c.pipeline.schedule, p, c.training.microbatches, v) if p > 1 else in_a_ring(1, 1)
+        stages = stages_of(c.pipeline.schedule, p, c.training.microbatches, v)
     except ValueError as error:
         names = "p is mesh.p, v pipeline.virtual_stages, the number of microbatches training.microbatches"
         raise ValueError(f"pipeline.schedule={c.pipeline.schedule}: {error} ({names})") from None
-    counts, period = counts if p > 1 else None, period_of(model)
-    if counts == "balanced":
-        counts = [period * count for count in balanced(c.model.layers // period, p * v)]
-    return place_layers(c.model.layers, stages, counts, period)
+    return place_layers(c.model.layers, stages, c.pipeline.layers_per_stage, period_of(model))
 
 
-def training_plan(c: Config, model: LanguageModel) -> Plan:
-    """Plan of a training step. Raises ValueError if the schedule does not allow so many microbatches."""
+def training_table(c: Config, model: LanguageModel) -> TickTable:
+    """Table of a training step. Raises ValueError if the schedule does not allow so many microbatches."""
     schedule = c.pipeline.schedule if has_stages() else "gpipe"
-    return plan_training(placement_of(c, model), schedule, c.training.microbatches, c.pipeline.recompute)
+    return pipeline.training_table(placement_of(c, model), schedule, c.training.microbatches, c.pipeline.recompute)
 
 
 def run_training(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any) -> tuple[Any, Any, Any]:
@@ -70,7 +68,7 @@ def run_training(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batc
         ValueError: a batch of another number of microbatches than the configuration's.
     """
     _check_count(c, batch)
-    total, g, metrics = pipeline.run_training(loss, training_plan(c, model), w, batch)
+    total, g, metrics = pipeline.run_training(loss, placement_of(c, model), training_table(c, model), w, batch)
     if metrics is not None:
         metrics = dataclasses.replace(metrics, values=shardops.psum("N depth +p -> N depth", metrics.values))
     return total, g, metrics
@@ -79,7 +77,8 @@ def run_training(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batc
 def run_evaluation(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any) -> Any:
     """The loss of `run_training`, without gradients."""
     _check_count(c, batch)
-    return pipeline.run_evaluation(loss, plan_evaluation(placement_of(c, model), c.training.microbatches), w, batch)
+    placement = placement_of(c, model)
+    return pipeline.run_evaluation(loss, placement, evaluation_table(placement, c.training.microbatches), w, batch)
 
 
 def shared(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any) -> dict[str, jax.stages.Traced]:
@@ -119,18 +118,7 @@ def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
     return initialize(model.table, key, placement_of(c, model).order)
 
 
-def balanced(layers: int, stages: int) -> list[int]:
-    """Numbers of layers of the stages that differ by 1 at most. What is outside of the layers all stages do together.
-
-    Raises:
-        ValueError: fewer layers than stages.
-    """
-    if layers < stages:
-        raise ValueError(f"{layers} layers are too few for {stages} stages: each has at least 1. Make p smaller.")
-    return [layers // stages + (stage < layers % stages) for stage in range(stages)]
-
-
-def stack_orders(placement: Placement, kind: Any, like: Any) -> dict[str, StackOrder]:
+def stack_orders(placement: LayerPlacement, kind: Any, like: Any) -> dict[str, LayerOrder]:
     """Orders of the stacks in `like`, of type `kind`, by name in a checkpoint. Empty where it is that of the layers."""
     if placement.order is None:
         return {}
@@ -159,7 +147,7 @@ def folded_mesh(c: Config) -> jax.sharding.Mesh:
     return make_mesh(*sizes, devices=mesh.devices.reshape(-1))
 
 
-def without_stages(weights: Any, placement: Placement, mesh: jax.sharding.Mesh) -> Any:
+def without_stages(weights: Any, placement: LayerPlacement, mesh: jax.sharding.Mesh) -> Any:
     """The weights on a `folded_mesh`, with layers in their order. Moves one array after the other."""
     if PIPELINE_AXIS not in jax.sharding.get_mesh().shape:
         return weights
@@ -177,22 +165,16 @@ def without_stages(weights: Any, placement: Placement, mesh: jax.sharding.Mesh) 
 
 
 def describe_stages(c: Config, model: LanguageModel) -> list[str]:
-    """Lines on the schedule and on each stage: its device of p, its layers, and the size of their weights in f32."""
+    """Lines on the schedule and on each stage: its device of p, and its layers. None without stages."""
     if not has_stages():
         return []
-    placement, m, table = placement_of(c, model), c.model, model.table
-    size = lambda tree: 4 * sum(math.prod(w.shape) for w in jax.tree.leaves(tree))
-    of_layer, others = size(table.layers) // m.layers, size(table) - size(table.layers)
-    ticks = len(training_plan(c, model).table.columns["forward"])
+    placement, first = placement_of(c, model), 0
+    ticks = len(training_table(c, model).columns["forward"])
     keeps = "recompute" if c.pipeline.recompute else "what is marked is saved"
-    lines, first = [f"{c.pipeline.schedule}, {c.training.microbatches} microbatches in {ticks} ticks, {keeps}"], 0
+    lines = [f"{c.pipeline.schedule}, {c.training.microbatches} microbatches in {ticks} ticks, {keeps}"]
     for stage, count in enumerate(placement.counts):
-        which = f"layer {first}" if count == 1 else f"layers {first}-{first + count - 1}"
         device, chunk = placement.place_of(stage)
         where = f"p={device}" + f" chunk {chunk}" * (placement.v > 1)
-        lines.append(f"stage {stage}: {where}: {which}; {count * of_layer / 2**20:,.4g} MiB of layers")
+        lines.append(f"stage {stage}: {where}: layers {first}-{first + count - 1}")
         first += count
-    lines.append(
-        f"all together: embedding, logits and loss; 1/{placement.p} of {others / 2**20:,.4g} MiB of weights each"
-    )
-    return lines
+    return [*lines, f"all together: embedding, logits and loss; each has 1/{placement.p} of the vocabulary"]

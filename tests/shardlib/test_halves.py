@@ -85,7 +85,7 @@ def products(program) -> int:
 def test_halves_give_what_the_whole_gives(program, keeps):
     traced, args, expected = backward_of(program)
     halves = Halves(traced, [True, False, False, False], [keeps] * (len(args) - 1) + [False])
-    halves.give_late([False, True, True, True])
+    halves.defer([False, True, True, True])
 
     @jax.jit
     def first(args):
@@ -113,7 +113,7 @@ def test_what_is_kept_is_what_the_products_read():
     """Of each layer: three of four operands of products, one being cheap; and the gradient of the norm's weight."""
     traced, args, _ = backward_of(checkpointed)
     halves = Halves(traced, [True, False, False, False], [True] * (len(args) - 1) + [False])
-    halves.give_late([False, True, True, True])
+    halves.defer([False, True, True, True])
     _, kept = jax.eval_shape(halves.first, args)
     shapes = sorted(x.shape for x in jax.tree.leaves(kept))
     assert shapes == [(LAYERS, ROWS, WIDTH)] * 3 + [(LAYERS, WIDTH)]

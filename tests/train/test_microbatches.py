@@ -14,10 +14,10 @@ from step_text import collectives, compile_step
 import train
 from shardlib import shardops
 from shardlib.layers import Extras
-from shardlib.pipeline import plan_training, run_training
-from shardlib.placement import Placement
+from shardlib.pipeline import run_training, training_table
+from shardlib.placement import LayerPlacement
+from shardlib.schedules import in_a_ring
 from shardlib.shardtypes import Array, f32, f64, pytree_dataclass, typed_shard_map
-from shardlib.tasks import in_a_ring
 from shardwright.cluster.devices import make_mesh
 from shardwright.run.config import check_divides
 from shardwright_data.loader import FlatTokensConfig, FlatTokensLoader, TokenBatch, batch_shapes
@@ -84,7 +84,8 @@ def sum_of_squares(weights, targets):
 def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m):
     """From the loader to the gradients, in f64: it depends on which sequences are in a microbatch together."""
     p, r, d, t = MESHES[mesh]
-    plan = plan_training(Placement(in_a_ring(p, 1), (2 // p,) * p), "eager_1f1b", m, recompute=False)
+    placement = LayerPlacement(in_a_ring(p, 1), (2 // p,) * p)
+    table = training_table(placement, "interleaved_1f1b", m, recompute=False)
     config = FlatTokensConfig(str(Path(__file__).parents[2] / "synthetic_dataset.zarr"))
 
     def layers(w, x, *_):
@@ -104,7 +105,11 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m):
     @typed_shard_map
     def step(w: TwoLayers, batch: train.Batch) -> tuple[f64[""], TwoLayers]:
         copies, reduced = jax.vjp(lambda w: shardops.replicate("... -> ... *r *d", w), w)
-        run = functools.partial(run_training, parts, plan) if p > 1 else functools.partial(train.accumulate, whole)
+        run = (
+            functools.partial(run_training, parts, placement, table)
+            if p > 1
+            else functools.partial(train.accumulate, whole)
+        )
         loss, g, _ = run(copies, (batch,))
         return shardops.psum("+p ->", loss), reduced(g)[0]
 

@@ -10,7 +10,7 @@ import zarr
 from processes import Run
 
 import train
-from shardlib.placement import Placement
+from shardlib.placement import LayerPlacement
 from shardlib.shardtypes import make_shardings
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
@@ -40,7 +40,7 @@ def mesh_of(place: str):
     return make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)
 
 
-def placement(c: Config) -> Placement:
+def placement(c: Config) -> LayerPlacement:
     return placement_of(c, load_model(c.model))
 
 
@@ -114,11 +114,9 @@ def test_the_run_says_what_each_stage_has():
     with jax.set_mesh(mesh_of("p=2 uneven")):
         lines = described("p=2 uneven")
     assert lines[0].startswith("interleaved_1f1b, 4 microbatches in ")
-    assert lines[1].startswith("stage 0: p=0: layers 0-4; ")
-    assert lines[2].startswith("stage 1: p=1: layers 5-7; ")
-    layer = 4 * (2 * 64 + 64 * 64 + 2 * 64 * 32 + 64 * 64 + 3 * 64 * 48)
-    assert f"{3 * layer / 2**20:.4g} MiB" in lines[2]
-    assert lines[3].startswith("all together: embedding, logits and loss; 1/2 of ")
+    assert lines[1].startswith("stage 0: p=0: layers 0-4")
+    assert lines[2].startswith("stage 1: p=1: layers 5-7")
+    assert lines[3] == "all together: embedding, logits and loss; each has 1/2 of the vocabulary"
     with jax.set_mesh(mesh_of("p=1 d=4 t=2")):
         assert described("p=1 d=4 t=2") == []
 

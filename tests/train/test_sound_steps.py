@@ -40,7 +40,7 @@ SETTINGS = {  # what it is about: settings of training, of the model and of the 
     "four stages, t": ({"microbatches": 4}, {"layers": 4}, {}, "r=1 d=1 t=2 p=4"),
     "four stages": ({"microbatches": 4, "compute_dtype": "bf16"}, {"layers": 4}, {"z_loss": 1e-3}, "r=1 d=2 t=1 p=4"),
 }
-PIPELINES = {"zb_h1": 1, "zb_v": 2, "dualpipe_v": 2}  # schedules with halves of backwards, and their chunks
+PIPELINES = {"zb_h1": 1, "zb_v": 2}  # schedules with halves of backwards, and their chunks
 SETTINGS |= {name: ({"microbatches": 4}, {"layers": 4}, {}, "r=1 d=2 t=2 p=2") for name in PIPELINES}
 UNEVEN = {  # layers of each stage, and the chunks of a device
     "stages of 1 and 3 layers": ([1, 3], 1),

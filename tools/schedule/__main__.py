@@ -1,7 +1,7 @@
 """Shows what a pipeline schedule does: a chart on the terminal, its bubble, its memory.
 
     python -m tools.schedule schedule=interleaved_1f1b p=4 m=16 v=2
-    python -m tools.schedule schedule=1f1b p=4 m=16 recompute=true transfer=0.1 model=asynchronous
+    python -m tools.schedule schedule=1f1b p=4 m=16 recompute=true transfer=0.1
     python -m tools.schedule schedule=interleaved_1f1b p=4 m=16 forward=[1,1,1,1.5] backward=[2,2,2,3]
     python -m tools.schedule schedule=[gpipe,1f1b,interleaved_1f1b,my_schedules:mine] p=4 m=16 v=2
 
@@ -10,7 +10,6 @@ the output.
 """
 
 import io
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +20,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardlib.parsing import did_you_mean
-from shardlib.schedule_simulator import Costs, Timeline, simulate, simulate_ticks
+from shardlib.schedule_simulator import Costs, Timeline, simulate
 from shardlib.schedules import CHUNKS, schedule_of
 from shardlib.tick_tables import TickTable, tick_table
 from shardwright.settings.program import run_program
 from shardwright.settings.words import for_console, picture_of
 from shardwright_data.checks import within
-from tools.schedule.gantt import Chart, draw_text, text_legend
+from tools.schedule.chart import draw
 
 _PICTURE_COLUMNS = 112
 
@@ -38,8 +36,7 @@ class Config:
     """Settings of the program."""
 
     schedule: Any = MISSING
-    """gpipe, 1f1b, eager_1f1b, interleaved_1f1b, zb_h1, zb_v, dualpipe_v, or `module:function` of your own schedule; a
-    list compares."""
+    """gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_v, or `module:function` of your own schedule; a list compares."""
     p: int = within(1, 2**12, MISSING)
     """Devices of the pipeline axis, at least 1."""
     m: int = within(1, 2**16, MISSING)
@@ -54,21 +51,9 @@ class Config:
     weights: float = within(0, 1, 0.5)
     """Share of a backward that its half for the weights takes, where a schedule has halves."""
     transfer: float = within(0, 1e9, 0.0)
-    """Time from one device to the next, where no task hides it."""
+    """Time that devices take after each tick to send their results."""
     recompute: bool = False
-    """The backward begins with the forward again: only stage inputs are kept. The last stage's forward is then part of
-    its backward."""
-    model: str = "ticks"
-    """Times to draw. ticks: all devices begin a tick together, as in the executor; asynchronous: each device begins a
-    task as soon as it can."""
-    wait_between_slots: bool = True
-    """In a tick all devices wait for the slowest forward before the first backward."""
-    input_bytes: Any = None
-    """Size of a stage's input, for one microbatch, on one device: a number, or 16MiB for example."""
-    residual_bytes: Any = None
-    """Size of what the backward through a device's layers, all its chunks, needs of one microbatch; likewise."""
-    kept_bytes: Any = None
-    """Size of what the half of a backward for the weights needs of the other half; likewise."""
+    """The backward begins with the forward again: only stage inputs are kept."""
     output: str | None = None
     """The .svg file to write, a picture of what is printed. Null: none. An existing one is replaced."""
 
@@ -78,19 +63,10 @@ class Result:
     """One schedule, simulated."""
 
     name: str
-    p: int
     m: int
-    v: int
     table: TickTable
-    ticks: Timeline
-    asynchronous: Timeline
-    alive_bytes: list[float] | None
-    """Size of an activation of each stage that is alive: its input if only that is kept, otherwise its residuals."""
-    buffer_bytes: float | None
-    """Size of the executor's buffers on each device."""
-
-
-# ---- settings -----------------------------------------------------------------------------------------------------
+    costs: Costs
+    timeline: Timeline
 
 
 def simulated(config: Config) -> list[Result]:
@@ -102,148 +78,77 @@ def simulated(config: Config) -> list[Result]:
     names = config.schedule if isinstance(config.schedule, list) else [config.schedule]
     if not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"schedule is {config.schedule}; give a name, or a list of names: schedule=[gpipe,1f1b].")
-    return [_simulated(config, name, v) for name, v in zip(names, _chunks(config.v, names), strict=True)]
-
-
-def _simulated(config: Config, name: str, v: int) -> Result:
-    p, m, stages = config.p, config.m, config.p * v
-    orders = schedule_of(name)(p, m, v)
-    forward, backward = (_times(which, getattr(config, which), stages, v) for which in ("forward", "backward"))
-    costs = Costs(forward, backward, config.transfer, config.weights, config.recompute)
-    table = tick_table(orders, p, m, v, recompute=config.recompute)
-    of_input = as_bytes("input_bytes", config.input_bytes)
-    of_device = (as_bytes(name, getattr(config, name)) for name in ("residual_bytes", "kept_bytes"))
-    of_stage, of_half = (None if size is None else size / v for size in of_device)
-    kept = of_input if config.recompute else of_stage
-    alive = None if kept is None else [kept] * stages
-    stored = [(table.arrivals, of_input), (table.residuals, of_stage), (table.kept, of_half)]
-    buffers = None
-    if not any(count and size is None for count, size in stored):
-        buffers = sum(count * (size or 0.0) for count, size in stored)
-    ticks = simulate_ticks(table, costs, wait_between_slots=config.wait_between_slots)
-    return Result(name, p, m, v, table, ticks, simulate(orders, p, m, v, costs), alive, buffers)
+    results = []
+    for name, v in zip(names, _chunks(config.v, names), strict=True):
+        table = tick_table(schedule_of(name)(config.p, config.m, v), recompute=config.recompute)
+        times = [_times(which, getattr(config, which), config.p * v, v) for which in ("forward", "backward")]
+        costs = Costs(*times, config.transfer, config.weights)
+        results.append(Result(name, config.m, table, costs, simulate(table, costs)))
+    return results
 
 
 def _chunks(v: Any, names: Sequence[str]) -> list[int]:
     """Number of chunks of each schedule."""
-    if isinstance(v, list):
-        if len(v) != len(names) or not all(type(value) is int for value in v):
-            raise ValueError(
-                f"v is {v} for {len(names)} schedules: give one number of chunks, or one for each of them."
-            )
-        return v
-    if type(v) is not int or not 1 <= v < 2**10:
-        raise ValueError(f"v is {v}; it must be a number of chunks, at least 1 and below 2**10.")
-    return [CHUNKS.get(name, v) if len(names) > 1 else v for name in names]
+    given = v if isinstance(v, list) else [v] * len(names)
+    if len(given) != len(names) or not all(type(value) is int and 1 <= value < 2**10 for value in given):
+        raise ValueError(
+            f"v is {v} for {len(names)} schedules: give one number of chunks, at least 1 and below 2**10, or a list "
+            "with one for each schedule."
+        )
+    one_for_all = len(names) > 1 and not isinstance(v, list)
+    return [CHUNKS.get(name, n) if one_for_all else n for name, n in zip(names, given, strict=True)]
 
 
 def _times(name: str, value: Any, stages: int, v: int) -> list[float]:
     """Time of each stage."""
-    is_time = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
-    if is_time(value):
-        return [value / v] * stages
-    if not isinstance(value, list) or not all(map(is_time, value)):
-        raise ValueError(f"{name} is {value}; give a time, or a list with one for each of {stages} stages.")
-    if len(value) != stages:
-        raise ValueError(
-            f"{name} lists {len(value)} times; there are {stages} stages. Give one for each, or one number."
-        )
-    return [float(x) for x in value]
-
-
-_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "kB": 1e3, "MB": 1e6, "GB": 1e9}
-
-
-def as_bytes(name: str, value: Any) -> float | None:
-    """Parses a number of bytes, or text such as 16MiB; None stays None."""
-    if value is None:
-        return None
-    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?) ?([a-zA-Z]*)", str(value))
-    try:
-        number, unit = found.groups()
-        return float(number) * _UNITS[unit]
-    except (AttributeError, KeyError, ValueError):
-        units = ", ".join(unit for unit in _UNITS if unit)
-        raise ValueError(f"{name} is {value}; give a number of bytes, or one with a unit ({units}): 16MiB.") from None
-
-
-def bytes_text(size: float | None) -> str:
-    """Formats a size, as 1.5 MiB for example."""
-    if size is None:
-        return "–"
-    unit = next((unit for unit in ("GiB", "MiB", "KiB") if size >= _UNITS[unit]), "B")
-    return f"{size / _UNITS[unit]:.4g} {unit}"
+    times = value if isinstance(value, list) else [value] * stages
+    is_time = lambda x: type(x) in (int, float) and 0 <= x < float("inf")
+    if len(times) != stages or not all(map(is_time, times)):
+        raise ValueError(f"{name} is {value}; give a time, at least 0, or a list with one for each of {stages} stages.")
+    return [float(x) if isinstance(value, list) else x / v for x in times]
 
 
 # ---- terminal -----------------------------------------------------------------------------------------------------
 
 
-def chart_of(result: Result, model: str) -> Chart:
-    """The chart of a schedule, with its times in ticks or of asynchronous devices."""
-    timeline = result.ticks if model == "ticks" else result.asynchronous
-    count = lambda n, noun: f"{n} {noun}{'' if n == 1 else 's'}"
-    parts = [count(result.p, "device"), count(result.m, "microbatch" + "e" * (result.m != 1))]
-    parts += [count(result.v, "chunk") + " each"] * (result.v > 1)
-    parts += ["recomputed"] * timeline.costs.recompute
-    when = count(len(timeline.ticks), "tick") if timeline.ticks else "asynchronous devices"
-    subtitle = f"{', '.join(parts)} · {when} · time {timeline.total:.4g} · bubble {timeline.bubble:.1%}"
-    return Chart(result.name, subtitle, timeline, result.m)
-
-
-def show(result: Result, model: str, console: Console) -> None:
+def show(result: Result, console: Console) -> None:
     """Prints the chart of one schedule, and a line for each device."""
-    chart = chart_of(result, model)
-    timeline, stages_of = chart.timeline, lambda device: result.table.stages[device]
-    of_devices, of_stages = timeline.peak_of_devices(), timeline.peak_of_stages()
-    table = _table(["device", "stages", "busy", "alive at most", "of each stage"])
-    if result.alive_bytes:
-        bytes_of_devices = timeline.peak_bytes_of_devices(result.alive_bytes)
-        for header in ("bytes", "of each stage"):
-            table.add_column(header, justify="right", no_wrap=True)
-    for device in range(result.p):
-        busy = sum(span.end - span.start for span in timeline.spans[device]) / (timeline.total or 1.0)
-        cells = [str(device), " ".join(map(str, stages_of(device))), f"{busy:.1%}", str(of_devices[device])]
-        cells.append(" ".join(str(of_stages[stage]) for stage in stages_of(device)))
-        if result.alive_bytes:
-            cells.append(bytes_text(bytes_of_devices[device]))
-            sizes = (bytes_text(of_stages[stage] * result.alive_bytes[stage]) for stage in stages_of(device))
-            cells.append(", ".join(sizes))
-        table.add_row(*cells)
-    t = result.table
-    size = "" if result.buffer_bytes is None else f"; {bytes_text(result.buffer_bytes)} together"
-    halves = f", kept for weights {t.kept}" if t.halves else ""
-    slots = f"arrivals {t.arrivals}, residuals {t.residuals}{halves}{size}"
+    timeline, table = result.timeline, result.table
+    p, m, v = len(table.stages), result.m, len(table.stages[0])
+    count = lambda n, noun, plural="s": f"{n} {noun}{'' if n == 1 else plural}"
+    parts = [count(p, "device"), count(m, "microbatch", "es")]
+    parts += [count(v, "chunk") + " each"] * (v > 1) + ["recomputed"] * table.recompute
+    facts = f"{count(len(timeline.ticks), 'tick')} · time {timeline.total:.4g} · bubble {timeline.bubble:.1%}"
     write = lambda line="": console.print(line, soft_wrap=True, no_wrap=True, crop=False)
-    write(Text(chart.title, style="bold"))
-    write(Text(chart.subtitle))
-    write()
-    for line in draw_text(chart, console.width):
+    write(Text(result.name, style="bold"))
+    write(Text(f"{', '.join(parts)} · {facts}\n"))
+    repeated = [table.recompute * time for time in result.costs.forward]
+    for line in draw(timeline, repeated, console.width):
         write(line)
-    write(text_legend(chart))
     write()
-    console.print(table)
-    write()
-    bubble = f"Bubble: ticks {result.ticks.bubble:.1%}, asynchronous devices {result.asynchronous.bubble:.1%}"
-    write(Text(for_console(bubble, console)))
-    write(Text(for_console(f"Slots in the buffers of a device: {slots}", console)))
+    devices, alive = _table(["device", "stages", "busy", "alive at most"]), timeline.most_alive()
+    for device, stages in enumerate(table.stages):
+        busy = sum(span.end - span.start for span in timeline.spans[device]) / (timeline.total or 1.0)
+        devices.add_row(str(device), " ".join(map(str, stages)), f"{busy:.1%}", str(alive[device]))
+    console.print(devices)
+    halves = f", kept for weights {table.kept}" * table.halves
+    slots = f"\nSlots in the buffers of a device: arrivals {table.arrivals}, residuals {table.residuals}{halves}"
+    write(Text(for_console(slots, console)))
 
 
 def show_comparison(results: Sequence[Result], console: Console) -> None:
     """Prints a line for each schedule."""
-    headers = ["schedule", "v", "time", "bubble", "async", "ticks", "alive", "slots"]
-    has_bytes = any(result.buffer_bytes is not None for result in results)
-    table = _table([*headers, *["buffers"] * has_bytes])
+    table = _table(["schedule", "v", "time", "bubble", "ticks", "alive", "slots"])
     table.columns[0].justify = "left"
     for r in results:
-        t, alive = r.table, max(r.ticks.peak_of_devices())
-        cells = [r.v, f"{r.ticks.total:.4g}", f"{r.ticks.bubble:.1%}", f"{r.asynchronous.bubble:.1%}"]
-        cells += [len(r.ticks.ticks or []), alive, f"{t.arrivals}+{t.residuals}+{t.kept}"]
-        table.add_row(r.name, *map(str, cells), *[bytes_text(r.buffer_bytes)] * has_bytes)
+        t, slots = r.timeline, f"{r.table.arrivals}+{r.table.residuals}+{r.table.kept}"
+        cells = [len(t.stages[0]), f"{t.total:.4g}", f"{t.bubble:.1%}", len(t.ticks), max(t.most_alive()), slots]
+        table.add_row(r.name, *map(str, cells))
     console.print(table)
-    console.print()
     for line in (
-        "time, bubble: in ticks.  async: bubble of asynchronous devices.  alive: activations at",
-        "once on a device, at most.  slots of a device: arrivals + residuals + kept for weights.",
+        "",
+        "alive: activations at once on a device, at most.",
+        "slots of a device: arrivals + residuals + kept for weights.",
     ):
         console.print(Text(line, style="dim"), soft_wrap=True)
 
@@ -265,27 +170,23 @@ def run(config: Config, console: Console | None = None) -> None:
         ValueError: a setting out of range, or a schedule that is not defined for it.
     """
     console = console or Console()
-    if config.model not in ("ticks", "asynchronous"):
-        near = did_you_mean(config.model, ("ticks", "asynchronous"))
-        raise ValueError(f"model is {config.model}; it must be ticks or asynchronous.{near}")
     if config.output is not None and Path(config.output).suffix != ".svg":
         raise ValueError(f"output is {config.output}; its name must end in .svg.")
     results = simulated(config)
-    show_all(results, config.model, console)
+    show_all(results, console)
     if config.output is not None:
         picture = Console(record=True, width=_PICTURE_COLUMNS, file=io.StringIO(), force_terminal=True)
-        show_all(results, config.model, picture)
+        show_all(results, picture)
         output = Path(config.output)
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(picture_of(picture, ", ".join(result.name for result in results)), encoding="utf-8")
-        console.print()
-        console.print(Text(for_console(f"Picture: {output}", console)), soft_wrap=True)
+        console.print(Text(for_console(f"\nPicture: {output}", console)), soft_wrap=True)
 
 
-def show_all(results: Sequence[Result], model: str, console: Console) -> None:
+def show_all(results: Sequence[Result], console: Console) -> None:
     """Prints the one schedule, or compares several."""
     if len(results) == 1:
-        show(results[0], model, console)
+        show(results[0], console)
     else:
         show_comparison(results, console)
 

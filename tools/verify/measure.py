@@ -23,7 +23,7 @@ from shardlib.layers import Extras, LayerNumbers
 from shardlib.op_checks import varying
 from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS
 from shardlib.pipeline import StagedLoss
-from shardlib.placement import Placement
+from shardlib.placement import LayerPlacement
 from shardlib.shardtypes import make_partition_specs, make_shardings, u32
 from shardlib.values import pipeline_stage
 from shardwright.cluster.devices import make_mesh
@@ -240,7 +240,7 @@ class Probe:
 
 
 def stage_by_stage(
-    placement: Placement, parts: StagedLoss, recorder: Recorder, w: Any, *batch: Any
+    placement: LayerPlacement, parts: StagedLoss, recorder: Recorder, w: Any, *batch: Any
 ) -> tuple[jax.Array, list[int]]:
     """Runs the stages one after the other on the whole batch, without a schedule: nothing in its loop can be recorded.
 

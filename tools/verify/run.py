@@ -26,7 +26,7 @@ from shardwright.modeling.blockwise import small_blocks
 from shardwright.modeling.model import COMPUTE_DTYPES, load_model
 from shardwright.run.config import Config, check_divides
 from shardwright.run.resuming import config_of
-from shardwright.run.stages import training_plan
+from shardwright.run.stages import training_table
 from shardwright.settings.program import refusal
 from shardwright.settings.words import for_console
 from tools.verify.first_difference import causes
@@ -68,7 +68,7 @@ def all_meshes(c: Config, devices: int) -> tuple[list[Mesh], list[tuple[Mesh, st
             try:
                 check_divides(c, mesh)
                 with abstract_mesh_of(mesh):
-                    training_plan(c, load_model(c.model))
+                    training_table(c, load_model(c.model))
                 fit.append(mesh)
             except ValueError as error:
                 others.append((mesh, str(error)))

@@ -1,0 +1,116 @@
+"""Gantt charts of pipeline schedules as text."""
+
+import math
+from collections.abc import Iterator
+
+from rich.style import Style
+from rich.text import Text
+
+from shardlib.schedule_simulator import Span, Timeline
+
+# Blue, orange and grey can be told apart by everybody. The other chunks of a device have lighter ones.
+_COLOURS = {
+    "forward": ("#1f5fa8 on #ffffff", "#8cbeec on #20252b"),
+    "backward": ("#c95a0c on #ffffff", "#fabe78 on #20252b"),
+    "weights": ("#606870 on #ffffff", "#acb2b8 on #20252b"),
+    "forward again": ("#b8cade on #20252b", "#dee8f2 on #20252b"),
+}
+# By chunk; all chunks from the last sign on share it.
+_SIGNS = {"forward": ">)]}", "backward": "<([{", "weights": "+#%&", "forward again": "="}
+_IDLE = "·"
+_MOST_PANELS = 8
+
+
+def boxes(span: Span, forward: float) -> list[tuple[str, float, float]]:
+    """(name, start, end) of each box that a task is drawn as: two if it begins with a forward, which takes `forward`.
+
+    A box that is too short to be seen is left out.
+    """
+    task, start, end = span
+    if task.kind == "forward":
+        parts = [("forward", start, end)]
+    elif task.kind == "backward_weights":
+        parts = [("weights", start, end)]
+    else:
+        parts = [("forward again", start, start + forward), ("backward", start + forward, end)]
+    return [part for part in parts if part[2] - part[1] > 1e-9]
+
+
+def draw(timeline: Timeline, forward: list[float], width: int) -> Iterator[Text]:
+    """Yields the lines of the chart: one for each device, in several panels if `width` columns are too few.
+
+    A task is its microbatch and a sign that points forward or backward, another one for every chunk, so that the chart
+    can be read without colours. `forward` has the time of each stage's forward that its backward repeats.
+    """
+    p, v = len(timeline.spans), len(timeline.stages[0])
+    drawn = [
+        (device, timeline.stages[device].index(span.task.stage), span, boxes(span, forward[span.task.stage]))
+        for device, spans in enumerate(timeline.spans)
+        for span in spans
+    ]
+    margin = len(str(p - 1)) + 2
+    room = max(20, width - margin)
+    lengths = [end - start for *_, parts in drawn for _, start, end in parts] or [1.0]
+    # The shortest box has room for its label, if it is not so short that all others would be long.
+    shortest = min(length for length in lengths if length >= max(lengths) / 20)
+    digits = max(len(str(span.task.microbatch)) for _, _, span, _ in drawn)
+    scale = min((digits + 1) / shortest, _MOST_PANELS * room / (timeline.total or 1.0))
+    column = lambda time: round(time * scale)
+    lines = [[(_IDLE, Style(dim=True))] * column(timeline.total) for _ in range(p)]
+    cuts = [0] * (column(timeline.total) + 1)  # number of tasks that a break before this column would cut
+    for device, chunk, span, parts in drawn:
+        line, label, first, last = lines[device], str(span.task.microbatch), column(span.start), column(span.end)
+        for name, start, end in parts:
+            line[column(start) : column(end)] = [(_sign(name, chunk), _style(name, chunk))] * (
+                column(end) - column(start)
+            )
+        if first + len(label) <= last:
+            for i, digit in enumerate(label, first):
+                line[i] = digit, line[i][1] + Style(bold=True)
+        for i in range(first + 1, last):
+            cuts[i] += 1
+    start, length = 0, column(timeline.total)
+    while start < length:
+        end = min(start + room, length)
+        if end < length:
+            end = min(range(start + room * 3 // 4, end + 1), key=lambda i: (cuts[i], -i))
+        yield Text(" " * margin + _ruler(timeline, scale, start, end), style="dim")
+        for device, line in enumerate(lines):
+            yield Text.assemble((f"{device:>{margin - 2}}  ", "bold"), *line[start:end])
+        start = end
+    names = {name for *_, parts in drawn for name, *_ in parts}
+    yield _legend([name for name in _SIGNS if name in names], v)
+
+
+def _sign(name: str, chunk: int) -> str:
+    return _SIGNS[name][min(chunk, len(_SIGNS[name]) - 1)]
+
+
+def _style(name: str, chunk: int) -> Style:
+    background, ink = _COLOURS[name][chunk > 0].split(" on ")
+    return Style(color=ink, bgcolor=background)
+
+
+def _ruler(timeline: Timeline, scale: float, start: int, end: int) -> str:
+    """Times, each at its column, and a stroke where a tick begins."""
+    signs = [" "] * (end - start)
+    for time in timeline.ticks:
+        if start <= (at := round(time * scale)) < end:
+            signs[at - start] = "'"
+    power = 10.0 ** math.floor(math.log10(10 / scale))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= 10 / scale * (1 - 1e-9))
+    for i in range(math.floor(timeline.total / step) + 1):
+        at, label = round(i * step * scale) - start, f"{i * step:g} "
+        if 0 <= at <= end - start - len(label) + 1:
+            signs[at : at + len(label)] = label[: end - start - at]
+    return "".join(signs)
+
+
+def _legend(names: list[str], v: int) -> Text:
+    line = Text("")
+    for name in names:
+        line.append(f"{name} ")
+        for chunk in range(v if len(_SIGNS[name]) > 1 else 1):
+            line.append(f"0{_sign(name, chunk)}", _style(name, chunk)).append(" ")
+        line.append("  ")
+    return line.append(f"idle {_IDLE}   number: microbatch")
