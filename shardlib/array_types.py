@@ -154,16 +154,10 @@ def _class_of(t):
     return typing.get_origin(t) if dataclasses.is_dataclass(typing.get_origin(t)) else t
 
 
-def _is_named_tuple(t) -> bool:
-    return isinstance(t, type) and issubclass(t, tuple) and hasattr(t, "_fields")
-
-
 def _fields(t) -> list[tuple[str, typing.Any]]:
-    """Name and type of each field that is data."""
+    """Name and type of each field of a dataclass that is data."""
     cls = _class_of(t)
     hints = typing.get_type_hints(cls)
-    if _is_named_tuple(cls):
-        return list(hints.items())
     chosen = dict(zip(getattr(cls, "__parameters__", ()), typing.get_args(t), strict=False))
     return [(f.name, _choose(hints[f.name], chosen)) for f in dataclasses.fields(cls) if not f.metadata.get("static")]
 
@@ -172,29 +166,21 @@ def _choose(t, chosen: dict):
     """`t` with the types chosen for its TypeVars."""
     if isinstance(t, typing.TypeVar):
         return chosen.get(t, t)
-    if isinstance(t, SubsetType):
-        return SubsetType(_choose(t.inner, chosen))
-    if isinstance(t, StackedType):
-        return StackedType(t.dims, _choose(t.inner, chosen))
+    if isinstance(t, SubsetType | StackedType):
+        return dataclasses.replace(t, inner=_choose(t.inner, chosen))
     variables = getattr(t, "__parameters__", ()) if typing.get_origin(t) else ()
     return t[tuple(chosen.get(v, v) for v in variables)] if variables else t
 
 
 def _class_for(variable: typing.TypeVar, value, path: str):
     """The class bound to a TypeVar: that of the value, and the same throughout a call."""
-    if value is ABSENT:
-        raise ShardError(f"{path or 'value'}: {variable} is bound to no class here", "choose one: State[Transformer]")
     found = type(value)
-    if not (dataclasses.is_dataclass(found) and is_typed(found)):
-        raise ShardError(
-            f"{path or 'value'} is {describe(value)}, where {variable} must be a dataclass of arrays", "pass one"
-        )
-    known = current_scope().classes.setdefault(variable, found)
-    if known is not found:
-        raise ShardError(
-            f"{path or 'value'} is a {found.__name__}, but {variable} is {known.__name__} in this call",
-            f"pass a {known.__name__}",
-        )
+    known = current_scope().classes.get(variable, found)
+    if known is not found or not (dataclasses.is_dataclass(found) and is_typed(found)):
+        wanted = "a dataclass of arrays" if known is found else known.__name__
+        shown = "of no class" if value is ABSENT else f"of class {found.__name__}"
+        raise ShardError(f"{path or 'value'} is {shown}, where {variable} is {wanted}", "give one class in a call")
+    current_scope().classes[variable] = found
     return found
 
 
@@ -218,12 +204,10 @@ def is_typed(t) -> bool:
     """Whether the annotation holds array types. Raises ShardError if it holds some that cannot be checked."""
     if isinstance(t, ArrayType | StackedType | SubsetType | typing.TypeVar):
         return True
-    if _optional(t) is not None:
-        return is_typed(_optional(t))
-    if dataclasses.is_dataclass(_class_of(t)) or _is_named_tuple(t):
+    if (inner := _optional(t) or _repeated(t)) is not None:
+        return is_typed(inner)
+    if dataclasses.is_dataclass(_class_of(t)):
         return any(is_typed(inner) for _, inner in _fields(t))
-    if _repeated(t) is not None:
-        return is_typed(_repeated(t))
     arguments = [a for a in typing.get_args(t) if a is not Ellipsis and not isinstance(a, list)]
     if typing.get_origin(t) is collections.abc.Callable or not any(map(is_typed, arguments)):
         return False
@@ -241,27 +225,22 @@ def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
 
     Raises ShardError for a value of another kind.
     """
-    if (inner := _repeated(t)) is not None:
-        kind = typing.get_origin(t)
-        if value is ABSENT:
-            return [(f"{path}[…]", inner, ABSENT)]
-        if type(value) is not kind:
-            found = f"{path or 'value'} is a {type(value).__name__}, not a {kind.__name__}"
-            raise ShardError(found, f"pass a {kind.__name__}")
-        parts = sorted(value.items()) if kind is dict else enumerate(value)  # as JAX sorts the keys of a dict
-        return [(f"{path}[{key!r}]", inner, part) for key, part in parts]
-    if typing.get_origin(t) is tuple:
-        args = typing.get_args(t)
-        if value is ABSENT:
-            value = (ABSENT,) * len(args)
-        if not isinstance(value, tuple) or len(value) != len(args):
-            found = f"{len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
-            raise ShardError(f"{path or 'value'}: {t} needs a tuple of {len(args)}, not {found}", "give one part each")
-        return [(f"{path}[{i}]", a, v) for i, (a, v) in enumerate(zip(args, value, strict=True))]
-    cls = _class_of(t)
-    if value is not ABSENT and not isinstance(value, cls):
-        raise ShardError(f"{path or 'value'} is {describe(value)}, not a {cls.__name__}", f"pass a {cls.__name__}")
-    return [(f"{path}.{name}" if path else name, inner, getattr(value, name, ABSENT)) for name, inner in _fields(t)]
+    kind = typing.get_origin(t) if typing.get_origin(t) in (tuple, list, dict) else _class_of(t)
+    args, inner = typing.get_args(t), _repeated(t)
+    length = len(args) if kind is tuple and inner is None else None
+    is_other = not isinstance(value, kind) or (kind is dict and type(value) is not dict)
+    if value is not ABSENT and (is_other or (length is not None and len(value) != length)):
+        of_length = f" of {length}" if length else ""
+        raise ShardError(f"{path or 'value'} is {describe(value)}, not a {kind.__name__}{of_length}", "pass one")
+    if length is not None:
+        parts = (ABSENT,) * length if value is ABSENT else value
+        return [(f"{path}[{i}]", a, v) for i, (a, v) in enumerate(zip(args, parts, strict=True))]
+    if inner is None:
+        return [(f"{path}.{name}" if path else name, a, getattr(value, name, ABSENT)) for name, a in _fields(t)]
+    if value is ABSENT:
+        return [(f"{path}[…]", inner, ABSENT)]
+    parts = sorted(value.items()) if kind is dict else enumerate(value)  # as JAX sorts the keys of a dict
+    return [(f"{path}[{key!r}]", inner, part) for key, part in parts]
 
 
 def _with_dims(dims: str, t: ArrayType) -> ArrayType:
@@ -287,8 +266,7 @@ def arrays_of(
     """
     options = {"dims": dims, "only_arrays": only_arrays}
     if isinstance(t, ArrayType):
-        array = _with_dims(dims, t)
-        yield path, _on_mesh(array), value
+        yield path, _on_mesh(_with_dims(dims, t)), value
     elif isinstance(t, StackedType):
         yield from arrays_of(t.inner, value, path, dims=f"{dims} {t.dims}", only_arrays=only_arrays)
     elif isinstance(t, SubsetType):
@@ -304,7 +282,8 @@ def arrays_of(
     elif only_arrays:
         raise ShardError(
             f"{path} has no array type",
-            "annotate it, e.g. f32['B/d M']; if it is not data, make it a field with metadata={'static': True}",
+            "annotate it, e.g. f32['B/d M']; what is not data comes from the enclosing function, or is a field with "
+            "metadata={'static': True}",
         )
 
 
@@ -318,37 +297,30 @@ def map_arrays(fn: collections.abc.Callable, x):
 # ---- shardings --------------------------------------------------------------------------------------------------
 
 
-def _map_type(t, leaf, dims: str = ""):
-    """A pytree like a value of type `t` without None, with `leaf(array_type)` for each array."""
+def _empty(t):
+    """A value of type `t` without None, with a placeholder for each array."""
     if isinstance(t, ArrayType):
-        return leaf(_with_dims(dims, t))
-    if isinstance(t, SubsetType):
-        return _map_type(t.inner, leaf, dims)
-    if isinstance(t, StackedType):
-        return _map_type(t.inner, leaf, f"{dims} {t.dims}")
+        return object()
+    if isinstance(t, StackedType | SubsetType):
+        return _empty(t.inner)
     if _optional(t) is not None:
-        return _map_type(_optional(t), leaf, dims)
-    if _repeated(t) is not None:
-        raise ShardError(f"{t!r} does not say how many arrays it holds", "pass a value of the type as `like`")
-    if typing.get_origin(t) is tuple:
-        return tuple(_map_type(a, leaf, dims) for a in typing.get_args(t))
-    cls = _class_of(t)
-    if dataclasses.is_dataclass(cls) or _is_named_tuple(cls):
-        for f in dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ():
-            if f.metadata.get("static") and f.default is f.default_factory is dataclasses.MISSING:
-                raise ShardError(
-                    f"{cls.__name__}.{f.name} is static and has no default", "pass a value of the type as `like`"
-                )
-        return cls(**{name: _map_type(inner, leaf, dims) for name, inner in _fields(t)})
-    raise ShardError(
-        f"{t!r} holds no array types", "use f32['…'], Array['…', X], a pytree_dataclass, or tuples of them"
-    )
+        return _empty(_optional(t))
+    if not is_typed(t):
+        remedy = "use f32['…'], Array['…', X], a pytree_dataclass, or tuples of them"
+        raise ShardError(f"{t!r} holds no array types", remedy)
+    parts = {path: _empty(inner) for path, inner, _ in _children(t, ABSENT, "")}
+    if typing.get_origin(t) is tuple and _repeated(t) is None:
+        return tuple(parts.values())
+    try:
+        return _class_of(t)(**parts)
+    except TypeError:
+        problem = f"{t!r} does not say its static fields, or how many arrays it holds"
+        raise ShardError(problem, "pass a value of the type as `like`") from None
 
 
 def _map_like(t, leaf, like):
-    """A pytree like `like`, with `leaf(array_type)` for each array of type `t`; `_map_type` if `like` is None."""
-    if like is None:
-        return _map_type(t, leaf)
+    """A pytree like `like`, with `leaf(array_type)` for each array of type `t`; of type `t` if `like` is None."""
+    like = _empty(t) if like is None else like
     leaves = [leaf(array) for _, array, part in arrays_of(t, like) if part is not ABSENT]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 

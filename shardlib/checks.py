@@ -167,28 +167,16 @@ def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bo
             "it is reduced already, or was never summed",
             "drop the + mark, or the second reduction; einsum_unreduced makes partial sums",
         )
-    copies = ()
-    if isinstance(value, Copy):
-        copies = value.axes
-        if not set(spec.copies) <= set(copies):
-            raise ShardError(
-                f"the value is a copy over {', '.join(copies)}, `{spec}` says a copy over {', '.join(spec.copies)}",
-                "make the copy over the axes that the spec names, with replicate or all_gather",
-            )
-        if gathered_ahead:
-            dims = (Dim(dim.name, tuple(axis for axis in dim.axes if axis not in copies)) for dim in spec.dims)
-            spec = dataclasses.replace(spec, dims=tuple(dims))
-        if set(copies) & spec.sharded:
-            raise ShardError(
-                f"the value is a copy over {', '.join(copies)}, but `{spec}` says it is sharded over one of them",
-                "drop that axis from the spec",
-            )
-        value = unwrap(value)
-    elif spec.copies:
+    copies = value.axes if isinstance(value, Copy) else ()
+    if gathered_ahead:
+        dims = (Dim(dim.name, tuple(axis for axis in dim.axes if axis not in copies)) for dim in spec.dims)
+        spec = dataclasses.replace(spec, dims=tuple(dims))
+    if not set(spec.copies) <= set(copies) or set(copies) & spec.sharded:
         raise ShardError(
-            f"`{spec}` says a copy on each device of {', '.join(spec.copies)}, but the value is an ordinary array",
-            "make the copy with replicate, or all_gather into `*axis`",
+            f"`{spec}` is not the type of {describe(value)}",
+            "name the axes of the copy in no dim; replicate, or all_gather into `*axis`, makes a copy over an axis",
         )
+    value = unwrap(value) if isinstance(value, Copy) else value
     if not hasattr(value, "shape"):
         raise ShardError(f"a {type(value).__name__} is not an array", "pass an array")
     if spec.open:
@@ -268,18 +256,14 @@ def _check_varying(spec: ShapeSpec, value: jax.Array, copies: tuple[str, ...]) -
 
 def _check_pending(value: Partial) -> None:
     (array,) = jax.tree.leaves(value)
-    kind, names = jax.typeof(array).manual_axis_type, ", ".join(value.axes)
-    if set(value.axes) <= kind.unreduced:
+    if set(value.axes) <= jax.typeof(array).manual_axis_type.unreduced:
         return
-    if set(value.axes) <= kind.reduced:
-        raise ShardError(
-            f"this is the gradient of a partial sum over {names}, an array that is the same on every device of {names}",
-            "take the array out, which is as if it was gathered: (g,) = jax.tree.leaves(g)",
-        )
     raise ShardError(
-        f"the array in this partial sum over {names} was replaced by {describe(array)}, which is not a partial sum",
+        f"the array in this partial sum over {', '.join(value.axes)} was replaced by {describe(array)}, which is not a "
+        "partial sum",
         f"do not change a partial sum from inside, e.g. by jax.tree.map: {value.remedy()}; what is linear is written "
-        "with the partial sum itself: p + q, p - q, c * p",
+        "with the partial sum itself: p + q, p - q, c * p; the gradient of a partial sum is an array: (g,) = "
+        "jax.tree.leaves(g)",
     )
 
 

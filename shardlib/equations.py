@@ -6,19 +6,9 @@ import jax
 import numpy as np
 from jax.extend import core
 
-CALLS = {
-    name: "call_jaxpr" if name in ("custom_jvp_call", "custom_vjp_call", "core_call", "closed_call") else "jaxpr"
-    for name in (
-        "jit",
-        "pjit",
-        "remat2",
-        "checkpoint",
-        "closed_call",
-        "core_call",
-        "custom_jvp_call",
-        "custom_vjp_call",
-    )
-}
+CALLS = dict.fromkeys(("jit", "pjit", "remat2", "checkpoint"), "jaxpr") | dict.fromkeys(
+    ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"
+)
 """Primitives that call a function, with the parameter that holds it."""
 
 

@@ -14,8 +14,8 @@ from jax.sharding import AxisType
 from shardlib import jax_errors
 from shardlib.array_types import ABSENT, ArrayType, DType, arrays_of, is_typed, partition_spec
 from shardlib.checks import Scope, check_sharding, check_sizes, check_value, checking, current_scope, note_type
-from shardlib.parsing import ShardError, sort_axes
-from shardlib.places import place
+from shardlib.parsing import ShardError
+from shardlib.places import place_of
 from shardlib.values import (
     SHORT_DTYPES,
     Copy,
@@ -33,8 +33,6 @@ from shardlib.values import (
 
 
 def _check_dtype(t: ArrayType, value) -> None:
-    if not hasattr(value, "dtype"):
-        raise ShardError(f"a {type(value).__name__} is not an array", "pass an array")
     found, wanted = (SHORT_DTYPES.get(dtype.name, dtype.name) for dtype in (value.dtype, t.jax_dtype))
     if found != wanted:
         bound_by = f" ({t.dtype} here)" if wanted != t.dtype else ""
@@ -71,12 +69,8 @@ class _CheckLocals(ast.NodeTransformer):
 
     def visit_AnnAssign(self, node: ast.AnnAssign):
         if node.value is not None and isinstance(node.target, ast.Name):
-            call = ast.Call(
-                func=ast.Name("__check_local__", ast.Load()),
-                args=[node.annotation, node.value, ast.Constant(node.target.id)],
-                keywords=[],
-            )
-            node.value = ast.copy_location(call, node.value)
+            arguments = [node.annotation, node.value, ast.Constant(node.target.id)]
+            node.value = ast.copy_location(ast.Call(ast.Name("__check_local__", ast.Load()), arguments, []), node.value)
         return node
 
 
@@ -93,53 +87,27 @@ def _source(fn) -> ast.FunctionDef | None:
     return ast.increment_lineno(node, first_line - 1 - indented) if isinstance(node, ast.FunctionDef) else None
 
 
-def _place_of_result(fn) -> str:
-    """Place of the `return` of `fn`; of its `def` if it has several or none."""
-    code, node = inspect.unwrap(fn).__code__, _source(inspect.unwrap(fn))
-    lines, inside = [], list(node.body) if node else []
-    while inside:
-        part = inside.pop()
-        if isinstance(part, ast.Return):
-            lines.append(part.lineno)
-        if not isinstance(part, ast.FunctionDef | ast.Lambda | ast.ClassDef):
-            inside += ast.iter_child_nodes(part)
-    return place(code.co_filename, lines[0] if len(lines) == 1 else node.lineno if node else code.co_firstlineno)
-
-
 def _with_checked_locals(fn):
     """`fn` recompiled with a check at each annotated assignment; `fn` itself if it has none, or no source."""
     if hasattr(fn, "_checks_locals"):  # typed already, perhaps below other decorators: functools.wraps copies the mark
         return fn
     node = _source(fn)
-    if node is None:
-        warnings.warn(
-            f"typed({fn.__qualname__}): Python finds no source for it, so its annotated locals go unchecked",
-            stacklevel=3,
-        )
+    if node is not None and not any(isinstance(n, ast.AnnAssign) for n in ast.walk(node)):
         return fn
-    if not any(isinstance(n, ast.AnnAssign) for n in ast.walk(node)):
+    if node is None or inspect.unwrap(fn) is not fn:
+        problem = "its annotated locals go unchecked: put @typed directly above its def, in a file"
+        warnings.warn(f"typed({fn.__qualname__}): {problem}", stacklevel=3)
         return fn
-    if inspect.unwrap(fn) is not fn:
-        raise ShardError(
-            f"{fn.__qualname__} is decorated below its shardlib decorator, which cannot check annotated locals then",
-            "put @typed directly above its def; other decorators, also typed_shard_map, go above @typed",
-        )
-    node = _CheckLocals().visit(node)
     # A function around it has the variables of its closure. Only the code of `fn` itself is used: nothing is run, so
     # that decorators, defaults and annotations are not evaluated again.
     cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
     cells["__check_local__"] = types.CellType(
         lambda t, value, name: _check(t, value, f"{fn.__name__}, local {name}") if is_typed(t) else value
     )
-    outer = ast.FunctionDef(
-        name="__outer__",
-        args=ast.arguments([], [ast.arg(name) for name in cells], None, [], [], None, []),
-        body=[node],
-        decorator_list=[],
-        type_params=[],
-    )
+    module = ast.parse(f"def __outer__({', '.join(cells)}): pass")
+    module.body[0].body = [ast.fix_missing_locations(_CheckLocals().visit(node))]
     node.name = "__checked__"  # or else a call of `fn` in itself would find this definition, not what the user sees
-    code = compile(ast.fix_missing_locations(ast.Module([outer], [])), fn.__code__.co_filename, "exec")
+    code = compile(module, fn.__code__.co_filename, "exec")
     for name in ("__outer__", "__checked__"):
         code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
     code = code.replace(co_name=fn.__code__.co_name, co_qualname=fn.__code__.co_qualname)
@@ -156,8 +124,8 @@ def typed(fn):
     one starts with the sizes bound there. Annotations without array types are ignored.
 
     The decorator goes directly above the `def`. A local is checked where it is assigned with an annotation, not where
-    it is assigned again without one. If Python finds no source (`python -c`, `exec`), a warning says that locals are
-    not checked.
+    it is assigned again without one. If Python finds no source (`python -c`, `exec`), or another decorator is between,
+    a warning says that locals are not checked.
 
     Raises:
         ShardError: a value that is not of its type; an annotation that cannot be checked.
@@ -165,10 +133,6 @@ def typed(fn):
     annotations = {k: t for k, t in inspect.get_annotations(fn, eval_str=True).items() if is_typed(t)}
     result = annotations.pop("return", None)
     signature = inspect.signature(fn)
-    annotations = {name: annotations[name] for name in signature.parameters if name in annotations}
-    for name in annotations:
-        if signature.parameters[name].kind in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD):
-            raise ShardError(f"{fn.__qualname__}: array types on *{name}", "name each argument that holds arrays")
     enclosing = current_scope() if "<locals>" in fn.__qualname__ else None
     body = _with_checked_locals(fn)
 
@@ -177,8 +141,8 @@ def typed(fn):
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         with Scope(enclosing):
-            for name, t in annotations.items():
-                _check(t, bound.arguments[name], f"{fn.__name__}, argument {name}")
+            for name in filter(annotations.__contains__, bound.arguments):
+                _check(annotations[name], bound.arguments[name], f"{fn.__name__}, argument {name}")
             try:
                 value = body(*args, **kwargs)
             except Exception as error:
@@ -188,7 +152,7 @@ def typed(fn):
             try:
                 value = value if result is None else _check(result, value, f"{fn.__name__}, result")
             except ShardError as error:
-                error.place = _place_of_result(fn)
+                error.place = place_of(fn)
                 raise
         return note_type(value, str(result.spec)) if isinstance(result, ArrayType) else value
 
@@ -226,26 +190,20 @@ def _place(array: ArrayType, value, where: str):
 def typed_shard_map(fn):
     """Decorator: `jax.shard_map` over all axes of the current mesh, with specs from the annotations, all checked.
 
-    Every argument and the result are annotated with array types, or pytree_dataclasses, NamedTuples, tuples, lists or
-    dicts of them: `list[X]`, `tuple[X, ...]` and `dict[str, X]` hold any number of X. The decorated
-    function takes whole arrays. Those sharded as annotated go in as they are, replicated and host arrays are placed,
+    Every argument and the result are annotated with array types, or pytree_dataclasses, tuples, lists or dicts of
+    them: `list[X]`, `tuple[X, ...]` and `dict[str, X]` hold any number of X. The decorated function takes whole arrays.
+    Those sharded as annotated go in as they are, replicated and host arrays are placed,
     and any other sharding is a ShardError. `fn` itself runs once per device, on blocks, and is checked as by `typed`.
     """
     annotations = dict(inspect.get_annotations(fn, eval_str=True))
     signature = inspect.signature(fn)
     for name in (*signature.parameters, "return"):
         what = f"typed_shard_map({fn.__name__}): " + ("the result" if name == "return" else f"argument {name}")
-        t = annotations.get(name)
-        if not is_typed(t):
-            raise ShardError(
-                f"{what} has no array type",
-                "annotate it, e.g. f32['B/d M']; constants and options come in through the enclosing function",
-            )
-        try:
-            for _, array, _ in arrays_of(t, ABSENT, only_arrays=True):
+        for path, array, _ in arrays_of(annotations.get(name), ABSENT, what, only_arrays=True):
+            try:
                 partition_spec(array)  # refuses + and * marks
-        except ShardError as error:
-            raise error.located(what) from None
+            except ShardError as error:
+                raise error.located(path) from None
     result = annotations.pop("return")
     checked = typed(fn)
 
@@ -292,17 +250,10 @@ def typed_shard_map(fn):
 
 def _leaving(array: ArrayType, part, fn, path: str):
     """One array of the result. Raises ShardError for what cannot leave shard_map."""
-    gathered = () if is_opaque(part) else sort_axes(jax.typeof(part).manual_axis_type.reduced)
-    if is_opaque(part) or gathered:
-        error = ShardError(
-            "a copy cannot leave shard_map" if is_opaque(part) else "a gathered array cannot leave shard_map",
-            f"return it as it was before, sharded over {', '.join(gathered)}, or all_gather(..., replicated=True)"
-            if gathered
-            else "return what was copied",
-        )
-        error = error.located(_location(f"{fn.__name__}, result", path, repr(array)), f"  value: {describe(part)}")
-        error.place = _place_of_result(fn)
-        raise error
+    if is_opaque(part) or jax.typeof(part).manual_axis_type.reduced:
+        remedy = "return it as it was before, or all_gather(..., replicated=True)"
+        error = ShardError("a copy or a gathered array cannot leave shard_map", remedy, place=place_of(fn))
+        raise error.located(_location(f"{fn.__name__}, result", path, repr(array)), f"  value: {describe(part)}")
     return part
 
 
@@ -322,15 +273,16 @@ def register_with_typeguard() -> None:
         def append_path_element(self, element: str) -> None:  # typeguard calls it with the argument, local or result
             self.problem = f"{element}: {self.problem}"
 
-    def check(value, origin_type, args, memo) -> None:
+    def check_array_type(value, origin_type, args, memo) -> None:
         try:
             _check(origin_type, value, "")
         except ShardError as error:
             raise ArgumentError(error.problem, error.remedy, error.context) from None
 
     def lookup_array_type(origin_type, args, extras):
-        return check if is_typed(origin_type) and not isinstance(origin_type, typing.TypeVar) else None
+        return check_array_type if is_typed(origin_type) and not isinstance(origin_type, typing.TypeVar) else None
 
-    lookups = typeguard.checker_lookup_functions
-    if not any(getattr(known, "__qualname__", "") == lookup_array_type.__qualname__ for known in lookups):
-        lookups.append(lookup_array_type)
+    if lookup_array_type.__qualname__ not in {
+        getattr(known, "__qualname__", "") for known in typeguard.checker_lookup_functions
+    }:
+        typeguard.checker_lookup_functions.append(lookup_array_type)

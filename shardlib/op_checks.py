@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib.checks import Sizes, check_divisible, check_value, checking, error_context, note_type
+from shardlib.checks import Sizes, check_divisible, check_value, checking, note_type
 from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op, sort_axes, spec_text
 from shardlib.values import (
     WITHOUT_COPY,
@@ -29,11 +29,8 @@ from shardlib.values import (
 
 def checked_op(name: str, spec: str | bytes, *operands: Any) -> contextlib.AbstractContextManager[Sizes]:
     """The context `checking` for a call of an op: its errors show the op, its spec and its operands."""
-    return checking(f"{name}({spec_text(spec)!r})", **_numbered(operands))
-
-
-def _numbered(operands: Iterable[Any]) -> dict[str, Any]:
-    return {f"operand {i}": x for i, x in enumerate(operands, 1)}
+    numbered = {f"operand {i}": x for i, x in enumerate(operands, 1)}
+    return checking(f"{name}({spec_text(spec)!r})", **numbered)
 
 
 @contextlib.contextmanager
@@ -118,26 +115,30 @@ def refuse_in_stage(axes: Iterable[str]) -> None:
         )
 
 
-def check_same_dims(lhs: ShapeSpec, rhs: ShapeSpec) -> None:
-    """Raises ShardError if the dims differ in more than their axes."""
-    if lhs.names != rhs.names:
-        raise ShardError(
-            f"the dims change from `{lhs}` to `{rhs}`", "keep the names and the order of the dims on both sides"
-        )
+def wrong_spec(op: OpSpec, rule: str) -> ShardError:
+    """The error for a spec that says another thing than the op does, by its rule."""
+    return ShardError(f"this op does not turn `{op.lhs[0]}` into `{op.rhs}`", rule)
 
 
-def last_axes(longer: Dim, shorter: Dim) -> tuple[str, ...]:
-    """The axes that `shorter` lacks.
+def axes_moved(op: OpSpec) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """The axes that each dim loses from operand to result, and those that it gains.
 
-    Raises ShardError if they are not the last axes of `longer`, along which its blocks are contiguous in those of
-    `shorter`.
+    Raises ShardError if the dims differ in more than axes, or if a dim loses or gains others than its last axes: the
+    entries of a block would not be contiguous in the block that they come from or go to.
     """
-    if longer.axes[: len(shorter.axes)] != shorter.axes:
-        raise ShardError(
-            f"{longer} and {shorter} differ in more than their last axes: the blocks would be in another order",
-            f"remove or add {longer.name}'s axes from the right, one op after the other",
-        )
-    return longer.axes[len(shorter.axes) :]
+    lhs, rhs = op.lhs[0], op.rhs
+    if lhs.names != rhs.names:
+        problem = f"the dims change from `{lhs}` to `{rhs}`"
+        raise ShardError(problem, "keep the names and the order of the dims on both sides")
+    lost = [a.axes[len(b.axes) :] for a, b in zip(lhs.dims, rhs.dims, strict=True)]
+    gained = [b.axes[len(a.axes) :] for a, b in zip(lhs.dims, rhs.dims, strict=True)]
+    for i, (before, after) in enumerate(zip(lhs.dims, rhs.dims, strict=True)):
+        if (*before.axes, *gained[i]) != (*after.axes, *lost[i]):
+            raise ShardError(
+                f"{before} and {after} differ in more than their last axes: the blocks would be in another order",
+                f"remove or add {before.name}'s axes from the right, one op after the other",
+            )
+    return lost, gained
 
 
 def check_result_divisible(spec: ShapeSpec, sizes: Sizes) -> None:
@@ -232,9 +233,7 @@ def copy_axes(value: Any) -> tuple[str, ...]:
     return value.axes if isinstance(value, Copy) else ()
 
 
-def refuse_repeated_gradient(
-    position: int, x: jax.Array, name: str, spec: str | bytes, operands: Iterable[Any], sizes: Sizes
-) -> jax.Array:
+def refuse_repeated_gradient(position: int, x: jax.Array, op: OpSpec) -> jax.Array:
     """`x` unchanged. Its derivative is a ShardError if all devices would compute the same gradient.
 
     They would if `x` was gathered over an axis over which the result does not vary. JAX refuses that too, but its error
@@ -246,11 +245,9 @@ def refuse_repeated_gradient(
     names = ", ".join(repeated)
     error = ShardError(
         f"operand {position} was gathered over {names}, but the result is neither sharded nor partial over {names}: "
-        "each of its devices would compute the whole gradient, and the gather's backward pass would add them up",
-        f"shard another operand over {names}, so that its devices share the work; {WITHOUT_COPY}; without a "
-        "gradient this is right",
+        f"each of its devices would compute the whole gradient of `{op}`",
+        f"shard another operand over {names}, so that its devices share the work; {WITHOUT_COPY}",
     )
-    error = error.located(f"{name}({spec_text(spec)!r})", error_context(sizes, **_numbered(operands)))
 
     @jax.custom_jvp
     def identity(x):
@@ -271,38 +268,35 @@ def einsum_formula(op: OpSpec) -> str:
     """The formula for jnp.einsum of a spec whose dims and axes agree. Raises ShardError if they do not."""
     dims: dict[str, Dim] = {}
     sharded_by: dict[str, str] = {}
-    for i, operand in enumerate(op.lhs, 1):
-        if operand.partial:
+    for i, shape in enumerate((*op.lhs, op.rhs), 1):
+        if len(set(shape.names)) < len(shape.dims):
+            raise ShardError(f"`{shape}` names a dim twice", "use two names")
+        if shape.partial and shape is not op.rhs:
             raise ShardError(
-                f"operand {i} `{operand}` is a partial sum: products of partial sums are not sums of products",
+                f"operand {i} `{shape}` is a partial sum: products of partial sums are not sums of products",
                 "reduce it first, with psum_scatter or psum",
             )
-        if len(set(operand.names)) < len(operand.dims):
-            raise ShardError(f"operand {i} `{operand}` names a dim twice", "use two names")
-        for dim in operand.dims:
-            known = dims.setdefault(dim.name, dim)
-            if known.axes != dim.axes:
-                raise ShardError(
-                    f"operands disagree on the sharding of {dim.name}: {known} in one, {dim} in another: "
-                    "they hold different blocks of it",
-                    f"all_gather the operand that is sharded, or shard both the same way ({known} or {dim})",
-                )
-            for axis in dim.axes:
-                if sharded_by.setdefault(axis, dim.name) != dim.name:
-                    raise ShardError(
-                        f"axis {axis} shards both {sharded_by[axis]} and {dim.name}: each device would see only "
-                        "the matching pairs of blocks, not all of them",
-                        f"all_gather {sharded_by[axis]} or {dim.name} over {axis} first",
-                    )
-    if len(set(op.rhs.names)) < len(op.rhs.dims):
-        raise ShardError(f"the result `{op.rhs}` names a dim twice", "use two names")
-    for dim in op.rhs.dims:
-        if dim.name not in dims:
-            raise ShardError(f"dim {dim.name} of the result is in no operand", "name a dim of an operand")
-        if dims[dim.name].axes != dim.axes:
+    for dim in (dim for operand in op.lhs for dim in operand.dims):
+        known = dims.setdefault(dim.name, dim)
+        if known.axes != dim.axes:
             raise ShardError(
-                f"{dims[dim.name]} in an operand becomes {dim} in the result: einsum_unreduced does not communicate",
-                "all_gather before it, or psum_scatter its result",
+                f"operands disagree on the sharding of {dim.name}: {known} in one, {dim} in another: "
+                "they hold different blocks of it",
+                f"all_gather the operand that is sharded, or shard both the same way ({known} or {dim})",
+            )
+        for axis in dim.axes:
+            if sharded_by.setdefault(axis, dim.name) != dim.name:
+                raise ShardError(
+                    f"axis {axis} shards both {sharded_by[axis]} and {dim.name}: each device would see only "
+                    "the matching pairs of blocks, not all of them",
+                    f"all_gather {sharded_by[axis]} or {dim.name} over {axis} first",
+                )
+    for dim in op.rhs.dims:
+        if dims.get(dim.name) != dim:
+            raise ShardError(
+                f"{dim} of the result is {dims.get(dim.name, 'not')} in the operands: einsum_unreduced does not "
+                "communicate",
+                "name a dim of an operand, with its axes; all_gather before it, or psum_scatter its result",
             )
     summed = {axis: dim for name, dim in dims.items() if name not in op.rhs.names for axis in dim.axes}
     if missing := sort_axes(summed.keys() - set(op.rhs.partial)):
@@ -312,11 +306,7 @@ def einsum_formula(op: OpSpec) -> str:
             f"write `+{axis}` in the result, then reduce it with psum_scatter or psum; or all_gather {dim} first",
         )
     if extra := sort_axes(set(op.rhs.partial) - summed.keys()):
-        example = next((name for name in dims if name not in op.rhs.names), "F")
-        raise ShardError(
-            f"the result says +{extra[0]}, but no contracted dim is sharded over it",
-            f"drop the +; a contracted dim sharded over it would be written {example}/{extra[0]}",
-        )
+        raise ShardError(f"the result says +{extra[0]}, but no contracted dim is sharded over it", "drop the +")
     letters = {name: chr(ord("a") + i) if i < 26 else chr(ord("A") + i - 26) for i, name in enumerate(dims)}
     words = ["".join(letters[name] for name in shape.names) for shape in (*op.lhs, op.rhs)]
     return f"{','.join(words[:-1])}->{words[-1]}"

@@ -55,7 +55,7 @@ class ShardError(ValueError):
     def located(self, where: str, context: str = "") -> "ShardError":
         """This error with `where` before its problem, and with `context` if it has none yet."""
         problem = f"{where}: {self.problem}" if where else self.problem
-        return ShardError(problem, self.remedy, self.context or context)
+        return ShardError(problem, self.remedy, self.context or context, self.place)
 
 
 @dataclasses.dataclass(frozen=True)

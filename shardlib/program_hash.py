@@ -5,7 +5,6 @@ equation is in. It does not depend on names, on the order of independent equatio
 that nothing uses: XLA compiles the same program with and without them.
 """
 
-import functools
 import hashlib
 import re
 from typing import Any
@@ -14,8 +13,9 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-CALLS = ("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call")
-"""Primitives that only run a jaxpr."""
+from shardlib.equations import CALLS, body_of, scan_counts
+
+CHECKPOINTS = ("remat", "remat2", "checkpoint")
 WITHOUT_EFFECT = ("jvp_jaxpr_fun", "jvp_jaxpr_thunk", "fwd_jaxpr_thunk", "bwd", "out_trees", "symbolic_zeros", "name")
 """Parameters of primitives that do not affect the result."""
 
@@ -32,8 +32,8 @@ def _hash(*parts: Any) -> str:
 
 def _run(jaxpr: Any, arguments: list[str], depth: int = 0) -> list[str]:
     """Hashes of the results of a jaxpr, closed or open, from those of its arguments, within `depth` loops."""
-    constants = map(_constant, getattr(jaxpr, "consts", ()))
-    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)  # of a closed one; from jax 0.12 on they are one class
+    jaxpr, constants = body_of(jaxpr)
+    constants = map(_constant, constants)
     known = dict(zip(jaxpr.constvars, constants, strict=True)) | dict(zip(jaxpr.invars, arguments, strict=True))
     read = lambda v: _hash("literal", str(v.aval), str(v.val)) if isinstance(v, Literal) else known[v]
     for equation in jaxpr.eqns:
@@ -52,16 +52,16 @@ def _results(equation: Any, inputs: list[str], depth: int) -> list[str]:
     numbered = lambda base: [_hash(base, i) for i in range(count)]
     if name == "name":
         return inputs
-    if name in CALLS and (jaxpr := p.get("jaxpr") or p.get("call_jaxpr")) is not None:
-        return _run(jaxpr, inputs, depth)
+    if name in CHECKPOINTS:
+        return [_hash("checkpoint", p["prevent_cse"], p["differentiated"], x) for x in _run(p["jaxpr"], inputs, depth)]
+    if name in CALLS:
+        return _run(p[CALLS[name]], inputs, depth)
     if name == "shard_map":
         blocks = [_hash("block", str(spec), x) for spec, x in zip(p["in_specs"], inputs, strict=True)]
         whole = zip(p["out_specs"], _run(p["jaxpr"], blocks, depth), strict=True)
         return [_hash("whole", str(p["mesh"].shape), str(spec), x) for spec, x in whole]
-    if name in ("remat", "remat2", "checkpoint"):
-        return [_hash("checkpoint", p["prevent_cse"], p["differentiated"], x) for x in _run(p["jaxpr"], inputs, depth)]
     if name == "scan":
-        constants, carries = _counts(equation)
+        constants, carries = scan_counts(equation)
         # With the depth, so that the carries of an inner loop differ from those of the outer one.
         carried = [_hash("carry", depth, i, str(v.aval)) for i, v in enumerate(equation.invars[constants:][:carries])]
         turns = [_hash("turn", depth, x) for x in inputs[constants + carries :]]
@@ -83,30 +83,11 @@ def _results(equation: Any, inputs: list[str], depth: int) -> list[str]:
     return numbered(_hash(name, parameters, inputs, [str(v.aval) for v in equation.outvars]))
 
 
-def _counts(scan: Any) -> tuple[int, int]:
-    """Numbers of constants and of carried values of a scan.
-
-    The other inputs and outputs have one dim more outside of the loop than inside. The shapes are compared because the
-    parameters with these numbers differ between versions of JAX.
-    """
-    body = getattr(scan.params["jaxpr"], "jaxpr", scan.params["jaxpr"])
-    pairs = lambda outside, inside: zip(outside, inside, strict=True)
-    stacked = lambda *sides: sum(len(a.aval.shape) != len(b.aval.shape) for a, b in pairs(*sides))
-    carries = len(scan.outvars) - stacked(scan.outvars, body.outvars)
-    return len(scan.invars) - carries - stacked(scan.invars, body.invars), carries
-
-
-@functools.singledispatch
 def _parameter(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_parameter(part) for part in value]
     if hasattr(value, "eqns") or hasattr(value, "jaxpr"):
-        jaxpr = getattr(value, "jaxpr", value)
-        return _run(value, [_hash("argument", i) for i in range(len(jaxpr.invars))])
+        return _run(value, [_hash("argument", i) for i in range(len(body_of(value)[0].invars))])
     if callable(value) and not isinstance(value, type):
         return getattr(value, "__qualname__", type(value).__name__)
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
-
-
-@_parameter.register(tuple)
-@_parameter.register(list)
-def _(value: Any) -> Any:
-    return [_parameter(part) for part in value]

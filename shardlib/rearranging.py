@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from shardlib.checks import Sizes, check_divisible
 from shardlib.op_checks import cast, check_operand, checked_op, copy_axes, parse, require_shard_map, wrap
-from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op, sort_axes
+from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op
 from shardlib.values import devices_along
 
 
@@ -46,21 +46,19 @@ def rearrange(spec: str | bytes, x: Any, /, **sizes: int) -> Any:
 def _pattern(op: OpSpec) -> tuple[str, dict[str, str]]:
     """The pattern of a spec for einops, and the name in it of each dim. Raises ShardError for a wrong spec."""
     lhs, rhs = _members("operand", op.lhs[0]), _members("result", op.rhs)
-    if lost := [dim for name, dim in lhs.items() if name not in rhs]:
-        raise ShardError(
-            f"{lost[0]} of the operand is not in the result: rearrange keeps every entry",
-            "name it in the result; to sum it, einsum_unreduced; to drop a dim of size 1, write it as 1",
-        )
-    if new := [dim for name, dim in rhs.items() if name not in lhs]:
-        raise ShardError(
-            f"{new[0]} of the result is not in the operand",
-            "name a dim of the operand; a new dim of size 1 is written 1, and broadcast repeats along a new dim",
-        )
-    for name, dim in lhs.items():
-        if dim.axes != rhs[name].axes:
+    for name in [*lhs, *rhs]:
+        before, after = lhs.get(name), rhs.get(name)
+        if before is None or after is None:
             raise ShardError(
-                f"{dim} in the operand becomes {rhs[name]} in the result: rearrange moves nothing between devices",
-                _collective(dim, rhs[name], op),
+                f"{after or before} is in the {'result' if after else 'operand'} alone: rearrange keeps every entry",
+                "name it on both sides; einsum_unreduced sums over a dim, broadcast adds one, and a dim of size 1 is "
+                "written 1",
+            )
+        if before.axes != after.axes:
+            raise ShardError(
+                f"{before} in the operand becomes {after} in the result: rearrange moves nothing between devices",
+                "keep the axes of each name; before or after it, all_gather makes a dim whole, psum_scatter turns a + "
+                "into an axis, and all_to_all moves an axis to another dim",
             )
     if (op.lhs[0].partial, op.lhs[0].copies) != (op.rhs.partial, op.rhs.copies):
         raise ShardError(
@@ -75,43 +73,21 @@ def _pattern(op: OpSpec) -> tuple[str, dict[str, str]]:
 
 def _members(which: str, shape: ShapeSpec) -> dict[str, Dim]:
     """Each dim of a side by its name, also those in groups, without 1."""
-    found: dict[str, Dim] = {}
-    for dim in itertools.chain(*(dim.members for dim in shape.dims)):
-        if str(dim) == "1":
-            continue
-        if dim.literal_size is not None:
-            raise ShardError(f"{dim} in the {which} has no name", "name it, and give its size: rearrange(…, N=3)")
-        if dim.name in found:
-            raise ShardError(f"the {which} `{shape}` names {dim.name} twice", "use two names")
-        found[dim.name] = dim
-    return found
-
-
-def _collective(before: Dim, after: Dim, op: OpSpec) -> str:
-    """What moves the axes that differ between two dims of the same name."""
-    lost, gained = (sort_axes(set(a.axes) - set(b.axes)) for a, b in ((before, after), (after, before)))
-    if set(gained) & set(op.lhs[0].partial):
-        return f"psum_scatter turns +{gained[0]} into /{gained[0]}, before or after it"
-    if set(lost) & op.rhs.sharded or set(gained) & op.lhs[0].sharded:
-        return "keep the axes of each name; all_to_all moves an axis from one dim to another, before or after it"
-    if lost:
-        return f"all_gather({f'… {before} … -> … {after} …'!r}) before or after it makes {before.name} whole"
-    return f"write {before} in the result: a device holds all of it, and only psum_scatter or all_to_all leave a block"
+    dims = [dim for dim in itertools.chain(*(dim.members for dim in shape.dims)) if str(dim) != "1"]
+    for dim in dims:
+        if dim.literal_size is not None or [other.name for other in dims].count(dim.name) > 1:
+            problem = f"{dim} in the {which} `{shape}` has no name of its own"
+            raise ShardError(problem, "give each dim another name, and a size if need be: rearrange(…, N=3)")
+    return {dim.name: dim for dim in dims}
 
 
 def _bind_given(shape: ShapeSpec, given: Mapping[str, int], sizes: Sizes) -> None:
     """Adds the sizes `given` by keyword to `sizes`. Raises ShardError if one is wrong or contradicts what is known."""
     names = {member.name for dim in shape.dims for member in dim.members}
     for name, size in given.items():
-        if name not in names:
-            raise ShardError(f"{name}={size!r}, but no dim has this name", "name a dim of the spec")
-        if not isinstance(size, int) or size < 1:
-            raise ShardError(f"{name}={size!r} is no size of a dim", "give the whole size, an int of at least 1")
-        if sizes.setdefault(name, size) != size:
-            raise ShardError(
-                f"size mismatch: dim {name} is {sizes[name]}, but {name}={size} was given",
-                "leave it out, or use another name; sizes are those of whole dims, over all devices",
-            )
+        if name not in names or not isinstance(size, int) or size < 1 or sizes.setdefault(name, size) != size:
+            problem = f"{name}={size!r} is not the size of a dim of `{shape}`"
+            raise ShardError(problem, "give whole sizes, over all devices, of dims whose size is not known")
 
 
 def _bind_groups(shape: ShapeSpec, sizes: Sizes) -> None:
@@ -119,18 +95,13 @@ def _bind_groups(shape: ShapeSpec, sizes: Sizes) -> None:
     for group in (dim for dim in shape.dims if dim.group):
         whole, names = sizes.pop(group.name), [dim.name for dim in group.group]
         unknown = [name for name in names if name not in sizes]
-        if len(unknown) > 1:
+        product = math.prod(sizes.get(name, 1) for name in names)
+        if len(unknown) > 1 or whole % product or (not unknown and product != whole):
+            known = ", ".join(f"{name}={sizes[name]}" for name in names if name in sizes)
             raise ShardError(
-                f"{group} is {whole} in all, but the sizes of {' and '.join(unknown)} are not known here",
-                f"give the whole size of all but one: rearrange(…, {unknown[-1]}=…)",
+                f"size mismatch: {group} is {whole} in all, and known are {known or 'none of its dims'}",
+                "give the whole size of all of its dims but one, over all devices: rearrange(…, "
+                f"{(unknown or names)[-1]}=…)",
             )
-        known = {name: sizes[name] for name in names if name in sizes}
-        product, text = math.prod(known.values()), " · ".join(f"{name}={size}" for name, size in known.items())
-        if unknown and product and whole % product == 0:
-            sizes[unknown[0]] = whole // product
-        elif unknown or product != whole:
-            raise ShardError(
-                f"size mismatch: {group} is {whole}, which is not {'a multiple of ' * bool(unknown)}{text}",
-                "correct the size, or use other names; sizes are those of whole dims, over all devices",
-            )
+        sizes |= dict.fromkeys(unknown, whole // product)
         check_divisible(group.group[0], sizes[names[0]])

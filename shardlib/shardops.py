@@ -30,19 +30,18 @@ from jax import lax
 
 from shardlib import lookups
 from shardlib.checks import current_scope
-from shardlib.escapes import per_device  # noqa: F401 (one of the ops)
+from shardlib.marks import per_device  # noqa: F401 (one of the ops)
 from shardlib.op_checks import (
+    axes_moved,
     cast,
     cast_to_result,
     check_operand,
     check_result_divisible,
-    check_same_dims,
     checked_collective,
     checked_op,
     copy_axes,
     does_nothing,
     einsum_formula,
-    last_axes,
     parse,
     refuse_copy,
     refuse_in_stage,
@@ -50,6 +49,7 @@ from shardlib.op_checks import (
     require_shard_map,
     varying,
     wrap,
+    wrong_spec,
 )
 from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes, spec_text
 from shardlib.products import einsum_with_gradients
@@ -105,33 +105,24 @@ def all_gather(spec, x, *, replicated=False):
     """
     with checked_collective("all_gather", spec, x, copies=True) as (op, value, _):
         lhs, rhs = op.lhs[0], op.rhs
-        check_same_dims(lhs, rhs)
-        removed = [last_axes(a, b) for a, b in zip(lhs.dims, rhs.dims, strict=True)]
-        gathered = {axis for axes in removed for axis in axes}
-        ahead = set(copy_axes(x)) & lhs.sharded
-        if not ahead <= gathered:
-            raise ShardError(
-                f"the operand was gathered over {', '.join(sort_axes(ahead))} before, this gathers over "
-                f"{', '.join(sort_axes(gathered)) or 'nothing'}",
-                "gather ahead only over axes that are gathered here",
-            )
-        if lhs.partial or rhs.partial:
-            raise ShardError("a partial sum cannot be gathered", "reduce it first, with psum_scatter or psum")
-        if replicated and (rhs.copies or copy_axes(x)):
-            raise ShardError("a copy is not replicated", "leave `replicated` or the * mark out")
         if does_nothing(spec, op):
             return x
-        if not gathered:
-            raise ShardError(f"`{lhs}` to `{rhs}` gathers nothing", "drop an axis from a dim on the right side")
+        removed, added = axes_moved(op)
+        gathered = {axis for axes in removed for axis in axes}
+        ahead = set(copy_axes(x)) & lhs.sharded
         new_copies = set(rhs.copies) - set(copy_axes(x))
-        if new_copies and new_copies != gathered - ahead:
+        if not gathered or any(added) or lhs.partial or rhs.partial or new_copies not in (set(), gathered - ahead):
+            rule = "leave out the last axes of dims: `M/d F/t -> M F/t`; of a copy, all as marks: `M/d F/t -> M F/t *d`"
+            raise wrong_spec(op, f"{rule}; a partial sum is reduced first")
+        if not ahead <= gathered or (replicated and (rhs.copies or copy_axes(x))):
             raise ShardError(
-                f"the result is to be a copy over {', '.join(sort_axes(new_copies))}, "
-                f"but {', '.join(sort_axes(gathered))} is gathered",
-                "mark all axes removed from dims with *, or none: gather the others in a call of their own; "
-                "for an axis that shards no dim use replicate",
+                f"the operand is a copy over {', '.join(sort_axes(ahead))}, and this gathers over "
+                f"{', '.join(sort_axes(gathered))}"
+                if not replicated
+                else "a copy is not replicated",
+                "gather ahead only over axes that are gathered here; leave `replicated` out for a copy",
             )
-        if ahead and ahead == gathered:
+        if ahead == gathered:
             return x
         refuse_in_stage(gathered - ahead)
         value = cast(1, lhs, value, (), lhs.sharded)
@@ -157,18 +148,13 @@ def psum_scatter(spec, x):
     """Reduces a partial sum and leaves each device a block of the result: `B L M +t -> B L/t M`."""
     with checked_collective("psum_scatter", spec, x) as (op, value, sizes):
         lhs, rhs = op.lhs[0], op.rhs
-        check_same_dims(lhs, rhs)
-        added = [last_axes(b, a) for a, b in zip(lhs.dims, rhs.dims, strict=True)]
-        scattered = {axis for axes in added for axis in axes}
-        if scattered != set(lhs.partial) - set(rhs.partial) or not set(rhs.partial) <= set(lhs.partial):
-            raise ShardError(
-                f"`{lhs}` to `{rhs}` does not turn each + axis into a / axis",
-                "each axis that loses its + must be added to one dim: `B L M +t -> B L/t M`; psum drops it instead",
-            )
         if does_nothing(spec, op):
             return x
-        if not scattered:
-            raise ShardError(f"`{lhs}` to `{rhs}` reduces nothing", "add a + axis of the left side to a dim")
+        removed, added = axes_moved(op)
+        scattered = {axis for axes in added for axis in axes}
+        if not scattered or any(removed) or set(lhs.partial) != scattered | set(rhs.partial):
+            rule = "write each axis that loses its + as the last axis of a dim: `B L M +t -> B L/t M`"
+            raise wrong_spec(op, f"{rule}; psum drops it instead")
         refuse_in_stage(scattered)
         check_result_divisible(rhs, sizes)
     for i, axes in enumerate(added):
@@ -183,15 +169,9 @@ def psum(spec, x):
         lhs, rhs = op.lhs[0], op.rhs
         if does_nothing(spec, op):
             return x
-        if not lhs.partial:
-            raise ShardError("the operand's spec has no +", "only a partial sum can be reduced: `B L +t -> B L`")
-        if lhs.dims != rhs.dims:
-            raise ShardError(
-                f"the dims change from `{lhs}` to `{rhs}`", "psum only drops + marks; psum_scatter also shards a dim"
-            )
-        if not set(rhs.partial) < set(lhs.partial):
-            raise ShardError(f"`{lhs}` to `{rhs}` reduces nothing", "drop a + mark on the right side")
         reduced = set(lhs.partial) - set(rhs.partial)
+        if not reduced or lhs.dims != rhs.dims or not set(rhs.partial) < set(lhs.partial):
+            raise wrong_spec(op, "drop a + mark, and change no dim: `B L +t -> B L`; psum_scatter also shards a dim")
         refuse_in_stage(reduced)
     return wrap(lax.psum(value, sort_axes(reduced)), rhs.partial, copy_axes(x), f"psum({op})")
 
@@ -200,13 +180,10 @@ def pmax(spec, x):
     """Maximum over dims and over the devices that share them: `B L V/t -> B L`. Not differentiable, as `lax.pmax`."""
     with checked_collective("pmax", spec, x) as (op, value, _):
         lhs, rhs = op.lhs[0], op.rhs
-        if lhs.partial:
-            raise ShardError("the maximum of a partial sum is not the maximum of the sum", "reduce it first, with psum")
         refuse_copy(1, x)
-        if rhs.dims != tuple(dim for dim in lhs.dims if dim in rhs.dims) or rhs.dims == lhs.dims or rhs.partial:
-            raise ShardError(
-                f"`{rhs}` is not `{lhs}` with some dims dropped", "keep the other dims and their axes as they are"
-            )
+        kept = tuple(dim for dim in lhs.dims if dim in rhs.dims)
+        if rhs.dims != kept or rhs.dims == lhs.dims or lhs.partial or rhs.partial:
+            raise wrong_spec(op, "drop dims, and keep the others: `B L V/t -> B L`; a partial sum is reduced first")
         axes = sort_axes(lhs.sharded - rhs.sharded)
         refuse_in_stage(axes)
     value = jnp.max(value, axis=tuple(i for i, dim in enumerate(lhs.dims) if dim not in rhs.dims))
@@ -217,22 +194,15 @@ def all_to_all(spec, x):
     """Moves an axis from one dim to another: `L/t K -> L K/t`."""
     with checked_collective("all_to_all", spec, x) as (op, value, sizes):
         lhs, rhs = op.lhs[0], op.rhs
-        check_same_dims(lhs, rhs)
-        pairs = list(zip(lhs.dims, rhs.dims, strict=True))
-        losing = [i for i, (a, b) in enumerate(pairs) if len(b.axes) < len(a.axes)]
-        gaining = [i for i, (a, b) in enumerate(pairs) if len(b.axes) > len(a.axes)]
-        others = [i for i, (a, b) in enumerate(pairs) if len(a.axes) == len(b.axes) and a != b]
-        lost = [last_axes(*pairs[i]) for i in losing]
-        gained = [last_axes(*pairs[i][::-1]) for i in gaining]
-        if len(lost) != 1 or lost != gained or others or lhs.partial or rhs.partial:
-            raise ShardError(
-                f"`{lhs}` to `{rhs}` does not move one axis from one dim to another", "write `L/t K -> L K/t`"
-            )
         refuse_copy(1, x)
-        refuse_in_stage(lost[0])
+        lost, gained = ({i: axes for i, axes in enumerate(moved) if axes} for moved in axes_moved(op))
+        if len(lost) != 1 or [*lost.values()] != [*gained.values()] or lhs.partial or rhs.partial:
+            raise wrong_spec(op, "move the last axis of one dim to another: `L/t K -> L K/t`")
+        ((source, axes),), (target,) = lost.items(), gained
+        refuse_in_stage(axes)
         check_result_divisible(rhs, sizes)
         value = cast(1, lhs, value, (), lhs.sharded)
-    return lax.all_to_all(value, lost[0], split_axis=gaining[0], concat_axis=losing[0], tiled=True)
+    return lax.all_to_all(value, axes, split_axis=target, concat_axis=source, tiled=True)
 
 
 def ppermute(spec, x, *, axis: str, shift: int):
@@ -240,17 +210,13 @@ def ppermute(spec, x, *, axis: str, shift: int):
 
     After `ppermute('B L/t M', x, axis='t', shift=1)`, device i holds what device i-1 held.
     """
-    with checked_op("ppermute", spec, x) as sizes:
-        shape = parse(f"{spec_text(spec)} ->", 1).lhs[0]
-        require_shard_map()
-        value = check_operand(1, shape, x, sizes)
-        size = devices_along((axis,))
+    with checked_collective("ppermute", f"{spec_text(spec)} ->", x) as (op, value, _):
+        shape, size = op.lhs[0], devices_along((axis,))
+        refuse_copy(1, x)
         if axis not in shape.sharded or shape.partial:
             raise ShardError(
-                f"the blocks do not differ over {axis}: `{shape}` is not sharded over it, or is a partial sum",
-                f"shift only along an axis that shards a dim, e.g. `L/{axis}`",
+                f"no dim of `{shape}` is sharded over {axis}", f"name an axis that shards a dim: `L/{axis}`"
             )
-        refuse_copy(1, x)
         refuse_in_stage((axis,))
         value = cast(1, shape, value, (), (axis,))
     return lax.ppermute(value, axis, [(i, (i + shift) % size) for i in range(size)])
@@ -271,7 +237,7 @@ def replicate(spec, x):
             return x
         refuse_in_stage(new)
         if lhs.dims != rhs.dims or lhs.open != rhs.open or lhs.partial or rhs.partial or not new:
-            raise ShardError(f"`{lhs}` to `{rhs}` does more or less than add a *", "write `M/d F -> M/d F *r`")
+            raise wrong_spec(op, "add a * mark, and change nothing else: `M/d F -> M/d F *r`")
         devices_along(new)
         for path, leaf in jax.tree_util.tree_leaves_with_path(x, is_leaf=is_opaque):
             value = check_operand(1, lhs, leaf, sizes)
@@ -315,10 +281,7 @@ def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None)
             )
         values, axes, copies = cast_to_result(op, values, operands)
         if len(values) > 1:
-            values = [
-                refuse_repeated_gradient(i, v, "einsum_unreduced", spec, operands, sizes)
-                for i, v in enumerate(values, 1)
-            ]
+            values = [refuse_repeated_gradient(i, v, op) for i, v in enumerate(values, 1)]
         # simple: every dim is in two of the three arrays at least, so each gradient is a product of the other two.
         places = collections.Counter(name for shape in (*op.lhs, op.rhs) for name in shape.names)
         simple = len(values) == 2 and min(places.values()) > 1 and jnp.issubdtype(values[0].dtype, jnp.inexact)
@@ -352,15 +315,13 @@ def broadcast(spec, x):
         value = check_operand(1, lhs, x, sizes)
         new = [dim for dim in rhs.dims if dim not in lhs.dims]
         if tuple(dim for dim in rhs.dims if dim not in new) != lhs.dims or not new or lhs.partial or rhs.partial:
-            raise ShardError(
-                f"`{rhs}` is not `{lhs}` with some dims added", "keep the dims, their order and axes: `M -> B/d L M`"
-            )
+            raise wrong_spec(op, "add dims, and keep the others: `M -> B/d L M`")
         for dim in new:
             if dim.literal_size is None and dim.name not in sizes:
                 raise ShardError(f"the size of {dim.name} is not known here", "annotate an array that has this dim")
         check_result_divisible(rhs, sizes)
         (value,), _, copies = cast_to_result(op, [value], [x])
-        value = refuse_repeated_gradient(1, value, "broadcast", spec, (x,), sizes)
+        value = refuse_repeated_gradient(1, value, op)
         blocks = [(dim.literal_size or sizes[dim.name]) // devices_along(dim.axes) for dim in rhs.dims]
     value = lax.broadcast_in_dim(value, blocks, [i for i, dim in enumerate(rhs.dims) if dim not in new])
     return wrap(value, (), copies, f"broadcast({op})")
@@ -379,15 +340,13 @@ def index_unreduced(spec, table, ids):
             raise ShardError("the spec does not say which dim of the first operand to look up", "write it as [V/t]")
         values = check_operand(1, table_spec, table, sizes)
         indices = check_operand(2, ids_spec, ids, sizes)
-        if not jnp.issubdtype(indices.dtype, jnp.integer):
-            raise ShardError(f"dtype mismatch: ids are {indices.dtype}", "ids are integers")
+        if not jnp.issubdtype(indices.dtype, jnp.integer) or table_spec.partial or ids_spec.partial:
+            raise ShardError(f"ids are {describe(ids)}", "give integers, of a table that is no partial sum")
         looked_up = table_spec.dims[table_spec.index]
         rest = tuple(dim for dim in table_spec.dims if dim is not looked_up)
         batched = bool(rest) and rest == ids_spec.dims
         result = ids_spec.dims if batched else (*ids_spec.dims, *rest)
         expected = parse_shape(" ".join([*map(str, result), *(f"+{axis}" for axis in looked_up.axes)]))
-        if table_spec.partial or ids_spec.partial:
-            raise ShardError("a partial sum cannot be looked up", "reduce it first, with psum_scatter or psum")
         if (expected.dims, expected.partial) != (op.rhs.dims, op.rhs.partial):
             raise ShardError(f"the result of this lookup is `{expected}`, not `{op.rhs}`", f"write `-> {expected}`")
         (values, indices), axes, copies = cast_to_result(op, [values, indices], [table, ids])

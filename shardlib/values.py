@@ -383,18 +383,21 @@ def describe(value) -> str:
     if isinstance(value, Copy):
         return f"{_array_text(value)}, a copy on each device of {', '.join(value.axes)}"
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-        return f"{type(value).__name__} {value!r}"
+        kind = type(value).__name__
+        return f"{kind} {value!r}" if isinstance(value, int | float | str | None) else f"a {kind}"
     text = _array_text(value)
     if inside_shard_map():
         kind = jax.typeof(value).manual_axis_type
-        states = [
-            f"{word} over {', '.join(sort_axes(axes))}"
-            for word, axes in (("varying", kind.varying), ("gathered", kind.reduced), ("unreduced", kind.unreduced))
-            if axes
-        ]
-        return f"{text} {{{'; '.join(states) or 'the same on every device'}}}"
+        return f"{text} {states_text(kind.varying, kind.reduced, kind.unreduced)}"
     sharding = sharding_of(value)
     return text if sharding is None else f"{text} sharded as ({sharding_text(sharding)})"
+
+
+def states_text(varying: Iterable[str], gathered: Iterable[str], unreduced: Iterable[str]) -> str:
+    """The axes over which a value is in these states: `{varying over d, t}`."""
+    states = {"varying": varying, "gathered": gathered, "unreduced": unreduced}
+    texts = [f"{word} over {', '.join(sort_axes(axes))}" for word, axes in states.items() if axes]
+    return f"{{{'; '.join(texts) or 'the same on every device'}}}"
 
 
 def _array_text(value) -> str:

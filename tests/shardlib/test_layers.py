@@ -147,7 +147,7 @@ def test_a_loop_of_ones_own_takes_its_place():
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda x: (x, x), r"a layer is given f32\[4,6\].*, and gives tuple"),
+        (lambda x: (x, x), r"a layer is given f32\[4,6\].*, and gives a tuple"),
         (lambda x: x[:, :3], r"gives f32\[4,3\]"),
         (lambda x: x.astype(jnp.bfloat16), r"gives bf16\[4,6\]"),
         (lambda x: None, "gives NoneType None"),
@@ -162,7 +162,7 @@ def test_a_layer_that_gives_something_else(wrong, message):
 
 def test_the_residual_stream_is_one_array():
     w, x, _ = inputs()
-    message = r"the residual stream is tuple(?s:.*)give one array from embed and from layer"
+    message = r"the residual stream is a tuple(?s:.*)give one array from embed and from layer"
     with pytest.raises(ShardError, match=message):
         run_layers(lambda w, x, index, turn, attend: x, w, (x, x), None, attend)
 

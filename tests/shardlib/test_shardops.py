@@ -3,6 +3,7 @@
 import collections
 import functools
 import inspect
+import math
 import re
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 from shardlib import shardops
+from shardlib.parsing import parse_op
 from shardlib.shardops import (
     all_gather,
     all_to_all,
@@ -25,11 +27,12 @@ from shardlib.shardops import (
     ppermute,
     psum,
     psum_scatter,
+    rearrange,
     replicate,
 )
 from shardlib.shardtypes import Array, Copy, Partial, bf16, f32, f64, i32, pytree_dataclass, typed, typed_shard_map
 
-SIZES = {"B": 8, "L": 8, "M": 16, "N": 8, "F": 24, "V": 32, "K": 8, "layers": 3}
+SIZES = {"B": 8, "L": 8, "M": 16, "N": 8, "F": 24, "V": 32, "K": 8, "Q": 4, "D": 6, "layers": 3, "1": 1}
 
 
 @functools.cache
@@ -50,7 +53,8 @@ def mesh(request):
 
 
 def random_array(t, seed: int) -> np.ndarray:
-    rng, shape = np.random.default_rng(seed), [SIZES[dim.name] for dim in t.spec.dims]
+    whole = lambda name: SIZES.get(name) or math.prod(SIZES[letter] for letter in name)
+    rng, shape = np.random.default_rng(seed), [whole(dim.name) for dim in t.spec.dims]
     return (
         rng.integers(0, SIZES["V"], shape).astype(np.int32) if t is ids else rng.normal(size=shape).astype(np.float32)
     )
@@ -103,10 +107,17 @@ def assert_same_values_and_gradients(body, operands, result, dense, gradients=Tr
 
 
 class Case(NamedTuple):
+    """An op on blocks, of types `operand, … -> result`, and the same on whole arrays. All are f32, but ids `i`."""
+
+    types: str
     body: Callable
-    operands: tuple
-    result: object
     dense: Callable
+
+    def parts(self) -> tuple:
+        """body, operands, result, dense."""
+        op, names = parse_op(self.types), inspect.signature(self.body).parameters
+        operands = [ids if name == "i" else f32[str(spec)] for name, spec in zip(names, op.lhs, strict=True)]
+        return self.body, operands, f32[str(op.rhs)], self.dense
 
 
 def down(h, w):
@@ -164,112 +175,99 @@ def scan_over(stack, x, product):
 
 CASES = {
     "all_gather: a weight over d": Case(
+        "B/d M, M/d N/t -> B/d N/t",
         lambda x, w: einsum_unreduced(
             "B/d M, M N/t -> B/d N/t", replicate("B/d M -> B/d M *t", x), all_gather("M/d N/t -> M N/t", w)
         ),
-        (f32["B/d M"], f32["M/d N/t"]),
-        f32["B/d N/t"],
         lambda x, w: x @ w,
     ),
     "all_gather: a dim over two axes at once": Case(
+        "B/d L/t M, M/t/d -> B/d L/t M",
         lambda x, w: einsum_unreduced("B/d L/t M, M -> B/d L/t M", x, all_gather("M/t/d -> M", w)),
-        (f32["B/d L/t M"], f32["M/t/d"]),
-        f32["B/d L/t M"],
         lambda x, w: x * w,
     ),
     "all_gather: a dim over two axes one by one": Case(
+        "B/d L/t M, M/t/d -> B/d L/t M",
         lambda x, w: einsum_unreduced(
             "B/d L/t M, M -> B/d L/t M", x, all_gather("M/t -> M", all_gather("M/t/d -> M/t", w))
         ),
-        (f32["B/d L/t M"], f32["M/t/d"]),
-        f32["B/d L/t M"],
         lambda x, w: x * w,
     ),
     "all_gather: two dims at once": Case(
+        "B/t/d M, M/d N/t -> B/t/d N",
         lambda x, w: einsum_unreduced("B/t/d M, M N -> B/t/d N", x, all_gather("M/d N/t -> M N", w)),
-        (f32["B/t/d M"], f32["M/d N/t"]),
-        f32["B/t/d N"],
         lambda x, w: x @ w,
     ),
     "all_gather into a copy, through scan": Case(
+        "B/d M, layers M/d L -> B/d M",
         lambda x, w: scan_over(
             all_gather("layers M/d L -> layers M L *d", w),
             x,
             lambda x, w: einsum_unreduced("B/d M, M L -> B/d M", x, w),
         ),
-        (f32["B/d M"], f32["layers M/d L"]),
-        f32["B/d M"],
         lambda x, w: scan_over(w, x, lambda x, w: x * jnp.sum(w, axis=1)),
     ),
     "all_gather within scan": Case(
+        "B/d M, layers M/d L -> B/d M",
         lambda x, w: scan_over(
             w, x, lambda x, w: einsum_unreduced("B/d M, M L -> B/d M", x, all_gather("M/d L -> M L", w))
         ),
-        (f32["B/d M"], f32["layers M/d L"]),
-        f32["B/d M"],
         lambda x, w: scan_over(w, x, lambda x, w: x * jnp.sum(w, axis=1)),
     ),
     "broadcast: a gathered bias": Case(
+        "B/d L/t M, M/t/d -> B/d L/t M",
         lambda x, b: x * broadcast("M -> B/d L/t M", all_gather("M/t/d -> M", b)),
-        (f32["B/d L/t M"], f32["M/t/d"]),
-        f32["B/d L/t M"],
         lambda x, b: x * b,
     ),
     "all_gather of a copy, over the axis that is left": Case(
+        "B/d L/t M, M/t/d -> B/d L/t M",
         lambda x, b: x * broadcast("M -> B/d L/t M", all_gather("M/t/d -> M", all_gather("M/t/d -> M/t *d", b))),
-        (f32["B/d L/t M"], f32["M/t/d"]),
-        f32["B/d L/t M"],
         lambda x, b: x * b,
     ),
     "broadcast: a sharded bias, between other dims": Case(
+        "B/d F/t M, F/t/d -> B/d F/t M",
         lambda x, b: x * broadcast("F/t -> B/d F/t M", all_gather("F/t/d -> F/t", b)),
-        (f32["B/d F/t M"], f32["F/t/d"]),
-        f32["B/d F/t M"],
         lambda x, b: x * b[:, None],
     ),
     "broadcast: a copy, through scan": Case(
+        "B/t/d M, layers M -> B/t/d M",
         lambda x, b: scan_over(
             replicate("layers M -> layers M *t *d", b), x, lambda x, b: x * broadcast("M -> B/t/d M", b)
         ),
-        (f32["B/t/d M"], f32["layers M"]),
-        f32["B/t/d M"],
         lambda x, b: scan_over(b, x, lambda x, b: x * b),
     ),
     "replicate, through scan and remat": Case(
+        "B/t/d M, layers M -> B/t/d M",
         lambda x, w: scan_over(
             replicate("layers M -> layers M *t *d", w),
             x,
             jax.checkpoint(lambda x, w: einsum_unreduced("B/t/d M, M -> B/t/d M", x, w)),
         ),
-        (f32["B/t/d M"], f32["layers M"]),
-        f32["B/t/d M"],
         lambda x, w: scan_over(w, x, lambda x, w: x * w),
     ),
     "replicate, then all_gather": Case(
+        "B/t/d M, M/d N -> B/t/d N",
         lambda x, w: einsum_unreduced(
             "B/t/d M, M N -> B/t/d N", x, all_gather("M/d N -> M N", replicate("... -> ... *t", w))
         ),
-        (f32["B/t/d M"], f32["M/d N"]),
-        f32["B/t/d N"],
         lambda x, w: x @ w,
     ),
     "replicate twice": Case(
+        "B/t/d M, M -> B/t/d M",
         lambda x, w: einsum_unreduced(
             "B/t/d M, M -> B/t/d M", x, replicate("M *t -> M *t *d", replicate("M -> M *t", w))
         ),
-        (f32["B/t/d M"], f32["M"]),
-        f32["B/t/d M"],
         lambda x, w: x * w,
     ),
     "replicate a copy": Case(
+        "B/t/d M, M -> B/t/d M",
         lambda x, w: einsum_unreduced(
             "B/t/d M, M -> B/t/d M", x, replicate("... -> ... *t *d", replicate("... -> ... *t *d", w))
         ),
-        (f32["B/t/d M"], f32["M"]),
-        f32["B/t/d M"],
         lambda x, w: x * w,
     ),
     "copies multiplied by copies, reduced at last": Case(
+        "B/d M, M, M N -> N",
         lambda x, v, w: psum(
             "N +d -> N",
             einsum_unreduced(
@@ -278,182 +276,204 @@ CASES = {
                 einsum_unreduced("M, M N -> M N", replicate("M -> M *d", v), replicate("M N -> M N *d", w)),
             ),
         ),
-        (f32["B/d M"], f32["M"], f32["M N"]),
-        f32["N"],
         lambda x, v, w: jnp.einsum("bm,m,mn->n", x, v, w),
     ),
     "psum_scatter": Case(
+        "B/d F/t, F/t M/d -> B/d M/t",
         lambda h, w: psum_scatter("B/d M +t -> B/d M/t", down(h, w)),
-        (f32["B/d F/t"], f32["F/t M/d"]),
-        f32["B/d M/t"],
         lambda h, w: h @ w,
     ),
     "psum_scatter over two axes into one dim": Case(
+        "B/t/d M -> M/t/d",
         lambda x: psum_scatter("M +t +d -> M/t/d", einsum_unreduced("B/t/d M -> M +t +d", x)),
-        (f32["B/t/d M"],),
-        f32["M/t/d"],
         lambda x: jnp.sum(x, axis=0),
     ),
     "psum_scatter over two axes into two dims": Case(
+        "B/t/d M -> M/d N/t",
         lambda x: psum_scatter("M N +t +d -> M/d N/t", einsum_unreduced("B/t/d M, B/t/d N -> M N +t +d", x, x[:, :8])),
-        (f32["B/t/d M"],),
-        f32["M/d N/t"],
         lambda x: x.T @ x[:, :8],
     ),
     "psum_scatter over one axis of two, then psum": Case(
+        "B/t/d M -> M/t",
         lambda x: psum("M/t +d -> M/t", psum_scatter("M +t +d -> M/t +d", einsum_unreduced("B/t/d M -> M +t +d", x))),
-        (f32["B/t/d M"],),
-        f32["M/t"],
         lambda x: jnp.sum(x, axis=0),
     ),
     "psum_scatter into a dim that is sharded already": Case(
+        "B/d M/t -> M/t/d",
         lambda x: psum_scatter("M/t +d -> M/t/d", einsum_unreduced("B/d M/t -> M/t +d", x)),
-        (f32["B/d M/t"],),
-        f32["M/t/d"],
         lambda x: jnp.sum(x, axis=0),
     ),
     "psum": Case(
+        "B/d F/t, F/t M/d -> B/d M",
         lambda h, w: psum("B/d M +t -> B/d M", down(h, w)),
-        (f32["B/d F/t"], f32["F/t M/d"]),
-        f32["B/d M"],
         lambda h, w: h @ w,
     ),
     "psum of a sum of partial sums": Case(
+        "B/d F/t, F/t M/d -> B/d M",
         lambda h, w: psum("B/d M +t -> B/d M", down(h, w) + down(jnp.sin(h), w)),
-        (f32["B/d F/t"], f32["F/t M/d"]),
-        f32["B/d M"],
         lambda h, w: (h + jnp.sin(h)) @ w,
     ),
     "multiples, differences and sums of partial sums": Case(
+        "B/d F/t, F/t M/d -> B/d M",
         lambda h, w: psum(
             "B/d M +t -> B/d M",
             sum([0.5 * down(h, w), -down(jnp.sin(h), w), down(jnp.cos(h), w) / 4]) - down(h * h, w) * np.float32(3),
         ),
-        (f32["B/d F/t"], f32["F/t M/d"]),
-        f32["B/d M"],
         lambda h, w: (0.5 * h - jnp.sin(h) + jnp.cos(h) / 4 - 3 * h * h) @ w,
     ),
     "a partial sum times an array and over a scalar": Case(
+        "B/d F/t, F/t M/d, B/d M,  -> B/d M",
         lambda h, w, x, s: psum("B/d M +t -> B/d M", down(h, w) * x / (1 + s * s)),
-        (f32["B/d F/t"], f32["F/t M/d"], f32["B/d M"], f32[""]),
-        f32["B/d M"],
         lambda h, w, x, s: (h @ w) * x / (1 + s * s),
     ),
     "a partial sum times a gathered array": Case(
+        "B/d F/t, F/t M/d, M/t/d -> B/d M/t",
         lambda h, w, x: psum_scatter("B/d M +t -> B/d M/t", down(h, w) * all_gather("M/t/d -> M", x)),
-        (f32["B/d F/t"], f32["F/t M/d"], f32["M/t/d"]),
-        f32["B/d M/t"],
         lambda h, w, x: (h @ w) * x,
     ),
     "a partial sum of copies": Case(
+        "F/t, F/t M, B/d M -> B/d M",
         lambda x, w, y: einsum_unreduced(
             "B/d M, M -> B/d M",
             y,
             psum("M +t -> M", 2 * of_copies(x, w) - of_copies(x * x, w) * 0.5),
         ),
-        (f32["F/t"], f32["F/t M"], f32["B/d M"]),
-        f32["B/d M"],
         lambda x, w, y: y * ((2 * x - x * x / 2) @ w),
     ),
     "partial sums over two axes, reduced one after the other": Case(
+        "B/d M/t ->",
         lambda x: jnp.square(psum("+t ->", 3 * psum("+t +d -> +t", -squares(x) / 2))),
-        (f32["B/d M/t"],),
-        f32[""],
         lambda x: jnp.square(1.5 * jnp.sum(x * x)),
     ),
     "partial sums over two axes, scattered over one": Case(
+        "B/t/d M -> M/t",
         lambda x: psum("M/t +d -> M/t", 2 * psum_scatter("M +t +d -> M/t +d", rows(x) - rows(x) * 0.25)),
-        (f32["B/t/d M"],),
-        f32["M/t"],
         lambda x: 1.5 * jnp.sum(x * x, axis=0),
     ),
     "a partial sum as the carry of a scan": Case(
+        "B/d F/t, layers F/t M/d -> B/d M",
         lambda h, ws: psum(
             "B/d M +t -> B/d M",
             lax.scan(lambda sum, w: (0.5 * sum + down(h, w), None), 0 * down(h, ws[0]), ws)[0],
         ),
-        (f32["B/d F/t"], f32["layers F/t M/d"]),
-        f32["B/d M"],
         lambda h, ws: h @ (ws[0] / 4 + ws[1] / 2 + ws[2]),
     ),
     "partial sums under remat, cond and jit, from typed functions": Case(
+        "B/d F/t, F/t M/d -> B/d M",
         lambda h, w: psum(
             "B/d M +t -> B/d M",
             jax.checkpoint(lambda h, w: lax.cond(True, typed_down, typed_half, jnp.tanh(h), w))(h, w)
             + jax.jit(lambda p: 2 * p)(typed_half(h, w)),
         ),
-        (f32["B/d F/t"], f32["F/t M/d"]),
-        f32["B/d M"],
         lambda h, w: (jnp.tanh(h) + h) @ w,
     ),
     "partial sums through custom gradients": Case(
+        "B/d F/t, F/t M/d -> B/d M",
         lambda h, w: psum("B/d M +t -> B/d M", doubled(own_product(h, all_gather("F/t M/d -> F/t M", w)))),
-        (f32["B/d F/t"], f32["F/t M/d"]),
-        f32["B/d M"],
         lambda h, w: 2 * h @ w,
     ),
     "psum to a scalar": Case(
+        "B/d M/t ->",
         lambda x: jnp.square(psum("+t +d ->", einsum_unreduced("B/d M/t, B/d M/t -> +t +d", x, jnp.sin(x)))),
-        (f32["B/d M/t"],),
-        f32[""],
         lambda x: jnp.square(jnp.sum(x * jnp.sin(x))),
     ),
     "einsum of three operands": Case(
+        "F/t, F/t M, M -> M",
         lambda x, y, z: psum("M +t -> M", einsum_unreduced("F/t, F/t M, M -> M +t", x, y, replicate("M -> M *t", z))),
-        (f32["F/t"], f32["F/t M"], f32["M"]),
-        f32["M"],
         lambda x, y, z: jnp.einsum("f,fm,m->m", x, y, z),
     ),
     "einsum of one operand, transposed": Case(
+        "B/d L M/t -> M/t B/d",
         lambda x: einsum_unreduced("B/d L M/t -> M/t B/d", x),
-        (f32["B/d L M/t"],),
-        f32["M/t B/d"],
         lambda x: jnp.sum(x, axis=1).T,
     ),
     "index_unreduced in a sharded dim": Case(
+        "V/t M/d, B/d L -> B/d L/t M",
         lambda table, i: psum_scatter(
             "B/d L M +t -> B/d L/t M",
             index_unreduced("[V/t] M, B/d L -> B/d L M +t", all_gather("V/t M/d -> V/t M", table), i),
         ),
-        (f32["V/t M/d"], ids),
-        f32["B/d L/t M"],
         lambda table, i: table[i],
     ),
     "index_unreduced in a dim over two axes": Case(
+        "V/t/d M -> N L M/t/d",
         lambda table: psum_scatter(
             "N L M +t +d -> N L M/t/d",
             index_unreduced("[V/t/d] M, N L -> N L M +t +d", table, jnp.arange(64).reshape(8, 8) * 5 % 32),
         ),
-        (f32["V/t/d M"],),
-        f32["N L M/t/d"],
         lambda table: table[jnp.arange(64).reshape(8, 8) * 5 % 32],
     ),
     "index_unreduced in a dim that is whole": Case(
+        "N V, B/d L -> B/d L N",
         lambda table, i: index_unreduced("N [V], B/d L -> B/d L N", replicate("N V -> N V *d", table), i),
-        (f32["N V"], ids),
-        f32["B/d L N"],
         lambda table, i: jnp.moveaxis(table[:, i], 0, -1),
     ),
     "index_unreduced with dims in common": Case(
+        "B/d L V/t, B/d L -> B/d L",
         lambda x, i: psum("B/d L +t -> B/d L", index_unreduced("B/d L [V/t], B/d L -> B/d L +t", x, i)),
-        (f32["B/d L V/t"], ids),
-        f32["B/d L"],
         lambda x, i: jnp.take_along_axis(x, i[..., None], axis=-1)[..., 0],
     ),
     "index_unreduced with dims in common, the looked-up dim first": Case(
+        "V B/d L, B/d L -> B/d L",
         lambda x, i: index_unreduced("[V] B/d L, B/d L -> B/d L", x, i),
-        (f32["V B/d L"], ids),
-        f32["B/d L"],
         lambda x, i: jnp.take_along_axis(x, i[None], axis=0)[0],
     ),
     "all_to_all": Case(
-        lambda x: all_to_all("B/d L/t K -> B/d L K/t", x), (f32["B/d L/t K"],), f32["B/d L K/t"], lambda x: x
+        "B/d L/t K -> B/d L K/t",
+        lambda x: all_to_all("B/d L/t K -> B/d L K/t", x),
+        lambda x: x,
     ),
     "all_to_all of two axes together": Case(
-        lambda x: all_to_all("B L/t/d K -> B L K/t/d", x), (f32["B L/t/d K"],), f32["B L K/t/d"], lambda x: x
+        "B L/t/d K -> B L K/t/d",
+        lambda x: all_to_all("B L/t/d K -> B L K/t/d", x),
+        lambda x: x,
     ),
     "all_to_all of the last axis of a dim": Case(
-        lambda x: all_to_all("B L/t/d K -> B L/t K/d", x), (f32["B L/t/d K"],), f32["B L/t K/d"], lambda x: x
+        "B L/t/d K -> B L/t K/d",
+        lambda x: all_to_all("B L/t/d K -> B L/t K/d", x),
+        lambda x: x,
+    ),
+    "rearrange: a transposition": Case(
+        "B/d L M/t -> M/t B/d L", lambda x: rearrange("B/d L M/t -> M/t B/d L", x), lambda x: x.transpose(2, 0, 1)
+    ),
+    "rearrange: a split, with the size of the inner dim": Case(
+        "B/d L KQ/t -> B/d K/t Q L",
+        lambda x: rearrange(b"B/d L (K/t Q) -> B/d K/t Q L", x, Q=4),
+        lambda x: x.reshape(8, 8, 8, 4).transpose(0, 2, 3, 1),
+    ),
+    "rearrange: a split, with the size of the outer dim": Case(
+        "BL/d K/t -> L K/t B/d",
+        lambda x: rearrange("(B/d L) K/t -> L K/t B/d", x, B=8),
+        lambda x: x.reshape(8, 8, 8).transpose(1, 2, 0),
+    ),
+    "rearrange: merged and split again, with sizes of the function": Case(
+        "B/d K/t Q L -> B/d L K/t Q",
+        lambda x: rearrange("B/d L (K/t Q) -> B/d L K/t Q", rearrange("B/d K/t Q L -> B/d L (K/t Q)", x)),
+        lambda x: x.transpose(0, 3, 1, 2),
+    ),
+    "rearrange: two groups": Case(
+        "KQ/t/d D -> KD/t/d Q",
+        lambda x: rearrange("(K/t/d Q) D -> (K/t/d D) Q", x, Q=4),
+        lambda x: x.reshape(8, 4, 6).transpose(0, 2, 1).reshape(48, 4),
+    ),
+    "rearrange: dims of size 1": Case(
+        "B/d L K/t -> B/d 1 L K/t 1",
+        lambda x: rearrange("B/d L K/t -> B/d 1 L (K/t 1) ()", x),
+        lambda x: x[:, None, :, :, None],
+    ),
+    "rearrange of a partial sum": Case(
+        "B/d F/t, F/t M/d -> B/d D Q",
+        lambda h, w: psum("B/d D Q +t -> B/d D Q", rearrange("B/d (Q D) +t -> B/d D Q +t", down(h, w), Q=4)),
+        lambda h, w: (h @ w).reshape(8, 4, 4).transpose(0, 2, 1),
+    ),
+    "rearrange of a gathered array": Case(
+        "B/t/d M, M/t/d KQ -> B/t/d K Q",
+        lambda x, w: einsum_unreduced(
+            "B/t/d M, K Q M -> B/t/d K Q",
+            x,
+            rearrange("M (K Q) -> K Q M", all_gather("M/t/d KQ -> M KQ *t *d", w), Q=4),
+        ),
+        lambda x, w: (x @ w).reshape(8, 8, 4),
     ),
 }
 
@@ -462,7 +482,7 @@ CASES = {
 def test_op_against_dense(name, mesh):
     # Differentiated around a shard_map over one device, JAX does not compile a partial sum kept for the backward pass.
     kept = "a partial sum times a" in name and np.prod(list(mesh.values())) == 1
-    assert_same_values_and_gradients(*CASES[name], gradients=not kept)
+    assert_same_values_and_gradients(*CASES[name].parts(), gradients=not kept)
 
 
 @pytest.mark.parametrize("shift", [1, -1])
@@ -526,6 +546,39 @@ def test_random_einsum_against_jnp(seed):
 
     with jax.set_mesh(mesh_of(d=2, t=4)):
         assert_same_values_and_gradients(body, types, result, functools.partial(jnp.einsum, formula))
+
+
+def grouped(rng, names: list[str], shardings: dict[str, str]) -> list[list[str]]:
+    """The names in groups, which a sharded name always begins."""
+    groups: list[list[str]] = []
+    for name in names:
+        if groups and not shardings[name] and rng.random() < 0.5:
+            groups[-1].append(name)
+        else:
+            groups.append([name])
+    return groups
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_rearrange_against_numpy(seed, mesh):
+    rng = np.random.default_rng(seed)
+    names = ["B", "L", "K", "Q", "D"]
+    shardings = dict.fromkeys(names, "") | ({"B": "/d", "K": "/t"} if seed % 2 else {"K": "/t/d"})
+    sides = [grouped(rng, list(rng.permutation(names)), shardings) for _ in range(2)]
+    dim = lambda name: name + shardings[name]
+    text = [
+        " ".join(f"({' '.join(map(dim, group))})" if len(group) > 1 else dim(group[0]) for group in s) for s in sides
+    ]
+    flat = [[name for group in side for name in group] for side in sides]
+    types = [f32[" ".join("".join(group) + shardings[group[0]] for group in side)] for side in sides]
+    split, merged = [SIZES[name] for name in flat[0]], [math.prod(SIZES[name] for name in group) for group in sides[1]]
+    order = [flat[0].index(name) for name in flat[1]]
+    assert_same_values_and_gradients(
+        lambda x: rearrange(" -> ".join(text), x, **{name: SIZES[name] for name in names}),
+        types[:1],
+        types[1],
+        lambda x: x.reshape(split).transpose(order).reshape(merged),
+    )
 
 
 def test_preferred_element_type_and_astype():
@@ -706,6 +759,14 @@ def test_gradients_of_a_product_are_products_in_the_operands_dtype():
     dots = re.findall(r"stablehlo.dot_general.*: \((.*)\) ->", text)
     assert len(dots) == 3
     assert not any("f32" in dot.replace("bf16", "") for dot in dots)
+
+
+def test_a_rearranged_block_is_one_transposition():
+    with jax.set_mesh(mesh_of(d=2, t=2)):
+        fn = typed_body(lambda x: rearrange("M/d N/t -> N/t M/d", x), [f32["M/d N/t"]], f32["N/t M/d"])
+        text = jax.jit(fn).lower(random_array(f32["M/d N/t"], 0)).as_text()
+    assert text.count("stablehlo.transpose") == 1
+    assert "stablehlo.reshape" not in text
 
 
 def test_a_norm_transposes_nothing_on_one_cpu():

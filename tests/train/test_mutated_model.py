@@ -40,12 +40,12 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
     "w_gate is gathered over t too": (
         'w_gate: f32["M/d F/t"] >> act["M F/t"]',
         'w_gate: f32["M/d F/t"] >> act["M F"]',
-        "the value is a copy over r, t, d, but `M F/t` says it is sharded over one of them",
+        "`M F/t` is not the type of bf16[8,12], a copy on each device of r, t, d",
     ),
     "w_up is gathered over t instead": (
         'w_up: f32["M/d F/t"] >> act["M F/t"]',
         'w_up: f32["M/d F/t"] >> act["M/d F"]',
-        "the value is a copy over r, t, but `M F/t` says it is sharded over one of them",
+        "`M F/t` is not the type of bf16[4,12], a copy on each device of r, t",
     ),
     "w_o is gathered with the spec of w_q": (
         'w_o: f32["K/t Q D M/d"] >> act["K/t Q D M"]',
@@ -157,7 +157,7 @@ MUTATIONS = {  # name: text of train.py, what stands there instead, part of the 
     "a + is put where nothing is summed": (
         'M, M F/t -> B/r/d L F/t", nx, w.w_gate',
         'M, M F/t -> B/r/d L F +t", nx, w.w_gate',
-        "F/t in an operand becomes F in the result",
+        "F of the result is F/t in the operands",
     ),
     "a local is annotated as if it were whole": (
         'hidden: act["B/r/d L F/t"]',
