@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from running import Program
+from running import Program, one_device
 
 from shardlib.shardtypes import f32, i32
 
@@ -90,7 +90,7 @@ USES = {
 
 def _program(use: str, bad: str) -> Program:
     body = lambda *args: USES[use](BAD[bad](*args), args[0])
-    return Program(f"{use}: {bad}", "a value that is no block", body, body, INS, f32[""], vma=False)
+    return Program(f"{use}: {bad}", body, one_device, INS, f32[""], vma=False)
 
 
 RIGHT = {("argmax", "local size")}

@@ -1,14 +1,14 @@
 """Random per-device programs, run in numpy on all devices in lockstep: does the analysis accept one that is wrong?
 
 A program is a list of steps. Each is written once, for numpy (the run) and for jax.numpy (the trace). Most steps keep
-to the types of the values; some do not, such as a cumulative sum along a sharded dim. To rerun a seed:
-`PYTHONPATH=. python tests/random_programs.py SEED`.
+to the types of the values; some do not, such as a cumulative sum along a sharded dim. hypothesis draws, and makes what
+fails small.
 """
 
 import dataclasses
 import itertools
 import math
-import sys
+import random
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -176,10 +176,6 @@ def exchanged(axis: str, split: int, joined: int) -> Callable:
     return together
 
 
-def shifted(devices, x, axis):
-    return [x[group[(devices[i].index(axis) - 1) % len(group)]] for i, group in around(devices, axis)]
-
-
 UNARY = {
     "sin": lambda xp, x: xp.sin(x),
     "tanh": lambda xp, x: xp.tanh(x),
@@ -284,17 +280,16 @@ def _added(how: str, axis: str, size: int):
 class Generator:
     """Draws a program."""
 
-    def __init__(self, seed: int):
-        self.rng = np.random.default_rng(seed)
+    def __init__(self, rng: random.Random):
+        self.rng = rng
         self.types: list[Type] = []
         self.steps: list[Step] = []
 
     def pick(self, items):
-        items = list(items)
-        return items[self.rng.integers(len(items))]
+        return self.rng.choice(list(items))
 
     def errs(self) -> bool:
-        return self.rng.random() < WRONG
+        return self.rng.random() > 1 - WRONG
 
     def add(self, name: str, operands: tuple[int, ...], t: Type, local=None, **fns) -> bool:
         self.steps.append(Step(name, operands, local, **fns))
@@ -308,20 +303,20 @@ class Generator:
         return self.pick(recent) if found else None
 
     def program(self) -> Program:
-        dims = lambda: tuple(Dim(int(self.pick([8, 16])), axes) for axes in self.axes(self.pick([1, 2, 2, 3])))
+        dims = lambda: tuple(Dim(self.pick([8, 16]), axes) for axes in self.axes(self.pick([1, 2, 2, 3])))
         for _ in range(3):
             self.types.append(Type(dims()))
         self.types.append(Type((Dim(16, self.pick([(), ("d",), ("t",)])),), kind="i"))
         self.types.append(Type(self.types[-1].dims, kind="i"))
         inputs, moves = tuple(self.types), [getattr(self, name) for name in dir(self) if name.startswith("make_")]
-        count = len(inputs) + int(self.pick(range(3, 10)))
+        count = len(inputs) + self.pick(range(3, 10))
         while len(self.types) < count:
             self.pick(moves)()
         if self.types[-1].partial and not self.errs():
             self.make_reduction_over_devices(len(self.types) - 1)
         result = self.types[-1]
         if result.dims and self.errs():
-            k = int(self.rng.integers(len(result.dims)))
+            k = self.rng.randrange(len(result.dims))
             axes = self.pick([(), ("d",), ("t",)])
             result = result._replace(dims=(*result.dims[:k], Dim(result.dims[k].size, axes), *result.dims[k + 1 :]))
         return Program(inputs, tuple(self.steps), result)
@@ -329,10 +324,10 @@ class Generator:
     def axes(self, ndim: int) -> list[tuple[str, ...]]:
         """How the dims of an input are sharded: each axis shards one at most."""
         found: list[tuple[str, ...]] = [()] * ndim
-        for axis in self.rng.permutation(AXES):
+        for axis in self.rng.sample(AXES, 2):
             if self.rng.random() < 0.6:
-                k = int(self.rng.integers(ndim))
-                found[k] = (*found[k], str(axis))
+                k = self.rng.randrange(ndim)
+                found[k] = (*found[k], axis)
         return found
 
     def along(self, t: Type, is_free: bool = True) -> int | None:
@@ -404,7 +399,7 @@ class Generator:
         i = self.value(finished=False, ndim=2)
         if i is None:
             return None
-        t, order = self.types[i], [int(k) for k in self.rng.permutation(len(self.types[i].dims))]
+        t, order = self.types[i], self.rng.sample(range(len(self.types[i].dims)), len(self.types[i].dims))
         t = t._replace(dims=tuple(t.dims[k] for k in order))
         return self.add("transpose", (i,), t, lambda xp, _, x: xp.transpose(x, order))
 
@@ -413,7 +408,7 @@ class Generator:
         if i is None:
             return None
         t = self.types[i]
-        k = int(self.rng.integers(len(t.dims) - 1))
+        k = self.rng.randrange(len(t.dims) - 1)
         a, b = t.dims[k : k + 2]
         if b.axes and not self.errs() and self.rng.random() < 0.7:
             return None
@@ -424,7 +419,7 @@ class Generator:
     def make_split(self):
         i = self.value(finished=False, ndim=1)
         t = self.types[i]
-        k, major = int(self.rng.integers(len(t.dims))), self.rng.random() < 0.5
+        k, major = self.rng.randrange(len(t.dims)), self.rng.random() < 0.5
         dim = t.dims[k]
         if dim.size < 32 or (dim.axes and not major and not self.errs()):
             return None
@@ -499,7 +494,7 @@ class Generator:
     def make_reduction_over_devices(self, i: int | None = None):
         i = self.value(finished=False) if i is None else i
         t = self.types[i]
-        axis = self.pick(t.partial) if t.partial and not self.errs() else self.pick(AXES)
+        axis = self.pick(sorted(t.partial)) if t.partial and not self.errs() else self.pick(AXES)
         if axis not in t.partial and not self.errs():
             return None
         name = "psum" if not self.errs() else self.pick(["pmean", "pmax"])
@@ -517,8 +512,8 @@ class Generator:
     def make_scattered_sum(self):
         i = self.value(finished=False, ndim=1)
         t = self.types[i]
-        axis = self.pick(t.partial) if t.partial else self.pick(AXES)
-        k = int(self.rng.integers(len(t.dims)))
+        axis = self.pick(sorted(t.partial)) if t.partial else self.pick(AXES)
+        k = self.rng.randrange(len(t.dims))
         if (axis not in t.partial or t.dims[k].size < 16) and not self.errs():
             return None
         dims = (*t.dims[:k], Dim(t.dims[k].size, (*t.dims[k].axes, axis)), *t.dims[k + 1 :])
@@ -529,7 +524,7 @@ class Generator:
     def make_gather(self):
         i = self.value(finished=False, ndim=1)
         t = self.types[i]
-        k = int(self.rng.integers(len(t.dims)))
+        k = self.rng.randrange(len(t.dims))
         axes = t.dims[k].axes
         if not axes:
             return None
@@ -554,18 +549,6 @@ class Generator:
         dims[s] = Dim(dims[s].size, (*dims[s].axes, axis))
         swap = lambda x: lax.all_to_all(x, axis, split_axis=s, concat_axis=j, tiled=True)
         return self.add("all_to_all", (i,), t._replace(dims=tuple(dims)), together=exchanged(axis, s, j), traced=swap)
-
-    def make_ring(self):
-        i, axis = self.value(finished=False), self.pick(AXES)
-        if not self.errs():
-            return None
-
-        def ring(x):
-            n = lax.axis_size(axis)
-            return lax.ppermute(x, axis, [(k, (k + 1) % n) for k in range(n)])
-
-        together = lambda devices, x: shifted(devices, x, axis)
-        return self.add("ppermute", (i,), self.types[i], together=together, traced=ring)
 
     def make_own_block(self):
         i, axis = self.value(finished=False, ndim=1), self.pick(AXES)
@@ -594,23 +577,20 @@ class Generator:
 
 
 class Outcome(NamedTuple):
-    """What became of a program on a mesh: whether the analysis accepts it, and whether it differs from one device."""
+    """What became of a program on a mesh."""
 
-    mesh: tuple[int, ...]
     accepted: bool
     differs: bool
-    text: str
+    """From what it gives on one device."""
 
 
-def outcome(seed: int, meshes: tuple = MESHES) -> Outcome | None:
-    """The outcome of a seed on one of the meshes; None for a program that does not run, or whose numbers overflow."""
-    program = Generator(seed).program()
-    one, rng = dict.fromkeys(AXES, 1), np.random.default_rng(seed)
+def outcome(program: Program, mesh: tuple[int, ...]) -> Outcome | None:
+    """None for a program that does not run, or whose numbers overflow."""
+    one, rng = dict.fromkeys(AXES, 1), np.random.default_rng(0)
     arrays = [
         rng.standard_normal([d.size for d in t.dims]) if t.kind == "f" else rng.integers(0, 16, [16])
         for t in program.inputs
     ]
-    mesh = meshes[seed % len(meshes)]
     sizes = dict(zip(AXES, mesh, strict=True))
     axes = [axis for dim in program.result.dims for axis in dim.axes]
     if len(set(axes)) < len(axes):
@@ -625,19 +605,13 @@ def outcome(seed: int, meshes: tuple = MESHES) -> Outcome | None:
     for x, device in zip(found, devices_of(sizes), strict=True):
         same = same and close(x, block(meant, program.result, device))
     try:
-        text = "\n".join(map(str, findings(trace(program, sizes), trace(program, one))))
-    except Different as different:
-        text = str(different)
-    return Outcome(mesh, not text, not same, text)
+        refused = findings(trace(program, sizes), trace(program, one))
+    except Different:
+        refused = True
+    return Outcome(not refused, not same)
 
 
-def describe(seed: int) -> str:
-    program = Generator(seed).program()
+def describe(program: Program) -> str:
     lines = [f"{i}: {t}" for i, t in enumerate(program.inputs)]
     lines += [f"{i}: {s.name} {s.operands}" for i, s in enumerate(program.steps, len(lines))]
     return "\n".join([*lines, f"-> {program.result}"])
-
-
-if __name__ == "__main__":
-    for number in map(int, sys.argv[1:]):
-        print(number, describe(number), outcome(number), sep="\n")

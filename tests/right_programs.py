@@ -27,57 +27,40 @@ def offset(axis: str, block: int):
     return lax.axis_index(axis) * block
 
 
-# ---- along dims that are not sharded ------------------------------------------------------------------------------
-
-unsharded = functools.partial(program, "along a dim that is not sharded")
-
-
-@unsharded
+@program
 def layer_norm(x: f32["B/d L/t M"], scale: f32["M"], bias: f32["M"]) -> f32["B/d L/t M"]:
     normed = (x - jnp.mean(x, axis=-1, keepdims=True)) * lax.rsqrt(jnp.var(x, axis=-1, keepdims=True) + 1e-5)
     return normed * scale + bias
 
 
-@unsharded
+@program
 def cumulative_sum_over_whole_positions(x: f32["B/d L F/t"]) -> f32["B/d L F/t"]:
     return jnp.cumsum(x, axis=1)
 
 
-@unsharded
+@program
 def token_shift_of_whole_positions(x: f32["B/d L F/t"]) -> f32["B/d L F/t"]:
     return 0.5 * x + 0.5 * jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
 
 
-@unsharded
+@program
 def linear_recurrence_by_associative_scan(a: f32["B/d L F/t"], x: f32["B/d L F/t"]) -> f32["B/d L F/t"]:
     combine = lambda left, right: (left[0] * right[0], right[0] * left[1] + right[1])
     return lax.associative_scan(combine, (jax.nn.sigmoid(a), x), axis=1)[1]
 
 
-@unsharded
-def depthwise_causal_convolution(x: f32["B/d L F/t"], taps: f32["4 F/t"]) -> f32["B/d L F/t"]:
-    padded = jnp.pad(x, ((0, 0), (3, 0), (0, 0)))
-    return sum(taps[i] * padded[:, i : i + x.shape[1]] for i in range(4))
-
-
-@unsharded
+@program
 def image_convolution_with_sharded_filters(x: f32["B/d C H W"], kernel: f32["R/t C 3 3"]) -> f32["B/d R/t H W"]:
     return lax.conv(x, kernel, (1, 1), "SAME")
 
 
-@unsharded
-def image_patches(x: f32["B/d H W C"], w: f32["T F/t"]) -> f32["B/d T F/t"]:
-    patches = x.reshape(x.shape[0], 4, 2, 4, 2, 4).transpose(0, 1, 3, 2, 4, 5)
-    return patches.reshape(x.shape[0], 16, 16) @ w
-
-
-@unsharded
+@program
 def advantages_by_a_reversed_scan_over_whole_time(deltas: f32["L B/d"]) -> f32["L B/d"]:
     step = lambda following, delta: (delta + 0.95 * following,) * 2
     return lax.scan(step, 0 * deltas[0], deltas, reverse=True)[1]
 
 
-@unsharded
+@program
 def mixture_of_depths_over_whole_positions(x: f32["B/d L M"], w: f32["M"]) -> f32["B/d L M"]:
     scores = x @ w
     rows = jnp.arange(x.shape[0])[:, None]
@@ -85,26 +68,16 @@ def mixture_of_depths_over_whole_positions(x: f32["B/d L M"], w: f32["M"]) -> f3
     return x.at[rows, best].add(jnp.tanh(x[rows, best]))
 
 
-@unsharded
+@program
 def fourier_mixing_of_whole_positions(x: f32["B/d L M/t"]) -> f32["B/d L M/t"]:
     return jnp.fft.fft(x, axis=1).real
 
 
-@unsharded
+@program
 def sliding_window_attention(q: f32["B/d K/t L D"], k: f32["B/d K/t L D"], v: f32["B/d K/t L D"]) -> f32["B/d K/t L D"]:
     distance = jnp.arange(q.shape[2])[:, None] - jnp.arange(k.shape[2])
     scores = jnp.where((distance >= 0) & (distance < 4), q @ k.swapaxes(2, 3), -1e9)
     return jax.nn.softmax(scores) @ v
-
-
-# ---- reductions over sharded dims ---------------------------------------------------------------------------------
-
-reduced = functools.partial(program, "reductions over sharded dims")
-
-
-# ---- losses over a sharded vocabulary -----------------------------------------------------------------------------
-
-losses = functools.partial(program, "losses over a sharded vocabulary or batch")
 
 
 def logsumexp(x, axis: str):
@@ -123,7 +96,7 @@ def cross_entropy(x, ids):
     return -jnp.take_along_axis(jax.nn.log_softmax(x), ids[..., None], axis=-1)[..., 0]
 
 
-@losses(whole=cross_entropy)
+@program(whole=cross_entropy)
 def cross_entropy_over_sharded_vocabulary(x: f32["B/d V/t"], ids: i32["B/d"]) -> f32["B/d"]:
     peak = lax.pmax(jnp.max(x, axis=1), "t")
     total = lax.psum(jnp.sum(jnp.exp(x - peak[:, None]), axis=1), "t")
@@ -133,7 +106,7 @@ def cross_entropy_over_sharded_vocabulary(x: f32["B/d V/t"], ids: i32["B/d"]) ->
     return peak + jnp.log(total) - lax.psum(jnp.where(found, logit, 0.0), "t")
 
 
-@losses(whole=jax.grad(lambda w, x, ids: jnp.mean(cross_entropy(x @ w, ids))))
+@program(whole=jax.grad(lambda w, x, ids: jnp.mean(cross_entropy(x @ w, ids))))
 def gradient_of_cross_entropy(w: f32["M V/t"], x: f32["B/d M"], ids: i32["B/d"]) -> f32["M V/t"]:
     def loss(w):
         logits = x @ w
@@ -142,21 +115,7 @@ def gradient_of_cross_entropy(w: f32["M V/t"], x: f32["B/d M"], ids: i32["B/d"])
     return jax.grad(loss)(w)
 
 
-@losses(whole=lambda x, ids: 0.9 * cross_entropy(x, ids) - 0.1 * jax.nn.log_softmax(x).mean(-1))
-def label_smoothing_over_sharded_vocabulary(x: f32["B/d V/t"], ids: i32["B/d"]) -> f32["B/d"]:
-    logp = x - logsumexp(x, "t")[:, None]
-    smooth = lax.psum(jnp.sum(logp, axis=-1), "t") / (x.shape[-1] * lax.axis_size("t"))
-    return -0.9 * picked(logp, ids, "t") - 0.1 * smooth
-
-
-@losses(whole=lambda a, b: -jnp.mean(jnp.diag(jax.nn.log_softmax(a @ b.T))))
-def contrastive_loss_with_all_negatives(a: f32["B/d M"], b: f32["B/d M"]) -> f32[""]:
-    logits = a @ lax.all_gather(b, "d", tiled=True).T
-    own = offset("d", a.shape[0]) + jnp.arange(a.shape[0])
-    return lax.pmean(jnp.mean(cross_entropy(logits, own)), "d")
-
-
-@losses(whole=jax.grad(lambda b, a: -jnp.sum(jnp.diag(jax.nn.log_softmax(a @ b.T)))))
+@program(whole=jax.grad(lambda b, a: -jnp.sum(jnp.diag(jax.nn.log_softmax(a @ b.T)))))
 def contrastive_gradient_through_the_gather(b: f32["B/d M"], a: f32["B/d M"]) -> f32["B/d M"]:
     def loss(b):
         logits = a @ lax.all_gather(b, "d", tiled=True).T
@@ -166,33 +125,14 @@ def contrastive_gradient_through_the_gather(b: f32["B/d M"], a: f32["B/d M"]) ->
     return jax.grad(loss)(b)
 
 
-# ---- indices and positions ----------------------------------------------------------------------------------------
-
-indices = functools.partial(program, "indices and positions")
-
-
-@indices(whole=lambda table, ids: table[ids])
-def embedding_by_plain_indexing(table: f32["V/t M"], ids: i32["B/d"]) -> f32["B/d M"]:
-    own = ids - lax.axis_index("t") * table.shape[0]
-    found = (own >= 0) & (own < table.shape[0])
-    return lax.psum(jnp.where(found[:, None], table[own], 0.0), "t")
-
-
-@indices(whole=lambda table, ids: table[ids])
-def embedding_with_ids_out_of_range_replaced(table: f32["V/t"], ids: i32["B/d"]) -> f32["B/d"]:
-    start = lax.axis_index("t") * table.shape[0]
-    found = (ids >= start) & (ids < start + table.shape[0])
-    return lax.psum(jnp.where(found, table[jnp.where(found, ids - start, 0)], 0.0), "t")
-
-
-@indices(whole=lambda table, ids: table[ids])
+@program(whole=lambda table, ids: table[ids])
 def embedding_by_typed_ops(table: f32["V/t M"], ids: i32["B/d L"]) -> f32["B/d L/t M"]:
     table = shardops.replicate("V/t M -> V/t M *d", table)
     found = shardops.index_unreduced("[V/t] M, B/d L -> B/d L M +t", table, ids)
     return shardops.psum_scatter("B/d L M +t -> B/d L/t M", found)
 
 
-@indices(
+@program(
     whole=lambda table, ids: table[ids],
     escape=True,
     reason="the number of a block and the place in it are an id, and a device takes those of its own block alone",
@@ -203,31 +143,26 @@ def embedding_by_ids_within_blocks(table: f32["V/t M"], ids: i32["B/d"]) -> f32[
     return lax.psum(jnp.where(own[:, None], table[ids % n], 0.0), "t")
 
 
-@indices(whole=lambda table, ids, g: jnp.zeros_like(table).at[ids].add(g))
+@program(whole=lambda table, ids, g: jnp.zeros_like(table).at[ids].add(g))
 def embedding_gradient_scattered_by_shifted_ids(table: f32["V/t M"], ids: i32["B/d"], g: f32["B/d M"]) -> f32["V/t M"]:
     own = ids - lax.axis_index("t") * table.shape[0]
     own = jnp.where((own >= 0) & (own < table.shape[0]), own, table.shape[0])
     return lax.psum(jnp.zeros_like(table).at[own].add(g, mode="drop"), "d")
 
 
-@indices(whole=lambda ids: jnp.zeros(16).at[ids].add(1.0))
+@program(whole=lambda ids: jnp.zeros(16).at[ids].add(1.0))
 def histogram_of_sharded_rows(ids: i32["B/d"]) -> f32["V"]:
     return lax.psum(jnp.zeros(16).at[ids].add(1.0), "d")
 
 
-@indices(whole=lambda x, e: jax.ops.segment_sum(x, e % 8, num_segments=8))
-def segment_sum_over_sharded_rows(x: f32["T/d M"], e: i32["T/d"]) -> f32["E/d M"]:
-    return lax.psum_scatter(jax.ops.segment_sum(x, e % 8, num_segments=8), "d", tiled=True)
-
-
-@indices(whole=lambda x: jnp.argmax(x, axis=1).astype(jnp.int32))
+@program(whole=lambda x: jnp.argmax(x, axis=1).astype(jnp.int32))
 def greedy_token_over_sharded_vocabulary(x: f32["B/d V/t"]) -> i32["B/d"]:
     best = jnp.max(x, axis=1)
     own = lax.axis_index("t") * x.shape[1] + jnp.argmax(x, axis=1).astype(jnp.int32)
     return lax.pmin(jnp.where(best == lax.pmax(best, "t"), own, 2**30), "t")
 
 
-@indices(whole=lambda x: lax.top_k(x, 2), escape=True, reason="the best of all are among the best of each block")
+@program(whole=lambda x: lax.top_k(x, 2), escape=True, reason="the best of all are among the best of each block")
 def top_k_of_the_best_of_each_block(x: f32["B/d V/t"]) -> [f32["B/d 2"], i32["B/d 2"]]:
     values, ids = lax.top_k(x, 2)
     ids += offset("t", x.shape[1])
@@ -236,24 +171,19 @@ def top_k_of_the_best_of_each_block(x: f32["B/d V/t"]) -> [f32["B/d 2"], i32["B/
     return [best, jnp.take_along_axis(ids, where, axis=1)]
 
 
-@indices(whole=lambda x: x + jnp.sin(jnp.arange(16)[:, None] / 10.0 ** jnp.linspace(0, 1, 16)))
+@program(whole=lambda x: x + jnp.sin(jnp.arange(16)[:, None] / 10.0 ** jnp.linspace(0, 1, 16)))
 def sinusoidal_positions_of_a_block(x: f32["B/d L/t M"]) -> f32["B/d L/t M"]:
     where = offset("t", x.shape[1]) + jnp.arange(x.shape[1])
     return x + jnp.sin(where[:, None] / 10.0 ** jnp.linspace(0, 1, x.shape[2]))
 
 
-@indices(whole=lambda x: x + jnp.arange(16.0))
+@program(whole=lambda x: x + jnp.arange(16.0))
 def positions_over_two_axes(x: f32["M/t/d"]) -> f32["M/t/d"]:
     block = lax.axis_index("t") * lax.axis_size("d") + lax.axis_index("d")
     return x + block * x.shape[0] + jnp.arange(x.shape[0])
 
 
-# ---- parallel matmuls, attention, experts -------------------------------------------------------------------------
-
-parallel = functools.partial(program, "parallelism")
-
-
-@parallel(whole=lambda x, gate, up, down: (jax.nn.silu(x @ gate) * (x @ up)) @ down)
+@program(whole=lambda x, gate, up, down: (jax.nn.silu(x @ gate) * (x @ up)) @ down)
 def gated_feed_forward_by_typed_ops(
     x: f32["B/d M"], gate: f32["M/d F/t"], up: f32["M/d F/t"], down: f32["F/t M/d"]
 ) -> f32["B/d M"]:
@@ -264,7 +194,7 @@ def gated_feed_forward_by_typed_ops(
     return shardops.psum("B/d M +t -> B/d M", shardops.einsum_unreduced("B/d F/t, F/t M -> B/d M +t", hidden, down))
 
 
-@parallel
+@program
 def grouped_keys_repeated_over_sharded_heads(k: f32["B/d K/t D"]) -> f32["B/d T/t D"]:
     return jnp.repeat(k, 2, axis=1)
 
@@ -273,13 +203,13 @@ def attention(q, k, v):
     return jnp.einsum("bkls,bskd->blkd", jax.nn.softmax(jnp.einsum("blkd,bskd->bkls", q, k)), v)
 
 
-@parallel(whole=attention)
+@program(whole=attention)
 def ulysses_attention(q: f32["B/d L/t K D"], k: f32["B/d L/t K D"], v: f32["B/d L/t K D"]) -> f32["B/d L/t K D"]:
     q, k, v = (lax.all_to_all(x, "t", split_axis=2, concat_axis=1, tiled=True) for x in (q, k, v))
     return lax.all_to_all(attention(q, k, v), "t", split_axis=1, concat_axis=2, tiled=True)
 
 
-@parallel(
+@program(
     whole=lambda q, k, v: jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v,
     axes=("d", "c"),
 )
@@ -292,7 +222,7 @@ def ring_attention(q: f32["B/d L/c D"], k: f32["B/d S/c D"], v: f32["B/d S/c D"]
     return total / weight
 
 
-@parallel(
+@program(
     whole=lambda q, k, v: jax.nn.softmax(jnp.where(jnp.tri(16, dtype=bool), q @ k.swapaxes(1, 2), -1e9)) @ v,
     axes=("d", "c"),
     escape=True,
@@ -320,7 +250,7 @@ def window(x, width: int):
     return sum(x[:, i : x.shape[1] - width + 1 + i] / (i + 1) for i in range(width))
 
 
-@parallel(
+@program(
     whole=lambda x: window(jnp.pad(x, ((0, 0), (3, 0))), 4),
     axes=("d", "c"),
     escape=True,
@@ -331,16 +261,7 @@ def causal_window_with_a_halo(x: f32["B/d L/c"]) -> f32["B/d L/c"]:
     return window(jnp.concatenate([halo, x], axis=1), 4)
 
 
-@parallel(
-    whole=lambda x: jnp.roll(x, 1, axis=1),
-    escape=True,
-    reason="each device sends its last entry to the next one, around the ring",
-)
-def roll_of_a_sharded_dim(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
-    return jnp.concatenate([lax.ppermute(x[:, -1:], "t", ring("t")), x[:, :-1]], axis=1)
-
-
-@parallel(
+@program(
     whole=lambda x: jnp.cumsum(x, axis=1),
     escape=True,
     reason="to the sums within a block come the totals of all blocks before it",
@@ -351,14 +272,14 @@ def prefix_sum_over_devices(x: f32["B/d L/t"]) -> f32["B/d L/t"]:
     return jnp.cumsum(x, axis=1) + jnp.einsum("t,tb->b", before.astype(x.dtype), totals)[:, None]
 
 
-@parallel(whole=lambda x, w, router: jnp.einsum("tm,tmf->tf", x, w[jnp.argmax(x @ router, -1)]))
+@program(whole=lambda x, w, router: jnp.einsum("tm,tmf->tf", x, w[jnp.argmax(x @ router, -1)]))
 def experts_selected_by_a_mask(x: f32["T/d M"], w: f32["E/t M F"], router: f32["M E"]) -> f32["T/d F"]:
     chosen = jnp.argmax(x @ router, axis=-1)
     own = offset("t", w.shape[0]) + jnp.arange(w.shape[0])
     return lax.psum(jnp.einsum("te,tm,emf->tf", (chosen[:, None] == own).astype(x.dtype), x, w), "t")
 
 
-@parallel(
+@program(
     whole=lambda x, w, router: jnp.einsum("tm,tmf->tf", x, w[jnp.argmax(x @ router, -1)]),
     axes=("d", "e"),
     escape=True,
@@ -374,7 +295,7 @@ def top_1_experts_by_all_to_all(x: f32["T/d/e M"], w: f32["E/e M F"], router: f3
     return jnp.einsum("tec,ecf->tf", placed, lax.all_to_all(y, "e", split_axis=1, concat_axis=0, tiled=True))
 
 
-@parallel(
+@program(
     whole=lambda w, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), w, x),
     axes=("stage",),
     escape=True,
@@ -389,25 +310,7 @@ def pipeline_of_stages(w: f32["stages/stage M M"], x: f32["B M"]) -> f32["B M"]:
     return lax.psum(jnp.where(here == n - 1, out, 0.0), "stage")
 
 
-@parallel(
-    whole=lambda x, w: x @ w,
-    axes=("t",),
-)
-def product_that_overlaps_its_gather(x: f32["B/t M"], w: f32["M F/t"]) -> f32["B F/t"]:
-    n, here, rows = lax.axis_size("t"), lax.axis_index("t"), x.shape[0]
-    y = jnp.zeros((rows * n, w.shape[1]))
-    for i in range(n):
-        y = lax.dynamic_update_slice_in_dim(y, x @ w, (here - i) % n * rows, axis=0)
-        x = lax.ppermute(x, "t", ring("t"))
-    return y
-
-
-# ---- optimizers ---------------------------------------------------------------------------------------------------
-
-updates = functools.partial(program, "optimizers")
-
-
-@updates(whole=lambda w, x: w - 0.1 * jnp.tanh(jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)))
+@program(whole=lambda w, x: w - 0.1 * jnp.tanh(jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)))
 def gradients_scattered_and_weights_gathered(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
     g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(lax.pcast(w, "d", to="varying"))
     g = lax.psum_scatter(g, "d", tiled=True) / lax.axis_size("d")
@@ -420,31 +323,21 @@ def preconditioned(g, statistic):
     return g @ (vectors * values**-0.25) @ vectors.T
 
 
-@updates(whole=lambda g: preconditioned(g, g.T @ g))
-def shampoo_with_a_summed_statistic(g: f32["M/d N"]) -> f32["M/d N"]:
-    return preconditioned(g, lax.psum(g.T @ g, "d"))
-
-
-# ---- gradients and loops ------------------------------------------------------------------------------------------
-
-gradients = functools.partial(program, "gradients and loops")
-
-
 def mean_square(w, x):
     return jnp.mean(jnp.square(x @ w))
 
 
-@gradients(whole=jax.grad(mean_square))
+@program(whole=jax.grad(mean_square))
 def gradients_of_local_means_averaged(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
     return lax.pmean(jax.grad(mean_square)(lax.pcast(w, "d", to="varying"), x), "d")
 
 
-@gradients(whole=jax.grad(mean_square))
+@program(whole=jax.grad(mean_square))
 def gradient_of_a_sharded_weight(w: f32["M/d N/t"], x: f32["B/d M"]) -> f32["M/d N/t"]:
     return jax.grad(lambda w: lax.pmean(mean_square(lax.all_gather(w, "d", tiled=True), x), ("d", "t")))(w)
 
 
-@gradients(whole=jax.grad(lambda ws, x: jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x) ** 2)))
+@program(whole=jax.grad(lambda ws, x: jnp.mean(functools.reduce(lambda x, w: jnp.tanh(x @ w), ws, x) ** 2)))
 def layers_gathered_in_a_rematerialized_scan(ws: f32["layers M/d M"], x: f32["B/d M"]) -> f32["layers M/d M"]:
     @jax.checkpoint
     def layer(x, w):
@@ -453,33 +346,22 @@ def layers_gathered_in_a_rematerialized_scan(ws: f32["layers M/d M"], x: f32["B/
     return jax.grad(lambda ws: lax.pmean(jnp.mean(lax.scan(layer, x, ws)[0] ** 2), "d"))(ws)
 
 
-@gradients(whole=lambda x, ws: jnp.einsum("bf,lfm->bm", x, ws))
-def partial_sums_added_in_a_scan(x: f32["B/d F/t"], ws: f32["layers F/t M"]) -> f32["B/d M"]:
-    add = lambda total, w: (total + x @ w, None)
-    return lax.psum(lax.scan(add, 0 * (x @ ws[0]), ws)[0], "t")
-
-
-@gradients(whole=lambda x: x - 0.3 * x.mean(axis=0) - 0.7 * 0.3 * x.mean(axis=0))
-def sums_over_devices_in_a_loop(x: f32["B/d M"]) -> f32["B/d M"]:
-    return lax.fori_loop(0, 2, lambda _, x: x - 0.3 * lax.pmean(x.mean(axis=0), "d"), x)
-
-
 def halved(g, square):
     return lax.while_loop(lambda g: square(g) > 1.0, lambda g: 0.9 * g, g)
 
 
-@gradients(whole=lambda g: halved(g, lambda g: jnp.sum(g * g)))
+@program(whole=lambda g: halved(g, lambda g: jnp.sum(g * g)))
 def loop_until_the_global_norm_is_small(g: f32["M/d F/t"]) -> f32["M/d F/t"]:
     return halved(g, lambda g: lax.psum(jnp.sum(g * g), ("d", "t")))
 
 
-@gradients(whole=lambda w, g: jnp.where(jnp.max(jnp.abs(g)) > 2, w, w - 0.1 * g))
+@program(whole=lambda w, g: jnp.where(jnp.max(jnp.abs(g)) > 2, w, w - 0.1 * g))
 def step_skipped_by_all_devices(w: f32["M/d F/t"], g: f32["M/d F/t"]) -> f32["M/d F/t"]:
     peak = lax.pmax(jnp.max(jnp.abs(g)), ("d", "t"))
     return lax.cond(peak > 2, lambda: w, lambda: w - 0.1 * g)
 
 
-@gradients(whole=lambda x, i: jnp.where(i % 2 == 0, x - x.mean(0), jnp.cos(x)))
+@program(whole=lambda x, i: jnp.where(i % 2 == 0, x - x.mean(0), jnp.cos(x)))
 def collective_beneath_a_replicated_branch(x: f32["B/d M"], i: i32[""]) -> f32["B/d M"]:
     return lax.cond(i % 2 == 0, lambda x: x - lax.pmean(x.mean(axis=0), "d"), jnp.cos, x)
 
@@ -500,38 +382,28 @@ def gathered(w):
 gathered.defvjp(lambda w: (gathered(w), None), lambda _, g: (lax.psum_scatter(g, "d", tiled=True),))
 
 
-@gradients(whole=jax.grad(lambda w, x: jnp.sum(jnp.square(x @ w))))
+@program(whole=jax.grad(lambda w, x: jnp.sum(jnp.square(x @ w))))
 def custom_gradient_of_a_gather(w: f32["M/d N"], x: f32["B/d M"]) -> f32["M/d N"]:
     return jax.grad(lambda w: jnp.sum(jnp.square(x @ gathered(w))))(w)
 
 
-# ---- random numbers -----------------------------------------------------------------------------------------------
-
-random = functools.partial(program, "random numbers")
-
-
-@random
+@program
 def dropout_mask_shared_by_all_rows(x: f32["B/d L M"], k: key[""]) -> f32["B/d L M"]:
     return x * jax.random.bernoulli(k, 0.5, x.shape[1:])
 
 
-@random
+@program
 def samples_by_a_key_for_each_row(logits: f32["B/d V"], keys: key["B/d"]) -> i32["B/d"]:
     return jax.vmap(jax.random.categorical)(keys, logits)
 
 
-@random
-def noise_on_replicated_weights(w: f32["M N"], k: key[""]) -> f32["M N"]:
-    return w + 0.1 * jax.random.normal(k, w.shape)
-
-
-@random(whole=lambda w, k: w + jax.random.normal(k, w.shape))
+@program(whole=lambda w, k: w + jax.random.normal(k, w.shape))
 def block_of_noise_that_is_the_same_everywhere(w: f32["M/d N"], k: key[""]) -> f32["M/d N"]:
     noise = jax.random.normal(k, (w.shape[0] * lax.axis_size("d"), w.shape[1]))
     return w + lax.dynamic_slice_in_dim(noise, lax.axis_index("d") * w.shape[0], w.shape[0])
 
 
-@random(
+@program(
     whole=lambda x, k: jnp.sum(x, axis=0),
     escape=True,
     reason="the noise of each device is subtracted by the next one, so that the sum is without noise",
@@ -541,21 +413,197 @@ def sum_with_noise_that_cancels(x: f32["B/d M"], k: key[""]) -> f32["M"]:
     return lax.psum(jnp.sum(x, axis=0) + noise - lax.ppermute(noise, "d", ring("d")), "d")
 
 
-# ---- structures and meshes ----------------------------------------------------------------------------------------
-
-structures = functools.partial(program, "structures, layouts and meshes")
-
-
-@structures
-def blocks_stacked_and_taken_apart(a: f32["M/d N/t"], b: f32["M/d N/t"]) -> (f32["M/d 2 N/t"], f32["M/d N/t"]):
-    both = jnp.stack([a, b], axis=1)
-    first, second = jnp.moveaxis(both, 1, 0)
-    return both, first * second
-
-
-@structures(whole=lambda x, w: x @ w, axes=("data", "model"))
+@program(whole=lambda x, w: x @ w, axes=("data", "model"))
 def other_names_of_axes(x: f32["B/data F/model"], w: f32["F/model M"]) -> f32["B/data M/model"]:
     return lax.psum_scatter(x @ w, "model", scatter_dimension=1, tiled=True)
+
+
+@program(vma=False)
+def rows_gathered_untiled_and_merged(x: f32["B/t M"], w: f32["B M"]) -> f32["M"]:
+    return (lax.all_gather(x, "t").reshape(-1, x.shape[1]) * w).sum(0)
+
+
+@program(vma=False)
+def columns_gathered_before_the_rows_and_moved(x: f32["B/d M/t"], w: f32["M F"]) -> f32["B/d F"]:
+    return lax.all_gather(x, "t").transpose(1, 0, 2).reshape(x.shape[0], -1) @ w
+
+
+@program(vma=False)
+def partial_sums_gathered_and_added(x: f32["B/d M/t"], w: f32["M/t F"]) -> f32["B/d F"]:
+    return lax.all_gather(x @ w, "t").sum(axis=0)
+
+
+@program(vma=False)
+def softmax_from_gathered_maxima(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
+    e = jnp.exp(x - lax.all_gather(x.max(axis=-1), "t").max(axis=0)[:, None])
+    return e / lax.all_gather(e.sum(axis=-1), "t").sum(axis=0)[:, None]
+
+
+@program
+def experts_exchanged_by_an_untiled_all_to_all(x: f32["E T/t M"], w: f32["E/t M F"]) -> f32["E T/t F"]:
+    n = lax.axis_size("t")
+    sent = x.reshape(n, -1, *x.shape[1:])
+    received = lax.all_to_all(sent, "t", split_axis=0, concat_axis=0)
+    y = jnp.einsum("netm,emf->netf", received, w)
+    return lax.all_to_all(y, "t", split_axis=0, concat_axis=0).reshape(x.shape[0], x.shape[1], -1)
+
+
+@program
+def heads_exchanged_for_positions_untiled(x: f32["B/d L/t K D"]) -> f32["B/d L K/t D"]:
+    b, l, k, d = x.shape
+    n = lax.axis_size("t")
+    y = lax.all_to_all(x.reshape(b, l, n, k // n, d), "t", split_axis=2, concat_axis=1)
+    return y.reshape(b, n * l, k // n, d)
+
+
+@program
+def gradients_scattered_untiled(x: f32["B/t M"], y: f32["B/t F"]) -> f32["M/t F"]:
+    grads = x.T @ y
+    return lax.psum_scatter(grads.reshape(lax.axis_size("t"), -1, grads.shape[1]), "t", scatter_dimension=0)
+
+
+@program
+def ranks_of_each_row(x: f32["B/d V"]) -> i32["B/d V"]:
+    return jnp.argsort(jnp.argsort(x, axis=-1), axis=-1)
+
+
+@program
+def rows_sorted_by_expert_and_back(x: f32["T/d M"], ids: i32["T/d"], w: f32["M F"]) -> f32["T/d F"]:
+    order = jnp.argsort(ids)
+    y = jnp.tanh(x[order] @ w)
+    return y[jnp.argsort(order)]
+
+
+@program
+def inverse_permutation_by_a_scatter(x: f32["T/d M"], ids: i32["T/d"], w: f32["M F"]) -> f32["T/d F"]:
+    order = jnp.argsort(ids)
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]))
+    return ((x[order] @ w) ** 2)[back]
+
+
+@program
+def buckets_of_distances(x: f32["B/d"], edges: f32["V"]) -> i32["B/d"]:
+    return jnp.searchsorted(jnp.sort(edges), x)
+
+
+@program
+def inverse_of_a_cumulative_distribution(p: f32["V"], u: f32["B/d"]) -> i32["B/d"]:
+    return jnp.searchsorted(jnp.cumsum(jax.nn.softmax(p)), jax.nn.sigmoid(u), side="right")
+
+
+@program
+def embedding_masked_after_a_projection(ids: i32["B/d L"], table: f32["V/t M"], w: f32["M F"]) -> f32["B/d L F"]:
+    local = ids - lax.axis_index("t") * table.shape[0]
+    ok = (local >= 0) & (local < table.shape[0])
+    y = table[jnp.clip(local, 0, table.shape[0] - 1)] @ w
+    return lax.psum(jnp.where(ok[..., None], y, 0.0), "t")
+
+
+@program
+def embedding_masked_after_a_scale(ids: i32["B/d L"], table: f32["V/t M"]) -> f32["B/d L M"]:
+    local = ids - lax.axis_index("t") * table.shape[0]
+    ok = (local >= 0) & (local < table.shape[0])
+    rows = table.at[local].get(mode="clip") * jnp.sqrt(1.0 * table.shape[1])
+    return lax.psum(rows * ok[..., None], "t")
+
+
+@program
+def logit_of_the_label_masked_after_a_shift(logits: f32["B/d V/t"], labels: i32["B/d"]) -> f32["B/d"]:
+    local = labels - lax.axis_index("t") * logits.shape[1]
+    ok = (local >= 0) & (local < logits.shape[1])
+    top = lax.pmax(lax.stop_gradient(logits.max(axis=-1)), "t")
+    shifted = logits - top[:, None]
+    picked = jnp.take_along_axis(shifted, jnp.where(ok, local, 0)[:, None], axis=1)[:, 0]
+    label = lax.psum(jnp.where(ok, picked, 0.0), "t")
+    return jnp.log(lax.psum(jnp.exp(shifted).sum(axis=-1), "t")) - label
+
+
+@program(vma=False)
+def last_position_of_all_texts(x: f32["B/d L/t M"], w: f32["M V"]) -> f32["B/d V"]:
+    everything = lax.all_gather(x, "t", axis=1, tiled=True)
+    return everything[:, -1:].squeeze(1) @ w
+
+
+@program
+def one_query_for_each_group(q: f32["B/d K/t D"], k: f32["B/d S K/t D"], v: f32["B/d S K/t D"]) -> f32["B/d K/t D"]:
+    p = jax.nn.softmax(jnp.einsum("bukd,bskd->bkus", q[:, None], k))
+    return jnp.einsum("bkus,bskd->bukd", p, v)[:, 0]
+
+
+@program(vma=False)
+def sum_where_there_are_several_devices(x: f32["B/d M/t"], w: f32["M/t F"]) -> f32["B/d F"]:
+    y = x @ w
+    return lax.psum(y, "t") if lax.axis_size("t") > 1 else y
+
+
+@program(vma=False)
+def mean_over_devices_if_there_are_several(x: f32["B/d M"]) -> f32["M"]:
+    loss = x.mean(axis=0)
+    if lax.axis_size("d") > 1:
+        loss = lax.pmean(loss, "d")
+    return loss
+
+
+@program(vma=False)
+def ring_of_sums_unrolled(x: f32["B/t M"]) -> f32["M"]:
+    part = total = x.sum(axis=0)
+    for _ in range(lax.axis_size("t") - 1):
+        part = lax.ppermute(part, "t", ring("t"))
+        total += part
+    return total
+
+
+@program(vma=False)
+def ring_of_sums_in_a_loop(x: f32["B/t M"]) -> f32["M"]:
+    def turn(_, carry):
+        total, part = carry
+        return total + part, lax.ppermute(part, "t", ring("t"))
+
+    part = x.sum(axis=0)
+    return lax.fori_loop(0, lax.axis_size("t"), turn, (jnp.zeros_like(part), part))[0]
+
+
+@program
+def attention_over_keys_in_a_ring_unrolled(q: f32["L/t D"], k: f32["S/t D"], v: f32["S/t D"]) -> f32["L/t D"]:
+    n, above, below = lax.axis_size("t"), 0.0, 0.0
+    for i in range(n):
+        e = jnp.exp(jax.nn.sigmoid(q @ k.T))
+        above, below = above + e @ v, below + e.sum(axis=1)
+        if i < n - 1:
+            k, v = (lax.ppermute(x, "t", ring("t")) for x in (k, v))
+    return above / below[:, None]
+
+
+@program
+def matmul_whose_rows_pass_around_in_a_loop(x: f32["B M/t"], w: f32["M F/t"]) -> f32["B F/t"]:
+    n, me, size = lax.axis_size("t"), lax.axis_index("t"), x.shape[1]
+
+    def turn(i, carry):
+        total, x = carry
+        rows = lax.dynamic_slice_in_dim(w, (me - i) % n * size, size)
+        return total + x @ rows, lax.ppermute(x, "t", ring("t"))
+
+    return lax.fori_loop(0, n, turn, (jnp.zeros_like(x[:, :1] * w[0]), x))[0]
+
+
+@program
+def gathered_matmul_of_passing_blocks(x: f32["B/t M"], w: f32["M F/t"]) -> f32["B F/t"]:
+    n, me, size = lax.axis_size("t"), lax.axis_index("t"), x.shape[0]
+    y = jnp.zeros((n * size, w.shape[1]))
+    for i in range(n):
+        y = lax.dynamic_update_slice_in_dim(y, x @ w, (me - i) % n * size, axis=0)
+        if i < n - 1:
+            x = lax.ppermute(x, "t", ring("t"))
+    return y
+
+
+@program
+def nearest_key_of_all_in_a_ring(q: f32["L/t D"], k: f32["S/t D"]) -> f32["L/t"]:
+    n, best = lax.axis_size("t"), jnp.max(q @ k.T, axis=1)
+    for _ in range(n - 1):
+        k = lax.ppermute(k, "t", ring("t"))
+        best = jnp.maximum(best, jnp.max(q @ k.T, axis=1))
+    return best
 
 
 PROGRAMS = programs_of(globals())

@@ -15,10 +15,12 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from shardlib.array_types import ArrayType
+from shardlib.shardtypes import bool_, dtype_name, f32, i32
 
 SIZES = {"B": 8, "L": 16, "S": 16, "M": 16, "N": 16, "F": 32, "K": 8, "D": 4, "V": 16, "E": 8, "T": 16}
 SIZES |= {"H": 8, "W": 8, "C": 4, "R": 8, "layers": 2, "stages": 8}
 """Size of each dim. Each but C, D and layers divides by eight devices."""
+DTYPES = {"f32": f32, "i32": i32, "bool_": bool_, "key": dtype_name("key")}
 BELOW = 16
 """Integers among the inputs are below this, which is the size of V."""
 MESHES = {1: ((2,), (4,)), 2: ((2, 2), (4, 2), (2, 4)), 3: ((2, 2, 2),)}
@@ -31,10 +33,9 @@ class Program:
 
     Attributes:
         name: what a researcher would call it.
-        kind: the class that it belongs to.
         body: the function that `jax.shard_map` runs on each device.
-        whole: the function on whole arrays; for many wrong programs the body itself; `one_device`: what the program
-            computes on a mesh with one device along each axis.
+        whole: the function on whole arrays; `one_device`: what the program computes on a mesh with one device along
+            each axis.
         ins: the type of each argument, in dicts, lists and tuples as the argument.
         outs: the type of the result, in dicts, lists and tuples as the result.
         axes: axes of the mesh, major to minor.
@@ -46,7 +47,6 @@ class Program:
     """
 
     name: str
-    kind: str
     body: Callable
     whole: Callable
     ins: dict[str, Any]
@@ -71,16 +71,29 @@ def one_device(*_):
     raise NotImplementedError
 
 
-def program(kind: str, body: Callable | None = None, *, whole: Callable | None = None, **options):
+def program(body: Callable | None = None, *, whole: Callable = one_device, **options):
     """Decorator: the Program with this body. Its annotations are the types, its name is the program's.
 
-    `whole` is the body itself unless given; the other options are fields of Program.
+    The other options are fields of Program.
     """
     if body is None:
-        return functools.partial(program, kind, whole=whole, **options)
+        return functools.partial(program, whole=whole, **options)
     ins = inspect.get_annotations(body)
     outs = ins.pop("return")
-    return Program(body.__name__.replace("_", " "), kind, body, whole or body, ins, outs, **options)
+    return Program(body.__name__.replace("_", " "), body, whole, ins, outs, **options)
+
+
+def type_of(text: str) -> ArrayType:
+    """`B/d M` is of f32, `i32 B/d` is not."""
+    dtype, _, shape = text.strip().partition(" ")
+    return DTYPES[dtype][shape] if dtype in DTYPES else f32[text.strip()]
+
+
+def row(name: str, types: str, body: Callable, **options) -> Program:
+    """The Program with this body, of types such as `B/d M, i32 B/d -> B/d`."""
+    arguments, result = types.split("->")
+    ins = dict(zip(inspect.signature(body).parameters, map(type_of, arguments.split(",")), strict=True))
+    return Program(name, body, one_device, ins, type_of(result), **options)
 
 
 def programs_of(module: dict[str, Any]) -> list[Program]:

@@ -2,22 +2,14 @@
 
 import jax
 import pytest
-import right_functions
-import right_methods
-import right_programs
 import running
-import wrong_neighbours
-import wrong_programs
-import wrong_recipes
-import wrong_subtly
+from corpus import RIGHT, WRITTEN
 from running import Program, abstract_mesh, distance, run, traced
 
 from shardlib.proof.check import prove
 
-RIGHT = right_programs.PROGRAMS + right_methods.PROGRAMS + right_functions.PROGRAMS
-RIGHT = [program for program in RIGHT if not program.escape and program.name != "ring attention"]
+ACCEPTED = [program for program in RIGHT if not program.escape and program.name != "ring attention"]
 """Without the ring, whose turns are compared with one device's only where JAX traces both alike."""
-WRONG = wrong_programs.PROGRAMS + wrong_recipes.PROGRAMS + wrong_subtly.PROGRAMS + wrong_neighbours.PROGRAMS
 EQUAL, DIFFERENT = 1e-4, 1e-2
 SHARE = 12
 """One in so many programs is also in `make test`."""
@@ -66,7 +58,7 @@ def parts(programs: list[Program]) -> list:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("programs", parts(RIGHT))
+@pytest.mark.parametrize("programs", parts(ACCEPTED))
 def test_right_programs_are_accepted(programs, monkeypatch):
     accepted = 0
     for program in programs:
@@ -82,7 +74,7 @@ def test_right_programs_are_accepted(programs, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("programs", parts(WRONG))
+@pytest.mark.parametrize("programs", parts(WRITTEN))
 def test_wrong_programs_are_refused(programs, monkeypatch):
     refused = 0
     for program in programs:

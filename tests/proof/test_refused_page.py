@@ -21,7 +21,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M
 def test_a_function_of_the_page(code, verdict):
     names = {"jnp": jnp, "lax": lax, "f32": f32, "i32": i32}
     exec(code, names)
-    p = program("page", names[verdict], vma=False)
+    p = program(names[verdict], vma=False)
     trace = lambda: {"": traced(p, jax.sharding.get_abstract_mesh().axis_sizes)}
     found = prove(trace, abstract_mesh(p, (2, 2)))
     assert bool(found) == (verdict == "refused"), [str(f) for f in found]
@@ -32,7 +32,7 @@ def test_messages_name_what_to_do():
     """Programs whose messages once gave a remedy that did not help, or none."""
 
     def found(body, check_vma=True, **options):
-        p = program("message", body, vma=check_vma, **options)
+        p = program(body, vma=check_vma, **options)
         trace = lambda: {"": traced(p, jax.sharding.get_abstract_mesh().axis_sizes)}
         return "\n".join(map(str, prove(trace, abstract_mesh(p, (2, 2)))))
 

@@ -15,13 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import right_functions
-import right_methods
-import right_programs
-import wrong_neighbours
-import wrong_programs
-import wrong_recipes
-import wrong_subtly
+from corpus import RIGHT, WRONG
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from jax.sharding import AbstractMesh, AxisType, use_abstract_mesh
@@ -289,9 +283,7 @@ def test_files_exist(page):
 
 
 def test_the_counts_are_those_of_the_programs_and_of_the_gauntlet():
-    modules = right_programs, right_methods, right_functions
-    right = sum(not program.escape for module in modules for program in module.PROGRAMS)
-    wrong = sum(len(m.PROGRAMS) for m in (wrong_programs, wrong_recipes, wrong_subtly, wrong_neighbours))
+    right, wrong = sum(not program.escape for program in RIGHT), len(WRONG)
     gates = collections.Counter(bug.get("caught") for bug in gauntlet.bugs() if "edit" in bug)
     assert set(gates) == {"tracing", "verify", "test"}
     rows = {
