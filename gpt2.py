@@ -10,7 +10,6 @@ their shapes and initial values (weight_table), its math (Model), and the exchan
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import ClassVar
 
 import jax
@@ -21,11 +20,11 @@ from jax import lax
 from jax_extra import save_for_backward
 from shardlib import shardops
 from shardlib.shardtypes import Array, f32, pytree_dataclass, typed
-from shardwright.huggingface import check_names, check_tensors, tied, whole_number
+from shardwright.huggingface import Names
 from shardwright.modeling.model import Tokens, act
 from shardwright.modeling.rules import CAUSAL
 from shardwright.modeling.weights import Weight, matrix, vector
-from shardwright_data.checks import at_least_0, within
+from shardwright_data.checks import at_least_0, check_ranges, within
 
 
 @dataclasses.dataclass
@@ -39,7 +38,7 @@ class ModelConfig:
     """Number of learned positions, the length of the longest sequence. Sharded over t and p."""
     d_model: int = within(1, 2**24, 768)
     """Width of the residual stream. A multiple of t·d·p devices."""
-    layers: int = 12
+    layers: int = within(1, 2**16, 12)
     heads: int = within(1, 2**24, 12)
     """Sharded over t. The entries of a head, d_model / heads of them, are sharded over d at rest."""
     dropout: float = within(0, 1, 0.0)
@@ -256,25 +255,15 @@ class Model:
 
 # ---- exchange with transformers: docs/huggingface.md describes the two functions ---------------------------------
 
-_LAYER = {  # name of a tensor in transformers: our weights in it, side by side along its output dim
-    "ln_1.weight": ("attention_gain",),
-    "ln_1.bias": ("attention_bias",),
-    "attn.c_attn.weight": ("w_q", "w_k", "w_v"),
-    "attn.c_attn.bias": ("b_q", "b_k", "b_v"),
-    "attn.c_proj.weight": ("w_o",),
-    "attn.c_proj.bias": ("b_o",),
-    "ln_2.weight": ("mlp_gain",),
-    "ln_2.bias": ("mlp_bias",),
-    "mlp.c_fc.weight": ("w_up",),
-    "mlp.c_fc.bias": ("b_up",),
-    "mlp.c_proj.weight": ("w_down",),
-    "mlp.c_proj.bias": ("b_down",),
-}
-_WHOLE = {
-    "wte.weight": "embed",
-    "wpe.weight": "positions",
-    "ln_f.weight": "final_gain",
-    "ln_f.bias": "final_bias",
+_SETTINGS = {
+    "vocab": "vocab_size",
+    "positions": "n_positions",
+    "d_model": "n_embd",
+    "layers": "n_layer",
+    "heads": "n_head",
+    "dropout": "resid_pdrop",
+    "norm_epsilon": "layer_norm_epsilon",
+    "init_std": "initializer_range",
 }
 _FIXED = {  # our math, under transformers' names
     "activation_function": "gelu_new",
@@ -283,89 +272,51 @@ _FIXED = {  # our math, under transformers' names
     "add_cross_attention": False,
     "tie_word_embeddings": True,
 }
+_NAMES = Names(
+    family="GPT-2",
+    whole={
+        "embed": "transformer.wte.weight",
+        "positions": "transformer.wpe.weight",
+        "final_gain": "transformer.ln_f.weight",
+        "final_bias": "transformer.ln_f.bias",
+    },
+    layer={
+        "transformer.h.{}.ln_1.weight": ("attention_gain",),
+        "transformer.h.{}.ln_1.bias": ("attention_bias",),
+        "transformer.h.{}.attn.c_attn.weight": ("w_q", "w_k", "w_v"),
+        "transformer.h.{}.attn.c_attn.bias": ("b_q", "b_k", "b_v"),
+        "transformer.h.{}.attn.c_proj.weight": ("w_o",),
+        "transformer.h.{}.attn.c_proj.bias": ("b_o",),
+        "transformer.h.{}.ln_2.weight": ("mlp_gain",),
+        "transformer.h.{}.ln_2.bias": ("mlp_bias",),
+        "transformer.h.{}.mlp.c_fc.weight": ("w_up",),
+        "transformer.h.{}.mlp.c_fc.bias": ("b_up",),
+        "transformer.h.{}.mlp.c_proj.weight": ("w_down",),
+        "transformer.h.{}.mlp.c_proj.bias": ("b_down",),
+    },
+    transposed=False,
+    base="transformer.",
+    tied="lm_head.weight",
+    unused=r"\.attn\.(masked_)?bias",  # older versions saved masks
+)
 
 
 def to_huggingface(weights: GPT2, c: ModelConfig) -> tuple[dict, dict[str, Callable[[], np.ndarray]]]:
     """Content of config.json and tensors of a GPT2LMHeadModel. Raises ValueError for weights that it does not have."""
-    check_names(weights, {*_WHOLE.values(), *(f"layers/{name}" for ours in _LAYER.values() for name in ours)}, "GPT-2")
-    config = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": c.vocab,
-        "n_positions": c.positions,
-        "n_embd": c.d_model,
-        "n_layer": c.layers,
-        "n_head": c.heads,
-        "n_inner": c.d_ff,
-        "resid_pdrop": c.dropout,
-        "embd_pdrop": c.dropout,
-        "attn_pdrop": c.dropout,
-        "layer_norm_epsilon": c.norm_epsilon,
-        "initializer_range": c.init_std,
-        **_FIXED,
-    }
-
-    def in_layer(i: int, names: tuple[str, ...]) -> np.ndarray:
-        inputs = c.d_ff if names == ("w_down",) else c.d_model
-        parts = [getattr(weights.layers, name)[i] for name in names]
-        return np.concatenate(
-            [x.reshape(inputs, -1) if name[0] == "w" else x.ravel() for name, x in zip(names, parts, strict=True)], -1
-        )
-
-    tensors = {f"transformer.{name}": partial(np.asarray, getattr(weights, ours)) for name, ours in _WHOLE.items()}
-    for i in range(c.layers):
-        tensors |= {f"transformer.h.{i}.{name}": partial(in_layer, i, ours) for name, ours in _LAYER.items()}
-    return config, tensors
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
+    config |= {theirs: getattr(c, ours) for ours, theirs in _SETTINGS.items()}
+    config |= {"embd_pdrop": c.dropout, "attn_pdrop": c.dropout, "n_inner": c.d_ff}
+    return config | _FIXED, _NAMES.to_tensors(weights, weight_table(c))
 
 
 def from_huggingface(config: dict, tensors: Mapping) -> tuple[ModelConfig, GPT2]:
     """The model section and the weights of a GPT2LMHeadModel or GPT2Model.
 
     Raises:
-        ValueError: config.json has other math, or a tensor is missing, unknown, or has another shape.
+        ValueError: config.json has a value out of range, or a tensor is missing or unknown.
     """
-    for name, ours in _FIXED.items():
-        if config.get(name, ours) != ours:
-            raise ValueError(f"{name} is {config[name]!r} in config.json; gpt2.py has {ours!r} only.")
-    rates = {config.get(f"{name}_pdrop", 0.1) for name in ("resid", "embd", "attn")}
-    if len(rates) > 1:
-        raise ValueError(f"resid_pdrop, embd_pdrop and attn_pdrop are {sorted(rates)}; gpt2.py has one rate for all.")
-    sizes = {
-        "vocab": "vocab_size",
-        "positions": "n_positions",
-        "d_model": "n_embd",
-        "layers": "n_layer",
-        "heads": "n_head",
-    }
-    c = ModelConfig(
-        **{ours: whole_number(config, name) for ours, name in sizes.items()},
-        dropout=rates.pop(),
-        norm_epsilon=config.get("layer_norm_epsilon", 1e-5),
-        init_std=config.get("initializer_range", 0.02),
-        bos_id=config["bos_token_id"],
-    )
-    if (config.get("n_inner") or c.d_ff) != c.d_ff:
-        raise ValueError(f"n_inner is {config['n_inner']} in config.json; gpt2.py has 4·n_embd = {c.d_ff} only.")
-    table = weight_table(c)
-    prefix = "transformer." if "transformer.wte.weight" in tensors else ""
-    needed = {prefix + name for name in _WHOLE} | {f"{prefix}h.{i}.{name}" for i in range(c.layers) for name in _LAYER}
-    masks = {f"{prefix}h.{i}.attn.{name}" for i in range(c.layers) for name in ("bias", "masked_bias")}
-    # Older versions saved masks. The output projection is tied.
-    check_tensors(tensors, needed, masks | {"lm_head.weight"})
-
-    def read(name: str, ours: tuple[str, ...], part: int) -> np.ndarray:
-        shape = getattr(table.layers, ours[part]).shape[1:]
-        whole = tensors[prefix + name]
-        if whole.size != len(ours) * math.prod(shape):
-            raise ValueError(
-                f"{prefix}{name} is {list(whole.shape)}; config.json asks for {len(ours)} of {list(shape)}."
-            )
-        return np.split(whole, len(ours), axis=-1)[part].reshape(shape)
-
-    layers = {}
-    for name, ours in _LAYER.items():
-        for part, field in enumerate(ours):
-            layers[field] = [partial(read, f"h.{i}.{name}", ours, part) for i in range(c.layers)]
-    whole = {ours: partial(tensors.__getitem__, prefix + name) for name, ours in _WHOLE.items()}
-    whole["embed"] = tied(tensors, f"{prefix}wte.weight", "lm_head.weight")
-    return c, GPT2(layers=GPT2Layer(**layers), **whole)
+    settings = {ours: config[theirs] for ours, theirs in _SETTINGS.items()}
+    c = ModelConfig(**settings, bos_id=config["bos_token_id"])
+    check_ranges("config.json, as a run has it: model", c)
+    c.check(seq_len=1)
+    return c, _NAMES.from_tensors(tensors, weight_table(c))

@@ -1,112 +1,196 @@
-"""The tensors in a model's files, and checks of their names."""
+"""Weights under the names of transformers, its reading of config.json, and the tensors in a model's files."""
 
+import dataclasses
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from shardwright.run.checkpoint_arrays import named_leaves
-from shardwright_data.foreign import COPY_AGAIN, LARGE, WORDS, check_file, check_types, read_object, refused
+from shardwright_data.foreign import COPY_AGAIN, LARGE, check_file, read_object, refused
 
 
-def check_names(weights: Any, known: set[str], formats: str) -> None:
-    """Raises ValueError for weights that transformers' models do not have, and for those that they need.
+@dataclasses.dataclass(frozen=True)
+class Names:
+    """The names and layouts that a family of models in transformers has for the weights of a model, as a table.
+
+    A matrix of ours is [*inputs, *outputs]. Theirs has two dims, and a vector of theirs has one.
+    """
+
+    family: str
+    """Name of the family, for messages."""
+    whole: Mapping[str, str]
+    """Weights outside of the layers: our name, and theirs."""
+    layer: Mapping[str, tuple[str, ...]]
+    """Their name, with {} for the number of the layer; and ours, which stand side by side along its outputs."""
+    transposed: bool
+    """Whether their matrices are [outputs, inputs], as in torch.nn.Linear."""
+    base: str
+    """Prefix that the files of a model without an output projection leave out."""
+    tied: str | None = None
+    """Their name of the output projection, where it is `embed` again and files may have it or not."""
+    unused: str = "(?!)"
+    """Regular expression of the end of further tensors, which have no effect."""
+
+    def check(self, weights: Any) -> None:
+        """Raises ValueError for weights that are not in the table, and for those of the table that are missing."""
+        found = set(named_leaves(weights))
+        known = {*self.whole, *(f"layers/{name}" for names in self.layer.values() for name in names)}
+        for what, names in (("has", found - known), ("lacks", known - found)):
+            if names:
+                raise ValueError(
+                    f"the model {what} {', '.join(f'weights/{name}' for name in sorted(names))}, and {self.family} in "
+                    f"transformers {'have no place for it' if what == 'has' else 'need it'}: they give other logits. A "
+                    "module with functions of its own can exchange such a model (docs/huggingface.md)."
+                )
+
+    def to_tensors(self, weights: Any, table: Any) -> dict[str, Callable[[], np.ndarray]]:
+        """Their tensors by name, each a function that reads it. Raises ValueError as `check`.
+
+        Args:
+            weights: weights of the model, whose leaves are read when they are indexed.
+            table: the model's table of Weights.
+        """
+        self.check(weights)
+        arrays, shapes = named_leaves(weights), named_leaves(table)
+
+        def in_layer(names: tuple[str, ...], i: int) -> np.ndarray:
+            parts = [arrays[f"layers/{name}"][i] for name in names]
+            flat = [x.reshape(_flat(shapes[f"layers/{name}"])) for name, x in zip(names, parts, strict=True)]
+            joined = np.concatenate(flat, axis=-1)
+            return joined.T if self.transposed else joined
+
+        found = {theirs: partial(np.asarray, arrays[ours]) for ours, theirs in self.whole.items()}
+        # The layers of a weight follow one another: a chunk of a checkpoint may hold several of them.
+        for theirs, names in self.layer.items():
+            layers = shapes[f"layers/{names[0]}"].shape[0]
+            found |= {theirs.format(i): partial(in_layer, names, i) for i in range(layers)}
+        return found
+
+    def from_tensors(self, tensors: Mapping[str, np.ndarray], table: Any) -> Any:
+        """The weights in the tree of `table`: a function that reads each array, or a list of one for each layer.
+
+        Raises:
+            ValueError: as `check`, or a tensor is missing or has no place. The functions raise it for another shape.
+        """
+        self.check(table)
+        shapes = named_leaves(table)
+        has_base = any(name.startswith(self.base) for name in tensors)
+        place = lambda name: name if has_base else name.removeprefix(self.base)
+        layers = {name: w.shape[0] for name, w in shapes.items() if name.startswith("layers/")}
+        count = next(iter(layers.values()))
+        needed = {place(name) for name in self.whole.values()}
+        needed |= {place(name).format(i) for name in self.layer for i in range(count)}
+        others = {name for name in set(tensors) - needed - {self.tied} if not re.search(f"(?:{self.unused})$", name)}
+        for what, names in (("lacks", needed - set(tensors)), ("has, beyond this model,", others)):
+            if names:
+                first = ", ".join(sorted(names)[:4])
+                raise ValueError(f"the model {what} {len(names)} tensors: {first}{' …' if len(names) > 4 else ''}")
+
+        def read(theirs: str, names: tuple[str, ...], part: int) -> np.ndarray:
+            weights = [shapes[f"layers/{name}"] for name in names]
+            found = tensors[theirs].T if self.transposed else tensors[theirs]
+            ends = np.cumsum([_flat(w)[-1] for w in weights])
+            expected = (*_flat(weights[0])[:-1], int(ends[-1]))
+            if found.shape != expected:
+                stated = [shape[::-1] if self.transposed else shape for shape in (found.shape, expected)]
+                raise ValueError(f"{theirs} is {list(stated[0])}; config.json asks for {list(stated[1])}.")
+            return np.split(found, ends[:-1], axis=-1)[part].reshape(weights[part].shape[1:])
+
+        found = {ours: partial(tensors.__getitem__, place(theirs)) for ours, theirs in self.whole.items()}
+        if self.tied is not None:
+            found["embed"] = partial(_tied_table, tensors, place(self.whole["embed"]), self.tied)
+        for theirs, names in self.layer.items():
+            for part, name in enumerate(names):
+                found[f"layers/{name}"] = [partial(read, place(theirs).format(i), names, part) for i in range(count)]
+        return jax.tree.unflatten(jax.tree.structure(table), [found[name] for name in shapes])
+
+
+def _flat(weight: Any) -> tuple[int, ...]:
+    """The shape of one layer of a weight in their layout: (inputs, outputs) of a matrix, else (entries,)."""
+    shape = weight.shape[1:]
+    sides = (shape[: weight.inputs], shape[weight.inputs :]) if weight.inputs else (shape,)
+    return tuple(math.prod(side) for side in sides)
+
+
+def _tied_table(tensors: Mapping, table: str, copy: str) -> np.ndarray:
+    """The embedding table of a tied model. Raises ValueError if the files have another output projection."""
+    values = tensors[table]
+    if copy in tensors and not np.array_equal(values, tensors[copy]):
+        raise ValueError(
+            f"the model ties its output projection to its embedding (tie_word_embeddings), but {copy} differs from "
+            f"{table}. If {copy} was trained, set tie_word_embeddings to false in config.json, else remove it."
+        )
+    return values
+
+
+# ---- config.json ----------------------------------------------------------------------------------------------------
+
+WITHOUT_EFFECT = {
+    # Token ids, lengths, names, and how to run or train: none of these changes a logit.
+    "architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache",
+    "max_position_embeddings", "n_ctx", "initializer_range", "max_window_layers", "pretraining_tp", "dtype",
+    "torch_dtype", "transformers_version", "_name_or_path", "auto_map", "return_dict", "output_hidden_states",
+    "output_attentions", "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type",
+    "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "is_llama_config", "_commit_hash",
+    "tokenizer_class", "transformers.js_config", "task_specific_params", "gradient_checkpointing", "summary_type",
+    "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+    "reorder_and_upcast_attn",
+}  # fmt: skip
+"""Fields of config.json that no logit depends on."""
+
+
+def as_transformers_reads(content: Mapping[str, Any]) -> dict[str, Any]:
+    """config.json with the default values of its model_type, and RoPE in `rope_parameters`, as transformers reads it.
+
+    The content of a model_type that transformers does not have stays as it is.
+
+    Raises:
+        ValueError: transformers refuses it, such as a value of another type.
+    """
+    from transformers import AutoConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = content.get("model_type")
+    if kind not in CONFIG_MAPPING:
+        return dict(content)
+    try:
+        found = AutoConfig.for_model(kind, **{key: value for key, value in content.items() if key != "model_type"})
+    except Exception as error:  # of many kinds
+        raise ValueError(f"config.json: {' '.join(str(error).split())[:300]}. {COPY_AGAIN}") from error
+    found = found.to_dict()
+    if isinstance(rope := found.get("rope_parameters"), dict):
+        found["rope_parameters"] = {key: value for key, value in rope.items() if key != "type"}  # older rope_type
+    return found
+
+
+def check_config(config: Mapping[str, Any], expected: Mapping[str, Any], module: str) -> None:
+    """Raises ValueError for a field of config.json that states other math than the model that was made from it.
 
     Args:
-        weights: weights of a run, or their table.
-        known: names of the weights that the models have, such as `layers/w_q`.
-        formats: names of the models, for the message.
+        config: from as_transformers_reads.
+        expected: what `to_huggingface` states of the model.
+        module: name of its module.
     """
-    found = set(named_leaves(weights))
-    for what, names in (("has", found - known), ("lacks", known - found)):
-        if names:
-            raise ValueError(
-                f"the model {what} {', '.join(f'weights/{name}' for name in sorted(names))}, and {formats} in "
-                f"transformers {'have no place for it' if what == 'has' else 'need it'}: they give other logits. A "
-                "module with functions of its own can exchange such a model (docs/huggingface.md)."
-            )
-
-
-def check_tensors(tensors: Mapping, needed: set[str], unused: set[str]) -> None:
-    """Raises ValueError for needed tensors that are missing, and for others that are not known to be unused."""
-    found = set(tensors)
-    for what, names in (("lacks", needed - found), ("has, beyond this model,", found - needed - unused)):
-        if names:
-            first = ", ".join(sorted(names)[:4])
-            raise ValueError(f"the model {what} {len(names)} tensors: {first}{' …' if len(names) > 4 else ''}")
-
-
-def tied(tensors: Mapping, table: str, copy: str) -> Callable[[], np.ndarray]:
-    """Reads the embedding table of a tied model, whose files may have it a second time as the output projection.
-
-    Args:
-        tensors: of the model.
-        table: name of the embedding table.
-        copy: name that the output projection has where it is there.
-
-    Returns:
-        A function that reads the table, and raises ValueError if the output projection differs from it.
-    """
-
-    def read() -> np.ndarray:
-        values = tensors[table]
-        if copy in tensors and not np.array_equal(values, tensors[copy]):
-            raise ValueError(
-                f"the model ties its output projection to its embedding (tie_word_embeddings), but {copy} differs from "
-                f"{table}. If {copy} was trained, set tie_word_embeddings to false in config.json, else remove it."
-            )
-        return values
-
-    return read
-
-
-_SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("max_position_embeddings", "original_max_position_embeddings", "n_positions", "n_embd", "n_head", "n_inner"),
-)
-_RATES = ("initializer_range", "rms_norm_eps", "layer_norm_epsilon", "resid_pdrop", "embd_pdrop", "attn_pdrop")
-_FACTORS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor")
-FIELDS: dict[str, tuple[type, float, float]] = {
-    **dict.fromkeys(_SIZES, (int, 1, 2**31)),
-    **dict.fromkeys(("num_hidden_layers", "n_layer"), (int, 1, 2**16)),
-    "bos_token_id": (int, 0, 2**31),
-    **dict.fromkeys(_RATES, (float, 0, 1)),
-    **dict.fromkeys(_FACTORS, (float, 1, 2**53)),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, 0, 0)),
-    **dict.fromkeys(("model_type", "rope_type", "type", "hidden_act", "activation_function"), (str, 0, 0)),
-    **dict.fromkeys(("architectures", "layer_types"), (list, 0, 0)),
-}
-"""Type of fields of config.json; of numbers the smallest, and what they are below."""
-_WORDS = WORDS | {list: "a list of texts"}
-
-
-def check_fields(config: Mapping[str, Any], within: str = "") -> None:
-    """Raises ValueError for a value in config.json that is not as in FIELDS. Null and other fields may be anything.
-
-    `within` is the name of the object that `config` is, and a dot, for messages.
-    """
-    for key, (kind, low, end) in FIELDS.items():
-        value = config.get(key)
-        if value is None:
+    same = {key: config[key] for key in (*WITHOUT_EFFECT, "model_type") if key in config}
+    expected = as_transformers_reads({**expected, **same})
+    for key in dict.fromkeys((*config, *expected)):
+        value, ours = config.get(key), expected.get(key)
+        if key in WITHOUT_EFFECT or value is None or value == ours or (key not in expected and not value):
             continue
-        is_number = kind in (int, float)
-        matches = isinstance(value, int | float if kind is float else kind) and not isinstance(value, bool)
-        matches = matches and (kind is not list or all(isinstance(part, str) for part in value))
-        if not matches or (is_number and not low <= value < end):
-            wanted = f"{_WORDS[kind]}, at least {low} and below {end}" if is_number else _WORDS[kind]
-            raise ValueError(f"config.json: {within}{key} is {value!r:.80}; it must be {wanted}.")
-        if kind is dict:
-            check_fields(value, f"{key}.")
+        raise ValueError(
+            f"config.json: {key} is {value!r:.80}, and model.module={module} computes with {ours!r:.80}: the imported "
+            f"model would give other logits. If that field changes none, give ignore=[{key}]."
+        )
 
 
-def whole_number(config: Mapping[str, Any], key: str) -> int:
-    """The value of `key` in config.json. Raises ValueError if it is not a whole number."""
-    check_types("config.json", config, {key: int})
-    return config[key]
-
+# ---- files ----------------------------------------------------------------------------------------------------------
 
 DTYPES = ("F32", "F16", "BF16")
 """Names in safetensors of the dtypes whose values are all in f32."""
@@ -136,7 +220,10 @@ class Tensors(Mapping):
         self._directory, self._open = directory, {}
         if index.exists():
             check_inside(directory, index.name)
-            self._files = self._listed(index)
+            self._files = read_object(index, {"weight_map": {str: str}}, LARGE)["weight_map"]
+            for tensor, file in self._files.items():
+                if file in ("", ".", "..") or Path(file).name != file:
+                    raise ValueError(f"{index} says that {tensor} is in {file!r}, which is not beside it. {COPY_AGAIN}")
         elif (directory / single).exists():
             self._files = dict.fromkeys(self._file(single).keys(), single)
         else:
@@ -144,16 +231,6 @@ class Tensors(Mapping):
                 f"{directory} has no model.safetensors, and no model.safetensors.index.json. Weights in other formats "
                 "can be saved as safetensors by transformers: from_pretrained(…).save_pretrained(…)."
             )
-
-    def _listed(self, index: Path) -> dict[str, str]:
-        """The file of each tensor, by an index that may be a stranger's."""
-        files = read_object(index, {"weight_map": {str: str}}, LARGE)["weight_map"]
-        for tensor, file in files.items():
-            if file in ("", ".", "..") or Path(file).name != file:
-                raise ValueError(
-                    f"{index} says that {tensor} is in {file!r}; a file beside the index is wanted. Download it again."
-                )
-        return files
 
     def _file(self, name: str) -> Any:
         from safetensors import safe_open
@@ -171,19 +248,15 @@ class Tensors(Mapping):
             about = file.get_slice(name)
             dtype, size = about.get_dtype(), 4 * math.prod(about.get_shape())
         if dtype not in DTYPES:
-            raise ValueError(
-                f"{name} is {dtype}; only {', '.join(DTYPES)} become f32 without a change. Dequantize the model "
-                "first, and save it in one of these dtypes."
-            )
+            raise ValueError(f"{name} is {dtype}; only {', '.join(DTYPES)} can be read. Dequantize the model first.")
         if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
             raise ValueError(f"{where} takes {size:,} bytes in f32; this machine has {memory:,}. {COPY_AGAIN}")
         with refused(f"cannot read {where}"):
             tensor = file.get_tensor(name).astype(np.float32, copy=False)
         if bad := tensor.size - np.count_nonzero(np.isfinite(tensor)):
-            nans = np.count_nonzero(np.isnan(tensor))
             raise ValueError(
-                f"{name} has {bad:,} values that are not finite, of {tensor.size:,}: {nans:,} NaN, {bad - nans:,} "
-                "infinite. These weights are useless: take another copy or checkpoint of the model."
+                f"{name} has {bad:,} values that are not finite, of {tensor.size:,}: these weights are useless. Take "
+                "another copy or checkpoint of the model."
             )
         return tensor
 

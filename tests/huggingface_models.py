@@ -13,6 +13,7 @@ from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import RopeScaling
 from shardwright.run.checkpoint import Checkpointer
 from shardwright_data.loader import TokenBatch
+from tools import checkpoint_to_huggingface, huggingface_to_checkpoint
 
 COMPARES = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
 """Whether exports and imports can be compared with transformers here."""
@@ -57,6 +58,22 @@ def save(directory, w: train.Transformer, c: train.ModelConfig, step: int = 5, f
     with Checkpointer(directory / "checkpoints") as checkpoints:
         checkpoints.save(step, train.State(w, w, w, jax.tree.map(lambda _: None, w)), metadata)
     return str(directory)
+
+
+def export(run, output, **settings) -> str:
+    """Exports a run; what the tool printed."""
+    lines: list[str] = []
+    given = {"run": str(run), "output": str(output), "check": COMPARES, "trust": True} | settings
+    checkpoint_to_huggingface.run(checkpoint_to_huggingface.Config(**given), lines.append)
+    return "\n".join(lines)
+
+
+def to_run(model, output, **settings) -> str:
+    """Imports a model; what the tool printed."""
+    lines: list[str] = []
+    given = {"model": str(model), "output": str(output), "check": COMPARES} | settings
+    huggingface_to_checkpoint.run(huggingface_to_checkpoint.Config(**given), lines.append)
+    return "\n".join(lines)
 
 
 def rows(c: train.ModelConfig, seed: int = 0) -> TokenBatch:

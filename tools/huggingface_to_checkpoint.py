@@ -28,7 +28,7 @@ import jax
 import numpy as np
 from omegaconf import MISSING, OmegaConf
 
-from shardwright.huggingface import Tensors, check_fields, check_inside
+from shardwright.huggingface import Tensors, as_transformers_reads, check_config, check_inside
 from shardwright.modeling.model import is_shipped, load_model
 from shardwright.modeling.weights import shapes_of
 from shardwright.run.checkpoint import Checkpointer
@@ -39,9 +39,8 @@ from shardwright.settings.program import run_program
 from shardwright_data.checks import check_ranges, within
 from shardwright_data.foreign import LARGE, read_object, read_text, shown
 from shardwright_data.text.definitions import definition_of
-from tools.huggingface.check import check_rules, compare
+from tools.huggingface.check import check_rules, compare, mapping_of
 from tools.huggingface.llama import ARCHITECTURES
-from tools.huggingface.mapping import mapping_of
 
 FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json", "model*.safetensors"]
 """Files to download of a model on the hub; some models have their weights again, in other formats."""
@@ -137,24 +136,25 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
         raise ValueError(f"output is {config.output}, which has checkpoints already. Give another directory.")
     for name in ("config.json", "tokenizer.json"):
         check_inside(directory, name)
-    whole = read_object(directory / "config.json")
-    content = {key: value for key, value in whole.items() if key not in config.ignore}
-    check_fields(content)
+    content = read_object(directory / "config.json", {"model_type?": str, "bos_token_id?": int | None})
+    content = {key: value for key, value in content.items() if key not in config.ignore}
     bos = content.get("bos_token_id") if config.bos_id is None else config.bos_id
-    if not isinstance(bos, int):
-        raise ValueError(f"config.json: bos_token_id is {bos!r}; give bos_id=<the id that begins each document>.")
+    if bos is None:
+        raise ValueError("config.json: bos_token_id is None; give bos_id=<the id that begins each document>.")
     kind = content.get("model_type")
     name = config.module or ("train" if kind in ARCHITECTURES else str(kind))
     if not config.module and name != "train" and not is_shipped(name):
         raise ValueError(
             f"config.json: model_type is {kind!r}, and shardwright has no model of that name; give module=<its module>."
         )
-    tensors = Tensors(directory)
-    c, weights = mapping_of(name).from_huggingface(content | {"bos_token_id": bos}, tensors)
+    content = as_transformers_reads(content | {"bos_token_id": bos})
+    mapping, tensors = mapping_of(name), Tensors(directory)
+    c, weights = mapping.from_huggingface(content, tensors)
     c.module = name
     check_ranges("config.json, as a run has it: model", c)
     if not 0 <= c.bos_id < c.vocab:
         raise ValueError(f"bos_id is {c.bos_id}; it must be an id of the vocabulary, at least 0 and below {c.vocab}.")
+    check_config(content, mapping.to_huggingface(load_model(c).table, c)[0], name)
     check_rules(c, kind)
 
     table = load_model(c).table

@@ -33,7 +33,7 @@ class ModelConfig:
     sharded: round it up, since an id that no data has costs a row of them and nothing else."""
     d_model: int = within(1, 2**24, kw_only=True)
     """Width of the residual stream. A multiple of t·d·p devices, over which the final norm is sharded."""
-    layers: int = dataclasses.field(kw_only=True)
+    layers: int = within(1, 2**16, kw_only=True)
     n_kv: int = within(1, 2**24, kw_only=True)
     """Key/value heads. Sharded over t."""
     n_q_per_kv: int = within(1, 2**24, kw_only=True)

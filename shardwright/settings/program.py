@@ -29,10 +29,10 @@ from shardwright_data.foreign import shown
 EXTRAS = {
     "tools": (
         *("datasets", "huggingface_hub", "pyarrow", "safetensors", "tiktoken"),
-        *("tokenizers", "zstandard"),
+        *("tokenizers", "transformers", "zstandard"),
     ),
     "slurm": ("hydra_plugins", "submitit"),
-    "oracle": ("torch", "transformers"),
+    "oracle": ("torch",),
 }
 """Modules of optional packages, by the extra of pyproject.toml that installs them."""
 

@@ -1,4 +1,4 @@
-"""An exported checkpoint gives the same logits in transformers, on any mesh, or is refused."""
+"""A run becomes a model of transformers with the same logits, on any mesh, or is refused by name."""
 
 import json
 import signal
@@ -12,30 +12,28 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+import yaml
+from huggingface_models import export, to_run
+from markdown_it import MarkdownIt
 from safetensors.numpy import load_file
 
 import gpt2
-import train
+from shardwright.modeling.model import module_of
 from shardwright_data.flat_tokens import Writer
 from shardwright_data.text.tokenizers import ByteTokenizer
-from tools import huggingface_to_checkpoint
-from tools.checkpoint_to_huggingface import __main__ as tool
-from tools.checkpoint_to_huggingface.__main__ import Config
+from tools import checkpoint_to_huggingface as tool
 from tools.huggingface import llama as huggingface_llama
 
 ROOT = Path(__file__).parents[2]
+GPT2 = gpt2.ModelConfig(
+    module="gpt2", vocab=64, positions=24, d_model=32, layers=2, heads=4, dropout=0.1, bos_id=5, norm_epsilon=1e-4,
+    init_std=0.2,
+)  # fmt: skip
 
 
 def need_transformers():
     pytest.importorskip("torch", reason="transformers' models need torch, installed on Python 3.11 only")
     return pytest.importorskip("transformers", reason="the comparison needs transformers")
-
-
-def export(run, output, **settings) -> tuple[Path, str]:
-    """The exported directory, and what the tool printed."""
-    lines: list[str] = []
-    tool.run(Config(run=str(run), output=str(output), **{"check": models.COMPARES} | settings), lines.append)
-    return output, "\n".join(lines)
 
 
 @pytest.fixture
@@ -48,25 +46,21 @@ def one_device():
 def saved(tmp_path, one_device):
     """Makes a run's checkpoint of a case, on one device: its weights, its model and its directory."""
 
-    def make(case: str, **changes):
-        c = models.model(case, **changes)
+    def make(case, **changes):
+        c = case if isinstance(case, gpt2.ModelConfig) else models.model(case, **changes)
         w = models.weights(c)
         return w, c, models.save(tmp_path / "run", w, c)
 
     return make
 
 
+# ---- there and back -----------------------------------------------------------------------------------------------
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "case"),
-    [
-        ("one device", "multi-head"),
-        ("d=8", "tied"),
-        ("t=8", "linear"),
-        ("d=4 t=2", "llama3"),
-        ("r=2 d=2 t=2", "qk_norm"),
-        ("d=8", "qk_norm tied llama3"),
-    ],
+    [("one device", "multi-head"), ("d=8", "linear"), ("t=8", "qk_norm"), ("r=2 d=2 t=2", "qk_norm tied llama3")],
 )
 def test_logits_in_transformers_are_ours(tmp_path, mesh, case):
     transformers = need_transformers()
@@ -76,12 +70,27 @@ def test_logits_in_transformers_are_ours(tmp_path, mesh, case):
         w = models.weights(c)
         expected = models.logits_of(c)(w, batch)
         run = models.save(tmp_path / "run", w, c)
-    output, _ = export(run, tmp_path / "exported")
-    llama = transformers.AutoModelForCausalLM.from_pretrained(output)
+    export(run, tmp_path / "exported")
+    llama = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert type(llama).__name__ == ("Qwen3ForCausalLM" if c.qk_norm else "LlamaForCausalLM")
     found = models.their_logits(llama, batch, c.bos_id)
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [*models.CASES, GPT2], ids=lambda case: case if isinstance(case, str) else "gpt2")
+def test_there_and_back_is_the_same_to_the_bit(saved, tmp_path, case):
+    w, c, run = saved(case)
+    said = export(run, tmp_path / "exported", file_bytes=20_000)
+    assert len(list((tmp_path / "exported").glob("model-*.safetensors"))) > 1
+    back = to_run(tmp_path / "exported", tmp_path / "back")
+    compared = [line for line in said.splitlines() if line.startswith("compared ")]
+    assert compared == [line for line in back.splitlines() if line.startswith("compared ")]
+    assert ("with those of transformers: they differ by at most" in compared[0]) == models.COMPARES
+    _, model, weights, _ = tool.read_model(str(tmp_path / "back"), None)
+    assert model == c
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, weights), jax.tree.map(np.asarray, w))
 
 
 @pytest.mark.long
@@ -94,7 +103,8 @@ def test_greedy_generation_is_ours(tmp_path, one_device, monkeypatch, capsys):
         encoded = ByteTokenizer(append_end=True).encode(["It is a truth"])
         writer.append(encoded.ids, encoded.lengths)
         writer.attributes.update({"tokenizer": {"kind": "bytes", "end_token": "</s>"}})
-    output, said = export(models.save(tmp_path / "run", w, c, filespec=str(tmp_path / "data")), tmp_path / "exported")
+    output = tmp_path / "exported"
+    said = export(models.save(tmp_path / "run", w, c, filespec=str(tmp_path / "data")), output)
     assert "tokenizer  tokenizer.json" in said
 
     prompt, new = "It is naïve", 20
@@ -121,95 +131,28 @@ def test_greedy_generation_is_ours(tmp_path, one_device, monkeypatch, capsys):
     assert llama.generation_config.eos_token_id == ByteTokenizer.END
 
 
-def test_without_an_end_token_generation_never_ends(saved, tmp_path):
-    """Null is stated: transformers' Llama would otherwise end at id 2."""
-    _, _, run = saved("grouped")
-    output, said = export(run, tmp_path / "exported")
+def test_what_an_export_has(saved, tmp_path):
+    """bf16 is rounded to nearest. Null is stated as the end: transformers' Llama would otherwise end at id 2."""
+    w, c, run = saved("grouped")
+    models.save(Path(run), models.weights(c, seed=9), c, step=9)
+    said = export(f"{run}/checkpoints/0000000005", tmp_path / "exported", dtype="bf16")
     assert "tokenizer  none: " in said
-    for file in ("config.json", "generation_config.json"):
-        content = json.loads((output / file).read_text())
-        assert content["eos_token_id"] is None
-        assert content["bos_token_id"] == 3
-    assert not (output / "tokenizer.json").exists()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", models.CASES)
-def test_there_and_back_is_the_same_to_the_bit(saved, tmp_path, case):
-    w, c, run = saved(case)
-    output, _ = export(run, tmp_path / "exported", file_bytes=20_000)
-    assert len(list(output.glob("model-*.safetensors"))) > 1
-    huggingface_to_checkpoint.run(
-        huggingface_to_checkpoint.Config(str(output), str(tmp_path / "back"), check=models.COMPARES), lambda _: None
-    )
-    _, model, weights, _ = tool.read_model(str(tmp_path / "back"), None)
-    assert model == c
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, weights), jax.tree.map(np.asarray, w))
-
-
-@pytest.mark.long
-def test_another_model_goes_there_and_back(tmp_path, one_device):
-    c = gpt2.ModelConfig(
-        module="gpt2", vocab=64, positions=32, d_model=32, layers=2, heads=4, dropout=0.1, bos_id=5, norm_epsilon=1e-4
-    )
-    w = models.weights(c)
-    run = models.save(tmp_path / "run", w, c)
-    output, said = export(run, tmp_path / "exported")
-    assert "GPT2LMHeadModel" in said
-    huggingface_to_checkpoint.run(
-        huggingface_to_checkpoint.Config(str(output), str(tmp_path / "back"), check=models.COMPARES), lambda _: None
-    )
-    _, model, weights, _ = tool.read_model(str(tmp_path / "back"), None)
-    assert model == c
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, weights), jax.tree.map(np.asarray, w))
-
-
-def test_bf16_rounds_to_nearest(saved, tmp_path):
-    w, _, run = saved("grouped")
-    output, _ = export(run, tmp_path / "exported", dtype="bf16")
-    tensors = load_file(output / "model.safetensors")
+    assert "after 5 steps" in said
+    tensors = load_file(tmp_path / "exported/model.safetensors")
     assert {str(x.dtype) for x in tensors.values()} == {"bfloat16"}
     np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], np.asarray(w.embed.astype(jnp.bfloat16)))
-    assert json.loads((output / "config.json").read_text())["dtype"] == "bfloat16"
-
-
-@pytest.mark.long
-def test_step(tmp_path, one_device):
-    c = models.model("grouped")
-    for step in (5, 9):
-        run = models.save(tmp_path / "run", models.weights(c, seed=step), c, step=step)
-    for i, (settings, step) in enumerate([({}, 9), ({"step": 5}, 5)]):
-        output, said = export(run, tmp_path / f"exported{i}", **settings)
-        assert f"after {step} steps" in said
-        embed = load_file(output / "model.safetensors")["model.embed_tokens.weight"]
-        np.testing.assert_array_equal(embed, np.asarray(models.weights(c, seed=step).embed))
-    output, said = export(f"{run}/checkpoints/0000000005", tmp_path / "exported")
-    assert "after 5 steps" in said
-    with pytest.raises(ValueError, match=r"no complete checkpoint of step 6 .* there are \[5, 9\]"):
-        export(run, tmp_path / "another", step=6)
-    with pytest.raises(ValueError, match=r"no complete checkpoint in .*give a run's directory"):
-        export(tmp_path, tmp_path / "another")
-    with pytest.raises(ValueError, match=r"output is .*exported, which exists already"):
-        export(run, tmp_path / "exported")
-    with pytest.raises(ValueError, match="dtype is 'f16'; choose one of f32, bf16"):
-        export(run, tmp_path / "another", dtype="f16")
+    config = json.loads((tmp_path / "exported/config.json").read_text())
+    assert {"dtype": "bfloat16", "eos_token_id": None, "bos_token_id": 3}.items() <= config.items()
+    assert "after 9 steps" in export(run, tmp_path / "last", check=False)
+    for settings, message in [
+        ({"step": 6}, r"no complete checkpoint of step 6 .* there are \[5, 9\]"),
+        ({"dtype": "f16"}, "dtype is 'f16'; choose one of f32, bf16"),
+        ({"license": "a: b"}, "license is 'a: b'; give its name"),
+        ({"output": str(tmp_path / "exported")}, r"output is .*exported, which exists already"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            export(run, **{"output": tmp_path / "another"} | settings)
     assert not (tmp_path / "another").exists()
-
-
-def test_what_transformers_cannot_express_is_refused(saved, tmp_path):
-    _, _, run = saved("grouped", logit_softcap=30.0)
-    with pytest.raises(ValueError, match=r"model.logit_softcap is 30.0, which neither Llama nor Qwen3"):
-        export(run, tmp_path / "exported")
-    assert list(tmp_path.iterdir()) == [tmp_path / "run"]
-
-
-def test_settings_that_the_mapping_does_not_know_are_refused(monkeypatch):
-    """A model that grows a setting is not exported as if it had none."""
-    c = models.model("grouped")
-    monkeypatch.setattr(huggingface_llama, "KNOWN_FIELDS", huggingface_llama.KNOWN_FIELDS - {"bos_id"})
-    with pytest.raises(ValueError, match=r"model\.bos_id is 3, which neither Llama nor Qwen3"):
-        huggingface_llama.to_huggingface(train.weight_table(c), c)
-    huggingface_llama.to_huggingface(train.weight_table(c), models.model("grouped", bos_id=0))
 
 
 def test_a_damaged_checkpoint_is_not_exported(saved, tmp_path):
@@ -225,7 +168,7 @@ def test_a_damaged_checkpoint_is_not_exported(saved, tmp_path):
 
 KILLED = """
 import os, signal, safetensors.numpy
-from tools.checkpoint_to_huggingface import __main__ as tool
+from tools import checkpoint_to_huggingface as tool
 save = safetensors.numpy.save_file
 def save_file(tensors, path, metadata):
     save(tensors, path, metadata=metadata)
@@ -248,17 +191,6 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(saved, tmp_path):
     export(run, output)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "run"]
     assert len(load_file(output / "model.safetensors")) == 3 + 9 * 3
-
-
-@pytest.mark.long
-def test_as_a_program(saved, tmp_path):
-    _, _, run = saved("grouped")
-    command = [sys.executable, "-m", "tools.checkpoint_to_huggingface", f"run={run}", f"output={tmp_path / 'exported'}"]
-    command.append(f"check={models.COMPARES}")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "LlamaForCausalLM: " in done.stdout
-    assert "initialize backend" not in done.stdout + done.stderr  # it starts no device but the CPU
 
 
 @pytest.mark.slow
@@ -295,3 +227,207 @@ def test_a_trained_model_goes_on_with_the_same_text(tmp_path):
     assert generated.tolist() == [0, *ours["prompt_ids"], *ours["ids"]]
     assert tokenizer.decode(generated, skip_special_tokens=True) == prompt + ours["text"]
     assert len(set(ours["ids"])) > 5
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------------
+
+EXCHANGE = "from tools.huggingface.llama import from_huggingface, to_huggingface\n"
+RULE = "visible=(rules.causal, rules.same_document)"
+GATE = "(jax.nn.silu(jnp.float32(gate)) * up).astype(dtype)"
+ALIBI = "score=lambda scores, q, k, heads: scores - (q.index - k.index) * 0.5 ** heads"
+EDITS = {
+    "added weight": (
+        [
+            ('>> act["F/t M"]\n', '>> act["F/t M"]\n    mlp_bias: f32["M/t/d"] >> f32["M"]\n'),
+            ("            mlp_norm=", "            mlp_bias=vector(n, c.d_model, value=0),\n            mlp_norm="),
+        ],
+        r"^the model has weights/layers/mlp_bias, and Llama and Qwen3 in transformers have no place for it",
+    ),
+    "window": (
+        [(RULE, "visible=(rules.causal, rules.same_document, rules.Window(8))")],
+        r"^layer 0 has attention by the rule `causal, same_document, Window\(size=8\)`; llama in transformers has ",
+    ),
+    "ALiBi": ([(RULE, ALIBI)], r"^layer 0 has attention by the rule `causal, same_document, score <lambda>`;"),
+    "scale": ([(RULE, "scale=0.1")], r"^layer 0 has attention by the rule `causal, same_document, scale 0.1`;"),
+    "not causal": ([(RULE, "visible=(rules.same_document,)")], r"^layer 0 has attention by the rule `same_document`;"),
+    "sinks": (
+        [("attend(q, k, v, self.rule)", "attend(q, k, v, self.rule, sinks=q[..., 0].astype(jnp.float32).mean(1))")],
+        r"^layer 0 has attention by the rule `causal, same_document` with sinks;",
+    ),
+    "GELU": (
+        [(GATE, "jax.nn.gelu(gate) * up")],
+        r"^the logits of this llama are not .* Layer 0 is the first that differs.$",
+    ),
+    "squared ReLU": ([(GATE, "jnp.square(jax.nn.relu(gate)) * up")], r"Layer 0 is the first that differs.$"),
+    "NoPE": (
+        [("rope.rotate(head_norm(", "(lambda x, _: x)(head_norm(")],
+        r"Layer 0 is the first that differs.$",
+    ),
+    "every second layer": (
+        [
+            ("    Weights = Transformer\n", "    Weights, period = Transformer, 2\n"),
+            (GATE, "(jax.nn.gelu if tokens.turn else jax.nn.silu)(gate) * up"),
+        ],
+        r"One of the layers 0 … 1 is the first that differs.$",
+    ),
+    "residual": (
+        [("x + shardops.psum_scatter", "x + 2 * shardops.psum_scatter")],
+        r"Layer 0 is the first that differs.$",
+    ),
+    "embedding": (
+        [('return shardops.psum("B/r/d L/t M +p', 'return 2 * shardops.psum("B/r/d L/t M +p')],
+        r"What enters the first layer differs: the embedding.$",
+    ),
+    "logits": (
+        [("return logits if softcap is None", "logits = logits / 2\n        return logits if softcap is None")],
+        r"it is the last layers, the final norm, or the output projection.$",
+    ),
+}
+
+
+@pytest.fixture
+def edited(saved, tmp_path, monkeypatch):
+    """A run's directory, of a copy of train.py with edits."""
+
+    def make(edits: list[tuple[str, str]]) -> str:
+        source = (ROOT / "train.py").read_text()
+        for old, new in edits:
+            assert old in source
+            source = source.replace(old, new)
+        (tmp_path / "mine.py").write_text(source + EXCHANGE)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
+        module_of("mine")
+        return saved("grouped", module="mine", layers=4)[2]
+
+    yield make
+    sys.modules.pop("mine", None)
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_another_model_is_refused_with_the_name(edited, tmp_path, edit):
+    edits, message = EDITS[edit]
+    run = edited(edits)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=message):
+        export(run, tmp_path / "exported")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edited_train_py_is_refused_with_the_name(edited, tmp_path, edit):
+    need_transformers()
+    edits, message = EDITS[edit]
+    run = edited(edits)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=message):
+        export(run, tmp_path / "exported")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_an_edit_that_changes_nothing_is_exported(edited, tmp_path):
+    """Another file with the same math; and attention within no documents, as the exported model has it."""
+    need_transformers()
+    run = edited([(RULE, "visible=(rules.causal,), scale=8**-0.5"), (GATE, "gate * jax.nn.sigmoid(gate) * up")])
+    assert "with those of transformers" in export(run, tmp_path / "exported")
+
+
+def test_a_setting_that_transformers_does_not_have_is_refused(saved, tmp_path):
+    _, _, run = saved("grouped", logit_softcap=30.0)
+    with pytest.raises(ValueError, match=r"model.logit_softcap is 30.0, which LlamaForCausalLM in transformers does n"):
+        export(run, tmp_path / "exported")
+    assert list(tmp_path.iterdir()) == [tmp_path / "run"]
+
+
+def wrong_epsilon(monkeypatch):
+    """The logits of these weights differ by less than rounding."""
+    monkeypatch.setattr(tool, "_write_json", lambda path, content: path.write_text(
+        json.dumps(content | ({"rms_norm_eps": 1e-5} if path.name == "config.json" else {}))))  # fmt: skip
+
+
+def transposed(monkeypatch):
+    monkeypatch.setitem(huggingface_llama._LAYER, "w_gate", "mlp.up_proj")
+    monkeypatch.setitem(huggingface_llama._LAYER, "w_up", "mlp.gate_proj")
+
+
+def without_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+
+
+def other_activation(monkeypatch):
+    monkeypatch.setattr(gpt2, "_FIXED", gpt2._FIXED | {"activation_function": "gelu"})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "case", "message"),
+    [
+        (wrong_epsilon, "grouped", r"epsilon of the norms is 1e-06 in the run, and 1e-05 in config.json"),
+        (transposed, "grouped", r"are not the run's own: .* Layer 0 is the first that differs.$"),
+        (other_activation, GPT2, r"are not the run's own: .* Layer 0 is the first that differs.$"),
+        (without_package, "grouped", r"needs torch: pip install torch transformers, or set check=false"),
+    ],
+)
+def test_a_wrong_mapping_is_found(saved, tmp_path, monkeypatch, wrong, case, message):
+    need_transformers()
+    _, _, run = saved(case, norm_epsilon=1e-6)
+    wrong(monkeypatch)
+    with pytest.raises(ValueError, match=message):
+        export(run, tmp_path / "exported", check=True)
+    assert not (tmp_path / "exported").exists()
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path, one_device):
+    need_transformers()
+    c = models.model("grouped")
+    w = models.weights(c)
+    w.final_norm = w.final_norm * jnp.nan
+    with pytest.raises(ValueError, match="the run's own logits are not finite"):
+        export(models.save(tmp_path / "run", w, c), tmp_path / "exported")
+
+
+# ---- model card ---------------------------------------------------------------------------------------------------
+
+EVIL = [
+    "</code></pre>\n\n# Owned\n\n<script>alert(1)</script>",
+    "a\n---\nlicense: mit\n---\n\n## Owned",
+    "`x` | **bold** [link](javascript:x) ![i](i.png) $$\\alpha$$",
+    "\x1b[31mred\x07 \u202e",
+    "a: b\n\nc",
+]
+
+
+def card(directory) -> tuple[dict, list, list[dict]]:
+    """The front matter, the tokens of the page, and what is in the blocks of YAML: facts and settings."""
+    _, front, body = (directory / "README.md").read_text().split("---\n", 2)
+    tokens = MarkdownIt("gfm-like", {"html": True, "linkify": False}).parse(body)
+    return yaml.safe_load(front), tokens, [yaml.safe_load(x.content) for x in tokens if x.type == "code_block"]
+
+
+def test_an_export_has_a_card_with_the_facts_of_its_run(tmp_path, one_device):
+    c = models.model("grouped")
+    data = str(tmp_path / "secret" / "novels.zarr")
+    run = models.save(tmp_path / "run", models.weights(c), c, step=120, filespec=data)
+    said = export(run, tmp_path / "exported", license="apache-2.0")
+    about, _, (facts, settings) = card(tmp_path / "exported")
+    expected = {"library_name": "transformers", "pipeline_tag": "text-generation", "license": "apache-2.0"}
+    assert about == expected | {"tags": ["shardwright", "jax"]}
+    assert facts["weights"] == "f32, weights, after 120 steps"
+    assert f"compared   {facts['logits compared']}" in said
+    assert settings["data"]["filespec"] == "…/novels.zarr"
+    assert settings["model"]["rope_base"] == 100.0
+    assert "paths" not in settings
+    assert str(tmp_path) not in (tmp_path / "exported/README.md").read_text()
+
+
+@pytest.mark.parametrize("text", EVIL)
+def test_what_a_stranger_wrote_is_only_text(tmp_path, text):
+    tool.write_card(tmp_path, text, None, {"architecture": text, text: text}, {"model": {text: [text]}})
+    about, tokens, (facts, settings) = card(tmp_path)
+    assert about.keys() == {"library_name", "pipeline_tag", "tags"}
+    kinds = [token.type for token in tokens]
+    assert kinds.count("heading_open") == 2
+    assert "html_block" not in kinds
+    inside = {part.type for token in tokens for part in token.children or ()}
+    assert inside <= {"text", "softbreak", "code_inline", "text_special", "html_entity"}, inside
+    assert facts.keys() >= {"architecture"}
+    assert settings.keys() == {"model"}

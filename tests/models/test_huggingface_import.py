@@ -16,41 +16,37 @@ import pytest
 import tiny
 import yaml
 import zarr
+from huggingface_models import export
+from huggingface_models import to_run as run
 from omegaconf import OmegaConf
 from safetensors.numpy import load_file, save_file
 
+import gpt2
 import train
 from shardlib.shardtypes import make_shardings
+from shardwright.huggingface import as_transformers_reads, check_config
+from shardwright.modeling import rules
 from shardwright.modeling.model import load_model
+from shardwright.modeling.rope import rope_frequencies
 from shardwright.modeling.settings import RopeScaling
 from shardwright.modeling.weights import shapes_of
 from shardwright.run import config as run_config
-from shardwright.run import host_checkpoint
-from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import register_schema, to_config
 from shardwright.run.initial_weights import fresh_state, read_weights
 from shardwright.run.resuming import fixed_settings, with_defaults
 from shardwright.run.stages import placement_of
 from shardwright.settings.differences import config_differences
+from tools import checkpoint_to_huggingface
 from tools import huggingface_to_checkpoint as tool
-from tools.checkpoint_to_huggingface import __main__ as checkpoint_to_huggingface
 from tools.huggingface import llama as huggingface_llama
-from tools.huggingface_to_checkpoint import Config
 
+pytest.importorskip("transformers", reason="transformers reads config.json")
 ROOT = Path(__file__).parents[2]
-
-
-def run(model, output, **settings) -> str:
-    """Imports a model; what the tool printed."""
-    lines: list[str] = []
-    tool.run(Config(model=str(model), output=str(output), **{"check": models.COMPARES} | settings), lines.append)
-    return "\n".join(lines)
 
 
 def start_weights(source, c, like):
     """The weights that a run of model `c` starts with, placed as `like`."""
-    config = dataclasses.asdict(models.settings(c))
-    return read_weights(source, like, config)
+    return read_weights(source, like, dataclasses.asdict(models.settings(c)))
 
 
 def shapes(c):
@@ -73,12 +69,8 @@ def exported(tmp_path, one_device):
     def make(case: str = "grouped", **changes):
         c = models.model(case, **changes)
         w = models.weights(c)
-        directory = tmp_path / "model"
-        source = models.save(tmp_path / "source", w, c)
-        checkpoint_to_huggingface.run(
-            checkpoint_to_huggingface.Config(run=source, output=str(directory), check=models.COMPARES), lambda _: None
-        )
-        return w, c, directory
+        export(models.save(tmp_path / "source", w, c), tmp_path / "model", check=False)
+        return w, c, tmp_path / "model"
 
     return make
 
@@ -156,18 +148,56 @@ def test_logits_here_are_those_of_transformers(tmp_path, mesh, kind, settings):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("base", [500_000.0, 100.0])
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        None,
+        RopeScaling("linear", 4.0),
+        RopeScaling("llama3", 8.0),
+        RopeScaling("llama3", 32.0),
+        RopeScaling("llama3", 2.5, original_length=100, low_frequency_factor=1.5, high_frequency_factor=9.0),
+    ],
+)
+def test_rotary_frequencies_are_those_of_transformers(scaling, base):
+    torch = pytest.importorskip("torch", reason="transformers' frequencies need torch, installed on Python 3.11 only")
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    c = models.model("grouped", d_head=128, rope_base=base, rope_scaling=scaling)
+    stated, _ = huggingface_llama.to_huggingface(train.weight_table(c), c)
+    config = LlamaConfig(**stated | {"max_position_embeddings": 2**17})
+    if scaling is None:
+        expected = LlamaRotaryEmbedding(config).inv_freq
+    else:
+        expected, attention_factor = ROPE_INIT_FUNCTIONS[scaling.kind](config, torch.device("cpu"))
+        assert attention_factor == 1
+    found = rope_frequencies(c)
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
+
+
 # ---- what is written ----------------------------------------------------------------------------------------------
 
 
-def test_the_config_group_is_the_model(exported, tmp_path):
+def test_the_checkpoint_is_one_of_a_whole_run(exported, tmp_path):
+    """Programs that read a run's configuration can read this one's; its config group and manifest are the model."""
     _, c, directory = exported("qk_norm tied llama3")
-    said = run(directory, tmp_path / "imported")
+    said = run(directory, tmp_path / "imported", check=False)
     assert f"--config-dir={tmp_path}/imported model=imported training.init_from={tmp_path}/imported" in said
     register_schema()
     with hydra.initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         overrides = ["model=imported", "data.filespec=x", f"hydra.searchpath=[file://{tmp_path}/imported]"]
         composed = hydra.compose("local_text", overrides)
     assert to_config(composed).model == c
+    checkpoint = zarr.open_group(tmp_path / "imported/checkpoints/0000000000", mode="r")
+    saved = checkpoint.attrs["metadata"]["config"]
+    assert saved["model"] == yaml.safe_load((tmp_path / "imported/model/imported.yaml").read_text())
+    settings = to_config(OmegaConf.merge(OmegaConf.structured(run_config.Config), with_defaults(saved)))
+    assert settings.model == c
+    with pytest.raises(ValueError, match=r"output is .*imported, which has checkpoints already"):
+        run(directory, tmp_path / "imported")
 
 
 def test_half_precision_becomes_f32_unchanged(exported, tmp_path):
@@ -176,7 +206,7 @@ def test_half_precision_becomes_f32_unchanged(exported, tmp_path):
     half = {name: x.astype(jnp.bfloat16 if "q_proj" in name else np.float16) for name, x in tensors.items()}
     save_file(half, directory / "model.safetensors")
     assert {x.dtype for x in tool.Tensors(directory).values()} == {np.dtype(np.float32)}
-    run(directory, tmp_path / "imported")
+    run(directory, tmp_path / "imported", check=False)
     checkpoint = zarr.open_group(tmp_path / "imported/checkpoints/0000000000", mode="r")
     embed, w_q = checkpoint["weights/embed"][...], checkpoint["weights/layers/w_q"][1]
     assert embed.dtype == np.float32
@@ -186,229 +216,17 @@ def test_half_precision_becomes_f32_unchanged(exported, tmp_path):
 
 
 @pytest.mark.long
-def test_chunks_are_small_enough_to_read_apart(exported, tmp_path, monkeypatch):
-    """A process that holds a part of a weight reads little more than it; the values are there, whatever the chunks."""
-    w, _, directory = exported()
-    monkeypatch.setattr(host_checkpoint, "CHUNK_BYTES", 1000)
-    run(directory, tmp_path / "imported")
-    checkpoint = zarr.open_group(tmp_path / "imported/checkpoints/0000000000", mode="r")
-    assert checkpoint["weights/embed"].chunks == (7, 32)
-    assert checkpoint["weights/layers/w_q"].chunks == (1, 1, 8, 2, 8)
-    _, _, read, _ = checkpoint_to_huggingface.read_model(str(tmp_path / "imported"), None)
-    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, read), jax.tree.map(np.asarray, w))
-
-
-@pytest.mark.long
-def test_a_failed_import_leaves_no_checkpoint(exported, tmp_path):
+def test_as_programs(exported, tmp_path):
     _, _, directory = exported()
-    tensors = load_file(directory / "model.safetensors")
-    broken = tensors | {"model.norm.weight": np.ones(31, np.float32)}
-    save_file(broken, directory / "model.safetensors")
-    with pytest.raises(ValueError, match=r"weights/final_norm is \[31\] in the model's files; it must be \[32\]"):
-        run(directory, tmp_path / "imported")
-    assert Checkpointer(tmp_path / "imported/checkpoints").steps() == []
-    save_file(tensors, directory / "model.safetensors")
-    run(directory, tmp_path / "imported")
-    assert Checkpointer(tmp_path / "imported/checkpoints").steps() == [0]
-    with pytest.raises(ValueError, match=r"output is .*imported, which has checkpoints already"):
-        run(directory, tmp_path / "imported")
-
-
-@pytest.mark.long
-def test_as_a_program(exported, tmp_path):
-    _, _, directory = exported()
-    command = [sys.executable, "-m", "tools.huggingface_to_checkpoint", f"model={directory}", f"output={tmp_path}/o"]
-    command.append(f"check={models.COMPARES}")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "llama: " in done.stdout
-    assert "initialize backend" not in done.stdout + done.stderr  # it starts no device but the CPU
-
-
-# ---- refusals -----------------------------------------------------------------------------------------------------
-
-MATH = [
-    ({"model_type": "gemma"}, r"model_type is 'gemma'; train.py can be llama, mistral, qwen3"),
-    ({"architectures": ["LlamaForSequenceClassification"]}, "architectures is"),
-    ({"attention_bias": True}, "attention_bias is True"),
-    ({"mlp_bias": True}, "mlp_bias is True"),
-    ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-    ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-    ({"model_type": "mistral", "architectures": None, "sliding_window": 4096}, "sliding_window is 4096"),
-    ({"model_type": "mistral", "architectures": None}, "sliding_window is 4096"),  # what its absence means
-    ({"model_type": "qwen3", "architectures": None, "use_sliding_window": True}, "use_sliding_window is True"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
-    (
-        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        "rope_type is 'yarn'; train.py has default, linear, llama3",
-    ),
-    ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type is 'dynamic'"),
-    ({"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0}}, "rope_type linear lacks factor"),
-    ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "rope_theta is 5.0, and elsewhere it is 100.0"),
-    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is not 1"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "attention_factor": 2.0}}, "linear with attention_factor"),
-    ({"quantization_config": {"bits": 4}}, r"quantization_config is .* ignore=\[quantization_config\]"),
-    ({"logit_scale": 0.5}, "logit_scale is 0.5, and it is not known here"),
-    ({"num_key_value_heads": 5}, "num_attention_heads is 16, which is not a multiple of num_key_value_heads 5"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor of rope_type linear is '2'; it must be a numb"),
-    ({"hidden_size": "32"}, "hidden_size is '32'; it must be a whole number"),
-]
-
-
-@pytest.mark.parametrize(("changes", "message"), MATH)
-def test_other_math_is_refused_by_name(changes, message):
-    c = models.model("grouped")
-    config, tensors = huggingface_llama.to_huggingface(train.weight_table(c), c)
-    config = {key: value for key, value in (config | {"bos_token_id": 3}).items() if value is not None}
-    changed = {key: value for key, value in (config | changes).items() if value is not None}
-    huggingface_llama.from_huggingface(config, tensors)
-    with pytest.raises(ValueError, match=rf"config.json: .*{message}"):
-        huggingface_llama.from_huggingface(changed, tensors)
-
-
-def test_what_does_not_change_the_logits_is_no_hindrance():
-    c = models.model("grouped")
-    config, tensors = huggingface_llama.to_huggingface(train.weight_table(c), c)
-    config |= {
-        "bos_token_id": 3,
-        "pretraining_tp": 2,
-        "torch_dtype": "bfloat16",
-        "clip_qkv": None,
-        "hidden_act": "swish",
-    }
-    stray = {"model.layers.0.self_attn.rotary_emb.inv_freq": None}
-    assert huggingface_llama.from_huggingface(config, tensors | stray)[0] == c
-    qwen = config | {"model_type": "qwen3", "architectures": None, "sliding_window": 4096, "use_sliding_window": False}
-    norms = {f"model.layers.{i}.self_attn.{name}_norm.weight": None for i in range(c.layers) for name in "qk"}
-    assert huggingface_llama.from_huggingface(qwen, tensors | norms)[0] == dataclasses.replace(c, qk_norm=True)
-
-
-def test_absent_values_mean_what_they_mean_in_transformers():
-    transformers = pytest.importorskip("transformers", reason="the defaults compared with are transformers'")
-    for kind in ("Llama", "Mistral", "Qwen3"):
-        theirs = getattr(transformers, f"{kind}Config")().to_dict()
-        wanted = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
-        config = {name: theirs[name] for name in wanted} | {"model_type": kind.lower(), "num_hidden_layers": 0}
-        if kind == "Mistral":
-            config["sliding_window"] = None
-        names = ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"]
-        c, _ = huggingface_llama.from_huggingface(config | {"bos_token_id": 0}, dict.fromkeys(names))
-        assert c.n_kv == theirs["num_key_value_heads"]
-        assert c.d_head == (theirs["head_dim"] or theirs["hidden_size"] // theirs["num_attention_heads"])
-        assert c.norm_epsilon == theirs["rms_norm_eps"]
-        assert c.rope_base == theirs["rope_parameters"]["rope_theta"]
-        assert c.tied_embeddings == theirs["tie_word_embeddings"]
-
-
-def test_tensors_must_be_those_of_the_model():
-    c = models.model("grouped")
-    config, tensors = huggingface_llama.to_huggingface(train.weight_table(c), c)
-    config |= {"bos_token_id": 3}
-    with pytest.raises(ValueError, match=r"the model lacks 1 tensors: lm_head.weight"):
-        huggingface_llama.from_huggingface(config, {k: v for k, v in tensors.items() if k != "lm_head.weight"})
-    bias = {f"model.layers.{i}.self_attn.q_proj.bias": None for i in range(5)}
-    with pytest.raises(ValueError, match=r"beyond this model, 5 tensors: model.layers.0.self_attn.q_proj.bias, .* …"):
-        huggingface_llama.from_huggingface(config, tensors | bias)
-    # A tied table may be stated a second time.
-    huggingface_llama.from_huggingface(config | {"tie_word_embeddings": True}, tensors)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("prefix", ["llama", "gpt2"])
-def test_a_second_table_of_a_tied_model_must_be_the_first(prefix, exported, tmp_path):
-    """transformers keeps both where they differ, and computes logits with the second."""
-    if prefix == "llama":
-        _, _, directory = exported("tied")
-    else:
-        transformers = pytest.importorskip("transformers", reason="a GPT-2 needs transformers")
-        pytest.importorskip("torch", reason="a GPT-2 needs torch, installed on Python 3.11 only")
-        sizes = {"vocab_size": 64, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 4, "bos_token_id": 3}
-        directory = tmp_path / "model"
-        transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(directory)
-    tensors = load_file(directory / "model.safetensors")
-    table = tensors["model.embed_tokens.weight" if prefix == "llama" else "transformer.wte.weight"]
-    save_file(tensors | {"lm_head.weight": table}, directory / "model.safetensors")
-    run(directory, tmp_path / "equal")
-    other = table.copy()
-    other[-1, -1] += 1e-4
-    save_file(tensors | {"lm_head.weight": other}, directory / "model.safetensors")
-    with pytest.raises(ValueError, match=r"ties .* but lm_head.weight differs from .*\. If lm_head.weight was trained"):
-        run(directory, tmp_path / "imported")
-    assert Checkpointer(tmp_path / "imported/checkpoints").steps() == []
-
-
-def test_weights_that_are_not_finite_are_refused(exported, tmp_path):
-    """Those too that no text of the comparison reaches."""
-    _, _, directory = exported()
-    tensors = load_file(directory / "model.safetensors")
-    name = "model.embed_tokens.weight"
-    for dtype in (np.float32, np.float16, jnp.bfloat16):
-        broken = tensors[name].astype(dtype)
-        broken[5, 2:4], broken[9, 0] = np.nan, -np.inf
-        save_file(tensors | {name: broken}, directory / "model.safetensors")
-        said = rf"{name} has 3 values that are not finite, of 2,048: 2 NaN, 1 infinite\..* take another copy"
-        with pytest.raises(ValueError, match=said):
-            run(directory, tmp_path / "imported")
-    assert Checkpointer(tmp_path / "imported/checkpoints").steps() == []
-
-
-@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "F64", "BOOL"])
-def test_other_dtypes_are_refused_by_name(tmp_path, dtype):
-    """safetensors reads some of them as NumPy arrays, and fails with an AttributeError at others."""
-    size = 24 if dtype == "F64" else 3
-    entry = {"model.norm.weight": {"dtype": dtype, "shape": [3], "data_offsets": [0, size]}}
-    header = json.dumps(entry).encode()
-    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
-    with pytest.raises(
-        ValueError, match=rf"model.norm.weight is {dtype}; only F32, F16, BF16 .* Dequantize the model first"
-    ):
-        tool.Tensors(tmp_path)["model.norm.weight"]
-
-
-LLAMA3_CHANGES = {"factor": 0.5, "low_freq_factor": 0, "original_max_position_embeddings": 0, "high_freq_factor": 1}
-
-
-def test_rope_factors_are_those_of_longer_sequences(exported, tmp_path):
-    """transformers warns of all of these but the low_freq_factor."""
-    _, _, directory = exported()
-    linear = [{"rope_type": "linear", "factor": factor} for factor in (0.5, -2, float("inf"))]
-    for scaling in linear + [LLAMA3 | {name: value} for name, value in LLAMA3_CHANGES.items()]:
-        change_config(directory, rope_scaling=scaling)
-        with pytest.raises(ValueError, match=r"rope_scaling\.\w+ is .*must be (a .*number, |)(at least 1|above)"):
-            run(directory, tmp_path / "imported")
-
-
-def test_user_mistakes(exported, tmp_path):
-    _, _, directory = exported()
-    output = tmp_path / "imported"
-    with pytest.raises(ValueError, match=r"has no config.json: it is not a model"):
-        run(tmp_path, output)
-    change_config(directory, bos_token_id=None)
-    with pytest.raises(ValueError, match=r"bos_token_id is None; give bos_id="):
-        run(directory, output)
-    with pytest.raises(ValueError, match=r"bos_id is 64; it must be an id of the vocabulary, at least 0 and below 64"):
-        run(directory, output, bos_id=64)
-    change_config(directory, bos_token_id=3, some_new_setting=1)
-    with pytest.raises(ValueError, match=r"some_new_setting is 1, .* give ignore=\[some_new_setting\]"):
-        run(directory, output)
-    change_config(directory, model_type="gemma")
-    with pytest.raises(ValueError, match="model_type is 'gemma', and shardwright has no model of that name"):
-        run(directory, output)
-    change_config(directory, model_type="llama", max_position_embeddings="${oc.env:HOME}")
-    with pytest.raises(
-        ValueError, match=r"config.json: max_position_embeddings is '\$\{oc.env:HOME\}'; it must be a whole"
-    ):
-        run(directory, output, ignore=["some_new_setting"])
-    change_config(directory, max_position_embeddings=64)
-    assert not output.exists()
-    weights = (directory / "model.safetensors").read_bytes()
-    (directory / "model.safetensors").write_bytes(weights[:-100])
-    with pytest.raises(ValueError, match=r"cannot read .*model.safetensors: .* Copy or download it again"):
-        run(directory, output, ignore=["some_new_setting"])
-    (directory / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"no model.safetensors.*from_pretrained\(…\).save_pretrained"):
-        run(directory, output, ignore=["some_new_setting"])
+    for said, *command in [
+        ("llama: ", "huggingface_to_checkpoint", f"model={directory}", f"output={tmp_path}/o"),
+        ("LlamaForCausalLM: ", "checkpoint_to_huggingface", f"run={tmp_path}/o", f"output={tmp_path}/again"),
+    ]:
+        program = [sys.executable, "-m", f"tools.{command[0]}", *command[1:], f"check={models.COMPARES}"]
+        done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout
+        assert "initialize backend" not in done.stdout + done.stderr  # it starts no device but the CPU
 
 
 @pytest.mark.long
@@ -427,6 +245,201 @@ def test_models_on_the_hub_are_downloaded(exported, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
     with pytest.raises(ValueError, match=r"'someone/other', which is not a directory.*no route to host"):
         run("someone/other", tmp_path / "other")
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------------
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+MATH = [
+    ({"attention_bias": True}, r"attention_bias is True, .* computes with False: .* give ignore=\[attention_bias\]"),
+    ({"mlp_bias": True}, "mlp_bias is True"),
+    ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and model.module=train computes with 'silu'"),
+    ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
+    ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window is 4096"),
+    ({"model_type": "mistral", "sliding_window": ...}, "sliding_window is 4096"),  # what its absence means
+    ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8}, "use_sliding_window is True"),
+    ({"model_type": "qwen3", "layer_types": ["full_attention", *["sliding_attention"] * 2]}, "layer_types is"),
+    ({"model_type": "gemma"}, r"model_type is 'gemma'; train.py can be llama, mistral, qwen3"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'; train.py has default, linear, ll"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type is 'dynamic'"),
+    ({"rope_scaling": {"rope_type": "linear"}}, "Missing required keys in .*factor"),
+    ({"rope_scaling": LINEAR | {"partial_rotary_factor": 0.5}}, "rope_parameters is .*partial_rotary_factor"),
+    ({"rope_scaling": LINEAR | {"attention_factor": 2.0}}, "rope_parameters is .*attention_factor"),
+    ({"quantization_config": {"bits": 4}}, r"quantization_config is .* ignore=\[quantization_config\]"),
+    ({"logit_scale": 0.5}, "logit_scale is 0.5, and .* with None"),
+    ({"num_key_value_heads": 5}, "num_attention_heads is 16, not a multiple of num_key_value_heads 5"),
+    ({"num_key_value_heads": 17}, "not a multiple of num_key_value_heads 17"),
+    ({"num_hidden_layers": 10**9}, r"model.layers is 1000000000; it must be at least 1 and below 2\*\*16"),
+    ({"head_dim": 7}, "requires an even"),
+    ({"rms_norm_eps": -1.0}, "norm_epsilon is -1.0; it must be at least 0"),
+    *[({"rope_scaling": LINEAR | {"factor": x}}, "rope_scaling.factor is .* at least 1") for x in (0.5, -2, np.inf)],
+    ({"rope_scaling": LINEAR | {"factor": "2"}}, "rope_parameters: factor is '2'; it must be a number"),
+    ({"rope_theta": "x"}, "rope_parameters: rope_theta is 'x'; it must be a number"),
+    ({"hidden_size": "32"}, "'hidden_size' expected int, got str"),
+    ({"num_attention_heads": True}, "'num_attention_heads' expected int, got bool"),
+    ({"layer_types": 3}, "not iterable"),
+]
+MATH_OF_GPT2 = [
+    ({"activation_function": "relu"}, "activation_function is 'relu', and model.module=gpt2 computes with 'gelu_new'"),
+    ({"embd_pdrop": 0.5}, "embd_pdrop is 0.5"),
+    ({"n_inner": 100}, "n_inner is 100"),
+    ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+]
+
+
+def imported(module, c, changes):
+    """The model of an exported model's config.json with changes; ... removes a field."""
+    mapping, table = (gpt2, gpt2.weight_table(c)) if module == "gpt2" else (huggingface_llama, train.weight_table(c))
+    content, tensors = mapping.to_huggingface(table, c)
+    stated = {key: value for key, value in content.items() if value is not None or key == "sliding_window"}
+    stated |= {"bos_token_id": c.bos_id} | changes
+    config = as_transformers_reads({key: value for key, value in stated.items() if value is not ...})
+    if c.module == "train" and changes.get("model_type") == "qwen3":
+        tensors |= {f"model.layers.{i}.self_attn.{x}_norm.weight": None for i in range(c.layers) for x in "qk"}
+    found, _ = mapping.from_huggingface(config, tensors)
+    check_config(config, mapping.to_huggingface(load_model(found).table, found)[0], module)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("module", "changes", "message"), [("train", *row) for row in MATH] + [("gpt2", *row) for row in MATH_OF_GPT2]
+)
+def test_other_math_is_refused_by_name(module, changes, message):
+    c = gpt2.ModelConfig(vocab=64, d_model=32, layers=2, heads=4) if module == "gpt2" else models.model("grouped")
+    assert imported(module, c, {}) == c
+    with pytest.raises(ValueError, match=rf"^config.json.*{message}") as error:
+        imported(module, c, changes)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "becomes"),
+    [
+        ({"pretraining_tp": 2, "torch_dtype": "bfloat16", "clip_qkv": None, "architectures": None}, {}),
+        ({"model_type": "qwen3", "sliding_window": 4096, "max_window_layers": 2}, {"qk_norm": True}),
+        ({"model_type": "mistral", "sliding_window": None}, {}),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, {"rope_scaling": RopeScaling("linear", 2.0)}),
+        ({"rope_theta": ..., "rope_parameters": {"rope_theta": 9, "rope_type": "default"}}, {"rope_base": 9.0}),
+    ],
+)
+def test_what_does_not_change_the_logits_is_no_hindrance(changes, becomes):
+    c = models.model("grouped")
+    assert imported("train", c, changes) == dataclasses.replace(c, **becomes)
+
+
+def test_tensors_must_be_those_of_the_model():
+    c = models.model("grouped")
+    _, tensors = huggingface_llama.to_huggingface(train.weight_table(c), c)
+    names = huggingface_llama.names_of(c)
+    read = lambda tensors, c=c: huggingface_llama.names_of(c).from_tensors(tensors, train.weight_table(c))
+    with pytest.raises(ValueError, match=r"the model lacks 1 tensors: lm_head.weight"):
+        read({k: v for k, v in tensors.items() if k != "lm_head.weight"})
+    bias = {f"model.layers.{i}.self_attn.q_proj.bias": None for i in range(5)}
+    with pytest.raises(ValueError, match=r"beyond this model, 5 tensors: model.layers.0.self_attn.q_proj.bias, .* …"):
+        read(tensors | bias)
+    read(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": None})
+    read(tensors, dataclasses.replace(c, tied_embeddings=True))  # a tied table may be stated a second time
+    of_shape = read(tensors | {"model.layers.1.mlp.up_proj.weight": np.zeros((48, 31), np.float32)}).layers.w_up
+    with pytest.raises(ValueError, match=r"mlp.up_proj.weight is \[48, 31\]; config.json asks for \[48, 32\]"):
+        of_shape[1]()
+    with pytest.raises(ValueError, match=r"^the model has weights/scale, and Llama and Qwen3 in transformers have no"):
+        names.check({**vars(train.weight_table(c)), "scale": 0})
+    with pytest.raises(ValueError, match=r"^the model lacks weights/embed, and Llama and Qwen3 in transformers need"):
+        names.check({**vars(train.weight_table(c)), "embed": None})
+
+
+@pytest.mark.parametrize("module", ["train", "gpt2"])
+def test_a_second_table_of_a_tied_model_must_be_the_first(module):
+    """transformers keeps both where they differ, and computes logits with the second."""
+    if module == "train":
+        c = models.model("tied")
+        names, table, name = huggingface_llama.names_of(c), train.weight_table(c), "model.embed_tokens.weight"
+    else:
+        c = gpt2.ModelConfig(vocab=64, d_model=32, layers=1, heads=4)
+        names, table, name = gpt2._NAMES, gpt2.weight_table(c), "transformer.wte.weight"
+    values = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
+    tensors = names.to_tensors(table, table) | {name: values, "lm_head.weight": values}
+    np.testing.assert_array_equal(names.from_tensors(tensors, table).embed(), values)
+    other = values.copy()
+    other[-1, -1] += 1e-4
+    with pytest.raises(ValueError, match=r"ties .* but lm_head.weight differs from .*\. If lm_head.weight was trained"):
+        names.from_tensors(tensors | {"lm_head.weight": other}, table).embed()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
+def test_weights_that_are_not_finite_are_refused(tmp_path, dtype):
+    """Those too that no text of the comparison reaches."""
+    broken = np.ones((64, 32), dtype)
+    broken[5, 2:4], broken[9, 0] = np.nan, -np.inf
+    save_file({"x": broken}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"x has 3 values that are not finite, of 2,048: .* another copy"):
+        tool.Tensors(tmp_path)["x"]
+
+
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E8M0", "I8", "F64", "BOOL"])
+def test_other_dtypes_are_refused_by_name(tmp_path, dtype):
+    """safetensors reads some of them as NumPy arrays, and fails with an AttributeError at others."""
+    size = 24 if dtype == "F64" else 3
+    entry = {"model.norm.weight": {"dtype": dtype, "shape": [3], "data_offsets": [0, size]}}
+    header = json.dumps(entry).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    with pytest.raises(ValueError, match=rf"model.norm.weight is {dtype}; only F32, F16, BF16 .* Dequantize the model"):
+        tool.Tensors(tmp_path)["model.norm.weight"]
+
+
+def test_user_mistakes(exported, tmp_path, monkeypatch):
+    """None leaves a checkpoint, or a file."""
+    _, _, directory = exported()
+    output = tmp_path / "imported"
+
+    def refuses(message, model=directory, **settings):
+        with pytest.raises(ValueError, match=message):
+            run(model, output, **settings)
+        assert not output.exists()
+
+    refuses(r"has no config.json: it is not a model", model=tmp_path)
+    change_config(directory, bos_token_id=None)
+    refuses(r"bos_token_id is None; give bos_id=")
+    refuses(r"bos_id is 64; it must be an id of the vocabulary, at least 0 and below 64", bos_id=64)
+    change_config(directory, bos_token_id=3, some_new_setting=1)
+    refuses(r"some_new_setting is 1, .* give ignore=\[some_new_setting\]")
+    change_config(directory, model_type="gemma", some_new_setting=None)
+    refuses("model_type is 'gemma', and shardwright has no model of that name")
+    change_config(directory, model_type="llama", max_position_embeddings="${oc.env:HOME}")
+    refuses(r"config.json: .*'max_position_embeddings' expected int")
+    change_config(directory, max_position_embeddings=64)
+    (directory / "tokenizer.json").write_text('{"model": {}, "added_tokens": [1]}')
+    refuses(r"tokenizer.json: added_tokens is 1; it must be an object", check=False)
+    (directory / "tokenizer.json").unlink()
+    (tmp_path / "secret.json").write_text("{}")
+    (directory / "tokenizer.json").symlink_to(tmp_path / "secret.json")
+    refuses(r"tokenizer.json is a link to .*secret.json, outside of the model")
+    (directory / "tokenizer.json").unlink()
+    monkeypatch.setattr(train.Llama, "rule", rules.Rule(visible=(*rules.CAUSAL.visible, rules.Window(64))))
+    refuses(r"^layer 0 has attention by the rule `causal, same_document, Window\(size=64\)`")
+    monkeypatch.undo()
+    tensors = load_file(directory / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": np.ones(31, np.float32)}, directory / "model.safetensors")
+    refuses(r"weights/final_norm is \[31\] in the model's files; it must be \[32\]")
+    weights = (directory / "model.safetensors").read_bytes()
+    (directory / "model.safetensors").write_bytes(weights[:-100])
+    refuses(r"cannot read .*model.safetensors: .* Copy or download it again")
+    (directory / "model.safetensors").unlink()
+    refuses(r"no model.safetensors.*from_pretrained\(…\).save_pretrained")
+
+
+def test_an_import_with_other_logits_leaves_no_checkpoint(exported, tmp_path):
+    """Whoever says that a field changes nothing is told if it does."""
+    pytest.importorskip("torch", reason="transformers' models need torch, installed on Python 3.11 only")
+    _, _, directory = exported()
+    change_config(directory, hidden_act="relu")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/tokenizer.json").write_text("mine")
+    for output in ("imported", "mine"):
+        with pytest.raises(ValueError, match=r"are not the run's own: .* Layer 0 is the first"):
+            run(directory, tmp_path / output, ignore=["hidden_act"])
+    assert not (tmp_path / "imported").exists()
+    assert [(path.name, path.read_text()) for path in (tmp_path / "mine").iterdir()] == [("tokenizer.json", "mine")]
 
 
 # ---- training.init_from -------------------------------------------------------------------------------------------
@@ -482,64 +495,3 @@ def test_resuming_may_leave_the_source_out_but_not_change_it():
     differences = lambda now: config_differences(saved, now, fixed_settings(saved, now))
     assert differences(saved) == differences(none) == []
     assert differences(other) == ["training.init_from: checkpoint has 'runs/a', this run has 'runs/b'"]
-
-
-def test_the_checkpoint_is_one_of_a_whole_run(exported, tmp_path):
-    """Programs that read a run's configuration from its checkpoint can read this one's; yaml and manifest agree."""
-    _, c, directory = exported()
-    run(directory, tmp_path / "imported")
-    checkpoint = zarr.open_group(tmp_path / "imported/checkpoints/0000000000", mode="r")
-    written = yaml.safe_load((tmp_path / "imported/model/imported.yaml").read_text())
-    saved = checkpoint.attrs["metadata"]["config"]
-    assert saved["model"] == written == dataclasses.asdict(c)
-    complete = OmegaConf.merge(OmegaConf.structured(run_config.Config), with_defaults(saved))
-    settings = to_config(complete)
-    assert settings.model == c
-    assert settings.training.seq_len == models.LENGTH  # of the run that was exported
-
-
-# ---- files of a stranger --------------------------------------------------------------------------------------------
-
-HOSTILE = ["x", "${oc.env:HOME}", [1], {}, -1, 1.5, True, 10**30, 0]
-NUMBERS = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"]
-NUMBERS += ["intermediate_size", "max_position_embeddings", "bos_token_id", "rms_norm_eps", "rope_theta"]
-FINE = [("bos_token_id", 0), ("rms_norm_eps", 0), ("rope_theta", 1.5)]
-
-
-@pytest.mark.quick
-def test_hostile_values_of_config_are_refused_by_field():
-    cases = [(key, value) for key in NUMBERS for value in HOSTILE if (key, value) not in FINE]
-    for key in ("rope_scaling", "rope_parameters"):
-        cases += [(key, value) for value in ("x", 1, [1])] + [(key, {"rope_type": ["x"]}), (key, {"rope_theta": "x"})]
-    cases += [(key, value) for key in ("model_type", "hidden_act") for value in ([1], {}, 1)]
-    cases += [(key, value) for key in ("layer_types", "architectures") for value in (1, {}, [[1]])]
-    for key, value in cases:
-        with pytest.raises(ValueError, match=r"config.json: [\w.]+ is ") as error:
-            tool.check_fields({key: value})
-        assert "\n" not in str(error.value)
-
-
-def test_a_refused_file_leaves_nothing(exported, tmp_path):
-    _, _, directory = exported()
-    change_config(directory, rope_theta="x", bos_token_id=3)
-    with pytest.raises(ValueError, match=r"config.json: rope_theta is 'x'; it must be a number"):
-        run(directory, tmp_path / "o")
-    change_config(directory, rope_theta=100.0, head_dim=7)
-    with pytest.raises(ValueError, match=r"d_head is 7.*even"):
-        run(directory, tmp_path / "o")
-    change_config(directory, head_dim=8)
-    (directory / "tokenizer.json").write_text('{"model": {}, "added_tokens": [1]}')
-    with pytest.raises(ValueError, match=r"tokenizer.json: added_tokens is 1; it must be an object"):
-        run(directory, tmp_path / "o")
-    (directory / "tokenizer.json").unlink()
-    (tmp_path / "secret.json").write_text("{}")
-    (directory / "tokenizer.json").symlink_to(tmp_path / "secret.json")
-    with pytest.raises(ValueError, match=r"tokenizer.json is a link to .*secret.json, outside of the model"):
-        run(directory, tmp_path / "o")
-    assert not (tmp_path / "o").exists()
-
-
-@pytest.mark.quick
-def test_a_byte_order_mark_is_read(tmp_path):
-    (tmp_path / "config.json").write_text("{}", encoding="utf-8-sig")
-    assert tool.read_object(tmp_path / "config.json") == {}

@@ -22,7 +22,7 @@ from shardwright.run import provenance
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.pipeline_config import PipelineConfig
 from shardwright.run.run import Run
-from tools.checkpoint_to_huggingface import __main__ as checkpoint_to_huggingface
+from tools import checkpoint_to_huggingface
 from tools.generate import Config, generate
 
 

@@ -19,8 +19,7 @@ from shardwright.run.files import read_config
 from shardwright.run.initial_weights import read_weights
 from shardwright.run.resuming import check_resumes, config_of
 from shardwright.run.saved import literal, saved_config
-from tools import inspect_data
-from tools.checkpoint_to_huggingface import __main__ as checkpoint_to_huggingface
+from tools import checkpoint_to_huggingface, inspect_data
 from tools.generate import Config, MeshChoice, generate
 from tools.report import __main__ as report
 

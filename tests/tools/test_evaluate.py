@@ -25,8 +25,7 @@ from shardwright_data.flat_tokens import Writer
 from shardwright_data.loader import DataConfig
 from shardwright_data.text import definitions
 from shardwright_data.text.tokenizers import ByteTokenizer
-from tools import huggingface_to_checkpoint
-from tools.checkpoint_to_huggingface import __main__ as checkpoint_to_huggingface
+from tools import checkpoint_to_huggingface, huggingface_to_checkpoint
 from tools.evaluate import Config, MeshChoice, evaluate, open_run
 
 pytestmark = pytest.mark.long

@@ -18,7 +18,6 @@ from shardwright_data.text import definitions
 from shardwright_data.text.codec import codec_of_dataset
 from shardwright_data.text.huggingface import find_tokenizer
 from tools import huggingface_to_checkpoint, inspect_data
-from tools.checkpoint_to_huggingface.hub import files_of
 from tools.generate import Config, read_prompts
 from tools.report.reading import read_run
 
@@ -80,7 +79,6 @@ READERS = {
     "generate, its data": ("data/train/zarr.json", lambda home: codec_of_dataset(str(home / "data"))),
     "generate, its prompts": ("text", lambda home: read_prompts(Config(prompts_file=str(home / "text")))),
     "export, its tokenizer": ("data/tokenizer.json", lambda home: find_tokenizer({"filespec": str(home / "data")})),
-    "export, its index": ("model/model.safetensors.index.json", lambda home: files_of(home / "model")),
     "inspect_data, a run": ("config.yaml", inspect(run="")),
     "inspect_data, a split": ("data/train/zarr.json", inspect(filespec="data")),
     "inspect_data, an array": ("data/train/encoded_tokens/zarr.json", inspect(filespec="data")),

@@ -6,17 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from shardlib.layers import LayerNumbers
-from shardlib.shardtypes import f32, i32, make_shardings, typed_shard_map
+from shardlib.shardtypes import f32, make_shardings, typed_shard_map
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.attention_calls import calls_of
-from shardwright.modeling.model import act, compute_scope, load_model, period_of
+from shardwright.modeling.model import act, compute_scope, load_model, module_of, period_of
 from shardwright.modeling.rules import Rule, causal, same_document
 from shardwright.run.config import TrainingConfig
 from shardwright_data.loader import TokenBatch
+from tools.huggingface import llama
 from train import Forward
 
 LENGTH = 32
@@ -25,6 +24,19 @@ TOLERANCE = 2**-15
 """Largest difference of two results, divided by the largest entry. transformers rounds angles and norms to f32."""
 PLAIN = ("llama", "mistral", "qwen3", "gpt2")
 """Types of models with causal attention of scale 1/√d_head alone."""
+
+
+def mapping_of(module: str) -> Any:
+    """The Python module with `to_huggingface` and `from_huggingface` for the model `model.module: module`.
+
+    Raises:
+        ValueError: there is no such module, or it lacks them.
+    """
+    found = llama if module == "train" else module_of(module)
+    for name in ("to_huggingface", "from_huggingface"):
+        if not hasattr(found, name):
+            raise ValueError(f"model.module is {module!r}, which has no {name}; see docs/huggingface.md.")
+    return found
 
 
 def forward_of(c: Any) -> Forward:
@@ -67,7 +79,7 @@ def compare(c: Any, weights: Any, directory: Path, dtype: np.dtype | None = None
 
     Raises:
         ValueError: the logits differ by more than TOLERANCE, or are not finite; the norms have another epsilon; torch
-            or transformers is missing, or has no model of this type.
+            is missing, or transformers has no model of this type.
     """
     try:
         import torch
@@ -91,15 +103,16 @@ def compare(c: Any, weights: Any, directory: Path, dtype: np.dtype | None = None
     length = min(LENGTH, getattr(settings, "max_position_embeddings", None) or LENGTH)
     targets = np.random.default_rng(0).integers(0, c.vocab, (1, length)).astype(np.uint32)
     ids = np.concatenate([[c.bos_id], targets[0, :-1]])
-    with one_device():
-        own = own_values(c, weights, targets, dtype)
-    if not np.isfinite(own[-1][1]).all():
+    rounded = lambda x: x if dtype is None else x.astype(dtype).astype(np.float32)
+    weights = jax.tree.map(lambda array: rounded(array[...]), weights)
+    own = own_results(c, weights, targets, c.layers)[1]
+    if not np.isfinite(own).all():
         raise ValueError("the run's own logits are not finite, so its weights are useless. Take another step.")
     with torch.no_grad():
         found = model(torch.tensor(ids)[None], use_cache=False, output_hidden_states=True)
-    far = distance(found.logits[0].numpy(), own[-1][1])
+    far = distance(found.logits[0].numpy(), own)
     if not far <= TOLERANCE:
-        where = first_difference([x[0].numpy() for x in found.hidden_states], own)
+        where = first_difference(c, weights, targets, [x[0].numpy() for x in found.hidden_states])
         raise ValueError(
             f"the logits of this {kind} are not the run's own: of {length} tokens, they differ by {far:.2g} of the "
             f"largest. {where}"
@@ -114,61 +127,37 @@ def distance(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.max(np.abs(found - expected)) / max(np.max(np.abs(expected)), 1e-30))
 
 
-def first_difference(theirs: list[np.ndarray], own: list[tuple[int, np.ndarray]]) -> str:
-    """Description of the first part after which the residual streams differ."""
-    before = 0
-    for layers, x in own[:-1]:
-        if layers < len(theirs) - 1 and not distance(theirs[layers], x) <= TOLERANCE:
+def first_difference(c: Any, weights: Any, targets: np.ndarray, theirs: list[np.ndarray]) -> str:
+    """Description of the first part after which the residual stream differs from `theirs`, that before each layer."""
+    period = period_of(load_model(c))
+    for layers in range(0, len(theirs) - 1, period):
+        if not distance(theirs[layers], own_results(c, weights, targets, layers)[0]) <= TOLERANCE:
             if layers == 0:
                 return "What enters the first layer differs: the embedding."
-            name = f"Layer {before}" if layers == before + 1 else f"One of the layers {before} … {layers - 1}"
+            name = f"Layer {layers - 1}" if period == 1 else f"One of the layers {layers - period} … {layers - 1}"
             return f"{name} is the first that differs."
-        before = layers if layers < len(theirs) - 1 else before
-    return f"The layers before layer {before} agree: it is the last layers, the final norm, or the output projection."
+    return f"The layers before layer {layers} agree: it is the last layers, the final norm, or the output projection."
 
 
-def own_values(c: Any, weights: Any, targets: np.ndarray, dtype: Any = None) -> list[tuple[int, np.ndarray]]:
-    """The run's residual stream [L, M] after each period of layers, and at last its logits [L, V].
-
-    Each with the number of layers before it, from 0 to all of them. On the current mesh.
-    """
+def own_results(c: Any, weights: Any, targets: np.ndarray, layers: int) -> tuple[np.ndarray, np.ndarray]:
+    """The run's residual stream [L, M] after its first `layers` layers, and the logits [L, V] that it gives there."""
     forward = forward_of(c)
-    model, period = forward.model, period_of(forward.model)
     starts = np.zeros(targets.shape, bool)
     starts[:, 0] = True
     batch = TokenBatch(targets=targets, is_seq_start=starts, loss_mask=~starts)
+    weights = dataclasses.replace(weights, layers=jax.tree.map(lambda stack: stack[: max(layers, 1)], weights.layers))
 
     @typed_shard_map
-    def embed(w: model.Weights, batch: TokenBatch) -> act["B/r/d L/t M"]:
-        return model.embed(forward.outside(forward.copies(w)), forward.tokens(batch))
+    def per_device(w: forward.model.Weights, batch: TokenBatch) -> tuple[act["B/r/d L/t M"], f32["B/r/d L V/t"]]:
+        w, tokens = forward.outside(forward.copies(w)), forward.tokens(batch)
+        x = forward.model.embed(w, tokens)
+        x = forward.layers(w.layers, x, tokens)[0] if layers else x
+        return x, forward.model.logits(w, x)
 
-    @typed_shard_map
-    def layers(w: model.Weights, batch: TokenBatch, x: act["B/r/d L/t M"], first: i32[""]) -> act["B/r/d L/t M"]:
-        numbers = LayerNumbers(first + jnp.arange(period))
-        return forward.layers(forward.copies(w).layers, x, forward.tokens(batch), numbers)[0]
-
-    @typed_shard_map
-    def logits(w: model.Weights, x: act["B/r/d L/t M"]) -> f32["B/r/d L V/t"]:
-        return model.logits(forward.outside(forward.copies(w)), x)
-
-    def read(array: Any) -> np.ndarray:
-        values = array[...]
-        return values if dtype is None else values.astype(dtype).astype(np.float32)
-
-    def rows(weights: Any, start: int) -> Any:
-        return jax.tree.map(lambda stack: stack[start : start + period], weights.layers)
-
-    def placed(kind: Any, tree: Any) -> Any:
-        return jax.device_put(tree, make_shardings(kind, like=tree))
-
-    weights = jax.tree.map(read, weights)
-    w, batch = placed(model.Weights, dataclasses.replace(weights, layers=rows(weights, 0))), placed(TokenBatch, batch)
-    embed, layers, logits = jax.jit(embed), jax.jit(layers), jax.jit(logits)
-    with compute_scope("f32"):
-        x = embed(w, batch)
-        found = [(0, np.asarray(x)[0])]
-        for start in range(0, c.layers, period):
-            w = placed(model.Weights, dataclasses.replace(w, layers=rows(weights, start)))
-            x = layers(w, batch, x, np.int32(start))
-            found.append((start + period, np.asarray(x)[0]))
-        return [*found, (c.layers, np.asarray(logits(w, x))[0])]
+    with one_device(), compute_scope("f32"):
+        placed = [
+            jax.device_put(tree, make_shardings(kind, like=tree))
+            for kind, tree in ((forward.model.Weights, weights), (TokenBatch, batch))
+        ]
+        x, logits = jax.jit(per_device)(*placed)
+        return np.asarray(x)[0], np.asarray(logits)[0]

@@ -2,25 +2,24 @@
 
     python -m tools.checkpoint_to_huggingface run=runs/<name> output=exported
     python -m tools.checkpoint_to_huggingface run=runs/<name> output=exported step=500 dtype=bf16
-    python -m tools.checkpoint_to_huggingface run=runs/<name> output=exported push_to_hub=<owner>/<name>
-    python -m tools.checkpoint_to_huggingface output=exported push_to_hub=<owner>/<name>
 
     model = transformers.AutoModelForCausalLM.from_pretrained("exported")
     tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
 
 A model of train.py becomes a Llama; with QK-norm, a Qwen3. The module of another model (model.module) is
-converted by its own `to_huggingface`, which docs/huggingface.md describes. A weight that the format cannot hold, or
-attention that is not plain causal, is refused by name. Then the logits of a text are computed twice, by transformers
-from the files and as the run does. If they differ, the error names the layer. The output is complete or missing. Only a
-complete one is sent to the hub, by the last command one that an earlier call wrote. Runs on the CPU, in memory for
-three times the model, or with check=false for two files of `file_bytes`.
+converted by its own `to_huggingface`, which docs/huggingface.md describes. A weight or a setting that the format cannot
+hold, or attention that is not plain causal, is refused by name. Then the logits of a text are computed twice, by
+transformers from the files and as the run does. If they differ, the error names the layer. The output is complete or
+missing. Runs on the CPU, in memory for three times the model, or with check=false for two files of `file_bytes`.
 """
 
+import dataclasses
 import json
 import math
 import os
 import re
 import shutil
+import textwrap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +28,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import yaml
 from omegaconf import MISSING, OmegaConf
 
 import train
+from shardwright.huggingface import as_transformers_reads
 from shardwright.modeling.model import inputs_of, load_model, module_of
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.config import WEIGHTS, check_weights
-from shardwright.run.host_checkpoint import StoredArray, open_checkpoint
+from shardwright.run.host_checkpoint import open_checkpoint
 from shardwright.run.provenance import compare_source, provenance_of
 from shardwright.run.resuming import config_of, with_defaults
 from shardwright.run.saved import check_modules, literal, saved_config
@@ -43,10 +44,7 @@ from shardwright.settings.program import run_program
 from shardwright_data.checks import check_choice, check_ranges, within
 from shardwright_data.foreign import shown
 from shardwright_data.text.huggingface import find_tokenizer, tokenizer_files
-from tools.checkpoint_to_huggingface.card import CARD, write_card
-from tools.checkpoint_to_huggingface.hub import check_repository, push
-from tools.huggingface.check import check_rules, compare
-from tools.huggingface.mapping import mapping_of
+from tools.huggingface.check import check_rules, compare, mapping_of
 
 DTYPES = {"f32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(jnp.bfloat16))}
 """Names in torch, and numpy dtypes."""
@@ -56,10 +54,10 @@ DTYPES = {"f32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtyp
 class Config:
     """Settings of the program."""
 
-    run: str | None = None
-    """Directory or URL of a run, or of one of its checkpoints. Null: `output` exists, and push_to_hub sends it."""
+    run: str = MISSING
+    """Directory or URL of a run, or of one of its checkpoints."""
     output: str = MISSING
-    """The directory to write; with a run it must not exist yet."""
+    """The directory to write; it must not exist yet."""
     step: int | None = within(0, 2**31, None)
     """Step of the checkpoint; null: the last one."""
     weights: str = "weights"
@@ -79,11 +77,6 @@ class Config:
     """Largest size of a file of weights, at least 1. A tensor that is larger has a file of its own."""
     license: str | None = None
     """License of the weights, by its name on the hub, such as apache-2.0, for the model card."""
-    push_to_hub: str | None = None
-    """Repository that the finished export is sent to, <owner>/<name>. Null: none. The token is that of `hf auth login`,
-    or HF_TOKEN in the environment; HF_ENDPOINT is the address of another server."""
-    private: bool = True
-    """Makes the repository private. True also refuses one that exists and is public."""
 
 
 def read_model(run: str, step: int | None, which: str = "weights", trust: bool = False) -> tuple[int, Any, Any, dict]:
@@ -109,40 +102,37 @@ def read_model(run: str, step: int | None, which: str = "weights", trust: bool =
     return found, c, jax.tree.unflatten(jax.tree.structure(table), leaves), metadata | {"config": config}
 
 
-def write_tensors(
-    directory: Path, tensors: Mapping[str, np.ndarray | StoredArray | Callable], dtype: np.dtype, file_bytes: int
-) -> int:
+def write_tensors(directory: Path, tensors: Mapping[str, Callable], dtype: np.dtype, file_bytes: int) -> int:
     """Writes safetensors, in several files with an index if one is too small. Returns the bytes of all weights."""
     from safetensors.numpy import save_file
 
-    parts: list[list[str]] = []
+    files: list[list[str]] = []
     waiting: dict[str, np.ndarray] = {}
     total = 0
     os.umask(umask := os.umask(0))
 
     def flush() -> None:
-        parts.append(list(waiting))
-        path = directory / f"{len(parts)}.part"
+        files.append(list(waiting))
+        path = directory / f"{len(files)}.part"
         save_file(waiting, path, metadata={"format": "pt"})
         path.chmod(0o666 & ~umask)  # safetensors writes files that only their owner can read
         waiting.clear()
 
     for name, tensor in tensors.items():
-        values = np.asarray(tensor() if callable(tensor) else tensor)
-        values = np.ascontiguousarray(values).astype(dtype, copy=False)
+        values = np.ascontiguousarray(tensor() if callable(tensor) else tensor).astype(dtype, copy=False)
         if waiting and sum(x.nbytes for x in waiting.values()) + values.nbytes > file_bytes:
             flush()
         waiting[name] = values
         total += values.nbytes
     flush()
-    if len(parts) == 1:
-        (directory / "1.part").rename(directory / "model.safetensors")
-        return total
-    files = [f"model-{i + 1:05}-of-{len(parts):05}.safetensors" for i in range(len(parts))]
-    for i, file in enumerate(files):
-        (directory / f"{i + 1}.part").rename(directory / file)
-    places = {name: file for file, names in zip(files, parts, strict=True) for name in names}
-    _write_json(directory / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": places})
+    places = {}
+    for i, names in enumerate(files, start=1):
+        file = "model.safetensors" if len(files) == 1 else f"model-{i:05}-of-{len(files):05}.safetensors"
+        (directory / f"{i}.part").rename(directory / file)
+        places |= dict.fromkeys(names, file)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        _write_json(directory / "model.safetensors.index.json", index)
     return total
 
 
@@ -150,13 +140,106 @@ def _write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def export(config: Config, log: Callable[[str], None]) -> None:
+# ---- model card -----------------------------------------------------------------------------------------------------
+
+CARD = "README.md"
+_OF_PLACES = ("paths", "trackers", "distributed", "hardware")
+"""The sections that are left out: they say where a run was, and not what it is."""
+_TEXT = """\
+# {title}
+
+A causal language model, trained from a recipe of shardwright and exported to `transformers`. `shardwright` wrote this
+page. It has no statement on what the model is good or bad for.
+
+{facts}
+
+## Settings of the run
+
+Of paths and addresses only the last part is shown.
+
+{settings}
+"""
+
+
+def write_card(directory: Path, title: str, license: str | None, facts: Mapping, settings: Mapping) -> None:
+    """Writes README.md. What a checkpoint says stands in blocks of indented YAML, in which Markdown is not read.
+
+    Args:
+        directory: of the export.
+        title: name of the model.
+        license: its name on the hub; None: not given.
+        facts: what the export knows of the model, by name.
+        settings: configuration of the run, by section.
+    """
+    about = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["shardwright", "jax"]}
+    text = _TEXT.format(
+        title=re.sub(r"[^\w.\- ]", lambda sign: f"&#{ord(sign[0])};", " ".join(shown(title).split())),
+        facts=_block(facts),
+        settings=_block({name: part for name, part in settings.items() if name not in _OF_PLACES}),
+    )
+    front = yaml.safe_dump(about | ({"license": license} if license else {}))
+    (directory / CARD).write_text(f"---\n{front}---\n\n{text}", encoding="utf-8")
+
+
+def _block(values: Mapping) -> str:
+    """YAML, indented as code; each value in one line, so that none ends the block."""
+    text = yaml.safe_dump(_public(values), sort_keys=False, allow_unicode=False, width=2**20)
+    return textwrap.indent(text, "    ").rstrip()
+
+
+def _public(value: Any) -> Any:
+    """The value without the directories and servers that it names: of a path or an address, the last part."""
+    if isinstance(value, Mapping):
+        return {_public(name): _public(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_public(part) for part in value]
+    if isinstance(value, str):
+        is_place = value.startswith(("/", "~", "../")) or "://" in value
+        value = f"…/{re.split(r'[?#]', value)[0].rstrip('/').rpartition('/')[2]}" if is_place else value
+        return " ".join(shown(value).split())
+    return value
+
+
+# ---- export ---------------------------------------------------------------------------------------------------------
+
+UNSTATED = ("module", "embed_init_scale", "weight_init_scale")
+"""Settings of a model that no config.json states: its source, and what is over once it is trained."""
+
+
+def checked_config(c: Any, weights: Any) -> tuple[dict, dict[str, Callable]]:
+    """Content of config.json and the tensors, by the `to_huggingface` of the model's module.
+
+    Raises:
+        ValueError: a weight, a rule or a setting that the model in transformers does not have.
+    """
+    if inputs := inputs_of(load_model(c)):
+        raise ValueError(
+            f"model.module {c.module!r} reads {', '.join(inputs)} beside the tokens; no model in transformers does: "
+            "this model cannot be exported."
+        )
+    mapping = mapping_of(c.module)
+    content, tensors = mapping.to_huggingface(weights, c)
+    check_rules(c, content.get("model_type"))
+    stated = {key: value for key, value in content.items() if value is not None} | {"bos_token_id": c.bos_id}
+    back, _ = mapping.from_huggingface(as_transformers_reads(stated), tensors)
+    for field in dataclasses.fields(c):
+        value = getattr(c, field.name)
+        if field.name not in UNSTATED and value != getattr(back, field.name, field.default):
+            raise ValueError(
+                f"model.{field.name} is {value!r}, which {content['architectures'][0]} in transformers does not have: "
+                "the exported model would give other logits. A run with the default can be exported."
+            )
+    return content, tensors
+
+
+def run(config: Config, log: Callable[[str], None] = print) -> None:
     """Writes the model into config.output.
 
     Raises:
         ValueError: a setting out of range, no such checkpoint, an output that exists, a model that transformers cannot
             express, or one whose logits differ from those of the files.
     """
+    check_ranges("", config)
     check_choice("dtype", config.dtype, tuple(DTYPES))
     check_choice("weights", config.weights, WEIGHTS)
     if config.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,60}", config.license):
@@ -167,81 +250,52 @@ def export(config: Config, log: Callable[[str], None]) -> None:
     step, c, weights, metadata = read_model(config.run, config.step, config.weights, config.trust)
     settings, allow = metadata["config"], None if config.other_source else "other_source=true"
     if saved := metadata.get("provenance"):
-        now = provenance_of(train.programs, config_of(metadata["config"], config.trust), load_model(c))
+        now = provenance_of(train.programs, config_of(settings, config.trust), load_model(c))
         if differs := compare_source(saved, now, ("evaluation",), allow):
             log(f"source     {differs}")
-    if inputs := inputs_of(load_model(c)):
-        raise ValueError(
-            f"model.module {c.module!r} reads {', '.join(inputs)} beside the tokens; no model in transformers does: "
-            "this model cannot be exported."
-        )
-    content, tensors = mapping_of(c.module).to_huggingface(weights, c)
-    check_rules(c, content.get("model_type"))
+    content, tensors = checked_config(c, weights)
     if content.get("max_position_embeddings", 0) is None:
         content["max_position_embeddings"] = settings["training"].get("seq_len")
 
-    files, end, notes = {}, None, []
+    files, end = {}, None
     try:
         definition, end_token = find_tokenizer(settings["data"], config.dataset)
         files, end, notes = tokenizer_files(definition, c.bos_id, end_token)
-        about = "tokenizer.json" + "".join(f"; {note}" for note in notes)
+        about = "; ".join(("tokenizer.json", *notes))
     except (ValueError, OSError) as error:
         about = f"none: {error}"
-
     torch_dtype, dtype = DTYPES[config.dtype]
     ids = {"bos_token_id": c.bos_id, "eos_token_id": end}
     # Written even if null: transformers would take the ids of Llama's own tokenizer.
     files["config.json"] = content | ids | {"dtype": torch_dtype, "torch_dtype": torch_dtype}
     files["generation_config.json"] = ids
+    facts = {
+        "architecture": content["architectures"][0],
+        "parameters": sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights)),
+        "weights": f"{config.dtype}, {config.weights}, after {step} steps",
+        "tokenizer": about.split(":")[0],
+        "logits compared": "nothing: check=false",
+        "hashes of the programs": (saved or {}).get("programs", "not known"),
+    }
     temporary = output.with_name(output.name + ".tmp")
-    if temporary.exists():
-        shutil.rmtree(temporary)  # a killed export left it
+    shutil.rmtree(temporary, ignore_errors=True)  # a killed export left it
     temporary.mkdir(parents=True)
     try:
         for name, file in files.items():
             _write_json(temporary / name, file)
         total = write_tensors(temporary, tensors, dtype, config.file_bytes)
-        compared = compare(c, weights, temporary, dtype) if config.check else "nothing: check=false"
-        parameters = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(weights))
-        facts = {
-            "architecture": content["architectures"][0],
-            "parameters": parameters,
-            "weights": f"{config.dtype}, {config.weights}, after {step} steps",
-            "logits compared": compared,
-            "hashes of the programs": (saved or {}).get("programs", "not known"),
-        }
-        title = (config.push_to_hub or output.absolute().name).rpartition("/")[2]
-        has_tokenizer = "tokenizer.json" in files
-        write_card(temporary, title, config.push_to_hub, config.license, facts, settings, has_tokenizer)
+        if config.check:
+            facts["logits compared"] = compare(c, weights, temporary, dtype)
+        write_card(temporary, output.absolute().name, config.license, facts, settings)
         temporary.rename(output)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    log(f"model      {content['architectures'][0]}: {parameters:,} parameters after {step} steps")
+    log(f"model      {facts['architecture']}: {facts['parameters']:,} parameters after {step} steps")
     log(f"weights    {total:,} bytes, {config.dtype}")
-    log(f"compared   {compared}")
+    log(f"compared   {facts['logits compared']}")
     log(shown(f"tokenizer  {about}"))
-    log(f"card       {output / CARD}")
     log(f'written    {output}: open it with transformers.AutoModelForCausalLM.from_pretrained("{output}")')
-
-
-def run(config: Config, log: Callable[[str], None] = print) -> None:
-    """Writes the model, and sends it to the hub.
-
-    Raises:
-        ValueError: as `export` and `push`, or a setting that the other settings need is missing.
-    """
-    check_ranges("", config)
-    if config.push_to_hub is not None:
-        check_repository(config.push_to_hub)
-    if config.run is not None:
-        export(config, log)
-    elif config.push_to_hub is None:
-        raise ValueError("run is missing; give run=<directory of a run>, or push_to_hub=… for an export that exists.")
-    elif not Path(config.output).is_dir():
-        raise ValueError(f"output is {config.output}, which is no directory. Give run=<directory of a run> to make it.")
-    if config.push_to_hub is not None:
-        push(Path(config.output), config.push_to_hub, config.private, log)
 
 
 if __name__ == "__main__":

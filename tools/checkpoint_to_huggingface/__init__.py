@@ -1,1 +1,0 @@
-"""A run as a model of `transformers`, with its card, on disk and on the hub."""
