@@ -2,9 +2,9 @@
 
     python -m bench.kills [--count 10] [--seed 0]
 
-Runs a tiny model on four simulated devices, kills it at a drawn moment (while it starts, in a step, while it saves, at
-its end), starts it again, and so on. After each kill every checkpoint that is listed, and at the end the losses, must
-equal those of the run that was not killed, to the bit. Prints a line for each kill. Exits with 1 if anything differs.
+Runs a tiny model on four simulated devices, kills it at a drawn moment, or while it saves, starts it again, and so on.
+After each kill every checkpoint that is listed, and at the end the losses, must equal those of the run that was not
+killed, to the bit. Prints a line for each kill. Exits with 1 if anything differs.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -30,9 +29,6 @@ SETTINGS = [
     *("training.batch_size=8", "training.seq_len=16", "training.compute_dtype=f32", "training.report=false"),
     *("training.checkpoint_interval=3", "training.keep_checkpoints=null", "training.log_interval=1"),
 ]
-SPREAD_S = {"starting": 9.0, "in a step": 1.5, "saving": 0.03, "ending": 1.0}
-"""Seconds over which the kills of each kind of moment are spread."""
-OFTEN = (2, 4, 3, 1)
 LIMIT_S = 300.0
 """Seconds after which a run hangs."""
 
@@ -47,27 +43,15 @@ def start(directory: Path, cache: Path) -> subprocess.Popen:
         return subprocess.Popen(command, cwd=ROOT, env=env, stdout=said, stderr=subprocess.STDOUT)
 
 
-def wait(process: subprocess.Popen, condition: Callable[[], object], seconds: float = LIMIT_S) -> bool:
-    """Whether a condition comes true while the process lives. Raises TimeoutError where neither comes to an end."""
-    end = time.monotonic() + seconds
-    while process.poll() is None:
-        if condition():
-            return True
-        if time.monotonic() > end:
-            process.kill()
-            raise TimeoutError(f"the run has not ended within {seconds:g} s")
-        time.sleep(0.002)
-    return False
-
-
 def checkpoints(directory: Path) -> dict[str, dict[str, np.ndarray]]:
-    """The arrays of each checkpoint that has its metadata, which is written last, read with zarr alone."""
+    """The arrays of each checkpoint, read with zarr alone. One that is being written has another name."""
     of = lambda path: {
         name: array[...]
         for name, array in zarr.open_group(path, mode="r").members(max_depth=None)
         if isinstance(array, zarr.Array)
     }
-    return {path.parent.name: of(path.parent) for path in sorted((directory / "checkpoints").glob("[0-9]*/zarr.json"))}
+    paths = sorted((directory / "checkpoints").glob("*/zarr.json"))
+    return {path.parent.name: of(path.parent) for path in paths if path.parent.name.isdigit()}
 
 
 def losses(directory: Path) -> list[float]:
@@ -82,26 +66,24 @@ def differing(directory: Path, whole: dict[str, dict[str, np.ndarray]]) -> list[
     return [step for step, arrays in checkpoints(directory).items() if not same(arrays, whole[step])]
 
 
-def kill(directory: Path, cache: Path, draw: random.Random) -> str | None:
-    """Starts the run and kills it at a drawn moment. Returns the kind of moment; None if the run ended before."""
-    when = draw.choices(list(SPREAD_S), OFTEN)[0]
-    process, said = start(directory, cache), directory.with_suffix(".said")
+def kill(directory: Path, cache: Path, seconds: float, draw: random.Random) -> str | None:
+    """Starts the run and kills it at a drawn moment, or while it saves. Returns when; None if the run ended before."""
     saves = lambda: {path.name for path in (directory / "checkpoints").glob("*")}
-    before = saves()
-    conditions = {
-        "starting": lambda: True,
-        "in a step": lambda: "\nstep " in said.read_text(errors="replace"),
-        "saving": lambda: saves() - before,
-        "ending": lambda: f"\nstep {STEPS}/{STEPS}" in said.read_text(errors="replace"),
-    }
-    if not wait(process, conditions[when]):
-        return None
-    moment = time.monotonic() + draw.uniform(0, SPREAD_S[when])
-    if not wait(process, lambda: time.monotonic() >= moment):
-        return None
-    process.kill()
-    process.wait()
-    return when
+    before, begin, saving = saves(), time.monotonic(), draw.random() < 0.4
+    process, moment = start(directory, cache), draw.uniform(0.03 if saving else 0, 0.1 if saving else seconds)
+    while process.poll() is None:
+        if saving and saves() - before:
+            time.sleep(moment)
+        elif saving or time.monotonic() - begin < moment:
+            if time.monotonic() - begin > LIMIT_S:
+                process.kill()
+                raise TimeoutError(f"the run has not ended within {LIMIT_S:g} s")
+            time.sleep(0.002)
+            continue
+        process.kill()
+        process.wait()
+        return "while it saved" if saving else f"after {moment:.1f} s"
+    return None
 
 
 def main() -> None:
@@ -112,13 +94,13 @@ def main() -> None:
     options = parser.parse_args()
     draw, wrong, kills, runs = random.Random(options.seed), 0, 0, 0
     with tempfile.TemporaryDirectory() as scratch:
-        unkilled, cache = Path(scratch, "unkilled"), Path(scratch, "cache")
+        unkilled, cache, begin = Path(scratch, "unkilled"), Path(scratch, "cache"), time.monotonic()
         if start(unkilled, cache).wait() != 0:
             raise SystemExit(unkilled.with_suffix(".said").read_text())
-        whole, expected = checkpoints(unkilled), losses(unkilled)
+        whole, expected, seconds = checkpoints(unkilled), losses(unkilled), time.monotonic() - begin
         while kills < options.count:
             directory = Path(scratch, f"run{runs}")
-            when = kill(directory, cache, draw)
+            when = kill(directory, cache, seconds, draw)
             found = differing(directory, whole)
             if when is None:  # it came to its end
                 found += ["losses"] if losses(directory) != expected else []

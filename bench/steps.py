@@ -1,8 +1,7 @@
-"""Shared parts of several programs: configurations, training steps without data, times, tables."""
+"""Shared parts of several programs: configurations, training steps without data, tables."""
 
 import os
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,20 +59,6 @@ def lowered_step(c: Config) -> jax.stages.Lowered:
     batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches)
     step = jax.ShapeDtypeStruct((), np.int32)
     return train.make_training_step(c, model).lower(state_shapes(c, model), batch, step)
-
-
-def times_in_turn(programs: dict[Any, tuple[Callable, Sequence]], rounds: int) -> dict[Any, list[float]]:
-    """Seconds that each program, (function, arguments), takes in each round, after one call that does not count.
-
-    In a round all programs take turns, so that other work of the machine slows down all of them.
-    """
-    times: dict[Any, list[float]] = {name: [] for name in programs}
-    for _ in range(rounds + 1):
-        for name, (function, arguments) in programs.items():
-            start = time.perf_counter()
-            jax.block_until_ready(function(*arguments))
-            times[name].append(time.perf_counter() - start)
-    return {name: seconds[1:] for name, seconds in times.items()}
 
 
 def print_line(*cells: object) -> None:

@@ -1,53 +1,162 @@
 """Compares training steps of shardwright with those of other trainers: same shapes, tokens and precision, in one run.
 
-    python -m bench.throughput [--quick] [--sizes 2m,10m] [--only ours,torch] [--json FILE]
+    python -m bench.throughput [--sizes 2m,10m] [--only ours,torch] [--json FILE]
 
 The contestants. Each is a file in peers/ and runs in its own process:
 
-    ours      the step of train.py, on the mesh of a configuration, without the mask of documents
-    cookbook  a trainer in plain JAX, written as in JAX's training cookbook, jitted and donated
-    torch     transformers' Llama in PyTorch: torch.compile, fused attention, fused AdamW
-    torch-max-autotune   the same, compiled with mode="max-autotune"; only if --only names it
-    seqax     the step of a checkout of seqax, with --seqax; products in bf16, the mesh of ours
     floor     not a trainer: the products of the step alone
+    ours      the step of train.py, on the mesh of a configuration, without the mask of documents
+    plain-jax a trainer in plain JAX, written as in JAX's training cookbook, jitted and donated
+    torch     transformers' Llama in PyTorch: torch.compile, fused attention, fused AdamW
+    seqax     the step of a checkout of seqax, with --seqax; products in bf16, the mesh of ours
 
 All train the same Llama-like model with AdamW and clipping, on sequences of one document each. The batches are on the
 device before the start. bf16 means bf16 products with f32 weights and optimizer state. On a CPU all contestants stay
 alive and take turns; a contestant that waits is stopped. On a GPU, whose memory they cannot share, one runs after the
 other.
 
-tokens/s is of the best round. MFU counts half of attention, the causal one, or all of it (full). floor: time of the
-floor as a part of the time of the step. Memory: the peak of the process, and of its steps alone, above its imports; on
-a GPU the allocator's peak. Compile time: of the first step.
+tokens/s is of the best round. MFU counts half of attention, the causal one. floor: time of the floor as a part of the
+time of the step. Memory: the peak of the process, on a GPU of the allocator. Compile time: of the first step.
 """
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
-from bench.throughput.figures import HEADER, PARTS_HEADER, figures, line_of, parts_of, ratios
-from bench.throughput.jobs import GPU_SIZES, MODULES, SIZES, check_seqax, jobs_of, missing
-from bench.throughput.rounds import Measured, Timing, compare
+from bench.throughput.peers.job import Job, Shapes
+from bench.throughput.processes import Contestant, Timing, compare
+
+MODULES = {
+    "floor": "floor",
+    "ours": "ours",
+    "plain-jax": "plain_jax",
+    "torch": "torch_trainer",
+    "seqax": "seqax_trainer",
+}
+SEQAX_NEEDS = "bench/throughput/seqax.txt"
+"""What the step of seqax needs, for pip."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """A model, and a batch of sequences of `length` tokens. `config` is ours, a file of configs/."""
+
+    shapes: Shapes
+    sequences: int
+    length: int
+    config: str = "local_test_synthetic"
+
+
+def _c4(name: str, d_model: int, n_kv: int, d_ff: int, sequences: int) -> Size:
+    shapes = Shapes(vocab=32768, d_model=d_model, layers=8, n_kv=n_kv, n_q_per_kv=1, d_head=128, d_ff=d_ff)
+    return Size(shapes, sequences, 1024, f"flat_tokens_c4_a100x1_{name}")
+
+
+CPU_SIZES = {
+    "tiny": Size(Shapes(vocab=256, d_model=64, layers=2, n_kv=2, n_q_per_kv=2, d_head=16, d_ff=128), 2, 256),
+    "2m": Size(Shapes(1280, 256, layers=2, n_kv=2, n_q_per_kv=2, d_head=32, d_ff=1024, rope_base=256), 64, 64),
+    "10m": Size(Shapes(4096, 384, layers=4, n_kv=3, n_q_per_kv=2, d_head=64, d_ff=1024), 4, 512),
+}
+"""2m is configs/model/demo.yaml."""
+GPU_SIZES = {
+    "270m": _c4("270m", 1024, 16, 8192, 32),
+    "1b": _c4("1b", 2048, 16, 16384, 16),
+    "2b": _c4("2b", 4096, 16, 16384, 16),
+}
+"""As in configs/model."""
+SIZES = CPU_SIZES | GPU_SIZES | {"demo": CPU_SIZES["2m"]}
+
+
+def check_seqax(checkout: Path) -> None:
+    """Raises ValueError unless there is a checkout of seqax with an environment."""
+    if not (checkout / "train.py").exists() or not (checkout / ".venv/bin/python").exists():
+        raise ValueError(
+            f"--seqax is {checkout}, which is no checkout of seqax with an environment. Make it, with Python 3.11: "
+            f"git clone https://github.com/MatX-inc/seqax {checkout} && python3.11 -m venv {checkout}/.venv && "
+            f"{checkout}/.venv/bin/pip install -r {SEQAX_NEEDS}"
+        )
+
+
+def jobs_of(
+    size: str, names: list[str], dtype: str, platform: str, extra: list[str], seqax: Path | None = None
+) -> dict[str, Job]:
+    """The jobs by label. The floor is first: the figures of the others need it.
+
+    Args:
+        size: of SIZES.
+        names: of MODULES, beside the floor.
+        dtype: as in Job.
+        platform: as in Job.
+        extra: settings with which ours runs once more.
+        seqax: the checkout of seqax.
+    """
+    s = SIZES[size]
+    job = Job("", s.shapes, s.sequences, s.length, dtype, platform, config=s.config)
+    job = dataclasses.replace(job, d=4, t=2) if size == "demo" else job
+    found = {name: dataclasses.replace(job, contestant=MODULES[name]) for name in MODULES if name in ("floor", *names)}
+    if size == "demo":
+        found.pop("torch", None)  # it has one device
+    if "seqax" in found:
+        found["seqax"] = dataclasses.replace(found["seqax"], checkout=str(seqax))
+    for settings in extra if "ours" in found else []:
+        found[f"ours {settings}"] = dataclasses.replace(found["ours"], settings=tuple(settings.split(",")))
+    return found
+
+
+def figures(measured: Contestant, floor: dict[str, Any] | None) -> dict[str, Any]:
+    """All numbers of a contestant, for the table and for --json. `floor`: the figures of the floor."""
+    job, found = measured.job, {"label": measured.label, "contestant": measured.job.contestant, "error": measured.error}
+    if measured.error is not None:
+        return found
+    best, median = (job.tokens / seconds for seconds in (min(measured.step_s), statistics.median(measured.step_s)))
+    found |= {"tokens_per_s": best, "tokens_per_s_median": median, "step_s": measured.step_s}
+    found |= {"peak_bytes": measured.peak, "settings": job.settings, "tokens": job.tokens}
+    found |= {name: measured.ready[name] for name in ("compile_s", "losses", "about")}
+    if floor and floor["error"] is None and job.contestant != "floor":
+        floor_per_token = min(floor["step_s"]) * (1 + floor["about"]["attention_share"]) / floor["tokens"]
+        # A measured peak may be lower than the floor reaches, if other programs ran at the time.
+        peak = max(floor["about"]["peak"], job.flops_per_token / floor_per_token)
+        found |= {"mfu": job.flops_per_token * best / peak, "of_floor": floor_per_token * best}
+    return found
+
+
+HEADER = f"{'':<44}{'tokens/s':>10}{'median':>10}{'MFU':>7}{'floor':>7}{'peak MiB':>10}{'compile s':>10}"
+
+
+def line_of(found: dict[str, Any]) -> str:
+    """The line of the table."""
+    name = f"{found['label']:<44}"
+    if found["error"]:
+        return f"{name}  failed: {found['error']}"
+    share = lambda key: f"{found[key]:>7.1%}" if key in found else f"{'':>7}"
+    cells = f"{found['tokens_per_s']:>10,.0f}{found['tokens_per_s_median']:>10,.0f}{share('mfu')}{share('of_floor')}"
+    return f"{name}{cells}{found['peak_bytes'] / 2**20:>10,.0f}{found['compile_s']:>10.1f}"
+
+
+def ratios(size: str, contestants: dict[str, dict]) -> list[str]:
+    """Lines with the ratio of ours to each of the others, and of ours with other settings to ours."""
+    ran = {label: its for label, its in contestants.items() if its["error"] is None and its["contestant"] != "floor"}
+    lines, ours = [], ran.pop("ours", None)
+    for label, its in ran.items() if ours else ():
+        over, under = (its, ours) if its["contestant"] == "ours" else (ours, its)
+        best, median = (over[key] / under[key] for key in ("tokens_per_s", "tokens_per_s_median"))
+        names = f"{label} / ours" if over is its else f"ours / {label}"
+        lines.append(f"ratio   {size}, {names}: {best:.2f}, by medians {median:.2f}")
+    return lines
 
 
 def has_gpu() -> bool:
     """Looks for an NVIDIA GPU, without starting it."""
     program = shutil.which("nvidia-smi")
     return program is not None and subprocess.run([program, "-L"], capture_output=True).returncode == 0
-
-
-def head_of(size: str, dtype: str, platform: str) -> str:
-    """The lines above the table of a size."""
-    s = SIZES[size]
-    devices = ", 8 simulated devices" if size == "demo" else ""
-    batch = f"{s.sequences} sequences of {s.length} tokens"
-    return f"\n{size}: {s.shapes.parameters:,} parameters, {batch}, {dtype}, {platform}{devices}\n{HEADER}"
 
 
 def main() -> None:
@@ -58,82 +167,51 @@ def main() -> None:
     parser.add_argument("--sizes", help=f"of {', '.join(SIZES)}; demo is the demo's run on 8 simulated devices")
     parser.add_argument("--only", help=f"of {', '.join(MODULES)}; the floor always runs")
     parser.add_argument("--seqax", type=Path, metavar="PATH", help="a checkout of seqax; its step is compared too")
-    parser.add_argument("--platform", choices=["auto", "cpu", "gpu"], default="auto")
+    parser.add_argument("--platform", choices=["cpu", "gpu"], default="gpu" if has_gpu() else "cpu")
     parser.add_argument("--dtype", choices=["f32", "bf16"], help="f32 on a CPU, bf16 on a GPU and for the demo")
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
-    parser.add_argument("--seconds", type=float, help="of a turn, about")
-    parser.add_argument("--rounds", type=int)
-    parser.add_argument("--one-at-a-time", action="store_true", help="as on a GPU")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, about")
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--extra-settings",
         action="append",
         default=[],
         metavar="KEY=VALUE,...",
-        help="ours once more with these settings of train.py, or sequences=, microbatches=; may be given several times",
+        help="ours once more with these settings of train.py; may be given several times",
     )
-    parser.add_argument("--limit", type=float, default=300, help="seconds that a contestant has to compile")
-    parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds for all of it")
-    parser.add_argument("--parts", action="store_true", help="the time of ours by kind of kernel, beside the least")
-    parser.add_argument("--json", type=Path, help="file for all figures; those that it has already are kept")
+    parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exit ends the contestants
-    platform = options.platform if options.platform != "auto" else "gpu" if has_gpu() else "cpu"
-    sizes = (
-        options.sizes.split(",") if options.sizes else ["2m", "10m", "demo"] if platform == "cpu" else list(GPU_SIZES)
-    )
-    if wrong := [size for size in sizes if size not in SIZES]:
-        parser.error(f"--sizes has {', '.join(wrong)}; choose of {', '.join(SIZES)}")
-    names = options.only.split(",") if options.only else [name for name in MODULES if name != "torch-max-autotune"]
-    if options.seqax:
-        options.seqax = options.seqax.resolve()
+    platform, seqax = options.platform, options.seqax and options.seqax.resolve()
+    sizes = (options.sizes or ("2m,10m,demo" if platform == "cpu" else ",".join(GPU_SIZES))).split(",")
+    names = (options.only or "ours,plain-jax,torch" + ",seqax" * bool(seqax)).split(",")
+    if wrong := [*({*sizes} - {*SIZES}), *({*names} - {*MODULES})]:
+        parser.error(f"there is no {', '.join(wrong)}; sizes are {', '.join(SIZES)}, contestants {', '.join(MODULES)}")
+    if "seqax" in names:
         try:
-            check_seqax(options.seqax)
+            check_seqax(seqax or Path("seqax"))
         except ValueError as error:
             parser.error(str(error))
-        names += ["seqax"] if "seqax" not in names else []
-    elif options.only and "seqax" in names:
-        parser.error("seqax is compared with --seqax=PATH, the directory of its checkout")
-    else:
-        names = [name for name in names if name != "seqax"]
-    names += ["floor"] if "floor" not in names else []
-    timing = Timing(
-        rounds=options.rounds or (3 if options.quick or platform == "gpu" else 5),
-        seconds=options.seconds or (1.0 if options.quick else 2.0),
-        take_turns=platform == "cpu" and not options.one_at_a_time,
-        limit=options.limit,
-        until=time.monotonic() + options.deadline,
-    )
-    for name in list(names):
-        if why := missing(name):
-            print(why, flush=True)
-            names.remove(name)
-    new: list[str] = []  # lines of the table of kernels
-    record = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    if "torch" in names and not all(map(importlib.util.find_spec, ("torch", "transformers"))):
+        print("torch is skipped: pip install torch transformers", flush=True)
+        names.remove("torch")
+    timing, record = Timing(options.rounds, options.seconds, take_turns=platform == "cpu"), {}
     for size in sizes:
-        dtype = options.dtype or ("f32" if platform == "cpu" and size != "demo" else "bf16")
-        kind = {"dtype": dtype, "platform": platform, **dataclasses.asdict(SIZES[size])}
-        of_size = record.setdefault(size, {**kind, "contestants": {}})
-        if any(of_size[key] != value for key, value in kind.items()):
-            raise SystemExit(f"{options.json} has other figures of {size}: of {of_size} instead of {kind}")
-        found = of_size["contestants"]
-        print(head_of(size, dtype, platform), flush=True)
+        s, dtype = SIZES[size], options.dtype or ("f32" if platform == "cpu" and size != "demo" else "bf16")
+        devices = ", 8 simulated devices" if size == "demo" else ""
+        batch = f"{s.sequences} sequences of {s.length} tokens"
+        print(
+            f"\n{size}: {s.shapes.parameters:,} parameters, {batch}, {dtype}, {platform}{devices}\n{HEADER}", flush=True
+        )
+        record[size] = found = {}
 
-        def show(measured: Measured, size=size, found=found) -> None:
+        def show(measured: Contestant, found=found) -> None:
             found[measured.label] = figures(measured, found.get("floor"))
-            new.extend(parts_of(size, {measured.label: found[measured.label]}))
             print(line_of(found[measured.label]), flush=True)
             if options.json:
                 options.json.write_text(json.dumps(record, indent=1))
 
-        jobs = jobs_of(size, names, dtype, platform, options.extra_settings, options.seqax, options.parts)
-        done = {label for label, its in found.items() if its["error"] is None}
-        compare({label: job for label, job in jobs.items() if label not in done}, timing, show)
-    print()
-    for size, of_size in record.items():
-        if lines := ratios(size, of_size["contestants"]):
-            print(lines)
-    if new:
-        print(PARTS_HEADER, *new, sep="\n")
+        compare(jobs_of(size, names, dtype, platform, options.extra_settings, seqax), timing, show)
+    print(*(line for size, found in record.items() for line in ratios(size, found)), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,16 @@
-"""A contestant's process: starting it, its events, ending it."""
+"""Contestants in processes of their own: starting them, their rounds, ending them."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import queue
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,65 +24,118 @@ class ContestantError(Exception):
     """A contestant ended, or took too long. The message is the end of its output."""
 
 
-class Process:
-    """A contestant's process, and the events that it has sent."""
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Lengths and limits of the rounds."""
+
+    rounds: int
+    seconds: float
+    """Approximate time of a contestant's part of a round."""
+    take_turns: bool
+    """All contestants stay alive and take turns; otherwise they run one after the other."""
+    limit: float = 300.0
+    """Seconds that a contestant has to build and compile, and again for each round."""
+
+
+class Contestant:
+    """A contestant's process, and its measurements."""
 
     def __init__(self, label: str, job: Job, scratch: Path):
-        self.errors = scratch / f"{label.replace('/', '_')[:80]}.stderr"
-        self.events: queue.Queue[dict | None] = queue.Queue()
-        with self.errors.open("w") as errors:
-            self.process = subprocess.Popen(
+        self.label, self.job = label, job
+        self.ready: dict[str, Any] = {}
+        """compile_s and step_s, in seconds; losses of the first steps; facts about the contestant."""
+        self.step_s: list[float] = []
+        """Seconds of a step in each round."""
+        self.peak = 0
+        """Peak bytes of the GPU's allocator, or of the process."""
+        self.error: str | None = None
+        self._messages = scratch / f"{label.replace('/', '_')[:80]}.stderr"
+        self._events: queue.Queue[dict | None] = queue.Queue()
+        with self._messages.open("w") as messages:
+            self._process = subprocess.Popen(
                 [python_of(job), "-m", "bench.throughput.peers.worker", job.to_json()],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=errors,
+                stderr=messages,
                 text=True,
                 cwd=ROOT,
                 env=environment(job, scratch),
                 start_new_session=True,  # a signal to the group reaches the processes that it starts too
             )
-        self.reader = threading.Thread(target=self._read, daemon=True)
-        self.reader.start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
 
     def _read(self) -> None:
-        for line in self.process.stdout:
+        for line in self._process.stdout:
             if line.startswith(MARK):
-                self.events.put(json.loads(line.removeprefix(MARK)))
-        self.events.put(None)
+                self._events.put(json.loads(line.removeprefix(MARK)))
+        self._events.put(None)
 
-    def wait(self, event: str, timeout: float) -> dict[str, Any]:
+    def _wait(self, event: str, limit: float) -> dict[str, Any]:
         """Returns the next event, which must be `event`. Raises ContestantError if there is none in time."""
         try:
-            found = self.events.get(timeout=max(timeout, 0.1))
+            found = self._events.get(timeout=limit)
         except queue.Empty:
-            raise ContestantError(f"no {event} within {timeout:.0f} s") from None
+            raise ContestantError(f"no {event} within {limit:.0f} s") from None
         if found is None:
-            lines = [line for line in self.errors.read_text().splitlines() if line.strip()]
-            raise ContestantError(f"ended with {self.process.wait()}: {lines[-1][:300] if lines else 'no message'}")
+            lines = [line for line in self._messages.read_text().splitlines() if line.strip()]
+            raise ContestantError(f"ended with {self._process.wait()}: {lines[-1][:300] if lines else 'no message'}")
         assert found["event"] == event, (found, event)
         return found
 
-    def send(self, line: str | None) -> None:
-        """Writes a line to the process; None: closes its input."""
-        with contextlib.suppress(BrokenPipeError):  # `wait` then reports how it ended
-            if line is None:
-                self.process.stdin.close()
+    def measure(self, timing: Timing) -> None:
+        """The next part: building and compiling, or one round. After an error it does nothing."""
+        if self.error is not None:
+            return
+        self._signal(signal.SIGCONT)
+        try:
+            if not self.ready:
+                self.ready = self._wait("ready", timing.limit)
             else:
-                self.process.stdin.write(f"{line}\n")
-                self.process.stdin.flush()
+                steps = max(1, round(timing.seconds / (self.step_s or [self.ready["step_s"]])[-1]))
+                with contextlib.suppress(BrokenPipeError):  # `_wait` then reports how it ended
+                    self._process.stdin.write(f"{steps}\n")
+                    self._process.stdin.flush()
+                done = self._wait("steps", timing.limit)
+                self.step_s.append(done["seconds"] / steps)
+                self.peak = max(self.peak, done["peak"])
+        except ContestantError as error:
+            self.error = str(error)
+            self.end()
+        else:
+            self._signal(signal.SIGSTOP)
 
-    def signal(self, which: signal.Signals) -> None:
-        """Sends a signal to the process and those that it started."""
+    def _signal(self, which: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, which)
+            os.killpg(self._process.pid, which)
 
     def end(self) -> None:
         """Kills the process and those that it started."""
-        self.signal(signal.SIGKILL)
-        self.process.wait()
-        self.reader.join(timeout=10)  # the output ends when the last of the processes has ended
-        self.process.stdout.close()
-        self.send(None)
+        self._signal(signal.SIGKILL)
+        self._process.wait()
+        self._reader.join(timeout=10)  # the output ends when the last of the processes has ended
+        self._process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+
+
+def compare(jobs: dict[str, Job], timing: Timing, show: Callable[[Contestant], None]) -> None:
+    """Runs each job, and calls `show` with each contestant as soon as it is measured. If one fails, others continue."""
+    groups = [[*jobs]] if timing.take_turns else [[label] for label in jobs]
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch, contextlib.ExitStack() as cleanup:
+        for labels in groups:
+            group = []
+            for label in labels:
+                group.append(Contestant(label, jobs[label], Path(scratch)))
+                cleanup.callback(group[-1].end)
+                group[-1].measure(timing)
+            for i in range(timing.rounds):
+                first = i % len(group)
+                for contestant in group[first:] + group[:first]:
+                    contestant.measure(timing)
+            for contestant in group:
+                contestant.end()
+                show(contestant)
 
 
 def python_of(job: Job) -> str:

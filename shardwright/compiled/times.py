@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from shardwright.compiled.hlo import Program
 from shardwright.compiled.operations import COLLECTIVES, base_opcode, collective
-from shardwright.compiled.roofline import kernels
 from shardwright.compiled.step import Step
 from shardwright.compiled.table import name_of
 
@@ -79,25 +78,6 @@ def line_times(profile: Any, program: Program, step: Step, source: Mapping[str, 
         "exposed": sum(row["exposed"] for row in rows),
         "lines": rows,
     }
-
-
-def kind_times(profile: Any, program: Program) -> dict[str, float]:
-    """Seconds that devices spend on each kind of kernel (compiled.roofline.Kernel), summed over the devices.
-
-    Args:
-        profile: a jax.profiler.ProfileData.
-        program: the program that was traced.
-
-    Raises:
-        ValueError: the trace has no operation of the program.
-    """
-    kinds, spent = {kernel.instruction.name: kernel.kind for kernel in kernels(program)}, collections.Counter()
-    for pieces in _pieces(profile, program).values():
-        for start, end, operation, opcode in pieces:
-            spent["collective" if _communicates(opcode) else kinds.get(operation, "other")] += (end - start) / 1e9
-    if not spent:
-        raise ValueError(f"the trace has no operation of {program.name}.")
-    return dict(spent)
 
 
 def top_lines(found: Mapping[str, Any], count: int = 10, width: int = 80) -> str:

@@ -10,7 +10,7 @@ from traces import trace
 
 from shardwright.compiled.hlo import parse
 from shardwright.compiled.step import describe
-from shardwright.compiled.times import kind_times, line_times, top_lines
+from shardwright.compiled.times import line_times, top_lines
 from shardwright.compiled.trace import read_trace
 
 # jaxlib's reader of traces makes a type in a way that Python 3.13 warns of; as an error, that would end the process.
@@ -77,19 +77,6 @@ def test_gpu_streams():
         "train.py:20": [40e-6, round(40 / 70, 6), 0, 0],
         "train.py:10": [30e-6, round(30 / 70, 6), round(30 / 70, 6), round(20 / 70, 6)],
     }
-
-
-def test_kinds_of_kernels():
-    """The times of test_gpu_streams, of one device and of two."""
-    of = lambda name: {"hlo_module": "jit_f", "hlo_op": name}
-    lines = {"Stream #1": [(0, 40e6, "gemm", of("product")), (50e6, 55e6, "copy", of("unknown"))]}
-    lines["Stream #2"] = [(30e6, 60e6, "ncclDevKernel", of("start"))]
-    found = kind_times(trace({"/device:GPU:0": lines}), parse(TEXT))
-    assert found == pytest.approx({"matmul": 40, "collective": 30, "other": 5})
-    both = kind_times(trace({"/device:GPU:0": lines, "/device:GPU:1": lines}), parse(TEXT))
-    assert both == pytest.approx({kind: 2 * seconds for kind, seconds in found.items()})
-    with pytest.raises(ValueError, match="the trace has no operation of jit_f"):
-        kind_times(trace({"/device:GPU:0": {"Stream #1": []}}), parse(TEXT))
 
 
 def test_a_line_of_operations():

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from bench.throughput.peers.jax_peer import DTYPES, JaxContestant
 from bench.throughput.peers.job import Job
+from bench.throughput.peers.on_jax import DTYPES, OnJax
 from shardlib.products import einsum_with_gradients
 from shardwright.run.flops import peak_flops
 
@@ -31,7 +31,7 @@ def dots(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Arra
     return y, *vjp(dy)
 
 
-class Contestant(JaxContestant):
+class Contestant(OnJax):
     """The products of a step."""
 
     def __init__(self, job: Job):

@@ -54,16 +54,11 @@ class Shapes:
 
     def products(self, t: int = 1) -> list[tuple[int, int, int]]:
         """(inputs, outputs, count) of each product with a weight in a forward pass, on one of `t` devices."""
-        q, kv, hidden = self.heads * self.d_head // t, self.n_kv * self.d_head // t, self.d_ff // t
-        into = [
-            (self.d_model, q),
-            (self.d_model, kv),
-            (self.d_model, kv),
-            (self.d_model, hidden),
-            (self.d_model, hidden),
-        ]
-        out_of = [(q, self.d_model), (hidden, self.d_model)]
-        return [(*product, self.layers) for product in into + out_of] + [(self.d_model, self.vocab // t, 1)]
+        model, hidden = self.d_model, self.d_ff // t
+        q, kv = self.heads * self.d_head // t, self.n_kv * self.d_head // t
+        of_layer = [(model, q), (model, kv), (model, kv), (q, model)]
+        of_layer += [(model, hidden), (model, hidden), (hidden, model)]
+        return [(*product, self.layers) for product in of_layer] + [(model, self.vocab // t, 1)]
 
     @property
     def matmul_parameters(self) -> int:
@@ -83,14 +78,11 @@ class Job:
     Attributes:
         contestant: a module of bench/throughput/peers.
         sequences, length: number of sequences of a batch, over all devices, and of their tokens. Each is one document.
-        microbatches: number of parts of the batch that pass through the model one after the other. Only ours has them.
         dtype: bf16: products in bf16, weights and optimizer state in f32. f32: all in f32.
         platform: cpu or gpu.
-        d, t: the mesh. Peers have plain data parallelism over d·t devices.
+        d, t: the mesh. Plain JAX has data parallelism over d·t devices.
         config: for ours, a file of configs/, for all settings that are not in the job.
-        settings: for ours, overrides as on the command line of train.py. They come last. For torch, the mode of
-            torch.compile.
-        parts: for ours, whether its time is measured by kind of kernel too.
+        settings: for ours, overrides as on the command line of train.py. They come last.
         checkout: for seqax, the directory of its source, with an environment .venv.
     """
 
@@ -102,7 +94,6 @@ class Job:
     platform: str = "cpu"
     d: int = 1
     t: int = 1
-    microbatches: int = 1
     learning_rate: float = 1e-3
     b1: float = 0.9
     b2: float = 0.95
@@ -111,7 +102,6 @@ class Job:
     clip_norm: float = 1.0
     config: str = "local_test_synthetic"
     settings: tuple[str, ...] = ()
-    parts: bool = False
     checkout: str = ""
     seed: int = 0
 
@@ -124,6 +114,12 @@ class Job:
     def devices(self) -> int:
         """Number of devices."""
         return self.d * self.t
+
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs of a token with causal attention, as flops.flops_of_model counts them."""
+        c = self.shapes
+        return 6 * (c.parameters - c.vocab * c.d_model) + 6 * c.layers * c.heads * c.d_head * self.length
 
     def to_json(self) -> str:
         """Writes the job as JSON, for the command line of its process."""

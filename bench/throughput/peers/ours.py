@@ -2,21 +2,16 @@
 
 import dataclasses
 import functools
-import tempfile
-from pathlib import Path
 
 import jax
 import numpy as np
 
 import train
-from bench.nvidia import least_ms
 from bench.steps import load
-from bench.throughput.peers.jax_peer import JaxContestant
 from bench.throughput.peers.job import BOS_ID, Job, batches
+from bench.throughput.peers.on_jax import OnJax
 from shardlib.shardtypes import make_shardings
 from shardwright.cluster.devices import compile_program, known_options, make_mesh, start_devices
-from shardwright.compiled.hlo import parse
-from shardwright.compiled.times import kind_times
 from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.model import load_model
 from shardwright.run.config import check_divides
@@ -26,7 +21,7 @@ from shardwright_data.loader import TokenBatch, in_microbatches
 def config_of(job: Job):
     """The configuration of a run: job.config with the settings of the job."""
     shapes = {f"model.{name}": value for name, value in dataclasses.asdict(job.shapes).items()}
-    training = {"batch_size": job.sequences, "seq_len": job.length, "steps": 1000, "microbatches": job.microbatches}
+    training = {"batch_size": job.sequences, "seq_len": job.length, "steps": 1000}
     training |= {"seed": job.seed, "document_mask": False, "compute_dtype": job.dtype}
     optimizer = {"learning_rate": job.learning_rate, "adam_b1": job.b1, "adam_b2": job.b2, "warmup_steps": 0}
     optimizer |= {"adam_epsilon": job.epsilon, "weight_decay": job.weight_decay, "clip_norm": job.clip_norm}
@@ -39,7 +34,7 @@ def config_of(job: Job):
     return load(job.config, [*lines, *job.settings])
 
 
-class Contestant(JaxContestant):
+class Contestant(OnJax):
     """The step of train.py."""
 
     def __init__(self, job: Job, weights: dict[str, np.ndarray] | None = None):
@@ -76,20 +71,6 @@ class Contestant(JaxContestant):
         with jax.set_mesh(self.mesh):
             lines = describe_attention(forward, c.training.seq_len)
         return {"attention": "; ".join(lines)}
-
-    def parts(self) -> dict:
-        """Milliseconds of a step by kind of kernel: `took`, in a trace, and `least`, where the device is known.
-
-        The time of all devices is added up.
-        """
-        program, steps = parse(self.training_step.as_text()), 3
-        with tempfile.TemporaryDirectory() as directory:
-            with jax.profiler.trace(directory):
-                self.wait([self.step() for _ in range(steps)])
-            (trace,) = Path(directory).rglob("*.xplane.pb")
-            took = kind_times(jax.profiler.ProfileData.from_file(str(trace)), program)
-        took = {kind: 1000 * seconds / steps for kind, seconds in took.items()}
-        return {"took": took, "least": least_ms(program, jax.devices()[0])}
 
 
 def whole_documents(targets: np.ndarray, microbatches: int) -> TokenBatch:

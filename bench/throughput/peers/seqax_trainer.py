@@ -119,8 +119,7 @@ class Contestant:
         return [float(loss) for loss in self.jax.device_get(losses)]
 
     def device_peak(self) -> int | None:
-        """Peak bytes of the first device, if it counts them."""
-        return (self.jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        """None: it is compared on CPUs."""
 
     def about(self) -> dict:
         """Facts for the record."""

@@ -2,13 +2,10 @@
 
 import contextlib
 import os
-import time
-from collections.abc import Iterable
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 from bench.throughput.peers.job import Job, Shapes, batches, inputs_of
@@ -22,44 +19,6 @@ def causal(module, query, key, value, attention_mask, dropout=0.0, scaling=None,
 
 
 AttentionInterface.register("causal_sdpa", causal)
-
-SWITCHES = {
-    SDPBackend.FLASH_ATTENTION: torch.backends.cuda.enable_flash_sdp,
-    SDPBackend.EFFICIENT_ATTENTION: torch.backends.cuda.enable_mem_efficient_sdp,
-    SDPBackend.CUDNN_ATTENTION: torch.backends.cuda.enable_cudnn_sdp,
-    SDPBackend.MATH: torch.backends.cuda.enable_math_sdp,
-}
-
-
-def allow(kernels: Iterable[SDPBackend]) -> None:
-    """Makes torch choose its attention from these alone. As a context manager this would not compile."""
-    for kernel, switch in SWITCHES.items():
-        switch(kernel in kernels)
-
-
-def fastest_kernel(job: Job, kernels: Iterable[SDPBackend], device: str) -> SDPBackend | None:
-    """The fastest of `kernels` at the shapes of the job, forward and backward; None if none supports them."""
-    c, dtype = job.shapes, torch.bfloat16 if job.dtype == "bf16" else torch.float32
-    draw = lambda heads: torch.randn(job.sequences, heads, job.length, c.d_head, dtype=dtype, device=device)
-    q, k, v = (draw(heads).requires_grad_() for heads in (c.heads, c.n_kv, c.n_kv))
-    g, times = draw(c.heads), {}
-
-    def run():
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=c.heads != c.n_kv)
-        torch.autograd.grad(out, (q, k, v), g)
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    for kernel in kernels:
-        allow([kernel])
-        with contextlib.suppress(RuntimeError):  # it does not support these shapes
-            run()
-            start = time.perf_counter()
-            for _ in range(3):
-                run()
-            times[kernel] = time.perf_counter() - start
-    allow(SWITCHES)
-    return min(times, key=times.get) if times else None
 
 
 def model_of(c: Shapes, device: str) -> LlamaForCausalLM:
@@ -125,15 +84,10 @@ class Contestant:
         )
         place = lambda x: torch.tensor(x.astype(np.int64), device=self.device)
         self.batches = [(place(inputs_of(x)), place(x)) for x in batches(job)]
-        mode = job.settings[0] if job.settings else None
-        self.loss_of = torch.compile(self.plain_loss, mode=mode) if compiled else self.plain_loss
-        # Torch prefers FlashAttention. On Hopper cuDNN's kernels are faster.
-        fused = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION] if self.device == "cuda" else []
-        self.kernel = fastest_kernel(job, fused, self.device)
-        if self.kernel:
-            allow([self.kernel])
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+        self.loss_of = torch.compile(self.plain_loss) if compiled else self.plain_loss
+        if self.device == "cuda":
+            # Torch prefers FlashAttention. On Hopper cuDNN's kernels are faster.
+            torch.backends.cuda.enable_flash_sdp(torch.cuda.get_device_capability()[0] < 9)
         self.steps = 0
 
     def plain_loss(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -146,22 +100,13 @@ class Contestant:
         ids, targets = self.batches[self.steps % len(self.batches)]
         half = self.job.dtype == "bf16"
         with torch.autocast(self.device, torch.bfloat16) if half else contextlib.nullcontext():
-            try:
-                loss = self.loss_of(ids, targets)
-            except RuntimeError:
-                if self.steps or not self.kernel:
-                    raise
-                # Compiled, the kernel fails: torch chooses again, from all of them.
-                self.kernel = None
-                allow(SWITCHES)
-                torch.compiler.reset()
-                loss = self.loss_of(ids, targets)
+            loss = self.loss_of(ids, targets)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
-        return loss.detach().clone()  # a CUDA graph writes the next loss to the same place
+        return loss.detach().clone()
 
     def wait(self, losses: list[torch.Tensor]) -> list[float]:
         """Waits for the steps that returned these losses."""
@@ -169,11 +114,7 @@ class Contestant:
 
     def about(self) -> dict:
         """Facts for the record."""
-        return {
-            "torch": torch.__version__,
-            "attention": self.kernel.name if self.kernel else "as torch chooses",
-            "threads": torch.get_num_threads(),
-        }
+        return {"torch": torch.__version__, "threads": torch.get_num_threads()}
 
     def device_peak(self) -> int | None:
         """Peak bytes that torch allocated on the GPU."""

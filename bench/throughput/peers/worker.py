@@ -3,9 +3,7 @@
     python -m bench.throughput.peers.worker '<Job as JSON>'
 
 A line of standard output that begins with MARK is an event, in JSON; other lines are the contestant's own output. The
-first event is `imported`; after a line on standard input, `ready`; then, for each number on standard input, `steps`; at
-its end, `end`, and `parts` if the job asks for them. Nothing uses a device before the first line, so that the next
-contestant can import its modules while one is running. Memory is in bytes.
+first event is `ready`; then, for each number on standard input, `steps`.
 """
 
 import ctypes
@@ -20,22 +18,11 @@ from bench.throughput.peers.job import Job
 MARK = "@event "
 
 
-def memory_of_process() -> dict[str, int]:
-    """Resident memory of this process: now, and its peak."""
+def host_peak() -> int:
+    """Peak of the resident memory of this process, in bytes."""
     with open("/proc/self/status") as file:
         found = dict(line.split(":", 1) for line in file)
-    return {name: int(found[key].split()[0]) * 1024 for name, key in (("now", "VmRSS"), ("peak", "VmHWM"))}
-
-
-def forget_peak() -> None:
-    """Resets the peak of resident memory to the present value."""
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")
-
-
-def die_with_parent() -> None:
-    """Makes the kernel kill this process when its parent ends, even if it is stopped."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # 1 is PR_SET_PDEATHSIG
+    return int(found["VmHWM"].split()[0]) * 1024
 
 
 def emit(event: str, **values) -> None:
@@ -45,32 +32,20 @@ def emit(event: str, **values) -> None:
 
 def main() -> None:
     """Runs the contestant of the job on the command line."""
-    die_with_parent()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent, even if it is stopped
     job = Job.from_json(sys.argv[1])
-    module = importlib.import_module(f"bench.throughput.peers.{job.contestant}")
-    emit("imported", memory=memory_of_process())
-    sys.stdin.readline()
-    contestant = module.Contestant(job)
-    start = time.perf_counter()
-    first = contestant.wait([contestant.step()])
-    compile_s = time.perf_counter() - start
-    start = time.perf_counter()
-    second = contestant.wait([contestant.step()])
-    step_s = time.perf_counter() - start
-    highest = memory_of_process()["peak"]
-    forget_peak()
-    about = contestant.about()
-    emit("ready", compile_s=compile_s, step_s=step_s, losses=first + second, about=about, highest=highest)
-    for line in sys.stdin:
+    contestant = importlib.import_module(f"bench.throughput.peers.{job.contestant}").Contestant(job)
+
+    def timed(steps: int) -> tuple[float, list[float]]:
         start = time.perf_counter()
-        losses = contestant.wait([contestant.step() for _ in range(int(line))])
-        emit("steps", seconds=time.perf_counter() - start, losses=losses)
-    emit("end", memory=memory_of_process(), device_peak=contestant.device_peak())
-    if job.parts:
-        try:
-            emit("parts", **contestant.parts())
-        except ValueError as error:  # the trace lacks the operations
-            emit("parts", because=str(error))
+        losses = contestant.wait([contestant.step() for _ in range(steps)])
+        return time.perf_counter() - start, losses
+
+    (compile_s, first), (step_s, second) = timed(1), timed(1)
+    emit("ready", compile_s=compile_s, step_s=step_s, losses=first + second, about=contestant.about())
+    for line in sys.stdin:
+        seconds, losses = timed(int(line))
+        emit("steps", seconds=seconds, losses=losses, peak=contestant.device_peak() or host_peak())
 
 
 if __name__ == "__main__":

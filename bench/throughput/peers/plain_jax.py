@@ -1,11 +1,16 @@
-"""A trainer in plain JAX, as in the cookbook of JAX's documentation: dicts, a loop over layers, AdamW by hand."""
+"""A trainer in plain JAX, as in the cookbook of JAX's documentation: dicts, a loop over layers, AdamW by hand.
+
+On several devices: plain data parallelism, sequences sharded over all devices, everything else replicated.
+"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
-from bench.throughput.peers.jax_peer import DTYPES, JaxPeer, attend, rope_tables, rotate
-from bench.throughput.peers.job import Job, Shapes
+from bench.throughput.peers.job import Job, Shapes, batches, inputs_of
+from bench.throughput.peers.on_jax import DTYPES, OnJax
 
 WHOLE = ("embed", "final_norm", "unembed")
 
@@ -27,6 +32,25 @@ def initial_parameters(c: Shapes, key: jax.Array) -> dict:
     shapes = c.weights()
     keys = jax.random.split(key, len(shapes))
     return nested({name: draw(name, shape, k) for (name, shape), k in zip(shapes.items(), keys, strict=True)}, c.layers)
+
+
+def rope_tables(c: Shapes, length: int) -> tuple[jax.Array, jax.Array]:
+    """Cosine and sine, [length, 1, d_head / 2], of the angles by which pairs turn (arXiv 2104.09864)."""
+    frequencies = c.rope_base ** (-np.arange(0, c.d_head, 2) / c.d_head)
+    angles = jnp.asarray((np.arange(length)[:, None, None] * frequencies).astype(np.float32))
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """RoPE on x[batch, length, heads, d_head], by halves, in f32."""
+    (cos, sin), (a, b) = rope, jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention; cuDNN's kernel where there is one."""
+    fused = jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if fused else "xla")
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
@@ -63,15 +87,26 @@ def adamw(job: Job, w: jax.Array, g: jax.Array, mu: jax.Array, nu: jax.Array, co
     return w - job.learning_rate * (unbiased_mu / (jnp.sqrt(unbiased_nu) + job.epsilon) + job.weight_decay * w), mu, nu
 
 
-class Contestant(JaxPeer):
+class Contestant(OnJax):
     """The trainer in plain JAX."""
 
-    def initial(self, job: Job, weights: dict[str, np.ndarray] | None) -> dict:
+    def __init__(self, job: Job, weights: dict[str, np.ndarray] | None = None):
+        self.job = job
+        devices = jax.devices()[: job.devices]
+        mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+        everywhere, by_row = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+        self.state = jax.device_put(self.initial(weights), everywhere)
+        self.batches = [jax.device_put((inputs_of(x), x), by_row) for x in batches(job)]
+        self.jitted = jax.jit(self.training_step, donate_argnums=0, out_shardings=(everywhere, everywhere))
+        self.steps = 0
+
+    def initial(self, weights: dict[str, np.ndarray] | None) -> dict:
         """The state before the first step, from these weights or random ones."""
+        c = self.job.shapes
         if weights is None:
-            parameters = jax.jit(lambda key: initial_parameters(job.shapes, key))(jax.random.key(job.seed))
+            parameters = jax.jit(lambda key: initial_parameters(c, key))(jax.random.key(self.job.seed))
         else:
-            parameters = jax.tree.map(jnp.asarray, nested(weights, job.shapes.layers))
+            parameters = jax.tree.map(jnp.asarray, nested(weights, c.layers))
         zeros = lambda: jax.tree.map(jnp.zeros_like, parameters)
         return {"parameters": parameters, "mu": zeros(), "nu": zeros(), "count": jnp.zeros((), jnp.float32)}
 
@@ -92,3 +127,14 @@ class Contestant(JaxPeer):
         updated = jax.tree.map(update, state["parameters"], g, state["mu"], state["nu"])
         part = lambda i: jax.tree.map(lambda _, found: found[i], g, updated)
         return {"parameters": part(0), "mu": part(1), "nu": part(2), "count": count}, loss
+
+    def step(self) -> jax.Array:
+        """Starts a step. Returns its loss, on the device."""
+        self.state, loss = self.jitted(self.state, *self.batches[self.steps % len(self.batches)])
+        self.steps += 1
+        return loss
+
+    def about(self) -> dict:
+        """Facts for the record."""
+        fused = jax.default_backend() == "gpu" and self.job.dtype == "bf16"
+        return {"attention": f"{'cudnn' if fused else 'xla'} of jax.nn.dot_product_attention"}
