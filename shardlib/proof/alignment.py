@@ -65,7 +65,7 @@ class Different(Exception):
     """The program is another one on one device."""
 
     def __init__(self, here: Any, there: Any):
-        self.place = "?" if here is None else Equation(here, None, [], {}, {}).place()
+        self.place = "?" if here is None else Equation(here).place()
         names = [e.primitive.name if e is not None else "nothing more" for e in (here, there)]
         super().__init__(
             f"the program is another one on this mesh than on one device: {names[0]} here, {names[1]} there"

@@ -1,6 +1,6 @@
 """Check of a traced forward pass: the logits of a position depend on no later token, and on no other document.
 
-The program is interpreted over soundness.reach, at its own sizes, on one device. Token ids and weights are unknown; the
+It is interpreted over shardlib.proof.reach, at its own sizes, on one device. Token ids and weights are unknown; the
 places of positions and documents are known numbers, so that masks are. See docs/soundness.md.
 """
 
@@ -14,9 +14,8 @@ from jax.extend import core
 from shardlib.equations import CALLS, body_of, scan_counts
 from shardlib.proof.equation import Equation
 from shardlib.proof.primitives import jaxprs_of
-from shardlib.proof.reach import Reach, alike, constant, dtype_of, highest, joined, made, of_all, unknown
-from shardlib.proof.reach_moves import cut
-from shardlib.proof.reach_rules import FORM, apply
+from shardlib.proof.reach import Reach, constant, dtype_of, joined, made, of_all, unknown
+from shardlib.proof.reach_rules import FORM, apply, entries_of
 
 TURNS = 2**16
 """Largest number of passes of a loop that are followed one by one."""
@@ -60,7 +59,6 @@ class Interpreter:
         self.first = np.maximum.accumulate(np.where(starts, number, number[:, :1]), axis=1)
         self.last = number - 1
         self._callers: list[Equation | None] = [None]
-        self._used: dict[int, tuple[Any, list[bool]]] = {}
 
     def problem_of(self, logits: Reach) -> str | None:
         """Which token a position sees that it must not see; None if there is none."""
@@ -74,13 +72,11 @@ class Interpreter:
                 of, at = divmod(int(token[row, position]), self.shape[1])
                 if of != row:
                     return "the logits of a sequence depend on tokens of another sequence of the batch"
-                if self.first[of, at] != self.first[row, position] and at > position:
-                    text = f"on the token of position {at}, in a later document"
-                elif at >= position:
-                    text = f"on the token that it is to predict, or a later one, of position {at}"
-                else:
-                    text = f"on the token of position {at}, in an earlier document"
-                return f"the logits of position {position} depend {text}"
+                where = "in an earlier document"
+                if at >= position:
+                    is_own = self.first[of, at] == self.first[row, position] or at == position
+                    where = "that it is to predict, or a later one" if is_own else "in a later document"
+                return f"the logits of position {position} depend on the token of position {at}, {where}"
         return None
 
     def _is_right(self, x: Reach) -> bool:
@@ -114,7 +110,7 @@ class Interpreter:
         env = dict(zip([*body.constvars, *body.invars], [*map(constant, consts), *args], strict=True))
         read = lambda v: constant(np.asarray(v.val)) if isinstance(v, core.Literal) else env[v]
         for eqn in body.eqns:
-            self._callers.append(Equation(eqn, None, [], {}, {}, self._callers[-1]))
+            self._callers.append(Equation(eqn, caller=self._callers[-1]))
             try:
                 env.update(zip(eqn.outvars, self._results(eqn, list(map(read, eqn.invars))), strict=True))
             finally:
@@ -143,36 +139,19 @@ class Interpreter:
         consts, carried = scan_counts(eqn)
         body, length = eqn.params["jaxpr"], eqn.params["length"]
         fixed, carry, xs = ins[:consts], ins[consts : consts + carried], ins[consts + carried :]
-        used = self._uses(body_of(body)[0])
         rows: list[list[Reach]] = []
         known: dict[bytes, list[Reach]] = {}
-        for turn in range(length):
-            at = length - 1 - turn if eqn.params["reverse"] else turn
-            items = [_row(x, at) for x in xs]
-            args = [*fixed, *carry, *items]
-            key = _digest([x for x, is_used in zip(args, used, strict=True) if is_used])
+        turns = range(length)[::-1] if eqn.params["reverse"] else range(length)
+        for turn in turns:
+            args = [*fixed, *carry, *(_row(x, turn) for x in xs)]
+            key = _digest(args)
             if key not in known:
                 known[key] = self.run(body, args)
-            outs = known[key]
-            carry = outs[:carried]
-            rows.append(outs[carried:])
-        if eqn.params["reverse"]:
-            rows.reverse()
+            carry, out = known[key][:carried], known[key][carried:]
+            rows.append(out)
+        rows = rows[:: -1 if eqn.params["reverse"] else 1]
         shapes = [var.aval.shape for var in eqn.outvars[carried:]]
         return [*carry, *(_stacked([row[i] for row in rows], shape) for i, shape in enumerate(shapes))]
-
-    def _uses(self, body: Any) -> list[bool]:
-        """Which arguments of a jaxpr its results depend on, also within what it calls."""
-        if id(body) in self._used:
-            return self._used[id(body)][1]
-        needed = {v for v in body.outvars if not isinstance(v, core.Literal)}
-        for eqn in reversed(body.eqns):
-            if eqn.effects or any(v in needed for v in eqn.outvars):
-                inner = eqn.params.get(CALLS.get(eqn.primitive.name, ""))
-                uses = self._uses(body_of(inner)[0]) if inner is not None else [True] * len(eqn.invars)
-                needed |= {v for v, u in zip(eqn.invars, uses, strict=True) if u and not isinstance(v, core.Literal)}
-        self._used[id(body)] = body, [v in needed for v in body.invars]
-        return self._used[id(body)][1]
 
     def _while(self, eqn: Any, ins: list[Reach]) -> list[Reach]:
         p = eqn.params
@@ -185,26 +164,16 @@ class Interpreter:
             if not go.number.item():
                 return carry
             carry = self.run(p["body_jaxpr"], [*of_body, *carry])
-        types = [dtype_of(var.aval) for var in eqn.outvars]
-        for _ in range(TURNS):  # how often it runs is not known, and may depend on tokens
-            (go,) = self.run(p["cond_jaxpr"], [*of_test, *carry])
-            outs = self.run(p["body_jaxpr"], [*of_body, *carry])
-            pairs = zip(carry, outs, types, strict=True)
-            new = [_settled(_decided(go, joined([a, b], dtype), dtype), dtype) for a, b, dtype in pairs]
-            if _digest(new) == _digest(carry):
-                return carry
-            carry = new
-        return [unknown(x.shape, dtype, *of_all(ins)) for x, dtype in zip(carry, types, strict=True)]
+        # How often it runs is not known, and may depend on tokens.
+        return [unknown(x.shape, dtype_of(var.aval), *of_all(ins)) for x, var in zip(carry, eqn.outvars, strict=True)]
 
     def _cond(self, eqn: Any, ins: list[Reach]) -> list[Reach]:
         which, *args = ins
         branches = eqn.params["branches"]
         if which.is_known:
             return self.run(branches[int(np.clip(which.number.item(), 0, len(branches) - 1))], args)
-        outs = [self.run(branch, args) for branch in branches]
-        types = [dtype_of(var.aval) for var in eqn.outvars]
-        pairs = zip(zip(*outs, strict=True), types, strict=True)
-        return [_decided(which, joined(list(parts), dtype), dtype) for parts, dtype in pairs]
+        outs = zip(*(self.run(branch, args) for branch in branches), eqn.outvars, strict=True)
+        return [_decided(which, joined(parts, dtype_of(var.aval)), dtype_of(var.aval)) for *parts, var in outs]
 
 
 def _decided(by: Reach, x: Reach, dtype: np.dtype) -> Reach:
@@ -216,16 +185,9 @@ def _decided(by: Reach, x: Reach, dtype: np.dtype) -> Reach:
     return result
 
 
-def _settled(x: Reach, dtype: np.dtype) -> Reach:
-    """`x` without what its unknown numbers do not exceed, which may grow with each pass of a loop."""
-    result = made(x.shape, np.where(x.known, x.number, highest(dtype)), x.known, x.first, x.last, dtype)
-    result.why = x.why
-    return result
-
-
 def _row(x: Reach, at: int) -> Reach:
-    row = cut(x, [at, *[0] * (len(x.shape) - 1)], [at + 1, *x.shape[1:]])
-    result = row.moved(lambda a: a.reshape(a.shape[1:]), x.shape[1:])
+    row = entries_of(x, 0, at, at + 1)
+    result = row.moved(lambda a: a.squeeze(0), x.shape[1:])
     result.why = x.why
     return result
 
@@ -237,7 +199,7 @@ def _stacked(rows: list[Reach], shape: tuple[int, ...]) -> Reach:
         result = rows[0].moved(lambda a: a[None], shape)
     else:
         together = lambda arrays: np.stack(np.broadcast_arrays(*arrays))
-        result = alike(Reach(tuple(shape), *map(together, zip(*(row.arrays() for row in rows), strict=True))))
+        result = Reach(tuple(shape), *map(together, zip(*(row.arrays() for row in rows), strict=True))).alike()
     result.why = next((row.why for row in rows if row.why), None)
     return result
 

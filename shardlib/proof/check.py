@@ -9,10 +9,11 @@ import jax
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
+from shardlib.equations import body_of
 from shardlib.parsing import ShardError
 from shardlib.proof.alignment import Different
 from shardlib.proof.domain import UNIFORM, Sizes, Value, describe, devices
-from shardlib.proof.equation import WHOLE_SIZE, Equation, Refused
+from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.interpreter import Interpreter, block_of, read_array
 from shardlib.proof.primitives import jaxprs_of
 from shardlib.values import noting_arguments, planned_for
@@ -30,42 +31,37 @@ class Finding:
         return self.text
 
 
-def findings(program: Any, twin: Any = None, types: list | None = None) -> list[Finding]:
-    """What is wrong with each jax.shard_map in a traced program, and what depends on the mesh outside of it.
-
-    Args:
-        program: what jax.make_jaxpr or jax.jit(f).trace(...).jaxpr gives.
-        twin: the same program traced on a mesh whose axes have one device each. Without it, numbers and sizes that
-            depend on the mesh are taken for whole ones: `x.shape[0]` is not noticed.
-        types: the specs of the arguments of each shard_map, whose names of dims messages show; None: no names.
-
-    Raises:
-        Different: the twin has other operations.
-    """
-    return findings_and_facts(program, twin, types)[0]
-
-
 Facts = dict[tuple[int, ...], tuple[Equation, list[Value]]]
 """Each equation within a shard_map, with the facts about its results: Interpreter.noted."""
 
 
-def findings_and_facts(
-    program: Any, twin: Any = None, types: list | None = None, arrays: bool = True
-) -> tuple[list[Finding], Facts]:
-    """`findings`, and what is known of the results of each equation.
+def findings(program: Any, twin: Any, types: list | None = None, arrays: bool = True) -> list[Finding]:
+    """What is wrong with each jax.shard_map in a traced program, and what depends on the mesh outside of it.
 
-    Without `arrays`, those that were made outside of the program may differ in the twin.
+    Args:
+        program: what jax.make_jaxpr or jax.jit(f).trace(...).jaxpr gives.
+        twin: the same program traced on a mesh whose axes have one device each.
+        types: the specs of the arguments of each shard_map, whose names of dims messages show; None: no names.
+        arrays: whether arrays that were made outside of the program are those of the twin.
+
+    Raises:
+        Different: the twin has other operations.
     """
-    found: list[Finding] = []
+    return findings_and_facts(program, twin, types, arrays)[0]
+
+
+def findings_and_facts(
+    program: Any, twin: Any, types: list | None = None, arrays: bool = True
+) -> tuple[list[Finding], Facts]:
+    """`findings`, and what is known of the results of each equation."""
     facts: Facts = {}
-    theirs = list(_shard_maps(twin)) if twin is not None else None
-    ours = list(_shard_maps(program))
-    if theirs is not None and len(theirs) != len(ours):
+    found = list(map(Finding, dict.fromkeys(_outside(program, twin, arrays))))
+    ours, theirs = list(_shard_maps(program)), list(_shard_maps(twin))
+    if len(ours) != len(theirs):
         raise Different(None, None)
-    found += map(Finding, dict.fromkeys(_outside(program, twin, arrays)) if twin is not None else ())
-    for i, eqn in enumerate(ours):
-        other = theirs[i] if theirs is not None else None
-        found += _of_shard_map(eqn, other, types[i] if types and len(types) == len(ours) else None, facts)
+    named = types if types and len(types) == len(ours) else [None] * len(ours)
+    for eqn, other, specs in zip(ours, theirs, named, strict=True):
+        found += _of_shard_map(eqn, other, specs, facts)
     return found, facts
 
 
@@ -81,8 +77,7 @@ def _shard_maps(jaxpr: Any) -> Iterator[Any]:
 def _outside(program: Any, twin: Any, arrays: bool) -> Iterator[str]:
     """What depends on the mesh outside of jax.shard_map: numbers, and arrays that become arguments of it."""
     remedy = "compute it within jax.shard_map, or let it be the same on every mesh"
-    ours, theirs = (getattr(jaxpr, "jaxpr", jaxpr) for jaxpr in (program, twin))
-    consts, twin_consts = (getattr(jaxpr, "consts", ()) for jaxpr in (program, twin))
+    (ours, consts), (theirs, twin_consts) = body_of(program), body_of(twin)
     names = lambda jaxpr: [eqn.primitive.name for eqn in jaxpr.eqns]
     if names(ours) != names(theirs) or len(consts) != len(twin_consts):
         raise Different.between(ours.eqns, theirs.eqns)
@@ -95,7 +90,7 @@ def _outside(program: Any, twin: Any, arrays: bool) -> Iterator[str]:
     for eqn, other in zip([*ours.eqns, ours], [*theirs.eqns, theirs], strict=True):
         a, b = (e.outvars if e in (ours, theirs) else e.invars for e in (eqn, other))
         if len(a) != len(b) or not all(map(is_same, a, b)):
-            place = "" if eqn is ours else f"{Equation(eqn, None, [], {}, {}).place()}: "
+            place = "" if eqn is ours else f"{Equation(eqn).place()}: "
             yield f"{place}another value is used outside of jax.shard_map than on one device\n  remedy: {remedy}"
         if eqn is ours:
             break
@@ -103,9 +98,8 @@ def _outside(program: Any, twin: Any, arrays: bool) -> Iterator[str]:
         if eqn.primitive.name == "shard_map":
             continue
         if _numbers(eqn) != _numbers(other):
-            place = Equation(eqn, None, [], {}, {}).place()
             problem = f"{eqn.primitive.name}: a number outside of jax.shard_map depends on the mesh"
-            yield f"{place}: {problem}\n  remedy: {remedy}"
+            yield f"{Equation(eqn).place()}: {problem}\n  remedy: {remedy}"
         for inner, twins in zip(jaxprs_of(eqn), jaxprs_of(other), strict=True):
             yield from _outside(inner, twins, arrays)
 
@@ -130,7 +124,7 @@ def _place_of(var: Any, body: Any) -> str:
     """`file.py:line: ` of the code that makes a result."""
     made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
     while (eqn := made.get(var)) is not None:
-        place = Equation(eqn, None, [], {}, {}).place()
+        place = Equation(eqn).place()
         if place != "?":  # but for a cast that JAX added
             return f"{place}: "
         var = eqn.invars[0] if not isinstance(eqn.invars[0], Literal) else None
@@ -144,10 +138,9 @@ def _whole_shape(aval: Any, axes: list, sizes: Any) -> tuple[int, ...]:
 def _of_shard_map(eqn: Any, twin: Any, types: list | None, facts: Facts) -> list[Finding]:
     manual = eqn.params["newly_manual_axes"]  # over others the compiler shards, without a trace in the program
     sizes = Sizes({axis: n for axis, n in eqn.params["mesh"].shape.items() if axis in manual})
-    twin_sizes = dict(twin.params["mesh"].shape) if twin is not None else dict.fromkeys(sizes, 1)
+    twin_sizes = dict(twin.params["mesh"].shape)
     interpreter = Interpreter(sizes, twin_sizes, is_unchecked=not eqn.params.get("check_vma", True))
-    inner, other = eqn.params["jaxpr"], twin.params["jaxpr"] if twin is not None else None
-    body = getattr(inner, "jaxpr", inner)
+    (body, _), (other, _) = body_of(eqn.params["jaxpr"]), body_of(twin.params["jaxpr"])
     # Constants of the caller come before the arguments.
     known = [[dim.name for dim in spec.dims] for spec in types or ()]
     names = [None] * (len(body.invars) - len(known)) + known
@@ -155,16 +148,12 @@ def _of_shard_map(eqn: Any, twin: Any, types: list | None, facts: Facts) -> list
         block_of(_axes(spec, len(var.aval.shape)), var.aval.shape, sizes, names=name)
         for spec, var, name in zip(eqn.params["in_specs"], body.invars, names, strict=True)
     ]
-    if twin is None:
-        interpreter.twin_sizes = interpreter.sizes  # numbers are as they are on this mesh
-    outs = interpreter.run(inner, other, args)
+    outs = interpreter.run(eqn.params["jaxpr"], twin.params["jaxpr"], args)
     facts |= interpreter.noted
     found = [Finding(str(wild)) for wild in interpreter.problems]
-    for i, (spec, value, var) in enumerate(zip(eqn.params["out_specs"], outs, body.outvars, strict=True)):
+    results = zip(eqn.params["out_specs"], outs, body.outvars, other.outvars, strict=True)
+    for i, (spec, value, var, there) in enumerate(results):
         axes = _axes(spec, len(var.aval.shape))
-        there = (
-            None if other is None else _whole_shape(getattr(other, "jaxpr", other).outvars[i].aval, axes, twin_sizes)
-        )
         if value.wild:
             found.append(Finding(str(value.wild)))
         elif value.folded or (value.ratio != 1.0 and value.scaled is not None):
@@ -173,26 +162,25 @@ def _of_shard_map(eqn: Any, twin: Any, types: list | None, facts: Facts) -> list
                 origin.unscaled(origin.unfolded(value))
             except Refused as refusal:
                 found.append(Finding(str(interpreter.explain(origin, refusal))))
-        elif problem := _leaving(value, axes, var.aval, sizes, there):
+        elif problem := _leaving(value, axes, var.aval, sizes, _whole_shape(there.aval, axes, twin_sizes)):
             found.append(Finding(f"{_place_of(var, body)}result {i} {problem}", is_wrong=True))
     return list(dict.fromkeys(found))
 
 
-def _leaving(value: Value, axes: list, aval: Any, sizes: Any, there: Any) -> str | None:
+def _leaving(value: Value, axes: list, aval: Any, sizes: Any, there: tuple[int, ...]) -> str | None:
     """What is wrong with a result that is declared to be sharded over `axes`; None if nothing is."""
     declared = block_of(axes, aval.shape, sizes)
     fits = all(d is UNIFORM or d == w for d, w in zip(value.dims, declared.dims, strict=True))
     here = _whole_shape(aval, axes, sizes)
-    if value.is_finished and fits and value.ratio == 1.0:
-        if there is None or here == there:
-            return None
-        return (
-            f"is of shape {here} here and {there} on one device\n  remedy: compute the shape from whole sizes, "
-            "shardops.size(name); what does not grow with the mesh is declared without axes"
-        )
-    text = f"is {describe(value, aval.shape, aval.dtype, sizes)}, and is declared "
-    text += describe(declared, aval.shape, aval.dtype, sizes)
-    return f"{text}\n  remedy: {DECLARED if value.ratio == 1.0 else WHOLE_SIZE}"
+    if not (value.is_finished and fits and value.ratio == 1.0):
+        text = f"is {describe(value, aval.shape, aval.dtype, sizes)}, and is declared "
+        return f"{text}{describe(declared, aval.shape, aval.dtype, sizes)}\n  remedy: {DECLARED}"
+    if here == there:
+        return None
+    return (
+        f"is of shape {here} here and {there} on one device\n  remedy: compute the shape from whole sizes, "
+        "shardops.size(name); what does not grow with the mesh is declared without axes"
+    )
 
 
 DECLARED = (
@@ -251,10 +239,7 @@ def prove(trace: Trace, mesh: Any = None, keep: Mapping[str, int] | None = None)
     try:
         theirs = on(tuple(alone.values()))
     except Exception as error:  # whatever the program does there
-        if str(error) == BOUND:
-            raise
-        lines = str(error).splitlines() or [""]
-        return [Finding(f"{UNTRACED}: {type(error).__name__}: {lines[0]}")]
+        return [Finding(f"{UNTRACED}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}")]
     # With another number of stages the arrays of their schedule are others.
     arrays = all(sizes[axis] == n for axis, n in keep.items())
     found: list[Finding] = []
@@ -263,7 +248,7 @@ def prove(trace: Trace, mesh: Any = None, keep: Mapping[str, int] | None = None)
         if any(dict(eqn.params["mesh"].shape) != alone for eqn in _shard_maps(twin)):
             raise ValueError(BOUND)
         try:
-            found += findings_and_facts(program, twin, types, arrays)[0]
+            found += findings(program, twin, types, arrays)
         except Different as different:
             found.append(Finding(f"{different.place}: {different}\n  remedy: {ONE_PROGRAM}"))
     return list({str(finding): finding for finding in found}.values())

@@ -1,6 +1,7 @@
 """Rules of collectives, and of casts between JAX's types of values under shard_map."""
 
 import dataclasses
+from collections.abc import Iterable
 
 from shardlib.proof import entries
 from shardlib.proof.domain import UNIFORM, Dim, Value, constant, cut, devices, near
@@ -25,12 +26,15 @@ def _unreduced(eq: Equation) -> Value:
 def axes_of(eq: Equation) -> tuple[str, ...]:
     """Axes of a collective that have more than one device here or on the other mesh."""
     axes = eq.param("axis_name", "axes")
-    if eq.params.get("axis_index_groups") is not None:
-        raise Refused("a collective over groups of devices", "use an axis of the mesh for each group")
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
-    if not all(isinstance(axis, str) for axis in axes):
-        raise Refused(f"a collective over {axes}, which are not all axes of the mesh", "name the axes of the mesh")
+    if eq.params.get("axis_index_groups") is not None or not all(isinstance(axis, str) for axis in axes):
+        raise Refused(f"a collective over groups of devices, or over {axes}", "use an axis of the mesh for each group")
     return tuple(axis for axis in axes if eq.sizes[axis] > 1)
+
+
+def _is_pending(x: Value, axes: Iterable[str]) -> bool:
+    """Whether a sum or an extreme over one of the axes is still to be taken."""
+    return not {*x.partial, *(x.extreme[1] if x.extreme else ())}.isdisjoint(axes)
 
 
 def _last(eq: Equation, x: Value, k: int, axes: tuple[str, ...], verb: str) -> Dim | None:
@@ -40,9 +44,9 @@ def _last(eq: Equation, x: Value, k: int, axes: tuple[str, ...], verb: str) -> D
         return dim
     have = dim.axes if dim is not UNIFORM else ()
     if dim is UNIFORM or dim.is_merged or have[len(have) - len(axes) :] != axes:
+        is_cut = f"sharded over {', '.join(have)}" if have else "not sharded"
         raise Refused(
-            f"{verb} dim {k} over {', '.join(axes)}, but it is "
-            + (f"sharded over {', '.join(have)}" if have else "not sharded"),
+            f"{verb} dim {k} over {', '.join(axes)}, but it is {is_cut}",
             "name the axes that shard the dim, in their order, the last ones only",
         )
     (size, _), left = dim.parts[0], have[: len(have) - len(axes)]
@@ -54,7 +58,7 @@ def _all_gather(eq: Equation) -> Value:
     (x,), axes, k = eq.ins, axes_of(eq), eq.params["all_gather_dimension"]
     if not axes and eq.params["tiled"]:
         return x
-    if eq.params["tiled"] and (set(axes) & x.partial or (x.extreme and set(axes) & x.extreme[1])):
+    if eq.params["tiled"] and _is_pending(x, axes):
         eq.finished(x)
     if not eq.params["tiled"]:
         return entries.gathered(eq, x, axes, k)
@@ -74,14 +78,11 @@ def _add_axes(dim: Dim | None, size: int, axes: tuple[str, ...]) -> Dim:
 @rule("reduce_scatter", "unreduced_reduce_scatter", "psum_scatter")
 def _reduce_scatter(eq: Equation) -> Value:
     (x,), axes, k = eq.ins, axes_of(eq), eq.params["scatter_dimension"]
-    if x.extreme:
-        eq.finished(x)
+    eq.term(x)
     if not axes and eq.params["tiled"]:
         return x
     eq.unfolded(dataclasses.replace(x, folded=x.sharded & set(axes)))
     ratio = _summed(eq, x, axes)
-    if x.is_zero:
-        return constant(len(eq.result_shape), 0, 0)
     if entries.are_along(x, k) or not eq.params["tiled"]:
         return entries.scattered(eq, _sum_of(x, axes, ratio), axes, k)
     dims = list(x.dims)
@@ -105,12 +106,11 @@ def _summed(eq: Equation, x: Value, axes: tuple[str, ...]) -> float:
 def _psum(eq: Equation) -> list[Value]:
     axes, found = axes_of(eq), []
     for x in eq.ins:
-        if x.extreme and axes:
-            eq.finished(x)
-        ratio = _summed(eq, x, axes)
         if not axes:
             found.append(x)
-        elif x.is_constant and not x.partial:
+            continue
+        ratio = _summed(eq, eq.term(x), axes)
+        if x.is_constant and not x.partial:
             here, there = (devices(sizes, axes) for sizes in (eq.sizes, eq.twin_sizes))
             found.append(constant(len(x.dims), x.known[0] * here, x.known[1] * there))
         else:
@@ -123,20 +123,16 @@ def _psum(eq: Equation) -> list[Value]:
 def _pmax(eq: Equation) -> list[Value]:
     axes, kind, found = frozenset(axes_of(eq)), eq.name[1:], []
     for x in eq.ins:
-        if x.partial & axes:
-            eq.finished(x)
-        if x.sharded & axes:
-            raise Refused(
-                f"a {kind}imum over {', '.join(sorted(x.sharded & axes))} compares different blocks of a sharded dim, "
-                "entry by entry",
-                f"take the {kind}imum along the dim first",
-            )
-        if x.extreme and x.extreme[0] != kind and axes:
-            eq.finished(x)
-        left = x.extreme[1] - axes if x.extreme else frozenset()
         if not axes:
             found.append(x)
             continue
+        if x.partial & axes or (x.extreme and x.extreme[0] != kind):
+            eq.finished(x)
+        if x.sharded & axes:
+            over = ", ".join(sorted(x.sharded & axes))
+            problem = f"a {kind}imum over {over} compares different blocks of a sharded dim, entry by entry"
+            raise Refused(problem, f"take the {kind}imum along the dim first")
+        left = x.extreme[1] - axes if x.extreme else frozenset()
         taken = x.extreme is not None and not left and x.source is not None
         found.append(dataclasses.replace(x, extreme=(kind, left) if left else None, is_taken=taken))
     return found
@@ -145,17 +141,17 @@ def _pmax(eq: Equation) -> list[Value]:
 @rule("all_to_all")
 def _all_to_all(eq: Equation) -> Value:
     (x,), axes = eq.ins, axes_of(eq)
-    if x.partial & set(axes) or (x.extreme and x.extreme[1] & set(axes)):
+    if _is_pending(x, axes):
         eq.finished(x)
     split, joined = eq.params["split_axis"], eq.params["concat_axis"]
     if axes and (entries.are_along(x, split) or not eq.params.get("tiled", True)):
         return entries.exchanged(eq, x, axes, split, joined)
     if not axes:
         return x
-    dims = list(x.dims)
-    dims[joined] = _last(eq, x, joined, axes, "it joins")
     if split == joined:
         raise Refused("all_to_all splits and joins one dim", "")
+    dims = list(x.dims)
+    dims[joined] = _last(eq, x, joined, axes, "it joins")
     dims[split] = _add_axes(dims[split], eq.result_shape[split], axes)
     return dataclasses.replace(x, dims=tuple(dims))
 
@@ -163,9 +159,8 @@ def _all_to_all(eq: Equation) -> Value:
 @rule("ppermute", "pbroadcast")
 def _ppermute(eq: Equation) -> Value:
     (x,), axes = eq.ins, axes_of(eq)
-    moved = set(axes) & (x.sharded | x.partial | (x.extreme[1] if x.extreme else frozenset()))
     sources = {a for a, _ in eq.params.get("perm", ())}
-    if moved or (axes and len(sources) != devices(eq.sizes, axes)):
+    if axes and (x.sharded & set(axes) or _is_pending(x, axes) or len(sources) != devices(eq.sizes, axes)):
         raise Refused(
             f"blocks move between the devices of {', '.join(axes)}: what a device holds then depends on the mesh",
             "if the result is right on every mesh, as in a ring, say so: shardops.per_device(...) with the reason",

@@ -31,25 +31,16 @@ def _join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
         return _anonymous(a)
     try:
         values = [eq.block(a), eq.block(b)]
-        return Value(
-            eq.joined_dims(values),
-            eq.joined_partial(values),
-            _joined_extreme(eq, values),
-            eq.joined_ratio(values),
-            a.scaled or b.scaled,
-            known=a.known if a.is_constant and b.is_constant and a.known == b.known else None,
-        )
+        if len({value.extreme for value in values if value.extreme}) > 1:
+            eq.finished(a)
+        # A finished value is one whose extreme was taken already, so it joins one of which it is still to be taken.
+        bare = [dataclasses.replace(value, extreme=None) for value in values]
+        found = eq.joined(eq.joined_dims(values), bare)
+        known = a.known if a.is_constant and b.is_constant and a.known == b.known else None
+        scaled = a.scaled or b.scaled
+        return dataclasses.replace(found, extreme=a.extreme or b.extreme, scaled=scaled, known=known)
     except Refused as refusal:
         return Value(a.dims, wild=interpreter.explain(eq, refusal))
-
-
-def _joined_extreme(eq: Equation, values: list[Value]) -> Any:
-    """Extremes of one kind; a finished value is one whose extreme was taken already, so it may join as well."""
-    found = {value.extreme for value in values if value.extreme}
-    if len(found) > 1:
-        for value in values:
-            eq.finished(value)
-    return found.pop() if found else None
 
 
 def _anonymous(value: Value) -> Value:
@@ -108,9 +99,8 @@ def _total(interpreter: Any, eq: Equation, start: Value, row: Value, rows: Dim) 
         if axes & (row.partial | row.sharded) or row.extreme:
             eq.finished(row)
             eq.uncut(Value((rows,)), 0, "a loop runs")
-        total = Value(eq.block(row).dims, row.partial | axes, ratio=row.ratio)
-        values = [start, total]
-        return Value(eq.joined_dims(values), eq.joined_partial(values), None, eq.joined_ratio(values))
+        values = [start, Value(eq.block(row).dims, row.partial | axes, ratio=row.ratio)]
+        return eq.joined(eq.joined_dims(values), values)
     except Refused as refusal:
         return Value(row.dims, wild=interpreter.explain(eq, refusal))
 
@@ -119,19 +109,19 @@ def _scan(interpreter: Any, eq: Equation) -> list[Value]:
     body = getattr(eq.params["jaxpr"], "jaxpr", eq.params["jaxpr"])
     consts, carried = scan_counts(eq.eqn)
     first, carry, xs = eq.ins[:consts], eq.ins[consts : consts + carried], eq.ins[consts + carried :]
-    twin = eq.twin and eq.twin.params["jaxpr"]
+    twin = eq.twin.params["jaxpr"]
     rows = _own_rows(eq, xs, list(zip(body.invars[consts : consts + carried], body.outvars[:carried], strict=True)))
     items = []
     for x in xs:
         try:
             if not x.wild and eq.block(x).dims[0] != rows:
                 eq.uncut(x, 0, "a loop runs")
-            gone = dataclasses.replace(x, dims=x.dims[1:], count=(), components=(), known=None if x.count else x.known)
-            gone = _anonymous(gone)
+            known = None if x.count else x.known
+            gone = _anonymous(dataclasses.replace(x, dims=x.dims[1:], count=(), known=known))
         except Refused as refusal:
             gone = Value(x.dims[1:], wild=interpreter.explain(eq, refusal))
         items.append(gone)
-    if eq.twin is not None and eq.twin.params["length"] != eq.whole_size(rows, eq.params["length"]):
+    if eq.twin.params["length"] != eq.whole_size(rows, eq.params["length"]):
         reason = Refused(
             f"a loop runs {eq.params['length']} times here and {eq.twin.params['length']} times on one device",
             "loop over a whole size; over its own rows a device may map, and add up with `+`, without collectives; a "
@@ -166,7 +156,7 @@ def _scan(interpreter: Any, eq: Equation) -> list[Value]:
 def _is_certain(eq: Equation, predicate: Value) -> bool:
     """Whether a predicate is the same on all devices, and as on one device."""
     try:
-        return not predicate.wild and bool(eq.unscaled(eq.finished(predicate)))
+        return not predicate.wild and bool(eq.plain(predicate))
     except Refused:
         return False
 
@@ -216,7 +206,7 @@ def _while(interpreter: Any, eq: Equation) -> list[Value]:
     of_cond, of_body = eq.ins[:consts], eq.ins[consts : consts + body_consts]
     carry = eq.ins[consts + body_consts :]
     test, body = eq.params["cond_jaxpr"], eq.params["body_jaxpr"]
-    twin_test, twin_body = (eq.twin.params["cond_jaxpr"], eq.twin.params["body_jaxpr"]) if eq.twin else (None, None)
+    twin_test, twin_body = eq.twin.params["cond_jaxpr"], eq.twin.params["body_jaxpr"]
     step = lambda carry: interpreter.run(body, twin_body, [*of_body, *carry])
     carry = _fixed_point(interpreter, eq, carry, step)
     (go,) = interpreter.run(test, twin_test, [*of_cond, *carry])
@@ -228,7 +218,7 @@ def _while(interpreter: Any, eq: Equation) -> list[Value]:
 def _cond(interpreter: Any, eq: Equation) -> list[Value]:
     which, *args = eq.ins
     branches = eq.params["branches"]
-    twins = eq.twin.params["branches"] if eq.twin else [None] * len(branches)
+    twins = eq.twin.params["branches"]
     if len(twins) != len(branches):
         raise Refused("the number of branches depends on the mesh", "let no choice in the code depend on sizes")
     outs = [interpreter.run(branch, twin, args) for branch, twin in zip(branches, twins, strict=True)]
@@ -245,7 +235,7 @@ def _linear_solve(interpreter: Any, eq: Equation) -> list[Value]:
     names, counts = zip(*eq.params["const_lengths"]._asdict().items(), strict=True)
     start = sum(counts[: names.index("solve")])
     args = [*eq.ins[start : start + counts[names.index("solve")]], *eq.ins[sum(counts) :]]
-    return interpreter.run(eq.params["jaxprs"].solve, eq.twin and eq.twin.params["jaxprs"].solve, args)
+    return interpreter.run(eq.params["jaxprs"].solve, eq.twin.params["jaxprs"].solve, args)
 
 
 CONTROL = {"custom_linear_solve": _linear_solve, "scan": _scan, "while": _while, "cond": _cond}

@@ -114,19 +114,6 @@ class Source(NamedTuple):
     dims: tuple[int | None, ...]
 
 
-class Mask(NamedTuple):
-    """Truth of a comparison of an offset index with the bounds of the block: `test` is in, out, or one bound of it.
-
-    `size` is that of the block, here and on one device. With the test "best", truth of: this device's extreme of
-    `source` is that of all devices.
-    """
-
-    test: str
-    offset: Offset = ()
-    size: tuple[int, int] | None = None
-    source: Source | None = None
-
-
 class Range(NamedTuple):
     """From `low` to `high`, each on this mesh and on one device."""
 
@@ -141,6 +128,15 @@ class Range(NamedTuple):
     def covers(self, here: int, there: int) -> bool:
         """Whether it has all indices into a block of the size `here`, and `there` on one device."""
         return max(self.low) <= 0 and self.high[0] >= here - 1 and self.high[1] >= there - 1
+
+
+class Mask(NamedTuple):
+    """Truth of: an offset index is in a range, or outside of it. With a source: this device has that extreme."""
+
+    valid: Range
+    is_outside: bool = False
+    offset: Offset = ()
+    source: Source | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -174,8 +170,8 @@ class Value:
         count: dims along which it counts 0, 1, … in row-major order.
         is_local: whether a count stops at the end of this device's block.
         valid: of an offset index that was clipped, the indices that it still has; None: all.
-        drops: whether the others are past the end of the block, where a scatter drops them; of what was looked up,
-            whether entries out of range are NaN.
+        others: the least that the other indices are now, on this mesh and on one device; None: any number.
+        drops: of what was looked up, whether entries out of range are NaN.
         looked_up: the offset of the index that it was looked up by; None if all entries are right.
         mask: what it says about an offset index; None if it is no mask.
         masked: the offset of the index whose mask made it a partial sum; None if none did.
@@ -201,6 +197,7 @@ class Value:
     count: tuple[int, ...] = ()
     is_local: bool = False
     valid: Range | None = None
+    others: tuple[float, float] | None = None
     drops: bool = False
     looked_up: Offset | None = None
     mask: Mask | None = None
@@ -239,6 +236,11 @@ class Value:
     def sharded(self) -> frozenset[str]:
         """Axes that cut its dims."""
         return frozenset(real(axis) for dim in self.dims if dim for axis in dim.axes)
+
+    def rearranged(self, dims: Iterable[Dim | None]) -> "Value":
+        """Entries of the value in other dims: what sums, extremes and factors they are parts of stays."""
+        known = None if self.count else self.known
+        return Value(tuple(dims), self.partial, self.extreme, self.ratio, self.scaled, known=known)
 
 
 def constant(ndim: int, on_mesh: Number, on_one: Number) -> Value:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +16,44 @@ _JAX = str(Path(jax.__file__).parent)
 
 
 WHOLE_SIZE = "divide by the whole size: shardops.size(name), or jax.lax.psum of the count"
-
-
+WHOLE_SIZES = "compute it from whole sizes: shardops.size(name) is the whole size of a dim"
 MASKED = (
     "to write a part of a dim that is sharded, each device masks its block by positions: "
     "jnp.where(shardops.positions('L/t') == i, new, old)"
 )
-WHOLE_NUMBER = f"shardops.size(name) is the whole size of a dim, which an index counts into; {MASKED}"
 ONE_SEED = "a key is the same on every mesh; for other bits in each row fold its position in: shardops.positions('B/d')"
-
-
-FOLDING = frozenset("psum psum2 psum_invariant psum_invariant_p pvary pcast".split())  # noqa: SIM905
-FOLDING |= frozenset("reduce_sum add add_any sub neg convert_element_type".split())  # noqa: SIM905
+TWICE = (
+    "leave out the sum over devices. With check_vma=False a psum in what is differentiated is summed again in the "
+    "gradient: differentiate each device's term, and take psum of the gradient"
+)
+FOLDING = frozenset(
+    "psum psum2 psum_invariant psum_invariant_p pvary pcast reduce_sum add add_any sub neg convert_element_type".split()  # noqa: SIM905
+)
 """Linear primitives whose rules take sums of different blocks, of which the sum along the dim is still to come."""
+NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
+    (
+        lambda value: value.offset,
+        "a value differs between devices of {axes} by their index, and is no position in a dim",
+        "positions of a sharded dim are shardops.positions('L/t'); say shardops.per_device(...) if it differs on "
+        "purpose",
+    ),
+    (
+        lambda value: value.valid or value.is_index or value.looked_up is not None,
+        "entries were looked up by an index that is out of range on other devices, and were not masked",
+        "mask them by the same range: jnp.where((0 <= i) & (i < size), found, 0)",
+    ),
+    (
+        lambda value: value.mask,
+        "a mask says which indices are in this device's block",
+        "mask what was looked up by them",
+    ),
+    (
+        lambda value: value.is_local,
+        "positions count from the start of this device's block",
+        "shardops.positions('L/t') gives the positions in the whole dim",
+    ),
+)
+"""What is neither a block nor a term of a sum, what to say of it, and what to do."""
 
 
 class Refused(Exception):
@@ -41,13 +66,13 @@ class Refused(Exception):
 
 @dataclasses.dataclass
 class Equation:
-    """An equation, its operands, and the same equation on one device (None if the program was not traced there)."""
+    """An equation, its operands, and the same equation on one device. With `eqn` and `caller` alone it has a place."""
 
     eqn: Any
-    twin: Any
-    ins: list[Value]
-    sizes: Mapping[str, int]
-    twin_sizes: Mapping[str, int]
+    twin: Any = None
+    ins: list[Value] = dataclasses.field(default_factory=list)
+    sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    twin_sizes: Mapping[str, int] = dataclasses.field(default_factory=dict)
     caller: "Equation | None" = None
     inner: Any = None
     """Of a call, the alignment of what it calls."""
@@ -71,10 +96,8 @@ class Equation:
         return self.eqn.invars[i].aval.shape
 
     def twin_shape(self, i: int = 0) -> tuple[int, ...]:
-        """Shape of operand i on one device; without a twin, the shape that its facts say."""
-        if self.twin is not None:
-            return self.twin.invars[i].aval.shape
-        return tuple(self.whole_size(d, n) for d, n in zip(self.ins[i].dims, self.shape(i), strict=True))
+        """Shape of operand i on one device."""
+        return self.twin.invars[i].aval.shape
 
     def whole_size(self, dim: Dim | None, size: int) -> int:
         """Size on one device of a dim that has `size` entries here."""
@@ -99,14 +122,18 @@ class Equation:
 
     def same(self, *names: str) -> None:
         """Refuses parameters that depend on the mesh."""
-        for name in names if self.twin is not None else ():
+        for name in names:
             here, there = (comparable(eqn.params.get(name)) for eqn in (self.eqn, self.twin))
             if here != there and not (here != here and there != there):
                 values = f": {here} here, {there} on one device" if len(f"{here}{there}") < 200 else ""
-                raise Refused(
-                    f"its {name} depends on the mesh{values}",
-                    "compute it from whole sizes: shardops.size(name) is the whole size of a dim",
-                )
+                raise Refused(f"its {name} depends on the mesh{values}", WHOLE_SIZES)
+
+    def same_size(self, k: int, i: int) -> None:
+        """Refuses operand k if its number of entries along dim i depends on the mesh."""
+        here, there = self.shape(k)[i], self.twin_shape(k)[i]
+        if here != there:
+            problem = f"dim {i} of operand {k + 1} has {here} entries here and {there} on one device"
+            raise Refused(problem, WHOLE_SIZES)
 
     def unfolded(self, value: Value) -> Value:
         """`value`, if its entries are not sums of those of different blocks."""
@@ -122,25 +149,9 @@ class Equation:
         """`value`, if it is a block of a whole value, or a term of a sum. Refuses it otherwise."""
         if self.name not in FOLDING:
             self.unfolded(value)
-        if value.offset:
-            axes = ", ".join(axis for axis, _ in value.offset)
-            raise Refused(
-                f"a value differs between devices of {axes} by their index, and is no position in a dim",
-                "positions of a sharded dim are shardops.positions('L/t'); say shardops.per_device(...) if it differs "
-                "on purpose",
-            )
-        if value.valid or value.is_index or value.looked_up is not None:
-            raise Refused(
-                "entries were looked up by an index that is out of range on other devices, and were not masked",
-                "mask them by the same range: jnp.where((0 <= i) & (i < size), found, 0)",
-            )
-        if value.mask:
-            raise Refused("a mask says which indices are in this device's block", "mask what was looked up by them")
-        if value.is_local:
-            raise Refused(
-                "positions count from the start of this device's block",
-                "shardops.positions('L/t') gives the positions in the whole dim",
-            )
+        for is_it, problem, remedy in NO_BLOCKS:
+            if is_it(value):
+                raise Refused(problem.format(axes=", ".join(axis for axis, _ in value.offset)), remedy)
         return value
 
     def finished(self, value: Value) -> Value:
@@ -152,6 +163,10 @@ class Equation:
                 f"{self.name} of a partial sum over {axes}: the sum of the results is not the result of the sum",
                 "reduce it first, with psum or psum_scatter",
             )
+        return self.term(value)
+
+    def term(self, value: Value) -> Value:
+        """`value`, if it is no maximum or minimum that is still to be taken."""
         if value.extreme:
             kind, axes = value.extreme
             raise Refused(
@@ -160,23 +175,24 @@ class Equation:
             )
         return value
 
+    def plain(self, value: Value) -> Value:
+        """`value`, if it is a block that no number of the mesh was multiplied into."""
+        return self.unscaled(self.finished(value))
+
     def unscaled(self, value: Value) -> Value:
         """`value`, if no number that depends on the mesh was multiplied into it."""
-        if not math.isclose(value.ratio, 1.0, rel_tol=ROUNDING):
+        if math.isclose(value.ratio, 1.0, rel_tol=ROUNDING):
+            return value
+        is_float = value.known is None or any(isinstance(number, float) for number in value.known)
+        if value.scaled is not None and value.scaled.name.startswith("psum"):
+            how, remedy = "as each device adds a value that is whole already", TWICE
+        elif is_float:
             how, remedy = "such as the size of this device's block in place of the whole size", WHOLE_SIZE
-            if value.scaled is not None and value.scaled.name.startswith("psum"):
-                how = "as each device adds a value that is whole already"
-                remedy = (
-                    "leave out the sum over devices. With check_vma=False a psum in what is differentiated is summed "
-                    "again in the gradient: differentiate each device's term, and take psum of the gradient"
-                )
-            elif value.known is not None and not any(isinstance(number, float) for number in value.known):
-                here, there = value.known
-                problem = f"a number that depends on the mesh, {here} here and {there} on one device"
-                raise Refused(problem, ONE_SEED if self.name.startswith("random") else WHOLE_NUMBER)
-            problem = f"a number that depends on the mesh was multiplied into a value, {how}"
-            raise Refused(problem, remedy, value.scaled)
-        return value
+        else:
+            here, there = value.known
+            problem = f"a number that depends on the mesh, {here} here and {there} on one device"
+            raise Refused(problem, ONE_SEED if self.name.startswith("random") else f"{WHOLE_SIZES}; {MASKED}")
+        raise Refused(f"a number that depends on the mesh was multiplied into a value, {how}", remedy, value.scaled)
 
     def uncut(self, value: Value, i: int, verb: str) -> None:
         """Refuses to do `verb` along dim i if it is sharded."""
@@ -188,7 +204,7 @@ class Equation:
             problem = f"{verb} along {name}, which is sharded over {axes}: each device sees its own block alone"
             raise Refused(problem, MASKED if verb.endswith("written") else remedy)
 
-    def joined(self, i: int, dims: Iterable[Dim | None]) -> Dim | None:
+    def joined_dim(self, i: int, dims: Iterable[Dim | None]) -> Dim | None:
         """The one way in which dim i of several operands is cut."""
         found: list[Dim] = []
         for dim in dims:
@@ -204,7 +220,7 @@ class Equation:
 
     def joined_dims(self, values: list[Value]) -> tuple[Dim | None, ...]:
         """The dims of operands of one shape."""
-        return tuple(self.joined(i, dims) for i, dims in enumerate(zip(*(v.dims for v in values), strict=True)))
+        return tuple(self.joined_dim(i, dims) for i, dims in enumerate(zip(*(v.dims for v in values), strict=True)))
 
     def joined_partial(self, values: Iterable[Value]) -> frozenset[str]:
         """The axes over which all of the values, but for zeros, are partial sums."""
@@ -220,19 +236,18 @@ class Equation:
 
     def joined_ratio(self, values: Iterable[Value]) -> float:
         """The ratio that all of the values have, but for zeros."""
-        live = [value.ratio for value in values if not value.is_zero]
-        if any(not math.isclose(ratio, live[0], rel_tol=ROUNDING) for ratio in live):
-            for value in values:
+        live = [value for value in values if not value.is_zero]
+        if any(not math.isclose(value.ratio, live[0].ratio, rel_tol=ROUNDING) for value in live):
+            for value in live:
                 self.unscaled(value)
-            raise Refused("values multiplied by different numbers that depend on the mesh are combined", "")
-        return live[0] if live else 1.0
+        return live[0].ratio if live else 1.0
 
-    def joined_extreme(self, values: Iterable[Value]) -> tuple[str, frozenset[str]] | None:
-        """The extreme that all of the values are."""
-        found = {value.extreme for value in values}
-        if len(found) > 1:
+    def joined(self, dims: Iterable[Dim | None], values: list[Value]) -> Value:
+        """Entries of several values beside each other: a sum or an extreme of what all of them are one of."""
+        extremes = {value.extreme for value in values}
+        if len(extremes) > 1:
             raise Refused("a maximum over a block meets another value", "take it over the devices first")
-        return found.pop() if found else None
+        return Value(tuple(dims), self.joined_partial(values), extremes.pop(), self.joined_ratio(values))
 
     # ---- texts
 

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from shardlib.equations import CALLS
+from shardlib.equations import CALLS, body_of
 from shardlib.marks import STAGES, Mark, is_region, mark_of
 from shardlib.parsing import parse_shape
 from shardlib.proof import collectives, elementwise, entries, kernels, lookups, primitives, rings, shapes, sums
-from shardlib.proof.alignment import Aligned, Alignment, Pair, others, same_entries
+from shardlib.proof.alignment import Aligned, Alignment, others, same_entries
 from shardlib.proof.control import CONTROL, ndim, varying
 from shardlib.proof.domain import UNIFORM, Sizes, SizesOnOne, Value, Wild, constant, cut, real, whole
-from shardlib.proof.equation import Equation, Refused
+from shardlib.proof.equation import WHOLE_SIZES, Equation, Refused
 from shardlib.proof.primitives import KEEPING, OF_SIZES
 
 RULES = primitives.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES | kernels.RULES | rings.RULES
@@ -61,33 +61,21 @@ class Interpreter:
 
         `known` is its alignment if a call's facts may be about other shapes than here, of the same entries.
         """
-        closed, twin_closed = isinstance(jaxpr, core.ClosedJaxpr), isinstance(twin, core.ClosedJaxpr)
-        consts, twin_consts = jaxpr.consts if closed else [], twin.consts if twin_closed else None
-        jaxpr, twin = jaxpr.jaxpr if closed else jaxpr, twin.jaxpr if twin_closed else twin
-        pairs = [Pair(eqn, None) for eqn in jaxpr.eqns]
-        wrong: frozenset[int] = frozenset()
-        is_as_traced = True
-        if twin is not None:
-            found = known or self._alignment.of(jaxpr, twin)
-            is_as_traced = found.ours is jaxpr and found.theirs is twin
-            pairs, jaxpr, twin = found.pairs, found.ours, found.theirs
-            wrong = others(found.here, found.there, same_entries if known else None)
-        constants = [
-            read_array(c, None if twin_consts is None else t)
-            for c, t in zip(consts, twin_consts or consts, strict=True)
-        ]
-        of = jaxpr if twin is None else twin
-        env = dict(zip([*of.constvars, *of.invars], [*constants, *args], strict=True))
-        for pair in pairs:
-            of_eqn = pair.eqn if twin is None else pair.twin
+        (jaxpr, consts), (twin, twin_consts) = body_of(jaxpr), body_of(twin)
+        found = known or self._alignment.of(jaxpr, twin)
+        is_as_traced = found.ours is jaxpr and found.theirs is twin
+        wrong = others(found.here, found.there, same_entries if known else None)
+        env = dict(zip(found.theirs.invars, args, strict=True))
+        env |= zip(found.theirs.constvars, map(read_array, consts, twin_consts), strict=True)
+        for pair in found.pairs:
             eq = Equation(pair.eqn, pair.twin, [], self.sizes, self.twin_sizes, self._callers[-1], pair.inner)
             if is_region(pair.eqn):  # which may have other operands and results here
-                env |= dict.fromkeys(of_eqn.outvars, next(iter(self.apply(eq)), None))
+                env |= dict.fromkeys(pair.twin.outvars, next(iter(self.apply(eq)), None))
                 continue
-            operands = enumerate(zip(pair.eqn.invars, of_eqn.invars, strict=True))
+            operands = enumerate(zip(pair.eqn.invars, pair.twin.invars, strict=True))
             eq.ins = [self._read(env, a, b, i in pair.others, eq) for i, (a, b) in operands]
-            env.update(zip(of_eqn.outvars, self.apply(eq, pair.is_own and is_as_traced), strict=True))
-        results, last = enumerate(zip(jaxpr.outvars, of.outvars, strict=True)), self._callers[-1]
+            env.update(zip(pair.twin.outvars, self.apply(eq, pair.is_own and is_as_traced), strict=True))
+        results, last = enumerate(zip(found.ours.outvars, found.theirs.outvars, strict=True)), self._callers[-1]
         return [self._read(env, a, b, i in wrong, last) for i, (a, b) in results]
 
     def _read(self, env: Mapping, var: Any, twin: Any, is_other: bool, eq: Equation | None) -> Value:
@@ -97,7 +85,7 @@ class Interpreter:
             reason = Wild(eq.place() if eq else "?", problem, "let no choice in the code depend on sizes", ())
             return Value((UNIFORM,) * ndim(var), wild=reason)
         if isinstance(var, core.Literal):
-            return read_array(var.val, None if twin is var else twin.val)
+            return read_array(var.val, twin.val)
         return env[twin]
 
     def apply(self, eq: Equation, is_noted: bool = True) -> list[Value]:
@@ -125,7 +113,7 @@ class Interpreter:
                 eq.same("reverse", "cond_nconsts", "body_nconsts")
                 return [self._checked(eq, i, value) for i, value in enumerate(control(self, eq))]
             if inner := CALLS.get(eq.name):
-                return self.run(eq.params[inner], eq.twin and eq.twin.params[inner], eq.ins, eq.inner)
+                return self.run(eq.params[inner], eq.twin.params[inner], eq.ins, eq.inner)
             if eq.name != "ring_index" and (wild := next((v.wild for v in eq.ins if v.wild), None)):
                 return self.wild(eq, wild)
             eq.same(*(name for name, value in eq.params.items() if name not in OF_SIZES and not callable(value)))
@@ -161,15 +149,16 @@ class Interpreter:
             return value  # the same value, not one more with the same facts
         if eq.name not in KEEPING and eq.name not in elementwise.ELEMENTWISE:
             eq.block(value)
-        if eq.twin is not None and aval.dtype != eq.twin.outvars[i].aval.dtype:
-            raise Refused(f"the result is {aval.dtype} here and {eq.twin.outvars[i].aval.dtype} on one device", "")
+        twin = eq.twin.outvars[i].aval
+        if aval.dtype != twin.dtype:
+            raise Refused(f"the result is {aval.dtype} here and {twin.dtype} on one device", "")
         value = entries.combined(eq, value)
         axes = [real(axis) for dim in value.dims if dim is not UNIFORM for axis in dim.axes]
-        if len(set(axes)) < len(axes):
-            again = next(axis for axis in axes if axes.count(axis) > 1)
+        if again := {axis for axis in axes if axes.count(axis) > 1}:
             raise Refused(
-                f"axis {again} would shard two dims of the result: each device sees only the matching pairs of blocks",
-                f"gather one of the two over {again} first",
+                f"axis {min(again)} would shard two dims of the result: each device sees only the matching pairs of "
+                "blocks",
+                f"gather one of the two over {min(again)} first",
             )
         if value.partial and jnp.issubdtype(aval.dtype, jnp.floating) and jnp.finfo(aval.dtype).bits < 16:
             raise Refused(
@@ -182,28 +171,24 @@ class Interpreter:
                 "reduce the partial sum first, with psum or psum_scatter",
             )
         if math.isnan(value.ratio) and not value.is_constant:
-            raise Refused("a number is zero, or of another sign, on some meshes alone", "compute it from whole sizes")
-        if eq.twin is not None:
-            for k, (dim, here, there) in enumerate(zip(value.dims, shape, eq.twin.outvars[i].aval.shape, strict=True)):
-                if dim is UNIFORM or (k in value.count and value.is_local):
-                    continue
-                if eq.whole_size(dim, here) != there:
-                    raise Refused(
-                        f"dim {k} of the result has {eq.whole_size(dim, here)} entries here and {there} on one device",
-                        "a device's own size was taken for the whole size (x.shape[0], jnp.arange, bits from one key): "
-                        "shardops.size and shardops.positions give the whole; fold positions into a key",
-                    )
-        if any(d is not UNIFORM and d.parts == ((1, ()),) for d in value.dims):
-            dims = tuple(UNIFORM if d is not UNIFORM and d.parts == ((1, ()),) else d for d in value.dims)
-            value = dataclasses.replace(value, dims=dims)
+            raise Refused("a number is zero, or of another sign, on some meshes alone", WHOLE_SIZES)
+        for k, (dim, n, there) in enumerate(zip(value.dims, shape, twin.shape, strict=True)):
+            here, is_counted = eq.whole_size(dim, n), k in value.count and value.is_local
+            if dim is not UNIFORM and not is_counted and here != there:
+                raise Refused(
+                    f"dim {k} of the result has {here} entries here and {there} on one device",
+                    "a device's own size was taken for the whole size (x.shape[0], jnp.arange, bits from one key): "
+                    "shardops.size and shardops.positions give the whole; fold positions into a key",
+                )
+        one = whole(1)
+        value = dataclasses.replace(
+            value, dims=tuple(UNIFORM if dim == one else dim for dim in value.dims), token=object()
+        )
+        made = next((v.scaled for v in eq.ins if v.scaled), eq)
         if value.is_constant and not value.partial and not value.extreme:
             found = constant(len(shape), *value.known)
-            made = next((v.scaled for v in eq.ins if v.scaled), eq)
             return dataclasses.replace(found, scaled=made) if found.ratio != 1 else found
-        if value.ratio != 1:
-            scaled = value.scaled or next((v.scaled for v in eq.ins if v.scaled), eq)
-            value = dataclasses.replace(value, scaled=scaled)
-        return dataclasses.replace(value, token=object())
+        return dataclasses.replace(value, scaled=value.scaled or made) if value.ratio != 1 else value
 
     def _marked(self, eq: Equation, mark: Mark) -> Value:
         """A value that enters or leaves code that is per-device on purpose."""
@@ -214,7 +199,9 @@ class Interpreter:
         if mark.kind == "enters":
             known = self._entered.setdefault(mark.label, x)
             if known.dims != x.dims and not x.wild:
-                self._entered[mark.label] = dataclasses.replace(x, wild=self._ambiguous(eq, mark))
+                problem = f"two uses of per_device have the reason {mark.label!r}"
+                ambiguous = Wild(eq.place(), problem, "give each its own reason", ())
+                self._entered[mark.label] = dataclasses.replace(x, wild=ambiguous)
             try:
                 # Nothing looks into the code, so that it would hide what is wrong with its arguments.
                 problem = None if self._in_stages else x.wild or (eq.unscaled(eq.block(x)) and None)
@@ -232,11 +219,6 @@ class Interpreter:
         over = (varying(aval, self.sizes) if not self.is_unchecked else frozenset()) - entered.sharded
         return Value(entered.dims, over, wild=entered.wild)
 
-    def _ambiguous(self, eq: Equation, mark: Mark) -> Wild:
-        return Wild(
-            eq.place(), f"two uses of per_device have the reason {mark.label!r}", "give each its own reason", ()
-        )
-
 
 def block_of(
     axes: Any, shape: tuple[int, ...], sizes: Mapping[str, int], partial: Any = (), names: Any = None
@@ -251,25 +233,16 @@ def block_of(
 
 
 def read_array(here: Any, there: Any) -> Value:
-    """Facts about a constant array: a number, a count, or an array that is the same on both meshes."""
+    """Facts about a constant array here and on one device: a number, or an array that is the same on both."""
     if isinstance(here, jax.Array) and jax.dtypes.issubdtype(here.dtype, jax.dtypes.prng_key):
-        bits = read_array(jax.random.key_data(here), None if there is None else jax.random.key_data(there))
+        bits = read_array(jax.random.key_data(here), jax.random.key_data(there))
         return Value((UNIFORM,) * here.ndim, wild=bits.wild) if bits.wild else Value(tuple(map(whole, here.shape)))
-    array = np.asarray(here)
-    if array.dtype == jax.dtypes.float0 or array.dtype == object:
-        return Value(tuple(whole(n) for n in array.shape))
-    other = array if there is None else np.asarray(there)
-    if array.size and other.size and (array == array.flat[0]).all() and (other == other.flat[0]).all():
-        return constant(array.ndim, array.flat[0].item(), other.flat[0].item())
-    if array.shape == other.shape and np.array_equal(array, other, equal_nan=array.dtype.kind in "fc"):
-        return Value(tuple(whole(n) if n > 1 else UNIFORM for n in array.shape))
-    if array.ndim == 1 and _counts(array) and _counts(other):
-        return Value((whole(len(array)),), known=(0, 0), count=(0,), is_local=True)
-    return Value(
-        (UNIFORM,) * array.ndim,
-        wild=Wild("?", f"a constant array, {array.dtype}{list(array.shape)}, depends on the mesh", "", ()),
-    )
-
-
-def _counts(array: np.ndarray) -> bool:
-    return array.dtype.kind in "iu" and np.array_equal(array, np.arange(len(array)))
+    here, there = np.asarray(here), np.asarray(there)
+    if here.dtype == jax.dtypes.float0 or here.dtype == object:
+        return Value(tuple(whole(n) for n in here.shape))
+    if here.size and there.size and (here == here.flat[0]).all() and (there == there.flat[0]).all():
+        return constant(here.ndim, here.flat[0].item(), there.flat[0].item())
+    if here.shape == there.shape and np.array_equal(here, there, equal_nan=here.dtype.kind in "fc"):
+        return Value(tuple(whole(n) if n > 1 else UNIFORM for n in here.shape))
+    problem = f"a constant array, {here.dtype}{list(here.shape)}, depends on the mesh"
+    return Value((UNIFORM,) * here.ndim, wild=Wild("?", problem, WHOLE_SIZES, ()))

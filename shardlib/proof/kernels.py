@@ -25,29 +25,25 @@ def _attention(eq: Equation) -> list[Value]:
     found = {name: value for i, (name, value) in enumerate(zip(names, eq.ins, strict=True)) if 0 not in eq.shape(i)}
     if others := [name for name in found if name in OPERANDS[4:]]:
         raise Refused(f"cuDNN's attention with {', '.join(others)} has no rule", "say so with shardops.per_device")
-    for value in found.values():
-        eq.unscaled(eq.finished(value))
     heads_at = 1 if eq.params["layout"] else 2
-    place = lambda name: 1 if name in ("bias", "activation") else heads_at
-    size = lambda name, i: eq.shape(names.index(name))[i]
-    counts = [name for name in found if name != "bias" or size(name, 0) > 1]
-    batch = eq.joined(0, (found[name].dims[0] for name in counts))
-    own = {name: value.dims[place(name)] for name, value in found.items()}
-    counts = [name for name in own if name not in GIVEN and (name != "bias" or size(name, 1) > 1)]
-    heads = {() if own[name] is UNIFORM else own[name].axes for name in counts}
+    place = {name: 1 if name in ("bias", "activation") else heads_at for name in found}
+    own = {name: value.dims[place[name]] for name, value in found.items()}
+    is_shared = lambda name, i: name == "bias" and eq.shape(3)[i] == 1
+    for name, value in found.items():
+        eq.plain(value)
+        for i in {*range(len(value.dims))} - {0, place[name]}:
+            eq.uncut(value, i, "attention runs")
+    batch = eq.joined_dim(0, (value.dims[0] for name, value in found.items() if not is_shared(name, 0)))
+    counts = [dim for name, dim in own.items() if name not in GIVEN and not is_shared(name, 1)]
+    heads = {() if dim is UNIFORM else dim.axes for dim in counts}
     if len(heads) > 1 or any(dim is not UNIFORM and dim.is_merged for dim in own.values()):
         raise Refused("heads of keys are sharded otherwise than those of queries", "shard both over the same axes")
-    for name, value in found.items():
-        for i in {*range(len(value.dims))} - {0, place(name)}:
-            eq.uncut(value, i, "attention runs")
-    (axes,) = heads
-    axes = {*axes, *(() if batch is UNIFORM else batch.axes)}
+    axes = {*heads.pop(), *(() if batch is UNIFORM else batch.axes)}
     if eq.params["dropout_rate"] and axes:
         raise Refused("each device drops entries by the same seed", "leave dropout to another path of attention")
     of = lambda name: Value((batch, *found[name].dims[1:]))
     if "grad_output" not in found:
-        statistics = Value((batch, own["query"], whole(size("query", 3 - heads_at))))
-        return [of("query"), statistics][: len(eq.eqn.outvars)]
+        return [of("query"), Value((batch, own["query"], whole(eq.shape()[3 - heads_at])))][: len(eq.eqn.outvars)]
     results = [of("query"), of("key"), of("value")]
     if len(eq.eqn.outvars) > 3:  # of a bias, which sequences and heads may share
         bias = found["bias"]

@@ -10,11 +10,9 @@ RULES = Rules()
 rule = RULES.of
 
 
-def _indices(eq: Equation, ids: Value, count: int) -> list[Value]:
+def _indices(ids: Value, count: int) -> list[Value]:
     """Facts about each component of index vectors."""
-    if ids.components and len(ids.components) == count:
-        return list(ids.components)
-    return [ids] * count
+    return list(ids.components) if len(ids.components) == count else [ids] * count
 
 
 def _axes_of_index(eq: Equation, index: Value, i: int) -> tuple[str, ...] | None:
@@ -26,66 +24,63 @@ def _axes_of_index(eq: Equation, index: Value, i: int) -> tuple[str, ...] | None
     return axes_of_offset(tuple((axis, -c) for axis, c in index.offset), eq.shape()[i], eq.sizes)
 
 
-def _clips(eq: Equation) -> bool:
-    """Whether an index out of range is clipped: that of a window as large as its dim to 0."""
-    return getattr(eq.params["mode"], "name", "") == "CLIP"
+def _drops(eq: Equation, index: Value, i: int) -> bool:
+    """Whether indices of the blocks of other devices are past the end of dim i, so that they are left out."""
+    ends = eq.shape()[i], eq.twin_shape()[i]
+    is_past = index.others is not None and all(n >= end for n, end in zip(index.others, ends, strict=True))
+    return is_past and _has_mode(eq, "FILL_OR_DROP")
 
 
-def _plain(eq: Equation, index: Value) -> Value:
-    """`index`, if it is one into a dim that is not sharded."""
-    return eq.unscaled(eq.finished(index))
+def _has_mode(eq: Equation, mode: str) -> bool:
+    """Whether an index out of range is clipped (CLIP), or gives the value to fill in (FILL_OR_DROP)."""
+    return getattr(eq.params["mode"], "name", "") == mode
+
+
+def _counts_along(index: Value) -> int | None:
+    """The dim along which an index counts 0, 1, …; None if it is another index."""
+    return index.count[0] if len(index.count) == 1 and not index.offset and index.known == (0, 0) else None
 
 
 @rule("gather")
 def _gather(eq: Equation) -> Value:
     x, ids = eq.ins
-    eq.block(x)
-    if x.extreme:
-        eq.finished(x)
+    eq.term(eq.block(x))
     numbers, sizes, shape = eq.params["dimension_numbers"], eq.params["slice_sizes"], eq.shape()
     batch = dict(enumerate(ids.dims[:-1]))
-    pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-    for i, j in pairs:
-        batch[j] = eq.joined(i, [x.dims[i], batch[j]])
-    twin_sizes = eq.twin.params["slice_sizes"] if eq.twin is not None else eq.twin_shape()
+    for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+        batch[j] = eq.joined_dim(i, [x.dims[i], batch[j]])
+    twin_sizes = eq.twin.params["slice_sizes"]
+    fills = eq.params["fill_value"] if _has_mode(eq, "FILL_OR_DROP") else None
     looked_up, origin, own = None, None, frozenset()
-    for i, index in zip(numbers.start_index_map, _indices(eq, ids, len(numbers.start_index_map)), strict=True):
+    for i, index in zip(numbers.start_index_map, _indices(ids, len(numbers.start_index_map)), strict=True):
         dim = x.dims[i]
         if index.places is not None and dim is not UNIFORM:
             if dim != index.places or (sizes[i], twin_sizes[i]) != (1, 1):
                 eq.block(index)
             continue
-        if (sizes[i], twin_sizes[i]) == (shape[i], eq.twin_shape()[i]) and _clips(eq):
+        if (sizes[i], twin_sizes[i]) == (shape[i], eq.twin_shape()[i]) and _has_mode(eq, "CLIP"):
             continue  # the whole dim is taken, whatever the index
-        if dim is not UNIFORM and dim.axes:
-            if index.count and not index.offset and index.known == (0, 0) and sizes[i] == 1 and len(index.count) == 1:
-                (j,) = index.count  # entry k of this dim for entry k of the batch
-                if eq.shape(1)[j] != shape[i] or dim.is_merged:
-                    eq.block(index)
-                batch[j] = eq.joined(i, [dim, *([batch[j]] if batch[j] is not UNIFORM and batch[j].axes else [])])
-                continue
-            if dim.is_merged or _axes_of_index(eq, index, i) != dim.axes or sizes[i] != 1:
-                raise Refused(
-                    f"dim {dim.name or i}, sharded over {', '.join(dim.axes)}, is looked up by an index that is not "
-                    "relative to this device's block",
-                    "shardops.index_unreduced looks up in a sharded dim",
-                )
-            if (
-                index.drops
-                and getattr(eq.params["mode"], "name", "") == "FILL_OR_DROP"
-                and eq.params["fill_value"] == 0
-            ):
-                if set(dim.axes) & (x.partial | own):
-                    eq.finished(x)
-                own |= set(dim.axes)  # zero where the entry is in the block of another device
-                continue
-            if looked_up is not None:
-                raise Refused("two sharded dims are looked up at once", "look up in one after the other")
-            looked_up, origin = index.offset, index.origin
+        if dim is UNIFORM or not dim.axes:
+            eq.plain(index)
+            eq.same_size(0, i)
             continue
-        _plain(eq, index)
-        if shape[i] != eq.twin_shape()[i]:
-            raise Refused(f"dim {i}, whose size depends on the mesh, is looked up", "")
+        if (j := _counts_along(index)) is not None and sizes[i] == 1:  # entry k of this dim for entry k of the batch
+            if eq.shape(1)[j] != shape[i] or dim.is_merged:
+                eq.block(index)
+            batch[j] = eq.joined_dim(i, [dim, *([batch[j]] if batch[j] is not UNIFORM and batch[j].axes else [])])
+            continue
+        if dim.is_merged or _axes_of_index(eq, index, i) != dim.axes or sizes[i] != 1 or looked_up is not None:
+            raise Refused(
+                f"dim {dim.name or i}, sharded over {', '.join(dim.axes)}, is looked up by an index that is not "
+                "relative to this device's block",
+                "shardops.index_unreduced looks up in a sharded dim, in one dim after the other",
+            )
+        if fills == 0 and _drops(eq, index, i):  # zero where the entry is in the block of another device
+            if set(dim.axes) & (x.partial | own):
+                eq.finished(x)
+            own |= set(dim.axes)
+            continue
+        looked_up, origin = index.offset, index.origin
     window = [i for i in range(len(shape)) if i not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
     for i, n in enumerate(sizes):
         is_part = n != shape[i] or i in numbers.collapsed_slice_dims
@@ -103,8 +98,7 @@ def _gather(eq: Equation) -> Value:
             dims.append(next(batches))
             places.append(next(labels, None))
     origin = origin and Subtracted(origin.token, tuple(places))
-    fills = getattr(eq.params["mode"], "name", "") == "FILL_OR_DROP" and eq.params["fill_value"] != 0
-    drops = looked_up is not None and fills and not eq.is_integer(eq.result_type())
+    drops = looked_up is not None and fills not in (None, 0) and not eq.is_integer(eq.result_type())
     return Value(tuple(dims), x.partial | own, ratio=x.ratio, looked_up=looked_up, origin=origin, drops=drops)
 
 
@@ -117,65 +111,60 @@ def _scatter(eq: Equation) -> Value:
     eq.block(updates)
     numbers, shape, adds = eq.params["dimension_numbers"], eq.shape(), eq.name == "scatter-add"
     inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
-    window = [i for i in range(len(shape)) if i not in inserted]
-    dims, update_shape = list(x.dims), eq.shape(2)
-    sizes = {i: (update_shape[j], eq.twin_shape(2)[j]) for i, j in zip(window, numbers.update_window_dims, strict=True)}
-    for i, j in zip(window, numbers.update_window_dims, strict=True):
+    window = zip((i for i in range(len(shape)) if i not in inserted), numbers.update_window_dims, strict=True)
+    dims, update_shape, sizes = list(x.dims), eq.shape(2), {}
+    for i, j in window:
+        sizes[i] = update_shape[j], eq.twin_shape(2)[j]
         if update_shape[j] == shape[i]:
-            dims[i] = eq.joined(i, [x.dims[i], updates.dims[j]])
-        else:
-            eq.uncut(x, i, "a part is written"), eq.uncut(updates, j, "a part is written")
-            dims[i] = whole(shape[i])
-            if update_shape[j] != eq.twin_shape(2)[j]:
-                raise Refused("the size of the part that is written depends on the mesh", "")
-    for i in numbers.inserted_window_dims:
-        if i not in numbers.scatter_dims_to_operand_dims:
-            eq.uncut(x, i, "the first entry is written")
-    rows = [d for j, d in enumerate(updates.dims) if j not in numbers.update_window_dims]
-    batch = [eq.joined(k, pair) for k, pair in enumerate(zip(rows, ids.dims[:-1], strict=True))]
+            dims[i] = eq.joined_dim(i, [x.dims[i], updates.dims[j]])
+            continue
+        eq.uncut(x, i, "a part is written"), eq.uncut(updates, j, "a part is written")
+        eq.same_size(2, j)
+        dims[i] = whole(shape[i])
+    for i in {*numbers.inserted_window_dims} - {*numbers.scatter_dims_to_operand_dims}:
+        eq.uncut(x, i, "the first entry is written")
     places = [j for j in range(len(update_shape)) if j not in numbers.update_window_dims]
+    rows = [updates.dims[j] for j in places]
+    batch = [eq.joined_dim(k, pair) for k, pair in enumerate(zip(rows, ids.dims[:-1], strict=True))]
     for i, j in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
-        dims[i] = eq.joined(i, [x.dims[i], batch[j]])
+        dims[i] = eq.joined_dim(i, [x.dims[i], batch[j]])
         batch[j] = UNIFORM  # each entry has its own place
         places[j] = None
-    indices = _indices(eq, ids, len(numbers.scatter_dims_to_operand_dims))
+    indices = _indices(ids, len(numbers.scatter_dims_to_operand_dims))
     own, kind, pending = frozenset(), {"scatter-max": "max", "scatter-min": "min"}.get(eq.name), frozenset()
     for i, index in zip(numbers.scatter_dims_to_operand_dims, indices, strict=True):
-        if sizes.get(i) == (shape[i], eq.twin_shape()[i]) and _clips(eq):
+        if sizes.get(i) == (shape[i], eq.twin_shape()[i]) and _has_mode(eq, "CLIP"):
             continue  # the whole dim is written, whatever the index
         if index.places is not None:
             ways = [k for k, d in enumerate(batch) if d == index.dims[k] and places[k] is not None]
             if len(ways) != 1 or sizes.get(i, (1, 1)) != (1, 1) or index.dims[ways[0]].axes == ():
                 eq.block(index)
-            dims[i] = eq.joined(i, [x.dims[i], index.places])
+            dims[i] = eq.joined_dim(i, [x.dims[i], index.places])
             batch[ways[0]], places[ways[0]] = UNIFORM, None
             continue
-        if index.count and not index.offset and index.is_local and index.known == (0, 0) and len(index.count) == 1:
-            (k,) = index.count
+        if index.is_local and (k := _counts_along(index)) is not None:
             dim = batch[k] if batch[k] is not UNIFORM and batch[k].axes else x.dims[i]
             if dim is UNIFORM or dim.is_merged or eq.shape(1)[k] != shape[i]:
                 eq.block(index)
-            dims[i] = eq.joined(i, [x.dims[i], dim])
+            dims[i] = eq.joined_dim(i, [x.dims[i], dim])
             batch[k], places[k] = UNIFORM, None
             continue
         if index.offset:
             axes = _axes_of_index(eq, index, i)
-            dropped = index.drops and getattr(eq.params["mode"], "name", "") == "FILL_OR_DROP"
+            dropped = _drops(eq, index, i)
             if not adds or axes is None or own or not (dropped or _is_masked(updates, index, places)):
                 eq.block(index)
-            dims[i] = eq.joined(i, [x.dims[i], cut(shape[i], axes)])
+            dims[i] = eq.joined_dim(i, [x.dims[i], cut(shape[i], axes)])
             own = frozenset() if dropped else frozenset(axes)
             continue
-        _plain(eq, index)
+        eq.plain(index)
         eq.uncut(x, i, "entries are written")
+        eq.same_size(0, i)
         dims[i] = x.dims[i] if x.dims[i] is not UNIFORM else whole(shape[i])
-        if shape[i] != eq.twin_shape()[i]:
-            raise Refused(f"entries of dim {i}, whose size depends on the mesh, are written", "")
     partial = updates.partial - own
-    for j, dim in enumerate(batch):
-        if dim is UNIFORM and places[j] is not None:
-            if update_shape[places[j]] != eq.twin_shape(2)[places[j]]:
-                raise Refused("as many equal entries are written as the mesh decides", "")
+    for place, dim in zip(places, batch, strict=True):
+        if dim is UNIFORM and place is not None:
+            eq.same_size(2, place)  # as many equal entries are written as there are
         elif dim is not UNIFORM and dim.axes:
             if kind and not set(dim.axes) & Value(tuple(dims)).sharded:
                 pending |= set(dim.axes)  # the largest of all updates is the largest of each device's largest
@@ -186,14 +175,12 @@ def _scatter(eq: Equation) -> Value:
                 eq.finished(updates)
             partial |= set(dim.axes)
     for value in (x, updates):
-        if value.extreme or not adds:
-            eq.finished(value)
+        eq.term(value) if adds else eq.finished(value)
         if eq.name == "scatter-mul":
             eq.unscaled(value)
     into = Value(tuple(dims), x.partial, ratio=x.ratio, known=x.known if x.is_zero else None)
-    eq.joined_partial([into, Value((), partial)])
-    ratio = eq.joined_ratio([into, Value((), ratio=updates.ratio)])
-    return Value(tuple(dims), frozenset(partial), (kind, pending) if pending else None, ratio)
+    found = eq.joined(dims, [into, Value((), frozenset(partial), ratio=updates.ratio)])
+    return dataclasses.replace(found, partial=frozenset(partial), extreme=(kind, pending) if pending else None)
 
 
 def _inverse(eq: Equation, order: Value, counted: Value) -> Value:
@@ -236,10 +223,10 @@ def _dynamic_slice(eq: Equation) -> Value:
             # Of a block that is cut already, the part of a part is contiguous too.
             dims.append(cut(b, (*dim.axes, *axes), dim.name) if dim is not UNIFORM else UNIFORM)
         else:
-            _plain(eq, start)
+            eq.plain(start)
             eq.uncut(x, i, "a part is taken")
             dims.append(UNIFORM if dim is UNIFORM else whole(b))
-    return Value(tuple(dims), x.partial, x.extreme, x.ratio, known=None if x.count else x.known)
+    return x.rearranged(dims)
 
 
 @rule("dynamic_update_slice")
@@ -248,24 +235,18 @@ def _dynamic_update_slice(eq: Equation) -> Value:
     eq.block(x), eq.block(y)
     assembled: frozenset[str] = frozenset()
     for i, (a, b, start) in enumerate(zip(eq.shape(), eq.shape(1), starts, strict=True)):
-        if a == b and eq.twin_shape()[i] == eq.twin_shape(1)[i] and not start.offset:
-            dims.append(eq.joined(i, [x.dims[i], y.dims[i]]))
-            continue
         if start.offset:
             axes, dim = _axes_of_start(eq, start, b, a), y.dims[i]
-            if not x.is_zero or dim is UNIFORM or dim.is_merged or dim.axes[-len(axes) :] != axes:
-                eq.block(start)
-            if dim.axes != axes and a != b * devices(eq.sizes, axes):
-                eq.block(start)
+            is_own = dim is not UNIFORM and not dim.is_merged and dim.axes[-len(axes) :] == axes
+            if not x.is_zero or not is_own or (dim.axes != axes and a != b * devices(eq.sizes, axes)):
                 eq.block(start)
             assembled |= set(axes)
             dims.append(cut(a, dim.axes[: -len(axes)], dim.name))
-            continue
-        _plain(eq, start)
-        eq.uncut(x, i, "a part is written"), eq.uncut(y, i, "a part is written")
-        if a != eq.twin_shape()[i] or b != eq.twin_shape(1)[i]:
-            raise Refused(f"a part of dim {i} is written, whose size depends on the mesh", "")
-        dims.append(whole(a))
-    y = dataclasses.replace(y, partial=y.partial | assembled)
-    values = [x, y]
-    return Value(tuple(dims), eq.joined_partial(values), eq.joined_extreme(values), eq.joined_ratio(values))
+        elif (a, eq.twin_shape()[i]) == (b, eq.twin_shape(1)[i]):
+            dims.append(eq.joined_dim(i, [x.dims[i], y.dims[i]]))
+        else:
+            eq.plain(start)
+            eq.uncut(x, i, "a part is written"), eq.uncut(y, i, "a part is written")
+            eq.same_size(0, i), eq.same_size(1, i)
+            dims.append(whole(a))
+    return eq.joined(dims, [x, dataclasses.replace(y, partial=y.partial | assembled)])

@@ -30,15 +30,13 @@ def of(eq: Equation, ins: list[Value]) -> Value | None:
         return _index_into_own_block(eq, ins)
     if name == "eq" and (best := _best(eq, ins)):
         return best
-    if name in _NEGATED and any(v.offset or v.is_local for v in ins):
+    if name in _TURNED and any(v.offset or v.is_local for v in ins):
         return _compared(eq, name, *ins)
     if any(v.offset or v.count for v in ins) and (placed := _position(eq, ins)) is not None:
         return placed
     if name in ("and", "or", "not") and all(v.mask for v in ins):
         return _combined(eq, ins)
-    if (masked := _masked(eq, ins)) is not None:
-        return masked
-    return _replaced(eq, ins) if name == "select_n" and ins[0].mask else None
+    return _masked(eq, ins)
 
 
 def _index_into_own_block(eq: Equation, ins: list[Value]) -> Value | None:
@@ -76,7 +74,8 @@ def _position(eq: Equation, ins: list[Value]) -> Value | None:
             return None
         low = Range(low=bounds[0].known) if name != "min" else Range()
         high = Range(high=bounds[-1].known) if name != "max" else Range()
-        return dataclasses.replace(index, valid=low & high & index.valid, drops=False)
+        others = low.low if name != "min" else index.others and tuple(map(min, index.others, high.high))
+        return dataclasses.replace(index, valid=low & high & index.valid, others=others)
     return None
 
 
@@ -95,7 +94,7 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
         return _first_index(eq, a, b, offset)
     if a.valid or b.valid:
         # Another index than the clipped one: jnp wraps a negative one so, before it selects the one that is none.
-        return dataclasses.replace(a, origin=None, drops=False) if a.valid and b.is_constant else None
+        return dataclasses.replace(a, origin=None, others=None) if a.valid and b.is_constant else None
     both = None
     if a.known is not None and b.known is not None:
         both = tuple(x + sign * y for x, y in zip(a.known, b.known, strict=True))
@@ -115,12 +114,12 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
         found, rest = resolved(eq, moved), dataclasses.replace(other, offset=())
         if found.count or found.offset or sign < 0:
             return None
-        eq.unscaled(eq.finished(rest))
+        eq.plain(rest)
         return Value(eq.joined_dims([found, rest]))
     if offset and (a.is_constant or b.is_constant) and both is None and sign * (1 if b.is_constant else 0) >= 0:
         index, number = (a, b) if b.is_constant else (b, a)
         if number.known[0] != number.known[1]:  # jnp wraps a negative index so: right nowhere, so that no mask fits it
-            return dataclasses.replace(index, origin=None, valid=Range(), drops=False)
+            return dataclasses.replace(index, origin=None, valid=Range(), others=None)
     for value in (a, b):
         eq.finished(dataclasses.replace(value, offset=()))
         if both is None:
@@ -140,7 +139,7 @@ def resolved(eq: Equation, value: Value) -> Value:
     axes = axes_of_offset(value.offset, math.prod(shape[i] for i in value.count), eq.sizes)
     if axes is None or value.known is None or value.known[0] != value.known[1]:
         return value
-    there = shape if eq.twin is None else eq.twin.outvars[0].aval.shape
+    there = eq.twin.outvars[0].aval.shape
     first = next((i for i in value.count if there[i] > 1), value.count[0])
     dims = [
         cut(shape[i], axes) if i == first else whole(shape[i]) if i in value.count else d
@@ -151,71 +150,55 @@ def resolved(eq: Equation, value: Value) -> Value:
 
 # ---- masks ------------------------------------------------------------------------------------------------------
 
-_NEGATED = {"lt": "ge", "ge": "lt", "le": "gt", "gt": "le", "eq": "ne", "ne": "eq"}
 _TURNED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
-_INSIDE = {"in", "from 0", "below", "clipped from 0"}
-"""Masks that are true of the indices in this device's block; their negations are false of them."""
-_NOT = {"in": "out", "from 0": "under 0", "below": "beyond"}
-_NOT |= {b: a for a, b in _NOT.items()}
 
 
 def _compared(eq: Equation, name: str, a: Value, b: Value) -> Value:
     """A comparison of positions within this device's block, or of an index less this device's offset."""
-    ndim, offset = len(eq.result_shape), add_offsets(a.offset, b.offset, -1)
+    offset = add_offsets(a.offset, b.offset, -1)
+    # The start of a block is never negative, nor is a count, nor an index that was clipped at 0.
     is_start = a.offset and a.known is not None and not a.count and not a.valid
-    if is_start and b.is_zero and name in ("lt", "ge") and min(*a.known, *(c for _, c in a.offset)) >= 0:
-        return constant(ndim, name == "ge", name == "ge")  # the start of a block is never negative
+    least = min(*a.known, *(c for _, c in a.offset)) if is_start else -1
+    if a.count and not offset and a.known is not None and a.known[0] == a.known[1]:
+        least = a.known[0]
+    if a.valid and a.others is not None:
+        least = min(*a.others, *a.valid.low)
+    if name in ("lt", "ge") and b.is_zero and least >= 0:
+        return constant(len(eq.result_shape), name == "ge", name == "ge")
     for this, other, sign in ((a, b, 1), (b, a, -1)):
         if this.count and not other.count and this.known is not None and this.known[0] == this.known[1]:
-            if this is a and b.is_zero and not offset and this.known[0] >= 0 and name in ("lt", "ge"):
-                return constant(ndim, name == "ge", name == "ge")  # a count is never negative
             signed = tuple((axis, sign * c) for axis, c in offset)
             found = resolved(eq, dataclasses.replace(this, offset=signed, is_local=False))
             if not found.offset and not found.count:
-                rest = eq.unscaled(eq.finished(dataclasses.replace(other, offset=())))
+                rest = eq.plain(dataclasses.replace(other, offset=()))
                 return Value(eq.joined_dims([found, rest]))
     is_bound = lambda v: v.known is not None and not (v.count or v.valid or v.is_index)
     if not is_bound(b) and is_bound(a):
         return _compared(eq, _TURNED[name], b, a)
-    integers = all(eq.is_integer(var.aval.dtype) for var in eq.eqn.invars)
-    if is_bound(b) and integers and not a.count and name not in ("eq", "ne"):
-        return _bounded(eq, name, a, b, offset)
-    eq.block(a), eq.block(b)
-    raise AssertionError(name)
-
-
-def _bounded(eq: Equation, name: str, a: Value, b: Value, offset: Offset) -> Value:
-    """Whether an index is before or past an end of this device's block."""
-    inside = name in ("ge", "gt")  # true of indices from this end on
+    is_signed = all(np.issubdtype(var.aval.dtype, np.signedinteger) for var in eq.eqn.invars)
+    if not is_bound(b) or not is_signed or a.count or a.valid or name in ("eq", "ne"):
+        eq.block(a), eq.block(b)
+        raise AssertionError(name)
+    eq.plain(dataclasses.replace(a, offset=()))
+    inside = name in ("ge", "gt")  # true of indices from this bound on
     end = tuple(x + (name in ("le", "gt")) for x in b.known)
-    origin = a.origin if not b.offset else None if a.offset else _labels(a)
-    if a.valid:
-        if end == (0, 0) and min(a.valid.low) >= 0 and not b.offset:
-            return Value(a.dims, mask=Mask("clipped from 0" if inside else "clipped under 0", offset), origin=origin)
-        eq.block(a)
-    eq.unscaled(eq.finished(dataclasses.replace(a, offset=())))
     if end == (0, 0):
-        return Value(a.dims, mask=Mask("from 0" if inside else "under 0", offset), origin=origin)
-    axes = axes_of_offset(tuple((axis, -c) for axis, c in offset), end[0], eq.sizes)
-    if not axes or end[0] * devices(eq.sizes, axes) != end[1] * devices(eq.twin_sizes, axes):
-        raise Refused("an index is compared with what is no end of this device's block", "compare it with both ends")
-    if np.issubdtype(eq.eqn.invars[0].aval.dtype, np.unsignedinteger):  # an index before the block wraps around
-        test = "out" if inside else "in"
+        mask = Mask(Range(low=end), not inside, offset)
     else:
-        test = "beyond" if inside else "below"
-    return Value(a.dims, mask=Mask(test, offset, end), origin=origin)
+        mask = Mask(Range(high=(end[0] - 1, end[1] - 1)), inside, offset)
+    return Value(a.dims, mask=mask, origin=a.origin if not b.offset else None if a.offset else _labels(a))
 
 
 def _combined(eq: Equation, ins: list[Value]) -> Value:
-    masks = [value.mask for value in ins]
-    if eq.name == "not" and masks[0].test in _NOT:
-        return dataclasses.replace(ins[0], mask=masks[0]._replace(test=_NOT[masks[0].test]))
-    tests = {mask.test for mask in masks}
-    expected, test = ({"from 0", "below"}, "in") if eq.name == "and" else ({"under 0", "beyond"}, "out")
-    if eq.name == "not" or tests != expected or not _is_of(ins[0], masks[1].offset, ins[1]):
+    """Both of two masks of one index, or either of two that are true outside of a range."""
+    a, b = ins[0], ins[-1]
+    if eq.name != "not" and (a.mask.is_outside, b.mask.is_outside) != (eq.name == "or",) * 2:
         raise Refused("these comparisons are not the two ends of one block", "compare one index with both ends")
-    size = masks[0].size or masks[1].size
-    return Value(eq.joined_dims(ins), mask=Mask(test, masks[0].offset, size), origin=ins[0].origin)
+    if a.mask.source or not _is_of(a, b.mask.offset, b):
+        raise Refused("masks of different indices are combined", "compare one index with both ends")
+    is_outside = a.mask.is_outside if eq.name != "not" else not a.mask.is_outside
+    mask = Mask(a.mask.valid & b.mask.valid, is_outside, a.mask.offset)
+    return Value(eq.joined_dims(ins), mask=mask, origin=a.origin)
 
 
 def _is_of(mask: Value, offset: Offset | None, index: Value) -> bool:
@@ -223,56 +206,59 @@ def _is_of(mask: Value, offset: Offset | None, index: Value) -> bool:
     return mask.origin is not None and mask.mask.offset == offset and mask.origin == index.origin
 
 
+def _axes_of_block(eq: Equation, mask: Mask) -> frozenset[str]:
+    """The axes over which a mask says which indices are in this device's block."""
+    sizes = tuple(n + 1 for n in mask.valid.high)
+    axes = axes_of_offset(tuple((axis, -c) for axis, c in mask.offset), sizes[0], eq.sizes)
+    is_block = axes and mask.valid.low == (0, 0)
+    if not is_block or sizes[0] * devices(eq.sizes, axes) != sizes[1] * devices(eq.twin_sizes, axes):
+        raise Refused("an index is compared with what is no end of this device's block", "compare it with both ends")
+    return frozenset(axes)
+
+
 def _masked(eq: Equation, ins: list[Value]) -> Value | None:
     """What a mask leaves of looked-up entries: a partial sum, as each entry is in the block of one device alone."""
-    if eq.name == "select_n" and ins[0].mask and ins[0].mask.test == "best" and len(ins) == 3:
-        return _best_index(eq, *ins)
     if eq.name == "mul" and sum(v.mask is not None for v in ins) == 1:
         which, value = ins if ins[0].mask else ins[::-1]
-        if which.mask.test != "in":
+        if which.mask.is_outside or which.mask.source:
             return None
         if value.drops:
             raise Refused(
                 "entries that are out of range on this device are NaN, which a product with a mask does not remove",
                 "select with the mask: jnp.where((0 <= i) & (i < size), found, 0)",
             )
-    elif eq.name == "select_n" and len(ins) == 3 and ins[0].mask and ins[0].mask.test in ("in", "out"):
-        which, outside, value = ins if ins[0].mask.test == "in" else (ins[0], ins[2], ins[1])
-        if not outside.is_zero or value.offset:
-            return None
-    elif eq.name == "convert_element_type" and ins[0].mask and ins[0].mask.test == "in":
-        return ins[0]
+    elif eq.name == "select_n" and len(ins) == 3 and ins[0].mask:
+        if ins[0].mask.source:
+            return _best_index(eq, *ins)
+        which, outside, value = ins if not ins[0].mask.is_outside else (ins[0], ins[2], ins[1])
+        if value.offset:
+            return _replaced(eq, which, outside, value)
+        if not outside.is_zero:
+            eq.block(which)
+    elif eq.name == "convert_element_type" and ins[0].mask and not ins[0].mask.source:
+        return ins[0] if not ins[0].mask.is_outside else None
     else:
         return None
     if value.looked_up is not None and not _is_of(which, value.looked_up, value):
         raise Refused("entries are masked by another index than the one they were looked up by", "mask by that index")
     value = dataclasses.replace(value, looked_up=None, drops=False)
-    eq.block(value)
-    if value.extreme:
-        eq.finished(value)
-    offset, size = which.mask.offset, which.mask.size[0]
-    axes = frozenset(axes_of_offset(tuple((axis, -c) for axis, c in offset), size, eq.sizes))
+    eq.term(eq.block(value))
+    axes = _axes_of_block(eq, which.mask)
     if axes & value.partial:
         eq.finished(value)
     partial, dims = value.partial | axes, eq.joined_dims([which, value])
-    return Value(dims, partial, ratio=value.ratio, masked=offset, origin=which.origin)
+    return Value(dims, partial, ratio=value.ratio, masked=which.mask.offset, origin=which.origin)
 
 
-def _replaced(eq: Equation, ins: list[Value]) -> Value:
+def _replaced(eq: Equation, which: Value, outside: Value, index: Value) -> Value:
     """An index of which the entries out of range were replaced, as jnp does with negative ones."""
-    which, *cases = ins
-    test, size = which.mask.test, which.mask.size
-    inside, outside = (cases[1], cases[0]) if test in _INSIDE else (cases[0], cases[-1])
-    if len(cases) != 2 or test == "best" or not inside.offset or not _is_of(which, inside.offset, inside):
-        eq.block(inside)
-        raise Refused("a mask says which indices are in this device's block", "mask what was looked up by them")
-    valid = Range() if test in ("below", "beyond") else Range(low=(0, 0))
-    drops = test.startswith("clipped") and inside.drops
-    if size is not None:
-        valid &= Range(high=(size[0] - 1, size[1] - 1))
-        past = outside.is_constant and all(x >= n for x, n in zip(outside.known, size, strict=True))
-        drops = test in ("in", "out") and past
-    return dataclasses.replace(inside, dims=eq.joined_dims([which, inside]), valid=valid & inside.valid, drops=drops)
+    if not _is_of(which, index.offset, index):
+        eq.block(index)
+    valid = which.mask.valid & index.valid
+    others = outside.known if outside.is_constant else None
+    if others is not None and index.valid and valid != which.mask.valid:
+        others = index.others and tuple(map(min, others, index.others))
+    return dataclasses.replace(index, dims=eq.joined_dims([which, index]), valid=valid, others=others)
 
 
 # ---- the index of an extreme ------------------------------------------------------------------------------------
@@ -285,7 +271,7 @@ def _best(eq: Equation, ins: list[Value]) -> Value | None:
     taken = next((v for v in values if v.is_taken), None)
     if local is None or taken is None or local.source != taken.source:
         return None
-    return Value(eq.joined_dims(ins), mask=Mask("best", source=local.source))
+    return Value(eq.joined_dims(ins), mask=Mask(Range(), source=local.source))
 
 
 def _first_index(eq: Equation, a: Value, b: Value, offset: Offset) -> Value:

@@ -66,9 +66,8 @@ def _barrier(eq: Equation) -> list[Value]:
 @rule("device_put")
 def _device_put(eq: Equation) -> list[Value]:
     """A move to the memory of a device's host, or back, changes nothing. One to other devices might."""
-    if all(isinstance(place, jax.memory.Space) for place in eq.params["devices"]):
-        return eq.ins
-    return everything_whole(eq)
+    is_move = all(isinstance(place, jax.memory.Space) for place in eq.params["devices"])
+    return eq.ins if is_move else everything_whole(eq)
 
 
 @rule("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "triangular_solve", "lu_pivots_to_permutation")
@@ -113,16 +112,13 @@ def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -
     if any(hasattr(var.aval, "inner_aval") for var in (*eq.eqn.invars, *eq.eqn.outvars)):
         raise Refused("an array is changed in place", "return the changed array: x.at[i].set(...)")
     for k, value in enumerate(eq.ins):
-        is_linear = k == 1 and vectors is not None and not value.extreme
-        eq.unscaled(value if is_linear else eq.finished(value))
+        is_linear = k == 1 and vectors is not None
+        eq.unscaled(eq.term(value)) if is_linear else eq.plain(value)
         for i in range(batch, len(value.dims)):
-            if (k, i) == (1, vectors):
-                continue
-            eq.uncut(value, i, eq.name)
-            if eq.shape(k)[i] != eq.twin_shape(k)[i]:
-                problem = f"the sizes of the operands of {eq.name} depend on the mesh"
-                raise Refused(problem, "compute them from whole sizes")
-    dims = [eq.joined(i, (value.dims[i] for value in eq.ins)) for i in range(batch)]
+            if (k, i) != (1, vectors):
+                eq.uncut(value, i, eq.name)
+                eq.same_size(k, i)
+    dims = [eq.joined_dim(i, (value.dims[i] for value in eq.ins)) for i in range(batch)]
     shapes = [getattr(var.aval, "shape", ()) for var in eq.eqn.outvars]
     rest = lambda shape: (eq.ins[1].dims[i] if i == vectors else whole(shape[i]) for i in range(batch, len(shape)))
     partial = eq.ins[1].partial if vectors is not None else frozenset()

@@ -53,6 +53,23 @@ class Reach:
         """The four arrays."""
         return self.number, self.known, self.first, self.last
 
+    def over(self, dims: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
+        """First and last token of all entries along `dims` together, which stay as dims of size 1."""
+        dims = tuple(dims)
+        return self.first.min(dims, keepdims=True, initial=FIRST), self.last.max(dims, keepdims=True, initial=LAST)
+
+    def alike(self) -> "Reach":
+        """The value, with dims of size 1 where all entries turn out to be alike."""
+
+        def settled(x: np.ndarray) -> np.ndarray:
+            for i, size in enumerate(x.shape):
+                if size > 1:
+                    one = x.take([0], i)
+                    x = one if ((x == one) | ((x != x) & (one != one))).all() else x
+            return x
+
+        return Reach(self.shape, *map(settled, self.arrays()), self.why)
+
     def moved(self, move: Callable[[np.ndarray], np.ndarray], shape: Sequence[int]) -> "Reach":
         """The value with entries moved, each array by itself."""
         return Reach(tuple(shape), *map(move, self.arrays()))
@@ -115,29 +132,10 @@ def constant(array: Any) -> Reach:
     return made(shape, array, True)
 
 
-def alike(value: Reach) -> Reach:
-    """The value, with dims of size 1 where all entries turn out to be alike."""
-
-    def settled(x: np.ndarray) -> np.ndarray:
-        for i, size in enumerate(x.shape):
-            if size > 1:
-                one = x.take([0], i)
-                x = one if ((x == one) | ((x != x) & (one != one))).all() else x
-        return x
-
-    return Reach(value.shape, *map(settled, value.arrays()), value.why)
-
-
 def full(x: np.ndarray, shape: Sequence[int], dims: Iterable[int]) -> np.ndarray:
     """An array with all entries along `dims`."""
     dims = set(dims)
     return np.broadcast_to(x, tuple(n if i in dims else m for i, (m, n) in enumerate(zip(x.shape, shape, strict=True))))
-
-
-def over(value: Reach, dims: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-    """First and last token of all entries along `dims` together, which stay as dims of size 1."""
-    dims = tuple(dims)
-    return value.first.min(dims, keepdims=True, initial=FIRST), value.last.max(dims, keepdims=True, initial=LAST)
 
 
 def of_all(values: Iterable[Reach]) -> tuple[np.int32, np.int32]:
@@ -184,28 +182,3 @@ def taken(x: np.ndarray, dim: int, at: np.ndarray, size: int, fill: Any) -> np.n
     shape[dim] = len(at)
     found = x.take(np.clip(at, 0, x.shape[dim] - 1) if x.shape[dim] > 1 else np.zeros(len(at), int), dim)
     return np.where(inside.reshape(shape), found, fill)
-
-
-# ---- rules of primitives
-
-RULES: dict[str, Callable[..., Any]] = {}
-
-
-def rule(*names: str) -> Callable:
-    """Decorator of the rule (eqn, ins) -> Reach, or a list of them, of the primitives `names`."""
-
-    def register(function: Callable) -> Callable:
-        RULES.update(dict.fromkeys(names, function))
-        return function
-
-    return register
-
-
-def shape_of(eqn: Any, i: int = 0) -> tuple[int, ...]:
-    """Shape of result i of an equation."""
-    return tuple(getattr(eqn.outvars[i].aval, "shape", ()))
-
-
-def anything(eqn: Any, ins: list[Reach]) -> list[Reach]:
-    """Each entry of each result may depend on all entries of all operands."""
-    return [unknown(shape_of(eqn, i), dtype_of(var.aval), *of_all(ins)) for i, var in enumerate(eqn.outvars)]

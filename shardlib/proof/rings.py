@@ -285,8 +285,7 @@ def ring(eq: Equation) -> Value:
             eq.finished(x)
         left = x.extreme[1] - {turns} if x.extreme else frozenset()
         return Value(x.dims, x.partial, (kind, left) if left else None, x.ratio)
-    if x.extreme:
-        eq.finished(x)
+    eq.term(x)
     ratio = x.ratio if turns in x.partial else near(x.ratio / eq.sizes[turns])
     return Value(x.dims, x.partial - {turns}, None, ratio)
 

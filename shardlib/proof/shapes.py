@@ -4,19 +4,20 @@ import dataclasses
 
 from shardlib.proof import entries
 from shardlib.proof.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Value, constant, cut, devices, moved, whole
-from shardlib.proof.equation import Equation, Refused
+from shardlib.proof.equation import WHOLE_SIZES, Equation, Refused
 from shardlib.proof.primitives import Rules
 
 RULES = Rules()
 rule = RULES.of
+
+ENDS = ("start_indices", "limit_indices", "strides")
 
 
 @rule("iota")
 def _iota(eq: Equation) -> Value:
     k, shape = eq.params["dimension"], eq.result_shape
     dims = tuple(whole(n) if i == k else UNIFORM for i, n in enumerate(shape))
-    local = eq.twin is not None and eq.twin.outvars[0].aval.shape[k] != shape[k]
-    return Value(dims, known=(0, 0), count=(k,), is_local=local)
+    return Value(dims, known=(0, 0), count=(k,), is_local=eq.twin.outvars[0].aval.shape[k] != shape[k])
 
 
 @rule("axis_index")
@@ -30,7 +31,7 @@ def _axis_index(eq: Equation) -> Value:
 @rule("random_bits", "random_split", "random_unwrap", "random_seed")
 def _from_keys(eq: Equation) -> Value:
     (x, *_), shape = eq.ins, eq.result_shape
-    eq.unscaled(eq.finished(x))
+    eq.plain(x)
     return Value((*x.dims, *(whole(n) for n in shape[len(x.dims) :])))
 
 
@@ -68,8 +69,8 @@ def _broadcast(eq: Equation) -> Value:
     for i, j in enumerate(to):
         if eq.shape()[i] == shape[j]:
             source[j] = i
-        elif x.dims[i] is not UNIFORM and x.dims[i].axes:
-            raise Refused(f"dim {i}, of which each device holds one entry, is repeated", "gather it first")
+        else:
+            eq.uncut(x, i, "the one entry is repeated")
     return _with(x, moved(x, source))
 
 
@@ -87,17 +88,10 @@ def _squeeze(eq: Equation) -> Value:
     return _with(x, moved(x, [i for i in range(len(x.dims)) if i not in gone]))
 
 
-@rule("expand_dims")
-def _expand_dims(eq: Equation) -> Value:
-    (x,), new = eq.ins, eq.params["dimensions"]
-    old = iter(range(len(x.dims)))
-    return _with(x, moved(x, [None if j in new else next(old) for j in range(len(x.dims) + len(new))]))
-
-
 @rule("bitcast_convert_type")
 def _bitcast(eq: Equation) -> Value:
     (x,), ndim = eq.ins, len(eq.result_shape)
-    eq.unscaled(eq.finished(x))
+    eq.plain(x)
     if ndim < len(x.dims):
         eq.uncut(x, ndim, "entries become one")
     return Value((*x.dims, *map(whole, eq.result_shape[len(x.dims) :]))[:ndim])
@@ -134,7 +128,7 @@ def _reshape(eq: Equation) -> Value:
             sizes = [(part, eq.whole_size(Dim((part,)), part.size)) for part in dim.parts]
             pieces += [_Piece(n, whole, axes, False, False, dim.name, counted) for (n, axes), whole in sizes]
     pieces = [p for p in pieces if max(p.size, p.whole) > 1 or p.axes]
-    twins = eq.twin.outvars[0].aval.shape if eq.twin is not None else [None] * len(new)
+    twins = eq.twin.outvars[0].aval.shape
     dims, count, mixed = [], [], False
     for j, (size, there) in enumerate(zip(new, twins, strict=True)):
         if (
@@ -159,7 +153,7 @@ def _reshape(eq: Equation) -> Value:
             dims.append(UNIFORM)
             continue
         if any(p.is_loose for p in taken):
-            raise Refused("repeated entries, as many as the mesh decides, are merged with a dim", "")
+            raise Refused("repeated entries, as many as the mesh decides, are merged with a dim", WHOLE_SIZES)
         dims.append(_merged(taken))
     if pieces:
         raise Refused("the sharded dims do not fit the new shape", "shardops.rearrange names the dims")
@@ -184,15 +178,15 @@ def _kept(old: tuple[int, ...], new: tuple[int, ...]) -> list[int | None] | None
     return found
 
 
-def _take(pieces: list[_Piece], size: int, there: int | None, last: bool) -> list[_Piece]:
+def _take(pieces: list[_Piece], size: int, there: int, last: bool) -> list[_Piece]:
     """The next factors, of `size` together on a device, and of `there` on one. Splits the last of them if it must."""
     taken, product, product_there = [], 1, 1
     while pieces:
-        piece, need, rest = pieces[0], size // product, there and there // product_there
-        is_last = last and piece.size == 1 and (there is None or piece.whole == 1)
-        if need == 1 and rest in (None, 1) and not is_last:
+        piece, need, rest = pieces[0], size // product, there // product_there
+        is_last = last and piece.size == 1 == piece.whole
+        if need == 1 == rest and not is_last:
             break
-        if need % piece.size == 0 and (there is None or piece.is_uniform or rest % piece.whole == 0):
+        if need % piece.size == 0 and (piece.is_uniform or rest % piece.whole == 0):
             taken.append(pieces.pop(0))
             product, product_there = product * piece.size, product_there * piece.whole
         elif need and piece.size % need == 0 and size % product == 0 and (need > 1 or piece.whole > piece.size):
@@ -230,10 +224,7 @@ def _merged(taken: list[_Piece]) -> Dim:
             parts[-1] = Part(parts[-1].size * piece.size, parts[-1].axes)
         else:
             parts.append(Part(piece.size, piece.axes))
-    if len(parts) > 1 and parts[0] == Part(1, ()):
-        parts = parts[1:]
-    parts = entries.joined(parts)
-    return Dim(tuple(parts), taken[0].name if len(taken) == 1 else "")
+    return Dim(tuple(entries.joined(parts)), taken[0].name if len(taken) == 1 else "")
 
 
 @rule("concatenate")
@@ -246,30 +237,28 @@ def _concatenate(eq: Equation) -> Value:
     ):
         # A local count gives no dim: as an index into a sharded dim it says how the dim that it counts along is cut.
         bare = [tuple(UNIFORM if v.is_local and i in v.count else d for i, d in enumerate(v.dims)) for v in eq.ins]
-        dims = [eq.joined(i, (b[i] for b in bare)) for i in range(ndim - 1)]
+        dims = [eq.joined_dim(i, (b[i] for b in bare)) for i in range(ndim - 1)]
         return Value((*dims, whole(len(eq.ins))), is_local=True, components=tuple(eq.ins))
     for i, value in enumerate(eq.ins):
         eq.block(value)
         eq.uncut(value, k, "arrays are joined")
-        if eq.shape(i)[k] != eq.twin_shape(i)[k]:
-            raise Refused(f"arrays are joined along dim {k}, whose size depends on the mesh", "")
-    dims = [whole(eq.result_shape[k]) if i == k else eq.joined(i, (v.dims[i] for v in eq.ins)) for i in range(ndim)]
-    return Value(tuple(dims), eq.joined_partial(eq.ins), eq.joined_extreme(eq.ins), eq.joined_ratio(eq.ins))
+        eq.same_size(i, k)
+    dims = [whole(eq.result_shape[k]) if i == k else eq.joined_dim(i, (v.dims[i] for v in eq.ins)) for i in range(ndim)]
+    return eq.joined(dims, eq.ins)
 
 
 @rule("stack")
 def _stack(eq: Equation) -> Value:
     dims = list(eq.joined_dims(eq.ins))
     dims.insert(eq.params["axis"], whole(len(eq.ins)))
-    return Value(tuple(dims), eq.joined_partial(eq.ins), eq.joined_extreme(eq.ins), eq.joined_ratio(eq.ins))
+    return eq.joined(dims, eq.ins)
 
 
 @rule("unstack")
 def _unstack(eq: Equation) -> list[Value]:
     (x,), k = eq.ins, eq.params["axis"]
     eq.uncut(x, k, "an array is taken apart")
-    dims = (*x.dims[:k], *x.dims[k + 1 :])
-    return [Value(dims, x.partial, x.extreme, x.ratio) for _ in eq.eqn.outvars]
+    return [x.rearranged((*x.dims[:k], *x.dims[k + 1 :])) for _ in eq.eqn.outvars]
 
 
 @rule("split")
@@ -281,32 +270,23 @@ def _split(eq: Equation) -> list[Value]:
 
 def _piece_of(eq: Equation, x: Value, shape: tuple[int, ...]) -> Value:
     """Facts about a piece of `x` that holds whole dims or some entries of unsharded ones."""
-    dims = [
-        d if d is UNIFORM or a == b else whole(b, d.name) for d, a, b in zip(x.dims, eq.shape(), shape, strict=True)
-    ]
-    eq.block(x)
-    return Value(tuple(dims), x.partial, x.extreme, x.ratio, known=None if x.count else x.known)
+    sizes = zip(eq.block(x).dims, eq.shape(), shape, strict=True)
+    return x.rearranged(d if d is UNIFORM or a == b else whole(b, d.name) for d, a, b in sizes)
 
 
 @rule("slice")
 def _slice(eq: Equation) -> Value:
-    (x,), p = eq.ins, eq.params
-    twin = eq.twin.params if eq.twin is not None else p
-    for i, (a, b) in enumerate(zip(eq.shape(), eq.result_shape, strict=True)):
-        there = eq.twin_shape()[i]
-        bounds = [(q["start_indices"][i], q["limit_indices"][i], q["strides"] and q["strides"][i]) for q in (p, twin)]
-        if a == b and twin["limit_indices"][i] - twin["start_indices"][i] == there:
-            continue
-        if x.components and i == len(x.dims) - 1 and b == 1 and not (p["strides"] and p["strides"][i] != 1):
-            continue
-        eq.uncut(x, i, "a part is taken")
-        if bounds[0] != bounds[1] and x.dims[i] is not UNIFORM:
-            raise Refused(
-                f"the part taken of dim {i} depends on the mesh: {bounds[0][:2]} here, {bounds[1][:2]} on one device",
-                "compute its ends from whole sizes",
-            )
+    (x,), p, twin = eq.ins, eq.params, eq.twin.params
     if x.components and eq.result_shape == (*eq.shape()[:-1], 1):
         return x.components[p["start_indices"][-1]]
+    for i, (a, b) in enumerate(zip(eq.shape(), eq.result_shape, strict=True)):
+        if a == b and twin["limit_indices"][i] - twin["start_indices"][i] == eq.twin_shape()[i]:
+            continue
+        eq.uncut(x, i, "a part is taken")
+        here, there = (tuple(q[name] and q[name][i] for name in ENDS) for q in (p, twin))
+        if here != there and x.dims[i] is not UNIFORM:
+            problem = f"the part taken of dim {i} depends on the mesh: {here[:2]} here, {there[:2]} on one device"
+            raise Refused(problem, WHOLE_SIZES)
     return _piece_of(eq, x, eq.result_shape)
 
 
@@ -315,7 +295,7 @@ def _rev(eq: Equation) -> Value:
     (x,) = eq.ins
     for i in eq.params["dimensions"]:
         eq.uncut(x, i, "the order is reversed")
-    return Value(x.dims, x.partial, x.extreme, x.ratio, known=None if x.count else x.known)
+    return x.rearranged(x.dims)
 
 
 @rule("pad")
@@ -326,28 +306,23 @@ def _pad(eq: Equation) -> Value:
     for i, config in enumerate(eq.params["padding_config"]):
         if any(config):
             eq.uncut(x, i, "entries are added")
+            eq.same_size(0, i)
             dims[i] = whole(eq.result_shape[i])
-            if eq.twin is not None and (
-                eq.twin.params["padding_config"][i] != config or eq.shape()[i] != eq.twin_shape()[i]
-            ):
-                raise Refused(f"dim {i} is padded by a number that depends on the mesh", "compute it from whole sizes")
-    spread = dataclasses.replace(fill, dims=(UNIFORM,) * len(dims))
-    values = [dataclasses.replace(x, count=(), known=None if x.count else x.known), spread]
+            if eq.twin.params["padding_config"][i] != config:
+                raise Refused(f"dim {i} is padded by a number that depends on the mesh", WHOLE_SIZES)
     if x.is_zero and fill.is_zero:
         return constant(len(dims), 0, 0)
-    return Value(tuple(dims), eq.joined_partial(values), eq.joined_extreme(values), eq.joined_ratio(values))
+    return eq.joined(dims, [x.rearranged(x.dims), fill])
 
 
-@rule("select_and_gather_add", "select_and_scatter_add", "reduce_window", "reduce_window_sum", "reduce_window_max")
-@rule("reduce_window_min")
+@rule("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add")
+@rule("select_and_scatter_add")
 def _windows(eq: Equation) -> Value:
-    arrays = [value for value in eq.ins if value.dims]
-    for value in eq.ins:
-        eq.unscaled(eq.finished(value))
-    dims = []
+    arrays = [value for value in map(eq.plain, eq.ins) if value.dims]
+    dims: list[Dim | None] = []
     for i, (n, size) in enumerate(zip(eq.params["window_dimensions"], eq.result_shape, strict=True)):
         if n == 1 and not any(eq.params["padding"][i]) and eq.shape()[i] == size:
-            dims.append(eq.joined(i, (v.dims[i] for v in arrays)))
+            dims.append(eq.joined_dim(i, (v.dims[i] for v in arrays)))
             continue
         for value in arrays:
             eq.uncut(value, i, "a window slides")
@@ -358,11 +333,9 @@ def _windows(eq: Equation) -> Value:
 @rule("fft")
 def _fft(eq: Equation) -> Value:
     (x,) = eq.ins
-    if x.extreme:
-        eq.finished(x)
+    eq.term(x)
     eq.same("fft_type", "fft_lengths")
-    dims = list(x.dims)
-    for i in range(len(dims) - len(eq.params["fft_lengths"]), len(dims)):
+    count = len(x.dims) - len(eq.params["fft_lengths"])
+    for i in range(count, len(x.dims)):
         eq.uncut(x, i, "a Fourier transform runs")
-        dims[i] = whole(eq.result_shape[i])
-    return Value(tuple(dims), x.partial, ratio=x.ratio)
+    return x.rearranged((*x.dims[:count], *map(whole, eq.result_shape[count:])))

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -21,85 +21,72 @@ def _without(dims: tuple, gone: Any) -> tuple:
     return tuple(d for i, d in enumerate(dims) if i not in gone)
 
 
-def _cut_axes(x: Value, gone: Any) -> frozenset[str]:
-    return frozenset(axis for i in gone if x.dims[i] is not UNIFORM for axis in x.dims[i].axes)
-
-
-def _repetitions(eq: Equation, x: Value, gone: Any, operand: int = 0) -> tuple[int, int]:
-    """Number of equal entries along dims, here and on one device."""
-    uniform = [i for i in gone if x.dims[i] is UNIFORM]
-    return tuple(math.prod(shape[i] for i in uniform) for shape in (eq.shape(operand), eq.twin_shape(operand)))
+def _cut_axes(x: Value, gone: Any) -> tuple[str, ...]:
+    return tuple(axis for i in gone if x.dims[i] is not UNIFORM for axis in x.dims[i].axes)
 
 
 @rule("reduce_sum")
 def _sum(eq: Equation) -> Value:
     (x,), gone = eq.ins, eq.params["axes"]
-    if x.extreme:
-        eq.finished(x)
-    axes = _cut_axes(x, gone)
+    axes = frozenset(_cut_axes(eq.term(x), gone))
     if axes & x.partial:
         eq.finished(x)
-    here, there = _repetitions(eq, x, gone)
+    uniform = [i for i in gone if x.dims[i] is UNIFORM]
+    here, there = (math.prod(shape[i] for i in uniform) for shape in (eq.shape(), eq.twin_shape()))
     if x.is_constant and not x.partial:
         return constant(len(eq.result_shape), x.known[0] * here, x.known[1] * there)
-    dims, ratio = _without(x.dims, gone), near(x.ratio * there / here if here else x.ratio)
+    dims, ratio = _without(x.dims, gone), near(x.ratio * there / here) if here else x.ratio
     return Value(dims, x.partial | axes - x.folded, None, ratio, folded=x.folded - axes, folding=x.folding)
 
 
 def _source(x: Value, kind: str, gone: Any) -> Source:
-    axes = tuple(axis for i in gone if x.dims[i] is not UNIFORM for axis in x.dims[i].axes)
-    return Source(x.token, kind, tuple(gone), axes, tuple(range(len(x.dims) - len(gone))))
+    return Source(x.token, kind, tuple(gone), _cut_axes(x, gone), tuple(range(len(x.dims) - len(gone))))
 
 
-def _extreme_of(kind: str) -> Callable:
-    def reduced(eq: Equation) -> Value:
-        (x,), gone = eq.ins, eq.params["axes"]
-        if x.partial or (x.extreme and x.extreme[0] != kind):
-            eq.finished(x)
-        if x.is_constant:
-            return dataclasses.replace(x, dims=_without(x.dims, gone))
-        axes = _cut_axes(x, gone) | (x.extreme[1] if x.extreme else frozenset())
-        source = _source(x, kind, gone) if axes and not x.extreme else None
-        return Value(_without(x.dims, gone), extreme=(kind, axes) if axes else None, ratio=x.ratio, source=source)
-
-    return reduced
-
-
-rule("reduce_max")(_extreme_of("max"))
-rule("reduce_min")(_extreme_of("min"))
-
-
-@rule("reduce_or", "reduce_and")
-def _any(eq: Equation) -> Value:
-    if eq.result_type() != np.bool_:  # bit by bit
+@rule("reduce_max", "reduce_min", "reduce_or", "reduce_and")
+def _extreme(eq: Equation) -> Value:
+    (x,), gone = eq.ins, eq.params["axes"]
+    if eq.name in ("reduce_or", "reduce_and") and eq.result_type() != np.bool_:  # bit by bit
         return _product(eq)
-    return _extreme_of("max" if eq.name == "reduce_or" else "min")(eq)
+    kind = "max" if eq.name in ("reduce_max", "reduce_or") else "min"
+    if x.partial or (x.extreme and x.extreme[0] != kind):
+        eq.finished(x)
+    if x.is_constant:
+        return dataclasses.replace(x, dims=_without(x.dims, gone))
+    axes = {*_cut_axes(x, gone), *(x.extreme[1] if x.extreme else ())}
+    source = _source(x, kind, gone) if axes and not x.extreme else None
+    extreme = (kind, frozenset(axes)) if axes else None
+    return Value(_without(x.dims, gone), extreme=extreme, ratio=x.ratio, source=source)
 
 
 @rule("reduce_prod", "reduce_xor")
 def _product(eq: Equation) -> Value:
     (x,), gone = eq.ins, eq.params["axes"]
-    eq.unscaled(eq.finished(x))
-    for i in gone:
-        eq.uncut(x, i, "entries are combined")
-    here, there = _repetitions(eq, x, gone)
-    if here != there:
-        raise Refused("as many equal entries are combined as the mesh decides", "")
+    _combined_along(eq, gone, "entries are combined")
     return Value(_without(x.dims, gone))
+
+
+def _combined_along(eq: Equation, along: Iterable[int], verb: str) -> list[Dim | None]:
+    """How the dims of arrays are cut whose entries along some dims are taken together, as only a whole dim's may be."""
+    for k, value in enumerate(eq.ins):
+        eq.plain(value)
+        for i in along:
+            eq.uncut(value, i, verb)
+            eq.same_size(k, i)
+    dims = [eq.joined_dim(i, (value.dims[i] for value in eq.ins)) for i in range(len(eq.shape()))]
+    return [whole(eq.shape()[i]) if i in along else dim for i, dim in enumerate(dims)]
 
 
 @rule("argmax", "argmin")
 def _argmax(eq: Equation) -> Value:
     (x,), gone = eq.ins, eq.params["axes"]
     eq.finished(x)
-    axes = _cut_axes(x, gone)
-    if not axes:
+    if not (axes := frozenset(_cut_axes(x, gone))):
         return Value(_without(x.dims, gone))
     if len(gone) > 1 or x.dims[gone[0]].is_merged:
         eq.uncut(x, gone[0], f"an {eq.name} is taken")
     # Not yet an index in the whole dim: it may only be added to this device's offset.
-    size = eq.shape()[gone[0]]
-    kind = "max" if eq.name == "argmax" else "min"
+    size, kind = eq.shape()[gone[0]], eq.name[3:]
     source = _source(x, kind, gone)
     return Value(_without(x.dims, gone), extreme=(kind, axes), known=(size, size), source=source, is_index=True)
 
@@ -107,10 +94,7 @@ def _argmax(eq: Equation) -> Value:
 @rule("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp")
 def _cumulative(eq: Equation) -> Value:
     (x,), k = eq.ins, eq.params["axis"]
-    if eq.name != "cumsum":
-        eq.unscaled(eq.finished(x))
-    if x.extreme:
-        eq.finished(x)
+    eq.term(x) if eq.name == "cumsum" else eq.plain(x)
     eq.uncut(x, k, f"a {eq.name} runs")
     dims = tuple(whole(n) if i == k else d for i, (d, n) in enumerate(zip(x.dims, eq.result_shape, strict=True)))
     return Value(dims, x.partial, ratio=x.ratio)
@@ -124,7 +108,7 @@ def _sorted_block(eq: Equation, dim: Dim) -> list[Value] | None:
     (key, *_), n, blocks = eq.ins, eq.shape()[0], [v for v in eq.ins if not v.is_local]
     counts = [v for v in eq.ins if v.count and v.is_local and v.known == (0, 0) and not v.offset]
     for value in blocks:
-        eq.finished(eq.unscaled(value))
+        eq.plain(value)
     if key.places is None:
         number = next(_ORDERS)
         before, after = dim, Dim(tuple(Part(p.size, tuple(f"{real(a)}~{number}" for a in p.axes)) for p in dim.parts))
@@ -133,11 +117,9 @@ def _sorted_block(eq: Equation, dim: Dim) -> list[Value] | None:
         before, after = key.dims[0], key.places
         firsts = [Value((whole(n),), known=(0, 0), count=(0,), is_local=True)]
     rest = eq.ins[len(firsts) :]
-    if after.is_merged or before.is_merged or any(v not in counts and v not in blocks for v in rest):
-        return None
-    if any(p.size != n for d in (before, after) for p in d.parts) or any(
-        v.dims[0] not in (before, UNIFORM) for v in blocks
-    ):
+    is_one_block = all([p.size for p in d.parts] == [n] for d in (before, after))
+    is_known = lambda v: v in counts or (v in blocks and v.dims[0] in (before, UNIFORM))
+    if not is_one_block or not all(map(is_known, rest)):
         return None
     return firsts + [Value((after,), is_local=True, places=before) if v in counts else Value((after,)) for v in rest]
 
@@ -149,10 +131,7 @@ def _sort(eq: Equation) -> list[Value]:
     cut = [d for v in eq.ins for d in v.dims if d and d.axes]
     if eq.name == "sort" and ndim == 1 and cut and (found := _sorted_block(eq, cut[0])):
         return found
-    for value in eq.ins:
-        eq.finished(eq.unscaled(value))
-        eq.uncut(value, k, f"{eq.name} runs")
-    dims = [eq.joined(i, (v.dims[i] for v in eq.ins)) for i in range(ndim)]
+    dims = _combined_along(eq, [k], f"{eq.name} runs")
     dims[k] = whole(eq.result_shape[k])
     return [Value(tuple(dims)) for _ in eq.eqn.outvars]
 
@@ -160,36 +139,28 @@ def _sort(eq: Equation) -> list[Value]:
 # ---- products ----
 
 
-@rule("dot_general", "ragged_dot")
+@rule("dot_general")
 def _dot(eq: Equation) -> Value:
-    a, b, *others = eq.ins
-    if eq.name == "dot_general" and any(v.looked_up is not None for v in eq.ins):
+    if any(v.looked_up is not None for v in eq.ins):
         return _dot_of_rows(eq)
-    for value in eq.ins:
-        eq.block(value)
-    if others or eq.name != "dot_general":
-        return everything_whole(eq)[0]
-    for value in (a, b):
-        if value.extreme:
-            eq.finished(value)
+    a, b = (eq.term(eq.block(value)) for value in eq.ins)
     (contracted_a, contracted_b), (batch_a, batch_b) = eq.params["dimension_numbers"]
     if a.partial and b.partial:
         eq.finished(a)
     partial, ratio = a.partial | b.partial, a.ratio * b.ratio
     for i, j in zip(contracted_a, contracted_b, strict=True):
-        dim = eq.joined(i, [a.dims[i], b.dims[j]])
+        dim = eq.joined_dim(i, [a.dims[i], b.dims[j]])
         if dim is UNIFORM:
             ratio *= eq.twin_shape(0)[i] / eq.shape(0)[i]
-        elif both := sorted(set(dim.axes) & partial):
+            continue
+        if both := sorted(set(dim.axes) & partial):
             eq.finished(a if a.partial else b)
-            raise Refused(
-                f"two dims that are sharded over {both[0]} are summed: only matching blocks meet", "gather one"
-            )
-        else:
-            partial |= set(dim.axes)
+            problem = f"two dims that are sharded over {both[0]} are summed: only matching blocks meet"
+            raise Refused(problem, "gather one")
+        partial |= set(dim.axes)
     if a.is_zero or b.is_zero:
         return constant(len(eq.result_shape), 0, 0)
-    batch = [eq.joined(i, [a.dims[i], b.dims[j]]) for i, j in zip(batch_a, batch_b, strict=True)]
+    batch = [eq.joined_dim(i, [a.dims[i], b.dims[j]]) for i, j in zip(batch_a, batch_b, strict=True)]
     free = [*_without(a.dims, (*contracted_a, *batch_a)), *_without(b.dims, (*contracted_b, *batch_b))]
     return Value((*batch, *free), frozenset(partial), ratio=near(ratio))
 
@@ -212,46 +183,35 @@ def _dot_of_rows(eq: Equation) -> Value:
 
 @rule("conv_general_dilated")
 def _convolution(eq: Equation) -> Value:
-    x, kernel = eq.ins
-    for value in eq.ins:
-        if value.extreme:
-            eq.finished(value)
+    x, kernel = map(eq.term, eq.ins)
     numbers, groups = eq.params["dimension_numbers"], eq.params["feature_group_count"]
     (batch, feature, *space), (out, into, *window) = numbers.lhs_spec, numbers.rhs_spec
-    batches = eq.params["batch_group_count"]
+    batches, twin = eq.params["batch_group_count"], eq.twin.params
     # The gradient of a kernel that has each channel by itself: channels are a batch of which each has its group.
     by_channel = batches == eq.shape(0)[batch] == eq.shape(1)[out] > 1
-    if eq.twin is not None:
-        by_channel &= eq.twin.params["batch_group_count"] == eq.twin_shape(0)[batch] == eq.twin_shape(1)[out]
-    if (batches != 1 and not by_channel) or (x.partial and kernel.partial):
+    by_channel &= twin["batch_group_count"] == eq.twin_shape(0)[batch] == eq.twin_shape(1)[out]
+    has_channels = groups == eq.shape(0)[feature] == eq.shape(1)[out]
+    has_channels &= twin["feature_group_count"] == eq.twin_shape(0)[feature] == eq.twin_shape(1)[out]
+    is_one_group = groups == twin["feature_group_count"] == 1
+    if (batches != 1 and not by_channel) or not (has_channels or is_one_group) or (x.partial and kernel.partial):
+        eq.same("feature_group_count", "batch_group_count")
         return everything_whole(eq)[0]
     for k, (value, spatial) in enumerate(((x, space), (kernel, window))):
         for i in spatial:
             eq.uncut(value, i, "a convolution runs")
-            if eq.shape(k)[i] != eq.twin_shape(k)[i]:
-                raise Refused("a convolution runs over as many entries as the mesh decides", "pad to a whole size")
+            eq.same_size(k, i)
     partial = x.partial | kernel.partial
-    twin_groups = eq.twin.params["feature_group_count"] if eq.twin is not None else groups
-    if groups == twin_groups == 1:
-        dim = eq.joined(feature, [x.dims[feature], kernel.dims[into]])
-        if dim is UNIFORM and eq.shape(0)[feature] != eq.twin_shape(0)[feature]:
-            raise Refused("as many equal features are added as the mesh decides", "")
-        if dim is not UNIFORM and set(dim.axes) & partial:
+    if is_one_group:
+        dim = eq.joined_dim(feature, [x.dims[feature], kernel.dims[into]])
+        if dim is UNIFORM:
+            eq.same_size(0, feature)
+        elif set(dim.axes) & partial:
             eq.finished(x if x.partial else kernel)
         partial |= set(dim.axes) if dim is not UNIFORM else set()
-        features = eq.joined(out, [x.dims[batch], kernel.dims[out]]) if by_channel else kernel.dims[out]
-    elif groups == eq.shape(0)[feature] == eq.shape(1)[out] and twin_groups in (groups, eq.twin_shape(0)[feature]):
-        # Each channel by itself.
-        if eq.shape(1)[into] != eq.twin_shape(1)[into]:
-            raise Refused("the number of groups depends on the mesh", "")
-        features = eq.joined(feature, [x.dims[feature], kernel.dims[out]])
+        features = eq.joined_dim(out, [x.dims[batch], kernel.dims[out]]) if by_channel else kernel.dims[out]
     else:
-        eq.same("feature_group_count")
-        for value, i in ((x, feature), (kernel, out)):
-            eq.uncut(value, i, "a grouped convolution runs")
-        features = whole(eq.result_shape[numbers.out_spec[1]])
-    dims: list = [UNIFORM] * len(eq.result_shape)
+        eq.same_size(1, into)  # each channel is by itself
+        features = eq.joined_dim(feature, [x.dims[feature], kernel.dims[out]])
+    dims: list = list(map(whole, eq.result_shape))
     dims[numbers.out_spec[0]], dims[numbers.out_spec[1]] = UNIFORM if by_channel else x.dims[batch], features
-    for i in numbers.out_spec[2:]:
-        dims[i] = whole(eq.result_shape[i])
     return Value(tuple(dims), frozenset(partial), ratio=near(x.ratio * kernel.ratio))

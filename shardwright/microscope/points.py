@@ -37,7 +37,7 @@ class Point:
 def equations(jaxpr: Any, path: Path = (), caller: Equation | None = None) -> Iterator[tuple[Path, Equation]]:
     """Each equation that a Rerun runs by itself, in program order, with its path."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        equation, name = Equation(eqn, None, [], {}, {}, caller), eqn.primitive.name
+        equation, name = Equation(eqn, caller=caller), eqn.primitive.name
         if name == "shard_map":
             yield from equations(eqn.params["jaxpr"])
         elif name == "scan" or name in CALLS:
