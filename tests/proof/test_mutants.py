@@ -32,7 +32,7 @@ from shardlib.proof.check import findings
 from shardlib.proof.equation import Refused
 
 MODULES = (collectives, control, elementwise, equation, interpreter, lookups, positions, primitives, shapes, sums)
-DEMANDS = {"block", "finished", "unscaled", "uncut", "same", "_plain"}
+DEMANDS = {"block", "finished", "term", "plain", "unscaled", "uncut", "same", "same_size"}
 """Functions that refuse an operand, or give it back."""
 SURVIVORS = {"collectives": 3, "control": 5, "elementwise": 2, "equation": 1, "interpreter": 5, "lookups": 10}
 SURVIVORS |= {"positions": 6, "primitives": 0, "shapes": 9, "sums": 4}
@@ -74,7 +74,7 @@ class Void(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         name = getattr(node.func, "attr", getattr(node.func, "id", ""))
         if name in DEMANDS and self._is_next(node):
-            operand = node.args[1] if name == "_plain" else node.args[0] if node.args else ast.Constant(None)
+            operand = node.args[0] if node.args else ast.Constant(None)
             return operand if not isinstance(operand, ast.Starred) else ast.copy_location(ast.Constant(None), node)
         self.generic_visit(node)
         return node
