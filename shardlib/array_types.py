@@ -100,40 +100,29 @@ def dtype_name(name: str) -> DType:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class StackedType(_Type):
-    """The type `Array['layers', Layer]`: each array in Layer, with `dims` before its own dims."""
+class Array(_Type):
+    """`Array['layers', X]`: the type X (an array type or a dataclass of them) with one or more dims before its own."""
 
     dims: str
     inner: typing.Any
+
+    def __class_getitem__(cls, args) -> "Array":
+        dims, inner = args
+        parse_shape(dims)
+        return cls(spec_text(dims), inner)
 
     def __repr__(self) -> str:
         return f"Array['{self.dims}', {self.inner!r}]"
 
 
-class Array:
-    """`Array['layers', X]`: the type X (an array type or a dataclass of them) with one or more dims before its own."""
-
-    def __class_getitem__(cls, args) -> StackedType:
-        dims, inner = args
-        parse_shape(dims)
-        return StackedType(spec_text(dims), inner)
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class SubsetType(_Type):
-    """The type `Subset[Weights]`: the type `inner`, in which any array may be None."""
+@dataclasses.dataclass(frozen=True)
+class Subset(_Type):
+    """`Subset[X]`: a dataclass of arrays like X, in which any array may be None."""
 
     inner: typing.Any
 
-    def __repr__(self) -> str:
-        return f"Subset[{self.inner!r}]"
-
-
-class Subset:
-    """`Subset[X]`: a dataclass of arrays like X, in which any array may be None."""
-
-    def __class_getitem__(cls, inner) -> SubsetType:
-        return SubsetType(inner)
+    def __class_getitem__(cls, inner) -> "Subset":
+        return cls(inner)
 
 
 def pytree_dataclass(cls=None, **kwargs):
@@ -166,7 +155,7 @@ def _choose(t, chosen: dict):
     """`t` with the types chosen for its TypeVars."""
     if isinstance(t, typing.TypeVar):
         return chosen.get(t, t)
-    if isinstance(t, SubsetType | StackedType):
+    if isinstance(t, Subset | Array):
         return dataclasses.replace(t, inner=_choose(t.inner, chosen))
     variables = getattr(t, "__parameters__", ()) if typing.get_origin(t) else ()
     return t[tuple(chosen.get(v, v) for v in variables)] if variables else t
@@ -202,7 +191,7 @@ def _repeated(t):
 
 def is_typed(t) -> bool:
     """Whether the annotation holds array types. Raises ShardError if it holds some that cannot be checked."""
-    if isinstance(t, ArrayType | StackedType | SubsetType | typing.TypeVar):
+    if isinstance(t, ArrayType | Array | Subset | typing.TypeVar):
         return True
     if (inner := _optional(t) or _repeated(t)) is not None:
         return is_typed(inner)
@@ -267,9 +256,9 @@ def arrays_of(
     options = {"dims": dims, "only_arrays": only_arrays}
     if isinstance(t, ArrayType):
         yield path, _on_mesh(_with_dims(dims, t)), value
-    elif isinstance(t, StackedType):
+    elif isinstance(t, Array):
         yield from arrays_of(t.inner, value, path, dims=f"{dims} {t.dims}", only_arrays=only_arrays)
-    elif isinstance(t, SubsetType):
+    elif isinstance(t, Subset):
         for name, array, part in arrays_of(t.inner, value, path, **options):
             yield name, array, ABSENT if part is None else part
     elif isinstance(t, typing.TypeVar):
@@ -301,7 +290,7 @@ def _empty(t):
     """A value of type `t` without None, with a placeholder for each array."""
     if isinstance(t, ArrayType):
         return object()
-    if isinstance(t, StackedType | SubsetType):
+    if isinstance(t, Array | Subset):
         return _empty(t.inner)
     if _optional(t) is not None:
         return _empty(_optional(t))

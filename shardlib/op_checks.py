@@ -42,40 +42,29 @@ def checked_collective(
     `copies` says whether the spec may have * marks, and the operand may be a copy that was gathered ahead.
     """
     with checked_op(name, spec, x) as sizes:
-        op = parse(spec, 1, copies=copies)
+        op = parse(spec, 1, *["*"] * copies)
         require_shard_map()
         yield op, check_operand(1, op.lhs[0], x, sizes, gathered_ahead=copies), sizes
 
 
-def parse(
-    spec: str | bytes,
-    operands: int,
-    *,
-    index: bool = False,
-    any_dims: bool = False,
-    copies: bool = False,
-    groups: bool = False,
-) -> OpSpec:
+def parse(spec: str | bytes, operands: int, *allowed: str) -> OpSpec:
     """The spec of an op of so many operands, as the current mesh has it.
 
-    `index`, `any_dims`, `copies` and `groups` say whether the op allows `[dim]`, `...`, `*axis` and `(K Q)`. Raises
-    ShardError.
+    `allowed` is the notation that the op knows besides dims and +: `[dim]`, `...`, `*` and `( )`. Raises ShardError.
     """
-    op = parse_op(spec, groups)
+    op = parse_op(spec, "( )" in allowed)
     op = OpSpec(tuple(map(on_mesh, op.lhs)), on_mesh(op.rhs))
     if len(op.lhs) != operands:
         raise ShardError(
             f"the spec has {len(op.lhs)} operands, the call {operands}", "write one operand spec for each operand"
         )
     for shape in (*op.lhs, op.rhs):
-        if shape.index is not None and (not index or shape is op.rhs):
-            raise ShardError(f"`{shape}` has a [dim]", "only the first operand of index_unreduced has one")
-        if shape.open and not any_dims:
-            raise ShardError(f"`{shape}` has '...'", "only replicate takes any dims: name them")
-        if shape.copies and not copies:
+        notation = {"[dim]": shape.index is not None, "...": shape.open, "*": bool(shape.copies)}
+        if unknown := [word for word, is_used in notation.items() if is_used and word not in allowed]:
             raise ShardError(
-                f"`{shape}` has a * mark",
-                "only all_gather, replicate, broadcast, rearrange, einsum_unreduced and index_unreduced know copies",
+                f"this op does not know the {unknown[0]} in `{shape}`",
+                "[dim] is for index_unreduced, ... for replicate, and * for all_gather, replicate, broadcast, "
+                "rearrange, einsum_unreduced and index_unreduced",
             )
     return op
 

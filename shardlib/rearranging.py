@@ -29,7 +29,7 @@ def rearrange(spec: str | bytes, x: Any, /, **sizes: int) -> Any:
             everywhere these are the sizes of whole dims, not of a device's block.
     """
     with checked_op("rearrange", spec, x) as known:
-        op = parse(spec, 1, copies=True, groups=True)
+        op = parse(spec, 1, "*", "( )")
         lhs, rhs = op.lhs[0], op.rhs
         pattern, names = _pattern(parse_op(spec, groups=True))  # on a mesh without p too, p stays in its place
         require_shard_map()

@@ -21,6 +21,7 @@ All ops raise ShardError, with the op, the spec, the operands, the sizes bound s
 """
 
 import collections
+import dataclasses
 import functools
 import math
 
@@ -229,7 +230,7 @@ def replicate(spec, x):
     and not at each use. `... -> ... *r` takes any array, or a whole pytree of arrays. A Copy over r stays as it is.
     """
     with checked_op("replicate", spec, *([x] if hasattr(x, "shape") else [])) as sizes:
-        op = parse(spec, 1, any_dims=True, copies=True)
+        op = parse(spec, 1, "...", "*")
         lhs, rhs = op.lhs[0], op.rhs
         require_shard_map()
         new = sort_axes(set(rhs.copies) - set(lhs.copies))
@@ -271,7 +272,7 @@ def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None)
         product: a function (formula, x, y) that is called instead of jnp.einsum, e.g. for another precision.
     """
     with checked_op("einsum_unreduced", spec, *operands) as sizes:
-        op = parse(spec, len(operands), copies=True)
+        op = parse(spec, len(operands), "*")
         values = [check_operand(i, s, x, sizes) for i, (s, x) in enumerate(zip(op.lhs, operands, strict=True), 1)]
         formula = einsum_formula(op)
         if len({value.dtype for value in values}) > 1:
@@ -310,7 +311,7 @@ def broadcast(spec, x):
     sum over their axes. As with einsum_unreduced, `x` must be gathered over these, or a Copy.
     """
     with checked_op("broadcast", spec, x) as sizes:
-        op = parse(spec, 1, copies=True)
+        op = parse(spec, 1, "*")
         lhs, rhs = op.lhs[0], op.rhs
         value = check_operand(1, lhs, x, sizes)
         new = [dim for dim in rhs.dims if dim not in lhs.dims]
@@ -334,7 +335,7 @@ def index_unreduced(spec, table, ids):
     in common, `B/d L [V/t], B/d L -> B/d L +t`, it picks one entry for each of them. `ids` are integers in [0, V).
     """
     with checked_op("index_unreduced", spec, table, ids) as sizes:
-        op = parse(spec, 2, index=True, copies=True)
+        op = parse(spec, 2, "[dim]", "*")
         table_spec, ids_spec = op.lhs
         if table_spec.index is None or ids_spec.index is not None:
             raise ShardError("the spec does not say which dim of the first operand to look up", "write it as [V/t]")
@@ -347,7 +348,7 @@ def index_unreduced(spec, table, ids):
         batched = bool(rest) and rest == ids_spec.dims
         result = ids_spec.dims if batched else (*ids_spec.dims, *rest)
         expected = parse_shape(" ".join([*map(str, result), *(f"+{axis}" for axis in looked_up.axes)]))
-        if (expected.dims, expected.partial) != (op.rhs.dims, op.rhs.partial):
+        if expected != dataclasses.replace(op.rhs, copies=()):
             raise ShardError(f"the result of this lookup is `{expected}`, not `{op.rhs}`", f"write `-> {expected}`")
         (values, indices), axes, copies = cast_to_result(op, [values, indices], [table, ids])
         indices = indices.astype(jnp.int32)

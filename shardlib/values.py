@@ -15,21 +15,8 @@ from jax import lax
 
 from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS, ShapeSpec, ShardError, sort_axes
 
-SHORT_DTYPES = {
-    "float32": "f32",
-    "bfloat16": "bf16",
-    "float16": "f16",
-    "float64": "f64",
-    "int8": "i8",
-    "int16": "i16",
-    "int32": "i32",
-    "int64": "i64",
-    "uint8": "u8",
-    "uint16": "u16",
-    "uint32": "u32",
-    "uint64": "u64",
-    "bool": "bool_",
-}
+SHORT_DTYPES = {f"{kind}{bits}": f"{kind[0]}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
+SHORT_DTYPES |= {f"float{bits}": f"f{bits}" for bits in (16, 32, 64)} | {"bfloat16": "bf16", "bool": "bool_"}
 
 
 # ---- the mesh ---------------------------------------------------------------------------------------------------
@@ -60,8 +47,8 @@ def on_mesh(spec: ShapeSpec) -> ShapeSpec:
     return spec.without(absent) if sizes and absent else spec
 
 
-_STAGE: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("shardlib_stage", default=())
-_ALONE: contextvars.ContextVar[bool] = contextvars.ContextVar("shardlib_alone", default=False)
+_STAGE: contextvars.ContextVar[tuple[tuple[str, ...], bool]] = contextvars.ContextVar("stage", default=((), False))
+"""The axes along which a task of a pipeline is traced, and whether a stage does it alone."""
 
 
 @contextlib.contextmanager
@@ -72,22 +59,22 @@ def pipeline_stage(alone: bool = True) -> Iterator[None]:
     its devices run different tasks at the same time, and would wait for each other forever. Otherwise all of them do
     the task at the same time, for the same microbatch. On a mesh without the axis nothing changes.
     """
-    tokens = _STAGE.set((PIPELINE_AXIS,) if PIPELINE_AXIS in mesh_axes() else ()), _ALONE.set(alone)
+    token = _STAGE.set(((PIPELINE_AXIS,) if PIPELINE_AXIS in mesh_axes() else (), alone))
     try:
         yield
     finally:
-        _STAGE.reset(tokens[0])
-        _ALONE.reset(tokens[1])
+        _STAGE.reset(token)
 
 
 def stage_axes() -> tuple[str, ...]:
     """Axes over which any value may differ without its spec saying so: the pipeline axis within a task."""
-    return _STAGE.get()
+    return _STAGE.get()[0]
 
 
 def axes_apart() -> tuple[str, ...]:
     """Axes whose devices run different tasks: the pipeline axis within a task that a stage does alone."""
-    return _STAGE.get() if _ALONE.get() else ()
+    axes, alone = _STAGE.get()
+    return axes if alone else ()
 
 
 def inside_shard_map() -> bool:
@@ -102,18 +89,17 @@ def devices_along(axes: Iterable[str]) -> int:
         ShardError: another axis that the mesh does not have, or no mesh.
     """
     sizes = mesh_axes()
-    if sizes:
-        sizes = dict.fromkeys(AXIS_ORDER, 1) | sizes
+    known = dict.fromkeys(AXIS_ORDER, 1) | sizes if sizes else {}
     for axis in axes:
-        if axis not in sizes:
-            has = f"the mesh has {', '.join(mesh_axes())}" if sizes else "no mesh is set"
+        if axis not in known:
+            has = f"the mesh has {', '.join(sizes)}" if sizes else "no mesh is set"
             raise ShardError(
                 f"axis {axis} is not an axis of the mesh ({has})",
                 f"name one of the mesh's axes, or give the mesh an axis {axis} of one device"
                 if sizes
                 else "run this under `with jax.set_mesh(mesh):`",
             )
-    return math.prod(sizes[axis] for axis in axes)
+    return math.prod(known[axis] for axis in axes)
 
 
 _ARGUMENTS: contextvars.ContextVar[list | None] = contextvars.ContextVar("shardlib_arguments", default=None)
@@ -161,19 +147,14 @@ def varying(x: Any, axes: Iterable[str]) -> Any:
     value is the same on every device, its gradient is all-reduced here. `op_checks.cast` refuses that, as no spec shows
     it.
     """
+    axes = set(axes)
 
     def marked(x: jax.Array) -> jax.Array:
         kind = jax.typeof(x).manual_axis_type
-        missing = sort_axes(axes - kind.varying)
-        gathered = tuple(axis for axis in missing if axis in kind.reduced)
-        constant = tuple(axis for axis in missing if axis not in kind.reduced)
-        if gathered:
-            x = lax.pcast(x, gathered, to="varying")
-        if constant:
-            x = lax.pcast(x, constant, to="varying")
+        for missing in (axes & kind.reduced, axes - kind.varying - kind.reduced):
+            x = lax.pcast(x, sort_axes(missing), to="varying") if missing else x
         return x
 
-    axes = set(axes)
     return jax.tree.map(marked, x)
 
 
@@ -233,10 +214,6 @@ class _Opaque:
 
     def _reject(self, what: str):
         raise ShardError(f"{what} was given {describe(self)}{self._made_by()}", self.remedy())
-
-    def remedy(self) -> str:
-        """Advice in error messages: what to do with the value instead."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe(self)})"
