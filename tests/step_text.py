@@ -7,7 +7,9 @@ import jax
 import numpy as np
 import tiny
 
-from shardwright.compiled.table import table_of
+from shardwright.compiled.hlo import parse, with_mesh
+from shardwright.compiled.step import describe
+from shardwright.compiled.table import Table
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
@@ -22,10 +24,15 @@ def compile_config(c, mesh):
         return tiny.training_step(c).lower(state, batch, np.int32(0)).compile()
 
 
+def table_of(text: str, mesh=None) -> Table:
+    """What `describe` says of an optimized HLO text, compiled for a mesh of these sizes."""
+    return describe(parse(with_mesh(text, mesh) if mesh else text))
+
+
 def files_of_collectives(c, mesh) -> dict[str, set[str]]:
     """The files that have the lines of the collectives of a step, each with the axes along which they communicate."""
     found = collections.defaultdict(set)
-    for row in table_of(compile_config(c, mesh).as_text(), dict(mesh.shape)).collectives:
+    for row in table_of(compile_config(c, mesh).as_text(), mesh.shape).of("collective"):
         found[row.line.rpartition(":")[0]] |= set(row.axes.split())
     return found
 

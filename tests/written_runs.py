@@ -104,34 +104,34 @@ def write_run(directory: Path, rate: float = 0.01, text: str = "It is a truth") 
 
 HLO = "training_step_optimized_hlo_2026_01_01_00_00_00"
 PROFILE = "plugins/profile/2026_01_01_00_00_09"
-PICTURE = """<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" width="300" height="80"
-onload="parent.document.title='owned'"><script>parent.document.title='owned';fetch('http://127.0.0.1:9/x')</script>
-<image xlink:href="http://127.0.0.1:9/y.png" width="9" height="9"/><style>@import url(http://127.0.0.1:9/z.css);</style>
-<text x="10" y="40">the step</text></svg>"""
-"""A picture by a stranger, with scripts and addresses."""
 
 
 def write_step(run: Path) -> Path:
     """Files of the compiled step of a run on d=4 t=2 and of its profile: 2 steps of 8 devices in which 1.6 s pass."""
-    line = lambda number, where: {"line": f"train.py:{number}", "where": where}
+    no = {"dtype": "", "axes": "", "overlapped": None, "count": 1, "turns": 1, "sometimes": False}
+    forward = no | {"where": "layers, forward", "section": 1, "phase": "forward"}
     table = {
         "name": "training_step",
         "devices": 8,
         "mesh": {"d": 4, "t": 2},
-        "collectives": [
-            line(10, "layers, forward")
-            | {"op": "all-gather", "axes": "t d", "dtype": "f32", "overlapped": False, "bytes": 1024, "count": 3}
-            | {"turns": 12, "step_bytes": 36 * 1024, "sometimes": False},
-            line(10, "layers, backward")
-            | {"op": "reduce-scatter", "axes": "t", "dtype": "f32", "overlapped": True, "bytes": 2048, "count": 1}
-            | {"turns": 1, "step_bytes": 2048, "sometimes": False},
+        "sections": [
+            {"kind": "program", "title": "training_step", "turns": 1, "parent": -1},
+            {"kind": "loop", "title": "layers, forward", "turns": 12, "parent": 0},
         ],
-        "matmuls": [
-            line(20, "layers, forward")
-            | {"shape": "100×100×100", "dtype": "bf16", "flops": 2_000_000, "count": 1, "turns": 12}
-            | {"step_flops": 24_000_000, "sometimes": False}
+        "rows": [
+            forward
+            | {"line": "train.py:10", "kind": "collective", "what": "all-gather", "axes": "t d", "dtype": "f32"}
+            | {"overlapped": False, "size": 1024, "count": 3, "turns": 12},
+            forward
+            | {"line": "train.py:20", "kind": "matmul", "what": "100×100×100", "dtype": "bf16", "size": 2_000_000}
+            | {"turns": 12},
+            no
+            | {"line": "train.py:10", "where": "outside of loops", "section": 0, "phase": "backward", "axes": "t"}
+            | {"kind": "collective", "what": "reduce-scatter", "dtype": "f32", "overlapped": True, "size": 2048},
+            no
+            | {"line": "~train.py:20", "where": "outside of loops", "section": 0, "phase": "forward"}
+            | {"kind": "kept", "what": "f32[8]", "size": 32, "count": 2},
         ],
-        "kept": [{"line": "~train.py:20", "where": "outside of loops", "shape": "f32[8]", "count": 2, "bytes": 64}],
         "source": {"train.py:10": 'w = gather("M/d -> M", w)', "train.py:20": "y = x @ w"},
     }
     times = [
@@ -141,7 +141,7 @@ def write_step(run: Path) -> Path:
     ]
     (run / PROFILE).mkdir(parents=True)
     (run / f"{HLO}.json").write_text(json.dumps(table))
-    (run / f"{HLO}.svg").write_text(PICTURE)
+    (run / f"{HLO}.svg").write_text("<svg/>")
     (run / f"{HLO}.txt").write_text("HloModule jit_training_step")
     (run / PROFILE / "perfetto_trace.json.gz").write_bytes(b"")
     profile = {"steps": 2, "devices": 8, "seconds": 1.6, "collective": 0.2, "exposed": 0.05, "lines": times}

@@ -2,13 +2,12 @@
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwright.compiled.hlo import Program, parse
-from shardwright.compiled.step import Step, describe
-from shardwright.compiled.table import read_source
+from shardwright.compiled.step import describe
+from shardwright.compiled.table import Table
 from shardwright_data.foreign import read_file
 
 _MOST_BYTES = 2**30
@@ -30,11 +29,10 @@ def write_json(path: Path, data: Any) -> None:
     write_whole(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 
-def read_program(path: Path) -> tuple[Program, Step, Mapping[str, str]]:
-    """The program of an HLO text, the step, and the text of its lines as far as it did not change since.
+def read_step(path: Path) -> tuple[Program, Table]:
+    """The program of an HLO text, and its table, with the text of the lines of files that did not change since.
 
     Raises ValueError for a text that is none, and OSError for one that cannot be read.
     """
     program = parse(read_file(path, _MOST_BYTES).decode(errors="replace"))
-    step = describe(program)
-    return program, step, read_source(step, path.stat().st_mtime)
+    return program, describe(program, newest=path.stat().st_mtime)

@@ -1,4 +1,4 @@
-"""Which operation of a compiled program makes what another one reads, and what is kept for the backward pass."""
+"""Which arrays the backward pass reads of the forward pass, and which lines made them."""
 
 import functools
 from collections.abc import Iterable, Iterator
@@ -39,10 +39,24 @@ class Flow:
     def __init__(self, program: Program, places: Places):
         self._program, self._places = program, places
 
-    def sources(self, computation: Computation, instruction: Instruction) -> list[Instruction]:
-        """The instructions of the computation that made what this one reads, behind tuples, bitcasts and copies."""
-        made = [found for name in instruction.operands for found in self._makers(computation, name, None)]
-        return [*{maker.name: maker for maker, _ in made}.values()]
+    def kept(self, computations: Iterable[Computation]) -> list[KeptArray]:
+        """What the backward pass reads of the forward pass, each array once. Scalars and weights do not count.
+
+        `computations`: those that run as such, not as part of a fusion.
+        """
+        found: dict[tuple, KeptArray] = {}
+        for computation in computations:
+            for reader in computation.instructions.values():
+                if reader.opcode in NO_WORK or reader.opcode in _ALIASES:
+                    continue
+                phase = self._phase(computation, reader)
+                arrays = self._slots(reader) if reader.opcode == "while" and not phase else iter(())
+                if phase in ("backward", "again"):
+                    makers = (maker for name in reader.operands for maker in self._makers(computation, name, None))
+                    arrays = (array for maker in makers for array in self._origins(computation, *maker, reader.name))
+                for key, array in arrays:
+                    found.setdefault(key, array)
+        return [*found.values()]
 
     @functools.cache  # noqa: B019 (it lives as long as the program is described)
     def _makers(
@@ -69,26 +83,6 @@ class Flow:
         # A conversion with a name is one of the source.
         return instruction.opcode in _ALIASES or (instruction.opcode == "convert" and not instruction.op_name)
 
-    def kept(self, computations: Iterable[Computation]) -> list[KeptArray]:
-        """What the backward pass reads of the forward pass, each array once. Scalars and weights do not count.
-
-        `computations`: those that run as such, not as part of a fusion.
-        """
-        found: dict[tuple, KeptArray] = {}
-        for computation in computations:
-            for reader in computation.instructions.values():
-                if reader.opcode in NO_WORK or reader.opcode in _ALIASES:
-                    continue
-                phase = self._phase(computation, reader)
-                if reader.opcode == "while" and not phase:
-                    for key, array in self._slots(reader):
-                        found.setdefault(key, array)
-                for name in reader.operands if phase in ("backward", "again") else ():
-                    for maker, part in self._makers(computation, name, None):
-                        for key, array in self._origins(computation, maker, part, reader.name):
-                            found.setdefault(key, array)
-        return [*found.values()]
-
     def _phase(self, computation: Computation, instruction: Instruction) -> str:
         if instruction.opcode in ("while", "conditional"):
             return phase_of(instruction.op_name)
@@ -97,14 +91,13 @@ class Flow:
     def _origins(
         self, computation: Computation, maker: Instruction, part: int | None, reader: str
     ) -> Iterator[tuple[tuple, KeptArray]]:
-        shape = _shape(maker, part)
-        if shape is None or not shape.dims or maker.opcode in ("parameter", "constant"):
+        shapes = maker.shapes if part is None else maker.shapes[part : part + 1]
+        if len(shapes) != 1 or not shapes[0].dims or maker.opcode in ("parameter", "constant"):
             return
-        key = maker.name, part
         if maker.opcode != "while":
             if self._phase(computation, maker) == "forward":
                 place = self._places.of(computation, maker).place
-                yield key, KeptArray(maker.name, None, place, shape, reader)
+                yield (maker.name, part), KeptArray(maker.name, None, place, shapes[0], reader)
         elif part is not None and phase_of(maker.op_name) == "forward":
             body = self._program.computations[maker.called[-1]]
             if any(made.opcode == "parameter" and at == part for made, at in self._result(body, part)):
@@ -113,7 +106,8 @@ class Flow:
                 return
             stack = self._stack(body, part)
             place = (stack and stack.place) or self._places.of_frames(maker.frames)
-            yield key, KeptArray(maker.name, body.name if stack else None, place, shape, reader)
+            array = KeptArray(maker.name, body.name if stack else None, place, shapes[0], reader)
+            yield (maker.name, part), array
 
     def _slots(self, loop: Instruction) -> Iterator[tuple[tuple, KeptArray]]:
         """Stacks of what forward passes make, in a loop over forward and backward passes, such as a pipeline's."""
@@ -169,9 +163,3 @@ class Flow:
             inside = self._program.computations[instruction.called[0]]
             return self._put(inside, inside.root.name, part, (*callers, (computation, instruction)))
         return self._places.of_instruction(instruction)
-
-
-def _shape(instruction: Instruction, part: int | None) -> Shape | None:
-    if part is None:
-        return instruction.shapes[0] if len(instruction.shapes) == 1 else None
-    return instruction.shapes[part] if part < len(instruction.shapes) else None

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from shardlib.places import is_installed
 from shardwright.compiled.hlo import Computation, Frame, Instruction, Program
 
+WITHOUT_LINE = "without a line"
 _HELPERS = ("jax_extra.py",)
 _LIBRARY = "shardlib"
 
@@ -103,6 +104,11 @@ class Places:
 
 _NEVER = ("parameter", "constant", "while", "conditional", "tuple", "get-tuple-element", "iota", "partition-id")
 """Opcodes whose line says nothing of their neighbours."""
+
+
+def name_of(place: Place | None) -> str:
+    """A place as a row has it."""
+    return WITHOUT_LINE if place is None else str(place)
 
 
 def phase_of(op_name: str) -> str:

@@ -1,12 +1,13 @@
 """What single operations of a compiled program do: collectives with their axes and bytes, matmuls with their FLOPs."""
 
-import dataclasses
-import itertools
 import json
 import math
 import re
+from typing import NamedTuple
 
-from shardwright.compiled.hlo import Computation, Instruction, Program, Shape
+import numpy as np
+
+from shardwright.compiled.hlo import Computation, Instruction, Program
 
 COLLECTIVES = (
     *("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all"),
@@ -17,40 +18,30 @@ NO_WORK = {
     *("opt-barrier", "optimization-barrier", "add-dependency", "domain"),
 }
 """Opcodes that compute and move nothing."""
+_CONTRACTED = ("lhs_contracting", "lhs_batch", "rhs_contracting", "rhs_batch")
 
 
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """A communication among devices.
-
-    Attributes:
-        op: such as "all-gather".
-        axes: axes of the mesh along which devices communicate, slowest first, as in "t d". Empty if they are not known.
-        bytes: number of bytes that a device sends, if the devices of a group form a ring.
-        overlapped: whether the program computes between its start and its end. None: it has no start and end.
-        dtype: of the arrays.
-    """
-
-    op: str
-    axes: str
-    bytes: int
-    overlapped: bool | None
-    dtype: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Matmul:
-    """A product of two arrays.
+class Work(NamedTuple):
+    """What an operation does.
 
     Attributes:
-        shape: "m×k×n", or "b: m×k×n" for b of them.
-        dtype: of the operands.
-        flops: number of floating-point operations, 2·b·m·k·n.
+        kind: "collective", "matmul", "kept" for an array that the backward pass reads, or "other".
+        what: such as "all-gather"; "m×k×n" of a matmul, "b: m×k×n" of b of them; type of a kept array.
+        size: number of bytes that a device sends, if the devices of a group form a ring; number of floating-point
+            operations, 2·b·m·k·n; number of bytes of a kept array.
+        dtype: of the arrays, of a matmul of its operands.
+        axes: of a collective, the axes of the mesh along which devices communicate, slowest first, as in "t d". Empty
+            if they are not known.
+        overlapped: of a collective, whether the program computes between its start and its end. None: it has no start
+            and end.
     """
 
-    shape: str
-    dtype: str
-    flops: int
+    kind: str
+    what: str
+    size: int
+    dtype: str = ""
+    axes: str = ""
+    overlapped: bool | None = None
 
 
 def base_opcode(program: Program, instruction: Instruction) -> str:
@@ -60,12 +51,12 @@ def base_opcode(program: Program, instruction: Instruction) -> str:
     return instruction.opcode.removesuffix("-start")
 
 
-def collective(program: Program, computation: Computation, instruction: Instruction) -> Collective | None:
+def collective(program: Program, computation: Computation, instruction: Instruction) -> Work | None:
     """What the instruction communicates.
 
     None if it does not, if it only ends what another one started, or if each device is a group of its own.
     """
-    op, starts = base_opcode(program, instruction), instruction.opcode.endswith("-start")
+    op = base_opcode(program, instruction)
     if op not in COLLECTIVES:
         return None
     groups = _groups(program, instruction)
@@ -77,10 +68,9 @@ def collective(program: Program, computation: Computation, instruction: Instruct
         sent *= members - 1
     elif op in ("reduce-scatter", "all-to-all", "ragged-all-to-all", "all-reduce"):
         sent = sent * (members - 1) * (2 if op == "all-reduce" else 1) // members
-    axes = " ".join(_axes(groups, program.mesh, program.devices))
     dtypes = dict.fromkeys(shape.dtype for array in arrays for shape in array.shapes)
-    overlapped = _overlapped(computation, instruction) if starts else None
-    return Collective(op, axes, sent, overlapped, ", ".join(dtypes))
+    overlapped = _overlapped(computation, instruction) if instruction.opcode.endswith("-start") else None
+    return Work("collective", op, sent, ", ".join(dtypes), " ".join(_axes(groups, program)), overlapped)
 
 
 def _overlapped(computation: Computation, start: Instruction) -> bool:
@@ -96,107 +86,86 @@ def _overlapped(computation: Computation, start: Instruction) -> bool:
     return False
 
 
-def _groups(program: Program, instruction: Instruction) -> list[tuple[int, ...]]:
+def _groups(program: Program, instruction: Instruction) -> list[list[int]]:
     """Numbers of the devices that communicate with each other; for a permutation, pairs."""
     attributes = instruction.attributes
     if instruction.opcode == "async-start" and instruction.called:
         attributes = program.computations[instruction.called[0]].root.attributes
-    listed = re.search(r"\b(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", attributes)
-    if listed:
-        return [tuple(map(int, re.findall(r"\d+", group))) for group in re.findall(r"\{([^{}]*)\}", listed[1])]
+    if listed := re.search(r"\b(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", attributes):
+        return [_numbers(group) for group in re.findall(r"\{([^{}]*)\}", listed[1])]
     # mesh['d'=4,'t'=2] {'d'}: the devices of a 4 × 2 mesh that differ along d alone.
-    named = re.search(r"\breplica_groups=mesh\[([^\[\]]*)\] \{([^{}]*)\}", attributes)
-    if named:
+    if named := re.search(r"\breplica_groups=mesh\[([^\[\]]*)\] \{([^{}]*)\}", attributes):
+        if re.search(r"\bdevice_ids=", attributes):
+            return []
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        in_order = not re.search(r"\bdevice_ids=", attributes)
-        return _along(sizes, re.findall(r"'(\w+)'", named[2])) if in_order else []
+        axes = re.findall(r"'(\w+)'", named[2])
+        order = [[*sizes].index(axis) for axis in [*(axis for axis in sizes if axis not in axes), *axes]]
+        return _devices([*sizes.values()], order, math.prod(sizes[axis] for axis in axes))
     # [2,4]<=[4,2]T(1,0): the numbers of a 4 × 2 array, transposed, in 2 groups of 4.
-    iota = re.search(r"\breplica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
-    if iota is None:
-        return [tuple(range(program.devices))] if "replica_groups={}" in attributes else []
-    shape, dims = ([int(n) for n in found.split(",")] for found in iota.groups()[:2])
-    order = [int(n) for n in iota[3].split(",")] if iota[3] else list(range(len(dims)))
-    strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
-    places = itertools.product(*(range(dims[i]) for i in order))
-    numbers = [sum(at * strides[i] for at, i in zip(place, order, strict=True)) for place in places]
-    members = shape[-1]
-    return [tuple(numbers[i : i + members]) for i in range(0, len(numbers), members)]
+    if iota := re.search(r"\breplica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
+        dims = _numbers(iota[2])
+        return (
+            []
+            if math.prod(dims) != program.devices
+            else _devices(dims, _numbers(iota[3]) if iota[3] else [*range(len(dims))], _numbers(iota[1])[-1])
+        )
+    return [[*range(program.devices)]] if "replica_groups={}" in attributes else []
 
 
-def _along(sizes: dict[str, int], axes: list[str]) -> list[tuple[int, ...]]:
-    """The groups of devices, numbered in the order of the mesh, whose places differ along `axes`, major to minor."""
-    places = [dict(zip(sizes, at, strict=True)) for at in itertools.product(*map(range, sizes.values()))]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for number, place in enumerate(places):
-        groups.setdefault(tuple(place[axis] for axis in sizes if axis not in axes), []).append(number)
-    return [tuple(sorted(group, key=lambda n: [places[n][axis] for axis in axes])) for group in groups.values()]
+def _devices(dims: list[int], order: list[int], members: int) -> list[list[int]]:
+    return np.arange(math.prod(dims)).reshape(dims).transpose(order).reshape(-1, members).tolist()
 
 
-def _axes(groups: list[tuple[int, ...]], mesh: dict[str, int], devices: int) -> list[str]:
+def _axes(groups: list[list[int]], program: Program) -> list[str]:
     """Axes along which the places in the mesh differ within groups, in the order of the first group."""
-    if not groups or math.prod(mesh.values()) != devices:
+    known = math.prod(program.mesh.values()) == program.devices > max((n for group in groups for n in group), default=0)
+    if not groups or not known:
         return []
-    strides = dict(zip(mesh, (math.prod([*mesh.values()][i + 1 :]) for i in range(len(mesh))), strict=True))
-    place = lambda device: {axis: device // strides[axis] % mesh[axis] for axis in mesh}
     differing: dict[str, int] = {}
     for group in groups:
-        first = place(group[0])
-        for position, device in enumerate(group):
-            for axis, at in place(device).items():
-                if at != first[axis]:
-                    differing[axis] = min(position, differing.get(axis, position))
+        places = np.unravel_index(group, [*program.mesh.values()])
+        for axis, at in zip(program.mesh, places, strict=True):
+            if (at != at[0]).any():
+                position = int(np.argmax(at != at[0]))
+                differing[axis] = min(position, differing.get(axis, position))
     # The axis that changes last is the slowest.
     return sorted(differing, key=differing.__getitem__, reverse=True)
 
 
-def matmul(computation: Computation, instruction: Instruction) -> Matmul | None:
+def matmul(computation: Computation, instruction: Instruction) -> Work | None:
     """The product that the instruction computes; None if it is none."""
     arrays = [computation.instructions.get(name) for name in instruction.operands[:2]]
     if len(arrays) < 2 or not all(array is not None and array.shapes for array in arrays) or not instruction.shapes:
         return None
     (left, right), attributes = (array.shapes[0] for array in arrays), instruction.attributes
-    if instruction.opcode == "dot":
-        dims = {
-            key: _numbers(re.search(rf"\b{key}_dims=\{{([\d,]*)\}}", attributes))
-            for key in ("lhs_contracting", "lhs_batch", "rhs_contracting", "rhs_batch")
-        }
-        return _product(left, right, **dims)
-    if instruction.opcode == "custom-call":
-        target = re.search(r'custom_call_target="([^"]*)"', attributes)
-        numbers = re.search(r'"dot_dimension_numbers":(\{[^{}]*\})', attributes)
-        if target is None or numbers is None or not re.search("gemm|matmul", target[1]):
-            return None
-        known = json.loads(numbers[1])
-        dims = {key: [int(n) for n in known.get(f"{key}_dimensions", [])] for key in _DIMENSIONS}
-        return _product(left, right, *dims.values())
     if instruction.opcode == "convolution":  # as TPUs compute products
         labels = re.search(r"\bdim_labels=\w+_(\w+)->\w+", attributes)
         if labels is None:
             return None
         n = right.dims[labels[1].index("o")]
         k, out = math.prod(right.dims) // max(1, n), math.prod(instruction.shapes[0].dims)
-        return Matmul(f"{out // max(1, n)}×{k}×{n}", left.dtype, 2 * out * k)
-    return None
+        return _product(1, out // max(1, n), k, n, left.dtype)
+    if instruction.opcode == "dot":
+        found = {key: re.search(rf"\b{key}_dims=\{{([\d,]*)\}}", attributes) for key in _CONTRACTED}
+        dims = [_numbers(match[1]) if match else [] for match in found.values()]
+    elif instruction.opcode == "custom-call":
+        numbers = re.search(r'"dot_dimension_numbers":(\{[^{}]*\})', attributes)
+        if numbers is None or not re.search(r'custom_call_target="[^"]*(gemm|matmul)', attributes):
+            return None
+        known = json.loads(numbers[1])
+        dims = [[int(n) for n in known.get(f"{key}_dimensions", [])] for key in _CONTRACTED]
+    else:
+        return None
+    left_k, left_b, right_k, right_b = dims
+    size = lambda shape, chosen: math.prod(shape.dims[i] for i in chosen)
+    rest = lambda shape, used: size(shape, {*range(len(shape.dims))} - {*used})
+    m, n = rest(left, left_k + left_b), rest(right, right_k + right_b)
+    return _product(size(left, left_b), m, size(left, left_k), n, left.dtype)
 
 
-_DIMENSIONS = ("lhs_contracting", "lhs_batch", "rhs_contracting", "rhs_batch")
+def _product(b: int, m: int, k: int, n: int, dtype: str) -> Work:
+    return Work("matmul", f"{b}: {m}×{k}×{n}" if b > 1 else f"{m}×{k}×{n}", 2 * b * m * k * n, dtype)
 
 
-def _numbers(found: re.Match | None) -> list[int]:
-    return [int(n) for n in found[1].split(",") if n] if found else []
-
-
-def _product(
-    left: Shape,
-    right: Shape,
-    lhs_contracting: list[int],
-    lhs_batch: list[int],
-    rhs_contracting: list[int],
-    rhs_batch: list[int],
-) -> Matmul:
-    size = lambda shape, dims: math.prod(shape.dims[i] for i in dims)
-    free = lambda shape, *used: [i for i in range(len(shape.dims)) if not any(i in dims for dims in used)]
-    b, k = size(left, lhs_batch), size(left, lhs_contracting)
-    m = size(left, free(left, lhs_contracting, lhs_batch))
-    n = size(right, free(right, rhs_contracting, rhs_batch))
-    return Matmul(f"{b}: {m}×{k}×{n}" if b > 1 else f"{m}×{k}×{n}", left.dtype, 2 * b * m * k * n)
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]

@@ -1,181 +1,107 @@
-"""A compiled training step by source line: what each line communicates, multiplies and keeps for the backward pass."""
+"""The reading of a compiled step by source line: what each communicates, multiplies, keeps for the backward pass."""
 
 import collections
 import dataclasses
+import math
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 from shardwright.compiled.flow import Flow
 from shardwright.compiled.hlo import Computation, Instruction, Program
-from shardwright.compiled.lines import CallSite, Place, Places, phase_of
-from shardwright.compiled.operations import NO_WORK, Collective, Matmul, collective, matmul
+from shardwright.compiled.lines import CallSite, Place, Places, name_of, phase_of
+from shardwright.compiled.operations import NO_WORK, Work, collective, matmul
+from shardwright.compiled.table import Row, Section, Table, around
+from shardwright_data.foreign import open_no_pipe
 
 _LAYERS = "run_layers"
 _LOOPS = {_LAYERS: "layers", "accumulate": "microbatches", "_run": "ticks"}
 """What the loop of a function goes over."""
+_LARGEST = 2**20
+"""Characters of a file of source."""
+
+
+def describe(program: Program, newest: float = 0) -> Table:
+    """The program by source line, with the text of lines of files that were not changed after the time `newest`."""
+    return _Walk(program).table(newest)
 
 
 @dataclasses.dataclass
-class Kept:
-    """An array that the forward pass makes and the backward pass reads.
+class _Line:
+    """What a source line does in one section and one phase."""
 
-    Attributes:
-        shape: of the whole array, such as "f32[8,16,64]", whose first dim may be the layers of a loop.
-        bytes: its number of bytes on one device.
-    """
-
-    shape: str
-    bytes: int
-
-
-@dataclasses.dataclass
-class Line:
-    """What a source line does in one section and one phase.
-
-    Attributes:
-        number: unique in the step.
-        place: the line; None for operations without one.
-        phase: "forward", "backward", "again" or "", as phase_of says.
-        collectives, matmuls, kept: each as often as the section has it.
-        others: number of other operations that compute or copy, each with what is fused with it.
-        operations: names of the HLO instructions.
-    """
-
-    number: int
+    section: int
     place: Place | None
     phase: str
-    collectives: list[Collective] = dataclasses.field(default_factory=list)
-    matmuls: list[Matmul] = dataclasses.field(default_factory=list)
-    kept: list[Kept] = dataclasses.field(default_factory=list)
-    others: int = 0
+    work: collections.Counter[Work] = dataclasses.field(default_factory=collections.Counter)
     operations: list[str] = dataclasses.field(default_factory=list)
-
-
-@dataclasses.dataclass
-class Section:
-    """Lines that run together: a loop, layers without a loop, a branch, or the whole program.
-
-    Attributes:
-        number: unique in the step, among lines too.
-        kind: "program", "loop", "unrolled" or "branch".
-        title: such as "layers, forward".
-        turns: number of turns of the loop, or of layers without a loop; None if it is not known.
-        items: lines and sections, in the order of the program.
-    """
-
-    number: int
-    kind: str
-    title: str
-    turns: int | None
-    items: list["Line | Section"] = dataclasses.field(default_factory=list)
-
-    def lines(self, around: tuple["Section", ...] = ()) -> Iterator[tuple[Line, tuple["Section", ...]]]:
-        """Each line, and the sections around it inside of this one, outermost first."""
-        for item in self.items:
-            if isinstance(item, Line):
-                yield item, around
-            else:
-                yield from item.lines((*around, item))
-
-
-@dataclasses.dataclass
-class Step:
-    """A compiled step.
-
-    Attributes:
-        name: of the program, such as "training_step".
-        mesh: number of devices along each axis; empty if it is not known.
-        devices: number of devices.
-        root: directory of the checkout with which it was compiled.
-        body: its lines and sections.
-        flows: numbers of two lines or sections, of which the second reads what the first makes.
-    """
-
-    name: str
-    mesh: dict[str, int]
-    devices: int
-    root: str
-    body: Section
-    flows: list[tuple[int, int]]
-
-
-def describe(program: Program) -> Step:
-    """The program by source line."""
-    return _Walk(program).step()
-
-
-def times_of(around: tuple[Section, ...]) -> int:
-    """How often in a step what is in these sections runs. A loop of unknown length counts once, a branch always."""
-    times = 1
-    for section in around:
-        times *= (section.turns or 1) if section.kind == "loop" else 1
-    return times
 
 
 class _Walk:
     def __init__(self, program: Program):
         self.program, self.places = program, Places(program)
-        self.flow = Flow(program, self.places)
-        self.count = 0
-        self.owner: dict[str, Line | Section] = {}  # of each instruction
-        self.section_of: dict[str, Section] = {}  # of each computation
-        self.lines: dict[tuple, Line] = {}
-        self.unrolled: dict[tuple[int, str], Section] = {}
+        self.sections: list[Section] = []
+        self.items: list[list[_Line | int]] = []  # of each section, in the order of the program
+        self.section_of: dict[str, int] = {}  # of each computation
+        self.owner: dict[str, _Line | int] = {}  # of each instruction: its line, or the section of a loop
+        self.lines: dict[tuple, _Line] = {}
+        self.unrolled: dict[tuple[int, str], int] = {}
 
-    def number(self) -> int:
-        self.count += 1
-        return self.count
-
-    def step(self) -> Step:
+    def table(self, newest: float) -> Table:
         program = self.program
-        body = Section(self.number(), "program", program.name.removeprefix("jit_"), 1)
-        self.fill(body, program.entry, in_layers=False)
-        for array in self.flow.kept([*map(program.computations.get, self.section_of)]):
-            line = self.owner.get(array.maker)
-            if array.body is not None:
-                line = self.line(self.section_of[array.body], array.place, "forward")
-            elif isinstance(line, Section):
-                line = self.line(line, array.place, "forward")
-            if line and array.reader in self.owner:
-                line.kept.append(Kept(str(array.shape), array.shape.bytes))
-        for section in self.unrolled.values():
-            section.turns = _copies(section)
-        return Step(body.title, program.mesh, program.devices, self.places.root, body, self.flows())
+        name = program.name.removeprefix("jit_")
+        self.fill(self.open("program", name, 1, -1), program.entry, in_layers=False)
+        self.add_kept()
+        for number in self.unrolled.values():
+            self.sections[number] = dataclasses.replace(self.sections[number], turns=self.copies(number))
+        lines = [*self.in_order(0)]
+        rows = [row for line in lines for row in self.rows(line)]
+        line_of = {operation: name_of(line.place) for line in lines for operation in line.operations}
+        source = _source(self.places.root, {line.place for line in lines if line.place}, newest)
+        return Table(name, program.devices, program.mesh, self.sections, rows, source, line_of)
 
-    def fill(self, section: Section, computation: Computation, in_layers: bool) -> None:
+    def open(self, kind: str, title: str, turns: int | None, parent: int) -> int:
+        """Number of a new section."""
+        self.sections.append(Section(kind, title, turns, parent))
+        self.items.append([])
+        return len(self.sections) - 1
+
+    def line(self, section: int, place: Place | None, phase: str) -> _Line:
+        key = section, place, phase
+        if key not in self.lines:
+            self.lines[key] = _Line(*key)
+            self.items[section].append(self.lines[key])
+        return self.lines[key]
+
+    def fill(self, section: int, computation: Computation, in_layers: bool) -> None:
         """Puts the operations of a computation into a section, by line."""
         self.section_of[computation.name] = section
         loops = [i for i in computation.instructions.values() if i.opcode == "while" and _function(i) == _LAYERS]
         looped = {_direction(phase_of(loop.op_name)) for loop in loops}
         for instruction in computation.instructions.values():
             if instruction.opcode.endswith(("-done", "-update")) and instruction.operands[0] in self.owner:
-                self.add_name(self.owner[instruction.operands[0]], instruction)
-            elif instruction.opcode in NO_WORK:
-                continue
+                self.own(self.owner[instruction.operands[0]], instruction)
             elif instruction.opcode == "while":
-                loop = Section(self.number(), "loop", self.title(instruction), instruction.turns)
-                self.fill(loop, self.body_of(instruction), in_layers or instruction in loops)
-                self.append(section, loop, instruction)
+                loop = self.open("loop", _title(instruction), instruction.turns, section)
+                self.fill_child(loop, instruction.called[-1], in_layers or instruction in loops, instruction)
             elif instruction.opcode == "conditional":
                 for name in instruction.called:
-                    branch = Section(self.number(), "branch", f"on condition, in {_function(instruction)}", None)
-                    self.fill(branch, self.program.computations[name], in_layers)
-                    self.append(section, branch, instruction)
+                    branch = self.open("branch", f"on condition, in {_function(instruction)}", None, section)
+                    self.fill_child(branch, name, in_layers, instruction)
             elif instruction.opcode == "call":
                 for name in instruction.called:
                     self.fill(section, self.program.computations[name], in_layers)
-            else:
+            elif instruction.opcode not in NO_WORK:
                 self.add(section, computation, instruction, looped, in_layers)
 
-    def body_of(self, loop: Instruction) -> Computation:
-        return self.program.computations[loop.called[-1]]
-
-    def append(self, section: Section, child: Section, instruction: Instruction) -> None:
-        if child.items:
-            section.items.append(child)
+    def fill_child(self, child: int, name: str, in_layers: bool, instruction: Instruction) -> None:
+        self.fill(child, self.program.computations[name], in_layers)
+        if self.items[child]:
+            self.items[self.sections[child].parent].append(child)
             self.owner[instruction.name] = child
 
     def add(
-        self, section: Section, computation: Computation, instruction: Instruction, looped: set[str], in_layers: bool
+        self, section: int, computation: Computation, instruction: Instruction, looped: set[str], in_layers: bool
     ) -> None:
         """Adds an operation to the line that it comes from."""
         origin = self.places.of(computation, instruction)
@@ -183,58 +109,80 @@ class _Walk:
         if direction and not in_layers and direction not in looped and _is_of_layer(origin):
             section = self.unrolled_layers(section, direction)
         line = self.line(section, origin.place, origin.phase)
-        self.add_name(line, instruction)
+        self.own(line, instruction)
         found = [(computation, instruction)]
         if instruction.opcode in ("fusion", "async-start"):
             for name in instruction.called:
                 inside = self.program.computations[name]
                 found += [(inside, other) for other in inside.instructions.values()]
-        communicated = [x for where, i in found[:1] if (x := collective(self.program, where, i))]
-        communicated += [x for where, i in found[1:] if (x := collective(self.program, where, i)) and not communicated]
-        products = [x for where, i in found if (x := matmul(where, i))]
-        line.collectives += communicated
-        line.matmuls += products
-        line.others += not (communicated or products)
+        communicated = [work for part in found if (work := collective(self.program, *part))]
+        if instruction.opcode == "async-start":  # what it starts is in the computation that it calls, too
+            communicated = communicated[:1]
+        multiplied = [work for part in found if (work := matmul(*part))]
+        line.work.update(communicated + multiplied or [Work("other", "", 0)])
 
-    def add_name(self, line: Line | Section, instruction: Instruction) -> None:
+    def own(self, line: _Line | int, instruction: Instruction) -> None:
         self.owner[instruction.name] = line
-        if isinstance(line, Line):
+        if isinstance(line, _Line):
             line.operations.append(instruction.name)
 
-    def line(self, section: Section, place: Place | None, phase: str) -> Line:
-        key = section.number, place, phase
-        if key not in self.lines:
-            self.lines[key] = Line(self.number(), place, phase)
-            section.items.append(self.lines[key])
-        return self.lines[key]
-
-    def unrolled_layers(self, section: Section, direction: str) -> Section:
-        key = section.number, direction
+    def unrolled_layers(self, section: int, direction: str) -> int:
+        key = section, direction
         if key not in self.unrolled:
-            self.unrolled[key] = Section(self.number(), "unrolled", f"layers, {direction}", None)
-            section.items.append(self.unrolled[key])
+            self.unrolled[key] = self.open("unrolled", f"layers, {direction}", None, section)
+            self.items[section].append(self.unrolled[key])
         return self.unrolled[key]
 
-    def title(self, loop: Instruction) -> str:
-        """What a loop goes over: layers or microbatches, or where it is written."""
-        function, phase = _function(loop), phase_of(loop.op_name)
-        what = _LOOPS.get(function) or f"loop in {function or 'a function'}"
-        return f"{what}, {_direction(phase)}" if phase else what
+    def copies(self, section: int) -> int:
+        """Number of layers that were written out: how often most of their products and collectives are there."""
+        works = (line.work for line in self.in_order(section))
+        counts = collections.Counter(
+            n for work in works for what, n in work.items() if what.kind in ("collective", "matmul")
+        )
+        return counts.most_common(1)[0][0] if counts else 1
 
-    def flows(self) -> list[tuple[int, int]]:
-        found = {}
-        for computation in map(self.program.computations.get, self.section_of):
-            for instruction in computation.instructions.values():
-                if reader := self.owner.get(instruction.name):
-                    for source in self.flow.sources(computation, instruction):
-                        maker = self.owner.get(source.name)
-                        if maker is not None and maker is not reader:
-                            found[maker.number, reader.number] = None
-        return [*found]
+    def add_kept(self) -> None:
+        for array in Flow(self.program, self.places).kept([*map(self.program.computations.get, self.section_of)]):
+            line = self.owner.get(array.maker)
+            if array.body is not None:
+                line = self.line(self.section_of[array.body], array.place, "forward")
+            elif isinstance(line, int):
+                line = self.line(line, array.place, "forward")
+            if line and array.reader in self.owner:
+                line.work[Work("kept", str(array.shape), array.shape.bytes, array.shape.dtype)] += 1
+
+    def in_order(self, section: int) -> Iterator[_Line]:
+        for item in self.items[section]:
+            if isinstance(item, int):
+                yield from self.in_order(item)
+            else:
+                yield item
+
+    def rows(self, line: _Line) -> list[Row]:
+        outer = [self.sections[number] for number in around(self.sections, line.section)[1:]]
+        # A loop of unknown length counts once, a branch always.
+        turns = math.prod(section.turns or 1 for section in outer if section.kind == "loop")
+        where = " > ".join(section.title for section in outer if section.kind != "branch") or "outside of loops"
+        where += ", again" if line.phase == "again" else ""
+        sometimes = any(section.kind == "branch" for section in outer)
+        return [
+            Row(
+                *(name_of(line.place), where, line.section, line.phase, *work),
+                *(count, 1 if work.kind == "kept" else turns, sometimes and work.kind != "kept"),
+            )
+            for work, count in line.work.items()
+        ]
 
 
 def _direction(phase: str) -> str:
     return "backward" if phase == "again" else phase
+
+
+def _title(loop: Instruction) -> str:
+    """What a loop goes over: layers or microbatches, or where it is written."""
+    function, direction = _function(loop), _direction(phase_of(loop.op_name))
+    what = _LOOPS.get(function) or f"loop in {function or 'a function'}"
+    return f"{what}, {direction}" if direction else what
 
 
 def _function(instruction: Instruction) -> str:
@@ -248,10 +196,19 @@ def _is_of_layer(origin: CallSite) -> bool:
     return any(frame.function.startswith(f"{_LAYERS}.<locals>") for frame in origin.frames)
 
 
-def _copies(section: Section) -> int:
-    """Number of layers that were written out: how often most of their products and collectives are there."""
-    counts: collections.Counter[int] = collections.Counter()
-    for line, _ in section.lines():
-        for number in collections.Counter([*line.matmuls, *line.collectives]).values():
-            counts[number] += 1
-    return counts.most_common(1)[0][0] if counts else 1
+def _source(root: str, places: set[Place], newest: float) -> dict[str, str]:
+    """Text of lines, of the files that were not changed after the time `newest`."""
+    files = {file: _lines_of(Path(root, file), newest) for file in {place.file for place in places}}
+    known = ((place, files[place.file]) for place in places)
+    return {f"{p.file}:{p.line}": lines[p.line - 1].strip() for p, lines in known if p.line <= len(lines)}
+
+
+def _lines_of(path: Path, newest: float) -> list[str]:
+    """The lines of a file of Python. None of another file, which a stranger's HLO text may name."""
+    try:
+        with open(path, encoding="utf-8", errors="replace", opener=open_no_pipe) as file:
+            about = os.fstat(file.fileno())
+            is_source = path.suffix == ".py" and about.st_mtime <= newest and about.st_size <= _LARGEST
+            return file.read(_LARGEST).splitlines() if is_source else []
+    except (OSError, ValueError):
+        return []

@@ -8,39 +8,37 @@ Where a trace has the operations of a program on the devices:
                       device_ordinal
 """
 
-import bisect
 import collections
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from shardwright.compiled.hlo import Program
+from shardwright.compiled.lines import WITHOUT_LINE
 from shardwright.compiled.operations import COLLECTIVES, base_opcode, collective
-from shardwright.compiled.step import Step
-from shardwright.compiled.table import name_of
+from shardwright.compiled.table import Table
 
 _CONTAINERS = ("while", "conditional", "call")
-UNATTRIBUTED = "without a line"
 
 
-class Event(NamedTuple):
-    """One operation on a device: start and end in ns, and the name of the HLO instruction."""
+class Span(NamedTuple):
+    """A time in which an operation runs: start and end in ns, and the name of the HLO instruction."""
 
     start: float
     end: float
     operation: str
 
 
-def line_times(profile: Any, program: Program, step: Step, source: Mapping[str, str]) -> dict[str, Any]:
+def line_times(profile: Any, program: Program, table: Table) -> dict[str, Any]:
     """Time that devices spend on the operations of each source line.
 
-    The time of an operation is its own: without that of the operations within it. A collective's includes the waiting
-    for the other devices.
+    A loop has no time but that of the operations within it. A collective's includes the waiting for other devices.
 
     Args:
         profile: a jax.profiler.ProfileData.
         program: the program that was traced.
-        step: what `describe` says of the program.
-        source: text of its lines.
+        table: what `describe` says of the program.
 
     Returns:
         devices      number of devices
@@ -53,67 +51,55 @@ def line_times(profile: Any, program: Program, step: Step, source: Mapping[str, 
     Raises:
         ValueError: the trace has no operation of the program.
     """
-    line_of = {name: name_of(line.place) for line, _ in step.body.lines() for name in line.operations}
+    opcodes, devices = _opcodes(program), _devices(profile, program)
     spent: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0, 0.0])
-    devices = _pieces(profile, program)
-    for pieces in devices.values():
-        computing = _Union((start, end) for start, end, _, kind in pieces if not _communicates(kind))
-        for start, end, operation, kind in pieces:
-            times = spent[line_of.get(operation, UNATTRIBUTED)]
-            times[0] += end - start
-            if _communicates(kind):
-                times[1] += end - start
-                times[2] += end - start - computing.overlap(start, end)
-    total = sum(times[0] for times in spent.values())
-    if not total:
-        raise ValueError(f"the trace has no operation of {program.name}.")
-    rows = []
-    for line, (own, communicating, exposed) in sorted(spent.items(), key=lambda item: -item[1][0]):
-        shares = {"share": own / total, "collective": communicating / total, "exposed": exposed / total}
-        rows.append({"line": line, "text": source.get(line.removeprefix("~"), ""), "seconds": own / 1e9, **shares})
-    return {
-        "devices": len(devices),
-        "seconds": total / 1e9,
-        "collective": sum(row["collective"] for row in rows),
-        "exposed": sum(row["exposed"] for row in rows),
-        "lines": rows,
-    }
+    for spans in devices.values():
+        communicating = [_communicates(opcodes.get(span.operation, "")) for span in spans]
+        computed = _busy([span for span, is_one in zip(spans, communicating, strict=True) if not is_one])
+        for (start, end, operation), is_one in zip(spans, communicating, strict=True):
+            exposed = end - start - (computed(end) - computed(start))
+            times = spent[table.line_of.get(operation, WITHOUT_LINE)]
+            for i, time in enumerate((end - start, (end - start) * is_one, exposed * is_one)):
+                times[i] += time
+    total = sum(own for own, *_ in spent.values())
+    rows = [
+        {"line": line, "text": table.text_of(line), "seconds": own / 1e9, "share": own / total}
+        | {"collective": communicating / total, "exposed": exposed / total}
+        for line, (own, communicating, exposed) in sorted(spent.items(), key=lambda item: -item[1][0])
+    ]
+    shares = {name: sum(row[name] for row in rows) for name in ("collective", "exposed")}
+    return {"devices": len(devices), "seconds": total / 1e9, **shares, "lines": rows}
 
 
-def top_lines(found: Mapping[str, Any], count: int = 10, width: int = 80) -> str:
-    """The lines that take longest, for a terminal of `width` columns.
+def top_lines(found: dict[str, Any], count: int = 10, width: int = 80) -> str:
+    """The lines that take longest, for a terminal.
 
     Args:
         found: what line_times returns, which may come from a file.
         count: number of lines.
         width: number of columns.
     """
+    text = ["slowest    source lines, by their share of the time that devices work"]
+    text.append(f"           waits: for data of other devices; {100 * found['exposed']:.1f}% of all that time")
+    text.append("  time   waits  line")
     rows = found["lines"][:count]
     longest = max((len(row["line"]) for row in rows), default=0)
-    text = ["slowest    source lines, by their share of the time that devices work"]
-    if found["collective"]:
-        text.append(f"           waits: for data of other devices; {100 * found['exposed']:.1f}% of all that time")
-    text.append("  time   waits  line" if found["collective"] else "  time  line")
     for row in rows:
         exposed = f"{100 * row['exposed']:6.1f}%" if row["collective"] else " " * 7
-        exposed = f" {exposed}" if found["collective"] else ""
-        line = f"{100 * row['share']:5.1f}%{exposed}  {row['line'].ljust(longest)}  {row['text']}".rstrip()
+        line = f"{100 * row['share']:5.1f}% {exposed}  {row['line'].ljust(longest)}  {row['text']}".rstrip()
         text.append(line if len(line) <= width else line[: width - 1] + "…")
     return "\n".join(text)
 
 
-def _pieces(profile: Any, program: Program) -> dict[str, list[tuple[float, float, str, str]]]:
-    """By device, the spans in which each operation itself runs: start and end in ns, its name and its opcode."""
-    kinds = {i.name: base_opcode(program, i) for i in program.instructions()}
+def _opcodes(program: Program) -> dict[str, str]:
+    """The opcode of each operation; "copy" of a collective in which each device is a group of its own."""
+    found = {}
     for computation in program.computations.values():
         for i in computation.instructions.values():
-            is_copy = kinds[i.name] in COLLECTIVES and not i.opcode.endswith(("-done", "-update"))
-            if is_copy and collective(program, computation, i) is None:  # each device is a group of its own
-                kinds[i.name] = "copy"
-    found = {}
-    for device, lines in _devices(profile, program.name).items():
-        pieces = [(*piece, kinds.get(piece[2], "")) for events in lines for piece in _own(events)]
-        found[device] = [piece for piece in pieces if piece[3] not in _CONTAINERS]
+            found[i.name] = opcode = base_opcode(program, i)
+            starts = opcode in COLLECTIVES and not i.opcode.endswith(("-done", "-update"))
+            if starts and collective(program, computation, i) is None:
+                found[i.name] = "copy"
     return found
 
 
@@ -121,96 +107,60 @@ def _communicates(opcode: str) -> bool:
     return opcode.removesuffix("-done").removesuffix("-update") in COLLECTIVES or opcode == "async-done"
 
 
-def _devices(profile: Any, module: str) -> dict[str, list[list[Event]]]:
-    """The operations of a program on each device, by stream or thread."""
-    found: dict[str, list[list[Event]]] = collections.defaultdict(list)
+def _devices(profile: Any, program: Program) -> dict[str, list[Span]]:
+    """By device, the spans of the operations of a program that are no loops or branches.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found: dict[str, list[Span]] = collections.defaultdict(list)
+    opcodes = {i.name: i.opcode for i in program.instructions()}
+    for device, spans in _threads(profile, program.name):
+        found[device] += [span for span in spans if opcodes.get(span.operation) not in _CONTAINERS]
+    if not any(found.values()):
+        raise ValueError(f"the trace has no operation of {program.name}.")
+    return {device: spans for device, spans in found.items() if spans}
+
+
+def _threads(profile: Any, module: str) -> Iterator[tuple[str, list[Span]]]:
+    """Name of a device, and the operations of a program in one of its streams or threads, loops too."""
     for plane in profile.planes:
-        if plane.name.startswith("/device:"):
-            lines = {line.name: line for line in plane.lines}
-            if "XLA Ops" in lines:
-                events = [_of_tpu(lines, module)]
-            else:
-                events = [_of_stream(line, module) for name, line in lines.items() if name.startswith("Stream #")]
-            if any(events):
-                found[plane.name] = events
-        elif plane.name == "/host:CPU":
-            for line in plane.lines:
+        lines = [*plane.lines]
+        modules = [
+            (event.start_ns, event.start_ns + event.duration_ns)
+            for line in lines
+            if line.name == "XLA Modules"
+            for event in line.events
+            if event.name.split("(")[0] == module
+        ]
+        for line in lines:
+            if plane.name.startswith("/device:") and line.name == "XLA Ops":
+                name = lambda event: str(dict(event.stats).get("hlo_op", event.name)).split(" = ")[0].lstrip("%")
+                found = [_span(event, name(event)) for event in line.events]
+                yield plane.name, [x for x in found if any(start <= x.start < end for start, end in modules)]
+            elif plane.name == "/host:CPU" or line.name.startswith("Stream #"):
                 threads = collections.defaultdict(list)
-                for event, stats in _of_module(line, module):
-                    if "device_ordinal" in stats:
-                        threads[f"CPU:{stats['device_ordinal']}"].append(_event(event, stats["hlo_op"]))
-                for device, events in threads.items():
-                    found[device].append(events)
-    return dict(found)
+                for event in line.events:
+                    if event.name.startswith("$"):  # a Python function
+                        continue
+                    stats = dict(event.stats)
+                    device = f"CPU:{stats.get('device_ordinal')}" if plane.name == "/host:CPU" else plane.name
+                    if stats.get("hlo_module") == module and "hlo_op" in stats and device != "CPU:None":
+                        threads[device].append(_span(event, stats["hlo_op"]))
+                yield from threads.items()
 
 
-def _of_module(line: Any, module: str) -> Iterator[tuple[Any, dict[str, Any]]]:
-    for event in line.events:
-        if not event.name.startswith("$"):  # a Python function
-            stats = dict(event.stats)
-            if stats.get("hlo_module") == module and "hlo_op" in stats:
-                yield event, stats
+def _span(event: Any, operation: str) -> Span:
+    return Span(event.start_ns, event.start_ns + event.duration_ns, operation)
 
 
-def _of_stream(line: Any, module: str) -> list[Event]:
-    return [_event(event, stats["hlo_op"]) for event, stats in _of_module(line, module)]
-
-
-def _of_tpu(lines: Mapping[str, Any], module: str) -> list[Event]:
-    runs = lines["XLA Modules"].events if "XLA Modules" in lines else ()
-    spans = [(e.start_ns, e.start_ns + e.duration_ns) for e in runs if e.name.split("(")[0] == module]
-    inside = _Union(spans)
-    found = []
-    for event in lines["XLA Ops"].events:
-        if inside.overlap(event.start_ns, event.start_ns + event.duration_ns) or not event.duration_ns:
-            name = str(dict(event.stats).get("hlo_op", event.name)).split(" = ")[0].lstrip("%")
-            found.append(_event(event, name))
-    return found
-
-
-def _event(event: Any, operation: str) -> Event:
-    return Event(event.start_ns, event.start_ns + event.duration_ns, operation)
-
-
-def _own(events: Iterable[Event]) -> Iterator[Event]:
-    """The parts of each event in which no event within it runs. Events of one thread are apart or within each other."""
-    stack: list[list] = []  # of the events around: end, operation, and how far its time is given
-
-    def close(until: float) -> Iterator[Event]:
-        while stack and stack[-1][0] <= until:
-            end, operation, given = stack.pop()
-            if given < end:
-                yield Event(given, end, operation)
-            if stack:
-                stack[-1][2] = max(stack[-1][2], end)
-
-    for start, end, operation in sorted(events, key=lambda event: (event.start, -event.end)):
-        yield from close(start)
-        if stack:
-            if stack[-1][2] < start:
-                yield Event(stack[-1][2], start, stack[-1][1])
-            stack[-1][2] = start
-            end = min(end, stack[-1][0])
-        stack.append([end, operation, start])
-    yield from close(float("inf"))
-
-
-class _Union:
-    """A union of spans of time."""
-
-    def __init__(self, spans: Iterable[tuple[float, float]]):
-        merged: list[list[float]] = []
-        for start, end in sorted(spans):
-            if merged and start <= merged[-1][1]:
-                merged[-1][1] = max(merged[-1][1], end)
-            else:
-                merged.append([start, end])
-        self._spans, self._starts = merged, [start for start, _ in merged]
-
-    def overlap(self, start: float, end: float) -> float:
-        """Length of the part of a span that is in the union."""
-        i, total = max(0, bisect.bisect_right(self._starts, start) - 1), 0.0
-        while i < len(self._spans) and self._spans[i][0] < end:
-            total += max(0.0, min(end, self._spans[i][1]) - max(start, self._spans[i][0]))
-            i += 1
-        return total
+def _busy(spans: list[Span]) -> Callable[[float], float]:
+    """A function of a time: how long until then at least one of the spans ran."""
+    if not spans:
+        return lambda time: 0.0
+    starts, ends = np.array(sorted((span.start, span.end) for span in spans)).T
+    ends = np.maximum.accumulate(ends)
+    starts[1:] = np.maximum(starts[1:], ends[:-1])  # each from the end of those before it
+    times = np.stack([starts, ends], axis=1).ravel()
+    lengths = np.stack([np.zeros(len(starts)), ends - starts], axis=1).ravel()
+    return lambda time: float(np.interp(time, times, np.cumsum(lengths)))

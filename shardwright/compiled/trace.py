@@ -1,16 +1,28 @@
-"""Reads a trace (xplane.pb): the time between steps, and the time by source line. A program, which a run starts."""
+"""Reads traces of jax.profiler: the time between steps, and the time by source line. A program, which a run starts."""
 
+import gzip
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 from shardwright.compiled.bubble import NotMeasured, step_bubble
-from shardwright.compiled.files import read_program, write_json
+from shardwright.compiled.files import read_step, write_json
 from shardwright.compiled.times import line_times
 
 LINES = "profile_by_line.json"
 """Name of the file beside the trace with the time by source line."""
+PERFETTO = "perfetto_trace.json.gz"
+"""Name of the file beside the trace that ui.perfetto.dev opens."""
+
+
+def convert(trace: Path) -> None:
+    """Writes PERFETTO beside a trace.json.gz: the same without its "metadata", which Perfetto does not accept."""
+    with gzip.open(trace, "rt", encoding="utf-8") as file:
+        content = json.load(file)
+    content.pop("metadata", None)
+    with gzip.open(trace.with_name(PERFETTO), "wt", encoding="utf-8", compresslevel=5) as file:
+        json.dump(content, file)
 
 
 def read_trace(trace: Path, module: str, steps: int, hlo: Path | None) -> dict[str, Any]:
@@ -32,17 +44,21 @@ def read_trace(trace: Path, module: str, steps: int, hlo: Path | None) -> dict[s
     try:
         if hlo is None:
             raise ValueError("there is no HLO text of the step")
-        program, step, source = read_program(hlo)
-        found["lines"] = {"steps": steps, **line_times(profile, program, step, source)}
+        found["lines"] = {"steps": steps, **line_times(profile, *read_step(hlo))}
         write_json(trace.with_name(LINES), found["lines"])
     except (ValueError, OSError) as error:
         found["lines"] = {"because": str(error)}
     return found
 
 
-def main(trace: str, module: str, steps: str, hlo: str = "") -> None:
-    """Prints what was found as JSON."""
-    print(json.dumps(read_trace(Path(trace), module, int(steps), Path(hlo) if hlo else None)))
+def main(directory: str, module: str, steps: str, hlo: str = "") -> None:
+    """Writes the files, and prints what was found as JSON. `directory` is the one that jax.profiler wrote."""
+    for trace in [*Path(directory).glob("*.trace.json.gz")]:
+        convert(trace)
+    profiles = [*Path(directory).glob("*.xplane.pb")]
+    if len(profiles) != 1:
+        raise OSError(f"{len(profiles)} files *.xplane.pb in {directory}")
+    print(json.dumps(read_trace(profiles[0], module, int(steps), Path(hlo) if hlo else None)))
 
 
 if __name__ == "__main__":

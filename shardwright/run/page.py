@@ -1,19 +1,17 @@
 """The page of a run, report.html, made anew while the run trains."""
 
-import contextlib
-import os
+import concurrent.futures
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import jax
 
+from shardwright.run.beside import FAILURES, run_beside
 from shardwright.run.files import REPORT
 from shardwright.run.optional import why
 from shardwright.settings.words import say
 
-ROOT = Path(__file__).parents[2]
 FIRST_S = 10.0
 """Seconds from the first step to the first page: after the steps that are profiled, which it would slow."""
 INTERVAL_S = 60.0
@@ -37,8 +35,7 @@ class Page:
 
     def __init__(self, directory: Path, wanted: bool):
         self._directory, self._wanted = directory, wanted and jax.process_index() == 0
-        self._process: subprocess.Popen | None = None
-        self._started = 0.0
+        self._made: concurrent.futures.Future[bool] | None = None
         self._next: float | None = None  # not before this time
         self._told = False
 
@@ -48,9 +45,7 @@ class Page:
             return
         if self._next is None:
             self._next = time.monotonic() + FIRST_S
-        if self._process is not None and (self._process.poll() is not None or self._is_late()):
-            self._take()
-        if self._process is None and time.monotonic() >= self._next:
+        if (self._made is None or self._made.done()) and time.monotonic() >= self._next:
             self._start()
 
     def finish(self) -> Path | None:
@@ -59,58 +54,29 @@ class Page:
             return None
         self.close()
         self._start()
-        if self._process is None:
-            return None
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(TIMEOUT_S)
-        return self._directory / REPORT if self._take() else None
+        return self._directory / REPORT if self._made.result() else None
 
     def close(self) -> None:
-        """Ends the process that makes the page, if one does."""
-        if self._process is not None:
-            self._end()
-
-    def _is_late(self) -> bool:
-        return time.monotonic() - self._started > TIMEOUT_S
+        """Waits for a page that is being made."""
+        if self._made is not None:
+            self._made.result()
 
     def _start(self) -> None:
-        # -P: without the modules of the current directory, which is the run's, so that Hydra need not read its name.
-        command = [sys.executable, "-P", "-m", "tools.report", "run=."]
-        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-        options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
-        options |= {"cwd": self._directory, "env": os.environ | {"PYTHONPATH": path}}
-        options["start_new_session"] = True  # so that Ctrl-C, which stops the run in order, does not end it
-        self._started = time.monotonic()
-        self._next = self._started + INTERVAL_S
+        executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="page")
+        self._made = executor.submit(self._make)
+        executor.shutdown(wait=False)
+
+    def _make(self) -> bool:
+        begin, reason = time.monotonic(), None
         try:
-            self._process = subprocess.Popen(command, **options)
-            os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
-        except ProcessLookupError:  # it has ended already
-            pass
-        except OSError as error:
-            self._tell(why(error))
-
-    def _take(self) -> bool:
-        """Whether the process made the page. Ends it if it has not ended."""
-        seconds, code = time.monotonic() - self._started, self._process.poll()
-        self._next = self._started + max(INTERVAL_S, seconds / LARGEST_SHARE)
-        errors = self._end()
-        if code is None:
-            self._tell(f"it took longer than {TIMEOUT_S:g} s")
-        elif code:
-            self._tell(errors[-1] if errors else f"exit code {code}")
-        return code == 0
-
-    def _end(self) -> list[str]:
-        """Ends the process and removes a page that it has not finished. Returns the lines of its errors."""
-        process, self._process = self._process, None
-        process.kill()
-        errors = process.communicate()[1].decode(errors="replace").strip().splitlines()
-        with contextlib.suppress(OSError):
-            (self._directory / f"{REPORT}.{process.pid}.tmp").unlink()
-        return errors
-
-    def _tell(self, reason: str) -> None:
-        if not self._told:
+            # In the run's directory, so that Hydra need not read its name.
+            run_beside("tools.report", "run=.", timeout=TIMEOUT_S, patient=True, directory=self._directory)
+        except subprocess.TimeoutExpired:
+            reason = f"it took longer than {TIMEOUT_S:g} s"
+        except FAILURES as error:
+            reason = why(error).removeprefix("Error: ")
+        self._next = begin + max(INTERVAL_S, (time.monotonic() - begin) / LARGEST_SHARE)
+        if reason and not self._told:
             self._told = True
-            say(f"report     none: {reason.removeprefix('Error: ')}")
+            say(f"report     none: {reason}")
+        return reason is None

@@ -12,6 +12,7 @@ import jax
 
 from shardwright.cluster.watch import pause
 from shardwright.compiled.times import top_lines
+from shardwright.compiled.trace import PERFETTO
 from shardwright.run.beside import FAILURES, run_beside
 from shardwright.run.directory import TRACE, remove_older
 from shardwright.run.metrics import RunLog
@@ -116,7 +117,7 @@ class StepProfiler:
     def _end_trace(self) -> None:
         last, outputs = self._newest
         self._newest = self._start = None
-        self._tracing = self._executor.submit(self._trace_and_bubble, last, outputs)
+        self._tracing = self._executor.submit(self._read_trace, last, outputs)
         self._executor.shutdown(wait=False)
 
     # ---- on the background thread
@@ -130,30 +131,31 @@ class StepProfiler:
         doubtful = "; they may still be warming up" if self._first < 2 else ""
         most = f"{peak.total / 1e12:,.4g} TFLOP/s" if peak.total >= 1e12 else f"{peak.total / 1e9:,.3g} GFLOP/s"
         too_much = "; so they can do more than was measured" if speed["mfu"] > 1 else ""
-        lines = [
-            f"speed      {speed['tokens_per_second']:,.0f} tokens/s: "
-            f"{seconds / count:.4f} s a step, in {which}{doubtful}",
-            f"MFU        {100 * speed['mfu']:.1f}% of the {most} that the devices can do" + too_much,
-        ]
-        say("\n".join(lines), flush=True)
+        rate = f"speed      {speed['tokens_per_second']:,.0f} tokens/s: {seconds / count:.4f} s a step, in {which}"
+        mfu = f"MFU        {100 * speed['mfu']:.1f}% of the {most} that the devices can do"
+        say(f"{rate}{doubtful}\n{mfu}{too_much}", flush=True)
 
-    def _trace_and_bubble(self, last: int, outputs: Any) -> Path:
-        trace = _finish_trace(self._log.directory, outputs)
+    def _read_trace(self, last: int, outputs: Any) -> Path:
+        kept = _end_of_trace(self._log.directory, outputs)
+        given = (kept, MODULE, last - self._first + 1, *([self._hlo] if self._hlo else []))
         try:
-            found = _read_trace(trace, MODULE, last - self._first + 1, self._hlo)
+            found = json.loads(run_beside("shardwright.compiled.trace", *given, timeout=_READ_TIMEOUT_S))
         except FAILURES as error:
             found = {key: {"because": f"the trace could not be read: {error}"} for key in ("bubble", "lines")}
-        by_line, found = found["lines"], found["bubble"]
-        unknown = f"slowest    source lines: not known, because {by_line.get('because')}"
-        self.by_line = unknown if "because" in by_line else top_lines(by_line)
+        lines, bubble = found["lines"], found["bubble"]
+        unknown = f"slowest    source lines: not known, because {lines.get('because')}"
+        self.by_line = unknown if "because" in lines else top_lines(lines)
         begin, end = self._log.start_step + self._first, self._log.start_step + last
-        stops = {event for step, event in self._log.events if begin <= step < end}
-        if stops:
-            found = {"because": f"the training stopped among these steps for: {', '.join(sorted(stops))}"}
-        say(_bubble_line(found), flush=True)
-        if "step_bubble" in found:
-            self._log.add_event(end, "step_bubble", found)
-        return trace
+        if stops := {event for step, event in self._log.events if begin <= step < end}:
+            bubble = {"because": f"the training stopped among these steps for: {', '.join(sorted(stops))}"}
+        if "because" in bubble:
+            say(f"idle       not measured, because {bubble['because']}", flush=True)
+        else:
+            between = f"{1e3 * bubble['gap_seconds']:.2f} of {1e3 * bubble['step_seconds']:.1f} ms"
+            share = f"{100 * bubble['step_bubble']:.2f}% of the time"
+            say(f"idle       {share}: devices wait between steps, {between}", flush=True)
+            self._log.add_event(end, "step_bubble", bubble)
+        return kept / PERFETTO
 
 
 def _options() -> jax.profiler.ProfileOptions:
@@ -165,35 +167,18 @@ def _options() -> jax.profiler.ProfileOptions:
     return options
 
 
-def _finish_trace(directory: Path, outputs: Any) -> Path:
+def _end_of_trace(directory: Path, outputs: Any) -> Path:
+    """Ends the trace after the step that computes `outputs`. Returns the directory with its files."""
     jax.block_until_ready(outputs)
     try:
         jax.profiler.stop_trace()
-        traces = list((directory / TRACE / "plugins" / "profile").glob("*/*.trace.json.gz"))
-        if len(traces) != 1:
-            raise OSError(f"jax.profiler wrote {len(traces)} traces into {directory / TRACE}")
-        converted = traces[0].with_name("perfetto_trace.json.gz")
-        run_beside("shardwright.compiled.perfetto", traces[0], converted, timeout=_READ_TIMEOUT_S)
-        kept = directory / "plugins" / "profile" / converted.parent.name
+        made = [*(directory / TRACE / "plugins" / "profile").glob("*")]
+        if len(made) != 1:
+            raise OSError(f"jax.profiler wrote {len(made)} traces into {directory / TRACE}")
+        kept = directory / "plugins" / "profile" / made[0].name
         kept.parent.mkdir(parents=True, exist_ok=True)
-        converted.parent.rename(kept)
+        made[0].rename(kept)
         remove_older(kept, "*")
+        return kept
     finally:
         shutil.rmtree(directory / TRACE, ignore_errors=True)
-    return kept / converted.name
-
-
-def _read_trace(trace: Path, module: str, steps: int, hlo: Path | None) -> dict[str, Any]:
-    profiles = list(trace.parent.glob("*.xplane.pb"))
-    if len(profiles) != 1:
-        raise OSError(f"{len(profiles)} files *.xplane.pb in {trace.parent}")
-    given = (profiles[0], module, steps, *([hlo] if hlo else []))
-    return json.loads(run_beside("shardwright.compiled.trace", *given, timeout=_READ_TIMEOUT_S))
-
-
-def _bubble_line(found: dict[str, Any]) -> str:
-    if "because" in found:
-        return f"idle       not measured, because {found['because']}"
-    gap, step = 1e3 * found["gap_seconds"], 1e3 * found["step_seconds"]
-    between = f"{gap:.2f} of {step:.1f} ms"
-    return f"idle       {100 * found['step_bubble']:.2f}% of the time: devices wait between steps, {between}"

@@ -31,23 +31,26 @@ def print_start(
         loader: loader of the training split.
         steps: number of steps of the whole run.
     """
-    if jax.process_index():
-        return
     name = data.filespec or " + ".join(data.mixture) or "stream"
     length = f"{loader.num_tokens:,}" if loader.num_tokens is not None else "unknown number of"
-    say(f"run        {directory}" + (f", resumed after {start} steps" if start else ""))
-    say(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
-    say(f"model      {model}")
-    say(f"data       {name}: {length} tokens; {steps:,} steps of {loader.tokens_per_batch:,}")
+    _say(f"run        {directory}" + (f", resumed after {start} steps" if start else ""))
+    _say(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
+    _say(f"model      {model}")
+    _say(f"data       {name}: {length} tokens; {steps:,} steps of {loader.tokens_per_batch:,}")
     for source, share in loader.unseen.items():
         if share:
-            say(
+            _say(
                 f"unpacked   {share:.1%} of the tokens of {source} are never seen: they are beyond the first "
                 f"{loader.seq_len} of their document; data.sequence_packing=true reads all"
             )
     entropy = loader.unigram_entropy()
     if entropy is not None:
-        say(f"unigram    {entropy:.3f} nats a token: a lower loss has learned more than how often each token comes")
+        _say(f"unigram    {entropy:.3f} nats a token: a lower loss has learned more than how often each token comes")
+
+
+def _say(text: str) -> None:
+    if jax.process_index() == 0:
+        say(text)
 
 
 def save_config(directory: Path, config: Any) -> None:
@@ -58,15 +61,7 @@ def save_config(directory: Path, config: Any) -> None:
 
 
 def facts_of(c: Config, total: int, loader: Any, parameters: int, speed: Speed) -> dict[str, Any]:
-    """Facts of this start that its page shows, for provenance.json.
-
-    Args:
-        c: the configuration.
-        total: number of steps of the whole run.
-        loader: loader of the training split.
-        parameters: number of parameters of the model.
-        speed: what MFU is computed from.
-    """
+    """Facts of this start that its page shows, for provenance.json. `total` is the number of steps of the whole run."""
     mesh, hydra = jax.sharding.get_mesh(), HydraConfig.get() if HydraConfig.initialized() else None
     module = c.model.module
     return {
@@ -94,35 +89,23 @@ def print_end(
 ) -> None:
     """Prints the last loss in nats a token and what to open, on process 0 alone.
 
-    Without a page, which links to the other files of the run, it names these.
-
-    Args:
-        directory: of the run.
-        checkpoint: place of the last one.
-        loss: of the last step.
-        loader: loader of the training split.
-        trace: of the profiled steps; None if there is none.
-        drawn: what draw_step returns; None if there is no compiled step to draw.
-        page: report.html; None if there is none.
+    Without a page, which links to the other files of the run, it names these. `trace` is that of the profiled steps,
+    and `drawn` what draw_step returns; each is None if there is none.
     """
-    if jax.process_index():
-        return
     entropy = loader.unigram_entropy()
     known = f" (unigram {entropy:.3f})" if entropy is not None else ""
-    say(f"loss       {loss:.3f} nats a token at the last step{known}")
+    _say(f"loss       {loss:.3f} nats a token at the last step{known}")
     if page is None:
-        say(f"metrics    {directory / 'metrics.jsonl'}")
+        _say(f"metrics    {directory / 'metrics.jsonl'}")
         if trace:
-            say(f"trace      {trace}  (open it at ui.perfetto.dev)")
-    say(f"checkpoint {checkpoint}")
+            _say(f"trace      {trace}  (open it at ui.perfetto.dev)")
+    _say(f"checkpoint {checkpoint}")
     print_page(drawn, page)
 
 
 def print_page(drawn: str | None, page: Path | None) -> None:
     """Prints where the page of the run is, and what draw_step returned, if the page does not show it."""
-    if jax.process_index():
-        return
     if drawn and (page is None or drawn.startswith(NO_PICTURE)):
-        say(drawn)
+        _say(drawn)
     if page:
-        say(f"report     {page}  (open it in a browser)")
+        _say(f"report     {page}  (open it in a browser)")

@@ -174,15 +174,15 @@ def test_a_trace_without_executions_is_told_in_one_line(tmp_path, capsys, monkey
 
 @pytest.mark.parametrize("broken", [b"", b"no trace", None])
 def test_a_broken_trace_is_told_in_one_line(tmp_path, capsys, monkeypatch, broken):
-    finish = profile._finish_trace
+    end = profile._end_of_trace
 
-    def finish_and_break(*arguments):
-        converted = finish(*arguments)
-        (path,) = converted.parent.glob("*.xplane.pb")
+    def end_and_break(*arguments):
+        directory = end(*arguments)
+        (path,) = directory.glob("*.xplane.pb")
         path.write_bytes(broken) if broken is not None else path.unlink()
-        return converted
+        return directory
 
-    monkeypatch.setattr(profile, "_finish_trace", finish_and_break)
+    monkeypatch.setattr(profile, "_end_of_trace", end_and_break)
     trace, lines = train(tmp_path, 0)
     assert trace.is_file()
     assert lines == []

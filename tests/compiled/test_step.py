@@ -4,6 +4,8 @@ import collections
 import dataclasses
 import functools
 import itertools
+import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -11,12 +13,13 @@ import pytest
 import step_text
 import tiny
 from hlo_texts import HEAD, TEXT
+from step_text import table_of
 
 import gpt2
 from shardwright.cluster.devices import make_mesh
-from shardwright.compiled.hlo import parse, with_mesh
-from shardwright.compiled.step import Section, describe
-from shardwright.compiled.table import Table, as_text, in_bytes, in_flops, table_of
+from shardwright.compiled.hlo import parse
+from shardwright.compiled.step import describe
+from shardwright.compiled.table import Table, as_text, in_bytes, in_flops
 
 MESH = {"d": 2, "t": 2}
 
@@ -24,15 +27,20 @@ MESH = {"d": 2, "t": 2}
 @pytest.mark.quick
 def test_collectives_of_a_text_by_hand():
     """Of four devices as d=2 t=2: {0,1} is along t, {0,2} along d, and an array of 4 × 8 f32 has 128 bytes."""
-    found = {(row.op, row.where): row for row in table_of(TEXT, MESH).collectives}
-    figures = {key: (r.line, r.axes, r.bytes, r.count, r.turns, r.overlapped) for key, r in found.items()}
+    found = {(row.what, row.where): row for row in table_of(TEXT, MESH).of("collective")}
+    figures = {key: (r.line, r.axes, r.size, r.count, r.turns, r.overlapped) for key, r in found.items()}
     assert figures == {
         ("all-gather", "outside of loops"): ("train.py:10", "t", 128, 1, 1, True),
         ("reduce-scatter", "loop in f"): ("train.py:10", "d", 64, 1, 5, None),
         ("all-gather", "loop in f"): ("train.py:10", "d", 64, 1, 5, None),
         ("all-reduce", "outside of loops"): ("train.py:20", "d t", 2 * 128 * 3 // 4, 1, 1, None),
     }
-    assert found["reduce-scatter", "loop in f"].step_bytes == 320
+    assert found["reduce-scatter", "loop in f"].total == 320
+
+
+def started(text):
+    """The collectives with a start and an end."""
+    return [row for row in table_of(text, MESH).of("collective") if row.overlapped is not None]
 
 
 @pytest.mark.quick
@@ -40,8 +48,7 @@ def test_a_collective_without_work_until_its_end_is_not_overlapped():
     lines = TEXT.splitlines()
     done = next(i for i, line in enumerate(lines) if "all-gather-done" in line)
     lines.insert(next(i for i, line in enumerate(lines) if "all-gather-start" in line) + 1, lines.pop(done))
-    (row,) = [row for row in table_of("\n".join(lines), MESH).collectives if row.overlapped is not None]
-    assert row.overlapped is False
+    assert [row.overlapped for row in started("\n".join(lines))] == [False]
 
 
 @pytest.mark.quick
@@ -64,30 +71,25 @@ def test_a_collective_without_work_until_its_end_is_not_overlapped():
     ],
 )
 def test_axes_of_groups(groups, axes):
-    text = TEXT.replace("replica_groups={{0,1},{2,3}}", f"replica_groups={groups}")
-    (row,) = [row for row in table_of(text, MESH).collectives if row.overlapped is not None]
+    (row,) = started(TEXT.replace("replica_groups={{0,1},{2,3}}", f"replica_groups={groups}"))
     assert row.axes == axes
-    assert row.bytes == 128 * (1 if len(axes) == 1 else 3)
+    assert row.size == 128 * (1 if len(axes) == 1 else 3)
 
 
 @pytest.mark.quick
 def test_a_permutation_and_a_group_of_one():
     old = "replica_groups={{0,1},{2,3}}"
-    text = TEXT.replace("all-gather-start", "collective-permute-start").replace(
-        "all-gather-done", "collective-permute-done"
+    (row,) = started(
+        TEXT.replace("all-gather-", "collective-permute-").replace(old, "source_target_pairs={{0,2},{2,0}}")
     )
-    (row,) = [row for row in table_of(text.replace(old, "source_target_pairs={{0,2},{2,0}}"), MESH).collectives
-              if row.overlapped is not None]  # fmt: skip
-    assert (row.op, row.axes, row.bytes) == ("collective-permute", "d", 128)
-    assert all(
-        row.overlapped is None for row in table_of(TEXT.replace(old, "replica_groups={{0},{1},{2},{3}}")).collectives
-    )
+    assert (row.what, row.axes, row.size) == ("collective-permute", "d", 128)
+    assert started(TEXT.replace(old, "replica_groups={{0},{1},{2},{3}}")) == []
 
 
 @pytest.mark.quick
 def test_the_matmul_in_a_fusion_has_its_own_line():
-    (row,) = table_of(TEXT, MESH).matmuls
-    assert (row.line, row.shape, row.dtype, row.step_flops) == ("train.py:20", "8×8×16", "f32", 2 * 8 * 8 * 16)
+    (row,) = table_of(TEXT, MESH).of("matmul")
+    assert (row.line, row.what, row.dtype, row.total) == ("train.py:20", "8×8×16", "f32", 2 * 8 * 8 * 16)
 
 
 @pytest.mark.quick
@@ -113,8 +115,8 @@ ENTRY main {{
   ROOT %c = bf16[6,10]{{1,0}} {operation}
 }}
 """
-    (row,) = table_of(text).matmuls
-    assert (row.shape, row.dtype, row.flops) == (shape, "bf16", 2 * 6 * 4 * 10)
+    (row,) = table_of(text).of("matmul")
+    assert (row.what, row.dtype, row.size) == (shape, "bf16", 2 * 6 * 4 * 10)
 
 
 @pytest.mark.parametrize("spec", ["ab,bc->ac", "xab,xbc->xac", "abc,cd->abd", "xab,cbx->xac"])
@@ -122,7 +124,7 @@ def test_flops_are_those_of_xlas_cost_analysis(spec):
     sizes = dict(zip("xabcd", (3, 16, 32, 48, 64), strict=True))
     left, right = ([sizes[dim] for dim in dims] for dims in spec.split("->")[0].split(","))
     compiled = jax.jit(lambda x, y: jnp.einsum(spec, x, y)).lower(jnp.ones(left), jnp.ones(right)).compile()
-    assert sum(row.step_flops for row in table_of(compiled.as_text()).matmuls) == compiled.cost_analysis()["flops"]
+    assert sum(row.total for row in table_of(compiled.as_text()).of("matmul")) == compiled.cost_analysis()["flops"]
 
 
 # ---- the training step ------------------------------------------------------------------------------------------
@@ -140,9 +142,9 @@ def test_collectives_are_those_that_another_reader_counts(mesh):
     text, table = training_step(mesh)
     counted = step_text.collectives(text)
     found = collections.defaultdict(collections.Counter)
-    for row in table.collectives:
+    for row in table.of("collective"):
         where = row.where.removesuffix(", again")
-        found[where][row.op] += row.count
+        found[where][row.what] += row.count
     # The gradients of a layer's nine weights over r: one operation, which the table leaves out where r is 1.
     assert counted["backward"].pop("all-reduce") == 9
     assert found["layers, backward"].pop("all-reduce", 0) == mesh.count("r=2")
@@ -156,11 +158,11 @@ def test_each_written_collective_of_a_layer_is_at_its_line():
     _, table = training_step("d=4 t=2")
     with open(step_text.tiny.train.__file__) as file:
         source = dict(enumerate(file.read().splitlines(), 1))
-    forward = [row for row in table.collectives if row.where == "layers, forward"]
+    forward = [row for row in table.of("collective") if row.where == "layers, forward"]
     assert forward
     for row in forward:
         text = source[int(row.line.removeprefix("train.py:"))]
-        assert ("psum_scatter(" if row.op == "reduce-scatter" else "all_gather(") in text
+        assert ("psum_scatter(" if row.what == "reduce-scatter" else "all_gather(") in text
         spec = text.split('"')[1]
         assert "t.used.spec" in spec or all(f"/{axis}" in spec or f"+{axis}" in spec for axis in row.axes.split())
     assert {row.turns for row in forward} == {tiny.model().layers}
@@ -203,46 +205,49 @@ def test_what_save_for_backward_marks_is_kept_at_its_line(dtype):
         lines = file.read().splitlines()
     layer = lines.index("    def layer("), next(i for i, line in enumerate(lines) if "def logits(" in line)
     marked = {f"train.py:{i + 1}" for i in range(*layer) if "save_for_backward(" in lines[i]}
-    kept = [row for row in table.kept if row.where == "layers, forward" and row.line in marked]
+    kept = [row for row in table.of("kept") if row.where == "layers, forward" and row.line in marked]
     assert {row.line for row in kept} == marked
     assert len(kept) == len(marked)
     c = tiny.model()
     hidden = f"{dtype}[{c.layers},{tiny.BATCH // 4},{tiny.LENGTH},{c.d_ff // 2}]"
-    assert sum(row.shape == hidden for row in kept) == 2
-    assert all(row.shape.startswith(f"{dtype}[{c.layers},") for row in kept)
+    assert sum(row.what == hidden for row in kept) == 2
+    assert all(row.what.startswith(f"{dtype}[{c.layers},") for row in kept)
 
 
 @pytest.mark.slow
 def test_layers_without_a_loop_are_one_section():
     _, table = training_step("d=4 t=2", unroll=None)
     layers = tiny.model().layers
-    forward = [row for row in table.matmuls if row.where == "layers, forward"]
+    forward = [row for row in table.of("matmul") if row.where == "layers, forward"]
     assert forward
     assert {row.count for row in forward} == {layers}
-    assert {row.turns for row in table.matmuls} == {1}
+    assert {row.turns for row in table.of("matmul")} == {1}
     looped = training_step("d=4 t=2")[1]
     # Without a loop XLA computes the scores of attention (batched products) once for both passes.
-    forward = lambda table: [row for row in table.matmuls if row.where == "layers, forward" and ":" not in row.shape]
-    flops = lambda table: sum(row.step_flops for row in forward(table))
+    forward = lambda table: [
+        row for row in table.of("matmul") if row.where == "layers, forward" and ":" not in row.what
+    ]
+    flops = lambda table: sum(row.total for row in forward(table))
     assert flops(table) == flops(looped)
 
 
 @pytest.mark.long
 def test_microbatches_are_a_loop_around_the_layers():
     _, table = training_step("d=4 t=2", microbatches=2)
-    where = {row.where for row in table.matmuls}
+    where = {row.where for row in table.of("matmul")}
     assert {"microbatches > layers, forward", "microbatches > layers, backward"} <= where
-    assert {row.turns for row in table.matmuls if "layers" in row.where} == {2 * tiny.model().layers}
+    assert {row.turns for row in table.of("matmul") if "layers" in row.where} == {2 * tiny.model().layers}
 
 
-def test_every_operation_belongs_to_one_line():
-    text, _ = training_step("d=4 t=2")
-    step = describe(parse(text))
-    names = [name for line, _ in step.body.lines() for name in line.operations]
-    assert len(names) == len(set(names))
-    numbers = [line.number for line, _ in step.body.lines()]
-    assert len(numbers) == len(set(numbers))
-    assert all(isinstance(section, Section) for _, around in step.body.lines() for section in around)
+def test_every_operation_has_a_line_or_none():
+    text, table = training_step("d=4 t=2")
+    program = parse(text)
+    bodies = {name for i in program.instructions() if i.opcode == "while" for name in i.called}
+    run = [program.entry, *(program.computations[name] for name in bodies)]
+    works = {i.name for computation in run for i in computation.instructions.values() if i.opcode == "fusion"}
+    assert works
+    assert works <= set(table.line_of)
+    assert {row.line for row in table.rows} >= {*table.line_of.values()}
 
 
 # ---- the table as text --------------------------------------------------------------------------------------------
@@ -250,13 +255,59 @@ def test_every_operation_belongs_to_one_line():
 
 @pytest.mark.quick
 def test_the_table_as_text():
-    text = as_text(table_of(with_mesh(TEXT, MESH), source={"train.py:20": "y = x @ w"}), 100)
-    assert text.splitlines()[0] == "f on 4 devices, d=2 t=2; what one device does in a step"
-    assert "2.0 K       1  8×8×16  f32  outside of loops  train.py:20  y = x @ w" in text
-    assert "320 B   1 × 5  reduce-scatter  d                 loop in f         train.py:10" in text
-    assert all(len(line) <= 100 for line in text.splitlines())
+    table = dataclasses.replace(table_of(TEXT, MESH), source={"train.py:20": "y = x @ w"})
+    assert as_text(table, 100).splitlines() == [
+        "f on 4 devices, d=2 t=2; what one device does in a step",
+        "",
+        "Collectives: a device sends 960 B",
+        "bytes  number  what                      where             line",
+        "320 B   1 × 5  reduce-scatter d          loop in f         train.py:10",
+        "320 B   1 × 5  all-gather d              loop in f         train.py:10",
+        "192 B       1  all-reduce d t            outside of loops  train.py:20  y = x @ w",
+        "128 B       1  all-gather t, overlapped  outside of loops  train.py:10",
+        "",
+        "Matmuls: a device multiplies 2.0 KFLOP",
+        "    FLOPs  number  what        where             line",
+        "2.0 KFLOP       1  8×8×16 f32  outside of loops  train.py:20  y = x @ w",
+        "",
+        "Kept for the backward pass 0 B",
+        "none",
+    ]
+    assert all(len(line) <= 60 for line in as_text(table, 60).splitlines()[1:])
     assert [in_bytes(n) for n in (7, 1536, 3 * 2**40)] == ["7 B", "1.5 KiB", "3072.0 GiB"]
     assert [in_flops(n) for n in (7, 1500, 2e13)] == ["7 FLOP", "1.5 KFLOP", "20.0 TFLOP"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("part", "changes", "problem"),
+    [
+        (None, {"devices": -1}, "out of range"),
+        (None, {"mesh": {"d": 2**63}}, "out of range"),
+        (None, {"source": {"train.py:10": 3}}, "source.train.py:10 is 3; it must be a text"),
+        (None, {"rows": {}}, "rows is {}; it must be a list"),
+        ("rows", {"size": 1.5}, "size is 1.5; it must be a whole number"),
+        ("rows", {"section": 99}, "in a section that is not there"),
+        ("sections", {"parent": 1}, "in a section that is not there"),
+    ],
+)
+def test_a_table_is_read_as_it_was_written_and_odd_values_are_refused(part, changes, problem):
+    table = table_of(TEXT, MESH)
+    data = json.loads(json.dumps(table.as_data()))
+    assert dataclasses.replace(Table.from_data(data), line_of=table.line_of) == table
+    (data[part][-1] if part else data).update(changes)
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        Table.from_data(data)
+
+
+@pytest.mark.quick
+def test_lines_of_files_that_changed_since_are_left_out(tmp_path):
+    (tmp_path / "shardlib").mkdir()
+    (tmp_path / "train.py").write_text("a\n" * 9 + "  tenth = 1\n")
+    program = parse(TEXT.replace("/home/x", str(tmp_path)))
+    changed = (tmp_path / "train.py").stat().st_mtime
+    assert describe(program, changed).source == {"train.py:10": "tenth = 1"}
+    assert describe(program, changed - 1).source == {}
 
 
 SLOTS = """
@@ -284,8 +335,8 @@ ENTRY %main (a: (s32[], f32[3,8], f32[3,8])) -> (s32[], f32[3,8], f32[3,8]) {
 @pytest.mark.quick
 def test_slots_that_a_loop_over_both_passes_carries():
     """As a pipeline has them: of two stacks, the one into which the forward pass puts something."""
-    (row,) = table_of(HEAD + SLOTS).kept
-    assert (row.line, row.shape, row.bytes, row.where) == ("train.py:20", "f32[3,8]", 96, "loop in all_gather")
+    (row,) = table_of(HEAD + SLOTS).of("kept")
+    assert (row.line, row.what, row.size, row.where) == ("train.py:20", "f32[3,8]", 96, "loop in all_gather")
 
 
 PUT = "%put = f32[3,8] dynamic-update-slice(%slots, %row, %i, %i)"
@@ -308,13 +359,12 @@ def test_a_stack_in_the_hosts_memory_has_the_line_of_its_rows():
     )
     row = '%row = f32[1,8] bitcast(%saved), metadata={op_name="jit(f)/while'
     text = SLOTS.replace(PUT, put).replace(row, row + "/body/jvp()/closed_call")
-    assert table_of(HEAD + TO_HOST + text).kept == table_of(HEAD + SLOTS).kept
+    assert table_of(HEAD + TO_HOST + text).of("kept") == table_of(HEAD + SLOTS).of("kept")
 
 
 @pytest.mark.quick
 def test_a_line_that_the_compiler_dropped_is_marked():
     text = TEXT.replace('metadata={op_name="jit(f)/dot_general" stack_frame_id=4}', "metadata={stack_frame_id=3}")
-    (row,) = table_of(text, MESH).matmuls
+    (row,) = table_of(text, MESH).of("matmul")
     assert row.line == "~train.py:10"
     assert "~ the compiler dropped the line" in as_text(table_of(text, MESH))
-    assert dataclasses.asdict(row)["line"] == "~train.py:10"

@@ -51,8 +51,8 @@ def test_the_text_is_kept_and_drawn(tmp_path):
     assert xml.etree.ElementTree.parse(picture).getroot().tag.endswith("svg")
     assert {path.suffix for path in (tmp_path / "run").iterdir()} == {".txt", ".json", ".svg"}
     table = json.loads(text.with_suffix(".json").read_text())
-    (row,) = table["collectives"]
-    assert (row["op"], row["axes"], row["bytes"]) == ("all-reduce", "d", 2 * 8 * 32 * 4 * 7 // 8)
+    (row,) = [row for row in table["rows"] if row["kind"] == "collective"]
+    assert (row["what"], row["axes"], row["size"]) == ("all-reduce", "d", 2 * 8 * 32 * 4 * 7 // 8)
     assert table["source"][row["line"]] == 'return jax.lax.psum(jnp.tanh(x @ w), "d")'
 
 

@@ -1,10 +1,6 @@
 """The page that a run keeps: when it is made, by which process, and what becomes of one that cannot be made."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import jax
@@ -22,23 +18,25 @@ from tools.report.reading import read_run
 ROOT = Path(__file__).parents[2]
 
 
-def wait(page: Page) -> None:
-    page._process.wait(60)
-
-
 @pytest.fixture
-def slow(tmp_path, monkeypatch) -> Path:
-    """In place of Python a program that writes its process id and waits. The file that it writes."""
-    script = tmp_path / "slow.sh"
-    script.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/started\n> report.html.$$.tmp\nexec sleep 60\n")
-    script.chmod(0o700)
-    monkeypatch.setattr(pages.sys, "executable", str(script))
-    monkeypatch.setattr(pages, "FIRST_S", 0.0)
-    return tmp_path / "started"
+def made(monkeypatch):
+    """In place of the program that makes the page: what it is asked for in `calls`, on a clock `now`."""
+    calls, now = [], [1000.0]
+    seconds = {0: 1, 1: 1, 2: 9}  # that the first pages take
+
+    def make(*arguments, **options):
+        calls.append((now[0], arguments, options))
+        now[0] += seconds.get(len(calls) - 1, 1)
+
+    monkeypatch.setattr(pages.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(pages, "run_beside", make)
+    make.now, make.calls = now, calls
+    return make
 
 
 def test_the_last_page_is_waited_for(tmp_path, capsys):
     run = write_run(tmp_path / "a 'run', [of] {mine}=é, $x")
+    (run / "tools.py").write_text("raise SystemExit('not this one')")
     page = Page(run, wanted=True)
     assert page.finish() == run / "report.html"
     assert "It is a truth" in (run / "report.html").read_text()
@@ -48,62 +46,17 @@ def test_the_last_page_is_waited_for(tmp_path, capsys):
     assert (run / "report.html").read_text() == ""
 
 
-@pytest.mark.long
-def test_the_program_is_this_project_s_and_needs_no_jax(tmp_path, monkeypatch):
-    """Not a `tools` in the directory where the run was started."""
-    (tmp_path / "tools").mkdir()
-    (tmp_path / "tools" / "__init__.py").write_text("raise SystemExit('another')")
-    monkeypatch.chdir(tmp_path)
-    assert Page(write_run(tmp_path / "run"), wanted=True).finish()
-    program = "import sys, tools.report.__main__; print({'jax', 'zarr'} & {*sys.modules})"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout == "set()\n", done.stderr
-
-
-def test_one_process_of_the_lowest_priority_at_a_time(tmp_path, slow):
+def test_pages_are_a_minute_apart_and_take_a_share_of_the_time(tmp_path, made):
     page = Page(tmp_path, wanted=True)
-    for _ in range(50):
-        page.refresh()
-        time.sleep(0.01)
-    (process,) = map(int, slow.read_text().split())
-    assert os.getpriority(os.PRIO_PROCESS, process) == 19
-    page.close()
-    with pytest.raises(ProcessLookupError):
-        os.kill(process, 0)
-
-
-@pytest.mark.long
-def test_pages_are_a_minute_apart_and_take_a_share_of_the_time(tmp_path, monkeypatch):
-    now, starts = 1000.0, []
-    monkeypatch.setattr(pages.time, "monotonic", lambda: now)
-    page = Page(write_run(tmp_path / "run"), wanted=True)
-    page._start = lambda: (starts.append(now), start())
-    start = lambda: Page._start(page)
-    seconds = {0: 1, 1: 1, 2: 9}  # that the first processes take
     for _ in range(600):
         page.refresh()
-        if page._process is not None and now >= starts[-1] + seconds.get(len(starts) - 1, 1):
-            wait(page)
-        now += 1
-    # The third took nine seconds, and one more until it was seen: 30 times ten.
-    assert starts == [1010, 1070, 1130, 1430, 1490, 1550]
+        page.close()
+        made.now[0] += 1
+    # The third took nine seconds: 30 times as long until the next one.
+    assert [start for start, *_ in made.calls] == [1010, 1070, 1130, 1400, 1460, 1520, 1580]
+    assert made.calls[0][2] == {"timeout": 60.0, "patient": True, "directory": tmp_path}
 
 
-def test_one_that_takes_too_long_is_ended(tmp_path, slow, monkeypatch, capsys):
-    monkeypatch.setattr(pages, "TIMEOUT_S", 0.2)
-    page = Page(tmp_path, wanted=True)
-    page.refresh()
-    time.sleep(0.3)
-    page.refresh()
-    assert page.finish() is None
-    assert capsys.readouterr().out == "report     none: it took longer than 0.2 s\n", "once"
-    for process in map(int, slow.read_text().split()):
-        with pytest.raises(ProcessLookupError):
-            os.kill(process, 0)
-    assert not [*tmp_path.glob("report.html*")]
-
-
-@pytest.mark.long
 def test_why_there_is_no_page_is_told_once(tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path / "run")
     (run / "report.html").symlink_to("elsewhere")
@@ -112,9 +65,9 @@ def test_why_there_is_no_page_is_told_once(tmp_path, monkeypatch, capsys):
     assert page.finish() is None
     out = capsys.readouterr().out
     assert out == "report     none: report.html is a link, or no file. Remove it, or give output=<file>.\n"
-    monkeypatch.setattr(pages.sys, "executable", str(tmp_path / "no python"))
+    monkeypatch.setattr(pages, "TIMEOUT_S", 0.01)
     assert Page(run, wanted=True).finish() is None
-    assert capsys.readouterr().out == "report     none: No such file or directory\n"
+    assert capsys.readouterr().out == "report     none: it took longer than 0.01 s\n"
 
 
 # ---- of a real run ------------------------------------------------------------------------------------------------

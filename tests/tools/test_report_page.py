@@ -364,7 +364,7 @@ def test_the_picture_of_the_step_opens_and_does_nothing_else(chromium, pages):
     before = chromium.evaluate("document.title")
     chromium.evaluate("step3.open = true, step3.scrollIntoView()")
     chromium.evaluate("new Promise(done => setTimeout(done, 500))")
-    assert chromium.evaluate("document.querySelector('#step3 img').naturalWidth") == 300
+    assert chromium.evaluate("document.querySelector('#step3 img').naturalWidth") == 1180
     assert chromium.evaluate("document.title") == before
     assert chromium.fetched == [pages["alone"].as_uri()]
     assert chromium.complaints == []
