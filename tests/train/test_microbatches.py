@@ -58,24 +58,30 @@ MESHES = {  # name: p, r, d, t
     "r=4 t=2": (1, 4, 1, 2),
     "p=2": (2, 1, 1, 1),
     "p=2 r=2 d=2": (2, 2, 2, 1),
+    "p=4": (4, 1, 1, 1),
 }
 
 
 @pytree_dataclass
-class TwoLayers:
+class Layers:
     layers: Array["layers/p", f64["L"]]
 
 
 def sum_of_squares(weights, targets):
-    """Σ s² over the microbatches, s the mean of tanh(w₁ tanh(w₀ x)) over all of one; and its gradients. In numpy."""
+    """Σ s² over the microbatches, s the mean of tanh(w₃ … tanh(w₀ x)) over all of one; and its gradients. In numpy."""
     loss, gradients = 0.0, np.zeros_like(weights)
     for x in targets / 1280:
-        first = np.tanh(weights[0] * x)
-        second = np.tanh(weights[1] * first)
-        loss += second.mean() ** 2
-        g_second = 2 * second.mean() / x.size * (1 - second**2)
-        gradients[1] += np.sum(g_second * first, 0)
-        gradients[0] += np.sum(g_second * weights[1] * (1 - first**2) * x, 0)
+        inputs = [x]
+        for w in weights:
+            inputs.append(np.tanh(w * inputs[-1]))
+        y = inputs.pop()
+        loss += y.mean() ** 2
+        g = np.full_like(y, 2 * y.mean() / y.size)
+        for i in reversed(range(len(weights))):
+            g = g * (1 - y**2)
+            y = inputs.pop()
+            gradients[i] += np.sum(g * y, 0)
+            g = g * weights[i]
     return loss, gradients
 
 
@@ -84,12 +90,12 @@ def sum_of_squares(weights, targets):
 def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m):
     """From the loader to the gradients, in f64: it depends on which sequences are in a microbatch together."""
     p, r, d, t = MESHES[mesh]
-    placement = LayerPlacement(in_a_ring(p, 1), (2 // p,) * p)
+    placement = LayerPlacement(in_a_ring(p, 1), (4 // p,) * p)
     table = training_table(placement, "interleaved_1f1b", m, recompute=False)
     config = FlatTokensConfig(str(Path(__file__).parents[2] / "synthetic_dataset.zarr"))
 
     def layers(w, x, *_):
-        for i in range(2 // p):
+        for i in range(4 // p):
             row = jax.tree.map(lambda copy, i=i: copy[i], w)
             x = jnp.tanh(shardops.einsum_unreduced("L, B/r/d L -> B/r/d L", row, x))
         return x, Extras()
@@ -103,7 +109,7 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m):
     whole = lambda w, batch: (last(w, layers(w.layers, first(w, batch))[0], batch), Extras())
 
     @typed_shard_map
-    def step(w: TwoLayers, batch: train.Batch) -> tuple[f64[""], TwoLayers]:
+    def step(w: Layers, batch: train.Batch) -> tuple[f64[""], Layers]:
         copies, reduced = jax.vjp(lambda w: shardops.replicate("... -> ... *r *d", w), w)
         run = (
             functools.partial(run_training, parts, placement, table)
@@ -113,10 +119,10 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m):
         loss, g, _ = run(copies, (batch,))
         return shardops.psum("+p ->", loss), reduced(g)[0]
 
-    weights = np.random.default_rng(0).standard_normal((2, 16))
+    weights = np.random.default_rng(0).standard_normal((4, 16))
     with jax.enable_x64(True), jax.set_mesh(make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)):
         loader = FlatTokensLoader(config, "train", 48, 16, microbatches=m)
-        loss, g = jax.jit(step)(tiny.place(TwoLayers(weights), TwoLayers), loader.load(3))
+        loss, g = jax.jit(step)(tiny.place(Layers(weights), Layers), loader.load(3))
         rows = loader.sequences(3, np.arange(48)).targets.astype(np.float64)
     expected, gradients = sum_of_squares(weights, rows.reshape(m, 48 // m, 16))
     np.testing.assert_allclose(loss, expected, rtol=1e-12)
