@@ -10,7 +10,7 @@ import pytest
 
 from shardwright_data.flat_tokens import writer
 from shardwright_data.text import sources
-from tools.huggingface_to_flat_tokens import splits
+from tools.huggingface_to_flat_tokens import split as split_work
 from tools.huggingface_to_flat_tokens.config import Config, SplitConfig, TokenizerConfig
 
 ROOT = Path(__file__).parent.parent
@@ -19,15 +19,15 @@ SIZES = [
     (writer, "TOKENS_SHARD", 2048),
     (writer, "STARTS_SHARD", 64),
     (sources, "BLOCK_BYTES", 300),
-    (sources, "PIECE_BYTES", 1000),
-    (splits, "STATE_SECONDS", 0.0),
+    (sources, "RECORDS", 3),
+    (split_work, "STATE_SECONDS", 0.0),
 ]
 
 DRIVER = """
 import time
 from shardwright.settings.program import run_program
 from tools.huggingface_to_flat_tokens import __main__ as tool
-from tools.huggingface_to_flat_tokens.blocks import Tokenize
+from tools.huggingface_to_flat_tokens.split import Tokenize
 {sizes}
 # Slow enough to be killed within.
 tokenize = Tokenize.__call__

@@ -7,7 +7,7 @@ TEXTS = [f"Document number {i}, {'very ' * (i % 9)}short." for i in range(60)]
 
 
 def write(path, tokenizer=None, attributes=None):
-    tokenizer = tokenizer or ByteTokenizer(append_end=True)
+    tokenizer = tokenizer or ByteTokenizer(ByteTokenizer.END)
     encoded = tokenizer.encode(TEXTS)
     with Writer(str(path), "train") as writer:
         writer.append(encoded.ids, encoded.lengths)

@@ -42,12 +42,12 @@ from shardwright.sampling.scoring import Scorer, products_in
 from shardwright.settings.program import run_program
 from shardwright.settings.words import for_console
 from shardwright_data.checks import at_least_0, at_least_1, check_choice, check_ranges, within
-from shardwright_data.flat_tokens.stores import open_reader
+from shardwright_data.flat_tokens import open_reader
 from shardwright_data.loader import make_loader
 from shardwright_data.loader.codec import codec_of_data
 from shardwright_data.loader.padded import PaddedLoader
 from shardwright_data.text.codec import REMEDY, TextCodec, codec_by_name, codec_of_attributes
-from shardwright_data.text.local_files import KINDS, match
+from shardwright_data.text.sources import KINDS, match
 
 TEXTS = r"\.(jsonl|json|txt|parquet)(\.\w+)?$"
 """End of the name of a file of texts."""
@@ -306,8 +306,8 @@ def check_settings(config: Config) -> str:
         match([config.data])
     elif what == "data" and "://" not in config.data and not Path(config.data).is_dir():
         raise ValueError(
-            f"data is {config.data}: there is no such directory of a dataset, and a file of texts ends in {KINDS}. "
-            "Correct the path."
+            f"data is {config.data}: there is no such directory of a dataset, and a file of texts ends in one of "
+            f"{', '.join(KINDS)}. Correct the path."
         )
     elif what == "data":
         open_reader(config.data, config.split)

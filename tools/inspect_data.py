@@ -29,7 +29,7 @@ from shardwright.settings.program import run_program
 from shardwright.settings.words import for_console
 from shardwright_data import flat_tokens
 from shardwright_data.checks import at_least_1, check_ranges, within
-from shardwright_data.flat_tokens.stores import open_reader
+from shardwright_data.flat_tokens import open_reader
 from shardwright_data.foreign import check_types, one_line, shown
 from shardwright_data.loader import DataConfig, batch_of, make_loader
 from shardwright_data.loader.origins import pieces_of, sequences_of_batch

@@ -9,8 +9,8 @@ import numpy as np
 
 from shardwright.sampling.scoring import Scorer, pieces
 from shardwright_data import flat_tokens
+from shardwright_data.text import sources
 from shardwright_data.text.codec import TextCodec
-from shardwright_data.text.local_files import open_files
 
 AT_ONCE = 2**12
 """Documents of a dataset that are read together."""
@@ -45,14 +45,14 @@ def documents_of_files(pattern: str, text_field: str, separator: str | None, cod
     """The documents of local files, each with the codec's end token. Those without text are left out, but counted.
 
     Args:
-        pattern: as for open_files.
-        text_field: as for open_files.
-        separator: as for open_files.
+        pattern: path or glob of files of one kind, as for sources.open_files.
+        text_field: the column or JSON key that holds the document.
+        separator: as for sources.open_files.
         codec: encodes them.
     """
-    blocks = (block for piece in open_files([pattern], text_field, separator) for block in piece.blocks())
+    blocks = sources.blocks(pattern, sources.open_files([pattern], separator), text_field, "text_field")
     end = [] if codec.end is None else [codec.end]
-    for i, text in enumerate(text for block in blocks for text in block.texts()):
+    for i, text in enumerate(text for texts, _ in blocks for text in texts):
         if ids := codec.encode(text):
             yield Given(i, [*ids, *end], len(text.encode()))
 

@@ -17,9 +17,8 @@ from .format import (
     read_file,
     unigram_entropy,
 )
-from .inputs import add_input
-from .reader import Reader
-from .writer import Writer
+from .reader import Reader, open_reader
+from .writer import Writer, add_input
 
 __all__ = [
     "INNER_CHUNK",
@@ -37,6 +36,7 @@ __all__ = [
     "is_there",
     "mark_starts",
     "open_kvstore",
+    "open_reader",
     "opening_context",
     "read_file",
     "unigram_entropy",

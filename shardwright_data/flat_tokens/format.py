@@ -39,8 +39,6 @@ STARTS_SHARD = 2**22
 V2_CHUNK = 2**20
 """Elements in one file of zarr v2, which is read and unpacked whole."""
 
-CHUNK_BYTES = 2**30
-"""Largest size of a chunk that is read, unpacked: a reader holds a few of them."""
 FILE_BYTES = 2**32
 """Largest size of a local file of an array, which may be read as a whole."""
 STORE_REQUESTS = 256

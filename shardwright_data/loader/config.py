@@ -18,8 +18,7 @@ class DataConfig(ReadingConfig):
     """The source of the tokens: exactly one of `filespec`, `mixture` and `stream`. docs/loading.md has examples."""
 
     filespec: str | None = None
-    """A flat-tokens dataset (docs/flat-tokens.md): a local path, or a URL (`gs://`, `s3://`, `http://`, and whatever
-    fsspec knows)."""
+    """A flat-tokens dataset (docs/flat-tokens.md): a local path, or a URL (`gs://`, `s3://`, `http://`)."""
     mixture: dict[str, SourceConfig] = field(default_factory=dict)
     """Several flat-tokens datasets by name, with their weights."""
     stream: StreamConfig | None = None

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardwright_data import flat_tokens
 from shardwright_data.checks import check_ranges, within
-from shardwright_data.flat_tokens.stores import open_reader
+from shardwright_data.flat_tokens import open_reader
 from shardwright_data.loader import shuffle
 from shardwright_data.loader.batches import Limit, Loader, Sequences
 from shardwright_data.loader.shuffle import Indices
@@ -46,7 +46,7 @@ class FlatTokensConfig(ReadingConfig):
     """A flat-tokens dataset (docs/flat-tokens.md) and the order in which it is read."""
 
     filespec: str
-    """Directory of the dataset: a local path, or a URL (`gs://`, `s3://`, `http://`, and whatever fsspec knows)."""
+    """Directory of the dataset: a local path, or a URL (`gs://`, `s3://`, `http://`)."""
 
 
 class FlatTokensLoader(Loader):

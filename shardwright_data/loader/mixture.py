@@ -34,7 +34,7 @@ class SourceConfig:
     """One dataset of a mixture."""
 
     filespec: str
-    """Directory of the dataset: a local path, or a URL (`gs://`, `s3://`, `http://`, and whatever fsspec knows)."""
+    """Directory of the dataset: a local path, or a URL (`gs://`, `s3://`, `http://`)."""
     weight: float = 1.0
     """Share of the sequences that come from this source, relative to the other weights; above 0. With sequence_packing
     it is the share of the tokens too."""

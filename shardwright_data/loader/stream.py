@@ -17,9 +17,8 @@ from shardwright_data.loader import shuffle
 from shardwright_data.loader.batches import Loader, Sequences
 from shardwright_data.loader.flat import ReadingConfig
 from shardwright_data.loader.shuffle import Indices
-from shardwright_data.text import hub
+from shardwright_data.text import sources
 from shardwright_data.text.byte_lengths import ByteLengths, byte_lengths
-from shardwright_data.text.sources import clean_text
 from shardwright_data.text.tokenizers import Tokenizer, open_tokenizer
 
 KEPT_STATES = 1024
@@ -103,7 +102,7 @@ class StreamLoader(Loader):
     ):
         super().__init__(*batches, microbatches=microbatches)
         self.config, self._reading = config, reading
-        self._name, arguments = _source(config, self.split)
+        self._name, self._data = _open(config, self.split)
         self._tokenizer = _make_tokenizer(config)
         size = self._tokenizer.vocab_size
         if self.vocab_size is not None and size > self.vocab_size:
@@ -111,7 +110,6 @@ class StreamLoader(Loader):
                 f"The tokenizer of the stream {self._name} has {size} ids, more than the model's vocabulary of "
                 f"{self.vocab_size}. Set that to {size}, or choose another tokenizer."
             )
-        self._data = _open(self._name, arguments)
         self._beginning = self._data.state_dict()
         beginning = {"step": 0} | _Place()._asdict()
         first = beginning if state is None else state
@@ -222,10 +220,11 @@ class StreamLoader(Loader):
         while most is None or place.epoch < most:
             self._data.load_state_dict(self._beginning if place.source is None else place.source)
             texts: list[str] = []
-            for example in hub.readable(f"The stream {self._name}", self._data):
-                hub.check_column(self._name, example, "data.stream.text_field", self.config.text_field)
+            field = self.config.text_field
+            for example in sources.readable(f"The stream {self._name}", self._data):
+                sources.check_column(self._name, example, "data.stream.text_field", field)
                 # Documents without text are left out.
-                if text := clean_text(example[self.config.text_field], self.config.text_field, lambda: self._name):
+                if text := sources.clean_text(example[field], field, self._name):
                     texts.append(text)
                 if len(texts) == self.config.shuffle_block:
                     after = _Place(place.epoch, place.block + 1, self._data.state_dict())
@@ -250,8 +249,8 @@ class StreamLoader(Loader):
         return [texts[i] for i in shuffle.permute(order, len(texts), self._reading.seed, key)]
 
 
-def _source(config: StreamConfig, split: str) -> tuple[str, dict[str, Any]]:
-    """The stream's name for messages, and the arguments of datasets.load_dataset."""
+def _open(config: StreamConfig, split: str) -> tuple[str, Any]:
+    """The stream's name for messages, and its documents as a datasets.IterableDataset."""
     all_files = {"train": config.train_files, "validation": config.validation_files}
     if split not in all_files:
         raise ValueError(f"split is {split!r}; a stream has {' and '.join(all_files)}.")
@@ -263,34 +262,8 @@ def _source(config: StreamConfig, split: str) -> tuple[str, dict[str, Any]]:
         )
     if config.dataset is not None:
         source = config.train if split == "train" else config.validation
-        return f"{config.dataset} ({source})", {
-            "path": config.dataset,
-            "name": config.dataset_config,
-            "split": source,
-        }
-    kinds = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
-    found = {kind for name in files for suffix, kind in kinds.items() if suffix in name.rsplit("/", 1)[-1]}
-    if len(found) != 1:
-        raise ValueError(
-            f"data.stream.{split}_files is {list(files)}; name files of one of these kinds: {', '.join(kinds)}."
-        )
-    name = ", ".join(files[:3]) + (" …" if len(files) > 3 else "")
-    return name, {"path": found.pop(), "data_files": {split: list(files)}, "split": split}
-
-
-def _open(name: str, arguments: dict[str, Any]) -> Any:
-    try:
-        import datasets
-    except ImportError as e:
-        raise ValueError("Streaming needs the package datasets: pip install -e '.[tools]'.") from e
-    try:
-        return datasets.load_dataset(**arguments, streaming=True)
-    # It reads the beginning of the first file, and a damaged one raises whatever its reader does.
-    except Exception as e:
-        raise ValueError(
-            f"Cannot open the stream {name}: {hub.in_words(e)}. Check its name, its split, the connection, and "
-            "whether its files are whole."
-        ) from e
+        return f"{config.dataset} ({source})", sources.open_hub(config.dataset, config.dataset_config, source)
+    return sources.shorten(files), sources.open_files(files, by_line=True)
 
 
 def _make_tokenizer(config: StreamConfig) -> Tokenizer:

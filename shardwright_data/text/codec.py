@@ -3,14 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import fsspec
-import numpy as np
-
-from shardwright_data.flat_tokens.stores import open_reader
-from shardwright_data.foreign import LARGE, check_types, read_text, refused
+from shardwright_data.flat_tokens import open_kvstore, open_reader, read_file
+from shardwright_data.foreign import check_types
 from shardwright_data.text.byte_lengths import ByteLengths, byte_lengths
 from shardwright_data.text.definitions import definition_of
-from shardwright_data.text.tokenizers import Tokenizer, open_for_decoding, open_tokenizer
+from shardwright_data.text.tokenizers import Tokenizer, open_definition, open_tokenizer
 
 REMEDY = (
     "data=<directory> says where the dataset is now, tokenizer=<name> which tokenizer made it, and prompt_ids=[…] does "
@@ -56,7 +53,7 @@ class TextCodec:
         if self._tokenizer is None:
             return None
         ids = ids[:-1] if len(ids) and ids[-1] == self.end else ids
-        return self._tokenizer.prefix_bytes(np.asarray(ids, np.uint32))
+        return len(self._tokenizer.decode(ids).encode())
 
     def differs(self, other: "TextCodec") -> bool:
         """Whether `other` is known to have another tokenizer."""
@@ -105,7 +102,7 @@ def codec_of_attributes(filespec: str, attributes: Mapping[str, Any]) -> TextCod
     if not about:
         return TextCodec()
     definition = None if about["kind"] == "bytes" else read_definition(filespec)
-    return TextCodec(open_for_decoding(definition, about | {"end_token": None}), about.get("end_token"))
+    return TextCodec(open_definition(definition), about.get("end_token"))
 
 
 def tokenizer_of_attributes(filespec: str, attributes: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -130,11 +127,10 @@ def byte_lengths_of_dataset(filespec: str, attributes: Mapping[str, Any]) -> Byt
 def read_definition(filespec: str) -> str:
     """The tokenizer.json of a dataset. Raises FileNotFoundError if it is missing, and ValueError if it is none."""
     path = f"{filespec.rstrip('/')}/tokenizer.json"
-    if "://" in path:
-        with fsspec.open(path, "rb") as file, refused(f"{path} cannot be read"):
-            definition = file.read(LARGE).decode()
-    else:
-        definition = read_text(path, LARGE)
+    content = read_file(open_kvstore(filespec), "tokenizer.json")
+    if content is None:
+        raise FileNotFoundError(path)
+    definition = content.decode()
     definition_of(path, definition)
     return definition
 

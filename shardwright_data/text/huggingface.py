@@ -4,11 +4,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright_data.flat_tokens.stores import open_reader
+from shardwright_data.flat_tokens import open_reader
 from shardwright_data.text import definitions
 from shardwright_data.text.codec import read_definition, tokenizer_of_attributes
-from shardwright_data.text.libraries import load_definition
-from shardwright_data.text.tokenizers import ByteTokenizer, open_library
+from shardwright_data.text.tokenizers import ByteTokenizer, load_definition, open_tokenizer
 
 PAD = "<pad>"
 """The token that fills up short sequences of a batch in transformers; no text becomes it."""
@@ -35,7 +34,7 @@ def find_tokenizer(data: Mapping[str, Any], dataset: str | None = None) -> tuple
     stream = data.get("stream")
     if dataset is None and stream is not None:
         kind = stream.get("tokenizer_kind", "bytes")
-        definition = byte_definition() if kind == "bytes" else open_library(kind, stream.get("tokenizer"))[0]
+        definition = byte_definition() if kind == "bytes" else open_tokenizer(kind, stream.get("tokenizer")).definition
         return definition, stream.get("end_token")
     mixture = [source["filespec"] for source in (data.get("mixture") or {}).values()]
     filespecs = [dataset or data.get("filespec")] if dataset or data.get("filespec") else mixture

@@ -1,58 +1,137 @@
-"""Sources of documents, in pieces that are read independently of each other.
+"""Documents of text: a dataset of the Hugging Face hub, or files, read in order by the library `datasets`.
 
-A source is a list of pieces, in the order of its documents. A piece is a sequence of blocks of about BLOCK_BYTES. Both
-depend on the source alone, so two numbers name a place in it, and every n-th piece is a share of it.
+A place in a source is a small JSON value, which `datasets` gives. Reading resumes there.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
+import glob
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 
 BLOCK_BYTES = 2**21
-"""Size of a block: large enough that passing it to a process costs little, small enough to keep memory flat."""
-DOCUMENT_BYTES = 2**28
-"""Largest size of a document of a file, unpacked: it is in memory several times."""
-PIECE_BYTES = 2**24
-"""Size of the pieces of a file that can be read from any place."""
+"""Characters of a block of documents: large enough that passing it to a process costs little."""
+RECORDS = 64
+"""Records that `datasets` gives at once."""
+KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
+"""Readers of `datasets` by the ends of names of files; .gz, .bz2 or .xz may follow all but .parquet, and
+.zst .jsonl and .json."""
 
 
-class Block(NamedTuple):
-    """Consecutive documents of a piece. It can be sent to another process and read there."""
-
-    size: int
-    """Its share of the piece's size."""
-    texts: Callable[[], list[str]]
-    """Reads the documents; one without text is "". Raises ValueError if a file is missing or corrupt, or a record has
-    no text."""
-
-
-class Piece(NamedTuple):
-    """Part of a source."""
-
-    size: int | None
-    """Bytes or records, the same unit for all pieces of a source. None if unknown."""
-    blocks: Callable[[], Iterator[Block]]
-    """Reads the blocks in order. Raises what `Block.texts` raises."""
-
-
-def clean_text(value: Any, text_field: str, where: Callable[[], str]) -> str:
-    """Checks a document, and returns "" if it has no text.
+def open_hub(
+    dataset: str, dataset_config: str | None, split: str, revision: str | None = None, streaming: bool = True
+) -> Any:
+    """A split of a dataset, as a datasets.IterableDataset.
 
     Args:
-        value: of the field or column `text_field`.
-        text_field: name of the field, for a message.
-        where: gives the place of the document, for a message.
+        dataset: name on the hub, or a local directory.
+        dataset_config: its configuration (subset); None if it has only one.
+        split: name of the split.
+        revision: a commit or tag; None for the newest.
+        streaming: read the files while they download, or download them first.
 
     Raises:
-        ValueError: the value is not text.
+        ValueError: the dataset or the split is missing, or cannot be read.
+    """
+    name = f"{dataset} ({split})"
+    data = _load(name, path=dataset, name=dataset_config, split=split, revision=revision, streaming=streaming)
+    return data if streaming else data.to_iterable_dataset()
+
+
+def open_files(files: list[str], separator: str | None = None, by_line: bool = False) -> Any:
+    """Files of one kind, in this order, as a datasets.IterableDataset.
+
+    A document is a line of .jsonl, an element of the array in a .json, a record of .parquet, or a .txt.
+
+    Args:
+        files: paths, globs, whose matches are sorted, or URLs.
+        separator: text between the documents of a .txt, to which the line breaks around it belong. None for none.
+        by_line: whether each line of a .txt is a document.
+
+    Raises:
+        ValueError: a pattern has no match, or the files are of other kinds, of several, or cannot be read.
+    """
+    kinds = {kind for name in files for suffix, kind in KINDS.items() if suffix in name.rsplit("/", 1)[-1]}
+    if len(kinds) != 1:
+        raise ValueError(f"The files are {list(files)}; name files of one of these kinds: {', '.join(KINDS)}.")
+    (kind,), paths = kinds, match(files)
+    if kind == "text" and any(path.endswith(".zst") for path in paths):
+        raise ValueError(
+            f"{shorten(files)}: a truncated .txt.zst would not be noticed. Unpack it first: unzstd <file>."
+        )
+    if kind == "text" and separator is not None:
+        import datasets
+
+        return datasets.IterableDataset.from_generator(_separated, gen_kwargs={"paths": paths, "separator": separator})
+    options = {"sample_by": "line" if by_line else "document", "encoding": "utf-8-sig"} if kind == "text" else {}
+    return _load(shorten(files), path=kind, data_files={"train": paths}, split="train", streaming=True, **options)
+
+
+def match(patterns: list[str]) -> list[str]:
+    """The files that `patterns` name; URLs as they are. Raises ValueError if a pattern has no match."""
+    paths: list[str] = []
+    for pattern in patterns:
+        if "://" in pattern:
+            paths.append(pattern)
+            continue
+        found = [pattern] if os.path.isfile(pattern) else sorted(glob.glob(pattern, recursive=True))
+        if not (found := [path for path in found if os.path.isfile(path)]):
+            raise ValueError(f"No file matches {pattern!r} in {os.getcwd()}. Correct the path or pattern.")
+        paths += found
+    return paths
+
+
+def shorten(files: list[str]) -> str:
+    """A name, for messages, of several files."""
+    return ", ".join(files[:3]) + (" …" if len(files) > 3 else "")
+
+
+def blocks(
+    name: str, data: Any, text_field: str, setting: str, place: dict[str, Any] | None = None
+) -> Iterator[tuple[list[str], dict[str, Any]]]:
+    """Documents in blocks of about BLOCK_BYTES, each block with the place after it. A document without text is "".
+
+    Args:
+        name: of the source, for messages.
+        data: what `open_hub` or `open_files` gave.
+        text_field: the column or JSON key that holds the document.
+        setting: name of the setting that chose it, for messages.
+        place: where to begin; None for the beginning.
+
+    Raises:
+        ValueError: a file is damaged, or a record has no text.
+    """
+    data = data.with_format("arrow")
+    if place is not None:
+        data.load_state_dict(place)
+    texts: list[str] = []
+    size = 0
+    tables = data.iter(batch_size=RECORDS)
+    column = lambda table: table[text_field].to_pylist() if text_field in table.column_names else []
+    columns = ((table.column_names, column(table)) for table in tables)
+    for names, values in readable(name, columns):
+        check_column(name, names, setting, text_field)
+        found = [clean_text(value, text_field, name) for value in values]
+        texts += found
+        size += sum(map(len, found))
+        if size >= BLOCK_BYTES:
+            yield texts, data.state_dict()
+            texts, size = [], 0
+    if texts:
+        yield texts, data.state_dict()
+
+
+def clean_text(value: Any, text_field: str, where: str) -> str:
+    """Checks a document, the value of `text_field`, and returns "" if it has no text.
+
+    Raises:
+        ValueError: the value is not text; the message begins with `where`.
     """
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ValueError(f"{where()}: {text_field!r} is {type(value).__name__}, not text.")
+        raise ValueError(f"{where}: {text_field!r} is {type(value).__name__}, not text.")
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -61,67 +140,58 @@ def clean_text(value: Any, text_field: str, where: Callable[[], str]) -> str:
     return value
 
 
-def clean_texts(where: str, values: list[Any], text_field: str) -> list[str]:
-    """The documents `values`, each checked by `clean_text`."""
-    return [clean_text(value, text_field, lambda: where) for value in values]
+def check_column(where: str, names: Iterable[str], setting: str, text_field: str) -> None:
+    """Raises ValueError unless `names` has the column `text_field`. The message suggests to change `setting`."""
+    if text_field not in names:
+        raise ValueError(f"{where}: no column {text_field!r}; set {setting} to one of {sorted(names)}.")
 
 
-def group(items: Iterable[Item], size_of: Callable[[Item], int], size: int) -> Iterator[tuple[list[Item], int]]:
-    """Groups consecutive items until the sum of their sizes reaches `size`. Yields each group with its sum."""
-    together: list[Item] = []
-    total = 0
-    for item in items:
-        together.append(item)
-        total += size_of(item)
-        if total >= size:
-            yield together, total
-            together, total = [], 0
-    if together:
-        yield together, total
+def readable(where: str, values: Iterable[Item]) -> Iterator[Item]:
+    """Yields `values`. Raises ValueError, which names `where`, if one of them cannot be read."""
+    values = iter(values)
+    while True:
+        try:
+            value = next(values)
+        except StopIteration:
+            return
+        # A damaged file raises whatever its reader does.
+        except Exception as e:
+            raise ValueError(
+                f"{where} is corrupt, or cannot be read: {type(e).__name__} {_in_words(e)}. Download or write it again."
+            ) from e
+        yield value
 
 
-def group_texts(where: str, values: Iterable[Any], text_field: str) -> Iterator[Block]:
-    """Groups documents into blocks of about BLOCK_BYTES characters. The size of a block is its number of documents."""
-    characters = lambda value: len(value) if isinstance(value, str) else 0
-    for together, _ in group(values, characters, BLOCK_BYTES):
-        yield Block(len(together), partial(clean_texts, where, together, text_field))
+def _load(where: str, **arguments: Any) -> Any:
+    try:
+        import datasets
+    except ImportError as e:
+        raise ValueError("Reading text needs the package datasets: pip install -e '.[tools]'.") from e
+    try:
+        return datasets.load_dataset(**arguments)
+    # It reads the beginning of the first file, and a damaged one raises whatever its reader does.
+    except Exception as e:
+        raise ValueError(
+            f"Cannot read {where}: {_in_words(e)}. Check its name, its split, the connection, and whether its files "
+            "are whole."
+        ) from e
 
 
-# ---- parts of a source --------------------------------------------------------------------------------------------
+def _in_words(error: BaseException) -> str:
+    """The messages of an error and of its causes, in a line: `datasets` often says only that something went wrong."""
+    why = f": {_in_words(error.__cause__)}" if error.__cause__ is not None else ""
+    return " ".join(str(error).split()).rstrip(".") + why
 
 
-def skip_documents(pieces: list[Piece], num_documents: int) -> list[Piece]:
-    """A source without its first `num_documents`, which are read once to count them.
+def _separated(paths: list[str], separator: str) -> Iterator[dict[str, str]]:
+    """The documents between separators; what follows the last one is a document only if there is something."""
+    import fsspec
 
-    Raises:
-        ValueError: a file is missing or corrupt, or a record has no text.
-    """
-    left = num_documents
-    for i, piece in enumerate(pieces):
-        if left == 0:
-            return pieces[i:]
-        before = left
-        for block in piece.blocks():
-            left -= len(block.texts())
-            if left < 0:
-                return [Piece(piece.size, partial(_blocks_after, piece, before)), *pieces[i + 1 :]]
-    return []
-
-
-def _blocks_after(piece: Piece, num_documents: int) -> Iterator[Block]:
-    for block in piece.blocks():
-        if num_documents:
-            texts = block.texts()
-            block = Block(block.size, partial(list, texts[num_documents:]))
-            num_documents -= min(num_documents, len(texts))
-        yield block
-
-
-def slice_documents(pieces: list[Piece], start: int, stop: int) -> Piece:
-    """Documents [start, stop) of a source, as one piece."""
-
-    def blocks() -> Iterator[Block]:
-        texts = (text for piece in pieces for block in piece.blocks() for text in block.texts())
-        return group_texts("", itertools.islice(texts, start, stop), "")
-
-    return Piece(None, blocks)
+    for path in paths:
+        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
+            rest = ""
+            while content := file.read(BLOCK_BYTES):
+                *whole, rest = (rest + content).split(separator)
+                yield from ({"text": document.strip("\r\n")} for document in whole)
+            if rest.strip("\r\n"):
+                yield {"text": rest.strip("\r\n")}

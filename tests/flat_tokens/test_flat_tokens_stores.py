@@ -6,25 +6,21 @@ import sys
 import time
 from pathlib import Path
 
-import fsspec
-import numcodecs
 import numpy as np
 import pytest
 import zarr
 from numpy_checks import check_modules
 
 from shardwright_data import flat_tokens
-from shardwright_data.flat_tokens import Writer, fsspec_reader, stores
-from shardwright_data.flat_tokens.stores import open_reader
+from shardwright_data.flat_tokens import Writer, open_reader, reader
 from shardwright_data.flat_tokens.unfinished import Unfinished
 from shardwright_data.loader import FlatTokensConfig, FlatTokensLoader, Prefetcher, flat
 
-check_modules(fsspec_reader, stores)
+check_modules(reader)
 
 pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
-SEQAX = ROOT / "tests/data/seqax_synthetic_dataset.zarr"
 SERVER = ROOT / "tests/slow_http_store.py"
 SEQ_LEN = 10
 
@@ -39,15 +35,6 @@ def dataset(tmp_path, monkeypatch):
         writer.append(np.random.default_rng(0).integers(0, 1000, 2702), np.full(386, 7))
     assert len(list((path / "train/encoded_tokens/c").iterdir())) == 11
     return path
-
-
-def in_memory(path, name):
-    """The URL of a copy in fsspec's memory."""
-    memory = fsspec.filesystem("memory")
-    if memory.exists(f"/{name}"):
-        memory.rm(f"/{name}", recursive=True)
-    memory.put(str(path), f"/{name}", recursive=True)
-    return f"memory://{name}"
 
 
 # ---- other stores -------------------------------------------------------------------------------------------------
@@ -71,14 +58,6 @@ def compare(url, path):
                 local.sequences(step, np.arange(16)), remote.sequences(step, np.arange(16)), strict=True
             ):
                 np.testing.assert_array_equal(one, other)
-
-
-def test_any_fsspec_url(dataset):
-    compare(in_memory(dataset, "ours"), dataset)
-
-
-def test_a_dataset_of_seqax_at_a_fsspec_url():
-    compare(in_memory(SEQAX, "seqax"), SEQAX)
 
 
 @pytest.fixture
@@ -106,35 +85,6 @@ def test_slow_answers_overlap(dataset, slow_server):
     assert time.perf_counter() - start < 12
 
 
-def test_indexes_are_read_once(dataset, monkeypatch):
-    reader = open_reader(in_memory(dataset, "ours"), "train")
-    asked = []
-    inner = reader._store._store
-    get = type(inner).get
-
-    async def counting(self, key, prototype, byte_range=None):
-        asked.append(key)
-        return await get(self, key, prototype, byte_range)
-
-    monkeypatch.setattr(type(inner), "get", counting)
-    starts = np.arange(0, 2560, 256)
-    for _ in range(3):
-        reader.begin_read(starts, np.full_like(starts, 5))()
-    assert len(asked) == 3 * starts.size
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("memory://nothing", "No flat-tokens split at memory://nothing/train. Check the address"),
-        ("nonsense://x", "Nothing installed reads nonsense://x: Protocol not known"),
-    ],
-)
-def test_wrong_addresses(url, message):
-    with pytest.raises(ValueError, match=message):
-        open_reader(url, "train")
-
-
 # ---- damage -------------------------------------------------------------------------------------------------------
 
 
@@ -157,93 +107,39 @@ def test_a_store_that_does_not_answer(monkeypatch):
     with pytest.raises(ValueError, match=r"Cannot write to http://127.0.0.1:9/d: "):
         Unfinished("http://127.0.0.1:9/d")
 
-    async def refuse(*_: object) -> None:
-        raise ConnectionRefusedError("go away")
-
-    monkeypatch.setattr(fsspec_reader._DatasetStore, "get", refuse)
-    with pytest.raises(ValueError, match=r"memory://d/train cannot be reached: go away. Check the address"):
-        open_reader("memory://d", "train")
-
-    def refuse_at_once(*_: object, **__: object) -> None:
-        raise ConnectionRefusedError("go away")
-
-    monkeypatch.setattr(fsspec_reader.FsspecStore, "from_url", refuse_at_once)
-    with pytest.raises(ValueError, match=r"ftp://host/d/train cannot be reached: go away. Check the address"):
-        open_reader("ftp://host/d", "train")
-
 
 DAMAGES = {"missing": Path.unlink, "truncated": truncate, "index": spoil_index}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("file", ["1", "5", "9"])
-def test_damage_in_the_middle_shows_at_opening(dataset, damage, remote, file):
+def test_damage_in_the_middle_shows_at_opening(dataset, damage, file):
     open_reader(str(dataset), "train")
     DAMAGES[damage](dataset / "train/encoded_tokens/c" / file)
     last = 256 * int(file) + 255
-    url = in_memory(dataset, "damaged") if remote else str(dataset)
     named = rf"cannot read tokens {last} to {last}; a file is missing, .* corrupt: .*encoded_tokens/c/{file}\. "
     with pytest.raises(ValueError, match=named):
-        open_reader(url, "train")
+        open_reader(str(dataset), "train")
 
 
-@pytest.mark.parametrize("remote", [False, True])
-def test_damage_within_a_file_shows_when_it_is_read(dataset, remote):
+def test_damage_within_a_file_shows_when_it_is_read(dataset):
     path = dataset / "train/encoded_tokens/c/5"
     content = bytearray(path.read_bytes())
     content[10] ^= 1
     path.write_bytes(bytes(content))
-    reader = open_reader(in_memory(dataset, "damaged") if remote else str(dataset), "train")
+    reader = open_reader(str(dataset), "train")
     with pytest.raises(ValueError, match="cannot read tokens 1280 to 1289; a file is missing, truncated or corrupt"):
         reader.read(np.array([1280]), np.array([10]))
     reader.read(np.array([1280 + 64]), np.array([10]))
 
 
-def test_a_file_that_vanishes_is_no_zeros(dataset):
-    reader = open_reader(in_memory(dataset, "ours"), "train")
-    reader._store._indexes.clear()
-    fsspec.filesystem("memory").rm("/ours/train/encoded_tokens/c/5")
-    with pytest.raises(ValueError, match="cannot read tokens 1280 to 1289"):
-        reader.read(np.array([1280]), np.array([10]))
-
-
 def test_only_so_many_files_are_looked_at(dataset, monkeypatch):
-    monkeypatch.setattr(stores, "MOST_PROBES_LOCAL", 3)
+    monkeypatch.setattr(reader, "MOST_PROBES_LOCAL", 3)
     (dataset / "train/encoded_tokens/c/4").unlink()
     open_reader(str(dataset), "train")
     (dataset / "train/encoded_tokens/c/5").unlink()
     with pytest.raises(ValueError, match="cannot read tokens 1535 to 1535"):
         open_reader(str(dataset), "train")
-
-
-@pytest.fixture
-def old_dataset(tmp_path):
-    """As seqax writes it, but with small chunks."""
-    group = zarr.open_group(str(tmp_path / "old"), mode="w", zarr_format=2)
-    train = group.create_group("train", attributes={"max_token_id": 999})
-    codec = numcodecs.Blosc("lz4", 5, numcodecs.Blosc.BITSHUFFLE)
-    tokens = np.random.default_rng(0).integers(0, 1000, 2000).astype(np.uint32) << 1
-    tokens[0] |= 1
-    for name, values in (("encoded_tokens", tokens), ("seq_starts", np.array([0, 2000], np.uint64))):
-        array = train.create_array(name, shape=values.shape, chunks=(256,), dtype=values.dtype, compressors=codec)
-        array[:] = values
-    return tmp_path / "old"
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (Path.unlink, "encoded_tokens/3 is missing"),
-        (truncate, r"encoded_tokens/3 is truncated: it has \d+ bytes of \d+"),
-        (lambda path: path.write_bytes(b"12345"), "encoded_tokens/3 is truncated: it has 5 bytes"),
-    ],
-)
-def test_damage_of_a_zarr_v2_dataset_shows_at_opening(old_dataset, damage, message):
-    assert open_reader(str(old_dataset), "train").num_tokens == 2000
-    damage(old_dataset / "train/encoded_tokens/3")
-    with pytest.raises(ValueError, match=message):
-        open_reader(str(old_dataset), "train")
 
 
 def set_attribute(path, **values):

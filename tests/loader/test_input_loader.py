@@ -541,7 +541,7 @@ def test_cache_is_bounded(tmp_path, monkeypatch):
 @pytest.mark.parametrize("packing", [True, False])
 def test_bytes_are_those_of_the_targets(tmp_path, packing):
     """Not of the split, whose parts differ in bytes for a token. Padding is no text, nor is an end token."""
-    tokenizer = ByteTokenizer(append_end=True)
+    tokenizer = ByteTokenizer(ByteTokenizer.END)
     encoded = tokenizer.encode(["ä" * 9 + "b", "cd", "東京は夜", "efgh", "i" * 20])
     with Writer(str(tmp_path / "d"), "train") as writer:
         writer.append(encoded.ids, encoded.lengths)

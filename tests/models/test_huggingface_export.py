@@ -100,7 +100,7 @@ def test_greedy_generation_is_ours(tmp_path, one_device, monkeypatch, capsys):
     c = models.model("grouped", vocab=259, bos_id=0)
     w = models.weights(c)
     with Writer(str(tmp_path / "data"), "train") as writer:
-        encoded = ByteTokenizer(append_end=True).encode(["It is a truth"])
+        encoded = ByteTokenizer(ByteTokenizer.END).encode(["It is a truth"])
         writer.append(encoded.ids, encoded.lengths)
         writer.attributes.update({"tokenizer": {"kind": "bytes", "end_token": "</s>"}})
     output = tmp_path / "exported"

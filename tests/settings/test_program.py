@@ -11,7 +11,6 @@ ROOT = Path(__file__).parents[2]
 MESSAGES = [
     ("inspect_data", ["filespec=nowhere.zarr"], "Error: No flat-tokens split at nowhere.zarr/train."),
     ("huggingface_to_flat_tokens", ["train.files=[a.jsonl]"], "Error: out must be given, as out=<value>."),
-    ("merge_flat_tokens", ["out=nowhere.zarr"], "Error: There are no shards in nowhere.zarr.shards"),
     ("write_synthetic_dataset", ["out=x.zarr", "train_tokens=0"], "Error: train_tokens is 0; it must be at least 1"),
     ("inspect_data", ["filspec=x"], "Error: there is no setting filspec. Did you mean filespec?"),
 ]
@@ -44,12 +43,13 @@ def test_where_it_came_from_is_shown_on_demand(tmp_path):
 @pytest.mark.long
 def test_of_several_jobs_too(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    arguments = ["--multirun", "out=x.zarr", "train.files=[a.jsonl]", "validation=null", "shard=0/2,2/2"]
+    arguments = ["--multirun", "out=x.zarr", "train.files=[a.jsonl]", "validation=null", "train.max_tokens=1,0"]
     done = run("huggingface_to_flat_tokens", arguments, tmp_path)
     assert done.returncode == 1
-    assert "Error: shard is '2/2'; it must be i/n" in done.stderr
+
+    assert "Error: train.max_tokens is 0; it must be at least 1" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "x.zarr.shards/0-of-2/train: 1 tokens" in done.stdout
+    assert "x.zarr/train: 1 tokens" in done.stdout
 
 
 @pytest.mark.long

@@ -14,8 +14,7 @@ from shardwright_data.text import byte_lengths as module
 from shardwright_data.text import definitions
 from shardwright_data.text.byte_lengths import byte_lengths
 from shardwright_data.text.codec import byte_lengths_of_dataset
-from shardwright_data.text.libraries import Tokenizers
-from shardwright_data.text.tokenizers import make_text_tokenizer, open_bytes
+from shardwright_data.text.tokenizers import open_definition
 from tools.huggingface_to_flat_tokens import __main__ as tool
 from tools.huggingface_to_flat_tokens.config import Config, SplitConfig, TokenizerConfig, TokenizerKind
 
@@ -49,13 +48,13 @@ def check_documents(lengths, tokenizer, texts):
 
 
 def test_bytes(texts):
-    check_documents(byte_lengths(None, "</s>"), open_bytes("</s>"), texts)
+    check_documents(byte_lengths(None, "</s>"), open_definition(None, end_token="</s>"), texts)
 
 
 @pytest.mark.parametrize("end_token", [None, "<|end|>", "q"])
 def test_a_byte_level_bpe(texts, bpe, end_token):
     texts = [text for text in texts if end_token != "q" or "q" not in text]
-    tokenizer = make_text_tokenizer(bpe, Tokenizers(bpe), end_token)
+    tokenizer = open_definition(bpe, end_token=end_token)
     lengths = byte_lengths(bpe, end_token)
     check_documents(lengths, tokenizer, texts)
     assert lengths.of_token[:2].tolist() == [0, 0]  # <|begin|> and <|end|>
@@ -64,7 +63,7 @@ def test_a_byte_level_bpe(texts, bpe, end_token):
 def test_a_space_before_documents(texts, bpe):
     before = json.loads(bpe)["pre_tokenizer"] | {"add_prefix_space": True}
     definition = changed(bpe, pre_tokenizer=before)
-    tokenizer = make_text_tokenizer(definition, Tokenizers(definition), None)
+    tokenizer = open_definition(definition)
     check_documents(byte_lengths(definition, None), tokenizer, [text for text in texts if not text[0].isspace()])
 
 

@@ -1,7 +1,5 @@
 """From text to flat-tokens, against Python's UTF-8, `tokenizers` asked one document at a time, and transformers."""
 
-import bz2
-import gzip
 import json
 import lzma
 import os
@@ -15,19 +13,18 @@ import zarr
 from numpy_checks import check_modules
 
 from shardwright_data import flat_tokens
-from shardwright_data.flat_tokens import growing_array, shards, unfinished
-from shardwright_data.text import libraries, local_files, sources
+from shardwright_data.flat_tokens import growing_array, unfinished
+from shardwright_data.text import sources
 from shardwright_data.text import tokenizers as text_tokenizers
 from shardwright_data.text.definitions import train_bpe
 from shardwright_data.text.tokenizers import ByteTokenizer
-from tools import merge_flat_tokens
 from tools.huggingface_to_flat_tokens import __main__ as tool
-from tools.huggingface_to_flat_tokens import blocks, inputs, splits
+from tools.huggingface_to_flat_tokens import split as split_work
 from tools.huggingface_to_flat_tokens.config import Config, SplitConfig, TokenizerConfig, TokenizerKind
 
 # Not text.definitions, whose large dictionaries take long to check.
-check_modules(flat_tokens, growing_array, shards, unfinished)
-check_modules(libraries, local_files, sources, text_tokenizers, blocks, inputs, splits, tool)
+check_modules(flat_tokens, growing_array, unfinished)
+check_modules(sources, text_tokenizers, split_work, tool)
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [
@@ -94,7 +91,7 @@ def test_bytes_are_those_of_byt5():
     # Its sentinel tokens would be read in the text; none are asked for.
     byt5 = transformers.ByT5Tokenizer(extra_ids=0)
     texts = [text for text in TEXTS if "</s>" not in text]
-    encoded = ByteTokenizer(append_end=True).encode(texts)
+    encoded = ByteTokenizer(ByteTokenizer.END).encode(texts)
     expected = [byt5(text)["input_ids"] for text in texts]
     assert encoded.ids.tolist() == [i for ids in expected for i in ids]
     assert encoded.lengths.tolist() == [len(ids) for ids in expected]
@@ -164,31 +161,6 @@ def test_workers_change_nothing(tmp_path, bpe, kind, monkeypatch):
 # ---- sources ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("suffix", "compress"),
-    [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress), (".zst", None)],
-)
-def test_compressed_files(tmp_path, suffix, compress):
-    if compress is None:
-        compress = pytest.importorskip("zstandard").compress
-    content = Path(write_jsonl(tmp_path / "a.jsonl", TEXTS)).read_bytes()
-    (tmp_path / f"b.jsonl{suffix}").write_bytes(compress(content))
-    (tmp_path / f"c.txt{suffix}").write_bytes(compress("naïve\nsecond line".encode()))
-    files = [str(tmp_path / name) for name in (f"b.jsonl{suffix}", f"c.txt{suffix}")]
-    documents, _ = run(tmp_path / "d", SplitConfig(files=files))
-    assert documents == [byte_ids(text) for text in [*TEXTS, "naïve\nsecond line"]]
-
-
-def test_parquet_and_globs(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    for name, texts in (("b", TEXTS[3:]), ("a", [*TEXTS[:3], None, ""])):
-        parquet.write_table(pyarrow.table({"id": range(len(texts)), "body": texts}), tmp_path / f"{name}.parquet")
-    split = SplitConfig(files=[str(tmp_path / "*.parquet")])
-    documents, _ = run(tmp_path / "d", split, text_field="body")
-    assert documents == [byte_ids(text) for text in TEXTS]
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("streaming", [True, False])
 def test_huggingface_dataset(tmp_path, streaming):
@@ -241,90 +213,6 @@ def test_documents_without_tokens_have_no_end_either(tmp_path, bpe, capsys):
     assert documents == [[*oracle.encode(text).ids, 1] for text in ("one", "two ")]
     assert (attributes["num_documents"], attributes["utf8_bytes"]) == (2, len("onetwo "))
     assert "6 empty documents left out" in capsys.readouterr().out
-    for i in range(2):
-        tool.run(
-            Config(
-                str(tmp_path / "s"),
-                train=SplitConfig(files=[source]),
-                validation=None,
-                tokenizer=settings,
-                shard=f"{i}/2",
-            )
-        )
-    merge_flat_tokens.run(merge_flat_tokens.Config(out=str(tmp_path / "s")))
-    assert read(tmp_path / "s") == (documents, attributes)
-    assert "6 documents without a token are left out" in capsys.readouterr().out
-
-
-def test_half_of_a_surrogate_pair(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": "\\ud83d\\ude00"}\n')
-    documents, _ = run(tmp_path / "d", str(tmp_path / "a.jsonl"))
-    assert documents == [byte_ids("a\ufffdb"), byte_ids("😀")]
-
-
-BOM = "\ufeff"
-
-
-@pytest.mark.parametrize("compress", [bytes, gzip.compress])
-def test_a_byte_order_mark_is_no_text(tmp_path, compress):
-    lines = "".join(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in TEXTS[:3])
-    contents = {
-        "a.jsonl": BOM + lines + BOM + lines,
-        "b.json": f"{BOM} {json.dumps(TEXTS[:3])}",
-        "c.txt": BOM + TEXTS[0],
-        "d.txt": TEXTS[1] + BOM,
-    }
-    paths = []
-    for name, content in contents.items():
-        paths.append(tmp_path / (name if compress is bytes else f"{name}.gz"))
-        paths[-1].write_bytes(compress(content.encode()))
-    documents, _ = run(tmp_path / "d", SplitConfig(files=[str(path) for path in paths]))
-    expected = [*TEXTS[:3], *TEXTS[:3], *TEXTS[:3], TEXTS[0], TEXTS[1] + BOM]
-    assert documents == [byte_ids(text) for text in expected]
-    documents, _ = run(tmp_path / "e", SplitConfig(files=[str(paths[2])]), text_separator="w")
-    assert documents == [byte_ids(text) for text in TEXTS[0].split("w")]
-
-
-@pytest.mark.parametrize("indent", [None, 2])
-@pytest.mark.parametrize("batch", [7, 50, 10**6])
-def test_json_arrays(tmp_path, monkeypatch, indent, batch):
-    """Python's json wrote them; elements are cut by the blocks in all places."""
-    monkeypatch.setattr(sources, "BLOCK_BYTES", batch)
-    path = tmp_path / "a.json"
-    objects = [{"n": [i, {"m": "]"}], "text": text} for i, text in enumerate([*TEXTS[:7], None])]
-    for name, elements in (("objects", objects), ("texts", [*TEXTS[:7], ""])):
-        path.write_text("\n " + json.dumps(elements, indent=indent, ensure_ascii=batch == 50) + "\n")
-        assert run(tmp_path / name, str(path))[0] == [byte_ids(text) for text in TEXTS[:7]]
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('[{"text": "a"} {"text": "b"}]', "a.json is not JSON: Expecting ','"),
-        ('["a"', "a.json is not JSON"),
-        ('["a", 7]', "element 1 of the array is a JSON int; each must be an object or a text"),
-        ('["a", {"body": "b"}]', r"element 1 of the array: no key 'text'; set text_field to one of \['body'\]"),
-        ('[{"text": 3}]', "element 0 of the array: 'text' is int, not text"),
-        ('["' + "a" * 20_000, "has a document of more than 10,000 bytes"),
-        ("[]", "the source holds no text"),
-        ("[" * 9_000, "a.json is not JSON: it is nested too deeply"),
-    ],
-)
-def test_bad_json_arrays(tmp_path, monkeypatch, content, message):
-    monkeypatch.setattr(sources, "DOCUMENT_BYTES", 10_000)
-    (tmp_path / "a.json").write_text(content)
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path / "d", str(tmp_path / "a.json"))
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.txt"])
-@pytest.mark.parametrize("codec", ["UTF-16", "UTF-32"])
-def test_utf16_is_named(tmp_path, name, codec):
-    (tmp_path / name).write_bytes('["a"]'.encode(codec))
-    with pytest.raises(
-        ValueError, match=rf"{name}(:1)? is {codec}, not UTF-8. Convert the file: iconv -f {codec} -t UTF-8"
-    ):
-        run(tmp_path / "d", str(tmp_path / name))
 
 
 @pytest.mark.long
@@ -342,12 +230,12 @@ def test_max_tokens_is_exact(tmp_path, bpe, kind, batch, monkeypatch):
         documents, cut = run(tmp_path / f"{max_tokens}", split, tokenizer=config)
         assert [i for document in documents for i in document] == flat[:max_tokens]
         assert [len(document) for document in documents[:-1]] == [len(d) for d in whole[: len(documents) - 1]]
-        if kind == "bytes":
-            assert cut["utf8_bytes"] == max_tokens
-        else:
-            decoded = sum(len(bpe[1].decode(document, skip_special_tokens=False).encode()) for document in documents)
-            # A cut within a character counts the whole character, which decodes to the three bytes of U+FFFD.
-            assert abs(cut["utf8_bytes"] - decoded) <= 2
+        decode = lambda ids: (
+            bytes(i - 3 for i in ids).decode(errors="replace") if kind == "bytes" else bpe[1].decode(ids)
+        )
+        decoded = sum(len(decode(document).encode()) for document in documents)
+        # A cut within a character counts the whole character, which decodes to the three bytes of U+FFFD.
+        assert abs(cut["utf8_bytes"] - decoded) <= 2
     assert cut["utf8_bytes"] == attributes["utf8_bytes"]
 
 
@@ -362,24 +250,6 @@ def test_source_shorter_than_max_tokens(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"text": "a"}\n{"text": \n', r"a.jsonl:2 is not JSON"),
-        ('{"text": "a"}\n[1]\n', r"a.jsonl:2: a JSON list; each line must be one JSON object"),
-        ('{"body": "a", "id": 1}\n', r"a.jsonl:1: no key 'text'; set text_field to one of \['body', 'id'\]"),
-        ('{"text": 3}\n', r"a.jsonl:1: 'text' is int, not text"),
-        (b'{"text": "\xff"}\n', r"a.jsonl:1 is not UTF-8"),
-        ('{"text": ""}\n', r"train: the source holds no text; 1 empty documents"),
-    ],
-)
-def test_bad_content(tmp_path, content, message):
-    (tmp_path / "a.jsonl").write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(ValueError, match=message):
-        run(tmp_path / "d", str(tmp_path / "a.jsonl"))
-    assert not (tmp_path / "d/train/zarr.json").exists()
-
-
-@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"train": None}, "train and validation are both null"),
@@ -387,7 +257,7 @@ def test_bad_content(tmp_path, content, message):
         ({"dataset": "c4"}, r"train: give either `dataset`.* or `train.files`"),
         ({"train": SplitConfig(), "dataset": "c4"}, "train.source is missing: the split of c4"),
         ({"train": SplitConfig(files=["nothing/*.jsonl"])}, r"No file matches 'nothing/\*.jsonl' in "),
-        ({"train": SplitConfig(files=[__file__])}, r"unknown kind of file. Give files that end in .jsonl"),
+        ({"train": SplitConfig(files=[__file__])}, r"name files of one of these kinds: .jsonl"),
         ({"num_workers": 0}, "num_workers is 0; it must be at least 1"),
         ({"train": SplitConfig(max_tokens=0)}, "train.max_tokens is 0; it must be at least 1"),
         ({"tokenizer": TokenizerConfig(end_token="<eos>")}, "end_token is '<eos>'; that of bytes is </s>"),
@@ -493,16 +363,7 @@ def test_hub_examples_are_valid(tmp_path, name):
     env = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.returncode != 0
-    assert "Cannot load the split 'train' of the dataset" in result.stderr
-
-
-@pytest.mark.long
-def test_settings_of_another_type_are_rejected(tmp_path):
-    command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", f"out={tmp_path}/d"]
-    for setting in ("train.max_tokens=3.5", "tokenizer.kind=words", "train.file=[a]"):
-        result = subprocess.run([*command, setting], cwd=ROOT, capture_output=True, text=True)
-        assert result.returncode != 0
-        assert setting.split("=")[0] in result.stderr
+    assert "Cannot read " in result.stderr
 
 
 @pytest.mark.parametrize("cores", [2, 8])
@@ -513,6 +374,5 @@ def test_processes_are_for_what_has_no_threads(bpe, cores, monkeypatch):
     encoding = tiktoken.Encoding(
         "x", pat_str=r".", mergeable_ranks={bytes([i]): i for i in range(256)}, special_tokens={}
     )
-    references = [libraries.Tokenizers(definition), libraries.Tiktoken(encoding)]
-    made = [text_tokenizers.TextTokenizer(definition, reference, None) for reference in references]
+    made = [text_tokenizers.TextTokenizer(definition, None, library) for library in (None, encoding)]
     assert [tool.default_workers(tokenizer) for tokenizer in made] == ([1, 2] if cores == 2 else [8, 8])

@@ -10,8 +10,7 @@ from written_datasets import write
 
 from shardwright_data.text import definitions
 from shardwright_data.text.huggingface import BYTE_SPECIAL_TOKENS, byte_definition, find_tokenizer, tokenizer_files
-from shardwright_data.text.libraries import load_definition
-from shardwright_data.text.tokenizers import ByteTokenizer
+from shardwright_data.text.tokenizers import ByteTokenizer, load_definition
 
 TEXTS = [*[text for text in PROBES if "<s>" not in text], "", "It is a truth universally acknowledged, naïve 東京"]
 
@@ -30,7 +29,7 @@ def test_bytes():
     assert end == ByteTokenizer.END
     assert not notes
     for text in TEXTS:
-        expected = ByteTokenizer(append_end=False).encode([text]).ids
+        expected = ByteTokenizer(end=None).encode([text]).ids
         assert ids_of(files, text) == [0, *expected]
         ids = ids_of(files, text)
         assert Tokenizer.from_str(byte_definition()).decode(ids, skip_special_tokens=True) == text
@@ -127,7 +126,7 @@ def test_a_batch_of_bytes_is_padded(tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert tokenizer.vocab_size == len(tokenizer) == ByteTokenizer.vocab_size
     batch = tokenizer(["ab", "naïve"], padding=True)
-    short, long = ([0, *ByteTokenizer(append_end=False).encode([text]).ids] for text in ("ab", "naïve"))
+    short, long = ([0, *ByteTokenizer(end=None).encode([text]).ids] for text in ("ab", "naïve"))
     assert batch["input_ids"] == [[*short, *[tokenizer.pad_token_id] * 4], long]
     assert batch["attention_mask"] == [[1, 1, 1, 0, 0, 0, 0], [1] * 7]
     assert tokenizer.pad_token_id not in (tokenizer.bos_token_id, tokenizer.eos_token_id)

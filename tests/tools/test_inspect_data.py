@@ -12,8 +12,7 @@ from numpy_checks import check_modules
 from rich.console import Console
 from written_datasets import TEXTS, write
 
-from shardwright_data.flat_tokens import Writer
-from shardwright_data.flat_tokens.stores import open_reader
+from shardwright_data.flat_tokens import Writer, open_reader
 from shardwright_data.loader import DataConfig, FlatTokensConfig, FlatTokensLoader, SourceConfig, make_loader
 from shardwright_data.loader.origins import find_documents, pieces_of, sequences_of_batch
 from shardwright_data.text.definitions import train_bpe
@@ -59,11 +58,10 @@ def test_one_document(dataset):
 
 
 def test_decoding_with_the_datasets_tokenizer(tmp_path):
-    from shardwright_data.text.libraries import Tokenizers
-    from shardwright_data.text.tokenizers import make_text_tokenizer
+    from shardwright_data.text.tokenizers import open_definition
 
     definition = train_bpe(TEXTS, 300)
-    tokenizer = make_text_tokenizer(definition, Tokenizers(definition), "<|end|>")
+    tokenizer = open_definition(definition, end_token="<|end|>")
     path = write(tmp_path / "d", tokenizer, {"tokenizer": {"kind": "train_bpe"}})
     (tmp_path / "d/tokenizer.json").write_text(definition)
     assert f"{TEXTS[3]}<|end|>" in show(filespec=path, document=3)

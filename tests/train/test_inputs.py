@@ -55,8 +55,8 @@ def dataset(tmp_path_factory):
 
 @pytest.fixture
 def small_shards(monkeypatch):
-    monkeypatch.setattr(flat_tokens.inputs, "INNER_CHUNK", 64)
-    monkeypatch.setattr(flat_tokens.inputs, "TOKENS_SHARD", 256)
+    monkeypatch.setattr(flat_tokens.writer, "INNER_CHUNK", 64)
+    monkeypatch.setattr(flat_tokens.writer, "TOKENS_SHARD", 256)
 
 
 @pytest.mark.quick
@@ -151,20 +151,6 @@ def test_an_interrupted_write_does_not_look_whole(tmp_path, small_shards, monkey
         flat_tokens.Reader(path, "train", inputs=("late",))
     flat_tokens.add_input(path, "train", "late", values[:, 0], overwrite=True)
     flat_tokens.Reader(path, "train", inputs=("late",))
-
-
-@pytest.mark.quick
-def test_through_fsspec(dataset):
-    import fsspec
-
-    fsspec.filesystem("memory").put(dataset[0], "/inputs_test", recursive=True)
-    sizes = "train", 4, SEQ_LEN
-    near, far = (
-        make_loader(DataConfig(filespec=filespec), *sizes, inputs=("kind",))
-        for filespec in (dataset[0], "memory://inputs_test")
-    )
-    assert near.state(0) == far.state(0)
-    np.testing.assert_array_equal(near.sequences(3, np.arange(4)).inputs, far.sequences(3, np.arange(4)).inputs)
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ describes the format. After a kill, the same command resumes, and writes the sam
 
 import dataclasses
 import hashlib
+import itertools
 import os
 from enum import Enum
 from typing import Any
@@ -16,15 +17,13 @@ from shardwright.settings.differences import flat
 from shardwright.settings.program import run_program
 from shardwright_data import flat_tokens
 from shardwright_data.checks import check_ranges
-from shardwright_data.flat_tokens import shards
 from shardwright_data.flat_tokens.unfinished import Unfinished
-from shardwright_data.text import hub, local_files, sources, tokenizers
+from shardwright_data.text import definitions, tokenizers
+from shardwright_data.text.sources import match
 from shardwright_data.text.tokenizers import TextTokenizer, Tokenizer
-from shardwright_data.text.worker_pool import WorkerPool, available_cores
-from tools.huggingface_to_flat_tokens import inputs
-from tools.huggingface_to_flat_tokens.blocks import Tokenize
-from tools.huggingface_to_flat_tokens.config import SPLITS, Config
-from tools.huggingface_to_flat_tokens.splits import SplitWork
+from shardwright_data.text.worker_pool import available_cores
+from tools.huggingface_to_flat_tokens.config import SPLITS, Config, TokenizerKind
+from tools.huggingface_to_flat_tokens.split import Source, SplitWork
 
 
 def run(config: Config) -> None:
@@ -34,33 +33,34 @@ def run(config: Config) -> None:
         ValueError: a setting is out of range, missing or contradicts another; a source or tokenizer is missing or
             unfit; or a split is already there, or was begun with other settings.
     """
-    _check(config)
+    check_ranges("", config)
+    if config.train is None and config.validation is None:
+        raise ValueError("train and validation are both null: nothing to write.")
     names = [name for name in SPLITS if getattr(config, name) is not None]
-    opened = {name: inputs.open_source(config, name) for name in names}
-    shard = shards.Shard.parse(config.shard) if config.shard else None
-    out = shard.directory(config.out) if shard else config.out
-    unfinished = Unfinished(out)
+    sources = {name: Source(config, name) for name in names}
+    unfinished = Unfinished(config.out)
     begun = False
     try:
-        root = flat_tokens.open_kvstore(out)
+        root = flat_tokens.open_kvstore(config.out)
         content = flat_tokens.read_file(root, "tokenizer.json")
         before = None if content is None else content.decode()
         resuming = unfinished.read_settings() is not None
-        tokenizer = inputs.make_tokenizer(config, before if resuming else None)
-        if not resuming:
-            _check_definition(out, before, tokenizer.definition, config.overwrite)
+        tokenizer = make_tokenizer(config, before if resuming else None)
+        if not resuming and before not in (None, tokenizer.definition) and not config.overwrite:
+            raise ValueError(
+                f"{config.out}/tokenizer.json is another tokenizer than the settings name. All splits of a dataset "
+                "have the same: choose another path, or replace the dataset with overwrite=true."
+            )
         resuming = unfinished.begin(_settings(config, names, tokenizer), names, config.overwrite)
         begun = True
         root.write("tokenizer.json", tokenizer.definition and tokenizer.definition.encode()).result()
         num_workers = config.num_workers or default_workers(tokenizer)
-        with WorkerPool(Tokenize(tokenizer), num_workers, tokenizers.imports_of(tokenizer)) as workers:
-            for name in names:
-                if resuming and unfinished.is_complete(name):
-                    print(f"{out}/{name}: complete", flush=True)
-                    continue
-                work = SplitWork(config, name, out, opened[name], unfinished)
-                print(work.run(tokenizer, workers), flush=True)
-                unfinished.delete_state(name)
+        for name in names:
+            if resuming and unfinished.is_complete(name):
+                print(f"{config.out}/{name}: complete", flush=True)
+                continue
+            print(SplitWork(config, sources[name], unfinished).run(tokenizer, num_workers), flush=True)
+            unfinished.delete_state(name)
         unfinished.finish(names)
     except ValueError:
         # Nothing has been done that could be resumed: the settings may be corrected.
@@ -71,13 +71,40 @@ def run(config: Config) -> None:
         unfinished.release()
 
 
+def make_tokenizer(config: Config, trained: str | None) -> Tokenizer:
+    """The tokenizer that the settings name; trains it, if they say so.
+
+    Args:
+        config: the settings.
+        trained: the tokenizer.json that an interrupted run has trained, None if there is none.
+
+    Raises:
+        ValueError: settings contradict each other, or the tokenizer is missing or lacks the end token.
+    """
+    kind, name, end_token = config.tokenizer.kind, config.tokenizer.name, config.tokenizer.end_token
+    if (kind in (TokenizerKind.huggingface, TokenizerKind.tiktoken)) != (name is not None):
+        raise ValueError(
+            f"tokenizer.name is {name!r} and tokenizer.kind {kind.name}; "
+            "the kinds huggingface and tiktoken need a name, and no other kind has one. "
+            + ("Leave tokenizer.name out." if name is not None else "Give tokenizer.name=<name>.")
+        )
+    if kind is not TokenizerKind.train_bpe:
+        return tokenizers.open_tokenizer(kind.name, name, end_token)
+    if config.train is None:
+        raise ValueError("tokenizer.kind=train_bpe needs a training split.")
+    texts = (text for block, _ in Source(config, "train").blocks() for text in block)
+    texts = itertools.islice(texts, config.tokenizer.train_documents)
+    definition = trained or definitions.train_bpe(texts, config.tokenizer.vocab_size)
+    return tokenizers.open_definition(definition, end_token=end_token)
+
+
 def default_workers(tokenizer: Tokenizer) -> int:
     """Number of worker processes: one for each core, but one for two cores if the tokenizer has threads of its own.
 
     On two cores, two workers beside the main process take more CPU time with `tokenizers`.
     """
     cores = available_cores()
-    without_threads = isinstance(tokenizer, TextTokenizer) and tokenizer.library == "tiktoken"
+    without_threads = isinstance(tokenizer, TextTokenizer) and tokenizer.encoding is not None
     return 1 if cores <= 2 and not without_threads else cores
 
 
@@ -88,32 +115,11 @@ def _settings(config: Config, names: list[str], tokenizer: Tokenizer) -> dict[st
     for free in ("out", "overwrite", "num_workers"):
         del settings[free]
     for name in names:
-        paths = local_files.match(getattr(config, name).files)
-        stats = [(path, os.stat(path)) for path in paths]
+        stats = [(path, os.stat(path)) for path in match(getattr(config, name).files) if "://" not in path]
         settings[f"{name}.files found"] = [f"{path}, {s.st_size} bytes of {s.st_mtime_ns}" for path, s in stats]
     definition = tokenizer.definition
     settings["tokenizer.json"] = definition and hashlib.sha256(definition.encode()).hexdigest()
-    # They decide where the pieces and blocks begin.
-    settings["pieces"] = [sources.BLOCK_BYTES, sources.PIECE_BYTES, hub.PIECE_RECORDS]
     return settings
-
-
-def _check_definition(out: str, before: str | None, definition: str | None, overwrite: bool) -> None:
-    if before is not None and before != definition and not overwrite:
-        raise ValueError(
-            f"{out}/tokenizer.json is another tokenizer than the settings name. All splits of a dataset have the "
-            "same: choose another path, or replace the dataset with overwrite=true."
-        )
-
-
-def _check(config: Config) -> None:
-    check_ranges("", config)
-    if config.train is None and config.validation is None:
-        raise ValueError("train and validation are both null: nothing to write.")
-    if config.text_separator == "":
-        raise ValueError(
-            "text_separator is empty. Give the text between documents, or null if each file is one document."
-        )
 
 
 if __name__ == "__main__":

@@ -45,9 +45,9 @@ class SplitConfig:
     source: str | None = None
     """The split of the Hugging Face dataset to read."""
     files: list[str] = field(default_factory=list)
-    """Local files or globs to read, in this order, the matches of a glob sorted. A document is a line of .jsonl and
-    .json, an element of a .json that is an array, a record of .parquet, and a file of .txt unless `text_separator` is
-    set. All but .parquet may be compressed: .gz, .bz2, .xz, .zst."""
+    """Files or globs of one kind to read, or URLs, in this order, the matches of a glob sorted. A document is a line of
+    .jsonl, an element of the array in a .json, a record of .parquet, and a .txt unless `text_separator` is set. All but
+    .parquet may be compressed: .gz, .bz2, .xz, .zst."""
     skip_documents: int = within(0, 2**50, 0)
     """Number of documents to leave out at the beginning of the source, at least 0."""
     max_documents: int | None = within(1, 2**50, None)
@@ -67,7 +67,7 @@ class Config:
     zarr_format: int = within(2, 4, 3)
     """Version of the zarr format: 3, or 2 for seqax and other readers of zarr v2."""
     dataset: str | None = None
-    """Name of a Hugging Face dataset; null to read local files."""
+    """Name of a Hugging Face dataset; null to read files."""
     dataset_config: str | None = None
     """The dataset's configuration (subset), where it has several."""
     dataset_revision: str | None = None
@@ -87,5 +87,3 @@ class Config:
     num_workers: int | None = within(1, 2**10, None)
     """Number of processes that tokenize, at least 1. Null for one for each core, or 1 for 2 cores and a tokenizer that
     is very fast or has threads. With 1, this process tokenizes. The result does not depend on it."""
-    shard: str | None = None
-    """`i/n`: write only share i of n, 0 ≤ i < n ≤ 9999, to be joined by tools.merge_flat_tokens; null for all."""

@@ -1,0 +1,176 @@
+"""Documents of files and datasets, against json, pyarrow and str.split; each place, against reading on."""
+
+import bz2
+import gzip
+import json
+import lzma
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from shardwright_data.text import sources
+
+PACKED = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress, ".zst": zstandard.compress}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, tmp_path):
+    """Blocks of a few documents, and no downloads."""
+    monkeypatch.setattr(sources, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(sources, "RECORDS", 5)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def random_texts(num_texts, seed=0):
+    rng = np.random.default_rng(seed)
+    letters = np.array(list("ab \n\té東😀"))
+    return ["".join(rng.choice(letters, rng.integers(0, 90))) for _ in range(num_texts)]
+
+
+def read_all(data, text_field="text", place=None):
+    return [text for texts, _ in sources.blocks("here", data, text_field, "text_field", place) for text in texts]
+
+
+def check(open_data, expected):
+    """All documents, and those after each place."""
+    assert read_all(open_data()) == expected
+    done = 0
+    for texts, place in sources.blocks("here", open_data(), "text", "text_field"):
+        done += len(texts)
+        assert read_all(open_data(), place=json.loads(json.dumps(place))) == expected[done:]
+    assert done == len(expected)
+
+
+def lines(texts):
+    return "".join(json.dumps({"n": 1, "text": text}, ensure_ascii=len(str(text)) % 2 == 0) + "\n" for text in texts)
+
+
+@pytest.mark.parametrize("suffix", PACKED)
+@pytest.mark.parametrize("kind", [".jsonl", ".json", ".txt"])
+def test_kinds_of_files(tmp_path, kind, suffix):
+    """Two files, in the order of their names."""
+    if (kind, suffix) == (".txt", ".zst"):
+        pytest.skip("refused: test_files_that_are_none")
+    texts = random_texts(41)
+    for name, part in (("b", texts[20:]), ("a", texts[:20])):
+        content = {".jsonl": lines(part), ".json": json.dumps([{"text": text} for text in part]), ".txt": "".join(part)}
+        (tmp_path / f"{name}{kind}{suffix}").write_bytes(PACKED[suffix](content[kind].encode()))
+    expected = ["".join(texts[:20]), "".join(texts[20:])] if kind == ".txt" else texts
+    check(lambda: sources.open_files([str(tmp_path / f"*{kind}{suffix}")]), expected)
+
+
+@pytest.mark.parametrize("kind", ["large", "view", "categories", "groups"])
+def test_parquet(tmp_path, kind):
+    texts = [*random_texts(30), None]
+    values = pa.array(texts)
+    types = {"large": pa.large_string(), "view": pa.string_view()}
+    values = (
+        values.cast(types[kind]) if kind in types else values.dictionary_encode() if kind == "categories" else values
+    )
+    pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet", row_group_size=7)
+    check(lambda: sources.open_files([str(tmp_path / "a.parquet")]), [text or "" for text in texts])
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
+@pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "é"])
+def test_separated_text(tmp_path, suffix, separator):
+    content = "\ufeff" + f"\n{separator}\n".join(random_texts(60))
+    (tmp_path / f"a.txt{suffix}").write_bytes(PACKED[suffix](content.encode()))
+    expected = [text.strip("\r\n") for text in content[1:].split(separator)]
+    expected = expected if expected[-1] else expected[:-1]
+    check(lambda: sources.open_files([str(tmp_path / f"a.txt{suffix}")], separator), expected)
+
+
+def test_separators_across_the_ends_of_what_is_read(tmp_path):
+    for length in range(280, 310):
+        (tmp_path / "a.txt").write_text("a" * length + "<|end|>\r\n" + "b" * 20)
+        assert read_all(sources.open_files([str(tmp_path / "a.txt")], "<|end|>")) == ["a" * length, "b" * 20]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("a.jsonl", b'\n {"text": "a"} \r\n\r\n\t\n{"text":"b"}\r\n\n', ["a", "b"]),
+        ("a.jsonl", b'{"text": "\\ud83d\\ude00"}\n', ["😀"]),
+        ("a.jsonl", b'\xef\xbb\xbf{"text": "a"}\n', ["a"]),
+        ("a.jsonl", b'{"text": "a", "n": 1}\n{"text": null}\n{"n": "2", "text": "b"}\n', ["a", "", "b"]),
+        ("a.txt", b"\xef\xbb\xbfa\r\n\xef\xbb\xbfb\n", ["a\n\ufeffb\n"]),
+    ],
+)
+def test_content(tmp_path, name, content, expected):
+    (tmp_path / name).write_bytes(content)
+    assert read_all(sources.open_files([str(tmp_path / name)])) == expected
+
+
+BROKEN = "is corrupt, or cannot be read: .* Download or write it again|Cannot read .* whether its files are whole"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', BROKEN),
+        ("a.jsonl", b'{"text": "a"}\n[1]\n', BROKEN),
+        ("a.jsonl", b'{"body": "a", "id": 1}\n', r"no column 'text'; set text_field to one of \['body', 'id'\]"),
+        ("a.jsonl", b'{"text": 3}\n', "'text' is int, not text"),
+        ("a.jsonl", b'{"text": "\xff"}\n', BROKEN),
+        ("a.jsonl", b'{"text": "a\\ud800b"}\n', "surrogate pair in string is invalid"),
+        ("a.jsonl", lines(random_texts(9)).encode("utf-16"), BROKEN),
+        ("a.json", b'[{"text": "a"} {"text": "b"}]', BROKEN),
+        ("a.json", b'[{"text": ["a"]}]', "'text' is list, not text"),
+        ("a.txt", b"\xff\xfea\x00", BROKEN),
+        ("a.parquet", b"not what it says " * 30, BROKEN),
+    ],
+)
+def test_damage(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message) as error:
+        read_all(sources.open_files([str(tmp_path / name)]))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
+@pytest.mark.parametrize(("name", "separator"), [("a.jsonl", None), ("a.txt", None), ("a.txt", "<|end|>")])
+@pytest.mark.parametrize("damage", ["truncated", "garbage"])
+def test_damaged_compressed_files(tmp_path, suffix, name, separator, damage):
+    content = PACKED[suffix](lines(random_texts(1000)).encode())
+    damaged = content[: len(content) // 2] if damage == "truncated" else b"not what it says " * 30
+    (tmp_path / f"{name}{suffix}").write_bytes(damaged)
+    with pytest.raises(ValueError, match=BROKEN):
+        read_all(sources.open_files([str(tmp_path / f"{name}{suffix}")], separator))
+
+
+def test_files_that_are_none(tmp_path):
+    (tmp_path / "a.csv").write_text("a")
+    (tmp_path / "a.txt.zst").write_text("a")
+    with pytest.raises(ValueError, match=r"a truncated .txt.zst would not be noticed"):
+        sources.open_files([str(tmp_path / "a.txt.zst")])
+    for names in (["a.csv"], ["a.jsonl", "b.parquet"], []):
+        with pytest.raises(ValueError, match=r"name files of one of these kinds: .jsonl, .json, .parquet, .txt"):
+            sources.open_files(names)
+    with pytest.raises(ValueError, match=r"No file matches 'nowhere/\*.jsonl' in .* Correct the path or pattern"):
+        sources.open_files(["nowhere/*.jsonl"])
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+def test_a_dataset_of_the_hub(tmp_path, streaming):
+    """A directory is a dataset to the `datasets` library, as a name on the hub is."""
+    texts = random_texts(40)
+    (tmp_path / "hub").mkdir()
+    for i in range(2):
+        path = tmp_path / "hub" / f"train-{i:05}-of-00002.parquet"
+        pq.write_table(pa.table({"id": range(20), "text": texts[20 * i : 20 * i + 20]}), path, row_group_size=6)
+    open_data = lambda split="train": sources.open_hub(str(tmp_path / "hub"), None, split, streaming=streaming)
+    check(open_data, texts)
+    with pytest.raises(ValueError, match=r"no column 'body'; set text_field to one of \['id', 'text'\]"):
+        read_all(open_data(), "body")
+    with pytest.raises(ValueError, match=r"Cannot read .*hub \(trian\): .*\['train'\]"):
+        open_data("trian")
+    path.write_bytes(path.read_bytes()[:-100])
+    sources_cache = tmp_path / "cache"
+    assert streaming or sources_cache.exists()
+    with pytest.raises(ValueError, match=BROKEN):
+        read_all(open_data())

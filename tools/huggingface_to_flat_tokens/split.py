@@ -1,0 +1,187 @@
+"""The work on one split: from its documents to its files. It resumes where an earlier run was interrupted."""
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardwright_data import flat_tokens
+from shardwright_data.flat_tokens.progress import Progress
+from shardwright_data.flat_tokens.unfinished import Unfinished
+from shardwright_data.text import sources
+from shardwright_data.text.tokenizers import Tokenizer
+from shardwright_data.text.worker_pool import map_in_order
+from tools.huggingface_to_flat_tokens.config import Config, SplitConfig
+
+STATE_SECONDS = 15
+"""Time between two states that are written. A killed run loses at most so much of its work."""
+
+
+class Place(NamedTuple):
+    """A place in the documents of a split."""
+
+    read: int = 0
+    """Documents of the source before it."""
+    source: dict[str, Any] | None = None
+    """The same place, for sources.blocks; None for the beginning."""
+
+
+class Source:
+    """The documents of a split, as the settings name them.
+
+    Args:
+        config: the settings.
+        name: of the split.
+
+    Raises:
+        ValueError: settings contradict each other, or the source is missing or unfit.
+    """
+
+    def __init__(self, config: Config, name: str):
+        self.name, self.split, self._field = name, getattr(config, name), config.text_field
+        split: SplitConfig = self.split
+        if (config.dataset is None) == (not split.files):
+            raise ValueError(
+                f"{name}: give either `dataset`, to read from Hugging Face, or `{name}.files`, to read files; "
+                f"dataset is {config.dataset!r}, {name}.files is {split.files}. `{name}=null` leaves the split out."
+            )
+        if config.dataset is not None and split.source is None:
+            raise ValueError(f"{name}.source is missing: the split of {config.dataset} to read, for example `train`.")
+        if config.text_separator == "":
+            raise ValueError(
+                "text_separator is empty. Give the text between documents, or null if each file is one document."
+            )
+        if config.dataset is None:
+            self._where, self._data = (
+                sources.shorten(split.files),
+                sources.open_files(split.files, config.text_separator),
+            )
+        else:
+            self._where = f"{config.dataset} ({split.source})"
+            hub = config.dataset, config.dataset_config, split.source, config.dataset_revision, config.streaming
+            self._data = sources.open_hub(*hub)
+
+    def blocks(self, place: Place | None = None) -> Iterator[tuple[list[str], Place]]:
+        """Documents from a place on, in blocks, each with the place after it. Raises what sources.blocks raises."""
+        place = place or Place()
+        split, read = self.split, place.read
+        stop = None if split.max_documents is None else split.skip_documents + split.max_documents
+        for texts, source in sources.blocks(self._where, self._data, self._field, "text_field", place.source):
+            chosen = texts[max(split.skip_documents - read, 0) : None if stop is None else max(stop - read, 0)]
+            read += len(texts)
+            yield chosen, Place(read, source)
+            if stop is not None and read >= stop:
+                return
+
+
+class Tokenized(NamedTuple):
+    """The documents of a block that are not empty, as flat-tokens stores them."""
+
+    encoded: np.ndarray
+    num_bytes: np.ndarray
+    """UTF-8 bytes of each."""
+    num_empty: int
+    """Documents left out."""
+
+
+@dataclass(frozen=True)
+class Tokenize:
+    """The function that the processes apply to a block and the place after it."""
+
+    tokenizer: Tokenizer
+
+    def __call__(self, item: tuple[list[str], Place]) -> Tokenized:
+        """The documents of the block."""
+        texts, _ = item
+        # An empty document has no token to carry its start, and an end alone is not a document.
+        kept = [text for text in texts if text]
+        if not kept:
+            return Tokenized(np.zeros(0, np.uint32), np.zeros(0, np.int64), len(texts))
+        ids, lengths, num_bytes = self.tokenizer.encode(kept)
+        has_tokens = lengths > 0
+        encoded = flat_tokens.mark_starts(ids, lengths[has_tokens])
+        return Tokenized(encoded, num_bytes[has_tokens], len(texts) - int(has_tokens.sum()))
+
+
+def cut(found: Tokenized, room: int, tokenizer: Tokenizer) -> Tokenized:
+    """The first `room` tokens of whole documents, `room` ≥ 1; the last document has the bytes of the text it is now."""
+    starts = np.flatnonzero(found.encoded & np.uint32(1))
+    kept = int(np.searchsorted(starts, room))
+    encoded, num_bytes = found.encoded[:room], found.num_bytes[:kept].copy()
+    if kept == starts.size or starts[kept] != room:
+        ids, _ = flat_tokens.decode(encoded[starts[kept - 1] :])
+        num_bytes[-1] = min(int(num_bytes[-1]), len(tokenizer.decode(ids.tolist()).encode()))
+    return Tokenized(encoded, num_bytes, found.num_empty)
+
+
+class SplitWork:
+    """Tokenizes and writes one split, or resumes it.
+
+    Args:
+        config: the settings.
+        source: of the documents.
+        unfinished: the work on the dataset.
+    """
+
+    def __init__(self, config: Config, source: Source, unfinished: Unfinished):
+        self._config, self._source, self._unfinished = config, source, unfinished
+        self._resume = unfinished.read_state(source.name)
+        state = json.loads(str(self._resume["done"])) if self._resume else {"place": [], "num_empty": 0, "num_bytes": 0}
+        self._place, self._num_empty, self._num_bytes = Place(*state["place"]), state["num_empty"], state["num_bytes"]
+
+    def run(self, tokenizer: Tokenizer, num_workers: int) -> str:
+        """Writes the split; returns a line that sums it up.
+
+        Raises:
+            ValueError: what the source, the tokenizer and flat_tokens.Writer raise, or a split without a token.
+        """
+        config, split, name = self._config, self._source.split, self._source.name
+        with flat_tokens.Writer(config.out, name, resume=self._resume, zarr_format=config.zarr_format) as writer:
+            self._tokenize(tokenizer, num_workers, writer)
+            if writer.num_tokens == 0:
+                raise ValueError(
+                    f"{name}: the source holds no text; {self._num_empty} empty documents. Check text_field and the "
+                    "source."
+                )
+            about = {"kind": config.tokenizer.kind.name, "name": config.tokenizer.name}
+            about |= {"vocab_size": tokenizer.vocab_size, "end_token": config.tokenizer.end_token}
+            source = split.files or [config.dataset, config.dataset_config, split.source]
+            writer.attributes.update(tokenizer=about, source=source, utf8_bytes=self._num_bytes)
+        tokens, documents = writer.num_tokens, writer.num_documents
+        ratio = self._num_bytes / tokens
+        notes = [f"{writer.path}: {tokens:,} tokens in {documents:,} documents, {ratio:.2f} bytes a token"]
+        if self._num_empty:
+            notes.append(f"{self._num_empty:,} empty documents left out")
+        if split.max_tokens is not None and tokens < split.max_tokens:
+            notes.append(f"the source ended before max_tokens={split.max_tokens:,}")
+        return "; ".join(notes)
+
+    def _tokenize(self, tokenizer: Tokenizer, num_workers: int, writer: flat_tokens.Writer) -> None:
+        most = self._source.split.max_tokens
+        if most is not None and writer.num_tokens >= most:
+            return
+        results = map_in_order(Tokenize(tokenizer), self._source.blocks(self._place), num_workers)
+        saved = time.monotonic()
+        with Progress(self._source.name, writer.num_tokens, most) as progress:
+            for (_, self._place), found in results:
+                room = None if most is None else most - writer.num_tokens
+                is_last = room is not None and found.encoded.size >= room
+                if is_last:
+                    found = cut(found, room, tokenizer)
+                writer.append_encoded(found.encoded)
+                self._num_bytes += int(found.num_bytes.sum())
+                self._num_empty += found.num_empty
+                progress.update(writer.num_tokens)
+                if is_last:
+                    break
+                if time.monotonic() - saved >= STATE_SECONDS:
+                    self._save(writer)
+                    saved = time.monotonic()
+            results.close()
+
+    def _save(self, writer: flat_tokens.Writer) -> None:
+        done = {"place": self._place, "num_empty": self._num_empty, "num_bytes": self._num_bytes}
+        self._unfinished.write_state(self._source.name, writer.state() | {"done": np.array(json.dumps(done))})
