@@ -49,8 +49,6 @@ class Config:
     """`train` or `validation`."""
     run: str | None = None
     """Directory of a run, whose config.yaml names its data."""
-    trust: bool = False
-    """Fetches the data that the run names on servers. For a run that is not yours, read its config.yaml first."""
     source: str | None = None
     """The source of the run's mixture to show, where no step is given."""
     step: int | None = within(0, 2**31, None)
@@ -80,6 +78,11 @@ def open_codec(filespec: str, attributes: Mapping[str, Any]) -> TextCodec:
         return TextCodec()
 
 
+def _read_text(reader: flat_tokens.Reader, codec: TextCodec, start: int, length: int) -> str:
+    (encoded,) = reader.read(np.array([start]), np.array([length]))
+    return codec.decode(flat_tokens.decode(encoded)[0].tolist())
+
+
 # ---- a batch ------------------------------------------------------------------------------------------------------
 
 
@@ -96,50 +99,32 @@ def show_batch(console: Console, config: Config, run: Any) -> None:
     loader = make_loader(data, config.split, training.batch_size, training.seq_len)
     if not 0 <= config.first < loader.batch_size:
         raise ValueError(f"first is {config.first}; the batch has sequences 0 to {loader.batch_size - 1}.")
-    if config.step < 0:
-        raise ValueError(f"step is {config.step}; steps count from 0.")
-    indices = np.arange(config.first, min(config.first + config.sequences, loader.batch_size))
     batch = batch_of(config.step, data.skip_steps)
     instead = f", batch {batch:,} by data.skip_steps" if batch != config.step else ""
-    console.print(
-        f"[bold]Step {config.step:,}[/] of {config.run}{instead}: {loader.batch_size} sequences of {loader.seq_len} "
-        "tokens"
-    )
+    size = f"{loader.batch_size} sequences of {loader.seq_len} tokens"
+    console.print(f"[bold]Step {config.step:,}[/] of {config.run}{instead}: {size}")
     if counts := loader.source_tokens(batch):
         line = "Tokens by source: " + ", ".join(f"{name} {count:,}" for name, count in counts.items())
         console.print(Text(shown(line)))
     filespecs = {name: source.filespec for name, source in data.mixture.items()} | {None: data.filespec}
-    codecs: dict[str | None, TextCodec] = {}
+    indices = np.arange(config.first, min(config.first + config.sequences, loader.batch_size))
     for sequence in sequences_of_batch(loader, batch, indices):
         reader, first = sequence.reader, sequence.start
-        if sequence.source not in codecs:
-            codecs[sequence.source] = open_codec(filespecs[sequence.source], reader.attributes)
+        codec = open_codec(filespecs[sequence.source], reader.attributes)
         title = f"sequence {sequence.number}" + (f", {sequence.source}" if sequence.source else "")
-        table = Table(
-            title=Text(shown(f"{title}, epoch {sequence.epoch}, tokens {first:,} to {first + sequence.length - 1:,}"))
-        )
-        table.title_justify = "left"
+        title += f", epoch {sequence.epoch}, tokens {first:,} to {first + sequence.length - 1:,}"
+        table = Table(title=Text(shown(title)), title_justify="left")
         for name in ("at", "document", "its tokens", "of"):
             table.add_column(name, justify="right", no_wrap=True)
         table.add_column("text", ratio=1, overflow="fold")
         for piece in pieces_of(sequence):
-            text = _read_text(reader, codecs[sequence.source], first + piece.position, piece.length)
-            table.add_row(
-                str(piece.position),
-                f"{piece.document:,}",
-                f"{piece.start:,} – {piece.start + piece.length - 1:,}",
-                f"{piece.document_length:,}",
-                Text(one_line(text, config.characters)),
-            )
+            text = _read_text(reader, codec, first + piece.position, piece.length)
+            tokens = f"{piece.start:,} – {piece.start + piece.length - 1:,}"
+            cells = str(piece.position), f"{piece.document:,}", tokens, f"{piece.document_length:,}"
+            table.add_row(*cells, Text(one_line(text, config.characters)))
         console.print(table)
-    left = loader.batch_size - indices.size
-    if left:
+    if left := loader.batch_size - indices.size:
         console.print(f"{left} more sequences: sequences={loader.batch_size} first=0 shows all.", style="dim")
-
-
-def _read_text(reader: flat_tokens.Reader, codec: TextCodec, start: int, length: int) -> str:
-    (encoded,) = reader.read(np.array([start]), np.array([length]))
-    return codec.decode(flat_tokens.decode(encoded)[0].tolist())
 
 
 # ---- a dataset ----------------------------------------------------------------------------------------------------
