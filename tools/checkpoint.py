@@ -12,9 +12,7 @@ import sys
 
 from omegaconf import MISSING
 
-from shardwright.run.checkpoint import Checkpointer, directory_of
-from shardwright.run.checkpoint_care import verify
-from shardwright.run.initial_weights import find_checkpoint, last_step
+from shardwright.run.checkpoint import Checkpointer, directory_of, find_checkpoint
 from shardwright.run.manifest import Damaged, saved_arrays
 from shardwright.settings.program import run_program
 from shardwright_data.checks import check_choice
@@ -44,7 +42,7 @@ def run(config: Config) -> None:
         SystemExit: status 1, if something is damaged.
     """
     check_choice("action", config.action, ACTIONS)
-    checkpoints, step = find_checkpoint(config.run, latest=last_step)
+    checkpoints, step = find_checkpoint(config.run)
     with checkpoints:
         steps = [step] if config.run.rstrip("/").endswith(directory_of(step)) else checkpoints.steps()
         whole = [(_list if config.action == "list" else _verify)(checkpoints, step) for step in steps]
@@ -64,7 +62,7 @@ def _list(checkpoints: Checkpointer, step: int) -> bool:
 
 
 def _verify(checkpoints: Checkpointer, step: int) -> bool:
-    problems = verify(checkpoints.store, directory_of(step))
+    problems = checkpoints.verify(step)
     print(f"{step:>10}  {'DAMAGED:' if problems else 'whole'}", flush=True)
     for problem in problems[:PROBLEMS]:
         print(shown(f"            {problem}"))

@@ -6,12 +6,13 @@ The format is specified in docs/pytree-zarr-checkpoint.md.
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,8 +21,8 @@ from jax.experimental import multihost_utils
 from shardwright.cluster.watch import pause
 from shardwright.run.checkpoint_arrays import (
     NO_ORDERS,
-    HostArray,
     Orders,
+    Part,
     StoredArray,
     as_stored,
     chunk_cache,
@@ -38,20 +39,20 @@ from shardwright.run.manifest import (
     check_json,
     commit,
     directory_of,
+    metadata_files,
     read_manifest,
     saved_arrays,
     with_checksums,
 )
-from shardwright.run.stores import MANIFEST, Store, in_parallel
+from shardwright.run.stores import MANIFEST, Store, agreed, in_parallel
 from shardwright.settings.words import say
-
-T = TypeVar("T")
 
 COMMIT_TIMEOUT_S = 1800.0
 """Seconds that a process waits for the others to finish writing, before the save fails."""
+SET_ASIDE = "set_aside"
+"""Directory, beside the checkpoints, of those that a run went back before."""
 REMEDY = "Run with the model and optimizer that wrote it, or start a new run from another checkpoint."
 _STEP = re.compile(r"\d{10}")
-_MESSAGE_BYTES = 2000
 
 
 class Checkpointer:
@@ -91,11 +92,6 @@ class Checkpointer:
         """Steps of all complete checkpoints, ascending. A directory without a manifest is not a checkpoint."""
         return sorted(int(name) for name, done in self.store.directories().items() if done and _STEP.fullmatch(name))
 
-    def lost(self) -> list[int]:
-        """Steps of checkpoints whose manifest is gone. At a URL they are what killed saves left, and not listed."""
-        found = self.store.directories().items() if self.store.path else ()
-        return sorted(int(name) for name, done in found if not done and _STEP.fullmatch(name))
-
     def latest_step(self, without: Iterable[int] = ()) -> int | None:
         """Step of the last complete checkpoint, or None. With several processes all get the answer of process 0.
 
@@ -103,10 +99,10 @@ class Checkpointer:
             without: steps to leave out.
         """
         latest = agreed(lambda: max({*self.steps()} - {*without}, default=-1))
-        if jax.process_count() > 1:
-            # Two 5-digit halves: without x64, JAX would cut a larger integer to 32 bits.
-            halves = multihost_utils.broadcast_one_to_all(np.array(divmod(latest, 10**5), np.int32))
-            latest = int(halves[0]) * 10**5 + int(halves[1])
+        if jax.distributed.is_initialized():
+            # As text: without x64, JAX would cut a larger integer to 32 bits.
+            sent = np.frombuffer(f"{latest:11}".encode(), np.uint8)
+            latest = int(bytes(multihost_utils.broadcast_one_to_all(sent)))
         return None if latest < 0 else latest
 
     def metadata(self, step: int) -> dict:
@@ -134,8 +130,9 @@ class Checkpointer:
                 children (dataclasses, dicts, tuples, lists). Names become directory names.
             metadata: what json can write, without NaN or infinity. Kept in the manifest. `check` may add to it.
             orders: by name, the orders of the stacks of layers, which are written in the order of the layers.
-            check: called in every process before it waits for the devices. Nothing is written if it raises. A check
-                that waits for the step that computes `state` belongs here, as all work before it overlaps that step.
+            check: called in every process before it waits for the devices. Nothing is written if it raises. An OSError,
+                which all processes must raise, fails the save. A check that waits for the step that computes `state`
+                belongs here, as all work before it overlaps that step.
 
         Raises:
             ValueError: a step, leaf or name that cannot be saved, by name.
@@ -158,11 +155,10 @@ class Checkpointer:
             # On the main thread, where every process issues its collectives in the same order. It costs nothing: the
             # copies below have to wait for the running step anyway.
             agreed(lambda: self._make_room(step) if jax.process_index() == 0 else None)
+            check()
         except OSError as error:
             self._saving = concurrent.futures.Future()
             self._saving.set_exception(self._not_saved(step, error))
-        check()
-        if self._saving is not None:
             return
         arrays = copy_to_host(leaves, shards, orders)
         self._saving = self._executor.submit(self._write, step, arrays, metadata)
@@ -242,13 +238,12 @@ class Checkpointer:
         """Writes a file and removes it again. Raises OSError, with the place, if that is not possible."""
         key = f".probe-{jax.process_index()}"
         self.store.write(key, b"")
-        self.store.remove_file(key)
+        self.store.write(key, None)
 
     def remove_leftovers(self) -> None:
         """Removes what killed and failed saves left. One process calls this. What cannot be removed is told."""
         for name, done in self.store.directories().items():
-            unfinished = _STEP.fullmatch(name) and not done and not self.store.path
-            if unfinished or re.fullmatch(r"\d{10}\.tmp", name):
+            if not done and re.fullmatch(r"\d{10}(\.tmp)?", name):
                 self._try_to_remove(name)
 
     def _try_to_remove(self, name: str) -> None:
@@ -261,33 +256,62 @@ class Checkpointer:
         """Makes sure that nothing is where the checkpoint goes. Raises ValueError if a checkpoint is."""
         self.check_owner()
         name = directory_of(step)
-        if self.store.read(f"{name}/{MANIFEST}") is not None or (self.store.path and (self.store.path / name).exists()):
+        if self.store.read(f"{name}/{MANIFEST}") is not None:
             raise ValueError(
                 f"cannot save step {step}: {self.store.url}/{name} is there already. Save each step once, or move it "
                 "away."
             )
         self.remove_leftovers()
-        self.store.remove(self._temporary(name))  # or this save fails: what is there would be taken for a part of it
+        self.store.remove(name)  # or this save fails: what is there would be taken for a part of it
+
+    def verify(self, step: int) -> list[str]:
+        """Reads all of a checkpoint. Returns a sentence for each part that is damaged: none if it is whole.
+
+        Raises OSError if the store fails, ValueError if the checkpoint is of a version that this program does not read.
+        """
+        directory = directory_of(step)
+        try:
+            arrays = saved_arrays(read_manifest(self.store, directory, step)).values()
+        except Damaged as error:
+            return [str(error)]
+
+        def problems_of(array: SavedArray) -> list[str]:
+            stored, problems = StoredArray(self.store, directory, array), []
+            for index in itertools.product(*map(range, array.grid)):
+                try:
+                    stored.read(array.box(index))
+                except Damaged as error:
+                    problems.append(str(error))
+            return problems
+
+        # Other programs read these files. This one does not: all that they say is in the manifest.
+        files = metadata_files(arrays).items()
+        changed = [key for key, text in files if self.store.read(f"{directory}/{key}") != text.encode()]
+        problems = [f"{key} is missing, or not what was written." for key in changed]
+        return problems + list(itertools.chain(*in_parallel([functools.partial(problems_of, x) for x in arrays])))
+
+    def set_aside(self, steps: Iterable[int]) -> str:
+        """Moves checkpoints, damaged or not, into a place of checkpoints of their own. Returns it."""
+        place = time.strftime(f"{SET_ASIDE}/%Y%m%dT%H%M%SZ", time.gmtime())
+        for name in map(directory_of, steps):
+            self.store.move(name, f"{place}/{name}")
+        return f"{self.store.url}/{place}"
 
     def remove(self, step: int) -> None:
         """Removes a checkpoint. It never passes for a complete one when it is half removed."""
         self.store.remove(directory_of(step))
 
-    def _temporary(self, name: str) -> str:
-        """Where a checkpoint is written. A directory gets its name when it is complete; a URL has no directories."""
-        return f"{name}.tmp" if self.store.path else name
-
-    def _write(self, step: int, arrays: list[HostArray], metadata: dict) -> None:
-        temporary = self._temporary(directory_of(step))
+    def _write(self, step: int, arrays: list[Part], metadata: dict) -> None:
+        directory = directory_of(step)
         try:
-            self._write_all(step, temporary, arrays, metadata)
+            self._write_all(step, directory, arrays, metadata)
         except OSError as error:
             with contextlib.suppress(OSError):
                 if jax.process_count() > 1:
-                    self._tell_others(temporary, {"failed": str(error)})
+                    self._tell_others(directory, {"failed": str(error)})
                 else:
                     self.check_owner()  # what is there may be another run's
-                    self.store.remove(temporary)  # it may have filled the disk, which the metrics need
+                    self.store.remove(directory)  # it may have filled the disk, which the metrics need
             raise self._not_saved(step, error) from error
         if self._keep and self.rotates and jax.process_index() == 0:
             try:
@@ -296,22 +320,22 @@ class Checkpointer:
             except OSError as error:
                 say(f"WARNING: no older checkpoint was removed: {error}")
 
-    def _write_all(self, step: int, temporary: str, arrays: list[HostArray], metadata: dict) -> None:
-        written = write_arrays(self.store, temporary, arrays)
+    def _write_all(self, step: int, directory: str, arrays: list[Part], metadata: dict) -> None:
+        written = write_arrays(self.store, directory, arrays)
         if jax.process_index() != 0:
-            self.store.sync(temporary)
-            self._tell_others(temporary, {"written": written})
-            self._await(temporary, [0], lambda: self.store.read(f"{directory_of(step)}/{MANIFEST}") is not None)
+            self.store.sync(directory)
+            self._tell_others(directory, {"written": written})
+            self._await(directory, [0], lambda: self.store.read(f"{directory}/{MANIFEST}") is not None)
             return
-        others = self._await(temporary, range(1, jax.process_count()))
-        whole = with_checksums([array.saved for array in arrays], [written, *others])
+        others = self._await(directory, range(1, jax.process_count()))
+        whole = with_checksums([saved for saved, _ in arrays], [written, *others])
         for process in range(1, jax.process_count()):
-            self.store.remove_file(f"{temporary}/.written-{process}")
+            self.store.write(f"{directory}/.written-{process}", None)
         self.check_owner()
-        commit(self.store, temporary, step, whole, metadata)
+        commit(self.store, step, whole, metadata)
 
-    def _tell_others(self, temporary: str, content: dict) -> None:
-        self.store.write(f"{temporary}/.written-{jax.process_index()}", json.dumps(content).encode())
+    def _tell_others(self, directory: str, content: dict) -> None:
+        self.store.write(f"{directory}/.written-{jax.process_index()}", json.dumps(content).encode())
 
     def _not_saved(self, step: int, error: OSError) -> OSError:
         return OSError(
@@ -319,7 +343,7 @@ class Checkpointer:
             "if there are any, stay as they are."
         )
 
-    def _await(self, temporary: str, processes: Iterable[int], done: Callable[[], bool] = lambda: False) -> list[dict]:
+    def _await(self, directory: str, processes: Iterable[int], done: Callable[[], bool] = lambda: False) -> list[dict]:
         """What these processes wrote, or nothing once `done`.
 
         A barrier made of files. A collective on this background thread could come between the collectives of the
@@ -329,7 +353,7 @@ class Checkpointer:
         found: dict[int, dict] = {process: {} for process in processes}
         while not (done() or all(found.values())):
             for process in [process for process, content in found.items() if not content]:
-                content = self.store.read(f"{temporary}/.written-{process}")
+                content = self.store.read(f"{directory}/.written-{process}")
                 found[process] = {} if content is None else json.loads(content)
                 if "failed" in found[process]:
                     raise OSError(f"another process failed to write its part: {found[process]['failed']}")
@@ -342,24 +366,32 @@ class Checkpointer:
         return [content["written"] for content in found.values() if content]
 
 
-def agreed(read: Callable[[], T]) -> T:
-    """The result of `read`, which all processes call. If it raises Damaged, OSError or ValueError in one, all raise."""
-    if jax.process_count() == 1:
-        return read()
-    kinds, raised, result, sent = (Damaged, OSError, ValueError), None, None, b""
-    try:
-        result = read()
-    except kinds as error:
-        raised = error
-        kind = next(i for i, kind in enumerate(kinds) if isinstance(error, kind))
-        sent = f"{kind}{error}".encode(errors="replace")[:_MESSAGE_BYTES]
-    sent = np.frombuffer(sent.ljust(_MESSAGE_BYTES, b"\0"), np.uint8)
-    texts = [bytes(text).rstrip(b"\0").decode(errors="replace") for text in multihost_utils.process_allgather(sent)]
-    if raised is not None:
-        raise raised
-    if failed := next(filter(None, texts), ""):
-        raise kinds[int(failed[0])](failed[1:])
-    return result
+def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[Checkpointer, int]:
+    """Checkpoints of a run, which the caller closes, and the step of one of them, the same in all processes.
+
+    Args:
+        path: directory or URL of a run, or of one checkpoint.
+        step: step of the checkpoint; None for the last.
+
+    Raises:
+        ValueError: there is no such checkpoint.
+    """
+    place = os.fspath(path).rstrip("/")
+    above, _, name = place.rpartition("/")
+    if _STEP.fullmatch(name) and not os.path.isdir(f"{place}/checkpoints"):
+        if step not in (None, int(name)):
+            raise ValueError(f"{place} is the checkpoint of step {int(name)}, but step is {step}; give one of the two.")
+        return Checkpointer(above or "."), int(name)
+    checkpoints = Checkpointer(f"{place}/checkpoints")
+    found = checkpoints.latest_step() if step is None else step
+    if found is None:
+        checkpoints.close()
+        raise ValueError(
+            f"no complete checkpoint in {checkpoints.store.url}: give a run's directory, such as runs/<name>, or that "
+            "of one checkpoint, such as runs/<name>/checkpoints/0000000500. If the run set paths.checkpoints, they are "
+            "there."
+        )
+    return checkpoints, found
 
 
 def _check_same_arrays(path: str, saved: dict[str, SavedArray], expected: dict[str, jax.ShapeDtypeStruct]) -> None:

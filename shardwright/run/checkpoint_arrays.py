@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,23 +20,12 @@ from shardwright.run.stores import STORE_ERRORS, Store, in_parallel
 
 CACHE_BYTES = 2**30
 """Most bytes of chunks that are kept in memory for those who read the next part of them."""
+Box = tuple[slice, ...]
+"""A region of an array, with bounds."""
+Part = tuple[SavedArray, list[tuple[Box, np.ndarray]]]
+"""An array to be written, and the regions of it that this process has."""
 Orders = Mapping[str, LayerOrder]
 NO_ORDERS: Orders = MappingProxyType({})
-
-
-class HostArray(NamedTuple):
-    """An array to be written, with the part of it that this process has."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    chunk: tuple[int, ...]
-    pieces: list[tuple[tuple[slice, ...], np.ndarray]]  # this process's regions of the global array
-
-    @property
-    def saved(self) -> SavedArray:
-        """The array without its values."""
-        return SavedArray(self.name, self.shape, self.dtype, self.chunk)
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -77,7 +66,7 @@ def start_copies(leaves: dict[str, jax.Array]) -> dict[str, list[jax.Shard]]:
     return shards
 
 
-def copy_to_host(leaves: dict[str, jax.Array], shards: dict[str, list[jax.Shard]], orders: Orders) -> list[HostArray]:
+def copy_to_host(leaves: dict[str, jax.Array], shards: dict[str, list[jax.Shard]], orders: Orders) -> list[Part]:
     """The arrays, each with the shards that `start_copies` began to copy."""
     arrays = []
     for name, leaf in leaves.items():
@@ -85,7 +74,7 @@ def copy_to_host(leaves: dict[str, jax.Array], shards: dict[str, list[jax.Shard]
         # over the buffer that it was donated: the step gets a copy.
         pieces = [(shard.index, np.asarray(shard.data)) for shard in shards[name]]
         chunk = tuple(max(1, size) for size in leaf.sharding.shard_shape(leaf.shape))
-        order = orders.get(name)
+        shape, order = _stored_shape(leaf, orders.get(name)), orders.get(name)
         if order is not None:
             pieces = [
                 ((stored, *index[1:]), values[own])
@@ -96,13 +85,12 @@ def copy_to_host(leaves: dict[str, jax.Array], shards: dict[str, list[jax.Shard]
             indices = leaf.sharding.devices_indices_map(leaf.shape).values()
             every = [stored for index in indices for stored, _ in order.consecutive(index[0])]
             chunk = (math.gcd(*(edge for layers in every for edge in (layers.start, layers.stop))), *chunk[1:])
-        arrays.append(HostArray(name, _stored_shape(leaf, order), str(leaf.dtype), chunk, pieces))
+        pieces = [(bounded(index, shape), values) for index, values in pieces]
+        arrays.append((SavedArray(name, shape, str(leaf.dtype), chunk), pieces))
     return arrays
 
 
 # ---- files --------------------------------------------------------------------------------------------------------
-
-Box = tuple[slice, ...]
 
 
 def bounded(box: Sequence[slice], shape: Sequence[int]) -> Box:
@@ -155,12 +143,7 @@ class StoredArray:
     def checksum(self, index: tuple[int, ...]) -> int:
         """The checksum at the end of the file of a chunk. Raises Damaged if it has none."""
         key, values = self.saved.key(index), self.saved.chunk_bytes - CHECKSUM_BYTES
-        try:
-            end = self._store.read(f"{self._directory}/{key}", slice(values, None))
-        except OSError as error:
-            if "OUT_OF_RANGE" not in str(error):
-                raise
-            end = b""
+        end = self._store.read(f"{self._directory}/{key}", values)
         if end is None:
             raise self._damaged(f"{key} is missing.")
         if len(end) != CHECKSUM_BYTES:
@@ -198,13 +181,13 @@ class StoredArray:
         return whole if dtype is None else whole.astype(dtype, copy=False)
 
 
-def write_arrays(store: Store, directory: str, arrays: list[HostArray]) -> dict[str, dict[int, int]]:
+def write_arrays(store: Store, directory: str, arrays: list[Part]) -> dict[str, dict[int, int]]:
     """Writes this process's part of the arrays. Raises OSError, with the array's name, once all writing has ended.
 
     Returns:
         by array: the crc32c of each chunk that was written, by the place of the chunk in C order.
     """
-    written: dict[str, dict[int, int]] = {array.name: {} for array in arrays}
+    written: dict[str, dict[int, int]] = {saved.name: {} for saved, _ in arrays}
 
     def write(target: StoredArray, box: Box, values: np.ndarray) -> None:
         saved = target.saved
@@ -216,10 +199,9 @@ def write_arrays(store: Store, directory: str, arrays: list[HostArray]) -> dict[
         written[saved.name].update(found)
 
     jobs = []
-    for array in arrays:
-        target = StoredArray(store, directory, array.saved)
-        for box, values in array.pieces:
-            jobs.append(functools.partial(write, target, bounded(box, array.shape), values))
+    for saved, pieces in arrays:
+        target = StoredArray(store, directory, saved)
+        jobs += [functools.partial(write, target, box, values) for box, values in pieces]
     in_parallel(jobs)
     return written
 

@@ -16,55 +16,46 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
 from shardlib.places import shown_path
 from shardwright.run.files import LOCK, REPORT
 from shardwright.run.optional import why
+from shardwright.run.stores import agreed
 from shardwright.settings.words import say
 from shardwright_data.foreign import open_no_link, parse_json
 
 TRACE = "trace.tmp"
 """Directory in that of a run in which JAX writes a trace."""
-_UNFINISHED = ("metrics.jsonl.tmp", "samples.jsonl.tmp", "training_step_optimized_hlo_*.tmp", f"{REPORT}.*.tmp", TRACE)
-_OF_A_START = (*_UNFINISHED, "metrics.jsonl", "samples.jsonl", "config.yaml", "source", "training_step_optimized_hlo_*")
-_OF_A_START += (REPORT,)
-"""Files that a start may write before its first step."""
-_OF_A_RUN = (*_OF_A_START, LOCK, "checkpoints", "plugins", "trackers.json*", "events.out.tfevents*", "wandb")
+_WRITTEN = (
+    *("metrics.jsonl*", "samples.jsonl*", "config.yaml", "source", "training_step_optimized_hlo_*", f"{REPORT}*"),
+    *("checkpoints", "plugins", "trackers.json*", "events.out.tfevents*", "wandb", LOCK, TRACE),
+)
 """Files and directories that a run writes."""
 KEPT_STARTS = 3
 """Starts whose compiled step and profile stay in the directory of a run."""
 _DATE = re.compile(r"\d{4}(_\d\d){5}")
 _PROBE_BYTES = 2**20
-_LONGEST_PATH = 3000
-"""Bytes of a run's path. Linux takes 4,096, of which the files of a checkpoint need some hundred."""
-_MESSAGE_BYTES = 6000
 
 
 def check_place(root: str, name: str | None) -> None:
     """Raises ValueError if paths.root_working_dir and paths.model_name cannot be those of a run. Looks at no disk."""
-    for setting, value in {"paths.root_working_dir": root, "paths.model_name": name or "x"}.items():
+    for setting, value in {"paths.root_working_dir": root, "paths.model_name": "x" if name is None else name}.items():
+        if value == "":
+            raise ValueError(f"{setting} is empty; give a directory, or the name of the run.")
         if "://" in value:
             raise ValueError(
                 f"{setting} is {value!r}, a URL, but the metrics of a run need a file system. Give a directory here; "
                 "only paths.checkpoints may be a URL."
             )
-        if not value.isprintable():
-            raise ValueError(f"{setting} is {value!a}; leave out the characters that cannot be printed.")
-    if root == "":
-        raise ValueError("paths.root_working_dir is empty; give a directory, . for the current one.")
-    if name is None:
-        return
-    if name == "":
-        raise ValueError("paths.model_name is empty; give the run a name.")
-    inside = os.path.normpath(name)
-    if inside == "." or name.startswith("~") or os.path.isabs(inside) or inside.split(os.sep)[0] == "..":
+        if not value.isprintable() or "\\" in value:
+            raise ValueError(f"{setting} is {value!a}; leave out backslashes and what cannot be printed.")
+    inside = os.path.normpath(name or "x")
+    if inside == "." or inside.startswith("~") or os.path.isabs(inside) or inside.split(os.sep)[0] == "..":
         raise ValueError(
             f"paths.model_name is {name!r}, which is no directory inside of paths.root_working_dir; give the run a "
             "name, and the place of all runs in paths.root_working_dir."
@@ -72,26 +63,11 @@ def check_place(root: str, name: str | None) -> None:
 
 
 def place(root: str, name: str) -> Path:
-    """The directory of the run, without `..`, which tensorstore does not take. Absolute if not below the current one.
-
-    Raises ValueError for a path that is too long, for one with a backslash, which tensorstore takes for a slash, and
-    for the home directory of a user that there is not.
-    """
-    try:
-        # Symbolic links in the name stay: they may lead to another disk.
-        directory = Path(shown_path(str(Path(root).expanduser().resolve() / os.path.normpath(name))))
-    except (OSError, RuntimeError) as error:
-        raise ValueError(f"paths.root_working_dir is {root!r}: {why(error)}.") from error
-    if (length := len(os.fsencode(directory.absolute()))) > _LONGEST_PATH:
-        raise ValueError(
-            f"the path of the run has {length:,} bytes; it may have {_LONGEST_PATH:,}. Give a shorter "
-            "paths.root_working_dir or paths.model_name."
-        )
-    if "\\" in str(directory):
-        raise ValueError(
-            f"the path of the run is {str(directory)!r}; checkpoints cannot be written to a path with a backslash. "
-            "Give another paths.root_working_dir or paths.model_name."
-        )
+    """The directory of the run, without `..`, which tensorstore does not take: relative if below the current one."""
+    # Symbolic links in the name stay: they may lead to another disk.
+    directory = Path(shown_path(str(Path(os.path.expanduser(root)).resolve() / os.path.normpath(name))))
+    if "\\" in str(directory):  # which tensorstore takes for a slash
+        raise ValueError(f"the path of the run is {str(directory)!r}; choose one without a backslash.")
     return directory
 
 
@@ -118,11 +94,9 @@ def make_default(root: str, config: str) -> tuple[str, Path, list[Path]]:
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
             directory.mkdir()
-        except FileExistsError:
-            if not directory.exists():  # a file is where a parent should be
-                raise _cannot_write(directory, NotADirectoryError(errno.ENOTDIR, "a parent is a file")) from None
-            continue
         except OSError as error:
+            if isinstance(error, FileExistsError) and directory.exists():
+                continue
             raise _cannot_write(directory, error) from error
         return name, directory, made
     raise AssertionError
@@ -133,8 +107,7 @@ def run_directory(root: str, name: str | None, config: str) -> Iterator[tuple[st
     """Name and directory of a run. Inside the context no other run is in it; it can be written; no rest is in it.
 
     With several processes all call this: process 0 makes and locks the directory, and all try to write there. If one
-    fails, all raise the same error. After an error before the first step, what this start made is removed. An OSError
-    about a file in the directory is raised again with the path and the reason alone.
+    fails, all raise the same error. After an error before the first step, what this start made is removed.
 
     Args:
         root: paths.root_working_dir.
@@ -150,14 +123,9 @@ def run_directory(root: str, name: str | None, config: str) -> Iterator[tuple[st
         directory = place(root, name)
         made = missing(directory)
     with contextlib.ExitStack() as cleanup:
-        _in_all(lambda: _prepare(directory, made, cleanup) if jax.process_index() == 0 else None)
-        _in_all(lambda: _try(directory))
-        try:
-            yield name, directory
-        except OSError as error:
-            if error.filename is None or not Path(os.fsdecode(error.filename)).is_relative_to(directory):
-                raise
-            raise OSError(f"{os.fsdecode(error.filename)}: {why(error)}.") from error
+        agreed(lambda: _prepare(directory, made, cleanup) if jax.process_index() == 0 else None)
+        agreed(lambda: _try(directory))
+        yield name, directory
 
 
 def missing(directory: Path) -> list[Path]:
@@ -168,13 +136,14 @@ def missing(directory: Path) -> list[Path]:
 def _prepare(directory: Path, made: list[Path], cleanup: contextlib.ExitStack) -> None:
     try:
         cleanup.push(lambda kind, *_: remove_empty(made) if kind else None)
-        _check_entries(directory)
+        own = _own_entries(directory)
         cleanup.enter_context(locked(directory))
         # Before the lock is released.
         cleanup.push(lambda kind, *_: _remove_start(directory) if kind and directory in made else None)
-        if (directory / "metrics.jsonl").exists() or (directory / "config.yaml").exists():  # else it is of no run
-            for path in itertools.chain(*map(directory.glob, _UNFINISHED)):
-                _remove(path)
+        if directory / "metrics.jsonl" in own or directory / "config.yaml" in own:  # else it is of no run
+            for path in own:
+                if path.suffix == ".tmp":
+                    _remove(path)
         if not (checkpoints := directory / "checkpoints").exists():
             checkpoints.mkdir()
             cleanup.push(lambda kind, *_: remove_empty([checkpoints]) if kind else None)
@@ -182,12 +151,12 @@ def _prepare(directory: Path, made: list[Path], cleanup: contextlib.ExitStack) -
         raise _cannot_write(directory, error) from error
 
 
-def _check_entries(directory: Path) -> None:
-    """Raises ValueError for a link where a run writes, or a pipe: the directory may be a stranger's.
+def _own_entries(directory: Path) -> list[Path]:
+    """What runs wrote in a directory. Raises ValueError for a link or a pipe there: it may be a stranger's.
 
     A link would lead the run to files of the user, and a pipe would let it wait.
     """
-    own = (path for path in directory.glob("*") if any(map(path.match, _OF_A_RUN)))
+    own = [path for path in directory.glob("*") if any(map(path.match, _WRITTEN))]
     below = (path for name in ("source", "plugins") for path in (directory / name).rglob("*"))
     for path in itertools.chain(own, below):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
@@ -195,6 +164,7 @@ def _check_entries(directory: Path) -> None:
                 f"{directory} has {str(path.relative_to(directory))!r}, where a run writes, as a link, a pipe or a "
                 "device. Remove it. To keep checkpoints on another disk give paths.checkpoints."
             )
+    return own
 
 
 def _try(directory: Path) -> None:
@@ -263,30 +233,14 @@ def _holder(file: Any) -> str:
         return "another process"
 
 
-def _in_all(action: Callable[[], None]) -> None:
-    """Calls `action` in each process. Where any raises a ValueError, all raise the first one."""
-    message = ""
-    try:
-        action()
-    except ValueError as error:
-        if jax.process_count() == 1:
-            raise
-        message = str(error)
-    if jax.process_count() > 1:
-        sent = np.frombuffer(message.encode(errors="replace")[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES, b"\0"), np.uint8)
-        messages = [bytes(x).rstrip(b"\0").decode(errors="replace") for x in multihost_utils.process_allgather(sent)]
-        if failed := [message for message in messages if message]:
-            raise ValueError(failed[0])
-
-
 def _remove_start(directory: Path) -> None:
-    """Removes what a start wrote, if no step was logged or saved. What is not known stays."""
+    """Removes what a start wrote into the directory that it made, if no step was logged or saved."""
     checkpoints = directory / "checkpoints"
     if (checkpoints.is_dir() and any(checkpoints.iterdir())) or has_begun(directory):
         return
-    for path in itertools.chain(*map(directory.glob, _OF_A_START)):
-        _remove(path)
-    remove_empty([checkpoints])
+    for path in directory.glob("*"):
+        if path.name != LOCK and any(map(path.match, _WRITTEN)):  # what is not known stays
+            _remove(path)
 
 
 def remove_older(newest: Path, pattern: str) -> None:
@@ -319,11 +273,8 @@ def has_begun(directory: Path) -> bool:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
+    with contextlib.suppress(OSError):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _cannot_write(path: Path, error: OSError) -> ValueError:

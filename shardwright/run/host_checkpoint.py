@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardwright.run.checkpoint_arrays import HostArray, StoredArray, box_of, chunk_cache, write_arrays
-from shardwright.run.initial_weights import find_checkpoint, last_step
+from shardwright.run.checkpoint import find_checkpoint
+from shardwright.run.checkpoint_arrays import StoredArray, box_of, chunk_cache, write_arrays
 from shardwright.run.manifest import SavedArray, check_json, commit, directory_of, saved_arrays, with_checksums
-from shardwright.run.stores import Store
+from shardwright.run.stores import MANIFEST, Store
 
 CHUNK_BYTES = 2**26
 """Largest size of a chunk that is written here. A chunk is the least that can be read: with small ones a process reads
@@ -29,7 +29,7 @@ def open_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[i
         ValueError: there is no such checkpoint.
         Damaged: it is damaged.
     """
-    checkpoints, found = find_checkpoint(path, step, last_step)
+    checkpoints, found = find_checkpoint(path, step)
     with checkpoints:
         manifest, store = checkpoints.manifest(found), checkpoints.store
     directory, cache = directory_of(found), chunk_cache()
@@ -60,26 +60,26 @@ def write_checkpoint(
         OSError: the checkpoint could not be written. Nothing is left that looks like one.
     """
     store, name = Store(directory), directory_of(step)
-    final, temporary = Path(directory) / name, f"{name}.tmp"
-    if final.exists():
+    final = Path(directory) / name
+    if (final / MANIFEST).exists():
         raise ValueError(
             f"cannot save step {step}: {final} is there already. Move it away, or choose another directory."
         )
     check_json(metadata)
-    store.remove(temporary)
+    store.remove(name)
     saved = {key: SavedArray(key, x.shape, str(x.dtype), _chunk(x)) for key, x in arrays.items()}
     written: dict[str, dict[int, int]] = {key: {} for key in arrays}
     try:
         for key, index, values in parts:
-            array, box = saved[key], box_of(index, saved[key].shape)
+            box = box_of(index, saved[key].shape)
             piece = (box, values.reshape([at.stop - at.start for at in box]))
-            part = HostArray(key, array.shape, array.dtype, array.chunk, [piece])
-            written[key] |= write_arrays(store, temporary, [part])[key]  # of a chunk of several parts, the last counts
+            # Of a chunk of several parts, the last checksum counts.
+            written[key] |= write_arrays(store, name, [(saved[key], [piece])])[key]
         whole = with_checksums(saved.values(), [written])
-        check({array.name: StoredArray(store, temporary, array) for array in whole})
-        commit(store, temporary, step, whole, metadata)
+        check({array.name: StoredArray(store, name, array) for array in whole})
+        commit(store, step, whole, metadata)
     except BaseException:
-        store.remove(temporary)
+        store.remove(name)
         raise
     return final
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.placement import LayerPlacement
-from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.checkpoint import find_checkpoint
 from shardwright.run.checkpoint_arrays import NO_ORDERS, Orders
 from shardwright.run.config import Config
 from shardwright.run.directory import has_begun
@@ -21,39 +20,6 @@ from shardwright.run.saved import saved_config
 from shardwright.run.stages import stack_orders
 from shardwright.settings.differences import config_differences
 from shardwright.settings.words import say
-
-
-def find_checkpoint(
-    path: str | os.PathLike,
-    step: int | None = None,
-    latest: Callable[[Checkpointer], int | None] = Checkpointer.latest_step,
-) -> tuple[Checkpointer, int]:
-    """Checkpoints of a run, which the caller closes, and the step of one of them.
-
-    Args:
-        path: directory or URL of a run, or of one checkpoint.
-        step: step of the checkpoint; None for the last.
-        latest: returns the last step. The default returns the same step in all processes.
-
-    Raises:
-        ValueError: there is no such checkpoint.
-    """
-    place = os.fspath(path).rstrip("/")
-    above, _, name = place.rpartition("/")
-    if re.fullmatch(r"\d{10}", name) and not os.path.isdir(f"{place}/checkpoints"):
-        if step not in (None, int(name)):
-            raise ValueError(f"{place} is the checkpoint of step {int(name)}, but step is {step}; give one of the two.")
-        return Checkpointer(above or "."), int(name)
-    checkpoints = Checkpointer(f"{place}/checkpoints")
-    found = latest(checkpoints) if step is None else step
-    if found is None:
-        checkpoints.close()
-        raise ValueError(
-            f"no complete checkpoint in {checkpoints.store.url}: give a run's directory, such as runs/<name>, or that "
-            "of one checkpoint, such as runs/<name>/checkpoints/0000000500. If the run set paths.checkpoints, they are "
-            "there."
-        )
-    return checkpoints, found
 
 
 def check_begins(directory: Path, checkpoints: str | None) -> None:
@@ -79,11 +45,6 @@ def check_begins(directory: Path, checkpoints: str | None) -> None:
 def checkpoints_of(place: str, name: str) -> str:
     """Path or URL of the checkpoints of the run `name`, where paths.checkpoints is `place`."""
     return f"{place.rstrip('/')}/{name}/checkpoints"
-
-
-def last_step(checkpoints: Checkpointer) -> int | None:
-    """Step of the last complete checkpoint, without starting the devices to ask other processes."""
-    return max(checkpoints.steps(), default=None)
 
 
 def read_weights(

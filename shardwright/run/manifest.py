@@ -67,10 +67,6 @@ class SavedArray(NamedTuple):
         """Size of the files of all chunks."""
         return math.prod(self.grid) * self.chunk_bytes
 
-    def chunks(self) -> Iterable[tuple[int, ...]]:
-        """Index of each chunk, in C order."""
-        return itertools.product(*map(range, self.grid))
-
     def number(self, index: tuple[int, ...]) -> int:
         """Place of a chunk in C order."""
         return int(np.ravel_multi_index(index, self.grid)) if index else 0
@@ -186,12 +182,11 @@ def with_checksums(
     return whole
 
 
-def commit(store: Store, temporary: str, step: int, arrays: list[SavedArray], metadata: dict) -> None:
-    """Turns the chunks in the directory `temporary` into a checkpoint: writes all metadata, and the manifest last.
+def commit(store: Store, step: int, arrays: list[SavedArray], metadata: dict) -> None:
+    """Turns the chunks in the directory of a step into a checkpoint: writes all metadata, and the manifest last.
 
     Args:
         store: where the checkpoints are.
-        temporary: where the chunks are. It gets the name of the step if it has another.
         step: the step.
         arrays: all arrays, with their checksums.
         metadata: what the program adds to the manifest.
@@ -199,12 +194,11 @@ def commit(store: Store, temporary: str, step: int, arrays: list[SavedArray], me
     Raises:
         OSError: the store failed.
     """
+    directory = directory_of(step)
     files = metadata_files(arrays)
-    in_parallel([functools.partial(store.write, f"{temporary}/{key}", text.encode()) for key, text in files.items()])
-    store.write(f"{temporary}/{MANIFEST}", manifest_text(step, arrays, metadata).encode())
-    store.sync(temporary)
-    if temporary != directory_of(step):
-        store.rename(temporary, directory_of(step))
+    in_parallel([functools.partial(store.write, f"{directory}/{key}", text.encode()) for key, text in files.items()])
+    store.sync(directory)
+    store.write(f"{directory}/{MANIFEST}", manifest_text(step, arrays, metadata).encode())
 
 
 def saved_arrays(manifest: Mapping[str, Any]) -> dict[str, SavedArray]:

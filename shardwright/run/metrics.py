@@ -25,9 +25,6 @@ from shardwright_data.foreign import parse_json
 
 _SPEED_WINDOW = 20
 """Steps over which the speed on the terminal is averaged."""
-_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
-PATIENCE_S = 60.0
-"""Seconds that lines wait in memory for a file that cannot be written, before the run is to end."""
 
 
 class RunLog:
@@ -46,10 +43,8 @@ class RunLog:
     does not have, are the strings "NaN", "Infinity", and "-Infinity". The line of an event has its name as "event",
     which no step's line has.
 
-    With several processes all make the same calls, and process 0 writes and prints.
-
-    Lines that cannot be written wait in memory, and are tried again with the next one. After PATIENCE_S seconds
-    `failure` says so, until they are written.
+    With several processes all make the same calls, and process 0 writes and prints. Lines that cannot be written wait
+    in memory, and are tried again with the next one. `sync` and `close` raise OSError while there are any.
 
     Args:
         directory: of the run; created if missing.
@@ -74,31 +69,27 @@ class RunLog:
         see: Callable[[int, Mapping[str, Any]], None] = lambda step, values: None,
         send: Callable[[dict[str, Any]], Any] = lambda record: None,
     ):
-        self.directory, self.total_steps, self.start_step, self.speed = Path(directory), total_steps, start_step, speed
-        self._see, self._send = see, send
-        self._pending: tuple[int, Mapping[str, jax.Array], Mapping[str, int] | None] | None = None
-        self._later: list[tuple[int, str, Mapping[str, Any]]] = []
+        self.total_steps, self.speed, self._see, self._send = total_steps, speed, see, send
         self.events: list[tuple[int, str]] = []
         """Step and name of each event that was logged."""
+        self.highest_mfu = 0.0
+        """Highest MFU over several steps so far."""
+        self._pending: tuple[int, Mapping[str, jax.Array], Mapping[str, int] | None] | None = None
+        self._later: list[dict[str, Any]] = []
         self._last_end: float | None = None
         self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
         self._validation: float | str | None = None
-        self._not_finite: set[tuple[str, str]] = set()
         self._path = self._file = self._terminal = None
-        self.highest_mfu = 0.0
-        """Highest MFU over several steps so far."""
-        self._unwritten = b""
-        self._failing: tuple[float, OSError] | None = None
+        self._unwritten, self._told = b"", False
         if jax.process_index() != 0:
             return
-        self._path = path = self.directory / "metrics.jsonl"
+        self._path = path = Path(directory) / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._terminal = Terminal(console or Console(), start_step, total_steps, print_every)
         if start_step == 0 and path.exists() and path.stat().st_size:
-            self._print(f"{path}: of a run without a checkpoint, kept as {keep_metrics(self.directory).name}")
+            self._print(f"{path}: of a run without a checkpoint, kept as {keep_metrics(path.parent).name}")
             path.unlink()
-        dropped = remove_later_lines(path, start_step)
-        if dropped:
+        if dropped := remove_later_lines(path, start_step):
             self._print(f"{path}: removed {dropped} unreadable lines of an interrupted run")
         # Without a buffer, so that it is known which bytes were written.
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (close closes it)
@@ -138,8 +129,7 @@ class RunLog:
         if not values.get("skipped"):  # the lines of other steps do without it
             values.pop("skipped", None)
         now = time.perf_counter()
-        seconds = None if self._last_end is None else now - self._last_end
-        self._last_end = now
+        seconds, self._last_end = None if self._last_end is None else now - self._last_end, now
         record = {"step": step, **values, "tokens": (step + 1) * self.speed.tokens_per_step}
         if source_tokens:
             record["source_tokens"] = dict(source_tokens)
@@ -147,26 +137,18 @@ class RunLog:
             self._durations.append(seconds)
             record |= {"seconds": seconds} | self.speed.of_step(seconds)
         self._write_line(record)
-        if "skipped" not in values:  # `see` tells more of such a step
-            self._warn_if_not_finite(step, values)
         self._show(step, values)
-        later, self._later = self._later, []
-        for known, event, found in later:
-            self._write_line({"step": known, "event": event} | found)
+        while self._later:
+            self._write_line(self._later.pop(0))
         self._see(step, values)
 
     def log_later(self, step: int, event: str, get: Callable[[], Mapping[str, Any]]) -> None:
         """Writes an event of a step that is dispatched next, right after its metrics. Prints nothing.
 
-        Waits for the devices.
-
-        Args:
-            step: index of the step.
-            event: its name.
-            get: computes its JSON values before the step. The time is counted for no step.
+        `get` computes the event's JSON values before the step. It may wait for the devices. Its time is of no step.
         """
         self.flush()
-        self._later.append((step, event, get()))
+        self._later.append({"step": step, "event": event} | get())
         self.events.append((step - 1, event))  # it is computed between the steps
         self._pass_time()
 
@@ -178,11 +160,8 @@ class RunLog:
     def log_event(self, step: int, event: str, values: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
         """Writes and prints an event after step `step`, such as a validation. Waits for the devices.
 
-        Args:
-            step: index of the step.
-            event: its name, such as "validation".
-            values: scalars, strings, or anything JSON can hold, by name; or a function that computes them, whose time
-                is counted for no step.
+        `values` are scalars, strings, or anything JSON can hold, by name; or a function that computes them, whose time
+        counts for no step.
         """
         self.flush()
         self.events.append((step, event))
@@ -191,18 +170,12 @@ class RunLog:
         self._print(f"step {step + 1}  {event}  " + "  ".join(_text(name, value) for name, value in values.items()))
         if event == "validation":
             self._validation = values.get("loss")
-        self._warn_if_not_finite(step, values, event)
         self._pass_time()
 
     def add_event(self, step: int, event: str, values: Mapping[str, Any]) -> None:
-        """Writes an event of an earlier step that became known later. Waits for nothing, and prints only if it cannot.
+        """Writes an event of an earlier step that became known later, without arrays. Prints only if it cannot.
 
-        May come from any thread, and after `close`.
-
-        Args:
-            step: index of the step.
-            event: its name.
-            values: as for `log_event`, but no arrays.
+        Waits for nothing. May come from any thread, and after `close`.
         """
         if self._path is not None:
             record = {"step": step, "event": event} | {name: _plain(x) for name, x in values.items()}
@@ -210,12 +183,18 @@ class RunLog:
             with optional(f"the event {event} of step {step}"), open(self._path, "a") as file:
                 file.write(_line(record))
 
-    @property
-    def failure(self) -> str | None:
-        """Why the run is to end: the file, and why it cannot be written. None as long as it may go on."""
-        if self._failing is None or time.monotonic() - self._failing[0] < PATIENCE_S:
-            return None
-        return self._problem(self._failing[1])
+    def sync(self) -> None:
+        """Writes the metrics of the last step, and waits until the disk has all lines.
+
+        Raises OSError, with the path, if it does not take them. They stay in memory.
+        """
+        self.flush()
+        if self._file is not None:
+            try:
+                self._write()
+                os.fsync(self._file.fileno())
+            except OSError as error:
+                raise OSError(self._problem(error)) from error
 
     def close(self) -> None:
         """Writes the metrics of the last step and ends the bar. Further calls do nothing.
@@ -224,25 +203,15 @@ class RunLog:
         """
         now_at("ending", paused=True)
         try:
-            self.flush()
+            self.sync()
+        except OSError as error:
+            raise OSError(f"{error}; lines of its last steps are lost.") from error
         finally:
             if self._terminal is not None:
                 self._terminal.close()
             file, self._file = self._file, None
             if file is not None:
-                try:
-                    with file:
-                        self._write(file)
-                        os.fsync(file.fileno())
-                except OSError as error:
-                    raise OSError(f"{self._problem(error)}; lines of its last steps are lost.") from error
-
-    def sync(self) -> None:
-        """Writes the metrics of the last step, and waits until the disk has all lines."""
-        self.flush()
-        if self._file is not None:
-            with optional(str(self._path)):
-                os.fsync(self._file.fileno())
+                file.close()
 
     def _write_line(self, record: dict[str, Any]) -> None:
         if self._file is None:
@@ -250,33 +219,25 @@ class RunLog:
         self._send(record)
         self._unwritten += _line(record).encode()
         try:
-            self._write(self._file)
+            self._write()
         except OSError as error:
-            if self._failing is None:
-                self._failing = time.monotonic(), error
-                self._print(f"WARNING: {self._problem(error)}; trying again for {PATIENCE_S:g} s")
+            if not self._told:
+                self._print(f"WARNING: {self._problem(error)}; its lines wait in memory")
+            self._told = True
         else:
-            if self._failing is not None:
-                self._failing = None
+            if self._told:
                 self._print(f"{self._path} is written again; nothing is lost")
+            self._told = False
 
-    def _write(self, file: Any) -> None:
+    def _write(self) -> None:
         """Writes all lines that are not written yet. Raises OSError where it cannot, or if the file is not there."""
-        if not os.path.samestat(os.stat(self._path), os.fstat(file.fileno())):
+        if not os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
             raise FileNotFoundError(errno.ENOENT, "another file is in its place")
         while self._unwritten:
-            self._unwritten = self._unwritten[file.write(self._unwritten) :]
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def _problem(self, error: OSError) -> str:
         return f"{self._path} cannot be written: {error.strerror or error}"
-
-    def _warn_if_not_finite(self, step: int, values: Mapping[str, Any], event: str = "training") -> None:
-        for name, value in values.items():
-            if not any(x in _NOT_FINITE for x in (value if isinstance(value, list) else [value])):
-                self._not_finite.discard((event, name))
-            elif (event, name) not in self._not_finite:
-                self._not_finite.add((event, name))
-                self._print(f"WARNING: the {event} {name} is {value} at step {step}")
 
     def _show(self, step: int, values: Mapping[str, Any]) -> None:
         if self._terminal is None:
@@ -293,25 +254,23 @@ class RunLog:
             parts += [f"{_si(speed['tokens_per_second'])} tokens/s"]
             parts += [f"MFU {100 * speed['mfu']:.1f}%" if speed["mfu"] <= 1 else "MFU over 100%"]
             eta = duration((self.total_steps - step - 1) * seconds)
-        parts += named(sorted(values.keys() - {"loss"}))
-        self._terminal.show(step + 1, eta, values.get("loss"), parts)
+        self._terminal.show(step + 1, eta, parts + named(sorted(values.keys() - {"loss"})))
 
     def _print(self, text: str) -> None:
         if self._terminal is not None:
             self._terminal.print(text)
 
 
-def has_event(directory: str | os.PathLike, step: int, event: str) -> bool:
+# ---- the file -----------------------------------------------------------------------------------------------------
+
+
+def has_event(directory: Path, step: int, event: str) -> bool:
     """Whether metrics.jsonl has a line of this event at this step."""
-    path = Path(directory) / "metrics.jsonl"
+    path = directory / "metrics.jsonl"
     if not path.exists():
         return False
     with open(path, errors="replace") as file:
         return any(f'"event": "{event}"' in line and f'"step": {step},' in line for line in file)
-
-
-def _line(record: dict[str, Any]) -> str:
-    return json.dumps(record, allow_nan=False) + "\n"
 
 
 def keep_metrics(directory: Path) -> Path | None:
@@ -319,7 +278,7 @@ def keep_metrics(directory: Path) -> Path | None:
 
     The copy is on the disk as a whole or not at all, and replaces none of the same second.
     """
-    path = Path(directory) / "metrics.jsonl"
+    path = directory / "metrics.jsonl"
     if not path.exists():
         return None
     temporary = path.with_name(path.name + ".tmp")
@@ -329,8 +288,7 @@ def keep_metrics(directory: Path) -> Path | None:
         os.fsync(copy.fileno())
     stem = f"metrics_{time.strftime('%Y_%m_%d_%H_%M_%S', time.gmtime())}"
     names = itertools.chain([stem], (f"{stem}_{i}" for i in itertools.count(2)))
-    free = (kept for name in names if not (kept := path.with_name(f"{name}.jsonl")).exists())
-    return temporary.rename(next(free))
+    return temporary.rename(next(kept for name in names if not (kept := path.with_name(f"{name}.jsonl")).exists()))
 
 
 def remove_later_lines(path: Path, step: int) -> int:
@@ -357,6 +315,27 @@ def remove_later_lines(path: Path, step: int) -> int:
     return unreadable
 
 
+# ---- values -------------------------------------------------------------------------------------------------------
+
+
+def check_metrics(metrics: Any) -> None:
+    """Raises ValueError for metrics of a step that RunLog cannot write. Their shapes are enough."""
+    fields = vars(metrics)
+    layers = [name for value in fields.values() if isinstance(value, LayerMetrics) for name in value.names]
+    names = [*OF_A_STEP, *fields, *layers]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f"the step's Metrics, or the Extras of a layer, have {twice[0]!r}, a name that the log or the step has "
+            "already; choose another."
+        )
+    for name, value in fields.items():
+        if value is not None and not isinstance(value, LayerMetrics) and len(value.shape) > 1:
+            raise ValueError(
+                f"the step's Metrics have {name} of shape {value.shape}; the log takes scalars and vectors. Reduce it, "
+                "or make it several fields."
+            )
+
+
 def _fetch(values: Mapping[str, Any]) -> dict[str, Any]:
     # A list, because device_get sorts the keys of a dict.
     fetched = jax.device_get(list(values.values()))
@@ -369,25 +348,8 @@ def _fetch(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def check_metrics(metrics: Any) -> None:
-    """Raises ValueError for metrics of a step that RunLog cannot write. Their shapes are enough."""
-    for name, value in vars(metrics).items():
-        if name in OF_A_STEP:
-            raise ValueError(
-                f"the step's Metrics have a field {name!r}, which the log has itself; choose another name."
-            )
-        if isinstance(value, LayerMetrics):
-            taken = {*OF_A_STEP, *vars(metrics)} & set(value.names)
-            if taken:
-                raise ValueError(
-                    f"a layer gives a metric {sorted(taken)[0]!r} in its Extras, a name that the step has already; "
-                    "choose another."
-                )
-        elif value is not None and len(value.shape) > 1:
-            raise ValueError(
-                f"the step's Metrics have {name} of shape {value.shape}; the log takes scalars and vectors. Reduce it, "
-                "or make it several fields."
-            )
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
 
 
 def _plain(value: Any) -> Any:
@@ -396,7 +358,7 @@ def _plain(value: Any) -> Any:
         return [_plain(x) for x in value]
     value = value.item() if hasattr(value, "item") else value
     if isinstance(value, float) and not math.isfinite(value):
-        return json.dumps(value)  # one of _NOT_FINITE
+        return json.dumps(value)  # NaN, Infinity or -Infinity
     return value
 
 
@@ -408,14 +370,11 @@ def _text(name: str, value: Any) -> str:
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, list):  # of the layers
-        finite = [x for x in value if x not in _NOT_FINITE]
-        return f"{sum(finite) / len(finite):.4g}" if len(finite) == len(value) else "NaN"
+    if isinstance(value, list) and value:  # of the layers
+        return f"{sum(map(float, value)) / len(value):.4g}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _si(value: float) -> str:
-    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= factor:
-            return f"{value / factor:.1f}{suffix}"
-    return f"{value:.1f}"
+    factor, suffix = next((x for x in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= x[0]), (1, ""))
+    return f"{value / factor:.1f}{suffix}"

@@ -14,9 +14,8 @@ from shardwright.cluster.devices import make_mesh, simulate_devices
 from shardwright.modeling.model import LanguageModel
 from shardwright.modeling.weights import shapes_of
 from shardwright.run import config as run_config
-from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.checkpoint import Checkpointer, find_checkpoint
 from shardwright.run.checkpoint_arrays import Orders
-from shardwright.run.initial_weights import find_checkpoint, last_step
 from shardwright.run.manifest import Damaged
 from shardwright.run.provenance import compare_source, provenance_of
 from shardwright.run.resuming import config_of
@@ -147,7 +146,7 @@ def open_run(run: str, step: int | None, trust: bool) -> Iterator[SavedRun]:
     """
     if "://" not in run and not Path(run).is_dir():
         raise ValueError(f"there is no run {run}: `run` is a run's directory, for example runs/<name>.")
-    checkpoints, step = find_checkpoint(run, step, last_step)
+    checkpoints, step = find_checkpoint(run, step)
     with checkpoints:
         try:
             metadata = checkpoints.metadata(step)

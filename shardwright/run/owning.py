@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import jax
 
-from shardwright.run.checkpoint import Checkpointer, agreed
+from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.directory import locked, missing, remove_empty
-from shardwright.run.stores import Store
+from shardwright.run.stores import agreed
 from shardwright_data.foreign import parse_json
 
 OWNER = ".owner"
@@ -40,31 +40,18 @@ def _own(checkpoints: Checkpointer, stack: contextlib.ExitStack) -> None:
         stack.callback(remove_empty, missing(store.path))
         stack.enter_context(locked(store.path))
         return
-    me = secrets.token_hex(8)
-    who = {"id": me, "pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
-    store.write(OWNER, json.dumps(who).encode())
+    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    me = {"id": secrets.token_hex(8), "pid": os.getpid(), "host": socket.gethostname(), "since": since}
+    store.write(OWNER, json.dumps(me).encode())
 
     def check() -> None:
-        if (other := _owner(store)) and other.get("id") != me:
-            words = f"process {other.get('pid')!r} on {other.get('host')!r}, since {other.get('since')!r}"
-            raise OSError(
-                f"another run saves to {store.url}: {words}. End one of the two, and give it another paths.model_name."
-            )
-
-    def leave() -> None:
-        with contextlib.suppress(OSError):
-            if (_owner(store) or {}).get("id") == me:
-                store.remove_file(OWNER)
+        try:
+            other = parse_json(store.read(OWNER) or b"{}")
+            if other.get("id", me["id"]) == me["id"]:
+                return
+            words = f": process {other.get('pid')!r} on {other.get('host')!r}, since {other.get('since')!r}"
+        except (ValueError, AttributeError):
+            words = ""
+        raise OSError(f"another run saves to {store.url}{words}. End one of the two, or rename it (paths.model_name).")
 
     checkpoints.check_owner = check
-    stack.callback(leave)
-
-
-def _owner(store: Store) -> dict | None:
-    """Content of the file; None without one. It is not trusted."""
-    content = store.read(OWNER)
-    try:
-        found = None if content is None else parse_json(content)
-    except ValueError:
-        return {}
-    return found if isinstance(found, dict) or found is None else {}

@@ -8,10 +8,10 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from shardwright.modeling.model import is_shipped, module_of
-from shardwright.run.checkpoint import Checkpointer, agreed
+from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config, register_schema, to_config
-from shardwright.run.manifest import Damaged
 from shardwright.run.saved import check_modules, literal, saved_config
+from shardwright.run.stores import Damaged, agreed
 from shardwright.settings.differences import config_differences
 from shardwright_data.loader import check_skips
 from shardwright_data.loader import fixed_settings as fixed_data_settings
@@ -105,8 +105,7 @@ def choose_checkpoint(
     Raises:
         ValueError: there is no checkpoint of step `wanted`, or none that is whole.
     """
-    lost, there = agreed(lambda: (checkpoints.lost(), checkpoints.steps()))
-    damaged |= dict.fromkeys(lost, "its manifest is missing.")
+    there = agreed(checkpoints.steps)
     # A run that went back may have deleted, as the oldest, the checkpoint that it went back to.
     absent = wanted is not None and wanted not in there
     while (step := checkpoints.latest_step(without=damaged)) is not None:

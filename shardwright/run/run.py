@@ -19,8 +19,7 @@ from shardwright.cluster.watch import watched_batches
 from shardwright.modeling.attention_calls import check_paths, describe_attention
 from shardwright.modeling.model import COMPUTE_DTYPES, inputs_of
 from shardwright.run.causality import describe_causality
-from shardwright.run.checkpoint import Checkpointer, agreed
-from shardwright.run.checkpoint_care import set_aside
+from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.compiling import compile_step, start_drawing
 from shardwright.run.config import Config
 from shardwright.run.directory import override
@@ -42,6 +41,7 @@ from shardwright.run.saved import saved_config
 from shardwright.run.skipping import SkippedSteps, are_finite, check_finite, described_documents
 from shardwright.run.soundness import check_steps
 from shardwright.run.stages import describe_stages, placement_of, stack_orders
+from shardwright.run.stores import agreed
 from shardwright.run.trackers import tracked
 from shardwright.settings.words import say
 from shardwright_data.loader import Prefetcher, TokenBatch, batch_of, batch_shapes, check_skips, make_loader, steps_for
@@ -85,7 +85,7 @@ class Run:
         self.c, self.forward, self.model = c, forward, forward.model
         self.directory, self.programs, self.stopped_by = directory, programs, None
         self.print = lambda text: say(text) if jax.process_index() == 0 else None
-        self._source_differs = self._failure = None  # sentences: on the source, and on why the log ends the run
+        self._source_differs: str | None = None
         self._failed_saves, self._told = 0, False
         self._damaged: dict[int, str] = {}
         self._hlo = self._drawing = self._loss = None
@@ -185,10 +185,10 @@ class Run:
         agreed(lambda: self._prepare_place() if jax.process_index() == 0 else None)
 
     def _prepare_place(self) -> None:
-        later = {*self.checkpoints.steps(), *self.checkpoints.lost()}
-        if later := sorted(step for step in later if step > self.start or step in self._damaged):
+        steps = self.checkpoints.steps()
+        if later := [step for step in steps if step > self.start or step in self._damaged]:
             metrics = keep_metrics(self.directory)  # first: afterwards no start would know of a later step
-            place = set_aside(self.checkpoints.store, later)
+            place = self.checkpoints.set_aside(later)
             kept = f", and their metrics kept as {metrics}" * bool(metrics)
             self.print(
                 f"WARNING    going on from step {self.start}; the checkpoints {later} are moved to {place}{kept}"
@@ -314,10 +314,6 @@ class Run:
         """
         self.done, self._loss = step + 1, metrics.loss
         self._log.log(step, vars(metrics), self.loader.source_tokens(self._batch_of(step)))
-        if self._log.failure and not self._failure:
-            self._failure = self._log.failure
-            self.print(f"{self._failure}. The run saves a checkpoint and ends.")
-            self._stop.request("metrics cannot be written")
         if self.checkpoints.failure and not self._told:
             self._told = True
             self.print(f"WARNING: {self.checkpoints.failure} The run goes on, and saves the next one.")
@@ -365,7 +361,7 @@ class Run:
         metadata = {"config": dataclasses.asdict(self.c), "loader": loader, "provenance": self.provenance}
 
         def check() -> None:
-            self._log.sync()  # a complete checkpoint has the lines of all its steps
+            agreed(self._log.sync)  # a complete checkpoint has the lines of all its steps
             metadata["skips"] = self._skips.state()
             self.checkpoints.rotates = not self._skips.in_a_row  # what made steps fail may be in the newest already
             check_finite(finite, self.done, self.checkpoints.latest_step, self._replay_of(self.done - 1))
@@ -417,8 +413,6 @@ class Run:
             resume = override("paths.model_name", self.c.paths.model_name or self.directory.name)
             self.print(f"To resume: the same command, with {resume}")
             self._log.close()
-            if self._failure:
-                raise OSError(self._failure)
             print_page(*self._finish_page("stopped", self.stopped_by))
             return self.stopped_by
         self._log.close()

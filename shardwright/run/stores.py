@@ -4,17 +4,21 @@ A key is a path in a store, such as `0000000500/weights/embed/zarr.json`.
 """
 
 import concurrent.futures
-import contextlib
 import os
 import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import jax
+import numpy as np
 import tensorstore as ts
+from jax.experimental import multihost_utils
 
 from shardwright_data import flat_tokens
+
+T = TypeVar("T")
 
 MANIFEST = "zarr.json"
 """Last part of the key of a checkpoint's manifest. zarr readers need this file, and complain about any other."""
@@ -22,6 +26,7 @@ STORE_ERRORS = (OSError, ValueError, RuntimeError, IndexError, NotImplementedErr
 """Exceptions of tensorstore, by the kind of the failure."""
 WORKERS = 16
 """Files, or arrays that are restored, that a process reads or writes at a time."""
+_MESSAGE_BYTES = 6000
 
 
 class Damaged(OSError, ValueError):
@@ -39,7 +44,7 @@ class Store:
 
     Attributes:
         url: the place, for messages.
-        path: the directory; None at a URL. Only a directory can be renamed at once.
+        path: the directory; None at a URL.
 
     Raises:
         ValueError: a URL that tensorstore cannot read, or that does not answer, or that is mistyped.
@@ -57,10 +62,8 @@ class Store:
             self.url = str(self.path)
         else:
             self.url = self.url.rstrip("/")
-            # In the context in which a wrong address shows in seconds.
-            waiting = flat_tokens.open_kvstore(self.url, flat_tokens.opening_context()).read(MANIFEST)
-            try:
-                waiting.result()
+            try:  # in a context in which a wrong address shows in seconds
+                flat_tokens.open_kvstore(self.url, flat_tokens.opening_context()).read(MANIFEST).result()
             except STORE_ERRORS as error:
                 raise ValueError(
                     f"{self.url} cannot be reached: {error}. Check the address and the credentials."
@@ -73,89 +76,95 @@ class Store:
         except STORE_ERRORS as error:
             raise OSError(f"cannot {action} {self.url}/{key}: {error}") from error
 
-    def read(self, key: str, part: slice | None = None) -> bytes | None:
-        """The content, or a part of its bytes; None if it is missing."""
-        found = self._result(self.kvstore.read(key, byte_range=part), "read", key)
+    def read(self, key: str, start: int = 0) -> bytes | None:
+        """The content from the byte `start` on, empty where it is shorter; None if the file is missing."""
+        try:
+            found = self._result(self.kvstore.read(key, byte_range=slice(start, None)), "read", key)
+        except OSError as error:
+            if "OUT_OF_RANGE" not in str(error):
+                raise
+            return b""
         return found.value if found.state == "value" else None
 
-    def write(self, key: str, content: bytes) -> None:
-        """Writes a file."""
-        self._result(self.kvstore.write(key, content), "write", key)
-
-    def keys(self, directory: str) -> list[str]:
-        """Keys of all files below a directory; "" is the store."""
-        kept = ts.KvStore.KeyRange(f"{directory}/", f"{directory}0") if directory else ts.KvStore.KeyRange()
-        return [key.decode() for key in self._result(self.kvstore.list(kept), "list", directory)]
+    def write(self, key: str, content: bytes | None) -> None:
+        """Writes a file. With None removes it, if it is there."""
+        self._result(self.kvstore.write(key, content), "write" if content is not None else "remove", key)
 
     def directories(self) -> dict[str, bool]:
         """Name of each directory at the top, and whether there is a manifest in it. At a URL, lists all keys."""
         if self.path is not None:
             found = self.path.iterdir() if self.path.is_dir() else ()
             return {entry.name: (entry / MANIFEST).is_file() for entry in found if entry.is_dir()}
-        parts = [key.partition("/") for key in self.keys("")]
+        parts = [key.decode().partition("/") for key in self._result(self.kvstore.list(), "list", "")]
         manifests = {name for name, _, rest in parts if rest == MANIFEST}
         return {name: name in manifests for name, slash, _ in parts if slash}
 
     def remove(self, directory: str) -> None:
-        """Removes a directory, if it is there. It never looks whole when it is half removed."""
+        """Removes a directory, if it is there: the manifest first, so that no half of it passes for a checkpoint."""
+        if self.path is None or (self.path / directory).exists():
+            self.write(f"{directory}/{MANIFEST}", None)
         if self.path is None:
-            self.remove_file(f"{directory}/{MANIFEST}")
-            kept = ts.KvStore.KeyRange(f"{directory}/", f"{directory}0")
-            self._result(self.kvstore.delete_range(kept), "remove", directory)
-            return
-        temporary = f"{directory.removesuffix('.tmp')}.tmp"
-        if (self.path / temporary).exists():
-            shutil.rmtree(self.path / temporary)
-        if (self.path / directory).exists():
-            self.rename(directory, temporary)
-            shutil.rmtree(self.path / temporary)
+            self._result(self.kvstore.delete_range(_below(directory)), "remove", directory)
+        elif (self.path / directory).exists():
+            shutil.rmtree(self.path / directory)
 
-    def remove_file(self, key: str) -> None:
-        """Removes a file, if it is there."""
-        self._result(self.kvstore.write(key, None), "remove", key)
-
-    def rename(self, directory: str, name: str) -> None:
-        """Gives a directory another key, durably. At a URL its files are copied, and then removed."""
-        if self.path is None:
-            # The manifest is the last to arrive, and the first to go.
-            for key in sorted(self.keys(directory), key=lambda key: key == f"{directory}/{MANIFEST}"):
-                self.write(name + key.removeprefix(directory), self.read(key))
-            self.remove(directory)
+    def move(self, directory: str, target: str) -> None:
+        """Gives a directory another key. At a URL its files are copied, the manifest last, and then removed."""
+        if self.path is not None:
+            (self.path / target).parent.mkdir(parents=True, exist_ok=True)
+            (self.path / directory).rename(self.path / target)
             return
-        target = self.path / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        (self.path / directory).rename(target)
-        _sync_directory(target.parent)
+        keys = [key.decode() for key in self._result(self.kvstore.list(_below(directory)), "list", directory)]
+        for key in sorted(keys, key=lambda key: key == f"{directory}/{MANIFEST}"):
+            self.write(target + key.removeprefix(directory), self.read(key))
+        self.remove(directory)
 
     def sync(self, directory: str) -> None:
-        """Makes the names of all files below a directory durable. At a URL, they are."""
-        if self.path is not None:
-            for path, _, _ in os.walk(self.path / directory):
-                _sync_directory(path)
+        """Makes the names of all files below a directory durable, and its own. At a URL, they are."""
+        if self.path is None:
+            return
+        for path in [str(self.path), *(path for path, _, _ in os.walk(self.path / directory))]:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
-def _sync_directory(path: str | os.PathLike) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _below(directory: str) -> ts.KvStore.KeyRange:
+    return ts.KvStore.KeyRange(f"{directory}/", f"{directory}0")
 
 
-def in_parallel(jobs: Sequence[Callable[[], Any]]) -> list:
+def in_parallel(jobs: Sequence[Callable[[], T]]) -> list[T]:
     """The results of all, which ran WORKERS at a time. After an error no other begins.
 
     The error is raised once all have ended: a write that continued would bring back files that the next save removes.
     """
     with concurrent.futures.ThreadPoolExecutor(WORKERS, thread_name_prefix="chunk") as pool:
-        futures: list[concurrent.futures.Future] = []
-        # In a program that is ending no thread begins; then the rest is done here.
-        with contextlib.suppress(RuntimeError):
-            for job in jobs:
-                futures.append(pool.submit(job))
+        futures = [pool.submit(job) for job in jobs]
         concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
         pool.shutdown(cancel_futures=True)
-    failed = [future.exception() for future in futures if not future.cancelled() and future.exception()]
-    if failed:
-        raise failed[0]
-    return [future.result() for future in futures] + [job() for job in jobs[len(futures) :]]
+    for future in futures:
+        if not future.cancelled() and (error := future.exception()):
+            raise error
+    return [future.result() for future in futures]
+
+
+def agreed(action: Callable[[], T]) -> T:
+    """The result of `action`, which all processes call. Damaged, OSError or ValueError in one is raised in all."""
+    if not jax.distributed.is_initialized() or jax.process_count() == 1:  # asked in this order: no devices start
+        return action()
+    kinds, raised, result, sent = (Damaged, OSError, ValueError), None, None, b""
+    try:
+        result = action()
+    except kinds as error:
+        raised = error
+        kind = next(i for i, kind in enumerate(kinds) if isinstance(error, kind))
+        sent = f"{kind}{error}".encode(errors="replace")[:_MESSAGE_BYTES]
+    sent = np.frombuffer(sent.ljust(_MESSAGE_BYTES, b"\0"), np.uint8)
+    texts = [bytes(text).rstrip(b"\0").decode(errors="replace") for text in multihost_utils.process_allgather(sent)]
+    if raised is not None:
+        raise raised
+    if failed := next(filter(None, texts), ""):
+        raise kinds[int(failed[0])](failed[1:])
+    return result

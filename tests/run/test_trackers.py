@@ -1,5 +1,6 @@
 """Trackers get the numbers of metrics.jsonl, as their own files show, and never stop a run."""
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -17,7 +18,7 @@ import pytest
 from processes import Run
 
 from shardwright.run import trackers
-from shardwright.run.trackers import Opened, Tracker, TrackersConfig, check_or_enqueue, check_trackers, numbers, tracked
+from shardwright.run.trackers import TrackersConfig, check_or_enqueue, check_trackers, numbers, tracked
 
 ROOT = Path(__file__).parents[2]
 
@@ -118,7 +119,7 @@ with tracked(TrackersConfig([name], "ours"), Path(directory), "tiny", start, {"m
 @pytest.mark.parametrize("name", READ)
 @pytest.mark.filterwarnings("ignore")  # of the trackers
 def test_a_tracker_has_the_numbers_of_both_starts_of_a_run(name, tmp_path, monkeypatch):
-    if importlib.util.find_spec(trackers.TRACKERS[name].package) is None:
+    if importlib.util.find_spec(trackers.TRACKERS[name][0]) is None:
         pytest.skip(f"{name} is not installed")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -144,12 +145,17 @@ class Fake:
         self.kind = kind
         self.fails, self.lines, self.closed, self.go = fails, [], False, threading.Event()
 
+    @contextlib.contextmanager
     def open(self, package, facts):
         self._fail("open")
         if self.fails == "slow to open":
             self.go.wait(10)
         self.facts = facts
-        return Opened("its name", self.log, self.close)
+        try:
+            yield "its name", self.log
+        finally:
+            self._fail("close")
+            self.closed = True
 
     def log(self, values, step):
         self._fail("log")
@@ -157,17 +163,13 @@ class Fake:
             self.go.wait(10)
         self.lines.append((step, values))
 
-    def close(self):
-        self._fail("close")
-        self.closed = True
-
     def _fail(self, what):
         if self.fails == what:
             raise self.kind(f"no\nnetwork in {what}\x1b[2J")
 
 
 def send_to(monkeypatch, tmp_path, *fakes, lines=FIRST):
-    named = {f"fake{i}": Tracker("json", fake.open) for i, fake in enumerate(fakes)}
+    named = {f"fake{i}": ("json", fake.open) for i, fake in enumerate(fakes)}
     monkeypatch.setattr(trackers, "TRACKERS", named)
     with tracked(TrackersConfig(list(named)), tmp_path, "tiny", 0, {}) as send:
         for line in lines:
@@ -223,7 +225,6 @@ def test_strange_names_are_not_given_to_a_tracker(text, tmp_path, monkeypatch, c
     ("c", "message"),
     [
         (TrackersConfig(["wandbb"]), "trackers.names is 'wandbb'; .*Did you mean wandb"),
-        (TrackersConfig(["wandb", "wandb"]), "trackers.names has wandb twice. Name each tracker once."),
         (TrackersConfig([], queue="gpu"), r"trackers.queue is 'gpu', a queue of ClearML, but .* \[\]. Add clearml"),
     ],
 )
@@ -233,7 +234,7 @@ def test_wrong_settings(c, message):
 
 
 def test_a_tracker_that_is_not_installed(monkeypatch):
-    monkeypatch.setitem(trackers.TRACKERS, "absent", Tracker("no_such_package", None))
+    monkeypatch.setitem(trackers.TRACKERS, "absent", ("no_such_package", None))
     c = TrackersConfig(["absent"])
     check_trackers(c)  # a run made elsewhere can be read here
     with pytest.raises(ValueError, match=r"trackers.names has absent, .* not installed: pip install no_such_package"):
@@ -259,12 +260,13 @@ def test_a_run_is_the_same_with_a_tracker(tmp_path):
 )
 def test_wandb_without_a_login_writes_files_and_asks_nothing(mode, is_known, expected, tmp_path, monkeypatch, capsys):
     given = {}
-    opened = types.SimpleNamespace(id="x", define_metric=lambda *_, **__: None, log=print, finish=print)
+    opened = types.SimpleNamespace(id="x", define_metric=lambda *_, **__: None, log=print, finish=lambda: None)
     stub = types.SimpleNamespace(Settings=dict, login=lambda prompt: is_known and not prompt)
     stub.init = lambda **options: given.update(options) or opened
     monkeypatch.delenv("WANDB_MODE", raising=False)
     if mode:
         monkeypatch.setenv("WANDB_MODE", mode)
-    trackers.TRACKERS["wandb"].open(stub, trackers.Facts("name", tmp_path, "project", 0, {}, None))
+    with trackers.TRACKERS["wandb"][1](stub, trackers.Facts("name", tmp_path, "project", 0, {}, None)):
+        pass
     assert given["mode"] == expected
     assert ("wandb sync" in capsys.readouterr().out) == (expected == "offline")

@@ -16,8 +16,7 @@ from s3_server import S3Server
 import train
 from shardwright.modeling.model import load_model
 from shardwright.run import run as run_module
-from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.initial_weights import find_checkpoint
+from shardwright.run.checkpoint import Checkpointer, find_checkpoint
 from shardwright.run.resuming import choose_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -43,13 +42,11 @@ def checkpoints(tmp_path):
 def test_the_latest_whose_manifest_is_whole(checkpoints, tmp_path):
     assert choose_checkpoint(checkpoints, None, {})[0] == 15
     spoil(tmp_path / "0000000015/zarr.json")
-    (tmp_path / "0000000010/zarr.json").unlink()
     damaged = {}
-    assert choose_checkpoint(checkpoints, None, damaged)[0] == 5
+    assert choose_checkpoint(checkpoints, None, damaged)[0] == 10
     assert "is not the manifest that was written" in damaged[15]
-    assert damaged[10] == "its manifest is missing."
-    damaged[5] = "spoiled."
-    with pytest.raises(ValueError, match=r"^no checkpoint in .* is whole .*step 15: .*; step 10: its .*; step 5: .*$"):
+    damaged |= {10: "spoiled.", 5: "spoiled."}
+    with pytest.raises(ValueError, match=r"^no checkpoint in .* is whole .*step 15: .*; step 10: sp.*; step 5: .*$"):
         choose_checkpoint(checkpoints, None, damaged)
 
 

@@ -11,7 +11,7 @@ from losses_of_runs import losses
 
 import train
 from shardwright.modeling.model import load_model
-from shardwright.run.initial_weights import find_checkpoint
+from shardwright.run.checkpoint import find_checkpoint
 from shardwright.run.resuming import config_of
 
 ROOT = Path(__file__).parents[2]

@@ -16,10 +16,9 @@ import train
 from shardwright.cluster.devices import compile_program, known_options
 from shardwright.modeling.attention import KERNELS
 from shardwright.modeling.model import inputs_of, load_model
-from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.checkpoint import Checkpointer, find_checkpoint
 from shardwright.run.config import Config as RunConfig
 from shardwright.run.files import read_config
-from shardwright.run.initial_weights import find_checkpoint, last_step
 from shardwright.run.microscope import StepWithoutStages
 from shardwright.run.opening import StagesChoice, mesh_of_steps, read_state, trusted_options
 from shardwright.run.provenance import compare_source, provenance_of
@@ -121,7 +120,7 @@ def checkpoints_of(run: str) -> Iterator[Checkpointer | None]:
     if "://" not in run and not Path(run).is_dir():
         raise ValueError(f"there is no run {run}: `run` is a run's directory, for example runs/<name>.")
     try:
-        checkpoints, _ = find_checkpoint(run, None, last_step)
+        checkpoints, _ = find_checkpoint(run)
     except ValueError:
         config = Path(run) / "config.yaml"
         if not config.exists() or read_config(config).get("paths", {}).get("checkpoints"):
