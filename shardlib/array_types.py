@@ -232,13 +232,9 @@ def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
     return [(f"{path}[{key!r}]", inner, part) for key, part in parts]
 
 
-def _with_dims(dims: str, t: ArrayType) -> ArrayType:
-    """The array type with `dims` before its own."""
-    return ArrayType(t.dtype, parse_shape(f"{dims} {t.spec}"), t.used and _with_dims(dims, t.used))
-
-
-def _on_mesh(t: ArrayType) -> ArrayType:
-    return ArrayType(t.dtype, on_mesh(t.spec), t.used and _on_mesh(t.used))
+def _stacked(dims: str, t: ArrayType) -> ArrayType:
+    """The array type with `dims` before its own, as the current mesh has it."""
+    return ArrayType(t.dtype, on_mesh(parse_shape(f"{dims} {t.spec}")), t.used and _stacked(dims, t.used))
 
 
 def arrays_of(
@@ -255,7 +251,7 @@ def arrays_of(
     """
     options = {"dims": dims, "only_arrays": only_arrays}
     if isinstance(t, ArrayType):
-        yield path, _on_mesh(_with_dims(dims, t)), value
+        yield path, _stacked(dims, t), value
     elif isinstance(t, Array):
         yield from arrays_of(t.inner, value, path, dims=f"{dims} {t.dims}", only_arrays=only_arrays)
     elif isinstance(t, Subset):
@@ -276,11 +272,16 @@ def arrays_of(
         )
 
 
+def arrays_in(t, value, path: str = "") -> list[tuple[str, ArrayType, typing.Any]]:
+    """`arrays_of` without those that are absent from `value`."""
+    return [found for found in arrays_of(t, value, path) if found[2] is not ABSENT]
+
+
 def map_arrays(fn: collections.abc.Callable, x):
     """`x`, a dataclass of array types, with fn(path, array type, array) in place of each array."""
     leaves, structure = jax.tree.flatten(x, is_leaf=is_opaque)
-    types = [(path, array) for path, array, part in arrays_of(type(x), x) if part is not ABSENT]
-    return structure.unflatten([fn(*named, leaf) for named, leaf in zip(types, leaves, strict=True)])
+    parts = zip(arrays_in(type(x), x), leaves, strict=True)
+    return structure.unflatten([fn(path, array, leaf) for (path, array, _), leaf in parts])
 
 
 # ---- shardings --------------------------------------------------------------------------------------------------
@@ -310,7 +311,7 @@ def _empty(t):
 def _map_like(t, leaf, like):
     """A pytree like `like`, with `leaf(array_type)` for each array of type `t`; of type `t` if `like` is None."""
     like = _empty(t) if like is None else like
-    leaves = [leaf(array) for _, array, part in arrays_of(t, like) if part is not ABSENT]
+    leaves = [leaf(array) for _, array, _ in arrays_in(t, like)]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from shardlib import jax_errors
-from shardlib.array_types import ABSENT, ArrayType, DType, arrays_of, is_typed, partition_spec
+from shardlib.array_types import ABSENT, ArrayType, DType, arrays_in, arrays_of, is_typed, partition_spec
 from shardlib.checks import Scope, check_sharding, check_sizes, check_value, checking, current_scope, note_type
 from shardlib.parsing import ShardError
 from shardlib.places import place_of
@@ -41,23 +41,15 @@ def _check_dtype(t: ArrayType, value) -> None:
         )
 
 
-def _location(*parts: str) -> str:
-    """Place of an error: the parts that are not empty, from the outermost in."""
-    return ": ".join(filter(None, parts))
-
-
 def _check(t, value, where: str):
     """Checks `value` against the annotation `t` and returns it."""
-    with checking(where):
-        for path, array, part in arrays_of(t, value):
-            if part is ABSENT:
-                continue
-            with checking(_location(where, path, repr(array)), value=part) as sizes:
-                check_value(array.spec, part, sizes, gathered_ahead=True)
-                if not (isinstance(part, Copy) and set(part.axes) & array.spec.sharded):
-                    # A weight gathered ahead may have the compute dtype: ops compare it with their other operands.
-                    _check_dtype(array, part)
-            note_type(part, str(array.spec))
+    for path, array, part in arrays_in(t, value, where):
+        with checking(f"{path}: {array!r}", value=part) as sizes:
+            check_value(array.spec, part, sizes, gathered_ahead=True)
+            if not (isinstance(part, Copy) and set(part.axes) & array.spec.sharded):
+                # A weight gathered ahead may have the compute dtype: ops compare it with their other operands.
+                _check_dtype(array, part)
+        note_type(part, str(array.spec))
     return value
 
 
@@ -163,9 +155,9 @@ def typed(fn):
 # ---- shard_map --------------------------------------------------------------------------------------------------
 
 
-def _place(array: ArrayType, value, where: str):
+def _place(path: str, array: ArrayType, value):
     """`value` sharded as its type says: replicated and host arrays are placed, other shardings are refused."""
-    with checking(f"{where}: {array!r}", value=value) as sizes:
+    with checking(f"{path}: {array!r}", value=value) as sizes:
         devices_along(sorted(array.spec.sharded))
         if is_opaque(value):
             raise ShardError("a partial sum or copy exists inside shard_map only", "pass an array")
@@ -192,8 +184,8 @@ def typed_shard_map(fn):
 
     Every argument and the result are annotated with array types, or pytree_dataclasses, tuples, lists or dicts of
     them: `list[X]`, `tuple[X, ...]` and `dict[str, X]` hold any number of X. The decorated function takes whole arrays.
-    Those sharded as annotated go in as they are, replicated and host arrays are placed,
-    and any other sharding is a ShardError. `fn` itself runs once per device, on blocks, and is checked as by `typed`.
+    Those sharded as annotated go in as they are, replicated and host arrays are placed, and any other sharding is a
+    ShardError. `fn` itself runs once per device, on blocks, and is checked as by `typed`.
     """
     annotations = dict(inspect.get_annotations(fn, eval_str=True))
     signature = inspect.signature(fn)
@@ -218,10 +210,8 @@ def typed_shard_map(fn):
         arrays, specs, types = [], [], []
         with Scope():
             for name, value in bound.arguments.items():
-                where = f"{fn.__name__}, argument {name}"
-                with checking(where):
-                    parts = [entry for entry in arrays_of(annotations[name], value) if entry[2] is not ABSENT]
-                arrays += [_place(array, part, _location(where, path)) for path, array, part in parts]
+                parts = arrays_in(annotations[name], value, f"{fn.__name__}, argument {name}")
+                arrays += [_place(*part) for part in parts]
                 specs += [partition_spec(array) for _, array, _ in parts]
                 types += [array.spec for _, array, _ in parts]
         note_arguments(types)
@@ -237,10 +227,11 @@ def typed_shard_map(fn):
             call = inspect.BoundArguments(signature, values)
             value = checked(*call.args, **call.kwargs)
             result_structure = jax.tree.structure(value, is_leaf=is_opaque)
-            parts = [entry for entry in arrays_of(result, value) if entry[2] is not ABSENT]
+            parts = arrays_in(result, value, f"{fn.__name__}, result")
+            for part in parts:
+                _refuse_to_leave(*part, place_of(fn))
             groups[:] = [out_specs.index(partition_spec(array)) for _, array, _ in parts]
-            leaving = [_leaving(array, part, fn, path) for path, array, part in parts]
-            return [[x for x, i in zip(leaving, groups, strict=True) if i == j] for j in range(len(out_specs))]
+            return [[x for (_, _, x), i in zip(parts, groups, strict=True) if i == j] for j in range(len(out_specs))]
 
         out = list(map(iter, jax.shard_map(per_device, in_specs=(specs,), out_specs=out_specs)(arrays)))
         return jax.tree.unflatten(result_structure, [next(out[i]) for i in groups])
@@ -248,13 +239,12 @@ def typed_shard_map(fn):
     return mapped
 
 
-def _leaving(array: ArrayType, part, fn, path: str):
-    """One array of the result. Raises ShardError for what cannot leave shard_map."""
+def _refuse_to_leave(path: str, array: ArrayType, part, place: str) -> None:
+    """Raises ShardError for an array of the result that cannot leave shard_map."""
     if is_opaque(part) or jax.typeof(part).manual_axis_type.reduced:
         remedy = "return it as it was before, or all_gather(..., replicated=True)"
-        error = ShardError("a copy or a gathered array cannot leave shard_map", remedy, place=place_of(fn))
-        raise error.located(_location(f"{fn.__name__}, result", path, repr(array)), f"  value: {describe(part)}")
-    return part
+        error = ShardError("a copy or a gathered array cannot leave shard_map", remedy, place=place)
+        raise error.located(f"{path}: {array!r}", f"  value: {describe(part)}")
 
 
 # ---- typeguard --------------------------------------------------------------------------------------------------
@@ -275,7 +265,7 @@ def register_with_typeguard() -> None:
 
     def check_array_type(value, origin_type, args, memo) -> None:
         try:
-            _check(origin_type, value, "")
+            _check(origin_type, value, "value")
         except ShardError as error:
             raise ArgumentError(error.problem, error.remedy, error.context) from None
 

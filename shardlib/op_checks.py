@@ -39,12 +39,15 @@ def checked_collective(
 ) -> Iterator[tuple[OpSpec, jax.Array, Sizes]]:
     """`checked_op` for a collective of one operand. Gives its spec, the array in `x`, and the sizes.
 
-    `copies` says whether the spec may have * marks, and the operand may be a copy that was gathered ahead.
+    `copies` says whether the spec may have * marks, and the operand may be a copy, also one that was gathered ahead.
     """
     with checked_op(name, spec, x) as sizes:
         op = parse(spec, 1, *["*"] * copies)
         require_shard_map()
-        yield op, check_operand(1, op.lhs[0], x, sizes, gathered_ahead=copies), sizes
+        value = check_operand(1, op.lhs[0], x, sizes, gathered_ahead=copies)
+        if isinstance(x, Copy) and not copies:
+            raise ShardError(f"operand 1 is a copy over {', '.join(x.axes)}", x.remedy())
+        yield op, value, sizes
 
 
 def parse(spec: str | bytes, operands: int, *allowed: str) -> OpSpec:
@@ -86,12 +89,6 @@ def require_shard_map() -> None:
     """Raises ShardError outside of shard_map."""
     if not inside_shard_map():
         raise ShardError("called outside of shard_map, where no device is on its own", "call it under typed_shard_map")
-
-
-def refuse_copy(position: int, value: Any) -> None:
-    """Raises ShardError for a copy."""
-    if isinstance(value, Copy):
-        raise ShardError(f"operand {position} is a copy over {', '.join(value.axes)}", value.remedy())
 
 
 def refuse_in_stage(axes: Iterable[str]) -> None:

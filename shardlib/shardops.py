@@ -44,7 +44,6 @@ from shardlib.op_checks import (
     does_nothing,
     einsum_formula,
     parse,
-    refuse_copy,
     refuse_in_stage,
     refuse_repeated_gradient,
     require_shard_map,
@@ -181,7 +180,6 @@ def pmax(spec, x):
     """Maximum over dims and over the devices that share them: `B L V/t -> B L`. Not differentiable, as `lax.pmax`."""
     with checked_collective("pmax", spec, x) as (op, value, _):
         lhs, rhs = op.lhs[0], op.rhs
-        refuse_copy(1, x)
         kept = tuple(dim for dim in lhs.dims if dim in rhs.dims)
         if rhs.dims != kept or rhs.dims == lhs.dims or lhs.partial or rhs.partial:
             raise wrong_spec(op, "drop dims, and keep the others: `B L V/t -> B L`; a partial sum is reduced first")
@@ -195,7 +193,6 @@ def all_to_all(spec, x):
     """Moves an axis from one dim to another: `L/t K -> L K/t`."""
     with checked_collective("all_to_all", spec, x) as (op, value, sizes):
         lhs, rhs = op.lhs[0], op.rhs
-        refuse_copy(1, x)
         lost, gained = ({i: axes for i, axes in enumerate(moved) if axes} for moved in axes_moved(op))
         if len(lost) != 1 or [*lost.values()] != [*gained.values()] or lhs.partial or rhs.partial:
             raise wrong_spec(op, "move the last axis of one dim to another: `L/t K -> L K/t`")
@@ -213,7 +210,6 @@ def ppermute(spec, x, *, axis: str, shift: int):
     """
     with checked_collective("ppermute", f"{spec_text(spec)} ->", x) as (op, value, _):
         shape, size = op.lhs[0], devices_along((axis,))
-        refuse_copy(1, x)
         if axis not in shape.sharded or shape.partial:
             raise ShardError(
                 f"no dim of `{shape}` is sharded over {axis}", f"name an axis that shards a dim: `L/{axis}`"

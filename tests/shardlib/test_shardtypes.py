@@ -457,7 +457,7 @@ def test_arrays_sharded_otherwise_are_rejected(mesh, jitted):
         ):
             fn(jax.device_put(X, spec), layer, np.float32(2))
     with pytest.raises(
-        ShardError, match=r"^\S+:\d+: double, argument w: w: f32\['M/d F/t'\]: the array is sharded as \(t, d\)"
+        ShardError, match=r"^\S+:\d+: double, argument w.w: f32\['M/d F/t'\]: the array is sharded as \(t, d\)"
     ):
         fn(X, Layer(jax.device_put(layer.w, P("t", "d")), None), np.float32(2))
 

@@ -302,7 +302,7 @@ MUTATIONS_WITH_STAGES = {  # the same, on a mesh with p
     "the loss is that of the last stage alone": (
         'return shardops.psum("+p ->", total), reduced(g)',
         "return total, reduced(g)",
-        "loss_and_gradients, result: [0]: f32['']: the value is a partial sum over p",
+        "loss_and_gradients, result[0]: f32['']: the value is a partial sum over p",
     ),
     "the evaluated loss is that of the last stage alone": (
         'return shardops.psum("+p ->", total), count_targets(batch)',
