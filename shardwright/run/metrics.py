@@ -69,7 +69,8 @@ class RunLog:
         see: Callable[[int, Mapping[str, Any]], None] = lambda step, values: None,
         send: Callable[[dict[str, Any]], Any] = lambda record: None,
     ):
-        self.total_steps, self.speed, self._see, self._send = total_steps, speed, see, send
+        self.start_step, self.total_steps, self.speed = start_step, total_steps, speed
+        self._see, self._send = see, send
         self.events: list[tuple[int, str]] = []
         """Step and name of each event that was logged."""
         self.highest_mfu = 0.0
