@@ -69,7 +69,8 @@ class RunLog:
         see: Callable[[int, Mapping[str, Any]], None] = lambda step, values: None,
         send: Callable[[dict[str, Any]], Any] = lambda record: None,
     ):
-        self.start_step, self.total_steps, self.speed = start_step, total_steps, speed
+        self.directory, self.speed = Path(directory), speed
+        self.start_step, self.total_steps = start_step, total_steps
         self._see, self._send = see, send
         self.events: list[tuple[int, str]] = []
         """Step and name of each event that was logged."""
