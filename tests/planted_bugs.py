@@ -7,6 +7,7 @@ import importlib
 import json
 import linecache
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,8 +23,8 @@ from shardwright.run.config import Config
 from tools.verify.__main__ import small
 from tools.verify.first_difference import causes
 from tools.verify.inputs import make_inputs, random_batch
-from tools.verify.measure import abstract_mesh_of, fresh_state, mesh_of
-from tools.verify.program import find_sources, rewritten, write_copy
+from tools.verify.meshes import ONE_DEVICE, abstract_mesh_of, mesh_of
+from tools.verify.step import fresh_state
 
 ROOT = Path(__file__).parent.parent
 SIZES = {2: {"d": (1, 2, 1), "t": (1, 1, 2)}, 4: {"d": (1, 2, 2), "t": (1, 2, 2)}, 8: {"d": (2, 2, 2), "t": (2, 2, 2)}}
@@ -134,15 +135,13 @@ BUGS = [
 def named(devices: int) -> list[tuple[Bug, list[str]]]:
     """Each bug, and what tools.verify says of it on a mesh of so many devices, in its order."""
     with tempfile.TemporaryDirectory() as directory:
-        copy = Path(directory) / "program"
-        write_copy(find_sources("train"), copy, double=True)
+        shutil.copyfile(ROOT / "train.py", Path(directory) / "train.py")
         flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(copy), str(ROOT), str(ROOT / "tests")]),
+            "PYTHONPATH": os.pathsep.join([directory, str(ROOT), str(ROOT / "tests")]),
             "PYTHONSAFEPATH": "1",
             "PYTHONDONTWRITEBYTECODE": "1",  # or else a module that is changed twice a second is not read again
             "JAX_PLATFORMS": "cpu",
-            "JAX_ENABLE_X64": "1",
             "XLA_FLAGS": f"{flags} --xla_llvm_disable_expensive_passes=true",
         }
         command = [sys.executable, __file__, str(devices)]
@@ -162,11 +161,11 @@ def main(devices: int) -> None:
     small(c, devices)
     c.model.layers = c.training.microbatches = 2
     c.training.batch_size = 2 * devices
-    with mesh_of({"p": 1, "r": 1, "d": 1, "t": 1}):
+    with mesh_of(ONE_DEVICE):
         inputs = make_inputs(c, fresh_state(c), random_batch(c))
     source = (ROOT / "train.py").read_text()
     for bug in BUGS:
-        Path(train.__file__).write_text(rewritten(bug.planted(source)[0], double=True))
+        Path(train.__file__).write_text(bug.planted(source)[0])
         linecache.checkcache()
         importlib.reload(train)
         inputs.state = jax.tree.unflatten(structure(c), jax.tree.leaves(inputs.state))  # of the classes read last

@@ -27,15 +27,10 @@ class Look:
 
     def __init__(self, program: Any, weights: Any, measure: Callable = sums):
         self._measure = measure
-        self._points, self._gradients = saved_points(program), gradient_paths(program)
+        self._points, self._gradients = saved_points(program), gradient_paths(program, weights)
         path = lambda keys: jax.tree_util.keystr(keys, simple=True, separator="/")
         self._weights = [path(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(weights)[0]]
         self._stacks = [name.startswith("layers/") for name in self._weights]
-        if len(self._gradients) != len(self._weights):
-            raise ValueError(
-                f"the step marks {len(self._gradients)} gradients of {len(self._weights)} weights. Give all gradients "
-                "the name `gradient` with checkpoint_name, as make_training_step in train.py does."
-            )
         paths = [*self._gradients, *(path for point in self._points for path in point.paths)]
         self._replay = Rerun(program, {path: [0] for path in paths}, self._take, is_same=True)
 
@@ -112,19 +107,3 @@ def _plain(values: Mapping[str, np.ndarray], by_layer: bool) -> dict[str, Any]:
     plain = lambda x: x if np.isfinite(x) else NOT_FINITE[str(x)]
     short = lambda x: plain(float(f"{x:.7g}"))  # f32 has no more digits
     return {k: [short(x) for x in v.tolist()] if by_layer else short(v.item()) for k, v in values.items()}
-
-
-def worst(described: Mapping[str, list[dict[str, Any]]], which: str) -> tuple[float, str]:
-    """The largest share that `which`, bf16 or fp8, rounds to zero, and of what: `Llama.layer q in layer 3, train.py:8`.
-
-    Among the points, and with FP8 the gradients too.
-    """
-    values = [(point[which], point["name"], f", {point['place']}") for point in described["points"]]
-    values += [(w["gradient"][which], f"the gradient of {w['name']}", "") for w in described["weights"]]
-    each = [
-        (share, f"{name} in layer {i}{place}" if isinstance(shares, list) else f"{name}{place}")
-        for shares, name, place in values
-        for i, share in enumerate(shares if isinstance(shares, list) else [shares])
-        if not isinstance(share, str)
-    ]
-    return max(each, key=lambda pair: pair[0], default=(0.0, ""))

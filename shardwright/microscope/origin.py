@@ -22,8 +22,7 @@ from shardlib.parsing import sort_axes
 from shardlib.proof.elementwise import ELEMENTWISE, SELECTIONS
 from shardlib.proof.equation import Equation
 from shardlib.proof.primitives import COLLECTIVES
-from shardwright.microscope.names import function_and_target
-from shardwright.microscope.points import callers, equations, is_loop_over_layers, loops_around
+from shardwright.microscope.points import callers, equations, function_and_target, is_loop_over_layers, loops_around
 from shardwright.microscope.rerun import Note, Path, Rerun, executed, on_all_devices
 
 KINDS = ("finite", "an infinity", "NaN")

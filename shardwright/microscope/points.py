@@ -1,15 +1,19 @@
 """The points of a traced step that are looked at: what it saves for the backward pass, and its gradients."""
 
+import ast
 import dataclasses
+import functools
+import linecache
 from collections.abc import Iterator
 from typing import Any
+
+import jax
 
 import jax_extra
 from shardlib import layers
 from shardlib.equations import CALLS
 from shardlib.places import is_installed
 from shardlib.proof.equation import Equation, frames_of
-from shardwright.microscope.names import function_and_target
 from shardwright.microscope.rerun import Path
 
 GRADIENT = "gradient"
@@ -67,6 +71,23 @@ def is_again(equation: Equation) -> bool:
     return any(caller.params.get("differentiated", False) for caller in callers(equation))
 
 
+@functools.cache
+def function_and_target(file: str, line: int) -> tuple[str, str]:
+    """The function around a line, with its class, and what the statement there assigns to: `Llama.layer` and `v`.
+
+    Each is "" where there is none.
+    """
+    try:
+        nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
+    except (SyntaxError, ValueError):  # a file that has changed since it was imported
+        return "", ""
+    around = [node for node in nodes if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno]
+    owners = [node.name for node in around if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    targets = [node.targets[0] for node in around if isinstance(node, ast.Assign)]
+    targets += [node.target for node in around if isinstance(node, ast.AnnAssign)]
+    return ".".join(owners), ast.unparse(targets[-1]) if targets else ""
+
+
 def saved_points(program: Any) -> list[Point]:
     """The points at which the step saves a value, in program order. What is computed again counts once."""
     found: dict[tuple, list[tuple[Path, Equation]]] = {}
@@ -85,9 +106,15 @@ def saved_points(program: Any) -> list[Point]:
     return points
 
 
-def gradient_paths(program: Any) -> list[Path]:
-    """The paths of the gradients, in the order of the weights."""
-    return [path for path, eq in equations(program) if eq.name == "name" and eq.params["name"] == GRADIENT]
+def gradient_paths(program: Any, weights: Any) -> list[Path]:
+    """The paths of the gradients, in the order of the weights. Raises ValueError if there are not as many."""
+    paths = [path for path, eq in equations(program) if eq.name == "name" and eq.params["name"] == GRADIENT]
+    if len(paths) != len(leaves := jax.tree.leaves(weights)):
+        raise ValueError(
+            f"the step marks {len(paths)} gradients of {len(leaves)} weights. Give all gradients the name "
+            f"`{GRADIENT}` with checkpoint_name, as make_training_step in train.py does."
+        )
+    return paths
 
 
 def unique_names(points: list[Point]) -> list[str]:

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardlib.equations import CALLS, body_of, run_again, scan_counts, values_of
 from shardlib.op_checks import varying
+from shardwright.microscope.double import in_f64, run_in_f64
 
 Path = tuple[int, ...]
 """Where an equation is in a program: Interpreter.noted."""
@@ -56,6 +57,7 @@ class Rerun:
         change: (path, number of the result, turns, operands, result, knobs) -> the result with which the replay goes
             on, of the same type. `turns` has, of each loop around it, how many ran before, and how many there are.
             Per-device code. With it, copies and the terms of partial sums are values that vary.
+        is_double: whether all floats are f64. While jax_enable_x64 is on.
     """
 
     def __init__(
@@ -65,9 +67,10 @@ class Rerun:
         take: Callable[[Path, list, jax.Array], jax.Array] = lambda path, operands, x: x,
         is_same: bool = False,
         change: Callable[..., jax.Array] | None = None,
+        is_double: bool = False,
     ):
         self._program, self._wanted, self._take, self._is_same = program, wanted, take, is_same
-        self._change, self._knobs = change, None
+        self._change, self._knobs, self._is_double = change, None, is_double
         self.notes: list[Note] = []
 
     def __call__(self, *args: Any) -> list[jax.Array]:
@@ -82,17 +85,23 @@ class Rerun:
         self.notes = [note for note, _ in values]
         return results, [value for _, value in values]
 
+    def _values(self, variables: Any, env: dict) -> list:
+        values = values_of(variables, env)
+        return list(map(in_f64, values)) if self._is_double else values
+
     def _run(self, jaxpr: Any, args: Any, path: Path, values: list, turns: tuple = ()) -> list:
         jaxpr, consts = body_of(jaxpr)
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         for eqn in jaxpr.eqns:
-            name, here, ins = eqn.primitive.name, (*path, id(eqn)), values_of(eqn.invars, env)
+            name, here, ins = eqn.primitive.name, (*path, id(eqn)), self._values(eqn.invars, env)
             if name == "shard_map":
                 outs = self._on_devices(eqn, ins, values)
             elif name in CALLS:
                 outs = self._run(eqn.params[CALLS[name]], ins, here, values, turns)
             elif name == "scan":
                 outs = self._loop(eqn, ins, here, values, turns)
+            elif self._is_double:
+                outs = self._in_f64(eqn, jaxpr, ins)
             elif self._change is None:
                 outs = run_again(eqn, jaxpr, ins)
             else:
@@ -103,7 +112,21 @@ class Rerun:
                     taken = self._take(here, ins, outs[i])
                     values.append((Note(here, i, (len(values),)), taken if self._is_same else on_all_devices(taken)))
             env.update(zip(eqn.outvars, outs, strict=True))
-        return values_of(jaxpr.outvars, env)
+        return self._values(jaxpr.outvars, env)
+
+    def _in_f64(self, eqn: Any, jaxpr: Any, ins: list) -> list:
+        run = lambda body: lambda *args: self._run(body, args, (), [])
+        if eqn.primitive.name == "cond":
+            return lax.switch(ins[0], list(map(run, eqn.params["branches"])), *ins[1:])
+        if eqn.primitive.name == "while":
+            first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+            goes_on, turn = run(eqn.params["cond_jaxpr"]), run(eqn.params["body_jaxpr"])
+            return lax.while_loop(
+                lambda carry: goes_on(*ins[:first], *carry)[0],
+                lambda carry: turn(*ins[first:last], *carry),
+                ins[last:],
+            )
+        return run_in_f64(eqn, jaxpr, ins)
 
     def _on_devices(self, eqn: Any, ins: list, values: list) -> list:
         notes: list[Note] = []

@@ -9,14 +9,11 @@ import jax
 from shardlib.placement import LayerPlacement
 from shardlib.shardtypes import Array, make_shardings
 from shardwright.cluster.watch import pause
-from shardwright.microscope.look import Look, worst
+from shardwright.microscope.look import Look
 from shardwright.modeling.model import inputs_of
 from shardwright.run.config import Config, check_divides
 from shardwright.run.stages import folded_mesh, without_stages
 from shardwright_data.loader import TokenBatch, batch_shapes
-
-MATTERS = 0.1
-"""Share of the non-zero entries of a value that its format rounds to zero, from which the terminal tells it."""
 
 
 class StepWithoutStages:
@@ -70,30 +67,16 @@ class Microscope:
     """
 
     def __init__(self, c: Config, model: Any, placement: LayerPlacement, programs: Callable, options: dict[str, Any]):
-        self._c, self._known = c, False
+        self._known = False
         self._step = StepWithoutStages(c, model, placement, programs)
         self._look = Look(self._step.program, model.table)
         self._program = jax.jit(self._look, compiler_options=options)
 
-    def look(
-        self, state: Any, batch: TokenBatch, step: Any, tell: Callable[[str], Any] = lambda line: None
-    ) -> dict[str, Any]:
-        """Statistics of the step that begins with `state`, as Look.described says. Tells a line of the worst of them.
-
-        Waits for the devices. `tell` is not called if nothing matters.
-        """
+    def look(self, state: Any, batch: TokenBatch, step: Any) -> dict[str, Any]:
+        """Statistics of the step that begins with `state`, as Look.described says. Waits for the devices."""
         with self._step.arguments(state, batch) as arguments, contextlib.ExitStack() as first:
             if not self._known:
                 first.enter_context(pause("compiling the microscope"))
             statistics = self._look.described(jax.device_get(self._program(*arguments, step)))
         self._known = True
-        if told := self.told(statistics):
-            tell(f"microscope step {step}: {told}")
         return statistics
-
-    def told(self, described: dict[str, Any]) -> str | None:
-        """A sentence on the value of which most is rounded to zero, if it is much. None: nothing to tell."""
-        t = self._c.training
-        which, name = ("fp8", "FP8") if t.fp8 else ("bf16", "bf16")
-        share, what = worst(described, which)
-        return f"{name} rounds {share:.0%} of {what}, to zero" if share >= MATTERS else None

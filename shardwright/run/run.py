@@ -300,7 +300,7 @@ class Run:
         """Logs the event `microscope` of a step, before it is dispatched, if it is due."""
         interval = self.c.training.microscope_interval
         if interval is not None and step % interval == 0:
-            look = lambda: self._microscope.look(state, batch, np.int32(step), self.print)
+            look = lambda: self._microscope.look(state, batch, np.int32(step))
             self._log.log_later(step, "microscope", look)
 
     @functools.cached_property

@@ -120,7 +120,8 @@ def test_tracing_refuses_what_it_is_said_to(number):
 
 
 def write(files: dict[str, str], directory: Path) -> None:
-    """Writes the edited files, with the other files of the packages that they are in."""
+    """Writes the edited files, with the other files of the packages that they are in, and configs/ beside them."""
+    (directory / "configs").symlink_to(ROOT / "configs")
     for file, text in files.items():
         package = Path(file).parts[0]
         if package != file and not (directory / package).exists():
@@ -148,7 +149,7 @@ def test_verify_names_the_tensor(number, tmp_path):
     line = next(line for line in done.stdout.splitlines() if "the first tensor that differs is" in line)
     assert BUGS[number]["by"] in line
     if config_of(BUGS[number])["mesh"].count("x") == 2:  # nothing within the schedule of stages is compared
-        assert f" at {BUGS[number]['edit'][0]['file']}:" in done.stdout
+        assert f"{BUGS[number]['edit'][0]['file']}:" in done.stdout
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ import train
 from jax_extra import save_for_backward
 from shardlib.program_hash import hash_of
 from shardwright.cluster.devices import make_mesh
-from shardwright.microscope.look import Look, worst
+from shardwright.microscope.look import Look
 from shardwright.microscope.points import saved_points
 from shardwright.microscope.statistics import bits, finished, sums
 from shardwright.modeling.model import load_model
@@ -237,15 +237,6 @@ def test_the_marks_leave_no_trace_in_the_program():
 def test_a_step_without_marks_is_refused():
     with pytest.raises(ValueError, match="the step marks 0 gradients of 12 weights"):
         Look(traced(SOURCE.replace(MARK, "g")).jaxpr, load_model(config().model).table)
-
-
-def test_the_worst_is_named():
-    point = {"name": "f x", "place": "a.py:3", "fp8": [0.1, 0.5], "bf16": ["NaN", 0.0]}
-    weight = {"name": "layers/w", "gradient": {"fp8": [0.2, 0.6], "bf16": 0.0}}
-    described = {"points": [point], "weights": [weight]}
-    assert worst(described, "fp8") == (0.6, "the gradient of layers/w in layer 1")
-    weight["gradient"]["fp8"] = 0.0
-    assert worst(described, "fp8") == (0.5, "f x in layer 1, a.py:3")
 
 
 def test_the_bits_tell_signs_order_and_devices_apart():

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from shardlib import marks
 from shardlib.proof.domain import UNIFORM, Dim, Part, Value, cut, whole
-from tools.verify.first_difference import Traced, assembled, first_difference
+from tools.verify.first_difference import assembled, first_difference
+from tools.verify.step import Traced
 
 SIZES = {"r": 2, "d": 2, "t": 2}
 
@@ -64,7 +65,7 @@ def traced(change, name: str) -> Traced:
 
 
 def first_of(change):
-    return first_difference(traced(change, "r=2 d=2 t=2"), traced(change, "one device"), tolerance=1e-4)
+    return first_difference(traced(change, "r=2 d=2 t=2"), traced(change, "one device"), tolerance=1e-10)
 
 
 def line_with(comment: str) -> str:

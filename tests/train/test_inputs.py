@@ -24,7 +24,7 @@ from shardwright.sampling.sampler import Sampler
 from shardwright_data import flat_tokens
 from shardwright_data.loader import DataConfig, SourceConfig, StreamConfig, make_loader
 from tools.verify.inputs import random_batch
-from tools.verify.measure import type_check
+from tools.verify.step import type_check
 
 check_modules(flat_tokens)
 

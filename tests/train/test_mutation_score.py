@@ -296,4 +296,4 @@ def test_verify_rejects_what_the_types_cannot_tell(tmp_path, i):
     mesh = "2x1x2x2" if '"t"' in mutant.after else "2x2x2x1"
     done = verify(tmp_path, mutant.source, f"verify.meshes=[2x2x2,{mesh}]")
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "the first tensor that differs is the loss summed loss at train.py:" in done.stdout
+    assert "the first tensor that differs is the metric loss" in done.stdout

@@ -9,33 +9,27 @@ The run goes on from its last checkpoint at or before the step, with the same ba
 run's own mesh the step is equal to the bit. docs/replay.md has examples.
 """
 
-import dataclasses
 import json
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from omegaconf import MISSING
 from rich.console import Console
 
 import train
+from shardwright.compiled.files import write_whole
 from shardwright.run.microscope import Microscope
 from shardwright.run.opening import StagesChoice
-from shardwright.run.provenance import ROOT
 from shardwright.settings.program import run_program
 from shardwright_data.checks import at_least_1, check_choice, within
-from tools.replay import bisect, difference, show
+from tools.replay import bisect, show, two_runs
 from tools.replay.documents import Document, codec_of, documents_of, on_host, token_losses, with_losses
 from tools.replay.nonfinite import Explainer, is_finite
-from tools.replay.session import Done, Session, common_checkpoint, logged, metrics_of, opened
-from tools.replay.sources import rebuilt
+from tools.replay.session import Done, Session, logged, metrics_of, opened
 
 
 @dataclass
@@ -54,8 +48,6 @@ class Config:
     """Devices along p, r, d and t; -1 for d, r or t: all that are left. Null: the mesh of the run."""
     documents: int = at_least_1(10)
     """Number of documents to show, at least 1."""
-    characters: int = at_least_1(160)
-    """Most characters of a document to show, at least 1."""
     microscope: bool = True
     """Whether to show statistics of the step."""
     other_source: bool = False
@@ -69,22 +61,16 @@ class Config:
     """Writes fingerprints of what the steps from here to `step` compute to `out`, which against= compares."""
 
 
-def to_step(session: Session, step: int, logs: dict[int, dict], screen: show.Screen) -> None:
-    """Does the steps before `step`, but stops before one that makes the state not finite, and says so.
-
-    Says at which step the replay first differs from the run's log, if it does.
-    """
+def to_step(session: Session, step: int, screen: show.Screen) -> None:
+    """Does the steps before `step`, but stops before one that makes the state not finite, and says so."""
     if session.step < step:
         screen.line(f"replaying   steps {session.step} to {step - 1}")
-    told = not session.is_own_mesh  # there it does
     while session.step < step:
-        number, before, done = session.step, session.state, session.advance()
-        if not told and (differs := compare(done, logs.get(number), "")):
-            told = True
-            screen.line(f"step {number}  {differs}")
+        before = session.state
+        session.advance()
         if not is_finite(session.state):
-            screen.line(f"step {number} makes the state not finite: this is the step that is shown")
-            session.step, session.state = number, before
+            session.step, session.state = session.step - 1, before
+            screen.line(f"step {session.step} makes the state not finite: this is the step that is shown")
             return
 
 
@@ -111,9 +97,11 @@ def replay(config: Config, console: Console | None = None) -> dict[str, Any]:
     if config.step is None and config.against is None:
         raise ValueError("give step=<step>, of which metrics.jsonl has the loss; or against=<another run>.")
     if config.since is not None:
-        return record(config, screen)
+        return two_runs.record(config, screen.line)
     if config.against is not None:
-        return compare_runs(config, screen)
+        if config.bisect is not None:
+            raise ValueError("against= compares two runs, and bisect= is for one step of one; give one of them.")
+        return two_runs.compare_runs(config, screen.line)
     logs = metrics_of(config.run)
     if logs and config.step > max(logs):
         raise ValueError(
@@ -122,7 +110,7 @@ def replay(config: Config, console: Console | None = None) -> dict[str, Any]:
     with opened(config.run, config.step, config.mesh, config.trust, config.other_source, screen.line) as session:
         origin = f"its checkpoint of step {session.step}" if session.step else "its beginning"
         screen.line(f"run         {config.run}, from {origin}")
-        to_step(session, config.step, logs, screen)
+        to_step(session, config.step, screen)
         return step_of(session, config, logs, screen)
 
 
@@ -132,7 +120,7 @@ def step_of(session: Session, config: Config, logs: dict[int, dict], screen: sho
     host, codec = on_host(batch), codec_of(session)
     every = documents_of(session, host)
     documents = with_losses(every, token_losses(session, batch), host.loss_mask)
-    show_documents = lambda title, found: screen.documents(title, found, codec, config.documents, config.characters)
+    show_documents = lambda title, found: screen.documents(title, found, codec, config.documents)
     if config.bisect is not None:
         usual = bisect.usual(logs, step, config.bisect)
         return bisected(session, config.bisect, usual, documents, screen, show_documents)
@@ -193,108 +181,16 @@ def bisected(
     return {"step": session.step, **both, "documents": [show.described(document) for document in found.documents]}
 
 
-def compare_runs(config: Config, screen: show.Screen) -> dict[str, Any]:
-    """Shows the settings in which two runs differ, and the first step and tensor.
-
-    Each is replayed by its own source, in a process of its own, both on one mesh.
-    """
-    runs = config.run, config.against
-    of_a_step = [name for name in ("bisect", "documents", "characters", "microscope") if given(config, name)]
-    if of_a_step:
-        raise ValueError(f"against= compares two runs, and {of_a_step[0]}= is for one step of one; give one of them.")
-    settings, sources = difference.settings(*runs), difference.sources(*runs)
-    for line in settings or ["none differs"]:
-        screen.line(f"settings    {line}")
-    for line in sources:
-        screen.line(f"source      {line}")
-    step, common = difference.first_step(*runs)
-    if config.step is not None and config.step >= common:
-        raise ValueError(f"step is {config.step}; both runs have done the steps 0 to {common - 1}. Choose one of them.")
-    if step is None and config.step is None:
-        screen.line(f"metrics     equal to the bit in all {common} steps that both runs logged")
-        return {"settings": settings, "sources": sources, "step": None, "first": None}
-    if config.step is None:
-        screen.line(f"metrics     differ first in step {step}")
-    last, mesh = step if config.step is None else config.step, config.mesh
-    # Before the step at which the metrics differ: the update of an earlier one may have made the difference.
-    start = common_checkpoint(*runs, max(last - 1, 0))
-    found = []
-    with tempfile.TemporaryDirectory() as directory:
-        for i, run in enumerate(runs):
-            root = rebuilt(run, last, Path(directory) / f"source of {i}", config.trust)
-            by = ", by the source that it kept" * (root != ROOT)
-            screen.line(f"replaying   {run} from step {start} to {last}{by}")
-            steps, mesh = recorded_by(root, run, start, last, mesh, config, Path(directory) / f"{i}.json")
-            found.append(steps)
-    first = difference.compared(*found)
-    if first is None:
-        why = "" if step is None or step > last else ": the mesh made the difference, or packages, or hardware"
-        screen.line(f"tensors     equal to the bit to step {last}, each by its own source, on one mesh{why}")
-    else:
-        screen.line(f"tensors     in step {first[0]} the first that differs is {first[1]}")
-    return {"settings": settings, "sources": sources, "step": step, "first": first}
-
-
-def recorded_by(
-    root: Path, run: str, start: int, last: int, mesh: StagesChoice, config: Config, out: Path
-) -> tuple[dict[int, list[difference.Value]], StagesChoice]:
-    """The fingerprints of the steps from `start` to `last`, and the mesh, by another process with the source in `root`.
-
-    Raises:
-        ValueError: that process failed, with its last line.
-    """
-    settings = {"run": str(Path(run).absolute()), "step": last, "since": start, "out": str(out)}
-    settings |= {"trust": config.trust, "other_source": config.other_source}
-    settings |= {f"mesh.{axis}": size for axis, size in dataclasses.asdict(mesh).items() if size is not None}
-    # -P: not what is in the working directory, from which the paths of the run's data are meant.
-    command = [sys.executable, "-P", "-m", "tools.replay", *(f"{name}={json.dumps(x)}" for name, x in settings.items())]
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
-    if done.returncode:
-        why = (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}").splitlines()[-1]
-        raise ValueError(f"{run} cannot be replayed by its source: {why}")
-    recorded = json.loads(out.read_text())
-    line = lambda place: place.removeprefix(f"{root}/")
-    values = lambda of: [(name, line(place), np.array(numbers, np.uint32)) for name, place, numbers in of]
-    return {int(step): values(of) for step, of in recorded["steps"].items()}, StagesChoice(**recorded["mesh"])
-
-
-def record(config: Config, screen: show.Screen) -> dict[str, Any]:
-    """The fingerprints of the steps from config.since to config.step, as JSON."""
-    with opened(config.run, config.since, config.mesh, config.trust, config.other_source, screen.line) as session:
-        if session.step != config.since:
-            raise ValueError(f"there is no checkpoint of step {config.since}, only of {session.step}.")
-        steps = difference.recorded(session, config.step)
-        sizes = jax.sharding.get_mesh().shape
-    plain = lambda of: [(name, place, x.reshape(-1).tolist()) for name, place, x in of]
-    mesh = {"p": sizes.get("p", 1), "r": sizes["r"], "d": sizes["d"], "t": sizes["t"]}
-    return {"mesh": mesh, "steps": {step: plain(of) for step, of in steps.items()}}
-
-
-def given(config: Config, name: str) -> bool:
-    """Whether a setting differs from its default."""
-    return getattr(config, name) != getattr(Config(), name)
-
-
 def run(config: Config) -> None:
     """Replays, and writes the result to `out`."""
     if config.bisect is not None:
         check_choice("bisect", config.bisect, ("loss", "grad_norm"))
-    if config.out is None:
-        replay(config)
-        return
-    out = Path(config.out)
-    temporary = out.with_name(f"{out.name}.tmp")
-    try:
-        temporary.touch()  # before the work
-    except OSError as error:
-        raise ValueError(f"out is {out}, which cannot be written: {error.strerror}. Choose another file.") from error
-    try:
-        text = json.dumps(replay(config), default=str, allow_nan=False) + "\n"
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    out = config.out and Path(config.out)
+    if out and not os.access(out.parent, os.W_OK):  # before the work
+        raise ValueError(f"out is {out}, whose directory cannot be written. Choose another file.")
+    found = replay(config)
+    if out:
+        write_whole(out, json.dumps(found, default=str, allow_nan=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from shardwright.run.skipping import SkippedSteps
 from shardwright.run.stages import placement_of, stack_orders
 from shardwright_data.foreign import SMALL, check_file, open_no_pipe, parse_json, shown
 from shardwright_data.loader import TokenBatch, batch_of, batch_shapes, make_loader
-from tools.replay.sources import kept_by, provenance_kept
 
 Write = Callable[[str], None]
 
@@ -146,6 +145,29 @@ def of_source(run: str) -> dict[str, Any]:
     """The part of a checkpoint's metadata on the source by which a run began; empty if it kept none."""
     found = provenance_kept(kept_by(run, 0))
     return {} if found is None else {"provenance": found}
+
+
+_OF_A_CHECKPOINT = ("source", "programs", "traced_by", "untraced")
+
+
+def kept_by(run: str, step: float = math.inf) -> Path | None:
+    """Where a run kept its source at its last start at or before a step; None if it kept none."""
+    starts = [path for path in (Path(run) / "source").glob("*") if path.name.isdecimal() and int(path.name) <= step]
+    return max(starts, key=lambda path: int(path.name), default=None)
+
+
+def provenance_kept(kept: Path | None) -> dict[str, Any] | None:
+    """What a checkpoint would say of the source that is kept; None if it is not known."""
+    if kept is None or not (kept / "provenance.json").exists():
+        return None
+    with open(kept / "provenance.json", encoding="utf-8", opener=open_no_pipe) as file:
+        try:
+            about = parse_json(file.read())
+        except ValueError as error:
+            raise ValueError(f"{kept / 'provenance.json'} cannot be read: {error}. Copy it again.") from error
+    if not isinstance(about, dict) or not isinstance(about.get("source"), dict):
+        return None
+    return {name: about[name] for name in _OF_A_CHECKPOINT if name in about}
 
 
 def common_checkpoint(a: str, b: str, step: int) -> int:

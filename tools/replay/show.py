@@ -15,6 +15,9 @@ from shardwright_data.text.codec import TextCodec
 from tools.replay.documents import Document
 from tools.replay.session import Done
 
+CHARACTERS = 160
+"""Most characters of a document that are shown."""
+
 
 class Screen:
     """Prints to a console what a stranger's run may hold."""
@@ -39,9 +42,7 @@ class Screen:
             table.add_row(*(Text(shown(str(cell))) for cell in row))
         self._console.print(table)
 
-    def documents(
-        self, title: str, documents: Sequence[Document], codec: TextCodec, most: int, characters: int
-    ) -> None:
+    def documents(self, title: str, documents: Sequence[Document], codec: TextCodec, most: int) -> None:
         """Prints the first documents: their losses and their texts."""
         rows = [
             (
@@ -50,7 +51,7 @@ class Screen:
                 x.name,
                 f"{x.start:,}",
                 f"{x.sequence}:{x.position}",
-                _text(x, codec, characters),
+                _text(x, codec),
             )
             for x in documents[:most]
         ]
@@ -90,9 +91,9 @@ def described(document: Document) -> dict[str, Any]:
     return {**of, **where, "tokens": len(document.ids), "loss": for_json(document.loss), "ids": document.ids.tolist()}
 
 
-def _text(document: Document, codec: TextCodec, characters: int) -> str:
+def _text(document: Document, codec: TextCodec) -> str:
     # A token stands for one character or more, nearly always.
-    return one_line(codec.decode(document.ids[: characters + 8].tolist()), characters)
+    return one_line(codec.decode(document.ids[: CHARACTERS + 8].tolist()), CHARACTERS)
 
 
 def _number(x: float | str, share: bool = False) -> str:

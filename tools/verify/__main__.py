@@ -8,27 +8,31 @@ Takes the configuration of a run, as `python -m train` does. The program, train.
 disk. docs/parallelism.md explains the report. Exit status 1: the meshes differ, and the first line that does is named.
 """
 
+import contextlib
 import dataclasses
-import json
 import os
-import subprocess
 import sys
-import tempfile
+import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import jax
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
+from rich.console import Console
 
+from shardwright.modeling.blockwise import small_blocks
 from shardwright.modeling.model import module_of
 from shardwright.run.config import Config, register_schema, to_config
 from shardwright.run.launch import CONFIGS
 from shardwright.settings.composing import Program
-from shardwright.settings.program import refusals_shown, start
+from shardwright.settings.program import refusal, refusals_shown, start
+from shardwright.settings.words import for_console, for_stream
 from shardwright_data.checks import check_choice, check_ranges, within
-from tools.verify.program import find_sources, write_copy
+from tools.verify.compare import compare, show
+from tools.verify.meshes import all_meshes, mesh_name
+from tools.verify.step import type_check
 
 
 @dataclass
@@ -46,12 +50,12 @@ class VerifyConfig:
     """Only traces the step on each mesh, which checks its types: in seconds, for any number of devices, without having
     them. Nothing is computed or compared."""
     precisions: list[str] = field(default_factory=lambda: ["f64", "configured"])
-    """f64: the program with f64 in place of each f32 and of the compute dtype, compared to rounding. configured: with
-    its own dtypes, compared within a band."""
+    """f64: the traced step with f64 in place of every dtype of floats, compared to rounding. configured: with its own
+    dtypes, compared within a band."""
     tolerance: float = within(1e-300, 1, 1e-10)
     """Limit in f64: largest difference over the largest entry of a tensor, in (0, 1)."""
     band: float = within(1, 1e6, 8.0)
-    """Limit in the configured dtypes, a multiple of the difference that summing in another order makes; at least 1."""
+    """Limit in the configured dtypes, a multiple of the rounding on one device; at least 1."""
 
 
 def small(c: Config, devices: int) -> None:
@@ -83,45 +87,56 @@ def small(c: Config, devices: int) -> None:
     t.loss_chunk = None if t.loss_chunk is None else n
 
 
-def run(c: Config, settings: VerifyConfig, title: str) -> int:
-    """Verifies `c`: 0 if all meshes agree, 1 if one differs, 2 if tracing or a setting is refused."""
-    sources = find_sources("train", c.model.module)
-    status = 0
-    for precision in ["configured"] if settings.only_types else settings.precisions:
-        double = precision == "f64"
-        config = dataclasses.asdict(c)
-        if double:
-            config["training"]["compute_dtype"] = config["optimizer"]["state_dtype"] = "f32"
-        job = {"config": config, "settings": dataclasses.asdict(settings), "double": double, "title": title}
-        with tempfile.TemporaryDirectory(prefix="verify_") as directory:
-            write_copy(sources, Path(directory) / "program", double)
-            (Path(directory) / "job.json").write_text(json.dumps(job))
-            simulated = 1 if settings.only_types else settings.devices
-            status = max(status, run_job(Path(directory), simulated, double))
-        if status > 1:  # refused: the next precision would be refused too
-            break
-    return status
-
-
-def run_job(directory: Path, devices: int, double: bool) -> int:
-    """Runs tools.verify.run with the program's copy in `directory`, on simulated devices."""
-    # After the copy, the search path is that of this process, with the working directory and its shardlib, if any.
-    path = [str(directory / "program"), *filter(None, sys.path), str(Path(__file__).parents[2])]
-    flags = (
-        f"--xla_force_host_platform_device_count={devices} "
+def simulate(devices: int) -> None:
+    """Has JAX simulate so many devices. Before anything runs on one."""
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} "
         "--xla_allow_excess_precision=false "  # or else what is rounded to bf16 would depend on what is fused
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # most of the time is compilation
     )
-    environment = os.environ | {
-        # PYTHONSAFEPATH: or else a train.py in the working directory would come before the copy.
-        "PYTHONPATH": os.pathsep.join(path),
-        "PYTHONSAFEPATH": "1",
-        "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_X64": "1" if double else "0",
-        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip(),
-    }
-    command = [sys.executable, "-m", "tools.verify.run", str(directory / "job.json")]
-    return subprocess.run(command, env=environment).returncode
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+
+
+def run(c: Config, settings: VerifyConfig, title: str) -> int:
+    """Verifies `c` and prints the report: 0 if all meshes agree, 1 if one differs. Raises ValueError on a refusal."""
+    console, progress = Console(width=None if sys.stdout.isatty() else 160), Console(stderr=True)
+    write = lambda text: console.print(for_console(text, console), soft_wrap=True, markup=False, highlight=False)
+    meshes, others = all_meshes(c, settings.devices, settings.meshes)
+    if not meshes:
+        raise ValueError(
+            f"no mesh of {settings.devices} devices divides the model: {others[0][1]} verify.small=true has sizes that "
+            "all meshes divide."
+        )
+    if settings.only_types:
+        for mesh, reason in others:
+            write(f"{mesh_name(mesh)}: {reason}")
+        for mesh in meshes:
+            begin = time.monotonic()
+            type_check(c, mesh)
+            write(f"{mesh_name(mesh)}: type-checks, in {time.monotonic() - begin:.1f} s")
+        write(f"The step type-checks on {len(meshes)} of {len(meshes) + len(others)} meshes; no device was used.")
+        return 0
+    # So that blockwise attention has several blocks even for the sequences of verify.small.
+    with small_blocks(c.training.seq_len // 4) if settings.small else contextlib.nullcontext():
+        log = lambda text: progress.print(text, style="dim")
+        of_run = meshes, settings.precisions, settings.tolerance, settings.band, log
+        outcomes, lines, data = compare(c, *of_run)
+    t, same = c.training, True
+    write(f"batch: {data}; training.microbatches={t.microbatches} attention={t.attention} fp8={str(t.fp8).lower()}")
+    if any(mesh["p"] > 1 for mesh in meshes):
+        write("with p: " + " ".join(f"{name}={value}" for name, value in vars(c.pipeline).items()))
+    if others:
+        write(f"not run: {'; '.join(mesh_name(mesh) for mesh, _ in others)}. The first: {others[0][1]}")
+    for precision, outcome in outcomes.items():
+        dtype = "f64" if precision == "f64" else t.compute_dtype
+        console.rule(f"{title}: {dtype}")
+        is_same = show(outcome, console)
+        write(f"In {dtype}, all {len(meshes)} meshes agree with one device." if is_same else "The meshes DIFFER.")
+        same = same and is_same
+    for line in lines:
+        write(line)
+    return 0 if same else 1
 
 
 def register() -> None:
@@ -155,7 +170,14 @@ def job(config: Any) -> None:
         c = to_config(config)
         if settings.small:
             small(c, settings.devices)
+        simulate(1 if settings.only_types else settings.devices)
+    try:
         status = run(c, settings, HydraConfig.get().job.config_name)
+    except Exception as error:
+        if (message := refusal(error)) is None:
+            raise
+        print(for_stream(message, sys.stderr), file=sys.stderr)
+        status = 2
     if status:
         sys.exit(status)
 

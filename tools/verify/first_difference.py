@@ -1,34 +1,30 @@
 """The first line of a step of which a value differs from one device: every value of the traced step is compared.
 
 The step is traced on the mesh and on one device. The proof says of which whole value each device holds a block, and
-both programs run once more, equation by equation, and give back what each equation computes.
+both programs run in f64, equation by equation, and give back what each equation computes.
 """
 
-import contextlib
 import dataclasses
-import functools
+import linecache
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import train
 from shardlib.equations import CALLS
 from shardlib.marks import is_region
 from shardlib.parsing import PIPELINE_AXIS
 from shardlib.proof.alignment import Different
 from shardlib.proof.check import findings_and_facts
 from shardlib.proof.domain import UNIFORM, Value, devices
-from shardlib.values import planned_for
 from shardwright.microscope.rerun import Path, Rerun, executed
-from shardwright.modeling.model import load_model
 from shardwright.run.config import Config
 from tools.verify.inputs import Inputs
-from tools.verify.measure import mesh_name, mesh_of, placed, placed_state
-from tools.verify.names import line_at
+from tools.verify.meshes import Mesh, mesh_name
+from tools.verify.step import Traced, traced_step
 
 
 def is_compared(value: Value, aval: Any) -> bool:
@@ -79,27 +75,6 @@ def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.nan_to_num(np.abs(a - b), nan=np.inf))
 
 
-class Traced(NamedTuple):
-    """A step that was traced on a mesh, with its arguments there.
-
-    Attributes:
-        mesh: gives a context that enters the mesh.
-        program: the jaxpr.
-        arguments: arrays on the mesh.
-        sizes: number of devices along each axis.
-    """
-
-    mesh: Callable[[], contextlib.AbstractContextManager]
-    program: Any
-    arguments: list
-    sizes: Mapping[str, int]
-
-    def values(self, replay: Rerun, arguments: list | None = None) -> list[np.ndarray]:
-        """What the equations compute, on the host."""
-        with self.mesh():
-            return list(map(np.asarray, jax.jit(replay)(*(arguments or self.arguments))))
-
-
 @dataclasses.dataclass
 class First:
     """The first value of a step, in program order, that differs from one device.
@@ -115,14 +90,6 @@ class First:
     operation: str
     turns: tuple[int, ...]
     error: float
-
-
-def traced_step(c: Config, inputs: Inputs, sizes: Mapping[str, int], planned: Mapping[str, int]) -> Traced:
-    """The training step on a mesh of these sizes, with choices of speed as on a mesh of the sizes `planned`."""
-    with mesh_of(sizes) as mesh, planned_for(planned):
-        arguments = placed_state(c, inputs), placed(inputs.batch, train.Batch), jnp.int32(inputs.step)
-        program = train.make_training_step(c, load_model(c.model)).trace(*arguments).jaxpr
-    return Traced(functools.partial(mesh_of, sizes), program, jax.tree.leaves(arguments), dict(mesh.shape))
 
 
 PERTURBATION = 1e-13
@@ -150,10 +117,9 @@ def first_difference(here: Traced, there: Traced, tolerance: float) -> tuple[lis
             pairs = zip(values, eq.eqn.outvars, strict=True)
             wanted[path] = [i for i, (value, var) in enumerate(pairs) if is_compared(value, var.aval)]
             twins[path] = tuple(id(each.twin) for each in _with_callers(eq))
-    replay = Rerun(here.program, wanted)
-    alone = Rerun(there.program, {twins[path]: which for path, which in wanted.items()})
-    ours, theirs = here.values(replay), there.values(alone)
-    changed = there.values(alone, _perturbed(there.arguments))
+    replay = Rerun(here.program, wanted, is_double=True)
+    alone = Rerun(there.program, {twins[path]: which for path, which in wanted.items()}, is_double=True)
+    (ours,), (theirs, changed) = _values(here, replay, 1), _values(there, alone, 2)
     axes, first = len(here.sizes), None
     for note, twin, x, exact, moved in zip(replay.notes, alone.notes, ours, theirs, changed, strict=True):
         assert (twins[note.path], note.order) == (twin.path, twin.order)
@@ -180,36 +146,42 @@ def _with_callers(eq: Any) -> list:
     return [*(_with_callers(eq.caller) if eq.caller else ()), eq]
 
 
-def _perturbed(arguments: list) -> list:
-    rng = np.random.default_rng(2)
-    noise = lambda x: (
-        (1 + PERTURBATION * rng.standard_normal(np.shape(x))) if jnp.issubdtype(x.dtype, jnp.floating) else 1
-    )
-    return [jax.device_put((np.asarray(x) * noise(x)).astype(x.dtype), x.sharding) for x in arguments]
+def _values(traced: Traced, replay: Rerun, times: int) -> list[list[np.ndarray]]:
+    """What the equations compute, on the host; the second time, with arguments that are noisy."""
+    rng, found = np.random.default_rng(2), []
+    with traced.mesh(), jax.enable_x64(True):
+        program = jax.jit(replay)
+        for size in (0, PERTURBATION)[:times]:
+            is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+            noisy = lambda x, size=size: np.float64(x) * (1 + size * rng.standard_normal(np.shape(x)))
+            arguments = [jax.device_put(noisy(x), x.sharding) if is_float(x) else x for x in traced.arguments]
+            found.append(list(map(np.asarray, program(*arguments))))
+    return found
 
 
-def causes(c: Config, inputs: Inputs, sizes: Mapping[str, int], tolerance: float) -> list[str]:
+def causes(c: Config, inputs: Inputs, sizes: Mesh, tolerance: float) -> list[str]:
     """The first value that differs on a mesh from one device, or from one device of each stage, with its line.
 
     Before it, what the proof finds in the step.
     """
+    alone = {axis: n if axis == PIPELINE_AXIS else 1 for axis, n in sizes.items()}
     try:
-        found = _causes(c, inputs, sizes, tolerance)
+        here, there = (traced_step(c, inputs, each, sizes) for each in (sizes, alone))
+        found, first = first_difference(here, there, tolerance)
     except Different as different:
-        found = [f"{different.place}: {different}"]
+        return [f"on {mesh_name(sizes)}, {different.place}: {different}"]
+    if first is not None:
+        turns = "".join(f", turn {i}" for i in first.turns)
+        found.append(
+            f"the first value that differs is made by {first.operation} at {first.place}{turns}, by {first.error:.1e}"
+            f"\n    {_line_at(first.place)}"
+        )
+    elif not found and sizes["p"] > 1:
+        found.append("all is as with one device for each stage: the cause is the schedule, or depends on their number")
     return [f"on {mesh_name(sizes)}, {text}" for text in found]
 
 
-def _causes(c: Config, inputs: Inputs, sizes: Mapping[str, int], tolerance: float) -> list[str]:
-    alone = {axis: n if axis == PIPELINE_AXIS else 1 for axis, n in sizes.items()}
-    here, there = (traced_step(c, inputs, each, sizes) for each in (sizes, alone))
-    found, first = first_difference(here, there, tolerance)
-    if first is not None:
-        turns = "".join(f", turn {i}" for i in first.turns)
-        text = (
-            f"the first value that differs is made by {first.operation} at {first.place}{turns}, by {first.error:.1e}"
-        )
-        found.append(f"{text}\n    {line_at(first.place)}")
-    elif not found and sizes["p"] > 1:
-        found.append("all is as with one device for each stage: the cause is the schedule, or depends on their number")
-    return found
+def _line_at(place: str) -> str:
+    """The line of the source at `file.py:line`."""
+    file, _, line = place.rpartition(":")
+    return linecache.getline(file, int(line)).strip() if line.isdecimal() else ""

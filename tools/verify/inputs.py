@@ -21,7 +21,6 @@ class Inputs:
     state: Any
     batch: TokenBatch
     """The batch of a step, [m, B, …]."""
-    seeds: np.ndarray | None
     step: int
 
 
@@ -38,12 +37,12 @@ def random_batch(c: Config) -> TokenBatch:
     return in_microbatches(batch, c.training.microbatches)
 
 
-def make_inputs(c: Config, state: Any, batch: TokenBatch) -> Inputs:
+def make_inputs(c: Config, state: Any, batch: TokenBatch, seed: int = 1, scale: float = 1.0) -> Inputs:
     """Adds noise to the fresh `state`, as if after some training: biases and gains differ, moments are not zero.
 
-    The learning rate of the step is the highest.
+    The learning rate of the step is the highest. `scale` is that of the noise.
     """
-    rng, count = np.random.default_rng(1), sum(x.size for x in jax.tree.leaves(state.weights))
+    rng, count = np.random.default_rng(seed), sum(x.size for x in jax.tree.leaves(state.weights))
 
     def noisy(path, x):
         name, noise = jax.tree_util.keystr(path), rng.standard_normal(x.shape)
@@ -51,11 +50,10 @@ def make_inputs(c: Config, state: Any, batch: TokenBatch) -> Inputs:
             x = x + 0.1 * (math.sqrt(np.mean(np.square(x))) or 1.0) * noise
         else:  # the size that gradients of norm 1 have
             x = (np.square(noise) + 0.1) / count if "nu" in name else noise / math.sqrt(count)
-        return x.astype(jax.dtypes.canonicalize_dtype(np.float64))
+        return x.astype(np.float32)
 
-    shape = batch.targets.shape[:2]
-    seeds = rng.integers(0, 2**32, shape, dtype=np.uint32) if getattr(c.model, "dropout", 0) else None
-    return Inputs(jax.tree_util.tree_map_with_path(noisy, state), batch, seeds, max(1, c.optimizer.warmup_steps))
+    state = jax.tree_util.tree_map_with_path(noisy, state)
+    return Inputs(state, batch, max(1, c.optimizer.warmup_steps))
 
 
 def with_planted(inputs: Inputs, vocab: int) -> Iterator[tuple[str, Inputs]]:

@@ -1,0 +1,239 @@
+"""How two runs differ: their settings, their source, and the first tensor of the first step.
+
+Each is replayed by its own source, which it kept, in a process of its own.
+"""
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardwright.microscope.look import Look
+from shardwright.microscope.statistics import bits
+from shardwright.run.checkpoint_arrays import named_leaves
+from shardwright.run.files import read_config
+from shardwright.run.opening import StagesChoice
+from shardwright.run.provenance import PROJECT, ROOT, source_of
+from shardwright.run.resuming import with_defaults
+from shardwright.settings.differences import flat
+from tools.replay.documents import on_host
+from tools.replay.session import Session, Write, common_checkpoint, kept_by, logged, metrics_of, opened, provenance_kept
+
+OF_A_RUN = ("paths.", "hardware.", "distributed.")
+"""Beginnings of the names of settings that change nothing that a step computes."""
+
+
+def differing_settings(a: str, b: str) -> list[str]:
+    """A line on each setting that differs."""
+    of = [flat(with_defaults(read_config(Path(run) / "config.yaml"))) for run in (a, b)]
+    word = lambda values, name: repr(values[name]) if name in values else "not there"
+    return [
+        f"{name}: {word(of[0], name)}, and {word(of[1], name)}"
+        for name in sorted(of[0].keys() | of[1].keys())
+        if not name.startswith(OF_A_RUN) and word(of[0], name) != word(of[1], name)
+    ]
+
+
+def differing_sources(a: str, b: str) -> list[str]:
+    """The files of the source that both runs kept when they were started last, and that differ."""
+    kept = [provenance_kept(kept_by(run)) for run in (a, b)]
+    if None in kept:
+        return []
+    return sorted({name for name, _ in kept[0]["source"].items() ^ kept[1]["source"].items()})
+
+
+def first_step(a: str, b: str) -> tuple[int | None, int]:
+    """The first step that both runs logged with another loss or grad_norm, None without; and the steps in common."""
+    logs = [metrics_of(run) for run in (a, b)]
+    common = sorted(logs[0].keys() & logs[1].keys())
+    for step in common:
+        pairs = ([logged(log[step], name) for log in logs] for name in ("loss", "grad_norm"))
+        if any(x is not None and y is not None and x.tobytes() != y.tobytes() for x, y in pairs):
+            return step, len(common)
+    return None, len(common)
+
+
+Value = tuple[str, str, np.ndarray]
+"""Name and place of a value, and numbers that are equal if the value is."""
+
+
+class Fingerprints:
+    """What a session's steps compute, value after value."""
+
+    def __init__(self, session: Session):
+        self._session, self._step = session, session.without_stages()
+        self._look = Look(self._step.program, session.model.table, bits)
+        self._program = jax.jit(self._look, compiler_options=session.options)
+
+    def of_state(self) -> list[Value]:
+        """Of the state before the step. The weights come first."""
+        state = self._step.state(self._session.state)
+        with jax.set_mesh(self._step.mesh):
+            found = jax.jit(lambda state: jax.tree.map(bits, state))(state)
+        return [(f"the state, {name}", "", np.asarray(x)) for name, x in named_leaves(found).items()]
+
+    def of_step(self) -> list[Value]:
+        """Of the batch, what the step saves, the gradients and the updates."""
+        session, batch = self._session, self._session.batch()
+        host = on_host(batch)
+        names = [field.name for field in dataclasses.fields(host) if getattr(host, field.name) is not None]
+        rows = lambda x: np.array([zlib.crc32(row.tobytes()) for row in x], np.uint32)
+        of_batch = [(f"the batch, {name}", "", rows(getattr(host, name))) for name in names]
+        with self._step.arguments(session.state, batch) as arguments:
+            found = self._look.fingerprints(self._program(*arguments, np.int32(session.step)))
+        return of_batch + found
+
+
+def recorded(session: Session, last: int) -> dict[int, list[Value]]:
+    """The fingerprints of the steps from the session's to `last`, with those of the state before the first of them."""
+    prints = Fingerprints(session)
+    found = {session.step: prints.of_state()}
+    while session.step <= last:
+        found.setdefault(session.step, []).extend(prints.of_step())
+        if session.step == last:
+            break
+        session.advance()
+    return found
+
+
+def compared(a: dict[int, list[Value]], b: dict[int, list[Value]]) -> tuple[int, str] | None:
+    """The first step with a value that differs, and words on the value; None if all are equal.
+
+    A point keeps its name where its line moved. One that only one run has is named if no other value differs.
+    """
+    for step in sorted(a.keys() & b.keys()):
+        theirs = {name: (place, x) for name, place, x in b[step]}
+        for name, place, x in a[step]:
+            where = f"{name}, {place}" if place else name
+            if name not in theirs:
+                continue
+            other, y = theirs[name]
+            if x.shape != y.shape:
+                return step, f"{where}: of another shape in the other run"
+            if (x != y).any():
+                return step, where + f" ({other} in the other run)" * (other != place) + _where(name, x != y)
+        for which, some, others in (("first", a[step], b[step]), ("other", b[step], a[step])):
+            if alone := [f"{name}, {place}" for name, place, _ in some if name not in {n for n, *_ in others}]:
+                return step, f"{alone[0]}: only in the {which} run"
+    return None
+
+
+def _where(name: str, differs: np.ndarray) -> str:
+    """The first sequence of a batch, or layer of a weight, in which a value differs."""
+    if differs.ndim != 1 or len(differs) == 1 or " in layer " in name:
+        return ""
+    return f", {'sequence' if name.startswith('the batch') else 'layer'} {int(np.flatnonzero(differs)[0])}"
+
+
+def rebuilt(run: str, step: int, directory: Path, trust: bool) -> Path:
+    """The root of the source by which a run did a step: that of this program, or one made in `directory`.
+
+    Raises:
+        ValueError: it is another than this one, and it is not trusted, or the run did not keep it.
+    """
+    kept = kept_by(run, step)
+    about = provenance_kept(kept)
+    if about is None or about["source"] == source_of():
+        return ROOT
+    if not trust:
+        raise ValueError(
+            f"{run} was made by other source, kept in {kept}. Its steps are replayed by that source, so its code runs: "
+            "if the run is yours, or you have read that directory, give trust=true."
+        )
+    try:
+        with zipfile.ZipFile(kept / "source.zip") as archive:
+            archive.extractall(directory)
+    except (OSError, zipfile.BadZipFile) as error:
+        raise ValueError(
+            f"{run} was made by other source, and {kept / 'source.zip'} cannot be read: {error}. Check out the commit "
+            "that provenance.json there names, and replay each run by its own."
+        ) from error
+    for path in kept.glob("*.py"):
+        if path.name in about["source"].keys() - {*PROJECT}:
+            shutil.copyfile(path, directory / path.name)
+    return directory
+
+
+def compare_runs(config: Any, write: Write) -> dict[str, Any]:
+    """Shows the settings in which two runs differ, and the first step and tensor.
+
+    Each is replayed by its own source, in a process of its own, both on one mesh.
+    """
+    runs = config.run, config.against
+    settings, sources = differing_settings(*runs), differing_sources(*runs)
+    for line in settings or ["none differs"]:
+        write(f"settings    {line}")
+    if sources:
+        write(f"source      {', '.join(sources)}")
+    step, common = first_step(*runs)
+    if config.step is not None and config.step >= common:
+        raise ValueError(f"step is {config.step}; both runs have done the steps 0 to {common - 1}. Choose one of them.")
+    if step is None and config.step is None:
+        write(f"metrics     equal to the bit in all {common} steps that both runs logged")
+        return {"settings": settings, "sources": sources, "step": None, "first": None}
+    if config.step is None:
+        write(f"metrics     differ first in step {step}")
+    last, mesh = step if config.step is None else config.step, config.mesh
+    # Before the step at which the metrics differ: the update of an earlier one may have made the difference.
+    start = common_checkpoint(*runs, max(last - 1, 0))
+    found = []
+    with tempfile.TemporaryDirectory() as directory:
+        for i, run in enumerate(runs):
+            root = rebuilt(run, last, Path(directory) / f"source of {i}", config.trust)
+            by = ", by the source that it kept" * (root != ROOT)
+            write(f"replaying   {run} from step {start} to {last}{by}")
+            steps, mesh = recorded_by(root, run, start, last, mesh, config, Path(directory) / f"{i}.json")
+            found.append(steps)
+    first = compared(*found)
+    if first is None:
+        why = "" if step is None or step > last else ": the mesh made the difference, or packages, or hardware"
+        write(f"tensors     equal to the bit to step {last}, each by its own source, on one mesh{why}")
+    else:
+        write(f"tensors     in step {first[0]} the first that differs is {first[1]}")
+    return {"settings": settings, "sources": sources, "step": step, "first": first}
+
+
+def recorded_by(
+    root: Path, run: str, start: int, last: int, mesh: StagesChoice, config: Any, out: Path
+) -> tuple[dict[int, list[Value]], StagesChoice]:
+    """The fingerprints of the steps from `start` to `last`, and the mesh, by another process with the source in `root`.
+
+    Raises:
+        ValueError: that process failed, with its last line.
+    """
+    settings = {"run": str(Path(run).absolute()), "step": last, "since": start, "out": str(out)}
+    settings |= {"trust": config.trust, "other_source": config.other_source}
+    settings |= {f"mesh.{axis}": size for axis, size in dataclasses.asdict(mesh).items() if size is not None}
+    # -P: not what is in the working directory, from which the paths of the run's data are meant.
+    command = [sys.executable, "-P", "-m", "tools.replay", *(f"{name}={json.dumps(x)}" for name, x in settings.items())]
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    if done.returncode:
+        why = (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}").splitlines()[-1]
+        raise ValueError(f"{run} cannot be replayed by its source: {why}")
+    recorded = json.loads(out.read_text())
+    line = lambda place: place.removeprefix(f"{root}/")
+    values = lambda of: [(name, line(place), np.array(numbers, np.uint32)) for name, place, numbers in of]
+    return {int(step): values(of) for step, of in recorded["steps"].items()}, StagesChoice(**recorded["mesh"])
+
+
+def record(config: Any, write: Write) -> dict[str, Any]:
+    """The fingerprints of the steps from config.since to config.step, as JSON."""
+    with opened(config.run, config.since, config.mesh, config.trust, config.other_source, write) as session:
+        if session.step != config.since:
+            raise ValueError(f"there is no checkpoint of step {config.since}, only of {session.step}.")
+        steps = recorded(session, config.step)
+        sizes = jax.sharding.get_mesh().shape
+    plain = lambda of: [(name, place, x.reshape(-1).tolist()) for name, place, x in of]
+    mesh = {"p": sizes.get("p", 1), "r": sizes["r"], "d": sizes["d"], "t": sizes["t"]}
+    return {"mesh": mesh, "steps": {step: plain(of) for step, of in steps.items()}}
