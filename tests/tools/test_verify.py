@@ -102,13 +102,14 @@ def test_small_is_small_in_the_configured_stages(mesh, pipeline, layers, microba
 
 
 def test_meshes_that_do_not_divide_are_listed_with_the_reason():
-    """No mesh with p among them: there is one microbatch."""
-    meshes, others = all_meshes(tiny.config(tiny.model(n_kv=2, layers=4)), 8)
+    c = tiny.config(tiny.model(n_kv=2, layers=4))
+    c.pipeline = PipelineConfig(virtual_stages=2)
+    meshes, others = all_meshes(c, 8)
     assert all(mesh["t"] <= 2 for mesh in meshes)
     reasons = {tuple(mesh.values()): reason for mesh, reason in others}
     assert "model.n_kv is 2; on the mesh r=1 d=1 t=8" in reasons[1, 1, 1, 8]
     assert "interleaved_1f1b takes microbatches in groups of one per device: 1 microbatches" in reasons[2, 2, 2, 1]
-    assert "4 layers do not divide into 8 stages" in reasons[8, 1, 1, 1]
+    assert "4 layers do not divide into 16 stages" in reasons[8, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
