@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from browser import CHROMIUM, browser
 from rich.console import Console
-from written_runs import LAYERS, PROFILE, RESUMED, SKIPPED, write_lines, write_run, write_step
+from written_runs import PROFILE, RESUMED, SKIPPED, write_lines, write_run, write_step
 
 from tools.report.__main__ import Config, show_report
 from tools.report.comparing import compare
 from tools.report.microscope import microscope
 from tools.report.plots import panels_of
-from tools.report.reading import find_runs, read_run
+from tools.report.reading import read_run
 from tools.report.sections import SECTIONS, Report, head, provenance, samples, settings
 
 
@@ -60,21 +60,23 @@ def test_the_head_has_the_key_figures(tmp_path):
     shown = head(report(run))
     assert (shown["title"], shown["state"], shown["why"], shown["running"]) == ("run", "stopped", "SIGTERM", False)
     assert shown["progress"] == 200 / 250
-    found = {figure.label: figure for figure in shown["figures"]}
+    found = {figure["label"]: figure for figure in shown["figures"]}
     validations = [
         json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if "validation" in line
     ]
-    assert found["validation"].value == f"{validations[-1]['loss']:.3f}"
-    assert found["validation"].note == "1.500 bits a byte, at step 200"
-    assert found["loss"].note == "mean of the last steps; unigram entropy 3.750"
-    assert (found["steps"].value, found["steps"].note) == ("200", "of 250")
-    assert (found["tokens"].value, found["tokens/s"].value) == ("128k", "1.28k")
-    assert (found["peak memory"].value, found["peak memory"].note) == ("3.00 MiB", "predicted by the compiler")
-    assert found["step bubble"].value == "1.23%"
-    assert found["parameters"].value == "1.00M"
-    assert found["MFU"].value == "120.0%"
-    assert found["MFU"].warning
-    assert "too low" in found["MFU"].note
+    noted = {
+        "validation": (f"{validations[-1]['loss']:.3f}", "1.500 bits a byte, at step 200"),
+        "steps": ("200", "of 250"),
+        "tokens": ("128k", "in 0:01:39"),
+        "tokens/s": ("1.28k", "500.0 ms a step"),
+        "peak memory": ("3.00 MiB", "predicted by the compiler"),
+        "step bubble": ("1.23%", "of the time nothing runs between steps"),
+        "MFU": ("120.0%", "over the peak, which was measured too low"),
+        "parameters": ("1.00M", "8 x cpu"),
+    }
+    assert {name: (found[name]["value"], found[name]["note"]) for name in noted} == noted
+    assert found["loss"]["note"] == "mean of the last steps; unigram entropy 3.750"
+    assert [name for name, figure in found.items() if figure.get("warning")] == ["MFU"]
 
 
 @pytest.mark.parametrize(
@@ -103,17 +105,11 @@ def test_the_state_of_a_run(tmp_path, end, lock, steps, state):
     assert read_run(tmp_path, 50).state == state
 
 
-def test_a_resumed_run_is_no_longer_at_its_end(tmp_path):
-    lines = [{"step": 0, "loss": 1.0}, {"step": 0, "event": "end", "state": "stopped"}, {"step": 1, "loss": 1.0}]
-    write_lines(tmp_path / "metrics.jsonl", lines)
-    (tmp_path / "config.yaml").write_text("training: {steps: 4}")
-    assert read_run(tmp_path, 50).state == "broke off"
-
-
 def test_the_plots_of_a_run_alone(tmp_path):
     loss, norm, *others = panels_of(report(write_run(tmp_path / "run")).c, 50)
     assert [panel.title for panel in others] == [
-        *("Learning rate", "Tokens/s", "MFU", "noise", "pair: mean of 2 layers, and each", "stream, by layers")
+        *("Learning rate", "Tokens/s", "noise", "pair: mean of 2 layers, and each"),
+        "stream: mean of 12 layers, and the least and greatest",
     ]
     by_name = {trace["name"]: trace for trace in loss.traces}
     assert [*by_name] == ["each step", "training", "validation", "skipped step", "unigram entropy 3.750"]
@@ -123,10 +119,6 @@ def test_the_plots_of_a_run_alone(tmp_path):
     assert [*by_name["unigram entropy 3.750"]["y"]] == [3.75, 3.75]
     assert loss.marks == [(RESUMED + 1, "resumed")]
     assert [trace["name"] for trace in norm.traces] == ["each step", "average", "skipped step"]
-    (map_of_layers,) = others[-1].traces
-    assert map_of_layers["type"] == "heatmap"
-    assert map_of_layers["z"].shape == (LAYERS, 200)
-    assert map_of_layers["z"][3, 20] == pytest.approx(map_of_layers["z"][0, 20] + 0.3)
 
 
 def test_the_last_look_of_the_microscope_is_tables_and_all_looks_are_curves(tmp_path):
@@ -167,15 +159,7 @@ def test_a_strange_look_is_shown_as_far_as_it_is_known(tmp_path, event):
 def test_a_run_of_unknown_length_has_its_figures(tmp_path):
     """Of a metrics.jsonl alone."""
     write_lines(tmp_path / "metrics.jsonl", [{"step": 0, "loss": 1.0, "tokens": 64}])
-    assert {figure.label: figure.value for figure in head(report(tmp_path))["figures"]}["steps"] == "1"
-
-
-def test_links_to_directories_are_not_followed(tmp_path):
-    inside = tmp_path / "runs" / "x"
-    write_run(inside / "run")
-    for name, target in {"l1": "..", "l2": "..", "l3": ".", "latest": "run"}.items():
-        (inside / name).symlink_to(target)
-    assert find_runs([str(tmp_path / "runs")]) == [inside / "run"]
+    assert {figure["label"]: figure["value"] for figure in head(report(tmp_path))["figures"]}["steps"] == "1"
 
 
 def test_settings_that_were_chosen_come_first(tmp_path):
@@ -343,7 +327,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
 @pytest.mark.long
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-@pytest.mark.parametrize(("which", "plots"), [("alone", 11), ("several", 10)])
+@pytest.mark.parametrize(("which", "plots"), [("alone", 10), ("several", 8)])
 def test_the_page_in_a_browser(chromium, pages, tmp_path, which, plots, width, scheme):
     chromium.open(pages[which], width, scheme)
     drawn = chromium.evaluate(DRAWN)

@@ -72,9 +72,8 @@ def test_plots_of_a_long_run_are_even_from_its_first_step_to_its_last(long_run, 
 
 def test_a_kind_of_line_takes_bounded_memory_and_keeps_first_and_last(tmp_path, monkeypatch):
     monkeypatch.setattr(thinning, "MOST_BYTES", 1000)
-    lines = [b"%d\n" % i * 3 for i in range(5_000)]
-    (tmp_path / "lines").write_bytes(b"".join(line.replace(b"\n", b" ") + b"\n" for line in lines))
-    kinds = read_lines(tmp_path / "lines", lambda line: b"odd" if int(line.split()[0]) % 2 else b"even", b"")
+    (tmp_path / "lines").write_bytes(b"".join(b"%d %d %d \n" % (i, i, i) for i in range(5_000)))
+    kinds = read_lines(tmp_path / "lines", lambda line: b"odd" if int(line.split()[0]) % 2 else b"even")
     assert {*kinds} == {b"odd", b"even"}
     for first, found in enumerate((kinds[b"even"], kinds[b"odd"])):
         assert found.count == 2_500
@@ -82,8 +81,7 @@ def test_a_kind_of_line_takes_bounded_memory_and_keeps_first_and_last(tmp_path, 
         numbers = [number for number, _ in found.kept]
         assert (numbers[0], numbers[-1]) == (first, 4_998 + first)
         assert all(int(line.split()[0]) == number for number, line in found.kept)
-        older = np.diff(numbers[: len(numbers) - found.whole])
-        assert {*older} == {2 * found.every}
+        assert {*np.diff(numbers[: len(numbers) - found.whole])} == {2 * found.every}
 
 
 def test_samples_of_all_prompts_stay(tmp_path, monkeypatch):

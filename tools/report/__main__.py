@@ -11,7 +11,7 @@ shown up to their last step. A line says so.
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -24,7 +24,7 @@ from shardwright_data.checks import at_least_1, check_ranges
 from shardwright_data.foreign import shown
 from tools.report.comparing import Comparison, compare, name_of, remarks
 from tools.report.page import write
-from tools.report.reading import Run, find_runs, read_run
+from tools.report.reading import find_runs, read_run
 from tools.report.sections import Report
 
 
@@ -35,8 +35,8 @@ class Config:
     run: Any = None
     """Directories of runs, directories of sweeps, or patterns such as runs/local_*; one, or a list."""
     sort: str = "loss"
-    """The column to sort by, best first: loss, val, bits/byte, tokens/s, ms/step, MFU, memory, bubble, steps, time,
-    min, tokens, run, or a setting that differs, such as optimizer.learning_rate or learning_rate."""
+    """The column to sort by, best first: loss, val, bits/byte, tokens/s, MFU, memory, bubble, steps, time, run, or a
+    setting that differs, such as optimizer.learning_rate or learning_rate."""
     output: str | None = None
     """The .html file to write. Null: report.html in the directory of the run, or in the one that all the runs are in.
     An existing file is replaced."""
@@ -44,73 +44,24 @@ class Config:
     """Steps over which losses are averaged, at least 1; in a run shorter than ten times this, a tenth of its steps."""
 
 
-# ---- terminal -----------------------------------------------------------------------------------------------------
-
-
-class _Column(NamedTuple):
-    header: str
-    cells: list[str]
-    style: str = ""
-
-    @property
-    def header_lines(self) -> list[str]:
-        """A long header in two lines, broken after an underscore or after the section."""
-        for sign in (".", "_"):
-            if len(self.header) > 8 and sign in self.header:
-                places = (i for i, s in enumerate(self.header) if s == sign)
-                middle = min(places, key=lambda i: abs(i - len(self.header) / 2))
-                return [self.header[: middle + 1], self.header[middle + 1 :]]
-        return [self.header]
-
-    @property
-    def width(self) -> int:
-        return max(map(len, [*self.header_lines, *self.cells]))
-
-
 def show(c: Comparison, console: Console) -> None:
-    """Prints the table, as many of its columns as fit, and notes on single runs."""
-    number = _Column("#", [str(i + 1) for i in range(len(c.runs))])
-    settings = [_Column(c.header(name), [c.setting(run, name) for run in c.runs], "cyan") for name in c.differing]
-    metrics = [_Column(name, [c.metric(run, name) for run in c.runs]) for name in c.metrics]
-    chosen, left_out, used = [], [], 0
-    # Losses and speeds are more important than the fifth setting and those after it.
-    for column in [number, *settings[:4], *metrics, *settings[4:]]:
-        if used + column.width <= console.width:
-            chosen.append(column)
-            used += column.width + 2
-        else:
-            left_out.append(column.header)
-    chosen = [column for column in [number, *settings, *metrics] if column in chosen]
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for column in chosen:
-        header = Text("\n".join(map(shown, column.header_lines)), style="bold")
-        table.add_column(header, justify="right", style=column.style, no_wrap=True, vertical="bottom")
+    """Prints the table, and notes on single runs."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in ["#", *map(c.header, c.differing[:4]), *c.metrics]:
+        table.add_column(Text(shown(name), style="bold"), justify="right", vertical="bottom")
     best = {name: c.best(name) for name in c.metrics}
     for i, run in enumerate(c.runs):
-        is_best = lambda column, run=run: column in metrics and str(run.directory) in best[column.header]
-        table.add_row(
-            *(Text(shown(column.cells[i]), style="bold green" if is_best(column) else "") for column in chosen)
-        )
+        settings = [Text(shown(c.setting(run, name)), style="cyan") for name in c.differing[:4]]
+        is_best = lambda name, run=run: "bold green" if str(run.directory) in best[name] else ""
+        table.add_row(str(i + 1), *settings, *(Text(shown(c.metric(run, name)), is_best(name)) for name in c.metrics))
     console.print(table)
     write_line = lambda text, **style: console.print(Text(for_console(shown(text), console), **style), soft_wrap=True)
-    if left_out:
-        write_line(f"Too narrow for: {', '.join(left_out)}; they are in the file.", style="dim")
     for text in remarks(c):
         write_line(text, style="dim")
-    console.print()
-    write_line(f"Runs in {c.parent}:")
+    write_line(f"\nRuns in {c.parent}:")
     listed = [(f"{i + 1:>3}  {name_of(c, run)}", run) for i, run in enumerate(c.runs)]
     for name, run in [*listed, *((f"  –  {run.directory}", run) for run in c.left_out)]:
-        text = Text(for_console(shown(f"{name}{_notes(run)}"), console))
-        text.stylize("yellow", len(shown(name)))
-        console.print(text, soft_wrap=True)
-
-
-def _notes(run: Run) -> str:
-    return f"   {'; '.join(run.notes)}" if run.notes else ""
-
-
-# ---- main ---------------------------------------------------------------------------------------------------------
+        write_line(f"{name}   {'; '.join(run.notes)}".rstrip(), style="yellow" if run.notes else "")
 
 
 def show_report(config: Config, console: Console | None = None) -> None:
@@ -133,8 +84,7 @@ def show_report(config: Config, console: Console | None = None) -> None:
     if config.output is None and (output.is_symlink() or (output.exists() and not output.is_file())):
         raise ValueError(f"{output} is a link, or no file. Remove it, or give output=<file>.")  # a stranger's
     write(Report(c, config.smooth), output)
-    console.print()
-    console.print(Text(for_console(f"Report: {shown(output)}", console)), soft_wrap=True)
+    console.print(Text(for_console(f"\nReport: {shown(output)}", console)), soft_wrap=True)
 
 
 if __name__ == "__main__":

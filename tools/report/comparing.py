@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from shardwright.run.files import duration
 from shardwright_data.foreign import shown
@@ -24,28 +24,29 @@ BYTES = (2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB"), (1, " B")
 
 
 class Metric(NamedTuple):
-    """A column of the table."""
+    """A column of the table. `best` is min, max, or None for neither."""
 
     best: Callable | None
-    """min or max; None: neither."""
     show: Callable[[float], str]
     meaning: str
 
 
 METRICS = {
-    "loss": Metric(min, "{:.3f}".format, "training loss at the end, nats a token, averaged over the last steps"),
+    "loss": Metric(min, "{:.3f}".format, "training loss, nats a token, averaged over the last steps"),
     "val": Metric(min, "{:.3f}".format, "the last validation loss, nats a token"),
     "bits/byte": Metric(min, "{:.3f}".format, "the same in bits a byte of text"),
     "tokens/s": Metric(max, lambda x: scaled(x, *NUMBER), "of the median step"),
-    "ms/step": Metric(min, lambda x: scaled(x, (1, "")), "of the median step"),
     "MFU": Metric(max, "{:.1%}".format, "of the median step, with half of attention, the causal one"),
     "memory": Metric(min, lambda x: scaled(x, *BYTES), "peak of the fullest device"),
     "bubble": Metric(min, "{:.2%}".format, "share of the time in which devices execute nothing between steps"),
     "steps": Metric(None, "{:,.0f}".format, "done"),
     "time": Metric(min, duration, "of all steps, h:mm:ss, without start, compilation, validation and pauses"),
-    "min": Metric(min, "{:.3f}".format, "lowest averaged training loss"),
-    "tokens": Metric(None, lambda x: scaled(x, *NUMBER), "seen in training"),
 }
+IGNORED_SETTINGS = (
+    *("paths.", "training.sample_", "training.log_interval", "training.checkpoint_interval"),
+    *("training.keep_checkpoints", "training.report"),
+)
+"""Beginnings of the settings that do not change what is compared."""
 
 
 @dataclass
@@ -80,24 +81,21 @@ class Comparison:
         text = METRICS[name].show(value) if math.isfinite(value) else str(value)
         if name == "steps" and run.total_steps is not None and value < run.total_steps:
             text += f"/{run.total_steps:,}"
-        return f"~{text}" if name == "memory" and run.memory_source == "compiler" else text
+        return f"~{text}" if name == "memory" and run.memory().get("source") == "compiler" else text
 
     def best(self, name: str) -> set[str]:
-        """The directories of the runs that are best by this metric; none if all runs are equal."""
+        """The directories of the runs that are best by this metric; none if all are equal, or an MFU is in doubt."""
         known = [run for run in self.runs if math.isfinite(run.values.get(name, math.nan))]
-        texts = {self.metric(run, name) for run in known}
-        if METRICS[name].best is None or len(texts) < 2:
-            return set()
-        if name == "MFU" and any(map(mfu_unlike, known)):
+        equal = len({self.metric(run, name) for run in known}) < 2
+        if METRICS[name].best is None or equal or (name == "MFU" and any(map(mfu_unlike, known))):
             return set()
         best = METRICS[name].best(known, key=lambda run: run.values[name])
         return {str(run.directory) for run in known if self.metric(run, name) == self.metric(best, name)}
 
     def label(self, run: Run) -> str:
         """The settings in which the run differs from the others, or its name if they do not identify it."""
-        text = "  ".join(f"{self.header(name)}={self.setting(run, name)}" for name in self.differing[:4])
-        alike = [r for r in self.runs if all(r.settings.get(n) == run.settings.get(n) for n in self.differing[:4])]
-        return text if text and len(alike) == 1 else run.directory.name
+        of = lambda run: "  ".join(f"{self.header(name)}={self.setting(run, name)}" for name in self.differing[:4])
+        return of(run) if of(run) and [*map(of, self.runs)].count(of(run)) == 1 else run.directory.name
 
     @property
     def parent(self) -> Path:
@@ -107,63 +105,36 @@ class Comparison:
         return common.relative_to(Path.cwd()) if common.is_relative_to(Path.cwd()) else common
 
 
-def _rank(setting: str) -> int:
-    """Small for settings that are swept often, large for those that do not change a step."""
-    if setting.startswith("training.") and any(word in setting for word in ("interval", "eval", "keep", "steps")):
-        return 9
-    order = ("optimizer.", "training.", "mesh.", "model.", "data.")
-    return next((i for i, start in enumerate(order) if setting.startswith(start)), len(order))
-
-
-IGNORED_SETTINGS = (
-    "paths.",
-    "training.sample_",
-    "training.log_interval",
-    "training.checkpoint_interval",
-    "training.keep_checkpoints",
-    "training.report",
-)
-"""Beginnings of the settings that do not change what is compared."""
-
-
 def compare(runs: Sequence[Run], sort: str) -> Comparison:
     """Finds the settings that differ and sorts the runs: unknown values and NaN last, equal ones by name.
 
     Raises:
         ValueError: no run has a step, or there is no column `sort`.
     """
-    with_steps, left_out = [run for run in runs if run.values], [run for run in runs if not run.values]
-    if len(runs) == 1:
-        with_steps, left_out = [*runs], []
+    with_steps = [run for run in runs if run.values or len(runs) == 1]
+    left_out = [run for run in runs if run not in with_steps]
     if not with_steps:
         reasons = "\n".join(f"  {run.directory}: {'; '.join(run.notes)}" for run in left_out)
         raise ValueError(f"there is nothing to compare: no run has done a step.\n{reasons}")
-    known = [run for run in with_steps if run.settings]
-    names = dict.fromkeys(name for run in known for name in run.settings if not name.startswith(IGNORED_SETTINGS))
-    value = lambda run, name: json.dumps(run.settings.get(name, "?"), default=str)
-    differing = sorted((name for name in names if len({value(run, name) for run in known}) > 1), key=_rank)
-    metrics = [name for name in METRICS if any(name in run.values for run in with_steps)]
-    result = Comparison(with_steps, differing, metrics, left_out)
-    result.runs.sort(key=lambda run: (*_sort_key(result, sort)(run), str(run.directory)))
-    return result
+    known = [run.settings for run in with_steps if run.settings]
+    names = dict.fromkeys(name for settings in known for name in settings if not name.startswith(IGNORED_SETTINGS))
+    values = lambda name: {json.dumps(settings.get(name, "?"), default=str) for settings in known}
+    differing = [name for name in names if len(values(name)) > 1]
+    c = Comparison(with_steps, differing, [n for n in METRICS if any(n in r.values for r in with_steps)], left_out)
+    chosen = next((name for name in differing if sort in (name, c.header(name), name.rpartition(".")[2])), None)
+    if sort not in METRICS and sort != "run" and chosen is None:
+        raise ValueError(
+            f"sort is {sort!r}; the columns are {', '.join([*c.metrics, *map(c.header, differing), 'run'])}."
+        )
 
+    def key(run: Run) -> tuple:
+        value = run.values.get(sort) if sort in METRICS else run.settings.get(chosen)
+        is_number = isinstance(value, int | float) and not math.isnan(value)
+        sign = -1 if sort in METRICS and METRICS[sort].best is max else 1
+        return not is_number, sign * value if is_number else 0, "" if is_number else str(value), str(run.directory)
 
-def _sort_key(c: Comparison, sort: str) -> Callable[[Run], tuple]:
-    if sort == "run":
-        return lambda run: ()
-    if sort in METRICS:
-        sign = -1 if METRICS[sort].best is max else 1
-        return lambda run: _unknown_last(sign * run.values.get(sort, math.nan))
-    for name in c.differing:
-        if sort in (name, c.header(name), name.rpartition(".")[2]):
-            return lambda run: (*_unknown_last(run.settings.get(name)), str(run.settings.get(name)))
-    columns = [*c.metrics, *map(c.header, c.differing), "run"]
-    raise ValueError(f"sort is {sort!r}; the columns are {', '.join(columns)}.")
-
-
-def _unknown_last(value: Any) -> tuple[bool, float]:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
-    return (not is_number, value if is_number else 0)
+    c.runs.sort(key=key)
+    return c
 
 
 def mfu_doubt(run: Run) -> str | None:
@@ -179,7 +150,7 @@ def mfu_unlike(run: Run) -> bool:
 
 
 def remarks(c: Comparison) -> list[str]:
-    """Warnings for a reader of the table."""
+    """What to know of the figures of the table."""
     found = []
     unlike = [str(i + 1) for i, run in enumerate(c.runs) if "MFU" in run.values and mfu_unlike(run)]
     if len(c.runs) == 1:
@@ -190,7 +161,7 @@ def remarks(c: Comparison) -> list[str]:
     if any(name == "model.vocab" or name.startswith("data.") for name in c.differing):
         found.append("Data or vocabulary differ: losses in nats a token compare only where the tokens are the same; "
                      "bits/byte compare always, on the same text.")  # fmt: skip
-    if any(run.memory_source == "compiler" for run in c.runs):
+    if any(run.memory().get("source") == "compiler" for run in c.runs):
         found.append("~ memory: of the step alone, predicted by the compiler.")
     return found
 

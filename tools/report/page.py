@@ -1,6 +1,5 @@
 """The page of HTML, one file that refers to no other, and how it is written."""
 
-import contextlib
 import json
 import math
 import os
@@ -31,14 +30,10 @@ def page(r: Report) -> str:
     )
     environment.filters["figure"] = _figure
     text = lambda name: Markup((TEMPLATES / name).read_text())
-    found = ((section, section.data(r)) for section in SECTIONS)
-    sections = [
-        (section, Markup(environment.get_template(f"{section.name}.html").render(data)))
-        for section, data in found
-        if data is not None
-    ]
+    found = [(section, data) for section in SECTIONS if (data := section.data(r)) is not None]
+    shown_sections = [(s, Markup(environment.get_template(f"{s.name}.html").render(data))) for s, data in found]
     return environment.get_template("page.html").render(
-        head(r), sections=sections, style=text("page.css"), script=text("page.js"), plotly=Markup(get_plotlyjs())
+        head(r), sections=shown_sections, style=text("page.css"), script=text("page.js"), plotly=Markup(get_plotlyjs())
     )
 
 
@@ -52,9 +47,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _plain(x) for key, x in value.items()}
     if isinstance(value, list | tuple | np.ndarray):
-        return [_plain(x) for x in value]
-    if isinstance(value, np.generic):
-        value = value.item()
+        return [_plain(x) for x in (value.tolist() if isinstance(value, np.ndarray) else value)]
     if isinstance(value, float):
         rounded = float(f"{value:.6g}") if math.isfinite(value) else None
         return int(rounded) if rounded is not None and rounded.is_integer() and abs(rounded) < 1e6 else rounded
@@ -63,12 +56,12 @@ def _plain(value: Any) -> Any:
 
 def write(r: Report, output: Path) -> None:
     """Writes the page. A reader sees the old file or the new."""
+    content = page(r)
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(f"{output.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "x", encoding="utf-8") as file:
-            file.write(page(r))
+            file.write(content)
         temporary.rename(output)
     finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)

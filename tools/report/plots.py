@@ -2,7 +2,6 @@
 
 import html
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,13 +16,14 @@ _COLOURS = ("#2f7fd6", "#e0640b", "#1a9d76", "#c460b3", "#c99700", "#4db3e0", "#
 """Colours that can be told apart, and read on white and on black. After those of Okabe and Ito."""
 _DASHES = ("solid", "dot", "dashdot")
 """Of the first eight runs, of the next eight, and of all others."""
-_ALONE, _VALIDATION, _GREY, _WARNING = _COLOURS[0], _COLOURS[1], "#8b8b8b", "#d3312f"
-_PLAIN = ("", "each step", "average")
+_GREY, _WARNING = "#8b8b8b", "#d3312f"
+_PLAIN = {"", "each step", "average"}
 """Names of traces that need no legend."""
 _LINES = 6
-"""Largest number of layers that are drawn as lines. More are a heat map."""
+"""Largest number of layers that are drawn as lines."""
 _MARKS = 200
 """Largest number of marks of one kind in a plot."""
+LOG = {"type": "log", "tickformat": "~g"}
 
 
 @dataclass
@@ -45,24 +45,20 @@ class Panel:
     @property
     def figure(self) -> dict[str, Any]:
         """Data and layout for plotly.js. Plotly takes names and titles for HTML, so they are escaped."""
-        traces = [trace | {"name": html.escape(trace["name"])} for trace in self.traces]
-        x = self.x | ({"title": {"text": html.escape(self.x["title"])}} if "title" in self.x else {})
         lines = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": _GREY, "width": 1, "dash": "dot"}}
         words = {"yref": "paper", "y": 1, "yanchor": "top", "xanchor": "left", "showarrow": False}
-        return {
-            "data": traces,
-            "layout": {
-                "xaxis": x,
-                "yaxis": self.y,
-                "shapes": [lines | {"x0": place, "x1": place} for place, _ in self.marks],
-                "annotations": [words | {"x": place, "text": html.escape(word)} for place, word in self.marks],
-                "showlegend": not ({trace["name"] for trace in traces} <= {*_PLAIN}) and not self.is_shared,
-            },
+        layout = {
+            "xaxis": self.x | {"title": {"text": html.escape(self.x["title"])}},
+            "yaxis": self.y,
+            "shapes": [lines | {"x0": place, "x1": place} for place, _ in self.marks],
+            "annotations": [words | {"x": place, "text": html.escape(word)} for place, word in self.marks],
+            "showlegend": not ({trace["name"] for trace in self.traces} <= _PLAIN) and not self.is_shared,
         }
+        return {"data": [trace | {"name": html.escape(trace["name"])} for trace in self.traces], "layout": layout}
 
     @property
     def is_shared(self) -> bool:
-        """Whether its traces are of runs side by side, which one legend above all plots names."""
+        """Whether its traces are of runs side by side, which the table above all plots names."""
         return len({trace["legendgroup"] for trace in self.traces} - {""}) > 1
 
 
@@ -75,51 +71,45 @@ def panels_of(c: Comparison, smooth: int) -> list[Panel]:
     """All plots: losses, the other metrics of each step, and those of the user's own."""
     if not any(run.values for run in c.runs):
         return []
-    alone = len(c.runs) == 1
-    steps = lambda run: run.step + 1
-    unit, per_unit = _time_unit(max(run.time[-1] for run in c.runs))
-    if alone:
-        panels = [losses(c, "Loss, nats a token", "steps", steps, smooth)]
+    if len(c.runs) == 1:
+        panels = [losses(c, "Loss, nats a token", "steps", [run.step + 1 for run in c.runs], smooth)]
     else:
-        title = f"Training loss, nats a token{' (○ validation)' if any(run.validation for run in c.runs) else ''}"
+        unit, size = ("hours", 3600) if max(run.time[-1] for run in c.runs) > 10_000 else ("minutes", 60)
+        title = "Training loss, nats a token (○ validation)"
+        times = [run.time / size for run in c.runs]
         panels = [
-            losses(c, title, "steps", steps, smooth),
-            losses(c, "The same by tokens", "tokens", lambda run: run.tokens, smooth),
-            losses(c, "The same by time", f"training time, {unit}", lambda run: run.time / per_unit, smooth),
+            losses(c, title, "tokens", [run.tokens for run in c.runs], smooth),
+            losses(c, "The same by time", f"training time, {unit}", times, smooth),
         ]
     panels += [
-        curve(c, "Norm of the gradients", "grad_norm", smooth, {"type": "log"}),
+        curve(c, "Norm of the gradients", "grad_norm", smooth, LOG),
         curve(c, "Learning rate", "learning_rate", 0),
         curve(c, "Tokens/s", "tokens_per_second", smooth, {"rangemode": "tozero"}),
-        curve(c, "MFU", "mfu", smooth, {"rangemode": "tozero", "tickformat": ".0%"}),
     ]
     panels += [own_metric(c, name) for name in sorted({name for run in c.runs for name in run.own})]
     return [panel for panel in panels if panel.traces]
 
 
-def losses(c: Comparison, title: str, x_title: str, x_of: Callable[[Run], Curve], smooth: int) -> Panel:
+def losses(c: Comparison, title: str, x_title: str, xs: list[Curve], smooth: int) -> Panel:
     """Averaged losses, of few runs also those of single steps, validation losses as circles, and unigram entropy."""
-    panel = Panel(title, x={"title": x_title}, y={"type": "log"}, wide=len(c.runs) == 1)
-    for i, run in enumerate(c.runs):
-        x = x_of(run)
-        # Runs that differ in speed alone have one curve: through the dashes of the second one, the first can be seen.
-        dashed = {"dash": "dash"} if any(_same_curve(run, other) for other in c.runs[:i]) else {}
-        panel.traces += _averaged(c, i, x, run.loss, smooth, "training", **dashed)
-        found = [(_place(run, step), loss) for step, loss in run.validation if math.isfinite(loss)]
-        points = [(x[place], loss) for place, loss in found if place is not None]
-        if points:
-            circles = dict(zip("xy", zip(*points, strict=True), strict=True)) | {"mode": "markers"}
-            marker = {"symbol": "circle-open", "size": 8, "color": _VALIDATION if _alone(c) else colour(i)}
-            panel.traces.append(_trace(c, i, "validation") | circles | {"marker": marker | {"line": {"width": 2}}})
-        if _alone(c):
+    alone = len(c.runs) == 1
+    panel = Panel(title, x={"title": x_title}, y=LOG, wide=alone)
+    for i, (run, x) in enumerate(zip(c.runs, xs, strict=True)):
+        panel.traces += _averaged(c, i, x, run.loss, smooth, "training")
+        found = [(x[place], loss) for step, loss in run.validation if (place := _place(run, step)) is not None]
+        if points := [(at, loss) for at, loss in found if math.isfinite(loss)]:
+            marker = {"symbol": "circle-open", "size": 8, "color": _COLOURS[1] if alone else colour(i)}
+            circles = {"mode": "markers", "marker": marker | {"line": {"width": 2}}}
+            panel.traces.append(_trace(c, i, *np.array(points).T, "validation") | circles)
+        if alone:
             _mark(panel, run, x, run.loss)
-    ends = [x_of(run)[-1] for run in c.runs]
-    for entropy in sorted({x for x in (number(run.fact("unigram_entropy")) for run in c.runs) if math.isfinite(x)}):
-        ends_of = [min(x_of(run)[0] for run in c.runs), max(ends)]
-        line = {"mode": "lines", "x": ends_of, "y": [entropy] * 2, "line": {"color": _GREY, "dash": "dash", "width": 1}}
-        panel.traces.append(_trace(c, 0, "") | line | {"name": f"unigram entropy {entropy:.3f}", "legendgroup": ""})
-    if min(ends) > 0 and max(ends) > 10 * min(ends):  # a short run would be a stroke at the left
-        panel.x["type"] = "log"
+    for entropy in sorted({number(run.fact("unigram_entropy")) for run in c.runs}):
+        if math.isfinite(entropy):
+            line = {"mode": "lines", "line": {"color": _GREY, "dash": "dash", "width": 1}, "legendgroup": ""}
+            ends = np.array([min(x[0] for x in xs), max(x[-1] for x in xs)])
+            panel.traces.append(
+                _trace(c, 0, ends, np.full(2, entropy)) | line | {"name": f"unigram entropy {entropy:.3f}"}
+            )
     return panel
 
 
@@ -133,65 +123,48 @@ def curve(c: Comparison, title: str, name: str, smooth: int, y: dict[str, Any] |
         if smooth:
             panel.traces += _averaged(c, i, run.step + 1, values, smooth, "average")
         else:
-            panel.traces.append(_line(c, i, run.step + 1, values, "", width=2, simplify=False))
-        if _alone(c) and name == "grad_norm":
+            panel.traces.append(_line(c, i, run.step + 1, values, "", 2))
+        if len(c.runs) == 1 and name == "grad_norm":
             _mark(panel, run, run.step + 1, values)
-    if panel.y.get("type") == "log":
-        panel.y |= {"tickmode": "array", "tickvals": log_ticks(panel.traces), "tickformat": "~g"}
     return panel
 
 
-def log_ticks(traces: list[dict[str, Any]]) -> list[float]:
-    """Round numbers among the values of these traces, for a logarithmic axis: plotly would write 5 for 0.5."""
-    values = np.concatenate([np.asarray(trace["y"], float) for trace in traces] or [np.ones(1)])
-    values = values[np.isfinite(values) & (values > 0)]
-    low, high = (math.log10(f(values)) for f in (np.min, np.max)) if values.size else (0.0, 0.0)
-    digits = (1, 2, 3, 5, 7) if high - low < 1.2 else (1, 2, 5) if high - low < 3 else (1,)
-    return [float(f"{digit}e{power}") for power in range(math.floor(low), math.floor(high) + 1) for digit in digits]
-
-
 def own_metric(c: Comparison, name: str) -> Panel:
-    """A metric of the user's own by steps. Of layers: their mean, and each as a thin line; of many a heat map."""
+    """A metric of the user's own by steps. Of layers: their mean, and each as a thin line; of many the extremes."""
     layers = max(run.own[name].shape[1] for run in c.runs if name in run.own)
-    panel = Panel(f"{shown(name)}{f': mean of {layers} layers, and each' if layers > 1 else ''}", x={"title": "steps"})
-    if _alone(c) and layers > _LINES:
-        return _heat_map(c, shown(name), c.runs[0].step + 1, c.runs[0].own[name])
+    what = "each" if layers <= _LINES else "the least and greatest"
+    panel = Panel(
+        f"{shown(name)}{f': mean of {layers} layers, and {what}' if layers > 1 else ''}", x={"title": "steps"}
+    )
     for i, run in enumerate(c.runs):
         values = run.own.get(name, np.empty((len(run.step), 0)))
-        if values.shape[1]:
-            panel.traces.append(_line(c, i, run.step + 1, values.mean(1), "mean" * (layers > 1), width=2))
-        for layer in range(values.shape[1] if values.shape[1] > 1 else 0):
-            line = _line(c, i, run.step + 1, values[:, layer], width=0.8) | {"opacity": 0.4}
-            line["name"] = f"layer {layer}" if _alone(c) else f"{line['name']}, layer {layer}"
-            if _alone(c):
-                line |= {"line": line["line"] | {"color": _COLOURS[1 + layer], "width": 1.2}, "opacity": 0.9}
+        if not values.shape[1]:
+            continue
+        panel.traces.append(_line(c, i, run.step + 1, values.mean(1), "mean" * (layers > 1), 2))
+        thin = {f"layer {layer}": values[:, layer] for layer in range(values.shape[1])} if layers <= _LINES else {}
+        thin = thin or {"least": values.min(1), "greatest": values.max(1)}
+        for j, (layer, of_layer) in enumerate(thin.items() if layers > 1 else ()):
+            line = _line(c, i, run.step + 1, of_layer, layer, 1) | {"opacity": 0.6}
+            if len(c.runs) == 1:
+                line["line"] |= {"color": colour(1 + j)}
+            else:
+                line["name"] += f", {layer}"
             panel.traces.append(line)
     return panel
 
 
-def _heat_map(c: Comparison, name: str, x: Curve, values: np.ndarray) -> Panel:
-    kept = evenly(x, _POINTS // 3)
-    trace = {"type": "heatmap", "x": x[kept], "y": np.arange(values.shape[1]), "z": values[kept].T}
-    trace |= {"colorscale": "Viridis", "colorbar": {"thickness": 10, "outlinewidth": 0}, "hoverongaps": False}
-    trace |= {"hovertemplate": "step %{x}, layer %{y}: %{z:.4g}<extra></extra>"}
-    axes = {"x": {"title": "steps"}, "y": {"title": {"text": "layer"}, "tickformat": "d"}}
-    return Panel(f"{name}, by layers", [_trace(c, 0) | trace], **axes)
-
-
 def _mark(panel: Panel, run: Run, x: Curve, y: Curve) -> None:
     """Marks what happened to the run: crosses at skipped steps, lines where it was resumed."""
-    why = {event["step"]: str(event.get("why", "")) for event in run.of_event("skipped")}
-    found = [(_place(run, step), text) for step, text in why.items()]
-    skipped = [(place, text) for place, text in found if place is not None][-_MARKS:]
+    why = {event["step"]: shown(event.get("why", ""))[:200] for event in run.of_event("skipped")}
+    skipped = [(place, text) for step, text in why.items() if (place := _place(run, step)) is not None][-_MARKS:]
     if skipped:
         places = [place for place, _ in skipped]
         # A loss that is not finite has no place in a plot: its cross is at the bottom.
         bottom = np.nanmin(y[np.isfinite(y)]) if np.isfinite(y).any() else 1.0
-        marker = {"symbol": "x", "size": 8, "color": _WARNING}
-        crosses = {"type": "scatter", "mode": "markers", "name": "skipped step", "legendgroup": "0", "marker": marker}
+        crosses = {"type": "scatter", "mode": "markers", "name": "skipped step", "legendgroup": "0"}
+        crosses |= {"marker": {"symbol": "x", "size": 8, "color": _WARNING}, "hoverinfo": "x+y+text+name"}
         crosses |= {"x": x[places], "y": np.where(np.isfinite(y[places]), y[places], bottom)}
-        crosses |= {"text": [html.escape(shown(text))[:200] for _, text in skipped], "hoverinfo": "x+y+text+name"}
-        panel.traces.append(crosses)
+        panel.traces.append(crosses | {"text": [html.escape(text) for _, text in skipped]})
     resumed = [_place(run, start) for start, _ in run.starts if start]
     panel.marks += [(float(x[place]), "resumed") for place in sorted(p for p in resumed if p is not None)[-_MARKS:]]
 
@@ -201,50 +174,41 @@ def _place(run: Run, step: int) -> int | None:
     return int(np.searchsorted(run.step, step)) if run.step[0] <= step <= run.step[-1] else None
 
 
-def _alone(c: Comparison) -> bool:
-    return len(c.runs) == 1
-
-
-def _averaged(c: Comparison, i: int, x: Curve, y: Curve, smooth: int, what: str, **style: Any) -> list[dict[str, Any]]:
+def _averaged(c: Comparison, i: int, x: Curve, y: Curve, smooth: int, what: str) -> list[dict[str, Any]]:
     """The averaged values of run number `i`, and of few runs also the values themselves, thin behind them."""
     known = np.isfinite(y)
-    average = _line(c, i, x[known], _around(y[known], smooth), what, width=2, **style)
+    average = _line(c, i, x[known], averaged(y[known], smooth), what, 2)
     if len(c.runs) > 4:
         return [average]
-    quiet = {} if _alone(c) else {"hoverinfo": "skip"}
-    return [_line(c, i, x, y, "each step", width=0.8) | {"opacity": 0.45} | quiet, average]
+    quiet = {} if len(c.runs) == 1 else {"hoverinfo": "skip"}
+    return [_line(c, i, x, y, "each step", 0.8) | {"opacity": 0.45} | quiet, average]
 
 
-def _around(values: Curve, most: int) -> Curve:
-    """Mean of the values around each, `most` of them or a tenth of all: unlike `smoothed`, not behind a steep curve."""
+def averaged(values: Curve, most: int) -> Curve:
+    """Mean of the values around each, `most` of them or a tenth of all, at the steep beginning fewer."""
     half = max(1, min(most, len(values) // 10)) // 2
     sums, places = np.concatenate([[0.0], np.cumsum(values)]), np.arange(len(values))
     starts = np.maximum(places - half, 0)
-    ends = np.minimum(places + np.minimum(places, half) + 1, len(values))  # at the steep beginning as many on each side
+    ends = np.minimum(places + np.minimum(places, half) + 1, len(values))
     return (sums[ends] - sums[starts]) / (ends - starts)
 
 
-def _trace(c: Comparison, i: int, what: str = "") -> dict[str, Any]:
-    """The beginning of a trace of run number `i`; a run alone has `what` it is as its name, instead of its number."""
-    name = what if _alone(c) else shown(f"{i + 1}  {c.label(c.runs[i])}")
-    return {"type": "scatter", "name": name, "legendgroup": str(i)}
-
-
-def _line(c: Comparison, i: int, x: Curve, y: Curve, what: str = "", **style: Any) -> dict[str, Any]:
+def _line(c: Comparison, i: int, x: Curve, y: Curve, what: str, width: float) -> dict[str, Any]:
     """A curve of run number `i`, thinned out where it is long; its ends are kept."""
     kept = evenly(x, _POINTS)
-    dash = _DASHES[min(i // len(_COLOURS), len(_DASHES) - 1)]
-    line = {"color": colour(i), "dash": dash} | style
-    return _trace(c, i, what) | {"mode": "lines", "x": x[kept], "y": y[kept], "line": line}
+    # Runs that differ in speed alone have one curve: through the dashes of the second one, the first can be seen.
+    covers = any(_same_curve(c.runs[i], other) for other in c.runs[:i])
+    dash = "dash" if covers else _DASHES[min(i // len(_COLOURS), len(_DASHES) - 1)]
+    line = {"color": colour(i), "dash": dash, "width": width}
+    return _trace(c, i, x[kept], y[kept], what) | {"mode": "lines", "line": line}
+
+
+def _trace(c: Comparison, i: int, x: Curve, y: Curve, what: str = "") -> dict[str, Any]:
+    """A trace of run number `i`; a run alone has `what` it is as its name, instead of its number."""
+    name = what if len(c.runs) == 1 else shown(f"{i + 1}  {c.label(c.runs[i])}")
+    return {"type": "scatter", "name": name, "legendgroup": str(i), "x": x, "y": y}
 
 
 def _same_curve(a: Run, b: Run) -> bool:
     n = min(len(a.loss), len(b.loss))
     return np.array_equal(a.step[:n], b.step[:n]) and np.allclose(a.loss[:n], b.loss[:n], rtol=5e-3, equal_nan=True)
-
-
-def _time_unit(seconds: float) -> tuple[str, float]:
-    for unit, size in (("days", 86_400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= 3 * size:
-            return unit, size
-    return "seconds", 1

@@ -3,7 +3,6 @@
 import contextlib
 import glob
 import itertools
-import json
 import math
 import os
 import re
@@ -23,12 +22,11 @@ from tools.report.thinning import Lines, read_lines
 Curve = np.ndarray
 """A number for each step, f64; NaN is an unknown value. (jaxtyping would take a third of the time of a page.)"""
 
-COMMON_METRICS = {"loss", "grad_norm", "learning_rate", "skipped", *OF_A_STEP}
-"""Metrics that metrics.jsonl has of every step of every run."""
+COMMON_METRICS = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
+"""Metrics of each step that every run has."""
 _EVENT, _PROMPT = re.compile(rb'"event": "(\w{1,50})"'), re.compile(rb'"prompt": ("(?:[^"\\]|\\.)*")')
-_MOST_NAMES, _MOST_LAYERS = 100, 1024
-"""Number of the user's own metrics, and of layers of each, that are read."""
-_MOST_STEP = 2**53
+_MOST_NAMES, _MOST_LAYERS, _MOST_STEP = 100, 1024, 2**53
+"""Number of the user's own metrics, and of layers of each, that are read; largest number of a step."""
 
 
 @dataclass
@@ -44,17 +42,15 @@ class Run:
     time: Curve
     """Seconds of training up to the end of the step, without start, compilation, validation and pauses."""
     curves: dict[str, Curve] = field(default_factory=dict)
-    """loss in nats a token, grad_norm, learning_rate, tokens_per_second, mfu."""
+    """The COMMON_METRICS, the loss in nats a token."""
     own: dict[str, np.ndarray] = field(default_factory=dict)
-    """Metrics of the user's own, [steps, layers]; a scalar has one layer."""
+    """The user's own metrics, [steps, layers]; one layer for a number."""
     values: dict[str, float] = field(default_factory=dict)
-    """Columns of the table, by the names of METRICS. Absent: unknown."""
+    """Figures of the run, by names as in comparing.METRICS, ms/step and tokens; empty if no step was done."""
     validation: list[tuple[int, float]] = field(default_factory=list)
-    """Steps and losses."""
+    """Step and loss of each validation."""
     events: list[dict[str, Any]] = field(default_factory=list)
-    """Lines of metrics.jsonl with an "event", each with a step."""
-    memory_source: str | None = None
-    """`device` or `compiler`."""
+    """The lines of metrics.jsonl with an "event", each with a step."""
     total_steps: int | None = None
     """Number of steps that the configuration asks for; None: unknown."""
     starts: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
@@ -85,6 +81,10 @@ class Run:
         """The events of this name, in their order."""
         return [event for event in self.events if event["event"] == name]
 
+    def memory(self) -> dict[str, Any]:
+        """The event with the peak memory; empty if there is none."""
+        return next((e for e in reversed(self.of_event("memory")) if "peak_memory_bytes" in e), {})
+
 
 def find_runs(patterns: Sequence[str]) -> list[Path]:
     """Returns the directories of the runs that `patterns` name, each once, in that order.
@@ -109,9 +109,9 @@ def _runs_in(directory: Path) -> Iterator[Path]:
     inside = [p for p in sorted(directory.iterdir()) if p.is_dir() and not p.is_symlink() and p.name[0] != "."]
     if not inside or any((directory / name).exists() for name in ("metrics.jsonl", "config.yaml")):
         yield directory  # empty too: of a run that left nothing
-        return
-    for path in inside:
-        yield from _runs_in(path)
+    else:
+        for path in inside:
+            yield from _runs_in(path)
 
 
 def read_run(directory: Path, smooth: int) -> Run:
@@ -119,64 +119,60 @@ def read_run(directory: Path, smooth: int) -> Run:
 
     Args:
         directory: of the run.
-        smooth: steps over which losses are averaged.
+        smooth: steps over which the last loss is averaged, or a tenth of all if that is fewer.
     """
     notes: list[str] = []
-    settings = _read_settings(directory, notes)
     steps, events, ended = _read_metrics(directory, notes)
     column = lambda name: np.array([number(record.get(name)) for record in steps])
     seconds = column("seconds")
     seconds = np.where(np.abs(seconds) < 1e9, seconds, np.nan)
-    names = sorted({*itertools.chain(*steps)} - COMMON_METRICS)
+    names = sorted({*itertools.chain(*steps)} - {"skipped", *COMMON_METRICS, *OF_A_STEP})
     if len(names) > _MOST_NAMES:
         notes.append(f"{len(names) - _MOST_NAMES:,} metrics are left out")
     run = Run(
         directory,
-        settings,
+        _read_settings(directory, notes),
         step=column("step"),
         tokens=column("tokens"),
         time=_time(column("step"), seconds, events),
-        curves={name: column(name) for name in ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu")},
+        curves={name: column(name) for name in COMMON_METRICS},
         own={name: _vectors(steps, name) for name in names[:_MOST_NAMES]},
         events=events,
         starts=_read_starts(directory),
         notes=notes,
     )
+    run.validation = [(int(event["step"]), number(event.get("loss"))) for event in run.of_event("validation")]
     run.total_steps = _total_steps(run)
     if steps:
-        _measure(run, seconds, smooth)
-    _find_state(run, ended)
+        run.values = _values(run, seconds, smooth)
+    run.state, run.why = _state(run, ended)
     if steps:
-        _note_state(run)
+        notes += _notes(run)
     return run
 
 
-def _measure(run: Run, seconds: Curve, smooth: int) -> None:
-    """Fills in `values`, `validation` and `memory_source`."""
-    run.values = {"steps": run.step[-1] + 1, "tokens": run.tokens[-1]}
+def _values(run: Run, seconds: Curve, smooth: int) -> dict[str, float]:
+    done, tokens = run.step[-1] + 1, run.tokens[-1]
+    last = run.loss[-max(1, min(smooth, len(run.loss) // 10)) :]
+    found = {"steps": done, "tokens": tokens, "loss": float(np.mean(last))}
     # The newest steps of a long run, of which all are read, do not outweigh the others.
-    even = evenly(run.step, len(run.step) // 4 + 1) if len(run.step) < run.values["steps"] else slice(None)
+    even = evenly(run.step, len(run.step) // 4 + 1) if len(run.step) < done else slice(None)
     if not np.isnan(seconds[even]).all():
         step_seconds = float(np.nanmedian(seconds[even]))
-        run.values |= {"ms/step": 1000 * step_seconds, "time": run.time[-1]}
+        found |= {"ms/step": 1000 * step_seconds, "time": run.time[-1]}
         if step_seconds > 0:
-            run.values["tokens/s"] = run.tokens[-1] / run.values["steps"] / step_seconds
+            found["tokens/s"] = tokens / done / step_seconds
         if not np.isnan(mfu := run.curves["mfu"][even]).all():
-            run.values["MFU"] = float(np.nanmedian(mfu))
-    averaged = smoothed(run.loss, smooth)
-    run.values["loss"] = averaged[-1]
-    run.values["min"] = float(np.nanmin(averaged)) if not np.isnan(averaged).all() else math.nan
+            found["MFU"] = float(np.nanmedian(mfu))
+    of_events = {
+        "validation": {"val": "loss", "bits/byte": "bits_per_byte"},
+        "memory": {"memory": "peak_memory_bytes"},
+        "step_bubble": {"bubble": "step_bubble"},
+    }
     for event in run.events:
-        if event["event"] == "validation":
-            run.validation.append((int(event["step"]), number(event.get("loss"))))
-            run.values["val"] = number(event.get("loss"))
-            if "bits_per_byte" in event:
-                run.values["bits/byte"] = number(event["bits_per_byte"])
-        elif event["event"] == "memory" and "peak_memory_bytes" in event:
-            run.values["memory"] = number(event["peak_memory_bytes"])
-            run.memory_source = str(event.get("source"))
-        elif event["event"] == "step_bubble" and "step_bubble" in event:
-            run.values["bubble"] = number(event["step_bubble"])
+        named = of_events.get(event["event"], {})
+        found |= {name: number(event[key]) for name, key in named.items() if key in event}
+    return found
 
 
 def records(lines: Iterable[bytes]) -> Iterator[dict[str, Any] | None]:
@@ -191,14 +187,11 @@ def records(lines: Iterable[bytes]) -> Iterator[dict[str, Any] | None]:
 
 
 def _read_settings(directory: Path, notes: list[str]) -> dict[str, Any]:
-    path = directory / "config.yaml"
-    if not path.exists():
-        notes.append("no config.yaml")
-        return {}
     try:
-        return flat(read_config(path))
+        return flat(read_config(directory / "config.yaml"))
     except ValueError:
-        notes.append("config.yaml cannot be read")
+        path = directory / "config.yaml"
+        notes.insert(0, "config.yaml cannot be read" if path.exists() else "no config.yaml")
         return {}
 
 
@@ -212,25 +205,22 @@ def _kind(line: bytes) -> bytes:
 def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[dict], bool]:
     """Returns the lines of steps, in order, those of events, and whether the run ended after the last one."""
     path = directory / "metrics.jsonl"
-    if not path.exists():
-        notes.append("no metrics.jsonl: the run did not start")
-        return [], [], False
     try:
-        kinds = read_lines(path, _kind, b"step")
+        kinds = read_lines(path, _kind)
     except OSError as error:
-        notes.append(f"metrics.jsonl cannot be read: {why(error)}")
+        reason = f" cannot be read: {why(error)}" if path.exists() else ": the run did not start"
+        notes.append(f"{'' if path.exists() else 'no '}metrics.jsonl{reason}")
         return [], [], False
     notes += [_thinned(kind.decode(), lines) for kind, lines in kinds.items() if lines.every > 1]
     steps: dict[int, dict] = {}
     events, unreadable = [], 0
     end = last = -1
     in_order = sorted(itertools.chain.from_iterable(lines.kept for lines in kinds.values()))
-    for place, record in zip((place for place, _ in in_order), records(line for _, line in in_order), strict=True):
+    for (place, _), record in zip(in_order, records(line for _, line in in_order), strict=True):
         if record is None or ("event" not in record and record["step"] < 0):
             unreadable += 1
         elif "event" in record:
-            record["event"] = str(record["event"])
-            events.append(record)
+            events.append(record | {"event": str(record["event"])})
             end = place if record["event"] == "end" else end
         else:
             steps[record["step"]], last = record, place
@@ -249,12 +239,11 @@ def _thinned(kind: str, lines: Lines) -> str:
 def _read_starts(directory: Path) -> list[tuple[int, dict[str, Any]]]:
     found = []
     for path in sorted((directory / "source").glob("[0-9]*"))[-100:]:
-        if not path.name.isdecimal() or not path.name.isascii() or len(path.name) > 15:
-            continue
-        about = {}
-        with contextlib.suppress(OSError, ValueError):
-            about = read_object(path / "provenance.json")
-        found.append((int(path.name), about))
+        if re.fullmatch("[0-9]{1,15}", path.name):
+            about = {}
+            with contextlib.suppress(OSError, ValueError):
+                about = read_object(path / "provenance.json")
+            found.append((int(path.name), about))
     # A run that went back has directories of later starts. The newest start is the one that was made last.
     return sorted(found, key=lambda start: (str(start[1].get("started", "")), start[0]))
 
@@ -262,8 +251,7 @@ def _read_starts(directory: Path) -> list[tuple[int, dict[str, Any]]]:
 def _vectors(steps: list[dict], name: str) -> np.ndarray:
     """Returns a metric of each step, [steps, layers]; NaN where it is missing."""
     values = [record.get(name) for record in steps]
-    of_steps = [value[:_MOST_LAYERS] if isinstance(value, list) else [value] for value in values]
-    of_layers = itertools.zip_longest(*of_steps)
+    of_layers = itertools.zip_longest(*(v[:_MOST_LAYERS] if isinstance(v, list) else [v] for v in values))
     return np.array([[number(value) for value in layer] for layer in of_layers]).T.reshape(len(steps), -1)
 
 
@@ -296,19 +284,18 @@ def _time(step: Curve, seconds: Curve, events: Iterable[dict]) -> Curve:
     return np.cumsum(np.nan_to_num(np.where(replaced, np.median(rest), seconds) if rest.size else seconds) * number)
 
 
-def _find_state(run: Run, ended: bool) -> None:
-    """Fills in `state` and `why`. What is known only later, such as step_bubble, may follow the end."""
+def _state(run: Run, ended: bool) -> tuple[str, str]:
+    """The state, and why. What is known only later, such as step_bubble, may follow the end."""
     done = int(run.step[-1]) + 1 if len(run.step) else 0
     if ended:
-        (*_, end) = run.of_event("end")
-        state, run.why = str(end.get("state")), str(end.get("why", ""))
-        run.state = state if state in ("finished", "stopped", "failed") else "unknown"
-    elif _is_locked(run.directory):
-        run.state = "running"
-    elif not len(run.step):
-        run.state = "not begun"
-    elif run.total_steps is not None:
-        run.state = "finished" if done >= run.total_steps else "broke off"
+        end = run.of_event("end")[-1]
+        known = end.get("state") in ("finished", "stopped", "failed")
+        return end["state"] if known else "unknown", str(end.get("why", ""))
+    if _is_locked(run.directory):
+        return "running", ""
+    if not done:
+        return "not begun", ""
+    return "unknown" if run.total_steps is None else "finished" if done >= run.total_steps else "broke off", ""
 
 
 def _is_locked(directory: Path) -> bool:
@@ -326,21 +313,19 @@ def _is_locked(directory: Path) -> bool:
     return True
 
 
-def _note_state(run: Run) -> None:
+def _notes(run: Run) -> Iterator[str]:
     done = int(run.values["steps"])
     if run.total_steps is not None and done < run.total_steps:
-        run.notes.append(f"unfinished: {done:,} of {run.total_steps:,} steps")
+        yield f"unfinished: {done:,} of {run.total_steps:,} steps"
     bad = np.flatnonzero(~np.isfinite(run.loss))
     if bad.size:
         of_read = " of those that are read" if len(run.step) < done else ""
-        run.notes.append(
-            f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}{of_read}, "
-            f"first at step {int(run.step[bad[0]]) + 1:,}"
-        )
+        first = int(run.step[bad[0]]) + 1
+        yield f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}{of_read}, first at step {first:,}"
     if not run.validation:
-        run.notes.append("no validation")
-    if run.memory_source is None:
-        run.notes.append("no record of peak memory")
+        yield "no validation"
+    if not run.memory():
+        yield "no record of peak memory"
 
 
 def evenly(x: Curve, most: int) -> np.ndarray:
@@ -350,34 +335,12 @@ def evenly(x: Curve, most: int) -> np.ndarray:
     return np.unique(np.minimum(np.searchsorted(x, np.linspace(x[0], x[-1], most)), len(x) - 1))
 
 
-def smoothed(values: Curve, most: int) -> Curve:
-    """Running mean of the last `most` values, or of a tenth of all if that is fewer; NaN where one is not finite."""
-    window = max(1, min(most, len(values) // 10))
-    sums = np.concatenate([[0.0], np.cumsum(np.where(np.isfinite(values), values, 0))])
-    bad = np.concatenate([[0], np.cumsum(~np.isfinite(values))])
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(ends - window, 0)
-    return np.where(bad[ends] > bad[starts], np.nan, (sums[ends] - sums[starts]) / (ends - starts))
-
-
-# ---- what a single run has beside its metrics ---------------------------------------------------------------------
-
-
 def read_samples(directory: Path) -> list[dict[str, Any]]:
     """The lines of samples.jsonl, with step, prompt, text and ended; none where the file cannot be read."""
     try:
-        of_prompts = read_lines(directory / "samples.jsonl", lambda line: (_PROMPT.search(line) or [b""])[0], b"")
+        of_prompts = read_lines(directory / "samples.jsonl", lambda line: (_PROMPT.search(line) or [b""])[0])
     except OSError:
         return []
     lines = sorted(itertools.chain.from_iterable(of_prompt.kept for of_prompt in of_prompts.values()))
-    kinds = {"prompt": str, "text": str}
-    return [
-        record
-        for record in records(line for _, line in lines)
-        if record is not None and all(isinstance(record.get(name), kind) for name, kind in kinds.items())
-    ]
-
-
-def as_json(value: Any) -> str:
-    """The value as one line of JSON, for people to read."""
-    return json.dumps(value, ensure_ascii=False, default=str)
+    is_one = lambda x: x is not None and isinstance(x.get("prompt"), str) and isinstance(x.get("text"), str)
+    return [record for record in records(line for _, line in lines) if is_one(record)]

@@ -4,6 +4,7 @@ To add a section, write the function and the template, and name both in SECTIONS
 returns; all of it is escaped. It shows Panels, which are plots, with `plots(panels)` of plots.html.
 """
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from tools.report.comparing import (
 from tools.report.lines import step_by_line
 from tools.report.microscope import microscope
 from tools.report.plots import colour, panels_of
-from tools.report.reading import Run, as_json, number, read_samples
+from tools.report.reading import Run, number, read_samples
 
 _SAMPLES, _EVENTS, _LONGEST = 12, 200, 4000
 """Number of steps whose samples are shown, and of events; characters of a text."""
@@ -63,15 +64,6 @@ class Section(NamedTuple):
 # ---- the head -----------------------------------------------------------------------------------------------------
 
 
-class Figure(NamedTuple):
-    """A number at the top of the page."""
-
-    label: str
-    value: str
-    note: str = ""
-    warning: bool = False
-
-
 def head(r: Report) -> dict[str, Any]:
     """Title, state, and the key figures of a single run. Not a section: every page begins with it."""
     run = r.run
@@ -86,52 +78,47 @@ def head(r: Report) -> dict[str, Any]:
         "running": run.state == "running",
         "written": time.time() if run.state == "running" else None,
         "progress": min(1.0, done / total) if total else None,
-        "figures": figures(r.c, run),
+        "figures": figures(r.c, run) if run.values else [],
         "notes": [note for note in run.notes if run.state != "running" or not note.startswith(_NOT_YET)],
     }
 
 
-def figures(c: Comparison, run: Run) -> list[Figure]:
-    """The key figures of a run: those that are known."""
-    values, found = run.values, []
-    if not values:
-        return found
-    entropy = number(run.fact("unigram_entropy"))
-    unigram = f"unigram entropy {entropy:.3f}" if math.isfinite(entropy) else "nats a token"
-    found.append(Figure("loss", c.metric(run, "loss"), f"mean of the last steps; {unigram}"))
-    if "val" in values:
-        bits = f"{c.metric(run, 'bits/byte')} bits a byte" if "bits/byte" in values else "nats a token"
-        found.append(Figure("validation", c.metric(run, "val"), f"{bits}, at step {run.validation[-1][0] + 1:,}"))
-    total = run.total_steps
-    done = int(values["steps"])
-    left = (total - done) * values.get("ms/step", math.nan) / 1000 if total else math.nan
-    rest = f"{duration(left)} left" if run.state == "running" and 0 < left < 1e9 else ""
-    found.append(Figure("steps", f"{done:,}", " · ".join(filter(None, [f"of {total:,}" if total else "", rest]))))
-    found.append(Figure("tokens", c.metric(run, "tokens"), f"in {duration(run.time[-1])}"))
-    if "tokens/s" in values:
-        found.append(Figure("tokens/s", c.metric(run, "tokens/s"), f"{c.metric(run, 'ms/step')} ms a step"))
-    if "MFU" in values:
-        found.append(_mfu(c, run))
-    if "memory" in values:
-        (*_, event) = run.of_event("memory")
-        limit = number(event.get("device_memory_bytes"))
-        source = "predicted by the compiler" if run.memory_source == "compiler" else "of the fullest device"
-        source = f"of {scaled(limit, *BYTES)}" if math.isfinite(limit) else source
-        found.append(Figure("peak memory", c.metric(run, "memory").removeprefix("~"), source))
-    if "bubble" in values:
-        found.append(Figure("step bubble", c.metric(run, "bubble"), "of the time nothing runs between steps"))
-    parameters = number(run.fact("parameters"))
-    if math.isfinite(parameters):
-        found.append(Figure("parameters", scaled(parameters, *NUMBER), str(run.fact("devices") or "")))
+def figures(c: Comparison, run: Run) -> list[dict[str, Any]]:
+    """The key figures of a run that has steps: label, value and note of each that is known."""
+    values, total, metric = run.values, run.total_steps, lambda name: c.metric(run, name)
+    fact = lambda name: number(run.fact(name))
+    of_unit = lambda x: scaled(x, (1e12, " T"), (1e9, " G"), (1, " "))
+    entropy, limit = fact("unigram_entropy"), number(run.memory().get("device_memory_bytes"))
+    steps = f"of {total:,}" if total else ""
+    left = (total - values["steps"]) * values.get("ms/step", math.nan) / 1000 if total else math.nan
+    if run.state == "running" and 0 < left < 1e9:
+        steps += f" · {duration(left)} left"
+    predicted = run.memory().get("source") == "compiler"
+    doubt = mfu_doubt(run)
+    notes = {
+        "loss": f"mean of the last steps; {f'unigram entropy {entropy:.3f}' if entropy > 0 else 'nats a token'}",
+        "val": f"{metric('bits/byte')} bits a byte, " * ("bits/byte" in values)
+        + f"at step {run.validation[-1][0] + 1 if run.validation else 0:,}",
+        "steps": steps,
+        "tokens/s": f"{values.get('ms/step', 0):,.1f} ms a step",
+        "MFU": (doubt or f"of {of_unit(fact('peak_flops'))}FLOP/s")[:_LONGEST],
+        "memory": f"of {scaled(limit, *BYTES)}" if limit > 0 else "predicted by the compiler" if predicted else "",
+        "bubble": "of the time nothing runs between steps",
+    }
+    labels = {"val": "validation", "memory": "peak memory", "bubble": "step bubble"}
+    found = [
+        {"label": labels.get(name, name), "value": metric(name).lstrip("~").split("/")[0], "note": note}
+        | {"warning": name == "MFU" and doubt is not None}
+        for name, note in notes.items()
+        if name in values
+    ]
+    if values["tokens"] > 0:
+        trained = f"in {duration(run.time[-1])}"
+        found.append({"label": "tokens", "value": scaled(values["tokens"], *NUMBER), "note": trained})
+    if fact("parameters") > 0:
+        devices = str(run.fact("devices") or "")
+        found.append({"label": "parameters", "value": scaled(fact("parameters"), *NUMBER), "note": devices})
     return found
-
-
-def _mfu(c: Comparison, run: Run) -> Figure:
-    peak = number(run.fact("peak_flops"))
-    of = f"of {scaled(peak, (1e12, ' T'), (1e9, ' G'), (1, ' '))}FLOP/s" if math.isfinite(peak) else "of the peak"
-    if why := mfu_doubt(run):
-        return Figure("MFU", c.metric(run, "MFU"), why[:_LONGEST], warning=True)
-    return Figure("MFU", c.metric(run, "MFU"), of)
 
 
 # ---- sections -----------------------------------------------------------------------------------------------------
@@ -189,27 +176,22 @@ def events(r: Report) -> dict[str, Any] | None:
 def _described(event: dict[str, Any]) -> tuple[str, str]:
     """Name and details of an event."""
     name = str(event.get("state")) if event["event"] == "end" else event["event"]
-    text = lambda value: value if isinstance(value, str) else as_json(value)
-    details = {k: text(v) for k, v in event.items() if k not in ("step", "event", "state", "documents")}
+    details = {k: as_text(v) for k, v in event.items() if k not in ("step", "event", "state", "documents")}
     return name, "; ".join(v if k == "why" else f"{k} {v}" for k, v in details.items())[:_LONGEST]
 
 
 def samples(r: Report) -> dict[str, Any] | None:
     """Texts of a single run, for each prompt as they changed."""
-    if not r.run:
-        return None
     found: dict[str, dict[int, dict]] = {}
-    for sample in read_samples(r.run.directory):
+    for sample in read_samples(r.run.directory) if r.run else ():
         found.setdefault(sample["prompt"], {})[sample["step"]] = sample
-    if not found:
-        return None
     prompts = []
     for prompt, of_steps in list(found.items())[:_SAMPLES]:
         steps = sorted(of_steps)
         chosen = [steps[i] for i in np.unique(np.linspace(0, len(steps) - 1, min(_SAMPLES, len(steps))).astype(int))]
         rows = [(step, of_steps[step]["text"][:_LONGEST], of_steps[step].get("ended") is True) for step in chosen]
         prompts.append({"prompt": prompt[:_LONGEST], "rows": rows, "left_out": len(steps) - len(rows)})
-    return {"prompts": prompts}
+    return {"prompts": prompts} if prompts else None
 
 
 def settings(r: Report) -> dict[str, Any] | None:
@@ -226,12 +208,12 @@ def settings(r: Report) -> dict[str, Any] | None:
     defaults = about.get("defaults") if isinstance(about.get("defaults"), dict) else {}
     chosen, of_recipe, rest = [], [], []
     for name, value in r.run.settings.items():
-        default = as_json(defaults[name]) if name in defaults else ""
-        kind = chosen if name in named else rest if default == as_json(value) else of_recipe
-        kind.append((name, as_json(value), "" if default == as_json(value) else default))
+        default, value = as_json(defaults[name]) if name in defaults else "", as_json(value)
+        kind = chosen if name in named else rest if default == value else of_recipe
+        kind.append((name, value, "" if default == value else default))
     recipe = f"Set by {about['recipe']}" if isinstance(about.get("recipe"), str) else "Set by the recipe"
-    groups = [("Given on the command line", chosen, True), (f"{recipe}, not the default", of_recipe, not chosen)]
-    groups = [*groups, ("Defaults", rest, False)] if defaults else [("All settings", of_recipe, False)]
+    groups = [("Given on the command line", chosen, True)]
+    groups += [(f"{recipe}, not the default", of_recipe, not chosen), ("Defaults", rest, False)]
     missing = "" if defaults else "What differs from the defaults is not known: the run did not record them."
     return {"groups": [group for group in groups if group[1]], "missing": missing, "overrides": overrides}
 
@@ -240,32 +222,44 @@ def provenance(r: Report) -> dict[str, Any] | None:
     """What made a single run: its starts, commit, versions, environment and hashes."""
     if not r.run:
         return None
-    if not r.run.about:
-        return {"missing": "The directory has no source/<step>/provenance.json that can be read."}
     about = r.run.about
+    if not about:
+        return {"missing": "The directory has no source/<step>/provenance.json that can be read."}
     listed = lambda name: list(about[name].items())[:1000] if isinstance(about.get(name), dict) else []
     time_of = lambda about: str(about.get("started", "")) if about else "provenance.json cannot be read"
-    starts = [(step, time_of(x), str(x.get("commit") or "")[:12]) for step, x in r.run.starts]
     command = about.get("command") if isinstance(about.get("command"), list) else []
     facts = [("commit", about.get("commit") or "no git repository"), ("Python", about.get("python"))]
     facts += [(name, version) for name, version in listed("packages") if name in ("jax", "jaxlib", "numpy")]
-    facts += [
-        (name, r.run.fact(name))
-        for name in ("devices", "mesh", "flops_per_token", "flops_per_token_full_attention", "peak_source")
-    ]
+    facts += [(name.replace("_", " "), r.run.fact(name)) for name in _FACTS]
     if isinstance(proof := about.get("proof"), dict) and isinstance(proof.get("programs"), list):
         programs = " and ".join(map(str, proof["programs"]))[:_LONGEST]
         facts.append(("proved", f"{programs} compute on this mesh what they compute on one device"))
-    facts = [(name.replace("_", " "), v if isinstance(v, str) else as_json(v)) for name, v in facts if v is not None]
-    parts = {"Environment": "environment", "Packages": "packages", "Hashes of the source": "source"}
-    parts["Hashes of the programs"] = "programs"
-    tables = [(title, [(str(k), str(v)) for k, v in listed(name)]) for title, name in parts.items()]
+    tables = [(title, [(str(k), str(v)) for k, v in listed(name)]) for title, name in _TABLES.items()]
     return {
-        "starts": starts,
+        "starts": [(step, time_of(x), str(x.get("commit") or "")[:12]) for step, x in r.run.starts],
         "command": " ".join(map(str, command))[:_LONGEST],
-        "facts": facts,
+        "facts": [(name, as_text(value)) for name, value in facts if value is not None],
         "tables": [table for table in tables if table[1]],
     }
+
+
+_FACTS = ("devices", "mesh", "flops_per_token", "flops_per_token_full_attention", "peak_source")
+_TABLES = {
+    "Environment": "environment",
+    "Packages": "packages",
+    "Hashes of the source": "source",
+    "Hashes of the programs": "programs",
+}
+
+
+def as_json(value: Any) -> str:
+    """The value as one line of JSON, for people to read."""
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def as_text(value: Any) -> str:
+    """A text as it is, another value as JSON."""
+    return value if isinstance(value, str) else as_json(value)
 
 
 SECTIONS = (
