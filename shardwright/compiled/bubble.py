@@ -10,8 +10,9 @@ Where a trace (xplane.pb, as jax.profiler writes it) has the executions of a pro
 """
 
 import collections
-import itertools
 from typing import Any, NamedTuple
+
+import numpy as np
 
 MODULES_LINE = "XLA Modules"
 
@@ -38,8 +39,6 @@ def step_bubble(profile: Any, module: str, steps: int) -> dict[str, Any]:
     Returns:
         step_bubble   share of the time from the start of the first step to the start of the last that is between the
                       end of a step and the start of the next; mean over devices
-        worst         the same on the device where it is largest
-        worst_device  name of that device
         gap_seconds   from the end of a step to the start of the next, mean over steps and devices
         step_seconds  from the start of a step to the start of the next, mean over steps and devices
         steps         number of steps
@@ -50,44 +49,28 @@ def step_bubble(profile: Any, module: str, steps: int) -> dict[str, Any]:
     """
     if steps < 2:
         raise NotMeasured("a run of one step has nothing between steps")
-    found, other_devices, host = {}, [], None
-    for plane in profile.planes:
-        if plane.name == "/host:CPU":
-            host = plane
-        elif plane.name.startswith("/device:"):
-            executions = _of_device(plane, module, steps)
-            if executions:
-                found[plane.name.removeprefix("/device:")] = executions
-            else:
-                other_devices.append(plane.name)
-    if not found and host is not None:
-        found = _of_cpu_devices(host, module)
+    planes = {plane.name: plane for plane in profile.planes}
+    devices = [name for name in planes if name.startswith("/device:")]
+    found = {name: executions for name in devices if (executions := _of_device(planes[name], module, steps))}
+    if not found and "/host:CPU" in planes:
+        found = _of_cpu_devices(planes["/host:CPU"], module)
     if not found:
-        where = f"of the devices {', '.join(other_devices)}" if other_devices else "of any device"
+        where = f"of the devices {', '.join(devices)}" if devices else "of any device"
         raise NotMeasured(f"the trace has no line {where} with executions of {module}")
+    gaps, periods = [], []
     for device, executions in found.items():
-        executions.sort()
         if len(executions) < steps:
             raise NotMeasured(f"the trace has {len(executions)} of {steps} executions of {module} on {device}")
-    found = {device: executions[:steps] for device, executions in found.items()}
-    gaps = {device: _gaps(executions) for device, executions in found.items()}
-    spans = {device: executions[-1].start - executions[0].start for device, executions in found.items()}
-    shares = {device: sum(gaps[device]) / spans[device] for device in found}
-    worst = max(shares, key=shares.__getitem__)
-    count = len(found)
+        start, end = np.array(sorted(executions)[:steps]).T
+        gaps.append(np.maximum(start[1:] - end[:-1], 0).mean())
+        periods.append((start[-1] - start[0]) / (steps - 1))
     return {
-        "step_bubble": sum(shares.values()) / count,
-        "worst": shares[worst],
-        "worst_device": worst,
-        "gap_seconds": sum(map(sum, gaps.values())) / count / (steps - 1) / 1e9,
-        "step_seconds": sum(spans.values()) / count / (steps - 1) / 1e9,
+        "step_bubble": float(np.mean(np.divide(gaps, periods))),
+        "gap_seconds": float(np.mean(gaps)) / 1e9,
+        "step_seconds": float(np.mean(periods)) / 1e9,
         "steps": steps,
-        "devices": count,
+        "devices": len(found),
     }
-
-
-def _gaps(executions: list[Execution]) -> list[float]:
-    return [max(0.0, after.start - before.end) for before, after in itertools.pairwise(executions)]
 
 
 def _of_device(plane: Any, module: str, steps: int) -> list[Execution]:

@@ -51,7 +51,6 @@ def test_gpu_streams():
     host = {"python": [(0, 400, "step", {})]}
     found = step_bubble(trace({"/host:CPU": host, "/device:GPU:0": gpu(98, 90), "/device:GPU:1": gpu(90, 96)}), STEP, 3)
     assert found["step_bubble"] == pytest.approx(0.03)
-    assert (found["worst"], found["worst_device"]) == (pytest.approx(0.04), "GPU:1")
     assert found["gap_seconds"] == pytest.approx(3e-6)
     assert found["step_seconds"] == pytest.approx(100e-6)
     assert (found["steps"], found["devices"]) == (3, 2)
@@ -65,7 +64,7 @@ def test_a_line_of_modules(device):
     lines = {"XLA Modules": runs + others, "XLA Ops": [(5, 20, "fusion.1", {})], "Steps": [(0, 100, "0", {})]}
     idle = {"/device:TPU:1": {"XLA Modules": [(0, 5, "jit_init_state(1)", {})]}}
     found = step_bubble(trace({device: lines, "/host:CPU": {}} | idle), STEP, 3)
-    assert found["step_bubble"] == found["worst"] == pytest.approx(15 / 200)
+    assert found["step_bubble"] == pytest.approx(15 / 200)
     assert found["devices"] == 1
 
 
@@ -83,7 +82,6 @@ def test_cpu_devices():
         "python": [(61, 79, "dot", {"hlo_module": "jit_other", "run_id": 8, "device_ordinal": 0})],
     }
     found = step_bubble(trace({"/host:CPU": threads}), STEP, 2)
-    assert (found["worst"], found["worst_device"]) == (20 / 80, "CPU:0")
     assert found["step_bubble"] == pytest.approx(20 / 80 / 2)
 
 
@@ -93,7 +91,7 @@ def test_cpu_devices():
         ({}, 2, f"the trace has no line of any device with executions of {STEP}"),
         ({"/host:CPU": {"python": [(0, 9, "f", {})]}}, 2, f"no line of any device with executions of {STEP}"),
         ({"/device:GPU:0": {"Stream #1": [(0, 9, "k", {})]}}, 2, "no line of the devices /device:GPU:0 with"),
-        ({"/device:TPU:0": {"XLA Modules": [(0, 9, STEP, {})]}}, 2, f"1 of 2 executions of {STEP} on TPU:0"),
+        ({"/device:TPU:0": {"XLA Modules": [(0, 9, STEP, {})]}}, 2, f"1 of 2 executions of {STEP} on /device:TPU:0"),
         ({"/device:GPU:0": gpu(98, 90)}, 5, "do not show where each of the 5 steps begins"),
         (
             {"/device:GPU:0": {"Stream #1": [(i, i + 1, "k", {"hlo_module": STEP}) for i in range(12)]}},
