@@ -245,12 +245,11 @@ def gathered(w: W, which: Callable[[str], bool] = lambda name: True) -> W:
 class Forward:
     """Forward pass of a model, the same in training, evaluation and sampling.
 
-    `training` has the settings that matter here, such as attention, save and unroll. `scan` runs the loop over layers.
+    `training` has the settings that matter here, such as attention, save and unroll.
     """
 
     model: LanguageModel
     training: TrainingConfig
-    scan: Callable = lax.scan
     gathered = staticmethod(gathered)
 
     def __call__(
@@ -273,12 +272,12 @@ class Forward:
         """
         t, tokens, attend = self.training, tokens.prepared(self.model), attend or self.attend(tokens)
 
-        def layer(w, x, index, turn, attend):
+        def layer(w, x, index, place, attend):
             w = w if self.once else gathered(shardops.replicate("... -> ... *r", w))
-            return self.model.layer(x, w, tokens.in_layer(index, turn), attend, self.einsum)
+            return self.model.layer(x, w, tokens.in_layer(index, place), attend, self.einsum)
 
         checkpoint = functools.partial(explicit_activation_checkpointing, save=t.save)
-        options = {"checkpoint": checkpoint, "unroll": t.unroll, "scan": self.scan}
+        options = {"checkpoint": checkpoint, "unroll": t.unroll}
         return run_layers(layer, w, x, numbers, attend, caches, period=getattr(self.model, "period", 1), **options)
 
     @property

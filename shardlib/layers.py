@@ -91,7 +91,6 @@ def run_layers(
     period: int = 1,
     checkpoint: Callable | None = None,
     unroll: int | None = 1,
-    scan: Callable = lax.scan,
 ) -> tuple[Any, Any, Extras]:
     """`x` after all layers of a stack, the new caches of the layers, and their Extras, stacked. Per-device code.
 
@@ -109,7 +108,6 @@ def run_layers(
         checkpoint: (fn, prevent_cse) -> `fn`, whose forward pass keeps less for its backward pass, such as
             jax.checkpoint; None: `fn` itself.
         unroll: number of layers in one iteration of the loop, at least 1; None: all.
-        scan: `lax.scan`, or a replacement for it in a tool that looks into the loop.
 
     Raises:
         ShardError: x is no array; a layer that does not return x and Extras as described, or does not call `attend`
@@ -169,7 +167,7 @@ def run_layers(
         layer_at = [checkpoint(run, prevent_cse=prevent_cse) for run in layer_at]
     stack = w, numbers, caches
     if period == 1:
-        x, found = scan(layer_at[0], x, stack, unroll=at_once)
+        x, found = lax.scan(layer_at[0], x, stack, unroll=at_once)
         return x, *found
 
     def run_period(x, of_period):
@@ -179,7 +177,8 @@ def run_layers(
             found.append(row)
         return x, jax.tree.map(lambda *rows: jnp.stack(rows), *_of_one_structure(found))
 
-    x, found = scan(run_period, x, jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), stack), unroll=at_once)
+    in_periods = jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), stack)
+    x, found = lax.scan(run_period, x, in_periods, unroll=at_once)
     return x, *jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
 
 

@@ -15,7 +15,7 @@ ROWS, WIDTH = 5, 6
 PADDED = (0, -1, 1, 2, -1)
 
 
-def layer(w, x, index, turn, attend):
+def layer(w, x, index, place, attend):
     """Depends on all that it is given."""
     q = save_for_backward(jnp.tanh(x @ w["q"]))
     read = save_for_backward(attend(q, x @ w["k"], x + w["b"], lambda weights: weights * 0.5))
@@ -125,25 +125,6 @@ def test_padding_is_no_layer(save, unroll):
     assert all(leaf[~padding].any() for leaf in jax.tree.leaves(g))
 
 
-def test_a_loop_of_ones_own_takes_its_place():
-    """For tools that look into the loop: it is given all that lax.scan is."""
-    asked = []
-
-    def scan(body, carry, rows, unroll):
-        asked.append(unroll)
-        out = []
-        for i in range(ROWS):
-            carry, y = body(carry, jax.tree.map(lambda x, i=i: x[i], rows))
-            out.append(y)
-        return carry, jax.tree.map(lambda *parts: jnp.stack(parts), *out)
-
-    w, x, caches = inputs()
-    for unroll, turn in ((1, 1), (3, 3), (99, ROWS), (None, ROWS)):
-        options = {"scan": scan, "unroll": unroll, "checkpoint": keeping("marked")}
-        assert_same(loop(w, x, caches, **options), loop(w, x, caches))
-        assert asked.pop() == turn
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
@@ -157,21 +138,21 @@ def test_a_loop_of_ones_own_takes_its_place():
 def test_a_layer_that_gives_something_else(wrong, message):
     w, x, _ = inputs()
     with pytest.raises(ShardError, match=message + "(?s:.*)return the residual stream"):
-        run_layers(lambda w, x, index, turn, attend: wrong(x), w, x, None, attend)
+        run_layers(lambda w, x, index, place, attend: wrong(x), w, x, None, attend)
 
 
 def test_the_residual_stream_is_one_array():
     w, x, _ = inputs()
     message = r"the residual stream is a tuple(?s:.*)give one array from embed and from layer"
     with pytest.raises(ShardError, match=message):
-        run_layers(lambda w, x, index, turn, attend: x, w, (x, x), None, attend)
+        run_layers(lambda w, x, index, place, attend: x, w, (x, x), None, attend)
 
 
 @pytest.mark.parametrize("calls", [0, 2])
 def test_a_cache_is_of_one_call(calls):
     w, x, caches = inputs()
 
-    def other(w, x, index, turn, attend):
+    def other(w, x, index, place, attend):
         for _ in range(calls):
             x = attend(x, x, x, lambda weights: weights)
         return x
@@ -184,7 +165,7 @@ def test_a_cache_is_of_one_call(calls):
 def test_a_layer_that_changes_what_x_varies_over_is_named_by_its_own_line():
     """Not by the line that calls run_layers, where JAX finds the loop's carry changed."""
 
-    def layer(w, x, index, turn, attend):
+    def layer(w, x, index, place, attend):
         return x + jnp.zeros_like(x) * jax.lax.axis_index("d")
 
     mesh = jax.sharding.AbstractMesh((2,), ("d",))
