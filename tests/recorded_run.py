@@ -1,15 +1,11 @@
-"""`python -m train`, with a witness: what stands in each batch on the devices of this process, as its step gets it.
+"""A run with a witness: what stands in each batch on the devices of this process, as its step gets it.
 
-    python tests/recorded_run.py --config-name=local_test_synthetic …
-
-Appends to <run>/witness_<process>.jsonl. With PAUSE_AT=<step> in the environment it stops there for good, to be killed.
+It is in <run>/witness_<process>.jsonl. With PAUSE_AT=<step> in the environment the run stops there, to be killed.
 """
 
 import hashlib
 import json
 import os
-import runpy
-import sys
 import time
 from pathlib import Path
 
@@ -68,11 +64,3 @@ def record(run_files):
         return RecordedStep(compiled, Path(directory)), None  # no text: nothing is drawn
 
     return compile_and_record
-
-
-if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    from shardwright.run import run as run_files
-
-    run_files.compile_step = record(run_files)
-    runpy.run_module("train", run_name="__main__", alter_sys=True)

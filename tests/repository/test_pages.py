@@ -1,6 +1,5 @@
 """The pages: links lead somewhere, commands compose, settings and files exist; README has true counts and a refusal."""
 
-import ast
 import collections
 import dataclasses
 import fnmatch
@@ -9,7 +8,6 @@ import html
 import importlib
 import re
 import shlex
-import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,23 +84,6 @@ def broken_links(page: Path, text: str) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_links_lead_somewhere(page):
-    assert broken_links(page, page.read_text()) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_no_page_quotes_a_line_number(page):
-    assert re.findall(r"\w+\.py:\d+", page.read_text()) == []
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) not in WITHOUT_KIND], ids=name_of)
-def test_a_page_says_what_it_is(page):
-    _, blank, first = page.read_text().split("\n")[:3]
-    assert blank == ""
-    assert re.match(rf"\*({'|'.join(KINDS)})\.\* \S", first)
-
-
 def test_the_index_has_every_page():
     linked = set(re.findall(r"\]\(([\w-]+\.md)[)#]", (ROOT / "docs/README.md").read_text().partition("## Pages")[2]))
     assert linked == {page.name for page in (ROOT / "docs").glob("*.md")} - {"README.md"}
@@ -130,16 +111,6 @@ def source_files(module: str) -> list[Path]:
     return [path.with_suffix(".py")] if path.with_suffix(".py").exists() else sorted(path.glob("*.py"))
 
 
-def schema_of(module: str) -> type | None:
-    """The dataclass of a tool's settings, which it gives to run_program."""
-    for path in source_files(module):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "run_program":
-                main = module if path.name != "__main__.py" else f"{module}.__main__"
-                return getattr(importlib.import_module(main), ast.unparse(node.args[1]))
-    return None
-
-
 def first_values(overrides: list[str]) -> list[str]:
     """Overrides with the first value of each that is swept."""
     parsed = OverridesParser.create().parse_overrides(overrides)
@@ -164,14 +135,12 @@ def check_run(flags: dict[str, str], overrides: list[str]) -> None:
         to_config(compose(flags["--config-name"], overrides=overrides))
 
 
-def check_tool(module: str, schema: type, flags: dict[str, str], overrides: list[str]) -> None:
-    """Merges a tool's settings into their dataclass."""
-    name = flags.get("--config-name", module.split(".")[1])
-    assert (ROOT / "tools/configs" / f"{name}.yaml").exists(), f"tools/configs has no {name}.yaml"
+def check_tool(module: str, flags: dict[str, str], overrides: list[str]) -> None:
+    """Merges a tool's settings into its Config."""
+    main = f"{module}.__main__" if ROOT.joinpath(*module.split("."), "__main__.py").exists() else module
     overrides = [o for o in overrides if not o.startswith("hydra")]
-    if "--multirun" in flags:
-        overrides = first_values(overrides)
-    OmegaConf.merge(OmegaConf.structured(schema), OmegaConf.from_dotlist(overrides))
+    given = OmegaConf.from_dotlist(first_values(overrides) if "--multirun" in flags else overrides)
+    OmegaConf.merge(OmegaConf.structured(importlib.import_module(main).Config), given)
 
 
 def check_command(words: list[str]) -> None:
@@ -189,8 +158,8 @@ def check_command(words: list[str]) -> None:
     if module in ("train", "tools.verify"):
         assert "--config-name" in flags, f"{module} needs a configuration"
         check_run(flags, overrides)
-    elif schema := schema_of(module):
-        check_tool(module, schema, flags, overrides)
+    elif (ROOT / "tools/configs" / f"{flags.get('--config-name', module.rpartition('.')[2])}.yaml").exists():
+        check_tool(module, flags, overrides)
     else:  # argparse
         text = "".join(path.read_text() for path in files)
         assert all(flag.removeprefix("--") in text for flag in flags), f"{module} lacks one of {', '.join(flags)}"
@@ -212,44 +181,27 @@ OTHER_SECTIONS = {"model": (ModelConfig, gpt2.ModelConfig), "verify": (VerifyCon
 SECTIONS = {field.name: (field.type,) for field in dataclasses.fields(Config)} | OTHER_SECTIONS
 
 
-def unwrapped(hint: typing.Any) -> Iterator[type]:
-    """The types that a field's annotation allows."""
-    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        for part in typing.get_args(hint):
-            yield from unwrapped(part)
-    else:
-        yield hint
+def settings_of(hint: typing.Any) -> Iterator[str]:
+    """Dotted names of the settings in a section of this type, `*` for a key of a dict."""
+    for kind in (hint, *typing.get_args(hint)):
+        if dataclasses.is_dataclass(kind):
+            for name, of in typing.get_type_hints(kind).items():
+                yield name
+                yield from (f"{name}.{inner}" for inner in settings_of(of))
+        elif typing.get_origin(kind) is dict:
+            yield from (f"*.{inner}" for inner in ["*", *settings_of(typing.get_args(kind)[1])])
 
 
-def has_setting(hint: typing.Any, names: list[str]) -> bool:
-    """Whether a section of this type has such a setting; `*` matches any part of a name."""
-    if not names:
-        return True
-    for kind in unwrapped(hint):
-        if typing.get_origin(kind) is dict:
-            if has_setting(typing.get_args(kind)[1], names[1:]):
-                return True
-        elif dataclasses.is_dataclass(kind):
-            hints = typing.get_type_hints(kind)
-            if any(has_setting(hints[name], names[1:]) for name in fnmatch.filter(hints, names[0])):
-                return True
-    return False
+def has_setting(section: str, name: str) -> bool:
+    """`*` in `name` matches any part of a name."""
+    known = [setting for hint in SECTIONS[section] for setting in settings_of(hint)]
+    return any(fnmatch.fnmatch(setting, name) or fnmatch.fnmatch(name, setting) for setting in known)
 
 
 def unknown_settings(text: str) -> list[str]:
-    found = []
-    for word in (word for span in spans(text) for word in span.split()):
-        match = re.fullmatch(r"'?(\w+)\.([a-z_*][\w.*<>]*?)(=.*|:)?", word)
-        if match and match[1] in SECTIONS and not word.endswith(".json"):
-            names = match[2].split(".")
-            if not any(has_setting(section, names) for section in SECTIONS[match[1]]):
-                found.append(word)
-    return found
-
-
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "CHANGELOG.md"], ids=name_of)
-def test_settings_exist(page):
-    assert unknown_settings(page.read_text()) == []
+    words = [word for span in spans(text) for word in span.split() if not word.endswith(".json")]
+    matches = [re.fullmatch(r"'?(\w+)\.([a-z_*][\w.*<>]*?)(=.*|:)?", word) for word in words]
+    return [m[0] for m in matches if m and m[1] in SECTIONS and not has_setting(m[1], m[2])]
 
 
 @functools.cache
@@ -275,8 +227,16 @@ def missing_files(page: Path, text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_files_exist(page):
-    assert missing_files(page, page.read_text()) == []
+def test_what_a_page_names_exists(page):
+    text = page.read_text()
+    assert broken_links(page, text) == []
+    assert missing_files(page, text) == []
+    assert page.name == "CHANGELOG.md" or unknown_settings(text) == []
+    assert re.findall(r"\w+\.py:\d+", text) == [], "a line number"
+    if name_of(page) not in WITHOUT_KIND:
+        _, blank, first = text.split("\n")[:3]
+        assert blank == ""
+        assert re.match(rf"\*({'|'.join(KINDS)})\.\* \S", first)
 
 
 # ---- README's counts ----------------------------------------------------------------------------------------------

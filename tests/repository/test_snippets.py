@@ -26,7 +26,7 @@ RUN_BY = {
     "flat-tokens.md": "flat_tokens/test_flat_tokens.py",
     "huggingface.md": "models/test_huggingface_export.py",
     "loading.md": "repository/test_snippets.py",
-    "models.md": "train/test_models_doc.py",
+    "models.md": "train/test_own_model.py",
     "pipeline.md": "tools/test_schedule_tool.py",
     "pytree-zarr-checkpoint.md": "run/test_checkpoint.py",
     "refused.md": "proof/test_refused_page.py",

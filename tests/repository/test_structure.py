@@ -108,7 +108,7 @@ def test_every_module_is_in_a_room():
 
 
 @pytest.mark.parametrize("name", sorted(modules()))
-def test_imports_point_down(name):
+def test_a_module_is_short_and_imports_what_is_below_it(name):
     for target, in_function in imports(name):
         assert target in modules(), f"{name} imports {target}, which is no module"
         upwards = FLOOR[room(target)] > FLOOR[room(name)]
@@ -116,13 +116,12 @@ def test_imports_point_down(name):
         assert not upwards, f"{name} imports {target}, a floor above it"
         assert not sideways, f"{name} imports {target}, another room on its floor"
         assert not in_function, f"{name} imports {target} inside a function"
-
-
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_imports_are_statements(name):
+        if room(target) in PROGRAMS and target not in SHARED:
+            assert program(target) == program(name), f"{name} imports {target}, part of another program"
     calls = {ast.unparse(node.func) for node in ast.walk(tree(name)) if isinstance(node, ast.Call)}
     found = {call for call in calls if call.rpartition(".")[2] in ("import_module", "__import__", "run_module")}
     assert not found or name in BY_NAME, f"{name} imports by {', '.join(found)}"
+    assert lines(modules()[name]) <= (MAX_TRAIN_LINES if name == "train" else MAX_LINES)
 
 
 def test_there_is_no_circle():
@@ -139,18 +138,6 @@ def test_there_is_no_circle():
 
     for name in modules():
         visit(name, ())
-
-
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_programs_are_imported_by_nothing(name):
-    for target, _ in imports(name):
-        if room(target) in PROGRAMS and target not in SHARED:
-            assert program(target) == program(name), f"{name} imports {target}, part of another program"
-
-
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_a_module_holds_one_thing(name):
-    assert lines(modules()[name]) <= (MAX_TRAIN_LINES if name == "train" else MAX_LINES)
 
 
 def test_no_room_is_a_quarter_of_the_house():

@@ -40,15 +40,6 @@ def test_every_collective_is_a_written_one(mesh):
     }
 
 
-@pytest.mark.long
-def test_the_gradients_of_several_microbatches_are_summed_over_replicas_once():
-    found = collectives(compile_step("r=2 d=2 t=2", microbatches=2).as_text())
-    weights = len(jax.tree.leaves(train.weight_table(tiny.model())))
-    assert "all-reduce" not in found["backward"]
-    # The loss in each microbatch has four; the number of targets and the norm of the gradients are outside.
-    assert (found["microbatches"]["all-reduce"], found["outside"]["all-reduce"]) == (4, 2 + weights)
-
-
 def kept_for_backward(hlo: str, layers: int) -> list[str]:
     """Shapes, for one layer, of the arrays that the forward loop stacks up layer by layer.
 

@@ -66,16 +66,6 @@ def test_gpt2_is_gpt2_and_type_checks_on_its_devices():
     assert sum(x.size for x in jax.tree.leaves(state.weights)) == 124_439_808 + 47 * 768
 
 
-def test_tinystories_type_checks_on_its_devices():
-    trace_step(load("tinystories"), 8)
-
-
-@pytest.mark.long
-def test_the_step_type_checks_on_2048_devices():
-    c = load("flat_tokens_c4_a100x8_2b", "mesh.r=4", "mesh.t=8", "training.batch_size=256")
-    trace_step(c, 2048)
-
-
 @pytest.mark.parametrize("hardware", ["a100", "h100", "h200", "cpu"])
 def test_hardware_is_one_setting(hardware):
     assert load("flat_tokens_c4_a100x8_84m", f"hardware={hardware}").hardware.name.lower().endswith(hardware)

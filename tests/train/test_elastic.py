@@ -7,12 +7,8 @@ dataset as numpy reads it. How far losses may differ is measured: see `band_of`.
 import copy
 import functools
 import json
-import os
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -23,8 +19,8 @@ import pytest
 import recorded_run
 import zarr
 from losses_of_runs import losses
+from processes import SMALL, Run
 from shipped import load
-from simulated import xla_flags
 
 import train
 from shardwright.cluster.devices import make_mesh
@@ -36,15 +32,16 @@ from shardwright_data.loader import FlatTokensLoader
 ROOT = Path(__file__).parents[2]
 DATASET = ROOT / "synthetic_dataset.zarr"
 STEPS, ROWS, LENGTH = 12, 16, 16
-SMALL = ["model.d_model=32", "model.n_kv=8", "model.n_q_per_kv=2", "model.d_head=4", "model.d_ff=48"]
-GPT2 = ["model.d_model=128", "model.layers=2", "model.dropout=0.1", "training.sample_interval=null"]
+SAMPLES = "training.sample_interval=null"
 RUN = [f"training.batch_size={ROWS}", f"training.seq_len={LENGTH}", "training.eval_batches=0", "training.report=false"]
 RUN += ["training.checkpoint_interval=4", "optimizer.warmup_steps=3", f"optimizer.schedule_steps={STEPS}"]
+RUN += [f"training.steps={STEPS}", f"data.filespec={DATASET}"]
+BF16 = "training.compute_dtype=bf16"
 KINDS = {
-    "llama": ("local_test_synthetic", *SMALL),
-    "llama f32": ("local_test_synthetic", *SMALL, "training.compute_dtype=f32"),
-    "muon": ("local_test_synthetic", *SMALL, "optimizer=muon"),
-    "gpt2 with dropout": ("local_gpt2", *GPT2),
+    "llama": ("local_test_synthetic", *SMALL, BF16),
+    "llama f32": ("local_test_synthetic", *SMALL),
+    "muon": ("local_test_synthetic", *SMALL, BF16, "optimizer=muon"),
+    "gpt2 with dropout": ("local_gpt2", "model.d_model=128", "model.layers=2", "model.dropout=0.1", SAMPLES),
 }
 """By name, a file in configs/ and what is changed in it."""
 
@@ -62,7 +59,7 @@ def sizes_of(mesh: dict[str, int]) -> dict[str, int]:
 @functools.cache
 def composed(kind: str) -> Config:
     name, *overrides = KINDS[kind]
-    return load(name, *overrides, *RUN, f"data.filespec={DATASET}")
+    return load(name, *overrides, *RUN)
 
 
 def run(directory: Path, mesh: dict[str, int], steps: int = STEPS, kind: str = "llama") -> Path:
@@ -243,72 +240,50 @@ def test_so_do_f32_muon_and_dropout(kind, tmp_path):
 # ---- programs of their own ----------------------------------------------------------------------------------------
 
 
-def start(root: Path, mesh: dict[str, int], devices: int, *arguments: str, pause_at: int = -1) -> subprocess.Popen:
-    """One process of the run `broken` in `root`, recorded, with so many simulated devices."""
-    name, *overrides = KINDS["llama"]
-    overrides += [*RUN, f"data.filespec={DATASET}", f"training.steps={STEPS}", "paths.model_name=broken"]
-    overrides += [f"paths.root_working_dir={root}", *(f"mesh.{axis}={size}" for axis, size in sizes_of(mesh).items())]
-    flags = {"XLA_FLAGS": xla_flags(devices)}
-    environment = os.environ | flags | {"JAX_PLATFORMS": "cpu", "PAUSE_AT": str(pause_at)}
-    command = [sys.executable, "tests/recorded_run.py", f"--config-name={name}", *overrides, *arguments]
-    with (root / "errors.txt").open("a") as errors:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=errors)
+RECORDED = f"""
+import os, sys
+sys.path[:0] = [{str(ROOT / "tests")!r}]
+import recorded_run
+from shardwright.run import run
+run.compile_step = recorded_run.record(run)
+"""
 
 
-def start_two(root: Path, mesh: dict[str, int], devices: int, *arguments: str) -> list[subprocess.Popen]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    settings = [*arguments, "distributed.count=2", f"distributed.coordinator={address}"]
-    return [start(root, mesh, devices, *settings, f"distributed.id={i}") for i in range(2)]
+def start(root: Path, mesh: dict[str, int], count: int, devices: int, *settings: str, hook: str = "") -> Run:
+    """Processes of the run in `root`, recorded."""
+    sizes = [f"mesh.{axis}={size}" for axis, size in sizes_of(mesh).items()]
+    return Run(root, count, devices, BF16, *RUN, *sizes, *settings, hooks=dict.fromkeys(range(count), RECORDED + hook))
 
 
-def finish(root: Path, *processes: subprocess.Popen) -> None:
-    try:
-        for process in processes:
-            assert process.wait(timeout=400) == 0, (root / "errors.txt").read_text()
-    finally:
-        for process in processes:
-            process.kill()
-
-
-def wait_for(condition, process: subprocess.Popen, root: Path) -> None:
-    end = time.monotonic() + 400
-    while not condition():
-        assert process.poll() is None, (root / "errors.txt").read_text()
-        assert time.monotonic() < end, "nothing happens"
-        time.sleep(0.1)
+def witnessed(directory: Path) -> list[int]:
+    """The steps of the first process."""
+    path = directory / "witness_0.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.is_file() else []
 
 
 @pytest.mark.slow
 def test_killed_on_8_devices_it_goes_on_with_4(unbroken, tmp_path):
     """kill -9 in the seventh step: steps 4 and 5 are done again, from the checkpoint behind the fourth."""
-    process = start(tmp_path, WHOLE, 8, pause_at=6)
-    broken = tmp_path / "broken"
-    try:
-        paused = lambda: (broken / "witness_0.jsonl").is_file() and len(witnessed(broken)) == 7
-        complete = lambda: (broken / "checkpoints" / "0000000004" / "zarr.json").is_file()
-        wait_for(lambda: paused() and complete(), process, tmp_path)
-    finally:
-        process.kill()
-    assert process.wait() == -signal.SIGKILL
-    finish(tmp_path, start(tmp_path, HALF, 4))
-    assert [line["step"] for line in witnessed(broken)] == [*range(7), *range(4, STEPS)]
-    check(broken, unbroken)
-
-
-def witnessed(directory: Path) -> list[dict]:
-    return [json.loads(line) for line in (directory / "witness_0.jsonl").read_text().splitlines()]
+    killed = start(tmp_path, WHOLE, 1, 8, hook="os.environ['PAUSE_AT'] = '6'")
+    killed.wait_for_step(5)
+    complete = lambda: (killed.directory / "checkpoints" / "0000000004" / "zarr.json").is_file()
+    while not (complete() and len(witnessed(killed.directory)) == 7) and killed.processes[0].poll() is None:
+        time.sleep(0.1)
+    killed.kill()
+    assert killed.wait() == [-signal.SIGKILL]
+    start(tmp_path, HALF, 1, 4).succeed()
+    assert witnessed(killed.directory) == [*range(7), *range(4, STEPS)]
+    check(killed.directory, unbroken)
 
 
 @pytest.mark.slow
-def test_from_1_process_to_2_and_back(unbroken, broken):
+def test_from_1_process_to_2_and_back(unbroken, first_leg, tmp_path):
     """The two have four devices each, as a mesh on which d and t are exchanged; then one process on one device."""
-    root = broken.parent
-    finish(root, *start_two(root, EXCHANGED, 4, "training.steps=8"))
+    broken = shutil.copytree(first_leg, tmp_path / "run")
+    start(tmp_path, EXCHANGED, 2, 4, "training.steps=8").succeed()
     # Each process had rows on its devices, and none of those of the other: there are two blocks of rows along d.
     halves = [json.loads((broken / f"witness_{i}.jsonl").read_text().splitlines()[-1]) for i in range(2)]
     assert [half["step"] for half in halves] == [7, 7]
     assert [sorted(map(int, half["rows"])) for half in halves] == [list(range(8)), list(range(8, 16))]
-    finish(root, start(root, ONE, 1))
+    start(tmp_path, ONE, 1, 1).succeed()
     check(broken, unbroken)

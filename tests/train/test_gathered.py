@@ -19,39 +19,30 @@ from shardwright.modeling.model import compute_scope, load_model
 from shardwright.modeling.weights import initialize
 
 AXES = ("p", "r", "d", "t")
+NORMS, MATRICES = "f32 layers/p M", "act layers/p M K/t D"
 LLAMA = {  # of each weight: the dtype and the type that its uses see
-    "embed": "act V/t/p M",
-    "layers.attention_norm": "f32 layers/p M",
+    **dict.fromkeys(["embed", "unembed"], "act V/t/p M"),
+    **dict.fromkeys(["layers.attention_norm", "layers.mlp_norm"], NORMS),
+    **dict.fromkeys(["layers.q_norm", "layers.k_norm"], "f32 layers/p D"),
+    **dict.fromkeys(["layers.w_k", "layers.w_v"], MATRICES),
     "layers.w_q": "act layers/p M K/t Q D",
-    "layers.w_k": "act layers/p M K/t D",
-    "layers.w_v": "act layers/p M K/t D",
-    "layers.q_norm": "f32 layers/p D",
-    "layers.k_norm": "f32 layers/p D",
     "layers.w_o": "act layers/p K/t Q D M",
-    "layers.mlp_norm": "f32 layers/p M",
-    "layers.w_gate": "act layers/p M F/t",
-    "layers.w_up": "act layers/p M F/t",
+    **dict.fromkeys(["layers.w_gate", "layers.w_up"], "act layers/p M F/t"),
     "layers.w_down": "act layers/p F/t M",
     "final_norm": "f32 M",
-    "unembed": "act V/t/p M",
 }
 GPT2 = {
     "embed": "act V/t/p M",
     "positions": "f32 P/t/p M",
-    "layers.attention_gain": "f32 layers/p M",
-    "layers.attention_bias": "f32 layers/p M",
-    **{f"layers.w_{name}": "act layers/p M K/t D" for name in "qkv"},
+    **{f"layers.{norm}_{kind}": NORMS for norm in ("attention", "mlp") for kind in ("gain", "bias")},
+    **{f"layers.w_{name}": MATRICES for name in "qkv"},
     **{f"layers.b_{name}": "act layers/p K/t D" for name in "qkv"},
     "layers.w_o": "act layers/p K/t D M",
-    "layers.b_o": "act layers/p M",
-    "layers.mlp_gain": "f32 layers/p M",
-    "layers.mlp_bias": "f32 layers/p M",
+    **dict.fromkeys(["layers.b_o", "layers.b_down"], "act layers/p M"),
     "layers.w_up": "act layers/p M F/t",
     "layers.b_up": "act layers/p F/t",
     "layers.w_down": "act layers/p F/t M",
-    "layers.b_down": "act layers/p M",
-    "final_gain": "f32 M",
-    "final_bias": "f32 M",
+    **dict.fromkeys(["final_gain", "final_bias"], "f32 M"),
 }
 MODELS = {
     "llama": (tiny.model(layers=4, qk_norm=True, d_head=8), LLAMA),
@@ -92,25 +83,13 @@ def gathered(model, mesh) -> tuple[dict, dict]:
     return {name: (np.asarray(block), *noted[name]) for name, block in blocks.items()}, whole
 
 
-def assert_blocks(blocks: np.ndarray, whole: np.ndarray, dims: list[str], mesh) -> None:
-    """Each device has the block of `whole` that `dims` say."""
-    sizes = {axis: mesh.shape.get(axis, 1) for axis in AXES}
-    for device, place in enumerate(np.ndindex(*sizes.values())):
-        at = dict(zip(sizes, place, strict=True))
-        block = whole
-        for i, dim in enumerate(dims):
-            for axis in dim.split("/")[1:]:
-                block = np.split(block, sizes[axis], i)[at[axis]]
-        np.testing.assert_array_equal(blocks[device], block)
-
-
-def assert_gathered(weight, blocks, dtype, copies, expected, whole, mesh) -> None:
-    """A gathered weight is what `expected` says: its dtype, and each device's block."""
-    kind, *dims = expected.split()
-    assert dtype == {"act": "bfloat16", "f32": "float32"}[kind], weight
-    sharded = {axis for dim in dims for axis in dim.split("/")[1:]}
-    assert copies == {*mesh.axis_names} - sharded, weight
-    assert_blocks(blocks, whole.astype(jnp.bfloat16) if kind == "act" else whole, dims, mesh)
+def block_of(whole: np.ndarray, dims: list[str], place: dict[str, tuple[int, int]]) -> np.ndarray:
+    """Of the device at `place`: of each axis the index and the size."""
+    for i, dim in enumerate(dims):
+        for axis in dim.split("/")[1:]:
+            index, size = place[axis]
+            whole = np.split(whole, size, i)[index]
+    return whole
 
 
 @pytest.mark.long
@@ -121,8 +100,15 @@ def test_each_weight_is_as_its_uses_see_it(name, mesh):
     (c, expected), mesh = MODELS[name], mesh_of(mesh)
     found, whole = gathered(load_model(c), mesh)
     assert found.keys() == expected.keys()
+    sizes = {axis: mesh.shape.get(axis, 1) for axis in AXES}
     for weight, (blocks, dtype, copies) in found.items():
-        assert_gathered(weight, blocks, dtype, copies, expected[weight], whole[weight], mesh)
+        kind, *dims = expected[weight].split()
+        assert dtype == {"act": "bfloat16", "f32": "float32"}[kind], weight
+        assert copies == {*mesh.axis_names} - {axis for dim in dims for axis in dim.split("/")[1:]}, weight
+        all_of_it = whole[weight].astype(jnp.bfloat16) if kind == "act" else whole[weight]
+        for device, place in enumerate(np.ndindex(*sizes.values())):
+            at = {axis: (i, sizes[axis]) for axis, i in zip(sizes, place, strict=True)}
+            np.testing.assert_array_equal(blocks[device], block_of(all_of_it, dims, at))
 
 
 @pytest.mark.long

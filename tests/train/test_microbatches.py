@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from gradients import loss_and_gradients
 from step_text import collectives, compile_step
 
 import train
@@ -17,38 +18,28 @@ from shardlib.layers import Extras
 from shardlib.pipeline import run_training, training_table
 from shardlib.placement import LayerPlacement
 from shardlib.schedules import in_a_ring
-from shardlib.shardtypes import Array, f32, f64, pytree_dataclass, typed_shard_map
+from shardlib.shardtypes import Array, f64, pytree_dataclass, typed_shard_map
 from shardwright.cluster.devices import make_mesh
 from shardwright.run.config import check_divides
-from shardwright_data.loader import FlatTokensConfig, FlatTokensLoader, TokenBatch, batch_shapes
+from shardwright_data.loader import FlatTokensConfig, FlatTokensLoader, batch_shapes
 
 MESH = "r=2 d=2 t=2"
 
 
-def loss_and_gradients(batch: TokenBatch, **training):
-    c = tiny.config(tiny.model(qk_norm=True), **training)
-
-    def per_device(w: train.Transformer, batch: train.Batch) -> tuple[f32[""], train.Transformer]:
-        return tiny.loss_and_gradients(w, batch, c)
-
-    with jax.set_mesh(tiny.mesh(MESH)):
-        w = tiny.weights(c.model)
-        return jax.tree.map(np.asarray, tiny.per_device(per_device)(w, tiny.place_batch(c, batch)))
-
-
-@pytest.fixture(scope="module")
-def whole_batch():
-    return loss_and_gradients(tiny.host_batch())
+@functools.cache
+def found(**training):
+    return loss_and_gradients(tiny.config(tiny.model(qk_norm=True), **training), tiny.mesh(MESH))[1]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("n", "gather"), [(2, "layer"), (2, "step"), (1, "step")])
-def test_gradients_are_those_of_the_whole_batch(whole_batch, n, gather):
-    loss, g = loss_and_gradients(tiny.host_batch(), microbatches=n, gather_weights=gather)
-    assert loss == pytest.approx(whole_batch[0], rel=1e-6)
+def test_gradients_are_those_of_the_whole_batch(n, gather):
+    whole_loss, whole = found()
+    loss, g = found(microbatches=n, gather_weights=gather)
+    assert loss == pytest.approx(whole_loss, rel=1e-6)
     # Rounding, relative to the largest entry: targets are masked unevenly, so the parts do not weigh the same.
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6 * np.abs(b).max())
-    jax.tree.map(close, g, whole_batch[1])
+    jax.tree.map(close, g, whole)
 
 
 MESHES = {  # name: p, r, d, t
@@ -142,26 +133,33 @@ def test_a_batch_of_another_number_of_microbatches_than_the_schedule_is_for_is_r
             tiny.evaluation_step(c).trace(state.weights, batch)
 
 
-@pytest.mark.long
-def test_weights_gathered_ahead_are_not_gathered_again():
-    """With gather_weights=step only t's collectives, for the activations, are left in the loops."""
-    found = collectives(compile_step(MESH, microbatches=2, gather_weights="step").as_text())
-    assert found["forward"] == {"all-gather": 2, "reduce-scatter": 2}
-    assert found["backward"] == {"all-gather": 4, "reduce-scatter": 2}
-    # The embeddings' scatter, the last norm's gather, each with its transpose; of the loss, one maximum and three sums.
-    assert found["microbatches"] == {"all-gather": 2, "reduce-scatter": 2, "all-reduce": 4}
-    weights = len(jax.tree.leaves(train.weight_table(tiny.model())))
-    # Outside: each weight's gather and scatter over d, its gradient's sum over r; the targets' count and the norm.
-    assert found["outside"] == {"all-gather": weights, "reduce-scatter": weights, "all-reduce": weights + 2}
+WEIGHTS = len(jax.tree.leaves(train.weight_table(tiny.model())))
+COLLECTIVES = {
+    # Only t's, for the activations, are left in the loops. In a microbatch: the embeddings' scatter, the last norm's
+    # gather, each with its transpose; of the loss, one maximum and three sums. Outside: each weight's gather and
+    # scatter over d, its gradient's sum over r; the targets' count and the norm.
+    "step": {
+        "forward": {"all-gather": 2, "reduce-scatter": 2},
+        "backward": {"all-gather": 4, "reduce-scatter": 2},
+        "microbatches": {"all-gather": 2, "reduce-scatter": 2, "all-reduce": 4},
+        "outside": {"all-gather": WEIGHTS, "reduce-scatter": WEIGHTS, "all-reduce": WEIGHTS + 2},
+    },
+    # Gradients are scattered in each microbatch, but summed over r once a step; and XLA takes the three gathers outside
+    # of layers out of the loop.
+    "layer": {
+        "forward": {"all-gather": 11, "reduce-scatter": 2},
+        "backward": {"all-gather": 13, "reduce-scatter": 11},
+        "outside": {"all-reduce": WEIGHTS + 2, "all-gather": 3},
+    },
+}
 
 
 @pytest.mark.long
-def test_gradients_are_scattered_in_each_microbatch_otherwise():
-    found = collectives(compile_step(MESH, microbatches=2).as_text())
-    assert found["forward"] == {"all-gather": 11, "reduce-scatter": 2}
-    assert found["backward"] == {"all-gather": 13, "reduce-scatter": 11}
-    # But they are summed over r once a step; and XLA takes the three gathers outside of layers out of the loop.
-    assert found["outside"] == {"all-reduce": 12 + 2, "all-gather": 3}
+@pytest.mark.parametrize("gather", COLLECTIVES)
+def test_what_is_communicated(gather):
+    found = collectives(compile_step(MESH, microbatches=2, gather_weights=gather).as_text())
+    assert {part: found[part] for part in COLLECTIVES[gather]} == COLLECTIVES[gather]
+    assert found["microbatches"]["all-reduce"] == 4
 
 
 @pytest.mark.long

@@ -11,49 +11,18 @@ same numbers. Else it is for verify_only, and the second gate, tools/verify, mus
 import ast
 import collections
 import concurrent.futures
-import dataclasses
 import functools
-import linecache
 import multiprocessing
 import os
 import re
-import subprocess
-import sys
-import types
-from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractMesh, AxisType
 from mutants import Mutant, mutants, spec_changes
+from recipes import SOURCE
+from traced_steps import CONFIGS, Program, program
+from verifying import verify
 
-import gpt2
 from shardlib.parsing import PIPELINE_AXIS, OpSpec, ShardError, parse_op, parse_shape
-from shardwright.cluster.config import HardwareConfig, MeshConfig
-from shardwright.modeling.model import load_model
-from shardwright.modeling.settings import ModelConfig
-from shardwright.optimizers.config import OptimizerConfig
-from shardwright.run.config import Config, PathsConfig, TrainingConfig
-from shardwright.run.pipeline_config import PipelineConfig
-from shardwright_data.loader import DataConfig, batch_shapes
-
-ROOT = Path(__file__).parents[2]
-SOURCE = (ROOT / "train.py").read_text()
-MESHES = [
-    AbstractMesh((2,) * len(axes), axes, axis_types=(AxisType.Explicit,) * len(axes))
-    for axes in (("r", "d", "t"), ("p", "r", "d", "t"))
-]
-SIZES = {"vocab": 20, "d_model": 8, "layers": 2, "n_kv": 2, "n_q_per_kv": 3, "d_head": 4, "d_ff": 12, "qk_norm": True}
-GPT2 = gpt2.ModelConfig(vocab=20, positions=8, d_model=8, layers=2, heads=2, dropout=0.1, bos_id=0)
-CONFIGS = {  # name: whether the mesh has p, settings of training and pipeline, the model if it is not train.py's
-    "gathered in each layer": (False, {"gather_weights": "layer", "microbatches": 1}, {}, None),
-    "gathered once a step": (False, {"gather_weights": "step", "microbatches": 2}, {}, None),
-    "another model, with dropout": (False, {"microbatches": 2}, {}, GPT2),
-    "stages": (True, {"gather_weights": "step", "microbatches": 2}, {}, None),
-    "stages of another model, with dropout": (True, {"microbatches": 2}, {}, GPT2),
-}
-"""What a mutant is traced with: every collective of train.py is in one of them."""
 
 
 def verify_only(mutant: Mutant) -> bool:
@@ -64,76 +33,9 @@ def verify_only(mutant: Mutant) -> bool:
 # ---- the first gate -----------------------------------------------------------------------------------------------
 
 
-class TracedModule:
-    """The module of a source text, known to Python while the context lasts. Raises what executing it raises."""
-
-    name = "mutated_train"
-
-    def __init__(self, source: str):
-        self._source = source
-        self._file = f"<{self.name} {hash(source)}>"
-
-    def __enter__(self) -> types.ModuleType:
-        module = types.ModuleType(self.name)
-        module.__file__ = self._file
-        lines = self._source.splitlines(keepends=True)
-        linecache.cache[self._file] = (len(self._source), None, lines, self._file)
-        sys.modules[self.name] = module
-        try:
-            exec(compile(self._source, self._file, "exec"), vars(module))
-        except BaseException:
-            self.__exit__()
-            raise
-        return module
-
-    def __exit__(self, *_) -> None:
-        sys.modules.pop(self.name, None)
-        linecache.cache.pop(self._file, None)
-
-
-@dataclasses.dataclass
-class Program:
-    """The training step and the evaluation step, traced."""
-
-    jaxpr: str
-    parts: tuple
-
-    @functools.cached_property
-    def stablehlo(self) -> str:
-        """What the compiler is given."""
-        return "".join(part.lower(lowering_platforms=("cpu",)).as_text() for part in self.parts)
-
-    def is_same(self, other: "Program") -> bool:
-        return self.jaxpr == other.jaxpr or self.stablehlo == other.stablehlo
-
-
-def program(source: str, name: str) -> Program:
-    """The program of train.py's text `source` under one of CONFIGS. Raises what tracing raises."""
-    stages, training, pipeline, model = CONFIGS[name]
-    with TracedModule(source) as module:
-        c = Config(
-            model=model or ModelConfig(module=TracedModule.name, **SIZES),
-            optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=1, schedule_steps=2),
-            mesh=MeshConfig(),
-            data=DataConfig(filespec="unused"),
-            training=TrainingConfig(batch_size=16, seq_len=4, steps=1, **training),
-            hardware=HardwareConfig(),
-            paths=PathsConfig(),
-            pipeline=PipelineConfig(**pipeline),
-        )
-        with jax.sharding.use_abstract_mesh(MESHES[stages]):
-            model = load_model(c.model)
-            state = jax.eval_shape(lambda: module.init_state(jax.random.key(0), c, model))
-            batch = batch_shapes(16, 4, c.training.microbatches)
-            # First what is traced sooner, and refuses most mutants.
-            evaluation = module.make_evaluation_step(c, model).trace(state.weights, batch)
-            step = module.make_training_step(c, model).trace(state, batch, jax.ShapeDtypeStruct((), jnp.int32))
-    return Program(re.sub(r"0x[0-9a-f]+", "", f"{step.jaxpr}\n{evaluation.jaxpr}"), (step, evaluation))
-
-
 @functools.cache
 def own_program(name: str) -> Program:
-    return program(SOURCE, name)
+    return program(SOURCE, CONFIGS[name])
 
 
 RESULTS = ("rejected", "the same program", "another program")
@@ -147,7 +49,7 @@ def outcome(mutant: Mutant) -> str:
         if not CONFIGS[name][0] and same_without_p(mutant):
             continue
         try:
-            same = program(mutant.source, name).is_same(own_program(name)) and same
+            same = program(mutant.source, CONFIGS[name]).is_same(own_program(name)) and same
         except (ValueError, TypeError, NameError, AttributeError, NotImplementedError):
             return "rejected"
     if same:
@@ -232,7 +134,7 @@ def test_what_means_the_same_without_p(before, after, same):
 @pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
 def test_the_program_as_it_stands_traces(name):
-    assert own_program(name).is_same(program(SOURCE, name))
+    assert own_program(name).is_same(program(SOURCE, CONFIGS[name]))
 
 
 @pytest.mark.long
@@ -279,21 +181,13 @@ def test_score():
 # ---- the second gate ----------------------------------------------------------------------------------------------
 
 
-def verify(directory: Path, source: str, *overrides: str) -> subprocess.CompletedProcess:
-    """Runs tools/verify on a mutated text of train.py."""
-    (directory / "train.py").write_text(source)
-    command = [sys.executable, "-m", "tools.verify", "--config-name=local_test_synthetic", "verify.small=true"]
-    command += ["verify.precisions=[f64]", "verify.meshes=[2x2x2]", "mesh.p=2", *overrides]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("i", range(9))
 def test_verify_rejects_what_the_types_cannot_tell(tmp_path, i):
     mutant = list(filter(verify_only, mutants(SOURCE)))[i]
     # Beside p, 8 devices are not enough for all of r, d and t.
     mesh = "2x1x2x2" if '"t"' in mutant.after else "2x2x2x1"
-    done = verify(tmp_path, mutant.source, f"verify.meshes=[2x2x2,{mesh}]")
+    (tmp_path / "train.py").write_text(mutant.source)
+    done = verify(tmp_path, "verify.precisions=[f64]", f"verify.meshes=[2x2x2,{mesh}]")
     assert done.returncode == 1, done.stdout + done.stderr
     assert "the first tensor that differs is the metric loss" in done.stdout

@@ -107,18 +107,17 @@ def test_weights_without_stages_are_those_of_a_mesh_without_p(place):
 
 def described(place: str) -> list[str]:
     c = settings(place)
-    return describe_stages(c, load_model(c.model))
+    with jax.set_mesh(mesh_of(place)):
+        return describe_stages(c, load_model(c.model))
 
 
 def test_the_run_says_what_each_stage_has():
-    with jax.set_mesh(mesh_of("p=2 uneven")):
-        lines = described("p=2 uneven")
+    lines = described("p=2 uneven")
     assert lines[0].startswith("interleaved_1f1b, 4 microbatches in ")
     assert lines[1].startswith("stage 0: p=0: layers 0-4")
     assert lines[2].startswith("stage 1: p=1: layers 5-7")
     assert lines[3] == "all together: embedding, logits and loss; each has 1/2 of the vocabulary"
-    with jax.set_mesh(mesh_of("p=1 d=4 t=2")):
-        assert described("p=1 d=4 t=2") == []
+    assert described("p=1 d=4 t=2") == []
 
 
 # ---- whole runs ---------------------------------------------------------------------------------------------------

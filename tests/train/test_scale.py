@@ -23,7 +23,6 @@ from tools.verify.step import type_check
 
 ROOT = Path(__file__).parents[2]
 DEVICES = 2048
-AXES = ("r", "d", "t")
 MESHES = [
     {"r": 32, "d": 8, "t": 8},
     {"r": 1, "d": 256, "t": 8},
@@ -32,18 +31,7 @@ MESHES = [
     {"r": 2048, "d": 1, "t": 1},
     {"p": 4, "r": 8, "d": 8, "t": 8},
 ]
-"""With DEVICES devices each; below, what of which model each does not divide, by hand from configs/model."""
-NARROW, HEADS_TOO_FEW = {"model.d_model"}, {"model.n_kv", "model.heads"}
-REFUSED = {
-    "r=32 d=8 t=8": {"gpt2_124m": HEADS_TOO_FEW, "local_test": HEADS_TOO_FEW, "text": HEADS_TOO_FEW},
-    "r=1 d=256 t=8": dict.fromkeys(["84m", "270m", "gpt2", "stories", "local_test", "text"], NARROW),
-    "r=4 d=128 t=4": dict.fromkeys(["gpt2", "stories", "local_test", "text"], NARROW),
-    "r=1 d=2048 t=1": dict.fromkeys(["84m", "270m", "gpt2", "stories", "local_test", "text"], NARROW),
-    "r=2048 d=1 t=1": {},
-    "p=4 r=8 d=8 t=8": {"gpt2_124m": HEADS_TOO_FEW, "local_test": HEADS_TOO_FEW, "text": HEADS_TOO_FEW},
-}
-
-
+"""With DEVICES devices each."""
 TRACED = []
 """What has been traced without complaint: configurations for other hardware, or learning rates, have the same types."""
 
@@ -63,64 +51,64 @@ def load_for(name: str, mesh: dict[str, int]) -> Config:
     return c
 
 
+def passes(check, *arguments) -> bool:
+    try:
+        check(*arguments)
+    except ValueError:
+        return False
+    return True
+
+
 # Of those that differ in their sizes alone, one.
 SOME = [name for name in RUNS if "_c4_" not in name or name == "flat_tokens_c4_a100x8_2b"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", MESHES, ids=name_of)
 @pytest.mark.parametrize(
     "name", [name if name in SOME else pytest.param(name, marks=pytest.mark.slow) for name in RUNS]
 )
-def test_every_step_type_checks_on_2048_devices_or_names_what_does_not_divide(name, mesh):
-    assert math.prod(mesh.values()) == DEVICES
-    c = load_for(name, mesh)
-    dims = next((dims for part, dims in REFUSED[name_of(mesh)].items() if part in name), None)
-    if dims is None:
-        check_divides(c, mesh)
+def test_every_step_type_checks_on_2048_devices_where_they_divide_its_sizes(name):
+    divided = [mesh for mesh in MESHES if passes(check_divides, load_for(name, mesh), mesh)]
+    assert {"r": 2048, "d": 1, "t": 1} in divided
+    for mesh in divided:
+        c = load_for(name, mesh)
         t = c.training
         traced = c.model, c.optimizer.algorithm, t.seq_len, t.microbatches, t.gather_weights, t.compute_dtype, mesh
         if traced not in TRACED:
             type_check(c, mesh)
             TRACED.append(traced)
-        return
-    with pytest.raises(ValueError, match="it must be a multiple of") as error:
-        check_divides(c, mesh)
-    message = rf"(model\.\w+) is (\d+); on the mesh {name_of(mesh)} it must be a multiple of ([prdt·]+) = (\d+)\."
-    setting, size, axes, product = re.fullmatch(message, str(error.value)).groups()
-    assert setting in dims
-    assert int(size) == getattr(c.model, setting.removeprefix("model."))
-    assert int(product) == math.prod(mesh[axis] for axis in axes.split("·"))
-    assert int(size) % int(product)
-    # And it is no excuse: the types of the weights refuse it as well.
-    with pytest.raises(ValueError, match=r"which .* devices do not divide|layers do not divide into \d+ stages"):
-        type_check(c, mesh)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "message"),
+    [
+        ("gpt2_124m", MESHES[0], "model.heads is 12; on the mesh r=32 d=8 t=8 it must be a multiple of t = 8."),
+        ("local_test_synthetic", MESHES[1], "model.d_model is 256; on the mesh r=1 d=256 t=8 it must be a multiple"),
+        (
+            "local_gpt2",
+            MESHES[2],
+            "model.d_model is 256; on the mesh r=4 d=128 t=4 it must be a multiple of t·d",
+        ),
+    ],
+)
+def test_sizes_that_they_do_not_divide_are_named(name, mesh, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_divides(load_for(name, mesh), mesh)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 def test_a_model_is_refused_just_where_its_weights_do_not_divide(name):
     """On all meshes of 2048 devices: ModelConfig.sharded, which a model's author writes, against the weights' types."""
-    sizes = [2**i for i in range(DEVICES.bit_length())]
-    meshes = [m for m in itertools.product(sizes, repeat=len(AXES)) if math.prod(m) == DEVICES]
-    assert len(meshes) == 78
+    powers = [2**i for i in range(DEVICES.bit_length())]
     outcomes = set()
-    for mesh in (dict(zip(AXES, m, strict=True)) for m in meshes):
-        c = load_for(name, mesh)
+    for sizes in (sizes for sizes in itertools.product(powers, repeat=3) if math.prod(sizes) == DEVICES):
+        c = load_for(name, dict(zip("rdt", sizes, strict=True)))
         c.training.seq_len = DEVICES
-        by_settings, by_weights = True, True
-        try:
-            check_divides(c, mesh)
-        except ValueError:
-            by_settings = False
-        abstract = AbstractMesh(tuple(mesh.values()), AXES, axis_types=(AxisType.Explicit,) * len(AXES))
-        with jax.sharding.use_abstract_mesh(abstract):
-            try:
-                check_table(load_model(c.model).table)
-            except ValueError:
-                by_weights = False
-        assert by_settings == by_weights, name_of(mesh)
-        outcomes.add(by_settings)
+        with jax.sharding.use_abstract_mesh(AbstractMesh(sizes, tuple("rdt"), axis_types=(AxisType.Explicit,) * 3)):
+            by_weights = passes(check_table, load_model(c.model).table)
+        assert passes(check_divides, c, dict(zip("rdt", sizes, strict=True))) == by_weights, sizes
+        outcomes.add(by_weights)
     assert outcomes == {True, False}
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,19 +14,16 @@ import numpy as np
 import pytest
 import tiny
 import zarr
-from hydra import compose, initialize_config_dir
-from hydra.errors import HydraException
 from jax.sharding import AxisType
 from losses_of_runs import losses
-from omegaconf import OmegaConf
-from simulated import xla_flags
+from shipped import load
 
 import train
 from shardlib.shardtypes import f32
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import initialize
-from shardwright.run.config import check_booleans, check_divides, register_schema, to_config
+from shardwright.run.config import check_divides
 from shardwright.run.metrics import RunLog
 from shardwright_data.loader import TokenBatch
 
@@ -69,12 +67,11 @@ def test_twenty_steps_are_the_same_on_every_mesh():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("axes", ["d", "t"])
-def test_an_axis_that_the_mesh_lacks_has_one_device(axes):
-    c, found = tiny.config(tiny.model(layers=1)), []
-    sizes = [2 if axis == axes else 1 for axis in "rdt"]
-    whole = make_mesh(*sizes, devices=jax.devices()[:2])
-    for mesh in (whole, jax.make_mesh((2,), (axes,), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])):
+@pytest.mark.parametrize("axis", ["d", "t"])
+def test_an_axis_that_the_mesh_lacks_has_one_device(axis):
+    c, found, devices = tiny.config(tiny.model(layers=1)), [], jax.devices()[:2]
+    alone = jax.make_mesh((2,), (axis,), axis_types=(AxisType.Explicit,), devices=devices)
+    for mesh in (make_mesh(*(2 if a == axis else 1 for a in "rdt"), devices=devices), alone):
         with jax.set_mesh(mesh):
             state, metrics = tiny.training_step(c)(tiny.state(c), tiny.place_batch(c), np.int32(0))
             found.append((metrics.loss, metrics.grad_norm, *jax.tree.leaves(state)))
@@ -160,18 +157,14 @@ def test_the_validation_loss_is_that_of_the_validation_split(unbroken):
 
 
 @pytest.mark.slow
-def test_evaluations_at_their_interval(tmp_path):
+def test_evaluations_at_their_interval_and_after_a_start_without_steps(tmp_path):
     run(tmp_path / "run", 5, eval_interval=2)
     assert [e["step"] for e in events(tmp_path / "run")] == [1, 3, 4]
-
-
-@pytest.mark.slow
-def test_a_run_without_its_validation_gets_it_when_started_again(tmp_path):
-    run(tmp_path / "run", 2, eval_batches=0)
-    assert events(tmp_path / "run") == []
-    run(tmp_path / "run", 2)
-    run(tmp_path / "run", 2)
-    assert [(e["step"], e["event"]) for e in events(tmp_path / "run")] == [(1, "validation")]
+    run(tmp_path / "late", 2, eval_batches=0)
+    assert events(tmp_path / "late") == []
+    for _ in range(2):
+        run(tmp_path / "late", 2)
+        assert [(e["step"], e["event"]) for e in events(tmp_path / "late")] == [(1, "validation")]
 
 
 @pytest.mark.long
@@ -225,114 +218,31 @@ def test_a_contradicting_configuration_is_refused(unbroken):
 # ---- the command line -------------------------------------------------------------------------------------------
 
 
-def start(devices: int, *arguments: str) -> subprocess.Popen:
-    """The demo with other settings, on simulated devices."""
-    flags = {"XLA_FLAGS": xla_flags(devices), "JAX_PLATFORMS": "cpu"}
-    program = [sys.executable, "-m", "train", "--config-name=local_test_synthetic", *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen(program, cwd=ROOT, env=os.environ | flags, **pipes)
-
-
-def configure(*arguments: str) -> None:
-    """What the program does with its settings before it has devices, and the check of sizes on d=4 t=2."""
-    register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        c = to_config(compose("local_test_synthetic", overrides=list(arguments)))
-    check_booleans(arguments, OmegaConf.structured(c))
-    make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices(), c.mesh.p)
-    check_divides(c, {"r": 1, "d": 4, "t": 2})
-
-
 @pytest.mark.parametrize(
-    ("argument", "message"),
+    ("settings", "message"),
     [
-        ("training.stepz=3", "training.stepz"),
-        (
-            "training.steps=3.5",
-            "Value '3.5' of type 'float' could not be converted to Integer\n    full_key: training.steps",
-        ),
-        ("training.steps=many", "full_key: training.steps"),
-        ("model.tied_embeddings=perhaps", "model.tied_embeddings is perhaps; it must be true or false."),
-        ("model.d_modl=3", "there is no setting model.d_modl. Did you mean model.d_model?"),
-        ("model.module=nowhere", "model.module is 'nowhere', and Python finds no module of that name"),
-        (
-            "model.module=json",
-            "model.module is 'json', which has no",
-        ),
-        ("training.steps=???", "no value for training.steps"),
-        ("training.steps=0", "training.steps is 0; it must be at least 1"),
-        ("optimizer.adam_b1=1", "optimizer.adam_b1 is 1.0; it must be at least 0 and below 1."),
-        ("optimizer.learning_rate=nan", "optimizer.learning_rate is nan; it must be at least 0"),
-        (
-            "optimizer.decay_on=[norms]",
-            "optimizer.decay_on is 'norms'; choose one of matrix, embedding, unembedding, vector.",
-        ),
-        ("optimizer.schedule=wsd", "optimizer.schedule is wsd and optimizer.cooldown_steps None; give cooldown_steps."),
-        (
-            "optimizer.schedule=constant",
-            "optimizer.schedule is constant and optimizer.schedule_steps 50; leave it null.",
-        ),
-        ("optimizer.warmup_steps=500", "optimizer.warmup_steps is 500 and optimizer.schedule_steps 50"),
-        ("model.logit_softcap=0", "model.logit_softcap is 0.0; it must be above 0 and finite."),
-        ("model.rope_base=0", "model.rope_base is 0.0; it must be above 0 and finite."),
-        ("optimizer.clip_norm=0", "optimizer.clip_norm is 0.0; it must be above 0 and finite."),
-        ("optimizer.muon_rms=0", "optimizer.muon_rms is 0.0; it must be above 0 and finite."),
-        ("optimizer.final_fraction=1.5", "optimizer.final_fraction is 1.5; it must be at least 0 and at most 1."),
-        ("training.log_interval=0", "training.log_interval is 0; it must be at least 1 and below 2**31."),
-        ("training.microbatches=0", "training.microbatches is 0; it must be at least 1 and below 2**16."),
-        ("optimizer.weight_decay=-1", "optimizer.weight_decay is -1.0; it must be at least 0 and finite."),
-        ("model.bos_id=1280", "model.bos_id is 1280; it must be at least 0 and below 1280."),
-        ("training.seed=-1", "training.seed is -1; it must be at least 0"),
-        ("data.shuffle=2", "data.shuffle is 2; it must be true or false."),
-        ("model.tied_embeddings=2", "model.tied_embeddings is 2; it must be true or false."),
         ("training.seq_len=63", "training.seq_len is 63; on the mesh r=1 d=4 t=2 it must be a multiple of t = 2."),
         ("training.batch_size=62", "training.batch_size is 62"),
         ("model.n_kv=3", "model.n_kv is 3; on the mesh r=1 d=4 t=2 it must be a multiple of t = 2."),
         ("model.d_model=252", "model.d_model is 252; on the mesh r=1 d=4 t=2 it must be a multiple of t·d = 8."),
-        ("training.compute_dtype=f8", "training.compute_dtype is 'f8'; choose one of bf16, f32."),
-        ("distributed.auto=true", "distributed says that there are several processes; give paths.model_name"),
-        (
-            "mesh.d=3",
-            "mesh r=1 d=3 t=2 does not fit 8 devices. Those that do: r=1 d=1 t=8, r=1 d=2 t=4, r=1 d=4 t=2",
-        ),
+        ("mesh.d=3", "mesh r=1 d=3 t=2 does not fit 8 devices. Those that do: r=1 d=1 t=8, r=1 d=2 t=4, r=1 d=4 t=2"),
         ("mesh.t=5", "mesh r=1 d=-1 t=5 does not fit 8 devices."),
         ("mesh.p=3", "mesh p=3 r=1 d=-1 t=2 does not fit 8 devices. Those that do: p=1 …, p=2 …, p=4 …, p=8 …."),
     ],
 )
-def test_bad_settings_get_one_clear_error(argument, message):
-    configure()
-    with pytest.raises((ValueError, HydraException)) as error:
-        configure(argument)
-    assert message in str(error.value) + str(error.value.__cause__)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("training.steps=0", "training.steps is 0; it must be at least 1"),
-        ("data.shuffle=2", "data.shuffle is 2; it must be true or false."),
-        ("mesh.d=3", "mesh r=1 d=3 t=2 does not fit 8 devices."),
-        ("training.seq_len=63", "training.seq_len is 63; on the mesh r=1 d=4 t=2 it must be a multiple of t = 2."),
-        ("data.filespec=nowhere.zarr", "nowhere.zarr"),
-        ("model.vocab=64", "the model's vocabulary has 64"),
-    ],
-)
-def test_the_program_ends_with_that_error_and_leaves_nothing(argument, message, tmp_path):
-    process = start(8, f"paths.root_working_dir={tmp_path}", argument)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert message in errors
-    assert list(tmp_path.iterdir()) == []
+def test_sizes_that_do_not_fit_the_mesh(settings, message):
+    """Other wrong settings are in tests/settings/mistakes.txt."""
+    c = load("local_test_synthetic", settings)
+    mesh = lambda: make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices(), c.mesh.p)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_divides(c, dict(mesh().shape))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("sweep", [[], ["--multirun", "training.steps=1,2"]])
 def test_a_run_needs_a_name(sweep, tmp_path):
     command, env = [sys.executable, "-m", "train", *sweep], os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert result.returncode == 1
-    assert (
-        result.stderr == "Error: name a run: --config-name=<file in configs/>. `python -m train --help` lists them.\n"
-    )
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "Error: name a run: --config-name=<file in configs/>. `python -m train --help` lists them.\n"
     assert list(tmp_path.iterdir()) == []
