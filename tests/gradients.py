@@ -7,7 +7,6 @@ import tiny
 
 import train
 from shardlib.shardtypes import dtype_name, f32, i32
-from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
 from shardwright.modeling.rules import CAUSAL, Places
 from shardwright.modeling.weights import initialize
@@ -35,10 +34,6 @@ def assert_same(found, expected, tolerance):
     largest = max(np.abs(x).max() for x in jax.tree.leaves(expected))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, atol=tolerance * max(np.abs(b).max(), 1e-3 * largest), rtol=0)
-
-
-def meshes(name: str):
-    return make_mesh(1, 2, 2, jax.devices(), 2) if name == "p=2 d=2 t=2" else tiny.mesh(name)
 
 
 def with_gradients(path, q, k, v, document, g, dtype="float32", rule=CAUSAL):

@@ -1,14 +1,16 @@
 """A model small enough to compile in seconds, its meshes and batches, for the tests of train.py."""
 
 import functools
+import math
+import re
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
 
 import train
 from shardlib.shardtypes import Scope, make_shardings, typed_shard_map
 from shardwright.cluster.config import HardwareConfig, MeshConfig
+from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
 from shardwright.modeling.weights import initialize
@@ -16,13 +18,7 @@ from shardwright.optimizers.config import OptimizerConfig
 from shardwright.run.config import Config, PathsConfig, TrainingConfig
 from shardwright_data.loader import DataConfig, TokenBatch, in_microbatches
 
-MESHES = {  # name: r, d, t
-    "one device": (1, 1, 1),
-    "d=8": (1, 8, 1),
-    "t=8": (1, 1, 8),
-    "d=4 t=2": (1, 4, 2),
-    "r=2 d=2 t=2": (2, 2, 2),
-}
+MESHES = ("one device", "d=8", "t=8", "d=4 t=2", "r=2 d=2 t=2")
 BATCH, LENGTH = 8, 16
 
 
@@ -87,9 +83,10 @@ def evaluation_step(c: Config):
 
 @functools.cache
 def mesh(name: str) -> jax.sharding.Mesh:
-    sizes = MESHES[name]
-    devices = jax.devices()[: int(np.prod(sizes))]
-    return jax.make_mesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3, devices=devices)
+    """That of a name such as "one device", "d=4 t=2" or "p=2 d=2"."""
+    given = {axis: int(size) for axis, size in re.findall(r"([prdt])=(\d+)", name)}
+    sizes = dict.fromkeys("prdt", 1) | given
+    return make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
 
 
 def host_batch(seed: int = 0, vocab: int = 64) -> TokenBatch:

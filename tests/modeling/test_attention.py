@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from gradients import assert_same, loss_and_gradients, meshes, with_gradients
+from gradients import assert_same, loss_and_gradients, with_gradients
 
 import gpt2
 import train
@@ -309,7 +309,7 @@ def test_a_step_is_the_same_by_blocks(monkeypatch, mesh, module):
         model = gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=8, bos_id=0)
     _, (expected, g) = loss_and_gradients(tiny.config(model, attention="einsum"), tiny.mesh("one device"))
     blocks = tiny.config(model, microbatches=2, attention="blockwise")
-    hlo, (found, g_found) = loss_and_gradients(blocks, meshes(mesh))
+    hlo, (found, g_found) = loss_and_gradients(blocks, tiny.mesh(mesh))
     assert "4,4]" in hlo, "16 positions in blocks of 4"
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert_same(g_found, g, 2e-6)

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from gradients import assert_same, loss_and_gradients, meshes
+from gradients import assert_same, loss_and_gradients
 
 from shardlib.proof.primitives import jaxprs_of
 from shardwright.run.config import check_config
@@ -77,7 +77,7 @@ def test_offloading_changes_no_bit(name):
     def found(save):
         c = tiny.config(tiny.model(layers=4), save=save, attention="einsum", microbatches=2)
         c.pipeline.recompute = "p=2" in name
-        return loss_and_gradients(c, meshes(name))[1]
+        return loss_and_gradients(c, tiny.mesh(name))[1]
 
     for a, b in zip(*map(jax.tree.leaves, (found("offload"), found("marked"))), strict=True):
         np.testing.assert_array_equal(a, b)

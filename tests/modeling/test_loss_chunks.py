@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from gradients import assert_same, loss_and_gradients, meshes
+from gradients import assert_same, loss_and_gradients
 
 import gpt2
 from shardlib import shardops
@@ -32,7 +32,7 @@ def compare(mesh: str, chunk: int, model) -> list[str]:
     for loss_chunk in (None, chunk):
         c = tiny.config(model, microbatches=2, loss_chunk=loss_chunk)
         c.optimizer.z_loss = 0.01
-        program, result = loss_and_gradients(c, meshes(mesh))
+        program, result = loss_and_gradients(c, tiny.mesh(mesh))
         programs.append(program)
         results.append(result)
     np.testing.assert_allclose(results[1][0], results[0][0], rtol=1e-6)

@@ -150,7 +150,7 @@ def test_calls_are_those_of_each_layer_of_a_period(mesh):
     with jax.set_mesh(tiny.mesh(mesh)):
         calls = calls_of(forward_of(Alternating), 256)
     assert [(call.turn, call.rule) for call in calls] == list(enumerate(Alternating.rules))
-    kv = 8 // tiny.MESHES[mesh][2]
+    kv = 8 // tiny.mesh(mesh).shape["t"]
     assert {call.q.shape for call in calls} == {(1, 256, kv, 2, 4)}
     c = tiny.config(gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=8, dropout=0.1, bos_id=0))
     with jax.set_mesh(tiny.mesh(mesh)):

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from gradients import assert_same, loss_and_gradients, meshes, with_gradients
+from gradients import assert_same, loss_and_gradients, with_gradients
 
 import train
 from shardlib.shardtypes import dtype_name
@@ -93,6 +93,6 @@ def test_a_step_is_the_same(monkeypatch, mesh):
     _, (expected, g) = loss_and_gradients(tiny.config(model, attention="einsum"), tiny.mesh("one device"))
     monkeypatch.setattr(attention, "choose", lambda *_: ("splash", ""))
     c = tiny.config(model, microbatches=2, attention="splash")
-    _, (found, g_found) = loss_and_gradients(c, meshes(mesh))
+    _, (found, g_found) = loss_and_gradients(c, tiny.mesh(mesh))
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert_same(g_found, g, 1e-5)

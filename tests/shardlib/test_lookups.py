@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from gradients import assert_same, loss_and_gradients, meshes
+from gradients import assert_same, loss_and_gradients
 from jax.sharding import AbstractMesh, AxisType
 
 import gpt2
@@ -109,9 +109,9 @@ SMALLER = ("one device", "d=4 t=2", "r=2 d=2 t=2")
 @pytest.mark.parametrize("name", FEW)
 def test_gradients_of_a_step_are_those_of_a_scatter(name, mesh, request):
     c = tiny.config(MODELS[name], microbatches=2 if mesh != "r=2 d=2 t=2" else 1)
-    loss, expected = loss_and_gradients(c, meshes(mesh))[1]
+    loss, expected = loss_and_gradients(c, tiny.mesh(mesh))[1]
     request.getfixturevalue("as_on_a_gpu")
-    found = loss_and_gradients(c, meshes(mesh))[1]
+    found = loss_and_gradients(c, tiny.mesh(mesh))[1]
     np.testing.assert_allclose(found[0], loss, rtol=1e-6)
     assert_same(found[1], expected, 1e-6)
 

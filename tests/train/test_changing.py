@@ -14,14 +14,13 @@ from jax.sharding import AbstractMesh, AxisType
 from recipes import PAGE, RECIPES, changed, hunks, module_of
 from verifying import verify
 
-from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.optimizers.config import GroupConfig
 from shardwright.run.pipeline_config import PipelineConfig
 from shardwright_data.loader import TokenBatch, batch_shapes
 
 TABLE = re.findall(r"^\| \[(.*?)\]\(.*?\) \| (.*?) \|", PAGE, flags=re.M)
-MESHES = {"one device": (1, 1, 1, 1), "d=2 t=2": (1, 1, 2, 2), "p=2 d=2 t=2": (2, 1, 2, 2)}
+MESHES = ("one device", "d=2 t=2", "p=2 d=2 t=2")
 
 
 @dataclasses.dataclass
@@ -43,9 +42,8 @@ def trained(recipe: str, mesh: str, steps: int = 1, batch: TokenBatch | None = N
     c.optimizer = tiny.optimizer(warmup_steps=0, clip_norm=1e9, **dict(optimizer))
     if mesh.startswith("p"):
         c.training.microbatches, c.pipeline = 2, PipelineConfig(schedule="1f1b")
-    p, r, d, t = MESHES[mesh]
     host = lambda tree: jax.tree.map(np.asarray, tree)
-    with module_of(changed(recipe)) as train, jax.set_mesh(make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)):
+    with module_of(changed(recipe)) as train, jax.set_mesh(tiny.mesh(mesh)):
         model = load_model(c.model)
         state = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0))
         batch = tiny.place_batch(c, batch)

@@ -14,7 +14,6 @@ from shardlib import shardops
 from shardlib.op_checks import varying
 from shardlib.shardtypes import make_partition_specs
 from shardlib.values import is_opaque
-from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import compute_scope, load_model
 from shardwright.modeling.weights import initialize
 
@@ -52,12 +51,6 @@ MODELS = {
     ),
     "gpt2": (gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=4, heads=4, bos_id=0), GPT2),
 }
-MESHES = {"r=2 d=2 t=2": (1, 2, 2, 2), "p=2 d=2 t=2": (2, 1, 2, 2)}
-
-
-def mesh_of(name: str):
-    p, r, d, t = MESHES[name]
-    return make_mesh(r, d, t, jax.devices(), p)
 
 
 def gathered(model, mesh) -> tuple[dict, dict]:
@@ -93,11 +86,11 @@ def block_of(whole: np.ndarray, dims: list[str], place: dict[str, tuple[int, int
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["r=2 d=2 t=2", "p=2 d=2 t=2"])
 @pytest.mark.parametrize("name", MODELS)
 def test_each_weight_is_as_its_uses_see_it(name, mesh):
     """A matrix in the compute dtype, gathered over d; a gain in f32, over t and, outside of the layers, p too."""
-    (c, expected), mesh = MODELS[name], mesh_of(mesh)
+    (c, expected), mesh = MODELS[name], tiny.mesh(mesh)
     found, whole = gathered(load_model(c), mesh)
     assert found.keys() == expected.keys()
     sizes = {axis: mesh.shape.get(axis, 1) for axis in AXES}

@@ -16,7 +16,6 @@ from own_model import MINE, PAGE, SIZES, imported
 
 import train
 from shardlib.shardtypes import bool_, make_shardings, u32
-from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import Tokens, load_model
 from shardwright.sampling.drawing import Settings
 from shardwright.sampling.sampler import Sampler
@@ -188,9 +187,9 @@ def test_rows_of_a_mixture(dataset, tmp_path):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 8, 1), (2, 2, 2)])
-def test_batches_on_devices(dataset, sizes):
-    with jax.set_mesh(make_mesh(*sizes, jax.devices()[: np.prod(sizes)])):
+@pytest.mark.parametrize("mesh", ["one device", "d=8", "r=2 d=2 t=2"])
+def test_batches_on_devices(dataset, mesh):
+    with jax.set_mesh(tiny.mesh(mesh)):
         sizes = {"batch_size": 16, "seq_len": SEQ_LEN, "microbatches": 2}
         loader = make_loader(DataConfig(filespec=dataset[0]), "train", **sizes, inputs=("weight", "kind"))
         plain = make_loader(DataConfig(filespec=dataset[0]), "train", **sizes)
@@ -276,10 +275,10 @@ def config(filespec, steps=4, **training):
     return c
 
 
-def losses(c, directory, p=1, d=1, t=1):
+def losses(c, directory, mesh="one device"):
     """Of a run by the trainer itself: each step's, and the validation's."""
     directory.mkdir(exist_ok=True)
-    with jax.set_mesh(make_mesh(1, d, t, jax.devices()[: p * d * t], p)):
+    with jax.set_mesh(tiny.mesh(mesh)):
         train.train(c, load_model(c.model), directory)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [*losses_of(directory), *(line["loss"] for line in lines if line.get("event") == "validation")]
@@ -299,9 +298,9 @@ def unbroken(data, tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", [{"d": 2, "t": 2}, {"p": 2, "d": 2}])
+@pytest.mark.parametrize("mesh", ["d=2 t=2", "p=2 d=2"])
 def test_it_trains_the_same_on_every_mesh(data, unbroken, tmp_path, mesh):
-    found = losses(config(str(data), microbatches=2), tmp_path / "run", **mesh)
+    found = losses(config(str(data), microbatches=2), tmp_path / "run", mesh)
     assert len(found) == 5
     np.testing.assert_allclose(found, unbroken, rtol=2e-5)
 

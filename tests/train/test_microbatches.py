@@ -19,7 +19,6 @@ from shardlib.pipeline import run_training, training_table
 from shardlib.placement import LayerPlacement
 from shardlib.schedules import in_a_ring
 from shardlib.shardtypes import Array, f64, pytree_dataclass, typed_shard_map
-from shardwright.cluster.devices import make_mesh
 from shardwright.run.config import check_divides
 from shardwright_data.loader import FlatTokensConfig, FlatTokensLoader, batch_shapes
 
@@ -40,17 +39,6 @@ def test_gradients_are_those_of_the_whole_batch(n, gather):
     # Rounding, relative to the largest entry: targets are masked unevenly, so the parts do not weigh the same.
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6 * np.abs(b).max())
     jax.tree.map(close, g, whole)
-
-
-MESHES = {  # name: p, r, d, t
-    "one device": (1, 1, 1, 1),
-    "d=8": (1, 1, 8, 1),
-    "r=2 d=2 t=2": (1, 2, 2, 2),
-    "r=4 t=2": (1, 4, 1, 2),
-    "p=2": (2, 1, 1, 1),
-    "p=2 r=2 d=2": (2, 2, 2, 1),
-    "p=4": (4, 1, 1, 1),
-}
 
 
 @pytree_dataclass
@@ -76,11 +64,12 @@ def sum_of_squares(weights, targets):
     return loss, gradients
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ["one device", "d=8", "r=2 d=2 t=2", "r=4 t=2", "p=2", "p=2 r=2 d=2", "p=4"])
 @pytest.mark.parametrize("m", [1, 2, 3])
 def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m):
     """From the loader to the gradients, in f64: it depends on which sequences are in a microbatch together."""
-    p, r, d, t = MESHES[mesh]
+    mesh = tiny.mesh(mesh)
+    p = mesh.shape.get("p", 1)
     placement = LayerPlacement(in_a_ring(p, 1), (4 // p,) * p)
     table = training_table(placement, "interleaved_1f1b", m, recompute=False)
     config = FlatTokensConfig(str(Path(__file__).parents[2] / "synthetic_dataset.zarr"))
@@ -111,7 +100,7 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m):
         return shardops.psum("+p ->", loss), reduced(g)[0]
 
     weights = np.random.default_rng(0).standard_normal((4, 16))
-    with jax.enable_x64(True), jax.set_mesh(make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)):
+    with jax.enable_x64(True), jax.set_mesh(mesh):
         loader = FlatTokensLoader(config, "train", 48, 16, microbatches=m)
         loss, g = jax.jit(step)(tiny.place(Layers(weights), Layers), loader.load(3))
         rows = loader.sequences(3, np.arange(48)).targets.astype(np.float64)
@@ -124,7 +113,7 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m):
 
 def test_a_batch_of_another_number_of_microbatches_than_the_schedule_is_for_is_refused():
     c = tiny.config(tiny.model(layers=2), microbatches=2)
-    with jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:2], 2)):
+    with jax.set_mesh(tiny.mesh("p=2")):
         state, batch = jax.eval_shape(lambda: tiny.state(c)), batch_shapes(tiny.BATCH, tiny.LENGTH, 4)
         refused = pytest.raises(ValueError, match=r"has 4 microbatches, but training\.microbatches is 2\. Give the ")
         with refused:

@@ -11,19 +11,14 @@ import step_text
 import tiny
 from own_model import MINE, QUOTED, SIZES, imported
 
-from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import initialize
 from shardwright.run.pipeline_config import PipelineConfig
 from shardwright.sampling.drawing import Settings
 from shardwright.sampling.sampler import Sampler
 
-PLACES = {  # name: p, r, d, t, layers of each stage
-    "one device": (1, 1, 1, 1, None),
-    "d=4 t=2": (1, 1, 4, 2, None),
-    "p=2": (2, 1, 2, 2, None),
-    "p=2, uneven": (2, 1, 1, 2, [3, 1]),
-}
+UNEVEN = "p=2 t=2, of 3 layers and 1"
+PLACES = ("d=4 t=2", "p=2 d=2 t=2", UNEVEN)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,20 +35,15 @@ def test_what_the_page_quotes_of_gpt2_is_there(number):
 
 def config(place: str, **training):
     c = tiny.config(sys.modules["mine"].ModelConfig(**SIZES), **training)
-    c.pipeline = PipelineConfig(layers_per_stage=PLACES[place][4])
+    c.pipeline = PipelineConfig(layers_per_stage=[3, 1] if place == UNEVEN else None)
     return c
-
-
-def mesh_of(place: str):
-    p, r, d, t, _ = PLACES[place]
-    return make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)
 
 
 @functools.cache
 def losses(place: str, gather: str) -> list[float]:
     """Of steps on one batch, and last that of the evaluation."""
     c = config(place, microbatches=2, gather_weights=gather)
-    with jax.set_mesh(mesh_of(place)):
+    with jax.set_mesh(tiny.mesh(place)):
         state, batch = tiny.state(c), tiny.place_batch(c)
         step, found = tiny.training_step(c), []
         for i in range(6):
@@ -72,13 +62,15 @@ def test_it_has_forty_lines_and_nothing_of_the_trainers():
 @pytest.mark.long
 @pytest.mark.parametrize("gather", ["layer", pytest.param("step", marks=pytest.mark.slow)])
 def test_every_collective_has_its_line_in_it_or_in_train(gather):
-    files = step_text.files_of_collectives(config("d=4 t=2", microbatches=2, gather_weights=gather), mesh_of("d=4 t=2"))
+    files = step_text.files_of_collectives(
+        config("d=4 t=2", microbatches=2, gather_weights=gather), tiny.mesh("d=4 t=2")
+    )
     assert {Path(file).name for file in files} == {"mine.py", "train.py"}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("gather", ["layer", pytest.param("step", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("place", [place for place in PLACES if place != "one device"])
+@pytest.mark.parametrize("place", PLACES)
 def test_it_trains_the_same_on_every_mesh(place, gather):
     expected, found = losses("one device", "layer"), losses(place, gather)
     np.testing.assert_allclose(found, expected, rtol=2e-5)

@@ -12,32 +12,26 @@ from processes import Run
 import train
 from shardlib.placement import LayerPlacement
 from shardlib.shardtypes import make_shardings
-from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config
 from shardwright.run.pipeline_config import PipelineConfig
 from shardwright.run.stages import describe_stages, folded_mesh, placement_of, stack_orders, without_stages
 
-PLACES = {  # name: p, r, d, t, pipeline settings
-    "p=4 v=2": (4, 1, 1, 2, {"virtual_stages": 2}),
-    "p=1 d=4 t=2": (1, 1, 4, 2, {}),
-    "p=1 d=2 t=4": (1, 1, 2, 4, {}),
-    "p=4 down and up": (4, 1, 1, 2, {"schedule": "zb_v", "virtual_stages": 2}),
-    "p=2 uneven": (2, 1, 2, 2, {"layers_per_stage": [5, 3]}),
-    "p=2 v=2 r=2": (2, 2, 1, 2, {"virtual_stages": 2}),
+PLACES = {  # mesh: settings of the pipeline
+    "p=4 t=2": {"virtual_stages": 2},
+    "d=4 t=2": {},
+    "d=2 t=4": {},
+    "p=4 t=2 down and up": {"schedule": "zb_v", "virtual_stages": 2},
+    "p=2 d=2 t=2 uneven": {"layers_per_stage": [5, 3]},
+    "p=2 r=2 t=2": {"virtual_stages": 2},
 }
 
 
 def settings(place: str) -> Config:
     c = tiny.config(tiny.model(d_model=64, layers=8), microbatches=4)
-    c.pipeline = PipelineConfig(**PLACES[place][4])
+    c.pipeline = PipelineConfig(**PLACES[place])
     return c
-
-
-def mesh_of(place: str):
-    p, r, d, t, _ = PLACES[place]
-    return make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)
 
 
 def placement(c: Config) -> LayerPlacement:
@@ -58,7 +52,7 @@ def saved(tmp_path_factory):
     paths = {}
     for place in PLACES:
         c = settings(place)
-        with jax.set_mesh(mesh_of(place)), Checkpointer(tmp_path_factory.mktemp("saved")) as checkpoints:
+        with jax.set_mesh(tiny.mesh(place)), Checkpointer(tmp_path_factory.mktemp("saved")) as checkpoints:
             state = fresh(c)
             checkpoints.save(7, state, {}, stack_orders(placement(c), train.State, state))
             paths[place] = Path(checkpoints.store.url)
@@ -69,7 +63,7 @@ def saved(tmp_path_factory):
 @pytest.mark.parametrize("place", PLACES)
 def test_a_checkpoint_is_the_same_from_any_stages(saved, place):
     """As another program reads it: arrays in the order of layers, without padding."""
-    mine, plain = (zarr.open_group(saved[name] / "0000000007", mode="r") for name in (place, "p=1 d=4 t=2"))
+    mine, plain = (zarr.open_group(saved[name] / "0000000007", mode="r") for name in (place, "d=4 t=2"))
     names = [name for name, item in plain.members(max_depth=None) if isinstance(item, zarr.Array)]
     assert len(names) == 3 * len(jax.tree.leaves(train.weight_table(settings(place).model)))
     for name in names:
@@ -80,7 +74,7 @@ def test_a_checkpoint_is_the_same_from_any_stages(saved, place):
 @pytest.mark.parametrize("place", PLACES)
 def test_and_is_restored_to_any_others(saved, place):
     c = settings(place)
-    with jax.set_mesh(mesh_of(place)), Checkpointer(saved["p=4 v=2"]) as checkpoints:
+    with jax.set_mesh(tiny.mesh(place)), Checkpointer(saved["p=4 t=2"]) as checkpoints:
         expected = fresh(c)
         shapes = jax.eval_shape(lambda: expected)
         shardings = make_shardings(train.State[train.Transformer], like=shapes)
@@ -95,9 +89,9 @@ def test_and_is_restored_to_any_others(saved, place):
 @pytest.mark.parametrize("place", PLACES)
 def test_weights_without_stages_are_those_of_a_mesh_without_p(place):
     with jax.set_mesh(tiny.mesh("one device")):
-        expected = fresh(settings("p=1 d=4 t=2")).weights
+        expected = fresh(settings("d=4 t=2")).weights
     c = settings(place)
-    with jax.set_mesh(mesh_of(place)):
+    with jax.set_mesh(tiny.mesh(place)):
         mesh = folded_mesh(c)
         found = without_stages(fresh(c).weights, placement(c), mesh)
     assert "p" not in mesh.shape
@@ -107,17 +101,17 @@ def test_weights_without_stages_are_those_of_a_mesh_without_p(place):
 
 def described(place: str) -> list[str]:
     c = settings(place)
-    with jax.set_mesh(mesh_of(place)):
+    with jax.set_mesh(tiny.mesh(place)):
         return describe_stages(c, load_model(c.model))
 
 
 def test_the_run_says_what_each_stage_has():
-    lines = described("p=2 uneven")
+    lines = described("p=2 d=2 t=2 uneven")
     assert lines[0].startswith("interleaved_1f1b, 4 microbatches in ")
     assert lines[1].startswith("stage 0: p=0: layers 0-4")
     assert lines[2].startswith("stage 1: p=1: layers 5-7")
     assert lines[3] == "all together: embedding, logits and loss; each has 1/2 of the vocabulary"
-    assert described("p=1 d=4 t=2") == []
+    assert described("d=4 t=2") == []
 
 
 # ---- whole runs ---------------------------------------------------------------------------------------------------
