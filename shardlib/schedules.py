@@ -230,14 +230,12 @@ def schedule_of(name: str) -> Schedule:
             f"from the directory in which the program starts. {choices}"
         ) from None
     function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ValueError(f"schedule {name!r}: {module_name} has no function {function_name!r}. {choices}")
     try:
         inspect.signature(function).bind(1, 1, 1)
     except TypeError as e:
         raise ValueError(
-            f"schedule {name!r} cannot be called as {function_name}(p, m, v): {e}. It must take the numbers of devices "
-            "along p, of microbatches, and of chunks per device."
+            f"schedule {name!r} is not a function of the numbers of devices along p, of microbatches and of chunks, "
+            f"{function_name}(p, m, v): {e}. {choices}"
         ) from None
 
     def checked(p: int, m: int, v: int) -> list[list[Task]]:

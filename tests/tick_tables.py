@@ -1,6 +1,6 @@
 """Runs a tick table on names: every slot holds the name of what an array would hold, and every read is compared."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 from shardlib.schedules import Task
 from shardlib.tick_tables import TickTable
@@ -17,9 +17,7 @@ def check_tick_table(
     is_v: bool = False,
     halves: bool = False,
 ):
-    """Runs `table` on names: every slot holds the name of what an array would hold, and every read is compared.
-
-    What is overwritten before its last read, read before it arrived, done twice or not at all is found this way.
+    """Finds what is overwritten before its last read, read before it arrived, done twice or not at all.
 
     Args:
         recompute: that of `tick_table`.
@@ -32,130 +30,96 @@ def check_tick_table(
     """
     device_of = lambda stage: 2 * p - 1 - stage if is_v and stage >= p else stage % p
     stages = [[stage for stage in range(p * v) if device_of(stage) == device] for device in range(p)]
-    run = _Run(table, p, m, v, recompute, training, halves, stages)
+    saves = training and not recompute
+    devices = [_Device(table, device, own, p * v - 1, saves, halves) for device, own in enumerate(stages)]
+    one_message = not (table.columns["forward"] * table.columns["backward"]).any()
     for tick in range(len(table.columns["forward"])):
-        run.tick(tick)
+        sent = [(device.forward, device.backward) for device in devices]
+        for device in devices:
+            device.begin(tick)
+            # A device that has only one result sends it everywhere.
+            (left, left_back), (right_forward, right) = sent[device.number - 1], sent[(device.number + 1) % p]
+            own, own_back = sent[device.number]
+            device.arrivals[device.row["from_left"]] = left or (left_back if one_message else None)
+            device.arrivals[device.row["from_right"]] = right or (right_forward if one_message else None)
+            device.arrivals[device.row["from_self"]] = own or own_back
+        for device in devices:
+            device.run(one_message)
     kinds = ("forward", *(("backward",) * training), *(("weights",) * halves))
+    done = set().union(*(device.done for device in devices))
     for task in (Task(kind, stage, k) for kind in kinds for stage in range(p * v) for k in range(m)):
-        if task not in run.done:
+        if task not in done:
             raise ValueError(f"the table lacks {task}.")
 
 
-class _Run:
-    """The buffers of all devices between two ticks. Tasks have the names of their slots."""
+class _Device:
+    """The buffers of a device. Tasks have the names of their slots in the table."""
 
-    def __init__(self, table, p, m, v, recompute, training, halves, stages):
-        self.table, self.p, self.m, self.v, self.stages = table, p, m, v, stages
-        self.recompute, self.training, self.halves = recompute, training, halves
-        self.arrivals: list[list[Task | None]] = [[None] * (table.arrivals + 1) for _ in range(p)]
-        self.residuals: list[list[Task | None]] = [[None] * table.residuals for _ in range(p)]
-        self.kept: list[list[Task | None]] = [[None] * table.kept for _ in range(p)]
-        self.forwards: list[Task | None] = [None] * p
-        self.backwards: list[Task | None] = [None] * p
+    def __init__(self, table: TickTable, number: int, stages: list[int], last: int, saves: bool, halves: bool):
+        self.table, self.number, self.stages, self.last = table, number, stages, last
+        self.saves, self.halves = saves, halves
+        self.arrivals: list[Task | None] = [None] * (table.arrivals + 1)
+        self.residuals: list[Task | None] = [None] * table.residuals
+        self.kept: list[Task | None] = [None] * table.kept
+        self.forward: Task | None = None
+        self.backward: Task | None = None
         self.done: set[Task] = set()
-        columns = table.columns
-        self.one_message = not any((columns["forward"] * columns["backward"]).flat)
 
-    def tick(self, tick: int) -> None:
-        rows = [
-            {name: int(column[tick, device]) for name, column in self.table.columns.items()} for device in range(self.p)
-        ]
-        for device, row in enumerate(rows):
-            before, after = (device - 1) % self.p, (device + 1) % self.p
-            # A device that has only one result sends it everywhere.
-            any_of = lambda d: self.forwards[d] or self.backwards[d]
-            left = any_of(before) if self.one_message else self.forwards[before]
-            right = any_of(after) if self.one_message else self.backwards[after]
-            for name, sent in (("from_left", left), ("from_right", right), ("from_self", any_of(device))):
-                self.arrivals[device][row[name]] = sent
-        where = lambda device: f"tick {tick}, device {device}"
-        for device, row in enumerate(rows):
-            if row["forward_first"]:
-                self.arrivals[device][row["forward_input"]] = Task("forward", -1, row["forward_microbatch"])
-        if self.one_message:
-            self.head(rows, where)
-        self.forwards = [self.forward(device, row, where(device)) for device, row in enumerate(rows)]
-        for device, row in enumerate(rows):
-            self.arrivals[device][min(row["forward_output"], self.table.arrivals)] = self.forwards[device]
-        if not self.one_message:
-            self.head(rows, where)
-        self.backwards = [self.backward(device, row, where(device)) for device, row in enumerate(rows)]
-        for device, row in enumerate(rows):
-            self.weights(device, row, where(device))
+    def begin(self, tick: int) -> None:
+        self.row: Mapping[str, int] = {name: int(c[tick, self.number]) for name, c in self.table.columns.items()}
+        self.where = f"tick {tick}, device {self.number}"
 
-    def head(self, rows: Sequence[Mapping[str, int]], where: Callable[[int], str]) -> None:
+    def run(self, one_message: bool) -> None:
+        row, forward, backward, weights = self.row, *map(self.task, ("forward", "backward", "weights"))
+        if row["forward_first"]:
+            self.arrivals[row["forward_input"]] = Task("forward", -1, row["forward_microbatch"])
+        if one_message:
+            self.head()
+        if forward:
+            self.compare(forward, "arrivals", "forward_input", forward._replace(stage=forward.stage - 1))
+            if self.saves:
+                self.residuals[row["forward_residuals"]] = forward
+        self.forward = forward
+        self.arrivals[row["forward_output"]] = forward
+        if not one_message:
+            self.head()
+        if backward:
+            _, stage, k = backward
+            if self.saves:
+                self.compare(backward, "residuals", "backward_residuals", Task("forward", stage, k))
+            else:
+                self.compare(backward, "arrivals", "backward_input", Task("forward", stage - 1, k))
+            self.compare(backward, "arrivals", "backward_cotangent", Task("backward", stage + 1, k))
+            if self.halves:
+                self.kept[row["backward_kept"]] = backward
+        self.backward = backward
+        if weights:
+            self.compare(weights, "kept", "weights_kept", weights._replace(kind="backward"))
+            if self.saves:
+                self.compare(weights, "residuals", "weights_residuals", weights._replace(kind="forward"))
+
+    def head(self) -> None:
         """The loss: its gradient replaces the output of the last stage."""
-        for device, row in enumerate(rows):
-            if row["backward_last"]:
-                slots, slot, last, k = (
-                    self.arrivals[device],
-                    row["backward_cotangent"],
-                    self.p * self.v - 1,
-                    row["backward_microbatch"],
-                )
-                task = Task("backward", last + 1, k)
-                _compare(where(device), task, "arrivals", slots, slot, Task("forward", last, k))
-                slots[slot] = task
+        if self.row["backward_last"]:
+            task = Task("backward", self.last + 1, self.row["backward_microbatch"])
+            self.compare(task, "arrivals", "backward_cotangent", Task("forward", self.last, task.microbatch))
+            self.arrivals[self.row["backward_cotangent"]] = task
 
-    def forward(self, device: int, row: Mapping[str, int], where: str) -> Task | None:
-        task = self.task("forward", device, row, where)
-        if task is None:
+    def task(self, slot: str) -> Task | None:
+        """The task in a slot, once its flags are found right."""
+        if not self.row[slot]:
             return None
-        _, stage, k = task
-        needed = Task("forward", stage - 1, k)
-        _compare(where, task, "arrivals", self.arrivals[device], row["forward_input"], needed)
-        if self.training and not self.recompute:
-            self.residuals[device][row["forward_residuals"]] = task
-        return task
-
-    def backward(self, device: int, row: Mapping[str, int], where: str) -> Task | None:
-        task = self.task("backward", device, row, where)
-        if task is None:
-            return None
-        _, stage, k = task
-        forward = Task("forward", stage, k)
-        if self.recompute:
-            needed = Task("forward", stage - 1, k)
-            _compare(where, task, "arrivals", self.arrivals[device], row["backward_input"], needed)
-        else:
-            _compare(where, task, "residuals", self.residuals[device], row["backward_residuals"], forward)
-        needed = Task("backward", stage + 1, k)
-        _compare(where, task, "arrivals", self.arrivals[device], row["backward_cotangent"], needed)
-        if self.halves:
-            self.kept[device][row["backward_kept"]] = task
-        return task
-
-    def weights(self, device: int, row: Mapping[str, int], where: str) -> None:
-        task = self.task("weights", device, row, where)
-        if task is None:
-            return
-        _, stage, k = task
-        _compare(where, task, "kept", self.kept[device], row["weights_kept"], Task("backward", stage, k))
-        if not self.recompute:
-            needed = Task("forward", stage, k)
-            _compare(where, task, "residuals", self.residuals[device], row["weights_residuals"], needed)
-
-    def task(self, slot: str, device: int, row: Mapping[str, int], where: str) -> Task | None:
-        """The task in a slot, once its flags and ranges are found right."""
-        if not row[slot]:
-            idle = {"forward_output": self.table.arrivals}
-            if marked := [name for name, value in row.items() if name.startswith(slot) and value != idle.get(name, 0)]:
-                raise ValueError(f"{where}: no {slot}, but {', '.join(marked)} not 0.")
-            return None
-        chunk, k = row[f"{slot}_chunk"], row[f"{slot}_microbatch"]
-        if not (0 <= chunk < self.v and 0 <= k < self.m):
-            raise ValueError(f"{where}: the {slot} of chunk {chunk}, microbatch {k} does not exist.")
-        task = Task(slot, self.stages[device][chunk], k)
-        is_first, is_last = task.stage == 0, task.stage == self.p * self.v - 1
-        if slot != "weights" and (row[f"{slot}_first"], row[f"{slot}_last"]) != (is_first, is_last):
-            raise ValueError(f"{where}: {task} is marked wrongly as first or last stage.")
+        task = Task(slot, self.stages[self.row[f"{slot}_chunk"]], self.row[f"{slot}_microbatch"])
+        is_end = task.stage == 0, task.stage == self.last
+        if slot != "weights" and (self.row[f"{slot}_first"], self.row[f"{slot}_last"]) != is_end:
+            raise ValueError(f"{self.where}: {task} is marked wrongly as first or last stage.")
         if task in self.done:
-            raise ValueError(f"{where}: {task} is done a second time.")
+            raise ValueError(f"{self.where}: {task} is done a second time.")
         self.done.add(task)
         return task
 
-
-def _compare(where: str, task: Task, buffer: str, slots: Sequence[Task | None], slot: int, needed: Task) -> None:
-    held = slots[slot] if 0 <= slot < len(slots) else "nothing: there is no such slot"
-    if held != needed:
-        raise ValueError(f"{where}: {task} reads slot {slot} of {buffer}, which holds {held}, not {needed}.")
+    def compare(self, task: Task, buffer: str, column: str, needed: Task) -> None:
+        slots, slot = getattr(self, buffer), self.row[column]
+        held = slots[slot] if slot < len(slots) else "nothing: there is no such slot"
+        if held != needed:
+            raise ValueError(f"{self.where}: {task} reads slot {slot} of {buffer}, which holds {held}, not {needed}.")

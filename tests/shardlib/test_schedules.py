@@ -492,9 +492,9 @@ def test_a_schedule_of_ones_own(mine):
         ("zero_bubble", "no schedule is called 'zero_bubble'. Choose gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_v, or"),
         ("my_schedules:", "no schedule is called 'my_schedules:'"),
         ("nowhere:f", "there is no module 'nowhere'. It is looked for as by `import nowhere`"),
-        ("my_schedules:absent", "my_schedules has no function 'absent'"),
-        ("my_schedules:number", "my_schedules has no function 'number'"),
-        ("my_schedules:of_two", "'my_schedules:of_two' cannot be called as of_two(p, m, v): too many positional"),
+        ("my_schedules:absent", "absent(p, m, v): None is not a callable object"),
+        ("my_schedules:number", "number(p, m, v): 3 is not a callable object"),
+        ("my_schedules:of_two", "'my_schedules:of_two' is not a function of the numbers of devices"),
     ],
 )
 def test_names_of_no_schedule(mine, name, message):
