@@ -126,7 +126,7 @@ def test_a_run_leaves_its_outputs(unbroken):
     lines = [json.loads(line) for line in (unbroken / "metrics.jsonl").read_text().splitlines()]
     (bubble,) = [line for line in lines if line.get("event") == "step_bubble"]
     assert (bubble["step"], bubble["steps"], bubble["devices"]) == (5, 4, 8)
-    assert 0 <= bubble["step_bubble"] <= bubble["worst"] < 1
+    assert 0 <= bubble["step_bubble"] < 1
     assert len(list(unbroken.glob("plugins/profile/*/perfetto_trace.json.gz"))) == 1
     assert {p.suffix for p in unbroken.glob("training_step_optimized_hlo_*")} == {".txt", ".json", ".svg"}
     (about,) = unbroken.glob("source/*/provenance.json")
