@@ -24,8 +24,6 @@ class MeshConfig:
 class HardwareConfig:
     """Settings of the devices, their compiler and their environment."""
 
-    name: str = "any"
-    """The devices that the run is meant for, in words."""
     compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Options of XLA for the compilation of the steps: its flags without their dashes, and what else it takes for a
     program. An option that is null is left out. One that the installed XLA does not know is left out too, and a line
@@ -37,9 +35,6 @@ class HardwareConfig:
     simulated_devices: int | None = within(1, 4097, None)
     """Number of devices, at most 4096, that this host's CPU simulates where JAX uses the CPU; null: one. Without effect
     on other devices, and where XLA_FLAGS in the environment has xla_force_host_platform_device_count."""
-    memory_fraction: float | None = None
-    """Part of a GPU's memory that JAX reserves when it starts, in (0, 1]; null: JAX's own default, 0.75. The variable
-    XLA_CLIENT_MEM_FRACTION, or XLA_PYTHON_CLIENT_MEM_FRACTION, overrides it."""
     compilation_cache: str | None = "~/.cache/shardwright/compiled"
     """Directory in which compiled programs are kept for the next run of the same step; null: none. Let nobody write
     there whom you would not let run programs as you. It grows, and what is in it can be deleted at any time. A run of
@@ -86,20 +81,17 @@ def check_distributed(c: DistributedConfig) -> None:
     """Raises ValueError for a setting that is out of its range or contradicts another one."""
     check_range("distributed.id", c.id, 0, c.count or 2**31)
     check_choice("distributed.devices", c.devices, ("all", "one"))
-    given = {f"distributed.{name}": getattr(c, name) for name in ("coordinator", "count", "id")}
-    if c.auto:
-        for name in ("distributed.coordinator", "distributed.id"):
-            if given[name] is not None:
-                raise ValueError(f"{name} is {given[name]}; set distributed.auto=false, or leave it out.")
-        return
-    if c.devices == "one":
+    by_hand = {f"distributed.{name}": getattr(c, name) for name in ("coordinator", "count", "id")}
+    given = [f"{name}={value}" for name, value in by_hand.items() if value is not None]
+    if c.auto and (c.coordinator is not None or c.id is not None):
+        raise ValueError(f"distributed.auto is true beside {', '.join(given)}; give one of the two ways.")
+    if not c.auto and c.devices == "one":
         raise ValueError("distributed.devices is one, which needs distributed.auto=true.")
-    missing = [name for name, value in given.items() if value is None]
-    if 0 < len(missing) < 3 and c.count != 1:
-        said = ", ".join(f"{name} is {value}" for name, value in given.items() if value is not None)
+    if not c.auto and 0 < len(given) < 3 and c.count != 1:
+        missing = [name for name, value in by_hand.items() if value is None]
         raise ValueError(
-            f"{said}; give {' and '.join(missing)} too, or distributed.auto=true alone where JAX finds the processes "
-            "by itself: under Slurm, Open MPI, Kubernetes, and on Cloud TPU."
+            f"{', '.join(given)}: give {' and '.join(missing)} too, or distributed.auto=true alone where JAX finds the "
+            "processes by itself: under Slurm, Open MPI, Kubernetes, and on Cloud TPU."
         )
     if c.coordinator is not None:
         address, _, port = c.coordinator.rpartition(":")

@@ -1,7 +1,6 @@
 """The devices of a run: their mesh, their compiler, and the processes that they belong to."""
 
 import contextlib
-import ctypes
 import itertools
 import math
 import os
@@ -64,15 +63,12 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
     for name, value in hardware.environment.items():
         os.environ.setdefault(name, value)
     simulate_devices(hardware)
-    # Under its older name too, with which JAX refuses the new one.
-    if hardware.memory_fraction is not None and "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:
-        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(hardware.memory_fraction))
     # If hosts do not share their homes, process 0 alone would find programs, and would not compile with the others.
     unshared = not processes.is_single and hardware.compilation_cache == type(hardware).compilation_cache
     if directory := jax.config.jax_compilation_cache_dir:
-        _check_kept(directory)
+        _keep_programs(directory)
     elif hardware.compilation_cache is not None and not unshared:
-        _keep_programs(os.path.expanduser(hardware.compilation_cache))
+        _keep_programs(os.path.expanduser(hardware.compilation_cache), ours=True)
     if processes.is_single or jax.distributed.is_initialized():
         return
     named = {"coordinator_address": processes.coordinator, "num_processes": processes.count}
@@ -150,29 +146,26 @@ def others_write(directory: Path) -> str | None:
     return None
 
 
-def _check_kept(directory: str) -> None:
-    """Makes JAX keep no compiled programs, and prints a line, where others could put some into `directory`."""
-    if "://" not in directory and (why := others_write(Path(directory))):
-        say(f"hardware.compilation_cache: compiled programs are neither read nor kept, as {why}.")
-        jax.config.update("jax_compilation_cache_dir", None)
+def _keep_programs(directory: str, ours: bool = False) -> None:
+    """Makes JAX keep compiled programs in `directory`, unless others could put some there. Prints a line then.
 
-
-def _keep_programs(directory: str) -> None:
-    """Makes JAX keep compiled programs in `directory`. Prints a line and keeps none where it cannot be written."""
+    If it is `ours`, it is made, and programs are kept only if it can be written.
+    """
+    path, why = Path(os.path.abspath(directory)), None
     try:
-        if "://" not in directory:
-            path = Path(os.path.abspath(directory))
+        if "://" not in directory and ours:
             for missing in reversed([parent for parent in (path, *path.parents) if not parent.exists()]):
                 missing.mkdir(mode=0o700, exist_ok=True)  # whatever the umask says, nobody else writes there
             with tempfile.TemporaryFile(dir=directory):
                 pass
+        why = None if "://" in directory else others_write(path)
     except OSError as error:
-        say(f"hardware.compilation_cache cannot be written, so compiled programs are not kept: {error}")
-        return
-    jax.config.update("jax_compilation_cache_dir", directory)
-    _check_kept(directory)
-    # Short compilations too: a start has some fifty, which together take as long as a small model's step.
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        why = f"it cannot be written: {error}"
+    if why:
+        say(f"hardware.compilation_cache: compiled programs are neither read nor kept, as {why}.")
+    jax.config.update("jax_compilation_cache_dir", None if why else directory)
+    if ours:  # short compilations too: a start has some fifty, which together take as long as a small model's step
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 EARLIER = {
@@ -213,18 +206,6 @@ def known_options(options: Mapping[str, Any], print_line: Callable[[str], None])
     return known
 
 
-def compile_program(lowered: jax.stages.Lowered, options: Mapping[str, Any] | None = None) -> jax.stages.Compiled:
-    """The compiled program. Afterwards the memory that the compiler used is given back to the system.
-
-    The process would keep it otherwise: 220 MiB for the step of a small model on a CPU.
-    """
-    compiled = lowered.compile(compiler_options=options)
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # in glibc alone
-        libc.malloc_trim(0)
-    return compiled
-
-
 def _check_port(address: str) -> None:
     """Raises ValueError if process 0 cannot listen at its address, on which JAX may crash without a message."""
     host, _, port = address.rpartition(":")
@@ -244,21 +225,14 @@ def _cannot_listen(address: str, error: Exception) -> ValueError:
 
 def _give_up_joining(processes: DistributedConfig) -> None:
     """Prints what is missing, and ends the process."""
-    who, where = f"process {processes.id}", processes.coordinator
-    within = f"within {processes.join_timeout} s (distributed.join_timeout)"
-    if processes.auto:
-        problem = "not all processes found one another, in the cluster that JAX detected from the environment"
-        who = "a process"
-    elif processes.id == 0:
-        problem = f"not all of the {processes.count} processes came to {where}"
-    else:
-        address, _, port = where.rpartition(":")
+    problem = f"not all processes found one another within {processes.join_timeout} s (distributed.join_timeout)"
+    if not processes.auto and processes.id != 0:
+        address, _, port = processes.coordinator.rpartition(":")
         try:
-            with socket.create_connection((address.strip("[]"), int(port)), timeout=5):
-                problem = f"process 0 answers at {where}, but not all of the {processes.count} processes have come"
+            socket.create_connection((address.strip("[]"), int(port)), timeout=5).close()
         except OSError as error:
-            problem = f"process 0 does not answer at {where} ({error}); is it started, and is that its address"
+            problem += f". Process 0 does not answer at {processes.coordinator} ({error})"
     try:
-        os.write(2, f"Error: {who} on {socket.gethostname()}: {problem}, {within}.\n".encode())
+        os.write(2, f"Error: process {processes.id} on {socket.gethostname()}: {problem}.\n".encode())
     finally:
         os._exit(1)

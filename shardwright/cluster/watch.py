@@ -11,11 +11,10 @@ import faulthandler
 import itertools
 import os
 import socket
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -99,8 +98,7 @@ def watched(c: DistributedConfig) -> Iterator[None]:
         return
     _place, over = _Place(), threading.Event()
     who = f"process {jax.process_index()} on {host}"
-    ended = _said_if_aborted(who, c.heartbeat_timeout)
-    threading.Thread(target=_watch, args=(c, who, over, ended), name="watch", daemon=True).start()
+    threading.Thread(target=_watch, args=(c, who, over), name="watch", daemon=True).start()
     try:
         # JAX's messages have the number of a process only, as that of a task.
         name = np.frombuffer(host.encode()[:64].ljust(64, b"\0"), np.uint8)
@@ -110,30 +108,12 @@ def watched(c: DistributedConfig) -> Iterator[None]:
         yield
     except BaseException:
         now_at("ending after an error")
-        atexit.register(_end_after_error, ended)
+        atexit.register(_end_after_error)
         raise
     over.set()
-    ended()
 
 
-def _said_if_aborted(who: str, seconds: int) -> Callable[[], None]:
-    """Has a shell say that this process was aborted, in which no Python runs, unless the result is called before."""
-    text = (
-        f"shardwright: {who} was aborted: by JAX, since another process died or sent no heartbeat for {seconds} s, or "
-        "by the system. Look at the output of the others. Start all again with the same command: the run resumes from "
-        "its last checkpoint."
-    )
-    command = ["/bin/sh", "-c", 'read -r _ || echo "$1" >&2', "sh", text]
-    # In a session of its own, so that no signal to the process reaches it.
-    shell = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-
-    def ended() -> None:
-        shell.communicate(b"\n")
-
-    return ended
-
-
-def _watch(c: DistributedConfig, who: str, over: threading.Event, ended: Callable[[], None]) -> None:
+def _watch(c: DistributedConfig, who: str, over: threading.Event) -> None:
     place, seconds = _place, 0.0
     while not over.wait(_INTERVAL_S):
         # Only the seconds in which this process ran count: one that was stopped and continued has not stalled.
@@ -141,7 +121,6 @@ def _watch(c: DistributedConfig, who: str, over: threading.Event, ended: Callabl
         place = _place
         limit = c.pause_timeout if place.paused else c.stall_timeout
         if seconds >= limit:
-            ended()
             _end_stalled(place, f"{limit} s (distributed.{'pause' if place.paused else 'stall'}_timeout)", who)
 
 
@@ -161,12 +140,11 @@ def _end_stalled(place: _Place, limit: str, who: str) -> None:
         os._exit(EXIT_CODE)
 
 
-def _end_after_error(ended: Callable[[], None]) -> None:
+def _end_after_error() -> None:
     """At exit, in place of JAX's own shutdown, which would wait for the other processes."""
     if jax.process_index() == 0:
         # JAX's service ends with process 0, and JAX aborts the others, which may be about to show the same error.
         time.sleep(_GRACE_S)
     sys.stdout.flush()
     sys.stderr.flush()
-    ended()
     os._exit(1)

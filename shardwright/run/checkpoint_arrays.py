@@ -15,7 +15,7 @@ import numpy as np
 import tensorstore as ts
 
 from shardlib.placement import LayerOrder
-from shardwright.run.manifest import ANOTHER, CHECKSUM_BYTES, Damaged, SavedArray, array_metadata, is_name
+from shardwright.run.manifest import ANOTHER, CHECKSUM_BYTES, Damaged, SavedArray, is_name
 from shardwright.run.stores import STORE_ERRORS, Store, in_parallel
 
 CACHE_BYTES = 2**30
@@ -133,7 +133,7 @@ class StoredArray:
         spec = {
             "driver": "zarr3",
             "kvstore": (store.kvstore / f"{directory}/{saved.name}/").spec().to_json(),
-            "metadata": array_metadata(saved),
+            "metadata": saved.metadata,
             "recheck_cached_data": "open",
             # Otherwise a chunk of zeros is not written, and looks like a lost one.
             "store_data_equal_to_fill_value": True,

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 
-from shardwright.cluster.devices import compile_program
 from shardwright.cluster.watch import pause
 from shardwright.compiled.files import write_whole
 from shardwright.compiled.hlo import with_mesh
@@ -41,7 +40,7 @@ def compile_step(
         cannot be written, and on processes other than 0.
     """
     with _lines_in_cache_key():
-        compiled = compile_program(lowered, options)
+        compiled = lowered.compile(compiler_options=options)
     return compiled, _keep_hlo(compiled, directory) if jax.process_index() == 0 else None
 
 

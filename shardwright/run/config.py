@@ -205,9 +205,6 @@ def check_config(c: Config) -> None:
             f"trackers.num_hosts is {c.trackers.num_hosts}, whose places ClearML gives, but distributed.auto "
             "or distributed.count is set too. Set one of the two."
         )
-    fraction = c.hardware.memory_fraction
-    if fraction is not None and not 0 < fraction <= 1:
-        raise ValueError(f"hardware.memory_fraction is {fraction}; it must be above 0 and at most 1.")
     for axis in ("r", "d", "t"):
         if (size := getattr(c.mesh, axis)) == 0:
             raise ValueError(f"mesh.{axis} is {size}; give the number of devices, or -1 for those that are left.")

@@ -3,16 +3,13 @@
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from shardlib.products import product_of
-
-PEAK_TOLERANCE = 0.25
-"""Relative change of a measured peak from the start of a run to its end, above which it is not trusted."""
 
 
 class ModelFlops(NamedTuple):
@@ -35,8 +32,6 @@ class PeakFlops(NamedTuple):
     """FLOP/s of all devices together."""
     source: str
     """Origin of the figure, for the user."""
-    measure: Callable[[], float] | None = None
-    """Measures `total` again, where it was measured."""
 
 
 class Speed(NamedTuple):
@@ -122,33 +117,17 @@ def peak_flops(devices: Sequence[jax.Device], dtype: jnp.dtype) -> PeakFlops:
         return PeakFlops(total, f"{len(devices)} x {known:g} TFLOP/s, the maker's dense {dtype.name} figure for {kind}")
     own = next(device for device in devices if device.process_index == jax.process_index())
     size = 2048 if own.platform == "cpu" else 8192
-    measured = _kept_matmul_flops(own, dtype, size)
+    measured = _matmul_flops(own, dtype, size)
     units = len({device.process_index for device in devices}) if own.platform == "cpu" else len(devices)
     shared = " (shared by its devices)" if own.platform == "cpu" else ""
     count = "" if units == 1 else f"{units} x {measured / 1e12:.4g} TFLOP/s, "
     return PeakFlops(
         measured * units,
         f"{count}measured here: the best of several {size} x {size} {dtype.name} products on this {kind}{shared}",
-        lambda: units * _matmul_flops(own, dtype, size),
     )
 
 
-def doubt(peak: PeakFlops, highest_mfu: float) -> str | None:
-    """Why MFU by this peak cannot be trusted, for the user; None if it can. Measures a measured peak again.
-
-    Args:
-        peak: of the run, from its start.
-        highest_mfu: highest MFU of the run over several steps.
-    """
-    why = [f"MFU came to {100 * highest_mfu:.0f}%"] if highest_mfu > 1 else []
-    if peak.measure is not None and abs((now := peak.measure()) / peak.total - 1) > PEAK_TOLERANCE:
-        why.append(f"the peak was {peak.total / 1e9:,.0f} GFLOP/s at the start and is {now / 1e9:,.0f} now")
-    if not why:
-        return None
-    cause = "the machine is busy with other work" if peak.measure else "the peak or the count of FLOPs is wrong"
-    return f"MFU is not to be trusted: {', and '.join(why)}; {cause}"
-
-
+@functools.cache  # the runs of a sweep have the same peak
 def _matmul_flops(device: jax.Device, dtype: jnp.dtype, size: int) -> float:
     # On a mesh of this device alone: the caller may have set another, which one device cannot run.
     with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=[device])):
@@ -165,7 +144,3 @@ def _matmul_flops(device: jax.Device, dtype: jnp.dtype, size: int) -> float:
             if now - begin > 0.4:
                 break
     return 2 * size**3 / best
-
-
-_kept_matmul_flops = functools.cache(_matmul_flops)
-"""Once a process: the runs of a sweep have the same peak."""

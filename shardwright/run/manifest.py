@@ -85,6 +85,21 @@ class SavedArray(NamedTuple):
         """Key of the file of a chunk, in the checkpoint."""
         return "/".join([self.name, "c", *map(str, index)])
 
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the array's zarr.json says, which is all that tensorstore has to know of it."""
+        return {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": self.shape,
+            "data_type": self.dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": self.chunk}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "codecs": CODECS,
+            "fill_value": False if self.dtype == "bool" else 0,
+            "attributes": {},
+        }
+
 
 def directory_of(step: int) -> str:
     """Name of the directory of a checkpoint. Raises ValueError for a step out of range."""
@@ -101,32 +116,16 @@ def is_name(name: str) -> bool:
     )
 
 
-def array_metadata(array: SavedArray) -> dict[str, Any]:
-    """What the file zarr.json of an array says, which is all that tensorstore has to know of it."""
-    return {
-        "zarr_format": 3,
-        "node_type": "array",
-        "shape": array.shape,
-        "data_type": array.dtype,
-        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": array.chunk}},
-        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
-        "codecs": CODECS,
-        "fill_value": False if array.dtype == "bool" else 0,
-        "attributes": {},
-    }
-
-
-def group_text(attributes: Mapping[str, Any]) -> str:
-    """Content of the file zarr.json of a group."""
+def _group(attributes: Mapping[str, Any]) -> str:
     group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
     return json.dumps(group, indent=1, allow_nan=False) + "\n"
 
 
 def metadata_files(arrays: Iterable[SavedArray]) -> dict[str, str]:
     """Content of each zarr.json of a checkpoint but the manifest, by its key in the checkpoint."""
-    files = {f"{array.name}/zarr.json": json.dumps(array_metadata(array)) + "\n" for array in arrays}
+    files = {f"{array.name}/zarr.json": json.dumps(array.metadata) + "\n" for array in arrays}
     groups = {str(parent) for name in files for parent in PurePosixPath(name).parents[1:]} - {"."}
-    return files | {f"{group}/zarr.json": group_text({}) for group in groups}
+    return files | {f"{group}/zarr.json": _group({}) for group in groups}
 
 
 def check_json(metadata: Any) -> None:
@@ -140,28 +139,6 @@ def check_json(metadata: Any) -> None:
 def _digest(attributes: Mapping[str, Any]) -> str:
     kept = {key: value for key, value in attributes.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def manifest_text(step: int, arrays: Iterable[SavedArray], metadata: Any) -> str:
-    """Text of a manifest of `arrays` with their checksums."""
-    entries = {
-        array.name: {
-            "shape": array.shape,
-            "dtype": array.dtype,
-            "chunk_shape": array.chunk,
-            "crc32c": "".join(f"{checksum:08x}" for checksum in array.checksums),
-        }
-        for array in arrays
-    }
-    attributes = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "step": step,
-        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "arrays": entries,
-        "metadata": metadata,
-    }
-    return group_text(attributes | {"sha256": _digest(attributes)})
 
 
 def with_checksums(
@@ -182,7 +159,7 @@ def with_checksums(
     return whole
 
 
-def commit(store: Store, step: int, arrays: list[SavedArray], metadata: dict) -> None:
+def commit(store: Store, step: int, arrays: list[SavedArray], metadata: Any) -> None:
     """Turns the chunks in the directory of a step into a checkpoint: writes all metadata, and the manifest last.
 
     Args:
@@ -194,11 +171,27 @@ def commit(store: Store, step: int, arrays: list[SavedArray], metadata: dict) ->
     Raises:
         OSError: the store failed.
     """
-    directory = directory_of(step)
-    files = metadata_files(arrays)
+    directory, files = directory_of(step), metadata_files(arrays)
     in_parallel([functools.partial(store.write, f"{directory}/{key}", text.encode()) for key, text in files.items()])
     store.sync(directory)
-    store.write(f"{directory}/{MANIFEST}", manifest_text(step, arrays, metadata).encode())
+    entries = {
+        array.name: {
+            "shape": array.shape,
+            "dtype": array.dtype,
+            "chunk_shape": array.chunk,
+            "crc32c": "".join(f"{checksum:08x}" for checksum in array.checksums),
+        }
+        for array in arrays
+    }
+    attributes = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "arrays": entries,
+        "metadata": metadata,
+    }
+    store.write(f"{directory}/{MANIFEST}", _group(attributes | {"sha256": _digest(attributes)}).encode())
 
 
 def saved_arrays(manifest: Mapping[str, Any]) -> dict[str, SavedArray]:

@@ -40,32 +40,23 @@ class StagesChoice(MeshChoice):
     p: int | None = within(1, 2**20, None)
 
 
-def mesh_of_steps(choice: StagesChoice, c: run_config.Config) -> jax.sharding.Mesh:
-    """Makes the mesh on which steps of a run are done: that of `c`, or what is chosen, with 1 for other axes but d.
+def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:
+    """Makes the mesh that is chosen, with 1 for other axes but d, or that of `c`.
 
-    Raises ValueError if it does not fit the devices, or the model or the batch does not fit it.
+    A StagesChoice is one for steps, which the batch has to fit too. Otherwise there are no stages, and all devices are
+    along d where the mesh of `c` does not fit them. Raises ValueError if the devices or the model do not fit.
     """
     simulate_devices(c.hardware)
     chosen = {axis: size for axis, size in dataclasses.asdict(choice).items() if size is not None}
+    of_steps = isinstance(choice, StagesChoice)
     sizes = {"p": 1, "r": 1, "d": -1, "t": 1} | chosen if chosen else dataclasses.asdict(c.mesh)
-    mesh = make_mesh(sizes["r"], sizes["d"], sizes["t"], jax.devices(), sizes["p"])
-    run_config.check_divides(c, mesh.shape)
-    return mesh
-
-
-def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:
-    """Makes the mesh. Raises ValueError if it does not fit the devices, or the model does not fit it."""
-    simulate_devices(c.hardware)
-    devices, chosen = jax.devices(), dataclasses.asdict(choice)
-    if any(size is not None for size in chosen.values()):
-        sizes = {"r": 1, "t": 1} | {axis: size for axis, size in chosen.items() if size is not None}
-        mesh = make_mesh(sizes["r"], sizes.get("d", -1), sizes["t"], devices)
-    else:
-        try:
-            mesh = make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, devices)
-        except ValueError:
-            mesh = make_mesh(1, -1, 1, devices)
-    run_config.check_divides(c, mesh.shape, of_batch=False)
+    try:
+        mesh = make_mesh(sizes["r"], sizes["d"], sizes["t"], jax.devices(), sizes["p"] if of_steps else 1)
+    except ValueError:
+        if chosen or of_steps:
+            raise
+        mesh = make_mesh(1, -1, 1, jax.devices())
+    run_config.check_divides(c, mesh.shape, of_batch=of_steps)
     return mesh
 
 

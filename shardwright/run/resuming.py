@@ -16,7 +16,7 @@ from shardwright.settings.differences import config_differences
 from shardwright_data.loader import check_skips
 from shardwright_data.loader import fixed_settings as fixed_data_settings
 
-RETIRED = {"hardware": ("xla_flags", "hosts", "coordinator", "host")}
+RETIRED = {"hardware": ("xla_flags", "hosts", "coordinator", "host", "name", "memory_fraction")}
 """Settings of older checkpoints that no run has. None of them changes what a run computes."""
 
 

@@ -24,7 +24,7 @@ from shardwright.run.compiling import compile_step, start_drawing
 from shardwright.run.config import Config
 from shardwright.run.directory import override
 from shardwright.run.evaluation import evaluate
-from shardwright.run.flops import Speed, doubt, flops_of_model, peak_flops
+from shardwright.run.flops import Speed, flops_of_model, peak_flops
 from shardwright.run.initial_weights import check_begins, checkpoints_of, fresh_state
 from shardwright.run.manifest import ANOTHER, Damaged
 from shardwright.run.memory import peak_memory
@@ -421,7 +421,8 @@ class Run:
         self._skips.check_any_taken(self.done - self.start)
         if self._skips.count:
             self.print(f"skipped    {self._skips.count} steps: the events `skipped` of metrics.jsonl")
-        if jax.process_index() == 0 and (why := doubt(self._peak, self._log.highest_mfu)):
+        if (highest := self._log.highest_mfu) > 1:
+            why = f"MFU came to {100 * highest:.0f}%: the peak of the devices, or the count of FLOPs, is wrong"
             self.print(f"peak       {why}")
             add_facts(self.directory, self.start, {"mfu_doubt": why})
         if self._profiler.by_line:

@@ -19,7 +19,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from shardwright.run.directory import check_place, make_default, missing, place, quoted, remove_empty
+from shardwright.run.directory import check_place, make_default, place, quoted
 from shardwright.settings.program import refusals_shown
 
 
@@ -75,10 +75,9 @@ class Sweep(Callback):
         try:
             check_place(root, name)
             if name is None:
-                name, directory, self._made = make_default(root, config.hydra.job.config_name)
+                name, directory, _ = make_default(root, config.hydra.job.config_name)
             else:
                 directory = place(root, name)
-                self._made = missing(directory)
         except ValueError as error:
             sys.exit(f"Error: {error}")
         run = f"{name}/${{hydra:job.override_dirname}}" if swept else name
@@ -121,14 +120,10 @@ class Sweep(Callback):
                 sys.exit("The sweep stops here: after an error all processes of a run end.")
 
     def _end(self, directory: Path) -> None:
-        """Prints the failed jobs. Removes what a sweep left whose jobs were all refused: the file that Hydra wrote."""
+        """Prints the failed jobs."""
         if self._failed:
             print(f"\n{len(self._failed)} of {self._jobs} jobs of the sweep {directory} failed:", file=sys.stderr)
             print("".join(f"  {line}\n" for line in self._failed), end="", file=sys.stderr)
-        if len(self._failed) == self._jobs and directory in self._made and directory.is_dir():
-            if [path.name for path in directory.iterdir()] == ["multirun.yaml"]:
-                (directory / "multirun.yaml").unlink()
-            remove_empty(self._made)
 
 
 def _check_swept(swept: set[str], launcher: str) -> None:

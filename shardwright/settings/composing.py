@@ -20,10 +20,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.parsing import did_you_mean
-from shardwright.settings.settings import is_section, kind_of, settings_of, without_null, words_for
+from shardwright.settings.settings import is_section, kind_of, settings_of, words_for
 
-MOST_VALUES = 1_000
-"""Largest number of values of a setting in a sweep. Hydra composes a run for each before the first."""
+MOST_VALUES = 100
+"""Values of a setting in a sweep that are composed before the first run."""
 QUOTES = "Write name=value, and a value with signs such as , = [ { in quotes of both kinds: 'name=\"value\"'."
 CONFIG_FLAGS = {
     "--config-name": "config_name",
@@ -140,7 +140,7 @@ def _loading(directory: Path, config_dir: str | None) -> Iterator[None]:
 def composed(program: Program, given: Given) -> Any:
     """The configuration that Hydra composes, with Hydra's own section. Raises ValueError with one message.
 
-    Of a sweep each value of each setting is composed once, and the last configuration returned.
+    Of a sweep jobs are composed that together have the first values of each setting, and the last is returned.
     """
     for name in ("config_dir", "config_path"):
         value = getattr(given, name)
@@ -149,14 +149,14 @@ def composed(program: Program, given: Given) -> Any:
     name = given.config_name or program.config_name
     if name is None:
         raise ValueError(f"name a run: --config-name=<file in configs/>. `{program.command} --help` lists them.")
-    is_sweep, found = not given.flags.isdisjoint(("--multirun", "-m")), None
+    is_sweep, overrides = not given.flags.isdisjoint(("--multirun", "-m")), given.overrides
     with _loading(Path(given.config_path or program.configs), given.config_dir):
-        for overrides in _jobs(given.overrides) if is_sweep else [given.overrides]:
-            try:
+        try:
+            for overrides in _jobs(given.overrides) if is_sweep else [given.overrides]:
                 found = compose(name, overrides=overrides, return_hydra_config=True)
-            except Exception as error:  # Hydra and OmegaConf raise whatever their code meets
-                raise ValueError(_explained(program, given, error, overrides)) from error
-    return found
+            return found
+        except Exception as error:  # Hydra and OmegaConf raise whatever their code meets
+            raise ValueError(_explained(program, given, error, overrides)) from error
 
 
 def check_given(config: Any) -> None:
@@ -167,17 +167,17 @@ def check_given(config: Any) -> None:
 
 
 def _jobs(overrides: Sequence[str]) -> Iterator[list[str]]:
-    """Overrides of runs that together have every value of a sweep. An interval is in none."""
+    """Overrides of runs that together have up to MOST_VALUES values of each setting of a sweep, but no interval."""
     values, parser = [], OverridesParser.create(GlobalHydra.instance().config_loader())
     for override in parser.parse_overrides([*overrides]):
+        texts = [override.input_line]
         if override.is_interval_sweep():
             continue
-        texts = [override.input_line]
         if override.is_sweep_override():
             key = override.get_key_element()
-            texts = [f"{key}={x}" for x in itertools.islice(override.sweep_string_iterator(), MOST_VALUES + 1)]
-            if not 1 <= len(texts) <= MOST_VALUES:
-                raise ValueError(f"{override.input_line} has too many values or none; give 1 to {MOST_VALUES:,}.")
+            texts = [f"{key}={x}" for x in itertools.islice(override.sweep_string_iterator(), MOST_VALUES)]
+            if not texts:
+                raise ValueError(f"{override.input_line} has no values. Give some, as name=a,b.")
         values.append(texts)
     for number in range(max(map(len, values), default=1)):
         yield [texts[number % len(texts)] for texts in values]
@@ -231,41 +231,23 @@ def _missing_config(program: Program, given: Given, error: MissingConfigExceptio
     return f"{group} is {choice}; choose one of {', '.join(options)}.{did_you_mean(choice, options)}"
 
 
-def _no_entry(schema: type, path: str, entry: str) -> str:
-    """The message for a setting of an entry that the mapping `path` does not have."""
-    kind = kind_of(schema, f"{path}.{entry}")
-    if not is_section(kind):
-        return f"{path} has no entry {entry}. Write + before the setting, to add it: +{path}.{entry}=<value>."
-    fields = ", ".join(f"{field.name}: …" for field in dataclasses.fields(without_null(kind)))
-    return f"{path} has no entry {entry}. Give the entry as a whole: '+{path}={{{entry}: {{{fields}}}}}'."
-
-
 def wrong_setting(schema: type, error: OmegaConfBaseException, overrides: Sequence[str] = (), prefix: str = "") -> str:
     """The message for a setting that OmegaConf does not take. `prefix` is the section of `schema`, with a dot."""
     key = re.sub(r"\[(\d+)\]", r".\1", str(error.full_key or "")).strip(".")
     first = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
-    if key.startswith("hydra."):
-        return f"{key}: {first}. Correct its value."
+    name = f"{prefix}{error.full_key}"
     try:
         kind = kind_of(schema, key)
     except ValueError as unknown:
         said = str(unknown).replace(f"setting {key}", f"setting {prefix}{key}").replace("mean ", f"mean {prefix}")
         return said.replace("There are ", f"The section {prefix.rstrip('.')} has ") if prefix else str(unknown)
+    if "not in struct" in first and not is_section(kind):
+        return f"there is no {name}. Write + before the setting, to add it: +{name}=<value>."
+    if kind is Any or "not in struct" in first or "nterpolation" in type(error).__name__:
+        return f"{name}: {first}. Correct its value, or give the section as a whole."
     said = {text.partition("=")[0].lstrip("+"): text.partition("=")[2] for text in overrides}
-    name = f"{prefix}{error.full_key}"
-    if "nterpolation" in type(error).__name__:
-        return f"{name}: {first}. Correct the name in ${{...}}, or write the value itself."
-    if "not in struct" in first:
-        path, _, entry = name.rpartition(".")
-        if not path:
-            return f"the configuration has no {entry}: it is part of one. Choose another --config-name."
-        return _no_entry(schema, path.removeprefix(prefix), entry)
-    value = said.get(name)
-    if value is None:
-        match = re.match(r"Value '(.*?)'(?: of type| is not|\()", first)
-        value = match[1] if match else None
-    if kind is Any:
-        return f"{name}: {first}. Correct its value."
+    match = re.match(r"Value '(.*?)'(?: of type| is not|\()", first)
+    value = said.get(name) or (match[1] if match else None)
     allowed = words_for(kind)
     near = did_you_mean(value, allowed.removeprefix("one of ").split(", ")) if allowed.startswith("one of ") else ""
     return f"{name} is {value}; it must be {allowed}.{near}" if value else f"{name}: {first}; it must be {allowed}."

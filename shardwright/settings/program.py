@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import inspect
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -81,7 +80,7 @@ def extra_of(error: ImportError) -> tuple[str, str] | None:
 
 @contextlib.contextmanager
 def refusals_shown() -> Iterator[None]:
-    """Context around what Hydra calls: a refusal ends the program with its message and status 1, without a traceback.
+    """Context in which a refusal ends the program with its message and status 1, without a traceback.
 
     In one of several jobs it becomes a CompactHydraException with the message, which ends the job.
     """
@@ -90,44 +89,19 @@ def refusals_shown() -> Iterator[None]:
     except Exception as error:
         if (message := refusal(error)) is None:
             raise
-        if HydraConfig.get().mode == RunMode.MULTIRUN:
+        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
             raise CompactHydraException(message) from error
         sys.exit(for_stream(message, sys.stderr))
 
 
 @contextlib.contextmanager
-def answered() -> Iterator[None]:
-    """Context around the reading of a command line: a refusal ends the program with its message and status 1."""
-    try:
-        yield
-    except ValueError as error:
-        if (message := refusal(error)) is None:
-            raise
-        sys.exit(for_stream(message, sys.stderr))
-
-
-@contextlib.contextmanager
 def ended_by_interrupt() -> Iterator[None]:
-    """Context in which Ctrl-C ends the program with a line, and status 130.
-
-    An interrupt in a callback of the garbage collector, where JAX has one, would be dropped. It is sent again.
-    """
-    previous = sys.unraisablehook
-
-    def unraisable(dropped: Any) -> None:
-        if dropped.exc_type is KeyboardInterrupt:
-            signal.raise_signal(signal.SIGINT)
-        else:
-            previous(dropped)
-
-    sys.unraisablehook = unraisable
+    """Context in which Ctrl-C ends the program with a line, and status 130."""
     try:
         yield
     except KeyboardInterrupt:
         print("Error: interrupted by Ctrl-C.", file=sys.stderr)
         sys.exit(130)
-    finally:
-        sys.unraisablehook = previous
 
 
 def start(
@@ -143,7 +117,7 @@ def start(
         sections: gives dataclasses of sections whose type the schema leaves open, for the help.
     """
     sys.argv[1:] = map(readable, sys.argv[1:])
-    with answered():
+    with refusals_shown():
         if not program.configs.is_dir():  # what `pip install .` installs is for `import` alone
             # Not raised: it would be taken for an error of an installed library.
             sys.exit(
@@ -152,7 +126,8 @@ def start(
             )
         given = parse_arguments(program, sys.argv[1:])
         if not given.flags.isdisjoint(("--help", "-h")):
-            _print(help_text(program, sections()))
+            with contextlib.suppress(BrokenPipeError):  # a reader such as `head` may read a part
+                print(help_text(program, sections()), flush=True)
             return None
         is_sweep = not given.flags.isdisjoint(("--multirun", "-m"))
         config = composed(program, given) if is_sweep or not given.is_hydras else None
@@ -170,14 +145,6 @@ def start(
         run = functools.partial(job, config)
     with ended_by_interrupt():
         return run()
-
-
-def _print(text: str) -> None:
-    """Prints `text`, of which a reader such as `head` may read a part."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:

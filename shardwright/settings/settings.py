@@ -105,18 +105,13 @@ def words_for(kind: Any) -> str:
     return said if inner is kind else f"{said}, or null"
 
 
-def short_type(kind: Any) -> str:
-    """The type in a few letters, for a list of settings."""
-    inner = without_null(kind)
-    if isinstance(inner, type) and issubclass(inner, enum.Enum):
-        said = "|".join(value.name for value in inner)
-    elif typing.get_origin(inner) in (list, dict):
-        said = f"{typing.get_origin(inner).__name__} of {short_type(typing.get_args(inner)[-1])}"
-    elif inner is Any:
-        said = "any"
-    else:
-        said = "section" if is_section(inner) else inner.__name__
-    return said if inner is kind else f"{said} or null"
+def shown_value(value: Any) -> str:
+    """A default as it is written on the command line."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value) or "''"
 
 
 def _docstrings(schema: type) -> dict[str, str]:

@@ -131,7 +131,7 @@ def test_a_job_and_its_settings():
     np.testing.assert_array_equal([*batches(JOB)], [*batches(JOB)])
     c = ours_module.config_of(dataclasses.replace(job, dtype="bf16"))
     assert (c.training.save, c.training.loss_chunk, c.training.compute_dtype) == ("dots", 8, "bf16")
-    assert (c.hardware.name, c.model.rope_base, c.optimizer.clip_norm) == ("NVIDIA H200", 100.0, 0.5)
+    assert (c.model.rope_base, c.optimizer.clip_norm) == (100.0, 0.5)
     jobs = jobs_of("1b", ["ours", "torch"], "bf16", "gpu", ["a=4,b=2"])
     assert list(jobs) == ["floor", "ours", "torch", "ours a=4,b=2"]
     assert jobs["ours a=4,b=2"].settings == ("a=4", "b=2")

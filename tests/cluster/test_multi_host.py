@@ -48,20 +48,14 @@ def settings(*overrides: str) -> Config:
     [
         ("count=0", "distributed.count is 0; it must be at least 1 and below 2**31."),
         ("count=2 id=2 coordinator=a:1", "distributed.id is 2; it must be at least 0 and below 2."),
-        ("count=2", "distributed.count is 2; give distributed.coordinator and distributed.id too, or distributed.auto"),
-        ("id=1", "distributed.id is 1; give distributed.coordinator and distributed.count too, or distributed.auto"),
-        ("coordinator=a:1", "distributed.coordinator is a:1; give distributed.count and distributed.id too"),
-        ("count=2 id=0", "distributed.count is 2, distributed.id is 0; give distributed.coordinator too"),
+        ("count=2", "distributed.count=2: give distributed.coordinator and distributed.id too, or distributed.auto"),
+        ("coordinator=a:1", "distributed.coordinator=a:1: give distributed.count and distributed.id too"),
         ("count=2 id=0 coordinator=a", "distributed.coordinator is 'a'; write it as address:port"),
-        ("count=2 id=0 coordinator='a:0'", "distributed.coordinator is 'a:0'; write it as address:port"),
         ("count=2 id=0 coordinator='a:65536'", "distributed.coordinator is 'a:65536'; write it as address:port"),
-        ("count=2 id=0 coordinator='a:http'", "distributed.coordinator is 'a:http'; write it as address:port"),
-        ("auto=true id=0", "distributed.id is 0; set distributed.auto=false, or leave it out."),
-        ("auto=true coordinator=a:1", "distributed.coordinator is a:1; set distributed.auto=false, or leave it out."),
+        ("auto=true id=0", "distributed.auto is true beside distributed.id=0; give one of the two ways."),
         ("devices=one", "distributed.devices is one, which needs distributed.auto=true."),
         ("devices=two", "distributed.devices is 'two'; choose one of all, one."),
         ("stall_timeout=0", "distributed.stall_timeout is 0; it must be at least 1 and below 2**31."),
-        ("heartbeat_timeout=-1", "distributed.heartbeat_timeout is -1; it must be at least 1 and below 2**31."),
     ],
 )
 def test_bad_settings_get_one_clear_error(overrides, message):
@@ -127,23 +121,14 @@ def end_of(*overrides: str) -> tuple[int, str, float]:
 
 
 @pytest.mark.long
-def test_a_coordinator_that_does_not_answer_is_named():
+@pytest.mark.parametrize(("i", "why"), [(0, ""), (1, ". Process 0 does not answer at {} (")])
+def test_processes_that_do_not_come_are_missed(i, why):
     address = f"127.0.0.1:{free_port()}"
-    who = [f"distributed.coordinator={address}", "distributed.count=2", "distributed.id=1"]
+    who = [f"distributed.coordinator={address}", "distributed.count=2", f"distributed.id={i}"]
     code, errors, seconds = end_of(*who, "distributed.join_timeout=2")
     assert code == 1
-    assert f"process 1 on {HOST}: process 0 does not answer at {address}" in errors
-    assert "within 2 s (distributed.join_timeout)" in errors
-    assert seconds < 30
-
-
-@pytest.mark.long
-def test_processes_that_do_not_come_are_missed():
-    address = f"127.0.0.1:{free_port()}"
-    who = [f"distributed.coordinator={address}", "distributed.count=2", "distributed.id=0"]
-    code, errors, seconds = end_of(*who, "distributed.join_timeout=2")
-    assert code == 1
-    assert f"process 0 on {HOST}: not all of the 2 processes came to {address}, within 2 s" in errors
+    missed = f"Error: process {i} on {HOST}: not all processes found one another within 2 s (distributed.join_timeout)"
+    assert missed + why.format(address) in errors
     assert seconds < 30
 
 
@@ -330,7 +315,7 @@ def test_the_time_at_one_place_is_limited(monkeypatch):
     monkeypatch.setattr(watch, "_place", watch._Place())
     monkeypatch.setattr(watch, "_end_stalled", lambda place, *about: (ended.append((place, *about)), over.set()))
     c = DistributedConfig(stall_timeout=0.1, pause_timeout=0.5)
-    watching = threading.Thread(target=watch._watch, args=(c, "process 1", over, lambda: None))
+    watching = threading.Thread(target=watch._watch, args=(c, "process 1", over))
     watching.start()
     batches = watch.watched_batches(iter(range(100)), 12)
     for _ in range(20):
@@ -354,11 +339,6 @@ def check_they_ended(run: Run, lost: int, within_s: float) -> float:
             assert code in (-signal.SIGABRT, 1), run.stderr(i)
             by_jax = "Terminating process because the JAX distributed service detected fatal errors"
             assert (by_jax if code != 1 else "JaxRuntimeError") in run.stderr(i)
-            said = f"process {i} on {HOST} was aborted: by JAX"  # once it is gone
-            deadline = time.monotonic() + 5
-            while code != 1 and said not in run.stderr(i) and time.monotonic() < deadline:
-                time.sleep(0.1)
-            assert (said in run.stderr(i)) == (code != 1)
     assert f"{lost} on {HOST}" in run.stdout(0)
     assert seconds < within_s
     return seconds
@@ -446,14 +426,6 @@ def test_a_process_that_fails_ends_the_others_and_shows_its_own_error(unbroken, 
     assert "Error: the disk of this host is broken" in run.stderr(1)
     assert "stalled" not in run.stderr(0) + run.stderr(1)
     check_it_goes_on(run, 2, unbroken)
-
-
-@pytest.mark.slow
-def test_what_fails_in_all_processes_is_said_by_each(tmp_path):
-    run = Run(tmp_path, 2, 2, "mesh.d=3", *LIMITS)
-    assert run.wait() == [1, 1]
-    for i in range(2):
-        assert "mesh r=1 d=3 t=2 does not fit 4 devices" in run.stderr(i)
 
 
 SLOW_BATCH = """

@@ -18,7 +18,6 @@ from simulated import without_cache, xla_flags
 from shardwright.run import compiling
 from shardwright.run.beside import run_beside
 from shardwright.run.compiling import compile_step, draw_step, start_drawing
-from shardwright.run.directory import remove_older
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,18 +66,6 @@ def test_the_newest_starts_alone_keep_their_text_and_pictures(tmp_path):
         _, text = compile_step(lowered, tmp_path)
     kept = {name(year, suffix) for year in (2019, 2020) for suffix in suffixes}
     assert {path.name for path in tmp_path.iterdir()} == kept | others | {text.name}
-
-
-def test_profiles_of_the_newest_starts_stay_and_that_of_this_one_whatever_the_clock_says(tmp_path):
-    for year in range(2030, 2036):
-        (tmp_path / f"{year}_01_01_00_00_00").mkdir()
-        (tmp_path / f"{year}_01_01_00_00_00" / "a").write_text("")
-    (tmp_path / "mine").mkdir()
-    this = tmp_path / "2020_01_01_00_00_00"
-    this.mkdir()
-    remove_older(this, "*")
-    kept = {this.name, "2034_01_01_00_00_00", "2035_01_01_00_00_00", "mine"}
-    assert {path.name for path in tmp_path.iterdir()} == kept
 
 
 def test_a_text_that_cannot_be_written_is_told_and_the_step_compiles(tmp_path, capsys):

@@ -14,12 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
-import tensorstore as ts
 from full_disk import files_of_at_most
-from processes import ROOT, Run
+from processes import Run
 
 from shardwright.run import directory as directories
-from shardwright.run.directory import check_place, locked, make_default, override, place, run_directory
+from shardwright.run.directory import check_place, locked, make_default, place, run_directory
 from shardwright.run.optional import Forgiving, optional
 
 quick = pytest.mark.quick
@@ -71,33 +70,12 @@ def test_places(tmp_path, monkeypatch):
 
 
 @quick
-def test_tensorstore_takes_no_dots_and_no_backslash_and_the_places_have_none(tmp_path, monkeypatch):
-    """Why a place is resolved, or refused. Should tensorstore take these one day, `place` may leave them."""
-    spec = lambda path: {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/a/"}}
-    metadata = {"metadata": {"shape": [1], "data_type": "uint8"}, "create": True}
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    with pytest.raises(ValueError, match="Invalid"):
-        ts.open(spec("../x") | metadata).result()
-    ts.open(spec(tmp_path / "back\\slash") | metadata).result()
-    assert (tmp_path / "back" / "slash").is_dir()
-    ts.open(spec(place("../ü [*]?", "a ~x")) | metadata).result()
-    assert (tmp_path / "ü [*]?" / "a ~x" / "a" / "zarr.json").is_file()
-
-
-@quick
 def test_starts_in_the_same_second_get_directories_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda *_: "2026")
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
         names = [name for name, *_ in threads.map(lambda _: make_default(str(tmp_path), "demo"), range(8))]
     assert sorted(names) == ["demo_2026", *(f"demo_2026_{i}" for i in range(2, 9))]
     assert {path.name for path in tmp_path.iterdir()} == {*names}
-
-
-@quick
-def test_the_argument_that_resumes_a_run():
-    assert override("paths.model_name", "sweep/mesh.t-2+a-1e-3") == "paths.model_name=sweep/mesh.t-2+a-1e-3"
-    assert override("paths.model_name", 'a "b\\') == "'" + r'paths.model_name="a \"b\\"' + "'"
 
 
 # ---- the lock ---------------------------------------------------------------------------------------------------
@@ -408,25 +386,5 @@ def test_one_run_in_a_directory_and_none_without_one(tmp_path):
         first.kill()
     path = tmp_path / "run" / "metrics.jsonl"
     assert f"WARNING: {path} cannot be written: No such file or directory; its lines wait" in first.stdout(0)
-    assert "3 checkpoints in a row were not saved. The last: " in first.stderr(0)
-    assert f"{path} cannot be written: No such file or directory" in first.stderr(0)
+    assert f"Error: {path} cannot be written: No such file or directory; lines of its last steps" in first.stderr(0)
     assert "Traceback" not in first.stderr(0)
-
-
-@pytest.mark.slow
-def test_a_run_at_an_odd_place(tmp_path):
-    """Checkpoint, samples, trace and picture are written there, and a second start resumes from there."""
-    (tmp_path / "here").mkdir()
-    place = ["paths.root_working_dir='here/../we ird/ü[x]*?/~y/'", "paths.model_name='a b//ç d/../e f/'"]
-    place += [f"data.filespec={ROOT / 'synthetic_dataset.zarr'}"]
-    short = ["mesh.t=1", "training.steps=8", "training.checkpoint_interval=4", "training.sample_interval=4"]
-    run = Run(tmp_path / "first", 1, 1, *short, *place, cwd=tmp_path).succeed()
-    directory = tmp_path / "we ird" / "ü[x]*?" / "~y" / "a b" / "e f"
-    assert (directory / "checkpoints" / "0000000008" / "zarr.json").is_file()
-    assert len((directory / "samples.jsonl").read_text().splitlines()) == 3
-    assert len(list((directory / "plugins").rglob("perfetto_trace.json.gz"))) == 1
-    assert len([*(path for path in directory.iterdir() if path.suffix == ".svg")]) == 1
-    assert "WARNING" not in run.stdout(0)
-    run = Run(tmp_path / "second", 1, 1, *short, *place, "training.steps=9", cwd=tmp_path).succeed()
-    assert "resumed after 8 steps" in run.stdout(0)
-    assert {path.name for path in tmp_path.iterdir()} == {"here", "we ird", "first", "second"}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
 
-from shardwright.run.flops import PeakFlops, doubt, flops_of_model, peak_flops
+from shardwright.run.flops import flops_of_model, peak_flops
 
 # Llama-2-7B, from its published config.
 LAYERS, HEADS, HEAD_DIM, D_MODEL, D_FF, VOCAB = 32, 32, 128, 4096, 11008, 32000
@@ -94,28 +94,3 @@ def test_an_unknown_device_is_measured_and_the_source_says_so():
 def test_unlike_devices_are_rejected():
     with pytest.raises(ValueError, match=r"mixture of devices .*\['NVIDIA H100 PCIe', 'NVIDIA H200'\]"):
         peak_flops([FakeDevice("NVIDIA H100 PCIe"), FakeDevice("NVIDIA H200")], "bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("now", "mfu", "expected"),
-    [
-        (1e9, 0.99, None),
-        (1.2e9, 0.5, None),
-        (0.8e9, 0.5, None),
-        (1.3e9, 0.5, "the peak was 1 GFLOP/s at the start and is 1 now; the machine is busy with other work"),
-        (4e9, 3.12, "MFU came to 312%, and the peak was 1 GFLOP/s at the start and is 4 now; the machine is busy"),
-        (0.5e9, 0.5, "the peak was 1 GFLOP/s at the start and is 0 now"),
-        (None, 1.01, "MFU came to 101%; the peak or the count of FLOPs is wrong"),
-        (None, 0.5, None),
-    ],
-)
-def test_a_peak_that_explains_no_speed_is_doubted(now, mfu, expected):
-    why = doubt(PeakFlops(1e9, "", None if now is None else lambda: now), mfu)
-    assert why is None if expected is None else expected in why
-
-
-@pytest.mark.long
-def test_a_measured_peak_is_measured_anew():
-    """Not taken from the first measurement, which is kept for the runs of a sweep."""
-    peak = peak_flops(jax.devices()[:1], jnp.float32)
-    assert len({peak.measure() for _ in range(3)}) > 1

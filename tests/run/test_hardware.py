@@ -15,7 +15,7 @@ from shardwright.cluster.config import DistributedConfig, HardwareConfig
 from shardwright.cluster.devices import known_options, start_devices
 from shardwright.modeling.model import load_model
 from shardwright.run.compiling import compile_step
-from shardwright.run.config import check_config, register_schema
+from shardwright.run.config import register_schema
 from shardwright.run.resuming import with_defaults
 from train import make_evaluation_step
 
@@ -74,12 +74,10 @@ def test_who_sets_the_environment_overrides():
     show = "print(jax.config.jax_compilation_cache_dir)"
     assert start("HardwareConfig()", show, JAX_COMPILATION_CACHE_DIR="/theirs", HOME="/nowhere") == "/theirs"
     assert start("HardwareConfig(compilation_cache=None)", show) == "None"
-    hardware = "HardwareConfig(memory_fraction=0.9, environment={'NCCL_A': '1', 'NCCL_B': '2'}, compilation_cache=None)"
-    names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "NCCL_A", "NCCL_B"
+    hardware = "HardwareConfig(environment={'NCCL_A': '1', 'NCCL_B': '2'}, compilation_cache=None)"
+    names = "NCCL_A", "NCCL_B"
     show = f"print(*map(os.environ.get, {names}))"
-    assert start(hardware, show, NCCL_B="theirs") == "0.9 None 1 theirs"
-    assert start(hardware, show, NCCL_B="x", XLA_CLIENT_MEM_FRACTION="0.5") == "0.5 None 1 x"
-    assert start(hardware, show, NCCL_B="x", XLA_PYTHON_CLIENT_MEM_FRACTION="0.5") == "None 0.5 1 x"
+    assert start(hardware, show, NCCL_B="theirs") == "1 theirs"
 
 
 @pytest.mark.quick
@@ -87,7 +85,7 @@ def test_a_cache_that_cannot_be_written_is_told_once(tmp_path):
     (tmp_path / "file").write_text("")
     hardware = f"HardwareConfig(compilation_cache={str(tmp_path / 'file' / 'cache')!r})"
     shown = start(hardware, "print(jax.config.jax_compilation_cache_dir, jax.jit(lambda x: x + 1)(1))")
-    assert shown.startswith("hardware.compilation_cache cannot be written, so compiled programs are not kept: ")
+    assert shown.startswith("hardware.compilation_cache: compiled programs are neither read nor kept, as it cannot be")
     assert shown.splitlines()[1:] == ["None 2"]
 
 
@@ -105,13 +103,6 @@ def test_options_that_this_xla_does_not_know_are_left_out_and_named():
         known_options({"xla_cpu_enable_fast_math": [1]}, said.append)
     with pytest.raises(ValueError, match="write it without dashes: xla_gone"):
         known_options({"--xla_gone": 1}, said.append)
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_without_them(tmp_path):
-    shown = train(tmp_path, "+hardware.compiler_options.xla_no_such_flag=1")
-    assert "compiler   xla_no_such_flag is left out" in shown
-    assert "step 3/3" in shown
 
 
 @pytest.mark.long
@@ -146,24 +137,10 @@ def test_several_processes_keep_programs_only_where_they_are_told_to(monkeypatch
 
 @pytest.mark.quick
 def test_a_checkpoint_made_with_settings_that_are_no_more():
-    saved = {"hardware": {"name": "CPU", "xla_flags": "", "hosts": 1}, "training": {"seed": 3}}
+    saved = {"hardware": {"name": "CPU", "memory_fraction": 0.9, "xla_flags": ""}, "training": {"seed": 3}}
     found = with_defaults(saved)
-    assert "xla_flags" not in found["hardware"]
-    assert "hosts" not in found["hardware"]
-    assert (found["hardware"]["name"], found["hardware"]["memory_fraction"], found["training"]["seed"]) == (
-        "CPU",
-        None,
-        3,
-    )
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("fraction", [0, -0.5, 1.01])
-def test_a_memory_fraction_is_a_part(fraction):
-    c = tiny.config()
-    c.hardware.memory_fraction = fraction
-    with pytest.raises(ValueError, match=rf"hardware\.memory_fraction is {fraction}; it must be above 0 and at most 1"):
-        check_config(c)
+    assert not {"name", "memory_fraction", "xla_flags"} & {*found["hardware"]}
+    assert found["training"]["seed"] == 3
 
 
 def composed(name: str, *overrides: str):
@@ -196,10 +173,3 @@ def test_an_option_under_the_name_that_this_xla_knows():
         options = {new: "COLLECTIVE_PIPELINING_MODE_ON", old: False}
         assert known_options(options, said.append) == {old: False}
     assert said == []
-
-
-def test_the_cpu_computes_in_f32():
-    demo = lambda *overrides: composed("local_test_synthetic", *overrides).training.compute_dtype
-    assert demo() == "f32"
-    assert demo("training.compute_dtype=bf16") == demo("hardware=h200") == "bf16"
-    assert HardwareConfig().compiler_options == {}

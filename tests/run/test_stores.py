@@ -10,7 +10,7 @@ from s3_server import S3Server
 
 from shardwright.run.checkpoint import Checkpointer, find_checkpoint
 from shardwright.run.owning import owned
-from shardwright.run.stores import Damaged, Store
+from shardwright.run.stores import Store
 
 
 @pytest.fixture
@@ -82,13 +82,6 @@ def test_a_checkpoint_without_its_manifest_is_invisible_and_cleaned(place):
     assert {*store.directories()} == {"0000000001"}
 
 
-def test_damage_at_a_url_is_told(place):
-    store = save(place, 1, 2).store
-    store.write("0000000002/a/x/c/3", store.read("0000000001/a/x/c/3"))
-    with pytest.raises(Damaged, match=r"the array 'a/x': a/x/c/3 is not what was written: the manifest has another"):
-        Checkpointer(place).restore(2, like())
-
-
 @pytest.mark.slow
 def test_a_server_that_answers_with_errors_is_asked_again(server):
     checkpoints = Checkpointer("s3://bucket/run")
@@ -157,11 +150,6 @@ def test_at_a_url_the_run_that_started_last_saves(server):
 
 
 # ---- names of places ------------------------------------------------------------------------------------------------
-
-
-def test_the_home_directory(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert Store("~/x").url == f"{tmp_path}/x"
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "https"])

@@ -15,7 +15,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from processes import Run
 
 from shardwright.run import trackers
 from shardwright.run.trackers import TrackersConfig, check_or_enqueue, check_trackers, numbers, tracked
@@ -242,17 +241,6 @@ def test_a_tracker_that_is_not_installed(monkeypatch):
 
 
 # ---- in a run ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_run_is_the_same_with_a_tracker(tmp_path):
-    pytest.importorskip("tensorboardX")
-    names = {"without": "[]", "with": "[tensorboard]"}
-    without, tracker = (Run(tmp_path / n, 1, 8, f"trackers.names={names[n]}").succeed() for n in names)
-    assert without.losses() == tracker.losses()
-    seen = of_tensorboard(tracker.directory, None)
-    losses = dict(enumerate(tracker.losses()))
-    assert {step: value for (name, step), value in seen.items() if name == "loss"} == pytest.approx(losses)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,8 @@ def test_gpt2_is_gpt2_and_type_checks_on_its_devices():
 
 @pytest.mark.parametrize("hardware", ["a100", "h100", "h200", "cpu"])
 def test_hardware_is_one_setting(hardware):
-    assert load("flat_tokens_c4_a100x8_84m", f"hardware={hardware}").hardware.name.lower().endswith(hardware)
+    options = load("flat_tokens_c4_a100x8_84m", f"hardware={hardware}").hardware.compiler_options
+    assert ("xla_gpu_exclude_nondeterministic_ops" in options) == (hardware != "cpu")
 
 
 def test_a_checkpoint_made_before_a_setting_existed_is_as_if_it_had_the_default():

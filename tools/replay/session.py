@@ -13,14 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import train
-from shardwright.cluster.devices import compile_program, known_options
+from shardwright.cluster.devices import known_options
 from shardwright.modeling.attention import KERNELS
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run.checkpoint import Checkpointer, find_checkpoint
 from shardwright.run.config import Config as RunConfig
 from shardwright.run.files import read_config
 from shardwright.run.microscope import StepWithoutStages
-from shardwright.run.opening import StagesChoice, mesh_of_steps, read_state, trusted_options
+from shardwright.run.opening import StagesChoice, mesh_for, read_state, trusted_options
 from shardwright.run.provenance import compare_source, provenance_of
 from shardwright.run.resuming import config_of
 from shardwright.run.run import fresh_state
@@ -99,7 +99,7 @@ class Session:
             shapes = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(self.model)))
             step = train.make_training_step(self.c, self.model)
             lowered = step.lower(state, shapes, np.int32(self.step), self.limit)
-            self._program = compile_program(lowered, self.options)
+            self._program = lowered.compile(compiler_options=self.options)
         state, metrics = self._program(state, batch, np.int32(self.step), self.limit)
         loss, norm, skipped = jax.device_get((metrics.loss, metrics.grad_norm, metrics.skipped))
         return state, Done(np.float32(loss), np.float32(norm), bool(skipped))
@@ -195,7 +195,7 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
                 f"the run began with the weights of {c.training.init_from!r}, which would be read. If you trust that "
                 "place, give trust=true; or give a step after a checkpoint."
             )
-        on = mesh_of_steps(mesh, c)
+        on = mesh_for(mesh, c)
         platform = on.devices.flat[0].platform
         if KERNELS.get(c.training.attention, platform) != platform:
             c.training.attention = "auto"

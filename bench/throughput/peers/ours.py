@@ -11,7 +11,7 @@ from bench.steps import load
 from bench.throughput.peers.job import BOS_ID, Job, batches
 from bench.throughput.peers.on_jax import OnJax
 from shardlib.shardtypes import make_shardings
-from shardwright.cluster.devices import compile_program, known_options, make_mesh, start_devices
+from shardwright.cluster.devices import known_options, make_mesh, start_devices
 from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.model import load_model
 from shardwright.run.config import check_divides
@@ -59,7 +59,7 @@ class Contestant(OnJax):
             batch = self.batches[self.steps % len(self.batches)]
             if self.training_step is None:
                 lowered = train.make_training_step(self.config, self.model).lower(self.state, batch, np.int32(0))
-                self.training_step = compile_program(lowered, self.options)
+                self.training_step = lowered.compile(compiler_options=self.options)
             self.state, metrics = self.training_step(self.state, batch, np.int32(self.steps))
         self.steps += 1
         return metrics.loss
