@@ -159,8 +159,6 @@ def _place(path: str, array: ArrayType, value):
     """`value` sharded as its type says: replicated and host arrays are placed, other shardings are refused."""
     with checking(f"{path}: {array!r}", value=value) as sizes:
         devices_along(sorted(array.spec.sharded))
-        if is_opaque(value):
-            raise ShardError("a partial sum or copy exists inside shard_map only", "pass an array")
         if not hasattr(value, "shape"):
             value = np.asarray(value, dtype=DType(array.dtype).dtype)
         if isinstance(value, np.ndarray | np.generic) and value.shape == ():
@@ -254,25 +252,19 @@ def register_with_typeguard() -> None:
     """Makes typeguard's `@typechecked` check array types too, of arguments, results and annotated locals.
 
     typeguard evaluates string annotations, so specs of functions under it must be `bytes`: `f32[b'B/d M']`. Sizes are
-    bound in the current `Scope`: decorate with `scope` as well to give each call its own. The errors are both
-    ShardError and typeguard.TypeCheckError.
+    bound in the current `Scope`: decorate with `scope` as well to give each call its own.
     """
     import typeguard
-
-    class ArgumentError(ShardError, typeguard.TypeCheckError):
-        def append_path_element(self, element: str) -> None:  # typeguard calls it with the argument, local or result
-            self.problem = f"{element}: {self.problem}"
 
     def check_array_type(value, origin_type, args, memo) -> None:
         try:
             _check(origin_type, value, "value")
         except ShardError as error:
-            raise ArgumentError(error.problem, error.remedy, error.context) from None
+            raise typeguard.TypeCheckError(str(error)) from None
 
     def lookup_array_type(origin_type, args, extras):
         return check_array_type if is_typed(origin_type) and not isinstance(origin_type, typing.TypeVar) else None
 
-    if lookup_array_type.__qualname__ not in {
-        getattr(known, "__qualname__", "") for known in typeguard.checker_lookup_functions
-    }:
-        typeguard.checker_lookup_functions.append(lookup_array_type)
+    lookups = typeguard.checker_lookup_functions
+    if lookup_array_type.__qualname__ not in {getattr(known, "__qualname__", "") for known in lookups}:
+        lookups.append(lookup_array_type)

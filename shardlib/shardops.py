@@ -170,7 +170,7 @@ def psum(spec, x):
         if does_nothing(spec, op):
             return x
         reduced = set(lhs.partial) - set(rhs.partial)
-        if not reduced or lhs.dims != rhs.dims or not set(rhs.partial) < set(lhs.partial):
+        if lhs.dims != rhs.dims or not set(rhs.partial) < set(lhs.partial):
             raise wrong_spec(op, "drop a + mark, and change no dim: `B L +t -> B L`; psum_scatter also shards a dim")
         refuse_in_stage(reduced)
     return wrap(lax.psum(value, sort_axes(reduced)), rhs.partial, copy_axes(x), f"psum({op})")

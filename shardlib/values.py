@@ -88,16 +88,15 @@ def devices_along(axes: Iterable[str]) -> int:
     Raises:
         ShardError: another axis that the mesh does not have, or no mesh.
     """
-    sizes = mesh_axes()
-    known = dict.fromkeys(AXIS_ORDER, 1) | sizes if sizes else {}
+    axes, sizes = list(axes), mesh_axes()
+    if axes and not sizes:
+        raise ShardError("no mesh is set", "run this under `with jax.set_mesh(mesh):`")
+    known = dict.fromkeys(AXIS_ORDER, 1) | sizes
     for axis in axes:
         if axis not in known:
-            has = f"the mesh has {', '.join(sizes)}" if sizes else "no mesh is set"
             raise ShardError(
-                f"axis {axis} is not an axis of the mesh ({has})",
-                f"name one of the mesh's axes, or give the mesh an axis {axis} of one device"
-                if sizes
-                else "run this under `with jax.set_mesh(mesh):`",
+                f"axis {axis} is not an axis of the mesh (the mesh has {', '.join(sizes)})",
+                f"name one of the mesh's axes, or give the mesh an axis {axis} of one device",
             )
     return math.prod(known[axis] for axis in axes)
 
