@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,10 +18,7 @@ from shardwright.settings.words import for_console
 from tools.verify.first_difference import causes
 from tools.verify.inputs import Inputs, make_inputs, random_batch
 from tools.verify.meshes import ONE_DEVICE, Mesh, mesh_name, mesh_of
-from tools.verify.step import NotTheSame, Step, Tensor, fresh_state, loaded_batch
-
-Found = Mapping[Tensor, Any]
-"""The tensors of a step, in program order; NotTheSame for one that has none."""
+from tools.verify.step import Found, Step, fresh_state, loaded_batch
 
 # ---- differences --------------------------------------------------------------------------------------------------
 
@@ -32,15 +29,12 @@ class MeshResult:
 
     Attributes:
         sizes: of the mesh.
-        errors: the largest difference of each tensor over the largest entry on one device; infinity for a tensor that
-            is not finite, or missing.
-        notes: what else is wrong with a tensor.
+        errors: `error_of` each tensor.
         others: sentences on inputs that are not those of one device.
     """
 
     sizes: Mesh
-    errors: dict[Tensor, float]
-    notes: dict[Tensor, str]
+    errors: dict[str, float]
     others: list[str]
 
 
@@ -53,10 +47,10 @@ class Outcome:
         meshes: the results.
     """
 
-    limits: dict[Tensor, float]
+    limits: dict[str, float]
     meshes: list[MeshResult] = dataclasses.field(default_factory=list)
 
-    def failures(self, result: MeshResult) -> list[Tensor]:
+    def failures(self, result: MeshResult) -> list[str]:
         """The tensors of a mesh that are beyond their limits."""
         return [tensor for tensor, error in result.errors.items() if error > self.limits[tensor]]
 
@@ -74,30 +68,31 @@ NEGLIGIBLE = 1e-4
 rounding, as that of a bias on keys, has no size of its own."""
 
 
-def error_of(found: Any, oracle: np.ndarray, least: float = 0.0) -> float:
+def kind_of(tensor: str) -> str:
+    """`gradient` of `gradient embed`."""
+    return tensor.partition(" ")[0]
+
+
+def error_of(found: np.ndarray | None, oracle: np.ndarray, least: float = 0.0) -> float:
     """Largest difference over the oracle's largest entry, or over `least` if that is more; inf without a number."""
-    if isinstance(found, NotTheSame) or found is None or np.shape(found) != np.shape(oracle):
+    if found is None or np.shape(found) != np.shape(oracle):
         return math.inf
     exact = np.asarray(oracle, np.float64)
     difference = np.max(np.abs(np.asarray(found, np.float64) - exact), initial=0.0)
     largest = max(np.max(np.abs(exact), initial=0.0), least)
-    if not np.isfinite(difference):
-        return math.inf
-    return float(difference / largest if largest else difference)
+    return float(difference / (largest or 1.0)) if np.isfinite(difference) else math.inf
 
 
-def errors_of(found: Found, oracle: Found) -> dict[Tensor, float]:
+def errors_of(found: Found, oracle: Found) -> dict[str, float]:
     """`error_of` each tensor. A gradient has at least the size that is not NEGLIGIBLE."""
-    gradients = [np.max(np.abs(x), initial=0.0) for tensor, x in oracle.items() if tensor.kind == "gradient"]
+    gradients = [np.max(np.abs(x), initial=0.0) for tensor, x in oracle.items() if kind_of(tensor) == "gradient"]
     least = {"gradient": NEGLIGIBLE * float(max(gradients, default=0.0))}
-    return {tensor: error_of(found.get(tensor), x, least.get(tensor.kind, 0.0)) for tensor, x in oracle.items()}
+    return {tensor: error_of(found.get(tensor), x, least.get(kind_of(tensor), 0.0)) for tensor, x in oracle.items()}
 
 
 def same_bits(tree: Any, other: Any) -> bool:
     """Whether two trees of host arrays are equal, bit by bit."""
-    pairs = list(zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True))
-    if any(isinstance(x, NotTheSame) for pair in pairs for x in pair):
-        return False
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True)
     return all(a.dtype == b.dtype and a.tobytes() == b.tobytes() for a, b in pairs)
 
 
@@ -107,17 +102,17 @@ SAMPLES = 3
 """Number of inputs from which the rounding on one device is known."""
 
 
-def least_limit(tensor: Tensor, c: Config) -> float:
+def least_limit(tensor: str, c: Config) -> float:
     """Two roundings to the compute dtype, of which each may go the other way; for a tensor in f32, a part of that.
 
     Of weights, which an update hardly changes, and at least, eight roundings of f32: the order in which a product sums
     depends on the sizes of its blocks too.
     """
     rounding = float(jnp.finfo(COMPUTE_DTYPES[c.training.compute_dtype]).eps)
-    return max({"gradient": 2 * rounding, "weight": 0.0}.get(tensor.kind, rounding / 32), 2.0**-20)
+    return max({"gradient": 2 * rounding, "weight": 0.0}.get(kind_of(tensor), rounding / 32), 2.0**-20)
 
 
-def limits_of(c: Config, alone: Step, inputs: Inputs, oracle: Found, band: float) -> dict[Tensor, float]:
+def limits_of(c: Config, alone: Step, inputs: Inputs, oracle: Found, band: float) -> dict[str, float]:
     """The limits in the configured dtypes: `band` times the largest rounding of a few steps on one device."""
     limits = {tensor: least_limit(tensor, c) for tensor in oracle}
     for sample in range(SAMPLES):
@@ -179,8 +174,7 @@ def compare(
             dtype = config.optimizer.state_dtype
             steps[dtype] = steps.get(dtype) or Step(config, inputs, sizes)
             found = steps[dtype].tensors(inputs, precision == "f64")
-            notes = {tensor: str(x) for tensor, x in found.items() if isinstance(x, NotTheSame)}
-            outcomes[precision].meshes.append(MeshResult(sizes, errors_of(found, oracles[precision]), notes, others))
+            outcomes[precision].meshes.append(MeshResult(sizes, errors_of(found, oracles[precision]), others))
         log(f"{mesh_name(sizes)}: {time.monotonic() - begin:.0f} s")
     wrong = next(filter(None, (outcome.wrong() for outcome in outcomes.values())), [])
     return outcomes, causes(of_f64, inputs, wrong[0], tolerance) if wrong else [], data
@@ -202,30 +196,24 @@ def show(outcome: Outcome, console: Console) -> bool:
     if not outcome.wrong():
         console.print(f"{len(outcome.limits)} tensors; nearest to its limit: {worst_of(outcome)}", soft_wrap=True)
         return True
-    kinds = list(dict.fromkeys(tensor.kind for tensor in outcome.limits))
+    kinds = list(dict.fromkeys(map(kind_of, outcome.limits)))
     table = Table(title="Largest difference from one device, by mesh", title_justify="left")
     for column in ("mesh", *kinds, ""):
         table.add_column(column, justify="left" if column in ("mesh", "") else "right")
     for result in outcome.meshes:
-        wrong = {tensor.kind for tensor in outcome.failures(result)}
-        worst = {k: max((e for t, e in result.errors.items() if t.kind == k), default=0.0) for k in kinds}
+        wrong = set(map(kind_of, outcome.failures(result)))
+        worst = {k: max((e for t, e in result.errors.items() if kind_of(t) == k), default=0.0) for k in kinds}
         cells = [f"{worst[k]:.1e}" + "!" * (k in wrong) for k in kinds]
         table.add_row(mesh_name(result.sizes), *cells, "DIFFERS" if wrong or result.others else "ok")
     console.print(table)
     for result in outcome.meshes:
-        for text in result.others + _first_of(outcome, result):
+        failures = outcome.failures(result)
+        first = [
+            f"the first tensor that differs is the {tensor}, by {result.errors[tensor]:.1e} (limit "
+            f"{outcome.limits[tensor]:.0e}); {len(failures)} of {len(result.errors)} tensors differ."
+            for tensor in failures[:1]
+        ]
+        for text in result.others + first:
             text = for_console(f"DIFFERS on {mesh_name(result.sizes)}: {text}", console)
             console.print(text, soft_wrap=True, markup=False)
     return False
-
-
-def _first_of(outcome: Outcome, result: MeshResult) -> list[str]:
-    """A sentence on the first tensor that differs; none if none does."""
-    if not (wrong := outcome.failures(result)):
-        return []
-    first = wrong[0]
-    return [
-        f"the first tensor that differs is the {first}, by {result.errors[first]:.1e} (limit "
-        f"{outcome.limits[first]:.0e}); {len(wrong)} of {len(result.errors)} tensors differ. "
-        f"{result.notes.get(first, '')}".rstrip()
-    ]

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import train
-from shardlib.array_types import ABSENT, arrays_of
 from shardlib.shardtypes import make_shardings
 from shardlib.values import planned_for
 from shardwright.microscope.points import gradient_paths
@@ -25,41 +24,26 @@ from shardwright_data.loader import batch_shapes, make_loader
 from tools.verify.inputs import Inputs, with_planted
 from tools.verify.meshes import ONE_DEVICE, Mesh, abstract_mesh_of, mesh_of
 
+Found = dict[str, np.ndarray]
+"""What is compared of a step, on the host, by kind and name: `metric loss`, `gradient layers.w_q, layer 0`.
 
-class Tensor(NamedTuple):
-    """Key of a tensor that is compared.
-
-    Attributes:
-        kind: metric, gradient, planted (which metrics are finite once a weight is not), weight, after the step, or the
-            name of one of the optimizer's moments.
-        name: of a weight, or of a metric.
-        layers: the layer of a weight.
-    """
-
-    kind: str
-    name: str
-    layers: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.name}" + "".join(f", layer {i}" for i in self.layers)
+Kinds, in their order: metric, gradient, planted (which metrics are finite once a weight is not), the weight after the
+step, and the names of the optimizer's moments. All is NaN where devices that should hold the same values do not.
+"""
 
 
-class NotTheSame(ValueError):
-    """Devices that should hold the same value do not."""
-
-
-def whole(blocks: list[tuple[Any, np.ndarray]], shape: tuple[int, ...]) -> np.ndarray | NotTheSame:
-    """The array of the blocks of all devices, each with its index. NotTheSame if copies of a block differ."""
+def whole(blocks: list[tuple[Any, np.ndarray]], shape: tuple[int, ...]) -> np.ndarray:
+    """The array of the blocks of all devices, each with its index; of NaN if copies of a block differ."""
     found, seen = np.empty(shape, blocks[0][1].dtype), {}
     for index, block in blocks:
         if seen.setdefault(str(index), block).tobytes() != block.tobytes():
-            return NotTheSame("its copies on several devices are not the same")
+            return np.full(shape, np.nan)
         found[index] = block.reshape(found[index].shape)
     return found
 
 
-def on_host(x: jax.Array) -> np.ndarray | NotTheSame:
-    """Copies an array to the host. Returns NotTheSame if devices that should hold the same block do not."""
+def on_host(x: jax.Array) -> np.ndarray:
+    """`whole` of an array."""
     return whole([(shard.index, np.asarray(shard.data)) for shard in x.addressable_shards], x.shape)
 
 
@@ -99,17 +83,10 @@ def type_check(c: Config, sizes: Mesh) -> None:
 def in_order(c: Config, tree: Any, weights: Any) -> Any:
     """Puts the stacks of `tree`, host arrays at rest on the current mesh, in the order of the layers.
 
-    A stack whose padding is not 0 becomes NotTheSame. `weights` are at rest too.
+    A stack whose padding is not 0 becomes NaN. `weights` are at rest too.
     """
     order = placement_of(c, load_model(c.model)).order
-
-    def reordered(x):
-        if isinstance(x, NotTheSame):
-            return x
-        if np.any(x[order.padding]):
-            return NotTheSame("the rows that only make stages the same size are not 0")
-        return order.to_layers(x)
-
+    reordered = lambda x: order.to_layers(np.full_like(x, np.nan) if np.any(x[order.padding]) else x)
     return tree if order is None else _map_stacks(reordered, tree, weights)
 
 
@@ -127,17 +104,19 @@ def _map_stacks(fn: Any, tree: Any, weights: Any) -> Any:
     return jax.tree.map(lambda stack, x: fn(x) if stack and x is not None else x, are_stacks(weights), tree)
 
 
-def by_layer(kind: str, tree: Any, weights: Any) -> list[tuple[Tensor, Any]]:
-    """The arrays of `tree`, which is like `weights`, in the order of the forward pass; of stacks, each layer's."""
-    arrays = [found for found in arrays_of(type(weights), tree) if found[2] is not ABSENT and found[2] is not None]
-    found = []
-    for stacked, group in itertools.groupby(arrays, lambda entry: entry[1].spec.names[:1] == ("layers",)):
+def by_layer(kind: str, weights: Any) -> Found:
+    """The arrays of `weights` that are not None, in the order of the forward pass; of `layers`, each layer's."""
+    named = [
+        (jax.tree_util.keystr(keys, simple=True, separator="."), x)
+        for keys, x in jax.tree_util.tree_flatten_with_path(weights)[0]
+    ]
+    found = {}
+    for stacked, group in itertools.groupby(named, lambda pair: pair[0].startswith("layers.")):
         entries = list(group)
-        whole = functools.reduce(getattr, entries[0][0].split("."), weights)
-        for i in range(len(whole)) if stacked else [None]:
-            for path, _, x in entries:
-                x = x[i] if stacked and not isinstance(x, NotTheSame) else x
-                found.append((Tensor(kind, path, (i,) if stacked else ()), x))
+        if stacked:
+            found |= {f"{kind} {name}, layer {i}": x[i] for i in range(len(entries[0][1])) for name, x in entries}
+        else:
+            found |= {f"{kind} {name}": x for name, x in entries}
     return found
 
 
@@ -152,31 +131,31 @@ class Traced(NamedTuple):
         program: the jaxpr.
         arguments: arrays on the mesh.
         sizes: number of devices along each axis.
+        tree: structure of the results.
     """
 
     mesh: Callable[[], contextlib.AbstractContextManager]
     program: Any
     arguments: list
     sizes: Mapping[str, int]
+    tree: Any = None
 
 
 def traced_step(c: Config, inputs: Inputs, sizes: Mesh, planned: Mesh | None = None) -> Traced:
     """The training step on a mesh of these sizes, with choices of speed as on a mesh of the sizes `planned`."""
     with mesh_of(sizes) as mesh, planned_for(planned or sizes):
         arguments = _placed_inputs(c, inputs)
-        program = train.make_training_step(c, load_model(c.model)).trace(*arguments).jaxpr
-    return Traced(functools.partial(mesh_of, sizes), program, jax.tree.leaves(arguments), dict(mesh.shape))
-
-
-def _placed(tree: Any, kind: Any) -> Any:
-    return jax.device_put(tree, make_shardings(kind, like=tree))
+        traced = train.make_training_step(c, load_model(c.model)).trace(*arguments)
+    leaves, tree = jax.tree.leaves(arguments), jax.tree.structure(traced.out_info)
+    return Traced(functools.partial(mesh_of, sizes), traced.jaxpr, leaves, dict(mesh.shape), tree)
 
 
 def _placed_inputs(c: Config, inputs: Inputs) -> tuple[Any, Any, jax.Array]:
     """The arguments of the step on the current mesh."""
     old = inputs.state.weights
-    state = _placed(at_rest(c, inputs.state, old), train.State[type(old)])
-    return state, _placed(inputs.batch, train.Batch), jnp.int32(inputs.step)
+    placed = lambda tree, kind: jax.device_put(tree, make_shardings(kind, like=tree))
+    state = placed(at_rest(c, inputs.state, old), train.State[type(old)])
+    return state, placed(inputs.batch, train.Batch), jnp.int32(inputs.step)
 
 
 class Step:
@@ -189,50 +168,46 @@ class Step:
     """
 
     def __init__(self, c: Config, inputs: Inputs, sizes: Mesh = ONE_DEVICE):
-        self._c, self._mesh = c, functools.partial(mesh_of, sizes)
-        with self._mesh():
-            arguments = _placed_inputs(c, inputs)
-            traced = train.make_training_step(c, load_model(c.model)).trace(*arguments)
-            self._tree = jax.tree.structure(traced.out_info)
-            self._paths = gradient_paths(traced.jaxpr, arguments[0].weights)
-            wanted = {path: [0] for path in self._paths}
-            self._replays = [Rerun(traced.jaxpr, wanted, is_double=is_double) for is_double in (False, True)]
-            self._compiled = [jax.jit(replay.with_results) for replay in self._replays]
+        self._c, self._traced = c, traced_step(c, inputs, sizes)
+        self._paths = gradient_paths(self._traced.program, inputs.state.weights)
+        wanted = {path: [0] for path in self._paths}
+        self._replays = [Rerun(self._traced.program, wanted, is_double=is_double) for is_double in (False, True)]
+        self._compiled = [jax.jit(replay.with_results) for replay in self._replays]
 
     def _run(self, inputs: Inputs, is_double: bool) -> tuple[Any, Any, Any]:
         """The gradients on the host, the new state and the metrics, on the current mesh."""
         leaves = jax.tree.leaves(_placed_inputs(self._c, inputs))
         with jax.enable_x64(is_double):
             results, blocks = self._compiled[is_double](*leaves)
-        state, metrics = jax.tree.unflatten(self._tree, results)
+        state, metrics = jax.tree.unflatten(self._traced.tree, results)
         found = {note.path: x for note, x in zip(self._replays[is_double].notes, blocks, strict=True)}
         weights, tree = jax.tree.flatten(state.weights)
         gradients = [_sharded_as(like, found[path]) for path, like in zip(self._paths, weights, strict=True)]
         return jax.tree.unflatten(tree, gradients), state, metrics
 
-    def tensors(self, inputs: Inputs, is_double: bool) -> dict[Tensor, np.ndarray | NotTheSame]:
-        """All that is compared, the backward pass's last weights first, as it computes their gradients first."""
-        c, old = self._c, inputs.state.weights
-        with self._mesh():
+    def tensors(self, inputs: Inputs, is_double: bool) -> Found:
+        """All that is compared. The backward pass computes the gradients of the last weights first."""
+        c = self._c
+        with self._traced.mesh():
             gradients, state, metrics = self._run(inputs, is_double)
             rest = state.weights
             gradients, new = (in_order(c, tree, rest) for tree in (gradients, jax.tree.map(on_host, state)))
-            found = {Tensor("metric", "loss"): on_host(metrics.loss)}
-            found |= dict(reversed(by_layer("gradient", gradients, old)))
+            found = {"metric loss": on_host(metrics.loss)}
+            found |= dict(reversed(by_layer("gradient", gradients).items()))
             of_layers = metrics.layers.by_name() if metrics.layers else {}
             arrays = {name: x for name, x in {**vars(metrics), **of_layers}.items() if isinstance(x, jax.Array)}
-            found |= {Tensor("metric", name): on_host(x) for name, x in arrays.items()}
+            found |= {f"metric {name}": on_host(x) for name, x in arrays.items()}
             for name, planted in with_planted(inputs, c.model.vocab):
                 seen = vars(self._run(planted, is_double)[2]).values()
                 values = [np.asarray(x) for x in seen if isinstance(x, jax.Array)]
-                flags = np.array([x if x.dtype == np.bool_ else np.isfinite(x) for x in values], np.float32)
-                found[Tensor("planted", name)] = flags
+                flags = [x if x.dtype == np.bool_ else np.isfinite(x) for x in values]
+                found[f"planted {name}"] = np.array(flags, np.float32)
         for part in (field.name for field in dataclasses.fields(new)):
-            found |= dict(by_layer("weight" if part == "weights" else part, getattr(new, part), old))
+            found |= by_layer("weight" if part == "weights" else part, getattr(new, part))
         return found
 
 
-def _sharded_as(like: jax.Array, blocks: jax.Array) -> np.ndarray | NotTheSame:
+def _sharded_as(like: jax.Array, blocks: jax.Array) -> np.ndarray:
     """The array of which the devices hold `blocks`[*axes of the mesh, *block], sharded as `like`."""
     index_of = like.sharding.devices_indices_map(like.shape)
     return whole([(index_of[shard.device], np.asarray(shard.data)) for shard in blocks.addressable_shards], like.shape)
