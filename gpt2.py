@@ -169,27 +169,19 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None) -> jax.Array:
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class DropoutKeys:
-    """Random keys that depend on the sequence and the place in it, but not on the mesh or on microbatches."""
+def keys_at(keys: jax.Array | None, site: int, count: int) -> jax.Array | None:
+    """Keys [B, count] of this device's own positions or heads, which do not depend on the mesh or on microbatches.
 
-    keys: jax.Array | None
-    """Key of each sequence of this device, in this layer; None without dropout."""
-
-    def of_positions(self, site: int, length: int) -> jax.Array | None:
-        """Keys [B, length / t] of this device's own positions. `site` numbers the uses of dropout in a layer."""
-        return self._of_blocks(site, length // shardops.axis_size("t"))
-
-    def of_heads(self, site: int, heads: int) -> jax.Array | None:
-        """Keys [B, heads] of this device's own heads."""
-        return self._of_blocks(site, heads)
-
-    def _of_blocks(self, site: int, own: int) -> jax.Array | None:
-        if self.keys is None:
-            return None
-        index = shardops.axis_index("t") * own + jnp.arange(own)
-        at = lambda key: jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(key, site), i))(index)
-        return jax.vmap(at)(self.keys)
+    Args:
+        keys: key of each sequence of this device, in this layer; None without dropout.
+        site: number of this use of dropout in the layer.
+        count: number of the positions or heads that this device of t has.
+    """
+    if keys is None:
+        return None
+    index = shardops.axis_index("t") * count + jnp.arange(count)
+    at = lambda key: jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(key, site), i))(index)
+    return jax.vmap(at)(keys)
 
 
 class Model:
@@ -208,7 +200,7 @@ class Model:
         x = x + shardops.index_unreduced("[P/t/p] M, B/r/d L -> B/r/d L M +t +p", w.positions, tokens.positions)
         x = shardops.psum_scatter("B/r/d L M +t +p -> B/r/d L/t M +p", x.astype(act.dtype))
         x = shardops.psum("B/r/d L/t M +p -> B/r/d L/t M", x)
-        return dropout(x, self.c.dropout, DropoutKeys(tokens.keys).of_positions(3, tokens.ids.shape[1]))
+        return dropout(x, self.c.dropout, keys_at(tokens.keys, 3, x.shape[1]))
 
     @typed
     def layer(
@@ -216,7 +208,7 @@ class Model:
     ) -> act["B/r/d L/t M"]:
         """One transformer layer. Its weights are gathered."""
         gather, broadcast = shardops.all_gather, shardops.broadcast
-        rate, epsilon, keys = self.c.dropout, self.c.norm_epsilon, DropoutKeys(tokens.keys)
+        rate, epsilon, keys = self.c.dropout, self.c.norm_epsilon, tokens.keys
 
         nx = gather("B/r/d L/t M -> B/r/d L M", layer_norm(x, w.attention_gain, w.attention_bias, epsilon))
 
@@ -227,14 +219,14 @@ class Model:
         q: act["B/r/d L K/t D"] = heads(w.w_q, w.b_q)
         k: act["B/r/d L K/t D"] = heads(w.w_k, w.b_k)
         v: act["B/r/d L K/t D"] = heads(w.w_v, w.b_v)
-        drop_weights = lambda weights: dropout(weights, rate, keys.of_heads(0, weights.shape[1]))
-        drop_weights = None if keys.keys is None else drop_weights
+        drop_weights = lambda weights: dropout(weights, rate, keys_at(keys, 0, weights.shape[1]))
+        drop_weights = None if keys is None else drop_weights
         attended = attend(q[..., None, :], k, v, CAUSAL, drop=drop_weights)  # one query head for each key head
         attended: act["B/r/d L K/t D"] = save_for_backward(attended[..., 0, :])
         out = einsum("B/r/d L K/t D, K/t D M -> B/r/d L M +t", attended, w.w_o)
         out = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)
         out = out + broadcast("M -> B/r/d L/t M", w.b_o)
-        x = save_for_backward(x + dropout(out, rate, keys.of_positions(1, nx.shape[1])))
+        x = save_for_backward(x + dropout(out, rate, keys_at(keys, 1, x.shape[1])))
 
         nx = gather("B/r/d L/t M -> B/r/d L M", layer_norm(x, w.mlp_gain, w.mlp_bias, epsilon))
         up = einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w.w_up)
@@ -243,7 +235,7 @@ class Model:
         out = einsum("B/r/d L F/t, F/t M -> B/r/d L M +t", hidden, w.w_down)
         out = shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)
         out = out + broadcast("M -> B/r/d L/t M", w.b_down)
-        return x + dropout(out, rate, keys.of_positions(2, nx.shape[1]))
+        return x + dropout(out, rate, keys_at(keys, 2, x.shape[1]))
 
     @typed
     def logits(self, w: GPT2, x: act["B/r/d L/t M"]) -> act["B/r/d L V/t/p"]:

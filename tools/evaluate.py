@@ -1,7 +1,7 @@
 """Evaluates a checkpoint: loss, perplexity and bits per byte of documents, and tasks of lm-eval.
 
     python -m tools.evaluate run=runs/<name>
-    python -m tools.evaluate run=runs/<name> data=data/austen_bytes.zarr per_document=true out=losses.jsonl
+    python -m tools.evaluate run=runs/<name> data=data/austen_bytes.zarr out=losses.jsonl
     python -m tools.evaluate run=runs/<name> data=stories.jsonl step=500 mesh.t=2
     python -m tools.evaluate run=runs/<name> tasks=[mine] task_path=tasks/
 
@@ -98,10 +98,8 @@ class Config:
     """Number of examples before each question of `tasks`; null: as the task says."""
     limit: int | None = at_least_1(None)
     """Number of documents of each of the `tasks`; null: all."""
-    per_document: bool = False
-    """Writes a line for each document to `out`, before the line of the result."""
     out: str | None = None
-    """A file for the result: a JSON object on one line."""
+    """A file for the result: a JSON object on one line. With `data`, a line for each document is before it."""
     tokenizer: str | None = None
     """The tokenizer, if the run's data is gone or names none: `bytes`, `tiktoken:<encoding>`, or a
     name on the Hugging Face hub, a tokenizer.json, or a directory that holds one."""
@@ -140,15 +138,6 @@ class OpenRun:
         if not codec.is_known:
             raise ValueError("the run's data names no tokenizer; tokenizer=<name> says which one made it.")
         return codec
-
-    def codec_or_none(self) -> TextCodec:
-        """The same; one without a tokenizer if there is none."""
-        try:
-            return self.codec()
-        except ValueError:
-            if self.config.tokenizer is not None:
-                raise
-            return TextCodec()
 
     def language_model(self) -> Any:
         """The checkpoint as a model of lm-eval. Raises ValueError if that is not installed."""
@@ -223,7 +212,12 @@ def documents_of(run: OpenRun) -> Iterator[Given]:
             f"{reader.path} holds token ids up to {reader.max_token_id}, the model's vocabulary has "
             f"{run.c.model.vocab}. Choose a dataset made with the run's tokenizer, or evaluate its texts."
         )
-    of_run = run.codec_or_none()
+    try:
+        of_run = run.codec()
+    except ValueError:
+        if config.tokenizer is not None:
+            raise
+        of_run = TextCodec()
     try:
         codec = codec_of_attributes(config.data, reader.attributes)
     except FileNotFoundError:
@@ -271,16 +265,6 @@ def of_tasks(run: OpenRun, write_line: Callable[[str], None]) -> dict[str, Any]:
 
 # ---- main -----------------------------------------------------------------------------------------------------------
 
-NEEDS = {
-    "batches": ("",),
-    "max_documents": ("data",),
-    "per_document": ("data",),
-    "task_path": ("tasks",),
-    "num_fewshot": ("tasks",),
-    "limit": ("tasks",),
-}
-"""Settings that belong to data or tasks; the empty name is the run's own validation."""
-
 
 def check_settings(config: Config) -> str:
     """What is evaluated: data, tasks, or "" for none. Raises ValueError for settings that do not agree."""
@@ -293,12 +277,11 @@ def check_settings(config: Config) -> str:
     if len(given) > 1:
         raise ValueError(f"give one of data and tasks; {' and '.join(given)} is given.")
     what = given[0] if given else ""
-    for name, of in NEEDS.items():
-        if getattr(config, name) not in (None, False) and what not in of:
-            where = f"with {' or '.join(of)}" if any(of) else "without data and tasks"
+    belong = {"": ("batches",), "data": ("max_documents",), "tasks": ("task_path", "num_fewshot", "limit")}
+    for of, name in ((of, name) for of, names in belong.items() for name in names):
+        if getattr(config, name) is not None and what != of:
+            where = f"with {of}" if of else "without data and tasks"
             raise ValueError(f"{name} is given, which has a meaning only {where}. Leave it out.")
-    if config.per_document and config.out is None:
-        raise ValueError("per_document is true, but there is no file for the documents: give out=<file>.jsonl.")
     if config.task_path is not None and not Path(config.task_path).is_dir():
         raise ValueError(f"task_path: there is no directory {config.task_path}. Correct the path.")
     # Before the weights are read, which can take long.
@@ -331,9 +314,8 @@ def evaluate(config: Config, console: Console | None = None) -> dict[str, Any]:
             Path(config.out).parent.mkdir(parents=True, exist_ok=True)
             file = stack.enter_context(open(config.out, "w", encoding="utf-8"))
             write = lambda line: file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-        of_each = lambda found: write(dataclasses.asdict(found)) if config.per_document else None
         if what == "data":
-            result = of_data(run, of_each)
+            result = of_data(run, lambda found: write(dataclasses.asdict(found)))
         else:
             result = of_tasks(run, write_line) if what == "tasks" else own_validation(run, write_line)
         about = {"run": config.run, "step": run.step, "weights": run.which, "mesh": dict(run.mesh.shape)}

@@ -2,7 +2,7 @@
 
     python -m tools.generate run=runs/<name> prompt="Once upon a time" max_tokens=200 temperature=0.8 top_k=50
     python -m tools.generate run=runs/<name> prompts_file=prompts.txt samples=4 output=texts.jsonl
-    python -m tools.generate run=runs/<name> step=500 prompt_ids=[5,8,13] mesh.t=2 check=true
+    python -m tools.generate run=runs/<name> step=500 prompt_ids=[5,8,13] mesh.t=2
 
 The weights are sharded as in training, on any mesh. docs/sampling.md explains how it works.
 """
@@ -12,7 +12,6 @@ import json
 import math
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,8 +51,6 @@ class Config:
     names on servers. For a run that is not yours, read them first."""
     prompt: str | None = None
     """Text to continue, exactly as it is after `prompt=`; empty: a document from its beginning."""
-    prompts: list[str] = field(default_factory=list)
-    """Several prompts."""
     prompts_file: str | None = None
     """A file with a prompt on each line."""
     prompt_ids: list[int] | None = None
@@ -82,8 +79,6 @@ class Config:
     gather_weights: str | None = None
     """layer: for each token, the weights of each layer are gathered where they are used. step: all weights stay
     gathered, which is faster if they fit on a device. Null: as in training."""
-    check: bool = False
-    """Draws all tokens again from training's forward pass, and compares."""
     output: str | None = None
     """A file for the texts, one JSON object on each line."""
     data: str | None = None
@@ -107,18 +102,17 @@ def open_codec(config: Config, c: run_config.Config) -> TextCodec:
 
 def read_prompts(config: Config) -> list[str]:
     """The prompts as texts; none with prompt_ids. Raises ValueError unless they are given in exactly one way."""
-    given = [
-        name for name in ("prompt", "prompts", "prompts_file", "prompt_ids") if getattr(config, name) not in (None, [])
-    ]
-    if len(given) != 1 and not (config.prompt_ids == [] and not given):
+    names = ("prompt", "prompts_file", "prompt_ids")
+    given = [name for name in names if getattr(config, name) is not None]
+    if len(given) != 1:
         found = " and ".join(given) or "none of them"
-        raise ValueError(f"give one of prompt, prompts, prompts_file and prompt_ids; {found} is given.")
+        raise ValueError(f"give one of prompt, prompts_file and prompt_ids; {found} is given.")
     if config.prompts_file is not None:
         try:
             return read_text(config.prompts_file, LARGE).splitlines()
         except FileNotFoundError as error:
             raise ValueError(f"prompts_file: there is no file {config.prompts_file}. Correct the path.") from error
-    return config.prompts if config.prompts else [] if config.prompt is None else [config.prompt]
+    return [] if config.prompt is None else [config.prompt]
 
 
 def stop_ids(config: Config, codec: TextCodec) -> tuple[int, ...]:
@@ -190,10 +184,12 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
             sampler = Sampler(train.Forward(model, c.training), settings, context, config.batch, source)
             repeated = [prompt for prompt in prompts for _ in range(config.samples)]
             drawn = sampler.generate(weights, repeated)
-            results = [
-                _result(codec, texts[i // config.samples], repeated[i], i % config.samples, ids, settings.stop)
-                for i, ids in enumerate(drawn)
-            ]
+            results = []
+            for i, (prompt, ids) in enumerate(zip(repeated, drawn, strict=True)):
+                ended = ids[-1] in settings.stop
+                added = codec.continuation(prompt, ids[:-1] if ended else ids)
+                text, sample = texts[i // config.samples], i % config.samples
+                results.append(Generated(text, sample, added, ended, list(prompt), ids))
             for result in results:
                 show(console, result)
             mesh = dict(jax.sharding.get_mesh().shape)
@@ -203,29 +199,12 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
                 f"{speed.tokens / speed.seconds:,.0f} tokens/s, after {speed.compile_seconds:.1f} s of compilation; "
                 f"step {saved.step}, mesh {mesh}, {c.training.compute_dtype}"
             )
-            if config.output is not None:
-                _write(config.output, results)
-            if config.check:
-                found = sampler.check(weights, repeated, drawn)
-                say(
-                    f"checked: by training's forward pass, {found.tokens:,} tokens are the same, but for {found.ties} "
-                    f"near ties (at most {found.largest:.2f} of what rounding explains)"
-                )
+    if config.output is not None:
+        Path(config.output).parent.mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps(dataclasses.asdict(result), ensure_ascii=False) + "\n" for result in results)
+        with open(config.output, "w", encoding="utf-8") as file:
+            file.writelines(lines)
     return results
-
-
-def _result(
-    codec: TextCodec, text: str, prompt: Sequence[int], sample: int, ids: list[int], stop: Sequence[int]
-) -> Generated:
-    ended = ids[-1] in stop
-    added = codec.continuation(prompt, ids[:-1] if ended else ids)
-    return Generated(text, sample, added, ended, list(prompt), ids)
-
-
-def _write(path: str, results: list[Generated]) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", encoding="utf-8") as file:
-        file.writelines(json.dumps(dataclasses.asdict(result), ensure_ascii=False) + "\n" for result in results)
 
 
 # ---- main ---------------------------------------------------------------------------------------------------------

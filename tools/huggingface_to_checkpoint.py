@@ -97,15 +97,15 @@ def parts_of(weights: Any, table: Any) -> Iterator[tuple[str, Any, np.ndarray]]:
     """
     values = jax.tree.structure(table).flatten_up_to(weights)
     for (name, weight), value in zip(named_leaves({"weights": table}).items(), values, strict=True):
-        layers = value if isinstance(value, list) else [value]
-        shape = weight.shape[1:] if isinstance(value, list) else weight.shape
-        if isinstance(value, list) and len(value) != weight.shape[0]:
+        of_layers = isinstance(value, list)
+        if of_layers and len(value) != weight.shape[0]:
             raise ValueError(f"{name} has {len(value)} layers; the model has {weight.shape[0]}.")
-        for i, part in enumerate(layers):
-            array = np.asarray(part() if callable(part) else part)
+        shape = weight.shape[1:] if of_layers else weight.shape
+        for i, part in enumerate(value) if of_layers else [(..., value)]:
+            array = np.asarray(part() if callable(part) else part, np.float32)
             if array.shape != shape:
                 raise ValueError(f"{name} is {list(array.shape)} in the model's files; it must be {list(shape)}.")
-            yield name, i if isinstance(value, list) else ..., array.astype(np.float32, copy=False)
+            yield name, i, array
 
 
 def _end_token(tokenizer: Path, ids: Any) -> str:
@@ -114,14 +114,6 @@ def _end_token(tokenizer: Path, ids: Any) -> str:
     added = definition_of(tokenizer, read_text(tokenizer, LARGE)).get("added_tokens", [])
     ends = [token["content"] for token in added if token["id"] in ids]
     return shlex.quote(f'tokenizer.end_token="{ends[0]}"') if ends else "tokenizer.end_token=null"
-
-
-def _untrained(length: int) -> dict:
-    """The other sections of a run's configuration, for programs that read them."""
-    return {
-        "optimizer": {"learning_rate": 0.0, "warmup_steps": 0, "schedule": "constant"},
-        "training": {"batch_size": 1, "seq_len": length, "steps": 1},
-    }
 
 
 def run(config: Config, log: Callable[[str], None] = print) -> None:
@@ -161,7 +153,10 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
     model = dataclasses.asdict(c)
     arrays = named_leaves({"weights": shapes_of(table)})
     length = content.get("max_position_embeddings") or content.get("n_positions") or 2048
-    metadata = {"config": {"model": model} | _untrained(length), "loader": {}}
+    # The other sections of a run's configuration, for programs that read them.
+    optimizer = {"learning_rate": 0.0, "warmup_steps": 0, "schedule": "constant"}
+    training = {"batch_size": 1, "seq_len": length, "steps": 1}
+    metadata = {"config": {"model": model, "optimizer": optimizer, "training": training}, "loader": {}}
 
     def check(stored: dict[str, StoredArray]) -> None:
         nonlocal compared

@@ -50,9 +50,7 @@ def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = F
         ValueError: `path` cannot compute it.
     """
     device, length = target_device(), q.shape[1]
-    refusals = {"einsum": None, "blockwise": "it has no dropout" if dropout else None}
-    refusals["cudnn"] = _cudnn_refuses(rule, q, dropout, sinks, device)
-    refusals["splash"] = _splash_refuses(rule, q, dropout, sinks, device)
+    refusals = _refusals(rule, q, dropout, sinks, device)
     if path != "auto":
         if refusals[path]:
             raise ValueError(
@@ -76,47 +74,39 @@ def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = F
     return "blockwise", f"blocks of {block} tokens; {why}"
 
 
-def _cudnn_refuses(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device) -> str | None:
-    """Reason why cuDNN's kernel cannot compute this, or None. The limits are those of jax.nn.dot_product_attention."""
+def _refusals(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device) -> dict[str, str | None]:
+    """Reason why each path cannot compute this; None if it can. cuDNN's are those of jax.nn.dot_product_attention."""
     length, d_head, dtype = q.shape[1], q.shape[-1], jnp.dtype(q.dtype)
-    if device.platform != "gpu" or not device.device_kind.startswith("NVIDIA"):
-        return f"{device.device_kind} is not an NVIDIA GPU"
-    if dropout:
-        return "it has no dropout here"
-    if rule.score or sinks:
-        return "it changes no scores, and has no sinks"
-    if dtype != jnp.bfloat16:
-        return f"it takes bf16, not {dtype.name}"
-    largest = _largest_head(device)
-    if d_head % 8 or d_head > largest:
-        return f"heads of {d_head} entries; it takes multiples of 8 up to {largest}"
-    return f"an odd number of tokens, {length}" if length % 2 else None
-
-
-def _largest_head(device: jax.Device) -> int:
-    """Largest number of entries of a head that cuDNN takes: more from Hopper on.
-
-    An abstract device does not say what it is, and JAX takes it for an older one.
-    """
-    return 256 if float(getattr(device, "compute_capability", 8)) >= 9 else 128
-
-
-def _splash_refuses(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device) -> str | None:
-    """Reason why splash attention cannot compute this, or None."""
-    length, dtype = q.shape[1], jnp.dtype(q.dtype)
-    if device.platform != "tpu":
-        return f"{device.device_kind} is not a TPU"
-    if dropout:
-        return "it has no dropout"
-    if sinks:
-        return "it has no sinks here"
-    if rule.score and not isinstance(rule.score, SoftCap):
-        return "of functions of scores, it knows SoftCap alone"
-    if not all(f in (causal, same_document) or isinstance(f, Window) for f in rule.visible):
-        return "of conditions, it knows causal, same_document and Window alone"
-    if dtype != jnp.bfloat16:
-        return f"it takes bf16, not {dtype.name}"
-    return f"{length} tokens; it takes multiples of {LANES}" if length % LANES else None
+    # cuDNN takes larger heads from Hopper on. Abstract devices do not say what they are: JAX takes them for older ones.
+    largest = 256 if float(getattr(device, "compute_capability", 8)) >= 9 else 128
+    is_nvidia = device.platform == "gpu" and device.device_kind.startswith("NVIDIA")
+    is_known = all(f in (causal, same_document) or isinstance(f, Window) for f in rule.visible)
+    no_dropout, no_f32 = (dropout, "it has no dropout"), (dtype != jnp.bfloat16, f"it takes bf16, not {dtype.name}")
+    reasons = {
+        "einsum": [],
+        "blockwise": [no_dropout],
+        "cudnn": [
+            (not is_nvidia, f"{device.device_kind} is not an NVIDIA GPU"),
+            no_dropout,
+            (rule.score or sinks, "it changes no scores, and has no sinks"),
+            no_f32,
+            (
+                d_head % 8 or d_head > largest,
+                f"heads of {d_head} entries; it takes multiples of 8 up to {largest}",
+            ),
+            (length % 2, f"an odd number of tokens, {length}"),
+        ],
+        "splash": [
+            (device.platform != "tpu", f"{device.device_kind} is not a TPU"),
+            no_dropout,
+            (sinks, "it has no sinks here"),
+            (rule.score and not isinstance(rule.score, SoftCap), "of functions of scores, it knows SoftCap alone"),
+            (not is_known, "of conditions, it knows causal, same_document and Window alone"),
+            no_f32,
+            (length % LANES, f"{length} tokens; it takes multiples of {LANES}"),
+        ],
+    }
+    return {path: next((why for refuses, why in of_path if refuses), None) for path, of_path in reasons.items()}
 
 
 def run(

@@ -201,24 +201,31 @@ def module_of(name: str) -> ModuleType:
             f"model.module is {name!r}, and Python finds no module of that name; put {name}.py where you start, or its "
             f"directory into PYTHONPATH.{did_you_mean(name, ('train', 'gpt2', 'gpt2'))}"
         ) from None
-    _check_has(name, "which", module, ("ModelConfig", "Model"))
-    if not dataclasses.is_dataclass(module.ModelConfig):
-        raise _refusal(name, "whose ModelConfig is not a dataclass")
-    fields = {field.name for field in dataclasses.fields(module.ModelConfig)}
-    _check_has(name, "whose ModelConfig", module.ModelConfig, [x for x in SETTINGS if x not in fields])
-    _check_has(name, "whose Model", module.Model, ["Weights", *(x for x in METHODS if x not in OPTIONAL)])
+
+    def check(holds: bool, problem: str) -> None:
+        if not holds:
+            raise _refusal(name, problem)
+
+    missing = lambda thing, parts: ", ".join(part for part in parts if not hasattr(thing, part))
+    lacks = missing(module, ("ModelConfig", "Model"))
+    check(not lacks, f"which has no {lacks}")
+    c, kind = module.ModelConfig, module.Model
+    check(dataclasses.is_dataclass(c), "whose ModelConfig is not a dataclass")
+    fields = {field.name for field in dataclasses.fields(c)}
+    lacks = missing(c, [part for part in SETTINGS if part not in fields])
+    check(not lacks, f"whose ModelConfig has no {lacks}")
+    lacks = missing(kind, ("Weights", *(method for method in METHODS if method not in OPTIONAL)))
+    check(not lacks, f"whose Model has no {lacks}")
     for method, arguments in METHODS.items():
-        if not hasattr(module.Model, method):
+        if not hasattr(kind, method):
             continue
         try:
-            signature = inspect.signature(getattr(module.Model, method))
+            signature = inspect.signature(getattr(kind, method))
             signature.bind("self", *arguments)
             names = [name for name in signature.parameters if name in arguments]
-            if names != [name for name in arguments if name in names]:
-                raise TypeError(f"its arguments are ({', '.join(names)})")
+            check(names == [x for x in arguments if x in names], f"whose Model.{method} takes ({', '.join(names)})")
         except TypeError as error:
-            problem = f"whose Model.{method} does not take ({', '.join(arguments)}): {error}"
-            raise _refusal(name, problem) from None
+            raise _refusal(name, f"whose Model.{method} does not take ({', '.join(arguments)}): {error}") from None
     return module
 
 
@@ -226,35 +233,32 @@ def _refusal(name: str, problem: str) -> ValueError:
     return ValueError(f"model.module is {name!r}, {problem}; see docs/models.md for what a module must have.")
 
 
-def _check_has(name: str, owner: str, thing: Any, parts: Any) -> None:
-    if missing := [part for part in parts if not hasattr(thing, part)]:
-        raise _refusal(name, f"{owner} has no {', '.join(missing)}")
-
-
 def load_model(c: Any) -> LanguageModel:
     """The model of a ModelConfig. Raises ValueError if its module lacks a part, or its table has another class."""
-    name, kind = c.module, module_of(c.module).Model
+    kind = module_of(c.module).Model
     try:
         model = kind(c)
     except TypeError as error:
-        raise _refusal(name, f"whose Model is not made from a ModelConfig alone: {error}") from error
-    _check_has(name, "whose Model", model, ("c", "table"))
-    if model.c is not c:
-        raise _refusal(name, "whose Model has another c than the ModelConfig it is made from")
-    inputs = getattr(model, "inputs", ())
-    if not isinstance(inputs, tuple | list) or len({name for name in inputs if isinstance(name, str)}) != len(inputs):
-        raise _refusal(name, f"whose Model has inputs {inputs!r}; it must be a tuple of names, each once: ('kind',)")
-    if not (isinstance(kind.Weights, type) and dataclasses.is_dataclass(kind.Weights)):
-        raise _refusal(name, "whose Weights is not a pytree_dataclass")
-    if not isinstance(model.table, model.Weights):
-        table, Weights = type(model.table).__name__, model.Weights.__name__
-        raise _refusal(name, f"whose table is a {table}; it must be a {Weights}, with a Weight in place of each array")
-    if "layers" not in {field.name for field in dataclasses.fields(kind.Weights)}:
-        raise _refusal(name, "whose Weights has no field `layers`, for the stack of layers")
-    for weight in jax.tree.leaves(model.table.layers):
+        raise _refusal(c.module, f"whose Model is not made from a ModelConfig alone: {error}") from error
+    table, inputs = getattr(model, "table", None), getattr(model, "inputs", ())
+    problem = None
+    if getattr(model, "c", None) is not c:
+        problem = "whose Model has no c, or another one than the ModelConfig it is made from"
+    elif not (isinstance(inputs, tuple | list) and len({x for x in inputs if isinstance(x, str)}) == len(inputs)):
+        problem = f"whose Model has inputs {inputs!r}; it must be a tuple of names, each once: ('kind',)"
+    elif not (isinstance(kind.Weights, type) and dataclasses.is_dataclass(kind.Weights)):
+        problem = "whose Weights is not a pytree_dataclass"
+    elif not isinstance(table, kind.Weights):
+        it_must = f"it must be a {kind.Weights.__name__}, with a Weight in place of each array"
+        problem = f"whose table is a {type(table).__name__}; {it_must}"
+    elif not hasattr(table, "layers"):
+        problem = "whose Weights has no field `layers`, for the stack of layers"
+    for weight in jax.tree.leaves(table.layers) if problem is None else ():
         if hasattr(weight, "shape") and weight.shape[:1] != (c.layers,):
-            problem = f"whose table has a stack of shape {weight.shape} in `layers`; "
-            raise _refusal(name, f"{problem}its first dim must be model.layers = {c.layers}")
+            stack = f"whose table has a stack of shape {weight.shape} in `layers`"
+            problem = f"{stack}; its first dim must be model.layers = {c.layers}"
+    if problem is not None:
+        raise _refusal(c.module, problem)
     return model
 
 

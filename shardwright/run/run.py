@@ -265,7 +265,7 @@ class Run:
 
     def compare_forms(self) -> None:
         """Refuses a form of an op for this platform that does not compute what its plain form does. It runs both."""
-        check_paths(self.forward, self.c.training.seq_len, kept_programs("attention"))
+        check_paths(self.forward, self.c.training.seq_len)
         lookups.check_sums()
 
     def compile(self, training_step: Any, state: Any) -> jax.stages.Compiled:

@@ -1,19 +1,26 @@
-"""The cache of keys and values, and the forward pass that reads it.
+"""The cache of keys and values, the forward pass that reads it, and a check that it serves a model.
 
 The residual stream is sharded along L over t. The next token of a text is a single position, which cannot be sharded.
 So in decoding the dim L counts texts: N texts, sharded over r and d, are B = r·d sequences of L = N/(r·d) positions.
 """
 
+import dataclasses
 import functools
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from shardlib import shardops
-from shardlib.shardtypes import Array, f32, i32, pytree_dataclass, typed, u32
-from shardwright.modeling.model import Tokens, act
+from shardlib.op_checks import varying
+from shardlib.shardtypes import Array, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
+from shardlib.values import mesh_axes
+from shardwright.modeling.attention_calls import TOLERANCE
+from shardwright.modeling.model import Tokens, act, compute_scope, period_of
 from shardwright.modeling.rules import Places, Rule, head_numbers, softmax
+from shardwright.modeling.weights import initialize
 
 W = TypeVar("W")
 
@@ -119,3 +126,67 @@ def window_cache(w: W, ids: u32["_N/r/d _L"], forward: Any, size: int) -> Array[
 
     _, cache, _ = forward(w, tokens, lambda w, x: None, attend)
     return jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, size - ids.shape[1]), (0, 0), (0, 0)]), cache)
+
+
+# ---- check ----------------------------------------------------------------------------------------------------------
+
+LENGTH = 32
+"""Largest number of tokens that the check reads, half of them at once; a multiple of t if that is more."""
+
+
+def check_cache(forward: Any, context: int) -> None:
+    """Checks that a model can be decoded with a cache, on random texts and with random weights.
+
+    With the cache, each position of a forward pass belongs to another text. This is right if a position learns from
+    others through `attend` alone, and by places alone. All weights are random, so that one that is 0 before training
+    hides nothing. One period of layers is checked, in f32, of some texts on each device. That positions learn from no
+    later ones is proved before: shardwright/run/causality.py.
+
+    Args:
+        forward: train.Forward of the model, on the current mesh.
+        context: number of tokens that the next one can see.
+
+    Raises:
+        ValueError: the logits are not those of the forward pass without a cache.
+    """
+    model, mesh = forward.model, jax.sharding.get_mesh()
+    t = mesh.shape["t"]
+    exact = dataclasses.replace(forward.training, attention="einsum", compute_dtype="f32")
+    forward = dataclasses.replace(forward, training=exact)
+    half = -(-min(context, LENGTH) // (2 * t)) * t
+    ids = np.random.default_rng(0).integers(0, model.c.vocab, (mesh.size, 2 * half)).astype(np.uint32)
+    places = np.arange(half, max(half + 1, min(context, 2 * half)), dtype=np.int32)
+
+    @typed_shard_map
+    def differences(w: model.Weights, ids: u32["_N/r/d _L"]) -> f32["_T"]:
+        w, zero = forward.copies(w), jnp.int32(0 * ids)
+        text = Tokens(ids, zero + jnp.arange(2 * half, dtype=jnp.int32), zero)
+        expected, _, _ = forward(w, text, model.logits)
+
+        def step(cache, place):
+            at = zero[:, 0]
+            logits, cache = next_logits(w, cache, Texts(at, at, ids[:, place], at + place, at), forward)
+            error = jnp.max(jnp.abs(logits[0] - expected[:, place]))
+            return cache, error / jnp.max(jnp.abs(expected))
+
+        _, found = lax.scan(step, window_cache(w, ids[:, :half], forward, 2 * half), places)
+        axes = tuple(mesh_axes())
+        return lax.pmax(varying(found, axes), axes)
+
+    with compute_scope("f32"), jax.default_matmul_precision("highest"):
+        w = jax.jit(lambda key: initialize(_random_period(model), key))(jax.random.key(0))
+        far = np.asarray(jax.jit(differences)(w, ids))
+    if not far.max() <= TOLERANCE["f32"]:
+        raise ValueError(
+            f"with a cache, the logits of random texts are not those of training's forward pass: they differ by "
+            f"{far.max():.2g} of the largest. A position may learn from others through attend alone, which each layer "
+            "calls once, and a rule may depend on places, not on shapes. Train and evaluate this model without samples."
+        )
+
+
+def _random_period(model: Any) -> Any:
+    """The model's table with one period of layers, and weights that are all random."""
+    random = lambda weight: dataclasses.replace(weight, std=weight.std or 0.3)
+    cut = lambda weight: dataclasses.replace(weight, shape=(period_of(model), *weight.shape[1:]))
+    table = jax.tree.map(random, model.table)
+    return dataclasses.replace(table, layers=jax.tree.map(cut, table.layers))

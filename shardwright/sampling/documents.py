@@ -3,11 +3,11 @@
 import collections
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from shardwright.sampling.scoring import Scorer, pieces
+from shardwright.sampling.scoring import Scorer
 from shardwright_data import flat_tokens
 from shardwright_data.text import sources
 from shardwright_data.text.codec import TextCodec
@@ -16,29 +16,30 @@ AT_ONCE = 2**12
 """Documents of a dataset that are read together."""
 
 
-class Given(NamedTuple):
-    """A document to be evaluated."""
-
-    index: int
-    """Place in the data, counted from 0."""
-    ids: Sequence[int]
-    """Token ids, at least one, without bos."""
-    bytes: int | None
-    """UTF-8 bytes of its text; None if they are not known."""
-
-
 @dataclass
 class Document:
-    """A document that was evaluated."""
+    """A document, and its loss once it is evaluated."""
 
     index: int
     """Place in the data, counted from 0."""
     tokens: int
-    """Number of its tokens."""
+    """Number of its tokens, at least one."""
     loss: float
     """Sum of the losses of its tokens, in nats."""
     bytes: int | None
     """UTF-8 bytes of its text; None if they are not known."""
+
+
+Given = tuple[Document, Sequence[int]]
+"""A document that is not evaluated yet, and its token ids without bos."""
+
+
+def pieces(ids: Sequence[int], bos: int, length: int) -> list[list[int]]:
+    """A document as sequences: `bos` and the next `length` tokens, as a run reads a document that its batches cut.
+
+    A piece does not see those before it.
+    """
+    return [[bos, *ids[i : i + length]] for i in range(0, len(ids), length)]
 
 
 def documents_of_files(pattern: str, text_field: str, separator: str | None, codec: TextCodec) -> Iterator[Given]:
@@ -54,7 +55,8 @@ def documents_of_files(pattern: str, text_field: str, separator: str | None, cod
     end = [] if codec.end is None else [codec.end]
     for i, text in enumerate(text for texts, _ in blocks for text in texts):
         if ids := codec.encode(text):
-            yield Given(i, [*ids, *end], len(text.encode()))
+            ids = [*ids, *end]
+            yield Document(i, len(ids), 0.0, len(text.encode())), ids
 
 
 def documents_of_dataset(reader: flat_tokens.Reader, codec: TextCodec) -> Iterator[Given]:
@@ -64,17 +66,17 @@ def documents_of_dataset(reader: flat_tokens.Reader, codec: TextCodec) -> Iterat
         (encoded,) = reader.read(starts[:1], starts[-1:] - starts[:1])
         ids, _ = flat_tokens.decode(encoded)
         for i, document in enumerate(np.split(ids, starts[1:-1] - starts[0])):
-            yield Given(first + i, document, codec.utf8_bytes(document))
+            yield Document(first + i, len(document), 0.0, codec.utf8_bytes(document)), document
 
 
 def losses_of(scorer: Scorer, weights: Any, documents: Iterable[Given]) -> Iterator[Document]:
-    """Evaluates documents, in their order. A document of more than scorer.length tokens is cut: scoring.pieces."""
+    """Evaluates documents, in their order. A document of more than scorer.length tokens is cut into pieces."""
     waiting: collections.deque[tuple[int, Document]] = collections.deque()
 
     def sequences() -> Iterator[list[int]]:
-        for index, ids, size in documents:
+        for document, ids in documents:
             cut = pieces(ids, scorer.c.bos_id, scorer.length)
-            waiting.append((len(cut), Document(index, len(ids), 0.0, size)))
+            waiting.append((len(cut), document))
             yield from cut
 
     done = 0

@@ -2,20 +2,15 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from shardlib import shardops
-from shardlib.shardtypes import f32, i32, typed, u32
+from shardlib.shardtypes import i32, typed, u32
 from shardwright.modeling.model import act
 from shardwright_data.checks import at_least_0, check_ranges, within
-
-ROUNDING = {"bf16": 2**-5, "f32": 1e-4}
-"""Largest difference of a logit summed in two orders, divided by the largest logit of its position. In bf16 it is four
-times the measured one, in f32 a hundred times (docs/sampling.md)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +46,8 @@ def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
             raise ValueError(f"{name} has the token id {token}; those of the model are 0 to {vocab - 1}.")
 
 
-def lowest_kept(scaled: jax.Array, s: Settings, mass: Any = 1.0) -> jax.Array:
-    """Lowest of the scaled logits[…, V] that top_k and top_p leave, […, 1]. `mass` is a factor on top_p."""
+def lowest_kept(scaled: jax.Array, s: Settings) -> jax.Array:
+    """Lowest of the scaled logits[…, V] that top_k and top_p leave, […, 1]."""
     if s.top_k is None and s.top_p == 1:
         return jnp.full_like(scaled[..., :1], -jnp.inf)
     ordered = lax.top_k(scaled, min(s.top_k or scaled.shape[-1], scaled.shape[-1]))[0]
@@ -60,7 +55,7 @@ def lowest_kept(scaled: jax.Array, s: Settings, mass: Any = 1.0) -> jax.Array:
         return ordered[..., -1:]
     likelihood = jax.nn.softmax(ordered, axis=-1)
     likelier = jnp.cumsum(likelihood, axis=-1) - likelihood
-    kept = (likelier < s.top_p * mass).at[..., 0].set(True)
+    kept = (likelier < s.top_p).at[..., 0].set(True)
     return jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
 
 
@@ -103,33 +98,3 @@ def gathered(drawn: u32["B/r/d L/t"]) -> u32["B/r/d L"]:
     positions = jnp.arange(drawn.shape[1] * shardops.axis_size("t"))
     found = shardops.index_unreduced("B/r/d [L/t], L -> L B/r/d +t", drawn, positions)
     return shardops.rearrange("L B/r/d -> B/r/d L", shardops.psum("L B/r/d +t -> L B/r/d", found))
-
-
-@typed
-def compare(
-    logits: act["B/r/d L V/t"],
-    drawn: u32["B/r/d L"],
-    number: i32["B/r/d L"],
-    place: i32["B/r/d L"],
-    s: Settings,
-    rounding: float,
-) -> tuple[u32["B/r/d L/t"], f32["B/r/d L/t"], f32["B/r/d L/t"]]:
-    """Compares the tokens `drawn` with those that `choose` draws from these logits.
-
-    Returns the token from `choose`, the excess of its scaled logit with noise over that of `drawn`, and the excess that
-    rounding explains, if each scaled logit may be wrong by half of it.
-
-    Rounding can also change which tokens top_k and top_p keep. The excess is that of tokens that they keep in any case.
-    It is infinite if no rounding could make them keep `drawn`.
-    """
-    scaled = scaled_logits(shardops.all_to_all("B/r/d L V/t -> B/r/d L/t V", logits), s)
-    noisy = scaled + gumbel_noise(own_block(number), own_block(place), scaled.shape[-1], s)
-    pick = lambda x, ids: jnp.take_along_axis(x, ids[..., None], axis=-1)[..., 0]
-    mine = own_block(drawn.astype(jnp.int32))
-    expected = jnp.argmax(jnp.where(scaled >= lowest_kept(scaled, s), noisy, -jnp.inf), axis=-1)
-    error = rounding * jnp.max(jnp.abs(scaled), axis=-1)
-    lowest = lambda sign: lowest_kept(scaled, s, jnp.exp(2 * sign * error)[..., None])[..., 0] - 2 * sign * error
-    surely = scaled >= lowest(-1)[..., None]
-    excess = jnp.max(jnp.where(surely, noisy, -jnp.inf), axis=-1) - pick(noisy, mine)
-    excess = jnp.where(pick(scaled, mine) >= lowest(1), jnp.maximum(excess, 0), jnp.inf)
-    return expected.astype(jnp.uint32), jnp.where(expected == mine, 0, excess), 2 * error

@@ -6,7 +6,7 @@ import jax
 
 from shardwright.sampling.drawing import Settings
 from shardwright.sampling.sampler import Sampler
-from shardwright.sampling.scoring import Scorer, log_likelihoods, products_in, windows
+from shardwright.sampling.scoring import Scorer, log_likelihoods, products_in
 from shardwright_data.text.codec import TextCodec
 
 MAX_TOKENS = 256
@@ -31,6 +31,7 @@ def language_model(scorer: Scorer, codec: TextCodec, weights: Any) -> Any:
     try:
         from lm_eval.api.model import TemplateLM
         from lm_eval.models.utils import normalize_gen_kwargs
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
     except ImportError as e:
         raise ValueError(
             f"tasks are those of lm-eval, which cannot be imported ({e}): pip install -e '.[eval]'."
@@ -53,9 +54,9 @@ def language_model(scorer: Scorer, codec: TextCodec, weights: Any) -> Any:
 
         def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
             texts = [request.args[0] for request in requests]
-            cut = [windows(codec.encode(text), self.prefix_token_id, self.max_length) for text in texts]
-            pairs = ((ids[:-count], ids[-count:]) for text in cut for ids, count in text)
-            found = log_likelihoods(scorer, weights, pairs)
+            windows = lambda ids: get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
+            cut = [[*map(make_disjoint_window, windows(codec.encode(text)))] for text in texts]
+            found = log_likelihoods(scorer, weights, (pair for text in cut for pair in text))
             return [sum(next(found)[0] for _ in text) for text in cut]
 
         def generate_until(self, requests: Any, **_: Any) -> list[str]:

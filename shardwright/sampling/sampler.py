@@ -10,7 +10,7 @@ can read a cache, so that the positions of a forward pass need not be those of o
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,21 +20,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib import shardops
-from shardlib.shardtypes import Array, bool_, f32, i32, typed_shard_map, u32
+from shardlib.shardtypes import Array, bool_, typed_shard_map, u32
 from shardwright.cluster.devices import kept_programs
 from shardwright.modeling.model import compute_scope, inputs_of
 from shardwright.run.causality import check_causal
 from shardwright.run.soundness import check_program
-from shardwright.sampling.cache import (
-    KeyValues,
-    Texts,
-    next_logits,
-    window_cache,
-    window_start,
-)
-from shardwright.sampling.drawing import ROUNDING, Settings, check_ids, choose, compare, gathered
-from shardwright.sampling.probes import check_cache
-from shardwright_data.loader import TokenBatch
+from shardwright.sampling.cache import KeyValues, Texts, check_cache, next_logits, window_cache, window_start
+from shardwright.sampling.drawing import Settings, check_ids, choose, gathered
 
 CHUNK = 32
 """Number of tokens of each text that are drawn before the host reads them."""
@@ -42,6 +34,28 @@ TEXTS_ARE_POSITIONS = "the positions of a device are its texts here, and how man
 SHORTEST = 16
 """Smallest number of positions of a forward pass over windows. Others are powers of two, so that few programs are
 compiled."""
+
+
+def refuse_inputs(model: Any, instead: str) -> None:
+    """Raises ValueError for a model that reads more than tokens; `instead` says what can be done with it."""
+    if inputs := inputs_of(model):
+        raise ValueError(
+            f"model.module {model.c.module!r} reads {', '.join(inputs)} beside the tokens, which a text does not have. "
+            f"{instead}"
+        )
+
+
+def padded(length: int, most: int, t: int) -> int:
+    """Number of positions of a forward pass over up to `length` of `most` tokens: one of few multiples of t."""
+    short = max(SHORTEST, 1 << (length - 1).bit_length())
+    return -(-min(short, most) // t) * t
+
+
+def compiled(program: Any, args: tuple, source: Any, *settings: Any) -> Any:
+    """The compiled program. On several devices it is checked by the room soundness, once for all runs of a source."""
+    if jax.sharding.get_mesh().size > 1:
+        check_program(program, args, source, kept_programs("soundness"), *settings)
+    return program.lower(*args).compile()
 
 
 @dataclasses.dataclass
@@ -65,13 +79,11 @@ class Sampler:
         context: number of tokens that the next one can see, with bos; at least 2, and no more than the model has
             positions.
         batch: largest number of texts at once; rounded up to a multiple of the devices.
-        source: hashes of the source, from provenance.source_of. Each program is checked by the room
-            soundness before it is compiled, and once for all runs of a source; None: each time.
+        source: hashes of the source, from provenance.source_of; None: programs are checked each time.
 
     Attributes:
         prefill: the jitted program that fills the cache with windows of tokens.
         decode: the jitted program that draws up to CHUNK tokens of each text.
-        compare: the jitted program that draws tokens from training's forward pass, for `check`.
 
     Raises:
         ValueError: a setting out of its range, or a model that reads more than tokens.
@@ -80,11 +92,7 @@ class Sampler:
     def __init__(self, forward: Any, settings: Settings, context: int, batch: int = 64, source: Any = None):
         c = forward.model.c
         settings.check(c.vocab)
-        if inputs := inputs_of(forward.model):
-            raise ValueError(
-                f"model.module {c.module!r} reads {', '.join(inputs)} beside the tokens, which a drawn token does not "
-                "have: it cannot be sampled. Evaluate it instead, or sample one without Model.inputs."
-            )
+        refuse_inputs(forward.model, "Evaluate it, or sample a model without Model.inputs.")
         if context < 2:
             raise ValueError(f"context is {context}; it must hold at least 2 tokens, the first of which is bos.")
         c.check(context)
@@ -98,7 +106,7 @@ class Sampler:
         self._source = source
         self._chunk = min(CHUNK, settings.max_tokens)
         self._checked = False
-        self.prefill, self.decode, self.compare = self._programs()
+        self.prefill, self.decode = self._programs()
 
     def _programs(self):
         forward, s, chunk, cache_size = self.forward, self.settings, self._chunk, self.padded(self.context)
@@ -134,43 +142,29 @@ class Sampler:
             (cache, texts), drawn = lax.scan(step, (cache, texts), length=chunk)
             return cache, texts, drawn
 
-        @typed_shard_map
-        def uncached(
-            w: Weights, batch: TokenBatch, number: i32["B/r/d L"], place: i32["B/r/d L"]
-        ) -> tuple[u32["B/r/d L/t"], f32["B/r/d L/t"], f32["B/r/d L/t"]]:
-            logits, *_ = forward(forward.copies(w), forward.tokens(batch), forward.model.logits)
-            return compare(logits, batch.targets, number, place, s, ROUNDING[training.compute_dtype])
+        def jitted(per_device, donated: int):
+            """Jits `per_device`, with its results but the cache on every device, for the host to read."""
 
-        def jitted(per_device, replicated: slice, **options):
-            """Jits `per_device`, with the `replicated` part of its results on every device, for the host to read."""
-
-            @functools.partial(jax.jit, **options)
+            @functools.partial(jax.jit, donate_argnums=donated)
             @functools.wraps(per_device)
             def program(*args):
                 with compute_scope(training.compute_dtype):
                     out = per_device(*args)
                 if not isinstance(out, tuple):
                     return out
-                read = jax.tree.map(lambda x: jax.reshard(x, PartitionSpec()), out[replicated])
-                return (*out[: replicated.start], *read)
+                return out[0], *jax.tree.map(lambda x: jax.reshard(x, PartitionSpec()), out[1:])
 
             return program
 
-        return (
-            jitted(prefill, slice(1, None), donate_argnums=3),
-            jitted(decode, slice(1, None), donate_argnums=1),
-            jitted(uncached, slice(0, None)),
-        )
+        return jitted(prefill, 3), jitted(decode, 1)
 
     def _call(self, program, *args):
         """Runs program(*args). Its time and that of its compilation are added to the speed."""
         key = (program, tuple(np.shape(x) for x in jax.tree.leaves(args)))
         if key not in self._compiled:
             start = time.perf_counter()
-            if jax.sharding.get_mesh().size > 1:
-                read = self.c, self.forward.training, self.settings, self.context, self._chunk
-                check_program(program, args, self._source, kept_programs("soundness"), *read)
-            self._compiled[key] = program.lower(*args).compile()
+            read = self.c, self.forward.training, self.settings, self.context, self._chunk
+            self._compiled[key] = compiled(program, args, self._source, *read)
             self.speed.compile_seconds += time.perf_counter() - start
         start = time.perf_counter()
         result = jax.block_until_ready(self._compiled[key](*args))
@@ -178,9 +172,8 @@ class Sampler:
         return result
 
     def padded(self, length: int) -> int:
-        """Number of positions of a forward pass over windows of up to `length` tokens: one of few multiples of t."""
-        short = max(SHORTEST, 1 << (length - 1).bit_length())
-        return -(-min(short, self.context) // self._t) * self._t
+        """Number of positions of a forward pass over windows of up to `length` tokens."""
+        return padded(length, self.context, self._t)
 
     def generate(self, weights: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """The tokens drawn after each prompt, with the one that ended the text.
@@ -196,13 +189,13 @@ class Sampler:
         """
         for i, prompt in enumerate(prompts):
             check_ids(f"prompt {i}", prompt, self.c.vocab)
-        self._check_model(weights)
+        self._check_model()
         batch, result = self.batch_for(len(prompts)), []
         for i in range(0, len(prompts), batch):
             result += self._generate(weights, prompts[i : i + batch], i, batch)
         return result
 
-    def _check_model(self, weights: Any) -> None:
+    def _check_model(self) -> None:
         """Checks once that texts can be drawn with a cache."""
         if not self._checked:
             start = time.perf_counter()
@@ -211,7 +204,7 @@ class Sampler:
                 raise ValueError(
                     f"it is not proved that a position sees no later token, so texts cannot be continued: {unproved}"
                 )
-            check_cache(self.forward, weights, self.context)
+            check_cache(self.forward, self.context)
             self._checked = True
             self.speed.compile_seconds += time.perf_counter() - start
 
@@ -258,67 +251,3 @@ class Sampler:
         result = [text[len(prompt) :] for text, prompt in zip(known, prompts, strict=False)]
         self.speed.tokens += sum(map(len, result))
         return result
-
-    def check(self, weights: Any, prompts: Sequence[Sequence[int]], drawn: Sequence[Sequence[int]]) -> "Checked":
-        """Draws each token again from training's forward pass over its window, without a cache, with the same noise.
-
-        Args:
-            weights: as in `generate`.
-            prompts: as in `generate`.
-            drawn: the texts from `generate`.
-
-        Raises:
-            ValueError: another token is drawn, by more than rounding explains.
-        """
-        checked, dtype = Checked(), self.forward.training.compute_dtype
-        self._check_model(weights)
-        windows, per_batch = list(self._windows(prompts, drawn)), self.batch_for(len(prompts))
-        for first in range(0, len(windows), per_batch):
-            part = windows[first : first + per_batch]
-            shape = per_batch, self.padded(max(len(tokens) for _, _, _, tokens in part))
-            targets, number, place = np.zeros(shape, np.uint32), np.zeros(shape, np.int32), np.zeros(shape, np.int32)
-            for i, (text, start, _, tokens) in enumerate(part):
-                targets[i, : len(tokens)] = tokens
-                number[i], place[i] = text, start + np.arange(shape[1])
-            is_start = np.broadcast_to(np.arange(shape[1]) == 0, shape)
-            batch = TokenBatch(targets=targets, is_seq_start=is_start, loss_mask=np.ones(shape, bool))
-            expected, excess, allowed = map(np.asarray, self.compare(weights, batch, number, place))
-            for i, (text, start, new, tokens) in enumerate(part):
-                for j in range(new - start, len(tokens)):
-                    checked.tokens += 1
-                    if expected[i, j] == tokens[j]:
-                        continue
-                    if not excess[i, j] <= allowed[i, j]:
-                        raise ValueError(
-                            f"text {text}, token {start + j}: {tokens[j]} was drawn with the cache, {expected[i, j]} "
-                            f"is by training's forward pass. Their logits with noise differ by {excess[i, j]:.3g}; "
-                            f"rounding in {dtype} explains {allowed[i, j]:.3g}. It is an error of the program: the "
-                            "model reads from its cache what is not in the text."
-                        )
-                    checked.ties += 1
-                    checked.largest = max(checked.largest, float(excess[i, j] / allowed[i, j]))
-        return checked
-
-    def _windows(
-        self, prompts: Sequence[Sequence[int]], drawn: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[int, int, int, list[int]]]:
-        """Each window: number of its text, place of its start, place of its first drawn token, and its tokens."""
-        for i, (prompt, new) in enumerate(zip(prompts, drawn, strict=True)):
-            text, first = [*prompt, *new], len(prompt)
-            while first < len(text):
-                start = window_start(first, self.context)
-                end = min(len(text), start + self.context)
-                yield i, start, first, text[start:end]
-                first = end
-
-
-@dataclasses.dataclass
-class Checked:
-    """Result of `Sampler.check`."""
-
-    tokens: int = 0
-    """Number of tokens that were compared."""
-    ties: int = 0
-    """Number of these that differ because of rounding."""
-    largest: float = 0.0
-    """The largest of their differences, divided by the difference that rounding explains."""

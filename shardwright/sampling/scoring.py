@@ -20,11 +20,9 @@ from jax.sharding import PartitionSpec
 
 from shardlib import shardops
 from shardlib.shardtypes import bool_, f32, make_shardings, typed, typed_shard_map, u32
-from shardwright.cluster.devices import kept_programs
-from shardwright.modeling.model import act, compute_scope, inputs_of
-from shardwright.run.soundness import check_program
+from shardwright.modeling.model import act, compute_scope
 from shardwright.sampling.drawing import check_ids
-from shardwright.sampling.sampler import SHORTEST
+from shardwright.sampling.sampler import compiled, padded, refuse_inputs
 from shardwright_data.loader import TokenBatch
 
 LOGITS = 2**27
@@ -70,7 +68,6 @@ class Scorer:
         source: hashes of the source, from provenance.source_of, as for a Sampler.
 
     Attributes:
-        program: the jitted program.
         mesh: the mesh.
 
     Raises:
@@ -79,11 +76,7 @@ class Scorer:
 
     def __init__(self, forward: Any, loss: Callable, length: int, batch: int | None = None, source: Any = None):
         c = forward.model.c
-        if inputs := inputs_of(forward.model):
-            raise ValueError(
-                f"model.module {c.module!r} reads {', '.join(inputs)} beside the tokens, which a text does not have. "
-                "Evaluate it on its run's own validation data."
-            )
+        refuse_inputs(forward.model, "Evaluate it on its run's own validation data.")
         # The padding after a sequence is another document, for rules that see ahead. So document_mask must be on.
         alone = dataclasses.replace(forward.training, attention="auto", fp8=False, document_mask=True)
         self.forward, self.loss, self.c, self.length = dataclasses.replace(forward, training=alone), loss, c, length
@@ -93,9 +86,9 @@ class Scorer:
         most = min(POSITIONS, LOGITS * self._t // c.vocab)
         self._positions = max(length, most) if batch is None else -(-batch // self._rows) * length
         self.source, self._compiled = source, {}
-        self.program = self._program()
+        self._program = self._losses_program()
 
-    def _program(self) -> Any:
+    def _losses_program(self) -> Any:
         forward, loss, Weights = self.forward, self.loss, self.forward.model.Weights
 
         @typed_shard_map
@@ -143,7 +136,7 @@ class Scorer:
         check_ids("a sequence", (lowest, highest), self.c.vocab)
         by_length: dict[int, list[int]] = {}
         for i, ids in enumerate(block):
-            by_length.setdefault(self._padded(len(ids) - 1), []).append(i)
+            by_length.setdefault(padded(len(ids) - 1, self.length, self._t), []).append(i)
         waiting = []
         for length, numbers in sorted(by_length.items(), reverse=True):
             rows = self._rows * max(1, self._positions // length)
@@ -157,11 +150,6 @@ class Scorer:
                 n = len(block[i]) - 1
                 found[i] = Scored(losses[row, :n], likeliest[row, :n])
         yield from found
-
-    def _padded(self, length: int) -> int:
-        """Number of positions for a sequence: one of few multiples of t, so that few programs are compiled."""
-        short = max(SHORTEST, 1 << (length - 1).bit_length())
-        return -(-min(short, self.length) // self._t) * self._t
 
     def _compute(self, weights: Any, part: list[np.ndarray], length: int, most: int) -> Any:
         """Losses of each row and whether they are of the likeliest tokens, f32[rows, length] and bool[rows, length]."""
@@ -177,42 +165,16 @@ class Scorer:
             is_start[row, n : n + 1] = True
         batch = TokenBatch(targets=targets, is_seq_start=is_start, loss_mask=np.ones(ids.shape, bool))
         with jax.set_mesh(self.mesh):
-            batch, ids = jax.tree.map(jax.device_put, (batch, ids), self._shardings(batch, ids))
+            shardings = make_shardings(TokenBatch, like=batch)
+            batch, ids = jax.tree.map(jax.device_put, (batch, ids), (shardings, shardings.targets))
+            args = weights, batch, ids
             if (rows, length) not in self._compiled:
-                if self.mesh.size > 1:
-                    args, settings = (weights, batch, ids), (self.c, self.forward.training)
-                    known = kept_programs("soundness")
-                    check_program(self.program, args, self.source, known, *settings)
-                self._compiled[rows, length] = self.program.lower(weights, batch, ids).compile()
-            return self._compiled[rows, length](weights, batch, ids)
-
-    def _shardings(self, batch: TokenBatch, ids: np.ndarray) -> Any:
-        batch = make_shardings(TokenBatch, like=batch)
-        return batch, batch.targets
+                settings = self.c, self.forward.training
+                self._compiled[rows, length] = compiled(self._program, args, self.source, *settings)
+            return self._compiled[rows, length](*args)
 
 
 # ---- texts --------------------------------------------------------------------------------------------------------
-
-
-def pieces(ids: Sequence[int], bos: int, length: int) -> list[list[int]]:
-    """A document as sequences: `bos` and the next `length` tokens, as a run reads a document that its batches cut.
-
-    A piece does not see those before it.
-    """
-    return [[bos, *ids[i : i + length]] for i in range(0, len(ids), length)]
-
-
-def windows(ids: Sequence[int], first: int, length: int) -> list[tuple[list[int], int]]:
-    """A text as sequences of at most `length` + 1 tokens, each with the number of tokens at its end that count.
-
-    As lm-eval rolls over a long text: the first window begins with `first`, each later one with the token before it.
-    The last one is as long as the others, and counts only tokens that are in no other.
-    """
-    found, text = [], [first, *ids]
-    for start in range(0, len(ids), length):
-        end = min(start + length, len(ids))
-        found.append((text[max(0, end - length) : end + 1], end - start))
-    return found
 
 
 def log_likelihoods(

@@ -1,4 +1,4 @@
-"""Losses of given tokens against transformers; windows and boundaries against lm-eval's rules, written out by hand."""
+"""Losses of given tokens against transformers."""
 
 import dataclasses
 from pathlib import Path
@@ -10,7 +10,8 @@ import rule_models
 import tiny
 
 import train
-from shardwright.sampling.scoring import Scorer, log_likelihoods, pieces, windows
+from shardwright.sampling.documents import pieces
+from shardwright.sampling.scoring import Scorer, log_likelihoods
 from shardwright_data.loader import DataConfig, make_loader
 from shardwright_data.loader.padded import PaddedLoader
 
@@ -89,20 +90,9 @@ def test_sequences_that_cannot_be_read(sequences, message):
             list(log_likelihoods(s, None, [([1], [])]))
 
 
-# ---- windows --------------------------------------------------------------------------------------------------------
-
-
-def test_windows_are_those_that_lm_eval_documents():
-    """The example of lm_eval.api.model.LM.loglikelihood_rolling: ten tokens, a context of four."""
-    bos = -1
-    inputs = [([bos, 0, 1, 2], [0, 1, 2, 3]), ([3, 4, 5, 6], [4, 5, 6, 7]), ([5, 6, 7, 8], [8, 9])]
-    assert windows(range(10), bos, 4) == [([*read, told[-1]], len(told)) for read, told in inputs]
-
-
 @pytest.mark.parametrize("count", range(1, 10))
-def test_pieces_and_windows_have_each_token_once(count):
+def test_pieces_have_each_token_once(count):
     ids = [*range(10, 10 + count)]
-    assert [token for ids, counted in windows(ids, 0, 4) for token in ids[-counted:]] == ids
     assert [token for piece in pieces(ids, 0, 4) for token in piece[1:]] == ids
     assert all(piece[0] == 0 and len(piece) <= 5 for piece in pieces(ids, 0, 4))
 

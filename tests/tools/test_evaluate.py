@@ -188,7 +188,7 @@ def cut(ids):
 def test_each_document_has_the_loss_that_transformers_computes(run, theirs, mesh, tmp_path):
     _, losses = theirs
     out = tmp_path / "losses.jsonl"
-    found = evaluated(run, data=f"{run.parent}/data.zarr", per_document=True, out=str(out), mesh=mesh)
+    found = evaluated(run, data=f"{run.parent}/data.zarr", out=str(out), mesh=mesh)
     *lines, total = read(out)
     assert total == found
     assert [line["index"] for line in lines] == list(range(len(TEXTS)))
@@ -211,7 +211,7 @@ def test_texts_of_a_file_have_the_losses_of_the_dataset(run, tmp_path):
     file, out = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
     file.write_text("".join(json.dumps({"body": text}) + "\n" for text in ["", *TEXTS]))
     expected = evaluated(run, data=f"{run.parent}/data.zarr", max_documents=9)
-    settings = {"text_field": "body", "max_documents": 9, "batch": 1, "per_document": True, "out": str(out)}
+    settings = {"text_field": "body", "max_documents": 9, "batch": 1, "out": str(out)}
     found = evaluated(run, data=str(file), **settings)
     assert [line["index"] for line in read(out)[:-1]] == list(range(1, 10))
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
@@ -345,9 +345,7 @@ def test_the_command(run, tmp_path):
         ({"weights": "adam_mu"}, r"weights is 'adam_mu'; choose one of weights, ema"),
         ({"mesh": MeshChoice(t=3)}, r"mesh r=1 d=-1 t=3 does not fit 8 devices"),
         ({"data": "a", "tasks": ["b"]}, r"give one of data and tasks; data and tasks is given"),
-        ({"per_document": True, "out": "x"}, r"per_document is given, .* only with data"),
         ({"data": "a", "batches": 2}, r"batches is given, .* only without data and tasks"),
-        ({"data": "a", "per_document": True}, r"give out=<file>"),
         ({"batch": 0}, r"batch is 0; it must be at least 1"),
         ({"data": "nowhere.jsonl"}, r"No file matches 'nowhere.jsonl'"),
         ({"data": "nowhere.zarr"}, r"data is nowhere.zarr: there is no such directory of a dataset, and a file"),

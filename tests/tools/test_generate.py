@@ -72,11 +72,12 @@ def test_training_writes_texts_before_between_and_after(run):
 
 
 @pytest.mark.slow
-def test_the_last_texts_are_those_of_the_checkpoint(run):
+def test_the_last_texts_are_those_of_the_checkpoint(run, tmp_path):
     """On another mesh, too."""
+    (tmp_path / "prompts").write_text("\n".join(PROMPTS) + "\n")
     expected = [line for line in read(run / "samples.jsonl") if line["step"] == 5]
     for mesh in (MeshChoice(), MeshChoice(t=2, d=2, r=2)):
-        config = Config(run=str(run), prompts=PROMPTS, max_tokens=8, temperature=0.8, mesh=mesh, check=True)
+        config = Config(str(run), prompts_file=f"{tmp_path}/prompts", max_tokens=8, temperature=0.8, mesh=mesh)
         found = generate(config, Console(file=io.StringIO()))
         assert [(text.text, text.ended) for text in found] == [(line["text"], line["ended"]) for line in expected]
 
@@ -161,8 +162,8 @@ def test_the_command(run, tmp_path):
     [
         ({"run": "nowhere"}, r"there is no run nowhere: `run` is a run's directory"),
         ({"step": 4}, r"no complete checkpoint of step 4 in .*; there are \[3, 5\]"),
-        ({"prompt": None}, r"give one of prompt, prompts, prompts_file and prompt_ids; none of them is given"),
-        ({"prompts": ["b"]}, r"give one of .*; prompt and prompts is given"),
+        ({"prompt": None}, r"give one of prompt, prompts_file and prompt_ids; none of them is given"),
+        ({"prompt_ids": [3]}, r"give one of .*; prompt and prompt_ids is given"),
         ({"prompt": None, "prompts_file": "nowhere"}, r"prompts_file: there is no file nowhere"),
         ({"prompt": None, "prompt_ids": [3, 320]}, r"prompt_ids has the token id 320; .* 0 to 319"),
         ({"top_p": 0}, r"top_p is 0; it must be above 0"),
@@ -220,7 +221,6 @@ def test_hydras_own_quotes_and_lists_stay():
         "prompt='a'",
         "stop=[a,b]",
         "stop=null",
-        "prompts=[a,b]",
         "--multirun",
         "top_k=5",
     ):

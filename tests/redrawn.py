@@ -1,0 +1,52 @@
+"""Texts drawn again from training's forward pass over each window, without a cache, with NumPy's top-k and top-p."""
+
+import jax
+import numpy as np
+import tiny
+
+from shardlib.shardtypes import f32
+from shardwright.sampling.cache import window_start
+from shardwright.sampling.drawing import Settings, gumbel_noise
+from shardwright_data.loader import TokenBatch
+
+
+def kept_by_numpy(scaled: np.ndarray, s: Settings) -> list[int]:
+    """Which logits[V] are left: sorted, counted, summed up."""
+    order = np.argsort(-scaled)
+    kept = order[: s.top_k]
+    p = np.exp(scaled[kept] - scaled.max())
+    p /= p.sum()
+    count = next(i for i in range(1, len(p) + 1) if i == len(p) or p[:i].sum() >= s.top_p)
+    return sorted(kept[:count].tolist())
+
+
+def redrawn(forward, w, prompts, drawn, s: Settings, context: int) -> list[list[int]]:
+    """What is drawn in the place of each token of `drawn`, from the texts with the tokens before it."""
+    windows = []
+    for number, (prompt, new) in enumerate(zip(prompts, drawn, strict=True)):
+        text, first = [*prompt, *new], len(prompt)
+        while first < len(text):
+            start = window_start(first, context)
+            windows.append((number, start, first, text[start : start + context]))
+            first = min(len(text), start + context)
+    mesh = jax.sharding.get_mesh()
+    targets = np.zeros((-(-len(windows) // mesh.size) * mesh.size, context), np.uint32)
+    for row, (*_, tokens) in zip(targets, windows, strict=False):
+        row[: len(tokens)] = tokens
+    is_start = np.zeros(targets.shape, bool)
+    is_start[:, 0] = True
+
+    def logits(w: forward.model.Weights, batch: TokenBatch) -> f32["B/r/d L V/t"]:
+        return forward(forward.copies(w), forward.tokens(batch), forward.model.logits)[0]
+
+    batch = tiny.place(TokenBatch(targets=targets, is_seq_start=is_start, loss_mask=is_start), TokenBatch)
+    scaled = np.asarray(tiny.per_device(logits)(w, batch)) / (s.temperature or 1)
+    found = [[] for _ in prompts]
+    for row, (number, start, first, tokens) in zip(scaled, windows, strict=False):
+        for place in range(first, start + len(tokens)):
+            noise = np.asarray(gumbel_noise(np.int32([number]), np.int32([place]), row.shape[-1], s))
+            noisy = np.full(row.shape[-1], -np.inf)
+            kept = kept_by_numpy(row[place - start], s)
+            noisy[kept] = (row[place - start] + noise.reshape(-1))[kept] if s.temperature else row[place - start][kept]
+            found[number].append(int(noisy.argmax()))
+    return found
