@@ -102,14 +102,6 @@ def test_offloading_is_of_what_is_marked():
     assert not moves("marked")
 
 
-@pytest.mark.slow
-def test_unrolling_makes_fewer_turns():
-    loops = lambda unroll: run("marked", unroll)[0].count(" while(")
-    assert loops(LAYERS) == loops(None) == loops(1) - 2, "no loop over layers, forward and backward"
-    dots = lambda unroll: run("marked", unroll)[0].count(" dot(")
-    assert dots(LAYERS) > 3 * dots(1)
-
-
 @pytest.mark.parametrize(("unroll", "barriers"), [(1, 1), (2, 2), (LAYERS, 2), (None, 2)])
 def test_only_without_a_loop_is_what_is_computed_again_kept_from_the_forward_pass(unroll, barriers):
     """By a barrier before it, around a layer's arguments; the other one is the loss's, which is in no loop.

@@ -193,42 +193,6 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(saved, tmp_path):
     assert len(load_file(output / "model.safetensors")) == 3 + 9 * 3
 
 
-@pytest.mark.slow
-def test_a_trained_model_goes_on_with_the_same_text(tmp_path):
-    """Austen's bytes: train, validate, sample, export, generate."""
-    transformers = need_transformers()
-
-    def program(module, *arguments):
-        done = subprocess.run([sys.executable, "-m", module, *arguments], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    data, prompt = tmp_path / "data.zarr", "It is a truth universally acknowledged"
-    limits = ["train.max_tokens=300000", "validation.max_tokens=20000"]
-    program("tools.huggingface_to_flat_tokens", "--config-name=austen_bytes", f"out={data}", *limits)
-    sizes = ["model.layers=2", "model.d_model=64", "model.d_ff=176", "training.batch_size=16", "training.steps=80"]
-    rates = ["optimizer.warmup_steps=5", "optimizer.schedule_steps=80", "training.compute_dtype=f32"]
-    paths = [f"data.filespec={data}", f"paths.root_working_dir={tmp_path}", "paths.model_name=run"]
-    said = program("train", "--config-name=local_text", *sizes, *rates, *paths)
-    assert "validation  loss" in said
-    settings = ["max_tokens=60", "temperature=0", f"output={tmp_path}/texts.jsonl", f"prompt={prompt}"]
-    program("tools.generate", f"run={tmp_path}/run", *settings)
-    ours = json.loads((tmp_path / "texts.jsonl").read_text())
-
-    program(
-        "tools.checkpoint_to_huggingface",
-        f"run={tmp_path}/run",
-        f"output={tmp_path}/exported",
-        f"check={models.COMPARES}",
-    )
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
-    llama = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    generated = llama.generate(**tokenizer(prompt, return_tensors="pt"), max_new_tokens=60, do_sample=False)[0]
-    assert generated.tolist() == [0, *ours["prompt_ids"], *ours["ids"]]
-    assert tokenizer.decode(generated, skip_special_tokens=True) == prompt + ours["text"]
-    assert len(set(ours["ids"])) > 5
-
-
 # ---- refusals -----------------------------------------------------------------------------------------------------
 
 EXCHANGE = "from tools.huggingface.llama import from_huggingface, to_huggingface\n"

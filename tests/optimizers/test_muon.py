@@ -1,10 +1,9 @@
-"""Muon against optax, torch and a dense SVD, on every mesh; its collectives; checkpoints of its state."""
+"""Muon against optax, torch and a dense SVD, on every mesh; its collectives."""
 
 import collections
 import dataclasses
 import functools
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +12,15 @@ import optax
 import pytest
 import tiny
 from optax.contrib import MuonDimensionNumbers
-from optax_truth import SIZES, of_kinds, random_like, same, updated_by_optax, updated_on
-from shipped import load
+from optax_truth import SIZES, random_like, same, updated_by_optax, updated_on
 from step_text import KINDS, collectives, computations
 
 import train
 from shardlib.shardtypes import Array, f32, i32, is_fully_sharded, pytree_dataclass
-from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import Weight, matrix, vector
 from shardwright.optimizers import muon as optimizers
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.rates import learning_rate, updates_of
-from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.run import Run
 
 State = train.State[train.Transformer]
 
@@ -240,28 +235,6 @@ def test_what_is_exchanged_is_in_the_compute_dtype_and_filled_up_late():
     assert sorted(int(np.prod([int(n) for n in shape.split("x")])) for shape, _ in results) == sorted(once * 2)
 
 
-def test_the_page_shows_what_its_formulas_give():
-    """MiB over d and over t, and TFLOP, of all stacks of the 2b model on d=8 t=8, in bf16, and of the other way."""
-    page = " ".join((Path(__file__).parents[2] / "docs/optimizers.md").read_text().split())
-    words = (
-        r"would send ([\d,]+) MiB over d in place of (\d+), ([\d,]+) over t in place of (\d+), and compute (\S+) TFLOP"
-    )
-    found = re.search(words + r" in place of ([\d.]+)\.", page)
-    shown = np.array([float(x.replace(",", "")) for x in found.groups()])
-    m, d, t = load("flat_tokens_c4_a100x8_2b").model, 8, 8
-    heads, width, e, iterations = m.n_kv * m.d_head, m.d_model, 2, 5
-    assert heads <= width
-    assert m.n_q_per_kv == 1
-    sums = np.zeros((3, 2))
-    for n, r, c in [(2 * m.layers, heads, width)] * 2 + [(3 * m.layers, width, m.d_ff)]:
-        a = -(-n // d)
-        b = -(-a // t)
-        sums[0] += e * n * r * c / t * (d - 1) / d, 2 * e * a * r * c / t * (d - 1) / d
-        sums[1] += 2 * 4 * iterations * n * r**2 * (t - 1) / t, 2 * e * b * r * c * (t - 1) / t
-        sums[2] += n * iterations * (4 * r**2 * c / t + 2 * r**3), b * iterations * (4 * r**2 * c + 2 * r**3)
-    np.testing.assert_allclose((sums / [[2**20], [2**20], [1e12]]).reshape(-1), shown, rtol=0.01)
-
-
 @pytest.mark.long
 def test_a_training_step_adds_the_exchange_and_learns():
     c = tiny.config()
@@ -277,32 +250,3 @@ def test_a_training_step_adds_the_exchange_and_learns():
     found = {place: count["all-to-all"] for place, count in collectives(step.as_text()).items()}
     # An operand is what one device sends another: for each of three stacks four pieces over d and two over t, each way.
     assert found == {"outside": 3 * (4 + 2) * 2, "forward": 0, "backward": 0, "microbatches": 0}
-
-
-# ---- checkpoints ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-def test_a_checkpoint_has_the_momentum_and_no_second_moment_of_matrices(tmp_path):
-    c = tiny.config(tiny.model(tied_embeddings=True, vocab=1280))
-    c.optimizer, c.data.filespec = config(), str(Path(__file__).parents[2] / "synthetic_dataset.zarr")
-    model = load_model(c.model)
-    written = random_like(model.table, 0)
-    nu = jax.tree.map(lambda matrix, x: None if matrix else x, of_kinds(("matrix",)), written)
-    state = train.State(written, jax.tree.map(lambda x: 2 * x, written), nu, tiny.none_of(written))
-    with jax.set_mesh(tiny.mesh("d=4 t=2")), Checkpointer(tmp_path / "checkpoints", keep=None) as checkpoints:
-        checkpoints.save(5, tiny.place(state, State), {"config": dataclasses.asdict(c), "loader": {}})
-    names = {str(path.parent.relative_to(tmp_path)) for path in tmp_path.rglob("zarr.json")}
-    given = c, train.Forward(model, c.training), tmp_path, train.programs
-    with jax.set_mesh(tiny.mesh("t=8")):
-        with Run(*given) as run:
-            assert run.start == 5
-            restored = run.begin(functools.partial(train.init_state, c=c, model=model), train.State)
-        c.optimizer.algorithm = "adamw"
-        refused = r"optimizer\.algorithm: checkpoint has 'muon', this run has 'adamw'"
-        with pytest.raises(ValueError, match=refused), Run(*given):
-            pass
-    assert any("adam_mu/layers/w_q" in name for name in names)
-    assert not any("adam_nu/layers/w_q" in name for name in names)
-    assert jax.tree.structure(restored) == jax.tree.structure(state)
-    jax.tree.map(np.testing.assert_array_equal, restored, state)

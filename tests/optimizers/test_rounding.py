@@ -57,29 +57,6 @@ def test_numbers_of_bf16_and_what_is_not_finite_stay():
     np.testing.assert_array_equal(rounding.rounded(beyond, jnp.full(2, 2**16 - 1, jnp.uint32)), [np.inf, -np.inf])
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("decay", "stalls"), [pytest.param(0.95, False, marks=pytest.mark.long), (0.999, True)])
-def test_an_average_that_the_nearest_number_would_hold_shrinks(decay, stalls):
-    """From 1, 2,000 steps of squares with mean 0.01. On average it is that of f32."""
-    nearest = lambda x, key: x.astype(jnp.bfloat16)
-    at_random = lambda x, key: rounding.rounded(x, jax.random.bits(key, x.shape) >> 16)
-    exact = lambda x, key: x
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def mean(stored):
-        def step(i, average):
-            key = jax.random.fold_in(jax.random.key(0), i)
-            new = decay * jnp.float32(average) + (1 - decay) * jnp.square(0.1 * jax.random.normal(key, (4096,)))
-            return stored(new, jax.random.fold_in(key, 0))
-
-        return jnp.mean(jnp.float32(jax.lax.fori_loop(0, 2000, step, stored(jnp.ones(4096), jax.random.key(0)))))
-
-    expected = mean(exact)
-    np.testing.assert_allclose(expected, decay**2000 + (1 - decay**2000) * 0.01, rtol=0.02)
-    np.testing.assert_allclose(mean(at_random), expected, rtol=0.02)
-    assert (mean(nearest) > 0.99) == stalls
-
-
 @functools.partial(jax.jit, static_argnums=2)
 def bits_of(key, x, rows=None):
     return rounding.random_bits(key, x, None if rows is None else np.asarray(rows))

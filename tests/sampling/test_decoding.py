@@ -103,26 +103,12 @@ def test_texts_are_dense_on_every_mesh(name, place):
 # ---- sizes at the edges -------------------------------------------------------------------------------------------
 
 
-class TwoStreams(train.Llama):
-    """A residual stream f32["B L 2 M"]: layers write to one half, and the logits are of both."""
-
-    def embed(self, w, tokens):
-        return jnp.stack([super().embed(w, tokens)] * 2, axis=2)
-
-    def layer(self, x, w, tokens, attend, einsum):
-        return jnp.stack([super().layer(x[:, :, 0], w, tokens, attend, einsum), x[:, :, 0]], axis=2)
-
-    def logits(self, w, x):
-        return super().logits(w, x[:, :, 0] + x[:, :, 1])
-
-
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "sizes", "place"),
     [
         (train.Llama, {"n_kv": 4, "n_q_per_kv": 1}, (1, 4)),  # a device has one head, of one query
         pytest.param(train.Llama, {"n_kv": 2, "n_q_per_kv": 1, "d_ff": 2, "vocab": 32}, (4, 2), marks=pytest.mark.slow),
-        pytest.param(TwoStreams, {}, (2, 2), marks=pytest.mark.slow),
     ],
 )
 def test_texts_are_those_of_one_device_and_of_training(kind, sizes, place):
@@ -199,22 +185,6 @@ class ShiftedIds(train.Llama):
         return super().layer(x + jnp.sin(part.astype(x.dtype))[..., None], w, tokens, attend, einsum)
 
 
-class ShiftedOnce(ShiftedIds):
-    """The same by what `prepare` made."""
-
-    def prepare(self, tokens):
-        tokens = super().prepare(tokens)
-        before = jnp.pad(tokens.ids[:, :-1], ((0, 0), (1, 0)))
-        return dataclasses.replace(tokens, shared=(tokens.shared, before))
-
-    def layer(self, x, w, tokens, attend, einsum):
-        shared, before = tokens.shared
-        own = shardops.axis_index("t") * x.shape[1]
-        part = lax.dynamic_slice_in_dim(before, own, x.shape[1], 1)
-        tokens = dataclasses.replace(tokens, shared=shared)
-        return train.Llama.layer(self, x + jnp.sin(part.astype(x.dtype))[..., None], w, tokens, attend, einsum)
-
-
 class Twice(train.Llama):
     """A layer that attends twice."""
 
@@ -255,7 +225,6 @@ OTHER = "with a cache, the logits of random texts are not those of training's fo
         (HiddenShift, OTHER),
         (EmbedsPairs, OTHER),
         (ShiftedIds, OTHER),
-        (ShiftedOnce, OTHER),
         (Twice, "a layer calls attend 2 times"),
         (OfTheLength, OTHER),
     ],

@@ -2,88 +2,27 @@
 
 import dataclasses
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from jax import lax
-from jax.sharding import AxisType
-from recipes import module_of
 from redrawn import kept_by_numpy, redrawn
 
 import gpt2
 import train
 from shardlib.parsing import ShardError
 from shardlib.shardtypes import f32, i32, u32
-from shardwright.sampling.cache import Texts, next_logits, window_cache, window_start
+from shardwright.sampling.cache import window_start
 from shardwright.sampling.drawing import Settings, choose, gumbel_noise, lowest_kept, scaled_logits
 from shardwright.sampling.sampler import Sampler
-from shardwright.sampling.scoring import Scorer
-from shardwright_data.loader import TokenBatch
 
 PROMPTS = [[5, 8, 13], [], list(range(1, 30)), [7] * 11, [3, 4]]  # the third is longer than the context
 CONTEXT = 16
 
 
 # ---- logits -------------------------------------------------------------------------------------------------------
-
-
-def forced_logits(w, c, rows, lengths, window, steps):
-    """Logits[steps, rows, V] after `rows`: their first `lengths` tokens at once, then one after the other."""
-    forward = tiny.forward(tiny.config(c))
-
-    def run(w: train.Transformer, ids: u32["_N/r/d P"], texts: Texts, forced: u32["T _N/r/d"]) -> f32["T B/r/d L V/t"]:
-        w = forward.copies(w)
-        past = window_cache(w, ids, forward, rows.shape[1])
-
-        def step(carry, token):
-            past, texts = carry
-            texts = dataclasses.replace(texts, token=token)
-            logits, past = next_logits(w, past, texts, forward)
-            return (past, dataclasses.replace(texts, place=texts.place + 1)), logits
-
-        return lax.scan(step, (past, texts), forced)[1]
-
-    zeros = np.zeros(len(rows), np.int32)
-    texts = Texts(number=zeros, length=zeros, token=np.uint32(zeros), place=lengths, left=zeros)
-    forced = np.array([rows[np.arange(len(rows)), lengths + i] for i in range(steps)])
-    logits = tiny.per_device(run)(w, rows[:, :window], texts, forced)
-    return np.asarray(logits).reshape(steps, len(rows), -1)
-
-
-@pytest.fixture(scope="module")
-def uncached():
-    """Rows of inputs, bos first, and their logits by training's forward pass on one device."""
-    c, rng = tiny.model(), np.random.default_rng(3)
-    rows = rng.integers(0, c.vocab, (8, tiny.LENGTH)).astype(np.uint32)
-    rows[:, 0] = c.bos_id
-    batch = TokenBatch(
-        targets=np.roll(rows, -1, axis=1),
-        is_seq_start=np.arange(tiny.LENGTH)[None] == np.zeros((8, 1)),
-        loss_mask=np.ones(rows.shape, bool),
-    )
-
-    def logits(w: train.Transformer, batch: TokenBatch) -> f32["B/r/d L V/t"]:
-        return tiny.logits(w, batch, tiny.config(c))
-
-    with jax.set_mesh(tiny.mesh("one device")):
-        return rows, np.asarray(tiny.per_device(logits)(weights("one device"), tiny.place(batch, TokenBatch)))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("mesh", tiny.MESHES)
-def test_cached_logits_are_those_of_training(mesh, uncached):
-    """Grouped queries; eight texts whose prompts have different lengths, and stand in one padded window."""
-    c, (rows, expected) = tiny.model(), uncached
-    lengths = np.array([1, 2, 3, 5, 8, 4, 6, 7], np.int32)
-    with jax.set_mesh(tiny.mesh(mesh)):
-        found = forced_logits(weights(mesh), c, rows, lengths, window=8, steps=6)
-    for i, logits in enumerate(found):
-        at = expected[np.arange(8), lengths + i]
-        np.testing.assert_allclose(logits, at, rtol=1e-4, atol=1e-5, err_msg=f"token {i} after the prompts")
 
 
 class LocalPositions(train.Llama):
@@ -124,17 +63,6 @@ def generate(mesh, settings=NUCLEUS, prompts=PROMPTS, context=CONTEXT, batch=64,
         return Sampler(tiny.forward(tiny.config(**changes)), settings, context, batch).generate(weights(mesh), prompts)
 
 
-@pytest.mark.long
-def test_names_of_a_models_dims_are_its_own():
-    """With N for d_ff: texts are no multiple of it."""
-    source = Path(train.__file__).read_text().replace("F/t", "N/t")
-    with module_of(source) as module, jax.set_mesh(tiny.mesh("one device")):
-        c = tiny.config(tiny.model(module=module.__name__, d_ff=24))
-        w = tiny.place(jax.tree.map(lambda x: np.asarray(x), tiny.state(c).weights), module.Transformer)
-        texts = Sampler(tiny.forward(c), NUCLEUS, CONTEXT).generate(w, PROMPTS)
-    assert [len(text) for text in texts] == [NUCLEUS.max_tokens] * len(PROMPTS)
-
-
 @pytest.fixture(scope="module")
 def sampler():
     """On one device, with NUCLEUS."""
@@ -160,22 +88,6 @@ def test_tokens_are_those_of_the_uncached_forward_pass(sampler, texts):
 def test_texts_are_the_same_on_every_mesh(mesh, gather, texts):
     """Through windows that overflow; with weights gathered in each layer, or ahead."""
     assert generate(mesh, gather_weights=gather) == texts
-
-
-@pytest.mark.long
-def test_one_text_on_two_devices():
-    """Each device has one row, of which JAX traces other operations than of two."""
-    mesh = jax.make_mesh((1, 2, 1), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3, devices=jax.devices()[:2])
-    found = {}
-    for on in (tiny.mesh("one device"), mesh):
-        with jax.set_mesh(on):
-            w = tiny.place(jax.tree.map(np.asarray, weights("one device")), train.Transformer)
-            forward = tiny.forward(tiny.config())
-            text = Sampler(forward, Settings(max_tokens=3, seed=5), CONTEXT).generate(w, [[5, 8]])
-            (scored,) = Scorer(forward, train.cross_entropy, CONTEXT, batch=1).losses(w, [[5, 8, *text[0]]])
-            found[on.size] = text, scored.losses
-    assert found[2][0] == found[1][0]
-    np.testing.assert_allclose(found[2][1], found[1][1], rtol=1e-5)
 
 
 @pytest.mark.long
@@ -271,14 +183,6 @@ FILTERS = [
 @pytest.fixture(scope="module")
 def logits():
     return np.random.default_rng(1).normal(0, 2, (50, 40)).astype(np.float32)
-
-
-@pytest.mark.parametrize("s", FILTERS)
-def test_top_k_and_top_p_leave_what_numpy_leaves(s, logits):
-    scaled = logits / np.float32(s.temperature)
-    kept = scaled >= np.asarray(lowest_kept(scaled, s))
-    for row, found in zip(scaled, kept, strict=True):
-        assert np.flatnonzero(found).tolist() == kept_by_numpy(row, s)
 
 
 @pytest.mark.parametrize("s", FILTERS)
