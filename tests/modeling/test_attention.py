@@ -69,7 +69,7 @@ def test_by_blocks_it_is_attention(mesh, length, block, queries, dtype):
     with jax.set_mesh(tiny.mesh(mesh)):
         found = with_gradients(functools.partial(blockwise, block=block), q, k, v, document, g, dtype)
         expected = with_gradients(train.attention, q, k, v, document, g, dtype)
-    assert_close(found, expected, 1e-6 if dtype == "float32" else 2**-6)
+    assert_close(found, expected, 3e-6 if dtype == "float32" else 2**-6)
 
 
 @pytest.mark.long
@@ -157,9 +157,7 @@ def asking(length: int = 64, d_head: int = 64, dtype=jnp.bfloat16, **options) ->
     ("device", "length", "changes", "expected"),
     [
         (GPU, 1024, {}, "cudnn"),
-        (GPU, 32768, {}, "cudnn"),
         (GPU, 65536, {}, "blockwise"),
-        (GPU, 65536, {"rule": Rule((same_document,))}, "blockwise"),
         (A100, 1024, {"d_head": 256}, "blockwise"),
         (GPU, 65536, {"rule": CAUSAL.without(same_document)}, "cudnn"),
         (GPU, 65536, {"rule": Rule((causal, Window(9)))}, "cudnn"),

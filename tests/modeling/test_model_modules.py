@@ -52,10 +52,7 @@ def test_as_it_is(module):
         ([("def check(", "def checked("), ("sharded: Class", "shards: Class")], "no sharded, check"),
         ([("@dataclasses.dataclass\nclass ModelConfig", "class ModelConfig")], "ModelConfig is not a dataclass"),
         ([("ModelConfig", "Settings")], "has no ModelConfig; see docs/models.md"),
-        ([("class Model:", "class Mathematics:")], "has no Model; see docs/models.md"),
-        ([("ModelConfig", "Settings"), ("class Model:", "class GPT2Model:")], "has no ModelConfig, Model;"),
         ([("def logits(", "def output(")], "Model has no logits; see docs/models.md"),
-        ([("def embed(", "def first("), ("def logits(", "def last(")], "Model has no embed, logits;"),
         ([("    Weights = GPT2\n", "")], "Model has no Weights;"),
         (
             [("w: GPT2Layer, tokens: Tokens, attend", "w: GPT2Layer, attend")],
@@ -65,13 +62,8 @@ def test_as_it_is(module):
             [("einsum: Callable\n", "einsum: Callable, scale: float\n")],
             r"Model.layer does not take \(.*\): missing a required argument: 'scale'",
         ),
-        (
-            [("def embed(self, w: GPT2, tokens: Tokens)", "def embed(self, w: GPT2)")],
-            r"Model.embed does not take \(w, tokens\)",
-        ),
         ([("self.c, self.table = c,", "self.table =")], "Model has no c, or another one"),
         ([("self.c, self.table = c, weight_table(c)", "self.c = c")], "table is a NoneType; it must be a GPT2"),
-        ([("self.c, self.table = c, weight_table(c)", "pass")], "Model has no c, or another one"),
         (
             [("    Weights = GPT2\n", "    Weights = GPT2Layer\n")],
             "table is a GPT2; it must be a GPT2Layer, with a Weight in place of each array",

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from step_text import collectives
 
 import gpt2
 import train
@@ -91,34 +90,6 @@ def test_training_drops_other_entries_at_each_step_and_evaluation_none():
             found.append(float(metrics.loss))
     assert float(nats) / float(targets) == pytest.approx(float(without), rel=1e-5)
     assert len({*found, float(without)}) == 3
-
-
-@pytest.mark.long
-def test_training_drops_other_entries_in_each_sequence():
-    """Two sequences of the same tokens, of which one counts in the loss, and then the other."""
-    c, batch = tiny.config(model(dropout=0.3)), tiny.host_batch()
-    c.optimizer.learning_rate = 0.0
-    for values in (batch.targets, batch.is_seq_start):
-        values[:] = values[0]
-    with jax.set_mesh(tiny.mesh("one device")):
-        state, step, found = tiny.state(c), tiny.training_step(c), []
-        for row in range(2):
-            batch.loss_mask[:] = np.arange(tiny.BATCH)[:, None] == row
-            state, metrics = step(state, tiny.place_batch(c, batch), np.int32(0))
-            found.append(float(metrics.loss))
-    assert abs(found[0] - found[1]) > 1e-4
-
-
-@pytest.mark.long
-def test_weights_gathered_ahead_are_not_gathered_again():
-    c = tiny.config(model(), microbatches=2, gather_weights="step")
-    with jax.set_mesh(tiny.mesh("r=2 d=2 t=2")):
-        state, batch = tiny.state(c), tiny.place_batch(c)
-        compiled = tiny.training_step(c).lower(state, batch, np.int32(0)).compile()
-    found = collectives(compiled.as_text())
-    assert found["forward"] == {"all-gather": 2, "reduce-scatter": 2}
-    arrays = len(jax.tree.leaves(gpt2.weight_table(model())))
-    assert found["outside"] == {"all-gather": arrays, "reduce-scatter": arrays, "all-reduce": arrays + 2}
 
 
 def test_sequences_longer_than_the_positions_are_refused():

@@ -95,19 +95,6 @@ def test_texts_do_not_depend_on_their_batch(texts):
     assert generate("one device", batch=2) == texts
 
 
-@pytest.mark.long
-def test_fp8_is_for_training_alone(texts):
-    """In it a text would depend on those beside it, whose values share its scale."""
-    assert generate("one device", fp8=True) == texts
-
-
-@pytest.mark.long
-def test_each_text_has_its_own_noise(sampler):
-    with jax.set_mesh(tiny.mesh("one device")):
-        drawn = sampler.generate(weights("one device"), [[5]] * 10)
-    assert len({tuple(text) for text in drawn}) == 10
-
-
 def test_noise_is_that_of_seed_text_and_place():
     noise = lambda seed, number, place: np.asarray(
         gumbel_noise(np.int32([number]), np.int32([place]), 9, Settings(seed=seed))

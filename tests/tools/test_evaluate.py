@@ -117,20 +117,6 @@ def test_the_bytes_are_those_of_the_tokens_evaluated(run):
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
 
 
-@pytest.mark.slow
-def test_a_run_in_bf16_is_evaluated_in_bf16_unless_told(tmp_path):
-    c = tiny.config(tiny.model(vocab=320, layers=1), eval_batches=1, compute_dtype="bf16")
-    c.data = DataConfig(filespec=write_dataset(tmp_path / "data.zarr", TEXTS))
-    c.training = dataclasses.replace(c.training, steps=1)
-    with jax.set_mesh(tiny.mesh("d=8")):
-        train.train(c, load_model(c.model), tmp_path / "run")
-    (event,) = logged(tmp_path / "run")
-    own, exact = evaluated(tmp_path / "run"), evaluated(tmp_path / "run", compute_dtype="f32")
-    assert (own["loss"], own["compute_dtype"]) == (event["loss"], "bf16")
-    assert (exact["loss"] == pytest.approx(event["loss"], rel=0.01), exact["compute_dtype"]) == (True, "f32")
-    assert exact["loss"] != event["loss"]
-
-
 def test_the_average_of_the_weights_and_fewer_batches(run):
     found, average = evaluated(run, batches=1), evaluated(run, batches=1, weights="ema")
     assert found["tokens"] == average["tokens"] == tiny.BATCH * SEQ_LEN

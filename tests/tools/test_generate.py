@@ -20,9 +20,8 @@ import train
 from shardwright.modeling.model import load_model
 from shardwright.sampling.samples import TrainingSamples
 from shardwright_data.loader import DataConfig, StreamConfig
-from shardwright_data.loader.codec import codec_of_data
 from shardwright_data.text import definitions as tokenizer_definitions
-from shardwright_data.text.codec import TextCodec, codec_by_name, codec_of_dataset
+from shardwright_data.text.codec import codec_by_name, codec_of_dataset
 from tools.generate import Config, MeshChoice, generate, quote_text
 
 ROOT = Path(__file__).parents[2]
@@ -183,11 +182,6 @@ def test_what_a_user_can_get_wrong(run, changes, message):
         generate(Config(**{"run": str(run), "prompt": "a"} | changes))
 
 
-def test_a_run_without_a_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match=r"no complete checkpoint in "):
-        generate(Config(run=str(tmp_path), prompt="a"))
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -259,15 +253,6 @@ def test_a_vocabulary_of_pieces(bpe):
     assert codec.encode("<|end|>") != [end]  # text that quotes the token is not the token
     assert codec.decode([*ids[:1], end]).endswith("<|end|>")
     assert codec.decode([99_999]) == ""
-
-
-def test_data_without_a_tokenizer_has_numbers():
-    codec = codec_of_data(DataConfig(filespec=str(ROOT / "synthetic_dataset.zarr")))
-    assert codec.encode("") == []
-    assert codec.continuation([5, 8], [13, 21]) == " 13 21"
-    with pytest.raises(ValueError, match=r"no tokenizer is known that has 'x'.*tokenizer=<name>"):
-        codec.id_of("x")
-    assert TextCodec().end is None
 
 
 def test_a_dataset_names_its_tokenizer(bpe, tmp_path):
