@@ -28,7 +28,7 @@ from shardwright_data.foreign import shown
 EXTRAS = {
     "tools": (
         *("datasets", "huggingface_hub", "pyarrow", "safetensors", "tiktoken"),
-        *("tokenizers", "transformers", "zstandard"),
+        *("fsspec", "tokenizers", "transformers", "zstandard"),
     ),
     "slurm": ("hydra_plugins", "submitit"),
     "oracle": ("torch",),
