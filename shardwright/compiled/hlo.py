@@ -48,7 +48,6 @@ class Instruction:
         is_root: whether its result is the computation's.
         op_name: JAX's name of the operation, such as "jit(f)/transpose(jvp())/while/body/mul". Empty without one.
         frames: the calls in the source that lead to it, innermost first.
-        on_host: whether a part of its result is in the memory of the device's host.
     """
 
     name: str
@@ -59,7 +58,6 @@ class Instruction:
     is_root: bool
     op_name: str
     frames: tuple[Frame, ...]
-    on_host: bool
 
     @property
     def bytes(self) -> int:
@@ -107,14 +105,6 @@ class Computation:
             for operand in dict.fromkeys(instruction.operands):
                 found.setdefault(operand, []).append(instruction)
         return found
-
-    def parameter(self, number: int) -> Instruction | None:
-        """The parameter of this number."""
-        return self._parameters.get(number)
-
-    @functools.cached_property
-    def _parameters(self) -> dict[int, Instruction]:
-        return {int(i.operands[0]): i for i in self.instructions.values() if i.opcode == "parameter"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -230,7 +220,6 @@ def _instruction(line: str, stacks: "_Stacks") -> Instruction | None:
         is_root=bool(name[1]),
         op_name=op_name[1] if op_name else "",
         frames=stacks.of(attributes),
-        on_host="S(5)" in line[start:end],
     )
 
 

@@ -336,7 +336,7 @@ ENTRY %main (a: (s32[], f32[3,8], f32[3,8])) -> (s32[], f32[3,8], f32[3,8]) {
 def test_slots_that_a_loop_over_both_passes_carries():
     """As a pipeline has them: of two stacks, the one into which the forward pass puts something."""
     (row,) = table_of(HEAD + SLOTS).of("kept")
-    assert (row.line, row.what, row.size, row.where) == ("train.py:20", "f32[3,8]", 96, "loop in all_gather")
+    assert (row.line, row.what, row.total, row.where) == ("train.py:20", "f32[3,8]", 96, "loop in all_gather")
 
 
 PUT = "%put = f32[3,8] dynamic-update-slice(%slots, %row, %i, %i)"

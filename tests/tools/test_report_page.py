@@ -13,7 +13,8 @@ from written_runs import PROFILE, RESUMED, SKIPPED, write_lines, write_run, writ
 from tools.report.__main__ import Config, show_report
 from tools.report.comparing import compare
 from tools.report.microscope import microscope
-from tools.report.plots import panels_of
+from tools.report.page import _figure
+from tools.report.plots import Panel, panels_of
 from tools.report.reading import read_run
 from tools.report.sections import SECTIONS, Report, head, provenance, samples, settings
 
@@ -226,6 +227,11 @@ def test_an_empty_directory_has_a_page(tmp_path):
     assert "not begun" in page.text
     assert "no config.yaml" in page.text
     assert "no metrics.jsonl: the run did not start" in page.text
+
+
+def test_no_text_of_a_plot_ends_its_script():
+    panel = Panel("", [{"name": "", "legendgroup": "", "x": ["</script>"]}], x={"title": "steps"})
+    assert "<" not in _figure(panel)
 
 
 EVIL = "\x1b]0;owned\x07\u202e</script><img src=x onerror=alert(1)>{{7*7}}\"'&<b>"
