@@ -25,7 +25,7 @@ from shardlib.proof.primitives import OF_SIZES
 AS_IS = frozenset("copy copy_p pvary pcast convert_element_type".split())  # noqa: SIM905
 """Primitives that keep all entries and the shape, if they keep the dtype."""
 REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split())  # noqa: SIM905
-SHAPING = REDUCTIONS | frozenset("transpose broadcast_in_dim squeeze expand_dims reshape slice".split())  # noqa: SIM905
+SHAPING = REDUCTIONS | frozenset("transpose broadcast_in_dim squeeze reshape slice".split())  # noqa: SIM905
 
 
 class Layout(NamedTuple):
@@ -155,9 +155,8 @@ class Alignment:
                 pairs.append(Pair(own, eqn) if is_own else Pair(_cut(eqn, [x], found.shape), eqn, is_own=False))
                 there[eqn.outvars[0]] = found
                 continue
-            shape = None if x is None else _shape_here(eqn, x)
-            if shape is not None and (found := _view(eqn, x, shape)) is not None:
-                pairs.append(Pair(_cut(eqn, [x], shape), eqn, is_own=False))
+            if x is not None and (found := _view(eqn, x)) is not None:
+                pairs.append(Pair(_cut(eqn, [x], found.shape), eqn, is_own=False))
                 there[eqn.outvars[0]] = found
                 continue
             own = rest.pop() if rest else None
@@ -202,13 +201,10 @@ class Alignment:
         if inner := CALLS.get(own.primitive.name):
             shapes = [_shape(a) if y in (None, ANY) else y.shape for a, y in zip(own.invars, ys, strict=True)]
             found = self.of(body_of(own.params[inner])[0], body_of(eqn.params[inner])[0], shapes)
-            ours, theirs = [
-                [
-                    ANY if x is ANY else laid_out(b, _shape(a)) if x is None else x._replace(root=(b, x.root))
-                    for a, b, x in zip(own.outvars, eqn.outvars, side, strict=True)
-                ]
-                for side in (found.here, found.there)
-            ]
+            of = lambda a, b, x: (
+                ANY if x is ANY else laid_out(b, _shape(a)) if x is None else x._replace(root=(b, x.root))
+            )
+            ours, theirs = (list(map(of, own.outvars, eqn.outvars, side)) for side in (found.here, found.there))
             return Pair(own, eqn, others(xs, ys, same_entries), inner=found), ours, theirs
         pair = Pair(own, eqn, others(xs, ys))
         if own.primitive.name in FORMS and None not in (*xs, *ys) and not others(xs, ys, same_entries):
@@ -300,14 +296,10 @@ def _form(name: str, params: Mapping, shapes: list) -> tuple[Any, tuple[int, ...
     numbers, (whole, index, *updates) = params["dimension_numbers"], shapes
     if name == "gather":
         windows, gone, to = numbers.offset_dims, numbers.collapsed_slice_dims, numbers.start_index_map
-        batch = numbers.operand_batching_dims, numbers.start_indices_batching_dims
-        sizes = params["slice_sizes"]
+        batch, sizes = (numbers.operand_batching_dims, numbers.start_indices_batching_dims), params["slice_sizes"]
     else:
-        windows, gone, to = (
-            numbers.update_window_dims,
-            numbers.inserted_window_dims,
-            numbers.scatter_dims_to_operand_dims,
-        )
+        windows, gone = numbers.update_window_dims, numbers.inserted_window_dims
+        to = numbers.scatter_dims_to_operand_dims
         batch = numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
     kept = [i for i in range(len(whole)) if i not in (*gone, *batch[0])]
     if name != "gather":
@@ -321,59 +313,46 @@ def _form(name: str, params: Mapping, shapes: list) -> tuple[Any, tuple[int, ...
     return form, shape if name == "gather" else tuple(whole)
 
 
-def _view(eqn: Any, x: Layout, shape: tuple[int, ...]) -> Layout | None:
-    """What an equation gives in a shape on a device, if it gives the entries of its operand another shape alone."""
-    name, params, strides = eqn.primitive.name, eqn.params, None
-    if name in AS_IS and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype:
-        strides = x.strides
-    elif name == "transpose":
-        strides = [x.strides[i] for i in params["permutation"]]
-    elif name == "broadcast_in_dim":
-        source = dict(zip(params["broadcast_dimensions"], range(len(x.shape)), strict=True))
-        strides = [x.strides[source[j]] if j in source else 0 for j in range(len(shape))]
-    elif name == "squeeze" or name in REDUCTIONS:
-        gone = params["dimensions" if name == "squeeze" else "axes"]
-        if all(x.shape[i] == 1 for i in gone):
-            strides = [s for i, s in enumerate(x.strides) if i not in gone]
-    elif name == "expand_dims":
-        old = iter(x.strides)
-        strides = [0 if j in params["dimensions"] else next(old) for j in range(len(shape))]
-    elif name == "slice" and shape == x.shape:
-        strides = x.strides
-    elif name == "reshape" and params.get("dimensions") is None:
-        if [n for n in shape if n > 1] == [n for n in x.shape if n > 1]:
-            old = iter(s for n, s in zip(x.shape, x.strides, strict=True) if n > 1)
-            strides = [next(old) if n > 1 else 0 for n in shape]
-        elif x == laid_out(x.root, x.shape) and math.prod(shape) == math.prod(x.shape):
-            return laid_out(x.root, shape)
-    return None if strides is None else Layout(x.root, tuple(shape), tuple(strides))
+def _view(eqn: Any, x: Layout, shape: tuple[int, ...] | None = None) -> Layout | None:
+    """What an equation gives, if it gives the entries of its operand another shape alone.
 
-
-def _shape_here(eqn: Any, x: Layout) -> tuple[int, ...] | None:
-    """Shape that the result of an equation on one device has here, for the operand `x`, if JAX left it out here."""
-    name, params, there = eqn.primitive.name, eqn.params, _shape(eqn.outvars[0])
+    Args:
+        eqn: the equation.
+        x: its operand.
+        shape: that of the result on a device; None: that of an equation on one device, which JAX left out here.
+    """
+    name, params = eqn.primitive.name, eqn.params
     if name in AS_IS:
-        return x.shape
-    if name == "slice":  # a part of a dim may be the one entry that there is here
-        sizes = zip(x.shape, _shape(eqn.invars[0]), there, strict=True)
-        return x.shape if all(b == a or (n == 1 < a and b > 0) for n, a, b in sizes) else None
-    if name == "transpose":
-        return tuple(x.shape[i] for i in params["permutation"])
+        return x if eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype else None
+    if name == "transpose" or name == "squeeze" or name in REDUCTIONS:
+        gone = params.get("dimensions" if name == "squeeze" else "axes", ())
+        kept = params.get("permutation", [i for i in range(len(x.shape)) if i not in gone])
+        if any(x.shape[i] != 1 for i in gone):
+            return None
+        return Layout(x.root, tuple(x.shape[i] for i in kept), tuple(x.strides[i] for i in kept))
+    there, one = _shape(eqn.outvars[0]), _shape(eqn.invars[0])
     if name == "broadcast_in_dim":
-        source = dict(zip(params["broadcast_dimensions"], x.shape, strict=True))
-        return tuple(source.get(j, 1) for j in range(len(there)))
-    if name == "squeeze" or name in REDUCTIONS:
-        gone = params["dimensions" if name == "squeeze" else "axes"]
-        return tuple(n for i, n in enumerate(x.shape) if i not in gone)
-    if name == "expand_dims":
-        old = iter(x.shape)
-        return tuple(1 if j in params["dimensions"] else next(old) for j in range(len(there)))
-    if name == "reshape":
-        old = [n for n, whole in zip(x.shape, _shape(eqn.invars[0]), strict=True) if whole > 1]
-        if len(old) == sum(n > 1 for n in there):
-            sizes = iter(old)
-            return tuple(next(sizes) if n > 1 else 1 for n in there)
-    return None
+        source = dict(zip(params["broadcast_dimensions"], range(len(x.shape)), strict=True))
+        strides = tuple(x.strides[source[j]] if j in source else 0 for j in range(len(there)))
+        return Layout(
+            x.root, shape or tuple(x.shape[source[j]] if j in source else 1 for j in range(len(there))), strides
+        )
+    if name == "slice":  # a part of a dim may be the one entry that there is here
+        is_whole = all(b == a or (n == 1 < a and b > 0) for n, a, b in zip(x.shape, one, there, strict=True))
+        return x if (is_whole if shape is None else shape == x.shape) else None
+    if name != "reshape" or params.get("dimensions") is not None:
+        return None
+    if shape is None:
+        old = [n for n, whole in zip(x.shape, one, strict=True) if whole > 1]
+        if len(old) != sum(n > 1 for n in there):
+            return None
+        sizes = iter(old)
+        shape = tuple(next(sizes) if n > 1 else 1 for n in there)
+    if [n for n in shape if n > 1] == [n for n in x.shape if n > 1]:
+        old = iter(s for n, s in zip(x.shape, x.strides, strict=True) if n > 1)
+        return Layout(x.root, shape, tuple(next(old) if n > 1 else 0 for n in shape))
+    is_in_order = x == laid_out(x.root, x.shape) and math.prod(shape) == math.prod(x.shape)
+    return laid_out(x.root, shape) if is_in_order else None
 
 
 def _cut(eqn: Any, xs: list[Layout], shape: tuple[int, ...], params: Mapping | None = None) -> Any:
