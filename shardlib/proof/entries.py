@@ -5,9 +5,12 @@ import dataclasses
 from shardlib.proof.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Value, cut, devices, near, real
 from shardlib.proof.equation import Equation, Refused
 
+Names = dict[tuple[str, ...], tuple[str, ...]]
+"""New names of axes, by the old ones. Those that change together follow each other."""
 
-def _renamed(dim: Dim | None, changes: dict[tuple[str, ...], tuple[str, ...]]) -> Dim | None:
-    """A dim whose axes have other names. Axes that change together must follow each other."""
+
+def _renamed(dim: Dim | None, changes: Names) -> Dim | None:
+    """A dim whose axes have other names."""
     if dim is UNIFORM:
         return dim
     parts = []
@@ -16,17 +19,15 @@ def _renamed(dim: Dim | None, changes: dict[tuple[str, ...], tuple[str, ...]]) -
         while left:
             old = next((old for old in changes if left[: len(old)] == old), left[:1])
             if old not in changes and any(old[0] in names for names in changes):
-                raise Refused(
-                    f"a dim is cut over {', '.join(axes)}, and {old[0]} alone is exchanged",
-                    "exchange the axes that cut the dim, in their order",
-                )
+                problem = f"a dim is cut over {', '.join(axes)}, and {old[0]} alone is exchanged"
+                raise Refused(problem, "exchange the axes that cut the dim, in their order")
             found += changes.get(old, old)
             left = left[len(old) :]
         parts.append(Part(size, tuple(found)))
     return Dim(tuple(parts), dim.name)
 
 
-def _among(eq: Equation, x: Value, changes: dict[tuple[str, ...], tuple[str, ...]]) -> Value:
+def renamed(eq: Equation, x: Value, changes: Names) -> Value:
     """`x` with other names of axes, among its dims and among those over which it is pending."""
     eq.block(x)
     moved = {name for old in changes for name in old}
@@ -41,18 +42,22 @@ def _among(eq: Equation, x: Value, changes: dict[tuple[str, ...], tuple[str, ...
         return kept | {name for _, new in changed for name in new}
 
     extreme = x.extreme and (x.extreme[0], pending(x.extreme[1]))
-    dims = tuple(_renamed(dim, changes) for dim in x.dims)
-    return Value(dims, pending(x.partial), extreme, x.ratio, x.scaled, known=x.known if x.is_constant else None)
+    found = x.rearranged(_renamed(dim, changes) for dim in x.dims)
+    return dataclasses.replace(found, partial=pending(x.partial), extreme=extreme)
 
 
-def _names(eq: Equation, axes: tuple[str, ...]) -> tuple[tuple[str, ...], str, int]:
-    """The name of n entries that stand for the devices of `axes`, that of the blocks, and n."""
+def _names(eq: Equation, x: Value, axes: tuple[str, ...], k: int | None = None) -> tuple[Dim, str]:
+    """The dim whose entries stand for the devices of `axes`, as dim k of `x` does, and the name of their blocks."""
     n = devices(eq.sizes, axes)
+    entries, blocks = cut(n, (f"{ENTRIES}{n}",)), f"{BLOCKS}{n}"
     if devices(eq.twin_sizes, axes) != 1:
-        raise Refused(
-            "a dim has an entry for each device of an axis that is compared at its own size", "use tiled=True"
-        )
-    return (f"{ENTRIES}{n}",), f"{BLOCKS}{n}", n
+        raise Refused("entries stand for devices of an axis that is compared at its own size", "use tiled=True")
+    if k is not None and x.dims[k] not in (UNIFORM, entries):
+        remedy = "split the dim as x.reshape(devices, -1), or use tiled=True"
+        raise Refused(f"the entries of dim {k} do not stand for devices", remedy)
+    if (k is None or x.dims[k] is UNIFORM) and blocks in x.sharded | x.partial:
+        raise Refused("blocks are gathered or exchanged that stand for devices already", "use tiled=True")
+    return entries, blocks
 
 
 def are_along(x: Value, k: int) -> bool:
@@ -64,47 +69,33 @@ def gathered(eq: Equation, x: Value, axes: tuple[str, ...], k: int) -> Value:
     """The result of all_gather(tiled=False), with the new dim k."""
     found, new = x, UNIFORM
     if axes:
-        names, blocks, n = _names(eq, axes)
-        if any(blocks in d.axes for d in x.dims if d) or blocks in x.partial:
-            raise Refused("blocks of devices are gathered that stand for devices already", "use tiled=True")
-        found = _among(eq, x, {axes: (blocks,)})
-        new = cut(n, names) if set(axes) & (x.partial | x.sharded | (x.extreme[1] if x.extreme else set())) else UNIFORM
+        entries, blocks = _names(eq, x, axes)
+        found = renamed(eq, x, {axes: (blocks,)})
+        differs = set(axes) & (x.partial | x.sharded | (x.extreme[1] if x.extreme else set()))
+        new = entries if differs else UNIFORM
     return dataclasses.replace(found, dims=(*found.dims[:k], new, *found.dims[k:]), token=object())
 
 
 def scattered(eq: Equation, x: Value, axes: tuple[str, ...], k: int) -> Value:
     """The result of psum_scatter along dim k, after the sum: each device has its entry."""
-    dims = x.dims
     if axes:
-        names, blocks, n = _names(eq, axes)
-        if dims[k] is not UNIFORM and dims[k] != cut(n, names):
-            raise Refused(
-                f"the entries of dim {k} do not stand for devices",
-                "split the dim as x.reshape(devices, -1), or scatter with tiled=True",
-            )
-        if dims[k] is not UNIFORM:
-            x = _among(eq, x, {(blocks,): axes})
-            dims = x.dims
-    return dataclasses.replace(x, dims=(*dims[:k], *([UNIFORM] if eq.params["tiled"] else []), *dims[k + 1 :]))
+        _, blocks = _names(eq, x, axes, k)
+        x = renamed(eq, x, {(blocks,): axes}) if x.dims[k] is not UNIFORM else x
+    own = [UNIFORM] if eq.params["tiled"] else []
+    return dataclasses.replace(x, dims=(*x.dims[:k], *own, *x.dims[k + 1 :]))
 
 
 def exchanged(eq: Equation, x: Value, axes: tuple[str, ...], split: int, joined: int) -> Value:
     """The result of all_to_all of entries along `split` that stand for devices."""
-    names, blocks, n = _names(eq, axes)
-    if x.dims[split] is not UNIFORM and x.dims[split] != cut(n, names):
-        raise Refused(
-            f"the entries of dim {split} do not stand for devices",
-            "split the dim as x.reshape(devices, -1), or use tiled=True",
-        )
+    entries, blocks = _names(eq, x, axes, split)
     if joined != split and eq.shape()[joined] != 1:
         raise Refused(f"entries that stand for devices are joined with those of dim {joined}", "use tiled=True")
-    found = _among(eq, x, {axes: (blocks,), (blocks,): axes} if x.dims[split] is not UNIFORM else {axes: (blocks,)})
-    if x.dims[split] is UNIFORM and blocks in x.sharded | x.partial:
-        raise Refused("blocks of devices are exchanged that stand for devices already", "use tiled=True")
+    back = {(blocks,): axes} if x.dims[split] is not UNIFORM else {}
+    found = renamed(eq, x, {axes: (blocks,), **back})
     dims = list(found.dims)
     dims[split] = UNIFORM
     if set(axes) & (x.partial | x.sharded):
-        dims[joined] = cut(n, names)
+        dims[joined] = entries
     return dataclasses.replace(found, dims=tuple(dims), token=object())
 
 
@@ -120,35 +111,30 @@ def joined(parts: list[Part]) -> list[Part]:
     return found
 
 
-def combined(eq: Equation, value: Value) -> Value:
+def combined(value: Value) -> Value:
     """`value`, where its entries that stand for devices were added up, or the largest taken, as a collective does."""
-    partial, ratio, extreme = set(), value.ratio, value.extreme
+    partial, ratio, extreme, source = set(), value.ratio, value.extreme, value.source
     for axis in sorted(value.partial, key=lambda axis: not axis.startswith(BLOCKS)):
-        name = real(axis)
+        name, blocks = real(axis), axis.replace(ENTRIES, BLOCKS)
         if name in partial:
             raise Refused(f"a partial sum over {name} is summed over {name} again", "reduce it first")
         if not axis.startswith(ENTRIES):
             partial.add(name)
-            continue
-        n = int(axis[len(ENTRIES) :])
-        if f"{BLOCKS}{n}" in value.sharded:
+        elif blocks in value.sharded:
             raise Refused("a sum over entries that stand for devices adds different blocks, entry by entry", "")
-        if f"{BLOCKS}{n}" in partial:
-            partial.remove(f"{BLOCKS}{n}")
+        elif blocks in partial:
+            partial.remove(blocks)
         else:
-            ratio = near(ratio / n)  # equal entries, as many as devices
+            ratio = near(ratio / int(axis[len(ENTRIES) :]))  # equal entries, as many as devices
     if extreme:
         taken = {axis for axis in extreme[1] if axis.startswith(ENTRIES)}
         blocks = {axis.replace(ENTRIES, BLOCKS) for axis in taken}
         if taken and (value.is_index or blocks & value.sharded):
-            raise Refused(
-                "entries that stand for devices are compared, of different blocks",
-                "take the extreme along the dim first",
-            )
+            problem = "entries that stand for devices are compared, of different blocks"
+            raise Refused(problem, "take the extreme along the dim first")
         left = frozenset(map(real, extreme[1] - taken - blocks))
-        extreme = (extreme[0], left) if left else None
-        if taken:
-            value = dataclasses.replace(value, source=None, is_taken=False)
-    if (partial, ratio, extreme) == (set(value.partial), value.ratio, value.extreme):
-        return value
-    return dataclasses.replace(value, partial=frozenset(partial), ratio=ratio, extreme=extreme)
+        extreme, source = (extreme[0], left) if left else None, None if taken else source
+    is_taken = value.is_taken and source is value.source
+    return dataclasses.replace(
+        value, partial=frozenset(partial), ratio=ratio, extreme=extreme, source=source, is_taken=is_taken
+    )

@@ -152,7 +152,7 @@ class Interpreter:
         twin = eq.twin.outvars[i].aval
         if aval.dtype != twin.dtype:
             raise Refused(f"the result is {aval.dtype} here and {twin.dtype} on one device", "")
-        value = entries.combined(eq, value)
+        value = entries.combined(value)
         axes = [real(axis) for dim in value.dims if dim is not UNIFORM for axis in dim.axes]
         if again := {axis for axis in axes if axes.count(axis) > 1}:
             raise Refused(

@@ -19,7 +19,6 @@ def _attention(eq: Equation) -> list[Value]:
 
     q, k and v are [B, T, N, H], or [B, N, T, H] with the layout 1; a bias is [B or 1, N or 1, T, S].
     """
-    eq.same("scale", "seed", "dropout_rate", "mask_type", "layout", "sliding_window_length")
     names = (*OPERANDS, *GIVEN)[: len(eq.ins)]
     # Operands that the call leaves out have no entries.
     found = {name: value for i, (name, value) in enumerate(zip(names, eq.ins, strict=True)) if 0 not in eq.shape(i)}

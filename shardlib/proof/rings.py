@@ -272,7 +272,7 @@ def ring(eq: Equation) -> Value:
     if eq.name == "ring_index":
         return Value((), offset=((turns, eq.params["coefficient"]),), known=(0, 0))
     if eq.name == "ring_enter":
-        return entries._among(eq, x, {(eq.params["axis"],): (turns,)})
+        return entries.renamed(eq, x, {(eq.params["axis"],): (turns,)})
     eq.block(x)
     if turns in x.sharded:
         problem = "the turns of a ring add different blocks of a sharded dim, entry by entry"
