@@ -18,13 +18,7 @@ for _primitive in (forward, backward):
     _primitive.def_abstract_eval(lambda *avals, results, **_: [avals[i] for i in results])
 
 
-def attention(
-    q,
-    k,
-    v,
-    bias=None,
-    dropout_rate=0.0,
-):
+def attention(q, k, v, bias=None, dropout_rate=0.0):
     """The gradients of q, k and v [B, T, heads, H], and of the bias [B, 1, T, S], from the kernels."""
     parameters = {"scale": 0.5, "seed": 1, "dropout_rate": dropout_rate, "mask_type": 2, "layout": 0}
     none = jnp.zeros(0, q.dtype)  # an operand that the call leaves out
@@ -35,48 +29,35 @@ def attention(
     return backward.bind(*operands, statistics, out, 2 * out, results=results, **parameters)
 
 
-def shapes(heads: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((B, T, heads, H), jnp.bfloat16)
+def of_bias(over):
+    """The gradient of a bias that heads share: a partial sum over the axes of the heads."""
+    return lambda q, k, v, bias: jax.lax.psum(attention(q, k, v, bias)[3], over)
 
 
-CASES = {  # how q and k are sharded, what is wrong
-    "sequences and heads": (P("d", None, "t"), P("d", None, "t"), {}, None),
-    "sequences": (P(("d", "t")), P(("d", "t")), {}, None),
-    "positions": (P("d", "t"), P("d", "t"), {}, "attention runs along dim 1, which is sharded over t"),
-    "entries of a head": (
-        P(None, None, None, "d"),
-        P(None, None, None, "d"),
-        {},
-        "along dim 3, which is sharded over d",
-    ),
-    "heads of q alone": (P(None, None, "t"), P(), {}, "heads of keys are sharded otherwise"),
-    "dropout": (P("d"), P("d"), {"dropout_rate": 0.1}, "each device drops entries by the same seed"),
+HEADS, EACH = P("d", None, "t"), P("d")
+ENTRIES = P(None, None, None, "d")
+PARTIAL = r"partial sum|\+t"
+CASES = {  # how q and k are sharded, what runs, what is wrong
+    "sequences and heads": (HEADS, HEADS, attention, None),
+    "sequences": (P(("d", "t")), P(("d", "t")), attention, None),
+    "positions": (P("d", "t"), P("d", "t"), attention, "attention runs along dim 1, which is sharded over t"),
+    "entries of a head": (ENTRIES, ENTRIES, attention, "along dim 3, which is sharded over d"),
+    "heads of q alone": (P(None, None, "t"), P(), attention, "heads of keys are sharded otherwise"),
+    "dropout": (EACH, EACH, lambda *x: attention(*x, dropout_rate=0.1), "each device drops entries by the same seed"),
+    "gradient of a bias": (HEADS, HEADS, of_bias("t"), None),
+    "gradient of a bias over others": (HEADS, HEADS, of_bias("d"), PARTIAL),
+    "gradient of a bias over none": (HEADS, HEADS, of_bias(()), PARTIAL),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_rule(case):
-    q, k, options, problem = CASES[case]
-    run = lambda *x: attention(*x, **options)
-    specs = {"in_specs": (q, k, k), "out_specs": [q, k, k], "check_vma": False}
-    args = shapes(N), shapes(K), shapes(K)
+    q, k, run, problem = CASES[case]
+    shapes = [(B, T, N, H), (B, T, K, H), (B, T, K, H), (B, 1, T, T)]
+    has_bias = "bias" in case
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes[: 4 if has_bias else 3]]
+    specs = {"in_specs": (q, k, k, EACH)[: len(args)], "out_specs": EACH if has_bias else [q, k, k]}
     if problem is None:
-        return check(run, *args, mesh=MESH, **specs)
+        return check(run, *args, mesh=MESH, check_vma=False, **specs)
     with pytest.raises(ShardError, match=problem):
-        check(run, *args, mesh=MESH, **specs)
-
-
-@pytest.mark.parametrize("over", ["t", "d", None])
-def test_the_gradient_of_a_bias_that_heads_share_is_a_partial_sum(over):
-    q, each = P("d", None, "t"), P("d")
-
-    def run(q, k, v, bias):
-        g = attention(q, k, v, bias)[3]
-        return jax.lax.psum(g, over) if over else g
-
-    specs = {"in_specs": (q, q, q, each), "out_specs": each, "check_vma": False}
-    args = shapes(N), shapes(K), shapes(K), jax.ShapeDtypeStruct((B, 1, T, T), jnp.bfloat16)
-    if over == "t":
-        return check(run, *args, mesh=MESH, **specs)
-    with pytest.raises(ShardError, match=r"partial sum|\+t"):
-        check(run, *args, mesh=MESH, **specs)
+        check(run, *args, mesh=MESH, check_vma=False, **specs)
