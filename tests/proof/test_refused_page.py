@@ -17,7 +17,7 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M
 
 
 def findings(body, check_vma=True):
-    p = program("page", body, vma=check_vma)
+    p = program(body, vma=check_vma)
     trace = lambda: {"": traced(p, jax.sharding.get_abstract_mesh().axis_sizes)}
     return list(map(str, prove(trace, abstract_mesh(p, (2, 2)))))
 
