@@ -106,7 +106,9 @@ class _Piece:
     axes: tuple[str, ...]
     is_uniform: bool
     is_loose: bool
-    is_counted: bool
+    name: str = ""
+    is_counted: bool = False
+    is_mixed: bool = False
 
 
 @rule("reshape")
@@ -119,15 +121,14 @@ def _reshape(eq: Equation) -> Value:
     for i, (dim, here, there) in enumerate(zip(x.dims, shape, twin_shape, strict=True)):
         counted = i in x.count
         if dim is UNIFORM:
-            pieces.append(_Piece(here, there, (), True, here != there, counted))
+            pieces.append(_Piece(here, there, (), True, here != there, is_counted=counted))
         elif counted and x.is_local:
-            pieces.append(_Piece(here, there, (), False, False, counted))
+            pieces.append(_Piece(here, there, (), False, False, dim.name, counted))
         else:
             sizes = [(part, eq.whole_size(Dim((part,)), part.size)) for part in dim.parts]
-            pieces += [_Piece(n, whole, axes, False, False, counted) for (n, axes), whole in sizes]
-    pieces = _uncut([p for p in pieces if max(p.size, p.whole) > 1 or p.axes])
+            pieces += [_Piece(n, whole, axes, False, False, dim.name, counted) for (n, axes), whole in sizes]
+    pieces = [p for p in pieces if max(p.size, p.whole) > 1 or p.axes]
     twins = eq.twin.outvars[0].aval.shape
-    names = {dim.parts: dim.name for dim in x.dims if dim is not UNIFORM}
     dims, count, mixed = [], [], False
     for j, (size, there) in enumerate(zip(new, twins, strict=True)):
         if (
@@ -147,13 +148,13 @@ def _reshape(eq: Equation) -> Value:
         taken = _take(pieces, size, there, last=all(n == 1 for n in new[j + 1 :]))
         if any(p.is_counted for p in taken):
             count.append(j)
-            mixed |= not all(p.is_counted for p in taken)
+            mixed |= not all(p.is_counted and not p.is_mixed for p in taken)
         if all(p.is_uniform for p in taken):
             dims.append(UNIFORM)
             continue
         if any(p.is_loose for p in taken):
             raise Refused("repeated entries, as many as the mesh decides, are merged with a dim", WHOLE_SIZES)
-        dims.append(_merged(taken, names))
+        dims.append(_merged(taken))
     if pieces:
         raise Refused("the sharded dims do not fit the new shape", "shardops.rearrange names the dims")
     source = _kept(tuple(shape), new)
@@ -177,18 +178,6 @@ def _kept(old: tuple[int, ...], new: tuple[int, ...]) -> list[int | None] | None
     return found
 
 
-def _uncut(pieces: list[_Piece]) -> list[_Piece]:
-    """The factors, where those that no cut separates are one."""
-    found: list[_Piece] = []
-    for p in pieces:
-        q = found[-1] if found else None
-        if q and not p.axes and (p.is_uniform, p.is_loose, p.is_counted) == (q.is_uniform, q.is_loose, q.is_counted):
-            found[-1] = dataclasses.replace(q, size=q.size * p.size, whole=q.whole * p.whole)
-        else:
-            found.append(p)
-    return found
-
-
 def _take(pieces: list[_Piece], size: int, there: int, last: bool) -> list[_Piece]:
     """The next factors, of `size` together on a device, and of `there` on one. Splits the last of them if it must."""
     taken, product, product_there = [], 1, 1
@@ -202,9 +191,21 @@ def _take(pieces: list[_Piece], size: int, there: int, last: bool) -> list[_Piec
             product, product_there = product * piece.size, product_there * piece.whole
         elif need and piece.size % need == 0 and size % product == 0 and (need > 1 or piece.whole > piece.size):
             uncut = piece.size // need
-            taken.append(dataclasses.replace(piece, size=need, whole=piece.whole // uncut))
-            pieces[0] = dataclasses.replace(piece, size=uncut, whole=uncut, axes=())
+            taken.append(dataclasses.replace(piece, size=need, whole=piece.whole // uncut, name=""))
+            pieces[0] = dataclasses.replace(piece, size=uncut, whole=uncut, axes=(), name="")
             product, product_there = size, product_there * taken[-1].whole
+        elif len(pieces) > 1 and not pieces[1].axes:  # two factors that no cut separates are one
+            merged = dataclasses.replace(
+                piece,
+                size=piece.size * pieces[1].size,
+                whole=piece.whole * pieces[1].whole,
+                is_uniform=piece.is_uniform and pieces[1].is_uniform,
+                is_loose=piece.is_loose or pieces[1].is_loose,
+                is_counted=piece.is_counted or pieces[1].is_counted,
+                is_mixed=piece.is_mixed or pieces[1].is_mixed or piece.is_counted != pieces[1].is_counted,
+                name="",
+            )
+            pieces[:2] = [merged]
         else:
             break
     if product != size:
@@ -216,15 +217,14 @@ def _take(pieces: list[_Piece], size: int, there: int, last: bool) -> list[_Piec
     return taken
 
 
-def _merged(taken: list[_Piece], names: dict[tuple[Part, ...], str]) -> Dim:
+def _merged(taken: list[_Piece]) -> Dim:
     parts: list[Part] = []
     for piece in taken:
         if parts and not piece.axes:
             parts[-1] = Part(parts[-1].size * piece.size, parts[-1].axes)
         else:
             parts.append(Part(piece.size, piece.axes))
-    parts = tuple(entries.joined(parts))
-    return Dim(parts, names.get(parts, ""))
+    return Dim(tuple(entries.joined(parts)), taken[0].name if len(taken) == 1 else "")
 
 
 @rule("concatenate")
