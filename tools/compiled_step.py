@@ -2,6 +2,7 @@
 
     python -m tools.compiled_step run=runs/<name>
     python -m tools.compiled_step run=runs/<name> output=step.svg
+    python -m tools.compiled_step run=runs/<name> output=step.json
 
 Reads the HLO text that the run wrote, or any other optimized HLO text. No devices are needed. docs/performance.md
 explains the output.
@@ -13,7 +14,7 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from shardwright.compiled.files import read_step, write_whole
+from shardwright.compiled.files import read_step, write_json, write_whole
 from shardwright.compiled.picture import draw
 from shardwright.compiled.table import as_text
 from shardwright.settings.program import run_program
@@ -27,7 +28,7 @@ class Config:
     run: str = MISSING
     """Directory of a run, of which the newest compiled step is shown; or an optimized HLO text (.txt)."""
     output: str | None = None
-    """The .svg file to write with the picture. Null: the table is printed."""
+    """The file to write: .svg for the picture, .json for the table. Null: the table is printed."""
 
 
 def text_of(run: str) -> Path:
@@ -49,8 +50,8 @@ def known_lines(text: Path) -> dict[str, str]:
 
 def run(config: Config) -> None:
     """Prints or writes what is known of the step."""
-    if config.output is not None and Path(config.output).suffix != ".svg":
-        raise ValueError(f"output is {config.output}; its name must end in .svg.")
+    if config.output is not None and Path(config.output).suffix not in (".svg", ".json"):
+        raise ValueError(f"output is {config.output}; its name must end in .svg or .json.")
     path = text_of(config.run)
     try:
         _, table = read_step(path)
@@ -62,7 +63,10 @@ def run(config: Config) -> None:
         return
     output = Path(config.output)
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(output, draw(table))
+    if output.suffix == ".json":
+        write_json(output, table.as_data())
+    else:
+        write_whole(output, draw(table))
     print(f"written: {output}")
 
 

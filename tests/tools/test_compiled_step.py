@@ -38,12 +38,14 @@ def test_a_picture(directory, capsys):
     run(Config(run=str(text), output=str(directory / "out" / "step.svg")))
     assert (directory / "out" / "step.svg").read_text().startswith("<svg ")
     assert capsys.readouterr().out == f"written: {directory / 'out' / 'step.svg'}\n"
+    run(Config(run=str(text), output=str(directory / "step.json")))
+    assert any(row["line"] == "train.py:20" for row in json.loads((directory / "step.json").read_text())["rows"])
 
 
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"run": "{}", "output": "a.png"}, "output is a.png; its name must end in .svg"),
+        ({"run": "{}", "output": "a.png"}, "output is a.png; its name must end in .svg or .json"),
         ({"run": "{}/gone"}, "gone: there is no training_step_optimized_hlo_<date>.txt"),
         ({"run": "{}/empty"}, "empty: there is no training_step_optimized_hlo_<date>.txt"),
         ({"run": "{}/training_step_optimized_hlo_2026_01_01_00_00_00.txt"}, "this is no text of an HLO program"),
