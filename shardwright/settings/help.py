@@ -17,7 +17,7 @@ WIDTH = 80
 def help_text(program: Program, sections: dict[str, type] | None = None) -> str:
     """The help of a program. `sections` are dataclasses of sections whose type the schema leaves open."""
     choice = "" if program.config_name else "--config-name=<configuration> "
-    lines = [_sentence(program.doc), "", f"    {program.command} {choice}[<setting>=<value> ...]", ""]
+    lines = [*_wrapped(_sentence(program.doc), 0), "", f"    {program.command} {choice}[<setting>=<value> ...]", ""]
     for path in sorted(program.configs.glob("*.yaml")):
         if f"{program.command} --config-name={path.stem}" in path.read_text().partition("defaults:")[0]:
             lines += [f"--config-name={path.stem}", *_wrapped(_header(path), 6)]
