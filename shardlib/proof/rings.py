@@ -173,7 +173,7 @@ class _Ring:
             if not all(self._match(a, b, k, marks, {}) for a, b, k in pairs):
                 continue
             # Where each turn writes must depend on whose block it has, or the last turn would replace the others.
-            if any(marks.get(v) is not None for v in first) and (
+            if any(is_variable(v) and marks.get(v) is not None for v in first) and (
                 not places or any(isinstance(marks.get(v), int) for v in first[1:] if is_variable(v))
             ):
                 self.marks = marks
