@@ -64,7 +64,7 @@ def export(run, output, **settings) -> str:
     """Exports a run; what the tool printed."""
     lines: list[str] = []
     given = {"run": str(run), "output": str(output), "check": COMPARES, "trust": True} | settings
-    checkpoint_to_huggingface.run(checkpoint_to_huggingface.Config(**given), lines.append)
+    checkpoint_to_huggingface.run(checkpoint_to_huggingface.Settings(**given), lines.append)
     return "\n".join(lines)
 
 
@@ -72,7 +72,7 @@ def to_run(model, output, **settings) -> str:
     """Imports a model; what the tool printed."""
     lines: list[str] = []
     given = {"model": str(model), "output": str(output), "check": COMPARES} | settings
-    huggingface_to_checkpoint.run(huggingface_to_checkpoint.Config(**given), lines.append)
+    huggingface_to_checkpoint.run(huggingface_to_checkpoint.Settings(**given), lines.append)
     return "\n".join(lines)
 
 

@@ -6,11 +6,11 @@ import tiny
 
 from shardlib.shardtypes import f32
 from shardwright.sampling.cache import window_start
-from shardwright.sampling.drawing import Settings, gumbel_noise
+from shardwright.sampling.drawing import Sampling, gumbel_noise
 from shardwright_data.loader import TokenBatch
 
 
-def kept_by_numpy(scaled: np.ndarray, s: Settings) -> list[int]:
+def kept_by_numpy(scaled: np.ndarray, s: Sampling) -> list[int]:
     """Which logits[V] are left: sorted, counted, summed up."""
     order = np.argsort(-scaled)
     kept = order[: s.top_k]
@@ -20,7 +20,7 @@ def kept_by_numpy(scaled: np.ndarray, s: Settings) -> list[int]:
     return sorted(kept[:count].tolist())
 
 
-def redrawn(forward, w, prompts, drawn, s: Settings, context: int) -> list[list[int]]:
+def redrawn(forward, w, prompts, drawn, s: Sampling, context: int) -> list[list[int]]:
     """What is drawn in the place of each token of `drawn`, from the texts with the tokens before it."""
     windows = []
     for number, (prompt, new) in enumerate(zip(prompts, drawn, strict=True)):

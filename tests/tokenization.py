@@ -11,7 +11,7 @@ import pytest
 from shardwright_data.flat_tokens import writer
 from shardwright_data.text import sources
 from tools.huggingface_to_flat_tokens import split as split_work
-from tools.huggingface_to_flat_tokens.config import Config, SplitConfig, TokenizerConfig
+from tools.huggingface_to_flat_tokens.config import Settings, SplitConfig, TokenizerConfig
 
 ROOT = Path(__file__).parent.parent
 SIZES = [
@@ -33,7 +33,7 @@ from tools.huggingface_to_flat_tokens.split import Tokenize
 tokenize = Tokenize.__call__
 Tokenize.__call__ = lambda self, item: (time.sleep({seconds}), tokenize(self, item))[1]
 if __name__ == "__main__":
-    run_program("huggingface_to_flat_tokens", tool.Config, tool.run)
+    run_program("huggingface_to_flat_tokens", tool.Settings, tool.run)
 """
 
 
@@ -67,7 +67,7 @@ def config(out, files, **settings):
         given = {k.removeprefix(f"{split}_"): settings.pop(k) for k in list(settings) if k.startswith(f"{split}_")}
         splits[split] = SplitConfig(files=list(files), **given)
     defaults = {"tokenizer": TokenizerConfig(end_token="</s>"), "num_workers": 1}
-    return Config(**{"out": str(out)} | splits | defaults | settings)
+    return Settings(**{"out": str(out)} | splits | defaults | settings)
 
 
 def driver(directory, seconds):

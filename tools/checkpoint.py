@@ -24,7 +24,7 @@ PROBLEMS = 100
 
 
 @dataclasses.dataclass
-class Config:
+class Settings:
     """The settings of the program."""
 
     run: str = MISSING
@@ -33,7 +33,7 @@ class Config:
     """list: step, time, and size. verify: read all, and compare the checksums."""
 
 
-def run(config: Config) -> None:
+def run(config: Settings) -> None:
     """Prints a line for each checkpoint, and what is damaged.
 
     Raises:
@@ -72,4 +72,4 @@ def _verify(checkpoints: Checkpointer, step: int) -> bool:
 
 
 if __name__ == "__main__":
-    run_program("checkpoint", Config, run)
+    run_program("checkpoint", Settings, run)

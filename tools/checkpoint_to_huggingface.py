@@ -51,7 +51,7 @@ DTYPES = {"f32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtyp
 
 
 @dataclass
-class Config:
+class Settings:
     """Settings of the program."""
 
     run: str = MISSING
@@ -232,7 +232,7 @@ def checked_config(c: Any, weights: Any) -> tuple[dict, dict[str, Callable]]:
     return content, tensors
 
 
-def run(config: Config, log: Callable[[str], None] = print) -> None:
+def run(config: Settings, log: Callable[[str], None] = print) -> None:
     """Writes the model into config.output.
 
     Raises:
@@ -300,4 +300,4 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")  # other devices would be started, and their memory taken, for nothing
-    run_program("checkpoint_to_huggingface", Config, run)
+    run_program("checkpoint_to_huggingface", Settings, run)

@@ -22,7 +22,7 @@ from shardwright_data.foreign import read_object, shown
 
 
 @dataclasses.dataclass
-class Config:
+class Settings:
     """Settings of the program."""
 
     run: str = MISSING
@@ -48,7 +48,7 @@ def known_lines(text: Path) -> dict[str, str]:
         return {}
 
 
-def run(config: Config) -> None:
+def run(config: Settings) -> None:
     """Prints or writes what is known of the step."""
     if config.output is not None and Path(config.output).suffix not in (".svg", ".json"):
         raise ValueError(f"output is {config.output}; its name must end in .svg or .json.")
@@ -71,4 +71,4 @@ def run(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    run_program("compiled_step", Config, run)
+    run_program("compiled_step", Settings, run)

@@ -54,7 +54,7 @@ TEXTS = r"\.(jsonl|json|txt|parquet)(\.\w+)?$"
 
 
 @dataclass
-class Config:
+class Settings:
     """Settings of the program."""
 
     run: str = MISSING
@@ -118,7 +118,7 @@ class OpenRun:
     mesh: jax.sharding.Mesh
     source: Any
     """Hashes of the source, for Scorer."""
-    config: Config
+    config: Settings
 
     def scorer(self) -> Scorer:
         """What computes losses of tokens."""
@@ -144,7 +144,7 @@ class OpenRun:
         return language_model(self.scorer(), self.codec(), self.weights)
 
 
-def open_run(config: Config, write_line: Callable[[str], None] = print) -> OpenRun:
+def open_run(config: Settings, write_line: Callable[[str], None] = print) -> OpenRun:
     """Reads the weights. Raises ValueError if there is no such run or checkpoint, or it does not fit the devices."""
     with opening.open_run(config.run, config.step, config.trust) as saved:
         c = saved.c
@@ -266,7 +266,7 @@ def of_tasks(run: OpenRun, write_line: Callable[[str], None]) -> dict[str, Any]:
 # ---- main -----------------------------------------------------------------------------------------------------------
 
 
-def check_settings(config: Config) -> str:
+def check_settings(config: Settings) -> str:
     """What is evaluated: data, tasks, or "" for none. Raises ValueError for settings that do not agree."""
     check_ranges("", config)
     if config.weights is not None:
@@ -297,7 +297,7 @@ def check_settings(config: Config) -> str:
     return what
 
 
-def evaluate(config: Config, console: Console | None = None) -> dict[str, Any]:
+def evaluate(config: Settings, console: Console | None = None) -> dict[str, Any]:
     """Evaluates, prints the result, and returns it.
 
     Raises:
@@ -328,4 +328,4 @@ def evaluate(config: Config, console: Console | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run_program("evaluate", Config, evaluate)
+    run_program("evaluate", Settings, evaluate)

@@ -24,7 +24,7 @@ import train
 from shardwright.modeling.model import load_model
 from shardwright.run import config as run_config
 from shardwright.run.opening import MeshChoice, mesh_for, open_run
-from shardwright.sampling.drawing import Settings, check_ids
+from shardwright.sampling.drawing import Sampling, check_ids
 from shardwright.sampling.sampler import Sampler
 from shardwright.settings.program import run_program
 from shardwright.settings.words import for_console
@@ -35,7 +35,7 @@ from shardwright_data.text.codec import TextCodec, codec_by_name, codec_of_datas
 
 
 @dataclass
-class Config:
+class Settings:
     """Settings of the program."""
 
     run: str = MISSING
@@ -91,7 +91,7 @@ class Config:
 # ---- settings -----------------------------------------------------------------------------------------------------
 
 
-def open_codec(config: Config, c: run_config.Config) -> TextCodec:
+def open_codec(config: Settings, c: run_config.Config) -> TextCodec:
     """Opens the tokenizer of the settings, or else of the run's data."""
     if config.tokenizer is not None:
         return codec_by_name(config.tokenizer)
@@ -100,7 +100,7 @@ def open_codec(config: Config, c: run_config.Config) -> TextCodec:
     return codec_of_data(c.data)
 
 
-def read_prompts(config: Config) -> list[str]:
+def read_prompts(config: Settings) -> list[str]:
     """The prompts as texts; none with prompt_ids. Raises ValueError unless they are given in exactly one way."""
     names = ("prompt", "prompts_file", "prompt_ids")
     given = [name for name in names if getattr(config, name) is not None]
@@ -115,7 +115,7 @@ def read_prompts(config: Config) -> list[str]:
     return [] if config.prompt is None else [config.prompt]
 
 
-def stop_ids(config: Config, codec: TextCodec) -> tuple[int, ...]:
+def stop_ids(config: Settings, codec: TextCodec) -> tuple[int, ...]:
     """The ids of the tokens that end a text."""
     if config.stop is None:
         return () if codec.end is None else (codec.end,)
@@ -148,7 +148,7 @@ def show(console: Console, result: Generated) -> None:
     console.print(Text.assemble((shown(result.prompt), "bold"), ("▸", "dim"), shown(result.text)), soft_wrap=True)
 
 
-def generate(config: Config, console: Console | None = None) -> list[Generated]:
+def generate(config: Settings, console: Console | None = None) -> list[Generated]:
     """Samples texts and prints them.
 
     Raises:
@@ -173,7 +173,7 @@ def generate(config: Config, console: Console | None = None) -> list[Generated]:
         if config.prompt_ids is not None:
             check_ids("prompt_ids", config.prompt_ids, c.model.vocab)
             prompts, texts = [config.prompt_ids], [codec.decode(config.prompt_ids)]
-        settings = Settings(
+        settings = Sampling(
             config.max_tokens, config.temperature, config.top_k, config.top_p, config.seed, stop_ids(config, codec)
         )
         with jax.set_mesh(mesh_for(config.mesh, c)):
@@ -227,4 +227,4 @@ def quote_text(argument: str) -> str:
 
 if __name__ == "__main__":
     sys.argv[1:] = map(quote_text, sys.argv[1:])
-    run_program("generate", Config, generate)
+    run_program("generate", Settings, generate)

@@ -47,7 +47,7 @@ FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safete
 
 
 @dataclass
-class Config:
+class Settings:
     """Settings of the program."""
 
     model: str = MISSING
@@ -116,7 +116,7 @@ def _end_token(tokenizer: Path, ids: Any) -> str:
     return shlex.quote(f'tokenizer.end_token="{ends[0]}"') if ends else "tokenizer.end_token=null"
 
 
-def run(config: Config, log: Callable[[str], None] = print) -> None:
+def run(config: Settings, log: Callable[[str], None] = print) -> None:
     """Writes the checkpoint.
 
     Raises:
@@ -200,4 +200,4 @@ def run(config: Config, log: Callable[[str], None] = print) -> None:
 
 if __name__ == "__main__":
     jax.config.update("jax_platforms", "cpu")  # other devices would be started, and their memory taken, for nothing
-    run_program("huggingface_to_checkpoint", Config, run)
+    run_program("huggingface_to_checkpoint", Settings, run)

@@ -40,7 +40,7 @@ SAMPLE = 2**22
 
 
 @dataclass
-class Config:
+class Settings:
     """The settings of the program."""
 
     filespec: str | None = None
@@ -86,7 +86,7 @@ def _read_text(reader: flat_tokens.Reader, codec: TextCodec, start: int, length:
 # ---- a batch ------------------------------------------------------------------------------------------------------
 
 
-def show_batch(console: Console, config: Config, run: Any) -> None:
+def show_batch(console: Console, config: Settings, run: Any) -> None:
     """Prints a table for each sequence of a batch: the documents in it.
 
     Raises:
@@ -230,7 +230,7 @@ def check(console: Console, reader: flat_tokens.Reader) -> None:
 # ---- main ---------------------------------------------------------------------------------------------------------
 
 
-def _data_config(config: Config, run: Any) -> DataConfig:
+def _data_config(config: Settings, run: Any) -> DataConfig:
     try:
         data: DataConfig = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), run.get("data", {})))
     except OmegaConfBaseException as error:
@@ -249,7 +249,7 @@ def _read_run(directory: str) -> Any:
     return OmegaConf.create(literal(read_config(path)))
 
 
-def _filespec(config: Config, run: Any) -> str:
+def _filespec(config: Settings, run: Any) -> str:
     if run is None:
         if not config.filespec:
             raise ValueError("Give filespec=<dataset>, or run=<directory of a run>.")
@@ -264,7 +264,7 @@ def _filespec(config: Config, run: Any) -> str:
     return data.mixture[config.source].filespec
 
 
-def run(config: Config, console: Console | None = None) -> None:
+def run(config: Settings, console: Console | None = None) -> None:
     """Shows a batch, a document or a dataset, as the settings say.
 
     Raises:
@@ -292,4 +292,4 @@ def run(config: Config, console: Console | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_program("inspect_data", Config, run)
+    run_program("inspect_data", Settings, run)

@@ -31,7 +31,7 @@ FIRST_BIN = 256
 
 
 @dataclass
-class Config:
+class Settings:
     """The settings of the program."""
 
     out: str = MISSING
@@ -67,32 +67,32 @@ def _digits(rng: np.random.RandomState, n: int) -> Document:
     return FIRST_DIGIT + rng.randint(0, 10, n)
 
 
-def _copy(rng: np.random.RandomState, config: Config) -> Document:
+def _copy(rng: np.random.RandomState, config: Settings) -> Document:
     digits = _digits(rng, rng.randint(1, config.max_digits + 1))
     return np.concatenate([[COPY], digits, [SEPARATOR], digits])
 
 
-def _reverse(rng: np.random.RandomState, config: Config) -> Document:
+def _reverse(rng: np.random.RandomState, config: Settings) -> Document:
     digits = _digits(rng, rng.randint(1, config.max_digits + 1))
     return np.concatenate([[REVERSE], digits, [SEPARATOR], digits[::-1]])
 
 
-def _periodic(rng: np.random.RandomState, config: Config) -> tuple[int, Document]:
+def _periodic(rng: np.random.RandomState, config: Settings) -> tuple[int, Document]:
     distance = rng.randint(1, config.max_distance + 1)
     return distance, np.resize(_digits(rng, distance), rng.randint(1, config.max_length + 1))
 
 
-def _copy_at(rng: np.random.RandomState, config: Config) -> Document:
+def _copy_at(rng: np.random.RandomState, config: Settings) -> Document:
     distance, digits = _periodic(rng, config)
     return np.concatenate([[COPY_AT, FIRST_DISTANCE + distance], digits])
 
 
-def _copy_at_unknown(rng: np.random.RandomState, config: Config) -> Document:
+def _copy_at_unknown(rng: np.random.RandomState, config: Settings) -> Document:
     _, digits = _periodic(rng, config)
     return np.concatenate([[COPY_AT_UNKNOWN], digits])
 
 
-def _gaussians(rng: np.random.RandomState, config: Config) -> Document:
+def _gaussians(rng: np.random.RandomState, config: Settings) -> Document:
     components = rng.randint(1, config.max_components + 1)
     means = rng.uniform(0, config.num_bins, components)
     sigmas = rng.uniform(1, config.max_sigma, components)
@@ -104,7 +104,7 @@ def _gaussians(rng: np.random.RandomState, config: Config) -> Document:
 TASKS = (_copy, _reverse, _copy_at, _copy_at_unknown, _gaussians)
 
 
-def write(config: Config) -> None:
+def write(config: Settings) -> None:
     """Writes both splits.
 
     Raises:
@@ -124,4 +124,4 @@ def write(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    run_program("write_synthetic_dataset", Config, write)
+    run_program("write_synthetic_dataset", Settings, write)

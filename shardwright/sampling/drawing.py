@@ -14,7 +14,7 @@ from shardwright_data.checks import at_least_0, check_ranges, within
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
+class Sampling:
     """Settings of drawing the next token: from logits / temperature, after top_k and then top_p."""
 
     max_tokens: int = within(1, 2**31, 64)
@@ -46,7 +46,7 @@ def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
             raise ValueError(f"{name} has the token id {token}; those of the model are 0 to {vocab - 1}.")
 
 
-def lowest_kept(scaled: jax.Array, s: Settings) -> jax.Array:
+def lowest_kept(scaled: jax.Array, s: Sampling) -> jax.Array:
     """Lowest of the scaled logits[…, V] that top_k and top_p leave, […, 1]."""
     if s.top_k is None and s.top_p == 1:
         return jnp.full_like(scaled[..., :1], -jnp.inf)
@@ -59,12 +59,12 @@ def lowest_kept(scaled: jax.Array, s: Settings) -> jax.Array:
     return jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
 
 
-def scaled_logits(logits: jax.Array, s: Settings) -> jax.Array:
+def scaled_logits(logits: jax.Array, s: Sampling) -> jax.Array:
     """Logits divided by the temperature, if it is not 0, in f32."""
     return jnp.float32(logits) / (s.temperature or 1.0)
 
 
-def gumbel_noise(number: jax.Array, place: jax.Array, vocab: int, s: Settings) -> jax.Array:
+def gumbel_noise(number: jax.Array, place: jax.Array, vocab: int, s: Sampling) -> jax.Array:
     """Noise […, vocab] for the token at `place[…]` of the text `number[…]`.
 
     The argmax of the logits plus this noise is a sample from their softmax (Gumbel-max).
@@ -84,7 +84,7 @@ def own_block(x: i32["B/r/d L"]) -> i32["B/r/d L/t"]:
 
 
 @typed
-def choose(logits: act["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"], s: Settings) -> u32["B/r/d L/t"]:
+def choose(logits: act["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"], s: Sampling) -> u32["B/r/d L/t"]:
     """Draws the token at `place` of the text `number`. Each device of t draws for its own part of L, from all of V."""
     scaled = scaled_logits(shardops.all_to_all("B/r/d L V/t -> B/r/d L/t V", logits), s)
     noise = gumbel_noise(own_block(number), own_block(place), scaled.shape[-1], s)

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from shardwright.sampling.drawing import Settings
+from shardwright.sampling.drawing import Sampling
 from shardwright.sampling.sampler import Sampler
 from shardwright.sampling.scoring import Scorer, log_likelihoods, products_in
 from shardwright_data.text.codec import TextCodec
@@ -60,10 +60,10 @@ def language_model(scorer: Scorer, codec: TextCodec, weights: Any) -> Any:
             return [sum(next(found)[0] for _ in text) for text in cut]
 
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
-            by_settings: dict[Settings, list[tuple[int, list[str]]]] = {}
+            by_settings: dict[Sampling, list[tuple[int, list[str]]]] = {}
             for i, request in enumerate(requests):
                 options = normalize_gen_kwargs(dict(request.args[1]), MAX_TOKENS)
-                settings = Settings(
+                settings = Sampling(
                     max_tokens=options["max_gen_toks"],
                     temperature=options.get("temperature") or 0.0,
                     top_k=options.get("top_k") or None,

@@ -1,6 +1,6 @@
 """Text from a model: batched, with a cache of keys and values, sharded as in training.
 
-    sampler = Sampler(forward, Settings(max_tokens=100, temperature=0.8), context=c.training.seq_len)
+    sampler = Sampler(forward, Sampling(max_tokens=100, temperature=0.8), context=c.training.seq_len)
     continuations = sampler.generate(weights, [[5, 8, 13], []])
 
 It runs the forward pass of training, with any model. All that a token learns from others passes through `attend`, which
@@ -26,7 +26,7 @@ from shardwright.modeling.model import compute_scope, inputs_of
 from shardwright.run.causality import check_causal
 from shardwright.run.soundness import check_program
 from shardwright.sampling.cache import KeyValues, Texts, check_cache, next_logits, window_cache, window_start
-from shardwright.sampling.drawing import Settings, check_ids, choose, gathered
+from shardwright.sampling.drawing import Sampling, check_ids, choose, gathered
 
 CHUNK = 32
 """Number of tokens of each text that are drawn before the host reads them."""
@@ -89,7 +89,7 @@ class Sampler:
         ValueError: a setting out of its range, or a model that reads more than tokens.
     """
 
-    def __init__(self, forward: Any, settings: Settings, context: int, batch: int = 64, source: Any = None):
+    def __init__(self, forward: Any, settings: Sampling, context: int, batch: int = 64, source: Any = None):
         c = forward.model.c
         settings.check(c.vocab)
         refuse_inputs(forward.model, "Evaluate it, or sample a model without Model.inputs.")

@@ -11,7 +11,7 @@ from shardwright.run.metrics import remove_later_lines
 from shardwright.run.optional import optional
 from shardwright.run.run import Run
 from shardwright.run.stages import folded_mesh, without_stages
-from shardwright.sampling.drawing import Settings, check_ids
+from shardwright.sampling.drawing import Sampling, check_ids
 from shardwright.sampling.sampler import Sampler
 from shardwright.settings.words import say
 from shardwright_data.loader.codec import codec_of_data
@@ -49,7 +49,7 @@ class TrainingSamples:
             instead = "Set training.sample_interval=null for no samples, or read a dataset that has its tokenizer.json."
             raise ValueError(f"training.sample_prompts: {str(e).replace(REMEDY, instead)}") from e
         self._stop = () if self._codec.end is None else (self._codec.end,)
-        settings = Settings(t.sample_tokens, t.sample_temperature, t.sample_top_k, seed=t.seed, stop=self._stop)
+        settings = Sampling(t.sample_tokens, t.sample_temperature, t.sample_top_k, seed=t.seed, stop=self._stop)
         self._mesh, self._placement = folded_mesh(c), run.placement
         with jax.set_mesh(self._mesh):
             self._sampler = Sampler(forward, settings, context=t.seq_len, source=run.provenance["source"])

@@ -175,7 +175,7 @@ def save_file(tensors, path, metadata):
     if "2.part" in str(path):
         os.kill(os.getpid(), signal.SIGKILL)
 safetensors.numpy.save_file = save_file
-tool.run(tool.Config(run={run!r}, output={output!r}, file_bytes=20_000, check=False))
+tool.run(tool.Settings(run={run!r}, output={output!r}, file_bytes=20_000, check=False))
 """
 
 

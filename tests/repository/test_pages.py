@@ -140,7 +140,7 @@ def check_tool(module: str, flags: dict[str, str], overrides: list[str]) -> None
     main = f"{module}.__main__" if ROOT.joinpath(*module.split("."), "__main__.py").exists() else module
     overrides = [o for o in overrides if not o.startswith("hydra")]
     given = OmegaConf.from_dotlist(first_values(overrides) if "--multirun" in flags else overrides)
-    OmegaConf.merge(OmegaConf.structured(importlib.import_module(main).Config), given)
+    OmegaConf.merge(OmegaConf.structured(importlib.import_module(main).Settings), given)
 
 
 def check_command(words: list[str]) -> None:

@@ -23,7 +23,7 @@ from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.pipeline_config import PipelineConfig
 from shardwright.run.run import Run
 from tools import checkpoint_to_huggingface
-from tools.generate import Config, generate
+from tools.generate import Settings, generate
 
 
 def programs(source: str, mesh=(1, 1, 1, 1), model=(), optimizer=(), **training) -> dict[str, str]:
@@ -220,10 +220,10 @@ def test_an_export_is_refused_by_other_source_or_is_of_the_average(run_directory
     directory, average = run_directory
     config = {"run": str(directory), "output": str(tmp_path / "exported"), "weights": "ema", "check": False}
     with pytest.raises(ValueError, match=r"it computes something else in evaluation\. .* or give other_source=true"):
-        checkpoint_to_huggingface.run(checkpoint_to_huggingface.Config(**config))
+        checkpoint_to_huggingface.run(checkpoint_to_huggingface.Settings(**config))
     assert not (tmp_path / "exported").exists()
     said = []
-    checkpoint_to_huggingface.run(checkpoint_to_huggingface.Config(**config, other_source=True), said.append)
+    checkpoint_to_huggingface.run(checkpoint_to_huggingface.Settings(**config, other_source=True), said.append)
     assert any(line.startswith("source     ") for line in said)
     tensors = safetensors.load_file(tmp_path / "exported" / "model.safetensors")
     np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], average.embed)
@@ -234,11 +234,11 @@ def test_drawing_is_refused_by_other_source_or_is_of_the_average(run_directory):
     directory, _ = run_directory
     config = {"run": str(directory), "prompt_ids": [5], "max_tokens": 4, "temperature": 0.0}
     with pytest.raises(ValueError, match=r"it computes something else in evaluation\. .* or give other_source=true"):
-        generate(Config(**config))
-    drawn = {which: generate(Config(**config, weights=which, other_source=True)) for which in ("weights", "ema")}
+        generate(Settings(**config))
+    drawn = {which: generate(Settings(**config, weights=which, other_source=True)) for which in ("weights", "ema")}
     assert drawn["weights"][0].ids != drawn["ema"][0].ids
     with pytest.raises(ValueError, match="weights is 'average'; choose one of weights, ema"):
-        generate(Config(**config, weights="average"))
+        generate(Settings(**config, weights="average"))
 
 
 @pytest.mark.quick

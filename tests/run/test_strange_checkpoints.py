@@ -86,5 +86,5 @@ def test_nothing_of_a_manifest_reaches_the_terminal_raw(signed, capsys):
         change(**values)
         for action in ("list", "verify"):
             with contextlib.suppress(SystemExit):
-                tool.run(tool.Config(str(directory), action))
+                tool.run(tool.Settings(str(directory), action))
     assert capsys.readouterr().out.replace("\n", "").isprintable()

@@ -20,7 +20,7 @@ from shardwright.run.initial_weights import read_weights
 from shardwright.run.resuming import check_resumes, config_of
 from shardwright.run.saved import literal, saved_config
 from tools import checkpoint_to_huggingface, inspect_data
-from tools.generate import Config, MeshChoice, generate
+from tools.generate import MeshChoice, Settings, generate
 from tools.report import __main__ as report
 
 ROOT = Path(__file__).parents[2]
@@ -81,15 +81,15 @@ def stranger(tmp_path, monkeypatch):
 
 
 READERS = {
-    "generate": lambda s: generate(Config(run=str(s.directory), **IDS), QUIET),
+    "generate": lambda s: generate(Settings(run=str(s.directory), **IDS), QUIET),
     "export": lambda s: checkpoint_to_huggingface.run(
-        checkpoint_to_huggingface.Config(run=str(s.directory), output=str(s.directory / "out"), check=False),
+        checkpoint_to_huggingface.Settings(run=str(s.directory), output=str(s.directory / "out"), check=False),
         QUIET.print,
     ),
     "init_from": lambda s: s.init_from(),
     "resume": lambda s: s.resume(),
-    "report": lambda s: report.show_report(report.Config(run=str(s.directory)), QUIET),
-    "inspect_data": lambda s: inspect_data.run(inspect_data.Config(run=str(s.directory), step=0), QUIET),
+    "report": lambda s: report.show_report(report.Settings(run=str(s.directory)), QUIET),
+    "inspect_data": lambda s: inspect_data.run(inspect_data.Settings(run=str(s.directory), step=0), QUIET),
 }
 
 

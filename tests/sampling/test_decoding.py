@@ -24,7 +24,7 @@ from shardwright.modeling.rules import Rule
 from shardwright.modeling.weights import vector
 from shardwright.sampling import cache
 from shardwright.sampling.cache import window_start
-from shardwright.sampling.drawing import Settings
+from shardwright.sampling.drawing import Sampling
 from shardwright.sampling.sampler import Sampler
 
 CONTEXT = 16
@@ -32,7 +32,7 @@ LONG = np.random.default_rng(1).integers(0, models.SIZES.vocab, 29).tolist()
 PROMPTS = [[5, 8], LONG[: models.WINDOW + 3], [], LONG]  # the last is longer than the context
 PROMPTS += [[i] for i in range(1, 13)]  # short ones, whose next token is behind them in a prefix
 MESHES = {"one device": (1, 1), "d=2 t=2": (2, 2)}
-GREEDY, DRAWN = Settings(max_tokens=20, temperature=0.0), Settings(max_tokens=20, temperature=1.5)
+GREEDY, DRAWN = Sampling(max_tokens=20, temperature=0.0), Sampling(max_tokens=20, temperature=1.5)
 
 
 def mesh(name: str) -> jax.sharding.Mesh:
@@ -40,7 +40,7 @@ def mesh(name: str) -> jax.sharding.Mesh:
     return make_mesh(1, d, t, jax.devices()[: d * t])
 
 
-def sampler(kind: type, settings: Settings = DRAWN, **training) -> Sampler:
+def sampler(kind: type, settings: Sampling = DRAWN, **training) -> Sampler:
     c = tiny.config(models.SIZES, **training)
     return Sampler(train.Forward(kind(c.model), c.training), settings, CONTEXT)
 

@@ -15,7 +15,7 @@ import train
 from shardlib.parsing import ShardError
 from shardlib.shardtypes import f32, i32, u32
 from shardwright.sampling.cache import window_start
-from shardwright.sampling.drawing import Settings, choose, gumbel_noise, lowest_kept, scaled_logits
+from shardwright.sampling.drawing import Sampling, choose, gumbel_noise, lowest_kept, scaled_logits
 from shardwright.sampling.sampler import Sampler
 
 PROMPTS = [[5, 8, 13], [], list(range(1, 30)), [7] * 11, [3, 4]]  # the third is longer than the context
@@ -45,7 +45,7 @@ def test_a_program_that_depends_on_the_mesh_is_refused():
 # ---- texts --------------------------------------------------------------------------------------------------------
 
 
-NUCLEUS = Settings(max_tokens=20, temperature=0.9, top_k=20, top_p=0.9, seed=5)
+NUCLEUS = Sampling(max_tokens=20, temperature=0.9, top_k=20, top_p=0.9, seed=5)
 
 
 @functools.cache
@@ -97,7 +97,7 @@ def test_texts_do_not_depend_on_their_batch(texts):
 
 def test_noise_is_that_of_seed_text_and_place():
     noise = lambda seed, number, place: np.asarray(
-        gumbel_noise(np.int32([number]), np.int32([place]), 9, Settings(seed=seed))
+        gumbel_noise(np.int32([number]), np.int32([place]), 9, Sampling(seed=seed))
     )
     np.testing.assert_array_equal(noise(1, 2, 3), noise(1, 2, 3))
     for other in ((2, 2, 3), (1, 3, 3), (1, 2, 4), (1, 3, 2)):
@@ -139,7 +139,7 @@ def test_greedy_text_is_that_of_llama():
     from llama_truth import llama
 
     c, prompts = tiny.model(), PROMPTS[:2] + PROMPTS[3:]
-    drawn = generate("one device", Settings(max_tokens=20, temperature=0), prompts, context=40)
+    drawn = generate("one device", Sampling(max_tokens=20, temperature=0), prompts, context=40)
     model = llama(weights("one device"), c).eval()
     for prompt, found in zip(prompts, drawn, strict=True):
         ids = torch.tensor([[c.bos_id, *prompt]])
@@ -162,7 +162,7 @@ def test_windows_keep_the_last_half():
 
 
 FILTERS = [
-    Settings(temperature=temperature, top_k=top_k, top_p=top_p)
+    Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     for temperature, top_k, top_p in [(1, None, 1.0), (0.7, 5, 1.0), (1.5, None, 0.8), (0.5, 9, 0.6), (1, 99, 1e-6)]
 ]
 
@@ -188,7 +188,7 @@ def test_top_k_and_top_p_leave_what_transformers_leaves(s, logits):
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
 
 
-@pytest.mark.parametrize("s", [Settings(temperature=1.3, seed=2), Settings(temperature=0.8, top_k=6, top_p=0.9)])
+@pytest.mark.parametrize("s", [Sampling(temperature=1.3, seed=2), Sampling(temperature=0.8, top_k=6, top_p=0.9)])
 def test_tokens_are_as_frequent_as_the_softmax_says(s):
     """Chi-square of 131,072 draws, on devices that each have a part of the vocabulary."""
     rng, draws = np.random.default_rng(0), 2**17
@@ -215,7 +215,7 @@ def test_tokens_are_as_frequent_as_the_softmax_says(s):
 
 def test_temperature_zero_takes_the_likeliest(logits):
     def run(logits: f32["B/r/d L V/t"], zeros: i32["B/r/d L"]) -> u32["B/r/d L/t"]:
-        return choose(logits, zeros, zeros, Settings(temperature=0))
+        return choose(logits, zeros, zeros, Sampling(temperature=0))
 
     logits = logits[:48].reshape(8, 6, 40)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
@@ -237,12 +237,12 @@ def test_temperature_zero_takes_the_likeliest(logits):
 )
 def test_settings_out_of_range(settings, message):
     with pytest.raises(ValueError, match=message):
-        Settings(**settings).check(vocab=64)
+        Sampling(**settings).check(vocab=64)
 
 
 def test_ids_and_contexts_out_of_range():
     with jax.set_mesh(tiny.mesh("one device")):
         with pytest.raises(ValueError, match=r"context is 1; it must hold at least 2 tokens"):
-            Sampler(tiny.forward(tiny.config()), Settings(), context=1)
+            Sampler(tiny.forward(tiny.config()), Sampling(), context=1)
         with pytest.raises(ValueError, match=r"prompt 1 has the token id 64; those of the model are 0 to 63"):
-            Sampler(tiny.forward(tiny.config()), Settings(), context=8).generate(None, [[1], [64]])
+            Sampler(tiny.forward(tiny.config()), Sampling(), context=8).generate(None, [[1], [64]])

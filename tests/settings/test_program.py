@@ -59,12 +59,12 @@ def test_libraries_show_their_warnings_alone(tmp_path):
     (tmp_path / "tools" / "configs").symlink_to(ROOT / "tools" / "configs")
     program.write_text(
         "import logging\n"
-        "from tools.inspect_data import Config\n"
+        "from tools.inspect_data import Settings\n"
         "from shardwright.settings.program import run_program\n"
         "def run(config):\n"
         "    logging.getLogger('library').info('a detail')\n"
         "    logging.getLogger('library').warning('a warning')\n"
-        "run_program('inspect_data', Config, run)\n"
+        "run_program('inspect_data', Settings, run)\n"
     )
     command = [sys.executable, str(program), "filespec=x"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

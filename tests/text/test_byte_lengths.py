@@ -16,7 +16,7 @@ from shardwright_data.text.byte_lengths import byte_lengths
 from shardwright_data.text.codec import byte_lengths_of_dataset
 from shardwright_data.text.tokenizers import open_definition
 from tools.huggingface_to_flat_tokens import __main__ as tool
-from tools.huggingface_to_flat_tokens.config import Config, SplitConfig, TokenizerConfig, TokenizerKind
+from tools.huggingface_to_flat_tokens.config import Settings, SplitConfig, TokenizerConfig, TokenizerKind
 
 check_modules(module)
 
@@ -99,7 +99,7 @@ def test_a_whole_split_has_the_bytes_that_the_tool_recorded(tmp_path, texts, kin
     end = {"bytes": "</s>", "train_bpe": "<|end|>"}[kind]
     tokenizer = TokenizerConfig(kind=TokenizerKind[kind], vocab_size=400, end_token=end)
     split = SplitConfig(files=[str(tmp_path / "a.jsonl")])
-    tool.run(Config(str(tmp_path / "d"), train=split, validation=None, tokenizer=tokenizer, num_workers=1))
+    tool.run(Settings(str(tmp_path / "d"), train=split, validation=None, tokenizer=tokenizer, num_workers=1))
     loader = FlatTokensLoader(FlatTokensConfig(filespec=str(tmp_path / "d"), shuffle=False), "train", 1, 1)
     lengths, size = loader.byte_lengths, loader.dataset.attributes["utf8_bytes"]
     assert size == sum(len(text.encode()) for text in texts)

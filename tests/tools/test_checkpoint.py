@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardwright.run.checkpoint import Checkpointer
-from tools.checkpoint import Config, run
+from tools.checkpoint import Settings, run
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,26 +22,26 @@ def place(tmp_path):
 
 
 def test_list(place, capsys):
-    run(Config(str(place)))
+    run(Settings(str(place)))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["5", "10", "15"]
     assert all("1.0 MiB" in line and "T" in line.split()[1] for line in lines)
-    run(Config(f"{place}/checkpoints/0000000010"))
+    run(Settings(f"{place}/checkpoints/0000000010"))
     assert capsys.readouterr().out.startswith("        10  2")
     (place / "checkpoints/0000000010/zarr.json").write_text("")
     with pytest.raises(SystemExit) as status:
-        run(Config(str(place)))
+        run(Settings(str(place)))
     assert status.value.code == 1
     assert "        10  DAMAGED: " in capsys.readouterr().out
 
 
 def test_verify(place, capsys):
-    run(Config(str(place), "verify"))
+    run(Settings(str(place), "verify"))
     assert capsys.readouterr().out.split() == ["5", "whole", "10", "whole", "15", "whole"]
     chunk = "x/c/0"
     (place / "checkpoints/0000000010" / chunk).write_bytes((place / "checkpoints/0000000005" / chunk).read_bytes())
     with pytest.raises(SystemExit) as status:
-        run(Config(str(place), "verify"))
+        run(Settings(str(place), "verify"))
     assert status.value.code == 1
     out = capsys.readouterr().out
     assert "10  DAMAGED:\n            cannot read the array 'x': x/c/0 is not what was written" in out
@@ -54,7 +54,7 @@ def test_a_checkpoint_without_any_of_its_chunks_is_told_in_few_lines(tmp_path, c
     for chunk in tmp_path.glob("checkpoints/*/*/c/0"):
         chunk.unlink()
     with pytest.raises(SystemExit):
-        run(Config(str(tmp_path), "verify"))
+        run(Settings(str(tmp_path), "verify"))
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 102
     assert lines[-1].strip() == "and 3 more."
@@ -62,7 +62,7 @@ def test_a_checkpoint_without_any_of_its_chunks_is_told_in_few_lines(tmp_path, c
 
 def test_refusals(place):
     with pytest.raises(ValueError, match="action is 'remove'; choose one of list, verify"):
-        run(Config(str(place), "remove"))
+        run(Settings(str(place), "remove"))
     command = [sys.executable, "-m", "tools.checkpoint", f"run={place}/none"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 1

@@ -4,7 +4,7 @@ import pytest
 from hlo_texts import TEXT
 
 from shardwright.compiled.hlo import with_mesh
-from tools.compiled_step import Config, run
+from tools.compiled_step import Settings, run
 
 pytestmark = pytest.mark.quick
 
@@ -20,7 +20,7 @@ def directory(tmp_path):
 def test_the_table_of_the_newest_step_with_the_lines_of_its_time(directory, capsys):
     known = {"source": {"train.py:20": "y = x @ \x1b[31mw"}}
     (directory / "training_step_optimized_hlo_2026_01_02_00_00_00.json").write_text(json.dumps(known))
-    run(Config(run=str(directory)))
+    run(Settings(run=str(directory)))
     printed = capsys.readouterr().out
     assert printed.startswith("f on 4 devices, d=2 t=2; what one device does in a step\n")
     assert "train.py:20  y = x @ \N{REPLACEMENT CHARACTER}[31mw" in printed
@@ -29,16 +29,16 @@ def test_the_table_of_the_newest_step_with_the_lines_of_its_time(directory, caps
 @pytest.mark.parametrize("known", ["", "[]", '{"source": 1}', '{"source": null}', "{}"])
 def test_a_damaged_table_beside_the_text_does_not_matter(directory, capsys, known):
     (directory / "training_step_optimized_hlo_2026_01_02_00_00_00.json").write_text(known)
-    run(Config(run=str(directory)))
+    run(Settings(run=str(directory)))
     assert "all-reduce" in capsys.readouterr().out
 
 
 def test_a_picture(directory, capsys):
     text = directory / "training_step_optimized_hlo_2026_01_02_00_00_00.txt"
-    run(Config(run=str(text), output=str(directory / "out" / "step.svg")))
+    run(Settings(run=str(text), output=str(directory / "out" / "step.svg")))
     assert (directory / "out" / "step.svg").read_text().startswith("<svg ")
     assert capsys.readouterr().out == f"written: {directory / 'out' / 'step.svg'}\n"
-    run(Config(run=str(text), output=str(directory / "step.json")))
+    run(Settings(run=str(text), output=str(directory / "step.json")))
     assert any(row["line"] == "train.py:20" for row in json.loads((directory / "step.json").read_text())["rows"])
 
 
@@ -54,4 +54,4 @@ def test_a_picture(directory, capsys):
 def test_refusals(directory, config, problem):
     (directory / "empty").mkdir()
     with pytest.raises(ValueError, match=problem):
-        run(Config(**{name: value.format(directory) for name, value in config.items()}))
+        run(Settings(**{name: value.format(directory) for name, value in config.items()}))

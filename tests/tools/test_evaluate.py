@@ -26,7 +26,7 @@ from shardwright_data.loader import DataConfig
 from shardwright_data.text import definitions
 from shardwright_data.text.tokenizers import ByteTokenizer
 from tools import checkpoint_to_huggingface, huggingface_to_checkpoint
-from tools.evaluate import Config, MeshChoice, evaluate, open_run
+from tools.evaluate import MeshChoice, Settings, evaluate, open_run
 
 pytestmark = pytest.mark.long
 
@@ -71,7 +71,7 @@ def logged(run):
 
 
 def evaluated(run, **settings):
-    return evaluate(Config(run=str(run), **settings), Console(file=io.StringIO()))
+    return evaluate(Settings(run=str(run), **settings), Console(file=io.StringIO()))
 
 
 def read(path):
@@ -85,7 +85,7 @@ def read(path):
 def test_options_of_xla_that_are_texts_need_trust(run, tmp_path):
     """Such as a directory that XLA writes into, or takes its assembler from."""
     lines = []
-    opened = open_run(Config(run=str(run)))
+    opened = open_run(Settings(run=str(run)))
     opened.c.hardware.compiler_options = {"xla_dump_to": str(tmp_path), "xla_cpu_use_fusion_emitters": False}
     assert trusted_options(opened.c, opened.config.trust, lines.append) == {"xla_cpu_use_fusion_emitters": False}
     assert "xla_dump_to of the run is left out: trust=true takes it" in lines[0]
@@ -148,7 +148,9 @@ def theirs(run, tmp_path_factory):
     torch = pytest.importorskip("torch", reason="the Llama oracle needs torch, installed on Python 3.11 only")
     transformers = pytest.importorskip("transformers", reason="the Llama oracle needs transformers")
     output = tmp_path_factory.mktemp("exported") / "model"
-    checkpoint_to_huggingface.run(checkpoint_to_huggingface.Config(str(run), str(output), check=False), lambda _: None)
+    checkpoint_to_huggingface.run(
+        checkpoint_to_huggingface.Settings(str(run), str(output), check=False), lambda _: None
+    )
     llama = transformers.AutoModelForCausalLM.from_pretrained(output)
 
     def losses(ids) -> np.ndarray:
@@ -208,14 +210,14 @@ def test_texts_of_a_file_have_the_losses_of_the_dataset(run, tmp_path):
 def test_an_import_is_computed_in_f32_and_each_result_names_its_dtype(run, theirs, tmp_path):
     """As transformers computes it; in bf16 it would differ by far more."""
     exported, losses = theirs
-    imported = huggingface_to_checkpoint.Config(str(exported), str(tmp_path / "imported"), check=False)
+    imported = huggingface_to_checkpoint.Settings(str(exported), str(tmp_path / "imported"), check=False)
     huggingface_to_checkpoint.run(imported, lambda _: None)
     expected = sum(losses(piece).sum(dtype=np.float64) for text in TEXTS[:9] for piece in cut(encoded(text)))
     of = {}
     for dtype in (None, "f32", "bf16"):
         settings = {"data": f"{run.parent}/data.zarr", "max_documents": 9, "compute_dtype": dtype}
         console = Console(file=io.StringIO())
-        of[dtype] = evaluate(Config(run=str(tmp_path / "imported"), **settings), console)
+        of[dtype] = evaluate(Settings(run=str(tmp_path / "imported"), **settings), console)
         assert of[dtype]["compute_dtype"] == (dtype or "f32")
         assert f"compute_dtype {dtype or 'f32'}\n" in console.file.getvalue()
     difference = {dtype: abs(found["loss"] * found["tokens"] / expected - 1) for dtype, found in of.items()}
@@ -271,7 +273,7 @@ def test_lm_eval_gets_the_numbers_of_its_own_model(run, theirs, tasks):
         model = {"pretrained": str(theirs[0]), "device": "cpu", "dtype": "float32", "max_length": SEQ_LEN}
         return lm_eval.simple_evaluate(model="hf", model_args=model | arguments, **options)
 
-    found = lm_eval.simple_evaluate(model=open_run(Config(run=str(run))).language_model(), **options)
+    found = lm_eval.simple_evaluate(model=open_run(Settings(run=str(run))).language_model(), **options)
     for expected, compared in ((of_hf(), names[::2]), (of_hf(add_bos_token=False), names[1:2])):
         for name in compared:
             for metric, value in expected["results"][name].items():

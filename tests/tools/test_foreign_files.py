@@ -18,7 +18,7 @@ from shardwright_data.text import definitions
 from shardwright_data.text.codec import codec_of_dataset
 from shardwright_data.text.huggingface import find_tokenizer
 from tools import huggingface_to_checkpoint, inspect_data
-from tools.generate import Config, read_prompts
+from tools.generate import Settings, read_prompts
 from tools.report.reading import read_run
 
 QUIET = Console(file=io.StringIO())
@@ -64,12 +64,12 @@ def given(tmp_path_factory):
 
 def inspect(**settings):
     return lambda home: inspect_data.run(
-        inspect_data.Config(**{key: str(home / value) for key, value in settings.items()}), QUIET
+        inspect_data.Settings(**{key: str(home / value) for key, value in settings.items()}), QUIET
     )
 
 
 def an_import(home):
-    settings = huggingface_to_checkpoint.Config(model=str(home / "model"), output=str(home / "out"), check=False)
+    settings = huggingface_to_checkpoint.Settings(model=str(home / "model"), output=str(home / "out"), check=False)
     huggingface_to_checkpoint.run(settings, QUIET.print)
 
 
@@ -77,7 +77,7 @@ READERS = {
     "a tokenizer": ("data/tokenizer.json", lambda home: definitions.find_huggingface(str(home / "data"))),
     "generate, its tokenizer": ("data/tokenizer.json", lambda home: codec_of_dataset(str(home / "data"))),
     "generate, its data": ("data/train/zarr.json", lambda home: codec_of_dataset(str(home / "data"))),
-    "generate, its prompts": ("text", lambda home: read_prompts(Config(prompts_file=str(home / "text")))),
+    "generate, its prompts": ("text", lambda home: read_prompts(Settings(prompts_file=str(home / "text")))),
     "export, its tokenizer": ("data/tokenizer.json", lambda home: find_tokenizer({"filespec": str(home / "data")})),
     "inspect_data, a run": ("config.yaml", inspect(run="")),
     "inspect_data, a split": ("data/train/zarr.json", inspect(filespec="data")),

@@ -22,7 +22,7 @@ from shardwright.sampling.samples import TrainingSamples
 from shardwright_data.loader import DataConfig, StreamConfig
 from shardwright_data.text import definitions as tokenizer_definitions
 from shardwright_data.text.codec import codec_by_name, codec_of_dataset
-from tools.generate import Config, MeshChoice, generate, quote_text
+from tools.generate import MeshChoice, Settings, generate, quote_text
 
 ROOT = Path(__file__).parents[2]
 TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of"
@@ -76,7 +76,7 @@ def test_the_last_texts_are_those_of_the_checkpoint(run, tmp_path):
     (tmp_path / "prompts").write_text("\n".join(PROMPTS) + "\n")
     expected = [line for line in read(run / "samples.jsonl") if line["step"] == 5]
     for mesh in (MeshChoice(), MeshChoice(t=2, d=2, r=2)):
-        config = Config(str(run), prompts_file=f"{tmp_path}/prompts", max_tokens=8, temperature=0.8, mesh=mesh)
+        config = Settings(str(run), prompts_file=f"{tmp_path}/prompts", max_tokens=8, temperature=0.8, mesh=mesh)
         found = generate(config, Console(file=io.StringIO()))
         assert [(text.text, text.ended) for text in found] == [(line["text"], line["ended"]) for line in expected]
 
@@ -179,7 +179,7 @@ def test_the_command(run, tmp_path):
 )
 def test_what_a_user_can_get_wrong(run, changes, message):
     with pytest.raises(ValueError, match=message):
-        generate(Config(**{"run": str(run), "prompt": "a"} | changes))
+        generate(Settings(**{"run": str(run), "prompt": "a"} | changes))
 
 
 @pytest.mark.parametrize(

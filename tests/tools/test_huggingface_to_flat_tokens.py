@@ -20,7 +20,7 @@ from shardwright_data.text.definitions import train_bpe
 from shardwright_data.text.tokenizers import ByteTokenizer
 from tools.huggingface_to_flat_tokens import __main__ as tool
 from tools.huggingface_to_flat_tokens import split as split_work
-from tools.huggingface_to_flat_tokens.config import Config, SplitConfig, TokenizerConfig, TokenizerKind
+from tools.huggingface_to_flat_tokens.config import Settings, SplitConfig, TokenizerConfig, TokenizerKind
 
 # Not text.definitions, whose large dictionaries take long to check.
 check_modules(flat_tokens, growing_array, unfinished)
@@ -54,7 +54,7 @@ def read(out, split="train"):
 def run(out, train, **settings):
     if isinstance(train, str):
         train = SplitConfig(files=[train])
-    tool.run(Config(**{"out": str(out), "train": train, "validation": None, "num_workers": 1} | settings))
+    tool.run(Settings(**{"out": str(out), "train": train, "validation": None, "num_workers": 1} | settings))
     return read(out)
 
 
@@ -185,7 +185,7 @@ def test_skip_and_max_documents(tmp_path):
         "train": SplitConfig(files=[source], skip_documents=4),
         "validation": SplitConfig(files=[source], max_documents=4),
     }
-    tool.run(Config(out=str(tmp_path / "d"), **settings))
+    tool.run(Settings(out=str(tmp_path / "d"), **settings))
     assert read(tmp_path / "d")[0] == [byte_ids(text) for text in TEXTS[4:]]
     assert read(tmp_path / "d", "validation")[0] == [byte_ids(text) for text in TEXTS[:4]]
 
@@ -308,8 +308,8 @@ def test_keeps_what_is_there(tmp_path, bpe):
         TokenizerConfig(),
     ):
         with pytest.raises(ValueError, match=r"tokenizer.json is another tokenizer than the settings name"):
-            tool.run(Config(out=str(tmp_path / "d"), **validation, tokenizer=tokenizer))
-    tool.run(Config(out=str(tmp_path / "d"), **validation, tokenizer=bpe_config))
+            tool.run(Settings(out=str(tmp_path / "d"), **validation, tokenizer=tokenizer))
+    tool.run(Settings(out=str(tmp_path / "d"), **validation, tokenizer=bpe_config))
     assert read(tmp_path / "d", "validation")[0] == read(tmp_path / "d")[0]
 
 
@@ -317,7 +317,9 @@ def test_bpe_is_trained_on_the_training_split(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     config = TokenizerConfig(kind=TokenizerKind.train_bpe, vocab_size=300)
     with pytest.raises(ValueError, match="train_bpe needs a training split"):
-        tool.run(Config(out=str(tmp_path / "d"), train=None, validation=SplitConfig(files=[source]), tokenizer=config))
+        tool.run(
+            Settings(out=str(tmp_path / "d"), train=None, validation=SplitConfig(files=[source]), tokenizer=config)
+        )
 
 
 # ---- the examples -------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from shardwright_data.loader import DataConfig, FlatTokensConfig, FlatTokensLoad
 from shardwright_data.loader.origins import find_documents, pieces_of, sequences_of_batch
 from shardwright_data.text.definitions import train_bpe
 from tools import inspect_data
-from tools.inspect_data import Config, find_faults, one_line, open_codec
+from tools.inspect_data import Settings, find_faults, one_line, open_codec
 
 check_modules(inspect_data)
 
@@ -31,7 +31,7 @@ def dataset(tmp_path):
 
 def show(**settings):
     console = Console(width=160, record=True, file=io.StringIO())
-    inspect_data.run(Config(**settings), console)
+    inspect_data.run(Settings(**settings), console)
     return console.export_text()
 
 

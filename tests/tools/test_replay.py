@@ -30,7 +30,7 @@ from shardwright_data.flat_tokens import Writer
 from shardwright_data.loader import make_loader
 from shardwright_data.loader.origins import documents_of_batch
 from tools.replay import __main__ as program
-from tools.replay.__main__ import Config, compare, plain, replay
+from tools.replay.__main__ import Settings, compare, plain, replay
 from tools.replay.session import Done
 from tools.replay.two_runs import rebuilt
 
@@ -74,7 +74,7 @@ def run(directory, dataset, mesh="d=4 t=2", steps=10, **changes):
 
 def replayed(directory, **settings) -> tuple[dict, str]:
     console = Console(file=io.StringIO(), width=100)
-    return replay(Config(run=str(directory), **settings), console), console.file.getvalue()
+    return replay(Settings(run=str(directory), **settings), console), console.file.getvalue()
 
 
 def of_page(text: str) -> None:
@@ -126,11 +126,11 @@ def test_a_step_without_numbers_in_the_log_is_not_called_equal():
 def test_the_result_is_json_and_its_place_is_tried_first(tmp_path, monkeypatch):
     results, done = [], Done(np.float32("nan"), np.float32(2), True)
     monkeypatch.setattr(program, "replay", lambda config: results.append(config) or plain(done))
-    program.run(Config(run="x", step=1, out=str(tmp_path / "x.json")))
+    program.run(Settings(run="x", step=1, out=str(tmp_path / "x.json")))
     assert json.loads((tmp_path / "x.json").read_text()) == {"loss": "NaN", "grad_norm": 2.0, "skipped": True}
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
     with pytest.raises(ValueError, match=r"out is .*nowhere/x.json, whose directory cannot be written"):
-        program.run(Config(run="x", step=1, out=str(tmp_path / "nowhere/x.json")))
+        program.run(Settings(run="x", step=1, out=str(tmp_path / "nowhere/x.json")))
     assert len(results) == 1
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tools.report.__main__ import Config, show_report
+from tools.report.__main__ import Settings, show_report
 from tools.report.comparing import compare, remarks
 from tools.report.plots import averaged, panels_of
 from tools.report.reading import find_runs, read_run
@@ -67,7 +67,7 @@ def compared(directory: Path, sort: str = "loss"):
 def printed(width: int = 200, **settings) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     with console.file:
-        show_report(Config(**settings), console)
+        show_report(Settings(**settings), console)
     return console.export_text()
 
 
@@ -264,14 +264,14 @@ def test_metrics_of_the_users_own_are_plotted(tmp_path):
 def test_wrong_settings_are_refused(tmp_path, settings, message):
     write(tmp_path / "run")
     with pytest.raises(ValueError, match=message):
-        show_report(Config(**{"run": str(tmp_path / "run")} | settings))
+        show_report(Settings(**{"run": str(tmp_path / "run")} | settings))
 
 
 def test_nothing_to_compare(tmp_path):
     write(tmp_path / "run", [])
     write(tmp_path / "other", [])
     with pytest.raises(ValueError, match=r"(?s)no run has done a step.*run: no step was logged"):
-        show_report(Config(run=str(tmp_path)))
+        show_report(Settings(run=str(tmp_path)))
 
 
 def test_the_command_line(tmp_path):

@@ -10,7 +10,7 @@ from browser import CHROMIUM, browser
 from rich.console import Console
 from written_runs import PROFILE, RESUMED, SKIPPED, write_lines, write_run, write_step
 
-from tools.report.__main__ import Config, show_report
+from tools.report.__main__ import Settings, show_report
 from tools.report.comparing import compare
 from tools.report.microscope import microscope
 from tools.report.page import _figure
@@ -25,7 +25,7 @@ def report(*directories: Path) -> Report:
 
 def write_page(*directories: Path, output: Path | None = None) -> Path:
     with open(os.devnull, "w") as nothing:
-        given = Config(run=[str(directory) for directory in directories], output=output and str(output))
+        given = Settings(run=[str(directory) for directory in directories], output=output and str(output))
         show_report(given, Console(file=nothing, width=100))
     return output or directories[0] / "report.html"
 

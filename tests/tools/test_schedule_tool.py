@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from tools.schedule import __main__ as tool
-from tools.schedule.__main__ import Config, simulated
+from tools.schedule.__main__ import Settings, simulated
 
 pytestmark = pytest.mark.quick
 
@@ -22,8 +22,8 @@ ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs/pipeline.md").read_text()
 
 
-def config_of(*overrides) -> Config:
-    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.from_dotlist(list(overrides))))
+def config_of(*overrides) -> Settings:
+    return OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Settings), OmegaConf.from_dotlist(list(overrides))))
 
 
 def printed(*overrides, width=100) -> str:

@@ -52,7 +52,7 @@ def test_checked_in_dataset_is_what_the_tool_writes(written, split):
 @pytest.mark.slow
 def test_same_seed_writes_the_same_bytes(written, tmp_path):
     for seed in (0, 1):
-        tool.write(tool.Config(out=str(tmp_path / str(seed)), seed=seed))
+        tool.write(tool.Settings(out=str(tmp_path / str(seed)), seed=seed))
     assert files(tmp_path / "0") == files(written)
     assert files(tmp_path / "1") != files(written)
 
@@ -147,13 +147,13 @@ def test_gaussian_mixtures():
 )
 def test_clear_errors(tmp_path, field, value, message):
     with pytest.raises(ValueError, match=message):
-        tool.write(tool.Config(out=str(tmp_path / "d"), **{field: value}))
+        tool.write(tool.Settings(out=str(tmp_path / "d"), **{field: value}))
     assert not (tmp_path / "d").exists()
 
 
 def test_keeps_what_is_there(written):
     with pytest.raises(ValueError, match="is already there"):
-        tool.write(tool.Config(out=str(written)))
+        tool.write(tool.Settings(out=str(written)))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from own_model import MINE, PAGE, SIZES, imported
 import train
 from shardlib.shardtypes import bool_, make_shardings, u32
 from shardwright.modeling.model import Tokens, load_model
-from shardwright.sampling.drawing import Settings
+from shardwright.sampling.drawing import Sampling
 from shardwright.sampling.sampler import Sampler
 from shardwright_data import flat_tokens
 from shardwright_data.loader import DataConfig, SourceConfig, StreamConfig, make_loader
@@ -332,7 +332,7 @@ def test_it_is_not_sampled(data, tmp_path):
         jax.set_mesh(tiny.mesh("one device")),
         pytest.raises(ValueError, match=r"'kinded' reads kind, weight .* Evaluate it"),
     ):
-        Sampler(tiny.forward(c), Settings(max_tokens=3), context=16)
+        Sampler(tiny.forward(c), Sampling(max_tokens=3), context=16)
 
 
 def test_its_step_is_type_checked_by_verify(data):

@@ -15,7 +15,7 @@ from redrawn import redrawn
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import initialize
 from shardwright.run.pipeline_config import PipelineConfig
-from shardwright.sampling.drawing import Settings
+from shardwright.sampling.drawing import Sampling
 from shardwright.sampling.sampler import Sampler
 
 UNEVEN = "p=2 t=2, of 3 layers and 1"
@@ -79,7 +79,7 @@ def test_it_trains_the_same_on_every_mesh(place, gather):
 
 
 PROMPTS = [[5, 8, 13], [], list(range(1, 30)), [7] * 11]
-NUCLEUS = Settings(max_tokens=20, temperature=0.9, top_k=20, top_p=0.9, seed=5)
+NUCLEUS = Sampling(max_tokens=20, temperature=0.9, top_k=20, top_p=0.9, seed=5)
 
 
 @functools.cache

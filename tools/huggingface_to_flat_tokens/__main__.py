@@ -22,11 +22,11 @@ from shardwright_data.text import definitions, tokenizers
 from shardwright_data.text.sources import match
 from shardwright_data.text.tokenizers import TextTokenizer, Tokenizer
 from shardwright_data.text.worker_pool import available_cores
-from tools.huggingface_to_flat_tokens.config import SPLITS, Config, TokenizerKind
+from tools.huggingface_to_flat_tokens.config import SPLITS, Settings, TokenizerKind
 from tools.huggingface_to_flat_tokens.split import Source, SplitWork
 
 
-def run(config: Config) -> None:
+def run(config: Settings) -> None:
     """Writes the splits that `config` asks for, and tokenizer.json beside them if the tokenizer has one.
 
     Raises:
@@ -71,7 +71,7 @@ def run(config: Config) -> None:
         unfinished.release()
 
 
-def make_tokenizer(config: Config, trained: str | None) -> Tokenizer:
+def make_tokenizer(config: Settings, trained: str | None) -> Tokenizer:
     """The tokenizer that the settings name; trains it, if they say so.
 
     Args:
@@ -108,7 +108,7 @@ def default_workers(tokenizer: Tokenizer) -> int:
     return 1 if cores <= 2 and not without_threads else cores
 
 
-def _settings(config: Config, names: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
+def _settings(config: Settings, names: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
     """All values that the result depends on, by name."""
     values = flat(dataclasses.asdict(config))
     settings = {name: value.name if isinstance(value, Enum) else value for name, value in values.items()}
@@ -123,4 +123,4 @@ def _settings(config: Config, names: list[str], tokenizer: Tokenizer) -> dict[st
 
 
 if __name__ == "__main__":
-    run_program("huggingface_to_flat_tokens", Config, run)
+    run_program("huggingface_to_flat_tokens", Settings, run)

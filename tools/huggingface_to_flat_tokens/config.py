@@ -57,7 +57,7 @@ class SplitConfig:
 
 
 @dataclass
-class Config:
+class Settings:
     """All settings."""
 
     out: str = MISSING

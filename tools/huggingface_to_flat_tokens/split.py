@@ -14,7 +14,7 @@ from shardwright_data.flat_tokens.unfinished import Unfinished
 from shardwright_data.text import sources
 from shardwright_data.text.tokenizers import Tokenizer
 from shardwright_data.text.worker_pool import map_in_order
-from tools.huggingface_to_flat_tokens.config import Config, SplitConfig
+from tools.huggingface_to_flat_tokens.config import Settings, SplitConfig
 
 STATE_SECONDS = 15
 """Time between two states that are written. A killed run loses at most so much of its work."""
@@ -40,7 +40,7 @@ class Source:
         ValueError: settings contradict each other, or the source is missing or unfit.
     """
 
-    def __init__(self, config: Config, name: str):
+    def __init__(self, config: Settings, name: str):
         self.name, self.split, self._field = name, getattr(config, name), config.text_field
         split: SplitConfig = self.split
         if (config.dataset is None) == (not split.files):
@@ -126,7 +126,7 @@ class SplitWork:
         unfinished: the work on the dataset.
     """
 
-    def __init__(self, config: Config, source: Source, unfinished: Unfinished):
+    def __init__(self, config: Settings, source: Source, unfinished: Unfinished):
         self._config, self._source, self._unfinished = config, source, unfinished
         self._resume = unfinished.read_state(source.name)
         state = json.loads(str(self._resume["done"])) if self._resume else {"place": [], "num_empty": 0, "num_bytes": 0}

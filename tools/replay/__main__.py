@@ -33,7 +33,7 @@ from tools.replay.session import Done, Session, logged, metrics_of, opened
 
 
 @dataclass
-class Config:
+class Settings:
     """Settings of the program."""
 
     run: str = MISSING
@@ -87,7 +87,7 @@ def compare(done: Done, record: dict[str, Any] | None, where: str) -> str | None
     return f"differs{where}: {', '.join(differing)}" if differing else ""
 
 
-def replay(config: Config, console: Console | None = None) -> dict[str, Any]:
+def replay(config: Settings, console: Console | None = None) -> dict[str, Any]:
     """Replays, prints and returns the result.
 
     Raises:
@@ -114,7 +114,7 @@ def replay(config: Config, console: Console | None = None) -> dict[str, Any]:
         return step_of(session, config, logs, screen)
 
 
-def step_of(session: Session, config: Config, logs: dict[int, dict], screen: show.Screen) -> dict[str, Any]:
+def step_of(session: Session, config: Settings, logs: dict[int, dict], screen: show.Screen) -> dict[str, Any]:
     """Shows the documents of the step, what it computes, and why it is not finite, if it is not."""
     step, batch = session.step, session.batch()
     host, codec = on_host(batch), codec_of(session)
@@ -181,7 +181,7 @@ def bisected(
     return {"step": session.step, **both, "documents": [show.described(document) for document in found.documents]}
 
 
-def run(config: Config) -> None:
+def run(config: Settings) -> None:
     """Replays, and writes the result to `out`."""
     if config.bisect is not None:
         check_choice("bisect", config.bisect, ("loss", "grad_norm"))
@@ -194,4 +194,4 @@ def run(config: Config) -> None:
 
 
 if __name__ == "__main__":
-    run_program("replay", Config, run)
+    run_program("replay", Settings, run)

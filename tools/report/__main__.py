@@ -29,7 +29,7 @@ from tools.report.sections import Report
 
 
 @dataclass
-class Config:
+class Settings:
     """Settings of the program."""
 
     run: Any = None
@@ -64,7 +64,7 @@ def show(c: Comparison, console: Console) -> None:
         write_line(f"{name}   {'; '.join(run.notes)}".rstrip(), style="yellow" if run.notes else "")
 
 
-def show_report(config: Config, console: Console | None = None) -> None:
+def show_report(config: Settings, console: Console | None = None) -> None:
     """Prints the table and writes the file.
 
     Raises:
@@ -88,4 +88,4 @@ def show_report(config: Config, console: Console | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run_program("report", Config, show_report)
+    run_program("report", Settings, show_report)

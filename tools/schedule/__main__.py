@@ -32,7 +32,7 @@ _PICTURE_COLUMNS = 112
 
 
 @dataclass
-class Config:
+class Settings:
     """Settings of the program."""
 
     schedule: Any = MISSING
@@ -69,7 +69,7 @@ class Result:
     timeline: Timeline
 
 
-def simulated(config: Config) -> list[Result]:
+def simulated(config: Settings) -> list[Result]:
     """Simulates every schedule of `config`.
 
     Raises:
@@ -163,7 +163,7 @@ def _table(headers: Sequence[str]) -> Table:
 # ---- main ---------------------------------------------------------------------------------------------------------
 
 
-def run(config: Config, console: Console | None = None) -> None:
+def run(config: Settings, console: Console | None = None) -> None:
     """Prints the schedules, and writes a picture of that if there is an `output`.
 
     Raises:
@@ -192,4 +192,4 @@ def show_all(results: Sequence[Result], console: Console) -> None:
 
 
 if __name__ == "__main__":
-    run_program("schedule", Config, run)
+    run_program("schedule", Settings, run)
