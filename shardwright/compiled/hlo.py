@@ -61,7 +61,6 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Number of bytes of the result."""
         return sum(shape.bytes for shape in self.shapes)
 
     @property

@@ -37,7 +37,6 @@ class CallSite(NamedTuple):
 
     @property
     def phase(self) -> str:
-        """As phase_of says."""
         return phase_of(self.op_name)
 
 

@@ -128,7 +128,6 @@ class Table:
         return self.source.get(line.removeprefix("~"), "")
 
     def as_data(self) -> dict[str, Any]:
-        """The table as JSON has it."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "line_of"}
 
     @classmethod

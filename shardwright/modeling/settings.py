@@ -67,7 +67,6 @@ class ModelConfig:
 
     @property
     def heads(self) -> int:
-        """Number of query heads."""
         return self.n_kv * self.n_q_per_kv
 
     def check(self, seq_len: int) -> None:

@@ -251,7 +251,6 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether all steps are done."""
         return self.done >= self.total
 
     def prove(self) -> None:

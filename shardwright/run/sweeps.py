@@ -34,7 +34,6 @@ class PickledByName:
         functools.update_wrapper(self, function)
 
     def __call__(self, *args: Any) -> Any:
-        """Calls the function."""
         with refusals_shown():
             return self.__wrapped__(*args)
 
@@ -120,7 +119,6 @@ class Sweep(Callback):
                 sys.exit("The sweep stops here: after an error all processes of a run end.")
 
     def _end(self, directory: Path) -> None:
-        """Prints the failed jobs."""
         if self._failed:
             print(f"\n{len(self._failed)} of {self._jobs} jobs of the sweep {directory} failed:", file=sys.stderr)
             print("".join(f"  {line}\n" for line in self._failed), end="", file=sys.stderr)

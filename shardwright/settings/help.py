@@ -52,7 +52,6 @@ def _wrapped(text: str, indent: int) -> list[str]:
 
 
 def _sentence(text: Any) -> str:
-    """The first sentence of a docstring."""
     paragraph = " ".join(text.strip().split("\n\n")[0].split())
     return re.split(r"(?<=[.!?])\s+(?=[A-Z0-9`])", paragraph)[0]
 

@@ -76,7 +76,6 @@ def _known(schema: type, parts: list[str], i: int, known: list[str]) -> str:
 
 
 def without_null(kind: Any) -> Any:
-    """The type without None."""
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         (kind,) = [part for part in typing.get_args(kind) if part is not type(None)][:1]
     return kind

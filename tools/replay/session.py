@@ -83,7 +83,6 @@ class Session:
         return batch_of(self.step, self.c.data.skip_steps)
 
     def batch(self) -> TokenBatch:
-        """The batch of the step."""
         return self.loader.load(self.number)
 
     @property
@@ -105,7 +104,6 @@ class Session:
         return state, Done(np.float32(loss), np.float32(norm), bool(skipped))
 
     def advance(self) -> Done:
-        """Does the step."""
         self.state, done = self.try_step(self.batch())
         number = lambda x: float(x) if math.isfinite(x) else str(x)
         self._skips.see(self.step, number(done.loss), number(done.grad_norm), done.skipped)

@@ -26,7 +26,6 @@ class Screen:
         self._console = console
 
     def line(self, text: str) -> None:
-        """Prints a line."""
         text = for_console(shown(text), self._console)
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -59,7 +58,6 @@ class Screen:
         self.table(title + left, ("loss", "tokens", "document", "from", "sequence", "text"), rows, "text")
 
     def statistics(self, found: dict[str, list[dict[str, Any]]]) -> None:
-        """Prints what the microscope found."""
         shares = lambda x: [_largest(x[name], share=True) for name in ("zeros", "bf16", "fp8")]
         line = lambda point: point["place"].rpartition("/")[2]
         rows = [(p["name"], line(p), _range(p["rms"]), _largest(p["max"]), *shares(p)) for p in found["points"]]

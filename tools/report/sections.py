@@ -125,7 +125,6 @@ def figures(c: Comparison, run: Run) -> list[dict[str, Any]]:
 
 
 def runs(r: Report) -> dict[str, Any] | None:
-    """The table of several runs."""
     if r.run:
         return None
     c = r.c
@@ -151,7 +150,6 @@ def runs(r: Report) -> dict[str, Any] | None:
 
 
 def curves(r: Report) -> dict[str, Any] | None:
-    """The plots."""
     panels = panels_of(r.c, r.smooth)
     return {"panels": panels, "averaged": r.smooth} if panels else None
 

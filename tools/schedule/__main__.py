@@ -88,7 +88,6 @@ def simulated(config: Settings) -> list[Result]:
 
 
 def _chunks(v: Any, names: Sequence[str]) -> list[int]:
-    """Number of chunks of each schedule."""
     given = v if isinstance(v, list) else [v] * len(names)
     if len(given) != len(names) or not all(type(value) is int and 1 <= value < 2**10 for value in given):
         raise ValueError(
@@ -100,7 +99,6 @@ def _chunks(v: Any, names: Sequence[str]) -> list[int]:
 
 
 def _times(name: str, value: Any, stages: int, v: int) -> list[float]:
-    """Time of each stage."""
     times = value if isinstance(value, list) else [value] * stages
     is_time = lambda x: type(x) in (int, float) and 0 <= x < float("inf")
     if len(times) != stages or not all(map(is_time, times)):
@@ -137,7 +135,6 @@ def show(result: Result, console: Console) -> None:
 
 
 def show_comparison(results: Sequence[Result], console: Console) -> None:
-    """Prints a line for each schedule."""
     table = _table(["schedule", "v", "time", "bubble", "ticks", "alive", "slots"])
     table.columns[0].justify = "left"
     for r in results:

@@ -122,7 +122,6 @@ class Contestant:
         """None: it is compared on CPUs."""
 
     def about(self) -> dict:
-        """Facts for the record."""
         return {"attention": "einsum", "jax": self.jax.__version__, "dtype": "bf16"}
 
 

@@ -113,7 +113,6 @@ class Contestant:
         return torch.stack(losses).tolist()
 
     def about(self) -> dict:
-        """Facts for the record."""
         return {"torch": torch.__version__, "threads": torch.get_num_threads()}
 
     def device_peak(self) -> int | None:

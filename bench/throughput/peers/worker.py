@@ -26,7 +26,6 @@ def host_peak() -> int:
 
 
 def emit(event: str, **values) -> None:
-    """Writes an event."""
     print(MARK + json.dumps({"event": event, **values}), flush=True)
 
 
