@@ -43,7 +43,7 @@ class Ruled(train.Llama):
     def layer(self, x, w, tokens, attend, einsum):
         if not self.rules:
             return super().layer(x, w, tokens, attend, einsum)
-        of_turn = lambda q, k, v, _: attend(q, k, v, self.rules[tokens.turn])
+        of_turn = lambda q, k, v, _: attend(q, k, v, self.rules[tokens.place])
         return super().layer(x, w, tokens, of_turn, einsum)
 
 
@@ -53,7 +53,7 @@ class NoPositions(train.Llama):
     period = 2
 
     def layer(self, x, w, tokens, attend, einsum):
-        if tokens.turn == 1:
+        if tokens.place == 1:
             cos, sin = tokens.shared
             tokens = dataclasses.replace(tokens, shared=(jnp.ones_like(cos), jnp.zeros_like(sin)))
         return super().layer(x, w, tokens, attend, einsum)

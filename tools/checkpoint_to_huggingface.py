@@ -44,7 +44,7 @@ from shardwright.settings.program import run_program
 from shardwright_data.checks import check_choice, check_ranges, within
 from shardwright_data.foreign import shown
 from shardwright_data.text.huggingface import find_tokenizer, tokenizer_files
-from tools.huggingface.check import check_rules, compare, mapping_of
+from tools.huggingface.check import check_rules, compare_logits, mapping_of
 
 DTYPES = {"f32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(jnp.bfloat16))}
 """Names in torch, and numpy dtypes."""
@@ -285,7 +285,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
             _write_json(temporary / name, file)
         total = write_tensors(temporary, tensors, dtype, config.file_bytes)
         if config.check:
-            facts["logits compared"] = compare(c, weights, temporary, dtype)
+            facts["logits compared"] = compare_logits(c, weights, temporary, dtype)
         write_card(temporary, output.absolute().name, config.license, facts, settings)
         temporary.rename(output)
     except BaseException:

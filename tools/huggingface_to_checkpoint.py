@@ -39,7 +39,7 @@ from shardwright.settings.program import run_program
 from shardwright_data.checks import check_ranges, within
 from shardwright_data.foreign import LARGE, read_object, read_text, shown
 from shardwright_data.text.definitions import definition_of
-from tools.huggingface.check import check_rules, compare, mapping_of
+from tools.huggingface.check import check_rules, compare_logits, mapping_of
 from tools.huggingface.llama import ARCHITECTURES
 
 FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json", "model*.safetensors"]
@@ -163,7 +163,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
         if not config.check:
             return
         leaves = [stored[name] for name in arrays]
-        compared = compare(c, jax.tree.unflatten(jax.tree.structure(table), leaves), directory)
+        compared = compare_logits(c, jax.tree.unflatten(jax.tree.structure(table), leaves), directory)
 
     has_tokenizer = (directory / "tokenizer.json").is_file()
     end = shown(_end_token(directory / "tokenizer.json", content.get("eos_token_id"))) if has_tokenizer else ""

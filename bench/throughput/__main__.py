@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.throughput.peers.job import Job, Shapes
-from bench.throughput.processes import Contestant, Timing, compare
+from bench.throughput.processes import Contestant, Timing, run_rounds
 
 MODULES = {
     "floor": "floor",
@@ -210,7 +210,7 @@ def main() -> None:
             if options.json:
                 options.json.write_text(json.dumps(record, indent=1))
 
-        compare(jobs_of(size, names, dtype, platform, options.extra_settings, seqax), timing, show)
+        run_rounds(jobs_of(size, names, dtype, platform, options.extra_settings, seqax), timing, show)
     print(*(line for size, found in record.items() for line in ratios(size, found)), sep="\n")
 
 

@@ -119,7 +119,7 @@ class Contestant:
             self._process.stdin.close()
 
 
-def compare(jobs: dict[str, Job], timing: Timing, show: Callable[[Contestant], None]) -> None:
+def run_rounds(jobs: dict[str, Job], timing: Timing, show: Callable[[Contestant], None]) -> None:
     """Runs each job, and calls `show` with each contestant as soon as it is measured. If one fails, others continue."""
     groups = [[*jobs]] if timing.take_turns else [[label] for label in jobs]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch, contextlib.ExitStack() as cleanup:

@@ -37,7 +37,7 @@ LEAST_BLOCKS, DOCUMENTS = 4, 5
 class Call(NamedTuple):
     """One call of `attend` in a layer, on each device."""
 
-    turn: int
+    place: int
     """Place of the layer in its period."""
     rule: Rule
     q: Any
@@ -57,8 +57,8 @@ def calls_of(forward: Any, length: int) -> list[Call]:
     model, calls = forward.model, []
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
 
-    def note(turn, q, k, v, rule, *learned, sinks=None, drop=None):
-        calls.append(Call(turn, rule, shape(q), *jax.tree.map(shape, (learned, sinks)), drop is not None))
+    def note(place, q, k, v, rule, *learned, sinks=None, drop=None):
+        calls.append(Call(place, rule, shape(q), *jax.tree.map(shape, (learned, sinks)), drop is not None))
         return q
 
     @typed_shard_map
@@ -70,9 +70,9 @@ def calls_of(forward: Any, length: int) -> list[Call]:
     def layers(w: Any) -> None:
         tokens = blank_tokens(model, length)
         x = varying(model.embed(w, tokens), stage_axes())
-        for turn in range(period_of(model)):
-            w_layer = jax.tree.map(lambda stack, turn=turn: stack[turn], w.layers)
-            tokens, attend = tokens.in_layer(jnp.int32(turn), turn), functools.partial(note, turn)
+        for place in range(period_of(model)):
+            w_layer = jax.tree.map(lambda stack, place=place: stack[place], w.layers)
+            tokens, attend = tokens.in_layer(jnp.int32(place), place), functools.partial(note, place)
             x, _ = split_extras(model.layer(x, w_layer, tokens, attend, forward.einsum))
 
     with compute_scope(forward.training.compute_dtype):
@@ -88,8 +88,8 @@ def _of_a_period(model: Any) -> Any:
 
 
 def distinct(calls: list[Call]) -> list[Call]:
-    """The calls without repeats, each with `turn` 0: calls that differ only in `turn` are the same."""
-    return list(dict.fromkeys(call._replace(turn=0) for call in calls))
+    """The calls without repeats, each with `place` 0: calls that differ only in `place` are the same."""
+    return list(dict.fromkeys(call._replace(place=0) for call in calls))
 
 
 def describe_attention(forward: Any, length: int) -> list[str]:
@@ -97,7 +97,7 @@ def describe_attention(forward: Any, length: int) -> list[str]:
     period, lines = period_of(forward.model), []
     for call in calls_of(forward, length):
         path, why = path_of(forward, call)
-        layer = f"layer {call.turn} of {period}: " if period > 1 else ""
+        layer = f"layer {call.place} of {period}: " if period > 1 else ""
         lines.append(f"{path}{f' (auto: {why})' if why else ''}; {layer}{call.rule}")
     return lines
 

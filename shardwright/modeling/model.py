@@ -51,7 +51,7 @@ class Tokens:
     is random, as in evaluation and sampling."""
     shared: Any = None
     """Result of the model's `prepare`, computed once for all layers."""
-    turn: int = dataclasses.field(default=0, metadata={"static": True})
+    place: int = dataclasses.field(default=0, metadata={"static": True})
     """Place of the layer in its period, in [0, Model.period)."""
     inputs: u32["B/r/d L inputs"] | None = None
     """Further values of each token in the dataset, in the order of Model.inputs; 0 where the id is the `bos_id` before
@@ -104,18 +104,18 @@ class Tokens:
             raise ValueError(f"prepare of {model.c.module} gives a {type(prepared).__name__}; it must give the Tokens.")
         return prepared
 
-    def in_layer(self, index: jax.Array, turn: int) -> Self:
-        """The tokens in layer `index`, number `turn` of its period, with random keys of its own."""
+    def in_layer(self, index: jax.Array, place: int) -> Self:
+        """The tokens in layer `index`, number `place` of its period, with random keys of its own."""
         of_layer = lambda key: jax.random.fold_in(key, index)
         keys = None if self.keys is None else jax.vmap(of_layer)(self.keys)
-        return dataclasses.replace(self, keys=keys, turn=turn)
+        return dataclasses.replace(self, keys=keys, place=place)
 
 
 class LanguageModel(Protocol):
     """The parts of a model. `Model(c)` makes one from its ModelConfig. The methods are per-device code.
 
     A model may have further parts. `prepare(tokens) -> Tokens` runs once before the layers, and may set `shared` for
-    all of them. `period` is the number of layers after which their pattern repeats, 1 if all are alike. `tokens.turn`
+    all of them. `period` is the number of layers after which their pattern repeats, 1 if all are alike. `tokens.place`
     is the place of a layer in its period. `inputs` names further values of each token in the dataset
     (docs/flat-tokens.md), which the model finds in `tokens.inputs`.
     """

@@ -106,7 +106,7 @@ def _findings(forward: Any, sizes: tuple[int, int], calls: list[Call], sampled: 
     for call in distinct(calls):
         if sees_later(forward.rule(call.rule), sizes[1]):  # at all distances
             yield Finding(
-                f"the rule `{call.rule}` of layer {call.turn} lets a position see later ones\n  remedy: {REMEDY}",
+                f"the rule `{call.rule}` of layer {call.place} lets a position see later ones\n  remedy: {REMEDY}",
                 is_wrong=True,
             )
             return

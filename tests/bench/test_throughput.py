@@ -18,7 +18,7 @@ from bench.throughput.__main__ import MODULES, SEQAX_NEEDS, SIZES, check_seqax, 
 from bench.throughput.peers import ours as ours_module
 from bench.throughput.peers.floor import Contestant as Floor
 from bench.throughput.peers.job import Job, Shapes, batches
-from bench.throughput.processes import Timing, compare, environment, python_of
+from bench.throughput.processes import Timing, environment, python_of, run_rounds
 from shardwright.run.flops import flops_of_model
 
 ROOT = Path(__file__).parents[2]
@@ -204,14 +204,14 @@ def test_shares_and_lines():
 def test_a_contestant_that_fails_does_not_stop_the_others(take_turns):
     seen = {}
     jobs = {name: dataclasses.replace(JOB, contestant=name) for name in ("no_such_trainer", "floor")}
-    compare(jobs, Timing(2, 0.01, take_turns), lambda measured: seen.update({measured.label: measured}))
+    run_rounds(jobs, Timing(2, 0.01, take_turns), lambda measured: seen.update({measured.label: measured}))
     assert "No module named 'bench.throughput.peers.no_such_trainer'" in seen["no_such_trainer"].error
     assert (seen["floor"].error, len(seen["floor"].step_s)) == (None, 2)
 
 
 def test_a_contestant_that_takes_too_long_is_ended():
     seen = []
-    compare({"floor": dataclasses.replace(JOB, contestant="floor")}, Timing(1, 0.01, True, limit=0.2), seen.append)
+    run_rounds({"floor": dataclasses.replace(JOB, contestant="floor")}, Timing(1, 0.01, True, limit=0.2), seen.append)
     assert seen[0].error == "no ready within 0 s"
 
 

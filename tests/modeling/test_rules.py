@@ -137,7 +137,7 @@ class Alternating(train.Llama):
     rules = Rule((*MASKS, Window(3))), Rule(score=SoftCap(5), scale=0.3)
 
     def layer(self, x, w, tokens, attend, einsum):
-        of_turn = lambda q, k, v, _: attend(q, k, v, self.rules[tokens.turn])
+        of_turn = lambda q, k, v, _: attend(q, k, v, self.rules[tokens.place])
         return super().layer(x, w, tokens, of_turn, einsum)
 
 
@@ -150,7 +150,7 @@ def forward_of(kind, compute_dtype="f32", attention="auto", **changes) -> train.
 def test_calls_are_those_of_each_layer_of_a_period(mesh):
     with jax.set_mesh(tiny.mesh(mesh)):
         calls = calls_of(forward_of(Alternating), 256)
-    assert [(call.turn, call.rule) for call in calls] == list(enumerate(Alternating.rules))
+    assert [(call.place, call.rule) for call in calls] == list(enumerate(Alternating.rules))
     kv = 8 // tiny.mesh(mesh).shape["t"]
     assert {call.q.shape for call in calls} == {(1, 256, kv, 2, 4)}
     c = tiny.config(gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=8, dropout=0.1, bos_id=0))

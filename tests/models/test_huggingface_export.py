@@ -230,7 +230,7 @@ EDITS = {
     "every second layer": (
         [
             ("    Weights = Transformer\n", "    Weights, period = Transformer, 2\n"),
-            (GATE, "(jax.nn.gelu if tokens.turn else jax.nn.silu)(gate) * up"),
+            (GATE, "(jax.nn.gelu if tokens.place else jax.nn.silu)(gate) * up"),
         ],
         r"One of the layers 0 … 1 is the first that differs.$",
     ),

@@ -30,7 +30,7 @@ from shardwright_data.flat_tokens import Writer
 from shardwright_data.loader import make_loader
 from shardwright_data.loader.origins import documents_of_batch
 from tools.replay import __main__ as program
-from tools.replay.__main__ import Settings, compare, plain, replay
+from tools.replay.__main__ import Settings, compare_with_log, plain, replay
 from tools.replay.session import Done
 from tools.replay.two_runs import rebuilt
 
@@ -117,10 +117,12 @@ def test_a_step_is_equal_to_the_bit(of_demo, step):
 
 def test_a_step_without_numbers_in_the_log_is_not_called_equal():
     done = Done(np.float32(1), np.float32(2), False)
-    assert compare(done, None, "") is None
-    assert compare(done, {"step": 3}, "") is None
-    assert compare(done, {"step": 3, "loss": 1.0, "grad_norm": 2.0}, "") == ""
-    assert compare(done, {"step": 3, "loss": 1.5, "grad_norm": 2.0}, "").startswith("differs: loss 0.3 from the 1.5")
+    assert compare_with_log(done, None, "") is None
+    assert compare_with_log(done, {"step": 3}, "") is None
+    assert compare_with_log(done, {"step": 3, "loss": 1.0, "grad_norm": 2.0}, "") == ""
+    assert compare_with_log(done, {"step": 3, "loss": 1.5, "grad_norm": 2.0}, "").startswith(
+        "differs: loss 0.3 from the 1.5"
+    )
 
 
 def test_the_result_is_json_and_its_place_is_tried_first(tmp_path, monkeypatch):

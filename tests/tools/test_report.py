@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tools.report.__main__ import Settings, show_report
-from tools.report.comparing import compare, remarks
+from tools.report.comparing import compare_runs, remarks
 from tools.report.plots import averaged, panels_of
 from tools.report.reading import find_runs, read_run
 
@@ -61,7 +61,7 @@ def provenance(run: Path, about: dict) -> None:
 
 
 def compared(directory: Path, sort: str = "loss"):
-    return compare([read_run(run, 50) for run in find_runs([str(directory)])], sort)
+    return compare_runs([read_run(run, 50) for run in find_runs([str(directory)])], sort)
 
 
 def printed(width: int = 200, **settings) -> str:

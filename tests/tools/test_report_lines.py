@@ -11,7 +11,7 @@ import pytest
 from written_runs import HLO, PROFILE, write_run, write_step
 
 from tools.report import lines
-from tools.report.comparing import compare
+from tools.report.comparing import compare_runs
 from tools.report.lines import step_by_line
 from tools.report.page import page
 from tools.report.reading import read_run
@@ -31,7 +31,7 @@ def shown(run: Path) -> dict:
 
 
 def html(run: Path) -> str:
-    return page(Report(compare([read_run(run, 50)], "run"), 50))
+    return page(Report(compare_runs([read_run(run, 50)], "run"), 50))
 
 
 def change(path: Path, **changes) -> None:

@@ -11,7 +11,7 @@ from rich.console import Console
 from written_runs import PROFILE, RESUMED, SKIPPED, write_lines, write_run, write_step
 
 from tools.report.__main__ import Settings, show_report
-from tools.report.comparing import compare
+from tools.report.comparing import compare_runs
 from tools.report.microscope import microscope
 from tools.report.page import _figure
 from tools.report.plots import Panel, panels_of
@@ -20,7 +20,7 @@ from tools.report.sections import SECTIONS, Report, head, provenance, samples, s
 
 
 def report(*directories: Path) -> Report:
-    return Report(compare([read_run(directory, 50) for directory in directories], "run"), 50)
+    return Report(compare_runs([read_run(directory, 50) for directory in directories], "run"), 50)
 
 
 def write_page(*directories: Path, output: Path | None = None) -> Path:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tools.report import plots, thinning
-from tools.report.comparing import compare
+from tools.report.comparing import compare_runs
 from tools.report.plots import panels_of
 from tools.report.reading import read_run, read_samples
 from tools.report.thinning import read_lines
@@ -60,7 +60,7 @@ def test_a_long_run_is_whole_its_newest_steps_exact_and_its_memory_bounded(long_
 
 def test_plots_of_a_long_run_are_even_from_its_first_step_to_its_last(long_run, monkeypatch):
     monkeypatch.setattr(plots, "_POINTS", 200)
-    first = panels_of(compare([read_run(long_run, 50)], "loss"), 50)[0]
+    first = panels_of(compare_runs([read_run(long_run, 50)], "loss"), 50)[0]
     traces = {trace["name"]: trace for trace in first.traces}
     x = np.asarray(traces["each step"]["x"])
     assert (x[0], x[-1]) == (1, STEPS)

@@ -62,13 +62,13 @@ def check_rules(c: Any, model_type: str) -> None:
         plain &= rule.scale is None or math.isclose(rule.scale, usual, rel_tol=1e-6)
         if not plain or call.sinks is not None:
             raise ValueError(
-                f"layer {call.turn} has attention by the rule `{rule}`{' with sinks' * (call.sinks is not None)}; "
+                f"layer {call.place} has attention by the rule `{rule}`{' with sinks' * (call.sinks is not None)}; "
                 f"{model_type} in transformers has `{Rule()}` only, of scale 1/√d_head: it gives other logits. A "
                 "module with functions of its own can exchange such a model as another model_type."
             )
 
 
-def compare(c: Any, weights: Any, directory: Path, dtype: np.dtype | None = None) -> str:
+def compare_logits(c: Any, weights: Any, directory: Path, dtype: np.dtype | None = None) -> str:
     """Compares the logits of a text. Returns a description of the comparison and of the difference.
 
     Args:

@@ -74,7 +74,7 @@ def to_step(session: Session, step: int, screen: show.Screen) -> None:
             return
 
 
-def compare(done: Done, record: dict[str, Any] | None, where: str) -> str | None:
+def compare_with_log(done: Done, record: dict[str, Any] | None, where: str) -> str | None:
     """How a replayed step differs from the log, `where` it was done; "" if it is equal to the bit; None: not logged."""
     pairs = {name: (getattr(done, name), logged(record or {}, name)) for name in ("loss", "grad_norm")}
     if all(y is None for _, y in pairs.values()):
@@ -132,7 +132,7 @@ def step_of(session: Session, config: Settings, logs: dict[int, dict], screen: s
         found = microscope.look(session.state, batch, np.int32(step))
         screen.statistics(found)
     after, done = session.try_step(batch)
-    differs = compare(done, logs.get(step), "" if session.is_own_mesh else " on this other mesh")
+    differs = compare_with_log(done, logs.get(step), "" if session.is_own_mesh else " on this other mesh")
     screen.verdict(step, done, differs)
     why = []
     if not (np.isfinite(done.loss + done.grad_norm) and is_finite(after)):

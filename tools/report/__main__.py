@@ -22,7 +22,7 @@ from shardwright.settings.program import run_program
 from shardwright.settings.words import for_console
 from shardwright_data.checks import at_least_1, check_ranges
 from shardwright_data.foreign import shown
-from tools.report.comparing import Comparison, compare, name_of, remarks
+from tools.report.comparing import Comparison, compare_runs, name_of, remarks
 from tools.report.page import write
 from tools.report.reading import find_runs, read_run
 from tools.report.sections import Report
@@ -77,7 +77,7 @@ def show_report(config: Settings, console: Console | None = None) -> None:
         raise ValueError(f"run is {config.run!r}; give directories or patterns: run=runs/<run>, run=[runs/a,runs/b].")
     if config.output is not None and Path(config.output).suffix != ".html":
         raise ValueError(f"output is {config.output}; its name must end in .html.")
-    c = compare([read_run(directory, config.smooth) for directory in find_runs(patterns)], config.sort)
+    c = compare_runs([read_run(directory, config.smooth) for directory in find_runs(patterns)], config.sort)
     show(c, console)
     place = c.runs[0].directory if len(c.runs) == 1 else c.parent
     output = Path(config.output) if config.output is not None else place / REPORT

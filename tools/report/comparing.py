@@ -105,7 +105,7 @@ class Comparison:
         return common.relative_to(Path.cwd()) if common.is_relative_to(Path.cwd()) else common
 
 
-def compare(runs: Sequence[Run], sort: str) -> Comparison:
+def compare_runs(runs: Sequence[Run], sort: str) -> Comparison:
     """Finds the settings that differ and sorts the runs: unknown values and NaN last, equal ones by name.
 
     Raises:

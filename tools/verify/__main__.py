@@ -30,7 +30,7 @@ from shardwright.settings.composing import Program
 from shardwright.settings.program import refusal, refusals_shown, start
 from shardwright.settings.words import for_console, for_stream
 from shardwright_data.checks import check_choice, check_ranges, within
-from tools.verify.compare import compare, show
+from tools.verify.compare import compare_meshes, show
 from tools.verify.meshes import all_meshes, mesh_name
 from tools.verify.step import type_check
 
@@ -121,7 +121,7 @@ def run(c: Config, settings: VerifyConfig, title: str) -> int:
     with small_blocks(c.training.seq_len // 4) if settings.small else contextlib.nullcontext():
         log = lambda text: progress.print(text, style="dim")
         of_run = meshes, settings.precisions, settings.tolerance, settings.band, log
-        outcomes, lines, data = compare(c, *of_run)
+        outcomes, lines, data = compare_meshes(c, *of_run)
     t, same = c.training, True
     write(f"batch: {data}; training.microbatches={t.microbatches} attention={t.attention} fp8={str(t.fp8).lower()}")
     if any(mesh["p"] > 1 for mesh in meshes):

@@ -125,7 +125,7 @@ def limits_of(c: Config, alone: Step, inputs: Inputs, oracle: Found, band: float
 # ---- the run ------------------------------------------------------------------------------------------------------
 
 
-def compare(
+def compare_meshes(
     c: Config, meshes: list[Mesh], precisions: list[str], tolerance: float, band: float, log: Callable[[str], None]
 ) -> tuple[dict[str, Outcome], list[str], str]:
     """Compares the step on each of `meshes` with that on one device.
