@@ -53,7 +53,7 @@ class TextCodec:
         if self._tokenizer is None:
             return None
         ids = ids[:-1] if len(ids) and ids[-1] == self.end else ids
-        return len(self._tokenizer.decode(np.asarray(ids).tolist()).encode())
+        return len(self._tokenizer.decode(list(map(int, ids))).encode())
 
     def differs(self, other: "TextCodec") -> bool:
         """Whether `other` is known to have another tokenizer."""
