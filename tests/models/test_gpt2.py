@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from jax.sharding import PartitionSpec
 
 import gpt2
 import train
@@ -73,6 +74,18 @@ def test_dropout_keeps_the_mean():
     kept = (dropped != 0).mean(axis=1)
     assert kept.mean() == pytest.approx(0.75, abs=4 * (0.25 * 0.75 / dropped.size) ** 0.5)
     assert len(np.unique(dropped, axis=0)) == 50, "each key drops others"
+
+
+def test_each_sequence_position_and_use_of_dropout_has_a_key_of_its_own():
+    keys = jax.random.split(jax.random.key(3), 4)
+    found = []
+    for site in range(3):
+        own = lambda keys, site=site: jax.random.key_data(gpt2.keys_at(keys, site, 5))
+        with jax.set_mesh(tiny.mesh("d=4 t=2")):
+            found.append(jax.shard_map(own, out_specs=PartitionSpec(None, "t"))(keys))
+    found = np.stack(found)
+    assert found.shape[:3] == (3, 4, 10)
+    assert len(np.unique(found.reshape(120, -1), axis=0)) == 120
 
 
 @pytest.mark.slow
