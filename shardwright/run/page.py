@@ -52,7 +52,6 @@ class Page:
         """Makes the page a last time, and waits for it. Returns its path; None if there is none, after telling why."""
         if not self._wanted:
             return None
-        self.close()
         self._start()
         return self._directory / REPORT if self._made.result() else None
 
@@ -62,6 +61,7 @@ class Page:
             self._made.result()
 
     def _start(self) -> None:
+        self.close()  # raises what nobody foresaw in making the page before
         executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="page")
         self._made = executor.submit(self._make)
         executor.shutdown(wait=False)

@@ -278,17 +278,6 @@ def test_another_model_is_refused_with_the_name(edited, tmp_path, edit):
     assert sorted(tmp_path.iterdir()) == before
 
 
-@pytest.mark.parametrize("edit", EDITS)
-def test_an_edited_train_py_is_refused_with_the_name(edited, tmp_path, edit):
-    need_transformers()
-    edits, message = EDITS[edit]
-    run = edited(edits)
-    before = sorted(tmp_path.iterdir())
-    with pytest.raises(ValueError, match=message):
-        export(run, tmp_path / "exported")
-    assert sorted(tmp_path.iterdir()) == before
-
-
 def test_an_edit_that_changes_nothing_is_exported(edited, tmp_path):
     """Another file with the same math; and attention within no documents, as the exported model has it."""
     need_transformers()
