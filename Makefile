@@ -48,7 +48,8 @@ test-slow: $(DEVELOPMENT) ## only the slow tests: more than an hour on two cores
 	$(RUN) pytest -n $(WORKERS) -m slow
 
 docs: $(SITE) ## the documentation as a site with search; prints the path of its first page
-	@$(VENV)/bin/python docs/site/build.py
+	@$(RUN) sphinx -q -W --keep-going -c docs/site -d $(VENV)/doctrees . docs/site/html
+	@echo docs/site/html/README.html
 
 pictures: $(DEVELOPMENT) ## the pictures of README and the outputs of docs/tour.ipynb, anew: some minutes
 	@$(VENV)/bin/python docs/site/pictures.py

@@ -1,13 +1,16 @@
-"""Sphinx's configuration for the documentation site; build.py makes the pages and calls Sphinx."""
+"""Sphinx's configuration for the documentation site, which `make docs` makes of the pages as they are in the repository."""
 
 import dataclasses
 import re
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
 
 project = "shardwright"
+root_doc = "README"
+include_patterns = ["*.md", "docs/*.md", "docs/tour.ipynb", "docs/site/modules.rst", "shardlib/README.md"]
 html_title = "shardwright"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 html_theme = "furo"
@@ -78,8 +81,23 @@ def _is_skipped(app, what, name, obj, skip, options) -> bool | None:
     return True if getattr(obj, "__module__", "").startswith("jax") else None
 
 
+def _navigation(app, name: str, source: list[str]) -> None:
+    """Adds the navigation to README: each kind of page that docs/README.md lists, then what is elsewhere."""
+    if name != root_doc:
+        return
+    table = (ROOT / "docs/README.md").read_text().partition("## Pages")[2]
+    sections = {"": ["docs/README"]}
+    for kind, pages in re.findall(r"^\| ([a-z -]+) \| (\[.*)\|$", table, re.MULTILINE):
+        sections[kind.capitalize()] = [f"docs/{page}" for page in re.findall(r"\]\((.*?)\.(?:md|ipynb)\)", pages)]
+    sections["The source"] = ["docs/site/modules", "shardlib/README", "CONTRIBUTING", "CHANGELOG"]
+    for title, pages in sections.items():
+        caption = f":caption: {title}" if title else ""
+        source[0] += "\n".join(["\n```{toctree}", ":hidden:", caption, "", *pages, "```", ""])
+
+
 def setup(app) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", _navigation)
     app.connect("autodoc-process-docstring", _as_rst, priority=100)
     app.connect("autodoc-process-signature", _signature)
     app.connect("autodoc-skip-member", _is_skipped)
