@@ -1,4 +1,4 @@
-"""Sphinx's configuration for the documentation site, which `make docs` makes of the pages as they are in the repository."""
+"""Sphinx's configuration for the documentation site, which `make docs` makes of the pages as they stand."""
 
 import dataclasses
 import re
