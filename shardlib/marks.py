@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from shardlib.op_checks import check_operand, checked_op, require_shard_map
-from shardlib.parsing import ShardError, parse_shape, spec_text
+from shardlib.parsing import ShardError, parse_shape
 from shardlib.values import is_opaque, on_mesh
 
 REGION = "per_device"
@@ -108,7 +108,7 @@ def per_device(spec, fn, *args, reason: str):
     """
     with checked_op("per_device", spec):
         require_shard_map()
-        shapes = [on_mesh(parse_shape(text)) for text in spec_text(spec).split(",")]
+        shapes = [on_mesh(parse_shape(text)) for text in spec.split(",")]
         if not reason or "|" in reason:
             raise ShardError(f"the reason is {reason!r}", "say in words why the result is right on every mesh")
     leaves, structure = jax.tree.flatten(args)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib.checks import Sizes, check_divisible, check_value, checking, note_type
-from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op, sort_axes, spec_text
+from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op, sort_axes
 from shardlib.values import (
     WITHOUT_COPY,
     Copy,
@@ -27,15 +27,15 @@ from shardlib.values import (
 # ---- specs and operands -----------------------------------------------------------------------------------------
 
 
-def checked_op(name: str, spec: str | bytes, *operands: Any) -> contextlib.AbstractContextManager[Sizes]:
+def checked_op(name: str, spec: str, *operands: Any) -> contextlib.AbstractContextManager[Sizes]:
     """The context `checking` for a call of an op: its errors show the op, its spec and its operands."""
     numbered = {f"operand {i}": x for i, x in enumerate(operands, 1)}
-    return checking(f"{name}({spec_text(spec)!r})", **numbered)
+    return checking(f"{name}({spec!r})", **numbered)
 
 
 @contextlib.contextmanager
 def checked_collective(
-    name: str, spec: str | bytes, x: Any, *, copies: bool = False
+    name: str, spec: str, x: Any, *, copies: bool = False
 ) -> Iterator[tuple[OpSpec, jax.Array, Sizes]]:
     """`checked_op` for a collective of one operand. Gives its spec, the array in `x`, and the sizes.
 
@@ -50,7 +50,7 @@ def checked_collective(
         yield op, value, sizes
 
 
-def parse(spec: str | bytes, operands: int, *allowed: str) -> OpSpec:
+def parse(spec: str, operands: int, *allowed: str) -> OpSpec:
     """The spec of an op of so many operands, as the current mesh has it.
 
     `allowed` is the notation that the op knows besides dims and +: `[dim]`, `...`, `*` and `( )`. Raises ShardError.
@@ -72,7 +72,7 @@ def parse(spec: str | bytes, operands: int, *allowed: str) -> OpSpec:
     return op
 
 
-def does_nothing(spec: str | bytes, op: OpSpec) -> bool:
+def does_nothing(spec: str, op: OpSpec) -> bool:
     """Whether the op is only about axes that this mesh lacks; `op` is `spec` on this mesh."""
     return op.lhs == (op.rhs,) and op != parse_op(spec)
 

@@ -51,7 +51,7 @@ from shardlib.op_checks import (
     wrap,
     wrong_spec,
 )
-from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes, spec_text
+from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes
 from shardlib.products import einsum_with_gradients
 from shardlib.rearranging import rearrange  # noqa: F401 (one of the ops)
 from shardlib.values import describe, devices_along, is_opaque, planned_devices, unwrap
@@ -84,7 +84,7 @@ def size(dim: str) -> int:
 def positions(spec: str) -> jax.Array:
     """Positions of this device's block in a dim, i32: `positions('L/t')` counts from 0 over all devices of t."""
     with checked_op("positions", spec):
-        (dim,) = parse_shape(spec_text(spec)).dims
+        (dim,) = parse_shape(spec).dims
         block = (dim.literal_size or size(dim.name)) // devices_along(dim.axes)
         require_shard_map()
     offset = sum(axis_index(axis) * block * _minor_devices(dim, axis) for axis in dim.axes)
@@ -208,7 +208,7 @@ def ppermute(spec, x, *, axis: str, shift: int):
 
     After `ppermute('B L/t M', x, axis='t', shift=1)`, device i holds what device i-1 held.
     """
-    with checked_collective("ppermute", f"{spec_text(spec)} ->", x) as (op, value, _):
+    with checked_collective("ppermute", f"{spec} ->", x) as (op, value, _):
         shape, size = op.lhs[0], devices_along((axis,))
         if axis not in shape.sharded or shape.partial:
             raise ShardError(

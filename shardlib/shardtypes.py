@@ -9,7 +9,7 @@
         w_up: f32['M F/t'] = shardops.all_gather('M/d F/t -> M F/t', w.w_up)
         return shardops.einsum_unreduced('B/d M, M F/t -> B/d F/t', x, w_up)
 
-The grammar of the specs is in parsing.py; docs/sharding-types.md explains them. A spec may be `str` or `bytes`.
+The grammar of the specs is in parsing.py; docs/sharding-types.md explains them.
 `dtype_name('act')` is a dtype that each trace binds: `with Scope(act=jnp.bfloat16):`.
 """
 
@@ -29,8 +29,6 @@ from shardlib.array_types import (
     i16,
     i32,
     i64,
-    is_fully_sharded,
-    make_partition_specs,
     make_shardings,
     map_arrays,
     pytree_dataclass,
@@ -40,6 +38,6 @@ from shardlib.array_types import (
     u64,
 )
 from shardlib.checks import Scope, scope
-from shardlib.functions import register_with_typeguard, typed, typed_shard_map
+from shardlib.functions import typed, typed_shard_map
 from shardlib.parsing import ShardError
 from shardlib.values import Copy, Partial, pipeline_stage

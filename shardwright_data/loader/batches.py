@@ -1,6 +1,5 @@
 """Common parts of all loaders: batches, their way to the devices, and loading them ahead of use."""
 
-import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -125,9 +124,9 @@ class Loader:
         self.unseen, self._utf8_bytes = {}, {}
         self.shardings: TokenBatch | None = None
         if not jax.sharding.get_abstract_mesh().empty:
-            shardings = make_shardings(Array["m", TokenBatch])
-            self._check_divides(shardings)
-            self.shardings = shardings if inputs else dataclasses.replace(shardings, inputs=None)
+            like = TokenBatch(0, 0, 0, 0 if inputs else None)
+            self.shardings = make_shardings(Array["m", TokenBatch], like=like)
+            self._check_divides(self.shardings)
 
     @property
     def tokens_per_batch(self) -> int:

@@ -18,14 +18,14 @@ from hydra import compose, initialize_config_dir
 from processes import ROOT, SMALL, Run, free_port
 
 import train
-from shardlib.shardtypes import make_shardings
+from shardlib.shardtypes import make_shardings, u32
 from shardwright.cluster import watch
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
 from shardwright.cluster.devices import make_mesh, start_devices
 from shardwright.cluster.watch import EXIT_CODE
 from shardwright.modeling.model import load_model
 from shardwright.run.config import Config, register_schema, to_config
-from shardwright_data.loader import TokenBatch, make_loader
+from shardwright_data.loader import make_loader
 
 HOST = socket.gethostname()
 # Short enough for a test, long enough for a machine that is busy with other tests.
@@ -242,7 +242,7 @@ def test_each_process_reads_and_writes_its_own_part_and_one_logs(count, devices,
         shapes = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, load_model(c.model)))
         shardings = make_shardings(train.State[train.Transformer], like=shapes)
         shape = (c.training.batch_size, c.training.seq_len)
-        rows = make_shardings(TokenBatch).targets.devices_indices_map(shape)
+        rows = make_shardings(u32["B/r/d L"]).devices_indices_map(shape)
 
     # Reads: each process those rows of each step that its devices hold, once. Here no two processes hold the same.
     starts, _ = loader.spans(np.arange(steps * c.training.batch_size))

@@ -421,7 +421,7 @@ CASES = {
     ),
     "rearrange: a split, with the size of the inner dim": Case(
         "B/d L KQ/t -> B/d K/t Q L",
-        lambda x: rearrange(b"B/d L (K/t Q) -> B/d K/t Q L", x, Q=4),
+        lambda x: rearrange("B/d L (K/t Q) -> B/d K/t Q L", x, Q=4),
         lambda x: x.reshape(8, 8, 8, 4).transpose(0, 2, 3, 1),
     ),
     "rearrange: a split, with the size of the outer dim": Case(

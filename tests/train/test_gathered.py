@@ -12,7 +12,6 @@ import gpt2
 import train
 from shardlib import shardops
 from shardlib.op_checks import varying
-from shardlib.shardtypes import make_partition_specs
 from shardlib.values import is_opaque
 from shardwright.modeling.model import compute_scope, load_model
 from shardwright.modeling.weights import initialize
@@ -69,7 +68,7 @@ def gathered(model, mesh) -> tuple[dict, dict]:
 
     with jax.set_mesh(mesh), compute_scope("bf16"):
         w = jax.jit(lambda key: initialize(model.table, key))(jax.random.key(3))
-        specs = make_partition_specs(type(w), like=w)
+        specs = jax.tree.map(lambda x: x.sharding.spec, w)
         blocks = jax.jit(jax.shard_map(per_device, in_specs=(specs,), out_specs=P(mesh.axis_names)))(w)
     paths = jax.tree_util.tree_leaves_with_path(w)
     whole = {jax.tree_util.keystr(path).strip("."): np.asarray(x) for path, x in paths}

@@ -193,7 +193,7 @@ def test_batches_on_devices(dataset, mesh):
         sizes = {"batch_size": 16, "seq_len": SEQ_LEN, "microbatches": 2}
         loader = make_loader(DataConfig(filespec=dataset[0]), "train", **sizes, inputs=("weight", "kind"))
         plain = make_loader(DataConfig(filespec=dataset[0]), "train", **sizes)
-        expected = make_shardings(train.Batch)
+        expected = make_shardings(train.Batch, like=train.TokenBatch(0, 0, 0, 0))
     batch = loader.load(5)
     first, second = (loader.sequences(5, rows).inputs for rows in (np.arange(8), np.arange(8, 16)))
     np.testing.assert_array_equal(batch.inputs, [first, second])
