@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardwright.microscope.points import Point, gradient_paths, saved_points, unique_names
+from shardwright.microscope.points import Point, gradient_paths, saved_points
 from shardwright.microscope.rerun import Path, Rerun
 from shardwright.microscope.statistics import finished, sums
 
@@ -34,7 +34,7 @@ class Look:
         paths = [*self._gradients, *(path for point in self._points for path in point.paths)]
         self._replay = Rerun(program, {path: [0] for path in paths}, self._take, is_same=True)
 
-    def _take(self, path: Path, operands: list, x: jax.Array) -> jax.Array:
+    def _take(self, path: Path, x: jax.Array) -> jax.Array:
         if path in self._gradients:
             return self._measure(x, self._stacks[self._gradients.index(path)], of_gradient=True)
         return self._measure(x)
@@ -42,7 +42,7 @@ class Look:
     def __call__(self, *args: Any) -> dict[str, list[jax.Array]]:
         """What `described` takes. Arguments as for the step; under jit, on the mesh on which it was traced."""
         leaves = jax.tree.leaves(args)
-        results, values = self._replay.with_results(*leaves)
+        results, values = self._replay(*leaves)
         of_path = {note.path: value for note, value in zip(self._replay.notes, values, strict=True)}
         of_weights = zip(leaves, results, self._stacks, strict=False)
         both = [(self._measure(w, rows), self._measure(new - w, rows)) for w, new, rows in of_weights]
@@ -62,8 +62,8 @@ class Look:
         """
         found = jax.tree.map(np.asarray, found)
         points = [
-            {"name": name, "place": point.place, **_plain(finished(_in_order(point, arrays)), any(point.of_layers))}
-            for name, point, arrays in zip(unique_names(self._points), self._points, found["points"], strict=True)
+            {"name": point.name, "place": point.place, **_plain(finished(_in_order(point, x)), any(point.of_layers))}
+            for point, x in zip(self._points, found["points"], strict=True)
         ]
         weights = []
         for i, (name, rows) in enumerate(zip(self._weights, self._stacks, strict=True)):
@@ -77,14 +77,11 @@ class Look:
         """Name, place and `bits` of each value, in the order in which a step computes them."""
         found = jax.tree.map(np.asarray, found)
         values, first = [], next((i for i, point in enumerate(self._points) if any(point.of_layers)), 0)
-        seen: dict[str, int] = {}
         for i, point in enumerate(self._points):
-            seen[point.name] = seen.get(point.name, 0) + 1
-            name = point.name + f" #{seen[point.name]}" * (seen[point.name] > 1)  # not its line, which may have moved
             found_there = _in_order(point, found["points"][i])[0]
             for layer, x in enumerate(found_there.T):  # one layer after the other
                 of_layer, order = (f" in layer {layer}", (first, layer, i)) if any(point.of_layers) else ("", (i, 0, i))
-                values.append((order, (name + of_layer, point.place, x)))
+                values.append((order, (point.name + of_layer, point.place, x)))
         values = [value for _, value in sorted(values, key=lambda pair: pair[0])]
         for kind in ("gradients", "updates"):
             of = f"the {kind.removesuffix('s')} of "

@@ -17,13 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardlib.equations import values_of
 from shardlib.parsing import sort_axes
 from shardlib.proof.elementwise import ELEMENTWISE, SELECTIONS
 from shardlib.proof.equation import Equation
 from shardlib.proof.primitives import COLLECTIVES
-from shardwright.microscope.points import callers, equations, function_and_target, is_loop_over_layers, loops_around
-from shardwright.microscope.rerun import Note, Path, Rerun, executed, on_all_devices
+from shardwright.microscope.points import equations, function_and_target, is_loop_over_layers, loops_around
+from shardwright.microscope.rerun import Note, Path, Rerun, executed
 
 KINDS = ("finite", "an infinity", "NaN")
 """What the worst entry of a value is, by its level."""
@@ -84,30 +83,9 @@ def _level(x: Any) -> jax.Array:
     return jnp.where(jnp.isnan(x), 2, jnp.where(jnp.isinf(x), 1, 0)).astype(jnp.int32)
 
 
-def _is_nan(x: Any) -> bool:
-    """Whether an operand is a constant NaN. It counts as finite, so that its use is what is worse."""
-    return isinstance(x, np.ndarray) and _is_float(x) and bool(np.isnan(x).any())
-
-
-def _worst(values: list) -> jax.Array:
-    """Level of the worst entry of the values."""
-    levels = [jnp.max(_level(on_all_devices(jnp.asarray(x)))) for x in values if _is_float(x) and np.size(x)]
-    return functools.reduce(jnp.maximum, levels, on_all_devices(jnp.int32(0)))
-
-
 def _number(digits: Iterable[tuple[Any, int]]) -> Any:
     """The number with these digits, each with what it is below, the most significant first."""
     return functools.reduce(lambda n, digit: n * digit[1] + digit[0], digits, 0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Worse:
-    """A value that is worse than its operands, the first time that it is: when, and both levels."""
-
-    when: list[int]
-    note: Note
-    level: int
-    of: int
 
 
 class Finder:
@@ -125,23 +103,20 @@ class Finder:
         wanted = {
             path: [i for i, var in enumerate(eq.eqn.outvars) if _is_float(var.aval)]
             for path, eq in self._equations.items()
-            if eq.name not in FINITE or any(_is_nan(x) for e in (eq, *callers(eq)) for x in values_of(e.eqn.invars, {}))
+            if eq.name not in FINITE
         }
         self._keys = {(path, i): n for n, (path, i) in enumerate((path, i) for path, ii in wanted.items() for i in ii)}
-        levels = lambda path, operands, x: jnp.stack([_worst([y for y in operands if not _is_nan(y)]), _worst([x])])
-        self._replay = Rerun(program, wanted, levels, change=self._contained)
-        self._program = jax.jit(lambda knobs, *args: self._replay.with_results(*args, knobs=knobs))
+        self._replay = Rerun(program, wanted, change=self._contained)
+        self._program = jax.jit(lambda knobs, *args: self._replay(*args, knobs=knobs))
 
     def _contained(self, path: Path, result: int, turns: tuple, operands: list, x: Any, knobs: dict[str, Any]) -> Any:
-        """A result of an equation, with 0 where it is worse than operands that are below a level.
+        """A result of an equation, with 0 where it is worse than operands that are below a level; and its level there.
 
         But of the cause that the knobs name, all is left until a turn, a device and an entry.
         """
-        if (key := self._keys.get((path, result))) is None:
-            return x
         mesh, axes, name = jax.sharding.get_abstract_mesh(), _axes(x), self._equations[path].name
-        given, device = jnp.int32(0), 0
-        for y in (jnp.asarray(y) for y in operands if _is_float(y) and not _is_nan(y)):
+        given, device, key = jnp.int32(0), 0, self._keys[path, result]
+        for y in (jnp.asarray(y) for y in operands if _is_float(y)):
             level = _level(y)
             if name not in ELEMENTWISE or y.shape != x.shape:
                 level = jnp.max(level, initial=0)
@@ -152,44 +127,48 @@ class Finder:
         is_after = lax.iota(jnp.int32, x.size).reshape(x.shape) > knobs["entry"]
         for here, last in ((device, knobs["device"]), (_number(turns), knobs["turn"])):
             is_after = (here > last) | ((here == last) & is_after)
-        is_removed = (_level(x) > given) & (given < knobs["below"]) & (is_after | (knobs["cause"] != key))
-        return jnp.where(is_removed, jnp.zeros_like(x), x)
+        level = jnp.where((_level(x) > given) & (given < knobs["below"]), _level(x), 0)
+        is_removed = (level > 0) & (is_after | (knobs["cause"] != key)) & (knobs["cause"] != ALL)
+        return jnp.where(is_removed, jnp.zeros_like(x), x), jnp.max(level, initial=0)
 
     def _run(self, arguments: list, below: int, cause: int = -1, turn: int = ALL, device: int = ALL, entry: int = ALL):
-        """The results that count, and the levels, if what is worse than operands `below` one is 0 but for a cause."""
+        """The results that count, and the levels of what is worse than operands `below` one: 0 but for a cause, or ALL.
+
+        The levels are by value, device and turn; 0 where it is not worse.
+        """
         knobs = {"below": below, "cause": cause, "turn": turn, "device": device, "entry": entry}
         results, levels = self._program({name: np.int32(value) for name, value in knobs.items()}, *arguments)
         return results[: self._count], levels
 
     def find(self, *arguments: Any) -> tuple[Origin | None, list]:
         """The Origin for these arguments, None if no operation is; and the results that count."""
-        arguments = jax.tree.leaves(arguments)
+        arguments, below = jax.tree.leaves(arguments), 1
         is_bad = lambda below, **knobs: not _are_finite(self._run(arguments, below, **knobs)[0])
-        results, levels = self._run(arguments, 0)
+        results, levels = self._run(arguments, below, cause=ALL)
         if _are_finite(results):
             return None, results
-        below = 1
         if is_bad(1):  # of infinities that no operation made, such as constants
-            below, (_, levels) = 2, self._run(arguments, 1)
-        found = [x for x in _worse(self._replay.notes, levels) if x.of < below]
-        reach = (x for x in found if is_bad(below, cause=self._keys[x.note.path, x.note.result]))
-        if (origin := next(reach, None)) is None:
+            below, (_, levels) = 2, self._run(arguments, 2, cause=ALL)
+        causes = _by_execution(self._replay.notes, levels)
+        reach = (cause for cause in causes if is_bad(below, cause=self._keys[cause[0].path, cause[0].result]))
+        note, level = next(reach, (None, 0))
+        if note is None:
             return None, results
-        var = self._equations[origin.note.path].eqn.outvars[origin.note.result].aval
-        knobs, kind = {"cause": self._keys[origin.note.path, origin.note.result]}, var.manual_axis_type
+        var = self._equations[note.path].eqn.outvars[note.result].aval
+        knobs, kind = {"cause": self._keys[note.path, note.result]}, var.manual_axis_type
         mesh, axes = jax.sharding.get_mesh().shape, sort_axes(kind.varying | kind.unreduced | kind.reduced)
-        turns, over = [n for n, _ in origin.note.loops], [mesh[axis] for axis in axes]
+        turns, over = [n for n, _ in note.loops], [mesh[axis] for axis in axes]
         for knob, n in (("turn", math.prod(turns)), ("device", math.prod(over)), ("entry", var.size)):
             is_found = lambda last, knob=knob: is_bad(below, **knobs, **{knob: last})
             knobs[knob] = bisect.bisect_left(range(n - 1), True, key=is_found)
         digits = lambda n, sizes: tuple(map(int, np.unravel_index(n, sizes))) if sizes else ()
         device = dict(zip(axes, digits(knobs["device"], over), strict=True))
         where = {"device": device, "index": digits(knobs["entry"], var.shape), "shape": var.shape}
-        return self._described(origin, digits(knobs["turn"], turns), **where), results
+        return self._described(note, level, digits(knobs["turn"], turns), **where), results
 
-    def _described(self, found: Worse, ran: tuple[int, ...], **where: Any) -> Origin:
-        eq = self._equations[found.note.path]
-        turns = [n - 1 - i if is_reversed else i for i, (n, is_reversed) in zip(ran, found.note.loops, strict=True)]
+    def _described(self, note: Note, level: int, ran: tuple[int, ...], **where: Any) -> Origin:
+        eq = self._equations[note.path]
+        turns = [n - 1 - i if is_reversed else i for i, (n, is_reversed) in zip(ran, note.loops, strict=True)]
         loops = loops_around(eq)
         of_layers = [i for i, loop in enumerate(loops) if is_loop_over_layers(loop)]
         layers = None
@@ -197,35 +176,34 @@ class Finder:
             period = self._layers // loops[of_layers[0]].params["length"]
             layers = turns[of_layers[0]] * period, (turns[of_layers[0]] + 1) * period - 1
         line = eq.line()
-        name = " ".join(filter(None, function_and_target(*line))) if line else ""
+        name = function_and_target(*line) if line else ""
         stacks = [str(e.eqn.source_info.name_stack) for e in (eq, *loops)]
         is_backward = any("transpose" in stack for stack in stacks) or any(loop.params["reverse"] for loop in loops)
         microbatch = turns[0] if loops and 0 not in of_layers else None
-        return Origin(eq.place(), name, eq.name, KINDS[found.level], is_backward, layers, microbatch, **where)
+        return Origin(eq.place(), name, eq.name, KINDS[level], is_backward, layers, microbatch, **where)
 
 
 def _are_finite(results: list) -> bool:
     return all(bool(jnp.isfinite(x).all()) for x in results if _is_float(x))
 
 
-def _worse(notes: list[Note], levels: list) -> list[Worse]:
-    """The values that are worse than their operands, in order, by the levels of both on each device in each turn."""
+def _by_execution(notes: list[Note], levels: list) -> list[tuple[Note, int]]:
+    """The values that are worse than their operands, with the level of each at the first turn in which it is."""
     found = []
-    for note, both in zip(notes, map(np.asarray, levels), strict=True):
-        both = both.max(tuple(range(both.ndim - len(note.loops) - 1)))  # of all devices
-        turns = map(tuple, np.argwhere(both[..., 1] > both[..., 0]).tolist())
-        if times := [(executed(note, turn), *both[turn].tolist()) for turn in turns]:
-            when, of, level = min(times)
-            found.append(Worse(when, note, level, of))
-    return sorted(found, key=lambda x: x.when)
+    for note, level in zip(notes, map(np.asarray, levels), strict=True):
+        level = level.max(tuple(range(level.ndim - len(note.loops))))  # of all devices
+        if times := [
+            (executed(note, turn), note, int(level[turn])) for turn in map(tuple, np.argwhere(level).tolist())
+        ]:
+            found.append(min(times))
+    return [(note, level) for _, note, level in sorted(found)]
 
 
 def positions(origin: Origin, batch: int, length: int) -> tuple[int, int | None] | None:
     """Sequence of the microbatch and position of the entry that is not finite. None for no activation.
 
-    An activation is known by its shape: its first dim has a device's sequences, and the second, or the one before the
-    last of scores of pairs, its positions. A reduction that scatters positions has them first, and then the sequences.
-    The position is None if the shape does not show it.
+    An activation is known by its shape: a device's sequences come first, and then its positions, or those of pairs at
+    the end. A reduction that scatters positions has them first. The position is None if the shape does not show it.
 
     Args:
         origin: the origin.
@@ -233,20 +211,19 @@ def positions(origin: Origin, batch: int, length: int) -> tuple[int, int | None]
         length: tokens of a sequence.
     """
     mesh, shape = jax.sharding.get_mesh().shape, origin.shape
-    if any(mesh[axis] > 1 and axis not in origin.device for axis in ("r", "d")):
+    if origin.microbatch is None or any(mesh[axis] > 1 and axis not in origin.device for axis in ("r", "d")):
         return None
     at = {axis: origin.device.get(axis, 0) for axis in mesh}
-    rows, t = batch // (mesh["r"] * mesh["d"]), mesh["t"]
+    rows = batch // (mesh["r"] * mesh["d"])
     dims = [(0, 1), (0, len(shape) - 2), (1, 0)]
     if len(shape) > 3 and shape[-1] == shape[-2] == length:
         dims = dims[1:]
     if "reduce_scatter" in origin.operation:
         dims = dims[::-1]
-    fits = lambda row, along: (
-        0 <= along < len(shape) > row and shape[row] == rows and shape[along] in (length, length // t)
-    )
+    sizes = length, length // mesh["t"]
+    fits = lambda row, along: 0 <= along < len(shape) > row and shape[row] == rows and shape[along] in sizes
     row, along = next((pair for pair in dims if fits(*pair)), (0, None))
-    if origin.microbatch is None or not shape or shape[row] != rows:
+    if not shape or shape[row] != rows:
         return None
     sequence = (at["r"] * mesh["d"] + at["d"]) * rows + origin.index[row]
     if along is None:

@@ -1,6 +1,7 @@
 """The points of a traced step that are looked at: what it saves for the backward pass, and its gradients."""
 
 import ast
+import collections
 import dataclasses
 import functools
 import linecache
@@ -25,7 +26,7 @@ class Point:
     """A named value of a step.
 
     Attributes:
-        name: the function around it, and what it is assigned to: `Llama.layer q`.
+        name: the function around it, and what it is assigned to: `Llama.layer q`; the second of a name with `#2`.
         place: `file.py:line`.
         paths: of its equations in one turn of the loops around it, in program order. Several if the line runs several
             times, as in the layers of a period.
@@ -72,20 +73,17 @@ def is_again(equation: Equation) -> bool:
 
 
 @functools.cache
-def function_and_target(file: str, line: int) -> tuple[str, str]:
-    """The function around a line, with its class, and what the statement there assigns to: `Llama.layer` and `v`.
-
-    Each is "" where there is none.
-    """
+def function_and_target(file: str, line: int) -> str:
+    """The function around a line, with its class, and what the statement there assigns to: `Llama.layer v`."""
     try:
         nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
     except (SyntaxError, ValueError):  # a file that has changed since it was imported
-        return "", ""
+        return ""
     around = [node for node in nodes if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno]
     owners = [node.name for node in around if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     targets = [node.targets[0] for node in around if isinstance(node, ast.Assign)]
     targets += [node.target for node in around if isinstance(node, ast.AnnAssign)]
-    return ".".join(owners), ast.unparse(targets[-1]) if targets else ""
+    return " ".join(filter(None, [".".join(owners), *map(ast.unparse, targets[-1:])]))
 
 
 def saved_points(program: Any) -> list[Point]:
@@ -94,14 +92,15 @@ def saved_points(program: Any) -> list[Point]:
     for path, eq in equations(program):
         if eq.name == "name" and eq.params["name"] == jax_extra.SAVED:
             found.setdefault((eq.line(), eq.result_type()), []).append((path, eq))
-    points = []
+    points, seen = [], collections.Counter()
     for (line, _), places in found.items():
         # As the first of them: in the same loops, and not of the backward pass if that is not.
         kind = lambda eq: (is_again(eq), [loop.eqn for loop in loops_around(eq)])
         first = min(places, key=lambda place: is_again(place[1]))[1]
         paths = tuple(path for path, eq in places if kind(eq) == kind(first))
-        function, target = function_and_target(*line) if line else ("", "")
-        name = " ".join(filter(None, (function, target))) or "saved"
+        name = (line and function_and_target(*line)) or "saved"
+        seen[name] += 1
+        name += f" #{seen[name]}" * (seen[name] > 1)
         points.append(Point(name, first.place(), paths, tuple(map(is_loop_over_layers, loops_around(first)))))
     return points
 
@@ -115,10 +114,3 @@ def gradient_paths(program: Any, weights: Any) -> list[Path]:
             f"`{GRADIENT}` with checkpoint_name, as make_training_step in train.py does."
         )
     return paths
-
-
-def unique_names(points: list[Point]) -> list[str]:
-    """The names of the points; where several share one, each with its line."""
-    names = [point.name for point in points]
-    line = lambda point: point.place.rpartition(":")[2]
-    return [n if names.count(n) == 1 else f"{n} {line(p)}" for n, p in zip(names, points, strict=True)]

@@ -46,17 +46,17 @@ def on_all_devices(x: jax.Array) -> jax.Array:
 class Rerun:
     """A traced program that also returns what the equations `wanted` compute.
 
-    Calling it gives an array [*axes of the mesh, *turns of loops, *block] for each of `notes`.
+    A value is an array [*axes of the mesh, *turns of loops, *block], one for each of `notes`.
 
     Args:
         program: the jaxpr.
         wanted: by path, the numbers of the results that are wanted.
-        take: (path, operands, result) -> what is taken of a result, an array of any shape. Per-device code.
+        take: (path, result) -> what is taken of a result, an array of any shape. Per-device code.
         is_same: whether what is taken is the same on all devices: then the arrays have no dims for the axes of the
             mesh.
         change: (path, number of the result, turns, operands, result, knobs) -> the result with which the replay goes
-            on, of the same type. `turns` has, of each loop around it, how many ran before, and how many there are.
-            Per-device code. With it, copies and the terms of partial sums are values that vary.
+            on, of the same type, and what is taken of it. `turns` has, of each loop around it, how many ran before, and
+            how many there are. Per-device code. With it, copies and the terms of partial sums are values that vary.
         is_double: whether all floats are f64. While jax_enable_x64 is on.
     """
 
@@ -64,21 +64,20 @@ class Rerun:
         self,
         program: Any,
         wanted: Mapping[Path, list[int]],
-        take: Callable[[Path, list, jax.Array], jax.Array] = lambda path, operands, x: x,
+        take: Callable[[Path, jax.Array], jax.Array] = lambda path, x: x,
         is_same: bool = False,
-        change: Callable[..., jax.Array] | None = None,
+        change: Callable[..., tuple[jax.Array, jax.Array]] | None = None,
         is_double: bool = False,
     ):
         self._program, self._wanted, self._take, self._is_same = program, wanted, take, is_same
         self._change, self._knobs, self._is_double = change, None, is_double
         self.notes: list[Note] = []
 
-    def __call__(self, *args: Any) -> list[jax.Array]:
-        """The values. Under jit, on the mesh on which the program was traced."""
-        return self.with_results(*args)[1]
+    def __call__(self, *args: Any, knobs: Any = ()) -> tuple[list, list[jax.Array]]:
+        """The results of the program, and the values. Under jit, on the mesh on which the program was traced.
 
-    def with_results(self, *args: Any, knobs: Any = ()) -> tuple[list, list[jax.Array]]:
-        """The results of the program, and the values. `knobs` are arrays for `change`, the same on all devices."""
+        `knobs` are arrays for `change`, the same on all devices.
+        """
         values: list[tuple[Note, jax.Array]] = []
         self._knobs = knobs
         results = self._run(self._program, args, (), values)
@@ -102,15 +101,16 @@ class Rerun:
                 outs = self._loop(eqn, ins, here, values, turns)
             elif self._is_double:
                 outs = self._in_f64(eqn, jaxpr, ins)
-            elif self._change is None:
-                outs = run_again(eqn, jaxpr, ins)
             else:
-                outs = _varying(eqn, jaxpr, ins)
-                outs = [self._change(here, i, turns, ins, x, self._knobs) for i, x in enumerate(outs)]
+                outs = run_again(eqn, jaxpr, ins) if self._change is None else _varying(eqn, jaxpr, ins)
             for i in self._wanted.get(here, ()):
-                if not jax.typeof(outs[i]).manual_axis_type.unreduced:  # its terms are what it was made of
-                    taken = self._take(here, ins, outs[i])
-                    values.append((Note(here, i, (len(values),)), taken if self._is_same else on_all_devices(taken)))
+                if self._change is not None:
+                    outs[i], taken = self._change(here, i, turns, ins, outs[i], self._knobs)
+                elif jax.typeof(outs[i]).manual_axis_type.unreduced:  # its terms are what it was made of
+                    continue
+                else:
+                    taken = self._take(here, outs[i])
+                values.append((Note(here, i, (len(values),)), taken if self._is_same else on_all_devices(taken)))
             env.update(zip(eqn.outvars, outs, strict=True))
         return self._values(jaxpr.outvars, env)
 

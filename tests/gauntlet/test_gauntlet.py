@@ -132,7 +132,7 @@ def write(files: dict[str, str], directory: Path) -> None:
 def verified(bug: dict, directory: Path, *overrides: str) -> subprocess.CompletedProcess:
     write(edited(bug), directory)
     config = config_of(bug)
-    settings = ["training.compute_dtype=f32", "verify.precisions=[f64]", f"verify.meshes=[{config['mesh']}]"]
+    settings = ["training.compute_dtype=f32", f"verify.meshes=[{config['mesh']}]"]
     return verify(directory, *config["overrides"], *settings, *overrides, name=config["name"])
 
 

@@ -38,7 +38,7 @@ def test_a_program_is_computed_in_f64(function, exact):
     x = np.random.default_rng(0).standard_normal((3, 4))
     program = jax.jit(function).trace(np.float32(x)).jaxpr
     with jax.enable_x64(True):
-        found, _ = jax.jit(Rerun(program, {}, is_double=True).with_results)(jnp.asarray(x))
+        found, _ = jax.jit(Rerun(program, {}, is_double=True))(jnp.asarray(x))
         expected = jax.tree.leaves(exact(jnp.asarray(x)))
     assert {y.dtype for y in found} == {np.dtype("float64")}
     for y, right in zip(found, expected, strict=True):
@@ -51,5 +51,5 @@ def test_random_numbers_are_those_of_the_trace():
     key = jax.random.key(0)
     program = jax.jit(draw).trace(key).jaxpr
     with jax.enable_x64(True):
-        (found,), _ = jax.jit(Rerun(program, {}, is_double=True).with_results)(key)
+        (found,), _ = jax.jit(Rerun(program, {}, is_double=True))(key)
     np.testing.assert_allclose(found, np.float64(draw(key)), rtol=1e-5)

@@ -181,7 +181,6 @@ FAULTS = (  # the line before which it is put, the line, and what is named
         "hidden = at(tokens, 55, hidden, jnp.square(1e30 + f(hidden)))",
         "hidden, layer 0 (square)",
     ),
-    ("hidden: act[", "gate = at(tokens, 56, gate, jnp.full_like(gate, jnp.nan))", "gate (broadcast_in_dim)"),
     ("return x + shardops.psum_scatter(", "out = out + out", "out, layer 0 (add)"),
     (
         "hidden: act[",

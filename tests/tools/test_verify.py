@@ -14,7 +14,7 @@ import train
 from shardwright.cluster.config import MeshConfig
 from shardwright.run.pipeline_config import PipelineConfig
 from shardwright_data.loader import TokenBatch
-from tools.verify.__main__ import VerifyConfig, check, small
+from tools.verify.__main__ import small
 from tools.verify.compare import error_of
 from tools.verify.inputs import Inputs, with_planted
 from tools.verify.meshes import all_meshes, mesh_of
@@ -45,13 +45,13 @@ def test_stacks_are_compared_in_the_order_of_layers_and_padding_must_be_0():
     weights = jax.tree.map(lambda w: rng.random(w.shape), train.weight_table(c.model))
     state = train.State(weights, weights, dataclasses.replace(weights, unembed=None), tiny.none_of(weights))
     with mesh_of({"p": 2, "r": 1, "d": 2, "t": 2}):
-        placed = at_rest(c, state, weights)
+        placed = at_rest(c, state)
         w_q = placed.weights.layers.w_q
         np.testing.assert_array_equal(w_q, np.stack([weights.layers.w_q[0], 0 * w_q[0], *weights.layers.w_q[1:]]))
         assert placed.weights.embed is weights.embed
-        jax.tree.map(np.testing.assert_array_equal, in_order(c, placed, placed.weights), state)
+        jax.tree.map(np.testing.assert_array_equal, in_order(c, placed), state)
         w_q[1, 0] = 1e-9
-        found = in_order(c, placed, placed.weights)
+        found = in_order(c, placed)
     assert np.all(np.isnan(found.weights.layers.w_q))
     np.testing.assert_array_equal(found.adam_mu.layers.w_q, weights.layers.w_q)
 
@@ -122,19 +122,6 @@ def test_meshes_that_do_not_divide_are_listed_with_the_reason():
     assert "4 layers do not divide into 16 stages" in reasons[8, 1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"devices": 1}, "verify.devices is 1; it must be at least 2"),
-        ({"tolerance": 2.0}, "verify.tolerance is 2.0"),
-        ({"precisions": ["f16"]}, "verify.precisions is 'f16'; choose one of f64, configured"),
-    ],
-)
-def test_settings_out_of_range_are_named(changes, message):
-    with pytest.raises(ValueError, match=message):
-        check(VerifyConfig(**changes))
-
-
 def test_numbers_that_are_not_finite_are_planted_in_weights():
     """In the last entry of the first and of the last one, and in a row of a table that no token of the batch reads."""
     state = train.State({"a": np.ones((2, 3)), "b": np.ones((4, 3)), "c": np.ones(3)}, {}, {}, {})
@@ -150,105 +137,118 @@ def test_numbers_that_are_not_finite_are_planted_in_weights():
 
 # ---- the program --------------------------------------------------------------------------------------------------
 
+AXES = "verify.meshes=[2x2x2,2x1x2x2]"
+BY_AXIS = "verify.meshes=[2x2x2,1x1x8,1x8x1]"
+AGREE = [  # a configuration, settings, and what is printed
+    ("local_test_synthetic", [AXES], "training.microbatches=2 attention=auto fp8=false"),
+    (
+        "local_test_synthetic",
+        [AXES, "optimizer.state_dtype=bf16"],
+        "with p: schedule=interleaved_1f1b ",
+    ),
+    (
+        "local_test_synthetic",
+        [AXES, "training.fp8=true", "training.attention=blockwise"],
+        "training.microbatches=2 attention=blockwise fp8=true",
+    ),
+    (
+        "local_test_synthetic",
+        [
+            BY_AXIS,
+            "optimizer=muon",
+            "model.qk_norm=true",
+            "model.tied_embeddings=true",
+            "training.gather_weights=step",
+            "training.microbatches=2",
+        ],
+        "tensors; the largest difference is ",
+    ),
+    ("local_gpt2", [BY_AXIS, "model.dropout=0.1"], "batch: random tokens, not the run's data: "),
+]
+
 
 @pytest.mark.slow
-def test_train_py_is_the_same_on_meshes_of_all_axes(tmp_path):
-    """In f64 and in bf16."""
-    done = verify(tmp_path, "verify.meshes=[2x2x2,2x1x2x2]")
+@pytest.mark.parametrize(("name", "settings", "text"), AGREE)
+def test_meshes_agree(tmp_path, name, settings, text):
+    """Nothing is rounded to bf16 or FP8."""
+    done = verify(tmp_path, *settings, name=name)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "In f64, all 2 meshes agree with one device." in done.stdout
-    assert "In bf16, all 2 meshes agree with one device." in done.stdout
-    assert "batch: random tokens, not the run's data: " in done.stdout
-    assert "training.microbatches=2 attention=auto fp8=false" in done.stdout
-    assert "with p: schedule=interleaved_1f1b virtual_stages=1" in done.stdout
+    assert f"In f64, all {settings[0].count(',') + 1} meshes agree with one device." in done.stdout
+    assert text in done.stdout
+
+
+BUGS = {  # what is copied and edited, the edit, the first tensor that differs, settings
+    "an activation": (
+        ("train.py", "train.py"),
+        "attended = save_for_backward(attend(q, k, v, self.rule))",
+        'attended = save_for_backward(jnp.roll(attend(q, k, v, self.rule), shardops.axis_size("t"), 2))',
+        "metric loss",
+        (),
+    ),
+    "an update": (
+        ("train.py", "train.py"),
+        "(jnp.sqrt(unbiased_nu)",
+        "(jnp.sqrt(jnp.mean(unbiased_nu))",
+        "weight embed",
+        (),
+    ),
+    "a model of one's own": (
+        ("gpt2.py", "own/mine.py"),
+        "save_for_backward(attended[..., 0, :])",
+        "save_for_backward(attended[..., 0, :] * shardops.axis_size('t'))",
+        "metric loss",
+        ("model.module=own.mine",),
+    ),
+    "a microbatch's gradient is dropped": (
+        ("shardlib", "shardlib/pipeline.py"),
+        '_put(carry["arrivals"], dy, slot), _add(carry["g_outer"], g)',
+        '_put(carry["arrivals"], dy, slot), _add(carry["g_outer"], jax.tree.map(lambda g: g * (k > 0), g))',
+        "gradient unembed",
+        ("verify.meshes=[2x1x2x2]",),
+    ),
+    "the backward takes another chunk": (
+        ("shardlib", "shardlib/pipeline.py"),
+        "stack = chunk(w.layers, i)",
+        "stack = chunk(w.layers, 0 * i)",
+        "gradient layers.w_up, layer 3",
+        ("verify.meshes=[2x1x2x2]", "pipeline.virtual_stages=2"),
+    ),
+    "the stages are placed wrongly": (
+        ("shardlib", "shardlib/placement.py"),
+        "rows[*self.place_of(stage), :count]",
+        "rows[(self.place_of(stage)[0] + 1) % self.p, self.place_of(stage)[1], :count]",
+        "metric loss",
+        ("verify.meshes=[2x1x2x2]",),
+    ),
+}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("text", "instead", "tensor"),
-    [
-        (
-            "attended = save_for_backward(attend(q, k, v, self.rule))",
-            'attended = save_for_backward(jnp.roll(attend(q, k, v, self.rule), shardops.axis_index("t"), 2))',
-            "metric loss",
-        ),
-        pytest.param(
-            "(jnp.sqrt(unbiased_nu)",
-            "(jnp.sqrt(jnp.mean(unbiased_nu))",
-            "weight embed",
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=["activation", "update"],
+    "bug", [pytest.param(bug, marks=[] if bug == "an activation" else pytest.mark.slow) for bug in BUGS]
 )
-def test_the_first_tensor_that_differs_and_the_line_of_the_edit_are_named(tmp_path, text, instead, tensor):
-    assert SOURCE.count(text) == 1
-    edited = SOURCE.replace(text, instead)
-    (tmp_path / "train.py").write_text(edited)
-    done = verify(tmp_path, "verify.precisions=[f64]")
+def test_the_first_tensor_that_differs_and_the_line_of_the_edit_are_named(tmp_path, bug):
+    (source, place), text, instead, tensor, settings = BUGS[bug]
+    edited = tmp_path / place
+    if source == "shardlib":
+        shutil.copytree(ROOT / source, tmp_path / source, ignore=shutil.ignore_patterns("__pycache__"))
+    else:
+        edited.parent.mkdir(exist_ok=True)
+        shutil.copyfile(ROOT / source, edited)
+    before = edited.read_text()
+    assert before.count(text) == 1
+    edited.write_text(before.replace(text, instead))
+    done = verify(tmp_path, *settings, name="local_gpt2" if source == "gpt2.py" else "local_test_synthetic")
     assert done.returncode == 1, done.stdout + done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("DIFFERS on r=2 d=2 t=2")]
+    mesh = "p=2 r=1 d=2 t=2" if source == "shardlib" else "r=2 d=2 t=2"
+    *others, line = [line for line in done.stdout.splitlines() if line.startswith(f"DIFFERS on {mesh}: ")]
     assert f"the first tensor that differs is the {tensor}, by " in line
-    (changed,) = [i for i, text in enumerate(edited.splitlines(), 1) if instead in text]
-    assert f"on r=2 d=2 t=2, train.py:{changed}: " in done.stdout  # the check of the step names the line itself
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("file", "text", "instead", "chunks", "tensor"),
-    [
-        (
-            "pipeline.py",
-            '_put(carry["arrivals"], dy, slot), _add(carry["g_outer"], g)',
-            '_put(carry["arrivals"], dy, slot), _add(carry["g_outer"], jax.tree.map(lambda g: g * (k > 0), g))',
-            1,
-            "gradient unembed, by",
-        ),
-        pytest.param(
-            "pipeline.py",
-            "stack = chunk(w.layers, i)",
-            "stack = chunk(w.layers, 0 * i)",
-            2,
-            "gradient layers.w_up, layer 3, by",
-        ),
-        pytest.param(
-            "placement.py",
-            "rows[*self.place_of(stage), :count]",
-            "rows[(self.place_of(stage)[0] + 1) % self.p, self.place_of(stage)[1], :count]",
-            1,
-            "metric loss, by",
-        ),
-    ],
-    ids=[
-        "a microbatch's gradient is dropped",
-        "the backward takes another chunk",
-        "the stages are placed wrongly",
-    ],
-)
-def test_a_bug_in_the_executor_is_found_and_named(tmp_path, file, text, instead, chunks, tensor):
-    edited = tmp_path / "shardlib" / file
-    shutil.copytree(ROOT / "shardlib", tmp_path / "shardlib", ignore=shutil.ignore_patterns("__pycache__"))
-    source = edited.read_text()
-    assert source.count(text) == 1
-    edited.write_text(source.replace(text, instead))
-    settings = ["verify.meshes=[2x1x2x2]", "verify.precisions=[f64]", f"pipeline.virtual_stages={chunks}"]
-    done = verify(tmp_path, *settings)
-    assert done.returncode == 1, done.stdout + done.stderr
-    *before, line = [line for line in done.stdout.splitlines() if line.startswith("DIFFERS on")]
     # Initial weights follow the placement too.
-    other = ["DIFFERS on p=2 r=1 d=2 t=2: its initial weights are not those of one device, bit by bit"]
-    assert before == other * (file == "placement.py")
-    assert line.startswith(f"DIFFERS on p=2 r=1 d=2 t=2: the first tensor that differs is the {tensor}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["f64", "configured"])
-def test_fp8_and_blockwise_attention_are_the_same_too(tmp_path, precision):
-    """In f64 to rounding, as nothing is rounded to FP8 there."""
-    settings = ["training.fp8=true", "training.attention=blockwise", "verify.meshes=[2x2x2,2x1x2x2]"]
-    done = verify(tmp_path, *settings, f"verify.precisions=[{precision}]")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "training.microbatches=2 attention=blockwise fp8=true" in done.stdout
+    weights = [f"DIFFERS on {mesh}: its initial weights are not those of one device, bit by bit"]
+    assert others == weights * (bug == "the stages are placed wrongly")
+    if source != "shardlib":  # nothing within the schedule of stages is compared
+        number = before[: before.index(text)].count("\n") + 1
+        assert f"on {mesh}, {place}:{number}: " in done.stdout  # the check of the step names the line itself
 
 
 @pytest.mark.long
@@ -256,46 +256,7 @@ def test_what_tracing_rejects_is_one_message(tmp_path):
     text = ' >> act["F/t M"]'
     assert text in SOURCE
     (tmp_path / "train.py").write_text(SOURCE.replace(text, ""))
-    done = verify(tmp_path, "verify.precisions=[f64]")
+    done = verify(tmp_path)
     assert done.returncode == 2
     assert "operand 2 `F/t M`: the value differs between devices of d" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "overrides"),
-    [
-        ("local_gpt2", ["model.dropout=0.1", "verify.meshes=[2x2x2,1x1x8,1x8x1]"]),
-        (
-            "local_test_synthetic",
-            [
-                "optimizer=muon",
-                "model.qk_norm=true",
-                "model.tied_embeddings=true",
-                "training.gather_weights=step",
-                "training.microbatches=2",
-                "verify.meshes=[2x2x2,1x1x8,1x8x1]",
-            ],
-        ),
-        ("local_test_synthetic", ["optimizer.state_dtype=bf16", "verify.meshes=[2x2x2,2x1x2x2]"]),
-    ],
-)
-def test_other_models_and_settings_are_the_same_too(tmp_path, name, overrides):
-    done = verify(tmp_path, *overrides, name=name)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.slow
-def test_a_bug_in_a_model_of_ones_own_is_found_in_its_file(tmp_path):
-    source = (ROOT / "gpt2.py").read_text()
-    text = "save_for_backward(attended[..., 0, :])"
-    assert source.count(text) == 1
-    (tmp_path / "own").mkdir()
-    edited = source.replace(text, "save_for_backward(attended[..., 0, :] * shardops.axis_size('t'))")
-    (tmp_path / "own" / "mine.py").write_text(edited)
-    done = verify(tmp_path, "model.module=own.mine", "verify.precisions=[f64]", name="local_gpt2")
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "DIFFERS on r=2 d=2 t=2: the first tensor that differs is the metric loss" in done.stdout
-    (changed,) = [i for i, line in enumerate(source.splitlines(), 1) if text in line]
-    assert f"on r=2 d=2 t=2, own/mine.py:{changed}: " in done.stdout

@@ -153,7 +153,7 @@ def test_in_f64_a_loss_from_a_layer_is_that_of_one_device(tmp_path, loss, meshes
     recipe = changed("A loss or a metric from a layer")
     assert recipe.count("loss=0.01 * size,") == 1
     (tmp_path / "train.py").write_text(recipe.replace("loss=0.01 * size,", f"loss={loss},"))
-    done = verify(tmp_path, f"verify.meshes=[{meshes}]", "verify.precisions=[f64]", *pipeline)
+    done = verify(tmp_path, f"verify.meshes=[{meshes}]", *pipeline)
     agreed = f"In f64, all {len(meshes.split(','))} meshes agree with one device."
     assert agreed in done.stdout, done.stdout + done.stderr
 

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from shardwright.run.run import fresh_state
 from shardwright.run.saved import saved_config
 from shardwright.run.skipping import SkippedSteps
 from shardwright.run.stages import placement_of, stack_orders
-from shardwright_data.foreign import SMALL, check_file, open_no_pipe, parse_json, shown
+from shardwright_data.foreign import parse_json, read_object, read_text, shown
 from shardwright_data.loader import TokenBatch, batch_of, batch_shapes, make_loader
 
 Write = Callable[[str], None]
@@ -53,10 +52,8 @@ class Session:
 
     def __init__(self, c: RunConfig, metadata: dict[str, Any], step: int, options: dict[str, Any]):
         self.c, self.step, self.model, self.options = c, step, load_model(c.model), options
-        mesh, count = jax.sharding.get_mesh().shape, jax.device_count()
-        sizes = dataclasses.asdict(c.mesh)
-        sizes = {axis: n if n > 0 else count // -math.prod(sizes.values()) for axis, n in sizes.items()}
-        self.is_own_mesh = {"p": 1, **mesh} == sizes
+        mesh = jax.sharding.get_mesh().shape
+        self.is_own_mesh = all(n in (-1, mesh.get(axis, 1)) for axis, n in dataclasses.asdict(c.mesh).items())
         self.placement = placement_of(c, self.model)
         t = c.training
         sizes = {"batch_size": t.batch_size, "seq_len": t.seq_len, "microbatches": t.microbatches}
@@ -158,13 +155,7 @@ def provenance_kept(kept: Path | None) -> dict[str, Any] | None:
     """What a checkpoint would say of the source that is kept; None if it is not known."""
     if kept is None or not (kept / "provenance.json").exists():
         return None
-    with open(kept / "provenance.json", encoding="utf-8", opener=open_no_pipe) as file:
-        try:
-            about = parse_json(file.read())
-        except ValueError as error:
-            raise ValueError(f"{kept / 'provenance.json'} cannot be read: {error}. Copy it again.") from error
-    if not isinstance(about, dict) or not isinstance(about.get("source"), dict):
-        return None
+    about = read_object(kept / "provenance.json", {"source": dict})
     return {name: about[name] for name in _OF_A_CHECKPOINT if name in about}
 
 
@@ -213,23 +204,18 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
             yield session
 
 
-_MOST_BYTES = 2**34
-"""Of a run's metrics.jsonl, whose lines are read one by one."""
+_MOST_BYTES = 2**32
+"""Of a run's metrics.jsonl."""
 
 
 def metrics_of(run: str) -> dict[int, dict[str, Any]]:
     """The lines of the steps in a run's metrics.jsonl, by step; empty if there is none."""
-    path = Path(run.removesuffix("/")) / "metrics.jsonl"
-    if not path.exists():
-        return {}
-    found = {}
-    check_file(path, _MOST_BYTES)
-    with open(path, encoding="utf-8", errors="replace", opener=open_no_pipe) as file:
-        for line in iter(partial(file.readline, SMALL), ""):
-            with contextlib.suppress(ValueError):  # the last line of a run that was killed
-                record = parse_json(line)
-                if isinstance(record, dict) and "event" not in record and type(record.get("step")) is int:
-                    found[record["step"]] = record
+    path, found = Path(run) / "metrics.jsonl", {}
+    for line in read_text(path, _MOST_BYTES).splitlines() if path.exists() else ():
+        with contextlib.suppress(ValueError):  # the last line of a run that was killed
+            record = parse_json(line)
+            if isinstance(record, dict) and "event" not in record and type(record.get("step")) is int:
+                found[record["step"]] = record
     return found
 
 

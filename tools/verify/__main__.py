@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 from hydra.core.config_store import ConfigStore
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict
 from rich.console import Console
 
@@ -29,8 +28,8 @@ from shardwright.run.launch import CONFIGS
 from shardwright.settings.composing import Program
 from shardwright.settings.program import refusal, refusals_shown, start
 from shardwright.settings.words import for_console, for_stream
-from shardwright_data.checks import check_choice, check_ranges, within
-from tools.verify.compare import compare_meshes, show
+from shardwright_data.checks import check_ranges, within
+from tools.verify.compare import compare_meshes, differences, largest_difference
 from tools.verify.meshes import all_meshes, mesh_name
 from tools.verify.step import type_check
 
@@ -49,13 +48,8 @@ class VerifyConfig:
     only_types: bool = False
     """Only traces the step on each mesh, which checks its types: in seconds, for any number of devices, without having
     them. Nothing is computed or compared."""
-    precisions: list[str] = field(default_factory=lambda: ["f64", "configured"])
-    """f64: the traced step with f64 in place of every dtype of floats, compared to rounding. configured: with its own
-    dtypes, compared within a band."""
     tolerance: float = within(1e-300, 1, 1e-10)
-    """Limit in f64: largest difference over the largest entry of a tensor, in (0, 1)."""
-    band: float = within(1, 1e6, 8.0)
-    """Limit in the configured dtypes, a multiple of the rounding on one device; at least 1."""
+    """Limit: largest difference over the largest entry of a tensor, in (0, 1)."""
 
 
 def small(c: Config, devices: int) -> None:
@@ -91,14 +85,13 @@ def simulate(devices: int) -> None:
     """Has JAX simulate so many devices. Before anything runs on one."""
     os.environ["XLA_FLAGS"] = (
         f"{os.environ.get('XLA_FLAGS', '')} "
-        "--xla_allow_excess_precision=false "  # or else what is rounded to bf16 would depend on what is fused
         "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"  # most of the time is compilation
     )
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
 
 
-def run(c: Config, settings: VerifyConfig, title: str) -> int:
+def run(c: Config, settings: VerifyConfig) -> int:
     """Verifies `c` and prints the report: 0 if all meshes agree, 1 if one differs. Raises ValueError on a refusal."""
     console, progress = Console(width=None if sys.stdout.isatty() else 160), Console(stderr=True)
     write = lambda text: console.print(for_console(text, console), soft_wrap=True, markup=False, highlight=False)
@@ -120,23 +113,19 @@ def run(c: Config, settings: VerifyConfig, title: str) -> int:
     # So that blockwise attention has several blocks even for the sequences of verify.small.
     with small_blocks(c.training.seq_len // 4) if settings.small else contextlib.nullcontext():
         log = lambda text: progress.print(text, style="dim")
-        of_run = meshes, settings.precisions, settings.tolerance, settings.band, log
-        outcomes, lines, data = compare_meshes(c, *of_run)
-    t, same = c.training, True
+        results, causes, data = compare_meshes(c, meshes, settings.tolerance, log)
+    t = c.training
     write(f"batch: {data}; training.microbatches={t.microbatches} attention={t.attention} fp8={str(t.fp8).lower()}")
     if any(mesh["p"] > 1 for mesh in meshes):
         write("with p: " + " ".join(f"{name}={value}" for name, value in vars(c.pipeline).items()))
     if others:
         write(f"not run: {'; '.join(mesh_name(mesh) for mesh, _ in others)}. The first: {others[0][1]}")
-    for precision, outcome in outcomes.items():
-        dtype = "f64" if precision == "f64" else t.compute_dtype
-        console.rule(f"{title}: {dtype}")
-        is_same = show(outcome, console)
-        write(f"In {dtype}, all {len(meshes)} meshes agree with one device." if is_same else "The meshes DIFFER.")
-        same = same and is_same
-    for line in lines:
+    write(largest_difference(results))
+    differing = differences(results, settings.tolerance)
+    for line in differing + causes:
         write(line)
-    return 0 if same else 1
+    write("The meshes DIFFER." if differing else f"In f64, all {len(meshes)} meshes agree with one device.")
+    return 1 if differing else 0
 
 
 def register() -> None:
@@ -149,22 +138,11 @@ def register() -> None:
     store.store(name="config_schema", node=schema)
 
 
-def check(settings: VerifyConfig) -> None:
-    """Raises ValueError for a setting out of its range."""
-    check_ranges("verify", settings)
-    for precision in settings.precisions:
-        check_choice("verify.precisions", precision, ("f64", "configured"))
-
-
 def job(config: Any) -> None:
     """Verifies the composed configuration. What is refused is one line, as in other programs."""
     with refusals_shown():
-        if not config:
-            raise ValueError(
-                "name a run: --config-name=<file in configs/>. `python -m tools.verify --help` lists them."
-            )
         settings: VerifyConfig = OmegaConf.to_object(config.verify)
-        check(settings)
+        check_ranges("verify", settings)
         with open_dict(config):
             del config["verify"]
         c = to_config(config)
@@ -172,7 +150,7 @@ def job(config: Any) -> None:
             small(c, settings.devices)
         simulate(1 if settings.only_types else settings.devices)
     try:
-        status = run(c, settings, HydraConfig.get().job.config_name)
+        status = run(c, settings)
     except Exception as error:
         if (message := refusal(error)) is None:
             raise

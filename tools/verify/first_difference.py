@@ -20,6 +20,7 @@ from shardlib.parsing import PIPELINE_AXIS
 from shardlib.proof.alignment import Different
 from shardlib.proof.check import findings_and_facts
 from shardlib.proof.domain import UNIFORM, Value, devices
+from shardwright.microscope.points import callers
 from shardwright.microscope.rerun import Path, Rerun, executed
 from shardwright.run.config import Config
 from tools.verify.inputs import Inputs
@@ -116,7 +117,7 @@ def first_difference(here: Traced, there: Traced, tolerance: float) -> tuple[lis
         if eq.name not in CALLS or is_region(eq.eqn):
             pairs = zip(values, eq.eqn.outvars, strict=True)
             wanted[path] = [i for i, (value, var) in enumerate(pairs) if is_compared(value, var.aval)]
-            twins[path] = tuple(id(each.twin) for each in _with_callers(eq))
+            twins[path] = tuple(id(each.twin) for each in (*callers(eq), eq))
     replay = Rerun(here.program, wanted, is_double=True)
     alone = Rerun(there.program, {twins[path]: which for path, which in wanted.items()}, is_double=True)
     (ours,), (theirs, changed) = _values(here, replay, 1), _values(there, alone, 2)
@@ -142,10 +143,6 @@ def first_difference(here: Traced, there: Traced, tolerance: float) -> tuple[lis
     return list(map(str, found)), first and first[1]
 
 
-def _with_callers(eq: Any) -> list:
-    return [*(_with_callers(eq.caller) if eq.caller else ()), eq]
-
-
 def _values(traced: Traced, replay: Rerun, times: int) -> list[list[np.ndarray]]:
     """What the equations compute, on the host; the second time, with arguments that are noisy."""
     rng, found = np.random.default_rng(2), []
@@ -155,7 +152,7 @@ def _values(traced: Traced, replay: Rerun, times: int) -> list[list[np.ndarray]]
             is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
             noisy = lambda x, size=size: np.float64(x) * (1 + size * rng.standard_normal(np.shape(x)))
             arguments = [jax.device_put(noisy(x), x.sharding) if is_float(x) else x for x in traced.arguments]
-            found.append(list(map(np.asarray, program(*arguments))))
+            found.append(list(map(np.asarray, program(*arguments)[1])))
     return found
 
 

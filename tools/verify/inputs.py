@@ -37,12 +37,12 @@ def random_batch(c: Config) -> TokenBatch:
     return in_microbatches(batch, c.training.microbatches)
 
 
-def make_inputs(c: Config, state: Any, batch: TokenBatch, seed: int = 1, scale: float = 1.0) -> Inputs:
+def make_inputs(c: Config, state: Any, batch: TokenBatch) -> Inputs:
     """Adds noise to the fresh `state`, as if after some training: biases and gains differ, moments are not zero.
 
-    The learning rate of the step is the highest. `scale` is that of the noise.
+    The learning rate of the step is the highest.
     """
-    rng, count = np.random.default_rng(seed), sum(x.size for x in jax.tree.leaves(state.weights))
+    rng, count = np.random.default_rng(1), sum(x.size for x in jax.tree.leaves(state.weights))
 
     def noisy(path, x):
         name, noise = jax.tree_util.keystr(path), rng.standard_normal(x.shape)

@@ -1,4 +1,4 @@
-"""A training step traced on a mesh, and computed from the trace: in its own dtypes, or in f64."""
+"""A training step traced on a mesh, and computed from the trace in f64."""
 
 import contextlib
 import dataclasses
@@ -22,7 +22,7 @@ from shardwright.run.config import Config
 from shardwright.run.stages import placement_of
 from shardwright_data.loader import batch_shapes, make_loader
 from tools.verify.inputs import Inputs, with_planted
-from tools.verify.meshes import ONE_DEVICE, Mesh, abstract_mesh_of, mesh_of
+from tools.verify.meshes import Mesh, abstract_mesh_of, mesh_of
 
 Found = dict[str, np.ndarray]
 """What is compared of a step, on the host, by kind and name: `metric loss`, `gradient layers.w_q, layer 0`.
@@ -50,8 +50,7 @@ def on_host(x: jax.Array) -> np.ndarray:
 def fresh_state(c: Config) -> Any:
     """The state that a run starts from, initialized on the current mesh, by `on_host`, in the order of the layers."""
     init = functools.partial(train.init_state, c=c, model=load_model(c.model))
-    state = jax.tree.map(on_host, jax.jit(init)(jax.random.key(c.training.seed)))
-    return in_order(c, state, state.weights)
+    return in_order(c, jax.tree.map(on_host, jax.jit(init)(jax.random.key(c.training.seed))))
 
 
 def loaded_batch(c: Config, step: int) -> Any:
@@ -80,28 +79,24 @@ def type_check(c: Config, sizes: Mesh) -> None:
 # ---- the order of layers ------------------------------------------------------------------------------------------
 
 
-def in_order(c: Config, tree: Any, weights: Any) -> Any:
-    """Puts the stacks of `tree`, host arrays at rest on the current mesh, in the order of the layers.
+def in_order(c: Config, tree: Any) -> Any:
+    """Puts the stacks of `tree`, weights or a State at rest on the current mesh, in the order of the layers.
 
-    A stack whose padding is not 0 becomes NaN. `weights` are at rest too.
+    They are host arrays. A stack whose padding is not 0 becomes NaN.
     """
     order = placement_of(c, load_model(c.model)).order
     reordered = lambda x: order.to_layers(np.full_like(x, np.nan) if np.any(x[order.padding]) else x)
-    return tree if order is None else _map_stacks(reordered, tree, weights)
+    return tree if order is None else _map_stacks(reordered, tree)
 
 
-def at_rest(c: Config, tree: Any, weights: Any) -> Any:
-    """Reverses `in_order`: `tree` and `weights` are in the order of the layers."""
+def at_rest(c: Config, tree: Any) -> Any:
+    """Reverses `in_order`."""
     order = placement_of(c, load_model(c.model)).order
-    return tree if order is None else _map_stacks(order.to_rows, tree, weights)
+    return tree if order is None else _map_stacks(order.to_rows, tree)
 
 
-def _map_stacks(fn: Any, tree: Any, weights: Any) -> Any:
-    """Maps `fn` over the stacks of layers in `tree`, which is like `weights`, or a State of such trees."""
-    if not isinstance(tree, type(weights)):
-        parts = {f.name: _map_stacks(fn, getattr(tree, f.name), weights) for f in dataclasses.fields(tree)}
-        return dataclasses.replace(tree, **parts)
-    return jax.tree.map(lambda stack, x: fn(x) if stack and x is not None else x, are_stacks(weights), tree)
+def _map_stacks(fn: Any, tree: Any) -> Any:
+    return jax.tree.map(lambda stack, x: fn(x) if stack else x, are_stacks(tree), tree)
 
 
 def by_layer(kind: str, weights: Any) -> Found:
@@ -152,59 +147,44 @@ def traced_step(c: Config, inputs: Inputs, sizes: Mesh, planned: Mesh | None = N
 
 def _placed_inputs(c: Config, inputs: Inputs) -> tuple[Any, Any, jax.Array]:
     """The arguments of the step on the current mesh."""
-    old = inputs.state.weights
     placed = lambda tree, kind: jax.device_put(tree, make_shardings(kind, like=tree))
-    state = placed(at_rest(c, inputs.state, old), train.State[type(old)])
+    state = placed(at_rest(c, inputs.state), train.State[type(inputs.state.weights)])
     return state, placed(inputs.batch, train.Batch), jnp.int32(inputs.step)
 
 
-class Step:
-    """The training step on a mesh. It is traced once and compiled twice at most.
+def tensors_of_step(c: Config, inputs: Inputs, sizes: Mesh) -> Found:
+    """All that is compared of a step on a mesh of these sizes, in f64. It is traced and compiled once."""
+    traced = traced_step(c, inputs, sizes)
+    paths = gradient_paths(traced.program, inputs.state.weights)
+    replay = Rerun(traced.program, {path: [0] for path in paths}, is_double=True)
+    compiled = jax.jit(replay)
 
-    Args:
-        c: the configuration.
-        inputs: of the step, or like them.
-        sizes: of the mesh.
-    """
-
-    def __init__(self, c: Config, inputs: Inputs, sizes: Mesh = ONE_DEVICE):
-        self._c, self._traced = c, traced_step(c, inputs, sizes)
-        self._paths = gradient_paths(self._traced.program, inputs.state.weights)
-        wanted = {path: [0] for path in self._paths}
-        self._replays = [Rerun(self._traced.program, wanted, is_double=is_double) for is_double in (False, True)]
-        self._compiled = [jax.jit(replay.with_results) for replay in self._replays]
-
-    def _run(self, inputs: Inputs, is_double: bool) -> tuple[Any, Any, Any]:
-        """The gradients on the host, the new state and the metrics, on the current mesh."""
-        leaves = jax.tree.leaves(_placed_inputs(self._c, inputs))
-        with jax.enable_x64(is_double):
-            results, blocks = self._compiled[is_double](*leaves)
-        state, metrics = jax.tree.unflatten(self._traced.tree, results)
-        found = {note.path: x for note, x in zip(self._replays[is_double].notes, blocks, strict=True)}
+    def run(inputs: Inputs) -> tuple[Any, Any, Any]:
+        """The gradients on the host, the new state and the metrics."""
+        leaves = jax.tree.leaves(_placed_inputs(c, inputs))
+        with jax.enable_x64(True):
+            results, blocks = compiled(*leaves)
+        state, metrics = jax.tree.unflatten(traced.tree, results)
+        found = {note.path: x for note, x in zip(replay.notes, blocks, strict=True)}
         weights, tree = jax.tree.flatten(state.weights)
-        gradients = [_sharded_as(like, found[path]) for path, like in zip(self._paths, weights, strict=True)]
+        gradients = [_sharded_as(like, found[path]) for path, like in zip(paths, weights, strict=True)]
         return jax.tree.unflatten(tree, gradients), state, metrics
 
-    def tensors(self, inputs: Inputs, is_double: bool) -> Found:
-        """All that is compared. The backward pass computes the gradients of the last weights first."""
-        c = self._c
-        with self._traced.mesh():
-            gradients, state, metrics = self._run(inputs, is_double)
-            rest = state.weights
-            gradients, new = (in_order(c, tree, rest) for tree in (gradients, jax.tree.map(on_host, state)))
-            found = {"metric loss": on_host(metrics.loss)}
-            found |= dict(reversed(by_layer("gradient", gradients).items()))
-            of_layers = metrics.layers.by_name() if metrics.layers else {}
-            arrays = {name: x for name, x in {**vars(metrics), **of_layers}.items() if isinstance(x, jax.Array)}
-            found |= {f"metric {name}": on_host(x) for name, x in arrays.items()}
-            for name, planted in with_planted(inputs, c.model.vocab):
-                seen = vars(self._run(planted, is_double)[2]).values()
-                values = [np.asarray(x) for x in seen if isinstance(x, jax.Array)]
-                flags = [x if x.dtype == np.bool_ else np.isfinite(x) for x in values]
-                found[f"planted {name}"] = np.array(flags, np.float32)
-        for part in (field.name for field in dataclasses.fields(new)):
-            found |= by_layer("weight" if part == "weights" else part, getattr(new, part))
-        return found
+    with traced.mesh():
+        gradients, state, metrics = run(inputs)
+        gradients, new = in_order(c, gradients), in_order(c, jax.tree.map(on_host, state))
+        # The backward pass computes the gradients of the last weights first.
+        found = {"metric loss": on_host(metrics.loss), **dict(reversed(by_layer("gradient", gradients).items()))}
+        of_layers = metrics.layers.by_name() if metrics.layers else {}
+        arrays = {name: x for name, x in {**vars(metrics), **of_layers}.items() if isinstance(x, jax.Array)}
+        found |= {f"metric {name}": on_host(x) for name, x in arrays.items()}
+        for name, planted in with_planted(inputs, c.model.vocab):
+            seen = [np.asarray(x) for x in vars(run(planted)[2]).values() if isinstance(x, jax.Array)]
+            flags = [x if x.dtype == np.bool_ else np.isfinite(x) for x in seen]
+            found[f"planted {name}"] = np.array(flags, np.float32)
+    for part in (field.name for field in dataclasses.fields(new)):
+        found |= by_layer("weight" if part == "weights" else part, getattr(new, part))
+    return found
 
 
 def _sharded_as(like: jax.Array, blocks: jax.Array) -> np.ndarray:
