@@ -16,7 +16,7 @@ _MOST_BYTES = 2**30
 
 def write_whole(path: Path, text: str) -> None:
     """Writes a file that has this name only once it is complete."""
-    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         unfinished.write_text(text, encoding="utf-8")
         os.replace(unfinished, path)

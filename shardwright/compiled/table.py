@@ -152,17 +152,25 @@ class Table:
 
 def in_bytes(count: float) -> str:
     """A number of bytes with a unit."""
-    return _in_units(count, 1024, ("B", "KiB", "MiB", "GiB"))
+    return _in_units(count, 1024, (" B", " KiB", " MiB", " GiB"))
 
 
 def in_flops(count: float) -> str:
     """A number of floating-point operations with a unit."""
-    return _in_units(count, 1000, ("FLOP", "KFLOP", "MFLOP", "GFLOP", "TFLOP"))
+    return _in_units(count, 1000, (" FLOP", " kFLOP", " MFLOP", " GFLOP", " TFLOP"))
+
+
+def in_numbers(count: float) -> str:
+    """A number of things with three digits: `1.28k`."""
+    return _in_units(count, 1000, ("", "k", "M", "G", "T"))
 
 
 def _in_units(count: float, base: int, units: tuple[str, ...]) -> str:
+    """`count` with at least three digits, in the largest unit that it reaches."""
     power = next((i for i in range(len(units)) if count < base ** (i + 1)), len(units) - 1)
-    return f"{count / base**power:.{1 if power else 0}f} {units[power]}"
+    value = count / base**power
+    digits = 0 if power == 0 or value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f}{units[power]}"
 
 
 def as_text(table: Table, width: int = 120) -> str:

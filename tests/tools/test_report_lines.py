@@ -56,7 +56,7 @@ def test_lines_have_their_time_and_what_they_do(run):
     assert [float(width) for width in gather["bar"]] == pytest.approx([0, 18.75, 6.25])
     forward, backward = gather["parts"]
     assert of(forward) == ("36.0 KiB", "all-gather t d, not overlapped", "layers, forward × 3 × 12")
-    assert of(backward) == ("2.0 KiB", "reduce-scatter t, overlapped", "outside of loops")
+    assert of(backward) == ("2.00 KiB", "reduce-scatter t, overlapped", "outside of loops")
     assert (len(set(forward["colours"])), backward["colours"]) == (2, forward["colours"][:1])
 
 

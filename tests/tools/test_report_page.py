@@ -13,7 +13,7 @@ from written_runs import PROFILE, RESUMED, SKIPPED, write_lines, write_run, writ
 from tools.report.__main__ import Settings, show_report
 from tools.report.comparing import compare_runs
 from tools.report.microscope import microscope
-from tools.report.page import _figure
+from tools.report.page import figure
 from tools.report.plots import Panel, panels_of
 from tools.report.reading import read_run
 from tools.report.sections import SECTIONS, Report, head, provenance, samples, settings
@@ -109,8 +109,8 @@ def test_the_state_of_a_run(tmp_path, end, lock, steps, state):
 def test_the_plots_of_a_run_alone(tmp_path):
     loss, norm, *others = panels_of(report(write_run(tmp_path / "run")).c, 50)
     assert [panel.title for panel in others] == [
-        *("Learning rate", "Tokens/s", "noise", "pair: mean of 2 layers, and each"),
-        "stream: mean of 12 layers, and the least and greatest",
+        *("Learning rate", "Tokens/s", "noise", "pair: mean of 2 layers, the least, the greatest"),
+        "stream: mean of 12 layers, the least, the greatest",
     ]
     by_name = {trace["name"]: trace for trace in loss.traces}
     assert [*by_name] == ["each step", "training", "validation", "skipped step", "unigram entropy 3.750"]
@@ -134,9 +134,8 @@ def test_the_last_look_of_the_microscope_is_tables_and_all_looks_are_curves(tmp_
     written = [("0.125", False), ("2", False), ("0.0625", False), ("0.00248", False), ("inf", True), ("0.3%", False)]
     assert cells == written
     gradients = found["panels"][1]
-    assert [(trace["name"], trace["x"], trace["y"]) for trace in gradients.traces] == [
-        ("embed", (1, 101), (0.25, 0.25 / 101))
-    ]
+    (trace,) = gradients.traces
+    assert (trace["name"], [*trace["x"]], [*trace["y"]]) == ("embed", [1, 101], [0.25, 0.25 / 101])
 
 
 @pytest.mark.parametrize(
@@ -167,7 +166,7 @@ def test_settings_that_were_chosen_come_first(tmp_path):
     shown = settings(report(write_run(tmp_path / "run", rate=0.03)))
     given, of_recipe, defaults = shown["groups"]
     assert given == ("Given on the command line", [("optimizer.learning_rate", "0.03", "")], True)
-    assert of_recipe[0] == "Set by tiny, not the default"
+    assert of_recipe[0] == "Set by the recipe"
     assert ("optimizer.warmup_steps", "1", "100") in of_recipe[1]
     assert [name for name, *_ in defaults[1]] == ["model.module", "training.seed"]
 
@@ -230,8 +229,8 @@ def test_an_empty_directory_has_a_page(tmp_path):
 
 
 def test_no_text_of_a_plot_ends_its_script():
-    panel = Panel("", [{"name": "", "legendgroup": "", "x": ["</script>"]}], x={"title": "steps"})
-    assert "<" not in _figure(panel)
+    panel = Panel("", traces=[{"name": "", "legendgroup": "", "x": ["</script>"]}])
+    assert "<" not in figure(panel)
 
 
 EVIL = "\x1b]0;owned\x07\u202e</script><img src=x onerror=alert(1)>{{7*7}}\"'&<b>"

@@ -22,7 +22,7 @@ from shardwright.settings.program import run_program
 from shardwright.settings.words import for_console
 from shardwright_data.checks import at_least_1, check_ranges
 from shardwright_data.foreign import shown
-from tools.report.comparing import Comparison, compare_runs, name_of, remarks
+from tools.report.comparing import Comparison, compare_runs, remarks
 from tools.report.page import write
 from tools.report.reading import find_runs, read_run
 from tools.report.sections import Report
@@ -59,7 +59,7 @@ def show(c: Comparison, console: Console) -> None:
     for text in remarks(c):
         write_line(text, style="dim")
     write_line(f"\nRuns in {c.parent}:")
-    listed = [(f"{i + 1:>3}  {name_of(c, run)}", run) for i, run in enumerate(c.runs)]
+    listed = [(f"{i + 1:>3}  {c.name(run)}", run) for i, run in enumerate(c.runs)]
     for name, run in [*listed, *((f"  –  {run.directory}", run) for run in c.left_out)]:
         write_line(f"{name}   {'; '.join(run.notes)}".rstrip(), style="yellow" if run.notes else "")
 

@@ -2,25 +2,16 @@
 
 import json
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from shardwright.compiled.table import in_bytes, in_numbers
 from shardwright.run.files import duration
 from shardwright_data.foreign import shown
 from tools.report.reading import Run
-
-
-def scaled(value: float, *units: tuple[float, str]) -> str:
-    """`value` with three digits in the first of `units` that is not larger."""
-    factor, suffix = next((unit for unit in units if value >= unit[0]), (1, units[-1][1]))
-    value /= factor
-    return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}{suffix}"
-
-
-NUMBER = (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1, "")
-BYTES = (2**30, " GiB"), (2**20, " MiB"), (2**10, " KiB"), (1, " B")
 
 
 class Metric(NamedTuple):
@@ -35,9 +26,9 @@ METRICS = {
     "loss": Metric(min, "{:.3f}".format, "training loss, nats a token, averaged over the last steps"),
     "val": Metric(min, "{:.3f}".format, "the last validation loss, nats a token"),
     "bits/byte": Metric(min, "{:.3f}".format, "the same in bits a byte of text"),
-    "tokens/s": Metric(max, lambda x: scaled(x, *NUMBER), "of the median step"),
+    "tokens/s": Metric(max, in_numbers, "of the median step"),
     "MFU": Metric(max, "{:.1%}".format, "of the median step, with half of attention, the causal one"),
-    "memory": Metric(min, lambda x: scaled(x, *BYTES), "peak of the fullest device"),
+    "memory": Metric(min, in_bytes, "peak of the fullest device"),
     "bubble": Metric(min, "{:.2%}".format, "share of the time in which devices execute nothing between steps"),
     "steps": Metric(None, "{:,.0f}".format, "done"),
     "time": Metric(min, duration, "of all steps, h:mm:ss, without start, compilation, validation and pauses"),
@@ -92,17 +83,15 @@ class Comparison:
         best = METRICS[name].best(known, key=lambda run: run.values[name])
         return {str(run.directory) for run in known if self.metric(run, name) == self.metric(best, name)}
 
-    def label(self, run: Run) -> str:
-        """The settings in which the run differs from the others, or its name if they do not identify it."""
-        of = lambda run: "  ".join(f"{self.header(name)}={self.setting(run, name)}" for name in self.differing[:4])
-        return of(run) if of(run) and [*map(of, self.runs)].count(of(run)) == 1 else run.directory.name
-
     @property
     def parent(self) -> Path:
         """The directory that all runs are in."""
-        parents = [set(run.directory.absolute().parents) for run in self.runs]
-        common = max(set.intersection(*parents), key=lambda path: len(path.parts))
+        common = Path(os.path.commonpath([run.directory.absolute().parent for run in self.runs]))
         return common.relative_to(Path.cwd()) if common.is_relative_to(Path.cwd()) else common
+
+    def name(self, run: Run) -> str:
+        """The run's directory, relative to the one that all runs are in."""
+        return str(run.directory.absolute().relative_to(self.parent.absolute()))
 
 
 def compare_runs(runs: Sequence[Run], sort: str) -> Comparison:
@@ -164,8 +153,3 @@ def remarks(c: Comparison) -> list[str]:
     if any(run.memory().get("source") == "compiler" for run in c.runs):
         found.append("~ memory: of the step alone, predicted by the compiler.")
     return found
-
-
-def name_of(c: Comparison, run: Run) -> str:
-    """The run's directory, relative to the one that all runs are in."""
-    return str(run.directory.absolute().relative_to(c.parent.absolute()))

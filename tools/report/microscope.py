@@ -1,25 +1,17 @@
 """The microscope in the page: statistics of activations, weights, gradients and updates, from the events of a run."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardwright_data.foreign import shown
-from tools.report.plots import LOG, Panel, colour
+from tools.report.plots import LOG, Panel, line
 from tools.report.reading import Run, number
 
 _ENTRIES, _LONGEST, _MUCH = 200, 120, 0.1
 """Largest number of values that are shown; of characters of a name; share that is rounded to zero and stands out."""
-
-
-class Entry(NamedTuple):
-    """A value in one look. `of` has each statistic as an array over layers; those of a gradient as `gradient rms`."""
-
-    name: str
-    place: str
-    of: dict[str, np.ndarray]
 
 
 class Column(NamedTuple):
@@ -61,49 +53,47 @@ _CURVES = (
 
 def microscope(run: Run) -> dict[str, Any] | None:
     """Tables of the last look, and curves over all looks. None without a look."""
-    looks = {}
-    for event in run.of_event("microscope"):
-        read = {kind: _entries(event.get(kind)) for kind in _TABLES}
-        if any(read.values()):
-            looks[event["step"]] = read
+    looks = {event["step"]: event for event in run.of_event("microscope") if any(_entries(event, k) for k in _TABLES)}
     if not looks:
         return None
+    last = looks[max(looks)]
     tables = [
         {
             "title": title,
             "heads": [(_COLUMNS[name].head, _COLUMNS[name].meaning) for name in statistics],
-            "rows": [(x.name, x.place, [_cell(x, name) for name in statistics]) for x in looks[max(looks)][kind]],
+            "rows": [(_text(x, "name"), _text(x, "place"), [_cell(x, name) for name in statistics]) for x in entries],
         }
         for kind, (title, statistics) in _TABLES.items()
-        if looks[max(looks)][kind]
+        if (entries := _entries(last, kind))
     ]
     panels = [_curves(looks, *given) for given in _CURVES] if len(looks) > 1 else []
     panels = [panel for panel in panels if panel.traces]
     return {"step": max(looks) + 1, "count": len(looks), "tables": tables, "panels": panels}
 
 
-def _entries(given: Any) -> list[Entry]:
+def _entries(look: Mapping, kind: str) -> list[Mapping]:
     """The values of a look. What is not as a run writes it is left out."""
-    entries = [x for x in given if isinstance(x, Mapping)][:_ENTRIES] if isinstance(given, list) else []
-    text = lambda x, name, otherwise: shown(x.get(name, otherwise))[:_LONGEST]
-    return [Entry(text(x, "name", "?"), text(x, "place", ""), dict(_statistics(x))) for x in entries]
+    given = look.get(kind)
+    return [x for x in given if isinstance(x, Mapping)][:_ENTRIES] if isinstance(given, list) else []
 
 
-def _statistics(entry: Mapping, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
-    for name in ("rms", "max", "zeros", "bf16", "fp8", "update"):
-        if name in entry:
-            values = entry[name] if isinstance(entry[name], list) else [entry[name]]
-            yield prefix + name, np.array([number(x) for x in values])
-    if isinstance(entry.get("gradient"), Mapping):
-        yield from _statistics(entry["gradient"], "gradient ")
+def _text(entry: Mapping, name: str) -> str:
+    return shown(entry.get(name, ""))[:_LONGEST]
 
 
-def _cell(entry: Entry, name: str) -> tuple[str, bool]:
+def _values(entry: Any, name: str) -> np.ndarray:
+    """A statistic of each layer; `gradient rms` is the rms of the gradient. Empty if there is none."""
+    for key in name.split():
+        entry = entry.get(key, []) if isinstance(entry, Mapping) else []
+    return np.array([number(x) for x in (entry if isinstance(entry, list) else [entry])])
+
+
+def _cell(entry: Mapping, name: str) -> tuple[str, bool]:
     """The mean over layers, of a magnitude the largest; the least and greatest if they are not written alike.
 
     Also whether it stands out.
     """
-    values, write = entry.of.get(name, np.empty(0)), _COLUMNS[name].write
+    values, write = _values(entry, name), _COLUMNS[name].write
     if not values.size:
         return "", False
     low, high = write(float(np.min(values))), write(float(np.max(values)))
@@ -112,18 +102,16 @@ def _cell(entry: Entry, name: str) -> tuple[str, bool]:
     return (text if low == high else f"{text} ({low} – {high})"), much or not np.isfinite(values).all()
 
 
-def _curves(looks: Mapping[int, Mapping[str, list[Entry]]], kind: str, statistic: str, title: str) -> Panel:
+def _curves(looks: Mapping[int, Mapping], kind: str, statistic: str, title: str) -> Panel:
     """A line for each value, of the mean over its layers."""
-    panel, points = Panel(title, x={"title": "steps"}, y=LOG, wide=True), {}
+    panel, points = Panel(title, y=LOG, wide=True), {}
     for step in sorted(looks):
-        for entry in looks[step][kind]:
-            values = entry.of.get(statistic, np.empty(0))
+        for entry in _entries(looks[step], kind):
+            values = _values(entry, statistic)
             mean = float(np.mean(values)) if values.size else math.nan
             if math.isfinite(mean) and mean > 0:
-                points.setdefault(entry.name, []).append((step + 1, mean))
+                points.setdefault(_text(entry, "name"), []).append((step + 1, mean))
     for i, (name, of_name) in enumerate(points.items()):
-        x, y = zip(*of_name, strict=True)
-        line = {"color": colour(i), "width": 1.5, "dash": ("solid", "dot", "dash")[i // 8 % 3]}
-        trace = {"type": "scatter", "mode": "lines+markers", "marker": {"size": 4}, "line": line}
-        panel.traces.append(trace | {"x": x, "y": y, "name": name, "legendgroup": ""})
+        style = {"mode": "lines+markers", "marker": {"size": 4}, "legendgroup": ""}
+        panel.traces.append(line(i, *np.array(of_name).T, name, 1.5, **style))
     return panel

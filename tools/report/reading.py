@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +18,16 @@ from shardwright.run.files import LOCK, OF_A_STEP, read_config
 from shardwright.run.optional import why
 from shardwright.settings.differences import flat
 from shardwright_data.foreign import open_no_pipe, parse_json, read_object
-from tools.report.thinning import Lines, read_lines
 
 Curve = np.ndarray
 """A number for each step, f64; NaN is an unknown value. (jaxtyping would take a third of the time of a page.)"""
 
 COMMON_METRICS = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
 """Metrics of each step that every run has."""
-_EVENT, _PROMPT = re.compile(rb'"event": "(\w{1,50})"'), re.compile(rb'"prompt": ("(?:[^"\\]|\\.)*")')
+NEWEST, OLDER = 2**22, 2**23
+"""Bytes of the newest lines of a file, which are all read, and about as many of the older ones as are read."""
+_RARE, _LONG = re.compile(rb'"event"|"skipped"|"loss": "'), 2000
+"""An event, or a step that was skipped or has no finite loss; bytes of a line of which not all older ones are read."""
 _MOST_NAMES, _MOST_LAYERS, _MOST_STEP = 100, 1024, 2**53
 """Number of the user's own metrics, and of layers of each, that are read; largest number of a step."""
 
@@ -175,6 +178,24 @@ def _values(run: Run, seconds: Curve, smooth: int) -> dict[str, float]:
     return found
 
 
+def read_lines(path: Path) -> tuple[list[bytes], int]:
+    """Lines of a file of any length in bounded memory, in order, and `every`: of the older, one in so many is read.
+
+    The first line, the newest ones and the rare ones are all read. A hash chooses the others, so that of prompts that
+    take turns each is chosen. Raises OSError for a file that cannot be read, or is a pipe.
+    """
+    found, position = [], 0
+    with open(path, "rb", opener=open_no_pipe) as file:
+        size = os.fstat(file.fileno()).st_size
+        every = 1 + max(0, size - NEWEST) // OLDER
+        for line in iter(lambda: file.readline(NEWEST), b""):
+            is_rare = len(line) < _LONG and _RARE.search(line)
+            if position == 0 or size - position <= NEWEST or is_rare or zlib.crc32(line) % every == 0:
+                found.append(line)
+            position += len(line)
+    return found, every
+
+
 def records(lines: Iterable[bytes]) -> Iterator[dict[str, Any] | None]:
     """The objects in lines of JSON, each with an integer "step"; None for a line that is none."""
     for line in lines:
@@ -195,55 +216,42 @@ def _read_settings(directory: Path, notes: list[str]) -> dict[str, Any]:
         return {}
 
 
-def _kind(line: bytes) -> bytes:
-    """Name of an event, `rare` for a step that was skipped or has no finite loss, and `step`."""
-    if b'"event"' in line:
-        return b"event " + event[1] if (event := _EVENT.search(line)) else b"event"
-    return b"rare" if b'"loss": "' in line or b'"skipped"' in line else b"step"
-
-
 def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[dict], bool]:
     """Returns the lines of steps, in order, those of events, and whether the run ended after the last one."""
     path = directory / "metrics.jsonl"
     try:
-        kinds = read_lines(path, _kind)
+        lines, every = read_lines(path)
     except OSError as error:
         reason = f" cannot be read: {why(error)}" if path.exists() else ": the run did not start"
         notes.append(f"{'' if path.exists() else 'no '}metrics.jsonl{reason}")
         return [], [], False
-    notes += [_thinned(kind.decode(), lines) for kind, lines in kinds.items() if lines.every > 1]
+    if every > 1:
+        notes.append(f"a long run: of all but the newest lines of metrics.jsonl, 1 in {every:,} is read")
     steps: dict[int, dict] = {}
-    events, unreadable = [], 0
-    end = last = -1
-    in_order = sorted(itertools.chain.from_iterable(lines.kept for lines in kinds.values()))
-    for (place, _), record in zip(in_order, records(line for _, line in in_order), strict=True):
+    events, unreadable, ended = [], 0, False
+    for record in records(lines):
         if record is None or ("event" not in record and record["step"] < 0):
             unreadable += 1
         elif "event" in record:
             events.append(record | {"event": str(record["event"])})
-            end = place if record["event"] == "end" else end
+            ended |= record["event"] == "end"
         else:
-            steps[record["step"]], last = record, place
+            steps[record["step"]] = record
+            ended = False
     if unreadable:
         notes.append(f"{unreadable} unreadable line{'s' * (unreadable > 1)} in metrics.jsonl")
     if not steps:
         notes.append("no step was logged in metrics.jsonl")
-    return [steps[step] for step in sorted(steps)], events, end > last
-
-
-def _thinned(kind: str, lines: Lines) -> str:
-    name = {"step": "steps", "rare": "steps that were skipped or have no finite loss"}.get(kind, f"lines `{kind}`")
-    return f"a long run: of {lines.count:,} {name}, the last {lines.whole:,} are read, and 1 in {lines.every:,} before"
+    return [steps[step] for step in sorted(steps)], events, ended
 
 
 def _read_starts(directory: Path) -> list[tuple[int, dict[str, Any]]]:
     found = []
-    for path in sorted((directory / "source").glob("[0-9]*"))[-100:]:
-        if re.fullmatch("[0-9]{1,15}", path.name):
-            about = {}
-            with contextlib.suppress(OSError, ValueError):
-                about = read_object(path / "provenance.json")
-            found.append((int(path.name), about))
+    for path in sorted((directory / "source").glob("[0-9]" * 10))[-100:]:
+        about = {}
+        with contextlib.suppress(OSError, ValueError):
+            about = read_object(path / "provenance.json")
+        found.append((int(path.name), about))
     # A run that went back has directories of later starts. The newest start is the one that was made last.
     return sorted(found, key=lambda start: (str(start[1].get("started", "")), start[0]))
 
@@ -264,10 +272,7 @@ def number(value: Any) -> float:
 
 
 def _total_steps(run: Run) -> int | None:
-    steps, tokens = run.fact("total_steps") or run.settings.get("training.steps"), run.settings.get("training.tokens")
-    sizes = [run.settings.get(f"training.{name}") for name in ("batch_size", "seq_len")]
-    if steps is None and all(isinstance(x, int) and x > 0 for x in (tokens, *sizes)):
-        steps = tokens // math.prod(sizes)
+    steps = run.fact("total_steps") or run.settings.get("training.steps")
     return steps if isinstance(steps, int) and 0 <= steps < _MOST_STEP else None
 
 
@@ -319,9 +324,8 @@ def _notes(run: Run) -> Iterator[str]:
         yield f"unfinished: {done:,} of {run.total_steps:,} steps"
     bad = np.flatnonzero(~np.isfinite(run.loss))
     if bad.size:
-        of_read = " of those that are read" if len(run.step) < done else ""
         first = int(run.step[bad[0]]) + 1
-        yield f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}{of_read}, first at step {first:,}"
+        yield f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}, first at step {first:,}"
     if not run.validation:
         yield "no validation"
     if not run.memory():
@@ -338,9 +342,8 @@ def evenly(x: Curve, most: int) -> np.ndarray:
 def read_samples(directory: Path) -> list[dict[str, Any]]:
     """The lines of samples.jsonl, with step, prompt, text and ended; none where the file cannot be read."""
     try:
-        of_prompts = read_lines(directory / "samples.jsonl", lambda line: (_PROMPT.search(line) or [b""])[0])
+        lines, _ = read_lines(directory / "samples.jsonl")
     except OSError:
         return []
-    lines = sorted(itertools.chain.from_iterable(of_prompt.kept for of_prompt in of_prompts.values()))
     is_one = lambda x: x is not None and isinstance(x.get("prompt"), str) and isinstance(x.get("text"), str)
-    return [record for record in records(line for _, line in lines) if is_one(record)]
+    return [record for record in records(lines) if is_one(record)]

@@ -13,18 +13,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardwright.compiled.table import in_bytes, in_flops, in_numbers
 from shardwright.run.files import duration
-from tools.report.comparing import (
-    BYTES,
-    IGNORED_SETTINGS,
-    METRICS,
-    NUMBER,
-    Comparison,
-    mfu_doubt,
-    name_of,
-    remarks,
-    scaled,
-)
+from tools.report.comparing import IGNORED_SETTINGS, METRICS, Comparison, mfu_doubt, remarks
 from tools.report.lines import step_by_line
 from tools.report.microscope import microscope
 from tools.report.plots import colour, panels_of
@@ -85,39 +76,35 @@ def head(r: Report) -> dict[str, Any]:
 
 def figures(c: Comparison, run: Run) -> list[dict[str, Any]]:
     """The key figures of a run that has steps: label, value and note of each that is known."""
-    values, total, metric = run.values, run.total_steps, lambda name: c.metric(run, name)
-    fact = lambda name: number(run.fact(name))
-    of_unit = lambda x: scaled(x, (1e12, " T"), (1e9, " G"), (1, " "))
+    values, total, fact = run.values, run.total_steps, lambda name: number(run.fact(name))
     entropy, limit = fact("unigram_entropy"), number(run.memory().get("device_memory_bytes"))
     steps = f"of {total:,}" if total else ""
     left = (total - values["steps"]) * values.get("ms/step", math.nan) / 1000 if total else math.nan
     if run.state == "running" and 0 < left < 1e9:
         steps += f" · {duration(left)} left"
-    predicted = run.memory().get("source") == "compiler"
-    doubt = mfu_doubt(run)
+    predicted, doubt = run.memory().get("source") == "compiler", mfu_doubt(run)
+    validated = f"at step {run.validation[-1][0] + 1:,}" if run.validation else ""
     notes = {
         "loss": f"mean of the last steps; {f'unigram entropy {entropy:.3f}' if entropy > 0 else 'nats a token'}",
-        "val": f"{metric('bits/byte')} bits a byte, " * ("bits/byte" in values)
-        + f"at step {run.validation[-1][0] + 1 if run.validation else 0:,}",
+        "val": f"{c.metric(run, 'bits/byte')} bits a byte, {validated}" if "bits/byte" in values else validated,
         "steps": steps,
         "tokens/s": f"{values.get('ms/step', 0):,.1f} ms a step",
-        "MFU": (doubt or f"of {of_unit(fact('peak_flops'))}FLOP/s")[:_LONGEST],
-        "memory": f"of {scaled(limit, *BYTES)}" if limit > 0 else "predicted by the compiler" if predicted else "",
+        "MFU": (doubt or f"of {in_flops(fact('peak_flops'))}/s")[:_LONGEST],
+        "memory": f"of {in_bytes(limit)}" if limit > 0 else "predicted by the compiler" if predicted else "",
         "bubble": "of the time nothing runs between steps",
     }
     labels = {"val": "validation", "memory": "peak memory", "bubble": "step bubble"}
     found = [
-        {"label": labels.get(name, name), "value": metric(name).lstrip("~").split("/")[0], "note": note}
+        {"label": labels.get(name, name), "value": c.metric(run, name).lstrip("~").split("/")[0], "note": note}
         | {"warning": name == "MFU" and doubt is not None}
         for name, note in notes.items()
         if name in values
     ]
     if values["tokens"] > 0:
-        trained = f"in {duration(run.time[-1])}"
-        found.append({"label": "tokens", "value": scaled(values["tokens"], *NUMBER), "note": trained})
+        found.append({"label": "tokens", "value": in_numbers(values["tokens"]), "note": f"in {duration(run.time[-1])}"})
     if fact("parameters") > 0:
         devices = str(run.fact("devices") or "")
-        found.append({"label": "parameters", "value": scaled(fact("parameters"), *NUMBER), "note": devices})
+        found.append({"label": "parameters", "value": in_numbers(fact("parameters")), "note": devices})
     return found
 
 
@@ -135,7 +122,7 @@ def runs(r: Report) -> dict[str, Any] | None:
             "colour": colour(i),
             "settings": [c.setting(run, name) for name in c.differing],
             "metrics": [(c.metric(run, name), str(run.directory) in best[name]) for name in c.metrics],
-            "name": name_of(c, run),
+            "name": c.name(run),
             "state": run.state,
             "notes": "; ".join(run.notes),
         }
@@ -198,56 +185,48 @@ def settings(r: Report) -> dict[str, Any] | None:
         given = next((run.settings for run in r.c.runs if run.settings), {})
         shared = {n: v for n, v in given.items() if not n.startswith(IGNORED_SETTINGS) and n not in r.c.differing}
         return {"groups": [("Settings that all runs share", [(n, as_json(v), "") for n, v in shared.items()], False)]}
-    about = r.run.about
-    if not r.run.settings:
-        return {"groups": [], "missing": "config.yaml is missing or cannot be read."}
+    about, groups = r.run.about, {"Given on the command line": [], "Set by the recipe": [], "Defaults": []}
     overrides = about.get("overrides") if isinstance(about.get("overrides"), list) else []
-    named = {str(text).partition("=")[0].lstrip("+") for text in overrides}
     defaults = about.get("defaults") if isinstance(about.get("defaults"), dict) else {}
-    chosen, of_recipe, rest = [], [], []
+    named = {str(text).partition("=")[0].lstrip("+") for text in overrides}
     for name, value in r.run.settings.items():
         default, value = as_json(defaults[name]) if name in defaults else "", as_json(value)
-        kind = chosen if name in named else rest if default == value else of_recipe
-        kind.append((name, value, "" if default == value else default))
-    recipe = f"Set by {about['recipe']}" if isinstance(about.get("recipe"), str) else "Set by the recipe"
-    groups = [("Given on the command line", chosen, True)]
-    groups += [(f"{recipe}, not the default", of_recipe, not chosen), ("Defaults", rest, False)]
-    missing = "" if defaults else "What differs from the defaults is not known: the run did not record them."
-    return {"groups": [group for group in groups if group[1]], "missing": missing, "overrides": overrides}
+        title = (
+            "Given on the command line" if name in named else "Defaults" if default == value else "Set by the recipe"
+        )
+        groups[title].append((name, value, "" if default == value else default))
+    return {
+        "groups": [(title, rows, title != "Defaults") for title, rows in groups.items() if rows],
+        "missing": "" if r.run.settings else "config.yaml is missing or cannot be read.",
+        "overrides": overrides,
+    }
 
 
 def provenance(r: Report) -> dict[str, Any] | None:
-    """What made a single run: its starts, commit, versions, environment and hashes."""
+    """What made a single run: its command, commit, versions and starts."""
     if not r.run:
         return None
     about = r.run.about
     if not about:
         return {"missing": "The directory has no source/<step>/provenance.json that can be read."}
-    listed = lambda name: list(about[name].items())[:1000] if isinstance(about.get(name), dict) else []
-    time_of = lambda about: str(about.get("started", "")) if about else "provenance.json cannot be read"
+    packages = about.get("packages") if isinstance(about.get("packages"), dict) else {}
     command = about.get("command") if isinstance(about.get("command"), list) else []
-    facts = [("commit", about.get("commit") or "no git repository"), ("Python", about.get("python"))]
-    facts += [(name, version) for name, version in listed("packages") if name in ("jax", "jaxlib", "numpy")]
-    facts += [(name.replace("_", " "), r.run.fact(name)) for name in _FACTS]
+    facts = {"commit": about.get("commit") or "no git repository", "Python": about.get("python")}
+    facts |= {name: packages.get(name) for name in ("jax", "jaxlib", "numpy")}
+    facts |= {name.replace("_", " "): r.run.fact(name) for name in _FACTS}
     if isinstance(proof := about.get("proof"), dict) and isinstance(proof.get("programs"), list):
         programs = " and ".join(map(str, proof["programs"]))[:_LONGEST]
-        facts.append(("proved", f"{programs} compute on this mesh what they compute on one device"))
-    tables = [(title, [(str(k), str(v)) for k, v in listed(name)]) for title, name in _TABLES.items()]
+        facts["proved"] = f"{programs} compute on this mesh what they compute on one device"
+    started = lambda about: str(about.get("started", "")) if about else "provenance.json cannot be read"
     return {
-        "starts": [(step, time_of(x), str(x.get("commit") or "")[:12]) for step, x in r.run.starts],
+        "starts": [(step, started(x), str(x.get("commit") or "")[:12]) for step, x in r.run.starts],
         "command": " ".join(map(str, command))[:_LONGEST],
-        "facts": [(name, as_text(value)) for name, value in facts if value is not None],
-        "tables": [table for table in tables if table[1]],
+        "facts": [(name, as_text(value)) for name, value in facts.items() if value is not None],
+        "source": f"source/{r.run.starts[-1][0]:010}/provenance.json",
     }
 
 
 _FACTS = ("devices", "mesh", "flops_per_token", "flops_per_token_full_attention", "peak_source")
-_TABLES = {
-    "Environment": "environment",
-    "Packages": "packages",
-    "Hashes of the source": "source",
-    "Hashes of the programs": "programs",
-}
 
 
 def as_json(value: Any) -> str:

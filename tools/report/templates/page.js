@@ -1,48 +1,16 @@
 "use strict";
 const plots = [...document.querySelectorAll(".plot")];
 const narrow = matchMedia("(max-width: 600px)");
-const dark = matchMedia("(prefers-color-scheme: dark)");
 const config = {
   displaylogo: false, responsive: true, plotlyServerURL: "", toImageButtonOptions: { format: "svg" },
   modeBarButtonsToRemove: ["sendChartToCloud", "select2d", "lasso2d", "autoScale2d"],
 };
 
-function colours() {
-  const style = getComputedStyle(document.documentElement), of = name => style.getPropertyValue(name).trim();
-  return { text: of("--text"), quiet: of("--quiet"), grid: of("--grid"), card: of("--card"), line: of("--line") };
-}
-
-// Plotly's own settings of the layout, by their dotted names.
-function themed() {
-  const c = colours(), found = {
-    paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", "font.color": c.text,
-    "hoverlabel.bgcolor": c.card, "hoverlabel.bordercolor": c.line, "hoverlabel.font.color": c.text,
-    "modebar.color": c.quiet, "modebar.activecolor": c.text, "modebar.bgcolor": "rgba(0,0,0,0)",
-  };
-  for (const axis of ["xaxis", "yaxis"])
-    Object.assign(found, { [axis + ".gridcolor"]: c.grid, [axis + ".linecolor"]: c.line, [axis + ".zeroline"]: false,
-      [axis + ".tickfont.color"]: c.quiet, [axis + ".title.font.color"]: c.quiet });
-  return found;
-}
-
-function set(layout, names) {
-  for (const [name, value] of Object.entries(names)) {
-    const path = name.split("."), last = path.pop();
-    path.reduce((inside, key) => inside[key] ??= {}, layout)[last] = value;
-  }
-  return layout;
-}
-
 for (const plot of plots) {
   const { data, layout } = JSON.parse(plot.nextElementSibling.textContent);
-  set(layout, { ...themed(), "font.family": getComputedStyle(document.body).fontFamily, "font.size": 12,
-    margin: { l: 52, r: 14, t: 28, b: 42 }, hovermode: "closest", "hoverlabel.namelength": -1, dragmode: "zoom",
-    legend: { ...(data.length > 8 ? { orientation: "h", x: 0, y: -0.2 } : { x: 1, xanchor: "right", y: 1 }),
-      bgcolor: "rgba(0,0,0,0)", tracegroupgap: 0, groupclick: "toggleitem" },
-    "xaxis.automargin": true, "yaxis.automargin": true, "xaxis.nticks": narrow.matches ? 5 : 8 });
+  layout.xaxis.nticks = narrow.matches ? 5 : 8;
   Plotly.newPlot(plot, data, layout, config);
 }
-dark.addEventListener("change", () => plots.forEach(plot => Plotly.relayout(plot, themed())));
 
 // A zoom along the steps is one of all plots by steps.
 let following = false;
