@@ -6,7 +6,6 @@ The format is specified in docs/pytree-zarr-checkpoint.md.
 import concurrent.futures
 import contextlib
 import functools
-import itertools
 import json
 import os
 import re
@@ -23,18 +22,18 @@ from shardwright.run.checkpoint_arrays import (
     NO_ORDERS,
     Orders,
     Part,
-    StoredArray,
-    as_stored,
-    chunk_cache,
     copy_to_host,
     named_leaves,
-    read_array,
+    read_arrays,
+    read_chunk,
     start_copies,
+    stored_shape,
     write_arrays,
 )
 from shardwright.run.manifest import (
     DTYPES,
     Damaged,
+    Index,
     SavedArray,
     check_json,
     commit,
@@ -194,8 +193,8 @@ class Checkpointer:
     ) -> Any:
         """The state that was saved at `step`, with the shardings of `like`.
 
-        The process of each device reads the device's own region, leaf after leaf, each chunk once. Meanwhile the whole
-        of each chunk that overlaps the region is in host memory. All processes raise an error if one finds damage.
+        The process of each device reads the chunks that overlap the device's own regions, each once. All processes
+        raise an error if one finds damage.
 
         Args:
             step: step of a complete checkpoint.
@@ -209,22 +208,15 @@ class Checkpointer:
             Damaged: an array is missing, or not what was saved at this step.
             OSError: the store fails.
         """
-        name = directory_of(step)
-        path, manifest = f"{self.store.url}/{name}", agreed(lambda: self.manifest(step))
+        name, manifest = directory_of(step), agreed(lambda: self.manifest(step))
         every = saved_arrays(manifest).items()
         saved = {key: array for key, array in every if key.startswith(part) and not key.startswith(leave)}
         expected = named_leaves(like)
         unplaced = [name for name, leaf in expected.items() if leaf.sharding is None]
         if unplaced:
             raise ValueError(f"restore needs a sharding for {unplaced[0]!r}: pass ShapeDtypeStruct(..., sharding=...).")
-        _check_same_arrays(path, saved, as_stored(expected, orders))
-
-        cache = chunk_cache()
-
-        def read(key: str) -> jax.Array:
-            return read_array(StoredArray(self.store, name, saved[key], cache), expected[key], orders.get(key))
-
-        arrays = agreed(lambda: in_parallel([functools.partial(read, key) for key in expected]))
+        _check_same_arrays(f"{self.store.url}/{name}", saved, expected, orders)
+        arrays = agreed(lambda: read_arrays(self.store, name, saved, expected, orders))
         return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
     def manifest(self, step: int) -> dict:
@@ -275,20 +267,19 @@ class Checkpointer:
         except Damaged as error:
             return [str(error)]
 
-        def problems_of(array: SavedArray) -> list[str]:
-            stored, problems = StoredArray(self.store, directory, array), []
-            for index in itertools.product(*map(range, array.grid)):
-                try:
-                    stored.read(array.box(index))
-                except Damaged as error:
-                    problems.append(str(error))
-            return problems
+        def problem_of(array: SavedArray, index: Index) -> str:
+            try:
+                read_chunk(self.store, directory, array, index)
+            except Damaged as error:
+                return str(error)
+            return ""
 
         # Other programs read these files. This one does not: all that they say is in the manifest.
         files = metadata_files(arrays).items()
         changed = [key for key, text in files if self.store.read(f"{directory}/{key}") != text.encode()]
         problems = [f"{key} is missing, or not what was written." for key in changed]
-        return problems + list(itertools.chain(*in_parallel([functools.partial(problems_of, x) for x in arrays])))
+        every = [(array, index) for array in arrays for index in np.ndindex(array.grid)]
+        return problems + [x for x in in_parallel([functools.partial(problem_of, *chunk) for chunk in every]) if x]
 
     def set_aside(self, steps: Iterable[int]) -> str:
         """Moves checkpoints, damaged or not, into a place of checkpoints of their own. Returns it."""
@@ -296,10 +287,6 @@ class Checkpointer:
         for name in map(directory_of, steps):
             self.store.move(name, f"{place}/{name}")
         return f"{self.store.url}/{place}"
-
-    def remove(self, step: int) -> None:
-        """Removes a checkpoint. It never passes for a complete one when it is half removed."""
-        self.store.remove(directory_of(step))
 
     def _write(self, step: int, arrays: list[Part], metadata: dict) -> None:
         directory = directory_of(step)
@@ -323,7 +310,6 @@ class Checkpointer:
     def _write_all(self, step: int, directory: str, arrays: list[Part], metadata: dict) -> None:
         written = write_arrays(self.store, directory, arrays)
         if jax.process_index() != 0:
-            self.store.sync(directory)
             self._tell_others(directory, {"written": written})
             self._await(directory, [0], lambda: self.store.read(f"{directory}/{MANIFEST}") is not None)
             return
@@ -394,8 +380,9 @@ def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[C
     return checkpoints, found
 
 
-def _check_same_arrays(path: str, saved: dict[str, SavedArray], expected: dict[str, jax.ShapeDtypeStruct]) -> None:
-    wanted = {name: f"{leaf.dtype}{list(leaf.shape)}" for name, leaf in expected.items()}
+def _check_same_arrays(path: str, saved: dict[str, SavedArray], expected: dict[str, Any], orders: Orders) -> None:
+    shapes = {name: list(stored_shape(leaf, orders.get(name))) for name, leaf in expected.items()}
+    wanted = {name: f"{leaf.dtype}{shapes[name]}" for name, leaf in expected.items()}
     found = {name: f"{array.dtype}{list(array.shape)}" for name, array in saved.items()}
     problems = [
         f"{name}: {found.get(name, 'not')} in the checkpoint, "

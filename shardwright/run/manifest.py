@@ -10,14 +10,15 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardwright.run.stores import MANIFEST, Damaged, Store, in_parallel
-from shardwright_data.foreign import parse_json
+from shardwright_data.foreign import check_types, parse_object
 
 FORMAT = "pytree-zarr-checkpoint"
 FORMAT_VERSION = 3
@@ -31,6 +32,15 @@ DTYPES = frozenset(
     """.split()  # noqa: SIM905
 )
 """Types that tensorstore reads and writes, and zarr-python too, but for bfloat16."""
+Index = tuple[int, ...]
+"""Index of a chunk in the grid of the chunks of an array."""
+Box = tuple[slice, ...]
+"""A region of an array, with bounds."""
+Checksums = list[tuple[Index, int]]
+"""The crc32c of chunks of an array."""
+_ARRAY = {"shape": [int], "dtype": str, "chunk_shape": [int], "crc32c": str}
+_ATTRIBUTES = {"step": int, "saved_at": str, "arrays": {str: _ARRAY}, "metadata": dict}
+"""Types of the attributes, for check_types."""
 ANOTHER = " Restore another step, or copy it again."
 """Remedy for a damaged checkpoint, at the end of a message."""
 
@@ -43,14 +53,14 @@ class SavedArray(NamedTuple):
         shape: its global shape.
         dtype: name of its NumPy dtype.
         chunk: shape of its chunks.
-        checksums: crc32c of each chunk, in C order of the grid of chunks; empty while it is written.
+        checksums: crc32c of each chunk, by its index in the grid of chunks; empty while it is written.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     chunk: tuple[int, ...]
-    checksums: tuple[int, ...] = ()
+    checksums: Mapping[Index, int] = MappingProxyType({})
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -58,30 +68,26 @@ class SavedArray(NamedTuple):
         return tuple(-(-size // part) for size, part in zip(self.shape, self.chunk, strict=True))
 
     @property
-    def chunk_bytes(self) -> int:
-        """Size of the file of a chunk."""
-        return math.prod(self.chunk) * np.dtype(self.dtype).itemsize + CHECKSUM_BYTES
-
-    @property
     def file_bytes(self) -> int:
         """Size of the files of all chunks."""
         return math.prod(self.grid) * self.chunk_bytes
 
-    def number(self, index: tuple[int, ...]) -> int:
-        """Place of a chunk in C order."""
-        return int(np.ravel_multi_index(index, self.grid)) if index else 0
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of the file of a chunk."""
+        return math.prod(self.chunk) * np.dtype(self.dtype).itemsize + CHECKSUM_BYTES
 
-    def box(self, index: tuple[int, ...]) -> tuple[slice, ...]:
+    def box(self, index: Index) -> Box:
         """The region of a chunk."""
         sizes = zip(index, self.chunk, self.shape, strict=True)
         return tuple(slice(i * part, min(size, (i + 1) * part)) for i, part, size in sizes)
 
-    def overlapping(self, box: Sequence[slice]) -> Iterable[tuple[int, ...]]:
-        """Index of each chunk that has a part of `box`, a region with bounds."""
+    def overlapping(self, box: Box) -> Iterable[Index]:
+        """Index of each chunk that has a part of a region."""
         spans = [range(at.start // part, -(-at.stop // part)) for at, part in zip(box, self.chunk, strict=True)]
         return itertools.product(*spans) if all(at.start < at.stop for at in box) else ()
 
-    def key(self, index: tuple[int, ...]) -> str:
+    def key(self, index: Index) -> str:
         """Key of the file of a chunk, in the checkpoint."""
         return "/".join([self.name, "c", *map(str, index)])
 
@@ -141,21 +147,19 @@ def _digest(attributes: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def with_checksums(
-    arrays: Iterable[SavedArray], written: Iterable[Mapping[str, Mapping[Any, int]]]
-) -> list[SavedArray]:
+def with_checksums(arrays: Iterable[SavedArray], written: Iterable[Mapping[str, Checksums]]) -> list[SavedArray]:
     """The arrays with their checksums. Raises OSError if a chunk has none.
 
     Args:
         arrays: all arrays.
-        written: for each process, what write_arrays returned.
+        written: what write_arrays returned in each process, or for each part.
     """
     parts, whole = list(written), []
     for array in arrays:
-        found = {int(number): value for part in parts for number, value in part[array.name].items()}
-        if len(found) != math.prod(array.grid):
+        found = {tuple(index): checksum for part in parts for index, checksum in part.get(array.name, [])}
+        if found.keys() != {*np.ndindex(array.grid)}:
             raise OSError(f"the array {array.name!r} has chunks that no process wrote.")
-        whole.append(array._replace(checksums=tuple(found[i] for i in range(len(found)))))
+        whole.append(array._replace(checksums=found))
     return whole
 
 
@@ -173,13 +177,13 @@ def commit(store: Store, step: int, arrays: list[SavedArray], metadata: Any) -> 
     """
     directory, files = directory_of(step), metadata_files(arrays)
     in_parallel([functools.partial(store.write, f"{directory}/{key}", text.encode()) for key, text in files.items()])
-    store.sync(directory)
+    store.sync([f"{directory}/{key}" for key in files])
     entries = {
         array.name: {
             "shape": array.shape,
             "dtype": array.dtype,
             "chunk_shape": array.chunk,
-            "crc32c": "".join(f"{checksum:08x}" for checksum in array.checksums),
+            "crc32c": "".join(f"{array.checksums[index]:08x}" for index in np.ndindex(array.grid)),
         }
         for array in arrays
     }
@@ -195,30 +199,16 @@ def commit(store: Store, step: int, arrays: list[SavedArray], metadata: Any) -> 
 
 
 def saved_arrays(manifest: Mapping[str, Any]) -> dict[str, SavedArray]:
-    """The arrays of a manifest, by name."""
+    """The arrays of a manifest, by name. Raises ValueError for one that no run writes."""
     arrays = {}
     for name, entry in manifest["arrays"].items():
+        array = SavedArray(name, tuple(entry["shape"]), entry["dtype"], tuple(entry["chunk_shape"]))
         text = entry["crc32c"]
-        checksums = tuple(int(text[i : i + 8], 16) for i in range(0, len(text), 8))
-        arrays[name] = SavedArray(name, tuple(entry["shape"]), entry["dtype"], tuple(entry["chunk_shape"]), checksums)
+        if array.dtype not in DTYPES or len(text) != 8 * math.prod(array.grid):
+            raise ValueError(f"{name!r} has no dtype, or not a checksum for each chunk")
+        checksums = {index: int(text[8 * i : 8 * i + 8], 16) for i, index in enumerate(np.ndindex(array.grid))}
+        arrays[name] = array._replace(checksums=checksums)
     return arrays
-
-
-def _check_manifest(manifest: Mapping[str, Any], step: int) -> None:
-    """Raises ValueError for what no run writes: a manifest is data, and may be somebody else's."""
-    if manifest["step"] != step:
-        raise ValueError(f"it is of step {manifest['step']!r}: another checkpoint was copied over it")
-    manifest["metadata"], manifest["saved_at"]
-    for name, array in saved_arrays(manifest).items():
-        sizes = (*array.shape, *array.chunk)
-        if not (
-            is_name(name)
-            and array.dtype in DTYPES
-            and all(type(size) is int and size >= 0 for size in sizes)
-            and 0 not in array.chunk
-            and math.prod(array.grid) == len(array.checksums)
-        ):
-            raise ValueError(f"{name!r} is no array with a name, a dtype, and a checksum for each chunk")
 
 
 def read_manifest(store: Store, directory: str, step: int) -> dict:
@@ -233,13 +223,16 @@ def read_manifest(store: Store, directory: str, step: int) -> dict:
     if content is None:
         raise Damaged(f"{where} is missing.")
     try:
-        manifest = parse_json(content)["attributes"]
+        manifest = parse_object(where, content, {"attributes": {"format": str, "format_version": int}})["attributes"]
         known = manifest["format"] == FORMAT and manifest["format_version"] in VERSIONS
         if (known or "sha256" in manifest) and manifest["sha256"] != _digest(manifest):
             raise ValueError("its own checksum differs")
         if known:
-            _check_manifest(manifest, step)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+            check_types("its attributes", manifest, _ATTRIBUTES, "")
+            saved_arrays(manifest)
+            if manifest["step"] != step:
+                raise ValueError(f"it is of step {manifest['step']}: another checkpoint was copied over it")
+    except (ValueError, KeyError, ZeroDivisionError) as error:
         raise Damaged(f"{where} is not the manifest that was written ({error!r}).") from error
     if not known:
         raise ValueError(

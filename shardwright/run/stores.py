@@ -5,10 +5,9 @@ A key is a path in a store, such as `0000000500/weights/embed/zarr.json`.
 
 import concurrent.futures
 import os
-import re
 import shutil
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 import jax
@@ -25,7 +24,7 @@ MANIFEST = "zarr.json"
 STORE_ERRORS = (OSError, ValueError, RuntimeError, IndexError, NotImplementedError)
 """Exceptions of tensorstore, by the kind of the failure."""
 WORKERS = 16
-"""Files, or arrays that are restored, that a process reads or writes at a time."""
+"""Files that a process reads or writes at a time."""
 _MESSAGE_BYTES = 6000
 
 
@@ -47,21 +46,14 @@ class Store:
         path: the directory; None at a URL.
 
     Raises:
-        ValueError: a URL that tensorstore cannot read, or that does not answer, or that is mistyped.
+        ValueError: a URL that tensorstore cannot read, or that does not answer.
     """
 
     def __init__(self, place: str | os.PathLike):
         self.url = os.fspath(place).removeprefix("file://")
-        self.path: Path | None = None
-        if mistyped := re.match(r"(s3|gs|https?|file):/(?!/)", self.url):
-            raise ValueError(
-                f"{self.url} has one slash after {mistyped[1]}: where a URL has two; write {mistyped[1]}://."
-            )
-        if "://" not in self.url:
-            self.path = Path(self.url).expanduser()
-            self.url = str(self.path)
-        else:
-            self.url = self.url.rstrip("/")
+        self.path = None if "://" in self.url else Path(self.url).expanduser()
+        self.url = self.url.rstrip("/") if self.path is None else str(self.path)
+        if self.path is None:
             try:  # in a context in which a wrong address shows in seconds
                 flat_tokens.open_kvstore(self.url, flat_tokens.opening_context()).read(MANIFEST).result()
             except STORE_ERRORS as error:
@@ -76,14 +68,9 @@ class Store:
         except STORE_ERRORS as error:
             raise OSError(f"cannot {action} {self.url}/{key}: {error}") from error
 
-    def read(self, key: str, start: int = 0) -> bytes | None:
-        """The content from the byte `start` on, empty where it is shorter; None if the file is missing."""
-        try:
-            found = self._result(self.kvstore.read(key, byte_range=slice(start, None)), "read", key)
-        except OSError as error:
-            if "OUT_OF_RANGE" not in str(error):
-                raise
-            return b""
+    def read(self, key: str) -> bytes | None:
+        """The content of a file; None if it is missing."""
+        found = self._result(self.kvstore.read(key), "read", key)
         return found.value if found.state == "value" else None
 
     def write(self, key: str, content: bytes | None) -> None:
@@ -119,12 +106,12 @@ class Store:
             self.write(target + key.removeprefix(directory), self.read(key))
         self.remove(directory)
 
-    def sync(self, directory: str) -> None:
-        """Makes the names of all files below a directory durable, and its own. At a URL, they are."""
+    def sync(self, keys: Iterable[str]) -> None:
+        """Makes these files durable with all directories above them. tensorstore does so with the one they are in."""
         if self.path is None:
             return
-        for path in [str(self.path), *(path for path, _, _ in os.walk(self.path / directory))]:
-            descriptor = os.open(path, os.O_RDONLY)
+        for parent in {parent for key in keys for parent in PurePosixPath(key).parents[1:]}:
+            descriptor = os.open(self.path / parent, os.O_RDONLY)
             try:
                 os.fsync(descriptor)
             finally:

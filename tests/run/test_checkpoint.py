@@ -629,7 +629,7 @@ def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
         begin, there, damage, full = [line for line in output.splitlines() if line.startswith("told: ")]
         assert "0001234568 was not saved: [Errno 5] Input/output error" in begin
         assert "ValueError cannot save step 1234567: " in there
-        assert "Damaged cannot read the array 'x': a chunk is not what was written" in damage
+        assert "is not what was written: the manifest has another checksum" in damage
         assert ("writing the array 'x' failed" if i else "another process failed to write its part") in full
         assert "latest: 1234567" in output
     assert not list(tmp_path.glob("0001234567/.*"))

@@ -69,7 +69,7 @@ def test_the_same_command_goes_on_with_the_run_that_went_back(checkpoints):
         assert choose_checkpoint(again, 5, {})[0] == 5
         assert choose_checkpoint(again, 10, {}, [12, 14])[0] == 10
         assert choose_checkpoint(again, 10, {}, [12, 30])[0] == 20, "the batch is not reached yet"
-        again.remove(10)
+        again.store.remove("0000000010")
         assert choose_checkpoint(again, 10, {}, [12])[0] == 20
         with pytest.raises(ValueError, match=r"resume_step is 7, but .* has the checkpoints \[5, 15, 20\]"):
             choose_checkpoint(again, 7, {})
