@@ -27,9 +27,8 @@ from shardlib.layers import Extras, LayerMetrics, LayerNumbers
 from shardlib.op_checks import varying, wrap, zeros_like_traced
 from shardlib.parsing import PIPELINE_AXIS, ShardError
 from shardlib.placement import LayerPlacement
-from shardlib.schedules import forward_only, schedule_of
 from shardlib.stage_backward import StageBackward
-from shardlib.tick_tables import TickTable, tick_table
+from shardlib.tick_tables import TickTable
 from shardlib.values import pipeline_stage
 
 # ---- what runs where --------------------------------------------------------------------------------------------
@@ -52,23 +51,6 @@ class StagedLoss(Protocol):
         """The loss, an f32 scalar, from the output of the last layer. All devices of p run it together."""
 
 
-def training_table(placement: LayerPlacement, schedule: str, microbatches: int, recompute: bool) -> TickTable:
-    """The tasks of a training step. With `recompute` the backward of a stage computes its forward again from its input.
-
-    Otherwise what the layers save for the backward pass is kept from forward to backward.
-
-    Raises:
-        ValueError: an unknown schedule, or one that does not allow so many devices, microbatches or chunks.
-    """
-    return tick_table(schedule_of(schedule)(placement.p, microbatches, placement.v), recompute=recompute)
-
-
-def evaluation_table(placement: LayerPlacement, microbatches: int) -> TickTable:
-    """The tasks of an evaluation: the loss without gradients."""
-    orders = forward_only(placement.p, microbatches, placement.v, placement.stages)
-    return tick_table(orders, recompute=True)
-
-
 # ---- the executor -----------------------------------------------------------------------------------------------
 
 
@@ -80,7 +62,7 @@ def run_training(
     Args:
         loss: the loss of a microbatch.
         placement: the layers of each stage.
-        table: of `training_table`.
+        table: of the schedule.
         w: copies of the weights, made by replicate and all_gather, so that gradients are summed over microbatches
             before they are reduced over devices. `w.layers` has this device's rows.
         microbatches: a tuple of pytrees of arrays, each with one leading dim of microbatches.
@@ -93,13 +75,8 @@ def run_training(
 
 
 def run_evaluation(loss: StagedLoss, placement: LayerPlacement, table: TickTable, w: Any, microbatches: Any) -> Any:
-    """The loss of `run_training` without gradients and the losses of layers. `table` is of `evaluation_table`."""
+    """The loss of `run_training` without gradients and the losses of layers. `table` is of the `forwards`."""
     return _run(loss, placement, table, w, microbatches, training=False)[0]
-
-
-def _extra_loss(extras: Extras, microbatches: int) -> Any:
-    """Sum of the layers' own losses for a microbatch, divided by `microbatches`; None if the layers have none."""
-    return None if extras.loss is None else jnp.sum(extras.loss) / microbatches
 
 
 def _run(
@@ -125,11 +102,12 @@ def _run(
 
     def stage(stack, x, i, k):
         y, extras = layers(stack, x, i, k)
-        return (y, _extra_loss(extras, count)), extras.metrics
+        total = None if extras.loss is None else jnp.sum(extras.loss) / count
+        return (y, total), extras.metrics
 
     zero = jnp.int32(0)
     x_type = jax.eval_shape(first, outer, zero)
-    y_type, extras_type = _traced(layers, chunk(w.layers, zero), x_type, zero, zero)
+    y_type, extras_type = jax.eval_shape(layers, chunk(w.layers, zero), x_type, zero, zero)
     backward_of, saved_types = None, []
     if training:
         backward_of = StageBackward(stage, chunk(w.layers, zero), x_type, y_type, table.halves, not table.recompute)
@@ -268,13 +246,6 @@ def _task(fn: Callable, alone: bool, *args):
 def _apart(x: jax.Array) -> jax.Array:
     """`x`, marked as varying over p."""
     return varying(x, (PIPELINE_AXIS,))
-
-
-def _traced(task: Callable, *args) -> Any:
-    """The type of task(*args). Raises ShardError if the task has a collective over p."""
-    jaxpr, result = jax.make_jaxpr(task, return_shape=True)(*args)
-    _refuse_collectives(jaxpr.jaxpr, in_task=True)
-    return result
 
 
 def _refuse_collectives(jaxpr: Any, in_task: bool) -> None:

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from shardlib.schedules import Stages, Task
 from shardlib.tick_tables import TickTable
 
 
@@ -27,21 +26,21 @@ class Costs:
     weights: float = 0.5
     """Share of a backward that its half for the weights takes, in [0, 1]."""
 
-    def of(self, task: Task, recompute: bool) -> float:
-        """Time of `task`; `recompute`: a backward begins with the forward of its stage."""
-        kind, stage, _ = task
-        if kind == "forward":
+    def of(self, kind: str, stage: int, halves: bool) -> float:
+        """Time of a `Span.kind`; `halves`: its half for the weights is not part of a backward."""
+        if kind.startswith("forward"):
             return self.forward[stage]
-        if kind == "backward_weights":
-            return self.weights * self.backward[stage]
-        share = 1 - self.weights if kind == "backward_input" else 1
-        return share * self.backward[stage] + (self.forward[stage] if recompute else 0.0)
+        share = {"weights": self.weights, "backward": 1 - self.weights if halves else 1}
+        return share[kind] * self.backward[stage]
 
 
 class Span(NamedTuple):
-    """A task with its start and end."""
+    """A task, or a part of it, with its start and end."""
 
-    task: Task
+    kind: str
+    """forward; backward, or its input half; weights, its other half; forward again, with which a backward begins."""
+    stage: int
+    microbatch: int
     start: float
     end: float
 
@@ -50,16 +49,13 @@ class Span(NamedTuple):
 class Timeline:
     """The tasks of every device in time."""
 
+    table: TickTable
     spans: list[list[Span]]
     """Tasks of each device, in the order of time."""
     total: float
     """End of the last tick."""
     ticks: list[float]
     """Start of each tick."""
-    stages: Stages
-    """The stages of each device."""
-    recompute: bool
-    """Whether each backward begins with the forward of its stage."""
 
     @property
     def bubble(self) -> float:
@@ -73,11 +69,11 @@ class Timeline:
         An activation is alive from the start of its forward to the end of its backward. With halves it is alive to the
         end of the last half; but if the forward is repeated, the input of the stage is needed for the first half only.
         """
-        last = "backward_input" if self.recompute else "backward_weights"
+        last = "weights" if self.table.halves and not self.table.recompute else "backward"
         found = []
         for spans in self.spans:
-            changes = [(span.start, 1) for span in spans if span.task.kind == "forward"]
-            changes += [(span.end, -1) for span in spans if span.task.kind in ("backward", last)]
+            changes = [(span.start, 1) for span in spans if span.kind == "forward"]
+            changes += [(span.end, -1) for span in spans if span.kind == last]
             # An end comes before a start at the same time.
             found.append(int(max(np.cumsum([change for _, change in sorted(changes)]))))
         return found
@@ -89,22 +85,24 @@ def simulate(table: TickTable, costs: Costs) -> Timeline:
     They also wait for the slowest forward before the first backward, since they compute the loss together between
     these. It matters only if the costs of stages differ, and not where a tick has one task of each device.
     """
-    columns, kinds = table.columns, {"forward": "forward", "backward": "backward"}
-    if table.halves:
-        kinds |= {"backward": "backward_input", "weights": "backward_weights"}
+    columns = table.columns
+    kinds = {slot: (slot,) for slot in ("forward", "backward", "weights")}
+    if table.recompute:
+        kinds["backward"] = "forward again", "backward"
     ticks, p = columns["forward"].shape
     spans: list[list[Span]] = [[] for _ in range(p)]
     starts, now = [], 0.0
     for t in range(ticks):
         starts.append(now)
         free_at = [now] * p
-        for slot, kind in kinds.items():
+        for slot in kinds:
             if not table.one_message:
                 free_at = [max(free_at)] * p
             for device in np.flatnonzero(columns[slot][t]).tolist():
                 stage = table.stages[device][columns[f"{slot}_chunk"][t, device]]
-                task = Task(kind, stage, int(columns[f"{slot}_microbatch"][t, device]))
-                start, free_at[device] = free_at[device], free_at[device] + costs.of(task, table.recompute)
-                spans[device].append(Span(task, start, free_at[device]))
+                k = int(columns[f"{slot}_microbatch"][t, device])
+                for kind in kinds[slot]:
+                    start, free_at[device] = free_at[device], free_at[device] + costs.of(kind, stage, table.halves)
+                    spans[device].append(Span(kind, stage, k, start, free_at[device]))
         now = max(free_at) + costs.transfer
-    return Timeline(spans, now, starts, table.stages, table.recompute)
+    return Timeline(table, spans, now, starts)

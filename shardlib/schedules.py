@@ -14,7 +14,6 @@ nobody waits. This module does not import JAX.
 
 import collections
 import importlib
-import inspect
 import itertools
 import operator
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from typing import NamedTuple
 from shardlib.parsing import did_you_mean
 
 KINDS = ("forward", "backward", "backward_input", "backward_weights")
+HALVES = KINDS[2:]
 
 
 class Task(NamedTuple):
@@ -60,6 +60,11 @@ def needs(task: Task, stages: int) -> list[Task]:
     if kind == "backward_weights":
         return [Task("backward", stage, k)]
     return [Task("forward", stage, k)] + ([Task("backward", stage + 1, k)] if stage < stages - 1 else [])
+
+
+def in_halves(task: Task) -> list[Task]:
+    """The two halves of a backward; another task as it is."""
+    return [task._replace(kind=half) for half in HALVES] if task.kind == "backward" else [task]
 
 
 def stages_of_devices(orders: Orders) -> Stages:
@@ -134,20 +139,9 @@ def zb_v(p: int, m: int, v: int = 2) -> list[list[Task]]:
     return orders
 
 
-def forward_only(p: int, m: int, v: int = 1, stages: Stages | None = None) -> list[list[Task]]:
-    """Only forwards, for evaluation: of those that can run, a device takes the one of its last stage.
-
-    `stages` has the stages of each device, as `stages_of_devices` gives them; None: in a ring.
-    """
-    stages = in_a_ring(p, v) if stages is None else stages
-    done, orders = [m] + [0] * (p * v), [[] for _ in range(p)]  # numbers of microbatches, of stage s at s + 1
-    while done[-1] < m:
-        can_run = [max((s for s in own if done[s] > done[s + 1]), default=-1) for own in stages]
-        for device, stage in enumerate(can_run):
-            if stage >= 0:
-                orders[device].append(Task("forward", stage, done[stage + 1]))
-                done[stage + 1] += 1
-    return orders
+def forwards(orders: Orders) -> list[list[Task]]:
+    """The forwards of a schedule alone, for evaluation."""
+    return [[task for task in order if task.kind == "forward"] for order in orders]
 
 
 def _in_halves(name: str, p: int, m: int, v: int, later: Callable[[int], int]) -> list[list[Task]]:
@@ -211,32 +205,18 @@ def schedule_of(name: str) -> Schedule:
     Each call of a user's function is checked by `check_schedule`.
 
     Raises:
-        ValueError: there is no such name, module or function, or it does not take (p, m, v).
+        ValueError: there is no such name, module or function.
     """
     if name in SCHEDULES:
         return SCHEDULES[name]
-    module_name, colon, function_name = name.partition(":")
-    choices = f"Choose {', '.join(SCHEDULES)}, or write module:function of your own schedule."
-    if not (module_name and colon and function_name):
-        raise ValueError(f"no schedule is called {name!r}. {choices}{did_you_mean(name, SCHEDULES)}")
+    module, _, function_name = name.partition(":")
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as e:
-        # If the user's own file lacks a module, its traceback says so.
-        if e.name is None or not f"{module_name}.".startswith(f"{e.name}."):
-            raise
+        function = getattr(importlib.import_module(module), function_name)
+    except (ImportError, AttributeError, ValueError) as e:
         raise ValueError(
-            f"schedule {name!r}: there is no module {module_name!r}. It is looked for as by `import {module_name}`, "
-            f"from the directory in which the program starts. {choices}"
-        ) from None
-    function = getattr(module, function_name, None)
-    try:
-        inspect.signature(function).bind(1, 1, 1)
-    except TypeError as e:
-        raise ValueError(
-            f"schedule {name!r} is not a function of the numbers of devices along p, of microbatches and of chunks, "
-            f"{function_name}(p, m, v): {e}. {choices}"
-        ) from None
+            f"no schedule is called {name!r} ({e}). Choose {', '.join(SCHEDULES)}, or write module:function of your "
+            f"own schedule.{did_you_mean(name, SCHEDULES)}"
+        ) from e
 
     def checked(p: int, m: int, v: int) -> list[list[Task]]:
         try:
@@ -277,42 +257,20 @@ def check_schedule(orders: Orders, p: int, m: int, v: int) -> list[list[Task]]:
         ValueError: a task is missing or listed twice, a stage is on two devices or far from the stage before, or
             devices wait for each other forever.
     """
-    if not isinstance(orders, list | tuple) or len(orders) != p or not all(isinstance(x, list | tuple) for x in orders):
-        raise ValueError(f"a schedule is a list with a list of tasks for each of {p} devices, not {orders!r:.80}.")
-    orders = [[_as_task(entry, p * v, m) for entry in order] for order in orders]
-    device_of: dict[Task, int] = {}
-    for device, order in enumerate(orders):
-        for task in order:
-            if task in device_of:
-                raise ValueError(
-                    f"{task} is in the lists of devices {device_of[task]} and {device}. Every task runs once."
-                )
-            device_of[task] = device
-    for stage, k in itertools.product(range(p * v), range(m)):
-        whole, *halves = (Task(kind, stage, k) for kind in KINDS[1:])
-        halved = any(half in device_of for half in halves)
-        if halved and whole in device_of:
-            raise ValueError(f"{whole} is listed, and a half of it too. List one or the other.")
-        for task in (Task("forward", stage, k), *(halves if halved else [whole])):
-            if task not in device_of:
-                raise ValueError(f"{task} is missing from the lists.")
+    orders = [[Task(*entry) for entry in order] for order in orders]
+    if len(orders) != p:
+        raise ValueError(f"the schedule has lists of tasks for {len(orders)} devices, not for {p}.")
+    listed = collections.Counter(half for order in orders for task in order for half in in_halves(task))
+    expected = [Task(kind, s, k) for kind in ("forward", *HALVES) for s in range(p * v) for k in range(m)]
+    for task in [*expected, *listed]:
+        if listed[task] != 1 or task not in expected:
+            raise ValueError(
+                f"{task} is in the lists {listed[task]} times. Once in them is each forward and each backward, or both "
+                f"its halves {' and '.join(HALVES)}, of the stages 0..{p * v - 1} and the microbatches 0..{m - 1}."
+            )
     _check_places(stages_of_devices(orders), p, v)
     place_in_ticks(orders)
     return orders
-
-
-def _as_task(entry: object, stages: int, m: int) -> Task:
-    try:
-        kind, stage, k = entry  # type: ignore[misc]
-        task = Task(kind, operator.index(stage), operator.index(k))
-    except (TypeError, ValueError):
-        raise ValueError(f"{entry!r} is in the lists; a task is Task(kind, stage, microbatch).") from None
-    if kind not in KINDS or not (0 <= task.stage < stages and 0 <= task.microbatch < m):
-        raise ValueError(
-            f"{task} is in the lists. The kind must be {' or '.join(KINDS)}, the stage in 0..{stages - 1}, and the "
-            f"microbatch in 0..{m - 1}."
-        )
-    return task
 
 
 def _check_places(stages: Stages, p: int, v: int) -> None:
@@ -375,15 +333,15 @@ def place_in_ticks(orders: Orders) -> tuple[dict[Task, int], int]:
 
 
 def _deadlock(orders: Orders, reached: Sequence[int], done: set[Task], stages: int) -> str:
-    """Message that names the devices that wait for each other: each one, then the one that it waits for."""
-    holder_of = {task.result: (task, device) for device, order in enumerate(orders) for task in order}
-    device = next(d for d, order in enumerate(orders) if reached[d] < len(order))
-    path: list[int] = []
-    waits = {}
-    while device not in path:
-        path.append(device)
-        task = orders[device][reached[device]]
-        missing, holder = holder_of[next(q for q in needs(task, stages) if q not in done)]
-        waits[device] = f"device {device} cannot do {task} before {missing}, which comes later on device {holder}"
-        device = holder
-    return f"the schedule never ends: {'; '.join(waits[d] for d in path[path.index(device) :])}."
+    """Message that names a device in a circle of those that wait for each other, and what it waits for."""
+    holder_of = {task.result: device for device, order in enumerate(orders) for task in order}
+    holder, seen = next(d for d, order in enumerate(orders) if reached[d] < len(order)), set()
+    while holder not in seen:
+        device, task = holder, orders[holder][reached[holder]]
+        seen.add(device)
+        missing = next(q for q in needs(task, stages) if q not in done)
+        holder = holder_of[missing]
+    return (
+        f"the schedule never ends: device {device} cannot do {task} before {missing}, which comes later on device "
+        f"{holder}."
+    )

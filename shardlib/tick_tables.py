@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardlib.schedules import Orders, Stages, Task, in_a_ring, place_in_ticks, stages_of_devices
+from shardlib.schedules import Orders, Stages, in_a_ring, in_halves, place_in_ticks, stages_of_devices
 
 COLUMNS = (
     *("forward", "forward_first", "forward_last", "forward_chunk", "forward_microbatch"),
@@ -68,7 +68,7 @@ class TickTable:
 def tick_table(orders: Orders, *, recompute: bool) -> TickTable:
     """Places the tasks in ticks, as early as their order allows, and assigns a slot to everything that is kept.
 
-    `orders` is a schedule or `forward_only`, for which the columns of backwards are 0. If a schedule has halves of
+    `orders` is a schedule or its `forwards`, for which the columns of backwards are 0. If a schedule has halves of
     backwards, its whole backwards are done as two halves, one after the other. With `recompute` a backward starts from
     the input of its stage, which is kept until then, and there are no residuals. Otherwise the input is kept until the
     forward, and residuals from the forward to the end of the backward. The last stage keeps its output until its
@@ -80,7 +80,7 @@ def tick_table(orders: Orders, *, recompute: bool) -> TickTable:
     device_of = {stage: device for device, own in enumerate(by_device) for stage in own}
     chunk_of = {stage: chunk for own in by_device for chunk, stage in enumerate(own)}
     if any(task.kind == "backward_weights" for order in orders for task in order):
-        orders = [[half for task in order for half in _halves(task)] for order in orders]
+        orders = [[half for task in order for half in in_halves(task)] for order in orders]
     at, ticks = place_in_ticks(orders)
     of_kind = lambda *kinds: {(task.stage, task.microbatch): t for task, t in at.items() if task.kind in kinds}
     f, b, w = of_kind("forward"), of_kind("backward", "backward_input"), of_kind("backward_weights")
@@ -134,12 +134,6 @@ def tick_table(orders: Orders, *, recompute: bool) -> TickTable:
 
 
 _WAYS = {1: "from_left", -1: "from_right", 0: "from_self"}
-
-
-def _halves(task: Task) -> list[Task]:
-    if task.kind != "backward":
-        return [task]
-    return [task._replace(kind="backward_input"), task._replace(kind="backward_weights")]
 
 
 _Kept = tuple[str, int, int]  # what, stage, microbatch

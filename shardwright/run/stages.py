@@ -14,11 +14,11 @@ from shardlib import pipeline, shardops
 from shardlib.array_types import ABSENT, arrays_of
 from shardlib.op_checks import varying
 from shardlib.parsing import PIPELINE_AXIS
-from shardlib.pipeline import StagedLoss, evaluation_table
+from shardlib.pipeline import StagedLoss
 from shardlib.placement import LayerOrder, LayerPlacement, place_layers
-from shardlib.schedules import in_a_ring, stages_of
+from shardlib.schedules import Orders, forwards, in_a_ring, schedule_of, stages_of
 from shardlib.shardtypes import Array, f32, make_shardings, typed_shard_map
-from shardlib.tick_tables import TickTable
+from shardlib.tick_tables import TickTable, tick_table
 from shardlib.values import mesh_axes, pipeline_stage
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import LanguageModel, compute_scope, period_of
@@ -47,8 +47,12 @@ def placement_of(c: Config, model: LanguageModel) -> LayerPlacement:
 
 def training_table(c: Config, model: LanguageModel) -> TickTable:
     """Table of a training step. Raises ValueError if the schedule does not allow so many microbatches."""
-    schedule = c.pipeline.schedule if has_stages() else "gpipe"
-    return pipeline.training_table(placement_of(c, model), schedule, c.training.microbatches, c.pipeline.recompute)
+    return tick_table(_orders(c, placement_of(c, model)), recompute=c.pipeline.recompute)
+
+
+def _orders(c: Config, placement: LayerPlacement) -> Orders:
+    schedule = schedule_of(c.pipeline.schedule if has_stages() else "gpipe")
+    return schedule(placement.p, c.training.microbatches, placement.v)
 
 
 def run_training(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any) -> tuple[Any, Any, Any]:
@@ -78,7 +82,8 @@ def run_evaluation(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, ba
     """The loss of `run_training`, without gradients."""
     _check_count(c, batch)
     placement = placement_of(c, model)
-    return pipeline.run_evaluation(loss, placement, evaluation_table(placement, c.training.microbatches), w, batch)
+    table = tick_table(forwards(_orders(c, placement)), recompute=True)
+    return pipeline.run_evaluation(loss, placement, table, w, batch)
 
 
 def shared(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any) -> dict[str, jax.stages.Traced]:

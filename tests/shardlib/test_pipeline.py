@@ -29,10 +29,10 @@ from shardlib import shardops
 from shardlib.equations import body_of
 from shardlib.layers import Extras
 from shardlib.pipeline import run_training
-from shardlib.pipeline import training_table as table_of
 from shardlib.placement import LayerPlacement, place_layers
-from shardlib.schedules import CHUNKS, in_a_ring
+from shardlib.schedules import CHUNKS, in_a_ring, schedule_of
 from shardlib.shardtypes import Array, ShardError, f32, make_shardings, pytree_dataclass, u32
+from shardlib.tick_tables import tick_table
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import initialize
@@ -410,7 +410,7 @@ def test_a_schedule_of_ones_own(monkeypatch, tmp_path):
 def executor_program(m: int, schedule: str = "interleaved_1f1b", recompute: bool = False):
     """The compiled executor alone on p=2: stages of one tanh layer each that saves what it gives."""
     placement = LayerPlacement(in_a_ring(2, 1), (1, 1))
-    table = table_of(placement, schedule, m, recompute)
+    table = tick_table(schedule_of(schedule)(2, m, 1), recompute=recompute)
 
     @pytree_dataclass
     class Small:

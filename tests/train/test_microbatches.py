@@ -15,10 +15,11 @@ from step_text import collectives, compile_step
 import train
 from shardlib import shardops
 from shardlib.layers import Extras
-from shardlib.pipeline import run_training, training_table
+from shardlib.pipeline import run_training
 from shardlib.placement import LayerPlacement
-from shardlib.schedules import in_a_ring
+from shardlib.schedules import in_a_ring, schedule_of
 from shardlib.shardtypes import Array, f64, pytree_dataclass, typed_shard_map
+from shardlib.tick_tables import tick_table
 from shardwright.run.config import check_divides
 from shardwright_data.loader import FlatTokensConfig, FlatTokensLoader, batch_shapes
 
@@ -71,7 +72,7 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m):
     mesh = tiny.mesh(mesh)
     p = mesh.shape.get("p", 1)
     placement = LayerPlacement(in_a_ring(p, 1), (4 // p,) * p)
-    table = training_table(placement, "interleaved_1f1b", m, recompute=False)
+    table = tick_table(schedule_of("interleaved_1f1b")(p, m, 1), recompute=False)
     config = FlatTokensConfig(str(Path(__file__).parents[2] / "synthetic_dataset.zarr"))
 
     def layers(w, x, *_):

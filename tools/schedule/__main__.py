@@ -22,7 +22,7 @@ from rich.text import Text
 
 from shardlib.schedule_simulator import Costs, Timeline, simulate
 from shardlib.schedules import CHUNKS, schedule_of
-from shardlib.tick_tables import TickTable, tick_table
+from shardlib.tick_tables import tick_table
 from shardwright.settings.program import run_program
 from shardwright.settings.words import for_console, picture_of
 from shardwright_data.checks import within
@@ -41,9 +41,8 @@ class Settings:
     """Devices of the pipeline axis, at least 1."""
     m: int = within(1, 2**16, MISSING)
     """Microbatches of a step, at least 1."""
-    v: Any = 1
-    """Chunks of a device, at least 1. In a comparison: one number for all schedules that are defined for it (the others
-    have the only number that they are defined for), or a list with one for each."""
+    v: int = within(1, 2**10, 1)
+    """Chunks of a device, at least 1. In a comparison, of the schedules that are defined for any number of them."""
     forward: Any = 1.0
     """Time of one microbatch's forward through a device's layers, all its chunks; or a list with one time a stage."""
     backward: Any = 2.0
@@ -58,18 +57,7 @@ class Settings:
     """The .svg file to write, a picture of what is printed. Null: none. An existing one is replaced."""
 
 
-@dataclass(frozen=True)
-class Result:
-    """One schedule, simulated."""
-
-    name: str
-    m: int
-    table: TickTable
-    costs: Costs
-    timeline: Timeline
-
-
-def simulated(config: Settings) -> list[Result]:
+def simulated(config: Settings) -> list[tuple[str, Timeline]]:
     """Simulates every schedule of `config`.
 
     Raises:
@@ -78,24 +66,13 @@ def simulated(config: Settings) -> list[Result]:
     names = config.schedule if isinstance(config.schedule, list) else [config.schedule]
     if not names or not all(isinstance(name, str) for name in names):
         raise ValueError(f"schedule is {config.schedule}; give a name, or a list of names: schedule=[gpipe,1f1b].")
-    results = []
-    for name, v in zip(names, _chunks(config.v, names), strict=True):
+    found = []
+    for name in names:
+        v = CHUNKS.get(name, config.v) if len(names) > 1 else config.v
         table = tick_table(schedule_of(name)(config.p, config.m, v), recompute=config.recompute)
         times = [_times(which, getattr(config, which), config.p * v, v) for which in ("forward", "backward")]
-        costs = Costs(*times, config.transfer, config.weights)
-        results.append(Result(name, config.m, table, costs, simulate(table, costs)))
-    return results
-
-
-def _chunks(v: Any, names: Sequence[str]) -> list[int]:
-    given = v if isinstance(v, list) else [v] * len(names)
-    if len(given) != len(names) or not all(type(value) is int and 1 <= value < 2**10 for value in given):
-        raise ValueError(
-            f"v is {v} for {len(names)} schedules: give one number of chunks, at least 1 and below 2**10, or a list "
-            "with one for each schedule."
-        )
-    one_for_all = len(names) > 1 and not isinstance(v, list)
-    return [CHUNKS.get(name, n) if one_for_all else n for name, n in zip(names, given, strict=True)]
+        found.append((name, simulate(table, Costs(*times, config.transfer, config.weights))))
+    return found
 
 
 def _times(name: str, value: Any, stages: int, v: int) -> list[float]:
@@ -109,19 +86,18 @@ def _times(name: str, value: Any, stages: int, v: int) -> list[float]:
 # ---- terminal -----------------------------------------------------------------------------------------------------
 
 
-def show(result: Result, console: Console) -> None:
+def show(name: str, timeline: Timeline, console: Console) -> None:
     """Prints the chart of one schedule, and a line for each device."""
-    timeline, table = result.timeline, result.table
-    p, m, v = len(table.stages), result.m, len(table.stages[0])
+    table = timeline.table
+    p, m, v = len(table.stages), 1 + int(table.columns["forward_microbatch"].max()), len(table.stages[0])
     count = lambda n, noun, plural="s": f"{n} {noun}{'' if n == 1 else plural}"
     parts = [count(p, "device"), count(m, "microbatch", "es")]
     parts += [count(v, "chunk") + " each"] * (v > 1) + ["recomputed"] * table.recompute
     facts = f"{count(len(timeline.ticks), 'tick')} · time {timeline.total:.4g} · bubble {timeline.bubble:.1%}"
     write = lambda line="": console.print(line, soft_wrap=True, no_wrap=True, crop=False)
-    write(Text(result.name, style="bold"))
+    write(Text(name, style="bold"))
     write(Text(f"{', '.join(parts)} · {facts}\n"))
-    repeated = [table.recompute * time for time in result.costs.forward]
-    for line in draw(timeline, repeated, console.width):
+    for line in draw(timeline, console.width):
         write(line)
     write()
     devices, alive = _table(["device", "stages", "busy", "alive at most"]), timeline.most_alive()
@@ -134,20 +110,18 @@ def show(result: Result, console: Console) -> None:
     write(Text(for_console(slots, console)))
 
 
-def show_comparison(results: Sequence[Result], console: Console) -> None:
+def show_comparison(results: Sequence[tuple[str, Timeline]], console: Console) -> None:
     table = _table(["schedule", "v", "time", "bubble", "ticks", "alive", "slots"])
     table.columns[0].justify = "left"
-    for r in results:
-        t, slots = r.timeline, f"{r.table.arrivals}+{r.table.residuals}+{r.table.kept}"
-        cells = [len(t.stages[0]), f"{t.total:.4g}", f"{t.bubble:.1%}", len(t.ticks), max(t.most_alive()), slots]
-        table.add_row(r.name, *map(str, cells))
+    for name, t in results:
+        slots = f"{t.table.arrivals}+{t.table.residuals}+{t.table.kept}"
+        cells = [len(t.table.stages[0]), f"{t.total:.4g}", f"{t.bubble:.1%}", len(t.ticks), max(t.most_alive()), slots]
+        table.add_row(name, *map(str, cells))
     console.print(table)
-    for line in (
-        "",
-        "alive: activations at once on a device, at most.",
-        "slots of a device: arrivals + residuals + kept for weights.",
-    ):
-        console.print(Text(line, style="dim"), soft_wrap=True)
+    legend = """
+alive: activations at once on a device, at most.
+slots of a device: arrivals + residuals + kept for weights."""
+    console.print(Text(legend, style="dim"), soft_wrap=True)
 
 
 def _table(headers: Sequence[str]) -> Table:
@@ -176,14 +150,14 @@ def run(config: Settings, console: Console | None = None) -> None:
         show_all(results, picture)
         output = Path(config.output)
         output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(picture_of(picture, ", ".join(result.name for result in results)), encoding="utf-8")
+        output.write_text(picture_of(picture, ", ".join(name for name, _ in results)), encoding="utf-8")
         console.print(Text(for_console(f"\nPicture: {output}", console)), soft_wrap=True)
 
 
-def show_all(results: Sequence[Result], console: Console) -> None:
+def show_all(results: Sequence[tuple[str, Timeline]], console: Console) -> None:
     """Prints the one schedule, or compares several."""
     if len(results) == 1:
-        show(results[0], console)
+        show(*results[0], console)
     else:
         show_comparison(results, console)
 

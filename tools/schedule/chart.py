@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from rich.style import Style
 from rich.text import Text
 
-from shardlib.schedule_simulator import Span, Timeline
+from shardlib.schedule_simulator import Timeline
 
 # Blue, orange and grey can be told apart by everybody. The other chunks of a device have lighter ones.
 _COLOURS = {
@@ -21,49 +21,29 @@ _IDLE = "·"
 _MOST_PANELS = 8
 
 
-def boxes(span: Span, forward: float) -> list[tuple[str, float, float]]:
-    """(name, start, end) of each box that a task is drawn as: two if it begins with a forward, which takes `forward`.
-
-    A box that is too short to be seen is left out.
-    """
-    task, start, end = span
-    if task.kind == "forward":
-        parts = [("forward", start, end)]
-    elif task.kind == "backward_weights":
-        parts = [("weights", start, end)]
-    else:
-        parts = [("forward again", start, start + forward), ("backward", start + forward, end)]
-    return [part for part in parts if part[2] - part[1] > 1e-9]
-
-
-def draw(timeline: Timeline, forward: list[float], width: int) -> Iterator[Text]:
+def draw(timeline: Timeline, width: int) -> Iterator[Text]:
     """Yields the lines of the chart: one for each device, in several panels if `width` columns are too few.
 
     A task is its microbatch and a sign that points forward or backward, another one for every chunk, so that the chart
-    can be read without colours. `forward` has the time of each stage's forward that its backward repeats.
+    can be read without colours.
     """
-    p, v = len(timeline.spans), len(timeline.stages[0])
-    drawn = [
-        (device, timeline.stages[device].index(span.task.stage), span, boxes(span, forward[span.task.stage]))
-        for device, spans in enumerate(timeline.spans)
-        for span in spans
-    ]
+    stages = timeline.table.stages
+    p, v = len(stages), len(stages[0])
+    drawn = [(device, span) for device, spans in enumerate(timeline.spans) for span in spans if span.end > span.start]
     margin = len(str(p - 1)) + 2
     room = max(20, width - margin)
-    lengths = [end - start for *_, parts in drawn for _, start, end in parts] or [1.0]
+    lengths = [span.end - span.start for _, span in drawn] or [1.0]
     # The shortest box has room for its label, if it is not so short that all others would be long.
     shortest = min(length for length in lengths if length >= max(lengths) / 20)
-    digits = max(len(str(span.task.microbatch)) for _, _, span, _ in drawn)
+    digits = len(str(timeline.table.columns["forward_microbatch"].max()))
     scale = min((digits + 1) / shortest, _MOST_PANELS * room / (timeline.total or 1.0))
     column = lambda time: round(time * scale)
     lines = [[(_IDLE, Style(dim=True))] * column(timeline.total) for _ in range(p)]
     cuts = [0] * (column(timeline.total) + 1)  # number of tasks that a break before this column would cut
-    for device, chunk, span, parts in drawn:
-        line, label, first, last = lines[device], str(span.task.microbatch), column(span.start), column(span.end)
-        for name, start, end in parts:
-            line[column(start) : column(end)] = [(_sign(name, chunk), _style(name, chunk))] * (
-                column(end) - column(start)
-            )
+    for device, span in drawn:
+        line, label, first, last = lines[device], str(span.microbatch), column(span.start), column(span.end)
+        chunk = stages[device].index(span.stage)
+        line[first:last] = [(_sign(span.kind, chunk), _style(span.kind, chunk))] * (last - first)
         if first + len(label) <= last:
             for i, digit in enumerate(label, first):
                 line[i] = digit, line[i][1] + Style(bold=True)
@@ -78,7 +58,7 @@ def draw(timeline: Timeline, forward: list[float], width: int) -> Iterator[Text]
         for device, line in enumerate(lines):
             yield Text.assemble((f"{device:>{margin - 2}}  ", "bold"), *line[start:end])
         start = end
-    names = {name for *_, parts in drawn for name, *_ in parts}
+    names = {span.kind for _, span in drawn}
     yield _legend([name for name in _SIGNS if name in names], v)
 
 
