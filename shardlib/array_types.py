@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.checks import current_scope
-from shardlib.parsing import ShapeSpec, ShardError, parse_shape, sort_axes
+from shardlib.parsing import ShapeSpec, ShardError, parse_shape, sort_axes, spec_text
 from shardlib.values import SHORT_DTYPES, describe, devices_along, is_opaque, on_mesh
 
 # ---- types ------------------------------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ class DType:
     def __init__(self, name: str):
         self.name = name
 
-    def __getitem__(self, spec: str) -> ArrayType:
+    def __getitem__(self, spec: str | bytes) -> ArrayType:
         parsed = parse_shape(spec)
         if parsed.index is not None or parsed.open:
             raise ShardError(f"`{parsed}` is not the type of an array", "[dim] and ... belong to the specs of ops")
@@ -109,7 +109,7 @@ class Array(_Type):
     def __class_getitem__(cls, args) -> "Array":
         dims, inner = args
         parse_shape(dims)
-        return cls(dims.strip(), inner)
+        return cls(spec_text(dims), inner)
 
     def __repr__(self) -> str:
         return f"Array['{self.dims}', {self.inner!r}]"
@@ -287,6 +287,27 @@ def map_arrays(fn: collections.abc.Callable, x):
 # ---- shardings --------------------------------------------------------------------------------------------------
 
 
+def _empty(t):
+    """A value of type `t` without None, with a placeholder for each array."""
+    if isinstance(t, ArrayType):
+        return object()
+    if isinstance(t, Array | Subset):
+        return _empty(t.inner)
+    if _optional(t) is not None:
+        return _empty(_optional(t))
+    if not is_typed(t):
+        remedy = "use f32['…'], Array['…', X], a pytree_dataclass, or tuples of them"
+        raise ShardError(f"{t!r} holds no array types", remedy)
+    parts = {path: _empty(inner) for path, inner, _ in _children(t, ABSENT, "")}
+    if typing.get_origin(t) is tuple and _repeated(t) is None:
+        return tuple(parts.values())
+    try:
+        return _class_of(t)(**parts)
+    except TypeError:
+        problem = f"{t!r} does not say its static fields, or how many arrays it holds"
+        raise ShardError(problem, "pass a value of the type as `like`") from None
+
+
 def partition_spec(t: ArrayType) -> PartitionSpec:
     """The `PartitionSpec` of an array of type `t`. Raises ShardError if it has a + or * mark."""
     if t.spec.partial or t.spec.copies:
@@ -299,14 +320,14 @@ def partition_spec(t: ArrayType) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def make_shardings(t, like=0):
+def make_shardings(t, like=None):
     """The `NamedSharding` of each array of type `t` on the current mesh, in a pytree like a value of it.
 
-    `like` is a value of type `t`: the result has None and static fields where it has them. It may be left out for the
-    type of one array.
+    `like` is a value of type `t`: the result has None and static fields where it has them. Without it the result has a
+    sharding for each array of an optional part, which is a pytree prefix of a value that has None there.
 
     Raises:
-        ShardError: a + or * mark, or an axis that the mesh lacks.
+        ShardError: a + or * mark, an axis that the mesh lacks, or a field that holds no array type.
     """
     mesh = _current_mesh()
 
@@ -314,6 +335,7 @@ def make_shardings(t, like=0):
         devices_along(sorted(on_mesh(array.spec).sharded))
         return NamedSharding(mesh, partition_spec(array))
 
+    like = _empty(t) if like is None else like
     shardings = [sharding(array) for _, array, _ in arrays_in(t, like)]
     return jax.tree.unflatten(jax.tree.structure(like), shardings)
 

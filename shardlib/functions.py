@@ -4,6 +4,7 @@ import ast
 import functools
 import inspect
 import types
+import typing
 import warnings
 
 import jax
@@ -242,3 +243,28 @@ def _refuse_to_leave(path: str, array: ArrayType, part, place: str) -> None:
         remedy = "return it as it was before, or all_gather(..., replicated=True)"
         error = ShardError("a copy or a gathered array cannot leave shard_map", remedy, place=place)
         raise error.located(f"{path}: {array!r}", f"  value: {describe(part)}")
+
+
+# ---- typeguard --------------------------------------------------------------------------------------------------
+
+
+def register_with_typeguard() -> None:
+    """Makes typeguard's `@typechecked` check array types too, of arguments, results and annotated locals.
+
+    typeguard evaluates string annotations, so specs of functions under it must be `bytes`: `f32[b'B/d M']`. Sizes are
+    bound in the current `Scope`: decorate with `scope` as well to give each call its own.
+    """
+    import typeguard
+
+    def check_array_type(value, origin_type, args, memo) -> None:
+        try:
+            _check(origin_type, value, "value")
+        except ShardError as error:
+            raise typeguard.TypeCheckError(str(error)) from None
+
+    def lookup_array_type(origin_type, args, extras):
+        return check_array_type if is_typed(origin_type) and not isinstance(origin_type, typing.TypeVar) else None
+
+    lookups = typeguard.checker_lookup_functions
+    if lookup_array_type.__qualname__ not in {getattr(known, "__qualname__", "") for known in lookups}:
+        lookups.append(lookup_array_type)

@@ -146,6 +146,11 @@ def sort_axes(axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(axes), key=lambda axis: (rank(axis), axis)))
 
 
+def spec_text(spec: str | bytes) -> str:
+    """The spec as a str, without spaces around it."""
+    return (spec.decode("ascii") if isinstance(spec, bytes) else spec).strip()
+
+
 def _parse_dim(word: str) -> Dim:
     match = _DIM.fullmatch(word)
     if match is None:
@@ -177,9 +182,9 @@ def _parse_group(word: str) -> Dim:
 
 
 @functools.lru_cache(maxsize=4096)
-def parse_shape(spec: str, groups: bool = False) -> ShapeSpec:
+def parse_shape(spec: str | bytes, groups: bool = False) -> ShapeSpec:
     """Parses `B/d L M +t`, with `groups` also `(K/t Q)`. Raises ShardError for what is not in the grammar."""
-    text = spec.strip()
+    text = spec_text(spec)
     dims, marks, index, open_ = [], {"+": [], "*": []}, None, False
     for word in _WORD.findall(text) if groups else text.split():
         mark = _MARK.fullmatch(word)
@@ -211,12 +216,12 @@ def parse_shape(spec: str, groups: bool = False) -> ShapeSpec:
 
 
 @functools.lru_cache(maxsize=4096)
-def parse_op(spec: str, groups: bool = False) -> OpSpec:
+def parse_op(spec: str | bytes, groups: bool = False) -> OpSpec:
     """Parses `B/d L F/t, M F/t -> B/d L M +t`, with `groups` also `(K/t Q)`.
 
     Raises ShardError for what is not in the grammar.
     """
-    text = spec.strip()
+    text = spec_text(spec)
     sides = text.split("->")
     if len(sides) != 2:
         raise ShardError(f"spec {text!r} has no single '->'", "write `operand, operand -> result`")

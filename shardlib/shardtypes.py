@@ -38,6 +38,6 @@ from shardlib.array_types import (
     u64,
 )
 from shardlib.checks import Scope, scope
-from shardlib.functions import typed, typed_shard_map
+from shardlib.functions import register_with_typeguard, typed, typed_shard_map
 from shardlib.parsing import ShardError
 from shardlib.values import Copy, Partial, pipeline_stage

@@ -5,6 +5,7 @@ What is refused, with its message, is in refused_types.txt.
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import traceback
 import warnings
@@ -516,3 +517,63 @@ def test_inside_jit_grad_and_vmap_free_code(mesh):
     np.testing.assert_allclose(grad, 2 * X)
     loop = lax.fori_loop(0, 3, lambda _, x: x - 0.5 * jax.grad(total)(x), jax.device_put(X, P("d", "t")))
     np.testing.assert_allclose(loop, 0)
+
+
+# ---- the example of seqax's README, with its names: specs as bytes, typeguard, shardings by the type alone ---------
+
+
+@pytest.fixture
+def typechecked():
+    typeguard = pytest.importorskip("typeguard")
+    before = list(typeguard.checker_lookup_functions)
+    shardtypes.register_with_typeguard()
+    shardtypes.register_with_typeguard()
+    assert len(typeguard.checker_lookup_functions) == len(before) + 1  # once is enough
+    yield functools.partial(typeguard.typechecked, forward_ref_policy=typeguard.ForwardRefPolicy.ERROR)
+    typeguard.checker_lookup_functions[:] = before
+
+
+def test_the_example_of_seqax(mesh, typechecked):
+    @pytree_dataclass
+    class Weights:
+        w1: f32["in hidden1/d"]
+        w2: f32["hidden1 hidden2/d"]
+        w3: f32["hidden2/d"]
+
+    @typed_shard_map
+    @typechecked
+    def forward_pass(x: f32[b"batch/d in"], w: Weights) -> f32[b"batch/d"]:
+        w1 = shardops.all_gather("in hidden1/d -> in hidden1", w.w1)
+        y: f32[b"batch/d hidden1"] = jax.nn.relu(
+            shardops.einsum_unreduced(b"batch/d in, in hidden1 -> batch/d hidden1", x, w1)
+        )
+        w2 = shardops.all_gather("hidden1 hidden2/d -> hidden1 hidden2", w.w2)
+        z = jax.nn.relu(shardops.einsum_unreduced("batch/d hidden1, hidden1 hidden2 -> batch/d hidden2", y, w2))
+        w3 = shardops.all_gather("hidden2/d -> hidden2", w.w3)
+        return shardops.einsum_unreduced("batch/d hidden2, hidden2 -> batch/d", z, w3)
+
+    draw = lambda *shape: np.random.default_rng(0).normal(size=shape).astype(np.float32)
+    x, dense = draw(32, 8), Weights(draw(8, 8), draw(8, 16), draw(16))
+    w = jax.tree.map(jax.device_put, dense, make_shardings(Weights))
+    expected = np.maximum(np.maximum(x @ dense.w1, 0) @ dense.w2, 0) @ dense.w3
+    np.testing.assert_allclose(forward_pass(x, w), expected, rtol=1e-5)
+
+
+def test_typeguard_checks_arguments_locals_and_results(typechecked):
+    import typeguard
+
+    @scope
+    @typechecked
+    def fn(x: f32[b"B M"], y: f32[b"B"] | None, rows: int) -> f32[b"M"]:
+        z: f32[b"M B"] = x.T[:rows]
+        return z[:, 0] if rows else x
+
+    x = jnp.ones((2, 3))
+    assert fn(x, None, 3).shape == (3,)
+    for args, message in (
+        ((jnp.ones(2), None, 3), r"argument \"x\" .*: value: f32\['B M'\]: rank mismatch: `B M` has 2 dims"),
+        ((x, jnp.ones(7), 3), r'argument "y" (.|\n)*size mismatch: dim B is 2, but here it is 7'),
+        ((x, None, 2), r"value assigned to z .*: f32\['M B'\]: size mismatch: dim M is 3, but here it is 2"),
+    ):
+        with pytest.raises(typeguard.TypeCheckError, match=message):
+            fn(*args)
