@@ -27,7 +27,6 @@ from shardwright.run.files import LOCK, REPORT
 from shardwright.run.optional import why
 from shardwright.run.stores import agreed
 from shardwright.settings.words import say
-from shardwright_data.foreign import open_no_link, parse_json
 
 TRACE = "trace.tmp"
 """Directory in that of a run in which JAX writes a trace."""
@@ -45,15 +44,11 @@ _PROBE_BYTES = 2**20
 def check_place(root: str, name: str | None) -> None:
     """Raises ValueError if paths.root_working_dir and paths.model_name cannot be those of a run. Looks at no disk."""
     for setting, value in {"paths.root_working_dir": root, "paths.model_name": "x" if name is None else name}.items():
-        if value == "":
-            raise ValueError(f"{setting} is empty; give a directory, or the name of the run.")
-        if "://" in value:
+        if not value or "://" in value or "\\" in value or not value.isprintable():
             raise ValueError(
-                f"{setting} is {value!r}, a URL, but the metrics of a run need a file system. Give a directory here; "
-                "only paths.checkpoints may be a URL."
+                f"{setting} is {value!a}; give a directory, without backslashes and what cannot be printed. Only "
+                "paths.checkpoints may be a URL."
             )
-        if not value.isprintable() or "\\" in value:
-            raise ValueError(f"{setting} is {value!a}; leave out backslashes and what cannot be printed.")
     inside = os.path.normpath(name or "x")
     if inside == "." or inside.startswith("~") or os.path.isabs(inside) or inside.split(os.sep)[0] == "..":
         raise ValueError(
@@ -65,10 +60,7 @@ def check_place(root: str, name: str | None) -> None:
 def place(root: str, name: str) -> Path:
     """The directory of the run, without `..`, which tensorstore does not take: relative if below the current one."""
     # Symbolic links in the name stay: they may lead to another disk.
-    directory = Path(shown_path(str(Path(os.path.expanduser(root)).resolve() / os.path.normpath(name))))
-    if "\\" in str(directory):  # which tensorstore takes for a slash
-        raise ValueError(f"the path of the run is {str(directory)!r}; choose one without a backslash.")
-    return directory
+    return Path(shown_path(str(Path(os.path.expanduser(root)).resolve() / os.path.normpath(name))))
 
 
 def quoted(text: str) -> str:
@@ -94,12 +86,11 @@ def make_default(root: str, config: str) -> tuple[str, Path, list[Path]]:
         try:
             directory.parent.mkdir(parents=True, exist_ok=True)
             directory.mkdir()
+            break
         except OSError as error:
-            if isinstance(error, FileExistsError) and directory.exists():
-                continue
-            raise _cannot_write(directory, error) from error
-        return name, directory, made
-    raise AssertionError
+            if not directory.exists():
+                raise _cannot_write(directory, error) from error
+    return name, directory, made
 
 
 @contextlib.contextmanager
@@ -136,35 +127,20 @@ def missing(directory: Path) -> list[Path]:
 def _prepare(directory: Path, made: list[Path], cleanup: contextlib.ExitStack) -> None:
     try:
         cleanup.push(lambda kind, *_: remove_empty(made) if kind else None)
-        own = _own_entries(directory)
         cleanup.enter_context(locked(directory))
         # Before the lock is released.
         cleanup.push(lambda kind, *_: _remove_start(directory) if kind and directory in made else None)
-        if directory / "metrics.jsonl" in own or directory / "config.yaml" in own:  # else it is of no run
-            for path in own:
+        if (directory / "metrics.jsonl").exists() or (directory / "config.yaml").exists():  # else it is of no run
+            for path in _written(directory):
                 if path.suffix == ".tmp":
                     _remove(path)
-        if not (checkpoints := directory / "checkpoints").exists():
-            checkpoints.mkdir()
-            cleanup.push(lambda kind, *_: remove_empty([checkpoints]) if kind else None)
     except OSError as error:
         raise _cannot_write(directory, error) from error
 
 
-def _own_entries(directory: Path) -> list[Path]:
-    """What runs wrote in a directory. Raises ValueError for a link or a pipe there: it may be a stranger's.
-
-    A link would lead the run to files of the user, and a pipe would let it wait.
-    """
-    own = [path for path in directory.glob("*") if any(map(path.match, _WRITTEN))]
-    below = (path for name in ("source", "plugins") for path in (directory / name).rglob("*"))
-    for path in itertools.chain(own, below):
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise ValueError(
-                f"{directory} has {str(path.relative_to(directory))!r}, where a run writes, as a link, a pipe or a "
-                "device. Remove it. To keep checkpoints on another disk give paths.checkpoints."
-            )
-    return own
+def _written(directory: Path) -> list[Path]:
+    """What runs wrote in a directory."""
+    return [path for path in directory.glob("*") if any(map(path.match, _WRITTEN))]
 
 
 def _try(directory: Path) -> None:
@@ -173,14 +149,13 @@ def _try(directory: Path) -> None:
             f"process {jax.process_index()} on {socket.gethostname()} does not see {directory / LOCK}, which process 0 "
             "made. Give a paths.root_working_dir in a file system that all hosts share."
         )
-    for path in (directory, directory / "checkpoints"):
-        try:
-            with tempfile.TemporaryFile(dir=path) as file:
-                file.write(bytes(_PROBE_BYTES))
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise _cannot_write(path, error) from error
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(bytes(_PROBE_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _cannot_write(directory, error) from error
 
 
 @contextlib.contextmanager
@@ -193,25 +168,17 @@ def locked(directory: Path) -> Iterator[None]:
         ValueError: another process has it. The message names that process.
         OSError: the lock cannot be written.
     """
-    path = directory / LOCK
-    while True:
-        directory.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+", opener=open_no_link)  # noqa: SIM115 (closed below)
+    directory.mkdir(parents=True, exist_ok=True)
+    with open(directory / LOCK, "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
-                with file:
-                    holder = _holder(file)
                 raise ValueError(
-                    f"{directory} is in use by {holder}. Wait for that run or end it, or start another one with a new "
-                    "paths.model_name."
+                    f"{directory} is in use by {_holder(file)}. Wait for that run or end it, or start another one with "
+                    "a new paths.model_name."
                 ) from None
             say(f"lock       none on this file system ({why(error)}): start no second run in {directory}")
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            break
-        file.close()  # the process that had it removed it in between
-    with file:
         file.truncate(0)
         who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}
         file.write(json.dumps(who) + "\n")
@@ -219,27 +186,24 @@ def locked(directory: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            file.truncate(0)  # the file stays: another process may be about to lock it
 
 
 def _holder(file: Any) -> str:
-    """Words for the process that has the lock. The file is not trusted."""
+    """Words for the process that has the lock."""
+    file.seek(0)
     try:
-        file.seek(0)
-        who = parse_json(file.read(1000))
-        words = f"process {who['pid']} on {who['host']}, since {who['since']}"
-        return words if words.isprintable() else "another process"
-    except (OSError, ValueError, KeyError, TypeError):
+        who = json.loads(file.read(1000))
+        return f"process {who['pid']} on {who['host']}, since {who['since']}"
+    except (ValueError, KeyError, TypeError):
         return "another process"
 
 
 def _remove_start(directory: Path) -> None:
     """Removes what a start wrote into the directory that it made, if no step was logged or saved."""
     checkpoints = directory / "checkpoints"
-    if (checkpoints.is_dir() and any(checkpoints.iterdir())) or has_begun(directory):
-        return
-    for path in directory.glob("*"):
-        if path.name != LOCK and any(map(path.match, _WRITTEN)):  # what is not known stays
+    if not ((checkpoints.is_dir() and any(checkpoints.iterdir())) or has_begun(directory)):
+        for path in _written(directory):  # what is not known stays
             _remove(path)
 
 

@@ -3,7 +3,6 @@
     <run>/source/<step>/    for each start of the run, named by the number of steps done before
         train.py, <module>.py   as they ran, and modules that are not of this project
         source.zip              the project's source, from which tools.replay does the run's steps again
-        changes.patch           differences from the commit in files that git tracks
         provenance.json         commit, versions of all packages, command line, environment, hashes, facts of the run,
                                 what the check before the first step proved
 
@@ -154,9 +153,6 @@ def _keep_source(kept: Path, model: Any, about_run: dict[str, Any]) -> None:
     kept.mkdir(parents=True, exist_ok=True)
     for path in {ROOT / "train.py", Path(inspect.getsourcefile(type(model))), *own_modules()}:
         shutil.copyfile(path, kept / path.name)
-    commit = _git("rev-parse", "HEAD")
-    if changes := _git("diff", "HEAD", "--binary", "--no-color", "--no-ext-diff", "--no-textconv"):
-        (kept / "changes.patch").write_text(changes)
     with zipfile.ZipFile(kept / "source.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         for name in (*PROJECT, "tools/__init__.py", "tools/replay", "tools/configs"):
             paths = [path for path in sorted((ROOT / name).rglob("*")) if path.suffix in (".py", ".yaml")]
@@ -164,7 +160,7 @@ def _keep_source(kept: Path, model: Any, about_run: dict[str, Any]) -> None:
                 archive.write(path, path.relative_to(ROOT))
     versions = {found.name: found.version for found in importlib.metadata.distributions()}
     about = {
-        "commit": commit and commit.strip(),
+        "commit": _commit(),
         "command": sys.orig_argv,
         "python": platform.python_version(),
         "packages": dict(sorted(versions.items())),
@@ -186,10 +182,12 @@ def add_facts(directory: Path, step: int, facts: Mapping[str, Any]) -> None:
             write_whole(path, json.dumps(about, indent=1) + "\n")
 
 
-def _git(*arguments: str) -> str | None:
-    """Output of git about the source; None where there is no git, or no repository."""
+def _commit() -> str | None:
+    """The commit of the source; None where there is no git, or no repository."""
     try:
-        found = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=60)
+        found = subprocess.run(
+            ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=60
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout if found.returncode == 0 else None
+    return found.stdout.strip() or None

@@ -31,14 +31,10 @@ quick = pytest.mark.quick
 @pytest.mark.parametrize(
     ("root", "name", "message"),
     [
-        ("s3://bucket/runs", "x", "paths.root_working_dir is 's3://bucket/runs', a URL"),
-        ("runs", "gs://bucket/x", "paths.model_name is 'gs://bucket/x', a URL"),
-        ("a\nb", "x", r"paths.root_working_dir is 'a\nb'; leave out backslashes and what cannot be printed."),
+        ("s3://bucket/runs", "x", "paths.root_working_dir is 's3://bucket/runs'; give a directory"),
         ("runs", "back\\slash", "paths.model_name is 'back"),
-        ("", "x", "paths.root_working_dir is empty; give a directory"),
-        ("runs", "a\x1b[31m", r"paths.model_name is 'a\x1b[31m'; leave out"),
-        ("runs", "a\u202eb", r"paths.model_name is 'a\u202eb'; leave out"),
-        ("runs", "", "paths.model_name is empty; give"),
+        ("", "x", "paths.root_working_dir is ''; give a directory"),
+        ("runs", "a\u202eb", r"paths.model_name is 'a\u202eb'; give a directory"),
         ("runs", "../x", "paths.model_name is '../x', which is no directory inside of paths.root_working_dir"),
         ("runs", "a/../..", "is no directory inside"),
         ("runs", ".", "is no directory inside"),
@@ -116,29 +112,9 @@ def test_a_directory_is_of_one_process_until_that_is_killed(tmp_path):
             assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
             with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on "), locked(tmp_path):
                 pass
-    assert not (tmp_path / ".lock").exists()
-    for text in ("", "{", "[]", "[" * 1000, "[" * 10**5, json.dumps(who | {"host": "\x1b[31m"})):
-        with holder(tmp_path, text), pytest.raises(ValueError, match=r"in use by another process\. "), locked(tmp_path):
-            pass
-        (tmp_path / ".lock").unlink()
-
-
-@quick
-def test_a_lock_file_that_its_owner_removes_is_not_taken_for_the_lock(tmp_path, monkeypatch):
-    """The first process ends after the second opened the file, and before the second locks it."""
-    first = contextlib.ExitStack()
-    first.enter_context(locked(tmp_path))
-    flock = fcntl.flock
-
-    def late(file, how):
-        first.close()
-        flock(file, how)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with locked(tmp_path):
-        monkeypatch.setattr(fcntl, "flock", flock)
-        with pytest.raises(ValueError, match="in use"), locked(tmp_path):
-            pass
+    assert (tmp_path / ".lock").read_text() == ""
+    with holder(tmp_path, "{"), pytest.raises(ValueError, match=r"in use by another process\. "), locked(tmp_path):
+        pass
 
 
 @quick
@@ -216,13 +192,10 @@ def test_what_is_of_others_stays(tmp_path):
 @quick
 def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_computed(tmp_path):
     (tmp_path / "file").touch()
-    (tmp_path / "run" / "checkpoints").parent.mkdir()
-    (tmp_path / "run" / "checkpoints").touch()
     for root, name, message in [
         (tmp_path / "file", "x", f"{tmp_path}/file/x cannot be written: Not a directory. See to"),
         (tmp_path / "file", None, "cannot be written: "),
         (tmp_path, "file", f"{tmp_path}/file cannot be written: File exists. See to"),
-        (tmp_path, "run", f"{tmp_path}/run/checkpoints cannot be written: Not a directory. See to"),
         (tmp_path, "x" * 300, "cannot be written: File name too long. See to"),
         (Path("/proc"), "x", "/proc/x cannot be written: No such file or directory. See to"),
     ]:
@@ -235,69 +208,13 @@ def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_comput
         run_directory(str(tmp_path / "new" / "runs"), "x", "demo"),
     ):
         pass
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @quick
 def test_hosts_without_a_common_file_system_are_told(tmp_path):
     with pytest.raises(ValueError, match=r"process 0 on .* does not see .*/\.lock, which process 0 made"):
         directories._try(tmp_path)
-
-
-# ---- directories of strangers -----------------------------------------------------------------------------------
-
-
-@quick
-@pytest.mark.parametrize(
-    "name",
-    [
-        ".lock",
-        "config.yaml",
-        "metrics.jsonl",
-        "checkpoints",
-        "source",
-        "source/0/train.py",
-        "plugins/profile",
-        "trace.tmp",
-    ],
-)
-@pytest.mark.parametrize("kind", ["file", "nothing", "pipe"])
-def test_no_run_writes_through_a_link_or_into_a_pipe(tmp_path, name, kind):
-    (tmp_path / "mine" / "directory").mkdir(parents=True)
-    (tmp_path / "mine" / "file").write_text("secret")
-    path = tmp_path / "run" / name
-    path.parent.mkdir(parents=True)
-    os.mkfifo(path) if kind == "pipe" else path.symlink_to(tmp_path / "mine" / kind)
-    message = f"{tmp_path}/run has {name!r}, where a run writes, as a link, a pipe or a device. Remove it."
-    with pytest.raises(ValueError, match=re.escape(message)), run_directory(str(tmp_path), "run", "demo"):
-        pass
-    assert (tmp_path / "mine" / "file").read_text() == "secret"
-    assert {entry.name for entry in (tmp_path / "mine").rglob("*")} == {"file", "directory"}
-    assert path.is_symlink() or path.is_fifo()
-
-
-@quick
-def test_the_lock_of_a_place_of_checkpoints_is_no_link(tmp_path):
-    (tmp_path / "mine").write_text("secret")
-    (tmp_path / "place").mkdir()
-    (tmp_path / "place" / ".lock").symlink_to(tmp_path / "mine")
-    with pytest.raises(OSError, match=r"symbolic links: .*place/\.lock"), locked(tmp_path / "place"):
-        pass
-    assert (tmp_path / "mine").read_text() == "secret"
-
-
-@quick
-def test_links_of_the_user_stay(tmp_path):
-    """The directory of the run may be on another disk, and what no run writes may be anything."""
-    (tmp_path / "disk" / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "data").mkdir()
-    (tmp_path / "disk" / "run" / "data").symlink_to(tmp_path / "data")
-    (tmp_path / "disk" / "run" / "checkpoints" / "0000000001").symlink_to(tmp_path / "data")
-    (tmp_path / "runs").symlink_to(tmp_path / "disk")
-    (tmp_path / "disk" / "named").symlink_to(tmp_path / "disk" / "run")
-    for name in ("run", "named"):
-        with run_directory(str(tmp_path / "runs"), name, "demo"):
-            assert (tmp_path / "disk" / "run" / ".lock").is_file()
 
 
 # ---- what a run can do without ----------------------------------------------------------------------------------

@@ -124,7 +124,6 @@ def test_a_directory_has_one_run(tmp_path):
     used = pytest.raises(ValueError, match=rf"checkpoints is in use by process {os.getpid()} on ")
     with owned(Checkpointer(place)), used, owned(Checkpointer(place)):
         pass
-    assert names(tmp_path) == []
     with owned(Checkpointer(place)):
         pass
 
@@ -139,7 +138,7 @@ def test_at_a_url_the_run_that_started_last_saves(server):
             second.save(2, state(), {})
             second.wait()
             first.save(3, state(), {})
-            with pytest.raises(OSError, match=rf"another run saves to {place}: process {os.getpid()} on '.*', since "):
+            with pytest.raises(OSError, match=rf"another run saves to {place}: process {os.getpid()} on .*, since "):
                 first.wait()
             assert second.steps() == [1, 2]
     with owned(first):

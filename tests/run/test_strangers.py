@@ -196,7 +196,7 @@ def test_metadata_that_older_checkpoints_lack_may_be_missing(stranger):
         ("model: !!python/object/apply:os.system ['true']", "cannot be read: could not determine a constructor"),
         ("[1, 2]", "has no configuration of a run"),
         ("model: 3", "has no configuration of a run"),
-        ("model: {when: 2020-01-01}", "which is no setting"),
+        ("model: {when: 2020-01-01}", "what is no setting"),
         ("model: \xff", "has no configuration of a run"),
         ("\x00", "cannot be read"),
     ],
