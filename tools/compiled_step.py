@@ -54,7 +54,7 @@ def run(config: Settings) -> None:
         raise ValueError(f"output is {config.output}; its name must end in .svg or .json.")
     path = text_of(config.run)
     try:
-        _, table = read_step(path)
+        table = read_step(path)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     table.source.update(known_lines(path))

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shardwright.compiled.hlo import Program, parse
+from shardwright.compiled.hlo import parse
 from shardwright.compiled.step import describe
 from shardwright.compiled.table import Table
 from shardwright_data.foreign import read_file
@@ -29,10 +29,9 @@ def write_json(path: Path, data: Any) -> None:
     write_whole(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")
 
 
-def read_step(path: Path) -> tuple[Program, Table]:
-    """The program of an HLO text, and its table, with the text of the lines of files that did not change since.
+def read_step(path: Path) -> Table:
+    """The table of an HLO text, with the text of the lines of files that did not change since.
 
     Raises ValueError for a text that is none, and OSError for one that cannot be read.
     """
-    program = parse(read_file(path, _MOST_BYTES).decode(errors="replace"))
-    return program, describe(program, newest=path.stat().st_mtime)
+    return describe(parse(read_file(path, _MOST_BYTES).decode(errors="replace")), newest=path.stat().st_mtime)

@@ -9,7 +9,7 @@ from shardwright.compiled.picture import draw
 
 def show(path: Path) -> Path:
     """Writes `<name>.json` and `<name>.svg` beside the HLO text `<name>.txt`. Returns the picture's path."""
-    _, table = read_step(path)
+    table = read_step(path)
     write_json(path.with_suffix(".json"), table.as_data())
     write_whole(path.with_suffix(".svg"), draw(table))
     return path.with_suffix(".svg")

@@ -34,7 +34,6 @@ class _Line:
     place: Place | None
     phase: str
     work: collections.Counter[Work] = dataclasses.field(default_factory=collections.Counter)
-    operations: list[str] = dataclasses.field(default_factory=list)
 
 
 class _Walk:
@@ -44,6 +43,7 @@ class _Walk:
         self.items: list[list[_Line | int]] = []  # of each section, in the order of the program
         self.section_of: dict[str, int] = {}  # of each computation
         self.owner: dict[str, _Line | int] = {}  # of each instruction: its line, or the section of a loop
+        self.communicating: set[str] = set()  # instructions
         self.lines: dict[tuple, _Line] = {}
         self.unrolled: dict[tuple[int, str], int] = {}
 
@@ -56,9 +56,9 @@ class _Walk:
             self.sections[number] = dataclasses.replace(self.sections[number], turns=self.copies(number))
         lines = [*self.in_order(0)]
         rows = [row for line in lines for row in self.rows(line)]
-        line_of = {operation: name_of(line.place) for line in lines for operation in line.operations}
+        line_of = {i: name_of(owner.place) if isinstance(owner, _Line) else None for i, owner in self.owner.items()}
         source = _source(self.places.root, {line.place for line in lines if line.place}, newest)
-        return Table(name, program.devices, program.mesh, self.sections, rows, source, line_of)
+        return Table(name, program.devices, program.mesh, self.sections, rows, source, line_of, self.communicating)
 
     def open(self, kind: str, title: str, turns: int | None, parent: int) -> int:
         """Number of a new section."""
@@ -80,7 +80,9 @@ class _Walk:
         looped = {_direction(phase_of(loop.op_name)) for loop in loops}
         for instruction in computation.instructions.values():
             if instruction.opcode.endswith(("-done", "-update")) and instruction.operands[0] in self.owner:
-                self.own(self.owner[instruction.operands[0]], instruction)
+                self.owner[instruction.name] = self.owner[instruction.operands[0]]
+                if instruction.operands[0] in self.communicating:
+                    self.communicating.add(instruction.name)
             elif instruction.opcode == "while":
                 loop = self.open("loop", _title(instruction), instruction.turns, section)
                 self.fill_child(loop, instruction.called[-1], in_layers or instruction in loops, instruction)
@@ -89,16 +91,17 @@ class _Walk:
                     branch = self.open("branch", f"on condition, in {_function(instruction)}", None, section)
                     self.fill_child(branch, name, in_layers, instruction)
             elif instruction.opcode == "call":
+                self.owner[instruction.name] = section
                 for name in instruction.called:
                     self.fill(section, self.program.computations[name], in_layers)
             elif instruction.opcode not in NO_WORK:
                 self.add(section, computation, instruction, looped, in_layers)
 
     def fill_child(self, child: int, name: str, in_layers: bool, instruction: Instruction) -> None:
+        self.owner[instruction.name] = child
         self.fill(child, self.program.computations[name], in_layers)
         if self.items[child]:
             self.items[self.sections[child].parent].append(child)
-            self.owner[instruction.name] = child
 
     def add(
         self, section: int, computation: Computation, instruction: Instruction, looped: set[str], in_layers: bool
@@ -109,7 +112,7 @@ class _Walk:
         if direction and not in_layers and direction not in looped and _is_of_layer(origin):
             section = self.unrolled_layers(section, direction)
         line = self.line(section, origin.place, origin.phase)
-        self.own(line, instruction)
+        self.owner[instruction.name] = line
         found = [(computation, instruction)]
         if instruction.opcode in ("fusion", "async-start"):
             for name in instruction.called:
@@ -120,11 +123,8 @@ class _Walk:
             communicated = communicated[:1]
         multiplied = [work for part in found if (work := matmul(*part))]
         line.work.update(communicated + multiplied or [Work("other", "", 0)])
-
-    def own(self, line: _Line | int, instruction: Instruction) -> None:
-        self.owner[instruction.name] = line
-        if isinstance(line, _Line):
-            line.operations.append(instruction.name)
+        if communicated:
+            self.communicating.add(instruction.name)
 
     def unrolled_layers(self, section: int, direction: str) -> int:
         key = section, direction

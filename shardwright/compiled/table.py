@@ -102,7 +102,9 @@ class Table:
         sections: the program, and the loops and branches in it.
         rows: in the order of the program.
         source: text of each line, by its name without "~". A line whose text is not known is missing.
-        line_of: source line of each HLO operation, by its name. Empty of a table that was read from a file.
+        line_of: source line of each HLO operation, by its name; None of a loop, branch or call, whose operations have
+            their own. Empty of a table that was read from a file, as the next one is.
+        communicating: names of the HLO operations that communicate.
     """
 
     name: str
@@ -111,7 +113,8 @@ class Table:
     sections: list[Section]
     rows: list[Row]
     source: dict[str, str]
-    line_of: dict[str, str] = dataclasses.field(default_factory=dict, repr=False)
+    line_of: dict[str, str | None] = dataclasses.field(default_factory=dict, repr=False)
+    communicating: set[str] = dataclasses.field(default_factory=set, repr=False)
 
     def of(self, kind: str) -> list[Row]:
         """The rows of a kind, the most expensive first."""
@@ -128,7 +131,9 @@ class Table:
         return self.source.get(line.removeprefix("~"), "")
 
     def as_data(self) -> dict[str, Any]:
-        return {name: value for name, value in dataclasses.asdict(self).items() if name != "line_of"}
+        """What a file has of the table."""
+        of_operations = ("line_of", "communicating")
+        return {name: value for name, value in dataclasses.asdict(self).items() if name not in of_operations}
 
     @classmethod
     def from_data(cls, data: Any) -> "Table":

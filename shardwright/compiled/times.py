@@ -1,43 +1,61 @@
-"""Time of the devices by source line, from a trace (jax.profiler.ProfileData) and the HLO text of the traced program.
-
-Where a trace has the operations of a program on the devices:
-
-    /device:TPU:0 …   the line "XLA Ops", within the events of the line "XLA Modules" that are named after the program
-    /device:GPU:0 …   lines "Stream #7(…)", one event for each kernel, with the stats hlo_module and hlo_op
-    /host:CPU         for CPU devices: on any thread one event for each operation, with the stats hlo_module, hlo_op and
-                      device_ordinal
-"""
+"""Times of what the devices executed: between the steps, and by source line."""
 
 import collections
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
-from shardwright.compiled.hlo import Program
+from shardwright.compiled.devices import Device, Span
 from shardwright.compiled.lines import WITHOUT_LINE
-from shardwright.compiled.operations import COLLECTIVES, base_opcode, collective
 from shardwright.compiled.table import Table
 
-_CONTAINERS = ("while", "conditional", "call")
+
+def step_bubble(devices: Mapping[str, Device], steps: int) -> dict[str, Any]:
+    """Share of the time in which devices execute nothing between two steps.
+
+    Args:
+        devices: what `devices_of` gives.
+        steps: number of steps, at least 2.
+
+    Returns:
+        step_bubble   share of the time from the start of the first step to the start of the last that is between the
+                      end of a step and the start of the next; mean over devices
+        gap_seconds   from the end of a step to the start of the next, mean over steps and devices
+        step_seconds  from the start of a step to the start of the next, mean over steps and devices
+        steps         number of steps
+        devices       number of devices
+
+    Raises:
+        ValueError: the trace does not show the steps. The message says why, to follow "because".
+    """
+    if steps < 2:
+        raise ValueError("a run of one step has nothing between steps")
+    if not devices:
+        raise ValueError("the trace has no execution of the step")
+    gaps, periods = [], []
+    for name, device in devices.items():
+        if len(device.executions) < steps:
+            raise ValueError(f"the trace shows {len(device.executions)} of {steps} steps of {name}")
+        start, end = np.array(sorted(device.executions)[:steps]).T
+        gaps.append(np.maximum(start[1:] - end[:-1], 0).mean())
+        periods.append((start[-1] - start[0]) / (steps - 1))
+    return {
+        "step_bubble": float(np.mean(np.divide(gaps, periods))),
+        "gap_seconds": float(np.mean(gaps)) / 1e9,
+        "step_seconds": float(np.mean(periods)) / 1e9,
+        "steps": steps,
+        "devices": len(devices),
+    }
 
 
-class Span(NamedTuple):
-    """A time in which an operation runs: start and end in ns, and the name of the HLO instruction."""
-
-    start: float
-    end: float
-    operation: str
-
-
-def line_times(profile: Any, program: Program, table: Table) -> dict[str, Any]:
+def line_times(devices: Mapping[str, Device], table: Table) -> dict[str, Any]:
     """Time that devices spend on the operations of each source line.
 
     A loop has no time but that of the operations within it. A collective's includes the waiting for other devices.
 
     Args:
-        profile: a jax.profiler.ProfileData.
-        program: the program that was traced.
+        devices: what `devices_of` gives.
         table: what `describe` says of the program.
 
     Returns:
@@ -51,24 +69,38 @@ def line_times(profile: Any, program: Program, table: Table) -> dict[str, Any]:
     Raises:
         ValueError: the trace has no operation of the program.
     """
-    opcodes, devices = _opcodes(program), _devices(profile, program)
-    spent: dict[str, list[float]] = collections.defaultdict(lambda: [0.0, 0.0, 0.0])
-    for spans in devices.values():
-        communicating = [_communicates(opcodes.get(span.operation, "")) for span in spans]
-        computed = _busy([span for span, is_one in zip(spans, communicating, strict=True) if not is_one])
-        for (start, end, operation), is_one in zip(spans, communicating, strict=True):
+    spent: dict[str, np.ndarray] = collections.defaultdict(lambda: np.zeros(3))
+    count = 0
+    for device in devices.values():
+        lines = [(span, name, table.line_of.get(name, WITHOUT_LINE)) for span, name in device.operations]
+        work = [(span, name in table.communicating, line) for span, name, line in lines if line is not None]
+        computed = _busy([span for span, communicates, _ in work if not communicates])
+        for (start, end), communicates, line in work:
             exposed = end - start - (computed(end) - computed(start))
-            times = spent[table.line_of.get(operation, WITHOUT_LINE)]
-            for i, time in enumerate((end - start, (end - start) * is_one, exposed * is_one)):
-                times[i] += time
-    total = sum(own for own, *_ in spent.values())
+            spent[line] += np.array([end - start, (end - start) * communicates, exposed * communicates])
+        count += bool(work)
+    if not count:
+        raise ValueError("the trace has no operation of the step.")
+    total = float(sum(own for own, *_ in spent.values()))
     rows = [
         {"line": line, "text": table.text_of(line), "seconds": own / 1e9, "share": own / total}
         | {"collective": communicating / total, "exposed": exposed / total}
         for line, (own, communicating, exposed) in sorted(spent.items(), key=lambda item: -item[1][0])
     ]
     shares = {name: sum(row[name] for row in rows) for name in ("collective", "exposed")}
-    return {"devices": len(devices), "seconds": total / 1e9, **shares, "lines": rows}
+    return {"devices": count, "seconds": total / 1e9, **shares, "lines": rows}
+
+
+def _busy(spans: list[Span]) -> Callable[[float], float]:
+    """A function of a time: how long until then at least one of the spans ran."""
+    if not spans:
+        return lambda time: 0.0
+    starts, ends = np.array(sorted(spans)).T
+    ends = np.maximum.accumulate(ends)
+    starts[1:] = np.maximum(starts[1:], ends[:-1])  # each from the end of those before it
+    times = np.stack([starts, ends], axis=1).ravel()
+    lengths = np.stack([np.zeros(len(starts)), ends - starts], axis=1).ravel()
+    return lambda time: float(np.interp(time, times, np.cumsum(lengths)))
 
 
 def top_lines(found: dict[str, Any], count: int = 10, width: int = 80) -> str:
@@ -89,78 +121,3 @@ def top_lines(found: dict[str, Any], count: int = 10, width: int = 80) -> str:
         line = f"{100 * row['share']:5.1f}% {exposed}  {row['line'].ljust(longest)}  {row['text']}".rstrip()
         text.append(line if len(line) <= width else line[: width - 1] + "…")
     return "\n".join(text)
-
-
-def _opcodes(program: Program) -> dict[str, str]:
-    """The opcode of each operation; "copy" of a collective in which each device is a group of its own."""
-    found = {}
-    for computation in program.computations.values():
-        for i in computation.instructions.values():
-            found[i.name] = opcode = base_opcode(program, i)
-            starts = opcode in COLLECTIVES and not i.opcode.endswith(("-done", "-update"))
-            if starts and collective(program, computation, i) is None:
-                found[i.name] = "copy"
-    return found
-
-
-def _communicates(opcode: str) -> bool:
-    return opcode.removesuffix("-done").removesuffix("-update") in COLLECTIVES or opcode == "async-done"
-
-
-def _devices(profile: Any, program: Program) -> dict[str, list[Span]]:
-    """By device, the spans of the operations of a program that are no loops or branches.
-
-    Raises:
-        ValueError: there is none.
-    """
-    found: dict[str, list[Span]] = collections.defaultdict(list)
-    opcodes = {i.name: i.opcode for i in program.instructions()}
-    for device, spans in _threads(profile, program.name):
-        found[device] += [span for span in spans if opcodes.get(span.operation) not in _CONTAINERS]
-    if not any(found.values()):
-        raise ValueError(f"the trace has no operation of {program.name}.")
-    return {device: spans for device, spans in found.items() if spans}
-
-
-def _threads(profile: Any, module: str) -> Iterator[tuple[str, list[Span]]]:
-    """Name of a device, and the operations of a program in one of its streams or threads, loops too."""
-    for plane in profile.planes:
-        lines = [*plane.lines]
-        modules = [
-            (event.start_ns, event.start_ns + event.duration_ns)
-            for line in lines
-            if line.name == "XLA Modules"
-            for event in line.events
-            if event.name.split("(")[0] == module
-        ]
-        for line in lines:
-            if plane.name.startswith("/device:") and line.name == "XLA Ops":
-                name = lambda event: str(dict(event.stats).get("hlo_op", event.name)).split(" = ")[0].lstrip("%")
-                found = [_span(event, name(event)) for event in line.events]
-                yield plane.name, [x for x in found if any(start <= x.start < end for start, end in modules)]
-            elif plane.name == "/host:CPU" or line.name.startswith("Stream #"):
-                threads = collections.defaultdict(list)
-                for event in line.events:
-                    if event.name.startswith("$"):  # a Python function
-                        continue
-                    stats = dict(event.stats)
-                    device = f"CPU:{stats.get('device_ordinal')}" if plane.name == "/host:CPU" else plane.name
-                    if stats.get("hlo_module") == module and "hlo_op" in stats and device != "CPU:None":
-                        threads[device].append(_span(event, stats["hlo_op"]))
-                yield from threads.items()
-
-
-def _span(event: Any, operation: str) -> Span:
-    return Span(event.start_ns, event.start_ns + event.duration_ns, operation)
-
-
-def _busy(spans: list[Span]) -> Callable[[float], float]:
-    """A function of a time: how long until then at least one of the spans ran."""
-    if not spans:
-        return lambda time: 0.0
-    starts, ends = np.array(sorted((span.start, span.end) for span in spans)).T
-    ends = np.maximum.accumulate(ends)
-    starts[1:] = np.maximum(starts[1:], ends[:-1])  # each from the end of those before it
-    times = np.stack([starts, ends], axis=1).ravel()
-    lengths = np.stack([np.zeros(len(starts)), ends - starts], axis=1).ravel()
-    return lambda time: float(np.interp(time, times, np.cumsum(lengths)))

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwright.compiled.bubble import NotMeasured, step_bubble
+from shardwright.compiled.devices import devices_of
 from shardwright.compiled.files import read_step, write_json
-from shardwright.compiled.times import line_times
+from shardwright.compiled.times import line_times, step_bubble
 
 LINES = "profile_by_line.json"
 """Name of the file beside the trace with the time by source line."""
@@ -36,15 +36,15 @@ def read_trace(trace: Path, module: str, steps: int, hlo: Path | None) -> dict[s
     """
     from jax.profiler import ProfileData
 
-    profile, found = ProfileData.from_file(str(trace)), {}
+    devices, found = devices_of(ProfileData.from_file(str(trace)), module, steps), {}
     try:
-        found["bubble"] = step_bubble(profile, module, steps)
-    except NotMeasured as reason:
+        found["bubble"] = step_bubble(devices, steps)
+    except ValueError as reason:
         found["bubble"] = {"because": str(reason)}
     try:
         if hlo is None:
             raise ValueError("there is no HLO text of the step")
-        found["lines"] = {"steps": steps, **line_times(profile, *read_step(hlo))}
+        found["lines"] = {"steps": steps, **line_times(devices, read_step(hlo))}
         write_json(trace.with_name(LINES), found["lines"])
     except (ValueError, OSError) as error:
         found["lines"] = {"because": str(error)}

@@ -41,7 +41,7 @@ class StepProfiler:
 
     Args:
         log: log of the run. It gets the event "step_bubble", of the last traced step, when the trace has been read; see
-            shardwright/compiled/bubble.py.
+            shardwright/compiled/times.py.
         hlo: HLO text of the step, with which the time by source line is found; None if there is none.
 
     Attributes:

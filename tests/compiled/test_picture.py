@@ -26,10 +26,10 @@ def test_a_picture_of_a_text_by_hand():
     found = texts(draw(table))
     assert found[0] == "f: the compiled step, by source line"
     assert found[1] == (
-        "4 devices, d=2, t=2. In a step a device sends 960 B; a device multiplies 2.0 KFLOP; "
+        "4 devices, d=2, t=2. In a step a device sends 960 B; a device multiplies 2.05 kFLOP; "
         "kept for the backward pass 0 B"
     )
-    chips = ["all-gather t, overlapped: 128 B", "reduce-scatter d: 64 B", "8×8×16 f32: 2.0 KFLOP"]
+    chips = ["all-gather t, overlapped: 128 B", "reduce-scatter d: 64 B", "8×8×16 f32: 2.05 kFLOP"]
     assert {"loop in f × 5", "y = x @ w", "along d", "along t", *chips} <= set(found)
 
 
