@@ -22,6 +22,12 @@ RECIPES = {
 }
 
 
+def line_of(text: str, source: str = SOURCE) -> int:
+    """Number of the line that begins so."""
+    (number,) = [i for i, line in enumerate(source.splitlines(), 1) if line.strip().startswith(text)]
+    return number
+
+
 def hunks(recipe: str) -> list[tuple[str, str]]:
     """What a recipe takes out of train.py and what it puts there, place by place."""
     (diff,) = RECIPES[recipe]

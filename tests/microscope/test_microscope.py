@@ -12,7 +12,7 @@ import tiny
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from recipes import SOURCE, module_of
+from recipes import SOURCE, line_of, module_of
 
 import train
 from jax_extra import save_for_backward
@@ -103,11 +103,6 @@ def stepped(name: str, **changes):
 
 def named(found: dict, kind: str) -> dict[str, dict]:
     return {entry["name"]: entry for entry in found[kind]}
-
-
-def line_of(text: str) -> int:
-    (number,) = [i for i, line in enumerate(SOURCE.splitlines(), 1) if line.strip().startswith(text)]
-    return number
 
 
 @pytest.mark.long

@@ -15,7 +15,7 @@ from numpy_checks import check_modules
 from own_model import MINE, PAGE, SIZES, imported
 
 import train
-from shardlib.shardtypes import bool_, make_shardings, u32
+from shardlib.shardtypes import bool_, u32
 from shardwright.modeling.model import Tokens, load_model
 from shardwright.sampling.drawing import Sampling
 from shardwright.sampling.sampler import Sampler
@@ -77,9 +77,7 @@ def test_zarr_python_reads_it_and_the_split_stays_what_it_was(tmp_path, small_sh
     ("name", "values", "message"),
     [
         ("new", lambda n: np.zeros(n - 1, np.uint32), r"train/input_new: values of shape \(\d+,\); there are \d+ tok"),
-        ("new", lambda n: np.zeros((n, 1), np.uint32), r"values of shape \(\d+, 1\)"),
         ("new", lambda n: np.zeros(n, np.float32), r"values are float32, not uint32; .* values.view\(np.uint32\)"),
-        ("new", lambda n: np.zeros(n, np.int64), r"values are int64, not uint32; give values.astype\(np.uint32\)"),
         ("kind", lambda n: np.zeros(n, np.uint32), r"input_kind is already there, or was begun; overwrite=True repl"),
         ("a/b", lambda n: np.zeros(n, np.uint32), r"'a/b' is not a name of an input"),
     ],
@@ -95,9 +93,9 @@ def cut_file(array):
     file.write_bytes(file.read_bytes()[:-3])
 
 
-def change_metadata(array, **changes):
+def shorten(array):
     metadata = json.loads((array / "zarr.json").read_text())
-    (array / "zarr.json").write_text(json.dumps(metadata | changes))
+    (array / "zarr.json").write_text(json.dumps(metadata | {"shape": [500]}))
 
 
 @pytest.mark.quick
@@ -105,13 +103,8 @@ def change_metadata(array, **changes):
     ("damage", "message"),
     [
         (shutil.rmtree, r"d/train has no input kind: its array input_kind is missing. Add it with flat_tokens.add_i"),
-        (lambda array: change_metadata(array, shape=[500]), r"d/train: input_kind has 500 values for \d+ tokens"),
-        (
-            lambda array: change_metadata(array, data_type="int32"),
-            r"kind has rank 1 and dtype int32; flat-tokens has rank 1 and uint32",
-        ),
+        (shorten, r"d/train: input_kind has 500 values for \d+ tokens"),
         (cut_file, r"cannot read input_kind of tokens .*; a file is missing, truncated or corrupt"),
-        (lambda array: (array / "c" / "1").unlink(), r"cannot read input_kind of tokens .*; a file is missing"),
     ],
 )
 def test_a_damaged_one_is_refused(tmp_path, small_shards, damage, message):
@@ -184,21 +177,6 @@ def test_rows_of_a_mixture(dataset, tmp_path):
     shutil.rmtree(tmp_path / "other/train/input_kind")
     with pytest.raises(ValueError, match=r"other/train has no input kind"):
         load()
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("mesh", ["one device", "d=8", "r=2 d=2 t=2"])
-def test_batches_on_devices(dataset, mesh):
-    with jax.set_mesh(tiny.mesh(mesh)):
-        sizes = {"batch_size": 16, "seq_len": SEQ_LEN, "microbatches": 2}
-        loader = make_loader(DataConfig(filespec=dataset[0]), "train", **sizes, inputs=("weight", "kind"))
-        plain = make_loader(DataConfig(filespec=dataset[0]), "train", **sizes)
-        expected = make_shardings(train.Batch, like=train.TokenBatch(0, 0, 0, 0))
-    batch = loader.load(5)
-    first, second = (loader.sequences(5, rows).inputs for rows in (np.arange(8), np.arange(8, 16)))
-    np.testing.assert_array_equal(batch.inputs, [first, second])
-    assert batch.inputs.sharding.is_equivalent_to(expected.inputs, 4)
-    assert plain.load(5).inputs is None
 
 
 @pytest.mark.quick
@@ -297,8 +275,8 @@ def unbroken(data, tmp_path_factory):
     return losses(config(str(data)), tmp_path_factory.mktemp("runs") / "run")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["d=2 t=2", "p=2 d=2"])
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["d=2 t=2", pytest.param("p=2 d=2", marks=pytest.mark.slow)])
 def test_it_trains_the_same_on_every_mesh(data, unbroken, tmp_path, mesh):
     found = losses(config(str(data), microbatches=2), tmp_path / "run", mesh)
     assert len(found) == 5

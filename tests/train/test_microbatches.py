@@ -20,7 +20,6 @@ from shardlib.placement import LayerPlacement
 from shardlib.schedules import in_a_ring, schedule_of
 from shardlib.shardtypes import Array, f64, pytree_dataclass, typed_shard_map
 from shardlib.tick_tables import tick_table
-from shardwright.run.config import check_divides
 from shardwright_data.loader import FlatTokensConfig, FlatTokensLoader, batch_shapes
 
 MESH = "r=2 d=2 t=2"
@@ -156,9 +155,3 @@ def test_what_is_communicated(gather):
 def test_microbatches_take_less_memory():
     whole, parts = (compile_step("d=4 t=2", microbatches=n).memory_analysis() for n in (1, 2))
     assert parts.temp_size_in_bytes < 0.8 * whole.temp_size_in_bytes
-
-
-def test_microbatches_divide_the_rows_of_a_device():
-    c = tiny.config(microbatches=3)
-    with pytest.raises(ValueError, match=r"batch_size is 8; .* a multiple of r·d·training\.microbatches = 12\."):
-        check_divides(c, {"r": 2, "d": 2, "t": 2})

@@ -57,7 +57,12 @@ def expected(name: str, length: int) -> tuple:
         return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(loss))(models.host_weights(name)))
 
 
-def check_steps(name: str, place: str, path: str) -> None:
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "place", "path"),
+    [pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow]) for case in ALL],
+)
+def test_steps_are_dense(name, place, path):
     """A training step and an evaluation, from the same weights, are what the dense computation says."""
     length = LENGTHS[path]
     c = config(length)
@@ -80,15 +85,3 @@ def check_steps(name: str, place: str, path: str) -> None:
     for (where, a), b in zip(jax.tree.leaves_with_path(found), jax.tree.leaves(gradients), strict=True):
         assert np.abs(b).max() > 0, where
         np.testing.assert_allclose(a, b, atol=2e-4 * np.abs(b).max(), rtol=0, err_msg=jax.tree_util.keystr(where))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "place", "path"), [case for case in ALL if case in QUICK])
-def test_steps_are_dense(name, place, path):
-    check_steps(name, place, path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "place", "path"), [case for case in ALL if case not in QUICK])
-def test_steps_are_dense_on_every_mesh(name, place, path):
-    check_steps(name, place, path)

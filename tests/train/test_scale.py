@@ -63,23 +63,6 @@ def test_every_step_type_checks_on_2048_devices_where_they_divide_its_sizes(name
         type_check(load_for(name, mesh), mesh)
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "message"),
-    [
-        ("gpt2_124m", MESHES[0], "model.heads is 12; on the mesh r=32 d=8 t=8 it must be a multiple of t = 8."),
-        ("local_test_synthetic", MESHES[1], "model.d_model is 256; on the mesh r=1 d=256 t=8 it must be a multiple"),
-        (
-            "local_gpt2",
-            MESHES[2],
-            "model.d_model is 256; on the mesh r=4 d=128 t=4 it must be a multiple of t·d",
-        ),
-    ],
-)
-def test_sizes_that_they_do_not_divide_are_named(name, mesh, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        check_divides(load_for(name, mesh), mesh)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 def test_a_model_is_refused_just_where_its_weights_do_not_divide(name):

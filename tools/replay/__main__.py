@@ -133,7 +133,9 @@ def step_of(session: Session, config: Settings, logs: dict[int, dict], screen: s
         screen.statistics(found)
     after, done = session.try_step(batch)
     differs = compare_with_log(done, logs.get(step), "" if session.is_own_mesh else " on this other mesh")
-    screen.verdict(step, done, differs)
+    what = "not in metrics.jsonl" if differs is None else differs or "equal to the bit"
+    skipped = ", skipped" * done.skipped
+    screen.line(f"step {step}  loss {done.loss:.7g}  grad_norm {done.grad_norm:.7g}{skipped}  {what}")
     why = []
     if not (np.isfinite(done.loss + done.grad_norm) and is_finite(after)):
         why = Explainer(session).explain(session.state, batch, every)
@@ -151,17 +153,11 @@ def step_of(session: Session, config: Settings, logs: dict[int, dict], screen: s
 
 def plain(done: Done) -> dict[str, Any]:
     """What a step computed, for JSON, in which what is not finite is a string."""
-    numbers = {"loss": show.for_json(done.loss), "grad_norm": show.for_json(done.grad_norm)}
-    return numbers | {"skipped": bool(done.skipped)}
+    return {"loss": show.for_json(done.loss), "grad_norm": show.for_json(done.grad_norm), "skipped": done.skipped}
 
 
 def bisected(
-    session: Session,
-    metric: str,
-    usual: float,
-    documents: list[Document],
-    screen: show.Screen,
-    show_documents: Callable,
+    session: Session, metric: str, usual: float, documents: list[Document], screen: show.Screen, show_all: Callable
 ) -> dict[str, Any]:
     """Shows the documents that make the metric of the step jump from its usual value."""
     screen.line(f"usually     {metric} {usual:.5g}, the median of the {bisect.BEFORE} steps before step {session.step}")
@@ -175,7 +171,7 @@ def bisected(
     else:
         count = len(found.documents)
         which = "document makes" if count == 1 else "documents together make"
-        show_documents(f"{count} {which} the {metric} of step {session.step} jump", found.documents)
+        show_all(f"{count} {which} the {metric} of step {session.step} jump", found.documents)
         screen.line(f"step {session.step}  {numbers(found.before)}; without: {numbers(found.after)}")
     both = {"before": plain(found.before), "after": found.after and plain(found.after)}
     return {"step": session.step, **both, "documents": [show.described(document) for document in found.documents]}

@@ -82,21 +82,16 @@ class Session:
     def batch(self) -> TokenBatch:
         return self.loader.load(self.number)
 
-    @property
-    def limit(self) -> np.float32:
-        """Largest norm of gradients with which the step is not skipped."""
-        return self._skips.limit(self.step)
-
-    def try_step(self, batch: TokenBatch, state: Any = None) -> tuple[Any, Done]:
+    def try_step(self, batch: TokenBatch) -> tuple[Any, Done]:
         """The state after the step with this batch, and what it gave. The session stays where it is."""
-        state = jax.tree.map(jnp.copy, self.state if state is None else state)  # the step takes its memory
+        state, limit = jax.tree.map(jnp.copy, self.state), self._skips.limit(self.step)  # the step takes its memory
         if self._program is None:
             t = self.c.training
             shapes = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(self.model)))
             step = train.make_training_step(self.c, self.model)
-            lowered = step.lower(state, shapes, np.int32(self.step), self.limit)
+            lowered = step.lower(state, shapes, np.int32(self.step), limit)
             self._program = lowered.compile(compiler_options=self.options)
-        state, metrics = self._program(state, batch, np.int32(self.step), self.limit)
+        state, metrics = self._program(state, batch, np.int32(self.step), limit)
         loss, norm, skipped = jax.device_get((metrics.loss, metrics.grad_norm, metrics.skipped))
         return state, Done(np.float32(loss), np.float32(norm), bool(skipped))
 

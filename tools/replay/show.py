@@ -13,7 +13,6 @@ from shardwright.settings.words import for_console
 from shardwright_data.foreign import one_line, shown
 from shardwright_data.text.codec import TextCodec
 from tools.replay.documents import Document
-from tools.replay.session import Done
 
 CHARACTERS = 160
 """Most characters of a document that are shown."""
@@ -43,38 +42,22 @@ class Screen:
 
     def documents(self, title: str, documents: Sequence[Document], codec: TextCodec, most: int) -> None:
         """Prints the first documents: their losses and their texts."""
-        rows = [
-            (
-                f"{x.loss:.4f}",
-                len(x.ids),
-                x.name,
-                f"{x.start:,}",
-                f"{x.sequence}:{x.position}",
-                _text(x, codec),
-            )
-            for x in documents[:most]
-        ]
+        # A token stands for one character or more, nearly always.
+        text = lambda x: one_line(codec.decode(x.ids[: CHARACTERS + 8].tolist()), CHARACTERS)
+        where = lambda x: (x.name, f"{x.start:,}", f"{x.sequence}:{x.position}")
+        rows = [(f"{x.loss:.4f}", len(x.ids), *where(x), text(x)) for x in documents[:most]]
         left = f", {len(documents) - most} more: documents={len(documents)}" * (len(documents) > most)
         self.table(title + left, ("loss", "tokens", "document", "from", "sequence", "text"), rows, "text")
 
     def statistics(self, found: dict[str, list[dict[str, Any]]]) -> None:
-        shares = lambda x: [_largest(x[name], share=True) for name in ("zeros", "bf16", "fp8")]
+        shares = lambda x: [_range(x[name], "{:.1%}") for name in ("zeros", "bf16", "fp8")]
         line = lambda point: point["place"].rpartition("/")[2]
-        rows = [(p["name"], line(p), _range(p["rms"]), _largest(p["max"]), *shares(p)) for p in found["points"]]
+        rows = [(p["name"], line(p), _range(p["rms"]), _range(p["max"]), *shares(p)) for p in found["points"]]
         columns = ("point", "line", "rms", "max", "zeros", "→0 bf16", "→0 fp8")
-        self.table("Saved for the backward pass: rms by layer, and the largest of all layers", columns, rows)
-        rows = [
-            (w["name"], _range(w["rms"]), _largest(w["max"]), _range(w["gradient"]["rms"]), _range(w["update"]))
-            for w in found["weights"]
-        ]
+        self.table("Saved for the backward pass, from the smallest to the largest of the layers", columns, rows)
+        values = lambda w: (w["rms"], w["max"], w["gradient"]["rms"], w["update"])
+        rows = [(w["name"], *map(_range, values(w))) for w in found["weights"]]
         self.table("Weights", ("weight", "rms", "max", "gradient rms", "update/weight"), rows)
-
-    def verdict(self, step: int, done: Done, differs: str | None) -> None:
-        """Prints the numbers of the step, and how they differ from those that the run logged; None: it logged none."""
-        what = "not in metrics.jsonl" if differs is None else differs or "equal to the bit"
-        self.line(
-            f"step {step}  loss {done.loss:.7g}  grad_norm {done.grad_norm:.7g}{', skipped' * done.skipped}  {what}"
-        )
 
 
 def for_json(x: Any) -> float | str:
@@ -89,28 +72,8 @@ def described(document: Document) -> dict[str, Any]:
     return {**of, **where, "tokens": len(document.ids), "loss": for_json(document.loss), "ids": document.ids.tolist()}
 
 
-def _text(document: Document, codec: TextCodec) -> str:
-    # A token stands for one character or more, nearly always.
-    return one_line(codec.decode(document.ids[: CHARACTERS + 8].tolist()), CHARACTERS)
-
-
-def _number(x: float | str, share: bool = False) -> str:
-    if isinstance(x, str):
-        return x
-    return ("<0.1%" if x < 0.001 else f"{x:.1%}") if share and x else f"{x:.2g}"
-
-
-def _range(value: Any) -> str:
+def _range(value: Any, form: str = "{:.2g}") -> str:
     """A number, or the smallest and the largest of a list; what is not finite, if anything is not."""
     values = value if isinstance(value, list) else [value]
-    if bad := [x for x in values if isinstance(x, str)]:
-        return bad[0]
-    ends = dict.fromkeys([_number(min(values)), _number(max(values))])
-    return " – ".join(ends)
-
-
-def _largest(value: Any, share: bool = False) -> str:
-    """A number, or the largest of a list; what is not finite, if anything is not."""
-    values = value if isinstance(value, list) else [value]
     bad = [x for x in values if isinstance(x, str)]
-    return bad[0] if bad else _number(max(values), share)
+    return bad[0] if bad else " – ".join(dict.fromkeys([form.format(min(values)), form.format(max(values))]))
