@@ -27,20 +27,18 @@ HEAD = """# The Gauntlet
 *Reference.* Silent parallelism bugs that other frameworks have published, and where each would be caught here.
 
 Each bug ran without an error and computed something else than it should. [bugs.toml](../tests/gauntlet/bugs.toml) has
-each one as an edit of this repository. [test_gauntlet.py](../tests/gauntlet/test_gauntlet.py) makes the edit in a copy
-and checks what the table says. `python -m bench.gauntlet` prints this page.
-
-Words of the column *caught*:
+each as an edit of this repository, which may stand in for a part that it lacks.
+[test_gauntlet.py](../tests/gauntlet/test_gauntlet.py) makes the edits, and checks this page, which
+`python -m bench.gauntlet` prints.
 
 - **tracing**: the step is refused before it is compiled.
-- **verify**: `tools.verify` finds a difference from one device, and names the first tensor that differs, and the line.
-- **test**: the named test of the suite fails. These bugs compute the same on every mesh, or are not in the step.
-- **nothing**: the edit was made, and no check finds it.
-- **—**: there is no such edit. The last table has the reasons.
+- **verify**: `tools.verify` names this tensor as the first that differs from one device.
+- a test: it fails. The bug computes the same on every mesh, or is not in the step.
+- **—**: there is no edit; the last table has the reason.
 
 [spmd_types](https://github.com/meta-pytorch/spmd_types) (version {version}) is a type system for PyTorch with explicit
-collectives. The bugs were tried as programs of a few lines for it, in its strict global mode, at commit 54cf099. It
-accepts each program without the bug. **—** means that the bug has no counterpart there.
+collectives. The bugs were tried as short programs in its strict global mode (commit 54cf099). It accepts each program
+without the bug. **—**: the bug has no counterpart there.
 """
 
 
@@ -53,7 +51,7 @@ def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
     """Lines of a table in Markdown."""
     header = list(header)
     lines = [header, ["---"] * len(header), *rows]
-    return ["| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines]
+    return [" | ".join(str(cell).replace("|", "\\|") for cell in line) for line in lines]
 
 
 def linked(upstream: str) -> str:
@@ -66,11 +64,9 @@ def caught_here(bug: dict) -> str:
     if "edit" not in bug:
         return "—"
     gate, by = bug.get("caught"), bug.get("by", "")
-    if gate is None:
-        return "**nothing**"
     if gate == "test":
-        return f"test: `{by.partition('::')[2]}`"
-    return f"verify: {by.removeprefix('the ')}" if gate == "verify" else "tracing"
+        return f"`{by.partition('::')[2]}`"
+    return f"verify: {by.removeprefix('the ')}" if gate == "verify" else gate or "**nothing**"
 
 
 def page() -> str:
@@ -84,23 +80,21 @@ def page() -> str:
         edits = [bug for bug in ours if "edit" in bug]
         theirs = [bug for bug in ours if "spmd" in bug]
         gates = [count(edits, caught=gate) for gate in GATES]
-        rows.append([letter, meaning, len(ours), len(edits), *gates, len(theirs), count(theirs, spmd="refused")])
-    rows.append(["", "all", *(sum(column) for column in zip(*(row[2:] for row in rows), strict=True))])
+        rows.append([meaning, len(ours), len(edits), *gates, len(theirs), count(theirs, spmd="refused")])
+    rows.append(["all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True))])
     gates = [f"by {gate}" for gate in GATES.values()]
-    lines += table(["class", "", "bugs", "edits here", *gates, "programs of spmd_types", "refused"], rows)
-    lines += ["", "## The bugs", ""]
-    here = lambda bug: f" Here: {bug['here']}." if "here" in bug else ""
-    rows = (
-        [b["number"], linked(b["upstream"]), b["class"], b["bug"] + here(b), caught_here(b), b.get("spmd", "—")]
-        for b in found
-    )
-    lines += table(["#", "upstream", "class", "bug", "caught", "spmd_types"], rows)
-    lines += ["", "## Without an edit, or not caught", ""]
+    lines += table(["class", "bugs", "edits here", *gates, "programs of spmd_types", "refused"], rows)
+    for letter, meaning in CLASSES.items():
+        lines += ["", f"## {meaning[0].upper()}{meaning[1:]}", ""]
+        ours = (bug for bug in found if bug["class"] == letter)
+        rows = ([b["number"], linked(b["upstream"]), b["bug"], caught_here(b), b.get("spmd", "—")] for b in ours)
+        lines += table(["no.", "upstream", "bug", "caught", "spmd_types"], rows)
+    lines += ["", "## Without an edit", ""]
     reasons = [(bug["why"], str(bug["number"])) for bug in found if "why" in bug]
     grouped = itertools.groupby(sorted(reasons, key=lambda pair: pair[0]), lambda pair: pair[0])
     by_reason = {why: [number for _, number in group] for why, group in grouped}
     order = sorted(by_reason.items(), key=lambda entry: int(entry[1][0]))
-    lines += table(["#", "reason"], ([", ".join(numbers), why] for why, numbers in order))
+    lines += table(["no.", "reason"], ([", ".join(numbers), why] for why, numbers in order))
     return "\n".join(lines) + "\n"
 
 

@@ -66,7 +66,7 @@ def balance_by_a_bias_from_global_loads(x: f32["T/d M"], router: f32["M E"], bia
     return bias + 1e-3 * jnp.sign(load.mean() - load)
 
 
-@program
+@program(escape=True, reason="each device sorts its own tokens, and puts them back")
 def tokens_sorted_by_expert_and_back(x: f32["T/d M"], router: f32["M E"], scale: f32["E"]) -> f32["T/d M"]:
     chosen = jnp.argmax(x @ router, axis=-1)
     order = jnp.argsort(chosen)
@@ -265,12 +265,6 @@ def count_of_distinct_tokens(ids: i32["B/d L/t"]) -> i32[""]:
 
 
 @program
-def kronecker_factors_solved_for_sharded_columns(g: f32["M F/t"], x: f32["B/d M"]) -> f32["M F/t"]:
-    a = lax.pmean(x.T @ x / x.shape[0], "d") + jnp.eye(x.shape[1])
-    return jnp.linalg.solve(a, g)
-
-
-@program
 def conjugate_gradients_to_convergence(a: f32["M/d"], b: f32["M/d"]) -> f32["M/d"]:
     dot = lambda x, y: lax.psum(jnp.sum(x * y), "d")
     apply = lambda v: (1 + a * a) * v + 0.1 * a * dot(a, v)
@@ -324,15 +318,6 @@ def gradients_of_interleaved_rows_accumulated(w: f32["M N"], x: f32["T/d M"]) ->
     local = lax.pcast(w, "d", to="varying")
     total = lax.scan(lambda g, x: (g + jax.grad(error)(local, x), None), 0 * local, pieces)[0]
     return lax.pmean(total, "d") / 2
-
-
-@program
-def gradient_through_rows_mapped_one_by_one(w: f32["M F/t"], x: f32["B/d L M"]) -> (f32["M F/t"], f32["B/d L M"]):
-    def loss(w, x):
-        w, x = lax.pcast(w, "d", to="varying"), lax.pcast(x, "t", to="varying")  # once, not for each row
-        return lax.psum(jnp.sum(lax.map(jax.checkpoint(lambda x: jnp.max(jnp.tanh(x @ w), axis=0)), x)), ("d", "t"))
-
-    return jax.grad(loss, (0, 1))(w, x)
 
 
 @program
@@ -505,11 +490,6 @@ def complex_rotations(x: f32["B/d L D"], q: f32["D 2"]) -> f32["B/d L D 2"]:
     z = lax.complex(x, jnp.ones_like(x)) * lax.complex(q[:, 0], q[:, 1])
     z = z * jnp.exp(1j * jnp.arange(x.shape[1], dtype=jnp.float32)[:, None])
     return jnp.stack([z.real, jnp.conj(z).imag], axis=-1)
-
-
-@program
-def rows_mapped_one_by_one(x: f32["B/d L M"], w: f32["M F/t"]) -> f32["B/d F/t"]:
-    return lax.map(lambda x: jnp.max(jnp.tanh(x @ w), axis=0), x)
 
 
 @program

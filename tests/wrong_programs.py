@@ -509,25 +509,6 @@ def product_summed_over_devices_in_eight_bits(x: f32["B L/t"], w: f32["L/t M"]) 
 
 
 @program
-def sorted_tokens_meet_unsorted_gates(x: f32["T/d M"], scores: f32["T/d"]) -> f32["T/d M"]:
-    order = jnp.argsort(scores)
-    return (x[order] * scores[:, None])[jnp.argsort(order)]
-
-
-@program
-def difference_to_the_token_before_in_order(x: f32["T/d M"], scores: f32["T/d"]) -> f32["T/d M"]:
-    order = jnp.argsort(scores)
-    y = x[order]
-    return (y - jnp.roll(y, 1, axis=0))[jnp.argsort(order)]
-
-
-@program
-def prefix_sums_in_the_order_of_experts(x: f32["T/d M"], scores: f32["T/d"]) -> f32["T/d M"]:
-    order = jnp.argsort(scores)
-    return jnp.cumsum(x[order], axis=0)[jnp.argsort(order)]
-
-
-@program
 def activation_after_the_mask(ids: i32["B/d L"], table: f32["V/t M"]) -> f32["B/d L M"]:
     local = ids - lax.axis_index("t") * table.shape[0]
     ok = (local >= 0) & (local < table.shape[0])
@@ -542,35 +523,6 @@ def ring_with_a_turn_too_many(x: f32["B/t M"]) -> f32["M"]:
         part = lax.ppermute(part, "t", ring("t"))
         total += part
     return total
-
-
-@program(vma=False)
-def ring_that_squares_each_part(x: f32["B/t M"]) -> f32["M"]:
-    part = total = x.sum(axis=0)
-    total = part**2
-    for _ in range(lax.axis_size("t") - 1):
-        part = lax.ppermute(part, "t", ring("t"))
-        total += part**2
-    return total
-
-
-@program
-def sums_placed_over_each_other(x: f32["B/t M"], w: f32["M F/t"]) -> f32["B F/t"]:
-    n = lax.axis_size("t")
-    y = jnp.zeros((n * x.shape[0], w.shape[1]))
-    for _ in range(n):
-        y = lax.dynamic_update_slice_in_dim(y, (x @ w).sum(axis=0)[None], 0, axis=0)
-        x = lax.ppermute(x, "t", ring("t"))
-    return y
-
-
-@program
-def nearest_keys_added(q: f32["L/t D"], k: f32["S/t D"]) -> f32["L/t"]:
-    n, best = lax.axis_size("t"), jnp.max(q @ k.T, axis=1)
-    for _ in range(n - 1):
-        k = lax.ppermute(k, "t", ring("t"))
-        best = best + jnp.max(q @ k.T, axis=1)
-    return best
 
 
 ROWS = {  # name: types of arguments and result, of f32 where nothing is said; the body

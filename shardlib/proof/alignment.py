@@ -18,7 +18,6 @@ from jax.extend.core import Literal
 
 from shardlib.equations import CALLS, body_of
 from shardlib.marks import is_region
-from shardlib.proof import choices, rings
 from shardlib.proof.equation import Equation, comparable
 from shardlib.proof.primitives import OF_SIZES
 
@@ -86,15 +85,11 @@ class Aligned(NamedTuple):
     """Two jaxprs by pairs of equations.
 
     Attributes:
-        ours: the jaxpr here, with one turn in place of each ring.
-        theirs: that on one device, with what it left out of a choice by the number of devices.
         pairs: the equations, in the order on one device.
         here: entries of each result of the per-device program.
         there: entries that it has, by the program on one device.
     """
 
-    ours: Any
-    theirs: Any
     pairs: list[Pair]
     here: list[Layout | None]
     there: list[Layout | None]
@@ -105,11 +100,9 @@ class Alignment:
 
     Args:
         sizes: number of devices along each axis of the mesh.
-        twin_sizes: those of the mesh of one device: 1, but for axes that both have.
     """
 
-    def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]):
-        self._sizes, self._twin_sizes = sizes, twin_sizes
+    def __init__(self, sizes: Mapping[str, int]):
         counts = (itertools.combinations(sizes.values(), k) for k in range(len(sizes) + 1))
         self._devices = {math.prod(n) for n in itertools.chain.from_iterable(counts)}
         self._known: dict[tuple, Aligned] = {}
@@ -130,14 +123,7 @@ class Alignment:
         shapes = tuple(map(_shape, ours.invars)) if shapes is None else tuple(shapes)
         key = id(ours), id(theirs), shapes  # of objects that the two programs keep
         if key not in self._known:
-            ours, theirs = rings.closed(ours, theirs, self._sizes, self._twin_sizes)
-            try:
-                self._known[key] = self._made(ours, theirs, shapes)
-            except Different:
-                complete = choices.completed(ours, theirs, self._twin_sizes)
-                if complete is theirs:
-                    raise
-                self._known[key] = self._made(ours, complete, shapes)
+            self._known[key] = self._made(ours, theirs, shapes)
         return self._known[key]
 
     def _made(self, ours: Any, theirs: Any, shapes: tuple) -> Aligned:
@@ -162,7 +148,7 @@ class Alignment:
             own = rest.pop() if rest else None
             if own is None or own.primitive.name != eqn.primitive.name or is_region(own) != is_region(eqn):
                 raise Different(own, eqn)
-            if is_region(eqn):  # what it keeps for its backward pass, a ring for each of its turns, depends on the mesh
+            if is_region(eqn):  # what it keeps for its backward pass may depend on the mesh
                 pairs.append(Pair(own, eqn))
                 here |= dict.fromkeys(own.outvars, ANY)
                 there |= dict.fromkeys(eqn.outvars, ANY)
@@ -174,8 +160,7 @@ class Alignment:
         views += _views(rest, here)
         if rest or len(ours.outvars) != len(theirs.outvars):
             raise Different(rest[-1] if rest else None, None)
-        layouts = (_layouts(jaxpr.outvars, known) for jaxpr, known in ((ours, here), (theirs, there)))
-        return Aligned(ours, theirs, pairs, *layouts)
+        return Aligned(pairs, _layouts(ours.outvars, here), _layouts(theirs.outvars, there))
 
     def _view_of(self, views: list, eqn: Any, x: Layout, here: Mapping) -> Any:
         """The equation among `views` that gives what `eqn` on one device gives; None if there is none."""

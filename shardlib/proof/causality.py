@@ -14,8 +14,8 @@ from jax.extend import core
 from shardlib.equations import CALLS, body_of, scan_counts
 from shardlib.proof.equation import Equation
 from shardlib.proof.primitives import jaxprs_of
-from shardlib.proof.reach import Reach, constant, dtype_of, joined, made, of_all, unknown
-from shardlib.proof.reach_rules import FORM, apply, entries_of
+from shardlib.proof.reach import Reach, constant, dtype_of, entries_of, joined, made, of_all, unknown
+from shardlib.proof.reach_rules import FORM, apply
 
 TURNS = 2**16
 """Largest number of passes of a loop that are followed one by one."""

@@ -15,7 +15,6 @@ The whole value is the one that the same program computes on one device. A devic
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from fractions import Fraction
 from typing import Any, NamedTuple
 
 Number = int | float | bool
@@ -63,35 +62,6 @@ def whole(size: int, name: str = "") -> Dim:
 def cut(size: int, axes: tuple[str, ...], name: str = "") -> Dim:
     """A dim of which a device holds a contiguous block of `size` entries."""
     return Dim((Part(size, axes),), name)
-
-
-class Sizes(dict[str, int]):
-    """Number of devices along each axis of the mesh, and along what stands for one in a Dim.
-
-    An array of n entries that stand for devices, as an untiled all_gather makes, is cut like one on n devices:
-    over ENTRIES n along the dim that has them, over BLOCKS n along the dim of which they are blocks.
-    Of a dim that each device has put into an order of its own, the axes have names with ~ and a number.
-    """
-
-    def __missing__(self, axis: str) -> Any:
-        if axis.startswith(ENTRIES):
-            return Fraction(1, int(axis[len(ENTRIES) :]))
-        return int(axis[len(BLOCKS) :].partition(".")[0]) if axis.startswith(BLOCKS) else self[real(axis)]
-
-
-class SizesOnOne(dict[str, int]):
-    """`Sizes` of the mesh of the twin, which has one such entry."""
-
-    def __missing__(self, axis: str) -> int:
-        return self.get(real(axis), 1)
-
-
-ENTRIES, BLOCKS = "entries of ", "blocks of "
-
-
-def real(axis: str) -> str:
-    """The axis of an axis of which each device has its block in an order of its own."""
-    return axis.partition("~")[0]
 
 
 class Subtracted(NamedTuple):
@@ -179,7 +149,6 @@ class Value:
         source: of an extreme, and of an argmax over a block, what it was taken of.
         is_taken: whether it is the extreme of `source` over all devices.
         is_index: whether it is the index of the first extreme of `source` in this device's block.
-        places: of an index into a device's block, how the dim is cut that it is for; None if it is none.
         components: of index vectors, the facts about each component along the last dim.
         wild: why nothing of this is known.
         token: the same for two values that are certainly equal.
@@ -206,7 +175,6 @@ class Value:
     source: Source | None = dataclasses.field(default=None, compare=False)
     is_taken: bool = False
     is_index: bool = False
-    places: Dim | None = None
     components: tuple["Value", ...] = ()
     wild: Wild | None = None
     token: object = dataclasses.field(default_factory=object, compare=False, repr=False)
@@ -235,7 +203,7 @@ class Value:
     @property
     def sharded(self) -> frozenset[str]:
         """Axes that cut its dims."""
-        return frozenset(real(axis) for dim in self.dims if dim for axis in dim.axes)
+        return frozenset(axis for dim in self.dims if dim for axis in dim.axes)
 
     def rearranged(self, dims: Iterable[Dim | None]) -> "Value":
         """Entries of the value in other dims: what sums, extremes and factors they are parts of stays."""

@@ -1,6 +1,5 @@
 """Rules of elementwise primitives."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -71,8 +70,6 @@ def elementwise(eq: Equation) -> Value:
         return ins[1 + int(ins[0].known[0])]
     if (found := positions.of(eq, ins)) is not None:
         return found
-    if any(v.looked_up is not None for v in ins):
-        return _of_rows(eq, ins)
     for value in ins:
         eq.block(value)
     dims = eq.joined_dims(ins)
@@ -84,17 +81,6 @@ def elementwise(eq: Equation) -> Value:
     if masked is None or eq.name not in (*UNARY_LINEAR, "mul", "div"):
         return Value(dims, partial, _extreme(eq, ins), _ratio(eq, ins))
     return Value(dims, partial, None, _ratio(eq, ins), masked=masked.masked, origin=masked.origin)
-
-
-def _of_rows(eq: Equation, ins: list[Value]) -> Value:
-    """The same of each looked-up entry: those out of range are to be masked still, by the same index."""
-    rows = [v for v in ins if v.looked_up is not None]
-    if any((v.looked_up, v.origin) != (rows[0].looked_up, rows[0].origin) or v.origin is None for v in rows):
-        eq.block(rows[0])
-    bare = [dataclasses.replace(v, looked_up=None, drops=False) for v in ins]
-    found, drops = elementwise(dataclasses.replace(eq, ins=bare)), any(v.drops for v in rows)
-    eq.block(found)
-    return dataclasses.replace(found, looked_up=rows[0].looked_up, drops=drops, origin=rows[0].origin, known=None)
 
 
 def _spread(value: Value, ndim: int) -> Value:

@@ -54,10 +54,6 @@ def _gather(eq: Equation) -> Value:
     looked_up, origin, own = None, None, frozenset()
     for i, index in zip(numbers.start_index_map, _indices(ids, len(numbers.start_index_map)), strict=True):
         dim = x.dims[i]
-        if index.places is not None and dim is not UNIFORM:
-            if dim != index.places or (sizes[i], twin_sizes[i]) != (1, 1):
-                eq.block(index)
-            continue
         if (sizes[i], twin_sizes[i]) == (shape[i], eq.twin_shape()[i]) and _has_mode(eq, "CLIP"):
             continue  # the whole dim is taken, whatever the index
         if dim is UNIFORM or not dim.axes:
@@ -106,8 +102,6 @@ def _gather(eq: Equation) -> Value:
 def _scatter(eq: Equation) -> Value:
     x, ids, updates = eq.ins
     eq.block(x)
-    if ids.places is not None and updates.count and len(eq.shape()) == 1 and eq.name == "scatter":
-        return _inverse(eq, ids, updates)
     eq.block(updates)
     numbers, shape, adds = eq.params["dimension_numbers"], eq.shape(), eq.name == "scatter-add"
     inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
@@ -135,13 +129,6 @@ def _scatter(eq: Equation) -> Value:
     for i, index in zip(numbers.scatter_dims_to_operand_dims, indices, strict=True):
         if sizes.get(i) == (shape[i], eq.twin_shape()[i]) and _has_mode(eq, "CLIP"):
             continue  # the whole dim is written, whatever the index
-        if index.places is not None:
-            ways = [k for k, d in enumerate(batch) if d == index.dims[k] and places[k] is not None]
-            if len(ways) != 1 or sizes.get(i, (1, 1)) != (1, 1) or index.dims[ways[0]].axes == ():
-                eq.block(index)
-            dims[i] = eq.joined_dim(i, [x.dims[i], index.places])
-            batch[ways[0]], places[ways[0]] = UNIFORM, None
-            continue
         if index.is_local and (k := _counts_along(index)) is not None:
             dim = batch[k] if batch[k] is not UNIFORM and batch[k].axes else x.dims[i]
             if dim is UNIFORM or dim.is_merged or eq.shape(1)[k] != shape[i]:
@@ -181,14 +168,6 @@ def _scatter(eq: Equation) -> Value:
     into = Value(tuple(dims), x.partial, ratio=x.ratio, known=x.known if x.is_zero else None)
     found = eq.joined(dims, [into, Value((), frozenset(partial), ratio=updates.ratio)])
     return dataclasses.replace(found, partial=frozenset(partial), extreme=(kind, pending) if pending else None)
-
-
-def _inverse(eq: Equation, order: Value, counted: Value) -> Value:
-    """The inverse of the order of a block: 0, 1, … written where it says."""
-    sizes = [part.size for dim in (order.dims[0], order.places) if dim for part in dim.parts]
-    if sizes != [eq.shape()[0]] * 2 or counted.known != (0, 0) or counted.offset or not counted.is_local:
-        eq.block(order)
-    return Value((order.places,), is_local=True, places=order.dims[0])
 
 
 def _is_masked(updates: Value, index: Value, places: list[int | None]) -> bool:

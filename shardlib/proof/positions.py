@@ -26,8 +26,6 @@ from shardlib.proof.equation import Equation, Refused
 def of(eq: Equation, ins: list[Value]) -> Value | None:
     """The result of an elementwise primitive on positions, offsets or masks; None if no rule here is about it."""
     name = eq.name
-    if any(v.places is not None for v in ins):
-        return _index_into_own_block(eq, ins)
     if name == "eq" and (best := _best(eq, ins)):
         return best
     if name in _TURNED and any(v.offset or v.is_local for v in ins):
@@ -37,18 +35,6 @@ def of(eq: Equation, ins: list[Value]) -> Value | None:
     if name in ("and", "or", "not") and all(v.mask for v in ins):
         return _combined(eq, ins)
     return _masked(eq, ins)
-
-
-def _index_into_own_block(eq: Equation, ins: list[Value]) -> Value | None:
-    """What jnp does with an index before it looks up by it: no index is negative."""
-    index, *others = ins
-    if eq.name in ("convert_element_type", "copy"):
-        return index if _holds_positions(eq.eqn.invars[0].aval.dtype, eq.result_type()) else None
-    if index.places is None or not others or not others[0].is_constant:
-        return None
-    if eq.name in ("lt", "ge") and others[0].is_zero:
-        return constant(len(index.dims), eq.name == "ge", eq.name == "ge")
-    return dataclasses.replace(index, places=None) if eq.name == "add" else None
 
 
 def _labels(value: Value) -> Subtracted:

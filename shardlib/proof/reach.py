@@ -182,3 +182,26 @@ def taken(x: np.ndarray, dim: int, at: np.ndarray, size: int, fill: Any) -> np.n
     shape[dim] = len(at)
     found = x.take(np.clip(at, 0, x.shape[dim] - 1) if x.shape[dim] > 1 else np.zeros(len(at), int), dim)
     return np.where(inside.reshape(shape), found, fill)
+
+
+def placed(x: np.ndarray, at: dict[int, int], rank: int) -> np.ndarray:
+    """An array with dim i at place at[i] of `rank` dims. Its other dims have one entry, and go."""
+    kept = sorted(at, key=at.__getitem__)
+    sizes = {at[i]: x.shape[i] for i in kept}
+    order = [*(i for i in range(x.ndim) if i not in at), *kept]
+    return x.transpose(order).reshape([sizes.get(place, 1) for place in range(rank)])
+
+
+def cut(value: Reach, starts: Sequence[int], limits: Sequence[int], strides: Any = None) -> Reach:
+    """Entries from `starts` to `limits`."""
+    parts = [slice(a, b, c) for a, b, c in zip(starts, limits, strides or [1] * len(starts), strict=True)]
+    shape = [len(range(*s.indices(n))) for s, n in zip(parts, value.shape, strict=True)]
+    part = lambda s, n, m: s if n > 1 else slice(min(1, m))
+    return value.moved(lambda x: x[tuple(map(part, parts, x.shape, shape))], shape)
+
+
+def entries_of(x: Reach, axis: int, start: int, limit: int) -> Reach:
+    """Entries `start` to `limit` of one dim."""
+    at = lambda i, here, elsewhere: here if i == axis else elsewhere
+    starts = [at(i, start, 0) for i in range(len(x.shape))]
+    return cut(x, starts, [at(i, limit, n) for i, n in enumerate(x.shape)])

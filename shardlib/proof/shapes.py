@@ -2,8 +2,7 @@
 
 import dataclasses
 
-from shardlib.proof import entries
-from shardlib.proof.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Value, constant, cut, devices, moved, whole
+from shardlib.proof.domain import UNIFORM, Dim, Part, Value, constant, devices, moved, whole
 from shardlib.proof.equation import WHOLE_SIZES, Equation, Refused
 from shardlib.proof.primitives import Rules
 
@@ -131,20 +130,6 @@ def _reshape(eq: Equation) -> Value:
     twins = eq.twin.outvars[0].aval.shape
     dims, count, mixed = [], [], False
     for j, (size, there) in enumerate(zip(new, twins, strict=True)):
-        if (
-            there == 1 < size
-            and pieces
-            and (first := pieces[0]).size % size == 0
-            and first.whole > 1  # or the twin has more devices along an axis that both have
-            and not first.is_uniform
-            and not any(axis.startswith(ENTRIES) for axis in first.axes)
-        ):
-            # On one device all of the dim is one block: the entries stand for devices.
-            axes = (*first.axes, f"{BLOCKS}{size}")
-            pieces[0] = dataclasses.replace(first, size=first.size // size, axes=axes)
-            dims.append(cut(size, (f"{ENTRIES}{size}",)))
-            count += [j] if first.is_counted else []
-            continue
         taken = _take(pieces, size, there, last=all(n == 1 for n in new[j + 1 :]))
         if any(p.is_counted for p in taken):
             count.append(j)
@@ -224,7 +209,7 @@ def _merged(taken: list[_Piece]) -> Dim:
             parts[-1] = Part(parts[-1].size * piece.size, parts[-1].axes)
         else:
             parts.append(Part(piece.size, piece.axes))
-    return Dim(tuple(entries.joined(parts)), taken[0].name if len(taken) == 1 else "")
+    return Dim(tuple(parts), taken[0].name if len(taken) == 1 else "")
 
 
 @rule("concatenate")

@@ -1,20 +1,18 @@
 """Rules of reductions, products and other primitives that combine entries."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from shardlib.proof.domain import UNIFORM, Dim, Part, Source, Value, constant, near, real, whole
+from shardlib.proof.domain import UNIFORM, Dim, Source, Value, constant, near, whole
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.primitives import Rules, everything_whole
 
 RULES = Rules()
 rule = RULES.of
-_ORDERS = itertools.count()
 
 
 def _without(dims: tuple, gone: Any) -> tuple:
@@ -100,37 +98,10 @@ def _cumulative(eq: Equation) -> Value:
     return Value(dims, x.partial, ratio=x.ratio)
 
 
-def _sorted_block(eq: Equation, dim: Dim) -> list[Value] | None:
-    """The results of sorting each device's block by itself, which the whole is not: in an order of its own.
-
-    A second sort, of that order, undoes it. None if this is no such sort.
-    """
-    (key, *_), n, blocks = eq.ins, eq.shape()[0], [v for v in eq.ins if not v.is_local]
-    counts = [v for v in eq.ins if v.count and v.is_local and v.known == (0, 0) and not v.offset]
-    for value in blocks:
-        eq.plain(value)
-    if key.places is None:
-        number = next(_ORDERS)
-        before, after = dim, Dim(tuple(Part(p.size, tuple(f"{real(a)}~{number}" for a in p.axes)) for p in dim.parts))
-        firsts = []
-    else:  # an order of the whole block: sorting it gives 0, 1, …, and what goes with it its place before
-        before, after = key.dims[0], key.places
-        firsts = [Value((whole(n),), known=(0, 0), count=(0,), is_local=True)]
-    rest = eq.ins[len(firsts) :]
-    is_one_block = all([p.size for p in d.parts] == [n] for d in (before, after))
-    is_known = lambda v: v in counts or (v in blocks and v.dims[0] in (before, UNIFORM))
-    if not is_one_block or not all(map(is_known, rest)):
-        return None
-    return firsts + [Value((after,), is_local=True, places=before) if v in counts else Value((after,)) for v in rest]
-
-
 @rule("sort", "top_k", "approx_top_k")
 def _sort(eq: Equation) -> list[Value]:
     ndim = len(eq.shape())
     k = next((eq.params[n] for n in ("dimension", "axis", "reduction_dimension") if n in eq.params), ndim - 1) % ndim
-    cut = [d for v in eq.ins for d in v.dims if d and d.axes]
-    if eq.name == "sort" and ndim == 1 and cut and (found := _sorted_block(eq, cut[0])):
-        return found
     dims = _combined_along(eq, [k], f"{eq.name} runs")
     dims[k] = whole(eq.result_shape[k])
     return [Value(tuple(dims)) for _ in eq.eqn.outvars]
@@ -141,8 +112,6 @@ def _sort(eq: Equation) -> list[Value]:
 
 @rule("dot_general")
 def _dot(eq: Equation) -> Value:
-    if any(v.looked_up is not None for v in eq.ins):
-        return _dot_of_rows(eq)
     a, b = (eq.term(eq.block(value)) for value in eq.ins)
     (contracted_a, contracted_b), (batch_a, batch_b) = eq.params["dimension_numbers"]
     if a.partial and b.partial:
@@ -163,22 +132,6 @@ def _dot(eq: Equation) -> Value:
     batch = [eq.joined_dim(i, [a.dims[i], b.dims[j]]) for i, j in zip(batch_a, batch_b, strict=True)]
     free = [*_without(a.dims, (*contracted_a, *batch_a)), *_without(b.dims, (*contracted_b, *batch_b))]
     return Value((*batch, *free), frozenset(partial), ratio=near(ratio))
-
-
-def _dot_of_rows(eq: Equation) -> Value:
-    """A product of looked-up rows, each by itself: those out of range are to be masked still."""
-    k = 0 if eq.ins[0].looked_up is not None else 1
-    rows, other = eq.ins[k], eq.ins[1 - k]
-    (contracted, batch) = (sides[k] for sides in eq.params["dimension_numbers"])
-    if other.looked_up is not None or rows.origin is None or any(rows.origin.dims[i] is not None for i in contracted):
-        eq.block(rows)
-    ins = [dataclasses.replace(rows, looked_up=None, drops=False), other]
-    found = _dot(dataclasses.replace(eq, ins=ins if k == 0 else ins[::-1]))
-    free = list(_without(rows.origin.dims, (*contracted, *batch)))
-    others = [None] * (len(found.dims) - len(batch) - len(free))
-    places = [rows.origin.dims[i] for i in batch] + (free + others if k == 0 else others + free)
-    origin = rows.origin._replace(dims=tuple(places))
-    return dataclasses.replace(found, looked_up=rows.looked_up, drops=rows.drops, origin=origin)
 
 
 @rule("conv_general_dilated")

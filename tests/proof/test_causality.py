@@ -71,11 +71,6 @@ def experts(x):
     return jnp.sum(jax.nn.softmax(gates)[..., None] * jnp.take_along_axis(outputs, at[..., None], 2), 2)
 
 
-def solved(x):
-    a = jnp.tril(jnp.einsum("blm,bsm->bls", x, x), -1) + jnp.eye(LENGTH)
-    return jax.scipy.linalg.solve_triangular(a, x, lower=True)
-
-
 def fourier(x):
     """A long convolution through a Fourier transform: causal, but which entries it takes is not seen."""
     f = jnp.fft.rfft(x, 2 * LENGTH, axis=1) * jnp.fft.rfft(jnp.exp(-PLACE), 2 * LENGTH)[:, None]
@@ -138,13 +133,10 @@ EXACT = {
     "norm over B": lambda x: x / jnp.sqrt(jnp.mean(x * x, axis=(0, 1))),
     "softmax over L": lambda x: jax.nn.softmax(x, 1) * x,
     "experts": experts,
-    "triangle": solved,
-    "indices": lambda x: x[:, np.array([0, 0, 1, 2, 2, 4, 5, 1])],
     "even and odd": lambda x: jnp.stack([x[:, ::2], -x[:, ::2]], 2).reshape(x.shape),
     "merged dims": lambda x: jnp.cumsum(x.reshape(-1, WIDTH), 0).reshape(x.shape),
     "transposed": lambda x: jnp.cumsum(x.transpose(2, 1, 0), 1).transpose(2, 1, 0),
     "own branch": chosen,
-    "windows": lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (1, 3, 1), (1, 1, 1), ((0, 0), (2, 0), (0, 0))),
     "checkpoint": jax.checkpoint(attention(OWN)),
     "mapped": jax.vmap(lambda x: jnp.cumsum(x, 0)),
 }  # fmt: skip
@@ -156,6 +148,7 @@ WIDER = {  # whose entries may depend on more than they do: on values that token
     "top_k over L": lambda x: x * (x >= lax.top_k(x.swapaxes(1, 2), 2)[0][..., -1][:, None]),
     "a sort and its inverse": lambda x: jnp.sort(x, 1)[:, np.arange(LENGTH)],
     "fourier": fourier,
+    "indices": lambda x: x[:, np.array([0, 0, 1, 2, 2, 4, 5, 1])],
     "until": until,
     "positions of tokens": lambda x: jnp.take_along_axis(x, jnp.int32(jnp.abs(x[..., :1])) % LENGTH, 1),
 }
