@@ -165,7 +165,8 @@ def _words(kind: Any) -> str:
 def refused(what: str, remedy: str = COPY_AGAIN) -> Iterator[None]:
     """Context in which a library reads what others wrote: all that it raises is a ValueError that begins with `what`.
 
-    So is a panic of a library in Rust, which is no Exception.
+    So is a panic of a library in Rust, which is no Exception. The message has the causes too, since `datasets` often
+    says only that something went wrong.
     """
     try:
         yield
@@ -174,7 +175,11 @@ def refused(what: str, remedy: str = COPY_AGAIN) -> Iterator[None]:
             isinstance(error, Exception) or type(error).__name__ == "PanicException"
         ):
             raise
-        why = next(iter(str(error).splitlines()), "").rstrip(".") or type(error).__name__
+        causes = [error]
+        while causes[-1].__cause__ is not None:
+            causes.append(causes[-1].__cause__)
+        first_lines = (next(iter(str(cause).splitlines()), "").rstrip(". ") for cause in causes)
+        why = ": ".join(filter(None, first_lines)) or type(error).__name__
         raise ValueError(f"{what}: {why}. {remedy}".rstrip()) from error
 
 

@@ -42,11 +42,10 @@ from shardwright.sampling.scoring import Scorer, products_in
 from shardwright.settings.program import run_program
 from shardwright.settings.words import for_console
 from shardwright_data.checks import at_least_0, at_least_1, check_choice, check_ranges, within
-from shardwright_data.flat_tokens import open_reader
+from shardwright_data.flat_tokens import Reader
 from shardwright_data.loader import make_loader
-from shardwright_data.loader.codec import codec_of_data
 from shardwright_data.loader.padded import PaddedLoader
-from shardwright_data.text.codec import REMEDY, TextCodec, codec_by_name, codec_of_attributes
+from shardwright_data.text.codec import REMEDY, TextCodec, codec_by_name, codec_of_attributes, codec_of_data
 from shardwright_data.text.sources import KINDS, match
 
 TEXTS = r"\.(jsonl|json|txt|parquet)(\.\w+)?$"
@@ -206,7 +205,7 @@ def documents_of(run: OpenRun) -> Iterator[Given]:
     config = run.config
     if re.search(TEXTS, config.data):
         return documents_of_files(config.data, config.text_field, config.separator, run.codec())
-    reader = open_reader(config.data, config.split)
+    reader = Reader(config.data, config.split)
     if reader.max_token_id >= run.c.model.vocab:
         raise ValueError(
             f"{reader.path} holds token ids up to {reader.max_token_id}, the model's vocabulary has "
@@ -293,7 +292,7 @@ def check_settings(config: Settings) -> str:
             f"{', '.join(KINDS)}. Correct the path."
         )
     elif what == "data":
-        open_reader(config.data, config.split)
+        Reader(config.data, config.split)
     return what
 
 

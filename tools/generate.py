@@ -30,8 +30,7 @@ from shardwright.settings.program import run_program
 from shardwright.settings.words import for_console
 from shardwright_data.checks import check_choice, check_ranges, within
 from shardwright_data.foreign import LARGE, read_text, shown
-from shardwright_data.loader.codec import codec_of_data
-from shardwright_data.text.codec import TextCodec, codec_by_name, codec_of_dataset
+from shardwright_data.text.codec import TextCodec, codec_by_name, codec_of_data, codec_of_dataset
 
 
 @dataclass

@@ -29,7 +29,7 @@ from shardwright.settings.program import run_program
 from shardwright.settings.words import for_console
 from shardwright_data import flat_tokens
 from shardwright_data.checks import at_least_1, check_ranges, within
-from shardwright_data.flat_tokens import open_reader
+from shardwright_data.flat_tokens import Reader
 from shardwright_data.foreign import check_types, one_line, shown
 from shardwright_data.loader import DataConfig, batch_of, make_loader
 from shardwright_data.loader.origins import pieces_of, sequences_of_batch
@@ -279,7 +279,7 @@ def run(config: Settings, console: Console | None = None) -> None:
         show_batch(console, config, settings)
         return
     filespec = _filespec(config, settings)
-    reader = open_reader(filespec, config.split)
+    reader = Reader(filespec, config.split)
     codec = open_codec(filespec, reader.attributes)
     if config.check:
         check(console, reader)

@@ -14,8 +14,7 @@ from shardwright.run.stages import folded_mesh, without_stages
 from shardwright.sampling.drawing import Sampling, check_ids
 from shardwright.sampling.sampler import Sampler
 from shardwright.settings.words import say
-from shardwright_data.loader.codec import codec_of_data
-from shardwright_data.text.codec import REMEDY
+from shardwright_data.text.codec import REMEDY, codec_of_data
 
 SHOWN = 100
 """Number of characters of a sample on the terminal."""

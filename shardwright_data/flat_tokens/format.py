@@ -83,17 +83,6 @@ def decode(encoded: AnyEncoded) -> tuple[AnyEncoded, AnyIsStart]:
     return encoded >> np.uint32(1), (encoded & np.uint32(1)).astype(np.bool_)
 
 
-def unigram_entropy(ids: AnyIds) -> float:
-    """Entropy of single tokens in nats: the loss of a model that knows only their frequencies."""
-    return entropy(np.unique_counts(ids).counts)
-
-
-def entropy(counts: np.ndarray) -> float:
-    """Entropy in nats of a variable whose values have these counts, or frequencies."""
-    p = counts[counts > 0] / counts.sum()
-    return float(-(p * np.log(p)).sum())
-
-
 def open_kvstore(filespec: str, context: ts.Context | None = None) -> ts.KvStore:
     """The directory `filespec`, a local path or a URL that tensorstore knows (`gs://`, `s3://`, `http://` …).
 
@@ -125,15 +114,11 @@ def list_splits(filespec: str, wanted: str) -> str:
     """For a message, the splits that a local dataset has in place of `wanted`; or what to check of a remote one."""
     if "://" in filespec:
         return "Check the address, and that its writer has finished."
-    if not os.path.isdir(filespec):
-        return "There is no such directory: write the dataset, as docs/data.md says, or correct the path."
     groups = (path for marker in MARKERS for path in glob.glob(f"*/{marker}", root_dir=filespec))
     splits = sorted({os.path.dirname(path) for path in groups})
-    return (
-        f"The splits there are {splits}.{did_you_mean(wanted, splits)}"
-        if splits
-        else ("The directory holds no flat-tokens dataset: write one with a program in tools/, or correct the path.")
-    )
+    if splits:
+        return f"The splits there are {splits}.{did_you_mean(wanted, splits)}"
+    return "There is no flat-tokens dataset: write it, as docs/data.md says, or correct the path."
 
 
 def read_file(root: ts.KvStore, name: str, most: int = foreign.LARGE) -> bytes | None:

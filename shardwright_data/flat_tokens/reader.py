@@ -22,39 +22,20 @@ from shardwright_data.flat_tokens.format import (
     opening_context,
     read_file,
 )
-from shardwright_data.foreign import check_types, parse_object
+from shardwright_data.foreign import check_types, parse_object, refused
 
 MOST_PROBES_LOCAL, MOST_PROBES_REMOTE = 4096, 64
-"""Bounds on the files that `open_reader` reads from, and so on the time to open a dataset."""
+"""Bounds on the files of an array that are looked at when it is opened, and so on the time that takes."""
 _AGAIN = "Write or copy the dataset again."
-
-
-def open_reader(filespec: str, split: str, *, cache_bytes: int = 2**28, inputs: Sequence[str] = ()) -> "Reader":
-    """A reader of one split and of inputs, of which no file is missing or truncated.
-
-    In zarr v3 it reads the index and one token at the end of each file. Their checksums show a file that is missing,
-    truncated, or of another array; of at most 4096 files of an array of a local dataset and 64 of a remote one. Other
-    damage is found when it is read: in zarr v3 by checksums, in zarr v2 where a file does not unpack.
-
-    Raises:
-        ValueError: the split is missing, incomplete, truncated, not in this format, or cannot be reached.
-    """
-    reader = Reader(filespec, split, cache_bytes=cache_bytes, inputs=inputs)
-    if reader.zarr_format == 2:
-        return reader
-    most, end, waiting = MOST_PROBES_REMOTE if "://" in filespec else MOST_PROBES_LOCAL, reader.num_tokens, []
-    for name, size in reader.file_sizes().items():
-        num_files = -(-end // size)
-        which = np.unique(np.linspace(0, num_files - 1, min(num_files, most)).astype(np.int64)) if num_files else []
-        places = [min((int(i) + 1) * size, end) - 1 for i in which]
-        waiting += [reader.begin_read(np.array([place]), np.array([1]), name) for place in places]
-    for wait in waiting:
-        wait()
-    return reader
+_ATTRIBUTES = {"max_token_id": int, "format?": str, "version?": int, "num_tokens?": int, "num_documents?": int}
 
 
 class Reader:
     """Reads any part of one split of a dataset in zarr v3 (as `Writer` writes it) or zarr v2 (as seqax writes it).
+
+    In zarr v3 it first reads the index and one token at the end of each file. Their checksums show a file that is
+    missing, truncated, or of another array; of at most 4096 files of an array of a local dataset and 64 of a remote
+    one. Other damage is found when it is read: in zarr v3 by checksums, in zarr v2 where a file does not unpack.
 
     Args:
         filespec: directory of the dataset; a local path or a URL that tensorstore knows.
@@ -63,7 +44,7 @@ class Reader:
         inputs: names of further arrays of the split, with a value for each token, to be read beside the tokens.
 
     Raises:
-        ValueError: the split, or an input, is missing, incomplete, truncated, or not in this format.
+        ValueError: the split, or an input, is missing, incomplete, truncated, not in this format, or cannot be reached.
     """
 
     num_tokens: int
@@ -80,18 +61,13 @@ class Reader:
         stores = dict.fromkeys(("http_request_concurrency", "gcs_request_concurrency", "s3_request_concurrency"), limit)
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}} | stores)
         self.attributes, self._driver = self._read_attributes(split)
-        self.max_token_id = self._attribute("max_token_id")
-        # tensorstore refuses the Delta filter of seqax's seq_starts.
-        has_filter = self._driver == "zarr" and self._read_json(f"{split}/seq_starts/.zarray").get("filters")
+        self.max_token_id = self.attributes["max_token_id"]
         self._tokens = self._open_array(f"{split}/encoded_tokens", np.uint32)
-        starts = f"{split}/seq_starts"
-        self._starts = (
-            self._open_with_zarr(filespec, starts, cache_bytes) if has_filter else self._open_array(starts, np.uint64)
-        )
-        self.num_tokens = self._tokens.shape[0]
-        self.num_documents = self._starts.shape[0] - 1
+        self._starts = self._open_array(f"{split}/seq_starts", np.uint64)
+        self.num_tokens, self.num_documents = self._tokens.shape[0], self._starts.shape[0] - 1
         self._inputs = {name: self._open_input(split, name) for name in inputs}
         self._check_extent()
+        self._check_files(MOST_PROBES_REMOTE if "://" in filespec else MOST_PROBES_LOCAL)
 
     def _read_json(self, key: str) -> dict[str, Any]:
         """The JSON object at `key`, empty if there is none."""
@@ -104,15 +80,9 @@ class Reader:
         return {} if content is None else parse_object(f"{self.path}: {key}", content, remedy=_AGAIN)
 
     def _read_attributes(self, split: str) -> tuple[dict[str, Any], str]:
+        """The attributes of the split, and the driver of tensorstore for its arrays."""
         if group := self._read_json(f"{split}/zarr.json"):
-            kind, version = group.get("node_type"), group.get("zarr_format")
-            if (kind, version) != ("group", 3):
-                raise ValueError(
-                    f"{self.path} is not a group of zarr v3: its zarr.json states node_type {kind!r} and zarr_format "
-                    f"{version!r}. Correct the path, or write the dataset again."
-                )
-            attributes, driver = group.get("attributes") or {}, "zarr3"
-            check_types(f"{self.path}: zarr.json", {"attributes": attributes}, {"attributes": dict}, _AGAIN)
+            attributes, driver = group.get("attributes"), "zarr3"
         elif self._read_json(f"{split}/.zgroup"):
             attributes, driver = self._read_json(f"{split}/.zattrs"), "zarr"
         elif any(self._read_json(f"{split}/encoded_tokens/{name}") for name in ("zarr.json", ".zarray")):
@@ -122,17 +92,12 @@ class Reader:
         else:
             there = list_splits(self.path.removesuffix(f"/{split}"), split)
             raise ValueError(f"No flat-tokens split at {self.path}. {there}")
-        if "max_token_id" not in attributes:
+        check_types(self.path, {"attributes": attributes}, {"attributes": _ATTRIBUTES}, _AGAIN)
+        found = attributes.get("format", FORMAT), attributes.get("version", FORMAT_VERSION)
+        if found != (FORMAT, FORMAT_VERSION):
             raise ValueError(
-                f"{self.path} is not a flat-tokens split: its group has no attribute max_token_id, "
-                f"only {sorted(attributes)}. See docs/flat-tokens.md."
-            )
-        if attributes.get("format", FORMAT) != FORMAT:
-            raise ValueError(f"{self.path} is in the format {attributes['format']!r}, not {FORMAT}.")
-        if attributes.get("version", FORMAT_VERSION) != FORMAT_VERSION:
-            raise ValueError(
-                f"{self.path} has version {attributes['version']!r} of the flat-tokens format; this program reads "
-                f"version {FORMAT_VERSION}. Update the program or write the dataset again."
+                f"{self.path} is in version {found[1]} of the format {found[0]}; this program reads version "
+                f"{FORMAT_VERSION} of {FORMAT}. Update the program or write the dataset again."
             )
         return attributes, driver
 
@@ -155,17 +120,10 @@ class Reader:
         """Elements in one file, at least 1: of encoded_tokens by None, of each input by its name."""
         return {None: self.file_tokens} | {name: self._file_size(array) for name, array in self._inputs.items()}
 
-    def _file_size(self, array: Any) -> int:
-        is_ts = isinstance(array, ts.TensorStore)
-        return (array.chunk_layout.write_chunk.shape if is_ts else getattr(array, "shards", None) or array.chunks)[0]
+    def _file_size(self, array: ts.TensorStore) -> int:
+        return array.chunk_layout.write_chunk.shape[0]
 
-    def _attribute(self, name: str) -> int:
-        value = self.attributes[name]
-        if type(value) is not int or value < 0:
-            raise ValueError(f"{self.path}: attribute {name} is {value!r}, not a nonnegative integer.")
-        return value
-
-    def _open_array(self, key: str, dtype: type) -> Any:
+    def _open_array(self, key: str, dtype: type) -> ts.TensorStore:
         spec = {
             "driver": self._driver,
             "kvstore": (self._root / f"{key}/").spec().to_json(),
@@ -175,11 +133,30 @@ class Reader:
             "recheck_cached_data": "open",
         }
         try:
-            array = ts.open(spec, open=True, read=True, context=self._context).result()
+            # tensorstore refuses the Delta filter of seqax's seq_starts.
+            has_filter = self._driver == "zarr" and self._read_json(f"{key}/.zarray").get("filters")
+            array = self._open_by_zarr(key) if has_filter else ts.open(spec, read=True, context=self._context).result()
         except ValueError as e:
-            raise self._no_array(key, e) from e
-        self._check_array(key, array.shape, array.dtype.numpy_dtype, dtype)
+            why = str(e).partition(" [")[0]
+            raise ValueError(f"{self.path}: its array {key} is missing or not readable: {why}. {_AGAIN}") from e
+        if len(array.shape) != 1 or array.dtype.numpy_dtype != dtype:
+            raise ValueError(
+                f"{self.path}: {key} has rank {array.rank} and dtype {array.dtype.name}; flat-tokens has rank 1 and "
+                f"{np.dtype(dtype).name}."
+            )
         return array
+
+    def _open_by_zarr(self, key: str) -> ts.TensorStore:
+        with refused("zarr", ""):
+            array = zarr.open_array(self._root.url, path=key, mode="r")
+
+        def read(domain: ts.IndexDomain, values: np.ndarray, _: Any) -> None:
+            values[...] = array[domain.index_exp]
+
+        layout = ts.ChunkLayout(chunk_shape=array.chunks)
+        return ts.virtual_chunked(
+            read, dtype=array.dtype, shape=array.shape, chunk_layout=layout, context=self._context
+        )
 
     def input_key(self, split: str, name: str) -> str:
         """Key of the array of an input. Raises ValueError if it cannot have that name, or the split is in zarr v2."""
@@ -204,83 +181,45 @@ class Reader:
             )
         return array
 
-    def _open_with_zarr(self, filespec: str, key: str, memory: int) -> Any:
-        """The array, in memory if `memory` bytes hold it, else read by zarr at each access."""
-        try:
-            array = zarr.open_array(filespec, path=key, mode="r")
-        # zarr-python has many errors for metadata that is not as specified.
-        except (ValueError, KeyError, TypeError, AttributeError) as e:
-            raise self._no_array(key, e) from e
-        self._check_array(key, array.shape, array.dtype, np.uint64)
-        return self._begin(array, [(0, array.size)], "seq_starts")() if array.nbytes <= memory else array
-
-    def _no_array(self, key: str, error: Exception) -> ValueError:
-        name, why = key.rsplit("/", 1)[-1], str(error).partition(" [")[0]
-        return ValueError(
-            f"{self.path}: its array {name} is missing or not readable as {self._driver}: {why}. Write the dataset "
-            "again."
-        )
-
-    def _check_array(self, key: str, shape: tuple[int, ...], dtype: np.dtype, expected: type) -> None:
-        if len(shape) != 1 or dtype != expected:
-            raise ValueError(
-                f"{self.path}: {key.rsplit('/', 1)[-1]} has rank {len(shape)} and dtype {dtype}; "
-                f"flat-tokens has rank 1 and {np.dtype(expected).name}."
-            )
-
     def _check_extent(self) -> None:
-        """Raises ValueError if the split is truncated, by its counts and the last element of either array."""
+        """Raises ValueError if the split is truncated, by its counts and the last element of seq_starts."""
         for name, found in (("num_tokens", self.num_tokens), ("num_documents", self.num_documents)):
-            if name in self.attributes and (stated := self._attribute(name)) != found:
+            if (stated := self.attributes.get(name, found)) != found:
                 raise ValueError(
                     f"{self.path} is truncated: its attributes state {name} = {stated}, its arrays hold {found}. "
-                    "Write or copy the dataset again."
+                    f"{_AGAIN}"
                 )
         if self.num_documents < 0:
             raise ValueError(f"{self.path}: seq_starts is empty; its last entry must be the number of tokens.")
-        end = int(self._begin(self._starts, [(self.num_documents, self.num_documents + 1)], "seq_starts")()[0])
+        end = int(self.read_starts(self.num_documents, self.num_documents + 1)[0])
         if end != self.num_tokens:
             raise ValueError(
                 f"{self.path} is truncated: seq_starts ends at token {end}, encoded_tokens at {self.num_tokens}. "
-                "Write or copy the dataset again."
+                f"{_AGAIN}"
             )
-        for name in (None, *self._inputs) if self.num_tokens else ():
-            self.read(np.array([0, self.num_tokens - 1]), np.array([1, 1]), name)
 
-    def _begin(self, array: Any, spans: list[tuple[int, int]], what: str) -> Callable[[], np.ndarray]:
+    def _check_files(self, most: int) -> None:
+        """Reads the last token of each file, of at most `most` files of an array; in zarr v2 of the first and last."""
+        end, waiting = self.num_tokens, []
+        for name, size in self.file_sizes().items():
+            num_files = -(-end // size)
+            count = min(num_files, most if self.zarr_format == 3 else 2)
+            for i in np.unique(np.linspace(0, num_files - 1, count).astype(np.int64)).tolist():
+                waiting.append(self.begin_read(np.array([min((i + 1) * size, end) - 1]), np.array([1]), name))
+        for wait in waiting:
+            wait()
+
+    def _begin(self, array: ts.TensorStore, spans: list[tuple[int, int]], what: str) -> Callable[[], np.ndarray]:
         """Begins to read `array` over each (start, end). Returns a function that waits for the parts and joins them."""
-        if not isinstance(array, ts.TensorStore):
-            try:
-                joined = np.concatenate([array[start:end] for start, end in spans])
-            # Codecs raise RuntimeError or ValueError for damaged data.
-            except (OSError, RuntimeError, ValueError) as e:
-                raise self._damage(what, array, spans, e) from e
-            return lambda: joined
         # One read of joined views costs tensorstore less than a read each.
         views = [array[start:end] for start, end in spans]
         future = (ts.concat(views, axis=0) if len(views) > 1 else views[0]).read()
 
         def wait() -> np.ndarray:
-            try:
+            with refused(f"{self.path}: cannot read {what}; a file is missing, truncated or corrupt", _AGAIN):
                 return future.result()
-            except ValueError as e:
-                raise self._damage(what, array, spans, e) from e
 
         return wait
-
-    def _damage(self, what: str, array: Any, spans: list[tuple[int, int]], error: Exception) -> ValueError:
-        """The error for spans of an array that cannot be read. It names the file, or those of the spans."""
-        if found := re.search(r"""[^\s"']+/\d+(?=["'\s])""", str(error)):
-            files = found[0]
-        else:
-            place = array.kvstore.path if isinstance(array, ts.TensorStore) else f"{array.path}/"
-            place += "c/" * (self.zarr_format == 3)
-            size = self._file_size(array)
-            first, last = min(start for start, _ in spans) // size, (max(end for _, end in spans) - 1) // size
-            files = f"{place}{first}" if first == last else f"one of {place}{first} to {last}"
-        return ValueError(
-            f"{self.path}: cannot read {what}; a file is missing, truncated or corrupt: {files}. {_AGAIN}"
-        )
 
     def begin_read(self, starts: Places, lengths: Places, name: str | None = None) -> Callable[[], SomeTokens]:
         """Begins to read the stored tokens `[starts[i], starts[i] + lengths[i])` of all spans i at once.

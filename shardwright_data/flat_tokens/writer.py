@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwright_data.checks import check_range
 from shardwright_data.flat_tokens.format import (
     FORMAT,
     FORMAT_VERSION,
@@ -43,7 +44,7 @@ class Writer:
         zarr_format: 3, or 2 for seqax and other readers of zarr v2.
 
     Raises:
-        ValueError: the split is already there, or the dataset is in another version of zarr.
+        ValueError: the split is already there.
     """
 
     def __init__(
@@ -58,16 +59,10 @@ class Writer:
         self.path = f"{filespec.rstrip('/')}/{split}"
         self._root = open_kvstore(filespec)
         self._split = split
-        if zarr_format not in (2, 3):
-            raise ValueError(f"zarr_format is {zarr_format!r}; write 3, or 2 for seqax and other readers of zarr v2.")
+        check_range("zarr_format", zarr_format, 2, 4)
         self._v2 = zarr_format == 2
         if not overwrite:
             check_absent(filespec, split)
-            if read_file(self._root, "zarr.json" if self._v2 else ".zgroup") is not None:
-                raise ValueError(
-                    f"{filespec} is in zarr v{5 - zarr_format}, not v{zarr_format}, and all splits of a dataset are in "
-                    "the same. Choose another path, or replace the dataset with overwrite=true."
-                )
         else:
             delete_split(filespec, split)
 

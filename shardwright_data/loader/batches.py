@@ -4,6 +4,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from fractions import Fraction
 from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import jax
@@ -154,7 +155,7 @@ class Loader:
         self._check_step(step)
         return {}
 
-    def epoch_steps(self) -> dict[str, float]:
+    def epoch_steps(self) -> dict[str, Fraction]:
         """Batches until each sequence of a source has come once, by the source's name; empty if unknown."""
         return {}
 

@@ -1,18 +1,20 @@
-"""Batches of one flat-tokens dataset: a pure function of dataset, seed and step."""
+"""Batches of flat-tokens datasets, one or several mixed: a pure function of datasets, weights, seed and step."""
 
+import bisect
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
 from shardwright_data import flat_tokens
-from shardwright_data.checks import check_ranges, within
-from shardwright_data.flat_tokens import open_reader
 from shardwright_data.loader import shuffle
 from shardwright_data.loader.batches import Limit, Loader, Sequences
+from shardwright_data.loader.config import DataConfig, SourceConfig
+from shardwright_data.loader.mixture import BLOCK, PERIOD, Quotas
 from shardwright_data.loader.shuffle import Indices
 from shardwright_data.text.byte_lengths import ByteLengths
 from shardwright_data.text.codec import byte_lengths_of_dataset
@@ -20,115 +22,50 @@ from shardwright_data.text.codec import byte_lengths_of_dataset
 CHECKED_DOCUMENTS = 2**16
 """Documents at either end of a split whose lengths are read when it is opened to be read unpacked."""
 SAMPLED_TOKENS = 2**22
-"""Tokens at the beginning of a split that `unigram_entropy` counts."""
+"""Tokens at the beginning of a split that `unigram_entropy` counts; of a mixture, of all splits together."""
 
 
-@dataclass(kw_only=True)
-class ReadingConfig:
-    """Settings of how data is read: order, packing, repetitions, memory."""
-
-    seed: int = within(0, 2**63, 0)
-    """Selects the order of the sequences, in [0, 2**63). Other seeds and other epochs have unrelated orders."""
-    shuffle: bool = True
-    """True: sequences come in random order, another one in each epoch. False: in the order of the dataset."""
-    sequence_packing: bool = True
-    """True: sequences are consecutive windows of seq_len tokens, whatever documents they hold; the last
-    num_tokens % seq_len tokens are left out. False: each sequence is one document, cut or padded to seq_len; a run says
-    at its start how many tokens it never sees because of that."""
-    max_epochs: float | None = None
-    """Bound on the epochs of a run, above 0: a longer run is an error at its start. Null for no bound."""
-    cache_bytes: int = within(0, 2**50, 2**28)
-    """Host memory for decoded chunks, in bytes, at least 0; divided evenly among the sources of a mixture."""
-
-
-@dataclass
-class FlatTokensConfig(ReadingConfig):
-    """A flat-tokens dataset (docs/flat-tokens.md) and the order in which it is read."""
-
-    filespec: str
-    """Directory of the dataset: a local path, or a URL (`gs://`, `s3://`, `http://`)."""
-
-
-class FlatTokensLoader(Loader):
-    """Batches of one split of a flat-tokens dataset.
-
-    Any step can be read at any time, from several threads, at the same cost.
+class Source:
+    """The sequences of one dataset, numbered over all epochs.
 
     Args:
-        config: the dataset and its order.
-        batches: arguments of Loader.
-        options: the same, by name.
+        source: the dataset.
+        data: how it is read; cache_bytes for this dataset alone.
+        split: of the dataset.
+        seq_len: tokens in a sequence.
+        inputs: names of the inputs to read.
 
     Raises:
-        ValueError: a setting is out of range, the dataset or an input is missing, damaged or too short, token ids
-            exceed the vocabulary, or the mesh or the microbatches do not divide a batch.
+        ValueError: the dataset or an input is missing, damaged or too short.
     """
 
-    parallel_loads = 8
-
-    def __init__(self, config: FlatTokensConfig, *batches: Any, **options: Any):
-        super().__init__(*batches, **options)
-        check_ranges("data", config)
-        self.config = config
-        self.dataset = open_reader(config.filespec, self.split, cache_bytes=config.cache_bytes, inputs=self.inputs)
-        path, largest = self.dataset.path, self.dataset.max_token_id
-        if self.vocab_size is not None and largest >= self.vocab_size:
-            raise ValueError(
-                f"{path} holds token ids up to {largest}, the model's vocabulary has {self.vocab_size}. "
-                f"Set the vocabulary to {largest + 1} or more, or choose a dataset made with the model's tokenizer."
-            )
-        self.num_tokens = self.dataset.num_tokens
-        windows, documents = self.num_tokens // self.seq_len, self.dataset.num_documents
-        self.sequences_per_epoch = windows if config.sequence_packing else documents
+    def __init__(self, source: SourceConfig, data: DataConfig, split: str, seq_len: int, inputs: tuple[str, ...]):
+        self.config, self._data, self._seq_len = source, data, seq_len
+        self.dataset = flat_tokens.Reader(source.filespec, split, cache_bytes=data.cache_bytes, inputs=inputs)
+        tokens, documents = self.dataset.num_tokens, self.dataset.num_documents
+        self.sequences_per_epoch = tokens // seq_len if data.sequence_packing else documents
         if self.sequences_per_epoch == 0:
             raise ValueError(
-                f"{path} is too short: {self.num_tokens} tokens do not fill one sequence of seq_len {self.seq_len}. "
+                f"{self.dataset.path} is too short: {tokens} tokens do not fill one sequence of seq_len {seq_len}. "
                 "Use a shorter seq_len or a larger dataset."
             )
-        self.unseen = {}
-        if not config.sequence_packing:
-            firsts = {0, max(0, self.sequences_per_epoch - CHECKED_DOCUMENTS)}
+        self.unseen = 0.0
+        """Share of the tokens beyond seq_len in their document, among the documents at both ends of the split."""
+        if not data.sequence_packing:
+            firsts = {0, max(0, documents - CHECKED_DOCUMENTS)}
             numbers = [np.arange(first, min(first + CHECKED_DOCUMENTS, documents)) for first in sorted(firsts)]
             lengths = np.concatenate([self._document_spans(part)[1] for part in numbers])
-            self.unseen = {config.filespec: float(np.maximum(lengths - self.seq_len, 0).sum() / lengths.sum())}
-        if (most := self.most_sequences()) is not None:
-            self.limit = Limit(most // self.batch_size, f"{path} has been read max_epochs={config.max_epochs:g} times")
-
-    def state(self, step: int) -> dict[str, Any]:
-        """Identity of the dataset, as Loader.state describes."""
-        self._check_step(step)
-        return {"dataset": self.dataset.fingerprint}
-
-    @property
-    def steps_per_epoch(self) -> float:
-        """Batches in an epoch. The next epoch follows without a gap, within a batch too."""
-        return self.sequences_per_epoch / self.batch_size
-
-    def epoch_steps(self) -> dict[str, float]:
-        """Batches in an epoch, by the dataset's path."""
-        return {self.config.filespec: self.steps_per_epoch}
-
-    def most_sequences(self) -> int | None:
-        """Sequences in max_epochs epochs, None if there is no such bound."""
-        epochs = self.config.max_epochs
-        if epochs is not None and not 0 < epochs < 2**31:
-            raise ValueError(f"max_epochs is {epochs} for {self.config.filespec}; it must be above 0, or null.")
-        return None if epochs is None else math.floor(epochs * self.sequences_per_epoch)
-
-    def sequences(self, step: int, indices: Indices) -> Sequences:
-        """Sequences of the batch of `step`, as Loader.sequences describes."""
-        self._check_step(step)
-        return self.begin(step * self.batch_size + indices)()
+            self.unseen = float(np.maximum(lengths - seq_len, 0).sum() / lengths.sum())
 
     def spans(self, numbers: Indices) -> tuple[Indices, Indices]:
-        """`(starts, lengths)`, in tokens of the dataset, of sequences given by their numbers over all epochs."""
+        """`(starts, lengths)`, in tokens of the dataset, of sequences given by their numbers."""
         epoch, index = np.divmod(numbers, self.sequences_per_epoch)
-        if self.config.shuffle:
-            index = shuffle.permute(index, self.sequences_per_epoch, self.config.seed, epoch)
-        if self.config.sequence_packing:
-            return index * self.seq_len, np.full_like(index, self.seq_len)
+        if self._data.shuffle:
+            index = shuffle.permute(index, self.sequences_per_epoch, self._data.seed, epoch)
+        if self._data.sequence_packing:
+            return index * self._seq_len, np.full_like(index, self._seq_len)
         starts, lengths = self._document_spans(index)
-        return starts, np.minimum(lengths, self.seq_len)
+        return starts, np.minimum(lengths, self._seq_len)
 
     def _document_spans(self, documents: Indices) -> tuple[Indices, Indices]:
         if (documents[1:] == documents[:-1] + 1).all():
@@ -144,19 +81,15 @@ class FlatTokensLoader(Loader):
         return starts, lengths
 
     def begin(self, numbers: Indices) -> Callable[[], Sequences]:
-        """Begins to read sequences, given by their numbers over all epochs; the function returned waits for them."""
+        """Begins to read sequences, given by their numbers; the function returned waits for them."""
         starts, lengths = self.spans(numbers)
         reading = self.dataset.begin_read(starts, lengths)
         reading_inputs = [self.dataset.begin_read(starts, lengths, name) for name in self.dataset.inputs]
 
         def finish() -> Sequences:
-            if self.config.sequence_packing:
-                encoded = reading().reshape(-1, self.seq_len)
-                loss_mask = np.ones(encoded.shape, np.bool_)
-            else:
-                loss_mask = np.arange(self.seq_len) < lengths[:, None]
-                encoded = np.zeros(loss_mask.shape, np.uint32)
-                encoded[loss_mask] = reading()
+            loss_mask = np.arange(self._seq_len) < lengths[:, None]
+            encoded = np.zeros(loss_mask.shape, np.uint32)
+            encoded[loss_mask] = reading()
             targets, is_seq_start = flat_tokens.decode(encoded)
             if targets.max() > self.dataset.max_token_id:
                 raise ValueError(
@@ -176,10 +109,117 @@ class FlatTokensLoader(Loader):
         found = byte_lengths_of_dataset(self.config.filespec, self.dataset.attributes)
         return found if found is not None and self.dataset.max_token_id < found.of_token.size else None
 
-    def unigram_entropy(self) -> float:
-        """Entropy of single tokens in nats, as Loader.unigram_entropy describes."""
-        return flat_tokens.unigram_entropy(self.sample(SAMPLED_TOKENS))
 
-    def sample(self, max_tokens: int) -> np.ndarray:
-        """The first `max_tokens` token ids of the split."""
-        return flat_tokens.decode(np.concatenate(list(self.dataset.blocks(max_tokens))))[0]
+class FlatTokensLoader(Loader):
+    """Batches of one split of a flat-tokens dataset, or mixed from several by weight.
+
+    Any step can be read at any time, from several threads, at the same cost.
+
+    Args:
+        config: the dataset, or the mixture, and its order.
+        batches: arguments of Loader.
+        options: the same, by name.
+
+    Raises:
+        ValueError: a dataset or an input is missing, damaged or too short, token ids exceed the vocabulary, a weight
+            is too small, or the mesh or the microbatches do not divide a batch.
+    """
+
+    parallel_loads = 8
+
+    def __init__(self, config: DataConfig, *batches: Any, **options: Any):
+        super().__init__(*batches, **options)
+        named = config.mixture or {None: SourceConfig(config.filespec, max_epochs=config.max_epochs)}
+        self.quotas = Quotas([source.weight for source in named.values()], config.seed)
+        for (name, source), share in zip(named.items(), self.quotas.shares.tolist(), strict=True):
+            if share < 1:
+                raise ValueError(
+                    f"mixture.{name}.weight is {source.weight}: less than one sequence in {BLOCK * PERIOD} would "
+                    "come from it. Give it a larger weight, or leave it out."
+                )
+        each = dataclasses.replace(config, cache_bytes=config.cache_bytes // len(named))
+        self.sources: dict[str | None, Source] = {
+            name: Source(source, each, self.split, self.seq_len, self.inputs) for name, source in named.items()
+        }
+        """By their names in the mixture; None for a single dataset."""
+        for source in self.sources.values():
+            path, largest = source.dataset.path, source.dataset.max_token_id
+            if self.vocab_size is not None and largest >= self.vocab_size:
+                raise ValueError(
+                    f"{path} holds token ids up to {largest}, the model's vocabulary has {self.vocab_size}. Set the "
+                    f"vocabulary to {largest + 1} or more, or choose a dataset made with the model's tokenizer."
+                )
+        self.num_tokens = sum(source.dataset.num_tokens for source in self.sources.values())
+        self.unseen = {source.config.filespec: source.unseen for source in self.sources.values() if source.unseen}
+        self.limit = self._find_limit()
+
+    def locate(self, step: int, indices: Indices) -> list[tuple[str | None, np.ndarray, np.ndarray]]:
+        """For each source in the batch of `step`: its name, the places of its sequences in `indices`, their numbers."""
+        self._check_step(step)
+        which, numbers = self.quotas.locate(step * self.batch_size + indices)
+        places = ((name, np.flatnonzero(which == i)) for i, name in enumerate(self.sources))
+        return [(name, of_source, numbers[of_source]) for name, of_source in places if of_source.size]
+
+    def sequences(self, step: int, indices: Indices) -> Sequences:
+        """Sequences of the batch of `step`, as Loader.sequences describes."""
+        found = self.locate(step, indices)
+        reading = [self.sources[name].begin(numbers) for name, _, numbers in found]
+        parts = [finish() for finish in reading]
+        back = np.argsort(np.concatenate([places for _, places, _ in found]))
+        return Sequences(*(np.concatenate(field)[back] for field in zip(*parts, strict=True)))
+
+    def source_tokens(self, step: int) -> dict[str, int]:
+        """Tokens of each source in the batch of `step`, padding included; empty if there is only one source."""
+        self._check_step(step)
+        counts = self.quotas.counts((step + 1) * self.batch_size) - self.quotas.counts(step * self.batch_size)
+        return (
+            dict(zip(self.sources, (counts * self.seq_len).tolist(), strict=True)) if None not in self.sources else {}
+        )
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Identity of each dataset, as Loader.state describes."""
+        self._check_step(step)
+        return {
+            "dataset" if name is None else f"mixture.{name}": source.dataset.fingerprint
+            for name, source in self.sources.items()
+        }
+
+    def epoch_steps(self) -> dict[str, Fraction]:
+        """Batches until each sequence of a source has come once. The next epoch follows without a gap."""
+        total = int(self.quotas.shares.sum())
+        return {
+            name or source.config.filespec: Fraction(source.sequences_per_epoch * total, share * self.batch_size)
+            for (name, source), share in zip(self.sources.items(), self.quotas.shares.tolist(), strict=True)
+        }
+
+    @property
+    def byte_lengths(self) -> ByteLengths | None:
+        """Bytes of the tokens; None if the tokenizers of the sources differ, or one is unknown."""
+        first, *others = (source.byte_lengths for source in self.sources.values())
+        same = lambda x: x is not None and x.before_document == first.before_document
+        is_one = first and all(same(x) and np.array_equal(x.of_token, first.of_token) for x in others)
+        return first if is_one else None
+
+    def unigram_entropy(self) -> float:
+        """Entropy of single tokens in nats, in a sample: the first tokens of each source, by weight."""
+        shares = self.quotas.shares / self.quotas.shares.sum()
+        samples = [
+            np.concatenate([*source.dataset.blocks(max(1, int(share * SAMPLED_TOKENS)))])
+            for source, share in zip(self.sources.values(), shares, strict=True)
+        ]
+        weights = [np.full(sample.size, share / sample.size) for sample, share in zip(samples, shares, strict=True)]
+        ids, _ = flat_tokens.decode(np.concatenate(samples))
+        p = np.bincount(np.unique_inverse(ids).inverse_indices, np.concatenate(weights))
+        return float(-(p * np.log(p)).sum())
+
+    def _find_limit(self) -> Limit | None:
+        """The last step at which every source is within its max_epochs, by bisection: counts only grow."""
+        bounds = [
+            (source.config.max_epochs or math.inf) * source.sequences_per_epoch for source in self.sources.values()
+        ]
+        exceeded = lambda steps: self.quotas.counts(steps * self.batch_size) > bounds
+        first = bisect.bisect_left(range(2**31), True, key=lambda steps: bool(exceeded(steps).any()))
+        if first == 2**31:
+            return None
+        ended = [*self.sources.values()][exceeded(first).argmax()]
+        return Limit(first - 1, f"{ended.dataset.path} has been read max_epochs={ended.config.max_epochs:g} times")

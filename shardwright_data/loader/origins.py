@@ -8,7 +8,6 @@ from jaxtyping import Int64
 from shardwright_data import flat_tokens
 from shardwright_data.loader.batches import Loader
 from shardwright_data.loader.flat import FlatTokensLoader
-from shardwright_data.loader.mixture import MixtureLoader
 
 Places = Int64[np.ndarray, "places"]
 
@@ -72,26 +71,17 @@ def sequences_of_batch(loader: Loader, batch: int, indices: np.ndarray) -> list[
     Raises:
         ValueError: the loader reads a stream, whose batches are known only once they are read.
     """
-    numbers = batch * loader.batch_size + indices
-    if isinstance(loader, FlatTokensLoader):
-        found = [(None, loader, indices, numbers)]
-    elif isinstance(loader, MixtureLoader):
-        which, numbers = loader.quotas.locate(numbers)
-        found = [
-            (name, source, indices[which == i], numbers[which == i])
-            for i, (name, source) in enumerate(loader.sources.items())
-            if (which == i).any()
-        ]
-    else:
+    if not isinstance(loader, FlatTokensLoader):
         raise ValueError(
             "The run reads a stream, whose batches are not known without reading it from the start. Write a dataset "
             "with tools/huggingface_to_flat_tokens to be able to look at any step."
         )
     result = []
-    for name, source, places, numbers in found:
+    for name, places, numbers in loader.locate(batch, indices):
+        source = loader.sources[name]
         starts, lengths = source.spans(numbers)
         documents = find_documents(source.dataset, starts)
-        for index, number, *span in zip(places, numbers, starts, lengths, documents, strict=True):
+        for index, number, *span in zip(indices[places], numbers, starts, lengths, documents, strict=True):
             epoch = int(number) // source.sequences_per_epoch
             result.append(Sequence(int(index), name, epoch, source.dataset, *map(int, span)))
     return sorted(result, key=lambda sequence: sequence.number)

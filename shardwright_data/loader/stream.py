@@ -7,56 +7,23 @@ can be read. Such a state is small, since it names a place in the stream and not
 import functools
 import threading
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwright_data.checks import within
 from shardwright_data.loader import shuffle
 from shardwright_data.loader.batches import Loader, Sequences
-from shardwright_data.loader.flat import ReadingConfig
+from shardwright_data.loader.config import DataConfig
 from shardwright_data.loader.shuffle import Indices
 from shardwright_data.text import sources
 from shardwright_data.text.byte_lengths import ByteLengths, byte_lengths
-from shardwright_data.text.tokenizers import Tokenizer, open_tokenizer
+from shardwright_data.text.tokenizers import open_tokenizer
 
 KEPT_STATES = 1024
-"""Most recent steps whose states are kept: a checkpoint may be that many steps older than what is prefetched."""
-TOKENIZER_KINDS = ("bytes", "huggingface", "tiktoken")
+"""Most recent steps whose states are kept, besides those that are prefetched or left out: the oldest state that a
+checkpoint can ask for is that many steps old."""
 TOKENIZED_AT_ONCE = 64
 """Documents that go to the tokenizer together."""
-
-
-@dataclass
-class StreamConfig:
-    """Text to be tokenized while training. Either `dataset`, or `train_files` and `validation_files`."""
-
-    dataset: str | None = None
-    """Name of a Hugging Face dataset."""
-    dataset_config: str | None = None
-    """The dataset's configuration (subset), where it has several."""
-    train: str = "train"
-    """The dataset's split to train on."""
-    validation: str = "validation"
-    """The dataset's split to validate on."""
-    train_files: list[str] = field(default_factory=list)
-    """Files, globs or URLs to train on: all .jsonl or .json, .parquet, or .txt with a document a line.
-    They may be compressed."""
-    validation_files: list[str] = field(default_factory=list)
-    """Files, globs or URLs to validate on, of the same kinds."""
-    text_field: str = "text"
-    """The column or JSON key that holds the document."""
-    tokenizer_kind: str = "bytes"
-    """`bytes`, `huggingface` or `tiktoken`: as in tools/huggingface_to_flat_tokens, with the same ids."""
-    tokenizer: str | None = None
-    """For `huggingface`: a name on the Hugging Face hub, a tokenizer.json, or a directory that holds one. For the other
-    kinds: what tools/huggingface_to_flat_tokens takes for a name. None for `bytes`."""
-    end_token: str | None = None
-    """Token added at the end of each document, `</s>` for bytes. Null: none."""
-    shuffle_block: int = within(1, 2**24, 1024)
-    """With `shuffle`, documents change places within blocks of this many, at least 1, which are held in memory
-    and read again after a restart."""
 
 
 class _Place(NamedTuple):
@@ -79,10 +46,10 @@ class StreamLoader(Loader):
     from there.
 
     Args:
-        config: the stream.
-        reading: how it is read. max_epochs bounds its repetitions; where the stream ends is known only once it does.
+        config: the stream, and how it is read. max_epochs bounds its repetitions; where the stream ends is known only
+            once it does.
         state: what `state(step)` gave in another run of the same config; None for the beginning.
-        batches: arguments of Loader, without inputs.
+        batches: arguments of Loader.
 
     Raises:
         ValueError: a setting is out of range or missing, a dataset or tokenizer is missing, token ids exceed the
@@ -92,18 +59,20 @@ class StreamLoader(Loader):
     parallel_loads = 1
     num_tokens = None
 
-    def __init__(
-        self,
-        config: StreamConfig,
-        reading: ReadingConfig,
-        state: dict[str, Any] | None,
-        *batches: Any,
-        microbatches: int = 1,
-    ):
-        super().__init__(*batches, microbatches=microbatches)
-        self.config, self._reading = config, reading
-        self._name, self._data = _open(config, self.split)
-        self._tokenizer = _make_tokenizer(config)
+    def __init__(self, config: DataConfig, state: dict[str, Any] | None, *batches: Any):
+        super().__init__(*batches)
+        if self.inputs:
+            raise ValueError(
+                f"data.stream is set, but the model reads {', '.join(self.inputs)} beside the tokens, which a stream "
+                "does not have. Write a flat-tokens dataset with it (docs/flat-tokens.md), and set data.filespec."
+            )
+        self._config, self._stream, stream = config, config.stream, config.stream
+        if self.split not in (splits := {"train": stream.train_files, "validation": stream.validation_files}):
+            raise ValueError(f"split is {self.split!r}; a stream has {' and '.join(splits)}.")
+        hub = stream.dataset, stream.dataset_config, getattr(stream, self.split)
+        self._name, self._data = sources.open_text("data.stream", *hub, splits[self.split], by_line=True)
+        self._tokenizer = open_tokenizer(stream.tokenizer_kind, stream.tokenizer, stream.end_token)
+        self._kept = KEPT_STATES + config.prefetch + len(config.skip_steps)
         size = self._tokenizer.vocab_size
         if self.vocab_size is not None and size > self.vocab_size:
             raise ValueError(
@@ -134,7 +103,7 @@ class StreamLoader(Loader):
                     self._last = self._next, self._read_batch()
                     self._next += 1
                     self._states[self._next] = {"step": self._next} | self._place._asdict()
-                    for old in sorted(self._states)[1:-KEPT_STATES]:
+                    for old in sorted(self._states)[1 : -self._kept]:
                         del self._states[old]
             return Sequences(*(part[indices] for part in self._last[1]))
 
@@ -154,7 +123,7 @@ class StreamLoader(Loader):
     @functools.cached_property
     def byte_lengths(self) -> ByteLengths | None:
         """Bytes of the tokens; None if unknown."""
-        return byte_lengths(self._tokenizer.definition, self.config.end_token)
+        return byte_lengths(self._tokenizer.definition, self._stream.end_token)
 
     def _seek(self, step: int) -> None:
         self._place = _Place(**{key: value for key, value in self.state(step).items() if key != "step"})
@@ -169,7 +138,7 @@ class StreamLoader(Loader):
         shape = (self.batch_size, self.seq_len)
         targets, is_seq_start = np.zeros(shape, np.uint32), np.zeros(shape, np.bool_)
         loss_mask = np.zeros(shape, np.bool_)
-        if self._reading.sequence_packing:
+        if self._config.sequence_packing:
             self._fill(targets.reshape(-1), is_seq_start.reshape(-1))
             loss_mask[:] = True
         else:
@@ -216,17 +185,17 @@ class StreamLoader(Loader):
 
     def _blocks(self, place: _Place) -> Iterator[tuple[_Place, list[str], _Place]]:
         """Blocks of the stream from `place` on, epoch after epoch: its place, its documents, the place after it."""
-        most = self._reading.max_epochs
+        most = self._config.max_epochs
         while most is None or place.epoch < most:
             self._data.load_state_dict(self._beginning if place.source is None else place.source)
             texts: list[str] = []
-            field = self.config.text_field
+            field = self._stream.text_field
             for example in sources.readable(f"The stream {self._name}", self._data):
                 sources.check_column(self._name, example, "data.stream.text_field", field)
                 # Documents without text are left out.
                 if text := sources.clean_text(example[field], field, self._name):
                     texts.append(text)
-                if len(texts) == self.config.shuffle_block:
+                if len(texts) == self._stream.shuffle_block:
                     after = _Place(place.epoch, place.block + 1, self._data.state_dict())
                     yield place, self._shuffled(texts, place), after
                     place, texts = after, []
@@ -242,36 +211,8 @@ class StreamLoader(Loader):
         )
 
     def _shuffled(self, texts: list[str], place: _Place) -> list[str]:
-        if not self._reading.shuffle:
+        if not self._config.shuffle:
             return texts
         order = np.arange(len(texts))
         key = np.full_like(order, place.epoch << 32 | place.block)
-        return [texts[i] for i in shuffle.permute(order, len(texts), self._reading.seed, key)]
-
-
-def _open(config: StreamConfig, split: str) -> tuple[str, Any]:
-    """The stream's name for messages, and its documents as a datasets.IterableDataset."""
-    all_files = {"train": config.train_files, "validation": config.validation_files}
-    if split not in all_files:
-        raise ValueError(f"split is {split!r}; a stream has {' and '.join(all_files)}.")
-    files = all_files[split]
-    if (config.dataset is None) == (not files):
-        raise ValueError(
-            f"data.stream: give either `dataset`, or `{split}_files`; dataset is {config.dataset!r}, "
-            f"{split}_files is {list(files)}."
-        )
-    if config.dataset is not None:
-        source = config.train if split == "train" else config.validation
-        return f"{config.dataset} ({source})", sources.open_hub(config.dataset, config.dataset_config, source)
-    return sources.shorten(files), sources.open_files(files, by_line=True)
-
-
-def _make_tokenizer(config: StreamConfig) -> Tokenizer:
-    kind, name = config.tokenizer_kind, config.tokenizer
-    if kind not in TOKENIZER_KINDS:
-        raise ValueError(f"data.stream.tokenizer_kind is {kind!r}; choose one of {', '.join(TOKENIZER_KINDS)}.")
-    if (kind == "bytes") != (name is None):
-        raise ValueError(
-            f"data.stream.tokenizer is {name!r} and tokenizer_kind {kind}: bytes need no name, all others do."
-        )
-    return open_tokenizer(kind, name, config.end_token)
+        return [texts[i] for i in shuffle.permute(order, len(texts), self._config.seed, key)]

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from shardwright_data.flat_tokens import open_kvstore, open_reader, read_file
+from shardwright_data.flat_tokens import Reader, open_kvstore, read_file
 from shardwright_data.foreign import check_types
 from shardwright_data.text.byte_lengths import ByteLengths, byte_lengths
 from shardwright_data.text.definitions import definition_of
@@ -83,7 +83,7 @@ class TextCodec:
 def codec_of_dataset(filespec: str) -> TextCodec:
     """The codec of a flat-tokens dataset. Raises ValueError if the dataset or its tokenizer.json is missing."""
     try:
-        attributes = open_reader(filespec, "train").attributes
+        attributes = Reader(filespec, "train").attributes
     except ValueError as e:
         raise ValueError(f"the tokenizer is that of the dataset {filespec}, but: {e} {REMEDY}") from e
     try:
@@ -98,11 +98,43 @@ def codec_of_attributes(filespec: str, attributes: Mapping[str, Any]) -> TextCod
     Raises:
         FileNotFoundError: its tokenizer.json is missing.
     """
+    found = tokenizer_of_dataset(filespec, attributes)
+    return TextCodec() if found is None else TextCodec(open_definition(found[0]), found[1])
+
+
+def codec_of_data(data: Any) -> TextCodec:
+    """The codec of the data that a run reads, a DataConfig. The sources of a mixture share one.
+
+    Raises:
+        ValueError: the dataset or its tokenizer is missing, or there is no dataset, as in an import.
+    """
+    if data.stream is not None:
+        return TextCodec(open_tokenizer(data.stream.tokenizer_kind, data.stream.tokenizer), data.stream.end_token)
+    filespecs = [source.filespec for source in data.mixture.values()] or [data.filespec]
+    if filespecs[0] is None:
+        raise ValueError("the run has no data, as it was imported")
+    return codec_of_dataset(filespecs[0])
+
+
+def tokenizer_of_dataset(filespec: str, attributes: Mapping[str, Any]) -> tuple[str | None, str | None] | None:
+    """The tokenizer.json of a dataset, None for bytes, and its end token; None if it names no tokenizer.
+
+    Raises:
+        FileNotFoundError: its tokenizer.json is missing.
+        ValueError: its tokenizer.json or the attribute `tokenizer` is of another form.
+    """
     about = tokenizer_of_attributes(filespec, attributes)
     if not about:
-        return TextCodec()
-    definition = None if about["kind"] == "bytes" else read_definition(filespec)
-    return TextCodec(open_definition(definition), about.get("end_token"))
+        return None
+    definition = None
+    if about["kind"] != "bytes":
+        path = f"{filespec.rstrip('/')}/tokenizer.json"
+        content = read_file(open_kvstore(filespec), "tokenizer.json")
+        if content is None:
+            raise FileNotFoundError(f"{path} is missing")
+        definition = content.decode()
+        definition_of(path, definition)
+    return definition, about.get("end_token")
 
 
 def tokenizer_of_attributes(filespec: str, attributes: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -116,23 +148,11 @@ def tokenizer_of_attributes(filespec: str, attributes: Mapping[str, Any]) -> dic
 def byte_lengths_of_dataset(filespec: str, attributes: Mapping[str, Any]) -> ByteLengths | None:
     """The bytes of the tokens of a flat-tokens dataset whose splits have these attributes; None if they are unknown."""
     try:
-        about = attributes["tokenizer"]
-        definition = None if about["kind"] == "bytes" else read_definition(filespec)
-        return byte_lengths(definition, about.get("end_token"))
-    # A tokenizer.json that is missing, or anything else: a number to report is no reason to end a run.
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        found = tokenizer_of_dataset(filespec, attributes)
+        return None if found is None else byte_lengths(*found)
+    # A tokenizer.json that is missing or damaged: a number to report is no reason to end a run.
+    except (FileNotFoundError, ValueError):
         return None
-
-
-def read_definition(filespec: str) -> str:
-    """The tokenizer.json of a dataset. Raises FileNotFoundError if it is missing, and ValueError if it is none."""
-    path = f"{filespec.rstrip('/')}/tokenizer.json"
-    content = read_file(open_kvstore(filespec), "tokenizer.json")
-    if content is None:
-        raise FileNotFoundError(path)
-    definition = content.decode()
-    definition_of(path, definition)
-    return definition
 
 
 def codec_by_name(name: str) -> TextCodec:
@@ -146,6 +166,5 @@ def codec_by_name(name: str) -> TextCodec:
         ValueError: it is missing.
     """
     kind, _, rest = name.partition(":")
-    return TextCodec(
-        open_tokenizer(kind, rest) if kind in ("bytes", "tiktoken") else open_tokenizer("huggingface", name)
-    )
+    known = (kind, rest or None) if kind in ("bytes", "tiktoken") else ("huggingface", name)
+    return TextCodec(open_tokenizer(*known))

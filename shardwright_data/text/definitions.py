@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardwright_data.foreign import COPY_AGAIN, LARGE, parse_object, read_text
+from shardwright_data.foreign import COPY_AGAIN, LARGE, parse_object, read_text, refused
 
 MOST_IDS = 2**24
 """Ids of a tokenizer are below this. Libraries take memory for the largest."""
@@ -30,14 +30,31 @@ def find_huggingface(name: str) -> str:
         ValueError: it is missing, or not a tokenizer.json.
     """
     path = os.path.join(name, "tokenizer.json") if os.path.isdir(name) else name
-    if not os.path.exists(path):
-        if name.endswith(".json"):
-            raise ValueError(f"There is no file {path!r} in {os.getcwd()}. Correct the path.")
-        path = None if os.path.isdir(name) else _download(name)
-    definition = read_text(path, LARGE) if path else _by_transformers(name)
-    path = path or name
+    if name.endswith(".json") and not os.path.exists(path):
+        raise ValueError(f"There is no file {path!r} in {os.getcwd()}. Correct the path.")
+    if os.path.exists(path):
+        definition = read_text(path, LARGE)
+    else:
+        remedy = "Check the name, the connection, and that you are logged in if access is restricted; or give a local "
+        with refused(f"Cannot load the tokenizer {name!r}", remedy + "tokenizer.json."):
+            definition = _download(name)
     definition_of(path, definition)
     return definition
+
+
+def _download(name: str) -> str:
+    """The tokenizer.json of a repository on the Hugging Face hub, or what transformers makes of its other files."""
+    import huggingface_hub
+    from huggingface_hub.errors import EntryNotFoundError
+
+    try:
+        if not os.path.isdir(name):
+            return read_text(huggingface_hub.hf_hub_download(name, "tokenizer.json"), LARGE)
+    except EntryNotFoundError:
+        pass
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False).backend_tokenizer.to_str()
 
 
 _DEFINITION = {
@@ -65,39 +82,6 @@ def definition_of(where: str | os.PathLike, definition: str) -> dict[str, Any]:
     return content
 
 
-def _by_transformers(name: str) -> str:
-    """The tokenizer.json that transformers makes of a tokenizer in another format, on the hub or in a directory."""
-    try:
-        import transformers
-    except ModuleNotFoundError as e:
-        raise ValueError(f"{name!r} has no tokenizer.json; to convert what it has: pip install transformers.") from e
-    try:
-        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False).backend_tokenizer.to_str()
-    # Without a connection it raises one of several errors of the system, else its own.
-    except (OSError, ValueError, ImportError, AttributeError) as e:
-        raise ValueError(
-            f"Cannot load the tokenizer {name!r}: {str(e).splitlines()[0]} Check the name, the connection, and that "
-            "you are logged in if access is restricted; or give a local tokenizer.json."
-        ) from e
-
-
-def _download(name: str) -> str | None:
-    """The tokenizer.json of a repository on the Hugging Face hub; None if it has none."""
-    import huggingface_hub
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
-
-    try:
-        return huggingface_hub.hf_hub_download(name, "tokenizer.json")
-    except EntryNotFoundError:
-        return None
-    # Without a connection it raises one of several errors of the system, else its own.
-    except (OSError, ValueError, HfHubHTTPError) as e:
-        raise ValueError(
-            f"Cannot load tokenizer.json of {name!r} from the Hugging Face hub: {e} Check the name, the connection, "
-            "and that you are logged in if access is restricted; or give a local tokenizer.json."
-        ) from e
-
-
 # ---- translation --------------------------------------------------------------------------------------------------
 
 
@@ -120,42 +104,24 @@ def from_ranks(ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, i
         merges += [[_to_letters(a), _to_letters(b)] for a, b in sorted(known, key=lambda c: (ranks[c[0]], ranks[c[1]]))]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return _tokenizer_json(
-        special,
-        normalizer=None,
-        pre_tokenizer={"type": "Sequence", "pretokenizers": [split, byte_level]},
-        decoder=byte_level,
-        ignore_merges=True,
-        byte_fallback=False,
-        unk_token=None,
-        # `tokenizers` gives an added token that is not in the vocabulary another id than the one stated.
-        vocab={_to_letters(token): rank + offset for token, rank in ranks.items()} | dict(special),
-        merges=merges,
-    )
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    by_id = sorted(special.items(), key=lambda item: item[1])
+    # `tokenizers` gives an added token that is not in the vocabulary another id than the one stated.
+    vocab = {_to_letters(token): rank + offset for token, rank in ranks.items()} | dict(special)
+    definition = {
+        "version": "1.0",
+        "added_tokens": [{"id": i, "content": token} | flags for token, i in by_id],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]},
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": True},
+    }
+    return json.dumps(definition, ensure_ascii=False)
 
 
 def _to_letters(token: bytes) -> str:
     return "".join(map(BYTE_LETTERS.__getitem__, token))
-
-
-def _tokenizer_json(
-    special: Mapping[str, int], *, normalizer: Any, pre_tokenizer: Any, decoder: Any, **model: Any
-) -> str:
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    added = [{"id": i, "content": token} | flags for token, i in sorted(special.items(), key=lambda item: item[1])]
-    absent = {"dropout": None, "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": True}
-    definition = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": normalizer,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": None,
-        "decoder": decoder,
-        "model": {"type": "BPE"} | absent | model,
-    }
-    return json.dumps(definition, ensure_ascii=False)
 
 
 # ---- training -----------------------------------------------------------------------------------------------------

@@ -4,9 +4,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright_data.flat_tokens import open_reader
+from shardwright_data.flat_tokens import Reader
 from shardwright_data.text import definitions
-from shardwright_data.text.codec import read_definition, tokenizer_of_attributes
+from shardwright_data.text.codec import tokenizer_of_dataset
 from shardwright_data.text.tokenizers import ByteTokenizer, load_definition, open_tokenizer
 
 PAD = "<pad>"
@@ -30,31 +30,22 @@ def find_tokenizer(data: Mapping[str, Any], dataset: str | None = None) -> tuple
 
     Raises:
         ValueError: the dataset is missing or names no tokenizer, or the sources of a mixture have different ones.
+        FileNotFoundError: its tokenizer.json is missing.
     """
     stream = data.get("stream")
     if dataset is None and stream is not None:
-        kind = stream.get("tokenizer_kind", "bytes")
-        definition = byte_definition() if kind == "bytes" else open_tokenizer(kind, stream.get("tokenizer")).definition
-        return definition, stream.get("end_token")
+        found = open_tokenizer(stream.get("tokenizer_kind", "bytes"), stream.get("tokenizer")).definition
+        return found or byte_definition(), stream.get("end_token")
     mixture = [source["filespec"] for source in (data.get("mixture") or {}).values()]
     filespecs = [dataset or data.get("filespec")] if dataset or data.get("filespec") else mixture
     if not filespecs:
         raise ValueError("the checkpoint names no dataset; give dataset=<one with its tokenizer>")
-    found = {filespec: _find_in_dataset(filespec) for filespec in filespecs}
-    if len(set(found.values())) > 1:
-        raise ValueError(f"the datasets have different ones: {', '.join(found)}")
-    return found[filespecs[0]]
-
-
-def _find_in_dataset(filespec: str) -> tuple[str, str | None]:
-    about = tokenizer_of_attributes(filespec, open_reader(filespec, "train").attributes)
-    if not about:
-        raise ValueError(f"{filespec} names none")
-    try:
-        definition = byte_definition() if about["kind"] == "bytes" else read_definition(filespec)
-    except FileNotFoundError as e:
-        raise ValueError(f"{filespec}/tokenizer.json is missing") from e
-    return definition, about.get("end_token")
+    each = {filespec: tokenizer_of_dataset(filespec, Reader(filespec, "train").attributes) for filespec in filespecs}
+    if len(set(each.values())) > 1:
+        raise ValueError(f"the datasets have different ones: {', '.join(each)}")
+    if (found := each[filespecs[0]]) is None:
+        raise ValueError(f"{filespecs[0]} names none")
+    return found[0] or byte_definition(), found[1]
 
 
 def tokenizer_files(

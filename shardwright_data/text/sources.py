@@ -8,6 +8,8 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
+from shardwright_data.foreign import refused
+
 Item = TypeVar("Item")
 
 BLOCK_BYTES = 2**21
@@ -19,24 +21,46 @@ KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text
 .zst .jsonl and .json."""
 
 
-def open_hub(
-    dataset: str, dataset_config: str | None, split: str, revision: str | None = None, streaming: bool = True
-) -> Any:
-    """A split of a dataset, as a datasets.IterableDataset.
+def open_text(
+    where: str,
+    dataset: str | None,
+    dataset_config: str | None,
+    split: str | None,
+    files: list[str],
+    *,
+    revision: str | None = None,
+    streaming: bool = True,
+    separator: str | None = None,
+    by_line: bool = False,
+) -> tuple[str, Any]:
+    """The name, for messages, and the documents, a datasets.IterableDataset, of a dataset or of files.
 
     Args:
-        dataset: name on the hub, or a local directory.
+        where: section of the settings, for messages.
+        dataset: name on the hub, or a local directory; None for files.
         dataset_config: its configuration (subset); None if it has only one.
         split: name of the split.
-        revision: a commit or tag; None for the newest.
-        streaming: read the files while they download, or download them first.
+        files: as `open_files` takes them; empty for a dataset.
+        revision: a commit or tag of the dataset; None for the newest.
+        streaming: read the files of the dataset while they download, or download them first.
+        separator: as `open_files` takes it.
+        by_line: as `open_files` takes it.
 
     Raises:
-        ValueError: the dataset or the split is missing, or cannot be read.
+        ValueError: both or none are given, the dataset, the split or a file is missing, or cannot be read.
     """
+    if (dataset is None) == (not files):
+        raise ValueError(
+            f"{where}: give either `dataset`, to read from Hugging Face, or files; dataset is {dataset!r}, files "
+            f"are {list(files)}."
+        )
+    if dataset is None:
+        return shorten(files), open_files(files, separator, by_line)
+    if split is None:
+        raise ValueError(f"{where}.source is missing: the split of {dataset} to read, for example `train`.")
     name = f"{dataset} ({split})"
     data = _load(name, path=dataset, name=dataset_config, split=split, revision=revision, streaming=streaming)
-    return data if streaming else data.to_iterable_dataset()
+    return name, data if streaming else data.to_iterable_dataset()
 
 
 def open_files(files: list[str], separator: str | None = None, by_line: bool = False) -> Any:
@@ -94,7 +118,7 @@ def blocks(
 
     Args:
         name: of the source, for messages.
-        data: what `open_hub` or `open_files` gave.
+        data: what `open_text` or `open_files` gave.
         text_field: the column or JSON key that holds the document.
         setting: name of the setting that chose it, for messages.
         place: where to begin; None for the beginning.
@@ -123,21 +147,10 @@ def blocks(
 
 
 def clean_text(value: Any, text_field: str, where: str) -> str:
-    """Checks a document, the value of `text_field`, and returns "" if it has no text.
-
-    Raises:
-        ValueError: the value is not text; the message begins with `where`.
-    """
-    if value is None:
-        return ""
-    if not isinstance(value, str):
+    """A document, the value of `text_field`: "" if it is None. Raises ValueError, which names `where`, if not text."""
+    if value is not None and not isinstance(value, str):
         raise ValueError(f"{where}: {text_field!r} is {type(value).__name__}, not text.")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        # JSON can name half of a surrogate pair, which is not a character and has no UTF-8: it becomes U+FFFD.
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return value
+    return value or ""
 
 
 def check_column(where: str, names: Iterable[str], setting: str, text_field: str) -> None:
@@ -148,39 +161,21 @@ def check_column(where: str, names: Iterable[str], setting: str, text_field: str
 
 def readable(where: str, values: Iterable[Item]) -> Iterator[Item]:
     """Yields `values`. Raises ValueError, which names `where`, if one of them cannot be read."""
-    values = iter(values)
+    values, end = iter(values), object()
     while True:
-        try:
-            value = next(values)
-        except StopIteration:
+        with refused(f"{where} is corrupt, or cannot be read", "Download or write it again."):
+            value = next(values, end)
+        if value is end:
             return
-        # A damaged file raises whatever its reader does.
-        except Exception as e:
-            raise ValueError(
-                f"{where} is corrupt, or cannot be read: {type(e).__name__} {_in_words(e)}. Download or write it again."
-            ) from e
         yield value
 
 
 def _load(where: str, **arguments: Any) -> Any:
-    try:
-        import datasets
-    except ImportError as e:
-        raise ValueError("Reading text needs the package datasets: pip install -e '.[tools]'.") from e
-    try:
+    import datasets
+
+    remedy = "Check its name, its split, the connection, and whether its files are whole."
+    with refused(f"Cannot read {where}", remedy):
         return datasets.load_dataset(**arguments)
-    # It reads the beginning of the first file, and a damaged one raises whatever its reader does.
-    except Exception as e:
-        raise ValueError(
-            f"Cannot read {where}: {_in_words(e)}. Check its name, its split, the connection, and whether its files "
-            "are whole."
-        ) from e
-
-
-def _in_words(error: BaseException) -> str:
-    """The messages of an error and of its causes, in a line: `datasets` often says only that something went wrong."""
-    why = f": {_in_words(error.__cause__)}" if error.__cause__ is not None else ""
-    return " ".join(str(error).split()).rstrip(".") + why
 
 
 def _separated(paths: list[str], separator: str) -> Iterator[dict[str, str]]:

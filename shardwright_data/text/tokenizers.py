@@ -13,8 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int64, UInt32
 
+from shardwright_data.checks import check_choice
 from shardwright_data.foreign import refused
 from shardwright_data.text import definitions
+
+KINDS = ("bytes", "huggingface", "tiktoken")
+"""Kinds of tokenizers that `open_tokenizer` knows."""
 
 Ids = UInt32[np.ndarray, "tokens"]
 PerDocument = Int64[np.ndarray, "documents"]
@@ -152,13 +156,16 @@ def open_tokenizer(kind: str, name: str | None = None, end_token: str | None = N
     """A tokenizer, encoding with the library that defines it.
 
     Args:
-        kind: `bytes`, `huggingface` or `tiktoken`.
+        kind: one of KINDS.
         name: what `definitions.find_huggingface` or `open_tiktoken` takes; None for bytes.
         end_token: put at the end of each document, None for nothing.
 
     Raises:
         ValueError: the tokenizer is missing or damaged, or has no such end token.
     """
+    check_choice("tokenizer.kind", kind, KINDS)
+    if (kind == "bytes") != (name is None):
+        raise ValueError(f"tokenizer.name is {name!r} and tokenizer.kind {kind}: bytes need no name, all others do.")
     if kind == "tiktoken":
         return open_definition(*open_tiktoken(name), end_token=end_token)
     return open_definition(None if kind == "bytes" else definitions.find_huggingface(name), end_token=end_token)
@@ -183,10 +190,9 @@ def open_definition(definition: str | None, encoding: Any = None, end_token: str
     end = None if end_token is None else loaded.token_to_id(end_token)
     if end_token is not None and end is None:
         special = sorted(token.content for token in loaded.get_added_tokens_decoder().values())
-        more = f" and {len(special) - 30} more" if len(special) > 30 else ""
         raise ValueError(
-            f"The tokenizer has no token {end_token!r} for tokenizer.end_token. Its special tokens are "
-            f"{special[:30]}{more}."
+            f"The tokenizer has no token {end_token!r} for tokenizer.end_token. Of its {len(special)} special tokens, "
+            f"the first are {special[:30]}."
         )
     return TextTokenizer(definition, end, encoding)
 
@@ -197,20 +203,12 @@ def open_tiktoken(name: str) -> tuple[str, Any]:
     Raises:
         ValueError: there is none of that name, or its file cannot be downloaded.
     """
-    try:
-        import tiktoken
-    except ImportError as e:
-        raise ValueError("tokenizer.kind=tiktoken needs the package tiktoken: pip install -e '.[tools]'") from e
-    if name not in tiktoken.list_encoding_names():
-        raise ValueError(f"tiktoken has no encoding {name!r}. Give one of {tiktoken.list_encoding_names()}.")
-    try:
+    import tiktoken
+
+    check_choice("tokenizer.name", name, tiktoken.list_encoding_names())
+    remedy = "Check the connection, or set TIKTOKEN_CACHE_DIR to a directory that has the file from elsewhere."
+    with refused(f"tiktoken cannot load the encoding {name!r}", remedy):
         encoding = tiktoken.get_encoding(name)
-    # What its HTTP library raises is an OSError.
-    except (OSError, ValueError) as e:
-        raise ValueError(
-            f"tiktoken cannot load the encoding {name!r}: {e} Check the connection, or set TIKTOKEN_CACHE_DIR to a "
-            "directory that has the file from elsewhere."
-        ) from e
     special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
     # The rank of a token is its id. tiktoken gives the ranks one at a time.
     ranks = {token: encoding.encode_single_token(token) for token in encoding.token_byte_values()}

@@ -82,7 +82,8 @@ def test_reads_rows_and_documents(tmp_path, small_chunks):
 
 def test_sizes_of_shards():
     # The promise of docs/flat-tokens.md; the other tests make them small.
-    assert (flat_tokens.INNER_CHUNK, flat_tokens.TOKENS_SHARD, flat_tokens.STARTS_SHARD) == (2**13, 2**24, 2**22)
+    sizes = flat_tokens.format
+    assert (sizes.INNER_CHUNK, sizes.TOKENS_SHARD, sizes.STARTS_SHARD) == (2**13, 2**24, 2**22)
 
 
 def test_shards_are_whole_files(tmp_path, small_chunks):
@@ -208,8 +209,8 @@ def truncate(path, num_bytes):
 DAMAGES = {
     "missing shard": (lambda d: (d / "encoded_tokens/c/2").unlink(), "a file is missing, truncated or corrupt"),
     "truncated shard": (lambda d: truncate(d / "encoded_tokens/c/2", 90), "a file is missing, truncated or corrupt"),
-    "missing starts": (lambda d: shutil.rmtree(d / "seq_starts"), "array seq_starts is missing"),
-    "missing tokens": (lambda d: shutil.rmtree(d / "encoded_tokens"), "array encoded_tokens is missing"),
+    "missing starts": (lambda d: shutil.rmtree(d / "seq_starts"), "array train/seq_starts is missing"),
+    "missing tokens": (lambda d: shutil.rmtree(d / "encoded_tokens"), "array train/encoded_tokens is missing"),
     "missing last start": (lambda d: (d / "seq_starts/c/0").unlink(), "cannot read seq_starts"),
     "no marker": (lambda d: (d / "zarr.json").unlink(), "is incomplete"),
     "broken marker": (lambda d: truncate(d / "zarr.json", 20), "is not JSON"),
@@ -223,31 +224,23 @@ DAMAGES = {
     ),
     "other group": (
         lambda d: edit_json(d / "zarr.json", lambda j: j.update(attributes={"colour": "red"})),
-        r"no attribute max_token_id, only \['colour'\]",
+        "attributes.max_token_id is missing",
     ),
     "bad attribute": (
         lambda d: edit_json(d / "zarr.json", lambda j: j["attributes"].update(max_token_id="9")),
-        "max_token_id is '9', not a nonnegative integer",
+        "max_token_id is '9'; it must be a whole number",
     ),
     "newer version": (
         lambda d: edit_json(d / "zarr.json", lambda j: j["attributes"].update(version=2)),
-        "has version 2 of the flat-tokens format",
+        "is in version 2 of the format flat-tokens",
     ),
     "another format": (
         lambda d: edit_json(d / "zarr.json", lambda j: j["attributes"].update(format="other")),
-        "is in the format 'other', not flat-tokens",
-    ),
-    "a later zarr": (
-        lambda d: edit_json(d / "zarr.json", lambda j: j.update(zarr_format=4)),
-        "is not a group of zarr v3: .* node_type 'group' and zarr_format 4",
-    ),
-    "no group": (
-        lambda d: edit_json(d / "zarr.json", lambda j: j.update(node_type="array")),
-        "is not a group of zarr v3: .* node_type 'array' and zarr_format 3",
+        "is in version 1 of the format other",
     ),
     "null for attributes": (
         lambda d: edit_json(d / "zarr.json", lambda j: j.update(attributes=None)),
-        "no attribute max_token_id",
+        "attributes is None; it must be an object",
     ),
     "no object": (lambda d: (d / "zarr.json").write_text("[1]"), "train/zarr.json is not a JSON object"),
 }
@@ -269,9 +262,10 @@ def test_corrupt_byte_is_noticed(tmp_path, small_chunks):
     content = shard.read_bytes()
     for place in range(0, len(content), 7):
         shard.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-        reader = Reader(str(tmp_path / "d"), "train")
-        with pytest.raises(ValueError, match=r"cannot read tokens 256 to 511; .* corrupt: .*/encoded_tokens/c/1\. "):
-            reader.read(np.array([256]), np.array([256]))
+        with pytest.raises(
+            ValueError, match=r"cannot read tokens (256|511) to 511; .* corrupt: .*/encoded_tokens/c/1\""
+        ):
+            Reader(str(tmp_path / "d"), "train").read(np.array([256]), np.array([256]))
 
 
 def test_truncated_seqax_dataset(tmp_path):
@@ -288,7 +282,7 @@ def test_truncated_starts_of_a_seqax_dataset(tmp_path):
     shutil.copytree(SEQAX, tmp_path / "d")
     starts = tmp_path / "d/train/seq_starts/0"
     starts.write_bytes(starts.read_bytes()[:-10])
-    with pytest.raises(ValueError, match=r"cannot read seq_starts; a file is missing, .* corrupt: .*seq_starts/0\. "):
+    with pytest.raises(ValueError, match=r"cannot read seq_starts; a file is missing, .* corrupt: error during blosc"):
         Reader(str(tmp_path / "d"), "train")
 
 
@@ -314,20 +308,13 @@ def test_fingerprints_of_small_splits(tmp_path):
 
 
 def test_missing_dataset_and_split(tmp_path):
-    with pytest.raises(ValueError, match="There is no such directory"):
+    with pytest.raises(ValueError, match="There is no flat-tokens dataset"):
         Reader(str(tmp_path / "nowhere"), "train")
-    with pytest.raises(ValueError, match="holds no flat-tokens dataset"):
+    with pytest.raises(ValueError, match="There is no flat-tokens dataset"):
         Reader(str(tmp_path), "train")
     write(tmp_path / "d", [(np.arange(10), np.array([10]))])
     with pytest.raises(ValueError, match=r"The splits there are \['train'\]"):
         Reader(str(tmp_path / "d"), "validation")
-
-
-def test_unigram_entropy():
-    assert flat_tokens.unigram_entropy(np.array([3, 5, 5, 3])) == pytest.approx(np.log(2))
-    assert flat_tokens.unigram_entropy(np.array([1000, 2, 2, 2])) == pytest.approx(
-        -0.25 * np.log(0.25) - 0.75 * np.log(0.75)
-    )
 
 
 def test_numpy_annotations_are_checked():

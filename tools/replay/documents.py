@@ -14,9 +14,8 @@ from shardlib.shardtypes import f32, make_shardings, typed_shard_map, u32
 from shardwright.modeling.model import compute_scope
 from shardwright.run.stages import folded_mesh, without_stages
 from shardwright_data.loader import TokenBatch
-from shardwright_data.loader.codec import codec_of_data
 from shardwright_data.loader.origins import pieces_of, sequences_of_batch
-from shardwright_data.text.codec import TextCodec
+from shardwright_data.text.codec import TextCodec, codec_of_data
 from tools.replay.session import Session
 
 
