@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,13 +11,11 @@ from shardwright.compiled.hlo import Computation, Instruction, Program
 from shardwright.compiled.lines import CallSite, Place, Places, name_of, phase_of
 from shardwright.compiled.operations import NO_WORK, Work, collective, matmul
 from shardwright.compiled.table import Row, Section, Table, around
-from shardwright_data.foreign import open_no_pipe
+from shardwright_data.foreign import read_text
 
 _LAYERS = "run_layers"
 _LOOPS = {_LAYERS: "layers", "accumulate": "microbatches", "_run": "ticks"}
 """What the loop of a function goes over."""
-_LARGEST = 2**20
-"""Characters of a file of source."""
 
 
 def describe(program: Program, newest: float = 0) -> Table:
@@ -206,9 +203,7 @@ def _source(root: str, places: set[Place], newest: float) -> dict[str, str]:
 def _lines_of(path: Path, newest: float) -> list[str]:
     """The lines of a file of Python. None of another file, which a stranger's HLO text may name."""
     try:
-        with open(path, encoding="utf-8", errors="replace", opener=open_no_pipe) as file:
-            about = os.fstat(file.fileno())
-            is_source = path.suffix == ".py" and about.st_mtime <= newest and about.st_size <= _LARGEST
-            return file.read(_LARGEST).splitlines() if is_source else []
+        is_source = path.suffix == ".py" and path.stat().st_mtime <= newest
+        return read_text(path).splitlines() if is_source else []
     except (OSError, ValueError):
         return []

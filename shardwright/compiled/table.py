@@ -2,9 +2,10 @@
 
 import dataclasses
 import typing
+from pathlib import Path
 from typing import Any
 
-from shardwright_data.foreign import check_types
+from shardwright_data.foreign import COPY_AGAIN, LARGE, read_object
 
 KINDS = {
     "collective": "Collectives: a device sends",
@@ -135,24 +136,23 @@ class Table:
         of_operations = ("line_of", "communicating")
         return {name: value for name, value in dataclasses.asdict(self).items() if name not in of_operations}
 
-    @classmethod
-    def from_data(cls, data: Any) -> "Table":
-        """The table of what as_data gave, or a stranger. Raises ValueError for data that is no table."""
-        kinds = {Section: typing.get_type_hints(Section), Row: typing.get_type_hints(Row)}
-        given = {"name": str, "devices": int, "mesh": {str: int}, "source": {str: str}}
-        check_types("the table", data, given | {"sections": [kinds[Section]], "rows": [kinds[Row]]}, "")
-        make = lambda kind, values: kind(**{name: values[name] for name in kinds[kind]})
-        found = {name: data[name] for name in given}
-        sections, rows = ([make(kind, x) for x in data[kind.__name__.lower() + "s"]] for kind in kinds)
-        numbers = [found["devices"], *found["mesh"].values(), *(x.turns or 0 for x in sections)]
-        numbers += [number for row in rows for number in (row.size, row.count, row.turns, row.section)]
-        if not all(0 <= number < 2**63 for number in numbers):
-            raise ValueError("a number of the table is out of range")
-        # A section is after the one around it, so that none is within itself.
-        nested = all(0 <= section.parent < i for i, section in enumerate(sections[1:], 1))
-        if not nested or any(row.section >= len(sections) for row in rows):
-            raise ValueError("a row or a section of the table is in a section that is not there")
-        return cls(**found, sections=sections, rows=rows)
+
+def read_table(path: Path) -> Table:
+    """The table in a file, which may be a stranger's. Raises ValueError and OSError, as `read_object` does."""
+    of_file = {"name": str, "devices": int, "mesh": {str: int}, "source": {str: str}}
+    kinds = {"sections": Section, "rows": Row}
+    fields = {name: typing.get_type_hints(kind) for name, kind in kinds.items()}
+    data = read_object(path, of_file | {name: [fields[name]] for name in kinds}, LARGE)
+    made = {name: [kind(**{key: x[key] for key in fields[name]}) for x in data[name]] for name, kind in kinds.items()}
+    table = Table(**{name: data[name] for name in of_file}, **made)
+    numbers = [table.devices, *table.mesh.values(), *(section.turns or 0 for section in table.sections)]
+    numbers += [number for row in table.rows for number in (row.size, row.count, row.turns)]
+    # A section is after the one around it, so that none is within itself.
+    nested = all(0 <= section.parent < i for i, section in enumerate(table.sections[1:], 1))
+    known = all(0 <= row.section < len(table.sections) for row in table.rows)
+    if not (nested and known and all(0 <= number < 2**63 for number in numbers)):
+        raise ValueError(f"{path} cannot be read: a number in it is out of range. {COPY_AGAIN}")
+    return table
 
 
 def in_bytes(count: float) -> str:

@@ -1,6 +1,5 @@
 """The step by source line in the page of tools/report: the table, what is damaged, and links."""
 
-import base64
 import json
 import os
 import subprocess
@@ -94,7 +93,7 @@ TIME = {"line": "a", "text": "", "seconds": 1, "share": 7, "collective": 0, "exp
 @pytest.mark.parametrize(
     ("name", "changes", "problem"),
     [
-        (f"{HLO}.json", {"mesh": {"d": -1}}, "a number of the table is out of range"),
+        (f"{HLO}.json", {"mesh": {"d": -1}}, "a number in it is out of range"),
         (f"{HLO}.json", {"rows": [[]]}, "rows is []; it must be an object"),
         (LINES, {"steps": 0}, "a number of the profile is out of range"),
         (LINES, {"steps": float("nan")}, "steps is nan; it must be a whole number"),
@@ -125,20 +124,12 @@ def test_damaged_files_leave_the_rest_of_the_page(run, name, damage):
         (run.parent / "secret").write_bytes(content)
         (run / name).symlink_to(run.parent / "secret")
     else:
-        odd = {"empty": b"", "deep": b"[" * 10**5, "binary": bytes(range(256)), "long": content + b" " * 2**23}
+        odd = {"empty": b"", "deep": b"[" * 10**5, "binary": bytes(range(256)), "long": content + b" " * 2**27}
         (run / name).write_bytes(odd[damage])
     found = shown(run)
     assert len(found["problems"]) == (damage not in ("directory", "pipe", "link"))
     assert found["first"]
     assert "The step by source line" in html(run)
-
-
-def test_the_picture_is_an_image_in_which_no_script_runs(run):
-    found = html(run)
-    picture = base64.b64decode(shown(run)["picture"]).decode()
-    assert ">layers, forward × 12<" in picture
-    assert f'src="data:image/svg+xml;base64,{base64.b64encode(picture.encode()).decode()}"' in found
-    assert "img-src data:" in found[:1000]
 
 
 def test_a_step_of_very_many_lines_is_cut(run):

@@ -291,9 +291,7 @@ def test_the_page_is_whole_and_fetches_nothing(tmp_path):
     page = write_page(write_step(write_run(tmp_path / "run")))
     read = Reader(page)
     assert not [attributes for tag, attributes in read.elements if tag in ("link", "iframe")]
-    (picture,) = [(tag, attributes["src"]) for tag, attributes in read.elements if "src" in attributes]
-    assert picture[0] == "img"
-    assert picture[1].startswith("data:image/svg+xml;base64,")
+    assert not [tag for tag, attributes in read.elements if "src" in attributes]
     links = [attributes["href"] for tag, attributes in read.elements if tag == "a"]
     assert {link for link in links if ":" in link or link.startswith("/")} == set()
     assert {f"#{section.name}" for section in SECTIONS if section.name != "runs"} <= set(links)
@@ -345,18 +343,6 @@ def test_the_page_in_a_browser(chromium, pages, tmp_path, which, plots, width, s
     assert chromium.fetched == [pages[which].as_uri()]
     assert chromium.complaints == []
     chromium.screenshot(tmp_path / "page.png")
-
-
-@pytest.mark.long
-def test_the_picture_of_the_step_opens_and_does_nothing_else(chromium, pages):
-    chromium.open(pages["alone"], 1280, "light")
-    before = chromium.evaluate("document.title")
-    chromium.evaluate("step3.open = true, step3.scrollIntoView()")
-    chromium.evaluate("new Promise(done => setTimeout(done, 500))")
-    assert chromium.evaluate("document.querySelector('#step3 img').naturalWidth") == 1180
-    assert chromium.evaluate("document.title") == before
-    assert chromium.fetched == [pages["alone"].as_uri()]
-    assert chromium.complaints == []
 
 
 @pytest.mark.long
