@@ -28,21 +28,18 @@ def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device], p: int = 1)
     sizes = [p, r, d, t]
     if sizes.count(-1) == 1:
         sizes[sizes.index(-1)] = len(devices) // max(1, -math.prod(sizes))
-    named = lambda sizes: zip("prdt", sizes, strict=True)
-    shown = lambda sizes: " ".join(f"{axis}={n}" for axis, n in named(sizes) if axis != "p" or n != 1)
     if min(sizes) < 1 or math.prod(sizes) != len(devices):
+        shown = lambda sizes: " ".join(f"{a}={n}" for a, n in zip("prdt", sizes, strict=True) if a != "p" or n != 1)
         divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
-        fits = itertools.product([sizes[0]], *[divisors] * 3)
-        shapes = [shown(fit) for fit in fits if math.prod(fit) == len(devices)]
-        shapes = shapes or [f"p={n} …" for n in divisors]
-        more = f" and {len(shapes) - 24} more" if len(shapes) > 24 else ""
-        kind, wanted = devices[0].platform, math.prod(abs(n) for n in (p, r, d, t))
-        flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted}"
-        simulate = f" {flag}, or in train hardware.simulated_devices={wanted}, simulates {wanted}." * (kind == "cpu")
+        shapes = [fit for fit in itertools.product(*[divisors] * 4) if math.prod(fit) == len(devices)]
+        fits = [shown(fit) for fit in shapes if fit[0] == sizes[0] or sizes[0] not in divisors]
+        more = f" and {len(fits) - 24} more" if len(fits) > 24 else ""
+        wanted, simulate = math.prod(abs(n) for n in (p, r, d, t)), ""
+        if devices[0].platform == "cpu" and wanted:
+            simulate = f" hardware.simulated_devices={wanted} simulates {wanted}."
         raise ValueError(
             f"mesh {shown((p, r, d, t))} does not fit {len(devices)} devices. Those that do: "
-            f"{', '.join(shapes[:24])}{more}. (-1, for one axis, takes what is left.) "
-            f"Set mesh.<axis>.{simulate if 0 < wanted <= 4096 else ''}"
+            f"{', '.join(fits[:24])}{more}. (-1, for one axis, takes what is left.) Set mesh.<axis>.{simulate}"
         )
     axes = ("r", "d", "t")
     if sizes[0] > 1:
@@ -130,37 +127,32 @@ def others_write(directory: Path) -> str | None:
     He could where he owns it or a directory above it, or may write in one. In one with the sticky bit, such as /tmp, he
     may add names but not replace them.
     """
-    own, given = (0, os.getuid()) if hasattr(os, "getuid") else None, Path(os.path.abspath(directory))
-    if own is None:
-        return None
-    for path in dict.fromkeys([given, *given.resolve().parents, given.resolve(), *given.parents]):
-        if not os.path.lexists(path):
-            continue
-        about = path.lstat()
-        if about.st_uid not in own:
-            return f"{path} belongs to another user (number {about.st_uid}): choose another directory"
-        is_kept = path in (given, given.resolve())
-        writable = about.st_mode & 0o022 and (is_kept or not about.st_mode & stat.S_ISVTX)
-        if writable and not path.is_symlink():
-            return f"others may write in {path}: chmod go-w it, or choose another directory"
+    directory = directory.resolve()
+    for path in (directory, *directory.parents) if hasattr(os, "getuid") else ():
+        if path.exists():
+            about = path.stat()
+            if about.st_uid not in (0, os.getuid()):
+                return f"{path} belongs to another user (number {about.st_uid}): choose another directory"
+            if about.st_mode & 0o022 and (path == directory or not about.st_mode & stat.S_ISVTX):
+                return f"others may write in {path}: chmod go-w it, or choose another directory"
     return None
 
 
 def _keep_programs(directory: str, ours: bool = False) -> None:
     """Makes JAX keep compiled programs in `directory`, unless others could put some there. Prints a line then.
 
-    If it is `ours`, it is made, and programs are kept only if it can be written.
+    If it is `ours`, it is made.
     """
-    path, why = Path(os.path.abspath(directory)), None
-    try:
-        if "://" not in directory and ours:
-            for missing in reversed([parent for parent in (path, *path.parents) if not parent.exists()]):
+    why = None
+    if "://" not in directory:
+        path = Path(os.path.abspath(directory))
+        try:
+            for missing in reversed([parent for parent in (path, *path.parents) if ours and not parent.exists()]):
                 missing.mkdir(mode=0o700, exist_ok=True)  # whatever the umask says, nobody else writes there
-            with tempfile.TemporaryFile(dir=directory):
-                pass
-        why = None if "://" in directory else others_write(path)
-    except OSError as error:
-        why = f"it cannot be written: {error}"
+            with tempfile.TemporaryFile(dir=path):
+                why = others_write(path)
+        except OSError as error:
+            why = f"it cannot be written: {error}"
     if why:
         say(f"hardware.compilation_cache: compiled programs are neither read nor kept, as {why}.")
     jax.config.update("jax_compilation_cache_dir", None if why else directory)
@@ -183,26 +175,21 @@ def known_options(options: Mapping[str, Any], print_line: Callable[[str], None])
     An option that it knows under an earlier name has that name. Options that are None are left out. Raises ValueError
     for a value that XLA does not take. Starts the devices.
     """
-    known = {name: value for name, value in options.items() if value is not None}
-    for name in known:
-        if name.startswith("-"):
-            raise ValueError(f"hardware.compiler_options has {name}; write it without dashes: {name.lstrip('-')}.")
+    known = {name.lstrip("-"): value for name, value in options.items() if value is not None}
     program = jax.jit(lambda: 0).lower()
     while known:
         try:
             program.compile(compiler_options=known)
             break
-        except jax.errors.JaxRuntimeError as error:
+        except (jax.errors.JaxRuntimeError, TypeError, ValueError) as error:
             unknown = [name for name in known if f"No such compile option: '{name}'" in str(error)]
             if not unknown:
-                raise ValueError(f"hardware.compiler_options: {error}") from error
+                raise ValueError(f"hardware.compiler_options: XLA does not take a value in {known}: {error}") from error
             value, (earlier, values) = known.pop(unknown[0]), EARLIER.get(unknown[0], (None, {}))
             if value in values:
                 known.setdefault(earlier, values[value])
-                continue
-            print_line(f"compiler   {unknown[0]} is left out: the XLA of jax {jax.__version__} does not know it")
-        except (TypeError, ValueError) as error:  # raised by JAX, before XLA sees the value
-            raise ValueError(f"hardware.compiler_options: XLA does not take a value in {known}: {error}") from error
+            else:
+                print_line(f"compiler   {unknown[0]} is left out: the XLA of jax {jax.__version__} does not know it")
     return known
 
 

@@ -1,18 +1,20 @@
-"""Our own programs in processes of their own, so that they do not hold the interpreter lock of the one that trains."""
+"""Work beside the training: our own programs in processes of their own, which do not hold its interpreter lock."""
 
+import concurrent.futures
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 _ROOT = Path(__file__).parents[2]
 _START = (
     "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__')"
 )
-_OWN_SESSION = {"start_new_session": True}  # so that Ctrl-C, which stops the run in order, does not end it
-FAILURES = (OSError, RuntimeError, ValueError, subprocess.SubprocessError)
+FAILURES = (OSError, RuntimeError, ValueError)
 """What run_beside and the reading of its output may raise."""
+T = TypeVar("T")
 
 
 def run_beside(
@@ -28,15 +30,26 @@ def run_beside(
         directory: where it runs; None: where this program does.
 
     Raises:
-        RuntimeError: it failed; with the last line of its errors.
-        subprocess.TimeoutExpired: it took too long.
+        RuntimeError: it failed; with the last line of its errors. Or it took too long.
     """
     nice = ["nice", "-n", "19"] if patient and shutil.which("nice") else []
     # The checkout is on the path of the program, but not the working directory, which may have a json.py.
     command = [*nice, sys.executable, "-I", "-c", _START, str(_ROOT), module, *map(str, arguments)]
-    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "cwd": directory} | _OWN_SESSION
-    done = subprocess.run(command, timeout=timeout, **options)
+    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "cwd": directory}
+    options["start_new_session"] = True  # so that Ctrl-C, which stops the run in order, does not end it
+    try:
+        done = subprocess.run(command, timeout=timeout, **options)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"it took longer than {timeout:g} s") from None
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise RuntimeError(lines[-1] if lines else f"{module} ended with exit code {done.returncode}")
     return done.stdout.decode()
+
+
+def in_background(function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
+    """Calls a function on a thread of its own."""
+    executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=function.__name__)
+    result = executor.submit(function, *arguments)
+    executor.shutdown(wait=False)
+    return result

@@ -1,10 +1,6 @@
 """The compiled training step and its files: the optimized HLO text, and beside that a table and a picture."""
 
-import concurrent.futures
-import contextlib
-import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,23 +35,15 @@ def compile_step(
         The compiled step and the path of the text, which has the source lines of now. The path is None where the text
         cannot be written, and on processes other than 0.
     """
-    with _lines_in_cache_key():
-        compiled = lowered.compile(compiler_options=options)
-    return compiled, _keep_hlo(compiled, directory) if jax.process_index() == 0 else None
-
-
-@contextlib.contextmanager
-def _lines_in_cache_key() -> Iterator[None]:
-    """Context in which a program from JAX's compilation cache has the source lines that it has now.
-
-    Without it, one that was compiled before a comment was added would have the lines of that time.
-    """
-    before = jax.config.jax_compilation_cache_include_metadata_in_key
-    jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+    # So that a program from JAX's compilation cache has the source lines of now, not those of its time.
+    in_key = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, in_key)
+    jax.config.update(in_key, True)
     try:
-        yield
+        compiled = lowered.compile(compiler_options=options)
     finally:
-        jax.config.update("jax_compilation_cache_include_metadata_in_key", before)
+        jax.config.update(in_key, before)
+    return compiled, _keep_hlo(compiled, directory) if jax.process_index() == 0 else None
 
 
 def _keep_hlo(compiled: jax.stages.Compiled, directory: Path) -> Path | None:
@@ -79,18 +67,7 @@ def draw_step(hlo: Path) -> str:
     Returns a line for the user: where the picture is, or why there is none.
     """
     try:
-        return (
-            f"picture    {run_beside('shardwright.compiled.show', hlo, timeout=DRAWN_WITHIN_S, patient=True).strip()}"
-        )
-    except subprocess.TimeoutExpired:
-        return f"{NO_PICTURE}, drawing {hlo} was stopped after {DRAWN_WITHIN_S:g} s"
+        drawn = run_beside("shardwright.compiled.show", hlo, timeout=DRAWN_WITHIN_S, patient=True).strip()
     except FAILURES as error:
         return f"{NO_PICTURE}, {hlo} cannot be drawn: {error}"
-
-
-def start_drawing(hlo: Path) -> concurrent.futures.Future[str]:
-    """Starts `draw_step` on a background thread. The future gives its line."""
-    executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="draw_step")
-    drawing = executor.submit(draw_step, hlo)
-    executor.shutdown(wait=False)
-    return drawing
+    return f"picture    {drawn}"

@@ -105,10 +105,9 @@ def peak_flops(devices: Sequence[jax.Device], dtype: jnp.dtype) -> PeakFlops:
         devices: all of one kind, some of them of this process.
         dtype: type of the operands: bfloat16, float16, float32, or float64.
     """
-    kinds = {device.device_kind for device in devices}
-    if len(kinds) != 1:
-        raise ValueError(f"the peak of a mixture of devices is not defined: {sorted(kinds)}. Use devices of one kind.")
-    (kind,) = kinds
+    kind, *others = sorted({device.device_kind for device in devices})
+    if others:
+        raise ValueError(f"the peak of {[kind, *others]} together is not defined. Use devices of one kind.")
     dtype = jnp.dtype(dtype)
     half, single = _PEAK_TFLOPS.get(kind, (None, None))
     known = {"bfloat16": half, "float16": half, "float32": single}.get(dtype.name)
@@ -116,15 +115,13 @@ def peak_flops(devices: Sequence[jax.Device], dtype: jnp.dtype) -> PeakFlops:
         total = known * 1e12 * len(devices)
         return PeakFlops(total, f"{len(devices)} x {known:g} TFLOP/s, the maker's dense {dtype.name} figure for {kind}")
     own = next(device for device in devices if device.process_index == jax.process_index())
-    size = 2048 if own.platform == "cpu" else 8192
+    is_cpu = own.platform == "cpu"
+    units = len({device.process_index for device in devices}) if is_cpu else len(devices)
+    size = 2048 if is_cpu else 8192
     measured = _matmul_flops(own, dtype, size)
-    units = len({device.process_index for device in devices}) if own.platform == "cpu" else len(devices)
-    shared = " (shared by its devices)" if own.platform == "cpu" else ""
-    count = "" if units == 1 else f"{units} x {measured / 1e12:.4g} TFLOP/s, "
-    return PeakFlops(
-        measured * units,
-        f"{count}measured here: the best of several {size} x {size} {dtype.name} products on this {kind}{shared}",
-    )
+    how = f"the best of several {size} x {size} {dtype.name} products on this {kind}"
+    source = f"{units} x {measured / 1e12:.4g} TFLOP/s, measured here: {how}" + " (shared by its devices)" * is_cpu
+    return PeakFlops(measured * units, source)
 
 
 @functools.cache  # the runs of a sweep have the same peak
@@ -134,13 +131,9 @@ def _matmul_flops(device: jax.Device, dtype: jnp.dtype, size: int) -> float:
         matmul = jax.jit(lambda x: product_of("ij,jk->ik", x, x))  # as a step multiplies
         x = jnp.full((size, size), 1 / size, dtype)
         matmul(x).block_until_ready()
-        best = float("inf")
-        begin = time.perf_counter()
-        for _ in range(10):
+        seconds = []
+        while len(seconds) < 10 and sum(seconds) < 0.4:
             start = time.perf_counter()
             matmul(x).block_until_ready()
-            now = time.perf_counter()
-            best = min(best, now - start)
-            if now - begin > 0.4:
-                break
-    return 2 * size**3 / best
+            seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds)

@@ -20,7 +20,7 @@ from shardwright.modeling.model import LanguageModel, load_model, module_of
 from shardwright.run.config import Config, check_booleans, check_divides, register_schema, to_config
 from shardwright.run.directory import check_place, run_directory
 from shardwright.run.optional import Forgiving
-from shardwright.run.sweeps import PickledByName
+from shardwright.run.sweeps import Job
 from shardwright.run.trackers import check_or_enqueue, with_edits
 from shardwright.settings.composing import Program
 from shardwright.settings.program import start
@@ -28,7 +28,7 @@ from shardwright.settings.program import start
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def program(run: Callable[[Any], Any]) -> Callable[[], Any]:
+def program(run: Callable[[Any], Any]) -> Callable[[], None]:
     """Decorator: `run` as a program, called with what Hydra composes from configs/ and the command line.
 
     `run` returns the name of the signal that stopped it, or None. The exit code is then distributed.stopped_exit_code.
@@ -42,14 +42,13 @@ def program(run: Callable[[Any], Any]) -> Callable[[], Any]:
         return stopped_by
 
     @functools.wraps(run)
-    def main() -> Any:
+    def main() -> None:
         register_schema()
-        doc = inspect.getmodule(run).__doc__ or ""
-        sections = lambda: {"model": module_of("train").ModelConfig}
-        about = Program(f"python -m {run.__module__}", CONFIGS, None, Config, doc)
+        about = Program(f"python -m {run.__module__}", CONFIGS, None, Config, inspect.getmodule(run).__doc__ or "")
         sys.argv[1:] = with_edits(sys.argv[1:])
-        return start(about, PickledByName(job), sections)
+        start(about, main.job, lambda: {"model": module_of("train").ModelConfig})
 
+    main.job = Job(job)
     return main
 
 

@@ -1,12 +1,11 @@
 """The metrics of a run: lines of JSON in metrics.jsonl, also shown on the terminal."""
 
 import collections
-import errno
-import itertools
 import json
 import math
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +18,6 @@ from shardlib.layers import LayerMetrics
 from shardwright.cluster.watch import now_at
 from shardwright.run.files import OF_A_STEP, duration
 from shardwright.run.flops import Speed
-from shardwright.run.optional import optional
 from shardwright.run.terminal import Terminal
 from shardwright_data.foreign import parse_json
 
@@ -73,16 +71,13 @@ class RunLog:
         self.start_step, self.total_steps = start_step, total_steps
         self._see, self._send = see, send
         self.events: list[tuple[int, str]] = []
-        """Step and name of each event that was logged."""
-        self.highest_mfu = 0.0
-        """Highest MFU over several steps so far."""
+        """Name of each event that was logged, and the step after which it came."""
         self._pending: tuple[int, Mapping[str, jax.Array], Mapping[str, int] | None] | None = None
-        self._later: list[dict[str, Any]] = []
         self._last_end: float | None = None
         self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
         self._validation: float | str | None = None
-        self._path = self._file = self._terminal = None
-        self._unwritten, self._told = b"", False
+        self._path = self._terminal = None
+        self._lock, self._unwritten, self._told, self._closed = threading.Lock(), b"", False, False
         if jax.process_index() != 0:
             return
         self._path = path = Path(directory) / "metrics.jsonl"
@@ -93,8 +88,7 @@ class RunLog:
             path.unlink()
         if dropped := remove_later_lines(path, start_step):
             self._print(f"{path}: removed {dropped} unreadable lines of an interrupted run")
-        # Without a buffer, so that it is known which bytes were written.
-        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (close closes it)
+        path.touch()
 
     def __enter__(self) -> "RunLog":
         return self
@@ -140,50 +134,33 @@ class RunLog:
             record |= {"seconds": seconds} | self.speed.of_step(seconds)
         self._write_line(record)
         self._show(step, values)
-        while self._later:
-            self._write_line(self._later.pop(0))
         self._see(step, values)
 
-    def log_later(self, step: int, event: str, get: Callable[[], Mapping[str, Any]]) -> None:
-        """Writes an event of a step that is dispatched next, right after its metrics. Prints nothing.
+    def log_event(
+        self, step: int, event: str, values: Mapping[str, Any] | Callable[[], Mapping[str, Any]], before: bool = False
+    ) -> None:
+        """Writes and prints an event after step `step`, such as a validation; one `before` the step is not printed.
 
-        `get` computes the event's JSON values before the step. It may wait for the devices. Its time is of no step.
+        Waits for the devices. `values` are scalars, strings, or anything JSON can hold, by name; or a function that
+        computes them, whose time counts for no step.
         """
         self.flush()
-        self._later.append({"step": step, "event": event} | get())
-        self.events.append((step - 1, event))  # it is computed between the steps
-        self._pass_time()
-
-    def _pass_time(self) -> None:
-        """Counts the time since the last step for no step."""
+        self.events.append((step - before, event))
+        values = _fetch(values() if callable(values) else values)
+        self._write_line({"step": step, "event": event} | values)
+        if not before:
+            self._print("  ".join([f"step {step + 1}  {event}", *(_text(*item) for item in values.items())]))
+        if event == "validation":
+            self._validation = values.get("loss")
         if self._last_end is not None:
             self._last_end = time.perf_counter()
 
-    def log_event(self, step: int, event: str, values: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
-        """Writes and prints an event after step `step`, such as a validation. Waits for the devices.
-
-        `values` are scalars, strings, or anything JSON can hold, by name; or a function that computes them, whose time
-        counts for no step.
-        """
-        self.flush()
-        self.events.append((step, event))
-        values = _fetch(values() if callable(values) else values)
-        self._write_line({"step": step, "event": event} | values)
-        self._print(f"step {step + 1}  {event}  " + "  ".join(_text(name, value) for name, value in values.items()))
-        if event == "validation":
-            self._validation = values.get("loss")
-        self._pass_time()
-
     def add_event(self, step: int, event: str, values: Mapping[str, Any]) -> None:
-        """Writes an event of an earlier step that became known later, without arrays. Prints only if it cannot.
+        """Writes an event of an earlier step that became known later, without arrays. Prints nothing.
 
         Waits for nothing. May come from any thread, and after `close`.
         """
-        if self._path is not None:
-            record = {"step": step, "event": event} | {name: _plain(x) for name, x in values.items()}
-            self._send(record)
-            with optional(f"the event {event} of step {step}"), open(self._path, "a") as file:
-                file.write(_line(record))
+        self._write_line({"step": step, "event": event} | {name: _plain(x) for name, x in values.items()})
 
     def sync(self) -> None:
         """Writes the metrics of the last step, and waits until the disk has all lines.
@@ -191,10 +168,10 @@ class RunLog:
         Raises OSError, with the path, if it does not take them. They stay in memory.
         """
         self.flush()
-        if self._file is not None:
+        if self._path is not None:
             try:
-                self._write()
-                os.fsync(self._file.fileno())
+                with self._lock:
+                    self._write(sync=True)
             except OSError as error:
                 raise OSError(self._problem(error)) from error
 
@@ -203,6 +180,9 @@ class RunLog:
 
         Raises OSError, with the path, if lines are missing in the file.
         """
+        if self._closed:
+            return
+        self._closed = True
         now_at("ending", paused=True)
         try:
             self.sync()
@@ -211,32 +191,32 @@ class RunLog:
         finally:
             if self._terminal is not None:
                 self._terminal.close()
-            file, self._file = self._file, None
-            if file is not None:
-                file.close()
 
     def _write_line(self, record: dict[str, Any]) -> None:
-        if self._file is None:
+        if self._path is None:
             return
         self._send(record)
-        self._unwritten += _line(record).encode()
-        try:
-            self._write()
-        except OSError as error:
-            if not self._told:
-                self._print(f"WARNING: {self._problem(error)}; its lines wait in memory")
-            self._told = True
-        else:
-            if self._told:
-                self._print(f"{self._path} is written again; nothing is lost")
-            self._told = False
+        with self._lock:
+            self._unwritten += (json.dumps(record, allow_nan=False) + "\n").encode()
+            try:
+                self._write()
+            except OSError as error:
+                if not self._told:
+                    self._print(f"WARNING: {self._problem(error)}; its lines wait in memory")
+                self._told = True
+            else:
+                if self._told:
+                    self._print(f"{self._path} is written again; nothing is lost")
+                self._told = False
 
-    def _write(self) -> None:
-        """Writes all lines that are not written yet. Raises OSError where it cannot, or if the file is not there."""
-        if not os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
-            raise FileNotFoundError(errno.ENOENT, "another file is in its place")
-        while self._unwritten:
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+    def _write(self, sync: bool = False) -> None:
+        """Appends all lines that are not written yet. Raises OSError where it cannot, or if the file is gone."""
+        # Without a buffer, so that it is known which bytes were written.
+        with open(os.open(self._path, os.O_WRONLY | os.O_APPEND), "wb", buffering=0) as file:
+            while self._unwritten:
+                self._unwritten = self._unwritten[file.write(self._unwritten) :]
+            if sync:
+                os.fsync(file.fileno())
 
     def _problem(self, error: OSError) -> str:
         return f"{self._path} cannot be written: {error.strerror or error}"
@@ -244,19 +224,19 @@ class RunLog:
     def _show(self, step: int, values: Mapping[str, Any]) -> None:
         if self._terminal is None:
             return
-        named = lambda names: [f"{name} {_short(values[name])}" for name in names]
-        parts, eta = named(["loss"] if "loss" in values else []), ""
+        parts = []
+        if self._durations:
+            seconds = sum(self._durations) / len(self._durations)
+            parts.append(f"ETA {duration((self.total_steps - step - 1) * seconds)}")
+        if "loss" in values:
+            parts.append(f"loss {_short(values['loss'])}")
         if self._validation is not None:
             parts.append(f"validation {_short(self._validation)}")
         if self._durations:
-            seconds = sum(self._durations) / len(self._durations)
             speed = self.speed.of_step(seconds)
-            if len(self._durations) == _SPEED_WINDOW:
-                self.highest_mfu = max(self.highest_mfu, speed["mfu"])
-            parts += [f"{_si(speed['tokens_per_second'])} tokens/s"]
-            parts += [f"MFU {100 * speed['mfu']:.1f}%" if speed["mfu"] <= 1 else "MFU over 100%"]
-            eta = duration((self.total_steps - step - 1) * seconds)
-        self._terminal.show(step + 1, eta, parts + named(sorted(values.keys() - {"loss"})))
+            parts.append(f"{speed['tokens_per_second']:,.0f} tokens/s  MFU {100 * speed['mfu']:.1f}%")
+        parts += [f"{name} {_short(values[name])}" for name in sorted(values.keys() - {"loss"})]
+        self._terminal.show(step + 1, "  ".join(parts))
 
     def _print(self, text: str) -> None:
         if self._terminal is not None:
@@ -288,9 +268,10 @@ def keep_metrics(directory: Path) -> Path | None:
         shutil.copyfileobj(source, copy)
         copy.flush()
         os.fsync(copy.fileno())
-    stem = f"metrics_{time.strftime('%Y_%m_%d_%H_%M_%S', time.gmtime())}"
-    names = itertools.chain([stem], (f"{stem}_{i}" for i in itertools.count(2)))
-    return temporary.rename(next(kept for name in names if not (kept := path.with_name(f"{name}.jsonl")).exists()))
+    kept = path.with_name(f"metrics_{time.strftime('%Y_%m_%d_%H_%M_%S', time.gmtime())}.jsonl")
+    while kept.exists():
+        kept = kept.with_stem(f"{kept.stem}_")
+    return temporary.rename(kept)
 
 
 def remove_later_lines(path: Path, step: int) -> int:
@@ -305,12 +286,10 @@ def remove_later_lines(path: Path, step: int) -> int:
     with open(path, errors="replace") as lines, open(temporary, "w") as file:
         for line in lines:
             try:
-                earlier = parse_json(line)["step"] < step
+                if parse_json(line)["step"] < step:
+                    file.write(line.removesuffix("\n") + "\n")
             except (ValueError, KeyError, TypeError):
                 unreadable += 1
-                continue
-            if earlier:
-                file.write(line.removesuffix("\n") + "\n")
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
@@ -350,10 +329,6 @@ def _fetch(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _line(record: dict[str, Any]) -> str:
-    return json.dumps(record, allow_nan=False) + "\n"
-
-
 def _plain(value: Any) -> Any:
     """The value for JSON: Python numbers at full precision, strings for what is not finite, lists for vectors."""
     if getattr(value, "ndim", 0) == 1:
@@ -375,8 +350,3 @@ def _short(value: Any) -> str:
     if isinstance(value, list) and value:  # of the layers
         return f"{sum(map(float, value)) / len(value):.4g}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _si(value: float) -> str:
-    factor, suffix = next((x for x in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if value >= x[0]), (1, ""))
-    return f"{value / factor:.1f}{suffix}"

@@ -67,16 +67,12 @@ class Microscope:
     """
 
     def __init__(self, c: Config, model: Any, placement: LayerPlacement, programs: Callable, options: dict[str, Any]):
-        self._known = False
         self._step = StepWithoutStages(c, model, placement, programs)
         self._look = Look(self._step.program, model.table)
         self._program = jax.jit(self._look, compiler_options=options)
 
+    @pause("looking at a step with the microscope")
     def look(self, state: Any, batch: TokenBatch, step: Any) -> dict[str, Any]:
         """Statistics of the step that begins with `state`, as Look.described says. Waits for the devices."""
-        with self._step.arguments(state, batch) as arguments, contextlib.ExitStack() as first:
-            if not self._known:
-                first.enter_context(pause("compiling the microscope"))
-            statistics = self._look.described(jax.device_get(self._program(*arguments, step)))
-        self._known = True
-        return statistics
+        with self._step.arguments(state, batch) as arguments:
+            return self._look.described(jax.device_get(self._program(*arguments, step)))

@@ -1,13 +1,12 @@
 """The page of a run, report.html, made anew while the run trains."""
 
 import concurrent.futures
-import subprocess
 import time
 from pathlib import Path
 
 import jax
 
-from shardwright.run.beside import FAILURES, run_beside
+from shardwright.run.beside import FAILURES, in_background, run_beside
 from shardwright.run.files import REPORT
 from shardwright.run.optional import why
 from shardwright.settings.words import say
@@ -25,8 +24,8 @@ TIMEOUT_S = 60.0
 class Page:
     """Keeps `<directory>/report.html` up to date, by `python -m tools.report` in processes of the lowest priority.
 
-    A process of its own does not hold the lock of the interpreter that trains. There is never more than one. A page
-    that cannot be made is told once, and ends no run. With several processes of a run, process 0 makes the page.
+    There is never more than one. A page that cannot be made is told once, and ends no run. With several processes of a
+    run, process 0 makes the page.
 
     Args:
         directory: of the run.
@@ -41,38 +40,28 @@ class Page:
 
     def refresh(self) -> None:
         """Starts to make the page if it is time. Waits for nothing."""
-        if not self._wanted:
-            return
         if self._next is None:
             self._next = time.monotonic() + FIRST_S
-        if (self._made is None or self._made.done()) and time.monotonic() >= self._next:
-            self._start()
+        is_free = self._made is None or self._made.done()
+        if self._wanted and is_free and time.monotonic() >= self._next:
+            self.close()
+            self._made = in_background(self._make)
 
     def finish(self) -> Path | None:
         """Makes the page a last time, and waits for it. Returns its path; None if there is none, after telling why."""
-        if not self._wanted:
-            return None
-        self._start()
-        return self._directory / REPORT if self._made.result() else None
+        self.close()
+        return self._directory / REPORT if self._wanted and self._make() else None
 
     def close(self) -> None:
-        """Waits for a page that is being made."""
+        """Waits for a page that is being made, and raises what nobody foresaw in making it."""
         if self._made is not None:
             self._made.result()
-
-    def _start(self) -> None:
-        self.close()  # raises what nobody foresaw in making the page before
-        executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="page")
-        self._made = executor.submit(self._make)
-        executor.shutdown(wait=False)
 
     def _make(self) -> bool:
         begin, reason = time.monotonic(), None
         try:
             # In the run's directory, so that Hydra need not read its name.
             run_beside("tools.report", "run=.", timeout=TIMEOUT_S, patient=True, directory=self._directory)
-        except subprocess.TimeoutExpired:
-            reason = f"it took longer than {TIMEOUT_S:g} s"
         except FAILURES as error:
             reason = why(error).removeprefix("Error: ")
         self._next = begin + max(INTERVAL_S, (time.monotonic() - begin) / LARGEST_SHARE)

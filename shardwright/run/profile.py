@@ -22,8 +22,7 @@ MODULE = "jit_training_step"
 """Name of the training step's program."""
 _READ_TIMEOUT_S = 300.0
 _MORE_TRACED_STEPS = 2
-"""Steps that are traced after the two that are timed. The gaps before the last ones follow steps whose metrics were
-read, as all later gaps do."""
+"""Steps that are traced after the two that are timed. The gaps before them follow steps whose metrics were read."""
 
 
 class StepProfiler:
@@ -51,14 +50,12 @@ class StepProfiler:
 
     def __init__(self, log: RunLog, hlo: Path | None):
         self.by_line: str | None = None
-        self._hlo = hlo
-        self._log, steps = log, log.total_steps - log.start_step
+        self._log, self._hlo, steps = log, hlo, log.total_steps - log.start_step
         self._first, self._last = max(0, min(2, steps - 2)), min(3, steps - 1)
         self._last_traced = min(self._last + _MORE_TRACED_STEPS, steps - 1)
         self._before: Any = None
         self._start: float | None = None
-        self._newest: tuple[int, Any] | None = None
-        self._tracing: concurrent.futures.Future[Path] | None = None
+        self._tasks: list[concurrent.futures.Future] = []
 
     def before_step(self, i: int) -> None:
         """Begins the measurement if step `i` is the first profiled one."""
@@ -85,40 +82,29 @@ class StepProfiler:
         """
         if i == self._first - 1:
             self._before = outputs
-        if self._start is None or i < self._last:
+        if self._start is None:
             return
         if i == self._last:
-            self._timing = self._executor.submit(self._print_time, self._start, outputs)
-        self._newest = (i, outputs)
+            self._tasks.append(self._executor.submit(self._print_time, self._start, outputs))
         if i == self._last_traced:
-            self._end_trace()
+            self._tasks.append(self._executor.submit(self._read_trace, outputs))
+            self._start = None
 
     def close(self) -> Path | None:
         """Waits for the trace to be written and returns its path; None if there is none, after printing why."""
-        if self._newest is not None:
-            self._end_trace()  # the run was stopped among the steps that are only traced
         if self._start is not None:
             self._start = None
-            self._executor.shutdown()
+            self._tasks = []
             with contextlib.suppress(*FAILURES):
                 jax.profiler.stop_trace()
             shutil.rmtree(self._log.directory / TRACE, ignore_errors=True)
             say("profile: the run ended within the profiled steps, so there is no measurement")
-        if self._tracing is None:
-            return None
-        tracing, self._tracing = self._tracing, None
+        tasks, self._tasks = self._tasks, []
         try:
-            self._timing.result()
-            return tracing.result()
+            return [task.result() for task in tasks][-1] if tasks else None
         except FAILURES as error:
             say(f"profile: the trace could not be written: {error}")
             return None
-
-    def _end_trace(self) -> None:
-        last, outputs = self._newest
-        self._newest = self._start = None
-        self._tracing = self._executor.submit(self._read_trace, last, outputs)
-        self._executor.shutdown(wait=False)
 
     # ---- on the background thread
 
@@ -126,18 +112,15 @@ class StepProfiler:
         jax.block_until_ready(outputs)
         seconds, count = time.perf_counter() - start, self._last - self._first + 1
         speed, peak = self._log.speed.of_step(seconds / count), self._log.speed.peak
-        first, last = (self._log.start_step + i + 1 for i in (self._first, self._last))
-        which = f"steps {first} and {last}" if count == 2 else f"step {last}"
+        which = " and ".join(str(self._log.start_step + i + 1) for i in range(self._first, self._last + 1))
         doubtful = "; they may still be warming up" if self._first < 2 else ""
-        most = f"{peak.total / 1e12:,.4g} TFLOP/s" if peak.total >= 1e12 else f"{peak.total / 1e9:,.3g} GFLOP/s"
-        too_much = "; so they can do more than was measured" if speed["mfu"] > 1 else ""
-        rate = f"speed      {speed['tokens_per_second']:,.0f} tokens/s: {seconds / count:.4f} s a step, in {which}"
-        mfu = f"MFU        {100 * speed['mfu']:.1f}% of the {most} that the devices can do"
-        say(f"{rate}{doubtful}\n{mfu}{too_much}", flush=True)
+        rate = f"{speed['tokens_per_second']:,.0f} tokens/s: {seconds / count:.4f} s a step, in steps {which}"
+        mfu = f"{100 * speed['mfu']:.1f}% of the {peak.total / 1e12:,.4g} TFLOP/s that the devices can do"
+        say(f"speed      {rate}{doubtful}\nMFU        {mfu}", flush=True)
 
-    def _read_trace(self, last: int, outputs: Any) -> Path:
+    def _read_trace(self, outputs: Any) -> Path:
         kept = _end_of_trace(self._log.directory, outputs)
-        given = (kept, MODULE, last - self._first + 1, *([self._hlo] if self._hlo else []))
+        given = (kept, MODULE, self._last_traced - self._first + 1, *([self._hlo] if self._hlo else []))
         try:
             found = json.loads(run_beside("shardwright.compiled.trace", *given, timeout=_READ_TIMEOUT_S))
         except FAILURES as error:
@@ -145,7 +128,7 @@ class StepProfiler:
         lines, bubble = found["lines"], found["bubble"]
         unknown = f"slowest    source lines: not known, because {lines.get('because')}"
         self.by_line = unknown if "because" in lines else top_lines(lines)
-        begin, end = self._log.start_step + self._first, self._log.start_step + last
+        begin, end = self._log.start_step + self._first, self._log.start_step + self._last_traced
         if stops := {event for step, event in self._log.events if begin <= step < end}:
             bubble = {"because": f"the training stopped among these steps for: {', '.join(sorted(stops))}"}
         if "because" in bubble:

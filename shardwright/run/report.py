@@ -33,22 +33,23 @@ def print_start(
     """
     name = data.filespec or " + ".join(data.mixture) or "stream"
     length = f"{loader.num_tokens:,}" if loader.num_tokens is not None else "unknown number of"
-    _say(f"run        {directory}" + (f", resumed after {start} steps" if start else ""))
-    _say(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
-    _say(f"model      {model}")
-    _say(f"data       {name}: {length} tokens; {steps:,} steps of {loader.tokens_per_batch:,}")
+    tell(f"run        {directory}" + (f", resumed after {start} steps" if start else ""))
+    tell(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
+    tell(f"model      {model}")
+    tell(f"data       {name}: {length} tokens; {steps:,} steps of {loader.tokens_per_batch:,}")
     for source, share in loader.unseen.items():
         if share:
-            _say(
+            tell(
                 f"unpacked   {share:.1%} of the tokens of {source} are never seen: they are beyond the first "
                 f"{loader.seq_len} of their document; data.sequence_packing=true reads all"
             )
     entropy = loader.unigram_entropy()
     if entropy is not None:
-        _say(f"unigram    {entropy:.3f} nats a token: a lower loss has learned more than how often each token comes")
+        tell(f"unigram    {entropy:.3f} nats a token: a lower loss has learned more than how often each token comes")
 
 
-def _say(text: str) -> None:
+def tell(text: str) -> None:
+    """Prints a text, on process 0 alone."""
     if jax.process_index() == 0:
         say(text)
 
@@ -84,28 +85,20 @@ def facts_of(c: Config, total: int, loader: Any, parameters: int, speed: Speed) 
     }
 
 
-def print_end(
-    directory: Path, checkpoint: str, loss: float, loader: Any, trace: Path | None, drawn: str | None, page: Path | None
-) -> None:
+def print_end(directory: Path, checkpoint: str, loss: float, loader: Any, drawn: str | None, page: Path | None) -> None:
     """Prints the last loss in nats a token and what to open, on process 0 alone.
 
-    Without a page, which links to the other files of the run, it names these. `trace` is that of the profiled steps,
-    and `drawn` what draw_step returns; each is None if there is none.
+    `drawn` is what draw_step returns, and `page` the path of the page; each is None if there is none.
     """
     entropy = loader.unigram_entropy()
     known = f" (unigram {entropy:.3f})" if entropy is not None else ""
-    _say(f"loss       {loss:.3f} nats a token at the last step{known}")
-    if page is None:
-        _say(f"metrics    {directory / 'metrics.jsonl'}")
-        if trace:
-            _say(f"trace      {trace}  (open it at ui.perfetto.dev)")
-    _say(f"checkpoint {checkpoint}")
-    print_page(drawn, page)
+    tell(f"loss       {loss:.3f} nats a token at the last step{known}")
+    tell(f"checkpoint {checkpoint}")
+    print_page(directory, drawn, page)
 
 
-def print_page(drawn: str | None, page: Path | None) -> None:
-    """Prints where the page of the run is, and what draw_step returned, if the page does not show it."""
+def print_page(directory: Path, drawn: str | None, page: Path | None) -> None:
+    """Prints where the page of the run is. Without one: where the metrics are, and what draw_step returned."""
     if drawn and (page is None or drawn.startswith(NO_PICTURE)):
-        _say(drawn)
-    if page:
-        _say(f"report     {page}  (open it in a browser)")
+        tell(drawn)
+    tell(f"report     {page}  (open it in a browser)" if page else f"metrics    {directory / 'metrics.jsonl'}")

@@ -18,9 +18,10 @@ from shardwright.cluster.stopping import StopRequest
 from shardwright.cluster.watch import watched_batches
 from shardwright.modeling.attention_calls import check_paths, describe_attention
 from shardwright.modeling.model import COMPUTE_DTYPES, inputs_of
+from shardwright.run.beside import in_background
 from shardwright.run.causality import describe_causality
 from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.compiling import compile_step, start_drawing
+from shardwright.run.compiling import compile_step, draw_step
 from shardwright.run.config import Config
 from shardwright.run.directory import override
 from shardwright.run.evaluation import evaluate
@@ -35,7 +36,7 @@ from shardwright.run.owning import owned
 from shardwright.run.page import Page
 from shardwright.run.profile import StepProfiler
 from shardwright.run.provenance import add_facts, compare_source, keep_source, provenance_of, untraced
-from shardwright.run.report import facts_of, print_end, print_page, print_start, save_config
+from shardwright.run.report import facts_of, print_end, print_page, print_start, save_config, tell
 from shardwright.run.resuming import check_resumes, choose_checkpoint
 from shardwright.run.saved import saved_config
 from shardwright.run.skipping import SkippedSteps, are_finite, check_finite, described_documents
@@ -43,7 +44,6 @@ from shardwright.run.soundness import check_steps
 from shardwright.run.stages import describe_stages, placement_of, stack_orders
 from shardwright.run.stores import agreed
 from shardwright.run.trackers import tracked
-from shardwright.settings.words import say
 from shardwright_data.loader import Prefetcher, TokenBatch, batch_of, batch_shapes, check_skips, make_loader, steps_for
 
 DRAWN_AFTER = 6
@@ -84,9 +84,8 @@ class Run:
     def __init__(self, c: Config, forward: Any, directory: Path, programs: Callable):
         self.c, self.forward, self.model = c, forward, forward.model
         self.directory, self.programs, self.stopped_by = directory, programs, None
-        self.print = lambda text: say(text) if jax.process_index() == 0 else None
         self._source_differs: str | None = None
-        self._failed_saves, self._told = 0, False
+        self._failed_saves = 0
         self._damaged: dict[int, str] = {}
         self._hlo = self._drawing = self._loss = None
         self._page = Page(directory, c.training.report)
@@ -181,7 +180,7 @@ class Run:
     def _leave_later(self) -> None:
         """Tells of damaged checkpoints, moves those aside that are later than the start, and cleans."""
         for step, why in self._damaged.items():
-            self.print(f"WARNING    the checkpoint of step {step} is not used: {why}")
+            tell(f"WARNING    the checkpoint of step {step} is not used: {why}")
         agreed(lambda: self._prepare_place() if jax.process_index() == 0 else None)
 
     def _prepare_place(self) -> None:
@@ -190,9 +189,7 @@ class Run:
             metrics = keep_metrics(self.directory)  # first: afterwards no start would know of a later step
             place = self.checkpoints.set_aside(later)
             kept = f", and their metrics kept as {metrics}" * bool(metrics)
-            self.print(
-                f"WARNING    going on from step {self.start}; the checkpoints {later} are moved to {place}{kept}"
-            )
+            tell(f"WARNING    going on from step {self.start}; the checkpoints {later} are moved to {place}{kept}")
         if self.is_over:
             return
         try:
@@ -209,9 +206,9 @@ class Run:
         begins_average = wants_average and not has_average
         if begins_average:
             shapes = dataclasses.replace(shapes, ema=jax.tree.map(lambda _: None, shapes.ema))
-            self.print(f"average    of the weights: begins with those of step {self.start}")
+            tell(f"average    of the weights: begins with those of step {self.start}")
         if has_average and not wants_average:
-            self.print(f"average    of the weights: that of step {self.start} is left, as training.ema_decay is null")
+            tell(f"average    of the weights: that of step {self.start} is left, as training.ema_decay is null")
         orders = stack_orders(self.placement, State, shapes)
         state = read_state(self.checkpoints, self.start, State, shapes, self.model, orders)
         return dataclasses.replace(state, ema=jax.tree.map(jnp.copy, state.weights)) if begins_average else state
@@ -220,15 +217,15 @@ class Run:
         c, t, table, mesh = self.c, self.c.training, self.model.table, jax.sharding.get_mesh()
         # Before the first line: what the settings say may be refused.
         attention, described = describe_attention(self.forward, t.seq_len), describe_stages(c, self.model)
-        self.options = known_options(c.hardware.compiler_options, self.print)
+        self.options = known_options(c.hardware.compiler_options, tell)
         parameters = sum(math.prod(weight.shape) for weight in jax.tree.leaves(table))
         fp8 = ", products with weights in fp8" * t.fp8
         model = f"{parameters:,} parameters, {t.compute_dtype} compute{fp8}"
         print_start(self.directory, self.start, mesh, model, c.data, self.loader, self.total)
         if found := self._source_differs or untraced(self.provenance):
-            self.print(f"source     {found}")
+            tell(f"source     {found}")
         for line in [*(f"attention  {x}" for x in attention), *(f"pipeline   {x}" for x in described)]:
-            self.print(line)
+            tell(line)
         trackers = tracked(c.trackers, self.directory, c.paths.model_name, self.start, dataclasses.asdict(c))
         self._cleanup.push(self._end_by_error)
         speed = Speed(self.loader.tokens_per_batch, flops_of_model(table, c.model, t.seq_len), self._peak)
@@ -259,8 +256,8 @@ class Run:
             check_steps(self.programs, self.c, self.model, self.provenance["source"], kept_programs("soundness"))
             proof = {"programs": ["training", "evaluation"], "mesh": dict(jax.sharding.get_mesh().shape)}
             add_facts(self.directory, self.start, {"proof": proof})
-            self.print("proof      training and evaluation compute on this mesh what they compute on one device")
-        self.print(describe_causality(self.forward, self.provenance["source"]))
+            tell("proof      training and evaluation compute on this mesh what they compute on one device")
+        tell(describe_causality(self.forward, self.provenance["source"]))
 
     def compare_forms(self) -> None:
         """Refuses a form of an op for this platform that does not compute what its plain form does. It runs both."""
@@ -291,7 +288,7 @@ class Run:
             self._profiler.before_step(step - self.start)
             yield step, next(batches)
             if self._hlo and self._drawing is None and (self.is_over or step - self.start == DRAWN_AFTER):
-                self._drawing = start_drawing(self._hlo)
+                self._drawing = in_background(draw_step, self._hlo)
             if self.stopped_by:
                 return
 
@@ -300,7 +297,7 @@ class Run:
         interval = self.c.training.microscope_interval
         if interval is not None and step % interval == 0:
             look = lambda: self._microscope.look(state, batch, np.int32(step))
-            self._log.log_later(step, "microscope", look)
+            self._log.log_event(step, "microscope", look, before=True)
 
     @functools.cached_property
     def _microscope(self) -> Microscope:
@@ -313,9 +310,6 @@ class Run:
         """
         self.done, self._loss = step + 1, metrics.loss
         self._log.log(step, vars(metrics), self.loader.source_tokens(self._batch_of(step)))
-        if self.checkpoints.failure and not self._told:
-            self._told = True
-            self.print(f"WARNING: {self.checkpoints.failure} The run goes on, and saves the next one.")
         self.stopped_by = self._stop.after(step)
         self._profiler.after_step(step - self.start, metrics)
         if step == self.start:
@@ -332,7 +326,7 @@ class Run:
     def _tell_skipped(self, step: int, why: str) -> None:
         batch = self._batch_of(step)
         words, documents = described_documents(self.loader, batch)
-        self.print(
+        tell(
             f"skipped step {step}, counted from 0: {why}; batch {batch}, {words}; "
             f"{self._replay_of(step)} shows them, and names what is not finite"
         )
@@ -371,15 +365,12 @@ class Run:
     def _finish_last_save(self) -> None:
         try:
             self.checkpoints.wait()
+            self._failed_saves = 0
         except OSError as error:
             self._failed_saves += 1
             if self._failed_saves == MAX_FAILED_SAVES:
                 raise OSError(f"{MAX_FAILED_SAVES} checkpoints in a row were not saved. The last: {error}") from error
-            if not self._told:
-                self.print(f"WARNING: {error} The run goes on, and saves the next one.")
-        else:
-            self._failed_saves = 0
-        self._told = False
+            tell(f"WARNING: {error} The run goes on, and saves the next one.")
 
     def validate(self, evaluation_step: Callable, weights: Any) -> None:
         """Logs the loss on the validation split, unless an earlier start did; nothing if training.eval_batches is 0."""
@@ -402,33 +393,27 @@ class Run:
         Raises OSError, with the path, if the last checkpoint or lines of the metrics cannot be written.
         """
         if self._loss is None:
-            self.print(
+            tell(
                 f"{self.start} steps are done already, of {self.total}; to continue, train for longer (training.steps)."
             )
             return None
-        if self.stopped_by and not self.is_over:
-            self.checkpoints.wait()
-            self.print(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")
-            resume = override("paths.model_name", self.c.paths.model_name or self.directory.name)
-            self.print(f"To resume: the same command, with {resume}")
-            self._log.close()
-            print_page(*self._finish_page("stopped", self.stopped_by))
-            return self.stopped_by
         self._log.close()
         self.checkpoints.wait()
-        trace = self._profiler.close()
+        if self.stopped_by and not self.is_over:
+            tell(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")
+            resume = override("paths.model_name", self.c.paths.model_name or self.directory.name)
+            tell(f"To resume: the same command, with {resume}")
+            print_page(self.directory, *self._finish_page("stopped", self.stopped_by))
+            return self.stopped_by
+        self._profiler.close()
         self._skips.check_any_taken(self.done - self.start)
         if self._skips.count:
-            self.print(f"skipped    {self._skips.count} steps: the events `skipped` of metrics.jsonl")
-        if (highest := self._log.highest_mfu) > 1:
-            why = f"MFU came to {100 * highest:.0f}%: the peak of the devices, or the count of FLOPs, is wrong"
-            self.print(f"peak       {why}")
-            add_facts(self.directory, self.start, {"mfu_doubt": why})
+            tell(f"skipped    {self._skips.count} steps: the events `skipped` of metrics.jsonl")
         if self._profiler.by_line:
-            self.print(self._profiler.by_line)
+            tell(self._profiler.by_line)
         checkpoint = f"{self.checkpoints.store.url}/{self.total:010}"
         files = self._finish_page("finished")
-        print_end(self.directory, checkpoint, float(self._loss), self.loader, trace, *files)
+        print_end(self.directory, checkpoint, float(self._loss), self.loader, *files)
         return None
 
     def _finish_page(self, state: str, why: str | None = None) -> tuple[str | None, Path | None]:

@@ -67,11 +67,7 @@ def run_training(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batc
 
     Returns:
         As shardlib.pipeline.run_training: the loss is a partial sum over p. The metrics are reduced.
-
-    Raises:
-        ValueError: a batch of another number of microbatches than the configuration's.
     """
-    _check_count(c, batch)
     total, g, metrics = pipeline.run_training(loss, placement_of(c, model), training_table(c, model), w, batch)
     if metrics is not None:
         metrics = dataclasses.replace(metrics, values=shardops.psum("N depth +p -> N depth", metrics.values))
@@ -80,7 +76,6 @@ def run_training(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batc
 
 def run_evaluation(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any) -> Any:
     """The loss of `run_training`, without gradients."""
-    _check_count(c, batch)
     placement = placement_of(c, model)
     table = tick_table(forwards(_orders(c, placement)), recompute=True)
     return pipeline.run_evaluation(loss, placement, table, w, batch)
@@ -106,16 +101,6 @@ def shared(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any
 
     with compute_scope(c.training.compute_dtype):
         return {"embedding and loss": jax.jit(per_device).trace(w, batch)}
-
-
-def _check_count(c: Config, batch: Any) -> None:
-    """Raises ValueError unless the batch has the microbatches that the schedule is for."""
-    found = len(jax.tree.leaves(batch)[0])
-    if found != c.training.microbatches:
-        raise ValueError(
-            f"the batch has {found} microbatches, but training.microbatches is {c.training.microbatches}. Give the "
-            "loader, or batch_shapes, the number of the configuration."
-        )
 
 
 def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:

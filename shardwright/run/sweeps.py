@@ -4,7 +4,6 @@ import atexit
 import functools
 import gc
 import importlib
-import inspect
 import sys
 import traceback
 from collections.abc import Callable
@@ -14,39 +13,33 @@ from typing import Any
 import jax
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus
-from hydra.errors import CompactHydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, open_dict, read_write
 
-from shardwright.run.directory import check_place, make_default, place, quoted
-from shardwright.settings.program import refusals_shown
+from shardwright.run.directory import check_place, make_default, missing, place, quoted, remove_empty
+from shardwright.settings.program import Refused, refusals_shown
 
 
-class PickledByName:
-    """Decorator, below hydra.main: what it refuses is shown without a traceback, in any process.
+class Job:
+    """A function of the configuration, whose refusals are shown without a traceback, in any process.
 
-    Launchers send it to other processes. Pickling a function of `__main__` by value, with all that it refers to, fails.
-    So the other process imports the function from its module.
+    Launchers send it to other processes. These import the program from its module, and take its attribute `job`.
     """
 
     def __init__(self, function: Callable):
         functools.update_wrapper(self, function)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, config: Any) -> Any:
         with refusals_shown():
-            return self.__wrapped__(*args)
+            return self.__wrapped__(config)
 
     def __reduce__(self):
-        module = self.__module__
-        if module == "__main__":
-            spec = sys.modules["__main__"].__spec__
-            module = spec.name if spec else Path(self.__wrapped__.__code__.co_filename).stem
-        return _function_of, (module, self.__name__)
+        return _job_of, (self.__module__, self.__name__)
 
 
-def _function_of(module: str, name: str) -> Callable:
-    return PickledByName(inspect.unwrap(getattr(importlib.import_module(module), name)))
+def _job_of(module: str, name: str) -> Job:
+    return getattr(importlib.import_module(module), name).job
 
 
 class Sweep(Callback):
@@ -59,24 +52,24 @@ class Sweep(Callback):
     Hydra turns an error that is raised here into a warning, so a wrong sweep ends the program (SystemExit).
     """
 
+    def __init__(self):
+        self._name, self._jobs = "its name", 0
+        self._failed: list[str] = []
+
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         """Adds the directory of each job to its overrides, which reach it with any launcher, in any process."""
-        params = OmegaConf.select(config, "hydra.sweeper.params") or {}
-        overrides = [f"{key}={value}" for key, value in params.items()] + list(config.hydra.overrides.task)
-        parsed = OverridesParser.create().parse_overrides(overrides)
+        parsed = OverridesParser.create().parse_overrides([*config.hydra.overrides.task])
         swept = {override.key_or_group for override in parsed if override.is_sweep_override()}
         shared = sorted({override.key_or_group for override in parsed} - swept | {"paths.model_name"})
-        _check_swept(swept, config.hydra.launcher.get("_target_", ""))
-
         root, name = config.paths.root_working_dir, config.paths.model_name
-        if name is None and (config.distributed.auto or config.distributed.count):
-            sys.exit("Error: distributed says that there are several processes; give the sweep a paths.model_name.")
         try:
+            _check_swept(swept, config)
             check_place(root, name)
             if name is None:
-                name, directory, _ = make_default(root, config.hydra.job.config_name)
+                name, directory, made = make_default(root, config.hydra.job.config_name)
             else:
                 directory = place(root, name)
+                made = missing(directory)
         except ValueError as error:
             sys.exit(f"Error: {error}")
         run = f"{name}/${{hydra:job.override_dirname}}" if swept else name
@@ -88,64 +81,59 @@ class Sweep(Callback):
             ]
             task = [text for text in config.hydra.overrides.task if not text.startswith("paths.model_name=")]
             config.hydra.overrides.task = [*task, f"paths.model_name={quoted(run)}"]
-        self._name, self._jobs = name, 0
-        self._failed: list[str] = []
-        atexit.register(self._end, directory)
+        self._name = name
+        atexit.register(self._end, directory, made)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Prints at once why a job failed. Hydra itself shows only the first failure, at the end."""
         if config.hydra.mode != RunMode.MULTIRUN:
             return
-        self._jobs = getattr(self, "_jobs", 0) + 1
+        self._jobs += 1
         if job_return.status == JobStatus.COMPLETED:
             if job_return.return_value is not None:  # the signal that stopped the run
                 sys.exit(
                     f"{job_return.return_value}: the sweep stops here. To resume it: its command again, "
-                    f"with paths.model_name={getattr(self, '_name', None) or 'its name'}"
+                    f"with paths.model_name={self._name}"
                 )
             return
         try:
             _ = job_return.return_value  # raises it, and prints the job's overrides before
         except Exception as error:
-            if isinstance(error, CompactHydraException):
-                print(f"{error}\n", file=sys.stderr)
+            said = str(error)
+            if isinstance(error, Refused):
+                print(f"{said}\n", file=sys.stderr)
             else:
                 traceback.print_exception(error)
-            if hasattr(self, "_failed"):
-                self._failed.append(f"{config.hydra.job.override_dirname}: {_first_line(error)}")
+                said = f"{type(error).__name__}: {said}"
+            self._failed.append(f"{config.hydra.job.override_dirname}: {said.splitlines()[0][:160]}")
             # The frames of the failed job hold its state, whose memory the next job needs.
-            _forget_locals(error)
+            while error is not None:
+                traceback.clear_frames(error.__traceback__)
+                error = error.__cause__ or error.__context__
+            gc.collect()
             if jax.distributed.is_initialized() and config.hydra.launcher._target_.endswith(".BasicLauncher"):
                 sys.exit("The sweep stops here: after an error all processes of a run end.")
 
-    def _end(self, directory: Path) -> None:
+    def _end(self, directory: Path, made: list[Path]) -> None:
         if self._failed:
             print(f"\n{len(self._failed)} of {self._jobs} jobs of the sweep {directory} failed:", file=sys.stderr)
             print("".join(f"  {line}\n" for line in self._failed), end="", file=sys.stderr)
+        if not self._jobs and [path.name for path in directory.glob("*")] == ["multirun.yaml"]:  # it was refused
+            (directory / "multirun.yaml").unlink()
+            remove_empty(made)
 
 
-def _check_swept(swept: set[str], launcher: str) -> None:
+def _check_swept(swept: set[str], config: DictConfig) -> None:
     if "paths.model_name" in swept:
-        sys.exit(
-            "Error: paths.model_name is swept, but it names the whole sweep; its jobs are named by what else is swept. "
+        raise ValueError(
+            "paths.model_name is swept, but it names the whole sweep; its jobs are named by what else is swept. "
             "Give one name."
         )
     fixed = sorted(key for key in swept if key.split(".")[0] in ("hardware", "distributed"))
-    if fixed and launcher.endswith(".BasicLauncher"):
-        sys.exit(
-            f"Error: {', '.join(fixed)} cannot be swept in one process, whose devices start once. "
+    if fixed and config.hydra.launcher.get("_target_", "").endswith(".BasicLauncher"):
+        raise ValueError(
+            f"{', '.join(fixed)} cannot be swept in one process, whose devices start once. "
             "Give each job its own, with hydra/launcher=submitit_slurm or submitit_local, or start it by itself."
         )
-
-
-def _first_line(error: BaseException) -> str:
-    line = (str(error).splitlines() or [""])[0]
-    line = line if isinstance(error, CompactHydraException) else f"{type(error).__name__}: {line}"
-    return line if len(line) <= 160 else line[:159] + "…"
-
-
-def _forget_locals(error: BaseException | None) -> None:
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
-    gc.collect()
+    if config.paths.model_name is None and (config.distributed.auto or config.distributed.count):
+        raise ValueError("distributed says that there are several processes; give the sweep a paths.model_name.")

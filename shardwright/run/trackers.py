@@ -35,8 +35,6 @@ FILE = "trackers.json"
 """File in a run's directory with the name of the run in each tracker, by which a resumed run goes on there."""
 CLOSE_TIMEOUT_S = 60.0
 """Time that a run waits at its end for its trackers."""
-_WAITING = 100_000
-"""Number of lines that may wait for a tracker, which is left when there are more."""
 _SETTINGS = "settings"
 """Section of a task of ClearML with the settings of the run, and the name of what they were before edits."""
 
@@ -82,26 +80,34 @@ class Facts(NamedTuple):
     """Name of the run in the tracker, if it was there before."""
 
 
-Opened = tuple[str, Callable[[dict[str, float], int], None]]
-"""The name of a run in its tracker, and a function that takes numbers by name, and their step."""
+class Opened(NamedTuple):
+    """A run in a tracker."""
+
+    id: str
+    """Its name there."""
+    log: Callable[[dict[str, float], int], Any]
+    """Takes numbers by name, and their step."""
+    close: Callable[[], Any]
 
 
 # ---- the trackers -----------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _tensorboard(tensorboardx: Any, run: Facts) -> Iterator[Opened]:
+def _tensorboard(tensorboardx: Any, run: Facts) -> Opened:
     # Beside plugins/profile, so that TensorBoard shows both. purge_step hides what a killed run had after the start.
     suffix = f".{run.start}"  # two starts within a second would have one file
     writer = tensorboardx.SummaryWriter(str(run.directory), purge_step=run.start or None, filename_suffix=suffix)
     writer.add_text("settings", "\n".join(f"    {name}: {value}" for name, value in run.settings.items()))
     logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)  # it warns of each NaN, which the run tells
-    with contextlib.closing(writer):
-        yield str(run.directory), lambda values, step: [writer.add_scalar(name, x, step) for name, x in values.items()]
+
+    def log(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+    return Opened(str(run.directory), log, writer.close)
 
 
-@contextlib.contextmanager
-def _wandb(wandb: Any, run: Facts) -> Iterator[Opened]:
+def _wandb(wandb: Any, run: Facts) -> Opened:
     mode = os.environ.get("WANDB_MODE")
     if mode is None and not wandb.login(prompt=False):
         mode = "offline"
@@ -119,29 +125,24 @@ def _wandb(wandb: Any, run: Facts) -> Iterator[Opened]:
     )
     # Its own counter of steps only grows; a step that a resumed run repeats has a step of its own.
     opened.define_metric("*", step_metric="step")
-    try:
-        yield opened.id, lambda values, step: opened.log({"step": step} | values)
-    finally:
-        opened.finish()
+    return Opened(opened.id, lambda values, step: opened.log({"step": step} | values), opened.finish)
 
 
-@contextlib.contextmanager
-def _clearml(clearml: Any, run: Facts) -> Iterator[Opened]:
+def _clearml(clearml: Any, run: Facts) -> Opened:
     task = _clearml_task(clearml, run.project, run.name, run.known, run.settings)
     task.set_initial_iteration(0)  # or the steps of a resumed run would be counted behind its last one
-    logger = task.get_logger()
 
     def log(values: dict[str, float], step: int) -> None:
         for name, value in values.items():
             title, _, series = name.partition("/")
             if math.isfinite(value):  # ClearML would show 0
-                logger.report_scalar(title, series or title, value, step)
+                task.get_logger().report_scalar(title, series or title, value, step)
 
-    try:
-        yield task.id, log
-    finally:
+    def close() -> None:
         task.flush(wait_for_uploads=True)
         task.close()
+
+    return Opened(task.id, log, close)
 
 
 TRACKERS = {
@@ -149,8 +150,8 @@ TRACKERS = {
     "wandb": ("wandb", _wandb),
     "clearml": ("clearml", _clearml),
 }
-"""By their names in trackers.names: the package to import and to install, and a context manager, which takes the
-package and Facts, and gives what is Opened."""
+"""By their names in trackers.names: the package to import and to install, and a function of the package and Facts that
+opens a run."""
 
 
 # ---- the queue of ClearML ---------------------------------------------------------------------------------------
@@ -257,8 +258,8 @@ def tracked(
 ) -> Iterator[Callable]:
     """Opens the trackers of a run until the context ends, on process 0. Gives the function that takes lines of metrics.
 
-    It takes each line of metrics.jsonl as a dict, from any thread, and waits for nothing. A tracker that fails is told
-    in a line, and left; training goes on.
+    It takes each line of metrics.jsonl as a dict, from any thread, and waits for nothing: each tracker has a thread of
+    its own. One that fails is told in a line, and left; training goes on.
 
     Args:
         c: which trackers.
@@ -267,64 +268,55 @@ def tracked(
         start: number of steps done before.
         settings: all settings of the run, as nested dicts.
     """
-    sending = []
+    threads: dict[threading.Thread, queue.SimpleQueue] = {}
     if jax.process_index() == 0 and c.names:
         known, lock = _known(directory / FILE), threading.Lock()
-        facts = Facts(name, directory, c.project, start, flat(dict(settings)), None)
 
         def keep(which: str, id: str) -> None:
             with lock, optional(str(directory / FILE)):
                 known[which] = id
                 write_whole(directory / FILE, json.dumps(known) + "\n")
 
-        sending = [_Sending(which, facts._replace(known=known.get(which)), keep) for which in dict.fromkeys(c.names)]
+        for which in dict.fromkeys(c.names):
+            facts = Facts(name, directory, c.project, start, flat(dict(settings)), known.get(which))
+            lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+            threads[threading.Thread(target=_follow, args=(which, facts, lines, keep), name=which, daemon=True)] = lines
+    for thread in threads:
+        thread.start()
     try:
-        yield lambda record: [each.send(record) for each in sending]
+        yield lambda record: [lines.put(record) for lines in threads.values()]
     finally:
-        for each in sending:
-            each.close()
+        for lines in threads.values():
+            lines.put(None)
+        for thread in threads:
+            thread.join(CLOSE_TIMEOUT_S)
+            if thread.is_alive():
+                _leave(
+                    thread.name, f"it was not done within {CLOSE_TIMEOUT_S:g} s of the end; its last lines may be lost"
+                )
 
 
-class _Sending:
-    """A tracker, which is opened and gets lines in a thread of its own."""
-
-    def __init__(self, name: str, facts: Facts, keep: Callable[[str, str], None]):
-        self._name, self._facts, self._keep = name, facts, keep
-        self._lines: queue.Queue[dict[str, Any] | None] = queue.Queue(_WAITING)
-        self._left = False
-        self._thread = threading.Thread(target=self._run, name=f"tracker {name}", daemon=True)
-        self._thread.start()
-
-    def send(self, record: dict[str, Any] | None) -> None:
+def _follow(name: str, facts: Facts, lines: queue.SimpleQueue, keep: Callable[[str, str], None]) -> None:
+    """Opens a tracker, gives it the lines until one is None, and closes it."""
+    package, open_run = TRACKERS[name]
+    record: dict[str, Any] | None = {}
+    try:
+        run = open_run(importlib.import_module(package), facts)
+        keep(name, run.id)
         try:
-            if not self._left:
-                self._lines.put_nowait(record)
-        except queue.Full:
-            self._leave(f"{_WAITING} lines wait for it")
+            while (record := lines.get()) is not None:
+                step, values = numbers(record)
+                run.log(values, step)
+        finally:
+            run.close()
+    except BaseException as error:  # SystemExit too: a tracker never stops a run
+        _leave(name, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        while record is not None:  # nothing is kept for it
+            record = lines.get()
 
-    def close(self) -> None:
-        self.send(None)
-        self._thread.join(CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            self._leave(f"it was not done within {CLOSE_TIMEOUT_S:g} s of the end; the last lines may be missing")
 
-    def _run(self) -> None:
-        package, open_run = TRACKERS[self._name]
-        try:
-            with open_run(importlib.import_module(package), self._facts) as (id, log):
-                self._keep(self._name, id)
-                while (record := self._lines.get()) is not None:
-                    step, values = numbers(record)
-                    log(values, step)
-        except BaseException as error:  # SystemExit too: a tracker never stops a run
-            self._leave(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-
-    def _leave(self, why: str) -> None:
-        if not self._left:
-            self._left = True
-            say(
-                f"WARNING: the tracker {self._name} is left: {why}. The run goes on, and metrics.jsonl has its metrics."
-            )
+def _leave(name: str, why: str) -> None:
+    say(f"WARNING: the tracker {name} is left: {why}. The run goes on, and metrics.jsonl has its metrics.")
 
 
 def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:

@@ -15,11 +15,11 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
-from omegaconf import MISSING, OmegaConf, open_dict, read_write
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.places import is_raised_on_purpose
-from shardwright.settings.composing import Program, check_given, composed, parse_arguments, readable
+from shardwright.settings.composing import Program, check_flags, explained, is_of_composing, is_setting, readable
 from shardwright.settings.help import help_text
 from shardwright.settings.words import for_stream
 from shardwright_data.checks import check_ranges
@@ -34,6 +34,9 @@ EXTRAS = {
     "oracle": ("torch",),
 }
 """Modules of optional packages, by the extra of pyproject.toml that installs them."""
+
+FULL_ERROR = "SHARDWRIGHT_FULL_ERROR"
+"""Environment variable with the user's HYDRA_FULL_ERROR, which `start` sets for Hydra."""
 
 
 def refusal(error: Exception) -> str | None:
@@ -52,7 +55,7 @@ def refusal(error: Exception) -> str | None:
         or (isinstance(error, OSError) and error.filename is not None)
         or (isinstance(error, ModuleNotFoundError) and extra_of(error) is not None)
     )
-    if not refuses or os.environ.get("HYDRA_FULL_ERROR") == "1":
+    if not refuses or os.environ.get(FULL_ERROR, os.environ.get("HYDRA_FULL_ERROR")) == "1":
         return None
     if getattr(error, "place", ""):
         return f"{shown(error)}\n  HYDRA_FULL_ERROR=1 shows the calls that lead there."
@@ -78,11 +81,15 @@ def extra_of(error: ImportError) -> tuple[str, str] | None:
     return next(((package, extra) for extra, packages in EXTRAS.items() if package in packages), None)
 
 
+class Refused(CompactHydraException):
+    """A refusal in one of several jobs: its message, as it is shown."""
+
+
 @contextlib.contextmanager
 def refusals_shown() -> Iterator[None]:
     """Context in which a refusal ends the program with its message and status 1, without a traceback.
 
-    In one of several jobs it becomes a CompactHydraException with the message, which ends the job.
+    In one of several jobs it becomes a Refused with the message, which ends the job.
     """
     try:
         yield
@@ -90,25 +97,11 @@ def refusals_shown() -> Iterator[None]:
         if (message := refusal(error)) is None:
             raise
         if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
-            raise CompactHydraException(message) from error
+            raise Refused(message) from error
         sys.exit(for_stream(message, sys.stderr))
 
 
-@contextlib.contextmanager
-def ended_by_interrupt() -> Iterator[None]:
-    """Context in which Ctrl-C ends the program with a line, and status 130."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        print("Error: interrupted by Ctrl-C.", file=sys.stderr)
-        sys.exit(130)
-
-
-def start(
-    program: Program,
-    job: Callable[[Any], Any],
-    sections: Callable[[], dict[str, type]] = dict,
-) -> Any:
+def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], dict[str, type]] = dict) -> None:
     """Calls `job` with what Hydra composes from the command line, or answers what is wrong in it, or prints the help.
 
     Args:
@@ -116,7 +109,8 @@ def start(
         job: function of the configuration that Hydra composed. It shows its own refusals, with refusals_shown.
         sections: gives dataclasses of sections whose type the schema leaves open, for the help.
     """
-    sys.argv[1:] = map(readable, sys.argv[1:])
+    # Hydra wants the settings together, after the flags.
+    sys.argv[1:] = sorted(map(readable, sys.argv[1:]), key=is_setting)
     with refusals_shown():
         if not program.configs.is_dir():  # what `pip install .` installs is for `import` alone
             # Not raised: it would be taken for an error of an installed library.
@@ -124,27 +118,24 @@ def start(
                 f"Error: {program.configs.parent} has no {program.configs.name}/: shardwright runs from its checkout. "
                 "Clone it, and run `pip install -e .` there."
             )
-        given = parse_arguments(program, sys.argv[1:])
-        if not given.flags.isdisjoint(("--help", "-h")):
-            with contextlib.suppress(BrokenPipeError):  # a reader such as `head` may read a part
-                print(help_text(program, sections()), flush=True)
-            return None
-        is_sweep = not given.flags.isdisjoint(("--multirun", "-m"))
-        config = composed(program, given) if is_sweep or not given.is_hydras else None
-    if given.is_hydras:
-        # Hydra wants the overrides together, after the flags; and a relative --config-path would be one from its file.
-        flags = [text for text in sys.argv[1:] if text.startswith("-") or text not in given.overrides]
-        if given.config_path is not None and "://" not in given.config_path:
-            flags.append(f"--config-path={os.path.abspath(given.config_path)}")
-        sys.argv[1:] = [*flags, *given.overrides]
-        run = hydra.main(version_base="1.3", config_path=str(program.configs), config_name=program.config_name)(job)
-    else:
-        HydraConfig.instance().set_config(config)
-        with read_write(config), open_dict(config):
-            del config["hydra"]
-        run = functools.partial(job, config)
-    with ended_by_interrupt():
-        return run()
+        check_flags(program, sys.argv[1:])
+    if not {"--help", "-h"}.isdisjoint(sys.argv):
+        with contextlib.suppress(BrokenPipeError):  # a reader such as `head` may read a part
+            print(help_text(program, sections()), flush=True)
+        return
+    os.environ.setdefault(FULL_ERROR, os.environ.get("HYDRA_FULL_ERROR", "0"))
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises its errors, which are told here, and prints none
+    try:
+        hydra.main(version_base="1.3", config_path=str(program.configs), config_name=program.config_name)(job)()
+    except KeyboardInterrupt:
+        print("Error: interrupted by Ctrl-C.", file=sys.stderr)
+        sys.exit(130)
+    except Refused as error:
+        sys.exit(for_stream(str(error), sys.stderr))
+    except Exception as error:
+        if os.environ[FULL_ERROR] == "1" or not is_of_composing(error):
+            raise
+        sys.exit(for_stream(f"Error: {shown(explained(program, error, sys.argv[1:]))}", sys.stderr))
 
 
 def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
@@ -162,7 +153,8 @@ def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
     @functools.wraps(run)
     def job(config: Any) -> None:
         with refusals_shown():
-            check_given(config)
+            if missing := sorted(OmegaConf.missing_keys(config)):
+                raise ValueError(f"{', '.join(missing)} must be given, as {missing[0]}=<value>.")
             settings = OmegaConf.to_object(config)
             for required in (field.name for field in dataclasses.fields(schema) if field.default == MISSING):
                 if getattr(settings, required) == "":

@@ -43,33 +43,36 @@ def settings_of(schema: type, prefix: str = "") -> Iterator[Setting]:
             yield from settings_of(without_null(kind), f"{name}.")
 
 
-def kind_of(schema: type, name: str) -> Any:
-    """The type of the setting `name`. Raises ValueError for a name that does not exist, with the nearest one."""
+def kind_of(schema: type, name: str, prefix: str = "") -> Any:
+    """The type of the setting `name`. Raises ValueError for a name that does not exist, with the nearest one.
+
+    `prefix` is the section of `schema`, with a dot.
+    """
     kind: Any = schema
     parts = name.split(".")
     for i, part in enumerate(parts):
         kind = without_null(kind)
-        path = ".".join(parts[:i])
+        path = prefix + ".".join(parts[:i])
         if is_section(kind):
             kinds = typing.get_type_hints(kind)
             if part not in kinds:
-                raise ValueError(f"there is no setting {name}.{_known(schema, parts, i, [*kinds])}")
+                raise ValueError(f"there is no setting {prefix}{name}.{_known(schema, parts, i, [*kinds], prefix)}")
             kind = kinds[part]
         elif typing.get_origin(kind) in (list, dict):
             kind = typing.get_args(kind)[-1]
         elif kind is not Any:
-            raise ValueError(f"there is no setting {name}: {path} is {words_for(kind)}. Set {path}=<value>.")
+            raise ValueError(f"there is no setting {prefix}{name}: {path} is {words_for(kind)}. Set {path}=<value>.")
         else:
             return Any
     return kind
 
 
-def _known(schema: type, parts: list[str], i: int, known: list[str]) -> str:
+def _known(schema: type, parts: list[str], i: int, known: list[str], prefix: str) -> str:
     """Which name was meant where part `i` is unknown, in its section or elsewhere; or else the names of the section."""
-    path = ".".join(parts[:i])
+    path = (prefix + ".".join(parts[:i])).rstrip(".")
     if near := difflib.get_close_matches(parts[i], known, n=1):
-        return f" Did you mean {'.'.join([*parts[:i], near[0], *parts[i + 1 :]])}?"
-    names = [s.name for s in settings_of(schema) if not is_section(s.kind)]
+        return f" Did you mean {prefix}{'.'.join([*parts[:i], near[0], *parts[i + 1 :]])}?"
+    names = [s.name for s in settings_of(schema, prefix) if not is_section(s.kind)]
     if elsewhere := [name for name in names if name.rpartition(".")[2] == parts[-1]]:
         return f" Did you mean {elsewhere[0]}?"
     return f" {f'The section {path} has' if path else 'There are'} {', '.join(known)}."

@@ -62,12 +62,6 @@ def test_a_cache_that_belongs_to_another_user_is_refused(tmp_path, no_cache):
     os.chown(directory, 12345, 12345)
     assert "belongs to another user (number 12345)" in others_write(directory)
     assert start(directory) is None
-    link = tmp_path / "link"
-    (tmp_path / "own").mkdir(mode=0o755)
-    link.symlink_to(tmp_path / "own")
-    assert others_write(link) is None
-    os.lchown(link, 12345, 12345)
-    assert f"{link} belongs to another user" in others_write(link)
 
 
 def test_a_cache_that_the_environment_names_is_checked_too(tmp_path, no_cache, capsys):

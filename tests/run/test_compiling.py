@@ -16,8 +16,7 @@ from jax.sharding import PartitionSpec as P
 from simulated import without_cache, xla_flags
 
 from shardwright.run import compiling
-from shardwright.run.beside import run_beside
-from shardwright.run.compiling import compile_step, draw_step, start_drawing
+from shardwright.run.compiling import compile_step, draw_step
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +45,7 @@ def test_the_text_is_kept_and_drawn(tmp_path):
     x = jax.device_put(jnp.ones((64, 16)), NamedSharding(mesh, P("d")))
     assert compiled(w, x).shape == (8, 32)
     picture = text.with_suffix(".svg")
-    assert start_drawing(text).result() == f"picture    {picture}"
+    assert draw_step(text) == f"picture    {picture}"
     assert xml.etree.ElementTree.parse(picture).getroot().tag.endswith("svg")
     assert {path.suffix for path in (tmp_path / "run").iterdir()} == {".txt", ".json", ".svg"}
     table = json.loads(text.with_suffix(".json").read_text())
@@ -96,7 +95,7 @@ def test_slow_drawing_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(compiling, "DRAWN_WITHIN_S", 0.01)
     text = tmp_path / "hlo.txt"
     text.write_text(TEXT)
-    assert draw_step(text) == f"picture    none, drawing {text} was stopped after 0.01 s"
+    assert draw_step(text) == f"picture    none, {text} cannot be drawn: it took longer than 0.01 s"
     assert [path.name for path in tmp_path.iterdir()] == ["hlo.txt"]
 
 
@@ -105,11 +104,6 @@ def test_a_file_of_the_working_directory_is_not_run(tmp_path, monkeypatch):
     (tmp_path / "hlo.txt").write_text(TEXT)
     monkeypatch.chdir(tmp_path)
     assert draw_step(Path("hlo.txt")) == "picture    hlo.svg"
-
-
-def test_the_reason_is_the_last_line_of_the_programs_errors(tmp_path):
-    with pytest.raises(RuntimeError, match=r"^FileNotFoundError: .*gone"):
-        run_beside("shardwright.compiled.show", tmp_path / "gone", timeout=60)
 
 
 STEP = """import sys

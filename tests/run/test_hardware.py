@@ -96,13 +96,11 @@ def test_options_that_this_xla_does_not_know_are_left_out_and_named():
     assert known_options(options, said.append) == {"xla_cpu_enable_fast_math": False, "xla_gpu_autotune_level": 1}
     assert [line.split()[1] for line in said] == ["xla_no_such_flag", "xla_gone"]
     assert f"the XLA of jax {jax.__version__} does not know it" in said[0]
-    with pytest.raises(ValueError, match=r"hardware\.compiler_options: .*'often' is not a valid bool value"):
-        known_options({"xla_cpu_enable_fast_math": "often"}, said.append)
     assert known_options({"xla_cpu_enable_fast_math": None}, said.append) == {}
-    with pytest.raises(ValueError, match=r"XLA does not take a value in .*xla_cpu_enable_fast_math"):
-        known_options({"xla_cpu_enable_fast_math": [1]}, said.append)
-    with pytest.raises(ValueError, match="write it without dashes: xla_gone"):
-        known_options({"--xla_gone": 1}, said.append)
+    assert known_options({"--xla_gpu_autotune_level": 1}, said.append) == {"xla_gpu_autotune_level": 1}
+    for wrong in ("often", [1]):
+        with pytest.raises(ValueError, match=r"XLA does not take a value in .*xla_cpu_enable_fast_math"):
+            known_options({"xla_cpu_enable_fast_math": wrong}, said.append)
 
 
 @pytest.mark.long

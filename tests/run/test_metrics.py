@@ -174,9 +174,7 @@ def test_plain_lines_without_a_terminal(tmp_path):
     lines = output.getvalue().splitlines()
     assert [line.split()[1] for line in lines] == ["1/25", "10/25", "20/25", "25/25"]
     assert lines[0] == "step 1/25  loss 0.123  learning_rate 0.0003"
-    assert re.match(
-        r"step 10/25  ETA 0:00:00  loss 9.123  [\d.]+[kMG]? tokens/s  MFU .*%  learning_rate 0.0003$", lines[1]
-    )
+    assert re.match(r"step 10/25  ETA 0:00:00  loss 9.123  [\d,]+ tokens/s  MFU .*%  learning_rate 0.0003$", lines[1])
     assert "\x1b" not in output.getvalue()
 
 
@@ -190,7 +188,7 @@ def test_a_live_bar_on_a_terminal(tmp_path):
     text = output.getvalue()
     assert "\x1b[" in text
     assert re.search("step 12/12 .*━.*ETA 0:00:00  loss 4.5", text)
-    assert re.search(r"step 12/12  loss 4.5  .* tokens/s  MFU [^\n]*\n$", text)
+    assert re.search(r"step 12/12  ETA 0:00:00  loss 4.5  .* tokens/s  MFU [^\n]*\n$", text)
     assert "step 12  validation  loss 4.25" in text
     assert "step 5/12" not in text
 
@@ -230,7 +228,7 @@ def test_metrics_are_kept_as_a_whole_and_over_no_others(tmp_path, monkeypatch):
         path.write_text(text)
         kept = keep_metrics(tmp_path)
         assert kept.read_text() == text
-    names = ["metrics.jsonl", "metrics_2026.jsonl", "metrics_2026_2.jsonl", "metrics_2026_3.jsonl"]
+    names = ["metrics.jsonl", "metrics_2026.jsonl", "metrics_2026_.jsonl", "metrics_2026__.jsonl"]
     assert sorted(file.name for file in tmp_path.iterdir()) == names
     with files_of_at_most(2**12), pytest.raises(OSError, match="File too large"):
         keep_metrics(tmp_path)
@@ -290,16 +288,12 @@ def test_a_log_that_cannot_be_finished_says_so(tmp_path):
     log.close()  # nothing more to close
 
 
-@pytest.mark.parametrize("do", ["remove", "replace"])
-def test_a_log_that_was_removed_is_noticed(tmp_path, do):
-    log, path = run_log(tmp_path), tmp_path / "metrics.jsonl"
+def test_a_log_that_was_removed_is_noticed(tmp_path):
+    log = run_log(tmp_path)
     log.log(0, metrics(3.0))
-    path.unlink()
-    if do == "replace":
-        path.touch()
+    (tmp_path / "metrics.jsonl").unlink()
     log.log(1, metrics(3.0))
-    why = {"remove": "No such file or directory", "replace": "another file is in its place"}[do]
-    with pytest.raises(OSError, match=f"cannot be written: {why}; lines of its last steps are lost"):
+    with pytest.raises(OSError, match="cannot be written: No such file or directory; lines of its last steps are"):
         log.close()
 
 
@@ -312,7 +306,7 @@ PARTS = ["loss 2.571", "validation 2.625", "18.5k tokens/s", "MFU 43.1%", "grad_
 def test_the_live_line_is_one_line_that_ends_with_what_fits(width, shown):
     file = io.StringIO()
     terminal = Terminal(Console(file=file, force_terminal=True, width=width, legacy_windows=False), 0, 500, 10)
-    terminal.show(7, "0:01:05", [*PARTS, "\x1b[2J[red]"])
+    terminal.show(7, "  ".join([*PARTS, "\x1b[2J[red]"]))
     terminal._bar.refresh()
     (*_, line) = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", file.getvalue()).replace("\r", "\n").rstrip().splitlines()
     assert len(line) <= width

@@ -3,7 +3,6 @@
 import gc
 import json
 import os
-import pickle
 import subprocess
 import sys
 import weakref
@@ -18,17 +17,23 @@ from omegaconf import OmegaConf
 from simulated import xla_flags
 
 from shardwright.run import memory
-from shardwright.run.sweeps import PickledByName, Sweep
+from shardwright.run.sweeps import Sweep
 
 ROOT = Path(__file__).parents[2]
 # As configs/base.yaml has them, in a program that needs no second to start.
 PROGRAM = """
-import sys
-import hydra
-from shardwright.run.sweeps import PickledByName
+import dataclasses
+import pickle
+from pathlib import Path
+from shardwright.run.sweeps import Job
+from shardwright.settings.composing import Program
+from shardwright.settings.program import start
 
-@hydra.main(version_base="1.3", config_path="configs")
-@PickledByName
+@dataclasses.dataclass
+class Settings:
+    a: int = 1
+    b: int = 2
+
 def main(config):
     print("JOB", config.paths.model_name, config.a, config.b)
     if config.a == 13:
@@ -36,12 +41,12 @@ def main(config):
     if config.a == 99:
         return "SIGINT"
 
+main.job = Job(main)
+
 if __name__ == "__main__":
-    if sys.argv[1] == "pickle":
-        import pickle
-        print(pickle.dumps(main.__wrapped__))
-    else:
-        main()
+    import program
+    job = pickle.loads(pickle.dumps(program.main.job))  # as launchers send it
+    start(Program("program", Path("configs").absolute(), None, Settings), job)
 """
 
 
@@ -122,25 +127,14 @@ def test_a_signal_ends_the_sweep(program):
             "hardware.simulated_devices=2,4",
             "hardware.simulated_devices cannot be swept in one process, whose devices start once.",
         ),
+        ("bb=3,4", "Error: there is no setting bb. Did you mean b?"),
     ],
 )
-def test_what_cannot_be_swept_is_refused(program, swept, message):
+def test_what_cannot_be_swept_is_refused(program, swept, message, tmp_path):
     done = program("--multirun", "--config-name=own", swept)
     assert (done.returncode, jobs(done)) == (1, [])
     assert message in done.stderr
-
-
-def test_the_program_is_pickled_as_its_module(program):
-    done = program("pickle")
-    assert b"program" in eval(done.stdout)
-    assert b"__main__" not in eval(done.stdout)
-    sent = pickle.loads(pickle.dumps(PickledByName(_some_function)))
-    assert isinstance(sent, PickledByName)  # which shows what it refuses without a traceback there too
-    assert sent.__wrapped__ is _some_function
-
-
-def _some_function(config):
-    pass
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.long

@@ -1,85 +1,70 @@
-"""What a command line composes and refuses: --config-dir, --config-path, sweeps."""
+"""What a command line composes and refuses, beside the mistakes of mistakes.txt."""
 
-import re
-from pathlib import Path
+import sys
 
 import pytest
 
 from shardwright.run.config import Config, register_schema
 from shardwright.run.launch import CONFIGS
-from shardwright.settings.composing import Program, composed, parse_arguments, readable
+from shardwright.settings.composing import Program, readable
+from shardwright.settings.program import FULL_ERROR, start
 
-ROOT = Path(__file__).parents[2]
 BASE = "--config-name=local_test_synthetic"
 
 
-def check(*arguments):
+@pytest.fixture(name="composed")
+def _composed(tmp_path, monkeypatch):
+    """Function that composes arguments and returns the configurations of their jobs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "0")
+    monkeypatch.setenv(FULL_ERROR, "0")
     register_schema()
-    program = Program("python -m train", CONFIGS, None, Config)
-    composed(program, parse_arguments(program, arguments))
+
+    def composed(*arguments):
+        monkeypatch.setattr(sys, "argv", ["train", *arguments])
+        found = []
+        start(Program("python -m train", CONFIGS, None, Config), lambda config: found.append(config))
+        return found
+
+    return composed
 
 
 @pytest.fixture(name="mine")
 def _mine(tmp_path):
-    for name in ("model", "mygroup"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "model" / "mymodel.yaml").write_text("vocab: 1280\n")
-    (tmp_path / "mygroup" / "x.yaml").write_text("# @package _global_\ntraining:\n  steps: 3\n")
-    (tmp_path / "mine.yaml").write_text("defaults: [local_test_synthetic, _self_]\ntraining: {steps: 5}\n")
-    return tmp_path
+    (tmp_path / "mine" / "model").mkdir(parents=True)
+    (tmp_path / "mine" / "model" / "mymodel.yaml").write_text("vocab: 1280\n")
+    (tmp_path / "mine" / "mine.yaml").write_text("defaults: [local_test_synthetic, _self_]\ntraining: {steps: 5}\n")
+    return f"--config-dir={tmp_path}/mine"
+
+
+def test_configurations_of_config_dir_in_any_order(mine, composed):
+    (config,) = composed("training.seed=3", mine, "model=mymodel", "--config-name=mine", "training.batch_size=8")
+    assert (config.model.vocab, config.training.steps, config.training.seed) == (1280, 5, 3)
+    with pytest.raises(SystemExit, match=r"model is mymodl; choose one of .*Did you mean mymodel\?"):
+        composed(mine, BASE, "model=mymodl")
+
+
+def test_a_sweep_is_composed_as_a_whole_before_its_first_job(composed):
+    found = composed(BASE, "--multirun", "model=glob(de*)", "training.seed=range(1,3)", "paths.model_name=x")
+    assert [config.training.seed for config in found] == [1, 2]
+    with pytest.raises(SystemExit, match=r"^Error: training\.seed is x; it must be a whole number"):
+        composed(BASE, "--multirun", "training.seed=1,x", "paths.model_name=x")
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("argument", "said"),
     [
-        (BASE, "model=mymodel"),
-        (BASE, "+mygroup=x"),
-        (BASE, "--multirun", "model=mymodel,demo"),
-        (BASE, "--multirun", "model=glob(my*)"),
-        ("--config-name=mine", "model=mymodel"),
+        ("+data.mixture.a.filespec=x", "Error: Error merging override +data.mixture.a.filespec=x (Invalid type assig"),
+        ("data.mixture.a.filespec=x", "Error: Could not override 'data.mixture.a.filespec' (Key 'a' is not in struct)"),
+        ("--config-dir=nowhere", "Error: Additional config directory "),
+        ("--training.seed=3", "there is no flag --training.seed. A setting has no dashes: training.seed=<value>."),
+        ("optimizer.learning_rate=1,2", "several values: 1,2. Give optimizer.learning_rate=[1,2] for a list, or --"),
     ],
 )
-def test_configurations_of_config_dir(mine, arguments):
-    check(f"--config-dir={mine}", *arguments)
-
-
-def test_what_config_dir_lacks(mine):
-    with pytest.raises(ValueError, match=r"model is mymodl; choose one of .*Did you mean mymodel\?"):
-        check(f"--config-dir={mine}", BASE, "model=mymodl")
-    with pytest.raises(ValueError, match=rf"configs/ and {mine.name}/ has no min.yaml. Did you mean mine\?"):
-        check(f"--config-dir={mine}", "--config-name=min")
-    with pytest.raises(ValueError, match=r"model is mymodel; choose one of"):  # the directory belongs to one command
-        check(BASE, "model=mymodel")
-
-
-def test_a_config_path_replaces_the_directory(mine):
-    (mine / "alone.yaml").write_text("defaults: [config_schema, _self_]\ntraining: {steps: 5}\n")
-    check(f"--config-path={mine}", "--config-name=alone", "+mygroup=x")
-    with pytest.raises(ValueError, match=r"has no local_text\.yaml"):
-        check(f"--config-path={mine}", "--config-name=local_text")
-
-
-@pytest.mark.parametrize("sweep", ["model=glob(8*)", "training.seed=range(1,4)", "training.seed=shuffle(1,2)"])
-def test_sweeps(sweep):
-    check(BASE, "--multirun", sweep)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--multirun", "model=glob(9*)"], "model=glob(9*) has no values. Give some"),
-        (["--multirun", "training.seed=1,x"], "training.seed is x; it must be a whole number"),
-        (["+data.mixture.a.filespec=x"], "Error merging override +data.mixture.a.filespec=x: Invalid type assigned"),
-        (["data.mixture.a.filespec=x"], "Could not override 'data.mixture.a.filespec': Key 'a' is not in struct"),
-    ],
-)
-def test_what_does_not_compose_is_said(arguments, said):
-    with pytest.raises(ValueError, match=re.escape(said)):
-        check(BASE, *arguments)
-
-
-def test_an_entry_is_added_as_the_message_says():
-    check(BASE, "data.filespec=null", "+data.mixture={a: {filespec: x, weight: 1}}")
+def test_what_does_not_compose_is_said(argument, said, composed):
+    with pytest.raises(SystemExit) as refused:
+        composed(BASE, argument)
+    assert said in str(refused.value)
 
 
 @pytest.mark.quick
