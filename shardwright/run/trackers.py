@@ -33,8 +33,8 @@ from shardwright_data.foreign import read_object
 
 FILE = "trackers.json"
 """File in a run's directory with the name of the run in each tracker, by which a resumed run goes on there."""
-CLOSE_TIMEOUT_S = 60.0
-"""Time that a run waits at its end for its trackers."""
+TIMEOUT_S = 60.0
+"""Time that a run waits at its start and at its end for its trackers."""
 _SETTINGS = "settings"
 """Section of a task of ClearML with the settings of the run, and the name of what they were before edits."""
 
@@ -268,7 +268,7 @@ def tracked(
         start: number of steps done before.
         settings: all settings of the run, as nested dicts.
     """
-    threads: dict[threading.Thread, queue.SimpleQueue] = {}
+    followed: list[_Followed] = []
     if jax.process_index() == 0 and c.names:
         known, lock = _known(directory / FILE), threading.Lock()
 
@@ -279,40 +279,48 @@ def tracked(
 
         for which in dict.fromkeys(c.names):
             facts = Facts(name, directory, c.project, start, flat(dict(settings)), known.get(which))
-            lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-            threads[threading.Thread(target=_follow, args=(which, facts, lines, keep), name=which, daemon=True)] = lines
-    for thread in threads:
-        thread.start()
+            followed.append(_Followed(which, facts, keep))
+    for each in followed:
+        # Python 3.11 parses source in one thread at a time: else the proof may fail by what a tracker imports.
+        each.opened.wait(TIMEOUT_S)
     try:
-        yield lambda record: [lines.put(record) for lines in threads.values()]
+        yield lambda record: [each.lines.put(record) for each in followed]
     finally:
-        for lines in threads.values():
-            lines.put(None)
-        for thread in threads:
-            thread.join(CLOSE_TIMEOUT_S)
-            if thread.is_alive():
-                _leave(
-                    thread.name, f"it was not done within {CLOSE_TIMEOUT_S:g} s of the end; its last lines may be lost"
-                )
+        for each in followed:
+            each.lines.put(None)
+        for each in followed:
+            each.thread.join(TIMEOUT_S)
+            if each.thread.is_alive():
+                _leave(each.name, f"it was not done within {TIMEOUT_S:g} s of the end; its last lines may be lost")
 
 
-def _follow(name: str, facts: Facts, lines: queue.SimpleQueue, keep: Callable[[str, str], None]) -> None:
-    """Opens a tracker, gives it the lines until one is None, and closes it."""
-    package, open_run = TRACKERS[name]
-    record: dict[str, Any] | None = {}
-    try:
-        run = open_run(importlib.import_module(package), facts)
-        keep(name, run.id)
+class _Followed:
+    """A tracker, which is opened and gets lines in a thread of its own, until one of them is None."""
+
+    def __init__(self, name: str, facts: Facts, keep: Callable[[str, str], None]):
+        self.name, self.opened = name, threading.Event()
+        self.lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._run, args=(facts, keep), name=name, daemon=True)
+        self.thread.start()
+
+    def _run(self, facts: Facts, keep: Callable[[str, str], None]) -> None:
+        package, open_run = TRACKERS[self.name]
+        record: dict[str, Any] | None = {}
         try:
-            while (record := lines.get()) is not None:
-                step, values = numbers(record)
-                run.log(values, step)
-        finally:
-            run.close()
-    except BaseException as error:  # SystemExit too: a tracker never stops a run
-        _leave(name, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-        while record is not None:  # nothing is kept for it
-            record = lines.get()
+            run = open_run(importlib.import_module(package), facts)
+            keep(self.name, run.id)
+            self.opened.set()
+            try:
+                while (record := self.lines.get()) is not None:
+                    step, values = numbers(record)
+                    run.log(values, step)
+            finally:
+                run.close()
+        except BaseException as error:  # SystemExit too: a tracker never stops a run
+            _leave(self.name, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            self.opened.set()
+            while record is not None:  # nothing is kept for it
+                record = self.lines.get()
 
 
 def _leave(name: str, why: str) -> None:

@@ -186,7 +186,7 @@ def test_a_tracker_that_fails_is_told_once_and_the_others_go_on(fails, kind, tmp
 
 def test_a_slow_tracker_does_not_wait_in_the_loop_and_is_told_at_the_end(tmp_path, monkeypatch, capsys):
     slow = Fake("slow")
-    monkeypatch.setattr(trackers, "CLOSE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(trackers, "TIMEOUT_S", 0.2)
     begin = time.perf_counter()
     send_to(monkeypatch, tmp_path, slow)
     assert time.perf_counter() - begin < 5
