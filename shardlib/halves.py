@@ -12,11 +12,9 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend import core
 
 from shardlib.equations import CALLS, body_of, is_variable, run_again, scan_counts, values_of
 from shardlib.op_checks import zeros_like_traced
-from shardlib.values import varying
 
 CHEAP = frozenset(
     """
@@ -40,7 +38,6 @@ class Halves:
         wanted: of each result, whether the first half must give it.
         given: of each argument, whether the second half has it. Others that it reads are kept.
         late: of each argument, whether only the second half has it; no wanted result may need it. None: no argument.
-        over: axes of the mesh over which all values vary in both halves, also those that do not in `program`.
     """
 
     def __init__(
@@ -49,10 +46,8 @@ class Halves:
         wanted: Sequence[bool],
         given: Sequence[bool],
         late: Sequence[bool] | None = None,
-        over: tuple[str, ...] = (),
     ):
         self._jaxpr, self._consts = jaxpr, _ = body_of(program)
-        self._over = over
         needed = _needed(jaxpr, wanted)
         self._late = {var for var, is_late in zip(jaxpr.invars, late or [], strict=False) if is_late}
         self._given = {*jaxpr.constvars, *(var for var, is_given in zip(jaxpr.invars, given, strict=True) if is_given)}
@@ -61,7 +56,7 @@ class Halves:
         for eqn in jaxpr.eqns:
             is_wanted = [var in needed for var in eqn.outvars]
             is_late = [is_variable(var) and var in self._late for var in eqn.invars]
-            step = _step(jaxpr, eqn, is_wanted, is_late, over)
+            step = _step(jaxpr, eqn, is_wanted, is_late)
             self._late |= {var for var, is_late in zip(eqn.outvars, step.late, strict=True) if is_late}
             if _is_cheap(eqn) and all(var in self._given for var in eqn.invars if is_variable(var)):
                 self._again.add(id(eqn))
@@ -95,9 +90,9 @@ class Halves:
         of_steps = []
         for step in self._steps:
             outs, kept = step.first(values_of(step.eqn.invars, env))
-            env.update(zip(step.eqn.outvars, self._vary(outs), strict=True))
+            env.update(zip(step.eqn.outvars, outs, strict=True))
             of_steps.append(kept)
-        outs = zip(self._vary(values_of(self._jaxpr.outvars, env)), self.late, strict=True)
+        outs = zip(values_of(self._jaxpr.outvars, env), self.late, strict=True)
         return [None if is_late else out for out, is_late in outs], ([env[var] for var in self._kept], of_steps)
 
     def second(self, args: Sequence[Any], kept: Any) -> list:
@@ -107,17 +102,13 @@ class Halves:
         of_steps = {id(step): found for step, found in zip(self._steps, of_steps, strict=True)}
         for step in self._second:
             outs = step.second(values_of(step.eqn.invars, env), of_steps[id(step)])
-            outs = zip(step.eqn.outvars, self._vary(outs), strict=True)
+            outs = zip(step.eqn.outvars, outs, strict=True)
             env.update((var, out) for var, out in outs if out is not None)
-        outs = self._vary(values_of(self._jaxpr.outvars, env))
+        outs = values_of(self._jaxpr.outvars, env)
         return [out if is_late else None for out, is_late in zip(outs, self.late, strict=True)]
 
     def _start(self, args: Sequence[Any]) -> dict:
-        variables = [*self._jaxpr.constvars, *self._jaxpr.invars]
-        return dict(zip(variables, self._vary([*self._consts, *args]), strict=True))
-
-    def _vary(self, values: Sequence[Any]) -> list:
-        return [x if x is None else varying(x, self._over) for x in values]
+        return dict(zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *args], strict=True))
 
 
 # ---- equations ----------------------------------------------------------------------------------------------------
@@ -131,8 +122,8 @@ class _Equation:
         reads: of each operand, whether the second half reads it.
     """
 
-    def __init__(self, jaxpr: Any, eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]):
-        self._jaxpr, self.eqn, self._over = jaxpr, eqn, over
+    def __init__(self, jaxpr: Any, eqn: Any, wanted: Sequence[bool], late: Sequence[bool]):
+        self._jaxpr, self.eqn = jaxpr, eqn
         self._is_late = not any(wanted) and (any(late) or _is_heavy(eqn))
         self.late, self.reads = [self._is_late] * len(eqn.outvars), [self._is_late] * len(eqn.invars)
 
@@ -142,18 +133,16 @@ class _Equation:
 
     def second(self, ins: list, _: Any) -> list:
         """The late results; all, if the equation is cheap."""
-        return _run_again(self.eqn, self._jaxpr, ins, self._over)
+        return run_again(self.eqn, self._jaxpr, ins)
 
 
 class _Branches:
     """A conditional, or a call, which is one with a single branch."""
 
-    def __init__(
-        self, bodies: Sequence[Any], eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]
-    ):
+    def __init__(self, bodies: Sequence[Any], eqn: Any, wanted: Sequence[bool], late: Sequence[bool]):
         self.eqn, self._index = eqn, int(eqn.primitive.name == "cond")
         given = [True] * (len(eqn.invars) - self._index)
-        self._halves = [Halves(body, wanted, given, late[self._index :], over) for body in bodies]
+        self._halves = [Halves(body, wanted, given, late[self._index :]) for body in bodies]
         self.late = [any(of_branches) for of_branches in zip(*(h.late for h in self._halves), strict=True)]
         for halves in self._halves:
             halves.defer(self.late)
@@ -184,15 +173,15 @@ class _Branches:
 class _Loop:
     """A scan: one for each half. What an iteration of the first keeps, the same one of the second reads."""
 
-    def __init__(self, eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]):
-        self.eqn, (self._consts, self._carried), self._over = eqn, scan_counts(eqn), over
+    def __init__(self, eqn: Any, wanted: Sequence[bool], late: Sequence[bool]):
+        self.eqn, (self._consts, self._carried) = eqn, scan_counts(eqn)
         n, carried = self._consts, self._carried
         is_carry = slice(n, n + carried)
         wanted = _wanted_in_loop(eqn, wanted)
         given = [not n <= i < n + carried for i in range(len(eqn.invars))]
         late = list(late)
         while True:
-            self._halves = Halves(eqn.params["jaxpr"], wanted, given, late, over)
+            self._halves = Halves(eqn.params["jaxpr"], wanted, given, late)
             carry = [a or b for a, b in zip(late[is_carry], self._halves.late, strict=False)]
             if carry == late[is_carry]:
                 break
@@ -213,7 +202,7 @@ class _Loop:
     def _run(self, ins: list, which: list[bool], half: Callable, *kept: Any) -> tuple[list, Any]:
         """The loop over one half, with those of the carried values that it gives, which `which` says."""
         n, end = self._consts, self._consts + self._carried
-        carry = [varying(x, self._over) if is_own else None for x, is_own in zip(ins[n:end], which, strict=False)]
+        carry = [x if is_own else None for x, is_own in zip(ins[n:end], which, strict=False)]
 
         def iteration(carry, of_iteration):
             xs, *own = of_iteration
@@ -231,31 +220,13 @@ def _types(fn: Callable) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
 
 
-def _step(jaxpr: Any, eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]) -> Any:
+def _step(jaxpr: Any, eqn: Any, wanted: Sequence[bool], late: Sequence[bool]) -> Any:
     name = eqn.primitive.name
     if name == "scan":
-        return _Loop(eqn, wanted, late, over)
+        return _Loop(eqn, wanted, late)
     if bodies := _branches(eqn):
-        return _Branches(bodies, eqn, wanted, late, over)
-    return _Equation(jaxpr, eqn, wanted, late, over)
-
-
-def _run_again(eqn: Any, jaxpr: Any, ins: list, over: tuple[str, ...]) -> list[jax.Array]:
-    """The results of an equation of `jaxpr`, for operands that vary over `over` too."""
-    name = eqn.primitive.name
-    if name == "pvary" and not {*over}.isdisjoint(eqn.params["axes"]):
-        return [varying(x, eqn.params["axes"]) for x in ins]
-    if name not in CALLS:
-        same = all({*over} <= var.aval.manual_axis_type.varying for var in eqn.invars if is_variable(var))
-        if not same:  # JAX compares the types of operands, and a literal varies over nothing
-            eqn = eqn.replace(invars=[var if is_variable(var) else core.Var(var.aval) for var in eqn.invars])
-        return run_again(eqn, jaxpr, [varying(x, over) for x in ins])
-    body, consts = body_of(eqn.params[CALLS[name]])  # whose types say over which axes its values vary
-    env = dict(zip([*body.constvars, *body.invars], [*consts, *ins], strict=True))
-    for inner in body.eqns:
-        outs = _run_again(inner, body, values_of(inner.invars, env), over)
-        env.update(zip(inner.outvars, (varying(x, over) for x in outs), strict=True))
-    return values_of(body.outvars, env)
+        return _Branches(bodies, eqn, wanted, late)
+    return _Equation(jaxpr, eqn, wanted, late)
 
 
 def _branches(eqn: Any) -> Sequence[Any]:
