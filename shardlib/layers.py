@@ -193,11 +193,9 @@ def _of_one_structure(rows: list[tuple[Any, Extras]]) -> list[tuple[Any, Extras]
 
     Raises ShardError for layers with other metrics than the first.
     """
-    names = [sorted(extras.metrics) for _, extras in rows]
-    if different := [place for place, found in enumerate(names) if found != names[0]]:
+    if len({frozenset(extras.metrics) for _, extras in rows}) > 1:
         raise ShardError(
-            f"layer {different[0]} of a period gives the metrics {', '.join(names[different[0]]) or 'none'}, and layer "
-            f"0 gives {', '.join(names[0]) or 'none'}",
+            "the layers of a period give metrics of different names in their Extras",
             "return the same metrics from each layer, 0 where a layer has no value",
         )
     if all(extras.loss is None for _, extras in rows):

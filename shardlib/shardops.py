@@ -313,13 +313,12 @@ def broadcast(spec, x):
         new = [dim for dim in rhs.dims if dim not in lhs.dims]
         if tuple(dim for dim in rhs.dims if dim not in new) != lhs.dims or not new or lhs.partial or rhs.partial:
             raise wrong_spec(op, "add dims, and keep the others: `M -> B/d L M`")
-        for dim in new:
-            if dim.literal_size is None and dim.name not in sizes:
-                raise ShardError(f"the size of {dim.name} is not known here", "annotate an array that has this dim")
+        blocks = [
+            (dim.literal_size or sizes.get(dim.name) or size(dim.name)) // devices_along(dim.axes) for dim in rhs.dims
+        ]
         check_result_divisible(rhs, sizes)
         (value,), _, copies = cast_to_result(op, [value], [x])
         value = refuse_repeated_gradient(1, value, op)
-        blocks = [(dim.literal_size or sizes[dim.name]) // devices_along(dim.axes) for dim in rhs.dims]
     value = lax.broadcast_in_dim(value, blocks, [i for i, dim in enumerate(rhs.dims) if dim not in new])
     return wrap(value, (), copies, f"broadcast({op})")
 
