@@ -128,20 +128,10 @@ def blocks(language):
     return [text for name, text in found if name == language]
 
 
-# Device 1 begins with what cannot be first.
-BACKWARDS_FIRST = """
-
-def backwards_first(p, m, v):
-    first, second = waves(p, m, v)
-    return [first, second[::-1]]
-"""
-
-
 @pytest.fixture
 def my_schedules(tmp_path, monkeypatch):
     """The document's own schedule, to be imported."""
     (source,) = [block for block in blocks("python") if block.startswith("# my_schedules.py")]
-    source += BACKWARDS_FIRST
     (tmp_path / "my_schedules.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     yield
@@ -175,7 +165,3 @@ def test_document_is_complete(my_schedules):
     example = doctest.DocTestParser().get_doctest(blocks("python")[0], {}, "docs/pipeline.md", None, 0)
     assert doctest.DocTestRunner().run(example).failed == 0
     assert ast.parse(blocks("python")[1])
-    (error,) = [block for block in blocks("") if block.startswith("Error: schedule 'my_schedules")]
-    with pytest.raises(ValueError, match="never ends") as caught:
-        printed("schedule=my_schedules:backwards_first", "p=2", "m=1")
-    assert f"Error: {caught.value}\n" == error
