@@ -28,13 +28,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import yaml
+from jax.sharding import SingleDeviceSharding
 from omegaconf import MISSING
 
 import train
 from shardwright.modeling.model import inputs_of, load_model
-from shardwright.run.checkpoint_arrays import named_leaves
+from shardwright.modeling.weights import shapes_of
+from shardwright.run.checkpoint import find_checkpoint
 from shardwright.run.config import WEIGHTS, check_weights
-from shardwright.run.host_checkpoint import open_checkpoint
 from shardwright.run.provenance import compare_source, provenance_of
 from shardwright.run.resuming import config_of
 from shardwright.run.saved import saved_config
@@ -78,20 +79,20 @@ class Settings:
 
 
 def read_model(run: str, step: int | None, which: str = "weights", trust: bool = False) -> tuple[int, Any, Any, dict]:
-    """Opens a checkpoint: its step, configuration, `weights` or `ema` (read when they are indexed), and metadata.
+    """Reads a checkpoint: its step, configuration, `weights` or `ema` as NumPy arrays, and metadata.
 
     Raises:
         ValueError: there is no such checkpoint, or its weights are not those of its model.
     """
-    found, arrays, metadata = open_checkpoint(run, step)
-    c = config_of(saved_config(metadata), trust)
-    check_weights("weights", which, c.training.ema_decay)
-    table = load_model(c.model).table
-    for name, weight in named_leaves({which: table}).items():
-        if name not in arrays or arrays[name].shape != weight.shape:
-            raise ValueError(f"the checkpoint lacks {name} of shape {list(weight.shape)}, which its model has.")
-    leaves = [arrays[name] for name in named_leaves({which: table})]
-    return found, c, jax.tree.unflatten(jax.tree.structure(table), leaves), metadata
+    checkpoints, found = find_checkpoint(run, step)
+    with checkpoints:
+        metadata = checkpoints.metadata(found)
+        c = config_of(saved_config(metadata), trust)
+        check_weights("weights", which, c.training.ema_decay)
+        on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
+        like = jax.tree.map(lambda x: x.update(sharding=on_host), shapes_of(load_model(c.model).table))
+        weights = checkpoints.restore(found, {which: like}, part=f"{which}/")[which]
+    return found, c, jax.tree.map(np.asarray, weights), metadata
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, Callable], dtype: np.dtype, file_bytes: int) -> int:

@@ -19,7 +19,7 @@ so that training.init_from=<output> with --config-dir=<output> model=imported st
 import dataclasses
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,8 @@ from omegaconf import MISSING, OmegaConf
 
 from shardwright.huggingface import Tensors, as_transformers_reads, check_config
 from shardwright.modeling.model import is_shipped, load_model
-from shardwright.modeling.weights import shapes_of
+from shardwright.modeling.weights import Weight
 from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.checkpoint_arrays import named_leaves
-from shardwright.run.host_checkpoint import StoredArray, write_checkpoint
 from shardwright.settings.program import run_program
 from shardwright_data.checks import within
 from shardwright_data.foreign import LARGE, read_object, read_text, shown
@@ -88,22 +86,20 @@ def find_model(name: str) -> Path:
     return directory
 
 
-def parts_of(weights: Any, table: Any) -> Iterator[tuple[str, Any, np.ndarray]]:
-    """Yields name, index and values of the weights of `from_huggingface`, array by array or layer by layer.
+def in_memory(weights: Any, table: Any) -> Any:
+    """The weights of `from_huggingface` as NumPy arrays in f32. Raises ValueError if a shape is not that of `table`."""
 
-    Raises:
-        ValueError: a shape is not that of `table`.
-    """
-    values = jax.tree.structure(table).flatten_up_to(weights)
-    for (name, weight), value in zip(named_leaves({"weights": table}).items(), values, strict=True):
-        of_layers = isinstance(value, list)
-        shape = weight.shape[1:] if of_layers else weight.shape
-        parts = zip(range(weight.shape[0]), value, strict=True) if of_layers else [(..., value)]
-        for i, part in parts:
-            array = np.asarray(part() if callable(part) else part, np.float32)
-            if array.shape != shape:
-                raise ValueError(f"{name} is {list(array.shape)} in the model's files; it must be {list(shape)}.")
-            yield name, i, array
+    def read(path: Any, weight: Weight, value: Any) -> np.ndarray:
+        parts = value if isinstance(value, list) else [value]
+        arrays = [np.asarray(part() if callable(part) else part, np.float32) for part in parts]
+        array = np.stack(arrays) if isinstance(value, list) else arrays[0]
+        if array.shape != weight.shape:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            found, shape = list(array.shape), list(weight.shape)
+            raise ValueError(f"weights/{name} is {found} in the model's files; it must be {shape}.")
+        return array
+
+    return jax.tree_util.tree_map_with_path(read, table, weights)
 
 
 def _end_token(tokenizer: Path, ids: Any) -> str:
@@ -146,29 +142,28 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
 
     table = load_model(c).table
     model = dataclasses.asdict(c)
-    arrays = named_leaves({"weights": shapes_of(table)})
     length = content.get("max_position_embeddings") or content.get("n_positions") or 2048
     # The other sections of a run's configuration, for programs that read them.
     optimizer = {"learning_rate": 0.0, "warmup_steps": 0, "schedule": "constant"}
     training = {"batch_size": 1, "seq_len": length, "steps": 1}
     metadata = {"config": {"model": model, "optimizer": optimizer, "training": training}, "loader": {}}
 
-    def check(stored: dict[str, StoredArray]) -> None:
-        leaves = jax.tree.unflatten(jax.tree.structure(table), [stored[name] for name in arrays])
-        log(f"compared   {compare_logits(c, leaves, directory) if config.check else 'nothing: check=false'}")
-
+    values = in_memory(weights, table)
+    log(f"compared   {compare_logits(c, values, directory) if config.check else 'nothing: check=false'}")
     has_tokenizer = (directory / "tokenizer.json").is_file()
     end = shown(_end_token(directory / "tokenizer.json", content.get("eos_token_id"))) if has_tokenizer else ""
-    checkpoint = write_checkpoint(output / "checkpoints", 0, arrays, parts_of(weights, table), metadata, check)
+    with Checkpointer(output / "checkpoints") as checkpoints:
+        state = {"weights": jax.device_put(values, jax.local_devices(backend="cpu")[0])}
+        checkpoints.save(0, state, metadata)
     (output / "model").mkdir(parents=True, exist_ok=True)
     header = f"# {config.model}, as tools/huggingface_to_checkpoint read it.\n"
     (output / "model" / "imported.yaml").write_text(header + OmegaConf.to_yaml(OmegaConf.create(model)))
     if has_tokenizer:
         shutil.copyfile(directory / "tokenizer.json", output / "tokenizer.json")
 
-    parameters = sum(array.size for array in arrays.values())
+    parameters = sum(array.size for array in jax.tree.leaves(values))
     log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}")
-    log(f"checkpoint {checkpoint}")
+    log(f"checkpoint {output}/checkpoints/0000000000")
     if has_tokenizer:
         log(f"To sample:\n  python -m tools.generate run={output} tokenizer={output / 'tokenizer.json'} prompt=<text>")
         log("A dataset with its tokenizer, for example:")

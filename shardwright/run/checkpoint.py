@@ -35,7 +35,6 @@ from shardwright.run.manifest import (
     Damaged,
     Index,
     SavedArray,
-    check_json,
     commit,
     directory_of,
     metadata_files,
@@ -66,12 +65,10 @@ class Checkpointer:
             removed when a new one is complete.
 
     Raises:
-        ValueError: `keep` is below 1, or a URL cannot be read.
+        ValueError: a URL cannot be read.
     """
 
     def __init__(self, place: str | os.PathLike, *, keep: int | None = None):
-        if keep is not None and keep < 1:
-            raise ValueError(f"keep is {keep}; keep at least 1 checkpoint, or None for all.")
         self.store = Store(place)
         self._keep = keep
         self._executor = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
@@ -141,15 +138,12 @@ class Checkpointer:
         directory_of(step)
         leaves = named_leaves(state)
         for name, leaf in leaves.items():
-            if not isinstance(leaf, jax.Array):
-                raise ValueError(f"cannot save {name!r}: it is a {type(leaf).__name__}; make it a jax.Array.")
             if str(leaf.dtype) not in DTYPES:
                 raise ValueError(
                     f"cannot save {name!r}: zarr readers do not share a {leaf.dtype} type. "
                     f"Keep it as one of {', '.join(sorted(DTYPES))} (jax.random.key_data turns keys into integers)."
                 )
         shards = start_copies(leaves)
-        check_json(metadata)
         try:
             # On the main thread, where every process issues its collectives in the same order. It costs nothing: the
             # copies below have to wait for the running step anyway.
@@ -212,9 +206,6 @@ class Checkpointer:
         every = saved_arrays(manifest).items()
         saved = {key: array for key, array in every if key.startswith(part) and not key.startswith(leave)}
         expected = named_leaves(like)
-        unplaced = [name for name, leaf in expected.items() if leaf.sharding is None]
-        if unplaced:
-            raise ValueError(f"restore needs a sharding for {unplaced[0]!r}: pass ShapeDtypeStruct(..., sharding=...).")
         _check_same_arrays(f"{self.store.url}/{name}", saved, expected, orders)
         arrays = agreed(lambda: read_arrays(self.store, name, saved, expected, orders))
         return jax.tree.unflatten(jax.tree.structure(like), arrays)

@@ -7,7 +7,7 @@ import collections
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -20,6 +20,9 @@ from shardlib.placement import LayerOrder
 from shardwright.run.manifest import ANOTHER, CHECKSUM_BYTES, Box, Checksums, Damaged, Index, SavedArray, is_name
 from shardwright.run.stores import STORE_ERRORS, Store, in_parallel
 
+CHUNK_BYTES = 2**28
+"""Largest size of a chunk, where that is possible. Whoever reads a part of a chunk reads all of it."""
+MOST_PIECES = 64
 Part = tuple[SavedArray, Mapping[Index, np.ndarray]]
 """An array to be written, and the chunks of it that this process has."""
 Orders = Mapping[str, LayerOrder]
@@ -29,7 +32,7 @@ NO_ORDERS: Orders = MappingProxyType({})
 def named_leaves(tree: Any) -> dict[str, Any]:
     """Leaves by their path, such as `weights/layers/w_q`: field names, dict keys, and indices, joined by slashes.
 
-    Raises ValueError for a path that cannot be the name of a directory, or that two leaves share.
+    Raises ValueError for a path that cannot be the name of a directory.
     """
     leaves: dict[str, Any] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
@@ -40,8 +43,6 @@ def named_leaves(tree: Any) -> dict[str, Any]:
                 f"a leaf at {jax.tree_util.keystr(path)!r} has no usable name: each part of its path must be letters, "
                 "digits, or any of '_-+=. ', must not start with a dot, and must not be zarr.json."
             )
-        if name in leaves:
-            raise ValueError(f"two leaves are named {name!r}; rename one of them.")
         leaves[name] = leaf
     return leaves
 
@@ -77,13 +78,17 @@ def _stored_regions(index: Sequence[slice], shape: Sequence[int], order: LayerOr
 
 
 def _chunk_shape(leaf: jax.Array, order: LayerOrder | None) -> tuple[int, ...]:
-    chunk = tuple(max(1, size) for size in leaf.sharding.shard_shape(leaf.shape))
-    if order is None:
-        return chunk
-    # No chunk may be shared by two processes: both would write it.
-    indices = leaf.sharding.devices_indices_map(leaf.shape).values()
-    layers = [layers for index in indices for layers, _ in order.consecutive(index[0])]
-    return (math.gcd(*(edge for at in layers for edge in (at.start, at.stop))), *chunk[1:])
+    """Shape of the chunks: of a shard, or of one of up to MOST_PIECES equal parts of it where it is large."""
+    chunk = [max(1, size) for size in leaf.sharding.shard_shape(leaf.shape)]
+    if order is not None:
+        # No chunk may be shared by two processes: both would write it.
+        indices = leaf.sharding.devices_indices_map(leaf.shape).values()
+        layers = [layers for index in indices for layers, _ in order.consecutive(index[0])]
+        chunk[0] = math.gcd(*(edge for at in layers for edge in (at.start, at.stop)))
+    if chunk:
+        least = -(-math.prod(chunk) * leaf.dtype.itemsize // CHUNK_BYTES)
+        chunk[0] //= next((n for n in range(least, MOST_PIECES + 1) if chunk[0] % n == 0), 1)
+    return tuple(chunk)
 
 
 # ---- writing --------------------------------------------------------------------------------------------------------
@@ -110,14 +115,9 @@ def copy_to_host(leaves: dict[str, jax.Array], shards: dict[str, list[jax.Shard]
             # take over the buffer that it was donated: the step gets a copy.
             values = np.asarray(shard.data)
             for box, rows in _stored_regions(shard.index, leaf.shape, order):
-                chunks |= chunks_of(saved, box, values[rows])
+                chunks |= {i: values[rows][_within(saved.box(i), box)] for i in saved.overlapping(box)}
         arrays.append((saved, chunks))
     return arrays
-
-
-def chunks_of(saved: SavedArray, box: Box, values: np.ndarray) -> dict[Index, np.ndarray]:
-    """The chunks of an array in a region that whole chunks fill, from the values of that region."""
-    return {index: values[_within(saved.box(index), box)] for index in saved.overlapping(box)}
 
 
 def write_arrays(store: Store, directory: str, arrays: list[Part]) -> dict[str, Checksums]:
@@ -132,11 +132,7 @@ def write_arrays(store: Store, directory: str, arrays: list[Part]) -> dict[str, 
             array[saved.box(index)].write(values, can_reference_source_data_indefinitely=True).result()
         except STORE_ERRORS as error:
             raise OSError(f"writing the array {saved.name!r} failed: {error}.") from error
-        whole = np.ascontiguousarray(values)
-        if values.shape != saved.chunk:  # at the end of a dim the file has zeros too
-            whole = np.zeros(saved.chunk, saved.dtype)
-            whole[tuple(map(slice, values.shape))] = values
-        written[saved.name].append((index, google_crc32c.value(whole)))
+        written[saved.name].append((index, google_crc32c.value(np.ascontiguousarray(values))))
 
     jobs = []
     for saved, chunks in arrays:
@@ -178,31 +174,10 @@ def read_chunk(store: Store, directory: str, saved: SavedArray, index: Index) ->
     return values[tuple(map(slice, _sizes(saved.box(index))))]
 
 
-def chunk_reads(
-    store: Store, directory: str, saved: SavedArray, targets: Iterable[tuple[Box, np.ndarray]]
-) -> list[Callable[[], None]]:
-    """Jobs that read regions of an array, each into its NumPy array: one for each chunk, which is read once.
-
-    They raise Damaged if the chunk is not what was written, OSError if the store fails.
-    """
-    by_chunk = collections.defaultdict(list)
-    for box, values in targets:
-        for index in saved.overlapping(box):
-            by_chunk[index].append((box, values))
-
-    def read(index: Index) -> None:
-        chunk, region = read_chunk(store, directory, saved, index), saved.box(index)
-        for box, values in by_chunk[index]:
-            both = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, region, strict=True)]
-            values[_within(both, box)] = chunk[_within(both, region)]
-
-    return [functools.partial(read, index) for index in by_chunk]
-
-
 def read_arrays(
     store: Store, directory: str, saved: Mapping[str, SavedArray], like: Mapping[str, Any], orders: Orders
 ) -> list[jax.Array]:
-    """The arrays, sharded as `like`. Each process reads the regions of its devices, each once. Padding is 0."""
+    """The arrays, sharded as `like`. Each process reads the chunks that its devices need, each once. Padding is 0."""
     jobs, parts = [], []
     for name, leaf in like.items():
         regions, targets, part = {}, [], []
@@ -215,10 +190,28 @@ def read_arrays(
                 targets += [(there, values[rows]) for there, rows in stored]
             part.append((device, values))
         parts.append(part)
-        jobs += chunk_reads(store, directory, saved[name], targets)
+        jobs += _reads(store, directory, saved[name], targets)
     in_parallel(jobs)
     arrays = []
     for leaf, part in zip(like.values(), parts, strict=True):
         shards = [jax.device_put(values, device) for device, values in part]
         arrays.append(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards))
     return arrays
+
+
+def _reads(
+    store: Store, directory: str, saved: SavedArray, targets: list[tuple[Box, np.ndarray]]
+) -> list[Callable[[], None]]:
+    """Jobs that read regions of an array, each into its NumPy array: one job for each chunk."""
+    by_chunk = collections.defaultdict(list)
+    for box, values in targets:
+        for index in saved.overlapping(box):
+            by_chunk[index].append((box, values))
+
+    def read(index: Index) -> None:
+        chunk, region = read_chunk(store, directory, saved, index), saved.box(index)
+        for box, values in by_chunk[index]:
+            both = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, region, strict=True)]
+            values[_within(both, box)] = chunk[_within(both, region)]
+
+    return [functools.partial(read, index) for index in by_chunk]

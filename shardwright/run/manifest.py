@@ -134,14 +134,6 @@ def metadata_files(arrays: Iterable[SavedArray]) -> dict[str, str]:
     return files | {f"{group}/zarr.json": _group({}) for group in groups}
 
 
-def check_json(metadata: Any) -> None:
-    """Raises ValueError for metadata of a checkpoint that is not JSON."""
-    try:
-        json.dumps(metadata, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"the checkpoint's metadata cannot be written as JSON: {error}.") from error
-
-
 def _digest(attributes: Mapping[str, Any]) -> str:
     kept = {key: value for key, value in attributes.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
@@ -152,11 +144,11 @@ def with_checksums(arrays: Iterable[SavedArray], written: Iterable[Mapping[str, 
 
     Args:
         arrays: all arrays.
-        written: what write_arrays returned in each process, or for each part.
+        written: what write_arrays returned in each process.
     """
     parts, whole = list(written), []
     for array in arrays:
-        found = {tuple(index): checksum for part in parts for index, checksum in part.get(array.name, [])}
+        found = {tuple(index): checksum for part in parts for index, checksum in part[array.name]}
         if found.keys() != {*np.ndindex(array.grid)}:
             raise OSError(f"the array {array.name!r} has chunks that no process wrote.")
         whole.append(array._replace(checksums=found))
