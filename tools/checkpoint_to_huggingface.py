@@ -10,7 +10,8 @@ A model of train.py becomes a Llama; with QK-norm, a Qwen3. The module of anothe
 converted by its own `to_huggingface`, which docs/huggingface.md describes. A weight or a setting that the format cannot
 hold, or attention that is not plain causal, is refused by name. Then the logits of a text are computed twice, by
 transformers from the files and as the run does. If they differ, the error names the layer. The output is complete or
-missing. Runs on the CPU, in memory for three times the model, or with check=false for two files of `file_bytes`.
+missing. Runs on the CPU, in memory for three times the model, or with check=false for the model and two files of
+`file_bytes`.
 """
 
 import dataclasses
