@@ -96,11 +96,9 @@ def test_every_mesh_divides_the_small_sizes():
 @pytest.mark.parametrize(
     ("mesh", "pipeline", "layers", "microbatches", "stages"),
     [
-        ({"p": 2}, {}, 2, 2, {2}),
         ({"p": 2}, {"virtual_stages": 2}, 4, 2, {2}),
         ({}, {"virtual_stages": 2}, 8, 4, {2, 4}),
         ({}, {"layers_per_stage": [1, 2]}, 3, 4, {2}),
-        ({}, {"layers_per_stage": "balanced", "schedule": "gpipe"}, 4, 4, {2, 4}),
     ],
 )
 def test_small_is_small_in_the_configured_stages(mesh, pipeline, layers, microbatches, stages):
@@ -163,7 +161,7 @@ AGREE = [  # a configuration, settings, and what is printed
         ],
         "tensors; the largest difference is ",
     ),
-    ("local_gpt2", [BY_AXIS, "model.dropout=0.1"], "batch: random tokens, not the run's data: "),
+    ("local_gpt2", [BY_AXIS, "model.dropout=0.1"], "tensors; the largest difference is "),
 ]
 
 
@@ -183,13 +181,6 @@ BUGS = {  # what is copied and edited, the edit, the first tensor that differs, 
         "attended = save_for_backward(attend(q, k, v, self.rule))",
         'attended = save_for_backward(jnp.roll(attend(q, k, v, self.rule), shardops.axis_size("t"), 2))',
         "metric loss",
-        (),
-    ),
-    "an update": (
-        ("train.py", "train.py"),
-        "(jnp.sqrt(unbiased_nu)",
-        "(jnp.sqrt(jnp.mean(unbiased_nu))",
-        "weight embed",
         (),
     ),
     "a model of one's own": (

@@ -24,7 +24,7 @@ import train
 from shardwright.modeling.model import load_model
 from tools.verify.__main__ import small
 from tools.verify.first_difference import causes
-from tools.verify.inputs import make_inputs, random_batch
+from tools.verify.inputs import make_inputs
 from tools.verify.meshes import ONE_DEVICE, abstract_mesh_of, mesh_of
 from tools.verify.step import fresh_state
 
@@ -64,7 +64,7 @@ def main(devices: int) -> None:
     c.model.layers = c.training.microbatches = 2
     c.training.batch_size = 2 * devices
     with mesh_of(ONE_DEVICE):
-        inputs = make_inputs(c, fresh_state(c), random_batch(c))
+        inputs = make_inputs(c, fresh_state(c))
     for bug in BUGS:
         Path(train.__file__).write_text(bug.source)
         linecache.checkcache()

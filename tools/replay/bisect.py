@@ -75,7 +75,8 @@ def find(
     run = lambda removed: session.try_step(without(batch, removed))[1]
     value = lambda done: float(x) if math.isfinite(x := getattr(done, metric)) else math.inf
     before = run([])
-    most = usual + (1 - SHARE) * (value(before) - usual) if math.isfinite(value(before)) else math.inf
+    most = usual + (1 - SHARE) * (value(before) - usual)  # an infinity, which no finite value is above
+    is_gone = lambda done: value(done) <= most and math.isfinite(value(done))
     suspects, after = documents, None
     while len(suspects) > 1 and value(before) > usual:
         halves = suspects[: len(suspects) // 2], suspects[len(suspects) // 2 :]
@@ -85,13 +86,12 @@ def find(
             f"of {len(suspects)} documents: without the first {len(halves[0])} {metric} {value(results[0]):.5g}, "
             f"without the other {len(halves[1])} {value(results[1]):.5g}"
         )
-        if not value(results[which]) <= most or math.isinf(value(results[which])):
+        if not is_gone(results[which]):
             break
         suspects, after = halves[which], results[which]
-    if after is not None:
-        for document in reversed(suspects):  # those that only stood beside the cause
-            rest = [x for x in suspects if x is not document]
-            if rest and value(result := run(rest)) <= most:
-                suspects, after = rest, result
-                tell(f"without {len(rest)} documents {metric} {value(result):.5g}")
+    for document in reversed(suspects if after else ()):  # those that only stood beside the cause
+        rest = [x for x in suspects if x is not document]
+        if rest and is_gone(result := run(rest)):
+            suspects, after = rest, result
+            tell(f"without {len(rest)} documents {metric} {value(result):.5g}")
     return Found(suspects, before, after)

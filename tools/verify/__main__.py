@@ -113,9 +113,9 @@ def run(c: Config, settings: VerifyConfig) -> int:
     # So that blockwise attention has several blocks even for the sequences of verify.small.
     with small_blocks(c.training.seq_len // 4) if settings.small else contextlib.nullcontext():
         log = lambda text: progress.print(text, style="dim")
-        results, causes, data = compare_meshes(c, meshes, settings.tolerance, log)
+        results, causes = compare_meshes(c, meshes, settings.tolerance, log)
     t = c.training
-    write(f"batch: {data}; training.microbatches={t.microbatches} attention={t.attention} fp8={str(t.fp8).lower()}")
+    write(f"training.microbatches={t.microbatches} attention={t.attention} fp8={str(t.fp8).lower()}")
     if any(mesh["p"] > 1 for mesh in meshes):
         write("with p: " + " ".join(f"{name}={value}" for name, value in vars(c.pipeline).items()))
     if others:
@@ -126,16 +126,6 @@ def run(c: Config, settings: VerifyConfig) -> int:
         write(line)
     write("The meshes DIFFER." if differing else f"In f64, all {len(meshes)} meshes agree with one device.")
     return 1 if differing else 0
-
-
-def register() -> None:
-    """Adds the section `verify` to the configuration of a run."""
-    register_schema()
-    store = ConfigStore.instance()
-    schema = store.load("config_schema.yaml").node
-    with open_dict(schema):
-        schema.verify = OmegaConf.structured(VerifyConfig)
-    store.store(name="config_schema", node=schema)
 
 
 def job(config: Any) -> None:
@@ -168,6 +158,10 @@ class VerifiedConfig(Config):
 
 
 if __name__ == "__main__":
-    register()
+    register_schema()
+    schema = ConfigStore.instance().load("config_schema.yaml").node
+    with open_dict(schema):
+        schema.verify = OmegaConf.structured(VerifyConfig)
+    ConfigStore.instance().store(name="config_schema", node=schema)
     about = Program("python -m tools.verify", CONFIGS, None, VerifiedConfig, __doc__)
     start(about, job, lambda: {"model": module_of("train").ModelConfig})

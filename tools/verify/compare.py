@@ -11,9 +11,9 @@ import numpy as np
 
 from shardwright.run.config import Config
 from tools.verify.first_difference import causes
-from tools.verify.inputs import make_inputs, random_batch
+from tools.verify.inputs import make_inputs
 from tools.verify.meshes import ONE_DEVICE, Mesh, mesh_name, mesh_of
-from tools.verify.step import Found, fresh_state, loaded_batch, tensors_of_step
+from tools.verify.step import Found, fresh_state, tensors_of_step
 
 
 @dataclasses.dataclass
@@ -23,12 +23,12 @@ class MeshResult:
     Attributes:
         sizes: of the mesh.
         errors: `error_of` each tensor, in program order.
-        others: sentences on inputs that are not those of one device.
+        is_same_start: whether its initial weights are those of one device, bit by bit.
     """
 
     sizes: Mesh
     errors: dict[str, float]
-    others: list[str]
+    is_same_start: bool
 
     def failures(self, tolerance: float) -> list[str]:
         """The tensors whose difference is above the tolerance."""
@@ -65,7 +65,7 @@ def same_bits(tree: Any, other: Any) -> bool:
 
 def compare_meshes(
     c: Config, meshes: list[Mesh], tolerance: float, log: Callable[[str], None]
-) -> tuple[list[MeshResult], list[str], str]:
+) -> tuple[list[MeshResult], list[str]]:
     """Compares the step on each of `meshes` with that on one device.
 
     Args:
@@ -75,37 +75,29 @@ def compare_meshes(
         log: prints a line on the progress.
 
     Returns:
-        The result of each mesh; where one of the meshes first computes another value, and what the proof finds in its
-        step; the origin of the batch.
+        The result of each mesh; and where one of the meshes first computes another value, and what the proof finds in
+        its step.
     """
     begin = time.monotonic()
     # Where moments are rounded to bf16, a rounding of f64 before that may show.
     c = dataclasses.replace(c, optimizer=dataclasses.replace(c.optimizer, state_dtype="f32"))
     with mesh_of(ONE_DEVICE):
-        started, step = fresh_state(c), max(1, c.optimizer.warmup_steps)
-        try:
-            batch, loaded, data = loaded_batch(c, step), True, f"the run's data, step {step}"
-        except (ValueError, OSError) as error:
-            why = str(error).splitlines()[0].split(". ")[0]  # without its remedy: nothing has to be mended
-            batch, loaded, data = random_batch(c), False, f"random tokens, not the run's data: {why}"
-    inputs, results = make_inputs(c, started, batch), []
+        started = fresh_state(c)
+    inputs, results = make_inputs(c, started), []
     oracle = tensors_of_step(c, inputs, ONE_DEVICE)
     if bad := [tensor for tensor, value in oracle.items() if not np.all(np.isfinite(value))]:
         raise ValueError(f"on one device the {bad[0]} is not finite already. Correct the step there first.")
     log(f"one device: {time.monotonic() - begin:.0f} s")
     for sizes in meshes:
-        begin, others = time.monotonic(), []
+        begin = time.monotonic()
         with mesh_of(sizes):
-            if not same_bits(fresh_state(c), started):
-                others.append("its initial weights are not those of one device, bit by bit")
-            if loaded and not same_bits(loaded_batch(c, step), batch):
-                others.append("its batch is not that of one device, bit by bit")
-        results.append(MeshResult(sizes, errors_of(tensors_of_step(c, inputs, sizes), oracle), others))
+            is_same_start = same_bits(fresh_state(c), started)
+        results.append(MeshResult(sizes, errors_of(tensors_of_step(c, inputs, sizes), oracle), is_same_start))
         log(f"{mesh_name(sizes)}: {time.monotonic() - begin:.0f} s")
-    wrong = [result.sizes for result in results if result.others or result.failures(tolerance)]
+    wrong = [result.sizes for result in results if not result.is_same_start or result.failures(tolerance)]
     # Nothing within the schedule of stages can be compared. Where devices have one entry each, a trace may differ.
     best = min(wrong, key=lambda sizes: (sizes["p"], max(sizes.values())), default=None)
-    return results, causes(c, inputs, best, tolerance) if best else [], data
+    return results, causes(c, inputs, best, tolerance) if best else []
 
 
 def differences(results: list[MeshResult], tolerance: float) -> list[str]:
@@ -113,7 +105,8 @@ def differences(results: list[MeshResult], tolerance: float) -> list[str]:
     lines = []
     for result in results:
         failures, on = result.failures(tolerance), f"DIFFERS on {mesh_name(result.sizes)}: "
-        lines += [on + text for text in result.others]
+        if not result.is_same_start:
+            lines.append(f"{on}its initial weights are not those of one device, bit by bit")
         if failures:
             lines.append(
                 f"{on}the first tensor that differs is the {failures[0]}, by {result.errors[failures[0]]:.1e} (limit "

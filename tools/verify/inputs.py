@@ -37,8 +37,8 @@ def random_batch(c: Config) -> TokenBatch:
     return in_microbatches(batch, c.training.microbatches)
 
 
-def make_inputs(c: Config, state: Any, batch: TokenBatch) -> Inputs:
-    """Adds noise to the fresh `state`, as if after some training: biases and gains differ, moments are not zero.
+def make_inputs(c: Config, state: Any) -> Inputs:
+    """A random batch, and the fresh `state` as if after some training: biases and gains differ, moments are not zero.
 
     The learning rate of the step is the highest.
     """
@@ -53,7 +53,7 @@ def make_inputs(c: Config, state: Any, batch: TokenBatch) -> Inputs:
         return x.astype(np.float32)
 
     state = jax.tree_util.tree_map_with_path(noisy, state)
-    return Inputs(state, batch, max(1, c.optimizer.warmup_steps))
+    return Inputs(state, random_batch(c), max(1, c.optimizer.warmup_steps))
 
 
 def with_planted(inputs: Inputs, vocab: int) -> Iterator[tuple[str, Inputs]]:

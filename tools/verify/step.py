@@ -20,7 +20,7 @@ from shardwright.modeling.model import inputs_of, load_model
 from shardwright.modeling.weights import are_stacks
 from shardwright.run.config import Config
 from shardwright.run.stages import placement_of
-from shardwright_data.loader import batch_shapes, make_loader
+from shardwright_data.loader import batch_shapes
 from tools.verify.inputs import Inputs, with_planted
 from tools.verify.meshes import Mesh, abstract_mesh_of, mesh_of
 
@@ -53,27 +53,11 @@ def fresh_state(c: Config) -> Any:
     return in_order(c, jax.tree.map(on_host, jax.jit(init)(jax.random.key(c.training.seed))))
 
 
-def loaded_batch(c: Config, step: int) -> Any:
-    """Loads the batch of `step` on the current mesh from the data of `c`. Raises ValueError if there is none."""
-    if c.data.stream is not None:
-        raise ValueError("a stream would have to be read from its start")
-    t = c.training
-    sizes = {"batch_size": t.batch_size, "seq_len": t.seq_len, "microbatches": t.microbatches}
-    loader = make_loader(c.data, "train", **sizes, vocab_size=c.model.vocab, inputs=inputs_of(load_model(c.model)))
-    return jax.tree.map(on_host, loader.load(step))
-
-
 def type_check(c: Config, sizes: Mesh) -> None:
-    """Traces the training step on a mesh of these sizes, without devices. Raises ValueError if it is refused."""
+    """Traces the steps on a mesh of these sizes, without devices. Raises ValueError if they are refused."""
     t, model = c.training, load_model(c.model)
     with abstract_mesh_of(sizes):
-        state = jax.eval_shape(lambda: train.init_state(jax.random.key(t.seed), c, model))
-        step = jax.ShapeDtypeStruct((), np.int32)
-        batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model)))
-        after, _ = jax.eval_shape(train.make_training_step(c, model), state, batch, step)
-    kinds = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
-    if kinds(after) != kinds(state):
-        raise ValueError("the training step returns a state of other shapes or dtypes than its argument has.")
+        train.programs(c, model, batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model))))
 
 
 # ---- the order of layers ------------------------------------------------------------------------------------------
