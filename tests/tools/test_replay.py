@@ -108,12 +108,10 @@ def test_a_step_is_equal_to_the_bit(of_demo, step):
 
 def test_a_step_without_numbers_in_the_log_is_not_called_equal():
     done = Done(np.float32(1), np.float32(2), False)
-    assert compare_with_log(done, None, "") is None
-    assert compare_with_log(done, {"step": 3}, "") is None
-    assert compare_with_log(done, {"step": 3, "loss": 1.0, "grad_norm": 2.0}, "") == ""
-    assert compare_with_log(done, {"step": 3, "loss": 1.5, "grad_norm": 2.0}, "").startswith(
-        "differs: loss 0.3 from the 1.5"
-    )
+    assert compare_with_log(done, None) is compare_with_log(done, {"step": 3}) is None
+    assert compare_with_log(done, {"step": 3, "loss": 1.0, "grad_norm": 2.0}) == ""
+    differs = compare_with_log(done, {"step": 3, "loss": 1.5, "grad_norm": 2.0})
+    assert differs.startswith("differs: loss 0.3 from the 1.5")
 
 
 def test_the_result_is_json_and_its_place_is_tried_first(tmp_path, monkeypatch):
@@ -135,9 +133,8 @@ def test_it_is_on_other_meshes_too(tmp_path, dataset, mesh, options):
     directory = run(tmp_path / "run", dataset, mesh, **options)
     found, _ = replayed(directory, step=9, microscope=False)
     assert found["is_equal"] is True
-    elsewhere, text = replayed(directory, step=9, mesh=StagesChoice(r=1, d=2, t=4), microscope=False)
+    elsewhere, _ = replayed(directory, step=9, mesh=StagesChoice(r=1, d=2, t=4), microscope=False)
     assert elsewhere["loss"] == pytest.approx(found["loss"], rel=1e-5)
-    assert "on this other mesh" in text or elsewhere["is_equal"]
 
 
 @pytest.mark.slow

@@ -74,8 +74,8 @@ def to_step(session: Session, step: int, screen: show.Screen) -> None:
             return
 
 
-def compare_with_log(done: Done, record: dict[str, Any] | None, where: str) -> str | None:
-    """How a replayed step differs from the log, `where` it was done; "" if it is equal to the bit; None: not logged."""
+def compare_with_log(done: Done, record: dict[str, Any] | None) -> str | None:
+    """How a replayed step differs from the log; "" if it is equal to the bit; None: not logged."""
     pairs = {name: (getattr(done, name), logged(record or {}, name)) for name in ("loss", "grad_norm")}
     if all(y is None for _, y in pairs.values()):
         return None
@@ -84,7 +84,7 @@ def compare_with_log(done: Done, record: dict[str, Any] | None, where: str) -> s
         for name, (x, y) in pairs.items()
         if y is not None and x != y and not (np.isnan(x) and np.isnan(y))
     ]
-    return f"differs{where}: {', '.join(differing)}" if differing else ""
+    return f"differs: {', '.join(differing)}" if differing else ""
 
 
 def replay(config: Settings, console: Console | None = None) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def step_of(session: Session, config: Settings, logs: dict[int, dict], screen: s
         found = microscope.look(session.state, batch, np.int32(step))
         screen.statistics(found)
     after, done = session.try_step(batch)
-    differs = compare_with_log(done, logs.get(step), "" if session.is_own_mesh else " on this other mesh")
+    differs = compare_with_log(done, logs.get(step))
     what = "not in metrics.jsonl" if differs is None else differs or "equal to the bit"
     skipped = ", skipped" * done.skipped
     screen.line(f"step {step}  loss {done.loss:.7g}  grad_norm {done.grad_norm:.7g}{skipped}  {what}")
