@@ -23,18 +23,13 @@ from typing import Any
 import jax
 
 from shardlib.places import shown_path
-from shardwright.run.files import LOCK, REPORT
+from shardwright.run.files import LOCK
 from shardwright.run.optional import why
 from shardwright.run.stores import agreed
 from shardwright.settings.words import say
 
 TRACE = "trace.tmp"
 """Directory in that of a run in which JAX writes a trace."""
-_WRITTEN = (
-    *("metrics.jsonl*", "samples.jsonl*", "config.yaml", "source", "training_step_optimized_hlo_*", f"{REPORT}*"),
-    *("checkpoints", "plugins", "trackers.json*", "events.out.tfevents*", "wandb", LOCK, TRACE),
-)
-"""Files and directories that a run writes."""
 KEPT_STARTS = 3
 """Starts whose compiled step and profile stay in the directory of a run."""
 _DATE = re.compile(r"\d{4}(_\d\d){5}")
@@ -98,7 +93,7 @@ def run_directory(root: str, name: str | None, config: str) -> Iterator[tuple[st
     """Name and directory of a run. Inside the context no other run is in it; it can be written; no rest is in it.
 
     With several processes all call this: process 0 makes and locks the directory, and all try to write there. If one
-    fails, all raise the same error. After an error before the first step, what this start made is removed.
+    fails, all raise the same error. After an error before the first step, a directory that this start made is removed.
 
     Args:
         root: paths.root_working_dir.
@@ -126,21 +121,15 @@ def missing(directory: Path) -> list[Path]:
 
 def _prepare(directory: Path, made: list[Path], cleanup: contextlib.ExitStack) -> None:
     try:
-        cleanup.push(lambda kind, *_: remove_empty(made) if kind else None)
         cleanup.enter_context(locked(directory))
         # Before the lock is released.
-        cleanup.push(lambda kind, *_: _remove_start(directory) if kind and directory in made else None)
+        cleanup.push(lambda kind, *_: _remove_start(made) if kind and made else None)
         if (directory / "metrics.jsonl").exists() or (directory / "config.yaml").exists():  # else it is of no run
-            for path in _written(directory):
-                if path.suffix == ".tmp":
-                    _remove(path)
+            for path in directory.glob("*.tmp"):
+                _remove(path)
     except OSError as error:
+        remove_empty(made)
         raise _cannot_write(directory, error) from error
-
-
-def _written(directory: Path) -> list[Path]:
-    """What runs wrote in a directory."""
-    return [path for path in directory.glob("*") if any(map(path.match, _WRITTEN))]
 
 
 def _try(directory: Path) -> None:
@@ -199,12 +188,12 @@ def _holder(file: Any) -> str:
         return "another process"
 
 
-def _remove_start(directory: Path) -> None:
-    """Removes what a start wrote into the directory that it made, if no step was logged or saved."""
-    checkpoints = directory / "checkpoints"
-    if not ((checkpoints.is_dir() and any(checkpoints.iterdir())) or has_begun(directory)):
-        for path in _written(directory):  # what is not known stays
-            _remove(path)
+def _remove_start(made: list[Path]) -> None:
+    """Removes the directories that a start made, the run's first, if no step was logged or saved."""
+    checkpoints = made[0] / "checkpoints"
+    if not ((checkpoints.is_dir() and any(checkpoints.iterdir())) or has_begun(made[0])):
+        _remove(made[0])
+        remove_empty(made)
 
 
 def remove_older(newest: Path, pattern: str) -> None:
