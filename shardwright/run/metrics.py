@@ -4,7 +4,6 @@ import collections
 import json
 import math
 import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -47,7 +46,7 @@ class RunLog:
     Args:
         directory: of the run; created if missing.
         total_steps: steps of the whole run, those before it was resumed included.
-        start_step: the first step to be run. Lines of it and of later steps, left by an earlier run, are removed.
+        start_step: the first step to be run. Lines of it and of later steps, of an earlier run, are moved aside.
         speed: gives the metrics of a step from its time.
         print_every: steps from one plain line to the next, at least 1. The first and the last step always have one.
         console: where to show progress; stdout by default.
@@ -83,11 +82,8 @@ class RunLog:
         self._path = path = Path(directory) / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._terminal = Terminal(console or Console(), start_step, total_steps, print_every)
-        if start_step == 0 and path.exists() and path.stat().st_size:
-            self._print(f"{path}: of a run without a checkpoint, kept as {keep_metrics(path.parent).name}")
-            path.unlink()
-        if dropped := remove_later_lines(path, start_step):
-            self._print(f"{path}: removed {dropped} unreadable lines of an interrupted run")
+        if moved := move_later_lines(path, start_step):
+            self._print(f"{path}: {moved} lines of steps that are done again, or torn, are moved to {path.name}.left")
         path.touch()
 
     def __enter__(self) -> "RunLog":
@@ -255,45 +251,31 @@ def has_event(directory: Path, step: int, event: str) -> bool:
         return any(f'"event": "{event}"' in line and f'"step": {step},' in line for line in file)
 
 
-def keep_metrics(directory: Path) -> Path | None:
-    """Copies the metrics of a run that begins again at an earlier step. Returns the copy; None if it has none.
+def move_later_lines(path: Path, step: int) -> int:
+    """Moves lines of a file of JSON lines to `<name>.left`: those of `step` and later, and those that are not JSON.
 
-    The copy is on the disk as a whole or not at all, and replaces none of the same second.
-    """
-    path = directory / "metrics.jsonl"
-    if not path.exists():
-        return None
-    temporary = path.with_name(path.name + ".tmp")
-    with open(path, "rb") as source, open(temporary, "wb") as copy:
-        shutil.copyfileobj(source, copy)
-        copy.flush()
-        os.fsync(copy.fileno())
-    kept = path.with_name(f"metrics_{time.strftime('%Y_%m_%d_%H_%M_%S', time.gmtime())}.jsonl")
-    while kept.exists():
-        kept = kept.with_stem(f"{kept.stem}_")
-    return temporary.rename(kept)
-
-
-def remove_later_lines(path: Path, step: int) -> int:
-    """Removes the lines of `step` and later from a file of JSON lines, and those that are not JSON.
-
-    Returns the number of the latter.
+    Returns their number.
     """
     if not path.exists():
         return 0
-    unreadable = 0
-    temporary = path.with_name(path.name + ".tmp")
+    later, temporary = [], path.with_name(f"{path.name}.tmp")
     with open(path, errors="replace") as lines, open(temporary, "w") as file:
         for line in lines:
+            line = line.removesuffix("\n") + "\n"
             try:
-                if parse_json(line)["step"] < step:
-                    file.write(line.removesuffix("\n") + "\n")
+                is_earlier = parse_json(line)["step"] < step
             except (ValueError, KeyError, TypeError):
-                unreadable += 1
+                is_earlier = False
+            file.write(line) if is_earlier else later.append(line)
         file.flush()
         os.fsync(file.fileno())
+    if later:
+        with open(path.with_name(f"{path.name}.left"), "a") as file:
+            file.writelines(later)
+            file.flush()
+            os.fsync(file.fileno())
     temporary.replace(path)
-    return unreadable
+    return len(later)
 
 
 # ---- values -------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from shardwright.run.flops import Speed, flops_of_model, peak_flops
 from shardwright.run.initial_weights import check_begins, checkpoints_of, fresh_state
 from shardwright.run.manifest import ANOTHER, Damaged
 from shardwright.run.memory import peak_memory
-from shardwright.run.metrics import RunLog, check_metrics, has_event, keep_metrics
+from shardwright.run.metrics import RunLog, check_metrics, has_event
 from shardwright.run.microscope import Microscope
 from shardwright.run.opening import read_state
 from shardwright.run.owning import owned
@@ -116,7 +116,6 @@ class Run:
         self._cleanup.enter_context(self.checkpoints)
         self.provenance = provenance_of(self.programs, c, self.model)
         self._peak = peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
-        self._resume()
 
     def _resume(self) -> None:
         """Chooses the checkpoint to go on from, and makes what depends on it: loaders and length of the run."""
@@ -146,10 +145,7 @@ class Run:
         saved, which = metadata.get("provenance"), ("training", "evaluation")
         self._source_differs = compare_source(saved, self.provenance, which, allow)
         if "loader" not in metadata:
-            raise ValueError(
-                f"the checkpoint of step {done} does not say which data follows: its metadata has no loader. Take "
-                "another one (training.resume_step), or begin a run with its weights (training.init_from)."
-            )
+            raise ValueError(f"checkpoint {done} is of no run: begin one with its weights (training.init_from).")
         return done, metadata["loader"], metadata.get("skips", {})
 
     # ---- before the first step ----------------------------------------------------------------------------------
@@ -165,39 +161,29 @@ class Run:
                 optimizer, and `ema`, the average of each weight, or None.
         """
         state = None
-        while self.start and state is None:
+        while state is None:
+            self._resume()
             try:
-                state = self._restored(init, State)
+                of = self._restored if self.start else functools.partial(fresh_state, self.c, self.placement)
+                state = of(init, State)
             except Damaged as error:
+                if not self.start:
+                    raise
                 self._damaged[self.start] = str(error).removesuffix(ANOTHER)
-                self._resume()
-        if state is None:
-            state = fresh_state(self.c, self.placement, init, State)
-        self._leave_later()
-        self._introduce()
-        return state
-
-    def _leave_later(self) -> None:
-        """Tells of damaged checkpoints, moves those aside that are later than the start, and cleans."""
         for step, why in self._damaged.items():
             tell(f"WARNING    the checkpoint of step {step} is not used: {why}")
         agreed(lambda: self._prepare_place() if jax.process_index() == 0 else None)
+        self._introduce()
+        return state
 
     def _prepare_place(self) -> None:
-        steps = self.checkpoints.steps()
-        if later := [step for step in steps if step > self.start or step in self._damaged]:
-            metrics = keep_metrics(self.directory)  # first: afterwards no start would know of a later step
+        """Moves the checkpoints aside that are damaged or later than the start, and cleans."""
+        if later := [step for step in self.checkpoints.steps() if step > self.start or step in self._damaged]:
             place = self.checkpoints.set_aside(later)
-            kept = f", and their metrics kept as {metrics}" * bool(metrics)
-            tell(f"WARNING    going on from step {self.start}; the checkpoints {later} are moved to {place}{kept}")
-        if self.is_over:
-            return
-        try:
+            tell(f"WARNING    going on from step {self.start}; the checkpoints {later} are moved to {place}")
+        if not self.is_over:
             self.checkpoints.probe()
-        except OSError as error:
-            setting = "paths.checkpoints" if self.c.paths.checkpoints else "paths.root_working_dir"
-            raise OSError(f"{error}. Choose another place for checkpoints: {setting}.") from error
-        self.checkpoints.remove_leftovers()
+            self.checkpoints.remove_leftovers()
 
     def _restored(self, init: Callable[[jax.Array], Any], State: Any) -> Any:
         shapes = jax.eval_shape(init, jax.random.key(self.c.training.seed))
@@ -206,9 +192,9 @@ class Run:
         begins_average = wants_average and not has_average
         if begins_average:
             shapes = dataclasses.replace(shapes, ema=jax.tree.map(lambda _: None, shapes.ema))
-            tell(f"average    of the weights: begins with those of step {self.start}")
-        if has_average and not wants_average:
-            tell(f"average    of the weights: that of step {self.start} is left, as training.ema_decay is null")
+        if has_average != wants_average:
+            what = "begins with the weights" if begins_average else "is left, as training.ema_decay is null: that"
+            tell(f"average    of the weights: {what} of step {self.start}")
         orders = stack_orders(self.placement, State, shapes)
         state = read_state(self.checkpoints, self.start, State, shapes, self.model, orders)
         return dataclasses.replace(state, ema=jax.tree.map(jnp.copy, state.weights)) if begins_average else state

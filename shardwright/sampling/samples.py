@@ -7,7 +7,7 @@ import jax
 
 from shardwright.cluster.watch import pause
 from shardwright.run.config import Config
-from shardwright.run.metrics import remove_later_lines
+from shardwright.run.metrics import move_later_lines
 from shardwright.run.optional import optional
 from shardwright.run.run import Run
 from shardwright.run.stages import folded_mesh, without_stages
@@ -80,7 +80,7 @@ class TrainingSamples:
         if jax.process_index() == 0:
             with optional(str(self._path)):
                 if not self._wrote:
-                    remove_later_lines(self._path, self._run.start + 1 if self._run.start else 0)
+                    move_later_lines(self._path, self._run.start + 1 if self._run.start else 0)
                 with open(self._path, "a") as file:
                     file.writelines(lines)
             self._wrote = True

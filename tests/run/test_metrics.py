@@ -14,7 +14,7 @@ from rich.console import Console
 
 from shardlib.layers import LayerMetrics
 from shardwright.run.flops import ModelFlops, PeakFlops, Speed
-from shardwright.run.metrics import RunLog, check_metrics, keep_metrics
+from shardwright.run.metrics import RunLog, check_metrics
 from shardwright.run.terminal import Terminal
 
 SPEED = Speed(64, ModelFlops(1000, 1500, "c", "f"), PeakFlops(1e9, "test"))
@@ -128,8 +128,9 @@ def test_resuming_replaces_later_and_torn_lines(tmp_path):
         log.log(4, metrics(2.0))
     assert [line["step"] for line in read(tmp_path)] == [0, 1, 2, 3, 3, 4]
     assert read(tmp_path)[-1]["loss"] == 2.0
-    assert "removed 1 unreadable" in output.getvalue()
-    assert list(tmp_path.iterdir()) == [path]
+    assert "4 lines of steps that are done again, or torn, are moved to metrics.jsonl.left" in output.getvalue()
+    assert (tmp_path / "metrics.jsonl.left").read_text().endswith('{"step": 6, "lo\n')
+    assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "metrics.jsonl.left"}
 
 
 def test_events_are_told_apart(tmp_path):
@@ -211,28 +212,12 @@ def test_the_device_is_not_waited_for(tmp_path):
 
 
 def test_metrics_of_a_run_without_a_checkpoint_are_kept(tmp_path):
-    with run_log(tmp_path) as log:
-        log.log(0, metrics(2.0))
-    with run_log(tmp_path) as log:
-        log.log(0, metrics(1.0))
+    for loss in (3.0, 2.0, 1.0):
+        with run_log(tmp_path) as log:
+            log.log(0, metrics(loss))
     assert [line["loss"] for line in read(tmp_path)] == [1.0]
-    (kept,) = tmp_path.glob("metrics_*.jsonl")
-    assert json.loads(kept.read_text())["loss"] == 2.0
-
-
-def test_metrics_are_kept_as_a_whole_and_over_no_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(time, "strftime", lambda *_: "2026")
-    path = tmp_path / "metrics.jsonl"
-    assert keep_metrics(tmp_path) is None
-    for text in ("first\n", "second\n", "third\n" * 10**4):
-        path.write_text(text)
-        kept = keep_metrics(tmp_path)
-        assert kept.read_text() == text
-    names = ["metrics.jsonl", "metrics_2026.jsonl", "metrics_2026_.jsonl", "metrics_2026__.jsonl"]
-    assert sorted(file.name for file in tmp_path.iterdir()) == names
-    with files_of_at_most(2**12), pytest.raises(OSError, match="File too large"):
-        keep_metrics(tmp_path)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.jsonl.tmp", *names[1:]]
+    kept = (tmp_path / "metrics.jsonl.left").read_text().splitlines()
+    assert [json.loads(line)["loss"] for line in kept] == [3.0, 2.0]
 
 
 def test_source_tokens_are_written(tmp_path):
