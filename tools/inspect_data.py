@@ -48,11 +48,9 @@ class Settings:
     split: str = "train"
     """`train` or `validation`."""
     run: str | None = None
-    """Directory of a run, whose config.yaml names its data."""
-    source: str | None = None
-    """The source of the run's mixture to show, where no step is given."""
+    """Directory of a run, whose config.yaml names its data: shows the batch of `step`."""
     step: int | None = within(0, 2**31, None)
-    """Show the batch of this step of `run`, at least 0."""
+    """A step of the run, at least 0."""
     sequences: int = at_least_1(4)
     """Largest number of sequences of the batch to show, at least 1."""
     first: int = within(0, 2**31, 0)
@@ -86,17 +84,14 @@ def _read_text(reader: flat_tokens.Reader, codec: TextCodec, start: int, length:
 # ---- a batch ------------------------------------------------------------------------------------------------------
 
 
-def show_batch(console: Console, config: Settings, run: Any) -> None:
+def show_batch(console: Console, config: Settings) -> None:
     """Prints a table for each sequence of a batch: the documents in it.
 
     Raises:
         ValueError: the step or first is out of range, or the run reads a stream.
     """
-    data, training = _data_config(config, run), run.get("training", {})
-    for name in ("batch_size", "seq_len"):
-        if type(value := training.get(name)) is not int:
-            raise ValueError(f"training.{name} of {config.run} is {value!r}; it must be a whole number. Correct it.")
-    loader = make_loader(data, config.split, training.batch_size, training.seq_len)
+    data, training = read_run(config)
+    loader = make_loader(data, config.split, training["batch_size"], training["seq_len"])
     if not 0 <= config.first < loader.batch_size:
         raise ValueError(f"first is {config.first}; the batch has sequences 0 to {loader.batch_size - 1}.")
     batch = batch_of(config.step, data.skip_steps)
@@ -104,13 +99,11 @@ def show_batch(console: Console, config: Settings, run: Any) -> None:
     size = f"{loader.batch_size} sequences of {loader.seq_len} tokens"
     console.print(f"[bold]Step {config.step:,}[/] of {config.run}{instead}: {size}")
     if counts := loader.source_tokens(batch):
-        line = "Tokens by source: " + ", ".join(f"{name} {count:,}" for name, count in counts.items())
-        console.print(Text(shown(line)))
-    filespecs = {name: source.filespec for name, source in data.mixture.items()} | {None: data.filespec}
+        console.print(Text(shown("Tokens by source: " + ", ".join(f"{name} {n:,}" for name, n in counts.items()))))
     indices = np.arange(config.first, min(config.first + config.sequences, loader.batch_size))
     for sequence in sequences_of_batch(loader, batch, indices):
         reader, first = sequence.reader, sequence.start
-        codec = open_codec(filespecs[sequence.source], reader.attributes)
+        codec = open_codec(reader.filespec, reader.attributes)
         title = f"sequence {sequence.number}" + (f", {sequence.source}" if sequence.source else "")
         title += f", epoch {sequence.epoch}, tokens {first:,} to {first + sequence.length - 1:,}"
         table = Table(title=Text(shown(title)), title_justify="left")
@@ -198,17 +191,15 @@ def find_faults(reader: flat_tokens.Reader, blocks: Iterable[np.ndarray]) -> lis
         ids, is_start = flat_tokens.decode(encoded)
         largest = max(largest, int(ids.max()))
         marked = place + np.flatnonzero(is_start)
-        end = min(document + marked.size, reader.num_documents)
-        stated = reader.read_starts(document, end + 1).astype(np.int64)
-        in_block = stated[stated < place + encoded.size]
-        if not np.array_equal(in_block, marked):
-            both = min(in_block.size, marked.size)
-            at = document + np.append(np.flatnonzero(in_block[:both] != marked[:both]), both)[0]
+        place += encoded.size
+        stated = reader.read_starts(document, min(document + marked.size, reader.num_documents) + 1).astype(np.int64)
+        both = min(marked.size, stated.size)
+        if (wrong := np.flatnonzero(marked[:both] != stated[:both])).size or (stated[both:] < place).any():
+            at = document + np.append(wrong, both)[0]
             faults.setdefault("marks", f"the marks in encoded_tokens and seq_starts differ from document {at:,} on")
         if (empty := np.flatnonzero(np.diff(stated) <= 0)).size:
             faults.setdefault("empty", f"document {document + empty[0]:,} is empty, or seq_starts decreases there")
         document += marked.size
-        place += encoded.size
     result = list(faults.values())
     if document != reader.num_documents:
         result.append(f"{document:,} documents are marked in encoded_tokens, seq_starts has {reader.num_documents:,}")
@@ -230,38 +221,22 @@ def check(console: Console, reader: flat_tokens.Reader) -> None:
 # ---- main ---------------------------------------------------------------------------------------------------------
 
 
-def _data_config(config: Settings, run: Any) -> DataConfig:
+def read_run(config: Settings) -> tuple[DataConfig, dict[str, Any]]:
+    """The data section and the training section of the configuration of a run."""
+    path = Path(config.run, "config.yaml")
+    if not path.exists():
+        raise ValueError(f"There is no {path}: `run` is a run's directory, for example runs/<name>.")
+    found = literal(read_config(path))
     try:
-        data: DataConfig = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), run.get("data", {})))
+        data: DataConfig = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(DataConfig), found.get("data", {})))
     except OmegaConfBaseException as error:
         raise ValueError(f"{config.run}: {wrong_setting(DataConfig, error, prefix='data.')}") from error
     if config.filespec is not None:
         if data.filespec is None:
             raise ValueError("Give either run or filespec: both go together only if the run reads a single dataset.")
         data.filespec = config.filespec
-    return data
-
-
-def _read_run(directory: str) -> Any:
-    path = Path(directory, "config.yaml")
-    if not path.exists():
-        raise ValueError(f"There is no {path}: `run` is a run's directory, for example runs/<name>.")
-    return OmegaConf.create(literal(read_config(path)))
-
-
-def _filespec(config: Settings, run: Any) -> str:
-    if run is None:
-        if not config.filespec:
-            raise ValueError("Give filespec=<dataset>, or run=<directory of a run>.")
-        return config.filespec
-    data = _data_config(config, run)
-    if data.stream is not None:
-        raise ValueError("The run reads a stream, not a dataset: there is nothing to open.")
-    if not data.mixture:
-        return data.filespec
-    if config.source not in data.mixture:
-        raise ValueError(f"source is {config.source!r}; choose one of the run's mixture: {', '.join(data.mixture)}.")
-    return data.mixture[config.source].filespec
+    check_types(str(path), found, {"training": {"batch_size": int, "seq_len": int}}, "Correct it.")
+    return data, found["training"]
 
 
 def run(config: Settings, console: Console | None = None) -> None:
@@ -272,15 +247,13 @@ def run(config: Settings, console: Console | None = None) -> None:
     """
     console = console or Console()
     check_ranges("", config)
-    settings = None if config.run is None else _read_run(config.run)
-    if config.step is not None:
-        if settings is None:
-            raise ValueError(f"step is {config.step}, but batches belong to a run: give run=<directory of a run>.")
-        show_batch(console, config, settings)
+    if (config.run is None) != (config.step is None) or not (config.run or config.filespec):
+        raise ValueError("Give filespec=<dataset>, or run=<directory of a run> step=<one of its steps>.")
+    if config.run is not None:
+        show_batch(console, config)
         return
-    filespec = _filespec(config, settings)
-    reader = Reader(filespec, config.split)
-    codec = open_codec(filespec, reader.attributes)
+    reader = Reader(config.filespec, config.split)
+    codec = open_codec(config.filespec, reader.attributes)
     if config.check:
         check(console, reader)
     elif config.document is not None:

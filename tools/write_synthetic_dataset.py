@@ -19,7 +19,7 @@ from omegaconf import MISSING
 
 from shardwright.settings.program import run_program
 from shardwright_data import flat_tokens
-from shardwright_data.checks import at_least_1, check_ranges, within
+from shardwright_data.checks import check_ranges, within
 
 COPY, REVERSE, COPY_AT, COPY_AT_UNKNOWN, GAUSSIANS, SEPARATOR = range(1, 7)
 """Token ids. 0 begins documents, and pads."""
@@ -27,7 +27,11 @@ FIRST_DIGIT = 8
 FIRST_DISTANCE = 32
 """The token of distance n is FIRST_DISTANCE + n."""
 FIRST_BIN = 256
-"""The bins of the Gaussian mixtures follow, `num_bins` of them."""
+"""The bins of the Gaussian mixtures follow, NUM_BINS of them."""
+MAX_DIGITS, MAX_DISTANCE, MAX_LENGTH = 40, 16, 64
+"""Most digits to copy or to reverse, largest distance to copy over, most digits or samples of the other tasks."""
+NUM_BINS, MAX_COMPONENTS, MAX_SIGMA = 768, 3, 8.0
+"""Of the Gaussian mixtures: bins, most components, and largest standard deviation in bins."""
 
 
 @dataclass
@@ -46,18 +50,6 @@ class Settings:
     """Size of the training split in tokens, at least 1; it ends with the first document that reaches it."""
     validation_tokens: int = within(1, 2**40, 2**16)
     """Size of the validation split in tokens, at least 1."""
-    max_digits: int = within(1, 2**16, 40)
-    """Most digits to copy or to reverse, at least 1."""
-    max_distance: int = within(1, FIRST_BIN - FIRST_DISTANCE, 16)
-    """Largest distance to copy over, in [1, 223]."""
-    max_length: int = within(1, 2**16, 64)
-    """Most digits or samples in a document of the other tasks, at least 1."""
-    num_bins: int = within(1, flat_tokens.MAX_TOKEN_ID - FIRST_BIN + 1, 768)
-    """Tokens that the samples of the Gaussian mixtures fall into, at least 1."""
-    max_components: int = within(1, 2**16, 3)
-    """Most components of a Gaussian mixture, at least 1."""
-    max_sigma: float = at_least_1(8.0)
-    """Largest standard deviation of a component in bins, above 1."""
 
 
 Document = Int64[np.ndarray, "tokens"]
@@ -67,38 +59,38 @@ def _digits(rng: np.random.RandomState, n: int) -> Document:
     return FIRST_DIGIT + rng.randint(0, 10, n)
 
 
-def _copy(rng: np.random.RandomState, config: Settings) -> Document:
-    digits = _digits(rng, rng.randint(1, config.max_digits + 1))
+def _copy(rng: np.random.RandomState) -> Document:
+    digits = _digits(rng, rng.randint(1, MAX_DIGITS + 1))
     return np.concatenate([[COPY], digits, [SEPARATOR], digits])
 
 
-def _reverse(rng: np.random.RandomState, config: Settings) -> Document:
-    digits = _digits(rng, rng.randint(1, config.max_digits + 1))
+def _reverse(rng: np.random.RandomState) -> Document:
+    digits = _digits(rng, rng.randint(1, MAX_DIGITS + 1))
     return np.concatenate([[REVERSE], digits, [SEPARATOR], digits[::-1]])
 
 
-def _periodic(rng: np.random.RandomState, config: Settings) -> tuple[int, Document]:
-    distance = rng.randint(1, config.max_distance + 1)
-    return distance, np.resize(_digits(rng, distance), rng.randint(1, config.max_length + 1))
+def _periodic(rng: np.random.RandomState) -> tuple[int, Document]:
+    distance = rng.randint(1, MAX_DISTANCE + 1)
+    return distance, np.resize(_digits(rng, distance), rng.randint(1, MAX_LENGTH + 1))
 
 
-def _copy_at(rng: np.random.RandomState, config: Settings) -> Document:
-    distance, digits = _periodic(rng, config)
+def _copy_at(rng: np.random.RandomState) -> Document:
+    distance, digits = _periodic(rng)
     return np.concatenate([[COPY_AT, FIRST_DISTANCE + distance], digits])
 
 
-def _copy_at_unknown(rng: np.random.RandomState, config: Settings) -> Document:
-    _, digits = _periodic(rng, config)
+def _copy_at_unknown(rng: np.random.RandomState) -> Document:
+    _, digits = _periodic(rng)
     return np.concatenate([[COPY_AT_UNKNOWN], digits])
 
 
-def _gaussians(rng: np.random.RandomState, config: Settings) -> Document:
-    components = rng.randint(1, config.max_components + 1)
-    means = rng.uniform(0, config.num_bins, components)
-    sigmas = rng.uniform(1, config.max_sigma, components)
-    which = rng.randint(0, components, rng.randint(1, config.max_length + 1))
+def _gaussians(rng: np.random.RandomState) -> Document:
+    components = rng.randint(1, MAX_COMPONENTS + 1)
+    means = rng.uniform(0, NUM_BINS, components)
+    sigmas = rng.uniform(1, MAX_SIGMA, components)
+    which = rng.randint(0, components, rng.randint(1, MAX_LENGTH + 1))
     samples = np.rint(rng.normal(means[which], sigmas[which])).astype(np.int64)
-    return np.concatenate([[GAUSSIANS], FIRST_BIN + np.clip(samples, 0, config.num_bins - 1)])
+    return np.concatenate([[GAUSSIANS], FIRST_BIN + np.clip(samples, 0, NUM_BINS - 1)])
 
 
 TASKS = (_copy, _reverse, _copy_at, _copy_at_unknown, _gaussians)
@@ -118,7 +110,7 @@ def write(config: Settings) -> None:
         options = {"overwrite": config.overwrite, "zarr_format": config.zarr_format}
         with flat_tokens.Writer(config.out, split, **options) as writer:
             while writer.num_tokens < num_tokens:
-                document = TASKS[rng.randint(len(TASKS))](rng, config)
+                document = TASKS[rng.randint(len(TASKS))](rng)
                 writer.append(document, np.array([document.size]))
         print(f"{writer.path}: {writer.num_tokens:,} tokens in {writer.num_documents:,} documents")
 

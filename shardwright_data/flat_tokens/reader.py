@@ -54,7 +54,7 @@ class Reader:
     """All attributes of the split's group, among them what the tokenization tool records."""
 
     def __init__(self, filespec: str, split: str, *, cache_bytes: int = 2**28, inputs: Sequence[str] = ()):
-        self.path = f"{filespec.rstrip('/')}/{split}"
+        self.filespec, self.path = filespec, f"{filespec.rstrip('/')}/{split}"
         self._root = open_kvstore(filespec, opening_context())
         # A store that answers slowly should get all requests of a batch at once.
         limit = {"limit": STORE_REQUESTS}

@@ -6,11 +6,9 @@ holds the state of the split under way. Both are deleted when the dataset is fin
 
 import contextlib
 import io
-import itertools
 import json
 import os
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,43 +21,43 @@ State = dict[str, np.ndarray]
 
 
 class Unfinished:
-    """The work on one dataset, by one process at a time.
+    """The work on one dataset.
 
     Args:
         out: directory of the dataset; a local path or a URL that tensorstore knows.
-
-    Raises:
-        ValueError: another process works on it, the directory cannot be made, or the store cannot be reached.
     """
 
     def __init__(self, out: str):
         self.out = out
-        if "://" in out:
-            try:
-                flat_tokens.open_kvstore(out, flat_tokens.opening_context()).read("unfinished.json").result()
-            except ValueError as e:
-                raise ValueError(f"Cannot write to {out}: {e}.") from e
-        else:
-            self._lock(out)
-        self._root = flat_tokens.open_kvstore(out)
+        self._root = flat_tokens.open_kvstore(out, flat_tokens.opening_context())
 
-    def _lock(self, out: str) -> None:
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Context in which no other process works on a local dataset, if its file system has locks.
+
+        Raises:
+            ValueError: another process works on it, or the directory cannot be made.
+        """
+        if "://" in self.out:
+            yield
+            return
         import fcntl
 
-        place = Path(out)
-        self._made = list(itertools.takewhile(lambda path: not path.exists(), (place, *place.parents)))
         try:
-            os.makedirs(out, exist_ok=True)
-            self._directory = os.open(out, os.O_RDONLY)
+            os.makedirs(self.out, exist_ok=True)
+            directory = os.open(self.out, os.O_RDONLY)
         except OSError as e:
-            raise ValueError(f"Cannot write to {out}: {e.strerror}.") from e
+            raise ValueError(f"Cannot write to {self.out}: {e.strerror}.") from e
         try:
-            fcntl.flock(self._directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
-            raise ValueError(f"Another process is writing {out}. Wait for it, or end it.") from e
+            raise ValueError(f"Another process is writing {self.out}. Wait for it, or end it.") from e
         except OSError:
-            # A file system without locks: nothing keeps two processes apart there.
-            pass
+            pass  # it has no locks
+        try:
+            yield
+        finally:
+            os.close(directory)
 
     def read_settings(self) -> dict[str, Any] | None:
         """The settings of the run that was interrupted here, None if there was none."""
@@ -81,15 +79,14 @@ class Unfinished:
         before = self.read_settings()
         if before is not None and (difference := find_difference(before, settings)) is None:
             return True
-        if not overwrite:
-            if before is not None:
-                raise ValueError(
-                    f"{self.out} is unfinished, and was begun with other settings: {difference}. Give the same to "
-                    "resume, overwrite=true to begin again, or another path."
-                )
-            for split in splits:
-                flat_tokens.check_absent(self.out, split)
+        if before is not None and not overwrite:
+            raise ValueError(
+                f"{self.out} is unfinished, and was begun with other settings: {difference}. Give the same to resume, "
+                "overwrite=true to begin again, or another path."
+            )
         for split in splits:
+            if not overwrite:
+                flat_tokens.check_absent(self.out, split)
             flat_tokens.delete_split(self.out, split)
             self.delete_state(split)
         self._root.write("unfinished.json", json.dumps(settings, indent=1).encode()).result()
@@ -114,31 +111,15 @@ class Unfinished:
         """Deletes the state of a split, if there is one."""
         self._root.write(f"unfinished_{split}.npz", None).result()
 
-    def finish(self, splits: list[str]) -> None:
-        """Deletes all these files: the dataset is finished."""
-        for split in splits:
-            self.delete_state(split)
+    def finish(self) -> None:
+        """Deletes the settings: the dataset is finished."""
         self._root.write("unfinished.json", None).result()
-
-    def release(self) -> None:
-        """Lets another process work on the dataset. Removes directories that were made for it and are empty."""
-        if "://" not in self.out:
-            with contextlib.suppress(OSError):
-                for directory in self._made:
-                    directory.rmdir()
-            os.close(self._directory)
 
 
 def find_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Names the first setting that differs, with both values; None if all agree."""
     for name in [*now, *(name for name in before if name not in now)]:
         old, new = before.get(name), now.get(name)
-        if old == new:
-            continue
-        if isinstance(old, list) and isinstance(new, list):
-            if len(old) != len(new):
-                old, new = f"{len(old)} of them", f"{len(new)}"
-            else:
-                old, new = next((a, b) for a, b in zip(old, new, strict=True) if a != b)
-        return f"{name} was {old}, is {new}"
+        if old != new:
+            return f"{name} was {old}, is {new}"
     return None

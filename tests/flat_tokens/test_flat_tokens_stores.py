@@ -104,8 +104,8 @@ def test_a_store_that_does_not_answer(monkeypatch):
     with pytest.raises(ValueError, match=r"http://127.0.0.1:9/d/train cannot be reached: .* Check the address"):
         Reader("http://127.0.0.1:9/d", "train")
     assert time.monotonic() - begin < 60
-    with pytest.raises(ValueError, match=r"Cannot write to http://127.0.0.1:9/d: "):
-        Unfinished("http://127.0.0.1:9/d")
+    with pytest.raises(ValueError, match=r"127.0.0.1:9/d/unfinished.json"):
+        Unfinished("http://127.0.0.1:9/d").read_settings()
 
 
 DAMAGES = {"missing": Path.unlink, "truncated": truncate, "index": spoil_index}

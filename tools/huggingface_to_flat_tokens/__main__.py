@@ -38,37 +38,33 @@ def run(config: Settings) -> None:
         raise ValueError("train and validation are both null: nothing to write.")
     names = [name for name in SPLITS if getattr(config, name) is not None]
     sources = {name: Source(config, name) for name in names}
-    unfinished = Unfinished(config.out)
-    begun = False
-    try:
-        root = flat_tokens.open_kvstore(config.out)
-        content = flat_tokens.read_file(root, "tokenizer.json")
-        before = None if content is None else content.decode()
-        resuming = unfinished.read_settings() is not None
-        tokenizer = make_tokenizer(config, before if resuming else None)
-        if not resuming and before not in (None, tokenizer.definition) and not config.overwrite:
-            raise ValueError(
-                f"{config.out}/tokenizer.json is another tokenizer than the settings name. All splits of a dataset "
-                "have the same: choose another path, or replace the dataset with overwrite=true."
-            )
+    unfinished, root = Unfinished(config.out), flat_tokens.open_kvstore(config.out)
+    content = flat_tokens.read_file(root, "tokenizer.json")
+    before = None if content is None else content.decode()
+    resuming = unfinished.read_settings() is not None
+    tokenizer = make_tokenizer(config, before if resuming else None)
+    if not resuming and before not in (None, tokenizer.definition) and not config.overwrite:
+        raise ValueError(
+            f"{config.out}/tokenizer.json is another tokenizer than the settings name. All splits of a dataset have "
+            "the same: choose another path, or replace the dataset with overwrite=true."
+        )
+    num_workers = config.num_workers or default_workers(tokenizer)
+    with unfinished.locked():
         resuming = unfinished.begin(_settings(config, names, tokenizer), names, config.overwrite)
-        begun = True
         root.write("tokenizer.json", tokenizer.definition and tokenizer.definition.encode()).result()
-        num_workers = config.num_workers or default_workers(tokenizer)
-        for name in names:
-            if resuming and unfinished.is_complete(name):
-                print(f"{config.out}/{name}: complete", flush=True)
-                continue
-            print(SplitWork(config, sources[name], unfinished).run(tokenizer, num_workers), flush=True)
-            unfinished.delete_state(name)
-        unfinished.finish(names)
-    except ValueError:
-        # Nothing has been done that could be resumed: the settings may be corrected.
-        if begun and not any(unfinished.is_complete(name) or unfinished.read_state(name) for name in names):
-            unfinished.finish(names)
-        raise
-    finally:
-        unfinished.release()
+        try:
+            for name in names:
+                if resuming and unfinished.is_complete(name):
+                    print(f"{config.out}/{name}: complete", flush=True)
+                    continue
+                print(SplitWork(config, sources[name], unfinished).run(tokenizer, num_workers), flush=True)
+                unfinished.delete_state(name)
+        except ValueError:
+            # Nothing has been done that could be resumed: the settings may be corrected.
+            if not any(unfinished.is_complete(name) or unfinished.read_state(name) for name in names):
+                unfinished.finish()
+            raise
+        unfinished.finish()
 
 
 def make_tokenizer(config: Settings, trained: str | None) -> Tokenizer:
