@@ -15,7 +15,7 @@ from shardwright.run.checkpoint_arrays import NO_ORDERS, Orders
 from shardwright.run.config import Config
 from shardwright.run.directory import has_begun
 from shardwright.run.files import read_config
-from shardwright.run.resuming import fixed_by_weights, warning_of_module, with_defaults
+from shardwright.run.resuming import fixed_by_weights, with_defaults
 from shardwright.run.saved import saved_config
 from shardwright.run.stages import stack_orders
 from shardwright.settings.differences import config_differences
@@ -33,11 +33,10 @@ def check_begins(directory: Path, checkpoints: str | None) -> None:
         paths = read_config(directory / "config.yaml")["paths"]
     except (KeyError, ValueError):  # what is wrong with that file is not what is being told
         return
-    if "checkpoints" in paths and paths["checkpoints"] != checkpoints and has_begun(directory):
-        saved, given = ("null" if place is None else repr(place) for place in (paths["checkpoints"], checkpoints))
+    if paths.get("checkpoints") != checkpoints and has_begun(directory):
         raise ValueError(
-            f"the run in {directory} did steps with paths.checkpoints={saved}, and has no checkpoint where "
-            f"paths.checkpoints={given}. Give what it had, if you trust that, or start another run with a new "
+            f"the run in {directory} did steps with paths.checkpoints={paths.get('checkpoints')}, and has no "
+            f"checkpoint where paths.checkpoints={checkpoints}. Give what it had, or start another run with a new "
             "paths.model_name."
         )
 
@@ -75,7 +74,6 @@ def read_weights(
                 f"training.init_from is {path}, which has the weights of another model:\n  "
                 + "\n  ".join(differences)
                 + "\nChange these to what the checkpoint has, or start from another one."
-                + warning_of_module(saved, config)
             )
         weights = checkpoints.restore(step, {"weights": like}, part="weights/", orders=orders)["weights"]
     if jax.process_index() == 0:

@@ -76,16 +76,7 @@ def check_resumes(saved: dict, c: Config, directory: Path) -> None:
             f"the run in {directory} was made with another configuration:\n  "
             + "\n  ".join(differences)
             + "\nChange these back to resume it, or start another run with a new paths.model_name."
-            + warning_of_module(saved, current)
         )
-
-
-def warning_of_module(saved: dict, current: dict) -> str:
-    """A sentence on the module of a checkpoint's model, if it is not this run's and not shipped here; otherwise ""."""
-    module = saved["model"].get("module")
-    if module == current["model"].get("module") or is_shipped(str(module)):
-        return ""
-    return f" To name the module {module!r} is to run its code: read it first, unless it is yours."
 
 
 def choose_checkpoint(
@@ -106,8 +97,6 @@ def choose_checkpoint(
         ValueError: there is no checkpoint of step `wanted`, or none that is whole.
     """
     there = agreed(checkpoints.steps)
-    # A run that went back may have deleted, as the oldest, the checkpoint that it went back to.
-    absent = wanted is not None and wanted not in there
     while (step := checkpoints.latest_step(without=damaged)) is not None:
         try:
             metadata = agreed(lambda step=step: checkpoints.metadata(step))
@@ -116,10 +105,11 @@ def choose_checkpoint(
             continue
         if wanted in (None, step) or (step > wanted and _went_back(metadata, wanted, skip_steps, step)):
             return step, metadata
-        if not absent and wanted not in damaged:
+        if wanted in there and wanted not in damaged:
             return wanted, agreed(lambda: checkpoints.metadata(wanted))
         break
-    if absent:
+    # A run that went back may have deleted, as the oldest, the checkpoint that it went back to.
+    if wanted is not None and wanted not in there:
         raise ValueError(
             f"training.resume_step is {wanted}, but {checkpoints.store.url} has the checkpoints {there}; choose one of "
             "these, or null for the latest."

@@ -122,13 +122,6 @@ def test_the_message_names_the_module_and_the_flag(stranger, reader, settings, m
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("reader", ["init_from", "resume"])
-def test_advice_to_name_a_module_comes_with_a_warning(stranger, reader):
-    stranger.write(model__module="runs.evil.payload")
-    with pytest.raises(ValueError, match=r"To name the module 'runs\.evil\.payload' is to run its code: read it first"):
-        READERS[reader](stranger)
-
-
 def test_a_module_that_the_user_trusts_or_names_too_is_imported(stranger):
     stranger.write(model__module="runs.evil.payload")
     assert config_of(stranger.config, trust=True).model.module == "runs.evil.payload"

@@ -141,11 +141,11 @@ def test_checkpoints_at_a_url(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"no complete .* If the run set paths.checkpoints, they are"):
         find_checkpoint(directory)
     # The place is forgotten, or given to a run that had none: no run begins again over the steps that were done.
-    for name, saved, given in (("run", repr(url), "null"), ("local", "null", repr(url))):
+    for name, saved, given in (("run", url, None), ("local", None, url)):
         message = (
             f"did steps with paths.checkpoints={saved}, and has no checkpoint where paths.checkpoints={given}. Give"
         )
         done = losses(tmp_path / name)
         with pytest.raises(ValueError, match=re.escape(message)):
-            run(tmp_path / name, 6, None if given == "null" else url)
+            run(tmp_path / name, 6, given)
         assert losses(tmp_path / name) == done
