@@ -92,7 +92,7 @@ def read_model(run: str, step: int | None, which: str = "weights", trust: bool =
         check_weights("weights", which, c.training.ema_decay)
         on_host = SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         like = jax.tree.map(lambda x: x.update(sharding=on_host), shapes_of(load_model(c.model).table))
-        weights = checkpoints.restore(found, {which: like}, part=f"{which}/")[which]
+        weights = checkpoints.restore(found, {which: like})[which]
     return found, c, jax.tree.map(np.asarray, weights), metadata
 
 

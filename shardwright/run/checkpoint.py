@@ -176,15 +176,7 @@ class Checkpointer:
             self._executor.shutdown()
 
     @pause("restoring a checkpoint")
-    def restore(
-        self,
-        step: int,
-        like: Any,
-        *,
-        part: str = "",
-        leave: tuple[str, ...] = (),
-        orders: Orders = NO_ORDERS,
-    ) -> Any:
+    def restore(self, step: int, like: Any, orders: Orders = NO_ORDERS) -> Any:
         """The state that was saved at `step`, with the shardings of `like`.
 
         The process of each device reads the chunks that overlap the device's own regions, each once. All processes
@@ -192,9 +184,8 @@ class Checkpointer:
 
         Args:
             step: step of a complete checkpoint.
-            like: a pytree of jax.ShapeDtypeStruct with shardings, or of arrays, on any mesh.
-            part: beginning of the names of the arrays that are read, such as `weights/`. `like` holds these alone.
-            leave: beginnings of the names of arrays that are not read.
+            like: a pytree of jax.ShapeDtypeStruct with shardings, or of arrays, on any mesh. It may lack whole children
+                of what was saved, such as the optimizer's state, which are not read.
             orders: as for `save`; padding is 0.
 
         Raises:
@@ -203,9 +194,10 @@ class Checkpointer:
             OSError: the store fails.
         """
         name, manifest = directory_of(step), agreed(lambda: self.manifest(step))
-        every = saved_arrays(manifest).items()
-        saved = {key: array for key, array in every if key.startswith(part) and not key.startswith(leave)}
         expected = named_leaves(like)
+        children = {key.partition("/")[0] for key in expected}
+        every = saved_arrays(manifest).items()
+        saved = {key: array for key, array in every if key.partition("/")[0] in children}
         _check_same_arrays(f"{self.store.url}/{name}", saved, expected, orders)
         arrays = agreed(lambda: read_arrays(self.store, name, saved, expected, orders))
         return jax.tree.unflatten(jax.tree.structure(like), arrays)

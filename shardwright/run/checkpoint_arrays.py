@@ -17,7 +17,7 @@ import numpy as np
 import tensorstore as ts
 
 from shardlib.placement import LayerOrder
-from shardwright.run.manifest import ANOTHER, CHECKSUM_BYTES, Box, Checksums, Damaged, Index, SavedArray, is_name
+from shardwright.run.manifest import ANOTHER, CHECKSUM_BYTES, Box, Checksums, Damaged, Index, SavedArray
 from shardwright.run.stores import STORE_ERRORS, Store, in_parallel
 
 CHUNK_BYTES = 2**28
@@ -30,21 +30,9 @@ NO_ORDERS: Orders = MappingProxyType({})
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by their path, such as `weights/layers/w_q`: field names, dict keys, and indices, joined by slashes.
-
-    Raises ValueError for a path that cannot be the name of a directory.
-    """
-    leaves: dict[str, Any] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        parts = [jax.tree_util.keystr((key,), simple=True) for key in path]
-        name = "/".join(parts)
-        if not is_name(name) or any("/" in part for part in parts):
-            raise ValueError(
-                f"a leaf at {jax.tree_util.keystr(path)!r} has no usable name: each part of its path must be letters, "
-                "digits, or any of '_-+=. ', must not start with a dot, and must not be zarr.json."
-            )
-        leaves[name] = leaf
-    return leaves
+    """Leaves by their path, such as `weights/layers/w_q`: field names, dict keys, and indices, joined by slashes."""
+    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 # ---- regions --------------------------------------------------------------------------------------------------------

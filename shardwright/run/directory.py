@@ -14,7 +14,6 @@ import re
 import shlex
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +32,6 @@ TRACE = "trace.tmp"
 KEPT_STARTS = 3
 """Starts whose compiled step and profile stay in the directory of a run."""
 _DATE = re.compile(r"\d{4}(_\d\d){5}")
-_PROBE_BYTES = 2**20
 
 
 def check_place(root: str, name: str | None) -> None:
@@ -92,8 +90,8 @@ def make_default(root: str, config: str) -> tuple[str, Path, list[Path]]:
 def run_directory(root: str, name: str | None, config: str) -> Iterator[tuple[str, Path]]:
     """Name and directory of a run. Inside the context no other run is in it; it can be written; no rest is in it.
 
-    With several processes all call this: process 0 makes and locks the directory, and all try to write there. If one
-    fails, all raise the same error. After an error before the first step, a directory that this start made is removed.
+    With several processes all call this: process 0 makes and locks the directory, and all look for it. If one fails,
+    all raise the same error. After an error before the first step, a directory that this start made is removed.
 
     Args:
         root: paths.root_working_dir.
@@ -110,7 +108,7 @@ def run_directory(root: str, name: str | None, config: str) -> Iterator[tuple[st
         made = missing(directory)
     with contextlib.ExitStack() as cleanup:
         agreed(lambda: _prepare(directory, made, cleanup) if jax.process_index() == 0 else None)
-        agreed(lambda: _try(directory))
+        agreed(lambda: _see(directory))
         yield name, directory
 
 
@@ -132,19 +130,12 @@ def _prepare(directory: Path, made: list[Path], cleanup: contextlib.ExitStack) -
         raise _cannot_write(directory, error) from error
 
 
-def _try(directory: Path) -> None:
+def _see(directory: Path) -> None:
     if not (directory / LOCK).exists():
         raise ValueError(
             f"process {jax.process_index()} on {socket.gethostname()} does not see {directory / LOCK}, which process 0 "
             "made. Give a paths.root_working_dir in a file system that all hosts share."
         )
-    try:
-        with tempfile.TemporaryFile(dir=directory) as file:
-            file.write(bytes(_PROBE_BYTES))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise _cannot_write(directory, error) from error
 
 
 @contextlib.contextmanager

@@ -75,7 +75,7 @@ def read_weights(
                 + "\n  ".join(differences)
                 + "\nChange these to what the checkpoint has, or start from another one."
             )
-        weights = checkpoints.restore(step, {"weights": like}, part="weights/", orders=orders)["weights"]
+        weights = checkpoints.restore(step, {"weights": like}, orders)["weights"]
     if jax.process_index() == 0:
         say(f"weights    from {path}, after {step} steps; the optimizer's state is fresh")
         for line in config_differences(saved, config, ("model",)):

@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import json
 import math
-import re
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import PurePosixPath
@@ -112,14 +111,6 @@ def directory_of(step: int) -> str:
     if not 0 <= step < 10**10:
         raise ValueError(f"step {step} is outside 0 … 9,999,999,999.")
     return f"{step:010}"
-
-
-def is_name(name: str) -> bool:
-    """Whether an array may have this name: each part between slashes is one that a directory can have."""
-    return all(
-        re.fullmatch(r"[\w\-+=. ]+", part) and not part.startswith(".") and part != "zarr.json"
-        for part in name.split("/")
-    )
 
 
 def _group(attributes: Mapping[str, Any]) -> str:

@@ -93,7 +93,7 @@ class SavedRun:
             write_line(shown(f"source      {differs}"))
         shapes = shapes_of(model.table)
         like = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, make_shardings(model.Weights, like=shapes))
-        return self.checkpoints.restore(self.step, {which: like}, part=f"{which}/")[which], now["source"]
+        return self.checkpoints.restore(self.step, {which: like})[which], now["source"]
 
 
 def read_state(checkpoints: Checkpointer, step: int, State: Any, shapes: Any, model: Any, orders: Orders) -> Any:
@@ -109,8 +109,7 @@ def read_state(checkpoints: Checkpointer, step: int, State: Any, shapes: Any, mo
     """
     shardings = make_shardings(State[model.Weights], like=shapes)
     like = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
-    leave = () if jax.tree.leaves(shapes.ema) else ("ema/",)
-    return checkpoints.restore(step, like, orders=orders, leave=leave)
+    return checkpoints.restore(step, like, orders)
 
 
 def trusted_options(c: run_config.Config, trust: bool, write_line: Callable[[str], None]) -> dict[str, Any]:
