@@ -396,14 +396,6 @@ def table_of_case(case: Case):
         return training_table(settings(case), load_model(settings(case).model))
 
 
-def test_a_schedule_of_ones_own(monkeypatch, tmp_path):
-    text = "from shardlib.schedules import gpipe\ndef waves(p, m, v):\n    return gpipe(p, m, v)\n"
-    (tmp_path / "waves_of_ones_own.py").write_text(text)
-    monkeypatch.syspath_prepend(tmp_path)
-    case = dataclasses.replace(SMALL, schedule="waves_of_ones_own:waves")
-    assert table_of_case(case).residuals == case.m
-
-
 # ---- memory and program size --------------------------------------------------------------------------------------
 
 

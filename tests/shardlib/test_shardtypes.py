@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from shardlib import shardops, shardtypes
@@ -454,14 +453,6 @@ def identity(x: f32["B/d M"]) -> f32["B/d M"]:
     return x
 
 
-def test_keyword_only_and_positional_only_arguments(mesh):
-    @typed_shard_map
-    def fn(x: f32["B/d M"], /, *, y: f32["B/d M"]) -> f32["B/d M"]:
-        return x - y
-
-    np.testing.assert_array_equal(fn(X, y=X), 0)
-
-
 def test_result_that_is_the_same_everywhere_fits_a_sharded_type(mesh):
     @typed_shard_map
     def zeros(x: f32["B/d M"]) -> tuple[f32["B/d M"], f32["M"]]:
@@ -504,19 +495,6 @@ def test_a_step_for_2048_devices_is_checked_without_any():
         assert (loss.shape, grad.shape, grad.sharding.spec) == ((), (1024, 64), P("d", "t"))
         with pytest.raises(ShardError, match=r"dim M of size 1000 is not divisible by its axes d, 256 devices"):
             jax.eval_shape(step, array(512, 1000), array(1000, 64))
-
-
-def test_inside_jit_grad_and_vmap_free_code(mesh):
-    """The map is an ordinary differentiable function of whole arrays."""
-
-    @typed_shard_map
-    def total(x: f32["B/d M/t"]) -> f32[""]:
-        return shardops.psum("+t +d ->", shardops.einsum_unreduced("B/d M/t -> +t +d", jnp.square(x)))
-
-    grad = jax.jit(jax.grad(total))(X)
-    np.testing.assert_allclose(grad, 2 * X)
-    loop = lax.fori_loop(0, 3, lambda _, x: x - 0.5 * jax.grad(total)(x), jax.device_put(X, P("d", "t")))
-    np.testing.assert_allclose(loop, 0)
 
 
 # ---- the example of seqax's README, with its names: specs as bytes, typeguard, shardings by the type alone ---------
