@@ -110,7 +110,8 @@ def _check_locals(fn) -> None:
     code = compile(module, old.co_filename, "exec")
     for name in ("__outer__", "__checked__"):
         code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
-    fn.__code__ = code.replace(co_name=old.co_name, co_qualname=old.co_qualname)
+    if code.co_freevars == old.co_freevars:  # or else typeguard has recompiled it, with checks of its own
+        fn.__code__ = code.replace(co_name=old.co_name, co_qualname=old.co_qualname)
 
 
 def typed(fn):
