@@ -118,22 +118,12 @@ def checkpoints_of(run: str) -> Iterator[Checkpointer | None]:
 
 def before(run: str, checkpoints: Checkpointer | None, step: int) -> tuple[int, dict[str, Any]]:
     """Step of the last checkpoint at or before `step`, 0 for the beginning, and metadata with the configuration."""
-    if checkpoints is None:
-        return 0, {"config": read_config(Path(run) / "config.yaml"), **of_source(run)}
-    steps = checkpoints.steps()
-    done = max((done for done in steps if done <= step), default=0)
-    if done in steps:
+    steps = checkpoints.steps() if checkpoints else []
+    if done := max((done for done in steps if done <= step), default=0):
         return done, checkpoints.metadata(done)
-    return 0, checkpoints.metadata(min(steps)) | of_source(run)
-
-
-def of_source(run: str) -> dict[str, Any]:
-    """The part of a checkpoint's metadata on the source by which a run began; empty if it kept none."""
-    found = provenance_kept(kept_by(run, 0))
-    return {} if found is None else {"provenance": found}
-
-
-_OF_A_CHECKPOINT = ("source", "programs", "traced_by", "untraced")
+    first = checkpoints.metadata(min(steps)) if steps else {"config": read_config(Path(run) / "config.yaml")}
+    kept = provenance_kept(kept_by(run, 0))
+    return 0, first | ({"provenance": kept} if kept else {})
 
 
 def kept_by(run: str, step: float = math.inf) -> Path | None:
@@ -143,11 +133,10 @@ def kept_by(run: str, step: float = math.inf) -> Path | None:
 
 
 def provenance_kept(kept: Path | None) -> dict[str, Any] | None:
-    """What a checkpoint would say of the source that is kept; None if it is not known."""
+    """The provenance of the source that is kept; None if it is not known."""
     if kept is None or not (kept / "provenance.json").exists():
         return None
-    about = read_object(kept / "provenance.json", {"source": dict})
-    return {name: about[name] for name in _OF_A_CHECKPOINT if name in about}
+    return read_object(kept / "provenance.json", {"source": dict})
 
 
 def common_checkpoint(a: str, b: str, step: int) -> int:
