@@ -15,8 +15,8 @@ from shardwright.run.config import Config
 act = dtype_name("act")
 
 
-def loss_and_gradients(c: Config, mesh):
-    """The compiled program's text, and (loss, gradients) of fresh weights and tiny's batch, on the host."""
+def loss_and_gradients(c: Config, mesh, batch=None, dtype="float32"):
+    """The compiled program's text, and (loss, gradients) of fresh weights and a batch, or of tiny's, on the host."""
     table = load_model(c.model).table
 
     def per_device(w: type(table), batch: train.Batch) -> tuple[f32[""], type(table)]:
@@ -24,8 +24,8 @@ def loss_and_gradients(c: Config, mesh):
 
     with jax.set_mesh(mesh):
         w = jax.jit(lambda key: initialize(table, key))(jax.random.key(7))
-        batch = tiny.place_batch(c)
-        program = tiny.per_device(per_device).lower(w, batch).compile()
+        batch = tiny.place_batch(c, batch)
+        program = tiny.per_device(per_device, dtype).lower(w, batch).compile()
         return program.as_text(), jax.tree.map(np.asarray, program(w, batch))
 
 

@@ -142,7 +142,7 @@ AGREE = [  # a configuration, settings, and what is printed
     (
         "local_test_synthetic",
         [AXES, "optimizer.state_dtype=bf16"],
-        "with p: schedule=interleaved_1f1b ",
+        "tensors; the largest difference is ",
     ),
     (
         "local_test_synthetic",
@@ -248,6 +248,6 @@ def test_what_tracing_rejects_is_one_message(tmp_path):
     assert text in SOURCE
     (tmp_path / "train.py").write_text(SOURCE.replace(text, ""))
     done = verify(tmp_path)
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert "operand 2 `F/t M`: the value differs between devices of d" in done.stderr
     assert "Traceback" not in done.stderr

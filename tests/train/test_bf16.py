@@ -7,24 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from gradients import loss_and_gradients
 
-import train
-from shardlib.shardtypes import f32
 from shardwright.modeling import rope
-from shardwright.modeling.settings import ModelConfig
 from shardwright_data.loader import TokenBatch
-
-
-def loss_and_gradients(batch: TokenBatch, dtype: str, c: ModelConfig):
-    settings = tiny.config(c)
-
-    def per_device(w: train.Transformer, batch: train.Batch) -> tuple[f32[""], train.Transformer]:
-        return tiny.loss_and_gradients(w, batch, settings)
-
-    with jax.set_mesh(tiny.mesh("one device")):
-        return jax.tree.map(
-            np.asarray, tiny.per_device(per_device, dtype)(tiny.weights(c), tiny.place_batch(settings, batch))
-        )
 
 
 @pytest.mark.slow
@@ -34,7 +20,8 @@ def test_gradients_are_those_in_f32_up_to_bf16_rounding():
     rng = np.random.default_rng(5)
     targets = np.where(rng.random((rows, length)) < 0.3, 7, rng.integers(0, c.vocab, (rows, length))).astype(np.uint32)
     batch = TokenBatch(targets, rng.random((rows, length)) < 0.01, np.ones((rows, length), bool))
-    (loss, g), (exact, expected) = (loss_and_gradients(batch, dtype, c) for dtype in ("bfloat16", "float32"))
+    of = lambda dtype: loss_and_gradients(tiny.config(c), tiny.mesh("one device"), batch, dtype)[1]
+    (loss, g), (exact, expected) = of("bfloat16"), of("float32")
     assert loss == pytest.approx(exact, rel=2e-3)
     error = lambda a, b: float(np.linalg.norm(a - b) / np.linalg.norm(b))
     # bf16 has 8 bits: half a unit in the last place is 2e-3 of a value, and a gradient passes through a few roundings.

@@ -4,7 +4,6 @@ import copy
 import functools
 import itertools
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -96,5 +95,5 @@ def test_verify_says_which_meshes_type_check():
     assert result.returncode == 0, result.stderr
     refused, checked, summary = result.stdout.splitlines()
     assert refused == ("r=4 d=16 t=32: model.n_kv is 8; on the mesh r=4 d=16 t=32 it must be a multiple of t = 32.")
-    assert re.fullmatch(r"r=32 d=8 t=8: type-checks, in \d+\.\d s", checked)
+    assert checked == "r=32 d=8 t=8: type-checks"
     assert summary == "The step type-checks on 1 of 2 meshes; no device was used."

@@ -4,30 +4,28 @@
     python -m tools.verify --config-name=local_gpt2 verify.devices=4 model.d_model=64 training.batch_size=8
     python -m tools.verify --config-name=gpt2_124m verify.only_types=true verify.devices=2048 training.batch_size=8192
 
-Takes the configuration of a run, as `python -m train` does. The program, train.py and the model's module, is read from
-disk. docs/parallelism.md explains the report. Exit status 1: the meshes differ, and the first line that does is named.
+Takes the configuration of a run, as `python -m train` does, and train.py and the model's module from disk.
+docs/parallelism.md explains the report. Exit status 1: the step is refused, or the meshes differ.
 """
 
 import contextlib
 import dataclasses
 import os
 import sys
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf, open_dict
-from rich.console import Console
 
 from shardwright.modeling.blockwise import small_blocks
 from shardwright.modeling.model import module_of
 from shardwright.run.config import Config, register_schema, to_config
 from shardwright.run.launch import CONFIGS
 from shardwright.settings.composing import Program
-from shardwright.settings.program import refusal, refusals_shown, start
-from shardwright.settings.words import for_console, for_stream
+from shardwright.settings.program import refusals_shown, start
+from shardwright.settings.words import say
 from shardwright_data.checks import check_ranges, within
 from tools.verify.compare import compare_meshes, differences, largest_difference
 from tools.verify.meshes import all_meshes, mesh_name
@@ -91,10 +89,8 @@ def simulate(devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
 
 
-def run(c: Config, settings: VerifyConfig) -> int:
-    """Verifies `c` and prints the report: 0 if all meshes agree, 1 if one differs. Raises ValueError on a refusal."""
-    console, progress = Console(width=None if sys.stdout.isatty() else 160), Console(stderr=True)
-    write = lambda text: console.print(for_console(text, console), soft_wrap=True, markup=False, highlight=False)
+def run(c: Config, settings: VerifyConfig) -> bool:
+    """Verifies `c` and prints the report. Returns whether all meshes agree. Raises ValueError on a refusal."""
     meshes, others = all_meshes(c, settings.devices, settings.meshes)
     if not meshes:
         raise ValueError(
@@ -103,29 +99,25 @@ def run(c: Config, settings: VerifyConfig) -> int:
         )
     if settings.only_types:
         for mesh, reason in others:
-            write(f"{mesh_name(mesh)}: {reason}")
+            say(f"{mesh_name(mesh)}: {reason}")
         for mesh in meshes:
-            begin = time.monotonic()
             type_check(c, mesh)
-            write(f"{mesh_name(mesh)}: type-checks, in {time.monotonic() - begin:.1f} s")
-        write(f"The step type-checks on {len(meshes)} of {len(meshes) + len(others)} meshes; no device was used.")
-        return 0
+            say(f"{mesh_name(mesh)}: type-checks")
+        say(f"The step type-checks on {len(meshes)} of {len(meshes) + len(others)} meshes; no device was used.")
+        return True
     # So that blockwise attention has several blocks even for the sequences of verify.small.
     with small_blocks(c.training.seq_len // 4) if settings.small else contextlib.nullcontext():
-        log = lambda text: progress.print(text, style="dim")
-        results, causes = compare_meshes(c, meshes, settings.tolerance, log)
+        results, causes = compare_meshes(c, meshes, settings.tolerance, lambda text: print(text, file=sys.stderr))
     t = c.training
-    write(f"training.microbatches={t.microbatches} attention={t.attention} fp8={str(t.fp8).lower()}")
-    if any(mesh["p"] > 1 for mesh in meshes):
-        write("with p: " + " ".join(f"{name}={value}" for name, value in vars(c.pipeline).items()))
+    say(f"training.microbatches={t.microbatches} attention={t.attention} fp8={str(t.fp8).lower()}")
     if others:
-        write(f"not run: {'; '.join(mesh_name(mesh) for mesh, _ in others)}. The first: {others[0][1]}")
-    write(largest_difference(results))
+        say(f"not run: {'; '.join(mesh_name(mesh) for mesh, _ in others)}. The first: {others[0][1]}")
+    say(largest_difference(results))
     differing = differences(results, settings.tolerance)
     for line in differing + causes:
-        write(line)
-    write("The meshes DIFFER." if differing else f"In f64, all {len(meshes)} meshes agree with one device.")
-    return 1 if differing else 0
+        say(line)
+    say("The meshes DIFFER." if differing else f"In f64, all {len(meshes)} meshes agree with one device.")
+    return not differing
 
 
 def job(config: Any) -> None:
@@ -139,15 +131,8 @@ def job(config: Any) -> None:
         if settings.small:
             small(c, settings.devices)
         simulate(1 if settings.only_types else settings.devices)
-    try:
-        status = run(c, settings)
-    except Exception as error:
-        if (message := refusal(error)) is None:
-            raise
-        print(for_stream(message, sys.stderr), file=sys.stderr)
-        status = 2
-    if status:
-        sys.exit(status)
+        if not run(c, settings):
+            sys.exit(1)
 
 
 @dataclass

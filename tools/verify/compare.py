@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -72,13 +71,12 @@ def compare_meshes(
         c: the run's configuration.
         meshes: with the devices that there are.
         tolerance: the largest relative error that is rounding.
-        log: prints a line on the progress.
+        log: prints the name of the mesh that comes next.
 
     Returns:
         The result of each mesh; and where one of the meshes first computes another value, and what the proof finds in
         its step.
     """
-    begin = time.monotonic()
     # Where moments are rounded to bf16, a rounding of f64 before that may show.
     c = dataclasses.replace(c, optimizer=dataclasses.replace(c.optimizer, state_dtype="f32"))
     with mesh_of(ONE_DEVICE):
@@ -87,13 +85,11 @@ def compare_meshes(
     oracle = tensors_of_step(c, inputs, ONE_DEVICE)
     if bad := [tensor for tensor, value in oracle.items() if not np.all(np.isfinite(value))]:
         raise ValueError(f"on one device the {bad[0]} is not finite already. Correct the step there first.")
-    log(f"one device: {time.monotonic() - begin:.0f} s")
     for sizes in meshes:
-        begin = time.monotonic()
+        log(mesh_name(sizes))
         with mesh_of(sizes):
             is_same_start = same_bits(fresh_state(c), started)
         results.append(MeshResult(sizes, errors_of(tensors_of_step(c, inputs, sizes), oracle), is_same_start))
-        log(f"{mesh_name(sizes)}: {time.monotonic() - begin:.0f} s")
     wrong = [result.sizes for result in results if not result.is_same_start or result.failures(tolerance)]
     # Nothing within the schedule of stages can be compared. Where devices have one entry each, a trace may differ.
     best = min(wrong, key=lambda sizes: (sizes["p"], max(sizes.values())), default=None)
