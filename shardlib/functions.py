@@ -53,27 +53,16 @@ def _check(t, value, where: str):
     return value
 
 
-def _check_local(t, value, where: str):
-    return _check(t, value, where) if is_typed(t) else value
-
-
 class _CheckLocals(ast.NodeTransformer):
-    """Turns `x: T = v` into `x: T = _check_local(T, v, 'fn, local x')`, also in nested functions."""
-
-    def __init__(self, function: str):
-        self._function = function
+    """Turns `x: T = v` into `x: T = __check_local__(T, v, 'x')`, also in nested functions."""
 
     def visit_ClassDef(self, node: ast.ClassDef):
         return node  # annotations there declare fields
 
     def visit_AnnAssign(self, node: ast.AnnAssign):
         if node.value is not None and isinstance(node.target, ast.Name):
-            call = ast.parse(f"__import__({__name__!r}, fromlist=['_'])._check_local()", mode="eval").body
-            for part in ast.walk(call):
-                ast.copy_location(part, node.value)
-            where = ast.Constant(f"{self._function}, local {node.target.id}")
-            call.args = [node.annotation, node.value, where]
-            node.value = call
+            arguments = [node.annotation, node.value, ast.Constant(node.target.id)]
+            node.value = ast.copy_location(ast.Call(ast.Name("__check_local__", ast.Load()), arguments, []), node.value)
         return node
 
 
@@ -90,28 +79,34 @@ def _source(fn) -> ast.FunctionDef | None:
     return ast.increment_lineno(node, first_line - 1 - indented) if isinstance(node, ast.FunctionDef) else None
 
 
-def _check_locals(fn) -> None:
-    """Recompiles `fn` with a check at each annotated assignment. Warns if Python finds no source."""
+def _with_checked_locals(fn):
+    """`fn` recompiled with a check at each annotated assignment; `fn` itself if it has none, or no source."""
     if hasattr(fn, "_checks_locals"):  # typed already, perhaps below other decorators: functools.wraps copies the mark
-        return
+        return fn
     node = _source(fn)
     if node is not None and not any(isinstance(n, ast.AnnAssign) for n in ast.walk(node)):
-        return
+        return fn
     if node is None or inspect.unwrap(fn) is not fn:
         problem = "its annotated locals go unchecked: put @typed directly above its def, in a file"
         warnings.warn(f"typed({fn.__qualname__}): {problem}", stacklevel=3)
-        return
+        return fn
     # A function around it has the variables of its closure. Only the code of `fn` itself is used: nothing is run, so
     # that decorators, defaults and annotations are not evaluated again.
-    old = fn.__code__
-    module = ast.parse(f"def __outer__({', '.join(old.co_freevars)}): pass")
-    module.body[0].body = [ast.fix_missing_locations(_CheckLocals(fn.__name__).visit(node))]
+    cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+    cells["__check_local__"] = types.CellType(
+        lambda t, value, name: _check(t, value, f"{fn.__name__}, local {name}") if is_typed(t) else value
+    )
+    module = ast.parse(f"def __outer__({', '.join(cells)}): pass")
+    module.body[0].body = [ast.fix_missing_locations(_CheckLocals().visit(node))]
     node.name = "__checked__"  # or else a call of `fn` in itself would find this definition, not what the user sees
-    code = compile(module, old.co_filename, "exec")
+    code = compile(module, fn.__code__.co_filename, "exec")
     for name in ("__outer__", "__checked__"):
         code = next(c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name == name)
-    if code.co_freevars == old.co_freevars:  # or else typeguard has recompiled it, with checks of its own
-        fn.__code__ = code.replace(co_name=old.co_name, co_qualname=old.co_qualname)
+    code = code.replace(co_name=fn.__code__.co_name, co_qualname=fn.__code__.co_qualname)
+    closure = tuple(cells[name] for name in code.co_freevars)
+    new = types.FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, closure)
+    new.__kwdefaults__ = fn.__kwdefaults__
+    return functools.update_wrapper(new, fn)
 
 
 def typed(fn):
@@ -131,7 +126,7 @@ def typed(fn):
     result = annotations.pop("return", None)
     signature = inspect.signature(fn)
     enclosing = current_scope() if "<locals>" in fn.__qualname__ else None
-    _check_locals(fn)
+    body = _with_checked_locals(fn)
 
     @functools.wraps(fn)
     def checked(*args, **kwargs):
@@ -141,7 +136,7 @@ def typed(fn):
             for name in filter(annotations.__contains__, bound.arguments):
                 _check(annotations[name], bound.arguments[name], f"{fn.__name__}, argument {name}")
             try:
-                value = fn(*args, **kwargs)
+                value = body(*args, **kwargs)
             except Exception as error:
                 if told := jax_errors.told(error):
                     raise told from error
