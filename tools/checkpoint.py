@@ -19,8 +19,6 @@ from shardwright_data.checks import check_choice
 from shardwright_data.foreign import shown
 
 ACTIONS = ("list", "verify")
-PROBLEMS = 100
-"""Most damaged parts of a checkpoint that are printed."""
 
 
 @dataclasses.dataclass
@@ -64,10 +62,8 @@ def _list(checkpoints: Checkpointer, step: int) -> bool:
 def _verify(checkpoints: Checkpointer, step: int) -> bool:
     problems = checkpoints.verify(step)
     print(f"{step:>10}  {'DAMAGED:' if problems else 'whole'}", flush=True)
-    for problem in problems[:PROBLEMS]:
+    for problem in problems:
         print(shown(f"            {problem}"))
-    if len(problems) > PROBLEMS:
-        print(f"            and {len(problems) - PROBLEMS:,} more.")
     return not problems
 
 

@@ -41,7 +41,6 @@ from shardwright.run import checkpoint_arrays, manifest, stores
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.resuming import choose_checkpoint
 from shardwright.run.stores import Damaged, Store
-from shardwright.settings.differences import config_differences
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -577,25 +576,6 @@ def test_two_processes_save_and_restore_at_a_url(monkeypatch):
         assert all("restored" in output for output in outputs), outputs
         assert "/bucket/run/0000000007/zarr.json" in server.objects
         assert not [path for path in server.objects if "written" in path]
-
-
-def test_config_differences():
-    saved = {"model": {"layers": 2, "d_model": 64}, "optimizer": {"lr": 0.001, "betas": [0.9, 0.95]}, "mesh": {"d": 4}}
-    current = {
-        "model": {"layers": 2, "d_model": 64},
-        "optimizer": {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8},
-        "mesh": {"d": 8},
-        "optimizers": {"x": 1},
-    }
-    assert config_differences(saved, current, ("model", "optimizer", "mesh.t")) == [
-        "optimizer.eps: checkpoint does not have it, this run has 1e-08",
-        "optimizer.lr: checkpoint has 0.001, this run has 0.01",
-    ]
-    assert config_differences(saved, current, ("mesh.d",)) == ["mesh.d: checkpoint has 4, this run has 8"]
-    assert config_differences(current, saved, ("optimizer.eps",)) == [
-        "optimizer.eps: checkpoint has 1e-08, this run does not have it"
-    ]
-    assert config_differences(saved, saved, ("model", "optimizer", "mesh")) == []
 
 
 def test_the_documented_example_reads_a_checkpoint(tmp_path, monkeypatch, capsys):

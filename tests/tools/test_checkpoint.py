@@ -48,18 +48,6 @@ def test_verify(place, capsys):
     assert "15  whole" in out
 
 
-def test_a_checkpoint_without_any_of_its_chunks_is_told_in_few_lines(tmp_path, capsys):
-    with Checkpointer(tmp_path / "checkpoints") as checkpoints:
-        checkpoints.save(1, {f"x{i}": jnp.ones(2) for i in range(103)}, {})
-    for chunk in tmp_path.glob("checkpoints/*/*/c/0"):
-        chunk.unlink()
-    with pytest.raises(SystemExit):
-        run(Settings(str(tmp_path), "verify"))
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 102
-    assert lines[-1].strip() == "and 3 more."
-
-
 def test_refusals(place):
     with pytest.raises(ValueError, match="action is 'remove'; choose one of list, verify"):
         run(Settings(str(place), "remove"))

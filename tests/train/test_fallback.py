@@ -1,5 +1,6 @@
 """A run whose newest checkpoint is damaged goes on from the newest whole one, and says so; training.resume_step."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -16,7 +17,7 @@ from s3_server import S3Server
 import train
 from shardwright.modeling.model import load_model
 from shardwright.run.checkpoint import Checkpointer, find_checkpoint
-from shardwright.run.resuming import choose_checkpoint
+from shardwright.run.resuming import check_resumes, choose_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -72,6 +73,29 @@ def test_the_same_command_goes_on_with_the_run_that_went_back(checkpoints):
         assert choose_checkpoint(again, 10, {}, [12])[0] == 20
         with pytest.raises(ValueError, match=r"resume_step is 7, but .* has the checkpoints \[5, 15, 20\]"):
             choose_checkpoint(again, 7, {})
+
+
+# ---- what a run and its checkpoint must agree on ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "refused"),
+    [
+        ("model.d_ff", 96, True),
+        ("optimizer.warmup_steps", 7, True),
+        ("data.shuffle", False, True),
+        ("training.seed", 5, True),
+        ("mesh.d", 4, False),
+        ("training.steps", 99, False),
+    ],
+)
+def test_another_model_optimizer_or_data_is_refused_by_name(tmp_path, setting, value, refused):
+    saved, c = dataclasses.asdict(tiny.config()), tiny.config()
+    section, name = setting.split(".")
+    setattr(getattr(c, section), name, value)
+    message = f"\n  {setting}: checkpoint has {saved[section][name]}, this run has {value}\n"
+    with pytest.raises(ValueError, match=re.escape(message)) if refused else contextlib.nullcontext():
+        check_resumes(saved, c, tmp_path)
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------------
