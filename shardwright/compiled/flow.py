@@ -131,35 +131,27 @@ class Flow:
                 inside, callers = self._program.computations[maker.called[0]], ((computation, maker),)
             for update, _ in self._result(inside, at) if callers else ((maker, at),):
                 if update.opcode == "dynamic-update-slice":
-                    return self._put(inside, update.operands[1], None, callers)
+                    return self._put(inside, update.operands[1], callers)
             if maker.opcode == "conditional":
                 found = [self._stack(self._program.computations[name], at) for name in maker.called]
                 return next(filter(None, found), None)
         return None
 
-    def _put(self, computation: Computation, name: str, part: int | None, callers: tuple = ()) -> CallSite:
+    def _put(self, computation: Computation, name: str, callers: tuple = ()) -> CallSite:
         """Where that comes from which is put into a stack. `callers`: the fusions around it, outermost first."""
         instruction = computation.instructions[name]
-        origin = CallSite(None, "", ())
         while instruction.opcode in _ALIASES or instruction.opcode == "convert":
             origin = self._places.of_instruction(instruction)
             # A bitcast of a result of a layer, which is a call, has the name of the call.
             if origin.phase and "dynamic_update" not in origin.op_name and not origin.op_name.endswith("closed_call"):
                 return origin
-            part = instruction.index if instruction.opcode == "get-tuple-element" else part
             instruction = computation.instructions[instruction.operands[0]]
         if instruction.opcode == "parameter" and callers:
             outer, call = callers[-1]
-            return self._put(outer, call.operands[int(instruction.operands[0])], part, callers[:-1])
+            return self._put(outer, call.operands[int(instruction.operands[0])], callers[:-1])
         if instruction.opcode == "parameter":
             return CallSite(None, "jvp(", ())  # what the loop carries, such as the residual stream
-        if instruction.opcode == "tuple" and part is not None:
-            return self._put(computation, instruction.operands[part], None, callers)
-        if instruction.opcode == "conditional":
-            branches = [self._program.computations[name] for name in instruction.called]
-            found = [self._put(branch, branch.root.name, part) for branch in branches]
-            return next((origin for origin in found if origin.place and origin.phase), origin)
         if instruction.opcode == "fusion" and not self._places.of_instruction(instruction).phase:
             inside = self._program.computations[instruction.called[0]]
-            return self._put(inside, inside.root.name, part, (*callers, (computation, instruction)))
+            return self._put(inside, inside.root.name, (*callers, (computation, instruction)))
         return self._places.of_instruction(instruction)

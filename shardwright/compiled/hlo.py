@@ -21,7 +21,8 @@ class Shape(NamedTuple):
     @property
     def bytes(self) -> int:
         """Number of bytes of its entries. Zero for what holds none, such as a token."""
-        return math.ceil(math.prod(self.dims) * _bits(self.dtype) / 8)
+        bits = re.search(r"\d+", self.dtype)
+        return math.ceil(math.prod(self.dims) * (int(bits[0]) if bits else 8 * (self.dtype == "pred")) / 8)
 
     def __str__(self) -> str:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
@@ -170,13 +171,6 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
 _OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 
 
-def _bits(dtype: str) -> int:
-    if dtype in ("pred", "token", "opaque"):
-        return {"pred": 8}.get(dtype, 0)
-    digits = re.search(r"\d+", dtype)
-    return int(digits[0]) if digits else 0
-
-
 def _closing(text: str, start: int) -> int:
     """Position of the bracket that closes the one at `start`; the last one if none does."""
     depth = 0
@@ -226,41 +220,34 @@ class _Stacks:
     """The frames of a program: of its tables, or of the metadata of an instruction."""
 
     def __init__(self, text: str):
-        head = text[: found.start()] if (found := re.search(r"^(?:ENTRY )?%?[\w.\-]+ \(", text, re.MULTILINE)) else ""
-        named = lambda title: self._section(head, title)
-        strings = lambda title: {int(n): name for n, name in re.findall(r'^(\d+) "(.*)"$', named(title), re.MULTILINE)}
-        fields = lambda title: {
-            int(line.split(" ", 1)[0]): {key: int(value) for key, value in re.findall(r"(\w+)=(\d+)", line)}
-            for line in named(title).splitlines()
-            if re.match(r"\d+ \{", line)
+        tables = {title: table for title, _, table in (part.partition("\n") for part in text.split("\n\n", 5))}
+        names = lambda title: dict(re.findall(r'^(\d+) "(.*)"$', tables.get(title, ""), re.MULTILINE))
+        rows = lambda title: {
+            number: dict(re.findall(r"(\w+)=(\d+)", fields))
+            for number, fields in re.findall(r"^(\d+) \{(.*)\}$", tables.get(title, ""), re.MULTILINE)
         }
-        self._files, self._functions = strings("FileNames"), strings("FunctionNames")
-        self._locations, self._frames = fields("FileLocations"), fields("StackFrames")
+        files, functions, frames = names("FileNames"), names("FunctionNames"), rows("StackFrames")
+        self._places = {
+            number: Frame(files[x["file_name_id"]], int(x["line"]), functions.get(x["function_name_id"], ""))
+            for number, x in rows("FileLocations").items()
+            if x["file_name_id"] in files
+        }
         # XLA prints the number of the parent, or one more, so that 1 is no parent.
-        self._shift = int(any(frame.get("parent_frame_id") == number for number, frame in self._frames.items()))
-        self._known: dict[int, tuple[Frame, ...]] = {}
-
-    @staticmethod
-    def _section(head: str, title: str) -> str:
-        found = re.search(rf"^{title}\n(.*?)(?:\n\n|\Z)", head, re.MULTILINE | re.DOTALL)
-        return found[1] if found else ""
+        shift = int(any(frame.get("parent_frame_id") == number for number, frame in frames.items()))
+        parents = {number: str(int(frame.get("parent_frame_id", 0)) - shift) for number, frame in frames.items()}
+        self._frames = {number: (frame["file_location_id"], parents[number]) for number, frame in frames.items()}
 
     def of(self, attributes: str) -> tuple[Frame, ...]:
         if number := re.search(r"\bstack_frame_id=(\d+)", attributes):
-            return self._stack(int(number[1]))
+            return self._stack(number[1])
         file, line = re.search(r'\bsource_file="([^"]*)"', attributes), re.search(r"\bsource_line=(\d+)", attributes)
         return (Frame(file[1], int(line[1]), ""),) if file and line else ()
 
-    def _stack(self, number: int) -> tuple[Frame, ...]:
-        if number not in self._known:
-            frames, seen = [], set()
-            while (frame := self._frames.get(number)) and number not in seen:
-                seen.add(number)
-                location = self._locations.get(frame["file_location_id"], {})
-                file, function = self._files.get(location.get("file_name_id")), location.get("function_name_id")
-                if file is not None:
-                    frames.append(Frame(file, location.get("line", 0), self._functions.get(function, "")))
-                number = frame.get("parent_frame_id", 0) - self._shift
-            self._known[next(iter(seen), number)] = tuple(frames)
-            return tuple(frames)
-        return self._known[number]
+    @functools.cache  # noqa: B019 (it lives as long as the text is parsed)
+    def _stack(self, number: str) -> tuple[Frame, ...]:
+        found, seen = [], set()
+        while number in self._frames and number not in seen:
+            seen.add(number)
+            place, number = self._frames[number]
+            found += [self._places[place]] if place in self._places else []
+        return tuple(found)

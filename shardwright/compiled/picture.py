@@ -2,14 +2,12 @@
 
 import html
 import itertools
-from collections.abc import Iterable
 
 from shardwright.compiled.table import KINDS, Row, Table, around, in_bytes
 from shardwright_data.foreign import shown
 
-_WIDTH, _MARGIN, _INDENT, _LETTER = 1180, 16, 10, 7.0
+_WIDTH, _MARGIN, _INDENT, _LETTER = 1180, 16, 10, 7.3
 _AXES = {"r": "#cc79a7", "d": "#0072b2", "t": "#d55e00", "p": "#009e73", "e": "#8c6bb1", "c": "#7f6000"}
-_OTHER_AXES = ("#56b4e9", "#999999")
 _KINDS = {"matmul": "#333333", "kept": "#b8860b"}
 _PHASES = {
     "forward": ("#4c9f70", "forward"),
@@ -17,19 +15,12 @@ _PHASES = {
     "again": ("#b9a5dc", "computed again for the backward pass"),
     "": ("#b0b0b0", "other"),
 }
-_DARK, _QUIET = "#202124", "#6b7075"
+_DARK, _QUIET, _OTHER_AXIS = "#202124", "#6b7075", "#56b4e9"
 
 
-def axis_colours(mesh: Iterable[str]) -> dict[str, str]:
-    """Colours of the usual axes and of all axes of a mesh."""
-    others = (axis for axis in mesh if axis not in _AXES)
-    return _AXES | {axis: _OTHER_AXES[i % len(_OTHER_AXES)] for i, axis in enumerate(others)}
-
-
-def colours_of(row: Row, mesh: Iterable[str]) -> list[str]:
+def colours_of(row: Row) -> list[str]:
     """A colour for each axis of a collective, or that of the kind of the row."""
-    axes = axis_colours(mesh)
-    return [axes.get(axis, "#999999") for axis in row.axes.split()[:8]] or [_KINDS.get(row.kind, "#999999")]
+    return [_AXES.get(axis, _OTHER_AXIS) for axis in row.axes.split()[:8]] or [_KINDS.get(row.kind, "#999999")]
 
 
 def draw(table: Table) -> str:
@@ -38,100 +29,99 @@ def draw(table: Table) -> str:
 
 
 class _Picture:
+    """Parts from above to below; `y` is where the next one begins."""
+
     def __init__(self, table: Table):
         self.table, self.parts, self.y = table, [], 0.0
 
     def svg(self) -> str:
         self.title()
-        open_frames: list[tuple[int, float]] = []  # numbers of sections, and where their frames begin
+        frames: list[tuple[int, float]] = []  # numbers of sections that are open, and where their frames begin
         of_line = lambda row: (row.section, row.line, row.phase)
         for (section, *_), rows in itertools.groupby(self.table.rows, of_line):
             path = around(self.table.sections, section)[1:]
-            while open_frames and open_frames[-1][0] not in path:
-                self.close(len(open_frames), open_frames.pop()[1])
-            for number in path[len(open_frames) :]:
-                open_frames.append((number, self.y))
-                self.open(number, len(open_frames))
-            self.line([*rows], _MARGIN + _INDENT * len(open_frames))
-        while open_frames:
-            self.close(len(open_frames), open_frames.pop()[1])
+            while frames and frames[-1][0] not in path:
+                self.close(frames)
+            for number in path[len(frames) :]:
+                frames.append((number, self.y))
+                self.open(number, len(frames))
+            self.line([*rows], _MARGIN + _INDENT * len(frames))
+        while frames:
+            self.close(frames)
         size = f'width="{_WIDTH}" height="{self.y + _MARGIN:.0f}" viewBox="0 0 {_WIDTH} {self.y + _MARGIN:.0f}"'
         font = 'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>'
         return "\n".join([head, '<rect width="100%" height="100%" fill="#ffffff"/>', *self.parts, "</svg>", ""])
 
     def text(self, x: float, y: float, text: str, size: int = 12, fill: str = _DARK, bold: bool = False) -> None:
+        """Writes a text on one line, cut at the right margin."""
+        text = shown(text).replace("\n", " ")
+        room = int((_WIDTH - _MARGIN - x) / (_LETTER * size / 12))
+        text = html.escape(text if len(text) <= room else f"{text[: room - 1]}…")
         weight = ' font-weight="bold"' if bold else ""
-        text = html.escape(shown(text).replace("\n", " "))
         self.parts.append(f'<text x="{x:.0f}" y="{y:.0f}" font-size="{size}" fill="{fill}"{weight}>{text}</text>')
 
     def box(self, x: float, y: float, width: float, height: float, fill: str, stroke: str = "none") -> None:
         place = f'x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}"'
         self.parts.append(f'<rect {place} rx="2" fill="{fill}" stroke="{stroke}"/>')
 
+    def marked(self, x: float, y: float, colours: list[str], words: str) -> float:
+        """Draws squares and words in a line that begins at y. Returns where they end."""
+        for i, colour in enumerate(colours):
+            self.box(x + 14 * i, y + 2, 11, 11, colour)
+        self.text(x + 14 * len(colours) + 2, y + 12, words, 11)
+        return x + _width(colours, words)
+
     def title(self) -> None:
-        table = self.table
+        table, x = self.table, _MARGIN
         mesh = "".join(f", {axis}={size}" for axis, size in table.mesh.items())
-        self.text(_MARGIN, 30, f"{table.name}: the compiled step, by source line", 18, bold=True)
+        self.text(x, 30, f"{table.name}: the compiled step, by source line", 18, bold=True)
         facts = "; ".join(f"{title.split(': ')[-1].lower()} {table.total(kind)}" for kind, title in KINDS.items())
-        self.text(_MARGIN, 52, f"{table.devices} devices{mesh}. In a step {facts}", fill=_QUIET)
-        x = _MARGIN
-        used = {axis: size for axis, size in table.mesh.items() if size > 1}
-        axes = [(axis_colours(table.mesh)[axis], f"along {axis}") for axis in used]
+        self.text(x, 52, f"{table.devices} devices{mesh}. In a step {facts}", fill=_QUIET)
+        axes = [(_AXES.get(axis, _OTHER_AXIS), f"along {axis}") for axis, size in table.mesh.items() if size > 1]
         for colour, words in [*axes, *_PHASES.values()]:
-            self.box(x, 64, 12, 12, colour)
-            self.text(x + 17, 75, words, 11)
-            x += 35 + len(words) * _LETTER
+            x = self.marked(x, 63, [colour], words)
         notes = "~ the compiler dropped the line: it is a neighbour's. Sizes are of one turn of a loop."
         self.text(_MARGIN, 96, notes, 11, _QUIET)
         self.y = 108
 
     def open(self, number: int, depth: int) -> None:
         section = self.table.sections[number]
-        if section.kind == "loop":
-            count = f" × {section.turns or '?'}"
-        else:
-            count = f" × {section.turns}, without a loop" if section.kind == "unrolled" else ""
+        count = "" if section.kind == "branch" else f" × {section.turns or '?'}"
+        count += ", without a loop" if section.kind == "unrolled" else ""
         self.text(_MARGIN + _INDENT * depth, self.y + 17, section.title + count, 13, "#1f3b73", bold=True)
         self.y += 24
 
-    def close(self, depth: int, top: float) -> None:
-        """Draws the frame of a section that has `depth` sections around it and itself."""
-        x = _MARGIN + _INDENT * (depth - 1) + _INDENT / 2
+    def close(self, frames: list[tuple[int, float]]) -> None:
+        """Draws the frame of the innermost open section."""
+        x, (_, top) = _MARGIN + _INDENT * (len(frames) - 0.5), frames.pop()
         self.box(x, top, _WIDTH - 2 * x, self.y - top, "none", "#8aa0c8")
         self.y += 6
 
     def line(self, rows: list[Row], left: float) -> None:
-        first, right = rows[0], _WIDTH - left
-        chips = [row for row in rows if row.kind != "other"]
-        others = sum(row.count for row in rows if row.kind == "other")
-        text, top = self.table.text_of(first.line), self.y
-        self.parts.append(f"<g><title>{html.escape(shown(f'{first.line}  {text}'))}</title>")
-        at = len(self.parts)
-        self.text(left + 12, top + 16, first.line, fill=_DARK if chips else _QUIET, bold=bool(chips))
-        counted = f"{others} operation{'s' * (others > 1)}" if others else ""
-        start, end = left + 14 + max(24, len(first.line) + 1) * 7.3, right - 8 - len(counted) * _LETTER
-        room = max(0, int((end - start) / 7.3) - 1)
-        self.text(start, top + 16, text if len(text) <= room else f"{text[: max(0, room - 1)]}…",
-                  fill=_DARK if chips else _QUIET)  # fmt: skip
-        self.text(end, top + 16, counted, 11, _QUIET)
+        """Draws the line of the source, and below it what it communicates, multiplies and keeps."""
+        first, right, place = rows[0], _WIDTH - left, len(self.parts)
+        chips = [(colours_of(row), _words(row)) for row in rows if row.kind != "other"]
+        top, x, colour = self.y, left + 14, _DARK if chips else _QUIET
+        self.text(left + 12, top + 16, first.line, fill=colour, bold=bool(chips))
+        self.text(x + max(24, len(first.line) + 1) * _LETTER, top + 16, self.table.text_of(first.line), fill=colour)
         self.y += 22
-        x = left + 14
-        for row in chips:
-            size = f"{in_bytes(row.size)} each" if row.kind == "kept" and row.count > 1 else row.amount(row.size)
-            words = f"{row.words}: {size}{f' × {row.count}' if row.count > 1 else ''}"
-            colours = colours_of(row, self.table.mesh)
-            width = 14 * len(colours) + len(words) * _LETTER + 16
-            if x + width > right and x > left + 14:
+        for chip in chips:
+            if x + _width(*chip) > right and x > left + 14:
                 x, self.y = left + 14, self.y + 20
-            for i, colour in enumerate(colours):
-                self.box(x + 14 * i, self.y + 2, 11, 11, colour)
-            self.text(x + 14 * len(colours) + 2, self.y + 12, words, 11)
-            x += width
+            x = self.marked(x, self.y, *chip)
         self.y += 20 if chips else 0
-        box = len(self.parts)
+        words, self.parts[place:] = self.parts[place:], []
         self.box(left, top, right - left, self.y - top, "#ffffff" if chips else "#fafafa", "#dadce0")
         self.box(left, top, 5, self.y - top, _PHASES.get(first.phase, _PHASES[""])[0])
-        self.parts[at:] = self.parts[box:] + self.parts[at:box]  # behind the text
-        self.parts.append("</g>")
+        self.parts += words
         self.y += 4
+
+
+def _words(row: Row) -> str:
+    size = f"{in_bytes(row.size)} each" if row.kind == "kept" and row.count > 1 else row.amount(row.size)
+    return f"{row.words}: {size}{f' × {row.count}' if row.count > 1 else ''}"
+
+
+def _width(colours: list[str], words: str) -> float:
+    return 14 * len(colours) + len(words) * _LETTER + 16

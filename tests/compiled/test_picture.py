@@ -45,8 +45,9 @@ def test_what_a_file_says_is_text():
 
 
 def boxes(svg):
-    root = xml.etree.ElementTree.fromstring(svg)
-    of_lines = (next(group.iter(f"{SVG}rect")) for group in root.iter(f"{SVG}g"))
+    """Of the lines of the source, which have a border of their own colour."""
+    rects = xml.etree.ElementTree.fromstring(svg).iter(f"{SVG}rect")
+    of_lines = (rect for rect in rects if rect.get("stroke") == "#dadce0")
     return [tuple(float(rect.get(key)) for key in ("x", "y", "width", "height")) for rect in of_lines]
 
 

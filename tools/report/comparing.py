@@ -72,7 +72,7 @@ class Comparison:
         text = METRICS[name].show(value) if math.isfinite(value) else str(value)
         if name == "steps" and run.total_steps is not None and value < run.total_steps:
             text += f"/{run.total_steps:,}"
-        return f"~{text}" if name == "memory" and run.memory().get("source") == "compiler" else text
+        return f"~{text}" if name == "memory" and run.memory.get("source") == "compiler" else text
 
     def best(self, name: str) -> set[str]:
         """The directories of the runs that are best by this metric; none if all are equal, or an MFU is in doubt."""
@@ -150,6 +150,6 @@ def remarks(c: Comparison) -> list[str]:
     if any(name == "model.vocab" or name.startswith("data.") for name in c.differing):
         found.append("Data or vocabulary differ: losses in nats a token compare only where the tokens are the same; "
                      "bits/byte compare always, on the same text.")  # fmt: skip
-    if any(run.memory().get("source") == "compiler" for run in c.runs):
+    if any(run.memory.get("source") == "compiler" for run in c.runs):
         found.append("~ memory: of the step alone, predicted by the compiler.")
     return found

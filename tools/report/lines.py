@@ -93,7 +93,7 @@ def _line(table: Table | None, place: str, rows: list[Row], times: list[dict], i
             "size": f"{'≤ ' * row.sometimes}{row.amount(row.total)}",
             "what": row.words,
             "where": row.where + (f" × {row.times}" if row.times != "1" else ""),
-            "colours": ["currentColor"] if row.kind == "matmul" else colours_of(row, table.mesh),
+            "colours": ["currentColor"] if row.kind == "matmul" else colours_of(row),
         }
         for row in rows[:_MOST_PARTS]
     ]

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardwright_data.foreign import shown
 from tools.report.comparing import Comparison
-from tools.report.reading import Curve, Run, evenly, number
+from tools.report.reading import COMMON_METRICS, Curve, Run, evenly, number
 
 _POINTS = 1500  # of a curve, at most
 _COLOURS = ("#2f7fd6", "#e0640b", "#1a9d76", "#c460b3", "#c99700", "#4db3e0", "#a0725a", "#8b8b8b")
@@ -104,7 +104,9 @@ def panels_of(c: Comparison, smooth: int) -> list[Panel]:
         metric(c, Panel("Learning rate"), "learning_rate", 1),
         metric(c, Panel("Tokens/s", y={"rangemode": "tozero"}), "tokens_per_second", smooth),
     ]
-    panels += [own_metric(c, name) for name in sorted({name for run in c.runs for name in run.own})]
+    panels += [
+        own_metric(c, name) for name in sorted({name for run in c.runs for name in run.metrics} - {*COMMON_METRICS})
+    ]
     return [panel for panel in panels if panel.traces]
 
 
@@ -131,7 +133,7 @@ def losses(c: Comparison, panel: Panel, xs: list[Curve], smooth: int) -> Panel:
 def metric(c: Comparison, panel: Panel, name: str, smooth: int) -> Panel:
     """A metric of each step, averaged over `smooth` steps; 1: not averaged."""
     for i, run in enumerate(c.runs):
-        values = run.curves[name]
+        values = run.metrics[name][:, 0]
         if np.isnan(values).all():
             continue
         if smooth > 1:
@@ -145,12 +147,12 @@ def metric(c: Comparison, panel: Panel, name: str, smooth: int) -> Panel:
 
 def own_metric(c: Comparison, name: str) -> Panel:
     """A metric of the user's own by steps. Of layers: their mean, and as thin lines the least and the greatest."""
-    layers = max(run.own[name].shape[1] for run in c.runs if name in run.own)
+    layers = max(run.metrics[name].shape[1] for run in c.runs if name in run.metrics)
     panel = Panel(f"{shown(name)}{f': mean of {layers} layers, the least, the greatest' if layers > 1 else ''}")
     for i, run in enumerate(c.runs):
-        values = run.own.get(name, np.empty((len(run.step), 0)))
-        if values.shape[1] == 0:
+        if name not in run.metrics:
             continue
+        values = run.metrics[name]
         panel.traces.append(line(i, run.step + 1, values.mean(1), _name(c, i, "mean" * (layers > 1))))
         if layers > 1:
             for what, extreme in (("least", values.min(1)), ("greatest", values.max(1))):

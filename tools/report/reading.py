@@ -34,30 +34,24 @@ _MOST_NAMES, _MOST_LAYERS, _MOST_STEP = 100, 1024, 2**53
 
 @dataclass
 class Run:
-    """A run, as its directory describes it. Curves have an entry for each step that was read: of a long run not all."""
+    """A run, as its directory describes it. Arrays have an entry for each step that was read: of a long run not all."""
 
     directory: Path
     settings: dict[str, Any]
     """By dotted names; empty without a config.yaml."""
+    starts: list[tuple[int, dict[str, Any]]]
+    """Of each start, steps done before and the contents of its provenance.json, which may be empty."""
+    events: list[dict[str, Any]]
+    """The lines of metrics.jsonl with an "event", each with a step."""
+    metrics: dict[str, np.ndarray]
+    """COMMON_METRICS, the loss in nats a token, then the user's own: [steps, layers]; one layer for a number."""
     step: Curve
     tokens: Curve
     """Tokens seen up to the end of the step."""
     time: Curve
     """Seconds of training up to the end of the step, without start, compilation, validation and pauses."""
-    curves: dict[str, Curve] = field(default_factory=dict)
-    """The COMMON_METRICS, the loss in nats a token."""
-    own: dict[str, np.ndarray] = field(default_factory=dict)
-    """The user's own metrics, [steps, layers]; one layer for a number."""
     values: dict[str, float] = field(default_factory=dict)
     """Figures of the run, by names as in comparing.METRICS, ms/step and tokens; empty if no step was done."""
-    validation: list[tuple[int, float]] = field(default_factory=list)
-    """Step and loss of each validation."""
-    events: list[dict[str, Any]] = field(default_factory=list)
-    """The lines of metrics.jsonl with an "event", each with a step."""
-    total_steps: int | None = None
-    """Number of steps that the configuration asks for; None: unknown."""
-    starts: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    """Of each start, steps done before and the contents of its provenance.json, which may be empty."""
     state: str = "unknown"
     """running, finished, stopped, failed, broke off (killed, without a word), or not begun."""
     why: str = ""
@@ -68,7 +62,7 @@ class Run:
     @property
     def loss(self) -> Curve:
         """Training loss of each step, in nats a token."""
-        return self.curves["loss"]
+        return self.metrics["loss"][:, 0]
 
     @property
     def about(self) -> dict[str, Any]:
@@ -84,9 +78,21 @@ class Run:
         """The events of this name, in their order."""
         return [event for event in self.events if event["event"] == name]
 
+    @property
+    def validation(self) -> list[tuple[int, float]]:
+        """Step and loss of each validation."""
+        return [(event["step"], number(event.get("loss"))) for event in self.of_event("validation")]
+
+    @property
     def memory(self) -> dict[str, Any]:
         """The event with the peak memory; empty if there is none."""
         return next((e for e in reversed(self.of_event("memory")) if "peak_memory_bytes" in e), {})
+
+    @property
+    def total_steps(self) -> int | None:
+        """Number of steps that the configuration asks for; None: unknown."""
+        steps = self.fact("total_steps") or self.settings.get("training.steps")
+        return steps if isinstance(steps, int) and 0 <= steps < _MOST_STEP else None
 
 
 def find_runs(patterns: Sequence[str]) -> list[Path]:
@@ -126,26 +132,15 @@ def read_run(directory: Path, smooth: int) -> Run:
     """
     notes: list[str] = []
     steps, events, ended = _read_metrics(directory, notes)
-    column = lambda name: np.array([number(record.get(name)) for record in steps])
-    seconds = column("seconds")
+    own = sorted({*itertools.chain(*steps)} - {"skipped", *COMMON_METRICS, *OF_A_STEP})
+    if len(own) > _MOST_NAMES:
+        notes.append(f"{len(own) - _MOST_NAMES:,} metrics are left out")
+    metrics = {name: _vectors(steps, name) for name in [*COMMON_METRICS, *own[:_MOST_NAMES]]}
+    step, tokens, seconds = (_vectors(steps, name)[:, 0] for name in ("step", "tokens", "seconds"))
     seconds = np.where(np.abs(seconds) < 1e9, seconds, np.nan)
-    names = sorted({*itertools.chain(*steps)} - {"skipped", *COMMON_METRICS, *OF_A_STEP})
-    if len(names) > _MOST_NAMES:
-        notes.append(f"{len(names) - _MOST_NAMES:,} metrics are left out")
-    run = Run(
-        directory,
-        _read_settings(directory, notes),
-        step=column("step"),
-        tokens=column("tokens"),
-        time=_time(column("step"), seconds, events),
-        curves={name: column(name) for name in COMMON_METRICS},
-        own={name: _vectors(steps, name) for name in names[:_MOST_NAMES]},
-        events=events,
-        starts=_read_starts(directory),
-        notes=notes,
-    )
-    run.validation = [(int(event["step"]), number(event.get("loss"))) for event in run.of_event("validation")]
-    run.total_steps = _total_steps(run)
+    time = _time(step, seconds, events)
+    settings = _read_settings(directory, notes)
+    run = Run(directory, settings, _read_starts(directory), events, metrics, step, tokens, time, notes=notes)
     if steps:
         run.values = _values(run, seconds, smooth)
     run.state, run.why = _state(run, ended)
@@ -165,7 +160,7 @@ def _values(run: Run, seconds: Curve, smooth: int) -> dict[str, float]:
         found |= {"ms/step": 1000 * step_seconds, "time": run.time[-1]}
         if step_seconds > 0:
             found["tokens/s"] = tokens / done / step_seconds
-        if not np.isnan(mfu := run.curves["mfu"][even]).all():
+        if not np.isnan(mfu := run.metrics["mfu"][even]).all():
             found["MFU"] = float(np.nanmedian(mfu))
     of_events = {
         "validation": {"val": "loss", "bits/byte": "bits_per_byte"},
@@ -260,7 +255,8 @@ def _vectors(steps: list[dict], name: str) -> np.ndarray:
     """Returns a metric of each step, [steps, layers]; NaN where it is missing."""
     values = [record.get(name) for record in steps]
     of_layers = itertools.zip_longest(*(v[:_MOST_LAYERS] if isinstance(v, list) else [v] for v in values))
-    return np.array([[number(value) for value in layer] for layer in of_layers]).T.reshape(len(steps), -1)
+    found = [[number(value) for value in layer] for layer in of_layers]
+    return np.array(found).T if found else np.full((len(steps), 1), np.nan)
 
 
 def number(value: Any) -> float:
@@ -269,11 +265,6 @@ def number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
-
-
-def _total_steps(run: Run) -> int | None:
-    steps = run.fact("total_steps") or run.settings.get("training.steps")
-    return steps if isinstance(steps, int) and 0 <= steps < _MOST_STEP else None
 
 
 def _time(step: Curve, seconds: Curve, events: Iterable[dict]) -> Curve:
@@ -328,7 +319,7 @@ def _notes(run: Run) -> Iterator[str]:
         yield f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}, first at step {first:,}"
     if not run.validation:
         yield "no validation"
-    if not run.memory():
+    if not run.memory:
         yield "no record of peak memory"
 
 

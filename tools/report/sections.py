@@ -77,12 +77,12 @@ def head(r: Report) -> dict[str, Any]:
 def figures(c: Comparison, run: Run) -> list[dict[str, Any]]:
     """The key figures of a run that has steps: label, value and note of each that is known."""
     values, total, fact = run.values, run.total_steps, lambda name: number(run.fact(name))
-    entropy, limit = fact("unigram_entropy"), number(run.memory().get("device_memory_bytes"))
+    entropy, limit = fact("unigram_entropy"), number(run.memory.get("device_memory_bytes"))
     steps = f"of {total:,}" if total else ""
     left = (total - values["steps"]) * values.get("ms/step", math.nan) / 1000 if total else math.nan
     if run.state == "running" and 0 < left < 1e9:
         steps += f" · {duration(left)} left"
-    predicted, doubt = run.memory().get("source") == "compiler", mfu_doubt(run)
+    predicted, doubt = run.memory.get("source") == "compiler", mfu_doubt(run)
     validated = f"at step {run.validation[-1][0] + 1:,}" if run.validation else ""
     notes = {
         "loss": f"mean of the last steps; {f'unigram entropy {entropy:.3f}' if entropy > 0 else 'nats a token'}",
