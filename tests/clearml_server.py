@@ -10,17 +10,11 @@ import sys
 import time
 import uuid
 from pathlib import Path
+from typing import Any
 
 from local_server import LocalServer, SilentHandler
 
-_STATUS = {
-    "started": "in_progress",
-    "stopped": "stopped",
-    "stop": "stopped",
-    "completed": "completed",
-    "close": "closed",
-}
-_STATUS |= {"failed": "failed", "reset": "created"}
+_STATUS = {"started": "in_progress", "stopped": "stopped", "completed": "completed", "close": "closed"}
 
 
 class ClearMLServer(LocalServer):
@@ -44,9 +38,7 @@ class ClearMLServer(LocalServer):
         keys = {"CLEARML_API_ACCESS_KEY": "key", "CLEARML_API_SECRET_KEY": "secret"}
         files = {"CLEARML_CONFIG_FILE": str(home / "clearml.conf"), "CLEARML_CACHE_DIR": str(home / "clearml")}
         closed = {"https_proxy": "http://127.0.0.1:9", "no_proxy": "127.0.0.1"}
-        return (
-            os.environ | hosts | keys | files | closed | {"HOME": str(home), "CLEARML_API_DEFAULT_REQ_METHOD": "POST"}
-        )
+        return os.environ | hosts | keys | files | closed | {"HOME": str(home)}
 
     def edit(self, task: str, **settings: str) -> None:
         """What a user does in the settings of a task: changes values, or adds some."""
@@ -56,10 +48,15 @@ class ClearMLServer(LocalServer):
 
     def clone(self, task: str) -> str:
         """Puts a copy of a task into the queue, as a user does; returns its id."""
-        copied = copy.deepcopy(self.tasks[task]) | {"id": uuid.uuid4().hex, "status": "queued", "runtime": {}}
-        self.tasks[copied["id"]] = copied
-        self.queue.append(copied["id"])
-        return copied["id"]
+        copied = self.copied(task, status="queued")
+        self.queue.append(copied)
+        return copied
+
+    def copied(self, task: str, **changes: Any) -> str:
+        """Copies a task with these changes; returns its id."""
+        new = uuid.uuid4().hex
+        self.tasks[new] = copy.deepcopy(self.tasks[task]) | {"id": new, "runtime": {}} | changes
+        return new
 
     def wait_for_queue(self, seconds: float) -> bool:
         """Waits for a task in the queue; returns whether there is one."""
@@ -75,10 +72,8 @@ class ClearMLServer(LocalServer):
         words = shlex.split(os.path.expandvars(task["script"]["entry_point"]))
         where = (checkout / task["script"]["working_dir"]).resolve()
         env = env | {"CLEARML_TASK_ID": task["id"], "TRAINS_TASK_ID": task["id"]}
-        command = [sys.executable, "-u", *words]
-        return subprocess.Popen(
-            command, cwd=where, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen([sys.executable, "-u", *words], cwd=where, env=env, **output)
 
 
 class _Handler(SilentHandler):
@@ -87,12 +82,8 @@ class _Handler(SilentHandler):
         call = self.path.partition("?")[0].rsplit("/", 1)[-1]
         self.server.requests.append((self.command, call))
         lines = [json.loads(line) for line in body.splitlines() if line.strip()] or [{}]
-        meta = {
-            "id": "1",
-            "trx": "1",
-            "endpoint": {"name": call, "requested_version": "2.13", "actual_version": "2.13"},
-        }
-        meta |= {"result_code": 200, "result_subcode": 0, "result_msg": "OK", "error_stack": ""}
+        meta = {"id": "1", "trx": "1", "result_code": 200, "result_subcode": 0, "result_msg": "OK", "error_stack": ""}
+        meta["endpoint"] = {"name": call, "requested_version": "2.13", "actual_version": "2.13"}
         text = json.dumps({"meta": meta, "data": answer(self.server, call, lines)}).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
@@ -117,9 +108,8 @@ def answer(server: ClearMLServer, call: str, lines: list[dict]) -> dict:
     if call == "auth.login":
         return {"token": token()}
     if kind == "events":
-        server.scalars += [
-            (e.get("task"), e.get("metric"), e.get("variant"), e.get("iter"), e["value"]) for e in lines if "value" in e
-        ]
+        names = "task", "metric", "variant", "iter", "value"
+        server.scalars += [tuple(map(event.get, names)) for event in lines if "value" in event]
         return {"added": len(lines), "errors": 0}
     if kind in ("projects", "queues"):
         name = (asked.get("name") or "gpus").removeprefix("^").removesuffix("$")
@@ -138,10 +128,7 @@ def answer(server: ClearMLServer, call: str, lines: list[dict]) -> dict:
     if verb.startswith("get_by_id"):
         return {"task": task}
     if verb == "clone":
-        copied = copy.deepcopy(task) | {"id": uuid.uuid4().hex, "status": "created", "runtime": {}}
-        copied |= {"name": asked.get("new_task_name"), "execution": {}}
-        server.tasks[copied["id"]] = copied
-        return {"id": copied["id"]}
+        return {"id": server.copied(asked["task"], status="created", name=asked.get("new_task_name"), execution={})}
     if verb == "enqueue":
         task |= {"status": "queued", "execution": task["execution"] | {"queue": asked.get("queue") or "gpus"}}
         server.queue.append(task["id"])

@@ -36,7 +36,6 @@ class Run:
         devices: of each.
         overrides: of the configuration, behind SMALL.
         hooks: Python source by process, run before the program; `root` is defined there.
-        umasks: of the processes, if the files they write are to show who wrote them.
         environment: by process, in place of distributed.coordinator, count and id.
         cwd: their current directory.
     """
@@ -48,7 +47,6 @@ class Run:
         devices: int,
         *overrides: str,
         hooks: Mapping[int, str] | None = None,
-        umasks: Sequence[int] | None = None,
         environment: Sequence[Mapping[str, str]] | None = None,
         cwd: Path = ROOT,
     ):
@@ -70,8 +68,7 @@ class Run:
             env["PYTHONPATH"] = f"{path}:{ROOT}"
             with open(root / f"stdout{i}", "w") as out, open(root / f"stderr{i}", "w") as err:
                 program = [sys.executable, "-m", "train", "--config-name=local_test_synthetic", *settings]
-                umask = umasks[i] if umasks else -1
-                self.processes.append(subprocess.Popen(program, cwd=cwd, env=env, stdout=out, stderr=err, umask=umask))
+                self.processes.append(subprocess.Popen(program, cwd=cwd, env=env, stdout=out, stderr=err))
 
     def stdout(self, i: int) -> str:
         return (self.root / f"stdout{i}").read_text()

@@ -213,13 +213,9 @@ def _cannot_listen(address: str, error: Exception) -> ValueError:
 def _give_up_joining(processes: DistributedConfig) -> None:
     """Prints what is missing, and ends the process."""
     problem = f"not all processes found one another within {processes.join_timeout} s (distributed.join_timeout)"
-    if not processes.auto and processes.id != 0:
-        address, _, port = processes.coordinator.rpartition(":")
-        try:
-            socket.create_connection((address.strip("[]"), int(port)), timeout=5).close()
-        except OSError as error:
-            problem += f". Process 0 does not answer at {processes.coordinator} ({error})"
+    if processes.coordinator is not None:
+        problem += f". Does process 0 run, and is {processes.coordinator} its address for all hosts?"
     try:
-        os.write(2, f"Error: process {processes.id} on {socket.gethostname()}: {problem}.\n".encode())
+        os.write(2, f"Error: process {processes.id} on {socket.gethostname()}: {problem}\n".encode())
     finally:
         os._exit(1)

@@ -9,7 +9,6 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from shardwright.run.compiling import NO_PICTURE
-from shardwright.run.config import Config
 from shardwright.run.flops import Speed
 from shardwright.run.optional import optional
 from shardwright.run.resuming import with_defaults
@@ -17,26 +16,22 @@ from shardwright.settings.differences import flat
 from shardwright.settings.words import say
 
 
-def print_start(
-    directory: Path, start: int, mesh: jax.sharding.Mesh, model: str, data: Any, loader: Any, steps: int
-) -> None:
-    """Prints the directory, devices, model and data of a run, on process 0 alone.
+def tell(text: str) -> None:
+    """Prints a text, on process 0 alone."""
+    if jax.process_index() == 0:
+        say(text)
 
-    Args:
-        directory: of the run.
-        start: number of steps done before.
-        mesh: mesh of all devices of the run.
-        model: line about the model.
-        data: the DataConfig.
-        loader: loader of the training split.
-        steps: number of steps of the whole run.
-    """
+
+def print_start(run: Any, parameters: int) -> None:
+    """Prints the directory, devices, model and data of a Run, whose model has so many parameters."""
+    mesh, data, t, loader = jax.sharding.get_mesh(), run.c.data, run.c.training, run.loader
     name = data.filespec or " + ".join(data.mixture) or "stream"
     length = f"{loader.num_tokens:,}" if loader.num_tokens is not None else "unknown number of"
-    tell(f"run        {directory}" + (f", resumed after {start} steps" if start else ""))
+    fp8 = ", products with weights in fp8" * t.fp8
+    tell(f"run        {run.directory}" + (f", resumed after {run.start} steps" if run.start else ""))
     tell(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
-    tell(f"model      {model}")
-    tell(f"data       {name}: {length} tokens; {steps:,} steps of {loader.tokens_per_batch:,}")
+    tell(f"model      {parameters:,} parameters, {t.compute_dtype} compute{fp8}")
+    tell(f"data       {name}: {length} tokens; {run.total:,} steps of {loader.tokens_per_batch:,}")
     for source, share in loader.unseen.items():
         if share:
             tell(
@@ -48,12 +43,6 @@ def print_start(
         tell(f"unigram    {entropy:.3f} nats a token: a lower loss has learned more than how often each token comes")
 
 
-def tell(text: str) -> None:
-    """Prints a text, on process 0 alone."""
-    if jax.process_index() == 0:
-        say(text)
-
-
 def save_config(directory: Path, config: Any) -> None:
     """Writes the settings of a run, a dataclass, into config.yaml, on process 0 alone."""
     if jax.process_index() == 0:
@@ -61,19 +50,19 @@ def save_config(directory: Path, config: Any) -> None:
             OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
 
 
-def facts_of(c: Config, total: int, loader: Any, parameters: int, speed: Speed) -> dict[str, Any]:
-    """Facts of this start that its page shows, for provenance.json. `total` is the number of steps of the whole run."""
+def facts_of(run: Any, parameters: int, speed: Speed) -> dict[str, Any]:
+    """Facts of this start of a Run that its page shows, for provenance.json."""
     mesh, hydra = jax.sharding.get_mesh(), HydraConfig.get() if HydraConfig.initialized() else None
-    module = c.model.module
+    module = run.c.model.module
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "recipe": hydra and hydra.job.config_name,
         "overrides": list(hydra.overrides.task) if hydra else None,
         "defaults": flat(with_defaults({"model": {"module": module}}, module)),
         "run": {
-            "total_steps": total,
-            "tokens_per_step": loader.tokens_per_batch,
-            "unigram_entropy": loader.unigram_entropy(),
+            "total_steps": run.total,
+            "tokens_per_step": run.loader.tokens_per_batch,
+            "unigram_entropy": run.loader.unigram_entropy(),
             "parameters": parameters,
             "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
             "mesh": dict(mesh.shape),
@@ -85,20 +74,16 @@ def facts_of(c: Config, total: int, loader: Any, parameters: int, speed: Speed) 
     }
 
 
-def print_end(directory: Path, checkpoint: str, loss: float, loader: Any, drawn: str | None, page: Path | None) -> None:
-    """Prints the last loss in nats a token and what to open, on process 0 alone.
-
-    `drawn` is what draw_step returns, and `page` the path of the page; each is None if there is none.
-    """
-    entropy = loader.unigram_entropy()
+def print_end(run: Any, loss: float) -> None:
+    """Prints the last loss of a Run in nats a token, and its last checkpoint."""
+    entropy = run.loader.unigram_entropy()
     known = f" (unigram {entropy:.3f})" if entropy is not None else ""
     tell(f"loss       {loss:.3f} nats a token at the last step{known}")
-    tell(f"checkpoint {checkpoint}")
-    print_page(directory, drawn, page)
+    tell(f"checkpoint {run.checkpoints.store.url}/{run.total:010}")
 
 
 def print_page(directory: Path, drawn: str | None, page: Path | None) -> None:
-    """Prints where the page of the run is. Without one: where the metrics are, and what draw_step returned."""
+    """Prints where the page of a run is. Without one: where its metrics are, and what draw_step returned."""
     if drawn and (page is None or drawn.startswith(NO_PICTURE)):
         tell(drawn)
     tell(f"report     {page}  (open it in a browser)" if page else f"metrics    {directory / 'metrics.jsonl'}")

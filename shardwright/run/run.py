@@ -55,20 +55,8 @@ MAX_FAILED_SAVES = 3
 class Run:
     """A run in its directory, resumed from its last checkpoint if it has one. A context manager, which closes it.
 
-        with Run(c, forward, directory, programs) as run:
-            state = run.begin(init, State)
-            run.prove()
-            run.compare_forms()
-            step_program = run.compile(training_step, state)
-            for step, batch in run.steps():
-                state, metrics = step_program(state, batch, step)
-                run.log(step, metrics)
-                if run.due(interval):
-                    run.save(state)
-            return run.end()
-
-    `forward`: train.Forward of the model. `programs`: train.programs, for the provenance. With several processes all
-    make the same calls, and process 0 writes and prints.
+    train.train shows the order of its methods. With several processes all make the same calls, and process 0 writes and
+    prints. `forward`: train.Forward of the model. `programs`: train.programs, for the provenance.
 
     Attributes:
         start: number of steps done before this start.
@@ -101,7 +89,7 @@ class Run:
         self._cleanup.__exit__(*exc_info)
 
     def _open(self) -> None:
-        c, t, mesh = self.c, self.c.training, jax.sharding.get_mesh()
+        c, t = self.c, self.c.training
         self._inputs = inputs_of(self.model)
         if self._inputs and t.sample_interval is not None:
             raise ValueError(
@@ -115,7 +103,7 @@ class Run:
             self._cleanup.enter_context(owned(self.checkpoints))
         self._cleanup.enter_context(self.checkpoints)
         self.provenance = provenance_of(self.programs, c, self.model)
-        self._peak = peak_flops(mesh.devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
+        self._peak = peak_flops(jax.sharding.get_mesh().devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
 
     def _resume(self) -> None:
         """Chooses the checkpoint to go on from, and makes what depends on it: loaders and length of the run."""
@@ -200,14 +188,12 @@ class Run:
         return dataclasses.replace(state, ema=jax.tree.map(jnp.copy, state.weights)) if begins_average else state
 
     def _introduce(self) -> None:
-        c, t, table, mesh = self.c, self.c.training, self.model.table, jax.sharding.get_mesh()
+        c, t, table = self.c, self.c.training, self.model.table
         # Before the first line: what the settings say may be refused.
         attention, described = describe_attention(self.forward, t.seq_len), describe_stages(c, self.model)
         self.options = known_options(c.hardware.compiler_options, tell)
         parameters = sum(math.prod(weight.shape) for weight in jax.tree.leaves(table))
-        fp8 = ", products with weights in fp8" * t.fp8
-        model = f"{parameters:,} parameters, {t.compute_dtype} compute{fp8}"
-        print_start(self.directory, self.start, mesh, model, c.data, self.loader, self.total)
+        print_start(self, parameters)
         if found := self._source_differs or untraced(self.provenance):
             tell(f"source     {found}")
         for line in [*(f"attention  {x}" for x in attention), *(f"pipeline   {x}" for x in described)]:
@@ -229,7 +215,7 @@ class Run:
             self._log.add_event(self.start - 1, "damaged_checkpoint", {"damaged_step": step, "why": why})
         if not self.is_over:
             save_config(self.directory, c)
-            facts = facts_of(c, self.total, self.loader, parameters, speed)
+            facts = facts_of(self, parameters, speed)
             keep_source(self.directory, self.start, self.model, self.provenance, facts)
 
     @property
@@ -389,7 +375,7 @@ class Run:
             tell(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")
             resume = override("paths.model_name", self.c.paths.model_name or self.directory.name)
             tell(f"To resume: the same command, with {resume}")
-            print_page(self.directory, *self._finish_page("stopped", self.stopped_by))
+            self._finish_page("stopped", self.stopped_by)
             return self.stopped_by
         self._profiler.close()
         self._skips.check_any_taken(self.done - self.start)
@@ -397,16 +383,15 @@ class Run:
             tell(f"skipped    {self._skips.count} steps: the events `skipped` of metrics.jsonl")
         if self._profiler.by_line:
             tell(self._profiler.by_line)
-        checkpoint = f"{self.checkpoints.store.url}/{self.total:010}"
-        files = self._finish_page("finished")
-        print_end(self.directory, checkpoint, float(self._loss), self.loader, *files)
+        print_end(self, float(self._loss))
+        self._finish_page("finished")
         return None
 
-    def _finish_page(self, state: str, why: str | None = None) -> tuple[str | None, Path | None]:
-        """The line of draw_step, and the page, which shows what it drew."""
+    def _finish_page(self, state: str, why: str | None = None) -> None:
+        """Makes the page a last time, with what draw_step drew, and prints where it is."""
         drawn = self._drawing.result() if self._drawing else None
         self._log.add_event(self.done - 1, "end", {"state": state} | ({"why": why} if why else {}))
-        return drawn, self._page.finish()
+        print_page(self.directory, drawn, self._page.finish())
 
     def _end_by_error(self, kind: type | None, error: BaseException | None, _: Any) -> None:
         if error is not None and self._loss is not None:

@@ -8,22 +8,18 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-import zarr
 from hydra import compose, initialize_config_dir
 from processes import ROOT, SMALL, Run, free_port
 
-import train
-from shardlib.shardtypes import make_shardings, u32
+from shardlib.shardtypes import make_shardings
 from shardwright.cluster import watch
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
 from shardwright.cluster.devices import make_mesh, start_devices
 from shardwright.cluster.watch import EXIT_CODE
-from shardwright.modeling.model import load_model
 from shardwright.run.config import Config, register_schema, to_config
 from shardwright_data.loader import make_loader
 
@@ -121,14 +117,14 @@ def end_of(*overrides: str) -> tuple[int, str, float]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("i", "why"), [(0, ""), (1, ". Process 0 does not answer at {} (")])
-def test_processes_that_do_not_come_are_missed(i, why):
+@pytest.mark.parametrize("i", [0, 1])
+def test_processes_that_do_not_come_are_missed(i):
     address = f"127.0.0.1:{free_port()}"
     who = [f"distributed.coordinator={address}", "distributed.count=2", f"distributed.id={i}"]
     code, errors, seconds = end_of(*who, "distributed.join_timeout=2")
     assert code == 1
     missed = f"Error: process {i} on {HOST}: not all processes found one another within 2 s (distributed.join_timeout)"
-    assert missed + why.format(address) in errors
+    assert f"{missed}. Does process 0 run, and is {address} its address for all hosts?" in errors
     assert seconds < 30
 
 
@@ -200,20 +196,9 @@ def unbroken(tmp_path_factory):
 
 
 RECORD = """
-import sys
 from shardwright_data import flat_tokens
 
-opened, reads = open(root / "opened{i}", "w"), open(root / "reads{i}", "w")
-
-def note(event, arguments):
-    if event == "open" and str(arguments[0]).startswith(str(root / "run")):
-        path, mode, flags = arguments
-        if flags & 3 if mode is None else set(mode) & set("wax+"):
-            opened.write(str(path) + "\\n")
-            opened.flush()
-
-sys.addaudithook(note)
-
+reads = open(root / "reads{i}", "w")
 begin_read = flat_tokens.Reader.begin_read
 def recorded(self, starts, lengths, *name):
     if self.path.endswith("train") and set(lengths) == {16}:  # rows, not the dataset's checksum or statistics
@@ -222,29 +207,24 @@ def recorded(self, starts, lengths, *name):
     return begin_read(self, starts, lengths, *name)
 flat_tokens.Reader.begin_read = recorded
 """
-"""In process i: the files of the run that Python opens to write, and where the rows begin that the reader reads."""
+"""In process i: where the rows begin that the reader reads."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "devices"), [(2, 4), (4, 2)])
-def test_each_process_reads_and_writes_its_own_part_and_one_logs(count, devices, tmp_path):
-    steps, umasks = 3, [0o022, 0o020, 0o002, 0o000][:count]
-    hooks = {i: RECORD.replace("{i}", str(i)) for i in range(count)}
-    overrides = [f"training.steps={steps}", "data.prefetch=1"]
-    run = Run(tmp_path, count, devices, *overrides, hooks=hooks, umasks=umasks).succeed()
+def test_each_process_reads_its_own_part_and_one_logs(count, devices, tmp_path):
+    steps, hooks = 3, {i: RECORD.replace("{i}", str(i)) for i in range(count)}
+    run = Run(tmp_path, count, devices, f"training.steps={steps}", "data.prefetch=1", hooks=hooks).succeed()
 
     # What the mesh says: here its eight devices are those of one process, in the same order.
-    mesh = make_mesh(1, -1, 2, jax.devices())
     owner = {device: i // devices for i, device in enumerate(jax.devices())}
     c = settings("paths.model_name=run", *SMALL)
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(make_mesh(1, -1, 2, jax.devices())):
         loader = make_loader(c.data, "train", c.training.batch_size, c.training.seq_len, c.model.vocab)
-        shapes = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, load_model(c.model)))
-        shardings = make_shardings(train.State[train.Transformer], like=shapes)
         shape = (c.training.batch_size, c.training.seq_len)
-        rows = make_shardings(u32["B/r/d L"]).devices_indices_map(shape)
+        rows = make_shardings(TokenBatch).targets.devices_indices_map(shape)
 
-    # Reads: each process those rows of each step that its devices hold, once. Here no two processes hold the same.
+    # Each process reads those rows of each step that its devices hold, once. Here no two processes hold the same.
     starts, _ = loader.spans(np.arange(steps * c.training.batch_size))
     starts = starts.reshape(steps, -1)
     for i in range(count):
@@ -252,56 +232,8 @@ def test_each_process_reads_and_writes_its_own_part_and_one_logs(count, devices,
         assert len(own) == c.training.batch_size // count
         asked = [[int(x) for x in line.split()] for line in (tmp_path / f"reads{i}").read_text().splitlines()]
         assert asked == [starts[step, own].tolist() for step in range(steps)]
-
-    # Writes: the mode of each chunk shows whose it is.
-    writer = {0o666 & ~umask: i for i, umask in enumerate(umasks)}
-    checkpoint, chunks = run.directory / "checkpoints" / f"{steps:010}", 0
-    for path, shape in jax.tree_util.tree_flatten_with_path(shapes)[0]:
-        name = "/".join(str(key.name) for key in path)
-        sharding = jax.tree_util.tree_flatten_with_path(shardings)[0]
-        (sharding,) = [s for other, s in sharding if other == path]
-        first_holder = {}
-        for device, index in sharding.devices_indices_map(shape.shape).items():
-            place = tuple(part.indices(size)[0] for part, size in zip(index, shape.shape, strict=True))
-            first_holder.setdefault(place, owner[device])
-        array = zarr.open_array(checkpoint / name, mode="r")
-        for place, holder in first_holder.items():
-            indices = [str(at // size) for at, size in zip(place, array.chunks, strict=True)]
-            chunk = checkpoint / name / "c" / "/".join(indices)
-            assert writer[chunk.stat().st_mode & 0o777] == holder, chunk
-            chunks += 1
-    assert chunks >= 8 * len(jax.tree.leaves(shapes)) // 2
-
-    # tensorstore opens the files of checkpoints, unseen here. Of all others, processes other than 0 open none. Each
-    # tries the run's directory with a file that has no name.
-    tried = {str(run.directory), str(run.directory / "checkpoints")}
-    for i in range(1, count):
-        opened = (tmp_path / f"opened{i}").read_text().splitlines()
-        assert {*opened} >= tried
-        others = {Path(path).name for path in opened if path not in tried and "/c/" not in path}
-        assert others == set()
-        assert says_of_the_program(run, i) == []
-    opened = (tmp_path / "opened0").read_text()
-    for name in ("metrics.jsonl", "config.yaml"):
-        assert re.search(rf"{re.escape(name)}(\.part)?\n", opened)
     assert "step 3/3" in run.stdout(0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("count", [2, 4])
-def test_losses_are_those_of_one_process_and_the_same_each_time(count, unbroken, tmp_path):
-    """The band: four times what the losses of one process differ by between meshes, where sums too are taken apart."""
-    devices = 2 * count
-    again = Run(tmp_path / "again", count, 2, f"training.steps={STEPS}").succeed()
-    assert again.losses() == unbroken(count).losses()  # to the bit
-    one = {}
-    for t in (1, 2, 4):
-        one[t] = Run(tmp_path / f"t{t}", 1, devices, f"training.steps={STEPS}", f"mesh.t={t}").succeed().losses()
-    same_mesh = np.array(one[2])
-    spread = max(np.abs(np.array(losses) - same_mesh).max() for losses in one.values())
-    assert 0 < spread < 1e-3
-    assert np.abs(np.array(unbroken(count).losses()) - same_mesh).max() <= 4 * spread
-    assert same_mesh[0] - same_mesh[-1] > 1, "the model learned nothing: the comparison would be of constants"
+    assert all(says_of_the_program(run, i) == [] for i in range(1, count))
 
 
 # ---- a process that is lost --------------------------------------------------------------------------------------
