@@ -109,13 +109,6 @@ def convolution(x, tokens):
     return sum(0.5 * jnp.where(tokens.positions[..., None] >= n, before(n), 0) for n in (1, 2, 3))
 
 
-def centred(x, tokens):
-    w = jnp.ones((3, 1, x.shape[-1]), x.dtype)
-    return lax.conv_general_dilated(
-        x, w, (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=x.shape[-1]
-    )
-
-
 RIGHT = {
     "Llama": train.Llama,
     "window": rule_models.KINDS["window"],
@@ -136,11 +129,7 @@ WRONG = {  # name: the model, what the line says
     "leak": (Leaks, "slice|concatenate"),
     "mean": (mixed(lambda x, _: jnp.mean(x, 1, keepdims=True)), "reduce_sum: .*of position 14"),
     "norm of the batch": (mixed(lambda x, _: x - jnp.mean(x, 0)), "reduce_sum: .*another sequence of the batch"),
-    "gates over L": (mixed(lambda x, _: x * jax.nn.softmax(jnp.sum(x, -1, keepdims=True), 1)), "reduce_max"),
-    "sort": (mixed(lambda x, _: jnp.sort(x, 1)), "sort"),
-    "cumsum from the end": (mixed(lambda x, _: lax.cumsum(x, 1, reverse=True)), "cumsum"),
     "cumsum of all documents": (mixed(lambda x, _: jnp.cumsum(x, 1)), "cumsum: .*in an earlier document"),
-    "centred convolution": (mixed(centred), "conv_general_dilated"),
     "shift": (TokenShift, r"token_shift.py:\d+: slice: .*in an earlier document"),
     "rounded places": (attends(lambda q, k: jnp.bfloat16(q.index + 400) >= jnp.bfloat16(k.index + 400)), "reduce_max"),
     "logits": (AtTheEnd, "reduce_sum"),

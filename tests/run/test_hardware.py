@@ -8,7 +8,6 @@ import jax
 import pytest
 import tiny
 from hydra import compose, initialize_config_dir
-from losses_of_runs import losses
 from simulated import without_cache
 
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
@@ -20,23 +19,6 @@ from shardwright.run.resuming import with_defaults
 from train import make_evaluation_step
 
 ROOT = Path(__file__).parents[2]
-RUN = (
-    "training.steps=3",
-    "training.report=false",
-    "training.eval_batches=0",
-    "training.batch_size=16",
-    "model.layers=1",
-)
-
-
-def train(directory: Path, *overrides: str, **environment: str) -> str:
-    """Output of a short run of the demo, whose home, and so JAX's cache, is `directory`."""
-    env = without_cache() | {"HOME": str(directory), **environment}
-    command = [sys.executable, "-m", "train", "--config-name=local_test_synthetic", *RUN, *overrides]
-    command += [f"paths.root_working_dir={directory}", f"data.filespec={ROOT / 'synthetic_dataset.zarr'}"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout + done.stderr
 
 
 def start(hardware: str, *lines: str, **environment: str) -> str:
@@ -52,20 +34,6 @@ def start(hardware: str, *lines: str, **environment: str) -> str:
     done = subprocess.run([sys.executable, "-c", "\n".join(code)], cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-@pytest.mark.slow
-def test_a_second_run_finds_the_compiled_step(tmp_path):
-    first = train(tmp_path, "paths.model_name=first")
-    cache = tmp_path / ".cache/shardwright/compiled"
-    of_step = lambda: {path.name for path in cache.glob("jit_training_step*-cache")}
-    compiled = of_step()
-    assert len(compiled) == 1, first
-    assert cache.stat().st_mode & 0o077 == 0, "nobody else writes programs there"
-    second = train(tmp_path, "paths.model_name=second", JAX_LOGGING_LEVEL="DEBUG")
-    assert "Persistent compilation cache hit for 'jit_training_step'" in second
-    assert of_step() == compiled
-    assert losses(tmp_path / "first") == losses(tmp_path / "second")
 
 
 @pytest.mark.long

@@ -14,7 +14,6 @@ from shardwright.run.config import Config, register_schema, to_config
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 SLURM = LAUNCH / "slurm.sbatch"
-CONFIG = "flat_tokens_c4_a100x8x4_84m"
 
 pytestmark = pytest.mark.quick
 
@@ -111,8 +110,3 @@ def test_submitit_launcher():
     launcher = yaml.safe_load(path.read_text())
     assert (launcher["nodes"], launcher["tasks_per_node"]) == (c.distributed.count, 1)
     assert c.distributed.auto
-    pytest.importorskip("hydra_plugins.hydra_submitit_launcher")  # has the settings that ours add to
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        whole = compose(CONFIG, overrides=["hydra/launcher=slurm_hosts"], return_hydra_config=True)
-    assert whole.hydra.launcher.nodes == c.distributed.count
-    assert whole.hydra.launcher._target_.endswith("SlurmLauncher")
