@@ -276,18 +276,10 @@ def unbroken(data, tmp_path_factory):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", ["d=2 t=2", pytest.param("p=2 d=2", marks=pytest.mark.slow)])
-def test_it_trains_the_same_on_every_mesh(data, unbroken, tmp_path, mesh):
-    found = losses(config(str(data), microbatches=2), tmp_path / "run", mesh)
+def test_it_trains_the_same_on_another_mesh(data, unbroken, tmp_path):
+    found = losses(config(str(data), microbatches=2), tmp_path / "run", "p=2 d=2")
     assert len(found) == 5
     np.testing.assert_allclose(found, unbroken, rtol=2e-5)
-
-
-@pytest.mark.long
-def test_a_resumed_run_has_the_same_losses(data, unbroken, tmp_path):
-    losses(config(str(data), steps=2, eval_interval=10), tmp_path / "run")
-    found = losses(config(str(data)), tmp_path / "run")
-    assert [*found[:4], found[-1]] == unbroken
 
 
 @pytest.mark.long

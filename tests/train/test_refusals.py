@@ -13,12 +13,12 @@ from simulated import xla_flags
 def train(tmp_path):
     """Runs a train.py in which `old` is replaced by `new`, on 4 simulated devices."""
 
-    def run(old: str, new: str, **environment: str) -> subprocess.CompletedProcess:
+    def run(old: str, new: str) -> subprocess.CompletedProcess:
         assert SOURCE.count(old) == 1
         (tmp_path / "train.py").write_text(SOURCE.replace(old, new))
         arguments = ["--config-name=local_test_synthetic", "model.layers=1", f"paths.root_working_dir={tmp_path}"]
         arguments += [f"data.filespec={ROOT / 'synthetic_dataset.zarr'}"]
-        environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags(4)} | environment
+        environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": xla_flags(4)}
         command = [sys.executable, "-m", "train", *arguments]
         return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
 
@@ -42,10 +42,6 @@ def test_a_wrong_edit(train, tmp_path):
         "  HYDRA_FULL_ERROR=1 shows the calls that lead there.",
     ]
     assert [path.name for path in tmp_path.iterdir() if path.name != "__pycache__"] == ["train.py"]
-    done = train(old, new, HYDRA_FULL_ERROR="1")
-    assert done.returncode == 1
-    assert f'train.py", line {line}, in layer' in done.stderr
-    assert "TypeError: mul got incompatible shapes" in done.stderr
 
 
 @pytest.mark.slow

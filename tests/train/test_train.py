@@ -207,9 +207,8 @@ def test_a_finished_run_says_so(unbroken, capsys):
 
 @pytest.mark.long
 def test_a_contradicting_configuration_is_refused(unbroken):
-    with pytest.raises(ValueError, match=r"learning_rate: checkpoint has 0\.01, this run has 0\.5") as error:
+    with pytest.raises(ValueError, match=r"learning_rate: checkpoint has 0\.01, this run has 0\.5"):
         run(unbroken, 9, learning_rate=0.5)
-    assert "start another run with a new paths.model_name" in str(error.value)
 
 
 @pytest.mark.parametrize(
