@@ -9,7 +9,6 @@ from jaxtyping import Bool, Int64, Integer, UInt32, UInt64
 
 from shardlib.parsing import did_you_mean
 from shardwright_data import foreign
-from shardwright_data.flat_tokens.growing_array import CRC, LITTLE_ENDIAN
 
 # Dims of the same name agree within a call.
 Ids = Integer[np.ndarray, "tokens"]
@@ -29,16 +28,6 @@ MARKERS = ("zarr.json", ".zgroup")
 MAX_TOKEN_ID = 2**31 - 1
 """The largest id that leaves room for the start bit in a uint32."""
 
-INNER_CHUNK = 2**13
-"""Elements compressed together: what reading one sequence costs."""
-TOKENS_SHARD = 2**24
-"""Tokens in one file, 64 MiB uncompressed: what the writer holds in memory."""
-STARTS_SHARD = 2**22
-"""Entries of seq_starts in one file, 32 MiB uncompressed."""
-
-V2_CHUNK = 2**20
-"""Elements in one file of zarr v2, which is read and unpacked whole."""
-
 FILE_BYTES = 2**32
 """Largest size of a local file of an array, which may be read as a whole."""
 STORE_REQUESTS = 256
@@ -46,16 +35,6 @@ STORE_REQUESTS = 256
 OPENING_RETRIES = 3
 """Repetitions of a request while a dataset is opened: a wrong address should show in seconds. Later, when a run depends
 on it, tensorstore repeats a request for a quarter of an hour."""
-
-TOKENS_CODECS = [LITTLE_ENDIAN, {"name": "zstd", "configuration": {"level": 3}}, CRC]
-STARTS_CODECS = [
-    LITTLE_ENDIAN,
-    {
-        "name": "blosc",
-        "configuration": {"cname": "zstd", "clevel": 5, "shuffle": "bitshuffle", "typesize": 8, "blocksize": 0},
-    },
-    CRC,
-]
 
 
 def mark_starts(ids: Ids, lengths: Lengths, where: str = "flat-tokens") -> Encoded:

@@ -5,18 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import tensorstore as ts
 
 from shardwright_data.checks import check_range
 from shardwright_data.flat_tokens.format import (
     FORMAT,
     FORMAT_VERSION,
-    INNER_CHUNK,
     MAX_TOKEN_ID,
-    STARTS_CODECS,
-    STARTS_SHARD,
-    TOKENS_CODECS,
-    TOKENS_SHARD,
-    V2_CHUNK,
     Encoded,
     Ids,
     Lengths,
@@ -26,8 +21,134 @@ from shardwright_data.flat_tokens.format import (
     open_kvstore,
     read_file,
 )
-from shardwright_data.flat_tokens.growing_array import GrowingArray
 from shardwright_data.flat_tokens.reader import Reader
+
+INNER_CHUNK = 2**13
+"""Elements compressed together: what reading one sequence costs."""
+TOKENS_SHARD = 2**24
+"""Tokens in one file, 64 MiB uncompressed: what the writer holds in memory."""
+STARTS_SHARD = 2**22
+"""Entries of seq_starts in one file, 32 MiB uncompressed."""
+V2_CHUNK = 2**20
+"""Elements in one file of zarr v2, which is read and unpacked whole."""
+
+LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
+CRC = {"name": "crc32c"}
+BITSHUFFLE = {"cname": "zstd", "clevel": 5, "shuffle": "bitshuffle", "typesize": 8, "blocksize": 0}
+COMPRESSION = {
+    np.uint32: {"name": "zstd", "configuration": {"level": 3}},
+    np.uint64: {"name": "blosc", "configuration": BITSHUFFLE},
+}
+V2_COMPRESSION = {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 2, "blocksize": 0}
+
+
+class GrowingArray:
+    """An array of rank 1 that grows by whole files, each written once, and that resumes after a kill.
+
+    It holds up to a file in memory, and the file that is being written.
+
+    Args:
+        kvstore: the array's directory.
+        dtype: np.uint32 for tokens, np.uint64 for seq_starts.
+        zarr_format: 3 or 2.
+        resume: what `state` gave, to resume the array; None to begin it.
+    """
+
+    def __init__(
+        self, kvstore: ts.KvStore, dtype: type, zarr_format: int = 3, resume: tuple[int, np.ndarray] | None = None
+    ):
+        self._kvstore, self._dtype, self._v2 = kvstore, dtype, zarr_format == 2
+        self._shard = V2_CHUNK if self._v2 else TOKENS_SHARD if dtype == np.uint32 else STARTS_SHARD
+        written, pending = resume or (0, np.zeros(0, dtype))
+        self._pending, self._num_pending = [pending], pending.size
+        self._array: ts.TensorStore | None = None
+        self._write: ts.WriteFutures | None = None
+        self.length = written + pending.size
+        if written:
+            # Shards after these, if any, will be written again, with the same bytes.
+            self._array = self._open(self._shard, open=True).resize(exclusive_max=[written]).result()
+        else:
+            # What an interrupted writer left must not mix with what comes.
+            kvstore.delete_range(ts.KvStore.KeyRange()).result()
+
+    def append(self, values: np.ndarray) -> None:
+        """Adds elements. Raises ValueError if an earlier write failed."""
+        self._pending.append(values)
+        self._num_pending += values.size
+        self.length += values.size
+        if self._num_pending >= self._shard:
+            *whole, rest = np.split(
+                np.concatenate(self._pending), range(self._shard, self._num_pending + 1, self._shard)
+            )
+            for shard in whole:
+                self._write_shard(shard)
+            self._pending, self._num_pending = [rest.copy()], rest.size
+
+    def state(self) -> tuple[int, np.ndarray]:
+        """The number of elements in complete files, and the other elements. Raises ValueError if a write failed."""
+        self._wait()
+        return self.length - self._num_pending, np.concatenate(self._pending)
+
+    def close(self) -> None:
+        """Writes what is left. Raises ValueError if a write failed."""
+        if self._num_pending or self._array is None:
+            self._write_shard(np.concatenate(self._pending))
+        self._wait()
+
+    def abandon(self) -> None:
+        """Waits for the write under way: it would land in what another writer puts here."""
+        if self._write is not None:
+            # Whether it fails does not matter.
+            self._write.exception()
+
+    def _write_shard(self, values: np.ndarray) -> None:
+        self._wait()
+        if self._array is None:
+            # The index of a shard has a fixed size, so an array smaller than a shard takes a smaller one.
+            chunks = min(self._shard, max(self.length, 1) + INNER_CHUNK - 1) // INNER_CHUNK
+            self._array = self._open(chunks * INNER_CHUNK, create=True, shape=[0])
+        start = self._array.shape[0]
+        self._array = self._array.resize(exclusive_max=[start + values.size], expand_only=True).result()
+        self._write = self._array[start:].write(values)
+
+    def _wait(self) -> None:
+        if self._write is not None:
+            self._write.result()
+            self._write = None
+
+    def _open(self, shard: int, **how: Any) -> ts.TensorStore:
+        sharding = {
+            "chunk_shape": [INNER_CHUNK],
+            "codecs": [LITTLE_ENDIAN, COMPRESSION[self._dtype], CRC],
+            "index_codecs": [LITTLE_ENDIAN, CRC],
+        }
+        metadata = {
+            "data_type": np.dtype(self._dtype).name,
+            "fill_value": 0,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [shard]}},
+            "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
+        }
+        if self._v2:
+            dtype = np.dtype(self._dtype).newbyteorder("<").str
+            metadata = {
+                "dtype": dtype,
+                "fill_value": 0,
+                "chunks": [shard],
+                "compressor": V2_COMPRESSION,
+                "filters": None,
+            }
+        spec = {
+            "driver": "zarr" if self._v2 else "zarr3",
+            "kvstore": self._kvstore.spec().to_json(),
+            # Readers take a missing chunk for damage, so chunks of zeros are stored too.
+            "store_data_equal_to_fill_value": True,
+            "metadata": metadata,
+        }
+        try:
+            return ts.open(spec, **how).result()
+        except ValueError as error:
+            reason = str(error).partition(" [")[0]
+            raise ValueError(f"cannot write the dataset: {reason}. Check the path and its permissions.") from error
 
 
 class Writer:
@@ -66,15 +187,14 @@ class Writer:
         else:
             delete_split(filespec, split)
 
-        def array(name: str, dtype: type, shard: int, codecs: list[Any] | None) -> GrowingArray:
-            if self._v2:
-                shard, codecs = V2_CHUNK, None
+        def array(name: str, dtype: type) -> GrowingArray:
             state = None if resume is None else (int(resume[f"{name}.written"]), resume[f"{name}.pending"])
-            where = self._root / f"{split}/{name}/"
-            return GrowingArray(where, np.dtype(dtype), shard, INNER_CHUNK, codecs, state)
+            return GrowingArray(self._root / f"{split}/{name}/", dtype, zarr_format, state)
 
-        self._arrays = {"encoded_tokens": array("encoded_tokens", np.uint32, TOKENS_SHARD, TOKENS_CODECS)}
-        self._arrays["seq_starts"] = array("seq_starts", np.uint64, STARTS_SHARD, STARTS_CODECS)
+        self._arrays = {
+            "encoded_tokens": array("encoded_tokens", np.uint32),
+            "seq_starts": array("seq_starts", np.uint64),
+        }
         self.num_documents = self._arrays["seq_starts"].length
         """Documents appended so far."""
         self._max_token_id = 0 if resume is None else int(resume["max_token_id"])
@@ -197,7 +317,7 @@ def add_input(filespec: str, split: str, name: str, values: np.ndarray, *, overw
         )
     if not overwrite and read_file(kvstore, "zarr.json") is not None:
         raise ValueError(f"{where} is already there, or was begun; overwrite=True replaces it.")
-    array = GrowingArray(kvstore, np.dtype(np.uint32), TOKENS_SHARD, INNER_CHUNK, TOKENS_CODECS)
+    array = GrowingArray(kvstore, np.uint32)
     for start in range(0, reader.num_tokens, TOKENS_SHARD):
         array.append(np.asarray(values[start : start + TOKENS_SHARD], np.uint32))
     array.close()

@@ -82,7 +82,7 @@ def test_reads_rows_and_documents(tmp_path, small_chunks):
 
 def test_sizes_of_shards():
     # The promise of docs/flat-tokens.md; the other tests make them small.
-    sizes = flat_tokens.format
+    sizes = flat_tokens.writer
     assert (sizes.INNER_CHUNK, sizes.TOKENS_SHARD, sizes.STARTS_SHARD) == (2**13, 2**24, 2**22)
 
 

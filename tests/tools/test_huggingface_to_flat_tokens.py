@@ -13,7 +13,7 @@ import zarr
 from numpy_checks import check_modules
 
 from shardwright_data import flat_tokens
-from shardwright_data.flat_tokens import growing_array, unfinished
+from shardwright_data.flat_tokens import unfinished
 from shardwright_data.text import sources
 from shardwright_data.text import tokenizers as text_tokenizers
 from shardwright_data.text.definitions import train_bpe
@@ -23,7 +23,7 @@ from tools.huggingface_to_flat_tokens import split as split_work
 from tools.huggingface_to_flat_tokens.config import Settings, SplitConfig, TokenizerConfig, TokenizerKind
 
 # Not text.definitions, whose large dictionaries take long to check.
-check_modules(flat_tokens, growing_array, unfinished)
+check_modules(flat_tokens, unfinished)
 check_modules(sources, text_tokenizers, split_work, tool)
 
 ROOT = Path(__file__).parents[2]

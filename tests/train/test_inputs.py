@@ -118,7 +118,7 @@ def test_a_damaged_one_is_refused(tmp_path, small_shards, damage, message):
 @pytest.mark.quick
 def test_an_interrupted_write_does_not_look_whole(tmp_path, small_shards, monkeypatch):
     path, _, _, values = write(tmp_path / "d")
-    write_shard, count = flat_tokens.growing_array.GrowingArray._write_shard, []
+    write_shard, count = flat_tokens.writer.GrowingArray._write_shard, []
 
     def fail(self, shard):
         count.append(shard)
@@ -127,7 +127,7 @@ def test_an_interrupted_write_does_not_look_whole(tmp_path, small_shards, monkey
         write_shard(self, shard)
 
     with monkeypatch.context() as m:
-        m.setattr(flat_tokens.growing_array.GrowingArray, "_write_shard", fail)
+        m.setattr(flat_tokens.writer.GrowingArray, "_write_shard", fail)
         with pytest.raises(KeyboardInterrupt):
             flat_tokens.add_input(path, "train", "late", values[:, 0])
     with pytest.raises(ValueError, match=r"input_late has 512 values for \d+ tokens"):
