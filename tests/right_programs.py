@@ -50,11 +50,6 @@ def linear_recurrence_by_associative_scan(a: f32["B/d L F/t"], x: f32["B/d L F/t
 
 
 @program
-def image_convolution_with_sharded_filters(x: f32["B/d C H W"], kernel: f32["R/t C 3 3"]) -> f32["B/d R/t H W"]:
-    return lax.conv(x, kernel, (1, 1), "SAME")
-
-
-@program
 def advantages_by_a_reversed_scan_over_whole_time(deltas: f32["L B/d"]) -> f32["L B/d"]:
     step = lambda following, delta: (delta + 0.95 * following,) * 2
     return lax.scan(step, 0 * deltas[0], deltas, reverse=True)[1]
@@ -66,11 +61,6 @@ def mixture_of_depths_over_whole_positions(x: f32["B/d L M"], w: f32["M"]) -> f3
     rows = jnp.arange(x.shape[0])[:, None]
     best = lax.top_k(scores, 4)[1]
     return x.at[rows, best].add(jnp.tanh(x[rows, best]))
-
-
-@program
-def fourier_mixing_of_whole_positions(x: f32["B/d L M/t"]) -> f32["B/d L M/t"]:
-    return jnp.fft.fft(x, axis=1).real
 
 
 @program
@@ -143,19 +133,16 @@ def embedding_by_ids_within_blocks(table: f32["V/t M"], ids: i32["B/d"]) -> f32[
     return lax.psum(jnp.where(own[:, None], table[ids % n], 0.0), "t")
 
 
-@program(whole=lambda table, ids, g: jnp.zeros_like(table).at[ids].add(g))
-def embedding_gradient_scattered_by_shifted_ids(table: f32["V/t M"], ids: i32["B/d"], g: f32["B/d M"]) -> f32["V/t M"]:
-    own = ids - lax.axis_index("t") * table.shape[0]
-    own = jnp.where((own >= 0) & (own < table.shape[0]), own, table.shape[0])
-    return lax.psum(jnp.zeros_like(table).at[own].add(g, mode="drop"), "d")
-
-
 @program(whole=lambda ids: jnp.zeros(16).at[ids].add(1.0))
 def histogram_of_sharded_rows(ids: i32["B/d"]) -> f32["V"]:
     return lax.psum(jnp.zeros(16).at[ids].add(1.0), "d")
 
 
-@program(whole=lambda x: jnp.argmax(x, axis=1).astype(jnp.int32))
+@program(
+    whole=lambda x: jnp.argmax(x, axis=1).astype(jnp.int32),
+    escape=True,
+    reason="the devices that have the largest logit give its first index, and the others a larger one",
+)
 def greedy_token_over_sharded_vocabulary(x: f32["B/d V/t"]) -> i32["B/d"]:
     best = jnp.max(x, axis=1)
     own = lax.axis_index("t") * x.shape[1] + jnp.argmax(x, axis=1).astype(jnp.int32)
@@ -181,17 +168,6 @@ def sinusoidal_positions_of_a_block(x: f32["B/d L/t M"]) -> f32["B/d L/t M"]:
 def positions_over_two_axes(x: f32["M/t/d"]) -> f32["M/t/d"]:
     block = lax.axis_index("t") * lax.axis_size("d") + lax.axis_index("d")
     return x + block * x.shape[0] + jnp.arange(x.shape[0])
-
-
-@program(whole=lambda x, gate, up, down: (jax.nn.silu(x @ gate) * (x @ up)) @ down)
-def gated_feed_forward_by_typed_ops(
-    x: f32["B/d M"], gate: f32["M/d F/t"], up: f32["M/d F/t"], down: f32["F/t M/d"]
-) -> f32["B/d M"]:
-    gate, up = (shardops.all_gather("M/d F/t -> M F/t", w) for w in (gate, up))
-    into = lambda w: shardops.einsum_unreduced("B/d M, M F/t -> B/d F/t", shardops.replicate("B/d M -> B/d M *t", x), w)
-    hidden = jax.nn.silu(into(gate)) * into(up)
-    down = shardops.all_gather("F/t M/d -> F/t M", down)
-    return shardops.psum("B/d M +t -> B/d M", shardops.einsum_unreduced("B/d F/t, F/t M -> B/d M +t", hidden, down))
 
 
 @program
@@ -297,32 +273,12 @@ def top_1_experts_by_all_to_all(x: f32["T/d/e M"], w: f32["E/e M F"], router: f3
     return jnp.einsum("tec,ecf->tf", placed, lax.all_to_all(y, "e", split_axis=1, concat_axis=0, tiled=True))
 
 
-@program(
-    whole=lambda w, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), w, x),
-    axes=("stage",),
-    escape=True,
-    reason="the last stage has each row after it went through all stages in order",
-)
-def pipeline_of_stages(w: f32["stages/stage M M"], x: f32["B M"]) -> f32["B M"]:
-    n, here = lax.axis_size("stage"), lax.axis_index("stage")
-    passed = x
-    for _ in range(n):
-        passed = functools.reduce(lambda x, w: jnp.tanh(x @ w), w, passed)
-        out, passed = passed, lax.ppermute(passed, "stage", ring("stage"))
-    return lax.psum(jnp.where(here == n - 1, out, 0.0), "stage")
-
-
 @program(whole=lambda w, x: w - 0.1 * jnp.tanh(jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)))
 def gradients_scattered_and_weights_gathered(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
     g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(lax.pcast(w, "d", to="varying"))
     g = lax.psum_scatter(g, "d", tiled=True) / lax.axis_size("d")
     own = lax.dynamic_slice_in_dim(w, lax.axis_index("d") * g.shape[0], g.shape[0])
     return lax.all_gather(own - 0.1 * jnp.tanh(g), "d", tiled=True, to="invarying")
-
-
-def preconditioned(g, statistic):
-    values, vectors = jnp.linalg.eigh(statistic + jnp.eye(16))
-    return g @ (vectors * values**-0.25) @ vectors.T
 
 
 def mean_square(w, x):
@@ -369,14 +325,6 @@ def collective_beneath_a_replicated_branch(x: f32["B/d M"], i: i32[""]) -> f32["
 
 
 @jax.custom_vjp
-def straight_through(x):
-    return jnp.round(x)
-
-
-straight_through.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (g,))
-
-
-@jax.custom_vjp
 def gathered(w):
     return lax.all_gather(w, "d", tiled=True)
 
@@ -418,16 +366,6 @@ def sum_with_noise_that_cancels(x: f32["B/d M"], k: key[""]) -> f32["M"]:
 @program(whole=lambda x, w: x @ w, axes=("data", "model"))
 def other_names_of_axes(x: f32["B/data F/model"], w: f32["F/model M"]) -> f32["B/data M/model"]:
     return lax.psum_scatter(x @ w, "model", scatter_dimension=1, tiled=True)
-
-
-@program
-def ranks_of_each_row(x: f32["B/d V"]) -> i32["B/d V"]:
-    return jnp.argsort(jnp.argsort(x, axis=-1), axis=-1)
-
-
-@program
-def buckets_of_distances(x: f32["B/d"], edges: f32["V"]) -> i32["B/d"]:
-    return jnp.searchsorted(jnp.sort(edges), x)
 
 
 @program

@@ -164,14 +164,11 @@ class Alignment:
 
     def _view_of(self, views: list, eqn: Any, x: Layout, here: Mapping) -> Any:
         """The equation among `views` that gives what `eqn` on one device gives; None if there is none."""
-        alike = [own for own in views if own.primitive is eqn.primitive]
-        for own in alike:
+        for own in (own for own in views if own.primitive is eqn.primitive):
             shape = _shape(own.outvars[0])
             if self._fits(shape, _shape(eqn.outvars[0])) and _view(eqn, x, shape) == here[own.outvars[0]]:
                 return own
-        # Entries that stand for devices are as many as those, and one on one device.
-        reshaped = (own for own in alike if eqn.primitive.name == "reshape" and here[own.invars[0]] == x)
-        return next((own for own in reshaped if len(_shape(own.outvars[0])) == len(_shape(eqn.outvars[0]))), None)
+        return None
 
     def _fits(self, here: tuple[int, ...], there: tuple[int, ...]) -> bool:
         """Whether blocks of a shape may make a whole, by the numbers of devices that may cut a dim."""

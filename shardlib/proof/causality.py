@@ -14,7 +14,7 @@ from jax.extend import core
 from shardlib.equations import CALLS, body_of, scan_counts
 from shardlib.proof.equation import Equation
 from shardlib.proof.primitives import jaxprs_of
-from shardlib.proof.reach import Reach, constant, dtype_of, entries_of, joined, made, of_all, unknown
+from shardlib.proof.reach import Reach, constant, dtype_of, entries_of, of_all, unknown
 from shardlib.proof.reach_rules import FORM, apply
 
 TURNS = 2**16
@@ -172,17 +172,7 @@ class Interpreter:
         branches = eqn.params["branches"]
         if which.is_known:
             return self.run(branches[int(np.clip(which.number.item(), 0, len(branches) - 1))], args)
-        outs = zip(*(self.run(branch, args) for branch in branches), eqn.outvars, strict=True)
-        return [_decided(which, joined(parts, dtype_of(var.aval)), dtype_of(var.aval)) for *parts, var in outs]
-
-
-def _decided(by: Reach, x: Reach, dtype: np.dtype) -> Reach:
-    """`x`, which was chosen by a value."""
-    first, last = of_all([by])
-    known = x.known & (last < 0)
-    result = made(x.shape, x.number, known, np.minimum(x.first, first), np.maximum(x.last, last), dtype)
-    result.why = x.why or by.why
-    return result
+        return [unknown(var.aval.shape, dtype_of(var.aval), *of_all(ins)) for var in eqn.outvars]
 
 
 def _row(x: Reach, at: int) -> Reach:

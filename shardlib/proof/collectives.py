@@ -24,7 +24,7 @@ def _unreduced(eq: Equation) -> Value:
 
 def axes_of(eq: Equation) -> tuple[str, ...]:
     """Axes of a collective that have more than one device here or on the other mesh."""
-    axes = eq.param("axis_name", "axes")
+    axes = eq.params.get("axis_name", eq.params.get("axes"))
     if not eq.params.get("tiled", True):
         raise Refused("a dim of the result has as many entries as there are devices", "use tiled=True")
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
@@ -86,9 +86,9 @@ def _reduce_scatter(eq: Equation) -> Value:
 
 
 def _sum_of(x: Value, axes: tuple[str, ...], ratio: float) -> Value:
-    """The sum over devices: no longer what was masked, nor an extreme."""
+    """The sum over devices: no longer what was masked."""
     left = x.partial - set(axes)
-    return dataclasses.replace(x, partial=left, ratio=ratio, known=None, masked=None, source=None, is_taken=False)
+    return dataclasses.replace(x, partial=left, ratio=ratio, known=None, masked=None)
 
 
 def _summed(eq: Equation, x: Value, axes: tuple[str, ...]) -> float:
@@ -128,8 +128,7 @@ def _pmax(eq: Equation) -> list[Value]:
             problem = f"a {kind}imum over {over} compares different blocks of a sharded dim, entry by entry"
             raise Refused(problem, f"take the {kind}imum along the dim first")
         left = x.extreme[1] - axes if x.extreme else frozenset()
-        taken = x.extreme is not None and not left and x.source is not None
-        found.append(dataclasses.replace(x, extreme=(kind, left) if left else None, is_taken=taken))
+        found.append(dataclasses.replace(x, extreme=(kind, left) if left else None))
     return found
 
 

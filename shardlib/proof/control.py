@@ -45,7 +45,7 @@ def _join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
 
 def _anonymous(value: Value) -> Value:
     """`value` without what it was computed of: that may be of another pass of a loop, or of another branch."""
-    unknown = dataclasses.replace(value, origin=None, source=None, is_taken=False, masked=None, token=object())
+    unknown = dataclasses.replace(value, origin=None, masked=None, token=object())
     return dataclasses.replace(unknown, components=())
 
 

@@ -71,19 +71,6 @@ class Subtracted(NamedTuple):
     dims: tuple[int | None, ...]
 
 
-class Source(NamedTuple):
-    """What an extreme, or its index, was taken of: along dim `along` of the value with this token.
-
-    `dims` says for each dim of a value which dim of the extreme it is.
-    """
-
-    token: object
-    kind: str
-    along: tuple[int, ...]
-    axes: tuple[str, ...]
-    dims: tuple[int | None, ...]
-
-
 class Range(NamedTuple):
     """From `low` to `high`, each on this mesh and on one device."""
 
@@ -101,12 +88,11 @@ class Range(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Truth of: an offset index is in a range, or outside of it. With a source: this device has that extreme."""
+    """Truth of: an offset index is in a range, or outside of it."""
 
     valid: Range
     is_outside: bool = False
     offset: Offset = ()
-    source: Source | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,14 +127,10 @@ class Value:
         is_local: whether a count stops at the end of this device's block.
         valid: of an offset index that was clipped, the indices that it still has; None: all.
         others: the least that the other indices are now, on this mesh and on one device; None: any number.
-        drops: of what was looked up, whether entries out of range are NaN.
         looked_up: the offset of the index that it was looked up by; None if all entries are right.
         mask: what it says about an offset index; None if it is no mask.
         masked: the offset of the index whose mask made it a partial sum; None if none did.
         origin: of an offset index, of what was looked up by it, of a mask and of what was masked: the index.
-        source: of an extreme, and of an argmax over a block, what it was taken of.
-        is_taken: whether it is the extreme of `source` over all devices.
-        is_index: whether it is the index of the first extreme of `source` in this device's block.
         components: of index vectors, the facts about each component along the last dim.
         wild: why nothing of this is known.
         token: the same for two values that are certainly equal.
@@ -167,14 +149,10 @@ class Value:
     is_local: bool = False
     valid: Range | None = None
     others: tuple[float, float] | None = None
-    drops: bool = False
     looked_up: Offset | None = None
     mask: Mask | None = None
     masked: Offset | None = None
     origin: Subtracted | None = dataclasses.field(default=None, compare=False)
-    source: Source | None = dataclasses.field(default=None, compare=False)
-    is_taken: bool = False
-    is_index: bool = False
     components: tuple["Value", ...] = ()
     wild: Wild | None = None
     token: object = dataclasses.field(default_factory=object, compare=False, repr=False)
@@ -182,12 +160,12 @@ class Value:
     @property
     def is_constant(self) -> bool:
         """Whether it is one known number."""
-        return self.known is not None and not (self.count or self.offset or self.is_index)
+        return self.known is not None and not (self.count or self.offset)
 
     @property
     def is_block(self) -> bool:
         """Whether it is a block of a whole value, or a term of a sum or of an extreme."""
-        odd = self.folded or self.offset or self.valid or self.is_index or self.mask or self.is_local
+        odd = self.folded or self.offset or self.valid or self.mask or self.is_local
         return not odd and self.looked_up is None
 
     @property
@@ -232,9 +210,7 @@ def moved(value: Value, source: Sequence[int | None]) -> Value:
         value,
         dims=pick(value.dims, UNIFORM),
         count=kept,
-        mask=value.mask and value.mask._replace(source=label(value.mask.source)),
         origin=label(value.origin),
-        source=label(value.source),
         components=(),
     )
 

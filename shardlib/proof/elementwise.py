@@ -56,9 +56,6 @@ NONLINEAR = set(
 )
 ELEMENTWISE = UNARY_LINEAR | ADDITIONS | COMPARISONS | SELECTIONS | NONLINEAR | {"mul", "div"}
 
-POWERS = {"square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "cbrt": 1 / 3, "neg": 1.0, "abs": 1.0}
-"""The power of a factor that passes through a primitive of one operand."""
-
 
 def elementwise(eq: Equation) -> Value:
     """Facts about the result of an elementwise primitive."""
@@ -75,8 +72,6 @@ def elementwise(eq: Equation) -> Value:
     dims = eq.joined_dims(ins)
     if eq.name == "mul" and any(v.is_zero for v in ins):
         return constant(ndim, 0, 0)
-    if any(v.folded for v in ins):
-        return _folded(eq, ins, dims)
     partial, masked = _partial(eq, ins), next((v for v in ins if v.masked), None)
     if masked is None or eq.name not in (*UNARY_LINEAR, "mul", "div"):
         return Value(dims, partial, _extreme(eq, ins), _ratio(eq, ins))
@@ -95,13 +90,9 @@ def _fold(eq: Equation, ins: list[Value], ndim: int) -> Value | None:
     pairs = [value.known for value in ins]
     if eq.name in ("convert_element_type", "copy", "copy_p", "reduce_precision"):
         fold: Any = lambda a: _converted(a, eq.result_type())
-    elif eq.name == "integer_pow":
-        fold = lambda a: a ** eq.params["y"]
     elif eq.name == "div":
         exact = eq.is_integer(eq.result_type())
         fold = lambda a, b: int(a / b) if exact else a / b
-    elif eq.name == "pow":
-        fold = lambda a, b: float(a) ** b
     else:
         fold = FOLDS.get(eq.name)
     if fold is None:
@@ -160,27 +151,12 @@ def _partial(eq: Equation, ins: list[Value]) -> frozenset[str]:
     raise AssertionError(name)
 
 
-def _folded(eq: Equation, ins: list[Value], dims: tuple) -> Value:
-    """Linear in entries that are sums of those of different blocks, as in a partial sum."""
-    live = [v for v in ins if not v.is_zero]
-    if len({v.folded for v in live}) > 1 or (eq.name == "convert_element_type" and not _is_linear(*_dtypes(eq))):
-        for value in ins:
-            eq.unfolded(value)
-    folding = next(v.folding for v in ins if v.folded)
-    return Value(dims, _partial(eq, ins), None, _ratio(eq, ins), folded=live[0].folded, folding=folding)
-
-
 def _extreme(eq: Equation, ins: list[Value]) -> tuple[str, frozenset[str]] | None:
     found = {v.extreme for v in ins if v.extreme}
     if not found:
         return None
-    (kind, axes) = next(iter(found))
-    if eq.name in ("max", "min") and len(found) == 1 and kind == eq.name:
-        return kind, axes  # of this and another value: still to be taken
-    if eq.name == "neg" and not jnp.issubdtype(eq.result_type(), jnp.unsignedinteger):  # there 0 stays the least
-        return ("min" if kind == "max" else "max"), axes
     if eq.name == "copy" or (eq.name == "convert_element_type" and _is_rising(*_dtypes(eq))):
-        return kind, axes
+        return found.pop()
     for value in ins:
         eq.finished(value)
     raise AssertionError(eq.name)
@@ -199,10 +175,6 @@ def _ratio(eq: Equation, ins: list[Value]) -> float:
     if name == "select_n":
         eq.unscaled(ins[0])
         return eq.joined_ratio(ins[1:])
-    if name in POWERS:
-        return near(ratios[0] ** POWERS[name])
-    if name == "integer_pow":
-        return near(ratios[0] ** eq.params["y"])
     if name in UNARY_LINEAR and jnp.issubdtype(eq.result_type(), jnp.inexact):
         return ratios[0]
     for value in ins:

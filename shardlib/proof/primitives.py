@@ -44,8 +44,7 @@ OF_SIZES = frozenset(
 """Parameters that may depend on the mesh: the rules compare the sizes that they make."""
 KEEPING = frozenset(
     """
-    iota axis_index argmax argmin broadcast_in_dim transpose squeeze expand_dims reshape concatenate slice gather
-    scan while cond sort dot_general scatter
+    iota axis_index broadcast_in_dim transpose squeeze expand_dims reshape concatenate slice gather scan while cond
     """.split()  # noqa: SIM905
 )
 """Primitives, besides elementwise ones, whose results may still be no blocks, such as an index less an offset."""
@@ -70,10 +69,10 @@ def _device_put(eq: Equation) -> list[Value]:
     return eq.ins if is_move else everything_whole(eq)
 
 
-@rule("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "triangular_solve")
-def _matrices(eq: Equation) -> list[Value]:
-    """Linear algebra of each matrix by itself."""
-    return everything_whole(eq, len(eq.shape()) - 2)
+@rule("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "triangular_solve", "fft")
+def _of_last_dims(eq: Equation) -> list[Value]:
+    """Linear algebra of each matrix by itself, or a Fourier transform of the last dims."""
+    return everything_whole(eq, len(eq.shape()) - (len(eq.params["fft_lengths"]) if eq.name == "fft" else 2))
 
 
 IMPURE = COLLECTIVES | frozenset(

@@ -344,9 +344,6 @@ def _reduced(x: Reach, axes: tuple[int, ...]) -> list[np.ndarray]:
 @rule("reduce_sum", "reduce_prod", "reduce_xor", "argmax", "argmin")
 def _sum(eqn: Any, x: Reach) -> Reach:
     name, axes, shape, dtype = eqn.primitive.name, tuple(eqn.params["axes"]), _shape(eqn), _dtype(eqn)
-    if x.is_known and name in ("argmax", "argmin"):
-        numbers = full(x.number, x.shape, axes)
-        return made(shape, getattr(np, name)(numbers, axes[0]).astype(dtype), True)
     zeros = np.logical_and.reduce(x.known & (x.number == 0), axes) & (name == "reduce_sum")
     return made(shape, np.where(zeros, 0, highest(dtype)), zeros, *_reduced(x, axes), dtype)
 

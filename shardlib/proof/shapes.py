@@ -34,13 +34,6 @@ def _from_keys(eq: Equation) -> Value:
     return Value((*x.dims, *(whole(n) for n in shape[len(x.dims) :])))
 
 
-@rule("random_wrap")
-def _wrap_key(eq: Equation) -> Value:
-    (x,) = eq.ins
-    eq.uncut(eq.finished(x), len(x.dims) - 1, "a key is made")
-    return Value(x.dims[:-1])
-
-
 @rule("empty", "empty2", "create_token")
 def _empty(eq: Equation) -> Value:
     return constant(len(eq.result_shape), 0, 0)
@@ -107,7 +100,6 @@ class _Piece:
     is_loose: bool
     name: str = ""
     is_counted: bool = False
-    is_mixed: bool = False
 
 
 @rule("reshape")
@@ -128,12 +120,12 @@ def _reshape(eq: Equation) -> Value:
             pieces += [_Piece(n, whole, axes, False, False, dim.name, counted) for (n, axes), whole in sizes]
     pieces = [p for p in pieces if max(p.size, p.whole) > 1 or p.axes]
     twins = eq.twin.outvars[0].aval.shape
-    dims, count, mixed = [], [], False
+    dims, count, is_mixed = [], [], False
     for j, (size, there) in enumerate(zip(new, twins, strict=True)):
         taken = _take(pieces, size, there, last=all(n == 1 for n in new[j + 1 :]))
         if any(p.is_counted for p in taken):
             count.append(j)
-            mixed |= not all(p.is_counted and not p.is_mixed for p in taken)
+            is_mixed |= not all(p.is_counted for p in taken)
         if all(p.is_uniform for p in taken):
             dims.append(UNIFORM)
             continue
@@ -143,10 +135,8 @@ def _reshape(eq: Equation) -> Value:
     if pieces:
         raise Refused("the sharded dims do not fit the new shape", "shardops.rearrange names the dims")
     source = _kept(tuple(shape), new)
-    if source is None and (x.is_index or (x.mask and x.mask.source)):
-        eq.block(x)
-    x_there = moved(x, source) if source is not None else dataclasses.replace(x, origin=None, source=None)
-    count = () if mixed else tuple(count)
+    x_there = moved(x, source) if source is not None else dataclasses.replace(x, origin=None)
+    count = () if is_mixed else tuple(count)
     return _with(x, dataclasses.replace(x_there, dims=tuple(dims), count=count, components=()))
 
 
@@ -179,18 +169,6 @@ def _take(pieces: list[_Piece], size: int, there: int, last: bool) -> list[_Piec
             taken.append(dataclasses.replace(piece, size=need, whole=piece.whole // uncut, name=""))
             pieces[0] = dataclasses.replace(piece, size=uncut, whole=uncut, axes=(), name="")
             product, product_there = size, product_there * taken[-1].whole
-        elif len(pieces) > 1 and not pieces[1].axes:  # two factors that no cut separates are one
-            merged = dataclasses.replace(
-                piece,
-                size=piece.size * pieces[1].size,
-                whole=piece.whole * pieces[1].whole,
-                is_uniform=piece.is_uniform and pieces[1].is_uniform,
-                is_loose=piece.is_loose or pieces[1].is_loose,
-                is_counted=piece.is_counted or pieces[1].is_counted,
-                is_mixed=piece.is_mixed or pieces[1].is_mixed or piece.is_counted != pieces[1].is_counted,
-                name="",
-            )
-            pieces[:2] = [merged]
         else:
             break
     if product != size:
@@ -295,31 +273,4 @@ def _pad(eq: Equation) -> Value:
             dims[i] = whole(eq.result_shape[i])
             if eq.twin.params["padding_config"][i] != config:
                 raise Refused(f"dim {i} is padded by a number that depends on the mesh", WHOLE_SIZES)
-    if x.is_zero and fill.is_zero:
-        return constant(len(dims), 0, 0)
     return eq.joined(dims, [x.rearranged(x.dims), fill])
-
-
-@rule("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add")
-@rule("select_and_scatter_add")
-def _windows(eq: Equation) -> Value:
-    arrays = [value for value in map(eq.plain, eq.ins) if value.dims]
-    dims: list[Dim | None] = []
-    for i, (n, size) in enumerate(zip(eq.params["window_dimensions"], eq.result_shape, strict=True)):
-        if n == 1 and not any(eq.params["padding"][i]) and eq.shape()[i] == size:
-            dims.append(eq.joined_dim(i, (v.dims[i] for v in arrays)))
-            continue
-        for value in arrays:
-            eq.uncut(value, i, "a window slides")
-        dims.append(whole(size))
-    return Value(tuple(dims))
-
-
-@rule("fft")
-def _fft(eq: Equation) -> Value:
-    (x,) = eq.ins
-    eq.term(x)
-    count = len(x.dims) - len(eq.params["fft_lengths"])
-    for i in range(count, len(x.dims)):
-        eq.uncut(x, i, "a Fourier transform runs")
-    return x.rearranged((*x.dims[:count], *map(whole, eq.result_shape[count:])))

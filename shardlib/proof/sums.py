@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.proof.domain import UNIFORM, Dim, Source, Value, constant, near, whole
+from shardlib.proof.domain import UNIFORM, Dim, Value, constant, near, whole
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.primitives import Rules, everything_whole
 
@@ -37,10 +37,6 @@ def _sum(eq: Equation) -> Value:
     return Value(dims, x.partial | axes - x.folded, None, ratio, folded=x.folded - axes, folding=x.folding)
 
 
-def _source(x: Value, kind: str, gone: Any) -> Source:
-    return Source(x.token, kind, tuple(gone), _cut_axes(x, gone), tuple(range(len(x.dims) - len(gone))))
-
-
 @rule("reduce_max", "reduce_min", "reduce_or", "reduce_and")
 def _extreme(eq: Equation) -> Value:
     (x,), gone = eq.ins, eq.params["axes"]
@@ -52,15 +48,14 @@ def _extreme(eq: Equation) -> Value:
     if x.is_constant:
         return dataclasses.replace(x, dims=_without(x.dims, gone))
     axes = {*_cut_axes(x, gone), *(x.extreme[1] if x.extreme else ())}
-    source = _source(x, kind, gone) if axes and not x.extreme else None
     extreme = (kind, frozenset(axes)) if axes else None
-    return Value(_without(x.dims, gone), extreme=extreme, ratio=x.ratio, source=source)
+    return Value(_without(x.dims, gone), extreme=extreme, ratio=x.ratio)
 
 
-@rule("reduce_prod", "reduce_xor")
+@rule("reduce_prod", "reduce_xor", "argmax", "argmin")
 def _product(eq: Equation) -> Value:
     (x,), gone = eq.ins, eq.params["axes"]
-    _combined_along(eq, gone, "entries are combined")
+    _combined_along(eq, gone, f"{eq.name} runs")
     return Value(_without(x.dims, gone))
 
 
@@ -73,20 +68,6 @@ def _combined_along(eq: Equation, along: Iterable[int], verb: str) -> list[Dim |
             eq.same_size(k, i)
     dims = [eq.joined_dim(i, (value.dims[i] for value in eq.ins)) for i in range(len(eq.shape()))]
     return [whole(eq.shape()[i]) if i in along else dim for i, dim in enumerate(dims)]
-
-
-@rule("argmax", "argmin")
-def _argmax(eq: Equation) -> Value:
-    (x,), gone = eq.ins, eq.params["axes"]
-    eq.finished(x)
-    if not (axes := frozenset(_cut_axes(x, gone))):
-        return Value(_without(x.dims, gone))
-    if len(gone) > 1 or x.dims[gone[0]].is_merged:
-        eq.uncut(x, gone[0], f"an {eq.name} is taken")
-    # Not yet an index in the whole dim: it may only be added to this device's offset.
-    size, kind = eq.shape()[gone[0]], eq.name[3:]
-    source = _source(x, kind, gone)
-    return Value(_without(x.dims, gone), extreme=(kind, axes), known=(size, size), source=source, is_index=True)
 
 
 @rule("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp")
@@ -136,17 +117,12 @@ def _dot(eq: Equation) -> Value:
 
 @rule("conv_general_dilated")
 def _convolution(eq: Equation) -> Value:
+    """Features are summed; places, and groups of features, are whole."""
     x, kernel = map(eq.term, eq.ins)
-    numbers, groups = eq.params["dimension_numbers"], eq.params["feature_group_count"]
+    numbers = eq.params["dimension_numbers"]
     (batch, feature, *space), (out, into, *window) = numbers.lhs_spec, numbers.rhs_spec
-    batches, twin = eq.params["batch_group_count"], eq.twin.params
-    # The gradient of a kernel that has each channel by itself: channels are a batch of which each has its group.
-    by_channel = batches == eq.shape(0)[batch] == eq.shape(1)[out] > 1
-    by_channel &= twin["batch_group_count"] == eq.twin_shape(0)[batch] == eq.twin_shape(1)[out]
-    has_channels = groups == eq.shape(0)[feature] == eq.shape(1)[out]
-    has_channels &= twin["feature_group_count"] == eq.twin_shape(0)[feature] == eq.twin_shape(1)[out]
-    is_one_group = groups == twin["feature_group_count"] == 1
-    if (batches != 1 and not by_channel) or not (has_channels or is_one_group) or (x.partial and kernel.partial):
+    groups = [eqn.params[f"{of}_group_count"] for eqn in (eq.eqn, eq.twin) for of in ("feature", "batch")]
+    if groups != [1] * 4 or (x.partial and kernel.partial):
         eq.same("feature_group_count", "batch_group_count")
         return everything_whole(eq)[0]
     for k, (value, spatial) in enumerate(((x, space), (kernel, window))):
@@ -154,17 +130,12 @@ def _convolution(eq: Equation) -> Value:
             eq.uncut(value, i, "a convolution runs")
             eq.same_size(k, i)
     partial = x.partial | kernel.partial
-    if is_one_group:
-        dim = eq.joined_dim(feature, [x.dims[feature], kernel.dims[into]])
-        if dim is UNIFORM:
-            eq.same_size(0, feature)
-        elif set(dim.axes) & partial:
-            eq.finished(x if x.partial else kernel)
-        partial |= set(dim.axes) if dim is not UNIFORM else set()
-        features = eq.joined_dim(out, [x.dims[batch], kernel.dims[out]]) if by_channel else kernel.dims[out]
-    else:
-        eq.same_size(1, into)  # each channel is by itself
-        features = eq.joined_dim(feature, [x.dims[feature], kernel.dims[out]])
+    dim = eq.joined_dim(feature, [x.dims[feature], kernel.dims[into]])
+    if dim is UNIFORM:
+        eq.same_size(0, feature)
+    elif set(dim.axes) & partial:
+        eq.finished(x if x.partial else kernel)
+    partial |= set(dim.axes) if dim is not UNIFORM else set()
     dims: list = list(map(whole, eq.result_shape))
-    dims[numbers.out_spec[0]], dims[numbers.out_spec[1]] = UNIFORM if by_channel else x.dims[batch], features
+    dims[numbers.out_spec[0]], dims[numbers.out_spec[1]] = x.dims[batch], kernel.dims[out]
     return Value(tuple(dims), frozenset(partial), ratio=near(x.ratio * kernel.ratio))

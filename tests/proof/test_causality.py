@@ -136,7 +136,6 @@ EXACT = {
     "even and odd": lambda x: jnp.stack([x[:, ::2], -x[:, ::2]], 2).reshape(x.shape),
     "merged dims": lambda x: jnp.cumsum(x.reshape(-1, WIDTH), 0).reshape(x.shape),
     "transposed": lambda x: jnp.cumsum(x.transpose(2, 1, 0), 1).transpose(2, 1, 0),
-    "own branch": chosen,
     "checkpoint": jax.checkpoint(attention(OWN)),
     "mapped": jax.vmap(lambda x: jnp.cumsum(x, 0)),
 }  # fmt: skip
@@ -148,6 +147,7 @@ WIDER = {  # whose entries may depend on more than they do: on values that token
     "top_k over L": lambda x: x * (x >= lax.top_k(x.swapaxes(1, 2), 2)[0][..., -1][:, None]),
     "a sort and its inverse": lambda x: jnp.sort(x, 1)[:, np.arange(LENGTH)],
     "fourier": fourier,
+    "own branch": chosen,
     "indices": lambda x: x[:, np.array([0, 0, 1, 2, 2, 4, 5, 1])],
     "until": until,
     "positions of tokens": lambda x: jnp.take_along_axis(x, jnp.int32(jnp.abs(x[..., :1])) % LENGTH, 1),
