@@ -3,6 +3,8 @@
 A program with `escape` holds values on the way that are no blocks of a whole value; its reason says why it is right.
 """
 
+import functools
+
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
@@ -10,7 +12,8 @@ from jax import lax
 from right_programs import key, logsumexp, offset, picked
 from running import program, programs_of
 
-from shardlib.shardtypes import bool_, f32, i32
+from shardlib import shardops
+from shardlib.shardtypes import bool_, f32, i32, typed
 
 
 def own(x, axis: str, size: int, dim: int = 0):
@@ -63,7 +66,7 @@ def balance_by_a_bias_from_global_loads(x: f32["T/d M"], router: f32["M E"], bia
     return bias + 1e-3 * jnp.sign(load.mean() - load)
 
 
-@program(escape=True, reason="each device sorts its own tokens, and puts them back")
+@program
 def tokens_sorted_by_expert_and_back(x: f32["T/d M"], router: f32["M E"], scale: f32["E"]) -> f32["T/d M"]:
     chosen = jnp.argmax(x @ router, axis=-1)
     order = jnp.argsort(chosen)
@@ -158,9 +161,34 @@ def long_convolution_by_fourier_transforms(x: f32["B/d L F/t"], taps: f32["L F/t
     return jnp.fft.irfft(spectrum, n=n, axis=1)[:, : x.shape[1]]
 
 
+@program(escape=True, reason="the rows next to the block come from the neighbours, and zeros beyond the image")
+def convolution_of_an_image_with_halos(x: f32["B/d C H/t W"], kernel: f32["R C 3 3"]) -> f32["B/d R H/t W"]:
+    n = lax.axis_size("t")
+    above = lax.ppermute(x[:, :, -1:], "t", [(i, i + 1) for i in range(n - 1)])
+    below = lax.ppermute(x[:, :, :1], "t", [(i + 1, i) for i in range(n - 1)])
+    return lax.conv(jnp.concatenate([above, x, below], axis=2), kernel, (1, 1), [(0, 0), (1, 1)])
+
+
 @program
 def convolution_with_sharded_input_channels(x: f32["B/d F/t H W"], kernel: f32["R F/t 3 3"]) -> f32["B/d R H W"]:
     return lax.psum(lax.conv(jax.nn.relu(x), kernel, (2, 2), "SAME"), "t")
+
+
+@program
+def depthwise_convolution_of_sharded_channels(x: f32["B/d F/t H W"], kernel: f32["F/t 1 3 3"]) -> f32["B/d F/t H W"]:
+    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", feature_group_count=x.shape[1])
+
+
+@program
+def max_pooling_of_sharded_channels(x: f32["B/d H W F/t"]) -> f32["B/d 4 4 F/t"]:
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+
+@program
+def graph_layer_with_sharded_nodes(x: f32["T/d M"], edges: i32["T/d 2"], w: f32["M F/t"]) -> f32["T/d F/t"]:
+    nodes = whole(x, "d") @ w
+    messages = jnp.zeros_like(nodes).at[edges[:, 1]].add(jnp.tanh(nodes[edges[:, 0]]))
+    return lax.psum_scatter(messages, "d", tiled=True)
 
 
 def log_probabilities(x, table, ids):
@@ -179,6 +207,13 @@ def direct_preference_loss(
 
     advantage = margin(table) - lax.stop_gradient(margin(reference))
     return -lax.pmean(jnp.mean(jax.nn.log_sigmoid(0.1 * advantage)), "d")
+
+
+@program
+def groups_of_rewards_across_devices(rewards: f32["B/d"]) -> f32["B/d"]:
+    groups = whole(rewards, "d").reshape(-1, 4)
+    advantage = (groups - groups.mean(axis=1, keepdims=True)) / (groups.std(axis=1, keepdims=True) + 1e-4)
+    return own(advantage.reshape(-1), "d", rewards.shape[0])
 
 
 @program
@@ -201,7 +236,14 @@ def queue_of_negatives(x: f32["B/d M"], queue: f32["S M"], at: i32[""]) -> (f32[
     return lax.pmean(-jnp.mean(jax.nn.log_softmax(logits)[:, 0]), "d"), new
 
 
-@program(escape=True, reason="the devices that have the nearest code give its first index, and the others a larger one")
+@program
+def distillation_of_the_best_logits(x: f32["B/d V/t"], teacher: f32["B/d 3"], ids: i32["B/d 3"]) -> f32[""]:
+    logp = jnp.stack([picked(x, ids[:, i], "t") for i in range(3)], axis=1) - logsumexp(x, "t")[:, None]
+    p = jax.nn.softmax(teacher)
+    return lax.pmean(jnp.mean(jnp.sum(p * (jnp.log(p) - logp), axis=1)), "d")
+
+
+@program
 def nearest_code_of_a_sharded_codebook(x: f32["B/d D"], codes: f32["V/t D"]) -> (i32["B/d"], f32["B/d D"]):
     distance = jnp.sum((x[:, None] - codes) ** 2, axis=-1)
     best = jnp.min(distance, axis=1)
@@ -212,11 +254,56 @@ def nearest_code_of_a_sharded_codebook(x: f32["B/d D"], codes: f32["V/t D"]) -> 
 
 
 @program
+def largest_values_of_each_segment(x: f32["T/d M"], segment: i32["T/d"]) -> f32["8 M"]:
+    return lax.pmax(jnp.full((8, x.shape[1]), -9.0).at[segment % 8].max(x), "d")
+
+
+@program
+def count_of_distinct_tokens(ids: i32["B/d L/t"]) -> i32[""]:
+    seen = jnp.zeros(16, jnp.int32).at[ids.reshape(-1)].max(1)
+    return jnp.sum(lax.pmax(seen, ("d", "t")))
+
+
+@program
+def kronecker_factors_solved_for_sharded_columns(g: f32["M F/t"], x: f32["B/d M"]) -> f32["M F/t"]:
+    a = lax.pmean(x.T @ x / x.shape[0], "d") + jnp.eye(x.shape[1])
+    return jnp.linalg.solve(a, g)
+
+
+@program
+def conjugate_gradients_to_convergence(a: f32["M/d"], b: f32["M/d"]) -> f32["M/d"]:
+    dot = lambda x, y: lax.psum(jnp.sum(x * y), "d")
+    apply = lambda v: (1 + a * a) * v + 0.1 * a * dot(a, v)
+
+    def step(state):
+        x, r, p, rr, i = state
+        ap = apply(p)
+        alpha = rr / dot(p, ap)
+        x, r = x + alpha * p, r - alpha * ap
+        new = dot(r, r)
+        return x, r, r + new / rr * p, new, i + 1
+
+    start = (0 * b, b, b, dot(b, b), 0)
+    return lax.while_loop(lambda s: (s[3] > 1e-6) & (s[4] < 20), step, start)[0]
+
+
+@program
 def low_rank_compression_of_a_gradient(g: f32["M/d F/t"], q: f32["F/t 2"]) -> (f32["M/d F/t"], f32["F/t 2"]):
     p = lax.psum(g @ q, "t")
     p = own(jnp.linalg.qr(whole(p, "d"))[0], "d", g.shape[0])
     q = lax.psum(g.T @ p, "d")
     return p @ q.T, q
+
+
+@program
+def sharded_gradients_and_states(
+    w: f32["M N"], m: f32["M/d N"], x: f32["B/d M"]
+) -> {"w": f32["M N"], "m": f32["M/d N"], "norm": f32[""]}:
+    g = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(lax.pcast(w, "d", to="varying"))
+    g = lax.psum_scatter(g, "d", tiled=True) / lax.axis_size("d")
+    norm = jnp.sqrt(lax.psum(jnp.sum(g * g), "d"))
+    m = 0.9 * m + 0.1 * g * jnp.minimum(1.0, 1.0 / norm)
+    return {"w": same(own(w, "d", g.shape[0]) - 0.1 * m, "d"), "m": m, "norm": norm}
 
 
 def error(w, x):
@@ -240,8 +327,29 @@ def gradients_of_interleaved_rows_accumulated(w: f32["M N"], x: f32["T/d M"]) ->
 
 
 @program
+def gradient_through_rows_mapped_one_by_one(w: f32["M F/t"], x: f32["B/d L M"]) -> (f32["M F/t"], f32["B/d L M"]):
+    def loss(w, x):
+        w, x = lax.pcast(w, "d", to="varying"), lax.pcast(x, "t", to="varying")  # once, not for each row
+        return lax.psum(jnp.sum(lax.map(jax.checkpoint(lambda x: jnp.max(jnp.tanh(x @ w), axis=0)), x)), ("d", "t"))
+
+    return jax.grad(loss, (0, 1))(w, x)
+
+
+@program
 def partial_sums_of_microbatches_stacked_by_a_scan(x: f32["4 B/d F/t"], w: f32["F/t M"]) -> f32["4 B/d M"]:
     return lax.psum(lax.scan(lambda _, x: (None, x @ w), None, x)[1], "t")
+
+
+@program
+def sum_over_devices_before_the_sum_along_their_blocks(x: f32["B/d M"], y: f32["B/d M"]) -> f32["M"]:
+    return jnp.sum(lax.psum(x, "d") - lax.psum(y, "d"), axis=0) + lax.psum(x, "d").sum(axis=0)
+
+
+@program
+def dropped_lookups_are_zero(table: f32["V/t M"], ids: i32["B/d"]) -> f32["B/d M"]:
+    at = ids - offset("t", table.shape[0])
+    at = jnp.where((at >= 0) & (at < table.shape[0]), at, table.shape[0])
+    return lax.psum(table.at[at].get(mode="fill", fill_value=0.0), "t")
 
 
 @program
@@ -263,6 +371,38 @@ def tree_flattened_before_one_reduction(
     g = jax.tree.map(lambda x: x.sum(axis=0), g)
     flat, restore = jax.flatten_util.ravel_pytree(g)
     return restore(lax.psum(flat, "d"))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def equilibrium(f, w, x):
+    far = lambda s: (s[1] > 1e-10) & (s[2] < 50)
+
+    def step(s):
+        new = f(w, s[0], x)
+        return new, lax.psum(jnp.sum((new - s[0]) ** 2), "d"), s[2] + 1
+
+    return lax.while_loop(far, step, (x, lax.psum(jnp.sum(0 * x), "d") + 1.0, 0))[0]
+
+
+def equilibrium_forward(f, w, x):
+    z = equilibrium(f, w, x)
+    return z, (w, x, z)
+
+
+def equilibrium_backward(f, kept, g):
+    w, x, z = kept
+    back = jax.vjp(lambda z: f(w, z, x), z)[1]
+    u = lax.fori_loop(0, 30, lambda _, u: g + back(u)[0], g)
+    return jax.vjp(lambda w, x: f(w, z, x), w, x)[1](u)
+
+
+equilibrium.defvjp(equilibrium_forward, equilibrium_backward)
+
+
+@program
+def implicit_gradient_of_an_equilibrium(w: f32["M M"], x: f32["B/d M"]) -> (f32[""], f32["M M"]):
+    layer = lambda w, z, x: jnp.tanh(0.05 * z @ w + x)
+    return jax.value_and_grad(lambda w: lax.pmean(jnp.mean(equilibrium(layer, w, x) ** 2), "d"))(w)
 
 
 @program
@@ -305,6 +445,28 @@ def nucleus_of_gathered_logits(x: f32["B/d V/t"], keys: key["B/d"]) -> i32["B/d"
 
 
 @program
+def perturbed_argmax_over_sharded_vocabulary(x: f32["B/d V/t"], keys: key["B/d"]) -> i32["B/d"]:
+    noise = jax.vmap(lambda k: jax.random.gumbel(k, (x.shape[1] * lax.axis_size("t"),)))(keys)
+    x = x + own(noise, "t", x.shape[1], 1)
+    best = jnp.max(x, axis=1)
+    at = offset("t", x.shape[1]) + jnp.argmax(x, axis=1).astype(jnp.int32)
+    return lax.pmin(jnp.where(best == lax.pmax(best, "t"), at, 2**30), "t")
+
+
+@program
+def step_of_a_beam_search(
+    logits: f32["B/d 3 V"], scores: f32["B/d 3"], done: bool_["B/d 3"], cache: f32["B/d 3 L K/t D"]
+) -> (f32["B/d 3"], i32["B/d 3"], f32["B/d 3 L K/t D"]):
+    v = logits.shape[-1]
+    logp = jax.nn.log_softmax(logits)
+    stop = jnp.where(jnp.arange(v) == 0, 0.0, -1e9)
+    total = scores[..., None] + jnp.where(done[..., None], stop, logp)
+    best, at = lax.top_k(total.reshape(total.shape[0], -1), 3)
+    cache = jnp.take_along_axis(cache, (at // v)[..., None, None, None], axis=1)
+    return best, (at % v).astype(jnp.int32), cache
+
+
+@program
 def decoding_until_all_rows_end(x: f32["B/d M"], w: f32["M M"], table: f32["M V"]) -> i32["B/d L"]:
     def step(state):
         x, tokens, done, i = state
@@ -336,6 +498,36 @@ def masks_as_arguments_and_results(
     both = a & ~b
     some = lax.pmax(jnp.any(both, axis=1).astype(jnp.int32), "t") > 0
     return both, some, lax.psum(jnp.sum(some), "d") == 8
+
+
+@program
+def complex_rotations(x: f32["B/d L D"], q: f32["D 2"]) -> f32["B/d L D 2"]:
+    z = lax.complex(x, jnp.ones_like(x)) * lax.complex(q[:, 0], q[:, 1])
+    z = z * jnp.exp(1j * jnp.arange(x.shape[1], dtype=jnp.float32)[:, None])
+    return jnp.stack([z.real, jnp.conj(z).imag], axis=-1)
+
+
+@program
+def rows_mapped_one_by_one(x: f32["B/d L M"], w: f32["M F/t"]) -> f32["B/d F/t"]:
+    return lax.map(lambda x: jnp.max(jnp.tanh(x @ w), axis=0), x)
+
+
+@program
+@typed
+def causal_attention_by_typed_ops(x: f32["B/d L/t M"], w: f32["3 M/d K/t D"], o: f32["K/t D M/d"]) -> f32["B/d L/t M"]:
+    w = shardops.all_gather("3 M/d K/t D -> 3 M K/t D", w)
+    q, k, v = jnp.moveaxis(
+        shardops.einsum_unreduced(
+            "B/d L M, 3 M K/t D -> 3 B/d K/t L D", shardops.all_gather("B/d L/t M -> B/d L M", x), w
+        ),
+        0,
+        0,
+    )
+    y = attend(q, k, v, causal(q.shape[2]))
+    out = shardops.einsum_unreduced(
+        "B/d K/t L D, K/t D M -> B/d L M +t", y, shardops.all_gather("K/t D M/d -> K/t D M", o)
+    )
+    return x + shardops.psum_scatter("B/d L M +t -> B/d L/t M", out)
 
 
 PROGRAMS = programs_of(globals())

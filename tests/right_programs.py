@@ -50,6 +50,11 @@ def linear_recurrence_by_associative_scan(a: f32["B/d L F/t"], x: f32["B/d L F/t
 
 
 @program
+def image_convolution_with_sharded_filters(x: f32["B/d C H W"], kernel: f32["R/t C 3 3"]) -> f32["B/d R/t H W"]:
+    return lax.conv(x, kernel, (1, 1), "SAME")
+
+
+@program
 def advantages_by_a_reversed_scan_over_whole_time(deltas: f32["L B/d"]) -> f32["L B/d"]:
     step = lambda following, delta: (delta + 0.95 * following,) * 2
     return lax.scan(step, 0 * deltas[0], deltas, reverse=True)[1]
@@ -61,6 +66,11 @@ def mixture_of_depths_over_whole_positions(x: f32["B/d L M"], w: f32["M"]) -> f3
     rows = jnp.arange(x.shape[0])[:, None]
     best = lax.top_k(scores, 4)[1]
     return x.at[rows, best].add(jnp.tanh(x[rows, best]))
+
+
+@program
+def fourier_mixing_of_whole_positions(x: f32["B/d L M/t"]) -> f32["B/d L M/t"]:
+    return jnp.fft.fft(x, axis=1).real
 
 
 @program
@@ -133,16 +143,19 @@ def embedding_by_ids_within_blocks(table: f32["V/t M"], ids: i32["B/d"]) -> f32[
     return lax.psum(jnp.where(own[:, None], table[ids % n], 0.0), "t")
 
 
+@program(whole=lambda table, ids, g: jnp.zeros_like(table).at[ids].add(g))
+def embedding_gradient_scattered_by_shifted_ids(table: f32["V/t M"], ids: i32["B/d"], g: f32["B/d M"]) -> f32["V/t M"]:
+    own = ids - lax.axis_index("t") * table.shape[0]
+    own = jnp.where((own >= 0) & (own < table.shape[0]), own, table.shape[0])
+    return lax.psum(jnp.zeros_like(table).at[own].add(g, mode="drop"), "d")
+
+
 @program(whole=lambda ids: jnp.zeros(16).at[ids].add(1.0))
 def histogram_of_sharded_rows(ids: i32["B/d"]) -> f32["V"]:
     return lax.psum(jnp.zeros(16).at[ids].add(1.0), "d")
 
 
-@program(
-    whole=lambda x: jnp.argmax(x, axis=1).astype(jnp.int32),
-    escape=True,
-    reason="the devices that have the largest logit give its first index, and the others a larger one",
-)
+@program(whole=lambda x: jnp.argmax(x, axis=1).astype(jnp.int32))
 def greedy_token_over_sharded_vocabulary(x: f32["B/d V/t"]) -> i32["B/d"]:
     best = jnp.max(x, axis=1)
     own = lax.axis_index("t") * x.shape[1] + jnp.argmax(x, axis=1).astype(jnp.int32)
@@ -170,6 +183,17 @@ def positions_over_two_axes(x: f32["M/t/d"]) -> f32["M/t/d"]:
     return x + block * x.shape[0] + jnp.arange(x.shape[0])
 
 
+@program(whole=lambda x, gate, up, down: (jax.nn.silu(x @ gate) * (x @ up)) @ down)
+def gated_feed_forward_by_typed_ops(
+    x: f32["B/d M"], gate: f32["M/d F/t"], up: f32["M/d F/t"], down: f32["F/t M/d"]
+) -> f32["B/d M"]:
+    gate, up = (shardops.all_gather("M/d F/t -> M F/t", w) for w in (gate, up))
+    into = lambda w: shardops.einsum_unreduced("B/d M, M F/t -> B/d F/t", shardops.replicate("B/d M -> B/d M *t", x), w)
+    hidden = jax.nn.silu(into(gate)) * into(up)
+    down = shardops.all_gather("F/t M/d -> F/t M", down)
+    return shardops.psum("B/d M +t -> B/d M", shardops.einsum_unreduced("B/d F/t, F/t M -> B/d M +t", hidden, down))
+
+
 @program
 def grouped_keys_repeated_over_sharded_heads(k: f32["B/d K/t D"]) -> f32["B/d T/t D"]:
     return jnp.repeat(k, 2, axis=1)
@@ -188,8 +212,6 @@ def ulysses_attention(q: f32["B/d L/t K D"], k: f32["B/d L/t K D"], v: f32["B/d 
 @program(
     whole=lambda q, k, v: jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v,
     axes=("d", "c"),
-    escape=True,
-    reason="each device adds the terms of all blocks of keys, in an order of its own",
 )
 def ring_attention(q: f32["B/d L/c D"], k: f32["B/d S/c D"], v: f32["B/d S/c D"]) -> f32["B/d L/c D"]:
     total, weight = 0.0, 0.0
@@ -273,12 +295,32 @@ def top_1_experts_by_all_to_all(x: f32["T/d/e M"], w: f32["E/e M F"], router: f3
     return jnp.einsum("tec,ecf->tf", placed, lax.all_to_all(y, "e", split_axis=1, concat_axis=0, tiled=True))
 
 
+@program(
+    whole=lambda w, x: functools.reduce(lambda x, w: jnp.tanh(x @ w), w, x),
+    axes=("stage",),
+    escape=True,
+    reason="the last stage has each row after it went through all stages in order",
+)
+def pipeline_of_stages(w: f32["stages/stage M M"], x: f32["B M"]) -> f32["B M"]:
+    n, here = lax.axis_size("stage"), lax.axis_index("stage")
+    passed = x
+    for _ in range(n):
+        passed = functools.reduce(lambda x, w: jnp.tanh(x @ w), w, passed)
+        out, passed = passed, lax.ppermute(passed, "stage", ring("stage"))
+    return lax.psum(jnp.where(here == n - 1, out, 0.0), "stage")
+
+
 @program(whole=lambda w, x: w - 0.1 * jnp.tanh(jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)))
 def gradients_scattered_and_weights_gathered(w: f32["M N"], x: f32["B/d M"]) -> f32["M N"]:
     g = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(lax.pcast(w, "d", to="varying"))
     g = lax.psum_scatter(g, "d", tiled=True) / lax.axis_size("d")
     own = lax.dynamic_slice_in_dim(w, lax.axis_index("d") * g.shape[0], g.shape[0])
     return lax.all_gather(own - 0.1 * jnp.tanh(g), "d", tiled=True, to="invarying")
+
+
+def preconditioned(g, statistic):
+    values, vectors = jnp.linalg.eigh(statistic + jnp.eye(16))
+    return g @ (vectors * values**-0.25) @ vectors.T
 
 
 def mean_square(w, x):
@@ -325,6 +367,14 @@ def collective_beneath_a_replicated_branch(x: f32["B/d M"], i: i32[""]) -> f32["
 
 
 @jax.custom_vjp
+def straight_through(x):
+    return jnp.round(x)
+
+
+straight_through.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (g,))
+
+
+@jax.custom_vjp
 def gathered(w):
     return lax.all_gather(w, "d", tiled=True)
 
@@ -368,9 +418,93 @@ def other_names_of_axes(x: f32["B/data F/model"], w: f32["F/model M"]) -> f32["B
     return lax.psum_scatter(x @ w, "model", scatter_dimension=1, tiled=True)
 
 
+@program(vma=False)
+def rows_gathered_untiled_and_merged(x: f32["B/t M"], w: f32["B M"]) -> f32["M"]:
+    return (lax.all_gather(x, "t").reshape(-1, x.shape[1]) * w).sum(0)
+
+
+@program(vma=False)
+def columns_gathered_before_the_rows_and_moved(x: f32["B/d M/t"], w: f32["M F"]) -> f32["B/d F"]:
+    return lax.all_gather(x, "t").transpose(1, 0, 2).reshape(x.shape[0], -1) @ w
+
+
+@program(vma=False)
+def partial_sums_gathered_and_added(x: f32["B/d M/t"], w: f32["M/t F"]) -> f32["B/d F"]:
+    return lax.all_gather(x @ w, "t").sum(axis=0)
+
+
+@program(vma=False)
+def softmax_from_gathered_maxima(x: f32["B/d V/t"]) -> f32["B/d V/t"]:
+    e = jnp.exp(x - lax.all_gather(x.max(axis=-1), "t").max(axis=0)[:, None])
+    return e / lax.all_gather(e.sum(axis=-1), "t").sum(axis=0)[:, None]
+
+
+@program
+def experts_exchanged_by_an_untiled_all_to_all(x: f32["E T/t M"], w: f32["E/t M F"]) -> f32["E T/t F"]:
+    n = lax.axis_size("t")
+    sent = x.reshape(n, -1, *x.shape[1:])
+    received = lax.all_to_all(sent, "t", split_axis=0, concat_axis=0)
+    y = jnp.einsum("netm,emf->netf", received, w)
+    return lax.all_to_all(y, "t", split_axis=0, concat_axis=0).reshape(x.shape[0], x.shape[1], -1)
+
+
+@program
+def heads_exchanged_for_positions_untiled(x: f32["B/d L/t K D"]) -> f32["B/d L K/t D"]:
+    b, l, k, d = x.shape
+    n = lax.axis_size("t")
+    y = lax.all_to_all(x.reshape(b, l, n, k // n, d), "t", split_axis=2, concat_axis=1)
+    return y.reshape(b, n * l, k // n, d)
+
+
+@program
+def gradients_scattered_untiled(x: f32["B/t M"], y: f32["B/t F"]) -> f32["M/t F"]:
+    grads = x.T @ y
+    return lax.psum_scatter(grads.reshape(lax.axis_size("t"), -1, grads.shape[1]), "t", scatter_dimension=0)
+
+
+@program
+def ranks_of_each_row(x: f32["B/d V"]) -> i32["B/d V"]:
+    return jnp.argsort(jnp.argsort(x, axis=-1), axis=-1)
+
+
+@program
+def rows_sorted_by_expert_and_back(x: f32["T/d M"], ids: i32["T/d"], w: f32["M F"]) -> f32["T/d F"]:
+    order = jnp.argsort(ids)
+    y = jnp.tanh(x[order] @ w)
+    return y[jnp.argsort(order)]
+
+
+@program
+def inverse_permutation_by_a_scatter(x: f32["T/d M"], ids: i32["T/d"], w: f32["M F"]) -> f32["T/d F"]:
+    order = jnp.argsort(ids)
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0]))
+    return ((x[order] @ w) ** 2)[back]
+
+
+@program
+def buckets_of_distances(x: f32["B/d"], edges: f32["V"]) -> i32["B/d"]:
+    return jnp.searchsorted(jnp.sort(edges), x)
+
+
 @program
 def inverse_of_a_cumulative_distribution(p: f32["V"], u: f32["B/d"]) -> i32["B/d"]:
     return jnp.searchsorted(jnp.cumsum(jax.nn.softmax(p)), jax.nn.sigmoid(u), side="right")
+
+
+@program
+def embedding_masked_after_a_projection(ids: i32["B/d L"], table: f32["V/t M"], w: f32["M F"]) -> f32["B/d L F"]:
+    local = ids - lax.axis_index("t") * table.shape[0]
+    ok = (local >= 0) & (local < table.shape[0])
+    y = table[jnp.clip(local, 0, table.shape[0] - 1)] @ w
+    return lax.psum(jnp.where(ok[..., None], y, 0.0), "t")
+
+
+@program
+def embedding_masked_after_a_scale(ids: i32["B/d L"], table: f32["V/t M"]) -> f32["B/d L M"]:
+    local = ids - lax.axis_index("t") * table.shape[0]
+    ok = (local >= 0) & (local < table.shape[0])
+    rows = table.at[local].get(mode="clip") * jnp.sqrt(1.0 * table.shape[1])
+    return lax.psum(rows * ok[..., None], "t")
 
 
 @program
@@ -396,7 +530,63 @@ def one_query_for_each_group(q: f32["B/d K/t D"], k: f32["B/d S K/t D"], v: f32[
     return jnp.einsum("bkus,bskd->bukd", p, v)[:, 0]
 
 
-@program(escape=True, reason="each device writes each block to its place, in an order of its own")
+@program(vma=False)
+def sum_where_there_are_several_devices(x: f32["B/d M/t"], w: f32["M/t F"]) -> f32["B/d F"]:
+    y = x @ w
+    return lax.psum(y, "t") if lax.axis_size("t") > 1 else y
+
+
+@program(vma=False)
+def mean_over_devices_if_there_are_several(x: f32["B/d M"]) -> f32["M"]:
+    loss = x.mean(axis=0)
+    if lax.axis_size("d") > 1:
+        loss = lax.pmean(loss, "d")
+    return loss
+
+
+@program(vma=False)
+def ring_of_sums_unrolled(x: f32["B/t M"]) -> f32["M"]:
+    part = total = x.sum(axis=0)
+    for _ in range(lax.axis_size("t") - 1):
+        part = lax.ppermute(part, "t", ring("t"))
+        total += part
+    return total
+
+
+@program(vma=False)
+def ring_of_sums_in_a_loop(x: f32["B/t M"]) -> f32["M"]:
+    def turn(_, carry):
+        total, part = carry
+        return total + part, lax.ppermute(part, "t", ring("t"))
+
+    part = x.sum(axis=0)
+    return lax.fori_loop(0, lax.axis_size("t"), turn, (jnp.zeros_like(part), part))[0]
+
+
+@program
+def attention_over_keys_in_a_ring_unrolled(q: f32["L/t D"], k: f32["S/t D"], v: f32["S/t D"]) -> f32["L/t D"]:
+    n, above, below = lax.axis_size("t"), 0.0, 0.0
+    for i in range(n):
+        e = jnp.exp(jax.nn.sigmoid(q @ k.T))
+        above, below = above + e @ v, below + e.sum(axis=1)
+        if i < n - 1:
+            k, v = (lax.ppermute(x, "t", ring("t")) for x in (k, v))
+    return above / below[:, None]
+
+
+@program
+def matmul_whose_rows_pass_around_in_a_loop(x: f32["B M/t"], w: f32["M F/t"]) -> f32["B F/t"]:
+    n, me, size = lax.axis_size("t"), lax.axis_index("t"), x.shape[1]
+
+    def turn(i, carry):
+        total, x = carry
+        rows = lax.dynamic_slice_in_dim(w, (me - i) % n * size, size)
+        return total + x @ rows, lax.ppermute(x, "t", ring("t"))
+
+    return lax.fori_loop(0, n, turn, (jnp.zeros_like(x[:, :1] * w[0]), x))[0]
+
+
+@program
 def gathered_matmul_of_passing_blocks(x: f32["B/t M"], w: f32["M F/t"]) -> f32["B F/t"]:
     n, me, size = lax.axis_size("t"), lax.axis_index("t"), x.shape[0]
     y = jnp.zeros((n * size, w.shape[1]))
@@ -405,6 +595,15 @@ def gathered_matmul_of_passing_blocks(x: f32["B/t M"], w: f32["M F/t"]) -> f32["
         if i < n - 1:
             x = lax.ppermute(x, "t", ring("t"))
     return y
+
+
+@program
+def nearest_key_of_all_in_a_ring(q: f32["L/t D"], k: f32["S/t D"]) -> f32["L/t"]:
+    n, best = lax.axis_size("t"), jnp.max(q @ k.T, axis=1)
+    for _ in range(n - 1):
+        k = lax.ppermute(k, "t", ring("t"))
+        best = jnp.maximum(best, jnp.max(q @ k.T, axis=1))
+    return best
 
 
 PROGRAMS = programs_of(globals())

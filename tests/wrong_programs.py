@@ -109,6 +109,22 @@ def own_block(_, g):
 gathered_without_a_sum.defvjp(lambda w: (gathered_without_a_sum(w), None), own_block)
 
 
+def contrastive(a, b):
+    return -jnp.sum(jnp.diag(jax.nn.log_softmax(a @ b.T)))
+
+
+@program
+def negatives_gathered_without_gradient(a: f32["B/d M"], b: f32["B/d M"]) -> f32["B/d M"]:
+    start = lax.axis_index("d") * a.shape[0]
+
+    def loss(b):
+        others = lax.stop_gradient(lax.all_gather(b, "d", tiled=True))
+        logits = a @ lax.dynamic_update_slice_in_dim(others, b, start, axis=0).T
+        return -jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(logits), start + jnp.arange(len(b))[:, None], 1))
+
+    return jax.grad(loss)(b)
+
+
 @program
 def replicated_value_returned_as_sharded(x: f32["B M"]) -> f32["B M/t"]:
     return x + 1
@@ -269,6 +285,12 @@ def entries_set_by_shifted_ids(table: f32["V/t"], ids: i32["4"], g: f32["4"]) ->
     return table.at[jnp.clip(own, 0, table.shape[0] - 1)].set(jnp.where(found, g, 0.0))
 
 
+@program(vma=False)
+def branch_on_who_has_the_maximum(x: f32["B V/t"]) -> f32["V/t"]:
+    best = jnp.max(x[0])
+    return lax.cond(best == lax.pmax(best, "t"), lambda x: x, lambda x: 0 * x, x[0])
+
+
 @program
 def start_of_a_block_clipped(table: f32["L M"], start: f32["L/t"]) -> f32["L/t M"]:
     n = start.shape[0]
@@ -294,6 +316,12 @@ def entries_changed_by_a_function_of_the_mesh(x: f32["M"]) -> f32["M"]:
 
 
 @program
+def scaled_entries_multiplied_by_scaled_ones(x: f32["M"], v: f32["M"]) -> f32["M"]:
+    x, v = lax.psum(x, "t"), lax.psum(v, "t")
+    return x.at[jnp.arange(0, 16, 2)].multiply(v[:8]) / lax.axis_size("t")
+
+
+@program
 def length_of_a_block_as_a_difference(x: f32["L/t"]) -> f32["L/t"]:
     start = offset("t", x.shape[0])
     end = start + x.shape[0]
@@ -306,6 +334,21 @@ def local_positions_as_vectors(x: f32["L/t"]) -> i32["L/t 2"]:
     return jnp.stack([n, n], -1)
 
 
+@program
+def argmax_with_a_small_index_elsewhere(x: f32["B/d V/t"]) -> i32["B/d"]:
+    best = jnp.max(x, axis=1)
+    own = offset("t", x.shape[1]) + jnp.argmax(x, axis=1).astype(jnp.int32)
+    return lax.pmin(jnp.where(best == lax.pmax(best, "t"), own, 2), "t")
+
+
+@program(whole=lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32))
+def argmax_where_its_index_is_the_maximum(x: i32["B/d V/t"]) -> i32["B/d"]:
+    index = jnp.argmax(x, axis=-1)
+    return lax.pmin(
+        jnp.where(index == lax.pmax(jnp.max(x, axis=-1), "t"), offset("t", x.shape[-1]) + index, 2**30), "t"
+    )
+
+
 @program(vma=False)
 def diagonal_taken_for_uniform(x: f32["L S"]) -> f32["L/t"]:
     rows = jnp.arange(16, dtype=jnp.uint32)
@@ -316,6 +359,11 @@ def diagonal_taken_for_uniform(x: f32["L S"]) -> f32["L/t"]:
 def maximum_of_a_number_of_another_sign(x: f32["B/d"]) -> f32[""]:
     sign = 3.0 if x.shape[0] == 8 else -3.0
     return lax.pmax(jnp.max(x * sign), "d") / sign * 3.0
+
+
+def over_rows(add, start, x):
+    """The carry of a loop over rows."""
+    return lax.scan(lambda total, row: (add(total, row), None), lax.pcast(start, "d", to="varying"), x)[0]
 
 
 @program
@@ -360,6 +408,12 @@ def partial_sums_convolved_with_sharded_features(x: f32["L F/t"], w: f32["F/t"],
 def four_groups_of_the_features_of_a_block(x: f32["B/d 8/t L"]) -> f32["B/d 8/t L"]:
     kernel = jnp.ones((x.shape[1], x.shape[1] // 4, 3))
     return lax.conv_general_dilated(x, kernel, (1,), "SAME", feature_group_count=4)
+
+
+@program(vma=False)
+def two_groups_of_the_features_of_a_block(x: f32["B/d 8/t L"]) -> f32["B/d 8/t L"]:
+    kernel = jnp.ones((x.shape[1], x.shape[1] // 2, 3))
+    return lax.conv_general_dilated(x, kernel, (1,), "SAME", feature_group_count=2)
 
 
 @program(vma=False)
@@ -455,11 +509,68 @@ def product_summed_over_devices_in_eight_bits(x: f32["B L/t"], w: f32["L/t M"]) 
 
 
 @program
+def sorted_tokens_meet_unsorted_gates(x: f32["T/d M"], scores: f32["T/d"]) -> f32["T/d M"]:
+    order = jnp.argsort(scores)
+    return (x[order] * scores[:, None])[jnp.argsort(order)]
+
+
+@program
+def difference_to_the_token_before_in_order(x: f32["T/d M"], scores: f32["T/d"]) -> f32["T/d M"]:
+    order = jnp.argsort(scores)
+    y = x[order]
+    return (y - jnp.roll(y, 1, axis=0))[jnp.argsort(order)]
+
+
+@program
+def prefix_sums_in_the_order_of_experts(x: f32["T/d M"], scores: f32["T/d"]) -> f32["T/d M"]:
+    order = jnp.argsort(scores)
+    return jnp.cumsum(x[order], axis=0)[jnp.argsort(order)]
+
+
+@program
 def activation_after_the_mask(ids: i32["B/d L"], table: f32["V/t M"]) -> f32["B/d L M"]:
     local = ids - lax.axis_index("t") * table.shape[0]
     ok = (local >= 0) & (local < table.shape[0])
     rows = table[jnp.clip(local, 0, table.shape[0] - 1)]
     return lax.psum(jax.nn.sigmoid(jnp.where(ok[..., None], rows, 0.0)), "t")
+
+
+@program(vma=False)
+def ring_with_a_turn_too_many(x: f32["B/t M"]) -> f32["M"]:
+    part = total = x.sum(axis=0)
+    for _ in range(lax.axis_size("t")):
+        part = lax.ppermute(part, "t", ring("t"))
+        total += part
+    return total
+
+
+@program(vma=False)
+def ring_that_squares_each_part(x: f32["B/t M"]) -> f32["M"]:
+    part = total = x.sum(axis=0)
+    total = part**2
+    for _ in range(lax.axis_size("t") - 1):
+        part = lax.ppermute(part, "t", ring("t"))
+        total += part**2
+    return total
+
+
+@program
+def sums_placed_over_each_other(x: f32["B/t M"], w: f32["M F/t"]) -> f32["B F/t"]:
+    n = lax.axis_size("t")
+    y = jnp.zeros((n * x.shape[0], w.shape[1]))
+    for _ in range(n):
+        y = lax.dynamic_update_slice_in_dim(y, (x @ w).sum(axis=0)[None], 0, axis=0)
+        x = lax.ppermute(x, "t", ring("t"))
+    return y
+
+
+@program
+def nearest_keys_added(q: f32["L/t D"], k: f32["S/t D"]) -> f32["L/t"]:
+    n, best = lax.axis_size("t"), jnp.max(q @ k.T, axis=1)
+    for _ in range(n - 1):
+        k = lax.ppermute(k, "t", ring("t"))
+        best = best + jnp.max(q @ k.T, axis=1)
+    return best
 
 
 ROWS = {  # name: types of arguments and result, of f32 where nothing is said; the body
@@ -621,9 +732,22 @@ ROWS = {  # name: types of arguments and result, of f32 where nothing is said; t
         "B/d M -> 8/d M",
         lambda x: lax.approx_max_k(x, x.shape[0], reduction_dimension=0)[0],
     ),
+    "largest product of each row with own rows": (
+        "B/d M, T/d M -> B/d",
+        lambda x, y: lax.map(lambda row: jnp.max(y @ row), x),
+    ),
     "sum of each row with own rows": (
         "B/d M, T/d M -> B/d",
         lambda x, y: lax.map(lambda row: jnp.sum(jnp.exp(y @ row)), x),
+    ),
+    "start of a sum counted by each device": ("B/d M, M -> M", lambda x, w: lax.psum(over_rows(jnp.add, w, x), "d")),
+    "sum of products with own rows": (
+        "B/d M, T/d M -> f32",
+        lambda x, y: lax.psum(over_rows(lambda total, row: total + jnp.sum(jnp.exp(y @ row)), jnp.zeros(()), x), "d"),
+    ),
+    "largest of own rows in own columns": (
+        "V M/d, i32 T/d, T/d -> V M/d",
+        lambda x, ids, y: x.at[ids].max(3 * y[:, None]),
     ),
     "key made outside for this mesh": ("M -> M", lambda x: x + jax.random.normal(KEYS[lax.axis_size("t")], x.shape)),
     "replicated value taken for a partial sum": (
@@ -686,6 +810,10 @@ UNCHECKED = {
     "power by a product of repeated numbers": ("L/t -> L/t", lambda x: x * jnp.prod(jnp.full((x.shape[0],), 1.5))),
     "argmax of a flattened block": ("B/d L/t -> i32", lambda x: jnp.argmax(x.reshape(-1)).astype(jnp.int32)),
     "product of scaled numbers scaled back": ("L -> L", lambda x: jnp.cumprod(lax.psum(x, "t")) / lax.axis_size("t")),
+    "convolved by maxima of a block": (
+        "L, B/d 3 -> L",
+        lambda x, k: lax.conv(x[None, None], jnp.max(k, axis=0)[None, None], (1,), "SAME")[0, 0],
+    ),
     "convolved by as many ones as a block has": (
         "L, 8/t -> L",
         lambda x, u: lax.conv(x[None, None], jnp.ones((1, 1, u.shape[0])), (1,), "SAME")[0, 0],
@@ -738,6 +866,10 @@ UNCHECKED = {
             lax.custom_linear_solve(lambda v: lax.psum(v, "t"), x, lambda mv, b: b / 1.0, symmetric=True)
             + lax.custom_linear_solve(lambda v: v, x, lambda mv, b: lax.psum(b, "t"), symmetric=True)
         ),
+    ),
+    "squares of partial sums gathered": (
+        "B/d M/t -> B/d",
+        lambda x: jnp.sum(lax.all_gather(x.sum(axis=1), "t") ** 2, axis=0),
     ),
 }
 """Those that JAX would refuse with check_vma."""

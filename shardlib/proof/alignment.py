@@ -18,6 +18,7 @@ from jax.extend.core import Literal
 
 from shardlib.equations import CALLS, body_of
 from shardlib.marks import is_region
+from shardlib.proof import choices, rings
 from shardlib.proof.equation import Equation, comparable
 from shardlib.proof.primitives import OF_SIZES
 
@@ -85,11 +86,15 @@ class Aligned(NamedTuple):
     """Two jaxprs by pairs of equations.
 
     Attributes:
+        ours: the jaxpr here, with one turn in place of each ring.
+        theirs: that on one device, with what it left out of a choice by the number of devices.
         pairs: the equations, in the order on one device.
         here: entries of each result of the per-device program.
         there: entries that it has, by the program on one device.
     """
 
+    ours: Any
+    theirs: Any
     pairs: list[Pair]
     here: list[Layout | None]
     there: list[Layout | None]
@@ -100,9 +105,11 @@ class Alignment:
 
     Args:
         sizes: number of devices along each axis of the mesh.
+        twin_sizes: those of the mesh of one device: 1, but for axes that both have.
     """
 
-    def __init__(self, sizes: Mapping[str, int]):
+    def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]):
+        self._sizes, self._twin_sizes = sizes, twin_sizes
         counts = (itertools.combinations(sizes.values(), k) for k in range(len(sizes) + 1))
         self._devices = {math.prod(n) for n in itertools.chain.from_iterable(counts)}
         self._known: dict[tuple, Aligned] = {}
@@ -123,7 +130,14 @@ class Alignment:
         shapes = tuple(map(_shape, ours.invars)) if shapes is None else tuple(shapes)
         key = id(ours), id(theirs), shapes  # of objects that the two programs keep
         if key not in self._known:
-            self._known[key] = self._made(ours, theirs, shapes)
+            ours, theirs = rings.closed(ours, theirs, self._sizes, self._twin_sizes)
+            try:
+                self._known[key] = self._made(ours, theirs, shapes)
+            except Different:
+                complete = choices.completed(ours, theirs, self._twin_sizes)
+                if complete is theirs:
+                    raise
+                self._known[key] = self._made(ours, complete, shapes)
         return self._known[key]
 
     def _made(self, ours: Any, theirs: Any, shapes: tuple) -> Aligned:
@@ -148,7 +162,7 @@ class Alignment:
             own = rest.pop() if rest else None
             if own is None or own.primitive.name != eqn.primitive.name or is_region(own) != is_region(eqn):
                 raise Different(own, eqn)
-            if is_region(eqn):  # what it keeps for its backward pass may depend on the mesh
+            if is_region(eqn):  # what it keeps for its backward pass, a ring for each of its turns, depends on the mesh
                 pairs.append(Pair(own, eqn))
                 here |= dict.fromkeys(own.outvars, ANY)
                 there |= dict.fromkeys(eqn.outvars, ANY)
@@ -160,15 +174,19 @@ class Alignment:
         views += _views(rest, here)
         if rest or len(ours.outvars) != len(theirs.outvars):
             raise Different(rest[-1] if rest else None, None)
-        return Aligned(pairs, _layouts(ours.outvars, here), _layouts(theirs.outvars, there))
+        layouts = (_layouts(jaxpr.outvars, known) for jaxpr, known in ((ours, here), (theirs, there)))
+        return Aligned(ours, theirs, pairs, *layouts)
 
     def _view_of(self, views: list, eqn: Any, x: Layout, here: Mapping) -> Any:
         """The equation among `views` that gives what `eqn` on one device gives; None if there is none."""
-        for own in (own for own in views if own.primitive is eqn.primitive):
+        alike = [own for own in views if own.primitive is eqn.primitive]
+        for own in alike:
             shape = _shape(own.outvars[0])
             if self._fits(shape, _shape(eqn.outvars[0])) and _view(eqn, x, shape) == here[own.outvars[0]]:
                 return own
-        return None
+        # Entries that stand for devices are as many as those, and one on one device.
+        reshaped = (own for own in alike if eqn.primitive.name == "reshape" and here[own.invars[0]] == x)
+        return next((own for own in reshaped if len(_shape(own.outvars[0])) == len(_shape(eqn.outvars[0]))), None)
 
     def _fits(self, here: tuple[int, ...], there: tuple[int, ...]) -> bool:
         """Whether blocks of a shape may make a whole, by the numbers of devices that may cut a dim."""

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from shardlib.equations import body_of
 from shardlib.parsing import ShardError
 from shardlib.proof.alignment import Different
-from shardlib.proof.domain import UNIFORM, Value, describe, devices
+from shardlib.proof.domain import UNIFORM, Sizes, Value, describe, devices
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.interpreter import Interpreter, block_of, read_array
 from shardlib.proof.primitives import jaxprs_of
@@ -137,7 +137,7 @@ def _whole_shape(aval: Any, axes: list, sizes: Any) -> tuple[int, ...]:
 
 def _of_shard_map(eqn: Any, twin: Any, types: list | None, facts: Facts) -> list[Finding]:
     manual = eqn.params["newly_manual_axes"]  # over others the compiler shards, without a trace in the program
-    sizes = {axis: n for axis, n in eqn.params["mesh"].shape.items() if axis in manual}
+    sizes = Sizes({axis: n for axis, n in eqn.params["mesh"].shape.items() if axis in manual})
     twin_sizes = dict(twin.params["mesh"].shape)
     interpreter = Interpreter(sizes, twin_sizes, is_unchecked=not eqn.params.get("check_vma", True))
     (body, _), (other, _) = body_of(eqn.params["jaxpr"]), body_of(twin.params["jaxpr"])

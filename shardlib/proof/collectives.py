@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
+from shardlib.proof import entries
 from shardlib.proof.domain import UNIFORM, Dim, Value, constant, cut, devices, near
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.primitives import Rules
@@ -25,8 +26,6 @@ def _unreduced(eq: Equation) -> Value:
 def axes_of(eq: Equation) -> tuple[str, ...]:
     """Axes of a collective that have more than one device here or on the other mesh."""
     axes = eq.params.get("axis_name", eq.params.get("axes"))
-    if not eq.params.get("tiled", True):
-        raise Refused("a dim of the result has as many entries as there are devices", "use tiled=True")
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
     if eq.params.get("axis_index_groups") is not None or not all(isinstance(axis, str) for axis in axes):
         raise Refused(f"a collective over groups of devices, or over {axes}", "use an axis of the mesh for each group")
@@ -41,6 +40,8 @@ def _is_pending(x: Value, axes: Iterable[str]) -> bool:
 def _last(eq: Equation, x: Value, k: int, axes: tuple[str, ...], verb: str) -> Dim | None:
     """Dim k without `axes`, which must be the last that cut it."""
     dim = x.dims[k]
+    if not axes:
+        return dim
     have = dim.axes if dim is not UNIFORM else ()
     if dim is UNIFORM or dim.is_merged or have[len(have) - len(axes) :] != axes:
         is_cut = f"sharded over {', '.join(have)}" if have else "not sharded"
@@ -55,10 +56,12 @@ def _last(eq: Equation, x: Value, k: int, axes: tuple[str, ...], verb: str) -> D
 @rule("all_gather", "all_gather_invariant", "all_gather_reduced", "all_gather_invariant_p")
 def _all_gather(eq: Equation) -> Value:
     (x,), axes, k = eq.ins, axes_of(eq), eq.params["all_gather_dimension"]
-    if not axes:
+    if not axes and eq.params["tiled"]:
         return x
-    if _is_pending(x, axes):
+    if eq.params["tiled"] and _is_pending(x, axes):
         eq.finished(x)
+    if not eq.params["tiled"]:
+        return entries.gathered(eq, x, axes, k)
     dims = list(x.dims)
     dims[k] = _last(eq, x, k, axes, "it gathers")
     return dataclasses.replace(x, dims=tuple(dims))
@@ -76,19 +79,21 @@ def _add_axes(dim: Dim | None, size: int, axes: tuple[str, ...]) -> Dim:
 def _reduce_scatter(eq: Equation) -> Value:
     (x,), axes, k = eq.ins, axes_of(eq), eq.params["scatter_dimension"]
     eq.term(x)
-    if not axes:
+    if not axes and eq.params["tiled"]:
         return x
     eq.unfolded(dataclasses.replace(x, folded=x.sharded & set(axes)))
     ratio = _summed(eq, x, axes)
+    if entries.are_along(x, k) or not eq.params["tiled"]:
+        return entries.scattered(eq, _sum_of(x, axes, ratio), axes, k)
     dims = list(x.dims)
     dims[k] = _add_axes(dims[k], eq.result_shape[k], axes)
     return dataclasses.replace(_sum_of(x, axes, ratio), dims=tuple(dims))
 
 
 def _sum_of(x: Value, axes: tuple[str, ...], ratio: float) -> Value:
-    """The sum over devices: no longer what was masked."""
+    """The sum over devices: no longer what was masked, nor an extreme."""
     left = x.partial - set(axes)
-    return dataclasses.replace(x, partial=left, ratio=ratio, known=None, masked=None)
+    return dataclasses.replace(x, partial=left, ratio=ratio, known=None, masked=None, source=None, is_taken=False)
 
 
 def _summed(eq: Equation, x: Value, axes: tuple[str, ...]) -> float:
@@ -128,7 +133,8 @@ def _pmax(eq: Equation) -> list[Value]:
             problem = f"a {kind}imum over {over} compares different blocks of a sharded dim, entry by entry"
             raise Refused(problem, f"take the {kind}imum along the dim first")
         left = x.extreme[1] - axes if x.extreme else frozenset()
-        found.append(dataclasses.replace(x, extreme=(kind, left) if left else None))
+        taken = x.extreme is not None and not left and x.source is not None
+        found.append(dataclasses.replace(x, extreme=(kind, left) if left else None, is_taken=taken))
     return found
 
 
@@ -138,6 +144,8 @@ def _all_to_all(eq: Equation) -> Value:
     if _is_pending(x, axes):
         eq.finished(x)
     split, joined = eq.params["split_axis"], eq.params["concat_axis"]
+    if axes and (entries.are_along(x, split) or not eq.params.get("tiled", True)):
+        return entries.exchanged(eq, x, axes, split, joined)
     if not axes:
         return x
     if split == joined:

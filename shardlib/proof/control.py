@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardlib.equations import scan_counts
-from shardlib.proof.domain import UNIFORM, Value, Wild, whole
+from shardlib.proof.domain import UNIFORM, Dim, Value, Wild, constant, real, whole
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.primitives import COLLECTIVES, jaxprs_of
 
@@ -45,7 +45,7 @@ def _join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
 
 def _anonymous(value: Value) -> Value:
     """`value` without what it was computed of: that may be of another pass of a loop, or of another branch."""
-    unknown = dataclasses.replace(value, origin=None, masked=None, token=object())
+    unknown = dataclasses.replace(value, origin=None, source=None, is_taken=False, masked=None, token=object())
     return dataclasses.replace(unknown, components=())
 
 
@@ -61,38 +61,91 @@ def _fixed_point(interpreter: Any, eq: Equation, carry: list[Value], body: Any) 
     raise AssertionError(f"{eq.place()}: the facts about the carried values do not settle")
 
 
+def _own_rows(eq: Equation, xs: list[Value], carries: list[tuple[Any, Any]]) -> Dim | None:
+    """How the first dim of `xs` is cut, if a loop may run over each device's own rows; None if it may not.
+
+    It does the same to each row and may add up, so that its results are blocks, and its sums partial. Devices are at
+    different rows: nothing may be exchanged between them, and no result of a row be cut, or pending, over their axes.
+
+    Args:
+        eq: the loop.
+        xs: facts about what it runs over.
+        carries: of each carry, the variable of the body that comes in and the one that goes out.
+    """
+    body = getattr(eq.params["jaxpr"], "jaxpr", eq.params["jaxpr"])
+    for before, after in carries:
+        uses = [e for e in body.eqns if any(var is before for var in e.invars)]
+        if len(uses) != 1 or uses[0].primitive.name not in ("add", "add_any") or uses[0].outvars[0] is not after:
+            return None
+        if uses[0].invars[0] is uses[0].invars[1] or sum(var in (before, after) for var in body.outvars) > 1:
+            return None
+    dims = {x.dims[0] for x in xs if not x.wild and x.dims[0] is not UNIFORM}
+    if (
+        len(dims) != 1
+        or not (axes := frozenset(map(real, (rows := dims.pop()).axes)))
+        or _collectives(eq.params["jaxpr"], axes)
+    ):
+        return None
+    return rows
+
+
+def _total(interpreter: Any, eq: Equation, start: Value, row: Value, rows: Dim) -> Value:
+    """The sum of what a loop adds to `start` for each of a device's own rows."""
+    if start.wild or row.wild:
+        return start if start.wild else row
+    axes = frozenset(map(real, rows.axes))
+    try:
+        eq.block(start)
+        if axes & (row.partial | row.sharded) or row.extreme:
+            eq.finished(row)
+            eq.uncut(Value((rows,)), 0, "a loop runs")
+        values = [start, Value(eq.block(row).dims, row.partial | axes, ratio=row.ratio)]
+        return eq.joined(eq.joined_dims(values), values)
+    except Refused as refusal:
+        return Value(row.dims, wild=interpreter.explain(eq, refusal))
+
+
 def _scan(interpreter: Any, eq: Equation) -> list[Value]:
+    body = getattr(eq.params["jaxpr"], "jaxpr", eq.params["jaxpr"])
     consts, carried = scan_counts(eq.eqn)
     first, carry, xs = eq.ins[:consts], eq.ins[consts : consts + carried], eq.ins[consts + carried :]
     twin = eq.twin.params["jaxpr"]
+    rows = _own_rows(eq, xs, list(zip(body.invars[consts : consts + carried], body.outvars[:carried], strict=True)))
     items = []
     for x in xs:
         try:
-            if not x.wild:
-                eq.uncut(eq.block(x), 0, "a loop runs")
+            if not x.wild and eq.block(x).dims[0] != rows:
+                eq.uncut(x, 0, "a loop runs")
             known = None if x.count else x.known
             gone = _anonymous(dataclasses.replace(x, dims=x.dims[1:], count=(), known=known))
         except Refused as refusal:
             gone = Value(x.dims[1:], wild=interpreter.explain(eq, refusal))
         items.append(gone)
-    if eq.twin.params["length"] != eq.params["length"]:
+    if eq.twin.params["length"] != eq.whole_size(rows, eq.params["length"]):
         reason = Refused(
             f"a loop runs {eq.params['length']} times here and {eq.twin.params['length']} times on one device",
-            "loop over a whole size, or take the rows of a device all at once by jax.vmap; a ring over devices is "
-            "shardops.per_device(...) with the reason",
+            "loop over a whole size; over its own rows a device may map, and add up with `+`, without collectives; a "
+            "ring over devices is shardops.per_device(...) with the reason",
         )
         outs = interpreter.wild(eq, interpreter.explain(eq, reason))
         args = [*first, *(Value(c.dims, wild=outs[0].wild) for c in carry), *items]
         interpreter.run(eq.params["jaxpr"], twin, args)
         return outs
     run = lambda carry: interpreter.run(eq.params["jaxpr"], twin, [*first, *carry, *items])
-    carry = _fixed_point(interpreter, eq, carry, lambda carry: run(carry)[:carried])
-    outs, results = run(carry), list(carry)
+    if rows is None:
+        carry = _fixed_point(interpreter, eq, carry, lambda carry: run(carry)[:carried])
+        outs = run(carry)
+        results = list(carry)
+    else:
+        outs = run([constant(len(value.dims), 0, 0) for value in carry])
+        results = [_total(interpreter, eq, *pair, rows) for pair in zip(carry, outs[:carried], strict=True)]
     for out in outs[carried:]:
         n = eq.params["length"]
-        dims = (whole(n) if n > 1 else UNIFORM, *out.dims)
+        dims = (rows or (whole(n) if n > 1 else UNIFORM), *out.dims)
         try:
             out = out if out.wild else eq.block(out)
+            if rows and out.extreme and out.extreme[1] & set(rows.axes):
+                eq.finished(out)
             known = None if out.count else out.known
             results.append(dataclasses.replace(_anonymous(out), dims=dims, count=(), known=known))
         except Refused as refusal:

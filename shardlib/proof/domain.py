@@ -15,6 +15,7 @@ The whole value is the one that the same program computes on one device. A devic
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 Number = int | float | bool
@@ -64,10 +65,52 @@ def cut(size: int, axes: tuple[str, ...], name: str = "") -> Dim:
     return Dim((Part(size, axes),), name)
 
 
+class Sizes(dict[str, int]):
+    """Number of devices along each axis of the mesh, and along what stands for one in a Dim.
+
+    An array of n entries that stand for devices, as an untiled all_gather makes, is cut like one on n devices:
+    over ENTRIES n along the dim that has them, over BLOCKS n along the dim of which they are blocks.
+    Of a dim that each device has put into an order of its own, the axes have names with ~ and a number.
+    """
+
+    def __missing__(self, axis: str) -> Any:
+        if axis.startswith(ENTRIES):
+            return Fraction(1, int(axis[len(ENTRIES) :]))
+        return int(axis[len(BLOCKS) :].partition(".")[0]) if axis.startswith(BLOCKS) else self[real(axis)]
+
+
+class SizesOnOne(dict[str, int]):
+    """`Sizes` of the mesh of the twin, which has one such entry."""
+
+    def __missing__(self, axis: str) -> int:
+        return self.get(real(axis), 1)
+
+
+ENTRIES, BLOCKS = "entries of ", "blocks of "
+
+
+def real(axis: str) -> str:
+    """The axis of an axis of which each device has its block in an order of its own."""
+    return axis.partition("~")[0]
+
+
 class Subtracted(NamedTuple):
     """Which index an offset was subtracted from, and for each dim of a value the dim of that index."""
 
     token: object
+    dims: tuple[int | None, ...]
+
+
+class Source(NamedTuple):
+    """What an extreme, or its index, was taken of: along dim `along` of the value with this token.
+
+    `dims` says for each dim of a value which dim of the extreme it is.
+    """
+
+    token: object
+    kind: str
+    along: tuple[int, ...]
+    axes: tuple[str, ...]
     dims: tuple[int | None, ...]
 
 
@@ -88,11 +131,12 @@ class Range(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Truth of: an offset index is in a range, or outside of it."""
+    """Truth of: an offset index is in a range, or outside of it. With a source: this device has that extreme."""
 
     valid: Range
     is_outside: bool = False
     offset: Offset = ()
+    source: Source | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -127,10 +171,15 @@ class Value:
         is_local: whether a count stops at the end of this device's block.
         valid: of an offset index that was clipped, the indices that it still has; None: all.
         others: the least that the other indices are now, on this mesh and on one device; None: any number.
+        drops: of what was looked up, whether entries out of range are NaN.
         looked_up: the offset of the index that it was looked up by; None if all entries are right.
         mask: what it says about an offset index; None if it is no mask.
         masked: the offset of the index whose mask made it a partial sum; None if none did.
         origin: of an offset index, of what was looked up by it, of a mask and of what was masked: the index.
+        source: of an extreme, and of an argmax over a block, what it was taken of.
+        is_taken: whether it is the extreme of `source` over all devices.
+        is_index: whether it is the index of the first extreme of `source` in this device's block.
+        places: of an index into a device's block, how the dim is cut that it is for; None if it is none.
         components: of index vectors, the facts about each component along the last dim.
         wild: why nothing of this is known.
         token: the same for two values that are certainly equal.
@@ -149,10 +198,15 @@ class Value:
     is_local: bool = False
     valid: Range | None = None
     others: tuple[float, float] | None = None
+    drops: bool = False
     looked_up: Offset | None = None
     mask: Mask | None = None
     masked: Offset | None = None
     origin: Subtracted | None = dataclasses.field(default=None, compare=False)
+    source: Source | None = dataclasses.field(default=None, compare=False)
+    is_taken: bool = False
+    is_index: bool = False
+    places: Dim | None = None
     components: tuple["Value", ...] = ()
     wild: Wild | None = None
     token: object = dataclasses.field(default_factory=object, compare=False, repr=False)
@@ -160,12 +214,12 @@ class Value:
     @property
     def is_constant(self) -> bool:
         """Whether it is one known number."""
-        return self.known is not None and not (self.count or self.offset)
+        return self.known is not None and not (self.count or self.offset or self.is_index)
 
     @property
     def is_block(self) -> bool:
         """Whether it is a block of a whole value, or a term of a sum or of an extreme."""
-        odd = self.folded or self.offset or self.valid or self.mask or self.is_local
+        odd = self.folded or self.offset or self.valid or self.is_index or self.mask or self.is_local
         return not odd and self.looked_up is None
 
     @property
@@ -181,7 +235,7 @@ class Value:
     @property
     def sharded(self) -> frozenset[str]:
         """Axes that cut its dims."""
-        return frozenset(axis for dim in self.dims if dim for axis in dim.axes)
+        return frozenset(real(axis) for dim in self.dims if dim for axis in dim.axes)
 
     def rearranged(self, dims: Iterable[Dim | None]) -> "Value":
         """Entries of the value in other dims: what sums, extremes and factors they are parts of stays."""
@@ -210,7 +264,9 @@ def moved(value: Value, source: Sequence[int | None]) -> Value:
         value,
         dims=pick(value.dims, UNIFORM),
         count=kept,
+        mask=value.mask and value.mask._replace(source=label(value.mask.source)),
         origin=label(value.origin),
+        source=label(value.source),
         components=(),
     )
 

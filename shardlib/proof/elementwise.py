@@ -1,5 +1,6 @@
 """Rules of elementwise primitives."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -67,15 +68,30 @@ def elementwise(eq: Equation) -> Value:
         return ins[1 + int(ins[0].known[0])]
     if (found := positions.of(eq, ins)) is not None:
         return found
+    if any(v.looked_up is not None for v in ins):
+        return _of_rows(eq, ins)
     for value in ins:
         eq.block(value)
     dims = eq.joined_dims(ins)
     if eq.name == "mul" and any(v.is_zero for v in ins):
         return constant(ndim, 0, 0)
+    if any(v.folded for v in ins):
+        return _folded(eq, ins, dims)
     partial, masked = _partial(eq, ins), next((v for v in ins if v.masked), None)
     if masked is None or eq.name not in (*UNARY_LINEAR, "mul", "div"):
         return Value(dims, partial, _extreme(eq, ins), _ratio(eq, ins))
     return Value(dims, partial, None, _ratio(eq, ins), masked=masked.masked, origin=masked.origin)
+
+
+def _of_rows(eq: Equation, ins: list[Value]) -> Value:
+    """The same of each looked-up entry: those out of range are to be masked still, by the same index."""
+    rows = [v for v in ins if v.looked_up is not None]
+    if any((v.looked_up, v.origin) != (rows[0].looked_up, rows[0].origin) or v.origin is None for v in rows):
+        eq.block(rows[0])
+    bare = [dataclasses.replace(v, looked_up=None, drops=False) for v in ins]
+    found, drops = elementwise(dataclasses.replace(eq, ins=bare)), any(v.drops for v in rows)
+    eq.block(found)
+    return dataclasses.replace(found, looked_up=rows[0].looked_up, drops=drops, origin=rows[0].origin, known=None)
 
 
 def _spread(value: Value, ndim: int) -> Value:
@@ -151,12 +167,27 @@ def _partial(eq: Equation, ins: list[Value]) -> frozenset[str]:
     raise AssertionError(name)
 
 
+def _folded(eq: Equation, ins: list[Value], dims: tuple) -> Value:
+    """Linear in entries that are sums of those of different blocks, as in a partial sum."""
+    live = [v for v in ins if not v.is_zero]
+    if len({v.folded for v in live}) > 1 or (eq.name == "convert_element_type" and not _is_linear(*_dtypes(eq))):
+        for value in ins:
+            eq.unfolded(value)
+    folding = next(v.folding for v in ins if v.folded)
+    return Value(dims, _partial(eq, ins), None, _ratio(eq, ins), folded=live[0].folded, folding=folding)
+
+
 def _extreme(eq: Equation, ins: list[Value]) -> tuple[str, frozenset[str]] | None:
     found = {v.extreme for v in ins if v.extreme}
     if not found:
         return None
+    (kind, axes) = next(iter(found))
+    if eq.name in ("max", "min") and len(found) == 1 and kind == eq.name:
+        return kind, axes  # of this and another value: still to be taken
+    if eq.name == "neg" and not jnp.issubdtype(eq.result_type(), jnp.unsignedinteger):  # there 0 stays the least
+        return ("min" if kind == "max" else "max"), axes
     if eq.name == "copy" or (eq.name == "convert_element_type" and _is_rising(*_dtypes(eq))):
-        return found.pop()
+        return kind, axes
     for value in ins:
         eq.finished(value)
     raise AssertionError(eq.name)

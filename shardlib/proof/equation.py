@@ -26,7 +26,9 @@ TWICE = (
     "leave out the sum over devices. With check_vma=False a psum in what is differentiated is summed again in the "
     "gradient: differentiate each device's term, and take psum of the gradient"
 )
-FOLDING = frozenset("psum psum2 psum_invariant psum_invariant_p pvary pcast reduce_sum".split())  # noqa: SIM905
+FOLDING = frozenset(
+    "psum psum2 psum_invariant psum_invariant_p pvary pcast reduce_sum add add_any sub neg convert_element_type".split()  # noqa: SIM905
+)
 """Linear primitives whose rules take sums of different blocks, of which the sum along the dim is still to come."""
 NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
     (
@@ -36,7 +38,7 @@ NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
         "purpose",
     ),
     (
-        lambda value: value.valid or value.looked_up is not None,
+        lambda value: value.valid or value.is_index or value.looked_up is not None,
         "entries were looked up by an index that is out of range on other devices, and were not masked",
         "mask them by the same range: jnp.where((0 <= i) & (i < size), found, 0)",
     ),

@@ -13,16 +13,24 @@ from jax.extend import core
 from shardlib.equations import CALLS, body_of
 from shardlib.marks import STAGES, Mark, is_region, mark_of
 from shardlib.parsing import parse_shape
-from shardlib.proof import collectives, elementwise, kernels, lookups, primitives, shapes, sums
+from shardlib.proof import collectives, elementwise, entries, kernels, lookups, primitives, rings, shapes, sums
 from shardlib.proof.alignment import Aligned, Alignment, others, same_entries
 from shardlib.proof.control import CONTROL, ndim, varying
-from shardlib.proof.domain import UNIFORM, Value, Wild, constant, cut, whole
+from shardlib.proof.domain import UNIFORM, Sizes, SizesOnOne, Value, Wild, constant, cut, real, whole
 from shardlib.proof.equation import WHOLE_SIZES, Equation, Refused
 from shardlib.proof.primitives import KEEPING, OF_SIZES
 
-RULES = primitives.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES | kernels.RULES
-PLACING = KEEPING | elementwise.ELEMENTWISE | RULES.keys() & primitives.RULES.keys()
-PLACING |= {"scatter", "scatter-add", "dynamic_slice", "dynamic_update_slice", "random_fold_in"}
+RULES = primitives.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES | kernels.RULES | rings.RULES
+PLACING = (
+    KEEPING
+    | elementwise.ELEMENTWISE
+    | RULES.keys() & primitives.RULES.keys()
+    | frozenset(
+        """
+    scatter scatter-add scatter-max scatter-min scatter-mul dynamic_slice dynamic_update_slice random_fold_in
+    """.split()  # noqa: SIM905
+    )
+)
 """Primitives that take such operands."""
 
 
@@ -39,13 +47,13 @@ class Interpreter:
     """
 
     def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int], is_unchecked: bool = False):
-        self.sizes, self.twin_sizes, self.is_unchecked = sizes, twin_sizes, is_unchecked
+        self.sizes, self.twin_sizes, self.is_unchecked = Sizes(sizes), SizesOnOne(twin_sizes), is_unchecked
         self.problems: list[Wild] = []
         self.noted: dict[tuple[int, ...], tuple[Equation, list[Value]]] = {}
         self.seen: set[int] = set()
         self._entered: dict[str, Value] = {}
         self._in_stages = False
-        self._alignment = Alignment(self.sizes)
+        self._alignment = Alignment(self.sizes, self.twin_sizes)
         self._callers: list[Equation | None] = [None]
 
     def run(self, jaxpr: Any, twin: Any, args: list[Value], known: Aligned | None = None) -> list[Value]:
@@ -55,9 +63,10 @@ class Interpreter:
         """
         (jaxpr, consts), (twin, twin_consts) = body_of(jaxpr), body_of(twin)
         found = known or self._alignment.of(jaxpr, twin)
+        is_as_traced = found.ours is jaxpr and found.theirs is twin
         wrong = others(found.here, found.there, same_entries if known else None)
-        env = dict(zip(twin.invars, args, strict=True))
-        env |= zip(twin.constvars, map(read_array, consts, twin_consts), strict=True)
+        env = dict(zip(found.theirs.invars, args, strict=True))
+        env |= zip(found.theirs.constvars, map(read_array, consts, twin_consts), strict=True)
         for pair in found.pairs:
             eq = Equation(pair.eqn, pair.twin, [], self.sizes, self.twin_sizes, self._callers[-1], pair.inner)
             if is_region(pair.eqn):  # which may have other operands and results here
@@ -65,8 +74,8 @@ class Interpreter:
                 continue
             operands = enumerate(zip(pair.eqn.invars, pair.twin.invars, strict=True))
             eq.ins = [self._read(env, a, b, i in pair.others, eq) for i, (a, b) in operands]
-            env.update(zip(pair.twin.outvars, self.apply(eq, pair.is_own), strict=True))
-        results, last = enumerate(zip(jaxpr.outvars, twin.outvars, strict=True)), self._callers[-1]
+            env.update(zip(pair.twin.outvars, self.apply(eq, pair.is_own and is_as_traced), strict=True))
+        results, last = enumerate(zip(found.ours.outvars, found.theirs.outvars, strict=True)), self._callers[-1]
         return [self._read(env, a, b, i in wrong, last) for i, (a, b) in results]
 
     def _read(self, env: Mapping, var: Any, twin: Any, is_other: bool, eq: Equation | None) -> Value:
@@ -105,7 +114,7 @@ class Interpreter:
                 return [self._checked(eq, i, value) for i, value in enumerate(control(self, eq))]
             if inner := CALLS.get(eq.name):
                 return self.run(eq.params[inner], eq.twin.params[inner], eq.ins, eq.inner)
-            if wild := next((v.wild for v in eq.ins if v.wild), None):
+            if eq.name != "ring_index" and (wild := next((v.wild for v in eq.ins if v.wild), None)):
                 return self.wild(eq, wild)
             eq.same(*(name for name, value in eq.params.items() if name not in OF_SIZES and not callable(value)))
             if eq.name not in PLACING:
@@ -143,7 +152,8 @@ class Interpreter:
         twin = eq.twin.outvars[i].aval
         if aval.dtype != twin.dtype:
             raise Refused(f"the result is {aval.dtype} here and {twin.dtype} on one device", "")
-        axes = [axis for dim in value.dims if dim is not UNIFORM for axis in dim.axes]
+        value = entries.combined(value)
+        axes = [real(axis) for dim in value.dims if dim is not UNIFORM for axis in dim.axes]
         if again := {axis for axis in axes if axes.count(axis) > 1}:
             raise Refused(
                 f"axis {min(again)} would shard two dims of the result: each device sees only the matching pairs of "

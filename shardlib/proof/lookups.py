@@ -24,9 +24,16 @@ def _axes_of_index(eq: Equation, index: Value, i: int) -> tuple[str, ...] | None
     return axes_of_offset(tuple((axis, -c) for axis, c in index.offset), eq.shape()[i], eq.sizes)
 
 
-def _clips(eq: Equation) -> bool:
-    """Whether an index out of range is clipped."""
-    return getattr(eq.params["mode"], "name", "") == "CLIP"
+def _drops(eq: Equation, index: Value, i: int) -> bool:
+    """Whether indices of the blocks of other devices are past the end of dim i, so that they are left out."""
+    ends = eq.shape()[i], eq.twin_shape()[i]
+    is_past = index.others is not None and all(n >= end for n, end in zip(index.others, ends, strict=True))
+    return is_past and _has_mode(eq, "FILL_OR_DROP")
+
+
+def _has_mode(eq: Equation, mode: str) -> bool:
+    """Whether an index out of range is clipped (CLIP), or gives the value to fill in (FILL_OR_DROP)."""
+    return getattr(eq.params["mode"], "name", "") == mode
 
 
 def _counts_along(index: Value) -> int | None:
@@ -43,10 +50,15 @@ def _gather(eq: Equation) -> Value:
     for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         batch[j] = eq.joined_dim(i, [x.dims[i], batch[j]])
     twin_sizes = eq.twin.params["slice_sizes"]
-    looked_up, origin = None, None
+    fills = eq.params["fill_value"] if _has_mode(eq, "FILL_OR_DROP") else None
+    looked_up, origin, own = None, None, frozenset()
     for i, index in zip(numbers.start_index_map, _indices(ids, len(numbers.start_index_map)), strict=True):
         dim = x.dims[i]
-        if (sizes[i], twin_sizes[i]) == (shape[i], eq.twin_shape()[i]) and _clips(eq):
+        if index.places is not None and dim is not UNIFORM:
+            if dim != index.places or (sizes[i], twin_sizes[i]) != (1, 1):
+                eq.block(index)
+            continue
+        if (sizes[i], twin_sizes[i]) == (shape[i], eq.twin_shape()[i]) and _has_mode(eq, "CLIP"):
             continue  # the whole dim is taken, whatever the index
         if dim is UNIFORM or not dim.axes:
             eq.plain(index)
@@ -63,6 +75,11 @@ def _gather(eq: Equation) -> Value:
                 "relative to this device's block",
                 "shardops.index_unreduced looks up in a sharded dim, in one dim after the other",
             )
+        if fills == 0 and _drops(eq, index, i):  # zero where the entry is in the block of another device
+            if set(dim.axes) & (x.partial | own):
+                eq.finished(x)
+            own |= set(dim.axes)
+            continue
         looked_up, origin = index.offset, index.origin
     window = [i for i in range(len(shape)) if i not in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)]
     for i, n in enumerate(sizes):
@@ -81,13 +98,16 @@ def _gather(eq: Equation) -> Value:
             dims.append(next(batches))
             places.append(next(labels, None))
     origin = origin and Subtracted(origin.token, tuple(places))
-    return Value(tuple(dims), x.partial, ratio=x.ratio, looked_up=looked_up, origin=origin)
+    drops = looked_up is not None and fills not in (None, 0) and not eq.is_integer(eq.result_type())
+    return Value(tuple(dims), x.partial | own, ratio=x.ratio, looked_up=looked_up, origin=origin, drops=drops)
 
 
-@rule("scatter-add", "scatter")
+@rule("scatter-add", "scatter", "scatter-max", "scatter-min", "scatter-mul")
 def _scatter(eq: Equation) -> Value:
     x, ids, updates = eq.ins
     eq.block(x)
+    if ids.places is not None and updates.count and len(eq.shape()) == 1 and eq.name == "scatter":
+        return _inverse(eq, ids, updates)
     eq.block(updates)
     numbers, shape, adds = eq.params["dimension_numbers"], eq.shape(), eq.name == "scatter-add"
     inserted = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
@@ -111,10 +131,17 @@ def _scatter(eq: Equation) -> Value:
         batch[j] = UNIFORM  # each entry has its own place
         places[j] = None
     indices = _indices(ids, len(numbers.scatter_dims_to_operand_dims))
-    own: frozenset[str] = frozenset()
+    own, kind, pending = frozenset(), {"scatter-max": "max", "scatter-min": "min"}.get(eq.name), frozenset()
     for i, index in zip(numbers.scatter_dims_to_operand_dims, indices, strict=True):
-        if sizes.get(i) == (shape[i], eq.twin_shape()[i]) and _clips(eq):
+        if sizes.get(i) == (shape[i], eq.twin_shape()[i]) and _has_mode(eq, "CLIP"):
             continue  # the whole dim is written, whatever the index
+        if index.places is not None:
+            ways = [k for k, d in enumerate(batch) if d == index.dims[k] and places[k] is not None]
+            if len(ways) != 1 or sizes.get(i, (1, 1)) != (1, 1) or index.dims[ways[0]].axes == ():
+                eq.block(index)
+            dims[i] = eq.joined_dim(i, [x.dims[i], index.places])
+            batch[ways[0]], places[ways[0]] = UNIFORM, None
+            continue
         if index.is_local and (k := _counts_along(index)) is not None:
             dim = batch[k] if batch[k] is not UNIFORM and batch[k].axes else x.dims[i]
             if dim is UNIFORM or dim.is_merged or eq.shape(1)[k] != shape[i]:
@@ -124,10 +151,11 @@ def _scatter(eq: Equation) -> Value:
             continue
         if index.offset:
             axes = _axes_of_index(eq, index, i)
-            if not adds or axes is None or own or not _is_masked(updates, index, places):
+            dropped = _drops(eq, index, i)
+            if not adds or axes is None or own or not (dropped or _is_masked(updates, index, places)):
                 eq.block(index)
             dims[i] = eq.joined_dim(i, [x.dims[i], cut(shape[i], axes)])
-            own = frozenset(axes)
+            own = frozenset() if dropped else frozenset(axes)
             continue
         eq.plain(index)
         eq.uncut(x, i, "entries are written")
@@ -138,6 +166,9 @@ def _scatter(eq: Equation) -> Value:
         if dim is UNIFORM and place is not None:
             eq.same_size(2, place)  # as many equal entries are written as there are
         elif dim is not UNIFORM and dim.axes:
+            if kind and not set(dim.axes) & Value(tuple(dims)).sharded:
+                pending |= set(dim.axes)  # the largest of all updates is the largest of each device's largest
+                continue
             if not adds:
                 eq.uncut(Value((dim,)), 0, "entries are written")
             if set(dim.axes) & partial:
@@ -145,9 +176,19 @@ def _scatter(eq: Equation) -> Value:
             partial |= set(dim.axes)
     for value in (x, updates):
         eq.term(value) if adds else eq.finished(value)
+        if eq.name == "scatter-mul":
+            eq.unscaled(value)
     into = Value(tuple(dims), x.partial, ratio=x.ratio, known=x.known if x.is_zero else None)
     found = eq.joined(dims, [into, Value((), frozenset(partial), ratio=updates.ratio)])
-    return dataclasses.replace(found, partial=frozenset(partial))
+    return dataclasses.replace(found, partial=frozenset(partial), extreme=(kind, pending) if pending else None)
+
+
+def _inverse(eq: Equation, order: Value, counted: Value) -> Value:
+    """The inverse of the order of a block: 0, 1, … written where it says."""
+    sizes = [part.size for dim in (order.dims[0], order.places) if dim for part in dim.parts]
+    if sizes != [eq.shape()[0]] * 2 or counted.known != (0, 0) or counted.offset or not counted.is_local:
+        eq.block(order)
+    return Value((order.places,), is_local=True, places=order.dims[0])
 
 
 def _is_masked(updates: Value, index: Value, places: list[int | None]) -> bool:
@@ -192,12 +233,20 @@ def _dynamic_slice(eq: Equation) -> Value:
 def _dynamic_update_slice(eq: Equation) -> Value:
     (x, y, *starts), dims = eq.ins, []
     eq.block(x), eq.block(y)
+    assembled: frozenset[str] = frozenset()
     for i, (a, b, start) in enumerate(zip(eq.shape(), eq.shape(1), starts, strict=True)):
-        if (a, eq.twin_shape()[i]) == (b, eq.twin_shape(1)[i]):
+        if start.offset:
+            axes, dim = _axes_of_start(eq, start, b, a), y.dims[i]
+            is_own = dim is not UNIFORM and not dim.is_merged and dim.axes[-len(axes) :] == axes
+            if not x.is_zero or not is_own or (dim.axes != axes and a != b * devices(eq.sizes, axes)):
+                eq.block(start)
+            assembled |= set(axes)
+            dims.append(cut(a, dim.axes[: -len(axes)], dim.name))
+        elif (a, eq.twin_shape()[i]) == (b, eq.twin_shape(1)[i]):
             dims.append(eq.joined_dim(i, [x.dims[i], y.dims[i]]))
         else:
             eq.plain(start)
             eq.uncut(x, i, "a part is written"), eq.uncut(y, i, "a part is written")
             eq.same_size(0, i), eq.same_size(1, i)
             dims.append(whole(a))
-    return eq.joined(dims, [x, y])
+    return eq.joined(dims, [x, dataclasses.replace(y, partial=y.partial | assembled)])

@@ -26,6 +26,10 @@ from shardlib.proof.equation import Equation, Refused
 def of(eq: Equation, ins: list[Value]) -> Value | None:
     """The result of an elementwise primitive on positions, offsets or masks; None if no rule here is about it."""
     name = eq.name
+    if any(v.places is not None for v in ins):
+        return _index_into_own_block(eq, ins)
+    if name == "eq" and (best := _best(eq, ins)):
+        return best
     if name in _TURNED and any(v.offset or v.is_local for v in ins):
         return _compared(eq, name, *ins)
     if any(v.offset or v.count for v in ins) and (placed := _position(eq, ins)) is not None:
@@ -33,6 +37,18 @@ def of(eq: Equation, ins: list[Value]) -> Value | None:
     if name == "and" and all(v.mask for v in ins):
         return _combined(eq, *ins)
     return _masked(eq, ins)
+
+
+def _index_into_own_block(eq: Equation, ins: list[Value]) -> Value | None:
+    """What jnp does with an index before it looks up by it: no index is negative."""
+    index, *others = ins
+    if eq.name in ("convert_element_type", "copy"):
+        return index if _holds_positions(eq.eqn.invars[0].aval.dtype, eq.result_type()) else None
+    if index.places is None or not others or not others[0].is_constant:
+        return None
+    if eq.name in ("lt", "ge") and others[0].is_zero:
+        return constant(len(index.dims), eq.name == "ge", eq.name == "ge")
+    return dataclasses.replace(index, places=None) if eq.name == "add" else None
 
 
 def _labels(value: Value) -> Subtracted:
@@ -74,6 +90,8 @@ def _holds_positions(before: Any, after: Any) -> bool:
 def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
     """A + sign · b."""
     offset = add_offsets(a.offset, b.offset, sign)
+    if a.is_index or b.is_index:
+        return _first_index(eq, a, b, offset)
     if a.valid or b.valid:
         # Another index than the clipped one: jnp wraps a negative one so, before it selects the one that is none.
         return dataclasses.replace(a, origin=None, others=None) if a.valid and b.is_constant else None
@@ -154,7 +172,7 @@ def _compared(eq: Equation, name: str, a: Value, b: Value) -> Value:
             if not found.offset and not found.count:
                 rest = eq.plain(dataclasses.replace(other, offset=()))
                 return Value(eq.joined_dims([found, rest]))
-    is_bound = lambda v: v.known is not None and not (v.count or v.valid)
+    is_bound = lambda v: v.known is not None and not (v.count or v.valid or v.is_index)
     if not is_bound(b) and is_bound(a):
         return _compared(eq, _TURNED[name], b, a)
     is_signed = all(np.issubdtype(var.aval.dtype, np.signedinteger) for var in eq.eqn.invars)
@@ -175,7 +193,7 @@ def _combined(eq: Equation, a: Value, b: Value) -> Value:
     """Both of two masks of one index."""
     if a.mask.is_outside or b.mask.is_outside:
         raise Refused("these comparisons are not the two ends of one block", "compare one index with both ends")
-    if not _is_of(a, b.mask.offset, b):
+    if a.mask.source or not _is_of(a, b.mask.offset, b):
         raise Refused("masks of different indices are combined", "compare one index with both ends")
     mask = Mask(a.mask.valid & b.mask.valid, False, a.mask.offset)
     return Value(eq.joined_dims([a, b]), mask=mask, origin=a.origin)
@@ -198,16 +216,30 @@ def _axes_of_block(eq: Equation, mask: Mask) -> frozenset[str]:
 
 def _masked(eq: Equation, ins: list[Value]) -> Value | None:
     """What a mask leaves of looked-up entries: a partial sum, as each entry is in the block of one device alone."""
-    if eq.name != "select_n" or len(ins) != 3 or not ins[0].mask:
+    if eq.name == "mul" and sum(v.mask is not None for v in ins) == 1:
+        which, value = ins if ins[0].mask else ins[::-1]
+        if which.mask.is_outside or which.mask.source:
+            return None
+        if value.drops:
+            raise Refused(
+                "entries that are out of range on this device are NaN, which a product with a mask does not remove",
+                "select with the mask: jnp.where((0 <= i) & (i < size), found, 0)",
+            )
+    elif eq.name == "select_n" and len(ins) == 3 and ins[0].mask:
+        if ins[0].mask.source:
+            return _best_index(eq, *ins)
+        which, outside, value = ins if not ins[0].mask.is_outside else (ins[0], ins[2], ins[1])
+        if value.offset:
+            return _replaced(eq, which, outside, value)
+        if not outside.is_zero:
+            eq.block(which)
+    elif eq.name == "convert_element_type" and ins[0].mask and not ins[0].mask.source:
+        return ins[0] if not ins[0].mask.is_outside else None
+    else:
         return None
-    which, outside, value = ins if not ins[0].mask.is_outside else (ins[0], ins[2], ins[1])
-    if value.offset:
-        return _replaced(eq, which, outside, value)
-    if not outside.is_zero:
-        eq.block(which)
     if value.looked_up is not None and not _is_of(which, value.looked_up, value):
         raise Refused("entries are masked by another index than the one they were looked up by", "mask by that index")
-    value = dataclasses.replace(value, looked_up=None)
+    value = dataclasses.replace(value, looked_up=None, drops=False)
     eq.term(eq.block(value))
     axes = _axes_of_block(eq, which.mask)
     if axes & value.partial:
@@ -225,3 +257,38 @@ def _replaced(eq: Equation, which: Value, outside: Value, index: Value) -> Value
     if others is not None and index.valid and valid != which.mask.valid:
         others = index.others and tuple(map(min, others, index.others))
     return dataclasses.replace(index, dims=eq.joined_dims([which, index]), valid=valid, others=others)
+
+
+# ---- the index of an extreme ------------------------------------------------------------------------------------
+
+
+def _best(eq: Equation, ins: list[Value]) -> Value | None:
+    """Whether this device's extreme is that of all devices: which devices may give its index."""
+    values = [v for v in ins if not v.is_index]
+    local = next((v for v in values if v.extreme and v.source is not None), None)
+    taken = next((v for v in values if v.is_taken), None)
+    if local is None or taken is None or local.source != taken.source:
+        return None
+    return Value(eq.joined_dims(ins), mask=Mask(Range(), source=local.source))
+
+
+def _first_index(eq: Equation, a: Value, b: Value, offset: Offset) -> Value:
+    """The index of the first extreme of a block, from the start of the whole dim."""
+    index, start = (a, b) if a.is_index else (b, a)
+    axes = axes_of_offset(offset, index.known[0], eq.sizes) if index.known else None
+    source = index.source
+    if index.offset or eq.name == "sub" or source is None or axes != source.axes or start.known != (0, 0):
+        eq.block(start)
+        eq.block(index)
+    whole_size = index.known[0] * devices(eq.sizes, axes)
+    known = (whole_size, whole_size)
+    return dataclasses.replace(index, dims=eq.joined_dims([a, b]), known=known, is_taken=True)
+
+
+def _best_index(eq: Equation, which: Value, others: Value, index: Value) -> Value:
+    """The index of the first extreme, on the devices that have it."""
+    if not (index.is_index and index.is_taken and index.source == which.mask.source and others.is_constant):
+        raise Refused("a mask says which devices have the extreme", "take the index of the extreme by it")
+    if min(others.known) < index.known[0]:
+        raise Refused("devices without the extreme give an index that may be the smallest", "give them 2**30")
+    return Value(eq.joined_dims([which, index]), extreme=("min", index.extreme[1]))

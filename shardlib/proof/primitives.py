@@ -44,7 +44,8 @@ OF_SIZES = frozenset(
 """Parameters that may depend on the mesh: the rules compare the sizes that they make."""
 KEEPING = frozenset(
     """
-    iota axis_index broadcast_in_dim transpose squeeze expand_dims reshape concatenate slice gather scan while cond
+    iota axis_index argmax argmin broadcast_in_dim transpose squeeze expand_dims reshape concatenate slice gather
+    scan while cond sort dot_general scatter ring_index
     """.split()  # noqa: SIM905
 )
 """Primitives, besides elementwise ones, whose results may still be no blocks, such as an index less an offset."""
@@ -69,10 +70,17 @@ def _device_put(eq: Equation) -> list[Value]:
     return eq.ins if is_move else everything_whole(eq)
 
 
-@rule("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "triangular_solve", "fft")
+TOGETHER = dict.fromkeys(("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd"), 2) | {"lu_pivots_to_permutation": 1}
+"""How many last dims these primitives take together."""
+
+
+@rule(*TOGETHER, "triangular_solve", "fft")
 def _of_last_dims(eq: Equation) -> list[Value]:
-    """Linear algebra of each matrix by itself, or a Fourier transform of the last dims."""
-    return everything_whole(eq, len(eq.shape()) - (len(eq.params["fft_lengths"]) if eq.name == "fft" else 2))
+    """Each matrix, each transform, and each vector that a triangular system is solved for, by itself."""
+    ndim = len(eq.shape())
+    if eq.name != "triangular_solve":
+        return everything_whole(eq, ndim - (TOGETHER.get(eq.name) or len(eq.params["fft_lengths"])))
+    return everything_whole(eq, ndim - 2, vectors=ndim - 1 if eq.params["left_side"] else ndim - 2)
 
 
 IMPURE = COLLECTIVES | frozenset(
@@ -97,20 +105,25 @@ def _impure(eqn: Any) -> str | None:
     return next(filter(None, map(_impure, inner)), None)
 
 
-def everything_whole(eq: Equation, batch: int = 0) -> list[Value]:
+def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -> list[Value]:
     """The results of a primitive without a rule: whole, if each device has all of each operand.
 
-    What it does to the entries of the first `batch` dims it does to each by itself.
+    What it does to the entries of the first `batch` dims, and of dim `vectors` of operand 2, it does to each by itself.
+    In operand 2 it is linear then.
     """
     if name := _impure(eq.eqn):
         raise Refused(f"{name} may give another result on each device", "say so with shardops.per_device")
     if any(hasattr(var.aval, "inner_aval") for var in (*eq.eqn.invars, *eq.eqn.outvars)):
         raise Refused("an array is changed in place", "return the changed array: x.at[i].set(...)")
     for k, value in enumerate(eq.ins):
-        eq.plain(value)
+        is_linear = k == 1 and vectors is not None
+        eq.unscaled(eq.term(value)) if is_linear else eq.plain(value)
         for i in range(batch, len(value.dims)):
-            eq.uncut(value, i, eq.name)
-            eq.same_size(k, i)
+            if (k, i) != (1, vectors):
+                eq.uncut(value, i, eq.name)
+                eq.same_size(k, i)
     dims = [eq.joined_dim(i, (value.dims[i] for value in eq.ins)) for i in range(batch)]
     shapes = [getattr(var.aval, "shape", ()) for var in eq.eqn.outvars]
-    return [Value((*dims, *map(whole, shape[batch:]))) for shape in shapes]
+    rest = lambda shape: (eq.ins[1].dims[i] if i == vectors else whole(shape[i]) for i in range(batch, len(shape)))
+    partial = eq.ins[1].partial if vectors is not None else frozenset()
+    return [Value((*dims, *rest(shape)), partial) for shape in shapes]

@@ -2,7 +2,8 @@
 
 import dataclasses
 
-from shardlib.proof.domain import UNIFORM, Dim, Part, Value, constant, devices, moved, whole
+from shardlib.proof import entries
+from shardlib.proof.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Value, constant, cut, devices, moved, whole
 from shardlib.proof.equation import WHOLE_SIZES, Equation, Refused
 from shardlib.proof.primitives import Rules
 
@@ -120,12 +121,26 @@ def _reshape(eq: Equation) -> Value:
             pieces += [_Piece(n, whole, axes, False, False, dim.name, counted) for (n, axes), whole in sizes]
     pieces = [p for p in pieces if max(p.size, p.whole) > 1 or p.axes]
     twins = eq.twin.outvars[0].aval.shape
-    dims, count, is_mixed = [], [], False
+    dims, count, mixed = [], [], False
     for j, (size, there) in enumerate(zip(new, twins, strict=True)):
+        if (
+            there == 1 < size
+            and pieces
+            and (first := pieces[0]).size % size == 0
+            and first.whole > 1  # or the twin has more devices along an axis that both have
+            and not first.is_uniform
+            and not any(axis.startswith(ENTRIES) for axis in first.axes)
+        ):
+            # On one device all of the dim is one block: the entries stand for devices.
+            axes = (*first.axes, f"{BLOCKS}{size}")
+            pieces[0] = dataclasses.replace(first, size=first.size // size, axes=axes)
+            dims.append(cut(size, (f"{ENTRIES}{size}",)))
+            count += [j] if first.is_counted else []
+            continue
         taken = _take(pieces, size, there, last=all(n == 1 for n in new[j + 1 :]))
         if any(p.is_counted for p in taken):
             count.append(j)
-            is_mixed |= not all(p.is_counted for p in taken)
+            mixed |= not all(p.is_counted for p in taken)
         if all(p.is_uniform for p in taken):
             dims.append(UNIFORM)
             continue
@@ -135,8 +150,10 @@ def _reshape(eq: Equation) -> Value:
     if pieces:
         raise Refused("the sharded dims do not fit the new shape", "shardops.rearrange names the dims")
     source = _kept(tuple(shape), new)
-    x_there = moved(x, source) if source is not None else dataclasses.replace(x, origin=None)
-    count = () if is_mixed else tuple(count)
+    if source is None and (x.is_index or (x.mask and x.mask.source)):
+        eq.block(x)
+    x_there = moved(x, source) if source is not None else dataclasses.replace(x, origin=None, source=None)
+    count = () if mixed else tuple(count)
     return _with(x, dataclasses.replace(x_there, dims=tuple(dims), count=count, components=()))
 
 
@@ -187,7 +204,7 @@ def _merged(taken: list[_Piece]) -> Dim:
             parts[-1] = Part(parts[-1].size * piece.size, parts[-1].axes)
         else:
             parts.append(Part(piece.size, piece.axes))
-    return Dim(tuple(parts), taken[0].name if len(taken) == 1 else "")
+    return Dim(tuple(entries.joined(parts)), taken[0].name if len(taken) == 1 else "")
 
 
 @rule("concatenate")
@@ -273,4 +290,21 @@ def _pad(eq: Equation) -> Value:
             dims[i] = whole(eq.result_shape[i])
             if eq.twin.params["padding_config"][i] != config:
                 raise Refused(f"dim {i} is padded by a number that depends on the mesh", WHOLE_SIZES)
+    if x.is_zero and fill.is_zero:
+        return constant(len(dims), 0, 0)
     return eq.joined(dims, [x.rearranged(x.dims), fill])
+
+
+@rule("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add")
+@rule("select_and_scatter_add")
+def _windows(eq: Equation) -> Value:
+    arrays = [value for value in map(eq.plain, eq.ins) if value.dims]
+    dims: list[Dim | None] = []
+    for i, (n, size) in enumerate(zip(eq.params["window_dimensions"], eq.result_shape, strict=True)):
+        if n == 1 and not any(eq.params["padding"][i]) and eq.shape()[i] == size:
+            dims.append(eq.joined_dim(i, (v.dims[i] for v in arrays)))
+            continue
+        for value in arrays:
+            eq.uncut(value, i, "a window slides")
+        dims.append(whole(size))
+    return Value(tuple(dims))

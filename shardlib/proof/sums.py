@@ -1,18 +1,20 @@
 """Rules of reductions, products and other primitives that combine entries."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
-from shardlib.proof.domain import UNIFORM, Dim, Value, constant, near, whole
+from shardlib.proof.domain import UNIFORM, Dim, Part, Source, Value, constant, near, real, whole
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.primitives import Rules, everything_whole
 
 RULES = Rules()
 rule = RULES.of
+_ORDERS = itertools.count()
 
 
 def _without(dims: tuple, gone: Any) -> tuple:
@@ -37,6 +39,10 @@ def _sum(eq: Equation) -> Value:
     return Value(dims, x.partial | axes - x.folded, None, ratio, folded=x.folded - axes, folding=x.folding)
 
 
+def _source(x: Value, kind: str, gone: Any) -> Source:
+    return Source(x.token, kind, tuple(gone), _cut_axes(x, gone), tuple(range(len(x.dims) - len(gone))))
+
+
 @rule("reduce_max", "reduce_min", "reduce_or", "reduce_and")
 def _extreme(eq: Equation) -> Value:
     (x,), gone = eq.ins, eq.params["axes"]
@@ -48,14 +54,15 @@ def _extreme(eq: Equation) -> Value:
     if x.is_constant:
         return dataclasses.replace(x, dims=_without(x.dims, gone))
     axes = {*_cut_axes(x, gone), *(x.extreme[1] if x.extreme else ())}
+    source = _source(x, kind, gone) if axes and not x.extreme else None
     extreme = (kind, frozenset(axes)) if axes else None
-    return Value(_without(x.dims, gone), extreme=extreme, ratio=x.ratio)
+    return Value(_without(x.dims, gone), extreme=extreme, ratio=x.ratio, source=source)
 
 
-@rule("reduce_prod", "reduce_xor", "argmax", "argmin")
+@rule("reduce_prod", "reduce_xor")
 def _product(eq: Equation) -> Value:
     (x,), gone = eq.ins, eq.params["axes"]
-    _combined_along(eq, gone, f"{eq.name} runs")
+    _combined_along(eq, gone, "entries are combined")
     return Value(_without(x.dims, gone))
 
 
@@ -70,6 +77,20 @@ def _combined_along(eq: Equation, along: Iterable[int], verb: str) -> list[Dim |
     return [whole(eq.shape()[i]) if i in along else dim for i, dim in enumerate(dims)]
 
 
+@rule("argmax", "argmin")
+def _argmax(eq: Equation) -> Value:
+    (x,), gone = eq.ins, eq.params["axes"]
+    eq.finished(x)
+    if not (axes := frozenset(_cut_axes(x, gone))):
+        return Value(_without(x.dims, gone))
+    if len(gone) > 1 or x.dims[gone[0]].is_merged:
+        eq.uncut(x, gone[0], f"an {eq.name} is taken")
+    # Not yet an index in the whole dim: it may only be added to this device's offset.
+    size, kind = eq.shape()[gone[0]], eq.name[3:]
+    source = _source(x, kind, gone)
+    return Value(_without(x.dims, gone), extreme=(kind, axes), known=(size, size), source=source, is_index=True)
+
+
 @rule("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp")
 def _cumulative(eq: Equation) -> Value:
     (x,), k = eq.ins, eq.params["axis"]
@@ -79,10 +100,37 @@ def _cumulative(eq: Equation) -> Value:
     return Value(dims, x.partial, ratio=x.ratio)
 
 
+def _sorted_block(eq: Equation, dim: Dim) -> list[Value] | None:
+    """The results of sorting each device's block by itself, which the whole is not: in an order of its own.
+
+    A second sort, of that order, undoes it. None if this is no such sort.
+    """
+    (key, *_), n, blocks = eq.ins, eq.shape()[0], [v for v in eq.ins if not v.is_local]
+    counts = [v for v in eq.ins if v.count and v.is_local and v.known == (0, 0) and not v.offset]
+    for value in blocks:
+        eq.plain(value)
+    if key.places is None:
+        number = next(_ORDERS)
+        before, after = dim, Dim(tuple(Part(p.size, tuple(f"{real(a)}~{number}" for a in p.axes)) for p in dim.parts))
+        firsts = []
+    else:  # an order of the whole block: sorting it gives 0, 1, …, and what goes with it its place before
+        before, after = key.dims[0], key.places
+        firsts = [Value((whole(n),), known=(0, 0), count=(0,), is_local=True)]
+    rest = eq.ins[len(firsts) :]
+    is_one_block = all([p.size for p in d.parts] == [n] for d in (before, after))
+    is_known = lambda v: v in counts or (v in blocks and v.dims[0] in (before, UNIFORM))
+    if not is_one_block or not all(map(is_known, rest)):
+        return None
+    return firsts + [Value((after,), is_local=True, places=before) if v in counts else Value((after,)) for v in rest]
+
+
 @rule("sort", "top_k", "approx_top_k")
 def _sort(eq: Equation) -> list[Value]:
     ndim = len(eq.shape())
     k = next((eq.params[n] for n in ("dimension", "axis", "reduction_dimension") if n in eq.params), ndim - 1) % ndim
+    cut = [d for v in eq.ins for d in v.dims if d and d.axes]
+    if eq.name == "sort" and ndim == 1 and cut and (found := _sorted_block(eq, cut[0])):
+        return found
     dims = _combined_along(eq, [k], f"{eq.name} runs")
     dims[k] = whole(eq.result_shape[k])
     return [Value(tuple(dims)) for _ in eq.eqn.outvars]
@@ -93,6 +141,8 @@ def _sort(eq: Equation) -> list[Value]:
 
 @rule("dot_general")
 def _dot(eq: Equation) -> Value:
+    if any(v.looked_up is not None for v in eq.ins):
+        return _dot_of_rows(eq)
     a, b = (eq.term(eq.block(value)) for value in eq.ins)
     (contracted_a, contracted_b), (batch_a, batch_b) = eq.params["dimension_numbers"]
     if a.partial and b.partial:
@@ -115,14 +165,35 @@ def _dot(eq: Equation) -> Value:
     return Value((*batch, *free), frozenset(partial), ratio=near(ratio))
 
 
+def _dot_of_rows(eq: Equation) -> Value:
+    """A product of looked-up rows, each by itself: those out of range are to be masked still."""
+    k = 0 if eq.ins[0].looked_up is not None else 1
+    rows, other = eq.ins[k], eq.ins[1 - k]
+    (contracted, batch) = (sides[k] for sides in eq.params["dimension_numbers"])
+    if other.looked_up is not None or rows.origin is None or any(rows.origin.dims[i] is not None for i in contracted):
+        eq.block(rows)
+    ins = [dataclasses.replace(rows, looked_up=None, drops=False), other]
+    found = _dot(dataclasses.replace(eq, ins=ins if k == 0 else ins[::-1]))
+    free = list(_without(rows.origin.dims, (*contracted, *batch)))
+    others = [None] * (len(found.dims) - len(batch) - len(free))
+    places = [rows.origin.dims[i] for i in batch] + (free + others if k == 0 else others + free)
+    origin = rows.origin._replace(dims=tuple(places))
+    return dataclasses.replace(found, looked_up=rows.looked_up, drops=rows.drops, origin=origin)
+
+
 @rule("conv_general_dilated")
 def _convolution(eq: Equation) -> Value:
-    """Features are summed; places, and groups of features, are whole."""
     x, kernel = map(eq.term, eq.ins)
-    numbers = eq.params["dimension_numbers"]
+    numbers, groups = eq.params["dimension_numbers"], eq.params["feature_group_count"]
     (batch, feature, *space), (out, into, *window) = numbers.lhs_spec, numbers.rhs_spec
-    groups = [eqn.params[f"{of}_group_count"] for eqn in (eq.eqn, eq.twin) for of in ("feature", "batch")]
-    if groups != [1] * 4 or (x.partial and kernel.partial):
+    batches, twin = eq.params["batch_group_count"], eq.twin.params
+    # The gradient of a kernel that has each channel by itself: channels are a batch of which each has its group.
+    by_channel = batches == eq.shape(0)[batch] == eq.shape(1)[out] > 1
+    by_channel &= twin["batch_group_count"] == eq.twin_shape(0)[batch] == eq.twin_shape(1)[out]
+    has_channels = groups == eq.shape(0)[feature] == eq.shape(1)[out]
+    has_channels &= twin["feature_group_count"] == eq.twin_shape(0)[feature] == eq.twin_shape(1)[out]
+    is_one_group = groups == twin["feature_group_count"] == 1
+    if (batches != 1 and not by_channel) or not (has_channels or is_one_group) or (x.partial and kernel.partial):
         eq.same("feature_group_count", "batch_group_count")
         return everything_whole(eq)[0]
     for k, (value, spatial) in enumerate(((x, space), (kernel, window))):
@@ -130,12 +201,17 @@ def _convolution(eq: Equation) -> Value:
             eq.uncut(value, i, "a convolution runs")
             eq.same_size(k, i)
     partial = x.partial | kernel.partial
-    dim = eq.joined_dim(feature, [x.dims[feature], kernel.dims[into]])
-    if dim is UNIFORM:
-        eq.same_size(0, feature)
-    elif set(dim.axes) & partial:
-        eq.finished(x if x.partial else kernel)
-    partial |= set(dim.axes) if dim is not UNIFORM else set()
+    if is_one_group:
+        dim = eq.joined_dim(feature, [x.dims[feature], kernel.dims[into]])
+        if dim is UNIFORM:
+            eq.same_size(0, feature)
+        elif set(dim.axes) & partial:
+            eq.finished(x if x.partial else kernel)
+        partial |= set(dim.axes) if dim is not UNIFORM else set()
+        features = eq.joined_dim(out, [x.dims[batch], kernel.dims[out]]) if by_channel else kernel.dims[out]
+    else:
+        eq.same_size(1, into)  # each channel is by itself
+        features = eq.joined_dim(feature, [x.dims[feature], kernel.dims[out]])
     dims: list = list(map(whole, eq.result_shape))
-    dims[numbers.out_spec[0]], dims[numbers.out_spec[1]] = x.dims[batch], kernel.dims[out]
+    dims[numbers.out_spec[0]], dims[numbers.out_spec[1]] = UNIFORM if by_channel else x.dims[batch], features
     return Value(tuple(dims), frozenset(partial), ratio=near(x.ratio * kernel.ratio))

@@ -129,6 +129,13 @@ BODIES = {  # the body, its arguments, its specs, what is wrong
         "operations depend|anoth",
     ),
     "selected": (looked_up(lambda x, i, own: jnp.where(own, jnp.take(x, i, 0), 0)), [TABLE, IDS], OF_TABLE, None),
+    "clipped": (looked_up(lambda x, i, own: jnp.take(x, i, 0, mode="clip") * own), [TABLE, IDS], OF_TABLE, None),
+    "NaN times 0": (
+        looked_up(lambda x, i, own: jnp.take(x, i, 0) * own),
+        [TABLE, IDS],
+        OF_TABLE,
+        "product with a mask",
+    ),
     "whole positions": (
         lambda x: looked_up(lambda x, i, own: jnp.where(own, jnp.take(x, i, 0), 0))(x, jnp.arange(12)),
         [X],

@@ -16,7 +16,7 @@ def test_the_corpus_is_large():
     assert max(names.values()) == 1, names.most_common(3)
     assert len(WRITTEN) >= 150
     assert len(WRONG) >= 500
-    assert len(RIGHT) >= 70
+    assert len(RIGHT) >= 100
     assert all(program.reason for program in RIGHT if program.escape)
 
 

@@ -8,7 +8,8 @@ from running import Program, abstract_mesh, distance, run, traced
 
 from shardlib.proof.check import prove
 
-ACCEPTED = [program for program in RIGHT if not program.escape]
+ACCEPTED = [program for program in RIGHT if not program.escape and program.name != "ring attention"]
+"""Without the ring, whose turns are compared with one device's only where JAX traces both alike."""
 EQUAL, DIFFERENT = 1e-4, 1e-2
 SHARE = 12
 """One in so many programs is also in `make test`."""

@@ -25,7 +25,13 @@ def test_right_programs_are_accepted(program):
     assert not refusals(program)
 
 
-REFUSED_GRADIENTS = {"logit of the label masked after a shift"}
+REFUSED_GRADIENTS = {"rows mapped one by one", "gradient through rows mapped one by one"}
+"""Loops over a device's own rows: JAX puts the reductions of their gradients into the loop."""
+REFUSED_GRADIENTS |= {"ring attention", "attention over keys in a ring unrolled", "nearest key of all in a ring"}
+REFUSED_GRADIENTS |= {"matmul whose rows pass around in a loop", "gathered matmul of passing blocks"}
+"""The gradient of a ring turns the other way, and its turns are not compared with one device's."""
+REFUSED_GRADIENTS |= {"embedding masked after a projection", "logit of the label masked after a shift"}
+REFUSED_GRADIENTS |= {"tokens sorted by expert and back"}
 """The gradient scatters to where it looked up, before the mask."""
 
 
@@ -41,7 +47,7 @@ def test_gradients_of_right_programs_are_accepted():
             continue
         count += 1
     assert not refused
-    assert count > 40, count
+    assert count > 75, count
 
 
 @cases(WRONG)

@@ -1,0 +1,293 @@
+"""Rings: blocks pass around the devices of an axis, and each device adds up what it computes with all of them.
+
+n turns, unrolled or in a loop, are the sum over all blocks of what one turn computes, as a product adds over a sharded
+dim. On one device it is that turn. So the turns are replaced by one, with an axis in place of the turns.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from shardlib.equations import CALLS, body_of, is_variable, scan_counts
+from shardlib.proof import entries
+from shardlib.proof.domain import BLOCKS, Value, near
+from shardlib.proof.elementwise import FOLDS
+from shardlib.proof.equation import Equation, Refused
+from shardlib.proof.primitives import jaxprs_of
+
+ENTER, INDEX, CLOSE = (core.Primitive(f"ring_{name}") for name in ("enter", "index", "close"))
+GATHERING = {"add", "add_any", "max", "min", "dynamic_update_slice"}
+INDEXING = frozenset("add sub mul rem neg sign max min lt le gt ge eq ne and or".split())  # noqa: SIM905
+_NUMBERS = itertools.count()
+
+
+def _permutes(eqn: Any, axis: str | None = None) -> str | None:
+    """The axis whose devices pass a value on; None for another equation."""
+    names = eqn.params.get("axis_name") if eqn.primitive.name == "ppermute" else None
+    names = names if isinstance(names, tuple) else (names,)
+    return names[0] if len(names) == 1 and axis in (None, names[0]) else None
+
+
+def _has_arrays(eqn: Any) -> bool:
+    """Whether a jaxpr within holds arrays, which its text does not show."""
+    inner = list(jaxprs_of(eqn))
+    return any(getattr(j, "consts", ()) or any(map(_has_arrays, getattr(j, "jaxpr", j).eqns)) for j in inner)
+
+
+def _same_params(x: Any, y: Any) -> bool:
+    """Whether the parameters of two equations of one primitive are equal."""
+    pairs = [(value, y.params.get(name)) for name, value in x.params.items()]
+    if all(a is b for a, b in pairs):
+        return True
+    return not _has_arrays(x) and all(str(a) == str(b) and not hasattr(a, "shape") for a, b in pairs)
+
+
+def _turns(eqn: Any) -> bool:
+    """Whether an equation is a loop in which values pass on."""
+    return eqn.primitive.name == "scan" and any(map(_permutes, body_of(eqn.params["jaxpr"])[0].eqns))
+
+
+def _unrolled(jaxpr: Any) -> Any:
+    """The jaxpr with the turns of its loops in which blocks pass around."""
+    found, renamed = [], {}
+    read = lambda var: renamed.get(var, var) if is_variable(var) else var
+    for eqn in jaxpr.eqns:
+        eqn = eqn.replace(invars=list(map(read, eqn.invars)))
+        if not _turns(eqn):
+            found.append(eqn)
+            continue
+        body, consts = body_of(eqn.params["jaxpr"])
+        kept, carried = scan_counts(eqn)
+        if consts or len(eqn.invars) > kept + carried or len(eqn.outvars) > carried or eqn.params["length"] > 64:
+            return jaxpr  # it runs over more than turns
+        first, carry = eqn.invars[:kept], eqn.invars[kept:]
+        for _ in range(eqn.params["length"]):
+            env = dict(zip(body.invars, [*first, *carry], strict=True))
+            inner = lambda var, env=env: env[var] if is_variable(var) else var
+            for e in body.eqns:
+                outs = [core.Var(var.aval) for var in e.outvars]
+                found.append(e.replace(invars=list(map(inner, e.invars)), outvars=outs))
+                env.update(zip(e.outvars, outs, strict=True))
+            carry = list(map(inner, body.outvars))
+        renamed.update(zip(eqn.outvars, carry, strict=True))
+    return jaxpr.replace(eqns=found, outvars=list(map(read, jaxpr.outvars)))
+
+
+def _live(jaxpr: Any) -> Any:
+    """The jaxpr without equations whose results are not used."""
+    used, found = set(filter(is_variable, jaxpr.outvars)), []
+    for eqn in reversed(jaxpr.eqns):
+        # A loop or a branch may hold collectives that not all devices reach, whatever becomes of its result.
+        if eqn.effects or eqn.primitive.name in ("cond", "while", "scan") or used & set(eqn.outvars):
+            found.append(eqn)
+            used |= set(filter(is_variable, eqn.invars))
+    return jaxpr.replace(eqns=found[::-1])
+
+
+def closed(jaxpr: Any, twin: Any, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]) -> tuple[Any, Any]:
+    """Both programs with one turn of each ring; as they are if they have no ring that is understood."""
+    if not any(_permutes(e) or _turns(e) for e in jaxpr.eqns):
+        return jaxpr, twin
+    here, there = _live(_unrolled(jaxpr)), _live(_unrolled(twin))
+    for axis in {_permutes(e) for e in here.eqns} - {None}:
+        if sizes[axis] > 1 and twin_sizes[axis] == 1:
+            here = _live(_Ring(here, axis, sizes[axis]).closed())
+    return (jaxpr, twin) if any(map(_permutes, here.eqns)) else (here, there)
+
+
+class _Ring:
+    """The rings over an axis of n devices in an unrolled jaxpr."""
+
+    def __init__(self, jaxpr: Any, axis: str, n: int):
+        self.jaxpr, self.axis, self.n = jaxpr, axis, n
+        self.made = {out: eqn for eqn in jaxpr.eqns for out in eqn.outvars}
+        self.turns: dict[Any, tuple[Any, int, int]] = {}  # of a block: the first of its ring, the turn, the step
+        self.tables: dict[Any, list | None] = {}
+        self.marks: dict[Any, Any] = {}  # of a variable of the first turn: ENTER, its coefficient, or self: computed
+        self.found: dict[int, tuple] = {}
+        self.turn_axis = f"{BLOCKS}{n}.{next(_NUMBERS)}"
+        for eqn in jaxpr.eqns:
+            if not _permutes(eqn, axis) or len(eqn.invars) != 1:
+                continue
+            (x,), (out,), steps = eqn.invars, eqn.outvars, {(b - a) % n for a, b in eqn.params["perm"]}
+            if not is_variable(x) or len(steps) != 1 or len(set(eqn.params["perm"])) != n:
+                continue
+            (step,) = steps
+            root, turn, before = self.turns.get(x, (x, 0, step))
+            if math.gcd(step, n) == 1 and before == step:
+                self.turns |= {root: (root, 0, step), out: (root, turn + 1, step)}
+        if len({step for _, _, step in self.turns.values()}) > 1:
+            self.turns = {}
+
+    def closed(self) -> Any:
+        """The jaxpr with one turn of each ring whose turns do the same."""
+        for eqn in self.jaxpr.eqns:
+            if eqn.primitive.name in GATHERING:
+                self._close(eqn)
+        clones = {var: core.Var(var.aval) for var, mark in self.marks.items() if mark is not None}
+        read = lambda var: clones.get(var, var) if is_variable(var) else var
+        entered = lambda variables: [
+            _equation(self.jaxpr.eqns[0], ENTER if mark is ENTER else INDEX, [var], clones[var], self._params(mark))
+            for var in variables
+            if (mark := self.marks.get(var)) is not None and mark is not self
+        ]
+        replaced = {id(last) for last, *_ in self.found.values()}
+        eqns = entered([*self.jaxpr.constvars, *self.jaxpr.invars])
+        for eqn in self.jaxpr.eqns:
+            eqns += [eqn] if id(eqn) not in replaced else []
+            eqns += self._one_turn(*self.found[id(eqn)], read) if id(eqn) in self.found else []
+            if any(self.marks.get(out) is self for out in eqn.outvars):
+                outs = [clones.get(out, core.Var(out.aval)) for out in eqn.outvars]
+                eqns.append(eqn.replace(invars=list(map(read, eqn.invars)), outvars=outs))
+            eqns += entered(eqn.outvars)
+        return self.jaxpr.replace(eqns=eqns)
+
+    def _params(self, mark: Any) -> dict:
+        return {"axis": self.axis, "turns": self.turn_axis, "coefficient": None if mark is ENTER else mark}
+
+    def _gathered(self, var: Any, name: str) -> list[Any]:
+        """The equations that gather one turn after the other, the last first."""
+        found = []
+        while is_variable(var) and var not in self.turns and var in self.made and self.made[var].primitive.name == name:
+            found.append(self.made[var])
+            var = self.made[var].invars[0]
+        return found
+
+    def _close(self, last: Any) -> None:
+        """Notes the ring that ends with `last`, if the turns before it do the same."""
+        chain, n = self._gathered(last.outvars[0], last.primitive.name), self.n
+        terms = [eqn.invars[1:] for eqn in chain[: n - 1]][::-1]
+        if len(terms) < n - 1:
+            return
+        places = last.primitive.name == "dynamic_update_slice"
+        # The first turn is gathered into what was there before, or is all that there is yet.
+        ways = [(chain[n - 1], chain[n - 1].invars[0], chain[n - 1].invars[1:])] if len(chain) >= n else []
+        ways += [(chain[n - 2], None, [chain[n - 2].invars[0]])] if not places else []
+        for at, start, first in ways:
+            marks = dict(self.marks)
+            pairs = [(a, b, k) for k, term in enumerate(terms, 1) for a, b in zip(term, first, strict=True)]
+            if not all(self._match(a, b, k, marks, {}) for a, b, k in pairs):
+                continue
+            # Where each turn writes must depend on whose block it has, or the last turn would replace the others.
+            if any(is_variable(v) and marks.get(v) is not None for v in first) and (
+                not places or any(isinstance(marks.get(v), int) for v in first[1:] if is_variable(v))
+            ):
+                self.marks = marks
+                self.found[id(at)] = last, start, first
+                return
+
+    def _match(self, a: Any, b: Any, k: int, marks: dict, seen: dict) -> bool:
+        """Whether `a` is in turn k what `b` is in the first. Marks in `b` what passes around."""
+        if not (is_variable(a) and is_variable(b)):
+            return not is_variable(a) and not is_variable(b) and np.array_equal(a.val, b.val)
+        turn = self.turns.get(a)
+        if b in self.turns and turn and turn[:2] == (b, k):
+            return marks.setdefault(b, ENTER) is ENTER
+        if (a, b) not in seen:
+            seen[a, b] = self._is_same(a, b, k, marks, seen)
+        return seen[a, b]
+
+    def _is_same(self, a: Any, b: Any, k: int, marks: dict, seen: dict) -> bool:
+        here, first = self._table(a), self._table(b)
+        if here is not None and first is not None:
+            if here == first:
+                return marks.setdefault(b, None) is None
+            step = next((step for _, _, step in self.turns.values()), 0)
+            shifted = [here[(source + step * k) % self.n] for source in range(self.n)]
+            c = first[1] - first[0]
+            return shifted == first == [c * i for i in range(self.n)] and marks.setdefault(b, c) == c
+        if a is b:
+            return marks.setdefault(b, None) is None
+        x, y = self.made.get(a), self.made.get(b)
+        if x is None or y is None or x.primitive is not y.primitive or not _same_params(x, y) or x.effects:
+            return False
+        if x.outvars.index(a) != y.outvars.index(b) or x.primitive.name in ("ppermute", "axis_index"):
+            return False
+        same = all(self._match(c, d, k, marks, seen) for c, d in zip(x.invars, y.invars, strict=True))
+        return same and marks.setdefault(b, self) is self
+
+    def _table(self, var: Any) -> list | None:
+        """The number on each device of the axis, if only its index decides it."""
+        if var not in self.tables:
+            eqn = self.made.get(var)
+            self.tables[var] = eqn and _computed(eqn, var, self._operand, self.axis, self.n)
+        return self.tables[var]
+
+    def _operand(self, var: Any) -> list | None:
+        return self._table(var) if is_variable(var) else [var.val] * self.n if var.aval.shape == () else None
+
+    def _one_turn(self, last: Any, start: Any, first: list, read: Any) -> list[Any]:
+        """The equations that gather one turn, over an axis in place of the turns."""
+        turn, (out,) = list(map(read, first)), last.outvars
+        inner, params = core.Var(out.aval), {"turns": self.turn_axis, "kind": last.primitive.name}
+        if start is None:
+            return [_equation(last, CLOSE, turn, out, params)]
+        if last.primitive.name == "dynamic_update_slice":
+            gathered = last.replace(invars=[start, *turn], outvars=[inner])
+            return [gathered, _equation(last, CLOSE, [inner], out, params)]
+        return [_equation(last, CLOSE, turn, inner, params), last.replace(invars=[start, inner], outvars=[out])]
+
+
+def _equation(like: Any, primitive: Any, ins: list, out: Any, params: dict) -> Any:
+    return like.replace(primitive=primitive, invars=ins, outvars=[out], params=params)
+
+
+def _computed(eqn: Any, var: Any, operand: Any, axis: str, n: int) -> list | None:
+    """A scalar on each device, from those that it is computed from."""
+    name = eqn.primitive.name
+    if name == "axis_index":
+        return list(range(n)) if eqn.params["axis_name"] in (axis, (axis,)) else None
+    if var.aval.shape != () or var.aval.dtype.kind not in "iub":
+        return None
+    ins = [operand(v) for v in eqn.invars]
+    if any(values is None for values in ins):
+        return None
+    if inner := CALLS.get(name):
+        body, consts = body_of(eqn.params[inner])
+        env = dict(zip(body.invars, ins, strict=True))
+        read = lambda v: env.get(v) if is_variable(v) else [v.val] * n if v.aval.shape == () else None
+        for e in body.eqns if not consts else ():
+            env.update({out: _computed(e, out, read, axis, n) for out in e.outvars})
+        return read(body.outvars[eqn.outvars.index(var)])
+    if name in ("convert_element_type", "pvary", "pcast", "copy"):
+        return ins[0]
+    rows = list(zip(*ins, strict=True))
+    if name == "select_n":
+        return [row[1 + int(row[0])] for row in rows]
+    if name not in INDEXING:
+        return None
+    return [int(FOLDS[name](*map(int, row))) for row in rows]
+
+
+# ---- rules ------------------------------------------------------------------------------------------------------
+
+
+def ring(eq: Equation) -> Value:
+    """Facts about what enters a ring, an index of it, and what all turns give together."""
+    (x,), turns = eq.ins, eq.params["turns"]
+    if eq.name == "ring_index":
+        return Value((), offset=((turns, eq.params["coefficient"]),), known=(0, 0))
+    if eq.name == "ring_enter":
+        return entries.renamed(eq, x, {(eq.params["axis"],): (turns,)})
+    eq.block(x)
+    if turns in x.sharded:
+        problem = "the turns of a ring add different blocks of a sharded dim, entry by entry"
+        raise Refused(problem, "sum along the dim first")
+    kind = eq.params["kind"]
+    if kind in ("max", "min"):
+        if x.partial & {turns}:
+            eq.finished(x)
+        if x.extreme and x.extreme[0] != kind:
+            eq.finished(x)
+        left = x.extreme[1] - {turns} if x.extreme else frozenset()
+        return Value(x.dims, x.partial, (kind, left) if left else None, x.ratio)
+    eq.term(x)
+    ratio = x.ratio if turns in x.partial else near(x.ratio / eq.sizes[turns])
+    return Value(x.dims, x.partial - {turns}, None, ratio)
+
+
+RULES = dict.fromkeys(("ring_enter", "ring_index", "ring_close"), ring)
