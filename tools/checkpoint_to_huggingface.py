@@ -38,8 +38,7 @@ from shardwright.modeling.weights import shapes_of
 from shardwright.run.checkpoint import find_checkpoint
 from shardwright.run.config import WEIGHTS, check_weights
 from shardwright.run.provenance import compare_source, provenance_of
-from shardwright.run.resuming import config_of
-from shardwright.run.saved import saved_config
+from shardwright.run.resuming import config_of, saved_config
 from shardwright.settings.program import run_program
 from shardwright_data.checks import check_choice, check_ranges, within
 from shardwright_data.foreign import shown

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.run.files import read_config
-from shardwright.run.saved import literal
+from shardwright.run.resuming import literal
 from shardwright.settings.composing import wrong_setting
 from shardwright.settings.program import run_program
 from shardwright.settings.words import for_console

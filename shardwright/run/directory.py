@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import re
+import secrets
 import shlex
 import shutil
 import socket
@@ -22,6 +23,7 @@ from typing import Any
 import jax
 
 from shardlib.places import shown_path
+from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.files import LOCK
 from shardwright.run.optional import why
 from shardwright.run.stores import agreed
@@ -31,6 +33,8 @@ TRACE = "trace.tmp"
 """Directory in that of a run in which JAX writes a trace."""
 KEPT_STARTS = 3
 """Starts whose compiled step and profile stay in the directory of a run."""
+OWNER = ".owner"
+"""Key of the file, at a URL for checkpoints, that names the run that started last."""
 _DATE = re.compile(r"\d{4}(_\d\d){5}")
 
 
@@ -177,6 +181,40 @@ def _holder(file: Any) -> str:
         return f"process {who['pid']} on {who['host']}, since {who['since']}"
     except (ValueError, KeyError, TypeError):
         return "another process"
+
+
+@contextlib.contextmanager
+def owned(checkpoints: Checkpointer) -> Iterator[None]:
+    """Context in which no other run completes a checkpoint in the same place. All processes enter it.
+
+    A directory is locked. At a URL there are no locks: the run that started last saves, and the saves of another fail.
+
+    Raises:
+        ValueError: another run has locked the directory.
+        OSError: the place cannot be written.
+    """
+    with contextlib.ExitStack() as stack:
+        agreed(lambda: _own(checkpoints, stack) if jax.process_index() == 0 else None)
+        yield
+
+
+def _own(checkpoints: Checkpointer, stack: contextlib.ExitStack) -> None:
+    store = checkpoints.store
+    if store.path is not None:
+        stack.enter_context(locked(store.path))
+        return
+    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    me = f"process {os.getpid()} on {socket.gethostname()}, since {since} ({secrets.token_hex(8)})"
+    store.write(OWNER, me.encode())
+
+    def check() -> None:
+        other = (store.read(OWNER) or me.encode()).decode(errors="replace")
+        if other != me:
+            raise OSError(
+                f"another run saves to {store.url}: {other}. End one of the two, or rename it (paths.model_name)."
+            )
+
+    checkpoints.check_owner = check
 
 
 def _remove_start(made: list[Path]) -> None:

@@ -15,8 +15,7 @@ from shardwright.run.checkpoint_arrays import NO_ORDERS, Orders
 from shardwright.run.config import Config
 from shardwright.run.directory import has_begun
 from shardwright.run.files import read_config
-from shardwright.run.resuming import fixed_by_weights, with_defaults
-from shardwright.run.saved import saved_config
+from shardwright.run.resuming import fixed_by_weights, saved_config, with_defaults
 from shardwright.run.stages import stack_orders
 from shardwright.settings.differences import config_differences
 from shardwright.settings.words import say

@@ -18,8 +18,7 @@ from shardwright.run.checkpoint import Checkpointer, find_checkpoint
 from shardwright.run.checkpoint_arrays import Orders
 from shardwright.run.manifest import Damaged
 from shardwright.run.provenance import compare_source, provenance_of
-from shardwright.run.resuming import config_of
-from shardwright.run.saved import saved_config
+from shardwright.run.resuming import config_of, saved_config
 from shardwright_data.checks import within
 from shardwright_data.foreign import shown
 

@@ -23,7 +23,7 @@ from shardwright.run.causality import describe_causality
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.compiling import compile_step, draw_step
 from shardwright.run.config import Config
-from shardwright.run.directory import override
+from shardwright.run.directory import override, owned
 from shardwright.run.evaluation import evaluate
 from shardwright.run.flops import Speed, flops_of_model, peak_flops
 from shardwright.run.initial_weights import check_begins, checkpoints_of, fresh_state
@@ -32,13 +32,11 @@ from shardwright.run.memory import peak_memory
 from shardwright.run.metrics import RunLog, check_metrics, has_event
 from shardwright.run.microscope import Microscope
 from shardwright.run.opening import read_state
-from shardwright.run.owning import owned
 from shardwright.run.page import Page
 from shardwright.run.profile import StepProfiler
 from shardwright.run.provenance import add_facts, compare_source, keep_source, provenance_of, untraced
 from shardwright.run.report import facts_of, print_end, print_page, print_start, save_config, tell
-from shardwright.run.resuming import check_resumes, choose_checkpoint
-from shardwright.run.saved import saved_config
+from shardwright.run.resuming import check_resumes, choose_checkpoint, saved_config
 from shardwright.run.skipping import SkippedSteps, are_finite, check_finite, described_documents
 from shardwright.run.soundness import check_steps
 from shardwright.run.stages import describe_stages, placement_of, stack_orders
@@ -378,7 +376,6 @@ class Run:
             self._finish_page("stopped", self.stopped_by)
             return self.stopped_by
         self._profiler.close()
-        self._skips.check_any_taken(self.done - self.start)
         if self._skips.count:
             tell(f"skipped    {self._skips.count} steps: the events `skipped` of metrics.jsonl")
         if self._profiler.by_line:

@@ -6,7 +6,7 @@ A key is a path in a store, such as `0000000500/weights/embed/zarr.json`.
 import concurrent.futures
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
@@ -122,19 +122,13 @@ def _below(directory: str) -> ts.KvStore.KeyRange:
     return ts.KvStore.KeyRange(f"{directory}/", f"{directory}0")
 
 
-def in_parallel(jobs: Sequence[Callable[[], T]]) -> list[T]:
+def in_parallel(jobs: Iterable[Callable[[], T]]) -> list[T]:
     """The results of all, which ran WORKERS at a time. After an error no other begins.
 
     The error is raised once all have ended: a write that continued would bring back files that the next save removes.
     """
     with concurrent.futures.ThreadPoolExecutor(WORKERS, thread_name_prefix="chunk") as pool:
-        futures = [pool.submit(job) for job in jobs]
-        concurrent.futures.wait(futures, return_when=concurrent.futures.FIRST_EXCEPTION)
-        pool.shutdown(cancel_futures=True)
-    for future in futures:
-        if not future.cancelled() and (error := future.exception()):
-            raise error
-    return [future.result() for future in futures]
+        return list(pool.map(lambda job: job(), jobs))
 
 
 def agreed(action: Callable[[], T]) -> T:

@@ -9,7 +9,7 @@ import pytest
 from s3_server import S3Server
 
 from shardwright.run.checkpoint import Checkpointer, find_checkpoint
-from shardwright.run.owning import owned
+from shardwright.run.directory import owned
 
 
 @pytest.fixture

@@ -17,8 +17,7 @@ from rich.console import Console
 from shardwright.modeling.model import is_shipped
 from shardwright.run.files import read_config
 from shardwright.run.initial_weights import read_weights
-from shardwright.run.resuming import check_resumes, config_of
-from shardwright.run.saved import literal, saved_config
+from shardwright.run.resuming import check_resumes, config_of, literal, saved_config
 from tools import checkpoint_to_huggingface, inspect_data
 from tools.generate import MeshChoice, Settings, generate
 from tools.report import __main__ as report

@@ -21,9 +21,8 @@ from shardwright.run.files import read_config
 from shardwright.run.microscope import StepWithoutStages
 from shardwright.run.opening import StagesChoice, mesh_for, read_state, trusted_options
 from shardwright.run.provenance import compare_source, provenance_of
-from shardwright.run.resuming import config_of
+from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.run import fresh_state
-from shardwright.run.saved import saved_config
 from shardwright.run.skipping import SkippedSteps
 from shardwright.run.stages import placement_of, stack_orders
 from shardwright_data.foreign import parse_json, read_object, read_text, shown
