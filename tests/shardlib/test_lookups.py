@@ -48,16 +48,6 @@ def test_sums_are_those_of_numpy(name, shape, dtype):
     np.testing.assert_allclose(np.float64(found), expected, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.long
-def test_many_rows_of_one_id_are_added_exactly():
-    """Integers, of which f32 holds each sum: none is lost, and none is added twice."""
-    rng = np.random.default_rng(2)
-    ids, rows = rng.choice(3, 5000, p=[0.9, 0.01, 0.09]).astype(np.int32), rng.integers(-9, 9, (5000, 2))
-    expected = np.zeros((4, 2))
-    np.add.at(expected, ids, rows)
-    np.testing.assert_array_equal(lookups.sums_by_id(jnp.float32(rows), ids, 4), expected)
-
-
 def test_sums_that_differ_are_refused_before_the_first_step(as_on_a_gpu, monkeypatch):
     lookups.check_sums()
     right = lookups.sums_by_id

@@ -3,11 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AxisType
 
 from shardlib import shardops
-from shardlib.parsing import ShardError
 from shardlib.proof.check import check
 from shardlib.shardtypes import f32, typed_shard_map
 
@@ -43,12 +41,3 @@ def test_the_gradient_is_that_of_the_block():
     x = np.random.default_rng(1).normal(size=(8, 3)).astype(np.float32)
     with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))):
         np.testing.assert_allclose(jax.jit(typed_shard_map(loss))(x), np.cos(x), rtol=1e-5)
-
-
-def test_a_copy_is_not_replicated():
-    def run(x: f32["B/data M"]) -> f32["B M"]:
-        return shardops.all_gather("B/data M -> B M *data", x, replicated=True)
-
-    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Explicit,))
-    with jax.sharding.use_abstract_mesh(mesh), pytest.raises(ShardError, match="a copy is not replicated"):
-        jax.eval_shape(typed_shard_map(run), jax.ShapeDtypeStruct((8, 3), jnp.float32))

@@ -144,22 +144,17 @@ def run(config: Settings, console: Console | None = None) -> None:
     if config.output is not None and Path(config.output).suffix != ".svg":
         raise ValueError(f"output is {config.output}; its name must end in .svg.")
     results = simulated(config)
-    show_all(results, console)
+    picture = Console(record=True, width=_PICTURE_COLUMNS, file=io.StringIO(), force_terminal=True)
+    for target in [console] if config.output is None else [console, picture]:
+        if len(results) == 1:
+            show(*results[0], target)
+        else:
+            show_comparison(results, target)
     if config.output is not None:
-        picture = Console(record=True, width=_PICTURE_COLUMNS, file=io.StringIO(), force_terminal=True)
-        show_all(results, picture)
         output = Path(config.output)
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(picture_of(picture, ", ".join(name for name, _ in results)), encoding="utf-8")
         console.print(Text(for_console(f"\nPicture: {output}", console)), soft_wrap=True)
-
-
-def show_all(results: Sequence[tuple[str, Timeline]], console: Console) -> None:
-    """Prints the one schedule, or compares several."""
-    if len(results) == 1:
-        show(*results[0], console)
-    else:
-        show_comparison(results, console)
 
 
 if __name__ == "__main__":

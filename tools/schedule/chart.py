@@ -39,7 +39,6 @@ def draw(timeline: Timeline, width: int) -> Iterator[Text]:
     scale = min((digits + 1) / shortest, _MOST_PANELS * room / (timeline.total or 1.0))
     column = lambda time: round(time * scale)
     lines = [[(_IDLE, Style(dim=True))] * column(timeline.total) for _ in range(p)]
-    cuts = [0] * (column(timeline.total) + 1)  # number of tasks that a break before this column would cut
     for device, span in drawn:
         line, label, first, last = lines[device], str(span.microbatch), column(span.start), column(span.end)
         chunk = stages[device].index(span.stage)
@@ -47,13 +46,10 @@ def draw(timeline: Timeline, width: int) -> Iterator[Text]:
         if first + len(label) <= last:
             for i, digit in enumerate(label, first):
                 line[i] = digit, line[i][1] + Style(bold=True)
-        for i in range(first + 1, last):
-            cuts[i] += 1
     start, length = 0, column(timeline.total)
+    breaks = [*map(column, timeline.ticks), length]  # no task is cut there
     while start < length:
-        end = min(start + room, length)
-        if end < length:
-            end = min(range(start + room * 3 // 4, end + 1), key=lambda i: (cuts[i], -i))
+        end = max((at for at in breaks if start < at <= start + room), default=min(start + room, length))
         yield Text(" " * margin + _ruler(timeline, scale, start, end), style="dim")
         for device, line in enumerate(lines):
             yield Text.assemble((f"{device:>{margin - 2}}  ", "bold"), *line[start:end])
