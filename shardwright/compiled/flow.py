@@ -150,7 +150,7 @@ class Flow:
             outer, call = callers[-1]
             return self._put(outer, call.operands[int(instruction.operands[0])], callers[:-1])
         if instruction.opcode == "parameter":
-            return CallSite(None, "jvp(", ())  # what the loop carries, such as the residual stream
+            return CallSite(None, "jvp(")  # what the loop carries, such as the residual stream
         if instruction.opcode == "fusion" and not self._places.of_instruction(instruction).phase:
             inside = self._program.computations[instruction.called[0]]
             return self._put(inside, inside.root.name, (*callers, (computation, instruction)))

@@ -29,11 +29,10 @@ class Place(NamedTuple):
 
 
 class CallSite(NamedTuple):
-    """Where an operation comes from: its line, and JAX's name and the calls of the operation with that line."""
+    """Where an operation comes from: its line, and JAX's name of the operation with that line."""
 
     place: Place | None
     op_name: str
-    frames: tuple[Frame, ...]
 
     @property
     def phase(self) -> str:
@@ -69,7 +68,7 @@ class Places:
     def of_instruction(self, instruction: Instruction) -> "CallSite":
         """Where the instruction itself says that it comes from."""
         place = self.of_frames(instruction.frames) if instruction.op_name else None
-        return CallSite(place, instruction.op_name, instruction.frames)
+        return CallSite(place, instruction.op_name)
 
     def of(self, computation: Computation, instruction: Instruction) -> "CallSite":
         """Where an instruction comes from; a fusion, where what it mostly computes comes from.
@@ -84,7 +83,7 @@ class Places:
             for neighbour in [*readers, *sources]:
                 if neighbour and neighbour.opcode not in _NEVER and (found := self._own(neighbour)):
                     return found._replace(place=found.place._replace(inferred=True))
-        return found or CallSite(None, "", ())
+        return found or CallSite(None, "")
 
     def _own(self, instruction: Instruction) -> "CallSite | None":
         inside = []
@@ -95,7 +94,7 @@ class Places:
         heavy = [other for other in inside if other.opcode in ("dot", "convolution")]
         for candidate in [*heavy, instruction, *inside]:
             if candidate.op_name and candidate.opcode not in _NEVER and (place := self.of_frames(candidate.frames)):
-                return CallSite(place, candidate.op_name, candidate.frames)
+                return CallSite(place, candidate.op_name)
             if heavy and candidate is heavy[-1]:
                 return None
         return None

@@ -88,7 +88,6 @@ class _Picture:
     def open(self, number: int, depth: int) -> None:
         section = self.table.sections[number]
         count = "" if section.kind == "branch" else f" × {section.turns or '?'}"
-        count += ", without a loop" if section.kind == "unrolled" else ""
         self.text(_MARGIN + _INDENT * depth, self.y + 17, section.title + count, 13, "#1f3b73", bold=True)
         self.y += 24
 

@@ -8,13 +8,12 @@ from pathlib import Path
 
 from shardwright.compiled.flow import Flow
 from shardwright.compiled.hlo import Computation, Instruction, Program
-from shardwright.compiled.lines import CallSite, Place, Places, name_of, phase_of
+from shardwright.compiled.lines import Place, Places, name_of, phase_of
 from shardwright.compiled.operations import NO_WORK, Work, collective, matmul
 from shardwright.compiled.table import Row, Section, Table, around
 from shardwright_data.foreign import read_text
 
-_LAYERS = "run_layers"
-_LOOPS = {_LAYERS: "layers", "accumulate": "microbatches", "_run": "ticks"}
+_LOOPS = {"run_layers": "layers", "accumulate": "microbatches", "_run": "ticks"}
 """What the loop of a function goes over."""
 
 
@@ -42,15 +41,12 @@ class _Walk:
         self.owner: dict[str, _Line | int] = {}  # of each instruction: its line, or the section of a loop
         self.communicating: set[str] = set()  # instructions
         self.lines: dict[tuple, _Line] = {}
-        self.unrolled: dict[tuple[int, str], int] = {}
 
     def table(self, newest: float) -> Table:
         program = self.program
         name = program.name.removeprefix("jit_")
-        self.fill(self.open("program", name, 1, -1), program.entry, in_layers=False)
+        self.fill(self.open("program", name, 1, -1), program.entry)
         self.add_kept()
-        for number in self.unrolled.values():
-            self.sections[number] = dataclasses.replace(self.sections[number], turns=self.copies(number))
         lines = [*self.in_order(0)]
         rows = [row for line in lines for row in self.rows(line)]
         line_of = {i: name_of(owner.place) if isinstance(owner, _Line) else None for i, owner in self.owner.items()}
@@ -70,11 +66,9 @@ class _Walk:
             self.items[section].append(self.lines[key])
         return self.lines[key]
 
-    def fill(self, section: int, computation: Computation, in_layers: bool) -> None:
+    def fill(self, section: int, computation: Computation) -> None:
         """Puts the operations of a computation into a section, by line."""
         self.section_of[computation.name] = section
-        loops = [i for i in computation.instructions.values() if i.opcode == "while" and _function(i) == _LAYERS]
-        looped = {_direction(phase_of(loop.op_name)) for loop in loops}
         for instruction in computation.instructions.values():
             if instruction.opcode.endswith(("-done", "-update")) and instruction.operands[0] in self.owner:
                 self.owner[instruction.name] = self.owner[instruction.operands[0]]
@@ -82,32 +76,27 @@ class _Walk:
                     self.communicating.add(instruction.name)
             elif instruction.opcode == "while":
                 loop = self.open("loop", _title(instruction), instruction.turns, section)
-                self.fill_child(loop, instruction.called[-1], in_layers or instruction in loops, instruction)
+                self.fill_child(loop, instruction.called[-1], instruction)
             elif instruction.opcode == "conditional":
                 for name in instruction.called:
                     branch = self.open("branch", f"on condition, in {_function(instruction)}", None, section)
-                    self.fill_child(branch, name, in_layers, instruction)
+                    self.fill_child(branch, name, instruction)
             elif instruction.opcode == "call":
                 self.owner[instruction.name] = section
                 for name in instruction.called:
-                    self.fill(section, self.program.computations[name], in_layers)
+                    self.fill(section, self.program.computations[name])
             elif instruction.opcode not in NO_WORK:
-                self.add(section, computation, instruction, looped, in_layers)
+                self.add(section, computation, instruction)
 
-    def fill_child(self, child: int, name: str, in_layers: bool, instruction: Instruction) -> None:
+    def fill_child(self, child: int, name: str, instruction: Instruction) -> None:
         self.owner[instruction.name] = child
-        self.fill(child, self.program.computations[name], in_layers)
+        self.fill(child, self.program.computations[name])
         if self.items[child]:
             self.items[self.sections[child].parent].append(child)
 
-    def add(
-        self, section: int, computation: Computation, instruction: Instruction, looped: set[str], in_layers: bool
-    ) -> None:
+    def add(self, section: int, computation: Computation, instruction: Instruction) -> None:
         """Adds an operation to the line that it comes from."""
         origin = self.places.of(computation, instruction)
-        direction = _direction(origin.phase)
-        if direction and not in_layers and direction not in looped and _is_of_layer(origin):
-            section = self.unrolled_layers(section, direction)
         line = self.line(section, origin.place, origin.phase)
         self.owner[instruction.name] = line
         found = [(computation, instruction)]
@@ -122,21 +111,6 @@ class _Walk:
         line.work.update(communicated + multiplied or [Work("other", "", 0)])
         if communicated:
             self.communicating.add(instruction.name)
-
-    def unrolled_layers(self, section: int, direction: str) -> int:
-        key = section, direction
-        if key not in self.unrolled:
-            self.unrolled[key] = self.open("unrolled", f"layers, {direction}", None, section)
-            self.items[section].append(self.unrolled[key])
-        return self.unrolled[key]
-
-    def copies(self, section: int) -> int:
-        """Number of layers that were written out: how often most of their products and collectives are there."""
-        works = (line.work for line in self.in_order(section))
-        counts = collections.Counter(
-            n for work in works for what, n in work.items() if what.kind in ("collective", "matmul")
-        )
-        return counts.most_common(1)[0][0] if counts else 1
 
     def add_kept(self) -> None:
         for array in Flow(self.program, self.places).kept([*map(self.program.computations.get, self.section_of)]):
@@ -171,13 +145,10 @@ class _Walk:
         ]
 
 
-def _direction(phase: str) -> str:
-    return "backward" if phase == "again" else phase
-
-
 def _title(loop: Instruction) -> str:
     """What a loop goes over: layers or microbatches, or where it is written."""
-    function, direction = _function(loop), _direction(phase_of(loop.op_name))
+    function, phase = _function(loop), phase_of(loop.op_name)
+    direction = "backward" if phase == "again" else phase
     what = _LOOPS.get(function) or f"loop in {function or 'a function'}"
     return f"{what}, {direction}" if direction else what
 
@@ -186,11 +157,6 @@ def _function(instruction: Instruction) -> str:
     """Name of the innermost function around an instruction that has one, without those around that."""
     names = instruction.frames[0].function.split(".") if instruction.frames else []
     return next((name for name in reversed(names) if not name.startswith("<")), "")
-
-
-def _is_of_layer(origin: CallSite) -> bool:
-    """Whether it is in a layer, and not only in the loop over them."""
-    return any(frame.function.startswith(f"{_LAYERS}.<locals>") for frame in origin.frames)
 
 
 def _source(root: str, places: set[Place], newest: float) -> dict[str, str]:

@@ -19,9 +19,9 @@ class Section:
     """Lines that run together.
 
     Attributes:
-        kind: "program", "loop", "unrolled" for layers without a loop, or "branch".
+        kind: "program", "loop" or "branch".
         title: such as "layers, forward".
-        turns: number of turns of a loop, or of layers without a loop; None if it is not known.
+        turns: number of turns of a loop; None if it is not known.
         parent: number of the section around it; -1 of the program.
     """
 

@@ -81,8 +81,6 @@ def show_report(config: Settings, console: Console | None = None) -> None:
     show(c, console)
     place = c.runs[0].directory if len(c.runs) == 1 else c.parent
     output = Path(config.output) if config.output is not None else place / REPORT
-    if config.output is None and (output.is_symlink() or (output.exists() and not output.is_file())):
-        raise ValueError(f"{output} is a link, or no file. Remove it, or give output=<file>.")  # a stranger's
     write(Report(c, config.smooth), output)
     console.print(Text(for_console(f"\nReport: {shown(output)}", console)), soft_wrap=True)
 

@@ -311,16 +311,12 @@ def _is_locked(directory: Path) -> bool:
 
 def _notes(run: Run) -> Iterator[str]:
     done = int(run.values["steps"])
-    if run.total_steps is not None and done < run.total_steps:
+    if run.state != "running" and run.total_steps is not None and done < run.total_steps:
         yield f"unfinished: {done:,} of {run.total_steps:,} steps"
     bad = np.flatnonzero(~np.isfinite(run.loss))
     if bad.size:
         first = int(run.step[bad[0]]) + 1
         yield f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}, first at step {first:,}"
-    if not run.validation:
-        yield "no validation"
-    if not run.memory:
-        yield "no record of peak memory"
 
 
 def evenly(x: Curve, most: int) -> np.ndarray:

@@ -15,7 +15,7 @@ import numpy as np
 
 from shardwright.compiled.table import in_bytes, in_flops, in_numbers
 from shardwright.run.files import duration
-from tools.report.comparing import IGNORED_SETTINGS, METRICS, Comparison, mfu_doubt, remarks
+from tools.report.comparing import METRICS, Comparison, mfu_doubt, remarks
 from tools.report.lines import step_by_line
 from tools.report.microscope import microscope
 from tools.report.plots import colour, panels_of
@@ -23,9 +23,6 @@ from tools.report.reading import Run, number, read_samples
 
 _SAMPLES, _EVENTS, _LONGEST = 12, 200, 4000
 """Number of steps whose samples are shown, and of events; characters of a text."""
-
-_NOT_YET = ("unfinished", "no validation", "no record of peak memory")
-"""Beginnings of notes that say nothing of a run that still trains."""
 
 
 @dataclass
@@ -70,7 +67,7 @@ def head(r: Report) -> dict[str, Any]:
         "written": time.time() if run.state == "running" else None,
         "progress": min(1.0, done / total) if total else None,
         "figures": figures(r.c, run) if run.values else [],
-        "notes": [note for note in run.notes if run.state != "running" or not note.startswith(_NOT_YET)],
+        "notes": run.notes,
     }
 
 
@@ -180,11 +177,9 @@ def samples(r: Report) -> dict[str, Any] | None:
 
 
 def settings(r: Report) -> dict[str, Any] | None:
-    """The configuration: of one run what was chosen first, of several what they share."""
+    """The configuration of a single run: what was chosen first."""
     if not r.run:
-        given = next((run.settings for run in r.c.runs if run.settings), {})
-        shared = {n: v for n, v in given.items() if not n.startswith(IGNORED_SETTINGS) and n not in r.c.differing}
-        return {"groups": [("Settings that all runs share", [(n, as_json(v), "") for n, v in shared.items()], False)]}
+        return None
     about, groups = r.run.about, {"Given on the command line": [], "Set by the recipe": [], "Defaults": []}
     overrides = about.get("overrides") if isinstance(about.get("overrides"), list) else []
     defaults = about.get("defaults") if isinstance(about.get("defaults"), dict) else {}
