@@ -91,13 +91,13 @@ def test_the_page_of_a_run_that_finishes_and_is_continued(tmp_path, capsys):
     *out, last = capsys.readouterr().out.splitlines()
     assert last == f"report     {tmp_path}/run/report.html  (open it in a browser)"
     (entropy,) = (float(line.split()[1]) for line in out if line.startswith("unigram "))
-    r = read_run(tmp_path / "run", 50)
+    r = read_run(tmp_path / "run")
     assert (r.state, r.total_steps, r.fact("mesh")) == ("finished", 5, {"r": 1, "d": 4, "t": 2})
     assert r.fact("unigram_entropy") == pytest.approx(entropy, abs=5e-4)
     assert (r.about["defaults"]["training.seed"], r.about["overrides"]) == (0, None)
     assert ">finished<" in (tmp_path / "run" / "report.html").read_text()
     trained(tmp_path / "run", steps=7)
-    r = read_run(tmp_path / "run", 50)
+    r = read_run(tmp_path / "run")
     assert (r.state, r.total_steps, [start for start, _ in r.starts]) == ("finished", 7, [0, 5])
     assert ">resumed<" in (tmp_path / "run" / "report.html").read_text()
 
@@ -110,6 +110,6 @@ def test_the_page_of_a_run_that_fails(tmp_path, monkeypatch):
     monkeypatch.setattr(Run, "save", fail)
     with pytest.raises(OSError, match="the disk is gone"):
         trained(tmp_path / "run")
-    r = read_run(tmp_path / "run", 50)
+    r = read_run(tmp_path / "run")
     assert (r.state, r.why, len(r.step)) == ("failed", "OSError: the disk is gone", 2)
     assert "OSError: the disk is gone" in (tmp_path / "run" / "report.html").read_text()

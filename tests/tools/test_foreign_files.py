@@ -131,7 +131,7 @@ def test_the_report_reads_no_pipe(given, tmp_path):
         os.mkfifo(tmp_path / name)
     (tmp_path / "source" / "0").mkdir(parents=True)
     os.mkfifo(tmp_path / "source" / "0" / "provenance.json")
-    assert any("cannot be read" in note for note in read_run(tmp_path, 10).notes)
+    assert any("cannot be read" in note for note in read_run(tmp_path).notes)
 
 
 WRONG = [5, 0.5, "x", [1], [[1]], {"kind": 5}, {"kind": None}, {"kind": "bytes", "end_token": 5}, {"name": "x"}, True]

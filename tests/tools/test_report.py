@@ -61,7 +61,7 @@ def provenance(run: Path, about: dict) -> None:
 
 
 def compared(directory: Path, sort: str = "loss"):
-    return compare_runs([read_run(run, 50) for run in find_runs([str(directory)])], sort)
+    return compare_runs([read_run(run) for run in find_runs([str(directory)])], sort)
 
 
 def printed(width: int = 200, **settings) -> str:
@@ -72,14 +72,14 @@ def printed(width: int = 200, **settings) -> str:
 
 
 def test_the_figures_are_those_of_the_metrics(tmp_path):
-    r = read_run(write(tmp_path / "run", seconds=0.5, events=[MEMORY, VALIDATION, END, BUBBLE]), smooth=50)
+    r = read_run(write(tmp_path / "run", seconds=0.5, events=[MEMORY, VALIDATION, END, BUBBLE]))
     figures = {"steps": 4, "tokens": 40, "ms/step": 500, "tokens/s": 20, "MFU": 0.4, "time": 1.5}
     # A tenth of four steps is less than one: nothing is averaged.
     known = {"loss": 1.0, "val": 1.5, "bits/byte": 0.75, "memory": 3 * 2**30, "bubble": 0.25}
     assert r.values == figures | known
     assert (r.notes, r.total_steps, r.state, r.why) == ([], 4, "stopped", "SIGTERM")
     resumed = write(tmp_path / "resumed", events=[END, BUBBLE], steps=9, tail='{"step": 4, "loss": 0.5}\n')
-    assert read_run(resumed, 50).state == "broke off"
+    assert read_run(resumed).state == "broke off"
 
 
 def test_slow_steps_and_validations_do_not_count_as_speed(tmp_path):
@@ -88,17 +88,16 @@ def test_slow_steps_and_validations_do_not_count_as_speed(tmp_path):
     lines[3]["seconds"] = 9.0  # as a profiled step
     lines[10]["seconds"] = 60.0  # as a step with a validation beside it
     write_lines(directory, [*lines, {"step": 10, "event": "validation", "loss": 3.5}])
-    values = read_run(directory, 50).values
+    values = read_run(directory).values
     assert values["ms/step"] == 500
     assert values["time"] == pytest.approx(19 * 0.5 + 9.0)
 
 
 def test_averages_against_a_loop():
     losses = np.random.default_rng(0).normal(3, 1, 57)
-    for most, half in ((3, 1), (50, 2)):
-        ends = [i + min(i, half) + 1 for i in range(57)]
-        expected = [losses[max(0, i - half) : end].mean() for i, end in enumerate(ends)]
-        np.testing.assert_allclose(averaged(losses, most), expected, rtol=1e-12)
+    ends = [i + min(i, 2) + 1 for i in range(57)]
+    expected = [losses[max(0, i - 2) : end].mean() for i, end in enumerate(ends)]
+    np.testing.assert_allclose(averaged(losses), expected, rtol=1e-12)
 
 
 def test_only_what_differs_and_changes_a_figure_is_a_column(tmp_path):
@@ -212,7 +211,7 @@ def test_memory_that_was_predicted_is_marked(tmp_path):
 def test_each_run_has_one_colour(tmp_path):
     for i in range(10):
         write(tmp_path / str(i), [4.0 - 0.1 * i] * 4, events=[VALIDATION, MEMORY], learning_rate=(i + 1) / 100)
-    panels = panels_of(compared(tmp_path, "learning_rate"), 50)
+    panels = panels_of(compared(tmp_path, "learning_rate"))
     lines = [trace["line"] for trace in panels[0].traces if trace["mode"] == "lines"]
     assert len({(line["color"], line["dash"]) for line in lines}) == 10
     for panel in panels:
@@ -226,7 +225,7 @@ def test_each_run_has_one_colour(tmp_path):
 def test_the_circle_of_a_validation_is_at_the_end_of_its_step(tmp_path):
     for name in "ab":
         write(tmp_path / name, seconds=2.0, events=[VALIDATION | {"step": 2}])
-    panels = panels_of(compared(tmp_path, "run"), 50)[:2]
+    panels = panels_of(compared(tmp_path, "run"))[:2]
     circles = [trace for panel in panels for trace in panel.traces if trace.get("mode") == "markers"]
     assert [[*trace["x"]] for trace in circles] == [[30], [30], [4 / 60], [4 / 60]]  # tokens, minutes
     assert [[*trace["y"]] for trace in circles] == [[1.5]] * 4
@@ -237,7 +236,7 @@ def test_metrics_of_the_users_own_are_plotted(tmp_path):
         (tmp_path / name).mkdir()
         own = lambda i, layers=layers: {"noise": 0.5 * i, "stream": [i + j for j in range(layers)]}
         write_lines(tmp_path / name, [{"step": i, "loss": 3 - i} | own(i) for i in range(4)])
-    *_, noise, stream = panels_of(compared(tmp_path), 50)
+    *_, noise, stream = panels_of(compared(tmp_path))
     assert [panel.title for panel in (noise, stream)] == ["noise", "stream: mean of 3 layers, the least, the greatest"]
     np.testing.assert_array_equal(noise.traces[0]["y"], [0, 0.5, 1, 1.5])
     mean, least, greatest = stream.traces[3:]
@@ -252,7 +251,6 @@ def test_metrics_of_the_users_own_are_plotted(tmp_path):
         ({"run": None}, "run is None; give directories"),
         ({"sort": "speed"}, "sort is 'speed'; the columns are loss, tokens/s"),
         ({"output": "x.txt"}, r"output is x.txt; its name must end in .html"),
-        ({"smooth": 0}, "smooth is 0; it must be at least 1"),
     ],
 )
 def test_wrong_settings_are_refused(tmp_path, settings, message):

@@ -14,7 +14,6 @@ from tools.report.comparing import compare_runs
 from tools.report.lines import step_by_line
 from tools.report.page import page
 from tools.report.reading import read_run
-from tools.report.sections import Report
 
 pytestmark = pytest.mark.quick
 LINES = f"{PROFILE}/profile_by_line.json"
@@ -26,11 +25,11 @@ def run(tmp_path) -> Path:
 
 
 def shown(run: Path) -> dict:
-    return step_by_line(read_run(run, 50))
+    return step_by_line(read_run(run))
 
 
 def html(run: Path) -> str:
-    return page(Report(compare_runs([read_run(run, 50)], "run"), 50))
+    return page(compare_runs([read_run(run)], "run"))
 
 
 def change(path: Path, **changes) -> None:
@@ -84,7 +83,7 @@ def test_a_run_without_a_profile_is_sorted_by_what_is_sent(run):
 
 
 def test_a_run_without_its_step_has_no_section(tmp_path):
-    assert step_by_line(read_run(write_run(tmp_path / "run"), 50)) is None
+    assert step_by_line(read_run(write_run(tmp_path / "run"))) is None
 
 
 TIME = {"line": "a", "text": "", "seconds": 1, "share": 7, "collective": 0, "exposed": -1}

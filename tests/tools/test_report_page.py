@@ -11,16 +11,16 @@ from rich.console import Console
 from written_runs import PROFILE, RESUMED, SKIPPED, write_lines, write_run, write_step
 
 from tools.report.__main__ import Settings, show_report
-from tools.report.comparing import compare_runs
+from tools.report.comparing import Comparison, compare_runs
 from tools.report.microscope import microscope
 from tools.report.page import figure
 from tools.report.plots import Panel, panels_of
 from tools.report.reading import read_run
-from tools.report.sections import SECTIONS, Report, head, provenance, samples, settings
+from tools.report.sections import SECTIONS, head, provenance, samples, settings
 
 
-def report(*directories: Path) -> Report:
-    return Report(compare_runs([read_run(directory, 50) for directory in directories], "run"), 50)
+def report(*directories: Path) -> Comparison:
+    return compare_runs([read_run(directory) for directory in directories], "run")
 
 
 def write_page(*directories: Path, output: Path | None = None) -> Path:
@@ -103,11 +103,11 @@ def test_the_state_of_a_run(tmp_path, end, lock, steps, state):
     (tmp_path / "config.yaml").write_text("training: {steps: 4}")
     if lock:
         (tmp_path / ".lock").write_text(json.dumps(lock))
-    assert read_run(tmp_path, 50).state == state
+    assert read_run(tmp_path).state == state
 
 
 def test_the_plots_of_a_run_alone(tmp_path):
-    loss, norm, *others = panels_of(report(write_run(tmp_path / "run")).c, 50)
+    loss, norm, *others = panels_of(report(write_run(tmp_path / "run")))
     assert [panel.title for panel in others] == [
         *("Learning rate", "Tokens/s", "noise", "pair: mean of 2 layers, the least, the greatest"),
         "stream: mean of 12 layers, the least, the greatest",
@@ -123,7 +123,7 @@ def test_the_plots_of_a_run_alone(tmp_path):
 
 
 def test_the_last_look_of_the_microscope_is_tables_and_all_looks_are_curves(tmp_path):
-    found = microscope(read_run(write_run(tmp_path / "run"), 50))
+    found = microscope(read_run(write_run(tmp_path / "run")))
     assert (found["step"], found["count"]) == (101, 2)
     activations, weights = found["tables"]
     ((name, place, cells),) = activations["rows"]

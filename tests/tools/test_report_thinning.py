@@ -37,7 +37,7 @@ def long_run(tmp_path, monkeypatch):
 
 
 def test_a_long_run_is_whole_and_its_newest_steps_exact(long_run):
-    r = read_run(long_run, 50)
+    r = read_run(long_run)
     assert len(r.step) < 3_000
     assert (r.step[0], r.step[-1]) == (0, STEPS - 1)
     steps = r.step.astype(int)
@@ -56,7 +56,7 @@ def test_a_long_run_is_whole_and_its_newest_steps_exact(long_run):
 
 def test_plots_of_a_long_run_are_even_from_its_first_step_to_its_last(long_run, monkeypatch):
     monkeypatch.setattr(plots, "_POINTS", 200)
-    first = panels_of(compare_runs([read_run(long_run, 50)], "loss"), 50)[0]
+    first = panels_of(compare_runs([read_run(long_run)], "loss"))[0]
     traces = {trace["name"]: trace for trace in first.traces}
     x = np.asarray(traces["each step"]["x"])
     assert (x[0], x[-1]) == (1, STEPS)

@@ -20,12 +20,10 @@ from rich.text import Text
 from shardwright.run.files import REPORT
 from shardwright.settings.program import run_program
 from shardwright.settings.words import for_console
-from shardwright_data.checks import at_least_1, check_ranges
 from shardwright_data.foreign import shown
 from tools.report.comparing import Comparison, compare_runs, remarks
 from tools.report.page import write
 from tools.report.reading import find_runs, read_run
-from tools.report.sections import Report
 
 
 @dataclass
@@ -40,8 +38,6 @@ class Settings:
     output: str | None = None
     """The .html file to write. Null: report.html in the directory of the run, or in the one that all the runs are in.
     An existing file is replaced."""
-    smooth: int = at_least_1(50)
-    """Steps over which losses are averaged, at least 1; in a run shorter than ten times this, a tenth of its steps."""
 
 
 def show(c: Comparison, console: Console) -> None:
@@ -71,17 +67,16 @@ def show_report(config: Settings, console: Console | None = None) -> None:
         ValueError: a setting out of range, or nothing to compare.
     """
     console = console or Console()
-    check_ranges("", config)
     patterns = [config.run] if isinstance(config.run, str) else config.run
     if not isinstance(patterns, list) or not patterns or not all(x and isinstance(x, str) for x in patterns):
         raise ValueError(f"run is {config.run!r}; give directories or patterns: run=runs/<run>, run=[runs/a,runs/b].")
     if config.output is not None and Path(config.output).suffix != ".html":
         raise ValueError(f"output is {config.output}; its name must end in .html.")
-    c = compare_runs([read_run(directory, config.smooth) for directory in find_runs(patterns)], config.sort)
+    c = compare_runs([read_run(directory) for directory in find_runs(patterns)], config.sort)
     show(c, console)
     place = c.runs[0].directory if len(c.runs) == 1 else c.parent
     output = Path(config.output) if config.output is not None else place / REPORT
-    write(Report(c, config.smooth), output)
+    write(c, output)
     console.print(Text(for_console(f"\nReport: {shown(output)}", console)), soft_wrap=True)
 
 

@@ -53,6 +53,11 @@ class Comparison:
     left_out: list[Run]
     """Runs without a step."""
 
+    @property
+    def alone(self) -> Run | None:
+        """The run, if there is one alone."""
+        return self.runs[0] if len(self.runs) == 1 else None
+
     def header(self, setting: str) -> str:
         """The setting's own name, with its section if the name alone is ambiguous."""
         name = setting.rpartition(".")[2]

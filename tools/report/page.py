@@ -9,13 +9,14 @@ from plotly.offline import get_plotlyjs
 
 from shardwright.compiled.files import write_whole
 from shardwright_data.foreign import shown
+from tools.report.comparing import Comparison
 from tools.report.plots import Panel
-from tools.report.sections import SECTIONS, Report, head
+from tools.report.sections import SECTIONS, head
 
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def page(r: Report) -> str:
+def page(c: Comparison) -> str:
     """The page. Whatever it shows is escaped, and has no character that a terminal or a browser would obey."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
@@ -27,10 +28,10 @@ def page(r: Report) -> str:
     )
     environment.filters["figure"] = figure
     text = lambda name: Markup((TEMPLATES / name).read_text())
-    found = [(section, data) for section in SECTIONS if (data := section.data(r)) is not None]
+    found = [(section, data) for section in SECTIONS if (data := section.data(c)) is not None]
     shown_sections = [(s, Markup(environment.get_template(f"{s.name}.html").render(data))) for s, data in found]
     return environment.get_template("page.html").render(
-        head(r), sections=shown_sections, style=text("page.css"), script=text("page.js"), plotly=Markup(get_plotlyjs())
+        head(c), sections=shown_sections, style=text("page.css"), script=text("page.js"), plotly=Markup(get_plotlyjs())
     )
 
 
@@ -39,8 +40,8 @@ def figure(panel: Panel) -> Markup:
     return Markup(to_json_plotly(panel.figure))
 
 
-def write(r: Report, output: Path) -> None:
+def write(c: Comparison, output: Path) -> None:
     """Writes the page. A reader sees the old file or the new."""
-    content = page(r)
+    content = page(c)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, content)

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardwright_data.foreign import shown
 from tools.report.comparing import Comparison
-from tools.report.reading import COMMON_METRICS, Curve, Run, evenly, number
+from tools.report.reading import AVERAGED, COMMON_METRICS, Curve, Run, evenly, number
 
 _POINTS = 1500  # of a curve, at most
 _COLOURS = ("#2f7fd6", "#e0640b", "#1a9d76", "#c460b3", "#c99700", "#4db3e0", "#a0725a", "#8b8b8b")
@@ -87,22 +87,22 @@ def line(i: int, x: Curve, y: Curve, name: str, width: float = 2, **others: Any)
     return trace | {"name": name, "legendgroup": str(i)} | others
 
 
-def panels_of(c: Comparison, smooth: int) -> list[Panel]:
+def panels_of(c: Comparison) -> list[Panel]:
     """All plots: losses, the other metrics of each step, and those of the user's own."""
     if not any(run.values for run in c.runs):
         return []
     if len(c.runs) == 1:
-        panels = [losses(c, Panel("Loss, nats a token", y=LOG, wide=True), [run.step + 1 for run in c.runs], smooth)]
+        panels = [losses(c, Panel("Loss, nats a token", y=LOG, wide=True), [run.step + 1 for run in c.runs])]
     else:
         unit, size = ("hours", 3600) if max(run.time[-1] for run in c.runs) > 10_000 else ("minutes", 60)
         by_tokens = Panel("Training loss, nats a token (○ validation)", "tokens", LOG)
         by_time = Panel("The same by time", f"training time, {unit}", LOG)
-        panels = [losses(c, by_tokens, [run.tokens for run in c.runs], smooth)]
-        panels += [losses(c, by_time, [run.time / size for run in c.runs], smooth)]
+        panels = [losses(c, by_tokens, [run.tokens for run in c.runs])]
+        panels += [losses(c, by_time, [run.time / size for run in c.runs])]
     panels += [
-        metric(c, Panel("Norm of the gradients", y=LOG), "grad_norm", smooth),
-        metric(c, Panel("Learning rate"), "learning_rate", 1),
-        metric(c, Panel("Tokens/s", y={"rangemode": "tozero"}), "tokens_per_second", smooth),
+        metric(c, Panel("Norm of the gradients", y=LOG), "grad_norm"),
+        metric(c, Panel("Learning rate"), "learning_rate", average=False),
+        metric(c, Panel("Tokens/s", y={"rangemode": "tozero"}), "tokens_per_second"),
     ]
     panels += [
         own_metric(c, name) for name in sorted({name for run in c.runs for name in run.metrics} - {*COMMON_METRICS})
@@ -110,11 +110,11 @@ def panels_of(c: Comparison, smooth: int) -> list[Panel]:
     return [panel for panel in panels if panel.traces]
 
 
-def losses(c: Comparison, panel: Panel, xs: list[Curve], smooth: int) -> Panel:
+def losses(c: Comparison, panel: Panel, xs: list[Curve]) -> Panel:
     """Averaged losses, of few runs also those of single steps, validation losses as circles, and unigram entropy."""
     alone = len(c.runs) == 1
     for i, (run, x) in enumerate(zip(c.runs, xs, strict=True)):
-        panel.traces += _averaged(c, i, x, run.loss, smooth, "training")
+        panel.traces += _averaged(c, i, x, run.loss, "training")
         found = [(_place(run, step), loss) for step, loss in run.validation if math.isfinite(loss)]
         if points := [(x[place], loss) for place, loss in found if place is not None]:
             marker = {"symbol": "circle-open", "size": 8, "color": colour(1 if alone else i), "line": {"width": 2}}
@@ -130,14 +130,14 @@ def losses(c: Comparison, panel: Panel, xs: list[Curve], smooth: int) -> Panel:
     return panel
 
 
-def metric(c: Comparison, panel: Panel, name: str, smooth: int) -> Panel:
-    """A metric of each step, averaged over `smooth` steps; 1: not averaged."""
+def metric(c: Comparison, panel: Panel, name: str, average: bool = True) -> Panel:
+    """A metric of each step, averaged or as it is."""
     for i, run in enumerate(c.runs):
         values = run.metrics[name][:, 0]
         if np.isnan(values).all():
             continue
-        if smooth > 1:
-            panel.traces += _averaged(c, i, run.step + 1, values, smooth, "average")
+        if average:
+            panel.traces += _averaged(c, i, run.step + 1, values, "average")
         else:
             panel.traces.append(line(i, run.step + 1, values, _name(c, i, "")))
         if len(c.runs) == 1 and name == "grad_norm":
@@ -185,19 +185,19 @@ def _place(run: Run, step: int) -> int | None:
     return int(np.searchsorted(run.step, step)) if run.step[0] <= step <= run.step[-1] else None
 
 
-def _averaged(c: Comparison, i: int, x: Curve, y: Curve, smooth: int, what: str) -> list[dict[str, Any]]:
+def _averaged(c: Comparison, i: int, x: Curve, y: Curve, what: str) -> list[dict[str, Any]]:
     """The averaged values of run number `i`, and of few runs also the values themselves, thin behind them."""
     known = np.isfinite(y)
-    average = line(i, x[known], averaged(y[known], smooth), _name(c, i, what))
+    average = line(i, x[known], averaged(y[known]), _name(c, i, what))
     if len(c.runs) > 4:
         return [average]
     hover = "all" if len(c.runs) == 1 else "skip"
     return [line(i, x, y, _name(c, i, "each step"), 0.8, opacity=0.45, hoverinfo=hover), average]
 
 
-def averaged(values: Curve, most: int) -> Curve:
-    """Mean of the values around each, `most` of them or a tenth of all, at the steep beginning fewer."""
-    half = max(1, min(most, len(values) // 10)) // 2
+def averaged(values: Curve) -> Curve:
+    """Mean of the values around each, AVERAGED of them or a tenth of all, at the steep beginning fewer."""
+    half = max(1, min(AVERAGED, len(values) // 10)) // 2
     sums, places = np.concatenate([[0.0], np.cumsum(values)]), np.arange(len(values))
     starts = np.maximum(places - half, 0)
     ends = np.minimum(places + np.minimum(places, half) + 1, len(values))

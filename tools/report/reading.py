@@ -22,6 +22,8 @@ from shardwright_data.foreign import open_no_pipe, parse_json, read_object
 Curve = np.ndarray
 """A number for each step, f64; NaN is an unknown value. (jaxtyping would take a third of the time of a page.)"""
 
+AVERAGED = 50
+"""Steps over which losses are averaged; in a run shorter than ten times this, a tenth of its steps."""
 COMMON_METRICS = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
 """Metrics of each step that every run has."""
 NEWEST, OLDER = 2**22, 2**23
@@ -123,13 +125,8 @@ def _runs_in(directory: Path) -> Iterator[Path]:
             yield from _runs_in(path)
 
 
-def read_run(directory: Path, smooth: int) -> Run:
-    """Reads the files of a run as far as possible, in bounded memory; `notes` lists the rest.
-
-    Args:
-        directory: of the run.
-        smooth: steps over which the last loss is averaged, or a tenth of all if that is fewer.
-    """
+def read_run(directory: Path) -> Run:
+    """Reads the files of a run as far as possible, in bounded memory; `notes` lists the rest."""
     notes: list[str] = []
     steps, events, ended = _read_metrics(directory, notes)
     own = sorted({*itertools.chain(*steps)} - {"skipped", *COMMON_METRICS, *OF_A_STEP})
@@ -142,16 +139,16 @@ def read_run(directory: Path, smooth: int) -> Run:
     settings = _read_settings(directory, notes)
     run = Run(directory, settings, _read_starts(directory), events, metrics, step, tokens, time, notes=notes)
     if steps:
-        run.values = _values(run, seconds, smooth)
+        run.values = _values(run, seconds)
     run.state, run.why = _state(run, ended)
     if steps:
         notes += _notes(run)
     return run
 
 
-def _values(run: Run, seconds: Curve, smooth: int) -> dict[str, float]:
+def _values(run: Run, seconds: Curve) -> dict[str, float]:
     done, tokens = run.step[-1] + 1, run.tokens[-1]
-    last = run.loss[-max(1, min(smooth, len(run.loss) // 10)) :]
+    last = run.loss[-max(1, min(AVERAGED, len(run.loss) // 10)) :]
     found = {"steps": done, "tokens": tokens, "loss": float(np.mean(last))}
     # The newest steps of a long run, of which all are read, do not outweigh the others.
     even = evenly(run.step, len(run.step) // 4 + 1) if len(run.step) < done else slice(None)

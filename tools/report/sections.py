@@ -8,7 +8,6 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,24 +18,10 @@ from tools.report.comparing import METRICS, Comparison, mfu_doubt, remarks
 from tools.report.lines import step_by_line
 from tools.report.microscope import microscope
 from tools.report.plots import colour, panels_of
-from tools.report.reading import Run, number, read_samples
+from tools.report.reading import AVERAGED, Run, number, read_samples
 
 _SAMPLES, _EVENTS, _LONGEST = 12, 200, 4000
 """Number of steps whose samples are shown, and of events; characters of a text."""
-
-
-@dataclass
-class Report:
-    """What a page shows."""
-
-    c: Comparison
-    smooth: int
-    """Steps over which losses are averaged."""
-
-    @property
-    def run(self) -> Run | None:
-        """The run, if the page is of one alone."""
-        return self.c.runs[0] if len(self.c.runs) == 1 else None
 
 
 class Section(NamedTuple):
@@ -45,18 +30,18 @@ class Section(NamedTuple):
     name: str
     """Of its template, and of its place in the page."""
     title: str
-    data: Callable[[Report], dict[str, Any] | None]
+    data: Callable[[Comparison], dict[str, Any] | None]
     """What its template shows; None: the page does without it."""
 
 
 # ---- the head -----------------------------------------------------------------------------------------------------
 
 
-def head(r: Report) -> dict[str, Any]:
+def head(c: Comparison) -> dict[str, Any]:
     """Title, state, and the key figures of a single run. Not a section: every page begins with it."""
-    run = r.run
+    run = c.alone
     if run is None:
-        return {"title": f"{len(r.c.runs)} runs in {r.c.parent}", "running": False}
+        return {"title": f"{len(c.runs)} runs in {c.parent}", "running": False}
     done, total = int(run.values.get("steps", 0)), run.total_steps
     return {
         "title": run.directory.absolute().name,
@@ -66,7 +51,7 @@ def head(r: Report) -> dict[str, Any]:
         "running": run.state == "running",
         "written": time.time() if run.state == "running" else None,
         "progress": min(1.0, done / total) if total else None,
-        "figures": figures(r.c, run) if run.values else [],
+        "figures": figures(c, run) if run.values else [],
         "notes": run.notes,
     }
 
@@ -108,10 +93,9 @@ def figures(c: Comparison, run: Run) -> list[dict[str, Any]]:
 # ---- sections -----------------------------------------------------------------------------------------------------
 
 
-def runs(r: Report) -> dict[str, Any] | None:
-    if r.run:
+def runs(c: Comparison) -> dict[str, Any] | None:
+    if c.alone:
         return None
-    c = r.c
     best = {name: c.best(name) for name in c.metrics}
     rows = [
         {
@@ -133,23 +117,23 @@ def runs(r: Report) -> dict[str, Any] | None:
     }
 
 
-def curves(r: Report) -> dict[str, Any] | None:
-    panels = panels_of(r.c, r.smooth)
-    return {"panels": panels, "averaged": r.smooth} if panels else None
+def curves(c: Comparison) -> dict[str, Any] | None:
+    panels = panels_of(c)
+    return {"panels": panels, "averaged": AVERAGED} if panels else None
 
 
-def step(r: Report) -> dict[str, Any] | None:
+def step(c: Comparison) -> dict[str, Any] | None:
     """The compiled step and its profile, of a single run."""
-    return step_by_line(r.run) if r.run else None
+    return step_by_line(c.alone) if c.alone else None
 
 
-def events(r: Report) -> dict[str, Any] | None:
+def events(c: Comparison) -> dict[str, Any] | None:
     """What happened beside the steps, of a single run."""
-    if not r.run:
+    if not c.alone:
         return None
     of_others = ("validation", "memory", "step_bubble", "sample", "microscope")
-    found = [event for event in r.run.events if event["event"] not in of_others and event.get("state") != "finished"]
-    found += [{"step": done - 1, "event": "resumed"} for done, _ in r.run.starts if done]
+    found = [event for event in c.alone.events if event["event"] not in of_others and event.get("state") != "finished"]
+    found += [{"step": done - 1, "event": "resumed"} for done, _ in c.alone.starts if done]
     found.sort(key=lambda event: event["step"])
     rows = [(event["step"] + 1, *_described(event)) for event in found[-_EVENTS:]]
     return {"events": rows, "left_out": len(found) - len(rows)} if rows else None
@@ -162,10 +146,10 @@ def _described(event: dict[str, Any]) -> tuple[str, str]:
     return name, "; ".join(v if k == "why" else f"{k} {v}" for k, v in details.items())[:_LONGEST]
 
 
-def samples(r: Report) -> dict[str, Any] | None:
+def samples(c: Comparison) -> dict[str, Any] | None:
     """Texts of a single run, for each prompt as they changed."""
     found: dict[str, dict[int, dict]] = {}
-    for sample in read_samples(r.run.directory) if r.run else ():
+    for sample in read_samples(c.alone.directory) if c.alone else ():
         found.setdefault(sample["prompt"], {})[sample["step"]] = sample
     prompts = []
     for prompt, of_steps in list(found.items())[:_SAMPLES]:
@@ -176,15 +160,15 @@ def samples(r: Report) -> dict[str, Any] | None:
     return {"prompts": prompts} if prompts else None
 
 
-def settings(r: Report) -> dict[str, Any] | None:
+def settings(c: Comparison) -> dict[str, Any] | None:
     """The configuration of a single run: what was chosen first."""
-    if not r.run:
+    if not c.alone:
         return None
-    about, groups = r.run.about, {"Given on the command line": [], "Set by the recipe": [], "Defaults": []}
+    about, groups = c.alone.about, {"Given on the command line": [], "Set by the recipe": [], "Defaults": []}
     overrides = about.get("overrides") if isinstance(about.get("overrides"), list) else []
     defaults = about.get("defaults") if isinstance(about.get("defaults"), dict) else {}
     named = {str(text).partition("=")[0].lstrip("+") for text in overrides}
-    for name, value in r.run.settings.items():
+    for name, value in c.alone.settings.items():
         default, value = as_json(defaults[name]) if name in defaults else "", as_json(value)
         title = (
             "Given on the command line" if name in named else "Defaults" if default == value else "Set by the recipe"
@@ -192,32 +176,32 @@ def settings(r: Report) -> dict[str, Any] | None:
         groups[title].append((name, value, "" if default == value else default))
     return {
         "groups": [(title, rows, title != "Defaults") for title, rows in groups.items() if rows],
-        "missing": "" if r.run.settings else "config.yaml is missing or cannot be read.",
+        "missing": "" if c.alone.settings else "config.yaml is missing or cannot be read.",
         "overrides": overrides,
     }
 
 
-def provenance(r: Report) -> dict[str, Any] | None:
+def provenance(c: Comparison) -> dict[str, Any] | None:
     """What made a single run: its command, commit, versions and starts."""
-    if not r.run:
+    if not c.alone:
         return None
-    about = r.run.about
+    about = c.alone.about
     if not about:
         return {"missing": "The directory has no source/<step>/provenance.json that can be read."}
     packages = about.get("packages") if isinstance(about.get("packages"), dict) else {}
     command = about.get("command") if isinstance(about.get("command"), list) else []
     facts = {"commit": about.get("commit") or "no git repository", "Python": about.get("python")}
     facts |= {name: packages.get(name) for name in ("jax", "jaxlib", "numpy")}
-    facts |= {name.replace("_", " "): r.run.fact(name) for name in _FACTS}
+    facts |= {name.replace("_", " "): c.alone.fact(name) for name in _FACTS}
     if isinstance(proof := about.get("proof"), dict) and isinstance(proof.get("programs"), list):
         programs = " and ".join(map(str, proof["programs"]))[:_LONGEST]
         facts["proved"] = f"{programs} compute on this mesh what they compute on one device"
     started = lambda about: str(about.get("started", "")) if about else "provenance.json cannot be read"
     return {
-        "starts": [(step, started(x), str(x.get("commit") or "")[:12]) for step, x in r.run.starts],
+        "starts": [(step, started(x), str(x.get("commit") or "")[:12]) for step, x in c.alone.starts],
         "command": " ".join(map(str, command))[:_LONGEST],
         "facts": [(name, as_text(value)) for name, value in facts.items() if value is not None],
-        "source": f"source/{r.run.starts[-1][0]:010}/provenance.json",
+        "source": f"source/{c.alone.starts[-1][0]:010}/provenance.json",
     }
 
 
@@ -238,7 +222,7 @@ SECTIONS = (
     Section("runs", "Runs", runs),
     Section("curves", "Curves", curves),
     Section("step", "The step by source line", step),
-    Section("microscope", "Under the microscope", lambda r: microscope(r.run) if r.run else None),
+    Section("microscope", "Under the microscope", lambda c: microscope(c.alone) if c.alone else None),
     Section("events", "What happened", events),
     Section("samples", "Samples", samples),
     Section("settings", "Settings", settings),
