@@ -247,23 +247,21 @@ def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> 
                 f"the sharded of {c.model.module}.ModelConfig has {name!r}: {axes!r}; it maps names of settings to "
                 "axes of the mesh, with · between them: t, d, t·d or t·d·p."
             )
-    model = {f"model.{name}": axes for name, axes in c.model.sharded.items()}
+    sizes = {f"model.{name}": axes for name, axes in c.model.sharded.items()}
     if getattr(c.model, "qk_norm", False):
-        model["model.d_head"] = "t·d"
-    training = {"training.seq_len": "t", "training.batch_size": "r·d·training.microbatches"}
-    if c.training.loss_chunk is not None:
-        training["training.loss_chunk"] = "t"
-    mesh = {"p": 1, **mesh}
-    shown = {axis: size for axis, size in mesh.items() if axis != "p" or size > 1}
-    factors = {**mesh, "training.microbatches": c.training.microbatches}
-    for name, axes in {**model, **(training if of_batch else {})}.items():
+        sizes["model.d_head"] = "t·d"
+    if of_batch:
+        sizes |= {"training.seq_len": "t", "training.batch_size": "r·d·training.microbatches"}
+        sizes |= {} if c.training.loss_chunk is None else {"training.loss_chunk": "t"}
+    factors = {"training.microbatches": c.training.microbatches, **mesh}
+    for name, axes in sizes.items():
         section, field = name.split(".")
-        axes = "·".join(axis for axis in axes.split("·") if axis in shown or axis not in mesh)
-        value, devices = getattr(getattr(c, section), field), math.prod(factors[axis] for axis in axes.split("·"))
+        value, of_mesh = getattr(getattr(c, section), field), [axis for axis in axes.split("·") if axis in factors]
+        devices = math.prod(factors[axis] for axis in of_mesh)
         if value % devices:
+            shown = " ".join(f"{axis}={size}" for axis, size in mesh.items() if axis != "p" or size > 1)
             raise ValueError(
-                f"{name} is {value}; on the mesh {' '.join(f'{axis}={size}' for axis, size in shown.items())} it must "
-                f"be a multiple of {axes} = {devices}."
+                f"{name} is {value}; on the mesh {shown} it must be a multiple of {'·'.join(of_mesh)} = {devices}."
             )
 
 

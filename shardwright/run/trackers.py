@@ -268,21 +268,17 @@ def tracked(
         start: number of steps done before.
         settings: all settings of the run, as nested dicts.
     """
-    followed: list[_Followed] = []
+    followed = []
     if jax.process_index() == 0 and c.names:
-        known, lock = _known(directory / FILE), threading.Lock()
-
-        def keep(which: str, id: str) -> None:
-            with lock, optional(str(directory / FILE)):
-                known[which] = id
-                write_whole(directory / FILE, json.dumps(known) + "\n")
-
-        for which in dict.fromkeys(c.names):
-            facts = Facts(name, directory, c.project, start, flat(dict(settings)), known.get(which))
-            followed.append(_Followed(which, facts, keep))
-    for each in followed:
-        # Python 3.11 parses source in one thread at a time: else the proof may fail by what a tracker imports.
-        each.opened.wait(TIMEOUT_S)
+        known = _known(directory / FILE)
+        facts = Facts(name, directory, c.project, start, flat(dict(settings)), None)
+        followed = [_Followed(which, facts._replace(known=known.get(which))) for which in dict.fromkeys(c.names)]
+        for each in followed:
+            # Python 3.11 parses source in one thread at a time: else the proof may fail by what a tracker imports.
+            each.opened.wait(TIMEOUT_S)
+            known |= {each.name: each.id} if each.id else {}
+        with optional(str(directory / FILE)):
+            write_whole(directory / FILE, json.dumps(known) + "\n")
     try:
         yield lambda record: [each.lines.put(record) for each in followed]
     finally:
@@ -297,18 +293,18 @@ def tracked(
 class _Followed:
     """A tracker, which is opened and gets lines in a thread of its own, until one of them is None."""
 
-    def __init__(self, name: str, facts: Facts, keep: Callable[[str, str], None]):
-        self.name, self.opened = name, threading.Event()
+    def __init__(self, name: str, facts: Facts):
+        self.name, self.id, self.opened = name, None, threading.Event()
         self.lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, args=(facts, keep), name=name, daemon=True)
+        self.thread = threading.Thread(target=self._run, args=[facts], name=name, daemon=True)
         self.thread.start()
 
-    def _run(self, facts: Facts, keep: Callable[[str, str], None]) -> None:
+    def _run(self, facts: Facts) -> None:
         package, open_run = TRACKERS[self.name]
         record: dict[str, Any] | None = {}
         try:
             run = open_run(importlib.import_module(package), facts)
-            keep(self.name, run.id)
+            self.id = run.id
             self.opened.set()
             try:
                 while (record := self.lines.get()) is not None:

@@ -113,12 +113,7 @@ def test_only_what_differs_and_changes_a_figure_is_a_column(tmp_path):
 
 @pytest.mark.parametrize(
     "about",
-    [
-        {"mfu_doubt": "the peak was 1 GFLOP/s"},
-        # A run that was interrupted did not measure its peak again, so it could not doubt it.
-        {"run": {"peak_source": "measured here: the best of several products"}},
-        {},
-    ],
+    [{"run": {"peak_source": "measured here: the best of several products"}}, {}],
 )
 def test_the_best_are_marked_but_no_tie_and_no_mfu_in_doubt(about, tmp_path):
     write(tmp_path / "a", seconds=0.5)

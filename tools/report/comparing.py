@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from shardwright.compiled.table import in_bytes, in_numbers
 from shardwright.run.files import duration
-from shardwright_data.foreign import shown
 from tools.report.reading import Run
 
 
@@ -133,9 +132,7 @@ def compare_runs(runs: Sequence[Run], sort: str) -> Comparison:
 
 def mfu_doubt(run: Run) -> str | None:
     """Why the MFU of a run cannot be trusted; None if it can."""
-    told = [shown(about["mfu_doubt"]) for _, about in run.starts if "mfu_doubt" in about]
-    over = "over the peak, which was measured too low" if run.values.get("MFU", 0) > 1 else None
-    return told[-1] if told else over
+    return "over the peak, which was measured too low" if run.values.get("MFU", 0) > 1 else None
 
 
 def mfu_unlike(run: Run) -> bool:
