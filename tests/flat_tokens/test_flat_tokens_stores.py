@@ -65,7 +65,7 @@ def slow_server(tmp_path):
     """The URL of `tmp_path`, each file of which takes 30 ms to answer."""
     command = [sys.executable, str(SERVER), str(tmp_path), "0.03"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        yield f"http://localhost:{int(server.stdout.readline())}"
+        yield f"http://127.0.0.1:{int(server.stdout.readline())}"
         server.terminate()
 
 

@@ -451,6 +451,18 @@ def test_large_shards_are_several_chunks(tmp_path, monkeypatch):
     assert_bits_equal(Checkpointer(tmp_path).restore(4, like(make_mesh(1, 8))), make_state())
 
 
+def test_a_process_syncs_what_it_wrote(tmp_path, monkeypatch):
+    """Of 64 processes, each has one chunk."""
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    store, saved = Store(tmp_path), manifest.SavedArray("a/x", (64, 4), "float32", (1, 4))
+    for i in range(64):
+        checkpoint_arrays.write_arrays(store, "0000000001", [(saved, {(i, 0): np.ones((1, 4), np.float32)})])
+        found, synced[:] = sorted(synced), []
+        above = ("", "/0000000001", "/0000000001/a", "/0000000001/a/x", "/0000000001/a/x/c")
+        assert found == [f"{tmp_path}{path}" for path in above]
+
+
 def run_processes(tmp_path, program, count=2):
     """Runs a program in `count` JAX processes of 4 devices each; returns what each one printed, once all have ended."""
     with socket.socket() as free:

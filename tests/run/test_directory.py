@@ -7,9 +7,7 @@ import json
 import os
 import re
 import resource
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -75,45 +73,28 @@ def test_starts_in_the_same_second_get_directories_of_their_own(tmp_path, monkey
 
 # ---- the lock ---------------------------------------------------------------------------------------------------
 
-HOLDER = """
-import fcntl, json, sys, time
-file = open(sys.argv[1] + "/.lock", "a+")
-fcntl.flock(file, fcntl.LOCK_EX)
-file.write(sys.argv[2])
-file.flush()
-print("locked", flush=True)
-time.sleep(60)
-"""
-
-
-@contextlib.contextmanager
-def holder(directory: Path, text: str):
-    process = subprocess.Popen([sys.executable, "-c", HOLDER, directory, text], stdout=subprocess.PIPE)
-    try:
-        assert process.stdout.readline() == b"locked\n"
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
 
 @quick
-def test_a_directory_is_of_one_process_until_that_is_killed(tmp_path):
-    who = {"pid": 7, "host": "far", "since": "yesterday"}
-    with holder(tmp_path, json.dumps(who)) as process:
-        message = f"{tmp_path} is in use by process 7 on far, since yesterday. Wait for that run or end it, or start"
+@pytest.mark.parametrize(
+    ("text", "who"),
+    [
+        ('{"pid": 7, "host": "far", "since": "yesterday"}', "process 7 on far, since yesterday"),
+        ("{", "another process"),
+    ],
+)
+def test_a_directory_is_of_one_process(tmp_path, text, who):
+    with open(tmp_path / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # by another description of the file, as another process has it
+        file.write(text)
+        file.flush()
+        message = f"{tmp_path} is in use by {who}. Wait for that run or end it, or start"
         with pytest.raises(ValueError, match=re.escape(message)), locked(tmp_path):
             pass
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        with locked(tmp_path):
-            assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
-            with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on "), locked(tmp_path):
-                pass
+    with locked(tmp_path):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+        with pytest.raises(ValueError, match=f"in use by process {os.getpid()} on "), locked(tmp_path):
+            pass
     assert (tmp_path / ".lock").read_text() == ""
-    with holder(tmp_path, "{"), pytest.raises(ValueError, match=r"in use by another process\. "), locked(tmp_path):
-        pass
 
 
 @quick

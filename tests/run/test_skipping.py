@@ -234,14 +234,3 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_is_complete(tmp_path, datas
     monkeypatch.setattr(os, "fsync", noted)
     run(tmp_path / "run", dataset, 1)
     assert order.index("metrics.jsonl") < order.index("0000000001")
-
-
-@pytest.mark.slow
-def test_a_run_that_goes_back_keeps_its_metrics(tmp_path, dataset):
-    directory = run(tmp_path / "run", dataset)
-    metrics, before = (directory / "metrics.jsonl").read_bytes(), losses(directory)
-    run(directory, dataset, resume_step=4, skip_steps=[5])
-    kept = (directory / "metrics.jsonl.left").read_bytes().splitlines()
-    assert {line for line in metrics.splitlines() if json.loads(line)["step"] >= 4} == {*kept}
-    assert losses(directory)[:5] == before[:5]
-    assert losses(directory)[5] != before[5]

@@ -94,31 +94,24 @@ READERS = {
 
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize(
-    "settings", [{"model__module": "runs.evil.payload"}, {"pipeline__schedule": "runs.evil.payload:main"}]
-)
-def test_no_module_of_a_saved_configuration_is_imported(stranger, reader, settings):
-    stranger.write(**settings)
-    try:
-        READERS[reader](stranger)
-    except ValueError as error:
-        print(error)
-    assert not stranger.ran
-
-
-@pytest.mark.parametrize("reader", ["generate", "export"])
-@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({"model__module": "runs.evil.payload"}, "model.module of the checkpoint is 'runs.evil.payload', which is not"),
         ({"pipeline__schedule": "runs.evil.payload:main"}, "pipeline.schedule of the checkpoint is 'runs.evil.payload"),
     ],
 )
-def test_the_message_names_the_module_and_the_flag(stranger, reader, settings, message):
+def test_no_module_of_a_saved_configuration_is_imported(stranger, reader, settings, message):
     stranger.write(**settings)
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
+    try:
         READERS[reader](stranger)
-    assert "trust=true" in str(error.value)
-    assert "\n" not in str(error.value)
+        error = ""
+    except ValueError as refused:
+        error = str(refused)
+    assert not stranger.ran
+    if reader in ("generate", "export"):  # the others read without it
+        assert message in error
+        assert "trust=true" in error
+        assert "\n" not in error
 
 
 def test_a_module_that_the_user_trusts_or_names_too_is_imported(stranger):
