@@ -153,29 +153,18 @@ def test_ids_beyond_what_the_dataset_states(dataset):
         loader.sequences(0, np.arange(32))
 
 
-def test_an_empty_document(tmp_path, monkeypatch):
-    """The writer refuses it; another program may write it. Packed, it makes no difference."""
-    path = str(tmp_path / "d")
-    with Writer(path, "train") as writer:
-        writer.append(np.arange(12), np.array([4, 5, 3]))
-    starts = zarr.open_array(path, path="train/seq_starts", mode="r+")
-    starts[1] = 9
-    starts[2] = 9
-    with pytest.raises(
-        ValueError, match=r"document 1 is empty. Write the dataset again without it, or set sequence_pack"
-    ):
-        FlatTokensLoader(DataConfig(filespec=path, sequence_packing=False), "train", 3, 4)
-    FlatTokensLoader(DataConfig(filespec=path), "train", 3, 4).sequences(0, np.arange(3))
-
-
-def test_an_empty_document_in_the_middle(tmp_path, monkeypatch):
-    """Beyond what is looked at when the dataset is opened, it shows when its row is read."""
-    monkeypatch.setattr(flat, "CHECKED_DOCUMENTS", 1)
+@pytest.mark.parametrize("checked", [2**16, 1])
+def test_an_empty_document(tmp_path, monkeypatch, checked):
+    """The writer refuses it; another program may write it. Beyond what is looked at at first, it shows when read."""
+    monkeypatch.setattr(flat, "CHECKED_DOCUMENTS", checked)
     path = str(tmp_path / "d")
     with Writer(path, "train") as writer:
         writer.append(np.arange(12), np.array([4, 2, 3, 3]))
     zarr.open_array(path, path="train/seq_starts", mode="r+")[2] = 4
-    loader = FlatTokensLoader(DataConfig(filespec=path, sequence_packing=False, shuffle=False), "train", 1, 4)
-    loader.sequences(0, np.arange(1))
-    with pytest.raises(ValueError, match="document 1 is empty"):
+    message = r"document 1 is empty. Write the dataset again without it, or set sequence_packing=true"
+    with pytest.raises(ValueError, match=message):  # noqa: PT012
+        loader = FlatTokensLoader(DataConfig(filespec=path, sequence_packing=False, shuffle=False), "train", 1, 4)
+        assert checked == 1
+        loader.sequences(0, np.arange(1))
         loader.sequences(1, np.arange(1))
+    FlatTokensLoader(DataConfig(filespec=path), "train", 3, 4).sequences(0, np.arange(3))

@@ -160,14 +160,6 @@ def test_epochs_and_seeds_give_unrelated_orders():
             assert np.unique((first - second) % n).size > n / 2
 
 
-def test_permutation_at_any_place_costs_the_same():
-    n = 256
-    start = time.perf_counter()
-    for step in (0, 10**3, 10**6, 10**12):
-        shuffle.permute(np.arange(n) + step * n, 2**50, 0, np.zeros(n, np.int64))
-    assert time.perf_counter() - start < 0.5
-
-
 # ---- rows ---------------------------------------------------------------------------------------------------------
 
 
@@ -251,22 +243,6 @@ def test_rows_in_any_order(dataset):
         for rows in (np.array([5, 0, 5]), np.arange(4, 8)):
             for some, every in zip(loader.sequences(step, rows), loader.sequences(step, np.arange(8)), strict=True):
                 np.testing.assert_array_equal(some, every[rows])
-
-
-@pytest.mark.parametrize("packing", [True, False])
-def test_reads_datasets_of_seqax(packing):
-    group = zarr.open_group(SEQAX, mode="r")["train"]
-    tokens, starts = group["encoded_tokens"][:], group["seq_starts"][:]
-    config = DataConfig(filespec=SEQAX, shuffle=False, sequence_packing=packing)
-    loader = FlatTokensLoader(config, "train", 16, 64, vocab_size=1280)
-    targets, is_seq_start, *_ = loader.sequences(3, np.arange(16))
-    if packing:
-        expected = tokens[3 * 16 * 64 : 4 * 16 * 64].reshape(16, 64)
-    else:
-        expected = np.stack([np.pad(tokens[a:b][:64], (0, max(0, 64 - (b - a)))) for a, b in
-                             zip(starts[48:64].tolist(), starts[49:65].tolist(), strict=True)])  # fmt: skip
-    np.testing.assert_array_equal(targets, expected // 2)
-    np.testing.assert_array_equal(is_seq_start, expected % 2 == 1)
 
 
 def test_unigram_entropy_of_the_synthetic_dataset():
@@ -486,15 +462,6 @@ def test_prefetcher_loads_in_as_many_threads_as_asked():
 
     with Prefetcher(load, 0, 12, depth=6, threads=3) as batches:
         assert list(batches) == list(range(12))
-
-
-def test_prefetched_batches_are_those_of_load(dataset):
-    with jax.set_mesh(make_mesh(r=1, d=4, t=2)):
-        loader = FlatTokensLoader(DataConfig(filespec=dataset[0]), "train", 8, SEQ_LEN)
-        with Prefetcher(loader.load, 2, 8) as batches:
-            for step, batch in enumerate(batches, start=2):
-                np.testing.assert_array_equal(batch.targets, [loader.sequences(step, np.arange(8)).targets])
-    assert step == 7
 
 
 # ---- bytes --------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from numpy_checks import check_modules
-from omegaconf import OmegaConf
 
 from shardwright.settings.differences import config_differences
 from shardwright_data.flat_tokens import Writer
@@ -74,17 +73,6 @@ def test_shares_are_exact(weights):
                 np.testing.assert_array_equal(number[source == i], expected[i] + np.arange(counts[i]))
             expected = expected + counts
             np.testing.assert_array_equal(quotas.counts((block + 1) * BLOCK), expected)
-
-
-@pytest.mark.slow
-def test_counts_add_up_over_a_period():
-    quotas = Quotas([0.5, 0.3, 0.19, 0.01], seed=0)
-    blocks = np.diff([quotas.counts(block * BLOCK) for block in range(PERIOD + 1)], axis=0)
-    np.testing.assert_array_equal(blocks.sum(0), quotas.shares)
-    assert (blocks.sum(1) == BLOCK).all()
-    # The larger blocks of a source are spread evenly: so are its rows in each sixteenth of the period.
-    parts = blocks.reshape(16, -1, 4).sum(1)
-    assert np.abs(parts - quotas.shares / 16).max() < 2
 
 
 def test_a_source_comes_in_random_order():
@@ -304,15 +292,6 @@ def test_validation_is_in_order_and_without_limit(filespecs):
     first = loader.sequences(0, np.arange(64)).targets[:, 0]
     assert first[first < 1000].tolist() == list(range((first < 1000).sum()))
     assert loader.limit is None
-
-
-def test_the_section_in_yaml(filespecs):
-    schema = OmegaConf.structured(DataConfig)
-    given = OmegaConf.merge(schema, {"mixture": {"web": {"filespec": filespecs["web"], "weight": 3}}})
-    given = OmegaConf.merge(given, OmegaConf.from_dotlist(["mixture.web.max_epochs=2", "seed=4"]))
-    assert OmegaConf.to_object(given) == DataConfig(mixture={"web": SourceConfig(filespecs["web"], 3.0, 2.0)}, seed=4)
-    given = OmegaConf.merge(schema, {"stream": {"dataset": "allenai/c4", "dataset_config": "en"}})
-    assert OmegaConf.to_object(given).stream.dataset_config == "en"
 
 
 def test_settings_that_fix_the_batches():

@@ -1,6 +1,5 @@
 """Streams against tokenizing the whole text at once; resuming against an unbroken run."""
 
-import gzip
 import json
 
 import jax
@@ -11,7 +10,7 @@ import pytest
 from jax.sharding import AxisType
 from numpy_checks import check_modules
 
-from shardwright_data.loader import DataConfig, Prefetcher, StreamConfig, StreamLoader, make_loader, steps_for, stream
+from shardwright_data.loader import DataConfig, Prefetcher, StreamConfig, make_loader, steps_for, stream
 from shardwright_data.text import definitions
 
 check_modules(stream)
@@ -193,23 +192,6 @@ def test_resumes_at_every_step_as_if_never_stopped(files, bpe, shuffle, packing,
         same(batches(resumed, range(step, min(step + 4, steps))), unbroken[step : step + 4])
 
 
-@pytest.mark.long
-def test_no_token_is_lost_or_comes_twice(files, texts):
-    """Stopped after each batch, with batches and blocks of sizes that share no divisor with anything."""
-    whole = np.concatenate([as_bytes(text) for text in texts if text])
-    for batch_size, block in ((1, 5), (7, 64), (2, 1)):
-        found, state = [], None
-        for step in range(2 * whole.size // (batch_size * SEQ_LEN)):
-            settings = {"shuffle": False, "batch_size": batch_size, "stream_settings": {"shuffle_block": block}}
-            loader = make(files, state=state, **settings)
-            found.append(batches(loader, [step])[0].targets.ravel())
-            state = json.loads(json.dumps(loader.state(step + 1)))
-            if step > 40:
-                break
-        found = np.concatenate(found)
-        np.testing.assert_array_equal(found, np.resize(whole, found.size))
-
-
 def test_a_step_again_and_one_out_of_order(files):
     loader = make(files)
     first = batches(loader, [0, 0, 1, 2, 3])
@@ -251,17 +233,6 @@ def test_on_a_mesh(files):
     for step in range(3):
         expected = alone.sequences(step, np.arange(8)).targets
         np.testing.assert_array_equal(loader.load(step).targets, [expected[:4], expected[4:]])
-
-
-def test_hosts_see_the_same_batch(files):
-    hosts = [make(files, batch_size=8) for _ in range(2)]
-    whole = make(files, batch_size=8)
-    for step in range(3):
-        parts = [
-            host.sequences(step, rows).targets
-            for host, rows in zip(hosts, (np.arange(4), np.arange(4, 8)), strict=True)
-        ]
-        np.testing.assert_array_equal(np.concatenate(parts), whole.sequences(step, np.arange(8)).targets)
 
 
 def test_epochs_are_bounded(files):
@@ -319,14 +290,6 @@ def test_clear_errors(files, settings, message):
         batches(make(files, **settings), [0])
 
 
-def test_files_of_unknown_or_mixed_kinds():
-    for names in (["a.csv"], ["a.jsonl", "b.parquet"], []):
-        with pytest.raises(ValueError, match=r"name files of one of these kinds|or files; dataset is None"):
-            make(names)
-    with pytest.raises(ValueError, match=r"No file matches 'nowhere.jsonl'"):
-        make(["nowhere.jsonl"])
-
-
 def test_a_stream_without_text(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": ""}\n')
     with pytest.raises(ValueError, match=r"The stream .*a.jsonl holds no text"):
@@ -355,24 +318,3 @@ def test_documents_without_tokens(tmp_path):
                 np.testing.assert_array_equal(batch.is_seq_start[0], np.resize(marks, 16))
             else:
                 assert batch.targets[0][batch.loss_mask[0]].tolist() == expected[step % 3]
-
-
-def test_compressed_files(tmp_path):
-    with gzip.open(tmp_path / "a.jsonl.gz", "wt") as file:
-        file.write('{"text": "some text"}\n')
-    loader = make([str(tmp_path / "a.jsonl.gz")])
-    assert isinstance(loader, StreamLoader)
-    assert documents_of(batches(loader, [0]))[0] == "some text"
-
-
-@pytest.mark.long
-def test_damaged_files(tmp_path):
-    lines = "".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(5000)).encode()
-    (tmp_path / "whole.jsonl.gz").write_bytes(gzip.compress(lines))
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(lines)[:-2000])
-    whole, cut = (str(tmp_path / f"{name}.jsonl.gz") for name in ("whole", "cut"))
-    with pytest.raises(ValueError, match=r"Cannot read .*cut.jsonl.gz: Compressed file ended before"):
-        make([cut])
-    loader = make([whole, cut])
-    with pytest.raises(ValueError, match=r"The stream .*cut.jsonl.gz is corrupt, or cannot be read: .*Compressed"):
-        batches(loader, range(10000))

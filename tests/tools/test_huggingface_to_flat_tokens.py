@@ -161,24 +161,6 @@ def test_workers_change_nothing(tmp_path, bpe, kind, monkeypatch):
 # ---- sources ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("streaming", [True, False])
-def test_huggingface_dataset(tmp_path, streaming):
-    """A directory is a dataset to the `datasets` library, as a name on the hub is."""
-    pytest.importorskip("datasets")
-    (tmp_path / "data").mkdir()
-    write_jsonl(tmp_path / "data/train.jsonl", TEXTS)
-    write_jsonl(tmp_path / "data/validation.jsonl", TEXTS[:4])
-    settings = [f"dataset={tmp_path}/data", "train.source=train", "validation.source=validation"]
-    command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", f"out={tmp_path}/d", *settings]
-    env = os.environ | {"HF_HOME": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
-    subprocess.run([*command, f"streaming={streaming}"], cwd=ROOT, env=env, check=True)
-    assert read(tmp_path / "d")[0] == [byte_ids(text) for text in TEXTS]
-    documents, attributes = read(tmp_path / "d", "validation")
-    assert documents == [byte_ids(text) for text in TEXTS[:4]]
-    assert attributes["source"] == [f"{tmp_path}/data", None, "validation"]
-
-
 def test_skip_and_max_documents(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     settings = {
@@ -280,15 +262,6 @@ def test_bad_settings(tmp_path, settings, message):
     with pytest.raises(ValueError, match=message):
         run(tmp_path / "new" / "d", **{"train": source} | settings)
     assert not (tmp_path / "new").exists()
-
-
-def test_tokenizer_without_the_end_token(tmp_path, bpe):
-    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    config = TokenizerConfig(kind=TokenizerKind.huggingface, name=bpe[0], end_token="</s>")
-    with pytest.raises(
-        ValueError, match=r"no token '</s>' for tokenizer.end_token. .* the first are \['<\|begin\|>', '<\|end"
-    ):
-        run(tmp_path / "d", source, tokenizer=config)
 
 
 def test_keeps_what_is_there(tmp_path, bpe):

@@ -2,14 +2,13 @@
 
 import json
 
-import numpy as np
 import pytest
 from tokenization import PROBES
 from tokenizers import Tokenizer
 from written_datasets import write
 
 from shardwright_data.text import definitions
-from shardwright_data.text.huggingface import BYTE_SPECIAL_TOKENS, byte_definition, find_tokenizer, tokenizer_files
+from shardwright_data.text.huggingface import byte_definition, find_tokenizer, tokenizer_files
 from shardwright_data.text.tokenizers import ByteTokenizer, load_definition
 
 TEXTS = [*[text for text in PROBES if "<s>" not in text], "", "It is a truth universally acknowledged, naïve 東京"]
@@ -155,8 +154,3 @@ def test_where_it_is_found(tmp_path, bpe):
     (tmp_path / "bpe" / "tokenizer.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"tokenizer.json is missing"):
         find_tokenizer({"filespec": by_bpe})
-
-
-def test_the_ids_below_the_bytes_are_named():
-    assert sorted(BYTE_SPECIAL_TOKENS.values()) == list(np.arange(ByteTokenizer.OFFSET))
-    assert BYTE_SPECIAL_TOKENS["</s>"] == ByteTokenizer.END
