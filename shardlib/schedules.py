@@ -265,8 +265,8 @@ def check_schedule(orders: Orders, p: int, m: int, v: int) -> list[list[Task]]:
     for task in [*expected, *listed]:
         if listed[task] != 1 or task not in expected:
             raise ValueError(
-                f"{task} is in the lists {listed[task]} times. Once in them is each forward and each backward, or both "
-                f"its halves {' and '.join(HALVES)}, of the stages 0..{p * v - 1} and the microbatches 0..{m - 1}."
+                f"{task} is in the lists {listed[task]} times. Every forward and every backward, or both its halves "
+                f"{' and '.join(HALVES)}, runs once, of the stages 0..{p * v - 1} and the microbatches 0..{m - 1}."
             )
     _check_places(stages_of_devices(orders), p, v)
     place_in_ticks(orders)
