@@ -6,32 +6,19 @@ from shardlib.schedules import Task
 from shardlib.tick_tables import TickTable
 
 
-def check_tick_table(
-    table: TickTable,
-    p: int,
-    m: int,
-    v: int,
-    *,
-    recompute: bool,
-    training: bool = True,
-    is_v: bool = False,
-    halves: bool = False,
-):
+def check_tick_table(table: TickTable, m: int, training: bool = True) -> None:
     """Finds what is overwritten before its last read, read before it arrived, done twice or not at all.
 
     Args:
-        recompute: that of `tick_table`.
+        table: the table. Its `stages` and `halves` are trusted.
+        m: the number of microbatches.
         training: the table has backwards.
-        is_v: stages go down the devices and up again; otherwise stage s is on device s % p.
-        halves: backwards are done in two halves.
 
     Raises:
         ValueError: names the tick, the device and the task.
     """
-    device_of = lambda stage: 2 * p - 1 - stage if is_v and stage >= p else stage % p
-    stages = [[stage for stage in range(p * v) if device_of(stage) == device] for device in range(p)]
-    saves = training and not recompute
-    devices = [_Device(table, device, own, p * v - 1, saves, halves) for device, own in enumerate(stages)]
+    p, stages = len(table.stages), sum(map(len, table.stages))
+    devices = [_Device(table, device, stages - 1, training) for device in range(p)]
     one_message = not (table.columns["forward"] * table.columns["backward"]).any()
     for tick in range(len(table.columns["forward"])):
         sent = [(device.forward, device.backward) for device in devices]
@@ -45,9 +32,9 @@ def check_tick_table(
             device.arrivals[device.row["from_self"]] = own or own_back
         for device in devices:
             device.run(one_message)
-    kinds = ("forward", *(("backward",) * training), *(("weights",) * halves))
+    kinds = ("forward", *(("backward",) * training), *(("weights",) * table.halves))
     done = set().union(*(device.done for device in devices))
-    for task in (Task(kind, stage, k) for kind in kinds for stage in range(p * v) for k in range(m)):
+    for task in (Task(kind, stage, k) for kind in kinds for stage in range(stages) for k in range(m)):
         if task not in done:
             raise ValueError(f"the table lacks {task}.")
 
@@ -55,9 +42,9 @@ def check_tick_table(
 class _Device:
     """The buffers of a device. Tasks have the names of their slots in the table."""
 
-    def __init__(self, table: TickTable, number: int, stages: list[int], last: int, saves: bool, halves: bool):
-        self.table, self.number, self.stages, self.last = table, number, stages, last
-        self.saves, self.halves = saves, halves
+    def __init__(self, table: TickTable, number: int, last: int, training: bool):
+        self.table, self.number, self.stages, self.last = table, number, table.stages[number], last
+        self.saves = training and not table.recompute
         self.arrivals: list[Task | None] = [None] * (table.arrivals + 1)
         self.residuals: list[Task | None] = [None] * table.residuals
         self.kept: list[Task | None] = [None] * table.kept
@@ -90,7 +77,7 @@ class _Device:
             else:
                 self.compare(backward, "arrivals", "backward_input", Task("forward", stage - 1, k))
             self.compare(backward, "arrivals", "backward_cotangent", Task("backward", stage + 1, k))
-            if self.halves:
+            if self.table.halves:
                 self.kept[row["backward_kept"]] = backward
         self.backward = backward
         if weights:

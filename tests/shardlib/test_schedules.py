@@ -241,11 +241,13 @@ def as_needed(task):
     return ("backward" if task.kind == "backward_input" else task.kind, *task[1:])
 
 
-def kinds_of(orders):
-    """What `check_tick_table` has to know of a schedule."""
-    tasks = [(device, task) for device, order in enumerate(orders) for task in order]
-    halves = any(task.kind == "backward_weights" for _, task in tasks)
-    return {"halves": halves, "is_v": any(task.stage % len(orders) != device for device, task in tasks)}
+def has_halves(orders):
+    return any(task.kind == "backward_weights" for order in orders for task in order)
+
+
+def is_v(orders):
+    """Whether stages go down the devices and up again."""
+    return any(task.stage % len(orders) != device for device, order in enumerate(orders) for task in order)
 
 
 @given(st.one_of(published(), any_valid()), st.booleans())
@@ -255,9 +257,9 @@ def test_tables_read_what_was_written_for_them(schedule, recompute):
     for task in itertools.chain(*orders):
         assert (list(map(tuple, needs(task, p * v))), task.result) == (what_is_needed(task, p * v), as_needed(task))
     table = tick_table(orders, recompute=recompute)
-    check_tick_table(table, p, m, v, recompute=recompute, **kinds_of(orders))
-    assert table.halves == kinds_of(orders)["halves"]
-    assert table.stages == (in_a_v(p) if kinds_of(orders)["is_v"] else in_a_ring(p, v))
+    check_tick_table(table, m)
+    assert table.halves == has_halves(orders)
+    assert table.stages == (in_a_v(p) if is_v(orders) else in_a_ring(p, v))
     assert {(column.dtype, column.shape[1]) for column in table.columns.values()} == {(np.dtype(np.int32), p)}
 
 
@@ -293,15 +295,14 @@ def test_buffers_have_no_slot_too_many(schedule, recompute):
 
 @given(published())
 def test_tables_of_forwards(schedule):
-    orders, p, m, v = schedule
-    is_v = kinds_of(orders)["is_v"]
+    orders, p, m, _ = schedule
     table = tick_table(forwards(orders), recompute=False)
-    check_tick_table(table, p, m, v, recompute=False, training=False, is_v=is_v)
+    check_tick_table(table, m, training=False)
     assert (table.residuals, table.kept) == (0, 0)
     assert not any(column.any() for name, column in table.columns.items() if name.startswith("backward"))
-    if is_v and m >= p:
+    if is_v(orders) and m >= p:
         assert len(table.columns["forward"]) == 2 * (m + p - 1), "no device is idle but to fill and to drain"
-    elif not is_v:
+    elif not is_v(orders):
         assert table.arrivals <= 1, "what arrives is done at once"
 
 
@@ -309,7 +310,7 @@ def test_tables_of_forwards(schedule):
 def test_simulated_times_respect_what_tasks_need(schedule, recompute, transfer):
     orders, p, m, v = schedule
     timeline = simulated(orders, transfer, recompute)
-    halved = [task for order in orders for task in order if task.kind == "backward" and kinds_of(orders)["halves"]]
+    halved = [task for order in orders for task in order if task.kind == "backward" and has_halves(orders)]
     device_of = {task.stage: device for device, order in enumerate(orders) for task in order}
     whole = [span for device in timeline.spans for span in device if span.kind != "forward again"]
     spans = {(span.kind, span.stage, span.microbatch): span for span in whole}
