@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from shardwright.compiled.hlo import Computation, Instruction, Program, Shape
-from shardwright.compiled.lines import CallSite, Place, Places, phase_of
+from shardwright.compiled.lines import CallSite, Places, phase_of
 from shardwright.compiled.operations import NO_WORK
 
 _ALIASES = {
@@ -21,14 +21,14 @@ class KeptArray(NamedTuple):
     Attributes:
         maker: name of the instruction that makes it, which may be a loop.
         body: name of the loop's body, if the loop stacks it up turn by turn; else None.
-        place: line that made it, or saved it with save_for_backward.
+        line: that made it, or saved it with save_for_backward.
         shape: of the whole array.
         reader: name of the instruction that reads it in the backward pass.
     """
 
     maker: str
     body: str | None
-    place: Place | None
+    line: str | None
     shape: Shape
     reader: str
 
@@ -96,8 +96,8 @@ class Flow:
             return
         if maker.opcode != "while":
             if self._phase(computation, maker) == "forward":
-                place = self._places.of(computation, maker).place
-                yield (maker.name, part), KeptArray(maker.name, None, place, shapes[0], reader)
+                line = self._places.of(computation, maker).line
+                yield (maker.name, part), KeptArray(maker.name, None, line, shapes[0], reader)
         elif part is not None and phase_of(maker.op_name) == "forward":
             body = self._program.computations[maker.called[-1]]
             if any(made.opcode == "parameter" and at == part for made, at in self._result(body, part)):
@@ -105,8 +105,8 @@ class Flow:
                     yield from self._origins(computation, outer, at, reader)
                 return
             stack = self._stack(body, part)
-            place = (stack and stack.place) or self._places.of_frames(maker.frames)
-            array = KeptArray(maker.name, body.name if stack else None, place, shapes[0], reader)
+            line = (stack and stack.line) or self._places.of_frames(maker.frames)
+            array = KeptArray(maker.name, body.name if stack else None, line, shapes[0], reader)
             yield (maker.name, part), array
 
     def _slots(self, loop: Instruction) -> Iterator[tuple[tuple, KeptArray]]:
@@ -115,8 +115,8 @@ class Flow:
         for part, shape in enumerate(loop.shapes):
             stack = self._stack(body, part) if shape.dims else None
             if stack and stack.phase == "forward":
-                place = stack.place or self._places.of_frames(loop.frames)
-                yield (loop.name, part), KeptArray(loop.name, body.name, place, shape, loop.name)
+                line = stack.line or self._places.of_frames(loop.frames)
+                yield (loop.name, part), KeptArray(loop.name, body.name, line, shape, loop.name)
 
     def _result(self, computation: Computation, part: int | None) -> tuple[tuple[Instruction, int | None], ...]:
         return self._makers(computation, computation.root.name, part)

@@ -11,27 +11,14 @@ _HELPERS = ("jax_extra.py",)
 _LIBRARY = "shardlib"
 
 
-class Place(NamedTuple):
-    """A line of a user's file.
+class CallSite(NamedTuple):
+    """Where an operation comes from: its line, and JAX's name of the operation with that line.
 
-    Attributes:
-        file: path, relative to the checkout if it is in it.
-        line: counted from 1.
-        inferred: whether the compiler dropped the line, so that this is the line of a neighbour.
+    The line is `path/file.py:158`, of a file that users edit, with the path in the checkout; None if it is not known.
+    With a "~" before it the compiler dropped the line, so that this is the line of a neighbour.
     """
 
-    file: str
-    line: int
-    inferred: bool = False
-
-    def __str__(self) -> str:
-        return f"{'~' * self.inferred}{self.file}:{self.line}"
-
-
-class CallSite(NamedTuple):
-    """Where an operation comes from: its line, and JAX's name of the operation with that line."""
-
-    place: Place | None
+    line: str | None
     op_name: str
 
     @property
@@ -60,21 +47,20 @@ class Places:
         """The path as it is shown."""
         return file.removeprefix(f"{self.root}/") if self.root else file
 
-    def of_frames(self, frames: tuple[Frame, ...]) -> Place | None:
+    def of_frames(self, frames: tuple[Frame, ...]) -> str | None:
         """The innermost line of a user's file, as shardlib.places has it."""
-        frame = next((frame for frame in frames if self._users[frame.file]), None)
-        return Place(self.relative(frame.file), frame.line) if frame else None
+        return next((f"{self.relative(x.file)}:{x.line}" for x in frames if self._users[x.file]), None)
 
-    def of_instruction(self, instruction: Instruction) -> "CallSite":
+    def of_instruction(self, instruction: Instruction) -> CallSite:
         """Where the instruction itself says that it comes from."""
-        place = self.of_frames(instruction.frames) if instruction.op_name else None
-        return CallSite(place, instruction.op_name)
+        line = self.of_frames(instruction.frames) if instruction.op_name else None
+        return CallSite(line, instruction.op_name)
 
-    def of(self, computation: Computation, instruction: Instruction) -> "CallSite":
+    def of(self, computation: Computation, instruction: Instruction) -> CallSite:
         """Where an instruction comes from; a fusion, where what it mostly computes comes from.
 
         XLA drops the name of some operations that it rewrites, such as batched matmuls on CPUs, and gives them the line
-        of the whole loop. The place then is the one of an operation that reads it, or that it reads.
+        of the whole loop. The line then is the one of an operation that reads it, or that it reads.
         """
         found = self._own(instruction)
         if found is None:
@@ -82,10 +68,10 @@ class Places:
             sources = [computation.instructions.get(name) for name in instruction.operands]
             for neighbour in [*readers, *sources]:
                 if neighbour and neighbour.opcode not in _NEVER and (found := self._own(neighbour)):
-                    return found._replace(place=found.place._replace(inferred=True))
+                    return CallSite(f"~{found.line}", found.op_name)
         return found or CallSite(None, "")
 
-    def _own(self, instruction: Instruction) -> "CallSite | None":
+    def _own(self, instruction: Instruction) -> CallSite | None:
         inside = []
         if instruction.opcode in ("fusion", "async-start", "call"):
             for name in instruction.called:
@@ -93,8 +79,8 @@ class Places:
         # A fusion with a matmul is that matmul, though it may end with another operation.
         heavy = [other for other in inside if other.opcode in ("dot", "convolution")]
         for candidate in [*heavy, instruction, *inside]:
-            if candidate.op_name and candidate.opcode not in _NEVER and (place := self.of_frames(candidate.frames)):
-                return CallSite(place, candidate.op_name)
+            if candidate.op_name and candidate.opcode not in _NEVER and (line := self.of_frames(candidate.frames)):
+                return CallSite(line, candidate.op_name)
             if heavy and candidate is heavy[-1]:
                 return None
         return None
@@ -102,11 +88,6 @@ class Places:
 
 _NEVER = ("parameter", "constant", "while", "conditional", "tuple", "get-tuple-element", "iota", "partition-id")
 """Opcodes whose line says nothing of their neighbours."""
-
-
-def name_of(place: Place | None) -> str:
-    """A place as a row has it."""
-    return WITHOUT_LINE if place is None else str(place)
 
 
 def phase_of(op_name: str) -> str:

@@ -2,13 +2,14 @@
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 from shardwright.compiled.flow import Flow
 from shardwright.compiled.hlo import Computation, Instruction, Program
-from shardwright.compiled.lines import Place, Places, name_of, phase_of
+from shardwright.compiled.lines import WITHOUT_LINE, Places, phase_of
 from shardwright.compiled.operations import NO_WORK, Work, collective, matmul
 from shardwright.compiled.table import Row, Section, Table, around
 from shardwright_data.foreign import read_text
@@ -27,7 +28,7 @@ class _Line:
     """What a source line does in one section and one phase."""
 
     section: int
-    place: Place | None
+    name: str
     phase: str
     work: collections.Counter[Work] = dataclasses.field(default_factory=collections.Counter)
 
@@ -49,8 +50,8 @@ class _Walk:
         self.add_kept()
         lines = [*self.in_order(0)]
         rows = [row for line in lines for row in self.rows(line)]
-        line_of = {i: name_of(owner.place) if isinstance(owner, _Line) else None for i, owner in self.owner.items()}
-        source = _source(self.places.root, {line.place for line in lines if line.place}, newest)
+        line_of = {i: owner.name if isinstance(owner, _Line) else None for i, owner in self.owner.items()}
+        source = _source(self.places.root, {line.name.removeprefix("~") for line in lines}, newest)
         return Table(name, program.devices, program.mesh, self.sections, rows, source, line_of, self.communicating)
 
     def open(self, kind: str, title: str, turns: int | None, parent: int) -> int:
@@ -59,8 +60,8 @@ class _Walk:
         self.items.append([])
         return len(self.sections) - 1
 
-    def line(self, section: int, place: Place | None, phase: str) -> _Line:
-        key = section, place, phase
+    def line(self, section: int, name: str | None, phase: str) -> _Line:
+        key = section, name or WITHOUT_LINE, phase
         if key not in self.lines:
             self.lines[key] = _Line(*key)
             self.items[section].append(self.lines[key])
@@ -97,7 +98,7 @@ class _Walk:
     def add(self, section: int, computation: Computation, instruction: Instruction) -> None:
         """Adds an operation to the line that it comes from."""
         origin = self.places.of(computation, instruction)
-        line = self.line(section, origin.place, origin.phase)
+        line = self.line(section, origin.line, origin.phase)
         self.owner[instruction.name] = line
         found = [(computation, instruction)]
         if instruction.opcode in ("fusion", "async-start"):
@@ -116,9 +117,9 @@ class _Walk:
         for array in Flow(self.program, self.places).kept([*map(self.program.computations.get, self.section_of)]):
             line = self.owner.get(array.maker)
             if array.body is not None:
-                line = self.line(self.section_of[array.body], array.place, "forward")
+                line = self.line(self.section_of[array.body], array.line, "forward")
             elif isinstance(line, int):
-                line = self.line(line, array.place, "forward")
+                line = self.line(line, array.line, "forward")
             if line and array.reader in self.owner:
                 line.work[Work("kept", str(array.shape), array.shape.bytes, array.shape.dtype)] += 1
 
@@ -138,7 +139,7 @@ class _Walk:
         sometimes = any(section.kind == "branch" for section in outer)
         return [
             Row(
-                *(name_of(line.place), where, line.section, line.phase, *work),
+                *(line.name, where, line.section, line.phase, *work),
                 *(count, 1 if work.kind == "kept" else turns, sometimes and work.kind != "kept"),
             )
             for work, count in line.work.items()
@@ -159,13 +160,17 @@ def _function(instruction: Instruction) -> str:
     return next((name for name in reversed(names) if not name.startswith("<")), "")
 
 
-def _source(root: str, places: set[Place], newest: float) -> dict[str, str]:
+def _source(root: str, names: set[str], newest: float) -> dict[str, str]:
     """Text of lines, of the files that were not changed after the time `newest`."""
-    files = {file: _lines_of(Path(root, file), newest) for file in {place.file for place in places}}
-    known = ((place, files[place.file]) for place in places)
-    return {f"{p.file}:{p.line}": lines[p.line - 1].strip() for p, lines in known if p.line <= len(lines)}
+    found = {}
+    for file, _, number in (name.rpartition(":") for name in sorted(names)):
+        lines = _lines_of(Path(root, file), newest)
+        if number.isdecimal() and int(number) <= len(lines):
+            found[f"{file}:{number}"] = lines[int(number) - 1].strip()
+    return found
 
 
+@functools.lru_cache(100)
 def _lines_of(path: Path, newest: float) -> list[str]:
     """The lines of a file of Python. None of another file, which a stranger's HLO text may name."""
     try:
