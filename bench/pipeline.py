@@ -96,10 +96,9 @@ def main() -> None:
     for name, program in programs.items():
         cells = [""] * 3
         if name in cases:
-            v = cases[name][1]
             with jax.set_mesh(stages):
                 table = training_table(settings(8, *cases[name]), load_model(settings(8).model))
-            timeline = simulate(table, Costs([1 / v] * 2 * v, [2 / v] * 2 * v))
+            timeline = simulate(table, Costs())
             many = Program(settings(32, *cases[name]), stages).memory
             cells = f"{many:.1f}", f"{1 - 8 * 3 / timeline.total:.1%}", f"{1 - ideal / program.best:.1%}"
         print_line(name, f"{program.memory:.1f}", cells[0], f"{program.best:.3f}", *cells[1:])

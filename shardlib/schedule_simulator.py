@@ -4,7 +4,6 @@ It is in the ticks in which the executor runs: all devices begin each tick toget
 send. This module does not import JAX.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,23 +14,23 @@ from shardlib.tick_tables import TickTable
 
 @dataclass(frozen=True)
 class Costs:
-    """Times of tasks and transfers, in any one unit, each at least 0."""
+    """Times in any one unit, each at least 0. Those of tasks are of all layers of a device."""
 
-    forward: Sequence[float]
-    """Time of the forward of one microbatch through each stage."""
-    backward: Sequence[float]
-    """Time of the backward of one microbatch through each stage, without a recomputed forward."""
+    forward: float = 1.0
+    """Time of the forward of one microbatch."""
+    backward: float = 2.0
+    """Time of the backward of one microbatch, without a recomputed forward."""
     transfer: float = 0.0
     """Time of a transfer to the next device, once in each tick."""
     weights: float = 0.5
     """Share of a backward that its half for the weights takes, in [0, 1]."""
 
-    def of(self, kind: str, stage: int, halves: bool) -> float:
+    def of(self, kind: str, halves: bool) -> float:
         """Time of a `Span.kind`; `halves`: its half for the weights is not part of a backward."""
         if kind.startswith("forward"):
-            return self.forward[stage]
+            return self.forward
         share = {"weights": self.weights, "backward": 1 - self.weights if halves else 1}
-        return share[kind] * self.backward[stage]
+        return share[kind] * self.backward
 
 
 class Span(NamedTuple):
@@ -82,8 +81,8 @@ class Timeline:
 def simulate(table: TickTable, costs: Costs) -> Timeline:
     """Timeline of a tick table, as the executor runs it: devices wait for each other, and pay a transfer, in each tick.
 
-    They also wait for the slowest forward before the first backward, since they compute the loss together between
-    these. It matters only if the costs of stages differ, and not where a tick has one task of each device.
+    They also wait for the forwards of others before a backward, since they compute the loss together between these; but
+    not where a tick has one task of each device.
     """
     columns = table.columns
     kinds = {slot: (slot,) for slot in ("forward", "backward", "weights")}
@@ -102,7 +101,8 @@ def simulate(table: TickTable, costs: Costs) -> Timeline:
                 stage = table.stages[device][columns[f"{slot}_chunk"][t, device]]
                 k = int(columns[f"{slot}_microbatch"][t, device])
                 for kind in kinds[slot]:
-                    start, free_at[device] = free_at[device], free_at[device] + costs.of(kind, stage, table.halves)
+                    start, time = free_at[device], costs.of(kind, table.halves) / len(table.stages[device])
+                    free_at[device] = start + time
                     spans[device].append(Span(kind, stage, k, start, free_at[device]))
         now = max(free_at) + costs.transfer
     return Timeline(table, spans, now, starts)

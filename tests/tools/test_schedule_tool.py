@@ -92,12 +92,9 @@ def test_a_cost_that_is_hardly_to_be_seen_does_not_stretch_the_chart():
     assert len(chart_lines("schedule=gpipe", "p=2", "m=4", "forward=0.001", width=100)) == 3
 
 
-def test_costs_by_stage():
-    simulate = lambda *text: simulated(config_of("schedule=interleaved_1f1b", "p=2", "m=4", *text))[0][1]
-    total = lambda text: simulate(*text.split()).total
-    assert total("forward=[1,1] backward=[2,2]") == total("")
-    assert total("forward=[1,2] backward=[2,4]") == 1 + 4 * (2 + 4) + 2
-    assert simulate("v=2").spans[0][0].end == 0.5
+def test_times_are_of_all_chunks():
+    ((_, timeline),) = simulated(config_of("schedule=interleaved_1f1b", "p=2", "m=4", "v=2"))
+    assert timeline.spans[0][0].end == 0.5
 
 
 @pytest.mark.parametrize(
@@ -109,8 +106,6 @@ def test_costs_by_stage():
         (["schedule=3"], "schedule is 3; give a name"),
         (["v=2"], "gpipe is defined for one chunk per device, not for v=2"),
         (["p=0"], "0 devices of the axis p: there must be at least 1"),
-        (["forward=[1,2]"], "forward is [1, 2]; give a time, at least 0, or a list with one for each of 4 stages"),
-        (["backward=-1"], "backward is -1; give a time, at least 0"),
         (["output=chart.png"], "output is chart.png; its name must end in .svg"),
     ],
 )

@@ -2,7 +2,6 @@
 
     python -m tools.schedule schedule=interleaved_1f1b p=4 m=16 v=2
     python -m tools.schedule schedule=1f1b p=4 m=16 recompute=true transfer=0.1
-    python -m tools.schedule schedule=interleaved_1f1b p=4 m=16 forward=[1,1,1,1.5] backward=[2,2,2,3]
     python -m tools.schedule schedule=[gpipe,1f1b,interleaved_1f1b,my_schedules:mine] p=4 m=16 v=2
 
 The last one compares. No devices are needed: times follow from the costs in the settings. docs/pipeline.md explains
@@ -43,10 +42,10 @@ class Settings:
     """Microbatches of a step, at least 1."""
     v: int = within(1, 2**10, 1)
     """Chunks of a device, at least 1. In a comparison, of the schedules that are defined for any number of them."""
-    forward: Any = 1.0
-    """Time of one microbatch's forward through a device's layers, all its chunks; or a list with one time a stage."""
-    backward: Any = 2.0
-    """Time of a backward, from what its forward kept, in the same form."""
+    forward: float = within(0, 1e9, 1.0)
+    """Time of one microbatch's forward through a device's layers, all its chunks."""
+    backward: float = within(0, 1e9, 2.0)
+    """Time of a backward, from what its forward kept."""
     weights: float = within(0, 1, 0.5)
     """Share of a backward that its half for the weights takes, where a schedule has halves."""
     transfer: float = within(0, 1e9, 0.0)
@@ -70,17 +69,9 @@ def simulated(config: Settings) -> list[tuple[str, Timeline]]:
     for name in names:
         v = CHUNKS.get(name, config.v) if len(names) > 1 else config.v
         table = tick_table(schedule_of(name)(config.p, config.m, v), recompute=config.recompute)
-        times = [_times(which, getattr(config, which), config.p * v, v) for which in ("forward", "backward")]
-        found.append((name, simulate(table, Costs(*times, config.transfer, config.weights))))
+        costs = Costs(config.forward, config.backward, config.transfer, config.weights)
+        found.append((name, simulate(table, costs)))
     return found
-
-
-def _times(name: str, value: Any, stages: int, v: int) -> list[float]:
-    times = value if isinstance(value, list) else [value] * stages
-    is_time = lambda x: type(x) in (int, float) and 0 <= x < float("inf")
-    if len(times) != stages or not all(map(is_time, times)):
-        raise ValueError(f"{name} is {value}; give a time, at least 0, or a list with one for each of {stages} stages.")
-    return [float(x) if isinstance(value, list) else x / v for x in times]
 
 
 # ---- terminal -----------------------------------------------------------------------------------------------------
