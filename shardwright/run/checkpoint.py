@@ -43,13 +43,13 @@ from shardwright.run.manifest import (
     with_checksums,
 )
 from shardwright.run.stores import MANIFEST, Store, agreed, in_parallel
+from shardwright.settings.differences import config_differences
 from shardwright.settings.words import say
 
 COMMIT_TIMEOUT_S = 1800.0
 """Seconds that a process waits for the others to finish writing, before the save fails."""
 SET_ASIDE = "set_aside"
 """Directory, beside the checkpoints, of those that a run went back before."""
-REMEDY = "Run with the model and optimizer that wrote it, or start a new run from another checkpoint."
 _STEP = re.compile(r"\d{10}")
 
 
@@ -364,17 +364,11 @@ def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[C
 
 
 def _check_same_arrays(path: str, saved: dict[str, SavedArray], expected: dict[str, Any], orders: Orders) -> None:
-    shapes = {name: list(stored_shape(leaf, orders.get(name))) for name, leaf in expected.items()}
-    wanted = {name: f"{leaf.dtype}{shapes[name]}" for name, leaf in expected.items()}
     found = {name: f"{array.dtype}{list(array.shape)}" for name, array in saved.items()}
-    problems = [
-        f"{name}: {found.get(name, 'not')} in the checkpoint, "
-        + (f"expected {wanted[name]}" if name in wanted else "not expected")
-        for name in wanted | found
-        if found.get(name) != wanted.get(name)
-    ]
-    if problems:
-        more = f"\n  … and {len(problems) - 10} more" if len(problems) > 10 else ""
+    wanted = {name: f"{x.dtype}{list(stored_shape(x, orders.get(name)))}" for name, x in expected.items()}
+    if problems := config_differences(found, wanted, (*found, *wanted)):
         raise ValueError(
-            f"the checkpoint {path} does not fit this run:\n  " + "\n  ".join(problems[:10]) + more + "\n" + REMEDY
+            f"the checkpoint {path} does not fit this run:\n  "
+            + "\n  ".join(problems[:10])
+            + "\nRun with the model and optimizer that wrote it, or start a new run from another checkpoint."
         )

@@ -16,7 +16,6 @@ from shardwright.modeling.weights import shapes_of
 from shardwright.run import config as run_config
 from shardwright.run.checkpoint import Checkpointer, find_checkpoint
 from shardwright.run.checkpoint_arrays import Orders
-from shardwright.run.manifest import Damaged
 from shardwright.run.provenance import compare_source, provenance_of
 from shardwright.run.resuming import config_of, saved_config
 from shardwright_data.checks import within
@@ -131,15 +130,11 @@ def open_run(run: str, step: int | None, trust: bool) -> Iterator[SavedRun]:
 
     Raises:
         ValueError: there is no such run or checkpoint.
-        Damaged: the checkpoint is damaged. The message names the other steps.
+        Damaged: the checkpoint is damaged.
     """
     if "://" not in run and not Path(run).is_dir():
         raise ValueError(f"there is no run {run}: `run` is a run's directory, for example runs/<name>.")
     checkpoints, step = find_checkpoint(run, step)
     with checkpoints:
-        try:
-            metadata = checkpoints.metadata(step)
-            yield SavedRun(checkpoints, step, metadata, config_of(saved_config(metadata), trust))
-        except Damaged as error:
-            others = [other for other in checkpoints.steps() if other != step]
-            raise Damaged(f"{error} The run also has step={others}." if others else str(error)) from error
+        metadata = checkpoints.metadata(step)
+        yield SavedRun(checkpoints, step, metadata, config_of(saved_config(metadata), trust))

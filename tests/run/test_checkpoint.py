@@ -418,10 +418,10 @@ def test_every_array_that_does_not_fit_is_named(tmp_path):
         Checkpointer(tmp_path).restore(3, expected)
     assert str(error.value) == (
         f"the checkpoint {path} does not fit this run:\n"
-        "  weights/bias: not in the checkpoint, expected float32[3, 16, 5]\n"
-        "  weights/embed: float32[32, 16] in the checkpoint, expected float32[64, 16]\n"
-        "  weights/norm: float16[8] in the checkpoint, expected float32[8]\n"
-        "  weights/w_q: float32[3, 16, 5] in the checkpoint, not expected\n"
+        "  weights/bias: checkpoint does not have it, this run has 'float32[3, 16, 5]'\n"
+        "  weights/embed: checkpoint has 'float32[32, 16]', this run has 'float32[64, 16]'\n"
+        "  weights/norm: checkpoint has 'float16[8]', this run has 'float32[8]'\n"
+        "  weights/w_q: checkpoint has 'float32[3, 16, 5]', this run does not have it\n"
         "Run with the model and optimizer that wrote it, or start a new run from another checkpoint."
     )
 
