@@ -360,48 +360,6 @@ def test_a_process_that_fails_ends_the_others_and_shows_its_own_error(unbroken, 
     check_it_goes_on(run, 2, unbroken)
 
 
-SLOW_BATCH = """
-import time
-import shardwright_data.loader.flat
-Loader = shardwright_data.loader.flat.FlatTokensLoader
-sequences = Loader.sequences
-def slowly_read(self, step, which):
-    if step == 0:
-        time.sleep(18)
-    return sequences(self, step, which)
-Loader.sequences = slowly_read
-"""
-SLOW_COMPILATION_AND_CHECKPOINT = """
-import jax
-import shardwright.run.checkpoint
-
-compile = jax.stages.Lowered.compile
-def slowly_compile(self, *arguments, **named):
-    time.sleep(18)
-    return compile(self, *arguments, **named)
-jax.stages.Lowered.compile = slowly_compile
-
-write = shardwright.run.checkpoint.write_arrays
-def slowly_write(*arguments):
-    time.sleep(18)
-    return write(*arguments)
-shardwright.run.checkpoint.write_arrays = slowly_write
-"""
-
-
-@pytest.mark.slow
-def test_compilation_first_batch_and_checkpoints_may_take_longer(tmp_path):
-    """Each takes 18 seconds: more than a step may, and three times what a heartbeat may.
-
-    Process 0 waits for process 1, whose compilation and checkpoints are slow. (In the first step, gloo lets it wait for
-    no more than 30 seconds.)
-    """
-    overrides = ["training.steps=4", "training.checkpoint_interval=3", *LIMITS]
-    hooks = {0: SLOW_BATCH, 1: SLOW_BATCH + SLOW_COMPILATION_AND_CHECKPOINT}
-    run = Run(tmp_path, 2, 2, *overrides, hooks=hooks).succeed()
-    assert len(run.losses()) == 4
-
-
 # ---- signals -----------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import types
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from simulated import without_cache, xla_flags
 
+from shardwright.cluster import watch
 from shardwright.run import compiling
 from shardwright.run.compiling import compile_step, draw_step
 
@@ -104,6 +106,14 @@ def test_a_file_of_the_working_directory_is_not_run(tmp_path, monkeypatch):
     (tmp_path / "hlo.txt").write_text(TEXT)
     monkeypatch.chdir(tmp_path)
     assert draw_step(Path("hlo.txt")) == "picture    hlo.svg"
+
+
+def test_a_compilation_may_take_longer_than_a_step(tmp_path):
+    places = []
+    compiled = types.SimpleNamespace(as_text=lambda: None)
+    lowered = types.SimpleNamespace(compile=lambda compiler_options: places.append(watch._place) or compiled)
+    assert compile_step(lowered, tmp_path) == (compiled, None)
+    assert [(place.what, place.paused) for place in places] == [("compiling the training step", True)]
 
 
 STEP = """import sys
