@@ -28,7 +28,7 @@ from omegaconf import MISSING
 from rich.console import Console
 
 import train
-from shardwright.cluster.devices import kept_programs, known_options
+from shardwright.cluster.devices import known_options
 from shardwright.modeling.attention import KERNELS
 from shardwright.modeling.model import COMPUTE_DTYPES, inputs_of, load_model
 from shardwright.run import config as run_config
@@ -158,7 +158,7 @@ def open_run(config: Settings, write_line: Callable[[str], None] = print) -> Ope
         with jax.set_mesh(mesh):
             weights, source = saved.read_weights(model, which, train.programs, config.other_source, write_line)
             forward = train.Forward(model, c.training)
-            if why := check_causal(forward, c.training.seq_len, source, kept_programs("soundness")):
+            if why := check_causal(forward, c.training.seq_len, source):
                 write_line(f"not proved that a position sees no later token: {why}")
     c.training.compute_dtype = dtype  # after the source, of which it is a part, was compared
     return OpenRun(c, saved.step, which, model, weights, mesh, source, config)

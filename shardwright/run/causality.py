@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from shardlib.proof.causality import find_later, operations, tokens
 from shardlib.proof.check import Finding
 from shardlib.proof.reach import constant, dtype_of, unknown
 from shardlib.shardtypes import typed_shard_map, u32
-from shardwright.cluster.devices import kept_programs
 from shardwright.modeling.attention import KERNELS
 from shardwright.modeling.attention_calls import Call, calls_of, distinct, path_of, sees_later, with_path
 from shardwright.modeling.blockwise import small_blocks
@@ -43,14 +41,7 @@ class Unproved(Exception):
     """Why nothing is known of a model."""
 
 
-def check_causal(
-    forward: Any,
-    length: int,
-    source: Any = None,
-    known: Path | None = None,
-    sampled: bool = False,
-    rows: int = 2,
-) -> str:
+def check_causal(forward: Any, length: int, source: Any = None, sampled: bool = False, rows: int = 2) -> str:
     """Refuses a model whose logits depend on a later token of the document, or on another document or sequence.
 
     Its forward pass is traced for one device, and not run.
@@ -58,8 +49,7 @@ def check_causal(
     Args:
         forward: train.Forward of the model.
         length: positions of a sequence.
-        source: hashes of the source, from provenance.source_of; None: no record.
-        known: directory that records what was found right, so that each model is checked once; None: no record.
+        source: hashes of the source, from provenance.source_of, with which each is checked once; None: each time.
         sampled: whether each sequence is one document, as in sampling.
         rows: sequences of a microbatch.
 
@@ -81,7 +71,7 @@ def check_causal(
         return list(dict.fromkeys(_findings(forward, (rows, length), calls, sampled)))
 
     try:
-        refuse(find, known if source else None, source, "causality", settings)
+        refuse(find, source, "causality", settings)
     except Unproved as why:
         return str(why)
     return ""
@@ -91,7 +81,7 @@ def describe_causality(forward: Any, source: Any) -> str:
     """The line of a run's log: the model is causal, or why that is not proved. Raises ShardError as check_causal."""
     t = forward.training
     rows = t.batch_size // t.microbatches
-    if unproved := check_causal(forward, t.seq_len, source, kept_programs("soundness"), rows=rows):
+    if unproved := check_causal(forward, t.seq_len, source, rows=rows):
         return f"causality  not proved: {unproved}"
     return "causality  the logits of a position depend on no later token, and on no other document"
 

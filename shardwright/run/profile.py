@@ -13,7 +13,7 @@ import jax
 from shardwright.cluster.watch import pause
 from shardwright.compiled.times import top_lines
 from shardwright.compiled.trace import PERFETTO
-from shardwright.run.beside import FAILURES, run_beside
+from shardwright.run.beside import FAILURES, in_background, run_beside
 from shardwright.run.directory import TRACE, remove_older
 from shardwright.run.metrics import RunLog
 from shardwright.settings.words import say
@@ -62,8 +62,6 @@ class StepProfiler:
         if i != self._first or jax.process_index() != 0:
             return
         with pause("starting the profiler"):
-            self._executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="profile")
-            self._executor.submit(int).result()  # starts its thread here, not between the steps
             jax.block_until_ready(self._before)
             self._before = None
             try:
@@ -85,9 +83,9 @@ class StepProfiler:
         if self._start is None:
             return
         if i == self._last:
-            self._tasks.append(self._executor.submit(self._print_time, self._start, outputs))
+            self._tasks.append(in_background(self._print_time, self._start, outputs))
         if i == self._last_traced:
-            self._tasks.append(self._executor.submit(self._read_trace, outputs))
+            self._tasks.append(in_background(self._read_trace, outputs))
             self._start = None
 
     def close(self) -> Path | None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib import lookups
-from shardwright.cluster.devices import kept_programs, known_options
+from shardwright.cluster.devices import known_options
 from shardwright.cluster.stopping import StopRequest
 from shardwright.cluster.watch import watched_batches
 from shardwright.modeling.attention_calls import check_paths, describe_attention
@@ -223,7 +223,7 @@ class Run:
     def prove(self) -> None:
         """Refuses steps that do not compute on this mesh what they compute on one device, or that look ahead."""
         if jax.sharding.get_mesh().size > 1:
-            check_steps(self.programs, self.c, self.model, self.provenance["source"], kept_programs("soundness"))
+            check_steps(self.programs, self.c, self.model, self.provenance["source"])
             proof = {"programs": ["training", "evaluation"], "mesh": dict(jax.sharding.get_mesh().shape)}
             add_facts(self.directory, self.start, {"proof": proof})
             tell("proof      training and evaluation compute on this mesh what they compute on one device")

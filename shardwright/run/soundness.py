@@ -7,7 +7,6 @@ import inspect
 import math
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,6 +15,7 @@ from jax.sharding import AbstractMesh
 from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS
 from shardlib.places import place
 from shardlib.proof.check import UNTRACED, Finding, prove, raise_for
+from shardwright.cluster.devices import kept_programs
 from shardwright.modeling.model import inputs_of, period_of
 from shardwright.run.config import Config
 from shardwright_data.loader import batch_shapes
@@ -26,7 +26,7 @@ SHOWN = 5
 """Number of findings that an error shows."""
 
 
-def check_steps(programs: Callable, c: Config, model: Any, source: Any, known: Path | None = None) -> None:
+def check_steps(programs: Callable, c: Config, model: Any, source: Any) -> None:
     """Refuses steps that do not compute on the mesh in force what they compute on one device. They are not run.
 
     With pipeline stages, the pieces that the stages run are checked on a mesh without them, where they are one program,
@@ -36,39 +36,30 @@ def check_steps(programs: Callable, c: Config, model: Any, source: Any, known: P
         programs: train.programs.
         c: the configuration.
         model: the model.
-        source: hashes of the source, from provenance.source_of.
-        known: directory that records what was found right, so that each program is checked once; None: no record.
+        source: hashes of the source, from provenance.source_of, with which each is checked once; None: each time.
 
     Raises:
         ShardError: with the lines of the source that are wrong or not proved, the values there, and what to do.
     """
     mesh = jax.sharding.get_abstract_mesh()
     settings = {k: v for k, v in dataclasses.asdict(c).items() if k in ("model", "optimizer", "training", "pipeline")}
-    refuse(lambda: find_unsound(programs, c, model, mesh), known, source, settings)
+    refuse(lambda: find_unsound(programs, c, model, mesh), source, settings)
 
 
-def check_program(program: Any, args: Any, source: Any, known: Path | None, *settings: Any) -> None:
-    """Refuses a jitted program like check_steps, for arguments of these shapes.
+def check_program(program: Any, args: Any, source: Any, *settings: Any) -> None:
+    """Refuses a jitted program, which calls typed_shard_map, like check_steps, for arguments of these shapes.
 
-    Args:
-        program: the jitted program, which calls typed_shard_map.
-        args: its arguments.
-        source: as in check_steps; None: no record.
-        known: as in check_steps.
-        *settings: what its source reads beside the arguments.
-
-    Raises:
-        ShardError: as check_steps.
+    `settings` are what its source reads beside the arguments.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
     find = lambda: prove(lambda: {program.__name__: program.trace(*shapes).jaxpr})
-    refuse(find, known if source else None, source, program.__name__, settings, repr(shapes))
+    refuse(find, source, program.__name__, settings, repr(shapes))
 
 
-def refuse(find: Callable[[], list[Finding]], known: Path | None, *parts: Any) -> None:
-    """Raises ShardError for what `find` finds, but for `parts` of which all was proved before."""
-    mesh = jax.sharding.get_abstract_mesh()
-    parts = *parts, tuple(mesh.shape.items()), jax.__version__, jax.default_backend()
+def refuse(find: Callable[[], list[Finding]], source: Any, *parts: Any) -> None:
+    """Raises ShardError for what `find` finds, but for a `source` and `parts` of which all was proved before."""
+    mesh, known = jax.sharding.get_abstract_mesh(), kept_programs("soundness") if source else None
+    parts = source, *parts, tuple(mesh.shape.items()), jax.__version__, jax.default_backend()
     record = known and known / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
     if record and record.exists():
         return

@@ -21,7 +21,6 @@ from jax.sharding import PartitionSpec
 
 from shardlib import shardops
 from shardlib.shardtypes import Array, bool_, typed_shard_map, u32
-from shardwright.cluster.devices import kept_programs
 from shardwright.modeling.model import compute_scope, inputs_of
 from shardwright.run.causality import check_causal
 from shardwright.run.soundness import check_program
@@ -54,7 +53,7 @@ def padded(length: int, most: int, t: int) -> int:
 def compiled(program: Any, args: tuple, source: Any, *settings: Any) -> Any:
     """The compiled program. On several devices it is checked by the room soundness, once for all runs of a source."""
     if jax.sharding.get_mesh().size > 1:
-        check_program(program, args, source, kept_programs("soundness"), *settings)
+        check_program(program, args, source, *settings)
     return program.lower(*args).compile()
 
 
@@ -199,7 +198,7 @@ class Sampler:
         """Checks once that texts can be drawn with a cache."""
         if not self._checked:
             start = time.perf_counter()
-            unproved = check_causal(self.forward, self.context, self._source, kept_programs("soundness"), sampled=True)
+            unproved = check_causal(self.forward, self.context, self._source, sampled=True)
             if unproved:
                 raise ValueError(
                     f"it is not proved that a position sees no later token, so texts cannot be continued: {unproved}"
