@@ -87,14 +87,15 @@ def page() -> str:
     for letter, meaning in CLASSES.items():
         lines += ["", f"## {meaning[0].upper()}{meaning[1:]}", ""]
         ours = (bug for bug in found if bug["class"] == letter)
-        rows = ([b["number"], linked(b["upstream"]), b["bug"], caught_here(b), b.get("spmd", "—")] for b in ours)
-        lines += table(["no.", "upstream", "bug", "caught", "spmd_types"], rows)
+        told = lambda b: f"{b['number']}: {linked(b['upstream'])}"
+        rows = ([told(b), b["bug"], caught_here(b), b.get("spmd", "—")] for b in ours)
+        lines += table(["number: upstream", "bug", "caught", "spmd_types"], rows)
     lines += ["", "## Without an edit", ""]
     reasons = [(bug["why"], str(bug["number"])) for bug in found if "why" in bug]
     grouped = itertools.groupby(sorted(reasons, key=lambda pair: pair[0]), lambda pair: pair[0])
     by_reason = {why: [number for _, number in group] for why, group in grouped}
     order = sorted(by_reason.items(), key=lambda entry: int(entry[1][0]))
-    lines += table(["no.", "reason"], ([", ".join(numbers), why] for why, numbers in order))
+    lines += table(["number", "reason"], ([", ".join(numbers), why] for why, numbers in order))
     return "\n".join(lines) + "\n"
 
 

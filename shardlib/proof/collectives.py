@@ -40,8 +40,6 @@ def _is_pending(x: Value, axes: Iterable[str]) -> bool:
 def _last(eq: Equation, x: Value, k: int, axes: tuple[str, ...], verb: str) -> Dim | None:
     """Dim k without `axes`, which must be the last that cut it."""
     dim = x.dims[k]
-    if not axes:
-        return dim
     have = dim.axes if dim is not UNIFORM else ()
     if dim is UNIFORM or dim.is_merged or have[len(have) - len(axes) :] != axes:
         is_cut = f"sharded over {', '.join(have)}" if have else "not sharded"

@@ -184,8 +184,6 @@ def _extreme(eq: Equation, ins: list[Value]) -> tuple[str, frozenset[str]] | Non
     (kind, axes) = next(iter(found))
     if eq.name in ("max", "min") and len(found) == 1 and kind == eq.name:
         return kind, axes  # of this and another value: still to be taken
-    if eq.name == "neg" and not jnp.issubdtype(eq.result_type(), jnp.unsignedinteger):  # there 0 stays the least
-        return ("min" if kind == "max" else "max"), axes
     if eq.name == "copy" or (eq.name == "convert_element_type" and _is_rising(*_dtypes(eq))):
         return kind, axes
     for value in ins:
@@ -203,9 +201,6 @@ def _ratio(eq: Equation, ins: list[Value]) -> float:
         return near(ratios[0] / ratios[1])
     if name in ADDITIONS or name in ("max", "min"):
         return eq.joined_ratio(ins)
-    if name == "select_n":
-        eq.unscaled(ins[0])
-        return eq.joined_ratio(ins[1:])
     if name in UNARY_LINEAR and jnp.issubdtype(eq.result_type(), jnp.inexact):
         return ratios[0]
     for value in ins:

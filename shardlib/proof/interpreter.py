@@ -21,16 +21,9 @@ from shardlib.proof.equation import WHOLE_SIZES, Equation, Refused
 from shardlib.proof.primitives import KEEPING, OF_SIZES
 
 RULES = primitives.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES | kernels.RULES | rings.RULES
-PLACING = (
-    KEEPING
-    | elementwise.ELEMENTWISE
-    | RULES.keys() & primitives.RULES.keys()
-    | frozenset(
-        """
-    scatter scatter-add scatter-max scatter-min scatter-mul dynamic_slice dynamic_update_slice random_fold_in
-    """.split()  # noqa: SIM905
-    )
-)
+PLACING = KEEPING | elementwise.ELEMENTWISE | RULES.keys() & primitives.RULES.keys()
+PLACING |= {"scatter-add", "scatter-max", "scatter-min", "scatter-mul", "dynamic_slice", "dynamic_update_slice"}
+PLACING |= {"random_fold_in"}
 """Primitives that take such operands."""
 
 

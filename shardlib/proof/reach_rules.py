@@ -31,8 +31,6 @@ from shardlib.proof.reach import (
     unknown,
 )
 
-FORM = frozenset("broadcast_in_dim convert_element_type copy expand_dims pad reshape slice squeeze".split())  # noqa: SIM905
-"""Primitives that JAX adds or leaves out by the sizes of dims."""
 SAME = frozenset(
     """
     copy copy_p copy_to_host device_put expand_dims layout_constraint mul_by_one name optimization_barrier pcast
@@ -108,8 +106,7 @@ def _moved(eqn: Any, x: Reach, *_: Reach) -> Reach:
 
 @rule("slice")
 def _slice(eqn: Any, x: Reach) -> Reach:
-    p = eqn.params
-    return cut(x, p["start_indices"], p["limit_indices"], p["strides"])
+    return cut(x, *(eqn.params[name] for name in ("start_indices", "limit_indices", "strides")))
 
 
 @rule("split")
@@ -389,6 +386,18 @@ def _cumulative(eqn: Any, x: Reach) -> Reach:
     if x.is_known and name in known and x.number.dtype.kind in "biu":
         return made(x.shape, run(known[name], full(x.number, x.shape, [axis])).astype(x.number.dtype), True)
     return unknown(x.shape, _dtype(eqn), run(np.minimum, x.first), run(np.maximum, x.last))
+
+
+@rule("triangular_solve")
+def _solve(eqn: Any, a: Reach, b: Reach) -> Any:
+    """Row i of a solution depends on the rows before it, or after it, of the triangle and of the other side."""
+    p, dim = eqn.params, len(b.shape) - 2
+    if not p["left_side"] or p["transpose_a"]:
+        return _anything(eqn, a, b)
+    turned = lambda x: x if p["lower"] else np.flip(x, dim)
+    run = lambda op, x, y: turned(op.accumulate(turned(op(x, y)), dim))
+    first, last = a.over([dim + 1])
+    return unknown(b.shape, _dtype(eqn), run(np.minimum, first, b.first), run(np.maximum, last, b.last))
 
 
 @rule("dot_general")
