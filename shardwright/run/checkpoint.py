@@ -204,10 +204,10 @@ class Checkpointer:
 
     def manifest(self, step: int) -> dict:
         """The checkpoint's manifest. Raises ValueError if there is no such checkpoint, Damaged if it is damaged."""
-        name = directory_of(step)
-        if self.store.read(f"{name}/{MANIFEST}") is None:
+        manifest = read_manifest(self.store, step)
+        if manifest is None:
             raise ValueError(f"no complete checkpoint of step {step} in {self.store.url}; there are {self.steps()}.")
-        return read_manifest(self.store, name, step)
+        return manifest
 
     def probe(self) -> None:
         """Writes a file and removes it again. Raises OSError, with the place, if that is not possible."""
@@ -242,11 +242,11 @@ class Checkpointer:
     def verify(self, step: int) -> list[str]:
         """Reads all of a checkpoint. Returns a sentence for each part that is damaged: none if it is whole.
 
-        Raises OSError if the store fails, ValueError if the checkpoint is of a version that this program does not read.
+        Raises OSError if the store fails, ValueError if there is no such checkpoint, or none that this program reads.
         """
         directory = directory_of(step)
         try:
-            arrays = saved_arrays(read_manifest(self.store, directory, step)).values()
+            arrays = saved_arrays(self.manifest(step)).values()
         except Damaged as error:
             return [str(error)]
 

@@ -194,17 +194,17 @@ def saved_arrays(manifest: Mapping[str, Any]) -> dict[str, SavedArray]:
     return arrays
 
 
-def read_manifest(store: Store, directory: str, step: int) -> dict:
-    """The attributes of the manifest of the checkpoint in `directory`, of step `step`.
+def read_manifest(store: Store, step: int) -> dict | None:
+    """The attributes of the manifest of a checkpoint; None if there is none.
 
     Raises:
-        Damaged: it is missing, or is not what was written.
+        Damaged: it is not what was written.
         ValueError: it is of a version that this program does not read.
     """
-    where = f"{store.url}/{directory}/{MANIFEST}"
-    content = store.read(f"{directory}/{MANIFEST}")
+    key = f"{directory_of(step)}/{MANIFEST}"
+    content, where = store.read(key), f"{store.url}/{key}"
     if content is None:
-        raise Damaged(f"{where} is missing.")
+        return None
     try:
         manifest = parse_object(where, content, {"attributes": {"format": str, "format_version": int}})["attributes"]
         known = manifest["format"] == FORMAT and manifest["format_version"] in VERSIONS

@@ -175,11 +175,7 @@ def add_facts(directory: Path, step: int, facts: Mapping[str, Any]) -> None:
     if jax.process_index() == 0:
         path = directory / "source" / f"{step:010}" / "provenance.json"
         with optional(str(path)):
-            try:
-                about = json.loads(path.read_text()) | dict(facts)
-            except ValueError as error:  # keep_source could not write it
-                raise OSError(f"it is damaged: {error}") from error
-            write_whole(path, json.dumps(about, indent=1) + "\n")
+            write_whole(path, json.dumps(json.loads(path.read_text()) | dict(facts), indent=1) + "\n")
 
 
 def _commit() -> str | None:
