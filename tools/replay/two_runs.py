@@ -22,7 +22,6 @@ from shardwright.microscope.look import Look
 from shardwright.microscope.statistics import bits
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.files import read_config
-from shardwright.run.opening import StagesChoice
 from shardwright.run.provenance import PROJECT, ROOT, source_of
 from shardwright.run.resuming import with_defaults
 from shardwright.settings.differences import flat
@@ -183,7 +182,9 @@ def compare_runs(config: Any, write: Write) -> dict[str, Any]:
         return {"settings": settings, "sources": sources, "step": None, "first": None}
     if config.step is None:
         write(f"metrics     differ first in step {step}")
-    last, mesh = step if config.step is None else config.step, config.mesh
+    last = step if config.step is None else config.step
+    chosen = {axis: size for axis, size in dataclasses.asdict(config.mesh).items() if size is not None}
+    mesh = chosen or read_config(Path(config.run) / "config.yaml")["mesh"]
     # Before the step at which the metrics differ: the update of an earlier one may have made the difference.
     start = common_checkpoint(*runs, max(last - 1, 0))
     found = []
@@ -192,8 +193,7 @@ def compare_runs(config: Any, write: Write) -> dict[str, Any]:
             root = rebuilt(run, last, Path(directory) / f"source of {i}", config.trust)
             by = ", by the source that it kept" * (root != ROOT)
             write(f"replaying   {run} from step {start} to {last}{by}")
-            steps, mesh = recorded_by(root, run, start, last, mesh, config, Path(directory) / f"{i}.json")
-            found.append(steps)
+            found.append(recorded_by(root, run, start, last, mesh, config, Path(directory) / f"{i}.json"))
     first = compared(*found)
     if first is None:
         why = "" if step is None or step > last else ": the mesh made the difference, or packages, or hardware"
@@ -204,16 +204,16 @@ def compare_runs(config: Any, write: Write) -> dict[str, Any]:
 
 
 def recorded_by(
-    root: Path, run: str, start: int, last: int, mesh: StagesChoice, config: Any, out: Path
-) -> tuple[dict[int, list[Value]], StagesChoice]:
-    """The fingerprints of the steps from `start` to `last`, and the mesh, by another process with the source in `root`.
+    root: Path, run: str, start: int, last: int, mesh: dict[str, int], config: Any, out: Path
+) -> dict[int, list[Value]]:
+    """The fingerprints of the steps from `start` to `last`, by another process with the source in `root`.
 
     Raises:
         ValueError: that process failed, with its last line.
     """
     settings = {"run": str(Path(run).absolute()), "step": last, "since": start, "out": str(out)}
     settings |= {"trust": config.trust, "other_source": config.other_source}
-    settings |= {f"mesh.{axis}": size for axis, size in dataclasses.asdict(mesh).items() if size is not None}
+    settings |= {f"mesh.{axis}": size for axis, size in mesh.items()}
     # -P: not what is in the working directory, from which the paths of the run's data are meant.
     command = [sys.executable, "-P", "-m", "tools.replay", *(f"{name}={json.dumps(x)}" for name, x in settings.items())]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
@@ -224,7 +224,7 @@ def recorded_by(
     recorded = json.loads(out.read_text())
     line = lambda place: place.removeprefix(f"{root}/")
     values = lambda of: [(name, line(place), np.array(numbers, np.uint32)) for name, place, numbers in of]
-    return {int(step): values(of) for step, of in recorded["steps"].items()}, StagesChoice(**recorded["mesh"])
+    return {int(step): values(of) for step, of in recorded["steps"].items()}
 
 
 def record(config: Any, write: Write) -> dict[str, Any]:
@@ -233,7 +233,5 @@ def record(config: Any, write: Write) -> dict[str, Any]:
         if session.step != config.since:
             raise ValueError(f"there is no checkpoint of step {config.since}, only of {session.step}.")
         steps = recorded(session, config.step)
-        sizes = jax.sharding.get_mesh().shape
     plain = lambda of: [(name, place, x.reshape(-1).tolist()) for name, place, x in of]
-    mesh = {"p": sizes.get("p", 1), "r": sizes["r"], "d": sizes["d"], "t": sizes["t"]}
-    return {"mesh": mesh, "steps": {step: plain(of) for step, of in steps.items()}}
+    return {"steps": {step: plain(of) for step, of in steps.items()}}
