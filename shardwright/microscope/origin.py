@@ -112,7 +112,7 @@ class Finder:
     def _contained(self, path: Path, result: int, turns: tuple, operands: list, x: Any, knobs: dict[str, Any]) -> Any:
         """A result of an equation, with 0 where it is worse than operands that are below a level; and its level there.
 
-        But of the cause that the knobs name, all is left until a turn, a device and an entry.
+        Of the cause that the knobs name, all is left until a turn, a device and an entry.
         """
         mesh, axes, name = jax.sharding.get_abstract_mesh(), _axes(x), self._equations[path].name
         given, device, key = jnp.int32(0), 0, self._keys[path, result]
@@ -132,9 +132,9 @@ class Finder:
         return jnp.where(is_removed, jnp.zeros_like(x), x), jnp.max(level, initial=0)
 
     def _run(self, arguments: list, below: int, cause: int = -1, turn: int = ALL, device: int = ALL, entry: int = ALL):
-        """The results that count, and the levels of what is worse than operands `below` one: 0 but for a cause, or ALL.
+        """The results that count; and of each value the level, by device and turn, or 0 if no operand is better.
 
-        The levels are by value, device and turn; 0 where it is not worse.
+        What is worse than operands that are below a level is 0, but for the cause; cause=ALL leaves all as it is.
         """
         knobs = {"below": below, "cause": cause, "turn": turn, "device": device, "entry": entry}
         results, levels = self._program({name: np.int32(value) for name, value in knobs.items()}, *arguments)
