@@ -156,11 +156,6 @@ class Checkpointer:
         arrays = copy_to_host(leaves, shards, orders)
         self._saving = self._executor.submit(self._write, step, arrays, metadata)
 
-    @property
-    def failure(self) -> BaseException | None:
-        """The error of the save that is being written, if it has failed. `wait` raises it."""
-        return self._saving.exception() if self._saving is not None and self._saving.done() else None
-
     @pause("waiting for a checkpoint to be written")
     def wait(self) -> None:
         """Waits until the save that is being written is complete. Raises OSError if it failed."""
