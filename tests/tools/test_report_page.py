@@ -156,12 +156,6 @@ def test_a_strange_look_is_shown_as_far_as_it_is_known(tmp_path, event):
     assert sum(tag == "tr" for tag, _ in page.elements) < 300
 
 
-def test_a_run_of_unknown_length_has_its_figures(tmp_path):
-    """Of a metrics.jsonl alone."""
-    write_lines(tmp_path / "metrics.jsonl", [{"step": 0, "loss": 1.0, "tokens": 64}])
-    assert {figure["label"]: figure["value"] for figure in head(report(tmp_path))["figures"]}["steps"] == "1"
-
-
 def test_settings_that_were_chosen_come_first(tmp_path):
     shown = settings(report(write_run(tmp_path / "run", rate=0.03)))
     given, of_recipe, defaults = shown["groups"]

@@ -1,8 +1,8 @@
 """The microscope in the page: statistics of activations, weights, gradients and updates, from the events of a run."""
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 
@@ -14,32 +14,19 @@ _ENTRIES, _LONGEST, _MUCH = 200, 120, 0.1
 """Largest number of values that are shown; of characters of a name; share that is rounded to zero and stands out."""
 
 
-class Column(NamedTuple):
-    """How a statistic is shown."""
-
-    head: str
-    write: Callable[[float], str]
-    meaning: str
-
-
-_small = "{:.3g}".format
-
-
-def _share(x: float) -> str:
-    return "0" if x == 0 else f"{x:.2g}" if not math.isfinite(x) else f"{100 * x:.2g}%"
-
-
 _COLUMNS = {
-    "rms": Column("rms", _small, "root of the mean of the squares"),
-    "max": Column("largest", _small, "largest magnitude"),
-    "zeros": Column("zeros", _share, "share of entries that are zero"),
-    "bf16": Column("lost in bf16", _share, "share of the other entries that bf16 rounds to zero"),
-    "fp8": Column("lost in FP8", _share, "share of the other entries that FP8 rounds to zero, with one scale"),
-    "update": Column("update", _small, "rms of the change of a weight, over the rms of the weight"),
-    "gradient rms": Column("gradient", _small, "root of the mean of the squares of the gradient, before clipping"),
-    "gradient max": Column("its largest", _small, "largest magnitude in the gradient"),
-    "gradient fp8": Column("lost in FP8", _share, "share of the entries of the gradient that FP8 rounds to zero"),
+    "rms": ("rms", "root of the mean of the squares"),
+    "max": ("largest", "largest magnitude"),
+    "zeros": ("zeros", "share of entries that are zero"),
+    "bf16": ("lost in bf16", "share of the other entries that bf16 rounds to zero"),
+    "fp8": ("lost in FP8", "share of the other entries that FP8 rounds to zero, with one scale"),
+    "update": ("update", "rms of the change of a weight, over the rms of the weight"),
+    "gradient rms": ("gradient", "root of the mean of the squares of the gradient, before clipping"),
+    "gradient max": ("its largest", "largest magnitude in the gradient"),
+    "gradient fp8": ("lost in FP8", "share of the entries of the gradient that FP8 rounds to zero"),
 }
+"""Head and meaning of each statistic."""
+_SHARES = ("zeros", "bf16", "fp8")
 _TABLES = {
     "points": ("Activations that are kept for the backward pass", ("rms", "max", "zeros", "bf16", "fp8")),
     "weights": ("Weights", ("rms", "max", "update", "gradient rms", "gradient max", "gradient fp8")),
@@ -60,7 +47,7 @@ def microscope(run: Run) -> dict[str, Any] | None:
     tables = [
         {
             "title": title,
-            "heads": [(_COLUMNS[name].head, _COLUMNS[name].meaning) for name in statistics],
+            "heads": [_COLUMNS[name] for name in statistics],
             "rows": [(_text(x, "name"), _text(x, "place"), [_cell(x, name) for name in statistics]) for x in entries],
         }
         for kind, (title, statistics) in _TABLES.items()
@@ -93,9 +80,10 @@ def _cell(entry: Mapping, name: str) -> tuple[str, bool]:
 
     Also whether it stands out.
     """
-    values, write = _values(entry, name), _COLUMNS[name].write
+    values, is_share = _values(entry, name), name.split()[-1] in _SHARES
     if not values.size:
         return "", False
+    write = lambda x: f"{100 * x:.2g}%" if is_share and x and math.isfinite(x) else f"{x:.3g}"
     low, high = write(float(np.min(values))), write(float(np.max(values)))
     much = name.split()[-1] in ("bf16", "fp8") and bool(np.max(values) >= _MUCH)
     text = write(float((np.max if name.endswith("max") else np.mean)(values)))

@@ -175,7 +175,7 @@ def settings(c: Comparison) -> dict[str, Any] | None:
         )
         groups[title].append((name, value, "" if default == value else default))
     return {
-        "groups": [(title, rows, title != "Defaults") for title, rows in groups.items() if rows],
+        "groups": [(title, rows, title == "Given on the command line") for title, rows in groups.items() if rows],
         "missing": "" if c.alone.settings else "config.yaml is missing or cannot be read.",
         "overrides": overrides,
     }
