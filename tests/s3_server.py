@@ -1,4 +1,4 @@
-"""A server of `s3://` for tests: objects in memory, requests as tensorstore makes them, and failures on demand.
+"""A server of `s3://` for tests: objects in memory, and requests as tensorstore makes them.
 
 As a program it prints its port: python tests/s3_server.py
 """
@@ -20,13 +20,11 @@ class S3Server(LocalServer):
 
     Attributes:
         objects: contents by path.
-        failures: answers 503 that are still to be given to writes, and to reads.
     """
 
     def __init__(self, port: int = 0):
         super().__init__(_Handler, port)
         self.objects: dict[str, bytes] = {}
-        self.failures = {"PUT": 0, "GET": 0}
         self.lock = threading.Lock()
 
 
@@ -46,9 +44,6 @@ class _Handler(SilentHandler):
         objects = self.server.objects
         with self.server.lock:
             self.server.requests.append((self.command, path))
-            if self.server.failures.get(self.command, 0):
-                self.server.failures[self.command] -= 1
-                return self.answer(503, b"<Error><Code>SlowDown</Code></Error>")
             if self.command == "PUT":
                 objects[path] = content
                 return self.answer(200)

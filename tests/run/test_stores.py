@@ -81,17 +81,6 @@ def test_a_checkpoint_without_its_manifest_is_invisible_and_cleaned(place):
     assert {*store.directories()} == {"0000000001"}
 
 
-@pytest.mark.slow
-def test_a_server_that_answers_with_errors_is_asked_again(server):
-    checkpoints = Checkpointer("s3://bucket/run")
-    server.failures.update(PUT=5, GET=1)
-    checkpoints.save(1, state(1), {})
-    checkpoints.close()
-    server.failures.update(GET=5)
-    jax.tree.map(np.testing.assert_array_equal, checkpoints.restore(1, like()), state(1))
-    assert server.failures == {"PUT": 0, "GET": 0}
-
-
 def test_the_manifest_is_the_last_that_a_store_without_rename_gets(server):
     save("s3://bucket/run", 1)
     writes = [path for method, path in server.requests if method == "PUT"]
