@@ -47,7 +47,7 @@ def _source(x: Value, kind: str, gone: Any) -> Source:
 def _extreme(eq: Equation) -> Value:
     (x,), gone = eq.ins, eq.params["axes"]
     if eq.name in ("reduce_or", "reduce_and") and eq.result_type() != np.bool_:  # bit by bit
-        return everything_whole(eq)[0]
+        return _product(eq)
     kind = "max" if eq.name in ("reduce_max", "reduce_or") else "min"
     if x.partial or (x.extreme and x.extreme[0] != kind):
         eq.finished(x)
@@ -57,6 +57,13 @@ def _extreme(eq: Equation) -> Value:
     source = _source(x, kind, gone) if axes and not x.extreme else None
     extreme = (kind, frozenset(axes)) if axes else None
     return Value(_without(x.dims, gone), extreme=extreme, ratio=x.ratio, source=source)
+
+
+@rule("reduce_prod", "reduce_xor")
+def _product(eq: Equation) -> Value:
+    (x,), gone = eq.ins, eq.params["axes"]
+    _combined_along(eq, gone, "entries are combined")
+    return Value(_without(x.dims, gone))
 
 
 def _combined_along(eq: Equation, along: Iterable[int], verb: str) -> list[Dim | None]:
