@@ -86,10 +86,7 @@ def _same_entries(eqn: Any, *ins: Reach) -> list[Reach]:
     return [x.moved(lambda a, x=x, s=s: reshaped(a, x.shape, s), s) for x, s in zip(ins, shapes, strict=False)]
 
 
-@rule("axis_index")
-def _axis_index(eqn: Any) -> Reach:
-    return constant(np.int32(0))
-
+rule("axis_index")(lambda eqn: constant(np.int32(0)))
 
 MOVES: dict[str, Callable] = {
     "broadcast_in_dim": lambda p, x: placed(x, dict(enumerate(p["broadcast_dimensions"])), len(p["shape"])),
@@ -341,6 +338,9 @@ def _reduced(x: Reach, axes: tuple[int, ...]) -> list[np.ndarray]:
 @rule("reduce_sum", "reduce_prod", "reduce_xor", "argmax", "argmin")
 def _sum(eqn: Any, x: Reach) -> Reach:
     name, axes, shape, dtype = eqn.primitive.name, tuple(eqn.params["axes"]), _shape(eqn), _dtype(eqn)
+    if x.is_known and name in ("argmax", "argmin"):
+        numbers = full(x.number, x.shape, axes)
+        return made(shape, getattr(np, name)(numbers, axes[0]).astype(dtype), True)
     zeros = np.logical_and.reduce(x.known & (x.number == 0), axes) & (name == "reduce_sum")
     return made(shape, np.where(zeros, 0, highest(dtype)), zeros, *_reduced(x, axes), dtype)
 
