@@ -109,17 +109,6 @@ def test_small_is_small_in_the_configured_stages(mesh, pipeline, layers, microba
     assert {mesh["p"] for mesh in all_meshes(c, 8)[0]} - {1} == stages
 
 
-def test_meshes_that_do_not_divide_are_listed_with_the_reason():
-    c = tiny.config(tiny.model(n_kv=2, layers=4))
-    c.pipeline = PipelineConfig(virtual_stages=2)
-    meshes, others = all_meshes(c, 8)
-    assert all(mesh["t"] <= 2 for mesh in meshes)
-    reasons = {tuple(mesh.values()): reason for mesh, reason in others}
-    assert "model.n_kv is 2; on the mesh r=1 d=1 t=8" in reasons[1, 1, 1, 8]
-    assert "interleaved_1f1b takes microbatches in groups of one per device: 1 microbatches" in reasons[2, 2, 2, 1]
-    assert "4 layers do not divide into 16 stages" in reasons[8, 1, 1, 1]
-
-
 def test_numbers_that_are_not_finite_are_planted_in_weights():
     """In the last entry of the first and of the last one, and in a row of a table that no token of the batch reads."""
     state = train.State({"a": np.ones((2, 3)), "b": np.ones((4, 3)), "c": np.ones(3)}, {}, {}, {})

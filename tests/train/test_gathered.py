@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from gradients import assert_same, loss_and_gradients
 from jax.sharding import PartitionSpec as P
 
 import gpt2
@@ -101,26 +100,6 @@ def test_each_weight_is_as_its_uses_see_it(name, mesh):
         for device, place in enumerate(np.ndindex(*sizes.values())):
             at = {axis: (i, sizes[axis]) for axis, i in zip(sizes, place, strict=True)}
             np.testing.assert_array_equal(blocks[device], block_of(all_of_it, dims, at))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("model", "changes"),
-    [
-        (MODELS["llama, tied"][0], {}),
-        pytest.param(MODELS["llama"][0], {"fp8": True}, marks=pytest.mark.slow),
-        pytest.param(MODELS["gpt2"][0], {}, marks=pytest.mark.slow),
-    ],
-    ids=["llama, tied", "llama in fp8", "gpt2"],
-)
-def test_loss_and_gradients_are_the_same(model, changes):
-    found = []
-    for gather in ("layer", "step"):
-        c = tiny.config(model, microbatches=2, gather_weights=gather, **changes)
-        found.append(loss_and_gradients(c, tiny.mesh("d=4 t=2"))[1])
-    (expected, g_expected), (loss, g) = found
-    np.testing.assert_allclose(loss, expected, rtol=1e-6)
-    assert_same(g, g_expected, 1e-6)
 
 
 def test_auto_gathers_once_where_there_is_nothing_to_gather():

@@ -115,27 +115,6 @@ def test_a_damaged_one_is_refused(tmp_path, small_shards, damage, message):
     make_loader(DataConfig(filespec=path), "train", 4, SEQ_LEN, inputs=("weight",)).sequences(0, np.arange(4))
 
 
-@pytest.mark.quick
-def test_an_interrupted_write_does_not_look_whole(tmp_path, small_shards, monkeypatch):
-    path, _, _, values = write(tmp_path / "d")
-    write_shard, count = flat_tokens.writer.GrowingArray._write_shard, []
-
-    def fail(self, shard):
-        count.append(shard)
-        if len(count) == 3:
-            raise KeyboardInterrupt
-        write_shard(self, shard)
-
-    with monkeypatch.context() as m:
-        m.setattr(flat_tokens.writer.GrowingArray, "_write_shard", fail)
-        with pytest.raises(KeyboardInterrupt):
-            flat_tokens.add_input(path, "train", "late", values[:, 0])
-    with pytest.raises(ValueError, match=r"input_late has 512 values for \d+ tokens"):
-        flat_tokens.Reader(path, "train", inputs=("late",))
-    flat_tokens.add_input(path, "train", "late", values[:, 0], overwrite=True)
-    flat_tokens.Reader(path, "train", inputs=("late",))
-
-
 # ---- rows ---------------------------------------------------------------------------------------------------------
 
 
@@ -183,18 +162,6 @@ def test_rows_of_a_mixture(dataset, tmp_path):
 def test_a_stream_has_none():
     with pytest.raises(ValueError, match=r"data.stream is set, but the model reads kind .* set data.filespec"):
         make_loader(DataConfig(stream=StreamConfig()), "train", 4, SEQ_LEN, inputs=("kind",))
-
-
-@pytest.mark.quick
-def test_resuming_with_other_inputs_is_refused(dataset, tmp_path):
-    data = DataConfig(filespec=dataset[0])
-    state = make_loader(data, "train", 4, SEQ_LEN, inputs=("kind",)).state(0)
-    make_loader(data, "train", 4, SEQ_LEN, inputs=("kind",), state=state)
-    shutil.copytree(dataset[0], tmp_path / "d")
-    flat_tokens.add_input(str(tmp_path / "d"), "train", "kind", dataset[3][::-1, 0], overwrite=True)
-    for filespec, inputs in ((dataset[0], ()), (dataset[0], ("weight",)), (str(tmp_path / "d"), ("kind",))):
-        with pytest.raises(ValueError, match="made with another dataset than this one"):
-            make_loader(DataConfig(filespec=filespec), "train", 4, SEQ_LEN, inputs=inputs, state=state)
 
 
 # ---- the model ----------------------------------------------------------------------------------------------------

@@ -151,23 +151,6 @@ def test_a_wrong_edit_is_refused_at_its_line(edit):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("axes", "is_right"), [("t", False), pytest.param("t p", True, marks=pytest.mark.long)])
-def test_a_size_in_the_loss_counts_the_parts_of_all_stages(axes, is_right):
-    """All stages compute the loss together, each with its part of the vocabulary."""
-    old = "    return log_normalizer - at_target + z_loss"
-    new = f"""    whole = logits.shape[-1] * shardops.axis_size("{axes}")
-    minus_mean = shardops.einsum_unreduced("B/r/d L V/t/p -> B/r/d L +t +p", -logits / whole)
-    at_target = at_target - 0.1 * shardops.psum("B/r/d L +t +p -> B/r/d L", minus_mean)
-{old}"""
-    source = Path(train.__file__).read_text()
-    assert source.count(old) == 1
-    with module_of(source.replace(old, new)) as module:
-        text = "\n".join(found("stages", module))
-    assert (text == "") == is_right, text
-    assert is_right or "div: a number that depends on the mesh was multiplied into a value" in text, text
-
-
-@pytest.mark.long
 def test_the_loop_around_the_steps_may_ask_for_the_machine():
     old = "        state = run.begin("
     source = Path(train.__file__).read_text()

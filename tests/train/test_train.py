@@ -44,25 +44,6 @@ def run(directory: Path, steps: int, mesh: str = "d=4 t=2", **changes) -> Path:
     return directory
 
 
-@pytest.mark.slow
-def test_twenty_steps_are_the_same_on_every_mesh():
-    c, curves = tiny.config(), {}
-    for name in tiny.MESHES:
-        with jax.set_mesh(tiny.mesh(name)):
-            state, step_fn = tiny.state(c), tiny.training_step(c)
-            curve = []
-            for step in range(20):
-                batch = tiny.place_batch(c, tiny.host_batch(seed=step))
-                state, metrics = step_fn(state, batch, np.int32(step))
-                curve.append(metrics.loss)
-            curves[name] = np.array(curve)
-    one = curves.pop("one device")
-    assert one[0] - one[-1] > 0.3, "the model learned nothing: the comparison would be of constants"
-    for name, curve in curves.items():
-        # Sums are taken in another order on each mesh; twenty updates enlarge the difference a little.
-        np.testing.assert_allclose(curve, one, rtol=2e-5, err_msg=name)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("axis", ["d", "t"])
 def test_an_axis_that_the_mesh_lacks_has_one_device(axis):
@@ -188,13 +169,6 @@ def test_resuming_gives_the_same_losses_to_the_bit(unbroken, tmp_path):
     assert losses(broken) == losses(unbroken)[:3]
     run(broken, 8)
     assert losses(broken) == losses(unbroken)
-
-
-@pytest.mark.long
-def test_resuming_on_another_mesh_gives_the_same_losses(unbroken, tmp_path):
-    broken = run(tmp_path / "broken", 3)
-    run(broken, 8, mesh="r=2 d=2 t=2")
-    np.testing.assert_allclose(losses(broken), losses(unbroken), rtol=1e-5)
 
 
 @pytest.mark.long

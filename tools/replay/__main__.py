@@ -25,7 +25,7 @@ from shardwright.compiled.files import write_whole
 from shardwright.run.microscope import Microscope
 from shardwright.run.opening import StagesChoice
 from shardwright.settings.program import run_program
-from shardwright_data.checks import at_least_1, check_choice, within
+from shardwright_data.checks import check_choice, within
 from tools.replay import bisect, show, two_runs
 from tools.replay.documents import Document, codec_of, documents_of, on_host, token_losses, with_losses
 from tools.replay.nonfinite import Explainer, is_finite
@@ -46,8 +46,6 @@ class Settings:
     """Directory of another run: shows the first step and the first tensor in which both differ."""
     mesh: StagesChoice = field(default_factory=StagesChoice)
     """Devices along p, r, d and t; -1 for d, r or t: all that are left. Null: the mesh of the run."""
-    documents: int = at_least_1(10)
-    """Number of documents to show, at least 1."""
     microscope: bool = True
     """Whether to show statistics of the step."""
     other_source: bool = False
@@ -120,7 +118,7 @@ def step_of(session: Session, config: Settings, logs: dict[int, dict], screen: s
     host, codec = on_host(batch), codec_of(session)
     every = documents_of(session, host)
     documents = with_losses(every, token_losses(session, batch), host.loss_mask)
-    show_documents = lambda title, found: screen.documents(title, found, codec, config.documents)
+    show_documents = lambda title, found: screen.documents(title, found, codec)
     if config.bisect is not None:
         usual = bisect.usual(logs, step, config.bisect)
         return bisected(session, config.bisect, usual, documents, screen, show_documents)

@@ -14,8 +14,8 @@ from shardwright_data.foreign import one_line, shown
 from shardwright_data.text.codec import TextCodec
 from tools.replay.documents import Document
 
-CHARACTERS = 160
-"""Most characters of a document that are shown."""
+MOST, CHARACTERS = 10, 160
+"""Most documents that are shown, and characters of each."""
 
 
 class Screen:
@@ -40,13 +40,13 @@ class Screen:
             table.add_row(*(Text(shown(str(cell))) for cell in row))
         self._console.print(table)
 
-    def documents(self, title: str, documents: Sequence[Document], codec: TextCodec, most: int) -> None:
+    def documents(self, title: str, documents: Sequence[Document], codec: TextCodec) -> None:
         """Prints the first documents: their losses and their texts."""
         # A token stands for one character or more, nearly always.
         text = lambda x: one_line(codec.decode(x.ids[: CHARACTERS + 8].tolist()), CHARACTERS)
         where = lambda x: (x.name, f"{x.start:,}", f"{x.sequence}:{x.position}")
-        rows = [(f"{x.loss:.4f}", len(x.ids), *where(x), text(x)) for x in documents[:most]]
-        left = f", {len(documents) - most} more: documents={len(documents)}" * (len(documents) > most)
+        rows = [(f"{x.loss:.4f}", len(x.ids), *where(x), text(x)) for x in documents[:MOST]]
+        left = f", {len(documents) - MOST} more are in `out`" * (len(documents) > MOST)
         self.table(title + left, ("loss", "tokens", "document", "from", "sequence", "text"), rows, "text")
 
     def statistics(self, found: dict[str, list[dict[str, Any]]]) -> None:

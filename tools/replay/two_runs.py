@@ -25,6 +25,7 @@ from shardwright.run.files import read_config
 from shardwright.run.provenance import PROJECT, ROOT, source_of
 from shardwright.run.resuming import with_defaults
 from shardwright.settings.differences import flat
+from shardwright_data.foreign import refused
 from tools.replay.documents import on_host
 from tools.replay.session import Session, Write, common_checkpoint, kept_by, logged, metrics_of, opened, provenance_kept
 
@@ -41,14 +42,6 @@ def differing_settings(a: str, b: str) -> list[str]:
         for name in sorted(of[0].keys() | of[1].keys())
         if not name.startswith(OF_A_RUN) and word(of[0], name) != word(of[1], name)
     ]
-
-
-def differing_sources(a: str, b: str) -> list[str]:
-    """The files of the source that both runs kept when they were started last, and that differ."""
-    kept = [provenance_kept(kept_by(run)) for run in (a, b)]
-    if None in kept:
-        return []
-    return sorted({name for name, _ in kept[0]["source"].items() ^ kept[1]["source"].items()})
 
 
 def first_step(a: str, b: str) -> tuple[int | None, int]:
@@ -149,14 +142,9 @@ def rebuilt(run: str, step: int, directory: Path, trust: bool) -> Path:
             f"{run} was made by other source, kept in {kept}. Its steps are replayed by that source, so its code runs: "
             "if the run is yours, or you have read that directory, give trust=true."
         )
-    try:
-        with zipfile.ZipFile(kept / "source.zip") as archive:
-            archive.extractall(directory)
-    except (OSError, zipfile.BadZipFile) as error:
-        raise ValueError(
-            f"{run} was made by other source, and {kept / 'source.zip'} cannot be read: {error}. Check out the commit "
-            "that provenance.json there names, and replay each run by its own."
-        ) from error
+    remedy = "Check out the commit that provenance.json there names, and replay each run by its own."
+    with refused(f"{kept / 'source.zip'} cannot be read", remedy), zipfile.ZipFile(kept / "source.zip") as archive:
+        archive.extractall(directory)
     for path in kept.glob("*.py"):
         if path.name in about["source"].keys() - {*PROJECT}:
             shutil.copyfile(path, directory / path.name)
@@ -169,17 +157,15 @@ def compare_runs(config: Any, write: Write) -> dict[str, Any]:
     Each is replayed by its own source, in a process of its own, both on one mesh.
     """
     runs = config.run, config.against
-    settings, sources = differing_settings(*runs), differing_sources(*runs)
+    settings = differing_settings(*runs)
     for line in settings or ["none differs"]:
         write(f"settings    {line}")
-    if sources:
-        write(f"source      {', '.join(sources)}")
     step, common = first_step(*runs)
     if config.step is not None and config.step >= common:
         raise ValueError(f"step is {config.step}; both runs have done the steps 0 to {common - 1}. Choose one of them.")
     if step is None and config.step is None:
         write(f"metrics     equal to the bit in all {common} steps that both runs logged")
-        return {"settings": settings, "sources": sources, "step": None, "first": None}
+        return {"settings": settings, "step": None, "first": None}
     if config.step is None:
         write(f"metrics     differ first in step {step}")
     last = step if config.step is None else config.step
@@ -200,7 +186,7 @@ def compare_runs(config: Any, write: Write) -> dict[str, Any]:
         write(f"tensors     equal to the bit to step {last}, each by its own source, on one mesh{why}")
     else:
         write(f"tensors     in step {first[0]} the first that differs is {first[1]}")
-    return {"settings": settings, "sources": sources, "step": step, "first": first}
+    return {"settings": settings, "step": step, "first": first}
 
 
 def recorded_by(
