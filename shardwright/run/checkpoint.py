@@ -22,10 +22,10 @@ from shardwright.run.checkpoint_arrays import (
     NO_ORDERS,
     Orders,
     Part,
+    StoredArray,
     copy_to_host,
     named_leaves,
     read_arrays,
-    read_chunk,
     start_copies,
     stored_shape,
     write_arrays,
@@ -245,9 +245,9 @@ class Checkpointer:
         except Damaged as error:
             return [str(error)]
 
-        def problem_of(array: SavedArray, index: Index) -> str:
+        def problem_of(stored: StoredArray, index: Index) -> str:
             try:
-                read_chunk(self.store, directory, array, index)
+                stored.read(index)
             except Damaged as error:
                 return str(error)
             return ""
@@ -256,8 +256,11 @@ class Checkpointer:
         files = metadata_files(arrays).items()
         changed = [key for key, text in files if self.store.read(f"{directory}/{key}") != text.encode()]
         problems = [f"{key} is missing, or not what was written." for key in changed]
-        every = [(array, index) for array in arrays for index in np.ndindex(array.grid)]
-        return problems + [x for x in in_parallel([functools.partial(problem_of, *chunk) for chunk in every]) if x]
+        jobs = []
+        for array in arrays:
+            stored = StoredArray(self.store, directory, array)
+            jobs += [functools.partial(problem_of, stored, index) for index in np.ndindex(array.grid)]
+        return problems + [problem for problem in in_parallel(jobs) if problem]
 
     def set_aside(self, steps: Iterable[int]) -> str:
         """Moves checkpoints, damaged or not, into a place of checkpoints of their own. Returns it."""

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-import google_crc32c
 import jax
 import numpy as np
 import tensorstore as ts
@@ -115,15 +114,32 @@ def write_arrays(store: Store, directory: str, arrays: list[Part]) -> dict[str, 
     """
     written: dict[str, Checksums] = {saved.name: [] for saved, _ in arrays}
 
-    def write(saved: SavedArray, array: ts.TensorStore, index: Index, values: np.ndarray) -> None:
-        try:
-            array[saved.box(index)].write(values, can_reference_source_data_indefinitely=True).result()
-        except STORE_ERRORS as error:
-            raise OSError(f"writing the array {saved.name!r} failed: {error}.") from error
-        written[saved.name].append((index, google_crc32c.value(np.ascontiguousarray(values))))
+    def write(stored: StoredArray, index: Index, values: np.ndarray) -> None:
+        written[stored.saved.name].append((index, stored.write(index, values)))
 
     jobs = []
     for saved, chunks in arrays:
+        stored = StoredArray(store, directory, saved)
+        jobs += [functools.partial(write, stored, index, values) for index, values in chunks.items()]
+    in_parallel(jobs)
+    store.sync(f"{directory}/{saved.key(index)}" for saved, chunks in arrays for index in chunks)
+    return written
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+class StoredArray:
+    """The files of an array of a checkpoint. tensorstore computes the checksum at the end of each, and compares it.
+
+    Args:
+        store: the store.
+        directory: that of the checkpoint.
+        saved: the array, with its checksums unless it is about to be written.
+    """
+
+    def __init__(self, store: Store, directory: str, saved: SavedArray):
+        self.saved, self._store, self._directory = saved, store, directory
         spec = {
             "driver": "zarr3",
             "kvstore": (store.kvstore / f"{directory}/{saved.name}/").spec().to_json(),
@@ -131,35 +147,45 @@ def write_arrays(store: Store, directory: str, arrays: list[Part]) -> dict[str, 
             # Otherwise a chunk of zeros is not written, and looks like a lost one.
             "store_data_equal_to_fill_value": True,
         }
-        array = ts.open(spec, open=True, assume_metadata=True).result()
-        jobs += [functools.partial(write, saved, array, index, values) for index, values in chunks.items()]
-    in_parallel(jobs)
-    store.sync(f"{directory}/{saved.key(index)}" for saved, chunks in arrays for index in chunks)
-    return written
+        self._array = ts.open(spec, open=True, assume_metadata=True).result()
+
+    def write(self, index: Index, values: np.ndarray) -> int:
+        """Writes a chunk. Returns its checksum. Raises OSError, with the array's name."""
+        try:
+            self._array[self.saved.box(index)].write(values, can_reference_source_data_indefinitely=True).result()
+            return self._checksum(index)
+        except STORE_ERRORS as error:
+            raise OSError(f"writing the array {self.saved.name!r} failed: {error}.") from error
+
+    def read(self, index: Index) -> np.ndarray:
+        """The values of a chunk. Raises Damaged if they are not those that were written there, or OSError."""
+        if self._checksum(index) != self.saved.checksums[index]:
+            raise self._damaged(index, "is not what was written: the manifest has another checksum")
+        try:
+            return self._array[self.saved.box(index)].read().result()
+        except STORE_ERRORS as error:
+            if "DATA_LOSS" in str(error):
+                raise self._damaged(index, f"is not what was written: {error}") from error
+            raise OSError(f"cannot read the array {self.saved.name!r}: {error}") from error
+
+    def _checksum(self, index: Index) -> int:
+        """The checksum at the end of the file of a chunk."""
+        size = self.saved.chunk_bytes
+        end = self._store.read(f"{self._directory}/{self.saved.key(index)}", size - CHECKSUM_BYTES)
+        if end is None:
+            raise self._damaged(index, "is missing")
+        if len(end) != CHECKSUM_BYTES:
+            raise self._damaged(index, f"has not {size} bytes")
+        return int.from_bytes(end, "little")
+
+    def _damaged(self, index: Index, problem: str) -> Damaged:
+        return Damaged(
+            f"cannot read the array {self.saved.name!r}: {self.saved.key(index)} {problem}. The checkpoint "
+            f"{self._store.url}/{self._directory} is damaged.{ANOTHER}"
+        )
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
-
-
-def read_chunk(store: Store, directory: str, saved: SavedArray, index: Index) -> np.ndarray:
-    """The values of a chunk. Raises Damaged if they are not those that were written there."""
-    key = saved.key(index)
-    content, problem = store.read(f"{directory}/{key}"), None
-    if content is None:
-        problem = "is missing"
-    elif len(content) != saved.chunk_bytes:
-        problem = f"has {len(content)} bytes instead of {saved.chunk_bytes}"
-    else:
-        values = np.frombuffer(content, np.dtype(saved.dtype), math.prod(saved.chunk)).reshape(saved.chunk)
-        found = {google_crc32c.value(values), int.from_bytes(content[-CHECKSUM_BYTES:], "little")}
-        if found != {saved.checksums[index]}:
-            problem = "is not what was written: the manifest has another checksum"
-    if problem:
-        raise Damaged(
-            f"cannot read the array {saved.name!r}: {key} {problem}. The checkpoint {store.url}/{directory} is "
-            f"damaged.{ANOTHER}"
-        )
-    return values[tuple(map(slice, _sizes(saved.box(index))))]
 
 
 def read_arrays(
@@ -178,7 +204,7 @@ def read_arrays(
                 targets += [(there, values[rows]) for there, rows in stored]
             part.append((device, values))
         parts.append(part)
-        jobs += _reads(store, directory, saved[name], targets)
+        jobs += _reads(StoredArray(store, directory, saved[name]), targets)
     in_parallel(jobs)
     arrays = []
     for leaf, part in zip(like.values(), parts, strict=True):
@@ -187,17 +213,15 @@ def read_arrays(
     return arrays
 
 
-def _reads(
-    store: Store, directory: str, saved: SavedArray, targets: list[tuple[Box, np.ndarray]]
-) -> list[Callable[[], None]]:
+def _reads(stored: StoredArray, targets: list[tuple[Box, np.ndarray]]) -> list[Callable[[], None]]:
     """Jobs that read regions of an array, each into its NumPy array: one job for each chunk."""
     by_chunk = collections.defaultdict(list)
     for box, values in targets:
-        for index in saved.overlapping(box):
+        for index in stored.saved.overlapping(box):
             by_chunk[index].append((box, values))
 
     def read(index: Index) -> None:
-        chunk, region = read_chunk(store, directory, saved, index), saved.box(index)
+        chunk, region = stored.read(index), stored.saved.box(index)
         for box, values in by_chunk[index]:
             both = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, region, strict=True)]
             values[_within(both, box)] = chunk[_within(both, region)]

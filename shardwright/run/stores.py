@@ -68,9 +68,14 @@ class Store:
         except STORE_ERRORS as error:
             raise OSError(f"cannot {action} {self.url}/{key}: {error}") from error
 
-    def read(self, key: str) -> bytes | None:
-        """The content of a file; None if it is missing."""
-        found = self._result(self.kvstore.read(key), "read", key)
+    def read(self, key: str, start: int = 0) -> bytes | None:
+        """The content of a file from the byte `start` on, empty where it is shorter; None if the file is missing."""
+        try:
+            found = self._result(self.kvstore.read(key, byte_range=slice(start, None)), "read", key)
+        except OSError as error:
+            if "OUT_OF_RANGE" not in str(error):
+                raise
+            return b""
         return found.value if found.state == "value" else None
 
     def write(self, key: str, content: bytes | None) -> None:

@@ -259,10 +259,8 @@ class Drill(RuleBasedStateMachine):
         self.patch = pytest.MonkeyPatch()
         for name in ("read", "write", "directories", "remove", "sync"):
             self.patch.setattr(Store, name, self.failing.wrapped(getattr(Store, name)))
-        rmtree, checksum = self.failing.wrapped(shutil.rmtree), self.failing.wrapped(google_crc32c.value)
+        rmtree = self.failing.wrapped(shutil.rmtree)
         self.patch.setattr(stores, "shutil", types.SimpleNamespace(rmtree=rmtree))
-        # Called after each chunk that is written.
-        self.patch.setattr(checkpoint_arrays, "google_crc32c", types.SimpleNamespace(value=checksum))
         self.saved, self.damaged, self.described, self.next = set(), set(), set(), 1
 
     def teardown(self):
@@ -558,7 +556,7 @@ def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
         begin, there, damage, full = [line for line in output.splitlines() if line.startswith("told: ")]
         assert "0001234568 was not saved: [Errno 5] Input/output error" in begin
         assert "ValueError cannot save step 1234567: " in there
-        assert "is not what was written: the manifest has another checksum" in damage
+        assert "is not what was written: " in damage
         assert ("writing the array 'x' failed" if i else "another process failed to write its part") in full
         assert "latest: 1234567" in output
     assert not list(tmp_path.glob("0001234567/.*"))
