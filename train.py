@@ -290,7 +290,7 @@ class Forward:
 
         def attend(cache, q, k, v, rule, *learned, sinks=None, drop=None):
             rule = self.rule(rule)
-            path, _ = attention_paths.choose(self.training.attention, rule, q, drop is not None, sinks is not None)
+            path = attention_paths.choose(self.training.attention, rule, q, drop is not None, sinks is not None)
             if path != "einsum":
                 return attention_paths.run(path, q, k, v, tokens.places, rule, learned, sinks), cache
             return attention(q, k, v, tokens.places, rule, learned, sinks, drop), cache

@@ -36,8 +36,8 @@ CUDNN_UP_TO = 32768
 sequence. So does its gradient, which jax 0.10 has cuDNN compute, and jax 0.12 does not."""
 
 
-def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = False) -> tuple[str, str]:
-    """Path of attention for the setting `path`: one of PATHS other than auto. If `path` is auto, also the reason.
+def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = False) -> str:
+    """Path of attention for the setting `path`: one of PATHS other than auto.
 
     Args:
         path: one of PATHS.
@@ -57,21 +57,13 @@ def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = F
                 f"training.attention is {path}, which cannot do this: {refusals[path]}. Choose auto, which takes what "
                 "can, or einsum, which can do everything."
             )
-        return path, ""
+        return path
     if not refusals["splash"]:
-        return "splash", "a TPU"
-    if not refusals["cudnn"] and not _masked(rule):
-        return "cudnn", "an NVIDIA GPU, no mask"
-    if not refusals["cudnn"] and length <= CUDNN_UP_TO:
-        return "cudnn", f"an NVIDIA GPU, at most {CUDNN_UP_TO} tokens"
-    if refusals["blockwise"]:
-        return "einsum", "dropout"
-    kernel = "splash" if device.platform == "tpu" else "cudnn"
-    why = f"no {kernel}: {refusals[kernel] or f'its mask of {length} × {length} is large'}"
-    block = BLOCKS.get(device.platform, BLOCK)
-    if length <= block:
-        return "einsum", f"one block of {block} tokens; {why}"
-    return "blockwise", f"blocks of {block} tokens; {why}"
+        return "splash"
+    if not refusals["cudnn"] and (length <= CUDNN_UP_TO or not _masked(rule)):
+        return "cudnn"
+    in_one_block = length <= BLOCKS.get(device.platform, BLOCK)
+    return "einsum" if in_one_block or refusals["blockwise"] else "blockwise"
 
 
 def _refusals(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device) -> dict[str, str | None]:
@@ -90,10 +82,7 @@ def _refusals(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device
             no_dropout,
             (rule.score or sinks, "it changes no scores, and has no sinks"),
             no_f32,
-            (
-                d_head % 8 or d_head > largest,
-                f"heads of {d_head} entries; it takes multiples of 8 up to {largest}",
-            ),
+            (d_head % 8 or d_head > largest, f"heads of {d_head} entries; it takes multiples of 8 up to {largest}"),
             (length % 2, f"an odd number of tokens, {length}"),
         ],
         "splash": [

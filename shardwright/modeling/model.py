@@ -7,7 +7,6 @@ The loop over layers, checkpointing, stages and caches belong to the trainer.
 import dataclasses
 import importlib
 import importlib.util
-import inspect
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -169,18 +168,8 @@ def blank_tokens(model: LanguageModel, length: int) -> Tokens:
 
 SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "sharded", "check")
 """Settings that train.py and the tools read from any ModelConfig."""
-
-METHODS = {
-    "embed": ("w", "tokens"),
-    "layer": ("x", "w", "tokens", "attend", "einsum"),
-    "logits": ("w", "x"),
-    "prepare": ("tokens",),
-}
-"""The methods of a Model, and their arguments."""
-OPTIONAL = ("prepare",)
-"""Methods that a Model may lack."""
-
-
+PARTS = ("Weights", "embed", "layer", "logits")
+"""Parts that each Model has beside `c` and `table`."""
 SHIPPED = ("train", "gpt2")
 """The modules of models that stand beside this package."""
 
@@ -202,30 +191,11 @@ def module_of(name: str) -> ModuleType:
             f"directory into PYTHONPATH.{did_you_mean(name, ('train', 'gpt2', 'gpt2'))}"
         ) from None
 
-    def check(holds: bool, problem: str) -> None:
-        if not holds:
-            raise _refusal(name, problem)
-
-    missing = lambda thing, parts: ", ".join(part for part in parts if not hasattr(thing, part))
-    lacks = missing(module, ("ModelConfig", "Model"))
-    check(not lacks, f"which has no {lacks}")
-    c, kind = module.ModelConfig, module.Model
-    check(dataclasses.is_dataclass(c), "whose ModelConfig is not a dataclass")
-    fields = {field.name for field in dataclasses.fields(c)}
-    lacks = missing(c, [part for part in SETTINGS if part not in fields])
-    check(not lacks, f"whose ModelConfig has no {lacks}")
-    lacks = missing(kind, ("Weights", *(method for method in METHODS if method not in OPTIONAL)))
-    check(not lacks, f"whose Model has no {lacks}")
-    for method, arguments in METHODS.items():
-        if not hasattr(kind, method):
-            continue
-        try:
-            signature = inspect.signature(getattr(kind, method))
-            signature.bind("self", *arguments)
-            names = [name for name in signature.parameters if name in arguments]
-            check(names == [x for x in arguments if x in names], f"whose Model.{method} takes ({', '.join(names)})")
-        except TypeError as error:
-            raise _refusal(name, f"whose Model.{method} does not take ({', '.join(arguments)}): {error}") from None
+    c, kind = getattr(module, "ModelConfig", None), getattr(module, "Model", None)
+    known = [*dir(c), *(getattr(c, "__dataclass_fields__", ()))]
+    lacks = [f"ModelConfig.{part}" for part in SETTINGS if part not in known]
+    if lacks := lacks + [f"Model.{part}" for part in PARTS if not hasattr(kind, part)]:
+        raise _refusal(name, f"which has no {', '.join(lacks)}")
     return module
 
 
@@ -236,29 +206,17 @@ def _refusal(name: str, problem: str) -> ValueError:
 def load_model(c: Any) -> LanguageModel:
     """The model of a ModelConfig. Raises ValueError if its module lacks a part, or its table has another class."""
     kind = module_of(c.module).Model
-    try:
-        model = kind(c)
-    except TypeError as error:
-        raise _refusal(c.module, f"whose Model is not made from a ModelConfig alone: {error}") from error
-    table, inputs = getattr(model, "table", None), getattr(model, "inputs", ())
-    problem = None
+    model = kind(c)
+    table = getattr(model, "table", None)
     if getattr(model, "c", None) is not c:
-        problem = "whose Model has no c, or another one than the ModelConfig it is made from"
-    elif not (isinstance(inputs, tuple | list) and len({x for x in inputs if isinstance(x, str)}) == len(inputs)):
-        problem = f"whose Model has inputs {inputs!r}; it must be a tuple of names, each once: ('kind',)"
-    elif not (isinstance(kind.Weights, type) and dataclasses.is_dataclass(kind.Weights)):
-        problem = "whose Weights is not a pytree_dataclass"
-    elif not isinstance(table, kind.Weights):
+        raise _refusal(c.module, "whose Model has no c, or another one than the ModelConfig it is made from")
+    if not isinstance(table, kind.Weights):
         it_must = f"it must be a {kind.Weights.__name__}, with a Weight in place of each array"
-        problem = f"whose table is a {type(table).__name__}; {it_must}"
-    elif not hasattr(table, "layers"):
-        problem = "whose Weights has no field `layers`, for the stack of layers"
-    for weight in jax.tree.leaves(table.layers) if problem is None else ():
+        raise _refusal(c.module, f"whose table is a {type(table).__name__}; {it_must}")
+    for weight in jax.tree.leaves(table.layers):
         if hasattr(weight, "shape") and weight.shape[:1] != (c.layers,):
             stack = f"whose table has a stack of shape {weight.shape} in `layers`"
-            problem = f"{stack}; its first dim must be model.layers = {c.layers}"
-    if problem is not None:
-        raise _refusal(c.module, problem)
+            raise _refusal(c.module, f"{stack}; its first dim must be model.layers = {c.layers}")
     return model
 
 

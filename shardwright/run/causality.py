@@ -102,7 +102,7 @@ def _findings(forward: Any, sizes: tuple[int, int], calls: list[Call], sampled: 
             return
     random = bool(getattr(forward.model.c, "dropout", 0)) and not sampled
     for seeds in (False, True) if random else (False,):
-        paths = {path_of(forward, call._replace(dropout=call.dropout and seeds))[0] for call in calls} or {"einsum"}
+        paths = {path_of(forward, call._replace(dropout=call.dropout and seeds)) for call in calls} or {"einsum"}
         # Kernels are compared with einsum before the first step: modeling.attention_calls.check_paths.
         for path in sorted({"einsum" if path in KERNELS else path for path in paths}):
             more = sizes, sampled, seeds

