@@ -20,7 +20,7 @@ from jax import lax
 from jax_extra import save_for_backward
 from shardlib import shardops
 from shardlib.shardtypes import Array, f32, pytree_dataclass, typed
-from shardwright.huggingface import Names
+from shardwright.huggingface import Names, check_fixed
 from shardwright.modeling.model import Tokens, act
 from shardwright.modeling.rules import CAUSAL
 from shardwright.modeling.weights import Weight, matrix, vector
@@ -293,7 +293,7 @@ _NAMES = Names(
 )
 
 
-def to_huggingface(weights: GPT2, c: ModelConfig) -> tuple[dict, dict[str, Callable[[], np.ndarray]]]:
+def to_huggingface(weights: GPT2, c: ModelConfig) -> tuple[dict, dict[str, np.ndarray]]:
     """Content of config.json and tensors of a GPT2LMHeadModel. Raises ValueError for weights that it does not have."""
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
     config |= {theirs: getattr(c, ours) for ours, theirs in _SETTINGS.items()}
@@ -305,8 +305,9 @@ def from_huggingface(config: dict, tensors: Mapping) -> tuple[ModelConfig, GPT2]
     """The model section and the weights of a GPT2LMHeadModel or GPT2Model.
 
     Raises:
-        ValueError: config.json has a value out of range, or a tensor is missing or unknown.
+        ValueError: config.json has other math or a value out of range, or a tensor is missing or unknown.
     """
+    check_fixed(config, _FIXED | {"n_inner": None if config["n_inner"] is None else 4 * config["n_embd"]})
     settings = {ours: config[theirs] for ours, theirs in _SETTINGS.items()}
     c = ModelConfig(**settings, bos_id=config["bos_token_id"])
     check_ranges("config.json, as a run has it: model", c)

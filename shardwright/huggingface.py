@@ -3,8 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,34 +47,28 @@ class Names:
                 "such a model (docs/huggingface.md)."
             )
 
-    def to_tensors(self, weights: Any, table: Any) -> dict[str, Callable[[], np.ndarray]]:
-        """Their tensors by name, each a function that reads it. Raises ValueError as `check`.
+    def to_tensors(self, weights: Any, table: Any) -> dict[str, np.ndarray]:
+        """Their tensors by name. Raises ValueError as `check`.
 
         Args:
-            weights: weights of the model, whose leaves are read when they are indexed.
+            weights: weights of the model.
             table: the model's table of Weights.
         """
         self.check(weights)
         arrays, shapes = named_leaves(weights), named_leaves(table)
-
-        def in_layer(names: tuple[str, ...], i: int) -> np.ndarray:
-            parts = [arrays[f"layers/{name}"][i] for name in names]
-            flat = [x.reshape(_flat(shapes[f"layers/{name}"])) for name, x in zip(names, parts, strict=True)]
-            joined = np.concatenate(flat, axis=-1)
-            return joined.T if self.transposed else joined
-
-        found = {theirs: partial(np.asarray, arrays[ours]) for ours, theirs in self.whole.items()}
-        # The layers of a weight follow one another: a chunk of a checkpoint may hold several of them.
+        found = {theirs: np.asarray(arrays[ours]) for ours, theirs in self.whole.items()}
         for theirs, names in self.layer.items():
-            layers = shapes[f"layers/{names[0]}"].shape[0]
-            found |= {theirs.format(i): partial(in_layer, names, i) for i in range(layers)}
+            names = [f"layers/{name}" for name in names]
+            stacks = [np.asarray(arrays[name]).reshape(-1, *_flat(shapes[name])) for name in names]
+            for i, layer in enumerate(np.concatenate(stacks, axis=-1)):
+                found[theirs.format(i)] = layer.T if self.transposed else layer
         return found
 
     def from_tensors(self, tensors: Mapping[str, np.ndarray], table: Any) -> Any:
-        """The weights in the tree of `table`: a function that reads each array, or a list of one for each layer.
+        """The weights in the tree of `table`.
 
         Raises:
-            ValueError: as `check`, or a tensor is missing or has no place. The functions raise it for another shape.
+            ValueError: as `check`, or a tensor is missing, has no place, or has another shape.
         """
         self.check(table)
         shapes = named_leaves(table)
@@ -88,20 +81,19 @@ class Names:
         if others := sorted(name for name in others if name != self.tied):
             first = f"{', '.join(others[:4])}{' …' if len(others) > 4 else ''}"
             raise ValueError(f"{len(others)} tensors are only in the files, or only in the model: {first}")
-
-        def read(theirs: str, names: tuple[str, ...], part: int) -> np.ndarray:
-            weights = [shapes[f"layers/{name}"] for name in names]
-            found = tensors[theirs].T if self.transposed else tensors[theirs]
-            ends = np.cumsum([_flat(w)[-1] for w in weights])
-            expected = (*_flat(weights[0])[:-1], int(ends[-1]))
-            if found.shape != expected:
-                raise ValueError(f"{theirs} is {found.shape} as (inputs, outputs); config.json asks for {expected}.")
-            return np.split(found, ends[:-1], axis=-1)[part].reshape(weights[part].shape[1:])
-
-        found = {ours: partial(tensors.__getitem__, place(theirs)) for ours, theirs in self.whole.items()}
+        found = {ours: tensors[place(theirs)] for ours, theirs in self.whole.items()}
         for theirs, names in self.layer.items():
-            for part, name in enumerate(names):
-                found[f"layers/{name}"] = [partial(read, place(theirs).format(i), names, part) for i in range(count)]
+            names = [f"layers/{name}" for name in names]
+            ends = np.cumsum([_flat(shapes[name])[-1] for name in names])
+            expected = (*_flat(shapes[names[0]])[:-1], int(ends[-1]))
+            layers = [tensors[place(theirs).format(i)] for i in range(count)]
+            layers = [layer.T if self.transposed else layer for layer in layers]
+            for layer in layers:
+                if layer.shape != expected:
+                    is_theirs = f"{theirs} is {layer.shape} as (inputs, outputs)"
+                    raise ValueError(f"{is_theirs}; config.json asks for {expected}.")
+            parts = np.split(np.stack(layers), ends[:-1], axis=-1)
+            found |= {name: part.reshape(shapes[name].shape) for name, part in zip(names, parts, strict=True)}
         return jax.tree.unflatten(jax.tree.structure(table), [found[name] for name in shapes])
 
 
@@ -113,19 +105,6 @@ def _flat(weight: Any) -> tuple[int, ...]:
 
 
 # ---- config.json ----------------------------------------------------------------------------------------------------
-
-WITHOUT_EFFECT = {
-    # Token ids, lengths, names, and how to run or train: none of these changes a logit.
-    "architectures", "model_type", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "use_cache",
-    "max_position_embeddings", "n_ctx", "initializer_range", "max_window_layers", "pretraining_tp", "dtype",
-    "torch_dtype", "transformers_version", "_name_or_path", "auto_map", "return_dict", "output_hidden_states",
-    "output_attentions", "chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type",
-    "_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "is_llama_config", "_commit_hash",
-    "tokenizer_class", "transformers.js_config", "task_specific_params", "gradient_checkpointing", "summary_type",
-    "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
-    "reorder_and_upcast_attn",
-}  # fmt: skip
-"""Fields of config.json that no logit depends on."""
 
 
 def as_transformers_reads(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,24 +131,13 @@ def as_transformers_reads(content: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def check_config(config: Mapping[str, Any], expected: Mapping[str, Any], module: str) -> None:
-    """Raises ValueError for a field of config.json that states other math than the model that was made from it.
-
-    Args:
-        config: from as_transformers_reads.
-        expected: what `to_huggingface` states of the model.
-        module: name of its module.
-    """
-    same = {key: config[key] for key in (*WITHOUT_EFFECT, "model_type") if key in config}
-    expected = as_transformers_reads({**expected, **same})
-    for key in dict.fromkeys((*config, *expected)):
-        value, ours = config.get(key), expected.get(key)
-        if key in WITHOUT_EFFECT or value is None or value == ours or (key not in expected and not value):
-            continue
-        raise ValueError(
-            f"config.json: {key} is {value!r:.80}, and model.module={module} computes with {ours!r:.80}: the imported "
-            f"model would give other logits. If that field changes none, give ignore=[{key}]."
-        )
+def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    """Raises ValueError for a field of config.json that states other math than `fixed`."""
+    for key, ours in fixed.items():
+        if config.get(key, ours) != ours:
+            raise ValueError(
+                f"config.json: {key} is {config[key]!r:.80}, and this model has {ours!r}: it would give other logits."
+            )
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------

@@ -4,11 +4,10 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from huggingface_models import assert_same, losses_and_gradients, their_logits
 
 import train
-from shardlib.shardtypes import f32
 from shardwright.modeling.settings import ModelConfig
-from shardwright_data.loader import TokenBatch
 
 torch = pytest.importorskip("torch", reason="the Llama oracle needs torch, installed on Python 3.11 only")
 
@@ -64,53 +63,15 @@ def llama(w: train.Transformer, c: ModelConfig):
     return model
 
 
-def llama_logits(model, batch: TokenBatch):
-    """Llama's logits where documents in a row do not see one another; id 0 stands before each document."""
-    before = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)))
-    inputs = np.where(batch.is_seq_start, 0, before).astype(np.int64)
-    document = np.cumsum(batch.is_seq_start, axis=1)
-    visible = (document[:, :, None] == document[:, None, :]) & np.tri(inputs.shape[1], dtype=bool)
-    mask = torch.where(torch.tensor(visible)[:, None], 0.0, torch.finfo(torch.float32).min)
-    return model(input_ids=torch.tensor(inputs), attention_mask=mask, use_cache=False).logits
-
-
-def losses_and_grads(w, batch, c, z_loss=0.0, **training):
-    """Ours on the mesh in force: logits, mean loss and gradients, as host arrays."""
-    settings = tiny.config(c, **training)
-    settings.optimizer.z_loss = z_loss
-
-    def everything(
-        w: train.Transformer, batch: TokenBatch, of_step: train.Batch
-    ) -> tuple[f32["B/r/d L V/t"], f32[""], train.Transformer]:
-        return tiny.logits(w, batch, settings), *tiny.loss_and_gradients(w, of_step, settings)
-
-    batches = tiny.place(batch, TokenBatch), tiny.place_batch(settings, batch)
-    return jax.tree.map(np.asarray, tiny.per_device(everything)(w, *batches))
-
-
 def compare(mesh, changes, z_loss=0.0, **training):
     """Logits, loss and gradients of tiny's model with `changes` against those of Llama."""
     c, batch = tiny.model(**changes), tiny.host_batch()
     with jax.set_mesh(tiny.mesh(mesh)):
         w = tiny.weights(c)
-        logits, loss, grads = losses_and_grads(w, batch, c, z_loss, **training)
+        logits, loss, gradients = losses_and_gradients(w, batch, c, z_loss, **training)
     model = llama(w, c)
-    expected = llama_logits(model, batch)
+    expected = their_logits(model, batch, bos_id=0)
     if c.logit_softcap is not None:
         assert expected.abs().max() > c.logit_softcap, "the cap is felt"
         expected = c.logit_softcap * torch.tanh(expected / c.logit_softcap)
-    flat = expected.flatten(0, 1)
-    targets = torch.tensor(batch.targets.astype(np.int64)).flatten()
-    losses = torch.nn.functional.cross_entropy(flat, targets, reduction="none")
-    losses = losses + z_loss * torch.logsumexp(flat, dim=-1) ** 2
-    mask = torch.tensor(batch.loss_mask).flatten()
-    expected_loss = losses[mask].mean()
-    expected_loss.backward()
-
-    np.testing.assert_allclose(logits, expected.detach(), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(loss, expected_loss.detach(), rtol=1e-4)
-    ours = to_llama(grads)
-    for name, parameter in model.named_parameters():
-        # Entries far below a tensor's largest are sums of cancelling terms: they carry its absolute rounding error.
-        scale = float(parameter.grad.abs().max())
-        np.testing.assert_allclose(ours[name], parameter.grad, rtol=1e-4, atol=1e-5 * scale, err_msg=name)
+    assert_same((logits, loss, to_llama(gradients)), expected, model, batch, z_loss)

@@ -1,11 +1,10 @@
-"""Texts drawn again from training's forward pass over each window, without a cache, with NumPy's top-k and top-p."""
+"""Texts drawn again from training's forward pass, without a cache, with NumPy's top-k and top-p."""
 
 import jax
 import numpy as np
 import tiny
 
 from shardlib.shardtypes import f32
-from shardwright.sampling.cache import window_start
 from shardwright.sampling.drawing import Sampling, gumbel_noise
 from shardwright_data.loader import TokenBatch
 
@@ -22,17 +21,10 @@ def kept_by_numpy(scaled: np.ndarray, s: Sampling) -> list[int]:
 
 def redrawn(forward, w, prompts, drawn, s: Sampling, context: int) -> list[list[int]]:
     """What is drawn in the place of each token of `drawn`, from the texts with the tokens before it."""
-    windows = []
-    for number, (prompt, new) in enumerate(zip(prompts, drawn, strict=True)):
-        text, first = [*prompt, *new], len(prompt)
-        while first < len(text):
-            start = window_start(first, context)
-            windows.append((number, start, first, text[start : start + context]))
-            first = min(len(text), start + context)
     mesh = jax.sharding.get_mesh()
-    targets = np.zeros((-(-len(windows) // mesh.size) * mesh.size, context), np.uint32)
-    for row, (*_, tokens) in zip(targets, windows, strict=False):
-        row[: len(tokens)] = tokens
+    targets = np.zeros((-(-len(prompts) // mesh.size) * mesh.size, context), np.uint32)
+    for row, prompt, new in zip(targets, prompts, drawn, strict=False):
+        row[: len(prompt) + len(new)] = [*prompt, *new]
     is_start = np.zeros(targets.shape, bool)
     is_start[:, 0] = True
 
@@ -42,11 +34,11 @@ def redrawn(forward, w, prompts, drawn, s: Sampling, context: int) -> list[list[
     batch = tiny.place(TokenBatch(targets=targets, is_seq_start=is_start, loss_mask=is_start), TokenBatch)
     scaled = np.asarray(tiny.per_device(logits)(w, batch)) / (s.temperature or 1)
     found = [[] for _ in prompts]
-    for row, (number, start, first, tokens) in zip(scaled, windows, strict=False):
-        for place in range(first, start + len(tokens)):
+    for number, (text, row) in enumerate(zip(found, scaled, strict=False)):
+        first = len(prompts[number])
+        for place in range(first, first + len(drawn[number])):
             noise = np.asarray(gumbel_noise(np.int32([number]), np.int32([place]), row.shape[-1], s))
-            noisy = np.full(row.shape[-1], -np.inf)
-            kept = kept_by_numpy(row[place - start], s)
-            noisy[kept] = (row[place - start] + noise.reshape(-1))[kept] if s.temperature else row[place - start][kept]
-            found[number].append(int(noisy.argmax()))
+            noisy, kept = np.full(row.shape[-1], -np.inf), kept_by_numpy(row[place], s)
+            noisy[kept] = (row[place] + noise.reshape(-1))[kept] if s.temperature else row[place][kept]
+            text.append(int(noisy.argmax()))
     return found

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from omegaconf import MISSING
 from rich.console import Console
 
 import train
@@ -35,39 +34,26 @@ from shardwright.run import config as run_config
 from shardwright.run import opening
 from shardwright.run.causality import check_causal
 from shardwright.run.evaluation import evaluate as evaluate_batches
-from shardwright.run.opening import MeshChoice
-from shardwright.sampling.documents import Given, documents_of_dataset, documents_of_files, losses_of
+from shardwright.run.opening import CheckpointChoice, MeshChoice
+from shardwright.sampling.documents import Document, Given, documents_of_dataset, documents_of_files, losses_of
 from shardwright.sampling.harness import language_model
 from shardwright.sampling.scoring import Scorer, products_in
 from shardwright.settings.program import run_program
 from shardwright.settings.words import for_console
-from shardwright_data.checks import at_least_0, at_least_1, check_choice, check_ranges, within
+from shardwright_data.checks import at_least_0, at_least_1, check_choice, check_ranges
 from shardwright_data.flat_tokens import Reader
 from shardwright_data.loader import make_loader
 from shardwright_data.loader.padded import PaddedLoader
 from shardwright_data.text.codec import REMEDY, TextCodec, codec_by_name, codec_of_attributes, codec_of_data
-from shardwright_data.text.sources import KINDS, match
 
 TEXTS = r"\.(jsonl|json|txt|parquet)(\.\w+)?$"
 """End of the name of a file of texts."""
 
 
 @dataclass
-class Settings:
+class Settings(CheckpointChoice):
     """Settings of the program."""
 
-    run: str = MISSING
-    """Directory or URL of a run, or of one of its checkpoints."""
-    step: int | None = within(0, 2**31, None)
-    """Step of the checkpoint; null: the last one."""
-    weights: str | None = None
-    """weights: the trained ones; ema: their moving average (training.ema_decay). Null: those that the run validates
-    (training.eval_weights)."""
-    other_source: bool = False
-    """Allows source that computes something else than the source that made the checkpoint."""
-    trust: bool = False
-    """Imports the modules that the run names beside those shipped here, and fetches the data and the tokenizer that it
-    names on servers. For a run that is not yours, read them first."""
     mesh: MeshChoice = field(default_factory=MeshChoice)
     """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if it fits, else all on d.
     Stages of the run are left out: d takes their devices."""
@@ -87,8 +73,6 @@ class Settings:
     """The JSON key or column that holds a text."""
     separator: str | None = None
     """Text between the documents of a .txt file. Null: it is one document."""
-    max_documents: int | None = at_least_1(None)
-    """Number of documents of `data`, from the first on; null: all."""
     tasks: list[str] = field(default_factory=list)
     """Tasks of lm-eval by name, which needs the package: pip install -e '.[eval]'."""
     task_path: str | None = None
@@ -96,7 +80,7 @@ class Settings:
     num_fewshot: int | None = at_least_0(None)
     """Number of examples before each question of `tasks`; null: as the task says."""
     limit: int | None = at_least_1(None)
-    """Number of documents of each of the `tasks`; null: all."""
+    """Number of documents of `data`, from the first on, or of each of the `tasks`; null: all."""
     out: str | None = None
     """A file for the result: a JSON object on one line. With `data`, a line for each document is before it."""
     tokenizer: str | None = None
@@ -145,12 +129,13 @@ class OpenRun:
 
 def open_run(config: Settings, write_line: Callable[[str], None] = print) -> OpenRun:
     """Reads the weights. Raises ValueError if there is no such run or checkpoint, or it does not fit the devices."""
+    if config.compute_dtype is not None:
+        check_choice("compute_dtype", config.compute_dtype, tuple(COMPUTE_DTYPES))
     with opening.open_run(config.run, config.step, config.trust) as saved:
         c = saved.c
         of_run = saved.metadata["config"].get("training", {}).get("compute_dtype")  # an import has none
         dtype = config.compute_dtype or of_run or "f32"
-        which = config.weights or c.training.eval_weights
-        run_config.check_weights("weights", which, c.training.ema_decay)
+        which = config.which(c)
         mesh, model = opening.mesh_for(config.mesh, c), load_model(c.model)
         platform = mesh.devices.flat[0].platform
         if KERNELS.get(c.training.attention, platform) != platform or dtype != of_run:
@@ -211,16 +196,13 @@ def documents_of(run: OpenRun) -> Iterator[Given]:
             f"{reader.path} holds token ids up to {reader.max_token_id}, the model's vocabulary has "
             f"{run.c.model.vocab}. Choose a dataset made with the run's tokenizer, or evaluate its texts."
         )
+    codec = codec_of_attributes(config.data, reader.attributes)
     try:
         of_run = run.codec()
-    except ValueError:
+    except ValueError:  # of an import, which has no data
         if config.tokenizer is not None:
             raise
-        of_run = TextCodec()
-    try:
-        codec = codec_of_attributes(config.data, reader.attributes)
-    except FileNotFoundError:
-        codec = of_run
+        of_run = codec
     if of_run.differs(codec):
         raise ValueError(
             f"{reader.path} was made with another tokenizer than the run's data. Evaluate its texts: data=<file>.jsonl."
@@ -228,17 +210,16 @@ def documents_of(run: OpenRun) -> Iterator[Given]:
     return documents_of_dataset(reader, codec)
 
 
-def of_data(run: OpenRun, write: Callable[[Any], None]) -> dict[str, Any]:
-    """The loss of all documents of `data`. Calls `write` with each."""
-    documents, found = itertools.islice(documents_of(run), run.config.max_documents), []
-    for document in losses_of(run.scorer(), run.weights, documents):
-        write(document)
-        found.append((document.loss, document.tokens, document.bytes))
+def of_data(run: OpenRun) -> tuple[dict[str, Any], list[Document]]:
+    """The loss of all documents of `data`, and the documents."""
+    documents = itertools.islice(documents_of(run), run.config.limit)
+    found = list(losses_of(run.scorer(), run.weights, documents))
     if not found:
         raise ValueError(f"{run.config.data} has no document. Choose another file or split.")
-    nats, tokens, sizes = zip(*found, strict=True)
+    sizes = [document.bytes for document in found]
     size = None if None in sizes else sum(sizes)
-    return {"data": run.config.data, "documents": len(found)} | result_of(math.fsum(nats), sum(tokens), size)
+    nats, tokens = math.fsum(document.loss for document in found), sum(document.tokens for document in found)
+    return {"data": run.config.data, "documents": len(found)} | result_of(nats, tokens, size), found
 
 
 # ---- tasks of lm-eval -----------------------------------------------------------------------------------------------
@@ -265,37 +246,6 @@ def of_tasks(run: OpenRun, write_line: Callable[[str], None]) -> dict[str, Any]:
 # ---- main -----------------------------------------------------------------------------------------------------------
 
 
-def check_settings(config: Settings) -> str:
-    """What is evaluated: data, tasks, or "" for none. Raises ValueError for settings that do not agree."""
-    check_ranges("", config)
-    if config.weights is not None:
-        check_choice("weights", config.weights, run_config.WEIGHTS)
-    if config.compute_dtype is not None:
-        check_choice("compute_dtype", config.compute_dtype, tuple(COMPUTE_DTYPES))
-    given = [name for name in ("data", "tasks") if getattr(config, name)]
-    if len(given) > 1:
-        raise ValueError(f"give one of data and tasks; {' and '.join(given)} is given.")
-    what = given[0] if given else ""
-    belong = {"": ("batches",), "data": ("max_documents",), "tasks": ("task_path", "num_fewshot", "limit")}
-    for of, name in ((of, name) for of, names in belong.items() for name in names):
-        if getattr(config, name) is not None and what != of:
-            where = f"with {of}" if of else "without data and tasks"
-            raise ValueError(f"{name} is given, which has a meaning only {where}. Leave it out.")
-    if config.task_path is not None and not Path(config.task_path).is_dir():
-        raise ValueError(f"task_path: there is no directory {config.task_path}. Correct the path.")
-    # Before the weights are read, which can take long.
-    if what == "data" and re.search(TEXTS, config.data):
-        match([config.data])
-    elif what == "data" and "://" not in config.data and not Path(config.data).is_dir():
-        raise ValueError(
-            f"data is {config.data}: there is no such directory of a dataset, and a file of texts ends in one of "
-            f"{', '.join(KINDS)}. Correct the path."
-        )
-    elif what == "data":
-        Reader(config.data, config.split)
-    return what
-
-
 def evaluate(config: Settings, console: Console | None = None) -> dict[str, Any]:
     """Evaluates, prints the result, and returns it.
 
@@ -305,22 +255,23 @@ def evaluate(config: Settings, console: Console | None = None) -> dict[str, Any]
     """
     console = console or Console()
     write_line = lambda text: console.print(for_console(text, console), markup=False, highlight=False, soft_wrap=True)
-    what = check_settings(config)
+    check_ranges("", config)
+    if config.data is not None and config.tasks:
+        raise ValueError("give one of data and tasks; data and tasks is given.")
     run = open_run(config, write_line)
-    with contextlib.ExitStack() as stack:
-        write = lambda line: None
-        if config.out is not None:
-            Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-            file = stack.enter_context(open(config.out, "w", encoding="utf-8"))
-            write = lambda line: file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
-        if what == "data":
-            result = of_data(run, lambda found: write(dataclasses.asdict(found)))
-        else:
-            result = of_tasks(run, write_line) if what == "tasks" else own_validation(run, write_line)
-        about = {"run": config.run, "step": run.step, "weights": run.which, "mesh": dict(run.mesh.shape)}
-        about["compute_dtype"] = run.c.training.compute_dtype
-        write(about | result)
-    for name, value in (about | ({} if what == "tasks" else result)).items():
+    documents = []
+    if config.data is not None:
+        result, documents = of_data(run)
+    else:
+        result = of_tasks(run, write_line) if config.tasks else own_validation(run, write_line)
+    about = {"run": config.run, "step": run.step, "weights": run.which, "mesh": dict(run.mesh.shape)}
+    about["compute_dtype"] = run.c.training.compute_dtype
+    if config.out is not None:
+        lines = [*map(dataclasses.asdict, documents), about | result]
+        Path(config.out).parent.mkdir(parents=True, exist_ok=True)
+        with open(config.out, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
+    for name, value in (about | ({} if config.tasks else result)).items():
         shown = f"{value:.6f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
         write_line(f"{name:<14}{shown}")
     return about | result

@@ -12,42 +12,31 @@ import json
 import math
 import re
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import jax
-from omegaconf import MISSING
 from rich.console import Console
 from rich.text import Text
 
 import train
 from shardwright.modeling.model import load_model
 from shardwright.run import config as run_config
-from shardwright.run.opening import MeshChoice, mesh_for, open_run
+from shardwright.run.opening import CheckpointChoice, MeshChoice, mesh_for, open_run
 from shardwright.sampling.drawing import Sampling, check_ids
 from shardwright.sampling.sampler import Sampler
 from shardwright.settings.program import run_program
 from shardwright.settings.words import for_console
-from shardwright_data.checks import check_choice, check_ranges, within
+from shardwright_data.checks import check_ranges, within
 from shardwright_data.foreign import LARGE, read_text, shown
 from shardwright_data.text.codec import TextCodec, codec_by_name, codec_of_data, codec_of_dataset
 
 
 @dataclass
-class Settings:
+class Settings(CheckpointChoice):
     """Settings of the program."""
 
-    run: str = MISSING
-    """Directory or URL of a run, or of one of its checkpoints."""
-    step: int | None = within(0, 2**31, None)
-    """Step of the checkpoint; null: the last one."""
-    weights: str = "weights"
-    """weights: the trained ones; ema: their moving average (training.ema_decay)."""
-    other_source: bool = False
-    """Allows source that computes something else than the source that made the checkpoint."""
-    trust: bool = False
-    """Imports the modules that the run names beside those shipped here, and fetches the data and the tokenizer that it
-    names on servers. For a run that is not yours, read them first."""
     prompt: str | None = None
     """Text to continue, exactly as it is after `prompt=`; empty: a document from its beginning."""
     prompts_file: str | None = None
@@ -69,8 +58,8 @@ class Settings:
     stop: list[str] | None = None
     """Tokens that end a text. Null: the end token of the run's data, if any; []: none."""
     context: int | None = within(2, 2**25, None)
-    """Number of tokens that the next one can see, bos included; at least 2. Null: training.seq_len. A text that
-    outgrows it keeps the last half of it as context."""
+    """Number of tokens that the next one can see, bos included; at least 2. Null: training.seq_len. A text that fills
+    it ends."""
     batch: int = within(1, 2**20, 64)
     """Number of texts at once, at least 1; rounded up to a multiple of the devices."""
     mesh: MeshChoice = field(default_factory=MeshChoice)
@@ -107,10 +96,7 @@ def read_prompts(config: Settings) -> list[str]:
         found = " and ".join(given) or "none of them"
         raise ValueError(f"give one of prompt, prompts_file and prompt_ids; {found} is given.")
     if config.prompts_file is not None:
-        try:
-            return read_text(config.prompts_file, LARGE).splitlines()
-        except FileNotFoundError as error:
-            raise ValueError(f"prompts_file: there is no file {config.prompts_file}. Correct the path.") from error
+        return read_text(config.prompts_file, LARGE).splitlines()
     return [] if config.prompt is None else [config.prompt]
 
 
@@ -155,13 +141,9 @@ def generate(config: Settings, console: Console | None = None) -> list[Generated
     """
     console = console or Console()
     check_ranges("", config)
-    check_choice("weights", config.weights, run_config.WEIGHTS)
-    if config.gather_weights is not None:
-        check_choice("gather_weights", config.gather_weights, ("layer", "step"))
     texts = read_prompts(config)
     with open_run(config.run, config.step, config.trust) as saved:
         c = saved.c
-        run_config.check_weights("weights", config.weights, c.training.ema_decay)
         if config.gather_weights is not None:
             c.training.gather_weights = config.gather_weights
             run_config.check_config(c)
@@ -179,9 +161,10 @@ def generate(config: Settings, console: Console | None = None) -> list[Generated
             context = c.training.seq_len if config.context is None else config.context
             model = load_model(c.model)
             say = lambda text: console.print(Text(for_console(shown(text), console), style="dim"), soft_wrap=True)
-            weights, source = saved.read_weights(model, config.weights, train.programs, config.other_source, say)
+            weights, source = saved.read_weights(model, config.which(c), train.programs, config.other_source, say)
             sampler = Sampler(train.Forward(model, c.training), settings, context, config.batch, source)
             repeated = [prompt for prompt in prompts for _ in range(config.samples)]
+            start = time.perf_counter()
             drawn = sampler.generate(weights, repeated)
             results = []
             for i, (prompt, ids) in enumerate(zip(repeated, drawn, strict=True)):
@@ -191,12 +174,10 @@ def generate(config: Settings, console: Console | None = None) -> list[Generated
                 results.append(Generated(text, sample, added, ended, list(prompt), ids))
             for result in results:
                 show(console, result)
-            mesh = dict(jax.sharding.get_mesh().shape)
-            speed = sampler.speed
+            seconds = time.perf_counter() - start
             say(
-                f"{speed.tokens:,} tokens of {len(drawn)} texts in {speed.seconds:.2f} s: "
-                f"{speed.tokens / speed.seconds:,.0f} tokens/s, after {speed.compile_seconds:.1f} s of compilation; "
-                f"step {saved.step}, mesh {mesh}, {c.training.compute_dtype}"
+                f"{sum(map(len, drawn)):,} tokens of {len(drawn)} texts in {seconds:.2f} s, compilation included; step "
+                f"{saved.step}, mesh {dict(jax.sharding.get_mesh().shape)}, {c.training.compute_dtype}"
             )
     if config.output is not None:
         Path(config.output).parent.mkdir(parents=True, exist_ok=True)
@@ -212,11 +193,10 @@ def generate(config: Settings, console: Console | None = None) -> list[Generated
 def quote_text(argument: str) -> str:
     """Quotes a `prompt` or `stop` of the command line for Hydra: `prompt=Hello, "you"` is exactly that text.
 
-    Values in quotes, and lists and null for `stop`, are left to Hydra.
+    Lists and null for `stop` are left to Hydra.
     """
     name, equals, value = argument.partition("=")
-    is_hydras = re.fullmatch(r"""(?s)(['"])(\\.|(?!\1|\\).)*\1""", value) is not None
-    is_hydras |= name == "stop" and (value.startswith("[") or value == "null")
+    is_hydras = name == "stop" and (value.startswith("[") or value == "null")
     if name not in ("prompt", "stop") or not equals or is_hydras:
         return argument
     # To Hydra, a backslash is special before a quote or at the end only.

@@ -20,18 +20,17 @@ import dataclasses
 import shlex
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from omegaconf import MISSING, OmegaConf
 
-from shardwright.huggingface import Tensors, as_transformers_reads, check_config
+from shardwright.huggingface import Tensors, as_transformers_reads
 from shardwright.modeling.model import is_shipped, load_model
-from shardwright.modeling.weights import Weight
 from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.settings.program import run_program
 from shardwright_data.checks import within
 from shardwright_data.foreign import LARGE, read_object, read_text, shown
@@ -57,8 +56,6 @@ class Settings:
     """The id before the first token of each document. Null: the config's bos_token_id."""
     check: bool = True
     """Compares the logits with those of transformers, which must be installed, with torch."""
-    ignore: list[str] = field(default_factory=list)
-    """Fields of config.json to ignore, because they do not change the logits."""
 
 
 def find_model(name: str) -> Path:
@@ -86,22 +83,6 @@ def find_model(name: str) -> Path:
     return directory
 
 
-def in_memory(weights: Any, table: Any) -> Any:
-    """The weights of `from_huggingface` as NumPy arrays in f32. Raises ValueError if a shape is not that of `table`."""
-
-    def read(path: Any, weight: Weight, value: Any) -> np.ndarray:
-        parts = value if isinstance(value, list) else [value]
-        arrays = [np.asarray(part() if callable(part) else part, np.float32) for part in parts]
-        array = np.stack(arrays) if isinstance(value, list) else arrays[0]
-        if array.shape != weight.shape:
-            name = jax.tree_util.keystr(path, simple=True, separator="/")
-            found, shape = list(array.shape), list(weight.shape)
-            raise ValueError(f"weights/{name} is {found} in the model's files; it must be {shape}.")
-        return array
-
-    return jax.tree_util.tree_map_with_path(read, table, weights)
-
-
 def _end_token(tokenizer: Path, ids: Any) -> str:
     """The setting, quoted for a shell, that makes the model's eos token the end of documents."""
     ids = ids if isinstance(ids, list) else [ids]
@@ -121,7 +102,6 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     if Checkpointer(output / "checkpoints").steps():
         raise ValueError(f"output is {config.output}, which has checkpoints already. Give another directory.")
     content = read_object(directory / "config.json", {"model_type?": str, "bos_token_id?": int | None})
-    content = {key: value for key, value in content.items() if key not in config.ignore}
     bos = content.get("bos_token_id") if config.bos_id is None else config.bos_id
     if bos is None:
         raise ValueError("config.json: bos_token_id is None; give bos_id=<the id that begins each document>.")
@@ -137,23 +117,24 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     c.module = name
     if not 0 <= c.bos_id < c.vocab:
         raise ValueError(f"bos_id is {c.bos_id}; it must be an id of the vocabulary, at least 0 and below {c.vocab}.")
-    check_config(content, mapping.to_huggingface(load_model(c).table, c)[0], name)
     check_rules(c, kind)
 
-    table = load_model(c).table
+    arrays = named_leaves({"weights": weights})
+    for key, weight in named_leaves({"weights": load_model(c).table}).items():
+        if arrays[key].shape != weight.shape:
+            found = list(arrays[key].shape)
+            raise ValueError(f"{key} is {found} in the model's files; it must be {list(weight.shape)}.")
+    log(f"compared   {compare_logits(c, weights, directory) if config.check else 'nothing: check=false'}")
     model = dataclasses.asdict(c)
     length = content.get("max_position_embeddings") or content.get("n_positions") or 2048
     # The other sections of a run's configuration, for programs that read them.
     optimizer = {"learning_rate": 0.0, "warmup_steps": 0, "schedule": "constant"}
     training = {"batch_size": 1, "seq_len": length, "steps": 1}
     metadata = {"config": {"model": model, "optimizer": optimizer, "training": training}, "loader": {}}
-
-    values = in_memory(weights, table)
-    log(f"compared   {compare_logits(c, values, directory) if config.check else 'nothing: check=false'}")
     has_tokenizer = (directory / "tokenizer.json").is_file()
     end = shown(_end_token(directory / "tokenizer.json", content.get("eos_token_id"))) if has_tokenizer else ""
     with Checkpointer(output / "checkpoints") as checkpoints:
-        state = {"weights": jax.device_put(values, jax.local_devices(backend="cpu")[0])}
+        state = {"weights": jax.device_put(weights, jax.local_devices(backend="cpu")[0])}
         checkpoints.save(0, state, metadata)
     (output / "model").mkdir(parents=True, exist_ok=True)
     header = f"# {config.model}, as tools/huggingface_to_checkpoint read it.\n"
@@ -161,7 +142,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     if has_tokenizer:
         shutil.copyfile(directory / "tokenizer.json", output / "tokenizer.json")
 
-    parameters = sum(array.size for array in jax.tree.leaves(values))
+    parameters = sum(array.size for array in arrays.values())
     log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}")
     log(f"checkpoint {output}/checkpoints/0000000000")
     if has_tokenizer:

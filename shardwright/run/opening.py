@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from omegaconf import MISSING
 
 from shardlib.shardtypes import make_shardings
 from shardwright.cluster.devices import make_mesh, simulate_devices
@@ -56,6 +57,30 @@ def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:
         mesh = make_mesh(1, -1, 1, jax.devices())
     run_config.check_divides(c, mesh.shape, of_batch=of_steps)
     return mesh
+
+
+@dataclass
+class CheckpointChoice:
+    """Settings of a program that reads the weights of a checkpoint."""
+
+    run: str = MISSING
+    """Directory or URL of a run, or of one of its checkpoints."""
+    step: int | None = within(0, 2**31, None)
+    """Step of the checkpoint; null: the last one."""
+    weights: str | None = None
+    """weights: the trained ones; ema: their moving average (training.ema_decay). Null: those that the run validates
+    (training.eval_weights)."""
+    other_source: bool = False
+    """Allows source that computes something else than the source that made the checkpoint."""
+    trust: bool = False
+    """Imports the modules that the run names beside those shipped here, and fetches the data and the tokenizer that it
+    names on servers. For a run that is not yours, read them first."""
+
+    def which(self, c: run_config.Config) -> str:
+        """`weights` or `ema`, for a run with configuration `c`. Raises ValueError if the run does not have it."""
+        which = self.weights or c.training.eval_weights
+        run_config.check_weights("weights", which, c.training.ema_decay)
+        return which
 
 
 @dataclass

@@ -25,16 +25,6 @@ from shardwright.modeling.weights import initialize
 W = TypeVar("W")
 
 
-def window_start(length: int, context: int) -> int:
-    """Index of the first token of a text that its next token can see, in a text of `length` tokens.
-
-    A window holds bos and up to context - 1 tokens. A text that outgrows it continues in a new window, which begins
-    with the last context // 2 tokens. So windows start at places that depend only on the length of the text.
-    """
-    kept = context // 2
-    return max(0, length - kept) // (context - kept) * (context - kept)
-
-
 @pytree_dataclass
 class KeyValues:
     """Keys and values of the tokens of _N texts in one layer, with _S places for each text.
@@ -51,9 +41,8 @@ class Texts:
     """The progress of _N texts."""
 
     number: i32["_N/r/d"]  # of the text, which selects its noise
-    length: i32["_N/r/d"]  # tokens so far, with those of the prompt
     token: u32["_N/r/d"]  # the last token (bos in an empty text), which the model has not read yet
-    place: i32["_N/r/d"]  # of that token in its window; equal to the context if the window is full
+    place: i32["_N/r/d"]  # of that token, counted from bos: the number of tokens so far
     left: i32["_N/r/d"]  # tokens still to be drawn
 
 
@@ -114,15 +103,15 @@ def next_logits(
 
 
 @typed
-def window_cache(w: W, ids: u32["_N/r/d _L"], forward: Any, size: int) -> Array["layers", KeyValues]:
-    """The cache after windows of tokens, with `size` places. Padding at the end of a window is never read."""
+def filled_cache(w: W, ids: u32["_N/r/d _L"], forward: Any, size: int) -> Array["layers", KeyValues]:
+    """The cache after the first tokens of texts, with `size` places. Padding at their ends is never read."""
     positions: i32["_N/r/d _L"] = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     one_document: i32["_N/r/d _L"] = jnp.zeros(ids.shape, jnp.int32)
     tokens = Tokens(ids, positions, one_document)
-    attend_in_window = forward.attend(tokens)
+    attend_in_text = forward.attend(tokens)
 
     def attend(cache, q, k, v, *options, **more):
-        return attend_in_window(None, q, k, v, *options, **more)[0], KeyValues(k, v)
+        return attend_in_text(None, q, k, v, *options, **more)[0], KeyValues(k, v)
 
     _, cache, _ = forward(w, tokens, lambda w, x: None, attend)
     return jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, size - ids.shape[1]), (0, 0), (0, 0)]), cache)
@@ -165,11 +154,11 @@ def check_cache(forward: Any, context: int) -> None:
 
         def step(cache, place):
             at = zero[:, 0]
-            logits, cache = next_logits(w, cache, Texts(at, at, ids[:, place], at + place, at), forward)
+            logits, cache = next_logits(w, cache, Texts(at, ids[:, place], at + place, at), forward)
             error = jnp.max(jnp.abs(logits[0] - expected[:, place]))
             return cache, error / jnp.max(jnp.abs(expected))
 
-        _, found = lax.scan(step, window_cache(w, ids[:, :half], forward, 2 * half), places)
+        _, found = lax.scan(step, filled_cache(w, ids[:, :half], forward, 2 * half), places)
         axes = tuple(mesh_axes())
         return lax.pmax(varying(found, axes), axes)
 

@@ -1,6 +1,6 @@
 """The loss of each document of a dataset, or of a file of texts."""
 
-import collections
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,19 +71,9 @@ def documents_of_dataset(reader: flat_tokens.Reader, codec: TextCodec) -> Iterat
 
 def losses_of(scorer: Scorer, weights: Any, documents: Iterable[Given]) -> Iterator[Document]:
     """Evaluates documents, in their order. A document of more than scorer.length tokens is cut into pieces."""
-    waiting: collections.deque[tuple[int, Document]] = collections.deque()
-
-    def sequences() -> Iterator[list[int]]:
-        for document, ids in documents:
-            cut = pieces(ids, scorer.c.bos_id, scorer.length)
-            waiting.append((len(cut), document))
-            yield from cut
-
-    done = 0
-    for scored in scorer.losses(weights, sequences()):
-        count, document = waiting[0]
-        document.loss += float(scored.losses.sum(dtype=np.float64))
-        done += 1
-        if done == count:
-            yield waiting.popleft()[1]
-            done = 0
+    documents, again = itertools.tee(documents)
+    cut = lambda ids: pieces(ids, scorer.c.bos_id, scorer.length)
+    found = scorer.losses(weights, (piece for _, ids in documents for piece in cut(ids)))
+    for document, ids in again:
+        document.loss = sum(float(next(found).losses.sum(dtype=np.float64)) for _ in cut(ids))
+        yield document

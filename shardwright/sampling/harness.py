@@ -18,7 +18,7 @@ def language_model(scorer: Scorer, codec: TextCodec, weights: Any) -> Any:
 
     Texts begin with bos, as in training. Token ids, likelihoods and rolling windows are those of lm-eval's own model
     `hf` on the exported checkpoint. Rolling likelihoods are those of its option add_bos_token=False, without which it
-    reads bos twice. A prompt that is too long to generate from is cut as tools.generate cuts it.
+    reads bos twice.
 
     Args:
         scorer: computes the losses.
@@ -74,7 +74,8 @@ def language_model(scorer: Scorer, codec: TextCodec, weights: Any) -> Any:
                 by_settings.setdefault(settings, []).append((i, [until] if isinstance(until, str) else until))
             found = [""] * len(requests)
             for settings, of in by_settings.items():
-                prompts = [codec.encode(requests[i].args[0]) for i, _ in of]
+                room = max(1, scorer.length - settings.max_tokens)
+                prompts = [codec.encode(requests[i].args[0])[-room:] for i, _ in of]
                 with jax.set_mesh(scorer.mesh), products_in(scorer.forward.training.compute_dtype):
                     sampler = Sampler(scorer.forward, settings, scorer.length, source=scorer.source)
                     drawn = sampler.generate(weights, prompts)

@@ -11,6 +11,7 @@ losses do not depend on the others, but for rounding.
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,15 +23,15 @@ from shardlib import shardops
 from shardlib.shardtypes import bool_, f32, make_shardings, typed, typed_shard_map, u32
 from shardwright.modeling.model import act, compute_scope
 from shardwright.sampling.drawing import check_ids
-from shardwright.sampling.sampler import compiled, padded, refuse_inputs
+from shardwright.sampling.sampler import Programs, padded, refuse_inputs
 from shardwright_data.loader import TokenBatch
 
 LOGITS = 2**27
 """Largest number of logits on a device, but for those of a single sequence: 512 MiB in f32."""
 POSITIONS = 2**14
 """Largest number of positions on a device, but for those of a single sequence."""
-READ_AHEAD = 64
-"""Number of batches whose sequences are sorted by length before they are computed."""
+READ_AHEAD = 2**12
+"""Number of sequences that are sorted by length before they are computed."""
 
 
 def products_in(dtype: str) -> Any:
@@ -85,7 +86,7 @@ class Scorer:
         self._rows = self.mesh.size // self._t
         most = min(POSITIONS, LOGITS * self._t // c.vocab)
         self._positions = max(length, most) if batch is None else -(-batch // self._rows) * length
-        self.source, self._compiled = source, {}
+        self.source, self._run = source, Programs(source, c, alone).run
         self._program = self._losses_program()
 
     def _losses_program(self) -> Any:
@@ -119,43 +120,33 @@ class Scorer:
         Raises:
             ValueError: token ids outside of the model's vocabulary, or a sequence of another length.
         """
-        block, tokens = [], 0
-        for ids in sequences:
-            if not 2 <= len(ids) <= self.length + 1:
-                raise ValueError(f"a sequence has {len(ids)} tokens; it must have 2 to {self.length + 1}.")
-            block.append(np.asarray(ids, np.int64))
-            tokens += len(ids)
-            if tokens >= READ_AHEAD * self._positions * self._rows:
-                yield from self._of_block(weights, block)
-                block, tokens = [], 0
-        if block:
+        sequences = iter(sequences)
+        while block := [np.asarray(ids, np.int64) for ids in itertools.islice(sequences, READ_AHEAD)]:
             yield from self._of_block(weights, block)
 
-    def _of_block(self, weights: Any, block: list[np.ndarray]) -> Iterator[Scored]:
-        lowest, highest = min(x.min() for x in block), max(x.max() for x in block)
-        check_ids("a sequence", (lowest, highest), self.c.vocab)
+    def _of_block(self, weights: Any, block: list[np.ndarray]) -> list[Scored]:
         by_length: dict[int, list[int]] = {}
         for i, ids in enumerate(block):
+            if not 2 <= len(ids) <= self.length + 1:
+                raise ValueError(f"a sequence has {len(ids)} tokens; it must have 2 to {self.length + 1}.")
+            check_ids("a sequence", (ids.min(), ids.max()), self.c.vocab)
             by_length.setdefault(padded(len(ids) - 1, self.length, self._t), []).append(i)
         waiting = []
         for length, numbers in sorted(by_length.items(), reverse=True):
             rows = self._rows * max(1, self._positions // length)
             for first in range(0, len(numbers), rows):
                 part = numbers[first : first + rows]
-                waiting.append((part, self._compute(weights, [block[i] for i in part], length, rows)))
-        found: list[Any] = [None] * len(block)
+                waiting.append((part, self._compute(weights, [block[i] for i in part], rows, length)))
+        found: dict[int, Scored] = {}
         for part, results in waiting:
             losses, likeliest = map(np.asarray, results)
             for row, i in enumerate(part):
                 n = len(block[i]) - 1
                 found[i] = Scored(losses[row, :n], likeliest[row, :n])
-        yield from found
+        return [found[i] for i in range(len(block))]
 
-    def _compute(self, weights: Any, part: list[np.ndarray], length: int, most: int) -> Any:
+    def _compute(self, weights: Any, part: list[np.ndarray], rows: int, length: int) -> Any:
         """Losses of each row and whether they are of the likeliest tokens, f32[rows, length] and bool[rows, length]."""
-        rows = self._rows
-        while rows < len(part):
-            rows = min(2 * rows, most)
         ids, targets = np.zeros((2, rows, length), np.uint32)
         is_start = np.zeros(ids.shape, bool)
         is_start[:, 0] = True
@@ -167,11 +158,7 @@ class Scorer:
         with jax.set_mesh(self.mesh):
             shardings = make_shardings(TokenBatch, like=batch)
             batch, ids = jax.tree.map(jax.device_put, (batch, ids), (shardings, shardings.targets))
-            args = weights, batch, ids
-            if (rows, length) not in self._compiled:
-                settings = self.c, self.forward.training
-                self._compiled[rows, length] = compiled(self._program, args, self.source, *settings)
-            return self._compiled[rows, length](*args)
+            return self._run(self._program, weights, batch, ids)
 
 
 # ---- texts --------------------------------------------------------------------------------------------------------
@@ -193,14 +180,10 @@ def log_likelihoods(
     Raises:
         ValueError: a continuation is empty, or too long.
     """
-    counts: list[int] = []
-
-    def sequences() -> Iterator[list[int]]:
-        for context, continuation in pairs:
-            if not 1 <= len(continuation) <= scorer.length:
-                raise ValueError(f"a continuation has {len(continuation)} tokens; it must have 1 to {scorer.length}.")
-            counts.append(len(continuation))
-            yield [*context, *continuation][-(scorer.length + 1) :]
-
-    for i, scored in enumerate(scorer.losses(weights, sequences())):
-        yield -float(scored.losses[-counts[i] :].sum(dtype=np.float64)), bool(scored.likeliest[-counts[i] :].all())
+    pairs, again = itertools.tee(pairs)
+    cut = ([*context, *continuation][-(scorer.length + 1) :] for context, continuation in pairs)
+    for scored, (_, continuation) in zip(scorer.losses(weights, cut), again, strict=True):
+        count = len(continuation)
+        if not 1 <= count <= scorer.length:
+            raise ValueError(f"a continuation has {count} tokens; it must have 1 to {scorer.length}.")
+        yield -float(scored.losses[-count:].sum(dtype=np.float64)), bool(scored.likeliest[-count:].all())

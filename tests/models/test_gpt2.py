@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from huggingface_models import assert_same, losses_and_gradients, their_logits
 from jax.sharding import PartitionSpec
 
 import gpt2
@@ -12,7 +13,6 @@ import train
 from shardlib.shardtypes import f32, u32
 from shardwright.modeling.weights import initialize
 from shardwright.run.config import check_config
-from shardwright_data.loader import TokenBatch
 
 
 def model(**changes) -> gpt2.ModelConfig:
@@ -26,19 +26,6 @@ def weights(c: gpt2.ModelConfig) -> gpt2.GPT2:
     noise = np.random.default_rng(2)
     wobble = lambda x: jax.device_put(np.asarray(x) + 0.1 * noise.normal(size=x.shape).astype(np.float32), x.sharding)
     return jax.tree.map(lambda x, weight: wobble(x) if weight.kind == "vector" else x, w, gpt2.weight_table(c))
-
-
-def losses_and_grads(w, batch, c):
-    """Ours on the mesh in force: logits, mean loss and gradients, as host arrays."""
-    settings = tiny.config(c)
-
-    def everything(
-        w: gpt2.GPT2, batch: TokenBatch, of_step: train.Batch
-    ) -> tuple[f32["B/r/d L V/t"], f32[""], gpt2.GPT2]:
-        return tiny.logits(w, batch, settings), *tiny.loss_and_gradients(w, of_step, settings)
-
-    batches = tiny.place(batch, TokenBatch), tiny.place_batch(settings, batch)
-    return jax.tree.map(np.asarray, tiny.per_device(everything)(w, *batches))
 
 
 def loss_with_dropout(mesh: str, rate: float, seeds, **training) -> float:
@@ -96,7 +83,7 @@ def test_training_drops_other_entries_at_each_step_and_evaluation_none():
         state, batch = tiny.state(c), tiny.place_batch(c)
         evaluate = tiny.evaluation_step(c)
         nats, targets = evaluate(state.weights, batch)
-        without = losses_and_grads(state.weights, tiny.host_batch(), model())[1]
+        without = losses_and_gradients(state.weights, tiny.host_batch(), model())[1]
         step, found = tiny.training_step(c), []
         for i in range(2):
             state, metrics = step(state, batch, np.int32(i))
@@ -141,7 +128,7 @@ def oracle():
     def make(w, c: gpt2.ModelConfig):
         config, tensors = gpt2.to_huggingface(w, c)
         their = transformers.GPT2LMHeadModel(transformers.GPT2Config(**config, attn_implementation="eager"))
-        state = {name: torch.tensor(read()) for name, read in tensors.items()}
+        state = {name: torch.tensor(x) for name, x in tensors.items()}
         missing, unexpected = their.load_state_dict(state, strict=False)
         assert (missing, unexpected) == (["lm_head.weight"], [])
         their.tie_weights()
@@ -150,58 +137,20 @@ def oracle():
     return make
 
 
-def their_logits(their, batch: TokenBatch, bos_id: int):
-    """The logits where documents in a row do not see one another, and count positions each from 0."""
-    import torch
-
-    before = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)), constant_values=bos_id)
-    inputs = np.where(batch.is_seq_start, bos_id, before).astype(np.int64)
-    document, length = np.cumsum(batch.is_seq_start, axis=1), inputs.shape[1]
-    visible = (document[:, :, None] == document[:, None, :]) & np.tri(length, dtype=bool)
-    mask = torch.where(torch.tensor(visible)[:, None], 0.0, torch.finfo(torch.float32).min)
-    starts = np.where(batch.is_seq_start, np.arange(length), 0)
-    positions = torch.tensor(np.arange(length) - np.maximum.accumulate(starts, axis=1))
-    return their(input_ids=torch.tensor(inputs), attention_mask=mask, position_ids=positions, use_cache=False).logits
-
-
 FEW = ("one device", "d=4 t=2")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", [x if x in FEW else pytest.param(x, marks=pytest.mark.slow) for x in tiny.MESHES])
 def test_logits_loss_and_gradients_equal_transformers(mesh, oracle):
-    import torch
-
     c, batch = model(), tiny.host_batch()
     with jax.set_mesh(tiny.mesh(mesh)):
         w = weights(c)
-        logits, loss, grads = losses_and_grads(w, batch, c)
-    their = oracle(w, c)
-    expected = their_logits(their, batch, c.bos_id)
-    targets = torch.tensor(batch.targets.astype(np.int64)).flatten()
-    losses = torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets, reduction="none")
-    expected_loss = losses[torch.tensor(batch.loss_mask).flatten()].mean()
-    expected_loss.backward()
-
-    np.testing.assert_allclose(logits, expected.detach(), rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(loss, expected_loss.detach(), rtol=1e-4)
-    ours = {name: read() for name, read in gpt2.to_huggingface(grads, c)[1].items()}
-    parameters = dict(their.named_parameters())
-    assert ours.keys() == parameters.keys()
-    for name, parameter in parameters.items():
-        # Entries far below a tensor's largest are sums of cancelling terms: they carry its absolute rounding error.
-        # The keys' biases have no gradient but rounding: they add the same to all scores of a query.
-        scale = max(float(parameter.grad.abs().max()), 1e-3)
-        np.testing.assert_allclose(ours[name], parameter.grad, rtol=1e-4, atol=1e-5 * scale, err_msg=name)
-
-
-def read(part):
-    """What a leaf of from_huggingface's weights stands for."""
-    return np.stack([read(layer) for layer in part]) if isinstance(part, list) else part()
-
-
-def read_all(c, parts):
-    return jax.tree.map(read, parts, is_leaf=lambda x: isinstance(x, list) or callable(x))
+        logits, loss, gradients = losses_and_gradients(w, batch, c)
+    their, named = oracle(w, c), gpt2.to_huggingface(gradients, c)[1]
+    assert named.keys() == dict(their.named_parameters()).keys()
+    # The keys' biases have no gradient but rounding: they add the same to all scores of a query.
+    assert_same((logits, loss, named), their_logits(their, batch, c.bos_id), their, batch, least=1e-3)
 
 
 @pytest.mark.parametrize("prefix", ["transformer.", ""])
@@ -213,6 +162,6 @@ def test_their_weights_become_ours_again(prefix, oracle):
     tensors = {name.replace("transformer.", prefix): x.numpy() for name, x in their.state_dict().items()}
     tensors[f"{prefix}h.0.attn.bias"] = np.tri(24)[None, None]  # the mask that GPT-2's first checkpoints hold
     config = {**their.config.to_dict(), "bos_token_id": c.bos_id}
-    found, parts = gpt2.from_huggingface(config, tensors)
+    found, found_weights = gpt2.from_huggingface(config, tensors)
     assert found == c
-    jax.tree.map(np.testing.assert_array_equal, read_all(found, parts), w)
+    jax.tree.map(np.testing.assert_array_equal, found_weights, w)

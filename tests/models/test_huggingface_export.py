@@ -12,9 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-import yaml
 from huggingface_models import export, to_run
-from markdown_it import MarkdownIt
 from safetensors.numpy import load_file
 
 import gpt2
@@ -73,7 +71,7 @@ def test_logits_in_transformers_are_ours(tmp_path, mesh, case):
     export(run, tmp_path / "exported")
     llama = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
     assert type(llama).__name__ == ("Qwen3ForCausalLM" if c.qk_norm else "LlamaForCausalLM")
-    found = models.their_logits(llama, batch, c.bos_id)
+    found = models.their_logits(llama, batch, c.bos_id).detach().numpy()
     assert np.abs(expected).max() > 1
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
@@ -82,13 +80,12 @@ def test_logits_in_transformers_are_ours(tmp_path, mesh, case):
 @pytest.mark.parametrize("case", [*models.CASES, GPT2], ids=lambda case: case if isinstance(case, str) else "gpt2")
 def test_there_and_back_is_the_same_to_the_bit(saved, tmp_path, case):
     w, c, run = saved(case)
-    said = export(run, tmp_path / "exported", file_bytes=20_000)
-    assert len(list((tmp_path / "exported").glob("model-*.safetensors"))) > 1
+    said = export(run, tmp_path / "exported")
     back = to_run(tmp_path / "exported", tmp_path / "back")
     compared = [line for line in said.splitlines() if line.startswith("compared ")]
     assert compared == [line for line in back.splitlines() if line.startswith("compared ")]
     assert ("with those of transformers: they differ by at most" in compared[0]) == models.COMPARES
-    _, model, weights, _ = tool.read_model(str(tmp_path / "back"), None)
+    _, model, weights, _ = tool.read_model(tool.CheckpointChoice(str(tmp_path / "back")))
     assert model.model == c
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, weights), jax.tree.map(np.asarray, w))
 
@@ -143,6 +140,7 @@ def test_what_an_export_has(saved, tmp_path):
     np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], np.asarray(w.embed.astype(jnp.bfloat16)))
     config = json.loads((tmp_path / "exported/config.json").read_text())
     assert {"dtype": "bfloat16", "eos_token_id": None, "bos_token_id": 3}.items() <= config.items()
+    assert config["shardwright"] == {"step": 5, "weights": "weights", "programs": None}
     assert "after 9 steps" in export(run, tmp_path / "last", check=False)
     for settings, message in [
         ({"step": 6}, r"no complete checkpoint of step 6 .* there are \[5, 9\]"),
@@ -169,12 +167,11 @@ KILLED = """
 import os, signal, safetensors.numpy
 from tools import checkpoint_to_huggingface as tool
 save = safetensors.numpy.save_file
-def save_file(tensors, path, metadata):
-    save(tensors, path, metadata=metadata)
-    if "2.part" in str(path):
-        os.kill(os.getpid(), signal.SIGKILL)
+def save_file(*args, **options):
+    save(*args, **options)
+    os.kill(os.getpid(), signal.SIGKILL)
 safetensors.numpy.save_file = save_file
-tool.run(tool.Settings(run={run!r}, output={output!r}, file_bytes=20_000, check=False))
+tool.run(tool.Settings(run={run!r}, output={output!r}, check=False))
 """
 
 
@@ -186,7 +183,6 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(saved, tmp_path):
     killed = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not output.exists()
-    assert sorted(path.suffix for path in tmp_path.rglob("*.tmp/*") if "json" not in path.name) == [".part", ".part"]
     export(run, output)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["exported", "run"]
     assert len(load_file(output / "model.safetensors")) == 3 + 9 * 3
@@ -318,40 +314,3 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, one_device):
     w.final_norm = w.final_norm * jnp.nan
     with pytest.raises(ValueError, match="they differ by nan of the largest"):
         export(models.save(tmp_path / "run", w, c), tmp_path / "exported")
-
-
-# ---- model card ---------------------------------------------------------------------------------------------------
-
-
-def card(directory) -> tuple[dict, list, dict]:
-    """The front matter, the tokens of the page, and what is in its block of JSON."""
-    _, front, body = (directory / "README.md").read_text().split("---\n", 2)
-    tokens = MarkdownIt("gfm-like", {"html": True, "linkify": False}).parse(body)
-    (about,) = [json.loads(x.content) for x in tokens if x.type == "code_block"]
-    return yaml.safe_load(front), tokens, about
-
-
-def test_an_export_has_a_card_with_the_facts_of_its_run(tmp_path, one_device):
-    c = models.model("grouped")
-    data = str(tmp_path / "secret" / "novels.zarr")
-    run = models.save(tmp_path / "run", models.weights(c), c, step=120, filespec=data)
-    said = export(run, tmp_path / "exported", license="apache-2.0")
-    front, _, about = card(tmp_path / "exported")
-    expected = {"library_name": "transformers", "pipeline_tag": "text-generation", "license": "apache-2.0"}
-    assert front == expected | {"tags": ["shardwright", "jax"]}
-    assert about["weights"] == "f32, weights, after 120 steps"
-    assert f"compared   {about['logits compared']}" in said
-    assert about["model"]["rope_base"] == 100.0
-    assert str(tmp_path) not in (tmp_path / "exported/README.md").read_text()
-
-
-EVIL = "</code></pre>\n\n# Owned\n---\nlicense: mit\n---\n<script>alert(1)</script> `x` ![i](i.png) \x1b[31m \u202e"
-
-
-def test_what_a_stranger_wrote_is_only_text(tmp_path):
-    tool.write_card(tmp_path, "exported", None, {"architecture": EVIL, EVIL: [EVIL]})
-    front, tokens, about = card(tmp_path)
-    assert front.keys() == {"library_name", "pipeline_tag", "tags"}
-    assert [token.type for token in tokens].count("heading_open") == 1
-    assert about == {"architecture": EVIL, EVIL: [EVIL]}
-    assert (tmp_path / "README.md").read_text().isascii()

@@ -23,13 +23,12 @@ from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.rules import Rule
 from shardwright.modeling.weights import vector
 from shardwright.sampling import cache
-from shardwright.sampling.cache import window_start
 from shardwright.sampling.drawing import Sampling
 from shardwright.sampling.sampler import Sampler
 
-CONTEXT = 16
-LONG = np.random.default_rng(1).integers(0, models.SIZES.vocab, 29).tolist()
-PROMPTS = [[5, 8], LONG[: models.WINDOW + 3], [], LONG]  # the last is longer than the context
+CONTEXT = 32
+LONG = np.random.default_rng(1).integers(0, models.SIZES.vocab, 12).tolist()
+PROMPTS = [[5, 8], LONG[: models.WINDOW + 3], [], LONG]  # the last fills the context
 PROMPTS += [[i] for i in range(1, 13)]  # short ones, whose next token is behind them in a prefix
 MESHES = {"one device": (1, 1), "d=2 t=2": (2, 2)}
 GREEDY, DRAWN = Sampling(max_tokens=20, temperature=0.0), Sampling(max_tokens=20, temperature=1.5)
@@ -64,8 +63,8 @@ def dense_program(name: str):
 
 
 def dense_next(name: str, texts: list[list[int]]) -> np.ndarray:
-    """Dense logits f32[texts, V] of the next token, each from what its window shows then; padding stands apart."""
-    windows = [[models.SIZES.bos_id, *text[window_start(len(text), CONTEXT) :]] for text in texts]
+    """Dense logits f32[texts, V] of the next token, each from its text until then; padding stands apart."""
+    windows = [[models.SIZES.bos_id, *text] for text in texts]
     ids = np.array([window + [0] * (CONTEXT - len(window)) for window in windows])
     last = np.array([len(window) - 1 for window in windows])
     with jax.set_mesh(mesh("one device")):
@@ -164,7 +163,7 @@ class EmbedsPairs(train.Llama):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("Statistics", "reduce_sum: the logits of position 0 depend on the token of position 14"),
+        ("Statistics", "reduce_sum: the logits of position 0 depend on the token of position 30"),
         ("OfTheBatch", "reduce_sum: the logits of a sequence depend on tokens of another sequence of the batch"),
     ],
 )

@@ -14,12 +14,11 @@ import gpt2
 import train
 from shardlib.parsing import ShardError
 from shardlib.shardtypes import f32, i32, u32
-from shardwright.sampling.cache import window_start
 from shardwright.sampling.drawing import Sampling, choose, gumbel_noise, lowest_kept, scaled_logits
 from shardwright.sampling.sampler import Sampler
 
-PROMPTS = [[5, 8, 13], [], list(range(1, 30)), [7] * 11, [3, 4]]  # the third is longer than the context
-CONTEXT = 16
+PROMPTS = [[5, 8, 13], [], list(range(1, 30)), [7] * 11, [3, 4]]  # the third leaves room for 11 tokens
+CONTEXT = 40
 
 
 # ---- logits -------------------------------------------------------------------------------------------------------
@@ -58,9 +57,9 @@ def weights(mesh):
         return tiny.place(on_host, train.Transformer)
 
 
-def generate(mesh, settings=NUCLEUS, prompts=PROMPTS, context=CONTEXT, batch=64, **changes):
+def generate(mesh, settings=NUCLEUS, prompts=PROMPTS, batch=64, **changes):
     with jax.set_mesh(tiny.mesh(mesh)):
-        return Sampler(tiny.forward(tiny.config(**changes)), settings, context, batch).generate(weights(mesh), prompts)
+        return Sampler(tiny.forward(tiny.config(**changes)), settings, CONTEXT, batch).generate(weights(mesh), prompts)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +85,7 @@ def test_tokens_are_those_of_the_uncached_forward_pass(sampler, texts):
 @pytest.mark.long
 @pytest.mark.parametrize(("mesh", "gather"), [("t=8", "layer"), ("r=2 d=2 t=2", "step")])
 def test_texts_are_the_same_on_every_mesh(mesh, gather, texts):
-    """Through windows that overflow; with weights gathered in each layer, or ahead."""
+    """With weights gathered in each layer, or ahead."""
     assert generate(mesh, gather_weights=gather) == texts
 
 
@@ -128,7 +127,7 @@ def test_another_model_samples_likewise():
         sampler = Sampler(tiny.forward(c), NUCLEUS, CONTEXT)
         drawn = sampler.generate(w, PROMPTS)
         assert redrawn(sampler.forward, w, PROMPTS, drawn, NUCLEUS, CONTEXT) == drawn
-        with pytest.raises(ValueError, match=r"sequences have 17 tokens, but model.positions is 16"):
+        with pytest.raises(ValueError, match=r"sequences have 41 tokens, but model.positions is 40"):
             Sampler(tiny.forward(c), NUCLEUS, CONTEXT + 1)
 
 
@@ -139,7 +138,7 @@ def test_greedy_text_is_that_of_llama():
     from llama_truth import llama
 
     c, prompts = tiny.model(), PROMPTS[:2] + PROMPTS[3:]
-    drawn = generate("one device", Sampling(max_tokens=20, temperature=0), prompts, context=40)
+    drawn = generate("one device", Sampling(max_tokens=20, temperature=0), prompts)
     model = llama(weights("one device"), c).eval()
     for prompt, found in zip(prompts, drawn, strict=True):
         ids = torch.tensor([[c.bos_id, *prompt]])
@@ -148,14 +147,9 @@ def test_greedy_text_is_that_of_llama():
         assert found == out[0, ids.shape[1] :].tolist()
 
 
-def test_windows_keep_the_last_half():
-    """Against a text that grows token by token."""
-    for context in (2, 3, 8, 9):
-        start = 0
-        for length in range(60):
-            if 1 + length - start > context:  # bos and all since the start
-                start = length - context // 2
-            assert window_start(length, context) == start
+@pytest.mark.long
+def test_a_text_that_fills_the_context_ends(texts):
+    assert [*map(len, texts)] == [20, 20, 11, 20, 20]
 
 
 # ---- the draw -----------------------------------------------------------------------------------------------------
@@ -246,3 +240,5 @@ def test_ids_and_contexts_out_of_range():
             Sampler(tiny.forward(tiny.config()), Sampling(), context=1)
         with pytest.raises(ValueError, match=r"prompt 1 has the token id 64; those of the model are 0 to 63"):
             Sampler(tiny.forward(tiny.config()), Sampling(), context=8).generate(None, [[1], [64]])
+        with pytest.raises(ValueError, match=r"prompt 1 has 8 tokens; a context of 8 takes fewer"):
+            Sampler(tiny.forward(tiny.config()), Sampling(), context=8).generate(None, [[1], [2] * 8])

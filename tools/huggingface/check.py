@@ -69,7 +69,7 @@ def compare_logits(c: Any, weights: Any, directory: Path, dtype: np.dtype | None
 
     Args:
         c: the run's ModelConfig.
-        weights: weights of the run, whose leaves are read when they are indexed.
+        weights: weights of the run, as NumPy arrays.
         directory: directory of config.json and the safetensors.
         dtype: dtype to which the weights were rounded; None: not rounded.
 
@@ -95,7 +95,7 @@ def compare_logits(c: Any, weights: Any, directory: Path, dtype: np.dtype | None
     targets = np.random.default_rng(0).integers(0, c.vocab, (1, length)).astype(np.uint32)
     ids = np.concatenate([[c.bos_id], targets[0, :-1]])
     rounded = lambda x: x if dtype is None else x.astype(dtype).astype(np.float32)
-    weights = jax.tree.map(lambda array: rounded(array[...]), weights)
+    weights = jax.tree.map(rounded, weights)
     own = own_results(c, weights, targets, c.layers)[1]
     with torch.no_grad():
         found = model(torch.tensor(ids)[None], use_cache=False, output_hidden_states=True)

@@ -3,12 +3,12 @@
 docs/huggingface.md describes `to_huggingface` and `from_huggingface`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from shardwright.huggingface import Names
+from shardwright.huggingface import Names, check_fixed
 from shardwright.modeling.settings import ModelConfig, RopeScaling
 from shardwright_data.checks import check_ranges
 from train import weight_table
@@ -29,7 +29,6 @@ _FIXED = {  # our math, under transformers' names
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
-    "attention_dropout": 0.0,
     "use_sliding_window": False,
     "sliding_window": None,
 }
@@ -74,7 +73,7 @@ def names_of(c: ModelConfig) -> Names:
     )
 
 
-def to_huggingface(weights: Any, c: ModelConfig) -> tuple[dict, dict[str, Callable[[], np.ndarray]]]:
+def to_huggingface(weights: Any, c: ModelConfig) -> tuple[dict, dict[str, np.ndarray]]:
     """Content of config.json and tensors of a Llama, or of a Qwen3 if `c` has qk_norm.
 
     Raises:
@@ -100,12 +99,13 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[M
     """The model section and the weights of a Llama, Mistral or Qwen3.
 
     Raises:
-        ValueError: config.json has a value out of range; a tensor is missing, or has no place in this model; or
-            train.py has other weights.
+        ValueError: config.json has other math or a value out of range, a tensor is missing or has no place in this
+            model, or train.py has other weights.
     """
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(f"config.json: model_type is {kind!r}; train.py can be {', '.join(ARCHITECTURES)}.")
+    check_fixed(config, _FIXED)
     settings = {ours: config[theirs] for ours, theirs in _SETTINGS.items()}
     heads, n_kv = config["num_attention_heads"], config["num_key_value_heads"] or config["num_attention_heads"]
     d_head = config["head_dim"] or config["hidden_size"] // heads
