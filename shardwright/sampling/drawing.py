@@ -77,24 +77,9 @@ def gumbel_noise(number: jax.Array, place: jax.Array, vocab: int, s: Sampling) -
 
 
 @typed
-def own_block(x: i32["B/r/d L"]) -> i32["B/r/d L/t"]:
-    """Scatters x, which all devices of t hold, along L over t."""
-    size = x.shape[1] // shardops.axis_size("t")
-    return lax.dynamic_slice_in_dim(x, shardops.axis_index("t") * size, size, axis=1)
-
-
-@typed
-def choose(logits: act["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"], s: Sampling) -> u32["B/r/d L/t"]:
-    """Draws the token at `place` of the text `number`. Each device of t draws for its own part of L, from all of V."""
-    scaled = scaled_logits(shardops.all_to_all("B/r/d L V/t -> B/r/d L/t V", logits), s)
-    noise = gumbel_noise(own_block(number), own_block(place), scaled.shape[-1], s)
+def choose(logits: act["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"], s: Sampling) -> u32["B/r/d L"]:
+    """Draws the token at `place` of the text `number`. All devices of t draw the same."""
+    scaled = scaled_logits(shardops.all_gather("B/r/d L V/t -> B/r/d L V", logits, replicated=True), s)
+    noise = gumbel_noise(number, place, scaled.shape[-1], s)
     kept = scaled >= lowest_kept(scaled, s)
     return jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.uint32)
-
-
-@typed
-def gathered(drawn: u32["B/r/d L/t"]) -> u32["B/r/d L"]:
-    """Tokens that `choose` draws, on all devices of t."""
-    positions = jnp.arange(drawn.shape[1] * shardops.axis_size("t"))
-    found = shardops.index_unreduced("B/r/d [L/t], L -> L B/r/d +t", drawn, positions)
-    return shardops.rearrange("L B/r/d -> B/r/d L", shardops.psum("L B/r/d +t -> L B/r/d", found))

@@ -24,7 +24,7 @@ from shardwright.modeling.model import compute_scope, inputs_of
 from shardwright.run.causality import check_causal
 from shardwright.run.soundness import check_program
 from shardwright.sampling.cache import KeyValues, Texts, check_cache, filled_cache, next_logits
-from shardwright.sampling.drawing import Sampling, check_ids, choose, gathered
+from shardwright.sampling.drawing import Sampling, check_ids, choose
 
 CHUNK = 32
 """Number of tokens of each text that are drawn before the host reads them."""
@@ -112,11 +112,8 @@ class Sampler:
 
     def _programs(self):
         forward, s, chunk = self.forward, self.settings, self._chunk
-        Weights, training, cache_size = (
-            forward.model.Weights,
-            forward.training,
-            padded(self.context, self.context, self._t),
-        )
+        Weights, training = forward.model.Weights, forward.training
+        cache_size = padded(self.context, self.context, self._t)
         Cache = Array["layers", KeyValues]
 
         @typed_shard_map
@@ -130,8 +127,8 @@ class Sampler:
             def step(carry, _):
                 cache, texts = carry
                 logits, cache = next_logits(w, cache, texts, forward)
-                own = choose(logits, texts.number[None], texts.place[None], s)
-                drawn = shardops.per_device("_N/r/d", lambda own: gathered(own)[0], own, reason=TEXTS_ARE_POSITIONS)
+                drawn = choose(logits, texts.number[None], texts.place[None], s)
+                drawn = shardops.per_device("_N/r/d", lambda ids: ids[0], drawn, reason=TEXTS_ARE_POSITIONS)
                 continues = texts.left > 0
                 ended = jnp.isin(drawn, jnp.array(s.stop, jnp.uint32))
                 texts = dataclasses.replace(

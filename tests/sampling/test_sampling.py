@@ -188,7 +188,7 @@ def test_tokens_are_as_frequent_as_the_softmax_says(s):
     rng, draws = np.random.default_rng(0), 2**17
     row = rng.normal(0, 1.5, 16).astype(np.float32)
 
-    def run(logits: f32["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"]) -> u32["B/r/d L/t"]:
+    def run(logits: f32["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"]) -> u32["B/r/d L"]:
         return choose(logits, number, place, s)
 
     shape = (8, draws // 8)
@@ -208,7 +208,7 @@ def test_tokens_are_as_frequent_as_the_softmax_says(s):
 
 
 def test_temperature_zero_takes_the_likeliest(logits):
-    def run(logits: f32["B/r/d L V/t"], zeros: i32["B/r/d L"]) -> u32["B/r/d L/t"]:
+    def run(logits: f32["B/r/d L V/t"], zeros: i32["B/r/d L"]) -> u32["B/r/d L"]:
         return choose(logits, zeros, zeros, Sampling(temperature=0))
 
     logits = logits[:48].reshape(8, 6, 40)
