@@ -5,11 +5,8 @@
     python -m tools.evaluate run=runs/<name> data=stories.jsonl step=500 mesh.t=2
     python -m tools.evaluate run=runs/<name> tasks=[mine] task_path=tasks/
 
-Without data or tasks, the loss is that of the run's own validation: its evaluation step, on the same batches.
-
-With data, each document is counted once. It is read as in training: bos and then its tokens, the end token of the run's
-data among them. A document of more than training.seq_len tokens is cut into pieces of so many, each read after bos. A
-piece does not see those before it, as in the batches of a run. docs/evaluation.md has examples.
+Without data or tasks, the loss is that of the run's own validation: its evaluation step, on the same batches. With
+data, each document is counted once. docs/evaluation.md has examples.
 """
 
 import contextlib
@@ -71,8 +68,6 @@ class Settings(CheckpointChoice):
     """Split of the dataset."""
     text_field: str = "text"
     """The JSON key or column that holds a text."""
-    separator: str | None = None
-    """Text between the documents of a .txt file. Null: it is one document."""
     tasks: list[str] = field(default_factory=list)
     """Tasks of lm-eval by name, which needs the package: pip install -e '.[eval]'."""
     task_path: str | None = None
@@ -92,6 +87,7 @@ class Settings(CheckpointChoice):
 class OpenRun:
     """A checkpoint whose weights are on the devices."""
 
+    config: Settings
     c: run_config.Config
     step: int
     which: str
@@ -101,7 +97,6 @@ class OpenRun:
     mesh: jax.sharding.Mesh
     source: Any
     """Hashes of the source, for Scorer."""
-    config: Settings
 
     def scorer(self) -> Scorer:
         """What computes losses of tokens."""
@@ -146,7 +141,7 @@ def open_run(config: Settings, write_line: Callable[[str], None] = print) -> Ope
             if why := check_causal(forward, c.training.seq_len, source):
                 write_line(f"not proved that a position sees no later token: {why}")
     c.training.compute_dtype = dtype  # after the source, of which it is a part, was compared
-    return OpenRun(c, saved.step, which, model, weights, mesh, source, config)
+    return OpenRun(config, c, saved.step, which, model, weights, mesh, source)
 
 
 # ---- the run's own validation ---------------------------------------------------------------------------------------
@@ -189,7 +184,7 @@ def documents_of(run: OpenRun) -> Iterator[Given]:
     """The documents of `data`. Raises ValueError if they are of another vocabulary than the run's data."""
     config = run.config
     if re.search(TEXTS, config.data):
-        return documents_of_files(config.data, config.text_field, config.separator, run.codec())
+        return documents_of_files(config.data, config.text_field, run.codec())
     reader = Reader(config.data, config.split)
     if reader.max_token_id >= run.c.model.vocab:
         raise ValueError(

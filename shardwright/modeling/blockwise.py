@@ -57,9 +57,8 @@ def blockwise(
     rule: Rule,
     learned: tuple = (),
     sinks: f32["B/r/d K/t Q"] | None = None,
-    block: int | None = None,
 ) -> act["B/r/d L K/t Q D"]:
-    """train.attention in blocks of at most `block` positions (None: by BLOCKS), without dropout.
+    """train.attention in blocks of positions, without dropout.
 
     Sums and softmax are in f32 at least. For each block of queries, the loop runs from the first block of keys that any
     of them sees, in any sequence, to the last one.
@@ -68,7 +67,7 @@ def blockwise(
     axes = {axis for x in jax.tree.leaves((q, k, v, places)) for axis in jax.typeof(x).manual_axis_type.varying}
     alike = lambda tree: varying(tree, axes | set(stage_axes()))
     length = q.shape[1]
-    block = block or _SMALL_BLOCKS.get() or BLOCKS.get(target_device().platform, BLOCK)
+    block = _SMALL_BLOCKS.get() or BLOCKS.get(target_device().platform, BLOCK)
     blocks = -(-length // block)
     pad = lambda x: jnp.pad(x, [(0, 0), (0, -length % blocks)] + [(0, 0)] * (x.ndim - 2))
     places = Places(*(jnp.broadcast_to(x, (len(x), length)) for x in places))

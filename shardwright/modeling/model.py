@@ -98,10 +98,7 @@ class Tokens:
 
     def prepared(self, model: "LanguageModel") -> Self:
         """The tokens with the result of the model's `prepare`, if it has one."""
-        prepared = model.prepare(self) if hasattr(model, "prepare") else self
-        if not isinstance(prepared, Tokens):
-            raise ValueError(f"prepare of {model.c.module} gives a {type(prepared).__name__}; it must give the Tokens.")
-        return prepared
+        return model.prepare(self) if hasattr(model, "prepare") else self
 
     def in_layer(self, index: jax.Array, place: int) -> Self:
         """The tokens in layer `index`, number `place` of its period, with random keys of its own."""

@@ -42,16 +42,15 @@ def pieces(ids: Sequence[int], bos: int, length: int) -> list[list[int]]:
     return [[bos, *ids[i : i + length]] for i in range(0, len(ids), length)]
 
 
-def documents_of_files(pattern: str, text_field: str, separator: str | None, codec: TextCodec) -> Iterator[Given]:
+def documents_of_files(pattern: str, text_field: str, codec: TextCodec) -> Iterator[Given]:
     """The documents of local files, each with the codec's end token. Those without text are left out, but counted.
 
     Args:
         pattern: path or glob of files of one kind, as for sources.open_files.
         text_field: the column or JSON key that holds the document.
-        separator: as for sources.open_files.
         codec: encodes them.
     """
-    blocks = sources.blocks(pattern, sources.open_files([pattern], separator), text_field, "text_field")
+    blocks = sources.blocks(pattern, sources.open_files([pattern]), text_field, "text_field")
     end = [] if codec.end is None else [codec.end]
     for i, text in enumerate(text for texts, _ in blocks for text in texts):
         if ids := codec.encode(text):

@@ -34,12 +34,12 @@ SHORTEST = 16
 compiled."""
 
 
-def refuse_inputs(model: Any, instead: str) -> None:
-    """Raises ValueError for a model that reads more than tokens; `instead` says what can be done with it."""
+def refuse_inputs(model: Any) -> None:
+    """Raises ValueError for a model that reads more than tokens."""
     if inputs := inputs_of(model):
         raise ValueError(
             f"model.module {model.c.module!r} reads {', '.join(inputs)} beside the tokens, which a text does not have. "
-            f"{instead}"
+            "Evaluate it on its run's own validation data."
         )
 
 
@@ -94,7 +94,7 @@ class Sampler:
     def __init__(self, forward: Any, settings: Sampling, context: int, batch: int = 64, source: Any = None):
         c = forward.model.c
         settings.check(c.vocab)
-        refuse_inputs(forward.model, "Evaluate it, or sample a model without Model.inputs.")
+        refuse_inputs(forward.model)
         if context < 2:
             raise ValueError(f"context is {context}; it must hold at least 2 tokens, the first of which is bos.")
         c.check(context)

@@ -77,7 +77,7 @@ class Scorer:
 
     def __init__(self, forward: Any, loss: Callable, length: int, batch: int | None = None, source: Any = None):
         c = forward.model.c
-        refuse_inputs(forward.model, "Evaluate it on its run's own validation data.")
+        refuse_inputs(forward.model)
         # The padding after a sequence is another document, for rules that see ahead. So document_mask must be on.
         alone = dataclasses.replace(forward.training, attention="auto", fp8=False, document_mask=True)
         self.forward, self.loss, self.c, self.length = dataclasses.replace(forward, training=alone), loss, c, length

@@ -1,6 +1,5 @@
 """Attention by blocks, and cuDNN's, against train.attention; the choice between them; memory."""
 
-import functools
 import re
 import types
 
@@ -16,7 +15,7 @@ import train
 from shardlib.shardtypes import dtype_name
 from shardwright.modeling import attention
 from shardwright.modeling.attention_calls import describe_attention
-from shardwright.modeling.blockwise import blockwise
+from shardwright.modeling.blockwise import blockwise, small_blocks
 from shardwright.modeling.model import Tokens
 from shardwright.modeling.rules import CAUSAL, Rule, SoftCap, Window, causal, same_document
 from shardwright.run.config import Config, check_config
@@ -65,8 +64,8 @@ CASES = [  # mesh, length, block, queries of a head, dtype
 @pytest.mark.parametrize(("mesh", "length", "block", "queries", "dtype"), CASES)
 def test_by_blocks_it_is_attention(mesh, length, block, queries, dtype):
     (q, k, v, g), document = operands(length, queries), documents(length)
-    with jax.set_mesh(tiny.mesh(mesh)):
-        found = with_gradients(functools.partial(blockwise, block=block), q, k, v, document, g, dtype)
+    with jax.set_mesh(tiny.mesh(mesh)), small_blocks(block):
+        found = with_gradients(blockwise, q, k, v, document, g, dtype)
         expected = with_gradients(train.attention, q, k, v, document, g, dtype)
     assert_close(found, expected, 3e-6 if dtype == "float32" else 2**-6)
 
@@ -79,15 +78,14 @@ def test_blocks_that_nobody_sees_are_not_computed():
     document = np.repeat(np.arange(2, dtype=np.int32), [9, 3])[None].repeat(ROWS, 0)
     clean, alone = slice(8, 12), np.arange(length) >= 9
     k[:, :4], v[:, :4] = np.nan, np.nan
-    with jax.set_mesh(tiny.mesh("one device")):
-        path = functools.partial(blockwise, block=block)
-        early = with_gradients(path, q[:, ::-1], k[:, ::-1], v[:, ::-1], np.zeros_like(document), g)
+    with jax.set_mesh(tiny.mesh("one device")), small_blocks(block):
+        early = with_gradients(blockwise, q[:, ::-1], k[:, ::-1], v[:, ::-1], np.zeros_like(document), g)
         assert np.isfinite(early[0][:, :8]).all(), "keys behind a block of queries"
         assert np.isnan(early[0][:, 8:]).all(), "and those that it sees"
-        late = with_gradients(path, q, k, v, np.where(alone, document, 0), g)
+        late = with_gradients(blockwise, q, k, v, np.where(alone, document, 0), g)
         assert np.isnan(late[0][:, clean][:, 0]).all(), "document 0 is seen from position 8"
         document = np.repeat(np.arange(2, dtype=np.int32), [8, 4])[None].repeat(ROWS, 0)
-        late = with_gradients(path, q, k, v, document, g)
+        late = with_gradients(blockwise, q, k, v, document, g)
     assert all(np.isfinite(x[:, clean]).all() for x in late), "keys of documents before those of a block of queries"
 
 

@@ -17,7 +17,7 @@ from shardwright.modeling import attention as attention_module
 from shardwright.modeling import attention_calls as calls_module
 from shardwright.modeling import blockwise as blockwise_module
 from shardwright.modeling.attention_calls import calls_of, check_paths
-from shardwright.modeling.blockwise import blockwise
+from shardwright.modeling.blockwise import blockwise, small_blocks
 from shardwright.modeling.rules import CAUSAL, Places, Rule, SoftCap, Window, causal, same_document
 
 act = dtype_name("act")
@@ -77,7 +77,7 @@ def operands():
     return q, k, v, draw(ROWS, KV, QUERIES, 8), draw(ROWS, KV, QUERIES), document, g
 
 
-PATHS = {"einsum": train.attention, "blockwise": functools.partial(blockwise, block=5)}
+PATHS = {"einsum": train.attention, "blockwise": blockwise}
 
 
 @pytest.mark.quick
@@ -114,7 +114,7 @@ def test_values_and_gradients_are_the_dense_ones(name, path):
         out, vjp = jax.vjp(run, q, k, v, bias, sinks)
         return out, *vjp(g)
 
-    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+    with jax.set_mesh(tiny.mesh("d=4 t=2")), small_blocks(5):
         found = tiny.per_device(both)(*given, document, g)
     for what, a, b in zip(("out", "q", "k", "v", "bias", "sinks"), found, (expected, *vjp(g)), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6 * max(np.abs(b).max(), 1e-9), rtol=0, err_msg=what)

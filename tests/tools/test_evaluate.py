@@ -99,14 +99,6 @@ def test_on_the_mesh_of_the_run_the_loss_is_that_of_its_log(run):
         assert (found["loss"], found["tokens"]) == (event["loss"], event["targets"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", [MeshChoice(t=8), MeshChoice(r=2, d=2, t=2)])
-def test_on_other_meshes_it_is_the_same_but_for_rounding(run, mesh):
-    found, event = evaluated(run, mesh=mesh), logged(run)[-1]
-    assert found["loss"] == pytest.approx(event["loss"], rel=1e-6)
-    assert found["tokens"] == event["targets"]
-
-
 def test_the_bytes_are_those_of_the_tokens_evaluated(run):
     """Not of the whole split, of which the validation reads a part."""
     ids = ByteTokenizer(True).encode(TEXTS).ids[: 3 * tiny.BATCH * SEQ_LEN]

@@ -100,17 +100,8 @@ def test_resuming_drops_later_texts_and_repeats_none(run, tmp_path):
         assert lines[: len(before)] == before
 
 
-def samples_of(c, directory, placement=None, write_line=None):
-    log_event = lambda *_: None
-    run = SimpleNamespace(
-        directory=directory,
-        start=0,
-        done=0,
-        placement=placement,
-        print=write_line,
-        log_event=log_event,
-        provenance={"source": None},
-    )
+def samples_of(c, directory):
+    run = SimpleNamespace(directory=directory, start=0, done=0, placement=None, provenance={"source": None})
     return TrainingSamples(c, tiny.forward(c), run)
 
 
