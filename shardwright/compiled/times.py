@@ -103,21 +103,15 @@ def _busy(spans: list[Span]) -> Callable[[float], float]:
     return lambda time: float(np.interp(time, times, np.cumsum(lengths)))
 
 
-def top_lines(found: dict[str, Any], count: int = 10, width: int = 80) -> str:
-    """The lines that take longest, for a terminal.
-
-    Args:
-        found: what line_times returns, which may come from a file.
-        count: number of lines.
-        width: number of columns.
-    """
+def top_lines(found: dict[str, Any]) -> str:
+    """The ten lines that take longest, for a terminal of 80 columns, of what line_times returns."""
     text = ["slowest    source lines, by their share of the time that devices work"]
     text.append(f"           waits: for data of other devices; {100 * found['exposed']:.1f}% of all that time")
     text.append("  time   waits  line")
-    rows = found["lines"][:count]
+    rows = found["lines"][:10]
     longest = max((len(row["line"]) for row in rows), default=0)
     for row in rows:
         exposed = f"{100 * row['exposed']:6.1f}%" if row["collective"] else " " * 7
         line = f"{100 * row['share']:5.1f}% {exposed}  {row['line'].ljust(longest)}  {row['text']}".rstrip()
-        text.append(line if len(line) <= width else line[: width - 1] + "…")
+        text.append(line if len(line) <= 80 else line[:79] + "…")
     return "\n".join(text)
