@@ -152,7 +152,7 @@ class RunLog:
             self._last_end = time.perf_counter()
 
     def add_event(self, step: int, event: str, values: Mapping[str, Any]) -> None:
-        """Writes an event of an earlier step that became known later, without arrays. Prints nothing.
+        """Writes an event of an earlier step that became known later, without arrays. Prints only if it cannot.
 
         Waits for nothing. May come from any thread, and after `close`.
         """

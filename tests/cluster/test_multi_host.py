@@ -225,7 +225,7 @@ def test_each_process_reads_its_own_part_and_one_logs(count, devices, tmp_path):
         rows = make_shardings(TokenBatch).targets.devices_indices_map(shape)
 
     # Each process reads those rows of each step that its devices hold, once. Here no two processes hold the same.
-    starts, _ = loader.spans(np.arange(steps * c.training.batch_size))
+    starts, _ = loader.sources[None].spans(np.arange(steps * c.training.batch_size))
     starts = starts.reshape(steps, -1)
     for i in range(count):
         own = sorted({row for device, (part, _) in rows.items() if owner[device] == i for row in range(8)[part]})
