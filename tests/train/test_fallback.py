@@ -137,9 +137,8 @@ def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, capsys):
     assert (event["step"], event["damaged_step"]) == (3, 6)
     assert [path.name for path in checkpoints.glob("set_aside/*/*")] == ["0000000006"]
     # Back to step 4 by choice: the same losses again, and no checkpoint of the other future is mixed in.
-    whole, metrics = losses(directory), (directory / "metrics.jsonl").read_bytes()
+    whole = losses(directory)
     run(directory, 8, resume_step=4)
-    assert metrics in [path.read_bytes() for path in directory.glob("metrics_*.jsonl")]
     assert "going on from step 4; the checkpoints [6, 8] are moved to" in capsys.readouterr().out
     assert losses(directory) == whole
     for step in (2, 4):
