@@ -268,7 +268,7 @@ class Forward:
     ) -> tuple[Any, Any, Extras]:
         """Residual stream `x` after the layers, their caches, and their Extras.
 
-        `numbers` are the LayerNumbers of a pipeline stage; None: all layers.
+        `numbers` are those of the layers of a pipeline stage; None: all layers.
         """
         t, tokens, attend = self.training, tokens.prepared(self.model), attend or self.attend(tokens)
 
@@ -387,7 +387,7 @@ class MicrobatchLoss:
         return self.forward.model.embed(self.forward.outside(w), self.forward.tokens(*microbatch))
 
     def layers(self, w: Any, x: Any, numbers: Any, *microbatch: Any) -> tuple[Any, Extras]:
-        """`x` after the layers of a stage, whose LayerNumbers are `numbers`, and their Extras."""
+        """`x` after the layers of a stage, of these numbers, and their Extras."""
         x, _, extras = self.forward.layers(w, x, self.forward.tokens(*microbatch), numbers)
         return x, extras
 

@@ -27,26 +27,24 @@ from shardwright.run.pipeline_config import PipelineConfig
 from shardwright.run.stages import training_table
 from shardwright_data.loader import TokenBatch, in_microbatches
 
-CASES = {  # schedule, v, recompute
-    "gpipe": ("gpipe", 1, False),
-    "1f1b": ("1f1b", 1, False),
-    "interleaved_1f1b": ("interleaved_1f1b", 1, False),
-    "interleaved_1f1b, v=2": ("interleaved_1f1b", 2, False),
-    "interleaved_1f1b, recompute": ("interleaved_1f1b", 1, True),
-    "zb_h1": ("zb_h1", 1, False),
-    "zb_h1, recompute": ("zb_h1", 1, True),
-    "zb_v": ("zb_v", 2, False),
+CASES = {  # schedule, v
+    "gpipe": ("gpipe", 1),
+    "1f1b": ("1f1b", 1),
+    "interleaved_1f1b": ("interleaved_1f1b", 1),
+    "interleaved_1f1b, v=2": ("interleaved_1f1b", 2),
+    "zb_h1": ("zb_h1", 1),
+    "zb_v": ("zb_v", 2),
 }
 LENGTH = 128
 SEQUENCES = 2
 """Number of sequences of a microbatch."""
 
 
-def settings(m: int, schedule: str = "gpipe", v: int = 1, recompute: bool = False) -> Config:
+def settings(m: int, schedule: str = "gpipe", v: int = 1) -> Config:
     """A configuration with m microbatches and this schedule."""
     model = train.ModelConfig(vocab=512, d_model=256, layers=8, n_kv=2, n_q_per_kv=2, d_head=64, d_ff=704)
     c = config_of(model, batch_size=m * SEQUENCES, seq_len=LENGTH, microbatches=m, gather_weights="step")
-    return dataclasses.replace(c, pipeline=PipelineConfig(schedule, v, recompute=recompute))
+    return dataclasses.replace(c, pipeline=PipelineConfig(schedule, v))
 
 
 class Program:

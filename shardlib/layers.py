@@ -1,4 +1,4 @@
-"""The loop over a stack of layers, for any model: scan, checkpointing, unrolling, padding, caches."""
+"""The loop over a stack of layers, for any model: scan, checkpointing, unrolling, caches."""
 
 import dataclasses
 import functools
@@ -14,16 +14,6 @@ from shardlib.op_checks import zeros_like_traced
 from shardlib.parsing import ShardError
 from shardlib.places import place_of
 from shardlib.values import describe, is_opaque, stage_axes
-
-
-@pytree_dataclass
-class LayerNumbers:
-    """The number of the layer in each row of a stack of layers."""
-
-    index: jax.Array
-    """i32[rows], or a scalar for one row in the loop over layers. -1: padding, which makes all stages the same size."""
-    padded: bool = dataclasses.field(default=False, metadata={"static": True})
-    """Whether there are rows of padding."""
 
 
 @pytree_dataclass
@@ -66,14 +56,14 @@ class LayerMetrics:
     def of_rows(cls, metrics: dict[str, jax.Array], rows: jax.Array, layers: int) -> Any:
         """Metrics of the layers in one device's rows, 0 for other layers; None without metrics.
 
-        `metrics` has a value for each row, and `rows` the number of its layer, -1 for padding.
+        `metrics` has a value for each row, and `rows` the number of its layer.
         """
         if not metrics:
             return None
         names = tuple(sorted(metrics))
         of_rows = jnp.stack([metrics[name].astype(jnp.float32) for name in names])
         values = jnp.zeros((len(names), layers), jnp.float32)
-        return cls(values.at[:, jnp.where(rows < 0, layers, rows)].add(of_rows, mode="drop"), names)
+        return cls(values.at[:, rows].add(of_rows), names)
 
     def by_name(self) -> dict[str, jax.Array]:
         """Each metric, a vector over the layers."""
@@ -84,7 +74,7 @@ def run_layers(
     layer: Callable,
     w: Any,
     x: Any,
-    numbers: LayerNumbers | None,
+    numbers: jax.Array | None,
     attend: Callable,
     caches: Any = None,
     *,
@@ -99,8 +89,7 @@ def run_layers(
             `place` is the place of the layer in its period, an int. `attend` is described below.
         w: weights of the layers, each array with one leading dim of rows.
         x: the residual stream.
-        numbers: number of the layer in each row. Rows of padding leave x as it is. None: the rows are the layers in
-            order.
+        numbers: number of the layer in each row. None: the rows are the layers in order.
         attend: (cache, q, k, v, …) -> the output of attention, and the new cache of the layer. A layer calls it without
             the cache, exactly once if there are caches.
         caches: caches of the layers, each array with one leading dim of rows; or None.
@@ -119,8 +108,8 @@ def run_layers(
             "give one array from embed and from layer, with its parts side by side in M or in a dim of their own",
         )
     if numbers is None:
-        numbers = LayerNumbers(jnp.arange(len(jax.tree.leaves(w)[0])))
-    periods = len(numbers.index) // period
+        numbers = jnp.arange(len(jax.tree.leaves(w)[0]))
+    periods = len(numbers) // period
     at_once = periods if unroll is None else min(max(1, unroll // period), periods)
     # XLA must not replace a recomputed value by that of the forward pass. If both passes are loops, it cannot, and
     # prevent_cse would only make the gathers of each layer wait for the gradient that arrives there.
@@ -137,7 +126,7 @@ def run_layers(
             read, cache = attend(given, *args, **options)
             return read
 
-        y = layer(weights, x, number.index, place, attend_in_layer)
+        y = layer(weights, x, number, place, attend_in_layer)
         y, extras = split_extras(y)
         extras.check()
         if _kind(y) != _kind(x):
@@ -154,15 +143,7 @@ def run_layers(
             )
         return y, (cache, extras)
 
-    def run_if_layer(place, x, of_layer):
-        _, number, cache = of_layer
-        if not number.padded:
-            return run(place, x, of_layer)
-        _, (_, extras) = jax.make_jaxpr(functools.partial(run, place), return_shape=True)(x, of_layer)[1]
-        skip = lambda x, _: (x, (cache, jax.tree.map(zeros_like_traced, extras)))
-        return lax.cond(number.index >= 0, functools.partial(run, place), skip, x, of_layer)
-
-    layer_at = [functools.partial(run_if_layer, place) for place in range(period)]
+    layer_at = [functools.partial(run, place) for place in range(period)]
     if checkpoint is not None:
         layer_at = [checkpoint(run, prevent_cse=prevent_cse) for run in layer_at]
     stack = w, numbers, caches

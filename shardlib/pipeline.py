@@ -23,7 +23,7 @@ from jax import lax
 
 from shardlib import marks
 from shardlib.checks import Scope
-from shardlib.layers import Extras, LayerMetrics, LayerNumbers
+from shardlib.layers import Extras, LayerMetrics
 from shardlib.op_checks import varying, wrap, zeros_like_traced
 from shardlib.parsing import PIPELINE_AXIS, ShardError
 from shardlib.placement import LayerPlacement
@@ -44,8 +44,8 @@ class StagedLoss(Protocol):
     def first(self, w: Any, *microbatch: Any) -> Any:
         """The input of the first layer. All devices of p run it together."""
 
-    def layers(self, w: Any, x: Any, numbers: LayerNumbers, *microbatch: Any) -> tuple[Any, Extras]:
-        """`x` after layers, of the same type, and their Extras. Each stage runs it on its own layers, `w`."""
+    def layers(self, w: Any, x: Any, numbers: jax.Array, *microbatch: Any) -> tuple[Any, Extras]:
+        """`x` after layers, of the same type, and their Extras. `w` has those of one stage, of `numbers`."""
 
     def last(self, w: Any, x: Any, *microbatch: Any) -> Any:
         """The loss, an f32 scalar, from the output of the last layer. All devices of p run it together."""
@@ -88,7 +88,7 @@ def _run(
     leaves, structure = jax.tree.flatten(w)
     w = structure.unflatten([marks.enter(x, f"{label} [{i}]") for i, x in enumerate(leaves)])
     me = lax.axis_index(PIPELINE_AXIS)
-    numbers = LayerNumbers(jnp.asarray(placement.rows)[me], placement.padded)
+    numbers = jnp.asarray(placement.rows)[me]
     outer = {f.name: getattr(w, f.name) for f in dataclasses.fields(w) if f.name != "layers"}
 
     # Below, `stack` is the layers of chunk i, and k the number of a microbatch.
@@ -110,24 +110,21 @@ def _run(
     y_type, extras_type = jax.eval_shape(layers, chunk(w.layers, zero), x_type, zero, zero)
     backward_of, saved_types = None, []
     if training:
-        backward_of = StageBackward(stage, chunk(w.layers, zero), x_type, y_type, table.halves, not table.recompute)
-        saved_types = [] if table.recompute else backward_of.saved_types
+        backward_of = StageBackward(stage, chunk(w.layers, zero), x_type, y_type, table.halves)
+        saved_types = backward_of.saved_types
 
     def forward(entry, carry):
         x = _get(carry["arrivals"], entry["forward_input"])
         i, k = entry["forward_chunk"], entry["forward_microbatch"]
-        if training and not table.recompute:
+        if training:
             y, keep = backward_of.forward(chunk(w.layers, i), x, i, k)
             return y, _put_all(carry["saved"], keep, entry["forward_residuals"])
         return layers(chunk(w.layers, i), x, i, k)[0], carry["saved"]
 
     def backward(entry, carry):
-        i, k = entry["backward_chunk"], entry["backward_microbatch"]
+        i = entry["backward_chunk"]
         stack = chunk(w.layers, i)
-        if table.recompute:
-            _, saved = backward_of.forward(stack, _get(carry["arrivals"], entry["backward_input"]), i, k)
-        else:
-            saved = [_get(buffer, entry["backward_residuals"]) for buffer in carry["saved"]]
+        saved = [_get(buffer, entry["backward_residuals"]) for buffer in carry["saved"]]
         extra, metrics = backward_of.results(saved)
         dy = _get(carry["arrivals"], entry["backward_cotangent"])
         g_stack, kept, total = carry["g_stack"], carry["kept"], carry["loss"]
@@ -230,7 +227,7 @@ def _run(
     total = wrap(marks.leave(carry["loss"], label, "+p"), (PIPELINE_AXIS,), (), "the pipeline")
     if not training:
         return total, None, None
-    metrics = LayerMetrics.of_rows(carry["metrics"], numbers.index, sum(placement.counts))
+    metrics = LayerMetrics.of_rows(carry["metrics"], numbers, placement.rows.size)
     metrics = jax.tree.map(lambda x: marks.leave(x, label, "N depth +p"), metrics)
     metrics = jax.tree.map(lambda x: wrap(x, (PIPELINE_AXIS,), (), "the pipeline"), metrics)
     g = dataclasses.replace(w, layers=carry["g_stack"], **carry["g_outer"])

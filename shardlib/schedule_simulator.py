@@ -19,25 +19,23 @@ class Costs:
     forward: float = 1.0
     """Time of the forward of one microbatch."""
     backward: float = 2.0
-    """Time of the backward of one microbatch, without a recomputed forward."""
+    """Time of the backward of one microbatch, both halves."""
     transfer: float = 0.0
     """Time of a transfer to the next device, once in each tick."""
     weights: float = 0.5
     """Share of a backward that its half for the weights takes, in [0, 1]."""
 
     def of(self, kind: str, halves: bool) -> float:
-        """Time of a `Span.kind`; `halves`: its half for the weights is not part of a backward."""
-        if kind.startswith("forward"):
-            return self.forward
-        share = {"weights": self.weights, "backward": 1 - self.weights if halves else 1}
-        return share[kind] * self.backward
+        """Time of a task in the slot `kind` of a tick; `halves`: its half for the weights is not part of a backward."""
+        backward = (1 - self.weights if halves else 1) * self.backward
+        return {"forward": self.forward, "backward": backward, "weights": self.weights * self.backward}[kind]
 
 
 class Span(NamedTuple):
-    """A task, or a part of it, with its start and end."""
+    """A task with its start and end."""
 
     kind: str
-    """forward; backward, or its input half; weights, its other half; forward again, with which a backward begins."""
+    """forward; backward, or its input half; weights, its other half."""
     stage: int
     microbatch: int
     start: float
@@ -65,10 +63,9 @@ class Timeline:
     def most_alive(self) -> list[int]:
         """Largest number of activations alive at once on each device.
 
-        An activation is alive from the start of its forward to the end of its backward. With halves it is alive to the
-        end of the last half; but if the forward is repeated, the input of the stage is needed for the first half only.
+        An activation is alive from the start of its forward to the end of its backward, of both halves.
         """
-        last = "weights" if self.table.halves and not self.table.recompute else "backward"
+        last = "weights" if self.table.halves else "backward"
         found = []
         for spans in self.spans:
             changes = [(span.start, 1) for span in spans if span.kind == "forward"]
@@ -85,24 +82,20 @@ def simulate(table: TickTable, costs: Costs) -> Timeline:
     not where a tick has one task of each device.
     """
     columns = table.columns
-    kinds = {slot: (slot,) for slot in ("forward", "backward", "weights")}
-    if table.recompute:
-        kinds["backward"] = "forward again", "backward"
     ticks, p = columns["forward"].shape
     spans: list[list[Span]] = [[] for _ in range(p)]
     starts, now = [], 0.0
     for t in range(ticks):
         starts.append(now)
         free_at = [now] * p
-        for slot in kinds:
+        for slot in ("forward", "backward", "weights"):
             if not table.one_message:
                 free_at = [max(free_at)] * p
             for device in np.flatnonzero(columns[slot][t]).tolist():
                 stage = table.stages[device][columns[f"{slot}_chunk"][t, device]]
                 k = int(columns[f"{slot}_microbatch"][t, device])
-                for kind in kinds[slot]:
-                    start, time = free_at[device], costs.of(kind, table.halves) / len(table.stages[device])
-                    free_at[device] = start + time
-                    spans[device].append(Span(kind, stage, k, start, free_at[device]))
+                start = free_at[device]
+                free_at[device] = start + costs.of(slot, table.halves) / len(table.stages[device])
+                spans[device].append(Span(slot, stage, k, start, free_at[device]))
         now = max(free_at) + costs.transfer
     return Timeline(table, spans, now, starts)

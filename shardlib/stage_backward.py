@@ -26,10 +26,9 @@ class StageBackward:
         stage: (stack, x, chunk, microbatch) -> (y, loss of the layers), metrics of the layers.
         stack, x, y: the types of the weights of a chunk, of the input and of the output.
         halves: whether the backward is done in halves.
-        is_saved: whether what the forward passes is still there for the half for the weights.
     """
 
-    def __init__(self, stage: Callable, stack: Any, x: Any, y: Any, halves: bool, is_saved: bool):
+    def __init__(self, stage: Callable, stack: Any, x: Any, y: Any, halves: bool):
         self._stage = stage
         self._structure: Any = None
         self._results: Any = None
@@ -41,7 +40,7 @@ class StageBackward:
             (program, results) = jax.make_jaxpr(self.whole, return_shape=True)(stack, self.saved_types, y)
             self._dx, self._g = jax.tree.structure(results[0]), jax.tree.structure(results[1])
             wanted = [True] * self._dx.num_leaves + [False] * self._g.num_leaves
-            given = [True] * len(jax.tree.leaves(stack)) + [is_saved] * len(self.saved_types) + [False]
+            given = [True] * len(jax.tree.leaves(stack)) + [True] * len(self.saved_types) + [False]
             self._halves = Halves(program, wanted, given)
             self._halves.defer([not is_wanted for is_wanted in wanted])
             _, self.kept_types = jax.eval_shape(self.input, stack, self.saved_types, y)
@@ -75,7 +74,6 @@ class StageBackward:
         return jax.tree.unflatten(self._dx, outs[: self._dx.num_leaves]), kept
 
     def weights(self, stack: Any, saved: list[jax.Array], kept: list[jax.Array]) -> Any:
-        """The gradients of the weights. `saved` may be empty, if it is not there any more."""
-        saved = saved or [None] * len(self.saved_types)
+        """The gradients of the weights."""
         outs = self._halves.second([*jax.tree.leaves(stack), *saved, None], jax.tree.unflatten(self._kept, kept))
         return jax.tree.unflatten(self._g, outs[self._dx.num_leaves :])

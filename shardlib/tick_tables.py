@@ -15,7 +15,7 @@ COLUMNS = (
     *("forward", "forward_first", "forward_last", "forward_chunk", "forward_microbatch"),
     *("forward_input", "forward_output", "forward_residuals"),
     *("backward", "backward_first", "backward_last", "backward_chunk", "backward_microbatch"),
-    *("backward_input", "backward_cotangent", "backward_residuals", "backward_kept"),
+    *("backward_cotangent", "backward_residuals", "backward_kept"),
     *("weights", "weights_chunk", "weights_microbatch", "weights_residuals", "weights_kept"),
     *("from_left", "from_right", "from_self"),
 )
@@ -32,7 +32,7 @@ class TickTable:
     a backward and `weights` its other half; otherwise `backward` is all of it. Of that task:
     …_first, …_last: 1 if its stage is the first or the last.
     …_chunk in [0, v), …_microbatch in [0, m).
-    forward_input, backward_input: the slot of `arrivals` with the stage's input. That of the first stage is written at
+    forward_input: the slot of `arrivals` with the stage's input. That of the first stage is written at
     the start of the tick of its forward.
     forward_output: the slot of `arrivals` that the last stage writes, for the loss; `arrivals` for other stages.
     backward_cotangent: the slot of `arrivals` with the gradient of the stage's output. For the last stage it is that of
@@ -45,8 +45,6 @@ class TickTable:
     """
     stages: Stages
     """The stages of each device."""
-    recompute: bool
-    """Whether a backward computes the forward of its stage again from its input, and there are no residuals."""
     arrivals: int
     """Number of slots for what arrives, inputs of stages and gradients of their outputs: the most of any device."""
     residuals: int
@@ -65,12 +63,11 @@ class TickTable:
         return not (self.columns["forward"] & self.columns["backward"]).any()
 
 
-def tick_table(orders: Orders, *, recompute: bool) -> TickTable:
+def tick_table(orders: Orders) -> TickTable:
     """Places the tasks in ticks, as early as their order allows, and assigns a slot to everything that is kept.
 
     `orders` is a schedule or its `forwards`, for which the columns of backwards are 0. If a schedule has halves of
-    backwards, its whole backwards are done as two halves, one after the other. With `recompute` a backward starts from
-    the input of its stage, which is kept until then, and there are no residuals. Otherwise the input is kept until the
+    backwards, its whole backwards are done as two halves, one after the other. The input of a stage is kept until its
     forward, and residuals from the forward to the end of the backward. The last stage keeps its output until its
     backward.
     """
@@ -88,12 +85,10 @@ def tick_table(orders: Orders, *, recompute: bool) -> TickTable:
     # For what is kept of each stage and microbatch, the tick in which it is written, and in which it is last read.
     arriving, kept_residuals, kept = {}, {}, {}
     for stage, k in f:
-        last_read = b if training and recompute else f
-        arriving["forward", stage, k] = f[stage - 1, k] + 1 if stage else f[stage, k], last_read[stage, k]
+        arriving["forward", stage, k] = f[stage - 1, k] + 1 if stage else f[stage, k], f[stage, k]
         if training:
             written = f[stage, k] if stage == stages - 1 else b[stage + 1, k] + 1
             arriving["backward", stage, k] = written, b[stage, k]
-        if training and not recompute:
             kept_residuals["forward", stage, k] = f[stage, k], (w or b)[stage, k]
         if w:
             kept["backward", stage, k] = b[stage, k], w[stage, k]
@@ -112,7 +107,7 @@ def tick_table(orders: Orders, *, recompute: bool) -> TickTable:
         values["_residuals"] = residual_slots.get(("forward", stage, k), 0)
         if slot != "weights":
             values |= {"_first": stage == 0, "_last": stage == stages - 1}
-        if slot == "forward" or (slot == "backward" and recompute):
+        if slot == "forward":
             values["_input"] = arrival_slots.get(("forward", stage, k), 0)
         if slot == "forward" and training and stage == stages - 1:
             values["_output"] = arrival_slots["backward", stage, k]
@@ -130,7 +125,7 @@ def tick_table(orders: Orders, *, recompute: bool) -> TickTable:
             step = to - stage if by_device == in_a_ring(p, v) else there - device
             way = _WAYS.get(step) or _WAYS[step - p if step > 0 else step + p]  # around the ring
             columns[way][t + 1, there] = arrival_slots[slot, to, k]
-    return TickTable(columns, by_device, recompute, arrivals, residuals, kept_count)
+    return TickTable(columns, by_device, arrivals, residuals, kept_count)
 
 
 _WAYS = {1: "from_left", -1: "from_right", 0: "from_self"}

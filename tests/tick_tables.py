@@ -44,7 +44,7 @@ class _Device:
 
     def __init__(self, table: TickTable, number: int, last: int, training: bool):
         self.table, self.number, self.stages, self.last = table, number, table.stages[number], last
-        self.saves = training and not table.recompute
+        self.saves = training
         self.arrivals: list[Task | None] = [None] * (table.arrivals + 1)
         self.residuals: list[Task | None] = [None] * table.residuals
         self.kept: list[Task | None] = [None] * table.kept
@@ -72,18 +72,14 @@ class _Device:
             self.head()
         if backward:
             _, stage, k = backward
-            if self.saves:
-                self.compare(backward, "residuals", "backward_residuals", Task("forward", stage, k))
-            else:
-                self.compare(backward, "arrivals", "backward_input", Task("forward", stage - 1, k))
+            self.compare(backward, "residuals", "backward_residuals", Task("forward", stage, k))
             self.compare(backward, "arrivals", "backward_cotangent", Task("backward", stage + 1, k))
             if self.table.halves:
                 self.kept[row["backward_kept"]] = backward
         self.backward = backward
         if weights:
             self.compare(weights, "kept", "weights_kept", weights._replace(kind="backward"))
-            if self.saves:
-                self.compare(weights, "residuals", "weights_residuals", weights._replace(kind="forward"))
+            self.compare(weights, "residuals", "weights_residuals", weights._replace(kind="forward"))
 
     def head(self) -> None:
         """The loss: its gradient replaces the output of the last stage."""

@@ -119,11 +119,7 @@ def initialize(table, key: jax.Array, order: LayerOrder | None = None):
     Raises:
         ValueError: as check_table.
     """
-    placed = table
-    if order is not None:  # stacks may have more rows than layers
-        with_rows = lambda w, stack: dataclasses.replace(w, shape=(order.rows, *w.shape[1:])) if stack else w
-        placed = jax.tree.map(with_rows, table, are_stacks(table))
-    check_table(placed)
+    check_table(table)
 
     def array(path, weight: Weight, sharding, is_stack: bool) -> jax.Array:
         reorder, shape = is_stack and order is not None, weight.shape
@@ -136,5 +132,5 @@ def initialize(table, key: jax.Array, order: LayerOrder | None = None):
             x = jnp.full(shape, weight.mean, jnp.float32, out_sharding=generated)
         return order.to_rows(x, out_sharding=sharding) if reorder else x
 
-    shardings = make_shardings(type(table), like=shapes_of(placed))
+    shardings = make_shardings(type(table), like=shapes_of(table))
     return jax.tree_util.tree_map_with_path(array, table, shardings, are_stacks(table))

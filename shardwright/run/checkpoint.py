@@ -27,7 +27,6 @@ from shardwright.run.checkpoint_arrays import (
     named_leaves,
     read_arrays,
     start_copies,
-    stored_shape,
     write_arrays,
 )
 from shardwright.run.manifest import (
@@ -181,7 +180,7 @@ class Checkpointer:
             step: step of a complete checkpoint.
             like: a pytree of jax.ShapeDtypeStruct with shardings, or of arrays, on any mesh. It may lack whole children
                 of what was saved, such as the optimizer's state, which are not read.
-            orders: as for `save`; padding is 0.
+            orders: as for `save`.
 
         Raises:
             ValueError: the checkpoint has other arrays than `like`. The message names them.
@@ -363,7 +362,7 @@ def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[C
 
 def _check_same_arrays(path: str, saved: dict[str, SavedArray], expected: dict[str, Any], orders: Orders) -> None:
     found = {name: f"{array.dtype}{list(array.shape)}" for name, array in saved.items()}
-    wanted = {name: f"{x.dtype}{list(stored_shape(x, orders.get(name)))}" for name, x in expected.items()}
+    wanted = {name: f"{x.dtype}{list(x.shape)}" for name, x in expected.items()}
     if problems := config_differences(found, wanted, (*found, *wanted)):
         raise ValueError(
             f"the checkpoint {path} does not fit this run:\n  "

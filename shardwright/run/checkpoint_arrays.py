@@ -51,11 +51,6 @@ def _within(box: Box, outer: Box) -> Box:
     return tuple(slice(at.start - o.start, at.stop - o.start) for at, o in zip(box, outer, strict=True))
 
 
-def stored_shape(leaf: Any, order: LayerOrder | None) -> tuple[int, ...]:
-    """Shape of the array on disk."""
-    return leaf.shape if order is None else (order.layers, *leaf.shape[1:])
-
-
 def _stored_regions(index: Sequence[slice], shape: Sequence[int], order: LayerOrder | None) -> list[tuple[Box, Any]]:
     """Regions of the array on disk that a device's part of a leaf consists of, each with its rows in that part."""
     box = _bounded(index, shape)
@@ -95,7 +90,7 @@ def copy_to_host(leaves: dict[str, jax.Array], shards: dict[str, list[jax.Shard]
     arrays = []
     for name, leaf in leaves.items():
         order = orders.get(name)
-        saved = SavedArray(name, stored_shape(leaf, order), str(leaf.dtype), _chunk_shape(leaf, order))
+        saved = SavedArray(name, leaf.shape, str(leaf.dtype), _chunk_shape(leaf, order))
         chunks: dict[Index, np.ndarray] = {}
         for shard in shards[name]:
             # On a CPU device this is a reference to the buffer, not a copy. While it lives, JAX does not let a step

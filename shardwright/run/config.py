@@ -78,7 +78,7 @@ class TrainingConfig:
     save: str = "marked"
     """Values that the forward pass of a layer keeps for its backward pass, which computes the rest again. marked: those
     that the model marks with save_for_backward. offload: the same, in the memory of the device's host. It needs a loop
-    over layers, and with stages pipeline.recompute. nothing: the layer's input only. dots: products with weights.
+    over layers, and a mesh without stages. nothing: the layer's input only. dots: products with weights.
     everything: all that it needs."""
     unroll: int | None = within(1, 2**16, 1)
     """Layers in one iteration of the loop over layers, at least 1. Null: all, so that there is no loop. That takes
@@ -211,10 +211,10 @@ def check_config(c: Config) -> None:
     check_choice("training.save", c.training.save, tuple(KEPT))
     check_weights("training.eval_weights", c.training.eval_weights, c.training.ema_decay)
     in_loop = c.training.unroll is not None and (c.training.unroll < c.model.layers or c.model.layers == 1)
-    if c.training.save == "offload" and not (in_loop and (c.mesh.p == 1 or c.pipeline.recompute)):
+    if c.training.save == "offload" and not (in_loop and c.mesh.p == 1):
         raise ValueError(
-            "training.save is offload, which saves no memory without a loop over layers, and with stages without "
-            "recompute. Set training.unroll=1, with mesh.p also pipeline.recompute=true, or choose marked."
+            "training.save is offload, which saves no memory without a loop over layers, or with stages. Set "
+            "training.unroll=1 and mesh.p=1, or choose marked."
         )
     if c.training.loss_chunk is not None and c.training.seq_len % c.training.loss_chunk:
         raise ValueError(

@@ -24,7 +24,10 @@ from shardwright_data.foreign import check_types
 from shardwright_data.loader import check_skips
 from shardwright_data.loader import fixed_settings as fixed_data_settings
 
-RETIRED = {"hardware": ("xla_flags", "hosts", "coordinator", "host", "name", "memory_fraction")}
+RETIRED = {
+    "hardware": ("xla_flags", "hosts", "coordinator", "host", "name", "memory_fraction"),
+    "pipeline": ("layers_per_stage", "recompute"),
+}
 """Settings of older checkpoints that no run has. None of them changes what a run computes."""
 _METADATA = {
     "loader?": {"step?": int, "epoch?": int, "block?": int, "documents?": int, "tokens?": int},

@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import hashlib
 import inspect
-import math
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +15,7 @@ from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS
 from shardlib.places import place
 from shardlib.proof.check import UNTRACED, Finding, prove, raise_for
 from shardwright.cluster.devices import kept_programs
-from shardwright.modeling.model import inputs_of, period_of
+from shardwright.modeling.model import inputs_of
 from shardwright.run.config import Config
 from shardwright_data.loader import batch_shapes
 
@@ -85,28 +84,15 @@ def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[F
     others = {axis: n for axis, n in mesh.shape.items() if axis != PIPELINE_AXIS}
     kinds = tuple(kind for kind, axis in zip(mesh.axis_types, mesh.axis_names, strict=True) if axis != PIPELINE_AXIS)
     alone = AbstractMesh(tuple(others.values()), tuple(others), axis_types=kinds)
-    even = _with_even_stages(c, model, mesh)
-    of_even = lambda: trace(even, type(model)(even.model), shared=True)
-    return [*prove(trace, alone), *prove(of_even, mesh), *_beside_stages(trace, c, model, mesh)]
-
-
-def _with_even_stages(c: Config, model: Any, mesh: Any) -> Config:
-    """`c`, with equal stages where it has not: rows of padding would give stacks of layers another shape."""
-    if c.pipeline.layers_per_stage is None:
-        return c
-    whole = mesh.shape[PIPELINE_AXIS] * c.pipeline.virtual_stages * period_of(model)
-    layers = math.ceil(c.model.layers / whole) * whole
-    pipeline = dataclasses.replace(c.pipeline, layers_per_stage=None)
-    return dataclasses.replace(c, model=dataclasses.replace(c.model, layers=layers), pipeline=pipeline)
+    return [*prove(trace, alone), *prove(lambda: trace(shared=True), mesh), *_beside_stages(trace, c, model, mesh)]
 
 
 def _beside_stages(trace: Callable, c: Config, model: Any, mesh: Any) -> list[Finding]:
     """What is wrong outside of the stages. Compared with twice the stages, layers and microbatches, where possible."""
     p, t = mesh.shape[PIPELINE_AXIS], c.training
     training = dataclasses.replace(t, batch_size=2 * t.batch_size, microbatches=2 * t.microbatches)
-    even = _with_even_stages(c, model, mesh)
-    larger_model = dataclasses.replace(even.model, layers=2 * even.model.layers)
-    twice = dataclasses.replace(even, model=larger_model, training=training)
+    larger_model = dataclasses.replace(c.model, layers=2 * c.model.layers)
+    twice = dataclasses.replace(c, model=larger_model, training=training)
     found = prove(lambda: trace(twice, type(model)(twice.model)), mesh, {PIPELINE_AXIS: 2 * p})
     if any(str(finding).startswith(UNTRACED) for finding in found):
         found = prove(trace, mesh, {PIPELINE_AXIS: p})

@@ -1,7 +1,7 @@
 """Pipeline of a run: the layers of each stage, the schedule, and the order of the weights at rest.
 
 At rest a stack of layers is `layers/p`, in the order of shardlib/placement.py. That is the order of the layers if each
-device of p has one chunk and all have the same number of layers.
+device of p has one chunk.
 """
 
 import dataclasses
@@ -36,18 +36,18 @@ def placement_of(c: Config, model: LanguageModel) -> LayerPlacement:
     """Placement of the layers of a run on the current mesh. Raises ValueError if they cannot be placed so."""
     p, v = mesh_axes().get(PIPELINE_AXIS, 1), c.pipeline.virtual_stages
     if p == 1:
-        return place_layers(c.model.layers, in_a_ring(1, 1), None, period_of(model))
+        return place_layers(c.model.layers, in_a_ring(1, 1), period_of(model))
     try:
         stages = stages_of(c.pipeline.schedule, p, c.training.microbatches, v)
     except ValueError as error:
         names = "p is mesh.p, v pipeline.virtual_stages, the number of microbatches training.microbatches"
         raise ValueError(f"pipeline.schedule={c.pipeline.schedule}: {error} ({names})") from None
-    return place_layers(c.model.layers, stages, c.pipeline.layers_per_stage, period_of(model))
+    return place_layers(c.model.layers, stages, period_of(model))
 
 
 def training_table(c: Config, model: LanguageModel) -> TickTable:
     """Table of a training step. Raises ValueError if the schedule does not allow so many microbatches."""
-    return tick_table(_orders(c, placement_of(c, model)), recompute=c.pipeline.recompute)
+    return tick_table(_orders(c, placement_of(c, model)))
 
 
 def _orders(c: Config, placement: LayerPlacement) -> Orders:
@@ -77,7 +77,7 @@ def run_training(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batc
 def run_evaluation(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any) -> Any:
     """The loss of `run_training`, without gradients."""
     placement = placement_of(c, model)
-    table = tick_table(forwards(_orders(c, placement)), recompute=True)
+    table = tick_table(forwards(_orders(c, placement)))
     return pipeline.run_evaluation(loss, placement, table, w, batch)
 
 
@@ -158,13 +158,11 @@ def describe_stages(c: Config, model: LanguageModel) -> list[str]:
     """Lines on the schedule and on each stage: its device of p, and its layers. None without stages."""
     if not has_stages():
         return []
-    placement, first = placement_of(c, model), 0
+    placement = placement_of(c, model)
     ticks = len(training_table(c, model).columns["forward"])
-    keeps = "recompute" if c.pipeline.recompute else "what is marked is saved"
-    lines = [f"{c.pipeline.schedule}, {c.training.microbatches} microbatches in {ticks} ticks, {keeps}"]
-    for stage, count in enumerate(placement.counts):
-        device, chunk = placement.place_of(stage)
+    lines = [f"{c.pipeline.schedule}, {c.training.microbatches} microbatches in {ticks} ticks"]
+    for stage, device, chunk in sorted((s, d, i) for d, own in enumerate(placement.stages) for i, s in enumerate(own)):
         where = f"p={device}" + f" chunk {chunk}" * (placement.v > 1)
-        lines.append(f"stage {stage}: {where}: layers {first}-{first + count - 1}")
-        first += count
+        first = stage * placement.chunk_rows
+        lines.append(f"stage {stage}: {where}: layers {first}-{first + placement.chunk_rows - 1}")
     return [*lines, f"all together: embedding, logits and loss; each has 1/{placement.p} of the vocabulary"]

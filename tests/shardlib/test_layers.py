@@ -1,4 +1,4 @@
-"""The loop over a stack of layers against a loop in Python: values, gradients, caches, padding, however it is run."""
+"""The loop over a stack of layers against a loop in Python: values, gradients, caches, however it is run."""
 
 import functools
 
@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from jax_extra import KEPT, explicit_activation_checkpointing, save_for_backward
-from shardlib.layers import LayerNumbers, run_layers
+from shardlib.layers import run_layers
 from shardlib.parsing import ShardError
 
 ROWS, WIDTH = 5, 6
-PADDED = (0, -1, 1, 2, -1)
 
 
 def layer(w, x, index, place, attend):
@@ -40,17 +39,13 @@ def by_hand(w, x, caches, numbers):
     found = []
     for row, index in enumerate(numbers):
         own = None if caches is None else caches[row]
-        if index >= 0:
-            kept = []
 
-            def attend_and_keep(q, k, v, drop, own=own, kept=kept):
-                read, cache = attend(own, q, k, v, drop)
-                kept.append(cache)
-                return read
+        def attend_and_keep(q, k, v, drop, own=own):
+            read, cache = attend(own, q, k, v, drop)
+            found.append(cache)
+            return read
 
-            x = layer(jax.tree.map(lambda w, row=row: w[row], w), x, index, 0, attend_and_keep)
-            (own,) = kept
-        found.append(own)
+        x = layer(jax.tree.map(lambda w, row=row: w[row], w), x, index, 0, attend_and_keep)
     return x, jnp.stack(found)
 
 
@@ -59,9 +54,7 @@ def keeping(save):
 
 
 def loop(w, x, caches, numbers=None, **options):
-    rows = None
-    if numbers is not None:
-        rows = LayerNumbers(jnp.array(numbers, jnp.int32), padded=min(numbers) < 0)
+    rows = None if numbers is None else jnp.array(numbers, jnp.int32)
     return run_layers(layer, w, x, rows, attend, caches, **options)[:2]
 
 
@@ -105,24 +98,6 @@ def test_a_stage_has_layers_of_its_own_numbers(numbers):
     w, x, caches = inputs()
     found = with_gradients(functools.partial(loop, numbers=numbers), w, x, caches)
     assert_same(found, with_gradients(functools.partial(by_hand, numbers=numbers), w, x, caches))
-
-
-@pytest.mark.parametrize("unroll", [1, 2, None])
-@pytest.mark.parametrize("save", KEPT)
-def test_padding_is_no_layer(save, unroll):
-    """Whatever its weights are, even what is no number, and its gradients are 0."""
-    w, x, caches = inputs()
-    padding = np.array(PADDED) < 0
-    expected = with_gradients(functools.partial(by_hand, numbers=PADDED), w, x, caches)
-    broken = jax.tree.map(lambda w: np.where(padding.reshape(-1, *[1] * (w.ndim - 1)), np.nan, w), w)
-    found = with_gradients(
-        functools.partial(loop, numbers=PADDED, checkpoint=keeping(save), unroll=unroll), broken, x, caches
-    )
-    assert_same(found, expected)
-    (_, found_caches), (g, _, _) = found
-    np.testing.assert_array_equal(found_caches[padding], caches[padding])
-    assert not any(leaf[padding].any() for leaf in jax.tree.leaves(g))
-    assert all(leaf[~padding].any() for leaf in jax.tree.leaves(g))
 
 
 @pytest.mark.parametrize(

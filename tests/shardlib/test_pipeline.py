@@ -49,7 +49,6 @@ SETTINGS = {
     "v": (1, 2),
     "m": (4, 8, 16),
     "tied": (False, True),
-    "recompute": (False, True),
     "gather": ("layer", "step"),
 }
 
@@ -62,7 +61,6 @@ class Case:
     v: int
     m: int
     tied: bool
-    recompute: bool
     gather: str
 
     @property
@@ -77,7 +75,7 @@ class Case:
 
     def __str__(self) -> str:
         text = f"p={self.p} {self.mesh or 'alone'} {self.schedule} v={self.v} m={self.m} {self.gather}"
-        return text + " tied" * self.tied + " recompute" * self.recompute
+        return text + " tied" * self.tied
 
 
 def pairs_of(case: Case) -> set:
@@ -106,7 +104,7 @@ def settings(case: Case) -> Config:
     c.training = dataclasses.replace(
         c.training, batch_size=BATCH, microbatches=case.m, gather_weights=case.gather, compute_dtype="f32"
     )
-    c.pipeline = PipelineConfig(case.schedule, case.v, recompute=case.recompute)
+    c.pipeline = PipelineConfig(case.schedule, case.v)
     return c
 
 
@@ -149,7 +147,7 @@ def one_step(c: Config, mesh):
 
 @functools.cache
 def oracle(tied: bool):
-    return one_step(settings(Case(1, "", "gpipe", 1, 4, tied, False, "layer")), tiny.mesh("one device"))
+    return one_step(settings(Case(1, "", "gpipe", 1, 4, tied, "layer")), tiny.mesh("one device"))
 
 
 def assert_same_step(found, expected):
@@ -202,24 +200,6 @@ def test_step_equals_that_of_one_device(case):
     assert_same_step(one_step(settings(case), mesh_of(case)), oracle(case.tied))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("counts", "recompute", "schedule"),
-    [([3, 1], False, "interleaved_1f1b"), ([1, 3], True, "interleaved_1f1b"), ([3, 1], False, "zb_h1")],
-)
-def test_stages_of_different_sizes(counts, recompute, schedule):
-    def settings(p):
-        c = tiny.config(tiny.model(d_model=64, layers=4, vocab=512), microbatches=4)
-        c.training.batch_size = BATCH
-        c.pipeline = PipelineConfig(schedule, layers_per_stage=counts, recompute=recompute)
-        return c
-
-    with jax.set_mesh(make_mesh(1, 2, 1, jax.devices()[:4], 2)):
-        assert placement_of(settings(2), load_model(settings(2).model)).counts == tuple(counts)
-    found = one_step(settings(2), make_mesh(1, 2, 1, jax.devices()[:4], 2))
-    assert_same_step(found, one_step(settings(1), tiny.mesh("one device")))
-
-
 def matmuls(mesh, **pipeline) -> int:
     """How many products the traced training step has; loops and tasks count once."""
     c = settings(SMALL)
@@ -233,22 +213,17 @@ def test_what_is_saved_is_not_computed_again():
     stages = mesh_of(SMALL)
     once = matmuls(tiny.mesh("one device"))
     assert matmuls(stages) == once
-    assert matmuls(stages, layers_per_stage=[5, 3]) == once
     assert matmuls(stages, schedule="zb_h1") == once
-    assert matmuls(stages, schedule="zb_h1", layers_per_stage=[5, 3]) == once
-    of_a_layer = 7 + 2  # with weights, in attention
-    assert matmuls(stages, recompute=True) == once + of_a_layer
-    assert matmuls(stages, schedule="zb_h1", recompute=True) == once + of_a_layer
 
 
 @functools.cache
-def dropout_step(p: int, schedule: str, recompute: bool):
+def dropout_step(p: int, schedule: str):
     """Loss and gradients of GPT-2 with dropout, on the host, layers in their order."""
     c = tiny.config(
         gpt2.ModelConfig(vocab=64, positions=16, d_model=64, heads=4, layers=4, dropout=0.3, bos_id=0), microbatches=4
     )
     c.training.batch_size = BATCH
-    c.pipeline = PipelineConfig(schedule, virtual_stages=2, recompute=recompute)
+    c.pipeline = PipelineConfig(schedule, virtual_stages=2)
     seeds = np.arange(BATCH, dtype=np.uint32).reshape(4, -1)
 
     def per_device(w: gpt2.GPT2, batch: train.Batch, seeds: u32["m B/r/d"]) -> tuple[f32[""], gpt2.GPT2]:
@@ -263,12 +238,10 @@ def dropout_step(p: int, schedule: str, recompute: bool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "recompute"), [("interleaved_1f1b", False), ("interleaved_1f1b", True), ("zb_v", False)]
-)
-def test_dropout_is_that_of_one_device(schedule, recompute):
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
+def test_dropout_is_that_of_one_device(schedule):
     """A mask depends on row and layer, not on stage or microbatch, and is the same in forward and backward."""
-    (loss, g), (expected_loss, expected) = dropout_step(2, schedule, recompute), dropout_step(1, "gpipe", False)
+    (loss, g), (expected_loss, expected) = dropout_step(2, schedule), dropout_step(1, "gpipe")
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
     # What is added to all keys of a softmax has no gradient but rounding.
     np.testing.assert_allclose(g.layers.b_k, 0, atol=1e-6)
@@ -278,7 +251,7 @@ def test_dropout_is_that_of_one_device(schedule, recompute):
 
 # ---- what a stage may not do --------------------------------------------------------------------------------------
 
-SMALL = Case(2, "", "interleaved_1f1b", 1, 4, False, False, "layer")
+SMALL = Case(2, "", "interleaved_1f1b", 1, 4, False, "layer")
 
 
 def traced_step(c: Config):
@@ -347,39 +320,29 @@ def scans_of(jaxpr):
 
 
 @pytest.mark.quick
-def test_rows_of_chunks_and_uneven_stages():
+def test_rows_of_chunks():
     even = place_layers(8, in_a_ring(2, 2))
     assert even.rows.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
     assert even.order.layer_of_row.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     assert place_layers(8, in_a_ring(4, 1)).order is None
     down_and_up = place_layers(8, ((0, 3), (1, 2)))
     assert down_and_up.rows.tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
-    assert [down_and_up.place_of(stage) for stage in range(4)] == [(0, 0), (1, 0), (1, 1), (0, 1)]
-    uneven = place_layers(5, in_a_ring(2, 1), counts=[3, 2])
-    assert uneven.order.layer_of_row.tolist() == [0, 1, 2, 3, 4, -1]
-    assert uneven.padded
-    assert not even.padded
-    assert place_layers(10, in_a_ring(4, 1), "balanced").counts == (3, 3, 2, 2)
-    assert place_layers(12, in_a_ring(2, 2), "balanced", period=2).counts == (4, 4, 2, 2)
+    with pytest.raises(ValueError, match=r"12 layers do not divide into 4 equal stages .*, each a multiple of 2"):
+        place_layers(12, in_a_ring(2, 2), period=2)
 
 
 @pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
-def test_rows_of_padding_are_0(of):
-    order = place_layers(4, in_a_ring(2, 1), [3, 1]).order
+def test_an_order_of_rows_and_back(of):
+    order = place_layers(4, ((0, 3), (1, 2))).order
     rows = order.to_rows(of(np.arange(1.0, 5.0, dtype=np.float32)))
-    np.testing.assert_array_equal(rows, [1, 2, 3, 4, 0, 0])
+    np.testing.assert_array_equal(rows, [1, 4, 2, 3])
     np.testing.assert_array_equal(order.to_layers(rows), [1, 2, 3, 4])
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"virtual_stages": 3}, "8 layers do not divide into 6 stages"),
-        (
-            {"layers_per_stage": [4, 3]},
-            r"into 2 stages .* with pipeline.layers_per_stage=\[4, 3\]. Each .* add up to 8",
-        ),
-        ({"layers_per_stage": [8]}, "Give pipeline.layers_per_stage, a list of 2 numbers"),
+        ({"virtual_stages": 3}, "8 layers do not divide into 6 equal stages"),
         ({"schedule": "gpipe", "virtual_stages": 2}, "gpipe is defined for one chunk"),
         ({"schedule": "2f2b"}, "2f2b"),
     ],
@@ -399,10 +362,10 @@ def table_of_case(case: Case):
 # ---- memory and program size --------------------------------------------------------------------------------------
 
 
-def executor_program(m: int, schedule: str = "interleaved_1f1b", recompute: bool = False):
+def executor_program(m: int, schedule: str):
     """The compiled executor alone on p=2: stages of one tanh layer each that saves what it gives."""
-    placement = LayerPlacement(in_a_ring(2, 1), (1, 1))
-    table = tick_table(schedule_of(schedule)(2, m, 1), recompute=recompute)
+    placement = LayerPlacement(in_a_ring(2, 1), 1)
+    table = tick_table(schedule_of(schedule)(2, m, 1))
 
     @pytree_dataclass
     class Small:

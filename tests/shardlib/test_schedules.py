@@ -57,9 +57,9 @@ def in_a_v(p):
     return tuple((device, 2 * p - 1 - device) for device in range(p))
 
 
-def simulated(orders, transfer=0.0, recompute=False):
+def simulated(orders, transfer=0.0):
     """A device's layers take 1 forward and 2 backward, whatever the number of its chunks."""
-    return simulate(tick_table(orders, recompute=recompute), Costs(transfer=transfer))
+    return simulate(tick_table(orders), Costs(transfer=transfer))
 
 
 # ---- task lists ---------------------------------------------------------------------------------------------------
@@ -142,8 +142,7 @@ def test_bubbles_are_the_formulas(name, m):
 
 
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
-@pytest.mark.parametrize("recompute", [False, True])
-def test_memory(p, recompute):
+def test_memory(p):
     """Activations alive are those of the papers, and the executor's buffers do not grow with the microbatches."""
     most = {
         "gpipe": (1, lambda m: [m] * p),
@@ -153,12 +152,10 @@ def test_memory(p, recompute):
         "zb_v": (2, lambda m: [2 * p] * p),
     }
     for name, (v, alive) in most.items():
-        tables = [tick_table(SCHEDULES[name](p, m, v), recompute=recompute) for m in (4 * p, 16 * p)]
-        if not recompute:
-            assert simulated(SCHEDULES[name](p, 4 * p, v)).most_alive() == alive(4 * p), name
+        tables = [tick_table(SCHEDULES[name](p, m, v)) for m in (4 * p, 16 * p)]
+        assert simulated(SCHEDULES[name](p, 4 * p, v)).most_alive() == alive(4 * p), name
         few, many = ((t.arrivals, t.residuals, t.kept) for t in tables)
         assert (few == many) == (name != "gpipe"), name
-        assert not recompute or few[1] == 0
 
 
 # Bubbles of 4 devices for m = 8, 16, 32, measured with another implementation, with a transfer of 0.1.
@@ -173,11 +170,6 @@ def test_memory(p, recompute):
 def test_bubbles_with_transfers_as_measured(name, v, bubbles):
     found = [simulated(SCHEDULES[name](4, m, v), 0.1).bubble for m in (8, 16, 32)]
     np.testing.assert_allclose(found, bubbles, rtol=0, atol=0.0053)  # to the digits given
-
-
-def test_times_of_a_recomputed_forward():
-    recomputed = simulated(interleaved_1f1b(1, 2), recompute=True)
-    assert [span.end - span.start for span in recomputed.spans[0]] == [1, 1, 2, 1, 1, 2]
 
 
 # ---- any schedule -------------------------------------------------------------------------------------------------
@@ -245,24 +237,24 @@ def is_v(orders):
     return any(task.stage % len(orders) != device for device, order in enumerate(orders) for task in order)
 
 
-@given(st.one_of(published(), any_valid()), st.booleans())
-def test_tables_read_what_was_written_for_them(schedule, recompute):
+@given(st.one_of(published(), any_valid()))
+def test_tables_read_what_was_written_for_them(schedule):
     orders, p, m, v = schedule
     assert check_schedule(orders, p, m, v) == orders
     for task in itertools.chain(*orders):
         assert (list(map(tuple, needs(task, p * v))), task.result) == (what_is_needed(task, p * v), as_needed(task))
-    table = tick_table(orders, recompute=recompute)
+    table = tick_table(orders)
     check_tick_table(table, m)
     assert table.halves == has_halves(orders)
     assert table.stages == (in_a_v(p) if is_v(orders) else in_a_ring(p, v))
     assert {(column.dtype, column.shape[1]) for column in table.columns.values()} == {(np.dtype(np.int32), p)}
 
 
-@given(st.one_of(published(), any_valid()), st.booleans())
-def test_buffers_have_no_slot_too_many(schedule, recompute):
+@given(st.one_of(published(), any_valid()))
+def test_buffers_have_no_slot_too_many(schedule):
     """As many slots as there are things kept at the same time on the fullest device: never fewer, and never more."""
     orders, p, m, v = schedule
-    table = tick_table(orders, recompute=recompute)
+    table = tick_table(orders)
     last = p * v - 1
     at = {}
     for kind in ("forward", "backward", "weights"):
@@ -278,10 +270,9 @@ def test_buffers_have_no_slot_too_many(schedule, recompute):
     for stage, k in itertools.product(range(p * v), range(m)):
         forward, backward = at["forward", stage, k], at["backward", stage, k]
         begin = at["forward", stage - 1, k] + 1 if stage else forward
-        keep("arrivals", stage, begin, backward if recompute else forward)
+        keep("arrivals", stage, begin, forward)
         keep("arrivals", stage, at["backward", stage + 1, k] + 1 if stage < last else forward, backward)
-        if not recompute:
-            keep("residuals", stage, at["forward", stage, k], at.get(("weights", stage, k), backward))
+        keep("residuals", stage, forward, at.get(("weights", stage, k), backward))
         if table.halves:
             keep("kept", stage, backward, at["weights", stage, k])
     for name, kept in counts.items():
@@ -291,7 +282,7 @@ def test_buffers_have_no_slot_too_many(schedule, recompute):
 @given(published())
 def test_tables_of_forwards(schedule):
     orders, p, m, _ = schedule
-    table = tick_table(forwards(orders), recompute=False)
+    table = tick_table(forwards(orders))
     check_tick_table(table, m, training=False)
     assert (table.residuals, table.kept) == (0, 0)
     assert not any(column.any() for name, column in table.columns.items() if name.startswith("backward"))
@@ -301,14 +292,13 @@ def test_tables_of_forwards(schedule):
         assert table.arrivals <= 1, "what arrives is done at once"
 
 
-@given(st.one_of(published(), any_valid()), st.booleans(), st.floats(0, 2))
-def test_simulated_times_respect_what_tasks_need(schedule, recompute, transfer):
+@given(st.one_of(published(), any_valid()), st.floats(0, 2))
+def test_simulated_times_respect_what_tasks_need(schedule, transfer):
     orders, p, m, v = schedule
-    timeline = simulated(orders, transfer, recompute)
+    timeline = simulated(orders, transfer)
     halved = [task for order in orders for task in order if task.kind == "backward" and has_halves(orders)]
     device_of = {task.stage: device for device, order in enumerate(orders) for task in order}
-    whole = [span for device in timeline.spans for span in device if span.kind != "forward again"]
-    spans = {(span.kind, span.stage, span.microbatch): span for span in whole}
+    spans = {(span.kind, span.stage, span.microbatch): span for device in timeline.spans for span in device}
     assert len(spans) == sum(map(len, orders)) + len(halved)
     for device in timeline.spans:
         for before, after in itertools.pairwise(device):
@@ -317,7 +307,7 @@ def test_simulated_times_respect_what_tasks_need(schedule, recompute, transfer):
         for q in what_is_needed(Task("backward_weights" if kind == "weights" else kind, stage, k), p * v):
             away = transfer if device_of[q[1]] != device_of[stage] else 0
             assert spans[q].end + away <= span.start + 1e-9
-    assert timeline.bubble == pytest.approx(1 - (3 + recompute) * m / timeline.total, abs=1e-6)
+    assert timeline.bubble == pytest.approx(1 - 3 * m / timeline.total, abs=1e-6)
 
 
 # ---- what cannot run ----------------------------------------------------------------------------------------------

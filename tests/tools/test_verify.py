@@ -38,22 +38,18 @@ def test_copies_of_an_array_must_be_equal():
         assert np.all(np.isnan(on_host(made(1))))
 
 
-def test_stacks_are_compared_in_the_order_of_layers_and_padding_must_be_0():
-    c = tiny.config()
-    c.pipeline.layers_per_stage = [1, 2]
+def test_stacks_are_compared_in_the_order_of_layers():
+    c = tiny.config(tiny.model(layers=4))
+    c.pipeline.virtual_stages = 2
     rng = np.random.default_rng(0)
     weights = jax.tree.map(lambda w: rng.random(w.shape), train.weight_table(c.model))
     state = train.State(weights, weights, dataclasses.replace(weights, unembed=None), tiny.none_of(weights))
     with mesh_of({"p": 2, "r": 1, "d": 2, "t": 2}):
         placed = at_rest(c, state)
         w_q = placed.weights.layers.w_q
-        np.testing.assert_array_equal(w_q, np.stack([weights.layers.w_q[0], 0 * w_q[0], *weights.layers.w_q[1:]]))
+        np.testing.assert_array_equal(w_q, weights.layers.w_q[np.array([0, 2, 1, 3])])
         assert placed.weights.embed is weights.embed
         jax.tree.map(np.testing.assert_array_equal, in_order(c, placed), state)
-        w_q[1, 0] = 1e-9
-        found = in_order(c, placed)
-    assert np.all(np.isnan(found.weights.layers.w_q))
-    np.testing.assert_array_equal(found.adam_mu.layers.w_q, weights.layers.w_q)
 
 
 def test_tensors_are_named_layer_by_layer_in_the_order_of_the_forward_pass():
@@ -84,7 +80,7 @@ def test_every_mesh_divides_the_small_sizes():
     meshes, others = all_meshes(c, 8)
     assert [mesh["p"] for mesh in meshes] == [1] * 10 + [2] * 6 + [4] * 3
     assert [mesh for mesh, _ in others] == [{"p": 8, "r": 1, "d": 1, "t": 1}]
-    assert "4 layers do not divide into 8 stages" in others[0][1]
+    assert "4 layers do not divide into 8 equal stages" in others[0][1]
     expected = [{"p": 1, "r": 1, "d": 8, "t": 1}, {"p": 1, "r": 2, "d": 2, "t": 2}, {"p": 2, "r": 1, "d": 4, "t": 1}]
     assert all_meshes(c, 8, ["2x1x4x1", "2x2x2", "1x8x1"])[0] == expected
     with pytest.raises(
@@ -98,7 +94,6 @@ def test_every_mesh_divides_the_small_sizes():
     [
         ({"p": 2}, {"virtual_stages": 2}, 4, 2, {2}),
         ({}, {"virtual_stages": 2}, 8, 4, {2, 4}),
-        ({}, {"layers_per_stage": [1, 2]}, 3, 4, {2}),
     ],
 )
 def test_small_is_small_in_the_configured_stages(mesh, pipeline, layers, microbatches, stages):

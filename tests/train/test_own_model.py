@@ -12,12 +12,10 @@ import tiny
 from own_model import MINE, QUOTED, SIZES, imported
 from redrawn import redrawn
 
-from shardwright.run.pipeline_config import PipelineConfig
 from shardwright.sampling.drawing import Sampling
 from shardwright.sampling.sampler import Sampler
 
-UNEVEN = "p=2 t=2, of 3 layers and 1"
-PLACES = ("d=4 t=2", "p=2 d=2 t=2", UNEVEN)
+PLACES = ("d=4 t=2", "p=2 d=2 t=2")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,16 +30,14 @@ def test_what_the_page_quotes_of_gpt2_is_there(number):
     assert QUOTED[number] in (Path(__file__).parents[2] / "gpt2.py").read_text()
 
 
-def config(place: str, **training):
-    c = tiny.config(sys.modules["mine"].ModelConfig(**SIZES), **training)
-    c.pipeline = PipelineConfig(layers_per_stage=[3, 1] if place == UNEVEN else None)
-    return c
+def config(**training):
+    return tiny.config(sys.modules["mine"].ModelConfig(**SIZES), **training)
 
 
 @functools.cache
 def losses(place: str, gather: str) -> list[float]:
     """Of steps on one batch, and last that of the evaluation."""
-    c = config(place, microbatches=2, gather_weights=gather)
+    c = config(microbatches=2, gather_weights=gather)
     with jax.set_mesh(tiny.mesh(place)):
         state, batch = tiny.state(c), tiny.place_batch(c)
         step, found = tiny.training_step(c), []
@@ -60,7 +56,7 @@ def test_it_has_forty_lines_and_nothing_of_the_trainers():
 
 @pytest.mark.long
 def test_every_collective_has_its_line_in_it_or_in_train():
-    files = step_text.files_of_collectives(config("d=4 t=2", microbatches=2), tiny.mesh("d=4 t=2"))
+    files = step_text.files_of_collectives(config(microbatches=2), tiny.mesh("d=4 t=2"))
     assert {Path(file).name for file in files} == {"mine.py", "train.py"}
 
 
@@ -78,7 +74,7 @@ def test_it_is_sampled_with_the_cache_as_without():
     """Each token is drawn again without it."""
     prompts = [[5, 8, 13], [], list(range(1, 30)), [7] * 11]
     nucleus = Sampling(max_tokens=20, temperature=0.9, top_k=20, top_p=0.9, seed=5)
-    c = config("d=4 t=2", unroll=2)
+    c = config(unroll=2)
     forward = tiny.forward(c)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         # Twice as large as at first, so that what is drawn is far from uniform.

@@ -43,9 +43,7 @@ SETTINGS = {  # the mesh, and what is set beside: of training, the model, the op
     "four stages": ("r=1 d=2 t=1 p=4", {"microbatches": 4, "compute_dtype": "bf16", "z_loss": 1e-3}),
     "zb_h1": (STAGES, {"microbatches": 4, "schedule": "zb_h1"}),
     "zb_v": (STAGES, {"microbatches": 4, "schedule": "zb_v", "virtual_stages": 2}),
-    "stages of 1 and 3 layers": (STAGES, {"layers_per_stage": [1, 3]}),
-    "stages of 3 layers in all, balanced": (STAGES, {"layers": 3, "layers_per_stage": "balanced"}),
-    "a ring of 1 or 2 layers": (STAGES, {"layers": 6, "layers_per_stage": [1, 2, 1, 2], "virtual_stages": 2}),
+    "a ring": (STAGES, {"layers": 4, "virtual_stages": 2}),
     # Schedules with halves of backwards: what their tasks pass on has other types of JAX.
     "zb_h1 by blocks": (STAGES, {"microbatches": 4, "schedule": "zb_h1", "attention": "blockwise"}),
     "zb_h1 without t": ("r=1 d=2 t=1 p=2", {"microbatches": 4, "schedule": "zb_h1", "qk_norm": True, "d_head": 8}),

@@ -1,7 +1,7 @@
 """Shows what a pipeline schedule does: a chart on the terminal, its bubble, its memory.
 
     python -m tools.schedule schedule=interleaved_1f1b p=4 m=16 v=2
-    python -m tools.schedule schedule=1f1b p=4 m=16 recompute=true transfer=0.1
+    python -m tools.schedule schedule=1f1b p=4 m=16 transfer=0.1
     python -m tools.schedule schedule=[gpipe,1f1b,interleaved_1f1b,my_schedules:mine] p=4 m=16 v=2
 
 The last one compares. No devices are needed: times follow from the costs in the settings. docs/pipeline.md explains
@@ -50,8 +50,6 @@ class Settings:
     """Share of a backward that its half for the weights takes, where a schedule has halves."""
     transfer: float = within(0, 1e9, 0.0)
     """Time that devices take after each tick to send their results."""
-    recompute: bool = False
-    """The backward begins with the forward again: only stage inputs are kept."""
     output: str | None = None
     """The .svg file to write, a picture of what is printed. Null: none. An existing one is replaced."""
 
@@ -68,7 +66,7 @@ def simulated(config: Settings) -> list[tuple[str, Timeline]]:
     found = []
     for name in names:
         v = CHUNKS.get(name, config.v) if len(names) > 1 else config.v
-        table = tick_table(schedule_of(name)(config.p, config.m, v), recompute=config.recompute)
+        table = tick_table(schedule_of(name)(config.p, config.m, v))
         costs = Costs(config.forward, config.backward, config.transfer, config.weights)
         found.append((name, simulate(table, costs)))
     return found
@@ -83,7 +81,7 @@ def show(name: str, timeline: Timeline, console: Console) -> None:
     p, m, v = len(table.stages), 1 + int(table.columns["forward_microbatch"].max()), len(table.stages[0])
     count = lambda n, noun, plural="s": f"{n} {noun}{'' if n == 1 else plural}"
     parts = [count(p, "device"), count(m, "microbatch", "es")]
-    parts += [count(v, "chunk") + " each"] * (v > 1) + ["recomputed"] * table.recompute
+    parts += [count(v, "chunk") + " each"] * (v > 1)
     facts = f"{count(len(timeline.ticks), 'tick')} · time {timeline.total:.4g} · bubble {timeline.bubble:.1%}"
     write = lambda line="": console.print(line, soft_wrap=True, no_wrap=True, crop=False)
     write(Text(name, style="bold"))

@@ -13,10 +13,9 @@ _COLOURS = {
     "forward": ("#1f5fa8 on #ffffff", "#8cbeec on #20252b"),
     "backward": ("#c95a0c on #ffffff", "#fabe78 on #20252b"),
     "weights": ("#606870 on #ffffff", "#acb2b8 on #20252b"),
-    "forward again": ("#b8cade on #20252b", "#dee8f2 on #20252b"),
 }
 # By chunk; all chunks from the last sign on share it.
-_SIGNS = {"forward": ">)]}", "backward": "<([{", "weights": "+#%&", "forward again": "="}
+_SIGNS = {"forward": ">)]}", "backward": "<([{", "weights": "+#%&"}
 _IDLE = "·"
 _MOST_PANELS = 8
 
@@ -86,7 +85,7 @@ def _legend(names: list[str], v: int) -> Text:
     line = Text("")
     for name in names:
         line.append(f"{name} ")
-        for chunk in range(v if len(_SIGNS[name]) > 1 else 1):
+        for chunk in range(v):
             line.append(f"0{_sign(name, chunk)}", _style(name, chunk)).append(" ")
         line.append("  ")
     return line.append(f"idle {_IDLE}   number: microbatch")

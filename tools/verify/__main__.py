@@ -58,9 +58,8 @@ def small(c: Config, devices: int) -> None:
     """
     n, t = devices, c.training
     p = c.mesh.p if c.mesh.p > 1 else next(p for p in (4, 3, 2, 1) if n % p == 0)
-    counts = c.pipeline.layers_per_stage
     sizes = {
-        "layers": sum(counts) if isinstance(counts, list) else max(2, p * c.pipeline.virtual_stages),
+        "layers": max(2, p * c.pipeline.virtual_stages),
         "d_model": 6 * n,
         "d_ff": 10 * n,
         "vocab": 14 * n,

@@ -66,11 +66,10 @@ def type_check(c: Config, sizes: Mesh) -> None:
 def in_order(c: Config, tree: Any) -> Any:
     """Puts the stacks of `tree`, weights or a State at rest on the current mesh, in the order of the layers.
 
-    They are host arrays. A stack whose padding is not 0 becomes NaN.
+    They are host arrays.
     """
     order = placement_of(c, load_model(c.model)).order
-    reordered = lambda x: order.to_layers(np.full_like(x, np.nan) if np.any(x[order.padding]) else x)
-    return tree if order is None else _map_stacks(reordered, tree)
+    return tree if order is None else _map_stacks(order.to_layers, tree)
 
 
 def at_rest(c: Config, tree: Any) -> Any:
