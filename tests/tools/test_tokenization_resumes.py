@@ -44,7 +44,7 @@ def test_every_place_to_stop(tmp_path, small, monkeypatch, kind):
     tokenizer = TokenizerConfig(kind=TokenizerKind[kind], vocab_size=280)
 
     def run(out):
-        tool.run(config(out, [source], tokenizer=tokenizer, train_max_tokens=5000, validation_max_documents=20))
+        tool.run(config(out, [source], tokenizer=tokenizer, train_max_tokens=5000, validation_max_documents=40))
 
     run(tmp_path / "unbroken")
     expected = tree(tmp_path / "unbroken")

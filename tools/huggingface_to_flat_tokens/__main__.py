@@ -18,12 +18,11 @@ from shardwright.settings.program import run_program
 from shardwright_data import flat_tokens
 from shardwright_data.checks import check_ranges
 from shardwright_data.flat_tokens.unfinished import Unfinished
-from shardwright_data.text import definitions, tokenizers
-from shardwright_data.text.sources import match
+from shardwright_data.text import definitions, sources, tokenizers
 from shardwright_data.text.tokenizers import TextTokenizer, Tokenizer
 from shardwright_data.text.worker_pool import available_cores
 from tools.huggingface_to_flat_tokens.config import SPLITS, Settings, TokenizerKind
-from tools.huggingface_to_flat_tokens.split import Source, SplitWork
+from tools.huggingface_to_flat_tokens.split import SplitWork, open_source
 
 
 def run(config: Settings) -> None:
@@ -37,7 +36,7 @@ def run(config: Settings) -> None:
     if config.train is None and config.validation is None:
         raise ValueError("train and validation are both null: nothing to write.")
     names = [name for name in SPLITS if getattr(config, name) is not None]
-    sources = {name: Source(config, name) for name in names}
+    opened = {name: open_source(config, name) for name in names}
     unfinished, root = Unfinished(config.out), flat_tokens.open_kvstore(config.out)
     content = flat_tokens.read_file(root, "tokenizer.json")
     before = None if content is None else content.decode()
@@ -57,7 +56,7 @@ def run(config: Settings) -> None:
                 if resuming and unfinished.is_complete(name):
                     print(f"{config.out}/{name}: complete", flush=True)
                     continue
-                print(SplitWork(config, sources[name], unfinished).run(tokenizer, num_workers), flush=True)
+                print(SplitWork(config, name, opened[name], unfinished).run(tokenizer, num_workers), flush=True)
                 unfinished.delete_state(name)
         except ValueError:
             # Nothing has been done that could be resumed: the settings may be corrected.
@@ -84,7 +83,8 @@ def make_tokenizer(config: Settings, trained: str | None) -> Tokenizer:
         raise ValueError(f"tokenizer.name is {name!r}, but tokenizer.kind=train_bpe has none. Leave it out.")
     if config.train is None:
         raise ValueError("tokenizer.kind=train_bpe needs a training split.")
-    texts = (text for block, _ in Source(config, "train").blocks() for text in block)
+    blocks = sources.blocks(*open_source(config, "train"), config.text_field, "text_field")
+    texts = (text for block, _ in blocks for text in block)
     texts = itertools.islice(texts, config.tokenizer.train_documents)
     definition = trained or definitions.train_bpe(texts, config.tokenizer.vocab_size)
     return tokenizers.open_definition(definition, end_token=end_token)
@@ -107,7 +107,7 @@ def _settings(config: Settings, names: list[str], tokenizer: Tokenizer) -> dict[
     for free in ("out", "overwrite", "num_workers"):
         del settings[free]
     for name in names:
-        stats = [(path, os.stat(path)) for path in match(getattr(config, name).files) if "://" not in path]
+        stats = [(path, os.stat(path)) for path in sources.match(getattr(config, name).files) if "://" not in path]
         settings[f"{name}.files found"] = [f"{path}, {s.st_size} bytes of {s.st_mtime_ns}" for path, s in stats]
     definition = tokenizer.definition
     settings["tokenizer.json"] = definition and hashlib.sha256(definition.encode()).hexdigest()

@@ -3,7 +3,6 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,55 +19,26 @@ STATE_SECONDS = 15
 """Time between two states that are written. A killed run loses at most so much of its work."""
 
 
-class Place(NamedTuple):
-    """A place in the documents of a split."""
-
-    read: int = 0
-    """Documents of the source before it."""
-    source: dict[str, Any] | None = None
-    """The same place, for sources.blocks; None for the beginning."""
+Place = dict[str, Any] | None
+"""A place in the documents of a split, for sources.blocks."""
 
 
-class Source:
-    """The documents of a split, as the settings name them.
-
-    Args:
-        config: the settings.
-        name: of the split.
+def open_source(config: Settings, name: str) -> tuple[str, Any]:
+    """The name, for messages, and the documents of a split, as the settings say.
 
     Raises:
         ValueError: settings contradict each other, or the source is missing or unfit.
     """
-
-    def __init__(self, config: Settings, name: str):
-        self.name, self.split, self._field = name, getattr(config, name), config.text_field
-        split: SplitConfig = self.split
-        if config.text_separator == "":
-            raise ValueError(
-                "text_separator is empty. Give the text between documents, or null if each file is one document."
-            )
-        options = {"revision": config.dataset_revision, "streaming": config.streaming}
-        self._where, self._data = sources.open_text(
-            name,
-            config.dataset,
-            config.dataset_config,
-            split.source,
-            split.files,
-            separator=config.text_separator,
-            **options,
+    split: SplitConfig = getattr(config, name)
+    if config.text_separator == "":
+        raise ValueError(
+            "text_separator is empty. Give the text between documents, or null if each file is one document."
         )
-
-    def blocks(self, place: Place | None = None) -> Iterator[tuple[list[str], Place]]:
-        """Documents from a place on, in blocks, each with the place after it. Raises what sources.blocks raises."""
-        place = place or Place()
-        split, read = self.split, place.read
-        stop = None if split.max_documents is None else split.skip_documents + split.max_documents
-        for texts, source in sources.blocks(self._where, self._data, self._field, "text_field", place.source):
-            chosen = texts[max(split.skip_documents - read, 0) : None if stop is None else max(stop - read, 0)]
-            read += len(texts)
-            yield chosen, Place(read, source)
-            if stop is not None and read >= stop:
-                return
+    options = {"revision": config.dataset_revision, "streaming": config.streaming, "separator": config.text_separator}
+    where, data = sources.open_text(name, config.dataset, config.dataset_config, split.source, split.files, **options)
+    if split.skip_documents:
+        data = data.skip(split.skip_documents)
+    return where, data if split.max_documents is None else data.take(split.max_documents)
 
 
 class Tokenized(NamedTuple):
@@ -111,15 +81,18 @@ class SplitWork:
 
     Args:
         config: the settings.
-        source: of the documents.
+        name: of the split.
+        source: what `open_source` gave.
         unfinished: the work on the dataset.
     """
 
-    def __init__(self, config: Settings, source: Source, unfinished: Unfinished):
-        self._config, self._source, self._unfinished = config, source, unfinished
-        self._resume = unfinished.read_state(source.name)
-        state = json.loads(str(self._resume["done"])) if self._resume else {"place": [], "num_empty": 0, "num_bytes": 0}
-        self._place, self._num_empty, self._num_bytes = Place(*state["place"]), state["num_empty"], state["num_bytes"]
+    def __init__(self, config: Settings, name: str, source: tuple[str, Any], unfinished: Unfinished):
+        self._config, self._name, self._unfinished = config, name, unfinished
+        self._source, self._split = source, getattr(config, name)
+        self._resume = unfinished.read_state(name)
+        state = json.loads(str(self._resume["done"])) if self._resume else {}
+        self._place: Place = state.get("place")
+        self._num_empty, self._num_bytes = state.get("num_empty", 0), state.get("num_bytes", 0)
 
     def run(self, tokenizer: Tokenizer, num_workers: int) -> str:
         """Writes the split; returns a line that sums it up.
@@ -127,7 +100,7 @@ class SplitWork:
         Raises:
             ValueError: what the source, the tokenizer and flat_tokens.Writer raise, or a split without a token.
         """
-        config, split, name = self._config, self._source.split, self._source.name
+        config, split, name = self._config, self._split, self._name
         with flat_tokens.Writer(config.out, name, resume=self._resume, zarr_format=config.zarr_format) as writer:
             self._tokenize(tokenizer, num_workers, writer)
             if writer.num_tokens == 0:
@@ -149,10 +122,11 @@ class SplitWork:
         return "; ".join(notes)
 
     def _tokenize(self, tokenizer: Tokenizer, num_workers: int, writer: flat_tokens.Writer) -> None:
-        most = self._source.split.max_tokens
+        most = self._split.max_tokens
         if most is not None and writer.num_tokens >= most:
             return
-        results = map_in_order(Tokenize(tokenizer), self._source.blocks(self._place), num_workers)
+        blocks = sources.blocks(*self._source, self._config.text_field, "text_field", self._place)
+        results = map_in_order(Tokenize(tokenizer), blocks, num_workers)
         saved = time.monotonic()
         for (_, self._place), found in results:
             room = None if most is None else most - writer.num_tokens
@@ -171,6 +145,6 @@ class SplitWork:
 
     def _save(self, writer: flat_tokens.Writer) -> None:
         done = {"place": self._place, "num_empty": self._num_empty, "num_bytes": self._num_bytes}
-        self._unfinished.write_state(self._source.name, writer.state() | {"done": np.array(json.dumps(done))})
-        of = f" of {most:,}" if (most := self._source.split.max_tokens) else ""
-        print(f"{self._source.name}: {writer.num_tokens:,}{of} tokens", file=sys.stderr, flush=True)
+        self._unfinished.write_state(self._name, writer.state() | {"done": np.array(json.dumps(done))})
+        of = f" of {self._split.max_tokens:,}" if self._split.max_tokens else ""
+        print(f"{self._name}: {writer.num_tokens:,}{of} tokens", file=sys.stderr, flush=True)
