@@ -1,13 +1,13 @@
 """A small dataset of known texts."""
 
 from shardwright_data.flat_tokens import Writer
-from shardwright_data.text.tokenizers import ByteTokenizer
+from shardwright_data.text.tokenizers import open_tokenizer
 
 TEXTS = [f"Document number {i}, {'very ' * (i % 9)}short." for i in range(60)]
 
 
 def write(path, tokenizer=None, attributes=None):
-    tokenizer = tokenizer or ByteTokenizer(ByteTokenizer.END)
+    tokenizer = tokenizer or open_tokenizer("bytes", end_token="</s>")
     encoded = tokenizer.encode(TEXTS)
     with Writer(str(path), "train") as writer:
         writer.append(encoded.ids, encoded.lengths)

@@ -40,7 +40,6 @@ from shardwright.settings.words import for_console
 from shardwright_data.checks import at_least_0, at_least_1, check_choice, check_ranges
 from shardwright_data.flat_tokens import Reader
 from shardwright_data.loader import make_loader
-from shardwright_data.loader.padded import PaddedLoader
 from shardwright_data.text.codec import REMEDY, TextCodec, codec_by_name, codec_of_attributes, codec_of_data
 
 TEXTS = r"\.(jsonl|json|txt|parquet)(\.\w+)?$"
@@ -154,9 +153,8 @@ def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str,
     if not batches:
         raise ValueError("the run has no validation (training.eval_batches is 0). Give batches=<number>, or data=….")
     sizes = t.batch_size, t.seq_len, c.model.vocab
-    loader = make_loader(c.data, "validation", *sizes, inputs=inputs, microbatches=t.microbatches)
     with jax.set_mesh(run.mesh):
-        loader = PaddedLoader(loader, run.mesh.shape["r"] * run.mesh.shape["d"])
+        loader = make_loader(c.data, "validation", *sizes, inputs=inputs, microbatches=t.microbatches, pad=True)
         trusted = opening.trusted_options(c, run.config.trust, write_line)
         options = known_options(trusted, write_line)
         evaluation_step = train.make_evaluation_step(c, run.model, options)

@@ -144,7 +144,7 @@ def show_overview(console: Console, reader: flat_tokens.Reader) -> None:
         table.add_row("text", f"{size:,} bytes, {size / max(tokens, 1):.2f} a token")
     if source := attributes.get("source"):
         table.add_row("source", Text(shown(", ".join(str(part) for part in source if part))))
-    table.add_row("stored as", f"zarr v{reader.zarr_format}, {reader.file_tokens:,} tokens a file")
+    table.add_row("stored as", f"zarr v{reader.zarr_format}")
     console.print(table)
 
 

@@ -1,13 +1,11 @@
 """The flat-tokens dataset format (docs/flat-tokens.md): constants, encoding, and the splits of a dataset."""
 
-import glob
 import os
 
 import numpy as np
 import tensorstore as ts
 from jaxtyping import Bool, Int64, Integer, UInt32, UInt64
 
-from shardlib.parsing import did_you_mean
 from shardwright_data import foreign
 
 # Dims of the same name agree within a call.
@@ -87,17 +85,6 @@ def open_kvstore(filespec: str, context: ts.Context | None = None) -> ts.KvStore
 def opening_context() -> ts.Context:
     """A context for `open_kvstore` in which a wrong address shows in seconds."""
     return ts.Context({f"{name}_request_retries": {"max_retries": OPENING_RETRIES} for name in ("http", "gcs", "s3")})
-
-
-def list_splits(filespec: str, wanted: str) -> str:
-    """For a message, the splits that a local dataset has in place of `wanted`; or what to check of a remote one."""
-    if "://" in filespec:
-        return "Check the address, and that its writer has finished."
-    groups = (path for marker in MARKERS for path in glob.glob(f"*/{marker}", root_dir=filespec))
-    splits = sorted({os.path.dirname(path) for path in groups})
-    if splits:
-        return f"The splits there are {splits}.{did_you_mean(wanted, splits)}"
-    return "There is no flat-tokens dataset: write it, as docs/data.md says, or correct the path."
 
 
 def read_file(root: ts.KvStore, name: str, most: int = foreign.LARGE) -> bytes | None:

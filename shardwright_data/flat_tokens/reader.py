@@ -17,7 +17,6 @@ from shardwright_data.flat_tokens.format import (
     Places,
     SomeTokens,
     Starts,
-    list_splits,
     open_kvstore,
     opening_context,
     read_file,
@@ -90,8 +89,10 @@ class Reader:
                 f"{self.path} is incomplete: its writer was interrupted before the end. Write the dataset again."
             )
         else:
-            there = list_splits(self.path.removesuffix(f"/{split}"), split)
-            raise ValueError(f"No flat-tokens split at {self.path}. {there}")
+            raise ValueError(
+                f"No flat-tokens split at {self.path}. Correct the address or the name of the split, or write the "
+                "dataset as docs/data.md says."
+            )
         check_types(self.path, {"attributes": attributes}, {"attributes": _ATTRIBUTES}, _AGAIN)
         found = attributes.get("format", FORMAT), attributes.get("version", FORMAT_VERSION)
         if found != (FORMAT, FORMAT_VERSION):
@@ -107,21 +108,9 @@ class Reader:
         return 3 if self._driver == "zarr3" else 2
 
     @property
-    def file_tokens(self) -> int:
-        """Elements of encoded_tokens in one file, at least 1; the last file may hold fewer."""
-        return self._file_size(self._tokens)
-
-    @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the inputs that are read beside the tokens."""
         return tuple(self._inputs)
-
-    def file_sizes(self) -> dict[str | None, int]:
-        """Elements in one file, at least 1: of encoded_tokens by None, of each input by its name."""
-        return {None: self.file_tokens} | {name: self._file_size(array) for name, array in self._inputs.items()}
-
-    def _file_size(self, array: ts.TensorStore) -> int:
-        return array.chunk_layout.write_chunk.shape[0]
 
     def _open_array(self, key: str, dtype: type) -> ts.TensorStore:
         spec = {
@@ -201,7 +190,8 @@ class Reader:
     def _check_files(self, most: int) -> None:
         """Reads the last token of each file, of at most `most` files of an array; in zarr v2 of the first and last."""
         end, waiting = self.num_tokens, []
-        for name, size in self.file_sizes().items():
+        for name, array in (None, self._tokens), *self._inputs.items():
+            size = array.chunk_layout.write_chunk.shape[0]
             num_files = -(-end // size)
             count = min(num_files, most if self.zarr_format == 3 else 2)
             for i in np.unique(np.linspace(0, num_files - 1, count).astype(np.int64)).tolist():

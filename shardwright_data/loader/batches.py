@@ -66,15 +66,6 @@ class Sequences(NamedTuple):
     """The last dim has size 0 where the model reads none."""
 
 
-class Limit(NamedTuple):
-    """The end of the data."""
-
-    steps: int
-    """Number of batches that can be read."""
-    reason: str
-    """Reason for the end, as a clause."""
-
-
 class Loader:
     """Batches of one split. The content of a batch does not depend on the mesh or on the number of hosts.
 
@@ -87,6 +78,7 @@ class Loader:
         vocab_size: bound on the token ids, or None for no check.
         inputs: names of the inputs that batches hold beside the tokens (docs/flat-tokens.md).
         microbatches: number of microbatches in the batches that `load` gives, at least 1.
+        pad: `load` adds sequences of padding at the end of a batch that the mesh does not divide.
 
     Raises:
         ValueError: a size is out of range, `microbatches` does not divide batch_size, or the mesh does not divide a
@@ -97,8 +89,8 @@ class Loader:
     """Number of calls of `load` that may run at once in different threads: the `threads` for a Prefetcher."""
     num_tokens: int | None
     """Tokens in the split, all sources together; None if unknown."""
-    limit: Limit | None = None
-    """The end of the data, None if it repeats without end."""
+    limit: tuple[int, str] | None = None
+    """Number of batches that can be read, and the reason for the end, as a clause; None if the data has no end."""
     unseen: Mapping[str, float]
     """By dataset, the share of the tokens that no batch holds, because they are beyond seq_len in their document, among
     the documents at both ends of the split. Empty if documents are packed, or their lengths are unknown."""
@@ -111,6 +103,7 @@ class Loader:
         vocab_size: int | None = None,
         inputs: Sequence[str] = (),
         microbatches: int = 1,
+        pad: bool = False,
     ):
         check_range("batch_size", batch_size)
         check_range("seq_len", seq_len)
@@ -123,8 +116,12 @@ class Loader:
         self.split, self.batch_size, self.seq_len, self.vocab_size = split, batch_size, seq_len, vocab_size
         self.inputs, self.microbatches = tuple(inputs), microbatches
         self.unseen, self._utf8_bytes = {}, {}
+        mesh = jax.sharding.get_abstract_mesh()
+        multiple = microbatches * mesh.shape.get("r", 1) * mesh.shape.get("d", 1) if pad else 1
+        self._shape = microbatches, -(-batch_size // multiple) * multiple // microbatches, seq_len
+        """Microbatches, sequences in each, tokens in each of these."""
         self.shardings: TokenBatch | None = None
-        if not jax.sharding.get_abstract_mesh().empty:
+        if not mesh.empty:
             like = TokenBatch(0, 0, 0, 0 if inputs else None)
             self.shardings = make_shardings(Array["m", TokenBatch], like=like)
             self._check_divides(self.shardings)
@@ -196,7 +193,10 @@ class Loader:
         parts = self.shardings.targets.addressable_devices_indices_map(shape).values()
         spans = sorted({part.indices(size)[:2] for _, part, _ in parts})
         rows = np.concatenate([np.arange(start, stop) for start, stop in spans])
-        host = self.sequences(step, (np.arange(count)[:, None] * size + rows).reshape(-1))
+        indices = (np.arange(count)[:, None] * size + rows).reshape(-1)
+        is_real = indices < self.batch_size
+        host = self.sequences(step, np.where(is_real, indices, 0))
+        host = host._replace(loss_mask=host.loss_mask & is_real[:, None])
         ends = np.cumsum([stop - start for start, stop in spans]).tolist()
         place = {span: slice(end - (span[1] - span[0]), end) for span, end in zip(spans, ends, strict=True)}
 
@@ -208,11 +208,6 @@ class Loader:
 
         inputs = None if self.shardings.inputs is None else host.inputs
         return jax.tree.map(put, in_microbatches(TokenBatch(*host[:3], inputs), count), self.shardings)
-
-    @property
-    def _shape(self) -> tuple[int, int, int]:
-        """Microbatches, sequences in each, tokens in each of these."""
-        return self.microbatches, self.batch_size // self.microbatches, self.seq_len
 
     def _check_step(self, step: int) -> None:
         if step < 0:

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardwright_data import flat_tokens
 from shardwright_data.loader import shuffle
-from shardwright_data.loader.batches import Limit, Loader, Sequences
+from shardwright_data.loader.batches import Loader, Sequences
 from shardwright_data.loader.config import DataConfig, SourceConfig
 from shardwright_data.loader.mixture import BLOCK, PERIOD, Quotas
 from shardwright_data.loader.shuffle import Indices
@@ -212,7 +212,7 @@ class FlatTokensLoader(Loader):
         p = np.bincount(np.unique_inverse(ids).inverse_indices, np.concatenate(weights))
         return float(-(p * np.log(p)).sum())
 
-    def _find_limit(self) -> Limit | None:
+    def _find_limit(self) -> tuple[int, str] | None:
         """The last step at which every source is within its max_epochs, by bisection: counts only grow."""
         bounds = [
             (source.config.max_epochs or math.inf) * source.sequences_per_epoch for source in self.sources.values()
@@ -222,4 +222,4 @@ class FlatTokensLoader(Loader):
         if first == 2**31:
             return None
         ended = [*self.sources.values()][exceeded(first).argmax()]
-        return Limit(first - 1, f"{ended.dataset.path} has been read max_epochs={ended.config.max_epochs:g} times")
+        return first - 1, f"{ended.dataset.path} has been read max_epochs={ended.config.max_epochs:g} times"

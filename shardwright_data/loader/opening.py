@@ -21,6 +21,7 @@ def make_loader(
     state: Mapping[str, Any] | None = None,
     inputs: Sequence[str] = (),
     microbatches: int = 1,
+    pad: bool = False,
 ) -> Loader:
     """The loader that `config` names. Splits other than `train` are read in order, and without a bound on epochs.
 
@@ -33,6 +34,7 @@ def make_loader(
         state: what `Loader.state` gave for the step to resume with; None or empty for the beginning.
         inputs: names of the inputs that batches hold beside the tokens (docs/flat-tokens.md).
         microbatches: number of microbatches in each batch, which divides batch_size.
+        pad: add sequences of padding at the end of a batch that the mesh does not divide.
 
     Raises:
         ValueError: settings contradict each other or are out of range, the state does not fit them, or data is missing,
@@ -42,7 +44,7 @@ def make_loader(
     if split != "train":
         mixture = {name: dataclasses.replace(source, max_epochs=None) for name, source in config.mixture.items()}
         config = dataclasses.replace(config, shuffle=False, max_epochs=None, mixture=mixture)
-    batches = split, batch_size, seq_len, vocab_size, inputs, microbatches
+    batches = split, batch_size, seq_len, vocab_size, inputs, microbatches, pad
     if config.stream is not None:
         return StreamLoader(config, dict(state) if state else None, *batches)
     loader = FlatTokensLoader(config, *batches)
@@ -116,10 +118,11 @@ def steps_for(
             f"{name}={value} is less than one batch of {loader.tokens_per_batch} tokens. Train for longer, or set a "
             "smaller batch_size."
         )
-    if loader.limit is not None and (read := batch_of(count - 1, skip_steps) + 1) > loader.limit.steps:
+    lasts, reason = loader.limit or (2**63, "")
+    if (read := batch_of(count - 1, skip_steps) + 1) > lasts:
         left_out = f" and to leave out {read - count} batches" * (read > count)
         raise ValueError(
-            f"The run is to take {count} steps{left_out}, but the data lasts for {loader.limit.steps}: "
-            f"then {loader.limit.reason}. Train for fewer steps, allow more epochs, or get more data."
+            f"The run is to take {count} steps{left_out}, but the data lasts for {lasts}: then {reason}. Train for "
+            "fewer steps, allow more epochs, or get more data."
         )
     return count

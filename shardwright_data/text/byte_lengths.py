@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright_data.text.definitions import BYTE_LETTERS
-from shardwright_data.text.tokenizers import ByteTokenizer, load_definition
+from shardwright_data.text.tokenizers import load_definition
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """A space in the vocabulary of SentencePiece."""
@@ -34,19 +34,17 @@ class ByteLengths:
         return int(self.of_token[ids].sum()) - self.before_document * int(is_start.sum())
 
 
-def byte_lengths(definition: str | None, end_token: str | None) -> ByteLengths | None:
+def byte_lengths(definition: str, end_token: str | None) -> ByteLengths | None:
     """The bytes of the tokens of a tokenizer.
 
     Args:
-        definition: its tokenizer.json; None for bytes.
+        definition: its tokenizer.json.
         end_token: the token at the end of each document, which is no text; None for none.
 
     Returns:
         None if its tokens do not spell the text, as those of a byte-level tokenizer or of SentencePiece do: in PROBES,
         their bytes are not those of the text.
     """
-    if definition is None:
-        return ByteLengths((np.arange(ByteTokenizer.vocab_size) >= ByteTokenizer.OFFSET).astype(np.int64), 0)
     tokenizer = load_definition(definition)
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}

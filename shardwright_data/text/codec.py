@@ -6,7 +6,7 @@ from typing import Any
 from shardwright_data.flat_tokens import Reader, open_kvstore, read_file
 from shardwright_data.foreign import check_types
 from shardwright_data.text.byte_lengths import ByteLengths, byte_lengths
-from shardwright_data.text.definitions import definition_of
+from shardwright_data.text.definitions import byte_definition, definition_of
 from shardwright_data.text.tokenizers import Tokenizer, open_definition, open_tokenizer
 
 REMEDY = (
@@ -58,7 +58,7 @@ class TextCodec:
     def differs(self, other: "TextCodec") -> bool:
         """Whether `other` is known to have another tokenizer."""
         mine, theirs = self._tokenizer, other._tokenizer
-        return None not in (mine, theirs) and (type(mine), mine.definition) != (type(theirs), theirs.definition)
+        return None not in (mine, theirs) and mine.definition != theirs.definition
 
     def continuation(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
         """The text that `ids` add to the text of `prompt`."""
@@ -116,8 +116,8 @@ def codec_of_data(data: Any) -> TextCodec:
     return codec_of_dataset(filespecs[0])
 
 
-def tokenizer_of_dataset(filespec: str, attributes: Mapping[str, Any]) -> tuple[str | None, str | None] | None:
-    """The tokenizer.json of a dataset, None for bytes, and its end token; None if it names no tokenizer.
+def tokenizer_of_dataset(filespec: str, attributes: Mapping[str, Any]) -> tuple[str, str | None] | None:
+    """The tokenizer.json of a dataset, and its end token; None if it names no tokenizer.
 
     Raises:
         FileNotFoundError: its tokenizer.json is missing.
@@ -126,7 +126,7 @@ def tokenizer_of_dataset(filespec: str, attributes: Mapping[str, Any]) -> tuple[
     about = tokenizer_of_attributes(filespec, attributes)
     if not about:
         return None
-    definition = None
+    definition = byte_definition()
     if about["kind"] != "bytes":
         path = f"{filespec.rstrip('/')}/tokenizer.json"
         content = read_file(open_kvstore(filespec), "tokenizer.json")
@@ -150,8 +150,8 @@ def byte_lengths_of_dataset(filespec: str, attributes: Mapping[str, Any]) -> Byt
     try:
         found = tokenizer_of_dataset(filespec, attributes)
         return None if found is None else byte_lengths(*found)
-    # A tokenizer.json that is missing or damaged: a number to report is no reason to end a run.
-    except (FileNotFoundError, ValueError):
+    # A tokenizer.json or the package `tokenizers` that is missing: a number to report is no reason to end a run.
+    except (FileNotFoundError, ImportError, ValueError):
         return None
 
 

@@ -3,6 +3,7 @@
 Whatever library defines a tokenizer, its dataset keeps a tokenizer.json, so that all programs can read its ids.
 """
 
+import functools
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -118,6 +119,19 @@ def from_ranks(ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, i
         "model": {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": True},
     }
     return json.dumps(definition, ensure_ascii=False)
+
+
+BYTE_OFFSET = 3
+"""The id of byte 0 in `byte_definition`."""
+PAD = "<pad>"
+"""The token that fills up short sequences of a batch in transformers; no text becomes it."""
+
+
+@functools.cache
+def byte_definition() -> str:
+    """The tokenizer.json of UTF-8 bytes, with ids as in ByT5: a byte-level BPE in which nothing is merged."""
+    special = {"<s>": 0, "</s>": 1, PAD: 2}
+    return from_ranks({bytes([byte]): byte for byte in range(256)}, r"\n+|[^\n]+", special, BYTE_OFFSET)
 
 
 def _to_letters(token: bytes) -> str:

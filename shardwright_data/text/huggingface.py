@@ -5,20 +5,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardwright_data.flat_tokens import Reader
-from shardwright_data.text import definitions
 from shardwright_data.text.codec import tokenizer_of_dataset
-from shardwright_data.text.tokenizers import ByteTokenizer, load_definition, open_tokenizer
-
-PAD = "<pad>"
-"""The token that fills up short sequences of a batch in transformers; no text becomes it."""
-BYTE_SPECIAL_TOKENS = {"<s>": 0, "</s>": ByteTokenizer.END, PAD: 2}
-"""Names for the ids below those of the bytes."""
-
-
-def byte_definition() -> str:
-    """The tokenizer.json that gives the ids of ByteTokenizer: a byte-level BPE in which nothing is merged."""
-    ranks = {bytes([byte]): byte for byte in range(256)}
-    return definitions.from_ranks(ranks, r"\n+|[^\n]+", BYTE_SPECIAL_TOKENS, ByteTokenizer.OFFSET)
+from shardwright_data.text.definitions import PAD
+from shardwright_data.text.tokenizers import load_definition, open_tokenizer
 
 
 def find_tokenizer(data: Mapping[str, Any], dataset: str | None = None) -> tuple[str, str | None]:
@@ -34,8 +23,8 @@ def find_tokenizer(data: Mapping[str, Any], dataset: str | None = None) -> tuple
     """
     stream = data.get("stream")
     if dataset is None and stream is not None:
-        found = open_tokenizer(stream.get("tokenizer_kind", "bytes"), stream.get("tokenizer")).definition
-        return found or byte_definition(), stream.get("end_token")
+        tokenizer = open_tokenizer(stream.get("tokenizer_kind", "bytes"), stream.get("tokenizer"))
+        return tokenizer.definition, stream.get("end_token")
     mixture = [source["filespec"] for source in (data.get("mixture") or {}).values()]
     filespecs = [dataset or data.get("filespec")] if dataset or data.get("filespec") else mixture
     if not filespecs:
@@ -45,7 +34,7 @@ def find_tokenizer(data: Mapping[str, Any], dataset: str | None = None) -> tuple
         raise ValueError(f"the datasets have different ones: {', '.join(each)}")
     if (found := each[filespecs[0]]) is None:
         raise ValueError(f"{filespecs[0]} names none")
-    return found[0] or byte_definition(), found[1]
+    return found
 
 
 def tokenizer_files(

@@ -4,7 +4,6 @@ They take plain text: they put no special tokens around it, and read none in it.
 """
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -34,31 +33,45 @@ class Encoded(NamedTuple):
     """UTF-8 bytes of each document."""
 
 
-class Tokenizer(ABC):
-    """From documents to ids, and back."""
+@dataclass(frozen=True)
+class Tokenizer:
+    """From documents to ids, and back. The library `tokenizers` encodes, unless tiktoken does; bytes need neither."""
 
-    vocab_size: int
-    """The largest id, plus 1."""
-    definition: str | None
-    """Its tokenizer.json; None for bytes."""
-    end: int | None
+    definition: str
+    """Its tokenizer.json."""
+    end: int | None = None
     """The id added at the end of each document that has tokens; None for none."""
+    encoding: Any = None
+    """A tiktoken.Encoding of the same tokens; None for `tokenizers`."""
 
-    @abstractmethod
-    def _ids(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        """The ids of documents, uint32[tokens], and the number of ids of each, int64[documents]."""
+    @property
+    def is_bytes(self) -> bool:
+        """Whether the tokens are the UTF-8 bytes."""
+        return self.definition == definitions.byte_definition()
 
-    @abstractmethod
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids, special tokens by their names. Ids that the tokenizer does not have are left out."""
-
-    @abstractmethod
-    def token_to_id(self, token: str) -> int | None:
-        """The id of a token, None if it is not in the vocabulary."""
+    @property
+    def vocab_size(self) -> int:
+        """The largest id, plus 1."""
+        return max(load_definition(self.definition).get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, texts: list[str]) -> Encoded:
         """The ids of documents, each that has tokens with the end token if there is one."""
-        ids, lengths = self._ids(texts)
+        if self.is_bytes:
+            parts = [np.frombuffer(text.encode(), np.uint8) for text in texts]
+        elif self.encoding is None:
+            encoded = load_definition(self.definition).encode_batch_fast(texts, add_special_tokens=False)
+            parts = [encoding.ids for encoding in encoded]
+        else:
+            # It finds no special tokens if none are allowed, and makes no list, as encode_ordinary does.
+            options = {"allowed_special": set(), "disallowed_special": ()}
+            parts = [self.encoding.encode_to_numpy(text, **options) for text in texts]
+        lengths = np.fromiter(map(len, parts), np.int64, len(parts))
+        if self.is_bytes or self.encoding is not None:
+            ids = np.concatenate([np.zeros(0, np.uint8), *parts]).astype(np.uint32)
+        else:
+            ids = np.fromiter(itertools.chain.from_iterable(parts), np.uint32, int(lengths.sum()))
+        if self.is_bytes:
+            ids += np.uint32(definitions.BYTE_OFFSET)
         if self.end is not None:
             has_tokens = lengths > 0
             ids = np.insert(ids, np.cumsum(lengths)[has_tokens], np.uint32(self.end))
@@ -66,63 +79,12 @@ class Tokenizer(ABC):
         utf8_bytes = (len(text) if text.isascii() else len(text.encode()) for text in texts)
         return Encoded(ids, lengths, np.fromiter(utf8_bytes, np.int64, len(texts)))
 
-
-@dataclass(frozen=True)
-class ByteTokenizer(Tokenizer):
-    """UTF-8 bytes, each as its value + 3."""
-
-    end: int | None = None
-
-    END = 1
-    OFFSET = 3
-    vocab_size = 256 + OFFSET
-    definition = None
-
-    def _ids(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        data = [text.encode() for text in texts]
-        ids = np.frombuffer(b"".join(data), np.uint8).astype(np.uint32) + np.uint32(self.OFFSET)
-        return ids, np.fromiter(map(len, data), np.int64, len(data))
-
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids; those that are not bytes are left out."""
-        codes = np.array(ids, np.int64) - self.OFFSET
-        return bytes(codes[(codes >= 0) & (codes < 256)].astype(np.uint8)).decode(errors="replace")
+        """The text of these ids. Those that the tokenizer does not have are left out.
 
-    def token_to_id(self, token: str) -> int | None:
-        """The id of `</s>`; None for another token."""
-        return self.END if token == "</s>" else None
-
-
-@dataclass(frozen=True)
-class TextTokenizer(Tokenizer):
-    """A tokenizer with a vocabulary of pieces of text. The library `tokenizers` encodes, unless tiktoken does."""
-
-    definition: str
-    end: int | None = None
-    encoding: Any = None
-    """A tiktoken.Encoding of the same tokens; None for `tokenizers`."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The largest id, plus 1."""
-        return max(load_definition(self.definition).get_vocab(with_added_tokens=True).values()) + 1
-
-    def _ids(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray]:
-        if self.encoding is None:
-            encoded = load_definition(self.definition).encode_batch_fast(texts, add_special_tokens=False)
-            ids = [encoding.ids for encoding in encoded]
-        else:
-            # It finds no special tokens if none are allowed, and makes no list, as encode_ordinary does.
-            options = {"allowed_special": set(), "disallowed_special": ()}
-            ids = [self.encoding.encode_to_numpy(text, **options) for text in texts]
-        lengths = np.fromiter(map(len, ids), np.int64, len(ids))
-        if self.encoding is None:
-            return np.fromiter(itertools.chain.from_iterable(ids), np.uint32, int(lengths.sum())), lengths
-        return np.concatenate([np.zeros(0, np.uint32), *ids]).astype(np.uint32, copy=False), lengths
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of these ids, special tokens by their names. Ids that the tokenizer does not have are left out."""
-        return load_definition(self.definition).decode(list(ids), skip_special_tokens=False)
+        Special tokens are there by their names, but for those of bytes, which are left out.
+        """
+        return load_definition(self.definition).decode(list(ids), skip_special_tokens=self.is_bytes)
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token, None if it is not in the vocabulary."""
@@ -168,24 +130,21 @@ def open_tokenizer(kind: str, name: str | None = None, end_token: str | None = N
         raise ValueError(f"tokenizer.name is {name!r} and tokenizer.kind {kind}: bytes need no name, all others do.")
     if kind == "tiktoken":
         return open_definition(*open_tiktoken(name), end_token=end_token)
-    return open_definition(None if kind == "bytes" else definitions.find_huggingface(name), end_token=end_token)
+    definition = definitions.byte_definition() if kind == "bytes" else definitions.find_huggingface(name)
+    return open_definition(definition, end_token=end_token)
 
 
-def open_definition(definition: str | None, encoding: Any = None, end_token: str | None = None) -> Tokenizer:
-    """The tokenizer of a dataset.
+def open_definition(definition: str, encoding: Any = None, end_token: str | None = None) -> Tokenizer:
+    """The tokenizer of a tokenizer.json.
 
     Args:
-        definition: its tokenizer.json; None for bytes.
+        definition: its content.
         encoding: a tiktoken.Encoding that encodes in place of `tokenizers`.
         end_token: put at the end of each document, None for nothing.
 
     Raises:
         ValueError: the definition is damaged, or has no such end token.
     """
-    if definition is None:
-        if end_token not in (None, "</s>"):
-            raise ValueError(f"end_token is {end_token!r}; that of bytes is </s>, or null.")
-        return ByteTokenizer(end_token and ByteTokenizer.END)
     loaded = load_definition(definition)
     end = None if end_token is None else loaded.token_to_id(end_token)
     if end_token is not None and end is None:
@@ -194,7 +153,7 @@ def open_definition(definition: str | None, encoding: Any = None, end_token: str
             f"The tokenizer has no token {end_token!r} for tokenizer.end_token. Of its {len(special)} special tokens, "
             f"the first are {special[:30]}."
         )
-    return TextTokenizer(definition, end, encoding)
+    return Tokenizer(definition, end, encoding)
 
 
 def open_tiktoken(name: str) -> tuple[str, Any]:

@@ -42,7 +42,7 @@ def dataset(tmp_path, monkeypatch):
 
 def compare(url, path):
     here, there = Reader(str(path), "train"), Reader(url, "train")
-    for name in ("num_tokens", "num_documents", "max_token_id", "zarr_format", "file_tokens"):
+    for name in ("num_tokens", "num_documents", "max_token_id", "zarr_format"):
         assert getattr(here, name) == getattr(there, name)
     assert here.attributes == there.attributes
     np.testing.assert_array_equal(np.concatenate(list(there.blocks())), np.concatenate(list(here.blocks())))

@@ -152,8 +152,8 @@ def test_limit_of_a_mixture_is_the_first_source_to_end(filespecs):
     while used[0] <= 300 and used[1] <= 125:
         steps += 1
         used += [count // SEQ_LEN for count in loader.source_tokens(steps - 1).values()]
-    assert loader.limit.steps == steps - 1
-    assert loader.limit.reason == f"{filespecs['books']}/train has been read max_epochs=2.5 times"
+    assert loader.limit[0] == steps - 1
+    assert loader.limit[1] == f"{filespecs['books']}/train has been read max_epochs=2.5 times"
     assert steps_for(loader, steps=steps - 1) == steps - 1
     with pytest.raises(
         ValueError, match=f"to take {steps} steps, but the data lasts for {steps - 1}: then .*books/train has"
@@ -177,7 +177,7 @@ def test_epochs_just_within_the_limit(filespecs):
     for epochs in (1, 2, 3.5):
         loader = make_loader(DataConfig(filespec=filespecs["web"], max_epochs=epochs), "train", 7, SEQ_LEN)
         steps = steps_for(loader, epochs=epochs)
-        assert loader.limit.steps == steps == int(300 * epochs) // 7
+        assert loader.limit[0] == steps == int(300 * epochs) // 7
         with pytest.raises(
             ValueError, match=rf"lasts for {steps}: then .*web/train has been read max_epochs={epochs:g}"
         ):

@@ -265,7 +265,7 @@ def test_unknown_length(files):
     [
         ({"stream_settings": {"dataset": "allenai/c4"}}, "data.stream: give either `dataset`, .* or files"),
         ({"vocab_size": 258}, "has 259 ids, more than the model's vocabulary of 258. Set that to 259"),
-        ({"stream_settings": {"end_token": "<|end|>"}}, "end_token is '<|end|>'; that of bytes is </s>"),
+        ({"stream_settings": {"end_token": "<|end|>"}}, r"no token '<\|end\|>' for tokenizer.end_token. Of its 3"),
         ({"stream_settings": {"shuffle_block": 0}}, "shuffle_block is 0; it must be at least 1"),
         (
             {"stream_settings": {"text_field": "content"}},

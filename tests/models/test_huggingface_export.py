@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 import gpt2
 from shardwright.modeling.model import module_of
 from shardwright_data.flat_tokens import Writer
-from shardwright_data.text.tokenizers import ByteTokenizer
+from shardwright_data.text.tokenizers import open_tokenizer
 from tools import checkpoint_to_huggingface as tool
 from tools.huggingface import llama as huggingface_llama
 
@@ -97,7 +97,7 @@ def test_greedy_generation_is_ours(tmp_path, one_device, monkeypatch, capsys):
     c = models.model("grouped", vocab=259, bos_id=0)
     w = models.weights(c)
     with Writer(str(tmp_path / "data"), "train") as writer:
-        encoded = ByteTokenizer(ByteTokenizer.END).encode(["It is a truth"])
+        encoded = open_tokenizer("bytes", end_token="</s>").encode(["It is a truth"])
         writer.append(encoded.ids, encoded.lengths)
         writer.attributes.update({"tokenizer": {"kind": "bytes", "end_token": "</s>"}})
     output = tmp_path / "exported"
@@ -125,7 +125,7 @@ def test_greedy_generation_is_ours(tmp_path, one_device, monkeypatch, capsys):
     exec(example, {})
     assert "It is a truth" in capsys.readouterr().out
     assert tokenizer.decode(generated, skip_special_tokens=True) == text
-    assert llama.generation_config.eos_token_id == ByteTokenizer.END
+    assert llama.generation_config.eos_token_id == 1
 
 
 def test_what_an_export_has(saved, tmp_path):

@@ -13,7 +13,6 @@ import train
 from shardwright.sampling.documents import pieces
 from shardwright.sampling.scoring import Scorer, log_likelihoods
 from shardwright_data.loader import DataConfig, make_loader
-from shardwright_data.loader.padded import PaddedLoader
 
 ROOT = Path(__file__).parents[2]
 LENGTHS = [1, 2, 16, 17, 3, 9, 17, 5, 4]
@@ -103,9 +102,9 @@ def test_pieces_have_each_token_once(count):
 @pytest.mark.parametrize(("batch", "microbatches", "padded"), [(6, 1, 8), (8, 1, 8), (12, 2, 16), (4, 4, 32)])
 def test_padding_has_no_targets(batch, microbatches, padded):
     data = DataConfig(filespec=str(ROOT / "synthetic_dataset.zarr"))
-    loader = make_loader(data, "validation", batch, 16, 1024, microbatches=microbatches)
     with jax.set_mesh(tiny.mesh("d=8")):
-        found = jax.tree.map(lambda x: np.asarray(x).reshape(padded, 16), PaddedLoader(loader, 8).load(1))
+        loader = make_loader(data, "validation", batch, 16, 1024, microbatches=microbatches, pad=True)
+        found = jax.tree.map(lambda x: np.asarray(x).reshape(padded, 16), loader.load(1))
     expected = loader.sequences(1, np.arange(batch))
     assert found.loss_mask[:batch].all()
     assert not found.loss_mask[batch:].any()

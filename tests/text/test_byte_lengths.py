@@ -14,7 +14,7 @@ from shardwright_data.text import byte_lengths as module
 from shardwright_data.text import definitions
 from shardwright_data.text.byte_lengths import byte_lengths
 from shardwright_data.text.codec import byte_lengths_of_dataset
-from shardwright_data.text.tokenizers import open_definition
+from shardwright_data.text.tokenizers import open_definition, open_tokenizer
 from tools.huggingface_to_flat_tokens import __main__ as tool
 from tools.huggingface_to_flat_tokens.config import Settings, SplitConfig, TokenizerConfig, TokenizerKind
 
@@ -48,7 +48,8 @@ def check_documents(lengths, tokenizer, texts):
 
 
 def test_bytes(texts):
-    check_documents(byte_lengths(None, "</s>"), open_definition(None, end_token="</s>"), texts)
+    tokenizer = open_tokenizer("bytes", end_token="</s>")
+    check_documents(byte_lengths(tokenizer.definition, "</s>"), tokenizer, texts)
 
 
 @pytest.mark.parametrize("end_token", [None, "<|end|>", "q"])

@@ -24,7 +24,7 @@ from shardwright.run.opening import trusted_options
 from shardwright_data.flat_tokens import Writer
 from shardwright_data.loader import DataConfig
 from shardwright_data.text import definitions
-from shardwright_data.text.tokenizers import ByteTokenizer
+from shardwright_data.text.tokenizers import open_tokenizer
 from tools import checkpoint_to_huggingface, huggingface_to_checkpoint
 from tools.evaluate import MeshChoice, Settings, evaluate, open_run
 
@@ -42,7 +42,7 @@ SEQ_LEN = 32
 
 def write_dataset(path, texts, append_end=True):
     for split in ("train", "validation"):
-        encoded = ByteTokenizer(append_end).encode(texts)
+        encoded = open_tokenizer("bytes", end_token="</s>" if append_end else None).encode(texts)
         with Writer(str(path), split) as writer:
             writer.append(encoded.ids, encoded.lengths)
             end = {"end_token": "</s>"} if append_end else {}
@@ -101,10 +101,10 @@ def test_on_the_mesh_of_the_run_the_loss_is_that_of_its_log(run):
 
 def test_the_bytes_are_those_of_the_tokens_evaluated(run):
     """Not of the whole split, of which the validation reads a part."""
-    ids = ByteTokenizer(True).encode(TEXTS).ids[: 3 * tiny.BATCH * SEQ_LEN]
+    ids = open_tokenizer("bytes", end_token="</s>").encode(TEXTS).ids[: 3 * tiny.BATCH * SEQ_LEN]
     found = evaluated(run)
     assert found["tokens"] == ids.size
-    assert found["bytes"] == (ids > ByteTokenizer.END).sum()
+    assert found["bytes"] == (ids > 1).sum()
     assert found["bits_per_byte"] == pytest.approx(found["loss"] * ids.size / math.log(2) / found["bytes"])
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
 

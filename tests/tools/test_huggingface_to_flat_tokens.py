@@ -17,7 +17,6 @@ from shardwright_data.flat_tokens import unfinished
 from shardwright_data.text import sources
 from shardwright_data.text import tokenizers as text_tokenizers
 from shardwright_data.text.definitions import train_bpe
-from shardwright_data.text.tokenizers import ByteTokenizer
 from tools.huggingface_to_flat_tokens import __main__ as tool
 from tools.huggingface_to_flat_tokens import split as split_work
 from tools.huggingface_to_flat_tokens.config import Settings, SplitConfig, TokenizerConfig, TokenizerKind
@@ -91,7 +90,7 @@ def test_bytes_are_those_of_byt5():
     # Its sentinel tokens would be read in the text; none are asked for.
     byt5 = transformers.ByT5Tokenizer(extra_ids=0)
     texts = [text for text in TEXTS if "</s>" not in text]
-    encoded = ByteTokenizer(ByteTokenizer.END).encode(texts)
+    encoded = text_tokenizers.open_tokenizer("bytes", end_token="</s>").encode(texts)
     expected = [byt5(text)["input_ids"] for text in texts]
     assert encoded.ids.tolist() == [i for ids in expected for i in ids]
     assert encoded.lengths.tolist() == [len(ids) for ids in expected]
@@ -242,7 +241,10 @@ def test_source_shorter_than_max_tokens(tmp_path, capsys):
         ({"train": SplitConfig(files=[__file__])}, r"name files of one of these kinds: .jsonl"),
         ({"num_workers": 0}, "num_workers is 0; it must be at least 1"),
         ({"train": SplitConfig(max_tokens=0)}, "train.max_tokens is 0; it must be at least 1"),
-        ({"tokenizer": TokenizerConfig(end_token="<eos>")}, "end_token is '<eos>'; that of bytes is </s>"),
+        (
+            {"tokenizer": TokenizerConfig(end_token="<eos>")},
+            "no token '<eos>' for tokenizer.end_token",
+        ),
         (
             {"tokenizer": TokenizerConfig(name="gpt2")},
             "tokenizer.name is 'gpt2' and tokenizer.kind bytes: bytes need no name",
@@ -269,9 +271,10 @@ def test_keeps_what_is_there(tmp_path, bpe):
     bytes_first, _ = run(tmp_path / "d", source)
     bpe_config = TokenizerConfig(kind=TokenizerKind.huggingface, name=bpe[0])
     with pytest.raises(ValueError, match="d/train is already there"):
+        run(tmp_path / "d", source)
+    with pytest.raises(ValueError, match=r"tokenizer.json is another tokenizer than the settings name"):
         run(tmp_path / "d", source, tokenizer=bpe_config)
     assert read(tmp_path / "d")[0] == bytes_first
-    assert not (tmp_path / "d/tokenizer.json").exists()
 
     run(tmp_path / "d", source, tokenizer=bpe_config, overwrite=True)
     (tmp_path / "other.json").write_text(train_bpe(TEXTS, 300))
@@ -349,5 +352,5 @@ def test_processes_are_for_what_has_no_threads(bpe, cores, monkeypatch):
     encoding = tiktoken.Encoding(
         "x", pat_str=r".", mergeable_ranks={bytes([i]): i for i in range(256)}, special_tokens={}
     )
-    made = [text_tokenizers.TextTokenizer(definition, None, library) for library in (None, encoding)]
+    made = [text_tokenizers.Tokenizer(definition, None, library) for library in (None, encoding)]
     assert [tool.default_workers(tokenizer) for tokenizer in made] == ([1, 2] if cores == 2 else [8, 8])

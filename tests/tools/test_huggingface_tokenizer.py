@@ -8,8 +8,9 @@ from tokenizers import Tokenizer
 from written_datasets import write
 
 from shardwright_data.text import definitions
-from shardwright_data.text.huggingface import byte_definition, find_tokenizer, tokenizer_files
-from shardwright_data.text.tokenizers import ByteTokenizer, load_definition
+from shardwright_data.text.definitions import byte_definition
+from shardwright_data.text.huggingface import find_tokenizer, tokenizer_files
+from shardwright_data.text.tokenizers import load_definition, open_tokenizer
 
 TEXTS = [*[text for text in PROBES if "<s>" not in text], "", "It is a truth universally acknowledged, naïve 東京"]
 
@@ -25,14 +26,14 @@ def ids_of(files, text):
 
 def test_bytes():
     files, end, notes = tokenizer_files(byte_definition(), 0, "</s>")
-    assert end == ByteTokenizer.END
+    assert end == 1
     assert not notes
     for text in TEXTS:
-        expected = ByteTokenizer(end=None).encode([text]).ids
+        expected = open_tokenizer("bytes").encode([text]).ids
         assert ids_of(files, text) == [0, *expected]
         ids = ids_of(files, text)
         assert Tokenizer.from_str(byte_definition()).decode(ids, skip_special_tokens=True) == text
-    assert Tokenizer.from_str(byte_definition()).get_vocab_size() == ByteTokenizer.vocab_size
+    assert Tokenizer.from_str(byte_definition()).get_vocab_size() == 259
 
 
 def test_a_tokenizer_of_text_goes_through(bpe):
@@ -123,9 +124,9 @@ def test_a_batch_of_bytes_is_padded(tmp_path):
         (tmp_path / file).write_text(json.dumps(content))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer.vocab_size == len(tokenizer) == ByteTokenizer.vocab_size
+    assert tokenizer.vocab_size == len(tokenizer) == 259
     batch = tokenizer(["ab", "naïve"], padding=True)
-    short, long = ([0, *ByteTokenizer(end=None).encode([text]).ids] for text in ("ab", "naïve"))
+    short, long = ([0, *open_tokenizer("bytes").encode([text]).ids] for text in ("ab", "naïve"))
     assert batch["input_ids"] == [[*short, *[tokenizer.pad_token_id] * 4], long]
     assert batch["attention_mask"] == [[1, 1, 1, 0, 0, 0, 0], [1] * 7]
     assert tokenizer.pad_token_id not in (tokenizer.bos_token_id, tokenizer.eos_token_id)

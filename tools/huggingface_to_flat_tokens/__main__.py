@@ -19,7 +19,7 @@ from shardwright_data import flat_tokens
 from shardwright_data.checks import check_ranges
 from shardwright_data.flat_tokens.unfinished import Unfinished
 from shardwright_data.text import definitions, sources, tokenizers
-from shardwright_data.text.tokenizers import TextTokenizer, Tokenizer
+from shardwright_data.text.tokenizers import Tokenizer
 from shardwright_data.text.worker_pool import available_cores
 from tools.huggingface_to_flat_tokens.config import SPLITS, Settings, TokenizerKind
 from tools.huggingface_to_flat_tokens.split import SplitWork, open_source
@@ -50,7 +50,7 @@ def run(config: Settings) -> None:
     num_workers = config.num_workers or default_workers(tokenizer)
     with unfinished.locked():
         resuming = unfinished.begin(_settings(config, names, tokenizer), names, config.overwrite)
-        root.write("tokenizer.json", tokenizer.definition and tokenizer.definition.encode()).result()
+        root.write("tokenizer.json", tokenizer.definition.encode()).result()
         try:
             for name in names:
                 if resuming and unfinished.is_complete(name):
@@ -96,8 +96,7 @@ def default_workers(tokenizer: Tokenizer) -> int:
     On two cores, two workers beside the main process take more CPU time with `tokenizers`.
     """
     cores = available_cores()
-    without_threads = isinstance(tokenizer, TextTokenizer) and tokenizer.encoding is not None
-    return 1 if cores <= 2 and not without_threads else cores
+    return 1 if cores <= 2 and tokenizer.encoding is None else cores
 
 
 def _settings(config: Settings, names: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -109,8 +108,7 @@ def _settings(config: Settings, names: list[str], tokenizer: Tokenizer) -> dict[
     for name in names:
         stats = [(path, os.stat(path)) for path in sources.match(getattr(config, name).files) if "://" not in path]
         settings[f"{name}.files found"] = [f"{path}, {s.st_size} bytes of {s.st_mtime_ns}" for path, s in stats]
-    definition = tokenizer.definition
-    settings["tokenizer.json"] = definition and hashlib.sha256(definition.encode()).hexdigest()
+    settings["tokenizer.json"] = hashlib.sha256(tokenizer.definition.encode()).hexdigest()
     return settings
 
 
