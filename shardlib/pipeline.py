@@ -84,6 +84,9 @@ def _run(
 ) -> tuple[Any, Any, Any]:
     """The loss, the gradients and the metrics of the layers, by the schedule; the last two None if not `training`."""
     p, count = placement.p, len(jax.tree.leaves(microbatches)[0])
+    if count != (wanted := 1 + int(table.columns["forward_microbatch"].max())):
+        problem = f"the batch has {count} microbatches, and the schedule is for {wanted}"
+        raise ShardError(problem, "give the batch and the schedule the same number: training.microbatches")
     label = marks.STAGES
     leaves, structure = jax.tree.flatten(w)
     w = structure.unflatten([marks.enter(x, f"{label} [{i}]") for i, x in enumerate(leaves)])
