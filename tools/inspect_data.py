@@ -175,45 +175,37 @@ def show_document(console: Console, reader: flat_tokens.Reader, codec: TextCodec
     console.print(Text(shown(_read_text(reader, codec, int(start), int(length)))))
 
 
-def find_faults(reader: flat_tokens.Reader, blocks: Iterable[np.ndarray]) -> list[str]:
-    """Compares all parts of a split. Returns a sentence for each kind of fault.
+def check(console: Console, reader: flat_tokens.Reader, blocks: Iterable[np.ndarray]) -> None:
+    """Compares all parts of a split.
 
     Args:
+        console: shows the result.
         reader: of the split.
         blocks: all stored tokens, in order.
 
     Raises:
-        ValueError: a file cannot be read.
+        ValueError: a file cannot be read, or parts contradict each other.
     """
     place = document = largest = 0
-    faults: dict[str, str] = {}
     for encoded in blocks:
         ids, is_start = flat_tokens.decode(encoded)
         largest = max(largest, int(ids.max()))
         marked = place + np.flatnonzero(is_start)
         place += encoded.size
         stated = reader.read_starts(document, min(document + marked.size, reader.num_documents) + 1).astype(np.int64)
-        both = min(marked.size, stated.size)
-        if (wrong := np.flatnonzero(marked[:both] != stated[:both])).size or (stated[both:] < place).any():
-            at = document + np.append(wrong, both)[0]
-            faults.setdefault("marks", f"the marks in encoded_tokens and seq_starts differ from document {at:,} on")
-        if (empty := np.flatnonzero(np.diff(stated) <= 0)).size:
-            faults.setdefault("empty", f"document {document + empty[0]:,} is empty, or seq_starts decreases there")
+        stated = stated[stated < place]
+        if not np.array_equal(stated, marked):
+            both = min(stated.size, marked.size)
+            at = document + np.append(np.flatnonzero(stated[:both] != marked[:both]), both)[0]
+            differ = f"the marks in encoded_tokens and seq_starts differ from document {at:,} on"
+            raise ValueError(f"{reader.path} is damaged: {differ}. Write or copy the dataset again.")
         document += marked.size
-    result = list(faults.values())
     if document != reader.num_documents:
-        result.append(f"{document:,} documents are marked in encoded_tokens, seq_starts has {reader.num_documents:,}")
+        differ = f"{document:,} documents are marked in encoded_tokens, seq_starts has {reader.num_documents:,}"
+        raise ValueError(f"{reader.path} is damaged: {differ}. Write or copy the dataset again.")
     if largest != reader.max_token_id:
-        result.append(f"the largest token id is {largest:,}, the attribute max_token_id says {reader.max_token_id:,}")
-    return result
-
-
-def check(console: Console, reader: flat_tokens.Reader) -> None:
-    """Reads a split whole. Raises ValueError if parts of it contradict each other."""
-    total = -(-reader.num_tokens // 2**20)
-    blocks = track(reader.blocks(), description="reading", total=total, console=console, transient=True)
-    if faults := find_faults(reader, blocks):
-        raise ValueError(f"{reader.path} is damaged: {'; '.join(faults)}. Write or copy the dataset again.")
+        differ = f"the largest token id is {largest:,}, the attribute max_token_id says {reader.max_token_id:,}"
+        raise ValueError(f"{reader.path} is damaged: {differ}. Write or copy the dataset again.")
     text = f"{reader.path}: all {reader.num_tokens:,} tokens read; marks, starts and attributes agree."
     console.print(for_console(text, console), soft_wrap=True)
 
@@ -255,7 +247,8 @@ def run(config: Settings, console: Console | None = None) -> None:
     reader = Reader(config.filespec, config.split)
     codec = open_codec(config.filespec, reader.attributes)
     if config.check:
-        check(console, reader)
+        total = -(-reader.num_tokens // 2**20)
+        check(console, reader, track(reader.blocks(), "reading", total, console=console, transient=True))
     elif config.document is not None:
         show_document(console, reader, codec, config.document)
     else:
