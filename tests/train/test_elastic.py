@@ -189,8 +189,8 @@ def forgetting(part: str):
     """Checkpoints from which this part of the state comes back as zeros."""
     restore = run_files.Checkpointer.restore
 
-    def restore_without(self, step, like, **options):
-        state = restore(self, step, like, **options)
+    def restore_without(self, step, like, orders):
+        state = restore(self, step, like, orders)
         setattr(state, part, jax.tree.map(jnp.zeros_like, getattr(state, part)))
         return state
 
