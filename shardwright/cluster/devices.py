@@ -141,7 +141,7 @@ def others_write(directory: Path) -> str | None:
 def _keep_programs(directory: str, ours: bool = False) -> None:
     """Makes JAX keep compiled programs in `directory`, unless others could put some there. Prints a line then.
 
-    If it is `ours`, it is made.
+    If it is `ours`, it is made, and programs are kept only if it can be written.
     """
     why = None
     if "://" not in directory:
@@ -149,8 +149,9 @@ def _keep_programs(directory: str, ours: bool = False) -> None:
         try:
             for missing in reversed([parent for parent in (path, *path.parents) if ours and not parent.exists()]):
                 missing.mkdir(mode=0o700, exist_ok=True)  # whatever the umask says, nobody else writes there
-            with tempfile.TemporaryFile(dir=path):
-                why = others_write(path)
+            if ours:
+                tempfile.TemporaryFile(dir=path).close()
+            why = others_write(path)
         except OSError as error:
             why = f"it cannot be written: {error}"
     if why:
