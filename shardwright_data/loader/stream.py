@@ -136,38 +136,27 @@ class StreamLoader(Loader):
 
     def _read_batch(self) -> Sequences:
         shape = (self.batch_size, self.seq_len)
-        targets, is_seq_start = np.zeros(shape, np.uint32), np.zeros(shape, np.bool_)
-        loss_mask = np.zeros(shape, np.bool_)
-        if self._config.sequence_packing:
-            self._fill(targets.reshape(-1), is_seq_start.reshape(-1))
-            loss_mask[:] = True
-        else:
-            for sequence, starts, mask in zip(targets, is_seq_start, loss_mask, strict=True):
-                ids = self._next_document()
-                count = min(ids.size, self.seq_len)
-                sequence[:count], starts[0], mask[:count] = ids[:count], True, True
-                self._offset = self._ids.size
-                self._place = self._after
-        return Sequences(targets, is_seq_start, loss_mask, np.zeros((*shape, 0), np.uint32))
-
-    def _fill(self, targets: np.ndarray, is_seq_start: np.ndarray) -> None:
-        """Fills arrays of rank 1 with documents, one after the other."""
-        done = 0
-        while done < targets.size:
-            if self._offset == self._ids.size:
-                self._next_document()
-            count = min(self._ids.size - self._offset, targets.size - done)
-            targets[done : done + count] = self._ids[self._offset : self._offset + count]
-            is_seq_start[done] = self._offset == 0
-            done += count
-            self._offset += count
-            self._place = self._here._replace(tokens=self._offset)
-
-    def _next_document(self) -> np.ndarray:
-        """Makes the next document that has tokens the current one, starting at the token that its place names."""
-        self._here, self._after, self._ids = next(self._documents)
-        self._offset = self._here.tokens
-        return self._ids
+        targets, is_start, loss_mask = np.zeros(shape, np.uint32), np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
+        # Packed, a batch is one stretch of documents; else each sequence is the beginning of one.
+        packed = self._config.sequence_packing
+        stretch = targets.size if packed else self.seq_len
+        for ids, starts, mask in zip(*(x.reshape(-1, stretch) for x in (targets, is_start, loss_mask)), strict=True):
+            done = 0
+            while done < stretch:
+                if self._offset == self._ids.size:
+                    self._here, self._after, self._ids = next(self._documents)
+                    self._offset = self._here.tokens
+                count = min(self._ids.size - self._offset, stretch - done)
+                ids[done : done + count] = self._ids[self._offset : self._offset + count]
+                starts[done] = self._offset == 0
+                mask[done : done + count] = True
+                done += count
+                self._offset += count
+                self._place = self._here._replace(tokens=self._offset)
+                if not packed:
+                    self._offset, self._place = self._ids.size, self._after
+                    break
+        return Sequences(targets, is_start, loss_mask, np.zeros((*shape, 0), np.uint32))
 
     def _tokenize(self, place: _Place) -> Generator[tuple[_Place, _Place, np.ndarray], None, None]:
         """Each document with tokens from `place` on: its place, the place after it, and its ids."""
