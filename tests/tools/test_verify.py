@@ -192,7 +192,7 @@ BUGS = {  # what is copied and edited, the edit, the first tensor that differs, 
         ("shardlib", "shardlib/placement.py"),
         "np.array(self.stages, np.int32)",
         "np.array(np.roll(self.stages, 1, axis=0), np.int32)",
-        "metric loss",
+        "initial layers.w_q, layer 0",
         ("verify.meshes=[2x1x2x2]",),
     ),
 }
@@ -216,11 +216,7 @@ def test_the_first_tensor_that_differs_and_the_line_of_the_edit_are_named(tmp_pa
     done = verify(tmp_path, *settings, name="local_gpt2" if source == "gpt2.py" else "local_test_synthetic")
     assert done.returncode == 1, done.stdout + done.stderr
     mesh = "p=2 r=1 d=2 t=2" if source == "shardlib" else "r=2 d=2 t=2"
-    *others, line = [line for line in done.stdout.splitlines() if line.startswith(f"DIFFERS on {mesh}: ")]
-    assert f"the first tensor that differs is the {tensor}, by " in line
-    # Initial weights follow the placement too.
-    weights = [f"DIFFERS on {mesh}: its initial weights are not those of one device, bit by bit"]
-    assert others == weights * (bug == "the stages are placed wrongly")
+    assert f"DIFFERS on {mesh}: the first tensor that differs is the {tensor}, by " in done.stdout
     if source != "shardlib":  # nothing within the schedule of stages is compared
         number = before[: before.index(text)].count("\n") + 1
         assert f"on {mesh}, {place}:{number}: " in done.stdout  # the check of the step names the line itself

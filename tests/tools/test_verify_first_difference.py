@@ -65,7 +65,7 @@ def traced(change, name: str) -> Traced:
 
 
 def first_of(change):
-    return first_difference(traced(change, "r=2 d=2 t=2"), traced(change, "one device"), tolerance=1e-10)
+    return first_difference(traced(change, "r=2 d=2 t=2"), traced(change, "one device"))
 
 
 def line_with(comment: str) -> str:

@@ -74,7 +74,7 @@ def main(devices: int) -> None:
         # Of the classes read last.
         inputs.state = jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(inputs.state))
         sizes = dict(zip("rdt", SIZES[devices][bug.where[0]], strict=True))
-        print(json.dumps(causes(c, inputs, {"p": 1, **sizes}, 1e-10)), flush=True)
+        print(json.dumps(causes(c, inputs, {"p": 1, **sizes})), flush=True)
 
 
 if __name__ == "__main__":

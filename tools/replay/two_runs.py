@@ -26,6 +26,7 @@ from shardwright.run.provenance import PROJECT, ROOT, source_of
 from shardwright.run.resuming import with_defaults
 from shardwright.settings.differences import flat
 from shardwright_data.foreign import refused
+from shardwright_data.loader import TokenBatch
 from tools.replay.documents import on_host
 from tools.replay.session import Session, Write, common_checkpoint, kept_by, logged, metrics_of, opened, provenance_kept
 
@@ -59,43 +60,34 @@ Value = tuple[str, str, np.ndarray]
 """Name and place of a value, and numbers that are equal if the value is."""
 
 
-class Fingerprints:
-    """What a session's steps compute, value after value."""
-
-    def __init__(self, session: Session):
-        self._session, self._step = session, session.without_stages()
-        self._look = Look(self._step.program, session.model.table, bits)
-        self._program = jax.jit(self._look, compiler_options=session.options)
-
-    def of_state(self) -> list[Value]:
-        """Of the state before the step. The weights come first."""
-        state = self._step.state(self._session.state)
-        with jax.set_mesh(self._step.mesh):
-            found = jax.jit(lambda state: jax.tree.map(bits, state))(state)
-        return [(f"the state, {name}", "", np.asarray(x)) for name, x in named_leaves(found).items()]
-
-    def of_step(self) -> list[Value]:
-        """Of the batch, what the step saves, the gradients and the updates."""
-        session, batch = self._session, self._session.batch()
-        host = on_host(batch)
-        names = [field.name for field in dataclasses.fields(host) if getattr(host, field.name) is not None]
-        rows = lambda x: np.array([zlib.crc32(row.tobytes()) for row in x], np.uint32)
-        of_batch = [(f"the batch, {name}", "", rows(getattr(host, name))) for name in names]
-        with self._step.arguments(session.state, batch) as arguments:
-            found = self._look.fingerprints(self._program(*arguments, np.int32(session.step)))
-        return of_batch + found
+def of_batch(batch: TokenBatch) -> list[Value]:
+    """The fingerprints of a batch, by sequence."""
+    host = on_host(batch)
+    arrays = {field.name: getattr(host, field.name) for field in dataclasses.fields(host)}
+    rows = lambda x: np.array([zlib.crc32(row.tobytes()) for row in x], np.uint32)
+    return [(f"the batch, {name}", "", rows(x)) for name, x in arrays.items() if x is not None]
 
 
 def recorded(session: Session, last: int) -> dict[int, list[Value]]:
-    """The fingerprints of the steps from the session's to `last`, with those of the state before the first of them."""
-    prints = Fingerprints(session)
-    found = {session.step: prints.of_state()}
-    while session.step <= last:
-        found.setdefault(session.step, []).extend(prints.of_step())
+    """The fingerprints of the steps from the session's to `last`: the batch, what is saved, the gradients, the updates.
+
+    Those of the first step begin with the state, whose weights come first.
+    """
+    step = session.without_stages()
+    look = Look(step.program, session.model.table, bits)
+    program = jax.jit(look, compiler_options=session.options)
+    state = step.state(session.state)
+    with jax.set_mesh(step.mesh):
+        of_state = jax.jit(lambda state: jax.tree.map(bits, state))(state)
+    found = {session.step: [(f"the state, {name}", "", np.asarray(x)) for name, x in named_leaves(of_state).items()]}
+    while True:
+        batch, values = session.batch(), found.setdefault(session.step, [])
+        values += of_batch(batch)
+        with step.arguments(session.state, batch) as arguments:
+            values += look.fingerprints(program(*arguments, np.int32(session.step)))
         if session.step == last:
-            break
+            return found
         session.advance()
-    return found
 
 
 def compared(a: dict[int, list[Value]], b: dict[int, list[Value]]) -> tuple[int, str] | None:

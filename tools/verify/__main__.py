@@ -46,8 +46,6 @@ class VerifyConfig:
     only_types: bool = False
     """Only traces the step on each mesh, which checks its types: in seconds, for any number of devices, without having
     them. Nothing is computed or compared."""
-    tolerance: float = within(1e-300, 1, 1e-10)
-    """Limit: largest difference over the largest entry of a tensor, in (0, 1)."""
 
 
 def small(c: Config, devices: int) -> None:
@@ -106,11 +104,11 @@ def run(c: Config, settings: VerifyConfig) -> bool:
         return True
     # So that blockwise attention has several blocks even for the sequences of verify.small.
     with small_blocks(c.training.seq_len // 4) if settings.small else contextlib.nullcontext():
-        results, causes = compare_meshes(c, meshes, settings.tolerance, lambda text: print(text, file=sys.stderr))
+        results, causes = compare_meshes(c, meshes, lambda text: print(text, file=sys.stderr))
     t = c.training
     say(f"training.microbatches={t.microbatches} attention={t.attention} fp8={str(t.fp8).lower()}")
     say(largest_difference(results))
-    differing = differences(results, settings.tolerance)
+    differing = differences(results)
     for line in differing + causes:
         say(line)
     say("The meshes DIFFER." if differing else f"In f64, all {len(meshes)} meshes agree with one device.")

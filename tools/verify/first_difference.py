@@ -93,19 +93,21 @@ class First:
     error: float
 
 
+TOLERANCE = 1e-10
+"""Largest difference that is rounding, over the largest entry of a value. Another order of sums makes one of about
+1e-15, and a bug seldom less than 1e-4."""
 PERTURBATION = 1e-13
 """Relative size of the noise on the arguments that shows how much a value amplifies rounding."""
 AMPLIFIED = 1e3
 """The limit of a value is at least this multiple of the change that the noise makes."""
 
 
-def first_difference(here: Traced, there: Traced, tolerance: float) -> tuple[list[str], First | None]:
+def first_difference(here: Traced, there: Traced) -> tuple[list[str], First | None]:
     """What the proof finds in a step on a mesh, and the first value that differs from that on one device.
 
     Args:
         here: the step on the mesh.
         there: the same step with one device along each axis, but for those that `there` keeps.
-        tolerance: the largest difference that is rounding, over the largest entry of a value.
 
     Raises:
         Different: the program has other operations on one device.
@@ -134,7 +136,7 @@ def first_difference(here: Traced, there: Traced, tolerance: float) -> tuple[lis
                 exact = np.take(exact, [0], i)
         error = by_turn(difference(x, exact), axes, loops)
         scale = by_turn(np.where(np.isfinite(exact), np.abs(np.float64(exact)), 0), axes, loops)
-        for turn in np.argwhere(error > np.maximum(tolerance * scale, AMPLIFIED * noise)):
+        for turn in np.argwhere(error > np.maximum(TOLERANCE * scale, AMPLIFIED * noise)):
             turns = tuple(map(int, turn))
             order = executed(note, turns)
             if first is None or order < first[0]:
@@ -156,7 +158,7 @@ def _values(traced: Traced, replay: Rerun, times: int) -> list[list[np.ndarray]]
     return found
 
 
-def causes(c: Config, inputs: Inputs, sizes: Mesh, tolerance: float) -> list[str]:
+def causes(c: Config, inputs: Inputs, sizes: Mesh) -> list[str]:
     """The first value that differs on a mesh from one device, or from one device of each stage, with its line.
 
     Before it, what the proof finds in the step.
@@ -164,7 +166,7 @@ def causes(c: Config, inputs: Inputs, sizes: Mesh, tolerance: float) -> list[str
     alone = {axis: n if axis == PIPELINE_AXIS else 1 for axis, n in sizes.items()}
     try:
         here, there = (traced_step(c, inputs, each, sizes) for each in (sizes, alone))
-        found, first = first_difference(here, there, tolerance)
+        found, first = first_difference(here, there)
     except Different as different:
         return [f"on {mesh_name(sizes)}, {different.place}: {different}"]
     if first is not None:

@@ -27,8 +27,8 @@ from tools.verify.meshes import Mesh, abstract_mesh_of, mesh_of
 Found = dict[str, np.ndarray]
 """What is compared of a step, on the host, by kind and name: `metric loss`, `gradient layers.w_q, layer 0`.
 
-Kinds, in their order: metric, gradient, planted (which metrics are finite once a weight is not), the weight after the
-step, and the names of the optimizer's moments. All is NaN where devices that should hold the same values do not.
+Kinds, in their order: initial, metric, gradient, planted (which metrics are finite once a weight is not), the weight
+after the step, and the names of the optimizer's moments. All is NaN where devices that should hold the same do not.
 """
 
 
@@ -156,8 +156,9 @@ def tensors_of_step(c: Config, inputs: Inputs, sizes: Mesh) -> Found:
     with traced.mesh():
         gradients, state, metrics = run(inputs)
         gradients, new = in_order(c, gradients), in_order(c, jax.tree.map(on_host, state))
+        found = by_layer("initial", fresh_state(c).weights) | {"metric loss": on_host(metrics.loss)}
         # The backward pass computes the gradients of the last weights first.
-        found = {"metric loss": on_host(metrics.loss), **dict(reversed(by_layer("gradient", gradients).items()))}
+        found |= dict(reversed(by_layer("gradient", gradients).items()))
         of_layers = metrics.layers.by_name() if metrics.layers else {}
         arrays = {name: x for name, x in {**vars(metrics), **of_layers}.items() if isinstance(x, jax.Array)}
         found |= {f"metric {name}": on_host(x) for name, x in arrays.items()}
