@@ -141,7 +141,6 @@ class Loader:
 
     def source_tokens(self, step: int) -> dict[str, int]:
         """Tokens of each source in the batch of `step`, padding included; empty if there is only one source."""
-        self._check_step(step)
         return {}
 
     def state(self, step: int) -> dict[str, Any]:
@@ -149,7 +148,6 @@ class Loader:
 
         They only name the datasets if any step can be read at any time.
         """
-        self._check_step(step)
         return {}
 
     def epoch_steps(self) -> dict[str, Fraction]:
@@ -208,10 +206,6 @@ class Loader:
 
         inputs = None if self.shardings.inputs is None else host.inputs
         return jax.tree.map(put, in_microbatches(TokenBatch(*host[:3], inputs), count), self.shardings)
-
-    def _check_step(self, step: int) -> None:
-        if step < 0:
-            raise ValueError(f"step is {step}; steps count from 0.")
 
     def _check_divides(self, shardings: TokenBatch) -> None:
         try:

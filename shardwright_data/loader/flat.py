@@ -155,7 +155,6 @@ class FlatTokensLoader(Loader):
 
     def locate(self, step: int, indices: Indices) -> list[tuple[str | None, np.ndarray, np.ndarray]]:
         """For each source in the batch of `step`: its name, the places of its sequences in `indices`, their numbers."""
-        self._check_step(step)
         which, numbers = self.quotas.locate(step * self.batch_size + indices)
         places = ((name, np.flatnonzero(which == i)) for i, name in enumerate(self.sources))
         return [(name, of_source, numbers[of_source]) for name, of_source in places if of_source.size]
@@ -170,7 +169,6 @@ class FlatTokensLoader(Loader):
 
     def source_tokens(self, step: int) -> dict[str, int]:
         """Tokens of each source in the batch of `step`, padding included; empty if there is only one source."""
-        self._check_step(step)
         counts = self.quotas.counts((step + 1) * self.batch_size) - self.quotas.counts(step * self.batch_size)
         return (
             dict(zip(self.sources, (counts * self.seq_len).tolist(), strict=True)) if None not in self.sources else {}
@@ -178,7 +176,6 @@ class FlatTokensLoader(Loader):
 
     def state(self, step: int) -> dict[str, Any]:
         """Identity of each dataset, as Loader.state describes."""
-        self._check_step(step)
         return {
             "dataset" if name is None else f"mixture.{name}": source.dataset.fingerprint
             for name, source in self.sources.items()

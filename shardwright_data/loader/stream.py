@@ -94,7 +94,6 @@ class StreamLoader(Loader):
 
     def sequences(self, step: int, indices: Indices) -> Sequences:
         """Sequences of the batch of `step`, as Loader.sequences describes."""
-        self._check_step(step)
         with self._lock:
             if self._last is None or self._last[0] != step:
                 if step < self._next or (step in self._states and step != self._next):
@@ -109,7 +108,6 @@ class StreamLoader(Loader):
 
     def state(self, step: int) -> dict[str, Any]:
         """The state from which the batch of `step` is the next, known once the batch before it has been read."""
-        self._check_step(step)
         # Without the lock: it is held while a batch is read, and a checkpoint should not wait for that.
         found = self._states.get(step)
         if found is None:

@@ -145,16 +145,11 @@ def train_bpe(documents: Iterable[str], vocab_size: int) -> str:
     """The tokenizer.json of a byte-level BPE trained on `documents`, with ids 0 and 1 for `<|begin|>` and `<|end|>`.
 
     Its vocabulary is smaller than `vocab_size` if the documents are too few: once each word is a token, nothing is left
-    to merge.
-
-    Raises:
-        ValueError: vocab_size is too small for the bytes and these two.
+    to merge. The size is at least 258.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     special = ["<|begin|>", "<|end|>"]
-    if vocab_size < 256 + len(special):
-        raise ValueError(f"tokenizer.vocab_size is {vocab_size}; 256 bytes and {special} need 258 or more.")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

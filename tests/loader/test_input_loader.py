@@ -269,12 +269,6 @@ def test_numpy_annotations_are_checked():
         shuffle.permute(np.arange(4), 10, 0, np.zeros(3, np.int64))
 
 
-def test_negative_step(dataset):
-    loader = FlatTokensLoader(DataConfig(filespec=dataset[0]), "train", 4, SEQ_LEN)
-    with pytest.raises(ValueError, match="step is -1; steps count from 0"):
-        loader.sequences(-1, np.arange(4))
-
-
 def test_load_without_a_mesh(dataset):
     loader = FlatTokensLoader(DataConfig(filespec=dataset[0]), "train", 4, SEQ_LEN)
     with pytest.raises(ValueError, match=r"no mesh to place batches on. Make it under jax.set_mesh"):

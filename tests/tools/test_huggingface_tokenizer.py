@@ -116,22 +116,6 @@ def test_a_vocabulary_without_special_tokens_is_said(bpe):
     assert "pad_token" not in files["tokenizer_config.json"]
 
 
-def test_a_batch_of_bytes_is_padded(tmp_path):
-    transformers = pytest.importorskip(
-        "transformers", reason="padding needs transformers, installed on Python 3.11 only"
-    )
-    for file, content in tokenizer_files(byte_definition(), 0, "</s>")[0].items():
-        (tmp_path / file).write_text(json.dumps(content))
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    assert tokenizer.vocab_size == len(tokenizer) == 259
-    batch = tokenizer(["ab", "naïve"], padding=True)
-    short, long = ([0, *open_tokenizer("bytes").encode([text]).ids] for text in ("ab", "naïve"))
-    assert batch["input_ids"] == [[*short, *[tokenizer.pad_token_id] * 4], long]
-    assert batch["attention_mask"] == [[1, 1, 1, 0, 0, 0, 0], [1] * 7]
-    assert tokenizer.pad_token_id not in (tokenizer.bos_token_id, tokenizer.eos_token_id)
-
-
 def test_where_it_is_found(tmp_path, bpe):
     by_bytes = write(tmp_path / "bytes", attributes={"tokenizer": {"kind": "bytes", "end_token": "</s>"}})
     by_bpe = write(tmp_path / "bpe", attributes={"tokenizer": {"kind": "train_bpe", "end_token": "<|end|>"}})
