@@ -3,30 +3,9 @@ import jax.numpy as jnp
 import pytest
 from hlo_texts import TEXT
 
-from shardwright.compiled.hlo import Frame, Shape, parse, with_mesh
+from shardwright.compiled.hlo import Frame, Shape, parse
 
 pytestmark = pytest.mark.quick
-
-
-def test_a_text_by_hand():
-    program = parse(with_mesh(TEXT, {"d": 2, "t": 2}))
-    assert (program.name, program.devices, program.mesh) == ("jit_f", 4, {"d": 2, "t": 2})
-    assert [*program.computations] == ["sum", "fused", "body", "cond", "main"]
-    assert program.entry.name == "main"
-    assert program.entry.root.name == "result"
-    found = {i.name: i for i in program.instructions()}
-    assert found["start"].shapes == (Shape("f32", (4, 8)), Shape("f32", (8, 8)))
-    assert found["start"].operands == ("x.1",)
-    assert found["c"].shapes == (Shape("s32", ()), Shape("f32", (4, 8)))
-    assert (found["loop"].called, found["loop"].turns) == (("body",), 5)
-    assert found["last"].index == 1
-    assert found["t"].operands == ("i", "again")
-    assert found["half"].op_name == "jit(f)/while/body/psum_scatter"
-    assert found["half"].frames == (
-        Frame("/home/x/shardlib/shardops.py", 7, "all_gather"),
-        Frame("/home/x/train.py", 10, "f"),
-    )
-    assert [reader.name for reader in program.entry.readers["x.1"]] == ["start", "init"]
 
 
 def test_frames_whose_parent_has_its_own_number():

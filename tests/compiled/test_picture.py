@@ -44,23 +44,11 @@ def test_what_a_file_says_is_text():
     assert any(text and text.startswith('"<a>&') for text in texts(svg))
 
 
-def boxes(svg):
-    """Of the lines of the source, which have a border of their own colour."""
-    rects = xml.etree.ElementTree.fromstring(svg).iter(f"{SVG}rect")
-    of_lines = (rect for rect in rects if rect.get("stroke") == "#dadce0")
-    return [tuple(float(rect.get(key)) for key in ("x", "y", "width", "height")) for rect in of_lines]
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "training",
-    [{}, pytest.param({"microbatches": 2}, marks=pytest.mark.slow)],
-    ids=str,
-)
-def test_the_picture_of_a_step_with_eight_layers(tmp_path, training):
+def test_the_picture_of_a_step_with_eight_layers(tmp_path):
     """It is drawn within ten seconds, fits a screen's width, and can be read as it is."""
     path, mesh = tmp_path / "training_step_optimized_hlo_1.txt", tiny.mesh("d=4 t=2")
-    compiled = step_text.compile_config(tiny.config(tiny.model(layers=8), **training), mesh)
+    compiled = step_text.compile_config(tiny.config(tiny.model(layers=8), microbatches=2), mesh)
     path.write_text(with_mesh(compiled.as_text(), mesh.shape))
     begin = time.monotonic()
     svg = show(path).read_text()
@@ -70,10 +58,9 @@ def test_the_picture_of_a_step_with_eight_layers(tmp_path, training):
     assert width <= 1280
     assert height < 12_000
     assert min(float(text.get("font-size")) for text in root.iter(f"{SVG}text")) >= 11
-    found = texts(svg)
-    assert found.count("layers, forward × 8") == found.count("layers, backward × 8") == 1
-    assert ("microbatches × 2" in found) == (training == {"microbatches": 2})
-    placed = boxes(svg)
+    assert {"layers, forward × 8", "layers, backward × 8", "microbatches × 2"} <= set(texts(svg))
+    of_lines = (rect for rect in root.iter(f"{SVG}rect") if rect.get("stroke") == "#dadce0")
+    placed = [tuple(float(rect.get(key)) for key in ("x", "y", "width", "height")) for rect in of_lines]
     assert len(placed) > 50
     for x, y, w, h in placed:
         assert 0 <= x < x + w <= width
