@@ -49,6 +49,10 @@ class Reader:
     num_tokens: int
     num_documents: int
     max_token_id: int
+    zarr_format: int
+    """2 or 3."""
+    inputs: Mapping[str, ts.TensorStore]
+    """The inputs that are read beside the tokens, by name."""
     attributes: Mapping[str, Any]
     """All attributes of the split's group, among them what the tokenization tool records."""
 
@@ -60,11 +64,12 @@ class Reader:
         stores = dict.fromkeys(("http_request_concurrency", "gcs_request_concurrency", "s3_request_concurrency"), limit)
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}} | stores)
         self.attributes, self._driver = self._read_attributes(split)
+        self.zarr_format = 3 if self._driver == "zarr3" else 2
         self.max_token_id = self.attributes["max_token_id"]
         self._tokens = self._open_array(f"{split}/encoded_tokens", np.uint32)
         self._starts = self._open_array(f"{split}/seq_starts", np.uint64)
         self.num_tokens, self.num_documents = self._tokens.shape[0], self._starts.shape[0] - 1
-        self._inputs = {name: self._open_input(split, name) for name in inputs}
+        self.inputs = {name: self._open_input(split, name) for name in inputs}
         self._check_extent()
         self._check_files(MOST_PROBES_REMOTE if "://" in filespec else MOST_PROBES_LOCAL)
 
@@ -101,16 +106,6 @@ class Reader:
                 f"{FORMAT_VERSION} of {FORMAT}. Update the program or write the dataset again."
             )
         return attributes, driver
-
-    @property
-    def zarr_format(self) -> int:
-        """Version of the zarr format, 2 or 3."""
-        return 3 if self._driver == "zarr3" else 2
-
-    @property
-    def inputs(self) -> tuple[str, ...]:
-        """Names of the inputs that are read beside the tokens."""
-        return tuple(self._inputs)
 
     def _open_array(self, key: str, dtype: type) -> ts.TensorStore:
         spec = {
@@ -190,7 +185,7 @@ class Reader:
     def _check_files(self, most: int) -> None:
         """Reads the last token of each file, of at most `most` files of an array; in zarr v2 of the first and last."""
         end, waiting = self.num_tokens, []
-        for name, array in (None, self._tokens), *self._inputs.items():
+        for name, array in (None, self._tokens), *self.inputs.items():
             size = array.chunk_layout.write_chunk.shape[0]
             num_files = -(-end // size)
             count = min(num_files, most if self.zarr_format == 3 else 2)
@@ -231,7 +226,7 @@ class Reader:
         between = "between " if len(spans) > 1 else ""
         what = f"tokens {between}{starts.min()} {'and' if between else 'to'} {ends.max() - 1}"
         if name is not None:
-            return self._begin(self._inputs[name], spans, f"input_{name} of {what}")
+            return self._begin(self.inputs[name], spans, f"input_{name} of {what}")
         return self._begin(self._tokens, spans, what)
 
     def read(self, starts: Places, lengths: Places, name: str | None = None) -> list[SomeTokens]:

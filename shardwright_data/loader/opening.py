@@ -55,17 +55,12 @@ def make_loader(
 
 def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     """Raises ValueError unless both states name the same datasets in the same order, on which a mixture depends."""
-    if list(before) != list(now):
+    if list(before.items()) != list(now.items()):
+        was, is_now = (", ".join(f"{name} of {value}" for name, value in state.items()) for state in (before, now))
         raise ValueError(
-            f"The checkpoint's place in its data is given by {', '.join(before)}, and this run's by {', '.join(now)}. "
-            "Resume with the data settings of the checkpoint, the sources of a mixture in the same order."
+            f"The checkpoint was made with other data than this run's: with {was}; not {is_now}. Resume with the same "
+            "datasets, wherever they are stored, in the same order, or start another run."
         )
-    for name in before:
-        if before[name] != now[name]:
-            raise ValueError(
-                f"The checkpoint was made with another {name} than this one: with {before[name]}; not {now[name]}. "
-                "Resume with the same dataset, wherever it is stored, or start another run."
-            )
 
 
 def steps_for(

@@ -29,7 +29,6 @@ def open_text(
     files: list[str],
     *,
     revision: str | None = None,
-    streaming: bool = True,
     separator: str | None = None,
     by_line: bool = False,
 ) -> tuple[str, Any]:
@@ -42,7 +41,6 @@ def open_text(
         split: name of the split.
         files: as `open_files` takes them; empty for a dataset.
         revision: a commit or tag of the dataset; None for the newest.
-        streaming: read the files of the dataset while they download, or download them first.
         separator: as `open_files` takes it.
         by_line: as `open_files` takes it.
 
@@ -59,8 +57,7 @@ def open_text(
     if split is None:
         raise ValueError(f"{where}.source is missing: the split of {dataset} to read, for example `train`.")
     name = f"{dataset} ({split})"
-    data = _load(name, path=dataset, name=dataset_config, split=split, revision=revision, streaming=streaming)
-    return name, data if streaming else data.to_iterable_dataset()
+    return name, _load(name, path=dataset, name=dataset_config, split=split, revision=revision, streaming=True)
 
 
 def open_files(files: list[str], separator: str | None = None, by_line: bool = False) -> Any:

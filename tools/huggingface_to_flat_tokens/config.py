@@ -72,8 +72,6 @@ class Settings:
     """The dataset's configuration (subset), where it has several."""
     dataset_revision: str | None = None
     """A commit or tag of the dataset, so that it stays the same from run to run; null for the newest."""
-    streaming: bool = True
-    """Read the dataset while it downloads, or download it first."""
     text_field: str = "text"
     """The column or JSON key that holds the document."""
     text_separator: str | None = None

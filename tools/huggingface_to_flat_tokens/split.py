@@ -34,7 +34,7 @@ def open_source(config: Settings, name: str) -> tuple[str, Any]:
         raise ValueError(
             "text_separator is empty. Give the text between documents, or null if each file is one document."
         )
-    options = {"revision": config.dataset_revision, "streaming": config.streaming, "separator": config.text_separator}
+    options = {"revision": config.dataset_revision, "separator": config.text_separator}
     where, data = sources.open_text(name, config.dataset, config.dataset_config, split.source, split.files, **options)
     if split.skip_documents:
         data = data.skip(split.skip_documents)
