@@ -66,7 +66,6 @@ class FakeDevice:
     [
         ("NVIDIA A100-SXM4-80GB", "bfloat16", 8, 8 * 312e12),
         ("NVIDIA A100-SXM4-80GB", "float32", 1, 156e12),
-        ("NVIDIA H100 80GB HBM3", "bfloat16", 1, 989.5e12),
         ("NVIDIA H100 PCIe", "bfloat16", 1, 756e12),
         ("NVIDIA H200", "bfloat16", 2, 1979e12),
         ("TPU v5 lite", "bfloat16", 4, 4 * 197e12),

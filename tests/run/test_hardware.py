@@ -15,7 +15,6 @@ from shardwright.cluster.devices import known_options, start_devices
 from shardwright.modeling.model import load_model
 from shardwright.run.compiling import compile_step
 from shardwright.run.config import register_schema
-from shardwright.run.resuming import with_defaults
 from train import make_evaluation_step
 
 ROOT = Path(__file__).parents[2]
@@ -64,11 +63,10 @@ def test_options_that_this_xla_does_not_know_are_left_out_and_named():
     assert known_options(options, said.append) == {"xla_cpu_enable_fast_math": False, "xla_gpu_autotune_level": 1}
     assert [line.split()[1] for line in said] == ["xla_no_such_flag", "xla_gone"]
     assert f"the XLA of jax {jax.__version__} does not know it" in said[0]
-    assert known_options({"xla_cpu_enable_fast_math": None}, said.append) == {}
-    assert known_options({"--xla_gpu_autotune_level": 1}, said.append) == {"xla_gpu_autotune_level": 1}
-    for wrong in ("often", [1]):
-        with pytest.raises(ValueError, match=r"XLA does not take a value in .*xla_cpu_enable_fast_math"):
-            known_options({"xla_cpu_enable_fast_math": wrong}, said.append)
+    options = {"xla_cpu_enable_fast_math": None, "--xla_gpu_autotune_level": 1}
+    assert known_options(options, said.append) == {"xla_gpu_autotune_level": 1}
+    with pytest.raises(ValueError, match=r"XLA does not take a value in .*xla_cpu_enable_fast_math"):
+        known_options({"xla_cpu_enable_fast_math": "often"}, said.append)
 
 
 @pytest.mark.long
@@ -101,31 +99,17 @@ def test_several_processes_keep_programs_only_where_they_are_told_to(monkeypatch
         assert set_to.get("jax_compilation_cache_dir") == (kept and str(tmp_path / kept))
 
 
-@pytest.mark.quick
-def test_a_checkpoint_made_with_settings_that_are_no_more():
-    saved = {"hardware": {"name": "CPU", "memory_fraction": 0.9, "xla_flags": ""}, "training": {"seed": 3}}
-    found = with_defaults(saved)
-    assert not {"name", "memory_fraction", "xla_flags"} & {*found["hardware"]}
-    assert found["training"]["seed"] == 3
-
-
-def composed(name: str, *overrides: str):
-    register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return compose(name, list(overrides))
-
-
 @pytest.mark.long
 @pytest.mark.quick
 def test_all_options_of_the_configs_are_known_here():
     """Those for GPUs too, which XLA parses on any platform: so that a renamed one is noticed before a run on one."""
+    register_schema()
     for name in ("gpu", "a100", "h100", "h200", "cpu"):
-        for config in ("gpt2_124m", "flat_tokens_c4_a100x8_84m"):
-            options = composed(config, f"hardware={name}").hardware.compiler_options
-            said = []
-            assert len(known_options(options, said.append)) == len(options)
-            assert said == []
-            assert bool(options) == (name != "cpu" or config != "gpt2_124m")
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            options = compose("flat_tokens_c4_a100x8_84m", [f"hardware={name}"]).hardware.compiler_options
+        said = []
+        assert len(known_options(options, said.append)) == len(options) > 0
+        assert said == []
 
 
 @pytest.mark.quick

@@ -44,23 +44,20 @@ def read(directory):
 def test_a_line_a_step(tmp_path):
     with run_log(tmp_path) as log:
         for step in range(5):
-            log.log(step, metrics(1 / (step + 3)))
+            log.log(step, metrics(1 / (step + 3)), {"web": 640, "books": 0} if step == 0 else {})
             time.sleep(0.01)
-    lines = read(tmp_path)
-    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
-    assert lines[0] == {
-        "step": 0,
-        "learning_rate": float(np.float32(3e-4)),
-        "loss": float(np.float32(1 / 3)),
-        "tokens": 64,
-    }
-    for step, line in enumerate(lines[1:], start=1):
+    first, *others = read(tmp_path)
+    known = {"step": 0, "learning_rate": float(np.float32(3e-4)), "loss": float(np.float32(1 / 3)), "tokens": 64}
+    assert first == known | {"source_tokens": {"web": 640, "books": 0}}
+    assert [line["step"] for line in others] == [1, 2, 3, 4]
+    for step, line in enumerate(others, start=1):
         assert line["loss"] == float(np.float32(1 / (step + 3)))
         assert line["tokens"] == 64 * (step + 1)
         assert line["tokens_per_second"] == pytest.approx(64 / line["seconds"])
         assert line["mfu"] == pytest.approx(64 / line["seconds"] * 1000 / 1e9)
         assert line["mfu_full_attention"] == pytest.approx(1.5 * line["mfu"])
-    assert all(line["seconds"] >= 0.01 for line in lines[1:4])
+        assert "source_tokens" not in line
+    assert all(line["seconds"] >= 0.01 for line in others[:3])
 
 
 def test_vectors_are_lists_and_layers_have_their_names(tmp_path):
@@ -81,7 +78,6 @@ def test_vectors_are_lists_and_layers_have_their_names(tmp_path):
         ({"mfu": jnp.float32(1)}, "have 'mfu', a name that the log or the step has already"),
         ({"table": jnp.zeros((2, 3))}, r"the step's Metrics have table of shape \(2, 3\); the log takes scalars and"),
         ({"layers": LayerMetrics(jnp.zeros((1, 2)), ("loss",))}, "the Extras of a layer, have 'loss', a name that"),
-        ({"layers": LayerMetrics(jnp.zeros((1, 2)), ("step",))}, "the Extras of a layer, have 'step', a name that"),
     ],
 )
 def test_what_the_log_cannot_write_is_refused(given, message):
@@ -134,7 +130,7 @@ def test_resuming_replaces_later_and_torn_lines(tmp_path):
 
 def test_events_are_told_apart(tmp_path):
     output = io.StringIO()
-    with run_log(tmp_path, console=Console(file=output)) as log:
+    with run_log(tmp_path, console=Console(file=output), print_every=1) as log:
         log.log(0, metrics(2.0))
         log.log_event(0, "validation", {"loss": jnp.float32(1.25), "tokens": 640, "of": "tiny"})
         log.log(1, metrics(1.0))
@@ -142,6 +138,7 @@ def test_events_are_told_apart(tmp_path):
     assert lines[1] == {"step": 0, "event": "validation", "loss": 1.25, "tokens": 640, "of": "tiny"}
     assert ["event" in line for line in lines] == [False, True, False]
     assert "step 1  validation  loss 1.25  tokens 640  of tiny\n" in output.getvalue()
+    assert "step 2/25  ETA 0:00:00  loss 1  validation 1.25  " in output.getvalue()  # it stays on the line
 
 
 def test_an_events_time_is_no_steps(tmp_path):
@@ -178,21 +175,6 @@ def test_plain_lines_without_a_terminal(tmp_path):
     assert "\x1b" not in output.getvalue()
 
 
-def test_a_live_bar_on_a_terminal(tmp_path):
-    output = io.StringIO()
-    console = Console(file=output, force_terminal=True, width=140, legacy_windows=False)
-    with run_log(tmp_path, console=console, total_steps=12, start_step=2) as log:
-        for step in range(2, 12):
-            log.log(step, metrics(4.5))
-        log.log_event(11, "validation", {"loss": 4.25})
-    text = output.getvalue()
-    assert "\x1b[" in text
-    assert re.search("step 12/12 .*━.*ETA 0:00:00  loss 4.5", text)
-    assert re.search(r"step 12/12  ETA 0:00:00  loss 4.5  .* tokens/s  MFU [^\n]*\n$", text)
-    assert "step 12  validation  loss 4.25" in text
-    assert "step 5/12" not in text
-
-
 def test_metrics_of_a_run_without_a_checkpoint_are_kept(tmp_path):
     for loss in (3.0, 2.0, 1.0):
         with run_log(tmp_path) as log:
@@ -200,24 +182,6 @@ def test_metrics_of_a_run_without_a_checkpoint_are_kept(tmp_path):
     assert [line["loss"] for line in read(tmp_path)] == [1.0]
     kept = (tmp_path / "metrics.jsonl.left").read_text().splitlines()
     assert [json.loads(line)["loss"] for line in kept] == [3.0, 2.0]
-
-
-def test_source_tokens_are_written(tmp_path):
-    with run_log(tmp_path) as log:
-        log.log(0, metrics(2.0), {"web": 640, "books": 0})
-        log.log(1, metrics(2.0), {})
-    first, second = read(tmp_path)
-    assert first["source_tokens"] == {"web": 640, "books": 0}
-    assert "source_tokens" not in second
-
-
-def test_the_latest_validation_stays_on_the_progress_line(tmp_path):
-    output = io.StringIO()
-    with run_log(tmp_path, console=Console(file=output), print_every=1) as log:
-        log.log(0, metrics(2.0))
-        log.log_event(0, "validation", {"loss": 1.25})
-        log.log(1, metrics(1.0))
-    assert "step 2/25  ETA 0:00:00  loss 1  validation 1.25  " in output.getvalue()
 
 
 # ---- files that cannot be written -------------------------------------------------------------------------------
@@ -267,6 +231,16 @@ def test_a_log_that_was_removed_is_noticed(tmp_path):
 # ---- the terminal -----------------------------------------------------------------------------------------------
 
 PARTS = ["loss 2.571", "validation 2.625", "18.5k tokens/s", "MFU 43.1%", "grad_norm 0.41"]
+
+
+def test_a_bar_on_a_terminal_alone_has_each_step(tmp_path):
+    console = Console(file=io.StringIO(), force_terminal=True, width=140, legacy_windows=False)
+    with run_log(tmp_path, console=console, total_steps=12, start_step=2) as log:
+        for step in range(2, 12):
+            log.log(step, metrics(4.5))
+    text = console.file.getvalue()
+    assert re.search("step 12/12 .*━.*ETA 0:00:00  loss 4.5", text)
+    assert "step 5/12" not in text
 
 
 @pytest.mark.parametrize(("width", "shown"), [(40, 0), (80, 2), (140, 5)])

@@ -26,12 +26,8 @@ def _of_this_program(monkeypatch):
     monkeypatch.setattr(profile, "MODULE", "jit_profiled_step")
 
 
-def run_log(directory, steps):
-    return RunLog(directory, total_steps=steps, start_step=0, speed=SPEED)
-
-
 def train(directory, steps, done=None, fetch_s=0.0):
-    with run_log(directory, steps) as log:
+    with RunLog(directory, total_steps=steps, start_step=0, speed=SPEED) as log:
         profiler = profile.StepProfiler(log, None)
         x = jax.block_until_ready(profiled_step(jnp.ones((64, 64))))
         for i in range(steps if done is None else done):
@@ -43,24 +39,16 @@ def train(directory, steps, done=None, fetch_s=0.0):
         return profiler.close()
 
 
-def event_names(trace):
-    with gzip.open(trace, "rt") as file:
-        trace = json.load(file)
-    assert "metadata" not in trace
-    return {event.get("name") for event in trace["traceEvents"]}
-
-
 @pytest.mark.long
 def test_third_and_fourth_step_are_timed_and_two_more_traced(tmp_path, capsys):
     trace = train(tmp_path, steps=7, fetch_s=0.1)
     assert trace.parent.parent == tmp_path / "plugins" / "profile"
     assert trace.name == "perfetto_trace.json.gz"
-    names = event_names(trace)
-    traced = {f"this is step {i}" for i in (2, 3, 4, 5)}
-    assert {name for name in names if name and name.startswith("this is step")} == traced
-    assert not {name for name in names if name and name.startswith("$")}, (
-        "frames of Python: their tracer is not thread-safe"
-    )
+    events = json.loads(gzip.decompress(trace.read_bytes()))
+    assert "metadata" not in events
+    names = {event.get("name", "") for event in events["traceEvents"]}
+    assert {name for name in names if name.startswith("this is step")} == {f"this is step {i}" for i in (2, 3, 4, 5)}
+    assert not any(name.startswith("$") for name in names), "frames of Python: their tracer is not thread-safe"
 
     lines = capsys.readouterr().out.splitlines()
     speed, mfu, idle = lines
@@ -68,9 +56,8 @@ def test_third_and_fourth_step_are_timed_and_two_more_traced(tmp_path, capsys):
     rate, seconds = (float(number.replace(",", "")) for number in match.groups())
     assert 0.1 <= seconds < 0.3
     assert rate == pytest.approx(100 / seconds, rel=0.01)
-    percent, peak = re.fullmatch(r"MFU        ([\d.]+)% of the ([\d.]+) TFLOP/s that the devices can do", mfu).groups()
+    percent = re.fullmatch(r"MFU        ([\d.]+)% of the 0.001 TFLOP/s that the devices can do", mfu)[1]
     assert float(percent) == pytest.approx(rate * 1e6 / 1e9 * 100, rel=0.01)
-    assert peak == "0.001"
     assert idle.startswith("idle       ")
     assert all(len(line) <= 80 for line in lines)
 
@@ -79,7 +66,7 @@ def test_the_main_loop_waits_for_the_devices_once(tmp_path, monkeypatch):
     waited = {True: [], False: []}
     in_main = lambda: threading.current_thread() is threading.main_thread()
     monkeypatch.setattr(jax, "block_until_ready", lambda outputs: waited[in_main()].append(outputs))
-    with run_log(tmp_path, 9) as log:
+    with RunLog(tmp_path, total_steps=9, start_step=0, speed=SPEED) as log:
         profiler = profile.StepProfiler(log, None)
         for i in range(9):
             profiler.before_step(i)
@@ -88,17 +75,11 @@ def test_the_main_loop_waits_for_the_devices_once(tmp_path, monkeypatch):
     assert waited == {True: ["outputs of 1"], False: ["outputs of 3", "outputs of 5"]}
 
 
-@pytest.mark.parametrize(("steps", "title"), [(3, "steps 2 and 3"), (2, "steps 1 and 2"), (1, "steps 1")])
+@pytest.mark.parametrize(("steps", "title"), [(3, "steps 2 and 3"), (1, "steps 1")])
 def test_a_short_run_profiles_its_last_steps(tmp_path, capsys, steps, title):
     assert train(tmp_path, steps).is_file()
     output = capsys.readouterr().out
     assert f" s a step, in {title}; they may still be warming up\n" in output
-
-
-def test_no_steps(tmp_path, capsys):
-    assert train(tmp_path, 0) is None
-    assert capsys.readouterr().out == ""
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_a_run_that_ends_within_the_profile(tmp_path, capsys):
