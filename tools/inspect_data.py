@@ -53,8 +53,6 @@ class Settings:
     """A step of the run, at least 0."""
     sequences: int = at_least_1(4)
     """Largest number of sequences of the batch to show, at least 1."""
-    first: int = within(0, 2**31, 0)
-    """The first of them, in [0, batch_size)."""
     document: int | None = within(0, 2**50, None)
     """Show this document, whole, in [0, num_documents)."""
     documents: int = within(0, 2**20, 5)
@@ -88,19 +86,17 @@ def show_batch(console: Console, config: Settings) -> None:
     """Prints a table for each sequence of a batch: the documents in it.
 
     Raises:
-        ValueError: the step or first is out of range, or the run reads a stream.
+        ValueError: the configuration is not that of a run, or the run reads a stream.
     """
     data, training = read_run(config)
     loader = make_loader(data, config.split, training["batch_size"], training["seq_len"])
-    if not 0 <= config.first < loader.batch_size:
-        raise ValueError(f"first is {config.first}; the batch has sequences 0 to {loader.batch_size - 1}.")
     batch = batch_of(config.step, data.skip_steps)
     instead = f", batch {batch:,} by data.skip_steps" if batch != config.step else ""
     size = f"{loader.batch_size} sequences of {loader.seq_len} tokens"
     console.print(f"[bold]Step {config.step:,}[/] of {config.run}{instead}: {size}")
     if counts := loader.source_tokens(batch):
         console.print(Text(shown("Tokens by source: " + ", ".join(f"{name} {n:,}" for name, n in counts.items()))))
-    indices = np.arange(config.first, min(config.first + config.sequences, loader.batch_size))
+    indices = np.arange(min(config.sequences, loader.batch_size))
     for sequence in sequences_of_batch(loader, batch, indices):
         reader, first = sequence.reader, sequence.start
         codec = open_codec(reader.filespec, reader.attributes)
@@ -117,7 +113,7 @@ def show_batch(console: Console, config: Settings) -> None:
             table.add_row(*cells, Text(one_line(text, config.characters)))
         console.print(table)
     if left := loader.batch_size - indices.size:
-        console.print(f"{left} more sequences: sequences={loader.batch_size} first=0 shows all.", style="dim")
+        console.print(f"{left} more sequences: sequences={loader.batch_size} shows all.", style="dim")
 
 
 # ---- a dataset ----------------------------------------------------------------------------------------------------

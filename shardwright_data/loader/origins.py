@@ -52,6 +52,8 @@ class Sequence(NamedTuple):
     length: int
     document: int
     """The index of the document of its first token."""
+    last_document: int
+    """The index of the document of its last token."""
 
 
 def pieces_of(sequence: Sequence) -> list[Piece]:
@@ -80,8 +82,8 @@ def sequences_of_batch(loader: Loader, batch: int, indices: np.ndarray) -> list[
     for name, places, numbers in loader.locate(batch, indices):
         source = loader.sources[name]
         starts, lengths = source.spans(numbers)
-        documents = find_documents(source.dataset, starts)
-        for index, number, *span in zip(indices[places], numbers, starts, lengths, documents, strict=True):
+        firsts, lasts = np.split(find_documents(source.dataset, np.concatenate([starts, starts + lengths - 1])), 2)
+        for index, number, *span in zip(indices[places], numbers, starts, lengths, firsts, lasts, strict=True):
             epoch = int(number) // source.sequences_per_epoch
             result.append(Sequence(int(index), name, epoch, source.dataset, *map(int, span)))
     return sorted(result, key=lambda sequence: sequence.number)
@@ -95,11 +97,10 @@ def documents_of_batch(loader: Loader, batch: int) -> dict[str | None, list[tupl
     """
     stretches: dict[str | None, list[tuple[int, int]]] = {}
     found = sequences_of_batch(loader, batch, np.arange(loader.batch_size))
-    lasts = [find_documents(x.reader, np.array([x.start + x.length - 1]))[0] for x in found]
-    for sequence, last in sorted(zip(found, lasts, strict=True), key=lambda pair: pair[0].document):
+    for sequence in sorted(found, key=lambda sequence: sequence.document):
         known = stretches.setdefault(sequence.source, [])
         if known and sequence.document <= known[-1][1] + 1:
-            known[-1] = known[-1][0], max(known[-1][1], int(last))
+            known[-1] = known[-1][0], max(known[-1][1], sequence.last_document)
         else:
-            known.append((sequence.document, int(last)))
+            known.append((sequence.document, sequence.last_document))
     return stretches

@@ -115,13 +115,13 @@ def test_a_batch_is_the_loaders(tmp_path, dataset, packing, mixed):
 
 def test_a_batch_of_a_run(tmp_path, dataset):
     run = make_run(tmp_path / "run", f"{{filespec: {dataset}, seed: 5}}")
-    text = show(run=run, step=4, sequences=2, first=3, characters=20)
+    text = show(run=run, step=4, sequences=2, characters=20)
     loader = FlatTokensLoader(DataConfig(filespec=dataset, seed=5), "train", 8, 50)
-    first = bytes((loader.sequences(4, np.array([3])).targets[0] - 3).astype(np.uint8)).decode(errors="replace")
+    first = bytes((loader.sequences(4, np.array([1])).targets[0] - 3).astype(np.uint8)).decode(errors="replace")
     assert one_line(first)[:10] in text
-    assert "sequence 3, epoch" in text
-    assert "sequence 4, epoch" in text
-    assert "sequence 5" not in text
+    assert "sequence 0, epoch" in text
+    assert "sequence 1, epoch" in text
+    assert "sequence 2" not in text
     assert "6 more sequences" in text
 
 
@@ -182,7 +182,6 @@ def test_check_reads_in_blocks(dataset):
         ({"run": "nowhere", "step": 0}, "There is no nowhere/config.yaml"),
         ({"filespec": "D", "document": 60}, "document is 60; .* has documents 0 to 59"),
         ({"filespec": "D", "sequences": 0}, "sequences is 0; it must be at least 1"),
-        ({"run": "R", "step": 0, "first": 8}, "first is 8; the batch has sequences 0 to 7"),
         ({"run": "M", "step": 0, "filespec": "D"}, "Give either run or filespec"),
         ({"run": "S", "step": 0}, "The run reads a stream, whose batches are not known"),
         ({"run": "B", "step": 0}, "training.batch_size is 'abc'; it must be a whole number"),
@@ -191,7 +190,6 @@ def test_check_reads_in_blocks(dataset):
 )
 def test_clear_errors(tmp_path, dataset, settings, message):
     runs = {
-        "R": f"{{filespec: {dataset}}}",
         "B": f"{{filespec: {dataset}}}",
         "T": f"{{filespec: {dataset}, seed: abc}}",
         "S": f"{{stream: {{train_files: [{ROOT / 'tests/data/austen_train.jsonl.xz'}]}}}}",
