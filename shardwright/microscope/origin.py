@@ -21,6 +21,7 @@ from shardlib.parsing import sort_axes
 from shardlib.proof.elementwise import ELEMENTWISE, SELECTIONS
 from shardlib.proof.equation import Equation
 from shardlib.proof.primitives import COLLECTIVES
+from shardwright.microscope.double import is_float
 from shardwright.microscope.points import equations, function_and_target, is_loop_over_layers, loops_around
 from shardwright.microscope.rerun import Note, Path, Rerun, executed
 
@@ -70,8 +71,7 @@ class Origin:
 
 
 def _is_float(x: Any) -> bool:
-    dtype = getattr(x, "dtype", None)
-    return isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating) and dtype != jax.dtypes.float0
+    return is_float(getattr(x, "dtype", None))
 
 
 def _axes(x: Any) -> tuple[str, ...]:
