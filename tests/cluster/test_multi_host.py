@@ -36,23 +36,6 @@ def settings(*overrides: str) -> Config:
 # ---- settings ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ("count=2 id=2 coordinator=a:1", "distributed.id is 2; it must be at least 0 and below 2."),
-        ("coordinator=a:1", "distributed.coordinator=a:1: give distributed.count and distributed.id too"),
-        ("count=2 id=0 coordinator='a:65536'", "distributed.coordinator is 'a:65536'; write it as address:port"),
-        ("auto=true id=0", "distributed.auto is true beside distributed.id=0; give one of the two ways."),
-        ("devices=one", "distributed.devices is one, which needs distributed.auto=true."),
-        ("count=2 id=0 coordinator=a:1", "give paths.model_name, the same in all"),
-    ],
-)
-def test_bad_settings_get_one_clear_error(overrides, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        settings(*(f"distributed.{override}" for override in overrides.split()))
-
-
 @pytest.fixture
 def initialized(monkeypatch):
     """What jax.distributed.initialize is called with."""

@@ -74,14 +74,6 @@ class Leaks(train.Llama):
         return super().embed(w, dataclasses.replace(tokens, ids=jnp.roll(tokens.ids, -1, 1)))
 
 
-class AtTheEnd(train.Llama):
-    """Its logits are less than those of the whole sequence."""
-
-    def logits(self, w, x):
-        logits = super().logits(w, x)
-        return logits - jnp.mean(logits, 1, keepdims=True)
-
-
 def ruled(*visible, **options) -> type:
     return type("Ruled", (train.Llama,), {"rule": Rule(visible, **options)})
 
@@ -98,11 +90,6 @@ def recurrence(x, tokens):
     return jnp.moveaxis(lax.scan(step, jnp.zeros_like(x[:, 0]), xs)[1], 0, 1)
 
 
-def linear_attention(x, tokens):
-    own = (tokens.document[:, :, None] == tokens.document[:, None]) & jnp.tri(x.shape[1], dtype=bool)
-    return jnp.einsum("bls,bsm->blm", jnp.einsum("blm,bsm->bls", x, x) * own, x)
-
-
 def convolution(x, tokens):
     """A short convolution within documents, as a sum of shifts."""
     before = lambda n: jnp.pad(x[:, :-n], ((0, 0), (n, 0), (0, 0)))
@@ -111,28 +98,22 @@ def convolution(x, tokens):
 
 RIGHT = {
     "Llama": train.Llama,
-    "window": rule_models.KINDS["window"],
-    "alibi": rule_models.KINDS["alibi"],
-    "sinks": rule_models.KINDS["sinks"],
+    **{name: rule_models.KINDS[name] for name in ("window", "alibi", "sinks")},
     "own attention": attends(lambda q, k: (q.index - k.index >= 0) & (q.document == k.document)),
     "recurrence": mixed(recurrence),
-    "linear attention": mixed(linear_attention),
     "convolution": mixed(convolution),
 }
 WRONG = {  # name: the model, what the line says
     "mixture of depths": (Depths, "top_k: the logits of"),
-    "no mask": (attends(lambda q, k: q.index >= -k.index), "reduce_max: .*in a later document"),
     "the wrong way": (attends(lambda q, k: (q.index <= k.index) & (q.document == k.document)), "reduce_max"),
     "other documents": (attends(lambda q, k: q.index >= k.index), "dot_general: .*in an earlier document"),
     "rule": (ruled(same_document), "lets a position see later ones"),
-    "rule of documents": (ruled(lambda q, k: q.index >= k.index), "dot_general: .*in an earlier document"),
     "leak": (Leaks, "slice|concatenate"),
     "mean": (mixed(lambda x, _: jnp.mean(x, 1, keepdims=True)), "reduce_sum: .*of position 14"),
     "norm of the batch": (mixed(lambda x, _: x - jnp.mean(x, 0)), "reduce_sum: .*another sequence of the batch"),
     "cumsum of all documents": (mixed(lambda x, _: jnp.cumsum(x, 1)), "cumsum: .*in an earlier document"),
     "shift": (TokenShift, r"token_shift.py:\d+: slice: .*in an earlier document"),
     "rounded places": (attends(lambda q, k: jnp.bfloat16(q.index + 400) >= jnp.bfloat16(k.index + 400)), "reduce_max"),
-    "logits": (AtTheEnd, "reduce_sum"),
 }  # fmt: skip
 
 

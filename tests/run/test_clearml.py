@@ -11,7 +11,7 @@ from clearml_server import ClearMLServer
 from processes import ROOT, SMALL, free_port
 
 from shardwright.run import trackers
-from shardwright.run.trackers import TrackersConfig, check_or_enqueue, check_trackers, with_edits
+from shardwright.run.trackers import TrackersConfig, check_or_enqueue, with_edits
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("clearml") is None, reason="clearml is not installed")
 
@@ -143,10 +143,7 @@ def test_edits_become_overrides(now, expected, monkeypatch):
     assert with_edits(given) == given
 
 
-def test_hosts_need_a_queue_and_one_number(monkeypatch):
-    with pytest.raises(ValueError, match=r"trackers\.num_hosts is 2 without trackers\.queue: give the queue"):
-        check_trackers(TrackersConfig(["clearml"], num_hosts=2))
-
+def test_hosts_of_a_queue_have_one_number(monkeypatch):
     class Master:
         def execute_remotely(self, queue_name):
             pass

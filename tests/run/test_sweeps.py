@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -80,24 +81,10 @@ def test_jobs_are_named_by_what_is_swept(program, tmp_path):
     # Another value of what all share finds the same runs.
     done = program("--multirun", "--config-name=own", "a=3,4", "b=8", "paths.model_name=sweep")
     assert jobs(done) == ["sweep/a-3 3 8", "sweep/a-4 4 8"]
-    left = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if "__pycache__" not in p.parts}
+    first = jobs(program("--multirun", "--config-name=own", "a=3,4", "b=5,6", "paths.root_working_dir=others"))[0]
+    assert re.fullmatch(r"own_20[^/]+/a-3\+b-5 3 5", first)
+    left = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if not {"__pycache__", "others"} & {*p.parts}}
     assert left == {"configs", "configs/own.yaml", "program.py", "runs", "runs/sweep", "runs/sweep/multirun.yaml"}
-
-
-@pytest.mark.long
-def test_a_sweep_without_a_name_is_named_by_config_and_time(program):
-    first, second = [
-        line.split()[0] for line in jobs(program("--multirun", "--config-name=own", "a=3,4", "b=5,6"))[::3]
-    ]
-    sweep, job = first.split("/")
-    assert sweep.startswith("own_20")
-    assert job == "a-3+b-5"
-    assert second == f"{sweep}/a-4+b-6"
-
-
-def test_a_single_run_is_left_alone(program, tmp_path):
-    assert jobs(program("--config-name=own", "paths.model_name=one")) == ["one 1 2"]
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.long
@@ -166,17 +153,14 @@ def test_a_failed_job_lets_go_of_its_memory(capsys):
 
 
 @pytest.mark.slow
-def test_two_jobs_and_one_that_does_not_fit(tmp_path):
+def test_two_jobs(tmp_path):
     """The real thing, small: meshes of one batch have the same losses, each in its own directory."""
     settings = ["training.steps=3", "training.batch_size=8", "training.seq_len=8", "training.compute_dtype=f32"]
     settings += ["training.report=false", "training.eval_batches=0", "model.layers=1", "model.d_model=16"]
     settings += ["model.d_ff=16", "model.d_head=4", f"paths.root_working_dir={tmp_path}", "paths.model_name=sweep"]
     flags = {"XLA_FLAGS": xla_flags(4), "JAX_PLATFORMS": "cpu", "PATH": ""}
     program = [sys.executable, "-m", "train", "--multirun", "--config-name=local_test_synthetic", *settings]
-    done = subprocess.run([*program, "mesh.t=1,3,2"], cwd=ROOT, env=os.environ | flags, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "1 of 3 jobs of the sweep" in done.stderr
-    assert "mesh r=1 d=-1 t=3 does not fit 4 devices" in done.stderr
+    subprocess.run([*program, "mesh.t=1,2"], cwd=ROOT, env=os.environ | flags, check=True)
     assert {p.name for p in (tmp_path / "sweep").iterdir()} == {"mesh.t-1", "mesh.t-2", "multirun.yaml"}
     losses = []
     for t in (1, 2):

@@ -206,18 +206,6 @@ def test_strange_names_are_not_given_to_a_tracker(text, tmp_path, monkeypatch, c
     assert fake.facts.known == "its name"
 
 
-@pytest.mark.parametrize(
-    ("c", "message"),
-    [
-        (TrackersConfig(["wandbb"]), "trackers.names is 'wandbb'; .*Did you mean wandb"),
-        (TrackersConfig([], queue="gpu"), r"trackers.queue is 'gpu', a queue of ClearML, but .* \[\]. Add clearml"),
-    ],
-)
-def test_wrong_settings(c, message):
-    with pytest.raises(ValueError, match=message):
-        check_trackers(c)
-
-
 def test_a_tracker_that_is_not_installed(monkeypatch):
     monkeypatch.setitem(trackers.TRACKERS, "absent", ("no_such_package", None))
     c = TrackersConfig(["absent"])

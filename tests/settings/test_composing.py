@@ -51,22 +51,6 @@ def test_a_sweep_is_composed_as_a_whole_before_its_first_job(composed):
         composed(BASE, "--multirun", "training.seed=1,x", "paths.model_name=x")
 
 
-@pytest.mark.parametrize(
-    ("argument", "said"),
-    [
-        ("+data.mixture.a.filespec=x", "Error: Error merging override +data.mixture.a.filespec=x (Invalid type assig"),
-        ("data.mixture.a.filespec=x", "Error: Could not override 'data.mixture.a.filespec' (Key 'a' is not in struct)"),
-        ("--config-dir=nowhere", "Error: Additional config directory "),
-        ("--training.seed=3", "there is no flag --training.seed. A setting has no dashes: training.seed=<value>."),
-        ("optimizer.learning_rate=1,2", "several values: 1,2. Give optimizer.learning_rate=[1,2] for a list, or --"),
-    ],
-)
-def test_what_does_not_compose_is_said(argument, said, composed):
-    with pytest.raises(SystemExit) as refused:
-        composed(BASE, argument)
-    assert said in str(refused.value)
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("argument", "read"),

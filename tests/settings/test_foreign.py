@@ -1,12 +1,11 @@
 """Text of strangers, as a terminal may show it."""
 
-import os
 import unicodedata
 
 import pytest
 
 from shardwright.settings.program import refusal
-from shardwright_data.foreign import open_no_pipe, parse_json, shown
+from shardwright_data.foreign import parse_json, shown
 
 pytestmark = pytest.mark.quick
 
@@ -20,11 +19,6 @@ def test_no_character_that_a_terminal_obeys_is_shown():
         obeyed = sign in BIDI or unicodedata.category(sign) in ("Cc", "Cs", "Zl", "Zp")
         expected = "\ufffd" if obeyed and sign not in "\n\t" else sign
         assert shown(sign) == expected, hex(code)
-
-
-def test_text_of_people_stays_as_it_is():
-    for text in ("Grüße, 世界\u3000!", "👩‍👩‍👧 🇨🇭", "עברית العربية", "a\nb\tc", "[bold]x[/]"):
-        assert shown(text) == text
     assert shown("a\r\nb\rc\x1b[31m\x9b2J") == "a\nb\ufffdc\ufffd[31m\ufffd2J"
 
 
@@ -38,16 +32,3 @@ def test_a_message_that_quotes_data_is_shown_so():
 def test_json_that_python_cannot_take_is_a_value_error(text):
     with pytest.raises(ValueError, match=r"deep|digits|Expecting"):
         parse_json(text)
-
-
-def test_no_pipe_and_no_device_is_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", "/dev/null"):
-        with pytest.raises(FileNotFoundError, match=f"it is a pipe or a device, and no file: '{path}'"):
-            open(path, opener=open_no_pipe).close()
-    with pytest.raises(IsADirectoryError):
-        open(tmp_path, opener=open_no_pipe).close()
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "link").symlink_to("file")
-    with open(tmp_path / "link", opener=open_no_pipe) as file:
-        assert file.read() == "x"

@@ -45,7 +45,6 @@ def test_help_lists_configurations_and_settings(program, shown):
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-TIKTOKEN = ("tokenizer.kind=tiktoken", "tokenizer.name=cl100k_base")
 BLOCKED = """
 import runpy, sys
 class Blocked:
@@ -62,15 +61,11 @@ runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 @pytest.mark.parametrize(
     ("package", "extra", "arguments"),
     [
-        ("tiktoken", "tools", ["tools.huggingface_to_flat_tokens", "train.files=[a.txt]", *TIKTOKEN]),
         ("huggingface_hub", "tools", ["tools.huggingface_to_checkpoint", "model=a/b", "output=x"]),
         ("hydra_plugins", "slurm", ["train", "--config-name=local_test_synthetic", "hydra/launcher=submitit_local"]),
     ],
 )
 def test_a_missing_package_names_its_extra(tmp_path, package, extra, arguments):
-    (tmp_path / "a.txt").write_text("a text")
-    if "flat_tokens" in arguments[0]:
-        arguments = [*arguments, f"out={tmp_path}/x.zarr", "validation=null"]
     program = f"import os; os.chdir({str(tmp_path)!r})" + BLOCKED.format(package=package, arguments=arguments)
     done = python(program)
     assert done.returncode == 1
