@@ -3,7 +3,6 @@
 They take plain text: they put no special tokens around it, and read none in it.
 """
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -60,16 +59,13 @@ class Tokenizer:
             parts = [np.frombuffer(text.encode(), np.uint8) for text in texts]
         elif self.encoding is None:
             encoded = load_definition(self.definition).encode_batch_fast(texts, add_special_tokens=False)
-            parts = [encoding.ids for encoding in encoded]
+            parts = [np.array(encoding.ids, np.uint32) for encoding in encoded]
         else:
             # It finds no special tokens if none are allowed, and makes no list, as encode_ordinary does.
             options = {"allowed_special": set(), "disallowed_special": ()}
             parts = [self.encoding.encode_to_numpy(text, **options) for text in texts]
         lengths = np.fromiter(map(len, parts), np.int64, len(parts))
-        if self.is_bytes or self.encoding is not None:
-            ids = np.concatenate([np.zeros(0, np.uint8), *parts]).astype(np.uint32)
-        else:
-            ids = np.fromiter(itertools.chain.from_iterable(parts), np.uint32, int(lengths.sum()))
+        ids = np.concatenate([np.zeros(0, np.uint8), *parts]).astype(np.uint32, copy=False)
         if self.is_bytes:
             ids += np.uint32(definitions.BYTE_OFFSET)
         if self.end is not None:
