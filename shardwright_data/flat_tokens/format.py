@@ -100,7 +100,8 @@ def read_file(root: ts.KvStore, name: str, most: int = foreign.LARGE) -> bytes |
         return None
     except ValueError as error:
         why = str(error).splitlines()[0].partition(" [")[0]
-        raise ValueError(f"{why}. Check the path, its permissions and its disk.") from error
+        where = "" if name in why else f"{root.url}{name}: "
+        raise ValueError(f"{where}{why}. Check the path, its permissions and its disk.") from error
     return read.value if read.state == "value" else None
 
 

@@ -38,9 +38,9 @@ def run(config: Settings) -> None:
     names = [name for name in SPLITS if getattr(config, name) is not None]
     opened = {name: open_source(config, name) for name in names}
     unfinished, root = Unfinished(config.out), flat_tokens.open_kvstore(config.out)
+    resuming = unfinished.read_settings() is not None
     content = flat_tokens.read_file(root, "tokenizer.json")
     before = None if content is None else content.decode()
-    resuming = unfinished.read_settings() is not None
     tokenizer = make_tokenizer(config, before if resuming else None)
     if not resuming and before not in (None, tokenizer.definition) and not config.overwrite:
         raise ValueError(
