@@ -101,11 +101,6 @@ def programs_of(module: dict[str, Any]) -> list[Program]:
     return [value for value in module.values() if isinstance(value, Program)]
 
 
-def mesh_of(program: Program, sizes: tuple[int, ...]) -> jax.sharding.Mesh:
-    """The mesh of these sizes with the program's axes."""
-    return jax.make_mesh(sizes, program.axes, axis_types=(AxisType.Explicit,) * len(sizes))
-
-
 def abstract_mesh(program: Program, sizes: tuple[int, ...]) -> AbstractMesh:
     """The mesh of these sizes with the program's axes, without devices."""
     return AbstractMesh(sizes, program.axes, axis_types=(AxisType.Explicit,) * len(sizes))
@@ -160,7 +155,7 @@ def traced(program: Program, sizes: tuple[int, ...]) -> jax.extend.core.ClosedJa
 
 def run(program: Program, sizes: tuple[int, ...], seed: int = 0):
     """The program's result on a mesh of these sizes, as global arrays."""
-    mesh = mesh_of(program, sizes)
+    mesh = jax.make_mesh(sizes, program.axes, axis_types=(AxisType.Explicit,) * len(sizes))
     with jax.set_mesh(mesh):
         place = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
         arguments = jax.tree.map(place, tuple(inputs(program, seed)), specs(program)[0])

@@ -109,13 +109,6 @@ def test_a_port_in_use_is_named():
 
 
 @pytest.mark.long
-def test_without_a_cluster_auto_says_so():
-    code, errors, _ = end_of("distributed.auto=true")
-    assert code == 1
-    assert "distributed.auto is true, but JAX finds no cluster here" in errors
-
-
-@pytest.mark.long
 def test_a_count_that_is_not_that_of_the_processes(tmp_path):
     """Under Slurm with two tasks, of which the configuration expects three: all end, each with this error."""
     environment = [slurm(2, i, job=free_port()) for i in range(2)]

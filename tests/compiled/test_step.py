@@ -201,14 +201,6 @@ def test_what_save_for_backward_marks_is_kept_at_its_line(dtype):
     assert all(row.what.startswith(f"{dtype}[{c.layers},") for row in kept)
 
 
-@pytest.mark.long
-def test_microbatches_are_a_loop_around_the_layers():
-    _, table = training_step("d=4 t=2", microbatches=2)
-    where = {row.where for row in table.of("matmul")}
-    assert {"microbatches > layers, forward", "microbatches > layers, backward"} <= where
-    assert {row.turns for row in table.of("matmul") if "layers" in row.where} == {2 * tiny.model().layers}
-
-
 # ---- the table as text --------------------------------------------------------------------------------------------
 
 

@@ -5,10 +5,8 @@ stats), but none of them is from a real device.
 """
 
 import json
-import time
 
 import jax
-import jax.numpy as jnp
 import pytest
 from hlo_texts import TEXT
 from step_text import table_of
@@ -17,15 +15,10 @@ from traces import trace
 from shardwright.compiled.devices import devices_of
 from shardwright.compiled.times import line_times, step_bubble, top_lines
 from shardwright.compiled.trace import read_trace
-from shardwright.run import profile
-from shardwright.run.flops import ModelFlops, PeakFlops, Speed
-from shardwright.run.metrics import RunLog
-from shardwright.run.profile import StepProfiler
 
 STEP = "jit_training_step"
 # jaxlib's reader of traces makes a type in a way that Python 3.13 warns of; as an error, that would end the process.
 pytestmark = pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
-SPEED = Speed(100, ModelFlops(1, 1, "", ""), PeakFlops(1, ""))
 SOURCE = {"train.py:10": "x = gather(x)", "train.py:20": "y = x @ w"}
 
 # ---- between the steps --------------------------------------------------------------------------------------------
@@ -230,73 +223,3 @@ def test_without_the_text_the_rest_is_read(tmp_path):
     assert found["lines"] == {"because": "there is no HLO text of the step"}
     assert "because" in found["bubble"]
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
-
-
-# ---- of a run ----------------------------------------------------------------------------------------------------
-
-
-@jax.jit
-def slow_step(x):
-    for _ in range(8):
-        x = jnp.tanh(x @ x) / 8
-    return x
-
-
-def train(monkeypatch, directory, sleep_s=0, sample_after=None):
-    monkeypatch.setattr(profile, "MODULE", "jit_slow_step")
-    with RunLog(directory, total_steps=18, start_step=10, speed=SPEED) as log:
-        profiler = StepProfiler(log, None)
-        x = jax.block_until_ready(slow_step(jnp.ones((256, 256))))
-        for i in range(8):
-            profiler.before_step(i)
-            x = slow_step(x)
-            profiler.after_step(i, x)
-            if i == sample_after:
-                log.log_event(10 + i, "sample", {"text": "a"})
-            if sleep_s:
-                jax.block_until_ready(x)
-                time.sleep(sleep_s)
-    written = profiler.close()
-    return written, [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.long
-def test_a_sleep_between_the_steps_of_a_real_run(tmp_path, capsys, monkeypatch):
-    _, (slept,) = train(monkeypatch, tmp_path / "a", 0.2)
-    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("idle "))
-    _, (awake,) = train(monkeypatch, tmp_path / "b")
-    assert (slept["event"], slept["step"], slept["steps"], slept["devices"]) == ("step_bubble", 15, 4, 1)
-    assert 0.2 <= slept["gap_seconds"] < 0.6
-    assert slept["gap_seconds"] < slept["step_seconds"]
-    assert slept["step_bubble"] == pytest.approx(slept["gap_seconds"] / slept["step_seconds"])
-    assert 0 <= awake["gap_seconds"] < 0.1
-    gap, step = (1000 * slept[name] for name in ("gap_seconds", "step_seconds"))
-    share = f"{100 * slept['step_bubble']:.2f}%"
-    assert line == f"idle       {share} of the time: devices wait between steps, {gap:.2f} of {step:.1f} ms"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("after", "among"), [(1, False), (2, True), (5, False)])
-def test_what_stops_the_training_among_the_steps_is_no_bubble(tmp_path, capsys, monkeypatch, after, among):
-    _, events = train(monkeypatch, tmp_path, sample_after=after)
-    assert [event["event"] for event in events] == (["sample"] if among else ["sample", "step_bubble"])
-    told = "idle       not measured, because the training stopped among these steps for: sample"
-    assert (told in capsys.readouterr().out.splitlines()) == among
-
-
-@pytest.mark.parametrize("broken", [b"", b"no trace", None])
-def test_a_broken_trace_is_told_in_one_line(tmp_path, capsys, monkeypatch, broken):
-    end = profile._end_of_trace
-
-    def end_and_break(*arguments):
-        directory = end(*arguments)
-        (path,) = directory.glob("*.xplane.pb")
-        path.write_bytes(broken) if broken is not None else path.unlink()
-        return directory
-
-    monkeypatch.setattr(profile, "_end_of_trace", end_and_break)
-    written, lines = train(monkeypatch, tmp_path)
-    assert written.is_file()
-    assert lines == []
-    output = capsys.readouterr().out.splitlines()
-    assert [line for line in output if line.startswith("idle       not measured, because ")] == output[-1:]

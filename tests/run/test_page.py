@@ -36,7 +36,7 @@ def made(monkeypatch):
 
 def test_the_last_page_is_waited_for(tmp_path, capsys):
     run = write_run(tmp_path / "a 'run', [of] {mine}=é, $x")
-    (run / "tools.py").write_text("raise SystemExit('not this one')")
+    (run / "json.py").write_text("raise SystemExit('not this one')")
     page = Page(run, wanted=True)
     assert page.finish() == run / "report.html"
     assert "It is a truth" in (run / "report.html").read_text()

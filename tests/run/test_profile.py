@@ -26,8 +26,8 @@ def _of_this_program(monkeypatch):
     monkeypatch.setattr(profile, "MODULE", "jit_profiled_step")
 
 
-def train(directory, steps, done=None, fetch_s=0.0):
-    with RunLog(directory, total_steps=steps, start_step=0, speed=SPEED) as log:
+def train(directory, steps, done=None, fetch_s=0.0, start=0, sample_after=None):
+    with RunLog(directory, total_steps=start + steps, start_step=start, speed=SPEED) as log:
         profiler = profile.StepProfiler(log, None)
         x = jax.block_until_ready(profiled_step(jnp.ones((64, 64))))
         for i in range(steps if done is None else done):
@@ -36,7 +36,13 @@ def train(directory, steps, done=None, fetch_s=0.0):
             with jax.profiler.TraceAnnotation(f"this is step {i}"):
                 x = profiled_step(x)
             profiler.after_step(i, x)
+            if i == sample_after:
+                log.log_event(start + i, "sample", {"text": "a"})
         return profiler.close()
+
+
+def events(directory):
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.long
@@ -44,9 +50,9 @@ def test_third_and_fourth_step_are_timed_and_two_more_traced(tmp_path, capsys):
     trace = train(tmp_path, steps=7, fetch_s=0.1)
     assert trace.parent.parent == tmp_path / "plugins" / "profile"
     assert trace.name == "perfetto_trace.json.gz"
-    events = json.loads(gzip.decompress(trace.read_bytes()))
-    assert "metadata" not in events
-    names = {event.get("name", "") for event in events["traceEvents"]}
+    written = json.loads(gzip.decompress(trace.read_bytes()))
+    assert "metadata" not in written
+    names = {event.get("name", "") for event in written["traceEvents"]}
     assert {name for name in names if name.startswith("this is step")} == {f"this is step {i}" for i in (2, 3, 4, 5)}
     assert not any(name.startswith("$") for name in names), "frames of Python: their tracer is not thread-safe"
 
@@ -99,3 +105,48 @@ def test_a_trace_that_cannot_be_written_is_told(tmp_path, capsys, name):
     with contextlib.suppress(RuntimeError):  # jax 0.12 has none left
         jax.profiler.stop_trace()
     assert train(tmp_path / "next", 4).is_file()
+
+
+# ---- the time between the steps -----------------------------------------------------------------------------------
+
+
+@pytest.mark.long
+def test_a_sleep_between_the_steps_of_a_real_run(tmp_path, capsys):
+    train(tmp_path / "a", 8, fetch_s=0.2, start=10)
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("idle "))
+    train(tmp_path / "b", 8, start=10)
+    (slept,), (awake,) = events(tmp_path / "a"), events(tmp_path / "b")
+    assert (slept["event"], slept["step"], slept["steps"], slept["devices"]) == ("step_bubble", 15, 4, 1)
+    assert 0.2 <= slept["gap_seconds"] < 0.6
+    assert slept["gap_seconds"] < slept["step_seconds"]
+    assert slept["step_bubble"] == pytest.approx(slept["gap_seconds"] / slept["step_seconds"])
+    assert 0 <= awake["gap_seconds"] < 0.1
+    gap, step = (1000 * slept[name] for name in ("gap_seconds", "step_seconds"))
+    share = f"{100 * slept['step_bubble']:.2f}%"
+    assert line == f"idle       {share} of the time: devices wait between steps, {gap:.2f} of {step:.1f} ms"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("after", "among"), [(1, False), (2, True), (5, False)])
+def test_what_stops_the_training_among_the_steps_is_no_bubble(tmp_path, capsys, after, among):
+    train(tmp_path, 8, sample_after=after)
+    assert [event["event"] for event in events(tmp_path)] == (["sample"] if among else ["sample", "step_bubble"])
+    told = "idle       not measured, because the training stopped among these steps for: sample"
+    assert (told in capsys.readouterr().out.splitlines()) == among
+
+
+@pytest.mark.parametrize("broken", [b"", b"no trace", None])
+def test_a_broken_trace_is_told_in_one_line(tmp_path, capsys, monkeypatch, broken):
+    end = profile._end_of_trace
+
+    def end_and_break(*arguments):
+        directory = end(*arguments)
+        (path,) = directory.glob("*.xplane.pb")
+        path.write_bytes(broken) if broken is not None else path.unlink()
+        return directory
+
+    monkeypatch.setattr(profile, "_end_of_trace", end_and_break)
+    assert train(tmp_path, 8).is_file()
+    assert events(tmp_path) == []
+    output = capsys.readouterr().out.splitlines()
+    assert [line for line in output if line.startswith("idle       not measured, because ")] == output[-1:]
