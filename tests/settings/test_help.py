@@ -26,13 +26,9 @@ def python(code: str, *arguments: str, **environment: str) -> subprocess.Complet
 @pytest.mark.parametrize(
     ("program", "shown"),
     [
-        (
-            "train",
-            ["local_test_synthetic", "50 steps of 4,096 tokens", "training.batch_size (a whole number)"],
-        ),
+        ("train", ["local_test_synthetic", "50 steps of 4,096 tokens", "training.batch_size (a whole number)"]),
         ("tools.generate", ["max_tokens (a whole number) = 200", "Largest number of tokens to add to a prompt"]),
         ("tools.verify", ["verify.devices (a whole number) = 8", "model.vocab (a whole number) must be given"]),
-        ("tools.huggingface_to_flat_tokens", ["austen_bytes", "tokenizer.kind (one of bytes, huggingface"]),
     ],
 )
 def test_help_lists_configurations_and_settings(program, shown):
