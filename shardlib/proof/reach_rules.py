@@ -56,7 +56,8 @@ def apply(eqn: Any, ins: list[Reach]) -> list[Reach]:
     """What holds of the results of an equation that runs no body."""
     name = eqn.primitive.name
     with np.errstate(all="ignore"):
-        found = RULES.get(name, _elementwise if name in ELEMENTWISE else _anything)(eqn, *ins)
+        by_entry = name in ELEMENTWISE or (name == "bitcast_convert_type" and _shape(eqn) == tuple(ins[0].shape))
+        found = RULES.get(name, _elementwise if by_entry else _anything)(eqn, *ins)
     return found if isinstance(found, list) else [found]
 
 
