@@ -95,11 +95,7 @@ def of_clearml(_, known):
     return {(join(m), m["iter"]): m["value"] for line in lines for m in line}
 
 
-READ = {
-    "tensorboard": of_tensorboard,
-    "wandb": of_wandb,
-    "clearml": of_clearml,
-}
+READ = {"tensorboard": of_tensorboard, "wandb": of_wandb, "clearml": of_clearml}
 
 
 START = """
