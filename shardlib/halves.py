@@ -3,16 +3,20 @@
 It is how the backward of a pipeline stage is done in two tasks. The first half is every equation that a wanted result
 needs. The second half is the products and collectives that none needs, and what follows from them: for a backward these
 are the gradients of the weights. What the second half reads of the first is kept from one to the other. Nothing is
-computed twice but cheap elementwise operations on what the second half has anyway. Loops and calls are divided in the
-same way inside. A conditional is not: it is done in the first half as a whole, if a wanted result needs any of it.
+computed twice but cheap elementwise operations on what the second half has anyway. Loops, conditionals and calls are
+divided in the same way inside.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax import lax
+from jax.extend import core
 
 from shardlib.equations import CALLS, body_of, is_variable, run_again, scan_counts, values_of
+from shardlib.op_checks import zeros_like_traced
+from shardlib.values import varying
 
 CHEAP = frozenset(
     """
@@ -36,36 +40,52 @@ class Halves:
         wanted: of each result, whether the first half must give it.
         given: of each argument, whether the second half has it. Others that it reads are kept.
         late: of each argument, whether only the second half has it; no wanted result may need it. None: no argument.
+        over: axes of the mesh over which all values vary in both halves, also those that do not in `program`.
     """
 
-    def __init__(self, program: Any, wanted: Sequence[bool], given: Sequence[bool], late: Sequence[bool] | None = None):
+    def __init__(
+        self,
+        program: Any,
+        wanted: Sequence[bool],
+        given: Sequence[bool],
+        late: Sequence[bool] | None = None,
+        over: tuple[str, ...] = (),
+    ):
         self._jaxpr, self._consts = jaxpr, _ = body_of(program)
+        self._over = over
         needed = _needed(jaxpr, wanted)
         self._late = {var for var, is_late in zip(jaxpr.invars, late or [], strict=False) if is_late}
         self._given = {*jaxpr.constvars, *(var for var, is_given in zip(jaxpr.invars, given, strict=True) if is_given)}
-        self._steps: list[tuple[Any, Any, bool]] = []  # equation, its halves, whether the second half may do it again
+        self._steps: list[Any] = []
+        self._again: set[int] = set()
         for eqn in jaxpr.eqns:
             is_wanted = [var in needed for var in eqn.outvars]
             is_late = [is_variable(var) and var in self._late for var in eqn.invars]
-            step = _step(jaxpr, eqn, is_wanted, is_late)
+            step = _step(jaxpr, eqn, is_wanted, is_late, over)
             self._late |= {var for var, is_late in zip(eqn.outvars, step.late, strict=True) if is_late}
-            again = _is_cheap(eqn) and all(var in self._given for var in eqn.invars if is_variable(var))
-            self._given |= set(eqn.outvars) if again else set()
-            self._steps.append((eqn, step, again))
+            if _is_cheap(eqn) and all(var in self._given for var in eqn.invars if is_variable(var)):
+                self._again.add(id(eqn))
+                self._given |= set(eqn.outvars)
+            self._steps.append(step)
         self.defer([is_variable(var) and var in self._late for var in jaxpr.outvars])
 
     def defer(self, late: Sequence[bool]) -> None:
         """Sets which results the second half gives. It has to give those that follow from its own equations."""
         self.late = list(late)
         reads = {var for var, is_late in zip(self._jaxpr.outvars, late, strict=True) if is_late and is_variable(var)}
-        self._second: set[int] = set()
-        for i, (eqn, step, again) in reversed([*enumerate(self._steps)]):
-            repeated = again and not any(step.late) and not reads.isdisjoint(eqn.outvars)
-            if repeated or any(step.late):
-                self._second.add(i)
-                of_step = (var for var, is_read in zip(eqn.invars, step.reads, strict=True) if is_read or repeated)
-                reads |= set(filter(is_variable, of_step))
-        order = [*self._jaxpr.invars, *(var for eqn, *_ in self._steps for var in eqn.outvars)]
+        self._second = []
+        for step in reversed(self._steps):
+            of_step = [var for var, is_read in zip(step.eqn.invars, step.reads, strict=True) if is_read]
+            if any(step.late):
+                self._second.append(step)
+            elif id(step.eqn) in self._again and not reads.isdisjoint(step.eqn.outvars):
+                self._second.append(step)
+                of_step = step.eqn.invars
+            else:
+                continue
+            reads |= set(filter(is_variable, of_step))
+        self._second.reverse()
+        order = [*self._jaxpr.invars, *(var for step in self._steps for var in step.eqn.outvars)]
         self._kept = [var for var in order if var in reads and var not in self._late and var not in self._given]
         self.reads = [var in reads and var not in self._kept for var in self._jaxpr.invars]
 
@@ -73,26 +93,31 @@ class Halves:
         """The results that are not late, None for those that are; and a pytree of what is kept."""
         env = self._start(args)
         of_steps = []
-        for eqn, step, _ in self._steps:
-            outs, kept = step.first(values_of(eqn.invars, env))
-            env.update(zip(eqn.outvars, outs, strict=True))
+        for step in self._steps:
+            outs, kept = step.first(values_of(step.eqn.invars, env))
+            env.update(zip(step.eqn.outvars, self._vary(outs), strict=True))
             of_steps.append(kept)
-        outs = zip(values_of(self._jaxpr.outvars, env), self.late, strict=True)
+        outs = zip(self._vary(values_of(self._jaxpr.outvars, env)), self.late, strict=True)
         return [None if is_late else out for out, is_late in outs], ([env[var] for var in self._kept], of_steps)
 
     def second(self, args: Sequence[Any], kept: Any) -> list:
         """The late results, None for the others. Of the arguments only those of `reads` matter."""
         own, of_steps = kept
         env = self._start(args) | dict(zip(self._kept, own, strict=True))
-        for i in sorted(self._second):
-            eqn, step, _ = self._steps[i]
-            outs = zip(eqn.outvars, step.second(values_of(eqn.invars, env), of_steps[i]), strict=True)
+        of_steps = {id(step): found for step, found in zip(self._steps, of_steps, strict=True)}
+        for step in self._second:
+            outs = step.second(values_of(step.eqn.invars, env), of_steps[id(step)])
+            outs = zip(step.eqn.outvars, self._vary(outs), strict=True)
             env.update((var, out) for var, out in outs if out is not None)
-        outs = values_of(self._jaxpr.outvars, env)
+        outs = self._vary(values_of(self._jaxpr.outvars, env))
         return [out if is_late else None for out, is_late in zip(outs, self.late, strict=True)]
 
     def _start(self, args: Sequence[Any]) -> dict:
-        return dict(zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *args], strict=True))
+        variables = [*self._jaxpr.constvars, *self._jaxpr.invars]
+        return dict(zip(variables, self._vary([*self._consts, *args]), strict=True))
+
+    def _vary(self, values: Sequence[Any]) -> list:
+        return [x if x is None else varying(x, self._over) for x in values]
 
 
 # ---- equations ----------------------------------------------------------------------------------------------------
@@ -106,8 +131,8 @@ class _Equation:
         reads: of each operand, whether the second half reads it.
     """
 
-    def __init__(self, jaxpr: Any, eqn: Any, wanted: Sequence[bool], late: Sequence[bool]):
-        self._jaxpr, self._eqn = jaxpr, eqn
+    def __init__(self, jaxpr: Any, eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]):
+        self._jaxpr, self.eqn, self._over = jaxpr, eqn, over
         self._is_late = not any(wanted) and (any(late) or _is_heavy(eqn))
         self.late, self.reads = [self._is_late] * len(eqn.outvars), [self._is_late] * len(eqn.invars)
 
@@ -117,21 +142,57 @@ class _Equation:
 
     def second(self, ins: list, _: Any) -> list:
         """The late results; all, if the equation is cheap."""
-        return run_again(self._eqn, self._jaxpr, ins)
+        return _run_again(self.eqn, self._jaxpr, ins, self._over)
+
+
+class _Branches:
+    """A conditional, or a call, which is one with a single branch."""
+
+    def __init__(
+        self, bodies: Sequence[Any], eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]
+    ):
+        self.eqn, self._index = eqn, int(eqn.primitive.name == "cond")
+        given = [True] * (len(eqn.invars) - self._index)
+        self._halves = [Halves(body, wanted, given, late[self._index :], over) for body in bodies]
+        self.late = [any(of_branches) for of_branches in zip(*(h.late for h in self._halves), strict=True)]
+        for halves in self._halves:
+            halves.defer(self.late)
+        read = [any(of_branches) for of_branches in zip(*(h.reads for h in self._halves), strict=True)]
+        self.reads = [any(self.late)] * self._index + read
+
+    def first(self, ins: list) -> tuple[list, Any]:
+        """As `_Equation.first`."""
+        branches = [lambda h=h: h.first(ins[self._index :]) for h in self._halves]
+        if len(branches) == 1:
+            outs, kept = branches[0]()
+            return outs, [kept]
+        types = [_types(branch)[1] for branch in branches]
+
+        def with_all(i: int) -> tuple[list, list]:
+            outs, own = branches[i]()
+            return outs, [own if i == j else jax.tree.map(zeros_like_traced, kept) for j, kept in enumerate(types)]
+
+        return lax.switch(ins[0], [lambda i=i: with_all(i) for i in range(len(branches))])
+
+    def second(self, ins: list, kept: Any) -> list:
+        """As `_Equation.second`."""
+        halves = zip(self._halves, kept, strict=True)
+        branches = [lambda h=h, own=own: h.second(ins[self._index :], own) for h, own in halves]
+        return branches[0]() if len(branches) == 1 else lax.switch(ins[0], branches)
 
 
 class _Loop:
     """A scan: one for each half. What an iteration of the first keeps, the same one of the second reads."""
 
-    def __init__(self, eqn: Any, wanted: Sequence[bool], late: Sequence[bool]):
-        self._eqn, (self._consts, self._carried) = eqn, scan_counts(eqn)
+    def __init__(self, eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]):
+        self.eqn, (self._consts, self._carried), self._over = eqn, scan_counts(eqn), over
         n, carried = self._consts, self._carried
         is_carry = slice(n, n + carried)
         wanted = _wanted_in_loop(eqn, wanted)
         given = [not n <= i < n + carried for i in range(len(eqn.invars))]
         late = list(late)
         while True:
-            self._halves = Halves(eqn.params["jaxpr"], wanted, given, late)
+            self._halves = Halves(eqn.params["jaxpr"], wanted, given, late, over)
             carry = [a or b for a, b in zip(late[is_carry], self._halves.late, strict=False)]
             if carry == late[is_carry]:
                 break
@@ -142,39 +203,67 @@ class _Loop:
         self.reads[is_carry] = carry
 
     def first(self, ins: list) -> tuple[list, Any]:
-        """As `Halves.first`."""
+        """As `_Equation.first`."""
         return self._run(ins, [not is_late for is_late in self.late], self._halves.first)
 
     def second(self, ins: list, kept: Any) -> list:
-        """As `Halves.second`."""
+        """As `_Equation.second`."""
         return self._run(ins, self.late, lambda args, own: (self._halves.second(args, own), None), kept)[0]
 
     def _run(self, ins: list, which: list[bool], half: Callable, *kept: Any) -> tuple[list, Any]:
         """The loop over one half, with those of the carried values that it gives, which `which` says."""
         n, end = self._consts, self._consts + self._carried
-        carry = [x if is_own else None for x, is_own in zip(ins[n:end], which, strict=False)]
+        carry = [varying(x, self._over) if is_own else None for x, is_own in zip(ins[n:end], which, strict=False)]
 
         def iteration(carry, of_iteration):
             xs, *own = of_iteration
             outs, found = half([*ins[:n], *carry, *xs], *own)
             return outs[: self._carried], (outs[self._carried :], found)
 
-        options = {name: self._eqn.params[name] for name in ("length", "reverse", "unroll")}
+        options = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
         carry, (ys, found) = lax.scan(iteration, carry, (ins[end:], *kept), **options)
         return [*carry, *ys], found
 
 
-def _step(jaxpr: Any, eqn: Any, wanted: Sequence[bool], late: Sequence[bool]) -> Any:
+def _types(fn: Callable) -> Any:
+    """The types of the arrays that fn() gives, in its structure."""
+    program, shapes = jax.make_jaxpr(fn, return_shape=True)()
+    return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
+
+
+def _step(jaxpr: Any, eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]) -> Any:
     name = eqn.primitive.name
     if name == "scan":
-        return _Loop(eqn, wanted, late)
-    if _is_divided_call(eqn):
-        return Halves(eqn.params[CALLS[name]], wanted, [True] * len(eqn.invars), late)
-    return _Equation(jaxpr, eqn, wanted, late)
+        return _Loop(eqn, wanted, late, over)
+    if bodies := _branches(eqn):
+        return _Branches(bodies, eqn, wanted, late, over)
+    return _Equation(jaxpr, eqn, wanted, late, over)
 
 
-def _is_divided_call(eqn: Any) -> bool:
-    return eqn.primitive.name in CALLS and not _is_cheap(eqn)
+def _run_again(eqn: Any, jaxpr: Any, ins: list, over: tuple[str, ...]) -> list[jax.Array]:
+    """The results of an equation of `jaxpr`, for operands that vary over `over` too."""
+    name = eqn.primitive.name
+    if name == "pvary" and not {*over}.isdisjoint(eqn.params["axes"]):
+        return [varying(x, eqn.params["axes"]) for x in ins]
+    if name not in CALLS:
+        same = all({*over} <= var.aval.manual_axis_type.varying for var in eqn.invars if is_variable(var))
+        if not same:  # JAX compares the types of operands, and a literal varies over nothing
+            eqn = eqn.replace(invars=[var if is_variable(var) else core.Var(var.aval) for var in eqn.invars])
+        return run_again(eqn, jaxpr, [varying(x, over) for x in ins])
+    body, consts = body_of(eqn.params[CALLS[name]])  # whose types say over which axes its values vary
+    env = dict(zip([*body.constvars, *body.invars], [*consts, *ins], strict=True))
+    for inner in body.eqns:
+        outs = _run_again(inner, body, values_of(inner.invars, env), over)
+        env.update(zip(inner.outvars, (varying(x, over) for x in outs), strict=True))
+    return values_of(body.outvars, env)
+
+
+def _branches(eqn: Any) -> Sequence[Any]:
+    """The bodies of a conditional or of a call; none of other equations, and of calls that are cheap."""
+    name = eqn.primitive.name
+    if name == "cond":
+        return eqn.params["branches"]
+    return [eqn.params[CALLS[name]]] if name in CALLS and not _is_cheap(eqn) else []
 
 
 def _is_cheap(eqn: Any) -> bool:
@@ -214,9 +303,11 @@ def _needed_operands(eqn: Any, wanted: Sequence[bool]) -> list[bool]:
     of_body = lambda body, wanted: list(map(_needed(body, wanted).__contains__, body.invars))
     if eqn.primitive.name == "scan":
         return of_body(body_of(eqn.params["jaxpr"])[0], _wanted_in_loop(eqn, wanted))
-    if _is_divided_call(eqn):
-        return of_body(body_of(eqn.params[CALLS[eqn.primitive.name]])[0], wanted)
-    return [True] * len(eqn.invars)
+    if not (bodies := _branches(eqn)):
+        return [True] * len(eqn.invars)
+    of_branches = [of_body(body_of(body)[0], wanted) for body in bodies]
+    found = [any(flags) for flags in zip(*of_branches, strict=True)]
+    return [True] * (len(eqn.invars) - len(found)) + found
 
 
 def _wanted_in_loop(eqn: Any, wanted: Sequence[bool]) -> list[bool]:

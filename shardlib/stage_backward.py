@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from shardlib.halves import Halves
 from shardlib.op_checks import one_like
 from shardlib.parsing import PIPELINE_AXIS
-from shardlib.values import varying
 
 
 class StageBackward:
@@ -41,7 +40,8 @@ class StageBackward:
             self._dx, self._g = jax.tree.structure(results[0]), jax.tree.structure(results[1])
             wanted = [True] * self._dx.num_leaves + [False] * self._g.num_leaves
             given = [True] * len(jax.tree.leaves(stack)) + [True] * len(self.saved_types) + [False]
-            self._halves = Halves(program, wanted, given)
+            # What is passed from task to task varies over p, as its buffers do.
+            self._halves = Halves(program, wanted, given, over=(PIPELINE_AXIS,))
             self._halves.defer([not is_wanted for is_wanted in wanted])
             _, self.kept_types = jax.eval_shape(self.input, stack, self.saved_types, y)
 
@@ -52,8 +52,7 @@ class StageBackward:
         leaves, self._structure = jax.tree.flatten(vjp)
         known = {id(leaf): n for n, leaf in enumerate(jax.tree.leaves(stack))}
         self._weights = [known.get(id(leaf)) for leaf in leaves]
-        saved = [*results, *(leaf for leaf in leaves if id(leaf) not in known)]
-        return y, [varying(x, (PIPELINE_AXIS,)) for x in saved]  # as their buffers do
+        return y, [*results, *(leaf for leaf in leaves if id(leaf) not in known)]
 
     def results(self, saved: list[jax.Array]) -> tuple[Any, Any]:
         """Loss of the layers, metrics of the layers."""
