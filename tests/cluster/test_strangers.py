@@ -61,6 +61,13 @@ def test_a_cache_that_belongs_to_another_user_is_refused(tmp_path, no_cache):
     assert start(directory) is None
 
 
+def test_a_cache_that_cannot_be_written_is_told(tmp_path, no_cache, capsys):
+    (tmp_path / "file").write_text("")
+    assert start(tmp_path / "file" / "cache") is None
+    said = "hardware.compilation_cache: compiled programs are neither read nor kept, as it cannot be"
+    assert capsys.readouterr().out.startswith(said)
+
+
 def test_a_cache_that_the_environment_names_is_checked_too(tmp_path, no_cache, capsys):
     tmp_path.chmod(0o777)
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))  # as JAX_COMPILATION_CACHE_DIR does

@@ -48,15 +48,6 @@ def test_who_sets_the_environment_overrides():
 
 
 @pytest.mark.quick
-def test_a_cache_that_cannot_be_written_is_told_once(tmp_path):
-    (tmp_path / "file").write_text("")
-    hardware = f"HardwareConfig(compilation_cache={str(tmp_path / 'file' / 'cache')!r})"
-    shown = start(hardware, "print(jax.config.jax_compilation_cache_dir, jax.jit(lambda x: x + 1)(1))")
-    assert shown.startswith("hardware.compilation_cache: compiled programs are neither read nor kept, as it cannot be")
-    assert shown.splitlines()[1:] == ["None 2"]
-
-
-@pytest.mark.quick
 def test_options_that_this_xla_does_not_know_are_left_out_and_named():
     said = []
     options = {"xla_no_such_flag": True, "xla_cpu_enable_fast_math": False, "xla_gone": 3, "xla_gpu_autotune_level": 1}
