@@ -207,6 +207,8 @@ def load_model(c: Any) -> LanguageModel:
     table = getattr(model, "table", None)
     if getattr(model, "c", None) is not c:
         raise _refusal(c.module, "whose Model has no c, or another one than the ModelConfig it is made from")
+    if not isinstance(inputs := getattr(model, "inputs", ()), tuple | list):
+        raise _refusal(c.module, f"whose Model has inputs {inputs!r}; it must be a tuple of names: ('kind',)")
     if not isinstance(table, kind.Weights):
         it_must = f"it must be a {kind.Weights.__name__}, with a Weight in place of each array"
         raise _refusal(c.module, f"whose table is a {type(table).__name__}; {it_must}")

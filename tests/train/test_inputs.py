@@ -279,8 +279,7 @@ def test_its_step_is_type_checked_by_verify(data):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("inputs", ["kind", ("kind", "kind"), (1,)])
-def test_names_that_are_none(data, monkeypatch, inputs):
-    monkeypatch.setattr(sys.modules["kinded"].Model, "inputs", inputs)
-    with pytest.raises(ValueError, match=r"whose Model has inputs .*; it must be a tuple of names, each once"):
+def test_a_name_is_no_tuple_of_names(data, monkeypatch):
+    monkeypatch.setattr(sys.modules["kinded"].Model, "inputs", "kind")
+    with pytest.raises(ValueError, match=r"whose Model has inputs 'kind'; it must be a tuple of names"):
         load_model(config(str(data)).model)
