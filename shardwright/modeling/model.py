@@ -191,7 +191,8 @@ def module_of(name: str) -> ModuleType:
     c, kind = getattr(module, "ModelConfig", None), getattr(module, "Model", None)
     known = [*dir(c), *(getattr(c, "__dataclass_fields__", ()))]
     lacks = [f"ModelConfig.{part}" for part in SETTINGS if part not in known]
-    if lacks := lacks + [f"Model.{part}" for part in PARTS if not hasattr(kind, part)]:
+    lacks += [f"Model.{part}" for part in PARTS if not hasattr(kind, part)]
+    if lacks := [name for name in ("ModelConfig", "Model") if not hasattr(module, name)] or lacks:
         raise _refusal(name, f"which has no {', '.join(lacks)}")
     return module
 

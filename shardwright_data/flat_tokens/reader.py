@@ -94,9 +94,11 @@ class Reader:
                 f"{self.path} is incomplete: its writer was interrupted before the end. Write the dataset again."
             )
         else:
+            usual = [x for x in ("train", "validation") if self._read_json(f"{x}/zarr.json")]
+            there = f" It has {' and '.join(usual)}." if usual else ""
             raise ValueError(
-                f"No flat-tokens split at {self.path}. Correct the address or the name of the split, or write the "
-                "dataset as docs/data.md says."
+                f"No flat-tokens split at {self.path}.{there} Correct the address or the name of the split, or write "
+                "the dataset as docs/data.md says."
             )
         check_types(self.path, {"attributes": attributes}, {"attributes": _ATTRIBUTES}, _AGAIN)
         found = attributes.get("format", FORMAT), attributes.get("version", FORMAT_VERSION)

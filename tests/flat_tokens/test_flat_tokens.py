@@ -309,8 +309,8 @@ def test_fingerprints_of_small_splits(tmp_path):
 
 def test_missing_dataset_and_split(tmp_path):
     write(tmp_path / "d", [(np.arange(10), np.array([10]))])
-    for path, split in ((tmp_path / "nowhere", "train"), (tmp_path / "d", "validation")):
-        with pytest.raises(ValueError, match=f"No flat-tokens split at {path}/{split}. Correct the address"):
+    for path, split, there in ((tmp_path / "nowhere", "train", ""), (tmp_path / "d", "validation", " It has train.")):
+        with pytest.raises(ValueError, match=f"No flat-tokens split at {path}/{split}.{there} Correct the address"):
             Reader(str(path), split)
 
 
