@@ -45,6 +45,7 @@ class SkippedSteps:
         """Number of skipped steps of the run."""
         self.in_a_row: int = state.get("in_a_row", 0)
         """Number of the last steps that were skipped, one after the other."""
+        self._before = self.count
         norms = [(int(step), float(norm)) for step, norm in state.get("norms", [])]
         self._norms = collections.deque(norms, maxlen=WINDOW + DELAY)
 
@@ -76,6 +77,14 @@ class SkippedSteps:
                 f"{self.in_a_row} steps in a row were skipped, the last of them step {step} ({why}); "
                 f"training.max_skipped is {self._most}. Leave these batches out (data.skip_steps), from an earlier "
                 f"checkpoint (training.resume_step); or {SMALLER_RATE}."
+            )
+
+    def check_any_taken(self, steps: int) -> None:
+        """Raises FloatingPointError if all of the `steps` of this start were skipped."""
+        if 0 < steps <= self.count - self._before:
+            raise FloatingPointError(
+                f"all {steps} steps of this start were skipped, so that nothing was learned: the events `skipped` of "
+                f"metrics.jsonl say why. Start from an earlier checkpoint (training.resume_step); or {SMALLER_RATE}."
             )
 
     def state(self) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from losses_of_runs import losses
 import train
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
+from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.skipping import DELAY, FEWEST, WINDOW, SkippedSteps
 from shardwright_data.flat_tokens import Writer
 
@@ -221,6 +222,20 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path, dataset):
     with pytest.raises(FloatingPointError, match=r"values are not finite after step 4, .* there is no checkpoint yet"):
         run(tmp_path / "third", dataset, steps=8, learning_rate=3e38, warmup_steps=0, weight_decay=1e3)
     assert not list((tmp_path / "third" / "checkpoints").glob("0*"))
+
+
+class Broken(train.Llama):
+    """A model whose loss is never finite."""
+
+    def embed(self, w, tokens):
+        return super().embed(w, tokens) * jnp.nan
+
+
+@pytest.mark.long
+def test_a_run_whose_steps_are_all_skipped_fails_and_keeps_all_checkpoints(tmp_path, dataset):
+    with pytest.raises(FloatingPointError, match="all 3 steps of this start were skipped, so that nothing was learned"):
+        run(tmp_path / "run", dataset, 3, model=Broken, checkpoint_interval=1, keep_checkpoints=1)
+    assert Checkpointer(tmp_path / "run" / "checkpoints").steps() == [1, 2, 3]
 
 
 @pytest.mark.long
