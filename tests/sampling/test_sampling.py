@@ -105,13 +105,12 @@ def test_noise_is_that_of_seed_text_and_place():
 
 @pytest.mark.long
 def test_a_stop_token_ends_its_text_alone(texts):
-    stop = texts[0][5]
+    stop = next(token for token in texts[0] if any(token not in text for text in texts))
     drawn = generate("one device", dataclasses.replace(NUCLEUS, stop=(stop,)))
     for found, whole in zip(drawn, texts, strict=True):
         end = whole.index(stop) + 1 if stop in whole else len(whole)
         assert found == whole[:end]
-    assert len(drawn[0]) <= 6
-    assert max(map(len, drawn)) == 20
+    assert len(drawn[0]) < max(map(len, drawn)) == 20
 
 
 @pytest.mark.long
