@@ -250,7 +250,7 @@ def test_unigram_entropy_of_the_synthetic_dataset():
         ({"batch_size": 0}, "batch_size is 0; it must be at least 1 and below"),
         ({"seq_len": 0}, "seq_len is 0; it must be at least 1 and below"),
         ({"seed": -1}, "seed is -1; it must be at least 0 and below"),
-        ({"split": "test"}, "No flat-tokens split at .*/test. Correct the address"),
+        ({"split": "test"}, "No flat-tokens split at .*/test. It has train. Correct the address"),
     ],
 )
 def test_clear_errors(dataset, changes, message):

@@ -52,7 +52,7 @@ def test_as_it_is(module):
             [("    bos_id: int = 50256", "    bos: int = 50256"), ("bos_id=config", "bos=config")],
             r"no ModelConfig\.bos_id",
         ),
-        ([("ModelConfig", "Settings")], r"no ModelConfig\.module, .*; see docs/models.md"),
+        ([("ModelConfig", "Settings")], r"no ModelConfig; see docs/models.md"),
         ([("def logits(", "def output(")], r"no Model\.logits; see docs/models.md"),
         ([("    Weights = GPT2\n", "")], r"no Model\.Weights;"),
         ([("self.c, self.table = c,", "self.table =")], "Model has no c, or another one"),
