@@ -30,7 +30,7 @@ def campaign(count: int, meshes: tuple = MESHES) -> collections.Counter:
 def test_no_accepted_program_differs(meshes):
     found = campaign(250, meshes)
     assert found["accepted"] >= 100, "most programs must be right, or nothing is shown"
-    assert found["differs"] >= 10, "some must be wrong; 13 to 46 were, by the state of Python's hashes"
+    assert found["differs"] >= 10, "some must be wrong, or nothing is shown"
     assert found["refused though right"] <= 10, "what is right should be accepted"
 
 
