@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 from jax.experimental import topologies
 
-from bench.steps import CONFIGS, load, lowered_step, print_header, print_line
+from bench.steps import CONFIGS, load, lowered_step
 from shardwright.cluster.devices import known_options, make_mesh
 from shardwright.compiled.hlo import with_mesh
 from shardwright.run.config import check_divides
@@ -62,6 +62,11 @@ def description(gpu: str) -> str:
     """
 
 
+def print_line(*cells: object) -> None:
+    """Prints a line of a table in Markdown."""
+    print("|", " | ".join(map(str, cells)), "|", flush=True)
+
+
 def main() -> None:
     """Prints the table of the configurations that the command line names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -80,7 +85,8 @@ def main() -> None:
     except NotImplementedError:
         parser.error("JAX's plugin for CUDA is not installed: pip install -e '.[cuda]'")
     left_out: dict[str, None] = {}
-    print_header(*COLUMNS, left=2)
+    print_line(*COLUMNS)
+    print_line(*["---"] * len(COLUMNS))
     for name in args.config_name.split(","):
         case = [" ".join((name, *overrides)), f"{args.devices} × {args.gpu}"]
         try:
