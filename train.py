@@ -51,7 +51,7 @@ from shardwright.modeling.loss_chunks import sum_in_chunks
 from shardwright.modeling.model import LanguageModel, Tokens, act, checked_logits, compute_scope
 from shardwright.modeling.settings import ModelConfig
 from shardwright.modeling.weights import Weight, matrix, vector
-from shardwright.optimizers import rates, rounding
+from shardwright.optimizers import rates
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.muon import muon
 from shardwright.run import stages
@@ -442,7 +442,7 @@ def loss_and_gradients(
 
 @pytree_dataclass
 class State(Generic[W]):
-    """Contents of a checkpoint: arrays sharded over t, d and p, f32 in a step. optimizer.state_dtype is for adam_*."""
+    """Contents of a checkpoint: f32 arrays, sharded over t, d and p."""
 
     weights: W
     adam_mu: Subset[W]  # momentum of matrices under Muon; None for frozen weights
@@ -532,8 +532,7 @@ def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
     mu = jax.tree.map(lambda u, w: None if u.algorithm == rates.FROZEN else jnp.zeros_like(w), updates, weights)
     nu = jax.tree.map(lambda u, w: jnp.zeros_like(w) if u.algorithm == "adamw" else None, updates, weights)
     ema = jax.tree.map(lambda w: None if c.training.ema_decay is None else jnp.copy(w), weights)
-    state = State(weights, mu, nu, ema)
-    return rounding.rounded_moments(state, key, c.optimizer.state_dtype, stages.layers_of_rows(c, model, state))
+    return State(weights, mu, nu, ema)
 
 
 def make_training_step(c: Config, model: LanguageModel):
@@ -556,9 +555,7 @@ def make_training_step(c: Config, model: LanguageModel):
         key = jax.random.fold_in(jax.random.key(c.training.seed), step)
         seeds = jax.random.bits(key, batch.targets.shape[:2]) if getattr(c.model, "dropout", 0) else None
         with compute_scope(c.training.compute_dtype):
-            new, metrics = per_device(jax.tree.map(jnp.float32, state), batch, step, seeds, jnp.float32(limit))
-        rows = stages.layers_of_rows(c, model, new)
-        return rounding.rounded_moments(new, key, c.optimizer.state_dtype, rows), metrics
+            return per_device(state, batch, step, seeds, jnp.float32(limit))
 
     return training_step
 

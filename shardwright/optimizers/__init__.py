@@ -1,1 +1,1 @@
-"""Muon, the learning rate, the settings of both, and stochastic rounding. AdamW is in train.py."""
+"""Muon, the learning rate, and the settings of both. AdamW is in train.py."""

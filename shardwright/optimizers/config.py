@@ -3,7 +3,6 @@
 import dataclasses
 import math
 
-from shardwright.modeling.model import COMPUTE_DTYPES
 from shardwright.modeling.weights import KINDS
 from shardwright_data.checks import above_0, at_least_0, at_least_1, check_choice, check_ranges, within
 
@@ -60,9 +59,6 @@ class OptimizerConfig:
     muon_rms: float = above_0(0.2)
     """Root mean square of the entries of a matrix's update, before the learning rate. 0.2 is about that of AdamW, so
     that AdamW's learning rates fit (arXiv 2502.16982, section 2.2)."""
-    state_dtype: str = "f32"
-    """Dtype of adam_mu and adam_nu between steps; a step computes in f32. bf16: rounded at random, so that they are
-    right on average. It takes half the memory: 4 bytes less for each weight under AdamW, 2 under Muon."""
     clip_norm: float = above_0(1.0)
     """Gradients of a larger global norm are scaled down to it."""
     z_loss: float = at_least_0(0.0)
@@ -72,7 +68,6 @@ class OptimizerConfig:
 def check_optimizer(c: OptimizerConfig) -> None:
     """Raises ValueError for a setting that is not allowed, or contradicts another one."""
     check_choice("optimizer.schedule", c.schedule, ("cosine", "linear", "wsd", "constant"))
-    check_choice("optimizer.state_dtype", c.state_dtype, tuple(COMPUTE_DTYPES))
     for kind in c.decay_on:
         check_choice("optimizer.decay_on", kind, KINDS)
     for i, group in enumerate(c.groups):

@@ -26,6 +26,7 @@ from shardwright_data.loader import fixed_settings as fixed_data_settings
 
 RETIRED = {
     "hardware": ("xla_flags", "hosts", "coordinator", "host", "name", "memory_fraction"),
+    "optimizer": ("state_dtype",),  # bf16 is refused where its arrays are read
     "pipeline": ("layers_per_stage", "recompute"),
 }
 """Settings of older checkpoints that no run has. None of them changes what a run computes."""

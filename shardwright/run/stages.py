@@ -116,12 +116,6 @@ def stack_orders(placement: LayerPlacement, kind: Any, like: Any) -> dict[str, L
     return {path.replace(".", "/"): placement.order for path, array in found if is_stack(array)}
 
 
-def layers_of_rows(c: Config, model: LanguageModel, state: Any) -> dict[str, Any]:
-    """Of each stack of layers in a train.State, by its name such as `weights/layers/w_q`, the layer of each row."""
-    orders = stack_orders(placement_of(c, model), type(state), state)
-    return {name: order.layer_of_row for name, order in orders.items()}
-
-
 def folded_mesh(c: Config) -> jax.sharding.Mesh:
     """The current mesh without stages: d takes the devices of p and r, or r those of p if sizes do not allow that."""
     mesh = jax.sharding.get_mesh()

@@ -65,8 +65,6 @@ def compare_meshes(c: Config, meshes: list[Mesh], log: Callable[[str], None]) ->
         The result of each mesh; and where one of the meshes first computes another value, and what the proof finds in
         its step.
     """
-    # Where moments are rounded to bf16, a rounding of f64 before that may show.
-    c = dataclasses.replace(c, optimizer=dataclasses.replace(c.optimizer, state_dtype="f32"))
     with mesh_of(ONE_DEVICE):
         inputs = make_inputs(c, fresh_state(c))
     oracle, results = tensors_of_step(c, inputs, ONE_DEVICE), []
