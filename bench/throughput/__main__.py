@@ -11,9 +11,8 @@ The contestants. Each is a file in peers/ and runs in its own process:
     seqax     the step of a checkout of seqax, with --seqax; products in bf16, the mesh of ours
 
 All train the same Llama-like model with AdamW and clipping, on sequences of one document each. The batches are on the
-device before the start. bf16 means bf16 products with f32 weights and optimizer state. On a CPU all contestants stay
-alive and take turns; a contestant that waits is stopped. On a GPU, whose memory they cannot share, one runs after the
-other.
+device before the start. Products are in f32 on a CPU, in bf16 on a GPU and for the demo; all else is in f32.
+On a CPU all contestants stay alive and take turns. On a GPU, whose memory they cannot share, one runs after the other.
 
 tokens/s is of the best round. MFU counts half of attention, the causal one. floor: time of the floor as a part of the
 time of the step. Memory: the peak of the process, on a GPU of the allocator. Compile time: of the first step.
@@ -23,11 +22,7 @@ import argparse
 import dataclasses
 import importlib.util
 import json
-import shutil
-import signal
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -153,12 +148,6 @@ def ratios(size: str, contestants: dict[str, dict]) -> list[str]:
     return lines
 
 
-def has_gpu() -> bool:
-    """Looks for an NVIDIA GPU, without starting it."""
-    program = shutil.which("nvidia-smi")
-    return program is not None and subprocess.run([program, "-L"], capture_output=True).returncode == 0
-
-
 def main() -> None:
     """Runs the comparisons that the command line names."""
     parser = argparse.ArgumentParser(
@@ -167,8 +156,7 @@ def main() -> None:
     parser.add_argument("--sizes", help=f"of {', '.join(SIZES)}; demo is the demo's run on 8 simulated devices")
     parser.add_argument("--only", help=f"of {', '.join(MODULES)}; the floor always runs")
     parser.add_argument("--seqax", type=Path, metavar="PATH", help="a checkout of seqax; its step is compared too")
-    parser.add_argument("--platform", choices=["cpu", "gpu"], default="gpu" if has_gpu() else "cpu")
-    parser.add_argument("--dtype", choices=["f32", "bf16"], help="f32 on a CPU, bf16 on a GPU and for the demo")
+    parser.add_argument("--platform", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, about")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
@@ -180,7 +168,6 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the exit ends the contestants
     platform, seqax = options.platform, options.seqax and options.seqax.resolve()
     sizes = (options.sizes or ("2m,10m,demo" if platform == "cpu" else ",".join(GPU_SIZES))).split(",")
     names = (options.only or "ours,plain-jax,torch" + ",seqax" * bool(seqax)).split(",")
@@ -196,7 +183,7 @@ def main() -> None:
         names.remove("torch")
     timing, record = Timing(options.rounds, options.seconds, take_turns=platform == "cpu"), {}
     for size in sizes:
-        s, dtype = SIZES[size], options.dtype or ("f32" if platform == "cpu" and size != "demo" else "bf16")
+        s, dtype = SIZES[size], "f32" if platform == "cpu" and size != "demo" else "bf16"
         devices = ", 8 simulated devices" if size == "demo" else ""
         batch = f"{s.sequences} sequences of {s.length} tokens"
         print(

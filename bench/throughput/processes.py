@@ -4,12 +4,12 @@ import contextlib
 import dataclasses
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,6 @@ from bench.throughput.peers.job import Job
 from bench.throughput.peers.worker import MARK
 
 ROOT = Path(__file__).parents[2]
-
-
-class ContestantError(Exception):
-    """A contestant ended, or took too long. The message is the end of its output."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +46,6 @@ class Contestant:
         """Peak bytes of the GPU's allocator, or of the process."""
         self.error: str | None = None
         self._messages = scratch / f"{label.replace('/', '_')[:80]}.stderr"
-        self._events: queue.Queue[dict | None] = queue.Queue()
         with self._messages.open("w") as messages:
             self._process = subprocess.Popen(
                 [python_of(job), "-m", "bench.throughput.peers.worker", job.to_json()],
@@ -62,79 +57,66 @@ class Contestant:
                 env=environment(job, scratch),
                 start_new_session=True,  # a signal to the group reaches the processes that it starts too
             )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                self._events.put(json.loads(line.removeprefix(MARK)))
-        self._events.put(None)
-
-    def _wait(self, event: str, limit: float) -> dict[str, Any]:
-        """Returns the next event, which must be `event`. Raises ContestantError if there is none in time."""
-        try:
-            found = self._events.get(timeout=limit)
-        except queue.Empty:
-            raise ContestantError(f"no {event} within {limit:.0f} s") from None
-        if found is None:
-            lines = [line for line in self._messages.read_text().splitlines() if line.strip()]
-            raise ContestantError(f"ended with {self._process.wait()}: {lines[-1][:300] if lines else 'no message'}")
-        assert found["event"] == event, (found, event)
-        return found
 
     def measure(self, timing: Timing) -> None:
         """The next part: building and compiling, or one round. After an error it does nothing."""
         if self.error is not None:
             return
-        self._signal(signal.SIGCONT)
+        begin, late = time.monotonic(), threading.Timer(timing.limit, self.kill)
+        late.start()
         try:
             if not self.ready:
-                self.ready = self._wait("ready", timing.limit)
+                self.ready = self._answer()
             else:
                 steps = max(1, round(timing.seconds / (self.step_s or [self.ready["step_s"]])[-1]))
-                with contextlib.suppress(BrokenPipeError):  # `_wait` then reports how it ended
-                    self._process.stdin.write(f"{steps}\n")
-                    self._process.stdin.flush()
-                done = self._wait("steps", timing.limit)
+                print(steps, file=self._process.stdin, flush=True)
+                done = self._answer()
                 self.step_s.append(done["seconds"] / steps)
                 self.peak = max(self.peak, done["peak"])
-        except ContestantError as error:
-            self.error = str(error)
-            self.end()
-        else:
-            self._signal(signal.SIGSTOP)
+        except (EOFError, BrokenPipeError):
+            if time.monotonic() - begin >= timing.limit:
+                self.error = f"no answer within {timing.limit:.0f} s"
+            else:
+                lines = [line for line in self._messages.read_text().splitlines() if line.strip()]
+                said = lines[-1][:300] if lines else "no message"
+                self.error = f"ended with {self._process.wait()}: {said}"
+        finally:
+            late.cancel()
 
-    def _signal(self, which: signal.Signals) -> None:
+    def _answer(self) -> dict[str, Any]:
+        for line in self._process.stdout:
+            if line.startswith(MARK):
+                return json.loads(line.removeprefix(MARK))
+        raise EOFError
+
+    def kill(self) -> None:
+        """Kills the process and those that it started."""
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, which)
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kills the process and those that it started."""
-        self._signal(signal.SIGKILL)
-        self._process.wait()
-        self._reader.join(timeout=10)  # the output ends when the last of the processes has ended
-        self._process.stdout.close()
+        """Kills the process, and waits for its end."""
+        self.kill()
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._process.communicate()
 
 
 def run_rounds(jobs: dict[str, Job], timing: Timing, show: Callable[[Contestant], None]) -> None:
-    """Runs each job, and calls `show` with each contestant as soon as it is measured. If one fails, others continue."""
+    """Runs each job, and calls `show` with each contestant when its group has ended. If one fails, others continue."""
     groups = [[*jobs]] if timing.take_turns else [[label] for label in jobs]
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch, contextlib.ExitStack() as cleanup:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         for labels in groups:
-            group = []
-            for label in labels:
-                group.append(Contestant(label, jobs[label], Path(scratch)))
-                cleanup.callback(group[-1].end)
-                group[-1].measure(timing)
-            for i in range(timing.rounds):
-                first = i % len(group)
-                for contestant in group[first:] + group[:first]:
-                    contestant.measure(timing)
+            group: list[Contestant] = []
+            with contextlib.ExitStack() as cleanup:
+                for label in labels:
+                    group.append(Contestant(label, jobs[label], Path(scratch)))
+                    cleanup.callback(group[-1].end)
+                    group[-1].measure(timing)
+                for i in range(timing.rounds):
+                    first = i % len(group)
+                    for contestant in group[first:] + group[:first]:
+                        contestant.measure(timing)
             for contestant in group:
-                contestant.end()
                 show(contestant)
 
 

@@ -192,8 +192,8 @@ def test_shares_and_lines():
         "ratio   1b, ours / torch: 1.10, by medians 0.55",
         "ratio   1b, ours a=1 / ours: 0.91, by medians 1.82",
     ]
-    ours.error = "no ready within 3 s"
-    assert line_of(figures(ours, floor)).endswith("failed: no ready within 3 s")
+    ours.error = "no answer within 3 s"
+    assert line_of(figures(ours, floor)).endswith("failed: no answer within 3 s")
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_a_contestant_that_fails_does_not_stop_the_others(take_turns):
 def test_a_contestant_that_takes_too_long_is_ended():
     seen = []
     run_rounds({"floor": dataclasses.replace(JOB, contestant="floor")}, Timing(1, 0.01, True, limit=0.2), seen.append)
-    assert seen[0].error == "no ready within 0 s"
+    assert seen[0].error == "no answer within 0 s"
 
 
 @pytest.mark.slow

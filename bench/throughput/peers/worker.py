@@ -2,20 +2,18 @@
 
     python -m bench.throughput.peers.worker '<Job as JSON>'
 
-A line of standard output that begins with MARK is an event, in JSON; other lines are the contestant's own output. The
-first event is `ready`; then, for each number on standard input, `steps`.
+A line of standard output that begins with MARK is an answer, in JSON; other lines are the contestant's own output. The
+first answer says that it is ready; then there is one for each number of steps on standard input.
 """
 
-import ctypes
 import importlib
 import json
-import signal
 import sys
 import time
 
 from bench.throughput.peers.job import Job
 
-MARK = "@event "
+MARK = "@answer "
 
 
 def host_peak() -> int:
@@ -25,13 +23,12 @@ def host_peak() -> int:
     return int(found["VmHWM"].split()[0]) * 1024
 
 
-def emit(event: str, **values) -> None:
-    print(MARK + json.dumps({"event": event, **values}), flush=True)
+def answer(**values) -> None:
+    print(MARK + json.dumps(values), flush=True)
 
 
 def main() -> None:
     """Runs the contestant of the job on the command line."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with its parent, even if it is stopped
     job = Job.from_json(sys.argv[1])
     contestant = importlib.import_module(f"bench.throughput.peers.{job.contestant}").Contestant(job)
 
@@ -41,10 +38,10 @@ def main() -> None:
         return time.perf_counter() - start, losses
 
     (compile_s, first), (step_s, second) = timed(1), timed(1)
-    emit("ready", compile_s=compile_s, step_s=step_s, losses=first + second, about=contestant.about())
-    for line in sys.stdin:
+    answer(compile_s=compile_s, step_s=step_s, losses=first + second, about=contestant.about())
+    for line in sys.stdin:  # which ends with the program that asks
         seconds, losses = timed(int(line))
-        emit("steps", seconds=seconds, losses=losses, peak=contestant.device_peak() or host_peak())
+        answer(seconds=seconds, losses=losses, peak=contestant.device_peak() or host_peak())
 
 
 if __name__ == "__main__":
