@@ -14,7 +14,6 @@ nobody waits. This module does not import JAX.
 
 import collections
 import importlib
-import itertools
 import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -77,13 +76,18 @@ def in_a_ring(p: int, v: int) -> Stages:
     return tuple(tuple(range(device, p * v, p)) for device in range(p))
 
 
+def in_a_v(p: int) -> Stages:
+    """Two chunks of each device: stages go down the devices, and up again."""
+    return tuple((device, 2 * p - 1 - device) for device in range(p))
+
+
 # ---- published schedules ------------------------------------------------------------------------------------------
 
 
 def gpipe(p: int, m: int, v: int = 1) -> list[list[Task]]:
     """All forwards, then all backwards in the same order (arXiv 1811.06965, section 2.2). Any m; v is 1."""
     _check_sizes("gpipe", p, m, v)
-    return _with_warmup(p, m, v, lambda device: m)
+    return _whole_backwards(p, m, v, ahead=lambda device: m)
 
 
 def one_f_one_b(p: int, m: int, v: int = 1) -> list[list[Task]]:
@@ -111,7 +115,7 @@ def interleaved_1f1b(p: int, m: int, v: int = 1) -> list[list[Task]]:
             f"interleaved_1f1b takes microbatches in groups of one per device: {m} microbatches are not a multiple of "
             f"{p} devices. Use {near} microbatches, or v=1, which takes any number."
         )
-    return _with_warmup(p, m, v, lambda device: (v - 1) * p + 2 * (p - 1 - device))
+    return _whole_backwards(p, m, v, ahead=lambda device: (v - 1) * p + 2 * (p - 1 - device))
 
 
 def zb_h1(p: int, m: int, v: int = 1) -> list[list[Task]]:
@@ -129,13 +133,13 @@ def zb_v(p: int, m: int, v: int = 2) -> list[list[Task]]:
     """
     _check_sizes("zb_v", p, m, v)
     orders = []
-    for d in range(p):
+    for d, stages in enumerate(in_a_v(p)):
         count = max(m, 2 * p - 1)  # those past m are left out below
         names = ["F0"] * (2 * (p - d) - 1) + ["F1", "F0"] * d + ["F1", "I1", "W1"] * (p - d)
         for k in range(2 * p - d - 1, count + p - d - 1):
             names += ["F0"] * (k < count) + ["I0", "W0", "F1", "I1", "W1"]
         names += ["I0", "I1"] * d + ["I0", "W0"] * (p - d) + ["W1"] * d + ["W0"] * d
-        orders.append(_in_order(names, [d, 2 * p - 1 - d], m))
+        orders.append(_tasks(names, stages, m))
     return orders
 
 
@@ -144,45 +148,47 @@ def forwards(orders: Orders) -> list[list[Task]]:
     return [[task for task in order if task.kind == "forward"] for order in orders]
 
 
+def _whole_backwards(p: int, m: int, v: int, ahead: Callable[[int], int]) -> list[list[Task]]:
+    """A schedule of stages in a ring, whose devices run `ahead(device)` forwards ahead."""
+    chunks = [i // p % v for i in range(m * v)]  # p microbatches pass through one chunk, then through the next
+    forwards, backwards = [f"F{i}" for i in chunks], [[f"B{v - 1 - i}"] for i in chunks]
+    rings = enumerate(in_a_ring(p, v))
+    return [_tasks(_in_turn(forwards, backwards, ahead(device)), stages, m) for device, stages in rings]
+
+
 def _in_halves(name: str, p: int, m: int, v: int, later: Callable[[int], int]) -> list[list[Task]]:
     """1F1B in halves: the half for the weights comes after `later(device)` more of the input halves."""
     _check_sizes(name, p, m, v)
     orders = []
     for device in range(p):
-        ahead, names = min(p - 1 - device, m), []
-        for k in range(m):
-            names += ["F0"] * (ahead + k < m) + ["I0"] + ["W0"] * (k >= later(device))
-        orders.append(_in_order([*["F0"] * ahead, *names, *["W0"] * later(device)], [device], m))
+        backwards = [["I0"] + ["W0"] * (k >= later(device)) for k in range(m)]
+        names = _in_turn(["F0"] * m, backwards, ahead=p - 1 - device)
+        orders.append(_tasks(names + ["W0"] * later(device), [device], m))
     return orders
 
 
-_KIND_OF = {"F": "forward", "I": "backward_input", "W": "backward_weights"}
+def _in_turn(forwards: list[str], backwards: list[list[str]], ahead: int) -> list[str]:
+    """`ahead` forwards, then one forward and the tasks of one backward in turn, then the remaining backwards."""
+    names = forwards[:ahead]
+    for i, backward in enumerate(backwards, ahead):
+        names += forwards[i : i + 1] + backward
+    return names
 
 
-def _in_order(names: list[str], stages: list[int], m: int) -> list[Task]:
+_KIND_OF = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weights"}
+
+
+def _tasks(names: list[str], stages: Sequence[int], m: int) -> list[Task]:
     """Tasks of a device by short names, such as F0 and I1: of its chunk 0 or 1, each time of the next microbatch.
 
     Microbatches from m on are left out.
     """
     counts, order = collections.Counter(), []
     for name in names:
-        order += [Task(_KIND_OF[name[0]], stages[int(name[1])], counts[name])] if counts[name] < m else []
+        if counts[name] < m:
+            order.append(Task(_KIND_OF[name[0]], stages[int(name[1:])], counts[name]))
         counts[name] += 1
     return order
-
-
-def _with_warmup(p: int, m: int, v: int, warmup: Callable[[int], int]) -> list[list[Task]]:
-    """On each device `warmup(device)` forwards, then one forward and one backward in turn, then remaining backwards."""
-    # (chunk, microbatch): p microbatches pass through one chunk, then through the next, then the next p.
-    passes = [(i // p % v, i // (p * v) * p + i % p) for i in range(m * v)]
-    orders = []
-    for device in range(p):
-        forwards = [Task("forward", chunk * p + device, k) for chunk, k in passes]
-        backwards = [Task("backward", (v - 1 - chunk) * p + device, k) for chunk, k in passes]
-        ahead = min(warmup(device), m * v)
-        pairs = zip(forwards[ahead:], backwards, strict=False)
-        orders.append([*forwards[:ahead], *itertools.chain(*pairs), *backwards[m * v - ahead :]])
-    return orders
 
 
 # ---- schedules by name --------------------------------------------------------------------------------------------
@@ -229,8 +235,10 @@ def schedule_of(name: str) -> Schedule:
 
 def stages_of(name: str, p: int, m: int, v: int) -> Stages:
     """The stages of each device in the schedule of this name. Raises ValueError as that does."""
-    # Those of SCHEDULES have them in one place for all m, also for an m that they refuse.
-    return stages_of_devices(schedule_of(name)(p, p if name in SCHEDULES else m, v))
+    if name not in SCHEDULES:
+        return stages_of_devices(schedule_of(name)(p, m, v))
+    _check_sizes(name, p, m, v)
+    return in_a_v(p) if name == "zb_v" else in_a_ring(p, v)
 
 
 # ---- validity -----------------------------------------------------------------------------------------------------
@@ -261,7 +269,7 @@ def check_schedule(orders: Orders, p: int, m: int, v: int) -> list[list[Task]]:
     if len(orders) != p:
         raise ValueError(f"the schedule has lists of tasks for {len(orders)} devices, not for {p}.")
     listed = collections.Counter(half for order in orders for task in order for half in in_halves(task))
-    expected = [Task(kind, s, k) for kind in ("forward", *HALVES) for s in range(p * v) for k in range(m)]
+    expected = dict.fromkeys(Task(kind, s, k) for kind in ("forward", *HALVES) for s in range(p * v) for k in range(m))
     for task in [*expected, *listed]:
         if listed[task] != 1 or task not in expected:
             raise ValueError(
@@ -293,8 +301,8 @@ def _check_places(stages: Stages, p: int, v: int) -> None:
 # ---- ticks --------------------------------------------------------------------------------------------------------
 
 
-def place_in_ticks(orders: Orders) -> tuple[dict[Task, int], int]:
-    """The earliest tick of each task, and the number of ticks.
+def place_in_ticks(orders: Orders) -> dict[Task, int]:
+    """The earliest tick of each task.
 
     A device takes tasks off its list, in order, as long as the tick has room for them and their inputs are there. In a
     tick a device does one forward and one backward; the forward runs first, also if it is behind in the list. In a
@@ -329,7 +337,7 @@ def place_in_ticks(orders: Orders) -> tuple[dict[Task, int], int]:
         done.update(new)
         at.update(dict.fromkeys(new.values(), tick))
         tick += 1
-    return at, tick
+    return at
 
 
 def _deadlock(orders: Orders, reached: Sequence[int], done: set[Task], stages: int) -> str:

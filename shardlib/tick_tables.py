@@ -1,4 +1,4 @@
-"""The table of ticks that the executor runs, made of the tasks of a schedule.
+"""The table of ticks that the executor runs, made of the tasks of a schedule; and its simulation at given costs.
 
 A **tick** is a forward slot, a backward slot and a weights slot on every device. `place_in_ticks` says which of them a
 device uses at once. The result of a task is sent at the end of the tick, and arrives at the start of the next one. This
@@ -6,6 +6,7 @@ module does not import JAX.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -73,12 +74,11 @@ def tick_table(orders: Orders) -> TickTable:
     """
     by_device = stages_of_devices(orders)
     p, v = len(by_device), len(by_device[0])
-    stages, training = p * v, any(task.kind != "forward" for order in orders for task in order)
+    last, training = p * v - 1, any(task.kind != "forward" for order in orders for task in order)
     device_of = {stage: device for device, own in enumerate(by_device) for stage in own}
-    chunk_of = {stage: chunk for own in by_device for chunk, stage in enumerate(own)}
     if any(task.kind == "backward_weights" for order in orders for task in order):
         orders = [[half for task in order for half in in_halves(task)] for order in orders]
-    at, ticks = place_in_ticks(orders)
+    at = place_in_ticks(orders)
     of_kind = lambda *kinds: {(task.stage, task.microbatch): t for task, t in at.items() if task.kind in kinds}
     f, b, w = of_kind("forward"), of_kind("backward", "backward_input"), of_kind("backward_weights")
 
@@ -87,7 +87,7 @@ def tick_table(orders: Orders) -> TickTable:
     for stage, k in f:
         arriving["forward", stage, k] = f[stage - 1, k] + 1 if stage else f[stage, k], f[stage, k]
         if training:
-            written = f[stage, k] if stage == stages - 1 else b[stage + 1, k] + 1
+            written = f[stage, k] if stage == last else b[stage + 1, k] + 1
             arriving["backward", stage, k] = written, b[stage, k]
             kept_residuals["forward", stage, k] = f[stage, k], (w or b)[stage, k]
         if w:
@@ -96,30 +96,29 @@ def tick_table(orders: Orders) -> TickTable:
     residual_slots, residuals = _give_slots(kept_residuals, device_of)
     kept_slots, kept_count = _give_slots(kept, device_of)
 
-    columns = {name: np.zeros((ticks, p), np.int32) for name in COLUMNS}
+    columns = {name: np.zeros((1 + max(at.values()), p), np.int32) for name in COLUMNS}
     for name in ("forward_output", "from_left", "from_right", "from_self"):
         columns[name][:] = arrivals
-    for task, t in at.items():
-        kind, stage, k = task
+    for (kind, stage, k), t in at.items():
         device = device_of[stage]
         slot = {"backward_input": "backward", "backward_weights": "weights"}.get(kind, kind)
-        values = {"": 1, "_chunk": chunk_of[stage], "_microbatch": k}
-        values["_residuals"] = residual_slots.get(("forward", stage, k), 0)
-        if slot != "weights":
-            values |= {"_first": stage == 0, "_last": stage == stages - 1}
-        if slot == "forward":
-            values["_input"] = arrival_slots.get(("forward", stage, k), 0)
-        if slot == "forward" and training and stage == stages - 1:
-            values["_output"] = arrival_slots["backward", stage, k]
-        if slot == "backward":
-            values["_cotangent"] = arrival_slots.get(("backward", stage, k), 0)
-        if slot != "forward":
-            values["_kept"] = kept_slots.get(("backward", stage, k), 0)
+        values = {
+            "": 1,
+            "_first": stage == 0,
+            "_last": stage == last,
+            "_chunk": by_device[device].index(stage),
+            "_microbatch": k,
+            "_input": arrival_slots["forward", stage, k],
+            "_output": arrival_slots["backward", stage, k] if training and stage == last else arrivals,
+            "_cotangent": arrival_slots.get(("backward", stage, k), 0),
+            "_residuals": residual_slots.get(("forward", stage, k), 0),
+            "_kept": kept_slots.get(("backward", stage, k), 0),
+        }
         for name, value in values.items():
             if slot + name in columns:
                 columns[slot + name][t, device] = value
         to = stage + 1 if slot == "forward" else stage - 1
-        if slot != "weights" and 0 <= to < stages:
+        if slot != "weights" and 0 <= to <= last:
             there = device_of[to]
             # With one or two devices, both ways lead to the same one: in a ring, forwards go right and backwards left.
             step = to - stage if by_device == in_a_ring(p, v) else there - device
@@ -129,8 +128,6 @@ def tick_table(orders: Orders) -> TickTable:
 
 
 _WAYS = {1: "from_left", -1: "from_right", 0: "from_self"}
-
-
 _Kept = tuple[str, int, int]  # what, stage, microbatch
 
 
@@ -147,3 +144,95 @@ def _give_slots(kept: dict[_Kept, tuple[int, int]], device_of: dict[int, int]) -
         ends[slot : slot + 1] = [last]
         slots[key] = slot
     return slots, max(map(len, busy_until.values()))
+
+
+# ---- simulation ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Times in any one unit, each at least 0. Those of tasks are of all layers of a device."""
+
+    forward: float = 1.0
+    """Time of the forward of one microbatch."""
+    backward: float = 2.0
+    """Time of the backward of one microbatch, both halves."""
+    transfer: float = 0.0
+    """Time of a transfer to the next device, once in each tick."""
+    weights: float = 0.5
+    """Share of a backward that its half for the weights takes, in [0, 1]."""
+
+    def of(self, kind: str, halves: bool) -> float:
+        """Time of a task in the slot `kind` of a tick; `halves`: its half for the weights is not part of a backward."""
+        backward = (1 - self.weights if halves else 1) * self.backward
+        return {"forward": self.forward, "backward": backward, "weights": self.weights * self.backward}[kind]
+
+
+class Span(NamedTuple):
+    """A task with its start and end."""
+
+    kind: str
+    """forward; backward, or its input half; weights, its other half."""
+    stage: int
+    microbatch: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The tasks of every device in time."""
+
+    table: TickTable
+    spans: list[list[Span]]
+    """Tasks of each device, in the order of time."""
+    total: float
+    """End of the last tick."""
+    ticks: list[float]
+    """Start of each tick."""
+
+    @property
+    def bubble(self) -> float:
+        """Share of the time in which devices are idle, in [0, 1]."""
+        busy = sum(span.end - span.start for device in self.spans for span in device)
+        return 1 - busy / (len(self.spans) * self.total) if self.total else 0.0
+
+    def most_alive(self) -> list[int]:
+        """Largest number of activations alive at once on each device.
+
+        An activation is alive from the start of its forward to the end of its backward, of both halves.
+        """
+        last = "weights" if self.table.halves else "backward"
+        found = []
+        for spans in self.spans:
+            changes = [(span.start, 1) for span in spans if span.kind == "forward"]
+            changes += [(span.end, -1) for span in spans if span.kind == last]
+            # An end comes before a start at the same time.
+            found.append(int(max(np.cumsum([change for _, change in sorted(changes)]))))
+        return found
+
+
+def simulate(table: TickTable, costs: Costs) -> Timeline:
+    """Timeline of a tick table, as the executor runs it: devices wait for each other, and pay a transfer, in each tick.
+
+    They also wait for the forwards of others before a backward, since they compute the loss together between these; but
+    not where a tick has one task of each device.
+    """
+    columns = table.columns
+    ticks, p = columns["forward"].shape
+    spans: list[list[Span]] = [[] for _ in range(p)]
+    starts, now = [], 0.0
+    for t in range(ticks):
+        starts.append(now)
+        free_at = [now] * p
+        for slot in ("forward", "backward", "weights"):
+            if not table.one_message:
+                free_at = [max(free_at)] * p
+            for device in np.flatnonzero(columns[slot][t]).tolist():
+                stage = table.stages[device][columns[f"{slot}_chunk"][t, device]]
+                k = int(columns[f"{slot}_microbatch"][t, device])
+                start = free_at[device]
+                free_at[device] = start + costs.of(slot, table.halves) / len(table.stages[device])
+                spans[device].append(Span(slot, stage, k, start, free_at[device]))
+        now = max(free_at) + costs.transfer
+    return Timeline(table, spans, now, starts)

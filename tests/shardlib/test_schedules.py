@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from tick_tables import check_tick_table
 
 from shardlib import schedules
-from shardlib.schedule_simulator import Costs, simulate
 from shardlib.schedules import (
     CHUNKS,
     SCHEDULES,
@@ -30,6 +29,7 @@ from shardlib.schedules import (
     forwards,
     gpipe,
     in_a_ring,
+    in_a_v,
     interleaved_1f1b,
     needs,
     one_f_one_b,
@@ -38,7 +38,7 @@ from shardlib.schedules import (
     zb_h1,
     zb_v,
 )
-from shardlib.tick_tables import tick_table
+from shardlib.tick_tables import Costs, simulate, tick_table
 
 pytestmark = pytest.mark.quick
 
@@ -51,10 +51,6 @@ LETTERS = {"forward": "F", "backward": "B", "backward_input": "I", "backward_wei
 def short(orders):
     """[['F0.0', 'B0.0'], …]: kind, stage, microbatch."""
     return [[f"{LETTERS[task.kind]}{task.stage}.{task.microbatch}" for task in order] for order in orders]
-
-
-def in_a_v(p):
-    return tuple((device, 2 * p - 1 - device) for device in range(p))
 
 
 def simulated(orders, transfer=0.0):
@@ -378,6 +374,6 @@ def test_where_the_stages_are():
 
 
 def test_no_jax():
-    modules = "shardlib.schedules, shardlib.tick_tables, shardlib.schedule_simulator"
+    modules = "shardlib.schedules, shardlib.tick_tables"
     code = f"import sys, {modules}; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -19,9 +19,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardlib.schedule_simulator import Costs, Timeline, simulate
 from shardlib.schedules import CHUNKS, schedule_of
-from shardlib.tick_tables import tick_table
+from shardlib.tick_tables import Costs, Timeline, simulate, tick_table
 from shardwright.settings.program import run_program
 from shardwright.settings.words import for_console, picture_of
 from shardwright_data.checks import within

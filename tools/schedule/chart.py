@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from rich.style import Style
 from rich.text import Text
 
-from shardlib.schedule_simulator import Timeline
+from shardlib.tick_tables import Timeline
 
 # Blue, orange and grey can be told apart by everybody. The other chunks of a device have lighter ones.
 _COLOURS = {
