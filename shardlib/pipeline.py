@@ -24,10 +24,10 @@ from jax import lax
 from shardlib import marks
 from shardlib.checks import Scope
 from shardlib.layers import Extras, LayerMetrics
-from shardlib.op_checks import varying, wrap, zeros_like_traced
+from shardlib.halves import Halves
+from shardlib.op_checks import one_like, varying, wrap, zeros_like_traced
 from shardlib.parsing import PIPELINE_AXIS, ShardError
 from shardlib.placement import LayerPlacement
-from shardlib.stage_backward import StageBackward
 from shardlib.tick_tables import TickTable
 from shardlib.values import pipeline_stage
 
@@ -49,6 +49,76 @@ class StagedLoss(Protocol):
 
     def last(self, w: Any, x: Any, *microbatch: Any) -> Any:
         """The loss, an f32 scalar, from the output of the last layer. All devices of p run it together."""
+
+
+# ---- the backward of a stage, in tasks of its own ------------------------------------------------------------------
+
+
+class StageBackward:
+    """jax.vjp(has_aux=True) of a stage, traced by itself: with its forward, as a whole, and in halves.
+
+    Arrays are passed from the forward to the backward. The function that `jax.vjp` returns is a pytree, whose leaves
+    are what the backward needs. Leaves that are weights are not passed, since the backward has the weights anyway.
+
+    Attributes:
+        saved_types: types of what is passed from the forward to the backward, first the results but y.
+        kept_types: types of what the input half passes to the half for the weights.
+
+    Args:
+        stage: (stack, x, chunk, microbatch) -> (y, loss of the layers), metrics of the layers.
+        stack, x, y: the types of the weights of a chunk, of the input and of the output.
+        halves: whether the backward is done in halves.
+    """
+
+    def __init__(self, stage: Callable, stack: Any, x: Any, y: Any, halves: bool):
+        self._stage = stage
+        self._structure: Any = None
+        self._results: Any = None
+        self._weights: list[int | None] = []
+        zero = jnp.int32(0)
+        _, self.saved_types = jax.eval_shape(self.forward, stack, x, zero, zero)
+        self.kept_types: list = []
+        if halves:
+            (program, results) = jax.make_jaxpr(self.whole, return_shape=True)(stack, self.saved_types, y)
+            self._dx, self._g = jax.tree.structure(results[0]), jax.tree.structure(results[1])
+            wanted = [True] * self._dx.num_leaves + [False] * self._g.num_leaves
+            given = [True] * len(jax.tree.leaves(stack)) + [True] * len(self.saved_types) + [False]
+            # What is passed from task to task varies over p, as its buffers do.
+            self._halves = Halves(program, wanted, given, over=(PIPELINE_AXIS,))
+            self._halves.defer([not is_wanted for is_wanted in wanted])
+            _, self.kept_types = jax.eval_shape(self.input, stack, self.saved_types, y)
+
+    def forward(self, stack: Any, x: jax.Array, i: jax.Array, k: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        """The output y of the stage; and its other results, then what the backward needs."""
+        (y, extra), vjp, aux = jax.vjp(lambda stack, x: self._stage(stack, x, i, k), stack, x, has_aux=True)
+        results, self._results = jax.tree.flatten((extra, aux))
+        leaves, self._structure = jax.tree.flatten(vjp)
+        known = {id(leaf): n for n, leaf in enumerate(jax.tree.leaves(stack))}
+        self._weights = [known.get(id(leaf)) for leaf in leaves]
+        return y, [*results, *(leaf for leaf in leaves if id(leaf) not in known)]
+
+    def results(self, saved: list[jax.Array]) -> tuple[Any, Any]:
+        """Loss of the layers, metrics of the layers."""
+        return jax.tree.unflatten(self._results, saved[: self._results.num_leaves])
+
+    def whole(self, stack: Any, saved: list[jax.Array], dy: jax.Array) -> tuple[jax.Array, Any]:
+        """The gradients of the input and of the weights."""
+        weights, others = jax.tree.leaves(stack), iter(saved[self._results.num_leaves :])
+        leaves = [next(others) if n is None else weights[n] for n in self._weights]
+        extra, _ = self.results(saved)
+        g, dx = jax.tree.unflatten(self._structure, leaves)((dy, jax.tree.map(one_like, extra)))
+        return dx, g
+
+    def input(self, stack: Any, saved: list[jax.Array], dy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        """The gradient of the input, and what `weights` needs."""
+        outs, kept = self._halves.first([*jax.tree.leaves(stack), *saved, dy])
+        kept, self._kept = jax.tree.flatten(kept)
+        return jax.tree.unflatten(self._dx, outs[: self._dx.num_leaves]), kept
+
+    def weights(self, stack: Any, saved: list[jax.Array], kept: list[jax.Array]) -> Any:
+        """The gradients of the weights."""
+        outs = self._halves.second([*jax.tree.leaves(stack), *saved, None], jax.tree.unflatten(self._kept, kept))
+        return jax.tree.unflatten(self._g, outs[self._dx.num_leaves :])
 
 
 # ---- the executor -----------------------------------------------------------------------------------------------
@@ -111,10 +181,7 @@ def _run(
     zero = jnp.int32(0)
     x_type = jax.eval_shape(first, outer, zero)
     y_type, extras_type = jax.eval_shape(layers, chunk(w.layers, zero), x_type, zero, zero)
-    backward_of, saved_types = None, []
-    if training:
-        backward_of = StageBackward(stage, chunk(w.layers, zero), x_type, y_type, table.halves)
-        saved_types = backward_of.saved_types
+    backward_of = StageBackward(stage, chunk(w.layers, zero), x_type, y_type, table.halves) if training else None
 
     def forward(entry, carry):
         x = _get(carry["arrivals"], entry["forward_input"])
@@ -215,15 +282,18 @@ def _run(
     ways = [way for way in ("from_left", "from_right", "from_self") if (table.columns[way] < table.arrivals).any()]
     carry = {
         "arrivals": _zeros(x_type, (table.arrivals + 1,)),
-        "saved": [_zeros(t, (table.residuals,)) for t in saved_types],
+        "saved": [_zeros(t, (table.residuals,)) for t in backward_of.saved_types] if training else [],
         "sent": {way: _zeros(x_type) for way in ways},
-        "loss": varying(jnp.zeros(()), (PIPELINE_AXIS,)),
+        "loss": _apart(jnp.zeros(())),
     }
     if training:
-        carry |= {"kept": [_zeros(t, (table.kept,)) for t in backward_of.kept_types]}
-        carry |= {"g_outer": _accumulators(outer), "g_stack": _accumulators(w.layers)}
-        of_rows = lambda x: varying(jnp.zeros(placement.v * placement.chunk_rows, x.dtype), (PIPELINE_AXIS,))
-        carry |= {"metrics": jax.tree.map(of_rows, extras_type.metrics)}
+        of_rows = lambda x: _apart(jnp.zeros(placement.v * placement.chunk_rows, x.dtype))
+        carry |= {
+            "kept": [_zeros(t, (table.kept,)) for t in backward_of.kept_types],
+            "g_outer": _accumulators(outer),
+            "g_stack": _accumulators(w.layers),
+            "metrics": jax.tree.map(of_rows, extras_type.metrics),
+        }
     columns = {name: jnp.asarray(column) for name, column in table.columns.items()}
     _refuse_collectives(jax.make_jaxpr(tick)(carry, jax.tree.map(lambda x: x[0], columns)).jaxpr, in_task=False)
     carry, _ = lax.scan(tick, carry, columns)
@@ -264,16 +334,12 @@ def _refuse_collectives(jaxpr: Any, in_task: bool) -> None:
                 "leave it out; or, if it is the gradient of a value that is the same on all stages, make that value "
                 "one of the weights, or put lax.stop_gradient around it",
             )
+        # Whether the devices of p may take different branches.
+        differs = name == "cond" and PIPELINE_AXIS in equation.invars[0].aval.manual_axis_type.varying
         for value in equation.params.values():
             for part in value if isinstance(value, tuple | list) else (value,):
                 if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-                    _refuse_collectives(getattr(part, "jaxpr", part), in_task or _differs(equation))
-
-
-def _differs(equation: Any) -> bool:
-    """Whether the devices of p may take different branches, as JAX's types say."""
-    is_branch = equation.primitive.name == "cond"
-    return is_branch and PIPELINE_AXIS in equation.invars[0].aval.manual_axis_type.varying
+                    _refuse_collectives(getattr(part, "jaxpr", part), in_task or differs)
 
 
 def _shift(x: jax.Array, p: int, by: int) -> jax.Array:
@@ -282,7 +348,7 @@ def _shift(x: jax.Array, p: int, by: int) -> jax.Array:
 
 def _zeros(like: Any, leading: tuple[int, ...] = ()) -> jax.Array:
     """Zeros like a traced value, with dims `leading` before its own, that also vary over p, as all values of tasks."""
-    return varying(zeros_like_traced(like, leading), (PIPELINE_AXIS,))
+    return _apart(zeros_like_traced(like, leading))
 
 
 def _accumulators(w: Any) -> Any:
