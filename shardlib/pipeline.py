@@ -23,8 +23,8 @@ from jax import lax
 
 from shardlib import marks
 from shardlib.checks import Scope
-from shardlib.layers import Extras, LayerMetrics
 from shardlib.halves import Halves
+from shardlib.layers import Extras, LayerMetrics
 from shardlib.op_checks import one_like, varying, wrap, zeros_like_traced
 from shardlib.parsing import PIPELINE_AXIS, ShardError
 from shardlib.placement import LayerPlacement
