@@ -4,6 +4,7 @@ import contextlib
 import errno
 import itertools
 import json
+import math
 import os
 import re
 import stat
@@ -189,3 +190,11 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def number(value: Any) -> float:
+    """A number of a JSON value, where infinities and NaN may be strings; NaN for what is not a number."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan

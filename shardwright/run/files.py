@@ -1,12 +1,13 @@
 """Files of a run, for programs that read them without jax: their names, and config.yaml as data."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from shardwright_data.foreign import read_text
+from shardwright_data.foreign import parse_json, read_file, read_text
 
 LOCK = ".lock"
 """File that a run locks. Its line says which process on which host that is; it is empty when no run is there."""
@@ -35,6 +36,23 @@ def as_config(found: Any, where: str) -> dict[str, dict]:
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} has what is no setting: {error}. Is it a run of this program?") from error
     return found
+
+
+_MOST_BYTES, _MOST_STEP = 2**32, 2**53
+
+
+def read_records(path: Path) -> Iterator[dict[str, Any] | None]:
+    """The objects in a run's file of JSON lines, each with a step; None for a line that is none, as of a killed run.
+
+    Raises what `read_file` raises.
+    """
+    for line in read_file(path, _MOST_BYTES).splitlines():
+        try:
+            record = parse_json(line)
+            is_one = type(record["step"]) is int and abs(record["step"]) < _MOST_STEP
+        except (ValueError, KeyError, TypeError):
+            is_one = False
+        yield record if is_one else None
 
 
 def duration(seconds: float) -> str:

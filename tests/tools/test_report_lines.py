@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from written_runs import HLO, PROFILE, write_run, write_step
 
-from tools.report import lines
 from tools.report.comparing import compare_runs
 from tools.report.lines import step_by_line
 from tools.report.page import page
@@ -43,19 +42,18 @@ def test_lines_have_their_time_and_what_they_do(run):
     matmul, gather = found["first"]
     assert (matmul["place"], matmul["text"]) == ("~train.py:20", "y = x @ w")
     # (1.2 + 0.08) s of 8 devices and 2 steps
-    assert (matmul["share"], matmul["time"], matmul["exposed"]) == (pytest.approx(0.8), "80.0", "")
-    assert [float(width) for width in matmul["bar"]] == [100, 0, 0]
+    of_time = lambda line: [line[name] for name in ("seconds", "share", "collective", "exposed")]
+    assert of_time(matmul) == pytest.approx([0.08, 0.8, 0, 0])
     of = lambda part: (part["size"], part["what"], part["where"])
     product, kept = matmul["parts"]
     assert of(product) == ("24.0 MFLOP", "100×100×100 bf16", "layers, forward × 1 × 12")
     assert of(kept) == ("64 B", "kept f32[8]", "outside of loops × 2")
     assert (gather["place"], gather["text"]) == ("train.py:10", 'w = gather("M/d -> M", w)')
-    assert (gather["share"], gather["time"], gather["exposed"]) == (pytest.approx(0.2), "20.0", "5.00")
-    assert [float(width) for width in gather["bar"]] == pytest.approx([0, 18.75, 6.25])
+    assert of_time(gather) == pytest.approx([0.02, 0.2, 0.2, 0.05])
+    assert "<td>20.00</td>\n<td>5.00</td>" in html(run)
     forward, backward = gather["parts"]
     assert of(forward) == ("36.0 KiB", "all-gather t d, not overlapped", "layers, forward × 3 × 12")
     assert of(backward) == ("2.00 KiB", "reduce-scatter t, overlapped", "outside of loops")
-    assert (len(set(forward["colours"])), backward["colours"]) == (2, forward["colours"][:1])
 
 
 def test_what_is_on_condition_is_at_most(run):
@@ -66,13 +64,11 @@ def test_what_is_on_condition_is_at_most(run):
     assert found["facts"][1][1] == "at most 24.0 MFLOP"
 
 
-def test_the_newest_files_are_shown_and_an_earlier_profile_is_told(run):
+def test_the_newest_files_are_shown(run):
     later = run / f"{HLO.replace('2026_01_01', '2026_02_02')}.json"
     later.write_bytes((run / f"{HLO}.json").read_bytes())
     change(later, rows=[])
-    found = shown(run)
-    assert found["facts"][2][1] == "0 B"
-    assert found["problems"] == ["The times are of an earlier start of the run: its lines may have changed since."]
+    assert shown(run)["facts"][2][1] == "0 B"
 
 
 def test_a_run_without_a_profile_is_sorted_by_what_is_sent(run):
@@ -99,10 +95,10 @@ def test_odd_values_give_a_line_and_the_rest_of_the_page(run, name, changes, pro
     change(run / name, **changes)
     found = shown(run)
     assert len(found["problems"]) == 1
-    assert found["problems"][0].startswith(f"{Path(name).name} cannot be read: ")
+    assert Path(name).name in found["problems"][0]
     assert problem in found["problems"][0]
     assert found["first"]
-    assert "cannot be read" in html(run)
+    assert Path(name).name in html(run)
 
 
 @pytest.mark.parametrize("damage", ["deep", "long", "pipe", "link"])
@@ -121,17 +117,6 @@ def test_damaged_files_leave_the_rest_of_the_page(run, name, damage):
     assert len(found["problems"]) == (damage in ("deep", "long"))
     assert found["first"]
     assert "The step by source line" in html(run)
-
-
-def test_a_step_of_very_many_lines_is_cut(run):
-    path = run / f"{HLO}.json"
-    row = json.loads(path.read_text())["rows"][1]
-    change(path, rows=[row | {"line": f"a.py:{i}"} for i in range(3000)] + [row] * 50)
-    found = shown(run)
-    assert len(found["first"]) + len(found["rest"]) == lines._MOST_LINES
-    assert found["left_out"] == 3002 - lines._MOST_LINES
-    row = next(row for row in found["first"] if row["place"].endswith("train.py:20"))
-    assert (len(row["parts"]), row["more"]) == (lines._MOST_PARTS, 50 - lines._MOST_PARTS)
 
 
 def test_the_report_needs_no_jax():

@@ -17,7 +17,7 @@ from shardwright.modeling.attention import KERNELS
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run.checkpoint import Checkpointer, find_checkpoint
 from shardwright.run.config import Config as RunConfig
-from shardwright.run.files import read_config
+from shardwright.run.files import read_config, read_records
 from shardwright.run.microscope import StepWithoutStages
 from shardwright.run.opening import StagesChoice, mesh_for, read_state, trusted_options
 from shardwright.run.provenance import compare_source, provenance_of
@@ -25,7 +25,7 @@ from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.run import fresh_state
 from shardwright.run.skipping import SkippedSteps
 from shardwright.run.stages import placement_of, stack_orders
-from shardwright_data.foreign import parse_json, read_object, read_text, shown
+from shardwright_data.foreign import number, read_object, shown
 from shardwright_data.loader import TokenBatch, batch_of, batch_shapes, make_loader
 
 Write = Callable[[str], None]
@@ -183,24 +183,13 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
             yield session
 
 
-_MOST_BYTES = 2**32
-"""Of a run's metrics.jsonl."""
-
-
 def metrics_of(run: str) -> dict[int, dict[str, Any]]:
     """The lines of the steps in a run's metrics.jsonl, by step; empty if there is none."""
-    path, found = Path(run) / "metrics.jsonl", {}
-    for line in read_text(path, _MOST_BYTES).splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError):  # the last line of a run that was killed
-            record = parse_json(line)
-            if isinstance(record, dict) and "event" not in record and type(record.get("step")) is int:
-                found[record["step"]] = record
-    return found
+    path = Path(run) / "metrics.jsonl"
+    records = read_records(path) if path.exists() else ()
+    return {record["step"]: record for record in records if record is not None and "event" not in record}
 
 
 def logged(record: dict[str, Any], name: str) -> np.float32 | None:
     """A metric of a step as the run logged it; None if it did not."""
-    value = record.get(name)
-    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
-        value = float(value.replace("Infinity", "inf"))
-    return np.float32(value) if type(value) in (int, float) else None
+    return np.float32(number(record[name])) if name in record else None

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from shardwright.microscope.tables import tables_of
 from shardwright.settings.words import for_console
 from shardwright_data.foreign import one_line, shown
 from shardwright_data.text.codec import TextCodec
@@ -50,14 +51,9 @@ class Screen:
         self.table(title + left, ("loss", "tokens", "document", "from", "sequence", "text"), rows, "text")
 
     def statistics(self, found: dict[str, list[dict[str, Any]]]) -> None:
-        shares = lambda x: [_range(x[name], "{:.1%}") for name in ("zeros", "bf16", "fp8")]
-        line = lambda point: point["place"].rpartition("/")[2]
-        rows = [(p["name"], line(p), _range(p["rms"]), _range(p["max"]), *shares(p)) for p in found["points"]]
-        columns = ("point", "line", "rms", "max", "zeros", "→0 bf16", "→0 fp8")
-        self.table("Saved for the backward pass, from the smallest to the largest of the layers", columns, rows)
-        values = lambda w: (w["rms"], w["max"], w["gradient"]["rms"], w["update"])
-        rows = [(w["name"], *map(_range, values(w))) for w in found["weights"]]
-        self.table("Weights", ("weight", "rms", "max", "gradient rms", "update/weight"), rows)
+        for table in tables_of(found):
+            title = f"{table.title}, from the smallest to the largest of the layers"
+            self.table(title, ("", *(head for head, _ in table.heads)), table.rows)
 
 
 def for_json(x: Any) -> float | str:
@@ -70,10 +66,3 @@ def described(document: Document) -> dict[str, Any]:
     where = {"sequence": document.sequence, "position": document.position}
     of = {"source": document.source, "document": document.document, "start": document.start}
     return {**of, **where, "tokens": len(document.ids), "loss": for_json(document.loss), "ids": document.ids.tolist()}
-
-
-def _range(value: Any, form: str = "{:.2g}") -> str:
-    """A number, or the smallest and the largest of a list; what is not finite, if anything is not."""
-    values = value if isinstance(value, list) else [value]
-    bad = [x for x in values if isinstance(x, str)]
-    return bad[0] if bad else " – ".join(dict.fromkeys([form.format(min(values)), form.format(max(values))]))

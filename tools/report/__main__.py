@@ -55,16 +55,15 @@ def show(c: Comparison, console: Console) -> None:
     for text in remarks(c):
         write_line(text, style="dim")
     write_line(f"\nRuns in {c.parent}:")
-    listed = [(f"{i + 1:>3}  {c.name(run)}", run) for i, run in enumerate(c.runs)]
-    for name, run in [*listed, *((f"  –  {run.directory}", run) for run in c.left_out)]:
-        write_line(f"{name}   {'; '.join(run.notes)}".rstrip(), style="yellow" if run.notes else "")
+    for i, run in enumerate(c.runs):
+        write_line(f"{i + 1:>3}  {c.name(run)}   {'; '.join(run.notes)}".rstrip(), style="yellow" if run.notes else "")
 
 
 def show_report(config: Settings, console: Console | None = None) -> None:
     """Prints the table and writes the file.
 
     Raises:
-        ValueError: a setting out of range, or nothing to compare.
+        ValueError: a setting out of range.
     """
     console = console or Console()
     patterns = [config.run] if isinstance(config.run, str) else config.run

@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from shardwright.compiled.picture import colours_of
-from shardwright.compiled.table import KINDS, Row, Table, read_table
-from shardwright.run.optional import why
+from shardwright.compiled.table import KINDS, Table, read_table
 from shardwright_data.foreign import read_object
 from tools.report.reading import Run
 
@@ -19,8 +17,8 @@ _LINKS = {
     f"{_STEP}.txt": "the compiled step, as XLA writes it (HLO)",
     f"{_PROFILE}perfetto_trace.json.gz": "the trace of a few steps, for ui.perfetto.dev",
 }
-_FIRST, _MOST_LINES, _MOST_PARTS, _LONGEST = 15, 500, 12, 300
-"""Number of lines that are shown at once, of all lines, and of what a line does; characters of a text."""
+_FIRST = 15
+"""Number of lines that are shown at once."""
 
 
 def step_by_line(run: Run) -> dict[str, Any] | None:
@@ -32,20 +30,13 @@ def step_by_line(run: Run) -> dict[str, Any] | None:
         return None
     table = table_path and _read(table_path, read_table, problems)
     times = (times_path and _read(times_path, _read_times, problems)) or []
-    if table and times and times_path.parent.name < table_path.stem[-len(times_path.parent.name) :]:
-        problems.append("The times are of an earlier start of the run: its lines may have changed since.")
     lines = _lines(table, times)
-    longest = max((line["share"] for line in lines), default=0) or 1
-    for line in lines:
-        line["bar"] = [f"{100 * max(0.0, part) / longest:.2f}" for part in line["bar"]]
     return {
         "problems": problems,
         "facts": [(title, table.total(kind)) for kind, title in KINDS.items()] if table else [],
         "timed": bool(times),
-        "simulated": "cpu" in str(run.fact("devices")),
         "first": lines[:_FIRST],
-        "rest": lines[_FIRST:_MOST_LINES],
-        "left_out": max(0, len(lines) - _MOST_LINES),
+        "rest": lines[_FIRST:],
         "links": [(quote(str(path.relative_to(run.directory))), path.name, words) for path, words in links],
     }
 
@@ -59,8 +50,7 @@ def _read(path: Path, read: Callable[[Path], Any], problems: list[str]) -> Any:
     try:
         return read(path)
     except (OSError, ValueError) as error:
-        reason = why(error).removeprefix(f"{path} cannot be read: ").removeprefix(f"{path}: ")
-        problems.append(f"{path.name} cannot be read: {reason[:_LONGEST]}")
+        problems.append(str(error))
         return None
 
 
@@ -69,47 +59,29 @@ def _read_times(path: Path) -> list[dict[str, Any]]:
     data = read_object(path, _TIMES)
     steps = data["devices"] * data["steps"]
     if steps <= 0 or not all(0 <= row[name] < 1e9 for row in data["lines"] for name in _TIME):
-        raise ValueError("a number of the profile is out of range.")
+        raise ValueError(f"{path}: a number of the profile is out of range.")
     return [row | {"seconds": row["seconds"] / steps} for row in data["lines"]]
 
 
 def _lines(table: Table | None, times: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """All lines as the template shows them. What has an inferred line is with the rest of that line."""
-    rows = [row for kind in KINDS for row in table.of(kind)] if table else []
-    places = [row.line for row in rows] + [own["line"] for own in times]
-    found: dict[str, tuple[list[Row], list[dict]]] = {place.removeprefix("~"): ([], []) for place in places}
-    for row in rows:
-        found[row.line.removeprefix("~")][0].append(row)
+    found: dict[str, dict[str, Any]] = {}
+
+    def at(place: str, text: str) -> dict[str, Any]:
+        new = {"text": text, "parts": [], "cost": dict.fromkeys(KINDS, 0), "timed": False} | dict.fromkeys(_TIME, 0.0)
+        line = found.setdefault(place.removeprefix("~"), {"place": place, **new})
+        if place.startswith("~"):
+            line["place"] = place
+        line["text"] = line["text"] or text
+        return line
+
+    for row in (row for kind in KINDS for row in table.of(kind)) if table else ():
+        line = at(row.line, table.text_of(row.line))
+        times_run = f" × {row.times}" if row.times != "1" else ""
+        size = f"{'≤ ' * row.sometimes}{row.amount(row.total)}"
+        line["parts"].append({"size": size, "what": row.words, "where": row.where + times_run})
+        line["cost"][row.kind] += row.total
     for own in times:
-        found[own["line"].removeprefix("~")][1].append(own)
-    lines = [_line(table, place, *of_line, f"~{place}" in places) for place, of_line in found.items()]
-    return sorted(lines, key=lambda line: line["order"], reverse=True)
-
-
-def _line(table: Table | None, place: str, rows: list[Row], times: list[dict], inferred: bool) -> dict[str, Any]:
-    seconds, share, collective, exposed = (sum(own[name] for own in times) for name in _TIME)
-    parts = [
-        {
-            "size": f"{'≤ ' * row.sometimes}{row.amount(row.total)}",
-            "what": row.words,
-            "where": row.where + (f" × {row.times}" if row.times != "1" else ""),
-            "colours": ["currentColor"] if row.kind == "matmul" else colours_of(row),
-        }
-        for row in rows[:_MOST_PARTS]
-    ]
-    texts = [table.text_of(place) if table else "", *(own["text"] for own in times)]
-    return {
-        "order": (seconds, *(sum(row.total for row in rows if row.kind == kind) for kind in KINDS)),
-        "place": f"{'~' * inferred}{place}",
-        "text": next(filter(None, texts), "")[:_LONGEST],
-        "share": share,
-        "bar": (share - collective, collective - exposed, exposed),
-        "time": _ms(seconds) if times else "",
-        "exposed": _ms(seconds * exposed / share) if exposed and share else "",
-        "parts": parts,
-        "more": len(rows) - len(parts),
-    }
-
-
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:,.{0 if seconds >= 0.1 else 1 if seconds >= 0.01 else 2}f}"
+        line = at(own["line"], own["text"])
+        line |= {"timed": True} | {name: line[name] + own[name] for name in _TIME}
+    return sorted(found.values(), key=lambda line: (line["seconds"], *line["cost"].values()), reverse=True)

@@ -2,14 +2,15 @@
 
 import html
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from shardwright_data.foreign import shown
+from shardwright_data.foreign import number, shown
 from tools.report.comparing import Comparison
-from tools.report.reading import AVERAGED, COMMON_METRICS, Curve, Run, evenly, number
+from tools.report.reading import AVERAGED, COMMON_METRICS, Curve, Run
 
 _POINTS = 1500  # of a curve, at most
 _COLOURS = ("#2f7fd6", "#e0640b", "#1a9d76", "#c460b3", "#c99700", "#4db3e0", "#a0725a", "#8b8b8b")
@@ -19,8 +20,6 @@ _DASHES = ("solid", "dot", "dashdot")
 _GREY, _WARNING = "#8b8b8b", "#d3312f"
 _PLAIN = {"", "each step", "average"}
 """Names of traces that need no legend."""
-_MARKS = 200
-"""Largest number of marks of one kind in a plot."""
 LOG = {"type": "log", "tickformat": "~g"}
 _TRANSPARENT = "rgba(0,0,0,0)"
 _LAYOUT = {
@@ -79,9 +78,14 @@ def colour(i: int) -> str:
     return _COLOURS[i % len(_COLOURS)]
 
 
+def evenly(count: int, most: int) -> np.ndarray:
+    """At most so many indices of `count` entries, as even as they can be; both ends too."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
+
+
 def line(i: int, x: Curve, y: Curve, name: str, width: float = 2, **others: Any) -> dict[str, Any]:
     """A curve in colour number `i`, thinned out where it is long; its ends are kept."""
-    kept = evenly(x, _POINTS)
+    kept = evenly(len(x), _POINTS)
     style = {"color": colour(i), "dash": _DASHES[i // len(_COLOURS) % len(_DASHES)], "width": width}
     trace = {"type": "scatter", "mode": "lines", "line": style, "x": x[kept], "y": y[kept]}
     return trace | {"name": name, "legendgroup": str(i)} | others
@@ -89,42 +93,39 @@ def line(i: int, x: Curve, y: Curve, name: str, width: float = 2, **others: Any)
 
 def panels_of(c: Comparison) -> list[Panel]:
     """All plots: losses, the other metrics of each step, and those of the user's own."""
-    if not any(run.values for run in c.runs):
-        return []
-    if len(c.runs) == 1:
-        panels = [losses(c, Panel("Loss, nats a token", y=LOG, wide=True), [run.step + 1 for run in c.runs])]
+    if c.alone:
+        panels = [losses(c, Panel("Loss, nats a token", y=LOG, wide=True), lambda run: run.step + 1)]
     else:
-        unit, size = ("hours", 3600) if max(run.time[-1] for run in c.runs) > 10_000 else ("minutes", 60)
         by_tokens = Panel("Training loss, nats a token (○ validation)", "tokens", LOG)
-        by_time = Panel("The same by time", f"training time, {unit}", LOG)
-        panels = [losses(c, by_tokens, [run.tokens for run in c.runs])]
-        panels += [losses(c, by_time, [run.time / size for run in c.runs])]
+        by_time = Panel("The same by time", "training time, minutes", LOG)
+        panels = [losses(c, by_tokens, lambda run: run.tokens), losses(c, by_time, lambda run: run.time / 60)]
     panels += [
         metric(c, Panel("Norm of the gradients", y=LOG), "grad_norm"),
         metric(c, Panel("Learning rate"), "learning_rate", average=False),
         metric(c, Panel("Tokens/s", y={"rangemode": "tozero"}), "tokens_per_second"),
     ]
-    panels += [
-        own_metric(c, name) for name in sorted({name for run in c.runs for name in run.metrics} - {*COMMON_METRICS})
-    ]
+    own = {name for run in c.runs for name in run.metrics} - {*COMMON_METRICS}
+    panels += [own_metric(c, name) for name in sorted(own)]
     return [panel for panel in panels if panel.traces]
 
 
-def losses(c: Comparison, panel: Panel, xs: list[Curve]) -> Panel:
+def losses(c: Comparison, panel: Panel, x_of: Callable[[Run], Curve]) -> Panel:
     """Averaged losses, of few runs also those of single steps, validation losses as circles, and unigram entropy."""
-    alone = len(c.runs) == 1
-    for i, (run, x) in enumerate(zip(c.runs, xs, strict=True)):
+    entropies = {}
+    for i, run in enumerate(c.runs):
+        if not run.values:
+            continue
+        x = x_of(run)
         panel.traces += _averaged(c, i, x, run.loss, "training")
-        found = [(_place(run, step), loss) for step, loss in run.validation if math.isfinite(loss)]
-        if points := [(x[place], loss) for place, loss in found if place is not None]:
-            marker = {"symbol": "circle-open", "size": 8, "color": colour(1 if alone else i), "line": {"width": 2}}
+        if points := [(x[_place(run, step)], loss) for step, loss in run.validation if math.isfinite(loss)]:
+            marker = {"symbol": "circle-open", "size": 8, "color": colour(1 if c.alone else i), "line": {"width": 2}}
             circles = line(i, *np.array(points).T, _name(c, i, "validation"))
             panel.traces.append(circles | {"mode": "markers", "marker": marker})
-        if alone:
+        if c.alone:
             _mark(panel, run, x, run.loss)
-    for entropy in sorted({number(run.fact("unigram_entropy")) for run in c.runs}):
+        entropies[number(run.fact("unigram_entropy"))] = x[[0, -1]]
+    for entropy, ends in entropies.items():
         if math.isfinite(entropy):
-            ends = np.array([min(x[0] for x in xs), max(x[-1] for x in xs)])
             style = {"legendgroup": "", "line": {"color": _GREY, "dash": "dash", "width": 1}}
             panel.traces.append(line(0, ends, np.full(2, entropy), f"unigram entropy {entropy:.3f}", **style))
     return panel
@@ -140,19 +141,18 @@ def metric(c: Comparison, panel: Panel, name: str, average: bool = True) -> Pane
             panel.traces += _averaged(c, i, run.step + 1, values, "average")
         else:
             panel.traces.append(line(i, run.step + 1, values, _name(c, i, "")))
-        if len(c.runs) == 1 and name == "grad_norm":
+        if c.alone and name == "grad_norm":
             _mark(panel, run, run.step + 1, values)
     return panel
 
 
 def own_metric(c: Comparison, name: str) -> Panel:
     """A metric of the user's own by steps. Of layers: their mean, and as thin lines the least and the greatest."""
-    layers = max(run.metrics[name].shape[1] for run in c.runs if name in run.metrics)
-    panel = Panel(f"{shown(name)}{f': mean of {layers} layers, the least, the greatest' if layers > 1 else ''}")
-    for i, run in enumerate(c.runs):
-        if name not in run.metrics:
-            continue
-        values = run.metrics[name]
+    of_runs = {i: run.metrics[name] for i, run in enumerate(c.runs) if name in run.metrics}
+    layers = max(values.shape[1] for values in of_runs.values())
+    panel = Panel(shown(name) + f": mean of {layers} layers, the least, the greatest" * (layers > 1))
+    for i, values in of_runs.items():
+        run = c.runs[i]
         panel.traces.append(line(i, run.step + 1, values.mean(1), _name(c, i, "mean" * (layers > 1))))
         if layers > 1:
             for what, extreme in (("least", values.min(1)), ("greatest", values.max(1))):
@@ -162,27 +162,25 @@ def own_metric(c: Comparison, name: str) -> Panel:
 
 def _name(c: Comparison, i: int, what: str) -> str:
     """Of a trace of run number `i`: what it is, if the run is alone; with several, the number and name of the run."""
-    return what if len(c.runs) == 1 else shown(f"{i + 1}  {c.name(c.runs[i])}")
+    return what if c.alone else shown(f"{i + 1}  {c.name(c.runs[i])}")
 
 
 def _mark(panel: Panel, run: Run, x: Curve, y: Curve) -> None:
     """Marks what happened to the run: crosses at skipped steps, lines where it was resumed."""
-    why = {event["step"]: shown(event.get("why", ""))[:200] for event in run.of_event("skipped")}
-    skipped = [(place, text) for step, text in why.items() if (place := _place(run, step)) is not None][-_MARKS:]
-    if skipped:
-        places = [place for place, _ in skipped]
+    if skipped := run.of_event("skipped"):
+        places = [_place(run, event["step"]) for event in skipped]
         # A loss that is not finite has no place in a plot: its cross is at the bottom.
         bottom = np.nanmin(y[np.isfinite(y)]) if np.isfinite(y).any() else 1.0
         crosses = line(0, x[places], np.where(np.isfinite(y[places]), y[places], bottom), "skipped step")
         crosses |= {"mode": "markers", "marker": {"symbol": "x", "size": 8, "color": _WARNING}}
-        panel.traces.append(crosses | {"text": [html.escape(text) for _, text in skipped]})
-    resumed = [_place(run, start) for start, _ in run.starts if start]
-    panel.marks += [(float(x[place]), "resumed") for place in sorted(p for p in resumed if p is not None)[-_MARKS:]]
+        why = [html.escape(shown(event.get("why", ""))[:200]) for event in skipped]
+        panel.traces.append(crosses | {"text": why})
+    panel.marks += [(float(x[_place(run, start)]), "resumed") for start, _ in run.starts if start]
 
 
-def _place(run: Run, step: int) -> int | None:
-    """Index of a step among those that were read, or of the next one; None: the run has it not."""
-    return int(np.searchsorted(run.step, step)) if run.step[0] <= step <= run.step[-1] else None
+def _place(run: Run, step: int) -> int:
+    """Index of a step among those that were read, or of the next one, or of the last."""
+    return min(int(np.searchsorted(run.step, step)), len(run.step) - 1)
 
 
 def _averaged(c: Comparison, i: int, x: Curve, y: Curve, what: str) -> list[dict[str, Any]]:
@@ -191,7 +189,7 @@ def _averaged(c: Comparison, i: int, x: Curve, y: Curve, what: str) -> list[dict
     average = line(i, x[known], averaged(y[known]), _name(c, i, what))
     if len(c.runs) > 4:
         return [average]
-    hover = "all" if len(c.runs) == 1 else "skip"
+    hover = "all" if c.alone else "skip"
     return [line(i, x, y, _name(c, i, "each step"), 0.8, opacity=0.45, hoverinfo=hover), average]
 
 

@@ -3,21 +3,17 @@
 import contextlib
 import glob
 import itertools
-import math
 import os
-import re
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardwright.run.files import LOCK, OF_A_STEP, read_config
-from shardwright.run.optional import why
+from shardwright.run.files import LOCK, OF_A_STEP, read_config, read_records
 from shardwright.settings.differences import flat
-from shardwright_data.foreign import open_no_pipe, parse_json, read_object
+from shardwright_data.foreign import number, read_object
 
 Curve = np.ndarray
 """A number for each step, f64; NaN is an unknown value. (jaxtyping would take a third of the time of a page.)"""
@@ -26,17 +22,13 @@ AVERAGED = 50
 """Steps over which losses are averaged; in a run shorter than ten times this, a tenth of its steps."""
 COMMON_METRICS = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
 """Metrics of each step that every run has."""
-NEWEST, OLDER = 2**22, 2**23
-"""Bytes of the newest lines of a file, which are all read, and about as many of the older ones as are read."""
-_RARE, _LONG = re.compile(rb'"event"|"skipped"|"loss": "'), 2000
-"""An event, or a step that was skipped or has no finite loss; bytes of a line of which not all older ones are read."""
-_MOST_NAMES, _MOST_LAYERS, _MOST_STEP = 100, 1024, 2**53
-"""Number of the user's own metrics, and of layers of each, that are read; largest number of a step."""
+_MOST_NAMES, _MOST_LAYERS = 100, 1024
+"""Number of the user's own metrics, and of layers of each, that are read."""
 
 
 @dataclass
 class Run:
-    """A run, as its directory describes it. Arrays have an entry for each step that was read: of a long run not all."""
+    """A run, as its directory describes it. Arrays have an entry for each step."""
 
     directory: Path
     settings: dict[str, Any]
@@ -94,7 +86,7 @@ class Run:
     def total_steps(self) -> int | None:
         """Number of steps that the configuration asks for; None: unknown."""
         steps = self.fact("total_steps") or self.settings.get("training.steps")
-        return steps if isinstance(steps, int) and 0 <= steps < _MOST_STEP else None
+        return steps if isinstance(steps, int) and 0 <= steps < 2**53 else None
 
 
 def find_runs(patterns: Sequence[str]) -> list[Path]:
@@ -126,7 +118,7 @@ def _runs_in(directory: Path) -> Iterator[Path]:
 
 
 def read_run(directory: Path) -> Run:
-    """Reads the files of a run as far as possible, in bounded memory; `notes` lists the rest."""
+    """Reads the files of a run as far as possible; `notes` lists the rest."""
     notes: list[str] = []
     steps, events, ended = _read_metrics(directory, notes)
     own = sorted({*itertools.chain(*steps)} - {"skipped", *COMMON_METRICS, *OF_A_STEP})
@@ -138,10 +130,9 @@ def read_run(directory: Path) -> Run:
     time = _time(step, seconds, events)
     settings = _read_settings(directory, notes)
     run = Run(directory, settings, _read_starts(directory), events, metrics, step, tokens, time, notes=notes)
-    if steps:
-        run.values = _values(run, seconds)
     run.state, run.why = _state(run, ended)
     if steps:
+        run.values = _values(run, seconds)
         notes += _notes(run)
     return run
 
@@ -150,14 +141,12 @@ def _values(run: Run, seconds: Curve) -> dict[str, float]:
     done, tokens = run.step[-1] + 1, run.tokens[-1]
     last = run.loss[-max(1, min(AVERAGED, len(run.loss) // 10)) :]
     found = {"steps": done, "tokens": tokens, "loss": float(np.mean(last))}
-    # The newest steps of a long run, of which all are read, do not outweigh the others.
-    even = evenly(run.step, len(run.step) // 4 + 1) if len(run.step) < done else slice(None)
-    if not np.isnan(seconds[even]).all():
-        step_seconds = float(np.nanmedian(seconds[even]))
+    if not np.isnan(seconds).all():
+        step_seconds = float(np.nanmedian(seconds))
         found |= {"ms/step": 1000 * step_seconds, "time": run.time[-1]}
         if step_seconds > 0:
             found["tokens/s"] = tokens / done / step_seconds
-        if not np.isnan(mfu := run.metrics["mfu"][even]).all():
+        if not np.isnan(mfu := run.metrics["mfu"]).all():
             found["MFU"] = float(np.nanmedian(mfu))
     of_events = {
         "validation": {"val": "loss", "bits/byte": "bits_per_byte"},
@@ -168,35 +157,6 @@ def _values(run: Run, seconds: Curve) -> dict[str, float]:
         named = of_events.get(event["event"], {})
         found |= {name: number(event[key]) for name, key in named.items() if key in event}
     return found
-
-
-def read_lines(path: Path) -> tuple[list[bytes], int]:
-    """Lines of a file of any length in bounded memory, in order, and `every`: of the older, one in so many is read.
-
-    The first line, the newest ones and the rare ones are all read. A hash chooses the others, so that of prompts that
-    take turns each is chosen. Raises OSError for a file that cannot be read, or is a pipe.
-    """
-    found, position = [], 0
-    with open(path, "rb", opener=open_no_pipe) as file:
-        size = os.fstat(file.fileno()).st_size
-        every = 1 + max(0, size - NEWEST) // OLDER
-        for line in iter(lambda: file.readline(NEWEST), b""):
-            is_rare = len(line) < _LONG and _RARE.search(line)
-            if position == 0 or size - position <= NEWEST or is_rare or zlib.crc32(line) % every == 0:
-                found.append(line)
-            position += len(line)
-    return found, every
-
-
-def records(lines: Iterable[bytes]) -> Iterator[dict[str, Any] | None]:
-    """The objects in lines of JSON, each with an integer "step"; None for a line that is none."""
-    for line in lines:
-        try:
-            record = parse_json(line.decode(errors="replace"))
-            record["step"] = int(record["step"])
-            yield record if -_MOST_STEP < record["step"] < _MOST_STEP else None
-        except (ValueError, KeyError, TypeError, OverflowError):
-            yield None
 
 
 def _read_settings(directory: Path, notes: list[str]) -> dict[str, Any]:
@@ -210,18 +170,17 @@ def _read_settings(directory: Path, notes: list[str]) -> dict[str, Any]:
 
 def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[dict], bool]:
     """Returns the lines of steps, in order, those of events, and whether the run ended after the last one."""
-    path = directory / "metrics.jsonl"
-    try:
-        lines, every = read_lines(path)
-    except OSError as error:
-        reason = f" cannot be read: {why(error)}" if path.exists() else ": the run did not start"
-        notes.append(f"{'' if path.exists() else 'no '}metrics.jsonl{reason}")
-        return [], [], False
-    if every > 1:
-        notes.append(f"a long run: of all but the newest lines of metrics.jsonl, 1 in {every:,} is read")
     steps: dict[int, dict] = {}
     events, unreadable, ended = [], 0, False
-    for record in records(lines):
+    try:
+        records = list(read_records(directory / "metrics.jsonl"))
+    except FileNotFoundError:
+        notes.append("no metrics.jsonl: the run did not start")
+        return [], [], False
+    except ValueError as error:
+        notes.append(str(error))
+        return [], [], False
+    for record in records:
         if record is None or ("event" not in record and record["step"] < 0):
             unreadable += 1
         elif "event" in record:
@@ -256,25 +215,14 @@ def _vectors(steps: list[dict], name: str) -> np.ndarray:
     return np.array(found).T if found else np.full((len(steps), 1), np.nan)
 
 
-def number(value: Any) -> float:
-    """Returns a number of metrics.jsonl, where infinities and NaN are strings; NaN for what is not a number."""
-    try:
-        return float(value)
-    except (TypeError, ValueError, OverflowError):
-        return math.nan
-
-
-def _time(step: Curve, seconds: Curve, events: Iterable[dict]) -> Curve:
+def _time(step: Curve, seconds: Curve, events: list[dict]) -> Curve:
     """Seconds of training up to the end of each step.
 
-    Steps with an event, a validation for example, which their seconds include, count as the median, and steps that
-    were not read as the next one that was.
+    Steps with an event, a validation for example, which their seconds include, count as the median.
     """
     with_event = np.isin(step, [event["step"] for event in events]) & ~np.isnan(seconds)
     rest = seconds[~with_event & ~np.isnan(seconds)]
-    number = np.diff(step, prepend=step[:1] - 1)
-    replaced = with_event | (np.isnan(seconds) & (number > 1))
-    return np.cumsum(np.nan_to_num(np.where(replaced, np.median(rest), seconds) if rest.size else seconds) * number)
+    return np.cumsum(np.nan_to_num(np.where(with_event, np.median(rest), seconds) if rest.size else seconds))
 
 
 def _state(run: Run, ended: bool) -> tuple[str, str]:
@@ -294,14 +242,12 @@ def _state(run: Run, ended: bool) -> tuple[str, str]:
 def _is_locked(directory: Path) -> bool:
     """Whether a process is in the directory: one of this host that lives, or one of another host."""
     try:
-        with open(directory / LOCK, opener=open_no_pipe) as file:
-            who = parse_json(file.read(1000))
-        if who["host"] != os.uname().nodename:
-            return True
-        os.kill(int(who["pid"]), 0)
+        who = read_object(directory / LOCK, {"host": str, "pid": int})
+        if who["host"] == os.uname().nodename:
+            os.kill(who["pid"], 0)
     except PermissionError:
         return True  # a process of another user
-    except (OSError, ValueError, KeyError, TypeError, OverflowError):
+    except (OSError, ValueError, OverflowError):
         return False
     return True
 
@@ -316,18 +262,9 @@ def _notes(run: Run) -> Iterator[str]:
         yield f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}, first at step {first:,}"
 
 
-def evenly(x: Curve, most: int) -> np.ndarray:
-    """Indices of at most `most` entries of x, which does not fall, at places as even as it has them; both ends too."""
-    if len(x) <= most:
-        return np.arange(len(x))
-    return np.unique(np.minimum(np.searchsorted(x, np.linspace(x[0], x[-1], most)), len(x) - 1))
-
-
 def read_samples(directory: Path) -> list[dict[str, Any]]:
     """The lines of samples.jsonl, with step, prompt, text and ended; none where the file cannot be read."""
-    try:
-        lines, _ = read_lines(directory / "samples.jsonl")
-    except OSError:
-        return []
     is_one = lambda x: x is not None and isinstance(x.get("prompt"), str) and isinstance(x.get("text"), str)
-    return [record for record in records(lines) if is_one(record)]
+    with contextlib.suppress(OSError, ValueError):
+        return list(filter(is_one, read_records(directory / "samples.jsonl")))
+    return []

@@ -1,0 +1,72 @@
+"""The statistics of a look, as `Look.described` gives them, as tables of text. All may be a stranger's."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardwright_data.foreign import number, shown
+
+COLUMNS = {
+    "rms": ("rms", "root of the mean of the squares"),
+    "max": ("max", "largest magnitude"),
+    "zeros": ("zeros", "share of entries that are zero"),
+    "bf16": ("→0 bf16", "share of the other entries that bf16 rounds to zero"),
+    "fp8": ("→0 fp8", "share of the other entries that FP8 rounds to zero, with one scale"),
+    "update": ("update/weight", "rms of the change of a weight, over the rms of the weight"),
+    "gradient rms": ("gradient rms", "root of the mean of the squares of the gradient, before clipping"),
+    "gradient max": ("gradient max", "largest magnitude in the gradient"),
+    "gradient fp8": ("→0 fp8", "share of the entries of the gradient that FP8 rounds to zero"),
+}
+"""Head and meaning of each statistic."""
+TABLES = {
+    "points": ("Saved for the backward pass", ("rms", "max", "zeros", "bf16", "fp8")),
+    "weights": ("Weights", ("rms", "max", "update", "gradient rms", "gradient max", "gradient fp8")),
+}
+_SHARES = ("zeros", "bf16", "fp8")
+_MOST, _LONGEST = 200, 120
+"""Largest number of values, and of characters of a name."""
+
+
+class Table(NamedTuple):
+    """A table: its title, head and meaning of each column but the first, and rows of texts."""
+
+    title: str
+    heads: list[tuple[str, str]]
+    rows: list[list[str]]
+
+
+def tables_of(look: Mapping[str, Any]) -> list[Table]:
+    """The tables of a look: of each statistic the least and the greatest of the layers."""
+    return [
+        Table(
+            title, [COLUMNS[name] for name in names], [[name_of(x), *(_cell(x, name) for name in names)] for x in found]
+        )
+        for kind, (title, names) in TABLES.items()
+        if (found := entries(look, kind))
+    ]
+
+
+def entries(look: Mapping[str, Any], kind: str) -> list[Mapping]:
+    """The values of a look. What is not as a run writes it is left out."""
+    given = look.get(kind)
+    return [x for x in given if isinstance(x, Mapping)][:_MOST] if isinstance(given, list) else []
+
+
+def name_of(entry: Mapping) -> str:
+    """The name of a value, and the line of a point."""
+    return shown(" ".join(str(entry[key]) for key in ("name", "place") if key in entry))[:_LONGEST]
+
+
+def values_of(entry: Any, name: str) -> np.ndarray:
+    """A statistic of each layer; `gradient rms` is the rms of the gradient. Empty if there is none."""
+    for key in name.split():
+        entry = entry.get(key, []) if isinstance(entry, Mapping) else []
+    return np.array([number(x) for x in (entry if isinstance(entry, list) else [entry])])
+
+
+def _cell(entry: Mapping, name: str) -> str:
+    values, is_share = values_of(entry, name), name.split()[-1] in _SHARES
+    write = lambda x: f"{100 * x:.2g}%" if is_share and math.isfinite(x) else f"{x:.3g}"
+    return " – ".join(dict.fromkeys(write(float(x)) for x in (np.min(values), np.max(values)))) if values.size else ""
