@@ -18,7 +18,7 @@ from shardwright.modeling.model import is_shipped
 from shardwright.run.files import read_config
 from shardwright.run.initial_weights import read_weights
 from shardwright.run.resuming import check_resumes, config_of, literal, saved_config
-from tools import checkpoint_to_huggingface, inspect_data
+from tools import checkpoint_to_huggingface
 from tools.generate import MeshChoice, Settings, generate
 from tools.report import __main__ as report
 
@@ -88,7 +88,6 @@ READERS = {
     "init_from": lambda s: s.init_from(),
     "resume": lambda s: s.resume(),
     "report": lambda s: report.show_report(report.Settings(run=str(s.directory)), QUIET),
-    "inspect_data": lambda s: inspect_data.run(inspect_data.Settings(run=str(s.directory), step=0), QUIET),
 }
 
 

@@ -77,7 +77,6 @@ READERS = {
     "generate, its data": ("data/train/zarr.json", lambda home: codec_of_dataset(str(home / "data"))),
     "generate, its prompts": ("text", lambda home: read_prompts(Settings(prompts_file=str(home / "text")))),
     "export, its tokenizer": ("data/tokenizer.json", lambda home: find_tokenizer({"filespec": str(home / "data")})),
-    "inspect_data, a run": ("config.yaml", lambda home: inspect(run=str(home), step=0)),
     "inspect_data, a split": ("data/train/zarr.json", lambda home: inspect(filespec=str(home / "data"))),
     "inspect_data, a tokenizer": ("data/tokenizer.json", lambda home: inspect(filespec=str(home / "data"))),
     "import, config": ("model/config.json", an_import),

@@ -1,0 +1,51 @@
+"""The origin of a batch: taken apart, it is the one that the loader gives."""
+
+import numpy as np
+import pytest
+import zarr
+from written_datasets import TEXTS, write
+
+from shardwright_data.flat_tokens import Reader
+from shardwright_data.loader import DataConfig, SourceConfig, make_loader
+from shardwright_data.loader.origins import find_documents, pieces_of, sequences_of_batch
+from shardwright_data.text.codec import codec_of_dataset
+
+
+@pytest.fixture
+def dataset(tmp_path):
+    return write(tmp_path / "d")
+
+
+def test_find_documents(dataset):
+    reader = Reader(dataset, "train")
+    starts = zarr.open_array(dataset, path="train/seq_starts", mode="r")[:]
+    places = np.arange(reader.num_tokens)
+    expected = np.searchsorted(starts, places, side="right") - 1
+    np.testing.assert_array_equal(find_documents(reader, places), expected)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_batch_is_the_loaders(tmp_path, dataset, packing, mixed):
+    if mixed:
+        sources = {"one": SourceConfig(dataset, 3), "two": SourceConfig(write(tmp_path / "e"))}
+        data = DataConfig(mixture=sources, sequence_packing=packing)
+    else:
+        data = DataConfig(filespec=dataset, sequence_packing=packing, seed=3)
+    loader = make_loader(data, "train", 16, 50)
+    codec = codec_of_dataset(dataset)
+    for step in (0, 7, 10**6):
+        batch = loader.sequences(step, np.arange(16))
+        sequences = sequences_of_batch(loader, step, np.arange(16))
+        assert [sequence.number for sequence in sequences] == list(range(16))
+        for sequence in sequences:
+            pieces = pieces_of(sequence)
+            text = "".join(
+                (TEXTS[piece.document] + "\0").encode()[piece.start : piece.start + piece.length].decode()
+                for piece in pieces
+            )
+            mask = batch.loss_mask[sequence.number]
+            assert codec.decode(batch.targets[sequence.number][mask].tolist()) == text.replace("\0", "")
+            begins = [piece.position for piece in pieces if piece.start == 0]
+            assert begins == np.flatnonzero(batch.is_seq_start[sequence.number]).tolist()
+            assert [piece.document_length for piece in pieces] == [len(TEXTS[piece.document]) + 1 for piece in pieces]
