@@ -14,7 +14,7 @@ from jax.extend import core
 from shardlib.equations import CALLS, body_of, scan_counts
 from shardlib.proof.equation import Equation
 from shardlib.proof.primitives import jaxprs_of
-from shardlib.proof.reach import Reach, constant, dtype_of, entries_of, of_all, unknown
+from shardlib.proof.reach import Reach, constant, dtype_of, entries_of, of_all, stacked, unknown
 from shardlib.proof.reach_rules import apply
 
 FORM = frozenset("broadcast_in_dim convert_element_type copy expand_dims pad reshape slice squeeze".split())  # noqa: SIM905
@@ -178,22 +178,15 @@ class Interpreter:
 
 
 def _row(x: Reach, at: int) -> Reach:
-    row = entries_of(x, 0, at, at + 1)
-    result = row.moved(lambda a: a.squeeze(0), x.shape[1:])
-    result.why = x.why
-    return result
+    return entries_of(x, 0, at, at + 1).moved(lambda a: a.squeeze(0), x.shape[1:])
 
 
 def _stacked(rows: list[Reach], shape: tuple[int, ...]) -> Reach:
     if not rows:
         return constant(np.zeros(shape))
     if all(row is rows[0] for row in rows):
-        result = rows[0].moved(lambda a: a[None], shape)
-    else:
-        together = lambda arrays: np.stack(np.broadcast_arrays(*arrays))
-        result = Reach(tuple(shape), *map(together, zip(*(row.arrays() for row in rows), strict=True))).alike()
-    result.why = next((row.why for row in rows if row.why), None)
-    return result
+        return rows[0].moved(lambda a: a[None], shape)
+    return stacked(rows, 0, shape)
 
 
 def _digest(values: list[Reach]) -> bytes:

@@ -35,7 +35,7 @@ Facts = dict[tuple[int, ...], tuple[Equation, list[Value]]]
 """Each equation within a shard_map, with the facts about its results: Interpreter.noted."""
 
 
-def findings(program: Any, twin: Any, types: list | None = None, arrays: bool = True) -> list[Finding]:
+def findings(program: Any, twin: Any, types: list | None = None, arrays: bool = True) -> tuple[list[Finding], Facts]:
     """What is wrong with each jax.shard_map in a traced program, and what depends on the mesh outside of it.
 
     Args:
@@ -44,16 +44,12 @@ def findings(program: Any, twin: Any, types: list | None = None, arrays: bool = 
         types: the specs of the arguments of each shard_map, whose names of dims messages show; None: no names.
         arrays: whether arrays that were made outside of the program are those of the twin.
 
+    Returns:
+        The findings, and what is known of the results of each equation.
+
     Raises:
         Different: the twin has other operations.
     """
-    return findings_and_facts(program, twin, types, arrays)[0]
-
-
-def findings_and_facts(
-    program: Any, twin: Any, types: list | None = None, arrays: bool = True
-) -> tuple[list[Finding], Facts]:
-    """`findings`, and what is known of the results of each equation."""
     facts: Facts = {}
     found = list(map(Finding, dict.fromkeys(_outside(program, twin, arrays))))
     ours, theirs = list(_shard_maps(program)), list(_shard_maps(twin))
@@ -248,7 +244,7 @@ def prove(trace: Trace, mesh: Any = None, keep: Mapping[str, int] | None = None)
         if any(dict(eqn.params["mesh"].shape) != alone for eqn in _shard_maps(twin)):
             raise ValueError(BOUND)
         try:
-            found += findings(program, twin, types, arrays)
+            found += findings(program, twin, types, arrays)[0]
         except Different as different:
             found.append(Finding(f"{different.place}: {different}\n  remedy: {ONE_PROGRAM}"))
     return list({str(finding): finding for finding in found}.values())

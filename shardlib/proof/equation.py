@@ -110,10 +110,6 @@ class Equation:
         """Dtype of result i."""
         return self.eqn.outvars[i].aval.dtype
 
-    def is_integer(self, dtype: Any) -> bool:
-        """Whether a dtype is one of integers."""
-        return isinstance(dtype, np.dtype) and dtype != jax.dtypes.float0 and np.issubdtype(dtype, np.integer)
-
     # ---- what rules ask of their operands
 
     def same(self, *names: str) -> None:
@@ -277,6 +273,11 @@ class Equation:
             f"operand {i}: {describe(value, var.aval.shape, var.aval.dtype, self.sizes)}"
             for i, (value, var) in enumerate(pairs, 1)
         )
+
+
+def is_integer(dtype: Any) -> bool:
+    """Whether a dtype is one of integers."""
+    return isinstance(dtype, np.dtype) and np.issubdtype(dtype, np.integer)
 
 
 def comparable(parameter: Any) -> Any:

@@ -3,7 +3,7 @@
 import dataclasses
 
 from shardlib.proof.domain import UNIFORM, Subtracted, Value, axes_of_offset, cut, devices, whole
-from shardlib.proof.equation import Equation, Refused
+from shardlib.proof.equation import Equation, Refused, is_integer
 from shardlib.proof.primitives import Rules
 
 RULES = Rules()
@@ -98,7 +98,7 @@ def _gather(eq: Equation) -> Value:
             dims.append(next(batches))
             places.append(next(labels, None))
     origin = origin and Subtracted(origin.token, tuple(places))
-    drops = looked_up is not None and fills not in (None, 0) and not eq.is_integer(eq.result_type())
+    drops = looked_up is not None and fills not in (None, 0) and not is_integer(eq.result_type())
     return Value(tuple(dims), x.partial | own, ratio=x.ratio, looked_up=looked_up, origin=origin, drops=drops)
 
 

@@ -20,7 +20,7 @@ from shardlib.proof.domain import (
     devices,
     whole,
 )
-from shardlib.proof.equation import Equation, Refused
+from shardlib.proof.equation import Equation, Refused, is_integer
 
 
 def of(eq: Equation, ins: list[Value]) -> Value | None:
@@ -81,7 +81,6 @@ def _position(eq: Equation, ins: list[Value]) -> Value | None:
 
 def _holds_positions(before: Any, after: Any) -> bool:
     """Whether a conversion leaves positions as they are."""
-    is_integer = lambda dtype: isinstance(dtype, np.dtype) and np.issubdtype(dtype, np.integer)
     if is_integer(after):
         return is_integer(before) and np.iinfo(after).max >= 2**31 - 1
     return after != np.bool_ and is_integer(before)

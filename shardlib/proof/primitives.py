@@ -4,6 +4,7 @@ Each rule states what the primitive does to whole values, and under which condit
 blocks of that. It refuses (raises Refused) where they are not met. The modules beside this one have the rules.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,13 +75,23 @@ TOGETHER = dict.fromkeys(("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd")
 """How many last dims these primitives take together."""
 
 
-@rule(*TOGETHER, "triangular_solve", "fft")
+@rule(*TOGETHER, "fft")
 def _of_last_dims(eq: Equation) -> list[Value]:
-    """Each matrix, each transform, and each vector that a triangular system is solved for, by itself."""
+    """Each matrix, and each transform, by itself."""
+    return everything_whole(eq, len(eq.shape()) - (TOGETHER.get(eq.name) or len(eq.params["fft_lengths"])))
+
+
+@rule("triangular_solve")
+def _solve(eq: Equation) -> list[Value]:
+    """Each matrix, and each vector that a triangular system is solved for, by itself."""
     ndim = len(eq.shape())
-    if eq.name != "triangular_solve":
-        return everything_whole(eq, ndim - (TOGETHER.get(eq.name) or len(eq.params["fft_lengths"])))
     return everything_whole(eq, ndim - 2, vectors=ndim - 1 if eq.params["left_side"] else ndim - 2)
+
+
+@rule("random_bits", "random_split", "random_unwrap", "random_seed", "bitcast_convert_type")
+def _of_each_entry(eq: Equation) -> list[Value]:
+    """What is made of each key, or of the bits of each number."""
+    return everything_whole(eq, min(len(eq.shape()), len(eq.result_shape)))
 
 
 IMPURE = COLLECTIVES | frozenset(
@@ -115,15 +126,37 @@ def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -
         raise Refused(f"{name} may give another result on each device", "say so with shardops.per_device")
     if any(hasattr(var.aval, "inner_aval") for var in (*eq.eqn.invars, *eq.eqn.outvars)):
         raise Refused("an array is changed in place", "return the changed array: x.at[i].set(...)")
-    for k, value in enumerate(eq.ins):
-        is_linear = k == 1 and vectors is not None
-        eq.unscaled(eq.term(value)) if is_linear else eq.plain(value)
-        for i in range(batch, len(value.dims)):
-            if (k, i) != (1, vectors):
-                eq.uncut(value, i, eq.name)
+    labels = lambda var: [i if i < batch else None for i in range(len(getattr(var.aval, "shape", ())))]
+    operands, results = list(map(labels, eq.eqn.invars)), list(map(labels, eq.eqn.outvars))
+    if vectors is None:
+        return alone(eq, operands, results, eq.name)
+    eq.plain(eq.ins[0]), eq.unscaled(eq.ins[1])
+    operands[1][vectors] = results[0][vectors] = vectors
+    (found,) = alone(eq, operands, results, eq.name, Equation.term)
+    return [dataclasses.replace(found, partial=eq.ins[1].partial)]
+
+
+def alone(eq: Equation, operands: list, results: list, verb: str, demand: Callable = Equation.plain) -> list[Value]:
+    """The results of what is done along some dims to each entry by itself, and along others to all entries together.
+
+    Args:
+        eq: the equation.
+        operands: a label for each dim of each operand, which the same dim of other operands and results has; None
+            where entries are taken together, as only those of a whole dim may be.
+        results: the same of each result. None: a new dim, which is whole.
+        verb: what is done to the entries that are taken together.
+        demand: what each operand must be.
+    """
+    found: dict[Any, list] = {}
+    for k, labels in enumerate(operands):
+        demand(eq, eq.ins[k])
+        for i, (label, dim) in enumerate(zip(labels, eq.ins[k].dims, strict=True)):
+            if label is None:
+                eq.uncut(eq.ins[k], i, verb)
                 eq.same_size(k, i)
-    dims = [eq.joined_dim(i, (value.dims[i] for value in eq.ins)) for i in range(batch)]
+            else:
+                found.setdefault(label, []).append(dim)
+    joined = {label: eq.joined_dim(label, dims) for label, dims in found.items()}
     shapes = [getattr(var.aval, "shape", ()) for var in eq.eqn.outvars]
-    rest = lambda shape: (eq.ins[1].dims[i] if i == vectors else whole(shape[i]) for i in range(batch, len(shape)))
-    partial = eq.ins[1].partial if vectors is not None else frozenset()
-    return [Value((*dims, *rest(shape)), partial) for shape in shapes]
+    dims_of = lambda pairs: tuple(whole(n) if label is None else joined[label] for n, label in pairs)
+    return [Value(dims_of(zip(*pair, strict=True))) for pair in zip(shapes, results, strict=True)]

@@ -72,7 +72,7 @@ class Reach:
 
     def moved(self, move: Callable[[np.ndarray], np.ndarray], shape: Sequence[int]) -> "Reach":
         """The value with entries moved, each array by itself."""
-        return Reach(tuple(shape), *map(move, self.arrays()))
+        return Reach(tuple(shape), *map(move, self.arrays()), self.why)
 
 
 def dtype_of(aval: Any) -> np.dtype:
@@ -144,19 +144,6 @@ def of_all(values: Iterable[Reach]) -> tuple[np.int32, np.int32]:
     return min((a for a, _ in spans), default=FIRST), max((b for _, b in spans), default=LAST)
 
 
-def joined(values: Sequence[Reach], dtype: np.dtype) -> Reach:
-    """What holds of a value that is one of these, nobody knows which."""
-    first, *rest = values
-    number, known, a, b = first.arrays()
-    for other in rest:
-        same = known & other.known & ((number == other.number) | ((number != number) & (other.number != other.number)))
-        number, known = np.maximum(number, other.number) if dtype.kind == "f" else number, same
-        a, b = np.minimum(a, other.first), np.maximum(b, other.last)
-    result = made(first.shape, number, known, a, b, dtype)
-    result.why = next((value.why for value in values if value.why), None)
-    return result
-
-
 def reshaped(x: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarray:
     """An array of a value of shape `old`, for the shape `new`: dims are made whole only where they are cut."""
     sizes, result, i, j = [], [], 0, 0
@@ -192,16 +179,21 @@ def placed(x: np.ndarray, at: dict[int, int], rank: int) -> np.ndarray:
     return x.transpose(order).reshape([sizes.get(place, 1) for place in range(rank)])
 
 
-def cut(value: Reach, starts: Sequence[int], limits: Sequence[int], strides: Any = None) -> Reach:
-    """Entries from `starts` to `limits`."""
-    parts = [slice(a, b, c) for a, b, c in zip(starts, limits, strides or [1] * len(starts), strict=True)]
-    shape = [len(range(*s.indices(n))) for s, n in zip(parts, value.shape, strict=True)]
-    part = lambda s, n, m: s if n > 1 else slice(min(1, m))
-    return value.moved(lambda x: x[tuple(map(part, parts, x.shape, shape))], shape)
+def cut(value: Reach, parts: Sequence[slice]) -> Reach:
+    """A part of each dim."""
+    shape = [len(range(*part.indices(n))) for part, n in zip(parts, value.shape, strict=True)]
+    of = lambda part, n, size: part if n > 1 else slice(min(1, size))
+    return value.moved(lambda x: x[tuple(map(of, parts, x.shape, shape))], shape)
 
 
 def entries_of(x: Reach, axis: int, start: int, limit: int) -> Reach:
     """Entries `start` to `limit` of one dim."""
-    at = lambda i, here, elsewhere: here if i == axis else elsewhere
-    starts = [at(i, start, 0) for i in range(len(x.shape))]
-    return cut(x, starts, [at(i, limit, n) for i, n in enumerate(x.shape)])
+    return cut(x, [slice(start, limit) if i == axis else slice(None) for i in range(len(x.shape))])
+
+
+def stacked(values: Sequence[Reach], axis: int, shape: Sequence[int]) -> Reach:
+    """Values beside each other, along a new dim."""
+    together = lambda arrays: np.stack(np.broadcast_arrays(*arrays), axis)
+    why = next((value.why for value in values if value.why), None)
+    arrays = zip(*(value.arrays() for value in values), strict=True)
+    return Reach(tuple(shape), *map(together, arrays), why).alike()

@@ -1,5 +1,6 @@
 """Rules of primitives over shardlib.proof.reach: which tokens each entry of a result may depend on."""
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -8,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from shardlib.proof import collectives
-from shardlib.proof.elementwise import ELEMENTWISE
+from shardlib.proof.elementwise import ELEMENTWISE, FOLDS
+from shardlib.proof.primitives import Rules
 from shardlib.proof.reach import (
     FIRST,
     LAST,
@@ -22,11 +24,11 @@ from shardlib.proof.reach import (
     exact,
     full,
     highest,
-    joined,
     made,
     of_all,
     placed,
     reshaped,
+    stacked,
     taken,
     unknown,
 )
@@ -39,17 +41,9 @@ SAME = frozenset(
     """.split()  # noqa: SIM905
 )
 """Primitives that change no number."""
-RULES: dict[str, Callable[..., Any]] = {}
-
-
-def rule(*names: str) -> Callable:
-    """Decorator of the rule (eqn, *operands) -> Reach, or a list of them, of the primitives `names`."""
-
-    def register(function: Callable) -> Callable:
-        RULES.update(dict.fromkeys(names, function))
-        return function
-
-    return register
+RULES = Rules()
+"""Rules (eqn, *operands) -> Reach, or a list of them; None: each entry may depend on all entries of all operands."""
+rule = RULES.of
 
 
 def apply(eqn: Any, ins: list[Reach]) -> list[Reach]:
@@ -57,7 +51,10 @@ def apply(eqn: Any, ins: list[Reach]) -> list[Reach]:
     name = eqn.primitive.name
     with np.errstate(all="ignore"):
         by_entry = name in ELEMENTWISE or (name == "bitcast_convert_type" and _shape(eqn) == tuple(ins[0].shape))
-        found = RULES.get(name, _elementwise if by_entry else _anything)(eqn, *ins)
+        found = RULES.get(name, _elementwise if by_entry else lambda *_: None)(eqn, *ins)
+    if found is None:
+        span = of_all(ins)
+        return [unknown(_shape(eqn, i), dtype_of(var.aval), *span) for i, var in enumerate(eqn.outvars)]
     return found if isinstance(found, list) else [found]
 
 
@@ -70,19 +67,14 @@ def _dtype(eqn: Any) -> np.dtype:
     return dtype_of(eqn.outvars[0].aval)
 
 
-def _anything(eqn: Any, *ins: Reach) -> list[Reach]:
-    """Each entry of each result may depend on all entries of all operands."""
-    return [unknown(_shape(eqn, i), dtype_of(var.aval), *of_all(ins)) for i, var in enumerate(eqn.outvars)]
-
-
 # ---- entries that move
 
 
 @rule(*SAME, *collectives.RULES.keys() - {"ppermute", "preduce"})
-def _same_entries(eqn: Any, *ins: Reach) -> list[Reach]:
+def _same_entries(eqn: Any, *ins: Reach) -> list[Reach] | None:
     """The entries stay as they are, also in a collective: each axis has one device."""
     if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
-        return _anything(eqn, *ins)
+        return None
     shapes = [_shape(eqn, i) for i in range(len(eqn.outvars))]
     return [x.moved(lambda a, x=x, s=s: reshaped(a, x.shape, s), s) for x, s in zip(ins, shapes, strict=False)]
 
@@ -104,7 +96,8 @@ def _moved(eqn: Any, x: Reach, *_: Reach) -> Reach:
 
 @rule("slice")
 def _slice(eqn: Any, x: Reach) -> Reach:
-    return cut(x, *(eqn.params[name] for name in ("start_indices", "limit_indices", "strides")))
+    p = eqn.params
+    return cut(x, list(map(slice, p["start_indices"], p["limit_indices"], p["strides"] or [1] * len(x.shape))))
 
 
 @rule("split")
@@ -141,8 +134,7 @@ def _concatenate(eqn: Any, *ins: Reach) -> Reach:
 
 @rule("stack")
 def _stack(eqn: Any, *ins: Reach) -> Reach:
-    together = lambda *arrays: np.stack(np.broadcast_arrays(*arrays), eqn.params["axis"])
-    return Reach(_shape(eqn), *map(together, *(x.arrays() for x in ins))).alike()
+    return stacked(ins, eqn.params["axis"], _shape(eqn))
 
 
 @rule("iota")
@@ -180,11 +172,10 @@ def _starts(starts: Sequence[Reach], shape: Sequence[int], sizes: Sequence[int])
 
 
 @rule("dynamic_slice")
-def _dynamic_slice(eqn: Any, x: Reach, *starts: Reach) -> Any:
+def _dynamic_slice(eqn: Any, x: Reach, *starts: Reach) -> Reach | None:
     sizes = eqn.params["slice_sizes"]
-    if (at := _starts(starts, x.shape, sizes)) is None:
-        return _anything(eqn, x, *starts)
-    return cut(x, at, [i + n for i, n in zip(at, sizes, strict=True)])
+    at = _starts(starts, x.shape, sizes)
+    return at and cut(x, [slice(i, i + n) for i, n in zip(at, sizes, strict=True)])
 
 
 def _written(x: Reach, new: Reach, at: Sequence[int], adds: bool = False) -> Reach:
@@ -200,11 +191,9 @@ def _written(x: Reach, new: Reach, at: Sequence[int], adds: bool = False) -> Rea
 
 
 @rule("dynamic_update_slice")
-def _dynamic_update(eqn: Any, x: Reach, new: Reach, *starts: Reach) -> Any:
-    at = _starts(starts, x.shape, new.shape)
-    if at is None or math.prod(x.shape) > MOST:
-        return _anything(eqn, x, new, *starts)
-    return _written(x, new, at)
+def _dynamic_update(eqn: Any, x: Reach, new: Reach, *starts: Reach) -> Reach | None:
+    at = _starts(starts, x.shape, new.shape) if math.prod(x.shape) <= MOST else None
+    return at and _written(x, new, at)
 
 
 @rule("scatter", "scatter-add")
@@ -213,13 +202,13 @@ def _scatter(eqn: Any, x: Reach, starts: Reach, new: Reach) -> Any:
     d, rank = eqn.params["dimension_numbers"], len(x.shape)
     windows = [i for i in range(rank) if i not in d.inserted_window_dims]
     if len(starts.shape) > 1 or not starts.is_known or d.operand_batching_dims or math.prod(x.shape) > MOST:
-        return _anything(eqn, x, starts, new)
+        return None
     numbers = np.broadcast_to(starts.number, starts.shape).tolist()
     places = dict(zip(d.scatter_dims_to_operand_dims, numbers, strict=True))
     at = [places.get(i, 0) for i in range(rank)]
     sizes = [new.shape[windows.index(i)] if i in windows else 1 for i in range(rank)]
     if any(not 0 <= i <= n - size for i, n, size in zip(at, x.shape, sizes, strict=True)):
-        return _anything(eqn, x, starts, new)
+        return None
     part = new.moved(lambda a: placed(a, dict(enumerate(windows)), rank), sizes)
     return _written(x, part, at, adds=eqn.primitive.name == "scatter-add")
 
@@ -227,15 +216,8 @@ def _scatter(eqn: Any, x: Reach, starts: Reach, new: Reach) -> Any:
 # ---- entry by entry
 
 
-KNOWN: dict[str, Callable] = {
-    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "neg": np.negative,
-    "max": np.maximum, "min": np.minimum, "sign": np.sign,
-    "abs": np.abs, "floor": np.floor, "ceil": np.ceil, "square": np.square, "log": np.log, "not": np.invert,
-    "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "eq": np.equal, "ne": np.not_equal,
-    "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "clamp": lambda a, x, b: np.clip(x, a, b),
-}  # fmt: skip
-"""What primitives do with known numbers; those of others are not followed."""
+UNFOLLOWED = frozenset(("exp", "sqrt", "rsqrt", "rem"))
+"""Primitives whose known results are not followed."""
 
 
 def _elementwise(eqn: Any, *ins: Reach) -> Reach:
@@ -244,11 +226,11 @@ def _elementwise(eqn: Any, *ins: Reach) -> Reach:
     for x in ins:
         known, first, last = known & x.known, np.minimum(first, x.first), np.maximum(last, x.last)
     if len(eqn.outvars) > 1:
-        return _anything(eqn, *ins)
-    is_followed = name in KNOWN and (name != "div" or dtype.kind == "f")
+        return None
+    is_followed = name in FOLDS.keys() - UNFOLLOWED and (name != "div" or dtype.kind == "f")
     known, number = np.asarray(known) & is_followed, highest(dtype)
     if known.any():
-        number = np.where(known, KNOWN[name](*(x.number for x in ins)), number)
+        number = np.where(known, FOLDS[name](*(x.number for x in ins)), number)
         known = known & exact(number, eqn.outvars[0].aval)
     sure, surely = _sure(name, dtype, ins)
     number, known = np.where(sure & ~known, surely, number), known | sure
@@ -305,14 +287,19 @@ def _converted(eqn: Any, x: Reach) -> Reach:
 @rule("select_n")
 def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
     shape, dtype, pick = _shape(eqn), _dtype(eqn), which.number.astype(np.int64)
-    parts = [np.choose(pick, np.broadcast_arrays(*arrays)) for arrays in zip(*(c.arrays() for c in cases), strict=True)]
+    arrays = list(zip(*(case.arrays() for case in cases), strict=True))
+    parts = [np.choose(pick, np.broadcast_arrays(*of_cases)) for of_cases in arrays]
     if which.is_known:
         return made(shape, *parts, dtype=dtype)
-    either = joined(cases, dtype)
-    first, last = np.minimum(either.first, which.first), np.maximum(either.last, which.last)
-    either = made(shape, either.number, either.known, first, last, dtype)
-    pairs = zip(parts, either.arrays(), strict=True)
-    return made(shape, *(np.where(which.known, exact, x) for exact, x in pairs), dtype=dtype)
+    numbers, known, first, last = arrays
+    is_first = [(number == numbers[0]) | ((number != number) & (numbers[0] != numbers[0])) for number in numbers]
+    either = [
+        functools.reduce(np.maximum, numbers) if dtype.kind == "f" else numbers[0],
+        functools.reduce(np.logical_and, (*known, *is_first)),
+        functools.reduce(np.minimum, (*first, which.first)),
+        functools.reduce(np.maximum, (*last, which.last)),
+    ]
+    return made(shape, *(np.where(which.known, a, b) for a, b in zip(parts, either, strict=True)), dtype=dtype)
 
 
 @rule("max")
@@ -331,42 +318,30 @@ def _larger(eqn: Any, *ins: Reach) -> Reach:
 # ---- entries taken together
 
 
-def _reduced(x: Reach, axes: tuple[int, ...]) -> list[np.ndarray]:
-    """First and last token of all entries along `axes`, which go."""
-    return [a.squeeze(axes) for a in x.over(axes)]
+REDUCERS = {"reduce_sum": np.add, "reduce_and": np.logical_and, "reduce_or": np.logical_or}
+REDUCERS |= {"reduce_max": np.maximum, "reduce_min": np.minimum}
 
 
-@rule("reduce_sum", "reduce_prod", "reduce_xor", "argmax", "argmin")
-def _sum(eqn: Any, x: Reach) -> Reach:
+@rule(*REDUCERS, "reduce_prod", "reduce_xor", "argmax", "argmin")
+def _reduced(eqn: Any, x: Reach) -> Reach:
+    """Known where all entries are, where all are 0 in a sum, and where one decides. LOW numbers give way to others."""
     name, axes, shape, dtype = eqn.primitive.name, tuple(eqn.params["axes"]), _shape(eqn), _dtype(eqn)
+    number, known, decided = x.number, x.known, np.False_
     if x.is_known and name in ("argmax", "argmin"):
-        numbers = full(x.number, x.shape, axes)
-        return made(shape, getattr(np, name)(numbers, axes[0]).astype(dtype), True)
-    zeros = np.logical_and.reduce(x.known & (x.number == 0), axes) & (name == "reduce_sum")
-    return made(shape, np.where(zeros, 0, highest(dtype)), zeros, *_reduced(x, axes), dtype)
-
-
-@rule("reduce_and", "reduce_or")
-def _any(eqn: Any, x: Reach) -> Reach:
-    axes, dtype, decides = tuple(eqn.params["axes"]), _dtype(eqn), eqn.primitive.name == "reduce_or"
-    if dtype.kind != "b":
-        return unknown(_shape(eqn), dtype, *_reduced(x, axes))
-    decided = np.logical_or.reduce(x.known & (x.number == decides), axes)
-    known = decided | np.logical_and.reduce(x.known, axes)
-    return made(_shape(eqn), np.where(decided, decides, not decides), known, *_reduced(x, axes), dtype)
-
-
-@rule("reduce_max", "reduce_min")
-def _largest(eqn: Any, x: Reach) -> Reach:
-    """Also of what entries do not exceed. LOW numbers give way to others."""
-    name, axes, dtype = eqn.primitive.name, tuple(eqn.params["axes"]), _dtype(eqn)
-    known, number = x.known, x.number
+        return made(shape, getattr(np, name)(full(number, x.shape, axes), axes[0]).astype(dtype), True)
     if name == "reduce_max" and dtype.kind == "f" and not x.is_known:
         low = number < LOW
         low &= ~low.all(axes, keepdims=True)
         x = Reach(x.shape, number, known, np.where(low, FIRST, x.first), np.where(low, LAST, x.last))
-    number = (np.maximum if name == "reduce_max" else np.minimum).reduce(number, axes)
-    return made(_shape(eqn), number, np.logical_and.reduce(known, axes), *_reduced(x, axes), dtype)
+    first, last = (a.squeeze(axes) for a in x.over(axes))
+    if name not in REDUCERS or (name in ("reduce_and", "reduce_or") and dtype.kind != "b"):
+        return unknown(shape, dtype, first, last)
+    if name == "reduce_sum":
+        number, known = np.where(known, number, highest(dtype)), known & (number == 0)
+    elif dtype.kind == "b":
+        decided = np.logical_or.reduce(known & (number == (name == "reduce_or")), axes)
+    number = REDUCERS[name].reduce(number, axes)
+    return made(shape, number, decided | np.logical_and.reduce(known, axes), first, last, dtype)
 
 
 @rule("sort", "top_k")
@@ -394,7 +369,7 @@ def _solve(eqn: Any, a: Reach, b: Reach) -> Any:
     """Row i of a solution depends on the rows before it, or after it, of the triangle and of the other side."""
     p, dim = eqn.params, len(b.shape) - 2
     if not p["left_side"] or p["transpose_a"]:
-        return _anything(eqn, a, b)
+        return None
     turned = lambda x: x if p["lower"] else np.flip(x, dim)
     run = lambda op, x, y: turned(op.accumulate(turned(op(x, y)), dim))
     first, last = a.over([dim + 1])
@@ -432,7 +407,7 @@ def _convolution(eqn: Any, x: Reach, w: Reach) -> Reach:
     p, shape, numbers = eqn.params, _shape(eqn), eqn.params["dimension_numbers"]
     (xb, xf, *xs), (_, _, *ws), (_, _, *os) = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     if p["batch_group_count"] != 1:
-        return _anything(eqn, x, w)
+        return None
     first, last = none = of_all([w])
     zero = full(w.known & (w.number == 0), w.shape, ws)
     for tap in itertools.product(*(range(w.shape[i]) for i in ws)):

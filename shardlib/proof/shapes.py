@@ -5,7 +5,7 @@ import dataclasses
 from shardlib.proof import entries
 from shardlib.proof.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Value, constant, cut, devices, moved, whole
 from shardlib.proof.equation import WHOLE_SIZES, Equation, Refused
-from shardlib.proof.primitives import Rules
+from shardlib.proof.primitives import Rules, alone
 
 RULES = Rules()
 rule = RULES.of
@@ -26,13 +26,6 @@ def _axis_index(eq: Equation) -> Value:
     axes = axis if isinstance(axis, tuple) else (axis,)
     offset = tuple((a, devices(eq.sizes, axes[i + 1 :])) for i, a in enumerate(axes) if eq.sizes[a] > 1)
     return Value((), offset=tuple(sorted(offset)), known=(0, 0))
-
-
-@rule("random_bits", "random_split", "random_unwrap", "random_seed")
-def _from_keys(eq: Equation) -> Value:
-    (x, *_), shape = eq.ins, eq.result_shape
-    eq.plain(x)
-    return Value((*x.dims, *(whole(n) for n in shape[len(x.dims) :])))
 
 
 @rule("empty", "empty2", "create_token")
@@ -79,15 +72,6 @@ def _squeeze(eq: Equation) -> Value:
     for i in gone:
         eq.uncut(x, i, "the one entry is taken")
     return _with(x, moved(x, [i for i in range(len(x.dims)) if i not in gone]))
-
-
-@rule("bitcast_convert_type")
-def _bitcast(eq: Equation) -> Value:
-    (x,), ndim = eq.ins, len(eq.result_shape)
-    eq.plain(x)
-    if ndim < len(x.dims):
-        eq.uncut(x, ndim, "entries become one")
-    return Value((*x.dims, *map(whole, eq.result_shape[len(x.dims) :]))[:ndim])
 
 
 @dataclasses.dataclass
@@ -298,13 +282,7 @@ def _pad(eq: Equation) -> Value:
 @rule("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min", "select_and_gather_add")
 @rule("select_and_scatter_add")
 def _windows(eq: Equation) -> Value:
-    arrays = [value for value in map(eq.plain, eq.ins) if value.dims]
-    dims: list[Dim | None] = []
-    for i, (n, size) in enumerate(zip(eq.params["window_dimensions"], eq.result_shape, strict=True)):
-        if n == 1 and not any(eq.params["padding"][i]) and eq.shape()[i] == size:
-            dims.append(eq.joined_dim(i, (v.dims[i] for v in arrays)))
-            continue
-        for value in arrays:
-            eq.uncut(value, i, "a window slides")
-        dims.append(whole(size))
-    return Value(tuple(dims))
+    p, shape = eq.params, eq.result_shape
+    slides = lambda i: p["window_dimensions"][i] != 1 or any(p["padding"][i]) or eq.shape()[i] != shape[i]
+    labels = [None if slides(i) else i for i in range(len(shape))]
+    return alone(eq, [labels[: len(value.dims)] for value in eq.ins], [labels], "a window slides")[0]

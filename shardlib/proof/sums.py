@@ -10,7 +10,7 @@ import numpy as np
 
 from shardlib.proof.domain import UNIFORM, Dim, Part, Source, Value, constant, near, real, whole
 from shardlib.proof.equation import Equation, Refused
-from shardlib.proof.primitives import Rules, everything_whole
+from shardlib.proof.primitives import Rules, alone, everything_whole
 
 RULES = Rules()
 rule = RULES.of
@@ -47,7 +47,7 @@ def _source(x: Value, kind: str, gone: Any) -> Source:
 def _extreme(eq: Equation) -> Value:
     (x,), gone = eq.ins, eq.params["axes"]
     if eq.name in ("reduce_or", "reduce_and") and eq.result_type() != np.bool_:  # bit by bit
-        return _product(eq)
+        return _together(eq)[0]
     kind = "max" if eq.name in ("reduce_max", "reduce_or") else "min"
     if x.partial or (x.extreme and x.extreme[0] != kind):
         eq.finished(x)
@@ -59,22 +59,22 @@ def _extreme(eq: Equation) -> Value:
     return Value(_without(x.dims, gone), extreme=extreme, ratio=x.ratio, source=source)
 
 
-@rule("reduce_prod", "reduce_xor")
-def _product(eq: Equation) -> Value:
-    (x,), gone = eq.ins, eq.params["axes"]
-    _combined_along(eq, gone, "entries are combined")
-    return Value(_without(x.dims, gone))
-
-
-def _combined_along(eq: Equation, along: Iterable[int], verb: str) -> list[Dim | None]:
-    """How the dims of arrays are cut whose entries along some dims are taken together, as only a whole dim's may be."""
-    for k, value in enumerate(eq.ins):
-        eq.plain(value)
-        for i in along:
-            eq.uncut(value, i, verb)
-            eq.same_size(k, i)
-    dims = [eq.joined_dim(i, (value.dims[i] for value in eq.ins)) for i in range(len(eq.shape()))]
-    return [whole(eq.shape()[i]) if i in along else dim for i, dim in enumerate(dims)]
+@rule("reduce_prod", "reduce_xor", "cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp")
+@rule("sort", "top_k", "approx_top_k")
+def _together(eq: Equation) -> list[Value]:
+    """Entries along some dims are taken together."""
+    p, x, ndim = eq.params, eq.ins[0], len(eq.shape())
+    along = [p[name] for name in ("dimension", "axis", "reduction_dimension") if name in p] or [ndim - 1]
+    gone = p["axes"] if eq.name.startswith("reduce") else ()
+    if eq.name == "sort" and ndim == 1 and (found := _sorted_block(eq)):
+        return found
+    labels = [None if i in gone or (not gone and i == along[0] % ndim) else i for i in range(ndim)]
+    results = [i for i in labels if i is not None] if gone else labels
+    operands, results = [labels] * len(eq.ins), [results] * len(eq.eqn.outvars)
+    if eq.name != "cumsum":
+        return alone(eq, operands, results, f"a {eq.name} runs")
+    (found,) = alone(eq, operands, results, "a cumsum runs", Equation.term)
+    return [dataclasses.replace(found, partial=x.partial, ratio=x.ratio)]
 
 
 @rule("argmax", "argmin")
@@ -91,27 +91,21 @@ def _argmax(eq: Equation) -> Value:
     return Value(_without(x.dims, gone), extreme=(kind, axes), known=(size, size), source=source, is_index=True)
 
 
-@rule("cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp")
-def _cumulative(eq: Equation) -> Value:
-    (x,), k = eq.ins, eq.params["axis"]
-    eq.term(x) if eq.name == "cumsum" else eq.plain(x)
-    eq.uncut(x, k, f"a {eq.name} runs")
-    dims = tuple(whole(n) if i == k else d for i, (d, n) in enumerate(zip(x.dims, eq.result_shape, strict=True)))
-    return Value(dims, x.partial, ratio=x.ratio)
-
-
-def _sorted_block(eq: Equation, dim: Dim) -> list[Value] | None:
+def _sorted_block(eq: Equation) -> list[Value] | None:
     """The results of sorting each device's block by itself, which the whole is not: in an order of its own.
 
     A second sort, of that order, undoes it. None if this is no such sort.
     """
     (key, *_), n, blocks = eq.ins, eq.shape()[0], [v for v in eq.ins if not v.is_local]
+    if not (cut := [v.dims[0] for v in eq.ins if v.dims[0] and v.dims[0].axes]):
+        return None
     counts = [v for v in eq.ins if v.count and v.is_local and v.known == (0, 0) and not v.offset]
     for value in blocks:
         eq.plain(value)
     if key.places is None:
         number = next(_ORDERS)
-        before, after = dim, Dim(tuple(Part(p.size, tuple(f"{real(a)}~{number}" for a in p.axes)) for p in dim.parts))
+        before = cut[0]
+        after = Dim(tuple(Part(p.size, tuple(f"{real(a)}~{number}" for a in p.axes)) for p in before.parts))
         firsts = []
     else:  # an order of the whole block: sorting it gives 0, 1, …, and what goes with it its place before
         before, after = key.dims[0], key.places
@@ -122,18 +116,6 @@ def _sorted_block(eq: Equation, dim: Dim) -> list[Value] | None:
     if not is_one_block or not all(map(is_known, rest)):
         return None
     return firsts + [Value((after,), is_local=True, places=before) if v in counts else Value((after,)) for v in rest]
-
-
-@rule("sort", "top_k", "approx_top_k")
-def _sort(eq: Equation) -> list[Value]:
-    ndim = len(eq.shape())
-    k = next((eq.params[n] for n in ("dimension", "axis", "reduction_dimension") if n in eq.params), ndim - 1) % ndim
-    cut = [d for v in eq.ins for d in v.dims if d and d.axes]
-    if eq.name == "sort" and ndim == 1 and cut and (found := _sorted_block(eq, cut[0])):
-        return found
-    dims = _combined_along(eq, [k], f"{eq.name} runs")
-    dims[k] = whole(eq.result_shape[k])
-    return [Value(tuple(dims)) for _ in eq.eqn.outvars]
 
 
 # ---- products ----
@@ -147,8 +129,19 @@ def _dot(eq: Equation) -> Value:
     (contracted_a, contracted_b), (batch_a, batch_b) = eq.params["dimension_numbers"]
     if a.partial and b.partial:
         eq.finished(a)
+    partial, ratio = _contracted(eq, zip(contracted_a, contracted_b, strict=True))
+    if a.is_zero or b.is_zero:
+        return constant(len(eq.result_shape), 0, 0)
+    batch = [eq.joined_dim(i, [a.dims[i], b.dims[j]]) for i, j in zip(batch_a, batch_b, strict=True)]
+    free = [*_without(a.dims, (*contracted_a, *batch_a)), *_without(b.dims, (*contracted_b, *batch_b))]
+    return Value((*batch, *free), partial, ratio=ratio)
+
+
+def _contracted(eq: Equation, pairs: Iterable[tuple[int, int]]) -> tuple[frozenset[str], float]:
+    """The axes over which a product is a partial sum, and its ratio. `pairs` are dims that are summed together."""
+    a, b = eq.ins
     partial, ratio = a.partial | b.partial, a.ratio * b.ratio
-    for i, j in zip(contracted_a, contracted_b, strict=True):
+    for i, j in pairs:
         dim = eq.joined_dim(i, [a.dims[i], b.dims[j]])
         if dim is UNIFORM:
             ratio *= eq.twin_shape(0)[i] / eq.shape(0)[i]
@@ -158,11 +151,7 @@ def _dot(eq: Equation) -> Value:
             problem = f"two dims that are sharded over {both[0]} are summed: only matching blocks meet"
             raise Refused(problem, "gather one")
         partial |= set(dim.axes)
-    if a.is_zero or b.is_zero:
-        return constant(len(eq.result_shape), 0, 0)
-    batch = [eq.joined_dim(i, [a.dims[i], b.dims[j]]) for i, j in zip(batch_a, batch_b, strict=True)]
-    free = [*_without(a.dims, (*contracted_a, *batch_a)), *_without(b.dims, (*contracted_b, *batch_b))]
-    return Value((*batch, *free), frozenset(partial), ratio=near(ratio))
+    return partial, near(ratio)
 
 
 def _dot_of_rows(eq: Equation) -> Value:
@@ -184,34 +173,22 @@ def _dot_of_rows(eq: Equation) -> Value:
 @rule("conv_general_dilated")
 def _convolution(eq: Equation) -> Value:
     x, kernel = map(eq.term, eq.ins)
-    numbers, groups = eq.params["dimension_numbers"], eq.params["feature_group_count"]
-    (batch, feature, *space), (out, into, *window) = numbers.lhs_spec, numbers.rhs_spec
-    batches, twin = eq.params["batch_group_count"], eq.twin.params
+    numbers, pair = eq.params["dimension_numbers"], (eq.eqn, eq.twin)
+    (batch, feature, *_), (out, into, *_), (to_batch, to_feature, *_) = numbers
+    holds = lambda f: all(f(e.params, *(var.aval.shape for var in e.invars)) for e in pair)
     # The gradient of a kernel that has each channel by itself: channels are a batch of which each has its group.
-    by_channel = batches == eq.shape(0)[batch] == eq.shape(1)[out] > 1
-    by_channel &= twin["batch_group_count"] == eq.twin_shape(0)[batch] == eq.twin_shape(1)[out]
-    has_channels = groups == eq.shape(0)[feature] == eq.shape(1)[out]
-    has_channels &= twin["feature_group_count"] == eq.twin_shape(0)[feature] == eq.twin_shape(1)[out]
-    is_one_group = groups == twin["feature_group_count"] == 1
-    if (batches != 1 and not by_channel) or not (has_channels or is_one_group) or (x.partial and kernel.partial):
+    by_channel = holds(lambda p, x, kernel: p["batch_group_count"] == x[batch] == kernel[out])
+    by_channel &= eq.params["batch_group_count"] > 1
+    has_channels = holds(lambda p, x, kernel: p["feature_group_count"] == x[feature] == kernel[out])
+    is_one_group = holds(lambda p, x, kernel: p["feature_group_count"] == 1)
+    is_one_batch = eq.params["batch_group_count"] == 1
+    if not (is_one_batch or by_channel) or not (has_channels or is_one_group) or (x.partial and kernel.partial):
         eq.same("feature_group_count", "batch_group_count")
         return everything_whole(eq)[0]
-    for k, (value, spatial) in enumerate(((x, space), (kernel, window))):
-        for i in spatial:
-            eq.uncut(value, i, "a convolution runs")
-            eq.same_size(k, i)
-    partial = x.partial | kernel.partial
-    if is_one_group:
-        dim = eq.joined_dim(feature, [x.dims[feature], kernel.dims[into]])
-        if dim is UNIFORM:
-            eq.same_size(0, feature)
-        elif set(dim.axes) & partial:
-            eq.finished(x if x.partial else kernel)
-        partial |= set(dim.axes) if dim is not UNIFORM else set()
-        features = eq.joined_dim(out, [x.dims[batch], kernel.dims[out]]) if by_channel else kernel.dims[out]
-    else:
-        eq.same_size(1, into)  # each channel is by itself
-        features = eq.joined_dim(feature, [x.dims[feature], kernel.dims[out]])
-    dims: list = list(map(whole, eq.result_shape))
-    dims[numbers.out_spec[0]], dims[numbers.out_spec[1]] = UNIFORM if by_channel else x.dims[batch], features
-    return Value(tuple(dims), frozenset(partial), ratio=near(x.ratio * kernel.ratio))
+    named = lambda names: [names.get(i) for i in range(len(x.dims))]
+    first = {batch: "out" if by_channel else "batch", feature: "into" if is_one_group else "out"}
+    second = {out: "out"} | ({into: "into"} if is_one_group else {})
+    result = {to_feature: "out"} | ({} if by_channel else {to_batch: "batch"})
+    (found,) = alone(eq, [named(first), named(second)], [named(result)], "a convolution runs", Equation.term)
+    partial, ratio = _contracted(eq, [(feature, into)] if is_one_group else [])
+    return dataclasses.replace(found, partial=partial, ratio=ratio)

@@ -136,7 +136,7 @@ def refusals() -> list[tuple]:
             lines: set[tuple[str, int]] = set()
             try:
                 traces = [traced(program, (n,) * len(program.axes)) for n in (2, 1)]
-                texts = list(map(str, findings(*traces)))
+                texts = list(map(str, findings(*traces)[0]))
             except (ValueError, TypeError, Different):  # it is another program on one device
                 continue
             if texts:  # a ring of two turns is right on two devices
@@ -150,7 +150,7 @@ def is_killed(mutant: Mutant, refusals: list[tuple]) -> bool:
         if not any((mutant.module.__file__, line) in lines for line in mutant.lines):
             continue
         try:
-            if list(map(str, findings(*traces))) != texts:
+            if list(map(str, findings(*traces)[0])) != texts:
                 return True
         except Exception:
             return True

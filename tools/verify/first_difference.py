@@ -18,7 +18,7 @@ from shardlib.equations import CALLS
 from shardlib.marks import is_region
 from shardlib.parsing import PIPELINE_AXIS
 from shardlib.proof.alignment import Different
-from shardlib.proof.check import findings_and_facts
+from shardlib.proof.check import findings
 from shardlib.proof.domain import UNIFORM, Value, devices
 from shardwright.microscope.points import callers
 from shardwright.microscope.rerun import Path, Rerun, executed
@@ -112,7 +112,7 @@ def first_difference(here: Traced, there: Traced) -> tuple[list[str], First | No
     Raises:
         Different: the program has other operations on one device.
     """
-    found, facts = findings_and_facts(here.program, there.program)
+    found, facts = findings(here.program, there.program)
     wanted: dict[Path, list[int]] = {}
     twins: dict[Path, Path] = {}
     for path, (eq, values) in facts.items():
