@@ -1,4 +1,4 @@
-"""Products of two arrays, with the gradients that XLA computes fastest."""
+"""Products and lookups, with the gradients that XLA computes fastest, and the same in each run."""
 
 import functools
 
@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardlib import marks
 from shardlib.values import target_device
+
+# ---- products -----------------------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -72,3 +75,72 @@ def _product_backward(formula, dtype, x_is_smaller, operands, g):
 
 
 einsum_with_gradients.defvjp(_product_forward, _product_backward)
+
+
+# ---- lookups ------------------------------------------------------------------------------------------------------
+
+
+def take(table: jax.Array, ids: jax.Array, spec: str) -> jax.Array:
+    """table[ids] along the first dim; ids out of range are clipped. Per-device code.
+
+    The gradient of the table adds up rows whose ids are equal. JAX does that by a scatter-add. On a GPU its sums depend
+    on which row comes first, so `sums_by_id` adds the rows there.
+
+    Args:
+        table: [V, …].
+        ids: integers of any shape.
+        spec: type of the gradient of `table`.
+    """
+    if target_device().platform != "gpu":
+        return jnp.take(table, ids, axis=0, mode="clip")
+    return _take(spec, len(table), table, ids)
+
+
+def pick(table: jax.Array, ids: jax.Array, axis: int) -> jax.Array:
+    """The entry of `table` along `axis` that `ids` says, for each entry of its other dims; 0 for an id out of range."""
+    # Compare and sum rather than gather: it fuses in both directions, while the transpose of a gather is a scatter.
+    positions = jnp.arange(table.shape[axis], dtype=jnp.int32)
+    positions = positions.reshape([-1 if i == axis else 1 for i in range(table.ndim)])
+    hit = positions == jnp.expand_dims(ids, axis)
+    return jnp.sum(jnp.where(hit, table, jnp.zeros((), table.dtype)), axis=axis)
+
+
+def sums_by_id(rows: jax.Array, ids: jax.Array, count: int) -> jax.Array:
+    """Sums of the rows[N, …] that have each id, [count, …]; 0 for an id that none has.
+
+    The order of a sum depends on the ids alone. Rows are sorted by id. Then a segmented scan (Blelloch, CMU-CS-90-190,
+    section 1.5) adds to each row those before it that have its id.
+    """
+    at = lambda x, places: jnp.take(x, places, axis=0, mode="clip")
+    order = jnp.argsort(ids, stable=True)
+    rows, ids = at(rows, order), at(ids, order)
+    is_first = jnp.concatenate([jnp.ones_like(ids[:1], bool), ids[1:] != ids[:-1]])
+
+    def add(left, right):
+        (left, left_is_first), (right, is_first) = left, right
+        alone = is_first.reshape(-1, *[1] * (right.ndim - 1))
+        return jnp.where(alone, right, left + right), left_is_first | is_first
+
+    sums, _ = lax.associative_scan(add, (rows.astype(jnp.promote_types(rows.dtype, jnp.float32)), is_first))
+    wanted = jnp.arange(count, dtype=ids.dtype)
+    last = jnp.searchsorted(ids, wanted, side="right", method="scan_unrolled") - 1
+    is_there = (at(ids, last) == wanted).reshape(-1, *[1] * (rows.ndim - 1))
+    return jnp.where(is_there, at(sums, last), 0).astype(rows.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _take(spec: str, count: int, table: jax.Array, ids: jax.Array) -> jax.Array:
+    return jnp.take(table, ids, axis=0, mode="clip")
+
+
+def _take_backward(spec, count, ids, g):
+    def sums(g, ids):
+        return sums_by_id(g.reshape(-1, *g.shape[ids.ndim :]), jnp.clip(ids.reshape(-1), 0, count - 1), count)
+
+    label = f"sums of rows with equal ids, {spec}"  # of which the order does not matter
+    # The ids are those of the lookup, which is checked.
+    found = marks.region(sums, marks.enter(g, label), ids)
+    return marks.leave(found, label, spec), None
+
+
+_take.defvjp(lambda spec, count, table, ids: (jnp.take(table, ids, axis=0, mode="clip"), ids), _take_backward)

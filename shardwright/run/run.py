@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardlib import lookups
 from shardwright.cluster.devices import known_options
 from shardwright.cluster.stopping import StopRequest
 from shardwright.cluster.watch import watched_batches
@@ -232,7 +231,6 @@ class Run:
     def compare_forms(self) -> None:
         """Refuses a form of an op for this platform that does not compute what its plain form does. It runs both."""
         check_paths(self.forward, self.c.training.seq_len)
-        lookups.check_sums()
 
     def compile(self, training_step: Any, state: Any) -> jax.stages.Compiled:
         """The compiled training step for `state` and the batches of the run. Keeps its HLO text, for a picture."""
