@@ -27,7 +27,7 @@ from shardwright.settings.composing import Program
 from shardwright.settings.program import refusals_shown, start
 from shardwright.settings.words import say
 from shardwright_data.checks import check_ranges, within
-from tools.verify.compare import compare_meshes, differences, largest_difference
+from tools.verify.compare import compare_meshes
 from tools.verify.meshes import all_meshes, mesh_name
 from tools.verify.step import type_check
 
@@ -56,21 +56,12 @@ def small(c: Config, devices: int) -> None:
     """
     n, t = devices, c.training
     p = c.mesh.p if c.mesh.p > 1 else next(p for p in (4, 3, 2, 1) if n % p == 0)
-    sizes = {
-        "layers": max(2, p * c.pipeline.virtual_stages),
-        "d_model": 6 * n,
-        "d_ff": 10 * n,
-        "vocab": 14 * n,
-        "n_kv": n,
-        "n_q_per_kv": 2,
-        "d_head": 2 * n,
-    }
-    sizes |= {"heads": n, "positions": 4 * n, "bos_id": 0}
-    if hasattr(c.model, "heads") and "heads" in {f.name for f in dataclasses.fields(c.model)}:
-        sizes["d_model"] = 2 * n * n  # their width is d_model / heads
-    for f in dataclasses.fields(c.model):
-        if f.name in sizes:
-            setattr(c.model, f.name, sizes[f.name])
+    fields = {f.name for f in dataclasses.fields(c.model)}
+    sizes = {"layers": max(2, p * c.pipeline.virtual_stages), "d_ff": 10 * n, "vocab": 14 * n, "positions": 4 * n}
+    sizes |= {"n_kv": n, "n_q_per_kv": 2, "d_head": 2 * n, "heads": n, "bos_id": 0}
+    sizes["d_model"] = 2 * n * n if "heads" in fields else 6 * n  # the width of a head is d_model / heads
+    for name in fields & sizes.keys():
+        setattr(c.model, name, sizes[name])
     t.microbatches = max(p, 2)
     t.batch_size, t.seq_len = n * t.microbatches, 4 * n
     t.loss_chunk = None if t.loss_chunk is None else n
@@ -104,12 +95,10 @@ def run(c: Config, settings: VerifyConfig) -> bool:
         return True
     # So that blockwise attention has several blocks even for the sequences of verify.small.
     with small_blocks(c.training.seq_len // 4) if settings.small else contextlib.nullcontext():
-        results, causes = compare_meshes(c, meshes, lambda text: print(text, file=sys.stderr))
+        largest, differing = compare_meshes(c, meshes, lambda text: print(text, file=sys.stderr))
     t = c.training
     say(f"training.microbatches={t.microbatches} attention={t.attention} fp8={str(t.fp8).lower()}")
-    say(largest_difference(results))
-    differing = differences(results)
-    for line in differing + causes:
+    for line in [largest, *differing]:
         say(line)
     say("The meshes DIFFER." if differing else f"In f64, all {len(meshes)} meshes agree with one device.")
     return not differing

@@ -1,6 +1,5 @@
 """Compares the step on each mesh with that on one device, in f64, and says what differs."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 
@@ -11,25 +10,6 @@ from tools.verify.first_difference import TOLERANCE, causes
 from tools.verify.inputs import make_inputs
 from tools.verify.meshes import ONE_DEVICE, Mesh, mesh_name, mesh_of
 from tools.verify.step import Found, fresh_state, tensors_of_step
-
-
-@dataclasses.dataclass
-class MeshResult:
-    """Differences between one mesh and one device.
-
-    Attributes:
-        sizes: of the mesh.
-        errors: `error_of` each tensor, in program order.
-    """
-
-    sizes: Mesh
-    errors: dict[str, float]
-
-    @property
-    def failures(self) -> list[str]:
-        """The tensors that differ by more than rounding."""
-        return [tensor for tensor, error in self.errors.items() if error > TOLERANCE]
-
 
 NEGLIGIBLE = 1e-4
 """Least size of a gradient, as a share of the largest gradient, for its relative error. A gradient that is 0 but for
@@ -53,7 +33,7 @@ def errors_of(found: Found, oracle: Found) -> dict[str, float]:
     return {tensor: error_of(found.get(tensor), x, least * (tensor in gradients)) for tensor, x in oracle.items()}
 
 
-def compare_meshes(c: Config, meshes: list[Mesh], log: Callable[[str], None]) -> tuple[list[MeshResult], list[str]]:
+def compare_meshes(c: Config, meshes: list[Mesh], log: Callable[[str], None]) -> tuple[str, list[str]]:
     """Compares the step on each of `meshes` with that on one device.
 
     Args:
@@ -62,37 +42,26 @@ def compare_meshes(c: Config, meshes: list[Mesh], log: Callable[[str], None]) ->
         log: prints the name of the mesh that comes next.
 
     Returns:
-        The result of each mesh; and where one of the meshes first computes another value, and what the proof finds in
-        its step.
+        A line on the largest difference, and lines on the meshes that differ; at last where one of them first computes
+        another value, and what the proof finds in its step. None if all agree.
     """
     with mesh_of(ONE_DEVICE):
         inputs = make_inputs(c, fresh_state(c))
-    oracle, results = tensors_of_step(c, inputs, ONE_DEVICE), []
+    oracle, largest, lines, wrong = tensors_of_step(c, inputs, ONE_DEVICE), (-1.0, ""), [], []
     if bad := [tensor for tensor, value in oracle.items() if not np.all(np.isfinite(value))]:
         raise ValueError(f"on one device the {bad[0]} is not finite already. Correct the step there first.")
     for sizes in meshes:
         log(mesh_name(sizes))
-        results.append(MeshResult(sizes, errors_of(tensors_of_step(c, inputs, sizes), oracle)))
-    wrong = [result.sizes for result in results if result.failures]
+        errors = errors_of(tensors_of_step(c, inputs, sizes), oracle)
+        tensor = max(errors, key=errors.get)
+        largest = max(largest, (errors[tensor], f"{tensor} on {mesh_name(sizes)}"))
+        if failures := [tensor for tensor, error in errors.items() if error > TOLERANCE]:
+            wrong.append(sizes)
+            lines.append(
+                f"DIFFERS on {mesh_name(sizes)}: the first tensor that differs is the {failures[0]}, by "
+                f"{errors[failures[0]]:.1e} (limit {TOLERANCE:.0e}); {len(failures)} of {len(errors)} tensors differ."
+            )
     # Nothing within the schedule of stages can be compared. Where devices have one entry each, a trace may differ.
-    best = min(wrong, key=lambda sizes: (sizes["p"], max(sizes.values())), default=None)
-    return results, causes(c, inputs, best) if best else []
-
-
-def differences(results: list[MeshResult]) -> list[str]:
-    """Lines on the meshes that differ from one device."""
-    return [
-        f"DIFFERS on {mesh_name(result.sizes)}: the first tensor that differs is the {result.failures[0]}, by "
-        f"{result.errors[result.failures[0]]:.1e} (limit {TOLERANCE:.0e}); {len(result.failures)} of "
-        f"{len(result.errors)} tensors differ."
-        for result in results
-        if result.failures
-    ]
-
-
-def largest_difference(results: list[MeshResult]) -> str:
-    """The number of tensors, and the one that differs most, with its mesh."""
-    pairs = [(error, tensor, result.sizes) for result in results for tensor, error in result.errors.items()]
-    error, tensor, sizes = max(pairs, key=lambda pair: pair[0])
-    which = f"{error:.1e}, of the {tensor} on {mesh_name(sizes)}"
-    return f"{len(results[0].errors)} tensors; the largest difference is {which}"
+    if wrong:
+        lines += causes(c, inputs, min(wrong, key=lambda sizes: (sizes["p"], max(sizes.values()))))
+    return f"{len(oracle)} tensors; the largest difference is {largest[0]:.1e}, of the {largest[1]}", lines

@@ -4,11 +4,10 @@ The step is traced on the mesh and on one device. The proof says of which whole 
 both programs run in f64, equation by equation, and give back what each equation computes.
 """
 
-import dataclasses
 import linecache
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -76,17 +75,18 @@ def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         return np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.nan_to_num(np.abs(a - b), nan=np.inf))
 
 
-@dataclasses.dataclass
-class First:
-    """The first value of a step, in program order, that differs from one device.
+class First(NamedTuple):
+    """The first value of a step, in the order in which it runs, that differs from one device.
 
     Attributes:
+        order: when it is computed.
         place: `file.py:line` of the code that computes it.
         operation: name of the primitive.
         turns: the turn of each loop around it.
         error: the largest difference, over the largest entry on one device.
     """
 
+    order: list[int]
     place: str
     operation: str
     turns: tuple[int, ...]
@@ -138,11 +138,10 @@ def first_difference(here: Traced, there: Traced) -> tuple[list[str], First | No
         scale = by_turn(np.where(np.isfinite(exact), np.abs(np.float64(exact)), 0), axes, loops)
         for turn in np.argwhere(error > np.maximum(TOLERANCE * scale, AMPLIFIED * noise)):
             turns = tuple(map(int, turn))
-            order = executed(note, turns)
-            if first is None or order < first[0]:
-                relative = float(error[turns] / scale[turns]) if scale[turns] else float(error[turns])
-                first = order, First(eq.place(), eq.name, turns, relative)
-    return list(map(str, found)), first and first[1]
+            relative = float(error[turns] / (scale[turns] or 1.0))
+            this = First(executed(note, turns), eq.place(), eq.name, turns, relative)
+            first = this if first is None else min(first, this)
+    return list(map(str, found)), first
 
 
 def _values(traced: Traced, replay: Rerun, times: int) -> list[list[np.ndarray]]:
@@ -170,17 +169,11 @@ def causes(c: Config, inputs: Inputs, sizes: Mesh) -> list[str]:
     except Different as different:
         return [f"on {mesh_name(sizes)}, {different.place}: {different}"]
     if first is not None:
-        turns = "".join(f", turn {i}" for i in first.turns)
+        turns, (file, _, line) = "".join(f", turn {i}" for i in first.turns), first.place.rpartition(":")
         found.append(
             f"the first value that differs is made by {first.operation} at {first.place}{turns}, by {first.error:.1e}"
-            f"\n    {_line_at(first.place)}"
+            f"\n    {linecache.getline(file, int(line)).strip() if line.isdecimal() else ''}"
         )
     elif not found and sizes["p"] > 1:
         found.append("all is as with one device for each stage: the cause is the schedule, or depends on their number")
     return [f"on {mesh_name(sizes)}, {text}" for text in found]
-
-
-def _line_at(place: str) -> str:
-    """The line of the source at `file.py:line`."""
-    file, _, line = place.rpartition(":")
-    return linecache.getline(file, int(line)).strip() if line.isdecimal() else ""
