@@ -3,8 +3,8 @@
     python -m tools.checkpoint run=runs/<name>
     python -m tools.checkpoint action=verify run=runs/<name>
 
-`list` reads the manifests. `verify` reads every file and compares it with the checksums of the manifest. Both name what
-is damaged, and end with status 1 if something is. To copy or delete a checkpoint, copy or delete its directory.
+`list` reads the manifests. `verify` reads every chunk and compares it with its checksum there. Both name what is
+damaged, and end with status 1 if something is. To copy or delete a checkpoint, copy or delete its directory.
 """
 
 import dataclasses

@@ -26,20 +26,18 @@ from shardwright.run.checkpoint_arrays import (
     copy_to_host,
     named_leaves,
     read_arrays,
-    start_copies,
     write_arrays,
 )
 from shardwright.run.manifest import (
     DTYPES,
+    Checksums,
     Damaged,
     Index,
     SavedArray,
     commit,
     directory_of,
-    metadata_files,
     read_manifest,
     saved_arrays,
-    with_checksums,
 )
 from shardwright.run.stores import MANIFEST, Store, agreed, in_parallel
 from shardwright.settings.differences import config_differences
@@ -134,7 +132,6 @@ class Checkpointer:
             OSError: the previous save failed.
         """
         self.wait()
-        directory_of(step)
         leaves = named_leaves(state)
         for name, leaf in leaves.items():
             if str(leaf.dtype) not in DTYPES:
@@ -142,7 +139,7 @@ class Checkpointer:
                     f"cannot save {name!r}: zarr readers do not share a {leaf.dtype} type. "
                     f"Keep it as one of {', '.join(sorted(DTYPES))} (jax.random.key_data turns keys into integers)."
                 )
-        shards = start_copies(leaves)
+            leaf.copy_to_host_async()
         try:
             # On the main thread, where every process issues its collectives in the same order. It costs nothing: the
             # copies below have to wait for the running step anyway.
@@ -152,7 +149,7 @@ class Checkpointer:
             self._saving = concurrent.futures.Future()
             self._saving.set_exception(self._not_saved(step, error))
             return
-        arrays = copy_to_host(leaves, shards, orders)
+        arrays = copy_to_host(leaves, orders)
         self._saving = self._executor.submit(self._write, step, arrays, metadata)
 
     @pause("waiting for a checkpoint to be written")
@@ -203,12 +200,6 @@ class Checkpointer:
             raise ValueError(f"no complete checkpoint of step {step} in {self.store.url}; there are {self.steps()}.")
         return manifest
 
-    def probe(self) -> None:
-        """Writes a file and removes it again. Raises OSError, with the place, if that is not possible."""
-        key = f".probe-{jax.process_index()}"
-        self.store.write(key, b"")
-        self.store.write(key, None)
-
     def remove_leftovers(self) -> None:
         """Removes what killed and failed saves left. One process calls this. What cannot be removed is told."""
         for name, done in self.store.directories().items():
@@ -234,7 +225,7 @@ class Checkpointer:
         self.store.remove(name)  # or this save fails: what is there would be taken for a part of it
 
     def verify(self, step: int) -> list[str]:
-        """Reads all of a checkpoint. Returns a sentence for each part that is damaged: none if it is whole.
+        """Reads all chunks of a checkpoint. Returns a sentence for each that is damaged: none if it is whole.
 
         Raises OSError if the store fails, ValueError if there is no such checkpoint, or none that this program reads.
         """
@@ -251,15 +242,11 @@ class Checkpointer:
                 return str(error)
             return ""
 
-        # Other programs read these files. This one does not: all that they say is in the manifest.
-        files = metadata_files(arrays).items()
-        changed = [key for key, text in files if self.store.read(f"{directory}/{key}") != text.encode()]
-        problems = [f"{key} is missing, or not what was written." for key in changed]
         jobs = []
         for array in arrays:
             stored = StoredArray(self.store, directory, array)
             jobs += [functools.partial(problem_of, stored, index) for index in np.ndindex(array.grid)]
-        return problems + [problem for problem in in_parallel(jobs) if problem]
+        return [problem for problem in in_parallel(jobs) if problem]
 
     def set_aside(self, steps: Iterable[int]) -> str:
         """Moves checkpoints, damaged or not, into a place of checkpoints of their own. Returns it."""
@@ -293,12 +280,12 @@ class Checkpointer:
             self._tell_others(directory, {"written": written})
             self._await(directory, [0], lambda: self.store.read(f"{directory}/{MANIFEST}") is not None)
             return
-        others = self._await(directory, range(1, jax.process_count()))
-        whole = with_checksums([saved for saved, _ in arrays], [written, *others])
-        for process in range(1, jax.process_count()):
+        others = range(1, jax.process_count())
+        written |= self._await(directory, others)
+        for process in others:
             self.store.write(f"{directory}/.written-{process}", None)
         self.check_owner()
-        commit(self.store, step, whole, metadata)
+        commit(self.store, step, [saved for saved, _ in arrays], written, metadata)
 
     def _tell_others(self, directory: str, content: dict) -> None:
         self.store.write(f"{directory}/.written-{jax.process_index()}", json.dumps(content).encode())
@@ -309,27 +296,29 @@ class Checkpointer:
             "if there are any, stay as they are."
         )
 
-    def _await(self, directory: str, processes: Iterable[int], done: Callable[[], bool] = lambda: False) -> list[dict]:
+    def _await(self, directory: str, processes: Iterable[int], done: Callable[[], bool] = lambda: False) -> Checksums:
         """What these processes wrote, or nothing once `done`.
 
         A barrier made of files. A collective on this background thread could come between the collectives of the
         training step in another order on each host, and hang them all.
         """
-        deadline = time.monotonic() + COMMIT_TIMEOUT_S
-        found: dict[int, dict] = {process: {} for process in processes}
-        while not (done() or all(found.values())):
-            for process in [process for process, content in found.items() if not content]:
+        deadline, missing, written = time.monotonic() + COMMIT_TIMEOUT_S, {*processes}, {}
+        while missing and not done():
+            for process in sorted(missing):
                 content = self.store.read(f"{directory}/.written-{process}")
-                found[process] = {} if content is None else json.loads(content)
-                if "failed" in found[process]:
-                    raise OSError(f"another process failed to write its part: {found[process]['failed']}")
+                if content is not None:
+                    found = json.loads(content)
+                    if "failed" in found:
+                        raise OSError(f"another process failed to write its part: {found['failed']}")
+                    written |= found["written"]
+                    missing.remove(process)
             if time.monotonic() > deadline:
                 raise OSError(
                     f"the other processes did not finish within {COMMIT_TIMEOUT_S:g} s. "
                     "Is the directory on a file system that all hosts share?"
                 )
             time.sleep(0.2 if self.store.path else 1.0)
-        return [content["written"] for content in found.values() if content]
+        return written
 
 
 def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[Checkpointer, int]:

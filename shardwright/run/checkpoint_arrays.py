@@ -5,7 +5,6 @@ The format is specified in docs/pytree-zarr-checkpoint.md.
 
 import collections
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -76,23 +75,14 @@ def _chunk_shape(leaf: jax.Array, order: LayerOrder | None) -> tuple[int, ...]:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
-def start_copies(leaves: dict[str, jax.Array]) -> dict[str, list[jax.Shard]]:
-    """Shards of each leaf that this process saves, with their copies to the host started."""
-    own = lambda leaf: [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
-    shards = {name: own(leaf) for name, leaf in leaves.items()}
-    for shard in itertools.chain(*shards.values()):
-        shard.data.copy_to_host_async()
-    return shards
-
-
-def copy_to_host(leaves: dict[str, jax.Array], shards: dict[str, list[jax.Shard]], orders: Orders) -> list[Part]:
-    """The arrays, each with the chunks in the shards that `start_copies` began to copy."""
+def copy_to_host(leaves: dict[str, jax.Array], orders: Orders) -> list[Part]:
+    """The arrays, each with the chunks in the shards that this process saves. Waits for them."""
     arrays = []
     for name, leaf in leaves.items():
         order = orders.get(name)
         saved = SavedArray(name, leaf.shape, str(leaf.dtype), _chunk_shape(leaf, order))
         chunks: dict[Index, np.ndarray] = {}
-        for shard in shards[name]:
+        for shard in [shard for shard in leaf.addressable_shards if shard.replica_id == 0]:
             # On a CPU device this is a reference to the buffer, not a copy. While it lives, JAX does not let a step
             # take over the buffer that it was donated: the step gets a copy.
             values = np.asarray(shard.data)
@@ -102,22 +92,17 @@ def copy_to_host(leaves: dict[str, jax.Array], shards: dict[str, list[jax.Shard]
     return arrays
 
 
-def write_arrays(store: Store, directory: str, arrays: list[Part]) -> dict[str, Checksums]:
-    """Writes this process's chunks of the arrays, each at once to the disk. Returns their checksums by array.
+def write_arrays(store: Store, directory: str, arrays: list[Part]) -> Checksums:
+    """Writes this process's chunks of the arrays, each at once to the disk. Returns their checksums.
 
     Raises OSError, with the array's name, once all writing has ended.
     """
-    written: dict[str, Checksums] = {saved.name: [] for saved, _ in arrays}
-
-    def write(stored: StoredArray, index: Index, values: np.ndarray) -> None:
-        written[stored.saved.name].append((index, stored.write(index, values)))
-
     jobs = []
     for saved, chunks in arrays:
         stored = StoredArray(store, directory, saved)
-        jobs += [functools.partial(write, stored, index, values) for index, values in chunks.items()]
-    in_parallel(jobs)
-    store.sync(f"{directory}/{saved.key(index)}" for saved, chunks in arrays for index in chunks)
+        jobs += [functools.partial(stored.write, index, values) for index, values in chunks.items()]
+    written = dict(in_parallel(jobs))
+    store.sync(f"{directory}/{key}" for key in written)
     return written
 
 
@@ -144,11 +129,11 @@ class StoredArray:
         }
         self._array = ts.open(spec, open=True, assume_metadata=True).result()
 
-    def write(self, index: Index, values: np.ndarray) -> int:
-        """Writes a chunk. Returns its checksum. Raises OSError, with the array's name."""
+    def write(self, index: Index, values: np.ndarray) -> tuple[str, int]:
+        """Writes a chunk. Returns the key of its file, and its checksum. Raises OSError, with the array's name."""
         try:
             self._array[self.saved.box(index)].write(values, can_reference_source_data_indefinitely=True).result()
-            return self._checksum(index)
+            return self.saved.key(index), self._checksum(index)
         except STORE_ERRORS as error:
             raise OSError(f"writing the array {self.saved.name!r} failed: {error}.") from error
 

@@ -35,8 +35,8 @@ Index = tuple[int, ...]
 """Index of a chunk in the grid of the chunks of an array."""
 Box = tuple[slice, ...]
 """A region of an array, with bounds."""
-Checksums = list[tuple[Index, int]]
-"""The crc32c of chunks of an array."""
+Checksums = dict[str, int]
+"""The crc32c of each chunk, by the key of its file in the checkpoint."""
 _ARRAY = {"shape": [int], "dtype": str, "chunk_shape": [int], "crc32c": str}
 _ATTRIBUTES = {"step": int, "saved_at": str, "arrays": {str: _ARRAY}, "metadata": dict}
 """Types of the attributes, for check_types."""
@@ -107,9 +107,7 @@ class SavedArray(NamedTuple):
 
 
 def directory_of(step: int) -> str:
-    """Name of the directory of a checkpoint. Raises ValueError for a step out of range."""
-    if not 0 <= step < 10**10:
-        raise ValueError(f"step {step} is outside 0 … 9,999,999,999.")
+    """Name of the directory of a checkpoint."""
     return f"{step:010}"
 
 
@@ -118,58 +116,37 @@ def _group(attributes: Mapping[str, Any]) -> str:
     return json.dumps(group, indent=1, allow_nan=False) + "\n"
 
 
-def metadata_files(arrays: Iterable[SavedArray]) -> dict[str, str]:
-    """Content of each zarr.json of a checkpoint but the manifest, by its key in the checkpoint."""
-    files = {f"{array.name}/zarr.json": json.dumps(array.metadata) + "\n" for array in arrays}
-    groups = {str(parent) for name in files for parent in PurePosixPath(name).parents[1:]} - {"."}
-    return files | {f"{group}/zarr.json": _group({}) for group in groups}
-
-
 def _digest(attributes: Mapping[str, Any]) -> str:
     kept = {key: value for key, value in attributes.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def with_checksums(arrays: Iterable[SavedArray], written: Iterable[Mapping[str, Checksums]]) -> list[SavedArray]:
-    """The arrays with their checksums. Raises OSError if a chunk has none.
-
-    Args:
-        arrays: all arrays.
-        written: what write_arrays returned in each process.
-    """
-    parts, whole = list(written), []
-    for array in arrays:
-        found = {tuple(index): checksum for part in parts for index, checksum in part[array.name]}
-        if found.keys() != {*np.ndindex(array.grid)}:
-            raise OSError(f"the array {array.name!r} has chunks that no process wrote.")
-        whole.append(array._replace(checksums=found))
-    return whole
-
-
-def commit(store: Store, step: int, arrays: list[SavedArray], metadata: Any) -> None:
+def commit(store: Store, step: int, arrays: list[SavedArray], written: Checksums, metadata: Any) -> None:
     """Turns the chunks in the directory of a step into a checkpoint: writes all metadata, and the manifest last.
 
     Args:
         store: where the checkpoints are.
         step: the step.
-        arrays: all arrays, with their checksums.
+        arrays: all arrays.
+        written: what write_arrays returned, of all processes.
         metadata: what the program adds to the manifest.
 
     Raises:
-        OSError: the store failed.
+        OSError: the store failed, or no process wrote a chunk.
     """
-    directory, files = directory_of(step), metadata_files(arrays)
-    in_parallel([functools.partial(store.write, f"{directory}/{key}", text.encode()) for key, text in files.items()])
-    store.sync([f"{directory}/{key}" for key in files])
-    entries = {
-        array.name: {
-            "shape": array.shape,
-            "dtype": array.dtype,
-            "chunk_shape": array.chunk,
-            "crc32c": "".join(f"{array.checksums[index]:08x}" for index in np.ndindex(array.grid)),
-        }
-        for array in arrays
-    }
+    directory, files, entries = directory_of(step), {}, {}
+    for array in arrays:
+        keys = [array.key(index) for index in np.ndindex(array.grid)]
+        if lost := [key for key in keys if key not in written]:
+            raise OSError(f"no process wrote {lost[0]}.")
+        checksums = "".join(f"{written[key]:08x}" for key in keys)
+        entries[array.name] = {"shape": array.shape, "dtype": array.dtype, "chunk_shape": array.chunk}
+        entries[array.name]["crc32c"] = checksums
+        files[f"{directory}/{array.name}/zarr.json"] = json.dumps(array.metadata) + "\n"
+        for group in PurePosixPath(array.name).parents[:-1]:
+            files[f"{directory}/{group}/zarr.json"] = _group({})
+    in_parallel([functools.partial(store.write, key, text.encode()) for key, text in files.items()])
+    store.sync(files)
     attributes = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
@@ -206,20 +183,19 @@ def read_manifest(store: Store, step: int) -> dict | None:
     if content is None:
         return None
     try:
-        manifest = parse_object(where, content, {"attributes": {"format": str, "format_version": int}})["attributes"]
-        known = manifest["format"] == FORMAT and manifest["format_version"] in VERSIONS
-        if (known or "sha256" in manifest) and manifest["sha256"] != _digest(manifest):
+        manifest = parse_object(where, content, {"attributes": {"format_version": int, "sha256": str}})["attributes"]
+        if manifest["sha256"] != _digest(manifest):
             raise ValueError("its own checksum differs")
-        if known:
+        version = manifest["format_version"]
+        if version in VERSIONS:
             check_types("its attributes", manifest, _ATTRIBUTES, "")
             saved_arrays(manifest)
             if manifest["step"] != step:
                 raise ValueError(f"it is of step {manifest['step']}: another checkpoint was copied over it")
-    except (ValueError, KeyError, ZeroDivisionError) as error:
+            return manifest
+    except (ValueError, ZeroDivisionError) as error:
         raise Damaged(f"{where} is not the manifest that was written ({error!r}).") from error
-    if not known:
-        raise ValueError(
-            f"{where} is of format {manifest['format']!r} version {manifest['format_version']!r}; this program reads "
-            f"{FORMAT!r} versions {VERSIONS}. Restore it with the version of the program that wrote it."
-        )
-    return manifest
+    raise ValueError(
+        f"{where} is of version {version}; this program reads the versions {VERSIONS}. Restore it with the version of "
+        "the program that wrote it."
+    )

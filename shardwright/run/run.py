@@ -167,7 +167,6 @@ class Run:
             place = self.checkpoints.set_aside(later)
             tell(f"WARNING    going on from step {self.start}; the checkpoints {later} are moved to {place}")
         if not self.is_over:
-            self.checkpoints.probe()
             self.checkpoints.remove_leftovers()
 
     def _restored(self, init: Callable[[jax.Array], Any], State: Any) -> Any:

@@ -261,7 +261,7 @@ class Drill(RuleBasedStateMachine):
             self.patch.setattr(Store, name, self.failing.wrapped(getattr(Store, name)))
         rmtree = self.failing.wrapped(shutil.rmtree)
         self.patch.setattr(stores, "shutil", types.SimpleNamespace(rmtree=rmtree))
-        self.saved, self.damaged, self.described, self.next = set(), set(), set(), 1
+        self.saved, self.damaged, self.next = set(), set(), 1
 
     def teardown(self):
         self.patch.undo()
@@ -314,7 +314,7 @@ class Drill(RuleBasedStateMachine):
         step = data.draw(some.sampled_from(whole))
         directory = self.place / f"{step:010}"
         manifest = directory / "zarr.json"
-        files = sorted(path for path in directory.rglob("*") if path.is_file() and path != manifest)
+        files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != "zarr.json")
         # One without a manifest is a leftover.
         files += [] if how in ("remove", "exchange") else [manifest]
         path = manifest if how == "edit" else data.draw(some.sampled_from(files))
@@ -336,8 +336,7 @@ class Drill(RuleBasedStateMachine):
             return
         else:
             path.write_bytes(text[how])
-        # What the manifest says too is not read there.
-        (self.described if path.name == "zarr.json" and path != manifest else self.damaged).add(step)
+        self.damaged.add(step)
 
     @precondition(lambda self: self.checkpoints.steps())
     @rule(data=some.data())
@@ -366,7 +365,7 @@ class Drill(RuleBasedStateMachine):
                 assert problems
             else:
                 assert step not in self.damaged
-                assert bool(problems) == (step in self.described)
+                assert not problems
         with contextlib.suppress(ValueError):  # none is whole
             found = choose_checkpoint(self.checkpoints, None, dict.fromkeys(self.damaged, ""))
             assert (found and found[0]) == max(whole, default=None)
@@ -400,7 +399,7 @@ def test_what_fills_the_disk_is_told_and_leaves_nothing_visible(tmp_path):
 def test_a_checkpoint_of_a_later_version_is_told(tmp_path, monkeypatch):
     monkeypatch.setattr(manifest, "FORMAT_VERSION", 4)
     save(tmp_path)
-    with pytest.raises(ValueError, match=r"version 4; this program reads .* versions \(2, 3\)\."):
+    with pytest.raises(ValueError, match=r"version 4; this program reads the versions \(2, 3\)\."):
         Checkpointer(tmp_path).metadata(3)
 
 
@@ -423,16 +422,10 @@ def test_every_array_that_does_not_fit_is_named(tmp_path):
     )
 
 
-@pytest.mark.parametrize(
-    ("step", "state", "message"),
-    [
-        (0, {"w": jnp.ones(3, jnp.float8_e5m2)}, "cannot save 'w': zarr readers do not share a float8_e5m2 type"),
-        (-1, {"w": jnp.ones(3)}, "step -1 is outside"),
-    ],
-)
-def test_what_cannot_be_saved_is_named(tmp_path, step, state, message):
-    with Checkpointer(tmp_path) as checkpointer, pytest.raises(ValueError, match=message):
-        checkpointer.save(step, state, {})
+def test_what_cannot_be_saved_is_named(tmp_path):
+    refused = pytest.raises(ValueError, match="cannot save 'w': zarr readers do not share a float8_e5m2 type")
+    with Checkpointer(tmp_path) as checkpointer, refused:
+        checkpointer.save(0, {"w": jnp.ones(3, jnp.float8_e5m2)}, {})
     assert list(tmp_path.iterdir()) == []
 
 
