@@ -5,48 +5,10 @@ Only this module knows that order. Checkpoints have every stack in the order of 
 
 import dataclasses
 import functools
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from shardlib.schedules import Stages
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class LayerOrder:
-    """Order of the rows of a stack of layers at rest, if it is not that of the layers.
-
-    Attributes:
-        layer_of_row: i32, the layer of each row.
-    """
-
-    layer_of_row: np.ndarray
-
-    @functools.cached_property
-    def row_of_layer(self) -> np.ndarray:
-        """The row of each layer."""
-        return np.argsort(self.layer_of_row)
-
-    def to_rows(self, x: Any, **options: Any) -> Any:
-        """x[layers, …] as rows at rest: a NumPy array, or a jax.Array with `options` of its `.at[…].get`."""
-        return _taken(x, self.layer_of_row, options)
-
-    def to_layers(self, x: Any, **options: Any) -> Any:
-        """x[rows, …] in the order of the layers. `x` and `options` are as for `to_rows`."""
-        return _taken(x, self.row_of_layer, options)
-
-    def consecutive(self, rows: slice) -> list[tuple[slice, slice]]:
-        """Groups of consecutive layers in `rows`: the layers of each, and its rows counted from the first of `rows`."""
-        start, stop, _ = rows.indices(len(self.layer_of_row))
-        own = self.layer_of_row[start:stop]
-        ends = [i for i in range(1, len(own)) if own[i] != own[i - 1] + 1]
-        groups = zip([0, *ends], [*ends, len(own)], strict=True)
-        return [(slice(int(own[a]), int(own[a]) + b - a), slice(a, b)) for a, b in groups]
-
-
-def _taken(x: Any, rows: np.ndarray, options: dict[str, Any]) -> Any:
-    return x[rows] if isinstance(x, np.ndarray) else x.at[jnp.asarray(rows)].get(**options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,10 +43,10 @@ class LayerPlacement:
         return (first[..., None] + np.arange(self.chunk_rows, dtype=np.int32)).reshape(self.p, -1)
 
     @property
-    def order(self) -> LayerOrder | None:
-        """Order of the rows of a stack at rest; None if it is that of the layers."""
+    def order(self) -> np.ndarray | None:
+        """The layer of each row of a stack at rest, i32; None if that is the order of the layers."""
         rows = self.rows.reshape(-1)
-        return None if np.array_equal(rows, np.arange(len(rows))) else LayerOrder(rows)
+        return None if np.array_equal(rows, np.arange(len(rows))) else rows
 
 
 def place_layers(layers: int, stages: Stages, period: int = 1) -> LayerPlacement:
@@ -106,3 +68,11 @@ def place_layers(layers: int, stages: Stages, period: int = 1) -> LayerPlacement
             f"another number of layers, or p or virtual_stages whose product divides {layers}."
         )
     return LayerPlacement(stages, layers // (p * v))
+
+
+def consecutive(order: np.ndarray, rows: slice) -> list[tuple[slice, slice]]:
+    """Groups of consecutive layers in `rows`: the layers of each, and its rows counted from the first of `rows`."""
+    own = order[rows]
+    ends = [i for i in range(1, len(own)) if own[i] != own[i - 1] + 1]
+    groups = zip([0, *ends], [*ends, len(own)], strict=True)
+    return [(slice(int(own[a]), int(own[a]) + b - a), slice(a, b)) for a, b in groups]

@@ -182,37 +182,24 @@ class _Opaque:
     axes: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     origin: OpName = dataclasses.field(default=OpName(), metadata={"static": True})
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape on one device."""
-        return self._value.shape
-
-    @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return self._value.ndim
-
-    @property
-    def dtype(self):
-        """Dtype of the value."""
-        return self._value.dtype
-
     def astype(self, dtype):
         """The same value in another dtype."""
         return dataclasses.replace(self, _value=self._value.astype(dtype))
 
     def __getattr__(self, name: str):
+        if name in ("shape", "ndim", "dtype"):  # on one device
+            return getattr(self._value, name)
         # For `x.sum()`, `x.T` and the like. Python itself (copy, pickle) must get an AttributeError.
         if name.startswith("__"):
             raise AttributeError(name)
-        raise _NoAttribute(f".{name} was read from {describe(self)}{self._made_by()}", self.remedy())
+        raise _NoAttribute(f".{name} was read from {self._with_origin()}", self.remedy())
 
-    def _made_by(self) -> str:
+    def _with_origin(self) -> str:
         origin = str.__str__(self.origin)
-        return f", made by {origin}" if origin else ""
+        return f"{describe(self)}, made by {origin}" if origin else describe(self)
 
     def _reject(self, what: str):
-        raise ShardError(f"{what} was given {describe(self)}{self._made_by()}", self.remedy())
+        raise ShardError(f"{what} was given {self._with_origin()}", self.remedy())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({describe(self)})"
@@ -315,8 +302,8 @@ class Partial(_Opaque):
         self._reject_with(operator, factor, f"{rule} {', '.join(self.axes)}")
 
     def _reject_with(self, operator: str, other, rule: str):
-        values = f"{describe(self)}{self._made_by()}, and {describe(other)}"
-        raise ShardError(f"{operator} was given {values}", f"{rule}: {self.remedy()}")
+        problem = f"{operator} was given {self._with_origin()}, and {describe(other)}"
+        raise ShardError(problem, f"{rule}: {self.remedy()}")
 
 
 WITHOUT_COPY = (
@@ -354,14 +341,14 @@ def unwrap(value: Partial | Copy) -> Any:
 
 def describe(value) -> str:
     """Dtype, shape and axes of a value, for error messages: `f32[4,8] {varying over d, t}`."""
-    if isinstance(value, Partial):
-        return f"{_array_text(value)}, a partial sum over {', '.join(value.axes)}"
-    if isinstance(value, Copy):
-        return f"{_array_text(value)}, a copy on each device of {', '.join(value.axes)}"
     if not hasattr(value, "shape") or not hasattr(value, "dtype"):
         kind = type(value).__name__
         return f"{kind} {value!r}" if isinstance(value, int | float | str | None) else f"a {kind}"
-    text = _array_text(value)
+    name = jnp.dtype(value.dtype).name
+    text = f"{SHORT_DTYPES.get(name, name)}[{','.join(map(str, value.shape))}]"
+    if is_opaque(value):
+        kind = "a partial sum over" if isinstance(value, Partial) else "a copy on each device of"
+        return f"{text}, {kind} {', '.join(value.axes)}"
     if inside_shard_map():
         kind = jax.typeof(value).manual_axis_type
         return f"{text} {states_text(kind.varying, kind.reduced, kind.unreduced)}"
@@ -374,11 +361,6 @@ def states_text(varying: Iterable[str], gathered: Iterable[str], unreduced: Iter
     states = {"varying": varying, "gathered": gathered, "unreduced": unreduced}
     texts = [f"{word} over {', '.join(sort_axes(axes))}" for word, axes in states.items() if axes]
     return f"{{{'; '.join(texts) or 'the same on every device'}}}"
-
-
-def _array_text(value) -> str:
-    name = jnp.dtype(value.dtype).name
-    return f"{SHORT_DTYPES.get(name, name)}[{','.join(map(str, value.shape))}]"
 
 
 # ---- shardings of whole arrays, outside of shard_map ------------------------------------------------------------

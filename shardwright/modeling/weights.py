@@ -9,12 +9,12 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_extra import TRUNCATED_NORMAL_STD, fold_in_str
 from shardlib.array_types import ABSENT, ArrayType, arrays_of
 from shardlib.parsing import PIPELINE_AXIS
-from shardlib.placement import LayerOrder
 from shardlib.shardtypes import make_shardings
 from shardlib.values import devices_along, mesh_axes
 
@@ -106,7 +106,7 @@ def is_stack(array: ArrayType) -> bool:
     return bool(array.spec.dims) and array.spec.dims[0].axes == (PIPELINE_AXIS,)
 
 
-def initialize(table, key: jax.Array, order: LayerOrder | None = None):
+def initialize(table, key: jax.Array, order: np.ndarray | None = None):
     """Fresh weights by `table`, each block generated on the device that holds it. Under jit.
 
     The values depend on the key and the name of each weight, not on the mesh.
@@ -114,7 +114,7 @@ def initialize(table, key: jax.Array, order: LayerOrder | None = None):
     Args:
         table: a Weight for each array.
         key: random key.
-        order: order of the rows in stacks of layers at rest; None if row i is layer i.
+        order: the layer of each row in stacks of layers at rest; None if row i is layer i.
 
     Raises:
         ValueError: as check_table.
@@ -130,7 +130,7 @@ def initialize(table, key: jax.Array, order: LayerOrder | None = None):
             x = weight.mean + noise * (weight.std / TRUNCATED_NORMAL_STD)
         else:
             x = jnp.full(shape, weight.mean, jnp.float32, out_sharding=generated)
-        return order.to_rows(x, out_sharding=sharding) if reorder else x
+        return x.at[order].get(out_sharding=sharding) if reorder else x
 
     shardings = make_shardings(type(table), like=shapes_of(table))
     return jax.tree_util.tree_map_with_path(array, table, shardings, are_stacks(table))

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import tensorstore as ts
 
-from shardlib.placement import LayerOrder
+from shardlib.placement import consecutive
 from shardwright.run.manifest import ANOTHER, CHECKSUM_BYTES, Box, Checksums, Damaged, Index, SavedArray
 from shardwright.run.stores import STORE_ERRORS, Store, in_parallel
 
@@ -23,7 +23,7 @@ CHUNK_BYTES = 2**28
 MOST_PIECES = 64
 Part = tuple[SavedArray, Mapping[Index, np.ndarray]]
 """An array to be written, and the chunks of it that this process has."""
-Orders = Mapping[str, LayerOrder]
+Orders = Mapping[str, np.ndarray]
 NO_ORDERS: Orders = MappingProxyType({})
 
 
@@ -50,21 +50,21 @@ def _within(box: Box, outer: Box) -> Box:
     return tuple(slice(at.start - o.start, at.stop - o.start) for at, o in zip(box, outer, strict=True))
 
 
-def _stored_regions(index: Sequence[slice], shape: Sequence[int], order: LayerOrder | None) -> list[tuple[Box, Any]]:
+def _stored_regions(index: Sequence[slice], shape: Sequence[int], order: np.ndarray | None) -> list[tuple[Box, Any]]:
     """Regions of the array on disk that a device's part of a leaf consists of, each with its rows in that part."""
     box = _bounded(index, shape)
     if order is None:
         return [(box, ...)]
-    return [((layers, *box[1:]), rows) for layers, rows in order.consecutive(index[0])]
+    return [((layers, *box[1:]), rows) for layers, rows in consecutive(order, index[0])]
 
 
-def _chunk_shape(leaf: jax.Array, order: LayerOrder | None) -> tuple[int, ...]:
+def _chunk_shape(leaf: jax.Array, order: np.ndarray | None) -> tuple[int, ...]:
     """Shape of the chunks: of a shard, or of one of up to MOST_PIECES equal parts of it where it is large."""
     chunk = [max(1, size) for size in leaf.sharding.shard_shape(leaf.shape)]
     if order is not None:
         # No chunk may be shared by two processes: both would write it.
         indices = leaf.sharding.devices_indices_map(leaf.shape).values()
-        layers = [layers for index in indices for layers, _ in order.consecutive(index[0])]
+        layers = [layers for index in indices for layers, _ in consecutive(order, index[0])]
         chunk[0] = math.gcd(*(edge for at in layers for edge in (at.start, at.stop)))
     if chunk:
         least = -(-math.prod(chunk) * leaf.dtype.itemsize // CHUNK_BYTES)

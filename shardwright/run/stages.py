@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from shardlib import pipeline, shardops
@@ -15,7 +16,7 @@ from shardlib.array_types import ABSENT, arrays_of
 from shardlib.op_checks import varying
 from shardlib.parsing import PIPELINE_AXIS
 from shardlib.pipeline import StagedLoss
-from shardlib.placement import LayerOrder, LayerPlacement, place_layers
+from shardlib.placement import LayerPlacement, place_layers
 from shardlib.schedules import Orders, forwards, in_a_ring, schedule_of, stages_of
 from shardlib.shardtypes import Array, f32, make_shardings, typed_shard_map
 from shardlib.tick_tables import TickTable, tick_table
@@ -108,7 +109,7 @@ def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
     return initialize(model.table, key, placement_of(c, model).order)
 
 
-def stack_orders(placement: LayerPlacement, kind: Any, like: Any) -> dict[str, LayerOrder]:
+def stack_orders(placement: LayerPlacement, kind: Any, like: Any) -> dict[str, np.ndarray]:
     """Orders of the stacks in `like`, of type `kind`, by name in a checkpoint. Empty where it is that of the layers."""
     if placement.order is None:
         return {}
@@ -139,7 +140,7 @@ def without_stages(weights: Any, placement: LayerPlacement, mesh: jax.sharding.M
 
     @jax.jit
     def in_order(x):
-        return order.to_layers(x, out_sharding=PartitionSpec(None, *jax.typeof(x).sharding.spec[1:]))
+        return x.at[np.argsort(order)].get(out_sharding=PartitionSpec(None, *jax.typeof(x).sharding.spec[1:]))
 
     with jax.set_mesh(mesh):
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), weights)

@@ -123,8 +123,7 @@ def in_layer_order(tree, order):
     """`tree`, State or weights on the host, with its stacks in the order of the layers."""
     if order is None:
         return tree
-    layer_of_row = order.layer_of_row
-    rows = [int(np.flatnonzero(layer_of_row == layer)[0]) for layer in range(layer_of_row.max() + 1)]
+    rows = [int(np.flatnonzero(order == layer)[0]) for layer in range(order.max() + 1)]
     if isinstance(tree, train.State):
         parts = (in_layer_order(getattr(tree, f.name), order) for f in dataclasses.fields(tree))
         return train.State(*parts)
@@ -323,20 +322,12 @@ def scans_of(jaxpr):
 def test_rows_of_chunks():
     even = place_layers(8, in_a_ring(2, 2))
     assert even.rows.tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert even.order.layer_of_row.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
+    assert even.order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7]
     assert place_layers(8, in_a_ring(4, 1)).order is None
     down_and_up = place_layers(8, ((0, 3), (1, 2)))
     assert down_and_up.rows.tolist() == [[0, 1, 6, 7], [2, 3, 4, 5]]
     with pytest.raises(ValueError, match=r"12 layers do not divide into 4 equal stages .*, each a multiple of 2"):
         place_layers(12, in_a_ring(2, 2), period=2)
-
-
-@pytest.mark.parametrize("of", [np.asarray, jnp.asarray])
-def test_an_order_of_rows_and_back(of):
-    order = place_layers(4, ((0, 3), (1, 2))).order
-    rows = order.to_rows(of(np.arange(1.0, 5.0, dtype=np.float32)))
-    np.testing.assert_array_equal(rows, [1, 4, 2, 3])
-    np.testing.assert_array_equal(order.to_layers(rows), [1, 2, 3, 4])
 
 
 @pytest.mark.parametrize(

@@ -69,13 +69,13 @@ def in_order(c: Config, tree: Any) -> Any:
     They are host arrays.
     """
     order = placement_of(c, load_model(c.model)).order
-    return tree if order is None else _map_stacks(order.to_layers, tree)
+    return tree if order is None else _map_stacks(lambda x: x[np.argsort(order)], tree)
 
 
 def at_rest(c: Config, tree: Any) -> Any:
     """Reverses `in_order`."""
     order = placement_of(c, load_model(c.model)).order
-    return tree if order is None else _map_stacks(order.to_rows, tree)
+    return tree if order is None else _map_stacks(lambda x: x[order], tree)
 
 
 def _map_stacks(fn: Any, tree: Any) -> Any:
