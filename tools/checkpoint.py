@@ -43,27 +43,24 @@ def run(config: Settings) -> None:
     checkpoints, step = find_checkpoint(config.run)
     with checkpoints:
         steps = [step] if config.run.rstrip("/").endswith(directory_of(step)) else checkpoints.steps()
-        whole = [(_list if config.action == "list" else _verify)(checkpoints, step) for step in steps]
+        whole = [_show(checkpoints, step, config.action == "verify") for step in steps]
     if not all(whole):
         sys.exit(1)
 
 
-def _list(checkpoints: Checkpointer, step: int) -> bool:
+def _show(checkpoints: Checkpointer, step: int, is_read: bool) -> bool:
+    """Prints what is known of a checkpoint. Returns whether nothing is damaged."""
     try:
         manifest = checkpoints.manifest(step)
+        size = sum(array.file_bytes for array in saved_arrays(manifest).values())
+        print(shown(f"{step:>10}  {manifest['saved_at']:20}  {size / 2**20:12,.1f} MiB"), end="", flush=True)
+        problems = checkpoints.verify(step) if is_read else []
     except Damaged as error:
-        print(shown(f"{step:>10}  DAMAGED: {error}"))
-        return False
-    size = sum(array.file_bytes for array in saved_arrays(manifest).values())
-    print(shown(f"{step:>10}  {manifest['saved_at']:20}  {size / 2**20:12,.1f} MiB"))
-    return True
-
-
-def _verify(checkpoints: Checkpointer, step: int) -> bool:
-    problems = checkpoints.verify(step)
-    print(f"{step:>10}  {'DAMAGED:' if problems else 'whole'}", flush=True)
+        print(f"{step:>10}", end="")
+        problems = [str(error)]
+    print("  whole" if is_read and not problems else "")
     for problem in problems:
-        print(shown(f"            {problem}"))
+        print(shown(f"            DAMAGED: {problem}"))
     return not problems
 
 

@@ -2,7 +2,6 @@
 
     python -m tools.compiled_step run=runs/<name>
     python -m tools.compiled_step run=runs/<name> output=step.svg
-    python -m tools.compiled_step run=runs/<name> output=step.json
 
 Reads what the run wrote of its step, or any other optimized HLO text. No devices are needed. docs/performance.md
 explains the output.
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from shardwright.compiled.files import read_step, write_json, write_whole
+from shardwright.compiled.files import read_step, write_whole
 from shardwright.compiled.picture import draw
 from shardwright.compiled.table import as_text, read_table
 from shardwright.settings.program import run_program
@@ -28,13 +27,13 @@ class Settings:
     run: str = MISSING
     """Directory of a run, of which the newest compiled step is shown; or an optimized HLO text (.txt)."""
     output: str | None = None
-    """The file to write: .svg for the picture, .json for the table. Null: the table is printed."""
+    """The .svg file to write, a picture. Null: the table is printed."""
 
 
 def run(config: Settings) -> None:
     """Prints or writes what is known of the step."""
-    if config.output is not None and Path(config.output).suffix not in (".svg", ".json"):
-        raise ValueError(f"output is {config.output}; its name must end in .svg or .json.")
+    if config.output is not None and Path(config.output).suffix != ".svg":
+        raise ValueError(f"output is {config.output}; its name must end in .svg.")
     given = Path(config.run)
     texts = sorted(given.glob("training_step_optimized_hlo_*.txt")) if given.is_dir() else [given]
     if not texts or not texts[-1].exists():
@@ -45,14 +44,9 @@ def run(config: Settings) -> None:
         table = read_table(written) if written.exists() else read_step(texts[-1])
     if config.output is None:
         print(shown(as_text(table, shutil.get_terminal_size((10_000, 0)).columns)))
-        return
-    output = Path(config.output)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    if output.suffix == ".json":
-        write_json(output, table.as_data())
     else:
-        write_whole(output, draw(table))
-    print(f"written: {output}")
+        write_whole(Path(config.output), draw(table))
+        print(f"written: {config.output}")
 
 
 if __name__ == "__main__":

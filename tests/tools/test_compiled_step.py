@@ -1,5 +1,3 @@
-import json
-
 import pytest
 from hlo_texts import TEXT
 
@@ -36,14 +34,12 @@ def test_a_picture(directory, capsys):
     run(Settings(run=str(text), output=str(directory / "out" / "step.svg")))
     assert (directory / "out" / "step.svg").read_text().startswith("<svg ")
     assert capsys.readouterr().out == f"written: {directory / 'out' / 'step.svg'}\n"
-    run(Settings(run=str(text), output=str(directory / "step.json")))
-    assert any(row["line"] == "train.py:20" for row in json.loads((directory / "step.json").read_text())["rows"])
 
 
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({"run": "{}", "output": "a.png"}, "output is a.png; its name must end in .svg or .json"),
+        ({"run": "{}", "output": "a.png"}, "output is a.png; its name must end in .svg"),
         ({"run": "{}/empty"}, "empty: there is no training_step_optimized_hlo_<date>.txt"),
         (
             {"run": "{}/training_step_optimized_hlo_2026_01_01_00_00_00.txt"},

@@ -38,8 +38,8 @@ def _in_an_empty_directory(tmp_path, monkeypatch):
 
 
 def chart_lines(*overrides, width=100):
-    """The chart alone: the lines after the first blank one, without the legend."""
-    return printed(*overrides, width=width).split("\n\n")[1].splitlines()[:-1]
+    """The chart alone: the lines before the first blank one, without the legend."""
+    return printed(*overrides, width=width).split("\n\n")[0].splitlines()[:-1]
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,4 @@ def figure(panel: Panel) -> Markup:
 
 def write(c: Comparison, output: Path) -> None:
     """Writes the page. A reader sees the old file or the new."""
-    content = page(c)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(output, content)
+    write_whole(output, page(c))

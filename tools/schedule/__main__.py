@@ -21,6 +21,7 @@ from rich.text import Text
 
 from shardlib.schedules import CHUNKS, schedule_of
 from shardlib.tick_tables import Costs, Timeline, simulate, tick_table
+from shardwright.compiled.files import write_whole
 from shardwright.settings.program import run_program
 from shardwright.settings.words import for_console, picture_of
 from shardwright_data.checks import within
@@ -71,34 +72,20 @@ def simulated(config: Settings) -> list[tuple[str, Timeline]]:
     return found
 
 
-# ---- terminal -----------------------------------------------------------------------------------------------------
-
-
-def show(name: str, timeline: Timeline, console: Console) -> None:
-    """Prints the chart of one schedule, and a line for each device."""
-    table = timeline.table
-    p, m, v = len(table.stages), 1 + int(table.columns["forward_microbatch"].max()), len(table.stages[0])
-    count = lambda n, noun, plural="s": f"{n} {noun}{'' if n == 1 else plural}"
-    parts = [count(p, "device"), count(m, "microbatch", "es")]
-    parts += [count(v, "chunk") + " each"] * (v > 1)
-    facts = f"{count(len(timeline.ticks), 'tick')} · time {timeline.total:.4g} · bubble {timeline.bubble:.1%}"
+def show(results: Sequence[tuple[str, Timeline]], console: Console) -> None:
+    """Prints a line for each schedule; before it, of a single one, the chart, and a line for each device."""
     write = lambda line="": console.print(line, soft_wrap=True, no_wrap=True, crop=False)
-    write(Text(name, style="bold"))
-    write(Text(f"{', '.join(parts)} · {facts}\n"))
-    for line in draw(timeline, console.width):
-        write(line)
-    write()
-    devices, alive = _table(["device", "stages", "busy", "alive at most"]), timeline.most_alive()
-    for device, stages in enumerate(table.stages):
-        busy = sum(span.end - span.start for span in timeline.spans[device]) / (timeline.total or 1.0)
-        devices.add_row(str(device), " ".join(map(str, stages)), f"{busy:.1%}", str(alive[device]))
-    console.print(devices)
-    halves = f", kept for weights {table.kept}" * table.halves
-    slots = f"\nSlots in the buffers of a device: arrivals {table.arrivals}, residuals {table.residuals}{halves}"
-    write(Text(for_console(slots, console)))
-
-
-def show_comparison(results: Sequence[tuple[str, Timeline]], console: Console) -> None:
+    if len(results) == 1:
+        ((_, timeline),) = results
+        for line in draw(timeline, console.width):
+            write(line)
+        devices, alive = _table(["device", "stages", "busy", "alive"]), timeline.most_alive()
+        for device, stages in enumerate(timeline.table.stages):
+            busy = sum(span.end - span.start for span in timeline.spans[device]) / (timeline.total or 1.0)
+            devices.add_row(str(device), " ".join(map(str, stages)), f"{busy:.1%}", str(alive[device]))
+        write()
+        console.print(devices)
+        write()
     table = _table(["schedule", "v", "time", "bubble", "ticks", "alive", "slots"])
     table.columns[0].justify = "left"
     for name, t in results:
@@ -119,9 +106,6 @@ def _table(headers: Sequence[str]) -> Table:
     return table
 
 
-# ---- main ---------------------------------------------------------------------------------------------------------
-
-
 def run(config: Settings, console: Console | None = None) -> None:
     """Prints the schedules, and writes a picture of that if there is an `output`.
 
@@ -132,17 +116,12 @@ def run(config: Settings, console: Console | None = None) -> None:
     if config.output is not None and Path(config.output).suffix != ".svg":
         raise ValueError(f"output is {config.output}; its name must end in .svg.")
     results = simulated(config)
-    picture = Console(record=True, width=_PICTURE_COLUMNS, file=io.StringIO(), force_terminal=True)
-    for target in [console] if config.output is None else [console, picture]:
-        if len(results) == 1:
-            show(*results[0], target)
-        else:
-            show_comparison(results, target)
+    show(results, console)
     if config.output is not None:
-        output = Path(config.output)
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(picture_of(picture, ", ".join(name for name, _ in results)), encoding="utf-8")
-        console.print(Text(for_console(f"\nPicture: {output}", console)), soft_wrap=True)
+        picture = Console(record=True, width=_PICTURE_COLUMNS, file=io.StringIO(), force_terminal=True)
+        show(results, picture)
+        write_whole(Path(config.output), picture_of(picture, ", ".join(name for name, _ in results)))
+        console.print(Text(for_console(f"\nPicture: {config.output}", console)), soft_wrap=True)
 
 
 if __name__ == "__main__":

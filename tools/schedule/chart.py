@@ -3,19 +3,17 @@
 import math
 from collections.abc import Iterator
 
-from rich.style import Style
 from rich.text import Text
 
 from shardlib.tick_tables import Timeline
 
 # Blue, orange and grey can be told apart by everybody. The other chunks of a device have lighter ones.
-_COLOURS = {
-    "forward": ("#1f5fa8 on #ffffff", "#8cbeec on #20252b"),
-    "backward": ("#c95a0c on #ffffff", "#fabe78 on #20252b"),
-    "weights": ("#606870 on #ffffff", "#acb2b8 on #20252b"),
+_TASKS = {
+    "forward": (">)]}", "#ffffff on #1f5fa8", "#20252b on #8cbeec"),
+    "backward": ("<([{", "#ffffff on #c95a0c", "#20252b on #fabe78"),
+    "weights": ("+#%&", "#ffffff on #606870", "#20252b on #acb2b8"),
 }
-# By chunk; all chunks from the last sign on share it.
-_SIGNS = {"forward": ">)]}", "backward": "<([{", "weights": "+#%&"}
+"""Signs by chunk, of which all chunks from the last one on share it; style of the first chunk, and of the others."""
 _IDLE = "·"
 _MOST_PANELS = 8
 
@@ -27,9 +25,8 @@ def draw(timeline: Timeline, width: int) -> Iterator[Text]:
     can be read without colours.
     """
     stages = timeline.table.stages
-    p, v = len(stages), len(stages[0])
     drawn = [(device, span) for device, spans in enumerate(timeline.spans) for span in spans if span.end > span.start]
-    margin = len(str(p - 1)) + 2
+    margin = len(str(len(stages) - 1)) + 2
     room = max(20, width - margin)
     lengths = [span.end - span.start for _, span in drawn] or [1.0]
     # The shortest box has room for its label, if it is not so short that all others would be long.
@@ -37,14 +34,13 @@ def draw(timeline: Timeline, width: int) -> Iterator[Text]:
     digits = len(str(timeline.table.columns["forward_microbatch"].max()))
     scale = min((digits + 1) / shortest, _MOST_PANELS * room / (timeline.total or 1.0))
     column = lambda time: round(time * scale)
-    lines = [[(_IDLE, Style(dim=True))] * column(timeline.total) for _ in range(p)]
+    lines = [[(_IDLE, "dim")] * column(timeline.total) for _ in stages]
     for device, span in drawn:
         line, label, first, last = lines[device], str(span.microbatch), column(span.start), column(span.end)
-        chunk = stages[device].index(span.stage)
-        line[first:last] = [(_sign(span.kind, chunk), _style(span.kind, chunk))] * (last - first)
+        sign, style = _task(span.kind, stages[device].index(span.stage))
+        line[first:last] = [(sign, style)] * (last - first)
         if first + len(label) <= last:
-            for i, digit in enumerate(label, first):
-                line[i] = digit, line[i][1] + Style(bold=True)
+            line[first : first + len(label)] = [(digit, f"bold {style}") for digit in label]
     start, length = 0, column(timeline.total)
     breaks = [*map(column, timeline.ticks), length]  # no task is cut there
     while start < length:
@@ -53,17 +49,13 @@ def draw(timeline: Timeline, width: int) -> Iterator[Text]:
         for device, line in enumerate(lines):
             yield Text.assemble((f"{device:>{margin - 2}}  ", "bold"), *line[start:end])
         start = end
-    names = {span.kind for _, span in drawn}
-    yield _legend([name for name in _SIGNS if name in names], v)
+    yield _legend({span.kind for _, span in drawn}, len(stages[0]))
 
 
-def _sign(name: str, chunk: int) -> str:
-    return _SIGNS[name][min(chunk, len(_SIGNS[name]) - 1)]
-
-
-def _style(name: str, chunk: int) -> Style:
-    background, ink = _COLOURS[name][chunk > 0].split(" on ")
-    return Style(color=ink, bgcolor=background)
+def _task(kind: str, chunk: int) -> tuple[str, str]:
+    """Sign and style of a task."""
+    signs, first, others = _TASKS[kind]
+    return signs[min(chunk, len(signs) - 1)], others if chunk else first
 
 
 def _ruler(timeline: Timeline, scale: float, start: int, end: int) -> str:
@@ -81,11 +73,11 @@ def _ruler(timeline: Timeline, scale: float, start: int, end: int) -> str:
     return "".join(signs)
 
 
-def _legend(names: list[str], v: int) -> Text:
+def _legend(kinds: set[str], v: int) -> Text:
     line = Text("")
-    for name in names:
-        line.append(f"{name} ")
-        for chunk in range(v):
-            line.append(f"0{_sign(name, chunk)}", _style(name, chunk)).append(" ")
+    for kind in (kind for kind in _TASKS if kind in kinds):
+        line.append(f"{kind} ")
+        for sign, style in (_task(kind, chunk) for chunk in range(v)):
+            line.append(f"0{sign}", style).append(" ")
         line.append("  ")
     return line.append(f"idle {_IDLE}   number: microbatch")
