@@ -1,14 +1,14 @@
 """The text of an optimized HLO program, as `jax.stages.Compiled.as_text` prints it, as data. Does not import JAX.
 
-XLA prints the source lines of an operation in one of two ways: in its own metadata (source_file, source_line), or as
-the number of a stack frame, with tables of frames before the first computation.
+An operation has the number of a stack frame. Tables before the first computation have the source line of each frame.
 """
 
+import collections
 import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -117,7 +117,6 @@ class Program:
         mesh: number of devices along each axis, which `with_mesh` wrote before the text. Empty without it.
         computations: by name.
         entry: the computation that runs.
-        files: paths of the source files that it names.
     """
 
     name: str
@@ -125,12 +124,6 @@ class Program:
     mesh: dict[str, int]
     computations: dict[str, Computation]
     entry: Computation
-    files: tuple[str, ...]
-
-    def instructions(self) -> Iterator[Instruction]:
-        """All of them, those of fusions and loops too."""
-        for computation in self.computations.values():
-            yield from computation.instructions.values()
 
 
 def with_mesh(text: str, mesh: Mapping[str, int]) -> str:
@@ -140,114 +133,64 @@ def with_mesh(text: str, mesh: Mapping[str, int]) -> str:
 
 def parse(text: str) -> Program:
     """The program of an HLO text. Raises ValueError for a text that is none."""
-    heading = re.search(r"^HloModule ([\w.\-]+)", text, re.MULTILINE)
+    heading = re.search(r"^HloModule ([\w.\-]+)(?:.* num_partitions=(\d+))?", text, re.MULTILINE)
     if heading is None:
         raise ValueError('this is no text of an HLO program: it has no line that begins with "HloModule".')
     comment = re.match(r"// mesh ((?:\w+=\d+ ?)*)\n", text)
     mesh = {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", comment[1])} if comment else {}
-    partitions = re.search(r"num_partitions=(\d+)", text[heading.start() : text.find("\n", heading.start())])
-    stacks, computations, entry, files = _Stacks(text), {}, None, {}
-    instructions: dict[str, Instruction] | None = None
-    for line in text.splitlines():
-        if instructions is None:
-            if head := _HEAD.match(line):
-                instructions, name, is_entry = {}, head[2], bool(head[1])
-        elif line.startswith("}"):
-            if instructions:
-                computations[name] = Computation(name, instructions)
-                entry = computations[name] if is_entry else entry
-            instructions = None
-        elif instruction := _instruction(line, stacks):
-            instructions[instruction.name] = instruction
-            files.update(dict.fromkeys(frame.file for frame in instruction.frames))
+    stacks, computations, entry = _stacks(text), {}, None
+    for is_entry, name, body in _COMPUTATION.findall(text):
+        parsed = [_instruction(found, stacks) for found in _INSTRUCTION.finditer(body)]
+        computations[name] = Computation(name, {instruction.name: instruction for instruction in parsed})
+        entry = computations[name] if is_entry else entry
     if entry is None:
         raise ValueError("the text of the HLO program has no ENTRY computation, or ends before its end.")
-    return Program(heading[1], int(partitions[1]) if partitions else 1, mesh, computations, entry, tuple(files))
+    return Program(heading[1], int(heading[2] or 1), mesh, computations, entry)
 
 
-_HEAD = re.compile(r"(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{$")
-_NAME = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\([^\n]*)?\{\n(.*?)^\}", re.MULTILINE | re.DOTALL)
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*?)\)(.*)$", re.MULTILINE)
 _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,<=]*)\]")
-_OPCODE = re.compile(r"\s*([a-z][\w\-]*)\(")
 
 
-def _closing(text: str, start: int) -> int:
-    """Position of the bracket that closes the one at `start`; the last one if none does."""
-    depth = 0
-    for found in re.compile(r"[()]").finditer(text, start):
-        depth += 1 if found[0] == "(" else -1
-        if depth == 0:
-            return found.start()
-    return len(text) - 1
-
-
-def _instruction(line: str, stacks: "_Stacks") -> Instruction | None:
-    name = _NAME.match(line)
-    if name is None:
-        return None
-    start = name.end()
-    end = _closing(line, start) + 1 if line[start : start + 1] == "(" else line.find(" ", start)
-    opcode = _OPCODE.match(line, end)
-    if opcode is None:
-        return None
-    shapes = tuple(
-        Shape(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size))
-        for dtype, dims in _ARRAY.findall(line[start:end])
-    )
-    close = _closing(line, opcode.end() - 1)
-    inside = line[opcode.end() : close]
-    if "%" in inside:
-        operands = re.findall(r"%([\w.\-]+)", inside)
-    elif opcode[1] == "constant":
-        operands = []
-    else:
-        operands = [part.split()[-1] for part in re.sub(r"/\*.*?\*/", "", inside).split(",") if part.strip()]
-    attributes = line[close + 1 :]
+def _instruction(found: re.Match[str], stacks: Mapping[str, tuple[Frame, ...]]) -> Instruction:
+    is_root, name, types, opcode, operands, attributes = found.groups()
     op_name = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', attributes)
+    stack = re.search(r"\bstack_frame_id=(\d+)", attributes)
     return Instruction(
-        name=name[2],
-        opcode=opcode[1],
-        shapes=shapes,
-        operands=tuple(operands),
+        name=name,
+        opcode=opcode,
+        shapes=tuple(
+            Shape(dtype, tuple(int(size.lstrip("<=")) for size in dims.split(",") if size))
+            for dtype, dims in _ARRAY.findall(types)
+        ),
+        operands=tuple(re.findall(r"([\w.\-]+)(?=, |$)", operands)),
         attributes=attributes,
-        is_root=bool(name[1]),
+        is_root=bool(is_root),
         op_name=op_name[1] if op_name else "",
-        frames=stacks.of(attributes),
+        frames=stacks.get(stack[1], ()) if stack else (),
     )
 
 
-class _Stacks:
-    """The frames of a program: of its tables, or of the metadata of an instruction."""
-
-    def __init__(self, text: str):
-        tables = {title: table for title, _, table in (part.partition("\n") for part in text.split("\n\n", 5))}
-        names = lambda title: dict(re.findall(r'^(\d+) "(.*)"$', tables.get(title, ""), re.MULTILINE))
-        rows = lambda title: {
-            number: dict(re.findall(r"(\w+)=(\d+)", fields))
-            for number, fields in re.findall(r"^(\d+) \{(.*)\}$", tables.get(title, ""), re.MULTILINE)
-        }
-        files, functions, frames = names("FileNames"), names("FunctionNames"), rows("StackFrames")
-        self._places = {
-            number: Frame(files[x["file_name_id"]], int(x["line"]), functions.get(x["function_name_id"], ""))
-            for number, x in rows("FileLocations").items()
-            if x["file_name_id"] in files
-        }
-        # XLA prints the number of the parent, or one more, so that 1 is no parent.
-        shift = int(any(frame.get("parent_frame_id") == number for number, frame in frames.items()))
-        parents = {number: str(int(frame.get("parent_frame_id", 0)) - shift) for number, frame in frames.items()}
-        self._frames = {number: (frame["file_location_id"], parents[number]) for number, frame in frames.items()}
-
-    def of(self, attributes: str) -> tuple[Frame, ...]:
-        if number := re.search(r"\bstack_frame_id=(\d+)", attributes):
-            return self._stack(number[1])
-        file, line = re.search(r'\bsource_file="([^"]*)"', attributes), re.search(r"\bsource_line=(\d+)", attributes)
-        return (Frame(file[1], int(line[1]), ""),) if file and line else ()
-
-    @functools.cache  # noqa: B019 (it lives as long as the text is parsed)
-    def _stack(self, number: str) -> tuple[Frame, ...]:
-        found, seen = [], set()
-        while number in self._frames and number not in seen:
-            seen.add(number)
-            place, number = self._frames[number]
-            found += [self._places[place]] if place in self._places else []
-        return tuple(found)
+def _stacks(text: str) -> dict[str, tuple[Frame, ...]]:
+    """The frame of each number and those around it, innermost first."""
+    tables = {title: table for title, _, table in (part.partition("\n") for part in text.split("\n\n", 5))}
+    names = lambda title: dict(re.findall(r'^(\d+) "(.*)"$', tables.get(title, ""), re.MULTILINE))
+    rows = lambda title: {
+        number: collections.defaultdict(str, re.findall(r"(\w+)=(\d+)", fields))
+        for number, fields in re.findall(r"^(\d+) \{(.*)\}$", tables.get(title, ""), re.MULTILINE)
+    }
+    files, functions, frames = names("FileNames"), names("FunctionNames"), rows("StackFrames")
+    places = {
+        number: Frame(files[x["file_name_id"]], int(x["line"] or 0), functions.get(x["function_name_id"], ""))
+        for number, x in rows("FileLocations").items()
+        if x["file_name_id"] in files
+    }
+    # XLA prints the number of the parent, or one more, so that 1 is no parent.
+    shift = int(any(frame["parent_frame_id"] == number for number, frame in frames.items()))
+    found: dict[str, tuple[Frame, ...]] = {}
+    for number, frame in frames.items():  # a parent is before its children
+        outer = found.get(str(int(frame["parent_frame_id"] or 0) - shift), ())
+        place = places.get(frame["file_location_id"])
+        found[number] = (place, *outer) if place else outer
+    return found

@@ -9,6 +9,20 @@ from shardwright.compiled.hlo import Computation, Frame, Instruction, Program
 WITHOUT_LINE = "without a line"
 _HELPERS = ("jax_extra.py",)
 _LIBRARY = "shardlib"
+_NEVER = ("parameter", "constant", "while", "conditional", "tuple", "get-tuple-element", "iota", "partition-id")
+"""Opcodes whose line says nothing of their neighbours."""
+
+
+def phase_of(op_name: str) -> str:
+    """The part of automatic differentiation that an operation belongs to.
+
+    "forward", "backward", "again" for what the backward pass computes again of the forward pass, or "" for others.
+    """
+    if "rematted_computation" in op_name:
+        return "again"
+    if "transpose(" in op_name:
+        return "backward"
+    return "forward" if "jvp(" in op_name else ""
 
 
 class CallSite(NamedTuple):
@@ -35,21 +49,17 @@ class Places:
 
     def __init__(self, program: Program):
         self._program = program
-        libraries = [PurePath(file).parent.parent for file in program.files if PurePath(file).parent.name == _LIBRARY]
+        instructions = (i for computation in program.computations.values() for i in computation.instructions.values())
+        files = dict.fromkeys(frame.file for instruction in instructions for frame in instruction.frames)
+        libraries = [PurePath(file).parent.parent for file in files if PurePath(file).parent.name == _LIBRARY]
         self.root = str(libraries[0]) if libraries else ""
-        self._users = {file: self._is_users(file) for file in program.files}
-
-    def _is_users(self, file: str) -> bool:
-        inside = self.relative(file)
-        return not (inside.startswith(f"{_LIBRARY}/") or inside in _HELPERS or is_installed(file))
-
-    def relative(self, file: str) -> str:
-        """The path as it is shown."""
-        return file.removeprefix(f"{self.root}/") if self.root else file
+        shown = {file: file.removeprefix(f"{self.root}/") if self.root else file for file in files}
+        ours = (f"{_LIBRARY}/", *_HELPERS)
+        self._users = {file: path for file, path in shown.items() if not (path.startswith(ours) or is_installed(file))}
 
     def of_frames(self, frames: tuple[Frame, ...]) -> str | None:
         """The innermost line of a user's file, as shardlib.places has it."""
-        return next((f"{self.relative(x.file)}:{x.line}" for x in frames if self._users[x.file]), None)
+        return next((f"{self._users[x.file]}:{x.line}" for x in frames if x.file in self._users), None)
 
     def of_instruction(self, instruction: Instruction) -> CallSite:
         """Where the instruction itself says that it comes from."""
@@ -62,14 +72,13 @@ class Places:
         XLA drops the name of some operations that it rewrites, such as batched matmuls on CPUs, and gives them the line
         of the whole loop. The line then is the one of an operation that reads it, or that it reads.
         """
-        found = self._own(instruction)
-        if found is None:
-            readers = computation.readers.get(instruction.name, ())
-            sources = [computation.instructions.get(name) for name in instruction.operands]
-            for neighbour in [*readers, *sources]:
-                if neighbour and neighbour.opcode not in _NEVER and (found := self._own(neighbour)):
-                    return CallSite(f"~{found.line}", found.op_name)
-        return found or CallSite(None, "")
+        if found := self._own(instruction):
+            return found
+        sources = (computation.instructions.get(name) for name in instruction.operands)
+        for neighbour in [*computation.readers.get(instruction.name, ()), *sources]:
+            if neighbour and neighbour.opcode not in _NEVER and (found := self._own(neighbour)):
+                return CallSite(f"~{found.line}", found.op_name)
+        return CallSite(None, "")
 
     def _own(self, instruction: Instruction) -> CallSite | None:
         inside = []
@@ -78,25 +87,5 @@ class Places:
                 inside += reversed(self._program.computations[name].instructions.values())
         # A fusion with a matmul is that matmul, though it may end with another operation.
         heavy = [other for other in inside if other.opcode in ("dot", "convolution")]
-        for candidate in [*heavy, instruction, *inside]:
-            if candidate.op_name and candidate.opcode not in _NEVER and (line := self.of_frames(candidate.frames)):
-                return CallSite(line, candidate.op_name)
-            if heavy and candidate is heavy[-1]:
-                return None
-        return None
-
-
-_NEVER = ("parameter", "constant", "while", "conditional", "tuple", "get-tuple-element", "iota", "partition-id")
-"""Opcodes whose line says nothing of their neighbours."""
-
-
-def phase_of(op_name: str) -> str:
-    """The part of automatic differentiation that an operation belongs to.
-
-    "forward", "backward", "again" for what the backward pass computes again of the forward pass, or "" for others.
-    """
-    if "rematted_computation" in op_name:
-        return "again"
-    if "transpose(" in op_name:
-        return "backward"
-    return "forward" if "jvp(" in op_name else ""
+        candidates = (self.of_instruction(i) for i in heavy or [instruction, *inside] if i.opcode not in _NEVER)
+        return next((found for found in candidates if found.line), None)

@@ -1,16 +1,16 @@
 """The reading of a compiled step by source line: what each communicates, multiplies, keeps for the backward pass."""
 
 import collections
-import dataclasses
 import functools
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from shardwright.compiled.flow import Flow
 from shardwright.compiled.hlo import Computation, Instruction, Program
 from shardwright.compiled.lines import WITHOUT_LINE, Places, phase_of
-from shardwright.compiled.operations import NO_WORK, Work, collective, matmul
+from shardwright.compiled.operations import NO_WORK, Work, works_of
 from shardwright.compiled.table import Row, Section, Table, around
 from shardwright_data.foreign import read_text
 
@@ -23,141 +23,97 @@ def describe(program: Program, newest: float = 0) -> Table:
     return _Walk(program).table(newest)
 
 
-@dataclasses.dataclass
-class _Line:
-    """What a source line does in one section and one phase."""
-
-    section: int
-    name: str
-    phase: str
-    work: collections.Counter[Work] = dataclasses.field(default_factory=collections.Counter)
-
-
 class _Walk:
     def __init__(self, program: Program):
         self.program, self.places = program, Places(program)
         self.sections: list[Section] = []
-        self.items: list[list[_Line | int]] = []  # of each section, in the order of the program
+        # Of each section, in the order of the program: the work of a line in a phase, and the sections within it.
+        self.items: list[dict[Any, collections.Counter[Work] | None]] = []
         self.section_of: dict[str, int] = {}  # of each computation
-        self.owner: dict[str, _Line | int] = {}  # of each instruction: its line, or the section of a loop
+        self.line_of: dict[str, str | None] = {}  # of each instruction
         self.communicating: set[str] = set()  # instructions
-        self.lines: dict[tuple, _Line] = {}
 
     def table(self, newest: float) -> Table:
         program = self.program
         name = program.name.removeprefix("jit_")
-        self.fill(self.open("program", name, 1, -1), program.entry)
-        self.add_kept()
-        lines = [*self.in_order(0)]
-        rows = [row for line in lines for row in self.rows(line)]
-        line_of = {i: owner.name if isinstance(owner, _Line) else None for i, owner in self.owner.items()}
-        source = _source(self.places.root, {line.name.removeprefix("~") for line in lines}, newest)
-        return Table(name, program.devices, program.mesh, self.sections, rows, source, line_of, self.communicating)
+        self.fill(self.open(Section("program", name, 1, -1)), program.entry)
+        flow = Flow(program, self.places)
+        for computation in [*self.section_of]:
+            for array in flow.kept(program.computations[computation]):
+                work = self.work(self.section_of[array.computation], array.line, "forward")
+                work[Work("kept", str(array.shape), array.shape.bytes, array.shape.dtype)] += 1
+        rows = [*self.rows(0)]
+        source = _source(self.places.root, {row.line.removeprefix("~") for row in rows}, newest)
+        of_operations = self.line_of, self.communicating
+        return Table(name, program.devices, program.mesh, self.sections, rows, source, *of_operations)
 
-    def open(self, kind: str, title: str, turns: int | None, parent: int) -> int:
+    def open(self, section: Section) -> int:
         """Number of a new section."""
-        self.sections.append(Section(kind, title, turns, parent))
-        self.items.append([])
-        return len(self.sections) - 1
+        number = len(self.sections)
+        self.sections.append(section)
+        self.items.append({})
+        if number:
+            self.items[section.parent][number] = None
+        return number
 
-    def line(self, section: int, name: str | None, phase: str) -> _Line:
-        key = section, name or WITHOUT_LINE, phase
-        if key not in self.lines:
-            self.lines[key] = _Line(*key)
-            self.items[section].append(self.lines[key])
-        return self.lines[key]
+    def work(self, section: int, line: str | None, phase: str) -> collections.Counter[Work]:
+        """What a line does in a section and a phase, to add to."""
+        return self.items[section].setdefault((line or WITHOUT_LINE, phase), collections.Counter())
 
     def fill(self, section: int, computation: Computation) -> None:
         """Puts the operations of a computation into a section, by line."""
         self.section_of[computation.name] = section
         for instruction in computation.instructions.values():
-            if instruction.opcode.endswith(("-done", "-update")) and instruction.operands[0] in self.owner:
-                self.owner[instruction.name] = self.owner[instruction.operands[0]]
-                if instruction.operands[0] in self.communicating:
+            opcode, called = instruction.opcode, [self.program.computations[name] for name in instruction.called]
+            if opcode.endswith(("-done", "-update")) and (begun := instruction.operands[0]) in self.line_of:
+                self.line_of[instruction.name] = self.line_of[begun]
+                if begun in self.communicating:
                     self.communicating.add(instruction.name)
-            elif instruction.opcode == "while":
-                loop = self.open("loop", _title(instruction), instruction.turns, section)
-                self.fill_child(loop, instruction.called[-1], instruction)
-            elif instruction.opcode == "conditional":
-                for name in instruction.called:
-                    branch = self.open("branch", f"on condition, in {_function(instruction)}", None, section)
-                    self.fill_child(branch, name, instruction)
-            elif instruction.opcode == "call":
-                self.owner[instruction.name] = section
-                for name in instruction.called:
-                    self.fill(section, self.program.computations[name])
-            elif instruction.opcode not in NO_WORK:
+            elif opcode in ("while", "conditional", "call"):
+                self.line_of[instruction.name] = None
+                for inside in called[-1:] if opcode == "while" else called:
+                    self.fill(section if opcode == "call" else self.open(_section(instruction, section)), inside)
+            elif opcode not in NO_WORK:
                 self.add(section, computation, instruction)
-
-    def fill_child(self, child: int, name: str, instruction: Instruction) -> None:
-        self.owner[instruction.name] = child
-        self.fill(child, self.program.computations[name])
-        if self.items[child]:
-            self.items[self.sections[child].parent].append(child)
 
     def add(self, section: int, computation: Computation, instruction: Instruction) -> None:
         """Adds an operation to the line that it comes from."""
         origin = self.places.of(computation, instruction)
-        line = self.line(section, origin.line, origin.phase)
-        self.owner[instruction.name] = line
-        found = [(computation, instruction)]
-        if instruction.opcode in ("fusion", "async-start"):
-            for name in instruction.called:
-                inside = self.program.computations[name]
-                found += [(inside, other) for other in inside.instructions.values()]
-        communicated = [work for part in found if (work := collective(self.program, *part))]
-        if instruction.opcode == "async-start":  # what it starts is in the computation that it calls, too
-            communicated = communicated[:1]
-        multiplied = [work for part in found if (work := matmul(*part))]
-        line.work.update(communicated + multiplied or [Work("other", "", 0)])
-        if communicated:
+        works = works_of(self.program, computation, instruction)
+        self.work(section, origin.line, origin.phase).update(works or [Work("other", "", 0)])
+        self.line_of[instruction.name] = origin.line or WITHOUT_LINE
+        if any(work.kind == "collective" for work in works):
             self.communicating.add(instruction.name)
 
-    def add_kept(self) -> None:
-        for array in Flow(self.program, self.places).kept([*map(self.program.computations.get, self.section_of)]):
-            line = self.owner.get(array.maker)
-            if array.body is not None:
-                line = self.line(self.section_of[array.body], array.line, "forward")
-            elif isinstance(line, int):
-                line = self.line(line, array.line, "forward")
-            if line and array.reader in self.owner:
-                line.work[Work("kept", str(array.shape), array.shape.bytes, array.shape.dtype)] += 1
-
-    def in_order(self, section: int) -> Iterator[_Line]:
-        for item in self.items[section]:
-            if isinstance(item, int):
-                yield from self.in_order(item)
-            else:
-                yield item
-
-    def rows(self, line: _Line) -> list[Row]:
-        outer = [self.sections[number] for number in around(self.sections, line.section)[1:]]
+    def rows(self, number: int) -> Iterator[Row]:
+        """The rows of a section and of those within it."""
+        outer = [self.sections[i] for i in around(self.sections, number)[1:]]
         # A loop of unknown length counts once, a branch always.
         turns = math.prod(section.turns or 1 for section in outer if section.kind == "loop")
-        where = " > ".join(section.title for section in outer if section.kind != "branch") or "outside of loops"
-        where += ", again" if line.phase == "again" else ""
+        place = " > ".join(section.title for section in outer if section.kind != "branch") or "outside of loops"
         sometimes = any(section.kind == "branch" for section in outer)
-        return [
-            Row(
-                *(line.name, where, line.section, line.phase, *work),
-                *(count, 1 if work.kind == "kept" else turns, sometimes and work.kind != "kept"),
-            )
-            for work, count in line.work.items()
-        ]
+        for item, works in self.items[number].items():
+            if works is None:
+                yield from self.rows(item)
+                continue
+            line, phase = item
+            where = f"{place}, again" if phase == "again" else place
+            for work, count in works.items():
+                kept = work.kind == "kept"
+                often = (count, 1 if kept else turns, sometimes and not kept)
+                yield Row(line, where, number, phase, *work, *often)
 
 
-def _title(loop: Instruction) -> str:
-    """What a loop goes over: layers or microbatches, or where it is written."""
-    function, phase = _function(loop), phase_of(loop.op_name)
-    direction = "backward" if phase == "again" else phase
-    what = _LOOPS.get(function) or f"loop in {function or 'a function'}"
-    return f"{what}, {direction}" if direction else what
-
-
-def _function(instruction: Instruction) -> str:
-    """Name of the innermost function around an instruction that has one, without those around that."""
+def _section(instruction: Instruction, parent: int) -> Section:
+    """The section of a loop or of a branch."""
     names = instruction.frames[0].function.split(".") if instruction.frames else []
-    return next((name for name in reversed(names) if not name.startswith("<")), "")
+    function = next((name for name in reversed(names) if not name.startswith("<")), "")
+    if instruction.opcode == "conditional":
+        return Section("branch", f"on condition, in {function}", None, parent)
+    phase = phase_of(instruction.op_name)
+    title = _LOOPS.get(function) or f"loop in {function or 'a function'}"
+    direction = "backward" if phase == "again" else phase
+    return Section("loop", f"{title}, {direction}" if direction else title, instruction.turns, parent)
 
 
 def _source(root: str, names: set[str], newest: float) -> dict[str, str]:

@@ -114,7 +114,8 @@ def step(x):
 mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:1])
 with jax.set_mesh(mesh):
     _, text = compile_step(jax.jit(step).lower(jax.ShapeDtypeStruct((8, 8), jnp.float32)), Path(sys.argv[2]))
-lines = {frame.line for i in parse(text.read_text()).instructions() for frame in i.frames}
+program = parse(text.read_text())
+lines = {frame.line for c in program.computations.values() for i in c.instructions.values() for frame in i.frames}
 print(len(hits), sorted(lines & {11, 12}), jax.config.jax_compilation_cache_include_metadata_in_key)
 """
 
