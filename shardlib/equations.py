@@ -32,6 +32,18 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return len(list(filter(is_carry, zip(eqn.invars, body.invars, strict=True)))) - carried, carried
 
 
+def source_dims(eqn: Any) -> list[int | None]:
+    """The dim of the operand that each dim of a result is, None for a new one. Of moves of dims, and of reductions."""
+    name, p = eqn.primitive.name, eqn.params
+    if name == "broadcast_in_dim":
+        at = p["broadcast_dimensions"]
+        return [at.index(j) if j in at else None for j in range(len(p["shape"]))]
+    if name == "transpose":
+        return list(p["permutation"])
+    gone = p["dimensions" if name == "squeeze" else "axes"]
+    return [i for i in range(len(eqn.invars[0].aval.shape)) if i not in gone]
+
+
 def run_again(eqn: Any, jaxpr: Any, ins: list) -> list[jax.Array]:
     """The results of an equation of `jaxpr`, for the operands `ins`. It keeps its source line."""
     operands = {var: value for var, value in zip(eqn.invars, ins, strict=True) if is_variable(var)}

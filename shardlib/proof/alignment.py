@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Literal
 
-from shardlib.equations import CALLS, body_of
+from shardlib.equations import CALLS, body_of, source_dims
 from shardlib.marks import is_region
 from shardlib.proof import choices, rings
 from shardlib.proof.equation import Equation, comparable
@@ -324,19 +324,14 @@ def _view(eqn: Any, x: Layout, shape: tuple[int, ...] | None = None) -> Layout |
     name, params = eqn.primitive.name, eqn.params
     if name in AS_IS:
         return x if eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype else None
-    if name == "transpose" or name == "squeeze" or name in REDUCTIONS:
-        gone = params.get("dimensions" if name == "squeeze" else "axes", ())
-        kept = params.get("permutation", [i for i in range(len(x.shape)) if i not in gone])
-        if any(x.shape[i] != 1 for i in gone):
-            return None
-        return Layout(x.root, tuple(x.shape[i] for i in kept), tuple(x.strides[i] for i in kept))
     there, one = _shape(eqn.outvars[0]), _shape(eqn.invars[0])
-    if name == "broadcast_in_dim":
-        source = dict(zip(params["broadcast_dimensions"], range(len(x.shape)), strict=True))
-        strides = tuple(x.strides[source[j]] if j in source else 0 for j in range(len(there)))
-        return Layout(
-            x.root, shape or tuple(x.shape[source[j]] if j in source else 1 for j in range(len(there))), strides
-        )
+    if name in REDUCTIONS or name in ("transpose", "squeeze", "broadcast_in_dim"):
+        source = source_dims(eqn)
+        if name != "broadcast_in_dim" and any(n != 1 for i, n in enumerate(x.shape) if i not in source):
+            return None
+        sizes = tuple(1 if i is None else x.shape[i] for i in source)
+        is_other = shape is not None and name == "broadcast_in_dim"
+        return Layout(x.root, shape if is_other else sizes, tuple(0 if i is None else x.strides[i] for i in source))
     if name == "slice":  # a part of a dim may be the one entry that there is here
         is_whole = all(b == a or (n == 1 < a and b > 0) for n, a, b in zip(x.shape, one, there, strict=True))
         return x if (is_whole if shape is None else shape == x.shape) else None

@@ -14,8 +14,8 @@ from jax.extend import core
 from shardlib.equations import CALLS, body_of, scan_counts
 from shardlib.proof.equation import Equation
 from shardlib.proof.primitives import jaxprs_of
-from shardlib.proof.reach import Reach, constant, dtype_of, entries_of, of_all, stacked, unknown
-from shardlib.proof.reach_rules import apply
+from shardlib.proof.reach import Reach, constant, entries_of, stacked, unknown
+from shardlib.proof.reach_rules import anything, apply
 
 FORM = frozenset("broadcast_in_dim convert_element_type copy expand_dims pad reshape slice squeeze".split())  # noqa: SIM905
 """Primitives that JAX adds or leaves out by the sizes of dims."""
@@ -60,7 +60,6 @@ class Interpreter:
         number = np.arange(rows * length).reshape(rows, length)
         self.first = np.maximum.accumulate(np.where(starts, number, number[:, :1]), axis=1)
         self.last = number - 1
-        self._callers: list[Equation | None] = [None]
 
     def problem_of(self, logits: Reach) -> str | None:
         """Which token a position sees that it must not see; None if there is none."""
@@ -106,75 +105,68 @@ class Interpreter:
                             return True
         return False
 
-    def run(self, jaxpr: Any, args: list[Reach]) -> list[Reach]:
-        """What is known of the results of a jaxpr, closed or open."""
+    def run(self, jaxpr: Any, args: list[Reach], caller: Equation | None = None) -> list[Reach]:
+        """What is known of the results of a jaxpr, closed or open, that the equation `caller` calls."""
         body, consts = body_of(jaxpr)
         env = dict(zip([*body.constvars, *body.invars], [*map(constant, consts), *args], strict=True))
         read = lambda v: constant(np.asarray(v.val)) if isinstance(v, core.Literal) else env[v]
         for eqn in body.eqns:
-            self._callers.append(Equation(eqn, caller=self._callers[-1]))
-            try:
-                env.update(zip(eqn.outvars, self._results(eqn, list(map(read, eqn.invars))), strict=True))
-            finally:
-                self._callers.pop()
+            results = self._results(Equation(eqn, caller=caller), list(map(read, eqn.invars)))
+            env.update(zip(eqn.outvars, results, strict=True))
         return list(map(read, body.outvars))
 
-    def _results(self, eqn: Any, ins: list[Reach]) -> list[Reach]:
-        name = eqn.primitive.name
+    def _results(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
+        name = eq.name
         if name in CALLS or name == "shard_map":
-            return self.run(eqn.params[CALLS.get(name, "jaxpr")], ins)
+            return self.run(eq.params[CALLS.get(name, "jaxpr")], ins, eq)
         if name in ("scan", "while", "cond"):
-            return {"scan": self._scan, "while": self._while, "cond": self._cond}[name](eqn, ins)
-        found = apply(eqn, ins)
+            return {"scan": self._scan, "while": self._while, "cond": self._cond}[name](eq, ins)
+        found = apply(eq.eqn, ins)
         came = next((x.why for x in ins if x.why), None)
-        for x, var in zip(found, eqn.outvars, strict=True):
+        for x, var in zip(found, eq.eqn.outvars, strict=True):
             assert x.shape == tuple(getattr(var.aval, "shape", ())), (name, x.shape, var.aval)
-            if x.why is None and not self._is_right(x):
-                x.why = came or (self._callers[-1].place(), name)
-            elif x.why and self._is_right(x):
-                x.why = None
+            x.why = None if self._is_right(x) else x.why or came or (eq.place(), name)
         return found
 
     # ---- loops and choices
 
-    def _scan(self, eqn: Any, ins: list[Reach]) -> list[Reach]:
-        consts, carried = scan_counts(eqn)
-        body, length = eqn.params["jaxpr"], eqn.params["length"]
+    def _scan(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
+        consts, carried = scan_counts(eq.eqn)
+        body, length = eq.params["jaxpr"], eq.params["length"]
         fixed, carry, xs = ins[:consts], ins[consts : consts + carried], ins[consts + carried :]
         rows: list[list[Reach]] = []
         known: dict[bytes, list[Reach]] = {}
-        turns = range(length)[::-1] if eqn.params["reverse"] else range(length)
+        turns = range(length)[::-1] if eq.params["reverse"] else range(length)
         for turn in turns:
             args = [*fixed, *carry, *(_row(x, turn) for x in xs)]
             key = _digest(args)
             if key not in known:
-                known[key] = self.run(body, args)
+                known[key] = self.run(body, args, eq)
             carry, out = known[key][:carried], known[key][carried:]
             rows.append(out)
-        rows = rows[:: -1 if eqn.params["reverse"] else 1]
-        shapes = [var.aval.shape for var in eqn.outvars[carried:]]
+        rows = rows[:: -1 if eq.params["reverse"] else 1]
+        shapes = [var.aval.shape for var in eq.eqn.outvars[carried:]]
         return [*carry, *(_stacked([row[i] for row in rows], shape) for i, shape in enumerate(shapes))]
 
-    def _while(self, eqn: Any, ins: list[Reach]) -> list[Reach]:
-        p = eqn.params
+    def _while(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
+        p = eq.params
         of_test, of_body = ins[: p["cond_nconsts"]], ins[p["cond_nconsts"] :][: p["body_nconsts"]]
         carry = ins[p["cond_nconsts"] + p["body_nconsts"] :]
         for _ in range(TURNS):
-            (go,) = self.run(p["cond_jaxpr"], [*of_test, *carry])
+            (go,) = self.run(p["cond_jaxpr"], [*of_test, *carry], eq)
             if not go.is_known:
                 break
             if not go.number.item():
                 return carry
-            carry = self.run(p["body_jaxpr"], [*of_body, *carry])
-        # How often it runs is not known, and may depend on tokens.
-        return [unknown(x.shape, dtype_of(var.aval), *of_all(ins)) for x, var in zip(carry, eqn.outvars, strict=True)]
+            carry = self.run(p["body_jaxpr"], [*of_body, *carry], eq)
+        return anything(eq.eqn, ins)  # how often it runs is not known, and may depend on tokens
 
-    def _cond(self, eqn: Any, ins: list[Reach]) -> list[Reach]:
+    def _cond(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
         which, *args = ins
-        branches = eqn.params["branches"]
+        branches = eq.params["branches"]
         if which.is_known:
-            return self.run(branches[int(np.clip(which.number.item(), 0, len(branches) - 1))], args)
-        return [unknown(var.aval.shape, dtype_of(var.aval), *of_all(ins)) for var in eqn.outvars]
+            return self.run(branches[int(np.clip(which.number.item(), 0, len(branches) - 1))], args, eq)
+        return anything(eq.eqn, ins)
 
 
 def _row(x: Reach, at: int) -> Reach:
@@ -191,12 +183,9 @@ def _stacked(rows: list[Reach], shape: tuple[int, ...]) -> Reach:
 
 def _digest(values: list[Reach]) -> bytes:
     """The same for the same values."""
-    found = hashlib.blake2b(digest_size=16)
-    for value in values:
-        for x in value.arrays():
-            found.update(repr((x.shape, x.dtype.str)).encode())
-            found.update(np.ascontiguousarray(x).tobytes())
-    return found.digest()
+    arrays = [x for value in values for x in value.arrays()]
+    form = repr([(x.shape, x.dtype.str) for x in arrays]).encode()
+    return hashlib.sha256(b"".join([form, *(x.tobytes() for x in arrays)])).digest()
 
 
 def operations(program: Any) -> Iterator[str]:

@@ -52,15 +52,18 @@ KEEPING = frozenset(
 """Primitives, besides elementwise ones, whose results may still be no blocks, such as an index less an offset."""
 
 
-@rule("name", "stop_gradient", "pvary", "pcast", "copy_to_host", "sharding_constraint", "layout_constraint")
-@rule("reshard")  # between devices of axes that are not manual, which the program does not show
-@rule("reduced_vary_cast", "reduced_vary_cast_p", "vary_reduced_cast", "preduced", "preduced_p", "mul_by_one")
-def _identity(eq: Equation) -> Value:
-    return eq.ins[0]
+# reshard: between devices of axes that are not manual, which the program does not show
+IDENTITIES = frozenset(
+    """
+    copy_to_host layout_constraint mul_by_one name optimization_barrier pcast preduced preduced_p pvary
+    reduced_vary_cast reduced_vary_cast_p reshard sharding_constraint stop_gradient vary_reduced_cast
+    """.split()  # noqa: SIM905
+)
+"""Primitives that give back their operands."""
 
 
-@rule("optimization_barrier")
-def _barrier(eq: Equation) -> list[Value]:
+@rule(*IDENTITIES)
+def _identity(eq: Equation) -> list[Value]:
     return eq.ins
 
 

@@ -3,14 +3,15 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from shardlib.equations import source_dims
 from shardlib.proof import collectives
 from shardlib.proof.elementwise import ELEMENTWISE, FOLDS
-from shardlib.proof.primitives import Rules
+from shardlib.proof.primitives import IDENTITIES, Rules
 from shardlib.proof.reach import (
     FIRST,
     LAST,
@@ -33,13 +34,7 @@ from shardlib.proof.reach import (
     unknown,
 )
 
-SAME = frozenset(
-    """
-    copy copy_p copy_to_host device_put expand_dims layout_constraint mul_by_one name optimization_barrier pcast
-    preduced preduced_p pvary reduce_precision reduced_vary_cast reduced_vary_cast_p reshape reshard sharding_constraint
-    squeeze stop_gradient vary_reduced_cast
-    """.split()  # noqa: SIM905
-)
+SAME = IDENTITIES | frozenset(("copy", "copy_p", "device_put", "expand_dims", "reduce_precision", "reshape", "squeeze"))
 """Primitives that change no number."""
 RULES = Rules()
 """Rules (eqn, *operands) -> Reach, or a list of them; None: each entry may depend on all entries of all operands."""
@@ -53,9 +48,14 @@ def apply(eqn: Any, ins: list[Reach]) -> list[Reach]:
         by_entry = name in ELEMENTWISE or (name == "bitcast_convert_type" and _shape(eqn) == tuple(ins[0].shape))
         found = RULES.get(name, _elementwise if by_entry else lambda *_: None)(eqn, *ins)
     if found is None:
-        span = of_all(ins)
-        return [unknown(_shape(eqn, i), dtype_of(var.aval), *span) for i, var in enumerate(eqn.outvars)]
+        return anything(eqn, ins)
     return found if isinstance(found, list) else [found]
+
+
+def anything(eqn: Any, ins: list[Reach]) -> list[Reach]:
+    """Results of which each entry may depend on all entries of all operands."""
+    span = of_all(ins)
+    return [unknown(_shape(eqn, i), dtype_of(var.aval), *span) for i, var in enumerate(eqn.outvars)]
 
 
 def _shape(eqn: Any, i: int = 0) -> tuple[int, ...]:
@@ -81,17 +81,17 @@ def _same_entries(eqn: Any, *ins: Reach) -> list[Reach] | None:
 
 rule("axis_index")(lambda eqn: constant(np.int32(0)))
 
-MOVES: dict[str, Callable] = {
-    "broadcast_in_dim": lambda p, x: placed(x, dict(enumerate(p["broadcast_dimensions"])), len(p["shape"])),
-    "transpose": lambda p, x: x.transpose(p["permutation"]),
-    "rev": lambda p, x: np.flip(x, p["dimensions"]),
-}
-"""What primitives of one operand do with each of its arrays, by their parameters."""
 
-
-@rule(*MOVES)
+@rule("broadcast_in_dim", "transpose")
 def _moved(eqn: Any, x: Reach, *_: Reach) -> Reach:
-    return x.moved(lambda a: MOVES[eqn.primitive.name](eqn.params, a), _shape(eqn))
+    source = source_dims(eqn)
+    at = {i: j for j, i in enumerate(source) if i is not None}
+    return x.moved(lambda a: placed(a, at, len(source)), _shape(eqn))
+
+
+@rule("rev")
+def _turned(eqn: Any, x: Reach) -> Reach:
+    return x.moved(lambda a: np.flip(a, eqn.params["dimensions"]), x.shape)
 
 
 @rule("slice")
@@ -122,12 +122,9 @@ def _concatenate(eqn: Any, *ins: Reach) -> Reach:
     dim, shape = eqn.params["dimension"], _shape(eqn)
 
     def together(*arrays: np.ndarray) -> np.ndarray:
-        if arrays[0].shape[dim] == 1 and all(np.array_equal(x, arrays[0]) for x in arrays):
-            return arrays[0]
-        parts = [full(x, v.shape, [dim]) for x, v in zip(arrays, ins, strict=True)]
-        sizes = np.broadcast_shapes(*((*x.shape[:dim], 1, *x.shape[dim + 1 :]) for x in parts))
-        sized = [np.broadcast_to(x, (*sizes[:dim], x.shape[dim], *sizes[dim + 1 :])) for x in parts]
-        return np.concatenate(sized, dim)
+        parts = [np.moveaxis(full(x, v.shape, [dim]), dim, 0) for x, v in zip(arrays, ins, strict=True)]
+        sizes = np.broadcast_shapes(*(x.shape[1:] for x in parts))
+        return np.moveaxis(np.concatenate([np.broadcast_to(x, (len(x), *sizes)) for x in parts]), 0, dim)
 
     return made(shape, *map(together, *(x.arrays() for x in ins))).alike()
 

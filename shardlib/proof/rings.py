@@ -21,7 +21,6 @@ from shardlib.proof.primitives import jaxprs_of
 
 ENTER, INDEX, CLOSE = (core.Primitive(f"ring_{name}") for name in ("enter", "index", "close"))
 GATHERING = {"add", "add_any", "max", "min", "dynamic_update_slice"}
-INDEXING = frozenset("add sub mul rem neg sign max min lt le gt ge eq ne and or".split())  # noqa: SIM905
 _NUMBERS = itertools.count()
 
 
@@ -255,12 +254,9 @@ def _computed(eqn: Any, var: Any, operand: Any, axis: str, n: int) -> list | Non
         return read(body.outvars[eqn.outvars.index(var)])
     if name in ("convert_element_type", "pvary", "pcast", "copy"):
         return ins[0]
-    rows = list(zip(*ins, strict=True))
     if name == "select_n":
-        return [row[1 + int(row[0])] for row in rows]
-    if name not in INDEXING:
-        return None
-    return [int(FOLDS[name](*map(int, row))) for row in rows]
+        return [row[1 + int(row[0])] for row in zip(*ins, strict=True)]
+    return [int(x) for x in FOLDS[name](*map(np.asarray, ins))] if name in FOLDS and name != "div" else None
 
 
 # ---- rules ------------------------------------------------------------------------------------------------------

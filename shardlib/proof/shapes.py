@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from shardlib.equations import source_dims
 from shardlib.proof import entries
 from shardlib.proof.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Value, constant, cut, devices, moved, whole
 from shardlib.proof.equation import WHOLE_SIZES, Equation, Refused
@@ -48,30 +49,13 @@ def _with(x: Value, result: Value) -> Value:
     return dataclasses.replace(result, known=None)
 
 
-@rule("broadcast_in_dim")
-def _broadcast(eq: Equation) -> Value:
-    (x, *_), shape, to = eq.ins, eq.params["shape"], eq.params["broadcast_dimensions"]
-    source: list[int | None] = [None] * len(shape)
-    for i, j in enumerate(to):
-        if eq.shape()[i] == shape[j]:
-            source[j] = i
-        else:
-            eq.uncut(x, i, "the one entry is repeated")
+@rule("broadcast_in_dim", "transpose", "squeeze")
+def _moved(eq: Equation) -> Value:
+    x, source = eq.ins[0], source_dims(eq.eqn)
+    source = [i if i is not None and eq.shape()[i] == n else None for i, n in zip(source, eq.result_shape, strict=True)]
+    for i in {*range(len(x.dims))} - {*source}:
+        eq.uncut(x, i, "the one entry is taken" if eq.name == "squeeze" else "the one entry is repeated")
     return _with(x, moved(x, source))
-
-
-@rule("transpose")
-def _transpose(eq: Equation) -> Value:
-    (x,), order = eq.ins, eq.params["permutation"]
-    return _with(x, moved(x, list(order)))
-
-
-@rule("squeeze")
-def _squeeze(eq: Equation) -> Value:
-    (x,), gone = eq.ins, eq.params["dimensions"]
-    for i in gone:
-        eq.uncut(x, i, "the one entry is taken")
-    return _with(x, moved(x, [i for i in range(len(x.dims)) if i not in gone]))
 
 
 @dataclasses.dataclass
