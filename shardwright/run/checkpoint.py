@@ -9,6 +9,8 @@ import functools
 import json
 import os
 import re
+import secrets
+import socket
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -45,6 +47,8 @@ from shardwright.settings.words import say
 
 COMMIT_TIMEOUT_S = 1800.0
 """Seconds that a process waits for the others to finish writing, before the save fails."""
+OWNER = ".owner"
+"""Key of the file, where paths.checkpoints is set, that names the run that started last."""
 SET_ASIDE = "set_aside"
 """Directory, beside the checkpoints, of those that a run went back before."""
 _STEP = re.compile(r"\d{10}")
@@ -72,8 +76,7 @@ class Checkpointer:
         self._saving: concurrent.futures.Future | None = None
         self.rotates = True
         """Whether a complete checkpoint removes older ones than the latest `keep`."""
-        self.check_owner: Callable[[], None] = lambda: None
-        """Called by process 0 before anything is written, and before a checkpoint is complete. It may raise OSError."""
+        self._name: bytes | None = None
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -200,6 +203,25 @@ class Checkpointer:
             raise ValueError(f"no complete checkpoint of step {step} in {self.store.url}; there are {self.steps()}.")
         return manifest
 
+    def own(self) -> None:
+        """Makes this the run that saves here: saves of a run that started before fail. One process calls this.
+
+        Raises OSError if the place cannot be written.
+        """
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        name = f"process {os.getpid()} on {socket.gethostname()}, since {since} ({secrets.token_hex(8)})"
+        self._name = name.encode()
+        self.store.write(OWNER, self._name)
+
+    def _check_owner(self) -> None:
+        """Raises OSError if another run owns the place."""
+        owner = self.store.read(OWNER) if self._name else None
+        if owner not in (None, self._name):
+            raise OSError(
+                f"another run saves to {self.store.url}: {owner.decode(errors='replace')}. End one of the two, or "
+                "rename it (paths.model_name)."
+            )
+
     def remove_leftovers(self) -> None:
         """Removes what killed and failed saves left. One process calls this. What cannot be removed is told."""
         for name, done in self.store.directories().items():
@@ -214,7 +236,7 @@ class Checkpointer:
 
     def _make_room(self, step: int) -> None:
         """Makes sure that nothing is where the checkpoint goes. Raises ValueError if a checkpoint is."""
-        self.check_owner()
+        self._check_owner()
         name = directory_of(step)
         if self.store.read(f"{name}/{MANIFEST}") is not None:
             raise ValueError(
@@ -264,7 +286,7 @@ class Checkpointer:
                 if jax.process_count() > 1:
                     self._tell_others(directory, {"failed": str(error)})
                 else:
-                    self.check_owner()  # what is there may be another run's
+                    self._check_owner()  # what is there may be another run's
                     self.store.remove(directory)  # it may have filled the disk, which the metrics need
             raise self._not_saved(step, error) from error
         if self._keep and self.rotates and jax.process_index() == 0:
@@ -284,7 +306,7 @@ class Checkpointer:
         written |= self._await(directory, others)
         for process in others:
             self.store.write(f"{directory}/.written-{process}", None)
-        self.check_owner()
+        self._check_owner()
         commit(self.store, step, [saved for saved, _ in arrays], written, metadata)
 
     def _tell_others(self, directory: str, content: dict) -> None:

@@ -24,7 +24,7 @@ def compile_step(
 ) -> tuple[jax.stages.Compiled, Path | None]:
     """Compiles a step for the current mesh, and keeps its optimized HLO text. Prints why, if it keeps none.
 
-    Of earlier starts, all but the newest few texts, tables and pictures are removed.
+    The texts, tables and pictures of earlier starts are removed.
 
     Args:
         lowered: the lowered training step.
@@ -54,7 +54,7 @@ def _keep_hlo(compiled: jax.stages.Compiled, directory: Path) -> Path | None:
             raise NotImplementedError("the compiler gives none")
         directory.mkdir(parents=True, exist_ok=True)
         write_whole(path, with_mesh(text, jax.sharding.get_mesh().shape))
-        remove_older(path, "training_step_optimized_hlo_*")
+        remove_older(path, "training_step_optimized_hlo_20*")
     except (OSError, NotImplementedError, jax.errors.JaxRuntimeError) as error:
         say(f"HLO text: none, {path} cannot be written: {getattr(error, 'strerror', None) or error}")
         return None

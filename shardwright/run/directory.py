@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import re
-import secrets
 import shlex
 import shutil
 import socket
@@ -23,7 +22,6 @@ from typing import Any
 import jax
 
 from shardlib.places import shown_path
-from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.files import LOCK
 from shardwright.run.optional import why
 from shardwright.run.stores import agreed
@@ -31,11 +29,6 @@ from shardwright.settings.words import say
 
 TRACE = "trace.tmp"
 """Directory in that of a run in which JAX writes a trace."""
-KEPT_STARTS = 3
-"""Starts whose compiled step and profile stay in the directory of a run."""
-OWNER = ".owner"
-"""Key of the file, at a URL for checkpoints, that names the run that started last."""
-_DATE = re.compile(r"\d{4}(_\d\d){5}")
 
 
 def check_place(root: str, name: str | None) -> None:
@@ -71,23 +64,25 @@ def override(setting: str, value: str) -> str:
     return f"{setting}={value}" if plain else shlex.quote(f"{setting}={quoted(value)}")
 
 
-def make_default(root: str, config: str) -> tuple[str, Path, list[Path]]:
-    """Name and directory of a run without a name: the configuration and the time. And the directories made here.
+def find_place(root: str, name: str | None, config: str) -> tuple[str, Path, list[Path]]:
+    """Name and directory of a run, and those of the directory and the ones above it that this start makes, from below.
 
-    The directory is made, so that two starts in the same second get two.
+    A run without a name is called by the configuration and the time. Its directory is made, so that two starts in the
+    same second get two.
     """
     stem = f"{config}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
-    for name in itertools.chain([stem], (f"{stem}_{i}" for i in itertools.count(2))):
-        directory = place(root, name)
-        made = missing(directory)
+    for i in itertools.count(1):
+        found = name or (stem if i == 1 else f"{stem}_{i}")
+        directory = place(root, found)
+        made = [*itertools.takewhile(lambda path: not os.path.exists(path), (directory, *directory.parents))]
         try:
-            directory.parent.mkdir(parents=True, exist_ok=True)
-            directory.mkdir()
-            break
+            if name is None:
+                directory.mkdir(parents=True)
+            return found, directory, made
+        except FileExistsError:
+            continue
         except OSError as error:
-            if not directory.exists():
-                raise _cannot_write(directory, error) from error
-    return name, directory, made
+            raise _cannot_write(directory, error) from error
 
 
 @contextlib.contextmanager
@@ -105,20 +100,11 @@ def run_directory(root: str, name: str | None, config: str) -> Iterator[tuple[st
     Raises:
         ValueError: another run is in the directory, or it cannot be written.
     """
-    if name is None:
-        name, directory, made = make_default(root, config)
-    else:
-        directory = place(root, name)
-        made = missing(directory)
+    name, directory, made = find_place(root, name, config)
     with contextlib.ExitStack() as cleanup:
         agreed(lambda: _prepare(directory, made, cleanup) if jax.process_index() == 0 else None)
         agreed(lambda: _see(directory))
         yield name, directory
-
-
-def missing(directory: Path) -> list[Path]:
-    """The directory and those above it, as far as they are missing, from below."""
-    return list(itertools.takewhile(lambda path: not os.path.exists(path), (directory, *directory.parents)))
 
 
 def _prepare(directory: Path, made: list[Path], cleanup: contextlib.ExitStack) -> None:
@@ -183,40 +169,6 @@ def _holder(file: Any) -> str:
         return "another process"
 
 
-@contextlib.contextmanager
-def owned(checkpoints: Checkpointer) -> Iterator[None]:
-    """Context in which no other run completes a checkpoint in the same place. All processes enter it.
-
-    A directory is locked. At a URL there are no locks: the run that started last saves, and the saves of another fail.
-
-    Raises:
-        ValueError: another run has locked the directory.
-        OSError: the place cannot be written.
-    """
-    with contextlib.ExitStack() as stack:
-        agreed(lambda: _own(checkpoints, stack) if jax.process_index() == 0 else None)
-        yield
-
-
-def _own(checkpoints: Checkpointer, stack: contextlib.ExitStack) -> None:
-    store = checkpoints.store
-    if store.path is not None:
-        stack.enter_context(locked(store.path))
-        return
-    since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    me = f"process {os.getpid()} on {socket.gethostname()}, since {since} ({secrets.token_hex(8)})"
-    store.write(OWNER, me.encode())
-
-    def check() -> None:
-        other = (store.read(OWNER) or me.encode()).decode(errors="replace")
-        if other != me:
-            raise OSError(
-                f"another run saves to {store.url}: {other}. End one of the two, or rename it (paths.model_name)."
-            )
-
-    checkpoints.check_owner = check
-
-
 def _remove_start(made: list[Path]) -> None:
     """Removes the directories that a start made, the run's first, if no step was logged or saved."""
     checkpoints = made[0] / "checkpoints"
@@ -226,14 +178,9 @@ def _remove_start(made: list[Path]) -> None:
 
 
 def remove_older(newest: Path, pattern: str) -> None:
-    """Removes what starts left beside the path `newest`, by the pattern of its name, but for the last KEPT_STARTS.
-
-    The last 19 characters before the suffix are the date. What has none there stays.
-    """
-    dates = {path: path.stem[-19:] for path in newest.parent.glob(pattern) if _DATE.fullmatch(path.stem[-19:])}
-    kept = {newest.stem[-19:], *sorted({*dates.values()} - {newest.stem[-19:]})[1 - KEPT_STARTS :]}
-    for path, date in dates.items():
-        if date not in kept:
+    """Removes what earlier starts left beside the path `newest`, by the pattern of its name."""
+    for path in newest.parent.glob(pattern):
+        if path.stem != newest.stem:
             _remove(path)
 
 

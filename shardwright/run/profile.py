@@ -159,7 +159,7 @@ def _end_of_trace(directory: Path, outputs: Any) -> Path:
         kept = directory / "plugins" / "profile" / made[0].name
         kept.parent.mkdir(parents=True, exist_ok=True)
         made[0].rename(kept)
-        remove_older(kept, "*")
+        remove_older(kept, "20*")
         return kept
     finally:
         shutil.rmtree(directory / TRACE, ignore_errors=True)

@@ -22,7 +22,7 @@ from shardwright.run.causality import describe_causality
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.compiling import compile_step, draw_step
 from shardwright.run.config import Config
-from shardwright.run.directory import override, owned
+from shardwright.run.directory import override
 from shardwright.run.evaluation import evaluate
 from shardwright.run.flops import Speed, flops_of_model, peak_flops
 from shardwright.run.initial_weights import check_begins, checkpoints_of, fresh_state
@@ -97,7 +97,7 @@ class Run:
         place = c.paths.checkpoints and checkpoints_of(c.paths.checkpoints, c.paths.model_name)
         self.checkpoints = Checkpointer(place or self.directory / "checkpoints", keep=t.keep_checkpoints)
         if place:  # the run's own directory is locked already
-            self._cleanup.enter_context(owned(self.checkpoints))
+            agreed(lambda: self.checkpoints.own() if jax.process_index() == 0 else None)
         self._cleanup.enter_context(self.checkpoints)
         self.provenance = provenance_of(self.programs, c, self.model)
         self._peak = peak_flops(jax.sharding.get_mesh().devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])

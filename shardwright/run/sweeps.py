@@ -17,7 +17,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict, read_write
 
-from shardwright.run.directory import check_place, make_default, missing, place, quoted, remove_empty
+from shardwright.run.directory import check_place, find_place, quoted, remove_empty
 from shardwright.settings.program import Refused, refusals_shown
 
 
@@ -65,11 +65,7 @@ class Sweep(Callback):
         try:
             _check_swept(swept, config)
             check_place(root, name)
-            if name is None:
-                name, directory, made = make_default(root, config.hydra.job.config_name)
-            else:
-                directory = place(root, name)
-                made = missing(directory)
+            name, directory, made = find_place(root, name, config.hydra.job.config_name)
         except ValueError as error:
             sys.exit(f"Error: {error}")
         run = f"{name}/${{hydra:job.override_dirname}}" if swept else name

@@ -15,7 +15,7 @@ import pytest
 from processes import Run
 
 from shardwright.run import directory as directories
-from shardwright.run.directory import check_place, locked, make_default, place, run_directory
+from shardwright.run.directory import check_place, find_place, locked, place, run_directory
 from shardwright.run.optional import Forgiving, optional
 
 quick = pytest.mark.quick
@@ -66,7 +66,7 @@ def test_places(tmp_path, monkeypatch):
 def test_starts_in_the_same_second_get_directories_of_their_own(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "strftime", lambda *_: "2026")
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
-        names = [name for name, *_ in threads.map(lambda _: make_default(str(tmp_path), "demo"), range(8))]
+        names = [name for name, *_ in threads.map(lambda _: find_place(str(tmp_path), None, "demo"), range(8))]
     assert sorted(names) == ["demo_2026", *(f"demo_2026_{i}" for i in range(2, 9))]
     assert {path.name for path in tmp_path.iterdir()} == {*names}
 

@@ -9,7 +9,6 @@ import pytest
 from s3_server import S3Server
 
 from shardwright.run.checkpoint import Checkpointer, find_checkpoint
-from shardwright.run.directory import owned
 
 
 @pytest.fixture
@@ -100,29 +99,15 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
 # ---- two runs in one place ------------------------------------------------------------------------------------------
 
 
-def test_a_directory_has_one_run(tmp_path):
-    place = tmp_path / "mine/checkpoints"
-    used = pytest.raises(ValueError, match=rf"checkpoints is in use by process {os.getpid()} on ")
-    with owned(Checkpointer(place)), used, owned(Checkpointer(place)):
-        pass
-    with owned(Checkpointer(place)):
-        pass
-
-
-def test_at_a_url_the_run_that_started_last_saves(server):
-    place = "s3://bucket/run"
+def test_the_run_that_started_last_saves(place):
     first, second = Checkpointer(place), Checkpointer(place)
-    with owned(first):
-        first.save(1, state(), {})
+    first.own()
+    first.save(1, state(), {})
+    first.wait()
+    second.own()
+    second.save(2, state(), {})
+    second.wait()
+    first.save(3, state(), {})
+    with pytest.raises(OSError, match=rf"another run saves to .*checkpoints: process {os.getpid()} on .*, since "):
         first.wait()
-        with owned(second):
-            second.save(2, state(), {})
-            second.wait()
-            first.save(3, state(), {})
-            with pytest.raises(OSError, match=rf"another run saves to {place}: process {os.getpid()} on .*, since "):
-                first.wait()
-            assert second.steps() == [1, 2]
-    with owned(first):
-        first.save(4, state(), {})
-        first.wait()
-    assert first.steps() == [1, 2, 4]
+    assert second.steps() == [1, 2]
