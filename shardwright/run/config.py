@@ -200,11 +200,6 @@ def check_config(c: Config) -> None:
     check_pipeline(c.pipeline)
     check_distributed(c.distributed)
     check_trackers(c.trackers)
-    if c.trackers.num_hosts > 1 and not c.distributed.is_single:
-        raise ValueError(
-            f"trackers.num_hosts is {c.trackers.num_hosts}, whose places ClearML gives, but distributed.auto "
-            "or distributed.count is set too. Set one of the two."
-        )
     check_choice("training.gather_weights", c.training.gather_weights, ("auto", "layer", "step"))
     check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
     check_choice("training.attention", c.training.attention, PATHS)

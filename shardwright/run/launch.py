@@ -14,6 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from shardwright.cluster.config import check_distributed
 from shardwright.cluster.devices import make_mesh, start_devices
 from shardwright.cluster.watch import watched
 from shardwright.modeling.model import LanguageModel, load_model, module_of
@@ -64,6 +65,7 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     name = c.paths.model_name or HydraConfig.get().job.config_name
     hosts = check_or_enqueue(c.trackers, name, dataclasses.asdict(c))
     c.distributed = dataclasses.replace(c.distributed, **hosts)
+    check_distributed(c.distributed)
     start_devices(c.distributed, c.hardware)
     sizes = c.mesh.r, c.mesh.d, c.mesh.t
     output = contextlib.redirect_stdout(Forgiving(sys.stdout))

@@ -58,35 +58,32 @@ def check_trackers(c: TrackersConfig) -> None:
     """Raises ValueError for an unknown tracker, or a queue without ClearML."""
     for name in c.names:
         check_choice("trackers.names", name, tuple(TRACKERS))
-    if c.queue is not None and "clearml" not in c.names:
+    if (c.queue is not None and "clearml" not in c.names) or (c.queue is None and c.num_hosts > 1):
         raise ValueError(
-            f"trackers.queue is {c.queue!r}, a queue of ClearML, but trackers.names is {c.names}. Add clearml to it."
+            f"trackers.queue is {c.queue}, trackers.names {c.names}, trackers.num_hosts {c.num_hosts}. A queue needs "
+            "clearml among the names, and several hosts need a queue."
         )
-    if c.queue is None and c.num_hosts > 1:
-        raise ValueError(f"trackers.num_hosts is {c.num_hosts} without trackers.queue: give the queue of their agents.")
 
 
 class Facts(NamedTuple):
-    """What a tracker is told of a run before the first step."""
+    """What a tracker is told of a run before its first step, which is step `start`.
+
+    `settings` are by dotted names. `known` is the name of the run in the tracker, if it was there before.
+    """
 
     name: str
     directory: Path
     project: str
     start: int
-    """Number of steps done before."""
     settings: dict[str, Any]
-    """By dotted names."""
     known: str | None
-    """Name of the run in the tracker, if it was there before."""
 
 
 class Opened(NamedTuple):
-    """A run in a tracker."""
+    """A run in a tracker: its name there, and functions that take numbers by name and their step, and that close it."""
 
     id: str
-    """Its name there."""
     log: Callable[[dict[str, float], int], Any]
-    """Takes numbers by name, and their step."""
     close: Callable[[], Any]
 
 
@@ -226,7 +223,7 @@ def check_or_enqueue(c: TrackersConfig, name: str, settings: Mapping[str, Any]) 
         The settings of `distributed` with which the hosts of an agent's run find one another; none for one host.
 
     Raises:
-        ValueError: a tracker is not installed, or the task states another number of hosts.
+        ValueError: a tracker is not installed.
     """
     for which in c.names:
         package, _ = TRACKERS[which]
@@ -240,13 +237,8 @@ def check_or_enqueue(c: TrackersConfig, name: str, settings: Mapping[str, Any]) 
     if c.num_hosts == 1:
         return {}
     nodes = task.launch_multi_node(c.num_hosts, wait=True, hide_children=True)
-    if (count := int(nodes["total_num_nodes"])) != c.num_hosts:
-        raise ValueError(
-            f"trackers.num_hosts is {c.num_hosts}, but launch_multi_node/total_num_nodes of the task is {count}. "
-            "Edit both."
-        )
     coordinator = f"{nodes['master_addr']}:{nodes['master_port']}"
-    return {"coordinator": coordinator, "count": count, "id": int(nodes["node_rank"])}
+    return {"coordinator": coordinator, "count": int(nodes["total_num_nodes"]), "id": int(nodes["node_rank"])}
 
 
 # ---- sending ----------------------------------------------------------------------------------------------------
@@ -268,55 +260,54 @@ def tracked(
         start: number of steps done before.
         settings: all settings of the run, as nested dicts.
     """
-    followed = []
+    followed: list[_Followed] = []
     if jax.process_index() == 0 and c.names:
         known = _known(directory / FILE)
-        facts = Facts(name, directory, c.project, start, flat(dict(settings)), None)
-        followed = [_Followed(which, facts._replace(known=known.get(which))) for which in dict.fromkeys(c.names)]
-        for each in followed:
+        for which in dict.fromkeys(c.names):
+            facts = Facts(name, directory, c.project, start, flat(dict(settings)), known.get(which))
+            followed.append(_Followed(which, facts))
             # Python 3.11 parses source in one thread at a time: else the proof may fail by what a tracker imports.
-            each.opened.wait(TIMEOUT_S)
-            known |= {each.name: each.id} if each.id else {}
+            followed[-1].opened.wait(TIMEOUT_S)
+            known |= {which: followed[-1].id} if followed[-1].id else {}
         with optional(str(directory / FILE)):
             write_whole(directory / FILE, json.dumps(known) + "\n")
     try:
-        yield lambda record: [each.lines.put(record) for each in followed]
+        yield lambda record: [each.lines.put(record) for each in followed if each.thread.is_alive()]
     finally:
         for each in followed:
             each.lines.put(None)
         for each in followed:
             each.thread.join(TIMEOUT_S)
             if each.thread.is_alive():
-                _leave(each.name, f"it was not done within {TIMEOUT_S:g} s of the end; its last lines may be lost")
+                _leave(
+                    each.thread.name, f"it was not done within {TIMEOUT_S:g} s of the end; its last lines may be lost"
+                )
 
 
 class _Followed:
     """A tracker, which is opened and gets lines in a thread of its own, until one of them is None."""
 
     def __init__(self, name: str, facts: Facts):
-        self.name, self.id, self.opened = name, None, threading.Event()
+        self.id, self.opened = None, threading.Event()
         self.lines: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        self.thread = threading.Thread(target=self._run, args=[facts], name=name, daemon=True)
+        self.thread = threading.Thread(target=self._run, args=[name, facts], name=name, daemon=True)
         self.thread.start()
 
-    def _run(self, facts: Facts) -> None:
-        package, open_run = TRACKERS[self.name]
-        record: dict[str, Any] | None = {}
+    def _run(self, name: str, facts: Facts) -> None:
+        package, open_run = TRACKERS[name]
         try:
             run = open_run(importlib.import_module(package), facts)
             self.id = run.id
             self.opened.set()
             try:
-                while (record := self.lines.get()) is not None:
+                for record in iter(self.lines.get, None):
                     step, values = numbers(record)
                     run.log(values, step)
             finally:
                 run.close()
         except BaseException as error:  # SystemExit too: a tracker never stops a run
-            _leave(self.name, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
-            self.opened.set()
-            while record is not None:  # nothing is kept for it
-                record = self.lines.get()
+            _leave(name, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+        self.opened.set()
 
 
 def _leave(name: str, why: str) -> None:
