@@ -36,7 +36,6 @@ from shardwright.sampling.documents import Document, Given, documents_of_dataset
 from shardwright.sampling.harness import language_model
 from shardwright.sampling.scoring import Scorer, products_in
 from shardwright.settings.program import run_program
-from shardwright.settings.words import for_console
 from shardwright_data.checks import at_least_0, at_least_1, check_choice, check_ranges
 from shardwright_data.flat_tokens import Reader
 from shardwright_data.loader import make_loader
@@ -247,7 +246,7 @@ def evaluate(config: Settings, console: Console | None = None) -> dict[str, Any]
             tokenizer, or data of another vocabulary.
     """
     console = console or Console()
-    write_line = lambda text: console.print(for_console(text, console), markup=False, highlight=False, soft_wrap=True)
+    write_line = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
     check_ranges("", config)
     if config.data is not None and config.tasks:
         raise ValueError("give one of data and tasks; data and tasks is given.")

@@ -27,7 +27,6 @@ from shardwright.run.opening import CheckpointChoice, MeshChoice, mesh_for, open
 from shardwright.sampling.drawing import Sampling, check_ids
 from shardwright.sampling.sampler import Sampler
 from shardwright.settings.program import run_program
-from shardwright.settings.words import for_console
 from shardwright_data.checks import check_ranges, within
 from shardwright_data.foreign import LARGE, read_text, shown
 from shardwright_data.text.codec import TextCodec, codec_by_name, codec_of_data, codec_of_dataset
@@ -160,7 +159,7 @@ def generate(config: Settings, console: Console | None = None) -> list[Generated
         with jax.set_mesh(mesh_for(config.mesh, c)):
             context = c.training.seq_len if config.context is None else config.context
             model = load_model(c.model)
-            say = lambda text: console.print(Text(for_console(shown(text), console), style="dim"), soft_wrap=True)
+            say = lambda text: console.print(Text(shown(text), style="dim"), soft_wrap=True)
             weights, source = saved.read_weights(model, config.which(c), train.programs, config.other_source, say)
             sampler = Sampler(train.Forward(model, c.training), settings, context, config.batch, source)
             repeated = [prompt for prompt in prompts for _ in range(config.samples)]

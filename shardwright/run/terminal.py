@@ -4,7 +4,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from shardwright.settings.words import for_console
 from shardwright_data.foreign import shown
 
 
@@ -41,8 +40,7 @@ class Terminal:
 
     def print(self, text: str) -> None:
         """Prints a line, above the live one."""
-        text = for_console(shown(text), self._console)
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(shown(text), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Ends the live line. Further calls do nothing."""

@@ -21,7 +21,6 @@ from omegaconf.errors import OmegaConfBaseException
 from shardlib.places import is_raised_on_purpose
 from shardwright.settings.composing import Program, check_flags, explained, is_of_composing, is_setting, readable
 from shardwright.settings.help import help_text
-from shardwright.settings.words import for_stream
 from shardwright_data.checks import check_ranges
 from shardwright_data.foreign import shown
 
@@ -98,7 +97,7 @@ def refusals_shown() -> Iterator[None]:
             raise
         if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
             raise Refused(message) from error
-        sys.exit(for_stream(message, sys.stderr))
+        sys.exit(message)
 
 
 def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], dict[str, type]] = dict) -> None:
@@ -131,11 +130,11 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
         print("Error: interrupted by Ctrl-C.", file=sys.stderr)
         sys.exit(130)
     except Refused as error:
-        sys.exit(for_stream(str(error), sys.stderr))
+        sys.exit(str(error))
     except Exception as error:
         if os.environ[FULL_ERROR] == "1" or not is_of_composing(error):
             raise
-        sys.exit(for_stream(f"Error: {shown(explained(program, error, sys.argv[1:]))}", sys.stderr))
+        sys.exit(f"Error: {shown(explained(program, error, sys.argv[1:]))}")
 
 
 def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:

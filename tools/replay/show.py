@@ -10,7 +10,6 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.microscope.tables import tables_of
-from shardwright.settings.words import for_console
 from shardwright_data.foreign import one_line, shown
 from shardwright_data.text.codec import TextCodec
 from tools.replay.documents import Document
@@ -26,8 +25,7 @@ class Screen:
         self._console = console
 
     def line(self, text: str) -> None:
-        text = for_console(shown(text), self._console)
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(shown(text), markup=False, highlight=False, soft_wrap=True)
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], last: str = "") -> None:
         """Prints a table. Columns but the first are numbers; that of the name `last` takes the rest of the width."""

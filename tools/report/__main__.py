@@ -19,7 +19,6 @@ from rich.text import Text
 
 from shardwright.run.files import REPORT
 from shardwright.settings.program import run_program
-from shardwright.settings.words import for_console
 from shardwright_data.foreign import shown
 from tools.report.comparing import Comparison, compare_runs, remarks
 from tools.report.page import write
@@ -51,7 +50,7 @@ def show(c: Comparison, console: Console) -> None:
         is_best = lambda name, run=run: "bold green" if str(run.directory) in best[name] else ""
         table.add_row(str(i + 1), *settings, *(Text(shown(c.metric(run, name)), is_best(name)) for name in c.metrics))
     console.print(table)
-    write_line = lambda text, **style: console.print(Text(for_console(shown(text), console), **style), soft_wrap=True)
+    write_line = lambda text, **style: console.print(Text(shown(text), **style), soft_wrap=True)
     for text in remarks(c):
         write_line(text, style="dim")
     write_line(f"\nRuns in {c.parent}:")
@@ -76,7 +75,7 @@ def show_report(config: Settings, console: Console | None = None) -> None:
     place = c.runs[0].directory if len(c.runs) == 1 else c.parent
     output = Path(config.output) if config.output is not None else place / REPORT
     write(c, output)
-    console.print(Text(for_console(f"\nReport: {shown(output)}", console)), soft_wrap=True)
+    console.print(Text(f"\nReport: {shown(output)}"), soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from shardlib.schedules import CHUNKS, schedule_of
 from shardlib.tick_tables import Costs, Timeline, simulate, tick_table
 from shardwright.compiled.files import write_whole
 from shardwright.settings.program import run_program
-from shardwright.settings.words import for_console, picture_of
+from shardwright.settings.words import picture_of
 from shardwright_data.checks import within
 from tools.schedule.chart import draw
 
@@ -121,7 +121,7 @@ def run(config: Settings, console: Console | None = None) -> None:
         picture = Console(record=True, width=_PICTURE_COLUMNS, file=io.StringIO(), force_terminal=True)
         show(results, picture)
         write_whole(Path(config.output), picture_of(picture, ", ".join(name for name, _ in results)))
-        console.print(Text(for_console(f"\nPicture: {config.output}", console)), soft_wrap=True)
+        console.print(Text(f"\nPicture: {config.output}"), soft_wrap=True)
 
 
 if __name__ == "__main__":
