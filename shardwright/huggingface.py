@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from shardwright.run.checkpoint_arrays import named_leaves
-from shardwright_data.foreign import COPY_AGAIN, LARGE, check_file, read_object, refused
+from shardwright_data.foreign import COPY_AGAIN, check_file, refused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,18 +81,22 @@ class Names:
         if others := sorted(name for name in others if name != self.tied):
             first = f"{', '.join(others[:4])}{' …' if len(others) > 4 else ''}"
             raise ValueError(f"{len(others)} tensors are only in the files, or only in the model: {first}")
-        found = {ours: tensors[place(theirs)] for ours, theirs in self.whole.items()}
+
+        def read(theirs: str, expected: tuple[int, ...], transposed: bool) -> np.ndarray:
+            tensor = tensors[place(theirs)]
+            tensor = tensor.T if transposed else tensor
+            if tensor.shape != expected:
+                is_theirs = f"{theirs} is {tensor.shape} as (inputs, outputs)"
+                raise ValueError(f"{is_theirs}; config.json asks for {expected}.")
+            return tensor
+
+        found = {ours: read(theirs, tuple(shapes[ours].shape), False) for ours, theirs in self.whole.items()}
         for theirs, names in self.layer.items():
             names = [f"layers/{name}" for name in names]
             ends = np.cumsum([_flat(shapes[name])[-1] for name in names])
             expected = (*_flat(shapes[names[0]])[:-1], int(ends[-1]))
-            layers = [tensors[place(theirs).format(i)] for i in range(count)]
-            layers = [layer.T if self.transposed else layer for layer in layers]
-            for layer in layers:
-                if layer.shape != expected:
-                    is_theirs = f"{theirs} is {layer.shape} as (inputs, outputs)"
-                    raise ValueError(f"{is_theirs}; config.json asks for {expected}.")
-            parts = np.split(np.stack(layers), ends[:-1], axis=-1)
+            layers = np.stack([read(theirs.format(i), expected, self.transposed) for i in range(count)])
+            parts = np.split(layers, ends[:-1], axis=-1)
             found |= {name: part.reshape(shapes[name].shape) for name, part in zip(names, parts, strict=True)}
         return jax.tree.unflatten(jax.tree.structure(table), [found[name] for name in shapes])
 
@@ -121,14 +125,11 @@ def as_transformers_reads(content: Mapping[str, Any]) -> dict[str, Any]:
     kind = content.get("model_type")
     if kind not in CONFIG_MAPPING:
         return dict(content)
+    fields = {key: value for key, value in content.items() if key != "model_type"}
     try:
-        found = AutoConfig.for_model(kind, **{key: value for key, value in content.items() if key != "model_type"})
+        return AutoConfig.for_model(kind, **fields).to_dict()
     except Exception as error:  # of many kinds
         raise ValueError(f"config.json: {' '.join(str(error).split())[:300]}. {COPY_AGAIN}") from error
-    found = found.to_dict()
-    if isinstance(rope := found.get("rope_parameters"), dict):
-        found["rope_parameters"] = {key: value for key, value in rope.items() if key != "type"}  # older rope_type
-    return found
 
 
 def check_fixed(config: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
@@ -150,36 +151,31 @@ class Tensors(Mapping):
     """The tensors in a model's safetensors, as finite f32 arrays, each read when it is indexed.
 
     Args:
-        directory: contains model.safetensors, or several files and model.safetensors.index.json.
+        directory: contains model.safetensors, or several files model-….safetensors.
 
     Raises:
-        ValueError: there are none. Indexing raises it if a file or a tensor cannot be read, or is not in DTYPES, or has
-            a value that is not finite.
+        ValueError: there are none. Indexing raises it if a tensor cannot be read, or is not in DTYPES, or has a value
+            that is not finite.
     """
 
     def __init__(self, directory: Path):
-        index, single = directory / "model.safetensors.index.json", directory / "model.safetensors"
-        self._directory = directory
-        if index.exists():
-            self._files = read_object(index, {"weight_map": {str: str}}, LARGE)["weight_map"]
-        elif single.exists():
-            self._files = dict.fromkeys(self._open(single.name).keys(), single.name)
-        else:
-            raise ValueError(
-                f"{directory} has no model.safetensors, and no model.safetensors.index.json. Weights in other formats "
-                "can be saved as safetensors by transformers: from_pretrained(…).save_pretrained(…)."
-            )
-
-    def _open(self, name: str) -> Any:
         from safetensors import safe_open
 
-        check_file(self._directory / name)
-        with refused(f"cannot read {self._directory / name}"):
-            return safe_open(self._directory / name, framework="numpy")
+        self._files: dict[str, Any] = {}
+        for path in sorted(directory.glob("model*.safetensors")):
+            check_file(path)
+            with refused(f"cannot read {path}"):
+                file = safe_open(path, framework="numpy")
+                self._files |= dict.fromkeys(file.keys(), file)
+        if not self._files:
+            raise ValueError(
+                f"{directory} has no model.safetensors. Weights in other formats can be saved as safetensors by "
+                "transformers: from_pretrained(…).save_pretrained(…)."
+            )
 
     def __getitem__(self, name: str) -> np.ndarray:
-        file = self._open(self._files[name])
-        with refused(f"cannot read {name} in {self._directory / self._files[name]}"):
+        file = self._files[name]
+        with refused(f"cannot read {name} in the model's files"):
             dtype = file.get_slice(name).get_dtype()
             tensor = file.get_tensor(name).astype(np.float32, copy=False) if dtype in DTYPES else None
         if tensor is None:

@@ -10,8 +10,8 @@ import pytest
 
 from shardwright_data.flat_tokens import writer
 from shardwright_data.text import sources
-from tools.huggingface_to_flat_tokens import split as split_work
-from tools.huggingface_to_flat_tokens.config import Settings, SplitConfig, TokenizerConfig
+from tools import huggingface_to_flat_tokens as tool
+from tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
 
 ROOT = Path(__file__).parent.parent
 SIZES = [
@@ -20,18 +20,18 @@ SIZES = [
     (writer, "STARTS_SHARD", 64),
     (sources, "BLOCK_BYTES", 300),
     (sources, "RECORDS", 3),
-    (split_work, "STATE_SECONDS", 0.0),
+    (tool, "STATE_SECONDS", 0.0),
 ]
 
 DRIVER = """
 import time
 from shardwright.settings.program import run_program
-from tools.huggingface_to_flat_tokens import __main__ as tool
-from tools.huggingface_to_flat_tokens.split import Tokenize
+from shardwright_data.text.tokenizers import Tokenizer
+from tools import huggingface_to_flat_tokens as tool
 {sizes}
 # Slow enough to be killed within.
-tokenize = Tokenize.__call__
-Tokenize.__call__ = lambda self, item: (time.sleep({seconds}), tokenize(self, item))[1]
+encode = Tokenizer.encode
+Tokenizer.encode = lambda self, texts: (time.sleep({seconds}), encode(self, texts))[1]
 if __name__ == "__main__":
     run_program("huggingface_to_flat_tokens", tool.Settings, tool.run)
 """

@@ -1,7 +1,7 @@
 """Writes a checkpoint as a model of `transformers`: config.json, safetensors, tokenizer.
 
     python -m tools.checkpoint_to_huggingface run=runs/<name> output=exported
-    python -m tools.checkpoint_to_huggingface run=runs/<name> output=exported step=500 dtype=bf16
+    python -m tools.checkpoint_to_huggingface run=runs/<name> output=exported step=500
 
     model = transformers.AutoModelForCausalLM.from_pretrained("exported")
     tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
@@ -13,36 +13,27 @@ transformers from the files and as the run does. If they differ, the error names
 missing. Runs on the CPU, in memory for three times the model.
 """
 
-import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
 from omegaconf import MISSING
 
 import train
 from shardwright.modeling.model import inputs_of, load_model
-from shardwright.modeling.weights import shapes_of
-from shardwright.run.checkpoint import find_checkpoint
-from shardwright.run.opening import CheckpointChoice
-from shardwright.run.provenance import compare_source, provenance_of
-from shardwright.run.resuming import config_of, saved_config
+from shardwright.run.opening import CheckpointChoice, open_run
 from shardwright.settings.program import run_program
-from shardwright_data.checks import check_choice, check_ranges
+from shardwright_data.checks import check_ranges
 from shardwright_data.foreign import shown
-from shardwright_data.text.huggingface import find_tokenizer, tokenizer_files
-from tools.huggingface.check import check_rules, compare_logits, mapping_of
-
-DTYPES = {"f32": ("float32", np.dtype(np.float32)), "bf16": ("bfloat16", np.dtype(jnp.bfloat16))}
-"""Names in torch, and numpy dtypes."""
+from shardwright_data.text.definitions import PAD, load_definition
+from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_run
+from tools.huggingface.check import check_rules, compare_logits, mapping_of, one_device
 
 
 @dataclass
@@ -53,40 +44,72 @@ class Settings(CheckpointChoice):
     """The directory to write; it must not exist yet."""
     check: bool = True
     """Compares the logits with those of transformers, which must be installed, with torch."""
-    dtype: str = "f32"
-    """Dtype of the weights: f32, as trained, or bf16, rounded to nearest."""
-    dataset: str | None = None
-    """A flat-tokens dataset whose tokenizer is written. Null: the run's."""
+    tokenizer: str | None = None
+    """The tokenizer to write, as in tools.generate, such as a flat-tokens dataset. Null: that of the run's data."""
 
 
-def read_model(choice: CheckpointChoice) -> tuple[int, Any, Any, dict]:
+def read_model(choice: CheckpointChoice, log: Callable[[str], None] = print) -> tuple[int, Any, Any, dict[str, Any]]:
     """Reads a checkpoint: its step, configuration, weights as NumPy arrays, and metadata.
 
     Raises:
-        ValueError: there is no such checkpoint, or its weights are not those of its model.
+        ValueError: there is no such checkpoint, its weights are not those of its model, or the source is another.
     """
-    checkpoints, found = find_checkpoint(choice.run, choice.step)
-    with checkpoints:
-        metadata = checkpoints.metadata(found)
-        c = config_of(saved_config(metadata), choice.trust)
-        which, on_host = choice.which(c), SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
-        like = jax.tree.map(lambda x: x.update(sharding=on_host), shapes_of(load_model(c.model).table))
-        weights = checkpoints.restore(found, {which: like})[which]
-    return found, c, jax.tree.map(np.asarray, weights), metadata
+    with one_device(), open_run(choice.run, choice.step, choice.trust) as saved:
+        which, model = choice.which(saved.c), load_model(saved.c.model)
+        weights, _ = saved.read_weights(model, which, train.programs, choice.other_source, log)
+        return saved.step, saved.c, jax.tree.map(np.asarray, weights), saved.metadata
 
 
-def write_tensors(path: Path, tensors: Mapping[str, np.ndarray], dtype: np.dtype) -> None:
-    """Writes a file of safetensors."""
+def tokenizer_files(tokenizer: Tokenizer, bos_id: int) -> tuple[dict[str, dict], list[str]]:
+    """Files that make AutoTokenizer give what a run of this project reads: bos_id, then the text's ids.
+
+    Returns:
+        The content of the files, by name, and sentences about what a user may not expect.
+
+    Raises:
+        ValueError: no tokenizer is known.
+    """
+    if tokenizer.definition is None:
+        raise ValueError("the run's data names none")
+    content = json.loads(tokenizer.definition)
+    special = {token["content"]: token["id"] for token in content.get("added_tokens", []) if token["special"]}
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    notes, processor = [], None
+    bos = load_definition(tokenizer.definition).id_to_token(bos_id)
+    if bos is None:
+        notes.append(f"it has no token of id {bos_id} (model.bos_id): put that id before the text's yourself")
+    else:
+        piece = lambda kind, name: {kind: {"id": name, "type_id": 0}}
+        single = [piece("SpecialToken", bos), piece("Sequence", "A")]
+        processor = {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": [*single, piece("Sequence", "B")],
+            "special_tokens": {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}},
+        }
+    # Named as such, a token of text would be found in any text and left out where special tokens are skipped.
+    for name, token in (("bos_token", bos), ("eos_token", tokenizer.end_token)):
+        if token in special:
+            settings[name] = token
+        elif token is not None:
+            notes.append(f"its {name} {token!r} is a token of text too")
+    # Padding is masked: where the vocabulary has no token for it, one that no text becomes does as well.
+    pads = [token for token in (PAD, tokenizer.end_token, bos, *special) if token in special]
+    settings |= {"pad_token": pads[0]} if pads else {}
+    content |= {"post_processor": processor, "truncation": None, "padding": None}
+    return {"tokenizer.json": content, "tokenizer_config.json": settings}, notes
+
+
+def write_files(directory: Path, files: dict[str, dict], tensors: dict[str, np.ndarray]) -> None:
+    """Writes JSON files and a file of safetensors."""
     from safetensors.numpy import save_file
 
-    rounded = {name: np.ascontiguousarray(tensor).astype(dtype, copy=False) for name, tensor in tensors.items()}
-    save_file(rounded, path, metadata={"format": "pt"})
+    for name, content in files.items():
+        (directory / name).write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    path = directory / "model.safetensors"
+    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, path, metadata={"format": "pt"})
     os.umask(umask := os.umask(0))
     path.chmod(0o666 & ~umask)  # safetensors writes files that only their owner can read
-
-
-def _write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def run(config: Settings, log: Callable[[str], None] = print) -> None:
@@ -97,17 +120,11 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
             express, or one whose logits differ from those of the files.
     """
     check_ranges("", config)
-    check_choice("dtype", config.dtype, tuple(DTYPES))
     output = Path(config.output)
     if output.exists():
         raise ValueError(f"output is {config.output}, which exists already. Move it away, or give another path.")
-    step, c, weights, metadata = read_model(config)
-    model, allow = load_model(c.model), None if config.other_source else "other_source=true"
-    if saved := metadata.get("provenance"):
-        now = provenance_of(train.programs, c, model)
-        if differs := compare_source(saved, now, ("evaluation",), allow):
-            log(f"source     {differs}")
-    if inputs := inputs_of(model):
+    step, c, weights, metadata = read_model(config, log)
+    if inputs := inputs_of(load_model(c.model)):
         raise ValueError(f"the model reads {', '.join(inputs)} beside the tokens; no model in transformers does.")
     content, tensors = mapping_of(c.model.module).to_huggingface(weights, c.model)
     check_rules(c.model, content["model_type"])
@@ -116,31 +133,29 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
 
     files, end = {}, None
     try:
-        definition, end_token = find_tokenizer(dataclasses.asdict(c.data), config.dataset)
-        files, end, notes = tokenizer_files(definition, c.model.bos_id, end_token)
-        about = "; ".join(("tokenizer.json", *notes))
+        tokenizer = tokenizer_of_run(c.data, config.tokenizer)
+        files, notes = tokenizer_files(tokenizer, c.model.bos_id)
+        end, about = tokenizer.end, "; ".join(("tokenizer.json", *notes))
     except (ValueError, OSError) as error:
         about = f"none: {error}"
-    torch_dtype, dtype = DTYPES[config.dtype]
     ids = {"bos_token_id": c.model.bos_id, "eos_token_id": end}
-    facts = {"step": step, "weights": config.which(c), "programs": (saved or {}).get("programs")}
+    programs = metadata.get("provenance", {}).get("programs")
+    facts = {"step": step, "weights": config.which(c), "programs": programs}
     # Written even if null: transformers would take the ids of Llama's own tokenizer.
-    files["config.json"] = content | ids | {"dtype": torch_dtype, "torch_dtype": torch_dtype, "shardwright": facts}
+    files["config.json"] = content | ids | {"dtype": "float32", "torch_dtype": "float32", "shardwright": facts}
     files["generation_config.json"] = ids
     temporary = output.with_name(output.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # a killed export left it
     temporary.mkdir(parents=True)
     try:
-        for name, file in files.items():
-            _write_json(temporary / name, file)
-        write_tensors(temporary / "model.safetensors", tensors, dtype)
-        compared = compare_logits(c.model, weights, temporary, dtype) if config.check else "nothing: check=false"
+        write_files(temporary, files, tensors)
+        compared = compare_logits(c.model, weights, temporary) if config.check else "nothing: check=false"
         temporary.rename(output)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     parameters = sum(leaf.size for leaf in jax.tree.leaves(weights))
-    log(f"model      {content['architectures'][0]}: {parameters:,} parameters in {config.dtype}, after {step} steps")
+    log(f"model      {content['architectures'][0]}: {parameters:,} parameters, after {step} steps")
     log(f"compared   {compared}")
     log(shown(f"tokenizer  {about}"))
     log(f'written    {output}: open it with transformers.AutoModelForCausalLM.from_pretrained("{output}")')

@@ -10,17 +10,17 @@ data, each document is counted once. docs/evaluation.md has examples.
 """
 
 import contextlib
-import dataclasses
 import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 
 import train
@@ -32,17 +32,20 @@ from shardwright.run import opening
 from shardwright.run.causality import check_causal
 from shardwright.run.evaluation import evaluate as evaluate_batches
 from shardwright.run.opening import CheckpointChoice, MeshChoice
-from shardwright.sampling.documents import Document, Given, documents_of_dataset, documents_of_files, losses_of
 from shardwright.sampling.harness import language_model
-from shardwright.sampling.scoring import Scorer, products_in
+from shardwright.sampling.scoring import Scorer, document_losses, products_in
 from shardwright.settings.program import run_program
 from shardwright_data.checks import at_least_0, at_least_1, check_choice, check_ranges
-from shardwright_data.flat_tokens import Reader
+from shardwright_data.flat_tokens import Reader, decode
 from shardwright_data.loader import make_loader
-from shardwright_data.text.codec import REMEDY, TextCodec, codec_by_name, codec_of_attributes, codec_of_data
+from shardwright_data.text import sources
+from shardwright_data.text.byte_lengths import byte_lengths_of_dataset
+from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_dataset, tokenizer_of_run
 
 TEXTS = r"\.(jsonl|json|txt|parquet)(\.\w+)?$"
 """End of the name of a file of texts."""
+AT_ONCE = 2**12
+"""Documents of a dataset that are read together."""
 
 
 @dataclass
@@ -54,9 +57,6 @@ class Settings(CheckpointChoice):
     Stages of the run are left out: d takes their devices."""
     compute_dtype: str | None = None
     """bf16 or f32. Null: that of the run (training.compute_dtype), and f32 for an import."""
-    batch: int | None = at_least_1(None)
-    """Number of sequences at once, at least 1; rounded up to a multiple of r·d. Null: as many as 512 MiB of logits on
-    each device allow. The run's own validation has batches of its own."""
     batches: int | None = at_least_1(None)
     """Batches of the run's own validation; null: training.eval_batches."""
     data: str | None = None
@@ -77,8 +77,8 @@ class Settings(CheckpointChoice):
     out: str | None = None
     """A file for the result: a JSON object on one line. With `data`, a line for each document is before it."""
     tokenizer: str | None = None
-    """The tokenizer, if the run's data is gone or names none: `bytes`, `tiktoken:<encoding>`, or a
-    name on the Hugging Face hub, a tokenizer.json, or a directory that holds one."""
+    """The tokenizer, if the run's data is gone or names none: `bytes`, `tiktoken:<encoding>`, a flat-tokens dataset,
+    or a name on the Hugging Face hub, a tokenizer.json, or a directory that holds one."""
 
 
 @dataclass
@@ -100,24 +100,15 @@ class OpenRun:
         """What computes losses of tokens."""
         forward, seq_len = train.Forward(self.model, self.c.training), self.c.training.seq_len
         with jax.set_mesh(self.mesh):
-            return Scorer(forward, train.cross_entropy, seq_len, self.config.batch, self.source)
+            return Scorer(forward, train.cross_entropy, seq_len, self.source)
 
-    def codec(self) -> TextCodec:
-        """The tokenizer of the settings, or else of the run's data. Raises ValueError if there is none."""
-        if self.config.tokenizer is not None:
-            return codec_by_name(self.config.tokenizer)
-        try:
-            codec = codec_of_data(self.c.data)
-        except ValueError as e:
-            problem = str(e).replace(REMEDY, "").rstrip(" :")
-            raise ValueError(f"{problem}. tokenizer=<name> says which tokenizer made the run's data.") from e
-        if not codec.is_known:
-            raise ValueError("the run's data names no tokenizer; tokenizer=<name> says which one made it.")
-        return codec
+    def tokenizer(self) -> Tokenizer:
+        """That of the settings, or else of the run's data. Raises ValueError if it is missing."""
+        return tokenizer_of_run(self.c.data, self.config.tokenizer)
 
     def language_model(self) -> Any:
         """The checkpoint as a model of lm-eval. Raises ValueError if that is not installed."""
-        return language_model(self.scorer(), self.codec(), self.weights)
+        return language_model(self.scorer(), self.tokenizer(), self.weights)
 
 
 def open_run(config: Settings, write_line: Callable[[str], None] = print) -> OpenRun:
@@ -174,44 +165,68 @@ def result_of(nats: float, tokens: int, utf8_bytes: int | None) -> dict[str, Any
     return result
 
 
-# ---- documents ----------------------------------------------------------------------------------------
+# ---- documents ------------------------------------------------------------------------------------------------------
+
+Document = tuple[int, Sequence[int], int | None]
+"""Place in the data, counted from 0; token ids without bos; UTF-8 bytes of the text, None if they are not known."""
 
 
-def documents_of(run: OpenRun) -> Iterator[Given]:
-    """The documents of `data`. Raises ValueError if they are of another vocabulary than the run's data."""
-    config = run.config
-    if re.search(TEXTS, config.data):
-        return documents_of_files(config.data, config.text_field, run.codec())
-    reader = Reader(config.data, config.split)
+def documents_of_files(run: OpenRun) -> Iterator[Document]:
+    """The documents of files, with the end token of the run's data. Those without text are left out, but counted."""
+    tokenizer = run.tokenizer()
+    end = [] if tokenizer.end is None else [tokenizer.end]
+    blocks = sources.blocks(*sources.open_text("data", None, None, None, [run.config.data]), run.config.text_field)
+    for i, text in enumerate(text for texts, _ in blocks for text in texts):
+        if ids := tokenizer.ids(text):
+            yield i, [*ids, *end], len(text.encode())
+
+
+def documents_of_dataset(run: OpenRun) -> Iterator[Document]:
+    """The documents of a split, with the end tokens that are in it.
+
+    Raises:
+        ValueError: they are of another vocabulary than the run's data.
+    """
+    config, reader = run.config, Reader(run.config.data, run.config.split)
     if reader.max_token_id >= run.c.model.vocab:
         raise ValueError(
             f"{reader.path} holds token ids up to {reader.max_token_id}, the model's vocabulary has "
             f"{run.c.model.vocab}. Choose a dataset made with the run's tokenizer, or evaluate its texts."
         )
-    codec = codec_of_attributes(config.data, reader.attributes)
+    known = {tokenizer_of_dataset(reader).definition}
     try:
-        of_run = run.codec()
+        known.add(run.tokenizer().definition)
     except ValueError:  # of an import, which has no data
         if config.tokenizer is not None:
             raise
-        of_run = codec
-    if of_run.differs(codec):
+    if len(known - {None}) > 1:
         raise ValueError(
             f"{reader.path} was made with another tokenizer than the run's data. Evaluate its texts: data=<file>.jsonl."
         )
-    return documents_of_dataset(reader, codec)
+    lengths = byte_lengths_of_dataset(reader)
+    for first in range(0, reader.num_documents, AT_ONCE):
+        starts = reader.read_starts(first, min(first + AT_ONCE, reader.num_documents) + 1).astype(np.int64)
+        (encoded,) = reader.read(starts[:1], starts[-1:] - starts[:1])
+        for i, document in enumerate(np.split(encoded, starts[1:-1] - starts[0]), first):
+            ids, is_start = decode(document)
+            yield i, ids, None if lengths is None else lengths.count(ids, is_start)
 
 
-def of_data(run: OpenRun) -> tuple[dict[str, Any], list[Document]]:
-    """The loss of all documents of `data`, and the documents."""
-    documents = itertools.islice(documents_of(run), run.config.limit)
-    found = list(losses_of(run.scorer(), run.weights, documents))
-    if not found:
+def of_data(run: OpenRun) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The loss of all documents of `data`, and a line for each."""
+    documents = documents_of_files(run) if re.search(TEXTS, run.config.data) else documents_of_dataset(run)
+    documents, again = itertools.tee(itertools.islice(documents, run.config.limit))
+    losses = document_losses(run.scorer(), run.weights, (ids for _, ids, _ in documents))
+    lines = [
+        {"index": i, "tokens": len(ids), "loss": loss, "bytes": size}
+        for (i, ids, size), loss in zip(again, losses, strict=True)
+    ]
+    if not lines:
         raise ValueError(f"{run.config.data} has no document. Choose another file or split.")
-    sizes = [document.bytes for document in found]
+    sizes = [line["bytes"] for line in lines]
     size = None if None in sizes else sum(sizes)
-    nats, tokens = math.fsum(document.loss for document in found), sum(document.tokens for document in found)
-    return {"data": run.config.data, "documents": len(found)} | result_of(nats, tokens, size), found
+    nats, tokens = math.fsum(line["loss"] for line in lines), sum(line["tokens"] for line in lines)
+    return {"data": run.config.data, "documents": len(lines)} | result_of(nats, tokens, size), lines
 
 
 # ---- tasks of lm-eval -----------------------------------------------------------------------------------------------
@@ -251,18 +266,18 @@ def evaluate(config: Settings, console: Console | None = None) -> dict[str, Any]
     if config.data is not None and config.tasks:
         raise ValueError("give one of data and tasks; data and tasks is given.")
     run = open_run(config, write_line)
-    documents = []
+    lines = []
     if config.data is not None:
-        result, documents = of_data(run)
+        result, lines = of_data(run)
     else:
         result = of_tasks(run, write_line) if config.tasks else own_validation(run, write_line)
     about = {"run": config.run, "step": run.step, "weights": run.which, "mesh": dict(run.mesh.shape)}
     about["compute_dtype"] = run.c.training.compute_dtype
     if config.out is not None:
-        lines = [*map(dataclasses.asdict, documents), about | result]
         Path(config.out).parent.mkdir(parents=True, exist_ok=True)
         with open(config.out, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
+            for line in (*lines, about | result):
+                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
     for name, value in (about | ({} if config.tasks else result)).items():
         shown = f"{value:.6f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
         write_line(f"{name:<14}{shown}")

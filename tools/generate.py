@@ -22,14 +22,13 @@ from rich.text import Text
 
 import train
 from shardwright.modeling.model import load_model
-from shardwright.run import config as run_config
 from shardwright.run.opening import CheckpointChoice, MeshChoice, mesh_for, open_run
 from shardwright.sampling.drawing import Sampling, check_ids
 from shardwright.sampling.sampler import Sampler
 from shardwright.settings.program import run_program
 from shardwright_data.checks import check_ranges, within
 from shardwright_data.foreign import LARGE, read_text, shown
-from shardwright_data.text.codec import TextCodec, codec_by_name, codec_of_data, codec_of_dataset
+from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_run
 
 
 @dataclass
@@ -54,37 +53,17 @@ class Settings(CheckpointChoice):
     """Draw only from the likeliest tokens that together have this probability, in (0, 1]."""
     seed: int = within(0, 2**63, 0)
     """In [0, 2**63). A text depends on it and on the number of the text; on batch or mesh only by rounding."""
-    stop: list[str] | None = None
-    """Tokens that end a text. Null: the end token of the run's data, if any; []: none."""
-    context: int | None = within(2, 2**25, None)
-    """Number of tokens that the next one can see, bos included; at least 2. Null: training.seq_len. A text that fills
-    it ends."""
+    stop: list[int] | None = None
+    """Ids of the tokens that end a text. Null: the end token of the run's data, if any; []: none."""
     batch: int = within(1, 2**20, 64)
     """Number of texts at once, at least 1; rounded up to a multiple of the devices."""
     mesh: MeshChoice = field(default_factory=MeshChoice)
     """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if it fits, else all on d."""
-    gather_weights: str | None = None
-    """layer: for each token, the weights of each layer are gathered where they are used. step: all weights stay
-    gathered, which is faster if they fit on a device. Null: as in training."""
     output: str | None = None
     """A file for the texts, one JSON object on each line."""
-    data: str | None = None
-    """The run's dataset, if it has moved: its tokenizer is used."""
     tokenizer: str | None = None
-    """The tokenizer, if the data names none: `bytes`, `tiktoken:<encoding>`, or a name on the
-    Hugging Face hub, a tokenizer.json, or a directory that holds one."""
-
-
-# ---- settings -----------------------------------------------------------------------------------------------------
-
-
-def open_codec(config: Settings, c: run_config.Config) -> TextCodec:
-    """Opens the tokenizer of the settings, or else of the run's data."""
-    if config.tokenizer is not None:
-        return codec_by_name(config.tokenizer)
-    if config.data is not None:
-        return codec_of_dataset(config.data)
-    return codec_of_data(c.data)
+    """The tokenizer, if the run's data has moved or names none: `bytes`, `tiktoken:<encoding>`, a flat-tokens dataset,
+    or a name on the Hugging Face hub, a tokenizer.json, or a directory that holds one."""
 
 
 def read_prompts(config: Settings) -> list[str]:
@@ -97,13 +76,6 @@ def read_prompts(config: Settings) -> list[str]:
     if config.prompts_file is not None:
         return read_text(config.prompts_file, LARGE).splitlines()
     return [] if config.prompt is None else [config.prompt]
-
-
-def stop_ids(config: Settings, codec: TextCodec) -> tuple[int, ...]:
-    """The ids of the tokens that end a text."""
-    if config.stop is None:
-        return () if codec.end is None else (codec.end,)
-    return tuple(codec.id_of(token) for token in config.stop)
 
 
 # ---- texts --------------------------------------------------------------------------------------------------------
@@ -143,32 +115,28 @@ def generate(config: Settings, console: Console | None = None) -> list[Generated
     texts = read_prompts(config)
     with open_run(config.run, config.step, config.trust) as saved:
         c = saved.c
-        if config.gather_weights is not None:
-            c.training.gather_weights = config.gather_weights
-            run_config.check_config(c)
         # Ids need no tokenizer: without one, ids are printed.
-        named = config.tokenizer or config.data
-        codec = TextCodec() if config.prompt_ids is not None and not named else open_codec(config, c)
-        prompts = [codec.encode(text) for text in texts]
+        of_ids = config.prompt_ids is not None and config.tokenizer is None
+        tokenizer = Tokenizer() if of_ids else tokenizer_of_run(c.data, config.tokenizer)
+        prompts = [tokenizer.ids(text) for text in texts]
         if config.prompt_ids is not None:
             check_ids("prompt_ids", config.prompt_ids, c.model.vocab)
-            prompts, texts = [config.prompt_ids], [codec.decode(config.prompt_ids)]
-        settings = Sampling(
-            config.max_tokens, config.temperature, config.top_k, config.top_p, config.seed, stop_ids(config, codec)
-        )
+            prompts, texts = [config.prompt_ids], [tokenizer.decode(config.prompt_ids)]
+        stop = config.stop if config.stop is not None else [] if tokenizer.end is None else [tokenizer.end]
+        drawing = config.max_tokens, config.temperature, config.top_k, config.top_p, config.seed
+        settings = Sampling(*drawing, stop=tuple(stop))
         with jax.set_mesh(mesh_for(config.mesh, c)):
-            context = c.training.seq_len if config.context is None else config.context
             model = load_model(c.model)
             say = lambda text: console.print(Text(shown(text), style="dim"), soft_wrap=True)
             weights, source = saved.read_weights(model, config.which(c), train.programs, config.other_source, say)
-            sampler = Sampler(train.Forward(model, c.training), settings, context, config.batch, source)
+            sampler = Sampler(train.Forward(model, c.training), settings, c.training.seq_len, config.batch, source)
             repeated = [prompt for prompt in prompts for _ in range(config.samples)]
             start = time.perf_counter()
             drawn = sampler.generate(weights, repeated)
             results = []
             for i, (prompt, ids) in enumerate(zip(repeated, drawn, strict=True)):
                 ended = ids[-1] in settings.stop
-                added = codec.continuation(prompt, ids[:-1] if ended else ids)
+                added = tokenizer.continuation(prompt, ids[:-1] if ended else ids)
                 text, sample = texts[i // config.samples], i % config.samples
                 results.append(Generated(text, sample, added, ended, list(prompt), ids))
             for result in results:
@@ -189,20 +157,16 @@ def generate(config: Settings, console: Console | None = None) -> list[Generated
 # ---- main ---------------------------------------------------------------------------------------------------------
 
 
-def quote_text(argument: str) -> str:
-    """Quotes a `prompt` or `stop` of the command line for Hydra: `prompt=Hello, "you"` is exactly that text.
-
-    Lists and null for `stop` are left to Hydra.
-    """
+def quote_prompt(argument: str) -> str:
+    """Quotes a `prompt` of the command line for Hydra: `prompt=Hello, "you"` is exactly that text."""
     name, equals, value = argument.partition("=")
-    is_hydras = name == "stop" and (value.startswith("[") or value == "null")
-    if name not in ("prompt", "stop") or not equals or is_hydras:
+    if name != "prompt" or not equals:
         return argument
     # To Hydra, a backslash is special before a quote or at the end only.
     value = re.sub(r"""(\\*)("|\Z)""", lambda m: m[1] * 2 + (rf"\{m[2]}" if m[2] else ""), value).replace("${", r"\${")
-    return f'{name}=["{value}"]' if name == "stop" else f'{name}="{value}"'
+    return f'prompt="{value}"'
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = map(quote_text, sys.argv[1:])
+    sys.argv[1:] = map(quote_prompt, sys.argv[1:])
     run_program("generate", Settings, generate)

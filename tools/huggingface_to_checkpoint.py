@@ -17,28 +17,24 @@ so that training.init_from=<output> with --config-dir=<output> model=imported st
 """
 
 import dataclasses
-import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 from omegaconf import MISSING, OmegaConf
 
 from shardwright.huggingface import Tensors, as_transformers_reads
-from shardwright.modeling.model import is_shipped, load_model
+from shardwright.modeling.model import is_shipped
 from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.settings.program import run_program
 from shardwright_data.checks import within
-from shardwright_data.foreign import LARGE, read_object, read_text, shown
-from shardwright_data.text.definitions import definition_of
+from shardwright_data.foreign import read_object, shown
 from tools.huggingface.check import check_rules, compare_logits, mapping_of
 from tools.huggingface.llama import ARCHITECTURES
 
-FILES = ["config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json", "model*.safetensors"]
+FILES = ["config.json", "tokenizer.json", "model*.safetensors"]
 """Files to download of a model on the hub; some models have their weights again, in other formats."""
 
 
@@ -83,14 +79,6 @@ def find_model(name: str) -> Path:
     return directory
 
 
-def _end_token(tokenizer: Path, ids: Any) -> str:
-    """The setting, quoted for a shell, that makes the model's eos token the end of documents."""
-    ids = ids if isinstance(ids, list) else [ids]
-    added = definition_of(tokenizer, read_text(tokenizer, LARGE)).get("added_tokens", [])
-    ends = [token["content"] for token in added if token["id"] in ids]
-    return shlex.quote(f'tokenizer.end_token="{ends[0]}"') if ends else "tokenizer.end_token=null"
-
-
 def run(config: Settings, log: Callable[[str], None] = print) -> None:
     """Writes the checkpoint.
 
@@ -112,18 +100,11 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
             f"config.json: model_type is {kind!r}, and shardwright has no model of that name; give module=<its module>."
         )
     content = as_transformers_reads(content | {"bos_token_id": bos})
-    mapping, tensors = mapping_of(name), Tensors(directory)
-    c, weights = mapping.from_huggingface(content, tensors)
+    c, weights = mapping_of(name).from_huggingface(content, Tensors(directory))
     c.module = name
     if not 0 <= c.bos_id < c.vocab:
         raise ValueError(f"bos_id is {c.bos_id}; it must be an id of the vocabulary, at least 0 and below {c.vocab}.")
     check_rules(c, kind)
-
-    arrays = named_leaves({"weights": weights})
-    for key, weight in named_leaves({"weights": load_model(c).table}).items():
-        if arrays[key].shape != weight.shape:
-            found = list(arrays[key].shape)
-            raise ValueError(f"{key} is {found} in the model's files; it must be {list(weight.shape)}.")
     log(f"compared   {compare_logits(c, weights, directory) if config.check else 'nothing: check=false'}")
     model = dataclasses.asdict(c)
     length = content.get("max_position_embeddings") or content.get("n_positions") or 2048
@@ -131,27 +112,17 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     optimizer = {"learning_rate": 0.0, "warmup_steps": 0, "schedule": "constant"}
     training = {"batch_size": 1, "seq_len": length, "steps": 1}
     metadata = {"config": {"model": model, "optimizer": optimizer, "training": training}, "loader": {}}
-    has_tokenizer = (directory / "tokenizer.json").is_file()
-    end = shown(_end_token(directory / "tokenizer.json", content.get("eos_token_id"))) if has_tokenizer else ""
     with Checkpointer(output / "checkpoints") as checkpoints:
         state = {"weights": jax.device_put(weights, jax.local_devices(backend="cpu")[0])}
         checkpoints.save(0, state, metadata)
     (output / "model").mkdir(parents=True, exist_ok=True)
     header = f"# {config.model}, as tools/huggingface_to_checkpoint read it.\n"
     (output / "model" / "imported.yaml").write_text(header + OmegaConf.to_yaml(OmegaConf.create(model)))
-    if has_tokenizer:
+    if (directory / "tokenizer.json").is_file():
         shutil.copyfile(directory / "tokenizer.json", output / "tokenizer.json")
-
-    parameters = sum(array.size for array in arrays.values())
+    parameters = sum(array.size for array in jax.tree.leaves(weights))
     log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}")
     log(f"checkpoint {output}/checkpoints/0000000000")
-    if has_tokenizer:
-        log(f"To sample:\n  python -m tools.generate run={output} tokenizer={output / 'tokenizer.json'} prompt=<text>")
-        log("A dataset with its tokenizer, for example:")
-        log(
-            "  python -m tools.huggingface_to_flat_tokens --config-name=austen_bytes out=data/<name>.zarr "
-            f"tokenizer.kind=huggingface tokenizer.name={output / 'tokenizer.json'} {end}"
-        )
     log("To continue training, with the settings of a run in configs/:")
     log(
         f"  python -m train --config-name=<run> --config-dir={config.output} model=imported "

@@ -8,9 +8,8 @@ The last reads the whole dataset and compares its parts. Text is decoded with th
 token ids are shown. The documents in a batch of a run are shown by tools.replay.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from omegaconf import MISSING
@@ -23,7 +22,7 @@ from shardwright_data import flat_tokens
 from shardwright_data.checks import check_ranges, within
 from shardwright_data.flat_tokens import Reader
 from shardwright_data.foreign import check_types, one_line, shown
-from shardwright_data.text.codec import TextCodec, codec_of_attributes, tokenizer_of_attributes
+from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_attributes, tokenizer_of_dataset
 
 SAMPLE = 2**22
 """Number of documents whose lengths are read."""
@@ -47,17 +46,17 @@ class Settings:
     """Read everything, and compare the parts of the dataset."""
 
 
-def open_codec(filespec: str, attributes: Mapping[str, Any]) -> TextCodec:
-    """The codec of a dataset; it shows token ids if the dataset names no tokenizer, or has lost it."""
+def open_tokenizer(reader: flat_tokens.Reader) -> Tokenizer:
+    """The tokenizer of a dataset; it shows token ids if the dataset names none, or has lost it."""
     try:
-        return codec_of_attributes(filespec, attributes)
+        return tokenizer_of_dataset(reader)
     except FileNotFoundError:
-        return TextCodec()
+        return Tokenizer()
 
 
-def _read_text(reader: flat_tokens.Reader, codec: TextCodec, start: int, length: int) -> str:
+def _read_text(reader: flat_tokens.Reader, tokenizer: Tokenizer, start: int, length: int) -> str:
     (encoded,) = reader.read(np.array([start]), np.array([length]))
-    return codec.decode(flat_tokens.decode(encoded)[0].tolist())
+    return tokenizer.decode(flat_tokens.decode(encoded)[0].tolist())
 
 
 def show_overview(console: Console, reader: flat_tokens.Reader) -> None:
@@ -86,7 +85,7 @@ def show_overview(console: Console, reader: flat_tokens.Reader) -> None:
         console.print(Text(shown(f"{name:<18}{text}")))
 
 
-def show_documents(console: Console, reader: flat_tokens.Reader, codec: TextCodec, count: int) -> None:
+def show_documents(console: Console, reader: flat_tokens.Reader, tokenizer: Tokenizer, count: int) -> None:
     """Prints the beginnings of `count` documents, evenly spaced over the split."""
     which = np.unique(np.linspace(0, reader.num_documents - 1, min(count, reader.num_documents)).astype(np.int64))
     table = Table(title="Documents", title_justify="left")
@@ -95,12 +94,12 @@ def show_documents(console: Console, reader: flat_tokens.Reader, codec: TextCode
     table.add_column("text", ratio=1, overflow="fold")
     for i, start, length in zip(which, *reader.document_spans(which), strict=True):
         # A token stands for one character or more, nearly always.
-        text = _read_text(reader, codec, int(start), min(int(length), CHARACTERS + 8))
+        text = _read_text(reader, tokenizer, int(start), min(int(length), CHARACTERS + 8))
         table.add_row(f"{i:,}", f"{length:,}", Text(one_line(text, CHARACTERS)))
     console.print(table)
 
 
-def show_document(console: Console, reader: flat_tokens.Reader, codec: TextCodec, document: int) -> None:
+def show_document(console: Console, reader: flat_tokens.Reader, tokenizer: Tokenizer, document: int) -> None:
     """Prints a document, whole. Raises ValueError if there is none of that index."""
     if not 0 <= document < reader.num_documents:
         raise ValueError(
@@ -108,7 +107,7 @@ def show_document(console: Console, reader: flat_tokens.Reader, codec: TextCodec
         )
     (start,), (length,) = reader.document_spans(np.array([document]))
     console.print(f"[bold]Document {document:,}[/]: tokens {start:,} to {start + length - 1:,}")
-    console.print(Text(shown(_read_text(reader, codec, int(start), int(length)))))
+    console.print(Text(shown(_read_text(reader, tokenizer, int(start), int(length)))))
 
 
 def check(reader: flat_tokens.Reader, blocks: Iterable[np.ndarray]) -> None:
@@ -142,15 +141,15 @@ def run(config: Settings, console: Console | None = None) -> None:
     console = console or Console()
     check_ranges("", config)
     reader = Reader(config.filespec, config.split)
-    codec = open_codec(config.filespec, reader.attributes)
+    tokenizer = open_tokenizer(reader)
     if config.check:
         check(reader, reader.blocks())
         console.print(f"all {reader.num_tokens:,} tokens read; marks, starts and attributes agree.")
     elif config.document is not None:
-        show_document(console, reader, codec, config.document)
+        show_document(console, reader, tokenizer, config.document)
     else:
         show_overview(console, reader)
-        show_documents(console, reader, codec, config.documents)
+        show_documents(console, reader, tokenizer, config.documents)
 
 
 if __name__ == "__main__":

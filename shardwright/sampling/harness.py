@@ -7,13 +7,13 @@ import jax
 from shardwright.sampling.drawing import Sampling
 from shardwright.sampling.sampler import Sampler
 from shardwright.sampling.scoring import Scorer, log_likelihoods, products_in
-from shardwright_data.text.codec import TextCodec
+from shardwright_data.text.tokenizers import Tokenizer
 
 MAX_TOKENS = 256
 """Tokens that a text gets if its task does not say how many, as in lm-eval."""
 
 
-def language_model(scorer: Scorer, codec: TextCodec, weights: Any) -> Any:
+def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
     """An lm_eval.api.model.TemplateLM that computes with these weights, for lm_eval.simple_evaluate(model=…).
 
     Texts begin with bos, as in training. Token ids, likelihoods and rolling windows are those of lm-eval's own model
@@ -22,7 +22,7 @@ def language_model(scorer: Scorer, codec: TextCodec, weights: Any) -> Any:
 
     Args:
         scorer: computes the losses.
-        codec: of the run's data.
+        tokenizer: of the run's data.
         weights: of the model, sharded as in training on the scorer's mesh.
 
     Raises:
@@ -38,13 +38,13 @@ def language_model(scorer: Scorer, codec: TextCodec, weights: Any) -> Any:
         ) from e
 
     class LanguageModel(TemplateLM):
-        eot_token_id = codec.end
+        eot_token_id = tokenizer.end
         prefix_token_id = scorer.c.bos_id
         max_length = scorer.length
         tokenizer_name = "shardwright"
 
         def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            return [self.prefix_token_id] * (add_special_tokens is not False) + codec.encode(string)
+            return [self.prefix_token_id] * (add_special_tokens is not False) + tokenizer.ids(string)
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
             found = list(log_likelihoods(scorer, weights, (pair for _, *pair in requests)))
@@ -55,7 +55,7 @@ def language_model(scorer: Scorer, codec: TextCodec, weights: Any) -> Any:
         def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
             texts = [request.args[0] for request in requests]
             windows = lambda ids: get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
-            cut = [[*map(make_disjoint_window, windows(codec.encode(text)))] for text in texts]
+            cut = [[*map(make_disjoint_window, windows(tokenizer.ids(text)))] for text in texts]
             found = log_likelihoods(scorer, weights, (pair for text in cut for pair in text))
             return [sum(next(found)[0] for _ in text) for text in cut]
 
@@ -68,19 +68,19 @@ def language_model(scorer: Scorer, codec: TextCodec, weights: Any) -> Any:
                     temperature=options.get("temperature") or 0.0,
                     top_k=options.get("top_k") or None,
                     top_p=options.get("top_p") or 1.0,
-                    stop=() if codec.end is None else (codec.end,),
+                    stop=() if tokenizer.end is None else (tokenizer.end,),
                 )
                 until = options.get("until") or []
                 by_settings.setdefault(settings, []).append((i, [until] if isinstance(until, str) else until))
             found = [""] * len(requests)
             for settings, of in by_settings.items():
                 room = max(1, scorer.length - settings.max_tokens)
-                prompts = [codec.encode(requests[i].args[0])[-room:] for i, _ in of]
+                prompts = [tokenizer.ids(requests[i].args[0])[-room:] for i, _ in of]
                 with jax.set_mesh(scorer.mesh), products_in(scorer.forward.training.compute_dtype):
                     sampler = Sampler(scorer.forward, settings, scorer.length, source=scorer.source)
                     drawn = sampler.generate(weights, prompts)
                 for (i, until), prompt, ids in zip(of, prompts, drawn, strict=True):
-                    text = codec.continuation(prompt, ids[:-1] if ids[-1] in settings.stop else ids)
+                    text = tokenizer.continuation(prompt, ids[:-1] if ids[-1] in settings.stop else ids)
                     for end in filter(None, until):
                         text = text.split(end)[0]
                     found[i] = text

@@ -14,7 +14,7 @@ from shardwright.run.stages import folded_mesh, without_stages
 from shardwright.sampling.drawing import Sampling, check_ids
 from shardwright.sampling.sampler import Sampler
 from shardwright.settings.words import say
-from shardwright_data.text.codec import REMEDY, codec_of_data
+from shardwright_data.text.tokenizers import REMEDY, tokenizer_of_run
 
 SHOWN = 100
 """Number of characters of a sample on the terminal."""
@@ -40,14 +40,14 @@ class TrainingSamples:
         t, self._run = c.training, run
         self._texts = list(t.sample_prompts)
         try:
-            self._codec = codec_of_data(c.data)
-            self._prompts = [self._codec.encode(text) for text in self._texts]
+            self._tokenizer = tokenizer_of_run(c.data)
+            self._prompts = [self._tokenizer.ids(text) for text in self._texts]
             for text, ids in zip(self._texts, self._prompts, strict=True):
                 check_ids(f"training.sample_prompts: {text!r}", ids, c.model.vocab)
         except ValueError as e:
             instead = "Set training.sample_interval=null for no samples, or read a dataset that has its tokenizer.json."
             raise ValueError(f"training.sample_prompts: {str(e).replace(REMEDY, instead)}") from e
-        self._stop = () if self._codec.end is None else (self._codec.end,)
+        self._stop = () if self._tokenizer.end is None else (self._tokenizer.end,)
         settings = Sampling(t.sample_tokens, t.sample_temperature, t.sample_top_k, seed=t.seed, stop=self._stop)
         self._mesh, self._placement = folded_mesh(c), run.placement
         with jax.set_mesh(self._mesh):
@@ -73,7 +73,7 @@ class TrainingSamples:
         lines = []
         for text, prompt, ids in zip(self._texts, self._prompts, drawn, strict=True):
             ended = ids[-1] in self._stop
-            added = self._codec.continuation(prompt, ids[:-1] if ended else ids)
+            added = self._tokenizer.continuation(prompt, ids[:-1] if ended else ids)
             lines.append(json.dumps({"step": done, "prompt": text, "text": added, "ended": ended}) + "\n")
             shown = " ".join((text + added).split())
             self._run.log_event("sample", {"text": shown[:SHOWN] + "…" * (len(shown) > SHOWN)})

@@ -64,8 +64,6 @@ class Scorer:
             depends on those beside it.
         loss: train.cross_entropy.
         length: largest number of tokens that a sequence has beside the first.
-        batch: largest number of sequences of `length` tokens at once, rounded up to a multiple of r·d; of shorter ones
-            there are more. None: what LOGITS and POSITIONS allow.
         source: hashes of the source, from provenance.source_of, as for a Sampler.
 
     Attributes:
@@ -75,7 +73,7 @@ class Scorer:
         ValueError: a model that reads more than tokens.
     """
 
-    def __init__(self, forward: Any, loss: Callable, length: int, batch: int | None = None, source: Any = None):
+    def __init__(self, forward: Any, loss: Callable, length: int, source: Any = None):
         c = forward.model.c
         refuse_inputs(forward.model)
         # The padding after a sequence is another document, for rules that see ahead. So document_mask must be on.
@@ -84,8 +82,7 @@ class Scorer:
         self.mesh = jax.sharding.get_mesh()
         self._t = self.mesh.shape["t"]
         self._rows = self.mesh.size // self._t
-        most = min(POSITIONS, LOGITS * self._t // c.vocab)
-        self._positions = max(length, most) if batch is None else -(-batch // self._rows) * length
+        self._positions = max(length, min(POSITIONS, LOGITS * self._t // c.vocab))
         self.source, self._run = source, Programs(source, c, alone).run
         self._program = self._losses_program()
 
@@ -162,6 +159,26 @@ class Scorer:
 
 
 # ---- texts --------------------------------------------------------------------------------------------------------
+
+
+def pieces(ids: Sequence[int], bos: int, length: int) -> list[list[int]]:
+    """A document as sequences: `bos` and the next `length` tokens, as a run reads a document that its batches cut.
+
+    A piece does not see those before it.
+    """
+    return [[bos, *ids[i : i + length]] for i in range(0, len(ids), length)]
+
+
+def document_losses(scorer: Scorer, weights: Any, documents: Iterable[Sequence[int]]) -> Iterator[float]:
+    """The sum of the losses of each document's tokens, in nats.
+
+    A document, token ids without bos, is cut into pieces if it has more than scorer.length.
+    """
+    documents, again = itertools.tee(documents)
+    cut = lambda ids: pieces(ids, scorer.c.bos_id, scorer.length)
+    found = scorer.losses(weights, (piece for ids in documents for piece in cut(ids)))
+    for ids in again:
+        yield sum(float(next(found).losses.sum(dtype=np.float64)) for _ in cut(ids))
 
 
 def log_likelihoods(

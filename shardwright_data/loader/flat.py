@@ -16,8 +16,7 @@ from shardwright_data.loader.batches import Loader, Sequences
 from shardwright_data.loader.config import DataConfig, SourceConfig
 from shardwright_data.loader.mixture import BLOCK, PERIOD, Quotas
 from shardwright_data.loader.shuffle import Indices
-from shardwright_data.text.byte_lengths import ByteLengths
-from shardwright_data.text.codec import byte_lengths_of_dataset
+from shardwright_data.text.byte_lengths import ByteLengths, byte_lengths_of_dataset
 
 CHECKED_DOCUMENTS = 2**16
 """Documents at either end of a split whose lengths are read when it is opened to be read unpacked."""
@@ -106,8 +105,7 @@ class Source:
     @functools.cached_property
     def byte_lengths(self) -> ByteLengths | None:
         """Bytes of the tokens, from the dataset's tokenizer; None if unknown."""
-        found = byte_lengths_of_dataset(self.config.filespec, self.dataset.attributes)
-        return found if found is not None and self.dataset.max_token_id < found.of_token.size else None
+        return byte_lengths_of_dataset(self.dataset)
 
 
 class FlatTokensLoader(Loader):

@@ -121,7 +121,7 @@ class StreamLoader(Loader):
     @functools.cached_property
     def byte_lengths(self) -> ByteLengths | None:
         """Bytes of the tokens; None if unknown."""
-        return byte_lengths(self._tokenizer.definition, self._stream.end_token)
+        return byte_lengths(self._tokenizer)
 
     def _seek(self, step: int) -> None:
         self._place = _Place(**{key: value for key, value in self.state(step).items() if key != "step"})
@@ -178,7 +178,7 @@ class StreamLoader(Loader):
             texts: list[str] = []
             field = self._stream.text_field
             for example in sources.readable(f"The stream {self._name}", self._data):
-                sources.check_column(self._name, example, "data.stream.text_field", field)
+                sources.check_column(self._name, example, field)
                 # Documents without text are left out.
                 if text := sources.clean_text(example[field], field, self._name):
                     texts.append(text)

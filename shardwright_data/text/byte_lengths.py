@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwright_data.text.definitions import BYTE_LETTERS
-from shardwright_data.text.tokenizers import load_definition
+from shardwright_data.flat_tokens import Reader
+from shardwright_data.text.definitions import BYTE_LETTERS, load_definition
+from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_dataset
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 """A space in the vocabulary of SentencePiece."""
@@ -34,18 +35,26 @@ class ByteLengths:
         return int(self.of_token[ids].sum()) - self.before_document * int(is_start.sum())
 
 
-def byte_lengths(definition: str, end_token: str | None) -> ByteLengths | None:
-    """The bytes of the tokens of a tokenizer.
+def byte_lengths_of_dataset(reader: Reader) -> ByteLengths | None:
+    """The bytes of the tokens of a flat-tokens dataset; None if they are unknown."""
+    try:
+        found = byte_lengths(tokenizer_of_dataset(reader))
+    # A tokenizer.json or the package `tokenizers` that is missing: a number to report is no reason to end a run.
+    except (FileNotFoundError, ImportError, ValueError):
+        return None
+    return found if found is not None and reader.max_token_id < found.of_token.size else None
 
-    Args:
-        definition: its tokenizer.json.
-        end_token: the token at the end of each document, which is no text; None for none.
+
+def byte_lengths(known: Tokenizer) -> ByteLengths | None:
+    """The bytes of the tokens of a tokenizer.
 
     Returns:
         None if its tokens do not spell the text, as those of a byte-level tokenizer or of SentencePiece do: in PROBES,
-        their bytes are not those of the text.
+        their bytes are not those of the text. None too if no tokenizer is known.
     """
-    tokenizer = load_definition(definition)
+    if known.definition is None:
+        return None
+    tokenizer = load_definition(known.definition)
     vocab = tokenizer.get_vocab(with_added_tokens=True)
     added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
     letters = set(BYTE_LETTERS.values())
@@ -59,7 +68,7 @@ def byte_lengths(definition: str, end_token: str | None) -> ByteLengths | None:
             of_token[i] = len(piece.encode()) if piece in added else size(piece)
         more = {int(of_token[ids].sum()) - len(text.encode()) for text, ids in zip(PROBES, encoded, strict=True)}
         if more in ({0}, {1}):
-            no_text = [piece for piece, special in added.items() if special] + [end_token]
+            no_text = [piece for piece, special in added.items() if special] + [known.end_token]
             of_token[[vocab[piece] for piece in no_text if piece in vocab]] = 0
             return ByteLengths(of_token, more.pop())
     return None

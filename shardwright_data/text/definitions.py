@@ -1,4 +1,4 @@
-"""The files that define tokenizers: found by name, translated to Hugging Face's tokenizer.json, and trained.
+"""The files that define tokenizers: loaded, found by name, translated to Hugging Face's tokenizer.json, trained.
 
 Whatever library defines a tokenizer, its dataset keeps a tokenizer.json, so that all programs can read its ids.
 """
@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardwright_data.foreign import COPY_AGAIN, LARGE, parse_object, read_text, refused
+from shardwright_data.foreign import LARGE, parse_object, read_text, refused
 
 MOST_IDS = 2**24
 """Ids of a tokenizer are below this. Libraries take memory for the largest."""
@@ -20,6 +20,42 @@ _UNPRINTABLE = [byte for byte in range(256) if byte not in _PRINTABLE]
 BYTE_LETTERS = {byte: chr(byte) if byte in _PRINTABLE else chr(256 + _UNPRINTABLE.index(byte)) for byte in range(256)}
 
 
+_SCHEMA = {
+    "model": {"type?": str, "dropout?": float | None, "vocab?": dict | list | None},
+    "added_tokens?": [{"id": int, "content": str, "special": bool}],
+}
+
+
+@functools.lru_cache(maxsize=1)
+def load_definition(definition: str) -> Any:
+    """The tokenizers.Tokenizer of a tokenizer.json, which reads no special tokens in text and neither cuts nor pads.
+
+    Raises:
+        ValueError: the definition is damaged, draws merges at random, or has an id of MOST_IDS or more.
+    """
+    from tokenizers import Tokenizer
+
+    content = parse_object("tokenizer.json", definition, _SCHEMA)
+    model = content["model"]
+    if model.get("dropout"):
+        raise ValueError(
+            f"tokenizer.json: model.dropout is {model['dropout']}: a text would have other ids at each run. Set it to "
+            "null."
+        )
+    vocab = model.get("vocab") or {}
+    ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(x["id"] for x in content.get("added_tokens", ()))]
+    if wrong := next((i for i in ids if type(i) is not int or not 0 <= i < MOST_IDS), None):
+        raise ValueError(f"tokenizer.json: {wrong!r:.40} is no id of a token; ids are 0 to {MOST_IDS - 1:,}.")
+    newer = "Download or write it again; or, if a newer version of `tokenizers` wrote it, install that."
+    with refused("`tokenizers` cannot read the tokenizer.json", newer):
+        tokenizer = Tokenizer.from_str(definition)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    # A document that quotes "</s>" does not end there.
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
 def find_huggingface(name: str) -> str:
     """The content of a tokenizer.json.
 
@@ -28,19 +64,16 @@ def find_huggingface(name: str) -> str:
             transformers' AutoTokenizer.
 
     Raises:
-        ValueError: it is missing, or not a tokenizer.json.
+        ValueError: it is missing.
     """
     path = os.path.join(name, "tokenizer.json") if os.path.isdir(name) else name
-    if name.endswith(".json") and not os.path.exists(path):
-        raise ValueError(f"There is no file {path!r} in {os.getcwd()}. Correct the path.")
     if os.path.exists(path):
-        definition = read_text(path, LARGE)
-    else:
-        remedy = "Check the name, the connection, and that you are logged in if access is restricted; or give a local "
-        with refused(f"Cannot load the tokenizer {name!r}", remedy + "tokenizer.json."):
-            definition = _download(name)
-    definition_of(path, definition)
-    return definition
+        return read_text(path, LARGE)
+    if name.endswith(".json"):
+        raise ValueError(f"There is no file {path!r} in {os.getcwd()}. Correct the path.")
+    remedy = "Check the name, the connection, and that you are logged in if access is restricted; or give a local "
+    with refused(f"Cannot load the tokenizer {name!r}", remedy + "tokenizer.json."):
+        return _download(name)
 
 
 def _download(name: str) -> str:
@@ -56,31 +89,6 @@ def _download(name: str) -> str:
     import transformers
 
     return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False).backend_tokenizer.to_str()
-
-
-_DEFINITION = {
-    "model": {"type?": str, "dropout?": float | None, "vocab?": dict | list | None},
-    "added_tokens?": [{"id": int, "content": str, "special": bool}],
-}
-
-
-def definition_of(where: str | os.PathLike, definition: str) -> dict[str, Any]:
-    """The content of a tokenizer.json, which `where` names.
-
-    Raises:
-        ValueError: it is not one, draws merges at random, or has an id of MOST_IDS or more.
-    """
-    content = parse_object(str(where), definition, _DEFINITION)
-    model = content["model"]
-    if model.get("dropout"):
-        raise ValueError(
-            f"{where}: model.dropout is {model['dropout']}: a text would have other ids at each run. Set it to null."
-        )
-    vocab = model.get("vocab") or {}
-    ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(x["id"] for x in content.get("added_tokens", ()))]
-    if wrong := next((i for i in ids if type(i) is not int or not 0 <= i < MOST_IDS), None):
-        raise ValueError(f"{where}: {wrong!r:.40} is no id of a token; ids are 0 to {MOST_IDS - 1:,}. {COPY_AGAIN}")
-    return content
 
 
 # ---- translation --------------------------------------------------------------------------------------------------

@@ -39,10 +39,11 @@ def open_text(
         dataset: name on the hub, or a local directory; None for files.
         dataset_config: its configuration (subset); None if it has only one.
         split: name of the split.
-        files: as `open_files` takes them; empty for a dataset.
+        files: of one kind, read in this order: paths, globs, whose matches are sorted, or URLs; empty for a dataset. A
+            document is a line of .jsonl, an element of the array in a .json, a record of .parquet, or a .txt.
         revision: a commit or tag of the dataset; None for the newest.
-        separator: as `open_files` takes it.
-        by_line: as `open_files` takes it.
+        separator: text between the documents of a .txt, to which the line breaks around it belong. None for none.
+        by_line: whether each line of a .txt is a document.
 
     Raises:
         ValueError: both or none are given, the dataset, the split or a file is missing, or cannot be read.
@@ -52,41 +53,27 @@ def open_text(
             f"{where}: give either `dataset`, to read from Hugging Face, or files; dataset is {dataset!r}, files "
             f"are {list(files)}."
         )
-    if dataset is None:
-        return shorten(files), open_files(files, separator, by_line)
-    if split is None:
-        raise ValueError(f"{where}.source is missing: the split of {dataset} to read, for example `train`.")
-    name = f"{dataset} ({split})"
-    return name, _load(name, path=dataset, name=dataset_config, split=split, revision=revision, streaming=True)
-
-
-def open_files(files: list[str], separator: str | None = None, by_line: bool = False) -> Any:
-    """Files of one kind, in this order, as a datasets.IterableDataset.
-
-    A document is a line of .jsonl, an element of the array in a .json, a record of .parquet, or a .txt.
-
-    Args:
-        files: paths, globs, whose matches are sorted, or URLs.
-        separator: text between the documents of a .txt, to which the line breaks around it belong. None for none.
-        by_line: whether each line of a .txt is a document.
-
-    Raises:
-        ValueError: a pattern has no match, or the files are of other kinds, of several, or cannot be read.
-    """
-    kinds = {kind for name in files for suffix, kind in KINDS.items() if suffix in name.rsplit("/", 1)[-1]}
+    if dataset is not None:
+        if split is None:
+            raise ValueError(f"{where}.source is missing: the split of {dataset} to read, for example `train`.")
+        name = f"{dataset} ({split})"
+        return name, _load(name, path=dataset, name=dataset_config, split=split, revision=revision)
+    name = ", ".join(files[:3]) + (" …" if len(files) > 3 else "")
+    kinds = {kind for file in files for suffix, kind in KINDS.items() if suffix in file.rsplit("/", 1)[-1]}
     if len(kinds) != 1:
         raise ValueError(f"The files are {list(files)}; name files of one of these kinds: {', '.join(KINDS)}.")
     (kind,), paths = kinds, match(files)
-    if kind == "text" and any(path.endswith(".zst") for path in paths):
-        raise ValueError(
-            f"{shorten(files)}: a truncated .txt.zst would not be noticed. Unpack it first: unzstd <file>."
-        )
-    if kind == "text" and separator is not None:
+    if kind != "text":
+        return name, _load(name, path=kind, data_files={"train": paths}, split="train")
+    if any(path.endswith(".zst") for path in paths):
+        raise ValueError(f"{name}: a truncated .txt.zst would not be noticed. Unpack it first: unzstd <file>.")
+    if separator is not None:
         import datasets
 
-        return datasets.IterableDataset.from_generator(_separated, gen_kwargs={"paths": paths, "separator": separator})
-    options = {"sample_by": "line" if by_line else "document", "encoding": "utf-8-sig"} if kind == "text" else {}
-    return _load(shorten(files), path=kind, data_files={"train": paths}, split="train", streaming=True, **options)
+        given = {"paths": paths, "separator": separator}
+        return name, datasets.IterableDataset.from_generator(_separated, gen_kwargs=given)
+    options = {"sample_by": "line" if by_line else "document", "encoding": "utf-8-sig"}
+    return name, _load(name, path=kind, data_files={"train": paths}, split="train", **options)
 
 
 def match(patterns: list[str]) -> list[str]:
@@ -103,21 +90,15 @@ def match(patterns: list[str]) -> list[str]:
     return paths
 
 
-def shorten(files: list[str]) -> str:
-    """A name, for messages, of several files."""
-    return ", ".join(files[:3]) + (" …" if len(files) > 3 else "")
-
-
 def blocks(
-    name: str, data: Any, text_field: str, setting: str, place: dict[str, Any] | None = None
+    name: str, data: Any, text_field: str, place: dict[str, Any] | None = None
 ) -> Iterator[tuple[list[str], dict[str, Any]]]:
     """Documents in blocks of about BLOCK_BYTES, each block with the place after it. A document without text is "".
 
     Args:
         name: of the source, for messages.
-        data: what `open_text` or `open_files` gave.
+        data: what `open_text` gave.
         text_field: the column or JSON key that holds the document.
-        setting: name of the setting that chose it, for messages.
         place: where to begin; None for the beginning.
 
     Raises:
@@ -132,7 +113,7 @@ def blocks(
     column = lambda table: table[text_field].to_pylist() if text_field in table.column_names else []
     columns = ((table.column_names, column(table)) for table in tables)
     for names, values in readable(name, columns):
-        check_column(name, names, setting, text_field)
+        check_column(name, names, text_field)
         found = [clean_text(value, text_field, name) for value in values]
         texts += found
         size += sum(map(len, found))
@@ -150,10 +131,10 @@ def clean_text(value: Any, text_field: str, where: str) -> str:
     return value or ""
 
 
-def check_column(where: str, names: Iterable[str], setting: str, text_field: str) -> None:
-    """Raises ValueError unless `names` has the column `text_field`. The message suggests to change `setting`."""
+def check_column(where: str, names: Iterable[str], text_field: str) -> None:
+    """Raises ValueError, which names `where`, unless `names` has the column `text_field`."""
     if text_field not in names:
-        raise ValueError(f"{where}: no column {text_field!r}; set {setting} to one of {sorted(names)}.")
+        raise ValueError(f"{where}: no column {text_field!r}; set text_field to one of {sorted(names)}.")
 
 
 def readable(where: str, values: Iterable[Item]) -> Iterator[Item]:
@@ -172,7 +153,7 @@ def _load(where: str, **arguments: Any) -> Any:
 
     remedy = "Check its name, its split, the connection, and whether its files are whole."
     with refused(f"Cannot read {where}", remedy):
-        return datasets.load_dataset(**arguments)
+        return datasets.load_dataset(**arguments, streaming=True)
 
 
 def _separated(paths: list[str], separator: str) -> Iterator[dict[str, str]]:

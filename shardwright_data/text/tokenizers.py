@@ -1,22 +1,25 @@
-"""Tokenizers as the tools use them: from many documents to flat arrays of ids. They can be sent to other processes.
+"""Tokenizers: from documents to flat arrays of ids, and back to text. They can be sent to other processes.
 
 They take plain text: they put no special tokens around it, and read none in it.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int64, UInt32
 
 from shardwright_data.checks import check_choice
-from shardwright_data.foreign import refused
+from shardwright_data.flat_tokens import Reader, open_kvstore, read_file
+from shardwright_data.foreign import check_types, refused
 from shardwright_data.text import definitions
+from shardwright_data.text.definitions import load_definition
 
 KINDS = ("bytes", "huggingface", "tiktoken")
 """Kinds of tokenizers that `open_tokenizer` knows."""
+REMEDY = "tokenizer=<name, or a dataset made with it> says which tokenizer made the run's data."
 
 Ids = UInt32[np.ndarray, "tokens"]
 PerDocument = Int64[np.ndarray, "documents"]
@@ -34,14 +37,35 @@ class Encoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """From documents to ids, and back. The library `tokenizers` encodes, unless tiktoken does; bytes need neither."""
+    """From documents to ids, and back. The library `tokenizers` encodes, unless tiktoken does; bytes need neither.
 
-    definition: str
-    """Its tokenizer.json."""
-    end: int | None = None
-    """The id added at the end of each document that has tokens; None for none."""
+    Raises:
+        ValueError: the definition is damaged, or has no such end token.
+    """
+
+    definition: str | None = None
+    """Its tokenizer.json. None if no tokenizer is known: then nothing can be encoded, and ids are shown as numbers."""
+    end_token: str | None = None
+    """The token at the end of each document that has tokens; None for none."""
     encoding: Any = None
     """A tiktoken.Encoding of the same tokens; None for `tokenizers`."""
+
+    def __post_init__(self):
+        if self.definition is None:
+            return
+        loaded = load_definition(self.definition)
+        if self.end_token is None or self.end is not None:
+            return
+        special = sorted(token.content for token in loaded.get_added_tokens_decoder().values())
+        raise ValueError(
+            f"The tokenizer has no token {self.end_token!r} for tokenizer.end_token. Of its {len(special)} special "
+            f"tokens, the first are {special[:30]}."
+        )
+
+    @property
+    def end(self) -> int | None:
+        """The id of the end token, None for none."""
+        return None if self.end_token is None else load_definition(self.definition).token_to_id(self.end_token)
 
     @property
     def is_bytes(self) -> bool:
@@ -75,39 +99,31 @@ class Tokenizer:
         utf8_bytes = (len(text) if text.isascii() else len(text.encode()) for text in texts)
         return Encoded(ids, lengths, np.fromiter(utf8_bytes, np.int64, len(texts)))
 
+    def ids(self, text: str) -> list[int]:
+        """The ids of a text, without the end token. Raises ValueError if no tokenizer is known and there is text."""
+        if not text:
+            return []
+        if self.definition is None:
+            raise ValueError(f"no tokenizer is known to encode {text!r}, because the data names none: {REMEDY}")
+        return replace(self, end_token=None).encode([text]).ids.tolist()
+
     def decode(self, ids: Sequence[int]) -> str:
         """The text of these ids. Those that the tokenizer does not have are left out.
 
         Special tokens are there by their names, but for those of bytes, which are left out.
         """
+        if self.definition is None:
+            return " ".join(map(str, ids))
         return load_definition(self.definition).decode(list(ids), skip_special_tokens=self.is_bytes)
 
-    def token_to_id(self, token: str) -> int | None:
-        """The id of a token, None if it is not in the vocabulary."""
-        return load_definition(self.definition).token_to_id(token)
+    def continuation(self, prompt: Sequence[int], ids: Sequence[int]) -> str:
+        """The text that `ids` add to the text of `prompt`."""
+        before, whole = self.decode(prompt), self.decode([*prompt, *ids])
+        # A character may be cut between the two.
+        return whole[len(before) :] if whole.startswith(before) else self.decode(ids)
 
 
-@lru_cache(maxsize=1)
-def load_definition(definition: str) -> Any:
-    """The tokenizers.Tokenizer of a tokenizer.json, which reads no special tokens in text and neither cuts nor pads.
-
-    Raises:
-        ValueError: the definition is damaged.
-    """
-    from tokenizers import Tokenizer
-
-    definitions.definition_of("tokenizer.json", definition)
-    newer = "Download or write it again; or, if a newer version of `tokenizers` wrote it, install that."
-    with refused("`tokenizers` cannot read the tokenizer.json", newer):
-        tokenizer = Tokenizer.from_str(definition)
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    # A document that quotes "</s>" does not end there.
-    tokenizer.encode_special_tokens = True
-    return tokenizer
-
-
-# ---- opening ------------------------------------------------------------------------------------------------------
+# ---- by name ------------------------------------------------------------------------------------------------------
 
 
 def open_tokenizer(kind: str, name: str | None = None, end_token: str | None = None) -> Tokenizer:
@@ -115,7 +131,7 @@ def open_tokenizer(kind: str, name: str | None = None, end_token: str | None = N
 
     Args:
         kind: one of KINDS.
-        name: what `definitions.find_huggingface` or `open_tiktoken` takes; None for bytes.
+        name: what `definitions.find_huggingface` takes, or an encoding of tiktoken; None for bytes.
         end_token: put at the end of each document, None for nothing.
 
     Raises:
@@ -125,39 +141,12 @@ def open_tokenizer(kind: str, name: str | None = None, end_token: str | None = N
     if (kind == "bytes") != (name is None):
         raise ValueError(f"tokenizer.name is {name!r} and tokenizer.kind {kind}: bytes need no name, all others do.")
     if kind == "tiktoken":
-        return open_definition(*open_tiktoken(name), end_token=end_token)
+        return _open_tiktoken(name, end_token)
     definition = definitions.byte_definition() if kind == "bytes" else definitions.find_huggingface(name)
-    return open_definition(definition, end_token=end_token)
+    return Tokenizer(definition, end_token)
 
 
-def open_definition(definition: str, encoding: Any = None, end_token: str | None = None) -> Tokenizer:
-    """The tokenizer of a tokenizer.json.
-
-    Args:
-        definition: its content.
-        encoding: a tiktoken.Encoding that encodes in place of `tokenizers`.
-        end_token: put at the end of each document, None for nothing.
-
-    Raises:
-        ValueError: the definition is damaged, or has no such end token.
-    """
-    loaded = load_definition(definition)
-    end = None if end_token is None else loaded.token_to_id(end_token)
-    if end_token is not None and end is None:
-        special = sorted(token.content for token in loaded.get_added_tokens_decoder().values())
-        raise ValueError(
-            f"The tokenizer has no token {end_token!r} for tokenizer.end_token. Of its {len(special)} special tokens, "
-            f"the first are {special[:30]}."
-        )
-    return Tokenizer(definition, end, encoding)
-
-
-def open_tiktoken(name: str) -> tuple[str, Any]:
-    """The tokenizer.json of an encoding of tiktoken, and the tiktoken.Encoding.
-
-    Raises:
-        ValueError: there is none of that name, or its file cannot be downloaded.
-    """
+def _open_tiktoken(name: str, end_token: str | None) -> Tokenizer:
     import tiktoken
 
     check_choice("tokenizer.name", name, tiktoken.list_encoding_names())
@@ -167,4 +156,66 @@ def open_tiktoken(name: str) -> tuple[str, Any]:
     special = {token: encoding.encode_single_token(token) for token in encoding.special_tokens_set}
     # The rank of a token is its id. tiktoken gives the ranks one at a time.
     ranks = {token: encoding.encode_single_token(token) for token in encoding.token_byte_values()}
-    return definitions.from_ranks(ranks, encoding._pat_str, special), encoding
+    return Tokenizer(definitions.from_ranks(ranks, encoding._pat_str, special), end_token, encoding)
+
+
+# ---- of data ------------------------------------------------------------------------------------------------------
+
+
+def tokenizer_of_run(data: Any, named: str | None = None) -> Tokenizer:
+    """The tokenizer that is named, or else that of the data that a run reads, a DataConfig.
+
+    Args:
+        data: the run's data.
+        named: `bytes`; `tiktoken:<encoding>`; a flat-tokens dataset; or a tokenizer of Hugging Face's: a name on the
+            hub, a tokenizer.json, or a directory. None: not named.
+
+    Raises:
+        ValueError: the tokenizer or the dataset is missing, the datasets of a mixture have several, or there is no
+            dataset, as in an import.
+    """
+    if named is not None:
+        kind, _, rest = named.partition(":")
+        if kind in ("bytes", "tiktoken"):
+            return open_tokenizer(kind, rest or None)
+        is_dataset = "://" in named or os.path.isdir(f"{named}/train")
+        return tokenizer_of_dataset(Reader(named, "train")) if is_dataset else open_tokenizer("huggingface", named)
+    if data.stream is not None:
+        return open_tokenizer(data.stream.tokenizer_kind, data.stream.tokenizer, data.stream.end_token)
+    filespecs = [source.filespec for source in data.mixture.values()] or [data.filespec]
+    if filespecs[0] is None:
+        raise ValueError(f"the run has no data, as it was imported: {REMEDY}")
+    try:
+        found = {tokenizer_of_dataset(Reader(filespec, "train")) for filespec in filespecs}
+    except (ValueError, FileNotFoundError) as e:
+        raise ValueError(f"the tokenizer is that of the dataset {', '.join(filespecs)}, but: {e} {REMEDY}") from e
+    if len(found) > 1:
+        raise ValueError(f"the datasets {', '.join(filespecs)} have different tokenizers: {REMEDY}")
+    return found.pop()
+
+
+def tokenizer_of_dataset(reader: Reader) -> Tokenizer:
+    """The tokenizer of a flat-tokens dataset; without a definition if it names none.
+
+    Raises:
+        FileNotFoundError: its tokenizer.json is missing.
+        ValueError: its tokenizer.json or the attribute `tokenizer` is of another form.
+    """
+    about = tokenizer_of_attributes(reader.filespec, reader.attributes)
+    if not about:
+        return Tokenizer()
+    definition = definitions.byte_definition()
+    if about["kind"] != "bytes":
+        content = read_file(open_kvstore(reader.filespec), "tokenizer.json")
+        if content is None:
+            raise FileNotFoundError(f"{reader.filespec.rstrip('/')}/tokenizer.json is missing.")
+        definition = content.decode()
+    return Tokenizer(definition, about.get("end_token"))
+
+
+def tokenizer_of_attributes(filespec: str, attributes: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The attribute `tokenizer` of a dataset; None without one. Raises ValueError if it is of another form."""
+    kinds = {"tokenizer?": {"kind": str, "name?": str | None, "end_token?": str | None}}
+    given = {name: value for name, value in attributes.items() if value}
+    check_types(f"the attributes of {filespec}", given, kinds, "Write or copy the dataset again.")
+    return given.get("tokenizer")

@@ -1,5 +1,6 @@
 """A function applied to many items by several processes, with the results in order."""
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -8,10 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from typing import Any, TypeVar
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
+from typing import Any
 
 _function: Callable[[Any], Any]
 
@@ -21,9 +19,7 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def map_in_order(
-    function: Callable[[Item], Result], items: Iterable[Item], num_workers: int
-) -> Iterator[tuple[Item, Result]]:
+def map_in_order(function: Callable[[Any], Any], items: Iterable[Any], num_workers: int) -> Iterator[tuple[Any, Any]]:
     """Each item with its result, in order. At most three items for each worker are held.
 
     Args:
@@ -41,16 +37,13 @@ def map_in_order(
     # What is imported before the fork, all workers share.
     context.set_forkserver_preload(["__main__"])
     pool = ProcessPoolExecutor(num_workers, context, _begin, (function,))
-    ahead: deque = deque()
     try:
-        for item in items:
-            ahead.append((item, pool.submit(_apply, item)))
-            if len(ahead) == 3 * num_workers:
-                item, future = ahead.popleft()
-                yield item, future.result()
+        submitted = ((item, pool.submit(_apply, item)) for item in items)
+        ahead = deque(itertools.islice(submitted, 3 * num_workers))
         while ahead:
             item, future = ahead.popleft()
             yield item, future.result()
+            ahead.extend(itertools.islice(submitted, 1))
     except BrokenProcessPool as e:
         raise ValueError(
             f"One of {num_workers} processes was killed, perhaps for want of memory: try fewer num_workers."

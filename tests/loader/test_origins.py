@@ -8,7 +8,7 @@ from written_datasets import TEXTS, write
 from shardwright_data.flat_tokens import Reader
 from shardwright_data.loader import DataConfig, SourceConfig, make_loader
 from shardwright_data.loader.origins import find_documents, pieces_of, sequences_of_batch
-from shardwright_data.text.codec import codec_of_dataset
+from shardwright_data.text.tokenizers import open_tokenizer
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_a_batch_is_the_loaders(tmp_path, dataset, packing, mixed):
     else:
         data = DataConfig(filespec=dataset, sequence_packing=packing, seed=3)
     loader = make_loader(data, "train", 16, 50)
-    codec = codec_of_dataset(dataset)
+    tokenizer = open_tokenizer("bytes")
     for step in (0, 7, 10**6):
         batch = loader.sequences(step, np.arange(16))
         sequences = sequences_of_batch(loader, step, np.arange(16))
@@ -45,7 +45,7 @@ def test_a_batch_is_the_loaders(tmp_path, dataset, packing, mixed):
                 for piece in pieces
             )
             mask = batch.loss_mask[sequence.number]
-            assert codec.decode(batch.targets[sequence.number][mask].tolist()) == text.replace("\0", "")
+            assert tokenizer.decode(batch.targets[sequence.number][mask].tolist()) == text.replace("\0", "")
             begins = [piece.position for piece in pieces if piece.start == 0]
             assert begins == np.flatnonzero(batch.is_seq_start[sequence.number]).tolist()
             assert [piece.document_length for piece in pieces] == [len(TEXTS[piece.document]) + 1 for piece in pieces]

@@ -269,7 +269,7 @@ def test_unknown_length(files):
         ({"stream_settings": {"shuffle_block": 0}}, "shuffle_block is 0; it must be at least 1"),
         (
             {"stream_settings": {"text_field": "content"}},
-            r"no column 'content'; set data.stream.text_field to one of \[",
+            r"no column 'content'; set text_field to one of \[",
         ),
         ({"state": {"step": 3}}, r"This is no state of a stream: \['step'\]"),
         ({"split": "test"}, "split is 'test'; a stream has train and validation"),

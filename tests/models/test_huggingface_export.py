@@ -129,22 +129,20 @@ def test_greedy_generation_is_ours(tmp_path, one_device, monkeypatch, capsys):
 
 
 def test_what_an_export_has(saved, tmp_path):
-    """bf16 is rounded to nearest. Null is stated as the end: transformers' Llama would otherwise end at id 2."""
+    """Null is stated as the end: transformers' Llama would otherwise end at id 2."""
     w, c, run = saved("grouped")
     models.save(Path(run), models.weights(c, seed=9), c, step=9)
-    said = export(f"{run}/checkpoints/0000000005", tmp_path / "exported", dtype="bf16")
+    said = export(f"{run}/checkpoints/0000000005", tmp_path / "exported")
     assert "tokenizer  none: " in said
     assert "after 5 steps" in said
     tensors = load_file(tmp_path / "exported/model.safetensors")
-    assert {str(x.dtype) for x in tensors.values()} == {"bfloat16"}
-    np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], np.asarray(w.embed.astype(jnp.bfloat16)))
+    np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], np.asarray(w.embed))
     config = json.loads((tmp_path / "exported/config.json").read_text())
-    assert {"dtype": "bfloat16", "eos_token_id": None, "bos_token_id": 3}.items() <= config.items()
+    assert {"dtype": "float32", "eos_token_id": None, "bos_token_id": 3}.items() <= config.items()
     assert config["shardwright"] == {"step": 5, "weights": "weights", "programs": None}
     assert "after 9 steps" in export(run, tmp_path / "last", check=False)
     for settings, message in [
         ({"step": 6}, r"no complete checkpoint of step 6 .* there are \[5, 9\]"),
-        ({"dtype": "f16"}, "dtype is 'f16'; choose one of f32, bf16"),
         ({"output": str(tmp_path / "exported")}, r"output is .*exported, which exists already"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -29,7 +29,7 @@ from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
 from shardwright.run.config import Config, register_schema, to_config
 from shardwright_data.loader import batch_shapes
-from tools.huggingface_to_flat_tokens.config import TokenizerConfig
+from tools.huggingface_to_flat_tokens import TokenizerConfig
 from tools.verify.__main__ import VerifyConfig
 
 pytestmark = pytest.mark.quick

@@ -3,6 +3,7 @@
 import json
 import lzma
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,11 +13,10 @@ from tokenization import PROBES
 from shardwright_data.loader import DataConfig, FlatTokensLoader, SourceConfig
 from shardwright_data.text import byte_lengths as module
 from shardwright_data.text import definitions
-from shardwright_data.text.byte_lengths import byte_lengths
-from shardwright_data.text.codec import byte_lengths_of_dataset
-from shardwright_data.text.tokenizers import open_definition, open_tokenizer
-from tools.huggingface_to_flat_tokens import __main__ as tool
-from tools.huggingface_to_flat_tokens.config import Settings, SplitConfig, TokenizerConfig, TokenizerKind
+from shardwright_data.text.byte_lengths import byte_lengths, byte_lengths_of_dataset
+from shardwright_data.text.tokenizers import Tokenizer, open_tokenizer
+from tools import huggingface_to_flat_tokens as tool
+from tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
 
 check_modules(module)
 
@@ -40,32 +40,30 @@ def changed(definition, **changes):
     return json.dumps(json.loads(definition) | changes)
 
 
-def check_documents(lengths, tokenizer, texts):
+def check_documents(tokenizer, texts):
     """Each document has its bytes."""
-    encoded = tokenizer.encode(texts)
+    encoded, lengths = tokenizer.encode(texts), byte_lengths(tokenizer)
     for ids, size in zip(np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]), encoded.utf8_bytes, strict=True):
         assert lengths.count(ids, np.arange(ids.size) == 0) == size
 
 
 def test_bytes(texts):
     tokenizer = open_tokenizer("bytes", end_token="</s>")
-    check_documents(byte_lengths(tokenizer.definition, "</s>"), tokenizer, texts)
+    check_documents(tokenizer, texts)
 
 
 @pytest.mark.parametrize("end_token", [None, "<|end|>", "q"])
 def test_a_byte_level_bpe(texts, bpe, end_token):
     texts = [text for text in texts if end_token != "q" or "q" not in text]
-    tokenizer = open_definition(bpe, end_token=end_token)
-    lengths = byte_lengths(bpe, end_token)
-    check_documents(lengths, tokenizer, texts)
-    assert lengths.of_token[:2].tolist() == [0, 0]  # <|begin|> and <|end|>
+    tokenizer = Tokenizer(bpe, end_token)
+    check_documents(tokenizer, texts)
+    assert byte_lengths(tokenizer).of_token[:2].tolist() == [0, 0]  # <|begin|> and <|end|>
 
 
 def test_a_space_before_documents(texts, bpe):
     before = json.loads(bpe)["pre_tokenizer"] | {"add_prefix_space": True}
-    definition = changed(bpe, pre_tokenizer=before)
-    tokenizer = open_definition(definition)
-    check_documents(byte_lengths(definition, None), tokenizer, [text for text in texts if not text[0].isspace()])
+    tokenizer = Tokenizer(changed(bpe, pre_tokenizer=before))
+    check_documents(tokenizer, [text for text in texts if not text[0].isspace()])
 
 
 @pytest.mark.parametrize(
@@ -80,16 +78,17 @@ def test_a_space_before_documents(texts, bpe):
     ],
 )
 def test_tokens_that_do_not_spell_the_text(bpe, changes):
-    assert byte_lengths(changed(bpe, **changes), None) is None
+    assert byte_lengths(Tokenizer(changed(bpe, **changes))) is None
 
 
 def test_no_damage_ends_a_run(tmp_path):
+    reader = lambda attributes: SimpleNamespace(filespec=str(tmp_path), attributes=attributes, max_token_id=3)
     about = {"tokenizer": {"kind": "huggingface"}}
-    assert byte_lengths_of_dataset(str(tmp_path), {}) is None
-    assert byte_lengths_of_dataset(str(tmp_path), about) is None
+    assert byte_lengths_of_dataset(reader({})) is None
+    assert byte_lengths_of_dataset(reader(about)) is None
     for content in ("", "{}", "[]", '{"model": 3}', '{"model": {"vocab": {}}, "normalizer": "x"}'):
         (tmp_path / "tokenizer.json").write_text(content)
-        assert byte_lengths_of_dataset(str(tmp_path), about) is None
+        assert byte_lengths_of_dataset(reader(about)) is None
 
 
 @pytest.mark.parametrize("kind", ["bytes", "train_bpe"])
@@ -97,7 +96,7 @@ def test_a_whole_split_has_the_bytes_that_the_tool_recorded(tmp_path, texts, kin
     """A part has fewer, and a mixture of both those of both."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     end = {"bytes": "</s>", "train_bpe": "<|end|>"}[kind]
-    tokenizer = TokenizerConfig(kind=TokenizerKind[kind], vocab_size=400, end_token=end)
+    tokenizer = TokenizerConfig(kind=kind, vocab_size=400, end_token=end)
     split = SplitConfig(files=[str(tmp_path / "a.jsonl")])
     tool.run(Settings(str(tmp_path / "d"), train=split, validation=None, tokenizer=tokenizer, num_workers=1))
     config = DataConfig(filespec=str(tmp_path / "d"), shuffle=False)

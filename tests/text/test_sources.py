@@ -32,17 +32,21 @@ def random_texts(num_texts, seed=0):
 
 
 def read_all(data, text_field="text", place=None):
-    return [text for texts, _ in sources.blocks("here", data, text_field, "text_field", place) for text in texts]
+    return [text for texts, _ in sources.blocks("here", data, text_field, place) for text in texts]
 
 
 def check(open_data, expected):
     """All documents, and those after each place."""
     assert read_all(open_data()) == expected
     done = 0
-    for texts, place in sources.blocks("here", open_data(), "text", "text_field"):
+    for texts, place in sources.blocks("here", open_data(), "text"):
         done += len(texts)
         assert read_all(open_data(), place=json.loads(json.dumps(place))) == expected[done:]
     assert done == len(expected)
+
+
+def open_files(files, separator=None):
+    return sources.open_text("train", None, None, None, files, separator=separator)[1]
 
 
 def lines(texts):
@@ -60,7 +64,7 @@ def test_kinds_of_files(tmp_path, kind, suffix):
         content = {".jsonl": lines(part), ".json": json.dumps([{"text": text} for text in part]), ".txt": "".join(part)}
         (tmp_path / f"{name}{kind}{suffix}").write_bytes(PACKED[suffix](content[kind].encode()))
     expected = ["".join(texts[:20]), "".join(texts[20:])] if kind == ".txt" else texts
-    check(lambda: sources.open_files([str(tmp_path / f"*{kind}{suffix}")]), expected)
+    check(lambda: open_files([str(tmp_path / f"*{kind}{suffix}")]), expected)
 
 
 @pytest.mark.parametrize("kind", ["large", "view", "categories", "groups"])
@@ -72,7 +76,7 @@ def test_parquet(tmp_path, kind):
         values.cast(types[kind]) if kind in types else values.dictionary_encode() if kind == "categories" else values
     )
     pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet", row_group_size=7)
-    check(lambda: sources.open_files([str(tmp_path / "a.parquet")]), [text or "" for text in texts])
+    check(lambda: open_files([str(tmp_path / "a.parquet")]), [text or "" for text in texts])
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
@@ -82,13 +86,13 @@ def test_separated_text(tmp_path, suffix, separator):
     (tmp_path / f"a.txt{suffix}").write_bytes(PACKED[suffix](content.encode()))
     expected = [text.strip("\r\n") for text in content[1:].split(separator)]
     expected = expected if expected[-1] else expected[:-1]
-    check(lambda: sources.open_files([str(tmp_path / f"a.txt{suffix}")], separator), expected)
+    check(lambda: open_files([str(tmp_path / f"a.txt{suffix}")], separator), expected)
 
 
 def test_separators_across_the_ends_of_what_is_read(tmp_path):
     for length in range(280, 310):
         (tmp_path / "a.txt").write_text("a" * length + "<|end|>\r\n" + "b" * 20)
-        assert read_all(sources.open_files([str(tmp_path / "a.txt")], "<|end|>")) == ["a" * length, "b" * 20]
+        assert read_all(open_files([str(tmp_path / "a.txt")], "<|end|>")) == ["a" * length, "b" * 20]
 
 
 @pytest.mark.parametrize(
@@ -103,7 +107,7 @@ def test_separators_across_the_ends_of_what_is_read(tmp_path):
 )
 def test_content(tmp_path, name, content, expected):
     (tmp_path / name).write_bytes(content)
-    assert read_all(sources.open_files([str(tmp_path / name)])) == expected
+    assert read_all(open_files([str(tmp_path / name)])) == expected
 
 
 BROKEN = "is corrupt, or cannot be read: .* Download or write it again|Cannot read .* whether its files are whole"
@@ -128,7 +132,7 @@ BROKEN = "is corrupt, or cannot be read: .* Download or write it again|Cannot re
 def test_damage(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=message) as error:
-        read_all(sources.open_files([str(tmp_path / name)]))
+        read_all(open_files([str(tmp_path / name)]))
     assert "\n" not in str(error.value)
 
 
@@ -140,19 +144,19 @@ def test_damaged_compressed_files(tmp_path, suffix, name, separator, damage):
     damaged = content[: len(content) // 2] if damage == "truncated" else b"not what it says " * 30
     (tmp_path / f"{name}{suffix}").write_bytes(damaged)
     with pytest.raises(ValueError, match=BROKEN):
-        read_all(sources.open_files([str(tmp_path / f"{name}{suffix}")], separator))
+        read_all(open_files([str(tmp_path / f"{name}{suffix}")], separator))
 
 
 def test_files_that_are_none(tmp_path):
     (tmp_path / "a.csv").write_text("a")
     (tmp_path / "a.txt.zst").write_text("a")
     with pytest.raises(ValueError, match=r"a truncated .txt.zst would not be noticed"):
-        sources.open_files([str(tmp_path / "a.txt.zst")])
-    for names in (["a.csv"], ["a.jsonl", "b.parquet"], []):
+        open_files([str(tmp_path / "a.txt.zst")])
+    for names in (["a.csv"], ["a.jsonl", "b.parquet"]):
         with pytest.raises(ValueError, match=r"name files of one of these kinds: .jsonl, .json, .parquet, .txt"):
-            sources.open_files(names)
+            open_files(names)
     with pytest.raises(ValueError, match=r"No file matches 'nowhere/\*.jsonl' in .* Correct the path or pattern"):
-        sources.open_files(["nowhere/*.jsonl"])
+        open_files(["nowhere/*.jsonl"])
 
 
 def test_a_dataset_of_the_hub(tmp_path):

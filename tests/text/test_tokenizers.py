@@ -16,7 +16,8 @@ from tokenization import PROBES
 
 from shardwright_data.text import definitions
 from shardwright_data.text import tokenizers as text_tokenizers
-from shardwright_data.text.tokenizers import open_definition, open_tokenizer
+from shardwright_data.text.definitions import load_definition
+from shardwright_data.text.tokenizers import Tokenizer, open_tokenizer
 
 check_modules(text_tokenizers)
 
@@ -42,7 +43,7 @@ def split(encoded):
 @pytest.mark.parametrize("end_token", [None, "<|end|>"])
 def test_the_ids_are_those_of_tokenizers(texts, bpe, end_token):
     tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = open_definition(bpe, end_token=end_token)
+    tokenizer = Tokenizer(bpe, end_token=end_token)
     assert tokenizer.vocab_size == 2000
     oracle = tokenizers.Tokenizer.from_str(bpe)
     oracle.encode_special_tokens = True
@@ -86,7 +87,7 @@ ENCODING_CONSTRUCTORS = {"mine": mine}
 PROGRAM = """
 import json, sys
 import tiktoken
-from shardwright_data.text import tokenizers
+from shardwright_data.text import definitions, tokenizers
 texts = json.load(sys.stdin)
 tokenizer = tokenizers.open_tokenizer("tiktoken", "mine", "<|endoftext|>")
 encoded = tokenizer.encode(texts)
@@ -94,7 +95,7 @@ oracle = tiktoken.get_encoding("mine")
 expected = [oracle.encode_ordinary(text) + [oracle.eot_token] for text in texts]
 assert encoded.ids.tolist() == sum(expected, []), "ids"
 assert tokenizer.vocab_size == oracle.n_vocab
-translated = tokenizers.load_definition(tokenizer.definition)
+translated = definitions.load_definition(tokenizer.definition)
 for text in texts:
     assert translated.encode(text).ids == oracle.encode_ordinary(text), text
     assert translated.decode(oracle.encode_ordinary(text)) == text
@@ -124,7 +125,7 @@ def test_a_chunk_that_is_a_token_stays_whole():
     tiktoken = pytest.importorskip("tiktoken")
     ranks = {bytes([i]): i for i in range(256)} | {b"bc": 256, b"abcd": 257}
     encoding = tiktoken.Encoding("small", pat_str=r"\w+|\W+", mergeable_ranks=ranks, special_tokens={})
-    translated = text_tokenizers.load_definition(definitions.from_ranks(ranks, r"\w+|\W+", {}))
+    translated = load_definition(definitions.from_ranks(ranks, r"\w+|\W+", {}))
     for text in ("abcd", "abcd abcde", "xabcd", "bcbc"):
         assert translated.encode(text).ids == encoding.encode_ordinary(text)
     assert translated.encode("abcd").ids == [257]
@@ -133,7 +134,7 @@ def test_a_chunk_that_is_a_token_stays_whole():
 def test_tiktoken_names_that_are_not_there(monkeypatch):
     tiktoken = pytest.importorskip("tiktoken")
     with pytest.raises(ValueError, match=r"tokenizer.name is 'cl100k'; choose one of .*cl100k_base"):
-        text_tokenizers.open_tiktoken("cl100k")
+        open_tokenizer("tiktoken", "cl100k")
 
     def fail(name):
         raise ConnectionError("no route to host")
@@ -142,16 +143,16 @@ def test_tiktoken_names_that_are_not_there(monkeypatch):
     with pytest.raises(
         ValueError, match=r"cannot load the encoding 'cl100k_base': no route to host\. Check the connection"
     ):
-        text_tokenizers.open_tiktoken("cl100k_base")
+        open_tokenizer("tiktoken", "cl100k_base")
 
 
 def test_special_tokens_in_text_are_text(bpe):
     texts = ["<|end|>", "a<|begin|>b", "</s>"]
-    tokenizer = open_definition(bpe, end_token="<|end|>")
+    tokenizer = Tokenizer(bpe, end_token="<|end|>")
     for ids, text in zip(split(tokenizer.encode(texts)), texts, strict=True):
         assert ids[-1] == 1
         assert min(ids[:-1]) > 1
-        assert text_tokenizers.load_definition(bpe).decode(ids[:-1]) == text
+        assert load_definition(bpe).decode(ids[:-1]) == text
 
 
 def test_a_damaged_definition(tmp_path, bpe):
@@ -166,14 +167,14 @@ def test_a_damaged_definition(tmp_path, bpe):
     for content, message in wrong.items():
         (tmp_path / "tokenizer.json").write_text(content)
         with pytest.raises(ValueError, match=message):
-            definitions.find_huggingface(str(tmp_path))
+            open_tokenizer("huggingface", str(tmp_path))
     with pytest.raises(ValueError, match=r"`tokenizers` cannot read the tokenizer.json: .* Download or write it"):
-        open_definition('{"model": {"type": "none"}}')
+        load_definition('{"model": {"type": "none"}}')
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"tokenizer.json cannot be read: 'utf-8' codec"):
-        definitions.find_huggingface(str(tmp_path))
+        open_tokenizer("huggingface", str(tmp_path))
     with pytest.raises(ValueError, match=r"There is no file '.*other.json'"):
-        definitions.find_huggingface(str(tmp_path / "other.json"))
+        open_tokenizer("huggingface", str(tmp_path / "other.json"))
 
 
 def test_only_some_special_tokens_are_listed():
@@ -181,5 +182,5 @@ def test_only_some_special_tokens_are_listed():
     special = {f"<unused{i}>": 256 + i for i in range(900)} | {"</s>": 1156, "<s>": 1157}
     definition = definitions.from_ranks(ranks, r"\S+|\s+", special)
     with pytest.raises(ValueError, match=r"'EOS' .* Of its 902 special tokens, the first are \['</s>', ") as found:
-        open_definition(definition, end_token="EOS")
+        Tokenizer(definition, end_token="EOS")
     assert len(str(found.value)) < 1000

@@ -187,11 +187,11 @@ def test_each_document_has_the_loss_that_transformers_computes(run, theirs, mesh
 
 @pytest.mark.slow
 def test_texts_of_a_file_have_the_losses_of_the_dataset(run, tmp_path):
-    """In batches of any size. Lines without text are left out, and counted in the index."""
+    """Lines without text are left out, and counted in the index."""
     file, out = tmp_path / "texts.jsonl", tmp_path / "out.jsonl"
     file.write_text("".join(json.dumps({"body": text}) + "\n" for text in ["", *TEXTS]))
     expected = evaluated(run, data=f"{run.parent}/data.zarr", limit=9)
-    settings = {"text_field": "body", "limit": 9, "batch": 1, "out": str(out)}
+    settings = {"text_field": "body", "limit": 9, "out": str(out)}
     found = evaluated(run, data=str(file), **settings)
     assert [line["index"] for line in read(out)[:-1]] == list(range(1, 10))
     assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
@@ -289,7 +289,7 @@ def test_the_example_of_the_page(run, monkeypatch):
     harness = types.ModuleType("lm_eval")
     harness.simple_evaluate = lambda **asked: asked
     monkeypatch.setitem(sys.modules, "lm_eval", harness)
-    monkeypatch.setattr("tools.evaluate.language_model", lambda scorer, codec, weights: scorer)
+    monkeypatch.setattr("tools.evaluate.language_model", lambda scorer, tokenizer, weights: scorer)
     names = {}
     exec(code.replace("runs/<name>", str(run)), names)
     assert names["results"]["model"].length == SEQ_LEN
@@ -325,7 +325,6 @@ def test_the_command(run, tmp_path):
         ({"weights": "adam_mu"}, r"weights is 'adam_mu'; choose one of weights, ema"),
         ({"mesh": MeshChoice(t=3)}, r"mesh r=1 d=-1 t=3 does not fit 8 devices"),
         ({"data": "a", "tasks": ["b"]}, r"give one of data and tasks; data and tasks is given"),
-        ({"batch": 0}, r"batch is 0; it must be at least 1"),
         ({"data": "nowhere.jsonl"}, r"No file matches 'nowhere.jsonl'"),
         ({"data": "nowhere.zarr"}, r"nowhere.zarr"),
     ],

@@ -14,9 +14,9 @@ from written_datasets import write
 
 from shardwright.run.files import read_config
 from shardwright_data.foreign import check_types, read_file, read_object, refused
+from shardwright_data.loader import DataConfig
 from shardwright_data.text import definitions
-from shardwright_data.text.codec import codec_of_dataset
-from shardwright_data.text.huggingface import find_tokenizer
+from shardwright_data.text.tokenizers import open_tokenizer, tokenizer_of_run
 from tools import huggingface_to_checkpoint, inspect_data
 from tools.generate import Settings, read_prompts
 from tools.report.reading import read_run
@@ -56,7 +56,6 @@ def given(tmp_path_factory):
     (model / "config.json").write_text(json.dumps(config))
     (model / "tokenizer.json").write_text(bpe)
     save_file({"x": np.zeros(3, np.float32)}, model / "model.safetensors")
-    (model / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model.safetensors"}}')
     (home / "config.yaml").write_text("model: {}\n")
     (home / "text").write_text("{}\n")
     return home
@@ -71,16 +70,18 @@ def an_import(home):
     huggingface_to_checkpoint.run(settings, QUIET.print)
 
 
+def of_dataset(path):
+    return tokenizer_of_run(DataConfig(filespec=str(path)))
+
+
 READERS = {
-    "a tokenizer": ("data/tokenizer.json", lambda home: definitions.find_huggingface(str(home / "data"))),
-    "generate, its tokenizer": ("data/tokenizer.json", lambda home: codec_of_dataset(str(home / "data"))),
-    "generate, its data": ("data/train/zarr.json", lambda home: codec_of_dataset(str(home / "data"))),
+    "a tokenizer": ("data/tokenizer.json", lambda home: open_tokenizer("huggingface", str(home / "data"))),
+    "generate, its tokenizer": ("data/tokenizer.json", lambda home: of_dataset(home / "data")),
+    "generate, its data": ("data/train/zarr.json", lambda home: of_dataset(home / "data")),
     "generate, its prompts": ("text", lambda home: read_prompts(Settings(prompts_file=str(home / "text")))),
-    "export, its tokenizer": ("data/tokenizer.json", lambda home: find_tokenizer({"filespec": str(home / "data")})),
     "inspect_data, a split": ("data/train/zarr.json", lambda home: inspect(filespec=str(home / "data"))),
     "inspect_data, a tokenizer": ("data/tokenizer.json", lambda home: inspect(filespec=str(home / "data"))),
     "import, config": ("model/config.json", an_import),
-    "import, index": ("model/model.safetensors.index.json", an_import),
     "import, weights": ("model/model.safetensors", an_import),
     "a configuration": ("config.yaml", lambda home: read_config(home / "config.yaml")),
 }
@@ -139,8 +140,7 @@ WRONG = [5, "x", [[1]], {"kind": None}, {"kind": "bytes", "end_token": 5}, {"nam
 def test_attributes_of_a_dataset_have_a_type(tmp_path, value):
     dataset = write(tmp_path / "data", attributes={"tokenizer": value})
     for read in (
-        codec_of_dataset,
-        lambda path: find_tokenizer({"filespec": path}),
+        of_dataset,
         lambda path: inspect(filespec=path),
     ):
         with pytest.raises(ValueError, match=r"tokenizer(\.\w+)? is .*; it must be an? \w+") as error:

@@ -17,13 +17,12 @@ from shardwright_data.flat_tokens import unfinished
 from shardwright_data.text import sources
 from shardwright_data.text import tokenizers as text_tokenizers
 from shardwright_data.text.definitions import train_bpe
-from tools.huggingface_to_flat_tokens import __main__ as tool
-from tools.huggingface_to_flat_tokens import split as split_work
-from tools.huggingface_to_flat_tokens.config import Settings, SplitConfig, TokenizerConfig, TokenizerKind
+from tools import huggingface_to_flat_tokens as tool
+from tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
 
 # Not text.definitions, whose large dictionaries take long to check.
 check_modules(flat_tokens, unfinished)
-check_modules(sources, text_tokenizers, split_work, tool)
+check_modules(sources, text_tokenizers, tool)
 
 ROOT = Path(__file__).parents[2]
 TEXTS = [
@@ -99,7 +98,7 @@ def test_bytes_are_those_of_byt5():
 @pytest.mark.parametrize("end_token", [None, "<|end|>"])
 def test_huggingface_tokenizer(tmp_path, bpe, end_token):
     path, oracle = bpe
-    config = TokenizerConfig(kind=TokenizerKind.huggingface, name=path, end_token=end_token)
+    config = TokenizerConfig(kind="huggingface", name=path, end_token=end_token)
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     documents, attributes = run(tmp_path / "d", source, tokenizer=config)
     for text, ids in zip(TEXTS, documents, strict=True):
@@ -127,14 +126,14 @@ def test_truncation_and_padding_of_a_tokenizer_are_ignored(tmp_path, bpe):
         "pad_token": "<|begin|>",
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
-    config = TokenizerConfig(kind=TokenizerKind.huggingface, name=str(tmp_path))
+    config = TokenizerConfig(kind="huggingface", name=str(tmp_path))
     documents, _ = run(tmp_path / "d", write_jsonl(tmp_path / "a.jsonl", TEXTS[:5]), tokenizer=config)
     assert documents == [oracle.encode(text).ids for text in TEXTS[:5]]
 
 
 def test_trained_bpe(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
-    config = TokenizerConfig(kind=TokenizerKind.train_bpe, vocab_size=300, end_token="<|end|>")
+    config = TokenizerConfig(kind="train_bpe", vocab_size=300, end_token="<|end|>")
     documents, attributes = run(tmp_path / "d", write_jsonl(tmp_path / "a.jsonl", TEXTS), tokenizer=config)
     tokenizer = tokenizers.Tokenizer.from_file(str(tmp_path / "d/tokenizer.json"))
     assert tokenizer.id_to_token(0) == "<|begin|>"
@@ -148,7 +147,7 @@ def test_trained_bpe(tmp_path):
 def test_workers_change_nothing(tmp_path, bpe, kind, monkeypatch):
     monkeypatch.setattr(sources, "BLOCK_BYTES", 100)
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS * 2)
-    config = TokenizerConfig(kind=TokenizerKind[kind], name=bpe[0] if kind == "huggingface" else None)
+    config = TokenizerConfig(kind=kind, name=bpe[0] if kind == "huggingface" else None)
     split = SplitConfig(files=[source], max_tokens=250)
     results = [
         run(tmp_path / f"d{num_workers}", split, tokenizer=config, num_workers=num_workers) for num_workers in (1, 2)
@@ -188,7 +187,7 @@ def test_documents_without_tokens_have_no_end_either(tmp_path, bpe, capsys):
     oracle = type(bpe[1]).from_str(definition)
     texts = ["  ", "one", " ", "", "\n\t", "two ", None, "   "]
     source = write_jsonl(tmp_path / "a.jsonl", texts)
-    name, kind = str(tmp_path / "tokenizer.json"), TokenizerKind.huggingface
+    name, kind = str(tmp_path / "tokenizer.json"), "huggingface"
     settings = TokenizerConfig(kind=kind, name=name, end_token="<|end|>")
     documents, attributes = run(tmp_path / "d", source, tokenizer=settings)
     assert documents == [[*oracle.encode(text).ids, 1] for text in ("one", "two ")]
@@ -202,7 +201,7 @@ def test_documents_without_tokens_have_no_end_either(tmp_path, bpe, capsys):
 def test_max_tokens_is_exact(tmp_path, bpe, kind, batch, monkeypatch):
     monkeypatch.setattr(sources, "BLOCK_BYTES", batch)
     source = write_jsonl(tmp_path / "a.jsonl", ["", *TEXTS])
-    config = TokenizerConfig(kind=TokenizerKind[kind], name=bpe[0] if kind == "huggingface" else None)
+    config = TokenizerConfig(kind=kind, name=bpe[0] if kind == "huggingface" else None)
     whole, attributes = run(tmp_path / "whole", source, tokenizer=config)
     flat = [i for document in whole for i in document]
     ends = np.cumsum([len(document) for document in whole])
@@ -250,11 +249,11 @@ def test_source_shorter_than_max_tokens(tmp_path, capsys):
             "tokenizer.name is 'gpt2' and tokenizer.kind bytes: bytes need no name",
         ),
         (
-            {"tokenizer": TokenizerConfig(kind=TokenizerKind.huggingface, name="no/tokenizer.json")},
+            {"tokenizer": TokenizerConfig(kind="huggingface", name="no/tokenizer.json")},
             "There is no file 'no/tokenizer.json'",
         ),
         (
-            {"tokenizer": TokenizerConfig(kind=TokenizerKind.train_bpe, vocab_size=257)},
+            {"tokenizer": TokenizerConfig(kind="train_bpe", vocab_size=257)},
             "vocab_size is 257; it must be at least 258",
         ),
     ],
@@ -269,7 +268,7 @@ def test_bad_settings(tmp_path, settings, message):
 def test_keeps_what_is_there(tmp_path, bpe):
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     bytes_first, _ = run(tmp_path / "d", source)
-    bpe_config = TokenizerConfig(kind=TokenizerKind.huggingface, name=bpe[0])
+    bpe_config = TokenizerConfig(kind="huggingface", name=bpe[0])
     with pytest.raises(ValueError, match="d/train is already there"):
         run(tmp_path / "d", source)
     with pytest.raises(ValueError, match=r"tokenizer.json is another tokenizer than the settings name"):
@@ -280,7 +279,7 @@ def test_keeps_what_is_there(tmp_path, bpe):
     (tmp_path / "other.json").write_text(train_bpe(TEXTS, 300))
     validation = {"train": None, "validation": SplitConfig(files=[source])}
     for tokenizer in (
-        TokenizerConfig(kind=TokenizerKind.huggingface, name=str(tmp_path / "other.json")),
+        TokenizerConfig(kind="huggingface", name=str(tmp_path / "other.json")),
         TokenizerConfig(),
     ):
         with pytest.raises(ValueError, match=r"tokenizer.json is another tokenizer than the settings name"):
@@ -291,7 +290,7 @@ def test_keeps_what_is_there(tmp_path, bpe):
 
 def test_bpe_is_trained_on_the_training_split(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    config = TokenizerConfig(kind=TokenizerKind.train_bpe, vocab_size=300)
+    config = TokenizerConfig(kind="train_bpe", vocab_size=300)
     with pytest.raises(ValueError, match="train_bpe needs a training split"):
         tool.run(
             Settings(out=str(tmp_path / "d"), train=None, validation=SplitConfig(files=[source]), tokenizer=config)
@@ -342,15 +341,3 @@ def test_hub_examples_are_valid(tmp_path, name):
     result = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert result.returncode != 0
     assert "Cannot read " in result.stderr
-
-
-@pytest.mark.parametrize("cores", [2, 8])
-def test_processes_are_for_what_has_no_threads(bpe, cores, monkeypatch):
-    tiktoken = pytest.importorskip("tiktoken")
-    monkeypatch.setattr(tool, "available_cores", lambda: cores)
-    definition = Path(bpe[0]).read_text()
-    encoding = tiktoken.Encoding(
-        "x", pat_str=r".", mergeable_ranks={bytes([i]): i for i in range(256)}, special_tokens={}
-    )
-    made = [text_tokenizers.Tokenizer(definition, None, library) for library in (None, encoding)]
-    assert [tool.default_workers(tokenizer) for tokenizer in made] == ([1, 2] if cores == 2 else [8, 8])

@@ -14,6 +14,7 @@ from written_datasets import TEXTS, write
 
 from shardwright_data.flat_tokens import Reader
 from shardwright_data.text.definitions import train_bpe
+from shardwright_data.text.tokenizers import Tokenizer
 from tools import inspect_data
 from tools.inspect_data import Settings, one_line
 
@@ -49,10 +50,8 @@ def test_one_document(dataset):
 
 
 def test_decoding_with_the_datasets_tokenizer(tmp_path):
-    from shardwright_data.text.tokenizers import open_definition
-
     definition = train_bpe(TEXTS, 300)
-    tokenizer = open_definition(definition, end_token="<|end|>")
+    tokenizer = Tokenizer(definition, end_token="<|end|>")
     path = write(tmp_path / "d", tokenizer, {"tokenizer": {"kind": "train_bpe"}})
     (tmp_path / "d/tokenizer.json").write_text(definition)
     assert f"{TEXTS[3]}<|end|>" in show(filespec=path, document=3)

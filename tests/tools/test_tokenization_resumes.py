@@ -13,8 +13,8 @@ from tokenization import config, driver, random_texts, small, tree, write_jsonl
 from shardwright_data.flat_tokens.unfinished import Unfinished
 from shardwright_data.text import definitions
 from shardwright_data.text.worker_pool import map_in_order
-from tools.huggingface_to_flat_tokens import __main__ as tool
-from tools.huggingface_to_flat_tokens.config import TokenizerConfig, TokenizerKind
+from tools import huggingface_to_flat_tokens as tool
+from tools.huggingface_to_flat_tokens import TokenizerConfig
 
 __all__ = ["small"]
 
@@ -41,7 +41,7 @@ def kill_after(monkeypatch, num_states):
 @pytest.mark.parametrize("kind", ["bytes", pytest.param("train_bpe", marks=pytest.mark.slow)])
 def test_every_place_to_stop(tmp_path, small, monkeypatch, kind):
     source = write_jsonl(tmp_path / "a.jsonl", random_texts(90))
-    tokenizer = TokenizerConfig(kind=TokenizerKind[kind], vocab_size=280)
+    tokenizer = TokenizerConfig(kind=kind, vocab_size=280)
 
     def run(out):
         tool.run(config(out, [source], tokenizer=tokenizer, train_max_tokens=5000, validation_max_documents=40))
@@ -196,7 +196,7 @@ def test_another_tokenizer_of_the_same_name_is_refused(tmp_path, small, monkeypa
     pytest.importorskip("tokenizers")
     path = tmp_path / "tokenizer.json"
     path.write_text(definitions.train_bpe(random_texts(60), 270))
-    tokenizer = TokenizerConfig(kind=TokenizerKind.huggingface, name=str(path))
+    tokenizer = TokenizerConfig(kind="huggingface", name=str(path))
     source = stopped(tmp_path, monkeypatch, tokenizer=tokenizer)
     path.write_text(definitions.train_bpe(random_texts(60), 275))
     with pytest.raises(ValueError, match=r"other settings: tokenizer.json was [0-9a-f]{64}, is [0-9a-f]{64}"):

@@ -64,14 +64,13 @@ def check_rules(c: Any, model_type: str) -> None:
             )
 
 
-def compare_logits(c: Any, weights: Any, directory: Path, dtype: np.dtype | None = None) -> str:
+def compare_logits(c: Any, weights: Any, directory: Path) -> str:
     """Compares the logits of a text. Returns a description of the comparison and of the difference.
 
     Args:
         c: the run's ModelConfig.
         weights: weights of the run, as NumPy arrays.
         directory: directory of config.json and the safetensors.
-        dtype: dtype to which the weights were rounded; None: not rounded.
 
     Raises:
         ValueError: the logits differ by more than TOLERANCE, or are not finite; torch is missing, or transformers has
@@ -94,8 +93,6 @@ def compare_logits(c: Any, weights: Any, directory: Path, dtype: np.dtype | None
     length = min(LENGTH, getattr(model.config, "max_position_embeddings", None) or LENGTH)
     targets = np.random.default_rng(0).integers(0, c.vocab, (1, length)).astype(np.uint32)
     ids = np.concatenate([[c.bos_id], targets[0, :-1]])
-    rounded = lambda x: x if dtype is None else x.astype(dtype).astype(np.float32)
-    weights = jax.tree.map(rounded, weights)
     own = own_results(c, weights, targets, c.layers)[1]
     with torch.no_grad():
         found = model(torch.tensor(ids)[None], use_cache=False, output_hidden_states=True)

@@ -27,7 +27,7 @@ from shardwright.run.opening import StagesChoice
 from shardwright.settings.program import run_program
 from shardwright_data.checks import check_choice, within
 from tools.replay import bisect, show, two_runs
-from tools.replay.documents import Document, codec_of, documents_of, on_host, token_losses, with_losses
+from tools.replay.documents import Document, documents_of, on_host, token_losses, tokenizer_of, with_losses
 from tools.replay.nonfinite import Explainer, is_finite
 from tools.replay.session import Done, Session, logged, metrics_of, opened
 
@@ -115,10 +115,10 @@ def replay(config: Settings, console: Console | None = None) -> dict[str, Any]:
 def step_of(session: Session, config: Settings, logs: dict[int, dict], screen: show.Screen) -> dict[str, Any]:
     """Shows the documents of the step, what it computes, and why it is not finite, if it is not."""
     step, batch = session.step, session.batch()
-    host, codec = on_host(batch), codec_of(session)
+    host, tokenizer = on_host(batch), tokenizer_of(session)
     every = documents_of(session, host)
     documents = with_losses(every, token_losses(session, batch), host.loss_mask)
-    show_documents = lambda title, found: screen.documents(title, found, codec)
+    show_documents = lambda title, found: screen.documents(title, found, tokenizer)
     if config.bisect is not None:
         usual = bisect.usual(logs, step, config.bisect)
         return bisected(session, config.bisect, usual, documents, screen, show_documents)

@@ -15,7 +15,7 @@ from shardwright.modeling.model import compute_scope
 from shardwright.run.stages import folded_mesh, without_stages
 from shardwright_data.loader import TokenBatch
 from shardwright_data.loader.origins import pieces_of, sequences_of_batch
-from shardwright_data.text.codec import TextCodec, codec_of_data
+from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_run
 from tools.replay.session import Session
 
 
@@ -82,12 +82,12 @@ def _by_starts(batch: TokenBatch) -> list[Document]:
     return found
 
 
-def codec_of(session: Session) -> TextCodec:
+def tokenizer_of(session: Session) -> Tokenizer:
     """The tokenizer of the run's data; one that shows ids if there is none."""
     try:
-        return codec_of_data(session.c.data)
+        return tokenizer_of_run(session.c.data)
     except ValueError:
-        return TextCodec()
+        return Tokenizer()
 
 
 def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from shardwright.microscope.tables import tables_of
 from shardwright_data.foreign import one_line, shown
-from shardwright_data.text.codec import TextCodec
+from shardwright_data.text.tokenizers import Tokenizer
 from tools.replay.documents import Document
 
 MOST, CHARACTERS = 10, 160
@@ -39,10 +39,10 @@ class Screen:
             table.add_row(*(Text(shown(str(cell))) for cell in row))
         self._console.print(table)
 
-    def documents(self, title: str, documents: Sequence[Document], codec: TextCodec) -> None:
+    def documents(self, title: str, documents: Sequence[Document], tokenizer: Tokenizer) -> None:
         """Prints the first documents: their losses and their texts."""
         # A token stands for one character or more, nearly always.
-        text = lambda x: one_line(codec.decode(x.ids[: CHARACTERS + 8].tolist()), CHARACTERS)
+        text = lambda x: one_line(tokenizer.decode(x.ids[: CHARACTERS + 8].tolist()), CHARACTERS)
         where = lambda x: (x.name, f"{x.start:,}", f"{x.sequence}:{x.position}")
         rows = [(f"{x.loss:.4f}", len(x.ids), *where(x), text(x)) for x in documents[:MOST]]
         left = f", {len(documents) - MOST} more are in `out`" * (len(documents) > MOST)

@@ -1,0 +1,292 @@
+"""Tokenizes text into a flat-tokens dataset: a Hugging Face dataset, or local jsonl, parquet and text files.
+
+    python -m tools.huggingface_to_flat_tokens --config-name=tinystories
+
+tools/configs/ holds examples, docs/data.md is about their use, and docs/flat-tokens.md describes the format. After a
+kill, the same command resumes, and writes the same bytes.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from omegaconf import MISSING
+
+from shardwright.settings.differences import flat
+from shardwright.settings.program import run_program
+from shardwright_data import flat_tokens
+from shardwright_data.checks import check_choice, check_ranges, within
+from shardwright_data.flat_tokens.unfinished import Unfinished
+from shardwright_data.text import definitions, sources, tokenizers
+from shardwright_data.text.tokenizers import Tokenizer
+from shardwright_data.text.worker_pool import available_cores, map_in_order
+
+SPLITS = ("train", "validation")
+TRAIN_DOCUMENTS = 100_000
+"""Documents at the beginning of the training split that `train_bpe` learns from."""
+STATE_SECONDS = 15
+"""Time between two states that are written. A killed run loses at most so much of its work."""
+
+Place = dict[str, Any] | None
+"""A place in the documents of a split, for sources.blocks."""
+
+
+@dataclass
+class TokenizerConfig:
+    """The tokenizer."""
+
+    kind: str = "bytes"
+    """`bytes`: the UTF-8 bytes, with ids as in ByT5: byte + 3, after 0 padding, 1 end (`</s>`) and 2 unused.
+    `huggingface`: a tokenizer of the `tokenizers` library. `tiktoken`: an encoding of tiktoken. `train_bpe`:
+    a byte-level BPE trained on the training split, with id 0 for `<|begin|>` and 1 for `<|end|>`."""
+    name: str | None = None
+    """For `huggingface`: a name on the Hugging Face hub, a tokenizer.json, or a directory; transformers converts what
+    is there in another format. For `tiktoken`: a name that tiktoken knows, as cl100k_base."""
+    end_token: str | None = None
+    """Token added at the end of each document; null: none. Beginnings need none: the format marks them."""
+    vocab_size: int = within(258, 2**31, 4096)
+    """For `train_bpe`: bound on the size of the vocabulary, at least 258."""
+
+
+@dataclass
+class SplitConfig:
+    """The documents of a split."""
+
+    source: str | None = None
+    """The split of the Hugging Face dataset to read."""
+    files: list[str] = field(default_factory=list)
+    """Files or globs of one kind to read, or URLs, in this order, the matches of a glob sorted. A document is a line of
+    .jsonl, an element of the array in a .json, a record of .parquet, and a .txt unless `text_separator` is set. All but
+    .parquet may be compressed: .gz, .bz2, .xz, .zst."""
+    skip_documents: int = within(0, 2**50, 0)
+    """Number of documents to leave out at the beginning of the source, at least 0."""
+    max_documents: int | None = within(1, 2**50, None)
+    """Number of documents to read after these, at least 1; null for all."""
+    max_tokens: int | None = within(1, 2**50, None)
+    """Number of tokens to write, at least 1; null for all. The last document is cut to give exactly this number."""
+
+
+@dataclass
+class Settings:
+    """All settings."""
+
+    out: str = MISSING
+    """Directory of the dataset: a local path, or a URL that tensorstore knows."""
+    overwrite: bool = False
+    """Replace splits that are there, and what was begun with other settings."""
+    zarr_format: int = within(2, 4, 3)
+    """Version of the zarr format: 3, or 2 for seqax and other readers of zarr v2."""
+    dataset: str | None = None
+    """Name of a Hugging Face dataset; null to read files."""
+    dataset_config: str | None = None
+    """The dataset's configuration (subset), where it has several."""
+    dataset_revision: str | None = None
+    """A commit or tag of the dataset, so that it stays the same from run to run; null for the newest."""
+    text_field: str = "text"
+    """The column or JSON key that holds the document."""
+    text_separator: str | None = None
+    """A separator between the documents of a .txt file, for example `<|endoftext|>`, to which the line breaks around it
+    belong. Null if each such file is one document."""
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    train: SplitConfig | None = field(default_factory=SplitConfig)
+    """Null to leave the training split out."""
+    validation: SplitConfig | None = field(default_factory=SplitConfig)
+    """Null to leave the validation split out."""
+    num_workers: int | None = within(1, 2**10, None)
+    """Number of processes that tokenize, at least 1. Null for one for each core; on two cores for one, except with
+    tiktoken. With 1, this process tokenizes. The result does not depend on it."""
+
+
+def run(config: Settings) -> None:
+    """Writes the splits that `config` asks for, and tokenizer.json beside them.
+
+    Raises:
+        ValueError: a setting is out of range, missing or contradicts another; a source or tokenizer is missing or
+            unfit; or a split is already there, or was begun with other settings.
+    """
+    check_ranges("", config)
+    names = [name for name in SPLITS if getattr(config, name) is not None]
+    if not names:
+        raise ValueError("train and validation are both null: nothing to write.")
+    opened = {name: open_source(config, name) for name in names}
+    unfinished, root = Unfinished(config.out), flat_tokens.open_kvstore(config.out)
+    resuming = unfinished.read_settings() is not None
+    content = flat_tokens.read_file(root, "tokenizer.json")
+    before = None if content is None else content.decode()
+    tokenizer = make_tokenizer(config, before if resuming else None)
+    if not resuming and before not in (None, tokenizer.definition) and not config.overwrite:
+        raise ValueError(
+            f"{config.out}/tokenizer.json is another tokenizer than the settings name. All splits of a dataset have "
+            "the same: choose another path, or replace the dataset with overwrite=true."
+        )
+    with unfinished.locked():
+        resuming = unfinished.begin(result_settings(config, names, tokenizer), names, config.overwrite)
+        root.write("tokenizer.json", tokenizer.definition.encode()).result()
+        try:
+            for name in names:
+                if resuming and unfinished.is_complete(name):
+                    print(f"{config.out}/{name}: complete", flush=True)
+                    continue
+                print(write_split(config, name, opened[name], unfinished, tokenizer), flush=True)
+                unfinished.delete_state(name)
+        except ValueError:
+            # Nothing has been done that could be resumed: the settings may be corrected.
+            if not any(unfinished.is_complete(name) or unfinished.read_state(name) for name in names):
+                unfinished.finish()
+            raise
+        unfinished.finish()
+
+
+def result_settings(config: Settings, names: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
+    """All values that the result depends on, by name."""
+    settings = flat(dataclasses.asdict(config))
+    for free in ("out", "overwrite", "num_workers"):
+        del settings[free]
+    for name in names:
+        stats = [(path, os.stat(path)) for path in sources.match(getattr(config, name).files) if "://" not in path]
+        settings[f"{name}.files found"] = [f"{path}, {s.st_size} bytes of {s.st_mtime_ns}" for path, s in stats]
+    settings["tokenizer.json"] = hashlib.sha256(tokenizer.definition.encode()).hexdigest()
+    return settings
+
+
+def open_source(config: Settings, name: str) -> tuple[str, Any]:
+    """The name, for messages, and the documents of a split, as the settings say.
+
+    Raises:
+        ValueError: settings contradict each other, or the source is missing or unfit.
+    """
+    split: SplitConfig = getattr(config, name)
+    if config.text_separator == "":
+        raise ValueError(
+            "text_separator is empty. Give the text between documents, or null if each file is one document."
+        )
+    options = {"revision": config.dataset_revision, "separator": config.text_separator}
+    where, data = sources.open_text(name, config.dataset, config.dataset_config, split.source, split.files, **options)
+    if split.skip_documents:
+        data = data.skip(split.skip_documents)
+    return where, data if split.max_documents is None else data.take(split.max_documents)
+
+
+def make_tokenizer(config: Settings, trained: str | None) -> Tokenizer:
+    """The tokenizer that the settings name; trains it, if they say so.
+
+    Args:
+        config: the settings.
+        trained: the tokenizer.json that an interrupted run has trained, None if there is none.
+
+    Raises:
+        ValueError: settings contradict each other, or the tokenizer is missing or lacks the end token.
+    """
+    kind, name, end_token = config.tokenizer.kind, config.tokenizer.name, config.tokenizer.end_token
+    check_choice("tokenizer.kind", kind, (*tokenizers.KINDS, "train_bpe"))
+    if kind != "train_bpe":
+        return tokenizers.open_tokenizer(kind, name, end_token)
+    if name is not None or config.train is None:
+        raise ValueError("tokenizer.kind=train_bpe needs a training split, and no tokenizer.name.")
+    if trained is None:
+        blocks = sources.blocks(*open_source(config, "train"), config.text_field)
+        texts = itertools.islice((text for block, _ in blocks for text in block), TRAIN_DOCUMENTS)
+        trained = definitions.train_bpe(texts, config.tokenizer.vocab_size)
+    return Tokenizer(trained, end_token)
+
+
+# ---- a split ------------------------------------------------------------------------------------------------------
+
+
+class Tokenized(NamedTuple):
+    """The documents of a block that are not empty, as flat-tokens stores them."""
+
+    encoded: np.ndarray
+    num_bytes: np.ndarray
+    """UTF-8 bytes of each."""
+    num_empty: int
+    """Documents left out."""
+
+
+def tokenize(tokenizer: Tokenizer, item: tuple[list[str], Place]) -> Tokenized:
+    """The documents of a block, which the place after it follows. One without tokens is left out."""
+    texts, _ = item
+    ids, lengths, num_bytes = tokenizer.encode(texts)
+    kept = lengths > 0
+    return Tokenized(flat_tokens.mark_starts(ids, lengths[kept]), num_bytes[kept], len(texts) - int(kept.sum()))
+
+
+def cut(found: Tokenized, room: int, tokenizer: Tokenizer) -> Tokenized:
+    """The first `room` tokens of whole documents, `room` ≥ 1; the last document has the bytes of the text it is now."""
+    starts = np.flatnonzero(found.encoded & np.uint32(1))
+    kept = int(np.searchsorted(starts, room))
+    encoded, num_bytes = found.encoded[:room], found.num_bytes[:kept].copy()
+    if kept == starts.size or starts[kept] != room:
+        ids, _ = flat_tokens.decode(encoded[starts[kept - 1] :])
+        num_bytes[-1] = min(int(num_bytes[-1]), len(tokenizer.decode(ids.tolist()).encode()))
+    return Tokenized(encoded, num_bytes, found.num_empty)
+
+
+def write_split(
+    config: Settings, name: str, source: tuple[str, Any], unfinished: Unfinished, tokenizer: Tokenizer
+) -> str:
+    """Writes a split, or what is left of it; returns a line that sums it up.
+
+    Args:
+        config: the settings.
+        name: of the split.
+        source: what `open_source` gave.
+        unfinished: the work on the dataset.
+        tokenizer: of all splits.
+
+    Raises:
+        ValueError: what the source, the tokenizer and flat_tokens.Writer raise, or a split without a token.
+    """
+    split, resume, cores = getattr(config, name), unfinished.read_state(name), available_cores()
+    # On two cores, two workers beside this process take more CPU time with `tokenizers`, which has threads.
+    num_workers = config.num_workers or (1 if cores <= 2 and tokenizer.encoding is None else cores)
+    done = json.loads(str(resume["done"])) if resume else {"place": None, "num_empty": 0, "num_bytes": 0}
+    most = math.inf if split.max_tokens is None else split.max_tokens
+    with flat_tokens.Writer(config.out, name, resume=resume, zarr_format=config.zarr_format) as writer:
+        blocks = sources.blocks(*source, config.text_field, done["place"])
+        results = map_in_order(functools.partial(tokenize, tokenizer), blocks, num_workers)
+        saved = time.monotonic()
+        for (_, place), found in results:
+            room = most - writer.num_tokens
+            if is_last := found.encoded.size >= room:
+                found = cut(found, room, tokenizer)
+            writer.append_encoded(found.encoded)
+            num_empty, num_bytes = done["num_empty"] + found.num_empty, done["num_bytes"] + int(found.num_bytes.sum())
+            done = {"place": place, "num_empty": num_empty, "num_bytes": num_bytes}
+            if is_last:
+                break
+            if time.monotonic() - saved >= STATE_SECONDS:
+                unfinished.write_state(name, writer.state() | {"done": np.array(json.dumps(done))})
+                of = f" of {most:,}" if split.max_tokens else ""
+                print(f"{name}: {writer.num_tokens:,}{of} tokens", file=sys.stderr, flush=True)
+                saved = time.monotonic()
+        results.close()
+        tokens, documents, empty = writer.num_tokens, writer.num_documents, done["num_empty"]
+        if tokens == 0:
+            raise ValueError(
+                f"{name}: the source holds no text; {empty} empty documents. Check text_field and the source."
+            )
+        about = {"kind": config.tokenizer.kind, "name": config.tokenizer.name}
+        about |= {"vocab_size": tokenizer.vocab_size, "end_token": config.tokenizer.end_token}
+        files = split.files or [config.dataset, config.dataset_config, split.source]
+        writer.attributes.update(tokenizer=about, source=files, utf8_bytes=done["num_bytes"])
+    ratio = done["num_bytes"] / tokens
+    notes = [f"{writer.path}: {tokens:,} tokens in {documents:,} documents, {ratio:.2f} bytes a token"]
+    if empty:
+        notes.append(f"{empty:,} empty documents left out")
+    if split.max_tokens is not None and tokens < most:
+        notes.append(f"the source ended before max_tokens={most:,}")
+    return "; ".join(notes)
+
+
+if __name__ == "__main__":
+    run_program("huggingface_to_flat_tokens", Settings, run)

@@ -1,1 +1,0 @@
-"""Tokenizes text into a flat-tokens dataset."""
