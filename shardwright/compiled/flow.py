@@ -2,7 +2,6 @@
 
 import functools
 import re
-from typing import NamedTuple
 
 from shardwright.compiled.hlo import Computation, Instruction, Program, Shape
 from shardwright.compiled.lines import CallSite, Places, phase_of
@@ -15,58 +14,43 @@ _ALIASES = {
 """Opcodes that pass an array on."""
 
 
-class KeptArray(NamedTuple):
-    """An array that the forward pass makes and the backward pass reads.
-
-    Attributes:
-        computation: name of the computation that makes it, which may be a loop's body.
-        line: that made it, or saved it with save_for_backward.
-        shape: of the whole array, where a loop stacks it up turn by turn.
-    """
-
-    computation: str
-    line: str | None
-    shape: Shape
-
-
 class Flow:
     """The way of arrays through a program."""
 
     def __init__(self, program: Program, places: Places):
         self._computations, self._places = program.computations, places
 
-    def kept(self, computation: Computation) -> list[KeptArray]:
+    def kept(self, computation: Computation) -> list[tuple[str, str | None, Shape]]:
         """What the backward pass in a computation reads of the forward pass. Scalars and weights do not count.
 
-        A loop over forward and backward passes, such as a pipeline's, keeps what its forward passes stack up.
+        Each as the name of the computation that makes it, which may be a loop's body; the line that made it, or saved
+        it with save_for_backward; and its shape, of the whole array where a loop stacks it up turn by turn. A loop over
+        forward and backward passes, such as a pipeline's, keeps what its forward passes stack up.
         """
-        found: dict[tuple, KeptArray | None] = {}
+        found: dict[tuple, tuple | None] = {}
         for reader in computation.instructions.values():
-            phase = self._phase(computation, reader)
+            phase, made = self._phase(computation, reader), []
             if reader.opcode == "while" and not phase:
-                for part in range(len(reader.shapes)):
-                    found[reader.name, part] = self._of_loop(reader, part, is_stack=True)
+                made = [(reader, part) for part in range(len(reader.shapes))]
             elif phase in ("backward", "again") and reader.opcode not in NO_WORK | _ALIASES:
-                for maker, part in (made for name in reader.operands for made in self._makers(computation, name)):
-                    if self._phase(computation, maker) == "forward":
-                        found.setdefault((maker.name, part), self._of(computation, maker, part))
+                made = [maker for name in reader.operands for maker in self._makers(computation, name)]
+            for maker, part in made:
+                found[maker.name, part] = self._array(computation, maker, part)
         return [array for array in found.values() if array]
 
-    def _of(self, computation: Computation, maker: Instruction, part: int | None) -> KeptArray | None:
-        if maker.opcode == "while" and part is not None:
-            return self._of_loop(maker, part)
+    def _array(self, computation: Computation, maker: Instruction, part: int | None) -> tuple | None:
+        """What an instruction makes, or a part of it, as in `kept`; None if it is not of the forward pass."""
         shapes = maker.shapes if part is None else maker.shapes[part : part + 1]
         if len(shapes) != 1 or not shapes[0].dims or maker.opcode in ("parameter", "constant"):
             return None
-        return KeptArray(computation.name, self._places.of(computation, maker).line, shapes[0])
-
-    def _of_loop(self, loop: Instruction, part: int, is_stack: bool = False) -> KeptArray | None:
-        """A part of a loop's result. With `is_stack`, only if the forward pass stacks it up."""
-        body, shape = self._computations[loop.called[-1]], loop.shapes[part]
-        stack = self._stack(body, part) if shape.dims else None
-        if not shape.dims or (is_stack and not (stack and stack.phase == "forward")):
-            return None
-        return KeptArray(body.name, (stack and stack.line) or self._places.of_frames(loop.frames), shape)
+        phase, name, line = self._phase(computation, maker), computation.name, self._places.of(computation, maker).line
+        if maker.opcode == "while":
+            body = self._computations[maker.called[-1]]
+            stack = self._stack(body, part)
+            if stack and stack.phase == "forward":
+                phase = "forward"
+            name, line = body.name, (stack and stack.line) or self._places.of_frames(maker.frames)
+        return (name, line, shapes[0]) if phase == "forward" else None
 
     @functools.cache  # noqa: B019 (it lives as long as the program is described)
     def _makers(

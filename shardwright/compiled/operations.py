@@ -30,8 +30,8 @@ class Work(NamedTuple):
         size: number of bytes that a device sends, if the devices of a group form a ring; number of floating-point
             operations, 2·b·m·k·n; number of bytes of a kept array.
         dtype: of the arrays, of a matmul of its operands.
-        axes: of a collective, the axes of the mesh along which devices communicate, slowest first, as in "t d". Empty
-            if they are not known.
+        axes: of a collective, the axes of the mesh along which devices communicate, as in "d t". Empty if they are not
+            known.
         overlapped: of a collective, whether the program computes between its start and its end. None: it has no start
             and end.
     """
@@ -116,17 +116,12 @@ def _devices(program: Program, dims: list[int], order: list[int], members: int) 
 
 
 def _axes(groups: list[list[int]], program: Program) -> list[str]:
-    """Axes along which the places in the mesh differ within groups, in the order of the first group."""
+    """Axes along which the places in the mesh differ within groups, in the order of the mesh."""
     known = math.prod(program.mesh.values()) == program.devices > max((n for group in groups for n in group), default=0)
-    differing: dict[str, int] = {}
-    for group in groups if known else ():
-        places = np.unravel_index(group, [*program.mesh.values()])
-        for axis, at in zip(program.mesh, places, strict=True):
-            if (at != at[0]).any():
-                position = int(np.argmax(at != at[0]))
-                differing[axis] = min(position, differing.get(axis, position))
-    # The axis that changes last is the slowest.
-    return sorted(differing, key=differing.__getitem__, reverse=True)
+    if not known:
+        return []
+    places = [np.unravel_index(group, [*program.mesh.values()]) for group in groups]
+    return [axis for i, axis in enumerate(program.mesh) if any((at[i] != at[i][0]).any() for at in places)]
 
 
 def _matmul(computation: Computation, instruction: Instruction) -> Work | None:

@@ -39,9 +39,9 @@ class _Walk:
         self.fill(self.open(Section("program", name, 1, -1)), program.entry)
         flow = Flow(program, self.places)
         for computation in [*self.section_of]:
-            for array in flow.kept(program.computations[computation]):
-                work = self.work(self.section_of[array.computation], array.line, "forward")
-                work[Work("kept", str(array.shape), array.shape.bytes, array.shape.dtype)] += 1
+            for maker, line, shape in flow.kept(program.computations[computation]):
+                work = self.work(self.section_of[maker], line, "forward")
+                work[Work("kept", str(shape), shape.bytes, shape.dtype)] += 1
         rows = [*self.rows(0)]
         source = _source(self.places.root, {row.line.removeprefix("~") for row in rows}, newest)
         of_operations = self.line_of, self.communicating

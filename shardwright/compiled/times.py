@@ -1,14 +1,35 @@
 """Times of what the devices executed: between the steps, and by source line."""
 
 import collections
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwright.compiled.devices import Device, Span
 from shardwright.compiled.lines import WITHOUT_LINE
 from shardwright.compiled.table import Table
+
+
+class Span(NamedTuple):
+    """A time in which something runs: start and end in ns."""
+
+    start: float
+    end: float
+
+
+@dataclasses.dataclass
+class Device:
+    """What one device executed of a program.
+
+    Attributes:
+        executions: from the start of the first operation to the end of the last one. Empty if the trace does not show
+            where they begin.
+        operations: each with the name of its HLO instruction; loops too.
+    """
+
+    executions: list[Span] = dataclasses.field(default_factory=list)
+    operations: list[tuple[Span, str]] = dataclasses.field(default_factory=list)
 
 
 def step_bubble(devices: Mapping[str, Device], steps: int) -> dict[str, Any]:
@@ -81,14 +102,14 @@ def line_times(devices: Mapping[str, Device], table: Table) -> dict[str, Any]:
         count += bool(work)
     if not count:
         raise ValueError("the trace has no operation of the step.")
-    total = float(sum(own for own, *_ in spent.values()))
+    total, *shares = sum(spent.values())
     rows = [
         {"line": line, "text": table.text_of(line), "seconds": own / 1e9, "share": own / total}
         | {"collective": communicating / total, "exposed": exposed / total}
         for line, (own, communicating, exposed) in sorted(spent.items(), key=lambda item: -item[1][0])
     ]
-    shares = {name: sum(row[name] for row in rows) for name in ("collective", "exposed")}
-    return {"devices": count, "seconds": total / 1e9, **shares, "lines": rows}
+    collective, exposed = (share / total for share in shares)
+    return {"devices": count, "seconds": total / 1e9, "collective": collective, "exposed": exposed, "lines": rows}
 
 
 def _busy(spans: list[Span]) -> Callable[[float], float]:

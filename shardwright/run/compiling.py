@@ -67,7 +67,7 @@ def draw_step(hlo: Path) -> str:
     Returns a line for the user: where the picture is, or why there is none.
     """
     try:
-        drawn = run_beside("shardwright.compiled.show", hlo, timeout=DRAWN_WITHIN_S, patient=True).strip()
+        drawn = run_beside("shardwright.compiled.files", hlo, timeout=DRAWN_WITHIN_S, patient=True).strip()
     except FAILURES as error:
         return f"{NO_PICTURE}, {hlo} cannot be drawn: {error}"
     return f"picture    {drawn}"

@@ -8,9 +8,9 @@ import tiny
 from hlo_texts import TEXT
 from step_text import table_of
 
+from shardwright.compiled.files import show
 from shardwright.compiled.hlo import with_mesh
 from shardwright.compiled.picture import draw
-from shardwright.compiled.show import show
 
 SVG = "{http://www.w3.org/2000/svg}"
 

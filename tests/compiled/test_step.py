@@ -57,12 +57,12 @@ def test_a_collective_without_work_until_its_end_is_not_overlapped():
     ("groups", "axes"),
     [
         ("{{0,1},{2,3}}", "t"),
-        ("{{0,2,1,3}}", "t d"),
+        ("{{0,2,1,3}}", "d t"),
         ("[2,2]<=[4]", "t"),
         ("[2,2]<=[2,2]T(1,0)", "d"),
         ("{}", "d t"),
         ("mesh['d'=2,'t'=2] {'d'}, use_global_device_ids=true", "d"),  # jax 0.12
-        ("mesh['d'=2,'t'=2] {'t','d'}", "t d"),
+        ("mesh['d'=2,'t'=2] {'t','d'}", "d t"),
         ("@a_form_of_the_future", ""),
     ],
 )
