@@ -67,10 +67,6 @@ class DistributedConfig:
     pause_timeout: int = within(1, 2**31, 3600)
     """The same for places that may take longer: start, compilation, first step, checkpoints, validation, end."""
 
-    stopped_exit_code: int = within(0, 256, 0)
-    """Exit code, in [0, 255], of a run that a signal stopped before its last step. 0 is that of a finished run too;
-    another one lets a scheduler know that there is more to do."""
-
     @property
     def is_single(self) -> bool:
         """Whether there is one process for certain, which then looks for no others."""

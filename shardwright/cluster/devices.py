@@ -16,6 +16,7 @@ import jax
 from jax.sharding import AxisType
 
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
+from shardwright.settings.exits import LOST
 from shardwright.settings.words import say
 
 
@@ -51,8 +52,8 @@ def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device], p: int = 1)
 def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> None:
     """Applies the settings of `hardware` and joins the other processes of the run, if there are any.
 
-    Must be called before anything else uses devices. Ends this process, with a message and exit code 1, if the
-    processes do not find one another within processes.join_timeout: JAX waits outside of Python, and would abort.
+    Must be called before anything else uses devices. Ends this process, as LOST does, if the processes do not find one
+    another within processes.join_timeout: JAX waits outside of Python, and would abort.
 
     Raises:
         ValueError: JAX does not find the processes, or process 0 cannot use its port.
@@ -213,10 +214,10 @@ def _cannot_listen(address: str, error: Exception) -> ValueError:
 
 def _give_up_joining(processes: DistributedConfig) -> None:
     """Prints what is missing, and ends the process."""
-    problem = f"not all processes found one another within {processes.join_timeout} s (distributed.join_timeout)"
+    problem = f"not all processes found one another within {processes.join_timeout} s (distributed.join_timeout)."
     if processes.coordinator is not None:
-        problem += f". Does process 0 run, and is {processes.coordinator} its address for all hosts?"
+        problem += f" Does process 0 run, and is {processes.coordinator} its address for all hosts?"
     try:
-        os.write(2, f"Error: process {processes.id} on {socket.gethostname()}: {problem}\n".encode())
+        os.write(2, f"Error: process {processes.id} on {socket.gethostname()}: {problem} {LOST.next}\n".encode())
     finally:
-        os._exit(1)
+        os._exit(LOST.code)

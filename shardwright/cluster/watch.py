@@ -22,10 +22,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from shardwright.cluster.config import DistributedConfig
+from shardwright.settings.exits import STALLED, exit_of
 from shardwright.settings.words import say
 
-EXIT_CODE = 75
-"""Exit code of a process that stalled: EX_TEMPFAIL of sysexits.h, "try again"."""
 _INTERVAL_S = 1.0
 _GRACE_S = 3.0
 
@@ -78,9 +77,9 @@ def watched_batches(batches: Iterator[Any], start: int) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def watched(c: DistributedConfig) -> Iterator[None]:
-    """Context that ends this process with a message and EXIT_CODE if its main thread stays too long at one place.
+    """Context that ends this process, as STALLED does, if its main thread stays too long at one place.
 
-    After an exception the process shows it and ends with exit code 1, without waiting for the others. Does nothing
+    After an exception the process shows it and ends as `exit_of` says, without waiting for the others. Does nothing
     where there is one process.
 
     Raises:
@@ -106,9 +105,9 @@ def watched(c: DistributedConfig) -> Iterator[None]:
         if jax.process_index() == 0:
             say("processes  " + ", ".join(f"{i} on {host}" for i, host in enumerate(hosts)), flush=True)
         yield
-    except BaseException:
+    except BaseException as error:
         now_at("ending after an error")
-        atexit.register(_end_after_error)
+        atexit.register(_end_after_error, exit_of(error).code)
         raise
     over.set()
 
@@ -130,21 +129,20 @@ def _end_stalled(place: _Place, limit: str, who: str) -> None:
         where = place.what if place.step is None else f"{place.what}, at step {place.step}"
         message = (
             f"\n{show_cursor}shardwright: {who} stalled: it was {where}, for {limit}.\n"
-            "It ends, and so do the others. Where several stall, they wait for the one at the earliest place. Start "
-            "all processes again with the same command: the run resumes from its last checkpoint. The threads of this "
-            "one:\n"
+            "It ends, and so do the others. Where several stall, they wait for the one at the earliest place. "
+            f"{STALLED.next} The threads of this one:\n"
         )
         os.write(2, message.encode())  # sys.stderr may be locked by the thread that hangs
         faulthandler.dump_traceback(file=2, all_threads=True)
     finally:
-        os._exit(EXIT_CODE)
+        os._exit(STALLED.code)
 
 
-def _end_after_error() -> None:
+def _end_after_error(code: int) -> None:
     """At exit, in place of JAX's own shutdown, which would wait for the other processes."""
     if jax.process_index() == 0:
         # JAX's service ends with process 0, and JAX aborts the others, which may be about to show the same error.
         time.sleep(_GRACE_S)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)
+    os._exit(code)

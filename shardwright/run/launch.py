@@ -24,6 +24,7 @@ from shardwright.run.optional import Forgiving
 from shardwright.run.sweeps import Job
 from shardwright.run.trackers import check_or_enqueue, with_edits
 from shardwright.settings.composing import Program
+from shardwright.settings.exits import STOPPED
 from shardwright.settings.program import start
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -32,14 +33,14 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 def program(run: Callable[[Any], Any]) -> Callable[[], None]:
     """Decorator: `run` as a program, called with what Hydra composes from configs/ and the command line.
 
-    `run` returns the name of the signal that stopped it, or None. The exit code is then distributed.stopped_exit_code.
+    `run` returns the name of the signal that stopped it, or None. The exit code is then that of STOPPED.
     """
 
     @functools.wraps(run)
     def job(config: Any) -> Any:
         stopped_by = run(config)
-        if stopped_by and HydraConfig.get().mode == RunMode.RUN and (code := config.distributed.stopped_exit_code):
-            sys.exit(code)
+        if stopped_by and HydraConfig.get().mode == RunMode.RUN:
+            sys.exit(STOPPED.code)
         return stopped_by
 
     @functools.wraps(run)

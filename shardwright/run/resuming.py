@@ -28,6 +28,7 @@ RETIRED = {
     "hardware": ("xla_flags", "hosts", "coordinator", "host", "name", "memory_fraction"),
     "optimizer": ("state_dtype",),  # bf16 is refused where its arrays are read
     "pipeline": ("layers_per_stage", "recompute"),
+    "distributed": ("stopped_exit_code",),
 }
 """Settings of older checkpoints that no run has. None of them changes what a run computes."""
 _METADATA = {

@@ -5,7 +5,9 @@ import dataclasses
 import functools
 import inspect
 import os
+import socket
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.places import is_raised_on_purpose
 from shardwright.settings.composing import Program, check_flags, explained, is_of_composing, is_setting, readable
+from shardwright.settings.exits import ERROR, exit_of
 from shardwright.settings.help import help_text
 from shardwright_data.checks import check_ranges
 from shardwright_data.foreign import shown
@@ -88,16 +91,23 @@ class Refused(CompactHydraException):
 def refusals_shown() -> Iterator[None]:
     """Context in which a refusal ends the program with its message and status 1, without a traceback.
 
-    In one of several jobs it becomes a Refused with the message, which ends the job.
+    An error that `exit_of` knows ends it with its traceback, a line that says what happened and what comes next, and
+    the status of that. In one of several jobs a refusal becomes a Refused with the message, which ends the job.
     """
     try:
         yield
     except Exception as error:
-        if (message := refusal(error)) is None:
+        message, ended = refusal(error), exit_of(error)
+        several = HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN
+        if message is None and (several or ended is ERROR):
             raise
-        if HydraConfig.initialized() and HydraConfig.get().mode == RunMode.MULTIRUN:
+        if several:
             raise Refused(message) from error
-        sys.exit(message)
+        if message is None:
+            traceback.print_exception(error)
+            message = f"shardwright: the process on {socket.gethostname()} {ended.what}. {ended.next}"
+        print(message, file=sys.stderr)
+        sys.exit(ended.code)
 
 
 def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], dict[str, type]] = dict) -> None:

@@ -18,8 +18,8 @@ from processes import ROOT, Run, free_port
 from shardwright.cluster import watch
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
 from shardwright.cluster.devices import start_devices
-from shardwright.cluster.watch import EXIT_CODE
 from shardwright.run.config import Config, register_schema, to_config
+from shardwright.settings.exits import LOST, STALLED, STOPPED
 
 HOST = socket.gethostname()
 # Short enough for a test, long enough for a machine that is busy with other tests.
@@ -92,7 +92,7 @@ def test_processes_that_do_not_come_are_missed(i):
     address = f"127.0.0.1:{free_port()}"
     who = [f"distributed.coordinator={address}", "distributed.count=2", f"distributed.id={i}"]
     code, errors, seconds = end_of(*who, "distributed.join_timeout=2")
-    assert code == 1
+    assert code == LOST.code
     missed = f"Error: process {i} on {HOST}: not all processes found one another within 2 s (distributed.join_timeout)"
     assert f"{missed}. Does process 0 run, and is {address} its address for all hosts?" in errors
     assert seconds < 30
@@ -206,9 +206,10 @@ def test_a_process_that_dies_or_is_stopped_ends_the_others(count, lost, sent, un
     finally:
         run.kill()
     for i in set(range(count)) - {lost}:
-        assert codes[i] in (-signal.SIGABRT, 1), run.stderr(i)
+        assert codes[i] in (-signal.SIGABRT, LOST.code), run.stderr(i)
         by_jax = "Terminating process because the JAX distributed service detected fatal errors"
-        assert (by_jax if codes[i] != 1 else "JaxRuntimeError") in run.stderr(i)
+        by_us = "lost another process, the network or a device. Start all processes again"
+        assert (by_jax if codes[i] != LOST.code else by_us) in run.stderr(i)
     assert f"{lost} on {HOST}" in run.stdout(0)
     check_it_goes_on(run, count, unbroken)
 
@@ -226,14 +227,14 @@ Loader.sequences = stuck
 """
 
 
-STALLED = f"process 1 on {HOST} stalled: it was waiting for a batch, at step 12, for 15 s (distributed.stall_timeout)"
+STUCK_AT = f"process 1 on {HOST} stalled: it was waiting for a batch, at step 12, for 15 s (distributed.stall_timeout)"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("problem", "code", "said"),
     [
-        ("time.sleep(3600)", EXIT_CODE, [STALLED, "batches.py"]),  # the second is where it is
+        ("time.sleep(3600)", STALLED.code, [STUCK_AT, "batches.py"]),  # the second is where it is
         ("raise ValueError('the disk of this host is broken')", 1, ["Error: the disk of this host is broken"]),
     ],
 )
@@ -247,9 +248,9 @@ def test_a_process_stuck_in_its_loader_or_broken_ends_the_others(problem, code, 
     assert codes[1] == code
     assert all(text in run.stderr(1) for text in said)
     # It waits for the other one in a step, and ends at the same time or when JAX notices that the other is gone.
-    assert codes[0] in (EXIT_CODE, -signal.SIGABRT, 1)
-    if codes[0] == EXIT_CODE:
-        assert code == EXIT_CODE
+    assert codes[0] in (STALLED.code, -signal.SIGABRT, LOST.code)
+    if codes[0] == STALLED.code:
+        assert code == STALLED.code
         assert re.search(rf"process 0 on {HOST} stalled: it was .*, at step 1[234], for 15 s", run.stderr(0))
     check_it_goes_on(run, 2, unbroken)
 
@@ -258,16 +259,14 @@ def test_a_process_stuck_in_its_loader_or_broken_ends_the_others(problem, code, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("receivers", "sent", "code"), [([1], signal.SIGTERM, 0), ([0], signal.SIGINT, 0), ([0, 1], signal.SIGTERM, 143)]
-)
-def test_a_signal_to_any_process_saves_and_stops_all(receivers, sent, code, unbroken, tmp_path):
-    overrides = ["training.checkpoint_interval=1000", f"distributed.stopped_exit_code={code}", *LIMITS]
+@pytest.mark.parametrize(("receivers", "sent"), [([1], signal.SIGTERM), ([0], signal.SIGINT), ([0, 1], signal.SIGTERM)])
+def test_a_signal_to_any_process_saves_and_stops_all(receivers, sent, unbroken, tmp_path):
+    overrides = ["training.checkpoint_interval=1000", *LIMITS]
     run = Run(tmp_path, 2, 2, "training.steps=4000", *overrides)
     run.wait_for_step(4)
     for i in receivers:
         run.processes[i].send_signal(sent)
-    assert run.wait(60) == [code, code], run.stderr(0)
+    assert run.wait(60) == [STOPPED.code] * 2, run.stderr(0)
     stopped = re.search(rf"{sent.name}: stopped and saved after (\d+) steps of 4000.", run.stdout(0))
     assert stopped
     done = int(stopped[1])

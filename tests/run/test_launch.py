@@ -10,10 +10,12 @@ import yaml
 from hydra import compose, initialize_config_dir
 
 from shardwright.run.config import Config, register_schema, to_config
+from shardwright.settings import exits
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 SLURM = LAUNCH / "slurm.sbatch"
+PAGE = ROOT / "docs" / "multi-host.md"
 
 pytestmark = pytest.mark.quick
 
@@ -43,23 +45,44 @@ def test_slurm_script():
     directives = dict(re.findall(r"^#SBATCH --([\w-]+)(?:=(\S+))?$", text, re.MULTILINE))
     assert (int(directives["nodes"]), directives["ntasks-per-node"]) == (c.distributed.count, "1")
     assert f"--nodes={c.distributed.count}" in command
-    assert directives["signal"].startswith("TERM@")  # the signal that saves; without B:, to the processes
+    assert re.fullmatch(r"TERM@\d+", directives["signal"])  # the signal that saves; without B:, to the processes
+    # Options of sbatch, with values as it reads them.
+    counts = ("nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task")
+    assert all(directives.pop(name).isdecimal() for name in counts)
+    assert re.fullmatch(r"(\d+-)?\d+:\d\d:\d\d", directives.pop("time"))
+    assert directives.keys() == {"job-name", "exclusive", "output", "open-mode", "signal", "requeue"}
     assert '-m train "$@"' in text
 
 
-@pytest.mark.parametrize(
-    ("code", "restarts", "queued"), [(0, 0, False), (1, 0, False), (75, 0, True), (137, 2, True), (75, 3, False)]
-)
-def test_slurm_script_queues_what_another_process_ended(code, restarts, queued, tmp_path):
-    """With programs in place of srun and scontrol."""
-    for name, body in {"srun": f"exit {code}", "scontrol": 'echo "scontrol $*"'}.items():
+TABLE = {
+    int(code): what.startswith("start again")
+    for code, what in re.findall(r"^\| (\d+) (?:\(\w+\) )?\|.*\| ([\w ,]+) \|$", PAGE.read_text(), re.MULTILINE)
+}
+"""Of docs/multi-host.md: by exit code, whether the run is started again."""
+
+
+def test_the_table_has_the_codes_of_the_program():
+    ours = [exits.ERROR, exits.OUT_OF_MEMORY, exits.STALLED, exits.LOST, exits.STOPPED]
+    assert {ended.code: ended.next == exits.AGAIN for ended in ours}.items() <= TABLE.items()
+    assert len(TABLE) == len(ours) + 3  # 0, and what no program can say: SIGABRT, SIGKILL
+
+
+@pytest.mark.parametrize("code", TABLE)
+def test_slurm_script_starts_again_as_the_table_says(code, tmp_path):
+    """With programs in place of srun, which is one process here, of scontrol and of Python."""
+    bodies = {"srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"', "scontrol": 'echo "scontrol $*"'}
+    for name, body in (bodies | {"python": f"exit {code}"}).items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{body}\n")
         (tmp_path / name).chmod(0o755)
     env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7"}
-    env["SLURM_RESTART_COUNT"] = str(restarts)
-    done = subprocess.run(["bash", str(SLURM)], env=env, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
-    assert ("scontrol requeue 7" in done.stdout) == queued
+    env |= {"SLURM_PROCID": "0", "PYTHON": str(tmp_path / "python")}
+    ends = lambda: subprocess.run(["bash", str(SLURM)], env=env, capture_output=True, text=True)
+    for _ in range(3):
+        done = ends()
+        assert ("scontrol requeue 7" in done.stdout) == TABLE[code], done.stdout + done.stderr
+        assert done.returncode == (0 if TABLE[code] else code)
+    # A fourth failure within an hour is the last. A stop by a signal is no failure.
+    assert ("scontrol requeue 7" in ends().stdout) == (code == exits.STOPPED.code)
 
 
 def test_jobset():
@@ -76,17 +99,34 @@ def test_jobset():
     assert c.distributed.count == job["parallelism"] == job["completions"]
     assert (replicated["replicas"], job["completionMode"], job["backoffLimit"]) == (1, "Indexed", 0)
     assert pod["restartPolicy"] == "Never"
-    # Exit codes, as docs/multi-host.md has them: an error ends the JobSet, a stop by a signal makes new pods.
     actions = {
-        rule["onExitCodes"]["values"][0]: rule["action"]
+        code: rule["action"]
         for rule in job["podFailurePolicy"]["rules"]
         if rule["onExitCodes"]["containerName"] == container["name"] and rule["onExitCodes"]["operator"] == "In"
+        for code in rule["onExitCodes"]["values"]
     }
-    assert actions == {1: "FailJob", 143: "Ignore"}
-    assert c.distributed.stopped_exit_code == 143
+    assert actions.pop(exits.STOPPED.code) == "Ignore"  # new pods, without counting
+    assert actions == {code: "FailJob" for code, again in TABLE.items() if code and not again}
     (rule,) = jobset["spec"]["failurePolicy"]["rules"]
     assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
     assert c.paths.root_working_dir.startswith("/shared/")
+
+
+def test_skypilot(tmp_path):
+    """Its command, as a shell on the second of four hosts runs it. The file was tried with SkyPilot's own reader."""
+    task = yaml.safe_load((LAUNCH / "sky.yaml").read_text())
+    (tmp_path / "python").write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    (tmp_path / "python").chmod(0o755)
+    env = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_NODES": "4"}
+    env |= {"SKYPILOT_NODE_RANK": "1", **task["envs"]}
+    done = subprocess.run(["bash", "-c", task["run"]], env=env, capture_output=True, text=True, check=True)
+    c = composed(done.stdout.split()[3:])
+    assert (c.distributed.coordinator, c.distributed.count, c.distributed.id) == ("10.0.0.1:8476", 4, 1)
+    assert task["num_nodes"] == 4
+    (bucket,) = task["file_mounts"]
+    assert c.paths.root_working_dir.startswith(bucket)
+    again = {code for code, again in TABLE.items() if again}
+    assert set(task["resources"]["job_recovery"]["recover_on_exit_codes"]) == again - {137}
 
 
 def test_submitit_launcher():
