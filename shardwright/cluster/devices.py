@@ -1,7 +1,6 @@
 """The devices of a run: their mesh, their compiler, and the processes that they belong to."""
 
 import contextlib
-import itertools
 import math
 import os
 import socket
@@ -23,24 +22,17 @@ from shardwright.settings.words import say
 def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device], p: int = 1) -> jax.sharding.Mesh:
     """The mesh of all `devices` with axes r, d, t, and with p outermost where p > 1. Neighbours along t are nearest.
 
-    One size may be -1, which takes the devices that are left. Raises ValueError, with the sizes that fit, for sizes
-    that do not.
+    One size may be -1, which takes the devices that are left. Raises ValueError for sizes that do not fit.
     """
     sizes = [p, r, d, t]
     if sizes.count(-1) == 1:
         sizes[sizes.index(-1)] = len(devices) // max(1, -math.prod(sizes))
     if min(sizes) < 1 or math.prod(sizes) != len(devices):
-        shown = lambda sizes: " ".join(f"{a}={n}" for a, n in zip("prdt", sizes, strict=True) if a != "p" or n != 1)
-        divisors = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
-        shapes = [fit for fit in itertools.product(*[divisors] * 4) if math.prod(fit) == len(devices)]
-        fits = [shown(fit) for fit in shapes if fit[0] == sizes[0] or sizes[0] not in divisors]
-        more = f" and {len(fits) - 24} more" if len(fits) > 24 else ""
-        wanted, simulate = math.prod(abs(n) for n in (p, r, d, t)), ""
-        if devices[0].platform == "cpu" and wanted:
-            simulate = f" hardware.simulated_devices={wanted} simulates {wanted}."
+        shown, wanted = f"p={p} r={r} d={d} t={t}".removeprefix("p=1 "), math.prod(abs(n) for n in (p, r, d, t))
+        simulate = f" hardware.simulated_devices={wanted} simulates {wanted}." if devices[0].platform == "cpu" else ""
         raise ValueError(
-            f"mesh {shown((p, r, d, t))} does not fit {len(devices)} devices. Those that do: "
-            f"{', '.join(fits[:24])}{more}. (-1, for one axis, takes what is left.) Set mesh.<axis>.{simulate}"
+            f"mesh {shown} does not fit {len(devices)} devices: the product of the sizes must be their number. Set "
+            f"mesh.<axis>; -1, for one axis, takes what is left.{simulate if wanted else ''}"
         )
     axes = ("r", "d", "t")
     if sizes[0] > 1:
@@ -63,10 +55,8 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
     simulate_devices(hardware)
     # If hosts do not share their homes, process 0 alone would find programs, and would not compile with the others.
     unshared = not processes.is_single and hardware.compilation_cache == type(hardware).compilation_cache
-    if directory := jax.config.jax_compilation_cache_dir:
-        _keep_programs(directory)
-    elif hardware.compilation_cache is not None and not unshared:
-        _keep_programs(os.path.expanduser(hardware.compilation_cache), ours=True)
+    if directory := jax.config.jax_compilation_cache_dir or (None if unshared else hardware.compilation_cache):
+        _keep_programs(os.path.expanduser(directory))
     if processes.is_single or jax.distributed.is_initialized():
         return
     named = {"coordinator_address": processes.coordinator, "num_processes": processes.count}
@@ -139,43 +129,32 @@ def others_write(directory: Path) -> str | None:
     return None
 
 
-def _keep_programs(directory: str, ours: bool = False) -> None:
-    """Makes JAX keep compiled programs in `directory`, unless others could put some there. Prints a line then.
+def _keep_programs(directory: str) -> None:
+    """Makes JAX keep compiled programs in `directory`, which is made.
 
-    If it is `ours`, it is made, and programs are kept only if it can be written.
+    Prints a line, and keeps none, where others could put some there, or where it cannot be written.
     """
     why = None
     if "://" not in directory:
         path = Path(os.path.abspath(directory))
         try:
-            for missing in reversed([parent for parent in (path, *path.parents) if ours and not parent.exists()]):
+            for missing in reversed([parent for parent in (path, *path.parents) if not parent.exists()]):
                 missing.mkdir(mode=0o700, exist_ok=True)  # whatever the umask says, nobody else writes there
-            if ours:
-                tempfile.TemporaryFile(dir=path).close()
+            tempfile.TemporaryFile(dir=path).close()
             why = others_write(path)
         except OSError as error:
             why = f"it cannot be written: {error}"
     if why:
         say(f"hardware.compilation_cache: compiled programs are neither read nor kept, as {why}.")
     jax.config.update("jax_compilation_cache_dir", None if why else directory)
-    if ours:  # short compilations too: a start has some fifty, which together take as long as a small model's step
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-
-
-EARLIER = {
-    "xla_gpu_pipeline_all_gather": (
-        "xla_gpu_enable_pipelined_all_gather",  # until jax 0.10
-        {"COLLECTIVE_PIPELINING_MODE_ON": True, "COLLECTIVE_PIPELINING_MODE_OFF": False},
-    )
-}
-"""Options that XLA had under another name before: that name, and its values for those of today."""
+    # Short compilations too: a start has some fifty, which together take as long as a small model's step.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def known_options(options: Mapping[str, Any], print_line: Callable[[str], None]) -> dict[str, Any]:
     """The compiler options that the installed XLA knows. `print_line` is called with a line about each other one.
 
-    An option that it knows under an earlier name has that name. Options that are None are left out. Raises ValueError
-    for a value that XLA does not take. Starts the devices.
+    Options that are None are left out. Raises ValueError for a value that XLA does not take. Starts the devices.
     """
     known = {name.lstrip("-"): value for name, value in options.items() if value is not None}
     program = jax.jit(lambda: 0).lower()
@@ -187,11 +166,8 @@ def known_options(options: Mapping[str, Any], print_line: Callable[[str], None])
             unknown = [name for name in known if f"No such compile option: '{name}'" in str(error)]
             if not unknown:
                 raise ValueError(f"hardware.compiler_options: XLA does not take a value in {known}: {error}") from error
-            value, (earlier, values) = known.pop(unknown[0]), EARLIER.get(unknown[0], (None, {}))
-            if value in values:
-                known.setdefault(earlier, values[value])
-            else:
-                print_line(f"compiler   {unknown[0]} is left out: the XLA of jax {jax.__version__} does not know it")
+            known.pop(unknown[0])
+            print_line(f"compiler   {unknown[0]} is left out: the XLA of jax {jax.__version__} does not know it")
     return known
 
 

@@ -41,11 +41,7 @@ class StopRequest:
         return (self._name or "SIGTERM") if multihost_utils.reached_preemption_sync_point(step) else None
 
     def _request(self, number: int, frame: object) -> None:
-        self.request(signal.Signals(number).name)
-
-    def request(self, why: str) -> None:
-        """Asks as a signal does. `why` is in the place of its name where there is one process."""
-        self._name = why
+        self._name = signal.Signals(number).name
         self.__exit__()
         if jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)  # the only signal that JAX passes on to the other processes

@@ -1,6 +1,7 @@
 """Work beside the training: our own programs in processes of their own, which do not hold its interpreter lock."""
 
 import concurrent.futures
+import os
 import shutil
 import subprocess
 import sys
@@ -9,9 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 _ROOT = Path(__file__).parents[2]
-_START = (
-    "import runpy, sys; sys.path.insert(0, sys.argv.pop(1)); runpy.run_module(sys.argv.pop(1), run_name='__main__')"
-)
 FAILURES = (OSError, RuntimeError, ValueError)
 """What run_beside and the reading of its output may raise."""
 T = TypeVar("T")
@@ -34,8 +32,9 @@ def run_beside(
     """
     nice = ["nice", "-n", "19"] if patient and shutil.which("nice") else []
     # The checkout is on the path of the program, but not the working directory, which may have a json.py.
-    command = [*nice, sys.executable, "-I", "-c", _START, str(_ROOT), module, *map(str, arguments)]
+    command = [*nice, sys.executable, "-P", "-m", module, *map(str, arguments)]
     options = {"stdin": subprocess.DEVNULL, "capture_output": True, "cwd": directory}
+    options["env"] = os.environ | {"PYTHONPATH": str(_ROOT)}
     options["start_new_session"] = True  # so that Ctrl-C, which stops the run in order, does not end it
     try:
         done = subprocess.run(command, timeout=timeout, **options)

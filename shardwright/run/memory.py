@@ -4,9 +4,6 @@ from typing import Any
 
 import jax
 
-_seen: dict[jax.Device, int] = {}
-"""Highest peak so far of each device. A sweep runs many jobs in one process, in which a device's peak never falls."""
-
 
 def predicted_peak(compiled: jax.stages.Compiled) -> int | None:
     """Bytes that a compiled program needs on each device, arguments and results included; None where XLA has no figure.
@@ -32,19 +29,19 @@ def peak_memory(compiled: jax.stages.Compiled, done: Any) -> dict[str, int | str
 
         peak_memory_bytes    measured peak since the process began, or else the compiler's figure for the step
         source               "device" or "compiler"
-        predicted_bytes      beside a measurement, the compiler's figure for the step
+        predicted_bytes      the compiler's figure for the step
         device_memory_bytes  memory of the device that this process may use
 
-        A CPU measures nothing. A job of a sweep is not measured where an earlier job of the same process took more.
+        A CPU measures nothing. In a sweep the process may have run other jobs before, which took more.
     """
     jax.block_until_ready(done)
+    stats = [device.memory_stats() or {} for device in jax.local_devices()]
+    peaks = [found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found]
     predicted = predicted_peak(compiled)
-    stats = {device: device.memory_stats() or {} for device in jax.local_devices()}
-    peaks = {device: s["peak_bytes_in_use"] for device, s in stats.items() if "peak_bytes_in_use" in s}
-    risen = [peak for device, peak in peaks.items() if peak > _seen.get(device, 0)]
-    _seen.update(peaks)
-    peak, source = (max(risen), "device") if risen else (predicted, "compiler")
-    limits = [s["bytes_limit"] for s in stats.values() if "bytes_limit" in s]
-    found = {"peak_memory_bytes": peak, "source": source if peak is not None else None}
-    found |= {"predicted_bytes": predicted if risen else None, "device_memory_bytes": min(limits, default=None)}
-    return {name: value for name, value in found.items() if value is not None}
+    about = {
+        "peak_memory_bytes": max(peaks, default=predicted),
+        "source": "device" if peaks else "compiler",
+        "predicted_bytes": predicted,
+        "device_memory_bytes": min((found["bytes_limit"] for found in stats if "bytes_limit" in found), default=None),
+    }
+    return {name: value for name, value in about.items() if value is not None}

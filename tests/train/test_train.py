@@ -191,8 +191,8 @@ def test_a_contradicting_configuration_is_refused(unbroken):
         ("training.seq_len=63", "training.seq_len is 63; on the mesh r=1 d=4 t=2 it must be a multiple of t = 2."),
         ("training.batch_size=62", "training.batch_size is 62; on the mesh r=1 d=4 t=2 it must be a multiple of"),
         ("model.d_model=252", "model.d_model is 252; on the mesh r=1 d=4 t=2 it must be a multiple of t·d = 8."),
-        ("mesh.d=3", "mesh r=1 d=3 t=2 does not fit 8 devices. Those that do: r=1 d=1 t=8, r=1 d=2 t=4, r=1 d=4 t=2"),
-        ("mesh.p=3", "mesh p=3 r=1 d=-1 t=2 does not fit 8 devices. Those that do: r=1 d=1 t=8, "),
+        ("mesh.d=3", "mesh r=1 d=3 t=2 does not fit 8 devices: the product"),
+        ("mesh.p=3", "mesh p=3 r=1 d=-1 t=2 does not fit 8 devices: the product"),
     ],
 )
 def test_sizes_that_do_not_fit_the_mesh(settings, message):
