@@ -180,6 +180,7 @@ def refused(what: str, remedy: str = COPY_AGAIN) -> Iterator[None]:
         while causes[-1].__cause__ is not None:
             causes.append(causes[-1].__cause__)
         first_lines = (next(iter(str(cause).splitlines()), "").rstrip(". ") for cause in causes)
+        first_lines = (re.sub(r" \[\w+='.*", "", line) for line in first_lines)  # details that tensorstore adds
         why = ": ".join(filter(None, first_lines)) or type(error).__name__
         raise ValueError(f"{what}: {why}. {remedy}".rstrip()) from error
 

@@ -205,9 +205,9 @@ def documents_of_dataset(run: OpenRun) -> Iterator[Document]:
         )
     lengths = byte_lengths_of_dataset(reader)
     for first in range(0, reader.num_documents, AT_ONCE):
-        starts = reader.read_starts(first, min(first + AT_ONCE, reader.num_documents) + 1).astype(np.int64)
-        (encoded,) = reader.read(starts[:1], starts[-1:] - starts[:1])
-        for i, document in enumerate(np.split(encoded, starts[1:-1] - starts[0]), first):
+        starts, sizes = reader.document_spans(np.arange(first, min(first + AT_ONCE, reader.num_documents)))
+        encoded = reader.read(starts, sizes)
+        for i, document in enumerate(np.split(encoded, np.cumsum(sizes)[:-1]), first):
             ids, is_start = decode(document)
             yield i, ids, None if lengths is None else lengths.count(ids, is_start)
 

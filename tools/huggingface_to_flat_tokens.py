@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import json
 import math
 import os
 import sys
@@ -83,8 +82,6 @@ class Settings:
     """Directory of the dataset: a local path, or a URL that tensorstore knows."""
     overwrite: bool = False
     """Replace splits that are there, and what was begun with other settings."""
-    zarr_format: int = within(2, 4, 3)
-    """Version of the zarr format: 3, or 2 for seqax and other readers of zarr v2."""
     dataset: str | None = None
     """Name of a Hugging Face dataset; null to read files."""
     dataset_config: str | None = None
@@ -133,14 +130,13 @@ def run(config: Settings) -> None:
         root.write("tokenizer.json", tokenizer.definition.encode()).result()
         try:
             for name in names:
-                if resuming and unfinished.is_complete(name):
+                if resuming and flat_tokens.is_there(root, name):
                     print(f"{config.out}/{name}: complete", flush=True)
                     continue
-                print(write_split(config, name, opened[name], unfinished, tokenizer), flush=True)
-                unfinished.delete_state(name)
+                print(write_split(config, name, opened[name], tokenizer), flush=True)
         except ValueError:
             # Nothing has been done that could be resumed: the settings may be corrected.
-            if not any(unfinished.is_complete(name) or unfinished.read_state(name) for name in names):
+            if not any(unfinished.has_begun(name) for name in names):
                 unfinished.finish()
             raise
         unfinished.finish()
@@ -231,27 +227,24 @@ def cut(found: Tokenized, room: int, tokenizer: Tokenizer) -> Tokenized:
     return Tokenized(encoded, num_bytes, found.num_empty)
 
 
-def write_split(
-    config: Settings, name: str, source: tuple[str, Any], unfinished: Unfinished, tokenizer: Tokenizer
-) -> str:
+def write_split(config: Settings, name: str, source: tuple[str, Any], tokenizer: Tokenizer) -> str:
     """Writes a split, or what is left of it; returns a line that sums it up.
 
     Args:
         config: the settings.
         name: of the split.
         source: what `open_source` gave.
-        unfinished: the work on the dataset.
         tokenizer: of all splits.
 
     Raises:
         ValueError: what the source, the tokenizer and flat_tokens.Writer raise, or a split without a token.
     """
-    split, resume, cores = getattr(config, name), unfinished.read_state(name), available_cores()
+    split, cores = getattr(config, name), available_cores()
     # On two cores, two workers beside this process take more CPU time with `tokenizers`, which has threads.
     num_workers = config.num_workers or (1 if cores <= 2 and tokenizer.encoding is None else cores)
-    done = json.loads(str(resume["done"])) if resume else {"place": None, "num_empty": 0, "num_bytes": 0}
     most = math.inf if split.max_tokens is None else split.max_tokens
-    with flat_tokens.Writer(config.out, name, resume=resume, zarr_format=config.zarr_format) as writer:
+    with flat_tokens.Writer(config.out, name, resume=True) as writer:
+        done = writer.place or {"place": None, "num_empty": 0, "num_bytes": 0}
         blocks = sources.blocks(*source, config.text_field, done["place"])
         results = map_in_order(functools.partial(tokenize, tokenizer), blocks, num_workers)
         saved = time.monotonic()
@@ -265,7 +258,7 @@ def write_split(
             if is_last:
                 break
             if time.monotonic() - saved >= STATE_SECONDS:
-                unfinished.write_state(name, writer.state() | {"done": np.array(json.dumps(done))})
+                writer.save(done)
                 of = f" of {most:,}" if split.max_tokens else ""
                 print(f"{name}: {writer.num_tokens:,}{of} tokens", file=sys.stderr, flush=True)
                 saved = time.monotonic()

@@ -55,8 +55,8 @@ def open_tokenizer(reader: flat_tokens.Reader) -> Tokenizer:
 
 
 def _read_text(reader: flat_tokens.Reader, tokenizer: Tokenizer, start: int, length: int) -> str:
-    (encoded,) = reader.read(np.array([start]), np.array([length]))
-    return tokenizer.decode(flat_tokens.decode(encoded)[0].tolist())
+    ids, _ = flat_tokens.decode(reader.read(np.array([start]), np.array([length])))
+    return tokenizer.decode(ids.tolist())
 
 
 def show_overview(console: Console, reader: flat_tokens.Reader) -> None:
@@ -72,7 +72,7 @@ def show_overview(console: Console, reader: flat_tokens.Reader) -> None:
         ("stored as", f"zarr v{reader.zarr_format}"),
     ]
     if documents:
-        lengths = np.diff(reader.read_starts(0, min(documents, SAMPLE) + 1))
+        _, lengths = reader.document_spans(np.arange(min(documents, SAMPLE)))
         of = f", of the first {SAMPLE:,}" * (documents > SAMPLE)
         words = "{:,} to {:,} tokens, 5% below {:,}, median {:,}, 95% below {:,}"
         lines.append(("lengths", words.format(*np.percentile(lengths, [0, 100, 5, 50, 95]).astype(int)) + of))
@@ -118,7 +118,7 @@ def check(reader: flat_tokens.Reader, blocks: Iterable[np.ndarray]) -> None:
         largest = max(largest, int(ids.max()))
         marked = place + np.flatnonzero(is_start)
         last = document + marked.size
-        stated = reader.read_starts(document, min(last, reader.num_documents) + 1)
+        stated, _ = reader.document_spans(np.arange(document, min(last + 1, reader.num_documents)))
         if not np.array_equal(stated[stated < place + encoded.size], marked):
             raise _damaged(reader, f"marks and seq_starts differ in documents {document:,} to {last:,}")
         place, document = place + encoded.size, last

@@ -42,8 +42,6 @@ class Settings:
     """Directory of the dataset."""
     overwrite: bool = False
     """Replace a dataset that is there."""
-    zarr_format: int = within(2, 4, 3)
-    """Version of the zarr format: 3, or 2 for seqax and other readers of zarr v2."""
     seed: int = within(0, 2**32, 0)
     """In [0, 2**32). The same seed writes the same bytes."""
     train_tokens: int = within(1, 2**40, 2**18)
@@ -107,8 +105,7 @@ def write(config: Settings) -> None:
     for index, (split, num_tokens) in enumerate(sizes.items()):
         # Unlike numpy's newer generators, RandomState promises the same values in every version of numpy.
         rng = np.random.RandomState([config.seed, index])
-        options = {"overwrite": config.overwrite, "zarr_format": config.zarr_format}
-        with flat_tokens.Writer(config.out, split, **options) as writer:
+        with flat_tokens.Writer(config.out, split, overwrite=config.overwrite) as writer:
             while writer.num_tokens < num_tokens:
                 document = TASKS[rng.randint(len(TASKS))](rng)
                 writer.append(document, np.array([document.size]))

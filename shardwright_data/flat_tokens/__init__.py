@@ -2,9 +2,7 @@
 
 from shardwright_data.flat_tokens.format import (
     MAX_TOKEN_ID,
-    check_absent,
     decode,
-    delete_split,
     is_there,
     mark_starts,
     open_kvstore,
@@ -19,9 +17,7 @@ __all__ = [
     "Reader",
     "Writer",
     "add_input",
-    "check_absent",
     "decode",
-    "delete_split",
     "is_there",
     "mark_starts",
     "open_kvstore",

@@ -4,9 +4,10 @@ import os
 
 import numpy as np
 import tensorstore as ts
-from jaxtyping import Bool, Int64, Integer, UInt32, UInt64
+from jaxtyping import Bool, Int64, Integer, UInt32
 
 from shardwright_data import foreign
+from shardwright_data.foreign import refused
 
 # Dims of the same name agree within a call.
 Ids = Integer[np.ndarray, "tokens"]
@@ -14,8 +15,6 @@ Encoded = UInt32[np.ndarray, "tokens"]
 Lengths = Integer[np.ndarray, "documents"]
 Places = Int64[np.ndarray, "spans"]
 SomeTokens = UInt32[np.ndarray, "_"]
-Starts = UInt64[np.ndarray, "_"]
-AnyIds = Integer[np.ndarray, "*shape"]
 AnyIsStart = Bool[np.ndarray, "*shape"]
 AnyEncoded = UInt32[np.ndarray, "*shape"]
 
@@ -26,8 +25,6 @@ MARKERS = ("zarr.json", ".zgroup")
 MAX_TOKEN_ID = 2**31 - 1
 """The largest id that leaves room for the start bit in a uint32."""
 
-FILE_BYTES = 2**32
-"""Largest size of a local file of an array, which may be read as a whole."""
 STORE_REQUESTS = 256
 """Bound on the requests that a reader has under way at a remote store."""
 OPENING_RETRIES = 3
@@ -73,12 +70,8 @@ def open_kvstore(filespec: str, context: ts.Context | None = None) -> ts.KvStore
         spec = {"driver": "s3", "bucket": bucket, "path": path, "endpoint": endpoint.rstrip("/"), "aws_region": region}
     else:
         spec = filespec if rest else {"driver": "file", "path": os.path.abspath(filespec)}
-    try:
+    with refused(f"{filespec} cannot be opened", "Correct the address."):
         kvstore = ts.KvStore.open(spec, context=context).result()
-    except ValueError as error:  # an address that is not one, such as s3:// with a bucket's name of one letter
-        raise ValueError(
-            f"{filespec} cannot be opened: {str(error).partition(' [')[0]}. Correct the address."
-        ) from error
     return kvstore if kvstore.path.endswith("/") else kvstore / "/"
 
 
@@ -92,16 +85,13 @@ def read_file(root: ts.KvStore, name: str, most: int = foreign.LARGE) -> bytes |
 
     A local file is one of at most `most` bytes.
     """
-    try:
-        if root.url.startswith("file:"):
+    if root.url.startswith("file:"):
+        try:
             return foreign.read_file(root.path + name, most)
+        except FileNotFoundError:
+            return None
+    with refused(f"{root.url}{name} cannot be read", "Check the address, the connection and your rights."):
         read = root.read(name).result()
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        why = str(error).splitlines()[0].partition(" [")[0]
-        where = "" if name in why else f"{root.url}{name}: "
-        raise ValueError(f"{where}{why}. Check the path, its permissions and its disk.") from error
     return read.value if read.state == "value" else None
 
 
@@ -110,17 +100,14 @@ def is_there(root: ts.KvStore, split: str) -> bool:
     return any(read_file(root, f"{split}/{marker}") is not None for marker in MARKERS)
 
 
-def check_absent(filespec: str, split: str) -> None:
-    """Raises ValueError if the dataset has a complete split of that name already."""
-    if is_there(open_kvstore(filespec), split):
-        raise ValueError(f"{filespec.rstrip('/')}/{split} is already there. Delete it, or choose another path.")
-
-
-def delete_split(filespec: str, split: str) -> None:
-    """Deletes a complete split, if there is one."""
+def clear_split(filespec: str, split: str, overwrite: bool) -> None:
+    """Deletes a complete split, if there is one. Unless `overwrite`, raises ValueError instead."""
     root = open_kvstore(filespec)
-    if is_there(root, split):
-        # The marker goes first: a split that is half deleted must not look whole.
-        for marker in MARKERS:
-            root.write(f"{split}/{marker}", None).result()
-        root.delete_range(ts.KvStore.KeyRange(f"{split}/", f"{split}0")).result()
+    if not is_there(root, split):
+        return
+    if not overwrite:
+        raise ValueError(f"{filespec.rstrip('/')}/{split} is already there. Delete it, or choose another path.")
+    # The marker goes first: a split that is half deleted must not look whole.
+    for marker in MARKERS:
+        root.write(f"{split}/{marker}", None).result()
+    root.delete_range(ts.KvStore.KeyRange(f"{split}/", f"{split}0")).result()

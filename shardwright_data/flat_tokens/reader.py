@@ -3,7 +3,7 @@
 import functools
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from shardwright_data.flat_tokens.format import (
     STORE_REQUESTS,
     Places,
     SomeTokens,
-    Starts,
     open_kvstore,
     opening_context,
     read_file,
@@ -58,37 +57,33 @@ class Reader:
 
     def __init__(self, filespec: str, split: str, *, cache_bytes: int = 2**28, inputs: Sequence[str] = ()):
         self.filespec, self.path = filespec, f"{filespec.rstrip('/')}/{split}"
-        self._root = open_kvstore(filespec, opening_context())
+        self._root, self._split = open_kvstore(filespec, opening_context()), split
         # A store that answers slowly should get all requests of a batch at once.
         limit = {"limit": STORE_REQUESTS}
         stores = dict.fromkeys(("http_request_concurrency", "gcs_request_concurrency", "s3_request_concurrency"), limit)
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}} | stores)
-        self.attributes, self._driver = self._read_attributes(split)
-        self.zarr_format = 3 if self._driver == "zarr3" else 2
+        self.zarr_format, self.attributes = self._read_attributes()
         self.max_token_id = self.attributes["max_token_id"]
         self._tokens = self._open_array(f"{split}/encoded_tokens", np.uint32)
         self._starts = self._open_array(f"{split}/seq_starts", np.uint64)
         self.num_tokens, self.num_documents = self._tokens.shape[0], self._starts.shape[0] - 1
-        self.inputs = {name: self._open_input(split, name) for name in inputs}
+        add = "Add it with flat_tokens.add_input (docs/flat-tokens.md), or choose a dataset that has it."
+        self.inputs = {name: self._open_array(self.input_key(name), np.uint32, add) for name in inputs}
         self._check_extent()
         self._check_files(MOST_PROBES_REMOTE if "://" in filespec else MOST_PROBES_LOCAL)
 
     def _read_json(self, key: str) -> dict[str, Any]:
         """The JSON object at `key`, empty if there is none."""
-        try:
-            content = read_file(self._root, key)
-        except ValueError as e:
-            raise ValueError(
-                f"{self.path} cannot be reached: {e}. Check the address, the connection and your rights."
-            ) from e
+        content = read_file(self._root, key)
         return {} if content is None else parse_object(f"{self.path}: {key}", content, remedy=_AGAIN)
 
-    def _read_attributes(self, split: str) -> tuple[dict[str, Any], str]:
-        """The attributes of the split, and the driver of tensorstore for its arrays."""
+    def _read_attributes(self) -> tuple[int, dict[str, Any]]:
+        """The version of zarr, and the attributes of the split."""
+        split = self._split
         if group := self._read_json(f"{split}/zarr.json"):
-            attributes, driver = group.get("attributes"), "zarr3"
+            zarr_format, attributes = 3, group.get("attributes")
         elif self._read_json(f"{split}/.zgroup"):
-            attributes, driver = self._read_json(f"{split}/.zattrs"), "zarr"
+            zarr_format, attributes = 2, self._read_json(f"{split}/.zattrs")
         elif any(self._read_json(f"{split}/encoded_tokens/{name}") for name in ("zarr.json", ".zarray")):
             raise ValueError(
                 f"{self.path} is incomplete: its writer was interrupted before the end. Write the dataset again."
@@ -107,24 +102,21 @@ class Reader:
                 f"{self.path} is in version {found[1]} of the format {found[0]}; this program reads version "
                 f"{FORMAT_VERSION} of {FORMAT}. Update the program or write the dataset again."
             )
-        return attributes, driver
+        return zarr_format, attributes
 
-    def _open_array(self, key: str, dtype: type) -> ts.TensorStore:
+    def _open_array(self, key: str, dtype: type, remedy: str = _AGAIN) -> ts.TensorStore:
         spec = {
-            "driver": self._driver,
+            "driver": "zarr3" if self.zarr_format == 3 else "zarr",
             "kvstore": (self._root / f"{key}/").spec().to_json(),
             # Without this a missing file reads as zeros.
             "fill_missing_data_reads": False,
             "recheck_cached_metadata": "open",
             "recheck_cached_data": "open",
         }
-        try:
+        with refused(f"{self.path}: its array {key} is missing or not readable", remedy):
             # tensorstore refuses the Delta filter of seqax's seq_starts.
-            has_filter = self._driver == "zarr" and self._read_json(f"{key}/.zarray").get("filters")
+            has_filter = self.zarr_format == 2 and self._read_json(f"{key}/.zarray").get("filters")
             array = self._open_by_zarr(key) if has_filter else ts.open(spec, read=True, context=self._context).result()
-        except ValueError as e:
-            why = str(e).partition(" [")[0]
-            raise ValueError(f"{self.path}: its array {key} is missing or not readable: {why}. {_AGAIN}") from e
         if len(array.shape) != 1 or array.dtype.numpy_dtype != dtype:
             raise ValueError(
                 f"{self.path}: {key} has rank {array.rank} and dtype {array.dtype.name}; flat-tokens has rank 1 and "
@@ -133,123 +125,76 @@ class Reader:
         return array
 
     def _open_by_zarr(self, key: str) -> ts.TensorStore:
-        with refused("zarr", ""):
-            array = zarr.open_array(self._root.url, path=key, mode="r")
+        array = zarr.open_array(self._root.url, path=key, mode="r")
 
         def read(domain: ts.IndexDomain, values: np.ndarray, _: Any) -> None:
             values[...] = array[domain.index_exp]
 
-        layout = ts.ChunkLayout(chunk_shape=array.chunks)
-        return ts.virtual_chunked(
-            read, dtype=array.dtype, shape=array.shape, chunk_layout=layout, context=self._context
-        )
+        about = {"dtype": array.dtype, "shape": array.shape, "chunk_layout": ts.ChunkLayout(chunk_shape=array.chunks)}
+        return ts.virtual_chunked(read, **about, context=self._context)
 
-    def input_key(self, split: str, name: str) -> str:
+    def input_key(self, name: str) -> str:
         """Key of the array of an input. Raises ValueError if it cannot have that name, or the split is in zarr v2."""
         if not re.fullmatch("[A-Za-z0-9_-]+", name):
             raise ValueError(f"{name!r} is not a name of an input; it may have letters, digits, _ and -.")
-        if self._driver != "zarr3":
+        if self.zarr_format == 2:
             raise ValueError(f"{self.path} is in zarr v2, which has no inputs; write it again with the tools.")
-        return f"{split}/input_{name}"
-
-    def _open_input(self, split: str, name: str) -> Any:
-        key = self.input_key(split, name)
-        if not self._read_json(f"{key}/zarr.json"):
-            raise ValueError(
-                f"{self.path} has no input {name}: its array input_{name} is missing. Add it with "
-                "flat_tokens.add_input (docs/flat-tokens.md), or choose a dataset that has it."
-            )
-        array = self._open_array(key, np.uint32)
-        if array.shape[0] != self.num_tokens:
-            raise ValueError(
-                f"{self.path}: input_{name} has {array.shape[0]} values for {self.num_tokens} tokens, and must "
-                "have one for each. Add it again with flat_tokens.add_input(…, overwrite=True)."
-            )
-        return array
+        return f"{self._split}/input_{name}"
 
     def _check_extent(self) -> None:
-        """Raises ValueError if the split is truncated, by its counts and the last element of seq_starts."""
-        for name, found in (("num_tokens", self.num_tokens), ("num_documents", self.num_documents)):
-            if (stated := self.attributes.get(name, found)) != found:
-                raise ValueError(
-                    f"{self.path} is truncated: its attributes state {name} = {stated}, its arrays hold {found}. "
-                    f"{_AGAIN}"
-                )
-        if self.num_documents < 0:
-            raise ValueError(f"{self.path}: seq_starts is empty; its last entry must be the number of tokens.")
-        end = int(self.read_starts(self.num_documents, self.num_documents + 1)[0])
-        if end != self.num_tokens:
-            raise ValueError(
-                f"{self.path} is truncated: seq_starts ends at token {end}, encoded_tokens at {self.num_tokens}. "
-                f"{_AGAIN}"
-            )
+        """Raises ValueError if the arrays have other sizes than the attributes and the end of seq_starts state."""
+        tokens, documents = self.num_tokens, self.num_documents
+        sizes = [("num_tokens", tokens), ("num_documents", documents)]
+        stated = [(f"its attribute {name}", self.attributes.get(name, size), size) for name, size in sizes]
+        end = self._read(self._starts, np.array([documents]), np.array([1]), "seq_starts")
+        stated.append(("the end of seq_starts", int(end[0]), tokens))
+        stated += [(f"the size of input_{name}", array.shape[0], tokens) for name, array in self.inputs.items()]
+        for what, size, found in stated:
+            if size != found:
+                raise ValueError(f"{self.path} is damaged: {what} is {size}, not {found}. {_AGAIN}")
 
     def _check_files(self, most: int) -> None:
         """Reads the last token of each file, of at most `most` files of an array; in zarr v2 of the first and last."""
-        end, waiting = self.num_tokens, []
         for name, array in (None, self._tokens), *self.inputs.items():
             size = array.chunk_layout.write_chunk.shape[0]
-            num_files = -(-end // size)
+            num_files = -(-self.num_tokens // size)
             count = min(num_files, most if self.zarr_format == 3 else 2)
-            for i in np.unique(np.linspace(0, num_files - 1, count).astype(np.int64)).tolist():
-                waiting.append(self.begin_read(np.array([min((i + 1) * size, end) - 1]), np.array([1]), name))
-        for wait in waiting:
-            wait()
+            files = np.unique(np.linspace(0, num_files - 1, count).astype(np.int64))
+            self.read(np.minimum((files + 1) * size, self.num_tokens) - 1, np.ones_like(files), name)
 
-    def _begin(self, array: ts.TensorStore, spans: list[tuple[int, int]], what: str) -> Callable[[], np.ndarray]:
-        """Begins to read `array` over each (start, end). Returns a function that waits for the parts and joins them."""
-        # One read of joined views costs tensorstore less than a read each.
-        views = [array[start:end] for start, end in spans]
-        future = (ts.concat(views, axis=0) if len(views) > 1 else views[0]).read()
-
-        def wait() -> np.ndarray:
-            with refused(f"{self.path}: cannot read {what}; a file is missing, truncated or corrupt", _AGAIN):
-                return future.result()
-
-        return wait
-
-    def begin_read(self, starts: Places, lengths: Places, name: str | None = None) -> Callable[[], SomeTokens]:
-        """Begins to read the stored tokens `[starts[i], starts[i] + lengths[i])` of all spans i at once.
-
-        Args:
-            starts: of the spans, at least one.
-            lengths: of the spans, each at least 1.
-            name: of an input, to read its values for these tokens instead.
-
-        Returns:
-            A function that waits for the values, and joins those of all spans. It raises ValueError if a file of the
-            dataset is missing, truncated or corrupt.
-        """
+    def _read(self, array: ts.TensorStore, starts: Places, lengths: Places, what: str) -> np.ndarray:
+        """The elements [starts[i], starts[i] + lengths[i]) of all spans i, joined. Spans that meet are one read."""
         ends = starts + lengths
-        # Spans that follow one another in the dataset are one read.
         first = np.flatnonzero(np.concatenate([[True], starts[1:] != ends[:-1]]))
         last = np.concatenate([first[1:], [starts.size]]) - 1
-        spans = list(zip(starts[first].tolist(), ends[last].tolist(), strict=True))
-        between = "between " if len(spans) > 1 else ""
-        what = f"tokens {between}{starts.min()} {'and' if between else 'to'} {ends.max() - 1}"
-        if name is not None:
-            return self._begin(self.inputs[name], spans, f"input_{name} of {what}")
-        return self._begin(self._tokens, spans, what)
+        with refused(f"{self.path}: cannot read {what}; a file is missing, truncated or corrupt", _AGAIN):
+            views = [array[start:end] for start, end in zip(starts[first].tolist(), ends[last].tolist(), strict=True)]
+            # One read of joined views costs tensorstore less than a read each.
+            return (ts.concat(views, axis=0) if len(views) > 1 else views[0]).read().result()
 
-    def read(self, starts: Places, lengths: Places, name: str | None = None) -> list[SomeTokens]:
-        """The stored tokens `[starts[i], starts[i] + lengths[i])` of each span i, or the values of the input `name`.
+    def read(self, starts: Places, lengths: Places, name: str | None = None) -> SomeTokens:
+        """The stored tokens `[starts[i], starts[i] + lengths[i])` of all spans i, joined.
+
+        Args:
+            starts: of the spans.
+            lengths: of the spans, each at least 1.
+            name: of an input, to read its values for these tokens instead.
 
         Raises:
             ValueError: a file of the dataset is missing, truncated or corrupt.
         """
-        return np.split(self.begin_read(starts, lengths, name)(), np.cumsum(lengths)[:-1]) if starts.size else []
+        if not starts.size:
+            return np.zeros(0, np.uint32)
+        array, of = (self._tokens, "") if name is None else (self.inputs[name], f"input_{name} of ")
+        return self._read(array, starts, lengths, f"{of}tokens {starts.min()} to {(starts + lengths).max() - 1}")
 
     def document_spans(self, documents: Places) -> tuple[Places, Places]:
         """`(starts, lengths)`, in tokens, of documents given by their index in [0, num_documents)."""
         if not documents.size:
             return documents, documents
-        pairs = self._begin(self._starts, [(i, i + 2) for i in documents.tolist()], "seq_starts")()
-        spans = pairs.astype(np.int64).reshape(-1, 2)
-        return spans[:, 0], spans[:, 1] - spans[:, 0]
-
-    def read_starts(self, start: int, stop: int) -> Starts:
-        """The entries [start, stop) of seq_starts: at least one, and stop at most num_documents + 1."""
-        return self._begin(self._starts, [(start, stop)], "seq_starts")()
+        ones = np.ones_like(documents)
+        starts, ends = (self._read(self._starts, x, ones, "seq_starts") for x in (documents, documents + 1))
+        return starts.astype(np.int64), (ends - starts).astype(np.int64)
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -264,8 +209,8 @@ class Reader:
         starts = np.unique(np.linspace(0, self.num_tokens - length, 16).astype(np.int64))
 
         def checksum(name: str | None) -> str:
-            sample = self.read(starts, np.full_like(starts, length), name) if length else [np.zeros(0, np.uint32)]
-            return f"{zlib.crc32(np.concatenate(sample).astype('<u4').tobytes()):08x}"
+            sample = self.read(starts, np.full_like(starts, length), name)
+            return f"{zlib.crc32(sample.astype('<u4').tobytes()):08x}"
 
         sizes = f"{self.num_tokens} tokens, {self.num_documents} documents, ids to {self.max_token_id}"
         return ", ".join([sizes, checksum(None), *(f"{name} {checksum(name)}" for name in self.inputs)])
@@ -275,4 +220,4 @@ class Reader:
         stop = self.num_tokens if max_tokens is None else min(max_tokens, self.num_tokens)
         block = 2**20
         for start in range(0, stop, block):
-            yield self.read(np.array([start]), np.array([min(block, stop - start)]))[0]
+            yield self.read(np.array([start]), np.array([min(block, stop - start)]))

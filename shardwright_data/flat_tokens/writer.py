@@ -1,13 +1,12 @@
 """A writer of one split of a flat-tokens dataset, and of further values for its tokens."""
 
+import io
 import json
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
 
-from shardwright_data.checks import check_range
 from shardwright_data.flat_tokens.format import (
     FORMAT,
     FORMAT_VERSION,
@@ -15,13 +14,13 @@ from shardwright_data.flat_tokens.format import (
     Encoded,
     Ids,
     Lengths,
-    check_absent,
-    delete_split,
+    clear_split,
     mark_starts,
     open_kvstore,
     read_file,
 )
 from shardwright_data.flat_tokens.reader import Reader
+from shardwright_data.foreign import refused
 
 INNER_CHUNK = 2**13
 """Elements compressed together: what reading one sequence costs."""
@@ -29,8 +28,8 @@ TOKENS_SHARD = 2**24
 """Tokens in one file, 64 MiB uncompressed: what the writer holds in memory."""
 STARTS_SHARD = 2**22
 """Entries of seq_starts in one file, 32 MiB uncompressed."""
-V2_CHUNK = 2**20
-"""Elements in one file of zarr v2, which is read and unpacked whole."""
+STATE_BYTES = 2**32
+"""Largest size of a file that `Writer.save` wrote."""
 
 LITTLE_ENDIAN = {"name": "bytes", "configuration": {"endian": "little"}}
 CRC = {"name": "crc32c"}
@@ -39,7 +38,6 @@ COMPRESSION = {
     np.uint32: {"name": "zstd", "configuration": {"level": 3}},
     np.uint64: {"name": "blosc", "configuration": BITSHUFFLE},
 }
-V2_COMPRESSION = {"id": "blosc", "cname": "lz4", "clevel": 5, "shuffle": 2, "blocksize": 0}
 
 
 class GrowingArray:
@@ -50,20 +48,17 @@ class GrowingArray:
     Args:
         kvstore: the array's directory.
         dtype: np.uint32 for tokens, np.uint64 for seq_starts.
-        zarr_format: 3 or 2.
-        resume: what `state` gave, to resume the array; None to begin it.
+        written: number of elements in the whole files from which it resumes; 0 to begin it.
     """
 
-    def __init__(
-        self, kvstore: ts.KvStore, dtype: type, zarr_format: int = 3, resume: tuple[int, np.ndarray] | None = None
-    ):
-        self._kvstore, self._dtype, self._v2 = kvstore, dtype, zarr_format == 2
-        self._shard = V2_CHUNK if self._v2 else TOKENS_SHARD if dtype == np.uint32 else STARTS_SHARD
-        written, pending = resume or (0, np.zeros(0, dtype))
-        self._pending, self._num_pending = [pending], pending.size
+    def __init__(self, kvstore: ts.KvStore, dtype: type, written: int = 0):
+        self._kvstore, self._dtype = kvstore, dtype
+        self._shard = TOKENS_SHARD if dtype == np.uint32 else STARTS_SHARD
+        self._buffer, self._num_pending = np.empty(self._shard, dtype), 0
+        self.written = written
+        """Number of elements in whole files."""
         self._array: ts.TensorStore | None = None
         self._write: ts.WriteFutures | None = None
-        self.length = written + pending.size
         if written:
             # Shards after these, if any, will be written again, with the same bytes.
             self._array = self._open(self._shard, open=True).resize(exclusive_max=[written]).result()
@@ -71,29 +66,36 @@ class GrowingArray:
             # What an interrupted writer left must not mix with what comes.
             kvstore.delete_range(ts.KvStore.KeyRange()).result()
 
+    @property
+    def pending(self) -> np.ndarray:
+        """The elements that are in no file yet."""
+        return self._buffer[: self._num_pending]
+
+    @property
+    def length(self) -> int:
+        """Number of elements appended."""
+        return self.written + self._num_pending
+
     def append(self, values: np.ndarray) -> None:
         """Adds elements. Raises ValueError if an earlier write failed."""
-        self._pending.append(values)
-        self._num_pending += values.size
-        self.length += values.size
-        if self._num_pending >= self._shard:
-            *whole, rest = np.split(
-                np.concatenate(self._pending), range(self._shard, self._num_pending + 1, self._shard)
-            )
-            for shard in whole:
-                self._write_shard(shard)
-            self._pending, self._num_pending = [rest.copy()], rest.size
+        while values.size:
+            part, values = np.split(values, [self._shard - self._num_pending])
+            self._buffer[self._num_pending : self._num_pending + part.size] = part
+            self._num_pending += part.size
+            if self._num_pending == self._shard:
+                self._write_file()
 
-    def state(self) -> tuple[int, np.ndarray]:
-        """The number of elements in complete files, and the other elements. Raises ValueError if a write failed."""
-        self._wait()
-        return self.length - self._num_pending, np.concatenate(self._pending)
+    def wait(self) -> None:
+        """Waits for the write under way. Raises ValueError if it failed."""
+        if self._write is not None:
+            self._write.result()
+            self._write = None
 
     def close(self) -> None:
         """Writes what is left. Raises ValueError if a write failed."""
         if self._num_pending or self._array is None:
-            self._write_shard(np.concatenate(self._pending))
-        self._wait()
+            self._write_file()
+        self.wait()
 
     def abandon(self) -> None:
         """Waits for the write under way: it would land in what another writer puts here."""
@@ -101,20 +103,16 @@ class GrowingArray:
             # Whether it fails does not matter.
             self._write.exception()
 
-    def _write_shard(self, values: np.ndarray) -> None:
-        self._wait()
+    def _write_file(self) -> None:
+        self.wait()
+        values, end = self.pending, self.length
         if self._array is None:
             # The index of a shard has a fixed size, so an array smaller than a shard takes a smaller one.
-            chunks = min(self._shard, max(self.length, 1) + INNER_CHUNK - 1) // INNER_CHUNK
+            chunks = min(self._shard, max(end, 1) + INNER_CHUNK - 1) // INNER_CHUNK
             self._array = self._open(chunks * INNER_CHUNK, create=True, shape=[0])
-        start = self._array.shape[0]
-        self._array = self._array.resize(exclusive_max=[start + values.size], expand_only=True).result()
-        self._write = self._array[start:].write(values)
-
-    def _wait(self) -> None:
-        if self._write is not None:
-            self._write.result()
-            self._write = None
+        self._array = self._array.resize(exclusive_max=[end], expand_only=True).result()
+        self._write = self._array[self.written :].write(values)
+        self.written, self._buffer, self._num_pending = end, np.empty(self._shard, self._dtype), 0
 
     def _open(self, shard: int, **how: Any) -> ts.TensorStore:
         sharding = {
@@ -128,31 +126,19 @@ class GrowingArray:
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": [shard]}},
             "codecs": [{"name": "sharding_indexed", "configuration": sharding}],
         }
-        if self._v2:
-            dtype = np.dtype(self._dtype).newbyteorder("<").str
-            metadata = {
-                "dtype": dtype,
-                "fill_value": 0,
-                "chunks": [shard],
-                "compressor": V2_COMPRESSION,
-                "filters": None,
-            }
         spec = {
-            "driver": "zarr" if self._v2 else "zarr3",
+            "driver": "zarr3",
             "kvstore": self._kvstore.spec().to_json(),
             # Readers take a missing chunk for damage, so chunks of zeros are stored too.
             "store_data_equal_to_fill_value": True,
             "metadata": metadata,
         }
-        try:
+        with refused("cannot write the dataset", "Check the path and its permissions."):
             return ts.open(spec, **how).result()
-        except ValueError as error:
-            reason = str(error).partition(" [")[0]
-            raise ValueError(f"cannot write the dataset: {reason}. Check the path and its permissions.") from error
 
 
 class Writer:
-    """Writes one split of a dataset.
+    """Writes one split of a dataset, in zarr v3.
 
     Readers see the split only after `close`: the group's metadata is written last, when each write before it has been
     checked. As a context manager it closes on a clean exit, and leaves the split incomplete on an exception.
@@ -160,44 +146,29 @@ class Writer:
     Args:
         filespec: directory of the dataset; a local path or a URL that tensorstore knows.
         split: name of the split, `train` or `validation`.
-        overwrite: replace a complete split. An incomplete one is always replaced, unless `resume` is given.
-        resume: what `state` gave, to resume the split: its files become what they would have been. None to begin it.
-        zarr_format: 3, or 2 for seqax and other readers of zarr v2.
+        overwrite: replace a complete split. An incomplete one is always replaced, unless `resume` is true.
+        resume: go on from what `save` wrote, if it did: the files become what they would have been.
 
     Raises:
         ValueError: the split is already there.
     """
 
-    def __init__(
-        self,
-        filespec: str,
-        split: str,
-        *,
-        overwrite: bool = False,
-        resume: Mapping[str, np.ndarray] | None = None,
-        zarr_format: int = 3,
-    ):
+    def __init__(self, filespec: str, split: str, *, overwrite: bool = False, resume: bool = False):
         self.path = f"{filespec.rstrip('/')}/{split}"
-        self._root = open_kvstore(filespec)
-        self._split = split
-        check_range("zarr_format", zarr_format, 2, 4)
-        self._v2 = zarr_format == 2
-        if not overwrite:
-            check_absent(filespec, split)
-        else:
-            delete_split(filespec, split)
-
-        def array(name: str, dtype: type) -> GrowingArray:
-            state = None if resume is None else (int(resume[f"{name}.written"]), resume[f"{name}.pending"])
-            return GrowingArray(self._root / f"{split}/{name}/", dtype, zarr_format, state)
-
-        self._arrays = {
-            "encoded_tokens": array("encoded_tokens", np.uint32),
-            "seq_starts": array("seq_starts", np.uint64),
-        }
+        self._root, self._split, self._state = open_kvstore(filespec), split, state_of(split)
+        clear_split(filespec, split, overwrite)
+        content = read_file(self._root, self._state, STATE_BYTES) if resume else None
+        saved = {} if content is None else np.load(io.BytesIO(content))
+        self._arrays: dict[str, GrowingArray] = {}
+        for name, dtype in (("encoded_tokens", np.uint32), ("seq_starts", np.uint64)):
+            array = GrowingArray(self._root / f"{split}/{name}/", dtype, int(saved.get(f"{name}.written", 0)))
+            array.append(saved.get(f"{name}.pending", np.zeros(0, dtype)))
+            self._arrays[name] = array
         self.num_documents = self._arrays["seq_starts"].length
         """Documents appended so far."""
-        self._max_token_id = 0 if resume is None else int(resume["max_token_id"])
+        self.place: Any = json.loads(str(saved.get("done", "null")))
+        """What `save` was given, where it resumes; else None."""
+        self._max_token_id = int(saved.get("max_token_id", 0))
         self.attributes: dict[str, Any] = {}
         """JSON values to be written with the format's own attributes, by name."""
 
@@ -205,18 +176,6 @@ class Writer:
     def num_tokens(self) -> int:
         """Tokens appended so far."""
         return self._arrays["encoded_tokens"].length
-
-    def state(self) -> dict[str, np.ndarray]:
-        """The arrays that `resume` needs beside the files: at most a shard of each array of the split.
-
-        Raises:
-            ValueError: a write failed.
-        """
-        result = {"max_token_id": np.array(self._max_token_id)}
-        for name, array in self._arrays.items():
-            written, pending = array.state()
-            result |= {f"{name}.written": np.array(written), f"{name}.pending": pending}
-        return result
 
     def append(self, ids: Ids, lengths: Lengths) -> None:
         """Adds whole documents: their token ids one after the other, and the number of tokens of each.
@@ -246,6 +205,22 @@ class Writer:
         self.num_documents += starts.size
         self._max_token_id = max(self._max_token_id, int(encoded.max()) >> 1)
 
+    def save(self, place: Any = None) -> None:
+        """Writes `unfinished_<split>.npz` beside the split, so that after a kill another writer can resume from here.
+
+        It holds what is in no file of the arrays yet, and `place`, a JSON value. `close` deletes it.
+
+        Raises:
+            ValueError: a write failed.
+        """
+        state = {"max_token_id": np.array(self._max_token_id), "done": np.array(json.dumps(place))}
+        for name, array in self._arrays.items():
+            array.wait()
+            state |= {f"{name}.written": np.array(array.written), f"{name}.pending": array.pending}
+        content = io.BytesIO()
+        np.savez(content, **state)
+        self._root.write(self._state, content.getvalue()).result()
+
     def close(self) -> None:
         """Writes what is left, then makes the split visible.
 
@@ -262,18 +237,11 @@ class Writer:
             "num_tokens": self.num_tokens,
             "num_documents": self.num_documents,
         }
-        self._write_group("", {})
-        self._write_group(f"{self._split}/", self.attributes | own)
-
-    def _write_group(self, prefix: str, attributes: Mapping[str, Any]) -> None:
-        group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
-        if self._v2:  # the group last: it shows the split
-            files = {"zarr.json": None, ".zattrs": attributes, ".zgroup": {"zarr_format": 2}}
-        else:
-            files = {".zgroup": None, "zarr.json": group}
-        for name, content in files.items():
-            text = None if content is None else json.dumps(content, indent=1).encode() + b"\n"
-            self._root.write(prefix + name, text).result()
+        self._root.write(".zgroup", None).result()  # of a dataset in zarr v2 that was here
+        for prefix, attributes in (("", {}), (f"{self._split}/", self.attributes | own)):
+            group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+            self._root.write(f"{prefix}zarr.json", json.dumps(group, indent=1).encode() + b"\n").result()
+        self._root.write(self._state, None).result()
 
     def __enter__(self) -> "Writer":
         return self
@@ -284,6 +252,11 @@ class Writer:
         else:
             for array in self._arrays.values():
                 array.abandon()
+
+
+def state_of(split: str) -> str:
+    """Name of the file from which a split resumes."""
+    return f"unfinished_{split}.npz"
 
 
 def add_input(filespec: str, split: str, name: str, values: np.ndarray, *, overwrite: bool = False) -> None:
@@ -305,15 +278,11 @@ def add_input(filespec: str, split: str, name: str, values: np.ndarray, *, overw
     """
     reader = Reader(filespec, split)
     where = f"{reader.path}/input_{name}"
-    kvstore = open_kvstore(filespec) / f"{reader.input_key(split, name)}/"
-    if values.shape != (reader.num_tokens,):
+    kvstore = open_kvstore(filespec) / f"{reader.input_key(name)}/"
+    if values.shape != (reader.num_tokens,) or not np.can_cast(values.dtype, np.uint32):
         raise ValueError(
-            f"{where}: values of shape {values.shape}; there are {reader.num_tokens} tokens, one for each."
-        )
-    if not np.can_cast(values.dtype, np.uint32):
-        raise ValueError(
-            f"{where}: values are {values.dtype}, not uint32; give values.astype(np.uint32), or of numbers in float32 "
-            "their bits, values.view(np.uint32)."
+            f"{where}: the values are {values.dtype}{list(values.shape)}, not uint32[{reader.num_tokens}], one for "
+            "each token. Give values.astype(np.uint32), or of numbers in float32 their bits, values.view(np.uint32)."
         )
     if not overwrite and read_file(kvstore, "zarr.json") is not None:
         raise ValueError(f"{where} is already there, or was begun; overwrite=True replaces it.")

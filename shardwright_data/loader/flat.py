@@ -4,7 +4,6 @@ import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -67,11 +66,7 @@ class Source:
         return starts, np.minimum(lengths, self._seq_len)
 
     def _document_spans(self, documents: Indices) -> tuple[Indices, Indices]:
-        if (documents[1:] == documents[:-1] + 1).all():
-            ends = self.dataset.read_starts(int(documents[0]), int(documents[-1]) + 2).astype(np.int64)
-            starts, lengths = ends[:-1], np.diff(ends)
-        else:
-            starts, lengths = self.dataset.document_spans(documents)
+        starts, lengths = self.dataset.document_spans(documents)
         if lengths.min() < 1:
             raise ValueError(
                 f"{self.dataset.path}: document {documents[lengths.argmin()]} is empty. Write the dataset again "
@@ -79,28 +74,22 @@ class Source:
             )
         return starts, lengths
 
-    def begin(self, numbers: Indices) -> Callable[[], Sequences]:
-        """Begins to read sequences, given by their numbers; the function returned waits for them."""
+    def sequences(self, numbers: Indices) -> Sequences:
+        """Sequences, given by their numbers."""
         starts, lengths = self.spans(numbers)
-        reading = self.dataset.begin_read(starts, lengths)
-        reading_inputs = [self.dataset.begin_read(starts, lengths, name) for name in self.dataset.inputs]
-
-        def finish() -> Sequences:
-            loss_mask = np.arange(self._seq_len) < lengths[:, None]
-            encoded = np.zeros(loss_mask.shape, np.uint32)
-            encoded[loss_mask] = reading()
-            targets, is_seq_start = flat_tokens.decode(encoded)
-            if targets.max() > self.dataset.max_token_id:
-                raise ValueError(
-                    f"{self.dataset.path} holds the token id {targets.max()}, but its attribute max_token_id is "
-                    f"{self.dataset.max_token_id}. Write or copy the dataset again."
-                )
-            inputs = np.zeros((*loss_mask.shape, len(reading_inputs)), np.uint32)
-            for i, wait in enumerate(reading_inputs):
-                inputs[loss_mask, i] = wait()
-            return Sequences(targets, is_seq_start, loss_mask, inputs)
-
-        return finish
+        loss_mask = np.arange(self._seq_len) < lengths[:, None]
+        encoded = np.zeros(loss_mask.shape, np.uint32)
+        encoded[loss_mask] = self.dataset.read(starts, lengths)
+        targets, is_seq_start = flat_tokens.decode(encoded)
+        if targets.max() > self.dataset.max_token_id:
+            raise ValueError(
+                f"{self.dataset.path} holds the token id {targets.max()}, but its attribute max_token_id is "
+                f"{self.dataset.max_token_id}. Write or copy the dataset again."
+            )
+        inputs = np.zeros((*loss_mask.shape, len(self.dataset.inputs)), np.uint32)
+        for i, name in enumerate(self.dataset.inputs):
+            inputs[loss_mask, i] = self.dataset.read(starts, lengths, name)
+        return Sequences(targets, is_seq_start, loss_mask, inputs)
 
     @functools.cached_property
     def byte_lengths(self) -> ByteLengths | None:
@@ -160,8 +149,7 @@ class FlatTokensLoader(Loader):
     def sequences(self, step: int, indices: Indices) -> Sequences:
         """Sequences of the batch of `step`, as Loader.sequences describes."""
         found = self.locate(step, indices)
-        reading = [self.sources[name].begin(numbers) for name, _, numbers in found]
-        parts = [finish() for finish in reading]
+        parts = [self.sources[name].sequences(numbers) for name, _, numbers in found]
         back = np.argsort(np.concatenate([places for _, places, _ in found]))
         return Sequences(*(np.concatenate(field)[back] for field in zip(*parts, strict=True)))
 

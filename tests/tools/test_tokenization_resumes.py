@@ -10,6 +10,7 @@ import time
 import pytest
 from tokenization import config, driver, random_texts, small, tree, write_jsonl
 
+from shardwright_data.flat_tokens import Writer
 from shardwright_data.flat_tokens.unfinished import Unfinished
 from shardwright_data.text import definitions
 from shardwright_data.text.worker_pool import map_in_order
@@ -25,16 +26,16 @@ class Killed(BaseException):
 
 def kill_after(monkeypatch, num_states):
     """The run ends, without a chance to clean up in what it writes, when it has written its state so often."""
-    write_state = Unfinished.write_state
+    save = Writer.save
 
-    def write(self, split, state):
+    def killed(self, place):
         nonlocal num_states
-        write_state(self, split, state)
+        save(self, place)
         num_states -= 1
         if num_states == 0:
             raise Killed
 
-    monkeypatch.setattr(Unfinished, "write_state", write)
+    monkeypatch.setattr(Writer, "save", killed)
 
 
 @pytest.mark.long
@@ -206,14 +207,13 @@ def test_another_tokenizer_of_the_same_name_is_refused(tmp_path, small, monkeypa
 def test_a_finished_split_is_not_written_again(tmp_path, small, monkeypatch, capsys):
     source = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
     with monkeypatch.context() as patch:
-        delete_state = Unfinished.delete_state
+        close = Writer.close
 
-        def delete(self, split):
-            delete_state(self, split)
-            if split == "train" and self.is_complete("train"):
-                raise Killed
+        def killed(self):
+            close(self)
+            raise Killed
 
-        patch.setattr(Unfinished, "delete_state", delete)
+        patch.setattr(Writer, "close", killed)
         with pytest.raises(Killed):
             tool.run(config(tmp_path / "d", [source]))
     before = {path: path.stat().st_mtime_ns for path in (tmp_path / "d/train").rglob("*")}
