@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardwright.compiled.flow import Flow
 from shardwright.compiled.hlo import Computation, Instruction, Program
 from shardwright.compiled.lines import WITHOUT_LINE, Places, phase_of
 from shardwright.compiled.operations import NO_WORK, Work, works_of
@@ -37,9 +36,8 @@ class _Walk:
         program = self.program
         name = program.name.removeprefix("jit_")
         self.fill(self.open(Section("program", name, 1, -1)), program.entry)
-        flow = Flow(program, self.places)
         for computation in [*self.section_of]:
-            for maker, line, shape in flow.kept(program.computations[computation]):
+            for maker, line, shape in self.places.kept(program.computations[computation]):
                 work = self.work(self.section_of[maker], line, "forward")
                 work[Work("kept", str(shape), shape.bytes, shape.dtype)] += 1
         rows = [*self.rows(0)]

@@ -11,8 +11,7 @@ from typing import Any
 import jax
 
 from shardwright.cluster.watch import pause
-from shardwright.compiled.times import top_lines
-from shardwright.compiled.trace import PERFETTO
+from shardwright.compiled.trace import PERFETTO, top_lines
 from shardwright.run.beside import FAILURES, in_background, run_beside
 from shardwright.run.directory import TRACE, remove_older
 from shardwright.run.metrics import RunLog
@@ -40,7 +39,7 @@ class StepProfiler:
 
     Args:
         log: log of the run. It gets the event "step_bubble", of the last traced step, when the trace has been read; see
-            shardwright/compiled/times.py.
+            shardwright/compiled/trace.py.
         hlo: HLO text of the step, with which the time by source line is found; None if there is none.
 
     Attributes:

@@ -31,9 +31,9 @@ def test_the_table_of_the_newest_step_with_the_lines_of_its_time(directory, caps
 
 def test_a_picture(directory, capsys):
     text = directory / "training_step_optimized_hlo_2026_01_02_00_00_00.txt"
-    run(Settings(run=str(text), output=str(directory / "out" / "step.svg")))
-    assert (directory / "out" / "step.svg").read_text().startswith("<svg ")
-    assert capsys.readouterr().out == f"written: {directory / 'out' / 'step.svg'}\n"
+    run(Settings(run=str(text), output=str(directory / "step.svg")))
+    assert (directory / "step.svg").read_text().startswith("<svg ")
+    assert capsys.readouterr().out == f"written: {directory / 'step.svg'}\n"
 
 
 @pytest.mark.parametrize(

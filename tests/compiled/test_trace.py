@@ -12,8 +12,7 @@ from hlo_texts import TEXT
 from step_text import table_of
 from traces import trace
 
-from shardwright.compiled.times import line_times, step_bubble, top_lines
-from shardwright.compiled.trace import devices_of, read_trace
+from shardwright.compiled.trace import devices_of, line_times, read_trace, step_bubble, top_lines
 
 STEP = "jit_training_step"
 # jaxlib's reader of traces makes a type in a way that Python 3.13 warns of; as an error, that would end the process.
