@@ -32,12 +32,12 @@ class Look:
         self._weights = [path(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(weights)[0]]
         self._stacks = [name.startswith("layers/") for name in self._weights]
         paths = [*self._gradients, *(path for point in self._points for path in point.paths)]
-        self._replay = Rerun(program, {path: [0] for path in paths}, self._take, is_same=True)
+        self._replay = Rerun(program, {path: [0] for path in paths}, self._visit, is_same=True)
 
-    def _take(self, path: Path, x: jax.Array) -> jax.Array:
+    def _visit(self, path: Path, i: int, turns: tuple, operands: list, x: jax.Array, knobs: Any) -> tuple:
         if path in self._gradients:
-            return self._measure(x, self._stacks[self._gradients.index(path)], of_gradient=True)
-        return self._measure(x)
+            return x, self._measure(x, self._stacks[self._gradients.index(path)], of_gradient=True)
+        return x, self._measure(x)
 
     def __call__(self, *args: Any) -> dict[str, list[jax.Array]]:
         """What `described` takes. Arguments as for the step; under jit, on the mesh on which it was traced."""

@@ -106,7 +106,7 @@ class Finder:
             if eq.name not in FINITE
         }
         self._keys = {(path, i): n for n, (path, i) in enumerate((path, i) for path, ii in wanted.items() for i in ii)}
-        self._replay = Rerun(program, wanted, change=self._contained)
+        self._replay = Rerun(program, wanted, self._contained, is_varying=True)
         self._program = jax.jit(lambda knobs, *args: self._replay(*args, knobs=knobs))
 
     def _contained(self, path: Path, result: int, turns: tuple, operands: list, x: Any, knobs: dict[str, Any]) -> Any:

@@ -38,11 +38,6 @@ def executed(note: Note, turns: tuple[int, ...]) -> list[int]:
     return [n for pair in zip(note.order, ran, strict=False) for n in pair] + [note.order[-1]]
 
 
-def on_all_devices(x: jax.Array) -> jax.Array:
-    """`x`, as a value that may differ on each device of the mesh."""
-    return varying(x, jax.sharding.get_abstract_mesh().axis_names)
-
-
 class Rerun:
     """A traced program that also returns what the equations `wanted` compute.
 
@@ -51,12 +46,12 @@ class Rerun:
     Args:
         program: the jaxpr.
         wanted: by path, the numbers of the results that are wanted.
-        take: (path, result) -> what is taken of a result, an array of any shape. Per-device code.
+        visit: (path, number of the result, turns, operands, result, knobs) -> the result with which the replay goes on,
+            of the same type, and what is taken of it, an array of any shape. `turns` has, of each loop around it, how
+            many ran before, and how many there are. Per-device code.
         is_same: whether what is taken is the same on all devices: then the arrays have no dims for the axes of the
             mesh.
-        change: (path, number of the result, turns, operands, result, knobs) -> the result with which the replay goes
-            on, of the same type, and what is taken of it. `turns` has, of each loop around it, how many ran before, and
-            how many there are. Per-device code. With it, copies and the terms of partial sums are values that vary.
+        is_varying: whether copies, and the terms of partial sums, are values that vary. Else such terms are not taken.
         is_double: whether all floats are f64. While jax_enable_x64 is on.
     """
 
@@ -64,19 +59,19 @@ class Rerun:
         self,
         program: Any,
         wanted: Mapping[Path, list[int]],
-        take: Callable[[Path, jax.Array], jax.Array] = lambda path, x: x,
+        visit: Callable[..., tuple[jax.Array, jax.Array]] = lambda path, i, turns, operands, x, knobs: (x, x),
         is_same: bool = False,
-        change: Callable[..., tuple[jax.Array, jax.Array]] | None = None,
+        is_varying: bool = False,
         is_double: bool = False,
     ):
-        self._program, self._wanted, self._take, self._is_same = program, wanted, take, is_same
-        self._change, self._knobs, self._is_double = change, None, is_double
+        self._program, self._wanted, self._visit, self._knobs = program, wanted, visit, None
+        self._is_same, self._is_varying, self._is_double = is_same, is_varying, is_double
         self.notes: list[Note] = []
 
     def __call__(self, *args: Any, knobs: Any = ()) -> tuple[list, list[jax.Array]]:
         """The results of the program, and the values. Under jit, on the mesh on which the program was traced.
 
-        `knobs` are arrays for `change`, the same on all devices.
+        `knobs` are arrays for `visit`, the same on all devices.
         """
         values: list[tuple[Note, jax.Array]] = []
         self._knobs = knobs
@@ -102,15 +97,12 @@ class Rerun:
             elif self._is_double:
                 outs = self._in_f64(eqn, jaxpr, ins)
             else:
-                outs = run_again(eqn, jaxpr, ins) if self._change is None else _varying(eqn, jaxpr, ins)
+                outs = (_varying if self._is_varying else run_again)(eqn, jaxpr, ins)
             for i in self._wanted.get(here, ()):
-                if self._change is not None:
-                    outs[i], taken = self._change(here, i, turns, ins, outs[i], self._knobs)
-                elif jax.typeof(outs[i]).manual_axis_type.unreduced:  # its terms are what it was made of
-                    continue
-                else:
-                    taken = self._take(here, outs[i])
-                values.append((Note(here, i, (len(values),)), taken if self._is_same else on_all_devices(taken)))
+                if self._is_varying or not jax.typeof(outs[i]).manual_axis_type.unreduced:
+                    outs[i], taken = self._visit(here, i, turns, ins, outs[i], self._knobs)
+                    axes = () if self._is_same else jax.sharding.get_abstract_mesh().axis_names
+                    values.append((Note(here, i, (len(values),)), varying(taken, axes)))
             env.update(zip(eqn.outvars, outs, strict=True))
         return self._values(jaxpr.outvars, env)
 

@@ -95,5 +95,5 @@ def test_the_page_of_a_run_that_finishes_and_is_continued(tmp_path, capsys):
     assert ">finished<" in (tmp_path / "run" / "report.html").read_text()
     trained(steps=7)
     r = read_run(tmp_path / "run")
-    assert (r.state, r.total_steps, [start for start, _ in r.starts]) == ("finished", 7, [0, 5])
+    assert (r.state, r.total_steps, r.starts) == ("finished", 7, [0, 5])
     assert ">resumed<" in (tmp_path / "run" / "report.html").read_text()

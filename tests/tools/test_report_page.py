@@ -90,7 +90,6 @@ def test_the_head_has_the_key_figures(tmp_path):
         (None, {"pid": 2**22 + 1, "host": os.uname().nodename}, 2, "broke off"),  # a larger one than Linux gives
         (None, {"pid": [], "host": os.uname().nodename}, 2, "broke off"),
         (None, None, 2, "broke off"),
-        (None, None, 4, "finished"),  # of a version without the event
         (None, None, 0, "not begun"),
     ],
 )
@@ -164,10 +163,8 @@ def test_samples_and_provenance(tmp_path):
     assert (steps[0], steps[-1], len(steps), first["left_out"]) == (0, 200, 12, 9)
     assert first["rows"][-1] == (200, "It is a truth 200\nand more", True)
     made = provenance(r)
-    assert made["starts"] == [
-        (0, "2026-01-01T00:00:00Z", "0123456789ab"),
-        (100, "2026-01-01T01:00:00Z", "0123456789ab"),
-    ]
+    assert made["starts"] == [0, 100]
+    assert ("started", "2026-01-01T01:00:00Z") in made["facts"]
     assert ("jax", "0.12.0") in made["facts"]
     assert ("parameters", "1000000") in made["facts"]
 
@@ -197,8 +194,6 @@ def test_a_damaged_file_leaves_the_rest_of_the_page(tmp_path, name, damage):
         assert "metrics.jsonl" in page.text.partition("Settings")[0], "the head says what is missing"
     if name == "config.yaml":
         assert "config.yaml is missing or cannot be read" in page.text
-    if name == "source/0000000100/provenance.json":
-        assert damage == "missing" or "provenance.json cannot be read" in page.text
 
 
 def test_an_empty_directory_has_a_page(tmp_path):

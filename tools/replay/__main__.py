@@ -11,7 +11,6 @@ run's own mesh the step is equal to the bit. docs/replay.md has examples.
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,7 @@ from shardwright.run.microscope import Microscope
 from shardwright.run.opening import StagesChoice
 from shardwright.settings.program import run_program
 from shardwright_data.checks import check_choice, within
+from shardwright_data.text.tokenizers import Tokenizer
 from tools.replay import bisect, show, two_runs
 from tools.replay.documents import Document, documents_of, on_host, token_losses, tokenizer_of, with_losses
 from tools.replay.nonfinite import Explainer, is_finite
@@ -57,19 +57,6 @@ class Settings:
     """A file for the result: a JSON object."""
     since: int | None = within(0, 2**31, None)
     """Writes fingerprints of what the steps from here to `step` compute to `out`, which against= compares."""
-
-
-def to_step(session: Session, step: int, screen: show.Screen) -> None:
-    """Does the steps before `step`, but stops before one that makes the state not finite, and says so."""
-    if session.step < step:
-        screen.line(f"replaying   steps {session.step} to {step - 1}")
-    while session.step < step:
-        before = session.state
-        session.advance()
-        if not is_finite(session.state):
-            session.step, session.state = session.step - 1, before
-            screen.line(f"step {session.step} makes the state not finite: this is the step that is shown")
-            return
 
 
 def compare_with_log(done: Done, record: dict[str, Any] | None) -> str | None:
@@ -108,7 +95,8 @@ def replay(config: Settings, console: Console | None = None) -> dict[str, Any]:
     with opened(config.run, config.step, config.mesh, config.trust, config.other_source, screen.line) as session:
         origin = f"its checkpoint of step {session.step}" if session.step else "its beginning"
         screen.line(f"run         {config.run}, from {origin}")
-        to_step(session, config.step, screen)
+        while session.step < config.step:
+            session.advance()
         return step_of(session, config, logs, screen)
 
 
@@ -118,12 +106,11 @@ def step_of(session: Session, config: Settings, logs: dict[int, dict], screen: s
     host, tokenizer = on_host(batch), tokenizer_of(session)
     every = documents_of(session, host)
     documents = with_losses(every, token_losses(session, batch), host.loss_mask)
-    show_documents = lambda title, found: screen.documents(title, found, tokenizer)
     if config.bisect is not None:
         usual = bisect.usual(logs, step, config.bisect)
-        return bisected(session, config.bisect, usual, documents, screen, show_documents)
+        return bisected(session, config.bisect, usual, documents, screen, tokenizer)
     instead = f", batch {session.number}" * (session.number != step)
-    show_documents(f"Documents of step {step}{instead}, the worst first", documents)
+    screen.documents(f"Documents of step {step}{instead}, the worst first", documents, tokenizer)
     found = {}
     if config.microscope:
         microscope = Microscope(session.c, session.model, session.placement, train.programs, session.options)
@@ -155,21 +142,20 @@ def plain(done: Done) -> dict[str, Any]:
 
 
 def bisected(
-    session: Session, metric: str, usual: float, documents: list[Document], screen: show.Screen, show_all: Callable
+    session: Session, metric: str, usual: float, documents: list[Document], screen: show.Screen, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """Shows the documents that make the metric of the step jump from its usual value."""
     screen.line(f"usually     {metric} {usual:.5g}, the median of the {bisect.BEFORE} steps before step {session.step}")
     found = bisect.find(session, session.batch(), documents, metric, usual, screen.line)
     numbers = lambda done: f"loss {done.loss:.5g}, grad_norm {done.grad_norm:.5g}"
     if found.after is None:
-        value = getattr(found.before, metric)
-        jumped = f"no half of its documents makes that, from a usual {metric} of {usual:.5g}"
-        why = f"{metric} did not jump" if value <= usual else jumped
-        screen.line(f"step {session.step}  {numbers(found.before)}: {why}")
+        screen.line(
+            f"step {session.step}  {numbers(found.before)}: {metric} did not jump, or by no half of its documents"
+        )
     else:
         count = len(found.documents)
         which = "document makes" if count == 1 else "documents together make"
-        show_all(f"{count} {which} the {metric} of step {session.step} jump", found.documents)
+        screen.documents(f"{count} {which} the {metric} of step {session.step} jump", found.documents, tokenizer)
         screen.line(f"step {session.step}  {numbers(found.before)}; without: {numbers(found.after)}")
     both = {"before": plain(found.before), "after": found.after and plain(found.after)}
     return {"step": session.step, **both, "documents": [show.described(document) for document in found.documents]}

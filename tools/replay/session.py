@@ -15,7 +15,7 @@ import train
 from shardwright.cluster.devices import known_options
 from shardwright.modeling.attention import KERNELS
 from shardwright.modeling.model import inputs_of, load_model
-from shardwright.run.checkpoint import Checkpointer, find_checkpoint
+from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config as RunConfig
 from shardwright.run.files import read_config, read_records
 from shardwright.run.microscope import StepWithoutStages
@@ -99,52 +99,29 @@ class Session:
         return done
 
 
-@contextlib.contextmanager
-def checkpoints_of(run: str) -> Iterator[Checkpointer | None]:
-    """The checkpoints of a run; None if it ended before its first. Raises ValueError if it is no run."""
-    if "://" not in run and not Path(run).is_dir():
-        raise ValueError(f"there is no run {run}: `run` is a run's directory, for example runs/<name>.")
-    try:
-        checkpoints, _ = find_checkpoint(run)
-    except ValueError:
-        if not (Path(run) / "config.yaml").exists():
-            raise
-        yield None
-        return
-    with checkpoints:
-        yield checkpoints
+def checkpoints_of(run: str) -> Checkpointer:
+    """The checkpoints of a run, none if it ended before its first. To be closed."""
+    return Checkpointer(f"{run.rstrip('/')}/checkpoints")
 
 
-def before(run: str, checkpoints: Checkpointer | None, step: int) -> tuple[int, dict[str, Any]]:
+def before(run: str, checkpoints: Checkpointer, step: int) -> tuple[int, dict[str, Any]]:
     """Step of the last checkpoint at or before `step`, 0 for the beginning, and metadata with the configuration."""
-    steps = checkpoints.steps() if checkpoints else []
+    steps = checkpoints.steps()
     if done := max((done for done in steps if done <= step), default=0):
         return done, checkpoints.metadata(done)
     first = checkpoints.metadata(min(steps)) if steps else {"config": read_config(Path(run) / "config.yaml")}
-    kept = provenance_kept(kept_by(run, 0))
-    return 0, first | ({"provenance": kept} if kept else {})
+    kept = kept_by(run, 0)
+    return 0, first | ({"provenance": kept[1]} if kept else {})
 
 
-def kept_by(run: str, step: float = math.inf) -> Path | None:
-    """Where a run kept its source at its last start at or before a step; None if it kept none."""
-    starts = [path for path in (Path(run) / "source").glob("*") if path.name.isdecimal() and int(path.name) <= step]
-    return max(starts, key=lambda path: int(path.name), default=None)
-
-
-def provenance_kept(kept: Path | None) -> dict[str, Any] | None:
-    """The provenance of the source that is kept; None if it is not known."""
-    if kept is None or not (kept / "provenance.json").exists():
+def kept_by(run: str, step: int) -> tuple[Path, dict[str, Any]] | None:
+    """Where a run kept its source at its last start at or before a step, and its provenance.json; None: nowhere."""
+    starts = [path.parent for path in (Path(run) / "source").glob("*/provenance.json")]
+    starts = [path for path in starts if path.name.isdecimal() and int(path.name) <= step]
+    if not starts:
         return None
-    return read_object(kept / "provenance.json", {"source": dict})
-
-
-def common_checkpoint(a: str, b: str, step: int) -> int:
-    """Step of the last checkpoint at or before `step` that both runs have; 0 for the beginning."""
-    steps = []
-    for run in (a, b):
-        with checkpoints_of(run) as checkpoints:
-            steps.append({*checkpoints.steps()} if checkpoints else set())
-    return max((done for done in steps[0] & steps[1] if done <= step), default=0)
+    last = max(starts, key=lambda path: int(path.name))
+    return last, read_object(last / "provenance.json", {"source": dict})
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from shardwright.settings.differences import flat
 from shardwright_data.foreign import refused
 from shardwright_data.loader import TokenBatch
 from tools.replay.documents import on_host
-from tools.replay.session import Session, Write, common_checkpoint, kept_by, logged, metrics_of, opened, provenance_kept
+from tools.replay.session import Session, Write, checkpoints_of, kept_by, logged, metrics_of, opened
 
 OF_A_RUN = ("paths.", "hardware.", "distributed.")
 """Beginnings of the names of settings that change nothing that a step computes."""
@@ -96,27 +96,24 @@ def compared(a: dict[int, list[Value]], b: dict[int, list[Value]]) -> tuple[int,
     A point keeps its name where its line moved. One that only one run has is named if no other value differs.
     """
     for step in sorted(a.keys() & b.keys()):
-        theirs = {name: (place, x) for name, place, x in b[step]}
-        for name, place, x in a[step]:
-            where = f"{name}, {place}" if place else name
-            if name not in theirs:
-                continue
-            other, y = theirs[name]
-            if x.shape != y.shape:
-                return step, f"{where}: of another shape in the other run"
-            if (x != y).any():
-                return step, where + f" ({other} in the other run)" * (other != place) + _where(name, x != y)
-        for which, some, others in (("first", a[step], b[step]), ("other", b[step], a[step])):
-            if alone := [f"{name}, {place}" for name, place, _ in some if name not in {n for n, *_ in others}]:
-                return step, f"{alone[0]}: only in the {which} run"
+        ours, theirs = ({name: (place, x) for name, place, x in of[step]} for of in (a, b))
+        for name, (place, x) in ours.items():
+            other, y = theirs.get(name, (place, x))
+            if not np.array_equal(x, y):
+                where = f", {place}" * bool(place) + f" ({other} in the other run)" * (other != place)
+                return step, name + where + _part(name, x, y)
+        if alone := [name for name in (*ours, *theirs) if (name in ours) != (name in theirs)]:
+            return step, f"{alone[0]}, which one run alone has"
     return None
 
 
-def _where(name: str, differs: np.ndarray) -> str:
+def _part(name: str, x: np.ndarray, y: np.ndarray) -> str:
     """The first sequence of a batch, or layer of a weight, in which a value differs."""
-    if differs.ndim != 1 or len(differs) == 1 or " in layer " in name:
+    if x.shape != y.shape:
+        return ", of another shape"
+    if len(x) == 1 or " in layer " in name:
         return ""
-    return f", {'sequence' if name.startswith('the batch') else 'layer'} {int(np.flatnonzero(differs)[0])}"
+    return f", {'sequence' if name.startswith('the batch') else 'layer'} {int(np.flatnonzero(x != y)[0])}"
 
 
 def rebuilt(run: str, step: int, directory: Path, trust: bool) -> Path:
@@ -125,10 +122,10 @@ def rebuilt(run: str, step: int, directory: Path, trust: bool) -> Path:
     Raises:
         ValueError: it is another than this one, and it is not trusted, or the run did not keep it.
     """
-    kept = kept_by(run, step)
-    about = provenance_kept(kept)
-    if about is None or about["source"] == source_of():
+    found = kept_by(run, step)
+    if found is None or found[1]["source"] == source_of():
         return ROOT
+    kept, about = found
     if not trust:
         raise ValueError(
             f"{run} was made by other source, kept in {kept}. Its steps are replayed by that source, so its code runs: "
@@ -149,57 +146,60 @@ def compare_runs(config: Any, write: Write) -> dict[str, Any]:
     Each is replayed by its own source, in a process of its own, both on one mesh.
     """
     runs = config.run, config.against
-    settings = differing_settings(*runs)
-    for line in settings or ["none differs"]:
+    differing = differing_settings(*runs)
+    for line in differing or ["none differs"]:
         write(f"settings    {line}")
     step, common = first_step(*runs)
     if config.step is not None and config.step >= common:
         raise ValueError(f"step is {config.step}; both runs have done the steps 0 to {common - 1}. Choose one of them.")
     if step is None and config.step is None:
         write(f"metrics     equal to the bit in all {common} steps that both runs logged")
-        return {"settings": settings, "step": None, "first": None}
+        return {"settings": differing, "step": None, "first": None}
     if config.step is None:
         write(f"metrics     differ first in step {step}")
     last = step if config.step is None else config.step
     chosen = {axis: size for axis, size in dataclasses.asdict(config.mesh).items() if size is not None}
     mesh = chosen or read_config(Path(config.run) / "config.yaml")["mesh"]
+    settings = {"trust": config.trust, "other_source": config.other_source}
+    settings |= {f"mesh.{axis}": size for axis, size in mesh.items()}
     # Before the step at which the metrics differ: the update of an earlier one may have made the difference.
-    start = common_checkpoint(*runs, max(last - 1, 0))
-    found = []
+    start, found = max(done for done in _saved(runs[0]) & _saved(runs[1]) if done <= max(last - 1, 0)), []
     with tempfile.TemporaryDirectory() as directory:
         for i, run in enumerate(runs):
             root = rebuilt(run, last, Path(directory) / f"source of {i}", config.trust)
             by = ", by the source that it kept" * (root != ROOT)
             write(f"replaying   {run} from step {start} to {last}{by}")
-            found.append(recorded_by(root, run, start, last, mesh, config, Path(directory) / f"{i}.json"))
+            of = {"run": str(Path(run).absolute()), "step": last, "since": start, "out": f"{directory}/{i}.json"}
+            found.append(recorded_by(root, **of, **settings))
     first = compared(*found)
     if first is None:
         why = "" if step is None or step > last else ": the mesh made the difference, or packages, or hardware"
         write(f"tensors     equal to the bit to step {last}, each by its own source, on one mesh{why}")
     else:
         write(f"tensors     in step {first[0]} the first that differs is {first[1]}")
-    return {"settings": settings, "step": step, "first": first}
+    return {"settings": differing, "step": step, "first": first}
 
 
-def recorded_by(
-    root: Path, run: str, start: int, last: int, mesh: dict[str, int], config: Any, out: Path
-) -> dict[int, list[Value]]:
-    """The fingerprints of the steps from `start` to `last`, by another process with the source in `root`.
+def _saved(run: str) -> set[int]:
+    """Steps of the checkpoints, and the beginning."""
+    with checkpoints_of(run) as checkpoints:
+        return {0, *checkpoints.steps()}
+
+
+def recorded_by(root: Path, **settings: Any) -> dict[int, list[Value]]:
+    """The fingerprints that another process with the source in `root` writes, with these settings.
 
     Raises:
         ValueError: that process failed, with its last line.
     """
-    settings = {"run": str(Path(run).absolute()), "step": last, "since": start, "out": str(out)}
-    settings |= {"trust": config.trust, "other_source": config.other_source}
-    settings |= {f"mesh.{axis}": size for axis, size in mesh.items()}
     # -P: not what is in the working directory, from which the paths of the run's data are meant.
     command = [sys.executable, "-P", "-m", "tools.replay", *(f"{name}={json.dumps(x)}" for name, x in settings.items())]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     if done.returncode:
         why = (done.stderr.strip() or done.stdout.strip() or f"exit status {done.returncode}").splitlines()[-1]
-        raise ValueError(f"{run} cannot be replayed by its source: {why}")
-    recorded = json.loads(out.read_text())
+        raise ValueError(f"{settings['run']} cannot be replayed by its source: {why}")
+    recorded = json.loads(Path(settings["out"]).read_text())
     line = lambda place: place.removeprefix(f"{root}/")
     values = lambda of: [(name, line(place), np.array(numbers, np.uint32)) for name, place, numbers in of]
     return {int(step): values(of) for step, of in recorded["steps"].items()}

@@ -42,7 +42,7 @@ class Settings:
 def show(c: Comparison, console: Console) -> None:
     """Prints the table, and notes on single runs."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ["#", *map(c.header, c.differing[:4]), *c.metrics]:
+    for name in ["#", *c.differing[:4], *c.metrics]:
         table.add_column(Text(shown(name), style="bold"), justify="right", vertical="bottom")
     best = {name: c.best(name) for name in c.metrics}
     for i, run in enumerate(c.runs):

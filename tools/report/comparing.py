@@ -58,12 +58,6 @@ class Comparison:
         """The run, if there is one alone."""
         return self.runs[0] if len(self.runs) == 1 else None
 
-    def header(self, setting: str) -> str:
-        """The setting's own name, with its section if the name alone is ambiguous."""
-        name = setting.rpartition(".")[2]
-        clash = [other for other in [*self.differing, *METRICS] if other.rpartition(".")[2] == name]
-        return setting if len(clash) > 1 or len(name) == 1 else name
-
     def setting(self, run: Run, name: str) -> str:
         """The value of a setting, for the table."""
         value = run.settings.get(name, "?")
@@ -109,11 +103,9 @@ def compare_runs(runs: Sequence[Run], sort: str) -> Comparison:
     values = lambda name: {json.dumps(settings.get(name, "?"), default=str) for settings in known}
     differing = [name for name in names if len(values(name)) > 1]
     c = Comparison(list(runs), differing, [n for n in METRICS if any(n in run.values for run in runs)])
-    chosen = next((name for name in differing if sort in (name, c.header(name), name.rpartition(".")[2])), None)
+    chosen = next((name for name in differing if sort in (name, name.rpartition(".")[2])), None)
     if sort not in METRICS and sort != "run" and chosen is None:
-        raise ValueError(
-            f"sort is {sort!r}; the columns are {', '.join([*c.metrics, *map(c.header, differing), 'run'])}."
-        )
+        raise ValueError(f"sort is {sort!r}; the columns are {', '.join([*c.metrics, *differing, 'run'])}.")
 
     def key(run: Run) -> tuple:
         value = run.values.get(sort) if sort in METRICS else run.settings.get(chosen)

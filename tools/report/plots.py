@@ -18,8 +18,6 @@ _COLOURS = ("#2f7fd6", "#e0640b", "#1a9d76", "#c460b3", "#c99700", "#4db3e0", "#
 _DASHES = ("solid", "dot", "dashdot")
 """Of the first eight lines, of the next eight, and so on."""
 _GREY, _WARNING = "#8b8b8b", "#d3312f"
-_PLAIN = {"", "each step", "average"}
-"""Names of traces that need no legend."""
 LOG = {"type": "log", "tickformat": "~g"}
 _TRANSPARENT = "rgba(0,0,0,0)"
 _LAYOUT = {
@@ -63,7 +61,7 @@ class Panel:
             "legend": {"bgcolor": _TRANSPARENT} | (below if len(self.traces) > 8 else inside),
             "shapes": [lines | {"x0": place, "x1": place} for place, _ in self.marks],
             "annotations": [words | {"x": place, "text": html.escape(word)} for place, word in self.marks],
-            "showlegend": not ({trace["name"] for trace in self.traces} <= _PLAIN) and not self.is_shared,
+            "showlegend": len(self.traces) > 1 and not self.is_shared,
         }
         return {"data": [trace | {"name": html.escape(trace["name"])} for trace in self.traces], "layout": layout}
 
@@ -175,7 +173,7 @@ def _mark(panel: Panel, run: Run, x: Curve, y: Curve) -> None:
         crosses |= {"mode": "markers", "marker": {"symbol": "x", "size": 8, "color": _WARNING}}
         why = [html.escape(shown(event.get("why", ""))[:200]) for event in skipped]
         panel.traces.append(crosses | {"text": why})
-    panel.marks += [(float(x[_place(run, start)]), "resumed") for start, _ in run.starts if start]
+    panel.marks += [(float(x[_place(run, start)]), "resumed") for start in run.starts if start]
 
 
 def _place(run: Run, step: int) -> int:

@@ -33,8 +33,10 @@ class Run:
     directory: Path
     settings: dict[str, Any]
     """By dotted names; empty without a config.yaml."""
-    starts: list[tuple[int, dict[str, Any]]]
-    """Of each start, steps done before and the contents of its provenance.json, which may be empty."""
+    starts: list[int]
+    """Of each start, steps done before, the newest start last."""
+    about: dict[str, Any]
+    """Contents of the newest provenance.json; empty if there is none."""
     events: list[dict[str, Any]]
     """The lines of metrics.jsonl with an "event", each with a step."""
     metrics: dict[str, np.ndarray]
@@ -57,11 +59,6 @@ class Run:
     def loss(self) -> Curve:
         """Training loss of each step, in nats a token."""
         return self.metrics["loss"][:, 0]
-
-    @property
-    def about(self) -> dict[str, Any]:
-        """Contents of the newest provenance.json; empty if there is none."""
-        return self.starts[-1][1] if self.starts else {}
 
     def fact(self, name: str) -> Any:
         """A fact that the run wrote of itself, such as unigram_entropy; None where it is not known."""
@@ -99,22 +96,21 @@ def find_runs(patterns: Sequence[str]) -> list[Path]:
     """
     found: dict[Path, None] = {}
     for pattern in patterns:
-        named = [Path(pattern)] if Path(pattern).is_dir() else [Path(p) for p in sorted(glob.glob(pattern))]
-        runs = [run for directory in named if directory.is_dir() for run in _runs_in(directory)]
+        named = [pattern] if os.path.isdir(pattern) else sorted(filter(os.path.isdir, glob.glob(pattern)))
+        runs = [run for directory in named for run in _runs_in(directory)]
         if not runs:
             raise ValueError(f"run names {pattern!r}: there is no run. Give directories under runs/, or patterns.")
         found |= dict.fromkeys(runs)
     return list(found)
 
 
-def _runs_in(directory: Path) -> Iterator[Path]:
+def _runs_in(top: str) -> Iterator[Path]:
     # Not through links, which may lead back, or to a run that is there already.
-    inside = [p for p in sorted(directory.iterdir()) if p.is_dir() and not p.is_symlink() and p.name[0] != "."]
-    if not inside or any((directory / name).exists() for name in ("metrics.jsonl", "config.yaml")):
-        yield directory  # empty too: of a run that left nothing
-    else:
-        for path in inside:
-            yield from _runs_in(path)
+    for directory, inside, files in os.walk(top):
+        inside[:] = sorted(name for name in inside if name[0] != "." and not os.path.islink(f"{directory}/{name}"))
+        if not inside or {"metrics.jsonl", "config.yaml"} & {*files}:
+            inside.clear()
+            yield Path(directory)  # empty too: of a run that left nothing
 
 
 def read_run(directory: Path) -> Run:
@@ -129,11 +125,15 @@ def read_run(directory: Path) -> Run:
     seconds = np.where(np.abs(seconds) < 1e9, seconds, np.nan)
     time = _time(step, seconds, events)
     settings = _read_settings(directory, notes)
-    run = Run(directory, settings, _read_starts(directory), events, metrics, step, tokens, time, notes=notes)
+    run = Run(directory, settings, *_read_starts(directory), events, metrics, step, tokens, time, notes=notes)
     run.state, run.why = _state(run, ended)
-    if steps:
-        run.values = _values(run, seconds)
-        notes += _notes(run)
+    if not steps:
+        return run
+    run.values = _values(run, seconds)
+    if run.state != "running" and run.total_steps is not None and step[-1] + 1 < run.total_steps:
+        notes.append(f"unfinished: {int(step[-1]) + 1:,} of {run.total_steps:,} steps")
+    if (bad := step[~np.isfinite(run.loss)]).size:
+        notes.append(f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}, first at step {int(bad[0]) + 1:,}")
     return run
 
 
@@ -160,10 +160,10 @@ def _values(run: Run, seconds: Curve) -> dict[str, float]:
 
 
 def _read_settings(directory: Path, notes: list[str]) -> dict[str, Any]:
+    path = directory / "config.yaml"
     try:
-        return flat(read_config(directory / "config.yaml"))
+        return flat(read_config(path))
     except ValueError:
-        path = directory / "config.yaml"
         notes.insert(0, "config.yaml cannot be read" if path.exists() else "no config.yaml")
         return {}
 
@@ -196,15 +196,17 @@ def _read_metrics(directory: Path, notes: list[str]) -> tuple[list[dict], list[d
     return [steps[step] for step in sorted(steps)], events, ended
 
 
-def _read_starts(directory: Path) -> list[tuple[int, dict[str, Any]]]:
+def _read_starts(directory: Path) -> tuple[list[int], dict[str, Any]]:
+    """Steps done before each start, and the provenance of the newest."""
     found = []
     for path in sorted((directory / "source").glob("[0-9]" * 10))[-100:]:
         about = {}
         with contextlib.suppress(OSError, ValueError):
             about = read_object(path / "provenance.json")
-        found.append((int(path.name), about))
+        found.append((str(about.get("started", "")), int(path.name), about))
     # A run that went back has directories of later starts. The newest start is the one that was made last.
-    return sorted(found, key=lambda start: (str(start[1].get("started", "")), start[0]))
+    found.sort(key=lambda start: start[:2])
+    return [step for _, step, _ in found], found[-1][2] if found else {}
 
 
 def _vectors(steps: list[dict], name: str) -> np.ndarray:
@@ -227,16 +229,11 @@ def _time(step: Curve, seconds: Curve, events: list[dict]) -> Curve:
 
 def _state(run: Run, ended: bool) -> tuple[str, str]:
     """The state, and why. What is known only later, such as step_bubble, may follow the end."""
-    done = int(run.step[-1]) + 1 if len(run.step) else 0
     if ended:
         end = run.of_event("end")[-1]
         known = end.get("state") in ("finished", "stopped", "failed")
         return end["state"] if known else "unknown", str(end.get("why", ""))
-    if _is_locked(run.directory):
-        return "running", ""
-    if not done:
-        return "not begun", ""
-    return "unknown" if run.total_steps is None else "finished" if done >= run.total_steps else "broke off", ""
+    return "running" if _is_locked(run.directory) else "broke off" if len(run.step) else "not begun", ""
 
 
 def _is_locked(directory: Path) -> bool:
@@ -250,16 +247,6 @@ def _is_locked(directory: Path) -> bool:
     except (OSError, ValueError, OverflowError):
         return False
     return True
-
-
-def _notes(run: Run) -> Iterator[str]:
-    done = int(run.values["steps"])
-    if run.state != "running" and run.total_steps is not None and done < run.total_steps:
-        yield f"unfinished: {done:,} of {run.total_steps:,} steps"
-    bad = np.flatnonzero(~np.isfinite(run.loss))
-    if bad.size:
-        first = int(run.step[bad[0]]) + 1
-        yield f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}, first at step {first:,}"
 
 
 def read_samples(directory: Path) -> list[dict[str, Any]]:

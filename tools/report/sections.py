@@ -72,7 +72,7 @@ def runs(c: Comparison) -> dict[str, Any] | None:
         for i, run in enumerate(c.runs)
     ]
     return {
-        "settings": [(c.header(name), name) for name in c.differing],
+        "settings": c.differing,
         "metrics": [(name, METRICS[name].meaning) for name in c.metrics],
         "rows": rows,
         "remarks": remarks(c),
@@ -96,7 +96,7 @@ def events(run: Run) -> dict[str, Any] | None:
     """What happened beside the steps."""
     of_others = ("validation", "memory", "step_bubble", "sample", "microscope")
     found = [event for event in run.events if event["event"] not in of_others and event.get("state") != "finished"]
-    found += [{"step": done - 1, "event": "resumed"} for done, _ in run.starts if done]
+    found += [{"step": done - 1, "event": "resumed"} for done in run.starts if done]
     found.sort(key=lambda event: event["step"])
     rows = [(event["step"] + 1, *_described(event)) for event in found[-_EVENTS:]]
     return {"events": rows, "left_out": len(found) - len(rows)} if rows else None
@@ -145,20 +145,20 @@ def provenance(run: Run) -> dict[str, Any]:
     """What made the run: its command, commit, versions and starts."""
     about = run.about
     if not about:
-        return {"missing": "The directory has no source/<step>/provenance.json that can be read."}
+        return {"missing": "The directory has no source/<step>/provenance.json of its last start that can be read."}
     packages = about.get("packages") if isinstance(about.get("packages"), dict) else {}
     command = about.get("command") if isinstance(about.get("command"), list) else []
-    facts = {"commit": about.get("commit") or "no git repository", "Python": about.get("python")}
+    facts = {"started": about.get("started"), "commit": about.get("commit") or "no git repository"}
+    facts |= {"Python": about.get("python")}
     facts |= {name: packages.get(name) for name in ("jax", "jaxlib", "numpy")}
     facts |= {name.replace("_", " "): run.fact(name) for name in _FACTS}
     if isinstance(proof := about.get("proof"), dict):
         facts["proved to compute on this mesh what it computes on one device"] = proof.get("programs")
-    started = lambda about: str(about.get("started", "")) if about else "provenance.json cannot be read"
     return {
-        "starts": [(step, started(x), str(x.get("commit") or "")[:12]) for step, x in run.starts],
+        "starts": run.starts,
         "command": " ".join(map(str, command))[:_LONGEST],
         "facts": [(name, as_text(value)[:_LONGEST]) for name, value in facts.items() if value is not None],
-        "source": f"source/{run.starts[-1][0]:010}/provenance.json",
+        "source": f"source/{run.starts[-1]:010}/provenance.json",
     }
 
 
