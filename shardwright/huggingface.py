@@ -47,21 +47,28 @@ class Names:
                 "such a model (docs/huggingface.md)."
             )
 
+    def _walk(self, table: Any) -> Iterator[tuple[str, Any, dict[str, tuple[int, ...]]]]:
+        """Each of their tensors: its name, the number of its layer or `...`, and the shapes in it of our weights."""
+        shapes = {name: weight.shape for name, weight in named_leaves(table).items()}
+        for ours, theirs in self.whole.items():
+            yield theirs, ..., {ours: shapes[ours]}
+        for theirs, names in self.layer.items():
+            parts = {f"layers/{name}": _flat(getattr(table.layers, name)) for name in names}
+            for i in range(shapes[next(iter(parts))][0]):
+                yield theirs.format(i), i, parts
+
     def to_tensors(self, weights: Any, table: Any) -> dict[str, np.ndarray]:
         """Their tensors by name. Raises ValueError as `check`.
 
         Args:
-            weights: weights of the model.
+            weights: weights of the model, NumPy arrays.
             table: the model's table of Weights.
         """
         self.check(weights)
-        arrays, shapes = named_leaves(weights), named_leaves(table)
-        found = {theirs: np.asarray(arrays[ours]) for ours, theirs in self.whole.items()}
-        for theirs, names in self.layer.items():
-            names = [f"layers/{name}" for name in names]
-            stacks = [np.asarray(arrays[name]).reshape(-1, *_flat(shapes[name])) for name in names]
-            for i, layer in enumerate(np.concatenate(stacks, axis=-1)):
-                found[theirs.format(i)] = layer.T if self.transposed else layer
+        arrays, found = named_leaves(weights), {}
+        for theirs, i, parts in self._walk(table):
+            tensor = np.concatenate([arrays[name][i].reshape(shape) for name, shape in parts.items()], axis=-1)
+            found[theirs] = tensor.T if self.transposed and i is not ... else tensor
         return found
 
     def from_tensors(self, tensors: Mapping[str, np.ndarray], table: Any) -> Any:
@@ -71,34 +78,24 @@ class Names:
             ValueError: as `check`, or a tensor is missing, has no place, or has another shape.
         """
         self.check(table)
-        shapes = named_leaves(table)
         has_base = any(name.startswith(self.base) for name in tensors)
-        place = lambda name: name if has_base else name.removeprefix(self.base)
-        count = next(w.shape[0] for name, w in shapes.items() if name.startswith("layers/"))
-        needed = {place(name) for name in self.whole.values()}
-        needed |= {place(name).format(i) for name in self.layer for i in range(count)}
-        others = [name for name in set(tensors) ^ needed if not re.search(f"(?:{self.unused})$", name)]
-        if others := sorted(name for name in others if name != self.tied):
+        walk = [(name if has_base else name.removeprefix(self.base), *rest) for name, *rest in self._walk(table)]
+        others = [name for name in set(tensors) ^ {name for name, *_ in walk} if name != self.tied]
+        if others := sorted(name for name in others if not re.search(f"(?:{self.unused})$", name)):
             first = f"{', '.join(others[:4])}{' …' if len(others) > 4 else ''}"
             raise ValueError(f"{len(others)} tensors are only in the files, or only in the model: {first}")
-
-        def read(theirs: str, expected: tuple[int, ...], transposed: bool) -> np.ndarray:
-            tensor = tensors[place(theirs)]
-            tensor = tensor.T if transposed else tensor
+        found = {name: np.empty(weight.shape, np.float32) for name, weight in named_leaves(table).items()}
+        for theirs, i, parts in walk:
+            tensor = tensors[theirs]
+            tensor = tensor.T if self.transposed and i is not ... else tensor
+            ends = [shape[-1] for shape in parts.values()]
+            expected = (*next(iter(parts.values()))[:-1], sum(ends))
             if tensor.shape != expected:
                 is_theirs = f"{theirs} is {tensor.shape} as (inputs, outputs)"
                 raise ValueError(f"{is_theirs}; config.json asks for {expected}.")
-            return tensor
-
-        found = {ours: read(theirs, tuple(shapes[ours].shape), False) for ours, theirs in self.whole.items()}
-        for theirs, names in self.layer.items():
-            names = [f"layers/{name}" for name in names]
-            ends = np.cumsum([_flat(shapes[name])[-1] for name in names])
-            expected = (*_flat(shapes[names[0]])[:-1], int(ends[-1]))
-            layers = np.stack([read(theirs.format(i), expected, self.transposed) for i in range(count)])
-            parts = np.split(layers, ends[:-1], axis=-1)
-            found |= {name: part.reshape(shapes[name].shape) for name, part in zip(names, parts, strict=True)}
-        return jax.tree.unflatten(jax.tree.structure(table), [found[name] for name in shapes])
+            for name, part in zip(parts, np.split(tensor, np.cumsum(ends)[:-1], axis=-1), strict=True):
+                found[name][i] = part.reshape(found[name][i].shape)
+        return jax.tree.unflatten(jax.tree.structure(table), list(found.values()))
 
 
 def _flat(weight: Any) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ from shardlib.shardtypes import f32
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import RopeScaling
 from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.opening import open_run
 from shardwright_data.loader import TokenBatch
 from tools import checkpoint_to_huggingface, huggingface_to_checkpoint
 
@@ -66,6 +67,13 @@ def export(run, output, **settings) -> str:
     given = {"run": str(run), "output": str(output), "check": COMPARES, "trust": True} | settings
     checkpoint_to_huggingface.run(checkpoint_to_huggingface.Settings(**given), lines.append)
     return "\n".join(lines)
+
+
+def read(run) -> tuple:
+    """The model section and the weights of the last checkpoint of a run."""
+    with jax.set_mesh(tiny.mesh("one device")), open_run(str(run), None, True) as saved:
+        weights, _ = saved.read_weights(load_model(saved.c.model), "weights", train.programs, False, print)
+    return saved.c.model, weights
 
 
 def to_run(model, output, **settings) -> str:

@@ -5,7 +5,7 @@ import numpy as np
 import tiny
 
 from shardlib.shardtypes import f32
-from shardwright.sampling.drawing import Sampling, gumbel_noise
+from shardwright.sampling.sampler import Sampling, gumbel_noise
 from shardwright_data.loader import TokenBatch
 
 

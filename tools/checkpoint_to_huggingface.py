@@ -48,18 +48,6 @@ class Settings(CheckpointChoice):
     """The tokenizer to write, as in tools.generate, such as a flat-tokens dataset. Null: that of the run's data."""
 
 
-def read_model(choice: CheckpointChoice, log: Callable[[str], None] = print) -> tuple[int, Any, Any, dict[str, Any]]:
-    """Reads a checkpoint: its step, configuration, weights as NumPy arrays, and metadata.
-
-    Raises:
-        ValueError: there is no such checkpoint, its weights are not those of its model, or the source is another.
-    """
-    with one_device(), open_run(choice.run, choice.step, choice.trust) as saved:
-        which, model = choice.which(saved.c), load_model(saved.c.model)
-        weights, _ = saved.read_weights(model, which, train.programs, choice.other_source, log)
-        return saved.step, saved.c, jax.tree.map(np.asarray, weights), saved.metadata
-
-
 def tokenizer_files(tokenizer: Tokenizer, bos_id: int) -> tuple[dict[str, dict], list[str]]:
     """Files that make AutoTokenizer give what a run of this project reads: bos_id, then the text's ids.
 
@@ -123,9 +111,12 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     output = Path(config.output)
     if output.exists():
         raise ValueError(f"output is {config.output}, which exists already. Move it away, or give another path.")
-    step, c, weights, metadata = read_model(config, log)
-    if inputs := inputs_of(load_model(c.model)):
-        raise ValueError(f"the model reads {', '.join(inputs)} beside the tokens; no model in transformers does.")
+    with one_device(), open_run(config.run, config.step, config.trust) as saved:
+        c, step, model = saved.c, saved.step, load_model(saved.c.model)
+        if inputs := inputs_of(model):
+            raise ValueError(f"the model reads {', '.join(inputs)} beside the tokens; no model in transformers does.")
+        weights, _ = saved.read_weights(model, config.which(c), train.programs, config.other_source, log)
+    weights = jax.tree.map(np.asarray, weights)
     content, tensors = mapping_of(c.model.module).to_huggingface(weights, c.model)
     check_rules(c.model, content["model_type"])
     if content.get("max_position_embeddings", 0) is None:
@@ -139,7 +130,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     except (ValueError, OSError) as error:
         about = f"none: {error}"
     ids = {"bos_token_id": c.model.bos_id, "eos_token_id": end}
-    programs = metadata.get("provenance", {}).get("programs")
+    programs = saved.metadata.get("provenance", {}).get("programs")
     facts = {"step": step, "weights": config.which(c), "programs": programs}
     # Written even if null: transformers would take the ids of Llama's own tokenizer.
     files["config.json"] = content | ids | {"dtype": "float32", "torch_dtype": "float32", "shardwright": facts}

@@ -27,13 +27,13 @@ import train
 from shardwright.cluster.devices import known_options
 from shardwright.modeling.attention import KERNELS
 from shardwright.modeling.model import COMPUTE_DTYPES, inputs_of, load_model
-from shardwright.run import config as run_config
 from shardwright.run import opening
 from shardwright.run.causality import check_causal
 from shardwright.run.evaluation import evaluate as evaluate_batches
 from shardwright.run.opening import CheckpointChoice, MeshChoice
 from shardwright.sampling.harness import language_model
-from shardwright.sampling.scoring import Scorer, document_losses, products_in
+from shardwright.sampling.sampler import products_in
+from shardwright.sampling.scoring import Scorer, document_losses
 from shardwright.settings.program import run_program
 from shardwright_data.checks import at_least_0, at_least_1, check_choice, check_ranges
 from shardwright_data.flat_tokens import Reader, decode
@@ -81,20 +81,31 @@ class Settings(CheckpointChoice):
     or a name on the Hugging Face hub, a tokenizer.json, or a directory that holds one."""
 
 
-@dataclass
 class OpenRun:
-    """A checkpoint whose weights are on the devices."""
+    """A checkpoint whose weights are on the devices.
 
-    config: Settings
-    c: run_config.Config
-    step: int
-    which: str
-    """weights or ema."""
-    model: Any
-    weights: Any
-    mesh: jax.sharding.Mesh
-    source: Any
-    """Hashes of the source, for Scorer."""
+    Raises:
+        ValueError: there is no such run or checkpoint, or it does not fit the devices.
+    """
+
+    def __init__(self, config: Settings, write_line: Callable[[str], None] = print):
+        if config.compute_dtype is not None:
+            check_choice("compute_dtype", config.compute_dtype, tuple(COMPUTE_DTYPES))
+        with opening.open_run(config.run, config.step, config.trust) as saved:
+            self.config, self.c, self.step, training = config, saved.c, saved.step, saved.c.training
+            of_run = saved.metadata["config"].get("training", {}).get("compute_dtype")  # an import has none
+            dtype = config.compute_dtype or of_run or "f32"
+            self.which = config.which(self.c)
+            self.mesh, self.model = opening.mesh_for(config.mesh, self.c), load_model(self.c.model)
+            platform = self.mesh.devices.flat[0].platform
+            if KERNELS.get(training.attention, platform) != platform or dtype != of_run:
+                training.attention = "auto"
+            with jax.set_mesh(self.mesh):
+                found = saved.read_weights(self.model, self.which, train.programs, config.other_source, write_line)
+                self.weights, self.source = found
+                if why := check_causal(train.Forward(self.model, training), training.seq_len, self.source):
+                    write_line(f"not proved that a position sees no later token: {why}")
+        training.compute_dtype = dtype  # after the source, of which it is a part, was compared
 
     def scorer(self) -> Scorer:
         """What computes losses of tokens."""
@@ -109,28 +120,6 @@ class OpenRun:
     def language_model(self) -> Any:
         """The checkpoint as a model of lm-eval. Raises ValueError if that is not installed."""
         return language_model(self.scorer(), self.tokenizer(), self.weights)
-
-
-def open_run(config: Settings, write_line: Callable[[str], None] = print) -> OpenRun:
-    """Reads the weights. Raises ValueError if there is no such run or checkpoint, or it does not fit the devices."""
-    if config.compute_dtype is not None:
-        check_choice("compute_dtype", config.compute_dtype, tuple(COMPUTE_DTYPES))
-    with opening.open_run(config.run, config.step, config.trust) as saved:
-        c = saved.c
-        of_run = saved.metadata["config"].get("training", {}).get("compute_dtype")  # an import has none
-        dtype = config.compute_dtype or of_run or "f32"
-        which = config.which(c)
-        mesh, model = opening.mesh_for(config.mesh, c), load_model(c.model)
-        platform = mesh.devices.flat[0].platform
-        if KERNELS.get(c.training.attention, platform) != platform or dtype != of_run:
-            c.training.attention = "auto"
-        with jax.set_mesh(mesh):
-            weights, source = saved.read_weights(model, which, train.programs, config.other_source, write_line)
-            forward = train.Forward(model, c.training)
-            if why := check_causal(forward, c.training.seq_len, source):
-                write_line(f"not proved that a position sees no later token: {why}")
-    c.training.compute_dtype = dtype  # after the source, of which it is a part, was compared
-    return OpenRun(config, c, saved.step, which, model, weights, mesh, source)
 
 
 # ---- the run's own validation ---------------------------------------------------------------------------------------
@@ -265,7 +254,7 @@ def evaluate(config: Settings, console: Console | None = None) -> dict[str, Any]
     check_ranges("", config)
     if config.data is not None and config.tasks:
         raise ValueError("give one of data and tasks; data and tasks is given.")
-    run = open_run(config, write_line)
+    run = OpenRun(config, write_line)
     lines = []
     if config.data is not None:
         result, lines = of_data(run)

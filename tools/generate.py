@@ -9,7 +9,6 @@ The weights are sharded as in training, on any mesh. docs/sampling.md explains h
 
 import dataclasses
 import json
-import math
 import re
 import sys
 import time
@@ -23,8 +22,7 @@ from rich.text import Text
 import train
 from shardwright.modeling.model import load_model
 from shardwright.run.opening import CheckpointChoice, MeshChoice, mesh_for, open_run
-from shardwright.sampling.drawing import Sampling, check_ids
-from shardwright.sampling.sampler import Sampler
+from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.settings.program import run_program
 from shardwright_data.checks import check_ranges, within
 from shardwright_data.foreign import LARGE, read_text, shown
@@ -32,7 +30,7 @@ from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_run
 
 
 @dataclass
-class Settings(CheckpointChoice):
+class Settings(Sampling, CheckpointChoice):
     """Settings of the program."""
 
     prompt: str | None = None
@@ -43,16 +41,6 @@ class Settings(CheckpointChoice):
     """A prompt as token ids."""
     samples: int = within(1, 2**20, 1)
     """Number of texts for each prompt, at least 1."""
-    max_tokens: int = within(1, 2**24, 200)
-    """Largest number of tokens to add to a prompt, at least 1."""
-    temperature: float = within(0, math.inf, 1.0)
-    """Divisor of the logits, at least 0; 0 always takes the likeliest token."""
-    top_k: int | None = within(1, 2**31, None)
-    """Draw only from the likeliest this many tokens, at least 1; null: all."""
-    top_p: float = 1.0
-    """Draw only from the likeliest tokens that together have this probability, in (0, 1]."""
-    seed: int = within(0, 2**63, 0)
-    """In [0, 2**63). A text depends on it and on the number of the text; on batch or mesh only by rounding."""
     stop: list[int] | None = None
     """Ids of the tokens that end a text. Null: the end token of the run's data, if any; []: none."""
     batch: int = within(1, 2**20, 64)

@@ -1,1 +1,1 @@
-"""Sampling of text from a model: the cache, drawing, the sampler, samples during a run."""
+"""Sampling of text from a model: the cache, the sampler, losses of texts, samples during a run."""

@@ -4,9 +4,8 @@ from typing import Any
 
 import jax
 
-from shardwright.sampling.drawing import Sampling
-from shardwright.sampling.sampler import Sampler
-from shardwright.sampling.scoring import Scorer, log_likelihoods, products_in
+from shardwright.sampling.sampler import Sampler, Sampling
+from shardwright.sampling.scoring import Scorer, log_likelihoods
 from shardwright_data.text.tokenizers import Tokenizer
 
 MAX_TOKENS = 256
@@ -76,7 +75,7 @@ def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
             for settings, of in by_settings.items():
                 room = max(1, scorer.length - settings.max_tokens)
                 prompts = [tokenizer.ids(requests[i].args[0])[-room:] for i, _ in of]
-                with jax.set_mesh(scorer.mesh), products_in(scorer.forward.training.compute_dtype):
+                with jax.set_mesh(scorer.mesh):
                     sampler = Sampler(scorer.forward, settings, scorer.length, source=scorer.source)
                     drawn = sampler.generate(weights, prompts)
                 for (i, until), prompt, ids in zip(of, prompts, drawn, strict=True):

@@ -7,8 +7,10 @@ It runs the forward pass of training, with any model. All that a token learns fr
 can read a cache, so that the positions of a forward pass need not be those of one text. See docs/sampling.md.
 """
 
+import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,12 +21,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib import shardops
-from shardlib.shardtypes import Array, typed_shard_map, u32
-from shardwright.modeling.model import compute_scope, inputs_of
+from shardlib.shardtypes import Array, i32, typed, typed_shard_map, u32
+from shardwright.modeling.model import act, compute_scope, inputs_of
 from shardwright.run.causality import check_causal
 from shardwright.run.soundness import check_program
 from shardwright.sampling.cache import KeyValues, Texts, check_cache, filled_cache, next_logits
-from shardwright.sampling.drawing import Sampling, check_ids, choose
+from shardwright_data.checks import at_least_0, check_ranges, within
 
 CHUNK = 32
 """Number of tokens of each text that are drawn before the host reads them."""
@@ -34,13 +36,76 @@ SHORTEST = 16
 compiled."""
 
 
-def refuse_inputs(model: Any) -> None:
-    """Raises ValueError for a model that reads more than tokens."""
-    if inputs := inputs_of(model):
-        raise ValueError(
-            f"model.module {model.c.module!r} reads {', '.join(inputs)} beside the tokens, which a text does not have. "
-            "Evaluate it on its run's own validation data."
-        )
+# ---- the draw -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class Sampling:
+    """Settings of drawing the next token: from logits / temperature, after top_k and then top_p."""
+
+    max_tokens: int = within(1, 2**31, 200)
+    """Largest number of tokens to add to a prompt; at least 1."""
+    temperature: float = at_least_0(1.0)
+    """At least 0; 0 takes the likeliest token."""
+    top_k: int | None = within(1, 2**31, None)
+    """Number of likeliest tokens to draw from, at least 1, and with them those as likely as the last. None: all."""
+    top_p: float = within(math.ulp(0), math.nextafter(1, 2), 1.0)
+    """Draws only from the likeliest tokens that together have this probability, and from those as likely as the last
+    of them. In (0, 1] (arXiv 1904.09751)."""
+    seed: int = within(0, 2**63, 0)
+    """In [0, 2**63). The noise of a token depends only on the seed, the number of its text, and its place in it."""
+    stop: tuple[int, ...] = ()
+    """Token ids that end a text."""
+
+    def check(self, vocab: int) -> None:
+        """Raises ValueError for a setting out of its range, or a stop id outside of `vocab`."""
+        check_ranges("sampling", self)
+        check_ids("stop", self.stop, vocab)
+
+
+def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
+    """Raises ValueError for a token id outside of [0, vocab); `name` says where it comes from."""
+    for token in ids:
+        if not 0 <= token < vocab:
+            raise ValueError(f"{name} has the token id {token}; those of the model are 0 to {vocab - 1}.")
+
+
+def lowest_kept(scaled: jax.Array, s: Sampling) -> jax.Array:
+    """Lowest of the scaled logits[…, V] that top_k and top_p leave, […, 1]."""
+    if s.top_k is None and s.top_p == 1:
+        return jnp.full_like(scaled[..., :1], -jnp.inf)
+    ordered = lax.top_k(scaled, min(s.top_k or scaled.shape[-1], scaled.shape[-1]))[0]
+    if s.top_p == 1:
+        return ordered[..., -1:]
+    likelihood = jax.nn.softmax(ordered, axis=-1)
+    likelier = jnp.cumsum(likelihood, axis=-1) - likelihood
+    kept = (likelier < s.top_p).at[..., 0].set(True)
+    return jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+
+
+def gumbel_noise(number: jax.Array, place: jax.Array, vocab: int, s: Sampling) -> jax.Array:
+    """Noise […, vocab] for the token at `place[…]` of the text `number[…]`.
+
+    The argmax of the logits plus this noise is a sample from their softmax (Gumbel-max).
+    """
+    if s.temperature == 0:
+        return jnp.zeros(())
+    seed = jax.random.key(s.seed)
+    draw = lambda number, place: jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(seed, number), place), vocab)
+    return jax.vmap(draw)(number.reshape(-1), place.reshape(-1)).reshape(*number.shape, vocab)
+
+
+@typed
+def choose(logits: act["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"], s: Sampling) -> u32["B/r/d L"]:
+    """Draws the token at `place` of the text `number`. All devices of t draw the same."""
+    logits = shardops.all_gather("B/r/d L V/t -> B/r/d L V", logits, replicated=True)
+    scaled = jnp.float32(logits) / (s.temperature or 1.0)
+    noise = gumbel_noise(number, place, scaled.shape[-1], s)
+    kept = scaled >= lowest_kept(scaled, s)
+    return jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.uint32)
+
+
+# ---- programs over texts ------------------------------------------------------------------------------------------
 
 
 def padded(length: int, most: int, t: int) -> int:
@@ -49,72 +114,91 @@ def padded(length: int, most: int, t: int) -> int:
     return -(-min(short, most) // t) * t
 
 
+def products_in(dtype: str) -> Any:
+    """Context in which products of a compute dtype are as exact as it is: by default GPUs round f32 to TF32."""
+    return jax.default_matmul_precision("highest") if dtype == "f32" else contextlib.nullcontext()
+
+
 class Programs:
-    """Compiled programs, each compiled once for its shapes, and on several devices checked by the room soundness.
+    """What runs a model's forward pass over texts, on the current mesh. Each program is compiled once for its shapes.
 
     Args:
+        forward: train.Forward of the model. Its `training` sets the compute dtype, and gather_weights: whether weights
+            are gathered in each layer for each token, or once for CHUNK tokens. FP8 is left out: in it a text depends
+            on those beside it.
         source: hashes of the source, from provenance.source_of; None: programs are checked each time.
-        settings: all that the programs read.
+        settings: all that the programs read beside the model and `training`.
+        training: changes of `training`.
+
+    Raises:
+        ValueError: a model that reads more than tokens.
     """
 
-    def __init__(self, source: Any, *settings: Any):
-        self._source, self._settings = source, settings
+    def __init__(self, forward: Any, source: Any, settings: tuple = (), **training: Any):
+        if inputs := inputs_of(forward.model):
+            raise ValueError(
+                f"model.module {forward.model.c.module!r} reads {', '.join(inputs)} beside the tokens, which a text "
+                "does not have. Evaluate it on its run's own validation data."
+            )
+        # The path that training names may be for other devices.
+        used = dataclasses.replace(forward.training, attention="auto", fp8=False, **training)
+        self.forward, self.c = dataclasses.replace(forward, training=used), forward.model.c
+        self.mesh, self.source = jax.sharding.get_mesh(), source
+        self._settings = (self.c, used, *settings)
         self._compiled: dict[Any, Any] = {}
 
+    def jit(self, per_device: Any, kept: int, donated: tuple = ()) -> Any:
+        """Jits `per_device`. Its results after the first `kept` are put on every device, for the host to read."""
+        dtype = self.forward.training.compute_dtype
+
+        @functools.partial(jax.jit, donate_argnums=donated)
+        @functools.wraps(per_device)
+        def program(*args):
+            with compute_scope(dtype), products_in(dtype):
+                out = per_device(*args)
+            out = out if isinstance(out, tuple) else (out,)
+            return *out[:kept], *jax.tree.map(lambda x: jax.reshard(x, PartitionSpec()), out[kept:])
+
+        return program
+
     def run(self, program: Any, *args: Any) -> Any:
-        """The result of program(*args), where `program` is jitted."""
+        """The results of program(*args), where `jit` made `program`; on several devices it is checked first."""
         key = (program, tuple(np.shape(x) for x in jax.tree.leaves(args)))
         if key not in self._compiled:
-            if jax.sharding.get_mesh().size > 1:
-                check_program(program, args, self._source, *self._settings)
+            if self.mesh.size > 1:
+                check_program(program, args, self.source, *self._settings)
             self._compiled[key] = program.lower(*args).compile()
         return self._compiled[key](*args)
 
 
-class Sampler:
+class Sampler(Programs):
     """Continues texts with the weights of a model, on the current mesh.
 
     Args:
-        forward: train.Forward of the model. Its `training` sets the compute dtype, and gather_weights: whether weights
-            are gathered in each layer for each token, or once for CHUNK tokens.
+        forward: as for Programs.
         settings: how to draw.
-        context: number of tokens that the next one can see, with bos; at least 2, and no more than the model has
-            positions. A text that fills it ends.
+        context: number of tokens that the next one can see, with bos; no more than the model has positions. A text that
+            fills it ends.
         batch: largest number of texts at once; rounded up to a multiple of the devices.
-        source: hashes of the source, from provenance.source_of; None: programs are checked each time.
-
-    Attributes:
-        prefill: the jitted program that fills the cache with the prompts.
-        decode: the jitted program that draws up to CHUNK tokens of each text.
+        source: as for Programs.
 
     Raises:
         ValueError: a setting out of its range, or a model that reads more than tokens.
     """
 
     def __init__(self, forward: Any, settings: Sampling, context: int, batch: int = 64, source: Any = None):
-        c = forward.model.c
-        settings.check(c.vocab)
-        refuse_inputs(forward.model)
-        if context < 2:
-            raise ValueError(f"context is {context}; it must hold at least 2 tokens, the first of which is bos.")
-        c.check(context)
-        # The path that training names may be for other devices. In FP8 a text depends on those beside it.
-        any_device = dataclasses.replace(forward.training, attention="auto", fp8=False)
-        self.forward, self.c = dataclasses.replace(forward, training=any_device), c
-        self.settings, self.context = settings, context
-        mesh = jax.sharding.get_mesh()
-        self._devices, self._t, self._batch = mesh.size, mesh.shape["t"], batch
-        self._source = source
+        settings.check(forward.model.c.vocab)
+        forward.model.c.check(context)
+        self.settings, self.context, self._batch = settings, context, batch
         self._chunk = min(CHUNK, settings.max_tokens)
-        self._checked = False
-        self._run = Programs(source, c, any_device, settings, context, self._chunk).run
-        self.prefill, self.decode = self._programs()
+        super().__init__(forward, source, (settings, context, self._chunk))
+        self._t, self._checked = self.mesh.shape["t"], False
+        self._prefill, self._decode = self._programs()
 
     def _programs(self):
         forward, s, chunk = self.forward, self.settings, self._chunk
-        Weights, training = forward.model.Weights, forward.training
         cache_size = padded(self.context, self.context, self._t)
-        Cache = Array["layers", KeyValues]
+        Weights, Cache = forward.model.Weights, Array["layers", KeyValues]
 
         @typed_shard_map
         def prefill(w: Weights, ids: u32["_N/r/d _L"]) -> Cache:
@@ -142,21 +226,7 @@ class Sampler:
             (cache, texts), drawn = lax.scan(step, (cache, texts), length=chunk)
             return cache, texts, drawn
 
-        def jitted(per_device, donated: tuple = ()):
-            """Jits `per_device`, with its results but the cache on every device, for the host to read."""
-
-            @functools.partial(jax.jit, donate_argnums=donated)
-            @functools.wraps(per_device)
-            def program(*args):
-                with compute_scope(training.compute_dtype):
-                    out = per_device(*args)
-                if not isinstance(out, tuple):
-                    return out
-                return out[0], *jax.tree.map(lambda x: jax.reshard(x, PartitionSpec()), out[1:])
-
-            return program
-
-        return jitted(prefill), jitted(decode, (1,))
+        return self.jit(prefill, 1), self.jit(decode, 1, donated=(1,))
 
     def generate(self, weights: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
         """The tokens drawn after each prompt, with the one that ended the text.
@@ -175,22 +245,17 @@ class Sampler:
             check_ids(f"prompt {i}", prompt, self.c.vocab)
             if len(prompt) >= self.context:
                 raise ValueError(f"prompt {i} has {len(prompt)} tokens; a context of {self.context} takes fewer.")
-        self._check_model()
-        batch, result = -(-min(len(prompts), self._batch) // self._devices) * self._devices, []
+        if not self._checked:
+            if unproved := check_causal(self.forward, self.context, self.source, sampled=True):
+                raise ValueError(
+                    f"it is not proved that a position sees no later token, so texts cannot be continued: {unproved}"
+                )
+            check_cache(self.forward, self.context)
+            self._checked = True
+        batch, result = -(-min(len(prompts), self._batch) // self.mesh.size) * self.mesh.size, []
         for i in range(0, len(prompts), batch):
             result += self._generate(weights, prompts[i : i + batch], i, batch)
         return result
-
-    def _check_model(self) -> None:
-        """Checks once that texts can be drawn with a cache."""
-        if self._checked:
-            return
-        if unproved := check_causal(self.forward, self.context, self._source, sampled=True):
-            raise ValueError(
-                f"it is not proved that a position sees no later token, so texts cannot be continued: {unproved}"
-            )
-        check_cache(self.forward, self.context)
-        self._checked = True
 
     def _generate(self, weights, prompts: Sequence[Sequence[int]], first_number: int, batch: int) -> list[list[int]]:
         texts = [list(prompt) for prompt in prompts] + [[] for _ in range(batch - len(prompts))]
@@ -205,9 +270,9 @@ class Sampler:
             place=np.array([len(text) for text in texts], np.int32),
             left=np.array(left + [0] * (batch - len(prompts)), np.int32),
         )
-        cache = self._run(self.prefill, weights, ids)
+        (cache,) = self.run(self._prefill, weights, ids)
         while state.left.any():
-            cache, *found = self._run(self.decode, weights, cache, state)
+            cache, *found = self.run(self._decode, weights, cache, state)
             state, drawn = jax.tree.map(np.asarray, found)
             for i, text in enumerate(texts):
                 text += drawn[: state.place[i] - len(text), i].tolist()

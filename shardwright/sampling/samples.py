@@ -11,8 +11,7 @@ from shardwright.run.metrics import move_later_lines
 from shardwright.run.optional import optional
 from shardwright.run.run import Run
 from shardwright.run.stages import folded_mesh, without_stages
-from shardwright.sampling.drawing import Sampling, check_ids
-from shardwright.sampling.sampler import Sampler
+from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.settings.words import say
 from shardwright_data.text.tokenizers import REMEDY, tokenizer_of_run
 

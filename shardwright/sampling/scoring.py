@@ -8,22 +8,18 @@ A sequence begins with a token that is only read. Each sequence stands alone in 
 losses do not depend on the others, but for rounding.
 """
 
-import contextlib
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from shardlib import shardops
 from shardlib.shardtypes import bool_, f32, make_shardings, typed, typed_shard_map, u32
-from shardwright.modeling.model import act, compute_scope
-from shardwright.sampling.drawing import check_ids
-from shardwright.sampling.sampler import Programs, padded, refuse_inputs
+from shardwright.modeling.model import act
+from shardwright.sampling.sampler import Programs, check_ids, padded
 from shardwright_data.loader import TokenBatch
 
 LOGITS = 2**27
@@ -32,11 +28,6 @@ POSITIONS = 2**14
 """Largest number of positions on a device, but for those of a single sequence."""
 READ_AHEAD = 2**12
 """Number of sequences that are sorted by length before they are computed."""
-
-
-def products_in(dtype: str) -> Any:
-    """Context in which products of a compute dtype are as exact as it is: by default GPUs round f32 to TF32."""
-    return jax.default_matmul_precision("highest") if dtype == "f32" else contextlib.nullcontext()
 
 
 class Scored(NamedTuple):
@@ -56,56 +47,40 @@ def is_likeliest(logits: act["B/r/d L V/t"], targets: u32["B/r/d L"]) -> bool_["
     return at_target >= shardops.pmax("B/r/d L V/t -> B/r/d L", logits)
 
 
-class Scorer:
+class Scorer(Programs):
     """Computes the losses of tokens with the weights of a model, on the current mesh.
 
     Args:
-        forward: train.Forward of the model. Its `training` sets the compute dtype. FP8 is left out, as there a sequence
-            depends on those beside it.
+        forward: as for Programs.
         loss: train.cross_entropy.
         length: largest number of tokens that a sequence has beside the first.
-        source: hashes of the source, from provenance.source_of, as for a Sampler.
-
-    Attributes:
-        mesh: the mesh.
+        source: as for Programs.
 
     Raises:
         ValueError: a model that reads more than tokens.
     """
 
     def __init__(self, forward: Any, loss: Callable, length: int, source: Any = None):
-        c = forward.model.c
-        refuse_inputs(forward.model)
         # The padding after a sequence is another document, for rules that see ahead. So document_mask must be on.
-        alone = dataclasses.replace(forward.training, attention="auto", fp8=False, document_mask=True)
-        self.forward, self.loss, self.c, self.length = dataclasses.replace(forward, training=alone), loss, c, length
-        self.mesh = jax.sharding.get_mesh()
+        super().__init__(forward, source, document_mask=True)
+        self.loss, self.length = loss, length
         self._t = self.mesh.shape["t"]
         self._rows = self.mesh.size // self._t
-        self._positions = max(length, min(POSITIONS, LOGITS * self._t // c.vocab))
-        self.source, self._run = source, Programs(source, c, alone).run
+        self._positions = max(length, min(POSITIONS, LOGITS * self._t // self.c.vocab))
         self._program = self._losses_program()
 
     def _losses_program(self) -> Any:
         forward, loss, Weights = self.forward, self.loss, self.forward.model.Weights
 
         @typed_shard_map
-        def per_device(w: Weights, batch: TokenBatch, ids: u32["B/r/d L"]) -> tuple[f32["B/r/d L"], bool_["B/r/d L"]]:
+        def losses(w: Weights, batch: TokenBatch, ids: u32["B/r/d L"]) -> tuple[f32["B/r/d L"], bool_["B/r/d L"]]:
             def head(w, x):
                 logits = forward.model.logits(w, x)
                 return loss(logits, batch.targets), is_likeliest(logits, batch.targets)
 
             return forward(forward.copies(w), dataclasses.replace(forward.tokens(batch), ids=ids), head)[0]
 
-        @jax.jit
-        @functools.wraps(per_device)
-        def losses(w: Any, batch: TokenBatch, ids: jax.Array):
-            dtype = forward.training.compute_dtype
-            with compute_scope(dtype), products_in(dtype):
-                found = per_device(w, batch, ids)
-            return jax.tree.map(lambda x: jax.reshard(x, PartitionSpec()), found)
-
-        return losses
+        return self.jit(losses, 0)
 
     def losses(self, weights: Any, sequences: Iterable[Sequence[int]]) -> Iterator[Scored]:
         """What the model says of each sequence, in their order.
@@ -155,7 +130,7 @@ class Scorer:
         with jax.set_mesh(self.mesh):
             shardings = make_shardings(TokenBatch, like=batch)
             batch, ids = jax.tree.map(jax.device_put, (batch, ids), (shardings, shardings.targets))
-            return self._run(self._program, weights, batch, ids)
+            return self.run(self._program, weights, batch, ids)
 
 
 # ---- texts --------------------------------------------------------------------------------------------------------

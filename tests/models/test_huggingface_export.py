@@ -19,7 +19,6 @@ import gpt2
 from shardwright.modeling.model import module_of
 from shardwright_data.flat_tokens import Writer
 from shardwright_data.text.tokenizers import open_tokenizer
-from tools import checkpoint_to_huggingface as tool
 from tools.huggingface import llama as huggingface_llama
 
 ROOT = Path(__file__).parents[2]
@@ -85,8 +84,8 @@ def test_there_and_back_is_the_same_to_the_bit(saved, tmp_path, case):
     compared = [line for line in said.splitlines() if line.startswith("compared ")]
     assert compared == [line for line in back.splitlines() if line.startswith("compared ")]
     assert ("with those of transformers: they differ by at most" in compared[0]) == models.COMPARES
-    _, model, weights, _ = tool.read_model(tool.CheckpointChoice(str(tmp_path / "back")))
-    assert model.model == c
+    model, weights = models.read(tmp_path / "back")
+    assert model == c
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, weights), jax.tree.map(np.asarray, w))
 
 

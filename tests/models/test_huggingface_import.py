@@ -33,11 +33,9 @@ from shardwright.modeling.weights import shapes_of
 from shardwright.run import config as run_config
 from shardwright.run.config import register_schema, to_config
 from shardwright.run.initial_weights import fresh_state, read_weights
-from shardwright.run.opening import CheckpointChoice
 from shardwright.run.resuming import fixed_settings, with_defaults
 from shardwright.run.stages import placement_of
 from shardwright.settings.differences import config_differences
-from tools import checkpoint_to_huggingface
 from tools import huggingface_to_checkpoint as tool
 from tools.huggingface import llama as huggingface_llama
 
@@ -138,7 +136,7 @@ def test_logits_here_are_those_of_transformers(tmp_path, mesh, kind, settings):
         change_config(tmp_path / "model", rope_parameters=None, rope_theta=theta, rope_scaling=scaling)
 
     run(tmp_path / "model", tmp_path / "imported")
-    c = checkpoint_to_huggingface.read_model(CheckpointChoice(str(tmp_path / "imported")))[1].model
+    c, _ = models.read(tmp_path / "imported")
     assert c.qk_norm == (kind == "Qwen3")
     batch = models.rows(c)
     with jax.set_mesh(tiny.mesh(mesh)):

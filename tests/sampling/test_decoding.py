@@ -19,8 +19,7 @@ from shardlib.parsing import ShardError
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.rules import Rule
 from shardwright.sampling import cache
-from shardwright.sampling.drawing import Sampling
-from shardwright.sampling.sampler import Sampler
+from shardwright.sampling.sampler import Sampler, Sampling
 
 CONTEXT = 32
 LONG = np.random.default_rng(1).integers(0, models.SIZES.vocab, 12).tolist()

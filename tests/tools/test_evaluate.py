@@ -26,7 +26,7 @@ from shardwright_data.loader import DataConfig
 from shardwright_data.text import definitions
 from shardwright_data.text.tokenizers import open_tokenizer
 from tools import checkpoint_to_huggingface, huggingface_to_checkpoint
-from tools.evaluate import MeshChoice, Settings, evaluate, open_run
+from tools.evaluate import MeshChoice, OpenRun, Settings, evaluate
 
 pytestmark = pytest.mark.long
 
@@ -85,7 +85,7 @@ def read(path):
 def test_options_of_xla_that_are_texts_need_trust(run, tmp_path):
     """Such as a directory that XLA writes into, or takes its assembler from."""
     lines = []
-    opened = open_run(Settings(run=str(run)))
+    opened = OpenRun(Settings(run=str(run)))
     opened.c.hardware.compiler_options = {"xla_dump_to": str(tmp_path), "xla_cpu_use_fusion_emitters": False}
     assert trusted_options(opened.c, opened.config.trust, lines.append) == {"xla_cpu_use_fusion_emitters": False}
     assert "xla_dump_to of the run is left out: trust=true takes it" in lines[0]
@@ -265,7 +265,7 @@ def test_lm_eval_gets_the_numbers_of_its_own_model(run, theirs, tasks):
         model = {"pretrained": str(theirs[0]), "device": "cpu", "dtype": "float32", "max_length": SEQ_LEN}
         return lm_eval.simple_evaluate(model="hf", model_args=model | arguments, **options)
 
-    found = lm_eval.simple_evaluate(model=open_run(Settings(run=str(run))).language_model(), **options)
+    found = lm_eval.simple_evaluate(model=OpenRun(Settings(run=str(run))).language_model(), **options)
     for expected, compared in ((of_hf(), names[::2]), (of_hf(add_bos_token=False), names[1:2])):
         for name in compared:
             for metric, value in expected["results"][name].items():

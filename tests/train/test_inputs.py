@@ -17,8 +17,7 @@ from own_model import MINE, PAGE, SIZES, imported
 import train
 from shardlib.shardtypes import bool_, u32
 from shardwright.modeling.model import Tokens, load_model
-from shardwright.sampling.drawing import Sampling
-from shardwright.sampling.sampler import Sampler
+from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright_data import flat_tokens
 from shardwright_data.loader import DataConfig, SourceConfig, StreamConfig, make_loader
 from tools.verify.inputs import random_batch

@@ -12,8 +12,7 @@ import tiny
 from own_model import MINE, QUOTED, SIZES, imported
 from redrawn import redrawn
 
-from shardwright.sampling.drawing import Sampling
-from shardwright.sampling.sampler import Sampler
+from shardwright.sampling.sampler import Sampler, Sampling
 
 PLACES = ("d=4 t=2", "p=2 d=2 t=2")
 
