@@ -128,6 +128,24 @@ def sums_by_id(rows: jax.Array, ids: jax.Array, count: int) -> jax.Array:
     return jnp.where(is_there, at(sums, last), 0).astype(rows.dtype)
 
 
+def check_sums() -> None:
+    """Compares, where `take` needs it, sums_by_id with a scatter-add on the device, of integers: both are exact.
+
+    Raises:
+        ArithmeticError: they differ.
+    """
+    if target_device().platform != "gpu":
+        return
+    ids, rows = jax.random.randint(jax.random.key(0), (2, 4096), 0, 999)
+    rows = jnp.float32(jnp.stack([rows, ids], axis=1))
+    found, expected = sums_by_id(rows, ids, 1000), jnp.zeros((1000, 2)).at[ids].add(rows)
+    if not (found == expected).all():
+        raise ArithmeticError(
+            "shardlib.products.sums_by_id, the gradient of an embedding on this platform, is not what a scatter-add is: "
+            f"{int((found != expected).sum())} of {found.size} sums differ. Use another jaxlib or driver."
+        )
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _take(spec: str, count: int, table: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.take(table, ids, axis=0, mode="clip")
@@ -138,7 +156,7 @@ def _take_backward(spec, count, ids, g):
         return sums_by_id(g.reshape(-1, *g.shape[ids.ndim :]), jnp.clip(ids.reshape(-1), 0, count - 1), count)
 
     label = f"sums of rows with equal ids, {spec}"  # of which the order does not matter
-    # The ids are those of the lookup, which is checked.
+    # The ids are those of the lookup, which is checked. The sums are compared before the first step: check_sums.
     found = marks.region(sums, marks.enter(g, label), ids)
     return marks.leave(found, label, spec), None
 

@@ -12,6 +12,7 @@ of the same name, and to transpositions if its dim is not the first. This is wha
     broadcast          'M -> B/d L M'                       repeats along new dims
     rearrange          'L (K/t Q) D -> K/t Q L D'           transposes, splits and merges dims, by name
     all_to_all         'L/t K -> L K/t'                     moves an axis from one dim to another
+    ppermute           'B L/t M'                            shifts the blocks of a dim around the ring of its axis
     replicate          'M/d F/t -> M/d F/t *r'              marks independent use on each device of r, a Copy
 
 The backward pass communicates where the forward pass does, by the transposed collective, and nowhere else: a gather
@@ -202,6 +203,22 @@ def all_to_all(spec, x):
         check_result_divisible(rhs, sizes)
         value = cast(1, lhs, value, (), lhs.sharded)
     return lax.all_to_all(value, axes, split_axis=target, concat_axis=source, tiled=True)
+
+
+def ppermute(spec, x, *, axis: str, shift: int):
+    """Each device of `axis` sends its block to the device `shift` further on, around the ring. The type stays.
+
+    After `ppermute('B L/t M', x, axis='t', shift=1)`, device i holds what device i-1 held.
+    """
+    with checked_collective("ppermute", f"{spec} ->", x) as (op, value, _):
+        shape, size = op.lhs[0], devices_along((axis,))
+        if axis not in shape.sharded or shape.partial:
+            raise ShardError(
+                f"no dim of `{shape}` is sharded over {axis}", f"name an axis that shards a dim: `L/{axis}`"
+            )
+        refuse_in_stage((axis,))
+        value = cast(1, shape, value, (), (axis,))
+    return lax.ppermute(value, axis, [(i, (i + shift) % size) for i in range(size)])
 
 
 def replicate(spec, x):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from shardlib import products
 from shardwright.cluster.devices import known_options
 from shardwright.cluster.stopping import StopRequest
 from shardwright.cluster.watch import watched_batches
@@ -230,6 +231,7 @@ class Run:
     def compare_forms(self) -> None:
         """Refuses a form of an op for this platform that does not compute what its plain form does. It runs both."""
         check_paths(self.forward, self.c.training.seq_len)
+        products.check_sums()
 
     def compile(self, training_step: Any, state: Any) -> jax.stages.Compiled:
         """The compiled training step for `state` and the batches of the run. Keeps its HLO text, for a picture."""

@@ -48,6 +48,14 @@ def test_sums_are_those_of_numpy(name, shape, dtype):
     np.testing.assert_allclose(np.float64(found), expected, rtol=tolerance, atol=tolerance)
 
 
+def test_sums_that_differ_are_refused_before_the_first_step(as_on_a_gpu, monkeypatch):
+    products.check_sums()
+    right = products.sums_by_id
+    monkeypatch.setattr(products, "sums_by_id", lambda *args: right(*args).at[7].add(1))
+    with pytest.raises(ArithmeticError, match="2 of 2000 sums differ"):
+        products.check_sums()
+
+
 def gradient(ids: np.ndarray) -> str:
     table = jnp.zeros((50, 7))
     lowered = jax.jit(jax.grad(lambda table: products.take(table, jnp.asarray(ids), "V M").sum())).lower(table)

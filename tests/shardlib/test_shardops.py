@@ -25,6 +25,7 @@ from shardlib.shardops import (
     einsum_unreduced,
     index_unreduced,
     pmax,
+    ppermute,
     psum,
     psum_scatter,
     rearrange,
@@ -406,6 +407,16 @@ def test_op_against_dense(name, mesh):
     # Differentiated around a shard_map over one device, JAX does not compile a partial sum kept for the backward pass.
     kept = "a partial sum times a" in name and np.prod(list(mesh.values())) == 1
     assert_same_values_and_gradients(*CASES[name].parts(), gradients=not kept and "pmax" not in name)
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_ppermute_against_roll(shift, mesh):
+    assert_same_values_and_gradients(
+        lambda x: ppermute("B/d M/t", x, axis="t", shift=shift),
+        (f32["B/d M/t"],),
+        f32["B/d M/t"],
+        lambda x: jnp.roll(x, shift * 16 // mesh["t"], axis=1),
+    )
 
 
 def test_axis_size_and_index(mesh):
