@@ -141,7 +141,7 @@ def check_sums() -> None:
     found, expected = sums_by_id(rows, ids, 1000), jnp.zeros((1000, 2)).at[ids].add(rows)
     if not (found == expected).all():
         raise ArithmeticError(
-            "shardlib.products.sums_by_id, the gradient of an embedding on this platform, is not what a scatter-add is: "
+            "shardlib.products.sums_by_id, the gradient of an embedding on this platform, is no scatter-add: "
             f"{int((found != expected).sum())} of {found.size} sums differ. Use another jaxlib or driver."
         )
 
