@@ -1,0 +1,107 @@
+"""The op rearrange: transposing, splitting and merging dims, checked by name."""
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import einops
+import jax.numpy as jnp
+
+from shardlib.checks import Sizes, check_divisible
+from shardlib.op_checks import cast, check_operand, checked_op, copy_axes, parse, require_shard_map, wrap
+from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op
+from shardlib.values import devices_along
+
+
+def rearrange(spec: str, x: Any, /, **sizes: int) -> Any:
+    """Transposes, splits and merges the dims of `x`: `B/d L (K/t Q) D -> B/d K/t Q L D`. It does not communicate.
+
+    The notation is that of einops, with axes. A group `(K/t Q)` is one dim of the array, with K outermost, and `1` is a
+    dim of size 1. Each name is on both sides, with the same axes. In a group only the outermost dim may be sharded. A
+    partial sum and a Copy stay what they are.
+
+    Args:
+        spec: the dims of the operand and of the result.
+        x: an array, a partial sum or a Copy.
+        **sizes: sizes of dims by name, at least 1, where neither `x` nor the current scope tells them: `Q=4`. As
+            everywhere these are the sizes of whole dims, not of a device's block.
+    """
+    with checked_op("rearrange", spec, x) as known:
+        op = parse(spec, 1, "*", "( )")
+        lhs, rhs = op.lhs[0], op.rhs
+        pattern, names = _pattern(parse_op(spec, groups=True))  # on a mesh without p too, p stays in its place
+        require_shard_map()
+        _bind_given(lhs, sizes, known)
+        value = check_operand(1, lhs, x, known)
+        _bind_groups(lhs, known)
+        value = cast(1, lhs, value, (), lhs.sharded)
+        inner = [dim for group in lhs.dims for dim in group.group]
+        blocks = {names[dim.name]: known[dim.name] // devices_along(dim.axes) for dim in inner}
+    return wrap(einops.rearrange(jnp.asarray(value), pattern, **blocks), rhs.partial, copy_axes(x), f"rearrange({op})")
+
+
+@functools.lru_cache(maxsize=4096)
+def _pattern(op: OpSpec) -> tuple[str, dict[str, str]]:
+    """The pattern of a spec for einops, and the name in it of each dim. Raises ShardError for a wrong spec."""
+    lhs, rhs = _members("operand", op.lhs[0]), _members("result", op.rhs)
+    for name in [*lhs, *rhs]:
+        before, after = lhs.get(name), rhs.get(name)
+        if before is None or after is None:
+            raise ShardError(
+                f"{after or before} is in the {'result' if after else 'operand'} alone: rearrange keeps every entry",
+                "name it on both sides; einsum_unreduced sums over a dim, broadcast adds one, and a dim of size 1 is "
+                "written 1",
+            )
+        if before.axes != after.axes:
+            raise ShardError(
+                f"{before} in the operand becomes {after} in the result: rearrange moves nothing between devices",
+                "keep the axes of each name; before or after it, all_gather makes a dim whole, psum_scatter turns a + "
+                "into an axis, and all_to_all moves an axis to another dim",
+            )
+    if (op.lhs[0].partial, op.lhs[0].copies) != (op.rhs.partial, op.rhs.copies):
+        raise ShardError(
+            f"`{op.lhs[0]}` to `{op.rhs}` changes the marks",
+            "keep + and * on both sides: psum and psum_scatter reduce, all_gather and replicate make copies",
+        )
+    names = {name: f"a{i}" for i, name in enumerate(lhs)}
+    word = lambda dim: f"({' '.join(names[d.name] for d in dim.group)})" if dim.group else names.get(dim.name, "1")
+    side = lambda shape: " ".join(map(word, shape.dims))
+    return f"{side(op.lhs[0])} -> {side(op.rhs)}", names
+
+
+def _members(which: str, shape: ShapeSpec) -> dict[str, Dim]:
+    """Each dim of a side by its name, also those in groups, without 1."""
+    dims = [dim for dim in itertools.chain(*(dim.members for dim in shape.dims)) if str(dim) != "1"]
+    for dim in dims:
+        if dim.literal_size is not None or [other.name for other in dims].count(dim.name) > 1:
+            problem = f"{dim} in the {which} `{shape}` has no name of its own"
+            raise ShardError(problem, "give each dim another name, and a size if need be: rearrange(…, N=3)")
+    return {dim.name: dim for dim in dims}
+
+
+def _bind_given(shape: ShapeSpec, given: Mapping[str, int], sizes: Sizes) -> None:
+    """Adds the sizes `given` by keyword to `sizes`. Raises ShardError if one is wrong or contradicts what is known."""
+    names = {member.name for dim in shape.dims for member in dim.members}
+    for name, size in given.items():
+        if name not in names or not isinstance(size, int) or size < 1 or sizes.setdefault(name, size) != size:
+            problem = f"{name}={size!r} is not the size of a dim of `{shape}`"
+            raise ShardError(problem, "give whole sizes, over all devices, of dims whose size is not known")
+
+
+def _bind_groups(shape: ShapeSpec, sizes: Sizes) -> None:
+    """Replaces the size of each group in `sizes` by the sizes of its dims. Raises ShardError if they do not fit."""
+    for group in (dim for dim in shape.dims if dim.group):
+        whole, names = sizes.pop(group.name), [dim.name for dim in group.group]
+        unknown = [name for name in names if name not in sizes]
+        product = math.prod(sizes.get(name, 1) for name in names)
+        if len(unknown) > 1 or whole % product or (not unknown and product != whole):
+            known = ", ".join(f"{name}={sizes[name]}" for name in names if name in sizes)
+            raise ShardError(
+                f"size mismatch: {group} is {whole} in all, and known are {known or 'none of its dims'}",
+                "give the whole size of all of its dims but one, over all devices: rearrange(…, "
+                f"{(unknown or names)[-1]}=…)",
+            )
+        sizes |= dict.fromkeys(unknown, whole // product)
+        check_divisible(group.group[0], sizes[names[0]])
