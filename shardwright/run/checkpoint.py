@@ -9,10 +9,8 @@ import functools
 import json
 import os
 import re
-import secrets
-import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -47,14 +45,12 @@ from shardwright.settings.words import say
 
 COMMIT_TIMEOUT_S = 1800.0
 """Seconds that a process waits for the others to finish writing, before the save fails."""
-OWNER = ".owner"
-"""Key of the file, where paths.checkpoints is set, that names the run that started last."""
 SET_ASIDE = "set_aside"
 """Directory, beside the checkpoints, of those that a run went back before."""
 _STEP = re.compile(r"\d{10}")
 
 
-class Checkpointer:
+class Checkpointer(contextlib.AbstractContextManager):
     """Saves and restores pytrees of jax.Arrays under `<place>/<step, 10 digits>/<leaf path>`.
 
     With several processes, all reach the same `place`, all make the same calls in the same order, and each writes its
@@ -76,10 +72,6 @@ class Checkpointer:
         self._saving: concurrent.futures.Future | None = None
         self.rotates = True
         """Whether a complete checkpoint removes older ones than the latest `keep`."""
-        self._name: bytes | None = None
-
-    def __enter__(self) -> "Checkpointer":
-        return self
 
     def __exit__(self, *exc_info) -> None:
         self.close()
@@ -96,9 +88,7 @@ class Checkpointer:
         """
         latest = agreed(lambda: max({*self.steps()} - {*without}, default=-1))
         if jax.distributed.is_initialized():
-            # As text: without x64, JAX would cut a larger integer to 32 bits.
-            sent = np.frombuffer(f"{latest:11}".encode(), np.uint8)
-            latest = int(bytes(multihost_utils.broadcast_one_to_all(sent)))
+            latest = int(multihost_utils.broadcast_one_to_all(np.int32(latest)))
         return None if latest < 0 else latest
 
     def metadata(self, step: int) -> dict:
@@ -121,7 +111,7 @@ class Checkpointer:
         error. If the store fails here, that too is told by the next `save` or `wait`.
 
         Args:
-            step: 0 to 9,999,999,999; not saved before.
+            step: 0 to 2**31 - 1; not saved before.
             state: a pytree of jax.Arrays of booleans, integers, f16, f32, or f64, in containers with named or numbered
                 children (dataclasses, dicts, tuples, lists). Names become directory names.
             metadata: what json can write, without NaN or infinity. Kept in the manifest. `check` may add to it.
@@ -149,8 +139,7 @@ class Checkpointer:
             agreed(lambda: self._make_room(step) if jax.process_index() == 0 else None)
             check()
         except OSError as error:
-            self._saving = concurrent.futures.Future()
-            self._saving.set_exception(self._not_saved(step, error))
+            self._saving = self._executor.submit(self._fail, step, error)
             return
         arrays = copy_to_host(leaves, orders)
         self._saving = self._executor.submit(self._write, step, arrays, metadata)
@@ -192,7 +181,7 @@ class Checkpointer:
         children = {key.partition("/")[0] for key in expected}
         every = saved_arrays(manifest).items()
         saved = {key: array for key, array in every if key.partition("/")[0] in children}
-        _check_same_arrays(f"{self.store.url}/{name}", saved, expected, orders)
+        _check_same_arrays(f"{self.store.url}/{name}", saved, expected)
         arrays = agreed(lambda: read_arrays(self.store, name, saved, expected, orders))
         return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
@@ -203,40 +192,22 @@ class Checkpointer:
             raise ValueError(f"no complete checkpoint of step {step} in {self.store.url}; there are {self.steps()}.")
         return manifest
 
-    def own(self) -> None:
-        """Makes this the run that saves here: saves of a run that started before fail. One process calls this.
-
-        Raises OSError if the place cannot be written.
-        """
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        name = f"process {os.getpid()} on {socket.gethostname()}, since {since} ({secrets.token_hex(8)})"
-        self._name = name.encode()
-        self.store.write(OWNER, self._name)
-
-    def _check_owner(self) -> None:
-        """Raises OSError if another run owns the place."""
-        owner = self.store.read(OWNER) if self._name else None
-        if owner not in (None, self._name):
-            raise OSError(
-                f"another run saves to {self.store.url}: {owner.decode(errors='replace')}. End one of the two, or "
-                "rename it (paths.model_name)."
-            )
-
     def remove_leftovers(self) -> None:
         """Removes what killed and failed saves left. One process calls this. What cannot be removed is told."""
-        for name, done in self.store.directories().items():
-            if not done and re.fullmatch(r"\d{10}(\.tmp)?", name):
-                self._try_to_remove(name)
+        with self._if_possible():
+            for name, done in self.store.directories().items():
+                if not done and _STEP.fullmatch(name):
+                    self.store.remove(name)
 
-    def _try_to_remove(self, name: str) -> None:
+    @contextlib.contextmanager
+    def _if_possible(self) -> Iterator[None]:
         try:
-            self.store.remove(name)
+            yield
         except OSError as error:
-            say(f"WARNING: {name}, in {self.store.url}, cannot be removed: {error}. Remove it, or leave it there.")
+            say(f"WARNING: checkpoints in {self.store.url} that are not needed cannot be removed: {error}")
 
     def _make_room(self, step: int) -> None:
         """Makes sure that nothing is where the checkpoint goes. Raises ValueError if a checkpoint is."""
-        self._check_owner()
         name = directory_of(step)
         if self.store.read(f"{name}/{MANIFEST}") is not None:
             raise ValueError(
@@ -286,46 +257,41 @@ class Checkpointer:
                 if jax.process_count() > 1:
                     self._tell_others(directory, {"failed": str(error)})
                 else:
-                    self._check_owner()  # what is there may be another run's
                     self.store.remove(directory)  # it may have filled the disk, which the metrics need
-            raise self._not_saved(step, error) from error
+            self._fail(step, error)
         if self._keep and self.rotates and jax.process_index() == 0:
-            try:
+            with self._if_possible():
                 for old in self.steps()[: -self._keep]:
-                    self._try_to_remove(directory_of(old))
-            except OSError as error:
-                say(f"WARNING: no older checkpoint was removed: {error}")
+                    self.store.remove(directory_of(old))
 
     def _write_all(self, step: int, directory: str, arrays: list[Part], metadata: dict) -> None:
         written = write_arrays(self.store, directory, arrays)
         if jax.process_index() != 0:
             self._tell_others(directory, {"written": written})
-            self._await(directory, [0], lambda: self.store.read(f"{directory}/{MANIFEST}") is not None)
             return
         others = range(1, jax.process_count())
         written |= self._await(directory, others)
         for process in others:
             self.store.write(f"{directory}/.written-{process}", None)
-        self._check_owner()
         commit(self.store, step, [saved for saved, _ in arrays], written, metadata)
 
     def _tell_others(self, directory: str, content: dict) -> None:
         self.store.write(f"{directory}/.written-{jax.process_index()}", json.dumps(content).encode())
 
-    def _not_saved(self, step: int, error: OSError) -> OSError:
-        return OSError(
+    def _fail(self, step: int, error: OSError) -> None:
+        raise OSError(
             f"checkpoint {self.store.url}/{directory_of(step)} was not saved: {error} Those before it, "
             "if there are any, stay as they are."
-        )
+        ) from error
 
-    def _await(self, directory: str, processes: Iterable[int], done: Callable[[], bool] = lambda: False) -> Checksums:
-        """What these processes wrote, or nothing once `done`.
+    def _await(self, directory: str, processes: Iterable[int]) -> Checksums:
+        """What these processes wrote.
 
         A barrier made of files. A collective on this background thread could come between the collectives of the
         training step in another order on each host, and hang them all.
         """
         deadline, missing, written = time.monotonic() + COMMIT_TIMEOUT_S, {*processes}, {}
-        while missing and not done():
+        while missing:
             for process in sorted(missing):
                 content = self.store.read(f"{directory}/.written-{process}")
                 if content is not None:
@@ -347,18 +313,16 @@ def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[C
     """Checkpoints of a run, which the caller closes, and the step of one of them, the same in all processes.
 
     Args:
-        path: directory or URL of a run, or of one checkpoint.
-        step: step of the checkpoint; None for the last.
+        path: directory or URL of a run, or of one of its checkpoints.
+        step: step of the checkpoint; None for the last, or for the one that `path` names.
 
     Raises:
         ValueError: there is no such checkpoint.
     """
     place = os.fspath(path).rstrip("/")
     above, _, name = place.rpartition("/")
-    if _STEP.fullmatch(name) and not os.path.isdir(f"{place}/checkpoints"):
-        if step not in (None, int(name)):
-            raise ValueError(f"{place} is the checkpoint of step {int(name)}, but step is {step}; give one of the two.")
-        return Checkpointer(above or "."), int(name)
+    if _STEP.fullmatch(name):
+        return Checkpointer(above or "."), int(name) if step is None else step
     checkpoints = Checkpointer(f"{place}/checkpoints")
     found = checkpoints.latest_step() if step is None else step
     if found is None:
@@ -371,7 +335,7 @@ def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[C
     return checkpoints, found
 
 
-def _check_same_arrays(path: str, saved: dict[str, SavedArray], expected: dict[str, Any], orders: Orders) -> None:
+def _check_same_arrays(path: str, saved: dict[str, SavedArray], expected: dict[str, Any]) -> None:
     found = {name: f"{array.dtype}{list(array.shape)}" for name, array in saved.items()}
     wanted = {name: f"{x.dtype}{list(x.shape)}" for name, x in expected.items()}
     if problems := config_differences(found, wanted, (*found, *wanted)):

@@ -15,7 +15,7 @@ import numpy as np
 import tensorstore as ts
 
 from shardlib.placement import consecutive
-from shardwright.run.manifest import ANOTHER, CHECKSUM_BYTES, Box, Checksums, Damaged, Index, SavedArray
+from shardwright.run.manifest import CHECKSUM_BYTES, Box, Checksums, Damaged, Index, SavedArray
 from shardwright.run.stores import STORE_ERRORS, Store, in_parallel
 
 CHUNK_BYTES = 2**28
@@ -161,7 +161,7 @@ class StoredArray:
     def _damaged(self, index: Index, problem: str) -> Damaged:
         return Damaged(
             f"cannot read the array {self.saved.name!r}: {self.saved.key(index)} {problem}. The checkpoint "
-            f"{self._store.url}/{self._directory} is damaged.{ANOTHER}"
+            f"{self._store.url}/{self._directory} is damaged. Restore another step, or copy it again."
         )
 
 

@@ -171,8 +171,10 @@ def _holder(file: Any) -> str:
 
 def _remove_start(made: list[Path]) -> None:
     """Removes the directories that a start made, the run's first, if no step was logged or saved."""
-    checkpoints = made[0] / "checkpoints"
-    if not ((checkpoints.is_dir() and any(checkpoints.iterdir())) or has_begun(made[0])):
+    log, checkpoints = made[0] / "metrics.jsonl", made[0] / "checkpoints"
+    lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
+    is_logged = any('"event": ' not in line for line in lines)  # lines of events have "event"
+    if not is_logged and not (checkpoints.is_dir() and any(checkpoints.iterdir())):
         _remove(made[0])
         remove_empty(made)
 
@@ -190,15 +192,6 @@ def remove_empty(directories: list[Path]) -> None:
         for path in directories:
             if path.exists():
                 path.rmdir()
-
-
-def has_begun(directory: Path) -> bool:
-    """Whether the log has the line of a step. Those of events have "event"."""
-    log = directory / "metrics.jsonl"
-    if not log.is_file():
-        return False
-    with open(log, errors="replace") as file:
-        return any('"event": ' not in line for line in file)
 
 
 def _remove(path: Path) -> None:

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from shardlib.placement import LayerPlacement
 from shardwright.run.checkpoint import find_checkpoint
 from shardwright.run.checkpoint_arrays import NO_ORDERS, Orders
-from shardwright.run.config import Config
-from shardwright.run.directory import has_begun
+from shardwright.run.config import Config, PathsConfig
 from shardwright.run.files import read_config
 from shardwright.run.resuming import fixed_by_weights, saved_config, with_defaults
 from shardwright.run.stages import stack_orders
@@ -21,28 +20,22 @@ from shardwright.settings.differences import config_differences
 from shardwright.settings.words import say
 
 
-def check_begins(directory: Path, checkpoints: str | None) -> None:
-    """Raises ValueError for a run that found no checkpoint, but did steps with another paths.checkpoints.
+def checkpoints_of(directory: Path, paths: PathsConfig) -> str:
+    """Path or URL of the checkpoints of the run in `directory`.
 
-    Args:
-        directory: of the run.
-        checkpoints: its paths.checkpoints.
+    Raises ValueError if the run has them elsewhere: it would begin again, over the steps that were done.
     """
     try:
-        paths = read_config(directory / "config.yaml")["paths"]
-    except (KeyError, ValueError):  # what is wrong with that file is not what is being told
-        return
-    if paths.get("checkpoints") != checkpoints and has_begun(directory):
+        had = read_config(directory / "config.yaml")["paths"].get("checkpoints")
+    except (KeyError, ValueError):  # a new run has none, and a kill may have cut it off
+        had = paths.checkpoints
+    if had != paths.checkpoints:
         raise ValueError(
-            f"the run in {directory} did steps with paths.checkpoints={paths.get('checkpoints')}, and has no "
-            f"checkpoint where paths.checkpoints={checkpoints}. Give what it had, or start another run with a new "
-            "paths.model_name."
+            f"the run in {directory} was made with paths.checkpoints={had}, not {paths.checkpoints}. Give what it had, "
+            "or start another run with a new paths.model_name."
         )
-
-
-def checkpoints_of(place: str, name: str) -> str:
-    """Path or URL of the checkpoints of the run `name`, where paths.checkpoints is `place`."""
-    return f"{place.rstrip('/')}/{name}/checkpoints"
+    place = f"{had.rstrip('/')}/{paths.model_name}" if had else directory
+    return f"{place}/checkpoints"
 
 
 def read_weights(

@@ -20,7 +20,6 @@ from shardwright.cluster.watch import watched
 from shardwright.modeling.model import LanguageModel, load_model, module_of
 from shardwright.run.config import Config, check_booleans, check_divides, register_schema, to_config
 from shardwright.run.directory import check_place, run_directory
-from shardwright.run.optional import Forgiving
 from shardwright.run.sweeps import Job
 from shardwright.run.trackers import check_or_enqueue, with_edits
 from shardwright.settings.composing import Program
@@ -69,8 +68,7 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     check_distributed(c.distributed)
     start_devices(c.distributed, c.hardware)
     sizes = c.mesh.r, c.mesh.d, c.mesh.t
-    output = contextlib.redirect_stdout(Forgiving(sys.stdout))
-    with output, watched(c.distributed), jax.set_mesh(make_mesh(*sizes, jax.devices(), c.mesh.p)):
+    with watched(c.distributed), jax.set_mesh(make_mesh(*sizes, jax.devices(), c.mesh.p)):
         check_divides(c, jax.sharding.get_mesh().shape)
         model = load_model(c.model)
         where = run_directory(c.paths.root_working_dir, c.paths.model_name, HydraConfig.get().job.config_name)

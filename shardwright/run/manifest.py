@@ -40,8 +40,6 @@ Checksums = dict[str, int]
 _ARRAY = {"shape": [int], "dtype": str, "chunk_shape": [int], "crc32c": str}
 _ATTRIBUTES = {"step": int, "saved_at": str, "arrays": {str: _ARRAY}, "metadata": dict}
 """Types of the attributes, for check_types."""
-ANOTHER = " Restore another step, or copy it again."
-"""Remedy for a damaged checkpoint, at the end of a message."""
 
 
 class SavedArray(NamedTuple):

@@ -26,8 +26,7 @@ from shardwright.run.config import Config
 from shardwright.run.directory import override
 from shardwright.run.evaluation import evaluate
 from shardwright.run.flops import Speed, flops_of_model, peak_flops
-from shardwright.run.initial_weights import check_begins, checkpoints_of, fresh_state
-from shardwright.run.manifest import ANOTHER, Damaged
+from shardwright.run.initial_weights import checkpoints_of, fresh_state
 from shardwright.run.memory import peak_memory
 from shardwright.run.metrics import RunLog, check_metrics, has_event
 from shardwright.run.microscope import Microscope
@@ -40,7 +39,7 @@ from shardwright.run.resuming import check_resumes, choose_checkpoint, saved_con
 from shardwright.run.skipping import SkippedSteps, are_finite, check_finite, described_documents
 from shardwright.run.soundness import check_steps
 from shardwright.run.stages import describe_stages, placement_of, stack_orders
-from shardwright.run.stores import agreed
+from shardwright.run.stores import Damaged, agreed
 from shardwright.run.trackers import tracked
 from shardwright_data.loader import Prefetcher, TokenBatch, batch_of, batch_shapes, check_skips, make_loader, steps_for
 
@@ -95,10 +94,8 @@ class Run:
                 "beside the tokens, which a drawn token does not have. Set training.sample_interval=null."
             )
         self.placement = placement_of(c, self.model)
-        place = c.paths.checkpoints and checkpoints_of(c.paths.checkpoints, c.paths.model_name)
-        self.checkpoints = Checkpointer(place or self.directory / "checkpoints", keep=t.keep_checkpoints)
-        if place:  # the run's own directory is locked already
-            agreed(lambda: self.checkpoints.own() if jax.process_index() == 0 else None)
+        place = checkpoints_of(self.directory, c.paths)
+        self.checkpoints = Checkpointer(place, keep=t.keep_checkpoints)
         self._cleanup.enter_context(self.checkpoints)
         self.provenance = provenance_of(self.programs, c, self.model)
         self._peak = peak_flops(jax.sharding.get_mesh().devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
@@ -121,7 +118,6 @@ class Run:
         wanted, skips = self.c.training.resume_step, self.c.data.skip_steps
         found = choose_checkpoint(self.checkpoints, wanted, self._damaged, skips)
         if found is None:
-            agreed(lambda: check_begins(self.directory, self.c.paths.checkpoints))
             return 0, {}, {}
         done, metadata = found
         config = saved_config(metadata)
@@ -155,7 +151,7 @@ class Run:
             except Damaged as error:
                 if not self.start:
                     raise
-                self._damaged[self.start] = str(error).removesuffix(ANOTHER)
+                self._damaged[self.start] = str(error)
         for step, why in self._damaged.items():
             tell(f"WARNING    the checkpoint of step {step} is not used: {why}")
         agreed(lambda: self._prepare_place() if jax.process_index() == 0 else None)

@@ -5,7 +5,6 @@ A key is a path in a store, such as `0000000500/weights/embed/zarr.json`.
 
 import concurrent.futures
 import os
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -62,16 +61,16 @@ class Store:
                 ) from error
         self.kvstore = flat_tokens.open_kvstore(self.url)
 
-    def _result(self, future: ts.Future, action: str, key: str) -> Any:
+    def _result(self, future: ts.Future, key: str) -> Any:
         try:
             return future.result()
         except STORE_ERRORS as error:
-            raise OSError(f"cannot {action} {self.url}/{key}: {error}") from error
+            raise OSError(f"{self.url}/{key}: {error}") from error
 
     def read(self, key: str, start: int = 0) -> bytes | None:
         """The content of a file from the byte `start` on, empty where it is shorter; None if the file is missing."""
         try:
-            found = self._result(self.kvstore.read(key, byte_range=slice(start, None)), "read", key)
+            found = self._result(self.kvstore.read(key, byte_range=slice(start, None)), key)
         except OSError as error:
             if "OUT_OF_RANGE" not in str(error):
                 raise
@@ -80,14 +79,14 @@ class Store:
 
     def write(self, key: str, content: bytes | None) -> None:
         """Writes a file. With None removes it, if it is there."""
-        self._result(self.kvstore.write(key, content), "write" if content is not None else "remove", key)
+        self._result(self.kvstore.write(key, content), key)
 
     def directories(self) -> dict[str, bool]:
         """Name of each directory at the top, and whether there is a manifest in it. At a URL, lists all keys."""
         if self.path is not None:
             found = self.path.iterdir() if self.path.is_dir() else ()
             return {entry.name: (entry / MANIFEST).is_file() for entry in found if entry.is_dir()}
-        parts = [key.decode().partition("/") for key in self._result(self.kvstore.list(), "list", "")]
+        parts = [key.decode().partition("/") for key in self._result(self.kvstore.list(), "")]
         manifests = {name for name, _, rest in parts if rest == MANIFEST}
         return {name: name in manifests for name, slash, _ in parts if slash}
 
@@ -95,10 +94,9 @@ class Store:
         """Removes a directory, if it is there: the manifest first, so that no half of it passes for a checkpoint."""
         if self.path is None or (self.path / directory).exists():
             self.write(f"{directory}/{MANIFEST}", None)
-        if self.path is None:
-            self._result(self.kvstore.delete_range(_below(directory)), "remove", directory)
-        elif (self.path / directory).exists():
-            shutil.rmtree(self.path / directory)
+            self._result(self.kvstore.delete_range(_below(directory)), directory)
+            if self.path is not None:
+                (self.path / directory).rmdir()
 
     def move(self, directory: str, target: str) -> None:
         """Gives a directory another key. At a URL its files are copied, the manifest last, and then removed."""
@@ -106,7 +104,7 @@ class Store:
             (self.path / target).parent.mkdir(parents=True, exist_ok=True)
             (self.path / directory).rename(self.path / target)
             return
-        keys = [key.decode() for key in self._result(self.kvstore.list(_below(directory)), "list", directory)]
+        keys = [key.decode() for key in self._result(self.kvstore.list(_below(directory)), directory)]
         for key in sorted(keys, key=lambda key: key == f"{directory}/{MANIFEST}"):
             self.write(target + key.removeprefix(directory), self.read(key))
         self.remove(directory)

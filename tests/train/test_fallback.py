@@ -120,7 +120,7 @@ def events(directory):
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(tmp_path, capsys):
     directory = run(tmp_path / "run", 6)
     before, checkpoints = losses(directory), directory / "checkpoints"
-    (checkpoints / "0000000009.tmp").mkdir()
+    (checkpoints / "0000000009").mkdir()
     spoil(next(path for path in (checkpoints / "0000000006/weights/layers/w_q/c").rglob("*") if path.is_file()))
     shutil.copytree(directory, tmp_path / "other")
     run(directory, 8)
@@ -166,9 +166,7 @@ def test_checkpoints_at_a_url(tmp_path, monkeypatch):
         find_checkpoint(directory)
     # The place is forgotten, or given to a run that had none: no run begins again over the steps that were done.
     for name, saved, given in (("run", url, None), ("local", None, url)):
-        message = (
-            f"did steps with paths.checkpoints={saved}, and has no checkpoint where paths.checkpoints={given}. Give"
-        )
+        message = f"was made with paths.checkpoints={saved}, not {given}. Give what it had"
         done = losses(tmp_path / name)
         with pytest.raises(ValueError, match=re.escape(message)):
             run(tmp_path / name, 6, given)
