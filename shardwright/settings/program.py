@@ -1,12 +1,13 @@
 """Programs: settings from Hydra, and errors that a user can read."""
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import os
+import re
 import socket
 import sys
+import tomllib
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import CompactHydraException
 from hydra.types import RunMode
-from omegaconf import MISSING, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.places import is_raised_on_purpose
@@ -27,16 +28,7 @@ from shardwright.settings.help import help_text
 from shardwright_data.checks import check_ranges
 from shardwright_data.foreign import shown
 
-EXTRAS = {
-    "tools": (
-        *("datasets", "huggingface_hub", "pyarrow", "safetensors", "tiktoken"),
-        *("fsspec", "tokenizers", "transformers", "zstandard"),
-    ),
-    "slurm": ("hydra_plugins", "submitit"),
-    "oracle": ("torch",),
-}
-"""Modules of optional packages, by the extra of pyproject.toml that installs them."""
-
+ROOT = Path(__file__).parents[2]
 FULL_ERROR = "SHARDWRIGHT_FULL_ERROR"
 """Environment variable with the user's HYDRA_FULL_ERROR, which `start` sets for Hydra."""
 
@@ -67,8 +59,7 @@ def refusal(error: Exception) -> str | None:
 def message_of(error: Exception) -> str:
     """The message of an error, in words for a user."""
     if isinstance(error, ModuleNotFoundError):
-        package, extra = extra_of(error)
-        return f"this needs the package {package}, which is not installed: pip install -e '.[{extra}]'"
+        return f"this needs the package {error.name}, which is not installed: pip install -e '.[{extra_of(error)}]'"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.strerror}: {error.filename}. Check the path, its permissions and its disk."
     if not isinstance(error, OmegaConfBaseException):
@@ -77,10 +68,12 @@ def message_of(error: Exception) -> str:
     return f"{name}: {first}. Correct the value of {name}."
 
 
-def extra_of(error: ImportError) -> tuple[str, str] | None:
-    """The missing package, and the extra of pyproject.toml that installs it; None if none does."""
+def extra_of(error: ImportError) -> str | None:
+    """The extra of pyproject.toml that installs the missing package; None if none does."""
     package = (error.name or "").partition(".")[0]
-    return next(((package, extra) for extra, packages in EXTRAS.items() if package in packages), None)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    has_it = lambda wanted: any(re.match(r"[\w-]+", line)[0].replace("-", "_") == package for line in wanted)
+    return next((extra for extra, wanted in extras.items() if has_it(wanted)), None)
 
 
 class Refused(CompactHydraException):
@@ -120,13 +113,12 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
     """
     # Hydra wants the settings together, after the flags.
     sys.argv[1:] = sorted(map(readable, sys.argv[1:]), key=is_setting)
+    if not program.configs.is_dir():  # what `pip install .` installs is for `import` alone
+        sys.exit(
+            f"Error: {program.configs.parent} has no {program.configs.name}/: shardwright runs from its checkout. "
+            "Clone it, and run `pip install -e .` there."
+        )
     with refusals_shown():
-        if not program.configs.is_dir():  # what `pip install .` installs is for `import` alone
-            # Not raised: it would be taken for an error of an installed library.
-            sys.exit(
-                f"Error: {program.configs.parent} has no {program.configs.name}/: shardwright runs from its checkout. "
-                "Clone it, and run `pip install -e .` there."
-            )
         check_flags(program, sys.argv[1:])
     if not {"--help", "-h"}.isdisjoint(sys.argv):
         with contextlib.suppress(BrokenPipeError):  # a reader such as `head` may read a part
@@ -165,15 +157,9 @@ def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
             if missing := sorted(OmegaConf.missing_keys(config)):
                 raise ValueError(f"{', '.join(missing)} must be given, as {missing[0]}=<value>.")
             settings = OmegaConf.to_object(config)
-            for required in (field.name for field in dataclasses.fields(schema) if field.default == MISSING):
-                if getattr(settings, required) == "":
-                    raise ValueError(f"{required} is empty; give {required}=<value>.")
             check_ranges("", settings)
             run(settings)
 
     ConfigStore.instance().store(f"{name}_schema", schema)
-    # The configs of a program that is a folder are beside the folder.
-    file = Path(inspect.getfile(run)).absolute()
-    configs = (file.parent.parent if file.name == "__main__.py" else file.parent) / "configs"
     doc = inspect.getmodule(run).__doc__ or ""
-    start(Program(f"python -m tools.{name}", configs, name, schema, doc), job)
+    start(Program(f"python -m tools.{name}", ROOT / "tools" / "configs", name, schema, doc), job)

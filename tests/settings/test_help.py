@@ -1,15 +1,11 @@
 """What programs print for --help, and where a package is missing."""
 
 import os
-import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
-
-from shardwright.settings.program import EXTRAS
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,13 +64,3 @@ def test_a_missing_package_names_its_extra(tmp_path, package, extra, arguments):
     assert "Traceback" not in done.stderr
     assert done.stderr.startswith("Error: ")
     assert f"pip install -e '.[{extra}]'" in done.stderr
-
-
-def test_extras_are_those_of_the_project():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    renamed = {"hydra_submitit_launcher": "hydra_plugins"}
-    for extra, packages in EXTRAS.items():
-        names = {re.split("==|;", name)[0].replace("-", "_") for name in project[extra]}
-        names = {renamed.get(name, name) for name in names}
-        assert set(packages) - names <= {"submitit"}
-        assert names <= set(packages)
