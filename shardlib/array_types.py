@@ -175,11 +175,9 @@ def _class_for(variable: typing.TypeVar, value, path: str):
 
 def _optional(t):
     """X of the type `X | None`; None for other types."""
-    if typing.get_origin(t) in (typing.Union, types.UnionType):
-        args = [a for a in typing.get_args(t) if a is not type(None)]
-        if len(args) == 1:
-            return args[0]
-    return None
+    args = [a for a in typing.get_args(t) if a is not type(None)]
+    is_union = typing.get_origin(t) in (typing.Union, types.UnionType)
+    return args[0] if is_union and len(args) == 1 else None
 
 
 def _repeated(t):

@@ -120,16 +120,14 @@ def checking(where: str, **values: Any) -> Iterator[Sizes]:
 
 
 def error_context(sizes: Sizes, /, **values: Any) -> str:
-    """The lines of an error message that show values, sizes and mesh."""
-    lines = [f"  {name}: {_typed_text(value)}" for name, value in values.items()]
+    """The lines of an error message that show sizes, mesh, and values: "`B/d L/t`, f32[2,3] {varying over t, d}"."""
+    lines = []
+    for name, value in values.items():
+        spec, its_own = noted_type(value)
+        noted = f"{'' if its_own else 'like '}`{spec}`, " if spec is not None else ""
+        lines.append(f"  {name}: {noted}{describe(value)}")
     text = lambda sizes: ", ".join(f"{name}={size}" for name, size in sizes.items()) or "none"
     return "\n".join([*lines, f"  sizes so far: {text(sizes)}; mesh: {text(mesh_axes())}"])
-
-
-def _typed_text(value: Any) -> str:
-    """A value as JAX knows it, after its type if that is noted: "`B/d L/t`, f32[2,3] {varying over t, d}"."""
-    spec, its_own = noted_type(value)
-    return describe(value) if spec is None else f"{'' if its_own else 'like '}`{spec}`, {describe(value)}"
 
 
 # ---- checks -----------------------------------------------------------------------------------------------------
@@ -181,14 +179,12 @@ def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bo
         raise ShardError(f"a {type(value).__name__} is not an array", "pass an array")
     if spec.open:
         return value
+    _check_rank(spec, value.shape)
     if inside_shard_map():
         # Axes before sizes: a forgotten gather shows in both, and the axes say what to do about it.
-        _check_rank(spec, value.shape)
         _check_varying(spec, value, copies)
-        check_sizes(spec, value.shape, sizes)
-    else:
-        check_sizes(spec, value.shape, sizes)
-        check_sharding(spec, value)
+    check_sizes(spec, value.shape, sizes)
+    check_sharding(spec, value)
     return value
 
 

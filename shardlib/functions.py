@@ -226,8 +226,11 @@ def typed_shard_map(fn):
             value = checked(*call.args, **call.kwargs)
             result_structure = jax.tree.structure(value, is_leaf=is_opaque)
             parts = arrays_in(result, value, f"{fn.__name__}, result")
-            for part in parts:
-                _refuse_to_leave(*part, place_of(fn))
+            for path, array, part in parts:
+                if is_opaque(part) or jax.typeof(part).manual_axis_type.reduced:
+                    remedy = "return it as it was before, or all_gather(..., replicated=True)"
+                    error = ShardError("a copy or a gathered array cannot leave shard_map", remedy, place=place_of(fn))
+                    raise error.located(f"{path}: {array!r}", f"  value: {describe(part)}")
             groups[:] = [out_specs.index(partition_spec(array)) for _, array, _ in parts]
             return [[x for (_, _, x), i in zip(parts, groups, strict=True) if i == j] for j in range(len(out_specs))]
 
@@ -235,14 +238,6 @@ def typed_shard_map(fn):
         return jax.tree.unflatten(result_structure, [next(out[i]) for i in groups])
 
     return mapped
-
-
-def _refuse_to_leave(path: str, array: ArrayType, part, place: str) -> None:
-    """Raises ShardError for an array of the result that cannot leave shard_map."""
-    if is_opaque(part) or jax.typeof(part).manual_axis_type.reduced:
-        remedy = "return it as it was before, or all_gather(..., replicated=True)"
-        error = ShardError("a copy or a gathered array cannot leave shard_map", remedy, place=place)
-        raise error.located(f"{path}: {array!r}", f"  value: {describe(part)}")
 
 
 # ---- typeguard --------------------------------------------------------------------------------------------------

@@ -156,7 +156,12 @@ def run_layers(
         for place in range(period):
             x, row = layer_at[place](x, jax.tree.map(lambda stack, place=place: stack[place], of_period))
             found.append(row)
-        return x, jax.tree.map(lambda *rows: jnp.stack(rows), *_of_one_structure(found))
+        losses = [extras.loss for _, extras in found if extras.loss is not None]
+        if 0 < len(losses) < period:  # a layer without a loss has 0
+            zero = zeros_like_traced(jax.typeof(losses[0]))
+            with_loss = lambda extras: dataclasses.replace(extras, loss=zero if extras.loss is None else extras.loss)
+            found = [(cache, with_loss(extras)) for cache, extras in found]
+        return x, jax.tree.map(lambda *rows: jnp.stack(rows), *found)
 
     in_periods = jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), stack)
     x, found = lax.scan(run_period, x, in_periods, unroll=at_once)
@@ -167,20 +172,3 @@ def _kind(x: Any) -> tuple:
     """Shape and dtype of an array, and the axes over which it differs."""
     kind = getattr(jax.typeof(x), "manual_axis_type", None) if isinstance(x, jax.Array) else None
     return getattr(x, "shape", None), getattr(x, "dtype", None), kind
-
-
-def _of_one_structure(rows: list[tuple[Any, Extras]]) -> list[tuple[Any, Extras]]:
-    """Caches and Extras of the layers of a period, with a loss of 0 for layers that have none if others have one.
-
-    Raises ShardError for layers with other metrics than the first.
-    """
-    if len({frozenset(extras.metrics) for _, extras in rows}) > 1:
-        raise ShardError(
-            "the layers of a period give metrics of different names in their Extras",
-            "return the same metrics from each layer, 0 where a layer has no value",
-        )
-    if all(extras.loss is None for _, extras in rows):
-        return rows
-    loss = next(extras.loss for _, extras in rows if extras.loss is not None)
-    zero = zeros_like_traced(jax.typeof(loss))
-    return [(cache, dataclasses.replace(e, loss=zero if e.loss is None else e.loss)) for cache, e in rows]

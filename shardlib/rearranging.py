@@ -47,18 +47,13 @@ def _pattern(op: OpSpec) -> tuple[str, dict[str, str]]:
     """The pattern of a spec for einops, and the name in it of each dim. Raises ShardError for a wrong spec."""
     lhs, rhs = _members("operand", op.lhs[0]), _members("result", op.rhs)
     for name in [*lhs, *rhs]:
-        before, after = lhs.get(name), rhs.get(name)
-        if before is None or after is None:
+        before, after = (str(side.get(name, "nothing")) for side in (lhs, rhs))
+        if before != after:
             raise ShardError(
-                f"{after or before} is in the {'result' if after else 'operand'} alone: rearrange keeps every entry",
-                "name it on both sides; einsum_unreduced sums over a dim, broadcast adds one, and a dim of size 1 is "
-                "written 1",
-            )
-        if before.axes != after.axes:
-            raise ShardError(
-                f"{before} in the operand becomes {after} in the result: rearrange moves nothing between devices",
-                "keep the axes of each name; before or after it, all_gather makes a dim whole, psum_scatter turns a + "
-                "into an axis, and all_to_all moves an axis to another dim",
+                f"{before} in the operand becomes {after} in the result: rearrange keeps every entry on its device",
+                "keep each name, with its axes; einsum_unreduced sums over a dim, broadcast adds one, and a dim of "
+                "size 1 is written 1; all_gather makes a dim whole, psum_scatter turns a + into an axis, and "
+                "all_to_all moves an axis to another dim",
             )
     if (op.lhs[0].partial, op.lhs[0].copies) != (op.rhs.partial, op.rhs.copies):
         raise ShardError(
