@@ -56,21 +56,6 @@ def test_sums_that_differ_are_refused_before_the_first_step(as_on_a_gpu, monkeyp
         products.check_sums()
 
 
-def gradient(ids: np.ndarray) -> str:
-    table = jnp.zeros((50, 7))
-    lowered = jax.jit(jax.grad(lambda table: products.take(table, jnp.asarray(ids), "V M").sum())).lower(table)
-    return lowered.as_text()
-
-
-def test_its_program_scatters_nothing(as_on_a_gpu):
-    assert "scatter" not in gradient(IDS["random"])
-
-
-def test_a_cpu_scatters():
-    """It adds in order, so that its sums are the same in each run."""
-    assert "scatter" in gradient(IDS["random"])
-
-
 MODELS = {
     "llama": tiny.model(layers=2),
     "tied": tiny.model(layers=2, tied_embeddings=True),
