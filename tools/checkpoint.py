@@ -13,7 +13,8 @@ import sys
 from omegaconf import MISSING
 
 from shardwright.run.checkpoint import Checkpointer, directory_of, find_checkpoint
-from shardwright.run.manifest import Damaged, saved_arrays
+from shardwright.run.checkpoint_arrays import saved_arrays
+from shardwright.run.stores import Damaged
 from shardwright.settings.program import run_program
 from shardwright_data.checks import check_choice
 from shardwright_data.foreign import shown

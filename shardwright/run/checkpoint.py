@@ -19,27 +19,24 @@ from jax.experimental import multihost_utils
 
 from shardwright.cluster.watch import pause
 from shardwright.run.checkpoint_arrays import (
+    DTYPES,
     NO_ORDERS,
+    Checksums,
+    Index,
     Orders,
     Part,
+    SavedArray,
     StoredArray,
+    commit,
     copy_to_host,
+    directory_of,
     named_leaves,
     read_arrays,
-    write_arrays,
-)
-from shardwright.run.manifest import (
-    DTYPES,
-    Checksums,
-    Damaged,
-    Index,
-    SavedArray,
-    commit,
-    directory_of,
     read_manifest,
     saved_arrays,
+    write_arrays,
 )
-from shardwright.run.stores import MANIFEST, Store, agreed, in_parallel
+from shardwright.run.stores import MANIFEST, Damaged, Store, agreed, in_parallel
 from shardwright.settings.differences import config_differences
 from shardwright.settings.words import say
 

@@ -1,30 +1,125 @@
-"""Arrays of a checkpoint: their names, their copies on the host, and their files, each a zarr v3 array.
+"""What a checkpoint is on disk: arrays, each in a zarr v3 array, and the manifest, which binds each file to its place.
 
 The format is specified in docs/pytree-zarr-checkpoint.md.
 """
 
 import collections
 import functools
+import hashlib
+import itertools
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import PurePosixPath
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import tensorstore as ts
 
 from shardlib.placement import consecutive
-from shardwright.run.manifest import CHECKSUM_BYTES, Box, Checksums, Damaged, Index, SavedArray
-from shardwright.run.stores import STORE_ERRORS, Store, in_parallel
+from shardwright.run.stores import MANIFEST, STORE_ERRORS, Damaged, Store, in_parallel
+from shardwright_data.foreign import check_types, parse_object
 
+FORMAT = "pytree-zarr-checkpoint"
+FORMAT_VERSION = 3
+VERSIONS = (2, FORMAT_VERSION)
+"""Versions that are read. Version 2 also has checksums of the zarr.json of the arrays, which are not needed."""
+CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "crc32c"}]
+CHECKSUM_BYTES = 4
+DTYPES = frozenset(
+    """
+    bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 bfloat16
+    """.split()  # noqa: SIM905
+)
+"""Types that tensorstore reads and writes, and zarr-python too, but for bfloat16."""
+Index = tuple[int, ...]
+"""Index of a chunk in the grid of the chunks of an array."""
+Box = tuple[slice, ...]
+"""A region of an array, with bounds."""
+Checksums = dict[str, int]
+"""The crc32c of each chunk, by the key of its file in the checkpoint."""
+_ARRAY = {"shape": [int], "dtype": str, "chunk_shape": [int], "crc32c": str}
+_ATTRIBUTES = {"step": int, "saved_at": str, "arrays": {str: _ARRAY}, "metadata": dict}
+"""Types of the attributes, for check_types."""
 CHUNK_BYTES = 2**28
 """Largest size of a chunk, where that is possible. Whoever reads a part of a chunk reads all of it."""
 MOST_PIECES = 64
-Part = tuple[SavedArray, Mapping[Index, np.ndarray]]
-"""An array to be written, and the chunks of it that this process has."""
 Orders = Mapping[str, np.ndarray]
 NO_ORDERS: Orders = MappingProxyType({})
+
+
+class SavedArray(NamedTuple):
+    """An array of a checkpoint.
+
+    Attributes:
+        name: its path.
+        shape: its global shape.
+        dtype: name of its NumPy dtype.
+        chunk: shape of its chunks.
+        checksums: crc32c of each chunk, by its index in the grid of chunks; empty while it is written.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunk: tuple[int, ...]
+    checksums: Mapping[Index, int] = MappingProxyType({})
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Number of chunks in each dim."""
+        return tuple(-(-size // part) for size, part in zip(self.shape, self.chunk, strict=True))
+
+    @property
+    def file_bytes(self) -> int:
+        """Size of the files of all chunks."""
+        return math.prod(self.grid) * self.chunk_bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Size of the file of a chunk."""
+        return math.prod(self.chunk) * np.dtype(self.dtype).itemsize + CHECKSUM_BYTES
+
+    def box(self, index: Index) -> Box:
+        """The region of a chunk."""
+        sizes = zip(index, self.chunk, self.shape, strict=True)
+        return tuple(slice(i * part, min(size, (i + 1) * part)) for i, part, size in sizes)
+
+    def overlapping(self, box: Box) -> Iterable[Index]:
+        """Index of each chunk that has a part of a region."""
+        spans = [range(at.start // part, -(-at.stop // part)) for at, part in zip(box, self.chunk, strict=True)]
+        return itertools.product(*spans) if all(at.start < at.stop for at in box) else ()
+
+    def key(self, index: Index) -> str:
+        """Key of the file of a chunk, in the checkpoint."""
+        return "/".join([self.name, "c", *map(str, index)])
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the array's zarr.json says, which is all that tensorstore has to know of it."""
+        return {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": self.shape,
+            "data_type": self.dtype,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": self.chunk}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "/"}},
+            "codecs": CODECS,
+            "fill_value": False if self.dtype == "bool" else 0,
+            "attributes": {},
+        }
+
+
+def directory_of(step: int) -> str:
+    """Name of the directory of a checkpoint."""
+    return f"{step:010}"
+
+
+Part = tuple[SavedArray, Mapping[Index, np.ndarray]]
+"""An array to be written, and the chunks of it that this process has."""
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -36,15 +131,6 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 # ---- regions --------------------------------------------------------------------------------------------------------
 
 
-def _bounded(index: Sequence[slice], shape: Sequence[int]) -> Box:
-    """The same region, with bounds."""
-    return tuple(slice(*at.indices(size)[:2]) for at, size in zip(index, shape, strict=True))
-
-
-def _sizes(box: Box) -> list[int]:
-    return [at.stop - at.start for at in box]
-
-
 def _within(box: Box, outer: Box) -> Box:
     """The region `box`, counted from the start of `outer`."""
     return tuple(slice(at.start - o.start, at.stop - o.start) for at, o in zip(box, outer, strict=True))
@@ -52,7 +138,7 @@ def _within(box: Box, outer: Box) -> Box:
 
 def _stored_regions(index: Sequence[slice], shape: Sequence[int], order: np.ndarray | None) -> list[tuple[Box, Any]]:
     """Regions of the array on disk that a device's part of a leaf consists of, each with its rows in that part."""
-    box = _bounded(index, shape)
+    box = tuple(slice(*at.indices(size)[:2]) for at, size in zip(index, shape, strict=True))
     if order is None:
         return [(box, ...)]
     return [((layers, *box[1:]), rows) for layers, rows in consecutive(order, index[0])]
@@ -152,10 +238,8 @@ class StoredArray:
         """The checksum at the end of the file of a chunk."""
         size = self.saved.chunk_bytes
         end = self._store.read(f"{self._directory}/{self.saved.key(index)}", size - CHECKSUM_BYTES)
-        if end is None:
-            raise self._damaged(index, "is missing")
-        if len(end) != CHECKSUM_BYTES:
-            raise self._damaged(index, f"has not {size} bytes")
+        if end is None or len(end) != CHECKSUM_BYTES:
+            raise self._damaged(index, f"is missing, or has not {size} bytes")
         return int.from_bytes(end, "little")
 
     def _damaged(self, index: Index, problem: str) -> Damaged:
@@ -172,24 +256,21 @@ def read_arrays(
     store: Store, directory: str, saved: Mapping[str, SavedArray], like: Mapping[str, Any], orders: Orders
 ) -> list[jax.Array]:
     """The arrays, sharded as `like`. Each process reads the chunks that its devices need, each once. Padding is 0."""
-    jobs, parts = [], []
+    jobs, shards = [], []
     for name, leaf in like.items():
-        regions, targets, part = {}, [], []
-        for device, index in leaf.sharding.addressable_devices_indices_map(leaf.shape).items():
-            box = _bounded(index, leaf.shape)
-            values = regions.get(str(box))
-            if values is None:
-                values = regions[str(box)] = np.zeros(_sizes(box), leaf.dtype)
+        of_leaf, targets = {}, []
+        for index in leaf.sharding.addressable_devices_indices_map(leaf.shape).values():
+            if str(index) not in of_leaf:
+                values = of_leaf[str(index)] = np.zeros(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
                 stored = _stored_regions(index, leaf.shape, orders.get(name))
                 targets += [(there, values[rows]) for there, rows in stored]
-            part.append((device, values))
-        parts.append(part)
+        shards.append(of_leaf)
         jobs += _reads(StoredArray(store, directory, saved[name]), targets)
     in_parallel(jobs)
     arrays = []
-    for leaf, part in zip(like.values(), parts, strict=True):
-        shards = [jax.device_put(values, device) for device, values in part]
-        arrays.append(jax.make_array_from_single_device_arrays(leaf.shape, leaf.sharding, shards))
+    for leaf, of_leaf in zip(like.values(), shards, strict=True):
+        shard = lambda index, of_leaf=of_leaf: of_leaf[str(index)]
+        arrays.append(jax.make_array_from_callback(leaf.shape, leaf.sharding, shard))
     return arrays
 
 
@@ -207,3 +288,96 @@ def _reads(stored: StoredArray, targets: list[tuple[Box, np.ndarray]]) -> list[C
             values[_within(both, box)] = chunk[_within(both, region)]
 
     return [functools.partial(read, index) for index in by_chunk]
+
+
+# ---- the manifest ---------------------------------------------------------------------------------------------------
+
+
+def _group(attributes: Mapping[str, Any]) -> str:
+    group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
+    return json.dumps(group, indent=1, allow_nan=False) + "\n"
+
+
+def _digest(attributes: Mapping[str, Any]) -> str:
+    kept = {key: value for key, value in attributes.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def commit(store: Store, step: int, arrays: list[SavedArray], written: Checksums, metadata: Any) -> None:
+    """Turns the chunks in the directory of a step into a checkpoint: writes all metadata, and the manifest last.
+
+    Args:
+        store: where the checkpoints are.
+        step: the step.
+        arrays: all arrays.
+        written: what write_arrays returned, of all processes.
+        metadata: what the program adds to the manifest.
+
+    Raises:
+        OSError: the store failed, or no process wrote a chunk.
+    """
+    directory, files, entries = directory_of(step), {}, {}
+    for array in arrays:
+        keys = [array.key(index) for index in np.ndindex(array.grid)]
+        if lost := [key for key in keys if key not in written]:
+            raise OSError(f"no process wrote {lost[0]}.")
+        checksums = "".join(f"{written[key]:08x}" for key in keys)
+        entries[array.name] = {"shape": array.shape, "dtype": array.dtype, "chunk_shape": array.chunk}
+        entries[array.name]["crc32c"] = checksums
+        files[f"{directory}/{array.name}/zarr.json"] = json.dumps(array.metadata) + "\n"
+        for group in PurePosixPath(array.name).parents[:-1]:
+            files[f"{directory}/{group}/zarr.json"] = _group({})
+    in_parallel([functools.partial(store.write, key, text.encode()) for key, text in files.items()])
+    store.sync(files)
+    attributes = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "arrays": entries,
+        "metadata": metadata,
+    }
+    store.write(f"{directory}/{MANIFEST}", _group(attributes | {"sha256": _digest(attributes)}).encode())
+
+
+def saved_arrays(manifest: Mapping[str, Any]) -> dict[str, SavedArray]:
+    """The arrays of a manifest, by name. Raises ValueError for one that no run writes."""
+    arrays = {}
+    for name, entry in manifest["arrays"].items():
+        array = SavedArray(name, tuple(entry["shape"]), entry["dtype"], tuple(entry["chunk_shape"]))
+        text = entry["crc32c"]
+        if array.dtype not in DTYPES or len(text) != 8 * math.prod(array.grid):
+            raise ValueError(f"{name!r} has no dtype, or not a checksum for each chunk")
+        checksums = {index: int(text[8 * i : 8 * i + 8], 16) for i, index in enumerate(np.ndindex(array.grid))}
+        arrays[name] = array._replace(checksums=checksums)
+    return arrays
+
+
+def read_manifest(store: Store, step: int) -> dict | None:
+    """The attributes of the manifest of a checkpoint; None if there is none.
+
+    Raises:
+        Damaged: it is not what was written.
+        ValueError: it is of a version that this program does not read.
+    """
+    key = f"{directory_of(step)}/{MANIFEST}"
+    content, where = store.read(key), f"{store.url}/{key}"
+    if content is None:
+        return None
+    try:
+        manifest = parse_object(where, content, {"attributes": {"format_version": int, "sha256": str}})["attributes"]
+        if manifest["sha256"] != _digest(manifest):
+            raise ValueError("its own checksum differs")
+        version = manifest["format_version"]
+        if version in VERSIONS:
+            check_types("its attributes", manifest, _ATTRIBUTES, "")
+            saved_arrays(manifest)
+            if manifest["step"] != step:
+                raise ValueError(f"it is of step {manifest['step']}: another checkpoint was copied over it")
+            return manifest
+    except (ValueError, ZeroDivisionError) as error:
+        raise Damaged(f"{where} is not the manifest that was written ({error!r}).") from error
+    raise ValueError(
+        f"{where} is of version {version}; this program reads the versions {VERSIONS}. Restore it with the version of "
+        "the program that wrote it."
+    )

@@ -35,7 +35,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import free_port
 
-from shardwright.run import checkpoint_arrays, manifest
+from shardwright.run import checkpoint_arrays
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.resuming import choose_checkpoint
 from shardwright.run.stores import Damaged, Store
@@ -391,7 +391,7 @@ def test_what_fills_the_disk_is_told_and_leaves_nothing_visible(tmp_path):
 
 
 def test_a_checkpoint_of_a_later_version_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest, "FORMAT_VERSION", 4)
+    monkeypatch.setattr(checkpoint_arrays, "FORMAT_VERSION", 4)
     save(tmp_path)
     with pytest.raises(ValueError, match=r"version 4; this program reads the versions \(2, 3\)\."):
         Checkpointer(tmp_path).metadata(3)
@@ -439,7 +439,7 @@ def test_a_process_syncs_what_it_wrote(tmp_path, monkeypatch):
     """Of 64 processes, each has one chunk."""
     synced = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
-    store, saved = Store(tmp_path), manifest.SavedArray("a/x", (64, 4), "float32", (1, 4))
+    store, saved = Store(tmp_path), checkpoint_arrays.SavedArray("a/x", (64, 4), "float32", (1, 4))
     for i in range(64):
         checkpoint_arrays.write_arrays(store, "0000000001", [(saved, {(i, 0): np.ones((1, 4), np.float32)})])
         found, synced[:] = sorted(synced), []

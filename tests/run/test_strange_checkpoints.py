@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.manifest import Damaged
+from shardwright.run.stores import Damaged
 from tools import checkpoint as tool
 
 
