@@ -2,20 +2,23 @@
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import numpy as np
+from hydra import compose, initialize_config_dir
 
 import train
-from bench.steps import load
 from bench.throughput.peers.job import BOS_ID, Job, batches
 from bench.throughput.peers.on_jax import OnJax
 from shardlib.shardtypes import make_shardings
 from shardwright.cluster.devices import known_options, make_mesh, start_devices
 from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.model import load_model
-from shardwright.run.config import check_divides
+from shardwright.run.config import check_divides, register_schema, to_config
 from shardwright_data.loader import TokenBatch, in_microbatches
+
+CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def config_of(job: Job):
@@ -31,7 +34,9 @@ def config_of(job: Job):
     overrides |= {"hardware.compilation_cache": "null"}
     lines = [f"++{name}={value}" if "." in name else f"{name}={value}" for name, value in overrides.items()]
     lines += ["optimizer.schedule=constant", "optimizer.schedule_steps=null", f"++model.bos_id={BOS_ID}"]
-    return load(job.config, [*lines, *job.settings])
+    register_schema()
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return to_config(compose(job.config, [*lines, *job.settings]))
 
 
 class Contestant(OnJax):
