@@ -215,14 +215,13 @@ def positions(origin: Origin, batch: int, length: int) -> tuple[int, int | None]
         return None
     at = {axis: origin.device.get(axis, 0) for axis in mesh}
     rows = batch // (mesh["r"] * mesh["d"])
-    dims = [(0, 1), (0, len(shape) - 2), (1, 0)]
-    if len(shape) > 3 and shape[-1] == shape[-2] == length:
-        dims = dims[1:]
-    if "reduce_scatter" in origin.operation:
-        dims = dims[::-1]
-    sizes = length, length // mesh["t"]
-    fits = lambda row, along: 0 <= along < len(shape) > row and shape[row] == rows and shape[along] in sizes
-    row, along = next((pair for pair in dims if fits(*pair)), (0, None))
+    is_of_pairs = len(shape) > 3 and shape[-1] == shape[-2] == length
+    dims = [*([] if is_of_pairs else [(0, 1)]), (0, len(shape) - 2), (1, 0)]
+    for row, along in dims[::-1] if "reduce_scatter" in origin.operation else dims:
+        if 0 <= along < len(shape) > row and shape[row] == rows and shape[along] in (length, length // mesh["t"]):
+            break
+    else:
+        row, along = 0, None
     if not shape or shape[row] != rows:
         return None
     sequence = (at["r"] * mesh["d"] + at["d"]) * rows + origin.index[row]

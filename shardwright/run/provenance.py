@@ -3,8 +3,7 @@
     <run>/source/<step>/    for each start of the run, named by the number of steps done before
         train.py, <module>.py   as they ran, and modules that are not of this project
         source.zip              the project's source, from which tools.replay does the run's steps again
-        provenance.json         commit, versions of all packages, command line, environment, hashes, facts of the run,
-                                what the check before the first step proved
+        provenance.json         commit, versions of all packages, command line, environment, hashes, facts of the run
 
 The training step and the evaluation step are compared. They are traced on one device and hashed as graphs of values, so
 that names, comments and the order of lines do not count.
@@ -98,12 +97,6 @@ def provenance_of(programs: Callable, c: Config, model: Any) -> dict[str, Any]:
     return {**found, "source": source_of(), "traced_by": f"jax {jax.__version__} for {_device().platform}"}
 
 
-def untraced(provenance: dict[str, Any]) -> str | None:
-    """A sentence on programs that have no hashes; None if they have."""
-    why = provenance.get("untraced")
-    return why and f"a resumed run is not compared with this one: on one device its steps do not trace: {why}"
-
-
 def compare_source(
     saved: dict[str, Any] | None, now: dict[str, Any], which: tuple[str, ...], allow: str | None
 ) -> str | None:
@@ -122,8 +115,7 @@ def compare_source(
         return None
     names = sorted({name for name, _ in set(saved["source"].items()) ^ set(now["source"].items())})
     differs = f"{', '.join(names)}: other source than the checkpoint was made with"
-    known = saved["traced_by"] == now["traced_by"] and {*which} <= {*saved["programs"]} & {*now["programs"]}
-    if not known:
+    if saved["traced_by"] != now["traced_by"] or not {*which} <= {*saved["programs"]} & {*now["programs"]}:
         why = now.get("untraced") or saved.get("untraced") or f"that was traced by {saved['traced_by']}"
         return f"{differs}; whether it computes the same is not known: {why}" if names else None
     others = [name for name in which if saved["programs"][name] != now["programs"][name]]
@@ -139,43 +131,29 @@ def compare_source(
     return found
 
 
-def keep_source(
-    directory: Path, step: int, model: Any, provenance: dict[str, Any], facts: Mapping[str, Any] | None = None
-) -> None:
-    """Writes <directory>/source/<step>, on process 0 alone. `facts` of the run, as JSON, are in its provenance.json."""
-    if jax.process_index() == 0:
-        kept = directory / "source" / f"{step:010}"
-        with optional(str(kept)):
-            _keep_source(kept, model, {**provenance, **(facts or {})})
-
-
-def _keep_source(kept: Path, model: Any, about_run: dict[str, Any]) -> None:
-    kept.mkdir(parents=True, exist_ok=True)
-    for path in {ROOT / "train.py", Path(inspect.getsourcefile(type(model))), *own_modules()}:
-        shutil.copyfile(path, kept / path.name)
-    with zipfile.ZipFile(kept / "source.zip", "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in (*PROJECT, "tools/__init__.py", "tools/replay", "tools/configs"):
-            paths = [path for path in sorted((ROOT / name).rglob("*")) if path.suffix in (".py", ".yaml")]
-            for path in paths or [ROOT / name]:
-                archive.write(path, path.relative_to(ROOT))
+def keep_source(directory: Path, step: int, model: Any, about: Mapping[str, Any]) -> None:
+    """Writes <directory>/source/<step>, on process 0 alone. `about`, as JSON, is in its provenance.json."""
+    if jax.process_index() != 0:
+        return
+    kept = directory / "source" / f"{step:010}"
     versions = {found.name: found.version for found in importlib.metadata.distributions()}
-    about = {
+    found = {
         "commit": _commit(),
         "command": sys.orig_argv,
         "python": platform.python_version(),
         "packages": dict(sorted(versions.items())),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(ENVIRONMENT)},
-        **about_run,
     }
-    write_whole(kept / "provenance.json", json.dumps(about, indent=1, default=str) + "\n")
-
-
-def add_facts(directory: Path, step: int, facts: Mapping[str, Any]) -> None:
-    """Adds facts, as JSON, to the provenance.json that keep_source wrote at this start, on process 0 alone."""
-    if jax.process_index() == 0:
-        path = directory / "source" / f"{step:010}" / "provenance.json"
-        with optional(str(path)):
-            write_whole(path, json.dumps(json.loads(path.read_text()) | dict(facts), indent=1) + "\n")
+    with optional(str(kept)):
+        kept.mkdir(parents=True, exist_ok=True)
+        for path in {ROOT / "train.py", Path(inspect.getsourcefile(type(model))), *own_modules()}:
+            shutil.copyfile(path, kept / path.name)
+        with zipfile.ZipFile(kept / "source.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+            for name in (*PROJECT, "tools/__init__.py", "tools/replay", "tools/configs"):
+                paths = [path for path in sorted((ROOT / name).rglob("*")) if path.suffix in (".py", ".yaml")]
+                for path in paths or [ROOT / name]:
+                    archive.write(path, path.relative_to(ROOT))
+        write_whole(kept / "provenance.json", json.dumps({**found, **about}, indent=1, default=str) + "\n")
 
 
 def _commit() -> str | None:

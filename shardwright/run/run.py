@@ -33,7 +33,7 @@ from shardwright.run.microscope import Microscope
 from shardwright.run.opening import read_state
 from shardwright.run.page import Page
 from shardwright.run.profile import StepProfiler
-from shardwright.run.provenance import add_facts, compare_source, keep_source, provenance_of, untraced
+from shardwright.run.provenance import compare_source, keep_source, provenance_of
 from shardwright.run.report import facts_of, print_end, print_page, print_start, save_config, tell
 from shardwright.run.resuming import check_resumes, choose_checkpoint, saved_config
 from shardwright.run.skipping import SkippedSteps, are_finite, check_finite, described_documents
@@ -187,8 +187,8 @@ class Run:
         self.options = known_options(c.hardware.compiler_options, tell)
         parameters = sum(math.prod(weight.shape) for weight in jax.tree.leaves(table))
         print_start(self, parameters)
-        if found := self._source_differs or untraced(self.provenance):
-            tell(f"source     {found}")
+        if self._source_differs:
+            tell(f"source     {self._source_differs}")
         for line in [*(f"attention  {x}" for x in attention), *(f"pipeline   {x}" for x in described)]:
             tell(line)
         trackers = tracked(c.trackers, self.directory, c.paths.model_name, self.start, dataclasses.asdict(c))
@@ -209,7 +209,7 @@ class Run:
         if not self.is_over:
             save_config(self.directory, c)
             facts = facts_of(self, parameters, speed)
-            keep_source(self.directory, self.start, self.model, self.provenance, facts)
+            keep_source(self.directory, self.start, self.model, {**self.provenance, **facts})
 
     @property
     def is_over(self) -> bool:
@@ -219,8 +219,6 @@ class Run:
         """Refuses steps that do not compute on this mesh what they compute on one device, or that look ahead."""
         if jax.sharding.get_mesh().size > 1:
             check_steps(self.programs, self.c, self.model, self.provenance["source"])
-            proof = {"programs": ["training", "evaluation"], "mesh": dict(jax.sharding.get_mesh().shape)}
-            add_facts(self.directory, self.start, {"proof": proof})
             tell("proof      training and evaluation compute on this mesh what they compute on one device")
         tell(describe_causality(self.forward, self.provenance["source"]))
 

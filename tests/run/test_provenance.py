@@ -1,7 +1,6 @@
 """What source made a run: kept, and compared as programs where the text differs."""
 
 import dataclasses
-import functools
 import importlib
 import json
 import sys
@@ -21,7 +20,6 @@ from shardwright.modeling.model import load_model
 from shardwright.run import provenance
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.pipeline_config import PipelineConfig
-from shardwright.run.run import Run
 from tools import checkpoint_to_huggingface
 from tools.generate import Settings, generate
 
@@ -159,16 +157,6 @@ def test_a_run_keeps_its_source(tmp_path, monkeypatch):
     assert about["command"] == sys.orig_argv
 
 
-def test_facts_are_added_to_those_of_a_start(tmp_path, capsys):
-    provenance.add_facts(tmp_path, 12, {"proof": {}})
-    assert "provenance.json cannot be written: No such file" in capsys.readouterr().out
-    kept = tmp_path / "source" / "0000000012"
-    kept.mkdir(parents=True)
-    (kept / "provenance.json").write_text('{"commit": null}')
-    provenance.add_facts(tmp_path, 12, {"proof": {"mesh": {"d": 8}}})
-    assert json.loads((kept / "provenance.json").read_text()) == {"commit": None, "proof": {"mesh": {"d": 8}}}
-
-
 def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
     """What was proved of a step is looked up by these hashes."""
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -181,22 +169,6 @@ def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
         assert not [name for name in before if "numpy" in name or "jax/" in name or "tests" in name]
     finally:
         del sys.modules["mine_parts"]
-
-
-@pytest.mark.long
-def test_a_run_says_that_its_programs_are_not_kept(tmp_path, capsys):
-    def programs(c, model, batch):
-        raise TypeError("four rows at least\nand more")
-
-    c = settings(tiny.model(vocab=1024), str(provenance.ROOT / "synthetic_dataset.zarr"))
-    with jax.set_mesh(tiny.mesh("one device")):
-        model = load_model(c.model)
-        with Run(c, train.Forward(model, c.training), tmp_path, programs) as run:
-            state = run.begin(functools.partial(train.init_state, c=c, model=model), train.State)
-            assert run.provenance["programs"] == {}
-            run.compile(train.make_training_step(c, model), state)
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("source ")]
-    assert line.endswith("on one device its steps do not trace: TypeError: four rows at least")
 
 
 @pytest.fixture(scope="module")

@@ -113,15 +113,12 @@ def test_a_step_without_numbers_in_the_log_is_not_called_equal():
     assert differs.startswith("differs: loss 0.3 from the 1.5")
 
 
-def test_the_result_is_json_and_its_place_is_tried_first(tmp_path, monkeypatch):
-    results, done = [], Done(np.float32("nan"), np.float32(2), True)
-    monkeypatch.setattr(program, "replay", lambda config: results.append(config) or plain(done))
+def test_the_result_is_json(tmp_path, monkeypatch):
+    done = Done(np.float32("nan"), np.float32(2), True)
+    monkeypatch.setattr(program, "replay", lambda config: plain(done))
     program.run(Settings(run="x", step=1, out=str(tmp_path / "x.json")))
     assert json.loads((tmp_path / "x.json").read_text()) == {"loss": "NaN", "grad_norm": 2.0, "skipped": True}
     assert [path.name for path in tmp_path.iterdir()] == ["x.json"]
-    with pytest.raises(ValueError, match=r"out is .*nowhere/x.json, whose directory cannot be written"):
-        program.run(Settings(run="x", step=1, out=str(tmp_path / "nowhere/x.json")))
-    assert len(results) == 1
 
 
 @pytest.mark.slow

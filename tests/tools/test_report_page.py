@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from browser import CHROMIUM, seen
 from rich.console import Console
-from written_runs import PROFILE, RESUMED, SKIPPED, write_lines, write_run, write_step
+from written_runs import PROFILE, write_lines, write_run, write_step
 
 from tools.report.__main__ import Settings, show_report
 from tools.report.comparing import Comparison, compare_runs
@@ -109,13 +109,10 @@ def test_the_plots_of_a_run_alone(tmp_path):
         "stream: mean of 12 layers, the least, the greatest",
     ]
     by_name = {trace["name"]: trace for trace in loss.traces}
-    assert [*by_name] == ["each step", "training", "validation", "skipped step", "unigram entropy 3.750"]
+    assert [*by_name] == ["each step", "training", "validation", "unigram entropy 3.750"]
     assert [*by_name["validation"]["x"]] == [50, 100, 150, 200]
-    assert [*by_name["skipped step"]["x"]] == [SKIPPED + 1]
-    assert by_name["skipped step"]["text"] == ["the loss is NaN"]
     assert [*by_name["unigram entropy 3.750"]["y"]] == [3.75, 3.75]
-    assert loss.marks == [(RESUMED + 1, "resumed")]
-    assert [trace["name"] for trace in norm.traces] == ["each step", "average", "skipped step"]
+    assert [trace["name"] for trace in norm.traces] == ["each step", "average"]
 
 
 def test_the_last_look_of_the_microscope_is_tables_and_all_looks_are_curves(tmp_path):

@@ -18,7 +18,7 @@ from tools.verify.__main__ import small
 from tools.verify.compare import error_of
 from tools.verify.inputs import Inputs, with_planted
 from tools.verify.meshes import all_meshes, mesh_of
-from tools.verify.step import at_rest, by_layer, in_order, on_host
+from tools.verify.step import by_layer, in_order, on_host
 
 SOURCE = (ROOT / "train.py").read_text()
 
@@ -45,7 +45,7 @@ def test_stacks_are_compared_in_the_order_of_layers():
     weights = jax.tree.map(lambda w: rng.random(w.shape), train.weight_table(c.model))
     state = train.State(weights, weights, dataclasses.replace(weights, unembed=None), tiny.none_of(weights))
     with mesh_of({"p": 2, "r": 1, "d": 2, "t": 2}):
-        placed = at_rest(c, state)
+        placed = in_order(c, state, back=True)
         w_q = placed.weights.layers.w_q
         np.testing.assert_array_equal(w_q, weights.layers.w_q[np.array([0, 2, 1, 3])])
         assert placed.weights.embed is weights.embed

@@ -10,7 +10,6 @@ run's own mesh the step is equal to the bit. docs/replay.md has examples.
 """
 
 import json
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,15 +60,13 @@ class Settings:
 
 def compare_with_log(done: Done, record: dict[str, Any] | None) -> str | None:
     """How a replayed step differs from the log; "" if it is equal to the bit; None: not logged."""
-    pairs = {name: (getattr(done, name), logged(record or {}, name)) for name in ("loss", "grad_norm")}
-    if all(y is None for _, y in pairs.values()):
-        return None
-    differing = [
-        f"{name} {abs(x / y - 1):.1g} from the {y:.7g} that the run logged"
-        for name, (x, y) in pairs.items()
-        if y is not None and x != y and not (np.isnan(x) and np.isnan(y))
-    ]
-    return f"differs: {', '.join(differing)}" if differing else ""
+    found, is_logged = [], False
+    for name, x in (("loss", done.loss), ("grad_norm", done.grad_norm)):
+        y = logged(record or {}, name)
+        is_logged |= y is not None
+        if y is not None and x != y and not (np.isnan(x) and np.isnan(y)):
+            found.append(f"{name} {abs(x / y - 1):.1g} from the {y:.7g} that the run logged")
+    return ("differs: " * bool(found) + ", ".join(found)) if is_logged else None
 
 
 def replay(config: Settings, console: Console | None = None) -> dict[str, Any]:
@@ -146,31 +143,26 @@ def bisected(
 ) -> dict[str, Any]:
     """Shows the documents that make the metric of the step jump from its usual value."""
     screen.line(f"usually     {metric} {usual:.5g}, the median of the {bisect.BEFORE} steps before step {session.step}")
-    found = bisect.find(session, session.batch(), documents, metric, usual, screen.line)
+    found, before, after = bisect.find(session, session.batch(), documents, metric, usual, screen.line)
     numbers = lambda done: f"loss {done.loss:.5g}, grad_norm {done.grad_norm:.5g}"
-    if found.after is None:
-        screen.line(
-            f"step {session.step}  {numbers(found.before)}: {metric} did not jump, or by no half of its documents"
-        )
+    if after is None:
+        screen.line(f"step {session.step}  {numbers(before)}: {metric} did not jump, or by no half of its documents")
     else:
-        count = len(found.documents)
+        count = len(found)
         which = "document makes" if count == 1 else "documents together make"
-        screen.documents(f"{count} {which} the {metric} of step {session.step} jump", found.documents, tokenizer)
-        screen.line(f"step {session.step}  {numbers(found.before)}; without: {numbers(found.after)}")
-    both = {"before": plain(found.before), "after": found.after and plain(found.after)}
-    return {"step": session.step, **both, "documents": [show.described(document) for document in found.documents]}
+        screen.documents(f"{count} {which} the {metric} of step {session.step} jump", found, tokenizer)
+        screen.line(f"step {session.step}  {numbers(before)}; without: {numbers(after)}")
+    both = {"before": plain(before), "after": after and plain(after)}
+    return {"step": session.step, **both, "documents": [show.described(document) for document in found]}
 
 
 def run(config: Settings) -> None:
     """Replays, and writes the result to `out`."""
     if config.bisect is not None:
         check_choice("bisect", config.bisect, ("loss", "grad_norm"))
-    out = config.out and Path(config.out)
-    if out and not os.access(out.parent, os.W_OK):  # before the work
-        raise ValueError(f"out is {out}, whose directory cannot be written. Choose another file.")
     found = replay(config)
-    if out:
-        write_whole(out, json.dumps(found, default=str, allow_nan=False) + "\n")
+    if config.out:
+        write_whole(Path(config.out), json.dumps(found, default=str, allow_nan=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -37,21 +37,6 @@ def without(batch: TokenBatch, documents: Sequence[Document]) -> TokenBatch:
     return dataclasses.replace(batch, loss_mask=jax.device_put(mask, batch.loss_mask.sharding))
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """The smallest set of documents that was found.
-
-    Attributes:
-        documents: the set; all documents if no half of them makes the jump.
-        before: what the whole batch gives.
-        after: what the batch gives without the set; None for all documents.
-    """
-
-    documents: list[Document]
-    before: Done
-    after: Done | None
-
-
 def find(
     session: Session,
     batch: TokenBatch,
@@ -59,7 +44,7 @@ def find(
     metric: str,
     usual: float,
     tell: Callable[[str], None],
-) -> Found:
+) -> tuple[list[Document], Done, Done | None]:
     """Halves the documents, and goes on with the half without which the metric is as usual, while there is one.
 
     Then leaves out one after the other without which it stays so.
@@ -71,6 +56,10 @@ def find(
         metric: loss or grad_norm.
         usual: value of the metric in other steps.
         tell: called with a line about each halving.
+
+    Returns:
+        The smallest set of documents that was found, all if no half of them makes the jump; what the whole batch gives;
+        and what it gives without the set, None for all documents.
     """
     run = lambda removed: session.try_step(without(batch, removed))[1]
     value = lambda done: float(x) if math.isfinite(x := getattr(done, metric)) else math.inf
@@ -94,4 +83,4 @@ def find(
         if rest and is_gone(result := run(rest)):
             suspects, after = rest, result
             tell(f"without {len(rest)} documents {metric} {value(result):.5g}")
-    return Found(suspects, before, after)
+    return suspects, before, after

@@ -5,7 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,8 +31,7 @@ from shardwright_data.loader import TokenBatch, batch_of, batch_shapes, make_loa
 Write = Callable[[str], None]
 
 
-@dataclasses.dataclass(frozen=True)
-class Done:
+class Done(NamedTuple):
     """What a step gave."""
 
     loss: np.float32

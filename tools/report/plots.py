@@ -17,7 +17,7 @@ _COLOURS = ("#2f7fd6", "#e0640b", "#1a9d76", "#c460b3", "#c99700", "#4db3e0", "#
 """Colours that can be told apart, and read on white and on black. After those of Okabe and Ito."""
 _DASHES = ("solid", "dot", "dashdot")
 """Of the first eight lines, of the next eight, and so on."""
-_GREY, _WARNING = "#8b8b8b", "#d3312f"
+_GREY = "#8b8b8b"
 LOG = {"type": "log", "tickformat": "~g"}
 _TRANSPARENT = "rgba(0,0,0,0)"
 _LAYOUT = {
@@ -43,24 +43,18 @@ class Panel:
     """Settings of the axis, as in plotly's layout.yaxis."""
     traces: list[dict[str, Any]] = field(default_factory=list)
     """As in plotly's data; `legendgroup` is the run."""
-    marks: list[tuple[float, str]] = field(default_factory=list)
-    """Vertical lines: where, and a word."""
     wide: bool = False
     """Whether it has the width of two others."""
 
     @property
     def figure(self) -> dict[str, Any]:
         """Data and layout for plotly.js. Plotly takes names and titles for HTML, so they are escaped."""
-        lines = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "line": {"color": _GREY, "width": 1, "dash": "dot"}}
-        words = {"yref": "paper", "y": 1, "yanchor": "top", "xanchor": "left", "showarrow": False}
         inside = {"x": 1, "xanchor": "right", "y": 1}
         below = {"orientation": "h", "x": 0, "y": -0.2}
         layout = _LAYOUT | {
             "xaxis": {"title": {"text": html.escape(self.x)}, "automargin": True, "zeroline": False},
             "yaxis": {"automargin": True, "zeroline": False} | self.y,
             "legend": {"bgcolor": _TRANSPARENT} | (below if len(self.traces) > 8 else inside),
-            "shapes": [lines | {"x0": place, "x1": place} for place, _ in self.marks],
-            "annotations": [words | {"x": place, "text": html.escape(word)} for place, word in self.marks],
             "showlegend": len(self.traces) > 1 and not self.is_shared,
         }
         return {"data": [trace | {"name": html.escape(trace["name"])} for trace in self.traces], "layout": layout}
@@ -119,8 +113,6 @@ def losses(c: Comparison, panel: Panel, x_of: Callable[[Run], Curve]) -> Panel:
             marker = {"symbol": "circle-open", "size": 8, "color": colour(1 if c.alone else i), "line": {"width": 2}}
             circles = line(i, *np.array(points).T, _name(c, i, "validation"))
             panel.traces.append(circles | {"mode": "markers", "marker": marker})
-        if c.alone:
-            _mark(panel, run, x, run.loss)
         entropies[number(run.fact("unigram_entropy"))] = x[[0, -1]]
     for entropy, ends in entropies.items():
         if math.isfinite(entropy):
@@ -139,8 +131,6 @@ def metric(c: Comparison, panel: Panel, name: str, average: bool = True) -> Pane
             panel.traces += _averaged(c, i, run.step + 1, values, "average")
         else:
             panel.traces.append(line(i, run.step + 1, values, _name(c, i, "")))
-        if c.alone and name == "grad_norm":
-            _mark(panel, run, run.step + 1, values)
     return panel
 
 
@@ -161,19 +151,6 @@ def own_metric(c: Comparison, name: str) -> Panel:
 def _name(c: Comparison, i: int, what: str) -> str:
     """Of a trace of run number `i`: what it is, if the run is alone; with several, the number and name of the run."""
     return what if c.alone else shown(f"{i + 1}  {c.name(c.runs[i])}")
-
-
-def _mark(panel: Panel, run: Run, x: Curve, y: Curve) -> None:
-    """Marks what happened to the run: crosses at skipped steps, lines where it was resumed."""
-    if skipped := run.of_event("skipped"):
-        places = [_place(run, event["step"]) for event in skipped]
-        # A loss that is not finite has no place in a plot: its cross is at the bottom.
-        bottom = np.nanmin(y[np.isfinite(y)]) if np.isfinite(y).any() else 1.0
-        crosses = line(0, x[places], np.where(np.isfinite(y[places]), y[places], bottom), "skipped step")
-        crosses |= {"mode": "markers", "marker": {"symbol": "x", "size": 8, "color": _WARNING}}
-        why = [html.escape(shown(event.get("why", ""))[:200]) for event in skipped]
-        panel.traces.append(crosses | {"text": why})
-    panel.marks += [(float(x[_place(run, start)]), "resumed") for start in run.starts if start]
 
 
 def _place(run: Run, step: int) -> int:

@@ -152,8 +152,6 @@ def provenance(run: Run) -> dict[str, Any]:
     facts |= {"Python": about.get("python")}
     facts |= {name: packages.get(name) for name in ("jax", "jaxlib", "numpy")}
     facts |= {name.replace("_", " "): run.fact(name) for name in _FACTS}
-    if isinstance(proof := about.get("proof"), dict):
-        facts["proved to compute on this mesh what it computes on one device"] = proof.get("programs")
     return {
         "starts": run.starts,
         "command": " ".join(map(str, command))[:_LONGEST],

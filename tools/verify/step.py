@@ -63,23 +63,16 @@ def type_check(c: Config, sizes: Mesh) -> None:
 # ---- the order of layers ------------------------------------------------------------------------------------------
 
 
-def in_order(c: Config, tree: Any) -> Any:
-    """Puts the stacks of `tree`, weights or a State at rest on the current mesh, in the order of the layers.
+def in_order(c: Config, tree: Any, back: bool = False) -> Any:
+    """Puts the stacks of `tree`, weights or a State at rest on the current mesh, in the order of the layers; or back.
 
     They are host arrays.
     """
     order = placement_of(c, load_model(c.model)).order
-    return tree if order is None else _map_stacks(lambda x: x[np.argsort(order)], tree)
-
-
-def at_rest(c: Config, tree: Any) -> Any:
-    """Reverses `in_order`."""
-    order = placement_of(c, load_model(c.model)).order
-    return tree if order is None else _map_stacks(lambda x: x[order], tree)
-
-
-def _map_stacks(fn: Any, tree: Any) -> Any:
-    return jax.tree.map(lambda stack, x: fn(x) if stack else x, are_stacks(tree), tree)
+    if order is None:
+        return tree
+    rows = order if back else np.argsort(order)
+    return jax.tree.map(lambda stack, x: x[rows] if stack else x, are_stacks(tree), tree)
 
 
 def by_layer(kind: str, weights: Any) -> Found:
@@ -131,7 +124,7 @@ def traced_step(c: Config, inputs: Inputs, sizes: Mesh, planned: Mesh | None = N
 def _placed_inputs(c: Config, inputs: Inputs) -> tuple[Any, Any, jax.Array]:
     """The arguments of the step on the current mesh."""
     placed = lambda tree, kind: jax.device_put(tree, make_shardings(kind, like=tree))
-    state = placed(at_rest(c, inputs.state), train.State[type(inputs.state.weights)])
+    state = placed(in_order(c, inputs.state, back=True), train.State[type(inputs.state.weights)])
     return state, placed(inputs.batch, train.Batch), jnp.int32(inputs.step)
 
 
