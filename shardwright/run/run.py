@@ -41,7 +41,7 @@ from shardwright.run.soundness import check_steps
 from shardwright.run.stages import describe_stages, placement_of, stack_orders
 from shardwright.run.stores import Damaged, agreed
 from shardwright.run.trackers import tracked
-from shardwright_data.loader import Prefetcher, TokenBatch, batch_of, batch_shapes, check_skips, make_loader, steps_for
+from shardwright_data.loader import TokenBatch, batch_of, batch_shapes, check_skips, make_loader, prefetch, steps_for
 
 DRAWN_AFTER = 6
 """Steps of this process before the compiled step is drawn. The profiled steps are among them."""
@@ -244,7 +244,7 @@ class Run:
         self._profiler = StepProfiler(self._log, self._hlo)
         self._cleanup.callback(self._profiler.close)
         load = lambda step: self.loader.load(self._batch_of(step))
-        batches = Prefetcher(load, self.start, self.total, ahead, self.loader.parallel_loads)
+        batches = prefetch(load, self.start, self.total, ahead, self.loader.parallel_loads)
         batches = watched_batches(self._cleanup.enter_context(batches), self.start)
         self._stop = self._cleanup.enter_context(StopRequest())
         for step in range(self.start, self.total):

@@ -1,10 +1,10 @@
 """Training batches: the tokens of the batch of a step, and their way to the devices (docs/loading.md).
 
 `make_loader` gives the loader that a configuration names: of flat-tokens datasets, one or several mixed, or of a stream
-that is tokenized on the fly. `Prefetcher` loads batches ahead of use.
+that is tokenized on the fly. `prefetch` loads batches ahead of use.
 """
 
-from shardwright_data.loader.batches import Loader, Prefetcher, TokenBatch, batch_shapes, in_microbatches
+from shardwright_data.loader.batches import Loader, TokenBatch, batch_shapes, in_microbatches, prefetch
 from shardwright_data.loader.config import DataConfig, SourceConfig, StreamConfig, batch_of, check_skips, fixed_settings
 from shardwright_data.loader.flat import FlatTokensLoader
 from shardwright_data.loader.opening import make_loader, steps_for
@@ -14,7 +14,6 @@ __all__ = [
     "DataConfig",
     "FlatTokensLoader",
     "Loader",
-    "Prefetcher",
     "SourceConfig",
     "StreamConfig",
     "StreamLoader",
@@ -25,5 +24,6 @@ __all__ = [
     "fixed_settings",
     "in_microbatches",
     "make_loader",
+    "prefetch",
     "steps_for",
 ]

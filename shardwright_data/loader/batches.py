@@ -1,11 +1,13 @@
 """Common parts of all loaders: batches, their way to the devices, and loading them ahead of use."""
 
+import contextlib
+import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -20,7 +22,7 @@ T = TypeVar("T")
 
 @pytree_dataclass
 class TokenBatch:
-    """Sequences on the devices. The batch of a step is an `Array["m", TokenBatch]`.
+    """Sequences, on the devices or as host arrays. The batch of a step is an `Array["m", TokenBatch]`.
 
     There microbatch k of m holds the sequences k·n to (k + 1)·n of the m·n in the batch, in order, on every mesh.
     """
@@ -56,16 +58,6 @@ def batch_shapes(batch_size: int, seq_len: int, microbatches: int, inputs: int =
     return jax.tree.map(lambda x, s: x.update(sharding=s), batch, make_shardings(Array["m", TokenBatch], like=batch))
 
 
-class Sequences(NamedTuple):
-    """Sequences of a batch on the host: the fields of TokenBatch, each of shape (sequences, seq_len, …)."""
-
-    targets: np.ndarray
-    is_seq_start: np.ndarray
-    loss_mask: np.ndarray
-    inputs: np.ndarray
-    """The last dim has size 0 where the model reads none."""
-
-
 class Loader:
     """Batches of one split. The content of a batch does not depend on the mesh or on the number of hosts.
 
@@ -86,7 +78,7 @@ class Loader:
     """
 
     parallel_loads: int
-    """Number of calls of `load` that may run at once in different threads: the `threads` for a Prefetcher."""
+    """Number of calls of `load` that may run at once in different threads: the `threads` of `prefetch`."""
     num_tokens: int | None
     """Tokens in the split, all sources together; None if unknown."""
     limit: tuple[int, str] | None = None
@@ -124,15 +116,22 @@ class Loader:
         if not mesh.empty:
             like = TokenBatch(0, 0, 0, 0 if inputs else None)
             self.shardings = make_shardings(Array["m", TokenBatch], like=like)
-            self._check_divides(self.shardings)
+            try:
+                self.shardings.targets.shard_shape(self._shape)
+            except ValueError as e:
+                raise ValueError(
+                    f"A batch of {batch_size} sequences, in microbatches of {self._shape[1]}, does not divide evenly "
+                    f"over the mesh {dict(mesh.shape)}, sharded as {self.shardings.targets.spec}. Choose a multiple of "
+                    f"the axes' product, times {microbatches} microbatches, for the batch size."
+                ) from e
 
     @property
     def tokens_per_batch(self) -> int:
         """Tokens in a batch, over all hosts, padding included."""
         return self.batch_size * self.seq_len
 
-    def sequences(self, step: int, indices: Indices) -> Sequences:
-        """Sequences of the batch of `step`, at least 0, given by their indices in [0, batch_size).
+    def sequences(self, step: int, indices: Indices) -> TokenBatch:
+        """Sequences of the batch of `step`, at least 0, on the host, given by their indices in [0, batch_size).
 
         Raises:
             ValueError: the step cannot be read, or data is missing or damaged.
@@ -194,7 +193,7 @@ class Loader:
         indices = (np.arange(count)[:, None] * size + rows).reshape(-1)
         is_real = indices < self.batch_size
         host = self.sequences(step, np.where(is_real, indices, 0))
-        host = host._replace(loss_mask=host.loss_mask & is_real[:, None])
+        host = dataclasses.replace(host, loss_mask=host.loss_mask & is_real[:, None])
         ends = np.cumsum([stop - start for start, stop in spans]).tolist()
         place = {span: slice(end - (span[1] - span[0]), end) for span, end in zip(spans, ends, strict=True)}
 
@@ -204,26 +203,17 @@ class Loader:
 
             return jax.make_array_from_callback((*shape, *values.shape[3:]), sharding, shard)
 
-        inputs = None if self.shardings.inputs is None else host.inputs
-        return jax.tree.map(put, in_microbatches(TokenBatch(*host[:3], inputs), count), self.shardings)
-
-    def _check_divides(self, shardings: TokenBatch) -> None:
-        try:
-            shardings.targets.shard_shape(self._shape)
-        except ValueError as e:
-            count, size, _ = self._shape
-            raise ValueError(
-                f"A microbatch of {size} sequences of {self.seq_len} tokens does not divide evenly over the mesh "
-                f"{dict(shardings.targets.mesh.shape)}, sharded as {shardings.targets.spec}. Choose a multiple of the "
-                f"axes' product, times {count} microbatches, for the batch size."
-            ) from e
+        return jax.tree.map(put, in_microbatches(host, count), self.shardings)
 
 
-class Prefetcher(Generic[T]):
-    """Yields `load(step)` for each step in [start, stop), in order, computed in background threads ahead of use.
+@contextlib.contextmanager
+def prefetch(
+    load: Callable[[int], T], start: int, stop: int, depth: int = 2, threads: int = 1
+) -> Iterator[Iterator[T]]:
+    """Context of an iterator over `load(step)` for the steps in [start, stop), computed in threads ahead of use.
 
-    An error in `load` is raised by the `next` for its step. A context manager: on exit it drops the batches that are
-    left, and waits for the calls of `load` that are running.
+    An error in `load` is raised where its step is due. At the end of the context the batches that are left are dropped.
+    It waits for the calls of `load` that are running.
 
     Args:
         load: with more than one thread, it has to be thread-safe. It sees no mesh: `jax.set_mesh` is per thread.
@@ -232,37 +222,16 @@ class Prefetcher(Generic[T]):
         depth: batches loaded ahead of the one in use, at least 1; each takes memory on the devices.
         threads: calls of `load` that run at once, at least 1. Several of them hide the latency of a store.
     """
+    steps, pool = iter(range(start, stop)), ThreadPoolExecutor(min(threads, depth), thread_name_prefix="prefetch")
+    ahead = deque(pool.submit(load, step) for step in itertools.islice(steps, depth))
 
-    def __init__(self, load: Callable[[int], T], start: int, stop: int, depth: int = 2, threads: int = 1):
-        check_range("depth", depth)
-        check_range("threads", threads)
-        self._load = load
-        self._steps = iter(range(start, stop))
-        self._pool = ThreadPoolExecutor(min(threads, depth), thread_name_prefix="prefetch")
-        self._ahead: deque[Future[T]] = deque()
-        for _ in range(depth):
-            self._submit()
+    def batches() -> Iterator[T]:
+        while ahead:
+            batch = ahead.popleft()
+            ahead.extend(pool.submit(load, step) for step in itertools.islice(steps, 1))
+            yield batch.result()
 
-    def _submit(self) -> None:
-        for step in itertools.islice(self._steps, 1):
-            self._ahead.append(self._pool.submit(self._load, step))
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> T:
-        if not self._ahead:
-            raise StopIteration
-        batch = self._ahead.popleft()
-        self._submit()
-        return batch.result()
-
-    def close(self) -> None:
-        """Ends the threads. A later `next` raises."""
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    try:
+        yield batches()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

@@ -94,14 +94,8 @@ def check_data(config: DataConfig) -> None:
             f"data.max_epochs is {config.max_epochs}, but the sources of a mixture repeat at different steps. "
             "Set data.mixture.<name>.max_epochs."
         )
-    seen: dict[str, str] = {}
     for name, source in config.mixture.items():
         check_ranges(f"data.mixture.{name}", source)
-        if (other := seen.setdefault(source.filespec.rstrip("/"), name)) != name:
-            raise ValueError(
-                f"The sources {other} and {name} of the mixture are one dataset, {source.filespec}, whose sequences "
-                f"would come twice. Leave {name} out and add its weight to that of {other}."
-            )
 
 
 def fixed_settings(*data: Mapping[str, Any]) -> tuple[str, ...]:

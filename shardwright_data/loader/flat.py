@@ -7,11 +7,12 @@ import math
 from fractions import Fraction
 from typing import Any
 
+import jax
 import numpy as np
 
 from shardwright_data import flat_tokens
 from shardwright_data.loader import shuffle
-from shardwright_data.loader.batches import Loader, Sequences
+from shardwright_data.loader.batches import Loader, TokenBatch
 from shardwright_data.loader.config import DataConfig, SourceConfig
 from shardwright_data.loader.mixture import BLOCK, PERIOD, Quotas
 from shardwright_data.loader.shuffle import Indices
@@ -74,7 +75,7 @@ class Source:
             )
         return starts, lengths
 
-    def sequences(self, numbers: Indices) -> Sequences:
+    def sequences(self, numbers: Indices) -> TokenBatch:
         """Sequences, given by their numbers."""
         starts, lengths = self.spans(numbers)
         loss_mask = np.arange(self._seq_len) < lengths[:, None]
@@ -89,7 +90,7 @@ class Source:
         inputs = np.zeros((*loss_mask.shape, len(self.dataset.inputs)), np.uint32)
         for i, name in enumerate(self.dataset.inputs):
             inputs[loss_mask, i] = self.dataset.read(starts, lengths, name)
-        return Sequences(targets, is_seq_start, loss_mask, inputs)
+        return TokenBatch(targets, is_seq_start, loss_mask, inputs if self.dataset.inputs else None)
 
     @functools.cached_property
     def byte_lengths(self) -> ByteLengths | None:
@@ -146,12 +147,12 @@ class FlatTokensLoader(Loader):
         places = ((name, np.flatnonzero(which == i)) for i, name in enumerate(self.sources))
         return [(name, of_source, numbers[of_source]) for name, of_source in places if of_source.size]
 
-    def sequences(self, step: int, indices: Indices) -> Sequences:
+    def sequences(self, step: int, indices: Indices) -> TokenBatch:
         """Sequences of the batch of `step`, as Loader.sequences describes."""
         found = self.locate(step, indices)
         parts = [self.sources[name].sequences(numbers) for name, _, numbers in found]
         back = np.argsort(np.concatenate([places for _, places, _ in found]))
-        return Sequences(*(np.concatenate(field)[back] for field in zip(*parts, strict=True)))
+        return jax.tree.map(lambda *of_sources: np.concatenate(of_sources)[back], *parts)
 
     def source_tokens(self, step: int) -> dict[str, int]:
         """Tokens of each source in the batch of `step`, padding included; empty if there is only one source."""

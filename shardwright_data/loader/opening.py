@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
+from shardwright_data.checks import check_range
 from shardwright_data.loader.batches import Loader
 from shardwright_data.loader.config import DataConfig, batch_of, check_data
 from shardwright_data.loader.flat import FlatTokensLoader
@@ -18,23 +19,20 @@ def make_loader(
     batch_size: int,
     seq_len: int,
     vocab_size: int | None = None,
+    *,
     state: Mapping[str, Any] | None = None,
-    inputs: Sequence[str] = (),
-    microbatches: int = 1,
-    pad: bool = False,
+    **options: Any,
 ) -> Loader:
     """The loader that `config` names. Splits other than `train` are read in order, and without a bound on epochs.
 
     Args:
         config: names the source of the tokens.
-        split: `train` or `validation`.
-        batch_size: sequences in a batch, over all hosts.
-        seq_len: tokens in a sequence.
-        vocab_size: bound on the token ids, or None for no check.
+        split: argument of Loader, as are batch_size, seq_len, vocab_size and options.
+        batch_size: as split.
+        seq_len: as split.
+        vocab_size: as split.
         state: what `Loader.state` gave for the step to resume with; None or empty for the beginning.
-        inputs: names of the inputs that batches hold beside the tokens (docs/flat-tokens.md).
-        microbatches: number of microbatches in each batch, which divides batch_size.
-        pad: add sequences of padding at the end of a batch that the mesh does not divide.
+        options: inputs, microbatches and pad.
 
     Raises:
         ValueError: settings contradict each other or are out of range, the state does not fit them, or data is missing,
@@ -44,23 +42,17 @@ def make_loader(
     if split != "train":
         mixture = {name: dataclasses.replace(source, max_epochs=None) for name, source in config.mixture.items()}
         config = dataclasses.replace(config, shuffle=False, max_epochs=None, mixture=mixture)
-    batches = split, batch_size, seq_len, vocab_size, inputs, microbatches, pad
     if config.stream is not None:
-        return StreamLoader(config, dict(state) if state else None, *batches)
-    loader = FlatTokensLoader(config, *batches)
-    if state:
-        _check_same(state, loader.state(0))
-    return loader
-
-
-def _check_same(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raises ValueError unless both states name the same datasets in the same order, on which a mixture depends."""
-    if list(before.items()) != list(now.items()):
-        was, is_now = (", ".join(f"{name} of {value}" for name, value in state.items()) for state in (before, now))
+        return StreamLoader(config, state, split, batch_size, seq_len, vocab_size, **options)
+    loader = FlatTokensLoader(config, split, batch_size, seq_len, vocab_size, **options)
+    # The order of its datasets too decides what a mixture gives.
+    if state and list(state.items()) != list((now := loader.state(0)).items()):
+        was, is_now = (", ".join(f"{name} of {value}" for name, value in x.items()) for x in (state, now))
         raise ValueError(
             f"The checkpoint was made with other data than this run's: with {was}; not {is_now}. Resume with the same "
             "datasets, wherever they are stored, in the same order, or start another run."
         )
+    return loader
 
 
 def steps_for(
@@ -85,39 +77,23 @@ def steps_for(
         ValueError: none or several of them are given, a value is out of range, or the data is too short for the run.
     """
     lengths = {"steps": steps, "tokens": tokens, "epochs": epochs}
-    given = {name: value for name, value in lengths.items() if value is not None}
-    if len(given) != 1:
-        found = ", ".join(f"{name}={value}" for name, value in given.items()) or "none"
-        raise ValueError(f"Give the length of the run as one of steps, tokens and epochs; given: {found}.")
-    ((name, value),) = given.items()
-    if not 0 < value < 2**63:
-        raise ValueError(f"{name} is {value}; it must be above 0.")
-    if steps is not None:
-        count = steps
-    elif tokens is not None:
-        count = tokens // loader.tokens_per_batch
-    else:
-        of_epoch = loader.epoch_steps()
+    given = ", ".join(f"{name}={value}" for name, value in lengths.items() if value is not None)
+    if given.count("=") != 1:
+        raise ValueError(f"Give the length of the run as one of steps, tokens and epochs; given: {given or 'none'}.")
+    if tokens is not None:
+        steps = tokens // loader.tokens_per_batch
+    elif epochs is not None:
+        of_epoch = [*loader.epoch_steps().values()]
         if len(of_epoch) != 1:
-            why = ", ".join(f"{name} takes {float(steps):.1f} steps" for name, steps in of_epoch.items())
-            why = (
-                f"the sources of a mixture repeat at different steps ({why})" if why else "a stream's length is unknown"
-            )
-            raise ValueError(f"epochs is {epochs}, but {why}. Give the length of the run in steps or tokens.")
-        count = math.floor(Fraction(epochs) * next(iter(of_epoch.values())))
-        count -= sum(step < count for step in {*skip_steps})
-    if count >= 2**31:
-        raise ValueError(f"{name}={value} is {count} steps; a run has fewer than 2**31. Train for a shorter time.")
-    if count < 1:
-        raise ValueError(
-            f"{name}={value} is less than one batch of {loader.tokens_per_batch} tokens. Train for longer, or set a "
-            "smaller batch_size."
-        )
+            raise ValueError(f"{given}, but only a single dataset has epochs. Give the length in steps or tokens.")
+        steps = math.floor(Fraction(epochs) * of_epoch[0])
+        steps -= sum(step < steps for step in {*skip_steps})
+    check_range(f"the length of the run, {given} in steps of {loader.tokens_per_batch} tokens,", steps)
     lasts, reason = loader.limit or (2**63, "")
-    if (read := batch_of(count - 1, skip_steps) + 1) > lasts:
-        left_out = f" and to leave out {read - count} batches" * (read > count)
+    if (read := batch_of(steps - 1, skip_steps) + 1) > lasts:
+        left_out = f" and to leave out {read - steps} batches" * (read > steps)
         raise ValueError(
-            f"The run is to take {count} steps{left_out}, but the data lasts for {lasts}: then {reason}. Train for "
+            f"The run is to take {steps} steps{left_out}, but the data lasts for {lasts}: then {reason}. Train for "
             "fewer steps, allow more epochs, or get more data."
         )
-    return count
+    return steps

@@ -1,4 +1,4 @@
-"""The origin of a batch: its sequences, and the documents in them."""
+"""The origin of a batch: the documents in its sequences."""
 
 from typing import NamedTuple
 
@@ -13,24 +13,26 @@ Places = Int64[np.ndarray, "places"]
 
 
 class Piece(NamedTuple):
-    """The part of a document in a sequence."""
+    """The part of a document in a sequence of a batch."""
 
-    document: int
-    """Index of the document in the split."""
+    sequence: int
+    """Index of the sequence in the batch."""
     position: int
     """First position of the part in the sequence."""
+    document: int
+    """Index of the document in the split."""
     start: int
     """Place of the first token of the part in the document."""
     length: int
     """Number of tokens."""
-    document_length: int
-    """Number of tokens of the whole document."""
+    source: str | None
+    """The name of its source in the mixture."""
 
 
 def find_documents(reader: flat_tokens.Reader, places: Places) -> Places:
     """The index of the document that each token belongs to. Tokens are given by their places in the split."""
     low, high = np.zeros_like(places), np.full_like(places, reader.num_documents)
-    # All places at once, so that a remote dataset gets some thirty requests at most.
+    # All places at once, so that a remote dataset gets some sixty requests at most.
     while (high - low > 1).any():
         middle = (low + high) // 2
         starts, _ = reader.document_spans(middle)
@@ -38,37 +40,8 @@ def find_documents(reader: flat_tokens.Reader, places: Places) -> Places:
     return low
 
 
-class Sequence(NamedTuple):
-    """One sequence of a batch."""
-
-    number: int
-    """Index of the sequence in the batch."""
-    source: str | None
-    """The name of its source in the mixture."""
-    epoch: int
-    reader: flat_tokens.Reader
-    start: int
-    """The place of its first token in the split."""
-    length: int
-    document: int
-    """The index of the document of its first token."""
-    last_document: int
-    """The index of the document of its last token."""
-
-
-def pieces_of(sequence: Sequence) -> list[Piece]:
-    """The parts of documents in a sequence."""
-    pieces, place, document = [], sequence.start, sequence.document
-    while place < sequence.start + sequence.length:
-        (begin,), (size,) = sequence.reader.document_spans(np.array([document]))
-        stop = min(int(begin + size), sequence.start + sequence.length)
-        pieces.append(Piece(document, place - sequence.start, int(place - begin), int(stop - place), int(size)))
-        place, document = stop, document + 1
-    return pieces
-
-
-def sequences_of_batch(loader: Loader, batch: int, indices: np.ndarray) -> list[Sequence]:
-    """The origin of some sequences of a batch, which are given by their indices in it.
+def pieces_of_batch(loader: Loader, batch: int) -> list[Piece]:
+    """The parts of documents in a batch, in order.
 
     Raises:
         ValueError: the loader reads a stream, whose batches are known only once they are read.
@@ -78,29 +51,31 @@ def sequences_of_batch(loader: Loader, batch: int, indices: np.ndarray) -> list[
             "The run reads a stream, whose batches are not known without reading it from the start. Write a dataset "
             "with tools/huggingface_to_flat_tokens to be able to look at any step."
         )
-    result = []
-    for name, places, numbers in loader.locate(batch, indices):
+    pieces = []
+    for name, indices, numbers in loader.locate(batch, np.arange(loader.batch_size)):
         source = loader.sources[name]
         starts, lengths = source.spans(numbers)
         firsts, lasts = np.split(find_documents(source.dataset, np.concatenate([starts, starts + lengths - 1])), 2)
-        for index, number, *span in zip(indices[places], numbers, starts, lengths, firsts, lasts, strict=True):
-            epoch = int(number) // source.sequences_per_epoch
-            result.append(Sequence(int(index), name, epoch, source.dataset, *map(int, span)))
-    return sorted(result, key=lambda sequence: sequence.number)
+        documents = np.concatenate([np.arange(a, b + 1) for a, b in zip(firsts, lasts, strict=True)])
+        indices, starts, ends = (np.repeat(x, lasts - firsts + 1) for x in (indices, starts, starts + lengths))
+        begins, sizes = source.dataset.document_spans(documents)
+        low, high = np.maximum(starts, begins), np.minimum(ends, begins + sizes)
+        columns = indices, low - starts, documents, low - begins, high - low
+        pieces += [Piece(*row, name) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    return sorted(pieces, key=lambda piece: (piece.sequence, piece.position))
 
 
 def documents_of_batch(loader: Loader, batch: int) -> dict[str | None, list[tuple[int, int]]]:
     """First and last index of each stretch of consecutive documents in a batch, by the name of their source.
 
     Raises:
-        ValueError: as sequences_of_batch.
+        ValueError: as pieces_of_batch.
     """
     stretches: dict[str | None, list[tuple[int, int]]] = {}
-    found = sequences_of_batch(loader, batch, np.arange(loader.batch_size))
-    for sequence in sorted(found, key=lambda sequence: sequence.document):
-        known = stretches.setdefault(sequence.source, [])
-        if known and sequence.document <= known[-1][1] + 1:
-            known[-1] = known[-1][0], max(known[-1][1], sequence.last_document)
+    for piece in sorted(pieces_of_batch(loader, batch), key=lambda piece: piece.document):
+        known = stretches.setdefault(piece.source, [])
+        if known and piece.document <= known[-1][1] + 1:
+            known[-1] = known[-1][0], piece.document
         else:
-            known.append((sequence.document, sequence.last_document))
+            known.append((piece.document, piece.document))
     return stretches

@@ -5,14 +5,16 @@ can be read. Such a state is small, since it names a place in the stream and not
 """
 
 import functools
-import threading
-from collections.abc import Generator, Iterator
+import itertools
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
+from shardwright_data.checks import check_choice
 from shardwright_data.loader import shuffle
-from shardwright_data.loader.batches import Loader, Sequences
+from shardwright_data.loader.batches import Loader, TokenBatch
 from shardwright_data.loader.config import DataConfig
 from shardwright_data.loader.shuffle import Indices
 from shardwright_data.text import sources
@@ -59,20 +61,19 @@ class StreamLoader(Loader):
     parallel_loads = 1
     num_tokens = None
 
-    def __init__(self, config: DataConfig, state: dict[str, Any] | None, *batches: Any):
-        super().__init__(*batches)
+    def __init__(self, config: DataConfig, state: Mapping[str, Any] | None, *batches: Any, **options: Any):
+        super().__init__(*batches, **options)
         if self.inputs:
             raise ValueError(
                 f"data.stream is set, but the model reads {', '.join(self.inputs)} beside the tokens, which a stream "
                 "does not have. Write a flat-tokens dataset with it (docs/flat-tokens.md), and set data.filespec."
             )
         self._config, self._stream, stream = config, config.stream, config.stream
-        if self.split not in (splits := {"train": stream.train_files, "validation": stream.validation_files}):
-            raise ValueError(f"split is {self.split!r}; a stream has {' and '.join(splits)}.")
+        check_choice("split", self.split, ("train", "validation"))
+        files = {"train": stream.train_files, "validation": stream.validation_files}[self.split]
         hub = stream.dataset, stream.dataset_config, getattr(stream, self.split)
-        self._name, self._data = sources.open_text("data.stream", *hub, splits[self.split], by_line=True)
+        self._name, self._data = sources.open_text("data.stream", *hub, files, by_line=True)
         self._tokenizer = open_tokenizer(stream.tokenizer_kind, stream.tokenizer, stream.end_token)
-        self._kept = KEPT_STATES + config.prefetch + len(config.skip_steps)
         size = self._tokenizer.vocab_size
         if self.vocab_size is not None and size > self.vocab_size:
             raise ValueError(
@@ -81,40 +82,34 @@ class StreamLoader(Loader):
             )
         self._beginning = self._data.state_dict()
         beginning = {"step": 0} | _Place()._asdict()
-        first = beginning if state is None else state
+        first = state or beginning
         if first.keys() != beginning.keys():
             raise ValueError(
                 f"This is no state of a stream: {sorted(first)}. Resume with the data settings of the checkpoint."
             )
-        self._states: dict[int, dict[str, Any]] = {0: beginning, first["step"]: first}
-        self._lock = threading.Lock()
-        self._last: tuple[int, Sequences] | None = None
-        self._documents: Generator[tuple[_Place, _Place, np.ndarray], None, None] | None = None
-        self._seek(first["step"])
+        self._states: dict[int, Mapping[str, Any]] = {0: beginning, first["step"]: first}
+        self._kept = KEPT_STATES + config.prefetch + len(config.skip_steps)
+        self._last: tuple[int, TokenBatch | None] = first["step"], None
+        """The step read last and its batch; or the step that is read next, without its batch."""
+        self._steps = self._read_from(first)
 
-    def sequences(self, step: int, indices: Indices) -> Sequences:
+    def sequences(self, step: int, indices: Indices) -> TokenBatch:
         """Sequences of the batch of `step`, as Loader.sequences describes."""
-        with self._lock:
-            if self._last is None or self._last[0] != step:
-                if step < self._next or (step in self._states and step != self._next):
-                    self._seek(step)
-                while self._next <= step:  # batches that are left out are read too
-                    self._last = self._next, self._read_batch()
-                    self._next += 1
-                    self._states[self._next] = {"step": self._next} | self._place._asdict()
-                    for old in sorted(self._states)[1 : -self._kept]:
-                        del self._states[old]
-            return Sequences(*(part[indices] for part in self._last[1]))
+        at, batch = self._last
+        if step < at:
+            self._steps, at, batch = self._read_from(self.state(step)), step, None
+        while batch is None or at < step:  # batches that are left out are read too
+            at, batch = next(self._steps)
+        self._last = at, batch
+        return jax.tree.map(lambda x: x[indices], batch)
 
-    def state(self, step: int) -> dict[str, Any]:
+    def state(self, step: int) -> Mapping[str, Any]:
         """The state from which the batch of `step` is the next, known once the batch before it has been read."""
-        # Without the lock: it is held while a batch is read, and a checkpoint should not wait for that.
         found = self._states.get(step)
         if found is None:
-            known = sorted(dict(self._states))
             raise ValueError(
-                f"The stream {self._name} has no state for step {step}, only for {known[0]} and {known[-1]}, and some "
-                "between them: a stream is read in order. Resume from a checkpoint that holds its state."
+                f"The stream {self._name} has no state for step {step}, only for 0 and {max([*self._states])}, and "
+                "some between them: a stream is read in order. Resume from a checkpoint that holds its state."
             )
         return found
 
@@ -123,40 +118,36 @@ class StreamLoader(Loader):
         """Bytes of the tokens; None if unknown."""
         return byte_lengths(self._tokenizer)
 
-    def _seek(self, step: int) -> None:
-        self._place = _Place(**{key: value for key, value in self.state(step).items() if key != "step"})
-        self._next = step
-        if self._documents is not None:
-            self._documents.close()
-        self._documents = self._tokenize(self._place)
-        self._ids = np.zeros(0, np.uint32)
-        self._offset = 0
-
-    def _read_batch(self) -> Sequences:
-        shape = (self.batch_size, self.seq_len)
-        targets, is_start, loss_mask = np.zeros(shape, np.uint32), np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
+    def _read_from(self, state: Mapping[str, Any]) -> Iterator[tuple[int, TokenBatch]]:
+        """Each step from a state on, and its batch. Keeps the state after it."""
+        documents = self._tokenize(_Place(**{name: state[name] for name in _Place._fields}))
+        ids, offset, shape = np.zeros(0, np.uint32), 0, (self.batch_size, self.seq_len)
         # Packed, a batch is one stretch of documents; else each sequence is the beginning of one.
         packed = self._config.sequence_packing
-        stretch = targets.size if packed else self.seq_len
-        for ids, starts, mask in zip(*(x.reshape(-1, stretch) for x in (targets, is_start, loss_mask)), strict=True):
-            done = 0
-            while done < stretch:
-                if self._offset == self._ids.size:
-                    self._here, self._after, self._ids = next(self._documents)
-                    self._offset = self._here.tokens
-                count = min(self._ids.size - self._offset, stretch - done)
-                ids[done : done + count] = self._ids[self._offset : self._offset + count]
-                starts[done] = self._offset == 0
-                mask[done : done + count] = True
-                done += count
-                self._offset += count
-                self._place = self._here._replace(tokens=self._offset)
-                if not packed:
-                    self._offset, self._place = self._ids.size, self._after
-                    break
-        return Sequences(targets, is_start, loss_mask, np.zeros((*shape, 0), np.uint32))
+        stretch = self.batch_size * self.seq_len if packed else self.seq_len
+        for step in itertools.count(state["step"]):
+            batch = TokenBatch(*(np.zeros(shape, dtype) for dtype in (np.uint32, np.bool_, np.bool_)))
+            for targets, is_start, mask in zip(*(x.reshape(-1, stretch) for x in jax.tree.leaves(batch)), strict=True):
+                done = 0
+                while done < stretch:
+                    if offset == ids.size:
+                        here, after, ids = next(documents)
+                        offset = here.tokens
+                    count = min(ids.size - offset, stretch - done)
+                    targets[done : done + count] = ids[offset : offset + count]
+                    is_start[done] = offset == 0
+                    mask[done : done + count] = True
+                    done, offset = done + count, offset + count
+                    place = here._replace(tokens=offset)
+                    if not packed:
+                        offset, place = ids.size, after
+                        break
+            self._states[step + 1] = {"step": step + 1} | place._asdict()
+            if (old := step + 1 - self._kept) > 0:
+                self._states.pop(old, None)
+            yield step, batch
 
-    def _tokenize(self, place: _Place) -> Generator[tuple[_Place, _Place, np.ndarray], None, None]:
+    def _tokenize(self, place: _Place) -> Iterator[tuple[_Place, _Place, np.ndarray]]:
         """Each document with tokens from `place` on: its place, the place after it, and its ids."""
         # Only the first document may be read from within.
         tokens = place.tokens

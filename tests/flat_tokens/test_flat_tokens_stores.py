@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import zarr
@@ -14,7 +15,7 @@ from numpy_checks import check_modules
 from shardwright_data import flat_tokens
 from shardwright_data.flat_tokens import Reader, Writer, reader
 from shardwright_data.flat_tokens.unfinished import Unfinished
-from shardwright_data.loader import DataConfig, FlatTokensLoader, Prefetcher, flat
+from shardwright_data.loader import DataConfig, FlatTokensLoader, flat, prefetch
 
 check_modules(reader)
 
@@ -54,10 +55,8 @@ def compare(url, path):
         config = [DataConfig(filespec=filespec, sequence_packing=packing) for filespec in (str(path), url)]
         local, remote = (FlatTokensLoader(c, "train", 16, SEQ_LEN) for c in config)
         for step in (0, 3, 10**6):
-            for one, other in zip(
-                local.sequences(step, np.arange(16)), remote.sequences(step, np.arange(16)), strict=True
-            ):
-                np.testing.assert_array_equal(one, other)
+            found = [loader.sequences(step, np.arange(16)) for loader in (local, remote)]
+            jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 @pytest.fixture
@@ -78,7 +77,7 @@ def test_slow_answers_overlap(dataset, slow_server):
     loader = FlatTokensLoader(DataConfig(filespec=f"{slow_server}/d", cache_bytes=0), "train", 16, SEQ_LEN)
     local = FlatTokensLoader(DataConfig(filespec=str(dataset)), "train", 16, SEQ_LEN)
     all_16 = np.arange(16)
-    with Prefetcher(lambda step: loader.sequences(step, all_16), 0, 100, 8, loader.parallel_loads) as batches:
+    with prefetch(lambda step: loader.sequences(step, all_16), 0, 100, 8, loader.parallel_loads) as batches:
         start = time.perf_counter()
         for step, batch in enumerate(batches):
             np.testing.assert_array_equal(batch.targets, local.sequences(step, all_16).targets)

@@ -1,5 +1,6 @@
 """What stands in which batch, against numpy indexing of the whole dataset."""
 
+import contextlib
 import itertools
 import os
 import socket
@@ -13,7 +14,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import zarr
 from jax.sharding import AxisType
 from numpy_checks import check_modules
 from simulated import xla_flags
@@ -23,12 +23,12 @@ from shardwright_data.flat_tokens import Writer
 from shardwright_data.loader import (
     DataConfig,
     FlatTokensLoader,
-    Prefetcher,
     TokenBatch,
     batches,
     flat,
     make_loader,
     mixture,
+    prefetch,
     shuffle,
 )
 from shardwright_data.text.byte_lengths import ByteLengths
@@ -57,8 +57,9 @@ def dataset(tmp_path_factory):
 
 
 def all_rows(loader, num_steps):
+    """Targets, starts and mask of the first batches."""
     batches = [loader.sequences(step, np.arange(loader.batch_size)) for step in range(num_steps)]
-    return [np.concatenate(field) for field in zip(*batches, strict=True)]
+    return jax.tree.leaves(jax.tree.map(lambda *x: np.concatenate(x), *batches))
 
 
 # ---- the order ----------------------------------------------------------------------------------------------------
@@ -126,38 +127,6 @@ def test_permutation_does_not_depend_on_what_else_is_asked():
         np.testing.assert_array_equal(together[epochs == epoch], alone[epochs == epoch])
 
 
-@pytest.mark.parametrize("size", [5, 12])
-def test_permutation_is_uniform(size):
-    """Over many epochs each index goes to each place, and two neighbours to each pair of places, equally often."""
-    num = 4000
-    index, epoch = np.tile(np.arange(size), num), np.repeat(np.arange(num), size)
-    places = shuffle.permute(index, size, 3, epoch).reshape(num, size)
-    counts = np.stack([np.bincount(places[:, i], minlength=size) for i in range(size)])
-    pairs = np.bincount(places[:, 0] * size + places[:, 1], minlength=size * size).reshape(size, size)
-    pairs = pairs[~np.eye(size, dtype=bool)]
-    for observed, freedom in ((counts, (size - 1) ** 2), (pairs, pairs.size - 1)):
-        expected = observed.sum() / observed.size
-        chi2 = ((observed - expected) ** 2 / expected).sum()
-        # Five standard deviations of the chi-square distribution.
-        assert abs(chi2 - freedom) < 5 * np.sqrt(2 * freedom)
-
-
-def test_epochs_and_seeds_give_unrelated_orders():
-    """Two random orders of 1000 agree in one place on average: those of (seed, epoch) and (seed + 1, epoch - 1) too."""
-    n = 1000
-    orders = [
-        shuffle.permute(np.arange(n), n, seed, np.full(n, epoch))
-        for seed in (0, 1, 2, 2**40)
-        for epoch in (0, 1, 2, 1000)
-    ]
-    for i, first in enumerate(orders):
-        for second in orders[:i]:
-            assert (first == second).sum() < 10
-            assert abs(np.corrcoef(first, second)[0, 1]) < 0.15
-            # Nor is one the other, shifted.
-            assert np.unique((first - second) % n).size > n / 2
-
-
 # ---- rows ---------------------------------------------------------------------------------------------------------
 
 
@@ -166,7 +135,7 @@ def test_packed_in_order(dataset):
     loader = FlatTokensLoader(DataConfig(filespec=path, shuffle=False), "train", 4, SEQ_LEN)
     n = ids.size // SEQ_LEN
     num_steps = 2 * n // 4 + 1
-    targets, is_seq_start, loss_mask, _ = all_rows(loader, num_steps)
+    targets, is_seq_start, loss_mask = all_rows(loader, num_steps)
     windows = ids[: n * SEQ_LEN].reshape(n, SEQ_LEN)
     np.testing.assert_array_equal(targets, np.resize(windows, (num_steps * 4, SEQ_LEN)))
     marks = np.isin(np.arange(ids.size), starts)[: n * SEQ_LEN].reshape(n, SEQ_LEN)
@@ -200,7 +169,7 @@ def test_unpacked(dataset, shuffle):
     loader = FlatTokensLoader(config, "train", 8, SEQ_LEN)
     documents = {int(document[0]): document for document in np.split(ids, starts[1:])}
     assert len(documents) == 40
-    targets, is_seq_start, loss_mask, _ = all_rows(loader, 5)
+    targets, is_seq_start, loss_mask = all_rows(loader, 5)
     assert any(len(document) > SEQ_LEN for document in documents.values())
     for row, mask in zip(targets, loss_mask, strict=True):
         document = documents.pop(int(row[0]))[:SEQ_LEN]
@@ -215,28 +184,12 @@ def test_unpacked(dataset, shuffle):
 def test_tokens_that_unpacked_reading_never_sees_are_counted(dataset):
     path, ids, _ = dataset
     loader = FlatTokensLoader(DataConfig(filespec=path, sequence_packing=False), "train", 4, SEQ_LEN)
-    targets, _, mask, _ = all_rows(loader, 10)  # an epoch
+    targets, _, mask = all_rows(loader, 10)  # an epoch
     unseen = 1 - np.unique(targets[mask]).size / ids.size
     assert 0.1 < unseen < 0.9
     assert loader.unseen == {path: pytest.approx(unseen)}
     assert FlatTokensLoader(DataConfig(filespec=path, sequence_packing=False), "train", 1, 30).unseen == {}
     assert FlatTokensLoader(DataConfig(filespec=path), "train", 1, SEQ_LEN).unseen == {}
-
-
-def test_rows_in_any_order(dataset):
-    path, *_ = dataset
-    loader = FlatTokensLoader(DataConfig(filespec=path), "train", 8, SEQ_LEN)
-    for step in (2, 10**9):
-        for rows in (np.array([5, 0, 5]), np.arange(4, 8)):
-            for some, every in zip(loader.sequences(step, rows), loader.sequences(step, np.arange(8)), strict=True):
-                np.testing.assert_array_equal(some, every[rows])
-
-
-def test_unigram_entropy_of_the_synthetic_dataset():
-    loader = FlatTokensLoader(DataConfig(filespec=SYNTHETIC), "train", 64, 64)
-    counts = np.bincount(zarr.open_group(SYNTHETIC, mode="r")["train/encoded_tokens"][:] >> 1)
-    p = counts[counts > 0] / counts.sum()
-    assert loader.unigram_entropy() == pytest.approx(-(p * np.log(p)).sum())
 
 
 # ---- errors -------------------------------------------------------------------------------------------------------
@@ -251,43 +204,23 @@ def test_unigram_entropy_of_the_synthetic_dataset():
         ({"seq_len": 0}, "seq_len is 0; it must be at least 1 and below"),
         ({"seed": -1}, "seed is -1; it must be at least 0 and below"),
         ({"split": "test"}, "No flat-tokens split at .*/test. It has train. Correct the address"),
+        ({"microbatches": 3}, r"batch of 4 sequences .* into 3 microbatches\. Choose a multiple of 3 for"),
+        ({"microbatches": 0}, "microbatches is 0; it must be at least 1"),
+        ({"mesh": {"r": 2, "d": 2, "t": 2}, "microbatches": 2}, r"in microbatches of 2, does not divide .*'d': 2"),
+        ({}, "no mesh to place batches on. Make it under jax.set_mesh"),
     ],
 )
 def test_clear_errors(dataset, changes, message):
-    good = {"seed": 0, "split": "train", "batch_size": 4, "seq_len": SEQ_LEN, "vocab_size": NUM_IDS + 1}
+    good = {"seed": 0, "split": "train", "batch_size": 4, "seq_len": SEQ_LEN, "vocab_size": NUM_IDS + 1, "mesh": None}
 
-    def make(*, seed, **settings):
-        return make_loader(DataConfig(filespec=dataset[0], seed=seed), **settings)
-
-    make(**good)
-    with pytest.raises(ValueError, match=message):
-        make(**(good | changes))
-
-
-def test_numpy_annotations_are_checked():
-    with pytest.raises(TypeError, match="epoch"):
-        shuffle.permute(np.arange(4), 10, 0, np.zeros(3, np.int64))
-
-
-def test_load_without_a_mesh(dataset):
-    loader = FlatTokensLoader(DataConfig(filespec=dataset[0]), "train", 4, SEQ_LEN)
-    with pytest.raises(ValueError, match=r"no mesh to place batches on. Make it under jax.set_mesh"):
+    def load(*, seed, mesh, **settings):
+        with jax.set_mesh(make_mesh(**mesh)) if mesh else contextlib.nullcontext():
+            loader = make_loader(DataConfig(filespec=dataset[0], seed=seed), **settings)
         loader.load(0)
 
-
-def test_batch_that_the_mesh_does_not_divide(dataset):
-    with (
-        jax.set_mesh(make_mesh(r=2, d=2, t=2)),
-        pytest.raises(ValueError, match=r"microbatch of 6 sequences of 10 tokens does not divide evenly .*'d': 2"),
-    ):
-        FlatTokensLoader(DataConfig(filespec=dataset[0]), "train", 12, SEQ_LEN, microbatches=2)
-
-
-def test_batch_that_the_microbatches_do_not_divide(dataset):
-    with pytest.raises(ValueError, match=r"batch of 6 sequences .* into 4 microbatches\. Choose a multiple of 4 for"):
-        FlatTokensLoader(DataConfig(filespec=dataset[0]), "train", 6, SEQ_LEN, microbatches=4)
-    with pytest.raises(ValueError, match="microbatches is 0; it must be at least 1"):
-        FlatTokensLoader(DataConfig(filespec=dataset[0]), "train", 6, SEQ_LEN, microbatches=0)
+    load(**good | {"mesh": {"r": 1, "d": 2, "t": 1}})
+    with pytest.raises(ValueError, match=message):
+        load(**good | changes)
 
 
 # ---- on the devices -----------------------------------------------------------------------------------------------
@@ -320,7 +253,8 @@ def test_batches_and_their_microbatches_are_the_same_on_every_mesh(dataset, axes
     batch = loader.load(5)
     assert isinstance(batch, TokenBatch)
     size = 32 // microbatches
-    for array, rows in zip(jax.tree.leaves(batch), loader.sequences(5, np.arange(32))[:3], strict=True):
+    for array, rows in zip(jax.tree.leaves(batch), all_rows(loader, 6), strict=True):
+        rows = rows[5 * 32 :]
         expected = np.stack([rows[k * size : (k + 1) * size] for k in range(microbatches)])
         np.testing.assert_array_equal(array, expected)
         for shard in array.addressable_shards:
@@ -374,47 +308,48 @@ def test_each_host_reads_only_its_rows_and_each_once(dataset, tmp_path, count):
 # ---- prefetching --------------------------------------------------------------------------------------------------
 
 
-def test_prefetcher_gives_each_step_in_order():
-    with Prefetcher(lambda step: step * 10, 3, 9) as batches:
-        assert list(batches) == [30, 40, 50, 60, 70, 80]
-    with Prefetcher(lambda step: step, 5, 5) as batches:
-        assert list(batches) == []
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("start", "stop"), [(3, 9), (5, 5)])
+def test_prefetch_gives_each_step_in_order_in_as_many_threads_as_asked(start, stop, threads):
+    together = threading.Barrier(threads)
+
+    def load(step):
+        together.wait(10)
+        return step * 10
+
+    with prefetch(load, start, stop, 6, threads) as batches:
+        assert list(batches) == [10 * step for step in range(start, stop)]
 
 
 @pytest.mark.parametrize("depth", [1, 3])
-def test_prefetcher_works_ahead_by_its_depth(depth):
+def test_prefetch_works_ahead_by_its_depth(depth):
     loaded = []
-    with Prefetcher(lambda step: loaded.append(step) or step, 0, 100, depth=depth) as batches:
+    with prefetch(lambda step: loaded.append(step) or step, 0, 100, depth) as batches:
         for used in range(3):
-            wait_until(lambda used=used: len(loaded) >= used + depth)
+            deadline = time.perf_counter() + 5
+            while len(loaded) < used + depth:
+                assert time.perf_counter() < deadline
+                time.sleep(0.001)
             time.sleep(0.02)
             assert loaded == list(range(used + depth))
             assert next(batches) == used
 
 
-def wait_until(condition, seconds=5):
-    deadline = time.perf_counter() + seconds
-    while not condition():
-        assert time.perf_counter() < deadline
-        time.sleep(0.001)
-
-
-def test_prefetcher_raises_where_the_error_belongs():
+def test_prefetch_raises_where_the_error_belongs():
     def load(step):
         if step == 2:
             raise OSError(f"cannot read step {step}")
         return step
 
-    with Prefetcher(load, 0, 5) as batches:
+    with prefetch(load, 0, 5) as batches:
         assert [next(batches), next(batches)] == [0, 1]
         with pytest.raises(OSError, match="cannot read step 2"):
             next(batches)
-        assert list(batches) == [3, 4]
 
 
-def test_prefetcher_closes_while_full_and_while_loading():
+def test_prefetch_ends_while_full_and_while_loading():
     before = threading.active_count()
-    with Prefetcher(lambda step: step, 0, 10**9) as batches:
+    with prefetch(lambda step: step, 0, 10**9) as batches:
         next(batches)
     assert threading.active_count() == before
 
@@ -425,24 +360,10 @@ def test_prefetcher_closes_while_full_and_while_loading():
         go_on.wait(10)
         loaded.append(step)
 
-    batches = Prefetcher(load, 0, 10**9, depth=4)
-    begun.wait(10)
-    threading.Timer(0.05, go_on.set).start()
-    batches.close()
+    with prefetch(load, 0, 10**9, 4):
+        begun.wait(10)
+        threading.Timer(0.05, go_on.set).start()
     assert loaded == [0]
-    with pytest.raises(RuntimeError, match="shutdown"):
-        next(batches)
-
-
-def test_prefetcher_loads_in_as_many_threads_as_asked():
-    together = threading.Barrier(3)
-
-    def load(step):
-        together.wait(10)
-        return step
-
-    with Prefetcher(load, 0, 12, depth=6, threads=3) as batches:
-        assert list(batches) == list(range(12))
 
 
 # ---- bytes --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from dataclasses import asdict
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 from numpy_checks import check_modules
 
 from shardwright.settings.differences import config_differences
@@ -75,14 +74,6 @@ def test_shares_are_exact(weights):
             np.testing.assert_array_equal(quotas.counts((block + 1) * BLOCK), expected)
 
 
-def test_a_source_comes_in_random_order():
-    source, _ = Quotas([0.5, 0.5], seed=0).locate(np.arange(BLOCK * 64))
-    same = (source[1:] == source[:-1]).mean()
-    assert abs(same - 0.5) < 0.01
-    other, _ = Quotas([0.5, 0.5], seed=1).locate(np.arange(BLOCK * 64))
-    assert abs((source == other).mean() - 0.5) < 0.02
-
-
 def test_mixture_is_pinned():
     """These values may never change: a run that resumes would see other batches than it did before."""
     quotas = Quotas([0.6, 0.3, 0.1], seed=7)
@@ -122,16 +113,8 @@ def test_any_step_and_any_rows(filespecs):
     for step in (10**9, 64, 3):
         every = loader.sequences(step, np.arange(16))
         for rows in (np.array([15, 0, 3]), np.arange(8, 16), np.array([4])):
-            for some, whole in zip(loader.sequences(step, rows), every, strict=True):
-                np.testing.assert_array_equal(some, whole[rows])
-
-
-def test_on_a_mesh(filespecs):
-    mesh = jax.make_mesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
-    with jax.set_mesh(mesh):
-        loader = make_loader(data(filespecs, {"web": 1, "code": 1}), "train", 8, SEQ_LEN, microbatches=2)
-    expected = loader.sequences(7, np.arange(8)).targets
-    np.testing.assert_array_equal(loader.load(7).targets, [expected[:4], expected[4:]])
+            expected = jax.tree.map(lambda x, rows=rows: x[rows], every)
+            jax.tree.map(np.testing.assert_array_equal, loader.sequences(step, rows), expected)
 
 
 def test_unigram_entropy(filespecs):
@@ -189,10 +172,9 @@ def test_epochs_just_within_the_limit(filespecs):
     [
         ({}, "as one of steps, tokens and epochs; given: none"),
         ({"steps": 1, "tokens": 5}, "as one of steps, tokens and epochs; given: steps=1, tokens=5"),
-        ({"steps": 0}, "steps is 0; it must be above 0"),
-        ({"tokens": 55}, "tokens=55 is less than one batch of 56 tokens"),
-        ({"epochs": 0.01}, "epochs=0.01 is less than one batch"),
-        ({"epochs": float("nan")}, "epochs is nan; it must be above 0"),
+        ({"steps": 0}, "steps=0 in steps of 56 tokens, is 0; it must be at least 1"),
+        ({"tokens": 55}, "run, tokens=55 in steps of 56 tokens, is 0; it must be at least 1"),
+        ({"epochs": 0.01}, "epochs=0.01 in steps of 56 tokens, is 0"),
     ],
 )
 def test_run_length_errors(filespecs, length, message):
@@ -203,7 +185,7 @@ def test_run_length_errors(filespecs, length, message):
 
 def test_epochs_of_a_mixture(filespecs):
     loader = make_loader(data(filespecs, {"web": 1, "books": 1}), "train", 10, SEQ_LEN)
-    with pytest.raises(ValueError, match=r"repeat at different steps \(web takes 60.0 steps, books takes 10.0 steps\)"):
+    with pytest.raises(ValueError, match=r"epochs=1, but only a single dataset has epochs"):
         steps_for(loader, epochs=1)
 
 
@@ -224,10 +206,6 @@ def test_epochs_of_a_mixture(filespecs):
         (
             {"mixture": {"a": SourceConfig("web", 1e9), "b": SourceConfig("books")}},
             "mixture.b.weight is 1.0: less than one sequence in 1048576 would come from it",
-        ),
-        (
-            {"mixture": {"a": SourceConfig("web"), "b": SourceConfig("web")}},
-            "a and b of the mixture are one dataset, .*web, whose sequences would come twice",
         ),
         ({"mixture": {"a": SourceConfig("web", 1, -1)}}, r"data.mixture.a.max_epochs is -1; it must be above 0"),
         ({"filespec": "web", "max_epochs": 0}, "data.max_epochs is 0; it must be above 0"),

@@ -7,7 +7,7 @@ from written_datasets import TEXTS, write
 
 from shardwright_data.flat_tokens import Reader
 from shardwright_data.loader import DataConfig, SourceConfig, make_loader
-from shardwright_data.loader.origins import find_documents, pieces_of, sequences_of_batch
+from shardwright_data.loader.origins import find_documents, pieces_of_batch
 from shardwright_data.text.tokenizers import open_tokenizer
 
 
@@ -36,16 +36,16 @@ def test_a_batch_is_the_loaders(tmp_path, dataset, packing, mixed):
     tokenizer = open_tokenizer("bytes")
     for step in (0, 7, 10**6):
         batch = loader.sequences(step, np.arange(16))
-        sequences = sequences_of_batch(loader, step, np.arange(16))
-        assert [sequence.number for sequence in sequences] == list(range(16))
-        for sequence in sequences:
-            pieces = pieces_of(sequence)
+        pieces = pieces_of_batch(loader, step)
+        assert [piece.sequence for piece in pieces] == sorted(piece.sequence for piece in pieces)
+        for number in range(16):
+            of_sequence = [piece for piece in pieces if piece.sequence == number]
             text = "".join(
                 (TEXTS[piece.document] + "\0").encode()[piece.start : piece.start + piece.length].decode()
-                for piece in pieces
+                for piece in of_sequence
             )
-            mask = batch.loss_mask[sequence.number]
-            assert tokenizer.decode(batch.targets[sequence.number][mask].tolist()) == text.replace("\0", "")
-            begins = [piece.position for piece in pieces if piece.start == 0]
-            assert begins == np.flatnonzero(batch.is_seq_start[sequence.number]).tolist()
-            assert [piece.document_length for piece in pieces] == [len(TEXTS[piece.document]) + 1 for piece in pieces]
+            mask = batch.loss_mask[number]
+            assert tokenizer.decode(batch.targets[number][mask].tolist()) == text.replace("\0", "")
+            begins = [piece.position for piece in of_sequence if piece.start == 0]
+            assert begins == np.flatnonzero(batch.is_seq_start[number]).tolist()
+            assert {piece.source for piece in of_sequence} <= ({"one", "two"} if mixed else {None})

@@ -1,5 +1,6 @@
 """Inputs beside the tokens: arrays of a dataset that a model reads, from file to loss, against numpy indexing."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -136,8 +137,8 @@ def test_rows_have_the_values_of_their_tokens(dataset, names, packing, shuffled)
     plain = make_loader(data, "train", 8, SEQ_LEN)
     for step in (0, 3, 1000):
         rows = loader.sequences(step, np.arange(8))
-        for field, expected in zip(rows[:3], plain.sequences(step, np.arange(8))[:3], strict=True):
-            np.testing.assert_array_equal(field, expected)
+        without = dataclasses.replace(rows, inputs=None)
+        jax.tree.map(np.testing.assert_array_equal, without, plain.sequences(step, np.arange(8)))
         expected = np.where(rows.loss_mask[..., None], values[place[rows.targets]][..., columns], 0)
         np.testing.assert_array_equal(rows.inputs, expected)
         assert (rows.inputs.dtype, packing or not rows.loss_mask.all()) == (np.uint32, True)

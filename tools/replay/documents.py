@@ -14,7 +14,7 @@ from shardlib.shardtypes import f32, make_shardings, typed_shard_map, u32
 from shardwright.modeling.model import compute_scope
 from shardwright.run.stages import folded_mesh, without_stages
 from shardwright_data.loader import TokenBatch
-from shardwright_data.loader.origins import pieces_of, sequences_of_batch
+from shardwright_data.loader.origins import pieces_of_batch
 from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_run
 from tools.replay.session import Session
 
@@ -57,15 +57,13 @@ def on_host(batch: TokenBatch) -> TokenBatch:
 def documents_of(session: Session, batch: TokenBatch) -> list[Document]:
     """The documents of a batch `on_host`, in order, without padding."""
     try:
-        sequences = sequences_of_batch(session.loader, session.number, np.arange(session.loader.batch_size))
+        pieces = pieces_of_batch(session.loader, session.number)
     except ValueError:  # a stream
         return _by_starts(batch)
     found = []
-    for sequence in sequences:
-        for piece in pieces_of(sequence):
-            ids = batch.targets[sequence.number, piece.position : piece.position + piece.length]
-            where = piece.document, piece.start, sequence.source
-            found.append(Document(sequence.number, piece.position, ids, *where))
+    for piece in pieces:
+        ids = batch.targets[piece.sequence, piece.position : piece.position + piece.length]
+        found.append(Document(piece.sequence, piece.position, ids, piece.document, piece.start, piece.source))
     return found
 
 
