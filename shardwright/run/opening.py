@@ -1,26 +1,35 @@
-"""A run that a tool opens: a mesh for the devices at hand, and the weights of a checkpoint on it."""
+"""What a run or a tool begins with: a mesh for the devices at hand, and fresh or saved weights on it."""
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from omegaconf import MISSING
 
+from shardlib.placement import LayerPlacement
 from shardlib.shardtypes import make_shardings
 from shardwright.cluster.devices import make_mesh, simulate_devices
 from shardwright.modeling.model import LanguageModel
 from shardwright.modeling.weights import shapes_of
 from shardwright.run import config as run_config
 from shardwright.run.checkpoint import Checkpointer, find_checkpoint
-from shardwright.run.checkpoint_arrays import Orders
+from shardwright.run.checkpoint_arrays import NO_ORDERS, Orders
+from shardwright.run.files import read_config
 from shardwright.run.provenance import compare_source, provenance_of
-from shardwright.run.resuming import config_of, saved_config
+from shardwright.run.resuming import config_of, fixed_by_weights, saved_config, with_defaults
+from shardwright.run.stages import stack_orders
+from shardwright.settings.differences import config_differences
+from shardwright.settings.words import say
 from shardwright_data.checks import within
 from shardwright_data.foreign import shown
+
+Write = Callable[[str], None]
 
 
 @dataclass
@@ -93,12 +102,7 @@ class SavedRun:
     c: run_config.Config
 
     def read_weights(
-        self,
-        model: LanguageModel,
-        which: str,
-        programs: Callable[..., Any],
-        other_source: bool,
-        write_line: Callable[[str], None],
+        self, model: LanguageModel, which: str, programs: Callable, other_source: bool, write_line: Write
     ) -> tuple[Any, Any]:
         """Reads `weights` or `ema`, sharded as in training on the current mesh.
 
@@ -114,28 +118,24 @@ class SavedRun:
         allow = None if other_source else "other_source=true"
         if differs := compare_source(self.metadata.get("provenance"), now, ("evaluation",), allow):
             write_line(shown(f"source      {differs}"))
-        shapes = shapes_of(model.table)
-        like = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, make_shardings(model.Weights, like=shapes))
+        like = _sharded(model.Weights, shapes_of(model.table))
         return self.checkpoints.restore(self.step, {which: like})[which], now["source"]
 
 
 def read_state(checkpoints: Checkpointer, step: int, State: Any, shapes: Any, model: Any, orders: Orders) -> Any:
-    """The state of a checkpoint on the current mesh.
+    """The state of a checkpoint on the current mesh. `State` is its class, generic in the class of the weights.
 
-    Args:
-        checkpoints: of the run.
-        step: that of the checkpoint.
-        State: class of the state, generic in the class of the weights.
-        shapes: of its arrays. Without those of `ema`, the average is left where the checkpoint has it.
-        model: the model.
-        orders: of the stacks of layers.
+    `shapes` are those of its arrays. Without those of `ema`, the average is left where the checkpoint has it.
     """
-    shardings = make_shardings(State[model.Weights], like=shapes)
-    like = jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings)
-    return checkpoints.restore(step, like, orders)
+    return checkpoints.restore(step, _sharded(State[model.Weights], shapes), orders)
 
 
-def trusted_options(c: run_config.Config, trust: bool, write_line: Callable[[str], None]) -> dict[str, Any]:
+def _sharded(kind: Any, shapes: Any) -> Any:
+    """The same shapes, with the shardings of a class of arrays."""
+    return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, make_shardings(kind, like=shapes))
+
+
+def trusted_options(c: run_config.Config, trust: bool, write_line: Write) -> dict[str, Any]:
     """The run's options of XLA. Without trust none that is a text, which could be the place of files or of code."""
     options = c.hardware.compiler_options
     left = [name for name, value in options.items() if isinstance(value, str) and not trust]
@@ -146,20 +146,72 @@ def trusted_options(c: run_config.Config, trust: bool, write_line: Callable[[str
 
 @contextlib.contextmanager
 def open_run(run: str, step: int | None, trust: bool) -> Iterator[SavedRun]:
-    """Opens a checkpoint until the context ends.
+    """Opens a checkpoint until the context ends. The arguments are as in CheckpointChoice.
 
-    Args:
-        run: directory or URL of a run, or of one of its checkpoints.
-        step: step of the checkpoint; None: the last one.
-        trust: whether modules are imported that the run names beside those shipped here.
-
-    Raises:
-        ValueError: there is no such run or checkpoint.
-        Damaged: the checkpoint is damaged.
+    Raises ValueError if there is no such run or checkpoint, Damaged if the checkpoint is damaged.
     """
-    if "://" not in run and not Path(run).is_dir():
-        raise ValueError(f"there is no run {run}: `run` is a run's directory, for example runs/<name>.")
     checkpoints, step = find_checkpoint(run, step)
     with checkpoints:
         metadata = checkpoints.metadata(step)
         yield SavedRun(checkpoints, step, metadata, config_of(saved_config(metadata), trust))
+
+
+def checkpoints_of(directory: Path, paths: run_config.PathsConfig) -> str:
+    """Path or URL of the checkpoints of the run in `directory`.
+
+    Raises ValueError if the run has them elsewhere: it would begin again, over the steps that were done.
+    """
+    try:
+        had = read_config(directory / "config.yaml")["paths"].get("checkpoints")
+    except (KeyError, ValueError):  # a new run has none, and a kill may have cut it off
+        had = paths.checkpoints
+    if had != paths.checkpoints:
+        raise ValueError(
+            f"the run in {directory} was made with paths.checkpoints={had}, not {paths.checkpoints}. Give what it had, "
+            "or start another run with a new paths.model_name."
+        )
+    place = f"{had.rstrip('/')}/{paths.model_name}" if had else directory
+    return f"{place}/checkpoints"
+
+
+def read_weights(path: str | os.PathLike, like: Any, config: dict, orders: Orders = NO_ORDERS) -> Any:
+    """The weights of another run, with the shardings of `like`. Prints the differences of the models that are allowed.
+
+    Args:
+        path: directory or URL of a run, for its last checkpoint, or of one checkpoint.
+        like: weights of the new run.
+        config: configuration of the new run.
+        orders: as for `Checkpointer.restore`.
+
+    Raises:
+        ValueError: there is no such checkpoint, or it is of another model or has other arrays.
+        OSError: it is damaged.
+    """
+    checkpoints, step = find_checkpoint(path)
+    with checkpoints:
+        saved = with_defaults(saved_config(checkpoints.metadata(step)), config["model"].get("module"))
+        if differences := config_differences(saved, config, fixed_by_weights(config)):
+            raise ValueError(
+                f"training.init_from is {path}, which has the weights of another model:\n  "
+                + "\n  ".join(differences)
+                + "\nChange these to what the checkpoint has, or start from another one."
+            )
+        weights = checkpoints.restore(step, {"weights": like}, orders)["weights"]
+    if jax.process_index() == 0:
+        say(f"weights    from {path}, after {step} steps; the optimizer's state is fresh")
+        for line in config_differences(saved, config, ("model",)):
+            say(f"           {line}")
+    return weights
+
+
+def fresh_state(c: run_config.Config, placement: LayerPlacement, init: Callable[[jax.Array], Any], State: Any) -> Any:
+    """State of a run before its first step, on the current mesh, with the weights of training.init_from if given.
+
+    `init` and `State` are as for `Run.begin`.
+    """
+    state = jax.jit(init)(jax.random.key(c.training.seed))
+    if c.training.init_from is not None:
+        orders = stack_orders(placement, State, state)
+        state.weights = read_weights(c.training.init_from, state.weights, dataclasses.asdict(c), orders)
+        state.ema = jax.tree.map(jnp.copy, state.weights) if jax.tree.leaves(state.ema) else state.ema
+    return state

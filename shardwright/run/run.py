@@ -26,11 +26,10 @@ from shardwright.run.config import Config
 from shardwright.run.directory import override
 from shardwright.run.evaluation import evaluate
 from shardwright.run.flops import Speed, flops_of_model, peak_flops
-from shardwright.run.initial_weights import checkpoints_of, fresh_state
 from shardwright.run.memory import peak_memory
 from shardwright.run.metrics import RunLog, check_metrics, has_event
 from shardwright.run.microscope import Microscope
-from shardwright.run.opening import read_state
+from shardwright.run.opening import checkpoints_of, fresh_state, read_state
 from shardwright.run.page import Page
 from shardwright.run.profile import StepProfiler
 from shardwright.run.provenance import compare_source, keep_source, provenance_of

@@ -32,7 +32,7 @@ from shardwright.modeling.settings import RopeScaling
 from shardwright.modeling.weights import shapes_of
 from shardwright.run import config as run_config
 from shardwright.run.config import register_schema, to_config
-from shardwright.run.initial_weights import fresh_state, read_weights
+from shardwright.run.opening import fresh_state, read_weights
 from shardwright.run.resuming import fixed_settings, with_defaults
 from shardwright.run.stages import placement_of
 from shardwright.settings.differences import config_differences

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from shardwright.modeling.model import is_shipped
 from shardwright.run.files import read_config
-from shardwright.run.initial_weights import read_weights
+from shardwright.run.opening import read_weights
 from shardwright.run.resuming import check_resumes, config_of, literal, saved_config
 from tools import checkpoint_to_huggingface
 from tools.generate import MeshChoice, Settings, generate

@@ -319,7 +319,7 @@ def test_the_command(run, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"run": "nowhere"}, r"there is no run nowhere: `run` is a run's directory"),
+        ({"run": "nowhere"}, r"no complete checkpoint in nowhere/checkpoints: give a run's directory"),
         ({"step": 3}, r"no complete checkpoint of step 3"),
         ({"compute_dtype": "fp32"}, r"compute_dtype is 'fp32'; choose one of bf16, f32"),
         ({"weights": "adam_mu"}, r"weights is 'adam_mu'; choose one of weights, ema"),

@@ -150,7 +150,7 @@ def test_the_command(run, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"run": "nowhere"}, r"there is no run nowhere: `run` is a run's directory"),
+        ({"run": "nowhere"}, r"no complete checkpoint in nowhere/checkpoints: give a run's directory"),
         ({"step": 4}, r"no complete checkpoint of step 4 in .*; there are \[3, 5\]"),
         ({"prompt": None}, r"give one of prompt, prompts_file and prompt_ids; none of them is given"),
         ({"prompt_ids": [3]}, r"give one of .*; prompt and prompt_ids is given"),
