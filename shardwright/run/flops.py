@@ -21,8 +21,8 @@ class ModelFlops(NamedTuple):
 
     causal: float
     full: float
-    causal_formula: str
-    full_formula: str
+    formula: str
+    """Of `causal`, for the user."""
 
 
 class PeakFlops(NamedTuple):
@@ -45,8 +45,8 @@ class Speed(NamedTuple):
     def of_step(self, seconds: float) -> dict[str, float]:
         """The metrics of a step that took so long."""
         rate = self.tokens_per_step / seconds
-        mfu, full = (rate * flops / self.peak.total for flops in self.flops[:2])
-        return {"tokens_per_second": rate, "mfu": mfu, "mfu_full_attention": full}
+        mfu = lambda flops: rate * flops / self.peak.total
+        return {"tokens_per_second": rate, "mfu": mfu(self.flops.causal), "mfu_full_attention": mfu(self.flops.full)}
 
 
 def flops_of_model(table: Any, c: Any, sequence_length: int) -> ModelFlops:
@@ -58,9 +58,8 @@ def flops_of_model(table: Any, c: Any, sequence_length: int) -> ModelFlops:
     multiplied = sum(math.prod(weight.shape) for weight in weights if weight.kind != "embedding")
     n = "(N - input embedding)" if any(weight.kind == "embedding" for weight in weights) else "N"
     attention = c.layers * c.heads * c.d_head * sequence_length
-    formula = f"6*{n} + {{}}*layers*heads*head_dim*L"
-    causal, full = 6 * multiplied + 6 * attention, 6 * multiplied + 12 * attention
-    return ModelFlops(causal, full, formula.format(6), formula.format(12))
+    formula = f"6*{n} + 6*layers*heads*head_dim*L"
+    return ModelFlops(6 * multiplied + 6 * attention, 6 * multiplied + 12 * attention, formula)
 
 
 # Dense peaks in TFLOP/s by jax.Device.device_kind: (bf16, f32 as XLA multiplies it by default: TF32 on these GPUs).

@@ -150,14 +150,9 @@ def without_stages(weights: Any, placement: LayerPlacement, mesh: jax.sharding.M
 
 
 def describe_stages(c: Config, model: LanguageModel) -> list[str]:
-    """Lines on the schedule and on each stage: its device of p, and its layers. None without stages."""
+    """A line on the schedule and its stages. None without stages."""
     if not has_stages():
         return []
-    placement = placement_of(c, model)
-    ticks = len(training_table(c, model).columns["forward"])
-    lines = [f"{c.pipeline.schedule}, {c.training.microbatches} microbatches in {ticks} ticks"]
-    for stage, device, chunk in sorted((s, d, i) for d, own in enumerate(placement.stages) for i, s in enumerate(own)):
-        where = f"p={device}" + f" chunk {chunk}" * (placement.v > 1)
-        first = stage * placement.chunk_rows
-        lines.append(f"stage {stage}: {where}: layers {first}-{first + placement.chunk_rows - 1}")
-    return [*lines, f"all together: embedding, logits and loss; each has 1/{placement.p} of the vocabulary"]
+    placement, ticks = placement_of(c, model), len(training_table(c, model).columns["forward"])
+    schedule = f"{c.pipeline.schedule}, {c.training.microbatches} microbatches in {ticks} ticks"
+    return [f"{schedule}; {placement.p * placement.v} stages of {placement.chunk_rows} layers"]

@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from shardlib.parsing import did_you_mean
 from shardwright.settings.settings import is_section, kind_of, settings_of, words_for
 
-QUOTES = "Write name=value, and a value with signs such as , = [ { in quotes of both kinds: 'name=\"value\"'."
+QUOTES = "Write name=value, and a value with signs such as , = [ { ~ é in quotes of both kinds: 'name=\"value\"'."
 NAMES = ("--config-name", "-cn")
 UNNAMED = ("--hydra-help", "--version", "--shell-completion", "-sc", "--experimental-rerun", "--help", "-h")
 """The flags for which no configuration need be named."""
@@ -38,13 +38,6 @@ class Program:
     config_name: str | None
     schema: type
     doc: str = ""
-
-
-def readable(argument: str) -> str:
-    """An argument as Hydra reads it: with quotes around a value such as `~/runs` or `première`."""
-    name, _, value = argument.partition("=")
-    plain = re.fullmatch(r"\+*[\w.@/]+", name) and re.fullmatch(r"[^'\"\\,=(){}\[\]$]+", value)
-    return f'{name}="{value}"' if plain and (value.startswith("~") or not value.isascii()) else argument
 
 
 def is_setting(argument: str) -> bool:

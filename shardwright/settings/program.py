@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.places import is_raised_on_purpose
-from shardwright.settings.composing import Program, check_flags, explained, is_of_composing, is_setting, readable
+from shardwright.settings.composing import Program, check_flags, explained, is_of_composing, is_setting
 from shardwright.settings.exits import ERROR, exit_of
 from shardwright.settings.help import help_text
 from shardwright_data.checks import check_ranges
@@ -112,7 +112,7 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
         sections: gives dataclasses of sections whose type the schema leaves open, for the help.
     """
     # Hydra wants the settings together, after the flags.
-    sys.argv[1:] = sorted(map(readable, sys.argv[1:]), key=is_setting)
+    sys.argv[1:] = sorted(sys.argv[1:], key=is_setting)
     if not program.configs.is_dir():  # what `pip install .` installs is for `import` alone
         sys.exit(
             f"Error: {program.configs.parent} has no {program.configs.name}/: shardwright runs from its checkout. "

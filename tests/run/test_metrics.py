@@ -16,7 +16,7 @@ from shardwright.run.flops import ModelFlops, PeakFlops, Speed
 from shardwright.run.metrics import RunLog, check_metrics
 from shardwright.run.terminal import Terminal
 
-SPEED = Speed(64, ModelFlops(1000, 1500, "c", "f"), PeakFlops(1e9, "test"))
+SPEED = Speed(64, ModelFlops(1000, 1500, "formula"), PeakFlops(1e9, "test"))
 
 
 def run_log(directory, console=None, **changes):

@@ -6,7 +6,7 @@ import pytest
 
 from shardwright.run.config import Config, register_schema
 from shardwright.run.launch import CONFIGS
-from shardwright.settings.composing import Program, readable
+from shardwright.settings.composing import Program
 from shardwright.settings.program import FULL_ERROR, start
 
 BASE = "--config-name=local_test_synthetic"
@@ -49,21 +49,3 @@ def test_a_sweep_is_composed_as_a_whole_before_its_first_job(composed):
     assert [config.training.seed for config in found] == [1, 2]
     with pytest.raises(SystemExit, match=r"^Error: training\.seed is x; it must be a whole number"):
         composed(BASE, "--multirun", "training.seed=1,x", "paths.model_name=x")
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("argument", "read"),
-    [
-        ("paths.root_working_dir=~/runs", '"~/runs"'),
-        ("paths.model_name=première course", '"première course"'),
-        ("paths.model_name=plain-1.0", None),
-        ("data.filespec=[é]", None),
-        ("x='é'", None),
-        ("~training.seed", None),
-        ("--config-dir=~/é", None),
-    ],
-)
-def test_values_that_hydra_reads_in_quotes_alone_get_them(argument, read):
-    name = argument.partition("=")[0]
-    assert readable(argument) == (argument if read is None else f"{name}={read}")
