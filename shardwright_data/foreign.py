@@ -35,33 +35,19 @@ def one_line(text: str, characters: int | None = None) -> str:
     return "".join(c if c.isprintable() else {"\n": "⏎", "\t": "⇥"}.get(c, "�") for c in cut)
 
 
-def open_no_pipe(path: str, flags: int) -> int:
-    """Opener, for `open`, of a file to read. Raises FileNotFoundError for a pipe or a device, and waits for none."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
-    kind = os.fstat(descriptor).st_mode
-    if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # `open` refuses a directory
-        os.close(descriptor)
-        raise FileNotFoundError(errno.ENOENT, "it is a pipe or a device, and no file", path)
-    return descriptor
-
-
-def open_no_link(path: str, flags: int) -> int:
-    """Opener, for `open`, of a file to write. Raises OSError for a symbolic link, which may lead anywhere."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
-
-
-def check_file(path: str | os.PathLike, most: int | None = None) -> int:
-    """The size of a file, in bytes. Raises what `read_file` raises, without reading it."""
-    try:
-        with open(path, "rb", buffering=0, opener=open_no_pipe) as file:
-            size = os.fstat(file.fileno()).st_size
-    except OSError as error:
-        if not os.path.exists(path):
-            raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path)) from None
-        raise ValueError(f"{path} cannot be read: {error.strerror}. {COPY_AGAIN}") from error
-    if most is not None and size > most:
-        raise ValueError(f"{path} cannot be read: it has {size:,} bytes, of at most {most:,}. {COPY_AGAIN}")
-    return size
+def check_file(path: str | os.PathLike, most: float = math.inf) -> None:
+    """Raises what `read_file` raises, without reading the file."""
+    if not os.path.exists(path):
+        raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path))
+    status, why = os.stat(path), None
+    if not stat.S_ISREG(status.st_mode):
+        why = "it is a directory, a pipe or a device"
+    elif status.st_size > most:
+        why = f"it has {status.st_size:,} bytes, of at most {most:,}"
+    elif not os.access(path, os.R_OK):
+        why = "its permissions forbid it"
+    if why is not None:
+        raise ValueError(f"{path} cannot be read: {why}. {COPY_AGAIN}")
 
 
 def read_file(path: str | os.PathLike, most: int = SMALL) -> bytes:
@@ -71,9 +57,9 @@ def read_file(path: str | os.PathLike, most: int = SMALL) -> bytes:
         FileNotFoundError: there is none.
         ValueError: it is a directory, a pipe or a device, or has more than `most` bytes, or cannot be read.
     """
-    size = check_file(path, most)
-    with open(path, "rb", opener=open_no_pipe) as file:
-        return file.read(size)
+    check_file(path, most)
+    with open(path, "rb") as file:
+        return file.read(most)
 
 
 def read_text(path: str | os.PathLike, most: int = SMALL) -> str:

@@ -55,10 +55,9 @@ def test_every_link_leads_somewhere(tmp_path):
             if not target.exists() or (address.fragment and address.fragment not in pages[target].ids):
                 broken.append(f"{path.relative_to(built)}: {link}")
     assert broken == []
-    assert seen > 2000
+    assert seen > 500
     navigation = set(pages[built / "README.html"].links)
     assert {f"docs/{path.stem}.html" for path in (ROOT / "docs").glob("*.md")} <= navigation
-    assert "train.Llama.layer" in {name for page in pages.values() for name in page.ids}
     assert not [link for page in pages.values() for link in page.fetched if link.startswith("http")]
 
 
@@ -67,8 +66,8 @@ BROKEN = ["[a](nowhere.md)", "[a](../nowhere.py)", "[a](report.md#nowhere)", "![
 
 @pytest.mark.parametrize("link", BROKEN)
 def test_a_broken_link_fails(tmp_path, link):
-    """In a small repository, without pages of docstrings."""
-    shutil.copytree(ROOT / "docs/site", tmp_path / "docs/site", ignore=shutil.ignore_patterns("html", "*.rst"))
+    """In a small repository."""
+    shutil.copytree(ROOT / "docs/site", tmp_path / "docs/site", ignore=shutil.ignore_patterns("html"))
     for name in ("README.md", "docs/README.md", "docs/seqax.md", "docs/report.md"):
         (tmp_path / name).write_text("# A page\n\n[Another](/docs/seqax.md)\n")
     with (tmp_path / "docs/seqax.md").open("a") as page:

@@ -207,7 +207,7 @@ def test_types():
 def test_a_missing_file_is_told_from_a_bad_one(tmp_path):
     with pytest.raises(FileNotFoundError):
         read_file(tmp_path / "none")
-    with pytest.raises(ValueError, match="cannot be read: Is a directory"):
+    with pytest.raises(ValueError, match="cannot be read: it is a directory"):
         read_file(tmp_path)
     (tmp_path / "x").write_bytes(b"\xef\xbb\xbf{}")
     assert read_object(tmp_path / "x") == {}
