@@ -6,7 +6,6 @@ tests/gauntlet/bugs.toml has the bugs as edits of this repository, and what catc
 tests/gauntlet/test_gauntlet.py applies them and holds the file to the truth.
 """
 
-import itertools
 import re
 import tomllib
 from collections.abc import Iterable
@@ -34,7 +33,7 @@ each as an edit of this repository, which may stand in for a part that it lacks.
 - **tracing**: the step is refused before it is compiled.
 - **verify**: `tools.verify` names this tensor as the first that differs from one device.
 - a test: it fails. The bug computes the same on every mesh, or is not in the step.
-- **—**: there is no edit; the last table has the reason.
+- **—**: there is no edit, for the reason beside it.
 
 [spmd_types](https://github.com/meta-pytorch/spmd_types) (version {version}) is a type system for PyTorch with explicit
 collectives. The bugs were tried as short programs in its strict global mode (commit 54cf099). It accepts each program
@@ -62,7 +61,7 @@ def linked(upstream: str) -> str:
 def caught_here(bug: dict) -> str:
     """The cell of a bug: what catches it here."""
     if "edit" not in bug:
-        return "—"
+        return f"— ({bug['why']})"
     gate, by = bug.get("caught"), bug.get("by", "")
     if gate == "test":
         return f"`{by.partition('::')[2]}`"
@@ -90,12 +89,6 @@ def page() -> str:
         told = lambda b: f"{b['number']}: {linked(b['upstream'])}"
         rows = ([told(b), b["bug"], caught_here(b), b.get("spmd", "—")] for b in ours)
         lines += table(["number: upstream", "bug", "caught", "spmd_types"], rows)
-    lines += ["", "## Without an edit", ""]
-    reasons = [(bug["why"], str(bug["number"])) for bug in found if "why" in bug]
-    grouped = itertools.groupby(sorted(reasons, key=lambda pair: pair[0]), lambda pair: pair[0])
-    by_reason = {why: [number for _, number in group] for why, group in grouped}
-    order = sorted(by_reason.items(), key=lambda entry: int(entry[1][0]))
-    lines += table(["number", "reason"], ([", ".join(numbers), why] for why, numbers in order))
     return "\n".join(lines) + "\n"
 
 
