@@ -8,14 +8,13 @@ so that JAX ends the others.
 import atexit
 import contextlib
 import faulthandler
-import itertools
 import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -58,21 +57,6 @@ def pause(what: str) -> Iterator[None]:
     now_at(what, paused=True)
     yield
     now_at(before.what, paused=before.paused)
-
-
-def watched_batches(batches: Iterator[Any], start: int) -> Iterator[Any]:
-    """The same batches, of the steps from `start`. Notes when the main thread waits for one, and when it has it.
-
-    The first step may take longer, since devices and networks are set up in it.
-    """
-    for step in itertools.count(start):
-        now_at("waiting for a batch", step, paused=step == start)
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        now_at("in the training step", paused=step == start)
-        yield batch
 
 
 @contextlib.contextmanager

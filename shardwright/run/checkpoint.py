@@ -123,12 +123,9 @@ class Checkpointer(contextlib.AbstractContextManager):
         """
         self.wait()
         leaves = named_leaves(state)
-        for name, leaf in leaves.items():
-            if str(leaf.dtype) not in DTYPES:
-                raise ValueError(
-                    f"cannot save {name!r}: zarr readers do not share a {leaf.dtype} type. "
-                    f"Keep it as one of {', '.join(sorted(DTYPES))} (jax.random.key_data turns keys into integers)."
-                )
+        if odd := [name for name, leaf in leaves.items() if str(leaf.dtype) not in DTYPES]:
+            raise ValueError(f"cannot save {odd[0]!r}: it is of none of the types {', '.join(sorted(DTYPES))}.")
+        for leaf in leaves.values():
             leaf.copy_to_host_async()
         try:
             # On the main thread, where every process issues its collectives in the same order. It costs nothing: the
@@ -225,18 +222,19 @@ class Checkpointer(contextlib.AbstractContextManager):
         except Damaged as error:
             return [str(error)]
 
-        def problem_of(stored: StoredArray, index: Index) -> str:
+        problems, jobs = [], []
+
+        def read(stored: StoredArray, index: Index) -> None:
             try:
                 stored.read(index)
             except Damaged as error:
-                return str(error)
-            return ""
+                problems.append(str(error))
 
-        jobs = []
         for array in arrays:
             stored = StoredArray(self.store, directory, array)
-            jobs += [functools.partial(problem_of, stored, index) for index in np.ndindex(array.grid)]
-        return [problem for problem in in_parallel(jobs) if problem]
+            jobs += [functools.partial(read, stored, index) for index in np.ndindex(array.grid)]
+        in_parallel(jobs)
+        return sorted(problems)
 
     def set_aside(self, steps: Iterable[int]) -> str:
         """Moves checkpoints, damaged or not, into a place of checkpoints of their own. Returns it."""

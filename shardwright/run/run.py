@@ -15,7 +15,7 @@ import numpy as np
 from shardlib import products
 from shardwright.cluster.devices import known_options
 from shardwright.cluster.stopping import StopRequest
-from shardwright.cluster.watch import watched_batches
+from shardwright.cluster.watch import now_at
 from shardwright.modeling.attention_calls import check_paths, describe_attention
 from shardwright.modeling.model import COMPUTE_DTYPES, inputs_of
 from shardwright.run.beside import in_background
@@ -244,11 +244,15 @@ class Run:
         self._cleanup.callback(self._profiler.close)
         load = lambda step: self.loader.load(self._batch_of(step))
         batches = prefetch(load, self.start, self.total, ahead, self.loader.parallel_loads)
-        batches = watched_batches(self._cleanup.enter_context(batches), self.start)
+        batches = self._cleanup.enter_context(batches)
         self._stop = self._cleanup.enter_context(StopRequest())
         for step in range(self.start, self.total):
             self._profiler.before_step(step - self.start)
-            yield step, next(batches)
+            first = step == self.start  # it may take longer: devices and networks are set up in it
+            now_at("waiting for a batch", step, paused=first)
+            batch = next(batches)
+            now_at("in the training step", paused=first)
+            yield step, batch
             if self._hlo and self._drawing is None and (self.is_over or step - self.start == DRAWN_AFTER):
                 self._drawing = in_background(draw_step, self._hlo)
             if self.stopped_by:

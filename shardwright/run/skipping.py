@@ -20,8 +20,6 @@ FEWEST = 16
 """Gradient norms that have to be known before there is a limit."""
 DELAY = 2
 """A limit takes the norms of steps at least this much earlier: the others may still be computed."""
-SHOWN = 4
-"""Stretches of documents that the terminal shows."""
 SMALLER_RATE = (
     "begin another run with the weights of an earlier checkpoint (training.init_from) and a smaller "
     "optimizer.learning_rate"
@@ -99,12 +97,9 @@ def described_documents(loader: Loader, batch: int) -> tuple[str, dict[str, list
     except (ValueError, OSError) as error:
         return f"documents unknown: {error}", {}
     named = [
-        (f"{name} " * bool(name)) + (f"{first}" if first == last else f"{first} to {last}")
-        for name, stretches in found.items()
-        for first, last in stretches
+        f"{name or ''} {first} to {last}".strip() for name, stretches in found.items() for first, last in stretches
     ]
-    more = f" and {len(named) - SHOWN} more stretches" * (len(named) > SHOWN)
-    return f"documents {', '.join(named[:SHOWN])}{more}", {name or "": found[name] for name in found}
+    return f"documents {_listed(named)}", {name or "": found[name] for name in found}
 
 
 @jax.jit
@@ -129,4 +124,4 @@ def check_finite(finite: Any, step: int, saved: Callable[[], int | None], ask: s
 
 
 def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more arrays" if len(names) > 3 else "")
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

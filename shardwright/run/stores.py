@@ -72,9 +72,9 @@ class Store:
         try:
             found = self._result(self.kvstore.read(key, byte_range=slice(start, None)), key)
         except OSError as error:
-            if "OUT_OF_RANGE" not in str(error):
-                raise
-            return b""
+            if "OUT_OF_RANGE" in str(error):
+                return b""
+            raise
         return found.value if found.state == "value" else None
 
     def write(self, key: str, content: bytes | None) -> None:
