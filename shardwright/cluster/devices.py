@@ -4,7 +4,6 @@ import contextlib
 import math
 import os
 import socket
-import stat
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -106,47 +105,26 @@ def kept_programs(name: str) -> Path | None:
     """
     directory = jax.config.jax_compilation_cache_dir
     keeps = directory and jax.config.jax_enable_compilation_cache and jax.process_count() == 1
-    if not keeps or "://" in directory:
-        return None
-    path = Path(directory) / name
-    return None if path.exists() and others_write(path) else path
-
-
-def others_write(directory: Path) -> str | None:
-    """Why another user could put files into `directory`, with a remedy; None if none can, but the administrator.
-
-    He could where he owns it or a directory above it, or may write in one. In one with the sticky bit, such as /tmp, he
-    may add names but not replace them.
-    """
-    directory = directory.resolve()
-    for path in (directory, *directory.parents) if hasattr(os, "getuid") else ():
-        if path.exists():
-            about = path.stat()
-            if about.st_uid not in (0, os.getuid()):
-                return f"{path} belongs to another user (number {about.st_uid}): choose another directory"
-            if about.st_mode & 0o022 and (path == directory or not about.st_mode & stat.S_ISVTX):
-                return f"others may write in {path}: chmod go-w it, or choose another directory"
-    return None
+    return Path(directory) / name if keeps and "://" not in directory else None
 
 
 def _keep_programs(directory: str) -> None:
     """Makes JAX keep compiled programs in `directory`, which is made.
 
-    Prints a line, and keeps none, where others could put some there, or where it cannot be written.
+    Prints a line, and keeps none, where that is not possible, or where others may write: they could put some there.
     """
-    why = None
     if "://" not in directory:
         path = Path(os.path.abspath(directory))
         try:
-            for missing in reversed([parent for parent in (path, *path.parents) if not parent.exists()]):
-                missing.mkdir(mode=0o700, exist_ok=True)  # whatever the umask says, nobody else writes there
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=path).close()
-            why = others_write(path)
+            about = path.stat()
+            if about.st_uid != os.getuid() or about.st_mode & 0o022:
+                raise PermissionError(f"others may write in {path}: chmod go-w it, or choose a directory of your own")
         except OSError as error:
-            why = f"it cannot be written: {error}"
-    if why:
-        say(f"hardware.compilation_cache: compiled programs are neither read nor kept, as {why}.")
-    jax.config.update("jax_compilation_cache_dir", None if why else directory)
+            say(f"hardware.compilation_cache: compiled programs are neither read nor kept: {error}.")
+            directory = None
+    jax.config.update("jax_compilation_cache_dir", directory)
     # Short compilations too: a start has some fifty, which together take as long as a small model's step.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 

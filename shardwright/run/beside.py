@@ -33,11 +33,10 @@ def run_beside(
     nice = ["nice", "-n", "19"] if patient and shutil.which("nice") else []
     # The checkout is on the path of the program, but not the working directory, which may have a json.py.
     command = [*nice, sys.executable, "-P", "-m", module, *map(str, arguments)]
-    options = {"stdin": subprocess.DEVNULL, "capture_output": True, "cwd": directory}
-    options["env"] = os.environ | {"PYTHONPATH": str(_ROOT)}
+    options = {"stdin": subprocess.DEVNULL, "env": os.environ | {"PYTHONPATH": str(_ROOT)}}
     options["start_new_session"] = True  # so that Ctrl-C, which stops the run in order, does not end it
     try:
-        done = subprocess.run(command, timeout=timeout, **options)
+        done = subprocess.run(command, capture_output=True, timeout=timeout, cwd=directory, **options)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"it took longer than {timeout:g} s") from None
     if done.returncode:

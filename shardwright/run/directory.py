@@ -5,7 +5,6 @@ has not finished is named `*.tmp`, and the next start removes it.
 """
 
 import contextlib
-import errno
 import fcntl
 import itertools
 import json
@@ -142,12 +141,12 @@ def locked(directory: Path) -> Iterator[None]:
     with open(directory / LOCK, "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{directory} is in use by {_holder(file)}. Wait for that run or end it, or start another one with a "
+                "new paths.model_name."
+            ) from None
         except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                raise ValueError(
-                    f"{directory} is in use by {_holder(file)}. Wait for that run or end it, or start another one with "
-                    "a new paths.model_name."
-                ) from None
             say(f"lock       none on this file system ({why(error)}): start no second run in {directory}")
         file.truncate(0)
         who = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")}

@@ -8,9 +8,7 @@ import pytest
 from processes import Run
 
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
-from shardwright.cluster.devices import kept_programs, others_write, start_devices
-
-IS_ROOT = hasattr(os, "getuid") and os.getuid() == 0
+from shardwright.cluster.devices import kept_programs, start_devices
 
 
 @pytest.fixture
@@ -31,40 +29,31 @@ def start(directory: Path) -> str | None:
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o775, 0o1777])
-@pytest.mark.parametrize("level", ["itself", "above"])
-def test_a_cache_that_others_can_write_is_neither_read_nor_kept(mode, level, tmp_path, no_cache, capsys):
-    directory = tmp_path / "above" / "cache"
-    directory.mkdir(parents=True)
-    (tmp_path / "above").chmod(0o755)
-    directory.chmod(0o755)
+def test_a_cache_that_others_can_write_is_neither_read_nor_kept(mode, tmp_path, no_cache, capsys):
+    directory = tmp_path / "cache"
     assert start(directory) == str(directory)
     assert kept_programs("soundness") == directory / "soundness"
     jax.config.update("jax_compilation_cache_dir", None)
     capsys.readouterr()
-    open_one = directory if level == "itself" else tmp_path / "above"
-    open_one.chmod(mode)
-    if (mode, level) == (0o1777, "above"):  # as /tmp: nobody can replace what is in it
-        assert start(directory) == str(directory)
-        return
+    directory.chmod(mode)
     assert start(directory) is None
     assert kept_programs("soundness") is None
     (line,) = capsys.readouterr().out.splitlines()
-    assert f"others may write in {open_one}: chmod go-w it, or choose another directory" in line
+    assert f"others may write in {directory}: chmod go-w it, or choose a directory of your own" in line
 
 
-@pytest.mark.skipif(not IS_ROOT, reason="only the administrator can give a directory away")
+@pytest.mark.skipif(os.getuid() != 0, reason="only the administrator can give a directory away")
 def test_a_cache_that_belongs_to_another_user_is_refused(tmp_path, no_cache):
     directory = tmp_path / "cache"
     directory.mkdir(mode=0o755)
     os.chown(directory, 12345, 12345)
-    assert "belongs to another user (number 12345)" in others_write(directory)
     assert start(directory) is None
 
 
 def test_a_cache_that_cannot_be_written_is_told(tmp_path, no_cache, capsys):
     (tmp_path / "file").write_text("")
     assert start(tmp_path / "file" / "cache") is None
-    said = "hardware.compilation_cache: compiled programs are neither read nor kept, as it cannot be"
+    said = "hardware.compilation_cache: compiled programs are neither read nor kept: [Errno 20] Not a directory"
     assert capsys.readouterr().out.startswith(said)
 
 
@@ -79,19 +68,10 @@ def test_a_cache_that_the_environment_names_is_checked_too(tmp_path, no_cache, c
 def test_what_is_made_nobody_else_can_write_whatever_the_umask(tmp_path, no_cache):
     before = os.umask(0)
     try:
-        assert start(tmp_path / "a" / "b" / "c") is not None
-        assert {path.stat().st_mode & 0o777 for path in (tmp_path / "a").rglob("*")} == {0o700}
+        assert start(tmp_path / "a" / "b") is not None
+        assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
     finally:
         os.umask(before)
-
-
-def test_verdicts_that_others_can_write_are_not_used(tmp_path, no_cache):
-    tmp_path.chmod(0o755)
-    start(tmp_path)
-    (tmp_path / "soundness").mkdir()
-    (tmp_path / "soundness").chmod(0o777)
-    assert kept_programs("soundness") is None
-    assert kept_programs("attention") == tmp_path / "attention"
 
 
 @pytest.mark.slow
