@@ -288,8 +288,7 @@ _NAMES = Names(
     },
     transposed=False,
     base="transformer.",
-    tied="lm_head.weight",
-    unused=r"\.attn\.(masked_)?bias",  # older versions saved masks
+    unused=r"lm_head\.weight|\.attn\.(masked_)?bias",  # older versions saved masks
 )
 
 

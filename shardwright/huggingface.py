@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from collections import UserDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,10 +32,9 @@ class Names:
     """Whether their matrices are [outputs, inputs], as in torch.nn.Linear."""
     base: str
     """Prefix that the files of a model without an output projection leave out."""
-    tied: str | None = None
-    """Their name of the output projection, where it is `embed` again and files may have it or not."""
-    unused: str = "(?!)"
-    """Regular expression of the end of further tensors, which have no effect."""
+    unused: str
+    """Regular expression of the end of tensors that files may have and that are not read: those without effect, and an
+    output projection that is `embed` again."""
 
     def check(self, weights: Any) -> None:
         """Raises ValueError for weights that are not in the table, and for those of the table that are missing."""
@@ -80,7 +80,7 @@ class Names:
         self.check(table)
         has_base = any(name.startswith(self.base) for name in tensors)
         walk = [(name if has_base else name.removeprefix(self.base), *rest) for name, *rest in self._walk(table)]
-        others = [name for name in set(tensors) ^ {name for name, *_ in walk} if name != self.tied]
+        others = set(tensors) ^ {name for name, *_ in walk}
         if others := sorted(name for name in others if not re.search(f"(?:{self.unused})$", name)):
             first = f"{', '.join(others[:4])}{' …' if len(others) > 4 else ''}"
             raise ValueError(f"{len(others)} tensors are only in the files, or only in the model: {first}")
@@ -144,7 +144,7 @@ DTYPES = ("F32", "F16", "BF16")
 """Names in safetensors of the dtypes whose values are all in f32."""
 
 
-class Tensors(Mapping):
+class Tensors(UserDict):
     """The tensors in a model's safetensors, as finite f32 arrays, each read when it is indexed.
 
     Args:
@@ -158,20 +158,20 @@ class Tensors(Mapping):
     def __init__(self, directory: Path):
         from safetensors import safe_open
 
-        self._files: dict[str, Any] = {}
+        super().__init__()
         for path in sorted(directory.glob("model*.safetensors")):
             check_file(path)
             with refused(f"cannot read {path}"):
                 file = safe_open(path, framework="numpy")
-                self._files |= dict.fromkeys(file.keys(), file)
-        if not self._files:
+                self.data |= dict.fromkeys(file.keys(), file)
+        if not self.data:
             raise ValueError(
                 f"{directory} has no model.safetensors. Weights in other formats can be saved as safetensors by "
                 "transformers: from_pretrained(…).save_pretrained(…)."
             )
 
     def __getitem__(self, name: str) -> np.ndarray:
-        file = self._files[name]
+        file = self.data[name]
         with refused(f"cannot read {name} in the model's files"):
             dtype = file.get_slice(name).get_dtype()
             tensor = file.get_tensor(name).astype(np.float32, copy=False) if dtype in DTYPES else None
@@ -180,9 +180,3 @@ class Tensors(Mapping):
         if not np.isfinite(tensor).all():
             raise ValueError(f"{name} has values that are not finite: these weights are useless. Take another copy.")
         return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)

@@ -29,7 +29,6 @@ import train
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run.opening import CheckpointChoice, open_run
 from shardwright.settings.program import run_program
-from shardwright_data.checks import check_ranges
 from shardwright_data.foreign import shown
 from shardwright_data.text.definitions import PAD, load_definition
 from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_run
@@ -107,7 +106,6 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
         ValueError: a setting out of range, no such checkpoint, an output that exists, a model that transformers cannot
             express, or one whose logits differ from those of the files.
     """
-    check_ranges("", config)
     output = Path(config.output)
     if output.exists():
         raise ValueError(f"output is {config.output}, which exists already. Move it away, or give another path.")

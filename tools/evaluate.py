@@ -35,7 +35,7 @@ from shardwright.sampling.harness import language_model
 from shardwright.sampling.sampler import products_in
 from shardwright.sampling.scoring import Scorer, document_losses
 from shardwright.settings.program import run_program
-from shardwright_data.checks import at_least_0, at_least_1, check_choice, check_ranges
+from shardwright_data.checks import at_least_0, at_least_1, check_choice
 from shardwright_data.flat_tokens import Reader, decode
 from shardwright_data.loader import make_loader
 from shardwright_data.text import sources
@@ -118,7 +118,7 @@ class OpenRun:
         return tokenizer_of_run(self.c.data, self.config.tokenizer)
 
     def language_model(self) -> Any:
-        """The checkpoint as a model of lm-eval. Raises ValueError if that is not installed."""
+        """The checkpoint as a model of lm-eval."""
         return language_model(self.scorer(), self.tokenizer(), self.weights)
 
 
@@ -251,7 +251,6 @@ def evaluate(config: Settings, console: Console | None = None) -> dict[str, Any]
     """
     console = console or Console()
     write_line = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)
-    check_ranges("", config)
     if config.data is not None and config.tasks:
         raise ValueError("give one of data and tasks; data and tasks is given.")
     run = OpenRun(config, write_line)

@@ -7,13 +7,13 @@
 The weights are sharded as in training, on any mesh. docs/sampling.md explains how it works.
 """
 
-import dataclasses
 import json
 import re
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -48,7 +48,9 @@ class Settings(Sampling, CheckpointChoice):
     mesh: MeshChoice = field(default_factory=MeshChoice)
     """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if it fits, else all on d."""
     output: str | None = None
-    """A file for the texts, one JSON object on each line."""
+    """A file for the texts. Each line is a JSON object: prompt, sample (number of the text among those of its prompt,
+    from 0), text (what was added, without the stop token), ended (by a stop token), prompt_ids, and ids (the tokens
+    added, the stop token included)."""
     tokenizer: str | None = None
     """The tokenizer, if the run's data has moved or names none: `bytes`, `tiktoken:<encoding>`, a flat-tokens dataset,
     or a name on the Hugging Face hub, a tokenizer.json, or a directory that holds one."""
@@ -69,31 +71,16 @@ def read_prompts(config: Settings) -> list[str]:
 # ---- texts --------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Generated:
-    """One text: a line of `output`."""
-
-    prompt: str
-    sample: int
-    """Number of the text among those of its prompt, from 0."""
-    text: str
-    """The text that was added to the prompt, without the stop token."""
-    ended: bool
-    """A stop token ended it."""
-    prompt_ids: list[int]
-    ids: list[int]
-    """The tokens added, the stop token included."""
-
-
-def show(console: Console, result: Generated) -> None:
+def show(console: Console, result: dict[str, Any]) -> None:
     """Prints the text. Its prompt is bold and ends with ▸."""
-    how = "ended" if result.ended else "cut"
-    console.rule(f"sample {result.sample}: {len(result.ids)} tokens, {how}", align="left", style="dim")
-    console.print(Text.assemble((shown(result.prompt), "bold"), ("▸", "dim"), shown(result.text)), soft_wrap=True)
+    how = "ended" if result["ended"] else "cut"
+    console.rule(f"sample {result['sample']}: {len(result['ids'])} tokens, {how}", align="left", style="dim")
+    parts = (shown(result["prompt"]), "bold"), ("▸", "dim"), shown(result["text"])
+    console.print(Text.assemble(*parts), soft_wrap=True)
 
 
-def generate(config: Settings, console: Console | None = None) -> list[Generated]:
-    """Samples texts and prints them.
+def generate(config: Settings, console: Console | None = None) -> list[dict[str, Any]]:
+    """Samples texts, prints them, and returns what `output` has of each.
 
     Raises:
         ValueError: a setting out of range, settings that contradict each other, no such run, checkpoint or tokenizer.
@@ -126,7 +113,8 @@ def generate(config: Settings, console: Console | None = None) -> list[Generated
                 ended = ids[-1] in settings.stop
                 added = tokenizer.continuation(prompt, ids[:-1] if ended else ids)
                 text, sample = texts[i // config.samples], i % config.samples
-                results.append(Generated(text, sample, added, ended, list(prompt), ids))
+                about = {"prompt": text, "sample": sample, "text": added, "ended": ended}
+                results.append(about | {"prompt_ids": list(prompt), "ids": ids})
             for result in results:
                 show(console, result)
             seconds = time.perf_counter() - start
@@ -136,7 +124,7 @@ def generate(config: Settings, console: Console | None = None) -> list[Generated
             )
     if config.output is not None:
         Path(config.output).parent.mkdir(parents=True, exist_ok=True)
-        lines = (json.dumps(dataclasses.asdict(result), ensure_ascii=False) + "\n" for result in results)
+        lines = (json.dumps(result, ensure_ascii=False) + "\n" for result in results)
         with open(config.output, "w", encoding="utf-8") as file:
             file.writelines(lines)
     return results

@@ -30,7 +30,7 @@ from shardwright.modeling.model import is_shipped
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.settings.program import run_program
 from shardwright_data.checks import within
-from shardwright_data.foreign import read_object, shown
+from shardwright_data.foreign import read_object, refused, shown
 from tools.huggingface.check import check_rules, compare_logits, mapping_of
 from tools.huggingface.llama import ARCHITECTURES
 
@@ -63,17 +63,10 @@ def find_model(name: str) -> Path:
     directory = Path(name)
     if not directory.is_dir():
         import huggingface_hub
-        from huggingface_hub.errors import HfHubHTTPError
 
-        try:
+        remedy = "Check the name, the connection, and that you are logged in if access is restricted."
+        with refused(f"model is {name!r}, which is not a directory, and cannot be downloaded from the hub", remedy):
             directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=FILES))
-        # Without a connection it raises one of several errors of the system.
-        except (OSError, ValueError, HfHubHTTPError) as error:
-            why = " ".join(str(error).split()).rstrip(".")
-            raise ValueError(
-                f"model is {name!r}, which is not a directory, and cannot be downloaded from the Hugging Face hub: "
-                f"{why}. Check the name, the connection, and that you are logged in if access is restricted."
-            ) from error
     if not (directory / "config.json").is_file():
         raise ValueError(f"{directory} has no config.json: it is not a model of transformers. Correct model={name}.")
     return directory

@@ -23,7 +23,7 @@ from omegaconf import MISSING
 from shardwright.settings.differences import flat
 from shardwright.settings.program import run_program
 from shardwright_data import flat_tokens
-from shardwright_data.checks import check_choice, check_ranges, within
+from shardwright_data.checks import check_choice, within
 from shardwright_data.flat_tokens.unfinished import Unfinished
 from shardwright_data.text import definitions, sources, tokenizers
 from shardwright_data.text.tokenizers import Tokenizer
@@ -110,7 +110,6 @@ def run(config: Settings) -> None:
         ValueError: a setting is out of range, missing or contradicts another; a source or tokenizer is missing or
             unfit; or a split is already there, or was begun with other settings.
     """
-    check_ranges("", config)
     names = [name for name in SPLITS if getattr(config, name) is not None]
     if not names:
         raise ValueError("train and validation are both null: nothing to write.")
@@ -161,10 +160,6 @@ def open_source(config: Settings, name: str) -> tuple[str, Any]:
         ValueError: settings contradict each other, or the source is missing or unfit.
     """
     split: SplitConfig = getattr(config, name)
-    if config.text_separator == "":
-        raise ValueError(
-            "text_separator is empty. Give the text between documents, or null if each file is one document."
-        )
     options = {"revision": config.dataset_revision, "separator": config.text_separator}
     where, data = sources.open_text(name, config.dataset, config.dataset_config, split.source, split.files, **options)
     if split.skip_documents:

@@ -19,7 +19,7 @@ from omegaconf import MISSING
 
 from shardwright.settings.program import run_program
 from shardwright_data import flat_tokens
-from shardwright_data.checks import check_ranges, within
+from shardwright_data.checks import within
 
 COPY, REVERSE, COPY_AT, COPY_AT_UNKNOWN, GAUSSIANS, SEPARATOR = range(1, 7)
 """Token ids. 0 begins documents, and pads."""
@@ -32,6 +32,8 @@ MAX_DIGITS, MAX_DISTANCE, MAX_LENGTH = 40, 16, 64
 """Most digits to copy or to reverse, largest distance to copy over, most digits or samples of the other tasks."""
 NUM_BINS, MAX_COMPONENTS, MAX_SIGMA = 768, 3, 8.0
 """Of the Gaussian mixtures: bins, most components, and largest standard deviation in bins."""
+SIZES = {"train": 2**18, "validation": 2**16}
+"""Tokens of the splits. Each ends with the first document that reaches its size."""
 
 
 @dataclass
@@ -44,10 +46,6 @@ class Settings:
     """Replace a dataset that is there."""
     seed: int = within(0, 2**32, 0)
     """In [0, 2**32). The same seed writes the same bytes."""
-    train_tokens: int = within(1, 2**40, 2**18)
-    """Size of the training split in tokens, at least 1; it ends with the first document that reaches it."""
-    validation_tokens: int = within(1, 2**40, 2**16)
-    """Size of the validation split in tokens, at least 1."""
 
 
 Document = Int64[np.ndarray, "tokens"]
@@ -57,29 +55,16 @@ def _digits(rng: np.random.RandomState, n: int) -> Document:
     return FIRST_DIGIT + rng.randint(0, 10, n)
 
 
-def _copy(rng: np.random.RandomState) -> Document:
+def _copy(rng: np.random.RandomState, task: int, step: int) -> Document:
     digits = _digits(rng, rng.randint(1, MAX_DIGITS + 1))
-    return np.concatenate([[COPY], digits, [SEPARATOR], digits])
+    return np.concatenate([[task], digits, [SEPARATOR], digits[::step]])
 
 
-def _reverse(rng: np.random.RandomState) -> Document:
-    digits = _digits(rng, rng.randint(1, MAX_DIGITS + 1))
-    return np.concatenate([[REVERSE], digits, [SEPARATOR], digits[::-1]])
-
-
-def _periodic(rng: np.random.RandomState) -> tuple[int, Document]:
+def _copy_at(rng: np.random.RandomState, is_known: bool) -> Document:
     distance = rng.randint(1, MAX_DISTANCE + 1)
-    return distance, np.resize(_digits(rng, distance), rng.randint(1, MAX_LENGTH + 1))
-
-
-def _copy_at(rng: np.random.RandomState) -> Document:
-    distance, digits = _periodic(rng)
-    return np.concatenate([[COPY_AT, FIRST_DISTANCE + distance], digits])
-
-
-def _copy_at_unknown(rng: np.random.RandomState) -> Document:
-    _, digits = _periodic(rng)
-    return np.concatenate([[COPY_AT_UNKNOWN], digits])
+    digits = np.resize(_digits(rng, distance), rng.randint(1, MAX_LENGTH + 1))
+    begin = [COPY_AT, FIRST_DISTANCE + distance] if is_known else [COPY_AT_UNKNOWN]
+    return np.concatenate([begin, digits])
 
 
 def _gaussians(rng: np.random.RandomState) -> Document:
@@ -91,18 +76,22 @@ def _gaussians(rng: np.random.RandomState) -> Document:
     return np.concatenate([[GAUSSIANS], FIRST_BIN + np.clip(samples, 0, NUM_BINS - 1)])
 
 
-TASKS = (_copy, _reverse, _copy_at, _copy_at_unknown, _gaussians)
+TASKS = (
+    lambda rng: _copy(rng, COPY, 1),
+    lambda rng: _copy(rng, REVERSE, -1),
+    lambda rng: _copy_at(rng, True),
+    lambda rng: _copy_at(rng, False),
+    _gaussians,
+)
 
 
 def write(config: Settings) -> None:
     """Writes both splits.
 
     Raises:
-        ValueError: a setting out of range, or a dataset that is already there.
+        ValueError: a dataset is already there.
     """
-    check_ranges("", config)
-    sizes = {"train": config.train_tokens, "validation": config.validation_tokens}
-    for index, (split, num_tokens) in enumerate(sizes.items()):
+    for index, (split, num_tokens) in enumerate(SIZES.items()):
         # Unlike numpy's newer generators, RandomState promises the same values in every version of numpy.
         rng = np.random.RandomState([config.seed, index])
         with flat_tokens.Writer(config.out, split, overwrite=config.overwrite) as writer:

@@ -23,18 +23,10 @@ def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
         scorer: computes the losses.
         tokenizer: of the run's data.
         weights: of the model, sharded as in training on the scorer's mesh.
-
-    Raises:
-        ValueError: lm-eval is not installed.
     """
-    try:
-        from lm_eval.api.model import TemplateLM
-        from lm_eval.models.utils import normalize_gen_kwargs
-        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
-    except ImportError as e:
-        raise ValueError(
-            f"tasks are those of lm-eval, which cannot be imported ({e}): pip install -e '.[eval]'."
-        ) from e
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     class LanguageModel(TemplateLM):
         eot_token_id = tokenizer.end

@@ -97,18 +97,16 @@ class Scorer(Programs):
             yield from self._of_block(weights, block)
 
     def _of_block(self, weights: Any, block: list[np.ndarray]) -> list[Scored]:
-        by_length: dict[int, list[int]] = {}
-        for i, ids in enumerate(block):
+        for ids in block:
             if not 2 <= len(ids) <= self.length + 1:
                 raise ValueError(f"a sequence has {len(ids)} tokens; it must have 2 to {self.length + 1}.")
             check_ids("a sequence", (ids.min(), ids.max()), self.c.vocab)
-            by_length.setdefault(padded(len(ids) - 1, self.length, self._t), []).append(i)
-        waiting = []
-        for length, numbers in sorted(by_length.items(), reverse=True):
+        left, waiting = sorted(range(len(block)), key=lambda i: -len(block[i])), []
+        while left:
+            length = padded(len(block[left[0]]) - 1, self.length, self._t)
             rows = self._rows * max(1, self._positions // length)
-            for first in range(0, len(numbers), rows):
-                part = numbers[first : first + rows]
-                waiting.append((part, self._compute(weights, [block[i] for i in part], rows, length)))
+            part, left = left[:rows], left[rows:]
+            waiting.append((part, self._compute(weights, [block[i] for i in part], rows, length)))
         found: dict[int, Scored] = {}
         for part, results in waiting:
             losses, likeliest = map(np.asarray, results)

@@ -160,8 +160,7 @@ def test_a_damaged_definition(tmp_path, bpe):
         '{"model": 3}': "tokenizer.json: model is 3; it must be an object",
         bpe[: len(bpe) // 2]: "tokenizer.json is not JSON",
         '{"x": 1}': "tokenizer.json: model is missing; it must be an object",
-        '{"model": {"vocab": {"a": 1e9}}}': "1000000000.0 is no id of a token",
-        '{"model": {"vocab": {"a": 4294967295}}}': "4294967295 is no id of a token",
+        '{"model": {"vocab": {"a": 1e9}}}': "`tokenizers` cannot read the tokenizer.json",
         '{"model": {"dropout": 0.1}}': "model.dropout is 0.1: a text would have other ids at each run",
     }
     for content, message in wrong.items():

@@ -130,11 +130,6 @@ def test_gaussian_mixtures():
     assert np.histogram(every, 8, (0, 768))[0].min() > every.size / 16
 
 
-def test_clear_errors(tmp_path):
-    with pytest.raises(ValueError, match="train_tokens is 0; it must be at least 1 and below"):
-        tool.write(tool.Settings(out=str(tmp_path / "d"), train_tokens=0))
-
-
 def test_keeps_what_is_there(written):
     with pytest.raises(ValueError, match="is already there"):
         tool.write(tool.Settings(out=str(written)))

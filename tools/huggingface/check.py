@@ -13,6 +13,7 @@ from shardwright.modeling.attention_calls import calls_of
 from shardwright.modeling.model import act, compute_scope, load_model, module_of, period_of
 from shardwright.modeling.rules import Rule, causal, same_document
 from shardwright.run.config import TrainingConfig
+from shardwright_data.foreign import refused
 from shardwright_data.loader import TokenBatch
 from tools.huggingface import llama
 from train import Forward
@@ -83,13 +84,9 @@ def compare_logits(c: Any, weights: Any, directory: Path) -> str:
         raise ValueError(
             f"the comparison with transformers needs {error.name}: pip install torch transformers, or set check=false."
         ) from error
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager", use_safetensors=True, trust_remote_code=False
-        ).eval()
-    except (ValueError, OSError) as error:
-        why = f"{str(error).splitlines()[0]} check=false leaves out the comparison."
-        raise ValueError(f"transformers does not open this model: {why}") from error
+    options = {"attn_implementation": "eager", "use_safetensors": True, "trust_remote_code": False}
+    with refused("transformers does not open this model", "check=false leaves out the comparison."):
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, **options).eval()
     length = min(LENGTH, getattr(model.config, "max_position_embeddings", None) or LENGTH)
     targets = np.random.default_rng(0).integers(0, c.vocab, (1, length)).astype(np.uint32)
     ids = np.concatenate([[c.bos_id], targets[0, :-1]])

@@ -68,8 +68,8 @@ def names_of(c: ModelConfig) -> Names:
         layer={f"model.layers.{{}}.{theirs}.weight": (name,) for name, theirs in _LAYER.items() if name not in absent},
         transposed=True,
         base="model.",
-        tied=_WHOLE["unembed"] if c.tied_embeddings else None,
-        unused=r"self_attn\.rotary_emb\.inv_freq",  # old files hold RoPE's frequencies
+        # Old files hold RoPE's frequencies.
+        unused=r"self_attn\.rotary_emb\.inv_freq" + (r"|lm_head\.weight" if c.tied_embeddings else ""),
     )
 
 
