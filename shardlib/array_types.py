@@ -1,6 +1,7 @@
 """Array types `f32['B/d M']`, types made of them, and their shardings and partition specs."""
 
 import collections.abc
+import contextlib
 import dataclasses
 import functools
 import types
@@ -289,10 +290,8 @@ def _empty(t):
     """A value of type `t` without None, with a placeholder for each array."""
     if isinstance(t, ArrayType):
         return object()
-    if isinstance(t, Array | Subset):
-        return _empty(t.inner)
-    if _optional(t) is not None:
-        return _empty(_optional(t))
+    if (inner := t.inner if isinstance(t, Array | Subset) else _optional(t)) is not None:
+        return _empty(inner)
     if not is_typed(t):
         remedy = "use f32['…'], Array['…', X], a pytree_dataclass, or tuples of them"
         raise ShardError(f"{t!r} holds no array types", remedy)
@@ -327,7 +326,13 @@ def make_shardings(t, like=None):
     Raises:
         ShardError: a + or * mark, an axis that the mesh lacks, or a field that holds no array type.
     """
-    mesh = _current_mesh()
+    mesh = abstract = jax.sharding.get_abstract_mesh()
+    if abstract.empty:
+        raise ShardError("no mesh is set", "run this under `with jax.set_mesh(mesh):`")
+    with contextlib.suppress(ValueError):  # inside jit JAX knows only the abstract mesh
+        mesh = jax.sharding.get_mesh()
+    if mesh.empty:  # under an AbstractMesh
+        mesh = abstract
 
     def sharding(array: ArrayType) -> NamedSharding:
         devices_along(sorted(on_mesh(array.spec).sharded))
@@ -336,15 +341,3 @@ def make_shardings(t, like=None):
     like = _empty(t) if like is None else like
     shardings = [sharding(array) for _, array, _ in arrays_in(t, like)]
     return jax.tree.unflatten(jax.tree.structure(like), shardings)
-
-
-def _current_mesh():
-    """The current mesh with its devices; inside jit and under an AbstractMesh, the abstract one."""
-    abstract = jax.sharding.get_abstract_mesh()
-    if abstract.empty:
-        raise ShardError("no mesh is set", "run this under `with jax.set_mesh(mesh):`")
-    try:
-        mesh = jax.sharding.get_mesh()
-    except ValueError:  # inside jit, where JAX knows only the abstract mesh
-        return abstract
-    return abstract if mesh.empty else mesh

@@ -44,6 +44,9 @@ class Scope:
     checks its operands only against each other.
 
     `with Scope(act=jnp.bfloat16):` binds the dtype name `act`. Dtypes, unlike sizes, also hold in scopes opened inside.
+
+    Attributes:
+        arguments: the types of the arguments of each typed_shard_map that was traced in it.
     """
 
     def __init__(self, parent: "Scope | None" = None, **dtypes):
@@ -52,6 +55,7 @@ class Scope:
         self.classes: dict[TypeVar, type] = dict(parent.classes) if parent else {}
         # For messages, by id: a value and its dims, of this scope first.
         self.types: ChainMap[int, tuple[Any, str]] = ChainMap({}, *(outer.types.maps if outer else ()))
+        self.arguments: list[list[ShapeSpec]] = outer.arguments if outer else []
         self.dtypes = {**(outer.dtypes if outer else {}), **{name: jnp.dtype(dtype) for name, dtype in dtypes.items()}}
 
     def __enter__(self) -> "Scope":

@@ -24,7 +24,6 @@ from shardlib.values import (
     inside_shard_map,
     is_opaque,
     mesh_axes,
-    note_arguments,
     sharding_of,
     without_trivial,
 )
@@ -212,7 +211,7 @@ def typed_shard_map(fn):
                 arrays += [_place(*part) for part in parts]
                 specs += [partition_spec(array) for _, array, _ in parts]
                 types += [array.spec for _, array, _ in parts]
-        note_arguments(types)
+        current_scope().arguments.append(types)
         structure, result_structure = jax.tree.structure(tuple(bound.arguments.values())), None
         # Which of its parts are absent, and how many a list has, is known only after fn has run: the arrays of the
         # result leave in a list for each sharding.

@@ -101,26 +101,6 @@ def devices_along(axes: Iterable[str]) -> int:
     return math.prod(known[axis] for axis in axes)
 
 
-_ARGUMENTS: contextvars.ContextVar[list | None] = contextvars.ContextVar("shardlib_arguments", default=None)
-
-
-@contextlib.contextmanager
-def noting_arguments() -> Iterator[list]:
-    """Context that notes the types of the arguments of each typed_shard_map that is traced in it, as lists of specs."""
-    noted: list = []
-    token = _ARGUMENTS.set(noted)
-    try:
-        yield noted
-    finally:
-        _ARGUMENTS.reset(token)
-
-
-def note_arguments(specs: list) -> None:
-    """Notes the types of the arguments of a typed_shard_map, where somebody asked for them."""
-    if (noted := _ARGUMENTS.get()) is not None:
-        noted.append(specs)
-
-
 _PLANNED = jax.make_user_context(None)
 """Sizes of a mesh, as pairs. JAX traces a jitted function again where they differ."""
 

@@ -9,6 +9,7 @@ import jax
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
+from shardlib.checks import Scope
 from shardlib.equations import body_of
 from shardlib.parsing import ShardError
 from shardlib.proof.alignment import Different
@@ -16,7 +17,7 @@ from shardlib.proof.domain import UNIFORM, Sizes, Value, describe, devices
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.interpreter import Interpreter, block_of, read_array
 from shardlib.proof.primitives import jaxprs_of
-from shardlib.values import noting_arguments, planned_for
+from shardlib.values import planned_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +221,8 @@ def prove(trace: Trace, mesh: Any = None, keep: Mapping[str, int] | None = None)
         # Through no mesh at all: JAX does not change from one mesh to another of a different size.
         none = AbstractMesh((), ())
         on_mesh = jax.sharding.use_abstract_mesh(abstract)
-        with jax.sharding.use_abstract_mesh(none), on_mesh, planned_for(sizes), noting_arguments() as types:
+        with jax.sharding.use_abstract_mesh(none), on_mesh, planned_for(sizes), Scope() as scope:
+            scope.arguments = types = []
             try:
                 programs = trace()
             except ValueError as error:
