@@ -13,7 +13,6 @@ explains more.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -124,10 +123,12 @@ class StageBackward:
 # ---- the executor -----------------------------------------------------------------------------------------------
 
 
-def run_training(
+def run_schedule(
     loss: StagedLoss, placement: LayerPlacement, table: TickTable, w: Any, microbatches: Any
 ) -> tuple[Any, Any, Any]:
     """The loss, summed over microbatches, and its gradients, on a mesh with p. Per-device code.
+
+    Of the table of `forwards` it gives the loss without the losses of layers, and no gradients and no metrics: None.
 
     Args:
         loss: the loss of a microbatch.
@@ -141,19 +142,7 @@ def run_training(
         The loss, a partial sum over p. The gradients, like `w`, in f32, or f64 for f64 weights. The metrics of the
         layers, averaged over microbatches, a partial sum over p; or None.
     """
-    return _run(loss, placement, table, w, microbatches, training=True)
-
-
-def run_evaluation(loss: StagedLoss, placement: LayerPlacement, table: TickTable, w: Any, microbatches: Any) -> Any:
-    """The loss of `run_training` without gradients and the losses of layers. `table` is of the `forwards`."""
-    return _run(loss, placement, table, w, microbatches, training=False)[0]
-
-
-def _run(
-    loss: StagedLoss, placement: LayerPlacement, table: TickTable, w: Any, microbatches: Any, training: bool
-) -> tuple[Any, Any, Any]:
-    """The loss, the gradients and the metrics of the layers, by the schedule; the last two None if not `training`."""
-    p, count = placement.p, len(jax.tree.leaves(microbatches)[0])
+    p, count, training = placement.p, len(jax.tree.leaves(microbatches)[0]), bool(table.columns["backward"].any())
     if count != (wanted := 1 + int(table.columns["forward_microbatch"].max())):
         problem = f"the batch has {count} microbatches, and the schedule is for {wanted}"
         raise ShardError(problem, "give the batch and the schedule the same number: training.microbatches")
@@ -168,10 +157,9 @@ def _run(
     batch = lambda k: jax.tree.map(lambda x: _get(x, k), microbatches)
     own_batch = lambda k: jax.tree.map(_apart, batch(k))
     chunk = lambda tree, i: _part(tree, i, placement.chunk_rows) if placement.v > 1 else tree
-    task = lambda fn, alone=True: functools.partial(_task, fn, alone)
-    first = task(lambda outer, k: loss.first(dataclasses.replace(w, **outer), *batch(k)), alone=False)
-    layers = task(lambda stack, x, i, k: loss.layers(stack, x, chunk(numbers, i), *own_batch(k)))
-    last = task(lambda outer, x, k: loss.last(dataclasses.replace(w, **outer), _apart(x), *batch(k)), alone=False)
+    first = _task(lambda outer, k: loss.first(dataclasses.replace(w, **outer), *batch(k)), alone=False)
+    layers = _task(lambda stack, x, i, k: loss.layers(stack, x, chunk(numbers, i), *own_batch(k)), alone=True)
+    last = _task(lambda outer, x, k: loss.last(dataclasses.replace(w, **outer), _apart(x), *batch(k)), alone=False)
 
     def stage(stack, x, i, k):
         y, extras = layers(stack, x, i, k)
@@ -186,10 +174,10 @@ def _run(
     def forward(entry, carry):
         x = _get(carry["arrivals"], entry["forward_input"])
         i, k = entry["forward_chunk"], entry["forward_microbatch"]
-        if training:
-            y, keep = backward_of.forward(chunk(w.layers, i), x, i, k)
-            return y, _put_all(carry["saved"], keep, entry["forward_residuals"])
-        return layers(chunk(w.layers, i), x, i, k)[0], carry["saved"]
+        if not training:
+            return layers(chunk(w.layers, i), x, i, k)[0], []
+        y, keep = backward_of.forward(chunk(w.layers, i), x, i, k)
+        return y, _put_all(carry["saved"], keep, entry["forward_residuals"])
 
     def backward(entry, carry):
         i = entry["backward_chunk"]
@@ -308,9 +296,12 @@ def _run(
     return total, structure.unflatten(g), metrics
 
 
-def _task(fn: Callable, alone: bool, *args):
-    with pipeline_stage(alone), Scope():
-        return jax.tree.map(_apart, fn(*args))
+def _task(fn: Callable, alone: bool) -> Callable:
+    def task(*args):
+        with pipeline_stage(alone), Scope():
+            return jax.tree.map(_apart, fn(*args))
+
+    return task
 
 
 def _apart(x: jax.Array) -> jax.Array:

@@ -67,9 +67,9 @@ def run_training(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batc
         batch: a tuple of pytrees of arrays, each with one leading dim of microbatches.
 
     Returns:
-        As shardlib.pipeline.run_training: the loss is a partial sum over p. The metrics are reduced.
+        As shardlib.pipeline.run_schedule: the loss is a partial sum over p. The metrics are reduced.
     """
-    total, g, metrics = pipeline.run_training(loss, placement_of(c, model), training_table(c, model), w, batch)
+    total, g, metrics = pipeline.run_schedule(loss, placement_of(c, model), training_table(c, model), w, batch)
     if metrics is not None:
         metrics = dataclasses.replace(metrics, values=shardops.psum("N depth +p -> N depth", metrics.values))
     return total, g, metrics
@@ -79,7 +79,7 @@ def run_evaluation(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, ba
     """The loss of `run_training`, without gradients."""
     placement = placement_of(c, model)
     table = tick_table(forwards(_orders(c, placement)))
-    return pipeline.run_evaluation(loss, placement, table, w, batch)
+    return pipeline.run_schedule(loss, placement, table, w, batch)[0]
 
 
 def shared(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any) -> dict[str, jax.stages.Traced]:

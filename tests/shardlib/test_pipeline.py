@@ -28,7 +28,7 @@ from jax_extra import save_for_backward
 from shardlib import shardops
 from shardlib.equations import body_of
 from shardlib.layers import Extras
-from shardlib.pipeline import run_training
+from shardlib.pipeline import run_schedule
 from shardlib.placement import LayerPlacement, place_layers
 from shardlib.schedules import CHUNKS, in_a_ring, schedule_of
 from shardlib.shardtypes import Array, ShardError, f32, make_shardings, pytree_dataclass, u32
@@ -370,7 +370,7 @@ def executor_program(m: int, schedule: str):
     @jax.jit
     def program(w, data):
         def per_device(w, data):
-            loss, g, *_ = run_training(parts, placement, table, Small(w), (data,))
+            loss, g, *_ = run_schedule(parts, placement, table, Small(w), (data,))
             return shardops.psum("+p ->", loss), g.layers
 
         P = jax.sharding.PartitionSpec

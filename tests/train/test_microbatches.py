@@ -15,7 +15,7 @@ from step_text import collectives, compile_step
 import train
 from shardlib import shardops
 from shardlib.layers import Extras
-from shardlib.pipeline import run_training
+from shardlib.pipeline import run_schedule
 from shardlib.placement import LayerPlacement
 from shardlib.schedules import in_a_ring, schedule_of
 from shardlib.shardtypes import Array, f64, pytree_dataclass, typed_shard_map
@@ -92,7 +92,7 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m):
     def step(w: Layers, batch: train.Batch) -> tuple[f64[""], Layers]:
         copies, reduced = jax.vjp(lambda w: shardops.replicate("... -> ... *r *d", w), w)
         run = (
-            functools.partial(run_training, parts, placement, table)
+            functools.partial(run_schedule, parts, placement, table)
             if p > 1
             else functools.partial(train.accumulate, whole)
         )
