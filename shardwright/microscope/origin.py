@@ -21,9 +21,8 @@ from shardlib.parsing import sort_axes
 from shardlib.proof.elementwise import ELEMENTWISE, SELECTIONS
 from shardlib.proof.equation import Equation
 from shardlib.proof.primitives import COLLECTIVES
-from shardwright.microscope.double import is_float
 from shardwright.microscope.points import equations, function_and_target, is_loop_over_layers, loops_around
-from shardwright.microscope.rerun import Note, Path, Rerun, executed
+from shardwright.microscope.rerun import Note, Path, Rerun, executed, is_float
 
 KINDS = ("finite", "an infinity", "NaN")
 """What the worst entry of a value is, by its level."""

@@ -56,12 +56,10 @@ def facts_of(run: Any, parameters: int, speed: Speed) -> dict[str, Any]:
     module = run.c.model.module
     return {
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "recipe": hydra and hydra.job.config_name,
         "overrides": list(hydra.overrides.task) if hydra else None,
         "defaults": flat(with_defaults({"model": {"module": module}}, module)),
         "run": {
             "total_steps": run.total,
-            "tokens_per_step": run.loader.tokens_per_batch,
             "unigram_entropy": run.loader.unigram_entropy(),
             "parameters": parameters,
             "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",

@@ -191,7 +191,7 @@ def test_metrics_of_the_users_own_are_plotted(tmp_path):
         own = lambda i, layers=layers: {"noise": 0.5 * i, "stream": [i + j for j in range(layers)]}
         write_lines(tmp_path / name, [{"step": i, "loss": 3 - i} | own(i) for i in range(4)])
     *_, noise, stream = panels_of(compared(tmp_path))
-    assert [panel.title for panel in (noise, stream)] == ["noise", "stream: mean of 3 layers, the least, the greatest"]
+    assert [panel.title for panel in (noise, stream)] == ["noise", "stream"]
     np.testing.assert_array_equal(noise.traces[0]["y"], [0, 0.5, 1, 1.5])
     mean, least, greatest = stream.traces[3:]
     np.testing.assert_array_equal(mean["y"], [1, 2, 3, 4])

@@ -12,11 +12,10 @@ from written_runs import PROFILE, write_lines, write_run, write_step
 
 from tools.report.__main__ import Settings, show_report
 from tools.report.comparing import Comparison, compare_runs
-from tools.report.microscope import microscope
 from tools.report.page import figure
 from tools.report.plots import Panel, panels_of
 from tools.report.reading import read_run
-from tools.report.sections import SECTIONS, head, provenance, samples, settings
+from tools.report.sections import SECTIONS, head, microscope, provenance, samples, settings
 
 
 def report(*directories: Path) -> Comparison:
@@ -105,11 +104,10 @@ def test_the_state_of_a_run(tmp_path, end, lock, steps, state):
 def test_the_plots_of_a_run_alone(tmp_path):
     loss, norm, *others = panels_of(report(write_run(tmp_path / "run")))
     assert [panel.title for panel in others] == [
-        *("Learning rate", "Tokens/s", "noise", "pair: mean of 2 layers, the least, the greatest"),
-        "stream: mean of 12 layers, the least, the greatest",
+        *("Learning rate", "Tokens/s", "noise", "pair", "stream"),
     ]
     by_name = {trace["name"]: trace for trace in loss.traces}
-    assert [*by_name] == ["each step", "training", "validation", "unigram entropy 3.750"]
+    assert [*by_name] == ["each step", "average", "validation", "unigram entropy 3.750"]
     assert [*by_name["validation"]["x"]] == [50, 100, 150, 200]
     assert [*by_name["unigram entropy 3.750"]["y"]] == [3.75, 3.75]
     assert [trace["name"] for trace in norm.traces] == ["each step", "average"]

@@ -23,7 +23,7 @@ from wrong_edits import EDITS
 import train
 from shardwright.modeling.model import load_model
 from tools.verify.__main__ import small
-from tools.verify.first_difference import causes
+from tools.verify.compare import causes
 from tools.verify.inputs import make_inputs
 from tools.verify.meshes import ONE_DEVICE, abstract_mesh_of, mesh_of
 from tools.verify.step import fresh_state

@@ -2,12 +2,13 @@
 
 import html
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from shardwright.microscope.tables import entries, name_of, values_of
 from shardwright_data.foreign import number, shown
 from tools.report.comparing import Comparison
 from tools.report.reading import AVERAGED, COMMON_METRICS, Curve, Run
@@ -19,6 +20,12 @@ _DASHES = ("solid", "dot", "dashdot")
 """Of the first eight lines, of the next eight, and so on."""
 _GREY = "#8b8b8b"
 LOG = {"type": "log", "tickformat": "~g"}
+_OF_LOOKS = (
+    ("points", "rms", "Activations: rms"),
+    ("weights", "gradient rms", "Gradients: rms"),
+    ("weights", "update", "Updates: rms over that of the weight"),
+)
+"""Kind of value, statistic, and title of each plot of the microscope."""
 _TRANSPARENT = "rgba(0,0,0,0)"
 _LAYOUT = {
     "margin": {"l": 52, "r": 14, "t": 28, "b": 42},
@@ -86,29 +93,55 @@ def line(i: int, x: Curve, y: Curve, name: str, width: float = 2, **others: Any)
 def panels_of(c: Comparison) -> list[Panel]:
     """All plots: losses, the other metrics of each step, and those of the user's own."""
     if c.alone:
-        panels = [losses(c, Panel("Loss, nats a token", y=LOG, wide=True), lambda run: run.step + 1)]
+        panels = [losses(c, Panel("Loss, nats a token", y=LOG, wide=True), _steps)]
     else:
         by_tokens = Panel("Training loss, nats a token (○ validation)", "tokens", LOG)
         by_time = Panel("The same by time", "training time, minutes", LOG)
         panels = [losses(c, by_tokens, lambda run: run.tokens), losses(c, by_time, lambda run: run.time / 60)]
     panels += [
         metric(c, Panel("Norm of the gradients", y=LOG), "grad_norm"),
-        metric(c, Panel("Learning rate"), "learning_rate", average=False),
+        metric(c, Panel("Learning rate"), "learning_rate"),
         metric(c, Panel("Tokens/s", y={"rangemode": "tozero"}), "tokens_per_second"),
     ]
     own = {name for run in c.runs for name in run.metrics} - {*COMMON_METRICS}
-    panels += [own_metric(c, name) for name in sorted(own)]
+    panels += [metric(c, Panel(shown(name)), name) for name in sorted(own)]
     return [panel for panel in panels if panel.traces]
 
 
+def _steps(run: Run) -> Curve:
+    return run.step + 1
+
+
+def metric(c: Comparison, panel: Panel, name: str, x_of: Callable[[Run], Curve] = _steps) -> Panel:
+    """A metric of each step, averaged, and thin behind it, of few runs, as it is.
+
+    Of a metric of layers their mean, and as thin lines the least and the greatest.
+    """
+    for i, run in enumerate(c.runs):
+        values = run.metrics.get(name, np.empty((0, 1)))
+        known = np.isfinite(values).all(1)
+        if not known.any():
+            continue
+        x, thin = x_of(run), {"width": 0.8, "opacity": 0.5}
+        if values.shape[1] > 1:
+            panel.traces.append(line(i, x, values.mean(1), _name(c, i, f"mean of {values.shape[1]} layers")))
+            panel.traces.append(line(i, x, values.min(1), _name(c, i, "the least"), **thin))
+            panel.traces.append(line(i, x, values.max(1), _name(c, i, "the greatest"), **thin))
+            continue
+        if len(c.runs) <= 4:
+            panel.traces.append(line(i, x, values[:, 0], _name(c, i, "each step"), **thin))
+        panel.traces.append(line(i, x[known], averaged(values[known, 0]), _name(c, i, "average")))
+    return panel
+
+
 def losses(c: Comparison, panel: Panel, x_of: Callable[[Run], Curve]) -> Panel:
-    """Averaged losses, of few runs also those of single steps, validation losses as circles, and unigram entropy."""
+    """Training losses, validation losses as circles, and the unigram entropy."""
+    metric(c, panel, "loss", x_of)
     entropies = {}
     for i, run in enumerate(c.runs):
         if not run.values:
             continue
         x = x_of(run)
-        panel.traces += _averaged(c, i, x, run.loss, "training")
         if points := [(x[_place(run, step)], loss) for step, loss in run.validation if math.isfinite(loss)]:
             marker = {"symbol": "circle-open", "size": 8, "color": colour(1 if c.alone else i), "line": {"width": 2}}
             circles = line(i, *np.array(points).T, _name(c, i, "validation"))
@@ -121,31 +154,20 @@ def losses(c: Comparison, panel: Panel, x_of: Callable[[Run], Curve]) -> Panel:
     return panel
 
 
-def metric(c: Comparison, panel: Panel, name: str, average: bool = True) -> Panel:
-    """A metric of each step, averaged or as it is."""
-    for i, run in enumerate(c.runs):
-        values = run.metrics[name][:, 0]
-        if np.isnan(values).all():
-            continue
-        if average:
-            panel.traces += _averaged(c, i, run.step + 1, values, "average")
-        else:
-            panel.traces.append(line(i, run.step + 1, values, _name(c, i, "")))
-    return panel
-
-
-def own_metric(c: Comparison, name: str) -> Panel:
-    """A metric of the user's own by steps. Of layers: their mean, and as thin lines the least and the greatest."""
-    of_runs = {i: run.metrics[name] for i, run in enumerate(c.runs) if name in run.metrics}
-    layers = max(values.shape[1] for values in of_runs.values())
-    panel = Panel(shown(name) + f": mean of {layers} layers, the least, the greatest" * (layers > 1))
-    for i, values in of_runs.items():
-        run = c.runs[i]
-        panel.traces.append(line(i, run.step + 1, values.mean(1), _name(c, i, "mean" * (layers > 1))))
-        if layers > 1:
-            for what, extreme in (("least", values.min(1)), ("greatest", values.max(1))):
-                panel.traces.append(line(i, run.step + 1, extreme, _name(c, i, what), 1, opacity=0.6))
-    return panel
+def curves_of_looks(looks: Mapping[int, Mapping]) -> list[Panel]:
+    """What the microscope saw over the steps: a line for each value, of the mean over its layers."""
+    panels = []
+    for kind, statistic, title in _OF_LOOKS:
+        points: dict[str, list] = {}
+        for step in sorted(looks):
+            for entry in entries(looks[step], kind):
+                values = values_of(entry, statistic)
+                if values.size and 0 < (mean := float(np.mean(values))) < math.inf:
+                    points.setdefault(name_of(entry), []).append((step + 1, mean))
+        style = {"mode": "lines+markers", "marker": {"size": 4}, "legendgroup": ""}
+        traces = [line(i, *np.array(of).T, name, 1.5, **style) for i, (name, of) in enumerate(points.items())]
+        panels += [Panel(title, y=LOG, wide=True, traces=traces)] * bool(traces)
+    return panels
 
 
 def _name(c: Comparison, i: int, what: str) -> str:
@@ -156,16 +178,6 @@ def _name(c: Comparison, i: int, what: str) -> str:
 def _place(run: Run, step: int) -> int:
     """Index of a step among those that were read, or of the next one, or of the last."""
     return min(int(np.searchsorted(run.step, step)), len(run.step) - 1)
-
-
-def _averaged(c: Comparison, i: int, x: Curve, y: Curve, what: str) -> list[dict[str, Any]]:
-    """The averaged values of run number `i`, and of few runs also the values themselves, thin behind them."""
-    known = np.isfinite(y)
-    average = line(i, x[known], averaged(y[known]), _name(c, i, what))
-    if len(c.runs) > 4:
-        return [average]
-    hover = "all" if c.alone else "skip"
-    return [line(i, x, y, _name(c, i, "each step"), 0.8, opacity=0.45, hoverinfo=hover), average]
 
 
 def averaged(values: Curve) -> Curve:

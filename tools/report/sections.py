@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from shardwright.microscope.tables import tables_of
 from shardwright.run.files import duration
 from tools.report.comparing import METRICS, Comparison, remarks
 from tools.report.lines import step_by_line
-from tools.report.microscope import microscope
-from tools.report.plots import colour, evenly, panels_of
+from tools.report.plots import colour, curves_of_looks, evenly, panels_of
 from tools.report.reading import AVERAGED, Run, read_samples
 
 _SAMPLES, _EVENTS, _LONGEST = 12, 200, 4000
@@ -90,6 +90,16 @@ def curves(c: Comparison) -> dict[str, Any] | None:
 def of_run(data: Callable[[Run], dict[str, Any] | None]) -> Callable[[Comparison], dict[str, Any] | None]:
     """Of a single run, `data`; of several, nothing."""
     return lambda c: data(c.alone) if c.alone else None
+
+
+def microscope(run: Run) -> dict[str, Any] | None:
+    """Tables of the last look, and curves over all looks. None without a look."""
+    looks = {event["step"]: event for event in run.of_event("microscope") if tables_of(event)}
+    if not looks:
+        return None
+    last = max(looks)
+    found = {"tables": tables_of(looks[last]), "panels": curves_of_looks(looks) if len(looks) > 1 else []}
+    return {"step": last + 1, "count": len(looks), **found}
 
 
 def events(run: Run) -> dict[str, Any] | None:

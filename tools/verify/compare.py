@@ -1,16 +1,39 @@
-"""Compares the step on each mesh with that on one device, in f64, and says what differs."""
+"""Compares the step on each mesh with that on one device, in f64, and names the first line whose value differs.
 
+First its results are compared. Where they differ, the step is traced on the mesh and on one device. The proof says of
+which whole value each device holds a block, and both programs run equation by equation, and give back what each
+equation computes.
+"""
+
+import linecache
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+from shardlib.equations import CALLS
+from shardlib.marks import is_region
+from shardlib.parsing import PIPELINE_AXIS
+from shardlib.proof.alignment import Different
+from shardlib.proof.check import findings
+from shardlib.proof.domain import UNIFORM, Value, devices
+from shardwright.microscope.points import callers
+from shardwright.microscope.rerun import Path, Rerun, executed
 from shardwright.run.config import Config
-from tools.verify.first_difference import TOLERANCE, causes
-from tools.verify.inputs import make_inputs
+from tools.verify.inputs import Inputs, make_inputs
 from tools.verify.meshes import ONE_DEVICE, Mesh, mesh_name, mesh_of
-from tools.verify.step import Found, fresh_state, tensors_of_step
+from tools.verify.step import Found, Traced, fresh_state, tensors_of_step, traced_step
 
+TOLERANCE = 1e-10
+"""Largest difference that is rounding, over the largest entry of a value. Another order of sums makes one of about
+1e-15, and a bug seldom less than 1e-4."""
+PERTURBATION = 1e-13
+"""Relative size of the noise on the arguments that shows how much a value amplifies rounding."""
+AMPLIFIED = 1e3
+"""The limit of a value is at least this multiple of the change that the noise makes."""
 NEGLIGIBLE = 1e-4
 """Least size of a gradient, as a share of the largest gradient, for its relative error. A gradient that is 0 but for
 rounding, as that of a bias on keys, has no size of its own."""
@@ -65,3 +88,149 @@ def compare_meshes(c: Config, meshes: list[Mesh], log: Callable[[str], None]) ->
     if wrong:
         lines += causes(c, inputs, min(wrong, key=lambda sizes: (sizes["p"], max(sizes.values()))))
     return f"{len(oracle)} tensors; the largest difference is {largest[0]:.1e}, of the {largest[1]}", lines
+
+
+# ---- the first value that differs --------------------------------------------------------------------------------
+
+
+def is_compared(value: Value, aval: Any) -> bool:
+    """Whether it is known of which whole value a device holds a block, and it consists of numbers."""
+    is_number = isinstance(getattr(aval, "dtype", None), np.dtype) and aval.dtype != jax.dtypes.float0
+    return is_number and value.wild is None and value.is_block
+
+
+def assembled(
+    blocks: np.ndarray, value: Value, loops: int, here: Mapping[str, int], sizes: Mapping[str, int]
+) -> np.ndarray:
+    """The whole value of which the devices hold `blocks`[*axes, *loops, *block]: [*axes, *loops, *whole].
+
+    An axis has one entry if it shards a dim, or a sum or extreme over it was still to be taken. The others have one for
+    each device, and all should be equal. `value` has the facts on a mesh of the sizes `here`; the blocks are those of
+    the same program on one of `sizes`.
+    """
+    places = {axis: i for i, axis in enumerate(sizes)}
+    of = lambda axes: tuple(places[axis] for axis in axes)
+    if value.extreme:
+        kind, over = value.extreme
+        blocks = (np.max if kind == "max" else np.min)(blocks, axis=of(over), keepdims=True)
+    if value.partial:
+        blocks = np.sum(blocks, axis=of(value.partial), keepdims=True)
+    lead = len(sizes) + loops
+    parts, groups = list(blocks.shape[:lead]), []
+    for dim, size in zip(value.dims, blocks.shape[lead:], strict=True):
+        groups.append([])
+        for n, over in [(size, ())] if dim is UNIFORM else dim.parts:
+            groups[-1] += [*of(over), len(parts)]
+            parts.append(n * devices(here, over) // devices(sizes, over))
+    cut = {i for group in groups for i in group}
+    order = [i for i in range(lead) if i not in cut] + [i for group in groups for i in group]
+    kept = [1 if i in cut else parts[i] for i in range(lead)]
+    return blocks.reshape(parts).transpose(order).reshape(*kept, *(math.prod(parts[i] for i in g) for g in groups))
+
+
+def by_turn(x: np.ndarray, axes: int, loops: int) -> np.ndarray:
+    """The largest entry of x[*axes, *loops, …] in each turn of the loops."""
+    others = tuple(i for i in range(x.ndim) if not axes <= i < axes + loops)
+    return np.max(x, axis=others, initial=0.0)
+
+
+def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """|a - b|, and 0 where both are the same infinity, or no number."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    with np.errstate(invalid="ignore"):
+        return np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.nan_to_num(np.abs(a - b), nan=np.inf))
+
+
+class First(NamedTuple):
+    """The first value of a step, in the order in which it runs, that differs from one device.
+
+    Attributes:
+        order: when it is computed.
+        place: `file.py:line` of the code that computes it.
+        operation: name of the primitive.
+        turns: the turn of each loop around it.
+        error: the largest difference, over the largest entry on one device.
+    """
+
+    order: list[int]
+    place: str
+    operation: str
+    turns: tuple[int, ...]
+    error: float
+
+
+def first_difference(here: Traced, there: Traced) -> tuple[list[str], First | None]:
+    """What the proof finds in a step on a mesh, and the first value that differs from that on one device.
+
+    Args:
+        here: the step on the mesh.
+        there: the same step with one device along each axis, but for those that `there` keeps.
+
+    Raises:
+        Different: the program has other operations on one device.
+    """
+    found, facts = findings(here.program, there.program)
+    wanted: dict[Path, list[int]] = {}
+    twins: dict[Path, Path] = {}
+    for path, (eq, values) in facts.items():
+        if eq.name not in CALLS or is_region(eq.eqn):
+            pairs = zip(values, eq.eqn.outvars, strict=True)
+            wanted[path] = [i for i, (value, var) in enumerate(pairs) if is_compared(value, var.aval)]
+            twins[path] = tuple(id(each.twin) for each in (*callers(eq), eq))
+    replay = Rerun(here.program, wanted, is_double=True)
+    alone = Rerun(there.program, {twins[path]: which for path, which in wanted.items()}, is_double=True)
+    (ours,), (theirs, changed) = _values(here, replay, 1), _values(there, alone, 2)
+    axes, first = len(here.sizes), None
+    for note, twin, x, exact, moved in zip(replay.notes, alone.notes, ours, theirs, changed, strict=True):
+        assert (twins[note.path], note.order) == (twin.path, twin.order)
+        eq, values = facts[note.path]
+        value, loops = values[note.result], len(note.loops)
+        x = assembled(x, value, loops, here.sizes, here.sizes) * (value.ratio if value.ratio != 1 else 1)
+        exact, moved = (assembled(y, value, loops, here.sizes, there.sizes) for y in (exact, moved))
+        noise = by_turn(difference(moved, exact), axes, loops)
+        for i, dim in enumerate(value.dims, axes + loops):
+            if dim is UNIFORM and x.shape[i] != exact.shape[i]:
+                exact = np.take(exact, [0], i)
+        error = by_turn(difference(x, exact), axes, loops)
+        scale = by_turn(np.where(np.isfinite(exact), np.abs(np.float64(exact)), 0), axes, loops)
+        for turn in np.argwhere(error > np.maximum(TOLERANCE * scale, AMPLIFIED * noise)):
+            turns = tuple(map(int, turn))
+            relative = float(error[turns] / (scale[turns] or 1.0))
+            this = First(executed(note, turns), eq.place(), eq.name, turns, relative)
+            first = this if first is None else min(first, this)
+    return list(map(str, found)), first
+
+
+def _values(traced: Traced, replay: Rerun, times: int) -> list[list[np.ndarray]]:
+    """What the equations compute, on the host; the second time, with arguments that are noisy."""
+    rng, found = np.random.default_rng(2), []
+    with traced.mesh(), jax.enable_x64(True):
+        program = jax.jit(replay)
+        for size in (0, PERTURBATION)[:times]:
+            is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+            noisy = lambda x, size=size: np.float64(x) * (1 + size * rng.standard_normal(np.shape(x)))
+            arguments = [jax.device_put(noisy(x), x.sharding) if is_float(x) else x for x in traced.arguments]
+            found.append(list(map(np.asarray, program(*arguments)[1])))
+    return found
+
+
+def causes(c: Config, inputs: Inputs, sizes: Mesh) -> list[str]:
+    """The first value that differs on a mesh from one device, or from one device of each stage, with its line.
+
+    Before it, what the proof finds in the step.
+    """
+    alone = {axis: n if axis == PIPELINE_AXIS else 1 for axis, n in sizes.items()}
+    try:
+        here, there = (traced_step(c, inputs, each, sizes) for each in (sizes, alone))
+        found, first = first_difference(here, there)
+    except Different as different:
+        return [f"on {mesh_name(sizes)}, {different.place}: {different}"]
+    if first is not None:
+        turns, (file, _, line) = "".join(f", turn {i}" for i in first.turns), first.place.rpartition(":")
+        found.append(
+            f"the first value that differs is made by {first.operation} at {first.place}{turns}, by {first.error:.1e}"
+            f"\n    {linecache.getline(file, int(line)).strip() if line.isdecimal() else ''}"
+        )
+    elif not found and sizes["p"] > 1:
+        found.append("all is as with one device for each stage: the cause is the schedule, or depends on their number")
+    return [f"on {mesh_name(sizes)}, {text}" for text in found]

@@ -1,4 +1,4 @@
-"""shardwright/microscope/double.py: a program traced in f32 and bf16 computes what the same program in f64 does."""
+"""shardwright/microscope/rerun.py: a program traced in f32 and bf16 computes what the same program in f64 does."""
 
 import jax
 import jax.numpy as jnp

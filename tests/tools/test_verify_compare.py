@@ -1,4 +1,4 @@
-"""tools/verify/first_difference.py: the first value of a program that differs from one device, and its line."""
+"""tools/verify/compare.py: the first value of a program that differs from one device, and its line."""
 
 import functools
 from pathlib import Path
@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from shardlib import marks
 from shardlib.proof.domain import UNIFORM, Dim, Part, Value, cut, whole
-from tools.verify.first_difference import assembled, first_difference
+from tools.verify.compare import assembled, first_difference
 from tools.verify.step import Traced
 
 SIZES = {"r": 2, "d": 2, "t": 2}
@@ -71,7 +71,7 @@ def first_of(change):
 def line_with(comment: str) -> str:
     lines = Path(__file__).read_text().splitlines()
     (number,) = [i for i, line in enumerate(lines, 1) if line.endswith(f"  # {comment}")]
-    return f"test_verify_first_difference.py:{number}"
+    return f"test_verify_compare.py:{number}"
 
 
 @pytest.mark.long
