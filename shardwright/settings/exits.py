@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-import jax
-
 
 class Exit(NamedTuple):
     """An exit code, what it says of the process, and what comes next."""
@@ -33,6 +31,8 @@ def exit_of(error: BaseException) -> Exit:
     """
     if isinstance(error, MemoryError):
         return OUT_OF_MEMORY
+    import jax  # which takes a second, and not every program needs it
+
     if isinstance(error, jax.errors.JaxRuntimeError):
         status = str(error).partition(":")[0]
         if status == "RESOURCE_EXHAUSTED":
