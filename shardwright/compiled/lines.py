@@ -145,11 +145,6 @@ class Places:
             return self._makers(computation, instruction.operands[0], part)
         return ((instruction, part),)
 
-    def _phase(self, computation: Computation, instruction: Instruction) -> str:
-        if instruction.opcode in ("while", "conditional"):
-            return phase_of(instruction.op_name)
-        return self.of(computation, instruction).phase
-
     def _stack(self, computation: Computation, part: int | None, callers: tuple = ()) -> CallSite | None:
         """Where the entries come from of a stack, which is a part of a computation's result; None if it is none.
 

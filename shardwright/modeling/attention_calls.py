@@ -75,16 +75,12 @@ def calls_of(forward: Any, length: int) -> list[Call]:
             tokens, attend = tokens.in_layer(jnp.int32(place), place), functools.partial(note, place)
             x, _ = split_extras(model.layer(x, w_layer, tokens, attend, forward.einsum))
 
+    # One period of layers in each stage, so that any number of layers will do.
+    w, count = shapes_of(model.table), period_of(model) * mesh_axes().get(PIPELINE_AXIS, 1)
+    of_a_period = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype), w.layers)
     with compute_scope(forward.training.compute_dtype):
-        jax.eval_shape(per_device, _of_a_period(model))
+        jax.eval_shape(per_device, dataclasses.replace(w, layers=of_a_period))
     return calls
-
-
-def _of_a_period(model: Any) -> Any:
-    """Shapes of the weights with one period of layers in each stage, so that any number of layers will do."""
-    w, layers = shapes_of(model.table), period_of(model) * mesh_axes().get(PIPELINE_AXIS, 1)
-    of_layers = lambda x: jax.ShapeDtypeStruct((layers, *x.shape[1:]), x.dtype)
-    return dataclasses.replace(w, layers=jax.tree.map(of_layers, w.layers))
 
 
 def distinct(calls: list[Call]) -> list[Call]:
@@ -94,18 +90,15 @@ def distinct(calls: list[Call]) -> list[Call]:
 
 def describe_attention(forward: Any, length: int) -> list[str]:
     """The path of each layer of a period. Raises ValueError if training.attention cannot compute it."""
-    period, lines = period_of(forward.model), []
-    for call in calls_of(forward, length):
-        layer = f"layer {call.place} of {period}: " if period > 1 else ""
-        lines.append(f"{path_of(forward, call)}; {layer}{call.rule}")
-    return lines
+    period = period_of(forward.model)
+    layer = lambda call: f"layer {call.place} of {period}: " if period > 1 else ""
+    return [f"{path_of(forward, call)}; {layer(call)}{call.rule}" for call in calls_of(forward, length)]
 
 
 def path_of(forward: Any, call: Call) -> str:
     """Path of a call of attention. Raises ValueError if training.attention cannot compute it."""
-    return choose(
-        forward.training.attention, forward.rule(call.rule), call.q, call.dropout, sinks=call.sinks is not None
-    )
+    setting, rule = forward.training.attention, forward.rule(call.rule)
+    return choose(setting, rule, call.q, call.dropout, call.sinks is not None)
 
 
 def with_path(forward: Any, path: str) -> Any:
@@ -159,12 +152,12 @@ def sees_later(rule: Rule, length: int) -> bool:
     return any(bool(sees(places(index[:, i : i + queries]), places(index))) for i in range(0, length, queries))
 
 
-def _operands(call: Call, length: int, seed: int) -> tuple[Any, ...]:
-    """Random q, k, v, learned weights and sinks for `call`, of one sequence. The same on all devices."""
+def _operands(call: Call, length: int) -> tuple[Any, ...]:
+    """Random q, k, v, learned weights, sinks and gradient for `call`, of one sequence. The same on all devices."""
     q = jax.ShapeDtypeStruct((1, length, *call.q.shape[2:]), call.q.dtype)
     kv = jax.ShapeDtypeStruct((1, length, call.q.shape[2], call.q.shape[4]), call.q.dtype)
-    leaves, structure = jax.tree.flatten((q, kv, kv, call.learned, call.sinks))
-    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    leaves, structure = jax.tree.flatten((q, kv, kv, call.learned, call.sinks, q))
+    keys = jax.random.split(jax.random.key(0), len(leaves))
     # So large that some weights are near 1. A pair that only one path sees is then not lost among all others.
     drawn = [2 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
     dtype = lambda x: act.dtype if x.dtype == call.q.dtype else x.dtype
@@ -181,8 +174,7 @@ def _difference(attend_of: Callable, reference_of: Callable, call: Call, length:
     def per_device() -> f32[""]:
         is_start = varying(jnp.isin(jnp.arange(length), starts)[None], ("r", "d"))
         tokens = Tokens.before(varying(jnp.zeros((1, length), jnp.uint32), ("r", "d")), is_start, bos_id=0)
-        operands = _operands(call, length, seed=0), _operands(call, length, seed=1)[0]
-        tokens, (given, g) = varying((tokens, operands), axes)
+        tokens, (*given, g) = varying((tokens, _operands(call, length)), axes)
 
         def run(attend: Callable) -> list[jax.Array]:
             of = lambda q, k, v, learned, sinks: attend(None, q, k, v, call.rule, *learned, sinks=sinks)[0]

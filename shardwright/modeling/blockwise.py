@@ -10,6 +10,7 @@ import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import einops
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -95,21 +96,8 @@ def _blockwise_forward(task, q, k, v, sinks, learned, places, heads):
     return out, (q, k, v, sinks, learned, places, heads, out, log_normalizer)
 
 
-def _cut(x: jax.Array, blocks: int) -> jax.Array:
-    """Cuts x[B, L, K, …, D] into blocks: [blocks, B, K, …, L / blocks, D]."""
-    x = x.reshape(x.shape[0], blocks, -1, *x.shape[2:])
-    return jnp.moveaxis(jnp.moveaxis(x, 1, 0), 2, -2)
-
-
-def _join(x: jax.Array) -> jax.Array:
-    """Inverse of `_cut`."""
-    x = jnp.moveaxis(jnp.moveaxis(x, -2, 2), 0, 1)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
-
-
-def _blocks_of(x: jax.Array, blocks: int) -> jax.Array:
-    """Cuts x[B, L] into blocks: [blocks, B, L / blocks]."""
-    return x.reshape(len(x), blocks, -1).swapaxes(0, 1)
+_cut = functools.partial(einops.rearrange, pattern="B (blocks l) K ... D -> blocks B K ... l D")
+_join = functools.partial(einops.rearrange, pattern="blocks B K ... l D -> B (blocks l) K ... D")
 
 
 def _sees(task: _Task, q: Places, k: Places) -> jax.Array:
@@ -124,25 +112,24 @@ def _seen_blocks(task: _Task, q: Places, places: Places) -> tuple[jax.Array, jax
     return jnp.argmax(seen).astype(jnp.int32), task.blocks - jnp.argmax(seen[::-1]).astype(jnp.int32)
 
 
-def _scores(task: _Task, q, k, q_places, k_places, heads, learned, differentiate: bool = False):
+def _scores(task: _Task, q, k, q_places, k_places, heads, learned):
     """Scores [B, K, Q, l, s] of a block of queries and a block of keys, -inf where a query does not see a key.
 
-    With `differentiate`, also the function from their gradients to those of the products and of `learned`.
+    Also the function from their gradients to those of the products and of `learned`.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     products = jnp.einsum("bkqld,bksd->bkqls", q, k, preferred_element_type=wide)
     q_places, k_places = q_places.as_queries(), k_places.as_keys()
     change = lambda products, learned: task.rule.changed(products, q.shape[-1], q_places, k_places, heads, learned)
-    scores, *gradients = jax.vjp(change, products, learned) if differentiate else (change(products, learned),)
-    scores = jnp.where(_sees(task, q_places, k_places), scores, -jnp.inf)
-    return (scores, *gradients) if differentiate else scores
+    scores, gradients = jax.vjp(change, products, learned)
+    return jnp.where(_sees(task, q_places, k_places), scores, -jnp.inf), gradients
 
 
 def _forward(task: _Task, q, k, v, sinks, learned, places, heads) -> tuple[jax.Array, jax.Array]:
     """Result [B, L, K, Q, D] and log of the softmax's normalizer [blocks, B, K, Q, L / blocks]."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    queries, keys, values = (_cut(x, task.blocks) for x in (q, k, v))
-    in_blocks = jax.tree.map(lambda x: _blocks_of(x, task.blocks), places)
+    queries, keys, values = (_cut(x, blocks=task.blocks) for x in (q, k, v))
+    in_blocks = Places(*(einops.rearrange(x, "B (blocks l) -> blocks B l", blocks=task.blocks) for x in places))
 
     def of_queries(of_block):
         q, q_places = of_block
@@ -150,7 +137,7 @@ def _forward(task: _Task, q, k, v, sinks, learned, places, heads) -> tuple[jax.A
         def step(j, carry):
             out, peak, total = carry
             k_places = jax.tree.map(lambda x: x[j], in_blocks)
-            scores = _scores(task, q, keys[j], q_places, k_places, heads, learned)
+            scores, _ = _scores(task, q, keys[j], q_places, k_places, heads, learned)
             new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
             weights, scale = jnp.exp(scores - new_peak[..., None]), jnp.exp(peak - new_peak)
             more = jnp.einsum("bkqls,bksd->bkqld", weights.astype(v.dtype), values[j], preferred_element_type=wide)
@@ -172,8 +159,8 @@ def _forward(task: _Task, q, k, v, sinks, learned, places, heads) -> tuple[jax.A
 def _blockwise_backward(task: _Task, saved, g):
     q, k, v, sinks, learned, places, heads, out, log_normalizer = saved
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    queries, keys, values, outs, gs = (_cut(x, task.blocks) for x in (q, k, v, out, g))
-    in_blocks = jax.tree.map(lambda x: _blocks_of(x, task.blocks), places)
+    queries, keys, values, outs, gs = (_cut(x, blocks=task.blocks) for x in (q, k, v, out, g))
+    in_blocks = Places(*(einops.rearrange(x, "B (blocks l) -> blocks B l", blocks=task.blocks) for x in places))
     einsum = functools.partial(jnp.einsum, preferred_element_type=wide)
     add = lambda total, j, x: lax.dynamic_update_index_in_dim(total, total[j] + x, j, 0)
 
@@ -185,7 +172,7 @@ def _blockwise_backward(task: _Task, saved, g):
         def step(j, carry):
             dq, dk, dv, d_learned = carry
             k_places = jax.tree.map(lambda x: x[j], in_blocks)
-            scores, gradients = _scores(task, q, keys[j], q_places, k_places, heads, learned, differentiate=True)
+            scores, gradients = _scores(task, q, keys[j], q_places, k_places, heads, learned)
             weights = jnp.exp(scores - log_normalizer[..., None])
             dv = add(dv, j, einsum("bkqls,bkqld->bksd", weights.astype(v.dtype), g))
             d_weights = einsum("bkqld,bksd->bkqls", g, values[j])
