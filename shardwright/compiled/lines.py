@@ -163,14 +163,10 @@ class Places:
 
     def _put(self, computation: Computation, name: str, callers: tuple) -> CallSite:
         """Where that comes from which is put into a stack."""
-        for instruction, _ in self._makers(computation, name):
-            if instruction.opcode == "parameter" and callers:
+        for maker, _ in self._makers(computation, name):
+            if maker.opcode != "parameter":
+                return self.of(computation, maker)
+            if callers:
                 outer, call = callers[-1]
-                return self._put(outer, call.operands[int(instruction.operands[0])], callers[:-1])
-            origin = self.of_instruction(instruction)
-            if instruction.opcode == "fusion" and not origin.phase:
-                inside = self._computations[instruction.called[0]]
-                return self._put(inside, inside.root.name, (*callers, (computation, instruction)))
-            if instruction.opcode != "parameter":
-                return origin
+                return self._put(outer, call.operands[int(maker.operands[0])], callers[:-1])
         return CallSite(None, "forward")  # what the loop carries, such as the residual stream

@@ -1,7 +1,7 @@
 """The reading of a compiled step by source line: what each communicates, multiplies, keeps for the backward pass."""
 
 import collections
-import functools
+import contextlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -115,20 +115,12 @@ def _section(instruction: Instruction, parent: int) -> Section:
 
 
 def _source(root: str, names: set[str], newest: float) -> dict[str, str]:
-    """Text of lines, of the files that were not changed after the time `newest`."""
+    """Text of lines, of files of Python that were not changed after the time `newest`."""
     found = {}
-    for file, _, number in (name.rpartition(":") for name in sorted(names)):
-        lines = _lines_of(Path(root, file), newest)
-        if number.isdecimal() and int(number) <= len(lines):
-            found[f"{file}:{number}"] = lines[int(number) - 1].strip()
+    for file in sorted({name.rpartition(":")[0] for name in names}):
+        path = Path(root, file)
+        with contextlib.suppress(OSError, ValueError):  # a stranger's HLO text may name what is no source
+            if path.suffix == ".py" and path.stat().st_mtime <= newest:
+                lines = enumerate(read_text(path).splitlines(), 1)
+                found |= {f"{file}:{i}": line.strip() for i, line in lines if f"{file}:{i}" in names}
     return found
-
-
-@functools.lru_cache(100)
-def _lines_of(path: Path, newest: float) -> list[str]:
-    """The lines of a file of Python. None of another file, which a stranger's HLO text may name."""
-    try:
-        is_source = path.suffix == ".py" and path.stat().st_mtime <= newest
-        return read_text(path).splitlines() if is_source else []
-    except (OSError, ValueError):
-        return []

@@ -17,7 +17,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -31,11 +31,8 @@ PERFETTO = "perfetto_trace.json.gz"
 """Name of the file beside the trace that ui.perfetto.dev opens."""
 
 
-class Span(NamedTuple):
-    """A time in which something runs: start and end in ns."""
-
-    start: float
-    end: float
+Span = tuple[float, float]
+"""A time in which something runs: start and end in ns."""
 
 
 @dataclasses.dataclass
@@ -77,13 +74,13 @@ def devices_of(profile: Any, module: str, steps: int) -> dict[str, Device]:
 
 
 def _span(event: Any) -> Span:
-    return Span(event.start_ns, event.start_ns + event.duration_ns)
+    return event.start_ns, event.start_ns + event.duration_ns
 
 
 def _whole(spans: Iterable[Span]) -> Span:
     """From the start of the first to the end of the last."""
     starts, ends = zip(*spans, strict=True)
-    return Span(min(starts), max(ends))
+    return min(starts), max(ends)
 
 
 def _of_threads(events: Iterable[Any], module: str) -> dict[str, Device]:
@@ -131,10 +128,10 @@ def _of_streams(streams: list[Any], module: str, steps: int) -> Device:
     lengths = range(len(names) // steps, len(names) // (steps + 1), -1)
     length = next((n for n in lengths if names[n:] == names[:-n]), None)
     if device.operations and length:
-        starts = [span.start for span, _ in busiest[::length]]
+        starts = [start for (start, _), _ in busiest[::length]]
         every = [span for kernels in launched for span, _ in kernels]
         for start, until in zip(starts, [*starts[1:], float("inf")], strict=True):
-            device.executions.append(_whole(span for span in every if start <= span.start < until))
+            device.executions.append(_whole(span for span in every if start <= span[0] < until))
     return device
 
 

@@ -148,7 +148,7 @@ def sees_later(rule: Rule, length: int) -> bool:
         lambda q, k: jnp.any(rule.sees(q.as_queries(), k.as_keys()) & (k.as_keys().index > q.as_queries().index))
     )
     queries, index = min(length, max(1, 4 * PAIRS // length)), np.arange(length, dtype=np.int32)[None]
-    places = lambda index: Places(index, index, np.zeros_like(index))
+    places = Places.in_one_document
     return any(bool(sees(places(index[:, i : i + queries]), places(index))) for i in range(0, length, queries))
 
 

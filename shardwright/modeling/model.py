@@ -188,12 +188,11 @@ def module_of(name: str) -> ModuleType:
             f"directory into PYTHONPATH.{did_you_mean(name, ('train', 'gpt2', 'gpt2'))}"
         ) from None
 
-    c, kind = getattr(module, "ModelConfig", None), getattr(module, "Model", None)
-    known = [*dir(c), *(getattr(c, "__dataclass_fields__", ()))]
-    lacks = [f"ModelConfig.{part}" for part in SETTINGS if part not in known]
-    lacks += [f"Model.{part}" for part in PARTS if not hasattr(kind, part)]
-    if lacks := [name for name in ("ModelConfig", "Model") if not hasattr(module, name)] or lacks:
-        raise _refusal(name, f"which has no {', '.join(lacks)}")
+    for kind, parts in {"ModelConfig": SETTINGS, "Model": PARTS}.items():
+        found = getattr(module, kind, None)
+        known = [*dir(found), *getattr(found, "__dataclass_fields__", ())]
+        if lacks := [f"{kind}.{part}" for part in parts if part not in known]:
+            raise _refusal(name, f"which has no {', '.join(lacks)}")
     return module
 
 
@@ -205,14 +204,10 @@ def load_model(c: Any) -> LanguageModel:
     """The model of a ModelConfig. Raises ValueError if its module lacks a part, or its table has another class."""
     kind = module_of(c.module).Model
     model = kind(c)
-    table = getattr(model, "table", None)
-    if getattr(model, "c", None) is not c:
-        raise _refusal(c.module, "whose Model has no c, or another one than the ModelConfig it is made from")
     if not isinstance(inputs := getattr(model, "inputs", ()), tuple | list):
         raise _refusal(c.module, f"whose Model has inputs {inputs!r}; it must be a tuple of names: ('kind',)")
-    if not isinstance(table, kind.Weights):
-        it_must = f"it must be a {kind.Weights.__name__}, with a Weight in place of each array"
-        raise _refusal(c.module, f"whose table is a {type(table).__name__}; {it_must}")
+    if not isinstance(table := getattr(model, "table", None), kind.Weights):
+        raise _refusal(c.module, f"whose table is a {type(table).__name__}; it must be a {kind.Weights.__name__}")
     for weight in jax.tree.leaves(table.layers):
         if hasattr(weight, "shape") and weight.shape[:1] != (c.layers,):
             stack = f"whose table has a stack of shape {weight.shape} in `layers`"

@@ -10,7 +10,7 @@ and of keys, arrays that broadcast to the scores [B, K, Q, L, S]: batch, kv head
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -110,13 +110,7 @@ class Rule:
     ) -> jax.Array:
         """Input of the softmax, [B, K, Q, L, S]: changed scores, and -inf where a query does not see a key.
 
-        Args:
-            products: products of queries and keys, in the dtype of the softmax.
-            d_head: entries of a head.
-            q: from as_queries.
-            k: from as_keys.
-            heads: as for `score`.
-            learned: as for `score`.
+        `products` of queries and keys are in the dtype of the softmax; `q` and `k` are from as_queries and as_keys.
         """
         return jnp.where(self.sees(q, k), self.changed(products, d_head, q, k, heads, learned), -jnp.inf)
 
@@ -136,15 +130,11 @@ class Rule:
         return dataclasses.replace(self, visible=tuple(x for x in self.visible if x is not condition))
 
     def __str__(self) -> str:
-        parts = [_name(condition) for condition in self.visible] or ["all"]
-        parts += [f"score {_name(self.score)}"] if self.score else []
+        name = lambda function: getattr(function, "__name__", None) or str(function)
+        parts = [name(condition) for condition in self.visible] or ["all"]
+        parts += [f"score {name(self.score)}"] if self.score else []
         parts += [f"scale {self.scale:g}"] if self.scale is not None else []
-        parts += [] if self.causal else ["causal=False"]
         return ", ".join(parts)
-
-
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", None) or str(function)
 
 
 CAUSAL = Rule()

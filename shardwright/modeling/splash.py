@@ -61,11 +61,6 @@ def splash(
     return shardops.rearrange("B/r/d (K/t Q) L D -> B/r/d L K/t Q D", out)
 
 
-def block_of(length: int) -> int:
-    """Number of positions in a block of a sequence of `length` positions."""
-    return math.gcd(length, BLOCK)
-
-
 def _kernel(task: _Task, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:
     # A heavy import, for TPUs alone.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
@@ -78,7 +73,7 @@ def _kernel(task: _Task, q: jax.Array, k: jax.Array, v: jax.Array, document: jax
         mask = masks.LocalMask((length, length), (min(windows), ahead), 0)
     else:
         mask = (masks.CausalMask if causal in rule.visible else masks.FullMask)((length, length))
-    block = block_of(length)
+    block = math.gcd(length, BLOCK)
     part = min(block, COMPUTED)
     kernel = kernels.make_splash_mha_single_device(
         masks.MultiHeadMask([mask] * task.heads),

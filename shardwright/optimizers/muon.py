@@ -15,13 +15,13 @@ docs/optimizers.md counts bytes and FLOPs.
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from shardlib import shardops
@@ -71,13 +71,12 @@ def muon(state: Any, g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, upd
     return dataclasses.replace(state, weights=jax.tree.map(updated, updates, weights, directions), adam_mu=momentum)
 
 
-@dataclasses.dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """Sharding of a stack of matrices, such as `layers M/d F/t`, without the names of the dims of the stack."""
 
     rows: tuple[Dim, ...]
     columns: tuple[Dim, ...]
-    stack_axes: tuple[str, ...] = ()
+    stack_axes: tuple[str, ...]
 
 
 def layout_of(weight: Weight, array: ArrayType) -> tuple[Layout, str]:
@@ -86,12 +85,11 @@ def layout_of(weight: Weight, array: ArrayType) -> tuple[Layout, str]:
     Transposing commutes with orthogonalizing. It makes w_down (`F/t M/d`) a matrix like w_up (`M/d F/t`), and w_o one
     like w_q: the side whose dims come first in the alphabet becomes the rows.
     """
-    dims = array.spec.dims
-    first = len(dims) - weight.inputs - weight.outputs
-    inputs, outputs = dims[first : first + weight.inputs], dims[first + weight.inputs :]
-    stack_axes = sort_axes(axis for dim in dims[:first] for axis in dim.axes)
+    dims, count = array.spec.dims, weight.inputs + weight.outputs
+    stack, inputs, outputs = dims[:-count], dims[-count : -weight.outputs], dims[-weight.outputs :]
     rows, columns = sorted((inputs, outputs), key=lambda side: [dim.name for dim in side])
-    return Layout(rows, columns, stack_axes), spec_of(*dims[:first], *rows, *columns)
+    stack_axes = sort_axes(axis for dim in stack for axis in dim.axes)
+    return Layout(rows, columns, stack_axes), spec_of(*stack, *rows, *columns)
 
 
 def spec_of(*dims: Dim) -> str:
@@ -116,12 +114,11 @@ def orthogonalized(x: W, updates: Any, iterations: int) -> W:
     for layout, members in stacks.items():
         dims = (*layout.rows, *layout.columns)
         by_rows = lambda i, at_rest, spec: shardops.rearrange(f"{at_rest} -> {spec}", leaves[i].astype(act.dtype))
-        arrays = [by_rows(*member) for member in members]
         fn = functools.partial(newton_schulz_stack, rows=len(layout.rows), iterations=iterations)
         new = shardops.per_device(
             ", ".join(spec for _, _, spec in members),
             functools.partial(on_stacks, fn, dims, layout.stack_axes),
-            *arrays,
+            *(by_rows(*member) for member in members),
             reason=f"each device takes some of the matrices {' '.join(map(str, dims))} whole, each by itself",
         )
         for (i, at_rest, spec), x in zip(members, jax.tree.leaves(new), strict=True):
@@ -133,7 +130,7 @@ def on_stacks(fn: Callable, dims: tuple[Dim, ...], axes: tuple[str, ...], *array
     """on_whole_matrices for arrays[…, *dims], which are joined to one stack for it."""
     parts = [x.reshape(-1, *x.shape[-len(dims) :]) for x in arrays]
     stack = on_whole_matrices(fn, dims, axes, jnp.concatenate(parts))
-    split = jnp.split(stack, list(itertools.accumulate(map(len, parts[:-1]))))
+    split = jnp.split(stack, np.cumsum([len(part) for part in parts[:-1]]))
     return [part.reshape(x.shape) for part, x in zip(split, arrays, strict=True)]
 
 
