@@ -14,8 +14,7 @@ from shardwright.cluster.config import HardwareConfig, MeshConfig
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
 from shardwright.optimizers.config import OptimizerConfig
-from shardwright.run.config import Config, PathsConfig, TrainingConfig
-from shardwright.run.pipeline_config import PipelineConfig
+from shardwright.run.config import Config, PathsConfig, PipelineConfig, TrainingConfig
 from shardwright_data.loader import DataConfig, batch_shapes
 
 NAME = "mutated_train"

@@ -1,7 +1,7 @@
 """All settings of a run with their types, against which configs/*.yaml and the command line are checked.
 
 The configuration of a run has to set each field that has no default. The other sections are in ../modeling/settings.py,
-../optimizers/config.py, ../cluster/config.py, shardwright_data/loader/config.py, pipeline_config.py and trackers.py.
+../optimizers/config.py, ../cluster/config.py, shardwright_data/loader/config.py, and trackers.py.
 """
 
 import dataclasses
@@ -14,11 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from jax_extra import KEPT
+from shardlib.schedules import schedule_of
 from shardwright.cluster.config import DistributedConfig, HardwareConfig, MeshConfig, check_distributed
 from shardwright.modeling.attention import PATHS
 from shardwright.modeling.model import COMPUTE_DTYPES, module_of
 from shardwright.optimizers.config import OptimizerConfig, check_optimizer
-from shardwright.run.pipeline_config import PipelineConfig, check_pipeline
 from shardwright.run.trackers import TrackersConfig, check_trackers
 from shardwright.settings.composing import wrong_setting
 from shardwright_data.checks import at_least_0, at_least_1, check_choice, check_range, check_ranges, within
@@ -125,6 +125,17 @@ class TrainingConfig:
 
 
 @dataclasses.dataclass
+class PipelineConfig:
+    """Settings of the stages of a mesh with p (docs/pipeline.md). Without p none of them has an effect."""
+
+    schedule: str = "interleaved_1f1b"
+    """gpipe, 1f1b, interleaved_1f1b, zb_h1, zb_v, or your own as module:function (shardlib/schedules.py)."""
+    virtual_stages: int = within(1, 2**10, 1)
+    """Number v of stages on each device of p, at least 1: any number for interleaved_1f1b or your own schedule, 2 for
+    zb_v, 1 for the others. The number of layers is a multiple of p·v."""
+
+
+@dataclasses.dataclass
 class PathsConfig:
     """Settings of the directory of a run."""
 
@@ -197,7 +208,10 @@ def check_config(c: Config) -> None:
     check_range("model.bos_id", c.model.bos_id, 0, c.model.vocab)
     c.model.check(c.training.seq_len)
     check_optimizer(c.optimizer)
-    check_pipeline(c.pipeline)
+    try:
+        schedule_of(c.pipeline.schedule)
+    except ValueError as error:
+        raise ValueError(f"pipeline.schedule: {error}") from error
     check_distributed(c.distributed)
     check_trackers(c.trackers)
     check_choice("training.gather_weights", c.training.gather_weights, ("auto", "layer", "step"))

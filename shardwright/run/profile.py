@@ -52,7 +52,6 @@ class StepProfiler:
         self._log, self._hlo, steps = log, hlo, log.total_steps - log.start_step
         self._first, self._last = max(0, min(2, steps - 2)), min(3, steps - 1)
         self._last_traced = min(self._last + _MORE_TRACED_STEPS, steps - 1)
-        self._before: Any = None
         self._start: float | None = None
         self._tasks: list[concurrent.futures.Future] = []
 
@@ -61,8 +60,7 @@ class StepProfiler:
         if i != self._first or jax.process_index() != 0:
             return
         with pause("starting the profiler"):
-            jax.block_until_ready(self._before)
-            self._before = None
+            self._log.flush()  # waits for the devices
             try:
                 jax.profiler.start_trace(self._log.directory / TRACE, profiler_options=_options())
             except FAILURES as error:
@@ -77,8 +75,6 @@ class StepProfiler:
             i: the step.
             outputs: arrays that the step computed and that no later step donates, such as its metrics.
         """
-        if i == self._first - 1:
-            self._before = outputs
         if self._start is None:
             return
         if i == self._last:

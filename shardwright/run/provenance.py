@@ -32,9 +32,8 @@ from shardlib.program_hash import hash_of
 from shardwright.cluster.devices import make_mesh
 from shardwright.compiled.files import write_whole
 from shardwright.modeling.model import inputs_of
-from shardwright.run.config import Config
+from shardwright.run.config import Config, PipelineConfig
 from shardwright.run.optional import optional
-from shardwright.run.pipeline_config import PipelineConfig
 from shardwright_data.loader import batch_shapes
 
 ROOT = Path(__file__).parents[2]

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from shardlib.layers import LayerMetrics
 from shardwright.run.flops import ModelFlops, PeakFlops, Speed
-from shardwright.run.metrics import RunLog, check_metrics
-from shardwright.run.terminal import Terminal
+from shardwright.run.metrics import RunLog, Terminal, check_metrics
 
 SPEED = Speed(64, ModelFlops(1000, 1500, "formula"), PeakFlops(1e9, "test"))
 

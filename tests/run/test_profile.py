@@ -2,7 +2,6 @@ import contextlib
 import gzip
 import json
 import re
-import threading
 import time
 
 import jax
@@ -69,16 +68,17 @@ def test_third_and_fourth_step_are_timed_and_two_more_traced(tmp_path, capsys):
 
 
 def test_the_main_loop_waits_for_the_devices_once(tmp_path, monkeypatch):
-    waited = {True: [], False: []}
-    in_main = lambda: threading.current_thread() is threading.main_thread()
-    monkeypatch.setattr(jax, "block_until_ready", lambda outputs: waited[in_main()].append(outputs))
+    waited, read = [], []
+    monkeypatch.setattr(jax, "block_until_ready", waited.append)
     with RunLog(tmp_path, total_steps=9, start_step=0, speed=SPEED) as log:
+        monkeypatch.setattr(log, "flush", lambda: read.append(i))
         profiler = profile.StepProfiler(log, None)
         for i in range(9):
             profiler.before_step(i)
             profiler.after_step(i, f"outputs of {i}")
         profiler.close()
-    assert waited == {True: ["outputs of 1"], False: ["outputs of 3", "outputs of 5"]}
+        assert read == [2]
+    assert waited == ["outputs of 3", "outputs of 5"]
 
 
 @pytest.mark.parametrize(("steps", "title"), [(3, "steps 2 and 3"), (1, "steps 1")])

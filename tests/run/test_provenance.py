@@ -19,7 +19,7 @@ from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
 from shardwright.run import provenance
 from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.pipeline_config import PipelineConfig
+from shardwright.run.config import PipelineConfig
 from tools import checkpoint_to_huggingface
 from tools.generate import Settings, generate
 

@@ -13,7 +13,7 @@ from shardlib import shardops
 from shardlib.layers import Extras
 from shardlib.shardtypes import ShardError
 from shardwright.cluster.devices import make_mesh
-from shardwright.run.pipeline_config import PipelineConfig
+from shardwright.run.config import PipelineConfig
 from shardwright_data.loader import TokenBatch
 
 LAYERS, ROWS = 6, 16

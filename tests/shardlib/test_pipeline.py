@@ -36,8 +36,7 @@ from shardlib.tick_tables import tick_table
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import initialize
-from shardwright.run.config import Config
-from shardwright.run.pipeline_config import PipelineConfig
+from shardwright.run.config import Config, PipelineConfig
 from shardwright.run.stages import placement_of, training_table
 from shardwright_data.loader import TokenBatch, in_microbatches
 

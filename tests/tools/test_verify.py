@@ -12,7 +12,7 @@ from verifying import ROOT, verify
 
 import train
 from shardwright.cluster.config import MeshConfig
-from shardwright.run.pipeline_config import PipelineConfig
+from shardwright.run.config import PipelineConfig
 from shardwright_data.loader import TokenBatch
 from tools.verify.__main__ import small
 from tools.verify.compare import error_of

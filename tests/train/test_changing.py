@@ -16,7 +16,7 @@ from verifying import verify
 
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.optimizers.config import GroupConfig
-from shardwright.run.pipeline_config import PipelineConfig
+from shardwright.run.config import PipelineConfig
 from shardwright_data.loader import TokenBatch, batch_shapes
 
 TABLE = re.findall(r"^\| \[(.*?)\]\(.*?\) \| (.*?) \|", PAGE, flags=re.M)

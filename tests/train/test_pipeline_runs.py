@@ -14,8 +14,7 @@ from shardlib.placement import LayerPlacement
 from shardlib.shardtypes import make_shardings
 from shardwright.modeling.model import load_model
 from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.config import Config
-from shardwright.run.pipeline_config import PipelineConfig
+from shardwright.run.config import Config, PipelineConfig
 from shardwright.run.stages import describe_stages, folded_mesh, placement_of, stack_orders, without_stages
 
 PLACES = {  # mesh: settings of the pipeline

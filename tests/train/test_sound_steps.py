@@ -15,7 +15,7 @@ from wrong_edits import EDITS
 import train
 from shardlib.shardtypes import ShardError
 from shardwright.modeling.model import load_model
-from shardwright.run.pipeline_config import PipelineConfig
+from shardwright.run.config import PipelineConfig
 from shardwright.run.soundness import find_unsound
 
 DEMO, STAGES = "r=2 d=2 t=2", "r=1 d=2 t=2 p=2"
