@@ -26,12 +26,12 @@ from shardwright.run.checkpoint_arrays import (
     Orders,
     Part,
     SavedArray,
-    StoredArray,
     commit,
     copy_to_host,
     directory_of,
     named_leaves,
     read_arrays,
+    read_chunk,
     read_manifest,
     saved_arrays,
     write_arrays,
@@ -224,15 +224,14 @@ class Checkpointer(contextlib.AbstractContextManager):
 
         problems, jobs = [], []
 
-        def read(stored: StoredArray, index: Index) -> None:
+        def read(array: SavedArray, index: Index) -> None:
             try:
-                stored.read(index)
+                read_chunk(self.store, directory, array, index)
             except Damaged as error:
                 problems.append(str(error))
 
         for array in arrays:
-            stored = StoredArray(self.store, directory, array)
-            jobs += [functools.partial(read, stored, index) for index in np.ndindex(array.grid)]
+            jobs += [functools.partial(read, array, index) for index in np.ndindex(array.grid)]
         in_parallel(jobs)
         return sorted(problems)
 

@@ -15,12 +15,12 @@ from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import google_crc32c
 import jax
 import numpy as np
-import tensorstore as ts
 
 from shardlib.placement import consecutive
-from shardwright.run.stores import MANIFEST, STORE_ERRORS, Damaged, Store, in_parallel
+from shardwright.run.stores import MANIFEST, Damaged, Store, in_parallel
 from shardwright_data.foreign import check_types, parse_object
 
 FORMAT = "pytree-zarr-checkpoint"
@@ -183,11 +183,9 @@ def write_arrays(store: Store, directory: str, arrays: list[Part]) -> Checksums:
 
     Raises OSError, with the array's name, once all writing has ended.
     """
-    jobs = []
-    for saved, chunks in arrays:
-        stored = StoredArray(store, directory, saved)
-        jobs += [functools.partial(stored.write, index, values) for index, values in chunks.items()]
-    written = dict(in_parallel(jobs))
+    write = functools.partial(_write_chunk, store, directory)
+    chunks = [(saved, *chunk) for saved, chunks in arrays for chunk in chunks.items()]
+    written = dict(in_parallel(functools.partial(write, *chunk) for chunk in chunks))
     store.sync(f"{directory}/{key}" for key in written)
     return written
 
@@ -195,58 +193,34 @@ def write_arrays(store: Store, directory: str, arrays: list[Part]) -> Checksums:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-class StoredArray:
-    """The files of an array of a checkpoint. tensorstore computes the checksum at the end of each, and compares it.
+def _write_chunk(store: Store, directory: str, saved: SavedArray, index: Index, values: np.ndarray) -> tuple[str, int]:
+    """Writes the values of a chunk, and after them their checksum. Returns the key of the file, and the checksum."""
+    content, key = np.ascontiguousarray(values).reshape(-1).view(np.uint8), saved.key(index)
+    checksum = google_crc32c.value(content)
+    try:
+        store.write(f"{directory}/{key}", b"".join([content, checksum.to_bytes(CHECKSUM_BYTES, "little")]))
+    except OSError as error:
+        raise OSError(f"writing the array {saved.name!r} failed: {error}.") from error
+    return key, checksum
 
-    Args:
-        store: the store.
-        directory: that of the checkpoint.
-        saved: the array, with its checksums unless it is about to be written.
-    """
 
-    def __init__(self, store: Store, directory: str, saved: SavedArray):
-        self.saved, self._store, self._directory = saved, store, directory
-        spec = {
-            "driver": "zarr3",
-            "kvstore": (store.kvstore / f"{directory}/{saved.name}/").spec().to_json(),
-            "metadata": saved.metadata,
-            # Otherwise a chunk of zeros is not written, and looks like a lost one.
-            "store_data_equal_to_fill_value": True,
-        }
-        self._array = ts.open(spec, open=True, assume_metadata=True).result()
-
-    def write(self, index: Index, values: np.ndarray) -> tuple[str, int]:
-        """Writes a chunk. Returns the key of its file, and its checksum. Raises OSError, with the array's name."""
-        try:
-            self._array[self.saved.box(index)].write(values, can_reference_source_data_indefinitely=True).result()
-            return self.saved.key(index), self._checksum(index)
-        except STORE_ERRORS as error:
-            raise OSError(f"writing the array {self.saved.name!r} failed: {error}.") from error
-
-    def read(self, index: Index) -> np.ndarray:
-        """The values of a chunk. Raises Damaged if they are not those that were written there, or OSError."""
-        if self._checksum(index) != self.saved.checksums[index]:
-            raise self._damaged(index, "is not what was written: the manifest has another checksum")
-        try:
-            return self._array[self.saved.box(index)].read().result()
-        except STORE_ERRORS as error:
-            if "DATA_LOSS" in str(error):
-                raise self._damaged(index, f"is not what was written: {error}") from error
-            raise OSError(f"cannot read the array {self.saved.name!r}: {error}") from error
-
-    def _checksum(self, index: Index) -> int:
-        """The checksum at the end of the file of a chunk."""
-        size = self.saved.chunk_bytes
-        end = self._store.read(f"{self._directory}/{self.saved.key(index)}", size - CHECKSUM_BYTES)
-        if end is None or len(end) != CHECKSUM_BYTES:
-            raise self._damaged(index, f"is missing, or has not {size} bytes")
-        return int.from_bytes(end, "little")
-
-    def _damaged(self, index: Index, problem: str) -> Damaged:
-        return Damaged(
-            f"cannot read the array {self.saved.name!r}: {self.saved.key(index)} {problem}. The checkpoint "
-            f"{self._store.url}/{self._directory} is damaged. Restore another step, or copy it again."
+def read_chunk(store: Store, directory: str, saved: SavedArray, index: Index) -> np.ndarray:
+    """The values of a chunk. Raises Damaged if they are not those that were written there, or OSError."""
+    key, checksum, problem = saved.key(index), saved.checksums[index], ""
+    content = store.read(f"{directory}/{key}")
+    if content is None or len(content) != saved.chunk_bytes:
+        problem = f"is missing, or has not {saved.chunk_bytes} bytes"
+    else:
+        values = np.frombuffer(content, np.uint8)[:-CHECKSUM_BYTES]
+        if {google_crc32c.value(values), int.from_bytes(content[-CHECKSUM_BYTES:], "little")} != {checksum}:
+            problem = "is not what was written: the manifest has another checksum"
+    if problem:
+        raise Damaged(
+            f"cannot read the array {saved.name!r}: {key} {problem}. The checkpoint {store.url}/{directory} is "
+            "damaged. Restore another step, or copy it again."
         )
+    region = saved.box(index)  # at the end of a dim, a part of the chunk
+    return values.view(saved.dtype).reshape(saved.chunk)[_within(region, region)]
 
 
 # ---- reading --------------------------------------------------------------------------------------------------------
@@ -265,7 +239,7 @@ def read_arrays(
                 stored = _stored_regions(index, leaf.shape, orders.get(name))
                 targets += [(there, values[rows]) for there, rows in stored]
         shards.append(of_leaf)
-        jobs += _reads(StoredArray(store, directory, saved[name]), targets)
+        jobs += _reads(store, directory, saved[name], targets)
     in_parallel(jobs)
     arrays = []
     for leaf, of_leaf in zip(like.values(), shards, strict=True):
@@ -274,15 +248,17 @@ def read_arrays(
     return arrays
 
 
-def _reads(stored: StoredArray, targets: list[tuple[Box, np.ndarray]]) -> list[Callable[[], None]]:
+def _reads(
+    store: Store, directory: str, saved: SavedArray, targets: list[tuple[Box, np.ndarray]]
+) -> list[Callable[[], None]]:
     """Jobs that read regions of an array, each into its NumPy array: one job for each chunk."""
     by_chunk = collections.defaultdict(list)
     for box, values in targets:
-        for index in stored.saved.overlapping(box):
+        for index in saved.overlapping(box):
             by_chunk[index].append((box, values))
 
     def read(index: Index) -> None:
-        chunk, region = stored.read(index), stored.saved.box(index)
+        chunk, region = read_chunk(store, directory, saved, index), saved.box(index)
         for box, values in by_chunk[index]:
             both = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, region, strict=True)]
             values[_within(both, box)] = chunk[_within(both, region)]

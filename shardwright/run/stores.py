@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 MANIFEST = "zarr.json"
 """Last part of the key of a checkpoint's manifest. zarr readers need this file, and complain about any other."""
-STORE_ERRORS = (OSError, ValueError, RuntimeError, IndexError, NotImplementedError)
+_ERRORS = (OSError, ValueError, RuntimeError, IndexError, NotImplementedError)
 """Exceptions of tensorstore, by the kind of the failure."""
 WORKERS = 16
 """Files that a process reads or writes at a time."""
@@ -55,7 +55,7 @@ class Store:
         if self.path is None:
             try:  # in a context in which a wrong address shows in seconds
                 flat_tokens.open_kvstore(self.url, flat_tokens.opening_context()).read(MANIFEST).result()
-            except STORE_ERRORS as error:
+            except _ERRORS as error:
                 raise ValueError(
                     f"{self.url} cannot be reached: {error}. Check the address and the credentials."
                 ) from error
@@ -64,17 +64,12 @@ class Store:
     def _result(self, future: ts.Future, key: str) -> Any:
         try:
             return future.result()
-        except STORE_ERRORS as error:
+        except _ERRORS as error:
             raise OSError(f"{self.url}/{key}: {error}") from error
 
-    def read(self, key: str, start: int = 0) -> bytes | None:
-        """The content of a file from the byte `start` on, empty where it is shorter; None if the file is missing."""
-        try:
-            found = self._result(self.kvstore.read(key, byte_range=slice(start, None)), key)
-        except OSError as error:
-            if "OUT_OF_RANGE" in str(error):
-                return b""
-            raise
+    def read(self, key: str) -> bytes | None:
+        """The content of a file; None if it is missing."""
+        found = self._result(self.kvstore.read(key), key)
         return found.value if found.state == "value" else None
 
     def write(self, key: str, content: bytes | None) -> None:
