@@ -24,7 +24,7 @@ from shardwright.settings.differences import flat
 from shardwright.settings.program import run_program
 from shardwright_data import flat_tokens
 from shardwright_data.checks import check_choice, within
-from shardwright_data.flat_tokens.unfinished import Unfinished
+from shardwright_data.flat_tokens import Unfinished
 from shardwright_data.text import definitions, sources, tokenizers
 from shardwright_data.text.tokenizers import Tokenizer
 from shardwright_data.text.worker_pool import available_cores, map_in_order

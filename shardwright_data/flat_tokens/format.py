@@ -4,52 +4,21 @@ import os
 
 import numpy as np
 import tensorstore as ts
-from jaxtyping import Bool, Int64, Integer, UInt32
+from jaxtyping import Bool, UInt32
 
 from shardwright_data import foreign
 from shardwright_data.foreign import refused
 
-# Dims of the same name agree within a call.
-Ids = Integer[np.ndarray, "tokens"]
-Encoded = UInt32[np.ndarray, "tokens"]
-Lengths = Integer[np.ndarray, "documents"]
-Places = Int64[np.ndarray, "spans"]
-SomeTokens = UInt32[np.ndarray, "_"]
-AnyIsStart = Bool[np.ndarray, "*shape"]
 AnyEncoded = UInt32[np.ndarray, "*shape"]
+AnyIsStart = Bool[np.ndarray, "*shape"]
 
-FORMAT = "flat-tokens"
-FORMAT_VERSION = 1
+IDENTITY = {"format": "flat-tokens", "version": 1}
+"""Attributes of a split that say how to read it."""
 MARKERS = ("zarr.json", ".zgroup")
 """Files of which a complete split has one: of zarr v3, of zarr v2."""
-MAX_TOKEN_ID = 2**31 - 1
-"""The largest id that leaves room for the start bit in a uint32."""
-
-STORE_REQUESTS = 256
-"""Bound on the requests that a reader has under way at a remote store."""
 OPENING_RETRIES = 3
 """Repetitions of a request while a dataset is opened: a wrong address should show in seconds. Later, when a run depends
 on it, tensorstore repeats a request for a quarter of an hour."""
-
-
-def mark_starts(ids: Ids, lengths: Lengths, where: str = "flat-tokens") -> Encoded:
-    """Whole documents as they are stored: 2·id, plus 1 where a document starts.
-
-    Args:
-        ids: of one document after the other.
-        lengths: number of tokens in each document.
-        where: place of the documents, for messages.
-
-    Raises:
-        ValueError: a document is empty, or the lengths do not add up to the tokens.
-    """
-    if (ids.size and not lengths.size) or (lengths < 1).any():
-        raise ValueError(f"{where}: a document is empty, and has no token to carry its start. Leave it out.")
-    if lengths.sum() != ids.size:
-        raise ValueError(f"{where}: documents of {lengths.sum()} tokens in all, but {ids.size} tokens given.")
-    encoded = ids.astype(np.uint32) << np.uint32(1)
-    encoded[np.cumsum(lengths) - lengths] |= np.uint32(1)
-    return encoded
 
 
 def decode(encoded: AnyEncoded) -> tuple[AnyEncoded, AnyIsStart]:

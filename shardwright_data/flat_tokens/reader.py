@@ -9,19 +9,16 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 import zarr
+from jaxtyping import Int64, UInt32
 
-from shardwright_data.flat_tokens.format import (
-    FORMAT,
-    FORMAT_VERSION,
-    STORE_REQUESTS,
-    Places,
-    SomeTokens,
-    open_kvstore,
-    opening_context,
-    read_file,
-)
+from shardwright_data.flat_tokens.format import IDENTITY, open_kvstore, opening_context, read_file
 from shardwright_data.foreign import check_types, parse_object, refused
 
+Places = Int64[np.ndarray, "spans"]
+SomeTokens = UInt32[np.ndarray, "_"]
+
+STORE_REQUESTS = 256
+"""Bound on the requests that a reader has under way at a remote store."""
 MOST_PROBES_LOCAL, MOST_PROBES_REMOTE = 4096, 64
 """Bounds on the files of an array that are looked at when it is opened, and so on the time that takes."""
 _AGAIN = "Write or copy the dataset again."
@@ -96,11 +93,10 @@ class Reader:
                 "the dataset as docs/data.md says."
             )
         check_types(self.path, {"attributes": attributes}, {"attributes": _ATTRIBUTES}, _AGAIN)
-        found = attributes.get("format", FORMAT), attributes.get("version", FORMAT_VERSION)
-        if found != (FORMAT, FORMAT_VERSION):
+        found = {name: attributes.get(name, value) for name, value in IDENTITY.items()}
+        if found != IDENTITY:
             raise ValueError(
-                f"{self.path} is in version {found[1]} of the format {found[0]}; this program reads version "
-                f"{FORMAT_VERSION} of {FORMAT}. Update the program or write the dataset again."
+                f"{self.path} is {found}; this program reads {IDENTITY}. Update it, or write the dataset again."
             )
         return zarr_format, attributes
 

@@ -1,27 +1,39 @@
-"""A writer of one split of a flat-tokens dataset, and of further values for its tokens."""
+"""A writer of one split of a flat-tokens dataset, of a dataset that resumes after a kill, and of further values.
 
+While a dataset is being written, `unfinished.json` beside it holds the settings, from before the first token until all
+splits are written. `unfinished_<split>.npz` holds the state of the split under way.
+"""
+
+import contextlib
+import fcntl
 import io
 import json
+import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import tensorstore as ts
+from jaxtyping import Integer, UInt32
 
 from shardwright_data.flat_tokens.format import (
-    FORMAT,
-    FORMAT_VERSION,
-    MAX_TOKEN_ID,
-    Encoded,
-    Ids,
-    Lengths,
+    IDENTITY,
     clear_split,
-    mark_starts,
+    is_there,
     open_kvstore,
+    opening_context,
     read_file,
 )
 from shardwright_data.flat_tokens.reader import Reader
-from shardwright_data.foreign import refused
+from shardwright_data.foreign import parse_object, refused
 
+# Dims of the same name agree within a call.
+Ids = Integer[np.ndarray, "tokens"]
+Encoded = UInt32[np.ndarray, "tokens"]
+Lengths = Integer[np.ndarray, "documents"]
+
+MAX_TOKEN_ID = 2**31 - 1
+"""The largest id that leaves room for the start bit in a uint32."""
 INNER_CHUNK = 2**13
 """Elements compressed together: what reading one sequence costs."""
 TOKENS_SHARD = 2**24
@@ -38,6 +50,26 @@ COMPRESSION = {
     np.uint32: {"name": "zstd", "configuration": {"level": 3}},
     np.uint64: {"name": "blosc", "configuration": BITSHUFFLE},
 }
+
+
+def mark_starts(ids: Ids, lengths: Lengths, where: str = "flat-tokens") -> Encoded:
+    """Whole documents as they are stored: 2·id, plus 1 where a document starts.
+
+    Args:
+        ids: of one document after the other.
+        lengths: number of tokens in each document.
+        where: place of the documents, for messages.
+
+    Raises:
+        ValueError: a document is empty, or the lengths do not add up to the tokens.
+    """
+    if (ids.size and not lengths.size) or (lengths < 1).any():
+        raise ValueError(f"{where}: a document is empty, and has no token to carry its start. Leave it out.")
+    if lengths.sum() != ids.size:
+        raise ValueError(f"{where}: documents of {lengths.sum()} tokens in all, but {ids.size} tokens given.")
+    encoded = ids.astype(np.uint32) << np.uint32(1)
+    encoded[np.cumsum(lengths) - lengths] |= np.uint32(1)
+    return encoded
 
 
 class GrowingArray:
@@ -230,13 +262,8 @@ class Writer:
         self._arrays["seq_starts"].append(np.array([self.num_tokens], np.uint64))
         for array in self._arrays.values():
             array.close()
-        own = {
-            "format": FORMAT,
-            "version": FORMAT_VERSION,
-            "max_token_id": self._max_token_id,
-            "num_tokens": self.num_tokens,
-            "num_documents": self.num_documents,
-        }
+        sizes = {"num_tokens": self.num_tokens, "num_documents": self.num_documents}
+        own = IDENTITY | {"max_token_id": self._max_token_id} | sizes
         self._root.write(".zgroup", None).result()  # of a dataset in zarr v2 that was here
         for prefix, attributes in (("", {}), (f"{self._split}/", self.attributes | own)):
             group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
@@ -257,6 +284,85 @@ class Writer:
 def state_of(split: str) -> str:
     """Name of the file from which a split resumes."""
     return f"unfinished_{split}.npz"
+
+
+class Unfinished:
+    """The work on one dataset.
+
+    Args:
+        out: directory of the dataset; a local path or a URL that tensorstore knows.
+    """
+
+    def __init__(self, out: str):
+        self.out = out
+        self._root = open_kvstore(out, opening_context())
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Context in which no other process works on a local dataset, if its file system has locks.
+
+        Raises ValueError if another process works on it.
+        """
+        if "://" in self.out:
+            yield
+            return
+        os.makedirs(self.out, exist_ok=True)
+        directory = os.open(self.out, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as e:
+                raise ValueError(f"Another process is writing {self.out}. Wait for it, or end it.") from e
+            except OSError:
+                pass  # it has no locks
+            yield
+        finally:
+            os.close(directory)
+
+    def read_settings(self) -> dict[str, Any] | None:
+        """The settings of the run that was interrupted here, None if there was none."""
+        content = read_file(self._root, "unfinished.json")
+        return None if content is None else parse_object(f"{self.out}/unfinished.json", content, remedy="Delete it.")
+
+    def begin(self, settings: Mapping[str, Any], splits: list[str], overwrite: bool) -> bool:
+        """Begins or resumes the work; returns whether it resumes.
+
+        Args:
+            settings: JSON values by name, all that the result depends on.
+            splits: names of the splits that will be written.
+            overwrite: replace splits that are there, and begin again what was begun with other settings.
+
+        Raises:
+            ValueError: a split is already there, or the work was begun with other settings.
+        """
+        settings = json.loads(json.dumps(settings))
+        before = self.read_settings()
+        if before == settings:
+            return True
+        if before is not None and not overwrite:
+            raise ValueError(
+                f"{self.out} is unfinished, and was begun with other settings: {difference(before, settings)}. Give "
+                "the same to resume, overwrite=true to begin again, or another path."
+            )
+        for split in splits:
+            clear_split(self.out, split, overwrite)
+        self.finish()
+        self._root.write("unfinished.json", json.dumps(settings, indent=1).encode()).result()
+        return False
+
+    def has_begun(self, split: str) -> bool:
+        """Whether a part of the split is there that need not be done again."""
+        return is_there(self._root, split) or read_file(self._root, state_of(split), STATE_BYTES) is not None
+
+    def finish(self) -> None:
+        """Deletes the settings, and what `Writer.save` wrote: the dataset is finished."""
+        self._root.delete_range(ts.KvStore.KeyRange("unfinished", "unfinishee")).result()
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Names the first setting that differs, with both values."""
+    name = next(name for name in [*now, *before] if before.get(name) != now.get(name))
+    return f"{name} was {before.get(name)}, is {now.get(name)}"
 
 
 def add_input(filespec: str, split: str, name: str, values: np.ndarray, *, overwrite: bool = False) -> None:

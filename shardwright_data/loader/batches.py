@@ -85,7 +85,7 @@ class Loader:
     """Number of batches that can be read, and the reason for the end, as a clause; None if the data has no end."""
     unseen: Mapping[str, float]
     """By dataset, the share of the tokens that no batch holds, because they are beyond seq_len in their document, among
-    the documents at both ends of the split. Empty if documents are packed, or their lengths are unknown."""
+    the first documents of the split. Empty if documents are packed, or their lengths are unknown."""
 
     def __init__(
         self,
@@ -188,18 +188,15 @@ class Loader:
         shape = self._shape
         count, size, _ = shape
         parts = self.shardings.targets.addressable_devices_indices_map(shape).values()
-        spans = sorted({part.indices(size)[:2] for _, part, _ in parts})
-        rows = np.concatenate([np.arange(start, stop) for start, stop in spans])
+        rows = np.unique(np.concatenate([np.arange(size)[part] for _, part, _ in parts]))
         indices = (np.arange(count)[:, None] * size + rows).reshape(-1)
         is_real = indices < self.batch_size
         host = self.sequences(step, np.where(is_real, indices, 0))
         host = dataclasses.replace(host, loss_mask=host.loss_mask & is_real[:, None])
-        ends = np.cumsum([stop - start for start, stop in spans]).tolist()
-        place = {span: slice(end - (span[1] - span[0]), end) for span, end in zip(spans, ends, strict=True)}
 
         def put(values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
             def shard(index: tuple[slice, ...]) -> np.ndarray:
-                return values[index[0], place[index[1].indices(size)[:2]], *index[2:]]
+                return values[index[0], np.searchsorted(rows, np.arange(size)[index[1]]), *index[2:]]
 
             return jax.make_array_from_callback((*shape, *values.shape[3:]), sharding, shard)
 

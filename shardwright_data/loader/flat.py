@@ -19,7 +19,7 @@ from shardwright_data.loader.shuffle import Indices
 from shardwright_data.text.byte_lengths import ByteLengths, byte_lengths_of_dataset
 
 CHECKED_DOCUMENTS = 2**16
-"""Documents at either end of a split whose lengths are read when it is opened to be read unpacked."""
+"""First documents of a split whose lengths are read when it is opened to be read unpacked."""
 SAMPLED_TOKENS = 2**22
 """Tokens at the beginning of a split that `unigram_entropy` counts; of a mixture, of all splits together."""
 
@@ -49,11 +49,9 @@ class Source:
                 "Use a shorter seq_len or a larger dataset."
             )
         self.unseen = 0.0
-        """Share of the tokens beyond seq_len in their document, among the documents at both ends of the split."""
+        """Share of the tokens beyond seq_len in their document, among the first documents of the split."""
         if not data.sequence_packing:
-            firsts = {0, max(0, documents - CHECKED_DOCUMENTS)}
-            numbers = [np.arange(first, min(first + CHECKED_DOCUMENTS, documents)) for first in sorted(firsts)]
-            lengths = np.concatenate([self._document_spans(part)[1] for part in numbers])
+            _, lengths = self._document_spans(np.arange(min(documents, CHECKED_DOCUMENTS)))
             self.unseen = float(np.maximum(lengths - seq_len, 0).sum() / lengths.sum())
 
     def spans(self, numbers: Indices) -> tuple[Indices, Indices]:
@@ -119,19 +117,17 @@ class FlatTokensLoader(Loader):
         super().__init__(*batches, **options)
         named = config.mixture or {None: SourceConfig(config.filespec, max_epochs=config.max_epochs)}
         self.quotas = Quotas([source.weight for source in named.values()], config.seed)
+        each = dataclasses.replace(config, cache_bytes=config.cache_bytes // len(named))
+        self.sources: dict[str | None, Source] = {}
+        """By their names in the mixture; None for a single dataset."""
         for (name, source), share in zip(named.items(), self.quotas.shares.tolist(), strict=True):
             if share < 1:
                 raise ValueError(
                     f"mixture.{name}.weight is {source.weight}: less than one sequence in {BLOCK * PERIOD} would "
                     "come from it. Give it a larger weight, or leave it out."
                 )
-        each = dataclasses.replace(config, cache_bytes=config.cache_bytes // len(named))
-        self.sources: dict[str | None, Source] = {
-            name: Source(source, each, self.split, self.seq_len, self.inputs) for name, source in named.items()
-        }
-        """By their names in the mixture; None for a single dataset."""
-        for source in self.sources.values():
-            path, largest = source.dataset.path, source.dataset.max_token_id
+            self.sources[name] = Source(source, each, self.split, self.seq_len, self.inputs)
+            path, largest = self.sources[name].dataset.path, self.sources[name].dataset.max_token_id
             if self.vocab_size is not None and largest >= self.vocab_size:
                 raise ValueError(
                     f"{path} holds token ids up to {largest}, the model's vocabulary has {self.vocab_size}. Set the "
@@ -156,10 +152,10 @@ class FlatTokensLoader(Loader):
 
     def source_tokens(self, step: int) -> dict[str, int]:
         """Tokens of each source in the batch of `step`, padding included; empty if there is only one source."""
+        if None in self.sources:
+            return {}
         counts = self.quotas.counts((step + 1) * self.batch_size) - self.quotas.counts(step * self.batch_size)
-        return (
-            dict(zip(self.sources, (counts * self.seq_len).tolist(), strict=True)) if None not in self.sources else {}
-        )
+        return dict(zip(self.sources, (counts * self.seq_len).tolist(), strict=True))
 
     def state(self, step: int) -> dict[str, Any]:
         """Identity of each dataset, as Loader.state describes."""

@@ -235,11 +235,11 @@ DAMAGES = {
     ),
     "newer version": (
         lambda d: edit_json(d / "zarr.json", lambda j: j["attributes"].update(version=2)),
-        "is in version 2 of the format flat-tokens",
+        r"train is {'format': 'flat-tokens', 'version': 2}; this program reads {.*1}",
     ),
     "another format": (
         lambda d: edit_json(d / "zarr.json", lambda j: j["attributes"].update(format="other")),
-        "is in version 1 of the format other",
+        "train is {'format': 'other', 'version': 1}",
     ),
     "null for attributes": (
         lambda d: edit_json(d / "zarr.json", lambda j: j.update(attributes=None)),

@@ -13,8 +13,7 @@ import zarr
 from numpy_checks import check_modules
 
 from shardwright_data import flat_tokens
-from shardwright_data.flat_tokens import Reader, Writer, reader
-from shardwright_data.flat_tokens.unfinished import Unfinished
+from shardwright_data.flat_tokens import Reader, Unfinished, Writer, reader
 from shardwright_data.loader import DataConfig, FlatTokensLoader, flat, prefetch
 
 check_modules(reader)

@@ -13,7 +13,6 @@ import zarr
 from numpy_checks import check_modules
 
 from shardwright_data import flat_tokens
-from shardwright_data.flat_tokens import unfinished
 from shardwright_data.text import sources
 from shardwright_data.text import tokenizers as text_tokenizers
 from shardwright_data.text.definitions import train_bpe
@@ -21,7 +20,7 @@ from tools import huggingface_to_flat_tokens as tool
 from tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
 
 # Not text.definitions, whose large dictionaries take long to check.
-check_modules(flat_tokens, unfinished)
+check_modules(flat_tokens)
 check_modules(sources, text_tokenizers, tool)
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,7 @@ import time
 import pytest
 from tokenization import config, driver, random_texts, small, tree, write_jsonl
 
-from shardwright_data.flat_tokens import Writer
-from shardwright_data.flat_tokens.unfinished import Unfinished
+from shardwright_data.flat_tokens import Unfinished, Writer
 from shardwright_data.text import definitions
 from shardwright_data.text.worker_pool import map_in_order
 from tools import huggingface_to_flat_tokens as tool
