@@ -8,17 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from gradients import with_gradients
+from gradients import assert_close, with_gradients
 
 import gpt2
 import train
 from shardlib.shardtypes import dtype_name
 from shardwright.modeling import attention
-from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.blockwise import blockwise, small_blocks
 from shardwright.modeling.model import Tokens
 from shardwright.modeling.rules import CAUSAL, Rule, SoftCap, Window, causal, same_document
-from shardwright.run.config import Config, check_config
+from shardwright.run.config import Config
 from shardwright.run.soundness import find_unsound
 from shardwright_data.loader import batch_shapes
 
@@ -43,11 +42,6 @@ def operands(length: int, queries: int, seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     shapes = (queries, WIDTH), (WIDTH,), (WIDTH,), (queries, WIDTH)
     return [2 * rng.standard_normal((ROWS, length, HEADS, *shape)).astype(np.float32) for shape in shapes]
-
-
-def assert_close(found, expected, tolerance):
-    for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
-        np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0, err_msg=name)
 
 
 CASES = [  # mesh, length, block, queries of a head, dtype
@@ -104,30 +98,23 @@ def asked(monkeypatch):
 
 
 WINDOW = lambda q, k: q.index - k.index < 5
-CUDNN = {  # name: path, rule, the same for train.attention, whether there is a mask, window, entries of a head
-    "documents": ("cudnn", CAUSAL, CAUSAL, True, None, WIDTH),
-    "one document": ("cudnn", Rule((causal,)), Rule((causal,)), False, None, WIDTH),
-    "window": (
-        "cudnn",
-        Rule((causal, Window(5)), None, 0.25),
-        Rule((causal, WINDOW), None, 0.25),
-        False,
-        (4, 0),
-        WIDTH,
-    ),
+CUDNN = {  # name: rule, the same for train.attention, whether there is a mask, window
+    "documents": (CAUSAL, CAUSAL, True, None),
+    "one document": (Rule((causal,)), Rule((causal,)), False, None),
+    "window": (Rule((causal, Window(5)), None, 0.25), Rule((causal, WINDOW), None, 0.25), False, (4, 0)),
 }
 
 
 @pytest.mark.parametrize("name", CUDNN)
 def test_cudnn_is_asked_for_the_same(asked, name):
     """Heads, documents, masks and scale."""
-    path, rule, by_hand, masked, window, entries = CUDNN[name]
+    rule, by_hand, masked, window = CUDNN[name]
     (q, k, v, g), document = operands(12, 3), documents(12)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        found = with_gradients(getattr(attention, path), q, k, v, document, g, rule=rule)
+        found = with_gradients(attention.cudnn, q, k, v, document, g, rule=rule)
         expected = with_gradients(train.attention, q, k, v, document, g, rule=by_hand)
     assert_close(found, expected, 1e-5)
-    assert asked == [("cudnn", True, masked, window, entries)]
+    assert asked == [("cudnn", True, masked, window, WIDTH)]
 
 
 @pytest.mark.long
@@ -211,11 +198,6 @@ def test_dropout_in_training_is_refused_before_anything_runs():
     tokens = Tokens(None, None, jnp.asarray(documents(4)))
     with pytest.raises(ValueError, match=r"it has no dropout"):
         tiny.forward(c).attend(tokens)(None, q, k, v, CAUSAL, drop=lambda x: x)
-    c.training.attention = "flash"
-    with pytest.raises(
-        ValueError, match=r"training\.attention is 'flash'; choose one of auto, einsum, blockwise, cudnn, "
-    ):
-        check_config(c)
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -236,14 +218,6 @@ def test_the_config_decides_path_and_mask(monkeypatch, masked):
     places, *rest = asked[-1]
     assert places.document is ids
     assert rest == [CAUSAL, (k,), v, len]
-
-
-def test_the_run_says_which():
-    c = with_length(1024, attention="auto")
-    with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        assert describe_attention(tiny.forward(c), 1024) == ["blockwise; causal, same_document"]
-        c.training.attention = "einsum"
-        assert describe_attention(tiny.forward(c), 1024) == ["einsum; causal, same_document"]
 
 
 # ---- in the training step -----------------------------------------------------------------------------------------

@@ -100,9 +100,3 @@ def test_the_step_has_its_products_with_weights_in_fp8(model, products):
     # Both operands of each product, forward, and again where the layer is computed again; each gradient once.
     assert casts(with_fp8, "f8E5M2") == products
     assert casts(with_fp8, "f8E4M3FN") >= 2 * products
-
-
-def test_the_config_decides_which_product_a_layer_is_given():
-    assert tiny.forward(tiny.config()).einsum is shardops.einsum_unreduced
-    einsum = tiny.forward(tiny.config(fp8=True)).einsum
-    assert (einsum.func, einsum.keywords) == (shardops.einsum_unreduced, {"product": fp8.product})

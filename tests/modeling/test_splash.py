@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from gradients import assert_same, loss_and_gradients, with_gradients
+from gradients import assert_close, assert_same, loss_and_gradients, with_gradients
 
 import train
 from shardlib.shardtypes import dtype_name
@@ -36,11 +36,6 @@ def operands(seed: int = 0) -> list[np.ndarray]:
     heads = (KV, QUERIES, WIDTH), (KV, WIDTH), (KV, WIDTH), (KV, QUERIES, WIDTH)
     q, k, v, g = (1.5 * rng.standard_normal((ROWS, LENGTH, *shape)).astype(np.float32) for shape in heads)
     return q, k, v, np.cumsum(rng.random((ROWS, LENGTH)) < 0.02, axis=1, dtype=np.int32), g
-
-
-def assert_close(found, expected, tolerance):
-    for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
-        np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0, err_msg=name)
 
 
 QUICK = ("causal, documents", "window", "soft-cap")

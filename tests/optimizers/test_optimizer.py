@@ -1,6 +1,5 @@
 """Schedule, clipping and AdamW against optax."""
 
-import dataclasses
 import functools
 
 import jax
@@ -113,8 +112,3 @@ def test_every_array_of_the_state_is_fully_sharded():
     """Clipping counts each entry once because of this."""
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         assert all({"d", "t"} <= array.spec.sharded for _, array, _ in arrays_of(State, ABSENT))
-
-
-def test_zero_warmup_starts_at_the_peak():
-    c = dataclasses.replace(tiny.optimizer(), warmup_steps=0)
-    assert float(learning_rate(jnp.int32(0), c)) == pytest.approx(c.learning_rate)
