@@ -115,10 +115,7 @@ def all_gather(spec, x, *, replicated=False):
             raise wrong_spec(op, f"{rule}; a partial sum is reduced first")
         if not ahead <= gathered or (replicated and (rhs.copies or copy_axes(x))):
             raise ShardError(
-                f"the operand is a copy over {', '.join(sort_axes(ahead))}, and this gathers over "
-                f"{', '.join(sort_axes(gathered))}"
-                if not replicated
-                else "a copy is not replicated",
+                f"this gathers over {', '.join(sort_axes(gathered))} what is a copy over other axes, or to be one",
                 "gather ahead only over axes that are gathered here; leave `replicated` out for a copy",
             )
         if ahead == gathered:
