@@ -48,8 +48,7 @@ def _constant(x: Any) -> str:
 
 
 def _results(equation: Any, inputs: list[str], depth: int) -> list[str]:
-    name, p, count = equation.primitive.name, equation.params, len(equation.outvars)
-    numbered = lambda base: [_hash(base, i) for i in range(count)]
+    name, p = equation.primitive.name, equation.params
     if name == "name":
         return inputs
     if name in CHECKPOINTS:
@@ -69,18 +68,9 @@ def _results(equation: Any, inputs: list[str], depth: int) -> list[str]:
         settings = p["length"], p["reverse"], p["unroll"]
         base = _hash("scan", settings, inputs[constants:][:carries], results[:carries])
         return [_hash(base, i) for i in range(carries)] + [_hash(base, "stacked", y) for y in results[carries:]]
-    if name == "while":
-        of_condition, of_body = p["cond_nconsts"], p["body_nconsts"]
-        begin = inputs[of_condition + of_body :]
-        carried = [_hash("carry", depth, i) for i in range(len(begin))]
-        condition = _run(p["cond_jaxpr"], inputs[:of_condition] + carried, depth + 1)
-        body = _run(p["body_jaxpr"], inputs[of_condition:][:of_body] + carried, depth + 1)
-        return numbered(_hash("while", begin, condition, body))
-    if name == "cond":
-        branches = [_run(branch, inputs[1:], depth) for branch in p["branches"]]
-        return [_hash("cond", inputs[0], [branch[i] for branch in branches]) for i in range(count)]
     parameters = [(key, _parameter(value)) for key, value in sorted(p.items()) if key not in WITHOUT_EFFECT]
-    return numbered(_hash(name, parameters, inputs, [str(v.aval) for v in equation.outvars]))
+    base = _hash(name, parameters, inputs, [str(v.aval) for v in equation.outvars])
+    return [_hash(base, i) for i in range(len(equation.outvars))]
 
 
 def _parameter(value: Any) -> Any:
