@@ -226,17 +226,19 @@ W = TypeVar("W")  # class of a model's weights, such as Transformer
 Batch = Array["m", TokenBatch]  # the batch of a step
 
 
-def gathered(w: W, which: Callable[[str], bool] = lambda name: True) -> W:
+def gathered(w: W, which: Callable[[str], bool] = lambda name: True, reduce_dtype: str = "compute") -> W:
     """Weights as they are used: each is cast, and gathered over the axes that its type drops, into a copy.
 
-    `which` says by its name, such as `layers.w_q`, whether a weight is to be used next; others stay at rest.
+    `which` says by its name, such as `layers.w_q`, whether a weight is to be used next; others stay at rest. Its
+    gradient is reduced over those axes in the dtype that x has when all_gather gets it.
     """
 
     def gather(name, t, x):
         if t.used is None or not which(name):
             return x
-        x = x.astype(t.used.jax_dtype)
-        return x if t.used.spec == t.spec else shardops.all_gather(f"{t.spec} -> {t.used.spec}", x)
+        dtype, stays = t.used.jax_dtype, t.used.spec == t.spec
+        x = x.astype(dtype) if stays or reduce_dtype == "compute" else x
+        return x if stays else shardops.all_gather(f"{t.spec} -> {t.used.spec}", x, dtype=dtype)
 
     return map_arrays(gather, w)
 
@@ -250,7 +252,6 @@ class Forward:
 
     model: LanguageModel
     training: TrainingConfig
-    gathered = staticmethod(gathered)
 
     def __call__(
         self, w: W, tokens: Tokens, head: Callable, attend: Callable | None = None, caches: Any = None
@@ -273,12 +274,16 @@ class Forward:
         t, tokens, attend = self.training, tokens.prepared(self.model), attend or self.attend(tokens)
 
         def layer(w, x, index, place, attend):
-            w = w if self.once else gathered(shardops.replicate("... -> ... *r", w))
+            w = w if self.once else self.gathered(shardops.replicate("... -> ... *r", w))
             return self.model.layer(x, w, tokens.in_layer(index, place), attend, self.einsum)
 
         checkpoint = functools.partial(explicit_activation_checkpointing, save=t.save)
         options = {"checkpoint": checkpoint, "unroll": t.unroll}
         return run_layers(layer, w, x, numbers, attend, caches, period=getattr(self.model, "period", 1), **options)
+
+    def gathered(self, w: W, which: Callable[[str], bool] = lambda name: True) -> W:
+        """Weights as they are used, with training.reduce_dtype."""
+        return gathered(w, which, self.training.reduce_dtype)
 
     @property
     def einsum(self) -> Callable:
@@ -318,14 +323,14 @@ class Forward:
     def copies(self, w: W) -> W:
         """Copies of the weights: their gradients are reduced over r, and over d if `once`, for all microbatches."""
         w = shardops.replicate("... -> ... *r", w)
-        return gathered(w) if self.once else w
+        return self.gathered(w) if self.once else w
 
     def outside(self, w: W) -> W:
         """The weights with those outside of the layers gathered, once for all their uses in a microbatch."""
         if self.once:
             return w
         w = dataclasses.replace(shardops.replicate("... -> ... *r", w), layers=w.layers)
-        return gathered(w, lambda name: not name.startswith("layers."))
+        return self.gathered(w, lambda name: not name.startswith("layers."))
 
 
 # ---- loss and gradients -----------------------------------------------------------------------------------------

@@ -93,11 +93,13 @@ def positions(spec: str) -> jax.Array:
 # ---- collectives ------------------------------------------------------------------------------------------------
 
 
-def all_gather(spec, x, *, replicated=False):
+def all_gather(spec, x, *, replicated=False, dtype=None):
     """Gathers blocks: `M/d F/t -> M F/t` gives every device of d the whole of M.
 
     Only einsum_unreduced, index_unreduced and broadcast take the result: its gradient there is a partial sum over d,
     which the backward pass reduce-scatters once. If `replicated`, it is a plain array, such as a result of the step.
+
+    The blocks are cast to `dtype` before they are gathered. Their gradient is reduced in the dtype of `x`.
 
     `M/d F/t -> M F/t *d` gives a Copy, which a `lax.scan` can carry. There, `M/d F/t -> M F/t` of it does nothing. Of
     the copy that `M/d/p -> M/d *p` gives, `M/d/p -> M` gathers what is left.
@@ -105,7 +107,7 @@ def all_gather(spec, x, *, replicated=False):
     with checked_collective("all_gather", spec, x, copies=True) as (op, value, _):
         lhs, rhs = op.lhs[0], op.rhs
         if does_nothing(spec, op):
-            return x
+            return x if dtype is None else x.astype(dtype)
         removed, added = axes_moved(op)
         gathered = {axis for axes in removed for axis in axes}
         ahead = set(copy_axes(x)) & lhs.sharded
@@ -119,14 +121,32 @@ def all_gather(spec, x, *, replicated=False):
                 "gather ahead only over axes that are gathered here; leave `replicated` out for a copy",
             )
         if ahead == gathered:
-            return x
+            return x if dtype is None else x.astype(dtype)
         refuse_in_stage(gathered - ahead)
         value = cast(1, lhs, value, (), lhs.sharded)
     to = "invarying" if replicated else "varying" if new_copies else "reduced"
     for i, axes in enumerate(removed):
         if left := tuple(axis for axis in axes if axis not in ahead):
-            value = _along_first_dim(functools.partial(lax.all_gather, to=to), value, left, i, axis=0)
+            gather = functools.partial(
+                _along_first_dim, functools.partial(lax.all_gather, to=to), axes=left, dim=i, axis=0
+            )
+            same = dtype in (None, value.dtype)
+            value = gather(value) if same else _gather_narrow(gather, left, i, dtype, value.dtype, value)
     return wrap(value, (), {*copy_axes(x), *new_copies}, f"all_gather({op})")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _gather_narrow(gather, axes, dim: int, dtype, wide, x: jax.Array) -> jax.Array:
+    """gather(x.astype(dtype)), whose gradient is reduced over `axes` into a block of `dim` in the dtype `wide` of x."""
+    return gather(x.astype(dtype))
+
+
+_gather_narrow.defvjp(
+    lambda *args: (_gather_narrow(*args), None),
+    lambda gather, axes, dim, dtype, wide, _, g: (
+        _along_first_dim(lax.psum_scatter, g.astype(wide), axes, dim, scatter_dimension=0),
+    ),
+)
 
 
 def _along_first_dim(collective, x: jax.Array, axes, dim: int, **options) -> jax.Array:

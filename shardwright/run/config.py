@@ -62,6 +62,9 @@ class TrainingConfig:
     gradients, in the compute dtype. auto: step where d is 1, else layer."""
     compute_dtype: str = "bf16"
     """bf16, or f32 for exact work. Weights and optimizer state are f32 with both."""
+    reduce_dtype: str = "compute"
+    """Dtype in which the gradients of matrices are summed over d. compute: that of compute_dtype. f32: twice the bytes
+    of bf16, and no rounding at each of the d - 1 additions (docs/performance.md). Over r they are summed in f32."""
     attention: str = "auto"
     """Path of attention. einsum: with the scores of all pairs of positions in memory. blockwise: with one block of
     scores at a time. cudnn: NVIDIA's fused kernel. splash: a kernel for TPUs. auto: the path that suits device and
@@ -216,6 +219,7 @@ def check_config(c: Config) -> None:
     check_trackers(c.trackers)
     check_choice("training.gather_weights", c.training.gather_weights, ("auto", "layer", "step"))
     check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
+    check_choice("training.reduce_dtype", c.training.reduce_dtype, ("compute", "f32"))
     check_choice("training.attention", c.training.attention, PATHS)
     check_choice("training.save", c.training.save, tuple(KEPT))
     check_weights("training.eval_weights", c.training.eval_weights, c.training.ema_decay)

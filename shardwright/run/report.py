@@ -30,7 +30,9 @@ def print_start(run: Any, parameters: int) -> None:
     fp8 = ", products with weights in fp8" * t.fp8
     tell(f"run        {run.directory}" + (f", resumed after {run.start} steps" if run.start else ""))
     tell(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
-    tell(f"model      {parameters:,} parameters, {t.compute_dtype} compute{fp8}")
+    summed = t.compute_dtype if t.reduce_dtype == "compute" else t.reduce_dtype
+    reduced = f", gradients reduced over d in {summed}" if mesh.shape.get("d", 1) > 1 else ""
+    tell(f"model      {parameters:,} parameters, {t.compute_dtype} compute{fp8}{reduced}")
     tell(f"data       {name}: {length} tokens; {run.total:,} steps of {loader.tokens_per_batch:,}")
     for source, share in loader.unseen.items():
         if share:
