@@ -44,11 +44,10 @@ def show(c: Comparison, console: Console) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for name in ["#", *c.differing[:4], *c.metrics]:
         table.add_column(Text(shown(name), style="bold"), justify="right", vertical="bottom")
-    best = {name: c.best(name) for name in c.metrics}
     for i, run in enumerate(c.runs):
         settings = [Text(shown(c.setting(run, name)), style="cyan") for name in c.differing[:4]]
-        is_best = lambda name, run=run: "bold green" if str(run.directory) in best[name] else ""
-        table.add_row(str(i + 1), *settings, *(Text(shown(c.metric(run, name)), is_best(name)) for name in c.metrics))
+        style = lambda name, run=run: "bold green" if run in c.best(name) else ""
+        table.add_row(str(i + 1), *settings, *(Text(shown(c.metric(run, name)), style(name)) for name in c.metrics))
     console.print(table)
     write_line = lambda text, **style: console.print(Text(shown(text), **style), soft_wrap=True)
     for text in remarks(c):

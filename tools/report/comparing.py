@@ -71,15 +71,16 @@ class Comparison:
         text = METRICS[name].show(value) if math.isfinite(value) else str(value)
         if name == "steps" and run.total_steps is not None and value < run.total_steps:
             text += f"/{run.total_steps:,}"
-        return f"~{text}" if name == "memory" and run.memory.get("source") == "compiler" else text
+        is_predicted = name == "memory" and run.of_event("memory")[-1].get("source") == "compiler"
+        return "~" * is_predicted + text
 
-    def best(self, name: str) -> set[str]:
-        """The directories of the runs that are best by this metric; none if all are equal."""
+    def best(self, name: str) -> list[Run]:
+        """The runs that are best by this metric; none if all are equal."""
         known = [run for run in self.runs if math.isfinite(run.values.get(name, math.nan))]
         if METRICS[name].best is None or len({self.metric(run, name) for run in known}) < 2:
-            return set()
+            return []
         best = METRICS[name].best(known, key=lambda run: run.values[name])
-        return {str(run.directory) for run in known if self.metric(run, name) == self.metric(best, name)}
+        return [run for run in known if self.metric(run, name) == self.metric(best, name)]
 
     @property
     def parent(self) -> Path:

@@ -21,7 +21,7 @@ def page(c: Comparison) -> str:
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
-        finalize=lambda value: shown(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+        finalize=lambda value: value if isinstance(value, Markup | jinja2.Undefined) else shown(value),
         undefined=jinja2.ChainableUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -142,7 +142,8 @@ def losses(c: Comparison, panel: Panel, x_of: Callable[[Run], Curve]) -> Panel:
         if not run.values:
             continue
         x = x_of(run)
-        if points := [(x[_place(run, step)], loss) for step, loss in run.validation if math.isfinite(loss)]:
+        validations = ((event["step"], number(event.get("loss"))) for event in run.of_event("validation"))
+        if points := [(x[_place(run, step)], loss) for step, loss in validations if math.isfinite(loss)]:
             marker = {"symbol": "circle-open", "size": 8, "color": colour(1 if c.alone else i), "line": {"width": 2}}
             circles = line(i, *np.array(points).T, _name(c, i, "validation"))
             panel.traces.append(circles | {"mode": "markers", "marker": marker})

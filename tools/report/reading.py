@@ -22,11 +22,9 @@ AVERAGED = 50
 """Steps over which losses are averaged; in a run shorter than ten times this, a tenth of its steps."""
 COMMON_METRICS = ("loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu")
 """Metrics of each step that every run has."""
-_MOST_NAMES, _MOST_LAYERS = 100, 1024
-"""Number of the user's own metrics, and of layers of each, that are read."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Run:
     """A run, as its directory describes it. Arrays have an entry for each step."""
 
@@ -70,16 +68,6 @@ class Run:
         return [event for event in self.events if event["event"] == name]
 
     @property
-    def validation(self) -> list[tuple[int, float]]:
-        """Step and loss of each validation."""
-        return [(event["step"], number(event.get("loss"))) for event in self.of_event("validation")]
-
-    @property
-    def memory(self) -> dict[str, Any]:
-        """The event with the peak memory; empty if there is none."""
-        return next((e for e in reversed(self.of_event("memory")) if "peak_memory_bytes" in e), {})
-
-    @property
     def total_steps(self) -> int | None:
         """Number of steps that the configuration asks for; None: unknown."""
         steps = self.fact("total_steps") or self.settings.get("training.steps")
@@ -118,9 +106,7 @@ def read_run(directory: Path) -> Run:
     notes: list[str] = []
     steps, events, ended = _read_metrics(directory, notes)
     own = sorted({*itertools.chain(*steps)} - {"skipped", *COMMON_METRICS, *OF_A_STEP})
-    if len(own) > _MOST_NAMES:
-        notes.append(f"{len(own) - _MOST_NAMES:,} metrics are left out")
-    metrics = {name: _vectors(steps, name) for name in [*COMMON_METRICS, *own[:_MOST_NAMES]]}
+    metrics = {name: _vectors(steps, name) for name in [*COMMON_METRICS, *own]}
     step, tokens, seconds = (_vectors(steps, name)[:, 0] for name in ("step", "tokens", "seconds"))
     seconds = np.where(np.abs(seconds) < 1e9, seconds, np.nan)
     time = _time(step, seconds, events)
@@ -212,7 +198,7 @@ def _read_starts(directory: Path) -> tuple[list[int], dict[str, Any]]:
 def _vectors(steps: list[dict], name: str) -> np.ndarray:
     """Returns a metric of each step, [steps, layers]; NaN where it is missing."""
     values = [record.get(name) for record in steps]
-    of_layers = itertools.zip_longest(*(v[:_MOST_LAYERS] if isinstance(v, list) else [v] for v in values))
+    of_layers = itertools.zip_longest(*(v if isinstance(v, list) else [v] for v in values))
     found = [[number(value) for value in layer] for layer in of_layers]
     return np.array(found).T if found else np.full((len(steps), 1), np.nan)
 

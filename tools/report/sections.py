@@ -35,20 +35,18 @@ def head(c: Comparison) -> dict[str, Any]:
     """Title, state, and the key figures of a single run. Not a section: every page begins with it."""
     run = c.alone
     if run is None:
-        return {"title": f"{len(c.runs)} runs in {c.parent}", "running": False}
+        return {"title": f"{len(c.runs)} runs in {c.parent}"}
     done, total = int(run.values.get("steps", 0)), run.total_steps
     left = (total - done) * run.values.get("ms/step", math.nan) / 1000 if total else math.nan
     return {
         "title": run.directory.absolute().name,
-        "place": str(run.directory.absolute()),
-        "state": run.state,
-        "why": run.why[:_LONGEST],
+        "run": run,
+        "place": run.directory.absolute(),
         "running": run.state == "running",
-        "written": time.time() if run.state == "running" else None,
+        "written": time.time(),
         "progress": min(1.0, done / total) if total else None,
         "left": duration(left) if run.state == "running" and 0 < left < 1e9 else "",
         "figures": [(name, c.metric(run, name), METRICS[name].meaning) for name in c.metrics],
-        "notes": run.notes,
     }
 
 
@@ -56,27 +54,7 @@ def head(c: Comparison) -> dict[str, Any]:
 
 
 def runs(c: Comparison) -> dict[str, Any] | None:
-    if c.alone:
-        return None
-    best = {name: c.best(name) for name in c.metrics}
-    rows = [
-        {
-            "number": i + 1,
-            "colour": colour(i),
-            "settings": [c.setting(run, name) for name in c.differing],
-            "metrics": [(c.metric(run, name), str(run.directory) in best[name]) for name in c.metrics],
-            "name": c.name(run),
-            "state": run.state,
-            "notes": "; ".join(run.notes),
-        }
-        for i, run in enumerate(c.runs)
-    ]
-    return {
-        "settings": c.differing,
-        "metrics": [(name, METRICS[name].meaning) for name in c.metrics],
-        "rows": rows,
-        "remarks": remarks(c),
-    }
+    return None if c.alone else {"c": c, "metrics": METRICS, "colour": colour, "remarks": remarks(c)}
 
 
 def curves(c: Comparison) -> dict[str, Any] | None:
@@ -108,15 +86,7 @@ def events(run: Run) -> dict[str, Any] | None:
     found = [event for event in run.events if event["event"] not in of_others and event.get("state") != "finished"]
     found += [{"step": done - 1, "event": "resumed"} for done in run.starts if done]
     found.sort(key=lambda event: event["step"])
-    rows = [(event["step"] + 1, *_described(event)) for event in found[-_EVENTS:]]
-    return {"events": rows, "left_out": len(found) - len(rows)} if rows else None
-
-
-def _described(event: dict[str, Any]) -> tuple[str, str]:
-    """Name and details of an event."""
-    name = str(event.get("state")) if event["event"] == "end" else event["event"]
-    details = {k: as_text(v) for k, v in event.items() if k not in ("step", "event", "state", "documents")}
-    return name, "; ".join(v if k == "why" else f"{k} {v}" for k, v in details.items())[:_LONGEST]
+    return {"events": found[-_EVENTS:], "left_out": max(0, len(found) - _EVENTS)} if found else None
 
 
 def samples(run: Run) -> dict[str, Any] | None:
@@ -135,49 +105,19 @@ def samples(run: Run) -> dict[str, Any] | None:
 def settings(run: Run) -> dict[str, Any]:
     """The configuration: what is not a default first."""
     defaults = run.about.get("defaults") if isinstance(run.about.get("defaults"), dict) else {}
-    overrides = run.about.get("overrides") if isinstance(run.about.get("overrides"), list) else []
     rows = [(name, as_json(x), as_json(defaults[name]) if name in defaults else "") for name, x in run.settings.items()]
-    groups = {
-        "Other than the default": [row for row in rows if row[1] != row[2]],
-        "Defaults": [(name, value, "") for name, value, default in rows if value == default],
-    }
-    return {
-        "groups": [(title, rows) for title, rows in groups.items() if rows],
-        "missing": "" if run.settings else "config.yaml is missing or cannot be read.",
-        "overrides": overrides,
-    }
-
-
-_FACTS = ("parameters", "devices", "mesh", "flops_per_token", "flops_per_token_full_attention", "peak_source")
+    chosen = [row for row in rows if row[1] != row[2]]
+    return {"groups": {"Other than the default": chosen, "Defaults": [row for row in rows if row not in chosen]}}
 
 
 def provenance(run: Run) -> dict[str, Any]:
     """What made the run: its command, commit, versions and starts."""
-    about = run.about
-    if not about:
-        return {"missing": "The directory has no source/<step>/provenance.json of its last start that can be read."}
-    packages = about.get("packages") if isinstance(about.get("packages"), dict) else {}
-    command = about.get("command") if isinstance(about.get("command"), list) else []
-    facts = {"started": about.get("started"), "commit": about.get("commit") or "no git repository"}
-    facts |= {"Python": about.get("python")}
-    facts |= {name: packages.get(name) for name in ("jax", "jaxlib", "numpy")}
-    facts |= {name.replace("_", " "): run.fact(name) for name in _FACTS}
-    return {
-        "starts": run.starts,
-        "command": " ".join(map(str, command))[:_LONGEST],
-        "facts": [(name, as_text(value)[:_LONGEST]) for name, value in facts.items() if value is not None],
-        "source": f"source/{run.starts[-1]:010}/provenance.json",
-    }
+    return {"about": run.about, "starts": run.starts}
 
 
 def as_json(value: Any) -> str:
     """The value as one line of JSON, for people to read."""
     return json.dumps(value, ensure_ascii=False, default=str)
-
-
-def as_text(value: Any) -> str:
-    """A text as it is, another value as JSON."""
-    return value if isinstance(value, str) else as_json(value)
 
 
 SECTIONS = (
