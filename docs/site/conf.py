@@ -1,10 +1,5 @@
 """Sphinx's configuration for the documentation site, which `make docs` makes of the pages as they stand."""
 
-import re
-from pathlib import Path
-
-ROOT = Path(__file__).parents[2]
-
 project = "shardwright"
 root_doc = "README"
 include_patterns = ["*.md", "docs/*.md", "docs/tour.ipynb", "shardlib/README.md"]
@@ -30,17 +25,10 @@ nb_merge_streams = True
 
 
 def _navigation(app, name: str, source: list[str]) -> None:
-    """Adds the navigation to README: each kind of page that docs/README.md lists, then what is elsewhere."""
-    if name != root_doc:
-        return
-    table = (ROOT / "docs/README.md").read_text().partition("## Pages")[2]
-    sections = {"": ["docs/README"]}
-    for kind, pages in re.findall(r"^\| ([a-z -]+) \| (\[.*)\|$", table, re.MULTILINE):
-        sections[kind.capitalize()] = [f"docs/{page}" for page in re.findall(r"\]\((.*?)\.(?:md|ipynb)\)", pages)]
-    sections["The source"] = ["shardlib/README", "CONTRIBUTING", "CHANGELOG"]
-    for title, pages in sections.items():
-        caption = f":caption: {title}" if title else ""
-        source[0] += "\n".join(["\n```{toctree}", ":hidden:", caption, "", *pages, "```", ""])
+    """Adds a navigation of all pages to README."""
+    if name == root_doc:
+        pages = "docs/README\ndocs/*\nshardlib/README\nCONTRIBUTING\nCHANGELOG"
+        source[0] += f"\n```{{toctree}}\n:hidden:\n:glob:\n\n{pages}\n```\n"
 
 
 def setup(app) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardlib.shardtypes import Array, bool_, make_shardings, pytree_dataclass, u32
 from shardwright_data.checks import check_range
-from shardwright_data.loader.shuffle import Indices
+from shardwright_data.loader.order import Indices
 from shardwright_data.text.byte_lengths import ByteLengths
 
 T = TypeVar("T")
@@ -100,30 +100,23 @@ class Loader:
         check_range("batch_size", batch_size)
         check_range("seq_len", seq_len)
         check_range("microbatches", microbatches)
-        if batch_size % microbatches:
+        mesh = jax.sharding.get_abstract_mesh()
+        multiple = microbatches * mesh.shape.get("r", 1) * mesh.shape.get("d", 1)
+        size = -(-batch_size // multiple) * multiple if pad else batch_size
+        if size % multiple:
             raise ValueError(
-                f"A batch of {batch_size} sequences does not divide into {microbatches} microbatches. Choose a "
-                f"multiple of {microbatches} for the batch size."
+                f"A batch of {size} sequences does not divide into {microbatches} microbatches on the mesh "
+                f"{dict(mesh.shape)}. Choose a multiple of {multiple} for the batch size."
             )
         self.split, self.batch_size, self.seq_len, self.vocab_size = split, batch_size, seq_len, vocab_size
         self.inputs, self.microbatches = tuple(inputs), microbatches
-        self.unseen, self._utf8_bytes = {}, {}
-        mesh = jax.sharding.get_abstract_mesh()
-        multiple = microbatches * mesh.shape.get("r", 1) * mesh.shape.get("d", 1) if pad else 1
-        self._shape = microbatches, -(-batch_size // multiple) * multiple // microbatches, seq_len
+        self.unseen = {}
+        self._shape = microbatches, size // microbatches, seq_len
         """Microbatches, sequences in each, tokens in each of these."""
         self.shardings: TokenBatch | None = None
         if not mesh.empty:
             like = TokenBatch(0, 0, 0, 0 if inputs else None)
             self.shardings = make_shardings(Array["m", TokenBatch], like=like)
-            try:
-                self.shardings.targets.shard_shape(self._shape)
-            except ValueError as e:
-                raise ValueError(
-                    f"A batch of {batch_size} sequences, in microbatches of {self._shape[1]}, does not divide evenly "
-                    f"over the mesh {dict(mesh.shape)}, sharded as {self.shardings.targets.spec}. Choose a multiple of "
-                    f"the axes' product, times {microbatches} microbatches, for the batch size."
-                ) from e
 
     @property
     def tokens_per_batch(self) -> int:
@@ -169,11 +162,8 @@ class Loader:
         """
         if self.byte_lengths is None:
             return None
-        if step not in self._utf8_bytes:
-            found = self.sequences(step, np.arange(self.batch_size))
-            ids, is_start = found.targets[found.loss_mask], found.is_seq_start[found.loss_mask]
-            self._utf8_bytes[step] = self.byte_lengths.count(ids, is_start)
-        return self._utf8_bytes[step]
+        found = self.sequences(step, np.arange(self.batch_size))
+        return self.byte_lengths.count(found.targets[found.loss_mask], found.is_seq_start[found.loss_mask])
 
     def load(self, step: int) -> TokenBatch:
         """The batch of `step` on the devices, an Array["m", TokenBatch].

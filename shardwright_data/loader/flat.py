@@ -11,11 +11,9 @@ import jax
 import numpy as np
 
 from shardwright_data import flat_tokens
-from shardwright_data.loader import shuffle
 from shardwright_data.loader.batches import Loader, TokenBatch
 from shardwright_data.loader.config import DataConfig, SourceConfig
-from shardwright_data.loader.mixture import BLOCK, PERIOD, Quotas
-from shardwright_data.loader.shuffle import Indices
+from shardwright_data.loader.order import BLOCK, PERIOD, Indices, Quotas, permute
 from shardwright_data.text.byte_lengths import ByteLengths, byte_lengths_of_dataset
 
 CHECKED_DOCUMENTS = 2**16
@@ -58,7 +56,7 @@ class Source:
         """`(starts, lengths)`, in tokens of the dataset, of sequences given by their numbers."""
         epoch, index = np.divmod(numbers, self.sequences_per_epoch)
         if self._data.shuffle:
-            index = shuffle.permute(index, self.sequences_per_epoch, self._data.seed, epoch)
+            index = permute(index, self.sequences_per_epoch, self._data.seed, epoch)
         if self._data.sequence_packing:
             return index * self._seq_len, np.full_like(index, self._seq_len)
         starts, lengths = self._document_spans(index)

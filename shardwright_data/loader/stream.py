@@ -13,10 +13,9 @@ import jax
 import numpy as np
 
 from shardwright_data.checks import check_choice
-from shardwright_data.loader import shuffle
 from shardwright_data.loader.batches import Loader, TokenBatch
 from shardwright_data.loader.config import DataConfig
-from shardwright_data.loader.shuffle import Indices
+from shardwright_data.loader.order import Indices, permute
 from shardwright_data.text import sources
 from shardwright_data.text.byte_lengths import ByteLengths, byte_lengths
 from shardwright_data.text.tokenizers import open_tokenizer
@@ -193,4 +192,4 @@ class StreamLoader(Loader):
             return texts
         order = np.arange(len(texts))
         key = np.full_like(order, place.epoch << 32 | place.block)
-        return [texts[i] for i in shuffle.permute(order, len(texts), self._config.seed, key)]
+        return [texts[i] for i in permute(order, len(texts), self._config.seed, key)]

@@ -17,13 +17,13 @@ from shardwright_data.loader import (
     config,
     fixed_settings,
     make_loader,
-    mixture,
     opening,
+    order,
     steps_for,
 )
-from shardwright_data.loader.mixture import BLOCK, PERIOD, Quotas
+from shardwright_data.loader.order import BLOCK, PERIOD, Quotas
 
-check_modules(config, mixture, opening)
+check_modules(config, opening, order)
 
 pytestmark = pytest.mark.quick
 
