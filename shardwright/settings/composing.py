@@ -123,5 +123,4 @@ def wrong_setting(schema: type, error: OmegaConfBaseException, overrides: Sequen
     given = {text.partition("=")[0].lstrip("+"): text.partition("=")[2] for text in overrides}
     match = re.match(r"Value '(.*?)'(?: of type| is not|\()", reason)
     value, allowed = match[1] if match else given.get(name), words_for(kind)
-    near = did_you_mean(value, allowed.removeprefix("one of ").split(", ")) if allowed.startswith("one of ") else ""
-    return f"{name} is {value}; it must be {allowed}.{near}" if value else f"{name}: {reason}; it must be {allowed}."
+    return f"{name} is {value}; it must be {allowed}." if value else f"{name}: {reason}; it must be {allowed}."

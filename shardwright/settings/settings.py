@@ -3,7 +3,6 @@
 import ast
 import dataclasses
 import difflib
-import enum
 import inspect
 import textwrap
 import types
@@ -96,8 +95,6 @@ def words_for(kind: Any) -> str:
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
     if is_section(inner):
         said = f"a section, with {', '.join(field.name for field in dataclasses.fields(inner))}"
-    elif isinstance(inner, type) and issubclass(inner, enum.Enum):
-        said = f"one of {', '.join(value.name for value in inner)}"
     elif origin is list:
         said = f"a list, each entry {words_for(typing.get_args(inner)[0])}, such as [a,b]"
     elif origin is dict:
@@ -109,23 +106,16 @@ def words_for(kind: Any) -> str:
 
 def shown_value(value: Any) -> str:
     """A default as it is written on the command line."""
-    if isinstance(value, enum.Enum):
-        return value.name
     if isinstance(value, bool):
         return str(value).lower()
     return "null" if value is None else str(value) or "''"
 
 
 def _docstrings(schema: type) -> dict[str, str]:
-    """The docstring below each field of a dataclass, in one line; none where the source is not there."""
+    """The docstring below each field of a dataclass, in one line."""
     found: dict[str, str] = {}
-    for owner in reversed(schema.__mro__):
-        try:
-            (node,) = (
-                ast.parse(textwrap.dedent(inspect.getsource(owner))).body if dataclasses.is_dataclass(owner) else []
-            )
-        except (OSError, TypeError, ValueError):
-            continue
+    for owner in filter(dataclasses.is_dataclass, reversed(schema.__mro__)):
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
         for field, doc in zip(node.body, node.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
                 found[field.target.id] = " ".join(str(doc.value.value).split())
