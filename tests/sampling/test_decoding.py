@@ -42,7 +42,8 @@ def sampler(kind: type, settings: Sampling = DRAWN, **training) -> Sampler:
 # ---- rules --------------------------------------------------------------------------------------------------------
 
 CASES = [(name, place) for name in models.KINDS if name != "prefix" for place in MESHES]
-QUICK = {("alternating", "d=2 t=2")}
+QUICK = ("alternating", "d=2 t=2")
+CASES = [pytest.param(*case, marks=pytest.mark.long if case == QUICK else pytest.mark.slow) for case in CASES]
 
 
 @functools.cache
@@ -66,7 +67,8 @@ def dense_next(name: str, texts: list[list[int]]) -> np.ndarray:
         return np.asarray(dense_program(name)(models.host_weights(name), ids, last))
 
 
-def check_texts(name: str, place: str) -> None:
+@pytest.mark.parametrize(("name", "place"), CASES)
+def test_texts_are_dense(name, place):
     """Greedy tokens are those of dense logits; drawn ones are the same in training."""
     kind = models.KINDS[name]
     with jax.set_mesh(mesh(place)):
@@ -80,18 +82,6 @@ def check_texts(name: str, place: str) -> None:
     logits = dense_next(name, before)
     taken = logits[np.arange(len(before)), np.concatenate(likeliest)]
     np.testing.assert_allclose(taken, logits.max(axis=1), rtol=0, atol=1e-4 * np.abs(logits).max())
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "place"), [case for case in CASES if case in QUICK])
-def test_texts_are_dense(name, place):
-    check_texts(name, place)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "place"), [case for case in CASES if case not in QUICK])
-def test_texts_are_dense_on_every_mesh(name, place):
-    check_texts(name, place)
 
 
 # ---- sizes at the edges -------------------------------------------------------------------------------------------
@@ -198,24 +188,6 @@ def test_what_cannot_be_decoded_with_a_cache_is_refused(kind, message):
 def test_what_can_be_decoded_with_a_cache_is_not_refused(mesh):
     for kind in (train.Llama, models.KINDS["alternating"], models.Sinks):
         check_of(kind, mesh)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("wrong", ["place", "keys", "value"])
-def test_a_wrong_cache_is_refused(monkeypatch, wrong):
-    """Off by one; with other keys; with an old value in the place of the new one."""
-    right = cache.cached_attention
-
-    def attention(q, k, v, past_k, past_v, place, *rule):
-        if wrong == "place":
-            return right(q, k, v, past_k, past_v, place - 1, *rule)
-        if wrong == "keys":
-            return right(q, k, v, 1.01 * past_k, past_v, place, *rule)
-        return right(q, k, v, past_k, jnp.roll(past_v, 1, axis=2), place, *rule)
-
-    monkeypatch.setattr(cache, "cached_attention", attention)
-    with pytest.raises(ValueError, match=OTHER):
-        check_of(train.Llama, "one device")
 
 
 @pytest.mark.long

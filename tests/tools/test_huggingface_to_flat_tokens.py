@@ -112,24 +112,6 @@ def test_huggingface_tokenizer(tmp_path, bpe, end_token):
     assert (tmp_path / "d/tokenizer.json").read_text() == Path(path).read_text()
 
 
-def test_truncation_and_padding_of_a_tokenizer_are_ignored(tmp_path, bpe):
-    path, oracle = bpe
-    changed = json.loads(Path(path).read_text())
-    changed["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    changed["padding"] = {
-        "strategy": {"Fixed": 64},
-        "direction": "Right",
-        "pad_to_multiple_of": None,
-        "pad_id": 0,
-        "pad_type_id": 0,
-        "pad_token": "<|begin|>",
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
-    config = TokenizerConfig(kind="huggingface", name=str(tmp_path))
-    documents, _ = run(tmp_path / "d", write_jsonl(tmp_path / "a.jsonl", TEXTS[:5]), tokenizer=config)
-    assert documents == [oracle.encode(text).ids for text in TEXTS[:5]]
-
-
 def test_trained_bpe(tmp_path):
     tokenizers = pytest.importorskip("tokenizers")
     config = TokenizerConfig(kind="train_bpe", vocab_size=300, end_token="<|end|>")
@@ -167,15 +149,6 @@ def test_skip_and_max_documents(tmp_path):
     tool.run(Settings(out=str(tmp_path / "d"), **settings))
     assert read(tmp_path / "d")[0] == [byte_ids(text) for text in TEXTS[4:]]
     assert read(tmp_path / "d", "validation")[0] == [byte_ids(text) for text in TEXTS[:4]]
-
-
-def test_empty_documents_are_left_out(tmp_path, capsys):
-    texts = ["", "one", None, "", "two", ""]
-    source = write_jsonl(tmp_path / "a.jsonl", texts)
-    documents, attributes = run(tmp_path / "d", source, tokenizer=TokenizerConfig(end_token="</s>"))
-    assert documents == [[*byte_ids("one"), 1], [*byte_ids("two"), 1]]
-    assert attributes["num_documents"] == 2
-    assert "4 empty documents left out" in capsys.readouterr().out
 
 
 def test_documents_without_tokens_have_no_end_either(tmp_path, bpe, capsys):
@@ -228,6 +201,10 @@ def test_source_shorter_than_max_tokens(tmp_path, capsys):
 # ---- errors -------------------------------------------------------------------------------------------------------
 
 
+AUSTEN = SplitConfig(files=[str(ROOT / "tests/data/austen_validation.jsonl.xz")])
+BPE = TokenizerConfig(kind="train_bpe")
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -237,6 +214,7 @@ def test_source_shorter_than_max_tokens(tmp_path, capsys):
         ({"train": SplitConfig(), "dataset": "c4"}, "train.source is missing: the split of c4"),
         ({"train": SplitConfig(files=["nothing/*.jsonl"])}, r"No file matches 'nothing/\*.jsonl' in "),
         ({"train": SplitConfig(files=[__file__])}, r"name files of one of these kinds: .jsonl"),
+        ({"train": None, "validation": AUSTEN, "tokenizer": BPE}, "train_bpe needs a training split"),
         (
             {"tokenizer": TokenizerConfig(end_token="<eos>")},
             "no token '<eos>' for tokenizer.end_token",
@@ -261,33 +239,20 @@ def test_bad_settings(tmp_path, settings, message):
 def test_keeps_what_is_there(tmp_path, bpe):
     source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     bytes_first, _ = run(tmp_path / "d", source)
-    bpe_config = TokenizerConfig(kind="huggingface", name=bpe[0])
-    with pytest.raises(ValueError, match="d/train is already there"):
-        run(tmp_path / "d", source)
-    with pytest.raises(ValueError, match=r"tokenizer.json is another tokenizer than the settings name"):
-        run(tmp_path / "d", source, tokenizer=bpe_config)
+    of_bpe = TokenizerConfig(kind="huggingface", name=bpe[0])
+    for settings, message in [
+        ({}, "d/train is already there"),
+        ({"tokenizer": of_bpe}, "tokenizer.json is another tokenizer than the settings name"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(tmp_path / "d", source, **settings)
     assert read(tmp_path / "d")[0] == bytes_first
-
-    run(tmp_path / "d", source, tokenizer=bpe_config, overwrite=True)
-    (tmp_path / "other.json").write_text(train_bpe(TEXTS, 300))
-    validation = {"train": None, "validation": SplitConfig(files=[source])}
-    for tokenizer in (
-        TokenizerConfig(kind="huggingface", name=str(tmp_path / "other.json")),
-        TokenizerConfig(),
-    ):
-        with pytest.raises(ValueError, match=r"tokenizer.json is another tokenizer than the settings name"):
-            tool.run(Settings(out=str(tmp_path / "d"), **validation, tokenizer=tokenizer))
-    tool.run(Settings(out=str(tmp_path / "d"), **validation, tokenizer=bpe_config))
+    run(tmp_path / "d", source, tokenizer=of_bpe, overwrite=True)
+    more = {"train": None, "validation": SplitConfig(files=[source])}
+    with pytest.raises(ValueError, match=r"tokenizer.json is another tokenizer than the settings name"):
+        tool.run(Settings(out=str(tmp_path / "d"), **more))
+    tool.run(Settings(out=str(tmp_path / "d"), **more, tokenizer=of_bpe))
     assert read(tmp_path / "d", "validation")[0] == read(tmp_path / "d")[0]
-
-
-def test_bpe_is_trained_on_the_training_split(tmp_path):
-    source = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    config = TokenizerConfig(kind="train_bpe", vocab_size=300)
-    with pytest.raises(ValueError, match="train_bpe needs a training split"):
-        tool.run(
-            Settings(out=str(tmp_path / "d"), train=None, validation=SplitConfig(files=[source]), tokenizer=config)
-        )
 
 
 # ---- the examples -------------------------------------------------------------------------------------------------

@@ -37,6 +37,19 @@ def kill_after(monkeypatch, num_states):
     monkeypatch.setattr(Writer, "save", killed)
 
 
+def run_killed(monkeypatch, run, out, num_states):
+    """Runs until the end, each time for so many states; returns how often the run was killed."""
+    for kills in range(200):
+        with monkeypatch.context() as patch:
+            kill_after(patch, num_states)
+            try:
+                run(out)
+                return kills
+            except Killed:
+                assert (out / "unfinished.json").exists()
+    raise AssertionError("it does not end")
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["bytes", pytest.param("train_bpe", marks=pytest.mark.slow)])
 def test_every_place_to_stop(tmp_path, small, monkeypatch, kind):
@@ -52,15 +65,7 @@ def test_every_place_to_stop(tmp_path, small, monkeypatch, kind):
     stopped = 0
     for step in (1, 2, 3, 7, 19):
         out = tmp_path / f"stopped_{step}"
-        for _ in range(200):
-            with monkeypatch.context() as patch:
-                kill_after(patch, step)
-                try:
-                    run(out)
-                    break
-                except Killed:
-                    stopped += 1
-                    assert (out / "unfinished.json").exists()
+        stopped += run_killed(monkeypatch, run, out, step)
         assert tree(out) == expected
     assert stopped > 30
 
@@ -134,14 +139,7 @@ def test_every_source_goes_on(tmp_path, small, monkeypatch, kind):
         tool.run(made)
 
     run(tmp_path / "unbroken")
-    for _ in range(100):
-        with monkeypatch.context() as patch:
-            kill_after(patch, 2)
-            try:
-                run(tmp_path / "stopped")
-                break
-            except Killed:
-                pass
+    run_killed(monkeypatch, run, tmp_path / "stopped", 2)
     assert tree(tmp_path / "stopped") == tree(tmp_path / "unbroken")
 
 

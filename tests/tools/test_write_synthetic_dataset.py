@@ -49,14 +49,6 @@ def test_checked_in_dataset_is_what_the_tool_writes(written, split):
         np.testing.assert_array_equal(ours[name][:], fresh[name][:])
 
 
-@pytest.mark.slow
-def test_same_seed_writes_the_same_bytes(written, tmp_path):
-    for seed in (0, 1):
-        tool.write(tool.Settings(out=str(tmp_path / str(seed)), seed=seed))
-    assert files(tmp_path / "0") == files(written)
-    assert files(tmp_path / "1") != files(written)
-
-
 def test_size():
     assert sum(len(content) for content in files(CHECKED_IN).values()) < 400 * 1024
     tokens = np.concatenate(documents(CHECKED_IN, "train"))
@@ -113,21 +105,6 @@ def test_documents_are_their_tasks():
         lengths = {data.size for data in some}
         assert 0.18 < len(some) / 6950 < 0.22
         assert len(lengths) > 35, task
-
-
-def test_gaussian_mixtures():
-    """Samples lie within each document near at most three places, but anywhere over all documents."""
-    samples = [
-        data[1:].astype(int) - tool.FIRST_BIN for data in documents(CHECKED_IN, "train") if data[0] == tool.GAUSSIANS
-    ]
-    for some in samples:
-        gaps = np.diff(np.sort(some))
-        # Samples more than six of the largest standard deviations apart are of different components.
-        assert (gaps > 48).sum() <= 2
-    every = np.concatenate(samples)
-    assert every.min() >= 0
-    assert every.max() < 768
-    assert np.histogram(every, 8, (0, 768))[0].min() > every.size / 16
 
 
 def test_keeps_what_is_there(written):
