@@ -13,17 +13,25 @@ from jax.extend import core
 from shardlib.equations import CALLS, body_of
 from shardlib.marks import STAGES, Mark, is_region, mark_of
 from shardlib.parsing import parse_shape
-from shardlib.proof import collectives, elementwise, entries, kernels, lookups, primitives, rings, shapes, sums
+from shardlib.proof import collectives, elementwise, lookups, primitives, rings, shapes, sums
 from shardlib.proof.alignment import Aligned, Alignment, others, same_entries
 from shardlib.proof.control import CONTROL, ndim, varying
 from shardlib.proof.domain import UNIFORM, Sizes, SizesOnOne, Value, Wild, constant, cut, real, whole
 from shardlib.proof.equation import WHOLE_SIZES, Equation, Refused
-from shardlib.proof.primitives import KEEPING, OF_SIZES
+from shardlib.proof.primitives import IDENTITIES, KEEPING, OF_SIZES
 
-RULES = primitives.RULES | shapes.RULES | sums.RULES | lookups.RULES | collectives.RULES | kernels.RULES | rings.RULES
-PLACING = KEEPING | elementwise.ELEMENTWISE | RULES.keys() & primitives.RULES.keys()
-PLACING |= {"scatter-add", "scatter-max", "scatter-min", "scatter-mul", "dynamic_slice", "dynamic_update_slice"}
-PLACING |= {"random_fold_in"}
+MODULES = collectives, lookups, rings, shapes, sums
+"""Modules that add their rules to primitives.RULES."""
+PLACING = (
+    KEEPING
+    | elementwise.ELEMENTWISE
+    | IDENTITIES
+    | frozenset(
+        """
+    scatter-add scatter-max scatter-min scatter-mul dynamic_slice dynamic_update_slice random_fold_in device_put
+    """.split()  # noqa: SIM905
+    )
+)
 """Primitives that take such operands."""
 
 
@@ -116,7 +124,7 @@ class Interpreter:
             if eq.name in elementwise.ELEMENTWISE:
                 found = elementwise.elementwise(eq)
             else:
-                found = RULES.get(eq.name, primitives.everything_whole)(eq)
+                found = primitives.RULES.get(eq.name, primitives.everything_whole)(eq)
             found = found if isinstance(found, list) else [found]
             return [self._checked(eq, i, value) for i, value in enumerate(found)]
         except Refused as refusal:
@@ -145,7 +153,7 @@ class Interpreter:
         twin = eq.twin.outvars[i].aval
         if aval.dtype != twin.dtype:
             raise Refused(f"the result is {aval.dtype} here and {twin.dtype} on one device", "")
-        value = entries.combined(value)
+        value = collectives.combined(value)
         axes = [real(axis) for dim in value.dims if dim is not UNIFORM for axis in dim.axes]
         if again := {axis for axis in axes if axes.count(axis) > 1}:
             raise Refused(

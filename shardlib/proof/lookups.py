@@ -2,12 +2,9 @@
 
 import dataclasses
 
-from shardlib.proof.domain import UNIFORM, Subtracted, Value, axes_of_offset, cut, devices, whole
+from shardlib.proof.domain import UNIFORM, Value, axes_of_offset, cut, devices, whole
 from shardlib.proof.equation import Equation, Refused, is_integer
-from shardlib.proof.primitives import Rules
-
-RULES = Rules()
-rule = RULES.of
+from shardlib.proof.primitives import rule
 
 
 def _indices(ids: Value, count: int) -> list[Value]:
@@ -46,7 +43,7 @@ def _gather(eq: Equation) -> Value:
     x, ids = eq.ins
     eq.term(eq.block(x))
     numbers, sizes, shape = eq.params["dimension_numbers"], eq.params["slice_sizes"], eq.shape()
-    batch = dict(enumerate(ids.dims[:-1]))
+    batch = list(ids.dims[:-1])
     for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         batch[j] = eq.joined_dim(i, [x.dims[i], batch[j]])
     twin_sizes = eq.twin.params["slice_sizes"]
@@ -86,20 +83,14 @@ def _gather(eq: Equation) -> Value:
         is_part = n != shape[i] or i in numbers.collapsed_slice_dims
         if is_part and i not in numbers.start_index_map and i not in numbers.operand_batching_dims:
             eq.uncut(x, i, "a part is taken")
-    offsets, batches = iter(window), iter(batch[j] for j in range(len(batch)))
-    labels = iter(origin.dims[:-1] if origin else ())
-    dims, places = [], []
-    for j, n in enumerate(eq.result_shape):
-        if j in numbers.offset_dims:
-            i = next(offsets)
-            dims.append(x.dims[i] if x.dims[i] is UNIFORM or n == shape[i] else whole(n))
-            places.append(None)
-        else:
-            dims.append(next(batches))
-            places.append(next(labels, None))
-    origin = origin and Subtracted(origin.token, tuple(places))
+    is_whole = lambda i: x.dims[i] is UNIFORM or sizes[i] == shape[i]
+    windows = iter([(x.dims[i] if is_whole(i) else whole(sizes[i]), None) for i in window])
+    rows = zip(batch, origin.dims[:-1] if origin else [None] * len(batch), strict=True)
+    found = [next(windows if j in numbers.offset_dims else rows) for j in range(len(eq.result_shape))]
+    origin = origin and origin._replace(dims=tuple(place for _, place in found))
     drops = looked_up is not None and fills not in (None, 0) and not is_integer(eq.result_type())
-    return Value(tuple(dims), x.partial | own, ratio=x.ratio, looked_up=looked_up, origin=origin, drops=drops)
+    dims = tuple(dim for dim, _ in found)
+    return Value(dims, x.partial | own, ratio=x.ratio, looked_up=looked_up, origin=origin, drops=drops)
 
 
 @rule("scatter-add", "scatter", "scatter-max", "scatter-min", "scatter-mul")
@@ -135,18 +126,18 @@ def _scatter(eq: Equation) -> Value:
     for i, index in zip(numbers.scatter_dims_to_operand_dims, indices, strict=True):
         if sizes.get(i) == (shape[i], eq.twin_shape()[i]) and _has_mode(eq, "CLIP"):
             continue  # the whole dim is written, whatever the index
+        into = None
         if index.places is not None:
             ways = [k for k, d in enumerate(batch) if d == index.dims[k] and places[k] is not None]
             if len(ways) != 1 or sizes.get(i, (1, 1)) != (1, 1) or index.dims[ways[0]].axes == ():
                 eq.block(index)
-            dims[i] = eq.joined_dim(i, [x.dims[i], index.places])
-            batch[ways[0]], places[ways[0]] = UNIFORM, None
-            continue
-        if index.is_local and (k := _counts_along(index)) is not None:
-            dim = batch[k] if batch[k] is not UNIFORM and batch[k].axes else x.dims[i]
-            if dim is UNIFORM or dim.is_merged or eq.shape(1)[k] != shape[i]:
+            k, into = ways[0], index.places
+        elif index.is_local and (k := _counts_along(index)) is not None:
+            into = batch[k] if batch[k] is not UNIFORM and batch[k].axes else x.dims[i]
+            if into is UNIFORM or into.is_merged or eq.shape(1)[k] != shape[i]:
                 eq.block(index)
-            dims[i] = eq.joined_dim(i, [x.dims[i], dim])
+        if into is not None:
+            dims[i] = eq.joined_dim(i, [x.dims[i], into])
             batch[k], places[k] = UNIFORM, None
             continue
         if index.offset:

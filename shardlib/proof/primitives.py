@@ -13,27 +13,25 @@ import jax
 from shardlib.proof.domain import Value, whole
 from shardlib.proof.equation import Equation, Refused
 
-
-class Rules(dict[str, Callable[[Equation], Any]]):
-    """Rules by the name of the primitive. A rule returns the facts about the result, or a list of them."""
-
-    def of(self, *names: str) -> Callable:
-        """Decorator: the function is the rule of the primitives of these names."""
-
-        def register(fn: Callable) -> Callable:
-            self.update(dict.fromkeys(names, fn))
-            return fn
-
-        return register
+RULES: dict[str, Callable[[Equation], Any]] = {}
+"""Rules by the name of the primitive. A rule returns the facts about the result, or a list of them."""
 
 
-RULES = Rules()
-rule = RULES.of
+def rule(*names: str, of: dict = RULES) -> Callable:
+    """Decorator: the function is the rule of the primitives of these names."""
+
+    def register(function: Callable) -> Callable:
+        of.update(dict.fromkeys(names, function))
+        return function
+
+    return register
+
 
 COLLECTIVES = frozenset(
     """
-    psum psum2 psum_invariant unreduced_psum pmax pmin all_gather all_gather_invariant all_gather_reduced
-    reduce_scatter unreduced_reduce_scatter psum_scatter all_to_all ppermute pbroadcast ragged_all_to_all
+    psum psum2 psum_invariant psum_invariant_p unreduced_psum pmax pmin all_gather all_gather_invariant
+    all_gather_invariant_p all_gather_reduced reduce_scatter unreduced_reduce_scatter psum_scatter all_to_all ppermute
+    pbroadcast ragged_all_to_all
     """.split()  # noqa: SIM905
 )
 OF_SIZES = frozenset(

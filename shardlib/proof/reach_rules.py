@@ -3,15 +3,15 @@
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from shardlib.equations import source_dims
-from shardlib.proof import collectives
+from shardlib.proof import primitives
 from shardlib.proof.elementwise import ELEMENTWISE, FOLDS
-from shardlib.proof.primitives import IDENTITIES, Rules
+from shardlib.proof.primitives import COLLECTIVES, IDENTITIES
 from shardlib.proof.reach import (
     FIRST,
     LAST,
@@ -34,11 +34,13 @@ from shardlib.proof.reach import (
     unknown,
 )
 
-SAME = IDENTITIES | frozenset(("copy", "copy_p", "device_put", "expand_dims", "reduce_precision", "reshape", "squeeze"))
-"""Primitives that change no number."""
-RULES = Rules()
+SAME = IDENTITIES | COLLECTIVES - {"ppermute", "ragged_all_to_all"}
+SAME |= {"vary_unreduced_cast", "vary_unreduced_cast_p", "unreduced_cast", "copy", "copy_p", "device_put"}
+SAME |= {"expand_dims", "reduce_precision", "reshape", "squeeze"}
+"""Primitives that change no number, also collectives: each axis has one device."""
+RULES: dict[str, Callable[..., Any]] = {}
 """Rules (eqn, *operands) -> Reach, or a list of them; None: each entry may depend on all entries of all operands."""
-rule = RULES.of
+rule = functools.partial(primitives.rule, of=RULES)
 
 
 def apply(eqn: Any, ins: list[Reach]) -> list[Reach]:
@@ -70,9 +72,8 @@ def _dtype(eqn: Any) -> np.dtype:
 # ---- entries that move
 
 
-@rule(*SAME, *collectives.RULES.keys() - {"ppermute", "preduce"})
+@rule(*SAME)
 def _same_entries(eqn: Any, *ins: Reach) -> list[Reach] | None:
-    """The entries stay as they are, also in a collective: each axis has one device."""
     if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
         return None
     shapes = [_shape(eqn, i) for i in range(len(eqn.outvars))]

@@ -13,11 +13,11 @@ import numpy as np
 from jax.extend import core
 
 from shardlib.equations import CALLS, body_of, is_variable, scan_counts
-from shardlib.proof import entries
+from shardlib.proof import collectives
 from shardlib.proof.domain import BLOCKS, Value, near
 from shardlib.proof.elementwise import FOLDS
 from shardlib.proof.equation import Equation, Refused
-from shardlib.proof.primitives import jaxprs_of
+from shardlib.proof.primitives import jaxprs_of, rule
 
 ENTER, INDEX, CLOSE = (core.Primitive(f"ring_{name}") for name in ("enter", "index", "close"))
 GATHERING = {"add", "add_any", "max", "min", "dynamic_update_slice"}
@@ -262,13 +262,14 @@ def _computed(eqn: Any, var: Any, operand: Any, axis: str, n: int) -> list | Non
 # ---- rules ------------------------------------------------------------------------------------------------------
 
 
-def ring(eq: Equation) -> Value:
+@rule("ring_enter", "ring_index", "ring_close")
+def _ring(eq: Equation) -> Value:
     """Facts about what enters a ring, an index of it, and what all turns give together."""
     (x,), turns = eq.ins, eq.params["turns"]
     if eq.name == "ring_index":
         return Value((), offset=((turns, eq.params["coefficient"]),), known=(0, 0))
     if eq.name == "ring_enter":
-        return entries.renamed(eq, x, {(eq.params["axis"],): (turns,)})
+        return collectives.renamed(eq, x, {(eq.params["axis"],): (turns,)})
     eq.block(x)
     if turns in x.sharded:
         problem = "the turns of a ring add different blocks of a sharded dim, entry by entry"
@@ -284,6 +285,3 @@ def ring(eq: Equation) -> Value:
     eq.term(x)
     ratio = x.ratio if turns in x.partial else near(x.ratio / eq.sizes[turns])
     return Value(x.dims, x.partial - {turns}, None, ratio)
-
-
-RULES = dict.fromkeys(("ring_enter", "ring_index", "ring_close"), ring)

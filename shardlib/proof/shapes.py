@@ -3,13 +3,10 @@
 import dataclasses
 
 from shardlib.equations import source_dims
-from shardlib.proof import entries
+from shardlib.proof import collectives
 from shardlib.proof.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Value, constant, cut, devices, moved, whole
 from shardlib.proof.equation import WHOLE_SIZES, Equation, Refused
-from shardlib.proof.primitives import Rules, alone
-
-RULES = Rules()
-rule = RULES.of
+from shardlib.proof.primitives import alone, rule
 
 ENDS = ("start_indices", "limit_indices", "strides")
 
@@ -172,7 +169,7 @@ def _merged(taken: list[_Piece]) -> Dim:
             parts[-1] = Part(parts[-1].size * piece.size, parts[-1].axes)
         else:
             parts.append(Part(piece.size, piece.axes))
-    return Dim(tuple(entries.joined(parts)), taken[0].name if len(taken) == 1 else "")
+    return Dim(tuple(collectives.joined(parts)), taken[0].name if len(taken) == 1 else "")
 
 
 @rule("concatenate")
