@@ -1,5 +1,6 @@
 """Equations of a traced program: which call a function, and how one is run again. Public JAX only."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -42,6 +43,22 @@ def source_dims(eqn: Any) -> list[int | None]:
         return list(p["permutation"])
     gone = p["dimensions" if name == "squeeze" else "axes"]
     return [i for i in range(len(eqn.invars[0].aval.shape)) if i not in gone]
+
+
+def jaxprs_of(eqn: Any) -> Iterator[Any]:
+    """The jaxprs among the parameters of an equation."""
+    for value in eqn.params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+                yield part
+
+
+def equations_in(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, closed or open, each before those of the jaxprs among its parameters."""
+    for eqn in body_of(jaxpr)[0].eqns:
+        yield eqn
+        for inner in jaxprs_of(eqn):
+            yield from equations_in(inner)
 
 
 def run_again(eqn: Any, jaxpr: Any, ins: list) -> list[jax.Array]:

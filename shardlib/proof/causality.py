@@ -5,15 +5,13 @@ places of positions and documents are known numbers, so that masks are. See docs
 """
 
 import hashlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from jax.extend import core
 
-from shardlib.equations import CALLS, body_of, scan_counts
+from shardlib.equations import CALLS, body_of, equations_in, scan_counts
 from shardlib.proof.equation import Equation
-from shardlib.proof.primitives import jaxprs_of
 from shardlib.proof.reach import Reach, constant, entries_of, stacked, unknown
 from shardlib.proof.reach_rules import anything, apply
 
@@ -188,10 +186,6 @@ def _digest(values: list[Reach]) -> bytes:
     return hashlib.sha256(b"".join([form, *(x.tobytes() for x in arrays)])).digest()
 
 
-def operations(program: Any) -> Iterator[str]:
+def operations(program: Any) -> list[str]:
     """The primitives of a program that compute, in their order, also of what it calls."""
-    for eqn in body_of(program)[0].eqns:
-        if eqn.primitive.name not in FORM:
-            yield eqn.primitive.name
-        for inner in jaxprs_of(eqn):
-            yield from operations(inner)
+    return [eqn.primitive.name for eqn in equations_in(program) if eqn.primitive.name not in FORM]

@@ -10,13 +10,12 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from shardlib.checks import Scope
-from shardlib.equations import body_of
+from shardlib.equations import body_of, jaxprs_of
 from shardlib.parsing import ShardError
 from shardlib.proof.alignment import Different
 from shardlib.proof.domain import UNIFORM, Sizes, Value, describe, devices
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.interpreter import Interpreter, block_of, read_array
-from shardlib.proof.primitives import jaxprs_of
 from shardlib.values import planned_for
 
 
@@ -147,7 +146,7 @@ def _of_shard_map(eqn: Any, twin: Any, types: list | None, facts: Facts) -> list
     ]
     outs = interpreter.run(eqn.params["jaxpr"], twin.params["jaxpr"], args)
     facts |= interpreter.noted
-    found = [Finding(str(wild)) for wild in interpreter.problems]
+    found = [Finding(str(wild)) for wild in interpreter.problems.values()]
     results = zip(eqn.params["out_specs"], outs, body.outvars, other.outvars, strict=True)
     for i, (spec, value, var, there) in enumerate(results):
         axes = _axes(spec, len(var.aval.shape))

@@ -4,22 +4,26 @@ Untiled collectives make dims whose entries stand for devices: one entry on one 
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from shardlib.proof.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Value, constant, cut, devices, near, real
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.primitives import rule
 
 
-@rule("vary_unreduced_cast", "vary_unreduced_cast_p", "preduce", "unreduced_cast")
-def _unreduced(eq: Equation) -> Value:
-    (x,), axes = eq.ins, axes_of(eq)
-    if not set(axes) <= x.partial and not x.is_zero:
-        raise Refused(
-            f"a value is taken for a partial sum over {', '.join(axes)}, which it is not",
-            "einsum_unreduced makes partial sums",
-        )
-    return x
+def _collective(*names: str) -> Callable:
+    """Decorator of the rule (eq, axes) of collectives. Over axes of one device they change nothing."""
+
+    def register(function: Callable) -> Callable:
+        @rule(*names)
+        def of_axes(eq: Equation) -> Any:
+            axes = axes_of(eq)
+            return function(eq, axes) if axes or not eq.params.get("tiled", True) else eq.ins
+
+        return function
+
+    return register
 
 
 def axes_of(eq: Equation) -> tuple[str, ...]:
@@ -29,6 +33,17 @@ def axes_of(eq: Equation) -> tuple[str, ...]:
     if eq.params.get("axis_index_groups") is not None or not all(isinstance(axis, str) for axis in axes):
         raise Refused(f"a collective over groups of devices, or over {axes}", "use an axis of the mesh for each group")
     return tuple(axis for axis in axes if eq.sizes[axis] > 1)
+
+
+@_collective("vary_unreduced_cast", "vary_unreduced_cast_p", "preduce", "unreduced_cast")
+def _unreduced(eq: Equation, axes: tuple[str, ...]) -> Value:
+    (x,) = eq.ins
+    if not set(axes) <= x.partial and not x.is_zero:
+        raise Refused(
+            f"a value is taken for a partial sum over {', '.join(axes)}, which it is not",
+            "einsum_unreduced makes partial sums",
+        )
+    return x
 
 
 def _is_pending(x: Value, axes: Iterable[str]) -> bool:
@@ -46,118 +61,95 @@ def _last(eq: Equation, x: Value, k: int, axes: tuple[str, ...], verb: str) -> D
             f"{verb} dim {k} over {', '.join(axes)}, but it is {is_cut}",
             "name the axes that shard the dim, in their order, the last ones only",
         )
-    (size, _), left = dim.parts[0], have[: len(have) - len(axes)]
-    return cut(size * devices(eq.sizes, axes), left, dim.name)
+    return cut(dim.parts[0].size * devices(eq.sizes, axes), have[: len(have) - len(axes)], dim.name)
 
 
-@rule("all_gather", "all_gather_invariant", "all_gather_reduced", "all_gather_invariant_p")
-def _all_gather(eq: Equation) -> Value:
-    (x,), axes, k = eq.ins, axes_of(eq), eq.params["all_gather_dimension"]
-    if not axes and eq.params["tiled"]:
-        return x
-    if eq.params["tiled"] and _is_pending(x, axes):
-        eq.finished(x)
+def _with_dims(x: Value, dims: dict[int, Dim | None]) -> Value:
+    """`x` with other dims."""
+    return dataclasses.replace(x, dims=tuple(dims.get(i, dim) for i, dim in enumerate(x.dims)))
+
+
+@_collective("all_gather", "all_gather_invariant", "all_gather_reduced", "all_gather_invariant_p")
+def _all_gather(eq: Equation, axes: tuple[str, ...]) -> Value:
+    (x,), k = eq.ins, eq.params["all_gather_dimension"]
     if not eq.params["tiled"]:
         return _gathered(eq, x, axes, k)
-    dims = list(x.dims)
-    dims[k] = _last(eq, x, k, axes, "it gathers")
-    return dataclasses.replace(x, dims=tuple(dims))
+    if _is_pending(x, axes):
+        eq.finished(x)
+    return _with_dims(x, {k: _last(eq, x, k, axes, "it gathers")})
 
 
 def _add_axes(dim: Dim | None, size: int, axes: tuple[str, ...]) -> Dim:
-    if dim is UNIFORM:
-        return cut(size, axes)
-    if dim.is_merged:
+    if dim is not UNIFORM and dim.is_merged:
         raise Refused("a dim of merged blocks is scattered", "scatter before merging")
-    return cut(size, (*dim.axes, *axes), dim.name)
+    return cut(size, axes) if dim is UNIFORM else cut(size, (*dim.axes, *axes), dim.name)
 
 
-@rule("reduce_scatter", "unreduced_reduce_scatter", "psum_scatter")
-def _reduce_scatter(eq: Equation) -> Value:
-    (x,), axes, k = eq.ins, axes_of(eq), eq.params["scatter_dimension"]
-    eq.term(x)
-    if not axes and eq.params["tiled"]:
-        return x
-    eq.unfolded(dataclasses.replace(x, folded=x.sharded & set(axes)))
-    ratio = _summed(eq, x, axes)
+@_collective("reduce_scatter", "unreduced_reduce_scatter", "psum_scatter")
+def _reduce_scatter(eq: Equation, axes: tuple[str, ...]) -> Value:
+    (x,), k = eq.ins, eq.params["scatter_dimension"]
+    eq.unfolded(dataclasses.replace(eq.term(x), folded=x.sharded & set(axes)))
+    total = summed(eq, x, axes)
     if _are_devices(x, k) or not eq.params["tiled"]:
-        return _scattered(eq, _sum_of(x, axes, ratio), axes, k)
-    dims = list(x.dims)
-    dims[k] = _add_axes(dims[k], eq.result_shape[k], axes)
-    return dataclasses.replace(_sum_of(x, axes, ratio), dims=tuple(dims))
+        return _scattered(eq, total, axes, k)
+    return _with_dims(total, {k: _add_axes(x.dims[k], eq.result_shape[k], axes)})
 
 
-def _sum_of(x: Value, axes: tuple[str, ...], ratio: float) -> Value:
-    """The sum over devices: no longer what was masked, nor an extreme."""
+def summed(eq: Equation, x: Value, axes: tuple[str, ...]) -> Value:
+    """The sum over devices. A value that is the same on all of them is multiplied by their number."""
+    again = [axis for axis in axes if axis not in x.partial and axis not in x.sharded - x.folded]
+    ratio = near(x.ratio * devices(eq.twin_sizes, again) / devices(eq.sizes, again))
     left = x.partial - set(axes)
     return dataclasses.replace(x, partial=left, ratio=ratio, known=None, masked=None, source=None, is_taken=False)
 
 
-def _summed(eq: Equation, x: Value, axes: tuple[str, ...]) -> float:
-    """The ratio of a sum over devices. A value that is the same on all of them is multiplied by their number."""
-    again = [axis for axis in axes if axis not in x.partial and axis not in x.sharded - x.folded]
-    return near(x.ratio * devices(eq.twin_sizes, again) / devices(eq.sizes, again))
-
-
-@rule("psum", "psum2", "psum_invariant", "unreduced_psum", "psum_invariant_p")
-def _psum(eq: Equation) -> list[Value]:
-    axes, found = axes_of(eq), []
-    for x in eq.ins:
-        if not axes:
-            found.append(x)
-            continue
-        ratio = _summed(eq, eq.term(x), axes)
+@_collective("psum", "psum2", "psum_invariant", "unreduced_psum", "psum_invariant_p")
+def _psum(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
+    found, (here, there) = [], (devices(sizes, axes) for sizes in (eq.sizes, eq.twin_sizes))
+    for x in map(eq.term, eq.ins):
         if x.is_constant and not x.partial:
-            here, there = (devices(sizes, axes) for sizes in (eq.sizes, eq.twin_sizes))
             found.append(constant(len(x.dims), x.known[0] * here, x.known[1] * there))
         else:
             folded = x.folded | x.sharded & set(axes)  # then a sum along the dim is that of all blocks, as before
-            found.append(dataclasses.replace(_sum_of(x, axes, ratio), folded=folded, folding=eq))
+            found.append(dataclasses.replace(summed(eq, x, axes), folded=folded, folding=eq))
     return found
 
 
-@rule("pmax", "pmin")
-def _pmax(eq: Equation) -> list[Value]:
-    axes, kind, found = frozenset(axes_of(eq)), eq.name[1:], []
-    for x in eq.ins:
-        if not axes:
-            found.append(x)
-            continue
-        if x.partial & axes or (x.extreme and x.extreme[0] != kind):
-            eq.finished(x)
-        if x.sharded & axes:
-            over = ", ".join(sorted(x.sharded & axes))
-            problem = f"a {kind}imum over {over} compares different blocks of a sharded dim, entry by entry"
-            raise Refused(problem, f"take the {kind}imum along the dim first")
-        left = x.extreme[1] - axes if x.extreme else frozenset()
-        taken = x.extreme is not None and not left and x.source is not None
-        found.append(dataclasses.replace(x, extreme=(kind, left) if left else None, is_taken=taken))
-    return found
+@_collective("pmax", "pmin")
+def _pmax(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
+    return [extreme_over(eq, x, eq.name[1:], axes) for x in eq.ins]
 
 
-@rule("all_to_all")
-def _all_to_all(eq: Equation) -> Value:
-    (x,), axes = eq.ins, axes_of(eq)
+def extreme_over(eq: Equation, x: Value, kind: str, axes: tuple[str, ...]) -> Value:
+    """The maximum or minimum over devices."""
+    if x.partial.intersection(axes) or (x.extreme and x.extreme[0] != kind):
+        eq.finished(x)
+    if blocks := x.sharded.intersection(axes):
+        over = ", ".join(sorted(blocks))
+        problem = f"a {kind}imum over {over} compares different blocks of a sharded dim, entry by entry"
+        raise Refused(problem, f"take the {kind}imum along the dim first")
+    left = x.extreme[1].difference(axes) if x.extreme else frozenset()
+    taken = x.extreme is not None and not left and x.source is not None
+    return dataclasses.replace(x, extreme=(kind, left) if left else None, is_taken=taken)
+
+
+@_collective("all_to_all")
+def _all_to_all(eq: Equation, axes: tuple[str, ...]) -> Value:
+    (x,), split, joined = eq.ins, eq.params["split_axis"], eq.params["concat_axis"]
     if _is_pending(x, axes):
         eq.finished(x)
-    split, joined = eq.params["split_axis"], eq.params["concat_axis"]
     if axes and (_are_devices(x, split) or not eq.params.get("tiled", True)):
         return _exchanged(eq, x, axes, split, joined)
-    if not axes:
-        return x
-    if split == joined:
-        raise Refused("all_to_all splits and joins one dim", "")
-    dims = list(x.dims)
-    dims[joined] = _last(eq, x, joined, axes, "it joins")
-    dims[split] = _add_axes(dims[split], eq.result_shape[split], axes)
-    return dataclasses.replace(x, dims=tuple(dims))
+    if split == joined and axes:
+        raise Refused("all_to_all splits and joins one dim")
+    added = _add_axes(x.dims[split], eq.result_shape[split], axes)
+    return _with_dims(x, {joined: _last(eq, x, joined, axes, "it joins"), split: added}) if axes else x
 
 
-@rule("ppermute", "pbroadcast")
-def _ppermute(eq: Equation) -> Value:
-    (x,), axes = eq.ins, axes_of(eq)
-    sources = {a for a, _ in eq.params.get("perm", ())}
-    if axes and (x.sharded & set(axes) or _is_pending(x, axes) or len(sources) != devices(eq.sizes, axes)):
+@_collective("ppermute", "pbroadcast")
+def _ppermute(eq: Equation, axes: tuple[str, ...]) -> Value:
+    (x,), sources = eq.ins, {a for a, _ in eq.params.get("perm", ())}
+    if x.sharded & set(axes) or _is_pending(x, axes) or len(sources) != devices(eq.sizes, axes):
         raise Refused(
             f"blocks move between the devices of {', '.join(axes)}: what a device holds then depends on the mesh",
             "if the result is right on every mesh, as in a ring, say so: shardops.per_device(...) with the reason",
@@ -213,13 +205,11 @@ def _names(eq: Equation, x: Value, axes: tuple[str, ...], k: int | None = None) 
     """The dim whose entries stand for the devices of `axes`, as dim k of `x` does, and the name of their blocks."""
     n = devices(eq.sizes, axes)
     entries, blocks = cut(n, (f"{ENTRIES}{n}",)), f"{BLOCKS}{n}"
-    if devices(eq.twin_sizes, axes) != 1:
-        raise Refused("entries stand for devices of an axis that is compared at its own size", "use tiled=True")
-    if k is not None and x.dims[k] not in (UNIFORM, entries):
-        remedy = "split the dim as x.reshape(devices, -1), or use tiled=True"
-        raise Refused(f"the entries of dim {k} do not stand for devices", remedy)
-    if (k is None or x.dims[k] is UNIFORM) and blocks in x.sharded | x.partial:
-        raise Refused("blocks are gathered or exchanged that stand for devices already", "use tiled=True")
+    is_along = k is not None and x.dims[k] is not UNIFORM
+    is_known = (x.dims[k] == entries) if is_along else blocks not in x.sharded | x.partial
+    if devices(eq.twin_sizes, axes) != 1 or not is_known:
+        problem = f"entries that stand for the devices of {', '.join(axes)} are mixed with others, or with their blocks"
+        raise Refused(problem, "split the dim as x.reshape(devices, -1), or use tiled=True")
     return entries, blocks
 
 
@@ -255,11 +245,8 @@ def _exchanged(eq: Equation, x: Value, axes: tuple[str, ...], split: int, joined
         raise Refused(f"entries that stand for devices are joined with those of dim {joined}", "use tiled=True")
     back = {(blocks,): axes} if x.dims[split] is not UNIFORM else {}
     found = renamed(eq, x, {axes: (blocks,), **back})
-    dims = list(found.dims)
-    dims[split] = UNIFORM
-    if set(axes) & (x.partial | x.sharded):
-        dims[joined] = entries
-    return dataclasses.replace(found, dims=tuple(dims), token=object())
+    dims = {split: UNIFORM} | ({joined: entries} if set(axes) & (x.partial | x.sharded) else {})
+    return dataclasses.replace(_with_dims(found, dims), token=object())
 
 
 def joined(parts: list[Part]) -> list[Part]:
@@ -284,7 +271,7 @@ def combined(value: Value) -> Value:
         if not axis.startswith(ENTRIES):
             partial.add(name)
         elif blocks in value.sharded:
-            raise Refused("a sum over entries that stand for devices adds different blocks, entry by entry", "")
+            raise Refused("a sum over entries that stand for devices adds different blocks, entry by entry")
         elif blocks in partial:
             partial.remove(blocks)
         else:

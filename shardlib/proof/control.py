@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from shardlib.equations import scan_counts
+from shardlib.equations import equations_in, scan_counts
 from shardlib.proof.domain import UNIFORM, Dim, Value, Wild, constant, real, whole
 from shardlib.proof.equation import Equation, Refused
-from shardlib.proof.primitives import COLLECTIVES, jaxprs_of
+from shardlib.proof.primitives import COLLECTIVES
 
 
 def varying(aval: Any, sizes: Mapping[str, int]) -> frozenset[str]:
@@ -83,7 +83,7 @@ def _own_rows(eq: Equation, xs: list[Value], carries: list[tuple[Any, Any]]) -> 
     if (
         len(dims) != 1
         or not (axes := frozenset(map(real, (rows := dims.pop()).axes)))
-        or _collectives(eq.params["jaxpr"], axes)
+        or _collective(eq.params["jaxpr"], axes)
     ):
         return None
     return rows
@@ -127,10 +127,10 @@ def _scan(interpreter: Any, eq: Equation) -> list[Value]:
             "loop over a whole size; over its own rows a device may map, and add up with `+`, without collectives; a "
             "ring over devices is shardops.per_device(...) with the reason",
         )
-        outs = interpreter.wild(eq, interpreter.explain(eq, reason))
-        args = [*first, *(Value(c.dims, wild=outs[0].wild) for c in carry), *items]
+        wild = interpreter.explain(eq, reason)
+        args = [*first, *(Value(c.dims, wild=wild) for c in carry), *items]
         interpreter.run(eq.params["jaxpr"], twin, args)
-        return outs
+        return interpreter.wild(eq, wild)
     run = lambda carry: interpreter.run(eq.params["jaxpr"], twin, [*first, *carry, *items])
     if rows is None:
         carry = _fixed_point(interpreter, eq, carry, lambda carry: run(carry)[:carried])
@@ -161,16 +161,12 @@ def _is_certain(eq: Equation, predicate: Value) -> bool:
         return False
 
 
-def _collectives(jaxpr: Any, axes: frozenset[str]) -> Any:
+def _collective(jaxpr: Any, axes: frozenset[str]) -> Any:
     """The first collective over one of the axes in a jaxpr; None if there is none."""
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if eqn.primitive.name in COLLECTIVES:
-            names = eqn.params.get("axis_name", eqn.params.get("axes"))
-            if axes & set(names if isinstance(names, tuple | list) else (names,)):
-                return eqn
-        for inner in jaxprs_of(eqn):
-            if found := _collectives(inner, axes):
-                return found
+    for eqn in equations_in(jaxpr):
+        names = eqn.params.get("axis_name", eqn.params.get("axes"))
+        if eqn.primitive.name in COLLECTIVES and axes & set(names if isinstance(names, tuple | list) else (names,)):
+            return eqn
     return None
 
 
@@ -180,25 +176,14 @@ def _under_predicate(interpreter: Any, eq: Equation, predicate: Value, var: Any,
         return None
     axes = frozenset(eq.sizes) if interpreter.is_unchecked else varying(var.aval, eq.sizes)
     over = ", ".join(sorted(axes)) or "the mesh"
-    reason = predicate.wild or interpreter.explain(
-        eq,
-        Refused(
-            f"the condition differs between devices of {over}: they take different branches",
-            "reduce the condition over these axes first, e.g. with psum or pmax",
-        ),
-    )
-    if id(eq.eqn) not in interpreter.seen:
-        for body in bodies:
-            found = _collectives(body, axes) if axes else None
-            if found is not None:
-                interpreter.seen.add(id(eq.eqn))
-                name = found.primitive.name
-                problem = f"{eq.name}: devices of {over} decide for themselves, and {name} within waits for all of them"
-                interpreter.problems.append(
-                    Wild(eq.place(), problem, "reduce the condition first, or communicate outside", eq.operand_texts())
-                )
-                break
-    return reason
+    collectives = [found for body in bodies if (found := _collective(body, axes)) is not None]
+    if collectives:
+        problem = f"devices of {over} decide for themselves, and {collectives[0].primitive.name} within waits for all"
+        waits = Refused(f"{problem} of them", "reduce the condition first, or communicate outside")
+        interpreter.problems.setdefault(id(eq.eqn), interpreter.explain(eq, waits))
+    problem = f"the condition differs between devices of {over}: they take different branches"
+    remedy = "reduce the condition over these axes first, e.g. with psum or pmax"
+    return predicate.wild or interpreter.explain(eq, Refused(problem, remedy))
 
 
 def _while(interpreter: Any, eq: Equation) -> list[Value]:

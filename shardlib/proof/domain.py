@@ -145,8 +145,8 @@ class Wild:
 
     place: str
     problem: str
-    remedy: str
-    operands: tuple[str, ...]
+    remedy: str = ""
+    operands: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{self.place}: {self.problem}", *(f"  {operand}" for operand in self.operands)]

@@ -57,10 +57,9 @@ def elementwise(eq: Equation) -> Value:
         return constant(ndim, 0, 0)
     if any(v.folded for v in ins):
         return _folded(eq, ins, dims)
-    partial, masked = _partial(eq, ins), next((v for v in ins if v.masked), None)
-    if masked is None or eq.name not in (*UNARY_LINEAR, "mul", "div"):
-        return Value(dims, partial, _extreme(eq, ins), _ratio(eq, ins))
-    return Value(dims, partial, None, _ratio(eq, ins), masked=masked.masked, origin=masked.origin)
+    masked = next((v for v in ins if v.masked and eq.name in (*UNARY_LINEAR, "mul", "div")), Value(()))
+    extreme, (partial, ratio) = _extreme(eq, ins), _partial_and_ratio(eq, ins)
+    return Value(dims, partial, extreme, ratio, masked=masked.masked, origin=masked.origin)
 
 
 def _of_rows(eq: Equation, ins: list[Value]) -> Value:
@@ -109,84 +108,71 @@ def _fold(eq: Equation, ins: list[Value], ndim: int) -> Value | None:
 # ---- partial sums, extremes, factors ----------------------------------------------------------------------------
 
 
-def _partial(eq: Equation, ins: list[Value]) -> frozenset[str]:
-    name = eq.name
-    if not any(v.partial for v in ins):
-        return frozenset()
-    if name in ADDITIONS:
-        return eq.joined_partial(ins)
-    if name == "mul" and not (ins[0].partial and ins[1].partial):
-        return ins[0].partial | ins[1].partial
-    if name == "div" and not ins[1].partial and not is_integer(eq.result_type()):
-        return ins[0].partial
-    if name == "convert_element_type" and not _is_linear(*_dtypes(eq)):
-        return eq.finished(ins[0]).partial
-    if name in UNARY_LINEAR:
-        return ins[0].partial
-    if name == "select_n" and not ins[0].partial:
-        return eq.joined_partial(ins[1:])
+def _partial_and_ratio(eq: Equation, ins: list[Value]) -> tuple[frozenset[str], float]:
+    """The axes over which the result is a partial sum, and its ratio."""
+    name, kind = eq.name, eq.result_type()
+    is_quotient = name == "div" and not is_integer(kind)
+    partial, ratios = frozenset(), [v.ratio for v in ins]
+    if (name == "mul" and not (ins[0].partial and ins[1].partial)) or (is_quotient and not ins[1].partial):
+        partial = ins[0].partial | ins[1].partial
+    elif name in ADDITIONS:
+        partial = eq.joined_partial(ins)
+    elif name == "select_n" and not ins[0].partial:
+        partial = eq.joined_partial(ins[1:])
+    elif name in UNARY_LINEAR and _is_linear(eq):
+        partial = ins[0].partial
+    else:
+        for value in ins:
+            if value.partial:
+                eq.finished(value)
+    if name == "mul" or is_quotient:
+        return partial, near(ratios[0] / ratios[1] if is_quotient else ratios[0] * ratios[1])
+    if name in ADDITIONS or name in ("max", "min"):
+        return partial, eq.joined_ratio(ins)
+    if name in UNARY_LINEAR and jnp.issubdtype(kind, jnp.inexact):
+        return partial, ratios[0]
     for value in ins:
-        eq.finished(value)
-    raise AssertionError(name)
+        eq.unscaled(value)
+    return partial, 1.0
 
 
 def _folded(eq: Equation, ins: list[Value], dims: tuple) -> Value:
     """Linear in entries that are sums of those of different blocks, as in a partial sum."""
     live = [v for v in ins if not v.is_zero]
-    if len({v.folded for v in live}) > 1 or (eq.name == "convert_element_type" and not _is_linear(*_dtypes(eq))):
+    if len({v.folded for v in live}) > 1 or not _is_linear(eq):
         for value in ins:
             eq.unfolded(value)
     folding = next(v.folding for v in ins if v.folded)
-    return Value(dims, _partial(eq, ins), None, _ratio(eq, ins), folded=live[0].folded, folding=folding)
+    partial, ratio = _partial_and_ratio(eq, ins)
+    return Value(dims, partial, None, ratio, folded=live[0].folded, folding=folding)
 
 
 def _extreme(eq: Equation, ins: list[Value]) -> tuple[str, frozenset[str]] | None:
+    """The extreme that is still to be taken, of the operand and other values; refuses it elsewhere."""
     found = {v.extreme for v in ins if v.extreme}
-    if not found:
-        return None
-    (kind, axes) = next(iter(found))
-    if eq.name in ("max", "min") and len(found) == 1 and kind == eq.name:
-        return kind, axes  # of this and another value: still to be taken
-    if eq.name == "copy" or (eq.name == "convert_element_type" and _is_rising(*_dtypes(eq))):
-        return kind, axes
+    is_same = eq.name == "copy" or (eq.name == "convert_element_type" and _is_rising(eq))
+    if len(found) == 1 and (is_same or next(iter(found))[0] == eq.name):
+        return found.pop()
     for value in ins:
-        eq.finished(value)
-    raise AssertionError(eq.name)
+        eq.term(value)
+    return None
 
 
-def _ratio(eq: Equation, ins: list[Value]) -> float:
-    name, ratios = eq.name, [v.ratio for v in ins]
-    if all(ratio == 1.0 for ratio in ratios):
-        return 1.0
-    if name == "mul":
-        return near(ratios[0] * ratios[1])
-    if name == "div" and not is_integer(eq.result_type()):
-        return near(ratios[0] / ratios[1])
-    if name in ADDITIONS or name in ("max", "min"):
-        return eq.joined_ratio(ins)
-    if name in UNARY_LINEAR and jnp.issubdtype(eq.result_type(), jnp.inexact):
-        return ratios[0]
-    for value in ins:
-        eq.unscaled(value)
-    return 1.0
-
-
-def _dtypes(eq: Equation) -> tuple[np.dtype, np.dtype]:
-    """Dtypes of the operand and of the result of a conversion."""
-    return eq.eqn.invars[0].aval.dtype, eq.result_type()
-
-
-def _is_rising(before: np.dtype, after: np.dtype) -> bool:
+def _is_rising(eq: Equation) -> bool:
     """Whether a conversion keeps the order of numbers."""
+    before, after = eq.eqn.invars[0].aval.dtype, eq.result_type()
     return jnp.issubdtype(after, jnp.inexact) or np.can_cast(before, after)
 
 
-def _is_linear(before: np.dtype, after: np.dtype) -> bool:
-    """Whether a conversion of a sum is the sum of the conversions: modulo 2^n for integers.
+def _is_linear(eq: Equation) -> bool:
+    """Whether an operation, if it is a conversion, gives of a sum the sum of conversions: modulo 2^n for integers.
 
     Signed integers of 32 bits are taken not to wrap around.
     """
+    before, after = eq.eqn.invars[0].aval.dtype, eq.result_type()
     integers = [jnp.issubdtype(d, jnp.integer) for d in (before, after)]
+    if eq.name != "convert_element_type":
+        return True
     if jnp.issubdtype(before, jnp.unsignedinteger) and not integers[1]:
         return False  # a term below 0 has wrapped around
     if integers[0] and before.itemsize < 4:

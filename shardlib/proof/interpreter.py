@@ -42,16 +42,16 @@ class Interpreter:
         sizes: number of devices along each axis of the mesh.
         twin_sizes: those of the mesh on which the twin was traced: 1, but for axes that both have.
         is_unchecked: whether JAX does not say over which axes a value differs: check_vma=False.
-        problems: collectives that not all devices reach, as they stand below a condition that differs.
+        problems: by the equation, collectives below a condition that differs, which not all devices reach; and what
+            is wrong with the arguments of per-device code.
         noted: each equation, with the facts about its results, in program order, by the path to it: the ids of the
             equations of the program that call it, outermost first, and its own.
     """
 
     def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int], is_unchecked: bool = False):
         self.sizes, self.twin_sizes, self.is_unchecked = Sizes(sizes), SizesOnOne(twin_sizes), is_unchecked
-        self.problems: list[Wild] = []
+        self.problems: dict[Any, Wild] = {}
         self.noted: dict[tuple[int, ...], tuple[Equation, list[Value]]] = {}
-        self.seen: set[int] = set()
         self._entered: dict[str, Value] = {}
         self._in_stages = False
         self._alignment = Alignment(self.sizes, self.twin_sizes)
@@ -83,7 +83,7 @@ class Interpreter:
         """Facts about a variable, by the one that it is on one device, or about a literal."""
         if is_other:
             problem = "another value is used here than on one device"
-            reason = Wild(eq.place() if eq else "?", problem, "let no choice in the code depend on sizes", ())
+            reason = Wild(eq.place() if eq else "?", problem, "let no choice in the code depend on sizes")
             return Value((UNIFORM,) * ndim(var), wild=reason)
         if isinstance(var, core.Literal):
             return read_array(var.val, twin.val)
@@ -109,7 +109,7 @@ class Interpreter:
             if mark is not None:
                 return [self._marked(eq, mark)]
             if is_region(eq.eqn):
-                return self.wild(eq, Wild(eq.place(), "a value of per-device code is used outside of it", "", ()))
+                return self.wild(eq, Wild(eq.place(), "a value of per-device code is used outside of it"))
             if control := CONTROL.get(eq.name):
                 eq.same("reverse", "cond_nconsts", "body_nconsts")
                 return [self._checked(eq, i, value) for i, value in enumerate(control(self, eq))]
@@ -198,19 +198,19 @@ class Interpreter:
         if of_stages := mark.label.startswith(STAGES):  # between its marks lies the pipeline's executor
             self._in_stages = False
         if mark.kind == "enters":
-            known = self._entered.setdefault(mark.label, x)
-            if known.dims != x.dims and not x.wild:
+            if self._entered.setdefault(mark.label, x).dims != x.dims and not x.wild:
                 problem = f"two uses of per_device have the reason {mark.label!r}"
-                ambiguous = Wild(eq.place(), problem, "give each its own reason", ())
+                ambiguous = Wild(eq.place(), problem, "give each its own reason")
                 self._entered[mark.label] = dataclasses.replace(x, wild=ambiguous)
             try:
                 # Nothing looks into the code, so that it would hide what is wrong with its arguments.
                 problem = None if self._in_stages else x.wild or (eq.unscaled(eq.block(x)) and None)
             except Refused as refusal:
                 problem = self.explain(eq, refusal)
-            self.problems += [problem] if problem else []
+            if problem:
+                self.problems[problem] = problem
             self._in_stages |= of_stages
-            return dataclasses.replace(x, wild=Wild(eq.place(), f"within per_device: {mark.label}", "", ()))
+            return dataclasses.replace(x, wild=Wild(eq.place(), f"within per_device: {mark.label}"))
         if mark.kind == "leaves":
             spec = parse_shape(mark.spec)
             axes = [tuple(a for a in dim.axes if a in self.sizes) for dim in spec.dims]
@@ -246,4 +246,4 @@ def read_array(here: Any, there: Any) -> Value:
     if here.shape == there.shape and np.array_equal(here, there, equal_nan=here.dtype.kind in "fc"):
         return Value(tuple(whole(n) if n > 1 else UNIFORM for n in here.shape))
     problem = f"a constant array, {here.dtype}{list(here.shape)}, depends on the mesh"
-    return Value((UNIFORM,) * here.ndim, wild=Wild("?", problem, WHOLE_SIZES, ()))
+    return Value((UNIFORM,) * here.ndim, wild=Wild("?", problem, WHOLE_SIZES))

@@ -25,9 +25,11 @@ from shardlib.proof.equation import Equation, Refused, is_integer
 
 def of(eq: Equation, ins: list[Value]) -> Value | None:
     """The result of an elementwise primitive on positions, offsets or masks; None if no rule here is about it."""
-    name = eq.name
-    if any(v.places is not None for v in ins):
-        return _index_into_own_block(eq, ins)
+    name, is_own = eq.name, any(v.places is not None for v in ins)
+    if name in ("convert_element_type", "copy") and (is_own or ins[0].offset or ins[0].count):
+        return ins[0] if _holds_positions(eq.eqn.invars[0].aval.dtype, eq.result_type()) else None
+    if is_own:
+        return _index_into_own_block(eq, *ins)
     if name == "eq" and (best := _best(eq, ins)):
         return best
     if name in _TURNED and any(v.offset or v.is_local for v in ins):
@@ -39,16 +41,20 @@ def of(eq: Equation, ins: list[Value]) -> Value | None:
     return _masked(eq, ins)
 
 
-def _index_into_own_block(eq: Equation, ins: list[Value]) -> Value | None:
+def _index_into_own_block(eq: Equation, index: Value, *others: Value) -> Value | None:
     """What jnp does with an index before it looks up by it: no index is negative."""
-    index, *others = ins
-    if eq.name in ("convert_element_type", "copy"):
-        return index if _holds_positions(eq.eqn.invars[0].aval.dtype, eq.result_type()) else None
     if index.places is None or not others or not others[0].is_constant:
         return None
     if eq.name in ("lt", "ge") and others[0].is_zero:
         return constant(len(index.dims), eq.name == "ge", eq.name == "ge")
     return dataclasses.replace(index, places=None) if eq.name == "add" else None
+
+
+def _holds_positions(before: Any, after: Any) -> bool:
+    """Whether a conversion leaves positions as they are."""
+    if is_integer(after):
+        return is_integer(before) and np.iinfo(after).max >= 2**31 - 1
+    return after != np.bool_ and is_integer(before)
 
 
 def _labels(value: Value) -> Subtracted:
@@ -57,10 +63,8 @@ def _labels(value: Value) -> Subtracted:
 
 
 def _position(eq: Equation, ins: list[Value]) -> Value | None:
-    """Sums, multiples, conversions and bounds of positions and offsets."""
+    """Sums, multiples and bounds of positions and offsets."""
     name = eq.name
-    if name in ("convert_element_type", "copy"):
-        return ins[0] if _holds_positions(eq.eqn.invars[0].aval.dtype, eq.result_type()) else None
     if name in ("add", "add_any", "sub"):
         return _added(eq, *ins, -1 if name == "sub" else 1)
     if name == "mul":
@@ -77,13 +81,6 @@ def _position(eq: Equation, ins: list[Value]) -> Value | None:
         others = low.low if name != "min" else index.others and tuple(map(min, index.others, high.high))
         return dataclasses.replace(index, valid=low & high & index.valid, others=others)
     return None
-
-
-def _holds_positions(before: Any, after: Any) -> bool:
-    """Whether a conversion leaves positions as they are."""
-    if is_integer(after):
-        return is_integer(before) and np.iinfo(after).max >= 2**31 - 1
-    return after != np.bool_ and is_integer(before)
 
 
 def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:

@@ -5,11 +5,12 @@ blocks of that. It refuses (raises Refused) where they are not met. The modules 
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from shardlib.equations import equations_in, jaxprs_of
 from shardlib.proof.domain import Value, whole
 from shardlib.proof.equation import Equation, Refused
 
@@ -101,30 +102,15 @@ IMPURE = COLLECTIVES | frozenset(
 """Primitives whose results are not a function of their operands alone, where no rule is for them."""
 
 
-def jaxprs_of(eqn: Any) -> Iterator[Any]:
-    """The jaxprs among the parameters of an equation."""
-    for value in eqn.params.values():
-        for part in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-                yield part
-
-
-def _impure(eqn: Any) -> str | None:
-    """The first primitive in an equation, or in the jaxprs that it calls, that is IMPURE."""
-    if eqn.primitive.name in IMPURE:
-        return eqn.primitive.name
-    inner = (e for jaxpr in jaxprs_of(eqn) for e in getattr(jaxpr, "jaxpr", jaxpr).eqns)
-    return next(filter(None, map(_impure, inner)), None)
-
-
 def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -> list[Value]:
     """The results of a primitive without a rule: whole, if each device has all of each operand.
 
     What it does to the entries of the first `batch` dims, and of dim `vectors` of operand 2, it does to each by itself.
     In operand 2 it is linear then.
     """
-    if name := _impure(eq.eqn):
-        raise Refused(f"{name} may give another result on each device", "say so with shardops.per_device")
+    names = [eq.name, *(eqn.primitive.name for inner in jaxprs_of(eq.eqn) for eqn in equations_in(inner))]
+    if impure := IMPURE.intersection(names):
+        raise Refused(f"{min(impure)} may give another result on each device", "say so with shardops.per_device")
     if any(hasattr(var.aval, "inner_aval") for var in (*eq.eqn.invars, *eq.eqn.outvars)):
         raise Refused("an array is changed in place", "return the changed array: x.at[i].set(...)")
     labels = lambda var: [i if i < batch else None for i in range(len(getattr(var.aval, "shape", ())))]

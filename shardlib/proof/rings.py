@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from shardlib.equations import CALLS, body_of, is_variable, scan_counts
+from shardlib.equations import CALLS, body_of, is_variable, jaxprs_of, scan_counts
 from shardlib.proof import collectives
-from shardlib.proof.domain import BLOCKS, Value, near
+from shardlib.proof.domain import BLOCKS, Value
 from shardlib.proof.elementwise import FOLDS
 from shardlib.proof.equation import Equation, Refused
-from shardlib.proof.primitives import jaxprs_of, rule
+from shardlib.proof.primitives import rule
 
 ENTER, INDEX, CLOSE = (core.Primitive(f"ring_{name}") for name in ("enter", "index", "close"))
 GATHERING = {"add", "add_any", "max", "min", "dynamic_update_slice"}
@@ -274,14 +274,6 @@ def _ring(eq: Equation) -> Value:
     if turns in x.sharded:
         problem = "the turns of a ring add different blocks of a sharded dim, entry by entry"
         raise Refused(problem, "sum along the dim first")
-    kind = eq.params["kind"]
-    if kind in ("max", "min"):
-        if x.partial & {turns}:
-            eq.finished(x)
-        if x.extreme and x.extreme[0] != kind:
-            eq.finished(x)
-        left = x.extreme[1] - {turns} if x.extreme else frozenset()
-        return Value(x.dims, x.partial, (kind, left) if left else None, x.ratio)
-    eq.term(x)
-    ratio = x.ratio if turns in x.partial else near(x.ratio / eq.sizes[turns])
-    return Value(x.dims, x.partial - {turns}, None, ratio)
+    if (kind := eq.params["kind"]) in ("max", "min"):
+        return collectives.extreme_over(eq, x, kind, (turns,))
+    return collectives.summed(eq, eq.term(x), (turns,))

@@ -116,12 +116,12 @@ def _of_program(forward: Any, sizes: tuple[int, int], sampled: bool, seeds: bool
     small = ROWS, min(sizes[1], LENGTH)
     is_large = sizes[0] < ROWS or math.prod(sizes) > AT_MOST
     try:
-        own = list(operations(trace(sizes)))
+        own = operations(trace(sizes))
     except Exception as error:  # whatever the program does there
         lines = str(error).splitlines() or [""]
         raise Unproved(f"on one device its forward pass does not trace: {type(error).__name__}: {lines[0]}") from None
     try:
-        others = own != list(operations(trace(small)))
+        others = own != operations(trace(small))
     except Exception:
         others = True
     if others and is_large:

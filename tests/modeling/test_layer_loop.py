@@ -10,7 +10,7 @@ import pytest
 import tiny
 from gradients import assert_same, loss_and_gradients
 
-from shardlib.proof.primitives import jaxprs_of
+from shardlib.equations import jaxprs_of
 from shardwright.run.config import check_config
 from shardwright_data.loader import batch_shapes
 
