@@ -45,6 +45,12 @@ def source_dims(eqn: Any) -> list[int | None]:
     return [i for i in range(len(eqn.invars[0].aval.shape)) if i not in gone]
 
 
+def axes_of(eqn: Any) -> tuple:
+    """The axes of a collective; none of another equation."""
+    axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
+    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+
+
 def jaxprs_of(eqn: Any) -> Iterator[Any]:
     """The jaxprs among the parameters of an equation."""
     for value in eqn.params.values():

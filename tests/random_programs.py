@@ -5,6 +5,7 @@ to the types of the values; some do not, such as a cumulative sum along a sharde
 fails small.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -277,6 +278,10 @@ def _added(how: str, axis: str, size: int):
     return local
 
 
+class Skip(Exception):
+    """A step does not fit the values that there are."""
+
+
 class Generator:
     """Draws a program."""
 
@@ -291,16 +296,21 @@ class Generator:
     def errs(self) -> bool:
         return self.rng.random() > 1 - WRONG
 
+    def skip_if(self, fits_not) -> None:
+        if fits_not:
+            raise Skip
+
     def add(self, name: str, operands: tuple[int, ...], t: Type, local=None, **fns) -> bool:
         self.steps.append(Step(name, operands, local, **fns))
         self.types.append(t)
         return True
 
-    def value(self, *, finished: bool = True, kind: str = "f", ndim: int = 0) -> int | None:
+    def value(self, *, finished: bool = True, kind: str = "f", ndim: int = 0) -> int:
         fits = lambda t: t.kind == kind and len(t.dims) >= ndim and (not (finished and t.partial) or self.errs())
         found = [i for i, t in enumerate(self.types) if fits(t)]
         recent = found[-3:] if self.rng.random() < 0.7 else found
-        return self.pick(recent) if found else None
+        self.skip_if(not found)
+        return self.pick(recent)
 
     def program(self) -> Program:
         dims = lambda: tuple(Dim(self.pick([8, 16]), axes) for axes in self.axes(self.pick([1, 2, 2, 3])))
@@ -311,9 +321,11 @@ class Generator:
         inputs, moves = tuple(self.types), [getattr(self, name) for name in dir(self) if name.startswith("make_")]
         count = len(inputs) + self.pick(range(3, 10))
         while len(self.types) < count:
-            self.pick(moves)()
+            with contextlib.suppress(Skip):
+                self.pick(moves)()
         if self.types[-1].partial and not self.errs():
-            self.make_reduction_over_devices(len(self.types) - 1)
+            with contextlib.suppress(Skip):
+                self.make_reduction_over_devices(len(self.types) - 1)
         result = self.types[-1]
         if result.dims and self.errs():
             k = self.rng.randrange(len(result.dims))
@@ -330,48 +342,47 @@ class Generator:
                 found[k] = (*found[k], axis)
         return found
 
-    def along(self, t: Type, is_free: bool = True) -> int | None:
+    def along(self, t: Type, is_free: bool = True) -> int:
         """A dim; one that is not sharded, if it must be."""
         found = [k for k, dim in enumerate(t.dims) if not (is_free and dim.axes)]
-        return self.pick(range(len(t.dims))) if t.dims and (self.errs() or not is_free) else self.pick(found or [None])
+        k = self.pick(range(len(t.dims)) if t.dims and (self.errs() or not is_free) else found or [None])
+        self.skip_if(k is None)
+        return k
 
     def make_unary(self):
         table = LINEAR if self.rng.random() < 0.3 else UNARY
         i = self.value(finished=table is UNARY)
         name = self.pick(table)
-        return i is not None and self.add(name, (i,), self.types[i], lambda xp, _, x: table[name](xp, x))
+        return self.add(name, (i,), self.types[i], lambda xp, _, x: table[name](xp, x))
 
     def make_binary(self):
         i, name = self.value(finished=self.rng.random() < 0.7), self.pick(BINARY)
         t = self.types[i]
         fits = lambda u: u.kind == "f" and u.dims == t.dims and (u.partial == t.partial or self.errs())
         j = self.pick([k for k, u in enumerate(self.types) if fits(u)] or [i])
-        if t.partial and name not in ("add", "sub") and not self.errs():
-            return None
+        self.skip_if(t.partial and name not in ("add", "sub") and not self.errs())
         return self.add(name, (i, j), t, lambda xp, _, x, y: BINARY[name](xp, x, y))
 
     def make_product_with_a_number(self):
         i = self.value(finished=False)
         t = self.types[i]
         k, over = self.along(t, is_free=False), self.rng.random() < 0.5
-        if k is None or (t.dims[k].axes and not self.errs()):
-            return None
+        self.skip_if(t.dims[k].axes and not self.errs())
         number = lambda x: 1 / x.shape[k] if over else x.shape[k] / 16
         return self.add("size", (i,), t, lambda xp, _, x: x * number(x))
 
     def make_step_along(self):
         i, name = self.value(finished=self.rng.random() < 0.9), self.pick(ALONG)
         t = self.types[i]
-        if (k := self.along(t)) is None or (t.partial and name not in ("cumsum", "flip", "roll") and not self.errs()):
-            return None
+        k = self.along(t)
+        self.skip_if(t.partial and name not in ("cumsum", "flip", "roll") and not self.errs())
         return self.add(name, (i,), t, lambda xp, _, x: ALONG[name](xp, x, k))
 
     def make_reduction(self):
         i, name = self.value(finished=False), self.pick(["sum", "sum", "mean", "max", "min", "argmax"])
         t = self.types[i]
         k = self.along(t, is_free=name not in ("sum", "mean"))
-        if k is None or (t.partial and name not in ("sum", "mean") and not self.errs()):
-            return None
+        self.skip_if(t.partial and name not in ("sum", "mean") and not self.errs())
         rest, partial = (*t.dims[:k], *t.dims[k + 1 :]), t.partial | set(t.dims[k].axes)
         scale = math.prod
         if name == "mean":
@@ -385,33 +396,26 @@ class Generator:
         i, j = self.value(finished=False, ndim=1), self.value(ndim=1)
         a, b = self.types[i], self.types[j]
         pairs = [(k, m) for k, x in enumerate(a.dims) for m, y in enumerate(b.dims) if x == y]
-        if not pairs:
-            return None
+        self.skip_if(not pairs)
         k, m = self.pick(pairs)
         rest = (*a.dims[:k], *a.dims[k + 1 :], *b.dims[:m], *b.dims[m + 1 :])
         used = [axis for dim in rest for axis in dim.axes]
         partial = a.partial | b.partial | set(a.dims[k].axes)
-        if len(rest) > 3 or ((len(set(used)) < len(used) or partial & set(used)) and not self.errs()):
-            return None
+        self.skip_if(len(rest) > 3 or ((len(set(used)) < len(used) or partial & set(used)) and not self.errs()))
         return self.add("dot", (i, j), Type(rest, partial), lambda xp, _, x, y: xp.tensordot(x, y, ((k,), (m,))) / 4)
 
     def make_transposition(self):
         i = self.value(finished=False, ndim=2)
-        if i is None:
-            return None
         t, order = self.types[i], self.rng.sample(range(len(self.types[i].dims)), len(self.types[i].dims))
         t = t._replace(dims=tuple(t.dims[k] for k in order))
         return self.add("transpose", (i,), t, lambda xp, _, x: xp.transpose(x, order))
 
     def make_merge(self):
         i = self.value(finished=False, ndim=2)
-        if i is None:
-            return None
         t = self.types[i]
         k = self.rng.randrange(len(t.dims) - 1)
         a, b = t.dims[k : k + 2]
-        if b.axes and not self.errs() and self.rng.random() < 0.7:
-            return None
+        self.skip_if(b.axes and not self.errs() and self.rng.random() < 0.7)
         dims = (*t.dims[:k], Dim(a.size * b.size, a.axes + b.axes), *t.dims[k + 2 :])
         merge = lambda xp, _, x: x.reshape(*x.shape[:k], x.shape[k] * x.shape[k + 1], *x.shape[k + 2 :])
         return self.add("merge", (i,), t._replace(dims=dims), merge)
@@ -421,8 +425,7 @@ class Generator:
         t = self.types[i]
         k, major = self.rng.randrange(len(t.dims)), self.rng.random() < 0.5
         dim = t.dims[k]
-        if dim.size < 32 or (dim.axes and not major and not self.errs()):
-            return None
+        self.skip_if(dim.size < 32 or (dim.axes and not major and not self.errs()))
         pair = [Dim(dim.size // 2, dim.axes), Dim(2)]
         shape = lambda n: (n // 2, 2) if major else (2, n // 2)
         split = lambda xp, _, x: x.reshape(*x.shape[:k], *shape(x.shape[k]), *x.shape[k + 1 :])
@@ -432,8 +435,8 @@ class Generator:
     def make_part(self):
         i = self.value(finished=False, ndim=1)
         t = self.types[i]
-        if (k := self.along(t)) is None or t.dims[k].size < 16:
-            return None
+        k = self.along(t)
+        self.skip_if(t.dims[k].size < 16)
         dims = (*t.dims[:k], t.dims[k]._replace(size=t.dims[k].size // 2), *t.dims[k + 1 :])
         half = lambda xp, _, x: _rows(xp, x, 0, x.shape[k] // 2, k)
         return self.add("half", (i,), t._replace(dims=dims), half)
@@ -441,8 +444,8 @@ class Generator:
     def make_join(self):
         i = self.value(finished=False, ndim=1)
         t = self.types[i]
-        if (k := self.along(t)) is None or t.dims[k].size > 32:
-            return None
+        k = self.along(t)
+        self.skip_if(t.dims[k].size > 32)
         j = self.pick([m for m, u in enumerate(self.types) if (u.dims, u.partial, u.kind) == (t.dims, t.partial, "f")])
         dims = (*t.dims[:k], t.dims[k]._replace(size=2 * t.dims[k].size), *t.dims[k + 1 :])
         return self.add("join", (i, j), t._replace(dims=dims), lambda xp, _, x, y: xp.concatenate([x, y], axis=k))
@@ -468,8 +471,7 @@ class Generator:
         how, others = self.pick(LOOKUPS), 7 - ids
         axes = t.dims[0].axes if not self.errs() else (self.pick(AXES),)
         used = {a for dim in (*t.dims[1:], *u.dims) for a in dim.axes} | t.partial
-        if len(axes) != 1 or t.dims[0].size != 16 or (set(axes) & used and not self.errs()):
-            return None
+        self.skip_if(len(axes) != 1 or t.dims[0].size != 16 or (set(axes) & used and not self.errs()))
         found = Type((*u.dims, *t.dims[1:]), t.partial | set(axes))
         return self.add(f"lookup, {how}", (i, ids, others), found, _looked_up(how, axes[0]))
 
@@ -477,8 +479,7 @@ class Generator:
         i, ids, axis = self.value(ndim=1), self.pick([3, 4]), self.pick(AXES)
         t, u, how = self.types[i], self.types[ids], self.pick(["right"] * 5 + ["other ids", "not masked"])
         used = [a for dim in (*t.dims, Dim(16, (axis,))) for a in dim.axes]
-        if t.dims[0] != u.dims[0] or (len(set(used)) < len(used) and not self.errs()):
-            return None
+        self.skip_if(t.dims[0] != u.dims[0] or (len(set(used)) < len(used) and not self.errs()))
         total = Type((Dim(16, (axis,)), *t.dims[1:]), t.partial | set(t.dims[0].axes))
         return self.add(f"scatter, {how}", (i, ids, 7 - ids), total, _added(how, axis, 16))
 
@@ -486,8 +487,7 @@ class Generator:
         i, j = self.value(), self.value()
         go = lambda x: x.sum()
         free = not any(d.axes for d in self.types[j].dims) and not self.types[j].partial
-        if not free and not self.errs():
-            return None
+        self.skip_if(not free and not self.errs())
         how = self.pick([_branch, _loop])
         return self.add(how.__name__, (i, j), self.types[i], lambda xp, _, x, y: how(xp, x, go(y)))
 
@@ -495,8 +495,7 @@ class Generator:
         i = self.value(finished=False) if i is None else i
         t = self.types[i]
         axis = self.pick(sorted(t.partial)) if t.partial and not self.errs() else self.pick(AXES)
-        if axis not in t.partial and not self.errs():
-            return None
+        self.skip_if(axis not in t.partial and not self.errs())
         name = "psum" if not self.errs() else self.pick(["pmean", "pmax"])
         total = {"psum": sum, "pmean": lambda x: sum(x) / len(x), "pmax": lambda x: np.max(x, axis=0)}[name]
         done = t._replace(partial=t.partial - {axis})
@@ -514,8 +513,7 @@ class Generator:
         t = self.types[i]
         axis = self.pick(sorted(t.partial)) if t.partial else self.pick(AXES)
         k = self.rng.randrange(len(t.dims))
-        if (axis not in t.partial or t.dims[k].size < 16) and not self.errs():
-            return None
+        self.skip_if((axis not in t.partial or t.dims[k].size < 16) and not self.errs())
         dims = (*t.dims[:k], Dim(t.dims[k].size, (*t.dims[k].axes, axis)), *t.dims[k + 1 :])
         scatter = lambda x: lax.psum_scatter(x, axis, scatter_dimension=k, tiled=True)
         t = Type(dims, t.partial - {axis})
@@ -526,8 +524,7 @@ class Generator:
         t = self.types[i]
         k = self.rng.randrange(len(t.dims))
         axes = t.dims[k].axes
-        if not axes:
-            return None
+        self.skip_if(not axes)
         axis = axes[-1] if not self.errs() else axes[0]
         dims = (*t.dims[:k], Dim(t.dims[k].size, tuple(a for a in axes if a != axis)), *t.dims[k + 1 :])
         gathered = reduced(axis, lambda x: np.concatenate(x, axis=k))
@@ -536,12 +533,9 @@ class Generator:
 
     def make_exchange(self):
         i = self.value(finished=False, ndim=2)
-        if i is None:
-            return None
         t = self.types[i]
         pairs = [(s, j) for s in range(len(t.dims)) for j, d in enumerate(t.dims) if s != j and d.axes]
-        if not pairs:
-            return None
+        self.skip_if(not pairs)
         s, j = self.pick(pairs)
         axis = t.dims[j].axes[-1]
         dims = list(t.dims)
@@ -553,9 +547,8 @@ class Generator:
     def make_own_block(self):
         i, axis = self.value(finished=False, ndim=1), self.pick(AXES)
         t = self.types[i]
-        used = {a for dim in t.dims for a in dim.axes} | t.partial
-        if (k := self.along(t)) is None or (axis in used and not self.errs()):
-            return None
+        used, k = {a for dim in t.dims for a in dim.axes} | t.partial, self.along(t)
+        self.skip_if(axis in used and not self.errs())
         dims = (*t.dims[:k], Dim(t.dims[k].size, (*t.dims[k].axes, axis)), *t.dims[k + 1 :])
 
         def local(xp, device, x):
@@ -568,8 +561,7 @@ class Generator:
 
     def make_index_of_device(self):
         i, axis = self.value(), self.pick(AXES)
-        if not self.errs():
-            return None
+        self.skip_if(not self.errs())
         return self.add("device", (i,), self.types[i], lambda xp, device, x: x * (1 + device.index(axis)))
 
 

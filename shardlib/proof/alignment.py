@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Literal, Var
 
-from shardlib.equations import CALLS, body_of, is_variable, source_dims
+from shardlib.equations import CALLS, axes_of, body_of, is_variable, source_dims
 from shardlib.marks import is_region
 from shardlib.proof import rings
 from shardlib.proof.equation import Equation, comparable
@@ -149,14 +149,12 @@ class Alignment:
         for eqn in theirs.eqns:
             views += _views(rest, here)
             x = _operand(eqn, there)
-            if x is not None and (own := self._view_of(views, eqn, x, here)):
+            own = self._view_of(views, eqn, x, here) if x is not None else None
+            found = here[own.outvars[0]] if own else x and _view(eqn, x)
+            if found is not None:
                 views = [other for other in views if other is not own]
-                is_own, found = here[own.invars[0]] == x, here[own.outvars[0]]
+                is_own = own is not None and here[own.invars[0]] == x
                 pairs.append(Pair(own, eqn) if is_own else Pair(_cut(eqn, [x], found.shape), eqn, is_own=False))
-                there[eqn.outvars[0]] = found
-                continue
-            if x is not None and (found := _view(eqn, x)) is not None:
-                pairs.append(Pair(_cut(eqn, [x], found.shape), eqn, is_own=False))
                 there[eqn.outvars[0]] = found
                 continue
             own = rest.pop() if rest else None
@@ -386,12 +384,14 @@ def _completed(jaxpr: Any, twin: Any, twin_sizes: Mapping[str, int]) -> Any:
         same = lambda a, b: is_variable(a) and is_variable(b) and a in pairs and kept(pairs[a]) is b
         return [pairs[a] if same(a, b) else b for a, b in zip(ours, theirs, strict=True)]
 
+    is_same = lambda a, b: not is_variable(a) or pairs.get(a) is b
+    does_same = lambda a, b: axes_of(a) == axes_of(b) and all(map(is_same, a.invars, b.invars))
     found, rest = [], list(twin.eqns)
     for eqn in jaxpr.eqns:
         other = rest[0] if rest and rest[0].primitive is eqn.primitive else None
         if other is not None:
             other = other.replace(invars=renamed(eqn.invars, other.invars))
-        if other is None or (eqn.primitive.name in OPERATIONS and not _does_same(eqn, other, pairs)):
+        if other is None or (eqn.primitive.name in OPERATIONS and not does_same(eqn, other)):
             if (other := _left_out(eqn, pairs, twin_sizes)) is None:
                 return twin
             before |= {new: kept(old) for new, old in zip(other.outvars, other.invars, strict=False)}
@@ -400,16 +400,6 @@ def _completed(jaxpr: Any, twin: Any, twin_sizes: Mapping[str, int]) -> Any:
         found.append(other)
         pairs.update(zip(eqn.outvars, other.outvars, strict=False))
     return twin if rest else twin.replace(eqns=found, outvars=renamed(jaxpr.outvars, twin.outvars))
-
-
-def _axes(eqn: Any) -> tuple:
-    axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
-    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
-
-
-def _does_same(eqn: Any, other: Any, pairs: Mapping) -> bool:
-    same = zip(eqn.invars, other.invars, strict=False)
-    return _axes(eqn) == _axes(other) and all(not is_variable(a) or pairs.get(a) is b for a, b in same)
 
 
 def _left_out(eqn: Any, pairs: Mapping, twin_sizes: Mapping[str, int]) -> Any:
@@ -422,7 +412,7 @@ def _left_out(eqn: Any, pairs: Mapping, twin_sizes: Mapping[str, int]) -> Any:
         return eqn.replace(invars=[pairs[first], one], outvars=[Var(pairs[first].aval)])
     if name not in OPERATIONS or not eqn.params.get("tiled", True) or not all(map(is_variable, eqn.invars)):
         return None
-    if any(twin_sizes[axis] != 1 for axis in _axes(eqn)):
+    if any(twin_sizes[axis] != 1 for axis in axes_of(eqn)):
         return None
     operands = [pairs[var] for var in eqn.invars]
     return eqn.replace(invars=operands, outvars=[Var(var.aval) for var in operands])

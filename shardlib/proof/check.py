@@ -83,13 +83,11 @@ def _outside(program: Any, twin: Any, arrays: bool) -> Iterator[str]:
             yield f"an array that was made outside of the program depends on the mesh: {text}\n  remedy: {remedy}"
     pairs = dict(zip([*ours.constvars, *ours.invars], [*theirs.constvars, *theirs.invars], strict=True))
     is_same = lambda a, b: isinstance(a, Literal) or pairs.get(a) is b
-    for eqn, other in zip([*ours.eqns, ours], [*theirs.eqns, theirs], strict=True):
-        a, b = (e.outvars if e in (ours, theirs) else e.invars for e in (eqn, other))
-        if len(a) != len(b) or not all(map(is_same, a, b)):
-            place = "" if eqn is ours else f"{Equation(eqn).place()}: "
-            yield f"{place}another value is used outside of jax.shard_map than on one device\n  remedy: {remedy}"
-        if eqn is ours:
-            break
+    are_same = lambda a, b: len(a) == len(b) and all(map(is_same, a, b))
+    another = f"another value is used outside of jax.shard_map than on one device\n  remedy: {remedy}"
+    for eqn, other in zip(ours.eqns, theirs.eqns, strict=True):
+        if not are_same(eqn.invars, other.invars):
+            yield f"{Equation(eqn).place()}: {another}"
         pairs.update(zip(eqn.outvars, other.outvars, strict=True))
         if eqn.primitive.name == "shard_map":
             continue
@@ -98,6 +96,8 @@ def _outside(program: Any, twin: Any, arrays: bool) -> Iterator[str]:
             yield f"{Equation(eqn).place()}: {problem}\n  remedy: {remedy}"
         for inner, twins in zip(jaxprs_of(eqn), jaxprs_of(other), strict=True):
             yield from _outside(inner, twins, arrays)
+    if not are_same(ours.outvars, theirs.outvars):
+        yield another
 
 
 def _numbers(eqn: Any) -> list:

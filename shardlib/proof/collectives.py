@@ -7,32 +7,28 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from shardlib.equations import axes_of
 from shardlib.proof.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Value, constant, cut, devices, near, real
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.primitives import rule
 
 
 def _collective(*names: str) -> Callable:
-    """Decorator of the rule (eq, axes) of collectives. Over axes of one device they change nothing."""
+    """Decorator of the rule (eq, axes) of collectives. Over axes of one device, here and there, they change nothing."""
 
     def register(function: Callable) -> Callable:
         @rule(*names)
         def of_axes(eq: Equation) -> Any:
-            axes = axes_of(eq)
+            axes = axes_of(eq.eqn)
+            if eq.params.get("axis_index_groups") is not None or not all(isinstance(axis, str) for axis in axes):
+                problem = f"a collective over groups of devices, or over {axes}"
+                raise Refused(problem, "use an axis of the mesh for each group")
+            axes = tuple(axis for axis in axes if eq.sizes[axis] > 1)
             return function(eq, axes) if axes or not eq.params.get("tiled", True) else eq.ins
 
         return function
 
     return register
-
-
-def axes_of(eq: Equation) -> tuple[str, ...]:
-    """Axes of a collective that have more than one device here or on the other mesh."""
-    axes = eq.params.get("axis_name", eq.params.get("axes"))
-    axes = (axes,) if isinstance(axes, str) else tuple(axes)
-    if eq.params.get("axis_index_groups") is not None or not all(isinstance(axis, str) for axis in axes):
-        raise Refused(f"a collective over groups of devices, or over {axes}", "use an axis of the mesh for each group")
-    return tuple(axis for axis in axes if eq.sizes[axis] > 1)
 
 
 @_collective("vary_unreduced_cast", "vary_unreduced_cast_p", "preduce", "unreduced_cast")

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from shardlib.equations import equations_in, scan_counts
+from shardlib.equations import axes_of, body_of, equations_in, scan_counts
 from shardlib.proof.domain import UNIFORM, Dim, Value, Wild, constant, real, whole
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.primitives import COLLECTIVES
@@ -36,9 +36,7 @@ def _join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
         # A finished value is one whose extreme was taken already, so it joins one of which it is still to be taken.
         bare = [dataclasses.replace(value, extreme=None) for value in values]
         found = eq.joined(eq.joined_dims(values), bare)
-        known = a.known if a.is_constant and b.is_constant and a.known == b.known else None
-        scaled = a.scaled or b.scaled
-        return dataclasses.replace(found, extreme=a.extreme or b.extreme, scaled=scaled, known=known)
+        return dataclasses.replace(found, extreme=a.extreme or b.extreme, scaled=a.scaled or b.scaled)
     except Refused as refusal:
         return Value(a.dims, wild=interpreter.explain(eq, refusal))
 
@@ -61,18 +59,14 @@ def _fixed_point(interpreter: Any, eq: Equation, carry: list[Value], body: Any) 
     raise AssertionError(f"{eq.place()}: the facts about the carried values do not settle")
 
 
-def _own_rows(eq: Equation, xs: list[Value], carries: list[tuple[Any, Any]]) -> Dim | None:
+def _own_rows(eq: Equation, xs: list[Value]) -> Dim | None:
     """How the first dim of `xs` is cut, if a loop may run over each device's own rows; None if it may not.
 
     It does the same to each row and may add up, so that its results are blocks, and its sums partial. Devices are at
     different rows: nothing may be exchanged between them, and no result of a row be cut, or pending, over their axes.
-
-    Args:
-        eq: the loop.
-        xs: facts about what it runs over.
-        carries: of each carry, the variable of the body that comes in and the one that goes out.
     """
-    body = getattr(eq.params["jaxpr"], "jaxpr", eq.params["jaxpr"])
+    (body, _), (consts, carried) = body_of(eq.params["jaxpr"]), scan_counts(eq.eqn)
+    carries = zip(body.invars[consts : consts + carried], body.outvars[:carried], strict=True)
     for before, after in carries:
         uses = [e for e in body.eqns if any(var is before for var in e.invars)]
         if len(uses) != 1 or uses[0].primitive.name not in ("add", "add_any") or uses[0].outvars[0] is not after:
@@ -80,13 +74,9 @@ def _own_rows(eq: Equation, xs: list[Value], carries: list[tuple[Any, Any]]) -> 
         if uses[0].invars[0] is uses[0].invars[1] or sum(var in (before, after) for var in body.outvars) > 1:
             return None
     dims = {x.dims[0] for x in xs if not x.wild and x.dims[0] is not UNIFORM}
-    if (
-        len(dims) != 1
-        or not (axes := frozenset(map(real, (rows := dims.pop()).axes)))
-        or _collective(eq.params["jaxpr"], axes)
-    ):
-        return None
-    return rows
+    rows = dims.pop() if len(dims) == 1 else Dim(())
+    axes = frozenset(map(real, rows.axes))
+    return rows if axes and not _collective(eq.params["jaxpr"], axes) else None
 
 
 def _total(interpreter: Any, eq: Equation, start: Value, row: Value, rows: Dim) -> Value:
@@ -106,11 +96,9 @@ def _total(interpreter: Any, eq: Equation, start: Value, row: Value, rows: Dim) 
 
 
 def _scan(interpreter: Any, eq: Equation) -> list[Value]:
-    body = getattr(eq.params["jaxpr"], "jaxpr", eq.params["jaxpr"])
     consts, carried = scan_counts(eq.eqn)
     first, carry, xs = eq.ins[:consts], eq.ins[consts : consts + carried], eq.ins[consts + carried :]
-    twin = eq.twin.params["jaxpr"]
-    rows = _own_rows(eq, xs, list(zip(body.invars[consts : consts + carried], body.outvars[:carried], strict=True)))
+    twin, rows = eq.twin.params["jaxpr"], _own_rows(eq, xs)
     items = []
     for x in xs:
         try:
@@ -164,8 +152,7 @@ def _is_certain(eq: Equation, predicate: Value) -> bool:
 def _collective(jaxpr: Any, axes: frozenset[str]) -> Any:
     """The first collective over one of the axes in a jaxpr; None if there is none."""
     for eqn in equations_in(jaxpr):
-        names = eqn.params.get("axis_name", eqn.params.get("axes"))
-        if eqn.primitive.name in COLLECTIVES and axes & set(names if isinstance(names, tuple | list) else (names,)):
+        if eqn.primitive.name in COLLECTIVES and not axes.isdisjoint(axes_of(eqn)):
             return eqn
     return None
 

@@ -1,15 +1,8 @@
 """Facts about a value of a per-device program: the block of which whole value each device holds.
 
-The whole value is the one that the same program computes on one device. A device's value is one of:
-
-- its block of the whole value, each dim cut over the axes of its `Dim`;
-- one term of a sum over the devices of `partial`, or of a maximum or minimum over those of `extreme`;
-- the block times a number that depends on the mesh, as a mean over its own entries is: `ratio`;
-- the sum of the blocks of all devices, entry by entry, of which only the sum along the dim is right: `folded`;
-- a position that counts from the start of its block, or an offset of the block: `count`, `offset`;
-- an index less an offset, or what was looked up by it, or whether it is in this device's block: `origin`, `looked_up`,
-  `mask`;
-- anything else: `wild`, which must not reach a result.
+The whole value is the one that the same program computes on one device. A device's value is its block of it, or one
+term of a sum of such, or something that a later operation makes a block of; else it is `wild`, and must not reach a
+result.
 """
 
 import dataclasses

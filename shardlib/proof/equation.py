@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -287,9 +288,6 @@ def comparable(parameter: Any) -> Any:
 
 def frames_of(eqn: Any) -> list[tuple[str, int]]:
     """File and line of each call on the way to an equation, outermost first."""
-    traceback, found = eqn.source_info.traceback, []
-    traceback = traceback.as_python_traceback() if traceback is not None else None
-    while traceback is not None:
-        found.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
-        traceback = traceback.tb_next
-    return found
+    found = eqn.source_info.traceback
+    calls = traceback.walk_tb(found and found.as_python_traceback())
+    return [(frame.f_code.co_filename, line) for frame, line in calls]

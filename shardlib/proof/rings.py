@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from shardlib.equations import CALLS, body_of, is_variable, jaxprs_of, scan_counts
+from shardlib.equations import CALLS, axes_of, body_of, is_variable, jaxprs_of, scan_counts
 from shardlib.proof import collectives
 from shardlib.proof.domain import BLOCKS, Value
 from shardlib.proof.elementwise import FOLDS
@@ -26,8 +26,7 @@ _NUMBERS = itertools.count()
 
 def _permutes(eqn: Any, axis: str | None = None) -> str | None:
     """The axis whose devices pass a value on; None for another equation."""
-    names = eqn.params.get("axis_name") if eqn.primitive.name == "ppermute" else None
-    names = names if isinstance(names, tuple) else (names,)
+    names = axes_of(eqn) if eqn.primitive.name == "ppermute" else ()
     return names[0] if len(names) == 1 and axis in (None, names[0]) else None
 
 
@@ -239,7 +238,7 @@ def _computed(eqn: Any, var: Any, operand: Any, axis: str, n: int) -> list | Non
     """A scalar on each device, from those that it is computed from."""
     name = eqn.primitive.name
     if name == "axis_index":
-        return list(range(n)) if eqn.params["axis_name"] in (axis, (axis,)) else None
+        return list(range(n)) if axes_of(eqn) == (axis,) else None
     if var.aval.shape != () or var.aval.dtype.kind not in "iub":
         return None
     ins = [operand(v) for v in eqn.invars]

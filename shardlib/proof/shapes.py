@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from shardlib.equations import source_dims
+from shardlib.equations import axes_of, source_dims
 from shardlib.proof import collectives
 from shardlib.proof.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Value, constant, cut, devices, moved, whole
 from shardlib.proof.equation import WHOLE_SIZES, Equation, Refused
@@ -20,8 +20,7 @@ def _iota(eq: Equation) -> Value:
 
 @rule("axis_index")
 def _axis_index(eq: Equation) -> Value:
-    axis = eq.params["axis_name"]
-    axes = axis if isinstance(axis, tuple) else (axis,)
+    axes = axes_of(eq.eqn)
     offset = tuple((a, devices(eq.sizes, axes[i + 1 :])) for i, a in enumerate(axes) if eq.sizes[a] > 1)
     return Value((), offset=tuple(sorted(offset)), known=(0, 0))
 
@@ -199,17 +198,12 @@ def _stack(eq: Equation) -> Value:
     return eq.joined(dims, eq.ins)
 
 
-@rule("unstack")
-def _unstack(eq: Equation) -> list[Value]:
-    (x,), k = eq.ins, eq.params["axis"]
-    eq.uncut(x, k, "an array is taken apart")
-    return [x.rearranged((*x.dims[:k], *x.dims[k + 1 :])) for _ in eq.eqn.outvars]
-
-
-@rule("split")
+@rule("split", "unstack")
 def _split(eq: Equation) -> list[Value]:
     (x,), k = eq.ins, eq.params["axis"]
     eq.uncut(x, k, "an array is split")
+    if eq.name == "unstack":
+        return [x.rearranged((*x.dims[:k], *x.dims[k + 1 :])) for _ in eq.eqn.outvars]
     return [_piece_of(eq, x, var.aval.shape) for var in eq.eqn.outvars]
 
 

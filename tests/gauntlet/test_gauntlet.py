@@ -95,16 +95,6 @@ def traced() -> list:
     return found
 
 
-def configurations() -> list:
-    """The configurations; `long`, but for one without stages and one with them."""
-    return [pytest.param(c, marks=[] if c in ("llama", "tied stages") else [pytest.mark.long]) for c in CONFIGS]
-
-
-@pytest.mark.parametrize("config", configurations())
-def test_the_source_as_it_stands_is_traced(config):
-    assert refusal({}, CONFIGS[config]) is None
-
-
 @pytest.mark.parametrize("number", traced())
 def test_tracing_refuses_what_it_is_said_to(number):
     bug = BUGS[number]
@@ -136,13 +126,13 @@ def verified(bug: dict, directory: Path, *overrides: str) -> subprocess.Complete
     return verify(directory, *config["overrides"], *settings, *overrides, name=config["name"])
 
 
-def named(caught: str) -> list:
-    """The bugs that are caught so; `slow`, but for one."""
-    marks = lambda number: [pytest.mark.slow]
-    return [pytest.param(n, marks=marks(n)) for n, bug in BUGS.items() if bug.get("caught") == caught]
+def caught_by(check: str) -> list[int]:
+    """Numbers of the bugs that a check catches."""
+    return [number for number, bug in BUGS.items() if bug.get("caught") == check]
 
 
-@pytest.mark.parametrize("number", named("verify"))
+@pytest.mark.slow
+@pytest.mark.parametrize("number", caught_by("verify"))
 def test_verify_names_the_tensor(number, tmp_path):
     done = verified(BUGS[number], tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr
@@ -153,10 +143,7 @@ def test_verify_names_the_tensor(number, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "number",
-    [number for number, bug in BUGS.items() if bug.get("caught") == "tracing" and not in_process(bug)],
-)
+@pytest.mark.parametrize("number", [number for number in caught_by("tracing") if not in_process(BUGS[number])])
 def test_tracing_refuses_edits_of_other_packages_too(number, tmp_path):
     done = verified(BUGS[number], tmp_path, "verify.only_types=true")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -167,7 +154,7 @@ def test_tracing_refuses_edits_of_other_packages_too(number, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [n for n, bug in BUGS.items() if bug.get("caught") == "test"])
+@pytest.mark.parametrize("number", caught_by("test"))
 def test_a_test_fails(number, tmp_path):
     """In a copy of the repository."""
     skipped = shutil.ignore_patterns("__pycache__", ".*", "runs", "*.egg-info")
