@@ -2,6 +2,7 @@
 
 import html
 import itertools
+from collections.abc import Iterable
 
 from shardwright.compiled.table import KINDS, Row, Table, around, in_bytes
 from shardwright_data.foreign import shown
@@ -36,18 +37,7 @@ class _Picture:
 
     def svg(self) -> str:
         self.title()
-        frames: list[tuple[int, float]] = []  # numbers of sections that are open, and where their frames begin
-        of_line = lambda row: (row.section, row.line, row.phase)
-        for (section, *_), rows in itertools.groupby(self.table.rows, of_line):
-            path = around(self.table.sections, section)[1:]
-            while frames and frames[-1][0] not in path:
-                self.close(frames)
-            for number in path[len(frames) :]:
-                frames.append((number, self.y))
-                self.open(number, len(frames))
-            self.line([*rows], _MARGIN + _INDENT * len(frames))
-        while frames:
-            self.close(frames)
+        self.section(self.table.rows, 0)
         size = f'width="{_WIDTH}" height="{self.y + _MARGIN:.0f}" viewBox="0 0 {_WIDTH} {self.y + _MARGIN:.0f}"'
         font = 'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font}>'
@@ -85,17 +75,22 @@ class _Picture:
         self.text(_MARGIN, 96, notes, 11, _QUIET)
         self.y = 108
 
-    def open(self, number: int, depth: int) -> None:
-        section = self.table.sections[number]
-        count = "" if section.kind == "branch" else f" × {section.turns or '?'}"
-        self.text(_MARGIN + _INDENT * depth, self.y + 17, section.title + count, 13, "#1f3b73", bold=True)
-        self.y += 24
-
-    def close(self, frames: list[tuple[int, float]]) -> None:
-        """Draws the frame of the innermost open section."""
-        x, (_, top) = _MARGIN + _INDENT * (len(frames) - 0.5), frames.pop()
-        self.box(x, top, _WIDTH - 2 * x, self.y - top, "none", "#8aa0c8")
-        self.y += 6
+    def section(self, rows: Iterable[Row], depth: int) -> None:
+        """Draws the lines of a section, and a frame for each section within it."""
+        sections = self.table.sections
+        within = lambda row: next(iter(around(sections, row.section)[depth + 1 :]), None)
+        for number, group in itertools.groupby(rows, within):
+            if number is None:
+                for _, of_line in itertools.groupby(group, lambda row: (row.line, row.phase)):
+                    self.line([*of_line], _MARGIN + _INDENT * depth)
+                continue
+            x, top, inner = _MARGIN + _INDENT * (depth + 0.5), self.y, sections[number]
+            count = "" if inner.kind == "branch" else f" × {inner.turns or '?'}"
+            self.text(x + _INDENT / 2, top + 17, inner.title + count, 13, "#1f3b73", bold=True)
+            self.y += 24
+            self.section(group, depth + 1)
+            self.box(x, top, _WIDTH - 2 * x, self.y - top, "none", "#8aa0c8")
+            self.y += 6
 
     def line(self, rows: list[Row], left: float) -> None:
         """Draws the line of the source, and below it what it communicates, multiplies and keeps."""
