@@ -22,7 +22,7 @@ from shardwright.run.checkpoint import Checkpointer, find_checkpoint
 from shardwright.run.checkpoint_arrays import NO_ORDERS, Orders
 from shardwright.run.files import read_config
 from shardwright.run.provenance import compare_source, provenance_of
-from shardwright.run.resuming import config_of, fixed_by_weights, saved_config, with_defaults
+from shardwright.run.resuming import config_of, saved_config, with_defaults
 from shardwright.run.stages import stack_orders
 from shardwright.settings.differences import config_differences
 from shardwright.settings.words import say
@@ -190,7 +190,10 @@ def read_weights(path: str | os.PathLike, like: Any, config: dict, orders: Order
     checkpoints, step = find_checkpoint(path)
     with checkpoints:
         saved = with_defaults(saved_config(checkpoints.metadata(step)), config["model"].get("module"))
-        if differences := config_differences(saved, config, fixed_by_weights(config)):
+        # Further training may change RoPE scaling, for longer sequences, and dropout.
+        free = ("embed_init_scale", "weight_init_scale", "rope_scaling", "dropout")
+        fixed = tuple(f"model.{name}" for name in config["model"] if name not in free)
+        if differences := config_differences(saved, config, fixed):
             raise ValueError(
                 f"training.init_from is {path}, which has the weights of another model:\n  "
                 + "\n  ".join(differences)

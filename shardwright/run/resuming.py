@@ -59,21 +59,6 @@ def literal(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def check_modules(saved: Mapping[str, Any], trust: bool) -> None:
-    """Raises ValueError for a module, of the model or of the schedule, that is not shipped here, unless `trust`."""
-    schedule = saved.get("pipeline", {}).get("schedule", "gpipe")
-    module = saved.get("model", {}).get("module", "train")
-    for name, value, known in (
-        ("model.module", module, is_shipped(str(module))),
-        ("pipeline.schedule", schedule, schedule in SCHEDULES),
-    ):
-        if not (known or trust):
-            raise ValueError(
-                f"{name} of the checkpoint is {value!r}, which is not shipped here: importing it runs its code. If the "
-                "run is yours, or you have read that file, give trust=true."
-            )
-
-
 def with_defaults(saved: dict, named: str | None = None) -> dict:
     """A checkpoint's configuration, with defaults for the settings that it does not have.
 
@@ -101,10 +86,18 @@ def config_of(saved: dict, trust: bool = False) -> Config:
     Raises ValueError for a setting that is missing, unknown or out of its range, and for a module that is not shipped
     here unless `trust`.
     """
-    check_modules(saved, trust)
+    module = saved["model"].get("module", "train")
+    schedule = saved.get("pipeline", {}).get("schedule", "gpipe")
+    named = ("model.module", module, is_shipped(str(module))), ("pipeline.schedule", schedule, schedule in SCHEDULES)
+    for name, value, known in named:
+        if not (known or trust):
+            raise ValueError(
+                f"{name} of the checkpoint is {value!r}, which is not shipped here: importing it runs its code. If the "
+                "run is yours, or you have read that file, give trust=true."
+            )
     register_schema()
     schema = ConfigStore.instance().load("config_schema.yaml").node
-    return to_config(OmegaConf.merge(schema, literal(with_defaults(saved, saved["model"].get("module")))))
+    return to_config(OmegaConf.merge(schema, literal(with_defaults(saved, module))))
 
 
 def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
@@ -148,7 +141,7 @@ def choose_checkpoint(
         skip_steps: data.skip_steps.
 
     Raises:
-        ValueError: there is no checkpoint of step `wanted`, or none that is whole.
+        ValueError: there is no such checkpoint that is whole.
     """
     there = agreed(checkpoints.steps)
     while (step := checkpoints.latest_step(without=damaged)) is not None:
@@ -162,19 +155,14 @@ def choose_checkpoint(
         if wanted in there and wanted not in damaged:
             return wanted, agreed(lambda: checkpoints.metadata(wanted))
         break
+    if wanted is None and not damaged:
+        return None
     # A run that went back may have deleted, as the oldest, the checkpoint that it went back to.
-    if wanted is not None and wanted not in there:
-        raise ValueError(
-            f"training.resume_step is {wanted}, but {checkpoints.store.url} has the checkpoints {there}; choose one of "
-            "these, or null for the latest."
-        )
-    if damaged:
-        which = "; ".join(f"step {step}: {why}" for step, why in sorted(damaged.items(), reverse=True))
-        raise ValueError(
-            f"no checkpoint in {checkpoints.store.url} is whole that this run could go on from. {which} Copy one "
-            "there, or start a run of another name."
-        )
-    return None
+    which = "; ".join(f"step {step}: {why}" for step, why in sorted(damaged.items(), reverse=True))
+    raise ValueError(
+        f"no checkpoint in {checkpoints.store.url} is whole that this run could go on from: training.resume_step is "
+        f"{wanted}, there are {there}. {which} Choose another step, copy one there, or start a run of another name."
+    )
 
 
 def _went_back(metadata: dict, wanted: int, skip_steps: Sequence[int], step: int) -> bool:
@@ -187,13 +175,3 @@ def _went_back(metadata: dict, wanted: int, skip_steps: Sequence[int], step: int
     except ValueError:
         return False
     return True
-
-
-def fixed_by_weights(config: dict) -> tuple[str, ...]:
-    """Dotted names of the settings that a run must have in common with the run of training.init_from.
-
-    They are the model's settings, without those of its initial weights, and without those that further training may
-    change: RoPE scaling, for longer sequences, and dropout.
-    """
-    free = ("embed_init_scale", "weight_init_scale", "rope_scaling", "dropout")
-    return tuple(f"model.{name}" for name in config["model"] if name not in free)
