@@ -243,34 +243,26 @@ class Checkpointer(contextlib.AbstractContextManager):
         return f"{self.store.url}/{place}"
 
     def _write(self, step: int, arrays: list[Part], metadata: dict) -> None:
-        directory = directory_of(step)
+        directory, is_first = directory_of(step), jax.process_index() == 0
+        told = f"{directory}/.written-{jax.process_index()}"
         try:
-            self._write_all(step, directory, arrays, metadata)
+            written = write_arrays(self.store, directory, arrays)
+            if is_first:
+                written |= self._await_others(directory)
+                commit(self.store, step, [saved for saved, _ in arrays], written, metadata)
+            else:
+                self.store.write(told, json.dumps({"written": written}).encode())
         except OSError as error:
             with contextlib.suppress(OSError):
-                if jax.process_count() > 1:
-                    self._tell_others(directory, {"failed": str(error)})
-                else:
+                if is_first:
                     self.store.remove(directory)  # it may have filled the disk, which the metrics need
+                else:
+                    self.store.write(told, json.dumps({"failed": str(error)}).encode())
             self._fail(step, error)
-        if self._keep and self.rotates and jax.process_index() == 0:
+        if self._keep and self.rotates and is_first:
             with self._if_possible():
                 for old in self.steps()[: -self._keep]:
                     self.store.remove(directory_of(old))
-
-    def _write_all(self, step: int, directory: str, arrays: list[Part], metadata: dict) -> None:
-        written = write_arrays(self.store, directory, arrays)
-        if jax.process_index() != 0:
-            self._tell_others(directory, {"written": written})
-            return
-        others = range(1, jax.process_count())
-        written |= self._await(directory, others)
-        for process in others:
-            self.store.write(f"{directory}/.written-{process}", None)
-        commit(self.store, step, [saved for saved, _ in arrays], written, metadata)
-
-    def _tell_others(self, directory: str, content: dict) -> None:
-        self.store.write(f"{directory}/.written-{jax.process_index()}", json.dumps(content).encode())
 
     def _fail(self, step: int, error: OSError) -> None:
         raise OSError(
@@ -278,28 +270,27 @@ class Checkpointer(contextlib.AbstractContextManager):
             "if there are any, stay as they are."
         ) from error
 
-    def _await(self, directory: str, processes: Iterable[int]) -> Checksums:
-        """What these processes wrote.
+    def _await_others(self, directory: str) -> Checksums:
+        """What the other processes wrote.
 
         A barrier made of files. A collective on this background thread could come between the collectives of the
         training step in another order on each host, and hang them all.
         """
-        deadline, missing, written = time.monotonic() + COMMIT_TIMEOUT_S, {*processes}, {}
-        while missing:
-            for process in sorted(missing):
-                content = self.store.read(f"{directory}/.written-{process}")
-                if content is not None:
-                    found = json.loads(content)
-                    if "failed" in found:
-                        raise OSError(f"another process failed to write its part: {found['failed']}")
-                    written |= found["written"]
-                    missing.remove(process)
-            if time.monotonic() > deadline:
-                raise OSError(
-                    f"the other processes did not finish within {COMMIT_TIMEOUT_S:g} s. "
-                    "Is the directory on a file system that all hosts share?"
-                )
-            time.sleep(0.2 if self.store.path else 1.0)
+        deadline, written = time.monotonic() + COMMIT_TIMEOUT_S, {}
+        for process in range(1, jax.process_count()):
+            key = f"{directory}/.written-{process}"
+            while (content := self.store.read(key)) is None:
+                if time.monotonic() > deadline:
+                    raise OSError(
+                        f"process {process} did not finish within {COMMIT_TIMEOUT_S:g} s. Is the directory on a file "
+                        "system that all hosts share?"
+                    )
+                time.sleep(0.2 if self.store.path else 1.0)
+            found = json.loads(content)
+            if "failed" in found:
+                raise OSError(f"process {process} failed to write its part: {found['failed']}")
+            written |= found["written"]
+            self.store.write(key, None)
         return written
 
 
