@@ -58,13 +58,6 @@ class ClearMLServer(LocalServer):
         self.tasks[new] = copy.deepcopy(self.tasks[task]) | {"id": new, "runtime": {}} | changes
         return new
 
-    def wait_for_queue(self, seconds: float) -> bool:
-        """Waits for a task in the queue; returns whether there is one."""
-        end = time.monotonic() + seconds
-        while not self.queue and time.monotonic() < end:
-            time.sleep(0.1)
-        return bool(self.queue)
-
     def agent(self, checkout: Path, env: dict[str, str]) -> subprocess.Popen:
         """Starts the next task of the queue, with what clearml-agent takes of it."""
         task = self.tasks[self.queue.pop(0)]
@@ -127,8 +120,6 @@ def answer(server: ClearMLServer, call: str, lines: list[dict]) -> dict:
     task = server.tasks[asked["task"]]
     if verb.startswith("get_by_id"):
         return {"task": task}
-    if verb == "clone":
-        return {"id": server.copied(asked["task"], status="created", name=asked.get("new_task_name"), execution={})}
     if verb == "enqueue":
         task |= {"status": "queued", "execution": task["execution"] | {"queue": asked.get("queue") or "gpus"}}
         server.queue.append(task["id"])

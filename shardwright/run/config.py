@@ -6,7 +6,7 @@ The configuration of a run has to set each field that has no default. The other 
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -235,8 +235,6 @@ def check_config(c: Config) -> None:
         )
     if not c.distributed.is_single and c.paths.model_name is None:
         raise ValueError("distributed says that there are several processes; give paths.model_name, the same in all.")
-    if c.training.init_from == "":
-        raise ValueError("training.init_from is empty; give the directory of a run or of a checkpoint, or null.")
 
 
 def check_weights(name: str, which: str, ema_decay: float | None) -> None:
@@ -276,11 +274,3 @@ def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> 
             raise ValueError(
                 f"{name} is {value}; on the mesh {shown} it must be a multiple of {'·'.join(of_mesh)} = {devices}."
             )
-
-
-def check_booleans(overrides: Sequence[str], config) -> None:
-    """Raises ValueError for an override such as `data.shuffle=2`, which OmegaConf would take as true."""
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if isinstance(OmegaConf.select(config, key), bool) and value.lower().strip("'\"") not in ("true", "false"):
-            raise ValueError(f"{key} is {value}; it must be true or false.")

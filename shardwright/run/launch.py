@@ -12,13 +12,11 @@ from typing import Any
 import jax
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import OmegaConf
 
-from shardwright.cluster.config import check_distributed
 from shardwright.cluster.devices import make_mesh, start_devices
 from shardwright.cluster.watch import watched
 from shardwright.modeling.model import LanguageModel, load_model, module_of
-from shardwright.run.config import Config, check_booleans, check_divides, register_schema, to_config
+from shardwright.run.config import Config, check_divides, register_schema, to_config
 from shardwright.run.directory import check_place, run_directory
 from shardwright.run.sweeps import Job
 from shardwright.run.trackers import check_or_enqueue, with_edits
@@ -61,11 +59,8 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     """
     c = to_config(composed)
     check_place(c.paths.root_working_dir, c.paths.model_name)
-    check_booleans(HydraConfig.get().overrides.task, OmegaConf.structured(c))
     name = c.paths.model_name or HydraConfig.get().job.config_name
-    hosts = check_or_enqueue(c.trackers, name, dataclasses.asdict(c))
-    c.distributed = dataclasses.replace(c.distributed, **hosts)
-    check_distributed(c.distributed)
+    check_or_enqueue(c.trackers, name, dataclasses.asdict(c))
     start_devices(c.distributed, c.hardware)
     sizes = c.mesh.r, c.mesh.d, c.mesh.t
     with watched(c.distributed), jax.set_mesh(make_mesh(*sizes, jax.devices(), c.mesh.p)):

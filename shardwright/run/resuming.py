@@ -29,6 +29,7 @@ RETIRED = {
     "optimizer": ("state_dtype",),  # bf16 is refused where its arrays are read
     "pipeline": ("layers_per_stage", "recompute"),
     "distributed": ("stopped_exit_code",),
+    "trackers": ("num_hosts",),
 }
 """Settings of older checkpoints that no run has. None of them changes what a run computes."""
 _METADATA = {

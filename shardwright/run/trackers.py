@@ -28,7 +28,7 @@ from shardwright.compiled.files import write_whole
 from shardwright.run.optional import optional
 from shardwright.settings.differences import flat
 from shardwright.settings.words import say
-from shardwright_data.checks import check_choice, within
+from shardwright_data.checks import check_choice
 from shardwright_data.foreign import read_object
 
 FILE = "trackers.json"
@@ -50,18 +50,15 @@ class TrackersConfig:
     queue: str | None = None
     """Queue of ClearML, in which the run is put in place of running here; an agent of ClearML runs it. Needs clearml
     among the names."""
-    num_hosts: int = within(1, 2**16, 1)
-    """Agents of the queue that run it together, one process each."""
 
 
 def check_trackers(c: TrackersConfig) -> None:
     """Raises ValueError for an unknown tracker, or a queue without ClearML."""
     for name in c.names:
         check_choice("trackers.names", name, tuple(TRACKERS))
-    if (c.queue is not None and "clearml" not in c.names) or (c.queue is None and c.num_hosts > 1):
+    if c.queue is not None and "clearml" not in c.names:
         raise ValueError(
-            f"trackers.queue is {c.queue}, trackers.names {c.names}, trackers.num_hosts {c.num_hosts}. A queue needs "
-            "clearml among the names, and several hosts need a queue."
+            f"trackers.queue is {c.queue!r}, a queue of ClearML, but trackers.names is {c.names}. Add clearml to it."
         )
 
 
@@ -211,16 +208,13 @@ def with_edits(arguments: list[str]) -> list[str]:
     return kept + [f"{'++' if key in before else ''}{key}={value}" for key, value in edits.items()]
 
 
-def check_or_enqueue(c: TrackersConfig, name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def check_or_enqueue(c: TrackersConfig, name: str, settings: Mapping[str, Any]) -> None:
     """Puts the program into trackers.queue, and ends it. An agent's run of the program goes on here.
 
     Args:
         c: which trackers and queue.
         name: of the run.
         settings: all settings of the run, as nested dicts.
-
-    Returns:
-        The settings of `distributed` with which the hosts of an agent's run find one another; none for one host.
 
     Raises:
         ValueError: a tracker is not installed.
@@ -229,16 +223,10 @@ def check_or_enqueue(c: TrackersConfig, name: str, settings: Mapping[str, Any]) 
         package, _ = TRACKERS[which]
         if importlib.util.find_spec(package) is None:
             raise ValueError(f"trackers.names has {which}, whose package is not installed: pip install {package}")
-    if c.queue is None:
-        return {}
-    clearml = importlib.import_module("clearml")
-    task = _clearml_task(clearml, c.project, name, None, flat(dict(settings)))
-    task.execute_remotely(queue_name=c.queue)
-    if c.num_hosts == 1:
-        return {}
-    nodes = task.launch_multi_node(c.num_hosts, wait=True, hide_children=True)
-    coordinator = f"{nodes['master_addr']}:{nodes['master_port']}"
-    return {"coordinator": coordinator, "count": int(nodes["total_num_nodes"]), "id": int(nodes["node_rank"])}
+    if c.queue is not None:
+        clearml = importlib.import_module("clearml")
+        task = _clearml_task(clearml, c.project, name, None, flat(dict(settings)))
+        task.execute_remotely(queue_name=c.queue)
 
 
 # ---- sending ----------------------------------------------------------------------------------------------------

@@ -8,10 +8,9 @@ import sys
 
 import pytest
 from clearml_server import ClearMLServer
-from processes import ROOT, SMALL, free_port
+from processes import ROOT, SMALL
 
-from shardwright.run import trackers
-from shardwright.run.trackers import TrackersConfig, check_or_enqueue, with_edits
+from shardwright.run.trackers import with_edits
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("clearml") is None, reason="clearml is not installed")
 
@@ -91,22 +90,6 @@ def test_an_agent_runs_what_was_queued_and_what_was_edited(server, env, tmp_path
         assert [found[i] for i in sorted(found)] == pytest.approx(expected)
 
 
-@pytest.mark.slow
-def test_two_agents_are_the_hosts_of_one_run(server, env, tmp_path):
-    enqueue(tmp_path, env, "trackers.num_hosts=2", "mesh.d=2", "paths.model_name=run")
-    env |= {"CLEARML_MULTI_NODE_MASTER_DEF_ADDR": "127.0.0.1", "CLEARML_MULTI_NODE_MASTER_DEF_PORT": str(free_port())}
-    first = server.agent(ROOT, env)
-    assert server.wait_for_queue(SECONDS), "the first agent has queued nothing"
-    finish(first, server.agent(ROOT, env))
-    _, losses = run_of(tmp_path, "run")
-    assert len(losses) == 2
-    both = list(server.tasks.values())
-    assert [("hidden" in task["system_tags"], task["runtime"]["launch_multi_node/node_rank"]) for task in both] == [
-        (False, 0), (True, 1),
-    ]  # fmt: skip
-    assert {of for of, *_ in server.scalars} == {both[0]["id"]}
-
-
 class Task:
     """A task of an agent, whose settings were edited."""
 
@@ -141,16 +124,3 @@ def test_edits_become_overrides(now, expected, monkeypatch):
     assert with_edits(given) == expected
     monkeypatch.setattr(Task, "before", None)  # a task of another program
     assert with_edits(given) == given
-
-
-def test_hosts_of_a_queue_are_as_many_as_the_task_says(monkeypatch):
-    class Master:
-        def execute_remotely(self, queue_name):
-            pass
-
-        def launch_multi_node(self, total_num_nodes, **options):
-            return {"total_num_nodes": "4", "master_addr": "10.0.0.1", "master_port": 29500, "node_rank": 3}
-
-    monkeypatch.setattr(trackers, "_clearml_task", lambda *_: Master())
-    c = TrackersConfig(["clearml"], queue="gpus", num_hosts=2)  # edited in the task to 4
-    assert check_or_enqueue(c, "x", {}) == {"coordinator": "10.0.0.1:29500", "count": 4, "id": 3}
