@@ -99,12 +99,9 @@ def simulate_devices(hardware: HardwareConfig) -> None:
 
 
 def kept_programs(name: str) -> Path | None:
-    """Directory of this name beside the compiled programs that JAX keeps; None if this process keeps none.
-
-    None with several processes too, since all must do the same, and each may have kept other files.
-    """
+    """Directory of this name beside the compiled programs that JAX keeps; None if this process keeps none."""
     directory = jax.config.jax_compilation_cache_dir
-    keeps = directory and jax.config.jax_enable_compilation_cache and jax.process_count() == 1
+    keeps = directory and jax.config.jax_enable_compilation_cache
     return Path(directory) / name if keeps and "://" not in directory else None
 
 

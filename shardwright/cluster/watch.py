@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -26,6 +27,8 @@ from shardwright.settings.words import say
 
 _INTERVAL_S = 1.0
 _GRACE_S = 3.0
+SHOWN_HOSTS = 8
+"""Hosts that a run prints at its start; hosts.txt in its directory has all."""
 
 
 class _Place(NamedTuple):
@@ -70,7 +73,7 @@ def watched(c: DistributedConfig) -> Iterator[None]:
         ValueError: another number of processes found one another than distributed.count.
     """
     global _place
-    count, host = jax.process_count(), socket.gethostname()
+    count = jax.process_count()
     if c.count not in (None, count):
         raise ValueError(
             f"distributed.count is {c.count}, but {count} processes found one another. Start one process for each, "
@@ -80,20 +83,32 @@ def watched(c: DistributedConfig) -> Iterator[None]:
         yield
         return
     _place, over = _Place(), threading.Event()
-    who = f"process {jax.process_index()} on {host}"
+    who = f"process {jax.process_index()} on {socket.gethostname()}"
     threading.Thread(target=_watch, args=(c, who, over), name="watch", daemon=True).start()
     try:
-        # JAX's messages have the number of a process only, as that of a task.
-        name = np.frombuffer(host.encode()[:64].ljust(64, b"\0"), np.uint8)
-        hosts = [bytes(sent).rstrip(b"\0").decode() for sent in multihost_utils.process_allgather(name)]
-        if jax.process_index() == 0:
-            say("processes  " + ", ".join(f"{i} on {host}" for i, host in enumerate(hosts)), flush=True)
         yield
     except BaseException as error:
         now_at("ending after an error")
         atexit.register(_end_after_error, exit_of(error).code)
         raise
     over.set()
+
+
+def write_hosts(path: Path) -> None:
+    """Writes, in process 0, the host of each process to a file with a line for each, and prints a few of them.
+
+    JAX's messages have the number of a process only, as that of a task. Does nothing where there is one process.
+    """
+    if jax.process_count() == 1:
+        return
+    name = np.frombuffer(socket.gethostname().encode()[:64].ljust(64, b"\0"), np.uint8)
+    hosts = [bytes(sent).rstrip(b"\0").decode() for sent in multihost_utils.process_allgather(name)]
+    if jax.process_index() == 0:
+        path.write_text("".join(f"{i} {host}\n" for i, host in enumerate(hosts)))
+        more = f", …: {len(hosts)} in {path}" if len(hosts) > SHOWN_HOSTS else ""
+        say(
+            "processes  " + ", ".join(f"{i} on {host}" for i, host in enumerate(hosts[:SHOWN_HOSTS])) + more, flush=True
+        )
 
 
 def _watch(c: DistributedConfig, who: str, over: threading.Event) -> None:

@@ -14,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 
 from shardwright.cluster.devices import make_mesh, start_devices
-from shardwright.cluster.watch import watched
+from shardwright.cluster.watch import watched, write_hosts
 from shardwright.modeling.model import LanguageModel, load_model, module_of
 from shardwright.run.config import Config, check_divides, register_schema, to_config
 from shardwright.run.directory import check_place, run_directory
@@ -69,4 +69,5 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
         where = run_directory(c.paths.root_working_dir, c.paths.model_name, HydraConfig.get().job.config_name)
         with where as (name, directory):
             c.paths = dataclasses.replace(c.paths, model_name=name)
+            write_hosts(directory / "hosts.txt")
             yield c, model, directory

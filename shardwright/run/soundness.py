@@ -17,6 +17,7 @@ from shardlib.proof.check import UNTRACED, Finding, prove, raise_for
 from shardwright.cluster.devices import kept_programs
 from shardwright.modeling.model import inputs_of
 from shardwright.run.config import Config
+from shardwright.run.stores import agreed
 from shardwright_data.loader import batch_shapes
 
 OF_MACHINES = ("devices", "local_devices", "device_count", "local_device_count", "process_count", "process_index")
@@ -56,7 +57,14 @@ def check_program(program: Any, args: Any, source: Any, *settings: Any) -> None:
 
 
 def refuse(find: Callable[[], list[Finding]], source: Any, *parts: Any) -> None:
-    """Raises ShardError for what `find` finds, but for a `source` and `parts` of which all was proved before."""
+    """Raises ShardError for what `find` finds, but for a `source` and `parts` of which all was proved before.
+
+    Of several processes, which all call this with the same program, the first proves, and keeps the record.
+    """
+    agreed(lambda: _refuse(find, source, parts) if jax.process_index() == 0 else None)
+
+
+def _refuse(find: Callable[[], list[Finding]], source: Any, parts: tuple) -> None:
     mesh, known = jax.sharding.get_abstract_mesh(), kept_programs("soundness") if source else None
     parts = source, *parts, tuple(mesh.shape.items()), jax.__version__, jax.default_backend()
     record = known and known / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
