@@ -69,10 +69,6 @@ class Origin:
     shape: tuple[int, ...]
 
 
-def _is_float(x: Any) -> bool:
-    return is_float(getattr(x, "dtype", None))
-
-
 def _axes(x: Any) -> tuple[str, ...]:
     return sort_axes(jax.typeof(x).manual_axis_type.varying)
 
@@ -100,7 +96,7 @@ class Finder:
         self._layers, self._count = layers, results
         self._equations: dict[Path, Equation] = dict(equations(program))
         wanted = {
-            path: [i for i, var in enumerate(eq.eqn.outvars) if _is_float(var.aval)]
+            path: [i for i, var in enumerate(eq.eqn.outvars) if is_float(var.aval)]
             for path, eq in self._equations.items()
             if eq.name not in FINITE
         }
@@ -115,7 +111,7 @@ class Finder:
         """
         mesh, axes, name = jax.sharding.get_abstract_mesh(), _axes(x), self._equations[path].name
         given, device, key = jnp.int32(0), 0, self._keys[path, result]
-        for y in (jnp.asarray(y) for y in operands if _is_float(y)):
+        for y in (jnp.asarray(y) for y in operands if is_float(y)):
             level = _level(y)
             if name not in ELEMENTWISE or y.shape != x.shape:
                 level = jnp.max(level, initial=0)
@@ -130,12 +126,12 @@ class Finder:
         is_removed = (level > 0) & (is_after | (knobs["cause"] != key)) & (knobs["cause"] != ALL)
         return jnp.where(is_removed, jnp.zeros_like(x), x), jnp.max(level, initial=0)
 
-    def _run(self, arguments: list, below: int, cause: int = -1, turn: int = ALL, device: int = ALL, entry: int = ALL):
+    def _run(self, arguments: list, below: int, **knobs: int) -> tuple[list, list]:
         """The results that count; and of each value the level, by device and turn, or 0 if no operand is better.
 
         What is worse than operands that are below a level is 0, but for the cause; cause=ALL leaves all as it is.
         """
-        knobs = {"below": below, "cause": cause, "turn": turn, "device": device, "entry": entry}
+        knobs = {"below": below, "cause": -1, "turn": ALL, "device": ALL, "entry": ALL} | knobs
         results, levels = self._program({name: np.int32(value) for name, value in knobs.items()}, *arguments)
         return results[: self._count], levels
 
@@ -171,11 +167,10 @@ class Finder:
         loops = loops_around(eq)
         of_layers = [i for i, loop in enumerate(loops) if is_loop_over_layers(loop)]
         layers = None
-        if of_layers:
-            period = self._layers // loops[of_layers[0]].params["length"]
-            layers = turns[of_layers[0]] * period, (turns[of_layers[0]] + 1) * period - 1
-        line = eq.line()
-        name = function_and_target(*line) if line else ""
+        for i in of_layers[:1]:
+            period = self._layers // loops[i].params["length"]
+            layers = turns[i] * period, (turns[i] + 1) * period - 1
+        name = function_and_target(*(eq.line() or ("", 0)))
         stacks = [str(e.eqn.source_info.name_stack) for e in (eq, *loops)]
         is_backward = any("transpose" in stack for stack in stacks) or any(loop.params["reverse"] for loop in loops)
         microbatch = turns[0] if loops and 0 not in of_layers else None
@@ -183,7 +178,7 @@ class Finder:
 
 
 def _are_finite(results: list) -> bool:
-    return all(bool(jnp.isfinite(x).all()) for x in results if _is_float(x))
+    return all(bool(jnp.isfinite(x).all()) for x in results if is_float(x))
 
 
 def _by_execution(notes: list[Note], levels: list) -> list[tuple[Note, int]]:
@@ -191,10 +186,8 @@ def _by_execution(notes: list[Note], levels: list) -> list[tuple[Note, int]]:
     found = []
     for note, level in zip(notes, map(np.asarray, levels), strict=True):
         level = level.max(tuple(range(level.ndim - len(note.loops))))  # of all devices
-        if times := [
-            (executed(note, turn), note, int(level[turn])) for turn in map(tuple, np.argwhere(level).tolist())
-        ]:
-            found.append(min(times))
+        turns = map(tuple, np.argwhere(level).tolist())
+        found += sorted((executed(note, turn), note, int(level[turn])) for turn in turns)[:1]
     return [(note, level) for _, note, level in sorted(found)]
 
 

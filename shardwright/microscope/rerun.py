@@ -65,7 +65,7 @@ class Rerun:
         is_varying: bool = False,
         is_double: bool = False,
     ):
-        self._program, self._wanted, self._visit, self._knobs = program, wanted, visit, None
+        self._program, self._wanted, self._visit = program, wanted, visit
         self._is_same, self._is_varying, self._is_double = is_same, is_varying, is_double
         self.notes: list[Note] = []
 
@@ -75,8 +75,7 @@ class Rerun:
         `knobs` are arrays for `visit`, the same on all devices.
         """
         values: list[tuple[Note, jax.Array]] = []
-        self._knobs = knobs
-        results = self._run(self._program, args, (), values)
+        results = self._run(self._program, args, (), values, knobs)
         self.notes = [note for note, _ in values]
         return results, [value for _, value in values]
 
@@ -84,31 +83,31 @@ class Rerun:
         values = values_of(variables, env)
         return list(map(in_f64, values)) if self._is_double else values
 
-    def _run(self, jaxpr: Any, args: Any, path: Path, values: list, turns: tuple = ()) -> list:
+    def _run(self, jaxpr: Any, args: Any, path: Path, values: list, knobs: Any, turns: tuple = ()) -> list:
         jaxpr, consts = body_of(jaxpr)
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
         for eqn in jaxpr.eqns:
             name, here, ins = eqn.primitive.name, (*path, id(eqn)), self._values(eqn.invars, env)
             if name == "shard_map":
-                outs = self._on_devices(eqn, ins, values)
+                outs = self._on_devices(eqn, ins, values, knobs)
             elif name in CALLS:
-                outs = self._run(eqn.params[CALLS[name]], ins, here, values, turns)
+                outs = self._run(eqn.params[CALLS[name]], ins, here, values, knobs, turns)
             elif name == "scan":
-                outs = self._loop(eqn, ins, here, values, turns)
+                outs = self._loop(eqn, ins, here, values, knobs, turns)
             elif self._is_double:
                 outs = self._in_f64(eqn, jaxpr, ins)
             else:
                 outs = (_varying if self._is_varying else run_again)(eqn, jaxpr, ins)
             for i in self._wanted.get(here, ()):
                 if self._is_varying or not jax.typeof(outs[i]).manual_axis_type.unreduced:
-                    outs[i], taken = self._visit(here, i, turns, ins, outs[i], self._knobs)
+                    outs[i], taken = self._visit(here, i, turns, ins, outs[i], knobs)
                     axes = () if self._is_same else jax.sharding.get_abstract_mesh().axis_names
                     values.append((Note(here, i, (len(values),)), varying(taken, axes)))
             env.update(zip(eqn.outvars, outs, strict=True))
         return self._values(jaxpr.outvars, env)
 
     def _in_f64(self, eqn: Any, jaxpr: Any, ins: list) -> list:
-        run = lambda body: lambda *args: self._run(body, args, (), [])
+        run = lambda body: lambda *args: self._run(body, args, (), [], ())
         if eqn.primitive.name == "cond":
             return lax.switch(ins[0], list(map(run, eqn.params["branches"])), *ins[1:])
         if eqn.primitive.name == "while":
@@ -121,36 +120,31 @@ class Rerun:
             )
         return run_in_f64(eqn, jaxpr, ins)
 
-    def _on_devices(self, eqn: Any, ins: list, values: list) -> list:
+    def _on_devices(self, eqn: Any, ins: list, values: list, knobs: Any) -> list:
         notes: list[Note] = []
         axes = () if self._is_same else jax.sharding.get_abstract_mesh().axis_names
 
-        knobs = self._knobs
-
-        def per_device(inside, *ins):
+        def per_device(knobs, *ins):
             inner: list[tuple[Note, jax.Array]] = []
-            self._knobs = inside
-            outs = self._run(eqn.params["jaxpr"], ins, (), inner)
+            outs = self._run(eqn.params["jaxpr"], ins, (), inner, knobs)
             notes[:] = [note for note, _ in inner]
             return outs, [value[(None,) * len(axes)] for _, value in inner]
 
         out_specs = list(eqn.params["out_specs"]), P(*axes)
         in_specs = P(), *eqn.params["in_specs"]
         outs, found = jax.shard_map(per_device, in_specs=in_specs, out_specs=out_specs)(knobs, *ins)
-        self._knobs = knobs
         values += zip(notes, found, strict=True)
         return outs
 
-    def _loop(self, eqn: Any, ins: list, here: Path, values: list, around: tuple) -> list:
+    def _loop(self, eqn: Any, ins: list, here: Path, values: list, knobs: Any, around: tuple) -> list:
         consts, carried = scan_counts(eqn)
         turns, at, inner = (eqn.params["length"], eqn.params["reverse"]), len(values), []
 
         def body(carry, of_turn):
             inner.clear()  # JAX may trace it again
             turn, *xs = of_turn
-            outs = self._run(
-                eqn.params["jaxpr"], [*ins[:consts], *carry, *xs], here, inner, (*around, (turn, turns[0]))
-            )
+            args, within = [*ins[:consts], *carry, *xs], (*around, (turn, turns[0]))
+            outs = self._run(eqn.params["jaxpr"], args, here, inner, knobs, within)
             return outs[:carried], (outs[carried:], [value for _, value in inner])
 
         carry, xs = ins[consts : consts + carried], ins[consts + carried :]
@@ -168,14 +162,15 @@ OF_BITS = ("bitcast_convert_type", "pallas_call", "ffi_call")
 """Primitives whose results depend on the size of a dtype. They keep their own."""
 
 
-def is_float(dtype: Any) -> bool:
-    """Whether a dtype, or anything else, is one of floats."""
+def is_float(x: Any) -> bool:
+    """Whether a dtype, an array, or anything else, is of floats."""
+    dtype = x if isinstance(x, np.dtype | type) else getattr(x, "dtype", None)
     return isinstance(dtype, np.dtype | type) and jnp.issubdtype(dtype, jnp.floating)
 
 
 def in_f64(x: Any) -> Any:
     """`x`, and in f64 if it is an array of floats. While jax_enable_x64 is on."""
-    if not is_float(getattr(x, "dtype", None)):
+    if not is_float(x):
         return x
     return np.float64(x) if isinstance(x, np.ndarray) else lax.convert_element_type(x, jnp.float64)
 
@@ -183,7 +178,7 @@ def in_f64(x: Any) -> Any:
 def run_in_f64(eqn: Any, jaxpr: Any, ins: list) -> list[jax.Array]:
     """The results of an equation of `jaxpr` without bodies, for operands `in_f64`. Floats are not rounded to others."""
     name, params = eqn.primitive.name, dict(eqn.params)
-    if not any(is_float(getattr(var.aval, "dtype", None)) for var in (*eqn.invars, *eqn.outvars)):
+    if not any(is_float(var.aval) for var in (*eqn.invars, *eqn.outvars)):
         return run_again(eqn, jaxpr, ins)
     if name in OF_BITS:
         own = [x.astype(var.aval.dtype) for x, var in zip(ins, eqn.invars, strict=True)]

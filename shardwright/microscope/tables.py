@@ -25,8 +25,6 @@ TABLES = {
     "weights": ("Weights", ("rms", "max", "update", "gradient rms", "gradient max", "gradient fp8")),
 }
 _SHARES = ("zeros", "bf16", "fp8")
-_MOST, _LONGEST = 200, 120
-"""Largest number of values, and of characters of a name."""
 
 
 class Table(NamedTuple):
@@ -51,12 +49,12 @@ def tables_of(look: Mapping[str, Any]) -> list[Table]:
 def entries(look: Mapping[str, Any], kind: str) -> list[Mapping]:
     """The values of a look. What is not as a run writes it is left out."""
     given = look.get(kind)
-    return [x for x in given if isinstance(x, Mapping)][:_MOST] if isinstance(given, list) else []
+    return [x for x in given if isinstance(x, Mapping)] if isinstance(given, list) else []
 
 
 def name_of(entry: Mapping) -> str:
     """The name of a value, and the line of a point."""
-    return shown(" ".join(str(entry[key]) for key in ("name", "place") if key in entry))[:_LONGEST]
+    return shown(" ".join(str(entry[key]) for key in ("name", "place") if key in entry))
 
 
 def values_of(entry: Any, name: str) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -73,10 +74,8 @@ def _by_starts(batch: TokenBatch) -> list[Document]:
         zip(batch.targets, batch.is_seq_start, batch.loss_mask, strict=True)
     ):
         length = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
-        starts = sorted({0, *np.flatnonzero(is_start[:length]).tolist()})
-        for first, last in zip(starts, [*starts[1:], length], strict=True):
-            if last > first:
-                found.append(Document(number, first, ids[first:last]))
+        places = [*sorted({0, *np.flatnonzero(is_start[:length]).tolist()}), length]
+        found += [Document(number, a, ids[a:b]) for a, b in itertools.pairwise(places) if b > a]
     return found
 
 

@@ -27,14 +27,12 @@ class Screen:
     def line(self, text: str) -> None:
         self._console.print(shown(text), markup=False, highlight=False, soft_wrap=True)
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], last: str = "") -> None:
-        """Prints a table. Columns but the first are numbers; that of the name `last` takes the rest of the width."""
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+        """Prints a table. Columns are numbers but the first and `text`."""
         table = Table(title=Text(shown(title)), title_justify="left", title_style="bold", box=None, header_style="dim")
-        for i, name in enumerate(columns):
-            if name == last:
-                table.add_column(name, ratio=1, overflow="fold")
-            else:
-                table.add_column(name, justify="right" if i else "left", no_wrap=bool(i), overflow="fold")
+        for name in columns:
+            is_text = name in (columns[0], "text")
+            table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
         for row in rows:
             table.add_row(*(Text(shown(str(cell))) for cell in row))
         self._console.print(table)
@@ -46,7 +44,7 @@ class Screen:
         where = lambda x: (x.name, f"{x.start:,}", f"{x.sequence}:{x.position}")
         rows = [(f"{x.loss:.4f}", len(x.ids), *where(x), text(x)) for x in documents[:MOST]]
         left = f", {len(documents) - MOST} more are in `out`" * (len(documents) > MOST)
-        self.table(title + left, ("loss", "tokens", "document", "from", "sequence", "text"), rows, "text")
+        self.table(title + left, ("loss", "tokens", "document", "from", "sequence", "text"), rows)
 
     def statistics(self, found: dict[str, list[dict[str, Any]]]) -> None:
         for table in tables_of(found):

@@ -5,10 +5,11 @@ which whole value each device holds a block, and both programs run equation by e
 equation computes.
 """
 
+import functools
 import linecache
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,12 +94,6 @@ def compare_meshes(c: Config, meshes: list[Mesh], log: Callable[[str], None]) ->
 # ---- the first value that differs --------------------------------------------------------------------------------
 
 
-def is_compared(value: Value, aval: Any) -> bool:
-    """Whether it is known of which whole value a device holds a block, and it consists of numbers."""
-    is_number = isinstance(getattr(aval, "dtype", None), np.dtype) and aval.dtype != jax.dtypes.float0
-    return is_number and value.wild is None and value.is_block
-
-
 def assembled(
     blocks: np.ndarray, value: Value, loops: int, here: Mapping[str, int], sizes: Mapping[str, int]
 ) -> np.ndarray:
@@ -126,12 +121,6 @@ def assembled(
     order = [i for i in range(lead) if i not in cut] + [i for group in groups for i in group]
     kept = [1 if i in cut else parts[i] for i in range(lead)]
     return blocks.reshape(parts).transpose(order).reshape(*kept, *(math.prod(parts[i] for i in g) for g in groups))
-
-
-def by_turn(x: np.ndarray, axes: int, loops: int) -> np.ndarray:
-    """The largest entry of x[*axes, *loops, …] in each turn of the loops."""
-    others = tuple(i for i in range(x.ndim) if not axes <= i < axes + loops)
-    return np.max(x, axis=others, initial=0.0)
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -172,10 +161,12 @@ def first_difference(here: Traced, there: Traced) -> tuple[list[str], First | No
     found, facts = findings(here.program, there.program)
     wanted: dict[Path, list[int]] = {}
     twins: dict[Path, Path] = {}
+    is_number = lambda aval: isinstance(getattr(aval, "dtype", None), np.dtype) and aval.dtype != jax.dtypes.float0
+    is_known = lambda value: value.wild is None and value.is_block  # of which whole value a device holds a block
     for path, (eq, values) in facts.items():
         if eq.name not in CALLS or is_region(eq.eqn):
             pairs = zip(values, eq.eqn.outvars, strict=True)
-            wanted[path] = [i for i, (value, var) in enumerate(pairs) if is_compared(value, var.aval)]
+            wanted[path] = [i for i, (value, var) in enumerate(pairs) if is_known(value) and is_number(var.aval)]
             twins[path] = tuple(id(each.twin) for each in (*callers(eq), eq))
     replay = Rerun(here.program, wanted, is_double=True)
     alone = Rerun(there.program, {twins[path]: which for path, which in wanted.items()}, is_double=True)
@@ -187,12 +178,14 @@ def first_difference(here: Traced, there: Traced) -> tuple[list[str], First | No
         value, loops = values[note.result], len(note.loops)
         x = assembled(x, value, loops, here.sizes, here.sizes) * (value.ratio if value.ratio != 1 else 1)
         exact, moved = (assembled(y, value, loops, here.sizes, there.sizes) for y in (exact, moved))
-        noise = by_turn(difference(moved, exact), axes, loops)
+        others = tuple(i for i in range(x.ndim) if not axes <= i < axes + loops)
+        of_turn = functools.partial(np.max, axis=others, initial=0.0)  # the largest entry in each turn of the loops
+        noise = of_turn(difference(moved, exact))
         for i, dim in enumerate(value.dims, axes + loops):
             if dim is UNIFORM and x.shape[i] != exact.shape[i]:
                 exact = np.take(exact, [0], i)
-        error = by_turn(difference(x, exact), axes, loops)
-        scale = by_turn(np.where(np.isfinite(exact), np.abs(np.float64(exact)), 0), axes, loops)
+        error = of_turn(difference(x, exact))
+        scale = of_turn(np.where(np.isfinite(exact), np.abs(np.float64(exact)), 0))
         for turn in np.argwhere(error > np.maximum(TOLERANCE * scale, AMPLIFIED * noise)):
             turns = tuple(map(int, turn))
             relative = float(error[turns] / (scale[turns] or 1.0))
