@@ -78,11 +78,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         return sorted(int(name) for name, done in self.store.directories().items() if done and _STEP.fullmatch(name))
 
     def latest_step(self, without: Iterable[int] = ()) -> int | None:
-        """Step of the last complete checkpoint, or None. With several processes all get the answer of process 0.
-
-        Args:
-            without: steps to leave out.
-        """
+        """Step of the last complete checkpoint but those `without`, or None. All processes get that of process 0."""
         latest = agreed(lambda: max({*self.steps()} - {*without}, default=-1))
         if jax.distributed.is_initialized():
             latest = int(multihost_utils.broadcast_one_to_all(np.int32(latest)))
@@ -105,7 +101,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         """Copies `state` to host memory, then writes it in the background.
 
         Afterwards the buffers of `state` may be donated or deleted. Waits for the previous save first, and raises its
-        error. If the store fails here, that too is told by the next `save` or `wait`.
+        error, as the next `save` or `wait` raises that of this one.
 
         Args:
             step: 0 to 2**31 - 1; not saved before.
@@ -113,9 +109,8 @@ class Checkpointer(contextlib.AbstractContextManager):
                 children (dataclasses, dicts, tuples, lists). Names become directory names.
             metadata: what json can write, without NaN or infinity. Kept in the manifest. `check` may add to it.
             orders: by name, the orders of the stacks of layers, which are written in the order of the layers.
-            check: called in every process before it waits for the devices. Nothing is written if it raises. An OSError,
-                which all processes must raise, fails the save. A check that waits for the step that computes `state`
-                belongs here, as all work before it overlaps that step.
+            check: called in every process. Nothing is written if it raises. An OSError, which all processes must raise,
+                fails the save. It may wait for the step that computes `state`, which the work before it overlaps.
 
         Raises:
             ValueError: a step, leaf or name that cannot be saved, by name.
@@ -154,10 +149,9 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     @pause("restoring a checkpoint")
     def restore(self, step: int, like: Any, orders: Orders = NO_ORDERS) -> Any:
-        """The state that was saved at `step`, with the shardings of `like`.
+        """The state that was saved at `step`, with the shardings of `like`. All processes raise the error of one.
 
-        The process of each device reads the chunks that overlap the device's own regions, each once. All processes
-        raise an error if one finds damage.
+        Each process reads the chunks that its devices need, each once.
 
         Args:
             step: step of a complete checkpoint.
@@ -212,10 +206,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self.store.remove(name)  # or this save fails: what is there would be taken for a part of it
 
     def verify(self, step: int) -> list[str]:
-        """Reads all chunks of a checkpoint. Returns a sentence for each that is damaged: none if it is whole.
-
-        Raises OSError if the store fails, ValueError if there is no such checkpoint, or none that this program reads.
-        """
+        """Reads all chunks of a checkpoint. Returns a sentence for each that is damaged: none if it is whole."""
         directory = directory_of(step)
         try:
             arrays = saved_arrays(self.manifest(step)).values()

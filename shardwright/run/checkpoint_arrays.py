@@ -239,7 +239,7 @@ def read_arrays(
                 stored = _stored_regions(index, leaf.shape, orders.get(name))
                 targets += [(there, values[rows]) for there, rows in stored]
         shards.append(of_leaf)
-        jobs += _reads(store, directory, saved[name], targets)
+        jobs += _reads(functools.partial(read_chunk, store, directory), saved[name], targets)
     in_parallel(jobs)
     arrays = []
     for leaf, of_leaf in zip(like.values(), shards, strict=True):
@@ -248,9 +248,7 @@ def read_arrays(
     return arrays
 
 
-def _reads(
-    store: Store, directory: str, saved: SavedArray, targets: list[tuple[Box, np.ndarray]]
-) -> list[Callable[[], None]]:
+def _reads(read_chunk: Callable, saved: SavedArray, targets: list[tuple[Box, np.ndarray]]) -> list[Callable]:
     """Jobs that read regions of an array, each into its NumPy array: one job for each chunk."""
     by_chunk = collections.defaultdict(list)
     for box, values in targets:
@@ -258,7 +256,7 @@ def _reads(
             by_chunk[index].append((box, values))
 
     def read(index: Index) -> None:
-        chunk, region = read_chunk(store, directory, saved, index), saved.box(index)
+        chunk, region = read_chunk(saved, index), saved.box(index)
         for box, values in by_chunk[index]:
             both = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, region, strict=True)]
             values[_within(both, box)] = chunk[_within(both, region)]
@@ -282,15 +280,8 @@ def _digest(attributes: Mapping[str, Any]) -> str:
 def commit(store: Store, step: int, arrays: list[SavedArray], written: Checksums, metadata: Any) -> None:
     """Turns the chunks in the directory of a step into a checkpoint: writes all metadata, and the manifest last.
 
-    Args:
-        store: where the checkpoints are.
-        step: the step.
-        arrays: all arrays.
-        written: what write_arrays returned, of all processes.
-        metadata: what the program adds to the manifest.
-
-    Raises:
-        OSError: the store failed, or no process wrote a chunk.
+    `written` is what write_arrays returned, of all processes, and `metadata` what the program adds to the manifest.
+    Raises OSError if the store failed, or no process wrote a chunk.
     """
     directory, files, entries = directory_of(step), {}, {}
     for array in arrays:

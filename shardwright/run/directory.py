@@ -91,13 +91,7 @@ def run_directory(root: str, name: str | None, config: str) -> Iterator[tuple[st
     With several processes all call this: process 0 makes and locks the directory, and all look for it. If one fails,
     all raise the same error. After an error before the first step, a directory that this start made is removed.
 
-    Args:
-        root: paths.root_working_dir.
-        name: paths.model_name; None only with one process.
-        config: name of the configuration, for the run's name if it has none.
-
-    Raises:
-        ValueError: another run is in the directory, or it cannot be written.
+    `name` is None only with one process. Raises ValueError if another run is there, or if it cannot be written.
     """
     name, directory, made = find_place(root, name, config)
     with contextlib.ExitStack() as cleanup:

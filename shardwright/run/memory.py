@@ -25,14 +25,9 @@ def peak_memory(compiled: jax.stages.Compiled, done: Any) -> dict[str, int | str
         done: an output of the step, which this waits for.
 
     Returns:
-        A dict with those of these entries that are known:
-
-        peak_memory_bytes    measured peak since the process began, or else the compiler's figure for the step
-        source               "device" or "compiler"
-        predicted_bytes      the compiler's figure for the step
-        device_memory_bytes  memory of the device that this process may use
-
-        A CPU measures nothing. In a sweep the process may have run other jobs before, which took more.
+        What is known of this: the peak since the process began, or else the compiler's figure for the step; which of
+        the two it is, "device" or "compiler"; that figure; and the memory of the device that this process may use. A
+        CPU measures nothing. In a sweep the process may have run other jobs before, which took more.
     """
     jax.block_until_ready(done)
     stats = [device.memory_stats() or {} for device in jax.local_devices()]

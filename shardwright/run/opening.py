@@ -104,15 +104,10 @@ class SavedRun:
     def read_weights(
         self, model: LanguageModel, which: str, programs: Callable, other_source: bool, write_line: Write
     ) -> tuple[Any, Any]:
-        """Reads `weights` or `ema`, sharded as in training on the current mesh.
+        """`weights` or `ema`, sharded as in training on the current mesh, and the hashes of the source.
 
-        Says by `write_line` how the source differs from that of the checkpoint, which it may if `other_source`.
-
-        Returns:
-            The weights, and the hashes of the source.
-
-        Raises:
-            ValueError: the source computes something else than that of the checkpoint.
+        Says by `write_line` how the source differs from that of the checkpoint. Raises ValueError if it computes
+        something else, unless `other_source`.
         """
         now = provenance_of(programs, self.c, model)
         allow = None if other_source else "other_source=true"

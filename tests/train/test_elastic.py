@@ -163,28 +163,6 @@ def check(directory: Path, unbroken: Unbroken) -> None:
 # ---- in one process -----------------------------------------------------------------------------------------------
 
 
-def interrupt_after(monkeypatch, last: int) -> None:
-    """SIGTERM, while the step after `last` steps is on its way."""
-    log, sent = run_files.RunLog.log, []
-
-    def log_and_interrupt(self, step, *arguments):
-        log(self, step, *arguments)
-        if step == last - 1 and not sent:
-            sent.append(signal.raise_signal(signal.SIGTERM))
-
-    monkeypatch.setattr(run_files.RunLog, "log", log_and_interrupt)
-
-
-@pytest.mark.slow
-def test_from_8_devices_to_4_to_1(unbroken, broken, monkeypatch, capsys):
-    """Ended after 4 steps, stopped by SIGTERM after 7."""
-    interrupt_after(monkeypatch, 7)
-    run(broken, HALF)
-    assert "SIGTERM: stopped and saved after 7 steps of 12." in capsys.readouterr().out
-    run(broken, ONE)
-    check(broken, unbroken)
-
-
 def forgetting(part: str):
     """Checkpoints from which this part of the state comes back as zeros."""
     restore = run_files.Checkpointer.restore
