@@ -7,6 +7,8 @@ EXTRAS ?= test,tools,oracle
 WORKERS ?= 2
 # Has glibc ask for large pages of memory, which saves page faults: 4 to 20 % of a step on a CPU (docs/measurements.md).
 LARGE_PAGES = GLIBC_TUNABLES=glibc.malloc.hugetlb=1
+# Draws the page of a run for README.
+CHROMIUM ?= chromium
 # Settings for the demo, such as ARGS="training.steps=30 mesh.d=8 mesh.t=1".
 ARGS ?=
 
@@ -53,6 +55,11 @@ docs: $(SITE) ## the documentation as a site with search; prints the path of its
 
 pictures: $(DEVELOPMENT) ## the pictures of README and the outputs of docs/tour.ipynb, anew: some minutes
 	@$(VENV)/bin/python docs/site/pictures.py
+	@rm -rf runs/pictured
+	@$(RUN) train --config-name=local_test_synthetic paths.model_name=pictured
+	@sed 's|$(CURDIR)/||g' runs/pictured/report.html >runs/pictured/page.html
+	@$(CHROMIUM) --headless --no-sandbox --hide-scrollbars --virtual-time-budget=20000 --window-size=1280,852 \
+	  --screenshot=docs/pictures/report.png file://$(CURDIR)/runs/pictured/page.html
 
 lint: $(DEVELOPMENT) ## only the linters
 	$(RUN) ruff check

@@ -102,9 +102,7 @@ def fixed_settings(*data: Mapping[str, Any]) -> tuple[str, ...]:
     """Names, without `data.`, of the settings that decide the content of batches. A resumed run must not change them.
 
     max_epochs, cache_bytes and prefetch may change. So may the path of a dataset, since `Loader.state` identifies it.
-
-    Args:
-        data: the `data` sections as plain dicts.
+    `data` are the data sections as plain dicts.
     """
     names = {"stream", "seed", "shuffle", "sequence_packing"}
     for section in data:

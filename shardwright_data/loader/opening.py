@@ -25,14 +25,8 @@ def make_loader(
 ) -> Loader:
     """The loader that `config` names. Splits other than `train` are read in order, and without a bound on epochs.
 
-    Args:
-        config: names the source of the tokens.
-        split: argument of Loader, as are batch_size, seq_len, vocab_size and options.
-        batch_size: as split.
-        seq_len: as split.
-        vocab_size: as split.
-        state: what `Loader.state` gave for the step to resume with; None or empty for the beginning.
-        options: inputs, microbatches and pad.
+    `state` is what `Loader.state` gave for the step to resume with; None or empty for the beginning. The rest is for
+    Loader.
 
     Raises:
         ValueError: settings contradict each other or are out of range, the state does not fit them, or data is missing,

@@ -20,12 +20,6 @@ from shardwright_data.text import sources
 from shardwright_data.text.byte_lengths import ByteLengths, byte_lengths
 from shardwright_data.text.tokenizers import open_tokenizer
 
-KEPT_STATES = 1024
-"""Most recent steps whose states are kept, besides those that are prefetched or left out: the oldest state that a
-checkpoint can ask for is that many steps old."""
-TOKENIZED_AT_ONCE = 64
-"""Documents that go to the tokenizer together."""
-
 
 class _Place(NamedTuple):
     """A place in the stream: some documents into a block, some tokens into the next document."""
@@ -43,8 +37,8 @@ class StreamLoader(Loader):
     """Batches of one split of a stream. Every host reads the whole stream and places its own sequences.
 
     `load` and `sequences` give the steps in order, from the one that `state` belongs to or from 0. To leave steps out
-    takes the time to read them. Step 0 and steps whose state is kept can be given again: the stream is then read again
-    from there.
+    takes the time to read them. Step 0 and steps that were read can be given again: the stream is then read again from
+    there.
 
     Args:
         config: the stream, and how it is read. max_epochs bounds its repetitions; where the stream ends is known only
@@ -80,51 +74,49 @@ class StreamLoader(Loader):
                 f"{self.vocab_size}. Set that to {size}, or choose another tokenizer."
             )
         self._beginning = self._data.state_dict()
-        beginning = {"step": 0} | _Place()._asdict()
-        first = state or beginning
-        if first.keys() != beginning.keys():
+        first = state or {"step": 0} | _Place()._asdict()
+        if first.keys() != {"step", *_Place._fields}:
             raise ValueError(
                 f"This is no state of a stream: {sorted(first)}. Resume with the data settings of the checkpoint."
             )
-        self._states: dict[int, Mapping[str, Any]] = {0: beginning, first["step"]: first}
-        self._kept = KEPT_STATES + config.prefetch + len(config.skip_steps)
+        self._places = {0: _Place(), first["step"]: _Place(**{name: first[name] for name in _Place._fields})}
+        """Where the batch of each step begins, as far as known."""
         self._last: tuple[int, TokenBatch | None] = first["step"], None
         """The step read last and its batch; or the step that is read next, without its batch."""
-        self._steps = self._read_from(first)
+        self._steps = self._read_from(first["step"])
 
     def sequences(self, step: int, indices: Indices) -> TokenBatch:
         """Sequences of the batch of `step`, as Loader.sequences describes."""
         at, batch = self._last
         if step < at:
-            self._steps, at, batch = self._read_from(self.state(step)), step, None
+            self._steps, at, batch = self._read_from(self.state(step)["step"]), step, None
         while batch is None or at < step:  # batches that are left out are read too
             at, batch = next(self._steps)
         self._last = at, batch
         return jax.tree.map(lambda x: x[indices], batch)
 
-    def state(self, step: int) -> Mapping[str, Any]:
+    def state(self, step: int) -> dict[str, Any]:
         """The state from which the batch of `step` is the next, known once the batch before it has been read."""
-        found = self._states.get(step)
-        if found is None:
+        if step not in self._places:
             raise ValueError(
-                f"The stream {self._name} has no state for step {step}, only for 0 and {max([*self._states])}, and "
+                f"The stream {self._name} has no state for step {step}, only for 0 and {max([*self._places])}, and "
                 "some between them: a stream is read in order. Resume from a checkpoint that holds its state."
             )
-        return found
+        return {"step": step} | self._places[step]._asdict()
 
     @functools.cached_property
     def byte_lengths(self) -> ByteLengths | None:
         """Bytes of the tokens; None if unknown."""
         return byte_lengths(self._tokenizer)
 
-    def _read_from(self, state: Mapping[str, Any]) -> Iterator[tuple[int, TokenBatch]]:
-        """Each step from a state on, and its batch. Keeps the state after it."""
-        documents = self._tokenize(_Place(**{name: state[name] for name in _Place._fields}))
+    def _read_from(self, first: int) -> Iterator[tuple[int, TokenBatch]]:
+        """Each step from one whose place is known, and its batch. Keeps the place after it."""
+        documents = self._tokenize(self._places[first])
         ids, offset, shape = np.zeros(0, np.uint32), 0, (self.batch_size, self.seq_len)
         # Packed, a batch is one stretch of documents; else each sequence is the beginning of one.
         packed = self._config.sequence_packing
         stretch = self.batch_size * self.seq_len if packed else self.seq_len
-        for step in itertools.count(state["step"]):
+        for step in itertools.count(first):
             batch = TokenBatch(*(np.zeros(shape, dtype) for dtype in (np.uint32, np.bool_, np.bool_)))
             for targets, is_start, mask in zip(*(x.reshape(-1, stretch) for x in jax.tree.leaves(batch)), strict=True):
                 done = 0
@@ -141,9 +133,7 @@ class StreamLoader(Loader):
                     if not packed:
                         offset, place = ids.size, after
                         break
-            self._states[step + 1] = {"step": step + 1} | place._asdict()
-            if (old := step + 1 - self._kept) > 0:
-                self._states.pop(old, None)
+            self._places[step + 1] = place
             yield step, batch
 
     def _tokenize(self, place: _Place) -> Iterator[tuple[_Place, _Place, np.ndarray]]:
@@ -151,14 +141,17 @@ class StreamLoader(Loader):
         # Only the first document may be read from within.
         tokens = place.tokens
         for block, texts, after_block in self._blocks(place):
-            for start in range(block.documents, len(texts), TOKENIZED_AT_ONCE):
-                encoded = self._tokenizer.encode(texts[start : start + TOKENIZED_AT_ONCE])
-                for i, ids in enumerate(np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]), start):
-                    here = block._replace(documents=i, tokens=tokens)
-                    after = block._replace(documents=i + 1, tokens=0) if i + 1 < len(texts) else after_block
-                    tokens = 0
-                    if ids.size:
-                        yield here, after, ids
+            if self._config.shuffle:
+                order = np.arange(len(texts))
+                key = np.full_like(order, block.epoch << 32 | block.block)
+                texts = [texts[i] for i in permute(order, len(texts), self._config.seed, key)]
+            encoded = self._tokenizer.encode(texts[block.documents :])
+            for i, ids in enumerate(np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]), block.documents):
+                here = block._replace(documents=i, tokens=tokens)
+                after = block._replace(documents=i + 1, tokens=0) if i + 1 < len(texts) else after_block
+                tokens = 0
+                if ids.size:
+                    yield here, after, ids
 
     def _blocks(self, place: _Place) -> Iterator[tuple[_Place, list[str], _Place]]:
         """Blocks of the stream from `place` on, epoch after epoch: its place, its documents, the place after it."""
@@ -174,11 +167,11 @@ class StreamLoader(Loader):
                     texts.append(text)
                 if len(texts) == self._stream.shuffle_block:
                     after = _Place(place.epoch, place.block + 1, self._data.state_dict())
-                    yield place, self._shuffled(texts, place), after
+                    yield place, texts, after
                     place, texts = after, []
             after = _Place(place.epoch + 1)
             if texts:
-                yield place, self._shuffled(texts, place), after
+                yield place, texts, after
             elif place == _Place(place.epoch):
                 raise ValueError(f"The stream {self._name} holds no text. Check data.stream.text_field and the source.")
             place = after
@@ -186,10 +179,3 @@ class StreamLoader(Loader):
             f"The stream {self._name} has been read max_epochs={most:g} times. "
             "Train for fewer steps, allow more epochs, or choose a larger source."
         )
-
-    def _shuffled(self, texts: list[str], place: _Place) -> list[str]:
-        if not self._config.shuffle:
-            return texts
-        order = np.arange(len(texts))
-        key = np.full_like(order, place.epoch << 32 | place.block)
-        return [texts[i] for i in permute(order, len(texts), self._config.seed, key)]

@@ -206,15 +206,6 @@ def test_a_step_again_and_one_out_of_order(files):
         batches(resumed, [2])
 
 
-def test_states_of_many_steps_are_not_kept(files, monkeypatch):
-    monkeypatch.setattr(stream, "KEPT_STATES", 5)
-    loader = make(files)
-    batches(loader, range(30))
-    loader.state(18)
-    with pytest.raises(ValueError, match="has no state for step 17, only for 0 and 30"):
-        loader.state(17)
-
-
 def test_prefetched_states_are_those_of_their_steps(files):
     """A checkpoint after step n is taken while later batches are loaded already."""
     reference = make(files)
