@@ -36,8 +36,8 @@ def checked_op(name: str, spec: str, *operands: Any) -> contextlib.AbstractConte
 @contextlib.contextmanager
 def checked_collective(
     name: str, spec: str, x: Any, *, copies: bool = False
-) -> Iterator[tuple[OpSpec, jax.Array, Sizes]]:
-    """`checked_op` for a collective of one operand. Gives its spec, the array in `x`, and the sizes.
+) -> Iterator[tuple[OpSpec, ShapeSpec, ShapeSpec, jax.Array, Sizes]]:
+    """`checked_op` for a collective of one operand. Gives its spec and both sides, the array in `x`, and the sizes.
 
     `copies` says whether the spec may have * marks, and the operand may be a copy, also one that was gathered ahead.
     """
@@ -47,7 +47,7 @@ def checked_collective(
         value = check_operand(1, op.lhs[0], x, sizes, gathered_ahead=copies)
         if isinstance(x, Copy) and not copies:
             raise ShardError(f"operand 1 is a copy over {', '.join(x.axes)}", x.remedy())
-        yield op, value, sizes
+        yield op, op.lhs[0], op.rhs, value, sizes
 
 
 def parse(spec: str, operands: int, *allowed: str) -> OpSpec:

@@ -104,8 +104,7 @@ def all_gather(spec, x, *, replicated=False, dtype=None):
     `M/d F/t -> M F/t *d` gives a Copy, which a `lax.scan` can carry. There, `M/d F/t -> M F/t` of it does nothing. Of
     the copy that `M/d/p -> M/d *p` gives, `M/d/p -> M` gathers what is left.
     """
-    with checked_collective("all_gather", spec, x, copies=True) as (op, value, _):
-        lhs, rhs = op.lhs[0], op.rhs
+    with checked_collective("all_gather", spec, x, copies=True) as (op, lhs, rhs, value, _):
         if does_nothing(spec, op):
             return x if dtype is None else x.astype(dtype)
         removed, added = axes_moved(op)
@@ -117,7 +116,7 @@ def all_gather(spec, x, *, replicated=False, dtype=None):
             raise wrong_spec(op, f"{rule}; a partial sum is reduced first")
         if not ahead <= gathered or (replicated and (rhs.copies or copy_axes(x))):
             raise ShardError(
-                f"this gathers over {', '.join(sort_axes(gathered))} what is a copy over other axes, or to be one",
+                "the operand is a copy over axes that this does not gather, or a copy is said to be replicated",
                 "gather ahead only over axes that are gathered here; leave `replicated` out for a copy",
             )
         if ahead == gathered:
@@ -162,8 +161,7 @@ def _along_first_dim(collective, x: jax.Array, axes, dim: int, **options) -> jax
 
 def psum_scatter(spec, x):
     """Reduces a partial sum and leaves each device a block of the result: `B L M +t -> B L/t M`."""
-    with checked_collective("psum_scatter", spec, x) as (op, value, sizes):
-        lhs, rhs = op.lhs[0], op.rhs
+    with checked_collective("psum_scatter", spec, x) as (op, lhs, rhs, value, sizes):
         if does_nothing(spec, op):
             return x
         removed, added = axes_moved(op)
@@ -181,8 +179,7 @@ def psum_scatter(spec, x):
 
 def psum(spec, x):
     """Reduces a partial sum and leaves the whole result on every device: `B L +t -> B L`, `+d +t ->`."""
-    with checked_collective("psum", spec, x) as (op, value, _):
-        lhs, rhs = op.lhs[0], op.rhs
+    with checked_collective("psum", spec, x) as (op, lhs, rhs, value, _):
         if does_nothing(spec, op):
             return x
         reduced = set(lhs.partial) - set(rhs.partial)
@@ -194,8 +191,7 @@ def psum(spec, x):
 
 def pmax(spec, x):
     """Maximum over dims and over the devices that share them: `B L V/t -> B L`. Not differentiable, as `lax.pmax`."""
-    with checked_collective("pmax", spec, x) as (op, value, _):
-        lhs, rhs = op.lhs[0], op.rhs
+    with checked_collective("pmax", spec, x) as (op, lhs, rhs, value, _):
         kept = tuple(dim for dim in lhs.dims if dim in rhs.dims)
         if rhs.dims != kept or rhs.dims == lhs.dims or lhs.partial or rhs.partial:
             raise wrong_spec(op, "drop dims, and keep the others: `B L V/t -> B L`; a partial sum is reduced first")
@@ -207,8 +203,7 @@ def pmax(spec, x):
 
 def all_to_all(spec, x):
     """Moves an axis from one dim to another: `L/t K -> L K/t`."""
-    with checked_collective("all_to_all", spec, x) as (op, value, sizes):
-        lhs, rhs = op.lhs[0], op.rhs
+    with checked_collective("all_to_all", spec, x) as (op, lhs, rhs, value, sizes):
         lost, gained = ({i: axes for i, axes in enumerate(moved) if axes} for moved in axes_moved(op))
         if len(lost) != 1 or [*lost.values()] != [*gained.values()] or lhs.partial or rhs.partial:
             raise wrong_spec(op, "move the last axis of one dim to another: `L/t K -> L K/t`")
@@ -224,8 +219,8 @@ def ppermute(spec, x, *, axis: str, shift: int):
 
     After `ppermute('B L/t M', x, axis='t', shift=1)`, device i holds what device i-1 held.
     """
-    with checked_collective("ppermute", f"{spec} ->", x) as (op, value, _):
-        shape, size = op.lhs[0], devices_along((axis,))
+    with checked_collective("ppermute", f"{spec} ->", x) as (_, shape, _, value, _):
+        size = devices_along((axis,))
         if axis not in shape.sharded or shape.partial:
             raise ShardError(
                 f"no dim of `{shape}` is sharded over {axis}", f"name an axis that shards a dim: `L/{axis}`"

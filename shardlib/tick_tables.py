@@ -202,14 +202,10 @@ class Timeline:
 
         An activation is alive from the start of its forward to the end of its backward, of both halves.
         """
-        last = "weights" if self.table.halves else "backward"
-        found = []
-        for spans in self.spans:
-            changes = [(span.start, 1) for span in spans if span.kind == "forward"]
-            changes += [(span.end, -1) for span in spans if span.kind == last]
-            # An end comes before a start at the same time.
-            found.append(int(max(np.cumsum([change for _, change in sorted(changes)]))))
-        return found
+        columns = self.table.columns
+        first, last = columns["forward"], columns["weights" if self.table.halves else "backward"]
+        # In a tick the forward comes first.
+        return (np.cumsum(first, axis=0) - np.cumsum(last, axis=0) + last).max(axis=0).tolist()
 
 
 def simulate(table: TickTable, costs: Costs) -> Timeline:
