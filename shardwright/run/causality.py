@@ -60,7 +60,8 @@ def check_causal(forward: Any, length: int, source: Any = None, sampled: bool = 
         ShardError: with the line where the token comes in that the position must not see.
     """
     calls = calls_of(forward, length)
-    if not all(rule.causal for rule in (*(call.rule for call in calls), _rule_of(forward.model))):
+    rules = [*(call.rule for call in calls), getattr(forward.model, "rule", None)]  # the last, used or not
+    if not all(rule.causal for rule in rules if isinstance(rule, Rule)):
         return "the model's Rule says causal=False"
     # In FP8 the scale of a product is that of its largest entry, whichever position has it.
     alone = {"document_mask": True, "fp8": False} if sampled else {"fp8": False}
@@ -84,12 +85,6 @@ def describe_causality(forward: Any, source: Any) -> str:
     if unproved := check_causal(forward, t.seq_len, source, rows=rows):
         return f"causality  not proved: {unproved}"
     return "causality  the logits of a position depend on no later token, and on no other document"
-
-
-def _rule_of(model: Any) -> Rule:
-    """The Rule that a model has as its attribute, whether it attends by it or not."""
-    rule = getattr(model, "rule", None)
-    return rule if isinstance(rule, Rule) else Rule()
 
 
 def _findings(forward: Any, sizes: tuple[int, int], calls: list[Call], sampled: bool) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from shardwright.cluster.watch import pause
-from shardwright.compiled.trace import PERFETTO, top_lines
+from shardwright.compiled.trace import top_lines
 from shardwright.run.beside import FAILURES, in_background, run_beside
 from shardwright.run.directory import TRACE, remove_older
 from shardwright.run.metrics import RunLog
@@ -83,8 +83,8 @@ class StepProfiler:
             self._tasks.append(in_background(self._read_trace, outputs))
             self._start = None
 
-    def close(self) -> Path | None:
-        """Waits for the trace to be written and returns its path; None if there is none, after printing why."""
+    def close(self) -> None:
+        """Waits for the trace to be written, and tells why if it is not."""
         if self._start is not None:
             self._start = None
             self._tasks = []
@@ -94,10 +94,10 @@ class StepProfiler:
             say("profile: the run ended within the profiled steps, so there is no measurement")
         tasks, self._tasks = self._tasks, []
         try:
-            return [task.result() for task in tasks][-1] if tasks else None
+            for task in tasks:
+                task.result()
         except FAILURES as error:
             say(f"profile: the trace could not be written: {error}")
-            return None
 
     # ---- on the background thread
 
@@ -111,7 +111,7 @@ class StepProfiler:
         mfu = f"{100 * speed['mfu']:.1f}% of the {peak.total / 1e12:,.4g} TFLOP/s that the devices can do"
         say(f"speed      {rate}{doubtful}\nMFU        {mfu}", flush=True)
 
-    def _read_trace(self, outputs: Any) -> Path:
+    def _read_trace(self, outputs: Any) -> None:
         kept = _end_of_trace(self._log.directory, outputs)
         given = (kept, MODULE, self._last_traced - self._first + 1, *([self._hlo] if self._hlo else []))
         try:
@@ -131,7 +131,6 @@ class StepProfiler:
             share = f"{100 * bubble['step_bubble']:.2f}% of the time"
             say(f"idle       {share}: devices wait between steps, {between}", flush=True)
             self._log.add_event(end, "step_bubble", bubble)
-        return kept / PERFETTO
 
 
 def _options() -> jax.profiler.ProfileOptions:

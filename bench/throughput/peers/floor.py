@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from bench.throughput.peers.job import Job
-from bench.throughput.peers.on_jax import DTYPES, OnJax
+from bench.throughput.peers.plain_jax import DTYPES, OnJax
 from shardlib.products import einsum_with_gradients
 from shardwright.run.flops import peak_flops
 

@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 
 import train
 from bench.throughput.peers.job import BOS_ID, Job, batches
-from bench.throughput.peers.on_jax import OnJax
+from bench.throughput.peers.plain_jax import OnJax
 from shardlib.shardtypes import make_shardings
 from shardwright.cluster.devices import known_options, make_mesh, start_devices
 from shardwright.modeling.attention_calls import describe_attention

@@ -10,8 +10,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from bench.throughput.peers.job import Job, Shapes, batches, inputs_of
-from bench.throughput.peers.on_jax import DTYPES, OnJax
 
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 WHOLE = ("embed", "final_norm", "unembed")
 
 
@@ -85,6 +85,18 @@ def adamw(job: Job, w: jax.Array, g: jax.Array, mu: jax.Array, nu: jax.Array, co
     nu = job.b2 * nu + (1 - job.b2) * g * g
     unbiased_mu, unbiased_nu = mu / (1 - job.b1**count), nu / (1 - job.b2**count)
     return w - job.learning_rate * (unbiased_mu / (jnp.sqrt(unbiased_nu) + job.epsilon) + job.weight_decay * w), mu, nu
+
+
+class OnJax:
+    """A contestant on JAX's devices."""
+
+    def wait(self, losses: list[jax.Array]) -> list[float]:
+        """Waits for the steps that returned these losses."""
+        return [float(loss) for loss in jax.device_get(losses)]
+
+    def device_peak(self) -> int | None:
+        """Peak bytes of the first device, if it counts them."""
+        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
 
 
 class Contestant(OnJax):
