@@ -107,9 +107,8 @@ def test_the_plots_of_a_run_alone(tmp_path):
         *("Learning rate", "Tokens/s", "noise", "pair", "stream"),
     ]
     by_name = {trace["name"]: trace for trace in loss.traces}
-    assert [*by_name] == ["each step", "average", "validation", "unigram entropy 3.750"]
+    assert [*by_name] == ["each step", "average", "validation"]
     assert [*by_name["validation"]["x"]] == [50, 100, 150, 200]
-    assert [*by_name["unigram entropy 3.750"]["y"]] == [3.75, 3.75]
     assert [trace["name"] for trace in norm.traces] == ["each step", "average"]
 
 

@@ -26,7 +26,7 @@ from shardwright.run.run import fresh_state
 from shardwright.run.skipping import SkippedSteps
 from shardwright.run.stages import placement_of, stack_orders
 from shardwright_data.foreign import number, read_object, shown
-from shardwright_data.loader import TokenBatch, batch_of, batch_shapes, make_loader
+from shardwright_data.loader import TokenBatch, batch_of, make_loader
 
 Write = Callable[[str], None]
 
@@ -81,10 +81,7 @@ class Session:
         """The state after the step with this batch, and what it gave. The session stays where it is."""
         state, limit = jax.tree.map(jnp.copy, self.state), self._skips.limit(self.step)  # the step takes its memory
         if self._program is None:
-            t = self.c.training
-            shapes = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(self.model)))
-            step = train.make_training_step(self.c, self.model)
-            lowered = step.lower(state, shapes, np.int32(self.step), limit)
+            lowered = train.make_training_step(self.c, self.model).lower(state, batch, np.int32(self.step), limit)
             self._program = lowered.compile(compiler_options=self.options)
         state, metrics = self._program(state, batch, np.int32(self.step), limit)
         loss, norm, skipped = jax.device_get((metrics.loss, metrics.grad_norm, metrics.skipped))

@@ -18,7 +18,6 @@ _COLOURS = ("#2f7fd6", "#e0640b", "#1a9d76", "#c460b3", "#c99700", "#4db3e0", "#
 """Colours that can be told apart, and read on white and on black. After those of Okabe and Ito."""
 _DASHES = ("solid", "dot", "dashdot")
 """Of the first eight lines, of the next eight, and so on."""
-_GREY = "#8b8b8b"
 LOG = {"type": "log", "tickformat": "~g"}
 _OF_LOOKS = (
     ("points", "rms", "Activations: rms"),
@@ -135,23 +134,15 @@ def metric(c: Comparison, panel: Panel, name: str, x_of: Callable[[Run], Curve] 
 
 
 def losses(c: Comparison, panel: Panel, x_of: Callable[[Run], Curve]) -> Panel:
-    """Training losses, validation losses as circles, and the unigram entropy."""
+    """Training losses, and validation losses as circles."""
     metric(c, panel, "loss", x_of)
-    entropies = {}
     for i, run in enumerate(c.runs):
-        if not run.values:
-            continue
-        x = x_of(run)
         validations = ((event["step"], number(event.get("loss"))) for event in run.of_event("validation"))
-        if points := [(x[_place(run, step)], loss) for step, loss in validations if math.isfinite(loss)]:
+        known = [(step, loss) for step, loss in validations if math.isfinite(loss)]
+        if points := [(x_of(run)[_place(run, step)], loss) for step, loss in known if run.values]:
             marker = {"symbol": "circle-open", "size": 8, "color": colour(1 if c.alone else i), "line": {"width": 2}}
             circles = line(i, *np.array(points).T, _name(c, i, "validation"))
             panel.traces.append(circles | {"mode": "markers", "marker": marker})
-        entropies[number(run.fact("unigram_entropy"))] = x[[0, -1]]
-    for entropy, ends in entropies.items():
-        if math.isfinite(entropy):
-            style = {"legendgroup": "", "line": {"color": _GREY, "dash": "dash", "width": 1}}
-            panel.traces.append(line(0, ends, np.full(2, entropy), f"unigram entropy {entropy:.3f}", **style))
     return panel
 
 
