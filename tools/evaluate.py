@@ -39,13 +39,10 @@ from shardwright_data.checks import at_least_0, at_least_1, check_choice
 from shardwright_data.flat_tokens import Reader, decode
 from shardwright_data.loader import make_loader
 from shardwright_data.text import sources
-from shardwright_data.text.byte_lengths import byte_lengths_of_dataset
-from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_dataset, tokenizer_of_run
+from shardwright_data.text.tokenizers import Tokenizer, byte_lengths_of_dataset, tokenizer_of_dataset, tokenizer_of_run
 
 TEXTS = r"\.(jsonl|json|txt|parquet)(\.\w+)?$"
 """End of the name of a file of texts."""
-AT_ONCE = 2**12
-"""Documents of a dataset that are read together."""
 
 
 @dataclass
@@ -134,8 +131,7 @@ def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str,
     sizes = t.batch_size, t.seq_len, c.model.vocab
     with jax.set_mesh(run.mesh):
         loader = make_loader(c.data, "validation", *sizes, inputs=inputs, microbatches=t.microbatches, pad=True)
-        trusted = opening.trusted_options(c, run.config.trust, write_line)
-        options = known_options(trusted, write_line)
+        options = known_options(opening.trusted_options(c, run.config.trust, write_line), write_line)
         evaluation_step = train.make_evaluation_step(c, run.model, options)
         # The products of a run in f32 stay as they were in it.
         of_run = contextlib.nullcontext() if run.config.compute_dtype is None else products_in(t.compute_dtype)
@@ -193,12 +189,9 @@ def documents_of_dataset(run: OpenRun) -> Iterator[Document]:
             f"{reader.path} was made with another tokenizer than the run's data. Evaluate its texts: data=<file>.jsonl."
         )
     lengths = byte_lengths_of_dataset(reader)
-    for first in range(0, reader.num_documents, AT_ONCE):
-        starts, sizes = reader.document_spans(np.arange(first, min(first + AT_ONCE, reader.num_documents)))
-        encoded = reader.read(starts, sizes)
-        for i, document in enumerate(np.split(encoded, np.cumsum(sizes)[:-1]), first):
-            ids, is_start = decode(document)
-            yield i, ids, None if lengths is None else lengths.count(ids, is_start)
+    for i in range(reader.num_documents):
+        ids, is_start = decode(reader.read(*reader.document_spans(np.array([i]))))
+        yield i, ids, None if lengths is None else lengths.count(ids, is_start)
 
 
 def of_data(run: OpenRun) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -71,16 +71,8 @@ def read_prompts(config: Settings) -> list[str]:
 # ---- texts --------------------------------------------------------------------------------------------------------
 
 
-def show(console: Console, result: dict[str, Any]) -> None:
-    """Prints the text. Its prompt is bold and ends with ▸."""
-    how = "ended" if result["ended"] else "cut"
-    console.rule(f"sample {result['sample']}: {len(result['ids'])} tokens, {how}", align="left", style="dim")
-    parts = (shown(result["prompt"]), "bold"), ("▸", "dim"), shown(result["text"])
-    console.print(Text.assemble(*parts), soft_wrap=True)
-
-
 def generate(config: Settings, console: Console | None = None) -> list[dict[str, Any]]:
-    """Samples texts, prints them, and returns what `output` has of each.
+    """Samples texts and prints them, each after its prompt in bold and ▸. Returns what `output` has of each.
 
     Raises:
         ValueError: a setting out of range, settings that contradict each other, no such run, checkpoint or tokenizer.
@@ -116,12 +108,14 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
                 about = {"prompt": text, "sample": sample, "text": added, "ended": ended}
                 results.append(about | {"prompt_ids": list(prompt), "ids": ids})
             for result in results:
-                show(console, result)
+                how = "ended" if result["ended"] else "cut"
+                heading = f"sample {result['sample']}: {len(result['ids'])} tokens, {how}"
+                console.rule(heading, align="left", style="dim")
+                parts = (shown(result["prompt"]), "bold"), ("▸", "dim"), shown(result["text"])
+                console.print(Text.assemble(*parts), soft_wrap=True)
             seconds = time.perf_counter() - start
-            say(
-                f"{sum(map(len, drawn)):,} tokens of {len(drawn)} texts in {seconds:.2f} s, compilation included; step "
-                f"{saved.step}, mesh {dict(jax.sharding.get_mesh().shape)}, {c.training.compute_dtype}"
-            )
+            made = f"{sum(map(len, drawn)):,} tokens of {len(drawn)} texts in {seconds:.2f} s, compilation included"
+            say(f"{made}; step {saved.step}, mesh {dict(jax.sharding.get_mesh().shape)}, {c.training.compute_dtype}")
     if config.output is not None:
         Path(config.output).parent.mkdir(parents=True, exist_ok=True)
         lines = (json.dumps(result, ensure_ascii=False) + "\n" for result in results)

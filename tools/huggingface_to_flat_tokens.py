@@ -27,7 +27,7 @@ from shardwright_data.checks import check_choice, within
 from shardwright_data.flat_tokens import Unfinished
 from shardwright_data.text import definitions, sources, tokenizers
 from shardwright_data.text.tokenizers import Tokenizer
-from shardwright_data.text.worker_pool import available_cores, map_in_order
+from shardwright_data.text.worker_pool import map_in_order
 
 SPLITS = ("train", "validation")
 TRAIN_DOCUMENTS = 100_000
@@ -234,7 +234,8 @@ def write_split(config: Settings, name: str, source: tuple[str, Any], tokenizer:
     Raises:
         ValueError: what the source, the tokenizer and flat_tokens.Writer raise, or a split without a token.
     """
-    split, cores = getattr(config, name), available_cores()
+    split = getattr(config, name)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # On two cores, two workers beside this process take more CPU time with `tokenizers`, which has threads.
     num_workers = config.num_workers or (1 if cores <= 2 and tokenizer.encoding is None else cores)
     most = math.inf if split.max_tokens is None else split.max_tokens

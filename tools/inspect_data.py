@@ -22,7 +22,7 @@ from shardwright_data import flat_tokens
 from shardwright_data.checks import check_ranges, within
 from shardwright_data.flat_tokens import Reader
 from shardwright_data.foreign import check_types, one_line, shown
-from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_attributes, tokenizer_of_dataset
+from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_dataset
 
 SAMPLE = 2**22
 """Number of documents whose lengths are read."""
@@ -63,7 +63,7 @@ def show_overview(console: Console, reader: flat_tokens.Reader) -> None:
     """Prints the sizes of a split, and how it was made."""
     attributes, tokens, documents = reader.attributes, reader.num_tokens, reader.num_documents
     check_types(reader.path, attributes, {"utf8_bytes?": int | None, "source?": list | None}, "Copy the dataset again.")
-    about = tokenizer_of_attributes(reader.path, attributes)
+    about = attributes.get("tokenizer")
     lines = [
         ("tokens", f"{tokens:,}"),
         ("documents", f"{documents:,}, {tokens / max(documents, 1):,.1f} tokens on average"),

@@ -142,6 +142,10 @@ def check_cache(forward: Any, context: int) -> None:
     t = mesh.shape["t"]
     exact = dataclasses.replace(forward.training, attention="einsum", compute_dtype="f32")
     forward = dataclasses.replace(forward, training=exact)
+    random = lambda weight: dataclasses.replace(weight, std=weight.std or 0.3)
+    cut = lambda weight: dataclasses.replace(weight, shape=(period_of(model), *weight.shape[1:]))
+    table = jax.tree.map(random, model.table)
+    table = dataclasses.replace(table, layers=jax.tree.map(cut, table.layers))
     half = -(-min(context, LENGTH) // (2 * t)) * t
     ids = np.random.default_rng(0).integers(0, model.c.vocab, (mesh.size, 2 * half)).astype(np.uint32)
     places = np.arange(half, max(half + 1, min(context, 2 * half)), dtype=np.int32)
@@ -163,7 +167,7 @@ def check_cache(forward: Any, context: int) -> None:
         return lax.pmax(varying(found, axes), axes)
 
     with compute_scope("f32"), jax.default_matmul_precision("highest"):
-        w = jax.jit(lambda key: initialize(_random_period(model), key))(jax.random.key(0))
+        w = jax.jit(lambda key: initialize(table, key))(jax.random.key(0))
         far = np.asarray(jax.jit(differences)(w, ids))
     if not far.max() <= TOLERANCE["f32"]:
         raise ValueError(
@@ -171,11 +175,3 @@ def check_cache(forward: Any, context: int) -> None:
             f"{far.max():.2g} of the largest. A position may learn from others through attend alone, which each layer "
             "calls once, and a rule may depend on places, not on shapes. Train and evaluate this model without samples."
         )
-
-
-def _random_period(model: Any) -> Any:
-    """The model's table with one period of layers, and weights that are all random."""
-    random = lambda weight: dataclasses.replace(weight, std=weight.std or 0.3)
-    cut = lambda weight: dataclasses.replace(weight, shape=(period_of(model), *weight.shape[1:]))
-    table = jax.tree.map(random, model.table)
-    return dataclasses.replace(table, layers=jax.tree.map(cut, table.layers))

@@ -57,11 +57,6 @@ class Sampling:
     stop: tuple[int, ...] = ()
     """Token ids that end a text."""
 
-    def check(self, vocab: int) -> None:
-        """Raises ValueError for a setting out of its range, or a stop id outside of `vocab`."""
-        check_ranges("sampling", self)
-        check_ids("stop", self.stop, vocab)
-
 
 def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
     """Raises ValueError for a token id outside of [0, vocab); `name` says where it comes from."""
@@ -187,7 +182,8 @@ class Sampler(Programs):
     """
 
     def __init__(self, forward: Any, settings: Sampling, context: int, batch: int = 64, source: Any = None):
-        settings.check(forward.model.c.vocab)
+        check_ranges("sampling", settings)
+        check_ids("stop", settings.stop, forward.model.c.vocab)
         forward.model.c.check(context)
         self.settings, self.context, self._batch = settings, context, batch
         self._chunk = min(CHUNK, settings.max_tokens)

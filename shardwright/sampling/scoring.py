@@ -63,14 +63,10 @@ class Scorer(Programs):
     def __init__(self, forward: Any, loss: Callable, length: int, source: Any = None):
         # The padding after a sequence is another document, for rules that see ahead. So document_mask must be on.
         super().__init__(forward, source, document_mask=True)
-        self.loss, self.length = loss, length
-        self._t = self.mesh.shape["t"]
+        self.length, self._t = length, self.mesh.shape["t"]
         self._rows = self.mesh.size // self._t
         self._positions = max(length, min(POSITIONS, LOGITS * self._t // self.c.vocab))
-        self._program = self._losses_program()
-
-    def _losses_program(self) -> Any:
-        forward, loss, Weights = self.forward, self.loss, self.forward.model.Weights
+        forward, Weights = self.forward, self.forward.model.Weights
 
         @typed_shard_map
         def losses(w: Weights, batch: TokenBatch, ids: u32["B/r/d L"]) -> tuple[f32["B/r/d L"], bool_["B/r/d L"]]:
@@ -80,7 +76,7 @@ class Scorer(Programs):
 
             return forward(forward.copies(w), dataclasses.replace(forward.tokens(batch), ids=ids), head)[0]
 
-        return self.jit(losses, 0)
+        self._program = self.jit(losses, 0)
 
     def losses(self, weights: Any, sequences: Iterable[Sequence[int]]) -> Iterator[Scored]:
         """What the model says of each sequence, in their order.

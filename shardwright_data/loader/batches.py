@@ -15,7 +15,7 @@ import numpy as np
 from shardlib.shardtypes import Array, bool_, make_shardings, pytree_dataclass, u32
 from shardwright_data.checks import check_range
 from shardwright_data.loader.order import Indices
-from shardwright_data.text.byte_lengths import ByteLengths
+from shardwright_data.text.tokenizers import ByteLengths
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from shardwright_data import flat_tokens
 from shardwright_data.loader.batches import Loader, TokenBatch
 from shardwright_data.loader.config import DataConfig, SourceConfig
 from shardwright_data.loader.order import BLOCK, PERIOD, Indices, Quotas, permute
-from shardwright_data.text.byte_lengths import ByteLengths, byte_lengths_of_dataset
+from shardwright_data.text.tokenizers import ByteLengths, byte_lengths_of_dataset
 
 CHECKED_DOCUMENTS = 2**16
 """First documents of a split whose lengths are read when it is opened to be read unpacked."""

@@ -17,8 +17,7 @@ from shardwright_data.loader.batches import Loader, TokenBatch
 from shardwright_data.loader.config import DataConfig
 from shardwright_data.loader.order import Indices, permute
 from shardwright_data.text import sources
-from shardwright_data.text.byte_lengths import ByteLengths, byte_lengths
-from shardwright_data.text.tokenizers import open_tokenizer
+from shardwright_data.text.tokenizers import ByteLengths, byte_lengths, open_tokenizer
 
 
 class _Place(NamedTuple):

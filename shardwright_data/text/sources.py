@@ -6,11 +6,9 @@ A place in a source is a small JSON value, which `datasets` gives. Reading resum
 import glob
 import os
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 from shardwright_data.foreign import refused
-
-Item = TypeVar("Item")
 
 BLOCK_BYTES = 2**21
 """Characters of a block of documents: large enough that passing it to a process costs little."""
@@ -137,7 +135,7 @@ def check_column(where: str, names: Iterable[str], text_field: str) -> None:
         raise ValueError(f"{where}: no column {text_field!r}; set text_field to one of {sorted(names)}.")
 
 
-def readable(where: str, values: Iterable[Item]) -> Iterator[Item]:
+def readable(where: str, values: Iterable[Any]) -> Iterator[Any]:
     """Yields `values`. Raises ValueError, which names `where`, if one of them cannot be read."""
     values, end = iter(values), object()
     while True:

@@ -4,7 +4,7 @@ They take plain text: they put no special tokens around it, and read none in it.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from shardwright_data.checks import check_choice
 from shardwright_data.flat_tokens import Reader, open_kvstore, read_file
 from shardwright_data.foreign import check_types, refused
 from shardwright_data.text import definitions
-from shardwright_data.text.definitions import load_definition
+from shardwright_data.text.definitions import BYTE_LETTERS, load_definition
 
 KINDS = ("bytes", "huggingface", "tiktoken")
 """Kinds of tokenizers that `open_tokenizer` knows."""
@@ -140,13 +140,10 @@ def open_tokenizer(kind: str, name: str | None = None, end_token: str | None = N
     check_choice("tokenizer.kind", kind, KINDS)
     if (kind == "bytes") != (name is None):
         raise ValueError(f"tokenizer.name is {name!r} and tokenizer.kind {kind}: bytes need no name, all others do.")
-    if kind == "tiktoken":
-        return _open_tiktoken(name, end_token)
-    definition = definitions.byte_definition() if kind == "bytes" else definitions.find_huggingface(name)
-    return Tokenizer(definition, end_token)
-
-
-def _open_tiktoken(name: str, end_token: str | None) -> Tokenizer:
+    if kind == "bytes":
+        return Tokenizer(definitions.byte_definition(), end_token)
+    if kind == "huggingface":
+        return Tokenizer(definitions.find_huggingface(name), end_token)
     import tiktoken
 
     check_choice("tokenizer.name", name, tiktoken.list_encoding_names())
@@ -201,8 +198,10 @@ def tokenizer_of_dataset(reader: Reader) -> Tokenizer:
         FileNotFoundError: its tokenizer.json is missing.
         ValueError: its tokenizer.json or the attribute `tokenizer` is of another form.
     """
-    about = tokenizer_of_attributes(reader.filespec, reader.attributes)
-    if not about:
+    kinds = {"tokenizer?": {"kind": str, "name?": str | None, "end_token?": str | None}}
+    given = {name: value for name, value in reader.attributes.items() if value}
+    check_types(f"the attributes of {reader.filespec}", given, kinds, "Write or copy the dataset again.")
+    if (about := given.get("tokenizer")) is None:
         return Tokenizer()
     definition = definitions.byte_definition()
     if about["kind"] != "bytes":
@@ -213,9 +212,69 @@ def tokenizer_of_dataset(reader: Reader) -> Tokenizer:
     return Tokenizer(definition, about.get("end_token"))
 
 
-def tokenizer_of_attributes(filespec: str, attributes: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The attribute `tokenizer` of a dataset; None without one. Raises ValueError if it is of another form."""
-    kinds = {"tokenizer?": {"kind": str, "name?": str | None, "end_token?": str | None}}
-    given = {name: value for name, value in attributes.items() if value}
-    check_types(f"the attributes of {filespec}", given, kinds, "Write or copy the dataset again.")
-    return given.get("tokenizer")
+# ---- bytes of tokens ----------------------------------------------------------------------------------------------
+
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""A space in the vocabulary of SentencePiece."""
+_BYTES = {f"<0x{byte:02X}>": 1 for byte in range(256)}
+"""Its tokens of single bytes."""
+PROBES = (
+    "It's 12.5 % of\n\n  the COST, İstanbul: naïve, “so”… ²½ ﬁ",
+    "東京は夜の七時。 한국어 العربية हिन्दी Ελληνικά Кириллица 👩‍👧 🇩🇪 x\t\ty \x0b\x7f",
+    "a" * 50 + " " * 50 + "\r\n" * 9 + "!?" * 9,
+    "".join(chr(i) for i in range(33, 0x250)),
+)
+"""Texts whose bytes a tokenizer must give back. No text of them is other text in Unicode's composed form (NFC)."""
+
+
+@dataclass(frozen=True)
+class ByteLengths:
+    """The bytes of text in tokens. Exact where the tokenizer changes no text before it cuts it."""
+
+    of_token: np.ndarray
+    """int64[ids]; 0 for special tokens."""
+    before_document: int
+    """1 if a space that is not in the text is put before each document, else 0."""
+
+    def count(self, ids: np.ndarray, is_start: np.ndarray) -> int:
+        """Bytes of tokens of the vocabulary, of which `is_start` tells those that begin a document."""
+        return int(self.of_token[ids].sum()) - self.before_document * int(is_start.sum())
+
+
+def byte_lengths_of_dataset(reader: Reader) -> ByteLengths | None:
+    """The bytes of the tokens of a flat-tokens dataset; None if they are unknown."""
+    try:
+        found = byte_lengths(tokenizer_of_dataset(reader))
+    # A tokenizer.json or the package `tokenizers` that is missing: a number to report is no reason to end a run.
+    except (FileNotFoundError, ImportError, ValueError):
+        return None
+    return found if found is not None and reader.max_token_id < found.of_token.size else None
+
+
+def byte_lengths(known: Tokenizer) -> ByteLengths | None:
+    """The bytes of the tokens of a tokenizer.
+
+    Returns:
+        None if its tokens do not spell the text, as those of a byte-level tokenizer or of SentencePiece do: in PROBES,
+        their bytes are not those of the text. None too if no tokenizer is known.
+    """
+    if known.definition is None:
+        return None
+    tokenizer = load_definition(known.definition)
+    vocab = tokenizer.get_vocab(with_added_tokens=True)
+    added = {token.content: token.special for token in tokenizer.get_added_tokens_decoder().values()}
+    letters = set(BYTE_LETTERS.values())
+    # Of a byte-level tokenizer each letter is a byte.
+    byte_level = lambda piece: len(piece) if letters.issuperset(piece) else 0
+    sentence_piece = lambda piece: _BYTES.get(piece) or len(piece.replace(_SPACE, " ").encode())
+    encoded = [tokenizer.encode(text, add_special_tokens=False).ids for text in PROBES]
+    for size in (byte_level, sentence_piece):
+        of_token = np.zeros(max(vocab.values()) + 1, np.int64)
+        for piece, i in vocab.items():
+            of_token[i] = len(piece.encode()) if piece in added else size(piece)
+        more = {int(of_token[ids].sum()) - len(text.encode()) for text, ids in zip(PROBES, encoded, strict=True)}
+        if more in ({0}, {1}):
+            no_text = [piece for piece, special in added.items() if special] + [known.end_token]
+            of_token[[vocab[piece] for piece in no_text if piece in vocab]] = 0
+            return ByteLengths(of_token, more.pop())
+    return None

@@ -14,11 +14,6 @@ from typing import Any
 _function: Callable[[Any], Any]
 
 
-def available_cores() -> int:
-    """Number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def map_in_order(function: Callable[[Any], Any], items: Iterable[Any], num_workers: int) -> Iterator[tuple[Any, Any]]:
     """Each item with its result, in order. At most three items for each worker are held.
 

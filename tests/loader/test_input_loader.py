@@ -30,8 +30,7 @@ from shardwright_data.loader import (
     order,
     prefetch,
 )
-from shardwright_data.text.byte_lengths import ByteLengths
-from shardwright_data.text.tokenizers import open_tokenizer
+from shardwright_data.text.tokenizers import ByteLengths, open_tokenizer
 
 check_modules(batches, flat, order, flat_tokens)
 

@@ -228,8 +228,8 @@ def test_temperature_zero_takes_the_likeliest(logits):
     ],
 )
 def test_settings_out_of_range(settings, message):
-    with pytest.raises(ValueError, match=message):
-        Sampling(**settings).check(vocab=64)
+    with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match=message):
+        Sampler(tiny.forward(tiny.config()), Sampling(**settings), CONTEXT)
 
 
 def test_ids_and_contexts_out_of_range():

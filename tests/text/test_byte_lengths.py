@@ -3,18 +3,18 @@
 import json
 import lzma
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from numpy_checks import check_modules
 from tokenization import PROBES
+from written_datasets import write
 
+from shardwright_data.flat_tokens import Reader
 from shardwright_data.loader import DataConfig, FlatTokensLoader, SourceConfig
-from shardwright_data.text import byte_lengths as module
 from shardwright_data.text import definitions
-from shardwright_data.text.byte_lengths import byte_lengths, byte_lengths_of_dataset
-from shardwright_data.text.tokenizers import Tokenizer, open_tokenizer
+from shardwright_data.text import tokenizers as module
+from shardwright_data.text.tokenizers import Tokenizer, byte_lengths, byte_lengths_of_dataset, open_tokenizer
 from tools import huggingface_to_flat_tokens as tool
 from tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
 
@@ -82,13 +82,12 @@ def test_tokens_that_do_not_spell_the_text(bpe, changes):
 
 
 def test_no_damage_ends_a_run(tmp_path):
-    reader = lambda attributes: SimpleNamespace(filespec=str(tmp_path), attributes=attributes, max_token_id=3)
-    about = {"tokenizer": {"kind": "huggingface"}}
-    assert byte_lengths_of_dataset(reader({})) is None
-    assert byte_lengths_of_dataset(reader(about)) is None
+    assert byte_lengths_of_dataset(Reader(write(tmp_path / "none", attributes={}), "train")) is None
+    path = write(tmp_path / "d", attributes={"tokenizer": {"kind": "huggingface"}})
+    assert byte_lengths_of_dataset(Reader(path, "train")) is None
     for content in ("", "{}", "[]", '{"model": 3}', '{"model": {"vocab": {}}, "normalizer": "x"}'):
-        (tmp_path / "tokenizer.json").write_text(content)
-        assert byte_lengths_of_dataset(reader(about)) is None
+        (tmp_path / "d/tokenizer.json").write_text(content)
+        assert byte_lengths_of_dataset(Reader(path, "train")) is None
 
 
 @pytest.mark.parametrize("kind", ["bytes", "train_bpe"])
