@@ -56,8 +56,7 @@ class Reader:
         self.filespec, self.path = filespec, f"{filespec.rstrip('/')}/{split}"
         self._root, self._split = open_kvstore(filespec, opening_context()), split
         # A store that answers slowly should get all requests of a batch at once.
-        limit = {"limit": STORE_REQUESTS}
-        stores = dict.fromkeys(("http_request_concurrency", "gcs_request_concurrency", "s3_request_concurrency"), limit)
+        stores = {f"{name}_request_concurrency": {"limit": STORE_REQUESTS} for name in ("http", "gcs", "s3")}
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}} | stores)
         self.zarr_format, self.attributes = self._read_attributes()
         self.max_token_id = self.attributes["max_token_id"]
@@ -196,10 +195,7 @@ class Reader:
     def fingerprint(self) -> str:
         """Identity of the split, wherever it is stored: its sizes, and a checksum of tokens at 16 places in it.
 
-        Also a checksum of each input that is read, at the same places.
-
-        Raises:
-            ValueError: a file of the dataset is missing, truncated or corrupt.
+        Also a checksum of each input that is read, at the same places. Raises ValueError as `read` does.
         """
         length = min(self.num_tokens, 64)
         starts = np.unique(np.linspace(0, self.num_tokens - length, 16).astype(np.int64))

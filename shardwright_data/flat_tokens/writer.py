@@ -129,12 +129,6 @@ class GrowingArray:
             self._write_file()
         self.wait()
 
-    def abandon(self) -> None:
-        """Waits for the write under way: it would land in what another writer puts here."""
-        if self._write is not None:
-            # Whether it fails does not matter.
-            self._write.exception()
-
     def _write_file(self) -> None:
         self.wait()
         values, end = self.pending, self.length
@@ -221,13 +215,9 @@ class Writer:
         self.append_encoded(mark_starts(ids, lengths, self.path))
 
     def append_encoded(self, encoded: Encoded) -> None:
-        """Adds tokens as they are stored. Those before the first mark continue the last document.
+        """Adds tokens as `mark_starts` gives them. Those before the first mark continue the last document.
 
-        Args:
-            encoded: as `mark_starts` gives them.
-
-        Raises:
-            ValueError: a write failed.
+        Raises ValueError if a write failed.
         """
         if not encoded.size:
             return
@@ -240,10 +230,8 @@ class Writer:
     def save(self, place: Any = None) -> None:
         """Writes `unfinished_<split>.npz` beside the split, so that after a kill another writer can resume from here.
 
-        It holds what is in no file of the arrays yet, and `place`, a JSON value. `close` deletes it.
-
-        Raises:
-            ValueError: a write failed.
+        It holds what is in no file of the arrays yet, and `place`, a JSON value. `close` deletes it. Raises ValueError
+        if a write failed.
         """
         state = {"max_token_id": np.array(self._max_token_id), "done": np.array(json.dumps(place))}
         for name, array in self._arrays.items():
@@ -256,8 +244,7 @@ class Writer:
     def close(self) -> None:
         """Writes what is left, then makes the split visible.
 
-        Raises:
-            ValueError: a write failed; the split stays incomplete.
+        Raises ValueError if a write failed; the split stays incomplete.
         """
         self._arrays["seq_starts"].append(np.array([self.num_tokens], np.uint64))
         for array in self._arrays.values():
@@ -276,9 +263,11 @@ class Writer:
     def __exit__(self, exc_type: type | None, *_: object) -> None:
         if exc_type is None:
             self.close()
-        else:
-            for array in self._arrays.values():
-                array.abandon()
+            return
+        for array in self._arrays.values():
+            # The write under way would land in what another writer puts here. That it fails does not matter.
+            with contextlib.suppress(ValueError):
+                array.wait()
 
 
 def state_of(split: str) -> str:

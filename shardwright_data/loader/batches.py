@@ -168,10 +168,7 @@ class Loader:
     def load(self, step: int) -> TokenBatch:
         """The batch of `step` on the devices, an Array["m", TokenBatch].
 
-        Each host reads the sequences of its own devices: a part of each microbatch.
-
-        Raises:
-            ValueError: the step cannot be read, or data is missing or damaged.
+        Each host reads the sequences of its own devices: a part of each microbatch. Raises ValueError as `sequences`.
         """
         if self.shardings is None:
             raise ValueError("The loader has no mesh to place batches on. Make it under jax.set_mesh(mesh).")

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shardwright_data.checks import check_choice
 from shardwright_data.loader.batches import Loader, TokenBatch
 from shardwright_data.loader.config import DataConfig
 from shardwright_data.loader.order import Indices, permute
@@ -61,7 +60,6 @@ class StreamLoader(Loader):
                 "does not have. Write a flat-tokens dataset with it (docs/flat-tokens.md), and set data.filespec."
             )
         self._config, self._stream, stream = config, config.stream, config.stream
-        check_choice("split", self.split, ("train", "validation"))
         files = {"train": stream.train_files, "validation": stream.validation_files}[self.split]
         hub = stream.dataset, stream.dataset_config, getattr(stream, self.split)
         self._name, self._data = sources.open_text("data.stream", *hub, files, by_line=True)
