@@ -276,13 +276,7 @@ def check_schedule(orders: Orders, p: int, m: int, v: int) -> list[list[Task]]:
                 f"{task} is in the lists {listed[task]} times. Every forward and every backward, or both its halves "
                 f"{' and '.join(HALVES)}, runs once, of the stages 0..{p * v - 1} and the microbatches 0..{m - 1}."
             )
-    _check_places(stages_of_devices(orders), p, v)
-    place_in_ticks(orders)
-    return orders
-
-
-def _check_places(stages: Stages, p: int, v: int) -> None:
-    """Raises ValueError unless each device has v stages, none of another, and neighbouring stages are neighbours."""
+    stages = stages_of_devices(orders)
     for device, own in enumerate(stages):
         if len(own) != v:
             raise ValueError(
@@ -296,6 +290,8 @@ def _check_places(stages: Stages, p: int, v: int) -> None:
                 f"stage {stage - 1} is on device {here} and stage {stage} on device {there}. A result goes to the same "
                 f"device or to a neighbour in the ring of {p}."
             )
+    place_in_ticks(orders)
+    return orders
 
 
 # ---- ticks --------------------------------------------------------------------------------------------------------

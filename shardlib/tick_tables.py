@@ -162,11 +162,6 @@ class Costs:
     weights: float = 0.5
     """Share of a backward that its half for the weights takes, in [0, 1]."""
 
-    def of(self, kind: str, halves: bool) -> float:
-        """Time of a task in the slot `kind` of a tick; `halves`: its half for the weights is not part of a backward."""
-        backward = (1 - self.weights if halves else 1) * self.backward
-        return {"forward": self.forward, "backward": backward, "weights": self.weights * self.backward}[kind]
-
 
 class Span(NamedTuple):
     """A task with its start and end."""
@@ -216,19 +211,21 @@ def simulate(table: TickTable, costs: Costs) -> Timeline:
     """
     columns = table.columns
     ticks, p = columns["forward"].shape
+    backward = (1 - costs.weights if table.halves else 1) * costs.backward
+    times = {"forward": costs.forward, "backward": backward, "weights": costs.weights * costs.backward}
     spans: list[list[Span]] = [[] for _ in range(p)]
     starts, now = [], 0.0
     for t in range(ticks):
         starts.append(now)
         free_at = [now] * p
-        for slot in ("forward", "backward", "weights"):
+        for slot, time in times.items():
             if not table.one_message:
                 free_at = [max(free_at)] * p
             for device in np.flatnonzero(columns[slot][t]).tolist():
                 stage = table.stages[device][columns[f"{slot}_chunk"][t, device]]
                 k = int(columns[f"{slot}_microbatch"][t, device])
                 start = free_at[device]
-                free_at[device] = start + costs.of(slot, table.halves) / len(table.stages[device])
+                free_at[device] = start + time / len(table.stages[device])
                 spans[device].append(Span(slot, stage, k, start, free_at[device]))
         now = max(free_at) + costs.transfer
     return Timeline(table, spans, now, starts)

@@ -1,10 +1,8 @@
 """The grammar of spec strings: what parses, and to what. What does not is in refused_types.txt."""
 
-import re
-
 import pytest
 
-from shardlib.parsing import Dim, ShapeSpec, ShardError, parse_op, parse_shape, sort_axes
+from shardlib.parsing import Dim, ShapeSpec, parse_op, parse_shape, sort_axes
 
 pytestmark = pytest.mark.quick
 
@@ -58,13 +56,3 @@ def test_op(text, operands, printed):
 
 def test_axes_have_one_order_and_no_repeats():
     assert sort_axes(["x", "p", "d", "t", "r", "a", "d"]) == ("r", "t", "d", "p", "a", "x")
-
-
-def test_error_shows_place_problem_context_and_remedy():
-    error = ShardError("problem", "remedy", "  context")
-    assert re.fullmatch(r"\S*test_parsing\.py:\d+", error.place)
-    assert str(error) == f"{error.place}: problem\n  context\n  remedy: remedy"
-    error = ShardError("problem")
-    error.place = ""
-    assert str(error) == "problem"
-    assert isinstance(ShardError("problem"), ValueError)
