@@ -8,6 +8,7 @@ damaged, and end with status 1 if something is. To copy or delete a checkpoint, 
 """
 
 import dataclasses
+import math
 import sys
 
 from omegaconf import MISSING
@@ -53,7 +54,7 @@ def _show(checkpoints: Checkpointer, step: int, is_read: bool) -> bool:
     """Prints what is known of a checkpoint. Returns whether nothing is damaged."""
     try:
         manifest = checkpoints.manifest(step)
-        size = sum(array.file_bytes for array in saved_arrays(manifest).values())
+        size = sum(math.prod(array.grid) * array.chunk_bytes for array in saved_arrays(manifest).values())
         print(shown(f"{step:>10}  {manifest['saved_at']:20}  {size / 2**20:12,.1f} MiB"), end="", flush=True)
         problems = checkpoints.verify(step) if is_read else []
     except Damaged as error:

@@ -57,9 +57,6 @@ class Checkpointer(contextlib.AbstractContextManager):
         place: path in a file system that all processes share, created by the first save; or a URL, as for Store.
         keep: number of the latest complete checkpoints that are kept, at least 1; None keeps all. Older ones are
             removed when a new one is complete.
-
-    Raises:
-        ValueError: a URL cannot be read.
     """
 
     def __init__(self, place: str | os.PathLike, *, keep: int | None = None):
@@ -95,7 +92,6 @@ class Checkpointer(contextlib.AbstractContextManager):
         state: Any,
         metadata: dict,
         orders: Orders = NO_ORDERS,
-        *,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Copies `state` to host memory, then writes it in the background.
@@ -288,12 +284,8 @@ class Checkpointer(contextlib.AbstractContextManager):
 def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[Checkpointer, int]:
     """Checkpoints of a run, which the caller closes, and the step of one of them, the same in all processes.
 
-    Args:
-        path: directory or URL of a run, or of one of its checkpoints.
-        step: step of the checkpoint; None for the last, or for the one that `path` names.
-
-    Raises:
-        ValueError: there is no such checkpoint.
+    `path` is the directory or URL of a run, or of one of its checkpoints. Without a step it is that one, or the last.
+    Raises ValueError if there is none.
     """
     place = os.fspath(path).rstrip("/")
     above, _, name = place.rpartition("/")

@@ -74,11 +74,6 @@ class SavedArray(NamedTuple):
         return tuple(-(-size // part) for size, part in zip(self.shape, self.chunk, strict=True))
 
     @property
-    def file_bytes(self) -> int:
-        """Size of the files of all chunks."""
-        return math.prod(self.grid) * self.chunk_bytes
-
-    @property
     def chunk_bytes(self) -> int:
         """Size of the file of a chunk."""
         return math.prod(self.chunk) * np.dtype(self.dtype).itemsize + CHECKSUM_BYTES

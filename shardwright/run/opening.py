@@ -170,17 +170,10 @@ def checkpoints_of(directory: Path, paths: run_config.PathsConfig) -> str:
 
 
 def read_weights(path: str | os.PathLike, like: Any, config: dict, orders: Orders = NO_ORDERS) -> Any:
-    """The weights of another run, with the shardings of `like`. Prints the differences of the models that are allowed.
+    """The weights of another run, for one with weights `like` and this configuration. Prints how the models differ.
 
-    Args:
-        path: directory or URL of a run, for its last checkpoint, or of one checkpoint.
-        like: weights of the new run.
-        config: configuration of the new run.
-        orders: as for `Checkpointer.restore`.
-
-    Raises:
-        ValueError: there is no such checkpoint, or it is of another model or has other arrays.
-        OSError: it is damaged.
+    `path` is as for `find_checkpoint`, `orders` as for `Checkpointer.restore`. Raises ValueError if there is no such
+    checkpoint, or if it is of another model or has other arrays, and Damaged if it is damaged.
     """
     checkpoints, step = find_checkpoint(path)
     with checkpoints:

@@ -49,9 +49,9 @@ class Store:
     """
 
     def __init__(self, place: str | os.PathLike):
-        self.url = os.fspath(place).removeprefix("file://")
-        self.path = None if "://" in self.url else Path(self.url).expanduser()
-        self.url = self.url.rstrip("/") if self.path is None else str(self.path)
+        place = os.fspath(place).removeprefix("file://")
+        self.path = None if "://" in place else Path(place).expanduser()
+        self.url = str(self.path or place.rstrip("/"))
         if self.path is None:
             try:  # in a context in which a wrong address shows in seconds
                 flat_tokens.open_kvstore(self.url, flat_tokens.opening_context()).read(MANIFEST).result()
