@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_extra import TRUNCATED_NORMAL_STD, fold_in_str
-from shardlib.array_types import ABSENT, ArrayType, arrays_of
+from shardlib.array_types import ArrayType, arrays_in, map_arrays
 from shardlib.parsing import PIPELINE_AXIS
 from shardlib.shardtypes import make_shardings
 from shardlib.values import devices_along, mesh_axes
@@ -74,9 +74,7 @@ def check_table(table) -> None:
                 f"the model's table has a {type(leaf).__name__} where it should have a Weight; "
                 "the class of a group of weights is decorated with @pytree_dataclass."
             )
-    for path, array, weight in arrays_of(type(table), table):
-        if weight is ABSENT:
-            continue
+    for path, array, weight in arrays_in(type(table), table):
         what = f"the model's table: {path.removeprefix('.')}: {array!r}"
         if missing := ({"t", "d", "p"} & set(mesh_axes()) if mesh_axes() else {"t", "d"}) - array.spec.sharded:
             raise ValueError(
@@ -97,8 +95,7 @@ def check_table(table) -> None:
 
 def are_stacks(table):
     """A tree like the table: whether each weight is a stack of layers."""
-    stacked = [is_stack(array) for _, array, weight in arrays_of(type(table), table) if weight is not ABSENT]
-    return jax.tree.unflatten(jax.tree.structure(table), stacked)
+    return map_arrays(lambda path, array, weight: is_stack(array), table)
 
 
 def is_stack(array: ArrayType) -> bool:

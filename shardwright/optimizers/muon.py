@@ -25,7 +25,7 @@ import numpy as np
 from jax import lax
 
 from shardlib import shardops
-from shardlib.array_types import ABSENT, ArrayType, arrays_of
+from shardlib.array_types import ArrayType, arrays_in
 from shardlib.parsing import Dim, sort_axes
 from shardlib.shardtypes import f32, i32, scope, typed
 from shardwright.modeling.model import act
@@ -104,9 +104,8 @@ def orthogonalized(x: W, updates: Any, iterations: int) -> W:
     Weights with the same layout form one stack, for fewer collectives and fewer devices without a matrix.
     """
     leaves, structure = jax.tree.flatten(x)
-    types = [array for _, array, leaf in arrays_of(type(updates), x) if leaf is not ABSENT]
     stacks: dict[Layout, list] = {}
-    for i, (update, array) in enumerate(zip(jax.tree.leaves(updates), types, strict=True)):
+    for i, (_, array, update) in enumerate(arrays_in(type(updates), updates)):
         if update.algorithm == "muon":
             layout, spec = layout_of(update.weight, array)
             stacks.setdefault(layout, []).append((i, str(array.spec), spec))
