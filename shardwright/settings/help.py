@@ -3,7 +3,6 @@
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
@@ -18,9 +17,9 @@ def help_text(program: Program, sections: dict[str, type] | None = None) -> str:
     """The help of a program. `sections` are dataclasses of sections whose type the schema leaves open."""
     choice = "" if program.config_name else "--config-name=<configuration> "
     lines = [*_wrapped(_sentence(program.doc), 0), "", f"    {program.command} {choice}[<setting>=<value> ...]", ""]
-    for path in sorted(program.configs.glob("*.yaml")):
-        if f"{program.command} --config-name={path.stem}" in path.read_text().partition("defaults:")[0]:
-            lines += [f"--config-name={path.stem}", *_wrapped(_header(path), 6)]
+    says_command = lambda path: f"{program.command} --config-name={path.stem}" in path.read_text()
+    if named := sorted(path.stem for path in program.configs.glob("*.yaml") if says_command(path)):
+        lines += _wrapped(f"--config-name=<{', '.join(named)}>", 0)
     for directory in sorted(path for path in program.configs.iterdir() if path.is_dir()):
         if options := sorted(path.stem for path in directory.glob("*.yaml")):
             lines += _wrapped(f"{directory.name}=<{', '.join(options)}>", 0)
@@ -54,15 +53,3 @@ def _wrapped(text: str, indent: int) -> list[str]:
 def _sentence(text: Any) -> str:
     paragraph = " ".join(text.strip().split("\n\n")[0].split())
     return re.split(r"(?<=[.!?])\s+(?=[A-Z0-9`])", paragraph)[0]
-
-
-def _header(path: Path) -> str:
-    """The first sentence in the comment at the top of a configuration that is not its command."""
-    comment = []
-    for line in path.read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        text = line[1:].strip()
-        if text and "python -m " not in text.partition(".")[0]:
-            comment.append(text)
-    return _sentence("\n".join(comment))

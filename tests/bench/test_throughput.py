@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import train
-from bench.throughput.__main__ import MODULES, SEQAX_NEEDS, SIZES, check_seqax, figures, jobs_of, line_of, ratios
+from bench.throughput.__main__ import MODULES, SIZES, figures, jobs_of, line_of, ratios
 from bench.throughput.peers import ours as ours_module
 from bench.throughput.peers.floor import Contestant as Floor
 from bench.throughput.peers.job import Job, Shapes, batches
@@ -87,35 +87,6 @@ print(trainer.wait([trainer.step() for _ in range({STEPS})]))
     found = json.loads(done.stdout.splitlines()[-1])
     expected = losses("ours", dataclasses.replace(job, checkout=""))
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE["bf16"])
-
-
-def test_seqax_needs_a_checkout_and_its_environment(tmp_path):
-    with pytest.raises(ValueError, match=r"git clone .* -m venv .*/.venv && .* install -r bench/throughput/seqax.txt"):
-        check_seqax(tmp_path)
-    python = tmp_path / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.touch()
-    (tmp_path / "train.py").touch()
-    check_seqax(tmp_path)
-    assert python_of(jobs_of("demo", ["ours", "seqax"], "f32", "cpu", [], tmp_path)["seqax"]) == str(python)
-    assert (ROOT / SEQAX_NEEDS).exists()
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"b2": 0.94},
-        {"weight_decay": 0.0},
-        {"clip_norm": 0.6},
-        {"seed": 1},
-        {"shapes": dataclasses.replace(SHAPES, rope_base=110.0)},
-    ],
-    ids=str,
-)
-@pytest.mark.slow
-def test_a_peer_that_trains_otherwise_is_seen(change, ours):
-    found = losses("plain-jax", dataclasses.replace(JOB, **change))
-    assert not np.allclose(found, ours["f32"], rtol=3 * TOLERANCE["f32"], atol=0)
 
 
 @pytest.mark.slow

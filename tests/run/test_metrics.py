@@ -174,15 +174,6 @@ def test_plain_lines_without_a_terminal(tmp_path):
     assert "\x1b" not in output.getvalue()
 
 
-def test_metrics_of_a_run_without_a_checkpoint_are_kept(tmp_path):
-    for loss in (3.0, 2.0, 1.0):
-        with run_log(tmp_path) as log:
-            log.log(0, metrics(loss))
-    assert [line["loss"] for line in read(tmp_path)] == [1.0]
-    kept = (tmp_path / "metrics.jsonl.left").read_text().splitlines()
-    assert [json.loads(line)["loss"] for line in kept] == [3.0, 2.0]
-
-
 # ---- files that cannot be written -------------------------------------------------------------------------------
 
 
@@ -225,16 +216,6 @@ def test_a_log_that_cannot_be_finished_says_so(tmp_path, why):
 # ---- the terminal -----------------------------------------------------------------------------------------------
 
 PARTS = ["loss 2.571", "validation 2.625", "18.5k tokens/s", "MFU 43.1%", "grad_norm 0.41"]
-
-
-def test_a_bar_on_a_terminal_alone_has_each_step(tmp_path):
-    console = Console(file=io.StringIO(), force_terminal=True, width=140, legacy_windows=False)
-    with run_log(tmp_path, console=console, total_steps=12, start_step=2) as log:
-        for step in range(2, 12):
-            log.log(step, metrics(4.5))
-    text = console.file.getvalue()
-    assert re.search("step 12/12 .*━.*ETA 0:00:00  loss 4.5", text)
-    assert "step 5/12" not in text
 
 
 @pytest.mark.parametrize(("width", "shown"), [(40, 0), (80, 2), (140, 5)])

@@ -22,7 +22,7 @@ def python(code: str, *arguments: str, **environment: str) -> subprocess.Complet
 @pytest.mark.parametrize(
     ("program", "shown"),
     [
-        ("train", ["local_test_synthetic", "50 steps of 4,096 tokens", "training.batch_size (a whole number)"]),
+        ("train", ["local_test_synthetic", "training.batch_size (a whole number)"]),
         ("tools.generate", ["max_tokens (a whole number) = 200", "Largest number of tokens to add to a prompt"]),
         ("tools.verify", ["verify.devices (a whole number) = 8", "model.vocab (a whole number) must be given"]),
     ],

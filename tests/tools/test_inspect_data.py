@@ -1,8 +1,6 @@
 """What inspect_data prints."""
 
 import io
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -106,11 +104,3 @@ def test_check_reads_in_blocks(dataset):
 def test_a_document_that_is_not_there(dataset):
     with pytest.raises(ValueError, match=r"document is 60; .* has documents 0 to 59"):
         show(filespec=dataset, document=60)
-
-
-@pytest.mark.long
-def test_command_line(dataset):
-    command = [sys.executable, "-m", "tools.inspect_data", f"filespec={dataset}", "documents=1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert TEXTS[0] in done.stdout
