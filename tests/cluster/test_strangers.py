@@ -57,14 +57,6 @@ def test_a_cache_that_cannot_be_written_is_told(tmp_path, no_cache, capsys):
     assert capsys.readouterr().out.startswith(said)
 
 
-def test_a_cache_that_the_environment_names_is_checked_too(tmp_path, no_cache, capsys):
-    tmp_path.chmod(0o777)
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))  # as JAX_COMPILATION_CACHE_DIR does
-    start_devices(DistributedConfig(), HardwareConfig())
-    assert jax.config.jax_compilation_cache_dir is None
-    assert "others may write" in capsys.readouterr().out
-
-
 def test_what_is_made_nobody_else_can_write_whatever_the_umask(tmp_path, no_cache):
     before = os.umask(0)
     try:

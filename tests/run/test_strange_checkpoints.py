@@ -1,12 +1,12 @@
 """Checkpoints of a stranger: what no run writes is refused in one line, and nothing outside is read or written."""
 
 import contextlib
-import hashlib
 import json
 
 import google_crc32c
 import jax.numpy as jnp
 import pytest
+from signed_manifests import sign
 
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.stores import Damaged
@@ -21,12 +21,7 @@ def signed(tmp_path):
     directory = tmp_path / "stranger" / "0000000007"
 
     def change(**values):
-        content = json.loads((directory / "zarr.json").read_text())
-        kept = content["attributes"] | values
-        kept.pop("sha256")
-        text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
-        content["attributes"] = kept | {"sha256": hashlib.sha256(text.encode()).hexdigest()}
-        (directory / "zarr.json").write_text(json.dumps(content))
+        sign(directory / "zarr.json", json.loads((directory / "zarr.json").read_text())["attributes"] | values)
 
     return directory, change
 
