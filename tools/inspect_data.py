@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from omegaconf import MISSING
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from shardwright.settings.program import run_program
+from shardwright.settings.screen import print_table
 from shardwright_data import flat_tokens
 from shardwright_data.checks import check_ranges, within
 from shardwright_data.flat_tokens import Reader
@@ -88,15 +88,12 @@ def show_overview(console: Console, reader: flat_tokens.Reader) -> None:
 def show_documents(console: Console, reader: flat_tokens.Reader, tokenizer: Tokenizer, count: int) -> None:
     """Prints the beginnings of `count` documents, evenly spaced over the split."""
     which = np.unique(np.linspace(0, reader.num_documents - 1, min(count, reader.num_documents)).astype(np.int64))
-    table = Table(title="Documents", title_justify="left")
-    table.add_column("document", justify="right")
-    table.add_column("tokens", justify="right")
-    table.add_column("text", ratio=1, overflow="fold")
+    rows = []
     for i, start, length in zip(which, *reader.document_spans(which), strict=True):
         # A token stands for one character or more, nearly always.
         text = _read_text(reader, tokenizer, int(start), min(int(length), CHARACTERS + 8))
-        table.add_row(f"{i:,}", f"{length:,}", Text(one_line(text, CHARACTERS)))
-    console.print(table)
+        rows.append((f"{i:,}", f"{length:,}", one_line(text, CHARACTERS)))
+    print_table(console, ["document", "tokens", "text"], rows, "Documents")
 
 
 def show_document(console: Console, reader: flat_tokens.Reader, tokenizer: Tokenizer, document: int) -> None:

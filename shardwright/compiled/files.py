@@ -20,7 +20,8 @@ _MOST_BYTES = 2**30
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file that has this name only once it is complete."""
+    """Writes a file that has this name only once it is complete, and the directory that it is in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         unfinished.write_text(text, encoding="utf-8")

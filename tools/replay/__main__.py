@@ -9,6 +9,7 @@ The run goes on from its last checkpoint at or before the step, with the same ba
 run's own mesh the step is equal to the bit. docs/replay.md has examples.
 """
 
+import functools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ from shardwright.compiled.files import write_whole
 from shardwright.run.microscope import Microscope
 from shardwright.run.opening import StagesChoice
 from shardwright.settings.program import run_program
+from shardwright.settings.screen import print_line
 from shardwright_data.checks import check_choice, within
 from shardwright_data.text.tokenizers import Tokenizer
 from tools.replay import bisect, show, two_runs
@@ -75,29 +77,30 @@ def replay(config: Settings, console: Console | None = None) -> dict[str, Any]:
     Raises:
         ValueError: as tools.replay.session.opened; or there is no such step; or settings that do not go together.
     """
-    screen = show.Screen(console or Console())
+    console = console or Console()
+    write = functools.partial(print_line, console)
     if config.step is None and config.against is None:
         raise ValueError("give step=<step>, of which metrics.jsonl has the loss; or against=<another run>.")
     if config.since is not None:
-        return two_runs.record(config, screen.line)
+        return two_runs.record(config, write)
     if config.against is not None:
         if config.bisect is not None:
             raise ValueError("against= compares two runs, and bisect= is for one step of one; give one of them.")
-        return two_runs.compare_runs(config, screen.line)
+        return two_runs.compare_runs(config, write)
     logs = metrics_of(config.run)
     if logs and config.step > max(logs):
         raise ValueError(
             f"step is {config.step}; {config.run} has done the steps 0 to {max(logs)}. Choose one of them."
         )
-    with opened(config.run, config.step, config.mesh, config.trust, config.other_source, screen.line) as session:
+    with opened(config.run, config.step, config.mesh, config.trust, config.other_source, write) as session:
         origin = f"its checkpoint of step {session.step}" if session.step else "its beginning"
-        screen.line(f"run         {config.run}, from {origin}")
+        print_line(console, f"run         {config.run}, from {origin}")
         while session.step < config.step:
             session.advance()
-        return step_of(session, config, logs, screen)
+        return step_of(session, config, logs, console)
 
 
-def step_of(session: Session, config: Settings, logs: dict[int, dict], screen: show.Screen) -> dict[str, Any]:
+def step_of(session: Session, config: Settings, logs: dict[int, dict], console: Console) -> dict[str, Any]:
     """Shows the documents of the step, what it computes, and why it is not finite, if it is not."""
     step, batch = session.step, session.batch()
     host, tokenizer = on_host(batch), tokenizer_of(session)
@@ -105,24 +108,24 @@ def step_of(session: Session, config: Settings, logs: dict[int, dict], screen: s
     documents = with_losses(every, token_losses(session, batch), host.loss_mask)
     if config.bisect is not None:
         usual = bisect.usual(logs, step, config.bisect)
-        return bisected(session, config.bisect, usual, documents, screen, tokenizer)
+        return bisected(session, config.bisect, usual, documents, console, tokenizer)
     instead = f", batch {session.number}" * (session.number != step)
-    screen.documents(f"Documents of step {step}{instead}, the worst first", documents, tokenizer)
+    show.documents(console, f"Documents of step {step}{instead}, the worst first", documents, tokenizer)
     found = {}
     if config.microscope:
         microscope = Microscope(session.c, session.model, session.placement, train.programs, session.options)
         found = microscope.look(session.state, batch, np.int32(step))
-        screen.statistics(found)
+        show.statistics(console, found)
     after, done = session.try_step(batch)
     differs = compare_with_log(done, logs.get(step))
     what = "not in metrics.jsonl" if differs is None else differs or "equal to the bit"
     skipped = ", skipped" * done.skipped
-    screen.line(f"step {step}  loss {done.loss:.7g}  grad_norm {done.grad_norm:.7g}{skipped}  {what}")
+    print_line(console, f"step {step}  loss {done.loss:.7g}  grad_norm {done.grad_norm:.7g}{skipped}  {what}")
     why = []
     if not (np.isfinite(done.loss + done.grad_norm) and is_finite(after)):
         why = Explainer(session).explain(session.state, batch, every)
         for line in why or ["what is not finite there is in no single operation that a replay sees"]:
-            screen.line(f"not finite  {line}")
+            print_line(console, f"not finite  {line}")
     return {
         "step": step,
         **plain(done),
@@ -139,19 +142,20 @@ def plain(done: Done) -> dict[str, Any]:
 
 
 def bisected(
-    session: Session, metric: str, usual: float, documents: list[Document], screen: show.Screen, tokenizer: Tokenizer
+    session: Session, metric: str, usual: float, documents: list[Document], console: Console, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     """Shows the documents that make the metric of the step jump from its usual value."""
-    screen.line(f"usually     {metric} {usual:.5g}, the median of the {bisect.BEFORE} steps before step {session.step}")
-    found, before, after = bisect.find(session, session.batch(), documents, metric, usual, screen.line)
+    write = functools.partial(print_line, console)
+    write(f"usually     {metric} {usual:.5g}, the median of the {bisect.BEFORE} steps before step {session.step}")
+    found, before, after = bisect.find(session, session.batch(), documents, metric, usual, write)
     numbers = lambda done: f"loss {done.loss:.5g}, grad_norm {done.grad_norm:.5g}"
     if after is None:
-        screen.line(f"step {session.step}  {numbers(before)}: {metric} did not jump, or by no half of its documents")
+        write(f"step {session.step}  {numbers(before)}: {metric} did not jump, or by no half of its documents")
     else:
         count = len(found)
         which = "document makes" if count == 1 else "documents together make"
-        screen.documents(f"{count} {which} the {metric} of step {session.step} jump", found, tokenizer)
-        screen.line(f"step {session.step}  {numbers(before)}; without: {numbers(after)}")
+        show.documents(console, f"{count} {which} the {metric} of step {session.step} jump", found, tokenizer)
+        write(f"step {session.step}  {numbers(before)}; without: {numbers(after)}")
     both = {"before": plain(before), "after": after and plain(after)}
     return {"step": session.step, **both, "documents": [show.described(document) for document in found]}
 

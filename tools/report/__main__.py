@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from shardwright.run.files import REPORT
 from shardwright.settings.program import run_program
-from shardwright_data.foreign import shown
+from shardwright.settings.screen import print_line, print_table
 from tools.report.comparing import Comparison, compare_runs, remarks
 from tools.report.page import write
 from tools.report.reading import find_runs, read_run
@@ -41,20 +40,15 @@ class Settings:
 
 def show(c: Comparison, console: Console) -> None:
     """Prints the table, and notes on single runs."""
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for name in ["#", *c.differing[:4], *c.metrics]:
-        table.add_column(Text(shown(name), style="bold"), justify="right", vertical="bottom")
-    for i, run in enumerate(c.runs):
-        settings = [Text(shown(c.setting(run, name)), style="cyan") for name in c.differing[:4]]
-        style = lambda name, run=run: "bold green" if run in c.best(name) else ""
-        table.add_row(str(i + 1), *settings, *(Text(shown(c.metric(run, name)), style(name)) for name in c.metrics))
-    console.print(table)
-    write_line = lambda text, **style: console.print(Text(shown(text), **style), soft_wrap=True)
-    for text in remarks(c):
-        write_line(text, style="dim")
-    write_line(f"\nRuns in {c.parent}:")
-    for i, run in enumerate(c.runs):
-        write_line(f"{i + 1:>3}  {c.name(run)}   {'; '.join(run.notes)}".rstrip(), style="yellow" if run.notes else "")
+    style = lambda run, name: "bold green" if run in c.best(name) else ""
+    metrics = lambda run: [Text(c.metric(run, name), style(run, name)) for name in c.metrics]
+    rows = [(i, *(c.setting(run, x) for x in c.differing[:4]), *metrics(run)) for i, run in enumerate(c.runs, 1)]
+    print_table(console, ["#", *c.differing[:4], *c.metrics], rows)
+    for text in [*remarks(c), f"\nRuns in {c.parent}:"]:
+        print_line(console, text)
+    for i, run in enumerate(c.runs, 1):
+        text = f"{i:>3}  {c.name(run)}   {'; '.join(run.notes)}".rstrip()
+        print_line(console, text, "yellow" if run.notes else "")
 
 
 def show_report(config: Settings, console: Console | None = None) -> None:
@@ -74,7 +68,7 @@ def show_report(config: Settings, console: Console | None = None) -> None:
     place = c.runs[0].directory if len(c.runs) == 1 else c.parent
     output = Path(config.output) if config.output is not None else place / REPORT
     write(c, output)
-    console.print(Text(f"\nReport: {shown(output)}"), soft_wrap=True)
+    print_line(console, f"\nReport: {output}")
 
 
 if __name__ == "__main__":

@@ -16,13 +16,12 @@ from typing import Any
 
 from omegaconf import MISSING
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from shardlib.schedules import CHUNKS, schedule_of
 from shardlib.tick_tables import Costs, Timeline, simulate, tick_table
 from shardwright.compiled.files import write_whole
 from shardwright.settings.program import run_program
+from shardwright.settings.screen import print_line, print_table
 from shardwright.settings.words import picture_of
 from shardwright_data.checks import within
 from tools.schedule.chart import draw
@@ -79,31 +78,21 @@ def show(results: Sequence[tuple[str, Timeline]], console: Console) -> None:
         ((_, timeline),) = results
         for line in draw(timeline, console.width):
             write(line)
-        devices, alive = _table(["device", "stages", "busy", "alive"]), timeline.most_alive()
+        rows, alive = [], timeline.most_alive()
         for device, stages in enumerate(timeline.table.stages):
             busy = sum(span.end - span.start for span in timeline.spans[device]) / (timeline.total or 1.0)
-            devices.add_row(str(device), " ".join(map(str, stages)), f"{busy:.1%}", str(alive[device]))
+            rows.append((device, " ".join(map(str, stages)), f"{busy:.1%}", alive[device]))
         write()
-        console.print(devices)
+        print_table(console, ["device", "stages", "busy", "alive"], rows)
         write()
-    table = _table(["schedule", "v", "time", "bubble", "ticks", "alive", "slots"])
-    table.columns[0].justify = "left"
+    rows = []
     for name, t in results:
         slots = f"{t.table.arrivals}+{t.table.residuals}+{t.table.kept}"
-        cells = [len(t.table.stages[0]), f"{t.total:.4g}", f"{t.bubble:.1%}", len(t.ticks), max(t.most_alive()), slots]
-        table.add_row(name, *map(str, cells))
-    console.print(table)
-    legend = """
-alive: activations at once on a device, at most.
-slots of a device: arrivals + residuals + kept for weights."""
-    console.print(Text(legend, style="dim"), soft_wrap=True)
-
-
-def _table(headers: Sequence[str]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", pad_edge=False)
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
-    return table
+        times = f"{t.total:.4g}", f"{t.bubble:.1%}", len(t.ticks)
+        rows.append((name, len(t.table.stages[0]), *times, max(t.most_alive()), slots))
+    print_table(console, ["schedule", "v", "time", "bubble", "ticks", "alive", "slots"], rows)
+    print_line(console, "\nalive: activations at once on a device, at most.", "dim")
+    print_line(console, "slots of a device: arrivals + residuals + kept for weights.", "dim")
 
 
 def run(config: Settings, console: Console | None = None) -> None:
@@ -121,7 +110,7 @@ def run(config: Settings, console: Console | None = None) -> None:
         picture = Console(record=True, width=_PICTURE_COLUMNS, file=io.StringIO(), force_terminal=True)
         show(results, picture)
         write_whole(Path(config.output), picture_of(picture, ", ".join(name for name, _ in results)))
-        console.print(Text(f"\nPicture: {config.output}"), soft_wrap=True)
+        print_line(console, f"\nPicture: {config.output}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,30 @@
+"""What programs print to a console of rich: lines and tables, of texts that a stranger may have written."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardwright_data.foreign import shown
+
+
+def print_line(console: Console, text: str, style: str = "") -> None:
+    """Prints a line, whole."""
+    console.print(Text(shown(text), style=style), soft_wrap=True)
+
+
+def print_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str = "") -> None:
+    """Prints a table. Columns are numbers but the first and `text`. A cell that is a rich Text is printed as it is."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold")
+    if title:
+        print_line(console, title, "bold")
+    for name in columns:
+        if name in (columns[0], "text"):
+            table.add_column(Text(shown(name)), overflow="fold")
+        else:
+            table.add_column(Text(shown(name)), justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell if isinstance(cell, Text) else Text(shown(cell)) for cell in row))
+    console.print(table)
