@@ -126,7 +126,8 @@ def test_a_count_that_is_not_that_of_the_processes(tmp_path):
 def test_two_processes_train_as_one(tmp_path):
     """Found as tasks of Slurm. One process of as many devices has the same losses, but for the order of sums."""
     job = free_port()
-    two = Run(tmp_path / "two", 2, 2, "training.steps=5", environment=[slurm(2, i, job) for i in range(2)])
+    shared = f"hardware.compilation_cache={tmp_path / 'cache'}"
+    two = Run(tmp_path / "two", 2, 2, "training.steps=5", shared, environment=[slurm(2, i, job) for i in range(2)])
     one = Run(tmp_path / "one", 1, 4, "training.steps=5")
     two.succeed()
     one.succeed()
@@ -135,6 +136,8 @@ def test_two_processes_train_as_one(tmp_path):
     assert len(two.losses()) == 5
     assert "step 5/5" in two.stdout(0)
     assert says_of_the_program(two, 1) == []
+    assert (two.directory / "hosts.txt").read_text() == f"0 {HOST}\n1 {HOST}\n"
+    assert [*(tmp_path / "cache" / "soundness").iterdir()], "the first process keeps what it proved"
 
 
 def says_of_the_program(run: Run, i: int) -> list[str]:
