@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType
 from shipped import RUNS
 from shipped import load as load_now
 
+import gpt2
 import train
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import check_table
@@ -97,3 +99,11 @@ def test_verify_says_which_meshes_type_check():
     assert refused == ("r=4 d=16 t=32: model.n_kv is 8; on the mesh r=4 d=16 t=32 it must be a multiple of t = 32.")
     assert checked == "r=32 d=8 t=8: type-checks"
     assert summary == "The step type-checks on 1 of 2 meshes; no device was used."
+
+
+def test_the_page_has_the_limits_of_a_mesh():
+    page = (ROOT / "docs" / "parallelism.md").read_text()
+    rows = re.findall(r"^\| `model\.(\w+)`(?:, in GPT-2 `model\.(\w+)`)? \|([^|]*)\|([^|]*)\|", page, re.MULTILINE)
+    llama = {name: axes.strip() for name, _, axes, _ in rows if axes.strip() and "qk_norm" not in axes}
+    assert llama == train.ModelConfig.sharded
+    assert {other or name: axes.strip() for name, other, _, axes in rows if axes.strip()} == gpt2.ModelConfig.sharded
