@@ -175,18 +175,16 @@ def test_epochs_just_within_the_limit(filespecs):
         ({"steps": 0}, "steps=0 in steps of 56 tokens, is 0; it must be at least 1"),
         ({"tokens": 55}, "run, tokens=55 in steps of 56 tokens, is 0; it must be at least 1"),
         ({"epochs": 0.01}, "epochs=0.01 in steps of 56 tokens, is 0"),
+        ({"epochs": 1, "of_mixture": True}, "epochs=1, but only a single dataset has epochs"),
     ],
 )
 def test_run_length_errors(filespecs, length, message):
-    loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", 7, SEQ_LEN)
+    length = dict(length)
+    mixture = data(filespecs, {"web": 1, "books": 1})
+    config = mixture if length.pop("of_mixture", False) else DataConfig(filespec=filespecs["web"])
+    loader = make_loader(config, "train", 7, SEQ_LEN)
     with pytest.raises(ValueError, match=message):
         steps_for(loader, **length)
-
-
-def test_epochs_of_a_mixture(filespecs):
-    loader = make_loader(data(filespecs, {"web": 1, "books": 1}), "train", 10, SEQ_LEN)
-    with pytest.raises(ValueError, match=r"epochs=1, but only a single dataset has epochs"):
-        steps_for(loader, epochs=1)
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------

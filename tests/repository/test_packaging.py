@@ -3,7 +3,6 @@
 import ast
 import functools
 import importlib.metadata
-import importlib.util
 import re
 import sys
 import tomllib
@@ -92,26 +91,6 @@ def test_constraints_pin_what_is_declared(path):
         assert (name in pinned) == applies, f"{name} on Python {version}"
         assert not applies or pinned[name] in requirement.specifier, f"{name}=={pinned[name]} is not {requirement}"
     assert all(Version(version).local is None for version in pinned.values())
-
-
-def test_constraints_pin_what_comes_along():
-    """The closure of the declared packages, as it is installed here, is pinned whole."""
-    path = ROOT / "constraints" / "py{}.{}.txt".format(*sys.version_info)
-    if not path.exists():
-        pytest.skip(f"no {path.relative_to(ROOT)}")
-    # Setuptools is part of an environment, which is why pip freezes it on some Pythons only.
-    # `make docs` installs what only it needs.
-    extras = [x for x in INSTALLED_EXTRAS if x != "docs" or importlib.util.find_spec("sphinx")]
-    closure, waiting = {"setuptools"}, [(r, "") for r in requirements(*extras)]
-    while waiting:
-        requirement, extra = waiting.pop()
-        name = canonicalize_name(requirement.name)
-        if name in closure or (requirement.marker and not requirement.marker.evaluate({"extra": extra})):
-            continue
-        closure.add(name)
-        for spec in importlib.metadata.requires(name) or []:
-            waiting += [(Requirement(spec), chosen) for chosen in requirement.extras or {""}]
-    assert closure - {"setuptools"} <= pins(path).keys()
 
 
 def test_python_versions_agree():
