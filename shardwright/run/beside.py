@@ -18,17 +18,10 @@ T = TypeVar("T")
 def run_beside(
     module: str, *arguments: Any, timeout: float, patient: bool = False, directory: Path | None = None
 ) -> str:
-    """Runs one of our modules as a program and returns what it prints.
+    """Runs one of our modules, by its name, as a program of at most `timeout` seconds. Returns what it prints.
 
-    Args:
-        module: such as "shardwright.compiled.trace".
-        arguments: of the program.
-        timeout: seconds, after which it is killed.
-        patient: whether it runs at the lowest priority.
-        directory: where it runs; None: where this program does.
-
-    Raises:
-        RuntimeError: it failed; with the last line of its errors. Or it took too long.
+    A `patient` one has the lowest priority. `directory` is where it runs; None: where this program does. Raises
+    RuntimeError, with the last line of its errors, if it fails or takes too long.
     """
     nice = ["nice", "-n", "19"] if patient and shutil.which("nice") else []
     # The checkout is on the path of the program, but not the working directory, which may have a json.py.

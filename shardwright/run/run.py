@@ -323,7 +323,7 @@ class Run:
             agreed(self._log.sync)  # a complete checkpoint has the lines of all its steps
             metadata["skips"] = self._skips.state()
             self.checkpoints.rotates = not self._skips.in_a_row  # what made steps fail may be in the newest already
-            check_finite(finite, self.done, self.checkpoints.latest_step, self._replay_of(self.done - 1))
+            check_finite(finite, self.done, self._replay_of(self.done - 1))
 
         orders = stack_orders(self.placement, type(state), state)
         self.checkpoints.save(self.done, state, metadata, orders, check=check)

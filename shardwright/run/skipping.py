@@ -108,18 +108,15 @@ def are_finite(state: Any) -> Any:
     return jax.tree.map(lambda x: jnp.isfinite(x).all(), state)
 
 
-def check_finite(finite: Any, step: int, saved: Callable[[], int | None], ask: str) -> None:
+def check_finite(finite: Any, step: int, ask: str) -> None:
     """Waits for what `are_finite` gave of the state after `step` steps, and raises FloatingPointError if it is not.
 
-    `saved` gives the step of the last checkpoint, and `ask` is a command that names the reason.
+    `ask` is a command that names the reason.
     """
-    bad = [name for name, is_finite in named_leaves(finite).items() if not is_finite]
-    if bad:
-        last = saved()
-        resume = "there is no checkpoint yet" if last is None else f"the last checkpoint is of step {last}"
+    if bad := [name for name, is_finite in named_leaves(finite).items() if not is_finite]:
         raise FloatingPointError(
-            f"{_listed(bad)}: values are not finite after step {step}, so this state is not saved; {resume}. "
-            f"{ask} names the first of them. The usual remedy: {SMALLER_RATE}."
+            f"{_listed(bad)}: values are not finite after step {step}, so this state is not saved. {ask} names the "
+            f"first of them. The usual remedy: {SMALLER_RATE}."
         )
 
 
