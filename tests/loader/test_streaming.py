@@ -126,23 +126,6 @@ def test_unpacked(files, texts):
     np.testing.assert_array_equal(is_seq_start, np.broadcast_to(np.arange(SEQ_LEN) == 0, expected.shape))
 
 
-def test_a_tokenizer(files, texts, bpe):
-    """The ids are those of `tokenizers` itself, the end token behind each document."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(bpe)
-    loader = make(
-        files,
-        shuffle=False,
-        vocab_size=300,
-        stream_settings={"tokenizer_kind": "huggingface", "tokenizer": bpe, "end_token": "<|end|>"},
-    )
-    expected = np.concatenate([[*tokenizer.encode(text).ids, 1] for text in texts if text])
-    steps = expected.size // loader.tokens_per_batch
-    found = np.concatenate([batch.targets.ravel() for batch in batches(loader, range(steps))])
-    np.testing.assert_array_equal(found, expected[: found.size])
-
-
 def documents_of(found):
     """The documents that rows hold, those at either end cut."""
     ids = np.concatenate([batch.targets.ravel() for batch in found])
