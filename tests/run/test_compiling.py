@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-import types
 import xml.etree.ElementTree
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from simulated import without_cache, xla_flags
 
-from shardwright.cluster import watch
 from shardwright.run import compiling
 from shardwright.run.compiling import compile_step, draw_step
 
@@ -55,17 +53,15 @@ def test_the_text_is_kept_and_drawn(tmp_path):
     assert table["source"][row["line"]] == 'return jax.lax.psum(jnp.tanh(x @ w), "d")'
 
 
-def test_the_newest_starts_alone_keep_their_text_and_pictures(tmp_path):
+def test_texts_and_pictures_of_earlier_starts_are_removed(tmp_path):
     mesh, lowered = lower()
-    name = lambda year, suffix: f"training_step_optimized_hlo_{year}_01_01_00_00_00{suffix}"
-    years, suffixes = range(2001, 2021), (".txt", ".json", ".svg")
+    earlier = [f"training_step_optimized_hlo_2020_01_01_00_00_00{suffix}" for suffix in (".txt", ".json", ".svg")]
     others = {"training_step_optimized_hlo_mine.txt", "metrics.jsonl", "notes_2001_01_01_00_00_00.txt"}
-    for file in [*others, *(name(year, suffix) for year in years for suffix in suffixes)]:
+    for file in [*others, *earlier]:
         (tmp_path / file).write_text("")
     with jax.set_mesh(mesh):
         _, text = compile_step(lowered, tmp_path)
-    kept = {name(year, suffix) for year in (2019, 2020) for suffix in suffixes}
-    assert {path.name for path in tmp_path.iterdir()} == kept | others | {text.name}
+    assert {path.name for path in tmp_path.iterdir()} == others | {text.name}
 
 
 def test_a_text_that_cannot_be_written_is_told_and_the_step_compiles(tmp_path, capsys):
@@ -90,14 +86,6 @@ def test_a_text_that_cannot_be_drawn_is_told_in_a_line(tmp_path, monkeypatch):
     monkeypatch.setattr(compiling, "DRAWN_WITHIN_S", 0.01)
     assert draw_step(text) == f"picture    none, {text} cannot be drawn: it took longer than 0.01 s"
     assert [path.name for path in tmp_path.iterdir()] == ["hlo.txt"]
-
-
-def test_a_compilation_may_take_longer_than_a_step(tmp_path):
-    places = []
-    compiled = types.SimpleNamespace(as_text=lambda: None)
-    lowered = types.SimpleNamespace(compile=lambda compiler_options: places.append(watch._place) or compiled)
-    assert compile_step(lowered, tmp_path) == (compiled, None)
-    assert [(place.what, place.paused) for place in places] == [("compiling the training step", True)]
 
 
 STEP = """import sys

@@ -1,7 +1,6 @@
 """Sweeps: a directory for each job, failures said and gone on from, and the peak memory that runs record."""
 
 import gc
-import json
 import os
 import re
 import subprocess
@@ -16,7 +15,6 @@ import pytest
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.types import RunMode
 from omegaconf import OmegaConf
-from simulated import xla_flags
 
 from shardwright.run import memory
 from shardwright.run.sweeps import Sweep
@@ -151,29 +149,6 @@ def test_a_failed_job_lets_go_of_its_memory(capsys):
     said = capsys.readouterr().err
     assert said.startswith("Error executing job")
     assert "in job\n" in said  # where it was
-
-
-@pytest.mark.slow
-def test_two_jobs(tmp_path):
-    """The real thing, small: meshes of one batch have the same losses, each in its own directory."""
-    settings = ["training.steps=3", "training.batch_size=8", "training.seq_len=8", "training.compute_dtype=f32"]
-    settings += ["training.report=false", "training.eval_batches=0", "model.layers=1", "model.d_model=16"]
-    settings += ["model.d_ff=16", "model.d_head=4", f"paths.root_working_dir={tmp_path}", "paths.model_name=sweep"]
-    flags = {"XLA_FLAGS": xla_flags(4), "JAX_PLATFORMS": "cpu", "PATH": ""}
-    program = [sys.executable, "-m", "train", "--multirun", "--config-name=local_test_synthetic", *settings]
-    subprocess.run([*program, "mesh.t=1,2"], cwd=ROOT, env=os.environ | flags, check=True)
-    assert {p.name for p in (tmp_path / "sweep").iterdir()} == {"mesh.t-1", "mesh.t-2", "multirun.yaml"}
-    losses = []
-    for t in (1, 2):
-        directory = tmp_path / "sweep" / f"mesh.t-{t}"
-        lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-        losses.append([line["loss"] for line in lines if "event" not in line])
-        (record,) = [line for line in lines if line.get("event") == "memory"]
-        assert (record["step"], record["source"]) == (0, "compiler")
-        # At least the weights and both moments, in f32, over four devices.
-        assert record["peak_memory_bytes"] > 3 * 4 * (2 * 1280 * 16) / 4
-    assert len(losses[0]) == 3
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 # ---- peak memory ------------------------------------------------------------------------------------------------
