@@ -52,13 +52,17 @@ class Places:
 
     def __init__(self, program: Program):
         self._computations = program.computations
-        instructions = (i for computation in program.computations.values() for i in computation.instructions.values())
-        files = dict.fromkeys(frame.file for instruction in instructions for frame in instruction.frames)
+        files: dict[str, None] = {}
+        for computation in program.computations.values():
+            for instruction in computation.instructions.values():
+                files |= dict.fromkeys(frame.file for frame in instruction.frames)
         libraries = [PurePath(file).parent.parent for file in files if PurePath(file).parent.name == _LIBRARY]
         self.root = str(libraries[0]) if libraries else ""
-        shown = {file: file.removeprefix(f"{self.root}/") if self.root else file for file in files}
-        ours = (f"{_LIBRARY}/", *_HELPERS)
-        self._users = {file: path for file, path in shown.items() if not (path.startswith(ours) or is_installed(file))}
+        self._users: dict[str, str] = {}  # files that users edit, and their paths as they are shown
+        for file in files:
+            path = file.removeprefix(f"{self.root}/") if self.root else file
+            if not (path.startswith((f"{_LIBRARY}/", *_HELPERS)) or is_installed(file)):
+                self._users[file] = path
 
     def of_frames(self, frames: tuple[Frame, ...]) -> str | None:
         """The innermost line of a user's file, as shardlib.places has it."""
@@ -92,8 +96,11 @@ class Places:
                 inside += reversed(self._computations[name].instructions.values())
         # A fusion with a matmul is that matmul, though it may end with another operation.
         heavy = [other for other in inside if other.opcode in ("dot", "convolution")]
-        candidates = (self.of_instruction(i) for i in heavy or [instruction, *inside] if i.opcode not in _NEVER)
-        return next((found for found in candidates if found.line), None)
+        for candidate in heavy or [instruction, *inside]:
+            found = self.of_instruction(candidate)
+            if found.line and candidate.opcode not in _NEVER:
+                return found
+        return None
 
     def kept(self, computation: Computation) -> list[tuple[str, str | None, Shape]]:
         """What the backward pass in a computation reads of the forward pass. Scalars and weights do not count.

@@ -105,7 +105,8 @@ def _groups(program: Program, attributes: str) -> list[list[int]]:
     # [2,4]<=[4,2]T(1,0): the numbers of a 4 × 2 array, transposed, in 2 groups of 4.
     if iota := re.search(r"\breplica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
         dims = _numbers(iota[2])
-        return _devices(program, dims, _numbers(iota[3] or "") or [*range(len(dims))], _numbers(iota[1])[-1])
+        order = _numbers(iota[3] or "") or [*range(len(dims))]
+        return _devices(program, dims, order, _numbers(iota[1])[-1])
     return [[*range(program.devices)]] if "replica_groups={}" in attributes else []
 
 
@@ -129,7 +130,8 @@ def _matmul(computation: Computation, instruction: Instruction) -> Work | None:
     opcode, attributes = instruction.opcode, instruction.attributes
     labels = re.search(r"\bdim_labels=\w+_(\w+)->", attributes)
     of_gpus = re.search(r'_target="[^"]*(?:gemm|matmul).*"dot_dimension_numbers":(\{[^{}]*\})', attributes)
-    if not (opcode == "dot" or (opcode == "convolution" and labels) or (opcode == "custom-call" and of_gpus)):
+    known = {"dot": True, "convolution": labels, "custom-call": of_gpus}
+    if not known.get(opcode):
         return None
     left, right = (computation.instructions[name].shapes[0] for name in instruction.operands[:2])
     if opcode == "convolution":  # as TPUs compute products
@@ -140,8 +142,9 @@ def _matmul(computation: Computation, instruction: Instruction) -> Work | None:
         found = (re.search(rf"\b{key}_dims=\{{([\d,]*)\}}", attributes) for key in _CONTRACTED)
         left_k, left_b, right_k, right_b = (_numbers(match[1]) if match else [] for match in found)
     else:
-        known = json.loads(of_gpus[1])
-        left_k, left_b, right_k, right_b = (_numbers(str(known.get(f"{key}_dimensions", ""))) for key in _CONTRACTED)
+        numbers = json.loads(of_gpus[1])
+        found = (numbers.get(f"{key}_dimensions", []) for key in _CONTRACTED)
+        left_k, left_b, right_k, right_b = (_numbers(str(dims)) for dims in found)
     size = lambda shape, chosen: math.prod(shape.dims[i] for i in chosen)
     rest = lambda shape, used: size(shape, {*range(len(shape.dims))} - {*used})
     m, n = rest(left, left_k + left_b), rest(right, right_k + right_b)

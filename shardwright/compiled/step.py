@@ -67,10 +67,14 @@ class _Walk:
                 self.line_of[instruction.name] = self.line_of[begun]
                 if begun in self.communicating:
                     self.communicating.add(instruction.name)
-            elif opcode in ("while", "conditional", "call"):
+            elif opcode == "call":
+                self.line_of[instruction.name] = None
+                for inside in called:
+                    self.fill(section, inside)
+            elif opcode in ("while", "conditional"):
                 self.line_of[instruction.name] = None
                 for inside in called[-1:] if opcode == "while" else called:
-                    self.fill(section if opcode == "call" else self.open(_section(instruction, section)), inside)
+                    self.fill(self.open(_section(instruction, section)), inside)
             elif opcode not in NO_WORK:
                 self.add(section, computation, instruction)
 
@@ -121,6 +125,7 @@ def _source(root: str, names: set[str], newest: float) -> dict[str, str]:
         path = Path(root, file)
         with contextlib.suppress(OSError, ValueError):  # a stranger's HLO text may name what is no source
             if path.suffix == ".py" and path.stat().st_mtime <= newest:
-                lines = enumerate(read_text(path).splitlines(), 1)
-                found |= {f"{file}:{i}": line.strip() for i, line in lines if f"{file}:{i}" in names}
+                for i, line in enumerate(read_text(path).splitlines(), 1):
+                    if f"{file}:{i}" in names:
+                        found[f"{file}:{i}"] = line.strip()
     return found

@@ -98,10 +98,10 @@ def _refusals(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device
     return {path: next((why for refuses, why in of_path if refuses), None) for path, of_path in reasons.items()}
 
 
-def run(path: str, q: Any, k: Any, v: Any, places: Places, rule: Rule, learned: tuple = (), sinks: Any = None) -> Any:
-    """Attention by a path other than einsum, whose arguments and result are those of `blockwise`."""
+def run(path: str, q: Any, k: Any, v: Any, places: Places, rule: Rule, *more: Any) -> jax.Array:
+    """Attention by a path other than einsum, with the arguments of `blockwise`."""
     if path == "blockwise":
-        return blockwise(q, k, v, places, rule, learned, sinks)
+        return blockwise(q, k, v, places, rule, *more)
     return {"cudnn": cudnn, "splash": splash}[path](q, k, v, places, rule)
 
 

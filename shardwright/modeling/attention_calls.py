@@ -90,9 +90,11 @@ def distinct(calls: list[Call]) -> list[Call]:
 
 def describe_attention(forward: Any, length: int) -> list[str]:
     """The path of each layer of a period. Raises ValueError if training.attention cannot compute it."""
-    period = period_of(forward.model)
-    layer = lambda call: f"layer {call.place} of {period}: " if period > 1 else ""
-    return [f"{path_of(forward, call)}; {layer(call)}{call.rule}" for call in calls_of(forward, length)]
+    period, lines = period_of(forward.model), []
+    for call in calls_of(forward, length):
+        layer = f"layer {call.place} of {period}: " if period > 1 else ""
+        lines.append(f"{path_of(forward, call)}; {layer}{call.rule}")
+    return lines
 
 
 def path_of(forward: Any, call: Call) -> str:

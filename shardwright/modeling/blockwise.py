@@ -97,6 +97,7 @@ def _blockwise_forward(task, q, k, v, sinks, learned, places, heads):
 
 
 _cut = functools.partial(einops.rearrange, pattern="B (blocks l) K ... D -> blocks B K ... l D")
+_cut_places = functools.partial(einops.rearrange, pattern="B (blocks l) -> blocks B l")
 _join = functools.partial(einops.rearrange, pattern="blocks B K ... l D -> B (blocks l) K ... D")
 
 
@@ -129,7 +130,7 @@ def _forward(task: _Task, q, k, v, sinks, learned, places, heads) -> tuple[jax.A
     """Result [B, L, K, Q, D] and log of the softmax's normalizer [blocks, B, K, Q, L / blocks]."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
     queries, keys, values = (_cut(x, blocks=task.blocks) for x in (q, k, v))
-    in_blocks = Places(*(einops.rearrange(x, "B (blocks l) -> blocks B l", blocks=task.blocks) for x in places))
+    in_blocks = Places(*(_cut_places(x, blocks=task.blocks) for x in places))
 
     def of_queries(of_block):
         q, q_places = of_block
@@ -160,7 +161,7 @@ def _blockwise_backward(task: _Task, saved, g):
     q, k, v, sinks, learned, places, heads, out, log_normalizer = saved
     wide = jnp.promote_types(q.dtype, jnp.float32)
     queries, keys, values, outs, gs = (_cut(x, blocks=task.blocks) for x in (q, k, v, out, g))
-    in_blocks = Places(*(einops.rearrange(x, "B (blocks l) -> blocks B l", blocks=task.blocks) for x in places))
+    in_blocks = Places(*(_cut_places(x, blocks=task.blocks) for x in places))
     einsum = functools.partial(jnp.einsum, preferred_element_type=wide)
     add = lambda total, j, x: lax.dynamic_update_index_in_dim(total, total[j] + x, j, 0)
 
