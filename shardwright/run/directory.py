@@ -125,11 +125,8 @@ def _see(directory: Path) -> None:
 def locked(directory: Path) -> Iterator[None]:
     """Context in which no other process, on any host, locks this directory.
 
-    Prints a line and locks nothing where the file system has no locks.
-
-    Raises:
-        ValueError: another process has it. The message names that process.
-        OSError: the lock cannot be written.
+    Prints a line and locks nothing where the file system has no locks. Raises ValueError, with the other process, if
+    one has it.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with open(directory / LOCK, "a+") as file:

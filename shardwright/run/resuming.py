@@ -4,6 +4,7 @@ A saved configuration is data: it may be a stranger's. Nothing in it is resolved
 only if it is shipped here, the user named it himself, or he trusts the configuration.
 """
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
@@ -169,10 +170,7 @@ def choose_checkpoint(
 def _went_back(metadata: dict, wanted: int, skip_steps: Sequence[int], step: int) -> bool:
     """Whether a run with these settings made the checkpoint of `step`, with the batches up to there."""
     config = saved_config(metadata)
-    if config["training"].get("resume_step") != wanted:
-        return False
-    try:
+    with contextlib.suppress(ValueError):
         check_skips(config.get("data", {}).get("skip_steps", []), skip_steps, step)
-    except ValueError:
-        return False
-    return True
+        return config["training"].get("resume_step") == wanted
+    return False
