@@ -84,27 +84,6 @@ def test_texts_are_dense(name, place):
     np.testing.assert_allclose(taken, logits.max(axis=1), rtol=0, atol=1e-4 * np.abs(logits).max())
 
 
-# ---- sizes at the edges -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("kind", "sizes", "place"),
-    [
-        (train.Llama, {"n_kv": 4, "n_q_per_kv": 1}, (1, 4)),  # a device has one head, of one query
-        pytest.param(train.Llama, {"n_kv": 2, "n_q_per_kv": 1, "d_ff": 2, "vocab": 32}, (4, 2), marks=pytest.mark.slow),
-    ],
-)
-def test_texts_are_those_of_one_device_and_of_training(kind, sizes, place):
-    c, texts = tiny.model(layers=2, **sizes), []
-    for d, t in ((1, 1), place):
-        with jax.set_mesh(make_mesh(1, d, t, jax.devices()[: d * t])):
-            w, drawing = tiny.weights(c), Sampler(train.Forward(kind(c), tiny.config(c).training), DRAWN, CONTEXT)
-            texts.append(drawing.generate(w, PROMPTS[:4]))
-            assert redrawn(drawing.forward, w, PROMPTS[:4], texts[-1], DRAWN, CONTEXT) == texts[-1]
-    assert texts[0] == texts[1]
-
-
 # ---- what a position learns outside of attention ------------------------------------------------------------------
 
 

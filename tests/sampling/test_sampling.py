@@ -219,11 +219,7 @@ def test_temperature_zero_takes_the_likeliest(logits):
     ("settings", "message"),
     [
         ({"top_p": 0.0}, r"top_p is 0.0; it must be above 0 and at most 1"),
-        ({"top_p": 1.5}, r"top_p is 1.5; it must be above 0 and at most 1"),
-        ({"temperature": -0.1}, r"temperature is -0.1; it must be at least 0"),
         ({"temperature": float("nan")}, r"temperature is nan"),
-        ({"top_k": 0}, r"top_k is 0; it must be at least 1"),
-        ({"max_tokens": 0}, r"max_tokens is 0; it must be at least 1"),
         ({"stop": (64,)}, r"stop has the token id 64; those of the model are 0 to 63"),
     ],
 )

@@ -56,19 +56,6 @@ def test_size():
     assert tokens.max() < 1280
 
 
-def test_splits_differ():
-    """Copying ten random digits or more, no document of one split should be in the other."""
-
-    def long_copies(split):
-        tasks = (tool.COPY, tool.REVERSE)
-        return [tuple(d.tolist()) for d in documents(CHECKED_IN, split) if d[0] in tasks and d.size > 22]
-
-    train, validation = long_copies("train"), long_copies("validation")
-    assert len(train) > 1000
-    assert len(validation) > 250
-    assert not set(train).intersection(validation)
-
-
 def check_copy(data, step=1):
     n = (data.size - 1) // 2
     assert data[n] == tool.SEPARATOR
