@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from shardlib.parsing import Dim, ShapeSpec, ShardError, parse_shape, sort_axes
+from shardlib.parsing import Dim, ShapeSpec, ShardError, sort_axes
 from shardlib.values import (
     Copy,
     Partial,
@@ -53,8 +53,8 @@ class Scope:
         outer = _SCOPE.get()
         self.sizes: Sizes = dict(parent.sizes) if parent else {}
         self.classes: dict[TypeVar, type] = dict(parent.classes) if parent else {}
-        # For messages, by id: a value and its dims, of this scope first.
-        self.types: ChainMap[int, tuple[Any, str]] = ChainMap({}, *(outer.types.maps if outer else ()))
+        # For messages, by id: a value and its type, of this scope first.
+        self.types: ChainMap[int, tuple[Any, ShapeSpec]] = ChainMap({}, *(outer.types.maps if outer else ()))
         self.arguments: list[list[ShapeSpec]] = outer.arguments if outer else []
         self.dtypes = {**(outer.dtypes if outer else {}), **{name: jnp.dtype(dtype) for name, dtype in dtypes.items()}}
 
@@ -74,10 +74,10 @@ def current_scope() -> Scope:
     return _SCOPE.get() or Scope()
 
 
-def note_type(value: Any, dims: str) -> Any:
-    """Notes for messages that `value`, inside shard_map, has the type `dims`, such as `B/d L +t`; returns it."""
-    if inside_shard_map() and dims:
-        current_scope().types[id(value)] = value, dims  # the value too, so that no other gets its id
+def note_type(value: Any, spec: ShapeSpec) -> Any:
+    """Notes for messages that `value`, inside shard_map, has a type; returns it."""
+    if inside_shard_map() and spec != ShapeSpec():
+        current_scope().types[id(value)] = value, spec  # the value too, so that no other gets its id
     return value
 
 
@@ -87,12 +87,11 @@ def noted_type(value: Any) -> tuple[ShapeSpec | None, bool]:
     An array that has none, such as what `.astype` returns, gets the type of all noted values of its shape and axes.
     """
     types = current_scope().types
-    here = types.maps[0].values()
     if id(value) in types or isinstance(value, Partial | Copy):
-        return (parse_shape(types[id(value)][1]) if id(value) in types else None), True
+        return types.get(id(value), (value, None))[1], True
     without_dtype = lambda value: describe(value).partition("[")[2]
-    alike = {dims for other, dims in here if without_dtype(other) == without_dtype(value)}
-    return (parse_shape(alike.pop()) if len(alike) == 1 else None), False
+    alike = {spec for other, spec in types.maps[0].values() if without_dtype(other) == without_dtype(value)}
+    return (alike.pop() if len(alike) == 1 else None), False
 
 
 def scope(fn):

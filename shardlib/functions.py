@@ -48,7 +48,7 @@ def _check(t, value, where: str):
             if not (isinstance(part, Copy) and set(part.axes) & array.spec.sharded):
                 # A weight gathered ahead may have the compute dtype: ops compare it with their other operands.
                 _check_dtype(array, part)
-        note_type(part, str(array.spec))
+        note_type(part, array.spec)
     return value
 
 
@@ -145,7 +145,7 @@ def typed(fn):
             except ShardError as error:
                 error.place = place_of(fn)
                 raise
-        return note_type(value, str(result.spec)) if isinstance(result, ArrayType) else value
+        return note_type(value, result.spec) if isinstance(result, ArrayType) else value
 
     checked._checks_locals = True
     return checked

@@ -190,14 +190,14 @@ def cast_to_result(
     return values, axes, copies
 
 
-def wrap(value: jax.Array, partial: Iterable[str], copies: Iterable[str], origin: str) -> Any:
-    """`value` as a partial sum over `partial` of a copy over `copies`; the array itself if both are empty.
+def wrap(value: jax.Array, spec: ShapeSpec, copies: Iterable[str], origin: str) -> Any:
+    """`value` of the type `spec`: as a partial sum of a copy over `copies`; the array itself if it is neither.
 
-    `value` varies over the axes `partial`, or is unreduced over them.
+    `value` varies over the axes over which it is a partial sum, or is unreduced over them.
     """
     if copies:
         value = varying(value, copies)
-    if pending := sort_axes(set(partial) - jax.typeof(value).manual_axis_type.unreduced):
+    if pending := sort_axes(set(spec.partial) - jax.typeof(value).manual_axis_type.unreduced):
         try:
             value = lax.pcast(value, pending, to="unreduced")
         except NotImplementedError:  # without a word from JAX
@@ -207,9 +207,8 @@ def wrap(value: jax.Array, partial: Iterable[str], copies: Iterable[str], origin
             ) from None
     if copies:
         value = Copy(value, sort_axes(copies), OpName(origin))
-    value = Partial(value, sort_axes(partial), OpName(origin)) if partial else value
-    result = origin.rpartition("->")[2].strip(" )")
-    return value if "..." in result else note_type(value, result)
+    value = Partial(value, spec.partial, OpName(origin)) if spec.partial else value
+    return value if spec.open else note_type(value, spec)
 
 
 def copy_axes(value: Any) -> tuple[str, ...]:

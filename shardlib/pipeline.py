@@ -25,7 +25,7 @@ from shardlib.checks import Scope
 from shardlib.halves import Halves
 from shardlib.layers import Extras, LayerMetrics
 from shardlib.op_checks import one_like, varying, wrap, zeros_like_traced
-from shardlib.parsing import PIPELINE_AXIS, ShardError
+from shardlib.parsing import PIPELINE_AXIS, ShardError, parse_shape
 from shardlib.placement import LayerPlacement
 from shardlib.tick_tables import TickTable
 from shardlib.values import pipeline_stage
@@ -285,12 +285,12 @@ def run_schedule(
     columns = {name: jnp.asarray(column) for name, column in table.columns.items()}
     _refuse_collectives(jax.make_jaxpr(tick)(carry, jax.tree.map(lambda x: x[0], columns)).jaxpr, in_task=False)
     carry, _ = lax.scan(tick, carry, columns)
-    total = wrap(marks.leave(carry["loss"], label, "+p"), (PIPELINE_AXIS,), (), "the pipeline")
+    total = wrap(marks.leave(carry["loss"], label, "+p"), parse_shape("+p"), (), "the pipeline")
     if not training:
         return total, None, None
     metrics = LayerMetrics.of_rows(carry["metrics"], numbers, placement.rows.size)
     metrics = jax.tree.map(lambda x: marks.leave(x, label, "N depth +p"), metrics)
-    metrics = jax.tree.map(lambda x: wrap(x, (PIPELINE_AXIS,), (), "the pipeline"), metrics)
+    metrics = jax.tree.map(lambda x: wrap(x, parse_shape("N depth +p"), (), "the pipeline"), metrics)
     g = dataclasses.replace(w, layers=carry["g_stack"], **carry["g_outer"])
     g = [marks.leave_like(x, f"{label} [{i}]") for i, x in enumerate(jax.tree.leaves(g))]
     return total, structure.unflatten(g), metrics

@@ -39,7 +39,7 @@ def rearrange(spec: str, x: Any, /, **sizes: int) -> Any:
         value = cast(1, lhs, value, (), lhs.sharded)
         inner = [dim for group in lhs.dims for dim in group.group]
         blocks = {names[dim.name]: known[dim.name] // devices_along(dim.axes) for dim in inner}
-    return wrap(einops.rearrange(jnp.asarray(value), pattern, **blocks), rhs.partial, copy_axes(x), f"rearrange({op})")
+    return wrap(einops.rearrange(jnp.asarray(value), pattern, **blocks), rhs, copy_axes(x), f"rearrange({op})")
 
 
 @functools.lru_cache(maxsize=4096)

@@ -131,7 +131,7 @@ def all_gather(spec, x, *, replicated=False, dtype=None):
             )
             same = dtype in (None, value.dtype)
             value = gather(value) if same else _gather_narrow(gather, left, i, dtype, value.dtype, value)
-    return wrap(value, (), {*copy_axes(x), *new_copies}, f"all_gather({op})")
+    return wrap(value, rhs, {*copy_axes(x), *new_copies}, f"all_gather({op})")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
@@ -174,7 +174,7 @@ def psum_scatter(spec, x):
     for i, axes in enumerate(added):
         if axes:
             value = _along_first_dim(lax.psum_scatter, value, axes, i, scatter_dimension=0)
-    return wrap(value, rhs.partial, copy_axes(x), f"psum_scatter({op})")
+    return wrap(value, rhs, copy_axes(x), f"psum_scatter({op})")
 
 
 def psum(spec, x):
@@ -186,7 +186,7 @@ def psum(spec, x):
         if lhs.dims != rhs.dims or not set(rhs.partial) < set(lhs.partial):
             raise wrong_spec(op, "drop a + mark, and change no dim: `B L +t -> B L`; psum_scatter also shards a dim")
         refuse_in_stage(reduced)
-    return wrap(lax.psum(value, sort_axes(reduced)), rhs.partial, copy_axes(x), f"psum({op})")
+    return wrap(lax.psum(value, sort_axes(reduced)), rhs, copy_axes(x), f"psum({op})")
 
 
 def pmax(spec, x):
@@ -258,7 +258,7 @@ def replicate(spec, x):
 
     def mark(leaf):
         copies = copy_axes(leaf)
-        return wrap(unwrap(leaf) if copies else leaf, (), {*copies, *new}, f"replicate({op})")
+        return wrap(unwrap(leaf) if copies else leaf, rhs, {*copies, *new}, f"replicate({op})")
 
     return jax.tree.map(mark, x, is_leaf=is_opaque)
 
@@ -308,7 +308,7 @@ def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None)
         value = einsum_with_gradients(formula, preferred_element_type, blocks[0] <= blocks[1], *values)
     else:
         value = jnp.einsum(formula, *values, preferred_element_type=preferred_element_type)
-    return wrap(varying(value, axes), op.rhs.partial, copies, f"einsum_unreduced({op})")
+    return wrap(varying(value, axes), op.rhs, copies, f"einsum_unreduced({op})")
 
 
 def broadcast(spec, x):
@@ -331,7 +331,7 @@ def broadcast(spec, x):
         (value,), _, copies = cast_to_result(op, [value], [x])
         value = refuse_repeated_gradient(1, value, op)
     value = lax.broadcast_in_dim(value, blocks, [i for i, dim in enumerate(rhs.dims) if dim not in new])
-    return wrap(value, (), copies, f"broadcast({op})")
+    return wrap(value, rhs, copies, f"broadcast({op})")
 
 
 def index_unreduced(spec, table, ids):
@@ -371,7 +371,7 @@ def index_unreduced(spec, table, ids):
         found = (indices >= 0) & (indices < block)
         if looked_up.axes:
             value = jnp.where(found.reshape(found.shape + (1,) * len(rest)), value, jnp.zeros((), value.dtype))
-    return wrap(varying(value, axes), op.rhs.partial, copies, f"index_unreduced({op})")
+    return wrap(varying(value, axes), op.rhs, copies, f"index_unreduced({op})")
 
 
 def _minor_devices(dim: Dim, axis: str) -> int:
