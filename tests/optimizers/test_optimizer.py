@@ -26,17 +26,9 @@ SCHEDULES = {  # settings -> the same schedule by optax
         {"warmup_steps": 0, "schedule_steps": 7, "final_fraction": 0.0},
         optax.warmup_cosine_decay_schedule(PEAK, PEAK, 0, 7, 0.0),
     ),
-    "cosine that stays": (
-        {"warmup_steps": 10, "schedule_steps": 11, "final_fraction": 1.0},
-        optax.warmup_cosine_decay_schedule(0.0, PEAK, 10, 11, PEAK),
-    ),
     "linear": (
         {"schedule": "linear"},
         optax.join_schedules([optax.linear_schedule(0.0, PEAK, 3), optax.linear_schedule(PEAK, FLOOR, 9)], [3]),
-    ),
-    "linear, no warmup": (
-        {"schedule": "linear", "warmup_steps": 0, "final_fraction": 0.0},
-        optax.linear_schedule(PEAK, 0.0, 12),
     ),
     "wsd": (
         {"schedule": "wsd", "cooldown_steps": 4},
@@ -56,10 +48,6 @@ SCHEDULES = {  # settings -> the same schedule by optax
     "constant": (
         {"schedule": "constant", "schedule_steps": None},
         optax.join_schedules([optax.linear_schedule(0.0, PEAK, 3), optax.constant_schedule(PEAK)], [3]),
-    ),
-    "constant, no warmup": (
-        {"schedule": "constant", "schedule_steps": None, "warmup_steps": 0},
-        optax.constant_schedule(PEAK),
     ),
 }
 
