@@ -85,6 +85,8 @@ def _fold(eq: Equation, ins: list[Value], ndim: int) -> Value | None:
     dtypes = [*(var.aval.dtype for var in eq.eqn.invars), eq.result_type()]
     if not all(isinstance(dtype, np.dtype) and dtype.kind != "c" for dtype in dtypes):
         return None
+    # The rounding to 16 bits and fewer is no dependence on the mesh.
+    dtypes = [np.dtype(float) if jnp.issubdtype(d, jnp.floating) and d != np.float32 else d for d in dtypes]
     fold, to = FOLDS.get(eq.name), dtypes[-1]
     if eq.name in ("convert_element_type", "copy", "copy_p", "reduce_precision"):
         fold = lambda a: a
@@ -121,10 +123,10 @@ def _partial_and_ratio(eq: Equation, ins: list[Value]) -> tuple[frozenset[str], 
         partial = eq.joined_partial(ins[1:])
     elif name in UNARY_LINEAR and _is_linear(eq):
         partial = ins[0].partial
-    else:
+    elif any(v.partial for v in ins):
         for value in ins:
-            if value.partial:
-                eq.finished(value)
+            eq.finished(value)
+        raise AssertionError(name)
     if name == "mul" or is_quotient:
         return partial, near(ratios[0] / ratios[1] if is_quotient else ratios[0] * ratios[1])
     if name in ADDITIONS or name in ("max", "min"):
@@ -151,11 +153,11 @@ def _extreme(eq: Equation, ins: list[Value]) -> tuple[str, frozenset[str]] | Non
     """The extreme that is still to be taken, of the operand and other values; refuses it elsewhere."""
     found = {v.extreme for v in ins if v.extreme}
     is_same = eq.name == "copy" or (eq.name == "convert_element_type" and _is_rising(eq))
-    if len(found) == 1 and (is_same or next(iter(found))[0] == eq.name):
-        return found.pop()
+    if not found or (len(found) == 1 and (is_same or next(iter(found))[0] == eq.name)):
+        return found.pop() if found else None
     for value in ins:
         eq.term(value)
-    return None
+    raise AssertionError(eq.name)
 
 
 def _is_rising(eq: Equation) -> bool:

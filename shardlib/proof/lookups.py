@@ -126,17 +126,15 @@ def _scatter(eq: Equation) -> Value:
     for i, index in zip(numbers.scatter_dims_to_operand_dims, indices, strict=True):
         if sizes.get(i) == (shape[i], eq.twin_shape()[i]) and _has_mode(eq, "CLIP"):
             continue  # the whole dim is written, whatever the index
-        into = None
+        into = UNIFORM
         if index.places is not None:
             ways = [k for k, d in enumerate(batch) if d == index.dims[k] and places[k] is not None]
             if len(ways) != 1 or sizes.get(i, (1, 1)) != (1, 1) or index.dims[ways[0]].axes == ():
                 eq.block(index)
             k, into = ways[0], index.places
-        elif index.is_local and (k := _counts_along(index)) is not None:
+        elif index.is_local and (k := _counts_along(index)) is not None and eq.shape(1)[k] == shape[i]:
             into = batch[k] if batch[k] is not UNIFORM and batch[k].axes else x.dims[i]
-            if into is UNIFORM or into.is_merged or eq.shape(1)[k] != shape[i]:
-                eq.block(index)
-        if into is not None:
+        if into is not UNIFORM and not into.is_merged:
             dims[i] = eq.joined_dim(i, [x.dims[i], into])
             batch[k], places[k] = UNIFORM, None
             continue

@@ -61,9 +61,7 @@ IDENTITIES = frozenset(
 """Primitives that give back their operands."""
 
 
-@rule(*IDENTITIES)
-def _identity(eq: Equation) -> list[Value]:
-    return eq.ins
+rule(*IDENTITIES)(lambda eq: eq.ins)
 
 
 @rule("device_put")

@@ -81,6 +81,8 @@ def _same_entries(eqn: Any, *ins: Reach) -> list[Reach] | None:
 
 
 rule("axis_index")(lambda eqn: constant(np.int32(0)))
+rule("rev")(lambda eqn, x: x.moved(lambda a: np.flip(a, eqn.params["dimensions"]), x.shape))
+rule("stack")(lambda eqn, *ins: stacked(ins, eqn.params["axis"], _shape(eqn)))
 
 
 @rule("broadcast_in_dim", "transpose")
@@ -88,11 +90,6 @@ def _moved(eqn: Any, x: Reach, *_: Reach) -> Reach:
     source = source_dims(eqn)
     at = {i: j for j, i in enumerate(source) if i is not None}
     return x.moved(lambda a: placed(a, at, len(source)), _shape(eqn))
-
-
-@rule("rev")
-def _turned(eqn: Any, x: Reach) -> Reach:
-    return x.moved(lambda a: np.flip(a, eqn.params["dimensions"]), x.shape)
 
 
 @rule("slice")
@@ -128,11 +125,6 @@ def _concatenate(eqn: Any, *ins: Reach) -> Reach:
         return np.moveaxis(np.concatenate([np.broadcast_to(x, (len(x), *sizes)) for x in parts]), 0, dim)
 
     return made(shape, *map(together, *(x.arrays() for x in ins))).alike()
-
-
-@rule("stack")
-def _stack(eqn: Any, *ins: Reach) -> Reach:
-    return stacked(ins, eqn.params["axis"], _shape(eqn))
 
 
 @rule("iota")

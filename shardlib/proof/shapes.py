@@ -6,7 +6,7 @@ from shardlib.equations import axes_of, source_dims
 from shardlib.proof import collectives
 from shardlib.proof.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Value, constant, cut, devices, moved, whole
 from shardlib.proof.equation import WHOLE_SIZES, Equation, Refused
-from shardlib.proof.primitives import alone, rule
+from shardlib.proof.primitives import alone, everything_whole, rule
 
 ENDS = ("start_indices", "limit_indices", "strides")
 
@@ -25,9 +25,7 @@ def _axis_index(eq: Equation) -> Value:
     return Value((), offset=tuple(sorted(offset)), known=(0, 0))
 
 
-@rule("empty", "empty2", "create_token")
-def _empty(eq: Equation) -> Value:
-    return constant(len(eq.result_shape), 0, 0)
+rule("empty", "empty2", "create_token")(lambda eq: constant(len(eq.result_shape), 0, 0))
 
 
 # ---- shapes ----
@@ -70,19 +68,17 @@ class _Piece:
 @rule("reshape")
 def _reshape(eq: Equation) -> Value:
     (x, *_), new = eq.ins, eq.result_shape
-    shape, twin_shape = eq.shape(), eq.twin_shape()
-    if (order := eq.params.get("dimensions")) is not None:  # transposed first
-        x, shape, twin_shape = _with(x, moved(x, list(order))), *([s[i] for i in order] for s in (shape, twin_shape))
+    if eq.params.get("dimensions") is not None:  # transposed first
+        return everything_whole(eq)[0]
     pieces: list[_Piece] = []
-    for i, (dim, here, there) in enumerate(zip(x.dims, shape, twin_shape, strict=True)):
-        counted = i in x.count
-        if dim is UNIFORM:
-            pieces.append(_Piece(here, there, (), True, here != there, is_counted=counted))
-        elif counted and x.is_local:
-            pieces.append(_Piece(here, there, (), False, False, dim.name, counted))
+    for i, (dim, here, there) in enumerate(zip(x.dims, eq.shape(), eq.twin_shape(), strict=True)):
+        name, counted = dim.name if dim else "", i in x.count
+        if dim is UNIFORM or (counted and x.is_local):
+            is_loose = dim is UNIFORM and here != there
+            pieces.append(_Piece(here, there, (), dim is UNIFORM, is_loose, name, counted))
         else:
             sizes = [(part, eq.whole_size(Dim((part,)), part.size)) for part in dim.parts]
-            pieces += [_Piece(n, whole, axes, False, False, dim.name, counted) for (n, axes), whole in sizes]
+            pieces += [_Piece(n, whole, axes, False, False, name, counted) for (n, axes), whole in sizes]
     pieces = [p for p in pieces if max(p.size, p.whole) > 1 or p.axes]
     twins = eq.twin.outvars[0].aval.shape
     dims, count, mixed = [], [], False
@@ -113,7 +109,7 @@ def _reshape(eq: Equation) -> Value:
         dims.append(_merged(taken))
     if pieces:
         raise Refused("the sharded dims do not fit the new shape", "shardops.rearrange names the dims")
-    source = _kept(tuple(shape), new)
+    source = _kept(eq.shape(), new)
     if source is None and (x.is_index or (x.mask and x.mask.source)):
         eq.block(x)
     x_there = moved(x, source) if source is not None else dataclasses.replace(x, origin=None, source=None)
