@@ -23,7 +23,6 @@ FOLDS: dict[str, Callable[..., Any]] = {
 
 UNARY_LINEAR = {"neg", "convert_element_type", "reduce_precision", "real", "imag", "conj", "copy", "copy_p"}
 ADDITIONS = {"add", "add_any", "sub"}
-COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 SELECTIONS = {"max", "min", "select_n", "clamp"}
 
 NONLINEAR = set(
@@ -35,7 +34,7 @@ NONLINEAR = set(
     one_minus_square lt_to le_to
     """.split()  # noqa: SIM905
 )
-ELEMENTWISE = UNARY_LINEAR | ADDITIONS | COMPARISONS | SELECTIONS | NONLINEAR | {"mul", "div"}
+ELEMENTWISE = UNARY_LINEAR | ADDITIONS | positions.COMPARISONS | SELECTIONS | NONLINEAR | {"mul", "div"}
 
 
 def elementwise(eq: Equation) -> Value:

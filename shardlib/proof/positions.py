@@ -22,6 +22,8 @@ from shardlib.proof.domain import (
 )
 from shardlib.proof.equation import Equation, Refused, is_integer
 
+COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+
 
 def of(eq: Equation, ins: list[Value]) -> Value | None:
     """The result of an elementwise primitive on positions, offsets or masks; None if no rule here is about it."""
@@ -32,8 +34,8 @@ def of(eq: Equation, ins: list[Value]) -> Value | None:
         return _index_into_own_block(eq, *ins)
     if name == "eq" and (best := _best(eq, ins)):
         return best
-    if name in _TURNED and any(v.offset or v.is_local for v in ins):
-        return _compared(eq, name, *ins)
+    if name in COMPARISONS and any(v.offset or v.is_local for v in ins):
+        return _compared(eq, *ins)
     if any(v.offset or v.count for v in ins) and (placed := _position(eq, ins)) is not None:
         return placed
     if name == "and" and all(v.mask for v in ins):
@@ -146,11 +148,10 @@ def resolved(eq: Equation, value: Value) -> Value:
 
 # ---- masks ------------------------------------------------------------------------------------------------------
 
-_TURNED = {"lt": "gt", "gt": "lt", "le": "ge", "ge": "le", "eq": "eq", "ne": "ne"}
 
-
-def _compared(eq: Equation, name: str, a: Value, b: Value) -> Value:
+def _compared(eq: Equation, a: Value, b: Value) -> Value:
     """A comparison of positions within this device's block, or of an index less this device's offset."""
+    name = eq.name
     offset = add_offsets(a.offset, b.offset, -1)
     # The start of a block is never negative, nor is a count, nor an index that was clipped at 0.
     is_start = a.offset and a.known is not None and not a.count and not a.valid
@@ -169,8 +170,6 @@ def _compared(eq: Equation, name: str, a: Value, b: Value) -> Value:
                 rest = eq.plain(dataclasses.replace(other, offset=()))
                 return Value(eq.joined_dims([found, rest]))
     is_bound = lambda v: v.known is not None and not (v.count or v.valid or v.is_index)
-    if not is_bound(b) and is_bound(a):
-        return _compared(eq, _TURNED[name], b, a)
     is_signed = all(np.issubdtype(var.aval.dtype, np.signedinteger) for var in eq.eqn.invars)
     if not is_bound(b) or not is_signed or a.count or a.valid or name in ("eq", "ne"):
         eq.block(a), eq.block(b)

@@ -212,8 +212,6 @@ def _piece_of(eq: Equation, x: Value, shape: tuple[int, ...]) -> Value:
 @rule("slice")
 def _slice(eq: Equation) -> Value:
     (x,), p, twin = eq.ins, eq.params, eq.twin.params
-    if x.components and eq.result_shape == (*eq.shape()[:-1], 1):
-        return x.components[p["start_indices"][-1]]
     for i, (a, b) in enumerate(zip(eq.shape(), eq.result_shape, strict=True)):
         if a == b and twin["limit_indices"][i] - twin["start_indices"][i] == eq.twin_shape()[i]:
             continue

@@ -49,8 +49,6 @@ def _extreme(eq: Equation) -> Value:
     kind = "max" if eq.name in ("reduce_max", "reduce_or") else "min"
     if x.partial or (x.extreme and x.extreme[0] != kind):
         eq.finished(x)
-    if x.is_constant:
-        return dataclasses.replace(x, dims=_without(x.dims, gone))
     axes = {*_cut_axes(x, gone), *(x.extreme[1] if x.extreme else ())}
     source = _source(x, kind, gone) if axes and not x.extreme else None
     extreme = (kind, frozenset(axes)) if axes else None

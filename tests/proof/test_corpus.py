@@ -5,7 +5,7 @@ import collections
 import mutated_programs
 import pytest
 from corpus import RIGHT, WRITTEN, WRONG
-from running import cases, distance, intended, run, traced
+from running import cases, distance, intended, run
 
 EQUAL, DIFFERENT = 1e-4, 1e-2
 """A right program differs by rounding only. A wrong one differs by far more, so that nothing lies between."""
@@ -18,13 +18,6 @@ def test_the_corpus_is_large():
     assert len(WRONG) >= 500
     assert len(RIGHT) >= 100
     assert all(program.reason for program in RIGHT if program.escape)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("programs", [RIGHT, WRONG], ids=["right", "wrong"])
-def test_each_program_is_one_shard_map(programs):
-    for program in programs:
-        assert [str(eqn.primitive) for eqn in traced(program, program.meshes[0]).eqns] == ["shard_map"], program
 
 
 @pytest.mark.long
