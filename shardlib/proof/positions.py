@@ -186,10 +186,8 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
 
 def _combined(eq: Equation, a: Value, b: Value) -> Value:
     """Both of two masks of one index."""
-    if a.mask.is_outside or b.mask.is_outside:
-        raise Refused("these comparisons are not the two ends of one block", "compare one index with both ends")
-    if a.mask.source or not _is_of(a, b.mask.offset, b):
-        raise Refused("masks of different indices are combined", "compare one index with both ends")
+    if a.mask.is_outside or b.mask.is_outside or a.mask.source or not _is_of(a, b.mask.offset, b):
+        raise Refused("two masks are not the two ends of one block", "compare one index with both ends")
     mask = Mask(a.mask.valid & b.mask.valid, False, a.mask.offset)
     return Value(eq.joined_dims([a, b]), mask=mask, origin=a.origin)
 

@@ -107,8 +107,8 @@ def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -
     In operand 2 it is linear then.
     """
     names = [eq.name, *(eqn.primitive.name for inner in jaxprs_of(eq.eqn) for eqn in equations_in(inner))]
-    if impure := IMPURE.intersection(names):
-        raise Refused(f"{min(impure)} may give another result on each device", "say so with shardops.per_device")
+    if impure := next(filter(IMPURE.__contains__, names), None):
+        raise Refused(f"{impure} may give another result on each device", "say so with shardops.per_device")
     if any(hasattr(var.aval, "inner_aval") for var in (*eq.eqn.invars, *eq.eqn.outvars)):
         raise Refused("an array is changed in place", "return the changed array: x.at[i].set(...)")
     labels = lambda var: [i if i < batch else None for i in range(len(getattr(var.aval, "shape", ())))]

@@ -6,7 +6,7 @@ from shardlib.equations import axes_of, source_dims
 from shardlib.proof import collectives
 from shardlib.proof.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Value, constant, cut, devices, moved, whole
 from shardlib.proof.equation import WHOLE_SIZES, Equation, Refused
-from shardlib.proof.primitives import alone, everything_whole, rule
+from shardlib.proof.primitives import alone, rule
 
 ENDS = ("start_indices", "limit_indices", "strides")
 
@@ -68,10 +68,11 @@ class _Piece:
 @rule("reshape")
 def _reshape(eq: Equation) -> Value:
     (x, *_), new = eq.ins, eq.result_shape
-    if eq.params.get("dimensions") is not None:  # transposed first
-        return everything_whole(eq)[0]
+    shape, twin_shape = eq.shape(), eq.twin_shape()
+    if (order := eq.params.get("dimensions")) is not None:  # transposed first
+        x, shape, twin_shape = _with(x, moved(x, list(order))), *([s[i] for i in order] for s in (shape, twin_shape))
     pieces: list[_Piece] = []
-    for i, (dim, here, there) in enumerate(zip(x.dims, eq.shape(), eq.twin_shape(), strict=True)):
+    for i, (dim, here, there) in enumerate(zip(x.dims, shape, twin_shape, strict=True)):
         name, counted = dim.name if dim else "", i in x.count
         if dim is UNIFORM or (counted and x.is_local):
             is_loose = dim is UNIFORM and here != there
@@ -109,7 +110,7 @@ def _reshape(eq: Equation) -> Value:
         dims.append(_merged(taken))
     if pieces:
         raise Refused("the sharded dims do not fit the new shape", "shardops.rearrange names the dims")
-    source = _kept(eq.shape(), new)
+    source = _kept(tuple(shape), new)
     if source is None and (x.is_index or (x.mask and x.mask.source)):
         eq.block(x)
     x_there = moved(x, source) if source is not None else dataclasses.replace(x, origin=None, source=None)
