@@ -15,16 +15,14 @@ from rich.text import Text
 from shardwright.settings.words import picture_of
 
 ROOT = Path(__file__).parents[2]
-PICTURES = ROOT / "docs/pictures"
 TOUR = ROOT / "docs/tour.ipynb"
-COLUMNS = 104
 
 
 def refusal(readme: str) -> str:
     """An SVG of README's forgotten reduction and its message, as a terminal shows them."""
     *_, diff = re.findall(r"^```diff\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
     (message,) = re.findall(r"^```\n(train\.py:.*?)^```", readme, re.DOTALL | re.MULTILINE)
-    console = Console(record=True, width=COLUMNS, file=io.StringIO(), force_terminal=True)
+    console = Console(record=True, width=104, file=io.StringIO(), force_terminal=True)
     console.print(Text("$ git diff --unified=0 train.py", "bold"))
     for line in diff.splitlines():
         console.print(Text(line, "red" if line.startswith("-") else "green"))
@@ -37,7 +35,7 @@ def refusal(readme: str) -> str:
 
 def main() -> None:
     """Writes both."""
-    (PICTURES / "refusal.svg").write_text(refusal((ROOT / "README.md").read_text()))
+    (ROOT / "docs/pictures/refusal.svg").write_text(refusal((ROOT / "README.md").read_text()))
     notebook = nbformat.read(TOUR, as_version=4)
     nbclient.execute(notebook, cwd=str(TOUR.parent), timeout=300, kernel_name="python3", record_timing=False)
     nbformat.write(notebook, TOUR)

@@ -207,9 +207,8 @@ class Reader:
         sizes = f"{self.num_tokens} tokens, {self.num_documents} documents, ids to {self.max_token_id}"
         return ", ".join([sizes, checksum(None), *(f"{name} {checksum(name)}" for name in self.inputs)])
 
-    def blocks(self, max_tokens: int | None = None) -> Iterator[SomeTokens]:
-        """Yields the stored tokens in order, in blocks of a few MiB: the first `max_tokens` of them, or all."""
-        stop = self.num_tokens if max_tokens is None else min(max_tokens, self.num_tokens)
+    def blocks(self) -> Iterator[SomeTokens]:
+        """Yields all stored tokens in order, in blocks of a few MiB."""
         block = 2**20
-        for start in range(0, stop, block):
-            yield self.read(np.array([start]), np.array([min(block, stop - start)]))
+        for start in range(0, self.num_tokens, block):
+            yield self.read(np.array([start]), np.array([min(block, self.num_tokens - start)]))

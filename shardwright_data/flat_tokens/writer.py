@@ -138,7 +138,8 @@ class GrowingArray:
             self._array = self._open(chunks * INNER_CHUNK, create=True, shape=[0])
         self._array = self._array.resize(exclusive_max=[end], expand_only=True).result()
         self._write = self._array[self.written :].write(values)
-        self.written, self._buffer, self._num_pending = end, np.empty(self._shard, self._dtype), 0
+        self._buffer = np.empty(self._shard, self._dtype)
+        self.written, self._num_pending = end, 0
 
     def _open(self, shard: int, **how: Any) -> ts.TensorStore:
         sharding = {
@@ -181,7 +182,8 @@ class Writer:
 
     def __init__(self, filespec: str, split: str, *, overwrite: bool = False, resume: bool = False):
         self.path = f"{filespec.rstrip('/')}/{split}"
-        self._root, self._split, self._state = open_kvstore(filespec), split, state_of(split)
+        self._root = open_kvstore(filespec)
+        self._split, self._state = split, state_of(split)
         clear_split(filespec, split, overwrite)
         content = read_file(self._root, self._state, STATE_BYTES) if resume else None
         saved = {} if content is None else np.load(io.BytesIO(content))

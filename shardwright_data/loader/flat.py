@@ -181,11 +181,11 @@ class FlatTokensLoader(Loader):
     def unigram_entropy(self) -> float:
         """Entropy of single tokens in nats, in a sample: the first tokens of each source, by weight."""
         shares = self.quotas.shares / self.quotas.shares.sum()
-        samples = [
-            np.concatenate([*source.dataset.blocks(max(1, int(share * SAMPLED_TOKENS)))])
-            for source, share in zip(self.sources.values(), shares, strict=True)
-        ]
-        weights = [np.full(sample.size, share / sample.size) for sample, share in zip(samples, shares, strict=True)]
+        samples, weights = [], []
+        for source, share in zip(self.sources.values(), shares, strict=True):
+            size = min(max(1, int(share * SAMPLED_TOKENS)), source.dataset.num_tokens)
+            samples.append(source.dataset.read(np.array([0]), np.array([size])))
+            weights.append(np.full(size, share / size))
         ids, _ = flat_tokens.decode(np.concatenate(samples))
         p = np.bincount(np.unique_inverse(ids).inverse_indices, np.concatenate(weights))
         return float(-(p * np.log(p)).sum())

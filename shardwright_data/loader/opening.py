@@ -39,8 +39,10 @@ def make_loader(
     if config.stream is not None:
         return StreamLoader(config, state, split, batch_size, seq_len, vocab_size, **options)
     loader = FlatTokensLoader(config, split, batch_size, seq_len, vocab_size, **options)
-    # The order of its datasets too decides what a mixture gives.
-    if state and list(state.items()) != list((now := loader.state(0)).items()):
+    if not state:
+        return loader
+    now = loader.state(0)
+    if list(state.items()) != list(now.items()):  # the order of its datasets too decides what a mixture gives
         was, is_now = (", ".join(f"{name} of {value}" for name, value in x.items()) for x in (state, now))
         raise ValueError(
             f"The checkpoint was made with other data than this run's: with {was}; not {is_now}. Resume with the same "

@@ -114,14 +114,6 @@ def test_reads_datasets_of_seqax(split):
     np.testing.assert_array_equal(np.flatnonzero(flat_tokens.decode(tokens)[1]), starts[:-1])
 
 
-def test_blocks_stop_at_max_tokens(tmp_path):
-    ids, _ = write(tmp_path / "d", [(np.arange(2**20 + 100), np.array([2**20 + 100]))])
-    reader = Reader(str(tmp_path / "d"), "train")
-    for max_tokens in (0, 5, 2**20 + 3, None):
-        blocks = [np.zeros(0, np.uint32), *reader.blocks(max_tokens)]
-        np.testing.assert_array_equal(flat_tokens.decode(np.concatenate(blocks))[0], ids[:max_tokens])
-
-
 @pytest.mark.parametrize("ids", [[0] * 1000, [2**31 - 1, 7]])
 def test_zeros_are_data_and_so_is_the_largest_id(tmp_path, small_chunks, ids):
     """A chunk of zeros is stored like another: only so can a missing chunk be an error."""
