@@ -20,7 +20,6 @@ time of the step. Memory: the peak of the process, on a GPU of the allocator. Co
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import statistics
 from pathlib import Path
@@ -163,9 +162,6 @@ def main() -> None:
         parser.error(f"there is no {', '.join(wrong)}; sizes are {', '.join(SIZES)}, contestants {', '.join(MODULES)}")
     if "seqax" in names and not (seqax and (seqax / ".venv/bin/python").exists()):
         parser.error(f"--seqax is {seqax}, no checkout with an environment: docs/performance.md says how to make one")
-    if "torch" in names and not all(map(importlib.util.find_spec, ("torch", "transformers"))):
-        print("torch is skipped: pip install torch transformers", flush=True)
-        names.remove("torch")
     timing, record = Timing(options.rounds, options.seconds, take_turns=platform == "cpu"), {}
     for size in sizes:
         s, dtype = SIZES[size], "f32" if platform == "cpu" and size != "demo" else "bf16"
