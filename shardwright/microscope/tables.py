@@ -37,13 +37,12 @@ class Table(NamedTuple):
 
 def tables_of(look: Mapping[str, Any]) -> list[Table]:
     """The tables of a look: of each statistic the least and the greatest of the layers."""
-    return [
-        Table(
-            title, [COLUMNS[name] for name in names], [[name_of(x), *(_cell(x, name) for name in names)] for x in found]
-        )
-        for kind, (title, names) in TABLES.items()
-        if (found := entries(look, kind))
-    ]
+    tables = []
+    for kind, (title, names) in TABLES.items():
+        rows = [[name_of(x), *(_cell(x, name) for name in names)] for x in entries(look, kind)]
+        if rows:
+            tables.append(Table(title, [COLUMNS[name] for name in names], rows))
+    return tables
 
 
 def entries(look: Mapping[str, Any], kind: str) -> list[Mapping]:
@@ -66,5 +65,7 @@ def values_of(entry: Any, name: str) -> np.ndarray:
 
 def _cell(entry: Mapping, name: str) -> str:
     values, is_share = values_of(entry, name), name.split()[-1] in _SHARES
+    if not values.size:
+        return ""
     write = lambda x: f"{100 * x:.2g}%" if is_share and math.isfinite(x) else f"{x:.3g}"
-    return " – ".join(dict.fromkeys(write(float(x)) for x in (np.min(values), np.max(values)))) if values.size else ""
+    return " – ".join(dict.fromkeys(write(float(x)) for x in (np.min(values), np.max(values))))

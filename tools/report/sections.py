@@ -105,7 +105,8 @@ def samples(run: Run) -> dict[str, Any] | None:
 def settings(run: Run) -> dict[str, Any]:
     """The configuration: what is not a default first."""
     defaults = run.about.get("defaults") if isinstance(run.about.get("defaults"), dict) else {}
-    rows = [(name, as_json(x), as_json(defaults[name]) if name in defaults else "") for name, x in run.settings.items()]
+    default_of = lambda name: as_json(defaults[name]) if name in defaults else ""
+    rows = [(name, as_json(value), default_of(name)) for name, value in run.settings.items()]
     chosen = [row for row in rows if row[1] != row[2]]
     return {"groups": {"Other than the default": chosen, "Defaults": [row for row in rows if row not in chosen]}}
 
