@@ -6,7 +6,7 @@ import unicodedata
 import pytest
 
 from shardwright.settings.program import refusal
-from shardwright_data.foreign import parse_json, read_file, shown
+from shardwright_data.foreign import one_line, parse_json, read_file, shown
 
 pytestmark = pytest.mark.quick
 
@@ -20,6 +20,7 @@ def test_no_character_that_a_terminal_obeys_is_shown():
         obeyed = sign in BIDI or unicodedata.category(sign) in ("Cc", "Cs", "Zl", "Zp")
         expected = "\ufffd" if obeyed and sign not in "\n\t" else sign
         assert shown(sign) == expected, hex(code)
+    assert one_line("a\nb\tc\x1b[31md", 3) == "a⏎b…"
     assert shown("a\r\nb\rc\x1b[31m\x9b2J") == "a\nb\ufffdc\ufffd[31m\ufffd2J"
 
 

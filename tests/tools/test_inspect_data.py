@@ -14,7 +14,7 @@ from shardwright_data.flat_tokens import Reader
 from shardwright_data.text.definitions import train_bpe
 from shardwright_data.text.tokenizers import Tokenizer
 from tools import inspect_data
-from tools.inspect_data import Settings, one_line
+from tools.inspect_data import Settings
 
 check_modules(inspect_data)
 
@@ -60,12 +60,6 @@ def test_without_a_tokenizer(tmp_path):
     assert "71 114 102" in show(filespec=path, document=0)
 
 
-def test_text_on_one_line():
-    assert one_line("a\nb\tc\x1b[31md") == "a⏎b⇥c�[31md"
-    assert one_line("abcdef", 3) == "abc…"
-    assert one_line("abc", 3) == "abc"
-
-
 def test_check_of_a_sound_dataset(dataset):
     assert "marks, starts and attributes agree" in show(filespec=dataset, check=True)
     assert "agree" in show(filespec=str(ROOT / "tests/data/seqax_synthetic_dataset.zarr"), check=True)
@@ -78,10 +72,7 @@ FAULTS = {
     ),
     "start": (lambda group: group["seq_starts"].__setitem__(2, 60), "marks and seq_starts differ in documents 0 to 60"),
     "empty": (lambda group: group["seq_starts"].__setitem__(2, group["seq_starts"][1]), "differ in documents 0 to 60"),
-    "largest": (
-        lambda group: group.attrs.__setitem__("max_token_id", 500),
-        "largest token id is 124, its max",
-    ),
+    "largest": (lambda group: group.attrs.__setitem__("max_token_id", 500), "largest token id is 124, its max"),
 }
 
 
