@@ -116,8 +116,8 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     parameters = sum(array.size for array in jax.tree.leaves(weights))
     log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}")
     log(f"checkpoint {output}/checkpoints/0000000000")
-    log("To continue training, with the settings of a run in configs/:")
     log(
+        "To continue training, with the settings of a run in configs/:\n"
         f"  python -m train --config-name=<run> --config-dir={config.output} model=imported "
         f"training.init_from={config.output} data.filespec=data/<name>.zarr"
     )

@@ -8,9 +8,6 @@ from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright.sampling.scoring import Scorer, log_likelihoods
 from shardwright_data.text.tokenizers import Tokenizer
 
-MAX_TOKENS = 256
-"""Tokens that a text gets if its task does not say how many, as in lm-eval."""
-
 
 def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
     """An lm_eval.api.model.TemplateLM that computes with these weights, for lm_eval.simple_evaluate(model=…).
@@ -53,7 +50,8 @@ def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
         def generate_until(self, requests: Any, **_: Any) -> list[str]:
             by_settings: dict[Sampling, list[tuple[int, list[str]]]] = {}
             for i, request in enumerate(requests):
-                options = normalize_gen_kwargs(dict(request.args[1]), MAX_TOKENS)
+                # Of 256 tokens, as in lm-eval, if the task does not say how many.
+                options = normalize_gen_kwargs(dict(request.args[1]), 256)
                 settings = Sampling(
                     max_tokens=options["max_gen_toks"],
                     temperature=options.get("temperature") or 0.0,
