@@ -1,6 +1,6 @@
 """Compares training steps of shardwright with those of other trainers: same shapes, tokens and precision, in one run.
 
-    python -m bench.throughput [--sizes 2m,10m] [--only ours,torch] [--json FILE]
+    python -m bench.throughput [--sizes 2m,10m] [--only ours,torch]
 
 The contestants. Each is a file in peers/ and runs in its own process:
 
@@ -20,10 +20,8 @@ time of the step. Memory: the peak of the process, on a GPU of the allocator. Co
 
 import argparse
 import dataclasses
-import json
 import statistics
 from pathlib import Path
-from typing import Any
 
 from bench.throughput.peers.job import Job, Shapes
 from bench.throughput.processes import Contestant, Timing, run_rounds
@@ -67,17 +65,14 @@ GPU_SIZES = {
 SIZES = CPU_SIZES | GPU_SIZES | {"demo": CPU_SIZES["2m"]}
 
 
-def jobs_of(
-    size: str, names: list[str], dtype: str, platform: str, extra: list[str], seqax: Path | None = None
-) -> dict[str, Job]:
-    """The jobs by label. The floor is first: the figures of the others need it.
+def jobs_of(size: str, names: list[str], dtype: str, platform: str, seqax: Path | None = None) -> dict[str, Job]:
+    """The jobs by name. The floor is first: the figures of the others need it.
 
     Args:
         size: of SIZES.
         names: of MODULES, beside the floor.
         dtype: as in Job.
         platform: as in Job.
-        extra: settings with which ours runs once more.
         seqax: the checkout of seqax.
     """
     s = SIZES[size]
@@ -88,50 +83,46 @@ def jobs_of(
         found.pop("torch", None)  # it has one device
     if "seqax" in found:
         found["seqax"] = dataclasses.replace(found["seqax"], checkout=str(seqax))
-    for settings in extra if "ours" in found else []:
-        found[f"ours {settings}"] = dataclasses.replace(found["ours"], settings=tuple(settings.split(",")))
     return found
 
 
-def figures(measured: Contestant, floor: dict[str, Any] | None) -> dict[str, Any]:
-    """All numbers of a contestant, for the table and for --json. `floor`: the figures of the floor."""
-    job, found = measured.job, {"label": measured.label, "contestant": measured.job.contestant, "error": measured.error}
-    if measured.error is not None:
-        return found
+def figures(measured: Contestant, floor: Contestant) -> dict[str, float]:
+    """tokens/s of the best and of the median round; where the floor is known, mfu and of_floor too."""
+    job = measured.job
     best, median = (job.tokens / seconds for seconds in (min(measured.step_s), statistics.median(measured.step_s)))
-    found |= {"tokens_per_s": best, "tokens_per_s_median": median, "step_s": measured.step_s}
-    found |= {"peak_bytes": measured.peak, "settings": job.settings, "tokens": job.tokens}
-    found |= {name: measured.ready[name] for name in ("compile_s", "losses", "about")}
-    if floor and floor["error"] is None and job.contestant != "floor":
-        floor_per_token = min(floor["step_s"]) * (1 + floor["about"]["attention_share"]) / floor["tokens"]
+    found = {"best": best, "median": median}
+    if floor.error is None and measured is not floor:
+        share = floor.ready["attention_share"]
+        floor_per_token = min(floor.step_s) * (1 + share) / job.tokens
         # A measured peak may be lower than the floor reaches, if other programs ran at the time.
-        peak = max(floor["about"]["peak"], job.flops_per_token / floor_per_token)
+        peak = max(floor.ready["peak"], job.flops_per_token / floor_per_token)
         found |= {"mfu": job.flops_per_token * best / peak, "of_floor": floor_per_token * best}
     return found
 
 
-HEADER = f"{'':<44}{'tokens/s':>10}{'median':>10}{'MFU':>7}{'floor':>7}{'peak MiB':>10}{'compile s':>10}"
+HEADER = f"{'':<12}{'tokens/s':>10}{'median':>10}{'MFU':>7}{'floor':>7}{'peak MiB':>10}{'compile s':>10}"
 
 
-def line_of(found: dict[str, Any]) -> str:
+def line_of(measured: Contestant, floor: Contestant) -> str:
     """The line of the table."""
-    name = f"{found['label']:<44}"
-    if found["error"]:
-        return f"{name}  failed: {found['error']}"
+    name = f"{measured.name:<12}"
+    if measured.error:
+        return f"{name}  failed: {measured.error}"
+    found = figures(measured, floor)
     share = lambda key: f"{found[key]:>7.1%}" if key in found else f"{'':>7}"
-    cells = f"{found['tokens_per_s']:>10,.0f}{found['tokens_per_s_median']:>10,.0f}{share('mfu')}{share('of_floor')}"
-    return f"{name}{cells}{found['peak_bytes'] / 2**20:>10,.0f}{found['compile_s']:>10.1f}"
+    cells = f"{found['best']:>10,.0f}{found['median']:>10,.0f}{share('mfu')}{share('of_floor')}"
+    return f"{name}{cells}{measured.peak / 2**20:>10,.0f}{measured.ready['compile_s']:>10.1f}"
 
 
-def ratios(size: str, contestants: dict[str, dict]) -> list[str]:
-    """Lines with the ratio of ours to each of the others, and of ours with other settings to ours."""
-    ran = {label: its for label, its in contestants.items() if its["error"] is None and its["contestant"] != "floor"}
-    lines, ours = [], ran.pop("ours", None)
-    for label, its in ran.items() if ours else ():
-        over, under = (its, ours) if its["contestant"] == "ours" else (ours, its)
-        best, median = (over[key] / under[key] for key in ("tokens_per_s", "tokens_per_s_median"))
-        names = f"{label} / ours" if over is its else f"ours / {label}"
-        lines.append(f"ratio   {size}, {names}: {best:.2f}, by medians {median:.2f}")
+def ratios(size: str, contestants: dict[str, Contestant]) -> list[str]:
+    """Lines with the ratio of ours to each of the others."""
+    floor = contestants["floor"]
+    ran = {name: figures(its, floor) for name, its in contestants.items() if its.error is None and its is not floor}
+    ours = ran.pop("ours", None)
+    lines = []
+    for name, its in ran.items() if ours else ():
+        best, median = (ours[key] / its[key] for key in ("best", "median"))
+        lines.append(f"ratio   {size}, ours / {name}: {best:.2f}, by medians {median:.2f}")
     return lines
 
 
@@ -146,14 +137,6 @@ def main() -> None:
     parser.add_argument("--platform", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, about")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument(
-        "--extra-settings",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE,...",
-        help="ours once more with these settings of train.py; may be given several times",
-    )
-    parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
     platform, seqax = options.platform, options.seqax and options.seqax.resolve()
     sizes = (options.sizes or ("2m,10m,demo" if platform == "cpu" else ",".join(GPU_SIZES))).split(",")
@@ -162,7 +145,7 @@ def main() -> None:
         parser.error(f"there is no {', '.join(wrong)}; sizes are {', '.join(SIZES)}, contestants {', '.join(MODULES)}")
     if "seqax" in names and not (seqax and (seqax / ".venv/bin/python").exists()):
         parser.error(f"--seqax is {seqax}, no checkout with an environment: docs/performance.md says how to make one")
-    timing, record = Timing(options.rounds, options.seconds, take_turns=platform == "cpu"), {}
+    timing, lines = Timing(options.rounds, options.seconds, take_turns=platform == "cpu"), []
     for size in sizes:
         s, dtype = SIZES[size], "f32" if platform == "cpu" and size != "demo" else "bf16"
         devices = ", 8 simulated devices" if size == "demo" else ""
@@ -170,16 +153,12 @@ def main() -> None:
         print(
             f"\n{size}: {s.shapes.parameters:,} parameters, {batch}, {dtype}, {platform}{devices}\n{HEADER}", flush=True
         )
-        record[size] = found = {}
-
-        def show(measured: Contestant, found=found) -> None:
-            found[measured.label] = figures(measured, found.get("floor"))
-            print(line_of(found[measured.label]), flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(record, indent=1))
-
-        run_rounds(jobs_of(size, names, dtype, platform, options.extra_settings, seqax), timing, show)
-    print(*(line for size, found in record.items() for line in ratios(size, found)), sep="\n")
+        measured = {}
+        for contestant in run_rounds(jobs_of(size, names, dtype, platform, seqax), timing):
+            measured[contestant.name] = contestant
+            print(line_of(contestant, measured["floor"]), flush=True)
+        lines += ratios(size, measured)
+    print(*lines, sep="\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,16 +36,16 @@ class Timing:
 class Contestant:
     """A contestant's process, and its measurements."""
 
-    def __init__(self, label: str, job: Job, scratch: Path):
-        self.label, self.job = label, job
+    def __init__(self, name: str, job: Job, scratch: Path):
+        self.name, self.job = name, job
         self.ready: dict[str, Any] = {}
-        """compile_s and step_s, in seconds; losses of the first steps; facts about the contestant."""
+        """compile_s and step_s, in seconds; of the floor, its peak and attention_share too."""
         self.step_s: list[float] = []
         """Seconds of a step in each round."""
         self.peak = 0
         """Peak bytes of the GPU's allocator, or of the process."""
         self.error: str | None = None
-        self._messages = scratch / f"{label.replace('/', '_')[:80]}.stderr"
+        self._messages = scratch / f"{name}.stderr"
         with self._messages.open("w") as messages:
             self._process = subprocess.Popen(
                 [python_of(job), "-m", "bench.throughput.peers.worker", job.to_json()],
@@ -101,23 +101,22 @@ class Contestant:
             self._process.communicate()
 
 
-def run_rounds(jobs: dict[str, Job], timing: Timing, show: Callable[[Contestant], None]) -> None:
-    """Runs each job, and calls `show` with each contestant when its group has ended. If one fails, others continue."""
-    groups = [[*jobs]] if timing.take_turns else [[label] for label in jobs]
+def run_rounds(jobs: dict[str, Job], timing: Timing) -> Iterator[Contestant]:
+    """Runs each job, and gives each contestant when its group has ended. If one fails, others continue."""
+    groups = [[*jobs]] if timing.take_turns else [[name] for name in jobs]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        for labels in groups:
+        for names in groups:
             group: list[Contestant] = []
             with contextlib.ExitStack() as cleanup:
-                for label in labels:
-                    group.append(Contestant(label, jobs[label], Path(scratch)))
+                for name in names:
+                    group.append(Contestant(name, jobs[name], Path(scratch)))
                     cleanup.callback(group[-1].end)
                     group[-1].measure(timing)
                 for i in range(timing.rounds):
                     first = i % len(group)
                     for contestant in group[first:] + group[:first]:
                         contestant.measure(timing)
-            for contestant in group:
-                show(contestant)
+            yield from group
 
 
 def python_of(job: Job) -> str:

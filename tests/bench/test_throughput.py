@@ -12,12 +12,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import yaml
 
 import train
 from bench.throughput.__main__ import MODULES, SIZES, figures, jobs_of, line_of, ratios
-from bench.throughput.peers import ours as ours_module
 from bench.throughput.peers.floor import Contestant as Floor
 from bench.throughput.peers.job import Job, Shapes, batches
+from bench.throughput.peers.ours import config_of
 from bench.throughput.processes import Timing, environment, python_of, run_rounds
 from shardwright.run.flops import flops_of_model
 
@@ -96,16 +97,12 @@ def test_eight_devices_train_as_one(contestant, ours):
     np.testing.assert_allclose(found, ours["f32"], rtol=TOLERANCE["f32"])
 
 
-def test_a_job_and_its_settings():
-    job = dataclasses.replace(JOB, settings=("training.save=dots", "training.loss_chunk=8"), platform="gpu")
-    assert Job.from_json(job.to_json()) == job
+def test_a_job_and_its_configuration():
+    assert Job.from_json(JOB.to_json()) == JOB
     np.testing.assert_array_equal([*batches(JOB)], [*batches(JOB)])
-    c = ours_module.config_of(dataclasses.replace(job, dtype="bf16"))
-    assert (c.training.save, c.training.loss_chunk, c.training.compute_dtype) == ("dots", 8, "bf16")
-    assert (c.model.rope_base, c.optimizer.clip_norm) == (100.0, 0.5)
-    jobs = jobs_of("1b", ["ours", "torch"], "bf16", "gpu", ["a=4,b=2"])
-    assert list(jobs) == ["floor", "ours", "torch", "ours a=4,b=2"]
-    assert jobs["ours a=4,b=2"].settings == ("a=4", "b=2")
+    c = config_of(dataclasses.replace(JOB, platform="gpu", dtype="bf16"))
+    assert (c.training.compute_dtype, c.model.rope_base, c.optimizer.clip_norm) == ("bf16", 100.0, 0.5)
+    assert list(jobs_of("1b", ["ours", "torch"], "bf16", "gpu")) == ["floor", "ours", "torch"]
 
 
 # ---- arithmetic -----------------------------------------------------------------------------------------------------
@@ -114,10 +111,11 @@ def test_a_job_and_its_settings():
 @pytest.mark.parametrize("size", ["270m", "1b", "2b"])
 def test_sizes_and_flops_are_those_of_a_run(size):
     s = SIZES[size]
-    job = Job("ours", s.shapes, s.sequences, s.length, settings=(f"model={size}",))
-    c = ours_module.config_of(job)
-    plain = dataclasses.asdict(c.model)
-    assert {name: plain[name] for name in dataclasses.asdict(s.shapes)} == dataclasses.asdict(s.shapes)
+    job = Job("ours", s.shapes, s.sequences, s.length)
+    of_run = yaml.safe_load((ROOT / f"configs/model/{size}.yaml").read_text())
+    del of_run["defaults"]
+    assert of_run.items() <= dataclasses.asdict(s.shapes).items()
+    c = config_of(job)
     assert job.flops_per_token == flops_of_model(train.weight_table(c.model), c.model, s.length).causal
 
 
@@ -142,26 +140,19 @@ def test_the_floor_runs_all_of_the_products_of_a_step(mesh):
 
 def test_shares_and_lines():
     measured = lambda name, step_s, **about: SimpleNamespace(
-        label=name,
-        job=dataclasses.replace(JOB, contestant=name.split()[0]),
-        ready={"compile_s": 1.0, "losses": [], "about": about},
-        step_s=step_s,
-        peak=2**30,
-        error=None,
+        name=name, job=JOB, ready={"compile_s": 1.0} | about, step_s=step_s, peak=2**30, error=None
     )
-    floor = figures(measured("floor", [0.5, 0.6], peak=1e9, attention_share=0.1), None)
+    floor = measured("floor", [0.5, 0.6], peak=1e9, attention_share=0.1)
     ours = measured("ours", [2.0, 1.0, 6.0])
     found = figures(ours, floor)
-    assert (found["tokens_per_s"], found["tokens_per_s_median"]) == (128, 64)
+    assert (found["best"], found["median"]) == (128, 64)
     assert found["of_floor"] == pytest.approx(0.55)
     assert found["mfu"] == pytest.approx(128 * JOB.flops_per_token / 1e9)
-    assert re.split(" +", line_of(found)) == ["ours", "128", "64", "2.9%", "55.0%", "1,024", "1.0"]
-    torch = figures(measured("torch", [1.1]), floor)
-    assert ratios("1b", {"floor": floor, "ours": found, "torch": torch}) == [
-        "ratio   1b, ours / torch: 1.10, by medians 0.55",
-    ]
+    assert re.split(" +", line_of(ours, floor)) == ["ours", "128", "64", "2.9%", "55.0%", "1,024", "1.0"]
+    contestants = {"floor": floor, "ours": ours, "torch": measured("torch", [1.1])}
+    assert ratios("1b", contestants) == ["ratio   1b, ours / torch: 1.10, by medians 0.55"]
     ours.error = "no answer within 3 s"
-    assert line_of(figures(ours, floor)).endswith("failed: no answer within 3 s")
+    assert line_of(ours, floor).endswith("failed: no answer within 3 s")
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
@@ -170,30 +161,24 @@ def test_shares_and_lines():
 @pytest.mark.slow
 @pytest.mark.parametrize("take_turns", [True, False])
 def test_a_contestant_that_fails_does_not_stop_the_others(take_turns):
-    seen = {}
     jobs = {name: dataclasses.replace(JOB, contestant=name) for name in ("no_such_trainer", "floor")}
-    run_rounds(jobs, Timing(2, 0.01, take_turns), lambda measured: seen.update({measured.label: measured}))
+    seen = {measured.name: measured for measured in run_rounds(jobs, Timing(2, 0.01, take_turns))}
     assert "No module named 'bench.throughput.peers.no_such_trainer'" in seen["no_such_trainer"].error
     assert (seen["floor"].error, len(seen["floor"].step_s)) == (None, 2)
 
 
 def test_a_contestant_that_takes_too_long_is_ended():
-    seen = []
-    run_rounds({"floor": dataclasses.replace(JOB, contestant="floor")}, Timing(1, 0.01, True, limit=0.2), seen.append)
-    assert seen[0].error == "no answer within 0 s"
+    jobs = {"floor": dataclasses.replace(JOB, contestant="floor")}
+    (measured,) = run_rounds(jobs, Timing(1, 0.01, True, limit=0.2))
+    assert measured.error == "no answer within 0 s"
 
 
 @pytest.mark.slow
-def test_the_program(tmp_path):
-    command = [sys.executable, "-m", "bench.throughput", "--platform", "cpu", "--sizes", "tiny", "--only", "ours"]
-    command += ["--rounds", "2", "--seconds", "0.1", "--json", str(tmp_path / "out.json")]
-    command += ["--extra-settings", "training.save=nothing,training.seed=1"]
+def test_the_program():
+    command = [sys.executable, "-m", "bench.throughput", "--sizes", "tiny", "--only", "ours,plain-jax"]
+    command += ["--rounds", "2", "--seconds", "0.1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out.json").read_text())["tiny"]
-    assert list(found) == ["floor", "ours", "ours training.save=nothing,training.seed=1"]
-    assert "training.seed=1 / ours: " in done.stdout
-    assert len({tuple(row["losses"]) for row in found.values()}) == 3
-    for row in found.values():
-        assert (row["error"], len(row["step_s"])) == (None, 2)
-        assert row["peak_bytes"] > 0
+    rows = [line.split() for line in done.stdout.splitlines()]
+    assert [row[0] for row in rows if len(row) in (5, 7)] == ["floor", "ours", "plain-jax"]
+    assert "ratio   tiny, ours / plain-jax: " in done.stdout

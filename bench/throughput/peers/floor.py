@@ -19,12 +19,6 @@ from shardlib.products import einsum_with_gradients
 from shardwright.run.flops import peak_flops
 
 
-def attention_share(job: Job) -> float:
-    """FLOPs of causal attention's products over those of the products with weights."""
-    c = job.shapes
-    return c.layers * c.heads * c.d_head * job.length / c.matmul_parameters
-
-
 def dots(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A product of x[sequences, length, i] and w[i, o], and its gradients by both factors."""
     y, vjp = jax.vjp(functools.partial(einsum_with_gradients, "bli,io->blo", None, x.size <= dy.size), x, w)
@@ -74,14 +68,8 @@ class Contestant(OnJax):
         jax.block_until_ready(results[-1])
         return []
 
-    def about(self) -> dict:
-        """Facts for the record."""
-        devices = jax.devices()[: self.job.devices]
-        peak = peak_flops(devices, DTYPES[self.job.dtype])
-        return {
-            "peak": peak.total,
-            "peak_source": peak.source,
-            "attention_share": attention_share(self.job),
-            "device": devices[0].device_kind,
-            "jax": jax.__version__,
-        }
+    def about(self) -> dict[str, float]:
+        """Peak FLOP/s of the devices, and causal attention's FLOPs over those of the products with weights."""
+        c, peak = self.job.shapes, peak_flops(jax.devices()[: self.job.devices], DTYPES[self.job.dtype])
+        share = c.layers * c.heads * c.d_head * self.job.length / c.matmul_parameters
+        return {"peak": peak.total, "attention_share": share}

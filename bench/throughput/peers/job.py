@@ -82,7 +82,6 @@ class Job:
         platform: cpu or gpu.
         d, t: the mesh. Plain JAX has data parallelism over d·t devices.
         config: for ours, a file of configs/, for all settings that are not in the job.
-        settings: for ours, overrides as on the command line of train.py. They come last.
         checkout: for seqax, the directory of its source, with an environment .venv.
     """
 
@@ -101,7 +100,6 @@ class Job:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     config: str = "local_test_synthetic"
-    settings: tuple[str, ...] = ()
     checkout: str = ""
     seed: int = 0
 
@@ -129,8 +127,7 @@ class Job:
     def from_json(text: str) -> "Job":
         """Reads what `to_json` wrote."""
         found: dict[str, Any] = json.loads(text)
-        found["shapes"], found["settings"] = Shapes(**found["shapes"]), tuple(found["settings"])
-        return Job(**found)
+        return Job(**found | {"shapes": Shapes(**found["shapes"])})
 
 
 BATCHES = 4

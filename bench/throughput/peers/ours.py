@@ -13,7 +13,6 @@ from bench.throughput.peers.job import BOS_ID, Job, batches
 from bench.throughput.peers.plain_jax import OnJax
 from shardlib.shardtypes import make_shardings
 from shardwright.cluster.devices import known_options, make_mesh, start_devices
-from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.model import load_model
 from shardwright.run.config import check_divides, register_schema, to_config
 from shardwright_data.loader import TokenBatch, in_microbatches
@@ -22,7 +21,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def config_of(job: Job):
-    """The configuration of a run: job.config with the settings of the job."""
+    """The configuration of a run: job.config, with the shapes and numbers of the job."""
     shapes = {f"model.{name}": value for name, value in dataclasses.asdict(job.shapes).items()}
     training = {"batch_size": job.sequences, "seq_len": job.length, "steps": 1000}
     training |= {"seed": job.seed, "document_mask": False, "compute_dtype": job.dtype}
@@ -36,7 +35,7 @@ def config_of(job: Job):
     lines += ["optimizer.schedule=constant", "optimizer.schedule_steps=null", f"++model.bos_id={BOS_ID}"]
     register_schema()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return to_config(compose(job.config, [*lines, *job.settings]))
+        return to_config(compose(job.config, lines))
 
 
 class Contestant(OnJax):
@@ -68,14 +67,6 @@ class Contestant(OnJax):
             self.state, metrics = self.training_step(self.state, batch, np.int32(self.steps))
         self.steps += 1
         return metrics.loss
-
-    def about(self) -> dict:
-        """Facts for the record."""
-        c = self.config
-        forward = train.Forward(self.model, c.training)
-        with jax.set_mesh(self.mesh):
-            lines = describe_attention(forward, c.training.seq_len)
-        return {"attention": "; ".join(lines)}
 
 
 def whole_documents(targets: np.ndarray, microbatches: int) -> TokenBatch:

@@ -145,8 +145,3 @@ class Contestant(OnJax):
         self.state, loss = self.jitted(self.state, *self.batches[self.steps % len(self.batches)])
         self.steps += 1
         return loss
-
-    def about(self) -> dict:
-        """Facts for the record."""
-        fused = jax.default_backend() == "gpu" and self.job.dtype == "bf16"
-        return {"attention": f"{'cudnn' if fused else 'xla'} of jax.nn.dot_product_attention"}

@@ -121,9 +121,6 @@ class Contestant:
     def device_peak(self) -> int | None:
         """None: it is compared on CPUs."""
 
-    def about(self) -> dict:
-        return {"attention": "einsum", "jax": self.jax.__version__, "dtype": "bf16"}
-
 
 def starts(ids: np.ndarray) -> np.ndarray:
     """Each sequence is one document."""

@@ -112,9 +112,6 @@ class Contestant:
         """Waits for the steps that returned these losses."""
         return torch.stack(losses).tolist()
 
-    def about(self) -> dict:
-        return {"torch": torch.__version__, "threads": torch.get_num_threads()}
-
     def device_peak(self) -> int | None:
         """Peak bytes that torch allocated on the GPU."""
         return torch.cuda.max_memory_allocated() if self.device == "cuda" else None
