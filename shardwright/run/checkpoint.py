@@ -9,6 +9,8 @@ import functools
 import json
 import os
 import re
+import secrets
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -29,6 +31,7 @@ from shardwright.run.checkpoint_arrays import (
     commit,
     copy_to_host,
     directory_of,
+    gather_small,
     named_leaves,
     read_arrays,
     read_chunk,
@@ -45,6 +48,10 @@ COMMIT_TIMEOUT_S = 1800.0
 SET_ASIDE = "set_aside"
 """Directory, beside the checkpoints, of those that a run went back before."""
 _STEP = re.compile(r"\d{10}")
+
+
+OWNER = ".owner"
+"""Key of the file that names the run that saves here, where paths.checkpoints is set."""
 
 
 class Checkpointer(contextlib.AbstractContextManager):
@@ -66,6 +73,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._saving: concurrent.futures.Future | None = None
         self.rotates = True
         """Whether a complete checkpoint removes older ones than the latest `keep`."""
+        self._owner: bytes | None = None
 
     def __exit__(self, *exc_info) -> None:
         self.close()
@@ -116,6 +124,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         leaves = named_leaves(state)
         if odd := [name for name, leaf in leaves.items() if str(leaf.dtype) not in DTYPES]:
             raise ValueError(f"cannot save {odd[0]!r}: it is of none of the types {', '.join(sorted(DTYPES))}.")
+        leaves = gather_small(leaves)
         for leaf in leaves.values():
             leaf.copy_to_host_async()
         try:
@@ -176,6 +185,21 @@ class Checkpointer(contextlib.AbstractContextManager):
             raise ValueError(f"no complete checkpoint of step {step} in {self.store.url}; there are {self.steps()}.")
         return manifest
 
+    def own(self) -> None:
+        """Makes this the run that saves here: saves of a run that started before fail. One process calls this."""
+        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
+        name = f"process {os.getpid()} on {socket.gethostname()}, since {since} ({secrets.token_hex(8)})"
+        self._owner = name.encode()
+        self.store.write(OWNER, self._owner)
+
+    def _check_owner(self) -> None:
+        owner = self.store.read(OWNER) if self._owner else None
+        if owner not in (None, self._owner):
+            raise OSError(
+                f"another run saves to {self.store.url}: {owner.decode(errors='replace')}. End one of the two, or "
+                "rename it (paths.model_name)."
+            )
+
     def remove_leftovers(self) -> None:
         """Removes what killed and failed saves left. One process calls this. What cannot be removed is told."""
         with self._if_possible():
@@ -193,6 +217,7 @@ class Checkpointer(contextlib.AbstractContextManager):
     def _make_room(self, step: int) -> None:
         """Makes sure that nothing is where the checkpoint goes. Raises ValueError if a checkpoint is."""
         name = directory_of(step)
+        self._check_owner()
         if self.store.read(f"{name}/{MANIFEST}") is not None:
             raise ValueError(
                 f"cannot save step {step}: {self.store.url}/{name} is there already. Save each step once, or move it "
@@ -236,12 +261,14 @@ class Checkpointer(contextlib.AbstractContextManager):
             written = write_arrays(self.store, directory, arrays)
             if is_first:
                 written |= self._await_others(directory)
+                self._check_owner()
                 commit(self.store, step, [saved for saved, _ in arrays], written, metadata)
             else:
                 self.store.write(told, json.dumps({"written": written}).encode())
         except OSError as error:
             with contextlib.suppress(OSError):
                 if is_first:
+                    self._check_owner()  # what is there may be another run's
                     self.store.remove(directory)  # it may have filled the disk, which the metrics need
                 else:
                     self.store.write(told, json.dumps({"failed": str(error)}).encode())

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import google_crc32c
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.placement import consecutive
 from shardwright.run.stores import MANIFEST, Damaged, Store, in_parallel
@@ -44,6 +45,8 @@ Checksums = dict[str, int]
 _ARRAY = {"shape": [int], "dtype": str, "chunk_shape": [int], "crc32c": str}
 _ATTRIBUTES = {"step": int, "saved_at": str, "arrays": {str: _ARRAY}, "metadata": dict}
 """Types of the attributes, for check_types."""
+SMALL_BYTES = 2**14
+"""Shards below it are not worth a file each."""
 CHUNK_BYTES = 2**28
 """Largest size of a chunk, where that is possible. Whoever reads a part of a chunk reads all of it."""
 MOST_PIECES = 64
@@ -142,7 +145,7 @@ def _stored_regions(index: Sequence[slice], shape: Sequence[int], order: np.ndar
 def _chunk_shape(leaf: jax.Array, order: np.ndarray | None) -> tuple[int, ...]:
     """Shape of the chunks: of a shard, or of one of up to MOST_PIECES equal parts of it where it is large."""
     chunk = [max(1, size) for size in leaf.sharding.shard_shape(leaf.shape)]
-    if order is not None:
+    if order is not None and not leaf.is_fully_replicated:
         # No chunk may be shared by two processes: both would write it.
         indices = leaf.sharding.devices_indices_map(leaf.shape).values()
         layers = [layers for index in indices for layers, _ in consecutive(order, index[0])]
@@ -156,6 +159,16 @@ def _chunk_shape(leaf: jax.Array, order: np.ndarray | None) -> tuple[int, ...]:
 # ---- writing --------------------------------------------------------------------------------------------------------
 
 
+def gather_small(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The leaves, of which those with shards below SMALL_BYTES are whole on each device: one process writes one file.
+
+    Else the norms of a model alone would be a file for each device of a run. All processes call this.
+    """
+    shard_bytes = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+    small = {k: x for k, x in leaves.items() if shard_bytes(x) < SMALL_BYTES and not x.is_fully_replicated}
+    return leaves | {k: jax.device_put(x, NamedSharding(x.sharding.mesh, PartitionSpec())) for k, x in small.items()}
+
+
 def copy_to_host(leaves: dict[str, jax.Array], orders: Orders) -> list[Part]:
     """The arrays, each with the chunks in the shards that this process saves. Waits for them."""
     arrays = []
@@ -167,6 +180,8 @@ def copy_to_host(leaves: dict[str, jax.Array], orders: Orders) -> list[Part]:
             # On a CPU device this is a reference to the buffer, not a copy. While it lives, JAX does not let a step
             # take over the buffer that it was donated: the step gets a copy.
             values = np.asarray(shard.data)
+            if order is not None and leaf.is_fully_replicated:
+                values, order = values[np.argsort(order)], None
             for box, rows in _stored_regions(shard.index, leaf.shape, order):
                 chunks |= {i: values[rows][_within(saved.box(i), box)] for i in saved.overlapping(box)}
         arrays.append((saved, chunks))

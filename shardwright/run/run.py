@@ -159,6 +159,8 @@ class Run:
 
     def _prepare_place(self) -> None:
         """Moves the checkpoints aside that are damaged or later than the start, and cleans."""
+        if self.c.paths.checkpoints and not self.is_over:
+            self.checkpoints.own()
         if later := [step for step in self.checkpoints.steps() if step > self.start or step in self._damaged]:
             place = self.checkpoints.set_aside(later)
             tell(f"WARNING    going on from step {self.start}; the checkpoints {later} are moved to {place}")

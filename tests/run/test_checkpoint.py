@@ -120,7 +120,12 @@ def test_restores_on_any_mesh_bit_for_bit(tmp_path, shape):
         assert leaf.sharding == NamedSharding(mesh, spec)
 
 
-def test_zarr_python_reads_what_was_saved(tmp_path):
+@pytest.fixture
+def each_shard_has_a_file(monkeypatch):
+    monkeypatch.setattr(checkpoint_arrays, "SMALL_BYTES", 0)
+
+
+def test_zarr_python_reads_what_was_saved(tmp_path, each_shard_has_a_file):
     path = save(tmp_path)
     group = zarr.open_group(path, mode="r")
     assert set(group) == {"weights", "optimizer"}
@@ -424,7 +429,21 @@ def test_what_cannot_be_saved_is_named(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_large_shards_are_several_chunks(tmp_path, monkeypatch):
+@pytest.mark.parametrize("order", [None, [2, 0, 1]])
+def test_an_array_of_small_shards_is_one_file(tmp_path, order):
+    """Also a stack of layers whose rows are in another order at rest, which are those of the layers on the disk."""
+    orders = {} if order is None else {"weights/w_q": np.array(order)}
+    with Checkpointer(tmp_path) as checkpointer:
+        checkpointer.save(3, placed(make_mesh(4, 2)), {}, orders)
+    assert_bits_equal(Checkpointer(tmp_path).restore(3, like(make_mesh(2, 4)), orders), make_state())
+    path = tmp_path / "0000000003"
+    chunks = [file for file in path.rglob("*") if file.is_file() and "c" in file.relative_to(path).parts]
+    assert len(chunks) == len(NAMES)
+    rows = make_state()["weights"]["w_q"]
+    assert_bits_equal(zarr.open_array(path / "weights/w_q", mode="r")[...], rows[np.argsort(order)] if order else rows)
+
+
+def test_large_shards_are_several_chunks(tmp_path, monkeypatch, each_shard_has_a_file):
     monkeypatch.setattr(checkpoint_arrays, "CHUNK_BYTES", 500)
     path = save(tmp_path)
     found = {name: array.chunks for name, array in zarr.open_group(path, mode="r")["weights"].arrays()}

@@ -1,5 +1,7 @@
 """Places of checkpoints: directories, and URLs. What is saved is whole, failures are told, and one run has a place."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,3 +94,17 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=rf"was not saved: .*{tmp_path}/file"):
         save(tmp_path / "file", 1)
+
+
+def test_the_run_that_started_last_saves(place):
+    first, second = Checkpointer(place), Checkpointer(place)
+    first.own()
+    first.save(1, state(), {})
+    first.wait()
+    second.own()
+    second.save(2, state(), {})
+    second.wait()
+    first.save(3, state(), {})
+    with pytest.raises(OSError, match=rf"another run saves to .*checkpoints: process {os.getpid()} on .*, since "):
+        first.wait()
+    assert second.steps() == [1, 2]
