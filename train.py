@@ -605,13 +605,12 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
     with Run(c, forward, directory, programs) as run:
         samples = TrainingSamples(c, forward, run) if t.sample_interval else None
         state = run.begin(functools.partial(init_state, c=c, model=model), State)
-        evaluation_step = make_evaluation_step(c, model, run.options)
         if run.is_over:  # resumed after its last step
-            run.validate(evaluation_step, evaluated(state))
             return run.end()
         run.prove()  # both steps compute on this mesh what they compute on one device, and no token sees a later one
         run.compare_forms()  # what has another form on this platform, such as `attention`, computes the same
         training_step = run.compile(make_training_step(c, model), state)
+        evaluation_step = make_evaluation_step(c, model, run.options)
         if samples and run.start == 0:
             samples.write(evaluated(state))
         for step, batch in run.steps():

@@ -43,7 +43,7 @@ def write_run(directory: Path, rate: float = 0.01, text: str = "It is a truth") 
             line |= {"loss": "NaN", "skipped": True}
         line |= {"tokens": 640 * (step + 1)}
         if step % RESUMED:
-            line |= {"seconds": 0.5, "tokens_per_second": 1280 + step, "mfu": 1.2, "mfu_full_attention": 1.25}
+            line |= {"seconds": 0.5, "tokens_per_second": 1280 + step, "mfu": 1.2}
         lines.append(line)
         if step % 50 == 49:
             lines.append({"step": step, "event": "validation", "loss": loss + 0.2, "bits_per_byte": 1.5})

@@ -117,7 +117,7 @@ class TrainingConfig:
     """Steps between looks at the step with the microscope, whose statistics are events in metrics.jsonl
     (docs/replay.md). Null: none."""
     log_interval: int = at_least_1(10)
-    """Steps between progress lines where the output is not a terminal."""
+    """Steps between printed lines."""
     checkpoint_interval: int = at_least_1(1000)
     """Steps between checkpoints. There is one after the last step too."""
     keep_checkpoints: int | None = at_least_1(3)

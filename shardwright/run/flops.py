@@ -15,14 +15,13 @@ from shardlib.products import product_of
 class ModelFlops(NamedTuple):
     """FLOPs a token of one forward and backward pass. Recomputation is never counted.
 
-    `causal` counts the half of attention that a causal mask leaves. `full` counts all L keys for every query, as PaLM
-    (arXiv 2204.02311, appendix B) and most published figures do.
+    `causal` counts the half of attention that a causal mask leaves; PaLM (arXiv 2204.02311, appendix B) and many
+    published figures count all of it.
     """
 
     causal: float
-    full: float
     formula: str
-    """Of `causal`, for the user."""
+    """For the user."""
 
 
 class PeakFlops(NamedTuple):
@@ -45,12 +44,11 @@ class Speed(NamedTuple):
     def of_step(self, seconds: float) -> dict[str, float]:
         """The metrics of a step that took so long."""
         rate = self.tokens_per_step / seconds
-        mfu = lambda flops: rate * flops / self.peak.total
-        return {"tokens_per_second": rate, "mfu": mfu(self.flops.causal), "mfu_full_attention": mfu(self.flops.full)}
+        return {"tokens_per_second": rate, "mfu": rate * self.flops.causal / self.peak.total}
 
 
 def flops_of_model(table: Any, c: Any, sequence_length: int) -> ModelFlops:
-    """FLOPs a token of a training step of the model with this table and ModelConfig, by both conventions.
+    """FLOPs a token of a training step of the model with this table and ModelConfig.
 
     Of N parameters, those of the input embedding multiply nothing. A tied table is not such an embedding.
     """
@@ -59,7 +57,7 @@ def flops_of_model(table: Any, c: Any, sequence_length: int) -> ModelFlops:
     n = "(N - input embedding)" if any(weight.kind == "embedding" for weight in weights) else "N"
     attention = c.layers * c.heads * c.d_head * sequence_length
     formula = f"6*{n} + 6*layers*heads*head_dim*L"
-    return ModelFlops(6 * multiplied + 6 * attention, 6 * multiplied + 12 * attention, formula)
+    return ModelFlops(6 * multiplied + 6 * attention, formula)
 
 
 # Dense peaks in TFLOP/s by jax.Device.device_kind: (bf16, f32 as XLA multiplies it by default: TF32 on these GPUs).

@@ -1,4 +1,4 @@
-"""The metrics of a run: lines of JSON in metrics.jsonl, also shown on the terminal."""
+"""The metrics of a run: lines of JSON in metrics.jsonl, of which some are printed."""
 
 import collections
 import json
@@ -11,22 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column
 
 from shardlib.layers import LayerMetrics
 from shardwright.cluster.watch import now_at
 from shardwright.run.files import OF_A_STEP, duration
 from shardwright.run.flops import Speed
-from shardwright_data.foreign import parse_json, shown
+from shardwright.settings.words import say
+from shardwright_data.foreign import parse_json
 
 _SPEED_WINDOW = 20
-"""Steps over which the speed on the terminal is averaged."""
+"""Steps over which the printed speed is averaged."""
 
 
 class RunLog:
-    """Writes `<directory>/metrics.jsonl` and shows them on the terminal.
+    """Writes `<directory>/metrics.jsonl`, and prints a line every few steps.
 
     Steps count from 0. The line of a step holds the metrics given to `log`, as floats, and
 
@@ -34,10 +32,9 @@ class RunLog:
         tokens             tokens that the run has trained on after the step, those before it was resumed included
         seconds            from the end of the step before to the end of this one, with whatever ran between them
         tokens_per_second
-        mfu                with causal attention counted half (ModelFlops.causal)
-        mfu_full_attention with attention counted in full (ModelFlops.full)
+        mfu                with causal attention counted half
 
-    The last four are not in the first line of a run, which has no step before it. NaN and the infinities, which JSON
+    The last three are not in the first line of a run, which has no step before it. NaN and the infinities, which JSON
     does not have, are the strings "NaN", "Infinity", and "-Infinity". The line of an event has its name as "event",
     which no step's line has.
 
@@ -49,8 +46,7 @@ class RunLog:
         total_steps: steps of the whole run, those before it was resumed included.
         start_step: the first step to be run. Lines of it and of later steps, of an earlier run, are moved aside.
         speed: gives the metrics of a step from its time.
-        print_every: steps from one plain line to the next, at least 1. The first and the last step always have one.
-        console: where to show progress; stdout by default.
+        print_every: steps from one printed line to the next, at least 1. The first and the last step always have one.
         see: called in all processes with each step and its values, after they were written.
         send: called with each line of the file, as a dict, from the thread that has it; it must wait for nothing.
     """
@@ -63,12 +59,11 @@ class RunLog:
         start_step: int,
         speed: Speed,
         print_every: int = 10,
-        console: Console | None = None,
         see: Callable[[int, Mapping[str, Any]], None] = lambda step, values: None,
         send: Callable[[dict[str, Any]], Any] = lambda record: None,
     ):
         self.directory, self.speed = Path(directory), speed
-        self.start_step, self.total_steps = start_step, total_steps
+        self.start_step, self.total_steps, self._print_every = start_step, total_steps, print_every
         self._see, self._send = see, send
         self.events: list[tuple[int, str]] = []
         """Name of each event that was logged, and the step after which it came."""
@@ -76,13 +71,12 @@ class RunLog:
         self._last_end: float | None = None
         self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
         self._validation: float | str | None = None
-        self._path = self._terminal = None
+        self._path: Path | None = None
         self._lock, self._unwritten, self._closed = threading.Lock(), b"", False
         if jax.process_index() != 0:
             return
         self._path = path = Path(directory) / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._terminal = Terminal(console or Console(), start_step, total_steps, print_every)
         if moved := move_later_lines(path, start_step):
             self._print(f"{path}: {moved} lines of steps that are done again, or torn, are moved to {path.name}.left")
         path.touch()
@@ -101,8 +95,8 @@ class RunLog:
 
         Args:
             step: index of the step.
-            metrics: by name: scalars, the same on all devices; vectors and LayerMetrics, of which the terminal shows
-                the mean; or None. The terminal shows "loss" first.
+            metrics: by name: scalars, the same on all devices; vectors and LayerMetrics, of which the mean is
+                printed; or None.
             source_tokens: by name, tokens of each source of the data in the step's batch. They are in the file if there
                 are any.
         """
@@ -173,7 +167,7 @@ class RunLog:
                 raise OSError(self._problem(error)) from error
 
     def close(self) -> None:
-        """Writes the metrics of the last step and ends the bar. Further calls do nothing.
+        """Writes the metrics of the last step. Further calls do nothing.
 
         Raises OSError, with the path, if lines are missing in the file.
         """
@@ -185,9 +179,6 @@ class RunLog:
             self.sync()
         except OSError as error:
             raise OSError(f"{error}; lines of its last steps are lost.") from error
-        finally:
-            if self._terminal is not None:
-                self._terminal.close()
 
     def _write_line(self, record: dict[str, Any]) -> None:
         if self._path is None:
@@ -217,12 +208,13 @@ class RunLog:
         return f"{self._path} cannot be written: {error.strerror or error}"
 
     def _show(self, step: int, values: Mapping[str, Any]) -> None:
-        if self._terminal is None:
+        done = step + 1
+        if done not in (self.start_step + 1, self.total_steps) and done % self._print_every:
             return
-        parts = []
+        parts = [f"step {done}/{self.total_steps}"]
         if self._durations:
             seconds = sum(self._durations) / len(self._durations)
-            parts.append(f"ETA {duration((self.total_steps - step - 1) * seconds)}")
+            parts.append(f"ETA {duration((self.total_steps - done) * seconds)}")
         if "loss" in values:
             parts.append(f"loss {_short(values['loss'])}")
         if self._validation is not None:
@@ -231,68 +223,14 @@ class RunLog:
             speed = self.speed.of_step(seconds)
             parts.append(f"{speed['tokens_per_second']:,.0f} tokens/s  MFU {100 * speed['mfu']:.1f}%")
         parts += [f"{name} {_short(values[name])}" for name in sorted(values.keys() - {"loss"})]
-        self._terminal.show(step + 1, "  ".join(parts))
+        self._print("  ".join(parts))
 
     def _print(self, text: str) -> None:
-        if self._terminal is not None:
-            self._terminal.print(text)
-
-
-# ---- the terminal -------------------------------------------------------------------------------------------------
-
-
-class Terminal:
-    """Shows the steps of a run: a live line with a bar on a terminal, plain lines elsewhere.
-
-    The live line has as much of its text as its width allows. It is gone when the run ends; a plain line of the last
-    step remains.
-
-    Args:
-        console: where to show it.
-        start: number of steps done before.
-        total: number of steps of the whole run.
-        print_every: steps from one plain line to the next, at least 1. The first and the last step always have one.
-    """
-
-    def __init__(self, console: Console, start: int, total: int, print_every: int):
-        self._console, self._start, self._total, self._print_every = console, start, total, print_every
-        steps = TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True))
-        rest = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, ratio=1))
-        bar = BarColumn(min(24, console.width // 8))
-        self._bar = Progress(steps, bar, rest, console=console, transient=True, refresh_per_second=4, expand=True)
-        self._task = self._bar.add_task("", total=total)
-        self._last = ""
-
-    def show(self, done: int, text: str) -> None:
-        """Shows the state after `done` steps of the whole run: `text`, which begins with what matters most."""
-        self._last = f"step {done}/{self._total}  {text}"
-        if self._console.is_terminal:
-            self._bar.start()
-            self._bar.update(self._task, completed=done, description=shown(text))
-        elif done in (self._start + 1, self._total) or done % self._print_every == 0:
-            self.print(self._last)
-
-    def print(self, text: str) -> None:
-        """Prints a line, above the live one."""
-        self._console.print(shown(text), markup=False, highlight=False, soft_wrap=True)
-
-    def close(self) -> None:
-        """Ends the live line. Further calls do nothing."""
-        if self._bar.live.is_started:
-            self._bar.stop()
-            self.print(self._last)
+        if self._path is not None:
+            say(text, flush=True)
 
 
 # ---- the file -----------------------------------------------------------------------------------------------------
-
-
-def has_event(directory: Path, step: int, event: str) -> bool:
-    """Whether metrics.jsonl has a line of this event at this step."""
-    path = directory / "metrics.jsonl"
-    if not path.exists():
-        return False
-    with open(path, errors="replace") as file:
-        return any(f'"event": "{event}"' in line and f'"step": {step},' in line for line in file)
 
 
 def move_later_lines(path: Path, step: int) -> int:

@@ -67,7 +67,6 @@ def facts_of(run: Any, parameters: int, speed: Speed) -> dict[str, Any]:
             "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
             "mesh": dict(mesh.shape),
             "flops_per_token": f"{speed.flops.causal / 1e6:,.2f} MFLOP = {speed.flops.formula}",
-            "flops_per_token_full_attention": f"{speed.flops.full / 1e6:,.2f} MFLOP, with 12*layers*heads*head_dim*L",
             "peak_flops": speed.peak.total,
             "peak_source": speed.peak.source,
         },

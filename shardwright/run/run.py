@@ -27,7 +27,7 @@ from shardwright.run.directory import override
 from shardwright.run.evaluation import evaluate
 from shardwright.run.flops import Speed, flops_of_model, peak_flops
 from shardwright.run.memory import peak_memory
-from shardwright.run.metrics import RunLog, check_metrics, has_event
+from shardwright.run.metrics import RunLog, check_metrics
 from shardwright.run.microscope import Microscope
 from shardwright.run.opening import checkpoints_of, fresh_state, read_state
 from shardwright.run.page import Page
@@ -341,9 +341,8 @@ class Run:
             tell(f"WARNING: {error} The run goes on, and saves the next one.")
 
     def validate(self, evaluation_step: Callable, weights: Any) -> None:
-        """Logs the loss on the validation split, unless an earlier start did; nothing if training.eval_batches is 0."""
-        is_logged = self._loss is None and has_event(self.directory, self.done - 1, "validation")
-        if self.validation and not is_logged:
+        """Logs the loss on the validation split; nothing if training.eval_batches is 0."""
+        if self.validation:
             batches = self.c.training.eval_batches
             of = {"weights": "ema"} if self.c.training.eval_weights == "ema" else {}
             found = lambda: evaluate(evaluation_step, weights, self.validation, batches) | of

@@ -12,7 +12,7 @@ from shardwright.run import profile
 from shardwright.run.flops import ModelFlops, PeakFlops, Speed
 from shardwright.run.metrics import RunLog
 
-SPEED = Speed(100, ModelFlops(1e6, 1.5e6, "formula"), PeakFlops(1e9, "the source of the peak"))
+SPEED = Speed(100, ModelFlops(1e6, "formula"), PeakFlops(1e9, "the source of the peak"))
 
 
 @jax.jit
