@@ -1,9 +1,9 @@
 """Lists and verifies checkpoints.
 
     python -m tools.checkpoint run=runs/<name>
-    python -m tools.checkpoint action=verify run=runs/<name>
+    python -m tools.checkpoint run=runs/<name> verify=true
 
-`list` reads the manifests. `verify` reads every chunk and compares it with its checksum there. Both name what is
+The first reads the manifests, the second every chunk, and compares it with its checksum there. Both name what is
 damaged, and end with status 1 if something is. To copy or delete a checkpoint, copy or delete its directory.
 """
 
@@ -17,10 +17,7 @@ from shardwright.run.checkpoint import Checkpointer, directory_of, find_checkpoi
 from shardwright.run.checkpoint_arrays import saved_arrays
 from shardwright.run.stores import Damaged
 from shardwright.settings.program import run_program
-from shardwright_data.checks import check_choice
 from shardwright_data.foreign import shown
-
-ACTIONS = ("list", "verify")
 
 
 @dataclasses.dataclass
@@ -29,23 +26,22 @@ class Settings:
 
     run: str = MISSING
     """Directory or URL of a run, or of one of its checkpoints."""
-    action: str = "list"
-    """list: step, time, and size. verify: read all, and compare the checksums."""
+    verify: bool = False
+    """Read all, and compare the checksums."""
 
 
 def run(config: Settings) -> None:
     """Prints a line for each checkpoint, and what is damaged.
 
     Raises:
-        ValueError: a setting that makes no sense, or no checkpoint.
+        ValueError: no checkpoint.
         OSError: a place that cannot be read.
         SystemExit: status 1, if something is damaged.
     """
-    check_choice("action", config.action, ACTIONS)
     checkpoints, step = find_checkpoint(config.run)
     with checkpoints:
         steps = [step] if config.run.rstrip("/").endswith(directory_of(step)) else checkpoints.steps()
-        whole = [_show(checkpoints, step, config.action == "verify") for step in steps]
+        whole = [_show(checkpoints, step, config.verify) for step in steps]
     if not all(whole):
         sys.exit(1)
 

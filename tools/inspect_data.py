@@ -2,13 +2,11 @@
 
     python -m tools.inspect_data filespec=data/austen_bpe.zarr
     python -m tools.inspect_data filespec=data/austen_bpe.zarr document=3
-    python -m tools.inspect_data filespec=data/austen_bpe.zarr check=true
 
-The last reads the whole dataset and compares its parts. Text is decoded with the dataset's own tokenizer. Without one,
-token ids are shown. The documents in a batch of a run are shown by tools.replay.
+Text is decoded with the dataset's own tokenizer. Without one, token ids are shown. The documents in a batch of a run
+are shown by tools.replay.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,8 +40,6 @@ class Settings:
     """Show this document, whole, in [0, num_documents)."""
     documents: int = within(0, 2**20, 5)
     """Number of documents to show otherwise, evenly spaced over the split, at least 0."""
-    check: bool = False
-    """Read everything, and compare the parts of the dataset."""
 
 
 def open_tokenizer(reader: flat_tokens.Reader) -> Tokenizer:
@@ -107,30 +103,8 @@ def show_document(console: Console, reader: flat_tokens.Reader, tokenizer: Token
     console.print(Text(shown(_read_text(reader, tokenizer, int(start), int(length)))))
 
 
-def check(reader: flat_tokens.Reader, blocks: Iterable[np.ndarray]) -> None:
-    """Compares all parts of a split, given its stored tokens in order. Raises ValueError if they contradict."""
-    place = document = largest = 0
-    for encoded in blocks:
-        ids, is_start = flat_tokens.decode(encoded)
-        largest = max(largest, int(ids.max()))
-        marked = place + np.flatnonzero(is_start)
-        last = document + marked.size
-        stated, _ = reader.document_spans(np.arange(document, min(last + 1, reader.num_documents)))
-        if not np.array_equal(stated[stated < place + encoded.size], marked):
-            raise _damaged(reader, f"marks and seq_starts differ in documents {document:,} to {last:,}")
-        place, document = place + encoded.size, last
-    if document != reader.num_documents:
-        raise _damaged(reader, f"{document:,} starts are marked, seq_starts has {reader.num_documents:,}")
-    if largest != reader.max_token_id:
-        raise _damaged(reader, f"its largest token id is {largest:,}, its max_token_id {reader.max_token_id:,}")
-
-
-def _damaged(reader: flat_tokens.Reader, why: str) -> ValueError:
-    return ValueError(f"{reader.path} is damaged: {why}. Write or copy the dataset again.")
-
-
 def run(config: Settings, console: Console | None = None) -> None:
-    """Shows or checks a dataset, or shows a document, as the settings say.
+    """Shows a dataset, or a document of it, as the settings say.
 
     Raises:
         ValueError: a setting is out of range, or the dataset is missing or damaged.
@@ -139,10 +113,7 @@ def run(config: Settings, console: Console | None = None) -> None:
     check_ranges("", config)
     reader = Reader(config.filespec, config.split)
     tokenizer = open_tokenizer(reader)
-    if config.check:
-        check(reader, reader.blocks())
-        console.print(f"all {reader.num_tokens:,} tokens read; marks, starts and attributes agree.")
-    elif config.document is not None:
+    if config.document is not None:
         show_document(console, reader, tokenizer, config.document)
     else:
         show_overview(console, reader)

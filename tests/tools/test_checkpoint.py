@@ -36,23 +36,21 @@ def test_list(place, capsys):
 
 
 def test_verify(place, capsys):
-    run(Settings(str(place), "verify"))
+    run(Settings(str(place), True))
     assert [line.split()[::4] for line in capsys.readouterr().out.splitlines()] == [
         [str(i), "whole"] for i in (5, 10, 15)
     ]
     chunk = "x/c/0"
     (place / "checkpoints/0000000010" / chunk).write_bytes((place / "checkpoints/0000000005" / chunk).read_bytes())
     with pytest.raises(SystemExit) as status:
-        run(Settings(str(place), "verify"))
+        run(Settings(str(place), True))
     assert status.value.code == 1
     out = capsys.readouterr().out
     assert "            DAMAGED: cannot read the array 'x': x/c/0 is not what was written" in out
     assert out.count("MiB  whole") == 2
 
 
-def test_refusals(place):
-    with pytest.raises(ValueError, match="action is 'remove'; choose one of list, verify"):
-        run(Settings(str(place), "remove"))
+def test_no_checkpoint(place):
     command = [sys.executable, "-m", "tools.checkpoint", f"run={place}/none"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 1

@@ -5,12 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import zarr
 from numpy_checks import check_modules
 from rich.console import Console
 from written_datasets import TEXTS, write
 
-from shardwright_data.flat_tokens import Reader
 from shardwright_data.text.definitions import train_bpe
 from shardwright_data.text.tokenizers import Tokenizer
 from tools import inspect_data
@@ -58,38 +56,6 @@ def test_decoding_with_the_datasets_tokenizer(tmp_path):
 def test_without_a_tokenizer(tmp_path):
     path = write(tmp_path / "d", attributes={})
     assert "71 114 102" in show(filespec=path, document=0)
-
-
-def test_check_of_a_sound_dataset(dataset):
-    assert "marks, starts and attributes agree" in show(filespec=dataset, check=True)
-    assert "agree" in show(filespec=str(ROOT / "tests/data/seqax_synthetic_dataset.zarr"), check=True)
-
-
-FAULTS = {
-    "mark": (
-        lambda group: group["encoded_tokens"].__setitem__(50, 9),
-        "marks and seq_starts differ in documents 0 to 61",
-    ),
-    "start": (lambda group: group["seq_starts"].__setitem__(2, 60), "marks and seq_starts differ in documents 0 to 60"),
-    "empty": (lambda group: group["seq_starts"].__setitem__(2, group["seq_starts"][1]), "differ in documents 0 to 60"),
-    "largest": (lambda group: group.attrs.__setitem__("max_token_id", 500), "largest token id is 124, its max"),
-}
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_check_of_a_faulty_dataset(dataset, name):
-    spoil, message = FAULTS[name]
-    spoil(zarr.open_group(dataset, path="train", mode="r+"))
-    with pytest.raises(ValueError, match=message):
-        show(filespec=dataset, check=True)
-
-
-def test_check_reads_in_blocks(dataset):
-    """Documents that cross blocks, and a block without a start."""
-    reader = Reader(dataset, "train")
-    (whole,) = reader.blocks()
-    for size in (7, 50, 64):
-        inspect_data.check(reader, np.split(whole, range(size, whole.size, size)))
 
 
 def test_a_document_that_is_not_there(dataset):
