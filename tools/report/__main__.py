@@ -16,11 +16,12 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from shardwright.compiled.files import write_whole
 from shardwright.run.files import REPORT
 from shardwright.settings.program import run_program
 from shardwright.settings.screen import print_line, print_table
-from tools.report.comparing import Comparison, compare_runs, remarks
-from tools.report.page import write
+from tools.report.comparing import Comparison, compare_runs
+from tools.report.page import page
 from tools.report.reading import find_runs, read_run
 
 
@@ -31,8 +32,7 @@ class Settings:
     run: Any = None
     """Directories of runs, directories of sweeps, or patterns such as runs/local_*; one, or a list."""
     sort: str = "loss"
-    """The column to sort by, best first: loss, val, bits/byte, tokens/s, MFU, memory, bubble, steps, time, run, or a
-    setting that differs, such as optimizer.learning_rate or learning_rate."""
+    """The column to sort by, best first: loss, val, bits/byte, tokens/s, MFU, memory, bubble, steps, time, or run."""
     output: str | None = None
     """The .html file to write. Null: report.html in the directory of the run, or in the one that all the runs are in.
     An existing file is replaced."""
@@ -44,8 +44,7 @@ def show(c: Comparison, console: Console) -> None:
     metrics = lambda run: [Text(c.metric(run, name), style(run, name)) for name in c.metrics]
     rows = [(i, *(c.setting(run, x) for x in c.differing[:4]), *metrics(run)) for i, run in enumerate(c.runs, 1)]
     print_table(console, ["#", *c.differing[:4], *c.metrics], rows)
-    for text in [*remarks(c), f"\nRuns in {c.parent}:"]:
-        print_line(console, text)
+    print_line(console, f"\nRuns in {c.parent}:")
     for i, run in enumerate(c.runs, 1):
         text = f"{i:>3}  {c.name(run)}   {'; '.join(run.notes)}".rstrip()
         print_line(console, text, "yellow" if run.notes else "")
@@ -67,7 +66,7 @@ def show_report(config: Settings, console: Console | None = None) -> None:
     show(c, console)
     place = c.runs[0].directory if len(c.runs) == 1 else c.parent
     output = Path(config.output) if config.output is not None else place / REPORT
-    write(c, output)
+    write_whole(output, page(c))
     print_line(console, f"\nReport: {output}")
 
 

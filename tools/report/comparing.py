@@ -24,7 +24,7 @@ class Metric(NamedTuple):
 METRICS = {
     "loss": Metric(min, "{:.3f}".format, "training loss, nats a token, averaged over the last steps"),
     "val": Metric(min, "{:.3f}".format, "the last validation loss, nats a token"),
-    "bits/byte": Metric(min, "{:.3f}".format, "the same in bits a byte of text"),
+    "bits/byte": Metric(min, "{:.3f}".format, "the same in bits a byte of text, which compare where the tokens differ"),
     "tokens/s": Metric(max, in_numbers, "of the median step"),
     "MFU": Metric(
         max, "{:.1%}".format, "of the median step, with half of attention; of a peak that is measured or given"
@@ -33,7 +33,7 @@ METRICS = {
     "bubble": Metric(min, "{:.2%}".format, "share of the time in which devices execute nothing between steps"),
     "steps": Metric(None, "{:,.0f}".format, "done"),
     "tokens": Metric(None, in_numbers, "seen in training"),
-    "time": Metric(min, duration, "of all steps, h:mm:ss, without start, compilation, validation and pauses"),
+    "time": Metric(min, duration, "of the steps, h:mm:ss, each as long as the median step"),
 }
 IGNORED_SETTINGS = (
     *("paths.", "training.sample_", "training.log_interval", "training.checkpoint_interval"),
@@ -104,25 +104,11 @@ def compare_runs(runs: Sequence[Run], sort: str) -> Comparison:
     values = lambda name: {json.dumps(settings.get(name, "?"), default=str) for settings in known}
     differing = [name for name in names if len(values(name)) > 1]
     c = Comparison(list(runs), differing, [n for n in METRICS if any(n in run.values for run in runs)])
-    chosen = next((name for name in differing if sort in (name, name.rpartition(".")[2])), None)
-    if sort not in METRICS and sort != "run" and chosen is None:
-        raise ValueError(f"sort is {sort!r}; the columns are {', '.join([*c.metrics, *differing, 'run'])}.")
-
-    def key(run: Run) -> tuple:
-        value = run.values.get(sort) if sort in METRICS else run.settings.get(chosen)
-        is_number = isinstance(value, int | float) and not math.isnan(value)
-        sign = -1 if sort in METRICS and METRICS[sort].best is max else 1
-        return not is_number, sign * value if is_number else 0, "" if is_number else str(value), str(run.directory)
-
-    c.runs.sort(key=key)
+    if sort not in METRICS and sort != "run":
+        raise ValueError(f"sort is {sort!r}; it must be one of {', '.join([*c.metrics, 'run'])}.")
+    c.runs.sort(key=lambda run: str(run.directory))
+    if sort in METRICS:
+        values = {run: run.values.get(sort, math.nan) for run in c.runs}
+        sign = -1 if METRICS[sort].best is max else 1
+        c.runs.sort(key=lambda run: math.inf if math.isnan(values[run]) else sign * values[run])
     return c
-
-
-def remarks(c: Comparison) -> list[str]:
-    """What to know of the figures of the table."""
-    if not any(name == "model.vocab" or name.startswith("data.") for name in c.differing):
-        return []
-    return [
-        "Data or vocabulary differ: losses in nats a token compare only where the tokens are the same; bits/byte "
-        "compare always, on the same text."
-    ]

@@ -1,4 +1,4 @@
-"""The page of HTML, one file that refers to no other, and how it is written."""
+"""The page of HTML, one file that refers to no other."""
 
 from pathlib import Path
 
@@ -7,7 +7,6 @@ from markupsafe import Markup
 from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
-from shardwright.compiled.files import write_whole
 from shardwright_data.foreign import shown
 from tools.report.comparing import Comparison
 from tools.report.plots import Panel
@@ -38,8 +37,3 @@ def page(c: Comparison) -> str:
 def figure(panel: Panel) -> Markup:
     """The plot as JSON within a <script>. Plotly writes < as an escape, so that no text of the plot ends the script."""
     return Markup(to_json_plotly(panel.figure))
-
-
-def write(c: Comparison, output: Path) -> None:
-    """Writes the page. A reader sees the old file or the new."""
-    write_whole(output, page(c))

@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,12 +92,11 @@ def line(i: int, x: Curve, y: Curve, name: str, width: float = 2, **others: Any)
 def panels_of(c: Comparison) -> list[Panel]:
     """All plots: losses, the other metrics of each step, and those of the user's own."""
     if c.alone:
-        panels = [losses(c, Panel("Loss, nats a token", y=LOG, wide=True), _steps)]
+        loss = Panel("Loss, nats a token", y=LOG, wide=True)
     else:
-        by_tokens = Panel("Training loss, nats a token (○ validation)", "tokens", LOG)
-        by_time = Panel("The same by time", "training time, minutes", LOG)
-        panels = [losses(c, by_tokens, lambda run: run.tokens), losses(c, by_time, lambda run: run.time / 60)]
-    panels += [
+        loss = Panel("Training loss, nats a token (○ validation)", "tokens", LOG, wide=True)
+    panels = [
+        losses(c, loss),
         metric(c, Panel("Norm of the gradients", y=LOG), "grad_norm"),
         metric(c, Panel("Learning rate"), "learning_rate"),
         metric(c, Panel("Tokens/s", y={"rangemode": "tozero"}), "tokens_per_second"),
@@ -107,39 +106,30 @@ def panels_of(c: Comparison) -> list[Panel]:
     return [panel for panel in panels if panel.traces]
 
 
-def _steps(run: Run) -> Curve:
-    return run.step + 1
+def _x_of(run: Run, panel: Panel) -> Curve:
+    return run.tokens if panel.x == "tokens" else run.step + 1
 
 
-def metric(c: Comparison, panel: Panel, name: str, x_of: Callable[[Run], Curve] = _steps) -> Panel:
-    """A metric of each step, averaged, and thin behind it, of few runs, as it is.
-
-    Of a metric of layers their mean, and as thin lines the least and the greatest.
-    """
+def metric(c: Comparison, panel: Panel, name: str) -> Panel:
+    """A metric of each step, averaged, and thin behind it, of few runs, as it is."""
     for i, run in enumerate(c.runs):
-        values = run.metrics.get(name, np.empty((0, 1)))
-        known = np.isfinite(values).all(1)
+        x, values = _x_of(run, panel), run.metrics.get(name, np.full(len(run.step), np.nan))
+        known = np.isfinite(values)
         if not known.any():
             continue
-        x, thin = x_of(run), {"width": 0.8, "opacity": 0.5}
-        if values.shape[1] > 1:
-            panel.traces.append(line(i, x, values.mean(1), _name(c, i, f"mean of {values.shape[1]} layers")))
-            panel.traces.append(line(i, x, values.min(1), _name(c, i, "the least"), **thin))
-            panel.traces.append(line(i, x, values.max(1), _name(c, i, "the greatest"), **thin))
-            continue
         if len(c.runs) <= 4:
-            panel.traces.append(line(i, x, values[:, 0], _name(c, i, "each step"), **thin))
-        panel.traces.append(line(i, x[known], averaged(values[known, 0]), _name(c, i, "average")))
+            panel.traces.append(line(i, x, values, _name(c, i, "each step"), 0.8, opacity=0.5))
+        panel.traces.append(line(i, x[known], averaged(values[known]), _name(c, i, "average")))
     return panel
 
 
-def losses(c: Comparison, panel: Panel, x_of: Callable[[Run], Curve]) -> Panel:
+def losses(c: Comparison, panel: Panel) -> Panel:
     """Training losses, and validation losses as circles."""
-    metric(c, panel, "loss", x_of)
+    metric(c, panel, "loss")
     for i, run in enumerate(c.runs):
         validations = ((event["step"], number(event.get("loss"))) for event in run.of_event("validation"))
         known = [(step, loss) for step, loss in validations if math.isfinite(loss)]
-        if points := [(x_of(run)[_place(run, step)], loss) for step, loss in known if run.values]:
+        if points := [(_x_of(run, panel)[_place(run, step)], loss) for step, loss in known if run.values]:
             marker = {"symbol": "circle-open", "size": 8, "color": colour(1 if c.alone else i), "line": {"width": 2}}
             circles = line(i, *np.array(points).T, _name(c, i, "validation"))
             panel.traces.append(circles | {"mode": "markers", "marker": marker})

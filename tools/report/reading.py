@@ -3,6 +3,7 @@
 import contextlib
 import glob
 import itertools
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -38,12 +39,10 @@ class Run:
     events: list[dict[str, Any]]
     """The lines of metrics.jsonl with an "event", each with a step."""
     metrics: dict[str, np.ndarray]
-    """COMMON_METRICS, the loss in nats a token, then the user's own: [steps, layers]; one layer for a number."""
+    """COMMON_METRICS, the loss in nats a token, then the user's own; of a metric of layers their mean."""
     step: Curve
     tokens: Curve
     """Tokens seen up to the end of the step."""
-    time: Curve
-    """Seconds of training up to the end of the step, without start, compilation, validation and pauses."""
     values: dict[str, float] = field(default_factory=dict)
     """Figures of the run, by names as in comparing.METRICS, ms/step and tokens; empty if no step was done."""
     state: str = "unknown"
@@ -56,7 +55,7 @@ class Run:
     @property
     def loss(self) -> Curve:
         """Training loss of each step, in nats a token."""
-        return self.metrics["loss"][:, 0]
+        return self.metrics["loss"]
 
     def fact(self, name: str) -> Any:
         """A fact that the run wrote of itself, such as unigram_entropy; None where it is not known."""
@@ -106,12 +105,11 @@ def read_run(directory: Path) -> Run:
     notes: list[str] = []
     steps, events, ended = _read_metrics(directory, notes)
     own = sorted({*itertools.chain(*steps)} - {"skipped", *COMMON_METRICS, *OF_A_STEP})
-    metrics = {name: _vectors(steps, name) for name in [*COMMON_METRICS, *own]}
-    step, tokens, seconds = (_vectors(steps, name)[:, 0] for name in ("step", "tokens", "seconds"))
+    metrics = {name: _curve(steps, name) for name in [*COMMON_METRICS, *own]}
+    step, tokens, seconds = (_curve(steps, name) for name in ("step", "tokens", "seconds"))
     seconds = np.where(np.abs(seconds) < 1e9, seconds, np.nan)
-    time = _time(step, seconds, events)
     settings = _read_settings(directory, notes)
-    run = Run(directory, settings, *_read_starts(directory), events, metrics, step, tokens, time, notes=notes)
+    run = Run(directory, settings, *_read_starts(directory), events, metrics, step, tokens, notes=notes)
     run.state, run.why = _state(run, ended)
     if not steps:
         return run
@@ -129,7 +127,7 @@ def _values(run: Run, seconds: Curve) -> dict[str, float]:
     found = {"steps": done, "tokens": tokens, "loss": float(np.mean(last))}
     if not np.isnan(seconds).all():
         step_seconds = float(np.nanmedian(seconds))
-        found |= {"ms/step": 1000 * step_seconds, "time": run.time[-1]}
+        found |= {"ms/step": 1000 * step_seconds, "time": done * step_seconds}
         if step_seconds > 0:
             found["tokens/s"] = tokens / done / step_seconds
         if not np.isnan(mfu := run.metrics["mfu"]).all():
@@ -195,22 +193,11 @@ def _read_starts(directory: Path) -> tuple[list[int], dict[str, Any]]:
     return [step for _, step, _ in found], found[-1][2] if found else {}
 
 
-def _vectors(steps: list[dict], name: str) -> np.ndarray:
-    """Returns a metric of each step, [steps, layers]; NaN where it is missing."""
+def _curve(steps: list[dict], name: str) -> Curve:
+    """A metric of each step; of a metric of layers their mean; NaN where it is missing."""
+    mean = lambda layers: sum(map(number, layers)) / len(layers) if layers else math.nan
     values = [record.get(name) for record in steps]
-    of_layers = itertools.zip_longest(*(v if isinstance(v, list) else [v] for v in values))
-    found = [[number(value) for value in layer] for layer in of_layers]
-    return np.array(found).T if found else np.full((len(steps), 1), np.nan)
-
-
-def _time(step: Curve, seconds: Curve, events: list[dict]) -> Curve:
-    """Seconds of training up to the end of each step.
-
-    Steps with an event, a validation for example, which their seconds include, count as the median.
-    """
-    with_event = np.isin(step, [event["step"] for event in events]) & ~np.isnan(seconds)
-    rest = seconds[~with_event & ~np.isnan(seconds)]
-    return np.cumsum(np.nan_to_num(np.where(with_event, np.median(rest), seconds) if rest.size else seconds))
+    return np.array([mean(x) if isinstance(x, list) else number(x) for x in values], float)
 
 
 def _state(run: Run, ended: bool) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from shardwright.microscope.tables import tables_of
 from shardwright.run.files import duration
-from tools.report.comparing import METRICS, Comparison, remarks
+from tools.report.comparing import METRICS, Comparison
 from tools.report.lines import step_by_line
 from tools.report.plots import colour, curves_of_looks, evenly, panels_of
 from tools.report.reading import AVERAGED, Run, read_samples
@@ -54,7 +54,7 @@ def head(c: Comparison) -> dict[str, Any]:
 
 
 def runs(c: Comparison) -> dict[str, Any] | None:
-    return None if c.alone else {"c": c, "metrics": METRICS, "colour": colour, "remarks": remarks(c)}
+    return None if c.alone else {"c": c, "metrics": METRICS, "colour": colour}
 
 
 def curves(c: Comparison) -> dict[str, Any] | None:
@@ -105,6 +105,7 @@ def samples(run: Run) -> dict[str, Any] | None:
 def settings(run: Run) -> dict[str, Any]:
     """The configuration: what is not a default first."""
     defaults = run.about.get("defaults") if isinstance(run.about.get("defaults"), dict) else {}
+    as_json = lambda value: json.dumps(value, ensure_ascii=False, default=str)
     default_of = lambda name: as_json(defaults[name]) if name in defaults else ""
     rows = [(name, as_json(value), default_of(name)) for name, value in run.settings.items()]
     chosen = [row for row in rows if row[1] != row[2]]
@@ -114,11 +115,6 @@ def settings(run: Run) -> dict[str, Any]:
 def provenance(run: Run) -> dict[str, Any]:
     """What made the run: its command, commit, versions and starts."""
     return {"about": run.about, "starts": run.starts}
-
-
-def as_json(value: Any) -> str:
-    """The value as one line of JSON, for people to read."""
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 SECTIONS = (
