@@ -5,8 +5,8 @@
         source.zip              the project's source, from which tools.replay does the run's steps again
         provenance.json         commit, versions of all packages, command line, environment, hashes, facts of the run
 
-The training step and the evaluation step are compared. They are traced on one device and hashed as graphs of values, so
-that names, comments and the order of lines do not count.
+The training step and the evaluation step are compared. They are traced on one device, and the text that JAX lowers them
+to is hashed, so that comments and the names of values do not count.
 """
 
 import dataclasses
@@ -28,7 +28,6 @@ from typing import Any
 
 import jax
 
-from shardlib.program_hash import hash_of
 from shardwright.cluster.devices import make_mesh
 from shardwright.compiled.files import write_whole
 from shardwright.modeling.model import inputs_of
@@ -74,6 +73,11 @@ def programs_of(programs: Callable, c: Config, model: Any) -> dict[str, str]:
         return {name: hash_of(traced) for name, traced in programs(c, model, batch).items()}
 
 
+def hash_of(traced: jax.stages.Traced) -> str:
+    """Hash of a program, as the text that XLA is given."""
+    return hashlib.sha256(traced.lower().as_text().encode()).hexdigest()[:20]
+
+
 def _device() -> jax.Device:
     """The device that programs are traced for: a CPU if JAX has one, as a run may be resumed on other devices."""
     try:
@@ -93,7 +97,7 @@ def provenance_of(programs: Callable, c: Config, model: Any) -> dict[str, Any]:
         why = str(error).splitlines()
         found = {"programs": {}, "untraced": f"{type(error).__name__}: {why[0] if why else ''}"}
     # After tracing, which may import modules.
-    return {**found, "source": source_of(), "traced_by": f"jax {jax.__version__} for {_device().platform}"}
+    return {**found, "source": source_of(), "traced_by": f"jax {jax.__version__}, lowered for {_device().platform}"}
 
 
 def compare_source(

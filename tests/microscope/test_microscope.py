@@ -16,7 +16,6 @@ from recipes import SOURCE, line_of, module_of
 
 import train
 from jax_extra import save_for_backward
-from shardlib.program_hash import hash_of
 from shardwright.cluster.devices import make_mesh
 from shardwright.microscope.look import Look
 from shardwright.microscope.points import saved_points
@@ -207,11 +206,10 @@ def traced(source: str, **changes) -> jax.stages.Traced:
 
 @pytest.mark.long
 def test_the_marks_leave_no_trace_in_the_program():
-    """Neither in what XLA is given, nor in the hash that a checkpoint keeps; and nor does the setting."""
+    """Of which a checkpoint keeps a hash; and nor does the setting."""
     assert SOURCE.count(MARK) == 1
     steps = [traced(SOURCE), traced(SOURCE.replace(MARK, "g")), traced(SOURCE, microscope_interval=1)]
     assert len({step.lower().as_text() for step in steps}) == 1
-    assert len({hash_of(step) for step in steps}) == 1
 
 
 def test_a_step_without_marks_is_refused():
