@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,15 +20,13 @@ ROOT = Path(__file__).parents[2]
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
-    """Lengths and limits of the rounds."""
+    """Number, length and order of the rounds."""
 
     rounds: int
     seconds: float
     """Approximate time of a contestant's part of a round."""
     take_turns: bool
     """All contestants stay alive and take turns; otherwise they run one after the other."""
-    limit: float = 300.0
-    """Seconds that a contestant has to build and compile, and again for each round."""
 
 
 class Contestant:
@@ -62,8 +58,6 @@ class Contestant:
         """The next part: building and compiling, or one round. After an error it does nothing."""
         if self.error is not None:
             return
-        begin, late = time.monotonic(), threading.Timer(timing.limit, self.kill)
-        late.start()
         try:
             if not self.ready:
                 self.ready = self._answer()
@@ -74,14 +68,9 @@ class Contestant:
                 self.step_s.append(done["seconds"] / steps)
                 self.peak = max(self.peak, done["peak"])
         except (EOFError, BrokenPipeError):
-            if time.monotonic() - begin >= timing.limit:
-                self.error = f"no answer within {timing.limit:.0f} s"
-            else:
-                lines = [line for line in self._messages.read_text().splitlines() if line.strip()]
-                said = lines[-1][:300] if lines else "no message"
-                self.error = f"ended with {self._process.wait()}: {said}"
-        finally:
-            late.cancel()
+            lines = [line for line in self._messages.read_text().splitlines() if line.strip()]
+            said = lines[-1][:300] if lines else "no message"
+            self.error = f"ended with {self._process.wait()}: {said}"
 
     def _answer(self) -> dict[str, Any]:
         for line in self._process.stdout:
@@ -89,14 +78,10 @@ class Contestant:
                 return json.loads(line.removeprefix(MARK))
         raise EOFError
 
-    def kill(self) -> None:
-        """Kills the process and those that it started."""
+    def end(self) -> None:
+        """Kills the process and those that it started, and waits for its end."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-
-    def end(self) -> None:
-        """Kills the process, and waits for its end."""
-        self.kill()
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
 

@@ -13,8 +13,6 @@ from shardwright.run.beside import FAILURES, run_beside
 from shardwright.run.directory import remove_older
 from shardwright.settings.words import say
 
-NO_PICTURE = "picture    none"
-"""Beginning of the line that says why there is no picture of the step."""
 DRAWN_WITHIN_S = 120.0
 
 
@@ -69,5 +67,5 @@ def draw_step(hlo: Path) -> str:
     try:
         drawn = run_beside("shardwright.compiled.files", hlo, timeout=DRAWN_WITHIN_S, patient=True).strip()
     except FAILURES as error:
-        return f"{NO_PICTURE}, {hlo} cannot be drawn: {error}"
+        return f"picture    none, {hlo} cannot be drawn: {error}"
     return f"picture    {drawn}"

@@ -12,18 +12,6 @@ import jax.numpy as jnp
 from shardlib.products import product_of
 
 
-class ModelFlops(NamedTuple):
-    """FLOPs a token of one forward and backward pass. Recomputation is never counted.
-
-    `causal` counts the half of attention that a causal mask leaves; PaLM (arXiv 2204.02311, appendix B) and many
-    published figures count all of it.
-    """
-
-    causal: float
-    formula: str
-    """For the user."""
-
-
 class PeakFlops(NamedTuple):
     """Peak FLOP/s of the devices of a run."""
 
@@ -38,26 +26,25 @@ class Speed(NamedTuple):
 
     tokens_per_step: int
     """Tokens in the global batch."""
-    flops: ModelFlops
+    flops: float
+    """FLOPs a token, of flops_of_model."""
     peak: PeakFlops
 
     def of_step(self, seconds: float) -> dict[str, float]:
         """The metrics of a step that took so long."""
         rate = self.tokens_per_step / seconds
-        return {"tokens_per_second": rate, "mfu": rate * self.flops.causal / self.peak.total}
+        return {"tokens_per_second": rate, "mfu": rate * self.flops / self.peak.total}
 
 
-def flops_of_model(table: Any, c: Any, sequence_length: int) -> ModelFlops:
-    """FLOPs a token of a training step of the model with this table and ModelConfig.
+def flops_of_model(table: Any, c: Any, sequence_length: int) -> float:
+    """FLOPs a token of a training step, forward and backward, of the model with this table and ModelConfig.
 
-    Of N parameters, those of the input embedding multiply nothing. A tied table is not such an embedding.
+    Recomputation is not counted. Of attention the half that a causal mask leaves is counted; PaLM (arXiv 2204.02311,
+    appendix B) and many published figures count all of it. The parameters of an input embedding multiply nothing. A
+    tied table is not such an embedding.
     """
-    weights = jax.tree.leaves(table)
-    multiplied = sum(math.prod(weight.shape) for weight in weights if weight.kind != "embedding")
-    n = "(N - input embedding)" if any(weight.kind == "embedding" for weight in weights) else "N"
-    attention = c.layers * c.heads * c.d_head * sequence_length
-    formula = f"6*{n} + 6*layers*heads*head_dim*L"
-    return ModelFlops(6 * multiplied + 6 * attention, formula)
+    multiplied = sum(math.prod(weight.shape) for weight in jax.tree.leaves(table) if weight.kind != "embedding")
+    return 6 * multiplied + 6 * c.layers * c.heads * c.d_head * sequence_length
 
 
 # Dense peaks in TFLOP/s by jax.Device.device_kind: (bf16, f32 as XLA multiplies it by default: TF32 on these GPUs).

@@ -70,7 +70,6 @@ class RunLog:
         self._pending: tuple[int, Mapping[str, jax.Array], Mapping[str, int] | None] | None = None
         self._last_end: float | None = None
         self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
-        self._validation: float | str | None = None
         self._path: Path | None = None
         self._lock, self._unwritten, self._closed = threading.Lock(), b"", False
         if jax.process_index() != 0:
@@ -141,8 +140,6 @@ class RunLog:
         self._write_line({"step": step, "event": event} | values)
         if not before:
             self._print("  ".join([f"step {step + 1}  {event}", *(_text(*item) for item in values.items())]))
-        if event == "validation":
-            self._validation = values.get("loss")
         if self._last_end is not None:
             self._last_end = time.perf_counter()
 
@@ -217,8 +214,6 @@ class RunLog:
             parts.append(f"ETA {duration((self.total_steps - done) * seconds)}")
         if "loss" in values:
             parts.append(f"loss {_short(values['loss'])}")
-        if self._validation is not None:
-            parts.append(f"validation {_short(self._validation)}")
         if self._durations:
             speed = self.speed.of_step(seconds)
             parts.append(f"{speed['tokens_per_second']:,.0f} tokens/s  MFU {100 * speed['mfu']:.1f}%")

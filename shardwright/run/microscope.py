@@ -35,10 +35,7 @@ class StepWithoutStages:
 
     def __init__(self, c: Config, model: Any, placement: LayerPlacement, programs: Callable):
         self.mesh, self._placement, t = folded_mesh(c), placement, c.training
-        try:
-            check_divides(c, self.mesh.shape)
-        except ValueError as error:
-            raise ValueError(f"a step is looked at without stages, whose devices d takes: {error}") from None
+        check_divides(c, self.mesh.shape)
         with jax.set_mesh(self.mesh):
             batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model)))
             self.program = programs(c, model, batch)["training"].jaxpr

@@ -8,7 +8,6 @@ import jax
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from shardwright.run.compiling import NO_PICTURE
 from shardwright.run.flops import Speed
 from shardwright.run.optional import optional
 from shardwright.run.resuming import with_defaults
@@ -66,7 +65,7 @@ def facts_of(run: Any, parameters: int, speed: Speed) -> dict[str, Any]:
             "parameters": parameters,
             "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
             "mesh": dict(mesh.shape),
-            "flops_per_token": f"{speed.flops.causal / 1e6:,.2f} MFLOP = {speed.flops.formula}",
+            "flops_per_token": f"{speed.flops / 1e6:,.2f} MFLOP",
             "peak_flops": speed.peak.total,
             "peak_source": speed.peak.source,
         },
@@ -82,7 +81,7 @@ def print_end(run: Any, loss: float) -> None:
 
 
 def print_page(directory: Path, drawn: str | None, page: Path | None) -> None:
-    """Prints where the page of a run is. Without one: where its metrics are, and what draw_step returned."""
-    if drawn and (page is None or drawn.startswith(NO_PICTURE)):
+    """Prints where the page of a run is. Without one: where its metrics are. `drawn` is what draw_step returned."""
+    if drawn:
         tell(drawn)
     tell(f"report     {page}  (open it in a browser)" if page else f"metrics    {directory / 'metrics.jsonl'}")

@@ -116,7 +116,7 @@ def test_sizes_and_flops_are_those_of_a_run(size):
     del of_run["defaults"]
     assert of_run.items() <= dataclasses.asdict(s.shapes).items()
     c = config_of(job)
-    assert job.flops_per_token == flops_of_model(train.weight_table(c.model), c.model, s.length).causal
+    assert job.flops_per_token == flops_of_model(train.weight_table(c.model), c.model, s.length)
 
 
 @pytest.mark.slow
@@ -151,8 +151,8 @@ def test_shares_and_lines():
     assert re.split(" +", line_of(ours, floor)) == ["ours", "128", "64", "2.9%", "55.0%", "1,024", "1.0"]
     contestants = {"floor": floor, "ours": ours, "torch": measured("torch", [1.1])}
     assert ratios("1b", contestants) == ["ratio   1b, ours / torch: 1.10, by medians 0.55"]
-    ours.error = "no answer within 3 s"
-    assert line_of(ours, floor).endswith("failed: no answer within 3 s")
+    ours.error = "ended with 1"
+    assert line_of(ours, floor).endswith("failed: ended with 1")
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
@@ -165,12 +165,6 @@ def test_a_contestant_that_fails_does_not_stop_the_others(take_turns):
     seen = {measured.name: measured for measured in run_rounds(jobs, Timing(2, 0.01, take_turns))}
     assert "No module named 'bench.throughput.peers.no_such_trainer'" in seen["no_such_trainer"].error
     assert (seen["floor"].error, len(seen["floor"].step_s)) == (None, 2)
-
-
-def test_a_contestant_that_takes_too_long_is_ended():
-    jobs = {"floor": dataclasses.replace(JOB, contestant="floor")}
-    (measured,) = run_rounds(jobs, Timing(1, 0.01, True, limit=0.2))
-    assert measured.error == "no answer within 0 s"
 
 
 @pytest.mark.slow

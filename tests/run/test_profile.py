@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from shardwright.run import profile
-from shardwright.run.flops import ModelFlops, PeakFlops, Speed
+from shardwright.run.flops import PeakFlops, Speed
 from shardwright.run.metrics import RunLog
 
-SPEED = Speed(100, ModelFlops(1e6, "formula"), PeakFlops(1e9, "the source of the peak"))
+SPEED = Speed(100, 1e6, PeakFlops(1e9, "the source of the peak"))
 
 
 @jax.jit
