@@ -1,5 +1,6 @@
 """Equations of a traced program: which call a function, and how one is run again. Public JAX only."""
 
+import traceback
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,6 +50,13 @@ def axes_of(eqn: Any) -> tuple:
     """The axes of a collective; none of another equation."""
     axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
     return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
+
+
+def frames_of(eqn: Any) -> list[tuple[str, int]]:
+    """File and line of each call on the way to an equation, outermost first."""
+    found = eqn.source_info.traceback
+    calls = traceback.walk_tb(found and found.as_python_traceback())
+    return [(frame.f_code.co_filename, line) for frame, line in calls]
 
 
 def jaxprs_of(eqn: Any) -> Iterator[Any]:

@@ -16,7 +16,6 @@ from shardlib.values import (
     Copy,
     OpName,
     Partial,
-    axes_apart,
     inside_shard_map,
     on_mesh,
     stage_axes,
@@ -89,16 +88,6 @@ def require_shard_map() -> None:
     """Raises ShardError outside of shard_map."""
     if not inside_shard_map():
         raise ShardError("called outside of shard_map, where no device is on its own", "call it under typed_shard_map")
-
-
-def refuse_in_stage(axes: Iterable[str]) -> None:
-    """Raises ShardError for a collective over an axis whose devices run different tasks."""
-    if inside := sort_axes(set(axes) & set(axes_apart())):
-        raise ShardError(
-            f"a collective over {', '.join(inside)} inside a pipeline stage: the stages run different tasks at a "
-            "time, so that it would wait forever",
-            "do it in `embed` or `logits`, which the stages run together; or before or after the schedule",
-        )
 
 
 def wrong_spec(op: OpSpec, rule: str) -> ShardError:

@@ -8,8 +8,7 @@ vocabulary. Values that wait for their task are in buffers with as many slots as
 with the number of microbatches only if the schedule's does.
 
 Within a task every value may differ over p (`pipeline_stage`), and in that of a stage a collective over p would wait
-forever. shardops refuse such collectives, and those of jax.lax are refused once a tick is traced. docs/pipeline.md
-explains more.
+forever. Such collectives are refused once a tick is traced. docs/pipeline.md explains more.
 """
 
 import dataclasses
@@ -22,11 +21,13 @@ from jax import lax
 
 from shardlib import marks
 from shardlib.checks import Scope
+from shardlib.equations import axes_of, body_of, frames_of, jaxprs_of
 from shardlib.halves import Halves
 from shardlib.layers import Extras, LayerMetrics
 from shardlib.op_checks import one_like, varying, wrap, zeros_like_traced
 from shardlib.parsing import PIPELINE_AXIS, ShardError, parse_shape
 from shardlib.placement import LayerPlacement
+from shardlib.places import is_users, place
 from shardlib.tick_tables import TickTable
 from shardlib.values import pipeline_stage
 
@@ -157,9 +158,9 @@ def run_schedule(
     batch = lambda k: jax.tree.map(lambda x: _get(x, k), microbatches)
     own_batch = lambda k: jax.tree.map(_apart, batch(k))
     chunk = lambda tree, i: _part(tree, i, placement.chunk_rows) if placement.v > 1 else tree
-    first = _task(lambda outer, k: loss.first(dataclasses.replace(w, **outer), *batch(k)), alone=False)
-    layers = _task(lambda stack, x, i, k: loss.layers(stack, x, chunk(numbers, i), *own_batch(k)), alone=True)
-    last = _task(lambda outer, x, k: loss.last(dataclasses.replace(w, **outer), _apart(x), *batch(k)), alone=False)
+    first = _task(lambda outer, k: loss.first(dataclasses.replace(w, **outer), *batch(k)))
+    layers = _task(lambda stack, x, i, k: loss.layers(stack, x, chunk(numbers, i), *own_batch(k)))
+    last = _task(lambda outer, x, k: loss.last(dataclasses.replace(w, **outer), _apart(x), *batch(k)))
 
     def stage(stack, x, i, k):
         y, extras = layers(stack, x, i, k)
@@ -296,9 +297,9 @@ def run_schedule(
     return total, structure.unflatten(g), metrics
 
 
-def _task(fn: Callable, alone: bool) -> Callable:
+def _task(fn: Callable) -> Callable:
     def task(*args):
-        with pipeline_stage(alone), Scope():
+        with pipeline_stage(), Scope():
             return jax.tree.map(_apart, fn(*args))
 
     return task
@@ -310,27 +311,25 @@ def _apart(x: jax.Array) -> jax.Array:
 
 
 def _refuse_collectives(jaxpr: Any, in_task: bool) -> None:
-    """Raises ShardError for a collective over p in a task. shardops do not see those of jax.lax and of gradients.
+    """Raises ShardError for a collective over p in the task of a stage.
 
     `in_task` says whether all of `jaxpr` is in a task, or only the branches of its conditionals.
     """
     for equation in jaxpr.eqns:
-        over = [equation.params.get(name) for name in ("axes", "axis_name")]
-        axes = {axis for value in over for axis in (value if isinstance(value, tuple | list) else (value,))}
         name = equation.primitive.name
-        if in_task and PIPELINE_AXIS in axes and name not in ("pvary", "pcast", "axis_index"):
+        if in_task and PIPELINE_AXIS in axes_of(equation) and name not in ("pvary", "pcast", "axis_index"):
             raise ShardError(
                 f"a pipeline stage runs {name} over {PIPELINE_AXIS}: the stages run different tasks at a time, so "
                 "that it would wait forever",
-                "leave it out; or, if it is the gradient of a value that is the same on all stages, make that value "
-                "one of the weights, or put lax.stop_gradient around it",
+                "do it in `embed` or `logits`, which the stages run together, or before or after the schedule; or, if "
+                "it is the gradient of a value that is the same on all stages, make that value one of the weights, or "
+                "put lax.stop_gradient around it",
+                place=next((place(*call) for call in reversed(frames_of(equation)) if is_users(call[0])), ""),
             )
         # Whether the devices of p may take different branches.
         differs = name == "cond" and PIPELINE_AXIS in equation.invars[0].aval.manual_axis_type.varying
-        for value in equation.params.values():
-            for part in value if isinstance(value, tuple | list) else (value,):
-                if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
-                    _refuse_collectives(getattr(part, "jaxpr", part), in_task or differs)
+        for inner in jaxprs_of(equation):
+            _refuse_collectives(body_of(inner)[0], in_task or differs)
 
 
 def _shift(x: jax.Array, p: int, by: int) -> jax.Array:

@@ -43,7 +43,6 @@ from shardlib.op_checks import (
     does_nothing,
     einsum_formula,
     parse,
-    refuse_in_stage,
     refuse_repeated_gradient,
     require_shard_map,
     varying,
@@ -121,7 +120,6 @@ def all_gather(spec, x, *, replicated=False, dtype=None):
             )
         if ahead == gathered:
             return x if dtype is None else x.astype(dtype)
-        refuse_in_stage(gathered - ahead)
         value = cast(1, lhs, value, (), lhs.sharded)
     to = "invarying" if replicated else "varying" if new_copies else "reduced"
     for i, axes in enumerate(removed):
@@ -169,7 +167,6 @@ def psum_scatter(spec, x):
         if not scattered or any(removed) or set(lhs.partial) != scattered | set(rhs.partial):
             rule = "write each axis that loses its + as the last axis of a dim: `B L M +t -> B L/t M`"
             raise wrong_spec(op, f"{rule}; psum drops it instead")
-        refuse_in_stage(scattered)
         check_result_divisible(rhs, sizes)
     for i, axes in enumerate(added):
         if axes:
@@ -185,7 +182,6 @@ def psum(spec, x):
         reduced = set(lhs.partial) - set(rhs.partial)
         if lhs.dims != rhs.dims or not set(rhs.partial) < set(lhs.partial):
             raise wrong_spec(op, "drop a + mark, and change no dim: `B L +t -> B L`; psum_scatter also shards a dim")
-        refuse_in_stage(reduced)
     return wrap(lax.psum(value, sort_axes(reduced)), rhs, copy_axes(x), f"psum({op})")
 
 
@@ -196,7 +192,6 @@ def pmax(spec, x):
         if rhs.dims != kept or rhs.dims == lhs.dims or lhs.partial or rhs.partial:
             raise wrong_spec(op, "drop dims, and keep the others: `B L V/t -> B L`; a partial sum is reduced first")
         axes = sort_axes(lhs.sharded - rhs.sharded)
-        refuse_in_stage(axes)
     value = jnp.max(value, axis=tuple(i for i, dim in enumerate(lhs.dims) if dim not in rhs.dims))
     return lax.pmax(varying(value, axes), axes) if axes else value
 
@@ -208,7 +203,6 @@ def all_to_all(spec, x):
         if len(lost) != 1 or [*lost.values()] != [*gained.values()] or lhs.partial or rhs.partial:
             raise wrong_spec(op, "move the last axis of one dim to another: `L/t K -> L K/t`")
         ((source, axes),), (target,) = lost.items(), gained
-        refuse_in_stage(axes)
         check_result_divisible(rhs, sizes)
         value = cast(1, lhs, value, (), lhs.sharded)
     return lax.all_to_all(value, axes, split_axis=target, concat_axis=source, tiled=True)
@@ -225,7 +219,6 @@ def ppermute(spec, x, *, axis: str, shift: int):
             raise ShardError(
                 f"no dim of `{shape}` is sharded over {axis}", f"name an axis that shards a dim: `L/{axis}`"
             )
-        refuse_in_stage((axis,))
         value = cast(1, shape, value, (), (axis,))
     return lax.ppermute(value, axis, [(i, (i + shift) % size) for i in range(size)])
 
@@ -243,7 +236,6 @@ def replicate(spec, x):
         new = sort_axes(set(rhs.copies) - set(lhs.copies))
         if does_nothing(spec, op):
             return x
-        refuse_in_stage(new)
         if lhs.dims != rhs.dims or lhs.open != rhs.open or lhs.partial or rhs.partial or not new:
             raise wrong_spec(op, "add a * mark, and change nothing else: `M/d F -> M/d F *r`")
         devices_along(new)

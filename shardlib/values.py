@@ -47,19 +47,16 @@ def on_mesh(spec: ShapeSpec) -> ShapeSpec:
     return spec.without(absent) if sizes and absent else spec
 
 
-_STAGE: contextvars.ContextVar[tuple[tuple[str, ...], bool]] = contextvars.ContextVar("stage", default=((), False))
-"""The axes along which a task of a pipeline is traced, and whether a stage does it alone."""
+_STAGE: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("stage", default=())
 
 
 @contextlib.contextmanager
-def pipeline_stage(alone: bool = True) -> Iterator[None]:
+def pipeline_stage() -> Iterator[None]:
     """Context in which a task of a pipeline is traced: every value may differ over the pipeline axis.
 
-    Specs need not mention the axis there. If a stage does the task `alone`, collectives over the axis are a ShardError:
-    its devices run different tasks at the same time, and would wait for each other forever. Otherwise all of them do
-    the task at the same time, for the same microbatch. On a mesh without the axis nothing changes.
+    Specs need not mention the axis there. On a mesh without the axis nothing changes.
     """
-    token = _STAGE.set(((PIPELINE_AXIS,) if PIPELINE_AXIS in mesh_axes() else (), alone))
+    token = _STAGE.set((PIPELINE_AXIS,) if PIPELINE_AXIS in mesh_axes() else ())
     try:
         yield
     finally:
@@ -68,13 +65,7 @@ def pipeline_stage(alone: bool = True) -> Iterator[None]:
 
 def stage_axes() -> tuple[str, ...]:
     """Axes over which any value may differ without its spec saying so: the pipeline axis within a task."""
-    return _STAGE.get()[0]
-
-
-def axes_apart() -> tuple[str, ...]:
-    """Axes whose devices run different tasks: the pipeline axis within a task that a stage does alone."""
-    axes, alone = _STAGE.get()
-    return axes if alone else ()
+    return _STAGE.get()
 
 
 def inside_shard_map() -> bool:

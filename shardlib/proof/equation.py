@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import traceback
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from shardlib.equations import frames_of
 from shardlib.places import is_users, place
 from shardlib.proof.domain import ROUNDING, UNIFORM, Dim, Value, describe, devices
 
@@ -284,10 +284,3 @@ def is_integer(dtype: Any) -> bool:
 def comparable(parameter: Any) -> Any:
     """A parameter, or its text where equal ones are different objects: jaxprs."""
     return str(parameter) if hasattr(parameter, "eqns") or hasattr(parameter, "jaxpr") else parameter
-
-
-def frames_of(eqn: Any) -> list[tuple[str, int]]:
-    """File and line of each call on the way to an equation, outermost first."""
-    found = eqn.source_info.traceback
-    calls = traceback.walk_tb(found and found.as_python_traceback())
-    return [(frame.f_code.co_filename, line) for frame, line in calls]

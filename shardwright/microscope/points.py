@@ -12,9 +12,9 @@ import jax
 
 import jax_extra
 from shardlib import layers
-from shardlib.equations import CALLS
+from shardlib.equations import CALLS, frames_of
 from shardlib.places import is_installed
-from shardlib.proof.equation import Equation, frames_of
+from shardlib.proof.equation import Equation
 from shardwright.microscope.rerun import Path
 
 GRADIENT = "gradient"

@@ -94,7 +94,7 @@ def shared(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any
     def per_device(w: Weights, batch: Array["m", TokenBatch]) -> tuple[f32[""], Weights]:
         def total(w):
             w, part = loss.forward.copies(w), (jax.tree.map(lambda x: x[0], batch), None)
-            with pipeline_stage(alone=False):  # as in the schedule
+            with pipeline_stage():  # as in the schedule
                 x = varying(loss.first(w, *part), (PIPELINE_AXIS,))
                 return loss.last(w, x, *part)
 

@@ -260,8 +260,8 @@ def traced_step(c: Config):
     return tiny.training_step(c).trace(state, in_microbatches(batch(), c.training.microbatches), np.int32(0))
 
 
-def gathered_by_shardops(x):
-    return shardops.all_gather("X/r/d/p Y/t Z -> X/r/d Y/t Z", x)
+def shifted_by_shardops(x):
+    return shardops.ppermute("X/r/d/p Y/t Z", x, axis="p", shift=1)
 
 
 def summed_past_shardops(x):
@@ -280,7 +280,7 @@ summed_in_the_backward_pass.defvjp(lambda x: (x, None), lambda _, g: (summed_pas
 @pytest.mark.parametrize(
     ("reduce", "message"),
     [
-        (gathered_by_shardops, "a collective over p inside a pipeline stage: the stages run different"),
+        (shifted_by_shardops, r"test_pipeline.py:\d+: a pipeline stage runs ppermute over p: the stages run different"),
         (summed_past_shardops, r"a pipeline stage runs psum\w* over p: .* would wait forever"),
         (summed_in_the_backward_pass, r"a pipeline stage runs psum\w* over p"),
     ],
