@@ -42,14 +42,6 @@ class Settings:
     """Number of documents to show otherwise, evenly spaced over the split, at least 0."""
 
 
-def open_tokenizer(reader: flat_tokens.Reader) -> Tokenizer:
-    """The tokenizer of a dataset; it shows token ids if the dataset names none, or has lost it."""
-    try:
-        return tokenizer_of_dataset(reader)
-    except FileNotFoundError:
-        return Tokenizer()
-
-
 def _read_text(reader: flat_tokens.Reader, tokenizer: Tokenizer, start: int, length: int) -> str:
     ids, _ = flat_tokens.decode(reader.read(np.array([start]), np.array([length])))
     return tokenizer.decode(ids.tolist())
@@ -112,7 +104,7 @@ def run(config: Settings, console: Console | None = None) -> None:
     console = console or Console()
     check_ranges("", config)
     reader = Reader(config.filespec, config.split)
-    tokenizer = open_tokenizer(reader)
+    tokenizer = tokenizer_of_dataset(reader)
     if config.document is not None:
         show_document(console, reader, tokenizer, config.document)
     else:

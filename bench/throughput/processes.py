@@ -113,8 +113,6 @@ def environment(job: Job, scratch: Path) -> dict[str, str]:
     """The environment of a contestant, with caches of compiled programs only for this run, unless it has others."""
     env = dict(os.environ) | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     env["TORCHINDUCTOR_CACHE_DIR"], env["TRITON_CACHE_DIR"] = str(scratch / "inductor"), str(scratch / "triton")
-    if existing := os.environ.get("PYTHONPATH"):
-        env["PYTHONPATH"] += os.pathsep + existing
     if job.platform == "cpu":
         env |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
         env.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")  # large pages, for all contestants

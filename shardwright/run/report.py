@@ -74,9 +74,7 @@ def facts_of(run: Any, parameters: int, speed: Speed) -> dict[str, Any]:
 
 def print_end(run: Any, loss: float) -> None:
     """Prints the last loss of a Run in nats a token, and its last checkpoint."""
-    entropy = run.loader.unigram_entropy()
-    known = f" (unigram {entropy:.3f})" if entropy is not None else ""
-    tell(f"loss       {loss:.3f} nats a token at the last step{known}")
+    tell(f"loss       {loss:.3f} nats a token at the last step")
     tell(f"checkpoint {run.checkpoints.store.url}/{run.total:010}")
 
 
