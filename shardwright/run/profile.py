@@ -1,10 +1,9 @@
-"""A few profiled training steps: their time, MFU, a trace for Perfetto, how long devices wait, and time by line."""
+"""A few profiled training steps: a trace for Perfetto, how long devices wait, and time by line."""
 
 import concurrent.futures
 import contextlib
 import json
 import shutil
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,10 @@ from shardwright.settings.words import say
 MODULE = "jit_training_step"
 """Name of the training step's program."""
 _READ_TIMEOUT_S = 300.0
-_MORE_TRACED_STEPS = 2
-"""Steps that are traced after the two that are timed. The gaps before them follow steps whose metrics were read."""
 
 
 class StepProfiler:
-    """Times the third and fourth step of a run, or the last two of a shorter one, and traces them and two more.
+    """Traces the third to the sixth step of a run, or the last ones of a shorter run.
 
     In the main loop, with i counting from 0 at the first step of this process:
 
@@ -33,12 +30,12 @@ class StepProfiler:
         ...
         profiler.after_step(i, metrics)
 
-    The main loop waits for the devices once, before the first profiled step. A background thread waits for the ends,
+    The main loop waits for the devices once, before the first profiled step. A background thread waits for the end,
     and writes and reads the trace, which is complete when `close` returns, at
-    `<directory>/plugins/profile/<date>/perfetto_trace.json.gz`. Process 0 alone times and traces.
+    `<directory>/plugins/profile/<date>/perfetto_trace.json.gz`. Process 0 alone traces.
 
     Args:
-        log: log of the run. It gets the event "step_bubble", of the last traced step, when the trace has been read; see
+        log: log of the run. It gets the event "step_bubble", of the last step, when the trace has been read; see
             shardwright/compiled/trace.py.
         hlo: HLO text of the step, with which the time by source line is found; None if there is none.
 
@@ -50,13 +47,13 @@ class StepProfiler:
     def __init__(self, log: RunLog, hlo: Path | None):
         self.by_line: str | None = None
         self._log, self._hlo, steps = log, hlo, log.total_steps - log.start_step
-        self._first, self._last = max(0, min(2, steps - 2)), min(3, steps - 1)
-        self._last_traced = min(self._last + _MORE_TRACED_STEPS, steps - 1)
-        self._start: float | None = None
-        self._tasks: list[concurrent.futures.Future] = []
+        self._first = max(0, min(2, steps - 2))
+        self._last = min(self._first + 3, steps - 1)
+        self._traces = False
+        self._task: concurrent.futures.Future | None = None
 
     def before_step(self, i: int) -> None:
-        """Begins the measurement if step `i` is the first profiled one."""
+        """Begins the trace if step `i` is the first profiled one."""
         if i != self._first or jax.process_index() != 0:
             return
         with pause("starting the profiler"):
@@ -66,7 +63,7 @@ class StepProfiler:
             except FAILURES as error:
                 say(f"profile: none, the trace cannot be started: {error}")
                 return
-            self._start = time.perf_counter()
+            self._traces = True
 
     def after_step(self, i: int, outputs: Any) -> None:
         """Notes that step `i` has been dispatched. Waits for nothing.
@@ -75,45 +72,30 @@ class StepProfiler:
             i: the step.
             outputs: arrays that the step computed and that no later step donates, such as its metrics.
         """
-        if self._start is None:
-            return
-        if i == self._last:
-            self._tasks.append(in_background(self._print_time, self._start, outputs))
-        if i == self._last_traced:
-            self._tasks.append(in_background(self._read_trace, outputs))
-            self._start = None
+        if self._traces and i == self._last:
+            self._task = in_background(self._read_trace, outputs)
+            self._traces = False
 
     def close(self) -> None:
         """Waits for the trace to be written, and tells why if it is not."""
-        if self._start is not None:
-            self._start = None
-            self._tasks = []
+        if self._traces:
+            self._traces = False
             with contextlib.suppress(*FAILURES):
                 jax.profiler.stop_trace()
             shutil.rmtree(self._log.directory / TRACE, ignore_errors=True)
             say("profile: the run ended within the profiled steps, so there is no measurement")
-        tasks, self._tasks = self._tasks, []
+        task, self._task = self._task, None
         try:
-            for task in tasks:
+            if task is not None:
                 task.result()
         except FAILURES as error:
             say(f"profile: the trace could not be written: {error}")
 
     # ---- on the background thread
 
-    def _print_time(self, start: float, outputs: Any) -> None:
-        jax.block_until_ready(outputs)
-        seconds, count = time.perf_counter() - start, self._last - self._first + 1
-        speed, peak = self._log.speed.of_step(seconds / count), self._log.speed.peak
-        which = " and ".join(str(self._log.start_step + i + 1) for i in range(self._first, self._last + 1))
-        doubtful = "; they may still be warming up" if self._first < 2 else ""
-        rate = f"{speed['tokens_per_second']:,.0f} tokens/s: {seconds / count:.4f} s a step, in steps {which}"
-        mfu = f"{100 * speed['mfu']:.1f}% of the {peak.total / 1e12:,.4g} TFLOP/s that the devices can do"
-        say(f"speed      {rate}{doubtful}\nMFU        {mfu}", flush=True)
-
     def _read_trace(self, outputs: Any) -> None:
         kept = _end_of_trace(self._log.directory, outputs)
-        given = (kept, MODULE, self._last_traced - self._first + 1, *([self._hlo] if self._hlo else []))
+        given = (kept, MODULE, self._last - self._first + 1, *([self._hlo] if self._hlo else []))
         try:
             found = json.loads(run_beside("shardwright.compiled.trace", *given, timeout=_READ_TIMEOUT_S))
         except FAILURES as error:
@@ -121,7 +103,7 @@ class StepProfiler:
         lines, bubble = found["lines"], found["bubble"]
         unknown = f"slowest    source lines: not known, because {lines.get('because')}"
         self.by_line = unknown if "because" in lines else top_lines(lines)
-        begin, end = self._log.start_step + self._first, self._log.start_step + self._last_traced
+        begin, end = self._log.start_step + self._first, self._log.start_step + self._last
         if stops := {event for step, event in self._log.events if begin <= step < end}:
             bubble = {"because": f"the training stopped among these steps for: {', '.join(sorted(stops))}"}
         if "because" in bubble:

@@ -1,7 +1,6 @@
 import contextlib
 import gzip
 import json
-import re
 import time
 
 import jax
@@ -46,7 +45,7 @@ def events(directory):
 
 
 @pytest.mark.long
-def test_third_and_fourth_step_are_timed_and_two_more_traced(tmp_path, capsys):
+def test_the_third_to_the_sixth_step_are_traced(tmp_path, capsys):
     trace = train(tmp_path, steps=7, fetch_s=0.1)
     assert trace.parent.parent == tmp_path / "plugins" / "profile"
     assert trace.name == "perfetto_trace.json.gz"
@@ -57,14 +56,7 @@ def test_third_and_fourth_step_are_timed_and_two_more_traced(tmp_path, capsys):
     assert not any(name.startswith("$") for name in names), "frames of Python: their tracer is not thread-safe"
 
     lines = capsys.readouterr().out.splitlines()
-    speed, mfu, idle = lines
-    match = re.fullmatch(r"speed      ([\d,]+) tokens/s: ([\d.]+) s a step, in steps 3 and 4", speed)
-    rate, seconds = (float(number.replace(",", "")) for number in match.groups())
-    assert 0.1 <= seconds < 0.3
-    assert rate == pytest.approx(100 / seconds, rel=0.01)
-    percent = re.fullmatch(r"MFU        ([\d.]+)% of the 0.001 TFLOP/s that the devices can do", mfu)[1]
-    assert float(percent) == pytest.approx(rate * 1e6 / 1e9 * 100, rel=0.01)
-    assert idle.startswith("idle       ")
+    assert lines[-1].startswith("idle       ")
     assert all(len(line) <= 80 for line in lines)
 
 
@@ -79,14 +71,12 @@ def test_the_main_loop_waits_for_the_devices_once(tmp_path, monkeypatch):
             profiler.after_step(i, f"outputs of {i}")
         profiler.close()
         assert read == [2]
-    assert sorted(waited) == ["outputs of 3", "outputs of 5"]
+    assert sorted(waited) == ["outputs of 5"]
 
 
-@pytest.mark.parametrize(("steps", "title"), [(3, "steps 2 and 3"), (1, "steps 1")])
-def test_a_short_run_profiles_its_last_steps(tmp_path, capsys, steps, title):
+@pytest.mark.parametrize("steps", [3, 1])
+def test_a_short_run_profiles_its_last_steps(tmp_path, steps):
     assert train(tmp_path, steps).is_file()
-    output = capsys.readouterr().out
-    assert f" s a step, in {title}; they may still be warming up\n" in output
 
 
 def test_a_run_that_ends_within_the_profile(tmp_path, capsys):
