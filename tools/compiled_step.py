@@ -1,7 +1,6 @@
 """Shows the compiled training step of a run by source line: its collectives, its matmuls, what it keeps.
 
     python -m tools.compiled_step run=runs/<name>
-    python -m tools.compiled_step run=runs/<name> output=step.svg
 
 Reads what the run wrote of its step, or any other optimized HLO text. No devices are needed. docs/performance.md
 explains the output.
@@ -13,8 +12,7 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from shardwright.compiled.files import read_step, write_whole
-from shardwright.compiled.picture import draw
+from shardwright.compiled.files import read_step
 from shardwright.compiled.table import as_text, read_table
 from shardwright.settings.program import run_program
 from shardwright_data.foreign import refused, shown
@@ -26,14 +24,10 @@ class Settings:
 
     run: str = MISSING
     """Directory of a run, of which the newest compiled step is shown; or an optimized HLO text (.txt)."""
-    output: str | None = None
-    """The .svg file to write, a picture. Null: the table is printed."""
 
 
 def run(config: Settings) -> None:
-    """Prints or writes what is known of the step."""
-    if config.output is not None and Path(config.output).suffix != ".svg":
-        raise ValueError(f"output is {config.output}; its name must end in .svg.")
+    """Prints what is known of the step."""
     given = Path(config.run)
     texts = sorted(given.glob("training_step_optimized_hlo_*.txt")) if given.is_dir() else [given]
     if not texts or not texts[-1].exists():
@@ -42,11 +36,7 @@ def run(config: Settings) -> None:
     written = texts[-1].with_suffix(".json")
     with refused(str(texts[-1]), remedy=""):
         table = read_table(written) if written.exists() else read_step(texts[-1])
-    if config.output is None:
-        print(shown(as_text(table, shutil.get_terminal_size((10_000, 0)).columns)))
-    else:
-        write_whole(Path(config.output), draw(table))
-        print(f"written: {config.output}")
+    print(shown(as_text(table, shutil.get_terminal_size((10_000, 0)).columns)))
 
 
 if __name__ == "__main__":

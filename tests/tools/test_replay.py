@@ -227,13 +227,14 @@ def test_equal_runs_do_not_differ(of_demo, tmp_path, dataset):
     assert found["first"] is None
     assert found["settings"] == ["training.microscope_interval: 3, and None"]
     assert "equal to the bit in all 10 steps that both runs logged" in text
-    found, text = replayed(of_demo, against=other, step=3)
-    assert found["first"] is None
-    assert text.rstrip().endswith("equal to the bit to step 3, each by its own source, on one mesh")
-    with pytest.raises(ValueError, match="step is 10; both runs have done the steps 0 to 9"):
-        replayed(of_demo, against=other, step=10)
-    with pytest.raises(ValueError, match="against= compares two runs, and bisect= is for one step of one"):
-        replayed(of_demo, against=other, bisect="loss")
+    log = Path(other) / "metrics.jsonl"
+    log.write_text(log.read_text().replace(f'"loss": {losses(log.parent)[3]!r}', '"loss": 1.5'))
+    found, text = replayed(of_demo, against=other)
+    assert (found["step"], found["first"]) == (3, None)
+    assert "tensors     equal to the bit to step 3, each by its own source, on one mesh" in text
+    for settings in ({"bisect": "loss"}, {"step": 3}):
+        with pytest.raises(ValueError, match="against= compares two runs; step= and bisect= are for one"):
+            replayed(of_demo, against=other, **settings)
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """tools/verify/compare.py: the first value of a program that differs from one device, and its line."""
 
-import functools
 from pathlib import Path
 
 import jax
@@ -61,7 +60,7 @@ def traced(change, name: str) -> Traced:
     arguments = [place(x, "d"), place(w, None, "t")]
     with jax.set_mesh(mesh):
         jaxpr = jax.jit(program(change)).trace(*arguments).jaxpr
-    return Traced(functools.partial(jax.set_mesh, mesh), jaxpr, arguments, dict(mesh.shape))
+    return Traced(mesh, jaxpr, arguments)
 
 
 def first_of(change):

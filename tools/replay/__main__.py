@@ -84,8 +84,8 @@ def replay(config: Settings, console: Console | None = None) -> dict[str, Any]:
     if config.since is not None:
         return two_runs.record(config, write)
     if config.against is not None:
-        if config.bisect is not None:
-            raise ValueError("against= compares two runs, and bisect= is for one step of one; give one of them.")
+        if config.bisect is not None or config.step is not None:
+            raise ValueError("against= compares two runs; step= and bisect= are for one: leave them out.")
         return two_runs.compare_runs(config, write)
     logs = metrics_of(config.run)
     if logs and config.step > max(logs):

@@ -1,5 +1,6 @@
 """What tools.replay prints."""
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -41,6 +42,5 @@ def for_json(x: Any) -> float | str:
 
 def described(document: Document) -> dict[str, Any]:
     """A document for JSON."""
-    where = {"sequence": document.sequence, "position": document.position}
-    of = {"source": document.source, "document": document.document, "start": document.start}
-    return {**of, **where, "tokens": len(document.ids), "loss": for_json(document.loss), "ids": document.ids.tolist()}
+    plain = {"loss": for_json(document.loss), "ids": document.ids.tolist()}
+    return dataclasses.asdict(document) | {"tokens": len(document.ids)} | plain

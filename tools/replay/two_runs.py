@@ -150,31 +150,29 @@ def compare_runs(config: Any, write: Write) -> dict[str, Any]:
     for line in differing or ["none differs"]:
         write(f"settings    {line}")
     step, common = first_step(*runs)
-    if config.step is not None and config.step >= common:
-        raise ValueError(f"step is {config.step}; both runs have done the steps 0 to {common - 1}. Choose one of them.")
-    if step is None and config.step is None:
+    if step is None:
         write(f"metrics     equal to the bit in all {common} steps that both runs logged")
         return {"settings": differing, "step": None, "first": None}
-    if config.step is None:
-        write(f"metrics     differ first in step {step}")
-    last = step if config.step is None else config.step
+    write(f"metrics     differ first in step {step}")
     chosen = {axis: size for axis, size in dataclasses.asdict(config.mesh).items() if size is not None}
     mesh = chosen or read_config(Path(config.run) / "config.yaml")["mesh"]
     settings = {"trust": config.trust, "other_source": config.other_source}
     settings |= {f"mesh.{axis}": size for axis, size in mesh.items()}
     # Before the step at which the metrics differ: the update of an earlier one may have made the difference.
-    start, found = max(done for done in _saved(runs[0]) & _saved(runs[1]) if done <= max(last - 1, 0)), []
+    start, found = max(done for done in _saved(runs[0]) & _saved(runs[1]) if done <= max(step - 1, 0)), []
     with tempfile.TemporaryDirectory() as directory:
         for i, run in enumerate(runs):
-            root = rebuilt(run, last, Path(directory) / f"source of {i}", config.trust)
+            root = rebuilt(run, step, Path(directory) / f"source of {i}", config.trust)
             by = ", by the source that it kept" * (root != ROOT)
-            write(f"replaying   {run} from step {start} to {last}{by}")
-            of = {"run": str(Path(run).absolute()), "step": last, "since": start, "out": f"{directory}/{i}.json"}
+            write(f"replaying   {run} from step {start} to {step}{by}")
+            of = {"run": str(Path(run).absolute()), "step": step, "since": start, "out": f"{directory}/{i}.json"}
             found.append(recorded_by(root, **of, **settings))
     first = compared(*found)
     if first is None:
-        why = "" if step is None or step > last else ": the mesh made the difference, or packages, or hardware"
-        write(f"tensors     equal to the bit to step {last}, each by its own source, on one mesh{why}")
+        write(
+            f"tensors     equal to the bit to step {step}, each by its own source, on one mesh: the mesh made the "
+            "difference, or packages, or hardware"
+        )
     else:
         write(f"tensors     in step {first[0]} the first that differs is {first[1]}")
     return {"settings": differing, "step": step, "first": first}

@@ -8,10 +8,8 @@ The last one compares. No devices are needed: times follow from the costs in the
 the output.
 """
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from omegaconf import MISSING
@@ -19,14 +17,10 @@ from rich.console import Console
 
 from shardlib.schedules import CHUNKS, schedule_of
 from shardlib.tick_tables import Costs, Timeline, simulate, tick_table
-from shardwright.compiled.files import write_whole
 from shardwright.settings.program import run_program
 from shardwright.settings.screen import print_line, print_table
-from shardwright.settings.words import picture_of
 from shardwright_data.checks import within
 from tools.schedule.chart import draw
-
-_PICTURE_COLUMNS = 112
 
 
 @dataclass
@@ -49,8 +43,6 @@ class Settings:
     """Share of a backward that its half for the weights takes, where a schedule has halves."""
     transfer: float = within(0, 1e9, 0.0)
     """Time that devices take after each tick to send their results."""
-    output: str | None = None
-    """The .svg file to write, a picture of what is printed. Null: none. An existing one is replaced."""
 
 
 def simulated(config: Settings) -> list[tuple[str, Timeline]]:
@@ -96,21 +88,8 @@ def show(results: Sequence[tuple[str, Timeline]], console: Console) -> None:
 
 
 def run(config: Settings, console: Console | None = None) -> None:
-    """Prints the schedules, and writes a picture of that if there is an `output`.
-
-    Raises:
-        ValueError: a setting out of range, or a schedule that is not defined for it.
-    """
-    console = console or Console()
-    if config.output is not None and Path(config.output).suffix != ".svg":
-        raise ValueError(f"output is {config.output}; its name must end in .svg.")
-    results = simulated(config)
-    show(results, console)
-    if config.output is not None:
-        picture = Console(record=True, width=_PICTURE_COLUMNS, file=io.StringIO(), force_terminal=True)
-        show(results, picture)
-        write_whole(Path(config.output), picture_of(picture, ", ".join(name for name, _ in results)))
-        print_line(console, f"\nPicture: {config.output}")
+    """Prints the schedules. Raises ValueError as `simulated`."""
+    show(simulated(config), console or Console())
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from shardlib.equations import CALLS
@@ -31,10 +30,8 @@ from tools.verify.step import Found, Traced, fresh_state, tensors_of_step, trace
 TOLERANCE = 1e-10
 """Largest difference that is rounding, over the largest entry of a value. Another order of sums makes one of about
 1e-15, and a bug seldom less than 1e-4."""
-PERTURBATION = 1e-13
-"""Relative size of the noise on the arguments that shows how much a value amplifies rounding."""
-AMPLIFIED = 1e3
-"""The limit of a value is at least this multiple of the change that the noise makes."""
+ROUNDING = 1e-12
+"""Largest difference that is rounding in a value within the step, however small: it may be 0 but for rounding."""
 NEGLIGIBLE = 1e-4
 """Least size of a gradient, as a share of the largest gradient, for its relative error. A gradient that is 0 but for
 rounding, as that of a bias on keys, has no size of its own."""
@@ -170,23 +167,22 @@ def first_difference(here: Traced, there: Traced) -> tuple[list[str], First | No
             twins[path] = tuple(id(each.twin) for each in (*callers(eq), eq))
     replay = Rerun(here.program, wanted, is_double=True)
     alone = Rerun(there.program, {twins[path]: which for path, which in wanted.items()}, is_double=True)
-    (ours,), (theirs, changed) = _values(here, replay, 1), _values(there, alone, 2)
-    axes, first = len(here.sizes), None
-    for note, twin, x, exact, moved in zip(replay.notes, alone.notes, ours, theirs, changed, strict=True):
+    ours, theirs = _values(here, replay), _values(there, alone)
+    sizes, axes, first = here.mesh.shape, len(here.mesh.shape), None
+    for note, twin, x, exact in zip(replay.notes, alone.notes, ours, theirs, strict=True):
         assert (twins[note.path], note.order) == (twin.path, twin.order)
         eq, values = facts[note.path]
         value, loops = values[note.result], len(note.loops)
-        x = assembled(x, value, loops, here.sizes, here.sizes) * (value.ratio if value.ratio != 1 else 1)
-        exact, moved = (assembled(y, value, loops, here.sizes, there.sizes) for y in (exact, moved))
+        x = assembled(x, value, loops, sizes, sizes) * (value.ratio if value.ratio != 1 else 1)
+        exact = assembled(exact, value, loops, sizes, there.mesh.shape)
         others = tuple(i for i in range(x.ndim) if not axes <= i < axes + loops)
         of_turn = functools.partial(np.max, axis=others, initial=0.0)  # the largest entry in each turn of the loops
-        noise = of_turn(difference(moved, exact))
         for i, dim in enumerate(value.dims, axes + loops):
             if dim is UNIFORM and x.shape[i] != exact.shape[i]:
                 exact = np.take(exact, [0], i)
         error = of_turn(difference(x, exact))
         scale = of_turn(np.where(np.isfinite(exact), np.abs(np.float64(exact)), 0))
-        for turn in np.argwhere(error > np.maximum(TOLERANCE * scale, AMPLIFIED * noise)):
+        for turn in np.argwhere(error > np.maximum(TOLERANCE * scale, ROUNDING)):
             turns = tuple(map(int, turn))
             relative = float(error[turns] / (scale[turns] or 1.0))
             this = First(executed(note, turns), eq.place(), eq.name, turns, relative)
@@ -194,17 +190,10 @@ def first_difference(here: Traced, there: Traced) -> tuple[list[str], First | No
     return list(map(str, found)), first
 
 
-def _values(traced: Traced, replay: Rerun, times: int) -> list[list[np.ndarray]]:
-    """What the equations compute, on the host; the second time, with arguments that are noisy."""
-    rng, found = np.random.default_rng(2), []
-    with traced.mesh(), jax.enable_x64(True):
-        program = jax.jit(replay)
-        for size in (0, PERTURBATION)[:times]:
-            is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
-            noisy = lambda x, size=size: np.float64(x) * (1 + size * rng.standard_normal(np.shape(x)))
-            arguments = [jax.device_put(noisy(x), x.sharding) if is_float(x) else x for x in traced.arguments]
-            found.append(list(map(np.asarray, program(*arguments)[1])))
-    return found
+def _values(traced: Traced, replay: Rerun) -> list[np.ndarray]:
+    """What the equations compute, on the host."""
+    with jax.set_mesh(traced.mesh), jax.enable_x64(True):
+        return list(map(np.asarray, jax.jit(replay)(*traced.arguments)[1]))
 
 
 def causes(c: Config, inputs: Inputs, sizes: Mesh) -> list[str]:

@@ -1,10 +1,8 @@
 """A training step traced on a mesh, and computed from the trace in f64."""
 
-import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -98,17 +96,15 @@ class Traced(NamedTuple):
     """A program that was traced on a mesh, with its arguments there.
 
     Attributes:
-        mesh: gives a context that enters the mesh.
+        mesh: the mesh.
         program: the jaxpr.
         arguments: arrays on the mesh.
-        sizes: number of devices along each axis.
         tree: structure of the results.
     """
 
-    mesh: Callable[[], contextlib.AbstractContextManager]
+    mesh: jax.sharding.Mesh
     program: Any
     arguments: list
-    sizes: Mapping[str, int]
     tree: Any = None
 
 
@@ -118,7 +114,7 @@ def traced_step(c: Config, inputs: Inputs, sizes: Mesh, planned: Mesh | None = N
         arguments = _placed_inputs(c, inputs)
         traced = train.make_training_step(c, load_model(c.model)).trace(*arguments)
     leaves, tree = jax.tree.leaves(arguments), jax.tree.structure(traced.out_info)
-    return Traced(functools.partial(mesh_of, sizes), traced.jaxpr, leaves, dict(mesh.shape), tree)
+    return Traced(mesh, traced.jaxpr, leaves, tree)
 
 
 def _placed_inputs(c: Config, inputs: Inputs) -> tuple[Any, Any, jax.Array]:
@@ -146,7 +142,7 @@ def tensors_of_step(c: Config, inputs: Inputs, sizes: Mesh) -> Found:
         gradients = [_sharded_as(like, found[path]) for path, like in zip(paths, weights, strict=True)]
         return jax.tree.unflatten(tree, gradients), state, metrics
 
-    with traced.mesh():
+    with jax.set_mesh(traced.mesh):
         gradients, state, metrics = run(inputs)
         gradients, new = in_order(c, gradients), in_order(c, jax.tree.map(on_host, state))
         found = by_layer("initial", fresh_state(c).weights) | {"metric loss": on_host(metrics.loss)}
