@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import string
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -186,14 +187,8 @@ def wrap(value: jax.Array, spec: ShapeSpec, copies: Iterable[str], origin: str) 
     """
     if copies:
         value = varying(value, copies)
-    if pending := sort_axes(set(spec.partial) - jax.typeof(value).manual_axis_type.unreduced):
-        try:
-            value = lax.pcast(value, pending, to="unreduced")
-        except NotImplementedError:  # without a word from JAX
-            raise ShardError(
-                f"{origin} makes a partial sum under jax.vmap, for which JAX has no rule",
-                "name the mapped dim in the spec instead, or reduce it inside of what jax.lax.map maps",
-            ) from None
+    pending = sort_axes(set(spec.partial) - jax.typeof(value).manual_axis_type.unreduced)
+    value = lax.pcast(value, pending, to="unreduced") if pending else value
     if copies:
         value = Copy(value, sort_axes(copies), OpName(origin))
     value = Partial(value, spec.partial, OpName(origin)) if spec.partial else value
@@ -279,6 +274,6 @@ def einsum_formula(op: OpSpec) -> str:
         )
     if extra := sort_axes(set(op.rhs.partial) - summed.keys()):
         raise ShardError(f"the result says +{extra[0]}, but no contracted dim is sharded over it", "drop the +")
-    letters = {name: chr(ord("a") + i) if i < 26 else chr(ord("A") + i - 26) for i, name in enumerate(dims)}
+    letters = dict(zip(dims, string.ascii_letters, strict=False))
     words = ["".join(letters[name] for name in shape.names) for shape in (*op.lhs, op.rhs)]
     return f"{','.join(words[:-1])}->{words[-1]}"
