@@ -1,4 +1,4 @@
-"""How two runs differ: their settings, their source, and the first tensor of the first step.
+"""How two runs differ: their source, and the first tensor of the first step.
 
 Each is replayed by its own source, which it kept, in a process of its own.
 """
@@ -23,26 +23,10 @@ from shardwright.microscope.statistics import bits
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.files import read_config
 from shardwright.run.provenance import PROJECT, ROOT, source_of
-from shardwright.run.resuming import with_defaults
-from shardwright.settings.differences import flat
 from shardwright_data.foreign import refused
 from shardwright_data.loader import TokenBatch
 from tools.replay.documents import on_host
 from tools.replay.session import Session, Write, checkpoints_of, kept_by, logged, metrics_of, opened
-
-OF_A_RUN = ("paths.", "hardware.", "distributed.")
-"""Beginnings of the names of settings that change nothing that a step computes."""
-
-
-def differing_settings(a: str, b: str) -> list[str]:
-    """A line on each setting that differs."""
-    of = [flat(with_defaults(read_config(Path(run) / "config.yaml"))) for run in (a, b)]
-    word = lambda values, name: repr(values[name]) if name in values else "not there"
-    return [
-        f"{name}: {word(of[0], name)}, and {word(of[1], name)}"
-        for name in sorted(of[0].keys() | of[1].keys())
-        if not name.startswith(OF_A_RUN) and word(of[0], name) != word(of[1], name)
-    ]
 
 
 def first_step(a: str, b: str) -> tuple[int | None, int]:
@@ -141,18 +125,15 @@ def rebuilt(run: str, step: int, directory: Path, trust: bool) -> Path:
 
 
 def compare_runs(config: Any, write: Write) -> dict[str, Any]:
-    """Shows the settings in which two runs differ, and the first step and tensor.
+    """Shows the first step and the first tensor in which two runs differ.
 
     Each is replayed by its own source, in a process of its own, both on one mesh.
     """
     runs = config.run, config.against
-    differing = differing_settings(*runs)
-    for line in differing or ["none differs"]:
-        write(f"settings    {line}")
     step, common = first_step(*runs)
     if step is None:
         write(f"metrics     equal to the bit in all {common} steps that both runs logged")
-        return {"settings": differing, "step": None, "first": None}
+        return {"step": None, "first": None}
     write(f"metrics     differ first in step {step}")
     chosen = {axis: size for axis, size in dataclasses.asdict(config.mesh).items() if size is not None}
     mesh = chosen or read_config(Path(config.run) / "config.yaml")["mesh"]
@@ -175,7 +156,7 @@ def compare_runs(config: Any, write: Write) -> dict[str, Any]:
         )
     else:
         write(f"tensors     in step {first[0]} the first that differs is {first[1]}")
-    return {"settings": differing, "step": step, "first": first}
+    return {"step": step, "first": first}
 
 
 def _saved(run: str) -> set[int]:

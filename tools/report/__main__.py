@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.text import Text
 
 from shardwright.compiled.files import write_whole
 from shardwright.run.files import REPORT
@@ -40,9 +39,8 @@ class Settings:
 
 def show(c: Comparison, console: Console) -> None:
     """Prints the table, and notes on single runs."""
-    style = lambda run, name: "bold green" if run in c.best(name) else ""
-    metrics = lambda run: [Text(c.metric(run, name), style(run, name)) for name in c.metrics]
-    rows = [(i, *(c.setting(run, x) for x in c.differing[:4]), *metrics(run)) for i, run in enumerate(c.runs, 1)]
+    cells = lambda run: [*(c.setting(run, x) for x in c.differing[:4]), *(c.metric(run, x) for x in c.metrics)]
+    rows = [(i, *cells(run)) for i, run in enumerate(c.runs, 1)]
     print_table(console, ["#", *c.differing[:4], *c.metrics], rows)
     print_line(console, f"\nRuns in {c.parent}:")
     for i, run in enumerate(c.runs, 1):

@@ -35,11 +35,6 @@ METRICS = {
     "tokens": Metric(None, in_numbers, "seen in training"),
     "time": Metric(min, duration, "of the steps, h:mm:ss, each as long as the median step"),
 }
-IGNORED_SETTINGS = (
-    *("paths.", "training.sample_", "training.log_interval", "training.checkpoint_interval"),
-    *("training.keep_checkpoints", "training.report"),
-)
-"""Beginnings of the settings that do not change what is compared."""
 
 
 @dataclass
@@ -74,14 +69,6 @@ class Comparison:
         is_predicted = name == "memory" and run.of_event("memory")[-1].get("source") == "compiler"
         return "~" * is_predicted + text
 
-    def best(self, name: str) -> list[Run]:
-        """The runs that are best by this metric; none if all are equal."""
-        known = [run for run in self.runs if math.isfinite(run.values.get(name, math.nan))]
-        if METRICS[name].best is None or len({self.metric(run, name) for run in known}) < 2:
-            return []
-        best = METRICS[name].best(known, key=lambda run: run.values[name])
-        return [run for run in known if self.metric(run, name) == self.metric(best, name)]
-
     @property
     def parent(self) -> Path:
         """The directory that all runs are in."""
@@ -100,7 +87,7 @@ def compare_runs(runs: Sequence[Run], sort: str) -> Comparison:
         ValueError: there is no column `sort`.
     """
     known = [run.settings for run in runs if run.settings]
-    names = dict.fromkeys(name for settings in known for name in settings if not name.startswith(IGNORED_SETTINGS))
+    names = dict.fromkeys(name for settings in known for name in settings if not name.startswith("paths."))
     values = lambda name: {json.dumps(settings.get(name, "?"), default=str) for settings in known}
     differing = [name for name in names if len(values(name)) > 1]
     c = Comparison(list(runs), differing, [n for n in METRICS if any(n in run.values for run in runs)])

@@ -55,20 +55,17 @@ class Panel:
     @property
     def figure(self) -> dict[str, Any]:
         """Data and layout for plotly.js. Plotly takes names and titles for HTML, so they are escaped."""
+        # Of runs side by side, which the table above all plots names.
+        is_shared = len({trace["legendgroup"] for trace in self.traces} - {""}) > 1
         inside = {"x": 1, "xanchor": "right", "y": 1}
         below = {"orientation": "h", "x": 0, "y": -0.2}
         layout = _LAYOUT | {
             "xaxis": {"title": {"text": html.escape(self.x)}, "automargin": True, "zeroline": False},
             "yaxis": {"automargin": True, "zeroline": False} | self.y,
             "legend": {"bgcolor": _TRANSPARENT} | (below if len(self.traces) > 8 else inside),
-            "showlegend": len(self.traces) > 1 and not self.is_shared,
+            "showlegend": len(self.traces) > 1 and not is_shared,
         }
         return {"data": [trace | {"name": html.escape(trace["name"])} for trace in self.traces], "layout": layout}
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether its traces are of runs side by side, which the table above all plots names."""
-        return len({trace["legendgroup"] for trace in self.traces} - {""}) > 1
 
 
 def colour(i: int) -> str:

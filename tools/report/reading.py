@@ -52,11 +52,6 @@ class Run:
     notes: list[str] = field(default_factory=list)
     """What is missing or cannot be read."""
 
-    @property
-    def loss(self) -> Curve:
-        """Training loss of each step, in nats a token."""
-        return self.metrics["loss"]
-
     def fact(self, name: str) -> Any:
         """A fact that the run wrote of itself, such as unigram_entropy; None where it is not known."""
         facts = self.about.get("run")
@@ -116,14 +111,14 @@ def read_run(directory: Path) -> Run:
     run.values = _values(run, seconds)
     if run.state != "running" and run.total_steps is not None and step[-1] + 1 < run.total_steps:
         notes.append(f"unfinished: {int(step[-1]) + 1:,} of {run.total_steps:,} steps")
-    if (bad := step[~np.isfinite(run.loss)]).size:
+    if (bad := step[~np.isfinite(metrics["loss"])]).size:
         notes.append(f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}, first at step {int(bad[0]) + 1:,}")
     return run
 
 
 def _values(run: Run, seconds: Curve) -> dict[str, float]:
     done, tokens = run.step[-1] + 1, run.tokens[-1]
-    last = run.loss[-max(1, min(AVERAGED, len(run.loss) // 10)) :]
+    last = run.metrics["loss"][-max(1, min(AVERAGED, len(run.step) // 10)) :]
     found = {"steps": done, "tokens": tokens, "loss": float(np.mean(last))}
     if not np.isnan(seconds).all():
         step_seconds = float(np.nanmedian(seconds))
