@@ -82,11 +82,9 @@ def write_run(directory: Path, rate: float = 0.01, text: str = "It is a truth") 
             "run": {
                 "total_steps": TOTAL,
                 "tokens_per_step": 640,
-                "unigram_entropy": 3.75,
                 "parameters": 1_000_000,
                 "devices": "8 x cpu",
                 "mesh": {"d": 8},
-                "peak_flops": 1e11,
                 "peak_source": "measured here",
             },
         }

@@ -39,9 +39,6 @@ def print_start(run: Any, parameters: int) -> None:
                 f"unpacked   {share:.1%} of the tokens of {source} are never seen: they are beyond the first "
                 f"{loader.seq_len} of their document; data.sequence_packing=true reads all"
             )
-    entropy = loader.unigram_entropy()
-    if entropy is not None:
-        tell(f"unigram    {entropy:.3f} nats a token: a lower loss has learned more than how often each token comes")
 
 
 def save_config(directory: Path, config: Any) -> None:
@@ -61,12 +58,10 @@ def facts_of(run: Any, parameters: int, speed: Speed) -> dict[str, Any]:
         "defaults": flat(with_defaults({"model": {"module": module}}, module)),
         "run": {
             "total_steps": run.total,
-            "unigram_entropy": run.loader.unigram_entropy(),
             "parameters": parameters,
             "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
             "mesh": dict(mesh.shape),
             "flops_per_token": f"{speed.flops / 1e6:,.2f} MFLOP",
-            "peak_flops": speed.peak.total,
             "peak_source": speed.peak.source,
         },
     }

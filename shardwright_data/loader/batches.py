@@ -146,10 +146,6 @@ class Loader:
         """Batches until each sequence of a source has come once, by the source's name; empty if unknown."""
         return {}
 
-    def unigram_entropy(self) -> float | None:
-        """Entropy of single tokens in nats, the loss of a model that knows only their frequencies; None if unknown."""
-        return None
-
     @property
     def byte_lengths(self) -> ByteLengths | None:
         """Bytes of the tokens; None if unknown."""

@@ -18,8 +18,6 @@ from shardwright_data.text.tokenizers import ByteLengths, byte_lengths_of_datase
 
 CHECKED_DOCUMENTS = 2**16
 """First documents of a split whose lengths are read when it is opened to be read unpacked."""
-SAMPLED_TOKENS = 2**22
-"""Tokens at the beginning of a split that `unigram_entropy` counts; of a mixture, of all splits together."""
 
 
 class Source:
@@ -177,18 +175,6 @@ class FlatTokensLoader(Loader):
         same = lambda x: x is not None and x.before_document == first.before_document
         is_one = first and all(same(x) and np.array_equal(x.of_token, first.of_token) for x in others)
         return first if is_one else None
-
-    def unigram_entropy(self) -> float:
-        """Entropy of single tokens in nats, in a sample: the first tokens of each source, by weight."""
-        shares = self.quotas.shares / self.quotas.shares.sum()
-        samples, weights = [], []
-        for source, share in zip(self.sources.values(), shares, strict=True):
-            size = min(max(1, int(share * SAMPLED_TOKENS)), source.dataset.num_tokens)
-            samples.append(source.dataset.read(np.array([0]), np.array([size])))
-            weights.append(np.full(size, share / size))
-        ids, _ = flat_tokens.decode(np.concatenate(samples))
-        p = np.bincount(np.unique_inverse(ids).inverse_indices, np.concatenate(weights))
-        return float(-(p * np.log(p)).sum())
 
     def _find_limit(self) -> tuple[int, str] | None:
         """The last step at which every source is within its max_epochs, by bisection: counts only grow."""

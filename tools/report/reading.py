@@ -53,7 +53,7 @@ class Run:
     """What is missing or cannot be read."""
 
     def fact(self, name: str) -> Any:
-        """A fact that the run wrote of itself, such as unigram_entropy; None where it is not known."""
+        """A fact that the run wrote of itself, such as total_steps; None where it is not known."""
         facts = self.about.get("run")
         return facts.get(name) if isinstance(facts, dict) else None
 
