@@ -13,7 +13,7 @@ LOCK = ".lock"
 """File that a run locks. Its line says which process on which host that is; it is empty when no run is there."""
 REPORT = "report.html"
 """The page that shows the run."""
-OF_A_STEP = ("step", "event", "tokens", "source_tokens", "seconds", "tokens_per_second", "mfu")
+OF_A_STEP = ("step", "event", "tokens", "seconds", "tokens_per_second", "mfu")
 """Names that RunLog adds to the metrics of a step."""
 
 

@@ -67,7 +67,7 @@ class RunLog:
         self._see, self._send = see, send
         self.events: list[tuple[int, str]] = []
         """Name of each event that was logged, and the step after which it came."""
-        self._pending: tuple[int, Mapping[str, jax.Array], Mapping[str, int] | None] | None = None
+        self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
         self._last_end: float | None = None
         self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
         self._path: Path | None = None
@@ -86,7 +86,7 @@ class RunLog:
     def __exit__(self, *exc_info) -> None:
         self.close()
 
-    def log(self, step: int, metrics: Mapping[str, jax.Array], source_tokens: Mapping[str, int] | None = None) -> None:
+    def log(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Takes the metrics of a step that was just dispatched, and writes those of the step before.
 
         Reading the metrics of a step waits for it. By then the next one is queued, so that the devices do not wait. The
@@ -96,13 +96,11 @@ class RunLog:
             step: index of the step.
             metrics: by name: scalars, the same on all devices; vectors and LayerMetrics, of which the mean is
                 printed; or None.
-            source_tokens: by name, tokens of each source of the data in the step's batch. They are in the file if there
-                are any.
         """
         for value in jax.tree.leaves(dict(metrics)):
             value.copy_to_host_async()
         self.flush()
-        self._pending = (step, metrics, source_tokens)
+        self._pending = (step, metrics)
         if step == self.total_steps - 1:
             self.flush()  # no step follows that would have to be dispatched first
 
@@ -110,15 +108,13 @@ class RunLog:
         """Writes the metrics of the last step, and so waits for the devices. The time of that step ends here."""
         if self._pending is None:
             return
-        (step, metrics, source_tokens), self._pending = self._pending, None
+        (step, metrics), self._pending = self._pending, None
         values = _fetch(metrics)
         if not values.get("skipped"):  # the lines of other steps do without it
             values.pop("skipped", None)
         now = time.perf_counter()
         seconds, self._last_end = None if self._last_end is None else now - self._last_end, now
         record = {"step": step, **values, "tokens": (step + 1) * self.speed.tokens_per_step}
-        if source_tokens:
-            record["source_tokens"] = dict(source_tokens)
         if seconds is not None:
             self._durations.append(seconds)
             record |= {"seconds": seconds} | self.speed.of_step(seconds)

@@ -33,12 +33,6 @@ def print_start(run: Any, parameters: int) -> None:
     reduced = f", gradients reduced over d in {summed}" if mesh.shape.get("d", 1) > 1 else ""
     tell(f"model      {parameters:,} parameters, {t.compute_dtype} compute{fp8}{reduced}")
     tell(f"data       {name}: {length} tokens; {run.total:,} steps of {loader.tokens_per_batch:,}")
-    for source, share in loader.unseen.items():
-        if share:
-            tell(
-                f"unpacked   {share:.1%} of the tokens of {source} are never seen: they are beyond the first "
-                f"{loader.seq_len} of their document; data.sequence_packing=true reads all"
-            )
 
 
 def save_config(directory: Path, config: Any) -> None:

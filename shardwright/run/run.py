@@ -277,7 +277,7 @@ class Run:
         `metrics` is a dataclass. Its fields are those that RunLog.log takes, and one is `loss`.
         """
         self.done, self._loss = step + 1, metrics.loss
-        self._log.log(step, vars(metrics), self.loader.source_tokens(self._batch_of(step)))
+        self._log.log(step, vars(metrics))
         self.stopped_by = self._stop.after(step)
         self._profiler.after_step(step - self.start, metrics)
         if step == self.start:

@@ -19,6 +19,8 @@ SomeTokens = UInt32[np.ndarray, "_"]
 
 STORE_REQUESTS = 256
 """Bound on the requests that a reader has under way at a remote store."""
+CACHE_BYTES = 2**28
+"""Bound on the decoded chunks in memory, of a reader or of all sources of a mixture."""
 MOST_PROBES_LOCAL, MOST_PROBES_REMOTE = 4096, 64
 """Bounds on the files of an array that are looked at when it is opened, and so on the time that takes."""
 _AGAIN = "Write or copy the dataset again."
@@ -52,7 +54,7 @@ class Reader:
     attributes: Mapping[str, Any]
     """All attributes of the split's group, among them what the tokenization tool records."""
 
-    def __init__(self, filespec: str, split: str, *, cache_bytes: int = 2**28, inputs: Sequence[str] = ()):
+    def __init__(self, filespec: str, split: str, *, cache_bytes: int = CACHE_BYTES, inputs: Sequence[str] = ()):
         self.filespec, self.path = filespec, f"{filespec.rstrip('/')}/{split}"
         self._root, self._split = open_kvstore(filespec, opening_context()), split
         # A store that answers slowly should get all requests of a batch at once.

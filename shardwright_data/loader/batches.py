@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from typing import Any, TypeVar
@@ -81,11 +81,6 @@ class Loader:
     """Number of calls of `load` that may run at once in different threads: the `threads` of `prefetch`."""
     num_tokens: int | None
     """Tokens in the split, all sources together; None if unknown."""
-    limit: tuple[int, str] | None = None
-    """Number of batches that can be read, and the reason for the end, as a clause; None if the data has no end."""
-    unseen: Mapping[str, float]
-    """By dataset, the share of the tokens that no batch holds, because they are beyond seq_len in their document, among
-    the first documents of the split. Empty if documents are packed, or their lengths are unknown."""
 
     def __init__(
         self,
@@ -110,7 +105,6 @@ class Loader:
             )
         self.split, self.batch_size, self.seq_len, self.vocab_size = split, batch_size, seq_len, vocab_size
         self.inputs, self.microbatches = tuple(inputs), microbatches
-        self.unseen = {}
         self._shape = microbatches, size // microbatches, seq_len
         """Microbatches, sequences in each, tokens in each of these."""
         self.shardings: TokenBatch | None = None
@@ -130,10 +124,6 @@ class Loader:
             ValueError: the step cannot be read, or data is missing or damaged.
         """
         raise NotImplementedError
-
-    def source_tokens(self, step: int) -> dict[str, int]:
-        """Tokens of each source in the batch of `step`, padding included; empty if there is only one source."""
-        return {}
 
     def state(self, step: int) -> dict[str, Any]:
         """JSON values, for a checkpoint, with which `make_loader` resumes at the batch of `step`.

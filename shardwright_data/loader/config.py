@@ -16,8 +16,6 @@ class SourceConfig:
     weight: float = above_0(1.0)
     """Share of the sequences that come from this source, relative to the other weights; above 0. With sequence_packing
     it is the share of the tokens too."""
-    max_epochs: float | None = above_0(None)
-    """Bound on its epochs in a run, above 0: a longer run is an error at its start. Null for no bound."""
 
 
 @dataclass
@@ -67,12 +65,7 @@ class DataConfig:
     """True: sequences come in random order, another one in each epoch. False: in the order of the dataset."""
     sequence_packing: bool = True
     """True: sequences are consecutive windows of seq_len tokens, whatever documents they hold; the last
-    num_tokens % seq_len tokens are left out. False: each sequence is one document, cut or padded to seq_len; a run says
-    at its start how many tokens it never sees because of that."""
-    max_epochs: float | None = above_0(None)
-    """Bound on the epochs of a run, above 0: a longer run is an error at its start. Null for no bound."""
-    cache_bytes: int = within(0, 2**50, 2**28)
-    """Host memory for decoded chunks, in bytes, at least 0; divided evenly among the sources of a mixture."""
+    num_tokens % seq_len tokens are left out. False: each sequence is one document, cut or padded to seq_len."""
     prefetch: int = within(1, 2**16, 8)
     """Batches that are loaded ahead of use, at least 1."""
     skip_steps: list[int] = field(default_factory=list)
@@ -89,11 +82,6 @@ def check_data(config: DataConfig) -> None:
     check_ranges("data", config)
     for step in config.skip_steps:
         check_range("data.skip_steps", step, 0)
-    if config.mixture and config.max_epochs is not None:
-        raise ValueError(
-            f"data.max_epochs is {config.max_epochs}, but the sources of a mixture repeat at different steps. "
-            "Set data.mixture.<name>.max_epochs."
-        )
     for name, source in config.mixture.items():
         check_ranges(f"data.mixture.{name}", source)
 
@@ -101,7 +89,7 @@ def check_data(config: DataConfig) -> None:
 def fixed_settings(*data: Mapping[str, Any]) -> tuple[str, ...]:
     """Names, without `data.`, of the settings that decide the content of batches. A resumed run must not change them.
 
-    max_epochs, cache_bytes and prefetch may change. So may the path of a dataset, since `Loader.state` identifies it.
+    prefetch may change. So may the path of a dataset, since `Loader.state` identifies it.
     `data` are the data sections as plain dicts.
     """
     names = {"stream", "seed", "shuffle", "sequence_packing"}

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwright_data.checks import check_range
 from shardwright_data.loader.batches import Loader
-from shardwright_data.loader.config import DataConfig, batch_of, check_data
+from shardwright_data.loader.config import DataConfig, check_data
 from shardwright_data.loader.flat import FlatTokensLoader
 from shardwright_data.loader.stream import StreamLoader
 
@@ -23,7 +23,7 @@ def make_loader(
     state: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Loader:
-    """The loader that `config` names. Splits other than `train` are read in order, and without a bound on epochs.
+    """The loader that `config` names. Splits other than `train` are read in order.
 
     `state` is what `Loader.state` gave for the step to resume with; None or empty for the beginning. The rest is for
     Loader.
@@ -34,8 +34,7 @@ def make_loader(
     """
     check_data(config)
     if split != "train":
-        mixture = {name: dataclasses.replace(source, max_epochs=None) for name, source in config.mixture.items()}
-        config = dataclasses.replace(config, shuffle=False, max_epochs=None, mixture=mixture)
+        config = dataclasses.replace(config, shuffle=False)
     if config.stream is not None:
         return StreamLoader(config, state, split, batch_size, seq_len, vocab_size, **options)
     loader = FlatTokensLoader(config, split, batch_size, seq_len, vocab_size, **options)
@@ -70,7 +69,7 @@ def steps_for(
         skip_steps: batches that are left out.
 
     Raises:
-        ValueError: none or several of them are given, a value is out of range, or the data is too short for the run.
+        ValueError: none or several of them are given, or a value is out of range.
     """
     lengths = {"steps": steps, "tokens": tokens, "epochs": epochs}
     given = ", ".join(f"{name}={value}" for name, value in lengths.items() if value is not None)
@@ -85,11 +84,4 @@ def steps_for(
         steps = math.floor(Fraction(epochs) * of_epoch[0])
         steps -= sum(step < steps for step in {*skip_steps})
     check_range(f"the length of the run, {given} in steps of {loader.tokens_per_batch} tokens,", steps)
-    lasts, reason = loader.limit or (2**63, "")
-    if (read := batch_of(steps - 1, skip_steps) + 1) > lasts:
-        left_out = f" and to leave out {read - steps} batches" * (read > steps)
-        raise ValueError(
-            f"The run is to take {steps} steps{left_out}, but the data lasts for {lasts}: then {reason}. Train for "
-            "fewer steps, allow more epochs, or get more data."
-        )
     return steps

@@ -110,14 +110,6 @@ class Quotas:
         source, rank = source[inverse, place], rank[inverse, place]
         return source, period * self.shares[source] + self._before[block, source] + rank
 
-    def counts(self, num_sequences: int) -> Counts:
-        """Number of sequences of each source among the first `num_sequences` of the mixture."""
-        which, rest = divmod(num_sequences, BLOCK)
-        period, block = divmod(which, PERIOD)
-        source, _ = self._blocks(np.array([which]))
-        within = np.bincount(source[0, :rest], minlength=self.shares.size)
-        return period * self.shares + self._before[block] + within
-
     def _blocks(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[block, place]: the source of each sequence, and the number before it in the block from the same source."""
         slots = np.tile(np.arange(BLOCK), which.size)

@@ -39,8 +39,7 @@ class StreamLoader(Loader):
     there.
 
     Args:
-        config: the stream, and how it is read. max_epochs bounds its repetitions; where the stream ends is known only
-            once it does.
+        config: the stream, and how it is read.
         state: what `state(step)` gave in another run of the same config; None for the beginning.
         batches: arguments of Loader.
 
@@ -152,8 +151,7 @@ class StreamLoader(Loader):
 
     def _blocks(self, place: _Place) -> Iterator[tuple[_Place, list[str], _Place]]:
         """Blocks of the stream from `place` on, epoch after epoch: its place, its documents, the place after it."""
-        most = self._config.max_epochs
-        while most is None or place.epoch < most:
+        while True:
             self._data.load_state_dict(self._beginning if place.source is None else place.source)
             texts: list[str] = []
             field = self._stream.text_field
@@ -172,7 +170,3 @@ class StreamLoader(Loader):
             elif place == _Place(place.epoch):
                 raise ValueError(f"The stream {self._name} holds no text. Check data.stream.text_field and the source.")
             place = after
-        raise ValueError(
-            f"The stream {self._name} has been read max_epochs={most:g} times. "
-            "Train for fewer steps, allow more epochs, or choose a larger source."
-        )

@@ -51,9 +51,10 @@ def slow_server(tmp_path):
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_slow_answers_overlap(dataset, slow_server, packing):
+def test_slow_answers_overlap(dataset, slow_server, monkeypatch, packing):
     """A hundred batches of 16 requests at 30 ms each take 48 s one after the other, and of 48 requests 144 s."""
-    config = DataConfig(filespec=f"{slow_server}/d", cache_bytes=0, sequence_packing=packing)
+    monkeypatch.setattr(flat, "CACHE_BYTES", 0)
+    config = DataConfig(filespec=f"{slow_server}/d", sequence_packing=packing)
     loader = FlatTokensLoader(config, "train", 16, SEQ_LEN)
     local = FlatTokensLoader(dataclasses.replace(config, filespec=str(dataset)), "train", 16, SEQ_LEN)
     here, there = (one.sources[None].dataset for one in (local, loader))
@@ -123,18 +124,12 @@ def test_ids_beyond_what_the_dataset_states(dataset):
         loader.sequences(0, np.arange(32))
 
 
-@pytest.mark.parametrize("checked", [2**16, 1])
-def test_an_empty_document(tmp_path, monkeypatch, checked):
-    """The writer refuses it; another program may write it. Beyond what is looked at at first, it shows when read."""
-    monkeypatch.setattr(flat, "CHECKED_DOCUMENTS", checked)
+def test_an_empty_document(tmp_path):
+    """The writer refuses it; another program may write it. It is a sequence of padding."""
     path = str(tmp_path / "d")
     with Writer(path, "train") as writer:
         writer.append(np.arange(12), np.array([4, 2, 3, 3]))
     zarr.open_array(path, path="train/seq_starts", mode="r+")[2] = 4
-    message = r"document 1 is empty. Write the dataset again without it, or set sequence_packing=true"
-    with pytest.raises(ValueError, match=message):  # noqa: PT012
-        loader = FlatTokensLoader(DataConfig(filespec=path, sequence_packing=False, shuffle=False), "train", 1, 4)
-        assert checked == 1
-        loader.sequences(0, np.arange(1))
-        loader.sequences(1, np.arange(1))
+    found = FlatTokensLoader(DataConfig(filespec=path, sequence_packing=False, shuffle=False), "train", 4, 4)
+    assert found.sequences(0, np.arange(4)).loss_mask.sum(axis=1).tolist() == [4, 0, 4, 3]
     FlatTokensLoader(DataConfig(filespec=path), "train", 3, 4).sequences(0, np.arange(3))

@@ -178,17 +178,6 @@ def test_unpacked(dataset, shuffle):
         np.testing.assert_array_equal(targets[:, 0], ids[starts])
 
 
-def test_tokens_that_unpacked_reading_never_sees_are_counted(dataset):
-    path, ids, _ = dataset
-    loader = FlatTokensLoader(DataConfig(filespec=path, sequence_packing=False), "train", 4, SEQ_LEN)
-    targets, _, mask = all_rows(loader, 10)  # an epoch
-    unseen = 1 - np.unique(targets[mask]).size / ids.size
-    assert 0.1 < unseen < 0.9
-    assert loader.unseen == {path: pytest.approx(unseen)}
-    assert FlatTokensLoader(DataConfig(filespec=path, sequence_packing=False), "train", 1, 30).unseen == {}
-    assert FlatTokensLoader(DataConfig(filespec=path), "train", 1, SEQ_LEN).unseen == {}
-
-
 # ---- errors -------------------------------------------------------------------------------------------------------
 
 

@@ -42,10 +42,8 @@ def filespecs(tmp_path_factory):
     return {name: str(root / name) for name in ROWS}
 
 
-def data(filespecs, weights, max_epochs=None, **settings):
-    sources = {
-        name: SourceConfig(filespecs[name], weight, (max_epochs or {}).get(name)) for name, weight in weights.items()
-    }
+def data(filespecs, weights, **settings):
+    sources = {name: SourceConfig(filespecs[name], weight) for name, weight in weights.items()}
     return DataConfig(mixture=sources, **settings)
 
 
@@ -61,9 +59,10 @@ def test_shares_are_exact(weights):
     assert quotas.shares.sum() == total
     assert np.abs(quotas.shares - share * total).max() < 1
     # The blocks around the end of a period, and some far away.
-    expected = np.zeros(len(weights), np.int64)
-    for first in (0, PERIOD - 2, PERIOD * 10**6 - 1):
-        expected = quotas.counts(first * BLOCK)
+    for periods, before in ((0, 0), (1, 2), (10**6, 1)):
+        first = PERIOD * periods - before
+        source, _ = quotas.locate(np.arange(first * BLOCK, PERIOD * periods * BLOCK))
+        expected = periods * quotas.shares - np.bincount(source, minlength=len(weights))
         for block in range(first, first + 4):
             source, number = quotas.locate(np.arange(block * BLOCK, (block + 1) * BLOCK))
             counts = np.bincount(source, minlength=len(weights))
@@ -71,7 +70,6 @@ def test_shares_are_exact(weights):
             for i in range(len(weights)):
                 np.testing.assert_array_equal(number[source == i], expected[i] + np.arange(counts[i]))
             expected = expected + counts
-            np.testing.assert_array_equal(quotas.counts((block + 1) * BLOCK), expected)
 
 
 def test_mixture_is_pinned():
@@ -100,12 +98,6 @@ def test_rows_of_a_source_are_those_it_gives_alone(filespecs, packing):
         # Exact epochs: before a row comes for the n-th time, each has come n - 1 times.
         counts = np.bincount(mine[: len(mine) // ROWS[name] * ROWS[name], 0] - 1000 * i)
         assert set(counts) == {len(mine) // ROWS[name]}
-    counted = [loader.source_tokens(step) for step in range(steps)]
-    for i, name in enumerate(ROWS):
-        assert [counts[name] for counts in counted] == [
-            int((step == i).sum()) * SEQ_LEN for step in source.reshape(steps, 16)
-        ]
-    assert all(sum(counts.values()) == loader.tokens_per_batch for counts in counted)
 
 
 def test_any_step_and_any_rows(filespecs):
@@ -125,25 +117,8 @@ def test_number_of_tokens(filespecs):
 # ---- the length of a run --------------------------------------------------------------------------------------------
 
 
-def test_limit_of_a_mixture_is_the_first_source_to_end(filespecs):
-    limits = {"web": 1, "books": 2.5}
-    loader = make_loader(data(filespecs, {"web": 1, "books": 3, "code": 9}, limits), "train", 4, SEQ_LEN)
-    used, steps = np.zeros(3), 0
-    while used[0] <= 300 and used[1] <= 125:
-        steps += 1
-        used += [count // SEQ_LEN for count in loader.source_tokens(steps - 1).values()]
-    assert loader.limit[0] == steps - 1
-    assert loader.limit[1] == f"{filespecs['books']}/train has been read max_epochs=2.5 times"
-    assert steps_for(loader, steps=steps - 1) == steps - 1
-    with pytest.raises(
-        ValueError, match=f"to take {steps} steps, but the data lasts for {steps - 1}: then .*books/train has"
-    ):
-        steps_for(loader, steps=steps)
-
-
 def test_run_length(filespecs):
     loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", 7, SEQ_LEN)
-    assert loader.limit is None
     assert steps_for(loader, steps=10**9) == 10**9
     assert [steps_for(loader, tokens=tokens) for tokens in (56, 111, 112, 10**11)] == [1, 1, 2, 10**11 // 56]
     assert [steps_for(loader, epochs=epochs) for epochs in (1, 2, 0.5, 7)] == [42, 85, 21, 300]
@@ -151,17 +126,6 @@ def test_run_length(filespecs):
     for batch_size in (3, 4, 50, 100):
         loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", batch_size, SEQ_LEN)
         assert [steps_for(loader, epochs=n) for n in range(1, 9)] == [n * 300 // batch_size for n in range(1, 9)]
-
-
-def test_epochs_just_within_the_limit(filespecs):
-    for epochs in (1, 2, 3.5):
-        loader = make_loader(DataConfig(filespec=filespecs["web"], max_epochs=epochs), "train", 7, SEQ_LEN)
-        steps = steps_for(loader, epochs=epochs)
-        assert loader.limit[0] == steps == int(300 * epochs) // 7
-        with pytest.raises(
-            ValueError, match=rf"lasts for {steps}: then .*web/train has been read max_epochs={epochs:g}"
-        ):
-            steps_for(loader, steps=steps + 1)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +156,6 @@ def test_run_length_errors(filespecs, length, message):
     [
         ({}, "Set one of data.filespec, data.mixture and data.stream; none of them is set"),
         ({"filespec": "web", "mixture": {"a": SourceConfig("books")}}, "data.filespec and data.mixture is set"),
-        ({"mixture": {"a": SourceConfig("web")}, "max_epochs": 1}, r"Set data.mixture.<name>.max_epochs"),
         ({"mixture": {"a": SourceConfig("web", 0)}}, r"mixture.a.weight is 0; it must be above 0"),
         (
             {"mixture": {"a": SourceConfig("web", float("inf"))}},
@@ -202,8 +165,6 @@ def test_run_length_errors(filespecs, length, message):
             {"mixture": {"a": SourceConfig("web", 1e9), "b": SourceConfig("books")}},
             "mixture.b.weight is 1.0: less than one sequence in 1048576 would come from it",
         ),
-        ({"mixture": {"a": SourceConfig("web", 1, -1)}}, r"data.mixture.a.max_epochs is -1; it must be above 0"),
-        ({"filespec": "web", "max_epochs": 0}, "data.max_epochs is 0; it must be above 0"),
         ({"filespec": "web", "prefetch": 0}, "prefetch is 0; it must be at least 1"),
         (
             {"mixture": {"a": SourceConfig("web"), "b": SourceConfig("nowhere")}},
@@ -216,7 +177,7 @@ def test_contradictory_settings(filespecs, settings, message):
     if "filespec" in settings:
         settings["filespec"] = filespecs[settings["filespec"]]
     settings["mixture"] = {
-        name: SourceConfig(filespecs.get(source.filespec, source.filespec), source.weight, source.max_epochs)
+        name: SourceConfig(filespecs.get(source.filespec, source.filespec), source.weight)
         for name, source in settings.get("mixture", {}).items()
     }
     with pytest.raises(ValueError, match=message):
@@ -252,19 +213,15 @@ def test_the_datasets_of_a_mixture_may_not_change_nor_their_order(filespecs, tmp
 def test_state_of_a_stream_for_a_dataset(filespecs):
     with pytest.raises(ValueError, match=r"with other data than this run's: with step of 3; not dataset of"):
         make_loader(DataConfig(filespec=filespecs["web"]), "train", 4, SEQ_LEN, state={"step": 3})
-    loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", 4, SEQ_LEN, state={})
-    assert loader.source_tokens(3) == {}
 
 
-def test_validation_is_in_order_and_without_limit(filespecs):
-    loader = make_loader(DataConfig(filespec=filespecs["web"], max_epochs=0.001), "validation", 4, SEQ_LEN)
+def test_validation_is_in_order(filespecs):
+    loader = make_loader(DataConfig(filespec=filespecs["web"]), "validation", 4, SEQ_LEN)
     assert loader.sequences(0, np.arange(4)).targets[:, 0].tolist() == [0, 1, 2, 3]
-    assert loader.limit is None
-    mixed = data(filespecs, {"web": 1, "code": 1}, {"code": 0.5})
+    mixed = data(filespecs, {"web": 1, "code": 1})
     loader = make_loader(mixed, "validation", 64, SEQ_LEN)
     first = loader.sequences(0, np.arange(64)).targets[:, 0]
     assert first[first < 1000].tolist() == list(range((first < 1000).sum()))
-    assert loader.limit is None
 
 
 def test_settings_that_fix_the_batches():

@@ -40,9 +40,9 @@ EXPECTED = {
 
 
 def test_the_numbers_of_a_line():
-    assert numbers({"step": 3, "loss": 1.5, "source_tokens": {"web": 64}, "skipped": True}) == (
+    assert numbers({"step": 3, "loss": 1.5, "memory": {"peak": 64}, "skipped": True}) == (
         3,
-        {"loss": 1.5, "source_tokens/web": 64.0, "skipped": 1.0},
+        {"loss": 1.5, "memory/peak": 64.0, "skipped": 1.0},
     )
     step, values = numbers({"step": 3, "event": "sample", "text": "Infinity!", "size": ["-Infinity", 2]})
     found = {"step": 3, "event": "microscope", "points": [{"name": "layer q", "rms": [1.0, 2.0]}]}
