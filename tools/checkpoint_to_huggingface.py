@@ -9,8 +9,8 @@
 A model of train.py becomes a Llama; with QK-norm, a Qwen3. The module of another model (model.module) is
 converted by its own `to_huggingface`, which docs/huggingface.md describes. A weight or a setting that the format cannot
 hold, or attention that is not plain causal, is refused by name. Then the logits of a text are computed twice, by
-transformers from the files and as the run does. If they differ, the error names the layer. The output is complete or
-missing. Runs on the CPU, in memory for three times the model.
+transformers from the files and as the run does. If they differ, nothing is written. The output is complete or missing.
+Runs on the CPU, in memory for three times the model.
 """
 
 import json

@@ -6,7 +6,7 @@ Llama, models with its math (TinyLlama, SmolLM, Mistral without a sliding window
 Another model_type is converted by `from_huggingface` of the module of that name, or of the one that `module` names;
 docs/huggingface.md describes that function. Settings that change the math and are not supported are refused by name.
 Then the logits of a text are computed twice, by transformers from the model's files and as a run does. If they differ,
-the error names the layer, and there is no checkpoint. Runs on the CPU, in memory for three times the model. It writes
+there is no checkpoint. Runs on the CPU, in memory for three times the model. It writes
 into `output`
 
     checkpoints/0000000000/    the weights, in f32; complete or missing
