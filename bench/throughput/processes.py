@@ -112,6 +112,8 @@ def python_of(job: Job) -> str:
 def environment(job: Job, scratch: Path) -> dict[str, str]:
     """The environment of a contestant, with caches of compiled programs only for this run, unless it has others."""
     env = dict(os.environ) | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    if existing := os.environ.get("PYTHONPATH"):
+        env["PYTHONPATH"] += os.pathsep + existing
     env["TORCHINDUCTOR_CACHE_DIR"], env["TRITON_CACHE_DIR"] = str(scratch / "inductor"), str(scratch / "triton")
     if job.platform == "cpu":
         env |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}

@@ -4,8 +4,10 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 import socket
 import sys
+import tomllib
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,17 +37,17 @@ def refusal(error: Exception) -> str | None:
     """What a user is told of `error` instead of its traceback; None if the traceback is needed.
 
     That is the message of a ValueError, OSError or FloatingPointError with which this project, a model or the
-    configuration refuses what it was given; of an error of the system about a file; and of a missing package. A
-    ValueError that Python or a library raises is a bug. Of an error in code that shardlib checks, the message begins
-    with its place there. With HYDRA_FULL_ERROR=1 every error needs its traceback. What a terminal would obey in a
-    message, which may quote data, is left out.
+    configuration refuses what it was given; of an error of the system about a file; and of a missing package that an
+    extra installs. A ValueError that Python or a library raises is a bug. Of an error in code that shardlib checks, the
+    message begins with its place there. With HYDRA_FULL_ERROR=1 every error needs its traceback. What a terminal would
+    obey in a message, which may quote data, is left out.
     """
     on_purpose = isinstance(error, ValueError | OSError | FloatingPointError) and is_raised_on_purpose(error)
     refuses = (
         on_purpose
         or isinstance(error, OmegaConfBaseException)
         or (isinstance(error, OSError) and error.filename is not None)
-        or isinstance(error, ModuleNotFoundError)
+        or (isinstance(error, ModuleNotFoundError) and extra_of(error) is not None)
     )
     if not refuses or os.environ.get(FULL_ERROR, os.environ.get("HYDRA_FULL_ERROR")) == "1":
         return None
@@ -57,13 +59,21 @@ def refusal(error: Exception) -> str | None:
 def message_of(error: Exception) -> str:
     """The message of an error, in words for a user."""
     if isinstance(error, ModuleNotFoundError):
-        return f"this needs the package {error.name}, which is not installed; the extras of pyproject.toml install all."
+        return f"this needs the package {error.name}, which is not installed: pip install -e '.[{extra_of(error)}]'"
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.strerror}: {error.filename}. Check the path, its permissions and its disk."
     if not isinstance(error, OmegaConfBaseException):
         return str(error)
     name, first = error.full_key or "a setting", str(error).splitlines()[0].rstrip(".")
     return f"{name}: {first}. Correct the value of {name}."
+
+
+def extra_of(error: ImportError) -> str | None:
+    """The extra of pyproject.toml that installs the missing package; None if none does."""
+    package = (error.name or "").partition(".")[0]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    has_it = lambda wanted: any(re.match(r"[\w-]+", line)[0].replace("-", "_") == package for line in wanted)
+    return next((extra for extra, wanted in extras.items() if has_it(wanted)), None)
 
 
 class Refused(CompactHydraException):

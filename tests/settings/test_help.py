@@ -39,6 +39,9 @@ def test_help_lists_configurations_and_settings(program, shown):
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 
-def test_a_missing_package():
-    error = ModuleNotFoundError("No module named 'lm_eval'", name="lm_eval")
-    assert refusal(error).startswith("Error: this needs the package lm_eval, which is not installed; ")
+def test_a_missing_package_names_its_extra():
+    missing = lambda name: refusal(ModuleNotFoundError(f"No module named {name!r}", name=name))
+    for name, extra in {"huggingface_hub.errors": "tools", "lm_eval": "eval", "torch": "oracle"}.items():
+        assert missing(name).startswith(f"Error: this needs the package {name}, which is not installed: pip install")
+        assert missing(name).endswith(f"'.[{extra}]'")
+    assert missing("nowhere") is None
