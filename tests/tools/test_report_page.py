@@ -112,15 +112,12 @@ def test_the_plots_of_a_run_alone(tmp_path):
     assert [trace["name"] for trace in norm.traces] == ["each step", "average"]
 
 
-def test_the_last_look_of_the_microscope_is_tables_and_all_looks_are_curves(tmp_path):
+def test_the_last_look_of_the_microscope_is_tables(tmp_path):
     found = microscope(read_run(write_run(tmp_path / "run")))
     assert (found["step"], found["count"]) == (101, 2)
     activations, weights = found["tables"]
     assert activations.rows == [["Llama.layer gate train.py:159", "1.5 – 4.5", "8", "0%", "0%", "0% – 50%"]]
     assert weights.rows == [["embed", "0.125", "2", "0.0625", "0.00248", "inf", "0.3%"]]
-    gradients = found["panels"][1]
-    (trace,) = gradients.traces
-    assert (trace["name"], [*trace["x"]], [*trace["y"]]) == ("embed", [1, 101], [0.25, 0.25 / 101])
 
 
 @pytest.mark.parametrize(
@@ -288,7 +285,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (700, "dark")])
-@pytest.mark.parametrize(("which", "plots"), [("alone", 10), ("several", 7)])
+@pytest.mark.parametrize(("which", "plots"), [("alone", 7), ("several", 7)])
 def test_the_page_in_a_browser(pages, which, plots, width, scheme):
     ask = f"return [{DRAWN}, {CONTRAST}, innerWidth, document.documentElement.scrollWidth]"
     drawn, contrast, inner, whole = seen(pages[which], ask, width=width, scheme=scheme)

@@ -2,13 +2,11 @@
 
 import html
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from shardwright.microscope.tables import entries, name_of, values_of
 from shardwright_data.foreign import number, shown
 from tools.report.comparing import Comparison
 from tools.report.reading import AVERAGED, COMMON_METRICS, Curve, Run
@@ -19,12 +17,6 @@ _COLOURS = ("#2f7fd6", "#e0640b", "#1a9d76", "#c460b3", "#c99700", "#4db3e0", "#
 _DASHES = ("solid", "dot", "dashdot")
 """Of the first eight lines, of the next eight, and so on."""
 LOG = {"type": "log", "tickformat": "~g"}
-_OF_LOOKS = (
-    ("points", "rms", "Activations: rms"),
-    ("weights", "gradient rms", "Gradients: rms"),
-    ("weights", "update", "Updates: rms over that of the weight"),
-)
-"""Kind of value, statistic, and title of each plot of the microscope."""
 _TRANSPARENT = "rgba(0,0,0,0)"
 _LAYOUT = {
     "margin": {"l": 52, "r": 14, "t": 28, "b": 42},
@@ -56,13 +48,11 @@ class Panel:
     def figure(self) -> dict[str, Any]:
         """Data and layout for plotly.js. Plotly takes names and titles for HTML, so they are escaped."""
         # Of runs side by side, which the table above all plots names.
-        is_shared = len({trace["legendgroup"] for trace in self.traces} - {""}) > 1
-        inside = {"x": 1, "xanchor": "right", "y": 1}
-        below = {"orientation": "h", "x": 0, "y": -0.2}
+        is_shared = len({trace["legendgroup"] for trace in self.traces}) > 1
         layout = _LAYOUT | {
             "xaxis": {"title": {"text": html.escape(self.x)}, "automargin": True, "zeroline": False},
             "yaxis": {"automargin": True, "zeroline": False} | self.y,
-            "legend": {"bgcolor": _TRANSPARENT} | (below if len(self.traces) > 8 else inside),
+            "legend": {"bgcolor": _TRANSPARENT, "x": 1, "xanchor": "right", "y": 1},
             "showlegend": len(self.traces) > 1 and not is_shared,
         }
         return {"data": [trace | {"name": html.escape(trace["name"])} for trace in self.traces], "layout": layout}
@@ -131,22 +121,6 @@ def losses(c: Comparison, panel: Panel) -> Panel:
             circles = line(i, *np.array(points).T, _name(c, i, "validation"))
             panel.traces.append(circles | {"mode": "markers", "marker": marker})
     return panel
-
-
-def curves_of_looks(looks: Mapping[int, Mapping]) -> list[Panel]:
-    """What the microscope saw over the steps: a line for each value, of the mean over its layers."""
-    panels = []
-    for kind, statistic, title in _OF_LOOKS:
-        points: dict[str, list] = {}
-        for step in sorted(looks):
-            for entry in entries(looks[step], kind):
-                values = values_of(entry, statistic)
-                if values.size and 0 < (mean := float(np.mean(values))) < math.inf:
-                    points.setdefault(name_of(entry), []).append((step + 1, mean))
-        style = {"mode": "lines+markers", "marker": {"size": 4}, "legendgroup": ""}
-        traces = [line(i, *np.array(of).T, name, 1.5, **style) for i, (name, of) in enumerate(points.items())]
-        panels += [Panel(title, y=LOG, wide=True, traces=traces)] * bool(traces)
-    return panels
 
 
 def _name(c: Comparison, i: int, what: str) -> str:

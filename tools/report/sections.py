@@ -14,7 +14,7 @@ from shardwright.microscope.tables import tables_of
 from shardwright.run.files import duration
 from tools.report.comparing import METRICS, Comparison
 from tools.report.lines import step_by_line
-from tools.report.plots import colour, curves_of_looks, evenly, panels_of
+from tools.report.plots import colour, evenly, panels_of
 from tools.report.reading import AVERAGED, Run, read_samples
 
 _SAMPLES, _EVENTS, _LONGEST = 12, 200, 4000
@@ -71,13 +71,12 @@ def of_run(data: Callable[[Run], dict[str, Any] | None]) -> Callable[[Comparison
 
 
 def microscope(run: Run) -> dict[str, Any] | None:
-    """Tables of the last look, and curves over all looks. None without a look."""
-    looks = {event["step"]: event for event in run.of_event("microscope") if tables_of(event)}
+    """Tables of the last look. None without a look."""
+    looks = [event for event in run.of_event("microscope") if tables_of(event)]
     if not looks:
         return None
-    last = max(looks)
-    found = {"tables": tables_of(looks[last]), "panels": curves_of_looks(looks) if len(looks) > 1 else []}
-    return {"step": last + 1, "count": len(looks), **found}
+    last = max(looks, key=lambda look: look["step"])
+    return {"step": last["step"] + 1, "count": len(looks), "tables": tables_of(last)}
 
 
 def events(run: Run) -> dict[str, Any] | None:

@@ -64,19 +64,11 @@ def simulated(config: Settings) -> list[tuple[str, Timeline]]:
 
 
 def show(results: Sequence[tuple[str, Timeline]], console: Console) -> None:
-    """Prints a line for each schedule; before it, of a single one, the chart, and a line for each device."""
-    write = lambda line="": console.print(line, soft_wrap=True, no_wrap=True, crop=False)
+    """Prints a line for each schedule; before it, of a single one, the chart."""
     if len(results) == 1:
         ((_, timeline),) = results
-        for line in draw(timeline, console.width):
-            write(line)
-        rows, alive = [], timeline.most_alive()
-        for device, stages in enumerate(timeline.table.stages):
-            busy = sum(span.end - span.start for span in timeline.spans[device]) / (timeline.total or 1.0)
-            rows.append((device, " ".join(map(str, stages)), f"{busy:.1%}", alive[device]))
-        write()
-        print_table(console, ["device", "stages", "busy", "alive"], rows)
-        write()
+        for line in [*draw(timeline, console.width), ""]:
+            console.print(line, soft_wrap=True, no_wrap=True, crop=False)
     rows = []
     for name, t in results:
         slots = f"{t.table.arrivals}+{t.table.residuals}+{t.table.kept}"
