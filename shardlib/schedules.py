@@ -108,10 +108,9 @@ def interleaved_1f1b(p: int, m: int, v: int = 1) -> list[list[Task]]:
         ValueError: m is not a multiple of p, for v above 1.
     """
     if v > 1 and m % p:
-        near = " or ".join(str(n) for n in (m - m % p, m - m % p + p) if n)
         raise ValueError(
             f"interleaved_1f1b takes microbatches in groups of one per device: {m} microbatches are not a multiple of "
-            f"{p} devices. Use {near} microbatches, or v=1, which takes any number."
+            f"{p} devices. Use {m - m % p + p} microbatches, or v=1, which takes any number."
         )
     return _whole_backwards(p, m, v, ahead=lambda device: (v - 1) * p + 2 * (p - 1 - device))
 
