@@ -21,7 +21,7 @@ from shardwright.modeling.blockwise import small_blocks
 from shardwright.modeling.model import act, compute_scope, inputs_of
 from shardwright.modeling.rules import Rule
 from shardwright.modeling.weights import shapes_of
-from shardwright.run.soundness import refuse
+from shardwright.run.soundness import Unproved, refuse
 from shardwright_data.loader import TokenBatch
 
 ROWS, LENGTH = 2, 256
@@ -35,10 +35,6 @@ REMEDY = (
     "rules.same_document, or masked by tokens.document. A model that is not causal on purpose says so: "
     "Rule(causal=False)"
 )
-
-
-class Unproved(Exception):
-    """Why nothing is known of a model."""
 
 
 def check_causal(forward: Any, length: int, source: Any = None, sampled: bool = False, rows: int = 2) -> str:

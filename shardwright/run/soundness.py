@@ -26,6 +26,10 @@ SHOWN = 5
 """Number of findings that an error shows."""
 
 
+class Unproved(Exception):
+    """Why nothing is known of a program."""
+
+
 def check_steps(programs: Callable, c: Config, model: Any, source: Any) -> None:
     """Refuses steps that do not compute on the mesh in force what they compute on one device. They are not run.
 
@@ -59,9 +63,9 @@ def check_program(program: Any, args: Any, source: Any, *settings: Any) -> None:
 def refuse(find: Callable[[], list[Finding]], source: Any, *parts: Any) -> None:
     """Raises ShardError for what `find` finds, but for a `source` and `parts` of which all was proved before.
 
-    Of several processes, which all call this with the same program, the first proves, and keeps the record.
+    `find` may raise Unproved. Of several processes, which all call this with the same program, the first proves, and keeps the record.
     """
-    agreed(lambda: _refuse(find, source, parts) if jax.process_index() == 0 else None)
+    agreed(lambda: _refuse(find, source, parts) if jax.process_index() == 0 else None, Unproved)
 
 
 def _refuse(find: Callable[[], list[Finding]], source: Any, parts: tuple) -> None:

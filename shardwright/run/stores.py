@@ -129,11 +129,11 @@ def in_parallel(jobs: Iterable[Callable[[], T]]) -> list[T]:
         return list(pool.map(lambda job: job(), jobs))
 
 
-def agreed(action: Callable[[], T]) -> T:
-    """The result of `action`, which all processes call. Damaged, OSError or ValueError in one is raised in all."""
+def agreed(action: Callable[[], T], *more: type[Exception]) -> T:
+    """Result of `action`, which all processes call. Damaged, OSError, ValueError or `more` in one is raised in all."""
     if not jax.distributed.is_initialized() or jax.process_count() == 1:  # asked in this order: no devices start
         return action()
-    kinds, raised, result, sent = (Damaged, OSError, ValueError), None, None, b""
+    kinds, raised, result, sent = (*more, Damaged, OSError, ValueError), None, None, b""
     try:
         result = action()
     except kinds as error:

@@ -122,12 +122,22 @@ def test_a_count_that_is_not_that_of_the_processes(tmp_path):
 # ---- the same as one process -------------------------------------------------------------------------------------
 
 
+UNPROVED = """
+from shardwright.run import causality
+def find(*_):
+    raise causality.Unproved("for a test")
+    yield
+causality._findings = find
+"""
+
+
 @pytest.mark.long
 def test_two_processes_train_as_one(tmp_path):
     """Found as tasks of Slurm. One process of as many devices has the same losses, but for the order of sums."""
     job = free_port()
     shared = f"hardware.compilation_cache={tmp_path / 'cache'}"
-    two = Run(tmp_path / "two", 2, 2, "training.steps=5", shared, environment=[slurm(2, i, job) for i in range(2)])
+    environment, hooks = [slurm(2, i, job) for i in range(2)], dict.fromkeys(range(2), UNPROVED)
+    two = Run(tmp_path / "two", 2, 2, "training.steps=5", shared, environment=environment, hooks=hooks)
     one = Run(tmp_path / "one", 1, 4, "training.steps=5")
     two.succeed()
     one.succeed()
@@ -138,6 +148,7 @@ def test_two_processes_train_as_one(tmp_path):
     assert says_of_the_program(two, 1) == []
     assert (two.directory / "hosts.txt").read_text() == f"0 {HOST}\n1 {HOST}\n"
     assert [*(tmp_path / "cache" / "soundness").iterdir()], "the first process keeps what it proved"
+    assert "causality  not proved: for a test" in two.stdout(0)  # which both know, or one would wait for the other
 
 
 def says_of_the_program(run: Run, i: int) -> list[str]:
