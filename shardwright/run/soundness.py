@@ -63,7 +63,8 @@ def check_program(program: Any, args: Any, source: Any, *settings: Any) -> None:
 def refuse(find: Callable[[], list[Finding]], source: Any, *parts: Any) -> None:
     """Raises ShardError for what `find` finds, but for a `source` and `parts` of which all was proved before.
 
-    `find` may raise Unproved. Of several processes, which all call this with the same program, the first proves, and keeps the record.
+    `find` may raise Unproved. Of several processes, which all call this with the same program, the first proves, and
+    keeps the record.
     """
     agreed(lambda: _refuse(find, source, parts) if jax.process_index() == 0 else None, Unproved)
 

@@ -135,9 +135,9 @@ causality._findings = find
 def test_two_processes_train_as_one(tmp_path):
     """Found as tasks of Slurm. One process of as many devices has the same losses, but for the order of sums."""
     job = free_port()
-    shared = f"hardware.compilation_cache={tmp_path / 'cache'}"
-    environment, hooks = [slurm(2, i, job) for i in range(2)], dict.fromkeys(range(2), UNPROVED)
-    two = Run(tmp_path / "two", 2, 2, "training.steps=5", shared, environment=environment, hooks=hooks)
+    shared = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    environment, hooks = [slurm(2, i, job) | shared for i in range(2)], dict.fromkeys(range(2), UNPROVED)
+    two = Run(tmp_path / "two", 2, 2, "training.steps=5", environment=environment, hooks=hooks)
     one = Run(tmp_path / "one", 1, 4, "training.steps=5")
     two.succeed()
     one.succeed()
