@@ -124,17 +124,11 @@ def run(config: Settings) -> None:
     with unfinished.locked():
         resuming = unfinished.begin(result_settings(config, names, tokenizer), names, config.overwrite)
         root.write("tokenizer.json", tokenizer.definition.encode()).result()
-        try:
-            for name in names:
-                if resuming and flat_tokens.is_there(root, name):
-                    print(f"{config.out}/{name}: complete", flush=True)
-                    continue
-                print(write_split(config, name, opened[name], tokenizer), flush=True)
-        except ValueError:
-            # Nothing has been done that could be resumed: the settings may be corrected.
-            if not any(unfinished.has_begun(name) for name in names):
-                unfinished.finish()
-            raise
+        for name in names:
+            if resuming and flat_tokens.is_there(root, name):
+                print(f"{config.out}/{name}: complete", flush=True)
+                continue
+            print(write_split(config, name, opened[name], tokenizer), flush=True)
         unfinished.finish()
 
 

@@ -19,7 +19,6 @@ from jaxtyping import Integer, UInt32
 from shardwright_data.flat_tokens.format import (
     IDENTITY,
     clear_split,
-    is_there,
     open_kvstore,
     opening_context,
     read_file,
@@ -331,9 +330,10 @@ class Unfinished:
         if before == settings:
             return True
         if before is not None and not overwrite:
+            name = next(name for name in [*settings, *before] if before.get(name) != settings.get(name))
             raise ValueError(
-                f"{self.out} is unfinished, and was begun with other settings: {difference(before, settings)}. Give "
-                "the same to resume, overwrite=true to begin again, or another path."
+                f"{self.out} is unfinished, and was begun with other settings: {name} was {before.get(name)}, is "
+                f"{settings.get(name)}. Give the same to resume, overwrite=true to begin again, or another path."
             )
         for split in splits:
             clear_split(self.out, split, overwrite)
@@ -341,22 +341,12 @@ class Unfinished:
         self._root.write("unfinished.json", json.dumps(settings, indent=1).encode()).result()
         return False
 
-    def has_begun(self, split: str) -> bool:
-        """Whether a part of the split is there that need not be done again."""
-        return is_there(self._root, split) or read_file(self._root, state_of(split), STATE_BYTES) is not None
-
     def finish(self) -> None:
         """Deletes the settings, and what `Writer.save` wrote: the dataset is finished."""
         self._root.delete_range(ts.KvStore.KeyRange("unfinished", "unfinishee")).result()
 
 
-def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Names the first setting that differs, with both values."""
-    name = next(name for name in [*now, *before] if before.get(name) != now.get(name))
-    return f"{name} was {before.get(name)}, is {now.get(name)}"
-
-
-def add_input(filespec: str, split: str, name: str, values: np.ndarray, *, overwrite: bool = False) -> None:
+def add_input(filespec: str, split: str, name: str, values: np.ndarray) -> None:
     """Adds the array `input_<name>` to a complete split, in zarr v3.
 
     If the call is interrupted, the array is shorter than the tokens or lacks its last file. Readers refuse it.
@@ -367,7 +357,6 @@ def add_input(filespec: str, split: str, name: str, values: np.ndarray, *, overw
         name: of the input; letters, digits, _ and -.
         values: uint32[num_tokens], or of a smaller unsigned type: one for each token, in their order. It is read a
             part at a time, so it may be a np.memmap.
-        overwrite: replace an array of that name, or the part of one that an interrupted call left.
 
     Raises:
         ValueError: the split is missing or in zarr v2, it has such an array already, `values` have another length or
@@ -381,8 +370,8 @@ def add_input(filespec: str, split: str, name: str, values: np.ndarray, *, overw
             f"{where}: the values are {values.dtype}{list(values.shape)}, not uint32[{reader.num_tokens}], one for "
             "each token. Give values.astype(np.uint32), or of numbers in float32 their bits, values.view(np.uint32)."
         )
-    if not overwrite and read_file(kvstore, "zarr.json") is not None:
-        raise ValueError(f"{where} is already there, or was begun; overwrite=True replaces it.")
+    if read_file(kvstore, "zarr.json") is not None:
+        raise ValueError(f"{where} is already there, or was begun. Delete it, or choose another name.")
     array = GrowingArray(kvstore, np.uint32)
     for start in range(0, reader.num_tokens, TOKENS_SHARD):
         array.append(np.asarray(values[start : start + TOKENS_SHARD], np.uint32))

@@ -225,15 +225,6 @@ def test_two_processes_do_not_write_one_dataset(tmp_path, small):
     tool.run(config(tmp_path / "d", [source]))
 
 
-def test_an_early_error_leaves_nothing_to_go_on_with(tmp_path):
-    source = write_jsonl(tmp_path / "a.jsonl", [""] * 5)
-    with pytest.raises(ValueError, match="the source holds no text"):
-        tool.run(config(tmp_path / "d", [source]))
-    assert not (tmp_path / "d/unfinished.json").exists()
-    (tmp_path / "b.jsonl").write_text('{"text": "some"}\n')
-    tool.run(config(tmp_path / "d", [str(tmp_path / "b.jsonl")]))
-
-
 @pytest.mark.long
 def test_a_late_error_can_be_gone_on_from(tmp_path, small):
     """A full disk, made of a limit on the size of files, is named; with room again the same command goes on."""

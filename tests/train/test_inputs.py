@@ -82,7 +82,7 @@ def test_zarr_python_reads_it_and_the_split_stays_what_it_was(tmp_path, small_sh
             r"train/input_new: the values are uint32\[901\], not uint32\[902",
         ),
         ("new", lambda n: np.zeros(n, np.float32), r"values are float32\[902\], not .* values.view\(np.uint32\)"),
-        ("kind", lambda n: np.zeros(n, np.uint32), r"input_kind is already there, or was begun; overwrite=True repl"),
+        ("kind", lambda n: np.zeros(n, np.uint32), r"input_kind is already there, or was begun. Delete it"),
         ("a/b", lambda n: np.zeros(n, np.uint32), r"'a/b' is not a name of an input"),
     ],
 )
@@ -258,7 +258,8 @@ def test_it_trains_the_same_on_another_mesh(data, unbroken, tmp_path):
 def test_the_loss_depends_on_each_input(data, unbroken, tmp_path, name, split):
     shutil.copytree(data, tmp_path / "d")
     values = zarr.open_group(str(data), mode="r")[f"{split}/input_{name}"][:]
-    flat_tokens.add_input(str(tmp_path / "d"), split, name, values[::-1], overwrite=True)
+    shutil.rmtree(tmp_path / f"d/{split}/input_{name}")
+    flat_tokens.add_input(str(tmp_path / "d"), split, name, values[::-1])
     found = losses(config(str(tmp_path / "d")), tmp_path / "run")
     changed = np.abs(np.array(found) - unbroken) > 1e-4
     assert changed.tolist() == ([True] * 5 if split == "train" else [False] * 4 + [True])
