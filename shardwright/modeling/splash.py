@@ -7,7 +7,7 @@ Per-device code under `typed_shard_map`: each device has whole sequences, and so
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +28,6 @@ BLOCK, COMPUTED = 1024, 512
 measured. Smaller blocks would read keys and values faster than a v6e's memory gives them."""
 
 
-class _Task(NamedTuple):
-    """Static arguments of the kernel."""
-
-    rule: Rule
-    length: int
-    heads: int
-
-
 @typed
 def splash(
     q: act["B/r/d L K/t Q D"], k: act["B/r/d L K/t D"], v: act["B/r/d L K/t D"], places: Places, rule: Rule
@@ -44,7 +36,6 @@ def splash(
     # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
     axes = {axis for x in (q, k, v, places.document) for axis in jax.typeof(x).manual_axis_type.varying}
     axes |= set(stage_axes())
-    task = _Task(rule, q.shape[1], math.prod(q.shape[2:4]))
     # In f32, because bf16 would round the scale itself.
     scaled = (jnp.float32(q) * rule.scale_of(q.shape[-1])).astype(q.dtype)
     heads_first = (
@@ -54,19 +45,19 @@ def splash(
     )
     out = shardops.per_device(
         "B/r/d H/t L D",
-        functools.partial(_attend, task),
+        functools.partial(_attend, rule),
         *(varying(x, axes) for x in (*heads_first, places.document)),
         reason="the kernel computes each head of each sequence by itself",
     )
     return shardops.rearrange("B/r/d (K/t Q) L D -> B/r/d L K/t Q D", out)
 
 
-def _kernel(task: _Task, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:
+def _kernel(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:
     # A heavy import, for TPUs alone.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    length, rule = task.length, task.rule
+    heads, length = q.shape[1:3]
     ahead = 0 if causal in rule.visible else None
     windows = [condition.size - 1 for condition in rule.visible if isinstance(condition, Window)]
     if windows:
@@ -76,7 +67,7 @@ def _kernel(task: _Task, q: jax.Array, k: jax.Array, v: jax.Array, document: jax
     block = math.gcd(length, BLOCK)
     part = min(block, COMPUTED)
     kernel = kernels.make_splash_mha_single_device(
-        masks.MultiHeadMask([mask] * task.heads),
+        masks.MultiHeadMask([mask] * heads),
         block_sizes=kernels.BlockSizes(block, block, part, block, block, part, block, block),
         attn_logits_soft_cap=rule.score.cap if rule.score else None,
         residual_checkpoint_name=SAVED,
@@ -100,18 +91,18 @@ def _unchecked(fn: Callable, *args: Any) -> Any:
 
 # The gradient is defined here, since JAX would sum those of values that it takes for the same on all devices.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(task: _Task, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:
-    return _unchecked(functools.partial(_kernel, task), q, k, v, document)
+def _attend(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:
+    return _unchecked(functools.partial(_kernel, rule), q, k, v, document)
 
 
-def _attend_forward(task: _Task, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> tuple:
+def _attend_forward(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> tuple:
     def run(q, k, v, document):
-        return jax.vjp(lambda q, k, v: _kernel(task, q, k, v, document), q, k, v)
+        return jax.vjp(lambda q, k, v: _kernel(rule, q, k, v, document), q, k, v)
 
     return _unchecked(run, q, k, v, document)
 
 
-def _attend_backward(task: _Task, vjp: Callable, g: jax.Array) -> tuple:
+def _attend_backward(rule: Rule, vjp: Callable, g: jax.Array) -> tuple:
     return *_unchecked(lambda vjp, g: vjp(g), vjp, g), None
 
 
