@@ -198,6 +198,6 @@ def test_drawing_is_refused_by_other_source_or_is_of_the_average(run_directory):
     with pytest.raises(ValueError, match=r"it computes something else in evaluation\. .* or give other_source=true"):
         generate(Settings(**config))
     drawn = {which: generate(Settings(**config, weights=which, other_source=True)) for which in ("weights", "ema")}
-    assert drawn["weights"][0].ids != drawn["ema"][0].ids
+    assert drawn["weights"][0]["ids"] != drawn["ema"][0]["ids"]
     with pytest.raises(ValueError, match="weights is 'average'; choose one of weights, ema"):
         generate(Settings(**config, weights="average"))
