@@ -109,7 +109,7 @@ def processes_of(session):
     return found
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "gz", "parquet", "huggingface"])
+@pytest.mark.parametrize("kind", ["jsonl", "gz", "txt", "parquet", "huggingface"])
 def test_every_source_goes_on(tmp_path, small, monkeypatch, kind):
     texts = random_texts(60)
     settings = {}
@@ -118,6 +118,10 @@ def test_every_source_goes_on(tmp_path, small, monkeypatch, kind):
         parquet = pytest.importorskip("pyarrow.parquet")
         source = str(tmp_path / "a.parquet")
         parquet.write_table(pyarrow.table({"text": texts}), source, row_group_size=5)
+    elif kind == "txt":
+        source = str(tmp_path / "a.txt")
+        (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(texts))
+        settings["text_separator"] = "<|endoftext|>"
     else:
         (tmp_path / "data").mkdir()
         source = write_jsonl(tmp_path / "data/a.jsonl", texts)
