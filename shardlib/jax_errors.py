@@ -17,9 +17,8 @@ from shardlib.values import SHORT_DTYPES, WITHOUT_COPY, devices_along, is_opaque
 
 _BLOCKS = "inside shard_map an array has the shape of this device's block"
 _REMEDIES = {
-    "under jax.vmap": "name the mapped dim in the spec instead, or reduce it inside of what jax.lax.map maps",
     "unreduced": "reduce the partial sum first, with psum_scatter or psum; what is linear is written with the partial "
-    "sum itself: p + q, p - q, c * p",
+    "sum itself: p + q, p - q, c * p; instead of jax.vmap, name the dim in the spec",
     "reduced on": "give what was gathered to einsum_unreduced, index_unreduced or broadcast: its gradient is a partial "
     f"sum, which jax.numpy does not know; {WITHOUT_COPY}",
     "manual ax": "reduce or gather what differs (psum, all_gather); if a constant is to differ: jax.lax.pcast(x, axes, "
@@ -44,7 +43,7 @@ def told(error: Exception) -> ShardError | None:
     values = _values(text, frame.f_locals)
     short = " ".join(text.split())
     where = f"`{short}`" if 0 < len(short) <= 60 else ""
-    said = _shortened(str(error) or "JAX has no rule for partial sums under jax.vmap")
+    said = _shortened(str(error) or "it has no rule for unreduced values under jax.vmap")
     remedy = next((remedy for words, remedy in _REMEDIES.items() if words in said), None)
     remedy = _about_sizes(said, values) if remedy is None else remedy
     if "unreduced" in said:

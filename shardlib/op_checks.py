@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import string
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -187,8 +186,14 @@ def wrap(value: jax.Array, spec: ShapeSpec, copies: Iterable[str], origin: str) 
     """
     if copies:
         value = varying(value, copies)
-    pending = sort_axes(set(spec.partial) - jax.typeof(value).manual_axis_type.unreduced)
-    value = lax.pcast(value, pending, to="unreduced") if pending else value
+    if pending := sort_axes(set(spec.partial) - jax.typeof(value).manual_axis_type.unreduced):
+        try:
+            value = lax.pcast(value, pending, to="unreduced")
+        except NotImplementedError:  # without a word from JAX
+            raise ShardError(
+                f"{origin} makes a partial sum under jax.vmap, for which JAX has no rule",
+                "name the mapped dim in the spec instead, or reduce it inside of what jax.lax.map maps",
+            ) from None
     if copies:
         value = Copy(value, sort_axes(copies), OpName(origin))
     value = Partial(value, spec.partial, OpName(origin)) if spec.partial else value
@@ -274,6 +279,6 @@ def einsum_formula(op: OpSpec) -> str:
         )
     if extra := sort_axes(set(op.rhs.partial) - summed.keys()):
         raise ShardError(f"the result says +{extra[0]}, but no contracted dim is sharded over it", "drop the +")
-    letters = dict(zip(dims, string.ascii_letters, strict=False))
+    letters = {name: chr(ord("a") + i) if i < 26 else chr(ord("A") + i - 26) for i, name in enumerate(dims)}
     words = ["".join(letters[name] for name in shape.names) for shape in (*op.lhs, op.rhs)]
     return f"{','.join(words[:-1])}->{words[-1]}"

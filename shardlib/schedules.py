@@ -14,6 +14,7 @@ nobody waits. This module does not import JAX.
 
 import collections
 import importlib
+import operator
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -85,7 +86,7 @@ def in_a_v(p: int) -> Stages:
 
 def gpipe(p: int, m: int, v: int = 1) -> list[list[Task]]:
     """All forwards, then all backwards in the same order (arXiv 1811.06965, section 2.2). Any m; v is 1."""
-    _check_chunks("gpipe", v)
+    _check_sizes("gpipe", p, m, v)
     return _whole_backwards(p, m, v, ahead=lambda device: m)
 
 
@@ -107,6 +108,7 @@ def interleaved_1f1b(p: int, m: int, v: int = 1) -> list[list[Task]]:
     Raises:
         ValueError: m is not a multiple of p, for v above 1.
     """
+    _check_sizes("interleaved_1f1b", p, m, v)
     if v > 1 and m % p:
         raise ValueError(
             f"interleaved_1f1b takes microbatches in groups of one per device: {m} microbatches are not a multiple of "
@@ -128,7 +130,7 @@ def zb_v(p: int, m: int, v: int = 2) -> list[list[Task]]:
 
     At most 2p activations of a chunk are alive on a device, as much as p of a device's layers. Any m.
     """
-    _check_chunks("zb_v", v)
+    _check_sizes("zb_v", p, m, v)
     orders = []
     for d, stages in enumerate(in_a_v(p)):
         count = max(m, 2 * p - 1)  # those past m are left out below
@@ -155,7 +157,7 @@ def _whole_backwards(p: int, m: int, v: int, ahead: Callable[[int], int]) -> lis
 
 def _in_halves(name: str, p: int, m: int, v: int, later: Callable[[int], int]) -> list[list[Task]]:
     """1F1B in halves: the half for the weights comes after `later(device)` more of the input halves."""
-    _check_chunks(name, v)
+    _check_sizes(name, p, m, v)
     orders = []
     for device in range(p):
         backwards = [["I0"] + ["W0"] * (k >= later(device)) for k in range(m)]
@@ -172,7 +174,7 @@ def _in_turn(forwards: list[str], backwards: list[list[str]], ahead: int) -> lis
     return names
 
 
-_KIND_OF = dict(zip("FBIW", KINDS, strict=True))
+_KIND_OF = {"F": "forward", "B": "backward", "I": "backward_input", "W": "backward_weights"}
 
 
 def _tasks(names: list[str], stages: Sequence[int], m: int) -> list[Task]:
@@ -230,13 +232,27 @@ def schedule_of(name: str) -> Schedule:
     return checked
 
 
+def stages_of(name: str, p: int, m: int, v: int) -> Stages:
+    """The stages of each device in the schedule of this name. Raises ValueError as that does."""
+    if name not in SCHEDULES:
+        return stages_of_devices(schedule_of(name)(p, m, v))
+    _check_sizes(name, p, m, v)
+    return in_a_v(p) if name == "zb_v" else in_a_ring(p, v)
+
+
 # ---- validity -----------------------------------------------------------------------------------------------------
 
 
-def _check_chunks(name: str, v: int) -> None:
-    """Raises ValueError for another number of chunks than the schedule's."""
-    if v != CHUNKS[name]:
-        raise ValueError(f"{name} is defined for v={CHUNKS[name]}, not for v={v}. Use that, or interleaved_1f1b.")
+def _check_sizes(name: str, p: int, m: int, v: int) -> None:
+    """Raises ValueError for a number below 1, or another number of chunks than the schedule's."""
+    for value, what in ((p, "devices of the axis p"), (m, "microbatches"), (v, "chunks per device (v)")):
+        if operator.index(value) < 1:
+            raise ValueError(f"{value} {what}: there must be at least 1.")
+    if v != CHUNKS.get(name, v):
+        one = "one chunk" if CHUNKS[name] == 1 else "two chunks"
+        raise ValueError(
+            f"{name} is defined for {one} per device, not for v={v}. Use v={CHUNKS[name]}, or interleaved_1f1b."
+        )
 
 
 def check_schedule(orders: Orders, p: int, m: int, v: int) -> list[list[Task]]:

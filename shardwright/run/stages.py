@@ -17,7 +17,7 @@ from shardlib.op_checks import varying
 from shardlib.parsing import PIPELINE_AXIS
 from shardlib.pipeline import StagedLoss
 from shardlib.placement import LayerPlacement, place_layers
-from shardlib.schedules import Orders, forwards, in_a_ring, schedule_of, stages_of_devices
+from shardlib.schedules import Orders, forwards, in_a_ring, schedule_of, stages_of
 from shardlib.shardtypes import Array, f32, make_shardings, typed_shard_map
 from shardlib.tick_tables import TickTable, tick_table
 from shardlib.values import mesh_axes, pipeline_stage
@@ -39,7 +39,7 @@ def placement_of(c: Config, model: LanguageModel) -> LayerPlacement:
     if p == 1:
         return place_layers(c.model.layers, in_a_ring(1, 1), period_of(model))
     try:
-        stages = stages_of_devices(schedule_of(c.pipeline.schedule)(p, c.training.microbatches, v))
+        stages = stages_of(c.pipeline.schedule, p, c.training.microbatches, v)
     except ValueError as error:
         names = "p is mesh.p, v pipeline.virtual_stages, the number of microbatches training.microbatches"
         raise ValueError(f"pipeline.schedule={c.pipeline.schedule}: {error} ({names})") from None

@@ -333,7 +333,7 @@ def test_rows_of_chunks():
     ("changes", "message"),
     [
         ({"virtual_stages": 3}, "8 layers do not divide into 6 equal stages"),
-        ({"schedule": "gpipe", "virtual_stages": 2}, "gpipe is defined for v=1"),
+        ({"schedule": "gpipe", "virtual_stages": 2}, "gpipe is defined for one chunk"),
         ({"schedule": "2f2b"}, "2f2b"),
     ],
 )

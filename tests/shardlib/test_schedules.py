@@ -34,6 +34,7 @@ from shardlib.schedules import (
     needs,
     one_f_one_b,
     schedule_of,
+    stages_of,
     zb_h1,
     zb_v,
 )
@@ -350,6 +351,12 @@ def test_a_schedule_of_ones_own():
     assert short(orders)[1] == ["F1.0", "F3.0", "B3.0", "B1.0", "F1.1", "F3.1", "B3.1", "B1.1"]
     with pytest.raises(ValueError, match=":forgets' for p=2, m=1, v=1: the backward_input of stage 0"):
         schedule_of(f"{__name__}:forgets")(2, 1, 1)
+
+
+def test_where_the_stages_are():
+    assert stages_of("interleaved_1f1b", 4, 6, 2) == in_a_ring(4, 2), "also for microbatches that it refuses"
+    assert stages_of("zb_v", 4, 6, 2) == in_a_v(4)
+    assert stages_of(f"{__name__}:one_after_the_other", 2, 3, 2) == in_a_ring(2, 2)
 
 
 def test_no_jax():

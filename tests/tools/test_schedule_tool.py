@@ -103,7 +103,8 @@ def test_times_are_of_all_chunks():
         (["schedule=zb"], "no schedule is called 'zb' (No module named 'zb'). Choose gpipe, 1f1b, interleaved_1f1b"),
         (["schedule=[]"], "schedule is []; give a name, or a list of names"),
         (["schedule=3"], "schedule is 3; give a name"),
-        (["v=2"], "gpipe is defined for v=1, not for v=2"),
+        (["v=2"], "gpipe is defined for one chunk per device, not for v=2"),
+        (["p=0"], "0 devices of the axis p: there must be at least 1"),
     ],
 )
 def test_bad_settings(settings, message):
