@@ -26,6 +26,7 @@ from shardwright_data.loader import check_skips
 from shardwright_data.loader import fixed_settings as fixed_data_settings
 
 RETIRED = {
+    "data": ("max_epochs", "cache_bytes"),  # and of each source of a mixture
     "hardware": ("xla_flags", "hosts", "coordinator", "host", "name", "memory_fraction"),
     "optimizer": ("state_dtype",),  # bf16 is refused where its arrays are read
     "pipeline": ("layers_per_stage", "recompute"),
@@ -77,9 +78,14 @@ def with_defaults(saved: dict, named: str | None = None) -> dict:
             kind = module_of(module).ModelConfig
         defaults = {f.name: f.default for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
         made = {f.name: f.default_factory() for f in dataclasses.fields(kind) if callable(f.default_factory)}
-        kept = {name: value for name, value in given.items() if name not in RETIRED.get(section.name, ())}
+        kept = _without(given, RETIRED.get(section.name, ()))
         filled[section.name] = defaults | made | kept
     return saved | filled
+
+
+def _without(section: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    given = ((k, _without(v, names) if isinstance(v, Mapping) else v) for k, v in section.items())
+    return {name: value for name, value in given if name not in names}
 
 
 def config_of(saved: dict, trust: bool = False) -> Config:

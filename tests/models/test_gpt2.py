@@ -92,6 +92,22 @@ def test_training_drops_other_entries_at_each_step_and_evaluation_none():
     assert len({*found, float(without)}) == 3
 
 
+@pytest.mark.long
+def test_training_drops_other_entries_in_each_sequence():
+    """Two sequences of the same tokens, of which one counts in the loss, and then the other."""
+    c, batch = tiny.config(model(dropout=0.3)), tiny.host_batch()
+    c.optimizer.learning_rate = 0.0
+    for values in (batch.targets, batch.is_seq_start):
+        values[:] = values[0]
+    with jax.set_mesh(tiny.mesh("one device")):
+        state, step, found = tiny.state(c), tiny.training_step(c), []
+        for row in range(2):
+            batch.loss_mask[:] = np.arange(tiny.BATCH)[:, None] == row
+            state, metrics = step(state, tiny.place_batch(c, batch), np.int32(0))
+            found.append(float(metrics.loss))
+    assert abs(found[0] - found[1]) > 1e-4
+
+
 def test_sequences_longer_than_the_positions_are_refused():
     c = tiny.config(model(positions=tiny.LENGTH - 8))
     with pytest.raises(ValueError, match=r"sequences have 16 tokens, but model\.positions is 8; raise it\."):
