@@ -47,6 +47,8 @@ _ATTRIBUTES = {"step": int, "saved_at": str, "arrays": {str: _ARRAY}, "metadata"
 """Types of the attributes, for check_types."""
 SMALL_BYTES = 2**14
 """Shards below it are not worth a file each."""
+MOST_GATHERED = 2**22
+"""Largest array that is gathered for that: a small model on many devices would else be whole on each."""
 CHUNK_BYTES = 2**28
 """Largest size of a chunk, where that is possible. Whoever reads a part of a chunk reads all of it."""
 MOST_PIECES = 64
@@ -160,12 +162,13 @@ def _chunk_shape(leaf: jax.Array, order: np.ndarray | None) -> tuple[int, ...]:
 
 
 def gather_small(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The leaves, of which those with shards below SMALL_BYTES are whole on each device: one process writes one file.
+    """The leaves. Small ones in shards below SMALL_BYTES are whole on each device: one process writes one file.
 
     Else the norms of a model alone would be a file for each device of a run. All processes call this.
     """
     shard_bytes = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
-    small = {k: x for k, x in leaves.items() if shard_bytes(x) < SMALL_BYTES and not x.is_fully_replicated}
+    is_small = lambda x: shard_bytes(x) < SMALL_BYTES and x.nbytes <= MOST_GATHERED and not x.is_fully_replicated
+    small = {k: x for k, x in leaves.items() if is_small(x)}
     return leaves | {k: jax.device_put(x, NamedSharding(x.sharding.mesh, PartitionSpec())) for k, x in small.items()}
 
 

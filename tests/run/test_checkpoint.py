@@ -443,6 +443,13 @@ def test_an_array_of_small_shards_is_one_file(tmp_path, order):
     assert_bits_equal(zarr.open_array(path / "weights/w_q", mode="r")[...], rows[np.argsort(order)] if order else rows)
 
 
+def test_a_large_array_of_small_shards_is_not_gathered(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_arrays, "MOST_GATHERED", 1023)
+    path = save(tmp_path)
+    assert zarr.open_array(path / "weights/embed", mode="r").chunks == (16, 4)  # 2,048 bytes
+    assert zarr.open_array(path / "weights/w_q", mode="r").chunks == (3, 16, 5)  # 960 bytes
+
+
 def test_large_shards_are_several_chunks(tmp_path, monkeypatch, each_shard_has_a_file):
     monkeypatch.setattr(checkpoint_arrays, "CHUNK_BYTES", 500)
     path = save(tmp_path)
