@@ -230,7 +230,7 @@ def gathered(w: W, which: Callable[[str], bool] = lambda name: True, reduce_dtyp
     """Weights as they are used: each is cast, and gathered over the axes that its type drops, into a copy.
 
     `which` says by its name, such as `layers.w_q`, whether a weight is to be used next; others stay at rest. Its
-    gradient is reduced over those axes in the dtype that x has when all_gather gets it.
+    gradient is reduced over those axes in the dtype of its uses, or with reduce_dtype="f32" in that of the weight.
     """
 
     def gather(name, t, x):
