@@ -1,48 +1,40 @@
 """Evaluates a checkpoint: loss, perplexity and bits per byte of documents, and tasks of lm-eval.
 
     python -m tools.evaluate run=runs/<name>
-    python -m tools.evaluate run=runs/<name> data=data/austen_bytes.zarr out=losses.jsonl
-    python -m tools.evaluate run=runs/<name> data=stories.jsonl step=500 mesh.t=2
+    python -m tools.evaluate run=runs/<name> data=stories.jsonl out=losses.jsonl
+    python -m tools.evaluate run=runs/<name> step=500 mesh.t=2
     python -m tools.evaluate run=runs/<name> tasks=[mine] task_path=tasks/
 
 Without data or tasks, the loss is that of the run's own validation: its evaluation step, on the same batches. With
-data, each document is counted once. docs/evaluation.md has examples.
+data, each document of a file of texts is counted once. docs/evaluation.md has examples.
 """
 
-import contextlib
 import itertools
 import json
 import math
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 
 import train
 from shardwright.cluster.devices import known_options
 from shardwright.modeling.attention import KERNELS
-from shardwright.modeling.model import COMPUTE_DTYPES, inputs_of, load_model
+from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run import opening
 from shardwright.run.causality import check_causal
 from shardwright.run.evaluation import evaluate as evaluate_batches
 from shardwright.run.opening import CheckpointChoice, MeshChoice
 from shardwright.sampling.harness import language_model
-from shardwright.sampling.sampler import products_in
 from shardwright.sampling.scoring import Scorer, document_losses
 from shardwright.settings.program import run_program
-from shardwright_data.checks import at_least_0, at_least_1, check_choice
-from shardwright_data.flat_tokens import Reader, decode
+from shardwright_data.checks import at_least_0, at_least_1
 from shardwright_data.loader import make_loader
 from shardwright_data.text import sources
-from shardwright_data.text.tokenizers import Tokenizer, byte_lengths_of_dataset, tokenizer_of_dataset, tokenizer_of_run
-
-TEXTS = r"\.(jsonl|json|txt|parquet)(\.\w+)?$"
-"""End of the name of a file of texts."""
+from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_run
 
 
 @dataclass
@@ -52,15 +44,11 @@ class Settings(CheckpointChoice):
     mesh: MeshChoice = field(default_factory=MeshChoice)
     """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if it fits, else all on d.
     Stages of the run are left out: d takes their devices."""
-    compute_dtype: str | None = None
-    """bf16 or f32. Null: that of the run (training.compute_dtype), and f32 for an import."""
     batches: int | None = at_least_1(None)
     """Batches of the run's own validation; null: training.eval_batches."""
     data: str | None = None
-    """What to evaluate instead of the run's own validation: a flat-tokens dataset, or a file of texts (.jsonl, .json,
-    .parquet, or .txt, compressed or not; a glob for several)."""
-    split: str = "validation"
-    """Split of the dataset."""
+    """Texts to evaluate instead of the run's own validation: a file (.jsonl, .json, .parquet, or .txt, compressed or
+    not), or a glob for several."""
     text_field: str = "text"
     """The JSON key or column that holds a text."""
     tasks: list[str] = field(default_factory=list)
@@ -86,23 +74,21 @@ class OpenRun:
     """
 
     def __init__(self, config: Settings, write_line: Callable[[str], None] = print):
-        if config.compute_dtype is not None:
-            check_choice("compute_dtype", config.compute_dtype, tuple(COMPUTE_DTYPES))
         with opening.open_run(config.run, config.step, config.trust) as saved:
             self.config, self.c, self.step, training = config, saved.c, saved.step, saved.c.training
-            of_run = saved.metadata["config"].get("training", {}).get("compute_dtype")  # an import has none
-            dtype = config.compute_dtype or of_run or "f32"
+            is_import = "compute_dtype" not in saved.metadata["config"].get("training", {})
             self.which = config.which(self.c)
             self.mesh, self.model = opening.mesh_for(config.mesh, self.c), load_model(self.c.model)
             platform = self.mesh.devices.flat[0].platform
-            if KERNELS.get(training.attention, platform) != platform or dtype != of_run:
+            if KERNELS.get(training.attention, platform) != platform:
                 training.attention = "auto"
             with jax.set_mesh(self.mesh):
                 found = saved.read_weights(self.model, self.which, train.programs, config.other_source, write_line)
                 self.weights, self.source = found
                 if why := check_causal(train.Forward(self.model, training), training.seq_len, self.source):
                     write_line(f"not proved that a position sees no later token: {why}")
-        training.compute_dtype = dtype  # after the source, of which it is a part, was compared
+        if is_import:
+            training.compute_dtype = "f32"  # after the source, of which it is a part, was compared
 
     def scorer(self) -> Scorer:
         """What computes losses of tokens."""
@@ -133,10 +119,7 @@ def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str,
         loader = make_loader(c.data, "validation", *sizes, inputs=inputs, microbatches=t.microbatches, pad=True)
         options = known_options(opening.trusted_options(c, run.config.trust, write_line), write_line)
         evaluation_step = train.make_evaluation_step(c, run.model, options)
-        # The products of a run in f32 stay as they were in it.
-        of_run = contextlib.nullcontext() if run.config.compute_dtype is None else products_in(t.compute_dtype)
-        with of_run:
-            found = evaluate_batches(evaluation_step, run.weights, loader, batches)
+        found = evaluate_batches(evaluation_step, run.weights, loader, batches)
     about = {"data": "the run's own validation"}
     return about | result_of(found["loss"] * found["targets"], found["targets"], found.get("utf8_bytes"))
 
@@ -152,12 +135,12 @@ def result_of(nats: float, tokens: int, utf8_bytes: int | None) -> dict[str, Any
 
 # ---- documents ------------------------------------------------------------------------------------------------------
 
-Document = tuple[int, Sequence[int], int | None]
-"""Place in the data, counted from 0; token ids without bos; UTF-8 bytes of the text, None if they are not known."""
 
+def documents_of(run: OpenRun) -> Iterator[tuple[int, list[int], int]]:
+    """Place in the files, counted from 0; token ids without bos, with the end token of the run's data; UTF-8 bytes.
 
-def documents_of_files(run: OpenRun) -> Iterator[Document]:
-    """The documents of files, with the end token of the run's data. Those without text are left out, but counted."""
+    Documents without text are left out, but counted.
+    """
     tokenizer = run.tokenizer()
     end = [] if tokenizer.end is None else [tokenizer.end]
     blocks = sources.blocks(*sources.open_text("data", None, None, None, [run.config.data]), run.config.text_field)
@@ -166,48 +149,18 @@ def documents_of_files(run: OpenRun) -> Iterator[Document]:
             yield i, [*ids, *end], len(text.encode())
 
 
-def documents_of_dataset(run: OpenRun) -> Iterator[Document]:
-    """The documents of a split, with the end tokens that are in it.
-
-    Raises:
-        ValueError: they are of another vocabulary than the run's data.
-    """
-    config, reader = run.config, Reader(run.config.data, run.config.split)
-    if reader.max_token_id >= run.c.model.vocab:
-        raise ValueError(
-            f"{reader.path} holds token ids up to {reader.max_token_id}, the model's vocabulary has "
-            f"{run.c.model.vocab}. Choose a dataset made with the run's tokenizer, or evaluate its texts."
-        )
-    known = {tokenizer_of_dataset(reader).definition}
-    try:
-        known.add(run.tokenizer().definition)
-    except ValueError:  # of an import, which has no data
-        if config.tokenizer is not None:
-            raise
-    if len(known - {None}) > 1:
-        raise ValueError(
-            f"{reader.path} was made with another tokenizer than the run's data. Evaluate its texts: data=<file>.jsonl."
-        )
-    lengths = byte_lengths_of_dataset(reader)
-    for i in range(reader.num_documents):
-        ids, is_start = decode(reader.read(*reader.document_spans(np.array([i]))))
-        yield i, ids, None if lengths is None else lengths.count(ids, is_start)
-
-
 def of_data(run: OpenRun) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The loss of all documents of `data`, and a line for each."""
-    documents = documents_of_files(run) if re.search(TEXTS, run.config.data) else documents_of_dataset(run)
-    documents, again = itertools.tee(itertools.islice(documents, run.config.limit))
+    documents, again = itertools.tee(itertools.islice(documents_of(run), run.config.limit))
     losses = document_losses(run.scorer(), run.weights, (ids for _, ids, _ in documents))
     lines = [
         {"index": i, "tokens": len(ids), "loss": loss, "bytes": size}
         for (i, ids, size), loss in zip(again, losses, strict=True)
     ]
     if not lines:
-        raise ValueError(f"{run.config.data} has no document. Choose another file or split.")
-    sizes = [line["bytes"] for line in lines]
-    size = None if None in sizes else sum(sizes)
-    nats, tokens = math.fsum(line["loss"] for line in lines), sum(line["tokens"] for line in lines)
+        raise ValueError(f"{run.config.data} has no document. Choose another file.")
+    nats = math.fsum(line["loss"] for line in lines)
+    tokens, size = (sum(line[name] for line in lines) for name in ("tokens", "bytes"))
     return {"data": run.config.data, "documents": len(lines)} | result_of(nats, tokens, size), lines
 
 
@@ -240,7 +193,7 @@ def evaluate(config: Settings, console: Console | None = None) -> dict[str, Any]
 
     Raises:
         ValueError: a setting out of range, settings that contradict each other, no such run, checkpoint, data or
-            tokenizer, or data of another vocabulary.
+            tokenizer.
     """
     console = console or Console()
     write_line = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -6,14 +6,15 @@ import io
 import re
 import shlex
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from tools.schedule import __main__ as tool
-from tools.schedule.__main__ import Settings, simulated
+from tools import schedule as tool
+from tools.schedule import Settings, simulated
 
 pytestmark = pytest.mark.quick
 
@@ -36,59 +37,45 @@ def _in_an_empty_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def chart_lines(*overrides, width=100):
-    """The chart alone: the lines before the first blank one, without the legend."""
-    return printed(*overrides, width=width).split("\n\n")[0].splitlines()[:-1]
-
-
 @pytest.mark.parametrize(
     ("settings", "lines"),
     [
         (
-            "schedule=gpipe p=2 m=2",
-            ["   0 ' '     5   '", "0  0>1>······0<<<1<<<", "1  ··0>1>0<<<1<<<····"],
-        ),
-        (
             "schedule=interleaved_1f1b p=2 m=2 v=2",
-            [
-                "   0 ' ' '     '     ' 5 '   '",
-                "0  0>1>0)1)······0(((1(((0<<<1<<<",
-                "1  ··0>1>0)0(((1)1(((0<<<1<<<····",
-            ],
+            """
+            start      0          1
+            0          F0.0       ·
+            0.5        F0.1       F1.0
+            1          F2.0       F1.1
+            1.5        F2.1       F3.0 B3.0
+            3          B2.0       F3.1 B3.1
+            4.5        B2.1       B1.0
+            5.5        B0.0       B1.1
+            6.5        B0.1       ·""",
         ),
         (
-            "schedule=zb_h1 p=2 m=3 backward=3 weights=0.33333334",
-            [
-                "   0 ' '   ' 5 '   ' ' 10    '   15",
-                "0  0>1>····0<<<0+··2>1<<<1+··2<<<2+",
-                "1  ··0>0<<<1>··1<<<0+2>··2<<<1+··2+",
-            ],
-        ),
-        (
-            "schedule=1f1b p=1 m=2 transfer=0.5",
-            ["   0  '  '  '5 '  '", "0  0>·0<·0+·1>·1<·1+·"],
+            "schedule=zb_h1 p=2 m=2 backward=3 weights=0.33333334 transfer=0.5",
+            """
+            start  0      1
+            0      F0.0   ·
+            1.5    F0.1   F1.0
+            3      ·      B1.0
+            5.5    B0.0   F1.1
+            8      W0.0   B1.1
+            10.5   B0.1   W1.0
+            13     W0.1   W1.1""",
         ),
     ],
 )
-def test_charts(settings, lines):
-    assert chart_lines(*settings.split()) == lines
+def test_ticks(settings, lines):
+    found = printed(*settings.split()).split("\n\n")[0]
+    assert found == textwrap.dedent(lines).strip()
 
 
-@pytest.mark.parametrize("width", [40, 80, 120])
-def test_panels_are_one_chart_cut_in_pieces(width):
-    settings = ("schedule=interleaved_1f1b", "p=4", "m=12", "v=2")
-    whole, lines = (chart_lines(*settings, width=w) for w in (1000, width))
-    assert max(map(len, lines)) <= width
-    for device in range(4):
-        pieces = [line.removeprefix(f"{device}  ") for line in lines if line.startswith(f"{device}  ")]
-        assert "".join(pieces) == whole[1 + device].removeprefix(f"{device}  ")
-        assert all(re.match(r"\d|·", piece) for piece in pieces), "cut between two ticks, not within a task"
-    for line in whole[1:]:
-        assert sorted(map(int, re.findall(r"(\d+)[>)<(]", line[3:]))) == sorted([*range(12)] * 4)
-
-
-def test_a_cost_that_is_hardly_to_be_seen_does_not_stretch_the_chart():
-    assert len(chart_lines("schedule=gpipe", "p=2", "m=4", "forward=0.001", width=100)) == 3
+def test_the_line_of_a_tick_is_whole():
+    lines = printed("schedule=gpipe", "p=32", "m=2", width=40).split("\n\n")[0].splitlines()
+    assert len(lines) == 66
+    assert lines[-1].split() == ["97", "B0.1", *["·"] * 31]
 
 
 def test_times_are_of_all_chunks():

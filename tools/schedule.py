@@ -1,4 +1,4 @@
-"""Shows what a pipeline schedule does: a chart on the terminal, its bubble, its memory.
+"""Shows what a pipeline schedule does: the tasks of each tick, its bubble, its memory.
 
     python -m tools.schedule schedule=interleaved_1f1b p=4 m=16 v=2
     python -m tools.schedule schedule=1f1b p=4 m=16 transfer=0.1
@@ -20,7 +20,6 @@ from shardlib.tick_tables import Costs, Timeline, simulate, tick_table
 from shardwright.settings.program import run_program
 from shardwright.settings.screen import print_line, print_table
 from shardwright_data.checks import within
-from tools.schedule.chart import draw
 
 
 @dataclass
@@ -63,12 +62,31 @@ def simulated(config: Settings) -> list[tuple[str, Timeline]]:
     return found
 
 
+def ticks_of(timeline: Timeline) -> list[str]:
+    """A line for each tick: its start, and the tasks of each device, such as F2.0: forward, stage 2, microbatch 0."""
+    columns, stages = timeline.table.columns, timeline.table.stages
+
+    def task(kind: str, tick: int, device: int) -> str:
+        chunk, microbatch = (columns[f"{kind}_{name}"][tick, device] for name in ("chunk", "microbatch"))
+        return f"{kind[0].upper()}{stages[device][chunk]}.{microbatch}"
+
+    def tasks(tick: int, device: int) -> str:
+        kinds = [kind for kind in ("forward", "backward", "weights") if columns[kind][tick, device]]
+        return " ".join(task(kind, tick, device) for kind in kinds) or "·"
+
+    devices = range(len(stages))
+    rows = [("start", *map(str, devices))]
+    rows += [(f"{start:.4g}", *(tasks(i, device) for device in devices)) for i, start in enumerate(timeline.ticks)]
+    width = max(len(cell) for row in rows for cell in row)
+    return ["  ".join(f"{cell:<{width}}" for cell in row).rstrip() for row in rows]
+
+
 def show(results: Sequence[tuple[str, Timeline]], console: Console) -> None:
-    """Prints a line for each schedule; before it, of a single one, the chart."""
+    """Prints a line for each schedule; before it, of a single one, its ticks."""
     if len(results) == 1:
         ((_, timeline),) = results
-        for line in [*draw(timeline, console.width), ""]:
-            console.print(line, soft_wrap=True, no_wrap=True, crop=False)
+        for line in [*ticks_of(timeline), ""]:
+            print_line(console, line)
     rows = []
     for name, t in results:
         slots = f"{t.table.arrivals}+{t.table.residuals}+{t.table.kept}"

@@ -1,1 +1,0 @@
-"""Draws and simulates pipeline schedules."""
