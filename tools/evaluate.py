@@ -22,6 +22,7 @@ from rich.console import Console
 
 import train
 from shardwright.cluster.devices import known_options
+from shardwright.compiled.files import write_whole
 from shardwright.modeling.attention import KERNELS
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run import opening
@@ -208,10 +209,8 @@ def evaluate(config: Settings, console: Console | None = None) -> dict[str, Any]
     about = {"run": config.run, "step": run.step, "weights": run.which, "mesh": dict(run.mesh.shape)}
     about["compute_dtype"] = run.c.training.compute_dtype
     if config.out is not None:
-        Path(config.out).parent.mkdir(parents=True, exist_ok=True)
-        with open(config.out, "w", encoding="utf-8") as file:
-            for line in (*lines, about | result):
-                file.write(json.dumps(line, ensure_ascii=False, default=str) + "\n")
+        written = (json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in (*lines, about | result))
+        write_whole(Path(config.out), "".join(written))
     for name, value in (about | ({} if config.tasks else result)).items():
         shown = f"{value:.6f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
         write_line(f"{name:<14}{shown}")

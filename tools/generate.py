@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 import train
+from shardwright.compiled.files import write_whole
 from shardwright.modeling.model import load_model
 from shardwright.run.opening import CheckpointChoice, MeshChoice, mesh_for, open_run
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
@@ -117,10 +118,8 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
             made = f"{sum(map(len, drawn)):,} tokens of {len(drawn)} texts in {seconds:.2f} s, compilation included"
             say(f"{made}; step {saved.step}, mesh {dict(jax.sharding.get_mesh().shape)}, {c.training.compute_dtype}")
     if config.output is not None:
-        Path(config.output).parent.mkdir(parents=True, exist_ok=True)
         lines = (json.dumps(result, ensure_ascii=False) + "\n" for result in results)
-        with open(config.output, "w", encoding="utf-8") as file:
-            file.writelines(lines)
+        write_whole(Path(config.output), "".join(lines))
     return results
 
 

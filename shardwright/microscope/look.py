@@ -1,5 +1,6 @@
 """A second program beside the training step: statistics of what the step computes, by name and line."""
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,6 @@ import numpy as np
 from shardwright.microscope.points import Point, gradient_paths, saved_points
 from shardwright.microscope.rerun import Path, Rerun
 from shardwright.microscope.statistics import finished, sums
-
-NOT_FINITE = {"inf": "Infinity", "-inf": "-Infinity", "nan": "NaN"}
 
 
 class Look:
@@ -101,6 +100,6 @@ def _in_order(point: Point, arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 def _plain(values: Mapping[str, np.ndarray], by_layer: bool) -> dict[str, Any]:
     """Each statistic for JSON: a list if by layer, with strings for what is not finite, as in all metrics."""
-    plain = lambda x: x if np.isfinite(x) else NOT_FINITE[str(x)]
+    plain = lambda x: x if np.isfinite(x) else json.dumps(x)
     short = lambda x: plain(float(f"{x:.7g}"))  # f32 has no more digits
     return {k: [short(x) for x in v.tolist()] if by_layer else short(v.item()) for k, v in values.items()}

@@ -39,33 +39,25 @@ def tables_of(look: Mapping[str, Any]) -> list[Table]:
     """The tables of a look: of each statistic the least and the greatest of the layers."""
     tables = []
     for kind, (title, names) in TABLES.items():
-        rows = [[name_of(x), *(_cell(x, name) for name in names)] for x in entries(look, kind)]
-        if rows:
+        given = look.get(kind)
+        entries = [x for x in given if isinstance(x, Mapping)] if isinstance(given, list) else []
+        if rows := [[_name(x), *(_cell(x, name) for name in names)] for x in entries]:
             tables.append(Table(title, [COLUMNS[name] for name in names], rows))
     return tables
 
 
-def entries(look: Mapping[str, Any], kind: str) -> list[Mapping]:
-    """The values of a look. What is not as a run writes it is left out."""
-    given = look.get(kind)
-    return [x for x in given if isinstance(x, Mapping)] if isinstance(given, list) else []
-
-
-def name_of(entry: Mapping) -> str:
+def _name(entry: Mapping) -> str:
     """The name of a value, and the line of a point."""
     return shown(" ".join(str(entry[key]) for key in ("name", "place") if key in entry))
 
 
-def values_of(entry: Any, name: str) -> np.ndarray:
-    """A statistic of each layer; `gradient rms` is the rms of the gradient. Empty if there is none."""
+def _cell(entry: Any, name: str) -> str:
+    """The least and the greatest of a statistic; `gradient rms` is the rms of the gradient. Empty if there is none."""
     for key in name.split():
         entry = entry.get(key, []) if isinstance(entry, Mapping) else []
-    return np.array([number(x) for x in (entry if isinstance(entry, list) else [entry])])
-
-
-def _cell(entry: Mapping, name: str) -> str:
-    values, is_share = values_of(entry, name), name.split()[-1] in _SHARES
-    if not values.size:
+    values = [number(x) for x in (entry if isinstance(entry, list) else [entry])]
+    if not values:
         return ""
+    is_share = name.split()[-1] in _SHARES
     write = lambda x: f"{100 * x:.2g}%" if is_share and math.isfinite(x) else f"{x:.3g}"
     return " – ".join(dict.fromkeys(write(float(x)) for x in (np.min(values), np.max(values))))

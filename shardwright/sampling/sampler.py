@@ -109,11 +109,6 @@ def padded(length: int, most: int, t: int) -> int:
     return -(-min(short, most) // t) * t
 
 
-def products_in(dtype: str) -> Any:
-    """Context in which products of a compute dtype are as exact as it is: by default GPUs round f32 to TF32."""
-    return jax.default_matmul_precision("highest") if dtype == "f32" else contextlib.nullcontext()
-
-
 class Programs:
     """What runs a model's forward pass over texts, on the current mesh. Each program is compiled once for its shapes.
 
@@ -149,7 +144,9 @@ class Programs:
         @functools.partial(jax.jit, donate_argnums=donated)
         @functools.wraps(per_device)
         def program(*args):
-            with compute_scope(dtype), products_in(dtype):
+            # By default GPUs round products in f32 to TF32.
+            exact = jax.default_matmul_precision("highest") if dtype == "f32" else contextlib.nullcontext()
+            with compute_scope(dtype), exact:
                 out = per_device(*args)
             out = out if isinstance(out, tuple) else (out,)
             return *out[:kept], *jax.tree.map(lambda x: jax.reshard(x, PartitionSpec()), out[kept:])

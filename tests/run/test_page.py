@@ -88,7 +88,7 @@ def test_the_page_of_a_run_that_finishes_and_is_continued(tmp_path, capsys):
     *_, last = capsys.readouterr().out.splitlines()
     assert last == f"report     {tmp_path}/run/report.html  (open it in a browser)"
     r = read_run(tmp_path / "run")
-    assert (r.state, r.total_steps, r.fact("mesh")) == ("finished", 5, {"r": 1, "d": 4, "t": 2})
+    assert (r.state, r.total_steps, r.about["run"]["mesh"]) == ("finished", 5, {"r": 1, "d": 4, "t": 2})
     assert (r.about["defaults"]["training.seed"], r.about["overrides"]) == (0, None)
     assert ">finished<" in (tmp_path / "run" / "report.html").read_text()
     trained(steps=7)

@@ -52,11 +52,6 @@ class Run:
     notes: list[str] = field(default_factory=list)
     """What is missing or cannot be read."""
 
-    def fact(self, name: str) -> Any:
-        """A fact that the run wrote of itself, such as total_steps; None where it is not known."""
-        facts = self.about.get("run")
-        return facts.get(name) if isinstance(facts, dict) else None
-
     def of_event(self, name: str) -> list[dict[str, Any]]:
         """The events of this name, in their order."""
         return [event for event in self.events if event["event"] == name]
@@ -64,7 +59,9 @@ class Run:
     @property
     def total_steps(self) -> int | None:
         """Number of steps that the configuration asks for; None: unknown."""
-        steps = self.fact("total_steps") or self.settings.get("training.steps")
+        facts = self.about.get("run")
+        steps = facts.get("total_steps") if isinstance(facts, dict) else None
+        steps = steps or self.settings.get("training.steps")
         return steps if isinstance(steps, int) and 0 <= steps < 2**53 else None
 
 
