@@ -20,6 +20,7 @@ import train
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import check_table
 from shardwright.run.config import Config, check_divides
+from tools.verify.meshes import all_meshes, some_of
 from tools.verify.step import type_check
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +100,16 @@ def test_verify_says_which_meshes_type_check():
     assert refused == ("r=4 d=16 t=32: model.n_kv is 8; on the mesh r=4 d=16 t=32 it must be a multiple of t = 32.")
     assert checked == "r=32 d=8 t=8: type-checks"
     assert summary == "The step type-checks on 1 of 2 meshes; no device was used."
+
+
+def test_few_meshes_have_each_set_of_axes_and_each_size_of_an_axis():
+    meshes, _ = all_meshes(load_for("flat_tokens_c4_a100x8_2b", {"r": 1, "d": DEVICES}), DEVICES)
+    axes = lambda meshes: {frozenset(axis for axis, size in mesh.items() if size > 1) for mesh in meshes}
+    sizes = lambda meshes: {pair for mesh in meshes for pair in mesh.items()}
+    chosen = some_of(meshes)
+    assert axes(chosen) == axes(meshes)
+    assert sizes(chosen) == sizes(meshes)
+    assert len(chosen) < 20 < len(meshes)
 
 
 def test_the_page_has_the_limits_of_a_mesh():

@@ -28,7 +28,7 @@ from shardwright.settings.program import refusals_shown, start
 from shardwright.settings.words import say
 from shardwright_data.checks import check_ranges, within
 from tools.verify.compare import compare_meshes
-from tools.verify.meshes import all_meshes, mesh_name
+from tools.verify.meshes import all_meshes, mesh_name, some_of
 from tools.verify.step import type_check
 
 
@@ -44,8 +44,8 @@ class VerifyConfig:
     """Makes the model and the batch small, at sizes that every mesh divides. Layers and microbatches are then for
     mesh.p stages, or, if mesh.p is 1, for 2 and 4."""
     only_types: bool = False
-    """Only traces the step on each mesh, which checks its types: in seconds, for any number of devices, without having
-    them. Nothing is computed or compared."""
+    """Only traces the step, which checks its types, on `meshes` or some of all, without devices. Nothing is computed or
+    compared."""
 
 
 def small(c: Config, devices: int) -> None:
@@ -88,10 +88,13 @@ def run(c: Config, settings: VerifyConfig) -> bool:
     if settings.only_types:
         for mesh, reason in others:
             say(f"{mesh_name(mesh)}: {reason}")
-        for mesh in meshes:
+        traced = meshes if settings.meshes else some_of(meshes)
+        for mesh in traced:
             type_check(c, mesh)
             say(f"{mesh_name(mesh)}: type-checks")
-        say(f"The step type-checks on {len(meshes)} of {len(meshes) + len(others)} meshes; no device was used.")
+        if more := len(meshes) - len(traced):
+            say(f"{more} more divide the sizes, with the same axes and sizes in other combinations: see verify.meshes.")
+        say(f"The step type-checks on {len(traced)} of {len(meshes) + len(others)} meshes; no device was used.")
         return True
     # So that blockwise attention has several blocks even for the sequences of verify.small.
     with small_blocks(c.training.seq_len // 4) if settings.small else contextlib.nullcontext():

@@ -68,3 +68,13 @@ def all_meshes(c: Config, devices: int, names: list[str] | None = None) -> tuple
         except ValueError as error:
             others.append((mesh, str(error)))
     return fit, others
+
+
+def some_of(meshes: list[Mesh]) -> list[Mesh]:
+    """A few of the meshes. Each set of axes that have several devices is in one of them, and each size of an axis."""
+    of = lambda mesh: {tuple(axis for axis, n in mesh.items() if n > 1), *mesh.items()}
+    chosen, seen = [], set()
+    while missing := set().union(*map(of, meshes)) - seen:
+        chosen.append(max(meshes, key=lambda mesh: len(of(mesh) & missing)))
+        seen |= of(chosen[-1])
+    return chosen
