@@ -12,20 +12,19 @@ from dataclasses import dataclass
 import numpy as np
 from omegaconf import MISSING
 from rich.console import Console
-from rich.text import Text
 
 from shardwright.settings.program import run_program
-from shardwright.settings.screen import print_table
+from shardwright.settings.screen import print_line
 from shardwright_data import flat_tokens
 from shardwright_data.checks import check_ranges, within
 from shardwright_data.flat_tokens import Reader
-from shardwright_data.foreign import check_types, one_line, shown
+from shardwright_data.foreign import check_types, one_line
 from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_dataset
 
 SAMPLE = 2**22
 """Number of documents whose lengths are read."""
-CHARACTERS = 200
-"""Most characters of a document that are shown, where several are."""
+SHOWN, CHARACTERS = 5, 200
+"""Number of documents, evenly spaced over the split, of which the beginning is shown; most characters of each."""
 
 
 @dataclass
@@ -37,17 +36,10 @@ class Settings:
     split: str = "train"
     """`train` or `validation`."""
     document: int | None = within(0, 2**50, None)
-    """Show this document, whole, in [0, num_documents)."""
-    documents: int = within(0, 2**20, 5)
-    """Number of documents to show otherwise, evenly spaced over the split, at least 0."""
+    """Show this document, whole, in [0, num_documents); null: the sizes, and some documents' beginnings."""
 
 
-def _read_text(reader: flat_tokens.Reader, tokenizer: Tokenizer, start: int, length: int) -> str:
-    ids, _ = flat_tokens.decode(reader.read(np.array([start]), np.array([length])))
-    return tokenizer.decode(ids.tolist())
-
-
-def show_overview(console: Console, reader: flat_tokens.Reader) -> None:
+def show_overview(console: Console, reader: Reader) -> None:
     """Prints the sizes of a split, and how it was made."""
     attributes, tokens, documents = reader.attributes, reader.num_tokens, reader.num_documents
     check_types(reader.path, attributes, {"utf8_bytes?": int | None, "source?": list | None}, "Copy the dataset again.")
@@ -68,31 +60,20 @@ def show_overview(console: Console, reader: flat_tokens.Reader) -> None:
         lines.append(("text", f"{size:,} bytes, {size / max(tokens, 1):.2f} a token"))
     if source := attributes.get("source"):
         lines.append(("source", ", ".join(str(part) for part in source if part)))
-    console.print(Text(shown(reader.path), style="bold"))
+    print_line(console, reader.path, "bold")
     for name, text in lines:
-        console.print(Text(shown(f"{name:<18}{text}")))
+        print_line(console, f"{name:<18}{text}")
 
 
-def show_documents(console: Console, reader: flat_tokens.Reader, tokenizer: Tokenizer, count: int) -> None:
-    """Prints the beginnings of `count` documents, evenly spaced over the split."""
-    which = np.unique(np.linspace(0, reader.num_documents - 1, min(count, reader.num_documents)).astype(np.int64))
-    rows = []
+def show_documents(console: Console, reader: Reader, tokenizer: Tokenizer, which: np.ndarray, whole: bool) -> None:
+    """Prints these documents, whole or the beginning of each."""
     for i, start, length in zip(which, *reader.document_spans(which), strict=True):
         # A token stands for one character or more, nearly always.
-        text = _read_text(reader, tokenizer, int(start), min(int(length), CHARACTERS + 8))
-        rows.append((f"{i:,}", f"{length:,}", one_line(text, CHARACTERS)))
-    print_table(console, ["document", "tokens", "text"], rows, "Documents")
-
-
-def show_document(console: Console, reader: flat_tokens.Reader, tokenizer: Tokenizer, document: int) -> None:
-    """Prints a document, whole. Raises ValueError if there is none of that index."""
-    if not 0 <= document < reader.num_documents:
-        raise ValueError(
-            f"document is {document}; {reader.path} has documents 0 to {reader.num_documents - 1}. Choose one."
-        )
-    (start,), (length,) = reader.document_spans(np.array([document]))
-    console.print(f"[bold]Document {document:,}[/]: tokens {start:,} to {start + length - 1:,}")
-    console.print(Text(shown(_read_text(reader, tokenizer, int(start), int(length)))))
+        count = length if whole else min(length, CHARACTERS + 8)
+        ids, _ = flat_tokens.decode(reader.read(np.array([start]), np.array([count])))
+        text = tokenizer.decode(ids.tolist())
+        print_line(console, f"\nDocument {i:,}: {length:,} tokens", "bold")
+        print_line(console, text if whole else one_line(text, CHARACTERS))
 
 
 def run(config: Settings, console: Console | None = None) -> None:
@@ -104,12 +85,15 @@ def run(config: Settings, console: Console | None = None) -> None:
     console = console or Console()
     check_ranges("", config)
     reader = Reader(config.filespec, config.split)
-    tokenizer = tokenizer_of_dataset(reader)
-    if config.document is not None:
-        show_document(console, reader, tokenizer, config.document)
-    else:
+    tokenizer, last = tokenizer_of_dataset(reader), reader.num_documents - 1
+    if config.document is None:
         show_overview(console, reader)
-        show_documents(console, reader, tokenizer, config.documents)
+        which = np.unique(np.linspace(0, last, min(SHOWN, last + 1)).astype(np.int64))
+    elif config.document <= last:
+        which = np.array([config.document])
+    else:
+        raise ValueError(f"document is {config.document}; {reader.path} has documents 0 to {last}. Choose one.")
+    show_documents(console, reader, tokenizer, which, whole=config.document is not None)
 
 
 if __name__ == "__main__":
