@@ -10,12 +10,11 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import math
 import os
 import sys
 import time
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from omegaconf import MISSING
@@ -24,7 +23,6 @@ from shardwright.settings.differences import flat
 from shardwright.settings.program import run_program
 from shardwright_data import flat_tokens
 from shardwright_data.checks import check_choice, within
-from shardwright_data.flat_tokens import Unfinished
 from shardwright_data.text import definitions, sources, tokenizers
 from shardwright_data.text.tokenizers import Tokenizer
 from shardwright_data.text.worker_pool import map_in_order
@@ -64,8 +62,8 @@ class SplitConfig:
     """The split of the Hugging Face dataset to read."""
     files: list[str] = field(default_factory=list)
     """Files or globs of one kind to read, or URLs, in this order, the matches of a glob sorted. A document is a line of
-    .jsonl, an element of the array in a .json, a record of .parquet, and a .txt unless `text_separator` is set. All but
-    .parquet may be compressed: .gz, .bz2, .xz, .zst."""
+    .jsonl, an element of the array in a .json, a record of .parquet, or a .txt. All but .parquet may be
+    compressed: .gz, .bz2, .xz, .zst."""
     skip_documents: int = within(0, 2**50, 0)
     """Number of documents to leave out at the beginning of the source, at least 0."""
     max_documents: int | None = within(1, 2**50, None)
@@ -90,9 +88,6 @@ class Settings:
     """A commit or tag of the dataset, so that it stays the same from run to run; null for the newest."""
     text_field: str = "text"
     """The column or JSON key that holds the document."""
-    text_separator: str | None = None
-    """A separator between the documents of a .txt file, for example `<|endoftext|>`, to which the line breaks around it
-    belong. Null if each such file is one document."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     train: SplitConfig | None = field(default_factory=SplitConfig)
     """Null to leave the training split out."""
@@ -114,8 +109,8 @@ def run(config: Settings) -> None:
     if not names:
         raise ValueError("train and validation are both null: nothing to write.")
     opened = {name: open_source(config, name) for name in names}
-    unfinished, root = Unfinished(config.out), flat_tokens.open_kvstore(config.out)
-    resuming = unfinished.read_settings() is not None
+    root = flat_tokens.open_kvstore(config.out)
+    resuming = flat_tokens.unfinished_settings(config.out) is not None
     content = flat_tokens.read_file(root, "tokenizer.json")
     before = None if content is None else content.decode()
     tokenizer = make_tokenizer(config, before if resuming else None)
@@ -124,15 +119,14 @@ def run(config: Settings) -> None:
             f"{config.out}/tokenizer.json is another tokenizer than the settings name. All splits of a dataset have "
             "the same: choose another path, or replace the dataset with overwrite=true."
         )
-    with unfinished.locked():
-        resuming = unfinished.begin(result_settings(config, names, tokenizer), names, config.overwrite)
+    settings = result_settings(config, names, tokenizer)
+    with flat_tokens.work_on(config.out, settings, names, config.overwrite) as resuming:
         root.write("tokenizer.json", tokenizer.definition.encode()).result()
         for name in names:
             if resuming and flat_tokens.is_there(root, name):
                 print(f"{config.out}/{name}: complete", flush=True)
                 continue
             print(write_split(config, name, opened[name], tokenizer), flush=True)
-        unfinished.finish()
 
 
 def result_settings(config: Settings, names: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
@@ -154,8 +148,8 @@ def open_source(config: Settings, name: str) -> tuple[str, Any]:
         ValueError: settings contradict each other, or the source is missing or unfit.
     """
     split: SplitConfig = getattr(config, name)
-    options = {"revision": config.dataset_revision, "separator": config.text_separator}
-    where, data = sources.open_text(name, config.dataset, config.dataset_config, split.source, split.files, **options)
+    hub = config.dataset, config.dataset_config, split.source
+    where, data = sources.open_text(name, *hub, split.files, revision=config.dataset_revision)
     if split.skip_documents:
         data = data.skip(split.skip_documents)
     return where, data if split.max_documents is None else data.take(split.max_documents)
@@ -187,33 +181,12 @@ def make_tokenizer(config: Settings, trained: str | None) -> Tokenizer:
 # ---- a split ------------------------------------------------------------------------------------------------------
 
 
-class Tokenized(NamedTuple):
-    """The documents of a block that are not empty, as flat-tokens stores them."""
-
-    encoded: np.ndarray
-    num_bytes: np.ndarray
-    """UTF-8 bytes of each."""
-    num_empty: int
-    """Documents left out."""
-
-
-def tokenize(tokenizer: Tokenizer, item: tuple[list[str], Place]) -> Tokenized:
-    """The documents of a block, which the place after it follows. One without tokens is left out."""
+def tokenize(tokenizer: Tokenizer, item: tuple[list[str], Place]) -> tuple[np.ndarray, int]:
+    """The documents of a block, as flat-tokens stores them, and how many were left out, as they have no tokens."""
     texts, _ = item
-    ids, lengths, num_bytes = tokenizer.encode(texts)
-    kept = lengths > 0
-    return Tokenized(flat_tokens.mark_starts(ids, lengths[kept]), num_bytes[kept], len(texts) - int(kept.sum()))
-
-
-def cut(found: Tokenized, room: int, tokenizer: Tokenizer) -> Tokenized:
-    """The first `room` tokens of whole documents, `room` ≥ 1; the last document has the bytes of the text it is now."""
-    starts = np.flatnonzero(found.encoded & np.uint32(1))
-    kept = int(np.searchsorted(starts, room))
-    encoded, num_bytes = found.encoded[:room], found.num_bytes[:kept].copy()
-    if kept == starts.size or starts[kept] != room:
-        ids, _ = flat_tokens.decode(encoded[starts[kept - 1] :])
-        num_bytes[-1] = min(int(num_bytes[-1]), len(tokenizer.decode(ids.tolist()).encode()))
-    return Tokenized(encoded, num_bytes, found.num_empty)
+    ids, lengths = tokenizer.encode(texts)
+    kept = lengths[lengths > 0]
+    return flat_tokens.mark_starts(ids, kept), len(texts) - kept.size
 
 
 def write_split(config: Settings, name: str, source: tuple[str, Any], tokenizer: Tokenizer) -> str:
@@ -232,20 +205,16 @@ def write_split(config: Settings, name: str, source: tuple[str, Any], tokenizer:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # On two cores, two workers beside this process take more CPU time with `tokenizers`, which has threads.
     num_workers = config.num_workers or (1 if cores <= 2 and tokenizer.encoding is None else cores)
-    most = math.inf if split.max_tokens is None else split.max_tokens
+    most = sys.maxsize if split.max_tokens is None else split.max_tokens
     with flat_tokens.Writer(config.out, name, resume=True) as writer:
-        done = writer.place or {"place": None, "num_empty": 0, "num_bytes": 0}
+        done = writer.place or {"place": None, "num_empty": 0}
         blocks = sources.blocks(*source, config.text_field, done["place"])
         results = map_in_order(functools.partial(tokenize, tokenizer), blocks, num_workers)
         saved = time.monotonic()
-        for (_, place), found in results:
-            room = most - writer.num_tokens
-            if is_last := found.encoded.size >= room:
-                found = cut(found, room, tokenizer)
-            writer.append_encoded(found.encoded)
-            num_empty, num_bytes = done["num_empty"] + found.num_empty, done["num_bytes"] + int(found.num_bytes.sum())
-            done = {"place": place, "num_empty": num_empty, "num_bytes": num_bytes}
-            if is_last:
+        for (_, place), (encoded, num_empty) in results:
+            writer.append_encoded(encoded[: most - writer.num_tokens])
+            done = {"place": place, "num_empty": done["num_empty"] + num_empty}
+            if writer.num_tokens == most:
                 break
             if time.monotonic() - saved >= STATE_SECONDS:
                 writer.save(done)
@@ -261,9 +230,8 @@ def write_split(config: Settings, name: str, source: tuple[str, Any], tokenizer:
         about = {"kind": config.tokenizer.kind, "name": config.tokenizer.name}
         about |= {"vocab_size": tokenizer.vocab_size, "end_token": config.tokenizer.end_token}
         files = split.files or [config.dataset, config.dataset_config, split.source]
-        writer.attributes.update(tokenizer=about, source=files, utf8_bytes=done["num_bytes"])
-    ratio = done["num_bytes"] / tokens
-    notes = [f"{writer.path}: {tokens:,} tokens in {documents:,} documents, {ratio:.2f} bytes a token"]
+        writer.attributes.update(tokenizer=about, source=files)
+    notes = [f"{writer.path}: {tokens:,} tokens in {documents:,} documents"]
     if empty:
         notes.append(f"{empty:,} empty documents left out")
     if split.max_tokens is not None and tokens < most:

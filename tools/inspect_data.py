@@ -42,7 +42,7 @@ class Settings:
 def show_overview(console: Console, reader: Reader) -> None:
     """Prints the sizes of a split, and how it was made."""
     attributes, tokens, documents = reader.attributes, reader.num_tokens, reader.num_documents
-    check_types(reader.path, attributes, {"utf8_bytes?": int | None, "source?": list | None}, "Copy the dataset again.")
+    check_types(reader.path, attributes, {"source?": list | None}, "Copy the dataset again.")
     about = attributes.get("tokenizer")
     lines = [
         ("tokens", f"{tokens:,}"),
@@ -56,8 +56,6 @@ def show_overview(console: Console, reader: Reader) -> None:
         of = f", of the first {SAMPLE:,}" * (documents > SAMPLE)
         words = "{:,} to {:,} tokens, 5% below {:,}, median {:,}, 95% below {:,}"
         lines.append(("lengths", words.format(*np.percentile(lengths, [0, 100, 5, 50, 95]).astype(int)) + of))
-    if size := attributes.get("utf8_bytes"):
-        lines.append(("text", f"{size:,} bytes, {size / max(tokens, 1):.2f} a token"))
     if source := attributes.get("source"):
         lines.append(("source", ", ".join(str(part) for part in source if part)))
     print_line(console, reader.path, "bold")

@@ -16,6 +16,7 @@ On a CPU all contestants stay alive and take turns. On a GPU, whose memory they 
 
 tokens/s is of the best round. MFU counts half of attention, the causal one. floor: time of the floor as a part of the
 time of the step. Memory: the peak of the process, on a GPU of the allocator. Compile time: of the first step.
+ratio: tokens/s of ours by those of the other.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import statistics
 from pathlib import Path
 
 from bench.throughput.peers.job import Job, Shapes
-from bench.throughput.processes import Contestant, Timing, run_rounds
+from bench.throughput.processes import Contestant, run_rounds
 
 MODULES = {
     "floor": "floor",
@@ -35,34 +36,24 @@ MODULES = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """A model, and a batch of sequences of `length` tokens. `config` is ours, a file of configs/."""
-
-    shapes: Shapes
-    sequences: int
-    length: int
-    config: str = "local_test_synthetic"
-
-
-def _c4(name: str, d_model: int, n_kv: int, d_ff: int, sequences: int) -> Size:
+def _c4(name: str, d_model: int, n_kv: int, d_ff: int, sequences: int) -> Job:
     shapes = Shapes(vocab=32768, d_model=d_model, layers=8, n_kv=n_kv, n_q_per_kv=1, d_head=128, d_ff=d_ff)
-    return Size(shapes, sequences, 1024, f"flat_tokens_c4_a100x1_{name}")
+    return Job("", shapes, sequences, 1024, config=f"flat_tokens_c4_a100x1_{name}")
 
 
 CPU_SIZES = {
-    "tiny": Size(Shapes(vocab=256, d_model=64, layers=2, n_kv=2, n_q_per_kv=2, d_head=16, d_ff=128), 2, 256),
-    "2m": Size(Shapes(1280, 256, layers=2, n_kv=2, n_q_per_kv=2, d_head=32, d_ff=1024, rope_base=256), 64, 64),
-    "10m": Size(Shapes(4096, 384, layers=4, n_kv=3, n_q_per_kv=2, d_head=64, d_ff=1024), 4, 512),
+    "tiny": Job("", Shapes(vocab=256, d_model=64, layers=2, n_kv=2, n_q_per_kv=2, d_head=16, d_ff=128), 2, 256),
+    "2m": Job("", Shapes(1280, 256, layers=2, n_kv=2, n_q_per_kv=2, d_head=32, d_ff=1024, rope_base=256), 64, 64),
+    "10m": Job("", Shapes(4096, 384, layers=4, n_kv=3, n_q_per_kv=2, d_head=64, d_ff=1024), 4, 512),
 }
-"""2m is configs/model/demo.yaml."""
+"""The jobs by the name of their size, without a contestant. 2m is configs/model/demo.yaml."""
 GPU_SIZES = {
     "270m": _c4("270m", 1024, 16, 8192, 32),
     "1b": _c4("1b", 2048, 16, 16384, 16),
     "2b": _c4("2b", 4096, 16, 16384, 16),
 }
 """As in configs/model."""
-SIZES = CPU_SIZES | GPU_SIZES | {"demo": CPU_SIZES["2m"]}
+SIZES = CPU_SIZES | GPU_SIZES | {"demo": dataclasses.replace(CPU_SIZES["2m"], d=4, t=2)}
 
 
 def jobs_of(size: str, names: list[str], dtype: str, platform: str, seqax: Path | None = None) -> dict[str, Job]:
@@ -75,9 +66,7 @@ def jobs_of(size: str, names: list[str], dtype: str, platform: str, seqax: Path 
         platform: as in Job.
         seqax: the checkout of seqax.
     """
-    s = SIZES[size]
-    job = Job("", s.shapes, s.sequences, s.length, dtype, platform, config=s.config)
-    job = dataclasses.replace(job, d=4, t=2) if size == "demo" else job
+    job = dataclasses.replace(SIZES[size], dtype=dtype, platform=platform)
     found = {name: dataclasses.replace(job, contestant=MODULES[name]) for name in MODULES if name in ("floor", *names)}
     if size == "demo":
         found.pop("torch", None)  # it has one device
@@ -100,30 +89,21 @@ def figures(measured: Contestant, floor: Contestant) -> dict[str, float]:
     return found
 
 
-HEADER = f"{'':<12}{'tokens/s':>10}{'median':>10}{'MFU':>7}{'floor':>7}{'peak MiB':>10}{'compile s':>10}"
+HEADER = f"{'':<12}{'tokens/s':>10}{'median':>10}{'MFU':>7}{'floor':>7}{'peak MiB':>10}{'compile s':>10}{'ratio':>7}"
 
 
-def line_of(measured: Contestant, floor: Contestant) -> str:
-    """The line of the table."""
+def line_of(measured: Contestant, floor: Contestant, ours: Contestant | None) -> str:
+    """The line of the table. `ours` has run before the contestants that it is compared with, or is None."""
     name = f"{measured.name:<12}"
     if measured.error:
         return f"{name}  failed: {measured.error}"
     found = figures(measured, floor)
     share = lambda key: f"{found[key]:>7.1%}" if key in found else f"{'':>7}"
     cells = f"{found['best']:>10,.0f}{found['median']:>10,.0f}{share('mfu')}{share('of_floor')}"
-    return f"{name}{cells}{measured.peak / 2**20:>10,.0f}{measured.ready['compile_s']:>10.1f}"
-
-
-def ratios(size: str, contestants: dict[str, Contestant]) -> list[str]:
-    """Lines with the ratio of ours to each of the others."""
-    floor = contestants["floor"]
-    ran = {name: figures(its, floor) for name, its in contestants.items() if its.error is None and its is not floor}
-    ours = ran.pop("ours", None)
-    lines = []
-    for name, its in ran.items() if ours else ():
-        best, median = (ours[key] / its[key] for key in ("best", "median"))
-        lines.append(f"ratio   {size}, ours / {name}: {best:.2f}, by medians {median:.2f}")
-    return lines
+    cells += f"{measured.peak / 2**20:>10,.0f}{measured.ready['compile_s']:>10.1f}"
+    if ours is None or ours.error or measured in (ours, floor):
+        return name + cells
+    return f"{name}{cells}{figures(ours, floor)['best'] / found['best']:>7.2f}"
 
 
 def main() -> None:
@@ -145,7 +125,7 @@ def main() -> None:
         parser.error(f"there is no {', '.join(wrong)}; sizes are {', '.join(SIZES)}, contestants {', '.join(MODULES)}")
     if "seqax" in names and not (seqax and (seqax / ".venv/bin/python").exists()):
         parser.error(f"--seqax is {seqax}, no checkout with an environment: docs/performance.md says how to make one")
-    timing, lines = Timing(options.rounds, options.seconds, take_turns=platform == "cpu"), []
+    timing = options.rounds, options.seconds, platform == "cpu"
     for size in sizes:
         s, dtype = SIZES[size], "f32" if platform == "cpu" and size != "demo" else "bf16"
         devices = ", 8 simulated devices" if size == "demo" else ""
@@ -154,11 +134,9 @@ def main() -> None:
             f"\n{size}: {s.shapes.parameters:,} parameters, {batch}, {dtype}, {platform}{devices}\n{HEADER}", flush=True
         )
         measured = {}
-        for contestant in run_rounds(jobs_of(size, names, dtype, platform, seqax), timing):
+        for contestant in run_rounds(jobs_of(size, names, dtype, platform, seqax), *timing):
             measured[contestant.name] = contestant
-            print(line_of(contestant, measured["floor"]), flush=True)
-        lines += ratios(size, measured)
-    print(*lines, sep="\n")
+            print(line_of(contestant, measured["floor"], measured.get("ours")), flush=True)
 
 
 if __name__ == "__main__":

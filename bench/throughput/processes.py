@@ -1,7 +1,6 @@
 """Contestants in processes of their own: starting them, their rounds, ending them."""
 
 import contextlib
-import dataclasses
 import json
 import os
 import signal
@@ -16,17 +15,6 @@ from bench.throughput.peers.job import Job
 from bench.throughput.peers.worker import MARK
 
 ROOT = Path(__file__).parents[2]
-
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Number, length and order of the rounds."""
-
-    rounds: int
-    seconds: float
-    """Approximate time of a contestant's part of a round."""
-    take_turns: bool
-    """All contestants stay alive and take turns; otherwise they run one after the other."""
 
 
 class Contestant:
@@ -54,15 +42,15 @@ class Contestant:
                 start_new_session=True,  # a signal to the group reaches the processes that it starts too
             )
 
-    def measure(self, timing: Timing) -> None:
-        """The next part: building and compiling, or one round. After an error it does nothing."""
+    def measure(self, seconds: float) -> None:
+        """The next part: building and compiling, or a round of about so many seconds. After an error: nothing."""
         if self.error is not None:
             return
         try:
             if not self.ready:
                 self.ready = self._answer()
             else:
-                steps = max(1, round(timing.seconds / (self.step_s or [self.ready["step_s"]])[-1]))
+                steps = max(1, round(seconds / (self.step_s or [self.ready["step_s"]])[-1]))
                 print(steps, file=self._process.stdin, flush=True)
                 done = self._answer()
                 self.step_s.append(done["seconds"] / steps)
@@ -86,9 +74,16 @@ class Contestant:
             self._process.communicate()
 
 
-def run_rounds(jobs: dict[str, Job], timing: Timing) -> Iterator[Contestant]:
-    """Runs each job, and gives each contestant when its group has ended. If one fails, others continue."""
-    groups = [[*jobs]] if timing.take_turns else [[name] for name in jobs]
+def run_rounds(jobs: dict[str, Job], rounds: int, seconds: float, take_turns: bool) -> Iterator[Contestant]:
+    """Runs each job, and gives each contestant when its group has ended. If one fails, others continue.
+
+    Args:
+        jobs: by name.
+        rounds: number of rounds.
+        seconds: approximate time of a contestant's part of a round.
+        take_turns: all contestants stay alive and take turns; otherwise they run one after the other.
+    """
+    groups = [[*jobs]] if take_turns else [[name] for name in jobs]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         for names in groups:
             group: list[Contestant] = []
@@ -96,11 +91,11 @@ def run_rounds(jobs: dict[str, Job], timing: Timing) -> Iterator[Contestant]:
                 for name in names:
                     group.append(Contestant(name, jobs[name], Path(scratch)))
                     cleanup.callback(group[-1].end)
-                    group[-1].measure(timing)
-                for i in range(timing.rounds):
+                    group[-1].measure(seconds)
+                for i in range(rounds):
                     first = i % len(group)
                     for contestant in group[first:] + group[:first]:
-                        contestant.measure(timing)
+                        contestant.measure(seconds)
             yield from group
 
 

@@ -2,11 +2,10 @@
 
 from shardwright_data.flat_tokens.format import decode, is_there, open_kvstore, opening_context, read_file
 from shardwright_data.flat_tokens.reader import Reader
-from shardwright_data.flat_tokens.writer import Unfinished, Writer, add_input, mark_starts
+from shardwright_data.flat_tokens.writer import Writer, add_input, mark_starts, unfinished_settings, work_on
 
 __all__ = [
     "Reader",
-    "Unfinished",
     "Writer",
     "add_input",
     "decode",
@@ -15,4 +14,6 @@ __all__ = [
     "open_kvstore",
     "opening_context",
     "read_file",
+    "unfinished_settings",
+    "work_on",
 ]

@@ -3,7 +3,7 @@
 import functools
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -208,9 +208,3 @@ class Reader:
 
         sizes = f"{self.num_tokens} tokens, {self.num_documents} documents, ids to {self.max_token_id}"
         return ", ".join([sizes, checksum(None), *(f"{name} {checksum(name)}" for name in self.inputs)])
-
-    def blocks(self) -> Iterator[SomeTokens]:
-        """Yields all stored tokens in order, in blocks of a few MiB."""
-        block = 2**20
-        for start in range(0, self.num_tokens, block):
-            yield self.read(np.array([start]), np.array([min(block, self.num_tokens - start)]))

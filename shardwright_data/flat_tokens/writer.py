@@ -276,74 +276,64 @@ def state_of(split: str) -> str:
     return f"unfinished_{split}.npz"
 
 
-class Unfinished:
-    """The work on one dataset.
+def unfinished_settings(out: str) -> dict[str, Any] | None:
+    """The settings of the work on a dataset that was interrupted, None if there was none."""
+    content = read_file(open_kvstore(out, opening_context()), "unfinished.json")
+    return None if content is None else parse_object(f"{out}/unfinished.json", content, remedy="Delete it.")
+
+
+@contextlib.contextmanager
+def work_on(out: str, settings: Mapping[str, Any], splits: list[str], overwrite: bool) -> Iterator[bool]:
+    """Context of the work on a dataset, which begins or resumes; gives whether it resumes.
+
+    No other process may work on a local dataset then, if its file system has locks. At a clean end the dataset is
+    finished: the settings, and what `Writer.save` wrote, are deleted.
 
     Args:
         out: directory of the dataset; a local path or a URL that tensorstore knows.
+        settings: JSON values by name, all that the result depends on.
+        splits: names of the splits that will be written.
+        overwrite: replace splits that are there, and begin again what was begun with other settings.
+
+    Raises:
+        ValueError: another process works on it, a split is already there, or the work was begun with other settings.
     """
-
-    def __init__(self, out: str):
-        self.out = out
-        self._root = open_kvstore(out, opening_context())
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Context in which no other process works on a local dataset, if its file system has locks.
-
-        Raises ValueError if another process works on it.
-        """
-        if "://" in self.out:
-            yield
-            return
-        os.makedirs(self.out, exist_ok=True)
-        directory = os.open(self.out, os.O_RDONLY)
-        try:
-            try:
-                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as e:
-                raise ValueError(f"Another process is writing {self.out}. Wait for it, or end it.") from e
-            except OSError:
-                pass  # it has no locks
-            yield
-        finally:
-            os.close(directory)
-
-    def read_settings(self) -> dict[str, Any] | None:
-        """The settings of the run that was interrupted here, None if there was none."""
-        content = read_file(self._root, "unfinished.json")
-        return None if content is None else parse_object(f"{self.out}/unfinished.json", content, remedy="Delete it.")
-
-    def begin(self, settings: Mapping[str, Any], splits: list[str], overwrite: bool) -> bool:
-        """Begins or resumes the work; returns whether it resumes.
-
-        Args:
-            settings: JSON values by name, all that the result depends on.
-            splits: names of the splits that will be written.
-            overwrite: replace splits that are there, and begin again what was begun with other settings.
-
-        Raises:
-            ValueError: a split is already there, or the work was begun with other settings.
-        """
-        settings = json.loads(json.dumps(settings))
-        before = self.read_settings()
-        if before == settings:
-            return True
-        if before is not None and not overwrite:
+    settings, root = json.loads(json.dumps(settings)), open_kvstore(out)
+    clear = lambda: root.delete_range(ts.KvStore.KeyRange("unfinished", "unfinishee")).result()
+    with _locked(out):
+        before = unfinished_settings(out)
+        if before not in (None, settings) and not overwrite:
             name = next(name for name in [*settings, *before] if before.get(name) != settings.get(name))
             raise ValueError(
-                f"{self.out} is unfinished, and was begun with other settings: {name} was {before.get(name)}, is "
+                f"{out} is unfinished, and was begun with other settings: {name} was {before.get(name)}, is "
                 f"{settings.get(name)}. Give the same to resume, overwrite=true to begin again, or another path."
             )
-        for split in splits:
-            clear_split(self.out, split, overwrite)
-        self.finish()
-        self._root.write("unfinished.json", json.dumps(settings, indent=1).encode()).result()
-        return False
+        if before != settings:
+            for split in splits:
+                clear_split(out, split, overwrite)
+            clear()
+            root.write("unfinished.json", json.dumps(settings, indent=1).encode()).result()
+        yield before == settings
+        clear()
 
-    def finish(self) -> None:
-        """Deletes the settings, and what `Writer.save` wrote: the dataset is finished."""
-        self._root.delete_range(ts.KvStore.KeyRange("unfinished", "unfinishee")).result()
+
+@contextlib.contextmanager
+def _locked(out: str) -> Iterator[None]:
+    if "://" in out:
+        yield
+        return
+    os.makedirs(out, exist_ok=True)
+    directory = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise ValueError(f"Another process is writing {out}. Wait for it, or end it.") from e
+        except OSError:
+            pass  # it has no locks
+        yield
+    finally:
+        os.close(directory)
 
 
 def add_input(filespec: str, split: str, name: str, values: np.ndarray) -> None:

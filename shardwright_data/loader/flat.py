@@ -12,7 +12,7 @@ from shardwright_data.flat_tokens.reader import CACHE_BYTES
 from shardwright_data.loader.batches import Loader, TokenBatch
 from shardwright_data.loader.config import DataConfig, SourceConfig
 from shardwright_data.loader.order import BLOCK, PERIOD, Indices, Quotas, permute
-from shardwright_data.text.tokenizers import ByteLengths, byte_lengths_of_dataset
+from shardwright_data.text.tokenizers import ByteLengths, byte_lengths_of_datasets
 
 
 class Source:
@@ -66,11 +66,6 @@ class Source:
         for i, name in enumerate(self.dataset.inputs):
             inputs[loss_mask, i] = self.dataset.read(starts, lengths, name)
         return TokenBatch(targets, is_seq_start, loss_mask, inputs if self.dataset.inputs else None)
-
-    @functools.cached_property
-    def byte_lengths(self) -> ByteLengths | None:
-        """Bytes of the tokens, from the dataset's tokenizer; None if unknown."""
-        return byte_lengths_of_dataset(self.dataset)
 
 
 class FlatTokensLoader(Loader):
@@ -140,10 +135,7 @@ class FlatTokensLoader(Loader):
             for (name, source), share in zip(self.sources.items(), self.quotas.shares.tolist(), strict=True)
         }
 
-    @property
+    @functools.cached_property
     def byte_lengths(self) -> ByteLengths | None:
         """Bytes of the tokens; None if the tokenizers of the sources differ, or one is unknown."""
-        first, *others = (source.byte_lengths for source in self.sources.values())
-        same = lambda x: x is not None and x.before_document == first.before_document
-        is_one = first and all(same(x) and np.array_equal(x.of_token, first.of_token) for x in others)
-        return first if is_one else None
+        return byte_lengths_of_datasets(*(source.dataset for source in self.sources.values()))

@@ -31,8 +31,6 @@ class Encoded(NamedTuple):
     ids: Ids
     lengths: PerDocument
     """Tokens in each document."""
-    utf8_bytes: PerDocument
-    """UTF-8 bytes of each document."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +94,7 @@ class Tokenizer:
             has_tokens = lengths > 0
             ids = np.insert(ids, np.cumsum(lengths)[has_tokens], np.uint32(self.end))
             lengths = lengths + has_tokens
-        utf8_bytes = (len(text) if text.isascii() else len(text.encode()) for text in texts)
-        return Encoded(ids, lengths, np.fromiter(utf8_bytes, np.int64, len(texts)))
+        return Encoded(ids, lengths)
 
     def ids(self, text: str) -> list[int]:
         """The ids of a text, without the end token. Raises ValueError if no tokenizer is known and there is text."""
@@ -241,14 +238,16 @@ class ByteLengths:
         return int(self.of_token[ids].sum()) - self.before_document * int(is_start.sum())
 
 
-def byte_lengths_of_dataset(reader: Reader) -> ByteLengths | None:
-    """The bytes of the tokens of a flat-tokens dataset; None if they are unknown."""
+def byte_lengths_of_datasets(*readers: Reader) -> ByteLengths | None:
+    """The bytes of the tokens of flat-tokens datasets; None if they are unknown, or the tokenizers differ."""
     try:
-        found = byte_lengths(tokenizer_of_dataset(reader))
+        known = {tokenizer_of_dataset(reader) for reader in readers}
+        found = byte_lengths(known.pop()) if len(known) == 1 else None
     # A tokenizer.json or the package `tokenizers` that is missing: a number to report is no reason to end a run.
     except (FileNotFoundError, ImportError, ValueError):
         return None
-    return found if found is not None and reader.max_token_id < found.of_token.size else None
+    largest = max(reader.max_token_id for reader in readers)
+    return found if found is not None and largest < found.of_token.size else None
 
 
 def byte_lengths(known: Tokenizer) -> ByteLengths | None:

@@ -14,7 +14,7 @@ import zarr
 from numpy_checks import check_modules
 
 from shardwright_data import flat_tokens
-from shardwright_data.flat_tokens import Reader, Unfinished, Writer, reader
+from shardwright_data.flat_tokens import Reader, Writer, reader
 from shardwright_data.loader import DataConfig, FlatTokensLoader, flat, prefetch
 
 check_modules(reader)
@@ -87,7 +87,7 @@ def test_a_store_that_does_not_answer(monkeypatch):
         Reader("http://127.0.0.1:9/d", "train")
     assert time.monotonic() - begin < 60
     with pytest.raises(ValueError, match=r"127.0.0.1:9/d/unfinished.json"):
-        Unfinished("http://127.0.0.1:9/d").read_settings()
+        flat_tokens.unfinished_settings("http://127.0.0.1:9/d")
 
 
 DAMAGES = {"missing": Path.unlink, "truncated": truncate, "index": spoil_index}

@@ -367,6 +367,6 @@ def test_bytes_are_those_of_the_targets(tmp_path, packing):
     loader = FlatTokensLoader(config, "train", 4, 4)
     batches = [loader.sequences(step, np.arange(4)) for step in range(2)]
     assert [loader.utf8_bytes(step) for step in range(2)] == [(b.targets[b.loss_mask] >= 3).sum() for b in batches]
-    loader.sources[None].byte_lengths = ByteLengths(np.ones(259, np.int64), 0)  # of a tokenizer whose id 0 is text
+    loader.byte_lengths = ByteLengths(np.ones(259, np.int64), 0)  # of a tokenizer whose id 0 is text
     assert [loader.utf8_bytes(step) for step in range(2)] == [b.loss_mask.sum() for b in batches]
     assert FlatTokensLoader(DataConfig(filespec=SYNTHETIC), "train", 4, 64).utf8_bytes(0) is None

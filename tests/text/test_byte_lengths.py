@@ -14,7 +14,7 @@ from shardwright_data.flat_tokens import Reader
 from shardwright_data.loader import DataConfig, FlatTokensLoader, SourceConfig
 from shardwright_data.text import definitions
 from shardwright_data.text import tokenizers as module
-from shardwright_data.text.tokenizers import Tokenizer, byte_lengths, byte_lengths_of_dataset, open_tokenizer
+from shardwright_data.text.tokenizers import Tokenizer, byte_lengths, byte_lengths_of_datasets, open_tokenizer
 from tools import huggingface_to_flat_tokens as tool
 from tools.huggingface_to_flat_tokens import Settings, SplitConfig, TokenizerConfig
 
@@ -43,8 +43,8 @@ def changed(definition, **changes):
 def check_documents(tokenizer, texts):
     """Each document has its bytes."""
     encoded, lengths = tokenizer.encode(texts), byte_lengths(tokenizer)
-    for ids, size in zip(np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]), encoded.utf8_bytes, strict=True):
-        assert lengths.count(ids, np.arange(ids.size) == 0) == size
+    for ids, text in zip(np.split(encoded.ids, np.cumsum(encoded.lengths)[:-1]), texts, strict=True):
+        assert lengths.count(ids, np.arange(ids.size) == 0) == len(text.encode())
 
 
 def test_bytes(texts):
@@ -82,16 +82,16 @@ def test_tokens_that_do_not_spell_the_text(bpe, changes):
 
 
 def test_no_damage_ends_a_run(tmp_path):
-    assert byte_lengths_of_dataset(Reader(write(tmp_path / "none", attributes={}), "train")) is None
+    assert byte_lengths_of_datasets(Reader(write(tmp_path / "none", attributes={}), "train")) is None
     path = write(tmp_path / "d", attributes={"tokenizer": {"kind": "huggingface"}})
-    assert byte_lengths_of_dataset(Reader(path, "train")) is None
+    assert byte_lengths_of_datasets(Reader(path, "train")) is None
     for content in ("", "{}", "[]", '{"model": 3}', '{"model": {"vocab": {}}, "normalizer": "x"}'):
         (tmp_path / "d/tokenizer.json").write_text(content)
-        assert byte_lengths_of_dataset(Reader(path, "train")) is None
+        assert byte_lengths_of_datasets(Reader(path, "train")) is None
 
 
 @pytest.mark.parametrize("kind", ["bytes", "train_bpe"])
-def test_a_whole_split_has_the_bytes_that_the_tool_recorded(tmp_path, texts, kind):
+def test_a_whole_split_has_the_bytes_of_the_text(tmp_path, texts, kind):
     """A part has fewer, and a mixture of both those of both."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     end = {"bytes": "</s>", "train_bpe": "<|end|>"}[kind]
@@ -100,8 +100,7 @@ def test_a_whole_split_has_the_bytes_that_the_tool_recorded(tmp_path, texts, kin
     tool.run(Settings(str(tmp_path / "d"), train=split, validation=None, tokenizer=tokenizer, num_workers=1))
     config = DataConfig(filespec=str(tmp_path / "d"), shuffle=False)
     loader = FlatTokensLoader(config, "train", 1, 1)
-    lengths, size = loader.byte_lengths, loader.sources[None].dataset.attributes["utf8_bytes"]
-    assert size == sum(len(text.encode()) for text in texts)
+    lengths, size = loader.byte_lengths, sum(len(text.encode()) for text in texts)
     whole = FlatTokensLoader(config, "train", 1, loader.num_tokens)
     assert whole.utf8_bytes(0) == size
     half = loader.num_tokens // 2

@@ -46,9 +46,7 @@ def write_dataset(path, texts, append_end=True):
         with Writer(str(path), split) as writer:
             writer.append(encoded.ids, encoded.lengths)
             end = {"end_token": "</s>"} if append_end else {}
-            writer.attributes.update(
-                {"tokenizer": {"kind": "bytes"} | end, "utf8_bytes": int(encoded.utf8_bytes.sum())}
-            )
+            writer.attributes.update({"tokenizer": {"kind": "bytes"} | end})
     return str(path)
 
 

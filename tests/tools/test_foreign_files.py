@@ -134,7 +134,7 @@ def test_the_report_reads_no_pipe(given, tmp_path):
 
 
 WRONG = [("tokenizer", value) for value in (5, "x", [[1]], {"kind": None}, {"kind": "bytes", "end_token": 5})]
-WRONG += [(name, True) for name in ("utf8_bytes", "source", "max_token_id", "num_tokens", "num_documents")]
+WRONG += [(name, True) for name in ("source", "max_token_id", "num_tokens", "num_documents")]
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG, ids=str)

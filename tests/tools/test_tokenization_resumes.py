@@ -10,7 +10,7 @@ import time
 import pytest
 from tokenization import config, driver, random_texts, small, tree, write_jsonl
 
-from shardwright_data.flat_tokens import Unfinished, Writer
+from shardwright_data.flat_tokens import Writer, work_on
 from shardwright_data.text import definitions
 from shardwright_data.text.worker_pool import map_in_order
 from tools import huggingface_to_flat_tokens as tool
@@ -109,7 +109,7 @@ def processes_of(session):
     return found
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "gz", "txt", "parquet", "huggingface"])
+@pytest.mark.parametrize("kind", ["jsonl", "gz", "parquet", "huggingface"])
 def test_every_source_goes_on(tmp_path, small, monkeypatch, kind):
     texts = random_texts(60)
     settings = {}
@@ -118,10 +118,6 @@ def test_every_source_goes_on(tmp_path, small, monkeypatch, kind):
         parquet = pytest.importorskip("pyarrow.parquet")
         source = str(tmp_path / "a.parquet")
         parquet.write_table(pyarrow.table({"text": texts}), source, row_group_size=5)
-    elif kind == "txt":
-        source = str(tmp_path / "a.txt")
-        (tmp_path / "a.txt").write_text("\n<|endoftext|>\n".join(texts))
-        settings["text_separator"] = "<|endoftext|>"
     else:
         (tmp_path / "data").mkdir()
         source = write_jsonl(tmp_path / "data/a.jsonl", texts)
@@ -224,7 +220,7 @@ def test_a_finished_split_is_not_written_again(tmp_path, small, monkeypatch, cap
 def test_two_processes_do_not_write_one_dataset(tmp_path, small):
     source = write_jsonl(tmp_path / "a.jsonl", random_texts(6))
     message = r"Another process is writing .*d\. Wait for it, or end it"
-    with Unfinished(str(tmp_path / "d")).locked(), pytest.raises(ValueError, match=message):
+    with work_on(str(tmp_path / "d"), {}, [], overwrite=False), pytest.raises(ValueError, match=message):
         tool.run(config(tmp_path / "d", [source]))
     tool.run(config(tmp_path / "d", [source]))
 
