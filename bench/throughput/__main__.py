@@ -14,9 +14,8 @@ All train the same Llama-like model with AdamW and clipping, on sequences of one
 device before the start. Products are in f32 on a CPU, in bf16 on a GPU and for the demo; all else is in f32.
 On a CPU all contestants stay alive and take turns. On a GPU, whose memory they cannot share, one runs after the other.
 
-tokens/s is of the best round. MFU counts half of attention, the causal one. floor: time of the floor as a part of the
-time of the step. Memory: the peak of the process, on a GPU of the allocator. Compile time: of the first step.
-ratio: tokens/s of ours by those of the other.
+tokens/s is of the best round. floor: time of the floor as a part of the time of the step. Memory: the peak of the
+process, on a GPU of the allocator. Compile time: of the first step. ratio: tokens/s of ours by those of the other.
 """
 
 import argparse
@@ -57,7 +56,7 @@ SIZES = CPU_SIZES | GPU_SIZES | {"demo": dataclasses.replace(CPU_SIZES["2m"], d=
 
 
 def jobs_of(size: str, names: list[str], dtype: str, platform: str, seqax: Path | None = None) -> dict[str, Job]:
-    """The jobs by name. The floor is first: the figures of the others need it.
+    """The jobs by name. The floor is first: the lines of the others need it.
 
     Args:
         size: of SIZES.
@@ -75,21 +74,7 @@ def jobs_of(size: str, names: list[str], dtype: str, platform: str, seqax: Path 
     return found
 
 
-def figures(measured: Contestant, floor: Contestant) -> dict[str, float]:
-    """tokens/s of the best and of the median round; where the floor is known, mfu and of_floor too."""
-    job = measured.job
-    best, median = (job.tokens / seconds for seconds in (min(measured.step_s), statistics.median(measured.step_s)))
-    found = {"best": best, "median": median}
-    if floor.error is None and measured is not floor:
-        share = floor.ready["attention_share"]
-        floor_per_token = min(floor.step_s) * (1 + share) / job.tokens
-        # A measured peak may be lower than the floor reaches, if other programs ran at the time.
-        peak = max(floor.ready["peak"], job.flops_per_token / floor_per_token)
-        found |= {"mfu": job.flops_per_token * best / peak, "of_floor": floor_per_token * best}
-    return found
-
-
-HEADER = f"{'':<12}{'tokens/s':>10}{'median':>10}{'MFU':>7}{'floor':>7}{'peak MiB':>10}{'compile s':>10}{'ratio':>7}"
+HEADER = f"{'':<12}{'tokens/s':>10}{'median':>10}{'floor':>7}{'peak MiB':>10}{'compile s':>10}{'ratio':>7}"
 
 
 def line_of(measured: Contestant, floor: Contestant, ours: Contestant | None) -> str:
@@ -97,13 +82,15 @@ def line_of(measured: Contestant, floor: Contestant, ours: Contestant | None) ->
     name = f"{measured.name:<12}"
     if measured.error:
         return f"{name}  failed: {measured.error}"
-    found = figures(measured, floor)
-    share = lambda key: f"{found[key]:>7.1%}" if key in found else f"{'':>7}"
-    cells = f"{found['best']:>10,.0f}{found['median']:>10,.0f}{share('mfu')}{share('of_floor')}"
-    cells += f"{measured.peak / 2**20:>10,.0f}{measured.ready['compile_s']:>10.1f}"
-    if ours is None or ours.error or measured in (ours, floor):
-        return name + cells
-    return f"{name}{cells}{figures(ours, floor)['best'] / found['best']:>7.2f}"
+    best, median, job = min(measured.step_s), statistics.median(measured.step_s), measured.job
+    of_floor = ""
+    if floor.error is None and measured is not floor:
+        of_floor = f"{min(floor.step_s) * (1 + job.attention_share) / best:.1%}"
+    rates = f"{job.tokens / best:>10,.0f}{job.tokens / median:>10,.0f}{of_floor:>7}"
+    line = f"{name}{rates}{measured.peak / 2**20:>10,.0f}{measured.ready['compile_s']:>10.1f}"
+    if ours is not None and ours.error is None and measured not in (ours, floor):
+        line += f"{best / min(ours.step_s):>7.2f}"
+    return line
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ class Contestant:
     def __init__(self, name: str, job: Job, scratch: Path):
         self.name, self.job = name, job
         self.ready: dict[str, Any] = {}
-        """compile_s and step_s, in seconds; of the floor, its peak and attention_share too."""
+        """compile_s and step_s, in seconds."""
         self.step_s: list[float] = []
         """Seconds of a step in each round."""
         self.peak = 0

@@ -3,7 +3,7 @@
 Each product with a weight, forward and both of its gradients, has the shapes that a device has. Its form is that of our
 step, which XLA multiplies fastest on a CPU. All are in one jitted program on the same devices. The causal products of
 attention are added at the rate that these reach: as batched products they would measure how fast scores are written,
-and a fused kernel does not write scores. The peak FLOP/s for MFU is measured or looked up here too.
+and a fused kernel does not write scores.
 """
 
 import functools
@@ -16,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 from bench.throughput.peers.job import Job
 from bench.throughput.peers.plain_jax import DTYPES, OnJax
 from shardlib.products import einsum_with_gradients
-from shardwright.run.flops import peak_flops
 
 
 def dots(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -67,9 +66,3 @@ class Contestant(OnJax):
         """Waits for the last step. There are no losses."""
         jax.block_until_ready(results[-1])
         return []
-
-    def about(self) -> dict[str, float]:
-        """Peak FLOP/s of the devices, and causal attention's FLOPs over those of the products with weights."""
-        c, peak = self.job.shapes, peak_flops(jax.devices()[: self.job.devices], DTYPES[self.job.dtype])
-        share = c.layers * c.heads * c.d_head * self.job.length / c.matmul_parameters
-        return {"peak": peak.total, "attention_share": share}

@@ -114,10 +114,10 @@ class Job:
         return self.d * self.t
 
     @property
-    def flops_per_token(self) -> float:
-        """FLOPs of a token with causal attention, as flops.flops_of_model counts them."""
+    def attention_share(self) -> float:
+        """FLOPs of causal attention over those of the products with weights."""
         c = self.shapes
-        return 6 * (c.parameters - c.vocab * c.d_model) + 6 * c.layers * c.heads * c.d_head * self.length
+        return c.layers * c.heads * c.d_head * self.length / c.matmul_parameters
 
     def to_json(self) -> str:
         """Writes the job as JSON, for the command line of its process."""

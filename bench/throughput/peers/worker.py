@@ -38,8 +38,7 @@ def main() -> None:
         return time.perf_counter() - start
 
     compile_s, step_s = timed(1), timed(1)
-    about = contestant.about() if job.contestant == "floor" else {}
-    answer(compile_s=compile_s, step_s=step_s, **about)
+    answer(compile_s=compile_s, step_s=step_s)
     for line in sys.stdin:  # which ends with the program that asks
         answer(seconds=timed(int(line)), peak=contestant.device_peak() or host_peak())
 
