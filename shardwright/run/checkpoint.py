@@ -291,21 +291,25 @@ class Checkpointer(contextlib.AbstractContextManager):
         training step in another order on each host, and hang them all.
         """
         deadline, written = time.monotonic() + COMMIT_TIMEOUT_S, {}
-        for process in range(1, jax.process_count()):
-            key = f"{directory}/.written-{process}"
-            while (content := self.store.read(key)) is None:
-                if time.monotonic() > deadline:
-                    raise OSError(
-                        f"process {process} did not finish within {COMMIT_TIMEOUT_S:g} s. Is the directory on a file "
-                        "system that all hosts share?"
-                    )
-                time.sleep(0.2 if self.store.path else 1.0)
-            found = json.loads(content)
-            if "failed" in found:
-                raise OSError(f"process {process} failed to write its part: {found['failed']}")
-            written |= found["written"]
-            self.store.write(key, None)
+        others = range(1, jax.process_count())
+        for found in in_parallel(functools.partial(self._await, directory, process, deadline) for process in others):
+            written |= found
         return written
+
+    def _await(self, directory: str, process: int, deadline: float) -> Checksums:
+        key = f"{directory}/.written-{process}"
+        while (content := self.store.read(key)) is None:
+            if time.monotonic() > deadline:
+                raise OSError(
+                    f"process {process} did not finish within {COMMIT_TIMEOUT_S:g} s. Is the directory on a file "
+                    "system that all hosts share?"
+                )
+            time.sleep(0.2 if self.store.path else 1.0)
+        found = json.loads(content)
+        if "failed" in found:
+            raise OSError(f"process {process} failed to write its part: {found['failed']}")
+        self.store.write(key, None)
+        return found["written"]
 
 
 def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[Checkpointer, int]:

@@ -462,16 +462,28 @@ def test_large_shards_are_several_chunks(tmp_path, monkeypatch, each_shard_has_a
     assert_bits_equal(Checkpointer(tmp_path).restore(4, like(make_mesh(1, 8))), make_state())
 
 
-def test_a_process_syncs_what_it_wrote(tmp_path, monkeypatch):
-    """Of 64 processes, each has one chunk."""
-    synced = []
+@pytest.mark.parametrize("processes", [8, 64])
+def test_a_process_syncs_what_it_wrote(tmp_path, monkeypatch, processes):
+    """Each has one chunk, and asks the store for two files. The first also asks for one of each other process."""
+    synced, asked, at = [], [], f"{tmp_path}/0000000001"
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.readlink(f"/proc/self/fd/{descriptor}")))
-    store, saved = Store(tmp_path), checkpoint_arrays.SavedArray("a/x", (64, 4), "float32", (1, 4))
-    for i in range(64):
-        checkpoint_arrays.write_arrays(store, "0000000001", [(saved, {(i, 0): np.ones((1, 4), np.float32)})])
-        found, synced[:] = sorted(synced), []
-        above = ("", "/0000000001", "/0000000001/a", "/0000000001/a/x", "/0000000001/a/x/c")
-        assert found == [f"{tmp_path}{path}" for path in above]
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    for name in ("read", "write"):
+        method = getattr(Store, name)
+        counted = lambda self, key, *content, method=method: asked.append(key) or method(self, key, *content)
+        monkeypatch.setattr(Store, name, counted)
+    saved = checkpoint_arrays.SavedArray("a/x", (processes, 4), "float32", (1, 4))
+    checkpointer = Checkpointer(tmp_path)
+    for i in reversed(range(processes)):
+        monkeypatch.setattr(jax, "process_index", lambda i=i: i)
+        asked.clear()
+        synced.clear()
+        checkpointer._write(1, [(saved, {(i, 0): np.ones((1, 4), np.float32)})], {})
+        if i:
+            assert asked == [f"0000000001/a/x/c/{i}/0", f"0000000001/.written-{i}"]
+            assert sorted(synced) == [str(tmp_path), at, f"{at}/a", f"{at}/a/x", f"{at}/a/x/c"]
+    assert len(asked) == 2 * (processes - 1) + 4  # a chunk, two zarr.json, and the manifest
+    assert checkpointer.verify(1) == []
 
 
 def run_processes(tmp_path, program):
