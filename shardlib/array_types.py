@@ -25,9 +25,6 @@ class _Type:
     def __or__(self, other):
         return typing.Union[self, other]  # noqa: UP007 (this is the operator)
 
-    def __ror__(self, other):
-        return typing.Union[other, self]  # noqa: UP007
-
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class ArrayType(_Type):
@@ -181,54 +178,40 @@ def _optional(t):
     return args[0] if is_union and len(args) == 1 else None
 
 
-def _repeated(t):
-    """X of the types `list[X]`, `tuple[X, ...]` and `dict[str, X]`, of any length; None for other types."""
-    kind, args = typing.get_origin(t), typing.get_args(t)
-    is_repeated = kind in (list, dict) or (kind is tuple and args[1:] == (Ellipsis,))
-    return args[1 if kind is dict else 0] if is_repeated else None
-
-
 def is_typed(t) -> bool:
     """Whether the annotation holds array types. Raises ShardError if it holds some that cannot be checked."""
     if isinstance(t, ArrayType | Array | Subset | typing.TypeVar):
         return True
-    if (inner := _optional(t) or _repeated(t)) is not None:
+    if (inner := _optional(t)) is not None:
         return is_typed(inner)
     if dataclasses.is_dataclass(_class_of(t)):
         return any(is_typed(inner) for _, inner in _fields(t))
     arguments = [a for a in typing.get_args(t) if a is not Ellipsis and not isinstance(a, list)]
     if typing.get_origin(t) is collections.abc.Callable or not any(map(is_typed, arguments)):
         return False
-    if typing.get_origin(t) is not tuple:
+    if typing.get_origin(t) is not tuple or Ellipsis in typing.get_args(t):
         raise ShardError(
             f"the arrays in {t!r} cannot be checked",
-            "annotate with array types, X | None, list[X], tuple[X, Y], dict[str, X], Array['dims', X] or pytree "
-            "dataclasses of them",
+            "annotate with array types, X | None, tuple[X, Y], Array['dims', X] or pytree dataclasses of them",
         )
     return True
 
 
 def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
-    """(path, type, part) of each part of a tuple, list, dict or dataclass, in the order of its leaves.
+    """(path, type, part) of each part of a tuple or a dataclass, in the order of its leaves.
 
     Raises ShardError for a value of another kind.
     """
-    kind = typing.get_origin(t) if typing.get_origin(t) in (tuple, list, dict) else _class_of(t)
-    args, inner = typing.get_args(t), _repeated(t)
-    length = len(args) if kind is tuple and inner is None else None
-    is_other = not isinstance(value, kind) or (kind is dict and type(value) is not dict)
-    if value is not ABSENT and (is_other or (length is not None and len(value) != length)):
-        of_length = f" of {length}" if length else ""
+    args = typing.get_args(t) if typing.get_origin(t) is tuple else None
+    kind = _class_of(t) if args is None else tuple
+    is_other = not isinstance(value, kind) or (args is not None and len(value) != len(args))
+    if value is not ABSENT and is_other:
+        of_length = f" of {len(args)}" if args else ""
         raise ShardError(f"{path or 'value'} is {describe(value)}, not a {kind.__name__}{of_length}", "pass one")
-    if length is not None:
-        parts = (ABSENT,) * length if value is ABSENT else value
-        return [(f"{path}[{i}]", a, v) for i, (a, v) in enumerate(zip(args, parts, strict=True))]
-    if inner is None:
+    if args is None:
         return [(f"{path}.{name}" if path else name, a, getattr(value, name, ABSENT)) for name, a in _fields(t)]
-    if value is ABSENT:
-        return [(f"{path}[…]", inner, ABSENT)]
-    parts = sorted(value.items()) if kind is dict else enumerate(value)  # as JAX sorts the keys of a dict
-    return [(f"{path}[{key!r}]", inner, part) for key, part in parts]
+    parts = (ABSENT,) * len(args) if value is ABSENT else value
+    return [(f"{path}[{i}]", a, part) for i, (a, part) in enumerate(zip(args, parts, strict=True))]
 
 
 def _stacked(dims: str, t: ArrayType) -> ArrayType:
@@ -296,12 +279,12 @@ def _empty(t):
         remedy = "use f32['…'], Array['…', X], a pytree_dataclass, or tuples of them"
         raise ShardError(f"{t!r} holds no array types", remedy)
     parts = {path: _empty(inner) for path, inner, _ in _children(t, ABSENT, "")}
-    if typing.get_origin(t) is tuple and _repeated(t) is None:
+    if typing.get_origin(t) is tuple:
         return tuple(parts.values())
     try:
         return _class_of(t)(**parts)
     except TypeError:
-        problem = f"{t!r} does not say its static fields, or how many arrays it holds"
+        problem = f"{t!r} does not say its static fields"
         raise ShardError(problem, "pass a value of the type as `like`") from None
 
 

@@ -179,10 +179,10 @@ def _place(path: str, array: ArrayType, value):
 def typed_shard_map(fn):
     """Decorator: `jax.shard_map` over all axes of the current mesh, with specs from the annotations, all checked.
 
-    Every argument and the result are annotated with array types, or pytree_dataclasses, tuples, lists or dicts of
-    them: `list[X]`, `tuple[X, ...]` and `dict[str, X]` hold any number of X. The decorated function takes whole arrays.
-    Those sharded as annotated go in as they are, replicated and host arrays are placed, and any other sharding is a
-    ShardError. `fn` itself runs once per device, on blocks, and is checked as by `typed`.
+    Every argument and the result are annotated with array types, or pytree_dataclasses and tuples of them. The
+    decorated function takes whole arrays. Those sharded as annotated go in as they are, replicated and host arrays are
+    placed, and any other sharding is a ShardError. `fn` itself runs once per device, on blocks, and is checked as by
+    `typed`.
     """
     annotations = dict(inspect.get_annotations(fn, eval_str=True))
     signature = inspect.signature(fn)
@@ -213,8 +213,8 @@ def typed_shard_map(fn):
                 types += [array.spec for _, array, _ in parts]
         current_scope().arguments.append(types)
         structure, result_structure = jax.tree.structure(tuple(bound.arguments.values())), None
-        # Which of its parts are absent, and how many a list has, is known only after fn has run: the arrays of the
-        # result leave in a list for each sharding.
+        # Which of its parts are absent is known only after fn has run: the arrays of the result leave in a list for
+        # each sharding.
         out_specs = list(dict.fromkeys(partition_spec(array) for _, array, _ in arrays_of(result, ABSENT)))
         groups: list[int] = []
 

@@ -207,29 +207,18 @@ def copy_axes(value: Any) -> tuple[str, ...]:
     return value.axes if isinstance(value, Copy) else ()
 
 
-def refuse_repeated_gradient(position: int, x: jax.Array, op: OpSpec) -> jax.Array:
-    """`x` unchanged. Its derivative is a ShardError if all devices would compute the same gradient.
+def refuse_repeated_gradient(position: int, x: jax.Array, op: OpSpec) -> None:
+    """Raises ShardError if `x` was gathered over an axis over which the result does not vary.
 
-    They would if `x` was gathered over an axis over which the result does not vary. JAX refuses that too, but its error
-    shows neither the op nor the axis.
+    Each device would compute the same gradient of it, and the sum over devices would count it once for each.
     """
-    repeated = sort_axes(jax.typeof(x).manual_axis_type.reduced)
-    if not repeated:
-        return x
-    names = ", ".join(repeated)
-    error = ShardError(
-        f"operand {position} was gathered over {names}, but the result is neither sharded nor partial over {names}: "
-        f"each of its devices would compute the whole gradient of `{op}`",
-        f"shard another operand over {names}, so that its devices share the work; {WITHOUT_COPY}",
-    )
-
-    identity = jax.custom_jvp(lambda x: x)
-
-    @identity.defjvp
-    def refuse(primals, tangents):
-        raise error
-
-    return identity(x)
+    if repeated := sort_axes(jax.typeof(x).manual_axis_type.reduced):
+        names = ", ".join(repeated)
+        raise ShardError(
+            f"operand {position} was gathered over {names}, but the result is neither sharded nor partial over "
+            f"{names}: each of its devices would compute the whole gradient of `{op}`",
+            f"shard another operand over {names}, so that its devices share the work; {WITHOUT_COPY}",
+        )
 
 
 # ---- einsum -----------------------------------------------------------------------------------------------------

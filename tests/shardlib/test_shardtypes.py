@@ -25,7 +25,6 @@ from shardlib.shardtypes import (
     ShardError,
     Subset,
     bf16,
-    bool_,
     dtype_name,
     f32,
     make_shardings,
@@ -157,7 +156,6 @@ def test_shardings_take_the_mesh_in_force(mesh):
     shardings = make_shardings(Layer, like=layer)
     assert shardings == Layer(w=NamedSharding(mesh, P("d", "t")), bias=None)
     assert jax.tree.map(jax.device_put, layer, shardings).w.sharding == shardings.w
-    assert [s.spec for s in make_shardings(list[f32["M/d N"]], like=[1, 2])] == [P("d", None)] * 2
 
 
 def test_shardings_inside_jit_and_on_an_abstract_mesh(mesh):
@@ -356,28 +354,22 @@ def test_tracebacks_show_the_lines_of_the_file():
     assert fn.__wrapped__.__code__.co_firstlineno + 4 == frame.lineno
 
 
-def test_lists_dicts_and_tuples_on_axes_of_other_names():
-    """Any number of arrays, in the order of the caller, under axes `x` and `expert`: as numpy computes it."""
+def test_tuples_on_axes_of_other_names():
+    """Under axes `x` and `expert`: as numpy computes it."""
     Pair = tuple[f32["M F/expert"], f32["M"]]
 
     @typed_shard_map
-    def step(
-        w: dict[str, f32["M F/expert"]], xs: list[f32["B/x M"]], masks: tuple[bool_["B/x"], ...], m: Pair
-    ) -> tuple[list[f32["B/x F/expert"]], dict[str, f32["M F/expert"]], Pair]:
-        ys = [jnp.where(mask[:, None], x @ w["up"] + w["bias"][:1], 0.0) for x, mask in zip(xs, masks, strict=True)]
-        return ys, {name: 2 * value for name, value in w.items()}, (m[0] + w["up"], m[1])
+    def step(x: f32["B/x M"], w: Pair) -> tuple[f32["B/x F/expert"], Pair]:
+        return (x * w[1]) @ w[0], (2 * w[0], 2 * w[1])
 
     draw = np.random.default_rng(0).standard_normal
-    w = {"up": draw((6, 8), np.float32), "bias": draw((6, 8), np.float32)}
-    xs, masks = [draw((4, 6), np.float32) for _ in range(3)], tuple(draw(4) > 0 for _ in range(3))
+    x, w = draw((4, 6), np.float32), (draw((6, 8), np.float32), draw(6, np.float32))
     for sizes in ((2, 4), (1, 1)):
         with jax.set_mesh(jax.make_mesh(sizes, ("x", "expert"), axis_types=(AxisType.Explicit,) * 2)):
-            ys, doubled, m = jax.jit(step)(w, xs, masks, (w["up"], xs[0][0]))
-            assert jax.tree.map(lambda x: x.sharding, m) == make_shardings(Pair, like=m)
-        for y, x, mask in zip(ys, xs, masks, strict=True):
-            np.testing.assert_allclose(y, np.where(mask[:, None], x @ w["up"] + w["bias"][:1], 0), rtol=1e-5)
+            y, doubled = jax.jit(step)(x, w)
+            assert jax.tree.map(lambda x: x.sharding, doubled) == make_shardings(Pair, like=doubled)
+        np.testing.assert_allclose(y, (x * w[1]) @ w[0], rtol=1e-5)
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * b), doubled, w)
-        np.testing.assert_array_equal(m[0], 2 * w["up"])
 
 
 # ---- typed_shard_map --------------------------------------------------------------------------------------------
