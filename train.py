@@ -452,7 +452,6 @@ class State(Generic[W]):
     weights: W
     adam_mu: Subset[W]  # momentum of matrices under Muon; None for frozen weights
     adam_nu: Subset[W]  # None for matrices under Muon and for frozen weights
-    ema: Subset[W]  # moving average of the weights; None without training.ema_decay
 
 
 @typed
@@ -511,9 +510,6 @@ def update_state(state: State[W], g: W, step: i32[""], c: Config, updates: Any) 
     rate = rates.learning_rate(step, c.optimizer)
     for optimizer in OPTIMIZERS.values():
         state = optimizer(state, g, step, rate, c.optimizer, updates)
-    if c.training.ema_decay is not None:
-        average = lambda old, w: c.training.ema_decay * old + (1 - c.training.ema_decay) * w
-        state = dataclasses.replace(state, ema=jax.tree.map(average, state.ema, state.weights))
     return state, norm, rate
 
 
@@ -536,8 +532,7 @@ def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
     weights, updates = stages.fresh_weights(c, model, key), rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
     mu = jax.tree.map(lambda u, w: None if u.algorithm == rates.FROZEN else jnp.zeros_like(w), updates, weights)
     nu = jax.tree.map(lambda u, w: jnp.zeros_like(w) if u.algorithm == "adamw" else None, updates, weights)
-    ema = jax.tree.map(lambda w: None if c.training.ema_decay is None else jnp.copy(w), weights)
-    return State(weights, mu, nu, ema)
+    return State(weights, mu, nu)
 
 
 def make_training_step(c: Config, model: LanguageModel):
@@ -601,7 +596,6 @@ def programs(c: Config, model: LanguageModel, batch: Batch, shared: bool = False
 def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
     """A whole run on the current mesh, with its files in `directory`. Returns the signal that stopped it, if any."""
     t, forward = c.training, Forward(model, c.training)
-    evaluated = lambda state: getattr(state, t.eval_weights)
     with Run(c, forward, directory, programs) as run:
         samples = TrainingSamples(c, forward, run) if t.sample_interval else None
         state = run.begin(functools.partial(init_state, c=c, model=model), State)
@@ -612,15 +606,15 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
         training_step = run.compile(make_training_step(c, model), state)
         evaluation_step = make_evaluation_step(c, model, run.options)
         if samples and run.start == 0:
-            samples.write(evaluated(state))
+            samples.write(state.weights)
         for step, batch in run.steps():
             run.look(step, state, batch)  # statistics, every training.microscope_interval steps
             state, metrics = training_step(state, batch, np.int32(step), run.norm_limit(step))
             run.log(step, metrics)  # reads the metrics of the step before, so that devices never wait
             if samples and run.due(t.sample_interval):
-                samples.write(evaluated(state))
+                samples.write(state.weights)
             if run.due(t.eval_interval):
-                run.validate(evaluation_step, evaluated(state))
+                run.validate(evaluation_step, state.weights)
             if run.due(t.checkpoint_interval) or run.stopped_by:
                 run.save(state)  # after what is logged of these steps, which a run resumed from here does not log again
         return run.end()

@@ -57,7 +57,7 @@ def save(directory, w: train.Transformer, c: train.ModelConfig, step: int = 5, f
     """A run's directory with a checkpoint of these weights, as train.py writes it."""
     metadata = {"config": dataclasses.asdict(settings(c, filespec)), "loader": {}}
     with Checkpointer(directory / "checkpoints") as checkpoints:
-        checkpoints.save(step, train.State(w, w, w, jax.tree.map(lambda _: None, w)), metadata)
+        checkpoints.save(step, train.State(w, w, w), metadata)
     return str(directory)
 
 
@@ -72,7 +72,7 @@ def export(run, output, **settings) -> str:
 def read(run) -> tuple:
     """The model section and the weights of the last checkpoint of a run."""
     with jax.set_mesh(tiny.mesh("one device")), open_run(str(run), None, True) as saved:
-        weights, _ = saved.read_weights(load_model(saved.c.model), "weights", train.programs, False, print)
+        weights, _ = saved.read_weights(load_model(saved.c.model), train.programs, False, print)
     return saved.c.model, weights
 
 

@@ -68,11 +68,6 @@ def state(c: Config, seed: int = 0) -> train.State:
     return jax.jit(functools.partial(train.init_state, c=c, model=load_model(c.model)))(jax.random.key(seed))
 
 
-def none_of(w):
-    """`w` with None for each array, as a State without an average of the weights has it."""
-    return jax.tree.map(lambda _: None, w)
-
-
 def training_step(c: Config):
     return train.make_training_step(c, load_model(c.model))
 

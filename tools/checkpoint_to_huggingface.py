@@ -113,7 +113,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
         c, step, model = saved.c, saved.step, load_model(saved.c.model)
         if inputs := inputs_of(model):
             raise ValueError(f"the model reads {', '.join(inputs)} beside the tokens; no model in transformers does.")
-        weights, _ = saved.read_weights(model, config.which(c), train.programs, config.other_source, log)
+        weights, _ = saved.read_weights(model, train.programs, config.other_source, log)
     weights = jax.tree.map(np.asarray, weights)
     content, tensors = mapping_of(c.model.module).to_huggingface(weights, c.model)
     check_rules(c.model, content["model_type"])
@@ -129,7 +129,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
         about = f"none: {error}"
     ids = {"bos_token_id": c.model.bos_id, "eos_token_id": end}
     programs = saved.metadata.get("provenance", {}).get("programs")
-    facts = {"step": step, "weights": config.which(c), "programs": programs}
+    facts = {"step": step, "programs": programs}
     # Written even if null: transformers would take the ids of Llama's own tokenizer.
     files["config.json"] = content | ids | {"dtype": "float32", "torch_dtype": "float32", "shardwright": facts}
     files["generation_config.json"] = ids

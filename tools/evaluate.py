@@ -78,13 +78,12 @@ class OpenRun:
         with opening.open_run(config.run, config.step, config.trust) as saved:
             self.config, self.c, self.step, training = config, saved.c, saved.step, saved.c.training
             is_import = "compute_dtype" not in saved.metadata["config"].get("training", {})
-            self.which = config.which(self.c)
             self.mesh, self.model = opening.mesh_for(config.mesh, self.c), load_model(self.c.model)
             platform = self.mesh.devices.flat[0].platform
             if KERNELS.get(training.attention, platform) != platform:
                 training.attention = "auto"
             with jax.set_mesh(self.mesh):
-                found = saved.read_weights(self.model, self.which, train.programs, config.other_source, write_line)
+                found = saved.read_weights(self.model, train.programs, config.other_source, write_line)
                 self.weights, self.source = found
                 if why := check_causal(train.Forward(self.model, training), training.seq_len, self.source):
                     write_line(f"not proved that a position sees no later token: {why}")
@@ -206,7 +205,7 @@ def evaluate(config: Settings, console: Console | None = None) -> dict[str, Any]
         result, lines = of_data(run)
     else:
         result = of_tasks(run, write_line) if config.tasks else own_validation(run, write_line)
-    about = {"run": config.run, "step": run.step, "weights": run.which, "mesh": dict(run.mesh.shape)}
+    about = {"run": config.run, "step": run.step, "mesh": dict(run.mesh.shape)}
     about["compute_dtype"] = run.c.training.compute_dtype
     if config.out is not None:
         written = (json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in (*lines, about | result))

@@ -96,7 +96,7 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
         with jax.set_mesh(mesh_for(config.mesh, c)):
             model = load_model(c.model)
             say = lambda text: console.print(Text(shown(text), style="dim"), soft_wrap=True)
-            weights, source = saved.read_weights(model, config.which(c), train.programs, config.other_source, say)
+            weights, source = saved.read_weights(model, train.programs, config.other_source, say)
             sampler = Sampler(train.Forward(model, c.training), settings, c.training.seq_len, config.batch, source)
             repeated = [prompt for prompt in prompts for _ in range(config.samples)]
             start = time.perf_counter()

@@ -24,9 +24,6 @@ from shardwright.settings.composing import wrong_setting
 from shardwright_data.checks import at_least_0, at_least_1, check_choice, check_range, check_ranges, within
 from shardwright_data.loader import DataConfig
 
-WEIGHTS = ("weights", "ema")
-"""Weights of a state that can be evaluated, sampled or exported: fields of train.State."""
-
 
 @dataclasses.dataclass
 class TrainingConfig:
@@ -101,12 +98,6 @@ class TrainingConfig:
     """Number that logits are divided by, at least 0; 0 always takes the likeliest token."""
     sample_top_k: int | None = at_least_1(None)
     """Number of the likeliest tokens to draw from, at least 1; null: all."""
-    ema_decay: float | None = within(0, 1, None)
-    """Factor on the moving average of the weights at each step, in [0, 1). The new weights have the factor 1 minus
-    this. The average begins with the first weights, or with those of a checkpoint that has no average. Null: there is
-    no average."""
-    eval_weights: str = "weights"
-    """Weights for the validation and the samples. weights: those that are trained; ema: their average."""
     skip_above: float | None = within(1, math.inf, None)
     """A step is skipped if the norm of its gradients is above this many times the median of the last 128 steps: the
     state stays as it was. At least 1; 4 is a usual value. It begins when 16 norms are known. Null: only steps are
@@ -222,7 +213,6 @@ def check_config(c: Config) -> None:
     check_choice("training.reduce_dtype", c.training.reduce_dtype, ("compute", "f32"))
     check_choice("training.attention", c.training.attention, PATHS)
     check_choice("training.save", c.training.save, tuple(KEPT))
-    check_weights("training.eval_weights", c.training.eval_weights, c.training.ema_decay)
     in_loop = c.training.unroll is not None and (c.training.unroll < c.model.layers or c.model.layers == 1)
     if c.training.save == "offload" and not (in_loop and c.mesh.p == 1):
         raise ValueError(
@@ -235,16 +225,6 @@ def check_config(c: Config) -> None:
         )
     if not c.distributed.is_single and c.paths.model_name is None:
         raise ValueError("distributed says that there are several processes; give paths.model_name, the same in all.")
-
-
-def check_weights(name: str, which: str, ema_decay: float | None) -> None:
-    """Raises ValueError for a setting `name` that is not one of WEIGHTS, or is the average in a run without one."""
-    check_choice(name, which, WEIGHTS)
-    if which == "ema" and ema_decay is None:
-        raise ValueError(
-            f"{name} is ema, but training.ema_decay is null: the run keeps no average of its weights. Set "
-            "training.ema_decay, or choose weights."
-        )
 
 
 def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> None:

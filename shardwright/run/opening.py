@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from omegaconf import MISSING
 
 from shardlib.placement import LayerPlacement
@@ -76,20 +75,11 @@ class CheckpointChoice:
     """Directory or URL of a run, or of one of its checkpoints."""
     step: int | None = within(0, 2**31, None)
     """Step of the checkpoint; null: the last one."""
-    weights: str | None = None
-    """weights: the trained ones; ema: their moving average (training.ema_decay). Null: those that the run validates
-    (training.eval_weights)."""
     other_source: bool = False
     """Allows source that computes something else than the source that made the checkpoint."""
     trust: bool = False
     """Imports the modules that the run names beside those shipped here, and fetches the data and the tokenizer that it
     names on servers. For a run that is not yours, read them first."""
-
-    def which(self, c: run_config.Config) -> str:
-        """`weights` or `ema`, for a run with configuration `c`. Raises ValueError if the run does not have it."""
-        which = self.weights or c.training.eval_weights
-        run_config.check_weights("weights", which, c.training.ema_decay)
-        return which
 
 
 @dataclass
@@ -102,9 +92,9 @@ class SavedRun:
     c: run_config.Config
 
     def read_weights(
-        self, model: LanguageModel, which: str, programs: Callable, other_source: bool, write_line: Write
+        self, model: LanguageModel, programs: Callable, other_source: bool, write_line: Write
     ) -> tuple[Any, Any]:
-        """`weights` or `ema`, sharded as in training on the current mesh, and the hashes of the source.
+        """The weights, sharded as in training on the current mesh, and the hashes of the source.
 
         Says by `write_line` how the source differs from that of the checkpoint. Raises ValueError if it computes
         something else, unless `other_source`.
@@ -114,13 +104,13 @@ class SavedRun:
         if differs := compare_source(self.metadata.get("provenance"), now, ("evaluation",), allow):
             write_line(shown(f"source      {differs}"))
         like = _sharded(model.Weights, shapes_of(model.table))
-        return self.checkpoints.restore(self.step, {which: like})[which], now["source"]
+        return self.checkpoints.restore(self.step, {"weights": like})["weights"], now["source"]
 
 
 def read_state(checkpoints: Checkpointer, step: int, State: Any, shapes: Any, model: Any, orders: Orders) -> Any:
     """The state of a checkpoint on the current mesh. `State` is its class, generic in the class of the weights.
 
-    `shapes` are those of its arrays. Without those of `ema`, the average is left where the checkpoint has it.
+    `shapes` are those of its arrays.
     """
     return checkpoints.restore(step, _sharded(State[model.Weights], shapes), orders)
 
@@ -204,5 +194,4 @@ def fresh_state(c: run_config.Config, placement: LayerPlacement, init: Callable[
     if c.training.init_from is not None:
         orders = stack_orders(placement, State, state)
         state.weights = read_weights(c.training.init_from, state.weights, dataclasses.asdict(c), orders)
-        state.ema = jax.tree.map(jnp.copy, state.weights) if jax.tree.leaves(state.ema) else state.ema
     return state

@@ -62,10 +62,10 @@ def programs_of(programs: Callable, c: Config, model: Any) -> dict[str, str]:
     """Hash of each program that train.programs traces, on one device and with plain settings.
 
     The settings that may change when a run is resumed, such as the mesh, the number of microbatches or the path of
-    attention, do not change the hash: there are always two microbatches and an average of the weights.
+    attention, do not change the hash: there are always two microbatches.
     """
     plain = {"batch_size": 2, "microbatches": 2, "gather_weights": "layer", "attention": "einsum", "loss_chunk": None}
-    plain |= {"save": "marked", "unroll": 1, "ema_decay": 0.5, "eval_weights": "weights"}
+    plain |= {"save": "marked", "unroll": 1}
     c = dataclasses.replace(c, training=dataclasses.replace(c.training, **plain), pipeline=PipelineConfig())
     with jax.set_mesh(make_mesh(1, 1, 1, [_device()])):
         t = c.training

@@ -32,6 +32,7 @@ RETIRED = {
     "pipeline": ("layers_per_stage", "recompute"),
     "distributed": ("stopped_exit_code",),
     "trackers": ("num_hosts",),
+    "training": ("ema_decay", "eval_weights"),
 }
 """Settings of older checkpoints that no run has. None of them changes what a run computes."""
 _METADATA = {

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from shardlib import products
@@ -139,7 +138,7 @@ class Run:
         Args:
             init: returns a fresh state for a random key. It is jitted here.
             State: class of the state, generic in the class of the weights. Its fields are `weights`, those of the
-                optimizer, and `ema`, the average of each weight, or None.
+                optimizer.
         """
         state = None
         while state is None:
@@ -169,17 +168,8 @@ class Run:
 
     def _restored(self, init: Callable[[jax.Array], Any], State: Any) -> Any:
         shapes = jax.eval_shape(init, jax.random.key(self.c.training.seed))
-        saved = self.checkpoints.manifest(self.start)["arrays"]
-        has_average, wants_average = any(x.startswith("ema/") for x in saved), bool(jax.tree.leaves(shapes.ema))
-        begins_average = wants_average and not has_average
-        if begins_average:
-            shapes = dataclasses.replace(shapes, ema=jax.tree.map(lambda _: None, shapes.ema))
-        if has_average != wants_average:
-            what = "begins with the weights" if begins_average else "is left, as training.ema_decay is null: that"
-            tell(f"average    of the weights: {what} of step {self.start}")
         orders = stack_orders(self.placement, State, shapes)
-        state = read_state(self.checkpoints, self.start, State, shapes, self.model, orders)
-        return dataclasses.replace(state, ema=jax.tree.map(jnp.copy, state.weights)) if begins_average else state
+        return read_state(self.checkpoints, self.start, State, shapes, self.model, orders)
 
     def _introduce(self) -> None:
         c, t, table = self.c, self.c.training, self.model.table
@@ -344,8 +334,7 @@ class Run:
         """Logs the loss on the validation split; nothing if training.eval_batches is 0."""
         if self.validation:
             batches = self.c.training.eval_batches
-            of = {"weights": "ema"} if self.c.training.eval_weights == "ema" else {}
-            found = lambda: evaluate(evaluation_step, weights, self.validation, batches) | of
+            found = lambda: evaluate(evaluation_step, weights, self.validation, batches)
             self._log.log_event(self.done - 1, "validation", found)
 
     def log_event(self, event: str, values: Any) -> None:

@@ -32,7 +32,7 @@ def config(**changes) -> OptimizerConfig:
 def fresh_state(table) -> train.State:
     zeros = random_like(table, 0, size=0.0)
     nu = jax.tree.map(lambda weight, x: None if weight.kind == "matrix" else x, table, zeros)
-    return train.State(random_like(table, 0), zeros, nu, tiny.none_of(zeros))
+    return train.State(random_like(table, 0), zeros, nu)
 
 
 # ---- Newton-Schulz ----------------------------------------------------------------------------------------------

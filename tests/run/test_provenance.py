@@ -49,10 +49,6 @@ OTHER = {
         SOURCE.replace("jnp.sqrt(unbiased_nu) + c.adam_epsilon", "jnp.sqrt(unbiased_nu + c.adam_epsilon)"),
         TRAINING,
     ),
-    "the average of the weights": (
-        SOURCE.replace("lambda old, w: c.training", "lambda old, w: 2 * c.training"),
-        TRAINING,
-    ),
     "what only microbatches have": (
         SOURCE.replace(
             'return shardops.psum("+p ->", total), reduced(g)',
@@ -79,7 +75,6 @@ FREE = {
     "the mesh": {"mesh": (1, 2, 2, 2)},
     "stages": {"mesh": (2, 1, 2, 2), "microbatches": 2},
     "how it is computed": {"attention": "blockwise", "save": "nothing", "loss_chunk": 8, "gather_weights": "step"},
-    "an average": {"ema_decay": 0.9},
     "the number of microbatches": {"microbatches": 4},
 }
 
@@ -165,22 +160,21 @@ def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def run_directory(tmp_path_factory):
-    """A run whose checkpoint has an average of the weights, and was made by other source."""
-    c, directory = settings(tiny.model(), "unused", ema_decay=0.9), tmp_path_factory.mktemp("run")
+    """A run whose checkpoint was made by other source."""
+    c, directory = settings(tiny.model(), "unused"), tmp_path_factory.mktemp("run")
     with jax.set_mesh(tiny.mesh("one device")), Checkpointer(directory / "checkpoints") as checkpoints:
         model, state = load_model(c.model), tiny.state(c)
-        state.ema = jax.tree.map(lambda x: 2 * x, state.weights)
         made_by = provenance.provenance_of(train.programs, c, model)
         made_by = made_by | {"source": {"train.py": "other"}, "programs": {"training": "other", "evaluation": "other"}}
         checkpoints.save(3, state, {"config": dataclasses.asdict(c), "loader": {}, "provenance": made_by})
-    return directory, jax.tree.map(np.asarray, state.ema)
+    return directory, np.asarray(state.weights.embed)
 
 
 @pytest.mark.slow
-def test_an_export_is_refused_by_other_source_or_is_of_the_average(run_directory, tmp_path):
+def test_an_export_is_refused_by_other_source(run_directory, tmp_path):
     safetensors = pytest.importorskip("safetensors.numpy")
-    directory, average = run_directory
-    config = {"run": str(directory), "output": str(tmp_path / "exported"), "weights": "ema", "check": False}
+    directory, embed = run_directory
+    config = {"run": str(directory), "output": str(tmp_path / "exported"), "check": False}
     with pytest.raises(ValueError, match=r"it computes something else in evaluation\. .* or give other_source=true"):
         checkpoint_to_huggingface.run(checkpoint_to_huggingface.Settings(**config))
     assert not (tmp_path / "exported").exists()
@@ -188,16 +182,13 @@ def test_an_export_is_refused_by_other_source_or_is_of_the_average(run_directory
     checkpoint_to_huggingface.run(checkpoint_to_huggingface.Settings(**config, other_source=True), said.append)
     assert any(line.startswith("source     ") for line in said)
     tensors = safetensors.load_file(tmp_path / "exported" / "model.safetensors")
-    np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], average.embed)
+    np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], embed)
 
 
 @pytest.mark.long
-def test_drawing_is_refused_by_other_source_or_is_of_the_average(run_directory):
+def test_drawing_is_refused_by_other_source(run_directory):
     directory, _ = run_directory
     config = {"run": str(directory), "prompt_ids": [5], "max_tokens": 4, "temperature": 0.0}
     with pytest.raises(ValueError, match=r"it computes something else in evaluation\. .* or give other_source=true"):
         generate(Settings(**config))
-    drawn = {which: generate(Settings(**config, weights=which, other_source=True)) for which in ("weights", "ema")}
-    assert drawn["weights"][0]["ids"] != drawn["ema"][0]["ids"]
-    with pytest.raises(ValueError, match="weights is 'average'; choose one of weights, ema"):
-        generate(Settings(**config, weights="average"))
+    assert generate(Settings(**config, other_source=True))

@@ -28,7 +28,7 @@ BAD_TOKEN, BAD_DOCUMENT, DOCUMENTS = 63, 21, 64
 
 
 def config_with(algorithm: str = "adamw", layers: int = 1, **changes):
-    c = tiny.config(tiny.model(layers=layers), ema_decay=0.5, **changes)
+    c = tiny.config(tiny.model(layers=layers), **changes)
     c.optimizer.algorithm = algorithm
     return c
 

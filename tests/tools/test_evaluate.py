@@ -52,9 +52,9 @@ def write_dataset(path, texts, append_end=True):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Four steps on the mesh d=8, with an average of the weights."""
+    """Four steps on the mesh d=8."""
     directory = tmp_path_factory.mktemp("runs")
-    c = tiny.config(tiny.model(vocab=320, layers=1), eval_batches=3, eval_interval=2, ema_decay=0.5)
+    c = tiny.config(tiny.model(vocab=320, layers=1), eval_batches=3, eval_interval=2)
     c.data = DataConfig(filespec=write_dataset(directory / "data.zarr", TEXTS))
     c.training = dataclasses.replace(c.training, steps=4, seq_len=SEQ_LEN, checkpoint_interval=2, microbatches=1)
     with jax.set_mesh(tiny.mesh("d=8")):
@@ -107,10 +107,8 @@ def test_the_bytes_are_those_of_the_tokens_evaluated(run):
     assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
 
 
-def test_the_average_of_the_weights_and_fewer_batches(run):
-    found, average = evaluated(run, batches=1), evaluated(run, batches=1, weights="ema")
-    assert found["tokens"] == average["tokens"] == tiny.BATCH * SEQ_LEN
-    assert found["loss"] != average["loss"]
+def test_fewer_batches(run):
+    assert evaluated(run, batches=1)["tokens"] == tiny.BATCH * SEQ_LEN
 
 
 @pytest.mark.slow
@@ -310,7 +308,6 @@ def test_the_command(run, tmp_path):
     [
         ({"run": "nowhere"}, r"no complete checkpoint in nowhere/checkpoints: give a run's directory"),
         ({"step": 3}, r"no complete checkpoint of step 3"),
-        ({"weights": "adam_mu"}, r"weights is 'adam_mu'; choose one of weights, ema"),
         ({"mesh": MeshChoice(t=3)}, r"mesh r=1 d=-1 t=3 does not fit 8 devices"),
         ({"data": "a", "tasks": ["b"]}, r"give one of data and tasks; data and tasks is given"),
         ({"data": "nowhere.jsonl"}, r"No file matches 'nowhere.jsonl'"),

@@ -43,7 +43,7 @@ def test_stacks_are_compared_in_the_order_of_layers():
     c.pipeline.virtual_stages = 2
     rng = np.random.default_rng(0)
     weights = jax.tree.map(lambda w: rng.random(w.shape), train.weight_table(c.model))
-    state = train.State(weights, weights, dataclasses.replace(weights, unembed=None), tiny.none_of(weights))
+    state = train.State(weights, weights, dataclasses.replace(weights, unembed=None))
     with mesh_of({"p": 2, "r": 1, "d": 2, "t": 2}):
         placed = in_order(c, state, back=True)
         w_q = placed.weights.layers.w_q
@@ -99,7 +99,7 @@ def test_small_is_small_in_the_configured_stages():
 
 def test_numbers_that_are_not_finite_are_planted_in_weights():
     """In the last entry of the first and of the last one, and in a row of a table that no token of the batch reads."""
-    state = train.State({"a": np.ones((2, 3)), "b": np.ones((4, 3)), "c": np.ones(3)}, {}, {}, {})
+    state = train.State({"a": np.ones((2, 3)), "b": np.ones((4, 3)), "c": np.ones(3)}, {}, {})
     batch = TokenBatch(np.arange(4, dtype=np.uint32)[None], np.zeros((1, 4), bool), np.ones((1, 4), bool))
     planted = list(with_planted(Inputs(state, batch, 1), vocab=4))
     bad = [{k: np.flatnonzero(~np.isfinite(x)).tolist() for k, x in x.state.weights.items()} for _, x in planted]

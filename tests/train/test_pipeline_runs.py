@@ -42,7 +42,7 @@ def fresh(c: Config) -> train.State:
     state = tiny.state(c, 3)
     # In a program of their own: fused with the weights, these might be rounded in another way on another mesh.
     moments = jax.jit(lambda w: (jax.tree.map(lambda w: 2 * w, w), jax.tree.map(lambda w: w * w, w)))
-    return train.State(state.weights, *moments(state.weights), state.ema)
+    return train.State(state.weights, *moments(state.weights))
 
 
 @pytest.fixture(scope="module")

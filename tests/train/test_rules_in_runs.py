@@ -76,7 +76,7 @@ def test_steps_are_dense(name, place, path):
         assert all(line.startswith(path) for line in describe_attention(forward, length))
         nats, targets = train.make_evaluation_step(c, model)(w, data)
         zeros = lambda: jax.tree.map(jnp.zeros_like, w)
-        state = train.State(w, zeros(), zeros(), tiny.none_of(w))
+        state = train.State(w, zeros(), zeros())
         state, metrics = train.make_training_step(c, model)(state, data, np.int32(0))
         clipped = min(1, c.optimizer.clip_norm / float(metrics.grad_norm))
         found = jax.tree.map(lambda mu: np.asarray(mu) / (1 - c.optimizer.adam_b1) / clipped, state.adam_mu)

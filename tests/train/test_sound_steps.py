@@ -30,7 +30,7 @@ SETTINGS = {  # the mesh, and what is set beside: of training, the model, the op
     "loss in chunks": (DEMO, {"loss_chunk": 4}),
     "fp8": (DEMO, {"fp8": True}),
     "bf16": (DEMO, {"compute_dtype": "bf16"}),
-    "an average": (DEMO, {"ema_decay": 0.9, "unroll": 3, "document_mask": False}),
+    "one document": (DEMO, {"unroll": 3, "document_mask": False}),
     "muon": (DEMO, {"algorithm": "muon"}),
     "tied": ("r=1 d=4 t=2", {"tied_embeddings": True, "logit_softcap": 5.0, "z_loss": 1e-3}),
     "QK-norm": (DEMO, {"qk_norm": True, "d_head": 8}),
