@@ -524,7 +524,7 @@ class Metrics:
     grad_norm: f32[""]
     learning_rate: f32[""]
     layers: LayerMetrics | None
-    skipped: bool_[""]  # the state stayed as it was: a number is not finite, or grad_norm is above the step's limit
+    skipped: bool_[""]  # loss or grad_norm is not finite, so that the state stayed as it was
 
 
 def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
@@ -536,26 +536,26 @@ def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
 
 
 def make_training_step(c: Config, model: LanguageModel):
-    """The jitted training step: (state, batch, step, limit) -> (state, metrics). It reuses the old state's memory."""
+    """The jitted training step: (state, batch, step) -> (state, metrics). It reuses the old state's memory."""
     forward, Weights = Forward(model, c.training), model.Weights
     updates = rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
 
     @typed_shard_map
     def per_device(
-        state: State[Weights], batch: Batch, step: i32[""], seeds: u32["m B/r/d"] | None, limit: f32[""]
+        state: State[Weights], batch: Batch, step: i32[""], seeds: u32["m B/r/d"] | None
     ) -> tuple[State[Weights], Metrics]:
         loss, g, layers = loss_and_gradients(state.weights, batch, c, forward, seeds)
         new, grad_norm, rate = update_state(state, checkpoint_name(g, "gradient"), step, c, updates)
-        skipped = ~jnp.isfinite(loss + grad_norm) | (grad_norm > limit)
+        skipped = ~jnp.isfinite(loss + grad_norm)
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new)
         return state, Metrics(loss, grad_norm, rate, layers, skipped)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def training_step(state: State, batch: Batch, step: jax.Array, limit: Any = jnp.inf) -> tuple[State, Metrics]:
+    def training_step(state: State, batch: Batch, step: jax.Array) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.key(c.training.seed), step)
         seeds = jax.random.bits(key, batch.targets.shape[:2]) if getattr(c.model, "dropout", 0) else None
         with compute_scope(c.training.compute_dtype):
-            return per_device(state, batch, step, seeds, jnp.float32(limit))
+            return per_device(state, batch, step, seeds)
 
     return training_step
 
@@ -609,7 +609,7 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
             samples.write(state.weights)
         for step, batch in run.steps():
             run.look(step, state, batch)  # statistics, every training.microscope_interval steps
-            state, metrics = training_step(state, batch, np.int32(step), run.norm_limit(step))
+            state, metrics = training_step(state, batch, np.int32(step))
             run.log(step, metrics)  # reads the metrics of the step before, so that devices never wait
             if samples and run.due(t.sample_interval):
                 samples.write(state.weights)

@@ -22,13 +22,13 @@ class RecordedStep:
     def __getattr__(self, name: str):
         return getattr(self._compiled, name)
 
-    def __call__(self, state, batch, step, norm_limit):
+    def __call__(self, state, batch, step):
         line = {"step": int(step), "rows": rows_on_devices(batch)}
         with (self._directory / f"witness_{jax.process_index()}.jsonl").open("a") as file:
             print(json.dumps(line), file=file, flush=True)
         if int(step) == int(os.environ.get("PAUSE_AT", -1)):
             time.sleep(3600)
-        return self._compiled(state, batch, step, norm_limit)
+        return self._compiled(state, batch, step)
 
 
 def hash_of(*parts: np.ndarray) -> str:

@@ -98,12 +98,9 @@ class TrainingConfig:
     """Number that logits are divided by, at least 0; 0 always takes the likeliest token."""
     sample_top_k: int | None = at_least_1(None)
     """Number of the likeliest tokens to draw from, at least 1; null: all."""
-    skip_above: float | None = within(1, math.inf, None)
-    """A step is skipped if the norm of its gradients is above this many times the median of the last 128 steps: the
-    state stays as it was. At least 1; 4 is a usual value. It begins when 16 norms are known. Null: only steps are
-    skipped whose loss or gradients are not finite."""
     max_skipped: int | None = at_least_1(10)
-    """Skipped steps in a row that end the run, at least 1; null: they never do."""
+    """A step whose loss or gradients are not finite is skipped: the state stays as it was. This number of them in a
+    row, at least 1, ends the run; null: they never do."""
     microscope_interval: int | None = at_least_1(None)
     """Steps between looks at the step with the microscope, whose statistics are events in metrics.jsonl
     (docs/replay.md). Null: none."""

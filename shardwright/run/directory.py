@@ -6,7 +6,6 @@ has not finished is named `*.tmp`, and the next start removes it.
 
 import contextlib
 import fcntl
-import itertools
 import json
 import os
 import re
@@ -63,25 +62,10 @@ def override(setting: str, value: str) -> str:
     return f"{setting}={value}" if plain else shlex.quote(f"{setting}={quoted(value)}")
 
 
-def find_place(root: str, name: str | None, config: str) -> tuple[str, Path, list[Path]]:
-    """Name and directory of a run, and those of the directory and the ones above it that this start makes, from below.
-
-    A run without a name is called by the configuration and the time. Its directory is made, so that two starts in the
-    same second get two.
-    """
-    stem = f"{config}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
-    for i in itertools.count(1):
-        found = name or (stem if i == 1 else f"{stem}_{i}")
-        directory = place(root, found)
-        made = [*itertools.takewhile(lambda path: not os.path.exists(path), (directory, *directory.parents))]
-        try:
-            if name is None:
-                directory.mkdir(parents=True)
-            return found, directory, made
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise _cannot_write(directory, error) from error
+def find_place(root: str, name: str | None, config: str) -> tuple[str, Path]:
+    """Name and directory of a run. A run without a name is called by the configuration and the time."""
+    name = name or f"{config}_{time.strftime('%Y_%m_%d_%H_%M_%S')}"
+    return name, place(root, name)
 
 
 @contextlib.contextmanager
@@ -93,24 +77,27 @@ def run_directory(root: str, name: str | None, config: str) -> Iterator[tuple[st
 
     `name` is None only with one process. Raises ValueError if another run is there, or if it cannot be written.
     """
-    name, directory, made = find_place(root, name, config)
+    name, directory = find_place(root, name, config)
     with contextlib.ExitStack() as cleanup:
-        agreed(lambda: _prepare(directory, made, cleanup) if jax.process_index() == 0 else None)
+        agreed(lambda: _prepare(directory, cleanup) if jax.process_index() == 0 else None)
         agreed(lambda: _see(directory))
         yield name, directory
 
 
-def _prepare(directory: Path, made: list[Path], cleanup: contextlib.ExitStack) -> None:
+def _prepare(directory: Path, cleanup: contextlib.ExitStack) -> None:
     try:
+        is_new = not directory.exists()
         cleanup.enter_context(locked(directory))
         # Before the lock is released.
-        cleanup.push(lambda kind, *_: _remove_start(made) if kind and made else None)
+        cleanup.push(lambda kind, *_: _remove_start(directory) if kind and is_new else None)
         if (directory / "metrics.jsonl").exists() or (directory / "config.yaml").exists():  # else it is of no run
             for path in directory.glob("*.tmp"):
                 _remove(path)
     except OSError as error:
-        remove_empty(made)
-        raise _cannot_write(directory, error) from error
+        raise ValueError(
+            f"{directory} cannot be written: {why(error)}. See to its room, its rights and files in the way, or choose "
+            "another paths.root_working_dir."
+        ) from error
 
 
 def _see(directory: Path) -> None:
@@ -159,14 +146,13 @@ def _holder(file: Any) -> str:
         return "another process"
 
 
-def _remove_start(made: list[Path]) -> None:
-    """Removes the directories that a start made, the run's first, if no step was logged or saved."""
-    log, checkpoints = made[0] / "metrics.jsonl", made[0] / "checkpoints"
+def _remove_start(directory: Path) -> None:
+    """Removes the directory that a start made, if no step was logged or saved."""
+    log, checkpoints = directory / "metrics.jsonl", directory / "checkpoints"
     lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
     is_logged = any('"event": ' not in line for line in lines)  # lines of events have "event"
     if not is_logged and not (checkpoints.is_dir() and any(checkpoints.iterdir())):
-        _remove(made[0])
-        remove_empty(made)
+        _remove(directory)
 
 
 def remove_older(newest: Path, pattern: str) -> None:
@@ -176,21 +162,6 @@ def remove_older(newest: Path, pattern: str) -> None:
             _remove(path)
 
 
-def remove_empty(directories: list[Path]) -> None:
-    """Removes these directories, until one is not empty."""
-    with contextlib.suppress(OSError):
-        for path in directories:
-            if path.exists():
-                path.rmdir()
-
-
 def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _cannot_write(path: Path, error: OSError) -> ValueError:
-    return ValueError(
-        f"{path} cannot be written: {why(error)}. See to its room, its rights and files in the way, or choose "
-        "another paths.root_working_dir."
-    )

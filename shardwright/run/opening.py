@@ -21,10 +21,10 @@ from shardwright.run.checkpoint import Checkpointer, find_checkpoint
 from shardwright.run.checkpoint_arrays import NO_ORDERS, Orders
 from shardwright.run.files import read_config
 from shardwright.run.provenance import compare_source, provenance_of
+from shardwright.run.report import tell
 from shardwright.run.resuming import config_of, saved_config, with_defaults
 from shardwright.run.stages import stack_orders
 from shardwright.settings.differences import config_differences
-from shardwright.settings.words import say
 from shardwright_data.checks import within
 from shardwright_data.foreign import shown
 
@@ -107,12 +107,15 @@ class SavedRun:
         return self.checkpoints.restore(self.step, {"weights": like})["weights"], now["source"]
 
 
-def read_state(checkpoints: Checkpointer, step: int, State: Any, shapes: Any, model: Any, orders: Orders) -> Any:
+def read_state(
+    checkpoints: Checkpointer, step: int, State: Any, shapes: Any, model: Any, placement: LayerPlacement
+) -> Any:
     """The state of a checkpoint on the current mesh. `State` is its class, generic in the class of the weights.
 
-    `shapes` are those of its arrays.
+    `shapes` are those of its arrays, `placement` is that of the layers.
     """
-    return checkpoints.restore(step, _sharded(State[model.Weights], shapes), orders)
+    like = _sharded(State[model.Weights], shapes)
+    return checkpoints.restore(step, like, stack_orders(placement, State, shapes))
 
 
 def _sharded(kind: Any, shapes: Any) -> Any:
@@ -178,10 +181,9 @@ def read_weights(path: str | os.PathLike, like: Any, config: dict, orders: Order
                 + "\nChange these to what the checkpoint has, or start from another one."
             )
         weights = checkpoints.restore(step, {"weights": like}, orders)["weights"]
-    if jax.process_index() == 0:
-        say(f"weights    from {path}, after {step} steps; the optimizer's state is fresh")
-        for line in config_differences(saved, config, ("model",)):
-            say(f"           {line}")
+    tell(f"weights    from {path}, after {step} steps; the optimizer's state is fresh")
+    for line in config_differences(saved, config, ("model",)):
+        tell(f"           {line}")
     return weights
 
 

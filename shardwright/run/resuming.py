@@ -32,9 +32,9 @@ RETIRED = {
     "pipeline": ("layers_per_stage", "recompute"),
     "distributed": ("stopped_exit_code",),
     "trackers": ("num_hosts",),
-    "training": ("ema_decay", "eval_weights"),
+    "training": ("ema_decay", "eval_weights", "skip_above"),
 }
-"""Settings of older checkpoints that no run has. None of them changes what a run computes."""
+"""Settings of older checkpoints that no run has. Where one changed what a step computes, so does its program's hash."""
 _METADATA = {
     "loader?": {"step?": int, "epoch?": int, "block?": int, "documents?": int, "tokens?": int},
     "provenance?": {"source": {str: str}, "programs": {str: str}, "traced_by": str, "untraced?": str},

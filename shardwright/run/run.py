@@ -102,7 +102,7 @@ class Run:
         """Chooses the checkpoint to go on from, and makes what depends on it: loaders and length of the run."""
         c, t = self.c, self.c.training
         self.start, loader_state, skips = self._last_checkpoint()
-        self._skips = SkippedSteps(t, skips, self._tell_skipped)
+        self._skips = SkippedSteps(t.max_skipped, skips, self._tell_skipped)
         self.done = self.start
         sizes = {"batch_size": t.batch_size, "seq_len": t.seq_len, "microbatches": t.microbatches}
         loader = functools.partial(make_loader, c.data, **sizes, vocab_size=c.model.vocab, inputs=self._inputs)
@@ -168,8 +168,7 @@ class Run:
 
     def _restored(self, init: Callable[[jax.Array], Any], State: Any) -> Any:
         shapes = jax.eval_shape(init, jax.random.key(self.c.training.seed))
-        orders = stack_orders(self.placement, State, shapes)
-        return read_state(self.checkpoints, self.start, State, shapes, self.model, orders)
+        return read_state(self.checkpoints, self.start, State, shapes, self.model, self.placement)
 
     def _introduce(self) -> None:
         c, t, table = self.c, self.c.training, self.model.table
@@ -222,7 +221,7 @@ class Run:
         """The compiled training step for `state` and the batches of the run. Keeps its HLO text, for a picture."""
         t = self.c.training
         shapes = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self._inputs))
-        lowered = training_step.lower(state, shapes, np.int32(self.start), self.norm_limit(self.start))
+        lowered = training_step.lower(state, shapes, np.int32(self.start))
         check_metrics(lowered.out_info[1])
         self._program, self._hlo = compile_step(lowered, self.directory, self.options)
         return self._program
@@ -273,10 +272,6 @@ class Run:
         if step == self.start:
             self._log.log_event(step, "memory", peak_memory(self._program, metrics))
         self._page.refresh()
-
-    def norm_limit(self, step: int) -> np.float32:
-        """Largest norm of gradients with which `step` is not skipped."""
-        return self._skips.limit(step)
 
     def _batch_of(self, step: int) -> int:
         return batch_of(step, self.c.data.skip_steps)

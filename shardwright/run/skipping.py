@@ -1,25 +1,15 @@
-"""Skipped steps: those whose loss or gradients are not finite, or whose gradients are far larger than before."""
+"""Skipped steps: those whose loss or gradients are not finite."""
 
-import collections
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from shardwright.run.checkpoint_arrays import named_leaves
-from shardwright.run.config import TrainingConfig
 from shardwright_data.loader import Loader
 from shardwright_data.loader.origins import documents_of_batch
 
-WINDOW = 128
-"""Steps whose gradient norms give the limit of training.skip_above."""
-FEWEST = 16
-"""Gradient norms that have to be known before there is a limit."""
-DELAY = 2
-"""A limit takes the norms of steps at least this much earlier: the others may still be computed."""
 SMALLER_RATE = (
     "begin another run with the weights of an earlier checkpoint (training.init_from) and a smaller "
     "optimizer.learning_rate"
@@ -27,48 +17,33 @@ SMALLER_RATE = (
 
 
 class SkippedSteps:
-    """The steps of a run that were skipped, and the limit above which the next are.
-
-    The limit of a step depends on the norms of earlier ones alone, so that a resumed run has the same.
+    """The steps of a run that were skipped.
 
     Args:
-        training: for skip_above and max_skipped.
+        most: training.max_skipped.
         state: what `state` gave when the checkpoint was saved; empty for a new run.
         tell: called with the step and a line about it when it was skipped.
     """
 
-    def __init__(self, training: TrainingConfig, state: dict[str, Any], tell: Callable[[int, str], None]):
-        self._above, self._most, self._tell = training.skip_above, training.max_skipped, tell
+    def __init__(self, most: int | None, state: dict[str, Any], tell: Callable[[int, str], None]):
+        self._most, self._tell = most, tell
         self.count: int = state.get("count", 0)
         """Number of skipped steps of the run."""
         self.in_a_row: int = state.get("in_a_row", 0)
         """Number of the last steps that were skipped, one after the other."""
         self._before = self.count
-        norms = [(int(step), float(norm)) for step, norm in state.get("norms", [])]
-        self._norms = collections.deque(norms, maxlen=WINDOW + DELAY)
-
-    def limit(self, step: int) -> np.float32:
-        """Largest gradient norm with which `step` is not skipped."""
-        known = [norm for earlier, norm in self._norms if earlier <= step - DELAY][-WINDOW:]
-        if self._above is None or len(known) < FEWEST:
-            return np.float32(np.inf)
-        return np.float32(self._above * statistics.median(known))
 
     def see(self, step: int, loss: Any, grad_norm: Any, skipped: bool) -> None:
         """Takes the numbers of a step, which are strings if they are not finite.
 
         Raises FloatingPointError if training.max_skipped steps in a row were skipped.
         """
-        if self._above is not None and not isinstance(grad_norm, str):
-            self._norms.append((step, grad_norm))
         if not skipped:
             self.in_a_row = 0
             return
         self.count, self.in_a_row = self.count + 1, self.in_a_row + 1
         numbers = [x if isinstance(x, str) else f"{x:.4g}" for x in (loss, grad_norm)]
         why = "loss {}, gradient norm {}".format(*numbers)
-        if not isinstance(loss, str) and not isinstance(grad_norm, str):
-            why += f", above the limit {self.limit(step):.4g} of training.skip_above" * bool(self._above)
         self._tell(step, why)
         if self._most is not None and self.in_a_row >= self._most:
             raise FloatingPointError(
@@ -87,7 +62,7 @@ class SkippedSteps:
 
     def state(self) -> dict[str, Any]:
         """JSON values from which a resumed run goes on."""
-        return {"count": self.count, "in_a_row": self.in_a_row, "norms": [list(pair) for pair in self._norms]}
+        return {"count": self.count, "in_a_row": self.in_a_row}
 
 
 def described_documents(loader: Loader, batch: int) -> tuple[str, dict[str, list]]:

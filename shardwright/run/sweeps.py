@@ -17,7 +17,7 @@ from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, open_dict, read_write
 
-from shardwright.run.directory import check_place, find_place, quoted, remove_empty
+from shardwright.run.directory import check_place, find_place, quoted
 from shardwright.settings.program import Refused, refusals_shown
 
 
@@ -65,7 +65,7 @@ class Sweep(Callback):
         try:
             _check_swept(swept, config)
             check_place(root, name)
-            name, directory, made = find_place(root, name, config.hydra.job.config_name)
+            name, directory = find_place(root, name, config.hydra.job.config_name)
         except ValueError as error:
             sys.exit(f"Error: {error}")
         run = f"{name}/${{hydra:job.override_dirname}}" if swept else name
@@ -78,7 +78,7 @@ class Sweep(Callback):
             task = [text for text in config.hydra.overrides.task if not text.startswith("paths.model_name=")]
             config.hydra.overrides.task = [*task, f"paths.model_name={quoted(run)}"]
         self._name = name
-        atexit.register(self._end, directory, made)
+        atexit.register(self._end, directory)
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
         """Prints at once why a job failed. Hydra itself shows only the first failure, at the end."""
@@ -110,13 +110,13 @@ class Sweep(Callback):
             if jax.distributed.is_initialized() and config.hydra.launcher._target_.endswith(".BasicLauncher"):
                 sys.exit("The sweep stops here: after an error all processes of a run end.")
 
-    def _end(self, directory: Path, made: list[Path]) -> None:
+    def _end(self, directory: Path) -> None:
         if self._failed:
             print(f"\n{len(self._failed)} of {self._jobs} jobs of the sweep {directory} failed:", file=sys.stderr)
             print("".join(f"  {line}\n" for line in self._failed), end="", file=sys.stderr)
         if not self._jobs and [path.name for path in directory.glob("*")] == ["multirun.yaml"]:  # it was refused
             (directory / "multirun.yaml").unlink()
-            remove_empty(made)
+            directory.rmdir()
 
 
 def _check_swept(swept: set[str], config: DictConfig) -> None:

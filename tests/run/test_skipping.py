@@ -17,7 +17,7 @@ import train
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
 from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.skipping import DELAY, FEWEST, WINDOW, SkippedSteps
+from shardwright.run.skipping import SkippedSteps
 from shardwright_data.flat_tokens import Writer
 
 BAD_TOKEN, BAD_DOCUMENT, DOCUMENTS = 63, 21, 64
@@ -47,10 +47,10 @@ def stepped(request):
     with jax.set_mesh(mesh()):
         step = tiny.training_step(c)
 
-        def run(change=lambda state: state, limit=np.inf):
+        def run(change=lambda state: state):
             state = change(tiny.state(c))
             before = jax.device_get(state)
-            return before, *jax.device_get(step(state, tiny.place_batch(c), np.int32(3), np.float32(limit)))
+            return before, *jax.device_get(step(state, tiny.place_batch(c), np.int32(3)))
 
         yield run
 
@@ -73,55 +73,17 @@ def test_a_step_that_is_not_finite_leaves_the_state(stepped, bad):
     assert not np.isfinite(metrics.loss + metrics.grad_norm)
 
 
-@pytest.mark.long
-def test_a_limit_below_the_norm_leaves_the_state_and_one_above_changes_nothing(stepped):
-    before, after, metrics = stepped()
-    assert not metrics.skipped
-    assert not same(before.weights, after.weights)
-    _, above, _ = stepped(limit=metrics.grad_norm)
-    assert same(above, after)
-    before, below, skipped = stepped(limit=np.nextafter(metrics.grad_norm, np.float32(0)))
-    assert same(before, below)
-    assert skipped.skipped
-    assert skipped.loss == metrics.loss
-
-
-# ---- the limit ----------------------------------------------------------------------------------------------------
-
-
-def skips(state=None, told=None, **changes) -> SkippedSteps:
-    told = [] if told is None else told
-    return SkippedSteps(
-        dataclasses.replace(tiny.config().training, **changes), state or {}, lambda *line: told.append(line)
-    )
-
-
-@pytest.mark.quick
-def test_the_limit_is_a_multiple_of_the_median_of_earlier_norms():
-    norms = np.random.default_rng(0).lognormal(size=400).astype(np.float32)
-    of_run, before, resumed = skips(skip_above=4.0), None, None
-    for step, norm in enumerate(norms.tolist()):
-        known = norms[: max(0, step - DELAY + 1)][-WINDOW:]
-        expected = 4 * np.median(known) if len(known) >= FEWEST else np.inf
-        assert of_run.limit(step) == np.float32(expected)
-        if step >= 200:
-            if resumed is None:
-                resumed = skips(json.loads(json.dumps(before)), skip_above=4.0)
-            assert resumed.limit(step) == of_run.limit(step)
-            resumed.see(step, 1.0, norm, False)
-        of_run.see(step, 1.0, norm, False)
-        before = of_run.state()
-    assert skips(before).limit(400) == np.inf, "without the setting there is none"
+# ---- in a row -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.quick
 def test_skipped_steps_in_a_row_end_the_run():
     told = []
-    few = skips(told=told, max_skipped=3)
+    few = SkippedSteps(3, {}, lambda *line: told.append(line))
     for step, skipped in enumerate([True, True, False, True, True]):
         few.see(step, "NaN", "NaN", skipped)
     with pytest.raises(FloatingPointError, match="3 steps in a row were skipped, the last of them step 5"):
-        skips(few.state(), max_skipped=3).see(5, "NaN", 1.0, True)
+        SkippedSteps(3, few.state(), print).see(5, "NaN", 1.0, True)
     assert [step for step, _ in told] == [0, 1, 3, 4]
     assert few.count == 4
 
@@ -198,21 +160,6 @@ def test_batches_that_are_left_out_leave_the_order_of_the_others(tmp_path, datas
         run(first, dataset, steps=5, skip_steps=[1], **still)
     run(first, dataset, steps=5, skip_steps=[1, 3, 6], **still)
     assert losses(first) == [every[i] for i in (0, 2, 4, 5, 7)]
-
-
-@pytest.mark.slow
-def test_a_resumed_run_has_the_same_limits(tmp_path, dataset, monkeypatch):
-    monkeypatch.setattr("shardwright.run.skipping.FEWEST", 2)
-    options = {"skip_above": 1.0, "max_skipped": None, "learning_rate": 1e-4}
-    whole = run(tmp_path / "whole", dataset, steps=8, **options)
-    skipped = [line["step"] for line in lines_of(whole) if line.get("skipped")]
-    assert skipped
-    assert len(skipped) < 6
-    assert set(skipped) == {line["step"] for line in lines_of(whole) if line.get("event") == "skipped"}
-    parts = run(tmp_path / "parts", dataset, steps=4, **options)
-    run(parts, dataset, steps=8, **options)
-    for name, array in weights_of(whole, 8).items():
-        assert np.array_equal(array, weights_of(parts, 8)[name]), name
 
 
 @pytest.mark.slow

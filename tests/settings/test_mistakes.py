@@ -34,7 +34,7 @@ def answered(command: str) -> str:
             _become(shlex.split(command.replace("{here}", str(here)).replace("{root}", str(ROOT))), here, said)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         text = said.read_text().replace(str(here), "{here}").replace(str(ROOT), "{root}")
-        left = [str(path.relative_to(here)) for path in here.rglob("*")]
+        left = [str(path.relative_to(here)) for path in here.rglob("*") if path.name != "runs"]
         return text if status in (1, 2) and not left else f"{text}exit status {status}; left behind: {left}\n"
 
 

@@ -1,8 +1,6 @@
 """A run at one of its steps again: its state from a checkpoint, its batches, its compiled step."""
 
 import contextlib
-import dataclasses
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +21,7 @@ from shardwright.run.opening import StagesChoice, mesh_for, read_state, trusted_
 from shardwright.run.provenance import compare_source, provenance_of
 from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.run import fresh_state
-from shardwright.run.skipping import SkippedSteps
-from shardwright.run.stages import placement_of, stack_orders
+from shardwright.run.stages import placement_of
 from shardwright_data.foreign import number, read_object, shown
 from shardwright_data.loader import TokenBatch, batch_of, make_loader
 
@@ -55,9 +52,6 @@ class Session:
         inputs = inputs_of(self.model)
         state = metadata.get("loader")
         self.loader = make_loader(c.data, "train", vocab_size=c.model.vocab, **sizes, inputs=inputs, state=state)
-        # However many were skipped in a row, the run went on.
-        never = dataclasses.replace(t, max_skipped=None)
-        self._skips = SkippedSteps(never, metadata.get("skips", {}), lambda step, why: None)
         self.state: Any = None
         self._program: Any = None
 
@@ -79,18 +73,16 @@ class Session:
 
     def try_step(self, batch: TokenBatch) -> tuple[Any, Done]:
         """The state after the step with this batch, and what it gave. The session stays where it is."""
-        state, limit = jax.tree.map(jnp.copy, self.state), self._skips.limit(self.step)  # the step takes its memory
+        state = jax.tree.map(jnp.copy, self.state)  # the step takes its memory
         if self._program is None:
-            lowered = train.make_training_step(self.c, self.model).lower(state, batch, np.int32(self.step), limit)
+            lowered = train.make_training_step(self.c, self.model).lower(state, batch, np.int32(self.step))
             self._program = lowered.compile(compiler_options=self.options)
-        state, metrics = self._program(state, batch, np.int32(self.step), limit)
+        state, metrics = self._program(state, batch, np.int32(self.step))
         loss, norm, skipped = jax.device_get((metrics.loss, metrics.grad_norm, metrics.skipped))
         return state, Done(np.float32(loss), np.float32(norm), bool(skipped))
 
     def advance(self) -> Done:
         self.state, done = self.try_step(self.batch())
-        number = lambda x: float(x) if math.isfinite(x) else str(x)
-        self._skips.see(self.step, number(done.loss), number(done.grad_norm), done.skipped)
         self.step += 1
         return done
 
@@ -149,8 +141,7 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
                 write(shown(f"source      {differs}"))
             shapes = jax.eval_shape(session.init, jax.random.key(c.training.seed))
             if done:
-                orders = stack_orders(session.placement, train.State, shapes)
-                session.state = read_state(checkpoints, done, train.State, shapes, session.model, orders)
+                session.state = read_state(checkpoints, done, train.State, shapes, session.model, session.placement)
             else:
                 session.state = fresh_state(c, session.placement, session.init, train.State)
             yield session
