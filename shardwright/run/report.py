@@ -1,4 +1,4 @@
-"""Lines that a run prints when it starts and when it ends, and what it keeps for its page."""
+"""Lines that a run prints when it starts, and what it keeps for its page."""
 
 import time
 from pathlib import Path
@@ -59,16 +59,3 @@ def facts_of(run: Any, parameters: int, speed: Speed) -> dict[str, Any]:
             "peak_source": speed.peak.source,
         },
     }
-
-
-def print_end(run: Any, loss: float) -> None:
-    """Prints the last loss of a Run in nats a token, and its last checkpoint."""
-    tell(f"loss       {loss:.3f} nats a token at the last step")
-    tell(f"checkpoint {run.checkpoints.store.url}/{run.total:010}")
-
-
-def print_page(directory: Path, drawn: str | None, page: Path | None) -> None:
-    """Prints where the page of a run is. Without one: where its metrics are. `drawn` is what draw_step returned."""
-    if drawn:
-        tell(drawn)
-    tell(f"report     {page}  (open it in a browser)" if page else f"metrics    {directory / 'metrics.jsonl'}")

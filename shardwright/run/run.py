@@ -32,7 +32,7 @@ from shardwright.run.opening import checkpoints_of, fresh_state, read_state
 from shardwright.run.page import Page
 from shardwright.run.profile import StepProfiler
 from shardwright.run.provenance import compare_source, keep_source, provenance_of
-from shardwright.run.report import facts_of, print_end, print_page, print_start, save_config, tell
+from shardwright.run.report import facts_of, print_start, save_config, tell
 from shardwright.run.resuming import check_resumes, choose_checkpoint, saved_config
 from shardwright.run.skipping import SkippedSteps, are_finite, check_finite, described_documents
 from shardwright.run.soundness import check_steps
@@ -362,15 +362,18 @@ class Run:
             tell(f"skipped    {self._skips.count} steps: the events `skipped` of metrics.jsonl")
         if self._profiler.by_line:
             tell(self._profiler.by_line)
-        print_end(self, float(self._loss))
+        tell(f"loss       {float(self._loss):.3f} nats a token at the last step")
+        tell(f"checkpoint {self.checkpoints.store.url}/{self.total:010}")
         self._finish_page("finished")
         return None
 
     def _finish_page(self, state: str, why: str | None = None) -> None:
-        """Makes the page a last time, with what draw_step drew, and prints where it is."""
-        drawn = self._drawing.result() if self._drawing else None
+        """Makes the page a last time, with what draw_step drew, and prints where it is, or where the metrics are."""
+        if self._drawing:
+            tell(self._drawing.result())
         self._log.add_event(self.done - 1, "end", {"state": state} | ({"why": why} if why else {}))
-        print_page(self.directory, drawn, self._page.finish())
+        page = self._page.finish()
+        tell(f"report     {page}  (open it in a browser)" if page else f"metrics    {self.directory / 'metrics.jsonl'}")
 
     def _end_by_error(self, kind: type | None, error: BaseException | None, _: Any) -> None:
         if error is not None and self._loss is not None:
