@@ -62,8 +62,8 @@ class SplitConfig:
     """The split of the Hugging Face dataset to read."""
     files: list[str] = field(default_factory=list)
     """Files or globs of one kind to read, or URLs, in this order, the matches of a glob sorted. A document is a line of
-    .jsonl, an element of the array in a .json, a record of .parquet, or a .txt. All but .parquet may be
-    compressed: .gz, .bz2, .xz, .zst."""
+    .jsonl, an element of the array in a .json, a record of .parquet, and a .txt unless `text_separator` is set. All but
+    .parquet may be compressed: .gz, .bz2, .xz, .zst."""
     skip_documents: int = within(0, 2**50, 0)
     """Number of documents to leave out at the beginning of the source, at least 0."""
     max_documents: int | None = within(1, 2**50, None)
@@ -88,6 +88,9 @@ class Settings:
     """A commit or tag of the dataset, so that it stays the same from run to run; null for the newest."""
     text_field: str = "text"
     """The column or JSON key that holds the document."""
+    text_separator: str | None = None
+    """A separator between the documents of a .txt file, for example `<|endoftext|>`, to which the line breaks around it
+    belong. Null if each such file is one document."""
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     train: SplitConfig | None = field(default_factory=SplitConfig)
     """Null to leave the training split out."""
@@ -149,7 +152,8 @@ def open_source(config: Settings, name: str) -> tuple[str, Any]:
     """
     split: SplitConfig = getattr(config, name)
     hub = config.dataset, config.dataset_config, split.source
-    where, data = sources.open_text(name, *hub, split.files, revision=config.dataset_revision)
+    options = {"revision": config.dataset_revision, "separator": config.text_separator}
+    where, data = sources.open_text(name, *hub, split.files, **options)
     if split.skip_documents:
         data = data.skip(split.skip_documents)
     return where, data if split.max_documents is None else data.take(split.max_documents)

@@ -27,6 +27,7 @@ def open_text(
     files: list[str],
     *,
     revision: str | None = None,
+    separator: str | None = None,
     by_line: bool = False,
 ) -> tuple[str, Any]:
     """The name, for messages, and the documents, a datasets.IterableDataset, of a dataset or of files.
@@ -39,6 +40,7 @@ def open_text(
         files: of one kind, read in this order: paths, globs, whose matches are sorted, or URLs; empty for a dataset. A
             document is a line of .jsonl, an element of the array in a .json, a record of .parquet, or a .txt.
         revision: a commit or tag of the dataset; None for the newest.
+        separator: text between the documents of a .txt, to which the line breaks around it belong. None for none.
         by_line: whether each line of a .txt is a document.
 
     Raises:
@@ -63,6 +65,11 @@ def open_text(
         return name, _load(name, path=kind, data_files={"train": paths}, split="train")
     if any(path.endswith(".zst") for path in paths):
         raise ValueError(f"{name}: a truncated .txt.zst would not be noticed. Unpack it first: unzstd <file>.")
+    if separator is not None:
+        import datasets
+
+        given = {"paths": paths, "separator": separator}
+        return name, datasets.IterableDataset.from_generator(_separated, gen_kwargs=given)
     options = {"sample_by": "line" if by_line else "document", "encoding": "utf-8-sig"}
     return name, _load(name, path=kind, data_files={"train": paths}, split="train", **options)
 
@@ -145,3 +152,17 @@ def _load(where: str, **arguments: Any) -> Any:
     remedy = "Check its name, its split, the connection, and whether its files are whole."
     with refused(f"Cannot read {where}", remedy):
         return datasets.load_dataset(**arguments, streaming=True)
+
+
+def _separated(paths: list[str], separator: str) -> Iterator[dict[str, str]]:
+    """The documents between separators; what follows the last one is a document only if there is something."""
+    import fsspec
+
+    for path in paths:
+        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
+            rest = ""
+            while content := file.read(BLOCK_BYTES):
+                *whole, rest = (rest + content).split(separator)
+                yield from ({"text": document.strip("\r\n")} for document in whole)
+            if rest.strip("\r\n"):
+                yield {"text": rest.strip("\r\n")}

@@ -45,8 +45,8 @@ def check(open_data, expected):
     assert done == len(expected)
 
 
-def open_files(files):
-    return sources.open_text("train", None, None, None, files)[1]
+def open_files(files, separator=None):
+    return sources.open_text("train", None, None, None, files, separator=separator)[1]
 
 
 def lines(texts):
@@ -77,6 +77,22 @@ def test_parquet(tmp_path, kind):
     )
     pq.write_table(pa.table({"text": values}), tmp_path / "a.parquet", row_group_size=7)
     check(lambda: open_files([str(tmp_path / "a.parquet")]), [text or "" for text in texts])
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
+@pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "é"])
+def test_separated_text(tmp_path, suffix, separator):
+    content = "\ufeff" + f"\n{separator}\n".join(random_texts(60))
+    (tmp_path / f"a.txt{suffix}").write_bytes(PACKED[suffix](content.encode()))
+    expected = [text.strip("\r\n") for text in content[1:].split(separator)]
+    expected = expected if expected[-1] else expected[:-1]
+    check(lambda: open_files([str(tmp_path / f"a.txt{suffix}")], separator), expected)
+
+
+def test_separators_across_the_ends_of_what_is_read(tmp_path):
+    for length in range(280, 310):
+        (tmp_path / "a.txt").write_text("a" * length + "<|end|>\r\n" + "b" * 20)
+        assert read_all(open_files([str(tmp_path / "a.txt")], "<|end|>")) == ["a" * length, "b" * 20]
 
 
 @pytest.mark.parametrize(
@@ -121,14 +137,14 @@ def test_damage(tmp_path, name, content, message):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.txt"])
+@pytest.mark.parametrize(("name", "separator"), [("a.jsonl", None), ("a.txt", None), ("a.txt", "<|end|>")])
 @pytest.mark.parametrize("damage", ["truncated", "garbage"])
-def test_damaged_compressed_files(tmp_path, suffix, name, damage):
+def test_damaged_compressed_files(tmp_path, suffix, name, separator, damage):
     content = PACKED[suffix](lines(random_texts(1000)).encode())
     damaged = content[: len(content) // 2] if damage == "truncated" else b"not what it says " * 30
     (tmp_path / f"{name}{suffix}").write_bytes(damaged)
     with pytest.raises(ValueError, match=BROKEN):
-        read_all(open_files([str(tmp_path / f"{name}{suffix}")]))
+        read_all(open_files([str(tmp_path / f"{name}{suffix}")], separator))
 
 
 def test_files_that_are_none(tmp_path):

@@ -245,6 +245,16 @@ def test_groups_are_optaxs():
     np.testing.assert_allclose(found.metrics[0].grad_norm, np.sqrt(sum(np.sum(x**2) for x in rest)), rtol=1e-4)
 
 
+@pytest.mark.long
+def test_an_average_of_the_weights():
+    found = trained("An average of the weights", "d=2 t=2", steps=3)
+    average, *later = [*found.before[1:], found.state.weights]
+    for w in later:
+        average = jax.tree.map(lambda a, w: 0.999 * a + 0.001 * w, average, w)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), found.state.ema, average)
+    assert np.abs(average.embed - found.state.weights.embed).max() > 1e-3
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("recipe", [name for name, diffs in RECIPES.items() if diffs])
 def test_the_table_counts_the_places(recipe):
