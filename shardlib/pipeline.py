@@ -13,7 +13,7 @@ forever. Such collectives are refused once a tick is traced. docs/pipeline.md ex
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,33 +23,13 @@ from shardlib import marks
 from shardlib.checks import Scope
 from shardlib.equations import axes_of, body_of, frames_of, jaxprs_of
 from shardlib.halves import Halves
-from shardlib.layers import Extras, LayerMetrics
+from shardlib.layers import LayerMetrics
 from shardlib.op_checks import one_like, varying, wrap, zeros_like_traced
 from shardlib.parsing import PIPELINE_AXIS, ShardError, parse_shape
 from shardlib.placement import LayerPlacement
 from shardlib.places import is_users, place
 from shardlib.tick_tables import TickTable
 from shardlib.values import pipeline_stage
-
-# ---- what runs where --------------------------------------------------------------------------------------------
-
-
-class StagedLoss(Protocol):
-    """The loss of a microbatch in three parts: per-device functions.
-
-    `w` is the model's weights, a dataclass whose field `layers` stacks the layers. `*microbatch` is the arrays of a
-    microbatch. The losses in the Extras of layers are added in training, averaged over microbatches.
-    """
-
-    def first(self, w: Any, *microbatch: Any) -> Any:
-        """The input of the first layer. All devices of p run it together."""
-
-    def layers(self, w: Any, x: Any, numbers: jax.Array, *microbatch: Any) -> tuple[Any, Extras]:
-        """`x` after layers, of the same type, and their Extras. `w` has those of one stage, of `numbers`."""
-
-    def last(self, w: Any, x: Any, *microbatch: Any) -> Any:
-        """The loss, an f32 scalar, from the output of the last layer. All devices of p run it together."""
-
 
 # ---- the backward of a stage, in tasks of its own ------------------------------------------------------------------
 
@@ -124,15 +104,16 @@ class StageBackward:
 # ---- the executor -----------------------------------------------------------------------------------------------
 
 
-def run_schedule(
-    loss: StagedLoss, placement: LayerPlacement, table: TickTable, w: Any, microbatches: Any
-) -> tuple[Any, Any, Any]:
+def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any, microbatches: Any) -> tuple:
     """The loss, summed over microbatches, and its gradients, on a mesh with p. Per-device code.
 
     Of the table of `forwards` it gives the loss without the losses of layers, and no gradients and no metrics: None.
 
     Args:
-        loss: the loss of a microbatch.
+        loss: the loss of a microbatch, in three methods, each per device. `first(w, *microbatch)` is the input of the
+            first layer, and `last(w, x, *microbatch)` the loss, an f32 scalar: all devices of p run them together.
+            `layers(w, x, numbers, *microbatch)` is x after the layers of one stage, of `numbers`, and their Extras,
+            whose losses are added in training, averaged over microbatches.
         placement: the layers of each stage.
         table: of the schedule.
         w: copies of the weights, made by replicate and all_gather, so that gradients are summed over microbatches

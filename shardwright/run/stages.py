@@ -15,7 +15,6 @@ from shardlib import pipeline, shardops
 from shardlib.array_types import ABSENT, arrays_of
 from shardlib.op_checks import varying
 from shardlib.parsing import PIPELINE_AXIS
-from shardlib.pipeline import StagedLoss
 from shardlib.placement import LayerPlacement, place_layers
 from shardlib.schedules import Orders, forwards, in_a_ring, schedule_of, stages_of
 from shardlib.shardtypes import Array, f32, make_shardings, typed_shard_map
@@ -56,13 +55,13 @@ def _orders(c: Config, placement: LayerPlacement) -> Orders:
     return schedule(placement.p, c.training.microbatches, placement.v)
 
 
-def run_training(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any) -> tuple[Any, Any, Any]:
+def run_training(c: Config, model: LanguageModel, loss: Any, w: Any, batch: Any) -> tuple[Any, Any, Any]:
     """The loss, its gradients, and the metrics of the layers, by the schedule of c.pipeline. Per-device code.
 
     Args:
         c: the configuration.
         model: the model.
-        loss: the loss of a microbatch.
+        loss: the loss of a microbatch, as shardlib.pipeline.run_schedule takes it.
         w: copies of the weights.
         batch: a tuple of pytrees of arrays, each with one leading dim of microbatches.
 
@@ -75,14 +74,14 @@ def run_training(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batc
     return total, g, metrics
 
 
-def run_evaluation(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any) -> Any:
+def run_evaluation(c: Config, model: LanguageModel, loss: Any, w: Any, batch: Any) -> Any:
     """The loss of `run_training`, without gradients."""
     placement = placement_of(c, model)
     table = tick_table(forwards(_orders(c, placement)))
     return pipeline.run_schedule(loss, placement, table, w, batch)[0]
 
 
-def shared(c: Config, model: LanguageModel, loss: StagedLoss, w: Any, batch: Any) -> dict[str, jax.stages.Traced]:
+def shared(c: Config, model: LanguageModel, loss: Any, w: Any, batch: Any) -> dict[str, jax.stages.Traced]:
     """What all stages compute together for a microbatch, traced: its embedding and its loss, and their gradients.
 
     There p is an axis like any other, so that the check before the first step can read it. It does not look into the
