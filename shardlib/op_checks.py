@@ -187,13 +187,7 @@ def wrap(value: jax.Array, spec: ShapeSpec, copies: Iterable[str], origin: str) 
     if copies:
         value = varying(value, copies)
     if pending := sort_axes(set(spec.partial) - jax.typeof(value).manual_axis_type.unreduced):
-        try:
-            value = lax.pcast(value, pending, to="unreduced")
-        except NotImplementedError:  # without a word from JAX
-            raise ShardError(
-                f"{origin} makes a partial sum under jax.vmap, for which JAX has no rule",
-                "name the mapped dim in the spec instead, or reduce it inside of what jax.lax.map maps",
-            ) from None
+        value = lax.pcast(value, pending, to="unreduced")
     if copies:
         value = Copy(value, sort_axes(copies), OpName(origin))
     value = Partial(value, spec.partial, OpName(origin)) if spec.partial else value

@@ -200,9 +200,8 @@ def parse_shape(spec: str | bytes, groups: bool = False) -> ShapeSpec:
             if index is not None:
                 raise ShardError(f"spec {text!r} has two [dims]", "one dim is looked up at a time")
             index, word = len(dims), word[1:-1]
-        if groups and word in ("(", ")"):
-            raise ShardError(f"spec {text!r} has a parenthesis without its pair, or inside of others", "write `(K Q)`")
-        dims.append(_parse_group(word) if groups and word[0] == "(" else _parse_dim(word))
+        is_group = groups and word[0] == "(" and word[-1] == ")"
+        dims.append(_parse_group(word) if is_group else _parse_dim(word))
     if open_ and dims:
         raise ShardError(f"spec {text!r} has dims beside '...'", "'...' means all dims: name each dim instead")
     axes = [axis for dim in dims for axis in dim.axes] + marks["+"] + marks["*"]

@@ -328,23 +328,13 @@ def place_in_ticks(orders: Orders) -> dict[Task, int]:
                 used.add(slot)
                 reached[device] += 1
         if not new:
-            raise ValueError(_deadlock(orders, reached, done, stages))
+            waiting = []
+            for device, order in enumerate(orders):
+                if reached[device] < len(order):
+                    missing = next(q for q in needs(order[reached[device]], stages) if q not in done)
+                    waiting.append(f"device {device} waits for {missing}")
+            raise ValueError(f"the schedule never ends: {'; '.join(waiting)}.")
         done.update(new)
         at.update(dict.fromkeys(new.values(), tick))
         tick += 1
     return at
-
-
-def _deadlock(orders: Orders, reached: Sequence[int], done: set[Task], stages: int) -> str:
-    """Message that names a device in a circle of those that wait for each other, and what it waits for."""
-    holder_of = {task.result: device for device, order in enumerate(orders) for task in order}
-    holder, seen = next(d for d, order in enumerate(orders) if reached[d] < len(order)), set()
-    while holder not in seen:
-        device, task = holder, orders[holder][reached[holder]]
-        seen.add(device)
-        missing = next(q for q in needs(task, stages) if q not in done)
-        holder = holder_of[missing]
-    return (
-        f"the schedule never ends: device {device} cannot do {task} before {missing}, which comes later on device "
-        f"{holder}."
-    )
