@@ -152,22 +152,14 @@ def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bo
     """
     spec = on_mesh(spec)
     devices_along((*spec.sharded, *spec.partial, *spec.copies))
-    if isinstance(value, Partial):
-        if value.axes != spec.partial:
-            marks = [" ".join("+" + axis for axis in axes) for axes in (value.axes, spec.partial)]
-            raise ShardError(
-                f"the value is a partial sum over {', '.join(value.axes)}, "
-                + (f"`{spec}` says {marks[1]}" if spec.partial else f"`{spec}` has no + mark"),
-                f"write `{marks[0]}`: a partial sum names all its axes" if spec.partial else value.remedy(),
-            )
+    partial = value.axes if isinstance(value, Partial) else ()
+    if partial != spec.partial:
+        found = f"a partial sum over {', '.join(partial)}" if partial else "no partial sum"
+        remedy = f"{value.remedy()}; or name all its axes by +" if partial else "drop the + mark, or a second reduction"
+        raise ShardError(f"the value is {found}, and `{spec}` says otherwise", remedy)
+    if partial:
         _check_pending(value)
         value = unwrap(value)
-    elif spec.partial:
-        raise ShardError(
-            f"`{spec}` says a partial sum over {', '.join(spec.partial)}, but the value is not one: "
-            "it is reduced already, or was never summed",
-            "drop the + mark, or the second reduction; einsum_unreduced makes partial sums",
-        )
     copies = value.axes if isinstance(value, Copy) else ()
     if gathered_ahead:
         dims = (Dim(dim.name, tuple(axis for axis in dim.axes if axis not in copies)) for dim in spec.dims)
