@@ -29,9 +29,9 @@ def shown(text: Any) -> str:
     return _UNSAFE.sub("\N{REPLACEMENT CHARACTER}", str(text).replace("\r\n", "\n"))
 
 
-def one_line(text: str, characters: int | None = None) -> str:
-    """The first characters of a text, or all, with signs for line ends and for unprintable characters."""
-    cut = text if characters is None or len(text) <= characters else text[:characters] + "…"
+def one_line(text: str, characters: int) -> str:
+    """The first characters of a text, with signs for line ends and for unprintable characters."""
+    cut = text if len(text) <= characters else text[:characters] + "…"
     return "".join(c if c.isprintable() else {"\n": "⏎", "\t": "⇥"}.get(c, "�") for c in cut)
 
 
