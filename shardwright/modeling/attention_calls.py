@@ -145,10 +145,13 @@ def check_paths(forward: Any, length: int) -> None:
 
 def sees_later(rule: Rule, length: int) -> bool:
     """Whether by a rule some position of a text of `length` tokens sees one after it."""
+
     # Places are arguments: XLA would compute what follows from constants while it compiles.
-    sees = jax.jit(
-        lambda q, k: jnp.any(rule.sees(q.as_queries(), k.as_keys()) & (k.as_keys().index > q.as_queries().index))
-    )
+    @jax.jit
+    def sees(q: Places, k: Places) -> jax.Array:
+        q, k = q.as_queries(), k.as_keys()
+        return jnp.any(rule.sees(q, k) & (k.index > q.index))
+
     queries, index = min(length, max(1, 4 * PAIRS // length)), np.arange(length, dtype=np.int32)[None]
     places = Places.in_one_document
     return any(bool(sees(places(index[:, i : i + queries]), places(index))) for i in range(0, length, queries))

@@ -110,8 +110,12 @@ class FlatTokensLoader(Loader):
     def locate(self, step: int, indices: Indices) -> list[tuple[str | None, np.ndarray, np.ndarray]]:
         """For each source in the batch of `step`: its name, the places of its sequences in `indices`, their numbers."""
         which, numbers = self.quotas.locate(step * self.batch_size + indices)
-        places = ((name, np.flatnonzero(which == i)) for i, name in enumerate(self.sources))
-        return [(name, of_source, numbers[of_source]) for name, of_source in places if of_source.size]
+        found = []
+        for i, name in enumerate(self.sources):
+            places = np.flatnonzero(which == i)
+            if places.size:
+                found.append((name, places, numbers[places]))
+        return found
 
     def sequences(self, step: int, indices: Indices) -> TokenBatch:
         """Sequences of the batch of `step`, as Loader.sequences describes."""

@@ -84,7 +84,8 @@ def adamw(job: Job, w: jax.Array, g: jax.Array, mu: jax.Array, nu: jax.Array, co
     mu = job.b1 * mu + (1 - job.b1) * g
     nu = job.b2 * nu + (1 - job.b2) * g * g
     unbiased_mu, unbiased_nu = mu / (1 - job.b1**count), nu / (1 - job.b2**count)
-    return w - job.learning_rate * (unbiased_mu / (jnp.sqrt(unbiased_nu) + job.epsilon) + job.weight_decay * w), mu, nu
+    direction = unbiased_mu / (jnp.sqrt(unbiased_nu) + job.epsilon)
+    return w - job.learning_rate * (direction + job.weight_decay * w), mu, nu
 
 
 class OnJax:
