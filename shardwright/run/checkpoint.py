@@ -84,8 +84,10 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def latest_step(self, without: Iterable[int] = ()) -> int | None:
         """Step of the last complete checkpoint but those `without`, or None. All processes get that of process 0."""
-        latest = agreed(lambda: max({*self.steps()} - {*without}, default=-1))
-        if jax.distributed.is_initialized():
+        several = jax.distributed.is_initialized()
+        is_first = not several or jax.process_index() == 0  # at a URL, its list has the files of all processes
+        latest = agreed(lambda: max({*self.steps()} - {*without}, default=-1) if is_first else -1)
+        if several:
             latest = int(multihost_utils.broadcast_one_to_all(np.int32(latest)))
         return None if latest < 0 else latest
 

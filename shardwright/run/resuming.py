@@ -152,7 +152,6 @@ def choose_checkpoint(
     Raises:
         ValueError: there is no such checkpoint that is whole.
     """
-    there = agreed(checkpoints.steps)
     while (step := checkpoints.latest_step(without=damaged)) is not None:
         try:
             metadata = agreed(lambda step=step: checkpoints.metadata(step))
@@ -161,16 +160,16 @@ def choose_checkpoint(
             continue
         if wanted in (None, step) or (step > wanted and _went_back(metadata, wanted, skip_steps, step)):
             return step, metadata
-        if wanted in there and wanted not in damaged:
-            return wanted, agreed(lambda: checkpoints.metadata(wanted))
-        break
+        if wanted in damaged:
+            break
+        return wanted, agreed(lambda: checkpoints.metadata(wanted))
     if wanted is None and not damaged:
         return None
     # A run that went back may have deleted, as the oldest, the checkpoint that it went back to.
     which = "; ".join(f"step {step}: {why}" for step, why in sorted(damaged.items(), reverse=True))
     raise ValueError(
         f"no checkpoint in {checkpoints.store.url} is whole that this run could go on from: training.resume_step is "
-        f"{wanted}, there are {there}. {which} Choose another step, copy one there, or start a run of another name."
+        f"{wanted}. {which} Choose another step, copy one there, or start a run of another name."
     )
 
 

@@ -53,7 +53,7 @@ def test_the_latest_whose_manifest_is_whole(checkpoints, tmp_path):
 
 def test_a_step_is_chosen(checkpoints):
     assert choose_checkpoint(checkpoints, 10, {})[0] == 10
-    with pytest.raises(ValueError, match=r"training.resume_step is 7, there are \[5, 10, 15\]"):
+    with pytest.raises(ValueError, match=r"no complete checkpoint of step 7 in .*; there are \[5, 10, 15\]"):
         choose_checkpoint(checkpoints, 7, {})
     with pytest.raises(ValueError, match=r"no checkpoint .* step 10: spoiled"):
         choose_checkpoint(checkpoints, 10, {10: "spoiled."})
@@ -71,7 +71,7 @@ def test_the_same_command_goes_on_with_the_run_that_went_back(checkpoints):
         assert choose_checkpoint(again, 10, {}, [12, 30])[0] == 20, "the batch is not reached yet"
         again.store.remove("0000000010")
         assert choose_checkpoint(again, 10, {}, [12])[0] == 20
-        with pytest.raises(ValueError, match=r"resume_step is 7, there are \[5, 15, 20\]"):
+        with pytest.raises(ValueError, match=r"step 7 in .*; there are \[5, 15, 20\]"):
             choose_checkpoint(again, 7, {})
 
 
