@@ -42,8 +42,6 @@ class Settings:
 
     out: str = MISSING
     """Directory of the dataset."""
-    overwrite: bool = False
-    """Replace a dataset that is there."""
     seed: int = within(0, 2**32, 0)
     """In [0, 2**32). The same seed writes the same bytes."""
 
@@ -94,7 +92,7 @@ def write(config: Settings) -> None:
     for index, (split, num_tokens) in enumerate(SIZES.items()):
         # Unlike numpy's newer generators, RandomState promises the same values in every version of numpy.
         rng = np.random.RandomState([config.seed, index])
-        with flat_tokens.Writer(config.out, split, overwrite=config.overwrite) as writer:
+        with flat_tokens.Writer(config.out, split) as writer:
             while writer.num_tokens < num_tokens:
                 document = TASKS[rng.randint(len(TASKS))](rng)
                 writer.append(document, np.array([document.size]))

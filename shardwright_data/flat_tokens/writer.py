@@ -172,18 +172,18 @@ class Writer:
     Args:
         filespec: directory of the dataset; a local path or a URL that tensorstore knows.
         split: name of the split, `train` or `validation`.
-        overwrite: replace a complete split. An incomplete one is always replaced, unless `resume` is true.
-        resume: go on from what `save` wrote, if it did: the files become what they would have been.
+        resume: go on from what `save` wrote, if it did: the files become what they would have been. An incomplete split
+            is replaced otherwise.
 
     Raises:
         ValueError: the split is already there.
     """
 
-    def __init__(self, filespec: str, split: str, *, overwrite: bool = False, resume: bool = False):
+    def __init__(self, filespec: str, split: str, *, resume: bool = False):
         self.path = f"{filespec.rstrip('/')}/{split}"
         self._root = open_kvstore(filespec)
         self._split, self._state = split, state_of(split)
-        clear_split(filespec, split, overwrite)
+        clear_split(filespec, split, overwrite=False)
         content = read_file(self._root, self._state, STATE_BYTES) if resume else None
         saved = {} if content is None else np.load(io.BytesIO(content))
         self._arrays: dict[str, GrowingArray] = {}

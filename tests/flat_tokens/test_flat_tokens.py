@@ -175,11 +175,6 @@ def test_writer_keeps_a_complete_split(tmp_path):
     with pytest.raises(ValueError, match="is already there"):
         Writer(path, "train")
     assert Reader(path, "train").num_tokens == 10
-    with Writer(path, "train", overwrite=True) as writer:
-        with pytest.raises(ValueError, match="No flat-tokens split"):
-            Reader(path, "train")
-        writer.append(np.arange(7), np.array([7]))
-    assert Reader(path, "train").num_tokens == 7
 
 
 def test_a_resumed_writer_leaves_the_same_files(tmp_path, small_chunks):
