@@ -223,13 +223,7 @@ def schedule_of(name: str) -> Schedule:
             f"own schedule.{did_you_mean(name, SCHEDULES)}"
         ) from e
 
-    def checked(p: int, m: int, v: int) -> list[list[Task]]:
-        try:
-            return check_schedule(function(p, m, v), p, m, v)
-        except ValueError as e:
-            raise ValueError(f"schedule {name!r} for p={p}, m={m}, v={v}: {e}") from e
-
-    return checked
+    return lambda p, m, v: check_schedule(function(p, m, v), p, m, v)
 
 
 def stages_of(name: str, p: int, m: int, v: int) -> Stages:

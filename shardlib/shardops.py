@@ -110,14 +110,11 @@ def all_gather(spec, x, *, replicated=False, dtype=None):
         gathered = {axis for axes in removed for axis in axes}
         ahead = set(copy_axes(x)) & lhs.sharded
         new_copies = set(rhs.copies) - set(copy_axes(x))
-        if not gathered or any(added) or lhs.partial or rhs.partial or new_copies not in (set(), gathered - ahead):
+        is_gather = gathered and not any(added) and not (lhs.partial or rhs.partial)
+        of_copy = ahead <= gathered and not (replicated and (rhs.copies or copy_axes(x)))
+        if not is_gather or not of_copy or new_copies not in (set(), gathered - ahead):
             rule = "leave out the last axes of dims: `M/d F/t -> M F/t`; of a copy, all as marks: `M/d F/t -> M F/t *d`"
-            raise wrong_spec(op, f"{rule}; a partial sum is reduced first")
-        if not ahead <= gathered or (replicated and (rhs.copies or copy_axes(x))):
-            raise ShardError(
-                "the operand is a copy over axes that this does not gather, or a copy is said to be replicated",
-                "gather ahead only over axes that are gathered here; leave `replicated` out for a copy",
-            )
+            raise wrong_spec(op, f"{rule}; a partial sum is reduced first, and no copy is `replicated`")
         if ahead == gathered:
             return x if dtype is None else x.astype(dtype)
         value = cast(1, lhs, value, (), lhs.sharded)

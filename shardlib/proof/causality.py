@@ -71,10 +71,7 @@ class Interpreter:
                 of, at = divmod(int(token[row, position]), self.shape[1])
                 if of != row:
                     return "the logits of a sequence depend on tokens of another sequence of the batch"
-                where = "in an earlier document"
-                if at >= position:
-                    is_own = self.first[of, at] == self.first[row, position] or at == position
-                    where = "that it is to predict, or a later one" if is_own else "in a later document"
+                where = "in an earlier document" if at < position else "that it is to predict, or a later one"
                 return f"the logits of position {position} depend on the token of position {at}, {where}"
         return None
 

@@ -13,9 +13,7 @@ from shardlib.proof.primitives import COLLECTIVES
 def varying(aval: Any, sizes: Mapping[str, int]) -> frozenset[str]:
     """Axes over which JAX says that a value differs; all, where it does not say."""
     kind = getattr(aval, "manual_axis_type", None)
-    axes = getattr(kind, "varying", getattr(aval, "vma", None))
-    unreduced = getattr(kind, "unreduced", frozenset())
-    return frozenset(a for a in (sizes if axes is None else axes | unreduced) if sizes[a] > 1)
+    return frozenset(a for a in (sizes if kind is None else kind.varying | kind.unreduced) if sizes[a] > 1)
 
 
 def ndim(var: Any) -> int:

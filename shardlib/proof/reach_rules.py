@@ -317,8 +317,6 @@ def _reduced(eqn: Any, x: Reach) -> Reach:
     """Known where all entries are, where all are 0 in a sum, and where one decides. LOW numbers give way to others."""
     name, axes, shape, dtype = eqn.primitive.name, tuple(eqn.params["axes"]), _shape(eqn), _dtype(eqn)
     number, known, decided = x.number, x.known, np.False_
-    if x.is_known and name in ("argmax", "argmin"):
-        return made(shape, getattr(np, name)(full(number, x.shape, axes), axes[0]).astype(dtype), True)
     if name == "reduce_max" and dtype.kind == "f" and not x.is_known:
         low = number < LOW
         low &= ~low.all(axes, keepdims=True)

@@ -349,7 +349,7 @@ def forgets(p, m, v):
 def test_a_schedule_of_ones_own():
     orders = schedule_of(f"{__name__}:one_after_the_other")(2, 2, 2)
     assert short(orders)[1] == ["F1.0", "F3.0", "B3.0", "B1.0", "F1.1", "F3.1", "B3.1", "B1.1"]
-    with pytest.raises(ValueError, match=":forgets' for p=2, m=1, v=1: the backward_input of stage 0"):
+    with pytest.raises(ValueError, match="the backward_input of stage 0"):
         schedule_of(f"{__name__}:forgets")(2, 1, 1)
 
 
