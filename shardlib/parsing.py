@@ -74,11 +74,6 @@ class Dim:
         """The size of a dim such as `3`; None for a name."""
         return int(self.name) if self.name.isdigit() else None
 
-    @property
-    def members(self) -> tuple["Dim", ...]:
-        """The dims of a group; itself if it is no group."""
-        return self.group or (self,)
-
     def without(self, axes: Collection[str]) -> "Dim":
         """The dim on a mesh without `axes`."""
         kept = tuple(axis for axis in self.axes if axis not in axes)

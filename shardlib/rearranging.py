@@ -68,7 +68,7 @@ def _pattern(op: OpSpec) -> tuple[str, dict[str, str]]:
 
 def _members(which: str, shape: ShapeSpec) -> dict[str, Dim]:
     """Each dim of a side by its name, also those in groups, without 1."""
-    dims = [dim for dim in itertools.chain(*(dim.members for dim in shape.dims)) if str(dim) != "1"]
+    dims = [dim for dim in itertools.chain(*(dim.group or [dim] for dim in shape.dims)) if str(dim) != "1"]
     for dim in dims:
         if dim.literal_size is not None or [other.name for other in dims].count(dim.name) > 1:
             problem = f"{dim} in the {which} `{shape}` has no name of its own"
@@ -78,7 +78,7 @@ def _members(which: str, shape: ShapeSpec) -> dict[str, Dim]:
 
 def _bind_given(shape: ShapeSpec, given: Mapping[str, int], sizes: Sizes) -> None:
     """Adds the sizes `given` by keyword to `sizes`. Raises ShardError if one is wrong or contradicts what is known."""
-    names = {member.name for dim in shape.dims for member in dim.members}
+    names = {member.name for dim in shape.dims for member in dim.group or [dim]}
     for name, size in given.items():
         if name not in names or not isinstance(size, int) or size < 1 or sizes.setdefault(name, size) != size:
             problem = f"{name}={size!r} is not the size of a dim of `{shape}`"
