@@ -45,7 +45,7 @@ class StreamLoader(Loader):
 
     Raises:
         ValueError: a setting is out of range or missing, a dataset or tokenizer is missing, token ids exceed the
-            vocabulary, the state is that of another kind of loader, or a package is not installed.
+            vocabulary, or a package is not installed.
     """
 
     parallel_loads = 1
@@ -70,16 +70,13 @@ class StreamLoader(Loader):
                 f"{self.vocab_size}. Set that to {size}, or choose another tokenizer."
             )
         self._beginning = self._data.state_dict()
-        first = state or {"step": 0} | _Place()._asdict()
-        if first.keys() != {"step", *_Place._fields}:
-            raise ValueError(
-                f"This is no state of a stream: {sorted(first)}. Resume with the data settings of the checkpoint."
-            )
-        self._places = {0: _Place(), first["step"]: _Place(**{name: first[name] for name in _Place._fields})}
+        place = dict(state or {})
+        first = place.pop("step", 0)
+        self._places = {0: _Place(), first: _Place(**place)}
         """Where the batch of each step begins, as far as known."""
-        self._last: tuple[int, TokenBatch | None] = first["step"], None
+        self._last: tuple[int, TokenBatch | None] = first, None
         """The step read last and its batch; or the step that is read next, without its batch."""
-        self._steps = self._read_from(first["step"])
+        self._steps = self._read_from(first)
 
     def sequences(self, step: int, indices: Indices) -> TokenBatch:
         """Sequences of the batch of `step`, as Loader.sequences describes."""

@@ -216,7 +216,6 @@ def test_unknown_length(files):
             {"stream_settings": {"text_field": "content"}},
             r"no column 'content'; set text_field to one of \[",
         ),
-        ({"state": {"step": 3}}, r"This is no state of a stream: \['step'\]"),
         ({"seed": -1}, "seed is -1; it must be at least 0"),
         (
             {"stream_settings": {"tokenizer_kind": "huggingface", "tokenizer": "nowhere.json"}},
