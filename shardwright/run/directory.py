@@ -69,18 +69,20 @@ def find_place(root: str, name: str | None, config: str) -> tuple[str, Path]:
 
 
 @contextlib.contextmanager
-def run_directory(root: str, name: str | None, config: str) -> Iterator[tuple[str, Path]]:
+def run_directory(root: str, name: str | None, config: str, is_shared: bool = True) -> Iterator[tuple[str, Path]]:
     """Name and directory of a run. Inside the context no other run is in it; it can be written; no rest is in it.
 
-    With several processes all call this: process 0 makes and locks the directory, and all look for it. If one fails,
-    all raise the same error. After an error before the first step, a directory that this start made is removed.
+    With several processes all call this: process 0 makes and locks the directory, and all look for it, if it
+    `is_shared`. If one fails, all raise the same error. After an error before the first step, a directory that this
+    start made is removed.
 
     `name` is None only with one process. Raises ValueError if another run is there, or if it cannot be written.
     """
     name, directory = find_place(root, name, config)
     with contextlib.ExitStack() as cleanup:
         agreed(lambda: _prepare(directory, cleanup) if jax.process_index() == 0 else None)
-        agreed(lambda: _see(directory))
+        if is_shared:
+            agreed(lambda: _see(directory))
         yield name, directory
 
 
@@ -104,7 +106,7 @@ def _see(directory: Path) -> None:
     if not (directory / LOCK).exists():
         raise ValueError(
             f"process {jax.process_index()} on {socket.gethostname()} does not see {directory / LOCK}, which process 0 "
-            "made. Give a paths.root_working_dir in a file system that all hosts share."
+            "made. Give a paths.root_working_dir in a file system that all hosts share, or a URL in paths.checkpoints."
         )
 
 

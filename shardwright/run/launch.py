@@ -66,8 +66,9 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     with watched(c.distributed), jax.set_mesh(make_mesh(*sizes, jax.devices(), c.mesh.p)):
         check_divides(c, jax.sharding.get_mesh().shape)
         model = load_model(c.model)
-        where = run_directory(c.paths.root_working_dir, c.paths.model_name, HydraConfig.get().job.config_name)
-        with where as (name, directory):
+        is_shared = "://" not in (c.paths.checkpoints or "")  # else process 0 alone writes in the directory
+        config = HydraConfig.get().job.config_name
+        with run_directory(c.paths.root_working_dir, c.paths.model_name, config, is_shared) as (name, directory):
             c.paths = dataclasses.replace(c.paths, model_name=name)
             write_hosts(directory / "hosts.txt")
             yield c, model, directory

@@ -10,10 +10,10 @@ import subprocess
 import time
 from pathlib import Path
 
+import jax
 import pytest
 from processes import Run
 
-from shardwright.run import directory as directories
 from shardwright.run.directory import check_place, locked, place, run_directory
 from shardwright.run.optional import optional
 
@@ -167,9 +167,15 @@ def test_a_directory_that_cannot_be_written_is_refused_before_anything_is_comput
 
 
 @quick
-def test_hosts_without_a_common_file_system_are_told(tmp_path):
-    with pytest.raises(ValueError, match=r"process 0 on .* does not see .*/\.lock, which process 0 made"):
-        directories._see(tmp_path)
+def test_hosts_without_a_common_file_system_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    with (
+        pytest.raises(ValueError, match=r"process 1 on .* does not see .*/\.lock, which process 0 made"),
+        run_directory(str(tmp_path), "run", "demo"),
+    ):
+        pass
+    with run_directory(str(tmp_path), "run", "demo", is_shared=False):
+        assert not list(tmp_path.iterdir())
 
 
 # ---- what a run can do without ----------------------------------------------------------------------------------
