@@ -11,6 +11,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.parsing import did_you_mean
+from shardlib.places import shown_path
 from shardwright.settings.settings import is_section, kind_of, settings_of, words_for
 
 QUOTES = "Write name=value, and a value with signs such as , = [ { ~ é in quotes of both kinds: 'name=\"value\"'."
@@ -106,7 +107,7 @@ def _missing_config(program: Program, error: MissingConfigException) -> str:
         return f"{group} is {choice}; choose one of {', '.join(options)}.{did_you_mean(choice, options)}"
     near = did_you_mean(choice, [path.stem for path in program.configs.glob("*.yaml")])
     return (
-        f"--config-name is {choice}, and {program.configs.name}/ has no {choice}.yaml.{near} "
+        f"--config-name is {choice}, and {shown_path(str(program.configs))}/ has no {choice}.yaml.{near} "
         f"`{program.command} --help` lists the configurations."
     )
 

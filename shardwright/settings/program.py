@@ -134,9 +134,10 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
     except Refused as error:
         sys.exit(str(error))
     except Exception as error:
-        if os.environ[FULL_ERROR] == "1" or not is_of_composing(error):
+        told = isinstance(error, OSError) and refusal(error)  # such as of the directory of a sweep
+        if os.environ[FULL_ERROR] == "1" or not (told or is_of_composing(error)):
             raise
-        sys.exit(f"Error: {shown(explained(program, error, sys.argv[1:]))}")
+        sys.exit(told or f"Error: {shown(explained(program, error, sys.argv[1:]))}")
 
 
 def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:

@@ -114,6 +114,7 @@ def test_a_signal_ends_the_sweep(program):
             "hardware.simulated_devices cannot be swept in one process, whose devices start once.",
         ),
         ("bb=3,4", "Error: there is no setting bb. Did you mean b?"),
+        ("paths.root_working_dir=program.py/runs", "Error: Not a directory: program.py/runs"),
     ],
 )
 def test_what_cannot_be_swept_is_refused(program, swept, message, tmp_path):

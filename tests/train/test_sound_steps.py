@@ -62,9 +62,9 @@ ONE_ENTRY = {  # a device holds one entry of: heads of keys, sequences, position
     "one entry, stages": ("r=2 d=4 t=4 p=2", {"batch_size": 16, "n_kv": 4}),
 }
 SETTINGS |= ONE_ENTRY
-SHORT = ("the demo", "stages of 1 and 3 layers", "one sequence and one head")
+SHORT = ("the demo", "stages", "one sequence and one head")
 SLOW = {*ONE_ENTRY} - {*SHORT, "one position", "one of each", "one entry, stages"}
-SLOW |= {"d alone", "loss in chunks", "muon", "moments in bf16", "stages, tied"}
+SLOW |= {"d alone", "loss in chunks", "muon", "stages, tied"}
 LONG_RUNS = ("local_test_synthetic", "local_test_pipeline", "local_gpt2", "flat_tokens_c4_a100x8x4_84m")
 """Of the shipped configurations, those whose tests are not slow."""
 
