@@ -14,7 +14,7 @@ import jax
 from jax import lax
 from jax.extend import core
 
-from shardlib.equations import CALLS, body_of, is_variable, run_again, scan_counts, values_of
+from shardlib.equations import CALLS, axes_of, body_of, is_variable, jaxprs_of, run_again, scan_counts, values_of
 from shardlib.op_checks import zeros_like_traced
 from shardlib.values import varying
 
@@ -279,10 +279,8 @@ def _is_heavy(eqn: Any) -> bool:
         return min(free) > 0  # otherwise it is a sum of an elementwise product
     if eqn.primitive.name in CHEAP:
         return False
-    over = [eqn.params.get(name) for name in ("axes", "axis_name")]
-    over = [axis for value in over for axis in (value if isinstance(value, tuple | list) else (value,))]
-    inner = (value for value in eqn.params.values() if hasattr(body_of(value)[0], "eqns"))
-    return any(isinstance(axis, str) for axis in over) or any(True for _ in inner) or "conv" in eqn.primitive.name
+    communicates = any(isinstance(axis, str) for axis in axes_of(eqn))
+    return communicates or any(True for _ in jaxprs_of(eqn)) or "conv" in eqn.primitive.name
 
 
 # ---- what a result needs ------------------------------------------------------------------------------------------

@@ -11,17 +11,7 @@ from jax import lax
 
 from shardlib.checks import Sizes, check_divisible, check_value, checking, note_type
 from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op, sort_axes
-from shardlib.values import (
-    WITHOUT_COPY,
-    Copy,
-    OpName,
-    Partial,
-    inside_shard_map,
-    on_mesh,
-    stage_axes,
-    unwrap,
-    varying,
-)
+from shardlib.values import WITHOUT_COPY, Copy, OpName, Partial, inside_shard_map, on_mesh, stage_axes, unwrap, varying
 
 # ---- specs and operands -----------------------------------------------------------------------------------------
 
@@ -201,18 +191,29 @@ def copy_axes(value: Any) -> tuple[str, ...]:
     return value.axes if isinstance(value, Copy) else ()
 
 
-def refuse_repeated_gradient(position: int, x: jax.Array, op: OpSpec) -> None:
-    """Raises ShardError if `x` was gathered over an axis over which the result does not vary.
+def refuse_repeated_gradient(position: int, x: jax.Array, op: OpSpec) -> jax.Array:
+    """`x` unchanged. Its derivative is a ShardError if all devices would compute the same gradient.
 
-    Each device would compute the same gradient of it, and the sum over devices would count it once for each.
+    They would if `x` was gathered over an axis over which the result does not vary. JAX refuses that too, but its error
+    shows neither the op nor the axis.
     """
-    if repeated := sort_axes(jax.typeof(x).manual_axis_type.reduced):
-        names = ", ".join(repeated)
-        raise ShardError(
-            f"operand {position} was gathered over {names}, but the result is neither sharded nor partial over "
-            f"{names}: each of its devices would compute the whole gradient of `{op}`",
-            f"shard another operand over {names}, so that its devices share the work; {WITHOUT_COPY}",
-        )
+    repeated = sort_axes(jax.typeof(x).manual_axis_type.reduced)
+    if not repeated:
+        return x
+    names = ", ".join(repeated)
+    error = ShardError(
+        f"operand {position} was gathered over {names}, but the result is neither sharded nor partial over {names}: "
+        f"each of its devices would compute the whole gradient of `{op}`",
+        f"shard another operand over {names}, so that its devices share the work; {WITHOUT_COPY}",
+    )
+
+    identity = jax.custom_jvp(lambda x: x)
+
+    @identity.defjvp
+    def refuse(primals, tangents):
+        raise error
+
+    return identity(x)
 
 
 # ---- einsum -----------------------------------------------------------------------------------------------------

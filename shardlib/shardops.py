@@ -277,8 +277,8 @@ def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None)
                 "cast them to one dtype with .astype",
             )
         values, axes, copies = cast_to_result(op, values, operands)
-        for i, value in enumerate(values, 1) if len(values) > 1 else ():
-            refuse_repeated_gradient(i, value, op)
+        if len(values) > 1:
+            values = [refuse_repeated_gradient(i, v, op) for i, v in enumerate(values, 1)]
         # simple: every dim is in two of the three arrays at least, so each gradient is a product of the other two.
         places = collections.Counter(name for shape in (*op.lhs, op.rhs) for name in shape.names)
         simple = len(values) == 2 and min(places.values()) > 1 and jnp.issubdtype(values[0].dtype, jnp.inexact)
@@ -318,7 +318,7 @@ def broadcast(spec, x):
         ]
         check_result_divisible(rhs, sizes)
         (value,), _, copies = cast_to_result(op, [value], [x])
-        refuse_repeated_gradient(1, value, op)
+        value = refuse_repeated_gradient(1, value, op)
     value = lax.broadcast_in_dim(value, blocks, [i for i, dim in enumerate(rhs.dims) if dim not in new])
     return wrap(value, rhs, copies, f"broadcast({op})")
 

@@ -10,7 +10,7 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from shardlib.checks import Scope
-from shardlib.equations import body_of, equations_in, jaxprs_of
+from shardlib.equations import body_of, jaxprs_of
 from shardlib.parsing import ShardError
 from shardlib.proof.alignment import Different
 from shardlib.proof.domain import UNIFORM, Sizes, Value, describe, devices
@@ -52,7 +52,7 @@ def findings(program: Any, twin: Any, types: list | None = None, arrays: bool = 
     """
     facts: Facts = {}
     found = list(map(Finding, dict.fromkeys(_outside(program, twin, arrays))))
-    ours, theirs = _shard_maps(program), _shard_maps(twin)
+    ours, theirs = list(_shard_maps(program)), list(_shard_maps(twin))
     if len(ours) != len(theirs):
         raise Different(None, None)
     named = types if types and len(types) == len(ours) else [None] * len(ours)
@@ -61,8 +61,13 @@ def findings(program: Any, twin: Any, types: list | None = None, arrays: bool = 
     return found, facts
 
 
-def _shard_maps(program: Any) -> list[Any]:
-    return [eqn for eqn in equations_in(program) if eqn.primitive.name == "shard_map"]
+def _shard_maps(program: Any) -> Iterator[Any]:
+    for eqn in body_of(program)[0].eqns:
+        if eqn.primitive.name == "shard_map":
+            yield eqn
+            continue
+        for inner in jaxprs_of(eqn):
+            yield from _shard_maps(inner)
 
 
 def _outside(program: Any, twin: Any, arrays: bool) -> Iterator[str]:
@@ -223,7 +228,7 @@ def prove(trace: Trace, mesh: Any = None, keep: Mapping[str, int] | None = None)
                 if "mesh passed to shard_map" in str(error):
                     raise ValueError(BOUND) from None
                 raise
-        counts = itertools.accumulate((len(_shard_maps(p)) for p in programs.values()), initial=0)
+        counts = itertools.accumulate((len(list(_shard_maps(p))) for p in programs.values()), initial=0)
         spans = itertools.pairwise(counts)
         return {name: (programs[name], types[a:b]) for name, (a, b) in zip(programs, spans, strict=True)}
 

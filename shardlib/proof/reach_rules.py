@@ -314,9 +314,11 @@ REDUCERS |= {"reduce_max": np.maximum, "reduce_min": np.minimum}
 
 @rule(*REDUCERS, "reduce_prod", "reduce_xor", "argmax", "argmin")
 def _reduced(eqn: Any, x: Reach) -> Reach:
-    """Known where all entries are, and where all are 0 in a sum. LOW numbers give way to others."""
+    """Known where all entries are, where all are 0 in a sum, and where one decides. LOW numbers give way to others."""
     name, axes, shape, dtype = eqn.primitive.name, tuple(eqn.params["axes"]), _shape(eqn), _dtype(eqn)
-    number, known = x.number, x.known
+    number, known, decided = x.number, x.known, np.False_
+    if x.is_known and name in ("argmax", "argmin"):
+        return made(shape, getattr(np, name)(full(number, x.shape, axes), axes[0]).astype(dtype), True)
     if name == "reduce_max" and dtype.kind == "f" and not x.is_known:
         low = number < LOW
         low &= ~low.all(axes, keepdims=True)
@@ -326,8 +328,10 @@ def _reduced(eqn: Any, x: Reach) -> Reach:
         return unknown(shape, dtype, first, last)
     if name == "reduce_sum":
         number, known = np.where(known, number, highest(dtype)), known & (number == 0)
+    elif dtype.kind == "b":
+        decided = np.logical_or.reduce(known & (number == (name == "reduce_or")), axes)
     number = REDUCERS[name].reduce(number, axes)
-    return made(shape, number, np.logical_and.reduce(known, axes), first, last, dtype)
+    return made(shape, number, decided | np.logical_and.reduce(known, axes), first, last, dtype)
 
 
 @rule("sort", "top_k")

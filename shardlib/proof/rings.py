@@ -128,8 +128,10 @@ class _Ring:
                 self._close(eqn)
         clones = {var: core.Var(var.aval) for var, mark in self.marks.items() if mark is not None}
         read = lambda var: clones.get(var, var) if is_variable(var) else var
+        where = {"axis": self.axis, "turns": self.turn_axis}
+        params = lambda mark: where | {"coefficient": None if mark is ENTER else mark}
         entered = lambda variables: [
-            _equation(self.jaxpr.eqns[0], ENTER if mark is ENTER else INDEX, [var], clones[var], self._params(mark))
+            _equation(self.jaxpr.eqns[0], ENTER if mark is ENTER else INDEX, [var], clones[var], params(mark))
             for var in variables
             if (mark := self.marks.get(var)) is not None and mark is not self
         ]
@@ -143,9 +145,6 @@ class _Ring:
                 eqns.append(eqn.replace(invars=list(map(read, eqn.invars)), outvars=outs))
             eqns += entered(eqn.outvars)
         return self.jaxpr.replace(eqns=eqns)
-
-    def _params(self, mark: Any) -> dict:
-        return {"axis": self.axis, "turns": self.turn_axis, "coefficient": None if mark is ENTER else mark}
 
     def _gathered(self, var: Any, name: str) -> list[Any]:
         """The equations that gather one turn after the other, the last first."""

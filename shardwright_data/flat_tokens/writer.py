@@ -16,13 +16,7 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Integer, UInt32
 
-from shardwright_data.flat_tokens.format import (
-    IDENTITY,
-    clear_split,
-    open_kvstore,
-    opening_context,
-    read_file,
-)
+from shardwright_data.flat_tokens.format import IDENTITY, clear_split, open_kvstore, opening_context, read_file
 from shardwright_data.flat_tokens.reader import Reader
 from shardwright_data.foreign import parse_object, refused
 

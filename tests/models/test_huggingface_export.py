@@ -138,7 +138,7 @@ def test_what_an_export_has(saved, tmp_path):
     np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], np.asarray(w.embed))
     config = json.loads((tmp_path / "exported/config.json").read_text())
     assert {"dtype": "float32", "eos_token_id": None, "bos_token_id": 3}.items() <= config.items()
-    assert config["shardwright"] == {"step": 5, "weights": "weights", "programs": None}
+    assert config["shardwright"] == {"step": 5, "programs": None}
     assert "after 9 steps" in export(run, tmp_path / "last", check=False)
     for settings, message in [
         ({"step": 6}, r"no complete checkpoint of step 6 .* there are \[5, 9\]"),

@@ -100,7 +100,7 @@ def scaled(x, bias):
 
 
 def product_with_gathered(small):
-    """On every device of t the same, so that each would compute the whole gradient of `small`."""
+    """On every device of t the same: right, but without a gradient with respect to `small`."""
     small = all_gather("F/t U -> F U", small)
     return einsum_unreduced("F U, F ->", small, jnp.ones(12))
 
