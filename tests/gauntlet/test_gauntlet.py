@@ -13,12 +13,12 @@ from pathlib import Path
 
 import jax
 import pytest
+from gauntlet_page import page
 from jax.sharding import AbstractMesh, AxisType
 from recipes import module_of
 from shipped import load
 from verifying import verify
 
-from bench.gauntlet import page
 from shardwright.modeling.model import load_model
 from shardwright.run.soundness import find_unsound
 from tools.verify.__main__ import small
@@ -185,7 +185,7 @@ def test_every_bug_of_the_survey_is_there():
 
 @pytest.mark.quick
 def test_the_page_is_made_of_the_data():
-    """Else run `python -m bench.gauntlet > docs/gauntlet.md`."""
+    """Else run `python tests/gauntlet_page.py > docs/gauntlet.md`."""
     assert (ROOT / "docs/gauntlet.md").read_text() == page()
 
 

@@ -12,6 +12,7 @@ import typing
 from collections.abc import Iterator
 from pathlib import Path
 
+import gauntlet_page as gauntlet
 import pytest
 from corpus import RIGHT, WRONG
 from hydra import compose, initialize_config_dir
@@ -22,7 +23,6 @@ from recipes import SOURCE, module_of
 from shipped import CONFIGS, load
 
 import gpt2
-from bench import gauntlet
 from shardlib.shardtypes import ShardError
 from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.model import load_model

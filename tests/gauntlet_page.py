@@ -1,9 +1,9 @@
 """The Gauntlet: silent parallelism bugs that other frameworks have published, and where each would be caught.
 
-    python -m bench.gauntlet            prints docs/gauntlet.md
+    python tests/gauntlet_page.py       prints docs/gauntlet.md
 
-tests/gauntlet/bugs.toml has the bugs as edits of this repository, and what catches each.
-tests/gauntlet/test_gauntlet.py applies them and holds the file to the truth.
+gauntlet/bugs.toml has the bugs as edits of this repository, and what catches each.
+gauntlet/test_gauntlet.py applies them and holds the file to the truth.
 """
 
 import re
@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-FILE = Path(__file__).parents[1] / "tests/gauntlet/bugs.toml"
+FILE = Path(__file__).parent / "gauntlet" / "bugs.toml"
 CLASSES = {
     "a": "a partial sum, a copy or a varying value taken for another",
     "b": "a local operation, count or random mask along a sharded dim",
@@ -28,7 +28,7 @@ HEAD = """# The Gauntlet
 Each bug ran without an error and computed something else than it should. [bugs.toml](../tests/gauntlet/bugs.toml) has
 each as an edit of this repository, which may stand in for a part that it lacks.
 [test_gauntlet.py](../tests/gauntlet/test_gauntlet.py) makes the edits, and checks this page, which
-`python -m bench.gauntlet` prints.
+`python tests/gauntlet_page.py` prints.
 
 - **tracing**: the step is refused before it is compiled.
 - **verify**: `tools.verify` names this tensor as the first that differs from one device.
