@@ -23,6 +23,7 @@ from shardlib.values import (
     devices_along,
     inside_shard_map,
     is_opaque,
+    mesh_axes,
     sharding_of,
     without_trivial,
 )
@@ -199,6 +200,8 @@ def typed_shard_map(fn):
     def mapped(*args, **kwargs):
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
+        if not mesh_axes():
+            raise ShardError(f"{fn.__name__}: no mesh is set", "call it under `with jax.set_mesh(mesh):`")
         if inside_shard_map():
             raise ShardError(f"{fn.__name__}: called inside shard_map", "decorate functions called there with typed")
         arrays, specs, types = [], [], []
