@@ -13,7 +13,7 @@ from shardwright.modeling.weights import shapes_of
 from shardwright.run.resuming import fixed_settings, with_defaults
 from shardwright.settings.differences import config_differences
 
-SIZES = {"84m": 101e6, "270m": 336e6, "540m": 671e6, "1b": 1074e6, "2b": 2147e6}
+SIZES = {"84m": 101e6, "270m": 336e6, "540m": 671e6, "1b": 1074e6, "2b": 2147e6, "7b": 7248e6}
 PARAMETERS = {name: pytest.approx(size, rel=5e-3) for name, size in SIZES.items()}
 # 124,439,808 is what transformers counts for "gpt2"; here 47 rows of its table are added.
 PARAMETERS["124m"] = 124_439_808 + 47 * 768
@@ -37,7 +37,8 @@ def test_a_model_has_the_parameters_that_its_name_says(name):
     """The steps of all are traced in test_scale.py."""
     hardware, _, size = name.rpartition("_")
     c = load(name)
-    assert (c.distributed.auto, c.distributed.count) == ((True, 4) if "a100x8x4" in hardware else (False, None))
+    hosts = {"flat_tokens_c4_a100x8x4": 4, "c4_h100x64": 8}.get(hardware)
+    assert (c.distributed.auto, c.distributed.count) == (hosts is not None, hosts)
     weights = shapes_of(load_model(c.model).table)
     assert sum(x.size for x in jax.tree.leaves(weights)) == PARAMETERS[size]
 
