@@ -1,4 +1,4 @@
-"""tools/report on metrics written by hand, whose figures are known: the table, the plots, several runs."""
+"""tools/report on metrics written by hand, whose figures are known: the table, the plots, several runs, Markdown."""
 
 import json
 from pathlib import Path
@@ -193,7 +193,7 @@ def test_metrics_of_the_users_own_are_plotted(tmp_path):
     ("settings", "message"),
     [
         ({"sort": "speed"}, "sort is 'speed'; it must be one of loss, tokens/s"),
-        ({"output": "x.txt"}, r"output is x.txt; its name must end in .html"),
+        ({"output": "x.txt"}, r"output is x.txt; its name must end in .html or .md"),
     ],
 )
 def test_wrong_settings_are_refused(tmp_path, settings, message):
@@ -215,3 +215,44 @@ def test_names_of_strangers_are_text_on_the_terminal(tmp_path):
     text = printed(run=str(tmp_path), output=str(tmp_path / "a.html"))
     assert not {"\x1b", "\x07", "\u202e"} & set(text)
     assert "[bold]<script>" in text
+
+
+# ---- in Markdown ------------------------------------------------------------------------------------------------
+
+PLAN = {"tokens_per_s": 25.0, "mfu": 0.5, "peak": 2 * 2**30, "seconds": 0.4, "low_s": 0.2, "high_s": 0.8}
+
+
+def report(tmp_path: Path, plan: str | None, devices: str = "1 x TPU v5 lite") -> list[str]:
+    run = write(tmp_path / "run", events=[MEMORY, END, BUBBLE])
+    if plan is not None:
+        (run / "plan.json").write_text(plan)
+    (run / "source" / "0000000000").mkdir(parents=True)
+    about = {
+        "python": "3.12",
+        "packages": {"jax": "0.10.2", "other": "1"},
+        "run": {"devices": devices},
+        "commit": "abc",
+    }
+    (run / "source" / "0000000000" / "provenance.json").write_text(json.dumps(about))
+    printed(run=str(run), output=str(tmp_path / "issue.md"))
+    return (tmp_path / "issue.md").read_text().splitlines()
+
+
+def test_planned_stands_beside_measured(tmp_path):
+    lines = report(tmp_path, json.dumps(PLAN))
+    assert lines[:2] == ["### run", ""]
+    # The plan has 10 tokens in 0.2 to 0.8 s.
+    for line in ("| tokens/s | 25 (12 to 50) | 20 |", "| MFU | 50.0% | 40.0% |", "| memory | 2.0 GiB | 3.0 GiB |"):
+        assert line in lines
+    assert "| tokens/s | 25 | 20 |" in report(tmp_path / "no_range", json.dumps(PLAN | {"low_s": 0}))
+    for line in ("- device: `1 x TPU v5 lite`", "- versions: `Python 3.12, jax 0.10.2`", "- state: `stopped SIGTERM`"):
+        assert line in lines
+
+
+def test_on_a_cpu_mfu_is_said_to_say_little(tmp_path):
+    assert "| MFU |  | 40.0%, which says little: the peak of a CPU is measured |" in report(tmp_path, None, "1 x cpu")
+
+
+@pytest.mark.parametrize("plan", ["", "[1]", "{}", '{"tokens_per_s": "x", "mfu": [], "peak": null}'])
+def test_a_damaged_plan_leaves_its_column_empty(tmp_path, plan):
+    assert "| tokens/s |  | 20 |" in report(tmp_path, plan)

@@ -4,6 +4,7 @@
     python -m tools.report run=runs/<sweep>
     python -m tools.report run=[runs/a,runs/b] sort=tokens/s
     python -m tools.report run='runs/local_*' output=curves.html
+    python -m tools.report run=runs/<run> output=issue.md
 
 A run that trains keeps its own page, report.html, up to date. Runs that are still training, or that broke off, are
 shown up to their last step. A line says so.
@@ -20,6 +21,7 @@ from shardwright.run.files import REPORT
 from shardwright.settings.program import run_program
 from shardwright.settings.screen import print_line, print_table
 from tools.report.comparing import Comparison, compare_runs
+from tools.report.issue import issue
 from tools.report.page import page
 from tools.report.reading import find_runs, read_run
 
@@ -33,8 +35,8 @@ class Settings:
     sort: str = "loss"
     """The column to sort by, best first: loss, val, bits/byte, tokens/s, MFU, memory, bubble, steps, time, or run."""
     output: str | None = None
-    """The .html file to write. Null: report.html in the directory of the run, or in the one that all the runs are in.
-    An existing file is replaced."""
+    """The .html file to write, or an .md file with the figures and what made them, to paste into an issue. Null:
+    report.html in the directory of the run, or in the one that all the runs are in. An existing file is replaced."""
 
 
 def show(c: Comparison, console: Console) -> None:
@@ -58,13 +60,13 @@ def show_report(config: Settings, console: Console | None = None) -> None:
     patterns = [config.run] if isinstance(config.run, str) else config.run
     if not isinstance(patterns, list) or not patterns or not all(x and isinstance(x, str) for x in patterns):
         raise ValueError(f"run is {config.run!r}; give directories or patterns: run=runs/<run>, run=[runs/a,runs/b].")
-    if config.output is not None and Path(config.output).suffix != ".html":
-        raise ValueError(f"output is {config.output}; its name must end in .html.")
+    if config.output is not None and Path(config.output).suffix not in (".html", ".md"):
+        raise ValueError(f"output is {config.output}; its name must end in .html or .md.")
     c = compare_runs([read_run(directory) for directory in find_runs(patterns)], config.sort)
     show(c, console)
     place = c.runs[0].directory if len(c.runs) == 1 else c.parent
     output = Path(config.output) if config.output is not None else place / REPORT
-    write_whole(output, page(c))
+    write_whole(output, issue(c) if output.suffix == ".md" else page(c))
     print_line(console, f"\nReport: {output}")
 
 
