@@ -581,13 +581,15 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
     return evaluation_step
 
 
-def programs(c: Config, model: LanguageModel, batch: Batch, shared: bool = False) -> dict[str, jax.stages.Traced]:
-    """The two steps, traced, of which a checkpoint keeps hashes; or the `shared` work of all stages."""
+def programs(c: Config, model: LanguageModel, batch: Batch, which: str = "both") -> dict[str, jax.stages.Traced]:
+    """The two steps, traced, of which a checkpoint keeps hashes; or `which`: training, or the shared work of stages."""
     state = jax.eval_shape(lambda: init_state(jax.random.key(0), c, model))
-    if shared:
+    if which == "shared":
         return stages.shared(c, model, MicrobatchLoss(Forward(model, c.training)), state.weights, batch)
-    training, evaluation = make_training_step(c, model), make_evaluation_step(c, model)
-    return {"training": training.trace(state, batch, np.int32(0)), "evaluation": evaluation.trace(state.weights, batch)}
+    steps = {"training": make_training_step(c, model).trace(state, batch, np.int32(0))}
+    if which == "both":
+        steps["evaluation"] = make_evaluation_step(c, model).trace(state.weights, batch)
+    return steps
 
 
 # ---- main -------------------------------------------------------------------------------------------------------

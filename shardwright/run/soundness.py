@@ -97,7 +97,7 @@ def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[F
     others = {axis: n for axis, n in mesh.shape.items() if axis != PIPELINE_AXIS}
     kinds = tuple(kind for kind, axis in zip(mesh.axis_types, mesh.axis_names, strict=True) if axis != PIPELINE_AXIS)
     alone = AbstractMesh(tuple(others.values()), tuple(others), axis_types=kinds)
-    return [*prove(trace, alone), *prove(lambda: trace(shared=True), mesh), *_beside_stages(trace, c, model, mesh)]
+    return [*prove(trace, alone), *prove(lambda: trace(which="shared"), mesh), *_beside_stages(trace, c, model, mesh)]
 
 
 def _beside_stages(trace: Callable, c: Config, model: Any, mesh: Any) -> list[Finding]:

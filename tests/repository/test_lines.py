@@ -13,7 +13,17 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/architecture.md"
 FILES = ("gpt2.py", "train.py", "jax_extra.py")
 INSIDE = {
-    "shardwright": ("sampling", "run", "microscope", "optimizers", "modeling", "cluster", "compiled", "settings"),
+    "shardwright": (
+        "sampling",
+        "run",
+        "plan",
+        "microscope",
+        "optimizers",
+        "modeling",
+        "cluster",
+        "compiled",
+        "settings",
+    ),
     "shardwright_data": ("loader", "text", "flat_tokens"),
     "shardlib": ("proof",),
 }

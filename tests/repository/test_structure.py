@@ -17,7 +17,7 @@ FLOORS = [
     ("train",),
     ("shardwright.sampling", "shardwright.huggingface"),
     ("shardwright.run",),
-    ("shardwright.microscope", "shardwright.optimizers"),
+    ("shardwright.microscope", "shardwright.optimizers", "shardwright.plan"),
     ("shardwright.modeling",),
     ("shardwright.cluster", "shardwright.compiled"),
     ("shardwright.settings",),

@@ -1,0 +1,318 @@
+"""A traced program as a graph of what one device computes: calls inlined, renamings followed, each with its line."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardlib.equations import CALLS, axes_of, body_of, frames_of, is_variable, scan_counts
+from shardlib.places import is_users, place
+from shardwright.compiled.lines import phase_of
+from shardwright.modeling.attention import KERNEL
+
+ALIASES = {
+    *("reshape", "squeeze", "transpose", "name", "copy", "copy_p", "stop_gradient", "optimization_barrier"),
+    *("pvary", "preduced", "vary_unreduced_cast_p", "reduced_vary_cast_p", "reduce_precision", "sharding_constraint"),
+}
+"""Primitives whose result is the operand, in memory: XLA chooses layouts so that a transposition moves nothing."""
+COLLECTIVES = {
+    "all_gather": ("all_gather", "all_gather_invariant", "all_gather_reduced"),
+    "psum_scatter": ("reduce_scatter", "unreduced_reduce_scatter"),
+    "psum": ("psum", "psum2", "psum_invariant", "unreduced_psum", "pmax", "pmin"),
+    "ppermute": ("ppermute",),
+    "all_to_all": ("all_to_all",),
+}
+"""Names of JAX's primitives, by the name of the collective in a plan."""
+WRITING = ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
+"""Primitives that write into their first operand, in place."""
+_NAMED = ("convert_element_type", "all_gather", "all_gather_invariant", "all_gather_reduced", "dynamic_slice")
+"""Primitives whose result is a weight if the operand is."""
+_COLLECTIVE_OF = {primitive: name for name, names in COLLECTIVES.items() for primitive in names}
+TASK = "task_"
+"""Beginning of the name of a scope around the task of a pipeline stage."""
+
+
+class Site(NamedTuple):
+    """Source of an operation: `train.py:158`, its phase as `compiled.lines.phase_of`, and the task of a stage or ""."""
+
+    line: str
+    phase: str
+    task: str
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """An array of one device.
+
+    Attributes:
+        shape, dtype: of the array.
+        site: where it is made.
+        kind: of what is known by name: weights, optimizer, batch, gradients, saved; "" for others.
+        name: of a weight; "" for others.
+        of: the value in whose memory it is, for a renaming and for what is written in place.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    site: Site
+    kind: str = ""
+    name: str = ""
+    of: "Value | None" = None
+
+    @property
+    def root(self) -> "Value":
+        """The value that owns the memory."""
+        found = self
+        while found.of is not None:
+            found = found.of
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        short = {"bfloat16": "bf16", "bool": "bool"}.get(self.dtype.name)
+        return f"{short or self.dtype.kind + str(8 * self.dtype.itemsize)}[{','.join(map(str, self.shape))}]"
+
+
+class Node(NamedTuple):
+    """An operation that is no renaming.
+
+    Attributes:
+        op: name of the primitive, or of the collective, or KERNEL.
+        ins: operands; literals are left out.
+        outs: results.
+        params: as JAX has them.
+        site: where it is written.
+        bodies: of a loop one, of a condition one for each branch.
+        axes: of a collective.
+        carried: of a scan, how many operands are constants of its body, and how many are carried.
+    """
+
+    op: str
+    ins: list[Value]
+    outs: list[Value]
+    params: Mapping[str, Any]
+    site: Site
+    bodies: list["Graph"]
+    axes: tuple[str, ...] = ()
+    carried: tuple[int, int] = (0, 0)
+
+
+class Graph(NamedTuple):
+    """Operations in their order, with what goes in and comes out."""
+
+    ins: list[Value]
+    nodes: list[Node]
+    outs: list[Value]
+
+
+class _Scope(NamedTuple):
+    """What is known of the equations of a jaxpr from outside of it."""
+
+    stack: str
+    line: str
+    sizes: Mapping[str, int]
+
+
+def graph_of(jaxpr: Any, sizes: Mapping[str, int], ins: Sequence[Value] | None = None, scope: Any = None) -> Graph:
+    """The graph of a jaxpr, closed or open.
+
+    Args:
+        jaxpr: per-device code.
+        sizes: number of devices along each axis. A collective over one device is a renaming.
+        ins: its arguments; None: new values.
+        scope: of the call around it.
+    """
+    body, _ = body_of(jaxpr)
+    scope = scope or _Scope("", "", sizes)
+    ins = [_value(var, Site("", "", "")) for var in body.invars] if ins is None else list(ins)
+    env = dict(zip(body.invars, ins, strict=True))
+    env |= {var: _value(var, Site("", "", "")) for var in body.constvars}
+    nodes: list[Node] = []
+    _add(body, env, nodes, scope)
+    outs = [env[var] if is_variable(var) else _value(var, Site("", "", "")) for var in body.outvars]
+    return Graph(ins, nodes, outs)
+
+
+def _value(var: Any, site: Site, **more: Any) -> Value:
+    shape, dtype = getattr(var.aval, "shape", ()), getattr(var.aval, "dtype", np.dtype("float32"))
+    known = isinstance(dtype, np.dtype) or hasattr(dtype, "itemsize")
+    try:
+        dtype = np.dtype(dtype) if known else np.dtype("uint64")
+    except TypeError:  # a random key: two words
+        dtype = np.dtype("uint64")
+    return Value(tuple(shape), dtype, site, **more)
+
+
+@functools.cache
+def _place(frames: tuple[tuple[str, int], ...]) -> str:
+    return next((place(file, line) for file, line in reversed(frames) if is_users(file)), "")
+
+
+def _site(eqn: Any, scope: _Scope) -> tuple[Site, str]:
+    stack = f"{scope.stack}/{eqn.source_info.name_stack}"
+    tasks = [part for part in stack.replace("(", "/").replace(")", "/").split("/") if part.startswith(TASK)]
+    line = _line_of(eqn) or scope.line
+    return Site(line, phase_of(stack), tasks[-1].removeprefix(TASK) if tasks else ""), stack
+
+
+_lines: dict[int, tuple[Any, str]] = {}
+
+
+def _line_of(eqn: Any) -> str:
+    trace = eqn.source_info.traceback
+    if (known := _lines.get(id(trace))) is None:
+        known = _lines[id(trace)] = (trace, _place(tuple(frames_of(eqn))))  # kept, so that the id stays its own
+    return known[1]
+
+
+def _add(body: Any, env: dict, nodes: list[Node], scope: _Scope) -> None:
+    read = lambda vars: [env[var] for var in vars if is_variable(var)]
+    for eqn in (eqn for eqn in body.eqns if eqn.outvars):
+        op, (site, stack) = eqn.primitive.name, _site(eqn, scope)
+        inner = _Scope(stack, site.line, scope.sizes)
+        name = str(eqn.params.get("name", ""))
+        # What JAX takes out of a kernel's call ahead of it only passes operands on.
+        is_kernel = name.startswith(KERNEL) and len(body_of(eqn.params["jaxpr"])[0].eqns) > 1
+        if op in CALLS and not is_kernel:
+            _inline(eqn.params[CALLS[op]], eqn, env, nodes, inner)
+        elif op == "shard_map":
+            _inline(eqn.params["jaxpr"], eqn, env, nodes, inner)
+        elif op == "scan" and eqn.params["length"] == 1:
+            _inline_one_turn(eqn, env, nodes, inner, site)
+        elif op in ALIASES or _keeps_size(eqn) or (op in _COLLECTIVE_OF and _devices(eqn, scope) == 1):
+            _rename(eqn, env, site)
+        else:
+            bodies = [_body(part, eqn, env, inner) for part in _bodies(eqn)]
+            outs = [_value(var, site) for var in eqn.outvars]
+            axes = tuple(axis for axis in axes_of(eqn) if scope.sizes.get(axis, 1) > 1) if op in _COLLECTIVE_OF else ()
+            kind = KERNEL if is_kernel else _COLLECTIVE_OF.get(op, op)
+            carried = scan_counts(eqn) if op == "scan" else (0, 0)
+            nodes.append(Node(kind, read(eqn.invars), outs, eqn.params, site, bodies, axes, carried))
+            env |= dict(zip(eqn.outvars, outs, strict=True))
+            if op in _NAMED and is_variable(eqn.invars[0]):
+                outs[0].name = env[eqn.invars[0]].name
+            if op in WRITING and is_variable(eqn.invars[0]):
+                outs[0].of = env[eqn.invars[0]]
+                _take_site(outs[0], nodes[-1].ins[1 if op == "dynamic_update_slice" else -1])
+            if bodies:
+                _write_in_place(nodes[-1], eqn)
+
+
+def _keeps_size(eqn: Any) -> bool:
+    """Whether an equation only adds dims of size 1."""
+    size = lambda var: math.prod(getattr(var.aval, "shape", ()))
+    return eqn.primitive.name == "broadcast_in_dim" and size(eqn.invars[0]) == size(eqn.outvars[0])
+
+
+def _body(jaxpr: Any, eqn: Any, env: dict, scope: _Scope) -> Graph:
+    """The body of a loop or a branch, whose operands have the names of those outside."""
+    body, _ = body_of(jaxpr)
+    operands = eqn.invars[len(eqn.invars) - len(body.invars) :]
+    names = (env[var].name if is_variable(var) else "" for var in operands)
+    ins = [_value(var, Site("", "", ""), name=name) for var, name in zip(body.invars, names, strict=True)]
+    return graph_of(jaxpr, scope.sizes, ins, scope)
+
+
+def _take_site(into: Value, written: Value) -> None:
+    """Notes of the array that `into` is in memory what is written into it."""
+    owner, made = into.root, written.root
+    if made.site.line:
+        owner.site, owner.kind = made.site, owner.kind or _stack_kind(made)
+
+
+def _stack_kind(made: Value) -> str:
+    """Kind of an array in which a loop keeps what `made` is in each iteration."""
+    return {"forward": "saved", "backward": "gradients"}.get(made.site.phase, "") if made.shape else ""
+
+
+def _devices(eqn: Any, scope: _Scope) -> int:
+    return math.prod(scope.sizes.get(axis, 1) for axis in axes_of(eqn))
+
+
+def _bodies(eqn: Any) -> list[Any]:
+    by_op = {"scan": ("jaxpr",), "while": ("body_jaxpr",), "cond": ("branches",)}
+    found = [eqn.params[key] for key in by_op.get(eqn.primitive.name, ())]
+    return list(found[0]) if found and isinstance(found[0], tuple | list) else found
+
+
+def _rename(eqn: Any, env: dict, site: Site) -> None:
+    for var, out in zip(eqn.invars, eqn.outvars, strict=False):
+        new = _value(out, site)
+        if is_variable(var):
+            new.of, new.name = env[var], env[var].name
+            if eqn.primitive.name == "name":
+                kind = {"gradient": "gradients"}.get(
+                    eqn.params["name"], "saved" if "saved" in eqn.params["name"] else ""
+                )
+                new.root.kind = new.root.kind or kind
+                new.root.site = site if kind == "saved" else new.root.site
+        env[out] = new
+
+
+def _inline(jaxpr: Any, eqn: Any, env: dict, nodes: list[Node], scope: _Scope) -> None:
+    body, _ = body_of(jaxpr)
+    site = Site(scope.line, "", "")
+    given = [env[var] if is_variable(var) else _value(var, site) for var in eqn.invars]
+    inner = dict(zip(body.invars, given, strict=True))
+    inner |= {var: _value(var, site) for var in body.constvars}
+    _add(body, inner, nodes, scope)
+    for out, var in zip(eqn.outvars, body.outvars, strict=True):
+        env[out] = inner[var] if is_variable(var) else _value(var, site)
+
+
+def _inline_one_turn(eqn: Any, env: dict, nodes: list[Node], scope: _Scope, site: Site) -> None:
+    """A scan of one turn, which XLA takes out of its loop."""
+    body, _ = body_of(eqn.params["jaxpr"])
+    renamed = lambda var, of: _value(var, site, of=of, name=of.name)
+    inner = {}
+    for outer, var in zip(eqn.invars, body.invars, strict=True):
+        inner[var] = renamed(var, env[outer]) if is_variable(outer) else _value(var, site)
+    inner |= {var: _value(var, site) for var in body.constvars}
+    _add(body, inner, nodes, scope)
+    for out, var in zip(eqn.outvars, body.outvars, strict=True):
+        env[out] = renamed(out, inner[var]) if is_variable(var) else _value(out, site)
+
+
+def _write_in_place(node: Node, eqn: Any) -> None:
+    """Notes which results of a loop or a condition take the memory of an operand, and where stacks are made."""
+    operands = list(eqn.invars)
+    variables = iter(node.ins)
+    given = [next(variables) if is_variable(var) else None for var in operands]
+    if node.op == "scan":
+        consts, carried = node.carried
+        body = node.bodies[0]
+        for i, (out, inside) in enumerate(zip(node.outs, body.outs, strict=True)):
+            if i >= carried:
+                made = inside.root if inside.root.site.line else node.outs[i]  # what is carried in has no line
+                out.site, out.kind = made.site, _stack_kind(made)
+            elif (operand := given[consts + i]) is not None:
+                out.of = operand
+                _take_site(operand, inside)
+            else:
+                out.site = inside.root.site
+    elif node.op == "cond":
+        given = given[1:]  # without the number of the branch
+        for i, out in enumerate(node.outs):
+            roots = [branch.outs[i].root for branch in node.bodies]
+            of_first = next((j for j, x in enumerate(node.bodies[0].ins) if x is roots[0]), None)
+            alike = (
+                [branch.ins[of_first] is root for branch, root in zip(node.bodies, roots, strict=True)]
+                if of_first is not None
+                else [False]
+            )
+            made = max(roots, key=lambda root: bool(root.site.line))
+            if all(alike):
+                out.of = given[of_first]
+                _take_site(out, made)
+            else:
+                out.site = made.site
+    elif node.op == "while":
+        for out, operand in zip(node.outs, given[len(given) - len(node.outs) :], strict=True):
+            out.of = operand

@@ -1,0 +1,157 @@
+"""A training step as a plan sees it: what one device computes, sends and keeps, by source line. No devices are used."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from shardlib.equations import equations_in, is_variable
+from shardlib.parsing import PIPELINE_AXIS
+from shardlib.tick_tables import TickTable
+from shardwright.plan.graph import Graph, Site, Value, graph_of
+from shardwright.plan.kernels import kernels_of, peak_of
+from shardwright.plan.work import Op, work_of
+
+
+class Held(NamedTuple):
+    """An array that is in memory when most is.
+
+    Attributes:
+        line: where it is made.
+        what: the name of a weight, or the array.
+        kind: weights, optimizer, batch, gradients, saved for the backward pass, gathered copies of weights, or working.
+        bytes: on one device.
+        again: of what is saved, the FLOPs that would compute it again in a step.
+    """
+
+    line: str
+    what: str
+    kind: str
+    bytes: float
+    again: float = 0.0
+
+
+class Facts(NamedTuple):
+    """What a plan has to know of a configuration.
+
+    Attributes:
+        tokens: tokens of a step, on all devices.
+        flops_per_token: model FLOPs, of flops.flops_of_model.
+        dtype: compute dtype.
+        layers, microbatches: their numbers.
+    """
+
+    tokens: int
+    flops_per_token: float
+    dtype: str
+    layers: int
+    microbatches: int
+
+
+class Step(NamedTuple):
+    """A training step on a mesh.
+
+    Attributes:
+        ops: the operations of one device, in their order.
+        held: what is in memory at the peak.
+        mesh: number of devices along each axis.
+        facts: of its configuration.
+        table: ticks of a pipeline; None without stages.
+    """
+
+    ops: list[Op]
+    held: list[Held]
+    mesh: Mapping[str, int]
+    facts: Facts
+    table: TickTable | None = None
+
+    @property
+    def peak(self) -> float:
+        """Bytes of a device, at most."""
+        return sum(array.bytes for array in self.held)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return math.prod(self.mesh.values())
+
+
+def mesh_for(sizes: Mapping[str, int], platform: str, kind: str) -> AbstractMesh:
+    """A mesh of devices that need not be there. An axis p of one device is left out."""
+    sizes = {axis: size for axis, size in sizes.items() if axis != PIPELINE_AXIS or size > 1}
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
+    types = (AxisType.Explicit,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
+
+
+def step_of(traced: jax.stages.Traced, sizes: Mapping[str, int], facts: Facts, table: TickTable | None) -> Step:
+    """The step that was traced, on a mesh of `mesh_for` of these sizes. `table` is that of its pipeline, if any."""
+    graph, given = _graph(traced, sizes)
+    ops = work_of(graph, facts.microbatches, 1 if table is None else len(table.stages[0]))
+    return Step(ops, _held(graph, given), dict(sizes), facts, table)
+
+
+def _graph(traced: Any, sizes: Mapping[str, int]) -> tuple[Graph, list[Value]]:
+    """The graph of one device, and what goes into it, named."""
+    (eqn,) = (eqn for eqn in equations_in(traced.jaxpr) if eqn.primitive.name == "shard_map")
+    outer = dict(
+        zip(traced.jaxpr.jaxpr.invars, jax.tree_util.tree_flatten_with_path(traced.args_info[0])[0], strict=True)
+    )
+    inside = eqn.params["jaxpr"]
+    given = []
+    for var, inner in zip(eqn.invars, inside.invars, strict=True):
+        path = outer[var][0] if is_variable(var) and var in outer else ()
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removeprefix("0.")
+        kind = {"0": "optimizer", "1": "batch"}.get(str(getattr(path[0], "idx", "")) if path else "", "")
+        kind = "weights" if name.startswith("weights.") else kind
+        shape, dtype = inner.aval.shape, inner.aval.dtype
+        given.append(Value(shape, np.dtype(dtype), Site("", "", ""), kind, name.removeprefix("weights.")))
+    return graph_of(inside, sizes, given), given
+
+
+def _held(graph: Graph, given: list[Value]) -> list[Held]:
+    peak = peak_of(graph, {value for value in given if value.kind in ("weights", "optimizer")})
+    found = [Held("", value.name, value.kind, value.bytes) for value in given if value.kind]
+    again = _again(graph)
+    names = iter([value.name for value in given if value.kind == "weights"])
+    of = {id(value): next(names, "") for value in _gradients(graph)}
+    for value, size in peak.alive:
+        what = of.get(id(value), "") or value.name or str(value)
+        kind = value.kind or ("gathered" if value.name else "working")
+        found.append(Held(value.site.line, what, kind, size, again.get(value, 0.0)))
+    return found
+
+
+def _gradients(graph: Graph) -> list[Value]:
+    return [value for node in graph.nodes for value in node.outs if value.root is value and value.kind == "gradients"]
+
+
+def _again(graph: Graph) -> dict[Value, float]:
+    """FLOPs that would compute each stack of a loop again, from what else is saved."""
+    found = {}
+    for node in graph.nodes:
+        for body in node.bodies:
+            found |= _again(body)
+        if node.op != "scan":
+            continue
+        body, turns = node.bodies[0], node.params["length"]
+        made = {value: kernel for kernel in kernels_of(body) for value in kernel.writes}
+        stacked = dict(zip(node.outs[node.carried[1] :], body.outs[node.carried[1] :], strict=True))
+        known = {x.root for x in stacked.values()}
+        for out, inside in stacked.items():
+            found[out] = turns * _flops(inside.root, made, known - {inside.root})
+    return found
+
+
+def _flops(value: Value, made: dict, known: set[Value]) -> float:
+    kernel = made.get(value)
+    if kernel is None or value in known:
+        return 0.0
+    own = work_of(Graph([], [kernel.node], []))
+    inner = {**made}
+    for written in kernel.writes:
+        inner.pop(written, None)
+    return sum(op.flops for op in own) + sum(_flops(x, inner, known) for x in kernel.reads)
