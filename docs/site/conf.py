@@ -2,7 +2,7 @@
 
 project = "shardwright"
 root_doc = "README"
-include_patterns = ["*.md", "docs/*.md", "docs/tour.ipynb", "shardlib/README.md"]
+include_patterns = ["*.md", "docs/*.md", "docs/*.ipynb", "shardlib/README.md"]
 html_title = "shardwright"
 extensions = ["myst_nb"]
 html_theme = "furo"
@@ -20,7 +20,7 @@ pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 
 myst_heading_anchors = 4
-nb_execution_mode = "off"  # its outputs are stored; tests/repository/test_tour.py compares them with those of a run
+nb_execution_mode = "off"  # what is stored is shown; tests/repository/test_tour.py compares the tour with a run
 nb_merge_streams = True
 
 
