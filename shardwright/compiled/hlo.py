@@ -78,12 +78,6 @@ class Instruction:
         """Which part of a tuple a get-tuple-element reads."""
         return int(re.search(r"\bindex=(\d+)", self.attributes)[1])
 
-    @property
-    def turns(self) -> int | None:
-        """Number of turns of a loop; None if the compiler does not know it."""
-        count = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
-        return int(count[1]) if count else None
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
@@ -125,6 +119,21 @@ class Program:
     computations: dict[str, Computation]
     entry: Computation
 
+    def turns(self, loop: Instruction) -> int | None:
+        """Number of turns of a loop; None if neither the compiler tells it nor its condition.
+
+        Compilers for TPUs do not tell it. A loop of JAX with a known number counts from 0 while it is below that.
+        """
+        if count := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes):
+            return int(count[1])
+        found = re.search(r"\bcondition=%?([\w.\-]+)", loop.attributes)
+        condition = self.computations[found[1]] if found else None
+        if condition is None or "direction=LT" not in condition.root.attributes:
+            return None
+        bounds = [condition.instructions[name] for name in condition.root.operands]
+        counted = [bound.opcode for bound in bounds] == ["get-tuple-element", "constant"]
+        return int(bounds[1].operands[0]) if counted else None
+
 
 def with_mesh(text: str, mesh: Mapping[str, int]) -> str:
     """The text of a program, after a comment with the mesh that it was compiled for."""
@@ -138,6 +147,7 @@ def parse(text: str) -> Program:
         raise ValueError('this is no text of an HLO program: it has no line that begins with "HloModule".')
     comment = re.match(r"// mesh ((?:\w+=\d+ ?)*)\n", text)
     mesh = {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", comment[1])} if comment else {}
+    text = re.sub(r'\n(?="|\}[^\n,])', " ", text)  # kernels of TPUs have line breaks in their attributes
     stacks, computations, entry = _stacks(text), {}, None
     for is_entry, name, body in _COMPUTATION.findall(text):
         parsed = [_instruction(found, stacks) for found in _INSTRUCTION.finditer(body)]

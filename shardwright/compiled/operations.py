@@ -44,15 +44,29 @@ class Work(NamedTuple):
     overlapped: bool | None = None
 
 
-def works_of(program: Program, computation: Computation, instruction: Instruction) -> list[Work]:
-    """The collectives and matmuls that an operation is or has fused into it."""
+def works_of(
+    program: Program, computation: Computation, instruction: Instruction, chains: set[str] | None = None
+) -> list[Work]:
+    """The collectives and matmuls that an operation is or has fused into it.
+
+    TPUs do a part of a collective within each of the fusions that follow its start. Each has the number of its chain.
+    Only the first one counts, whose number this adds to `chains`.
+    """
+    chains = set() if chains is None else chains
     if communicated := _collective(program, computation, instruction):
         return [communicated]
     parts = [(computation, instruction)]
     if instruction.opcode in ("fusion", "async-start"):
         inside = [program.computations[name] for name in instruction.called]
         parts += [(called, part) for called in inside for part in called.instructions.values()]
-    return [work for part in parts for work in (_collective(program, *part), _matmul(*part)) if work]
+    found = []
+    for part in parts:
+        communicated, chain = _collective(program, *part), re.search(r'\bchain_id="(\w+)"', part[1].attributes)
+        if communicated and chain:
+            communicated = None if chain[1] in chains else communicated
+            chains.add(chain[1])
+        found += [communicated, _matmul(*part)]
+    return [work for work in found if work]
 
 
 def _collective(program: Program, computation: Computation, instruction: Instruction) -> Work | None:
@@ -128,16 +142,13 @@ def _axes(groups: list[list[int]], program: Program) -> list[str]:
 def _matmul(computation: Computation, instruction: Instruction) -> Work | None:
     """The product that the instruction computes; None if it is none."""
     opcode, attributes = instruction.opcode, instruction.attributes
-    labels = re.search(r"\bdim_labels=\w+_(\w+)->", attributes)
     of_gpus = re.search(r'_target="[^"]*(?:gemm|matmul).*"dot_dimension_numbers":(\{[^{}]*\})', attributes)
-    known = {"dot": True, "convolution": labels, "custom-call": of_gpus}
+    known = {"dot": True, "convolution": "dim_labels=" in attributes, "custom-call": of_gpus}
     if not known.get(opcode):
         return None
     left, right = (computation.instructions[name].shapes[0] for name in instruction.operands[:2])
     if opcode == "convolution":  # as TPUs compute products
-        n = right.dims[labels[1].index("o")]
-        m, k = (math.prod(shape.dims) // max(1, n) for shape in (instruction.shapes[0], right))
-        return _product(1, m, k, n, left)
+        return _product(*_convolved(left, right, instruction), left)
     if opcode == "dot":
         found = (re.search(rf"\b{key}_dims=\{{([\d,]*)\}}", attributes) for key in _CONTRACTED)
         left_k, left_b, right_k, right_b = (_numbers(match[1]) if match else [] for match in found)
@@ -149,6 +160,29 @@ def _matmul(computation: Computation, instruction: Instruction) -> Work | None:
     rest = lambda shape, used: size(shape, {*range(len(shape.dims))} - {*used})
     m, n = rest(left, left_k + left_b), rest(right, right_k + right_b)
     return _product(size(left, left_b), m, size(left, left_k), n, left)
+
+
+def _convolved(left: Shape, right: Shape, instruction: Instruction) -> tuple[int, int, int, int]:
+    """Sizes 1, m, k, n of the product that a convolution is. What it multiplies with padding does not count."""
+    labels = re.search(r"\bdim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes).groups()
+    given, kernel, made = (
+        dict(zip(names, shape.dims, strict=True))
+        for names, shape in zip(labels, (left, right, instruction.shapes[0]), strict=True)
+    )
+    window = re.search(r"\bwindow=\{([^}]*)\}", instruction.attributes)
+    parts = {key: text.split("x") for key, text in re.findall(r"(\w+)=([\w\-]+)", window[1] if window else "")}
+    part = lambda key, i, default: parts[key][i] if key in parts else default
+    pairs = places = 1
+    for axis in filter(str.isdigit, kernel):
+        i = int(axis)
+        before = int(part("pad", i, "0_0").split("_")[0])
+        stride, apart, spread = (int(part(key, i, "1")) for key in ("stride", "rhs_dilate", "lhs_dilate"))
+        at = stride * np.arange(made[axis])[:, None] + apart * np.arange(kernel[axis]) - before
+        pairs *= int(((at >= 0) & (at % spread == 0) & (at // spread < given[axis])).sum())
+        places *= made[axis]
+    b, whole = made["b"], pairs % places == 0
+    m, k = (b * places, kernel["i"] * pairs // places) if whole else (b * pairs, kernel["i"])
+    return 1, m, k, made["f"]
 
 
 def _product(b: int, m: int, k: int, n: int, left: Shape) -> Work:

@@ -31,6 +31,7 @@ class _Walk:
         self.section_of: dict[str, int] = {}  # of each computation
         self.line_of: dict[str, str | None] = {}  # of each instruction
         self.communicating: set[str] = set()  # instructions
+        self.chains: set[str] = set()  # of collectives in parts
 
     def table(self, newest: float) -> Table:
         program = self.program
@@ -74,14 +75,25 @@ class _Walk:
             elif opcode in ("while", "conditional"):
                 self.line_of[instruction.name] = None
                 for inside in called[-1:] if opcode == "while" else called:
-                    self.fill(self.open(_section(instruction, section)), inside)
+                    self.fill(self.open(self.section(instruction, section)), inside)
             elif opcode not in NO_WORK:
                 self.add(section, computation, instruction)
+
+    def section(self, instruction: Instruction, parent: int) -> Section:
+        """The section of a loop or of a branch."""
+        names = instruction.frames[0].function.split(".") if instruction.frames else []
+        function = next((name for name in reversed(names) if not name.startswith("<")), "")
+        if instruction.opcode == "conditional":
+            return Section("branch", f"on condition, in {function}", None, parent)
+        phase = phase_of(instruction.op_name)
+        title = _LOOPS.get(function) or f"loop in {function or 'a function'}"
+        direction = "backward" if phase == "again" else phase
+        return Section("loop", f"{title}, {direction}" if direction else title, self.program.turns(instruction), parent)
 
     def add(self, section: int, computation: Computation, instruction: Instruction) -> None:
         """Adds an operation to the line that it comes from."""
         origin = self.places.of(computation, instruction)
-        works = works_of(self.program, computation, instruction)
+        works = works_of(self.program, computation, instruction, self.chains)
         self.work(section, origin.line, origin.phase).update(works or [Work("other", "", 0)])
         self.line_of[instruction.name] = origin.line or WITHOUT_LINE
         if any(work.kind == "collective" for work in works):
@@ -104,18 +116,6 @@ class _Walk:
                 kept = work.kind == "kept"
                 often = (count, 1 if kept else turns, sometimes and not kept)
                 yield Row(line, where, number, phase, *work, *often)
-
-
-def _section(instruction: Instruction, parent: int) -> Section:
-    """The section of a loop or of a branch."""
-    names = instruction.frames[0].function.split(".") if instruction.frames else []
-    function = next((name for name in reversed(names) if not name.startswith("<")), "")
-    if instruction.opcode == "conditional":
-        return Section("branch", f"on condition, in {function}", None, parent)
-    phase = phase_of(instruction.op_name)
-    title = _LOOPS.get(function) or f"loop in {function or 'a function'}"
-    direction = "backward" if phase == "again" else phase
-    return Section("loop", f"{title}, {direction}" if direction else title, instruction.turns, parent)
 
 
 def _source(root: str, names: set[str], newest: float) -> dict[str, str]:

@@ -113,6 +113,39 @@ def test_flops_are_those_of_xlas_cost_analysis(spec):
     assert sum(row.total for row in table_of(compiled.as_text()).of("matmul")) == compiled.cost_analysis()["flops"]
 
 
+@pytest.mark.parametrize(
+    ("padding", "stride", "spread", "apart"),
+    [((0, 0), 1, 1, 1), ((3, 3), 1, 1, 1), ((3, 1), 2, 1, 1), ((2, 2), 1, 3, 1), ((4, 5), 2, 3, 2)],
+)
+def test_flops_of_convolutions_are_those_of_xlas_cost_analysis(padding, stride, spread, apart):
+    """As TPUs write products of more than two dims. XLA does not count what meets padding either."""
+
+    def convolved(x, y):
+        return jax.lax.conv_general_dilated(x, y, (stride,), [padding], (spread,), (apart,), ("NWC", "WIO", "NWC"))
+
+    compiled = jax.jit(convolved).lower(jnp.ones((2, 5, 16)), jnp.ones((4, 16, 24))).compile()
+    assert " convolution(" in compiled.as_text()
+    found = sum(row.total for row in table_of(compiled.as_text()).of("matmul"))
+    assert found == compiled.cost_analysis()["flops"] > 0
+
+
+def test_a_collective_in_parts_counts_once():
+    """TPUs begin a gather in one fusion, go on with it in the next ones, which compute, and end it in the last one."""
+    part = """%part{} (p{}: f32[4,8]) -> f32[8,8] {{
+  %p{} = f32[4,8]{{1,0}} parameter(0)
+  ROOT %g{} = f32[8,8]{{1,0}} all-gather(%p{}), channel_id=7, replica_groups={{{{0,1}},{{2,3}}}}, dimensions={{0}}, frontend_attributes={{chain_id="{}"}}, metadata={{op_name="jit(f)/all_gather" stack_frame_id=2}}
+}}
+
+"""  # noqa: E501
+    parts = "".join(part.format(i, i, i, i, i, 7 if i < 3 else 8) for i in range(4))
+    fusions = "\n".join(f"  %f{i} = f32[8,8]{{1,0}} fusion(%x.1), kind=kCustom, calls=%part{i}" for i in range(4))
+    before = {row.what: row.count for row in table_of(TEXT, MESH).of("collective") if row.where == "outside of loops"}
+    text = TEXT.replace("%sum (a", f"{parts}%sum (a").replace("  %zero =", f"{fusions}\n  %zero =")
+    rows = [row for row in table_of(text, MESH).of("collective") if row.where == "outside of loops"]
+    assert sum(row.count for row in rows) == sum(before.values()) + 2
+    assert {row.line for row in rows if row.what == "all-gather"} == {"train.py:10"}
+
+
 # ---- the training step ------------------------------------------------------------------------------------------
 
 
