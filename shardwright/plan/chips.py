@@ -1,0 +1,235 @@
+"""Kinds of chips, each a YAML file in chips/: what it computes and moves in a second, and constants of calibration."""
+
+import bisect
+import csv
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from shardlib.parsing import did_you_mean
+from shardwright_data.foreign import read_file
+
+CHIPS = Path(__file__).parent / "chips"
+"""Directory of the chips that are known by name."""
+_MOST_BYTES = 2**20
+_TABLES = ("products", "collectives")
+_NO_NUMBERS = ("title", "platform", "kinds", "peak", *_TABLES)
+_MAY_BE_0 = ("layer_s", "launch_s", "near_latency_s", "far_latency_s", "error")
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rates that were measured on a grid of sizes: between its points log-linear, above it the last."""
+
+    sizes: tuple[tuple[int, ...], ...]
+    rates: np.ndarray
+
+    def rate(self, *at: float) -> float:
+        """The rate at these sizes. Below the grid its first slope goes on."""
+        found = self.rates
+        for sizes, size in zip(self.sizes, at, strict=True):
+            if len(sizes) == 1:
+                found = found[0]
+                continue
+            i = min(max(bisect.bisect(sizes, size) - 1, 0), len(sizes) - 2)
+            share = math.log(min(size, sizes[-1]) / sizes[i]) / math.log(sizes[i + 1] / sizes[i])
+            found = found[i] ** (1 - share) * found[i + 1] ** share
+        return float(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A kind of device. Rates are of one device, in a second.
+
+    Attributes:
+        name, title: short, and as its maker calls it.
+        platform: gpu, tpu or cpu.
+        kinds: names that JAX gives to it (jax.Device.device_kind).
+        peak: dense FLOPs by dtype.
+        memory_bytes: bytes that XLA can use.
+        memory_bandwidth: bytes that the memory moves.
+        near: number of devices that the fast links join.
+        near_bandwidth: bytes that a device sends to the others of those, in a ring.
+        far_bandwidth: bytes that a device sends to those beyond.
+        price_per_hour: dollars on demand; None where none is known.
+        matmul_share, attention_share: shares of the peak that large products and kernels of attention reach.
+        memory_share, link_share: shares of the bandwidths that are reached.
+        launch_s: seconds to start a kernel.
+        layer_s: seconds of the host for each layer and microbatch; 0 for a compiled step.
+        near_latency_s, far_latency_s: seconds of each hop of a collective.
+        error: mean relative error of step times that calibration left.
+        products: measured FLOPs of bf16 products by m, k, n. Then matmul_share is the share of these.
+        collectives: by operation, measured bytes of near collectives by devices and bytes. Then link_share is the
+            share of these.
+        sources: source of each number, by its name.
+    """
+
+    name: str
+    title: str
+    platform: str
+    kinds: tuple[str, ...]
+    peak: Mapping[str, float]
+    memory_bytes: float
+    memory_bandwidth: float
+    near: float
+    near_bandwidth: float
+    far_bandwidth: float
+    price_per_hour: float | None
+    matmul_share: float
+    attention_share: float
+    memory_share: float
+    link_share: float
+    launch_s: float
+    layer_s: float
+    near_latency_s: float
+    far_latency_s: float
+    error: float
+    products: Table | None = dataclasses.field(default=None, compare=False, repr=False)
+    collectives: Mapping[str, Table] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    def peak_of(self, dtype: str) -> float:
+        """Dense FLOPs in a second. A dtype without a figure is multiplied as bf16."""
+        return self.peak.get(dtype, self.peak["bf16"])
+
+    def matmul_s(self, b: int, m: int, k: int, n: int, dtype: str) -> float:
+        """Seconds of b products of m×k and k×n matrices, without those of its traffic.
+
+        A batch fills a chip as more rows do. Other dtypes take the share of their peak that bf16 takes of its own.
+        """
+        measured = self.products.rate(b * m, k, n) if self.products else self.peak["bf16"]
+        return 2 * b * m * k * n / (measured * self.matmul_share * self.peak_of(dtype) / self.peak["bf16"])
+
+    def attention_s(self, flops: float, traffic: float, dtype: str) -> float:
+        """Seconds of a kernel of attention."""
+        return max(flops / (self.peak_of(dtype) * self.attention_share), self.memory_s(traffic))
+
+    def memory_s(self, traffic: float) -> float:
+        """Seconds in which so many bytes are read and written."""
+        return traffic / (self.memory_bandwidth * self.memory_share)
+
+    def collective_s(self, op: str, size: float, mesh: Mapping[str, int], axes: Sequence[str]) -> float:
+        """Seconds of a collective.
+
+        A ring moves (n - 1) / n of the bytes past each device, and twice that for a sum that all get (NCCL's
+        performance page). Between groups of near devices, those of one group share what they send.
+
+        Args:
+            op: all_gather, psum_scatter, psum, all_to_all or ppermute.
+            size: bytes of the whole array; of ppermute, psum and all_to_all, of one device.
+            mesh: number of devices along each axis, major to minor. The last axis is of neighbours.
+            axes: those of the collective.
+        """
+        n, strides = math.prod(mesh[axis] for axis in axes), {}
+        for axis in reversed(mesh):
+            strides[axis] = math.prod(mesh[inner] for inner in strides)
+        near = math.prod(min(mesh[axis], max(1, self.near // strides[axis])) for axis in axes)
+        far = math.ceil(n / near)
+        if n == 1:
+            return 0.0
+        near_bytes = far_bytes = size
+        hops = 1
+        if op != "ppermute":
+            times = 2 if op == "psum" else 1
+            # Each device of an all_to_all sends its own bytes. Of the other operations near devices have the same.
+            shared = 1 if op == "all_to_all" else near
+            near_bytes, far_bytes = times * size * (near - 1) / near, times * size * (far - 1) / far / shared
+            hops = times * (n - 1 if self.platform == "tpu" else math.ceil(math.log2(n)))
+        if table := self.collectives.get(op):
+            size = max(size, table.sizes[-1][0])  # a smaller message takes as long
+            near_s = size / (table.rate(near, size) * self.link_share) if near > 1 else 0.0
+        else:
+            near_s = near_bytes / (self.near_bandwidth * self.link_share) + hops * self.near_latency_s
+        if far == 1:
+            return near_s
+        return max(near_s, far_bytes / (self.far_bandwidth * self.link_share) + hops * self.far_latency_s)
+
+
+def known() -> list[str]:
+    """Names of the chips in CHIPS. Files whose names begin with _ are what other chips are like."""
+    return sorted(path.stem for path in CHIPS.glob("[!_]*.yaml"))
+
+
+def chip_of(name: str) -> Chip:
+    """The chip of this name, or of a YAML file at this path.
+
+    Each number is given as {value, source}. A file may name a chip that it is `like`, and gives what differs. Raises
+    ValueError for a name that is not known, and for what is missing, unknown or no number in a file.
+    """
+    path = Path(name) if name.endswith(".yaml") else CHIPS / f"{name}.yaml"
+    if not path.exists():
+        raise ValueError(
+            f"{name} is no chip: choose one of {', '.join(known())}, or give the path of a YAML file."
+            f"{did_you_mean(name, known())}"
+        )
+    data = _fields_of(path)
+    needed = {field.name for field in dataclasses.fields(Chip)} - {"name", "sources", *_TABLES}
+    if wrong := needed - set(data):
+        raise ValueError(f"{path} has no {min(wrong)}. Add it as {{value, source}}, or say which chip it is like.")
+    if wrong := set(data) - needed - {*_TABLES}:
+        raise ValueError(f"{path} has an unknown {min(wrong)}. A chip has {', '.join(sorted(needed))}.")
+    values: dict[str, Any] = {key: field["value"] for key, field in data.items()}
+    values |= {key: _number(path, key, x) for key, x in values.items() if key not in _NO_NUMBERS}
+    peak, kinds = values["peak"], values["kinds"]
+    if not (isinstance(peak, dict) and "bf16" in peak and isinstance(kinds, list)):
+        raise ValueError(f"{path}: peak is a mapping of dtypes, bf16 among them, to FLOP/s, and kinds is a list.")
+    values |= {"near": int(values["near"]), "kinds": tuple(kinds)}
+    values["peak"] = {dtype: _number(path, f"peak of {dtype}", x) for dtype, x in peak.items()}
+    rows = {key: _rows(values[key]) if values.get(key) else [] for key in _TABLES}
+    values["products"] = _table(rows["products"], ("m", "k", "n"), "tflops", 1e12) if rows["products"] else None
+    by_op = {row["op"]: [x for x in rows["collectives"] if x["op"] == row["op"]] for row in rows["collectives"]}
+    values["collectives"] = {op: _table(x, ("devices", "bytes"), "gb_per_s", 1e9) for op, x in by_op.items()}
+    return Chip(name=path.stem, sources={key: field["source"] for key, field in data.items()}, **values)
+
+
+@functools.cache
+def chip_for(kind: str) -> Chip | None:
+    """The chip of a jax.Device.device_kind; None if none is known."""
+    return next((chip for chip in map(chip_of, known()) if kind in chip.kinds), None)
+
+
+def _fields_of(path: Path) -> dict[str, dict[str, Any]]:
+    """The fields of a file as {value, source}, after those of the chip that it is like."""
+    try:
+        data = yaml.safe_load(read_file(path, _MOST_BYTES))
+        own = {key: x if isinstance(x, dict) else {"value": x, "source": path.name} for key, x in data.items()}
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as e:
+        raise ValueError(f"{path} is no YAML of names with {{value, source}}: {str(e).splitlines()[0]}.") from e
+    if wrong := [key for key, field in own.items() if set(field) != {"value", "source"}]:
+        raise ValueError(f"{path}: {wrong[0]} is no {{value, source}}.")
+    for key in {*_TABLES} & {key for key, field in own.items() if field["value"] is not None}:
+        own[key]["value"] = path.parent / str(own[key]["value"])
+    base = own.pop("like", {"value": None})["value"]
+    if base is not None and not (CHIPS / f"{base}.yaml").exists():
+        raise ValueError(f"{path} is like {base}, which is no chip: choose one of {', '.join(known())}.")
+    return (_fields_of(CHIPS / f"{base}.yaml") if base else {}) | own
+
+
+def _number(path: Path, key: str, x: Any) -> float | None:
+    if x is None and key == "price_per_hour":
+        return None
+    try:
+        number = float(x)  # YAML reads 1e9 as a text
+    except (TypeError, ValueError):
+        number = math.nan
+    if not (0 < number < math.inf or (number == 0 and key in _MAY_BE_0)):
+        raise ValueError(f"{path}: {key} is {x}, which is no positive number.")
+    return number
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    lines = read_file(path, _MOST_BYTES).decode().splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+def _table(rows: list[dict[str, str]], keys: Sequence[str], rate: str, unit: float) -> Table:
+    """Rows of a CSV file with a rate for each point of a grid."""
+    found = {tuple(int(row[key]) for key in keys): float(row[rate]) * unit for row in rows}
+    sizes = tuple(tuple(sorted(set(axis))) for axis in zip(*found, strict=True))
+    return Table(sizes, np.array([found[at] for at in sorted(found)]).reshape([len(axis) for axis in sizes]))
