@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib.products import product_of
+from shardwright.plan.chips import chip_for
 
 
 class PeakFlops(NamedTuple):
@@ -47,43 +48,12 @@ def flops_of_model(table: Any, c: Any, sequence_length: int) -> float:
     return 6 * multiplied + 6 * c.layers * c.heads * c.d_head * sequence_length
 
 
-# Dense peaks in TFLOP/s by jax.Device.device_kind: (bf16, f32 as XLA multiplies it by default: TF32 on these GPUs).
-# Only names that mean one product are here: MIG slices and other variants are measured instead.
-# NVIDIA's data sheets give the figures for sparse matrices, twice these.
-#   A100: NVIDIA A100 datasheet (nvidia-a100-datasheet-us-nvidia-1758950)
-#   H100: NVIDIA H100 datasheet (SXM 1979/989, PCIe 1513/756, NVL 1671/835 sparse bf16/TF32)
-#   H200: NVIDIA H200 datasheet (SXM 1979/989, NVL 1671/835 sparse); GH200: its datasheet (1979/989 sparse)
-#   B200: NVIDIA HGX datasheet, 8 GPUs 36 PFLOP/s bf16 and 18 PFLOP/s TF32 sparse
-#   TPU: cloud.google.com/tpu/docs, "peak compute per chip (bf16)" of v4, v5e, v5p, v6e; no f32 figure is published
-_A100, _H100_SXM, _H100_PCIE, _H100_NVL, _B200 = (312, 156), (989.5, 494.7), (756, 378), (835.5, 417.5), (2250, 1125)
-_PEAK_TFLOPS: dict[str, tuple[float, float | None]] = {
-    "NVIDIA A100-SXM4-40GB": _A100,
-    "NVIDIA A100-SXM4-80GB": _A100,
-    "NVIDIA A100-PCIE-40GB": _A100,
-    "NVIDIA A100 80GB PCIe": _A100,
-    "NVIDIA H100 80GB HBM3": _H100_SXM,
-    "NVIDIA H100 PCIe": _H100_PCIE,
-    "NVIDIA H100 NVL": _H100_NVL,
-    "NVIDIA H200": _H100_SXM,
-    "NVIDIA H200 NVL": _H100_NVL,
-    "NVIDIA GH200 480GB": _H100_SXM,
-    "NVIDIA B200": _B200,
-    "TPU v4": (275, None),
-    "TPU v5 lite": (197, None),
-    "TPU v5e": (197, None),
-    "TPU v5": (459, None),
-    "TPU v5p": (459, None),
-    "TPU v6 lite": (918, None),
-    "TPU v6e": (918, None),
-}
-
-
 def peak_flops(devices: Sequence[jax.Device], dtype: jnp.dtype) -> PeakFlops:
     """Peak FLOP/s of all `devices` together for matrix products in `dtype`.
 
-    For known chips it is the maker's dense figure. Others are measured by matrix products on one device of this
-    process, once, which takes about half a second. The simulated devices of a CPU share its cores, so that one device
-    measures the total of a process.
+    For known chips it is the maker's dense figure (shardwright/plan/chips). Others are measured by matrix products on
+    one device of this process, once, which takes about half a second. The simulated devices of a CPU share its cores,
+    so that one device measures the total of a process.
 
     Args:
         devices: all of one kind, some of them of this process.
@@ -93,13 +63,13 @@ def peak_flops(devices: Sequence[jax.Device], dtype: jnp.dtype) -> PeakFlops:
     if others:
         raise ValueError(f"the peak of {[kind, *others]} together is not defined. Use devices of one kind.")
     dtype = jnp.dtype(dtype)
-    half, single = _PEAK_TFLOPS.get(kind, (None, None))
-    known = {"bfloat16": half, "float16": half, "float32": single}.get(dtype.name)
-    if known is not None:
-        total = known * 1e12 * len(devices)
-        return PeakFlops(total, f"{len(devices)} x {known:g} TFLOP/s, the maker's dense {dtype.name} figure for {kind}")
     own = next(device for device in devices if device.process_index == jax.process_index())
     is_cpu = own.platform == "cpu"
+    chip = None if is_cpu else chip_for(kind)
+    known = chip and chip.peak.get({"bfloat16": "bf16", "float16": "bf16", "float32": "f32"}.get(dtype.name, ""))
+    if known:
+        figure = f"{known / 1e12:g} TFLOP/s, the maker's dense {dtype.name} figure for {kind}"
+        return PeakFlops(known * len(devices), f"{len(devices)} x {figure}")
     units = len({device.process_index for device in devices}) if is_cpu else len(devices)
     size = 2048 if is_cpu else 8192
     measured = _matmul_flops(own, dtype, size)
