@@ -5,13 +5,16 @@ import dataclasses
 import functools
 import inspect
 import sys
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
+from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
+from omegaconf import OmegaConf, open_dict
 
 from shardwright.cluster.devices import make_mesh, start_devices
 from shardwright.cluster.watch import watched, write_hosts
@@ -22,7 +25,8 @@ from shardwright.run.sweeps import Job
 from shardwright.run.trackers import check_or_enqueue, with_edits
 from shardwright.settings.composing import Program
 from shardwright.settings.exits import STOPPED
-from shardwright.settings.program import start
+from shardwright.settings.program import refusals_shown, start
+from shardwright_data.checks import check_ranges
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -49,6 +53,33 @@ def program(run: Callable[[Any], Any]) -> Callable[[], None]:
 
     main.job = Job(job)
     return main
+
+
+def start_with_section(name: str, schema: type, job: Callable[[Config, Any], Any], doc: str) -> None:
+    """Starts the program tools.<name>, which takes the configuration of a run, and a section <name> of its own.
+
+    Args:
+        name: of the program, and of the section.
+        schema: a subclass of Config with the section, whose default is that of its dataclass.
+        job: function of the configuration and of the section. What it refuses is one line, as in other programs.
+        doc: docstring of the program.
+    """
+
+    def composed(config: Any) -> None:
+        with refusals_shown():
+            settings = OmegaConf.to_object(config[name])
+            check_ranges(name, settings)
+            with open_dict(config):
+                del config[name]
+            job(to_config(config), settings)
+
+    register_schema()
+    known = ConfigStore.instance().load("config_schema.yaml").node
+    with open_dict(known):
+        known[name] = OmegaConf.structured(typing.get_type_hints(schema)[name])
+    ConfigStore.instance().store(name="config_schema", node=known)
+    about = Program(f"python -m tools.{name}", CONFIGS, None, schema, doc)
+    start(about, composed, lambda: {"model": module_of("train").ModelConfig})
 
 
 @contextlib.contextmanager

@@ -1,13 +1,14 @@
 """The plan of a run, of its configuration alone."""
 
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 
 from shardlib.parsing import PIPELINE_AXIS
 from shardwright.modeling.attention import planned
 from shardwright.modeling.model import LanguageModel, inputs_of
+from shardwright.plan.chips import Chip
 from shardwright.plan.step import Facts, Step, mesh_for, step_of
 from shardwright.run.config import Config, check_divides
 from shardwright.run.flops import flops_of_model
@@ -15,7 +16,23 @@ from shardwright.run.stages import training_table
 from shardwright_data.loader import batch_shapes
 
 
-def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip: Any, programs: Callable) -> Step:
+def mesh_sizes(c: Config, devices: int | None) -> dict[str, int]:
+    """Devices along p, r, d and t of the configuration's mesh. None: as many as the mesh states.
+
+    Raises ValueError if the mesh does not have that many, or says -1 where no number of devices is given.
+    """
+    sizes = {axis: getattr(c.mesh, axis) for axis in ("p", "r", "d", "t")}
+    left = [axis for axis, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if left and devices is None:
+        raise ValueError(f"mesh.{left[0]} is -1, for the devices that are left: give plan.devices=<number of devices>.")
+    if len(left) > 1 or (devices is not None and (devices % known if left else devices != known)):
+        shown = " ".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise ValueError(f"plan.devices is {devices}, and the mesh is {shown}. Give mesh.r, mesh.d or mesh.t to match.")
+    return sizes | dict.fromkeys(left, devices // known)
+
+
+def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip: Chip, programs: Callable) -> Step:
     """The training step of a configuration on a mesh of chips, traced. No devices are used.
 
     Args:

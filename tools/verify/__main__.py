@@ -13,20 +13,14 @@ import dataclasses
 import os
 import sys
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
-from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf, open_dict
 
 from shardwright.modeling.blockwise import small_blocks
-from shardwright.modeling.model import module_of
-from shardwright.run.config import Config, register_schema, to_config
-from shardwright.run.launch import CONFIGS
-from shardwright.settings.composing import Program
-from shardwright.settings.program import refusals_shown, start
+from shardwright.run.config import Config
+from shardwright.run.launch import start_with_section
 from shardwright.settings.words import say
-from shardwright_data.checks import check_ranges, within
+from shardwright_data.checks import within
 from tools.verify.compare import compare_meshes
 from tools.verify.meshes import all_meshes, mesh_name, some_of
 from tools.verify.step import type_check
@@ -107,19 +101,13 @@ def run(c: Config, settings: VerifyConfig) -> bool:
     return not differing
 
 
-def job(config: Any) -> None:
-    """Verifies the composed configuration. What is refused is one line, as in other programs."""
-    with refusals_shown():
-        settings: VerifyConfig = OmegaConf.to_object(config.verify)
-        check_ranges("verify", settings)
-        with open_dict(config):
-            del config["verify"]
-        c = to_config(config)
-        if settings.small:
-            small(c, settings.devices)
-        simulate(1 if settings.only_types else settings.devices)
-        if not run(c, settings):
-            sys.exit(1)
+def job(c: Config, settings: VerifyConfig) -> None:
+    """Verifies `c`."""
+    if settings.small:
+        small(c, settings.devices)
+    simulate(1 if settings.only_types else settings.devices)
+    if not run(c, settings):
+        sys.exit(1)
 
 
 @dataclass
@@ -130,10 +118,4 @@ class VerifiedConfig(Config):
 
 
 if __name__ == "__main__":
-    register_schema()
-    schema = ConfigStore.instance().load("config_schema.yaml").node
-    with open_dict(schema):
-        schema.verify = OmegaConf.structured(VerifyConfig)
-    ConfigStore.instance().store(name="config_schema", node=schema)
-    about = Program("python -m tools.verify", CONFIGS, None, VerifiedConfig, __doc__)
-    start(about, job, lambda: {"model": module_of("train").ModelConfig})
+    start_with_section("verify", VerifiedConfig, job, __doc__)

@@ -1,0 +1,150 @@
+"""A step on a kind of chip: seconds of each operation, what hides behind what, and what a run costs."""
+
+import collections
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from shardlib.tick_tables import Costs, simulate
+from shardwright.plan.chips import Chip
+from shardwright.plan.step import Step
+from shardwright.plan.work import Op
+
+HIDDEN = ("ahead", "after")
+"""Timings of collectives that run while the iteration computes."""
+OF_STAGES = ("forward", "backward", "weights")
+"""Tasks that each stage of a pipeline runs by itself."""
+
+
+class Row(NamedTuple):
+    """An operation with its time in a step.
+
+    Attributes:
+        op: the operation.
+        seconds: of all its executions.
+        exposed: the part of them in which the device computes nothing else; of what is computed, all.
+    """
+
+    op: Op
+    seconds: float
+    exposed: float
+
+
+class Plan(NamedTuple):
+    """What a step and a run will cost.
+
+    Attributes:
+        step: the step.
+        chip: the kind of its devices.
+        rows: its operations, in their order.
+        seconds: of a step.
+        bubble: seconds of a step in which a device waits for other stages of its pipeline.
+        steps: of the run.
+    """
+
+    step: Step
+    chip: Chip
+    rows: list[Row]
+    seconds: float
+    bubble: float
+    steps: int
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Seconds of a step within the error that calibration left."""
+        return self.seconds * (1 - self.chip.error), self.seconds * (1 + self.chip.error)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices together."""
+        return self.step.facts.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization, in [0, 1]."""
+        peak = self.chip.peak[self.step.facts.dtype] * self.step.devices
+        return self.tokens_per_second * self.step.facts.flops_per_token / peak
+
+    @property
+    def days(self) -> float:
+        """Of the run."""
+        return self.steps * self.seconds / 86400
+
+    @property
+    def dollars(self) -> float | None:
+        """Of the run, at the chip's price on demand; None where none is known."""
+        price = self.chip.price_per_hour
+        return None if price is None else 24 * self.days * price * self.step.devices
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak is within the memory of a device."""
+        return self.step.peak <= self.chip.memory_bytes
+
+    def as_data(self) -> dict[str, Any]:
+        """All of it, for JSON. Bytes and FLOPs are of one device in a step."""
+        low, high = self.range
+        facts = {"seconds": self.seconds, "seconds_low": low, "seconds_high": high, "bubble_seconds": self.bubble}
+        facts |= {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu, "days": self.days}
+        facts |= {"dollars": self.dollars, "peak_bytes": self.step.peak, "memory_bytes": self.chip.memory_bytes}
+        return {
+            "chip": self.chip.name,
+            "mesh": dict(self.step.mesh),
+            **facts,
+            "fits": self.fits,
+            **self.step.facts._asdict(),
+            "memory": [array._asdict() for array in self.step.held],
+            "work": [{**row.op._asdict(), "seconds": row.seconds, "exposed": row.exposed} for row in self.rows],
+        }
+
+
+def plan_of(step: Step, chip: Chip, steps: int) -> Plan:
+    """The plan of a run of so many steps."""
+    timed = [Row(op, s := op.count * seconds_of(op, step, chip), s) for op in step.ops]
+    rows = [row._replace(exposed=row.exposed * share) for row, share in zip(timed, _exposed(timed), strict=True)]
+    spent: dict[str, float] = collections.defaultdict(float)
+    for row in rows:
+        spent["transfer" if row.op.what == "ppermute" and not row.op.task else row.op.task] += row.exposed
+    facts, bubble = step.facts, 0.0
+    spent[""] += chip.layer_s * facts.layers / step.mesh.get("p", 1) * facts.microbatches
+    total = sum(spent.values())
+    if step.table is not None:
+        ticks, m = len(step.table.columns["forward"]), facts.microbatches
+        backward = spent["backward"] + spent["weights"]
+        costs = Costs(spent["forward"] / m, backward / m, spent["transfer"] / ticks, spent["weights"] / (backward or 1))
+        run = simulate(step.table, costs).total
+        bubble = run - sum(spent[task] for task in (*OF_STAGES, "transfer"))
+        total += bubble
+    return Plan(step, chip, rows, total, bubble, steps)
+
+
+def seconds_of(op: Op, step: Step, chip: Chip) -> float:
+    """Seconds of one execution, alone."""
+    if op.kind == "collective":
+        return chip.collective_s(op.what, op.bytes, dict(step.mesh), op.axes)
+    if op.kind == "matmul":
+        return chip.launch_s + max(chip.matmul_s(*op.shape, op.dtype), chip.memory_s(op.traffic))
+    if op.kind == "attention":
+        return chip.launch_s + chip.attention_s(op.flops, op.traffic, op.dtype)
+    return chip.launch_s + chip.memory_s(op.traffic)
+
+
+def _exposed(rows: list[Row]) -> Iterable[float]:
+    """Share of each row's time in which nothing else is computed.
+
+    In each loop, what is sent ahead or after hides behind what the loop computes, and the rest of it is waited for.
+    """
+    computed: dict[int, float] = collections.defaultdict(float)
+    sent: dict[int, float] = collections.defaultdict(float)
+    for row in rows:
+        (sent if row.op.timing in HIDDEN else computed)[row.op.loop] += row.seconds * (row.op.timing != "waited")
+    for row in rows:
+        hidden = row.op.timing in HIDDEN
+        yield max(0.0, 1 - computed[row.op.loop] / sent[row.op.loop]) if hidden and sent[row.op.loop] else 1.0
+
+
+def by_line(rows: Iterable[Row]) -> dict[str, list[Row]]:
+    """The rows of each source line, the line with most exposed time first."""
+    found: dict[str, list[Row]] = collections.defaultdict(list)
+    for row in rows:
+        found[row.op.line].append(row)
+    return dict(sorted(found.items(), key=lambda pair: -sum(row.exposed for row in pair[1])))
