@@ -61,7 +61,7 @@ class Plan(NamedTuple):
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization, in [0, 1]."""
-        peak = self.chip.peak[self.step.facts.dtype] * self.step.devices
+        peak = self.chip.peak_of(self.step.facts.dtype) * self.step.devices
         return self.tokens_per_second * self.step.facts.flops_per_token / peak
 
     @property
