@@ -18,6 +18,8 @@ _ALIASES = {
     *("copy-start", "copy-done"),
 }
 """Opcodes that pass an array on."""
+_MADE_OF_OTHERS = ("fusion", "async-start", "call", "all-reduce", "reduce-scatter")
+"""Beginnings of opcodes of instructions that call others."""
 
 
 def phase_of(op_name: str) -> str:
@@ -90,10 +92,7 @@ class Places:
         return CallSite(None, "")
 
     def _own(self, instruction: Instruction) -> CallSite | None:
-        inside = []
-        if instruction.opcode in ("fusion", "async-start", "call"):
-            for name in instruction.called:
-                inside += reversed(self._computations[name].instructions.values())
+        inside = self._inside(instruction)
         # A fusion with a matmul is that matmul, though it may end with another operation.
         heavy = [other for other in inside if other.opcode in ("dot", "convolution")]
         for candidate in heavy or [instruction, *inside]:
@@ -101,6 +100,16 @@ class Places:
             if found.line and candidate.opcode not in _NEVER:
                 return found
         return None
+
+    def _inside(self, instruction: Instruction) -> list[Instruction]:
+        """What an instruction is made of; of a collective, what sums, whose name XLA keeps where it drops the other."""
+        if not instruction.opcode.startswith(_MADE_OF_OTHERS):
+            return []
+        found = []
+        for name in instruction.called:
+            for other in reversed(self._computations[name].instructions.values()):
+                found += [other, *self._inside(other)]
+        return found
 
     def kept(self, computation: Computation) -> list[tuple[str, str | None, Shape]]:
         """What the backward pass in a computation reads of the forward pass. Scalars and weights do not count.

@@ -56,7 +56,7 @@ def works_of(
     if communicated := _collective(program, computation, instruction):
         return [communicated]
     parts = [(computation, instruction)]
-    if instruction.opcode in ("fusion", "async-start"):
+    if instruction.opcode in ("fusion", "async-start", "call-start"):
         inside = [program.computations[name] for name in instruction.called]
         parts += [(called, part) for called in inside for part in called.instructions.values()]
     found = []
@@ -74,12 +74,18 @@ def _collective(program: Program, computation: Computation, instruction: Instruc
 
     None if it does not, if it only ends what another one started, or if each device is a group of its own.
     """
-    starts = instruction.opcode == "async-start"
+    starts = instruction.opcode in ("async-start", "call-start")  # a call: by the sparse core of a TPU
     actual = program.computations[instruction.called[0]].root if starts else instruction
     op = actual.opcode.removesuffix("-start")
     if op not in COLLECTIVES:
         return None
     groups = _groups(program, actual.attributes)
+    if (
+        op == "all-reduce"
+        and computation.root.opcode == "dynamic-slice"
+        and computation.root.operands[0] == actual.name
+    ):
+        op = "reduce-scatter"  # as TPUs write some in a fusion, with padding
     members = max(map(len, groups), default=program.devices)
     if members == 1:
         return None
@@ -89,7 +95,7 @@ def _collective(program: Program, computation: Computation, instruction: Instruc
         sent *= members - 1
     elif op in ("reduce-scatter", "all-to-all", "ragged-all-to-all", "all-reduce"):
         sent = sent * (members - 1) * (2 if op == "all-reduce" else 1) // members
-    dtypes = dict.fromkeys(shape.dtype for array in arrays for shape in array.shapes)
+    dtypes = dict.fromkeys(shape.dtype for array in arrays for shape in array.shapes if shape.dtype != "token")
     overlapped = _overlapped(computation, instruction) if instruction.opcode.endswith("-start") else None
     return Work("collective", op, sent, ", ".join(dtypes), " ".join(_axes(groups, program)), overlapped)
 

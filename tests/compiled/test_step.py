@@ -146,6 +146,56 @@ def test_a_collective_in_parts_counts_once():
     assert {row.line for row in rows if row.what == "all-gather"} == {"train.py:10"}
 
 
+def test_a_collective_without_a_name_has_the_line_of_what_sums():
+    """XLA drops the name of collectives that it merges, and keeps that of the sum of two numbers."""
+    text = TEXT.replace(', metadata={op_name="jit(f)/psum" stack_frame_id=3}', "").replace(
+        "add(%a, %b)", 'add(%a, %b), metadata={op_name="add" stack_frame_id=2}'
+    )
+    (row,) = (row for row in table_of(text, MESH).of("collective") if row.what == "all-reduce")
+    assert row.line == "train.py:10"
+
+
+def test_a_reduce_scatter_as_a_slice_of_a_sum():
+    """In one fusion, as TPUs write it where they pad the operand. A slice by another operation sums all of it."""
+    scattered = """%scattered (q: f32[4,8]) -> f32[2,8] {
+  %q = f32[4,8]{1,0} parameter(0)
+  %r = f32[4,8]{1,0} all-reduce(%q), channel_id=7, replica_groups={{0,1},{2,3}}, to_apply=%sum
+  %z = s32[] constant(0)
+  ROOT %cut = f32[2,8]{1,0} dynamic-slice(%r, %z, %z), dynamic_slice_sizes={2,8}
+}
+
+"""
+    fusion = "  %f = f32[2,8]{1,0} fusion(%x.1), kind=kCustom, calls=%scattered\n  %zero ="
+    text = TEXT.replace("%fused (p0", f"{scattered}%fused (p0").replace("  %zero =", fusion)
+    found = lambda text: {(row.what, row.axes, row.size) for row in table_of(text, MESH).of("collective")}
+    new = found(text) - found(TEXT)
+    assert new == {("reduce-scatter", "t", 64)}
+    assert ("all-reduce", "t", 128) in found(text.replace("dynamic-slice(%r,", "dynamic-slice(%q,"))
+
+
+def test_a_collective_that_another_core_does():
+    """libtpu gives some to the sparse cores of a chip, as a call that begins and ends."""
+    call = """%called (q: f32[4,8], k: token[]) -> f32[8,8] {
+  %q = f32[4,8]{1,0} parameter(0)
+  %k = token[] parameter(1)
+  ROOT %g = f32[8,8]{1,0} all-gather(%q), channel_id=7, replica_groups={{0,1},{2,3}}, dimensions={0}
+}
+
+"""
+    start = """  %ready = token[] after-all()
+  %cs = ((f32[4,8]{1,0}, token[]), f32[8,8]{1,0}) call-start(%x.1, %ready), async_execution_thread="sparsecore", to_apply=%called, metadata={op_name="jit(f)/all_gather" stack_frame_id=2}
+  %meanwhile = f32[4,8]{1,0} add(%x.1, %x.1)
+  %cd = f32[8,8]{1,0} call-done(%cs)
+  %zero ="""  # noqa: E501
+    text = TEXT.replace("%sum (a", f"{call}%sum (a").replace("  %zero =", start)
+    count = lambda text: {
+        (row.line, row.what, row.size, row.overlapped): row.count for row in table_of(text, MESH).of("collective")
+    }
+    assert (
+        count(text)["train.py:10", "all-gather", 128, True] == count(TEXT)["train.py:10", "all-gather", 128, True] + 1
+    )
+
+
 # ---- the training step ------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,1 @@
+"""Compares plans with what compilers and machines say."""
