@@ -29,7 +29,7 @@ def mesh_sizes(c: Config, devices: int | None) -> dict[str, int]:
     if len(left) > 1 or (devices is not None and (devices % known if left else devices != known)):
         shown = " ".join(f"{axis}={size}" for axis, size in sizes.items())
         raise ValueError(f"plan.devices is {devices}, and the mesh is {shown}. Give mesh.r, mesh.d or mesh.t to match.")
-    return sizes | {axis: (devices or known) // known for axis in left}
+    return sizes | dict.fromkeys(left, (devices or known) // known)
 
 
 def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip: Chip, programs: Callable) -> Step:
