@@ -107,7 +107,7 @@ def run(path: str, q: Any, k: Any, v: Any, places: Places, rule: Rule, *more: An
     """Attention by a path other than einsum, with the arguments of `blockwise`."""
     if _PLANNED.value:
         mask = _mask(rule, q, places) if path == "cudnn" else None
-        return _kernel(causal in rule.visible, *_alike(q, k, v, mask))
+        return _kernel((causal in rule.visible, path), *_alike(q, k, v, mask))
     if path == "blockwise":
         return blockwise(q, k, v, places, rule, *more)
     return {"cudnn": cudnn, "splash": splash}[path](q, k, v, places, rule)
@@ -168,19 +168,21 @@ def _alike(*arrays: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kernel(is_causal: bool, q: Any, k: Any, v: Any, mask: Any) -> jax.Array:
-    return _kernel_forward(is_causal, q, k, v, mask)[0]
+def _kernel(call: tuple[bool, str], q: Any, k: Any, v: Any, mask: Any) -> jax.Array:
+    return _kernel_forward(call, q, k, v, mask)[0]
 
 
-def _kernel_forward(is_causal: bool, q: Any, k: Any, v: Any, mask: Any) -> tuple:
-    out, normalizer = _called(is_causal, lambda q, *_, all: (q + all.astype(q.dtype), q[..., 0] + all), q, k, v, mask)
+def _kernel_forward(call: tuple[bool, str], q: Any, k: Any, v: Any, mask: Any) -> tuple:
+    out, normalizer = _called(call[0], lambda q, *_, all: (q + all.astype(q.dtype), q[..., 0] + all), q, k, v, mask)
     out, normalizer = save_for_backward((out, normalizer))
     return out, (q, k, v, mask, out, normalizer)
 
 
-def _kernel_backward(is_causal: bool, kept: tuple, g: Any) -> tuple:
+def _kernel_backward(call: tuple[bool, str], kept: tuple, g: Any) -> tuple:
     gradients = lambda q, k, v, *_, all: [x + all.astype(x.dtype) for x in (q, k, v)]
-    return *_called(is_causal, gradients, *kept, g), None
+    # The loops of blockwise sum these gradients, in f32.
+    sums = [jnp.zeros_like(x, jnp.float32) for x in kept[1:3]] if call[1] == "blockwise" else []
+    return *_called(call[0], gradients, *kept, g, *_alike(*sums)), None
 
 
 def _called(is_causal: bool, fn: Callable, *args: Any) -> Any:

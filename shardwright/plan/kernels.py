@@ -155,12 +155,19 @@ class Peak:
     alive: list[tuple[Value, int]] = dataclasses.field(default_factory=list)
 
 
-def peak_of(graph: Graph, donated: set[Value], stacked: int | None = None) -> Peak:
-    """The peak of a graph.
+WORKSPACE = {"gpu": 2**25}
+"""Bytes beside its operands that XLA gives to a product, by platform: for cuBLAS on Hopper."""
+LANES = {"tpu": 128}
+"""Entries of a row of a register. What attention reads has whole rows, so that small heads are padded."""
+
+
+def peak_of(graph: Graph, donated: set[Value], platform: str, stacked: int | None = None) -> Peak:
+    """The peak of a graph, as XLA assigns memory on a platform. The constants above, and `_reuse`, say how they differ.
 
     Args:
         graph: the graph.
         donated: of what goes in, the arrays whose memory results may take.
+        platform: gpu, tpu or cpu.
         stacked: number of the first result that a loop writes into a stack, of which the loop around counts the bytes.
             None: results are not stacked.
     """
@@ -176,29 +183,42 @@ def peak_of(graph: Graph, donated: set[Value], stacked: int | None = None) -> Pe
         for value in kernel.reads:
             last[value] = i
     last |= dict.fromkeys(kept, len(kernels))
-    size = {value: 0 if value in given else value.bytes for value in first}
-    _reuse(kernels, size, last, given, donated)
+    size = {value: 0 if value in given else _padded(value, platform) for value in first}
+    _reuse(kernels, size, last, given, donated, platform)
     for value in in_stacks & size.keys():
         made = kernels[first[value]]
         if made.kind == "memory" and last[value] == first[value]:
             size[value] = 0  # it is written where it belongs
+    constants = {i: _constants(kernel) for i, kernel in enumerate(kernels)} if platform == "gpu" else {}
     peak, alive = Peak(), {}
     ends: dict[int, list[Value]] = {}
     for value, at in last.items():
         ends.setdefault(at, []).append(value)
     for i, kernel in enumerate(kernels):
         alive |= {value: size[value] for value in kernel.writes if size.get(value)}
-        inside = _inside(kernel)
-        total = sum(alive.values()) + inside.bytes
+        inside = _inside(kernel, platform)
+        constant = [x for j, values in constants.items() if j >= i for x in values]
+        total = sum(alive.values()) + inside.bytes + sum(bytes for _, bytes in constant)
         if total > peak.bytes:
-            peak = Peak(total, [*alive.items(), *inside.alive])
+            peak = Peak(total, [*alive.items(), *inside.alive, *constant])
         for value in ends.get(i, ()):
             alive.pop(value, None)
     return peak
 
 
-def _reuse(kernels: list[Kernel], size: dict, last: dict, given: set[Value], donated: set[Value]) -> None:
-    """Gives what a fusion makes the memory of an array of its size that nothing reads afterwards."""
+def _padded(value: Value, platform: str) -> int:
+    lanes = LANES.get(platform, 1)
+    small = len(value.shape) > 3 and 1 < value.shape[-1] < lanes
+    return value.bytes * lanes // value.shape[-1] if small else value.bytes
+
+
+def _reuse(
+    kernels: list[Kernel], size: dict, last: dict, given: set[Value], donated: set[Value], platform: str
+) -> None:
+    """Gives what a fusion makes the memory of an array of its size that nothing reads afterwards.
+
+    On GPUs only that of what goes in: their fusions seldom write where they read.
+    """
     for i, kernel in enumerate(kernels):
         if kernel.kind != "memory":
             continue
@@ -209,15 +229,24 @@ def _reuse(kernels: list[Kernel], size: dict, last: dict, given: set[Value], don
                 free.remove(match)
                 if match in given:
                     size[made] = 0
-                else:
+                elif platform != "gpu":
                     last[match] = i - 1
 
 
-def _inside(kernel: Kernel) -> Peak:
-    """What a loop or a branch needs beside its operands and results."""
-    bodies, carried = kernel.node.bodies, kernel.node.carried
+def _constants(kernel: Kernel) -> list[tuple[Value, int]]:
+    """Constants of the iterations of a loop that is unrolled whole. XLA makes them at once, before all else."""
+    unroll = kernel.node.params.get("unroll", 1) if kernel.node.op == "scan" else 1
+    made = kernels_of(kernel.node.bodies[0]) if unroll > 1 else []
+    return [(x, unroll * x.bytes) for each in made if each.kind == "memory" and not each.reads for x in each.writes]
+
+
+def _inside(kernel: Kernel, platform: str) -> Peak:
+    """What a loop, a branch or a product needs beside its operands and results."""
+    bodies, (consts, count) = kernel.node.bodies, kernel.node.carried
     if kernel.node.op == "scan":
-        consts, count = carried
-        return peak_of(bodies[0], _roots(bodies[0].ins[consts : consts + count]), count)
-    peaks = [peak_of(body, _roots(body.ins)) for body in bodies]
+        return peak_of(bodies[0], _roots(bodies[0].ins[consts : consts + count]), platform, count)
+    if kernel.kind == "matmul" and (size := WORKSPACE.get(platform)):
+        made = kernel.node.outs[0]
+        return Peak(size, [(Value(made.shape, made.dtype, made.site, "working", "workspace"), size)])
+    peaks = [peak_of(body, _roots(body.ins), platform) for body in bodies]
     return max(peaks, key=lambda peak: peak.bytes, default=Peak())

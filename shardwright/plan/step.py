@@ -87,11 +87,13 @@ def mesh_for(sizes: Mapping[str, int], platform: str, kind: str) -> AbstractMesh
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
 
 
-def step_of(traced: jax.stages.Traced, sizes: Mapping[str, int], facts: Facts, table: TickTable | None) -> Step:
+def step_of(
+    traced: jax.stages.Traced, sizes: Mapping[str, int], platform: str, facts: Facts, table: TickTable | None
+) -> Step:
     """The step that was traced, on a mesh of `mesh_for` of these sizes. `table` is that of its pipeline, if any."""
     graph, given = _graph(traced, sizes)
     ops = work_of(graph, facts.microbatches, 1 if table is None else len(table.stages[0]))
-    return Step(ops, _held(graph, given), dict(sizes), facts, table)
+    return Step(ops, _held(graph, given, platform), dict(sizes), facts, table)
 
 
 def _graph(traced: Any, sizes: Mapping[str, int]) -> tuple[Graph, list[Value]]:
@@ -112,8 +114,8 @@ def _graph(traced: Any, sizes: Mapping[str, int]) -> tuple[Graph, list[Value]]:
     return graph_of(inside, sizes, given), given
 
 
-def _held(graph: Graph, given: list[Value]) -> list[Held]:
-    peak = peak_of(graph, {value for value in given if value.kind in ("weights", "optimizer")})
+def _held(graph: Graph, given: list[Value], platform: str) -> list[Held]:
+    peak = peak_of(graph, {value for value in given if value.kind in ("weights", "optimizer")}, platform)
     found = [Held("", value.name, value.kind, value.bytes) for value in given if value.kind]
     again = _again(graph)
     names = iter([value.name for value in given if value.kind == "weights"])

@@ -53,4 +53,4 @@ def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip
         traced = programs(c, model, batch, which="training")["training"]
     flops = flops_of_model(model.table, c.model, t.seq_len)
     facts = Facts(t.batch_size * t.seq_len, flops, t.compute_dtype, c.model.layers, t.microbatches)
-    return step_of(traced, sizes, facts, table)
+    return step_of(traced, sizes, chip.platform, facts, table)
