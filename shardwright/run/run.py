@@ -29,6 +29,7 @@ from shardwright.run.memory import peak_memory
 from shardwright.run.metrics import RunLog, check_metrics
 from shardwright.run.microscope import Microscope
 from shardwright.run.opening import checkpoints_of, fresh_state, read_state
+from shardwright.run.own_plan import plan_run
 from shardwright.run.page import Page
 from shardwright.run.profile import StepProfiler
 from shardwright.run.provenance import compare_source, keep_source, provenance_of
@@ -143,6 +144,7 @@ class Run:
         state = None
         while state is None:
             self._resume()
+            planned = self._planned  # before the state takes memory that a device may not have
             try:
                 of = self._restored if self.start else functools.partial(fresh_state, self.c, self.placement)
                 state = of(init, State)
@@ -153,8 +155,14 @@ class Run:
         for step, why in self._damaged.items():
             tell(f"WARNING    the checkpoint of step {step} is not used: {why}")
         agreed(lambda: self._prepare_place() if jax.process_index() == 0 else None)
-        self._introduce()
+        self._introduce(planned)
         return state
+
+    @functools.cached_property
+    def _planned(self) -> str | None:
+        """What the run's plan says, on process 0."""
+        plan = lambda: plan_run(self.c, self.model, self.total, self.programs, self.directory)
+        return agreed(lambda: plan() if jax.process_index() == 0 and self.start < self.total else None)
 
     def _prepare_place(self) -> None:
         """Moves the checkpoints aside that are damaged or later than the start, and cleans."""
@@ -170,13 +178,15 @@ class Run:
         shapes = jax.eval_shape(init, jax.random.key(self.c.training.seed))
         return read_state(self.checkpoints, self.start, State, shapes, self.model, self.placement)
 
-    def _introduce(self) -> None:
+    def _introduce(self, planned: str | None) -> None:
         c, t, table = self.c, self.c.training, self.model.table
         # Before the first line: what the settings say may be refused.
         attention, described = describe_attention(self.forward, t.seq_len), describe_stages(c, self.model)
         self.options = known_options(c.hardware.compiler_options, tell)
         parameters = sum(math.prod(weight.shape) for weight in jax.tree.leaves(table))
         print_start(self, parameters)
+        if planned:
+            tell(planned)
         if self._source_differs:
             tell(f"source     {self._source_differs}")
         for line in [*(f"attention  {x}" for x in attention), *(f"pipeline   {x}" for x in described)]:

@@ -219,7 +219,8 @@ def test_names_of_strangers_are_text_on_the_terminal(tmp_path):
 
 # ---- in Markdown ------------------------------------------------------------------------------------------------
 
-PLAN = {"tokens_per_s": 25.0, "mfu": 0.5, "peak": 2 * 2**30, "seconds": 0.4, "low_s": 0.2, "high_s": 0.8}
+PLAN = {"tokens_per_second": 25.0, "mfu": 0.5, "peak_bytes": 2 * 2**30}
+PLAN |= {"seconds": 0.4, "seconds_low": 0.2, "seconds_high": 0.8}
 
 
 def report(tmp_path: Path, plan: str | None, devices: str = "1 x TPU v5 lite") -> list[str]:
@@ -244,7 +245,7 @@ def test_planned_stands_beside_measured(tmp_path):
     # The plan has 10 tokens in 0.2 to 0.8 s.
     for line in ("| tokens/s | 25 (12 to 50) | 20 |", "| MFU | 50.0% | 40.0% |", "| memory | 2.00 GiB | 3.00 GiB |"):
         assert line in lines
-    assert "| tokens/s | 25 | 20 |" in report(tmp_path / "no_range", json.dumps(PLAN | {"low_s": 0}))
+    assert "| tokens/s | 25 | 20 |" in report(tmp_path / "no_range", json.dumps(PLAN | {"seconds_low": 0}))
     for line in ("- device: `1 x TPU v5 lite`", "- versions: `Python 3.12, jax 0.10.2`", "- state: `stopped SIGTERM`"):
         assert line in lines
 

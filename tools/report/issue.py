@@ -7,7 +7,7 @@ from shardwright_data.foreign import number, one_line, read_object
 from tools.report.comparing import METRICS, Comparison
 from tools.report.reading import Run
 
-PLANNED = {"tokens/s": "tokens_per_s", "MFU": "mfu", "memory": "peak"}
+PLANNED = {"tokens/s": "tokens_per_second", "MFU": "mfu", "memory": "peak_bytes"}
 """Name in plan.json of what a metric was planned to be."""
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
 
@@ -26,7 +26,7 @@ def _of_run(c: Comparison, run: Run) -> str:
     for name in (name for name in c.metrics if name in run.values):
         show, planned, measured = METRICS[name].show, number(plan.get(PLANNED.get(name))), c.metric(run, name)
         expected = show(planned) if math.isfinite(planned) else ""
-        seconds, low, high = (number(plan.get(key)) for key in ("seconds", "low_s", "high_s"))
+        seconds, low, high = (number(plan.get(key)) for key in ("seconds", "seconds_low", "seconds_high"))
         if expected and name == "tokens/s" and 0 < low <= high < math.inf:
             expected += f" ({show(planned * seconds / high)} to {show(planned * seconds / low)})"
         if name == "MFU" and str(facts.get("devices", "")).endswith(" cpu"):
