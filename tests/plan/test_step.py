@@ -1,0 +1,108 @@
+"""What a plan counts of a step, against the program that XLA compiles of it, and figures computed by hand."""
+
+import collections
+import math
+
+import jax
+import pytest
+import step_text
+import tiny
+
+import train
+from shardwright.modeling.model import load_model
+from shardwright.modeling.weights import shapes_of
+from shardwright.plan.chips import chip_of
+from shardwright.plan.plan import plan_of
+from shardwright.run.planning import mesh_sizes, planned_step
+
+KINDS = {"all_gather": "all-gather", "psum_scatter": "reduce-scatter", "psum": "all-reduce"}
+KINDS |= {"ppermute": "collective-permute"}
+SIZES = {"d=8": (1, 1, 8, 1), "d=4 t=2": (1, 1, 4, 2), "r=2 d=2 t=2": (1, 2, 2, 2)}
+
+
+def planned(c, sizes, chip="cpu"):
+    return planned_step(c, load_model(c.model), dict(zip("prdt", sizes, strict=True)), chip_of(chip), train.programs)
+
+
+def wide(**training):
+    """A model whose arrays are large beside the scalars of a step."""
+    return tiny.config(tiny.model(d_model=64, d_ff=192, vocab=128, layers=2), **training)
+
+
+def sent(op, mesh):
+    """Bytes that a device of a ring sends, as compiled.operations counts them of a program."""
+    n = 1
+    for axis in op.axes:
+        n *= mesh[axis]
+    return op.count * op.bytes * (2 if op.what == "psum" else 1) * (n - 1) // n
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", SIZES)
+def test_a_step_sends_and_multiplies_what_its_compiled_program_does(mesh):
+    c = wide(attention="einsum")
+    compiled = step_text.compile_config(c, tiny.mesh(mesh))
+    table, step = step_text.table_of(compiled.as_text(), tiny.mesh(mesh).shape), planned(c, SIZES[mesh])
+    theirs, ours = collections.Counter(), collections.Counter()
+    for row in table.of("collective"):
+        theirs[row.what] += row.total
+    for op in step.ops:
+        if op.kind == "collective":
+            ours[KINDS[op.what]] += sent(op, step.mesh)
+    for kind in theirs | ours:
+        assert ours[kind] == pytest.approx(theirs[kind], rel=0.02, abs=512), kind
+    multiplied = sum(row.total for row in table.of("matmul"))
+    assert sum(op.count * op.flops for op in step.ops) == pytest.approx(multiplied, rel=0.02)
+    state = sum(array.bytes for array in step.held if array.kind in ("weights", "optimizer"))
+    assert state == pytest.approx(compiled.memory_analysis().argument_size_in_bytes, rel=0.01)
+
+
+def test_flops_by_hand():
+    """Three products of each weight for a token, nothing again; of causal attention a half, its scores twice."""
+    c, m = wide(attention="blockwise", save=None), wide().model
+    step = planned(c, (1, 1, 8, 1), "h100")
+    layer = m.d_model * m.d_head * m.n_kv * (2 * m.n_q_per_kv + 2) + 3 * m.d_model * m.d_ff
+    of = lambda kind: sum(op.count * op.flops for op in step.ops if op.kind == kind)
+    tokens = tiny.BATCH * tiny.LENGTH // 8
+    assert of("matmul") == 6 * tokens * (m.layers * layer + m.vocab * m.d_model)
+    pairs = tiny.BATCH // 8 * m.n_kv * m.n_q_per_kv * tiny.LENGTH**2 // 2
+    assert of("attention") == 2 * pairs * m.d_head * (2 + 5) * m.layers
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 8, 1), (1, 2, 2, 2)])
+def test_state_is_divided_by_the_axes_that_shard_it(sizes):
+    step = planned(tiny.config(), sizes, "h100")
+    weights = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes_of(load_model(tiny.model()).table)))
+    held = sum(array.bytes for array in step.held if array.kind in ("weights", "optimizer"))
+    assert held == 3 * 4 * weights / (sizes[2] * sizes[3])
+
+
+def test_stages_of_a_pipeline_and_their_bubble():
+    """1F1B of p stages and m microbatches waits (p - 1) of m + p - 1 times, but for the work that stages share."""
+    c = tiny.config(tiny.model(layers=4, d_model=64, d_ff=512), microbatches=8, batch_size=16)
+    plan = plan_of(planned(c, (2, 1, 1, 1), "h100"), chip_of("h100"), 10)
+    of_stages = sum(row.exposed for row in plan.rows if row.op.task in ("forward", "backward"))
+    assert plan.bubble > 0
+    assert plan.bubble / (plan.bubble + of_stages) < 0.5
+    assert {"forward", "backward", "forward_first", "backward_last"} <= {row.op.task for row in plan.rows}
+
+
+def test_what_a_run_costs_follows_from_a_step():
+    chip = chip_of("h100")
+    plan = plan_of(planned(tiny.config(), (1, 1, 8, 1), "h100"), chip, 1000)
+    assert plan.days == pytest.approx(1000 * plan.seconds / 86400)
+    assert plan.dollars == pytest.approx(plan.days * 24 * 8 * chip.price_per_hour)
+    assert plan.range == pytest.approx((plan.seconds * (1 - chip.error), plan.seconds * (1 + chip.error)))
+    rate = plan.step.facts.flops_per_token * plan.tokens_per_second / 8
+    assert plan.mfu == pytest.approx(rate / chip.peak["f32"])  # tiny.config computes in f32
+
+
+def test_a_mesh_without_its_devices_is_refused():
+    c = tiny.config()
+    with pytest.raises(ValueError, match="give plan"):
+        mesh_sizes(c, None)
+    c.mesh.t = 3
+    with pytest.raises(ValueError, match=r"plan.devices is 8, and the mesh is p=1 r=1 d=-1 t=3"):
+        mesh_sizes(c, 8)
+    c.mesh.t = 2
+    assert mesh_sizes(c, 8) == {"p": 1, "r": 1, "d": 4, "t": 2}
