@@ -114,6 +114,14 @@ class Chip:
         """Seconds in which so many bytes are read and written."""
         return traffic / (self.memory_bandwidth * self.memory_share)
 
+    def reach(self, mesh: Mapping[str, int], axes: Sequence[str]) -> tuple[int, int]:
+        """Of the devices along these axes, how many the fast links join, and how many such groups there are."""
+        strides: dict[str, int] = {}
+        for axis in reversed(mesh):
+            strides[axis] = math.prod(mesh[inner] for inner in strides)
+        near = math.prod(min(mesh[axis], max(1, self.near // strides[axis])) for axis in axes)
+        return near, math.ceil(math.prod(mesh[axis] for axis in axes) / near)
+
     def collective_s(self, op: str, size: float, mesh: Mapping[str, int], axes: Sequence[str]) -> float:
         """Seconds of a collective.
 
@@ -126,11 +134,8 @@ class Chip:
             mesh: number of devices along each axis, major to minor. The last axis is of neighbours.
             axes: those of the collective.
         """
-        n, strides = math.prod(mesh[axis] for axis in axes), {}
-        for axis in reversed(mesh):
-            strides[axis] = math.prod(mesh[inner] for inner in strides)
-        near = math.prod(min(mesh[axis], max(1, self.near // strides[axis])) for axis in axes)
-        far = math.ceil(n / near)
+        near, far = self.reach(mesh, axes)
+        n = math.prod(mesh[axis] for axis in axes)
         if n == 1:
             return 0.0
         near_bytes = far_bytes = size

@@ -92,8 +92,9 @@ def step_of(
 ) -> Step:
     """The step that was traced, on a mesh of `mesh_for` of these sizes. `table` is that of its pipeline, if any."""
     graph, given = _graph(traced, sizes)
-    ops = work_of(graph, facts.microbatches, 1 if table is None else len(table.stages[0]))
-    return Step(ops, _held(graph, given, platform), dict(sizes), facts, table)
+    chunks = 1 if table is None else len(table.stages[0])
+    ops, times = work_of(graph, facts.microbatches, chunks), facts.microbatches * chunks
+    return Step(ops, _held(graph, given, platform, times), dict(sizes), facts, table)
 
 
 def _graph(traced: Any, sizes: Mapping[str, int]) -> tuple[Graph, list[Value]]:
@@ -114,7 +115,8 @@ def _graph(traced: Any, sizes: Mapping[str, int]) -> tuple[Graph, list[Value]]:
     return graph_of(inside, sizes, given), given
 
 
-def _held(graph: Graph, given: list[Value], platform: str) -> list[Held]:
+def _held(graph: Graph, given: list[Value], platform: str, times: int) -> list[Held]:
+    """`times`: how often a step computes what is saved."""
     peak = peak_of(graph, {value for value in given if value.kind in ("weights", "optimizer")}, platform)
     found = [Held("", value.name, value.kind, value.bytes) for value in given if value.kind]
     again = _again(graph)
@@ -123,7 +125,7 @@ def _held(graph: Graph, given: list[Value], platform: str) -> list[Held]:
     for value, size in peak.alive:
         what = of.get(id(value), "") or value.name or str(value)
         kind = value.kind or ("gathered" if value.name else "working")
-        found.append(Held(value.site.line, what, kind, size, again.get(value, 0.0)))
+        found.append(Held(value.site.line, what, kind, size, times * again.get(value, 0.0) * (kind == "saved")))
     return found
 
 

@@ -10,8 +10,12 @@ hardware does with it. docs/plan.md explains what it shows, and how near it is t
 """
 
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from hydra.core.hydra_config import HydraConfig
 
 import train
+from shardwright.compiled.files import write_json, write_whole
 from shardwright.modeling.model import load_model
 from shardwright.plan.chips import chip_of
 from shardwright.plan.plan import plan_of
@@ -20,6 +24,7 @@ from shardwright.run.launch import start_with_section
 from shardwright.run.planning import mesh_sizes, planned_step
 from shardwright.settings.words import say
 from shardwright_data.checks import within
+from tools.plan.page import page
 from tools.plan.screen import as_text
 
 
@@ -35,11 +40,21 @@ class PlanConfig:
 
 def job(c: Config, settings: PlanConfig) -> None:
     """Plans `c`, and shows the plan."""
+    output = None if settings.output is None else Path(settings.output)
+    if output is not None and output.suffix not in (".json", ".html"):
+        raise ValueError(f"plan.output is {output}: its name must end in .json or .html.")
     if c.hardware.chip is None:
         raise ValueError("hardware.chip is null: choose hardware=<name of a chip, such as h100>.")
     chip = chip_of(c.hardware.chip)
     step = planned_step(c, load_model(c.model), mesh_sizes(c, settings.devices), chip, train.programs)
-    say(as_text(plan_of(step, chip, c.training.steps)))
+    plan, name = plan_of(step, chip, c.training.steps), HydraConfig.get().job.config_name
+    say(as_text(plan, name))
+    if output is not None:
+        if output.suffix == ".json":
+            write_json(output, plan.as_data())
+        else:
+            write_whole(output, page(plan, name))
+        say(f"\nPlan: {output}")
 
 
 @dataclass

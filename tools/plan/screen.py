@@ -1,11 +1,214 @@
-"""A plan on the terminal."""
+"""A plan on the terminal, and its tables, which the page shows too."""
 
-from shardwright.plan.plan import Plan, by_line
+import collections
+import linecache
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+from shardwright.compiled.lines import WITHOUT_LINE
+from shardwright.compiled.table import in_numbers
+from shardwright.plan.plan import Plan, Row
+
+GIB = 2**30
+WHOLE = ("weights", "optimizer", "batch")
+"""Kinds of memory that belong to no line: one row each."""
+SHOWN, WIDTH = 10, 80
+"""Rows of a table on the terminal, and its columns."""
 
 
-def as_text(plan: Plan) -> str:
-    """The plan in lines of at most 100 columns."""
-    lines = [f"{plan.seconds:.3g} s a step, MFU {100 * plan.mfu:.1f} %, {plan.step.peak / 2**30:.1f} GiB"]
-    for line, rows in list(by_line(plan.rows).items())[:10]:
-        lines.append(f"{sum(row.exposed for row in rows):8.3f} s  {line}")
-    return "\n".join(lines)
+class Table(NamedTuple):
+    """Part of a plan, by source line, the largest first.
+
+    Attributes:
+        title: with the total.
+        head: names of the columns; the last two are the line and what is beside it.
+        adding: number of the first columns that add up.
+        rows: numbers, texts and None.
+        note: what the columns mean.
+    """
+
+    title: str
+    head: tuple[str, ...]
+    adding: int
+    rows: list[tuple[Any, ...]]
+    note: str
+
+    def is_number(self, column: int) -> bool:
+        """Whether a column has numbers."""
+        return any(isinstance(row[column], float) for row in self.rows)
+
+    def shown(self, value: float | str) -> str:
+        """A cell as text."""
+        return digits(value) if isinstance(value, float) else value
+
+    def cut(self, most: int) -> list[tuple[Any, ...]]:
+        """At most so many rows, and a row of the sums of the others."""
+        if len(self.rows) <= most + 1:
+            return self.rows
+        left = self.rows[most:]
+        sums = [sum(row[i] for row in left) for i in range(self.adding)]
+        others = (*sums, *[None] * (len(self.head) - self.adding - 2), f"{len(left)} others", "")
+        return [*self.rows[:most], others]
+
+
+def text_of(line: str) -> str:
+    """Text of a source line; empty if it is not known."""
+    file, _, number = line.rpartition(":")
+    return linecache.getline(file, int(number)).strip() if number.isdigit() else ""
+
+
+def digits(x: float) -> str:
+    """A number with three digits."""
+    return f"{x:,.{places(x)}f}"
+
+
+def places(x: float) -> int:
+    """Decimals with which a number has three digits."""
+    return max(0, 2 - math.floor(math.log10(x))) if x > 0 else 0
+
+
+def tables_of(plan: Plan, by_tensor: bool) -> list[Table]:
+    """Memory, communication, and work. `by_tensor`: a row for each tensor that a line sends."""
+    return [memory(plan), communication(plan, by_tensor), work(plan)]
+
+
+def _grouped(items: Iterable[Any], key: Callable[[Any], Hashable]) -> dict[Any, list[Any]]:
+    found = collections.defaultdict(list)
+    for item in items:
+        found[key(item)].append(item)
+    return found
+
+
+def _sorted(rows: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    return sorted(rows, key=lambda row: row[:2], reverse=True)
+
+
+def memory(plan: Plan) -> Table:
+    """What is in memory at the peak, by line and kind."""
+    products = [row for row in plan.rows if row.op.kind == "matmul"]
+    rate = sum(row.op.flops * row.op.count for row in products) / (sum(row.seconds for row in products) or 1)
+    rows = []
+    groups = _grouped(plan.step.held, lambda x: (x.kind, "" if x.kind in WHOLE else x.line or WITHOUT_LINE))
+    for (kind, line), arrays in groups.items():
+        size, again = (sum(getattr(array, name) for array in arrays) for name in ("bytes", "again"))
+        text = text_of(line) if line else f"{len(arrays)} arrays"
+        ms = 1e3 * again / rate if again and rate else None
+        rows.append((size / GIB, 100 * size / plan.step.peak, kind, ms, line, text))
+    note = "again: what it would take in a step not to keep it, and to compute it again in the backward pass."
+    title = f"Memory of a device at the peak: {digits(plan.step.peak / GIB)} GiB"
+    return Table(title, ("GiB", "%", "kind", "again ms", "line", ""), 2, _sorted(rows), note)
+
+
+def communication(plan: Plan, by_tensor: bool) -> Table:
+    """Messages, by line."""
+    sent, rows = [row for row in plan.rows if row.op.kind == "collective"], []
+    of = lambda row: (row.op.line, row.op.what, row.op.axes, row.op.timing, row.op.tensor if by_tensor else "")
+    for (line, what, axes, timing, _), same in _grouped(sent, of).items():
+        ms, waits = (1e3 * sum(getattr(row, name) for row in same) for name in ("seconds", "exposed"))
+        size = sum(row.op.bytes * row.op.count for row in same) / GIB
+        link = "far" if plan.chip.reach(plan.step.mesh, axes)[1] > 1 else "near"
+        tensors = list(dict.fromkeys(row.op.tensor for row in sorted(same, key=lambda row: -row.op.bytes)))
+        tensor = tensors[0] + (f" +{len(tensors) - 1}" if tensors[1:] else "")
+        rows.append((ms, waits, size, what, f"{' '.join(axes)} {link}", timing, line or WITHOUT_LINE, tensor))
+    ms, waits = (1e3 * sum(getattr(row, name) for row in sent) for name in ("seconds", "exposed"))
+    title = f"Communication: {digits(ms)} ms in a step, {digits(waits)} of them waited for"
+    head = ("ms", "waits", "GiB", "what", "link", "timing", "line", "tensor")
+    note = (
+        "waits: milliseconds in which nothing is computed. ahead, after: hides behind what the layer or the microbatch "
+        "computes. waited: something needs it at once. GiB: of the whole arrays, of all messages in a step."
+    )
+    return Table(title, head, 3, _sorted(rows), note)
+
+
+def bound_of(plan: Plan, rows: Iterable[Row]) -> str:
+    """What most of the time goes into: memory, or compute."""
+    rows = list(rows)
+    moved = sum(row.op.count * plan.chip.memory_s(row.op.traffic) for row in rows if not _computes(plan, row))
+    return "memory" if moved > sum(row.seconds for row in rows) / 2 else "compute"
+
+
+def _computes(plan: Plan, row: Row) -> bool:
+    return row.op.flops / plan.chip.peak_of(row.op.dtype) > row.op.traffic / plan.chip.memory_bandwidth
+
+
+def work(plan: Plan) -> Table:
+    """What is computed, by line and phase."""
+    done, rows = [row for row in plan.rows if row.op.kind != "collective"], []
+    peak = plan.chip.peak_of(plan.step.facts.dtype)
+    for (line, phase), same in _grouped(done, lambda row: (row.op.line, row.op.phase)).items():
+        seconds, flops = sum(row.exposed for row in same), sum(row.op.flops * row.op.count for row in same)
+        of_peak = 100 * flops / seconds / peak if flops and seconds else None
+        share, where = 100 * seconds / plan.seconds, line or WITHOUT_LINE
+        rows.append((1e3 * seconds, share, flops / 1e12, of_peak, bound_of(plan, same), phase, where, text_of(line)))
+    note = (
+        "%: of the step. peak %: of the chip's FLOPs. bound: what takes most of the time, computing or the memory's "
+        "bandwidth. again: the backward pass computes what the forward pass did not keep."
+    )
+    title = f"Work: {digits(1e3 * sum(row.exposed for row in done))} ms in a step"
+    head = ("ms", "%", "TFLOP", "peak %", "bound", "phase", "line", "")
+    return Table(title, head, 3, _sorted(rows), note)
+
+
+def parts_of(plan: Plan) -> dict[str, float]:
+    """Seconds of a step by what a device does in them."""
+    sums = [sum(row.exposed for row in plan.rows if (row.op.kind == "collective") == sent) for sent in (False, True)]
+    parts = {"computing": sums[0], "waiting for messages": sums[1], "waiting for other stages": plan.bubble}
+    return parts | {"starting layers": plan.seconds - sum(parts.values())}
+
+
+def answer(plan: Plan) -> list[tuple[str, str]]:
+    """Name and figures of each part of the answer."""
+    low, high = (digits(x) for x in plan.range)
+    facts, dollars = plan.step.facts, plan.dollars
+    size, limit = plan.step.peak, plan.chip.memory_bytes
+    memory_used = f"{digits(size / GIB)} of {digits(limit / GIB)} GiB: "
+    memory_used += "fits" if plan.fits else f"{digits((size - limit) / GIB)} GiB too much"
+    most, _, kind, _, line, _ = memory(plan).rows[0]
+    parts = {name: 100 * seconds / plan.seconds for name, seconds in parts_of(plan).items()}
+    shares = ", ".join(f"{share:.0f} % {name}" for name, share in parts.items() if share > 0.5)
+    return [
+        ("step", f"{digits(plan.seconds)} s, between {low} and {high}"),
+        ("", shares),
+        ("speed", f"{in_numbers(plan.tokens_per_second)} tokens/s, MFU {100 * plan.mfu:.1f} %"),
+        (
+            "run",
+            f"{plan.steps:,} steps of {in_numbers(facts.tokens)} tokens: {digits(plan.days)} days"
+            + ("" if dollars is None else f", ${digits(dollars)}"),
+        ),
+        ("memory", memory_used),
+        ("", f"most is {digits(most)} GiB {kind}{f', of {line}' if line else ''}"),
+    ]
+
+
+def title_of(plan: Plan, name: str) -> str:
+    """What is planned, where."""
+    mesh = " ".join(f"{axis}={size}" for axis, size in plan.step.mesh.items() if axis != "p" or size > 1)
+    return f"{name} on {plan.step.devices} × {plan.chip.title}: {mesh}"
+
+
+def as_text(plan: Plan, name: str, more: Sequence[str] = ()) -> str:
+    """The plan of the configuration of this name, in lines of at most WIDTH columns. `more` are lines under it."""
+    lines = [title_of(plan, name), *(f"{part:<8}{figures}" for part, figures in answer(plan))]
+    for table in tables_of(plan, by_tensor=False):
+        lines += ["", table.title, *(_aligned(table) if table.rows else ["none"])]
+    return "\n".join(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…" for line in [*lines, *more])
+
+
+def _aligned(table: Table) -> list[str]:
+    """The head and the rows. Numbers of a column have as many decimals as give its largest three digits."""
+    rows = table.cut(SHOWN)
+    columns = []
+    for i, head in enumerate(table.head):
+        cells = [row[i] for row in rows]
+        numbers = [x for x in cells if isinstance(x, float)]
+        decimals = places(max(numbers, default=0.0))
+        is_line = i == len(table.head) - 2
+        if numbers:
+            texts = ["" if x is None else f"{x:,.{decimals}f}" for x in cells]
+        else:
+            texts = [PurePath(x or "").name if is_line else x or "" for x in cells]
+        width = max(map(len, [head, *texts]))
+        columns.append([f"{text:{'>' if numbers else '<'}{width}}" for text in [head, *texts]])
+    return ["  ".join(cells).rstrip() for cells in zip(*columns, strict=True)]

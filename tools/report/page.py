@@ -1,6 +1,8 @@
 """The page of HTML, one file that refers to no other."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jinja2
 from markupsafe import Markup
@@ -17,8 +19,17 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 def page(c: Comparison) -> str:
     """The page. Whatever it shows is escaped, and has no character that a terminal or a browser would obey."""
+    found = [(s, f"{s.name}.html", data) for s in SECTIONS if (data := s.data(c)) is not None]
+    return page_of(head(c), found, [TEMPLATES])
+
+
+def page_of(top: dict[str, Any], sections: Sequence[tuple[Any, str, dict[str, Any]]], templates: list[Path]) -> str:
+    """A page with `top` as page.html takes it. Of each section its name and title, its template, and the data of that.
+
+    `templates`: directories.
+    """
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(TEMPLATES),
+        loader=jinja2.FileSystemLoader(templates),
         autoescape=True,
         finalize=lambda value: value if isinstance(value, Markup | jinja2.Undefined) else shown(value),
         undefined=jinja2.ChainableUndefined,
@@ -27,10 +38,9 @@ def page(c: Comparison) -> str:
     )
     environment.filters["figure"] = figure
     text = lambda name: Markup((TEMPLATES / name).read_text())
-    found = [(section, data) for section in SECTIONS if (data := section.data(c)) is not None]
-    shown_sections = [(s, Markup(environment.get_template(f"{s.name}.html").render(data))) for s, data in found]
+    rendered = [(s, Markup(environment.get_template(name).render(data))) for s, name, data in sections]
     return environment.get_template("page.html").render(
-        head(c), sections=shown_sections, style=text("page.css"), script=text("page.js"), plotly=Markup(get_plotlyjs())
+        top, sections=rendered, style=text("page.css"), script=text("page.js"), plotly=Markup(get_plotlyjs())
     )
 
 

@@ -43,6 +43,8 @@ class Panel:
     """As in plotly's data; `legendgroup` is the run."""
     wide: bool = False
     """Whether it has the width of two others."""
+    layout: dict[str, Any] = field(default_factory=dict)
+    """Other settings, as in plotly's layout."""
 
     @property
     def figure(self) -> dict[str, Any]:
@@ -54,6 +56,7 @@ class Panel:
             "yaxis": {"automargin": True, "zeroline": False} | self.y,
             "legend": {"bgcolor": _TRANSPARENT, "x": 1, "xanchor": "right", "y": 1},
             "showlegend": len(self.traces) > 1 and not is_shared,
+            **self.layout,
         }
         return {"data": [trace | {"name": html.escape(trace["name"])} for trace in self.traces], "layout": layout}
 
