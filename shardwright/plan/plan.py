@@ -1,6 +1,7 @@
 """A step on a kind of chip: seconds of each operation, what hides behind what, and what a run costs."""
 
 import collections
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -11,6 +12,8 @@ from shardwright.plan.work import Op
 
 HIDDEN = ("ahead", "after")
 """Timings of collectives that run while the iteration computes."""
+MESSAGE = 30 * 2**20
+"""Bytes of the largest message that XLA makes of several, by default."""
 OF_STAGES = ("forward", "backward", "weights")
 """Tasks that each stage of a pipeline runs by itself."""
 
@@ -99,7 +102,8 @@ class Plan(NamedTuple):
 
 def plan_of(step: Step, chip: Chip, steps: int) -> Plan:
     """The plan of a run of so many steps."""
-    timed = [Row(op, s := op.count * seconds_of(op, step, chip), s) for op in step.ops]
+    merged = _merged(step.ops) if chip.platform != "cpu" else {}
+    timed = [Row(op, s := op.count * seconds_of(op, step, chip, merged.get(op)), s) for op in step.ops]
     rows = [row._replace(exposed=row.exposed * share) for row, share in zip(timed, _exposed(timed), strict=True)]
     spent: dict[str, float] = collections.defaultdict(float)
     for row in rows:
@@ -117,15 +121,31 @@ def plan_of(step: Step, chip: Chip, steps: int) -> Plan:
     return Plan(step, chip, rows, total, bubble, steps)
 
 
-def seconds_of(op: Op, step: Step, chip: Chip) -> float:
-    """Seconds of one execution, alone."""
+def seconds_of(op: Op, step: Step, chip: Chip, merged: float | None = None) -> float:
+    """Seconds of one execution, alone. `merged`: bytes of the message of which a collective is a part."""
     if op.kind == "collective":
-        return chip.collective_s(op.what, op.bytes, dict(step.mesh), op.axes)
+        message = merged or op.bytes
+        return chip.collective_s(op.what, message, dict(step.mesh), op.axes) * op.bytes / message
     if op.kind == "matmul":
         return chip.launch_s + max(chip.matmul_s(*op.shape, op.dtype), chip.memory_s(op.traffic))
     if op.kind == "attention":
         return chip.launch_s + chip.attention_s(op.flops, op.traffic, op.dtype)
-    return chip.launch_s + chip.memory_s(op.traffic)
+    launch_s = 0.0 if op.tensor else chip.launch_s  # XLA casts many weights in one kernel
+    return launch_s + chip.memory_s(op.traffic)
+
+
+def _merged(ops: Iterable[Op]) -> dict[Op, float]:
+    """Bytes of the message in which XLA sends each collective that need not be sent by itself.
+
+    It joins those that are alike, up to MESSAGE bytes: of an iteration what is sent ahead or after, and what is sent
+    before and after all loops.
+    """
+    alike: dict[tuple, float] = collections.defaultdict(float)
+    key = lambda op: (op.loop, op.phase, op.what, op.axes, op.timing)
+    joined = [op for op in ops if op.kind == "collective" and (op.timing in HIDDEN or op.loop == 0)]
+    for op in joined:
+        alike[key(op)] += op.bytes
+    return {op: max(op.bytes, alike[key(op)] / math.ceil(alike[key(op)] / MESSAGE)) for op in joined if op.bytes}
 
 
 def _exposed(rows: list[Row]) -> Iterable[float]:

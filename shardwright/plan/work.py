@@ -27,7 +27,7 @@ class Op(NamedTuple):
         dtype: of the operands.
         axes: of a collective.
         bytes: of a collective, those of the whole array: of a gather its result, of a scatter its operand.
-        tensor: of a collective, the name of its weight, or its operand.
+        tensor: of a collective, the name of its weight, or its operand; of the cast of a weight, its name.
         timing: of a collective. ahead: its operand is there when the iteration begins; after: nothing in the iteration
             reads its result; waited: neither.
         loop: number of the loop body that it is in.
@@ -99,6 +99,8 @@ def _op(kernel: Kernel, count: float, loop: int, timing: str) -> Op | None:
             "tensor": operand.name or str(operand),
             "timing": timing,
         }
+    elif made.name:
+        more["tensor"] = made.name  # the cast of a weight
     if not flops + kernel.traffic:
         return None
     return Op(*node.site, kernel.kind, what, count, flops, float(kernel.traffic), loop=loop, **more)
