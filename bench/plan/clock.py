@@ -16,11 +16,6 @@ SCATTER = 400 / 374
 """Time of a reduce-scatter by that of an all-gather: of the largest messages of 8 H100 in XLA's table of NCCL."""
 
 
-def unknown(outer: float) -> float:
-    """Mean number of turns of a loop of unknown length in each of `outer` turns: over keys up to a block of queries."""
-    return (outer + 1) / 2
-
-
 class Clock:
     """The seconds of computations, on a stream that computes in the order of the schedule and one that communicates.
 
@@ -30,7 +25,8 @@ class Clock:
     - batched products, of which its table has but few: here the roofline;
     - reduce-scatters: here those of the program's all-gather that is nearest in bytes, by SCATTER, over as many devices
       where there is one;
-    - copies: here the bytes that they read and write, by the memory's bandwidth.
+    - copies: here the bytes that they read and write, by the memory's bandwidth;
+    - cuDNN's attention: no time here.
 
     A task of a pipeline stage takes its time in each tick in which a device has one. No launch of a kernel takes time.
 
@@ -50,27 +46,27 @@ class Clock:
             if i.opcode == "all-gather-start" and (cost := _told(i)) is not None
         ]
 
-    def seconds(self, computation: Computation, times: float = 1.0, outer: float = 1.0) -> float:
-        """Seconds of a computation that runs so many times in a step, in each of `outer` turns of a loop."""
+    def seconds(self, computation: Computation, times: float = 1.0) -> float:
+        """Seconds of a computation that runs so many times in a step."""
         now, sent, ready = 0.0, 0.0, {}
         for i in computation.instructions.values():
             called = [self.program.computations[name] for name in i.called]
             if i.opcode == "while":
-                turns = self.program.turns(i) or unknown(outer)
-                now += turns * self.seconds(called[-1], times * turns, turns)
+                turns = self.program.turns(i) or 1
+                now += turns * self.seconds(called[-1], times * turns)
             elif i.opcode == "conditional":
                 body = max(called, key=lambda branch: len(branch.instructions))
                 share = self.share(body)
-                now += share * self.seconds(body, times * share, outer)
+                now += share * self.seconds(body, times * share)
             elif i.opcode == "call":
-                now += self.seconds(called[0], times, outer)
+                now += self.seconds(called[0], times)
             elif i.opcode.endswith("-done") and i.operands[0] in ready:
                 waited = max(0.0, ready[i.operands[0]] - now)
                 self.spend(i, "waiting", waited * times)
                 now += waited
             elif i.opcode.endswith("-start"):
                 sent = ready[i.name] = max(now, sent) + self.of_collective(computation, i)
-            elif i.opcode not in NO_WORK:
+            elif i.opcode not in NO_WORK and '_target="__cudnn' not in i.attributes:
                 kind, cost = self.of_work(computation, i)
                 self.spend(i, kind, cost * times)
                 now += cost

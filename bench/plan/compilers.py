@@ -9,10 +9,10 @@ that are there again, without a compiler.
 Needs an environment of its own with the compilers, of the constraints' version of JAX; no driver and no device:
 
     pip install -c constraints/py3.11.txt -e . libtpu==0.0.42.1 jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2 \
-        nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl
+        nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl nvidia-cudnn-cu13
 
-Attention is splash on TPUs and blockwise on GPUs, where cuDNN needs a device. TPUs run a loop over layers, GPUs do not,
-as configs/hardware/gpu.yaml has it. Products on GPUs are cuBLAS's, since the choice of Triton's needs a device.
+Attention is splash on TPUs and cuDNN's on GPUs, without its workspaces. TPUs run a loop over layers, GPUs do not, as
+configs/hardware/gpu.yaml has it. Products on GPUs are cuBLAS's, since the choice of Triton's needs a device.
 
 Row: chip, name, config, overrides, mesh; compiler_s; bytes of one device: state_bytes of weights and optimizer, and as
 XLA has them argument_bytes, temp_bytes, output_bytes, alias_bytes, peak_bytes; flops of one device in a step, by line;
@@ -40,7 +40,7 @@ from hydra import compose, initialize_config_dir
 from jax.experimental import topologies
 
 import train
-from bench.plan.clock import Clock, unknown
+from bench.plan.clock import Clock
 from shardwright.cluster.devices import known_options, make_mesh
 from shardwright.compiled.files import write_json
 from shardwright.compiled.hlo import parse, with_mesh
@@ -103,7 +103,7 @@ def compiled(chip: str, name: str) -> tuple[str, dict[str, Any]]:
     else:
         target = {"target_config": description(chip), "topology": f"1x1x{math.prod(sizes)}"}
         topology = topologies.get_topology_desc(platform="cuda", **target)
-        more = ["hardware=gpu", "training.attention=blockwise"]
+        more = ["hardware=gpu", "training.attention=cudnn"]
     register_schema()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         c = to_config(compose(config, ["paths.model_name=plan", *more, *overrides]))
@@ -153,15 +153,9 @@ def reading(text: str, facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _turns(table: Table, row: Row, branch: float) -> float:
-    """Number of turns of the loops around a row, in a step."""
-    turns = outer = 1.0
-    for section in (table.sections[i] for i in around(table.sections, row.section)):
-        if section.kind == "branch":
-            turns *= branch
-        elif section.kind == "loop":
-            outer = section.turns or unknown(outer)
-            turns *= outer
-    return turns
+    """Number of turns of the loops around a row, in a step. A branch runs in this share of them."""
+    sections = [table.sections[i] for i in around(table.sections, row.section)]
+    return math.prod(branch if section.kind == "branch" else section.turns or 1 for section in sections)
 
 
 def write_row(out: Path, chip: str, name: str) -> None:
