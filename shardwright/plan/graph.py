@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jax_extra import SAVED
 from shardlib.equations import CALLS, axes_of, body_of, frames_of, is_variable, scan_counts
 from shardlib.places import is_users, place
 from shardwright.compiled.lines import phase_of
@@ -41,6 +42,9 @@ class Site(NamedTuple):
     line: str
     phase: str
     task: str
+
+
+NOWHERE = Site("", "", "")
 
 
 @dataclasses.dataclass(eq=False)
@@ -131,12 +135,12 @@ def graph_of(jaxpr: Any, sizes: Mapping[str, int], ins: Sequence[Value] | None =
     """
     body, _ = body_of(jaxpr)
     scope = scope or _Scope("", "", sizes)
-    ins = [_value(var, Site("", "", "")) for var in body.invars] if ins is None else list(ins)
+    ins = [_value(var, NOWHERE) for var in body.invars] if ins is None else list(ins)
     env = dict(zip(body.invars, ins, strict=True))
-    env |= {var: _value(var, Site("", "", "")) for var in body.constvars}
+    env |= {var: _value(var, NOWHERE) for var in body.constvars}
     nodes: list[Node] = []
     _add(body, env, nodes, scope)
-    outs = [env[var] if is_variable(var) else _value(var, Site("", "", "")) for var in body.outvars]
+    outs = [env[var] if is_variable(var) else _value(var, NOWHERE) for var in body.outvars]
     return Graph(ins, nodes, outs)
 
 
@@ -173,36 +177,36 @@ def _line_of(eqn: Any) -> str:
 
 
 def _add(body: Any, env: dict, nodes: list[Node], scope: _Scope) -> None:
-    read = lambda vars: [env[var] for var in vars if is_variable(var)]
     for eqn in (eqn for eqn in body.eqns if eqn.outvars):
         op, (site, stack) = eqn.primitive.name, _site(eqn, scope)
         inner = _Scope(stack, site.line, scope.sizes)
         name = str(eqn.params.get("name", ""))
         # What JAX takes out of a kernel's call ahead of it only passes operands on.
         is_kernel = name.startswith(KERNEL) and len(body_of(eqn.params["jaxpr"])[0].eqns) > 1
-        if op in CALLS and not is_kernel:
-            _inline(eqn.params[CALLS[op]], eqn, env, nodes, inner)
-        elif op == "shard_map":
-            _inline(eqn.params["jaxpr"], eqn, env, nodes, inner)
-        elif op == "scan" and eqn.params["length"] == 1:
-            _inline_one_turn(eqn, env, nodes, inner, site)
-        elif op in ALIASES or _keeps_size(eqn) or (op in _COLLECTIVE_OF and _devices(eqn, scope) == 1):
-            _rename(eqn, env, site)
+        axes = tuple(axis for axis in axes_of(eqn) if scope.sizes.get(axis, 1) > 1) if op in _COLLECTIVE_OF else ()
+        # XLA takes a scan of one turn out of its loop.
+        if (op in CALLS and not is_kernel) or op == "shard_map" or (op == "scan" and eqn.params["length"] == 1):
+            _inline(eqn, env, nodes, inner, site)
+        elif op in ALIASES or _keeps_size(eqn) or (op in _COLLECTIVE_OF and not axes):
+            for var, out in zip(eqn.invars, eqn.outvars, strict=False):
+                env[out] = _renamed(out, var, env, site)
+                if op == "name":
+                    _mark(env[out].root, name, site)
         else:
             bodies = [_body(part, eqn, env, inner) for part in _bodies(eqn)]
+            ins = [env[var] if is_variable(var) else None for var in eqn.invars]
             outs = [_value(var, site) for var in eqn.outvars]
-            axes = tuple(axis for axis in axes_of(eqn) if scope.sizes.get(axis, 1) > 1) if op in _COLLECTIVE_OF else ()
+            env |= dict(zip(eqn.outvars, outs, strict=True))
             kind = KERNEL if is_kernel else _COLLECTIVE_OF.get(op, op)
             carried = scan_counts(eqn) if op == "scan" else (0, 0)
-            nodes.append(Node(kind, read(eqn.invars), outs, eqn.params, site, bodies, axes, carried))
-            env |= dict(zip(eqn.outvars, outs, strict=True))
-            if op in _NAMED and is_variable(eqn.invars[0]):
-                outs[0].name = env[eqn.invars[0]].name
-            if op in WRITING and is_variable(eqn.invars[0]):
-                outs[0].of = env[eqn.invars[0]]
-                _take_site(outs[0], nodes[-1].ins[1 if op == "dynamic_update_slice" else -1])
-            if bodies:
-                _write_in_place(nodes[-1], eqn)
+            operands = [x for x in ins if x is not None]
+            nodes.append(Node(kind, operands, outs, eqn.params, site, bodies, axes, carried))
+            if op in _NAMED and operands:
+                outs[0].name = operands[0].name
+            if op in WRITING:
+                _write(outs[0], ins[0], ins[1 if op == "dynamic_update_slice" else -1])
+            elif bodies:
+                _write_in_place(nodes[-1], ins)
 
 
 def _keeps_size(eqn: Any) -> bool:
@@ -211,20 +215,52 @@ def _keeps_size(eqn: Any) -> bool:
     return eqn.primitive.name == "broadcast_in_dim" and size(eqn.invars[0]) == size(eqn.outvars[0])
 
 
+def _bodies(eqn: Any) -> list[Any]:
+    p = eqn.params
+    of = {"scan": lambda: [p["jaxpr"]], "while": lambda: [p["body_jaxpr"]], "cond": lambda: list(p["branches"])}
+    return of.get(eqn.primitive.name, list)()
+
+
 def _body(jaxpr: Any, eqn: Any, env: dict, scope: _Scope) -> Graph:
     """The body of a loop or a branch, whose operands have the names of those outside."""
     body, _ = body_of(jaxpr)
     operands = eqn.invars[len(eqn.invars) - len(body.invars) :]
     names = (env[var].name if is_variable(var) else "" for var in operands)
-    ins = [_value(var, Site("", "", ""), name=name) for var, name in zip(body.invars, names, strict=True)]
+    ins = [_value(var, NOWHERE, name=name) for var, name in zip(body.invars, names, strict=True)]
     return graph_of(jaxpr, scope.sizes, ins, scope)
 
 
-def _take_site(into: Value, written: Value) -> None:
-    """Notes of the array that `into` is in memory what is written into it."""
-    owner, made = into.root, written.root
-    if made.site.line:
-        owner.site, owner.kind = made.site, owner.kind or _stack_kind(made)
+def _renamed(var: Any, of: Any, env: dict, site: Site) -> Value:
+    """A value for `var` in the memory of the variable `of`; of its own where that is a literal."""
+    known = env[of] if is_variable(of) else None
+    return _value(var, site, of=known, name=known.name if known else "")
+
+
+def _inline(eqn: Any, env: dict, nodes: list[Node], scope: _Scope, site: Site) -> None:
+    body, _ = body_of(eqn.params[CALLS.get(eqn.primitive.name, "jaxpr")])
+    inner = {var: _renamed(var, outer, env, site) for var, outer in zip(body.invars, eqn.invars, strict=True)}
+    inner |= {var: _value(var, site) for var in body.constvars}
+    _add(body, inner, nodes, scope)
+    env |= {out: _renamed(out, var, inner, site) for out, var in zip(eqn.outvars, body.outvars, strict=True)}
+
+
+# ---- what is in whose memory --------------------------------------------------------------------------------------
+
+
+def _mark(value: Value, name: str, site: Site) -> None:
+    """Notes what a name says of a value: that it is a gradient, or saved at this line."""
+    if name == SAVED:
+        value.kind, value.site = value.kind or "saved", site
+    elif name == "gradient":
+        value.kind = value.kind or "gradients"
+
+
+def _write(into: Value, owner: Value | None, written: Value) -> None:
+    """Notes that `into` is in the memory of `owner`, of which is known what is written there."""
+    into.of = owner
+    if written.root.site.line:
+        into.root.site = written.root.site
+        into.root.kind = into.root.kind or _stack_kind(written.root)
 
 
 def _stack_kind(made: Value) -> str:
@@ -232,87 +268,22 @@ def _stack_kind(made: Value) -> str:
     return {"forward": "saved", "backward": "gradients"}.get(made.site.phase, "") if made.shape else ""
 
 
-def _devices(eqn: Any, scope: _Scope) -> int:
-    return math.prod(scope.sizes.get(axis, 1) for axis in axes_of(eqn))
-
-
-def _bodies(eqn: Any) -> list[Any]:
-    by_op = {"scan": ("jaxpr",), "while": ("body_jaxpr",), "cond": ("branches",)}
-    found = [eqn.params[key] for key in by_op.get(eqn.primitive.name, ())]
-    return list(found[0]) if found and isinstance(found[0], tuple | list) else found
-
-
-def _rename(eqn: Any, env: dict, site: Site) -> None:
-    for var, out in zip(eqn.invars, eqn.outvars, strict=False):
-        new = _value(out, site)
-        if is_variable(var):
-            new.of, new.name = env[var], env[var].name
-            if eqn.primitive.name == "name":
-                kind = {"gradient": "gradients"}.get(
-                    eqn.params["name"], "saved" if "saved" in eqn.params["name"] else ""
-                )
-                new.root.kind = new.root.kind or kind
-                new.root.site = site if kind == "saved" else new.root.site
-        env[out] = new
-
-
-def _inline(jaxpr: Any, eqn: Any, env: dict, nodes: list[Node], scope: _Scope) -> None:
-    body, _ = body_of(jaxpr)
-    site = Site(scope.line, "", "")
-    given = [env[var] if is_variable(var) else _value(var, site) for var in eqn.invars]
-    inner = dict(zip(body.invars, given, strict=True))
-    inner |= {var: _value(var, site) for var in body.constvars}
-    _add(body, inner, nodes, scope)
-    for out, var in zip(eqn.outvars, body.outvars, strict=True):
-        env[out] = inner[var] if is_variable(var) else _value(var, site)
-
-
-def _inline_one_turn(eqn: Any, env: dict, nodes: list[Node], scope: _Scope, site: Site) -> None:
-    """A scan of one turn, which XLA takes out of its loop."""
-    body, _ = body_of(eqn.params["jaxpr"])
-    renamed = lambda var, of: _value(var, site, of=of, name=of.name)
-    inner = {}
-    for outer, var in zip(eqn.invars, body.invars, strict=True):
-        inner[var] = renamed(var, env[outer]) if is_variable(outer) else _value(var, site)
-    inner |= {var: _value(var, site) for var in body.constvars}
-    _add(body, inner, nodes, scope)
-    for out, var in zip(eqn.outvars, body.outvars, strict=True):
-        env[out] = renamed(out, inner[var]) if is_variable(var) else _value(out, site)
-
-
-def _write_in_place(node: Node, eqn: Any) -> None:
-    """Notes which results of a loop or a condition take the memory of an operand, and where stacks are made."""
-    operands = list(eqn.invars)
-    variables = iter(node.ins)
-    given = [next(variables) if is_variable(var) else None for var in operands]
-    if node.op == "scan":
-        consts, carried = node.carried
-        body = node.bodies[0]
-        for i, (out, inside) in enumerate(zip(node.outs, body.outs, strict=True)):
-            if i >= carried:
-                made = inside.root if inside.root.site.line else node.outs[i]  # what is carried in has no line
-                out.site, out.kind = made.site, _stack_kind(made)
-            elif (operand := given[consts + i]) is not None:
-                out.of = operand
-                _take_site(operand, inside)
-            else:
-                out.site = inside.root.site
-    elif node.op == "cond":
-        given = given[1:]  # without the number of the branch
-        for i, out in enumerate(node.outs):
-            roots = [branch.outs[i].root for branch in node.bodies]
-            of_first = next((j for j, x in enumerate(node.bodies[0].ins) if x is roots[0]), None)
-            alike = (
-                [branch.ins[of_first] is root for branch, root in zip(node.bodies, roots, strict=True)]
-                if of_first is not None
-                else [False]
-            )
-            made = max(roots, key=lambda root: bool(root.site.line))
-            if all(alike):
-                out.of = given[of_first]
-                _take_site(out, made)
+def _write_in_place(node: Node, ins: list[Value | None]) -> None:
+    """Notes which results of a loop or of branches take the memory of an operand, and where others are made."""
+    consts, carried = node.carried
+    for i, out in enumerate(node.outs):
+        roots = [body.outs[i].root for body in node.bodies]
+        made = max(roots, key=lambda root: bool(root.site.line))
+        if node.op == "scan" and i >= carried:  # a stack; what is carried in has no line
+            out.site = made.site if made.site.line else node.site
+            out.kind = _stack_kind(made if made.site.line else out)
+        elif node.op == "scan":
+            _write(out, ins[consts + i], made)
+        elif node.op == "while":
+            out.of = ins[len(ins) - len(node.outs) + i]
+        else:
+            at = next((j for j, x in enumerate(node.bodies[0].ins) if x is roots[0]), None)
+            if at is not None and all(body.ins[at] is root for body, root in zip(node.bodies, roots, strict=True)):
+                _write(out, ins[1 + at], made)
             else:
                 out.site = made.site
-    elif node.op == "while":
-        for out, operand in zip(node.outs, given[len(given) - len(node.outs) :], strict=True):
-            out.of = operand

@@ -133,6 +133,9 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
         sys.exit(130)
     except Refused as error:
         sys.exit(str(error))
+    except BrokenPipeError:  # a reader such as `head` has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except Exception as error:
         told = isinstance(error, OSError) and refusal(error)  # such as of the directory of a sweep
         if os.environ[FULL_ERROR] == "1" or not (told or is_of_composing(error)):
