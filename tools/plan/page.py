@@ -1,6 +1,5 @@
 """A plan as a page of HTML, one file that refers to no other, in the style of tools.report."""
 
-import collections
 import html
 import math
 from collections.abc import Sequence
@@ -8,21 +7,20 @@ from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
 from shardwright.compiled.lines import WITHOUT_LINE
-from shardwright.compiled.table import in_numbers
 from shardwright.plan.plan import Plan, by_line
-from tools.plan.screen import GIB, Table, digits, parts_of, tables_of, text_of, title_of
+from tools.plan.screen import GIB, Table, answer, digits, parts_of, tables_of, text_of, title_of
 from tools.report.page import TEMPLATES, page_of
 from tools.report.plots import LOG, Panel, colour
 
 BARS, ROWS = 16, 15
 """Lines of a plot; rows of a table that are shown at once."""
-KINDS = ("saved", "weights", "optimizer", "gradients", "gathered", "working", "batch", "")
-"""Of memory, in the order of their colours. Of others the kind is not given."""
-PHASES = {"forward": "forward", "backward": "backward", "again": "again", "": "other", "update": "update"}
-_ROOF = "#d0453f"
+KINDS = ("saved", "weights", "optimizer", "gradients", "gathered", "working", "batch", "others")
+"""Of memory, in the order of their colours."""
+PHASES = {"backward": "diamond", "forward": "circle", "again": "square", "update": "cross", "": "x"}
+"""Symbols of the roofline's points."""
+_LIMIT = "#d0453f"
 _ABOVE = {"legend": {"bgcolor": "rgba(0,0,0,0)", "orientation": "h", "x": 0, "y": 1, "yanchor": "bottom"}}
-_BARS = _ABOVE | {"barmode": "stack", "bargap": 0.25, "showlegend": True}
-_DOWN = {"autorange": "reversed", "type": "category", "ticksuffix": " "}
+_DOWN = {"autorange": "reversed", "type": "category", "ticksuffix": " ", "dtick": 1}
 
 
 class Part(NamedTuple):
@@ -35,106 +33,88 @@ class Part(NamedTuple):
 def page(plan: Plan, name: str, more: Sequence[str] = ()) -> str:
     """The page of the configuration of this name. `more` are lines under the answer."""
     tables = tables_of(plan, by_tensor=True)
-    panels = [memory_panel(tables[0], plan.chip.memory_bytes)], [], [time_panel(plan), roofline(plan)]
+    panels = [memory_panel(tables[0], plan.chip.memory_bytes / GIB)], [], [time_panel(plan), roofline(plan)]
     sections = [(Part("changes", "What would give most"), "plan.html", {"more": more})] if more else []
-    for table, shown in zip(tables, panels, strict=True):
-        title = table.title.partition(":")[0].partition(" ")[0]
-        sections.append((Part(title.lower(), title), "plan.html", {"table": table, "panels": shown, "first": ROWS}))
-    top = {"title": title_of(plan, name), "figures": figures(plan)}
+    for title, table, shown in zip(("Memory", "Communication", "Time and work"), tables, panels, strict=True):
+        part = Part(title.split()[-1].lower(), title)
+        sections.append((part, "plan.html", {"part": part, "table": table, "panels": shown, "first": ROWS}))
+    top = {"title": title_of(plan, name), "figures": answer(plan)}
     return page_of(top, sections, [Path(__file__).parent / "templates", TEMPLATES])
-
-
-def figures(plan: Plan) -> list[tuple[str, str, str]]:
-    """Name of each figure of the answer, the figure, and what it means."""
-    low, high = (digits(x) for x in plan.range)
-    over = plan.step.peak - plan.chip.memory_bytes
-    fits = "fits" if plan.fits else f"{digits(over / GIB)} GiB too much"
-    found = [
-        ("step", f"{digits(plan.seconds)} s", f"between {low} and {high}"),
-        ("speed", f"{in_numbers(plan.tokens_per_second)}", "tokens/s, of all devices"),
-        ("MFU", f"{100 * plan.mfu:.1f} %", f"of {in_numbers(plan.chip.peak_of(plan.step.facts.dtype))}FLOP/s"),
-        ("memory", f"{digits(plan.step.peak / GIB)} GiB", f"of {digits(plan.chip.memory_bytes / GIB)}: {fits}"),
-        ("run", f"{digits(plan.days)} days", f"{plan.steps:,} steps of {in_numbers(plan.step.facts.tokens)} tokens"),
-    ]
-    price = plan.chip.price_per_hour
-    return found if price is None else [*found, ("cost", f"${digits(plan.dollars)}", f"${price:g} an hour and device")]
 
 
 def _short(line: str) -> str:
     return PurePath(line).name
 
 
+def _bars(name: str, number: int, bars: list[tuple[str, float, float, str]]) -> dict[str, Any]:
+    """Bars of one colour: what each is of, its length, where it begins, and what a pointer over it shows."""
+    y, x, base, texts = map(list, zip(*bars, strict=True))
+    trace = {"type": "bar", "orientation": "h", "name": name, "y": y, "x": x, "base": base}
+    return trace | {"marker": {"color": colour(number)}, "hovertext": texts, "hoverinfo": "text"}
+
+
+def _text(head: str, line: str) -> str:
+    return f"{html.escape(head)}<br>{html.escape(text_of(line))}"
+
+
 def memory_panel(table: Table, limit: float) -> Panel:
     """Each line's memory begins where that of the line above ends. The chip's limit is a line."""
-    panel = Panel("Memory of a device at the peak, GiB", "GiB", _DOWN, wide=True)
-    bars, total = collections.defaultdict(list), 0.0
-    for size, _, kind, _, line, text in table.cut(BARS - 1):
-        name = f"{_short(line)} {kind or ''}".strip()
-        bars[kind or ""].append((name, size, total, f"{name}: {digits(size)} GiB<br>{html.escape(text)}"))
+    bars, names, total = {}, [], 0.0
+    for size, _, kind, _, line, _ in table.cut(BARS - 1):
+        names.append(f"{_short(line)} {kind or ''}".strip())
+        text = _text(f"{names[-1]}: {digits(size)} GiB, together {digits(total + size)}", line)
+        bars.setdefault(kind or "others", []).append((names[-1], size, total, text))
         total += size
-    for kind, rows in bars.items():
-        names, sizes, bases, texts = map(list, zip(*rows, strict=True))
-        trace = {"type": "bar", "orientation": "h", "y": names, "x": sizes, "base": bases, "hovertext": texts}
-        style = {"hoverinfo": "text", "marker": {"color": colour(KINDS.index(kind))}}
-        panel.traces.append(trace | style | {"name": kind or "others", "legendgroup": "0"})
-    panel.layout = _BARS | _limit(limit / GIB)
-    return panel
-
-
-def _limit(x: float) -> dict[str, Any]:
-    """A line down at x, with its figure."""
-    shape = {"type": "line", "x0": x, "x1": x, "y0": 0, "y1": 1, "yref": "paper", "line": {"color": _ROOF, "width": 2}}
-    words = {"x": x, "y": 0, "yref": "paper", "text": f"{digits(x)} GiB", "showarrow": False, "yanchor": "bottom"}
-    return {"shapes": [shape], "annotations": [words | {"xanchor": "right", "xshift": -4}]}
+    traces = [_bars(kind, i, bars[kind]) for i, kind in enumerate(KINDS) if kind in bars]
+    ends = {"mode": "lines", "x": [limit, limit], "y": [names[0], names[-1]], "hoverinfo": "x+name"}
+    traces.append({"type": "scatter", "name": "limit of the chip", "line": {"color": _LIMIT}} | ends)
+    order = {"categoryorder": "array", "categoryarray": names}
+    return Panel("By line: each begins where the one above ends", "GiB", _DOWN | order, traces, True, _ABOVE)
 
 
 def time_panel(plan: Plan) -> Panel:
-    """Milliseconds of a step by line: computing, and waiting for messages."""
-    panel = Panel("Time of a step by line, ms", "ms", _DOWN, wide=True)
+    """Milliseconds of a step by line: computing, and waiting."""
     lines = [(line or WITHOUT_LINE, rows) for line, rows in by_line(plan.rows).items()]
-    rest = [row for _, rows in lines[BARS - 1 :] for row in rows]
-    shown = [*lines[: BARS - 1], (f"{len(lines) - BARS + 1} others", rest)] if rest else lines
-    for i, (name, waits) in enumerate({"computing": False, "waiting for messages": True}.items()):
-        ms = [1e3 * sum(row.exposed for row in rows if (row.op.kind == "collective") == waits) for _, rows in shown]
-        texts = [
-            f"{line}: {digits(x)} ms {name}<br>{html.escape(text_of(line))}"
-            for x, (line, _) in zip(ms, shown, strict=True)
-        ]
-        trace = {"type": "bar", "orientation": "h", "y": [_short(line) for line, _ in shown], "x": ms}
-        style = {"hovertext": texts, "hoverinfo": "text", "marker": {"color": colour(i)}}
-        panel.traces.append(trace | style | {"name": name, "legendgroup": "0"})
-    for name, seconds in parts_of(plan).items():
-        if name not in ("computing", "waiting for messages") and seconds > 0:
-            style = {"marker": {"color": colour(len(panel.traces))}, "hovertemplate": "%{x:.3g} ms<extra></extra>"}
-            trace = {"type": "bar", "orientation": "h", "y": [name], "x": [1e3 * seconds], "name": name}
-            panel.traces.append(trace | style | {"legendgroup": "0"})
-    panel.layout = _BARS
-    return panel
+    if rest := lines[BARS:]:
+        lines = [*lines[:BARS], (f"{len(rest)} others", [row for _, rows in rest for row in rows])]
+    parts = parts_of(plan)
+    bars: dict[str, list] = {name: [] for name, seconds in parts.items() if seconds > 0.001 * plan.seconds}
+    for line, rows in lines:
+        computed, waited = (
+            1e3 * sum(row.exposed for row in rows if (row.op.kind == "collective") == sent) for sent in (False, True)
+        )
+        for name, ms, base in (("computing", computed, 0.0), ("waiting for messages", waited, computed)):
+            if ms and name in bars:
+                bars[name].append((_short(line), ms, base, _text(f"{line}: {digits(ms)} ms {name}", line)))
+    for name in [name for name in bars if not bars[name]]:
+        bars[name] = [(name, 1e3 * parts[name], 0.0, f"{digits(1e3 * parts[name])} ms {name}")]
+    traces = [_bars(name, i, rows) for i, (name, rows) in enumerate(bars.items())]
+    order = {"categoryorder": "array", "categoryarray": [_short(line) for line, _ in lines]}
+    return Panel(
+        "A step's time by line", "ms", _DOWN | order, traces, True, _ABOVE | {"showlegend": True, "barmode": "overlay"}
+    )
 
 
 def roofline(plan: Plan) -> Panel:
     """Products and attention: FLOP/s by FLOPs a byte, beneath what the chip computes and moves at most."""
-    panel = Panel("Roofline: TFLOP/s by FLOPs for each byte of memory", "FLOPs/byte", LOG, wide=True)
     chip, rows = plan.chip, [row for row in plan.rows if row.op.flops and row.op.traffic and row.seconds]
-    peak = chip.peak_of(plan.step.facts.dtype)
+    peak, each_byte = chip.peak_of(plan.step.facts.dtype), [row.op.flops / row.op.traffic for row in rows]
     ridge = peak / chip.memory_bandwidth
-    intensity = [row.op.flops / row.op.traffic for row in rows]
-    ends = [min([ridge / 8, *intensity]), ridge, max([ridge * 8, *intensity])]
-    roof = {"type": "scatter", "mode": "lines", "line": {"color": _ROOF, "width": 2}, "hoverinfo": "skip"}
-    roof |= {"x": ends, "y": [min(peak, chip.memory_bandwidth * x) / 1e12 for x in ends], "name": "the chip"}
-    panel.traces.append(roof | {"legendgroup": "0"})
-    for i, (phase, name) in enumerate(PHASES.items()):
-        points = [(x, row) for x, row in zip(intensity, rows, strict=True) if row.op.phase == phase]
+    ends = [min([ridge / 8, *each_byte]), ridge, max([ridge * 8, *each_byte])]
+    roof = {"x": ends, "y": [min(peak, chip.memory_bandwidth * x) / 1e12 for x in ends], "hoverinfo": "skip"}
+    traces = [{"type": "scatter", "mode": "lines", "name": "the chip", "line": {"color": _LIMIT}} | roof]
+    for i, (phase, symbol) in enumerate(PHASES.items()):
+        points: list[tuple[float, float, float, str]] = []
+        for x, row in zip(each_byte, rows, strict=True):
+            if row.op.phase == phase:
+                rate, size = row.op.flops * row.op.count / row.seconds / 1e12, math.sqrt(row.seconds / plan.seconds)
+                head = f"{row.op.line}: {row.op.what}, {digits(rate)} TFLOP/s, {digits(1e3 * row.seconds)} ms"
+                points.append((x, rate, 6 + 50 * size, _text(head, row.op.line)))
         if points:
-            rates = [row.op.flops * row.op.count / row.seconds / 1e12 for _, row in points]
-            texts = [
-                f"{row.op.line}: {html.escape(row.op.what)}<br>{digits(rate)} TFLOP/s, {digits(1e3 * row.seconds)} ms"
-                f"<br>{html.escape(text_of(row.op.line))}"
-                for rate, (_, row) in zip(rates, points, strict=True)
-            ]
-            sizes = [6 + 60 * math.sqrt(row.seconds / plan.seconds) for _, row in points]
-            trace = {"type": "scatter", "mode": "markers", "x": [x for x, _ in points], "y": rates, "name": name}
-            style = {"marker": {"size": sizes, "color": colour(i), "opacity": 0.7}, "hovertext": texts}
-            panel.traces.append(trace | style | {"hoverinfo": "text", "legendgroup": "0"})
-    panel.layout = _ABOVE | {"xaxis": {"type": "log", "title": {"text": panel.x}, "tickformat": "~g"}}
-    return panel
+            x, y, size, texts = map(list, zip(*points, strict=True))
+            marker = {"size": size, "color": colour(i), "symbol": symbol, "opacity": 0.7}
+            trace = {"type": "scatter", "mode": "markers", "name": phase or "other", "x": x, "y": y, "marker": marker}
+            traces.append(trace | {"hovertext": texts, "hoverinfo": "text"})
+    axis = {"xaxis": {"type": "log", "title": {"text": "FLOPs a byte of memory"}, "dtick": "D2"}}
+    title = "Roofline of products and attention, TFLOP/s"
+    return Panel(title, "FLOPs/byte", LOG | {"dtick": "D2"}, traces, True, _ABOVE | axis)

@@ -158,28 +158,24 @@ def parts_of(plan: Plan) -> dict[str, float]:
     return parts | {"starting layers": plan.seconds - sum(parts.values())}
 
 
-def answer(plan: Plan) -> list[tuple[str, str]]:
-    """Name and figures of each part of the answer."""
+def answer(plan: Plan) -> list[tuple[str, str, str]]:
+    """Names of the figures that matter most, the figures, and words beside them."""
     low, high = (digits(x) for x in plan.range)
-    facts, dollars = plan.step.facts, plan.dollars
-    size, limit = plan.step.peak, plan.chip.memory_bytes
-    memory_used = f"{digits(size / GIB)} of {digits(limit / GIB)} GiB: "
-    memory_used += "fits" if plan.fits else f"{digits((size - limit) / GIB)} GiB too much"
+    facts, limit, price = plan.step.facts, plan.chip.memory_bytes, plan.chip.price_per_hour
+    fits = "fits" if plan.fits else f"{digits((plan.step.peak - limit) / GIB)} GiB too much"
     most, _, kind, _, line, _ = memory(plan).rows[0]
-    parts = {name: 100 * seconds / plan.seconds for name, seconds in parts_of(plan).items()}
-    shares = ", ".join(f"{share:.0f} % {name}" for name, share in parts.items() if share > 0.5)
-    return [
-        ("step", f"{digits(plan.seconds)} s, between {low} and {high}"),
-        ("", shares),
-        ("speed", f"{in_numbers(plan.tokens_per_second)} tokens/s, MFU {100 * plan.mfu:.1f} %"),
-        (
-            "run",
-            f"{plan.steps:,} steps of {in_numbers(facts.tokens)} tokens: {digits(plan.days)} days"
-            + ("" if dollars is None else f", ${digits(dollars)}"),
-        ),
-        ("memory", memory_used),
-        ("", f"most is {digits(most)} GiB {kind}{f', of {line}' if line else ''}"),
+    parts = [(100 * s / plan.seconds, name) for name, s in parts_of(plan).items() if s > plan.seconds / 200]
+    (first, name), *others = parts
+    found = [
+        ("step", f"{digits(plan.seconds)} s", f"between {low} and {high}"),
+        ("time", f"{first:.0f} %", ", ".join([name, *(f"{share:.0f} % {x}" for share, x in others)])),
+        ("speed", f"{in_numbers(plan.tokens_per_second)}", "tokens/s, of all devices"),
+        ("MFU", f"{100 * plan.mfu:.1f} %", f"of {plan.chip.peak_of(facts.dtype) / 1e12:.0f} TFLOP/s in {facts.dtype}"),
+        ("memory", f"{digits(plan.step.peak / GIB)} GiB", f"of {digits(limit / GIB)}: {fits}"),
+        ("most", f"{digits(most)} GiB", f"{kind}{line and f', {line}'}"),
+        ("run", f"{digits(plan.days)}", f"days: {plan.steps:,} steps of {in_numbers(facts.tokens)} tokens"),
     ]
+    return found if price is None else [*found, ("cost", f"${digits(plan.dollars)}", f"${price:g} an hour and device")]
 
 
 def title_of(plan: Plan, name: str) -> str:
@@ -190,7 +186,7 @@ def title_of(plan: Plan, name: str) -> str:
 
 def as_text(plan: Plan, name: str, more: Sequence[str] = ()) -> str:
     """The plan of the configuration of this name, in lines of at most WIDTH columns. `more` are lines under it."""
-    lines = [title_of(plan, name), *(f"{part:<8}{figures}" for part, figures in answer(plan))]
+    lines = [title_of(plan, name), *(f"{part:<8}{figure:<10}{words}" for part, figure, words in answer(plan))]
     for table in tables_of(plan, by_tensor=False):
         lines += ["", table.title, *(_aligned(table) if table.rows else ["none"])]
     return "\n".join(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…" for line in [*lines, *more])

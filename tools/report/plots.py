@@ -50,7 +50,7 @@ class Panel:
     def figure(self) -> dict[str, Any]:
         """Data and layout for plotly.js. Plotly takes names and titles for HTML, so they are escaped."""
         # Of runs side by side, which the table above all plots names.
-        is_shared = len({trace["legendgroup"] for trace in self.traces}) > 1
+        is_shared = len({trace.get("legendgroup") for trace in self.traces}) > 1
         layout = _LAYOUT | {
             "xaxis": {"title": {"text": html.escape(self.x)}, "automargin": True, "zeroline": False},
             "yaxis": {"automargin": True, "zeroline": False} | self.y,

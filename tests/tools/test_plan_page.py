@@ -1,0 +1,134 @@
+"""What a user sees of a plan: on the terminal, as JSON, and as a page. The oracle is the sums of what was put in."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from browser import CHROMIUM, seen
+
+from shardwright.plan.chips import chip_of
+from shardwright.plan.plan import Plan, plan_of
+from shardwright.plan.step import Facts, Held, Step
+from shardwright.plan.work import Op
+from tools.plan.page import page
+from tools.plan.screen import GIB, SHOWN, WIDTH, as_text
+
+ROOT = Path(__file__).parents[2]
+FORBIDDEN = "f32[2]</script><script>alert(1)</script>"
+
+
+def plan(lines: int = 30, size: float = GIB) -> Plan:
+    """Of a made-up step, in which each of so many lines keeps, multiplies and sends; later ones less."""
+    held = [Held("", name, "weights", size / 2) for name in ("a", "b")]
+    held += [Held(f"train.py:{100 + i}", f"bf16[{i}]", "saved", size / (i + 1), 1e12) for i in range(lines)]
+    ops = []
+    for i in range(lines):
+        line, n = f"a_directory/with_a_name/that_is_long.py:{i + 1}", 4096 // (i + 1)
+        products = {"count": 8.0, "flops": 2.0 * n**3, "traffic": 6.0 * n * n, "shape": (1, n, n, n), "dtype": "bf16"}
+        ops += [Op(line, phase, "", "matmul", f"{n}×{n}×{n}", **products, loop=1) for phase in ("forward", "backward")]
+        ops.append(Op(line, "forward", "", "memory", f"bf16[{n}]", 8.0, 0.0, 2e6 * n, loop=1))
+        sent = {"axes": ("r",) if i % 2 else ("d",), "bytes": 1e6 * n, "timing": "waited" if i % 2 else "ahead"}
+        ops.append(Op(line, "forward", "", "collective", "all_gather", 8.0, 0.0, 2e6 * n, tensor=FORBIDDEN, **sent))
+    return plan_of(Step(ops, held, {"p": 1, "r": 8, "d": 8, "t": 1}, Facts(2**20, 4e10, "bf16", 8, 1)), H100, 1000)
+
+
+H100 = chip_of("h100")
+
+
+def tables(text: str) -> list[list[float]]:
+    """The first number of each row of each table."""
+    _, *blocks = text.split("\n\n")
+    return [[float(line.split()[0].replace(",", "")) for line in block.splitlines()[2:]] for block in blocks]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("lines", [3, 30])
+def test_the_rows_add_up_to_the_totals(lines):
+    made = plan(lines)
+    sizes, sent, done = tables(as_text(made, "ours"))
+    assert len(done) == min(2 * lines, SHOWN + 1)
+    sums = {kind: 1e3 * sum(r.seconds for r in made.rows if (r.op.kind == "collective") == kind) for kind in (0, 1)}
+    for shown, total in ((sizes, sum(x.bytes for x in made.step.held) / GIB), (sent, sums[1]), (done, sums[0])):
+        assert shown[:SHOWN] == sorted(shown[:SHOWN], reverse=True)
+        assert sum(shown) == pytest.approx(total, rel=0.02)
+
+
+@pytest.mark.quick
+def test_json_has_each_row():
+    made = plan()
+    data = json.loads(json.dumps(made.as_data()))
+    assert [array["bytes"] for array in data["memory"]] == [array.bytes for array in made.step.held]
+    assert [row["line"] for row in data["work"]] == [op.line for op in made.step.ops]
+
+
+@pytest.mark.quick
+def test_the_screen_is_80_columns_wide():
+    text = as_text(plan(), "ours", ["mesh.t=2: 3 % faster"])
+    assert max(map(len, text.splitlines())) <= WIDTH == 80
+    assert text.endswith("\nmesh.t=2: 3 % faster")
+    assert text.startswith("ours on 64 × NVIDIA H100 SXM")
+    assert re.search(r"all_gather +d near +ahead", text)
+    assert re.search(r"all_gather +r far +waited", text)
+
+
+@pytest.mark.quick
+def test_the_answer_says_what_does_not_fit():
+    sizes = 1 + sum(1 / (i + 1) for i in range(30))
+    assert f"\nmemory  {sizes:.2f} GiB  of {H100.memory_bytes / GIB:.1f}: fits\n" in as_text(plan(), "ours")
+    text, size = as_text(plan(size=40 * GIB), "ours"), 40 * sizes
+    over = f"{size - H100.memory_bytes / GIB:.0f} GiB too much"
+    assert over in text
+    assert re.search(r"^most    40\.0 GiB  (weights|saved, train.py:100)$", text, re.M)
+
+
+@pytest.mark.quick
+def test_the_page_refers_to_nothing_and_escapes_what_it_shows(tmp_path):
+    text = page(plan(), "<i>ours</i>", ["mesh.t=2: <b>faster</b>"])
+    assert "<i>ours" not in text
+    assert "<b>faster" not in text
+    assert FORBIDDEN not in text
+    # plotly.js has addresses in its code, none of which it fetches: the page forbids it.
+    own = re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
+    assert "default-src 'none'" in own
+    assert not re.search(r"""(src|href)=["'](?!#)|https?://|@import|url\(""", own)
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="there is no Chromium")
+@pytest.mark.parametrize("width", [1400, 700])
+def test_the_page_draws_memory_up_to_the_peak(tmp_path, width):
+    made, file = plan(), tmp_path / "plan.html"
+    file.write_text(page(made, "ours"))
+    program = """return {
+      memory: plots[0].data.filter(x => x.type === "bar").flatMap(x => x.x).reduce((a, b) => a + b),
+      ends: plots[0].data.filter(x => x.type === "bar").flatMap(x => x.x.map((y, i) => y + x.base[i])),
+      time: plots[1].data.flatMap(x => x.x).reduce((a, b) => a + b),
+      drawn: plots.map(x => x.querySelectorAll(".point path, path.point").length),
+      wide: document.documentElement.scrollWidth }"""
+    found = seen(file, program, width=width)
+    assert found["memory"] == pytest.approx(made.step.peak / GIB) == pytest.approx(max(found["ends"]))
+    assert found["time"] == pytest.approx(1e3 * made.seconds)
+    assert found["wide"] <= width
+    assert min(found["drawn"]) > 10
+
+
+def test_a_plan_of_a_configuration_as_json(tmp_path):
+    run = lambda name: subprocess.run(
+        [sys.executable, "-m", "tools.plan", "--config-name=c4_h100x64_7b", f"plan.output={tmp_path / name}"],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    done = run("plan.json")
+    assert done.returncode == 0, done.stderr
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert data["peak_bytes"] == pytest.approx(sum(array["bytes"] for array in data["memory"]))
+    assert data["seconds"] == pytest.approx(sum(row["exposed"] for row in data["work"]), rel=0.01)
+    # Model FLOPs without attention: 6 of each weight and token, embed apart, over 64 devices.
+    layer = 4096 * (4096 + 2 * 1024 + 4096 + 3 * 14336)
+    products = sum(row["count"] * row["flops"] for row in data["work"] if row["kind"] == "matmul")
+    assert products == pytest.approx(6 * (32 * layer + 4096 * 32768) * 512 * 4096 / 64, rel=0.01)
+    refused = run("plan.txt")
+    assert refused.returncode
+    assert refused.stderr.strip().splitlines()[-1].endswith("must end in .json or .html.")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
