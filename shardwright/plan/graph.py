@@ -141,7 +141,27 @@ def graph_of(jaxpr: Any, sizes: Mapping[str, int], ins: Sequence[Value] | None =
     nodes: list[Node] = []
     _add(body, env, nodes, scope)
     outs = [env[var] if is_variable(var) else _value(var, NOWHERE) for var in body.outvars]
-    return Graph(ins, nodes, outs)
+    return Graph(ins, _needed(nodes, outs), outs)
+
+
+def _needed(nodes: list[Node], outs: list[Value]) -> list[Node]:
+    """The operations that the results need, which are those that a compiler keeps."""
+    needed: set[Value] = set()
+    found: list[Node] = []
+
+    def need(value: Value | None) -> None:
+        while value is not None and value not in needed:
+            needed.add(value)
+            value = value.of
+
+    for value in outs:
+        need(value)
+    for node in reversed(nodes):
+        if needed.intersection(node.outs):
+            found.append(node)
+            for value in node.ins:
+                need(value)
+    return found[::-1]
 
 
 def _value(var: Any, site: Site, **more: Any) -> Value:

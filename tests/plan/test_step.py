@@ -4,6 +4,7 @@ import collections
 import math
 
 import jax
+import jax.numpy as jnp
 import pytest
 import step_text
 import tiny
@@ -12,6 +13,7 @@ import train
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import shapes_of
 from shardwright.plan.chips import chip_of
+from shardwright.plan.graph import graph_of
 from shardwright.plan.plan import plan_of
 from shardwright.run.planning import mesh_sizes, planned_step
 
@@ -55,6 +57,22 @@ def test_a_step_sends_and_multiplies_what_its_compiled_program_does(mesh):
     assert sum(op.count * op.flops for op in step.ops) == pytest.approx(multiplied, rel=0.02)
     state = sum(array.bytes for array in step.held if array.kind in ("weights", "optimizer"))
     assert state == pytest.approx(compiled.memory_analysis().argument_size_in_bytes, rel=0.01)
+
+
+def test_what_no_result_needs_is_left_out():
+    """As a compiler does; of what is written in place, the writes before the last one are needed."""
+
+    def f(x, choose):
+        jnp.sin(x)
+        y = jax.lax.cond(choose, lambda x: (jnp.cos(x), x @ x)[1], lambda x: x, x)
+        return y.at[0].set(1.0).at[1].set(2.0)
+
+    graph = graph_of(jax.make_jaxpr(f)(jnp.ones((4, 4)), True), {})
+    operations = [node.op for node in graph.nodes]
+    assert operations.count("scatter") == 2
+    assert "sin" not in operations
+    (branches,) = (node.bodies for node in graph.nodes if node.op == "cond")
+    assert [[node.op for node in branch.nodes] for branch in branches] == [[], ["dot_general"]]
 
 
 def test_flops_by_hand():
