@@ -105,7 +105,7 @@ PROFILE = "plugins/profile/2026_01_01_00_00_09"
 
 
 def write_step(run: Path) -> Path:
-    """Files of the compiled step of a run on d=4 t=2 and of its profile: 2 steps of 8 devices in which 1.6 s pass."""
+    """Files of the compiled step of a run on d=4 t=2, its plan, and its profile: 1.6 s of 8 devices in 2 steps."""
     no = {"dtype": "", "axes": "", "overlapped": None, "count": 1, "turns": 1, "sometimes": False}
     forward = no | {"where": "layers, forward", "section": 1, "phase": "forward"}
     table = {
@@ -144,4 +144,15 @@ def write_step(run: Path) -> Path:
     (run / PROFILE / "perfetto_trace.json.gz").write_bytes(b"")
     profile = {"steps": 2, "devices": 8, "seconds": 1.6, "collective": 0.2, "exposed": 0.05, "lines": times}
     (run / PROFILE / "profile_by_line.json").write_text(json.dumps(profile))
+    return write_plan(run)
+
+
+def write_plan(run: Path) -> Path:
+    """The plan of steps of 0.4 s, with an operation of line 20, two of line 10, and one that no profile shows."""
+    gather = {"line": "train.py:10", "kind": "collective", "seconds": 0.008, "exposed": 0.002}
+    work = [{"line": "train.py:20", "kind": "matmul", "seconds": 0.1, "exposed": 0.1}, gather, gather]
+    work.append({"line": "train.py:30", "kind": "memory", "seconds": 0.003, "exposed": 0.003})
+    plan = {"chip": "v5e", "seconds": 0.4, "seconds_low": 0.32, "seconds_high": 0.5, "tokens_per_second": 1600.0}
+    plan |= {"mfu": 0.5, "peak_bytes": 2 * 2**20, "memory_bytes": 2**34, "work": work}
+    (run / "plan.json").write_text(json.dumps(plan))
     return run

@@ -243,7 +243,11 @@ def test_planned_stands_beside_measured(tmp_path):
     lines = report(tmp_path, json.dumps(PLAN))
     assert lines[:2] == ["### run", ""]
     # The plan has 10 tokens in 0.2 to 0.8 s.
-    for line in ("| tokens/s | 25 (12 to 50) | 20 |", "| MFU | 50.0% | 40.0% |", "| memory | 2.00 GiB | 3.00 GiB |"):
+    for line in (
+        "| tokens/s | 25 (12 to 50) | 20 |",
+        "| MFU | 50.0% (25.0% to 100.0%) | 40.0% |",
+        "| memory | 2.00 GiB | 3.00 GiB |",
+    ):
         assert line in lines
     assert "| tokens/s | 25 | 20 |" in report(tmp_path / "no_range", json.dumps(PLAN | {"seconds_low": 0}))
     for line in ("- device: `1 x TPU v5 lite`", "- versions: `Python 3.12, jax 0.10.2`", "- state: `stopped SIGTERM`"):

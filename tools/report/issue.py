@@ -1,14 +1,12 @@
 """What runs did beside what was planned, in Markdown, to paste into an issue."""
 
 import contextlib
-import math
 
-from shardwright_data.foreign import number, one_line, read_object
-from tools.report.comparing import METRICS, Comparison
+from shardwright_data.foreign import one_line, read_object
+from tools.report.comparing import Comparison
+from tools.report.planned import expected
 from tools.report.reading import Run
 
-PLANNED = {"tokens/s": "tokens_per_second", "MFU": "mfu", "memory": "peak_bytes"}
-"""Name in plan.json of what a metric was planned to be."""
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
 
 
@@ -24,14 +22,10 @@ def _of_run(c: Comparison, run: Run) -> str:
         plan = read_object(run.directory / "plan.json")
     lines = [f"### {one_line(c.name(run), 80)}", "", "| | planned | measured |", "|---|---|---|"]
     for name in (name for name in c.metrics if name in run.values):
-        show, planned, measured = METRICS[name].show, number(plan.get(PLANNED.get(name))), c.metric(run, name)
-        expected = show(planned) if math.isfinite(planned) else ""
-        seconds, low, high = (number(plan.get(key)) for key in ("seconds", "seconds_low", "seconds_high"))
-        if expected and name == "tokens/s" and 0 < low <= high < math.inf:
-            expected += f" ({show(planned * seconds / high)} to {show(planned * seconds / low)})"
+        measured = c.metric(run, name)
         if name == "MFU" and str(facts.get("devices", "")).endswith(" cpu"):
             measured += ", which says little: the peak of a CPU is measured"
-        lines.append(f"| {name} | {expected} | {measured} |")
+        lines.append(f"| {name} | {expected(plan, name)[1]} | {measured} |")
     made = {
         "device": facts.get("devices"),
         "peak": facts.get("peak_source"),

@@ -17,38 +17,48 @@ _LINKS = {
     f"{_STEP}.txt": "the compiled step, as XLA writes it (HLO)",
     f"{_PROFILE}perfetto_trace.json.gz": "the trace of a few steps, for ui.perfetto.dev",
 }
-_FIRST = 15
+FIRST = 15
 """Number of lines that are shown at once."""
 
 
 def step_by_line(run: Run) -> dict[str, Any] | None:
     """What the section shows; None if the run wrote nothing of its step. `problems` says what cannot be read."""
     problems: list[str] = []
-    table_path, times_path = (_newest(run.directory, name) for name in (f"{_STEP}.json", f"{_PROFILE}profile*.json"))
-    links = [(path, words) for name, words in _LINKS.items() if (path := _newest(run.directory, name))]
-    if not (table_path or times_path or links):
+    table_path, times = newest(run.directory, f"{_STEP}.json"), _times(run, problems)
+    links = [(path, words) for name, words in _LINKS.items() if (path := newest(run.directory, name))]
+    if not (table_path or times or links or problems):
         return None
-    table = table_path and _read(table_path, read_table, problems)
-    times = (times_path and _read(times_path, _read_times, problems)) or []
+    table = table_path and read(table_path, read_table, problems)
     lines = _lines(table, times)
     return {
         "problems": problems,
         "facts": [(title, table.total(kind)) for kind, title in KINDS.items()] if table else [],
         "timed": bool(times),
-        "first": lines[:_FIRST],
-        "rest": lines[_FIRST:],
+        "first": lines[:FIRST],
+        "rest": lines[FIRST:],
         "links": [(quote(str(path.relative_to(run.directory))), path.name, words) for path, words in links],
     }
 
 
-def _newest(directory: Path, pattern: str) -> Path | None:
+def measured_lines(run: Run) -> list[dict[str, Any]]:
+    """The lines of the newest profile: place, text, and times in seconds and shares. Empty without a profile."""
+    return _lines(None, _times(run, []))
+
+
+def _times(run: Run, problems: list[str]) -> list[dict[str, Any]]:
+    path = newest(run.directory, f"{_PROFILE}profile*.json")
+    return (path and read(path, _read_times, problems)) or []
+
+
+def newest(directory: Path, pattern: str) -> Path | None:
     """The last file of this pattern. No link: it may lead out of the run, and its contents into the page."""
     return next((p for p in sorted(directory.glob(pattern), reverse=True) if p.is_file() and not p.is_symlink()), None)
 
 
-def _read(path: Path, read: Callable[[Path], Any], problems: list[str]) -> Any:
+def read(path: Path, reader: Callable[[Path], Any], problems: list[str]) -> Any:
+    """What `reader` returns; None, with the reason in `problems`, for what it refuses."""
     try:
-        return read(path)
+        return reader(path)
     except (OSError, ValueError) as error:
         problems.append(str(error))
         return None

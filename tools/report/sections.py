@@ -14,6 +14,7 @@ from shardwright.microscope.tables import tables_of
 from shardwright.run.files import duration
 from tools.report.comparing import METRICS, Comparison
 from tools.report.lines import step_by_line
+from tools.report.planned import planned_and_measured
 from tools.report.plots import colour, evenly, panels_of
 from tools.report.reading import AVERAGED, Run, read_samples
 
@@ -119,6 +120,7 @@ def provenance(run: Run) -> dict[str, Any]:
 SECTIONS = (
     Section("runs", "Runs", runs),
     Section("curves", "Curves", curves),
+    Section("planned", "Planned and measured", planned_and_measured),
     Section("step", "The step by source line", of_run(step_by_line)),
     Section("microscope", "Under the microscope", of_run(microscope)),
     Section("events", "What happened", of_run(events)),

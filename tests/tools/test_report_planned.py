@@ -1,0 +1,88 @@
+"""What was planned beside what was measured, in the page of tools/report."""
+
+import json
+from pathlib import Path
+
+import pytest
+from written_runs import PROFILE, write_plan, write_run, write_step
+
+from tools.report.comparing import compare_runs
+from tools.report.page import page
+from tools.report.planned import planned_and_measured
+from tools.report.reading import read_run
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    return write_step(write_run(tmp_path / "run"))
+
+
+def compared(*runs: Path):
+    return compare_runs([read_run(run) for run in runs], "run")
+
+
+def test_the_figures_have_their_range_and_ratio(run):
+    assert planned_and_measured(compared(run))["figures"] == [
+        ("time of a step", "400.00 ms (320.00 ms to 500.00 ms)", "500.00 ms", "1.25"),
+        ("tokens/s", "1.60k (1.28k to 2.00k)", "1.28k", "0.8"),
+        ("MFU", "50.0% (40.0% to 62.5%)", "120.0%", "2.4"),
+        ("memory", "2.00 MiB", "~3.00 MiB", "1.5"),
+    ]
+
+
+def test_lines_have_milliseconds_of_a_device_in_a_step(run):
+    found = planned_and_measured(compared(run))["first"]
+    assert [row["place"] for row in found] == ["train.py:20", "train.py:10", "train.py:30"]
+    # (1.2 + 0.08) s and 0.32 s of 8 devices and 2 steps; a fourth of the collective is exposed.
+    assert [row["measured"] for row in found] == [pytest.approx(x) for x in ((80, 0), (20, 5), (0, 0))]
+    assert [row["planned"] for row in found] == [pytest.approx(x) for x in ((100, 0), (16, 4), (3, 0))]
+    assert [row["ratio"] for row in found] == ["0.8", "1.25", ""]
+    text = page(compared(run))
+    assert "<td>16.000</td>\n<td>20.000</td>\n<td>1.25</td>\n<td>4.000</td>\n<td>5.000</td>" in text
+    assert "<td>3.000</td>\n<td></td>" in text
+    assert "planned for v5e" in text
+
+
+def test_the_fifteen_that_take_longest_come_first(run):
+    times = {"text": "", "share": 0.05, "collective": 0, "exposed": 0}
+    lines = [{"line": f"m.py:{i}", "seconds": i} | times for i in range(1, 21)]
+    (run / PROFILE / "profile_by_line.json").write_text(json.dumps({"steps": 1, "devices": 1, "lines": lines}))
+    found = planned_and_measured(compared(run))
+    assert [row["place"] for row in found["first"]] == [f"m.py:{i}" for i in range(20, 5, -1)]
+    assert [row["place"] for row in found["rest"][-3:]] == ["train.py:20", "train.py:10", "train.py:30"]
+
+
+def test_without_a_plan_or_alone_there_is_no_section(run, tmp_path):
+    assert planned_and_measured(compared(run, write_plan(write_run(tmp_path / "other")))) is None
+    (run / "plan.json").rename(tmp_path / "plan.json")
+    assert planned_and_measured(compared(run)) is None
+    assert 'id="planned"' not in page(compared(run))
+    (run / "plan.json").symlink_to(tmp_path / "plan.json")
+    assert planned_and_measured(compared(run)) is None
+
+
+def test_a_run_that_begins_has_what_is_planned(tmp_path):
+    (tmp_path / "run").mkdir()
+    found = planned_and_measured(compared(write_plan(tmp_path / "run")))
+    assert found["figures"][0] == ("time of a step", "400.00 ms (320.00 ms to 500.00 ms)", "–", "")
+    assert [row["measured"] for row in found["first"]] == [(0, 0)] * 3
+
+
+@pytest.mark.parametrize("content", ["", "[1]", '{"work": [{"line": 3}]}', '{"work": {}}', "[" * 10**5])
+def test_a_damaged_plan_is_said(run, content):
+    (run / "plan.json").write_text(content)
+    found = planned_and_measured(compared(run))
+    assert "plan.json" in found["problems"][0]
+    assert found["figures"] == []
+    assert "plan.json" in page(compared(run))
+
+
+@pytest.mark.parametrize("number", ["NaN", "-1e999", f"1{'0' * 400}", "0", '"x"', "null", "5e-324"])
+def test_strange_numbers_are_shown_or_left_out(run, number):
+    plan = dict.fromkeys(("seconds", "seconds_low", "seconds_high", "tokens_per_second", "mfu", "peak_bytes"), "@")
+    row = '{"line": "m.py:1", "kind": "collective", "seconds": @, "exposed": @}'
+    plain = json.dumps(plan).replace('"@"', "@").replace("}", f', "work": [{row}]}}')
+    (run / "plan.json").write_text(plain.replace("@", number))
+    assert 'id="planned"' in page(compared(run))

@@ -1,0 +1,60 @@
+"""What a run's own plan expected of it, plan.json, beside what was measured."""
+
+import math
+from typing import Any
+
+from shardwright.compiled.lines import WITHOUT_LINE
+from shardwright_data.foreign import number, read_object
+from tools.report.comparing import METRICS, Comparison
+from tools.report.lines import FIRST, measured_lines, newest, read
+from tools.report.reading import Run
+
+_PLANNED = {"tokens/s": "tokens_per_second", "MFU": "mfu", "memory": "peak_bytes"}
+"""Name in plan.json of what a metric was planned to be."""
+_KINDS = {"work?": [{"line": str, "kind": str, "seconds": float, "exposed": float}]}
+
+
+def expected(plan: dict[str, Any], name: str) -> tuple[float, str]:
+    """What a metric was planned to be, NaN if it is not known; and the same as text, of a speed with its range."""
+    planned, show = number(plan.get(_PLANNED.get(name))), METRICS[name].show
+    if not math.isfinite(planned):
+        return math.nan, ""
+    seconds, low, high = (number(plan.get(key)) for key in ("seconds", "seconds_low", "seconds_high"))
+    ranged = name != "memory" and 0 < low <= high < math.inf
+    text = f" ({show(planned * seconds / high)} to {show(planned * seconds / low)})" if ranged else ""
+    return planned, show(planned) + text
+
+
+def planned_and_measured(c: Comparison) -> dict[str, Any] | None:
+    """What the section shows; None without a plan. `problems` says what cannot be read."""
+    run, problems = c.alone, []
+    if not run or not (path := newest(run.directory, "plan.json")):
+        return None
+    plan = read(path, lambda path: read_object(path, _KINDS), problems) or {}
+    planned, low, high = (1000 * number(plan.get(key)) for key in ("seconds", "seconds_low", "seconds_high"))
+    now, ms = run.values.get("ms/step", math.nan), "{:,.2f} ms".format
+    rows = [("time of a step", planned, f"{ms(planned)} ({ms(low)} to {ms(high)})", ms(now) if now > 0 else "–", now)]
+    rows += [(name, *expected(plan, name), c.metric(run, name), run.values.get(name, math.nan)) for name in _PLANNED]
+    figures = [(name, text, measured, _ratio(value, known)) for name, value, text, measured, known in rows if plan]
+    lines = _lines(plan.get("work", []), run)
+    return {"problems": problems, "plan": plan, "figures": figures, "first": lines[:FIRST], "rest": lines[FIRST:]}
+
+
+def _lines(work: list[dict[str, Any]], run: Run) -> list[dict[str, Any]]:
+    """By line, the milliseconds of a device in a step that were planned and measured, each of all and exposed."""
+    found: dict[str, dict[str, Any]] = {}
+    at = lambda place: found.setdefault(place.removeprefix("~"), {"planned": (0.0, 0.0), "measured": (0.0, 0.0)})
+    for row in work:
+        line, exposed = at(row["line"] or WITHOUT_LINE), number(row["exposed"]) * (row["kind"] == "collective")
+        line["planned"] = (line["planned"][0] + 1000 * number(row["seconds"]), line["planned"][1] + 1000 * exposed)
+    for row in measured_lines(run):
+        seconds, waited = row["seconds"], row["exposed"] / (row["share"] or 1)
+        at(row["place"]).update(text=row["text"], measured=(1000 * seconds, 1000 * seconds * waited))
+    rows = [row | {"place": x, "ratio": _ratio(row["planned"][0], row["measured"][0])} for x, row in found.items()]
+    return sorted(rows, key=lambda row: (row["measured"], row["planned"]), reverse=True)
+
+
+def _ratio(planned: float, measured: float) -> str:
+    """Measured by planned; empty where one is not known."""
+    found = float(measured) / planned if planned > 0 and measured > 0 else math.nan
+    return (f"{found:,.0f}" if found >= 100 else f"{found:.3g}") if math.isfinite(found) else ""
