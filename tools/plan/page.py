@@ -115,6 +115,7 @@ def roofline(plan: Plan) -> Panel:
             marker = {"size": size, "color": colour(i), "symbol": symbol, "opacity": 0.7}
             trace = {"type": "scatter", "mode": "markers", "name": phase or "other", "x": x, "y": y, "marker": marker}
             traces.append(trace | {"hovertext": texts, "hoverinfo": "text"})
-    axis = {"xaxis": {"type": "log", "title": {"text": "FLOPs a byte of memory"}, "dtick": "D2"}}
+    ticks = LOG | {"tickvals": [digit * 10.0**power for power in range(-3, 7) for digit in (1, 2, 5)]}
+    axis = {"xaxis": ticks | {"title": {"text": "FLOPs a byte of memory"}}}
     title = "Roofline of products and attention, TFLOP/s"
-    return Panel(title, "FLOPs/byte", LOG | {"dtick": "D2"}, traces, True, _ABOVE | axis)
+    return Panel(title, "FLOPs/byte", ticks, traces, True, _ABOVE | axis)

@@ -8,8 +8,9 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from shardwright.compiled.lines import WITHOUT_LINE
-from shardwright.compiled.table import in_numbers
+from shardwright.compiled.table import in_bytes, in_numbers
 from shardwright.plan.plan import Plan, Row
+from shardwright.run.files import duration
 
 GIB = 2**30
 WHOLE = ("weights", "optimizer", "batch")
@@ -123,14 +124,14 @@ def communication(plan: Plan, by_tensor: bool) -> Table:
 
 
 def bound_of(plan: Plan, rows: Iterable[Row]) -> str:
-    """What most of the time goes into: memory, or compute."""
-    rows = list(rows)
-    moved = sum(row.op.count * plan.chip.memory_s(row.op.traffic) for row in rows if not _computes(plan, row))
-    return "memory" if moved > sum(row.seconds for row in rows) / 2 else "compute"
-
-
-def _computes(plan: Plan, row: Row) -> bool:
-    return row.op.flops / plan.chip.peak_of(row.op.dtype) > row.op.traffic / plan.chip.memory_bandwidth
+    """What most of the time goes into: to compute, to move memory, or to launch kernels."""
+    spent, chip = {"compute": 0.0, "memory": 0.0, "launch": 0.0}, plan.chip
+    for row in rows:
+        launch = row.op.count * chip.launch_s
+        computes = row.op.flops / chip.peak_of(row.op.dtype) > row.op.traffic / chip.memory_bandwidth
+        spent["launch"] += launch
+        spent["compute" if computes else "memory"] += row.seconds - launch
+    return max(spent, key=spent.__getitem__)
 
 
 def work(plan: Plan) -> Table:
@@ -143,8 +144,8 @@ def work(plan: Plan) -> Table:
         share, where = 100 * seconds / plan.seconds, line or WITHOUT_LINE
         rows.append((1e3 * seconds, share, flops / 1e12, of_peak, bound_of(plan, same), phase, where, text_of(line)))
     note = (
-        "%: of the step. peak %: of the chip's FLOPs. bound: what takes most of the time, computing or the memory's "
-        "bandwidth. again: the backward pass computes what the forward pass did not keep."
+        "%: of the step. peak %: of the chip's FLOPs. bound: what takes most of the time: computing, moving memory, or "
+        "launching kernels. again: the backward pass computes what the forward pass did not keep."
     )
     title = f"Work: {digits(1e3 * sum(row.exposed for row in done))} ms in a step"
     head = ("ms", "%", "TFLOP", "peak %", "bound", "phase", "line", "")
@@ -154,26 +155,28 @@ def work(plan: Plan) -> Table:
 def parts_of(plan: Plan) -> dict[str, float]:
     """Seconds of a step by what a device does in them."""
     sums = [sum(row.exposed for row in plan.rows if (row.op.kind == "collective") == sent) for sent in (False, True)]
-    parts = {"computing": sums[0], "waiting for messages": sums[1], "waiting for other stages": plan.bubble}
+    parts = {"computing": sums[0], "waiting for messages": sums[1], "waiting for stages": plan.bubble}
     return parts | {"starting layers": plan.seconds - sum(parts.values())}
 
 
 def answer(plan: Plan) -> list[tuple[str, str, str]]:
     """Names of the figures that matter most, the figures, and words beside them."""
-    low, high = (digits(x) for x in plan.range)
+    unit, size = ("s", 1.0) if plan.seconds >= 1 else ("ms", 1e-3)
+    step, low, high = (digits(x / size) for x in (plan.seconds, *plan.range))
     facts, limit, price = plan.step.facts, plan.chip.memory_bytes, plan.chip.price_per_hour
-    fits = "fits" if plan.fits else f"{digits((plan.step.peak - limit) / GIB)} GiB too much"
+    fits = "fits" if plan.fits else f"{in_bytes(plan.step.peak - limit)} too much"
     most, _, kind, _, line, _ = memory(plan).rows[0]
     parts = [(100 * s / plan.seconds, name) for name, s in parts_of(plan).items() if s > plan.seconds / 200]
     (first, name), *others = parts
+    run, of = (digits(plan.days), "days for") if plan.days >= 1 else (duration(86400 * plan.days), "hours for")
     found = [
-        ("step", f"{digits(plan.seconds)} s", f"between {low} and {high}"),
+        ("step", f"{step} {unit}", f"between {low} and {high}"),
         ("time", f"{first:.0f} %", ", ".join([name, *(f"{share:.0f} % {x}" for share, x in others)])),
-        ("speed", f"{in_numbers(plan.tokens_per_second)}", "tokens/s, of all devices"),
+        ("speed", in_numbers(plan.tokens_per_second), "tokens/s, of all devices"),
         ("MFU", f"{100 * plan.mfu:.1f} %", f"of {plan.chip.peak_of(facts.dtype) / 1e12:.0f} TFLOP/s in {facts.dtype}"),
-        ("memory", f"{digits(plan.step.peak / GIB)} GiB", f"of {digits(limit / GIB)}: {fits}"),
-        ("most", f"{digits(most)} GiB", f"{kind}{line and f', {line}'}"),
-        ("run", f"{digits(plan.days)}", f"days: {plan.steps:,} steps of {in_numbers(facts.tokens)} tokens"),
+        ("memory", in_bytes(plan.step.peak), f"of {in_bytes(limit)}: {fits}"),
+        ("most", in_bytes(most * GIB), f"{kind}{line and f', {line}'}"),
+        ("run", run, f"{of} {plan.steps:,} steps of {in_numbers(facts.tokens)} tokens"),
     ]
     return found if price is None else [*found, ("cost", f"${digits(plan.dollars)}", f"${price:g} an hour and device")]
 
@@ -186,7 +189,7 @@ def title_of(plan: Plan, name: str) -> str:
 
 def as_text(plan: Plan, name: str, more: Sequence[str] = ()) -> str:
     """The plan of the configuration of this name, in lines of at most WIDTH columns. `more` are lines under it."""
-    lines = [title_of(plan, name), *(f"{part:<8}{figure:<10}{words}" for part, figure, words in answer(plan))]
+    lines = [title_of(plan, name), *(f"{part:<8}{figure:<9} {words}" for part, figure, words in answer(plan))]
     for table in tables_of(plan, by_tensor=False):
         lines += ["", table.title, *(_aligned(table) if table.rows else ["none"])]
     return "\n".join(line if len(line) <= WIDTH else line[: WIDTH - 1] + "…" for line in [*lines, *more])
@@ -199,7 +202,7 @@ def _aligned(table: Table) -> list[str]:
     for i, head in enumerate(table.head):
         cells = [row[i] for row in rows]
         numbers = [x for x in cells if isinstance(x, float)]
-        decimals = places(max(numbers, default=0.0))
+        decimals = min(places(max(numbers, default=0.0)), 3)
         is_line = i == len(table.head) - 2
         if numbers:
             texts = ["" if x is None else f"{x:,.{decimals}f}" for x in cells]
