@@ -92,3 +92,15 @@ def smallest_fit(
     """Of the changes that make the step fit, the one with the fastest step. None: none of them does."""
     fitting = [change for change in planned_changes(c, sizes, chip, programs, seconds) if change.plan.fits]
     return min(fitting, key=lambda change: change.plan.seconds, default=None)
+
+
+def advice(c: Config, sizes: Mapping[str, int], now: Plan, programs: Callable, seconds: float = 4.0) -> list[str]:
+    """Lines under a plan: the changes that would give most; of a step that does not fit, the one with which it does."""
+    if not now.fits:
+        change = smallest_fit(c, sizes, now.chip, programs, seconds)
+        return ["", f"What would fit: {change or 'none of the changes of one setting that were planned'}"]
+    gains = [
+        (1 - change.plan.seconds / now.seconds, change) for change in best_changes(c, sizes, now, programs, seconds)
+    ]
+    lines = [f"{-gain:>+7.1%} time {c.plan.step.peak / 2**30:5.1f} GiB  {c}" for gain, c in gains]
+    return ["", "What would help", *(lines or ["none of the changes of one setting that were planned"])]

@@ -9,6 +9,7 @@ Traces the training step of a configuration, as `python -m train` would run it, 
 hardware does with it. docs/plan.md explains what it shows, and how near it is to measured runs.
 """
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,13 +20,15 @@ from shardwright.compiled.files import write_json, write_whole
 from shardwright.modeling.model import load_model
 from shardwright.plan.chips import chip_of
 from shardwright.plan.plan import plan_of
+from shardwright.run.changes import advice
 from shardwright.run.config import Config
-from shardwright.run.launch import start_with_section
+from shardwright.run.launch import CONFIGS, start_with_section
 from shardwright.run.planning import mesh_sizes, planned_step
 from shardwright.settings.words import say
 from shardwright_data.checks import within
 from tools.plan.page import page
 from tools.plan.screen import as_text
+from tools.plan.search import as_config, as_lines, search
 
 
 @dataclass
@@ -35,25 +38,45 @@ class PlanConfig:
     devices: int | None = within(1, 2**20, None)
     """Number of devices, where the mesh has a -1. Null: that of the mesh."""
     output: str | None = None
-    """File to write the plan to: .json, or .html for a page. Null: only the terminal."""
+    """File to write the plan to: .json, or .html for a page; with search .yaml, for a configuration. Null: only the
+    terminal."""
+    search: bool = False
+    """Whether to search for the fastest mesh, microbatches, schedule and saved values that fit, instead."""
 
 
 def job(c: Config, settings: PlanConfig) -> None:
     """Plans `c`, and shows the plan."""
     output = None if settings.output is None else Path(settings.output)
-    if output is not None and output.suffix not in (".json", ".html"):
-        raise ValueError(f"plan.output is {output}: its name must end in .json or .html.")
+    suffixes = (".yaml",) if settings.search else (".json", ".html")
+    if output is not None and output.suffix not in suffixes:
+        raise ValueError(f"plan.output is {output}: its name must end in {' or '.join(suffixes)}.")
     if c.hardware.chip is None:
         raise ValueError("hardware.chip is null: choose hardware=<name of a chip, such as h100>.")
     chip = chip_of(c.hardware.chip)
-    step = planned_step(c, load_model(c.model), mesh_sizes(c, settings.devices), chip, train.programs)
-    plan, name = plan_of(step, chip, c.training.steps), HydraConfig.get().job.config_name
-    say(as_text(plan, name))
+    hydra = HydraConfig.get()
+    name = hydra.job.config_name
+    if settings.search:
+        stated = math.prod(mesh_sizes(c, None).values()) if settings.devices is None else settings.devices
+        found = search(c, stated, chip, train.programs)
+        say("\n".join(as_lines(found)))
+        if output is not None:
+            own = [override for override in hydra.overrides.task if not override.startswith("plan.")]
+            start = f"# python -m train --config-dir={output.absolute().parent} --config-name={output.stem}\n"
+            chosen, before = dict(found[0].settings), math.prod(getattr(c.mesh, axis) for axis in ("p", "r", "d", "t"))
+            if c.distributed.count and before > 0:  # as many devices to a host as before
+                chosen["distributed.count"] = max(1, c.distributed.count * stated // before)
+            write_whole(output, start + as_config(name, own, CONFIGS, chosen))
+            say(f"\nConfiguration: {output}")
+        return
+    sizes = mesh_sizes(c, settings.devices)
+    plan = plan_of(planned_step(c, load_model(c.model), sizes, chip, train.programs), chip, c.training.steps)
+    more = advice(c, sizes, plan, train.programs)
+    say(as_text(plan, name, more))
     if output is not None:
         if output.suffix == ".json":
             write_json(output, plan.as_data())
         else:
-            write_whole(output, page(plan, name))
+            write_whole(output, page(plan, name, more))
         say(f"\nPlan: {output}")
 
 

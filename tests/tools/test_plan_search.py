@@ -1,0 +1,81 @@
+"""The search for settings: what it finds is the best of all, and the configuration that it writes composes."""
+
+import dataclasses
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import tiny
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import train
+from shardwright.modeling.model import load_model
+from shardwright.plan.chips import chip_of
+from shardwright.plan.plan import plan_of
+from shardwright.run.changes import SAVED, advice, planned_change
+from shardwright.run.config import register_schema, to_config
+from shardwright.run.planning import planned_step
+from tools.plan.search import as_config, as_lines, search
+from tools.verify.meshes import all_meshes
+
+ROOT = Path(__file__).parents[2]
+H100 = chip_of("h100")
+
+
+@pytest.mark.long
+def test_what_is_found_is_the_best_of_all():
+    c = tiny.config(tiny.model(layers=2))
+    found = search(c, 2, H100, train.programs, seconds=600.0)
+    best = math.inf
+    meshes, _ = all_meshes(c, 2)
+    for mesh, m, save in itertools.product(meshes, (1, 2), SAVED):
+        if m >= mesh["p"] and m % mesh["p"] == 0:
+            other = tiny.config(tiny.model(layers=2), microbatches=m, save=save)
+            step = planned_step(other, load_model(c.model), mesh, H100, train.programs)
+            best = min(best, plan_of(step, H100, 1).seconds)
+    assert found[0].plan.seconds <= best * (1 + 1e-9)
+    assert [change.plan.seconds for change in found] == sorted(change.plan.seconds for change in found)
+    assert all(change.plan.step.devices == 2 for change in found)
+    lines = as_lines(found)
+    assert len(lines) == 7
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_search_in_which_nothing_fits_says_so():
+    c = tiny.config(tiny.model(layers=1))
+    tight = dataclasses.replace(H100, memory_bytes=1e3)
+    with pytest.raises(ValueError, match=r"nothing fits on 2 devices: mesh\.p=1 .* needs least"):
+        search(c, 2, tight, train.programs, seconds=5.0)
+    with pytest.raises(ValueError, match="no mesh of 7 devices can be planned"):
+        search(c, 7, H100, train.programs)
+
+
+def test_the_configuration_that_is_written_composes(tmp_path):
+    settings = {"mesh.p": 2, "mesh.r": 1, "mesh.d": 2, "mesh.t": 1, "training.microbatches": 4, "training.save": "dots"}
+    settings |= {"pipeline.schedule": "zb_h1", "pipeline.virtual_stages": 1}
+    text = as_config(
+        "gpt2_124m", ["hardware=h200", "training.batch_size=64", "paths.model_name=a"], ROOT / "configs", settings
+    )
+    (tmp_path / "best.yaml").write_text(text)
+    register_schema()
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        c = to_config(compose("best", overrides=[f"hydra.searchpath=[file://{ROOT}/configs]"]))
+    assert (c.hardware.chip, c.training.batch_size, c.paths.model_name) == ("h200", 64, "a")
+    for name, value in settings.items():
+        section, field = name.split(".")
+        assert getattr(getattr(c, section), field) == value
+    assert OmegaConf.create(text).defaults[0] == "gpt2_124m"
+
+
+def test_advice_names_changes_with_their_gain():
+    c = tiny.config(microbatches=2, save="nothing")
+    sizes = {"p": 1, "r": 1, "d": 4, "t": 2}
+    now = planned_change(c, sizes, H100, train.programs, {})
+    lines = advice(c, sizes, now, train.programs, seconds=60.0)
+    assert lines[:2] == ["", "What would help"]
+    gains = [float(line.split("%")[0]) for line in lines[2:]]
+    assert len(gains) == 3
+    assert gains == sorted(gains)
+    assert gains[-1] < 0

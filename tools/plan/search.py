@@ -1,0 +1,157 @@
+"""Search for the fastest mesh, number of microbatches, schedule and saved values of a configuration that fit."""
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from shardwright.plan.chips import Chip
+from shardwright.run.changes import SAVED, Change, Settings, planned_change
+from shardwright.run.config import Config
+from shardwright.run.own_plan import duration
+
+SCHEDULES = (("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("gpipe", 1))
+"""Schedules of stages, each with a number of virtual stages."""
+KEPT = 4
+"""Number of the fastest settings that are varied."""
+PATIENCE = 2
+"""Numbers of stages, one after the other, that make no step faster before larger ones are left out."""
+_OF_STAGES = ("pipeline.schedule", "pipeline.virtual_stages")
+
+
+def search(c: Config, devices: int, chip: Chip, programs: Callable, seconds: float = 100.0) -> list[Change]:
+    """The settings that were planned and fit, the fastest first.
+
+    Begins with a mesh for each number of stages p and size t, while more of them make the step faster. Then it varies
+    the fastest, by one setting at a time, until all near the KEPT fastest are planned, or the time is over.
+
+    Args:
+        c: the configuration. Its batch and its model stay as they are.
+        devices: number of devices.
+        chip: their kind.
+        programs: train.programs.
+        seconds: to search for, at most.
+
+    Raises:
+        ValueError: nothing that was planned fits.
+    """
+    end, seen, refused, varied = time.monotonic() + seconds, {}, [""], set()
+
+    def cost(settings: Settings) -> tuple[int, float]:
+        key = _key(settings)
+        if key not in seen and time.monotonic() < end:
+            try:
+                seen[key] = Change(settings, planned_change(c, _sizes(settings), chip, programs, settings))
+            except ValueError as error:
+                seen[key], refused[0] = None, str(error)
+        return _cost(seen.get(key))
+
+    best_of_p = []
+    for p in _divisors(devices):
+        of_t = []
+        for settings in _seeds(c, devices, chip, p):
+            of_t.append(cost(settings))
+            if of_t[-1] > min(of_t):
+                break
+        best_of_p += [min(of_t)] if of_t else []
+        if len(best_of_p) > PATIENCE and min(best_of_p[-PATIENCE:]) > min(best_of_p):
+            break
+    found = lambda: sorted(filter(None, seen.values()), key=_cost)
+    while time.monotonic() < end and (todo := [x for x in found()[:KEPT] if _key(x.settings) not in varied]):
+        varied.add(_key(todo[0].settings))
+        for settings in _varied(c, todo[0], chip):
+            cost(settings)
+    if not (best := found()):
+        raise ValueError(f"no mesh of {devices} devices can be planned: {refused[0] or 'none divides the sizes'}")
+    if not best[0].plan.fits:
+        need, has = (x / 2**30 for x in (best[0].plan.step.peak, chip.memory_bytes))
+        raise ValueError(
+            f"nothing fits on {devices} devices: {best[0]} needs least, {need:.3g} of {has:.3g} GiB. Take more "
+            "devices, or a smaller training.batch_size."
+        )
+    return [change for change in best if change.plan.fits]
+
+
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def _cost(change: Change | None) -> tuple[int, float]:
+    """What is less for a faster step; of those that do not fit, for less memory."""
+    if change is None:
+        return 2, 0.0
+    return (0, change.plan.seconds) if change.plan.fits else (1, change.plan.step.peak)
+
+
+def _key(settings: Settings) -> tuple:
+    return tuple(sorted(settings.items()))
+
+
+def _sizes(settings: Settings) -> dict[str, int]:
+    return {axis: settings[f"mesh.{axis}"] for axis in ("p", "r", "d", "t")}
+
+
+def _seeds(c: Config, devices: int, chip: Chip, p: int) -> Iterator[Settings]:
+    """For each size of t a mesh of p stages, whose d is of near devices where they are enough."""
+    for t in (t for t in _divisors(devices // p) if t <= chip.near):
+        rest, batch = devices // (p * t), c.training.batch_size
+        d = max(d for d in _divisors(rest) if d * t <= chip.near)
+        if parts := [m for m in _divisors(batch) if batch % (rest * m) == 0]:
+            wanted = c.training.microbatches if p == 1 else 4 * p
+            m = min(parts, key=lambda m: abs(math.log(m / wanted)))
+            yield from _with(c, {"p": p, "r": rest // d, "d": d, "t": t}, m, c.training.save, SCHEDULES[0])
+
+
+def _with(c: Config, mesh: Mapping[str, int], m: int, save: str, schedule: tuple[str, int]) -> Iterator[Settings]:
+    """These settings, if they divide the sizes."""
+    stages = mesh["p"] * schedule[1] if mesh["p"] > 1 else 1
+    if c.model.layers % stages == 0 and c.training.batch_size % (mesh["r"] * mesh["d"] * m) == 0:
+        settings = {f"mesh.{axis}": size for axis, size in mesh.items()}
+        settings |= {"training.microbatches": m, "training.save": save}
+        yield settings | (dict(zip(_OF_STAGES, schedule, strict=True)) if mesh["p"] > 1 else {})
+
+
+def _varied(c: Config, change: Change, chip: Chip) -> Iterator[Settings]:
+    """Settings that differ in one thing. More is kept only where memory is left, and less only where it is not."""
+    settings, plan = change
+    mesh, m, save = _sizes(settings), settings["training.microbatches"], settings["training.save"]
+    schedule = tuple(settings.get(key, value) for key, value in zip(_OF_STAGES, SCHEDULES[0], strict=True))
+    for n in (2, 3, 5):
+        yield from _with(c, mesh, m * n, save, schedule)
+        if m % n == 0:
+            yield from _with(c, mesh, m // n, save, schedule)
+        for a, b in itertools.permutations(mesh, 2):
+            if mesh[a] % n == 0 and (b != "t" or mesh["t"] * n <= chip.near):
+                yield from _with(c, mesh | {a: mesh[a] // n, b: mesh[b] * n}, m, save, schedule)
+    at = SAVED.index(save) if save in SAVED else 0
+    for other in SAVED[:at] if 2 * plan.step.peak < chip.memory_bytes else SAVED[at + 1 :]:
+        yield from _with(c, mesh, m, other, schedule)
+    if mesh["p"] > 1:
+        yield from (x for other in SCHEDULES if other != schedule for x in _with(c, mesh, m, save, other))
+
+
+def as_lines(found: list[Change], count: int = 6) -> list[str]:
+    """The best settings and the runners-up, as a table of at most 80 columns."""
+    lines = ["  a step   MFU   GiB   p    r    d  t  parts  save        schedule"]
+    for settings, plan in found[:count]:
+        sizes = "{p:>3} {r:>4} {d:>4} {t:>2}".format(**_sizes(settings))
+        figures = f"{duration(plan.seconds):>8} {plan.mfu:>5.0%} {plan.step.peak / 2**30:>5.1f}"
+        stages = " ".join(str(settings[key]) for key in _OF_STAGES if key in settings)
+        kept = f"{settings['training.microbatches']:>6}  {settings['training.save']:<10}"
+        lines.append(f"{figures} {sizes} {kept}  {stages}".rstrip())
+    return lines
+
+
+def as_config(name: str, overrides: list[str], groups: Path, settings: Settings) -> str:
+    """A configuration like that of this name with these overrides, and with these settings.
+
+    `groups`: the directory of the groups that an override may choose from.
+    """
+    given = dict(text.lstrip("+").split("=", 1) for text in overrides if "=" in text and not text.startswith("~"))
+    chosen = {key: value for key, value in given.items() if (groups / key).is_dir()}
+    own = [f"{key}={value}" for key, value in ({**given, **settings}).items() if key not in chosen]
+    defaults = [name, *({f"override /{key}": value} for key, value in chosen.items()), "_self_"]
+    return OmegaConf.to_yaml(OmegaConf.merge({"defaults": defaults}, OmegaConf.from_dotlist(own)))
