@@ -22,7 +22,7 @@ class Clock:
     XLA writes the seconds of most operations ("reification_cost") from its tables of products and of NCCL on H100. It
     has none, or wrong ones, for:
 
-    - batched products, of which its table has but few: here the roofline;
+    - batched products, and those with wider results, of which its table has few or none: here the roofline;
     - reduce-scatters: here those of the program's all-gather that is nearest in bytes, by SCATTER, over as many devices
       where there is one;
     - copies: here the bytes that they read and write, by the memory's bandwidth;
@@ -32,66 +32,47 @@ class Clock:
 
     Attributes:
         lines: seconds of each line: computing, or waiting for what it sends.
-        kinds: seconds of products, batched products, other operations, and waiting.
     """
 
     def __init__(self, program: Program, table: Table, bandwidth: float, peak: float, facts: Mapping[str, Any]):
         self.program, self.line_of, self.facts = program, table.line_of, facts
-        self.bandwidth, self.peak = bandwidth, peak
-        self.lines, self.kinds = collections.Counter[str](), collections.Counter[str]()
-        self.gathers = [  # devices, bytes of the whole array, seconds
-            (*self.message(computation, i), cost)
-            for computation in program.computations.values()
-            for i in computation.instructions.values()
-            if i.opcode == "all-gather-start" and (cost := _told(i)) is not None
-        ]
+        self.bandwidth, self.peak, self.lines = bandwidth, peak, collections.Counter[str]()
+        every = [(of, i) for of in program.computations.values() for i in of.instructions.values()]
+        gathers = ((*x, _told(x[1])) for x in every if x[1].opcode == "all-gather-start")
+        self.gathers = [(*self.message(of, i), told) for of, i, told in gathers if told is not None]
 
     def seconds(self, computation: Computation, times: float = 1.0) -> float:
         """Seconds of a computation that runs so many times in a step."""
         now, sent, ready = 0.0, 0.0, {}
         for i in computation.instructions.values():
-            called = [self.program.computations[name] for name in i.called]
-            if i.opcode == "while":
-                turns = self.program.turns(i) or 1
-                now += turns * self.seconds(called[-1], times * turns)
-            elif i.opcode == "conditional":
-                body = max(called, key=lambda branch: len(branch.instructions))
-                share = self.share(body)
-                now += share * self.seconds(body, times * share)
-            elif i.opcode == "call":
-                now += self.seconds(called[0], times)
+            called, cost = [self.program.computations[name] for name in i.called], 0.0
+            if i.opcode in ("while", "conditional", "call"):
+                body = max(called, key=lambda part: len(part.instructions))
+                turns = (self.program.turns(i) or 1) if i.opcode == "while" else self.share(body)
+                now += turns * self.seconds(body, times * turns)
             elif i.opcode.endswith("-done") and i.operands[0] in ready:
-                waited = max(0.0, ready[i.operands[0]] - now)
-                self.spend(i, "waiting", waited * times)
-                now += waited
+                cost = max(0.0, ready[i.operands[0]] - now)
             elif i.opcode.endswith("-start"):
                 sent = ready[i.name] = max(now, sent) + self.of_collective(computation, i)
             elif i.opcode not in NO_WORK and '_target="__cudnn' not in i.attributes:
-                kind, cost = self.of_work(computation, i)
-                self.spend(i, kind, cost * times)
-                now += cost
+                cost = self.of_work(computation, i)
+            self.lines[(self.line_of.get(i.name) or WITHOUT_LINE).removeprefix("~")] += cost * times
+            now += cost
         return now
 
-    def spend(self, i: Instruction, kind: str, seconds: float) -> None:
-        """Adds to the sums."""
-        self.lines[(self.line_of.get(i.name) or WITHOUT_LINE).removeprefix("~")] += seconds
-        self.kinds[kind] += seconds
-
     def share(self, body: Computation) -> float:
-        """Share of the ticks in which a device does the task that a branch is; 1 of other branches."""
+        """Share of the ticks in which a device does the task that a branch is; 1 of what is no task."""
         task = next((x[1] for i in body.instructions.values() if (x := re.search(r"\btask_(\w+)", i.op_name))), None)
-        if task is None or "ticks" not in self.facts:
-            return 1.0
-        return self.facts["of_any"].get(task, self.facts["of_device"]) / self.facts["ticks"]
+        in_ticks = self.facts.get("of_any", {}).get(task, self.facts.get("of_device"))
+        return in_ticks / self.facts["ticks"] if task and in_ticks else 1.0
 
-    def of_work(self, computation: Computation, i: Instruction) -> tuple[str, float]:
-        """Kind and seconds of what computes."""
+    def of_work(self, computation: Computation, i: Instruction) -> float:
+        """Seconds of what computes."""
         products = [work for work in works_of(self.program, computation, i) if work.kind == "matmul"]
-        moved = i.bytes + _read(computation, i)
-        if any(": " in product.what for product in products):
-            return "batched", max(sum(x.size for x in products) / self.peak, moved / self.bandwidth)
-        told = _told(i)
-        return "matmul" if products else "other", moved / self.bandwidth if told is None else told
+        told, moved = _told(i), (i.bytes + _read(computation, i)) / self.bandwidth
+        if any(": " in product.what or product.dtype != i.shapes[0].dtype for product in products):
+            return max(sum(product.size for product in products) / self.peak, moved)
+        return moved if told is None else told
 
     def of_collective(self, computation: Computation, i: Instruction) -> float:
         """Seconds of a collective."""

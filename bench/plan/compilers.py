@@ -17,7 +17,7 @@ configs/hardware/gpu.yaml has it. Products on GPUs are cuBLAS's, since the choic
 Row: chip, name, config, overrides, mesh; compiler_s; bytes of one device: state_bytes of weights and optimizer, and as
 XLA has them argument_bytes, temp_bytes, output_bytes, alias_bytes, peak_bytes; flops of one device in a step, by line;
 collectives: line, phase, op, axes, dtype, how many times in a step, and the bytes that a device sends each time if its
-group is a ring. On GPUs also XLA's own prediction (bench/plan/clock.py): xla_s, xla_s_by_kind, xla_s_by_line.
+group is a ring. On GPUs also XLA's own prediction (bench/plan/clock.py): xla_s, xla_s_by_line.
 """
 
 import argparse
@@ -45,7 +45,6 @@ from shardwright.cluster.devices import known_options, make_mesh
 from shardwright.compiled.files import write_json
 from shardwright.compiled.hlo import parse, with_mesh
 from shardwright.compiled.step import describe
-from shardwright.compiled.table import Row, Table, around
 from shardwright.modeling.model import load_model
 from shardwright.run.config import check_divides, register_schema, to_config
 from shardwright.run.stages import training_table
@@ -137,8 +136,9 @@ def reading(text: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     table, flops = describe(program), collections.Counter[str]()
     state = (i for i in program.entry.instructions.values() if i.opcode == "parameter" and i.op_name[:6] == "state.")
     found: dict[str, Any] = {"state_bytes": sum(i.bytes for i in state), "collectives": []}
+    share = facts.get("of_device", 1) / facts.get("ticks", 1)  # of ticks, in which a device does a task
     for row in table.rows:
-        times = row.count * _turns(table, row, facts.get("of_device", 1) / facts.get("ticks", 1))
+        times = row.count * row.turns * (share if row.sometimes else 1)
         if row.kind == "matmul":
             flops[row.line] += row.size * times
         elif row.kind == "collective":
@@ -148,27 +148,8 @@ def reading(text: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     if facts["chip"] in GPUS:
         clock = Clock(program, table, *GPUS[facts["chip"]][2:], facts)
         found["xla_s"] = clock.seconds(program.entry)
-        found |= {"xla_s_by_kind": dict(clock.kinds), "xla_s_by_line": dict(clock.lines.most_common())}
+        found["xla_s_by_line"] = dict((+clock.lines).most_common())
     return found
-
-
-def _turns(table: Table, row: Row, branch: float) -> float:
-    """Number of turns of the loops around a row, in a step. A branch runs in this share of them."""
-    sections = [table.sections[i] for i in around(table.sections, row.section)]
-    return math.prod(branch if section.kind == "branch" else section.turns or 1 for section in sections)
-
-
-def write_row(out: Path, chip: str, name: str) -> None:
-    """Compiles a row, and writes its files."""
-    text, facts = compiled(chip, name)
-    with gzip.open(program_of(out, chip, name), "wt") as file:
-        file.write(text)
-    write_json(out / f"{chip}.{name}.json", facts | reading(text, facts))
-
-
-def program_of(out: Path, chip: str, name: str) -> Path:
-    """Path of the program of a row."""
-    return out / f"{chip}.{name}.txt.gz"
 
 
 def environment() -> dict[str, str]:
@@ -195,9 +176,11 @@ def main(arguments: list[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     failed = []
     for chip, name in itertools.product(*chosen):
-        row, begin = args.out / f"{chip}.{name}.json", time.monotonic()
+        row, program, begin = args.out / f"{chip}.{name}.json", args.out / f"{chip}.{name}.txt.gz", time.monotonic()
         if args.here:
-            write_row(args.out, chip, name)
+            text, facts = compiled(chip, name)
+            program.write_bytes(gzip.compress(text.encode()))
+            write_json(row, facts | reading(text, facts))
         elif not row.exists():
             command = [sys.executable, "-m", "bench.plan.compilers", "--here", "--out", str(args.out)]
             command += ["--only", chip, "--configs", name]
@@ -207,8 +190,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(row.stem, said if done.returncode else f"{time.monotonic() - begin:.0f} s", flush=True)
         elif args.again:
             facts = json.loads(row.read_text())
-            with gzip.open(program_of(args.out, chip, name), "rt") as file:
-                write_json(row, facts | reading(file.read(), facts))
+            write_json(row, facts | reading(gzip.decompress(program.read_bytes()).decode(), facts))
     if failed:
         sys.exit(f"not compiled: {', '.join(failed)}")
 
