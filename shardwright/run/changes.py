@@ -98,9 +98,9 @@ def advice(c: Config, sizes: Mapping[str, int], now: Plan, programs: Callable, s
     """Lines under a plan: the changes that would give most; of a step that does not fit, the one with which it does."""
     if not now.fits:
         change = smallest_fit(c, sizes, now.chip, programs, seconds)
-        return ["", f"What would fit: {change or 'none of the changes of one setting that were planned'}"]
+        return [f"{change or 'no single change that was planned'} fits"]
     gains = [
         (1 - change.plan.seconds / now.seconds, change) for change in best_changes(c, sizes, now, programs, seconds)
     ]
     lines = [f"{-gain:>+7.1%} time {c.plan.step.peak / 2**30:5.1f} GiB  {c}" for gain, c in gains]
-    return ["", "What would help", *(lines or ["none of the changes of one setting that were planned"])]
+    return lines or ["no single change that was planned"]

@@ -71,7 +71,7 @@ def job(c: Config, settings: PlanConfig) -> None:
     sizes = mesh_sizes(c, settings.devices)
     plan = plan_of(planned_step(c, load_model(c.model), sizes, chip, train.programs), chip, c.training.steps)
     more = advice(c, sizes, plan, train.programs)
-    say(as_text(plan, name, more))
+    say(as_text(plan, name, ["", "What would help", *more]))
     if output is not None:
         if output.suffix == ".json":
             write_json(output, plan.as_data())

@@ -34,7 +34,7 @@ def page(plan: Plan, name: str, more: Sequence[str] = ()) -> str:
     """The page of the configuration of this name. `more` are lines under the answer."""
     tables = tables_of(plan, by_tensor=True)
     panels = [memory_panel(tables[0], plan.chip.memory_bytes / GIB)], [], [time_panel(plan), roofline(plan)]
-    sections = [(Part("changes", "What would give most"), "plan.html", {"more": more})] if more else []
+    sections = [(Part("changes", "What would help"), "plan.html", {"more": more})] if more else []
     for title, table, shown in zip(("Memory", "Communication", "Time and work"), tables, panels, strict=True):
         part = Part(title.split()[-1].lower(), title)
         sections.append((part, "plan.html", {"part": part, "table": table, "panels": shown, "first": ROWS}))
