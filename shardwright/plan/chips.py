@@ -94,6 +94,11 @@ class Chip:
     collectives: Mapping[str, Table] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
+    @property
+    def shares_cores(self) -> bool:
+        """Whether devices are simulated on the same cores: nothing is hidden, and none waits while others compute."""
+        return self.platform == "cpu"
+
     def peak_of(self, dtype: str) -> float:
         """Dense FLOPs in a second. A dtype without a figure is multiplied as bf16."""
         return self.peak.get(dtype, self.peak["bf16"])

@@ -104,14 +104,15 @@ def plan_of(step: Step, chip: Chip, steps: int) -> Plan:
     """The plan of a run of so many steps."""
     merged = _merged(step.ops) if chip.platform != "cpu" else {}
     timed = [Row(op, s := op.count * seconds_of(op, step, chip, merged.get(op)), s) for op in step.ops]
-    rows = [row._replace(exposed=row.exposed * share) for row, share in zip(timed, _exposed(timed), strict=True)]
+    shares = [1.0] * len(timed) if chip.shares_cores else _exposed(timed)
+    rows = [row._replace(exposed=row.exposed * share) for row, share in zip(timed, shares, strict=True)]
     spent: dict[str, float] = collections.defaultdict(float)
     for row in rows:
         spent["transfer" if row.op.what == "ppermute" and not row.op.task else row.op.task] += row.exposed
     facts, bubble = step.facts, 0.0
     spent[""] += chip.layer_s * facts.layers / step.mesh.get("p", 1) * facts.microbatches
     total = sum(spent.values())
-    if step.table is not None:
+    if step.table is not None and not chip.shares_cores:
         ticks, m = len(step.table.columns["forward"]), facts.microbatches
         backward = spent["backward"] + spent["weights"]
         costs = Costs(spent["forward"] / m, backward / m, spent["transfer"] / ticks, spent["weights"] / (backward or 1))
