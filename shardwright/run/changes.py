@@ -64,11 +64,11 @@ def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
 
 
 def planned_changes(
-    c: Config, sizes: Mapping[str, int], chip: Chip, programs: Callable, seconds: float
+    c: Config, sizes: Mapping[str, int], chip: Chip, programs: Callable, seconds: float, first: str = ""
 ) -> Iterator[Change]:
-    """As many of `changes` as can be planned in so many seconds, without those that are refused."""
+    """Those of `changes` that can be planned in so many seconds and are not refused. Those of `first` come first."""
     end = time.monotonic() + seconds
-    for settings in changes(c, sizes):
+    for settings in sorted(changes(c, sizes), key=lambda settings: first not in settings):
         if time.monotonic() > end:
             return
         try:
@@ -90,7 +90,8 @@ def smallest_fit(
     c: Config, sizes: Mapping[str, int], chip: Chip, programs: Callable, seconds: float = 30.0
 ) -> Change | None:
     """Of the changes that make the step fit, the one with the fastest step. None: none of them does."""
-    fitting = [change for change in planned_changes(c, sizes, chip, programs, seconds) if change.plan.fits]
+    found = planned_changes(c, sizes, chip, programs, seconds, first="training.save")  # it changes memory most
+    fitting = [change for change in found if change.plan.fits]
     return min(fitting, key=lambda change: change.plan.seconds, default=None)
 
 
