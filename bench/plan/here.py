@@ -15,20 +15,23 @@ import os
 import statistics
 import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
 from hydra import compose, initialize_config_dir
 
 import train
-from bench.throughput.peers.ours import CONFIGS, whole_documents
+from shardlib.shardtypes import make_shardings
 from shardwright.cluster.devices import make_mesh, start_devices
 from shardwright.modeling.model import load_model
 from shardwright.plan.cpu import measured_cpu
 from shardwright.plan.plan import plan_of
 from shardwright.run.config import Config, register_schema, to_config
 from shardwright.run.planning import mesh_sizes, planned_step
+from shardwright_data.loader import TokenBatch, in_microbatches
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 DEVICES = 8
 MESHES = (
     *("r=8", "r=2 d=4", "d=8", "r=4 t=2", "d=4 t=2", "r=2 d=2 t=2", "d=2 t=4", "t=8"),
@@ -45,8 +48,7 @@ def config_of(mesh: str) -> Config:
     changes = {f"model.{name}": x for name, x in MODEL.items()} | {
         f"training.{name}": x for name, x in TRAINING.items()
     }
-    changes |= {"training.microbatches": sizes.pop("m"), "paths.model_name": "here"}
-    changes |= {f"mesh.{axis}": size for axis, size in sizes.items()}
+    changes |= {"training.microbatches": sizes.pop("m")} | {f"mesh.{axis}": size for axis, size in sizes.items()}
     register_schema()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return to_config(compose("local_test_synthetic", [f"{name}={x}" for name, x in changes.items()]))
@@ -63,7 +65,10 @@ def measured(c: Config, rounds: int) -> tuple[float, float]:
     with jax.set_mesh(make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices(), c.mesh.p)):
         state = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0))
         targets = np.random.default_rng(0).integers(0, c.model.vocab, (t.batch_size, t.seq_len), np.uint32)
-        batch = whole_documents(targets, t.microbatches)
+        starts = np.arange(t.seq_len) == np.zeros((t.batch_size, 1))
+        batch = TokenBatch(targets=targets, is_seq_start=starts, loss_mask=np.ones_like(starts))
+        batch = in_microbatches(batch, t.microbatches)
+        batch = jax.device_put(batch, make_shardings(train.Batch, like=batch))
         program = train.make_training_step(c, model).lower(state, batch, np.int32(0)).compile()
         seconds = []
         for _ in range(rounds + 1):
@@ -84,8 +89,8 @@ def main() -> None:
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     first = config_of(MESHES[0])
     start_devices(first.distributed, first.hardware)
-    load, chip = os.getloadavg()[0], measured_cpu(DEVICES, busy)
-    print(f"{'mesh':<18}{'planned s':>10}{'busy s':>8}{'ratio':>7}{'wall s':>8}{'load':>6}")
+    chip = measured_cpu(DEVICES, busy)
+    print(f"{'mesh':<18}{'planned s':>10}{'busy s':>8}{'ratio':>7}{'wall s':>8}{'load':>6} on {os.cpu_count()} cores")
     rows = []
     for mesh in MESHES:
         c = config_of(mesh)
@@ -99,7 +104,6 @@ def main() -> None:
         errors = [abs(x / y - 1) for x, y in zip(planned, seconds, strict=True)]
         within = f"{sum(error <= 0.3 for error in errors)} of {len(errors)} within 30 %"
         print(f"{name}: mean error {statistics.mean(errors):.0%}, {within}, tau {kendall(planned, seconds):.2f}")
-    print(f"load {load:.1f} before, {os.getloadavg()[0]:.1f} after, on {os.cpu_count()} cores")
 
 
 if __name__ == "__main__":
