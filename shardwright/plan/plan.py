@@ -110,7 +110,9 @@ def plan_of(step: Step, chip: Chip, steps: int) -> Plan:
     for row in rows:
         spent["transfer" if row.op.what == "ppermute" and not row.op.task else row.op.task] += row.exposed
     facts, bubble = step.facts, 0.0
-    spent[""] += chip.layer_s * facts.layers / step.mesh.get("p", 1) * facts.microbatches
+    host = chip.layer_s * facts.layers / step.mesh.get("p", 1) * facts.microbatches
+    for task, share in {"": 1.0}.items() if step.table is None else {"forward": 1 / 3, "backward": 2 / 3}.items():
+        spent[task] += share * host
     total = sum(spent.values())
     if step.table is not None and not chip.shares_cores:
         ticks, m = len(step.table.columns["forward"]), facts.microbatches
