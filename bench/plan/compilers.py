@@ -3,7 +3,7 @@
     python -m bench.plan.compilers --out DIR [--only v5e,h100] [--configs 84m_d8,540m_t8]
 
 Writes <chip>.<configuration>.json for each row, and the program as <chip>.<configuration>.txt.gz. A row that is there
-is left, so that a stopped command goes on. All 30 rows take about 25 minutes on two cores. --again reads the programs
+is left, so that a stopped command goes on. All 30 rows take less than an hour on two cores. --again reads the programs
 that are there again, without a compiler.
 
 Needs an environment of its own with the compilers, of the constraints' version of JAX; no driver and no device:
@@ -15,9 +15,10 @@ Attention is splash on TPUs and cuDNN's on GPUs, without its workspaces. TPUs ru
 configs/hardware/gpu.yaml has it. Products on GPUs are cuBLAS's, since the choice of Triton's needs a device.
 
 Row: chip, name, config, overrides, mesh; compiler_s; bytes of one device: state_bytes of weights and optimizer, and as
-XLA has them argument_bytes, temp_bytes, output_bytes, alias_bytes, peak_bytes; flops of one device in a step, by line;
-collectives: line, phase, op, axes, dtype, how many times in a step, and the bytes that a device sends each time if its
-group is a ring. On GPUs also XLA's own prediction (bench/plan/clock.py): xla_s, xla_s_by_line.
+XLA has them argument_bytes, temp_bytes, output_bytes, alias_bytes, peak_bytes. By the last of these it refuses a
+program; temp_bytes alone may be more on TPUs. flops of one device in a step, by line; collectives: line, phase, op,
+axes, dtype, how many times in a step, and the bytes that a device sends each time if its group is a ring. On GPUs also
+XLA's own prediction (bench/plan/clock.py): xla_s, xla_s_by_line.
 """
 
 import argparse
