@@ -14,21 +14,17 @@
 All are per-device code under `typed_shard_map`: each device has whole sequences, and some of the heads.
 """
 
-import contextlib
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_extra import save_for_backward
 from shardlib import shardops
-from shardlib.op_checks import varying
 from shardlib.shardtypes import typed
-from shardlib.values import stage_axes, target_device
+from shardlib.values import target_device
 from shardwright.modeling.blockwise import BLOCK, BLOCKS, blockwise
 from shardwright.modeling.model import act
+from shardwright.modeling.planned_attention import PLANNED, planned_kernel
 from shardwright.modeling.rules import Places, Rule, SoftCap, Window, causal, same_document
 from shardwright.modeling.splash import LANES, splash
 
@@ -105,9 +101,9 @@ def _refusals(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device
 
 def run(path: str, q: Any, k: Any, v: Any, places: Places, rule: Rule, *more: Any) -> jax.Array:
     """Attention by a path other than einsum, with the arguments of `blockwise`."""
-    if _PLANNED.value:
+    if PLANNED.value:
         mask = _mask(rule, q, places) if path == "cudnn" else None
-        return _kernel((causal in rule.visible, path), *_alike(q, k, v, mask))
+        return planned_kernel(causal in rule.visible, path, q, k, v, mask)
     if path == "blockwise":
         return blockwise(q, k, v, places, rule, *more)
     return {"cudnn": cudnn, "splash": splash}[path](q, k, v, places, rule)
@@ -148,52 +144,3 @@ def _mask(rule: Rule, q: jax.Array, places: Places) -> jax.Array | None:
     if not _masked(rule):
         return None
     return jnp.broadcast_to(Rule(_masked(rule)).sees(places.as_queries(), places.as_keys())[:, 0], (b, 1, l, l))
-
-
-# ---- a kernel in a plan -------------------------------------------------------------------------------------------
-
-_PLANNED = jax.make_user_context(False)
-KERNEL = "attention_kernel"
-"""Name of the call that stands for a kernel of attention, and of its gradient, in a program that is only planned."""
-
-
-def planned() -> contextlib.AbstractContextManager:
-    """Context in which attention by a path other than einsum is traced as one call, of which nothing is computed."""
-    return _PLANNED(True)
-
-
-def _alike(*arrays: Any) -> Any:
-    axes = {axis for x in jax.tree.leaves(arrays) for axis in jax.typeof(x).manual_axis_type.varying}
-    return varying(arrays, axes | set(stage_axes()))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kernel(call: tuple[bool, str], q: Any, k: Any, v: Any, mask: Any) -> jax.Array:
-    return _kernel_forward(call, q, k, v, mask)[0]
-
-
-def _kernel_forward(call: tuple[bool, str], q: Any, k: Any, v: Any, mask: Any) -> tuple:
-    out, normalizer = _called(call[0], lambda q, *_, all: (q + all.astype(q.dtype), q[..., 0] + all), q, k, v, mask)
-    out, normalizer = save_for_backward((out, normalizer))
-    return out, (q, k, v, mask, out, normalizer)
-
-
-def _kernel_backward(call: tuple[bool, str], kept: tuple, g: Any) -> tuple:
-    gradients = lambda q, k, v, *_, all: [x + all.astype(x.dtype) for x in (q, k, v)]
-    # The loops of blockwise sum these gradients, in f32.
-    sums = [jnp.zeros_like(x, jnp.float32) for x in kept[1:3]] if call[1] == "blockwise" else []
-    return *_called(call[0], gradients, *kept, g, *_alike(*sums)), None
-
-
-def _called(is_causal: bool, fn: Callable, *args: Any) -> Any:
-    """The results of `fn`, whose argument `all` is a number that depends on all of `args`, so that JAX drops none."""
-
-    def call(*args):
-        args = jax.lax.optimization_barrier(args)  # JAX computes nothing of it before the rest
-        return fn(*args, all=sum(jnp.float32(jnp.sum(x)) for x in args if x is not None))
-
-    call.__name__ = f"{KERNEL}_{'causal' if is_causal else 'full'}"
-    return jax.jit(call)(*args)
-
-
-_kernel.defvjp(_kernel_forward, _kernel_backward)

@@ -12,7 +12,7 @@ from jax_extra import SAVED
 from shardlib.equations import CALLS, axes_of, body_of, frames_of, is_variable, scan_counts
 from shardlib.places import is_users, place
 from shardwright.compiled.lines import phase_of
-from shardwright.modeling.attention import KERNEL
+from shardwright.modeling.planned_attention import KERNEL
 
 ALIASES = {
     *("reshape", "squeeze", "transpose", "name", "copy", "copy_p", "stop_gradient", "optimization_barrier"),

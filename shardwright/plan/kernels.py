@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from shardwright.modeling.attention import KERNEL
+from shardwright.modeling.planned_attention import KERNEL
 from shardwright.plan.graph import COLLECTIVES, WRITING, Graph, Node, Value
 
 ALONE = {

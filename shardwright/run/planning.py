@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 import jax
 
 from shardlib.parsing import PIPELINE_AXIS
-from shardwright.modeling.attention import planned
 from shardwright.modeling.model import LanguageModel, inputs_of
+from shardwright.modeling.planned_attention import planned
 from shardwright.plan.chips import Chip
 from shardwright.plan.step import Facts, Step, mesh_for, step_of
 from shardwright.run.config import Config, check_divides

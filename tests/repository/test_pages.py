@@ -6,8 +6,11 @@ import fnmatch
 import functools
 import html
 import importlib
+import os
 import re
 import shlex
+import subprocess
+import sys
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -232,7 +235,7 @@ def test_what_a_page_names_exists(page):
     assert broken_links(page, text) == []
     assert missing_files(page, text) == []
     assert page.name == "CHANGELOG.md" or unknown_settings(text) == []
-    assert re.findall(r"\w+\.py:\d+", text) == [], "a line number"
+    assert re.findall(r"\w+\.py:\d+", re.sub(r"(?s)^```.*?^```", "", text, flags=re.M)) == [], "a line number"
     if name_of(page) not in WITHOUT_KIND:
         _, blank, first = text.split("\n")[:3]
         assert blank == ""
@@ -294,3 +297,18 @@ def test_the_first_change_and_its_refusal():
         traced(source)
     shown = str(refused.value).removeprefix(f"{refused.value.place}: ")
     assert shown.split() == message.split()[1:]  # after the place, whose line number moves with each change
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", ["README.md", "docs/plan.md"])
+def test_what_a_page_quotes_of_a_plan_is_what_the_program_shows(page):
+    """Each block after a command of tools.plan has lines of its output, in their order."""
+    text = (ROOT / page).read_text()
+    quoted = re.findall(r"```\n(python -m tools\.plan --config-name=\S+)\n```\n\n```\n(.*?)```", text, re.S)
+    assert quoted
+    for command, block in quoted:
+        arguments = [sys.executable, *command.split()[1:]]
+        environment = {**os.environ, "COLUMNS": "80"}
+        shown = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
+        rest = iter(shown.splitlines())
+        assert [line for line in block.splitlines() if line and line not in rest] == []

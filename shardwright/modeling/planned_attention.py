@@ -1,0 +1,64 @@
+"""What stands for a kernel of attention in a program that is only planned, on devices that need not be there."""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_extra import save_for_backward
+from shardlib.op_checks import varying
+from shardlib.values import stage_axes
+
+PLANNED = jax.make_user_context(False)
+KERNEL = "attention_kernel"
+"""Name of the call that stands for a kernel of attention, and of its gradient, in a program that is only planned."""
+
+
+def planned() -> contextlib.AbstractContextManager:
+    """Context in which attention by a path other than einsum is traced as one call, of which nothing is computed."""
+    return PLANNED(True)
+
+
+def planned_kernel(is_causal: bool, path: str, q: Any, k: Any, v: Any, mask: Any) -> jax.Array:
+    """The call that stands for a path of attention. `mask` is what it is given beside queries, keys and values."""
+    return _kernel((is_causal, path), *_alike(q, k, v, mask))
+
+
+def _alike(*arrays: Any) -> Any:
+    axes = {axis for x in jax.tree.leaves(arrays) for axis in jax.typeof(x).manual_axis_type.varying}
+    return varying(arrays, axes | set(stage_axes()))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _kernel(call: tuple[bool, str], q: Any, k: Any, v: Any, mask: Any) -> jax.Array:
+    return _kernel_forward(call, q, k, v, mask)[0]
+
+
+def _kernel_forward(call: tuple[bool, str], q: Any, k: Any, v: Any, mask: Any) -> tuple:
+    out, normalizer = _called(call[0], lambda q, *_, all: (q + all.astype(q.dtype), q[..., 0] + all), q, k, v, mask)
+    out, normalizer = save_for_backward((out, normalizer))
+    return out, (q, k, v, mask, out, normalizer)
+
+
+def _kernel_backward(call: tuple[bool, str], kept: tuple, g: Any) -> tuple:
+    gradients = lambda q, k, v, *_, all: [x + all.astype(x.dtype) for x in (q, k, v)]
+    # The loops of blockwise sum these gradients, in f32.
+    sums = [jnp.zeros_like(x, jnp.float32) for x in kept[1:3]] if call[1] == "blockwise" else []
+    return *_called(call[0], gradients, *kept, g, *_alike(*sums)), None
+
+
+def _called(is_causal: bool, fn: Callable, *args: Any) -> Any:
+    """The results of `fn`, whose argument `all` is a number that depends on all of `args`, so that JAX drops none."""
+
+    def call(*args):
+        args = jax.lax.optimization_barrier(args)  # JAX computes nothing of it before the rest
+        return fn(*args, all=sum(jnp.float32(jnp.sum(x)) for x in args if x is not None))
+
+    call.__name__ = f"{KERNEL}_{'causal' if is_causal else 'full'}"
+    return jax.jit(call)(*args)
+
+
+_kernel.defvjp(_kernel_forward, _kernel_backward)
