@@ -44,6 +44,7 @@ BY_NAME |= {"bench.throughput.peers.seqax_trainer", "shardwright.run.trackers"}
 """Modules that import what a configuration, a command line, a pickled function, or a list of programs names."""
 SHARED = {f"tools.report.{name}" for name in ("comparing", "page", "plots", "reading")}
 SHARED |= {f"tools.huggingface.{name}" for name in ("check", "llama")}
+SHARED |= {"bench.throughput.peers.ours"}
 """Modules of several programs."""
 MAX_LINES, MAX_SHARE, MAX_TRAIN_NAMES = 450, 0.25, 31
 LONGER = {"train": 640}
