@@ -10,10 +10,12 @@ hardware does with it. docs/plan.md explains what it shows, and how near it is t
 """
 
 import math
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hydra.core.hydra_config import HydraConfig
+from omegaconf import MISSING
 
 import train
 from shardwright.compiled.files import write_json, write_whole
@@ -24,8 +26,10 @@ from shardwright.run.changes import advice
 from shardwright.run.config import Config
 from shardwright.run.launch import CONFIGS, start_with_section
 from shardwright.run.planning import mesh_sizes, planned_step
+from shardwright.settings.program import run_program
 from shardwright.settings.words import say
 from shardwright_data.checks import within
+from tools.plan import rows
 from tools.plan.page import page
 from tools.plan.screen import as_text
 from tools.plan.search import as_config, as_lines, search
@@ -87,5 +91,25 @@ class PlannedConfig(Config):
     plan: PlanConfig = field(default_factory=PlanConfig)
 
 
+@dataclass
+class Settings:
+    """Settings without a configuration, for a table of runs of others."""
+
+    rows: str = MISSING
+    """CSV file of measured runs, with the columns that docs/plan.md shows."""
+    calibrate: bool = False
+    """Whether to fit the constants of each kind of chip on some of the rows, and to hold the others against them."""
+    most: int = within(1, 10_000, 20)
+    """Number of rows of a kind of chip, at most, that calibration uses."""
+
+
+def run(config: Settings) -> None:
+    """Plans the rows of a table."""
+    rows.run(config.rows, config.calibrate, config.most)
+
+
 if __name__ == "__main__":
-    start_with_section("plan", PlannedConfig, job, __doc__)
+    if any(argument.startswith("rows=") for argument in sys.argv[1:]):
+        run_program("plan", Settings, run)
+    else:
+        start_with_section("plan", PlannedConfig, job, __doc__)
