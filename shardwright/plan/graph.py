@@ -201,8 +201,8 @@ def _add(body: Any, env: dict, nodes: list[Node], scope: _Scope) -> None:
         op, (site, stack) = eqn.primitive.name, _site(eqn, scope)
         inner = _Scope(stack, site.line, scope.sizes)
         name = str(eqn.params.get("name", ""))
-        # What JAX takes out of a kernel's call ahead of it only passes operands on.
-        is_kernel = name.startswith(KERNEL) and len(body_of(eqn.params["jaxpr"])[0].eqns) > 1
+        # JAX takes a part out of a kernel's call ahead of it, which does not have queries, keys and values.
+        is_kernel = name.startswith(KERNEL) and sum(map(is_variable, eqn.invars)) > 2
         axes = tuple(axis for axis in axes_of(eqn) if scope.sizes.get(axis, 1) > 1) if op in _COLLECTIVE_OF else ()
         # XLA takes a scan of one turn out of its loop.
         if (op in CALLS and not is_kernel) or op == "shard_map" or (op == "scan" and eqn.params["length"] == 1):
