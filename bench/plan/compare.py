@@ -67,8 +67,8 @@ def compare(row: dict[str, Any]) -> tuple[dict[str, float], str, list[str]]:
     off = [key for key in every if abs(ours[key] - theirs[key]) > total / 1000]
     found["sent"], text = sum(ours.values()) / total, f"{len(every) - len(off)}/{len(every)}"
     if known := row.get("xla_s_by_line"):
-        for x in (x for x in plan_of(step, chip, 1).rows if x.op.kind != "attention"):
-            spent[x.op.line] += x.exposed
+        for x in (x for x in plan_of(step, chip, 1).rows if x.kind != "attention"):
+            spent[x.line] += x.exposed
         found["seconds"] = spent.total() / row["xla_s"]
         worst = max({**spent, **known}, key=lambda line: abs(spent[line] - known.get(line, 0.0)))
         if abs(found["seconds"] - 1) > NEAR["seconds"]:

@@ -170,6 +170,11 @@ def in_numbers(count: float) -> str:
     return _in_units(count, 1000, ("", "k", "M", "G", "T"))
 
 
+def in_seconds(seconds: float) -> str:
+    """A time with three digits: `12.8 ms`."""
+    return _in_units(1e6 * seconds, 1000, (" µs", " ms", " s"))
+
+
 def _in_units(count: float, base: int, units: tuple[str, ...]) -> str:
     """`count` with at least three digits, in the largest unit that it reaches."""
     power = next((i for i in range(len(units)) if count < base ** (i + 1)), len(units) - 1)

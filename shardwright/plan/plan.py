@@ -18,27 +18,13 @@ OF_STAGES = ("forward", "backward", "weights")
 """Tasks that each stage of a pipeline runs by itself."""
 
 
-class Row(NamedTuple):
-    """An operation with its time in a step.
-
-    Attributes:
-        op: the operation.
-        seconds: of all its executions.
-        exposed: the part of them in which the device computes nothing else; of what is computed, all.
-    """
-
-    op: Op
-    seconds: float
-    exposed: float
-
-
 class Plan(NamedTuple):
     """What a step and a run will cost.
 
     Attributes:
         step: the step.
         chip: the kind of its devices.
-        rows: its operations, in their order.
+        rows: its operations with their times, in their order.
         seconds: of a step.
         bubble: seconds of a step in which a device waits for other stages of its pipeline.
         steps: of the run.
@@ -46,7 +32,7 @@ class Plan(NamedTuple):
 
     step: Step
     chip: Chip
-    rows: list[Row]
+    rows: list[Op]
     seconds: float
     bubble: float
     steps: int
@@ -96,19 +82,19 @@ class Plan(NamedTuple):
             "fits": self.fits,
             **self.step.facts._asdict(),
             "memory": [array._asdict() for array in self.step.held],
-            "work": [{**row.op._asdict(), "seconds": row.seconds, "exposed": row.exposed} for row in self.rows],
+            "work": [row._asdict() for row in self.rows],
         }
 
 
 def plan_of(step: Step, chip: Chip, steps: int) -> Plan:
     """The plan of a run of so many steps."""
     merged = _merged(step.ops) if chip.platform != "cpu" else {}
-    timed = [Row(op, s := op.count * seconds_of(op, step, chip, merged.get(op)), s) for op in step.ops]
+    timed = [op._replace(seconds=op.count * seconds_of(op, step, chip, merged.get(op))) for op in step.ops]
     shares = [1.0] * len(timed) if chip.shares_cores else _exposed(timed)
-    rows = [row._replace(exposed=row.exposed * share) for row, share in zip(timed, shares, strict=True)]
+    rows = [row._replace(exposed=row.seconds * share) for row, share in zip(timed, shares, strict=True)]
     spent: dict[str, float] = collections.defaultdict(float)
     for row in rows:
-        spent["transfer" if row.op.what == "ppermute" and not row.op.task else row.op.task] += row.exposed
+        spent["transfer" if row.what == "ppermute" and not row.task else row.task] += row.exposed
     facts, bubble = step.facts, 0.0
     host = chip.layer_s * facts.layers / step.mesh.get("p", 1) * facts.microbatches
     for task, share in {"": 1.0}.items() if step.table is None else {"forward": 1 / 3, "backward": 2 / 3}.items():
@@ -151,7 +137,7 @@ def _merged(ops: Iterable[Op]) -> dict[Op, float]:
     return {op: max(op.bytes, alike[key(op)] / math.ceil(alike[key(op)] / MESSAGE)) for op in joined if op.bytes}
 
 
-def _exposed(rows: list[Row]) -> Iterable[float]:
+def _exposed(rows: list[Op]) -> Iterable[float]:
     """Share of each row's time in which nothing else is computed.
 
     In each loop, what is sent ahead or after hides behind what the loop computes, and the rest of it is waited for.
@@ -159,15 +145,7 @@ def _exposed(rows: list[Row]) -> Iterable[float]:
     computed: dict[int, float] = collections.defaultdict(float)
     sent: dict[int, float] = collections.defaultdict(float)
     for row in rows:
-        (sent if row.op.timing in HIDDEN else computed)[row.op.loop] += row.seconds * (row.op.timing != "waited")
+        (sent if row.timing in HIDDEN else computed)[row.loop] += row.seconds * (row.timing != "waited")
     for row in rows:
-        hidden = row.op.timing in HIDDEN
-        yield max(0.0, 1 - computed[row.op.loop] / sent[row.op.loop]) if hidden and sent[row.op.loop] else 1.0
-
-
-def by_line(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """The rows of each source line, the line with most exposed time first."""
-    found: dict[str, list[Row]] = collections.defaultdict(list)
-    for row in rows:
-        found[row.op.line].append(row)
-    return dict(sorted(found.items(), key=lambda pair: -sum(row.exposed for row in pair[1])))
+        hidden = row.timing in HIDDEN
+        yield max(0.0, 1 - computed[row.loop] / sent[row.loop]) if hidden and sent[row.loop] else 1.0

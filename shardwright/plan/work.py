@@ -31,6 +31,8 @@ class Op(NamedTuple):
         timing: of a collective. ahead: its operand is there when the iteration begins; after: nothing in the iteration
             reads its result; waited: neither.
         loop: number of the loop body that it is in.
+        seconds: on a kind of chip, of all executions in a step.
+        exposed: the part of them in which the device computes nothing else; of what is computed, all.
     """
 
     line: str
@@ -48,6 +50,8 @@ class Op(NamedTuple):
     tensor: str = ""
     timing: str = ""
     loop: int = 0
+    seconds: float = 0.0
+    exposed: float = 0.0
 
 
 def work_of(graph: Graph, microbatches: int = 1, chunks: int = 1) -> list[Op]:

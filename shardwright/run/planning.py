@@ -1,19 +1,30 @@
-"""The plan of a run, of its configuration alone."""
+"""Plans of configurations, and of changes of their settings: what makes a step faster, or lets it fit."""
 
+import contextlib
+import copy
 import math
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 
 from shardlib.parsing import PIPELINE_AXIS
-from shardwright.modeling.model import LanguageModel, inputs_of
+from shardwright.compiled.table import in_bytes
+from shardwright.modeling.model import LanguageModel, inputs_of, load_model
 from shardwright.modeling.planned_attention import planned
 from shardwright.plan.chips import Chip
+from shardwright.plan.plan import Plan, plan_of
 from shardwright.plan.step import Facts, Step, mesh_for, step_of
-from shardwright.run.config import Config, check_divides
+from shardwright.run.config import Config, check_config, check_divides
 from shardwright.run.flops import flops_of_model
 from shardwright.run.stages import training_table
 from shardwright_data.loader import batch_shapes
+
+Settings = Mapping[str, Any]
+"""Values of settings by their names, such as training.save."""
+SAVED = ("everything", "marked", "dots", "nothing")
+"""Values of training.save that keep what is saved on the device, most first."""
 
 
 def mesh_sizes(c: Config, devices: int | None) -> dict[str, int]:
@@ -54,3 +65,70 @@ def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip
     flops = flops_of_model(model.table, c.model, t.seq_len)
     facts = Facts(t.batch_size * t.seq_len, flops, t.compute_dtype, c.model.layers, t.microbatches)
     return step_of(traced, sizes, chip.platform, facts, table)
+
+
+class Change(NamedTuple):
+    """Settings other than those of a configuration, and their plan."""
+
+    settings: Settings
+    plan: Plan
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={'null' if value is None else value}" for name, value in self.settings.items())
+
+
+def planned_change(c: Config, sizes: Mapping[str, int], chip: Chip, programs: Callable, settings: Settings) -> Plan:
+    """The plan with these settings. Raises ValueError where they do not go together."""
+    c, sizes = copy.deepcopy(c), {axis: settings.get(f"mesh.{axis}", size) for axis, size in sizes.items()}
+    for name, value in settings.items():
+        section, field = name.split(".")
+        setattr(getattr(c, section), field, value)
+    check_config(c)
+    return plan_of(planned_step(c, load_model(c.model), sizes, chip, programs), chip, c.training.steps or 0)
+
+
+def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
+    """One change at a time, those that most often help first. The batch stays the same. Some may be refused."""
+    t, of = c.training, "training."
+    moved = lambda *to: (
+        {f"mesh.{a}": sizes[a] // 2, f"mesh.{b}": 2 * sizes[b]}
+        for b in to
+        for a in sizes
+        if a != b and sizes[a] % 2 == 0
+    )
+    if t.microbatches % 2 == 0:
+        yield {f"{of}microbatches": t.microbatches // 2}
+    yield from moved("d", "r")
+    yield from ({f"{of}save": save} for save in SAVED if save != t.save)
+    yield {f"{of}microbatches": 2 * t.microbatches}
+    is_once = t.gather_weights == "step" or (t.gather_weights == "auto" and sizes["d"] == 1)
+    yield {f"{of}gather_weights": "layer" if is_once else "step"}
+    yield {f"{of}loss_chunk": t.seq_len // 8 if t.loss_chunk is None else None}
+    yield from moved("t", "p")
+
+
+def best_changes(
+    c: Config, sizes: Mapping[str, int], now: Plan, programs: Callable, seconds: float = 30.0
+) -> list[Change]:
+    """Of `changes` those that fit, the fastest first; where the plan of now fits, only those that are faster.
+
+    What is not planned after so many `seconds`, or is refused, is left out.
+    """
+    end, found = time.monotonic() + seconds, []
+    # Of a step that does not fit, those first that change memory most.
+    for settings in sorted(changes(c, sizes), key=lambda settings: not now.fits and "training.save" not in settings):
+        if time.monotonic() > end:
+            break
+        with contextlib.suppress(ValueError):
+            found.append(Change(settings, planned_change(c, sizes, now.chip, programs, settings)))
+    better = [x for x in found if x.plan.fits and not (now.fits and x.plan.seconds >= now.seconds)]
+    return sorted(better, key=lambda change: change.plan.seconds)
+
+
+def advice(c: Config, sizes: Mapping[str, int], now: Plan, programs: Callable, seconds: float = 4.0) -> list[str]:
+    """Lines under a plan: the changes that would give most; of a step that does not fit, the one with which it does."""
+    best = best_changes(c, sizes, now, programs, seconds)
+    if best and not now.fits:
+        return [f"{best[0]} fits"]
+    gain = lambda plan: f"{plan.seconds / now.seconds - 1:>+7.1%} time {in_bytes(plan.step.peak):>9}"
+    return [f"{gain(change.plan)}  {change}" for change in best[:3]] or ["no single change that was planned"]

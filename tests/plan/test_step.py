@@ -99,10 +99,10 @@ def test_stages_of_a_pipeline_and_their_bubble():
     """1F1B of p stages and m microbatches waits (p - 1) of m + p - 1 times, but for the work that stages share."""
     c = tiny.config(tiny.model(layers=4, d_model=64, d_ff=512), microbatches=8, batch_size=16)
     plan = plan_of(planned(c, (2, 1, 1, 1), "h100"), chip_of("h100"), 10)
-    of_stages = sum(row.exposed for row in plan.rows if row.op.task in ("forward", "backward"))
+    of_stages = sum(row.exposed for row in plan.rows if row.task in ("forward", "backward"))
     assert plan.bubble > 0
     assert plan.bubble / (plan.bubble + of_stages) < 0.5
-    assert {"forward", "backward", "forward_first", "backward_last"} <= {row.op.task for row in plan.rows}
+    assert {"forward", "backward", "forward_first", "backward_last"} <= {row.task for row in plan.rows}
 
 
 def test_what_a_run_costs_follows_from_a_step():

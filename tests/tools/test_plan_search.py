@@ -14,9 +14,8 @@ import train
 from shardwright.modeling.model import load_model
 from shardwright.plan.chips import chip_of
 from shardwright.plan.plan import plan_of
-from shardwright.run.changes import SAVED, advice, planned_change
 from shardwright.run.config import register_schema, to_config
-from shardwright.run.planning import planned_step
+from shardwright.run.planning import SAVED, advice, planned_change, planned_step
 from tools.plan.search import as_config, as_lines, search
 from tools.verify.meshes import all_meshes
 

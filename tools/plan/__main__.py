@@ -19,13 +19,10 @@ from omegaconf import MISSING
 
 import train
 from shardwright.compiled.files import write_json, write_whole
-from shardwright.modeling.model import load_model
 from shardwright.plan.chips import chip_of
-from shardwright.plan.plan import plan_of
-from shardwright.run.changes import advice
 from shardwright.run.config import Config
 from shardwright.run.launch import CONFIGS, start_with_section
-from shardwright.run.planning import mesh_sizes, planned_step
+from shardwright.run.planning import advice, mesh_sizes, planned_change
 from shardwright.settings.program import run_program
 from shardwright.settings.words import say
 from shardwright_data.checks import within
@@ -73,7 +70,7 @@ def job(c: Config, settings: PlanConfig) -> None:
             say(f"\nConfiguration: {output}")
         return
     sizes = mesh_sizes(c, settings.devices)
-    plan = plan_of(planned_step(c, load_model(c.model), sizes, chip, train.programs), chip, c.training.steps)
+    plan = planned_change(c, sizes, chip, train.programs, {})
     more = advice(c, sizes, plan, train.programs)
     say(as_text(plan, name, ["", "What would help", *more]))
     if output is not None:

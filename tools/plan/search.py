@@ -8,10 +8,10 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from shardwright.compiled.table import in_bytes, in_seconds
 from shardwright.plan.chips import Chip
-from shardwright.run.changes import SAVED, Change, Settings, planned_change
 from shardwright.run.config import Config
-from shardwright.run.own_plan import duration
+from shardwright.run.planning import SAVED, Change, Settings, planned_change
 
 SCHEDULES = (("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("gpipe", 1))
 """Schedules of stages, each with a number of virtual stages."""
@@ -67,9 +67,9 @@ def search(c: Config, devices: int, chip: Chip, programs: Callable, seconds: flo
     if not (best := found()):
         raise ValueError(f"no mesh of {devices} devices can be planned: {refused[0] or 'none divides the sizes'}")
     if not best[0].plan.fits:
-        need, has = (x / 2**30 for x in (best[0].plan.step.peak, chip.memory_bytes))
+        need, has = map(in_bytes, (best[0].plan.step.peak, chip.memory_bytes))
         raise ValueError(
-            f"nothing fits on {devices} devices: {best[0]} needs least, {need:.3g} of {has:.3g} GiB. Take more "
+            f"nothing fits on {devices} devices: {best[0]} needs least, {need} of {has}. Take more "
             "devices, or a smaller training.batch_size."
         )
     return [change for change in best if change.plan.fits]
@@ -138,7 +138,7 @@ def as_lines(found: list[Change], count: int = 6) -> list[str]:
     lines = ["  a step   MFU   GiB   p    r    d  t  parts  save        schedule"]
     for settings, plan in found[:count]:
         sizes = "{p:>3} {r:>4} {d:>4} {t:>2}".format(**_sizes(settings))
-        figures = f"{duration(plan.seconds):>8} {plan.mfu:>5.0%} {plan.step.peak / 2**30:>5.1f}"
+        figures = f"{in_seconds(plan.seconds):>8} {plan.mfu:>5.0%} {plan.step.peak / 2**30:>5.1f}"
         stages = " ".join(str(settings[key]) for key in _OF_STAGES if key in settings)
         kept = f"{settings['training.microbatches']:>6}  {settings['training.save']:<10}"
         lines.append(f"{figures} {sizes} {kept}  {stages}".rstrip())
