@@ -11,6 +11,7 @@ from shardwright.compiled.hlo import Computation, Instruction, Program
 from shardwright.compiled.lines import WITHOUT_LINE
 from shardwright.compiled.operations import NO_WORK, works_of
 from shardwright.compiled.table import Table
+from shardwright.plan.chips import Chip
 
 SCATTER = 400 / 374
 """Time of a reduce-scatter by that of an all-gather: of the largest messages of 8 H100 in XLA's table of NCCL."""
@@ -34,9 +35,9 @@ class Clock:
         lines: seconds of each line: computing, or waiting for what it sends.
     """
 
-    def __init__(self, program: Program, table: Table, bandwidth: float, peak: float, facts: Mapping[str, Any]):
-        self.program, self.line_of, self.facts = program, table.line_of, facts
-        self.bandwidth, self.peak, self.lines = bandwidth, peak, collections.Counter[str]()
+    def __init__(self, program: Program, table: Table, chip: Chip, facts: Mapping[str, Any]):
+        self.program, self.line_of, self.chip, self.facts = program, table.line_of, chip, facts
+        self.lines = collections.Counter[str]()
         every = [(of, i) for of in program.computations.values() for i in of.instructions.values()]
         gathers = ((*x, _told(x[1])) for x in every if x[1].opcode == "all-gather-start")
         self.gathers = [(*self.message(of, i), told) for of, i, told in gathers if told is not None]
@@ -69,9 +70,9 @@ class Clock:
     def of_work(self, computation: Computation, i: Instruction) -> float:
         """Seconds of what computes."""
         products = [work for work in works_of(self.program, computation, i) if work.kind == "matmul"]
-        told, moved = _told(i), (i.bytes + _read(computation, i)) / self.bandwidth
+        told, moved = _told(i), (i.bytes + _read(computation, i)) / self.chip.memory_bandwidth
         if any(": " in product.what or product.dtype != i.shapes[0].dtype for product in products):
-            return max(sum(product.size for product in products) / self.peak, moved)
+            return max(sum(product.size for product in products) / self.chip.peak["bf16"], moved)
         return moved if told is None else told
 
     def of_collective(self, computation: Computation, i: Instruction) -> float:

@@ -18,8 +18,6 @@ from shardwright_data.foreign import read_file
 CHIPS = Path(__file__).parent / "chips"
 """Directory of the chips that are known by name."""
 _MOST_BYTES = 2**20
-_TABLES = ("products", "collectives")
-_NO_NUMBERS = ("title", "platform", "kinds", "peak", *_TABLES)
 _MAY_BE_0 = ("layer_s", "launch_s", "near_latency_s", "far_latency_s", "error")
 
 
@@ -94,11 +92,6 @@ class Chip:
     collectives: Mapping[str, Table] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
-    @property
-    def shares_cores(self) -> bool:
-        """Whether devices are simulated on the same cores: nothing is hidden, and none waits while others compute."""
-        return self.platform == "cpu"
-
     def peak_of(self, dtype: str) -> float:
         """Dense FLOPs in a second. A dtype without a figure is multiplied as bf16."""
         return self.peak.get(dtype, self.peak["bf16"])
@@ -110,14 +103,6 @@ class Chip:
         """
         measured = self.products.rate(b * m, k, n) if self.products else self.peak["bf16"]
         return 2 * b * m * k * n / (measured * self.matmul_share * self.peak_of(dtype) / self.peak["bf16"])
-
-    def attention_s(self, flops: float, traffic: float, dtype: str) -> float:
-        """Seconds of a kernel of attention."""
-        return max(flops / (self.peak_of(dtype) * self.attention_share), self.memory_s(traffic))
-
-    def memory_s(self, traffic: float) -> float:
-        """Seconds in which so many bytes are read and written."""
-        return traffic / (self.memory_bandwidth * self.memory_share)
 
     def reach(self, mesh: Mapping[str, int], axes: Sequence[str]) -> tuple[int, int]:
         """Of the devices along these axes, how many the fast links join, and how many such groups there are."""
@@ -178,23 +163,13 @@ def chip_of(name: str) -> Chip:
             f"{name} is no chip: choose one of {', '.join(known())}, or give the path of a YAML file."
             f"{did_you_mean(name, known())}"
         )
-    data = _fields_of(path)
-    needed = {field.name for field in dataclasses.fields(Chip)} - {"name", "sources", *_TABLES}
+    data, tables = _fields_of(path), ("products", "collectives")
+    needed = {field.name for field in dataclasses.fields(Chip)} - {"name", "sources", *tables}
     if wrong := needed - set(data):
         raise ValueError(f"{path} has no {min(wrong)}. Add it as {{value, source}}, or say which chip it is like.")
-    if wrong := set(data) - needed - {*_TABLES}:
+    if wrong := set(data) - needed - {*tables}:
         raise ValueError(f"{path} has an unknown {min(wrong)}. A chip has {', '.join(sorted(needed))}.")
-    values: dict[str, Any] = {key: field["value"] for key, field in data.items()}
-    values |= {key: _number(path, key, x) for key, x in values.items() if key not in _NO_NUMBERS}
-    peak, kinds = values["peak"], values["kinds"]
-    if not (isinstance(peak, dict) and "bf16" in peak and isinstance(kinds, list)):
-        raise ValueError(f"{path}: peak is a mapping of dtypes, bf16 among them, to FLOP/s, and kinds is a list.")
-    values |= {"near": int(values["near"]), "kinds": tuple(kinds)}
-    values["peak"] = {dtype: _number(path, f"peak of {dtype}", x) for dtype, x in peak.items()}
-    rows = {key: _rows(values[key]) if values.get(key) else [] for key in _TABLES}
-    values["products"] = _table(rows["products"], ("m", "k", "n"), "tflops", 1e12) if rows["products"] else None
-    by_op = {row["op"]: [x for x in rows["collectives"] if x["op"] == row["op"]] for row in rows["collectives"]}
-    values["collectives"] = {op: _table(x, ("devices", "bytes"), "gb_per_s", 1e9) for op, x in by_op.items()}
+    values = {key: _value(path, key, field["value"]) for key, field in data.items()}
     return Chip(name=path.stem, sources={key: field["source"] for key, field in data.items()}, **values)
 
 
@@ -213,29 +188,37 @@ def _fields_of(path: Path) -> dict[str, dict[str, Any]]:
         raise ValueError(f"{path} is no YAML of names with {{value, source}}: {str(e).splitlines()[0]}.") from e
     if wrong := [key for key, field in own.items() if set(field) != {"value", "source"}]:
         raise ValueError(f"{path}: {wrong[0]} is no {{value, source}}.")
-    for key in {*_TABLES} & {key for key, field in own.items() if field["value"] is not None}:
-        own[key]["value"] = path.parent / str(own[key]["value"])
     base = own.pop("like", {"value": None})["value"]
     if base is not None and not (CHIPS / f"{base}.yaml").exists():
         raise ValueError(f"{path} is like {base}, which is no chip: choose one of {', '.join(known())}.")
     return (_fields_of(CHIPS / f"{base}.yaml") if base else {}) | own
 
 
-def _number(path: Path, key: str, x: Any) -> float | None:
-    if x is None and key == "price_per_hour":
-        return None
+def _value(path: Path, key: str, x: Any) -> Any:
+    """A field of a Chip. The tables are files beside `path`, or of CHIPS."""
+    if key in ("title", "platform") or (x is None and key == "price_per_hour"):
+        return x
+    if key == "kinds" and isinstance(x, list):
+        return tuple(x)
+    if key == "peak" and isinstance(x, dict) and "bf16" in x:
+        return {dtype: _value(path, f"peak of {dtype}", rate) for dtype, rate in x.items()}
+    if key in ("peak", "kinds"):
+        raise ValueError(f"{path}: peak is a mapping of dtypes, bf16 among them, to FLOP/s, and kinds is a list.")
+    if key in ("products", "collectives"):
+        file = next((found for found in (path.parent / str(x), CHIPS / str(x)) if found.exists()), path.parent / str(x))
+        lines = read_file(file, _MOST_BYTES).decode().splitlines() if x else []
+        rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+        if key == "products":
+            return _table(rows, ("m", "k", "n"), "tflops", 1e12) if rows else None
+        by_op = {row["op"]: [other for other in rows if other["op"] == row["op"]] for row in rows}
+        return {op: _table(of_op, ("devices", "bytes"), "gb_per_s", 1e9) for op, of_op in by_op.items()}
     try:
         number = float(x)  # YAML reads 1e9 as a text
     except (TypeError, ValueError):
         number = math.nan
     if not (0 < number < math.inf or (number == 0 and key in _MAY_BE_0)):
         raise ValueError(f"{path}: {key} is {x}, which is no positive number.")
-    return number
-
-
-def _rows(path: Path) -> list[dict[str, str]]:
-    lines = read_file(path, _MOST_BYTES).decode().splitlines()
-    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+    return int(number) if key == "near" else number
 
 
 def _table(rows: list[dict[str, str]], keys: Sequence[str], rate: str, unit: float) -> Table:

@@ -88,9 +88,11 @@ class Plan(NamedTuple):
 
 def plan_of(step: Step, chip: Chip, steps: int) -> Plan:
     """The plan of a run of so many steps."""
-    merged = _merged(step.ops) if chip.platform != "cpu" else {}
+    # Devices that are simulated on the same cores hide nothing, and none waits while others compute.
+    alone = chip.platform != "cpu"
+    merged = _merged(step.ops) if alone else {}
     timed = [op._replace(seconds=op.count * seconds_of(op, step, chip, merged.get(op))) for op in step.ops]
-    shares = [1.0] * len(timed) if chip.shares_cores else _exposed(timed)
+    shares = _exposed(timed) if alone else [1.0] * len(timed)
     rows = [row._replace(exposed=row.seconds * share) for row, share in zip(timed, shares, strict=True)]
     spent: dict[str, float] = collections.defaultdict(float)
     for row in rows:
@@ -100,7 +102,7 @@ def plan_of(step: Step, chip: Chip, steps: int) -> Plan:
     for task, share in {"": 1.0}.items() if step.table is None else {"forward": 1 / 3, "backward": 2 / 3}.items():
         spent[task] += share * host
     total = sum(spent.values())
-    if step.table is not None and not chip.shares_cores:
+    if step.table is not None and alone:
         ticks, m = len(step.table.columns["forward"]), facts.microbatches
         backward = spent["backward"] + spent["weights"]
         costs = Costs(spent["forward"] / m, backward / m, spent["transfer"] / ticks, spent["weights"] / (backward or 1))
@@ -115,12 +117,13 @@ def seconds_of(op: Op, step: Step, chip: Chip, merged: float | None = None) -> f
     if op.kind == "collective":
         message = merged or op.bytes
         return chip.collective_s(op.what, message, dict(step.mesh), op.axes) * op.bytes / message
+    computing_s = 0.0
     if op.kind == "matmul":
-        return chip.launch_s + max(chip.matmul_s(*op.shape, op.dtype), chip.memory_s(op.traffic))
-    if op.kind == "attention":
-        return chip.launch_s + chip.attention_s(op.flops, op.traffic, op.dtype)
+        computing_s = chip.matmul_s(*op.shape, op.dtype)
+    elif op.kind == "attention":
+        computing_s = op.flops / (chip.peak_of(op.dtype) * chip.attention_share)
     launch_s = 0.0 if op.tensor else chip.launch_s  # XLA casts many weights in one kernel
-    return launch_s + chip.memory_s(op.traffic)
+    return launch_s + max(computing_s, op.traffic / (chip.memory_bandwidth * chip.memory_share))
 
 
 def _merged(ops: Iterable[Op]) -> dict[Op, float]:

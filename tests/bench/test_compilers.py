@@ -1,17 +1,17 @@
 """Programs of other chips, read: XLA's own prediction of one by hand; rows that are there are not made again."""
 
+import dataclasses
 import gzip
 import json
-import subprocess
 
 import pytest
 from hlo_texts import HEAD
 
 from bench.plan import compilers
 from bench.plan.clock import Clock
-from bench.plan.compare import sent
 from shardwright.compiled.hlo import parse, with_mesh
 from shardwright.compiled.step import describe
+from shardwright.plan.chips import chip_of
 from shardwright.plan.work import Op
 
 US = 1e-6
@@ -75,7 +75,8 @@ ROOFLINE = (8 * 3 * 64 + 4 * 64) / 1e6  # bytes of a batched product and of one 
 def test_xlas_prediction_of_a_program_by_hand():
     """The wait for the gather, less the product meanwhile; three turns; five of six ticks; all of the scatter."""
     program = parse(with_mesh(TEXT, {"d": 4}))
-    clock = Clock(program, describe(program), 8e6 / 8, 1e15, FACTS)
+    chip = dataclasses.replace(chip_of("h100"), memory_bandwidth=8e6 / 8, peak={"bf16": 1e15})
+    clock = Clock(program, describe(program), chip, FACTS)
     total = clock.seconds(program.entry)
     scatter = 100 * US * 400 / 374
     assert total == pytest.approx((40 + 60 + 3 * 10 + 5 * 60) * US + ROOFLINE + scatter, rel=1e-9)
@@ -83,44 +84,37 @@ def test_xlas_prediction_of_a_program_by_hand():
     assert sum(clock.lines.values()) == pytest.approx(total)
 
 
-def test_a_row_has_what_its_program_says():
-    row = compilers.reading(with_mesh(TEXT, {"d": 4}), FACTS)
-    assert row["state_bytes"] == 64
-    assert row["flops"] == {"train.py:20": 2 * 4 * 4 * 4 * (1 + 8 + 1)}
-    sent = [(x["line"], x["op"], x["axes"], x["dtype"], x["times"], x["sent_bytes"]) for x in row["collectives"]]
-    assert sent == [
-        ("train.py:10", "all-gather", "d", "f32", 1, 3 * 64),
-        ("train.py:10", "reduce-scatter", "d", "f32", 1, 3 * 64),
-    ]
+def test_what_a_program_says():
+    found = compilers.reading(with_mesh(TEXT, {"d": 4}), FACTS)
+    assert (found["state"], found["FLOPs"]) == (64, 2 * 4 * 4 * 4 * (1 + 8 + 1))
+    assert found["sent"] == {("train.py:10", op, "d"): 3 * 64 for op in ("all-gather", "reduce-scatter")}
 
 
 def test_rows_that_are_there_are_left(tmp_path, monkeypatch, capsys):
     """The others are compiled one by one, and the command goes on where it was stopped."""
     started = []
 
-    def run(command, **_):
-        started.append(command[command.index("--only") + 1] + "." + command[command.index("--configs") + 1])
-        failed = started[-1] == "v5e.gpt2_d8" and len(started) == 2
-        (tmp_path / f"{started[-1]}.json").write_text("{}") if not failed else None
-        return subprocess.CompletedProcess(command, int(failed), "", "a line\nValueError: no such chip\nlast words")
+    def apart(chip, name, out):
+        started.append(f"{chip}.{name}")
+        if len(started) == 2:
+            raise ValueError("no such chip\nlast words")
+        (out / f"{chip}.{name}.txt.gz").write_bytes(gzip.compress(b"a program"))
+        (out / f"{chip}.{name}.json").write_text(json.dumps({"chip": chip}))
 
-    monkeypatch.setattr(subprocess, "run", run)
+    near = {"h100": 1.009, "v5e": 1.02}
+    monkeypatch.setattr(compilers, "apart", apart)
+    monkeypatch.setattr(compilers, "compare", lambda text, facts: ({"state": near[facts["chip"]]}, text, ["a line"]))
     options = ["--out", str(tmp_path), "--only", "h100,v5e", "--configs", "gpt2_d8"]
-    with pytest.raises(SystemExit, match=r"not compiled: v5e\.gpt2_d8"):
+    with pytest.raises(SystemExit, match="not made: 1 rows"):
         compilers.main(options)
-    assert "v5e.gpt2_d8 ValueError: no such chip" in capsys.readouterr().out
-    compilers.main(options)
+    said = capsys.readouterr().out
+    assert "v5e.gpt2_d8 ValueError: no such chip\n" in said
+    assert "state: 1 of 1 within 1 %" in said
+    compilers.main([*options, "--lines"])
     assert started == ["h100.gpt2_d8", "v5e.gpt2_d8", "v5e.gpt2_d8"]
-
-
-def test_programs_are_read_again_without_a_compiler(tmp_path):
-    with gzip.open(tmp_path / "h100.84m_d8.txt.gz", "wt") as file:
-        file.write(with_mesh(TEXT, {"d": 4}))
-    row = tmp_path / "h100.84m_d8.json"
-    row.write_text(json.dumps(FACTS | {"peak_bytes": 5, "state_bytes": 0}))
-    compilers.main(["--out", str(tmp_path), "--only", "h100", "--configs", "84m_d8", "--again"])
-    found = json.loads(row.read_text())
-    assert (found["peak_bytes"], found["state_bytes"]) == (5, 64)
+    said = capsys.readouterr().out
+    assert "h100.gpt2_d8       state 1.0090  a program\n    a line\n" in said
+    assert "state: 1 of 2 within 1 %" in said
 
 
 def test_a_name_that_is_not_known(tmp_path, capsys):
@@ -133,4 +127,4 @@ def test_a_name_that_is_not_known(tmp_path, capsys):
 def test_bytes_that_a_plan_sends_are_those_of_a_ring(op, bytes):
     """Of two collectives of 48 bytes over 2 × 4 devices; a device of a ring sends 7 of its 8 parts."""
     planned = Op("train.py:1", "", "", "collective", op, 2.0, 0.0, 0.0, axes=("r", "d"), bytes=48.0)
-    assert sent(planned, {"p": 3, "r": 2, "d": 4, "t": 5}) == bytes
+    assert compilers.sent_by(planned, {"p": 3, "r": 2, "d": 4, "t": 5}) == bytes
