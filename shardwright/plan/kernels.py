@@ -124,45 +124,32 @@ def _read_once(kernels: list[Kernel]) -> None:
         before.append(ancestors)
         made_by |= dict.fromkeys(kernel.writes, i)
     readers: dict[Value, list[int]] = {}
+    entries = [max((math.prod(x.shape) for x in kernel.writes), default=0) for kernel in kernels]
     for i, kernel in enumerate(kernels):
         if kernel.kind != "memory" or kernel.node.op in ALONE:
             continue
         for source, size in kernel.reads.items():
             beside = readers.setdefault(source, [])
-            if any(not before[i] >> j & 1 and _alike(kernels[j], kernel) for j in beside):
+            if any(not before[i] >> j & 1 and entries[i] == entries[j] for j in beside):
                 kernel.read_again += size
             beside.append(i)
-
-
-def _alike(one: Kernel, other: Kernel) -> bool:
-    size = lambda kernel: max((math.prod(x.shape) for x in kernel.writes), default=0)
-    return size(one) == size(other)
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Peak:
-    """The moment in which a graph needs most memory.
-
-    Attributes:
-        bytes: of all arrays that are alive then, but what goes into the graph.
-        alive: those arrays, each with its bytes.
-    """
-
-    bytes: int = 0
-    alive: list[tuple[Value, int]] = dataclasses.field(default_factory=list)
+Held = list[tuple[Value, int]]
+"""Arrays in memory at a moment, each with its bytes."""
+WORKSPACE = 2**25
+"""Bytes beside its operands that XLA gives to a product on GPUs: for cuBLAS on Hopper."""
+LANES = 128
+"""Entries of a row of a TPU's register. What attention reads has whole rows, so that small heads are padded."""
 
 
-WORKSPACE = {"gpu": 2**25}
-"""Bytes beside its operands that XLA gives to a product, by platform: for cuBLAS on Hopper."""
-LANES = {"tpu": 128}
-"""Entries of a row of a register. What attention reads has whole rows, so that small heads are padded."""
+def peak_of(graph: Graph, donated: set[Value], platform: str, stacked: int | None = None) -> Held:
+    """What is in memory when most is, but for what goes into the graph, as XLA assigns memory on a platform.
 
-
-def peak_of(graph: Graph, donated: set[Value], platform: str, stacked: int | None = None) -> Peak:
-    """The peak of a graph, as XLA assigns memory on a platform. The constants above, and `_reuse`, say how they differ.
+    The constants above, and `_reuse`, say how platforms differ.
 
     Args:
         graph: the graph.
@@ -190,26 +177,28 @@ def peak_of(graph: Graph, donated: set[Value], platform: str, stacked: int | Non
         if made.kind == "memory" and last[value] == first[value]:
             size[value] = 0  # it is written where it belongs
     constants = {i: _constants(kernel) for i, kernel in enumerate(kernels)} if platform == "gpu" else {}
-    peak, alive = Peak(), {}
+    peak, most, alive = [], 0, {}
     ends: dict[int, list[Value]] = {}
     for value, at in last.items():
         ends.setdefault(at, []).append(value)
     for i, kernel in enumerate(kernels):
         alive |= {value: size[value] for value in kernel.writes if size.get(value)}
-        inside = _inside(kernel, platform)
         constant = [x for j, values in constants.items() if j >= i for x in values]
-        total = sum(alive.values()) + inside.bytes + sum(bytes for _, bytes in constant)
-        if total > peak.bytes:
-            peak = Peak(total, [*alive.items(), *inside.alive, *constant])
+        held = [*alive.items(), *_inside(kernel, platform), *constant]
+        if (total := _bytes(held)) > most:
+            peak, most = held, total
         for value in ends.get(i, ()):
             alive.pop(value, None)
     return peak
 
 
+def _bytes(held: Held) -> int:
+    return sum(size for _, size in held)
+
+
 def _padded(value: Value, platform: str) -> int:
-    lanes = LANES.get(platform, 1)
-    small = len(value.shape) > 3 and 1 < value.shape[-1] < lanes
-    return value.bytes * lanes // value.shape[-1] if small else value.bytes
+    small = platform == "tpu" and len(value.shape) > 3 and 1 < value.shape[-1] < LANES
+    return value.bytes * LANES // value.shape[-1] if small else value.bytes
 
 
 def _reuse(
@@ -233,20 +222,19 @@ def _reuse(
                     last[match] = i - 1
 
 
-def _constants(kernel: Kernel) -> list[tuple[Value, int]]:
+def _constants(kernel: Kernel) -> Held:
     """Constants of the iterations of a loop that is unrolled whole. XLA makes them at once, before all else."""
     unroll = kernel.node.params.get("unroll", 1) if kernel.node.op == "scan" else 1
     made = kernels_of(kernel.node.bodies[0]) if unroll > 1 else []
     return [(x, unroll * x.bytes) for each in made if each.kind == "memory" and not each.reads for x in each.writes]
 
 
-def _inside(kernel: Kernel, platform: str) -> Peak:
+def _inside(kernel: Kernel, platform: str) -> Held:
     """What a loop, a branch or a product needs beside its operands and results."""
     bodies, (consts, count) = kernel.node.bodies, kernel.node.carried
     if kernel.node.op == "scan":
         return peak_of(bodies[0], _roots(bodies[0].ins[consts : consts + count]), platform, count)
-    if kernel.kind == "matmul" and (size := WORKSPACE.get(platform)):
+    if kernel.kind == "matmul" and platform == "gpu":
         made = kernel.node.outs[0]
-        return Peak(size, [(Value(made.shape, made.dtype, made.site, "working", "workspace"), size)])
-    peaks = [peak_of(body, _roots(body.ins), platform) for body in bodies]
-    return max(peaks, key=lambda peak: peak.bytes, default=Peak())
+        return [(Value(made.shape, made.dtype, made.site, "working", "workspace"), WORKSPACE)]
+    return max((peak_of(body, _roots(body.ins), platform) for body in bodies), key=_bytes, default=[])

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from shardlib.equations import equations_in, is_variable
 from shardlib.parsing import PIPELINE_AXIS
 from shardlib.tick_tables import TickTable
-from shardwright.plan.graph import Graph, Site, Value, graph_of
+from shardwright.plan.graph import NOWHERE, Graph, Value, graph_of
 from shardwright.plan.kernels import kernels_of, peak_of
 from shardwright.plan.work import Op, work_of
 
@@ -91,46 +91,36 @@ def step_of(
     traced: jax.stages.Traced, sizes: Mapping[str, int], platform: str, facts: Facts, table: TickTable | None
 ) -> Step:
     """The step that was traced, on a mesh of `mesh_for` of these sizes. `table` is that of its pipeline, if any."""
-    graph, given = _graph(traced, sizes)
+    (eqn,) = (eqn for eqn in equations_in(traced.jaxpr) if eqn.primitive.name == "shard_map")
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(traced.args_info[0])[0]]
+    outer = dict(zip(traced.jaxpr.jaxpr.invars, paths, strict=True))
+    inside, given = eqn.params["jaxpr"], []
+    for var, inner in zip(eqn.invars, inside.invars, strict=True):
+        path = outer.get(var, ()) if is_variable(var) else ()
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removeprefix("0.")
+        kind = {"0": "optimizer", "1": "batch"}.get(str(getattr(path[0], "idx", "")) if path else "", "")
+        kind = "weights" if name.startswith("weights.") else kind
+        shape, dtype = inner.aval.shape, np.dtype(inner.aval.dtype)
+        given.append(Value(shape, dtype, NOWHERE, kind, name.removeprefix("weights.")))
+    graph = graph_of(inside, sizes, given)
     chunks = 1 if table is None else len(table.stages[0])
     ops, times = work_of(graph, facts.microbatches, chunks), facts.microbatches * chunks
     return Step(ops, _held(graph, given, platform, times), dict(sizes), facts, table)
 
 
-def _graph(traced: Any, sizes: Mapping[str, int]) -> tuple[Graph, list[Value]]:
-    """The graph of one device, and what goes into it, named."""
-    (eqn,) = (eqn for eqn in equations_in(traced.jaxpr) if eqn.primitive.name == "shard_map")
-    outer = dict(
-        zip(traced.jaxpr.jaxpr.invars, jax.tree_util.tree_flatten_with_path(traced.args_info[0])[0], strict=True)
-    )
-    inside = eqn.params["jaxpr"]
-    given = []
-    for var, inner in zip(eqn.invars, inside.invars, strict=True):
-        path = outer[var][0] if is_variable(var) and var in outer else ()
-        name = jax.tree_util.keystr(path, simple=True, separator=".").removeprefix("0.")
-        kind = {"0": "optimizer", "1": "batch"}.get(str(getattr(path[0], "idx", "")) if path else "", "")
-        kind = "weights" if name.startswith("weights.") else kind
-        shape, dtype = inner.aval.shape, inner.aval.dtype
-        given.append(Value(shape, np.dtype(dtype), Site("", "", ""), kind, name.removeprefix("weights.")))
-    return graph_of(inside, sizes, given), given
-
-
 def _held(graph: Graph, given: list[Value], platform: str, times: int) -> list[Held]:
     """`times`: how often a step computes what is saved."""
-    peak = peak_of(graph, {value for value in given if value.kind in ("weights", "optimizer")}, platform)
+    donated = {value for value in given if value.kind in ("weights", "optimizer")}
     found = [Held("", value.name, value.kind, value.bytes) for value in given if value.kind]
     again = _again(graph)
     names = iter([value.name for value in given if value.kind == "weights"])
-    of = {id(value): next(names, "") for value in _gradients(graph)}
-    for value, size in peak.alive:
-        what = of.get(id(value), "") or value.name or str(value)
+    gradients = (x for node in graph.nodes for x in node.outs if x.root is x and x.kind == "gradients")
+    of = {value: next(names, "") for value in gradients}
+    for value, size in peak_of(graph, donated, platform):
+        what = of.get(value, "") or value.name or str(value)
         kind = value.kind or ("gathered" if value.name else "working")
         found.append(Held(value.site.line, what, kind, size, times * again.get(value, 0.0) * (kind == "saved")))
     return found
-
-
-def _gradients(graph: Graph) -> list[Value]:
-    return [value for node in graph.nodes for value in node.outs if value.root is value and value.kind == "gradients"]
 
 
 def _again(graph: Graph) -> dict[Value, float]:

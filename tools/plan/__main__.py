@@ -10,6 +10,7 @@ hardware does with it. docs/plan.md explains what it shows, and how near it is t
 """
 
 import math
+import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,7 +60,7 @@ def job(c: Config, settings: PlanConfig) -> None:
     if settings.search:
         stated = math.prod(mesh_sizes(c, None).values()) if settings.devices is None else settings.devices
         found = search(c, stated, chip, train.programs)
-        say("\n".join(as_lines(found)))
+        text = "\n".join(as_lines(found))
         if output is not None:
             own = [override for override in hydra.overrides.task if not override.startswith("plan.")]
             start = f"# python -m train --config-dir={output.absolute().parent} --config-name={output.stem}\n"
@@ -67,18 +68,16 @@ def job(c: Config, settings: PlanConfig) -> None:
             if c.distributed.count and before > 0:  # as many devices to a host as before
                 chosen["distributed.count"] = max(1, c.distributed.count * stated // before)
             write_whole(output, start + as_config(name, own, CONFIGS, chosen))
-            say(f"\nConfiguration: {output}")
-        return
-    sizes = mesh_sizes(c, settings.devices)
-    plan = planned_change(c, sizes, chip, train.programs, {})
-    more = advice(c, sizes, plan, train.programs)
-    say(as_text(plan, name, ["", "What would help", *more]))
-    if output is not None:
-        if output.suffix == ".json":
+    else:
+        sizes = mesh_sizes(c, settings.devices)
+        plan = planned_change(c, sizes, chip, train.programs, {})
+        more = advice(c, sizes, plan, train.programs)
+        text = as_text(plan, name, ["", "What would help", *more])
+        if output is not None and output.suffix == ".json":
             write_json(output, plan.as_data())
-        else:
+        elif output is not None:
             write_whole(output, page(plan, name, more))
-        say(f"\nPlan: {output}")
+    say(text if output is None else f"{text}\n\n{'Configuration' if settings.search else 'Plan'}: {output}")
 
 
 @dataclass
@@ -106,6 +105,7 @@ def run(config: Settings) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     if any(argument.startswith("rows=") for argument in sys.argv[1:]):
         run_program("plan", Settings, run)
     else:

@@ -38,16 +38,21 @@ def search(c: Config, devices: int, chip: Chip, programs: Callable, seconds: flo
     Raises:
         ValueError: nothing that was planned fits.
     """
-    end, seen, refused, varied = time.monotonic() + seconds, {}, [""], set()
+    end, seen, varied, refused = time.monotonic() + seconds, {}, set(), ["none divides the sizes"]
+    key = lambda settings: tuple(settings.items())
 
     def cost(settings: Settings) -> tuple[int, float]:
-        key = _key(settings)
-        if key not in seen and time.monotonic() < end:
+        """What is less for a faster step; of those that do not fit, for less memory."""
+        if key(settings) not in seen and time.monotonic() < end:
+            seen[key(settings)] = None
             try:
-                seen[key] = Change(settings, planned_change(c, _sizes(settings), chip, programs, settings))
+                plan = planned_change(c, dict.fromkeys("prdt"), chip, programs, settings)
+                seen[key(settings)] = Change(settings, plan)
             except ValueError as error:
-                seen[key], refused[0] = None, str(error)
-        return _cost(seen.get(key))
+                refused.append(str(error))
+        if (change := seen.get(key(settings))) is None:
+            return 2, 0.0
+        return (0, change.plan.seconds) if change.plan.fits else (1, change.plan.step.peak)
 
     best_of_p = []
     for p in _divisors(devices):
@@ -59,39 +64,23 @@ def search(c: Config, devices: int, chip: Chip, programs: Callable, seconds: flo
         best_of_p += [min(of_t)] if of_t else []
         if len(best_of_p) > PATIENCE and min(best_of_p[-PATIENCE:]) > min(best_of_p):
             break
-    found = lambda: sorted(filter(None, seen.values()), key=_cost)
-    while time.monotonic() < end and (todo := [x for x in found()[:KEPT] if _key(x.settings) not in varied]):
-        varied.add(_key(todo[0].settings))
+    found = lambda: sorted(filter(None, seen.values()), key=lambda change: cost(change.settings))
+    while time.monotonic() < end and (todo := [x for x in found()[:KEPT] if key(x.settings) not in varied]):
+        varied.add(key(todo[0].settings))
         for settings in _varied(c, todo[0], chip):
             cost(settings)
     if not (best := found()):
-        raise ValueError(f"no mesh of {devices} devices can be planned: {refused[0] or 'none divides the sizes'}")
+        raise ValueError(f"no mesh of {devices} devices can be planned: {refused[-1]}")
     if not best[0].plan.fits:
-        need, has = map(in_bytes, (best[0].plan.step.peak, chip.memory_bytes))
         raise ValueError(
-            f"nothing fits on {devices} devices: {best[0]} needs least, {need} of {has}. Take more "
-            "devices, or a smaller training.batch_size."
+            f"nothing fits on {devices} devices: {best[0]} needs least, {in_bytes(best[0].plan.step.peak)} of "
+            f"{in_bytes(chip.memory_bytes)}. Take more devices, or a smaller training.batch_size."
         )
     return [change for change in best if change.plan.fits]
 
 
 def _divisors(n: int) -> list[int]:
     return [k for k in range(1, n + 1) if n % k == 0]
-
-
-def _cost(change: Change | None) -> tuple[int, float]:
-    """What is less for a faster step; of those that do not fit, for less memory."""
-    if change is None:
-        return 2, 0.0
-    return (0, change.plan.seconds) if change.plan.fits else (1, change.plan.step.peak)
-
-
-def _key(settings: Settings) -> tuple:
-    return tuple(sorted(settings.items()))
-
-
-def _sizes(settings: Settings) -> dict[str, int]:
-    return {axis: settings[f"mesh.{axis}"] for axis in ("p", "r", "d", "t")}
 
 
 def _seeds(c: Config, devices: int, chip: Chip, p: int) -> Iterator[Settings]:
@@ -117,7 +106,7 @@ def _with(c: Config, mesh: Mapping[str, int], m: int, save: str, schedule: tuple
 def _varied(c: Config, change: Change, chip: Chip) -> Iterator[Settings]:
     """Settings that differ in one thing. More is kept only where memory is left, and less only where it is not."""
     settings, plan = change
-    mesh, m, save = _sizes(settings), settings["training.microbatches"], settings["training.save"]
+    mesh, m, save = plan.step.mesh, settings["training.microbatches"], settings["training.save"]
     schedule = tuple(settings.get(key, value) for key, value in zip(_OF_STAGES, SCHEDULES[0], strict=True))
     for n in (2, 3, 5):
         yield from _with(c, mesh, m * n, save, schedule)
@@ -137,7 +126,7 @@ def as_lines(found: list[Change], count: int = 6) -> list[str]:
     """The best settings and the runners-up, as a table of at most 80 columns."""
     lines = ["  a step   MFU   GiB   p    r    d  t  parts  save        schedule"]
     for settings, plan in found[:count]:
-        sizes = "{p:>3} {r:>4} {d:>4} {t:>2}".format(**_sizes(settings))
+        sizes = "{p:>3} {r:>4} {d:>4} {t:>2}".format(**plan.step.mesh)
         figures = f"{in_seconds(plan.seconds):>8} {plan.mfu:>5.0%} {plan.step.peak / 2**30:>5.1f}"
         stages = " ".join(str(settings[key]) for key in _OF_STAGES if key in settings)
         kept = f"{settings['training.microbatches']:>6}  {settings['training.save']:<10}"
