@@ -105,7 +105,8 @@ def description(gpu: str) -> str:
     """
 
 
-def _config(config: str, overrides: list[str]) -> Config:
+def composed(config: str, overrides: list[str]) -> Config:
+    """The configuration of this name, with overrides."""
     register_schema()
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         return to_config(compose(config, ["paths.model_name=plan", *overrides]))
@@ -120,7 +121,7 @@ def make(chip: str, name: str, out: Path) -> None:
         target = {"target_config": description(chip), "topology": f"1x1x{math.prod(sizes)}"}
         topology = topologies.get_topology_desc(platform="cuda", **target)
         more = ["hardware=gpu", "training.attention=cudnn"]
-    c = _config(config, [*more, *overrides])
+    c = composed(config, [*more, *overrides])
     (p, r, d, t), training = sizes, c.training
     mesh = make_mesh(r, d, t, topology.devices[: math.prod(sizes)], p)
     check_divides(c, mesh.shape)
@@ -172,7 +173,7 @@ def sent_by(op: Op, mesh: Mapping[str, int]) -> float:
 
 def compare(text: str, facts: Mapping[str, Any]) -> tuple[dict[str, float], str, list[str]]:
     """The figures of a row, plan by compiler; what to say of it; and the lines whose bytes differ."""
-    c, chip = _config(facts["config"], facts["overrides"]), dataclasses.replace(chip_of(facts["chip"]), launch_s=0.0)
+    c, chip = composed(facts["config"], facts["overrides"]), dataclasses.replace(chip_of(facts["chip"]), launch_s=0.0)
     step = planned_step(c, load_model(c.model), facts["mesh"], chip, train.programs)
     theirs, sent, spent = reading(text, facts), collections.Counter[Any](), collections.Counter[str]()
     for op in plan_of(step, chip, 1).rows:

@@ -10,28 +10,23 @@ The model has few tokens a step for its size, so that meshes differ: in the opti
 """
 
 import functools
-import itertools
 import os
-import statistics
 import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
-from hydra import compose, initialize_config_dir
 
 import train
-from shardlib.shardtypes import make_shardings
+from bench.plan.compilers import composed
+from bench.throughput.peers.ours import whole_documents
 from shardwright.cluster.devices import make_mesh, start_devices
 from shardwright.modeling.model import load_model
 from shardwright.plan.cpu import measured_cpu
 from shardwright.plan.plan import plan_of
-from shardwright.run.config import Config, register_schema, to_config
+from shardwright.run.config import Config
 from shardwright.run.planning import mesh_sizes, planned_step
-from shardwright_data.loader import TokenBatch, in_microbatches
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 DEVICES = 8
 MESHES = (
     *("r=8", "r=2 d=4", "d=8", "r=4 t=2", "d=4 t=2", "r=2 d=2 t=2", "d=2 t=4", "t=8"),
@@ -45,13 +40,9 @@ TRAINING = {"batch_size": 32, "seq_len": 16, "unroll": 1}
 def config_of(mesh: str) -> Config:
     """The demo with these sizes, on a mesh of MESHES."""
     sizes = dict.fromkeys("prdt", "1") | {"m": "1"} | dict(size.split("=") for size in mesh.split())
-    changes = {f"model.{name}": x for name, x in MODEL.items()} | {
-        f"training.{name}": x for name, x in TRAINING.items()
-    }
-    changes |= {"training.microbatches": sizes.pop("m")} | {f"mesh.{axis}": size for axis, size in sizes.items()}
-    register_schema()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return to_config(compose("local_test_synthetic", [f"{name}={x}" for name, x in changes.items()]))
+    sections = {"model": MODEL, "training": TRAINING | {"microbatches": sizes.pop("m")}, "mesh": sizes}
+    changes = [f"{section}.{name}={x}" for section, settings in sections.items() for name, x in settings.items()]
+    return composed("local_test_synthetic", changes)
 
 
 def busy() -> float:
@@ -65,10 +56,7 @@ def measured(c: Config, rounds: int) -> tuple[float, float]:
     with jax.set_mesh(make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices(), c.mesh.p)):
         state = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0))
         targets = np.random.default_rng(0).integers(0, c.model.vocab, (t.batch_size, t.seq_len), np.uint32)
-        starts = np.arange(t.seq_len) == np.zeros((t.batch_size, 1))
-        batch = TokenBatch(targets=targets, is_seq_start=starts, loss_mask=np.ones_like(starts))
-        batch = in_microbatches(batch, t.microbatches)
-        batch = jax.device_put(batch, make_shardings(train.Batch, like=batch))
+        batch = whole_documents(targets, t.microbatches)
         program = train.make_training_step(c, model).lower(state, batch, np.int32(0)).compile()
         seconds = []
         for _ in range(rounds + 1):
@@ -76,12 +64,6 @@ def measured(c: Config, rounds: int) -> tuple[float, float]:
             state, _ = jax.block_until_ready(program(state, batch, np.int32(0)))
             seconds.append((busy() - start[0], time.perf_counter() - start[1]))
     return min(x for x, _ in seconds[1:]), min(x for _, x in seconds[1:])
-
-
-def kendall(planned: list[float], measured: list[float]) -> float:
-    """Kendall's tau: pairs in the same order less those in the other, over all pairs."""
-    pairs = itertools.combinations(zip(planned, measured, strict=True), 2)
-    return statistics.mean(np.sign(x[0] - y[0]) * np.sign(x[1] - y[1]) for x, y in pairs)
 
 
 def main() -> None:
@@ -100,10 +82,12 @@ def main() -> None:
         figures = f"{planned:>10.3f}{at_work:>8.3f}{planned / at_work:>7.2f}{wall:>8.3f}"
         print(f"{mesh:<18}{figures}{os.getloadavg()[0]:>6.1f}", flush=True)
     planned, at_work, wall = map(list, zip(*rows, strict=True))
+    order = lambda x: np.sign(np.subtract.outer(x, x))
     for name, seconds in (("busy", at_work), ("wall", wall)):
-        errors = [abs(x / y - 1) for x, y in zip(planned, seconds, strict=True)]
-        within = f"{sum(error <= 0.3 for error in errors)} of {len(errors)} within 30 %"
-        print(f"{name}: mean error {statistics.mean(errors):.0%}, {within}, tau {kendall(planned, seconds):.2f}")
+        errors = np.abs(np.divide(planned, seconds) - 1)
+        within = f"{sum(errors <= 0.3)} of {len(errors)} within 30 %"
+        tau = (order(planned) * order(seconds)).sum() / len(errors) / (len(errors) - 1)
+        print(f"{name}: mean error {errors.mean():.0%}, {within}, Kendall's tau {tau:.2f}")
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Chip:
         memory_share, link_share: shares of the bandwidths that are reached.
         launch_s: seconds to start a kernel.
         layer_s: seconds of the host for each layer and microbatch; 0 for a compiled step.
-        near_latency_s, far_latency_s: seconds of each hop of a collective.
+        near_latency_s, far_latency_s: seconds of each hop of a collective, near and from one near group to the next.
         error: mean relative error of step times that calibration left.
         products: measured FLOPs of bf16 products by m, k, n. Then matmul_share is the share of these.
         collectives: by operation, measured bytes of near collectives by devices and bytes. Then link_share is the
@@ -116,7 +116,8 @@ class Chip:
         """Seconds of a collective.
 
         A ring moves (n - 1) / n of the bytes past each device, and twice that for a sum that all get (NCCL's
-        performance page). Between groups of near devices, those of one group share what they send.
+        performance page). Between groups of near devices, those of one group share what they send. A ring of groups
+        takes a step for each other group; NCCL sums along trees instead.
 
         Args:
             op: all_gather, psum_scatter, psum, all_to_all or ppermute.
@@ -129,13 +130,14 @@ class Chip:
         if n == 1:
             return 0.0
         near_bytes = far_bytes = size
-        hops = 1
+        hops = far_hops = 1
         if op != "ppermute":
             times = 2 if op == "psum" else 1
             # Each device of an all_to_all sends its own bytes. Of the other operations near devices have the same.
             shared = 1 if op == "all_to_all" else near
             near_bytes, far_bytes = times * size * (near - 1) / near, times * size * (far - 1) / far / shared
             hops = times * (n - 1 if self.platform == "tpu" else math.ceil(math.log2(n)))
+            far_hops = far - 1 if op in ("all_gather", "psum_scatter") else times * math.ceil(math.log2(n))
         if table := self.collectives.get(op):
             size = max(size, table.sizes[-1][0])  # a smaller message takes as long
             near_s = size / (table.rate(near, size) * self.link_share) if near > 1 else 0.0
@@ -143,7 +145,7 @@ class Chip:
             near_s = near_bytes / (self.near_bandwidth * self.link_share) + hops * self.near_latency_s
         if far == 1:
             return near_s
-        return max(near_s, far_bytes / (self.far_bandwidth * self.link_share) + hops * self.far_latency_s)
+        return max(near_s, far_bytes / (self.far_bandwidth * self.link_share) + far_hops * self.far_latency_s)
 
 
 def known() -> list[str]:

@@ -77,6 +77,16 @@ def test_near_devices_share_their_network_cards():
     assert h100.collective_s("ppermute", gigabytes, {"p": 2, "d": 4}, ("p",)) < 8 / 250
 
 
+@pytest.mark.parametrize("hosts", [8, 16, 64, 256])
+def test_gathers_over_many_hosts_take_their_steps(hosts):
+    """As NCCL's src/graph/tuning.cc has it for rings with LL128: 4.0 µs to the next host, 1.9 µs to other devices."""
+    size, n = 30e6, 8 * hosts
+    seconds = chip_of("h100").collective_s("all_gather", size, {"r": 1, "d": n, "t": 1}, ("d",))
+    steps = 14.0e-6 + (n - hosts) * 1.9e-6 + (hosts - 1) * 4.0e-6
+    sent = size * (hosts - 1) / hosts / (8 * 0.8 * 50e9)
+    assert seconds == pytest.approx(steps + sent, rel=0.15)
+
+
 def test_a_ring_of_tpus_takes_what_the_scaling_book_says():
     v5e = as_measured("v5e")
     # All-gather of V bytes: V / (bandwidth of a link in both directions), which is 1e11; latency by hops.
