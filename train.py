@@ -8,13 +8,15 @@ Dims                                                   Axes of the device mesh
   m  microbatches         L  positions, as queries       r  replicas: plain data parallel
   B  sequences of each    S  positions, as keys          d  data parallel, weights sharded at rest (FSDP)
   K  key/value heads      Q  query heads for each of K   t  tensor parallel
-  M  d_model              D  entries of a head           p  pipeline: each device has its own layers
-  V  vocabulary           F  d_ff
+  M  d_model              D  entries of a head           c  context: each device has some positions
+  V  vocabulary           F  d_ff                        e  experts, which are sharded over it; else like d
+                                                         p  pipeline: each device has its own layers
 
 `f32['M/d F/t']` is an array with M sharded over d and F sharded over t. `+t` marks a partial sum over t, which still
-has to be reduced. Devices along an axis that a type does not name hold the same values. docs/sharding-types.md teaches
-the types. Between layers the residual stream is `act['B/r/d L/t M']`: each device of t holds its own positions. `act`
-is the compute dtype, which training.compute_dtype sets.
+has to be reduced. Devices along an axis that a type does not name hold the same values. An axis that the mesh lacks is
+read as one device. docs/sharding-types.md teaches the types. Between layers the residual stream is
+`act['B/r/d/e L/c/t M']`: each device of c and t holds its own positions. `act` is the compute dtype, which
+training.compute_dtype sets.
 """
 
 import dataclasses
@@ -46,7 +48,7 @@ from shardlib.shardtypes import (
 )
 from shardlib.values import planned_devices
 from shardwright.modeling import attention as attention_paths
-from shardwright.modeling import fp8, rope, rules
+from shardwright.modeling import context, fp8, rope, rules
 from shardwright.modeling.loss_chunks import sum_in_chunks
 from shardwright.modeling.model import LanguageModel, Tokens, act, checked_logits, compute_scope
 from shardwright.modeling.settings import ModelConfig
@@ -68,27 +70,27 @@ from shardwright_data.loader import TokenBatch
 class TransformerLayer:
     """Weights of one layer, each as it is at rest >> as the layer uses it: see `gathered`."""
 
-    attention_norm: f32["M/t/d"] >> f32["M"]
-    w_q: f32["M/d K/t Q D"] >> act["M K/t Q D"]
-    w_k: f32["M/d K/t D"] >> act["M K/t D"]
-    w_v: f32["M/d K/t D"] >> act["M K/t D"]
-    q_norm: f32["D/t/d"] >> f32["D"] | None  # None without qk_norm
-    k_norm: f32["D/t/d"] >> f32["D"] | None
-    w_o: f32["K/t Q D M/d"] >> act["K/t Q D M"]
-    mlp_norm: f32["M/t/d"] >> f32["M"]
-    w_gate: f32["M/d F/t"] >> act["M F/t"]
-    w_up: f32["M/d F/t"] >> act["M F/t"]
-    w_down: f32["F/t M/d"] >> act["F/t M"]
+    attention_norm: f32["M/c/t/d/e"] >> f32["M"]
+    w_q: f32["M/c/d/e K/t Q D"] >> act["M K/t Q D"]
+    w_k: f32["M/c/d/e K/t D"] >> act["M K/t D"]
+    w_v: f32["M/c/d/e K/t D"] >> act["M K/t D"]
+    q_norm: f32["D/c/t/d/e"] >> f32["D"] | None  # None without qk_norm
+    k_norm: f32["D/c/t/d/e"] >> f32["D"] | None
+    w_o: f32["K/t Q D M/c/d/e"] >> act["K/t Q D M"]
+    mlp_norm: f32["M/c/t/d/e"] >> f32["M"]
+    w_gate: f32["M/c/d/e F/t"] >> act["M F/t"]
+    w_up: f32["M/c/d/e F/t"] >> act["M F/t"]
+    w_down: f32["F/t M/c/d/e"] >> act["F/t M"]
 
 
 @pytree_dataclass
 class Transformer:
     """Weights of the model."""
 
-    embed: f32["V/t/p M/d"] >> act["V/t/p M"]
+    embed: f32["V/t/p M/c/d/e"] >> act["V/t/p M"]
     layers: Array["layers/p", TransformerLayer]
-    final_norm: f32["M/t/d/p"] >> f32["M"]
-    unembed: f32["V/t/p M/d"] >> act["V/t/p M"] | None  # None with tied_embeddings
+    final_norm: f32["M/c/t/d/e/p"] >> f32["M"]
+    unembed: f32["V/t/p M/c/d/e"] >> act["V/t/p M"] | None  # None with tied_embeddings
 
 
 def weight_table(c: ModelConfig) -> Transformer:
@@ -133,46 +135,47 @@ class Llama:
         return dataclasses.replace(tokens, shared=rope.tables(self.c, tokens.positions))
 
     @typed
-    def embed(self, w: Transformer, tokens: Tokens) -> act["B/r/d L/t M"]:
+    def embed(self, w: Transformer, tokens: Tokens) -> act["B/r/d/e L/c/t M"]:
         """Residual stream before the first layer."""
         # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would round.
-        x = shardops.index_unreduced("[V/t/p] M, B/r/d L -> B/r/d L M +t +p", w.embed.astype(jnp.float32), tokens.ids)
-        x = shardops.psum_scatter("B/r/d L M +t +p -> B/r/d L/t M +p", x.astype(act.dtype))
-        return shardops.psum("B/r/d L/t M +p -> B/r/d L/t M", x)
+        embed, spec = w.embed.astype(jnp.float32), "[V/t/p] M, B/r/d/e L/c -> B/r/d/e L/c M +t +p"
+        x = shardops.index_unreduced(spec, embed, tokens.ids)
+        x = shardops.psum_scatter("B/r/d/e L/c M +t +p -> B/r/d/e L/c/t M +p", x.astype(act.dtype))
+        return shardops.psum("B/r/d/e L/c/t M +p -> B/r/d/e L/c/t M", x)
 
     @typed
     def layer(
-        self, x: act["B/r/d L/t M"], w: TransformerLayer, tokens: Tokens, attend: Callable, einsum: Callable
-    ) -> act["B/r/d L/t M"]:
+        self, x: act["B/r/d/e L/c/t M"], w: TransformerLayer, tokens: Tokens, attend: Callable, einsum: Callable
+    ) -> act["B/r/d/e L/c/t M"]:
         """One transformer layer. Its weights are `gathered`."""
         dtype, epsilon, angles = x.dtype, self.c.norm_epsilon, tokens.shared
 
         nx = rms_norm(x, w.attention_norm, epsilon)
-        nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", nx)
-        q = einsum("B/r/d L M, M K/t Q D -> B/r/d L K/t Q D", nx, w.w_q)
-        k = einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w.w_k)
-        v = save_for_backward(einsum("B/r/d L M, M K/t D -> B/r/d L K/t D", nx, w.w_v))
-        q = save_for_backward(rope.rotate(head_norm("B/r/d L K/t Q D", q, w.q_norm, epsilon), angles))
-        k = save_for_backward(rope.rotate(head_norm("B/r/d L K/t D", k, w.k_norm, epsilon), angles))
+        nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", nx)
+        q = einsum("B/r/d/e L/c M, M K/t Q D -> B/r/d/e L/c K/t Q D", nx, w.w_q)
+        k = einsum("B/r/d/e L/c M, M K/t D -> B/r/d/e L/c K/t D", nx, w.w_k)
+        v = save_for_backward(einsum("B/r/d/e L/c M, M K/t D -> B/r/d/e L/c K/t D", nx, w.w_v))
+        q = save_for_backward(rope.rotate(head_norm("B/r/d/e L/c K/t Q D", q, w.q_norm, epsilon), angles))
+        k = save_for_backward(rope.rotate(head_norm("B/r/d/e L/c K/t D", k, w.k_norm, epsilon), angles))
         attended = save_for_backward(attend(q, k, v, self.rule))
-        out = einsum("B/r/d L K/t Q D, K/t Q D M -> B/r/d L M +t", attended, w.w_o)
-        x = save_for_backward(x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out))
+        out = einsum("B/r/d/e L/c K/t Q D, K/t Q D M -> B/r/d/e L/c M +t", attended, w.w_o)
+        x = save_for_backward(x + shardops.psum_scatter("B/r/d/e L/c M +t -> B/r/d/e L/c/t M", out))
 
         nx = rms_norm(x, w.mlp_norm, epsilon)
-        nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", nx)
-        gate = save_for_backward(einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w.w_gate))
-        up = save_for_backward(einsum("B/r/d L M, M F/t -> B/r/d L F/t", nx, w.w_up))
-        hidden: act["B/r/d L F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(dtype)
-        out = einsum("B/r/d L F/t, F/t M -> B/r/d L M +t", hidden, w.w_down)
-        return x + shardops.psum_scatter("B/r/d L M +t -> B/r/d L/t M", out)
+        nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", nx)
+        gate = save_for_backward(einsum("B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t", nx, w.w_gate))
+        up = save_for_backward(einsum("B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t", nx, w.w_up))
+        hidden: act["B/r/d/e L/c F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(dtype)
+        out = einsum("B/r/d/e L/c F/t, F/t M -> B/r/d/e L/c M +t", hidden, w.w_down)
+        return x + shardops.psum_scatter("B/r/d/e L/c M +t -> B/r/d/e L/c/t M", out)
 
     @typed
-    def logits(self, w: Transformer, x: act["B/r/d L/t M"]) -> act["B/r/d L V/t/p"]:
+    def logits(self, w: Transformer, x: act["B/r/d/e L/c/t M"]) -> act["B/r/d/e L/c V/t/p"]:
         """Logits of the token after each position; `x` is the residual stream after the last layer."""
         softcap, unembed = self.c.logit_softcap, w.embed if w.unembed is None else w.unembed
         nx = rms_norm(x, w.final_norm, self.c.norm_epsilon)
-        nx = shardops.all_gather("B/r/d L/t M -> B/r/d L M", nx)
-        logits = shardops.einsum_unreduced("B/r/d L M, V/t/p M -> B/r/d L V/t/p", nx, unembed)
+        nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", nx)
+        logits = shardops.einsum_unreduced("B/r/d/e L/c M, V/t/p M -> B/r/d/e L/c V/t/p", nx, unembed)
         return logits if softcap is None else (softcap * jnp.tanh(jnp.float32(logits) / softcap)).astype(act.dtype)
 
 
@@ -180,9 +183,10 @@ Model = Llama
 
 
 @typed
-def rms_norm(x: act["B/r/d L/t M"], weight: f32["M"], epsilon: float) -> act["B/r/d L/t M"]:
+def rms_norm(x: act["B/r/d/e L/c/t M"], weight: f32["M"], epsilon: float) -> act["B/r/d/e L/c/t M"]:
     """RMSNorm of each position, in f32. Each device of t norms its own positions."""
-    return shardops.einsum_unreduced("B/r/d L/t M, M -> B/r/d L/t M", unit_rms(x, epsilon), weight).astype(x.dtype)
+    y = shardops.einsum_unreduced("B/r/d/e L/c/t M, M -> B/r/d/e L/c/t M", unit_rms(x, epsilon), weight)
+    return y.astype(x.dtype)
 
 
 def unit_rms(x: jax.Array, epsilon: float) -> jax.Array:
@@ -200,24 +204,27 @@ def head_norm(heads: str, x: jax.Array, weight: Any, epsilon: float) -> jax.Arra
 
 @typed
 def attention(
-    q: act["B/r/d L K/t Q D"],
-    k: act["B/r/d S K/t D"],
-    v: act["B/r/d S K/t D"],
-    places: rules.Places,
+    q: act["B/r/d/e L K/t Q D"],
+    k: act["B/r/d/e S K/t D"],
+    v: act["B/r/d/e S K/t D"],
+    places: tuple[rules.Places, rules.Places],
     rule: rules.Rule,
     learned: tuple = (),
-    sinks: f32["B/r/d K/t Q"] | None = None,
+    sinks: f32["B/r/d/e K/t Q"] | None = None,
     drop: Callable | None = None,
-) -> act["B/r/d L K/t Q D"]:
-    """Softmax attention by `rule`, in f32, with heads sharded over t. `drop` is dropout of attention weights."""
+) -> act["B/r/d/e L K/t Q D"]:
+    """Softmax attention by `rule`, in f32, with heads sharded over t. `drop` is dropout of attention weights.
+
+    `places` are those of the queries and of the keys.
+    """
     scores = shardops.einsum_unreduced(
-        "B/r/d L K/t Q D, B/r/d S K/t D -> B/r/d K/t Q L S", q, k, preferred_element_type=jnp.float32
+        "B/r/d/e L K/t Q D, B/r/d/e S K/t D -> B/r/d/e K/t Q L S", q, k, preferred_element_type=jnp.float32
     )
     heads = rules.head_numbers(*q.shape[2:4])
-    scores = rule.scores(scores, q.shape[-1], places.as_queries(), places.as_keys(), heads, learned)
+    scores = rule.scores(scores, q.shape[-1], places[0].as_queries(), places[1].as_keys(), heads, learned)
     weights = rules.softmax(scores, sinks).astype(v.dtype)
     weights = drop(weights) if drop else weights
-    return shardops.einsum_unreduced("B/r/d K/t Q L S, B/r/d S K/t D -> B/r/d L K/t Q D", weights, v)
+    return shardops.einsum_unreduced("B/r/d/e K/t Q L S, B/r/d/e S K/t D -> B/r/d/e L K/t Q D", weights, v)
 
 
 # ---- forward pass of any model ----------------------------------------------------------------------------------
@@ -291,14 +298,20 @@ class Forward:
         return fp8.einsum if self.training.fp8 else shardops.einsum_unreduced
 
     def attend(self, tokens: Tokens) -> Callable:
-        """Attention within `tokens`, by the path that training.attention names. It leaves caches as they are."""
+        """Attention within `tokens`, by the path that training.attention names. It leaves caches as they are.
 
-        def attend(cache, q, k, v, rule, *learned, sinks=None, drop=None):
-            rule = self.rule(rule)
+        Where positions are sharded over c, training.context says how queries meet the keys of other devices.
+        """
+
+        def of_device(q, k, v, places, rule, learned=(), sinks=None, drop=None):
             path = attention_paths.choose(self.training.attention, rule, q, drop is not None, sinks is not None)
             if path != "einsum":
-                return attention_paths.run(path, q, k, v, tokens.places, rule, learned, sinks), cache
-            return attention(q, k, v, tokens.places, rule, learned, sinks, drop), cache
+                return attention_paths.run(path, q, k, v, places, rule, learned, sinks)
+            return attention(q, k, v, places, rule, learned, sinks, drop)
+
+        def attend(cache, q, k, v, rule, *learned, sinks=None, drop=None):
+            way = context.way(self.training.context)
+            return way(of_device, q, k, v, tokens.places, self.rule(rule), learned, sinks, drop), cache
 
         return attend
 
@@ -315,10 +328,11 @@ class Forward:
     def once(self) -> bool:
         """Whether weights are gathered once for all microbatches, by training.gather_weights.
 
-        `auto`: where d is 1. Nothing is gathered there, but each weight is cast once, not again in the backward pass.
+        `auto`: where c, d and e are 1. Nothing is gathered there, but each weight is cast once, not again in the
+        backward pass.
         """
         how = self.training.gather_weights
-        return how == "step" or (how == "auto" and planned_devices(("d",)) == 1)
+        return how == "step" or (how == "auto" and planned_devices("cde") == 1)
 
     def copies(self, w: W) -> W:
         """Copies of the weights: their gradients are reduced over r, and over d if `once`, for all microbatches."""
@@ -337,19 +351,23 @@ class Forward:
 
 
 @typed
-def cross_entropy(logits: act["B/r/d L V/t/p"], targets: u32["B/r/d L"], z_loss: float = 0.0) -> f32["B/r/d L"]:
+def cross_entropy(
+    logits: act["B/r/d/e L/c V/t/p"], targets: u32["B/r/d/e L/c"], z_loss: float = 0.0
+) -> f32["B/r/d/e L/c"]:
     """-log softmax(logits)[target] in nats, plus z_loss · log(normalizer)². The backward pass keeps the logits only."""
     logits = jnp.float32(logits)
-    peak = save_for_backward(shardops.pmax("B/r/d L V/t/p -> B/r/d L", lax.stop_gradient(logits)))
-    terms = shardops.einsum_unreduced("B/r/d L V/t/p -> B/r/d L +t +p", jnp.exp(logits - peak[..., None]))
-    log_normalizer = jnp.log(save_for_backward(shardops.psum("B/r/d L +t +p -> B/r/d L", terms))) + peak
-    at_target = shardops.index_unreduced("B/r/d L [V/t/p], B/r/d L -> B/r/d L +t +p", logits, targets)
-    at_target = shardops.psum("B/r/d L +t +p -> B/r/d L", at_target)
+    peak = save_for_backward(shardops.pmax("B/r/d/e L/c V/t/p -> B/r/d/e L/c", lax.stop_gradient(logits)))
+    terms = shardops.einsum_unreduced("B/r/d/e L/c V/t/p -> B/r/d/e L/c +t +p", jnp.exp(logits - peak[..., None]))
+    log_normalizer = jnp.log(save_for_backward(shardops.psum("B/r/d/e L/c +t +p -> B/r/d/e L/c", terms))) + peak
+    at_target = shardops.index_unreduced("B/r/d/e L/c [V/t/p], B/r/d/e L/c -> B/r/d/e L/c +t +p", logits, targets)
+    at_target = shardops.psum("B/r/d/e L/c +t +p -> B/r/d/e L/c", at_target)
     return log_normalizer - at_target + z_loss * jnp.square(log_normalizer)
 
 
 @typed
-def training_loss(logits: act["B/r/d L V/t/p"], targets: u32["B/r/d L"], c: OptimizerConfig) -> f32["B/r/d L"]:
+def training_loss(
+    logits: act["B/r/d/e L/c V/t/p"], targets: u32["B/r/d/e L/c"], c: OptimizerConfig
+) -> f32["B/r/d/e L/c"]:
     """Loss of each target that training minimizes. Validation takes cross_entropy alone."""
     return cross_entropy(logits, targets, c.z_loss)
 
@@ -357,18 +375,24 @@ def training_loss(logits: act["B/r/d L V/t/p"], targets: u32["B/r/d L"], c: Opti
 @typed
 def count_targets(batch: Batch) -> f32[""]:
     """Number of targets in the whole batch that loss_mask selects."""
-    return shardops.psum("+r +d ->", shardops.einsum_unreduced("m B/r/d L -> +r +d", jnp.float32(batch.loss_mask)))
+    count = shardops.einsum_unreduced("m B/r/d/e L -> +r +d +e", jnp.float32(batch.loss_mask))
+    return shardops.psum("+r +d +e ->", count)
 
 
 @typed
 def summed_loss(
-    w: W, x: act["B/r/d L/t M"], targets: u32["B/r/d L"], mask: bool_["B/r/d L"], forward: Forward, loss: Callable
-) -> f32["+r +d"]:
+    w: W,
+    x: act["B/r/d/e L/c/t M"],
+    targets: u32["B/r/d/e L/c"],
+    mask: bool_["B/r/d/e L/c"],
+    forward: Forward,
+    loss: Callable,
+) -> f32["+r +c +d +e"]:
     """Sum of loss(logits, targets) over the targets that `mask` selects; `x` is the output of the last layer."""
     loss = explicit_activation_checkpointing(loss, save=forward.training.save)
     losses = loss(checked_logits(forward.model, w, x), targets)
-    # Each device of t holds the same losses: the sum is over r and d alone.
-    return shardops.einsum_unreduced("B/r/d L -> +r +d", losses * mask)
+    # Each device of t holds the same losses: there is no sum over t.
+    return shardops.einsum_unreduced("B/r/d/e L/c -> +r +c +d +e", losses * mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -403,8 +427,9 @@ class MicrobatchLoss:
     def head(self, w: W, x: Any, batch: TokenBatch, seeds: Any) -> Any:
         """The loss, where the weights outside of the layers are gathered."""
         summed = functools.partial(summed_loss, forward=self.forward, loss=self.loss)
-        loss = sum_in_chunks(summed, self.forward.training.loss_chunk, w, x, batch.targets, batch.loss_mask)
-        return shardops.psum("+r +d ->", loss) / self.targets
+        own = functools.partial(shardops.shard, "B/r/d/e L -> B/r/d/e L/c")
+        loss = sum_in_chunks(summed, self.forward.training.loss_chunk, w, x, own(batch.targets), own(batch.loss_mask))
+        return shardops.psum("+r +c +d +e ->", loss) / self.targets
 
 
 def accumulate(loss: Callable, w: W, batch: Any) -> tuple[Any, W, LayerMetrics | None]:
@@ -427,7 +452,7 @@ def accumulate(loss: Callable, w: W, batch: Any) -> tuple[Any, W, LayerMetrics |
 
 @typed
 def loss_and_gradients(
-    w: W, batch: Batch, c: Config, forward: Forward, seeds: u32["m B/r/d"] | None = None
+    w: W, batch: Batch, c: Config, forward: Forward, seeds: u32["m B/r/d/e"] | None = None
 ) -> tuple[f32[""], W, LayerMetrics | None]:
     """Mean loss in nats a token, its gradients, and the metrics of the layers."""
     # Else each layer reduces its gradients over r, beside the backward pass of the layers before it.
@@ -447,7 +472,7 @@ def loss_and_gradients(
 
 @pytree_dataclass
 class State(Generic[W]):
-    """Contents of a checkpoint: f32 arrays, sharded over t, d and p."""
+    """Contents of a checkpoint: f32 arrays, sharded over every axis but r."""
 
     weights: W
     adam_mu: Subset[W]  # momentum of matrices under Muon; None for frozen weights
@@ -455,17 +480,17 @@ class State(Generic[W]):
 
 
 @typed
-def squared_norm(x: f32["N/t/d/p"]) -> f32["+t +d +p"]:
+def squared_norm(x: f32["N/c/t/d/e/p"]) -> f32["+c +t +d +e +p"]:
     """Sum of the squares of a flattened array."""
-    return shardops.einsum_unreduced("N/t/d/p -> +t +d +p", jnp.square(x))
+    return shardops.einsum_unreduced("N/c/t/d/e/p -> +c +t +d +e +p", jnp.square(x))
 
 
 @typed
 def global_norm(g: W) -> f32[""]:
     """Root of the sum of the squares of all entries."""
-    # Every array is sharded over t, d and p, so that the flattened blocks of all devices hold each entry once.
+    # Every array is sharded over all axes but r, so that the flattened blocks of all devices hold each entry once.
     squares = [squared_norm(leaf.reshape(-1)) for leaf in jax.tree.leaves(g)]
-    return jnp.sqrt(shardops.psum("+t +d +p ->", functools.reduce(lambda a, b: a + b, squares)))
+    return jnp.sqrt(shardops.psum("+c +t +d +e +p ->", functools.reduce(lambda a, b: a + b, squares)))
 
 
 @typed
@@ -542,7 +567,7 @@ def make_training_step(c: Config, model: LanguageModel):
 
     @typed_shard_map
     def per_device(
-        state: State[Weights], batch: Batch, step: i32[""], seeds: u32["m B/r/d"] | None
+        state: State[Weights], batch: Batch, step: i32[""], seeds: u32["m B/r/d/e"] | None
     ) -> tuple[State[Weights], Metrics]:
         loss, g, layers = loss_and_gradients(state.weights, batch, c, forward, seeds)
         new, grad_norm, rate = update_state(state, checkpoint_name(g, "gradient"), step, c, updates)

@@ -39,7 +39,7 @@ def gradients(count: int) -> list[list[np.ndarray]]:
     def step(w: model.Weights, batch: train.Batch) -> tuple[f32[""], model.Weights]:
         return train.loss_and_gradients(w, batch, c, forward)[:2]
 
-    with jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:1])), compute_scope("bf16"):
+    with jax.set_mesh(make_mesh(jax.devices()[:1])), compute_scope("bf16"):
         w = jax.jit(lambda key: initialize(model.table, key))(jax.random.key(0))
         step, loader = jax.jit(step), make_loader(c.data, "train", 1, c.training.seq_len)
         found = [step(w, loader.load(i))[1] for i in range(count)]

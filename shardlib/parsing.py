@@ -21,11 +21,8 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from shardlib.axes import AXIS_ORDER
 from shardlib.places import place_of_caller
-
-AXIS_ORDER = ("r", "t", "d", "p")
-"""Axes that a mesh may lack, which is as if it had one device along them. Specs are read without them there."""
-PIPELINE_AXIS = "p"
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _DIM = re.compile(rf"({_NAME}|[0-9]+)((?:/{_NAME})*)")

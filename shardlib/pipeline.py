@@ -20,12 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import marks
+from shardlib.axes import PIPELINE_AXIS
 from shardlib.checks import Scope
 from shardlib.equations import axes_of, body_of, frames_of, jaxprs_of
 from shardlib.halves import Halves
 from shardlib.layers import LayerMetrics
 from shardlib.op_checks import one_like, varying, wrap, zeros_like_traced
-from shardlib.parsing import PIPELINE_AXIS, ShardError, parse_shape
+from shardlib.parsing import ShardError, parse_shape
 from shardlib.placement import LayerPlacement
 from shardlib.places import is_users, place
 from shardlib.tick_tables import TickTable

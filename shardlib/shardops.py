@@ -12,6 +12,7 @@ of the same name, and to transpositions if its dim is not the first. This is wha
     broadcast          'M -> B/d L M'                       repeats along new dims
     rearrange          'L (K/t Q) D -> K/t Q L D'           transposes, splits and merges dims, by name
     all_to_all         'L/t K -> L K/t'                     moves an axis from one dim to another
+    shard              'B L -> B L/c'                       keeps this device's block of what each device has whole
     ppermute           'B L/t M'                            shifts the blocks of a dim around the ring of its axis
     replicate          'M/d F/t -> M/d F/t *r'              marks independent use on each device of r, a Copy
 
@@ -29,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib.checks import current_scope
+from shardlib.checks import current_scope, note_type
 from shardlib.marks import per_device  # noqa: F401 (one of the ops)
 from shardlib.op_checks import (
     axes_moved,
@@ -203,6 +204,29 @@ def all_to_all(spec, x):
         check_result_divisible(rhs, sizes)
         value = cast(1, lhs, value, (), lhs.sharded)
     return lax.all_to_all(value, axes, split_axis=target, concat_axis=source, tiled=True)
+
+
+def shard(spec, x):
+    """Keeps this device's block of a dim that every device holds whole: `B L -> B L/c`. Of integers and bools."""
+    with checked_collective("shard", spec, x) as (op, lhs, rhs, value, sizes):
+        if does_nothing(spec, op):
+            return x
+        removed, added = axes_moved(op)
+        if any(removed) or not any(added) or lhs.partial or rhs.partial:
+            raise wrong_spec(op, "add axes at the end of dims: `B L -> B L/c`")
+        if jnp.issubdtype(value.dtype, jnp.inexact):
+            raise ShardError(
+                f"operand 1 is {describe(x)}: the gradient of what is cut off would be lost or counted again",
+                "have its sum end in psum_scatter, or gather what it is computed from less",
+            )
+        check_result_divisible(rhs, sizes)
+        value = cast(1, lhs, value, (), rhs.sharded)
+    for i, axes in enumerate(added):
+        if axes:
+            block = value.shape[i] // devices_along(axes)
+            start = sum(axis_index(axis) * devices_along(axes[j + 1 :]) for j, axis in enumerate(axes)) * block
+            value = lax.dynamic_slice_in_dim(value, start, block, axis=i)
+    return note_type(value, rhs)
 
 
 def ppermute(spec, x, *, axis: str, shift: int):

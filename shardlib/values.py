@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS, ShapeSpec, ShardError, sort_axes
+from shardlib.axes import AXIS_ORDER, PIPELINE_AXIS
+from shardlib.parsing import ShapeSpec, ShardError, sort_axes
 
 SHORT_DTYPES = {f"{kind}{bits}": f"{kind[0]}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 SHORT_DTYPES |= {f"float{bits}": f"f{bits}" for bits in (16, 32, 64)} | {"bfloat16": "bf16", "bool": "bool_"}
@@ -47,25 +48,30 @@ def on_mesh(spec: ShapeSpec) -> ShapeSpec:
     return spec.without(absent) if sizes and absent else spec
 
 
-_STAGE: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("stage", default=())
+_APART: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("apart", default=())
 
 
 @contextlib.contextmanager
-def pipeline_stage() -> Iterator[None]:
-    """Context in which a task of a pipeline is traced: every value may differ over the pipeline axis.
+def apart(axis: str) -> Iterator[None]:
+    """Context in which each device of `axis` computes a thing of its own: every value may differ over the axis.
 
     Specs need not mention the axis there. On a mesh without the axis nothing changes.
     """
-    token = _STAGE.set((PIPELINE_AXIS,) if PIPELINE_AXIS in mesh_axes() else ())
+    token = _APART.set(sort_axes({*_APART.get(), *({axis} & mesh_axes().keys())}))
     try:
         yield
     finally:
-        _STAGE.reset(token)
+        _APART.reset(token)
+
+
+def pipeline_stage() -> contextlib.AbstractContextManager[None]:
+    """Context in which a task of a pipeline is traced."""
+    return apart(PIPELINE_AXIS)
 
 
 def stage_axes() -> tuple[str, ...]:
-    """Axes over which any value may differ without its spec saying so: the pipeline axis within a task."""
-    return _STAGE.get()
+    """Axes over which any value may differ without its spec saying so, as the pipeline axis within a task."""
+    return _APART.get()
 
 
 def inside_shard_map() -> bool:

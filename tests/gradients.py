@@ -53,7 +53,8 @@ def with_gradients(path, q, k, v, document, g, dtype="float32", rule=CAUSAL):
         g: act["B/r/d L K/t Q D"],
     ) -> tuple[act["B/r/d L K/t Q D"], act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D"]]:
         index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
-        out, vjp = jax.vjp(lambda q, k, v: path(q, k, v, Places(index, index, document), rule), q, k, v)
+        places = Places(index, index, document)
+        out, vjp = jax.vjp(lambda q, k, v: path(q, k, v, (places, places), rule), q, k, v)
         return out, *vjp(g)
 
     cast = lambda x: jnp.asarray(x, dtype)

@@ -211,25 +211,25 @@ def ulysses_attention(q: f32["B/d L/t K D"], k: f32["B/d L/t K D"], v: f32["B/d 
 
 @program(
     whole=lambda q, k, v: jax.nn.softmax(q @ k.swapaxes(1, 2)) @ v,
-    axes=("d", "c"),
+    axes=("d", "x"),
 )
-def ring_attention(q: f32["B/d L/c D"], k: f32["B/d S/c D"], v: f32["B/d S/c D"]) -> f32["B/d L/c D"]:
+def ring_attention(q: f32["B/d L/x D"], k: f32["B/d S/x D"], v: f32["B/d S/x D"]) -> f32["B/d L/x D"]:
     total, weight = 0.0, 0.0
-    for _ in range(lax.axis_size("c")):
+    for _ in range(lax.axis_size("x")):
         scores = jnp.exp(q @ k.swapaxes(1, 2))
         total, weight = total + scores @ v, weight + jnp.sum(scores, axis=-1, keepdims=True)
-        k, v = lax.ppermute((k, v), "c", ring("c"))
+        k, v = lax.ppermute((k, v), "x", ring("x"))
     return total / weight
 
 
 @program(
     whole=lambda q, k, v: jax.nn.softmax(jnp.where(jnp.tri(16, dtype=bool), q @ k.swapaxes(1, 2), -1e9)) @ v,
-    axes=("d", "c"),
+    axes=("d", "x"),
     escape=True,
     reason="each step masks by the global positions of the block that it holds",
 )
-def causal_ring_attention_in_a_scan(q: f32["B/d L/c D"], k: f32["B/d S/c D"], v: f32["B/d S/c D"]) -> f32["B/d L/c D"]:
-    n, here, local = lax.axis_size("c"), lax.axis_index("c"), jnp.arange(q.shape[1])
+def causal_ring_attention_in_a_scan(q: f32["B/d L/x D"], k: f32["B/d S/x D"], v: f32["B/d S/x D"]) -> f32["B/d L/x D"]:
+    n, here, local = lax.axis_size("x"), lax.axis_index("x"), jnp.arange(q.shape[1])
 
     def step(carry, i):
         k, v, peak, total, weight = carry
@@ -238,7 +238,7 @@ def causal_ring_attention_in_a_scan(q: f32["B/d L/c D"], k: f32["B/d S/c D"], v:
         new = jnp.maximum(peak, jnp.max(scores, axis=-1, keepdims=True))
         p, old = jnp.exp(scores - new), jnp.exp(peak - new)
         total, weight = old * total + p @ v, old * weight + p.sum(axis=-1, keepdims=True)
-        return (*lax.ppermute((k, v), "c", ring("c")), new, total, weight), None
+        return (*lax.ppermute((k, v), "x", ring("x")), new, total, weight), None
 
     start = (k, v, 0 * q[..., :1] - 1e9, 0 * q, 0 * q[..., :1])
     _, _, _, total, weight = lax.scan(step, start, jnp.arange(n))[0]
@@ -252,12 +252,12 @@ def window(x, width: int):
 
 @program(
     whole=lambda x: window(jnp.pad(x, ((0, 0), (3, 0))), 4),
-    axes=("d", "c"),
+    axes=("d", "x"),
     escape=True,
     reason="the last entries of the block before are this block's halo; the first device has zeros",
 )
-def causal_window_with_a_halo(x: f32["B/d L/c"]) -> f32["B/d L/c"]:
-    halo = lax.ppermute(x[:, -3:], "c", [(i, i + 1) for i in range(lax.axis_size("c") - 1)])
+def causal_window_with_a_halo(x: f32["B/d L/x"]) -> f32["B/d L/x"]:
+    halo = lax.ppermute(x[:, -3:], "x", [(i, i + 1) for i in range(lax.axis_size("x") - 1)])
     return window(jnp.concatenate([halo, x], axis=1), 4)
 
 

@@ -79,7 +79,7 @@ def evaluation_step(c: Config):
 @functools.cache
 def mesh(name: str) -> jax.sharding.Mesh:
     """That of a name such as "one device", "d=4 t=2" or "p=2 d=2"."""
-    given = {axis: int(size) for axis, size in re.findall(r"([prdt])=(\d+)", name)}
+    given = {axis: int(size) for axis, size in re.findall(r"([prdect])=(\d+)", name)}
     sizes = dict.fromkeys("prdt", 1) | given
     return make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
 

@@ -184,13 +184,13 @@ def attend(q, k, v, mask=True):
     return jax.nn.softmax(jnp.where(mask, q @ k.swapaxes(-1, -2), -1e9)) @ v
 
 
-@program(axes=("d", "c"))
-def ring_attention_without_rescaling(q: f32["B/d L/c D"], k: f32["B/d S/c D"], v: f32["B/d S/c D"]) -> f32["B/d L/c D"]:
+@program(axes=("d", "x"))
+def ring_attention_without_rescaling(q: f32["B/d L/x D"], k: f32["B/d S/x D"], v: f32["B/d S/x D"]) -> f32["B/d L/x D"]:
     total = 0.0
-    for _ in range(lax.axis_size("c")):
+    for _ in range(lax.axis_size("x")):
         total = total + attend(q, k, v)
-        k, v = lax.ppermute((k, v), "c", ring("c"))
-    return total / lax.axis_size("c")
+        k, v = lax.ppermute((k, v), "x", ring("x"))
+    return total / lax.axis_size("x")
 
 
 @program

@@ -123,7 +123,7 @@ def make(chip: str, name: str, out: Path) -> None:
         more = ["hardware=gpu", "training.attention=cudnn"]
     c = composed(config, [*more, *overrides])
     (p, r, d, t), training = sizes, c.training
-    mesh = make_mesh(r, d, t, topology.devices[: math.prod(sizes)], p)
+    mesh = make_mesh(topology.devices[: math.prod(sizes)], r=r, d=d, t=t, p=p)
     check_divides(c, mesh.shape)
     with jax.set_mesh(mesh):
         model = load_model(c.model)

@@ -9,6 +9,7 @@ the time in which cores wait. Then the mean error, how many plans are within 30 
 The model has few tokens a step for its size, so that meshes differ: in the optimizer's work and in what is sent.
 """
 
+import dataclasses
 import functools
 import os
 import sys
@@ -53,7 +54,7 @@ def busy() -> float:
 def measured(c: Config, rounds: int) -> tuple[float, float]:
     """Busy seconds and seconds by the wall clock, of the fastest of so many steps after the first."""
     model, t = load_model(c.model), c.training
-    with jax.set_mesh(make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices(), c.mesh.p)):
+    with jax.set_mesh(make_mesh(jax.devices(), **dataclasses.asdict(c.mesh))):
         state = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0))
         targets = np.random.default_rng(0).integers(0, c.model.vocab, (t.batch_size, t.seq_len), np.uint32)
         batch = whole_documents(targets, t.microbatches)

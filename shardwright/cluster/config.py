@@ -16,6 +16,10 @@ class MeshConfig:
     """Replicas: each has all weights."""
     d: int = within(-1, 2**20, -1)
     """Devices over which the batch, and the weights at rest, are sharded (FSDP)."""
+    e: int = within(-1, 2**20, 1)
+    """Devices over which experts are sharded (docs/experts.md); elsewhere they are as those of d."""
+    c: int = within(-1, 2**20, 1)
+    """Devices that each hold some of the positions of a sequence (docs/long-context.md)."""
     t: int = within(-1, 2**20, 1)
     """Devices of tensor parallelism."""
 

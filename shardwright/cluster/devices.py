@@ -13,31 +13,30 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
+from shardlib.axes import axes_of_mesh, mesh_text
 from shardwright.cluster.config import DistributedConfig, HardwareConfig
 from shardwright.settings.exits import LOST
 from shardwright.settings.words import say
 
 
-def make_mesh(r: int, d: int, t: int, devices: Sequence[jax.Device], p: int = 1) -> jax.sharding.Mesh:
-    """The mesh of all `devices` with axes r, d, t, and with p outermost where p > 1. Neighbours along t are nearest.
+def make_mesh(devices: Sequence[jax.Device], **given: int) -> jax.sharding.Mesh:
+    """The mesh of all `devices` with these numbers of them along axes of shardlib.axes.AXES, 1 where none is given.
 
-    One size may be -1, which takes the devices that are left. Raises ValueError for sizes that do not fit.
+    One number may be -1, which takes the devices that are left. Raises ValueError for numbers that do not fit.
     """
-    sizes = [p, r, d, t]
-    if sizes.count(-1) == 1:
-        sizes[sizes.index(-1)] = len(devices) // max(1, -math.prod(sizes))
-    if min(sizes) < 1 or math.prod(sizes) != len(devices):
-        shown, wanted = f"p={p} r={r} d={d} t={t}".removeprefix("p=1 "), math.prod(abs(n) for n in (p, r, d, t))
+    sizes, wanted = axes_of_mesh(given), math.prod(map(abs, given.values()))
+    if list(given.values()).count(-1) == 1:
+        sizes |= {axis: len(devices) // max(1, wanted) for axis, size in given.items() if size == -1}
+    if min(sizes.values()) < 1 or math.prod(sizes.values()) != len(devices):
+        shown = mesh_text(given)
         simulate = f" hardware.simulated_devices={wanted} simulates {wanted}." if devices[0].platform == "cpu" else ""
         raise ValueError(
             f"mesh {shown} does not fit {len(devices)} devices: the product of the sizes must be their number. Set "
             f"mesh.<axis>; -1, for one axis, takes what is left.{simulate if wanted else ''}"
         )
-    axes = ("r", "d", "t")
-    if sizes[0] > 1:
-        axes = ("p", *axes)
-    # Without stages the mesh has no axis p, and neither has any spec.
-    return jax.make_mesh(sizes[-len(axes) :], axes, axis_types=(AxisType.Explicit,) * len(axes), devices=devices)
+    sizes = axes_of_mesh(sizes)
+    kinds = (AxisType.Explicit,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds, devices=devices)
 
 
 def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> None:

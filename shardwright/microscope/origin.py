@@ -203,20 +203,21 @@ def positions(origin: Origin, batch: int, length: int) -> tuple[int, int | None]
         length: tokens of a sequence.
     """
     mesh, shape = jax.sharding.get_mesh().shape, origin.shape
-    if origin.microbatch is None or any(mesh[axis] > 1 and axis not in origin.device for axis in ("r", "d")):
+    if origin.microbatch is None or any(mesh.get(axis, 1) > 1 and axis not in origin.device for axis in "rde"):
         return None
-    at = {axis: origin.device.get(axis, 0) for axis in mesh}
-    rows = batch // (mesh["r"] * mesh["d"])
+    count = lambda axes: math.prod(mesh.get(axis, 1) for axis in axes)
+    block = lambda axes: sum(origin.device.get(a, 0) * count(axes[i + 1 :]) for i, a in enumerate(axes))
+    rows, shared = batch // count("rde"), {length // count(axes): axes for axes in ("", "c", "ct")[::-1]}
     is_of_pairs = len(shape) > 3 and shape[-1] == shape[-2] == length
     dims = [*([] if is_of_pairs else [(0, 1)]), (0, len(shape) - 2), (1, 0)]
     for row, along in dims[::-1] if "reduce_scatter" in origin.operation else dims:
-        if 0 <= along < len(shape) > row and shape[row] == rows and shape[along] in (length, length // mesh["t"]):
+        if 0 <= along < len(shape) > row and shape[row] == rows and shape[along] in shared:
             break
     else:
         row, along = 0, None
     if not shape or shape[row] != rows:
         return None
-    sequence = (at["r"] * mesh["d"] + at["d"]) * rows + origin.index[row]
+    sequence = block("rde") * rows + origin.index[row]
     if along is None:
         return sequence, None
-    return sequence, origin.index[along] + (at["t"] * shape[along] if shape[along] < length else 0)
+    return sequence, origin.index[along] + block(shared[shape[along]]) * shape[along]

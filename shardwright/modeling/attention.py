@@ -99,7 +99,7 @@ def _refusals(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device
     return {path: next((why for refuses, why in of_path if refuses), None) for path, of_path in reasons.items()}
 
 
-def run(path: str, q: Any, k: Any, v: Any, places: Places, rule: Rule, *more: Any) -> jax.Array:
+def run(path: str, q: Any, k: Any, v: Any, places: tuple[Places, Places], rule: Rule, *more: Any) -> jax.Array:
     """Attention by a path other than einsum, with the arguments of `blockwise`."""
     if PLANNED.value:
         mask = _mask(rule, q, places) if path == "cudnn" else None
@@ -111,8 +111,8 @@ def run(path: str, q: Any, k: Any, v: Any, places: Places, rule: Rule, *more: An
 
 @typed
 def cudnn(
-    q: act["B/r/d L K/t Q D"], k: act["B/r/d L K/t D"], v: act["B/r/d L K/t D"], places: Places, rule: Rule
-) -> act["B/r/d L K/t Q D"]:
+    q: act["B/r/d/e L K/t Q D"], k: act["B/r/d/e L K/t D"], v: act["B/r/d/e L K/t D"], places: tuple, rule: Rule
+) -> act["B/r/d/e L K/t Q D"]:
     """train.attention by cuDNN's kernel, without dropout. It skips the blocks that causal and Window leave out.
 
     JAX's public function takes other conditions only as a mask [B, 1, L, L], one for all heads.
@@ -120,7 +120,7 @@ def cudnn(
     mask = _mask(rule, q, places)
     windows = [condition.size for condition in rule.visible if isinstance(condition, Window)]
     out = jax.nn.dot_product_attention(
-        shardops.rearrange("B/r/d L K/t Q D -> B/r/d L (K/t Q) D", q),
+        shardops.rearrange("B/r/d/e L K/t Q D -> B/r/d/e L (K/t Q) D", q),
         k,
         v,
         mask=mask,
@@ -129,7 +129,7 @@ def cudnn(
         local_window_size=(min(windows) - 1, 0) if windows and causal in rule.visible else None,
         implementation="cudnn",
     )
-    return shardops.rearrange("B/r/d L (K/t Q) D -> B/r/d L K/t Q D", out)
+    return shardops.rearrange("B/r/d/e L (K/t Q) D -> B/r/d/e L K/t Q D", out)
 
 
 def _masked(rule: Rule) -> tuple:
@@ -138,9 +138,9 @@ def _masked(rule: Rule) -> tuple:
     return tuple(condition for condition in rule.visible if not known(condition))
 
 
-def _mask(rule: Rule, q: jax.Array, places: Places) -> jax.Array | None:
+def _mask(rule: Rule, q: jax.Array, places: tuple[Places, Places]) -> jax.Array | None:
     """What cuDNN is given of the conditions that become a mask."""
     b, l = q.shape[:2]
     if not _masked(rule):
         return None
-    return jnp.broadcast_to(Rule(_masked(rule)).sees(places.as_queries(), places.as_keys())[:, 0], (b, 1, l, l))
+    return jnp.broadcast_to(Rule(_masked(rule)).sees(places[0].as_queries(), places[1].as_keys())[:, 0], (b, 1, l, l))

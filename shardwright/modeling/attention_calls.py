@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib import shardops
+from shardlib.axes import PIPELINE_AXIS
 from shardlib.layers import split_extras
-from shardlib.parsing import PIPELINE_AXIS
 from shardlib.shardtypes import f32, typed_shard_map
 from shardlib.values import mesh_axes, pipeline_stage, stage_axes, varying
 from shardwright.modeling.attention import KERNELS, choose

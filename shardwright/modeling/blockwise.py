@@ -51,19 +51,20 @@ class _Task(NamedTuple):
 
 @typed
 def blockwise(
-    q: act["B/r/d L K/t Q D"],
-    k: act["B/r/d L K/t D"],
-    v: act["B/r/d L K/t D"],
-    places: Places,
+    q: act["B/r/d/e L K/t Q D"],
+    k: act["B/r/d/e L K/t D"],
+    v: act["B/r/d/e L K/t D"],
+    places: tuple[Places, Places],
     rule: Rule,
     learned: tuple = (),
-    sinks: f32["B/r/d K/t Q"] | None = None,
-) -> act["B/r/d L K/t Q D"]:
+    sinks: f32["B/r/d/e K/t Q"] | None = None,
+) -> act["B/r/d/e L K/t Q D"]:
     """train.attention in blocks of positions, without dropout.
 
     Sums and softmax are in f32 at least. For each block of queries, the loop runs from the first block of keys that any
     of them sees, in any sequence, to the last one.
     """
+    places, _ = places  # those of the queries are those of the keys
     # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
     axes = {axis for x in jax.tree.leaves((q, k, v, places)) for axis in jax.typeof(x).manual_axis_type.varying}
     alike = lambda tree: varying(tree, axes | set(stage_axes()))
@@ -76,7 +77,7 @@ def blockwise(
     places = Places(index, pad(places.position), pad(places.document))
     everything = alike((pad(q), pad(k), pad(v), sinks, learned, places, head_numbers(*q.shape[2:4])))
     out = shardops.per_device(
-        "B/r/d P K/t Q D",
+        "B/r/d/e P K/t Q D",
         functools.partial(_blockwise, _Task(blocks, length, rule)),
         *everything,
         reason="blocks of keys that no sequence of this device sees are skipped; they add nothing",

@@ -24,10 +24,10 @@ def sum_in_chunks(
     are computed once, as without chunks. The gradients of the weights are summed in f32, and rounded once.
 
     Args:
-        summed: gives a sum over positions, `+r +d`. It closes over no arrays, and does not depend on w.layers.
+        summed: gives a sum over positions, `+r +c +d +e`. It closes over no arrays, and does not depend on w.layers.
         chunk: a multiple of t that divides L.
         w: weights of the model; a dataclass of floats.
-        x: [B, L/t, M], the positions of this device.
+        x: [B, L/c/t, M], the positions of this device.
         targets: [B, L], of all devices of t.
         mask: [B, L], like the targets.
     """
@@ -37,11 +37,11 @@ def sum_in_chunks(
     # so that cutting x moves nothing between devices.
     t = shardops.axis_size("t")
     rest = lax.stop_gradient(w)
-    cut = lambda x: shardops.rearrange("B/r/d (T/t chunks P) M -> chunks B/r/d (T/t P) M", x, T=t, P=chunk // t)
-    of_devices = lambda ids: shardops.rearrange("B/r/d (T chunks P) -> chunks B/r/d (T P)", ids)
+    cut = lambda x: shardops.rearrange("B/r/d/e (T/t chunks P) M -> chunks B/r/d/e (T/t P) M", x, T=t, P=chunk // t)
+    of_devices = lambda ids: shardops.rearrange("B/r/d/e (T chunks P) -> chunks B/r/d/e (T P)", ids)
     w_head = {field.name: getattr(w, field.name) for field in dataclasses.fields(w) if field.name != "layers"}
     return shardops.per_device(
-        "+r +d",
+        "+r +c +d +e",
         lambda w_head, x, targets, mask: _sum(summed, w_head, rest, cut(x), of_devices(targets), of_devices(mask)),
         *(w_head, x, targets, mask),
         reason="chunks are parts of each device's own positions; a sum does not depend on which",

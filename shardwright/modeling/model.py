@@ -5,6 +5,7 @@ The loop over layers, checkpointing, stages and caches belong to the trainer.
 """
 
 import dataclasses
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -16,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardlib import shardops
 from shardlib.op_checks import varying
 from shardlib.parsing import did_you_mean
 from shardlib.shardtypes import Scope, bool_, dtype_name, i32, pytree_dataclass, typed, u32
-from shardlib.values import devices_along, stage_axes
+from shardlib.values import devices_along, mesh_axes, stage_axes
 from shardwright.modeling.rules import Places
 
 act = dtype_name("act")
@@ -38,11 +40,11 @@ def compute_scope(name: str) -> Scope:
 class Tokens:
     """The tokens that a model reads, on each device."""
 
-    ids: u32["B/r/d L"]
+    ids: u32["B/r/d/e L/c"]
     """Token ids: `bos_id` before the first target of a document, elsewhere the target before."""
-    positions: i32["B/r/d L"]
+    positions: i32["B/r/d/e L/c"]
     """Places in the document, counted from 0."""
-    document: i32["B/r/d L"] | None = None
+    document: i32["B/r/d/e L/c"] | None = None
     """Number of the document in its sequence, not decreasing along L. None in decoding, where each position belongs to
     a different text."""
     keys: Any = None
@@ -52,28 +54,32 @@ class Tokens:
     """Result of the model's `prepare`, computed once for all layers."""
     place: int = dataclasses.field(default=0, metadata={"static": True})
     """Place of the layer in its period, in [0, Model.period)."""
-    inputs: u32["B/r/d L inputs"] | None = None
+    inputs: u32["B/r/d/e L/c inputs"] | None = None
     """Further values of each token in the dataset, in the order of Model.inputs; 0 where the id is the `bos_id` before
     a document. None for a model that reads none."""
 
     @property
     def places(self) -> Places:
         """Places of the positions, for a Rule."""
-        index = jnp.arange(self.ids.shape[1], dtype=jnp.int32)[None]
-        return Places(index, self.positions, self.document)
+        length = self.positions.shape[1]
+        first = shardops.axis_index("c") * length if "c" in mesh_axes() else 0
+        index = first + jnp.arange(length, dtype=jnp.int32)
+        return Places(index[None], self.positions, self.document)
 
     @classmethod
     @typed
     def before(
         cls,
-        targets: u32["B/r/d L"],
-        starts: bool_["B/r/d L"],
+        targets: u32["B/r/d/e L"],
+        starts: bool_["B/r/d/e L"],
         bos_id: int,
-        seeds: u32["B/r/d"] | None = None,
+        seeds: u32["B/r/d/e"] | None = None,
         document_mask: bool = True,
-        inputs: u32["B/r/d L inputs"] | None = None,
+        inputs: u32["B/r/d/e L inputs"] | None = None,
     ) -> Self:
         """The token before each target, `bos_id` before the first of a document. Per-device code.
+
+        Each device of c keeps its own positions of what it computes for whole sequences.
 
         Args:
             targets: tokens to predict.
@@ -93,8 +99,10 @@ class Tokens:
         if inputs is not None:
             inputs = jnp.pad(inputs[:, :-1], ((0, 0), (1, 0), (0, 0)))
             inputs = jnp.where(starts[..., None], jnp.uint32(0), inputs)
+            inputs = shardops.shard("B/r/d/e L inputs -> B/r/d/e L/c inputs", inputs)
         keys = None if seeds is None else jax.vmap(jax.random.key)(seeds)
-        return cls(ids, positions, document, keys, inputs=inputs)
+        own = functools.partial(shardops.shard, "B/r/d/e L -> B/r/d/e L/c")
+        return cls(own(ids), own(positions), own(document), keys, inputs=inputs)
 
     def prepared(self, model: "LanguageModel") -> Self:
         """The tokens with the result of the model's `prepare`, if it has one."""
@@ -124,24 +132,24 @@ class LanguageModel(Protocol):
     """A Weights with a modeling.weights.Weight in the place of each array."""
 
     def embed(self, w: Any, tokens: Tokens) -> Any:
-        """Residual stream before the first layer: act['B/r/d L/t M']."""
+        """Residual stream before the first layer: act['B/r/d/e L/c/t M']."""
 
     def layer(self, x: Any, w: Any, tokens: Tokens, attend: Callable, einsum: Callable) -> Any:
         """Residual stream after a layer, of the type of `x`; or a tuple of it and Extras.
 
         Args:
-            x: residual stream before the layer, act['B/r/d L/t M'].
+            x: residual stream before the layer, act['B/r/d/e L/c/t M'].
             w: weights of the layer.
             tokens: the tokens, with their place in documents.
             attend: (queries, keys, values, rule, *learned, sinks=None, drop=None) -> output of attention. `rule` says
                 who attends to whom (rules.py), with the weights `learned` if it needs any. `sinks`,
-                f32['B/r/d K/t Q'], are scores of keys without values. `drop` applies dropout to attention weights.
+                f32['B/r/d/e K/t Q'], are scores of keys without values. `drop` applies dropout to attention weights.
                 All that a position learns from others must pass through `attend`, or the model is not sampled.
             einsum: `shardops.einsum_unreduced`, or the same in FP8, for products with weights.
         """
 
     def logits(self, w: Any, x: Any) -> Any:
-        """Logits act['B/r/d L V/t/p'] from the residual stream after the last layer."""
+        """Logits act['B/r/d/e L/c V/t/p'] from the residual stream after the last layer."""
 
 
 def period_of(model: LanguageModel) -> int:
@@ -222,6 +230,6 @@ def checked_logits(model: LanguageModel, w: Any, x: Any) -> Any:
     if vocab != model.c.vocab:
         raise ValueError(
             f"model.module is {model.c.module!r}, whose logits have {vocab} token ids; they must have model.vocab = "
-            f"{model.c.vocab}, and be act['B/r/d L V/t/p'], sharded over t and p."
+            f"{model.c.vocab}, and be act['B/r/d/e L/c V/t/p'], sharded over t and p."
         )
     return logits

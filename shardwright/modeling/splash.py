@@ -19,7 +19,7 @@ from shardlib.op_checks import varying
 from shardlib.shardtypes import typed
 from shardlib.values import stage_axes, target_device
 from shardwright.modeling.model import act
-from shardwright.modeling.rules import Places, Rule, Window, causal, same_document
+from shardwright.modeling.rules import Rule, Window, causal, same_document
 
 LANES = 128
 """Sequences are a multiple of so many positions, as are blocks."""
@@ -30,26 +30,27 @@ measured. Smaller blocks would read keys and values faster than a v6e's memory g
 
 @typed
 def splash(
-    q: act["B/r/d L K/t Q D"], k: act["B/r/d L K/t D"], v: act["B/r/d L K/t D"], places: Places, rule: Rule
-) -> act["B/r/d L K/t Q D"]:
+    q: act["B/r/d/e L K/t Q D"], k: act["B/r/d/e L K/t D"], v: act["B/r/d/e L K/t D"], places: tuple, rule: Rule
+) -> act["B/r/d/e L K/t Q D"]:
     """train.attention by splash attention, without dropout, sinks and learned scores. L is a multiple of LANES."""
+    places, _ = places  # those of the queries are those of the keys
     # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
     axes = {axis for x in (q, k, v, places.document) for axis in jax.typeof(x).manual_axis_type.varying}
     axes |= set(stage_axes())
     # In f32, because bf16 would round the scale itself.
     scaled = (jnp.float32(q) * rule.scale_of(q.shape[-1])).astype(q.dtype)
     heads_first = (
-        shardops.rearrange("B/r/d L K/t Q D -> B/r/d (K/t Q) L D", scaled),
-        shardops.rearrange("B/r/d L K/t D -> B/r/d K/t L D", k),
-        shardops.rearrange("B/r/d L K/t D -> B/r/d K/t L D", v),
+        shardops.rearrange("B/r/d/e L K/t Q D -> B/r/d/e (K/t Q) L D", scaled),
+        shardops.rearrange("B/r/d/e L K/t D -> B/r/d/e K/t L D", k),
+        shardops.rearrange("B/r/d/e L K/t D -> B/r/d/e K/t L D", v),
     )
     out = shardops.per_device(
-        "B/r/d H/t L D",
+        "B/r/d/e H/t L D",
         functools.partial(_attend, rule),
         *(varying(x, axes) for x in (*heads_first, places.document)),
         reason="the kernel computes each head of each sequence by itself",
     )
-    return shardops.rearrange("B/r/d (K/t Q) L D -> B/r/d L K/t Q D", out)
+    return shardops.rearrange("B/r/d/e (K/t Q) L D -> B/r/d/e L K/t Q D", out)
 
 
 def _kernel(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:

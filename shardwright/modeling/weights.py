@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_extra import TRUNCATED_NORMAL_STD, fold_in_str
 from shardlib.array_types import ArrayType, arrays_in, map_arrays
-from shardlib.parsing import PIPELINE_AXIS
+from shardlib.axes import AXES, PIPELINE_AXIS
 from shardlib.shardtypes import make_shardings
 from shardlib.values import devices_along, mesh_axes
 
@@ -76,11 +76,11 @@ def check_table(table) -> None:
             )
     for path, array, weight in arrays_in(type(table), table):
         what = f"the model's table: {path.removeprefix('.')}: {array!r}"
-        if missing := ({"t", "d", "p"} & set(mesh_axes()) if mesh_axes() else {"t", "d"}) - array.spec.sharded:
+        if missing := ({*AXES} & {*mesh_axes()} or {"t", "d"}) - {"r"} - array.spec.sharded:
             raise ValueError(
                 f"{what} is not sharded over {' and '.join(sorted(missing))}; weights and optimizer state are "
-                "sharded over t, d and p, like M/t/d/p or a matrix in a stack `layers/p`, and are gathered where "
-                "they are used."
+                "sharded over every axis but r, like M/c/t/d/e/p or a matrix in a stack `layers/p`, and are gathered "
+                "where they are used."
             )
         if len(weight.shape) != len(array.spec.dims):
             raise ValueError(f"{what} has {len(array.spec.dims)} dims, but the Weight's shape is {weight.shape}.")

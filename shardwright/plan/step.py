@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
+from shardlib.axes import axes_of_mesh
 from shardlib.equations import equations_in, is_variable
-from shardlib.parsing import PIPELINE_AXIS
 from shardlib.tick_tables import TickTable
 from shardwright.plan.graph import NOWHERE, Graph, Value, graph_of
 from shardwright.plan.kernels import kernels_of, peak_of
@@ -80,8 +80,8 @@ class Step(NamedTuple):
 
 
 def mesh_for(sizes: Mapping[str, int], platform: str, kind: str) -> AbstractMesh:
-    """A mesh of devices that need not be there. An axis p of one device is left out."""
-    sizes = {axis: size for axis, size in sizes.items() if axis != PIPELINE_AXIS or size > 1}
+    """A mesh of devices that need not be there."""
+    sizes = axes_of_mesh(sizes)
     device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
     types = (AxisType.Explicit,) * len(sizes)
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)

@@ -14,9 +14,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from jax_extra import KEPT
+from shardlib.axes import AXES, axes_of_mesh, mesh_text
 from shardlib.schedules import schedule_of
 from shardwright.cluster.config import DistributedConfig, HardwareConfig, MeshConfig, check_distributed
 from shardwright.modeling.attention import PATHS
+from shardwright.modeling.context import WAYS
 from shardwright.modeling.model import COMPUTE_DTYPES, module_of
 from shardwright.optimizers.config import OptimizerConfig, check_optimizer
 from shardwright.run.trackers import TrackersConfig, check_trackers
@@ -66,6 +68,9 @@ class TrainingConfig:
     """Path of attention. einsum: with the scores of all pairs of positions in memory. blockwise: with one block of
     scores at a time. cudnn: NVIDIA's fused kernel. splash: a kernel for TPUs. auto: the path that suits device and
     seq_len, which the run prints when it starts (shardwright/modeling/attention.py)."""
+    context: str = "gather"
+    """How queries meet the keys of other devices where positions are sharded over c. gather: each device gathers all
+    keys and values (shardwright/modeling/context.py)."""
     document_mask: bool = True
     """Whether tokens attend only to tokens of their own document. false: a sequence counts as one document. That makes
     cudnn faster, which otherwise needs a mask of seq_len² entries for each sequence."""
@@ -209,6 +214,7 @@ def check_config(c: Config) -> None:
     check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
     check_choice("training.reduce_dtype", c.training.reduce_dtype, ("compute", "f32"))
     check_choice("training.attention", c.training.attention, PATHS)
+    check_choice("training.context", c.training.context, tuple(WAYS))
     check_choice("training.save", c.training.save, tuple(KEPT))
     in_loop = c.training.unroll is not None and (c.training.unroll < c.model.layers or c.model.layers == 1)
     if c.training.save == "offload" and not (in_loop and c.mesh.p == 1):
@@ -230,24 +236,22 @@ def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> 
     `of_batch`: whether to check sizes of the batch too, not only of weights.
     """
     for name, axes in c.model.sharded.items():
-        if not hasattr(c.model, name) or not set(axes.split("·")) <= {"p", *mesh}:
+        if not hasattr(c.model, name) or not set(axes.split("·")) <= {*AXES, *mesh}:
             raise ValueError(
                 f"the sharded of {c.model.module}.ModelConfig has {name!r}: {axes!r}; it maps names of settings to "
                 "axes of the mesh, with · between them: t, d, t·d or t·d·p."
             )
     sizes = {f"model.{name}": axes for name, axes in c.model.sharded.items()}
     if getattr(c.model, "qk_norm", False):
-        sizes["model.d_head"] = "t·d"
+        sizes["model.d_head"] = "c·t·d·e"
     if of_batch:
-        sizes |= {"training.seq_len": "t", "training.batch_size": "r·d·training.microbatches"}
-        sizes |= {} if c.training.loss_chunk is None else {"training.loss_chunk": "t"}
-    factors = {"training.microbatches": c.training.microbatches, **mesh}
+        sizes |= {"training.seq_len": "c·t", "training.batch_size": "r·d·e·training.microbatches"}
+        sizes |= {} if c.training.loss_chunk is None else {"training.loss_chunk": "c·t"}
+    factors = {"training.microbatches": c.training.microbatches, **axes_of_mesh(mesh)}
     for name, axes in sizes.items():
         section, field = name.split(".")
         value, of_mesh = getattr(getattr(c, section), field), [axis for axis in axes.split("·") if axis in factors]
         devices = math.prod(factors[axis] for axis in of_mesh)
         if value % devices:
-            shown = " ".join(f"{axis}={size}" for axis, size in mesh.items() if axis != "p" or size > 1)
-            raise ValueError(
-                f"{name} is {value}; on the mesh {shown} it must be a multiple of {'·'.join(of_mesh)} = {devices}."
-            )
+            shown = f"{'·'.join(of_mesh)} = {devices}"
+            raise ValueError(f"{name} is {value}; on the mesh {mesh_text(mesh)} it must be a multiple of {shown}.")

@@ -94,8 +94,7 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     name = c.paths.model_name or HydraConfig.get().job.config_name
     check_or_enqueue(c.trackers, name, dataclasses.asdict(c))
     start_devices(c.distributed, c.hardware)
-    sizes = c.mesh.r, c.mesh.d, c.mesh.t
-    with watched(c.distributed), jax.set_mesh(make_mesh(*sizes, jax.devices(), c.mesh.p)):
+    with watched(c.distributed), jax.set_mesh(make_mesh(jax.devices(), **dataclasses.asdict(c.mesh))):
         check_divides(c, jax.sharding.get_mesh().shape)
         model = load_model(c.model)
         is_shared = "://" not in (c.paths.checkpoints or "")  # else process 0 alone writes in the directory

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from omegaconf import MISSING
 
+from shardlib.axes import AXES
 from shardlib.placement import LayerPlacement
 from shardlib.shardtypes import make_shardings
 from shardwright.cluster.devices import make_mesh, simulate_devices
@@ -42,9 +43,11 @@ class MeshChoice:
 
 @dataclass
 class StagesChoice(MeshChoice):
-    """Devices along each axis, the pipeline's too; None: not chosen."""
+    """Devices along each axis, also those that only steps use; None: not chosen."""
 
     p: int | None = within(1, 2**20, None)
+    e: int | None = within(-1, 2**20, None)
+    c: int | None = within(-1, 2**20, None)
 
 
 def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:
@@ -56,13 +59,13 @@ def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:
     simulate_devices(c.hardware)
     chosen = {axis: size for axis, size in dataclasses.asdict(choice).items() if size is not None}
     of_steps = isinstance(choice, StagesChoice)
-    sizes = {"p": 1, "r": 1, "d": -1, "t": 1} | chosen if chosen else dataclasses.asdict(c.mesh)
+    sizes = {"d": -1} | chosen if chosen else dataclasses.asdict(c.mesh)
     try:
-        mesh = make_mesh(sizes["r"], sizes["d"], sizes["t"], jax.devices(), sizes["p"] if of_steps else 1)
+        mesh = make_mesh(jax.devices(), **{a: n for a, n in sizes.items() if of_steps or AXES[a].always})
     except ValueError:
         if chosen or of_steps:
             raise
-        mesh = make_mesh(1, -1, 1, jax.devices())
+        mesh = make_mesh(jax.devices(), d=-1)
     run_config.check_divides(c, mesh.shape, of_batch=of_steps)
     return mesh
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import jax
 
+from shardlib.axes import AXES
 from shardwright.compiled.files import write_json
 from shardwright.compiled.table import in_bytes, in_seconds
 from shardwright.modeling.model import LanguageModel
@@ -34,7 +35,7 @@ def plan_run(c: Config, model: LanguageModel, steps: int, programs: Callable, di
     chip = chip_of(c.hardware.chip) if c.hardware.chip else chip_for(mesh.devices.flat[0].device_kind)
     if chip is None or chip.name == NOT_MEASURED:
         return None
-    sizes = dict.fromkeys(("p", "r", "d", "t"), 1) | dict(mesh.shape)
+    sizes = dict.fromkeys(AXES, 1) | dict(mesh.shape)
     try:
         plan = plan_of(planned_step(c, model, sizes, chip, programs), chip, steps)
     except Exception as error:  # a model of users may be one that a plan cannot follow

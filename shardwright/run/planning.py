@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardlib.parsing import PIPELINE_AXIS
+from shardlib.axes import AXES, PIPELINE_AXIS, mesh_text
 from shardwright.compiled.table import in_bytes
 from shardwright.modeling.model import LanguageModel, inputs_of, load_model
 from shardwright.modeling.planned_attention import planned
@@ -28,17 +28,17 @@ SAVED = ("everything", "marked", "dots", "nothing")
 
 
 def mesh_sizes(c: Config, devices: int | None) -> dict[str, int]:
-    """Devices along p, r, d and t of the configuration's mesh. None: as many as the mesh states.
+    """Devices along the axes of the configuration's mesh. None: as many as the mesh states.
 
     Raises ValueError if the mesh does not have that many, or says -1 where no number of devices is given.
     """
-    sizes = {axis: getattr(c.mesh, axis) for axis in ("p", "r", "d", "t")}
+    sizes = {axis: getattr(c.mesh, axis) for axis in AXES}
     left = [axis for axis, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
     if left and devices is None:
         raise ValueError(f"mesh.{left[0]} is -1, for the devices that are left: give plan.devices=<number of devices>.")
     if len(left) > 1 or (devices is not None and (devices % known if left else devices != known)):
-        shown = " ".join(f"{axis}={size}" for axis, size in sizes.items())
+        shown = mesh_text(sizes)
         raise ValueError(f"plan.devices is {devices}, and the mesh is {shown}. Give mesh.r, mesh.d or mesh.t to match.")
     return sizes | dict.fromkeys(left, (devices or known) // known)
 
@@ -49,7 +49,7 @@ def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip
     Args:
         c: the configuration. Its section mesh is not read.
         model: the model that c.model describes.
-        sizes: number of devices along p, r, d and t, in that order.
+        sizes: number of devices along each axis of AXES, in that order.
         chip: the kind of the devices.
         programs: train.programs.
 
@@ -101,7 +101,8 @@ def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
     yield from moved("d", "r")
     yield from ({f"{of}save": save} for save in SAVED if save != t.save)
     yield {f"{of}microbatches": 2 * t.microbatches}
-    is_once = t.gather_weights == "step" or (t.gather_weights == "auto" and sizes["d"] == 1)
+    alone = math.prod(sizes.get(axis, 1) for axis in "cde") == 1
+    is_once = t.gather_weights == "step" or (t.gather_weights == "auto" and alone)
     yield {f"{of}gather_weights": "layer" if is_once else "step"}
     yield {f"{of}loss_chunk": t.seq_len // 8 if t.loss_chunk is None else None}
     yield from moved("t", "p")

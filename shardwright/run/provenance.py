@@ -67,7 +67,7 @@ def programs_of(programs: Callable, c: Config, model: Any) -> dict[str, str]:
     plain = {"batch_size": 2, "microbatches": 2, "gather_weights": "layer", "attention": "einsum", "loss_chunk": None}
     plain |= {"save": "marked", "unroll": 1}
     c = dataclasses.replace(c, training=dataclasses.replace(c.training, **plain), pipeline=PipelineConfig())
-    with jax.set_mesh(make_mesh(1, 1, 1, [_device()])):
+    with jax.set_mesh(make_mesh([_device()])):
         t = c.training
         batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model)))
         return {name: hash_of(traced) for name, traced in programs(c, model, batch).items()}

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from shardlib.parsing import AXIS_ORDER, PIPELINE_AXIS
+from shardlib.axes import AXES, PIPELINE_AXIS
 from shardlib.places import place
 from shardlib.proof.check import UNTRACED, Finding, prove, raise_for
 from shardwright.cluster.devices import kept_programs
@@ -86,7 +86,7 @@ def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[F
 
     def trace(c: Config = c, model: Any = model, **which: bool) -> dict[str, Any]:
         sizes = jax.sharding.get_abstract_mesh().shape
-        c = dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, **{a: sizes.get(a, 1) for a in AXIS_ORDER}))
+        c = dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, **{a: sizes.get(a, 1) for a in AXES}))
         batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches, len(inputs_of(model)))
         return {name: traced.jaxpr for name, traced in programs(c, model, batch, **which).items()}
 

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 
 from shardlib import pipeline, shardops
 from shardlib.array_types import ABSENT, arrays_of
+from shardlib.axes import AXES, PIPELINE_AXIS
 from shardlib.op_checks import varying
-from shardlib.parsing import PIPELINE_AXIS
 from shardlib.placement import LayerPlacement, place_layers
 from shardlib.schedules import Orders, forwards, in_a_ring, schedule_of, stages_of
 from shardlib.shardtypes import Array, f32, make_shardings, typed_shard_map
@@ -117,18 +117,17 @@ def stack_orders(placement: LayerPlacement, kind: Any, like: Any) -> dict[str, n
 
 
 def folded_mesh(c: Config) -> jax.sharding.Mesh:
-    """The current mesh without stages: d takes the devices of p and r, or r those of p if sizes do not allow that."""
+    """The current mesh with the axes r, d and t alone: d takes the devices of all but t, or r does if d cannot."""
     mesh = jax.sharding.get_mesh()
-    if PIPELINE_AXIS not in mesh.shape:
+    if all(AXES[axis].always for axis in mesh.shape):
         return mesh
     # In the same order, as JAX moves arrays only between meshes with the same order of devices.
-    p, r, d, t = (mesh.shape[axis] for axis in ("p", "r", "d", "t"))
+    others = mesh.size // mesh.shape["t"]
     try:
-        check_divides(c, {"r": 1, "d": p * r * d, "t": t}, of_batch=False)
-        sizes = 1, p * r * d, t
+        check_divides(c, sizes := {"d": others, "t": mesh.shape["t"]}, of_batch=False)
     except ValueError:
-        sizes = p * r, d, t
-    return make_mesh(*sizes, devices=mesh.devices.reshape(-1))
+        sizes = {"r": others, "d": 1, "t": mesh.shape["t"]}
+    return make_mesh(mesh.devices.reshape(-1), **sizes)
 
 
 def without_stages(weights: Any, placement: LayerPlacement, mesh: jax.sharding.Mesh) -> Any:

@@ -259,7 +259,7 @@ def test_every_collective_has_its_line_in_what_one_reads(model, mesh, microbatch
     if model == "llama with muon":
         c.optimizer = tiny.optimizer(algorithm="muon")
     files = step_text.files_of_collectives(
-        c, make_mesh(mesh["r"], mesh["d"], mesh["t"], jax.devices(), mesh.get("p", 1))
+        c, make_mesh(jax.devices(), r=mesh["r"], d=mesh["d"], t=mesh["t"], p=mesh.get("p", 1))
     )
     assert files.pop("shardwright/run/stages.py", set()) == ({"p"} if "p" in mesh else set())
     assert set(files) == {

@@ -27,7 +27,7 @@ from shardwright_data.loader import batch_shapes
 
 # A microbatch is too small for d=8.
 MESHES = {name: functools.partial(tiny.mesh, name) for name in tiny.MESHES if name != "d=8"}
-MESHES["p=2 d=2 t=2"] = lambda: make_mesh(1, 2, 2, jax.devices(), 2)
+MESHES["p=2 d=2 t=2"] = lambda: make_mesh(jax.devices(), d=2, t=2, p=2)
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ def test_values_and_gradients_are_the_dense_ones(name, path):
 
         def run(q, k, v, bias, sinks):
             learned, sinks = (bias,) * (name == "learned"), sinks if name == "sinks" else None
-            return PATHS[path](q, k, v, places, RULES[name], learned, sinks)
+            return PATHS[path](q, k, v, (places, places), RULES[name], learned, sinks)
 
         out, vjp = jax.vjp(run, q, k, v, bias, sinks)
         return out, *vjp(g)
@@ -171,7 +171,7 @@ def test_paths_that_agree_pass(monkeypatch):
         check_paths(forward, 256)
         assert len(compared) == 2
         check_paths(forward, 128)  # einsum: there is nothing to compare
-    with jax.set_mesh(make_mesh(1, 2, 1, jax.devices()[:4], 2)):  # stages, also where p does not divide the layers
+    with jax.set_mesh(make_mesh(jax.devices()[:4], d=2, p=2)):  # stages, also where p does not divide the layers
         check_paths(tiny.forward(tiny.config(tiny.model(layers=3), attention="blockwise")), 16)
     assert len(compared) == 3
 
@@ -213,7 +213,7 @@ def test_an_error_of_the_blocks_is_found(dropped, monkeypatch):
     if dropped == "later documents":
         plain = blockwise_module.blockwise
         few = lambda q, k, v, places, *more: plain(
-            q, k, v, places._replace(document=jnp.minimum(places.document, 2)), *more
+            q, k, v, (places[0]._replace(document=jnp.minimum(places[0].document, 2)),) * 2, *more
         )
         monkeypatch.setattr(attention_module, "blockwise", few)
     else:

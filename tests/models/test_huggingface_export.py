@@ -211,7 +211,7 @@ EDITS = {
         OTHER_LOGITS,
     ),
     "embedding": (
-        [('return shardops.psum("B/r/d L/t M +p', 'return 2 * shardops.psum("B/r/d L/t M +p')],
+        [('return shardops.psum("B/r/d/e L/c/t M +p', 'return 2 * shardops.psum("B/r/d/e L/c/t M +p')],
         OTHER_LOGITS,
     ),
     "logits": (

@@ -10,6 +10,7 @@ import step_text
 import tiny
 
 import train
+from shardlib.axes import AXES
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import shapes_of
 from shardwright.plan.chips import chip_of
@@ -120,7 +121,7 @@ def test_a_mesh_without_its_devices_is_refused():
     with pytest.raises(ValueError, match="give plan"):
         mesh_sizes(c, None)
     c.mesh.t = 3
-    with pytest.raises(ValueError, match=r"plan.devices is 8, and the mesh is p=1 r=1 d=-1 t=3"):
+    with pytest.raises(ValueError, match=r"plan.devices is 8, and the mesh is r=1 d=-1 t=3"):
         mesh_sizes(c, 8)
     c.mesh.t = 2
-    assert mesh_sizes(c, 8) == {"p": 1, "r": 1, "d": 4, "t": 2}
+    assert mesh_sizes(c, 8) == dict.fromkeys(AXES, 1) | {"d": 4, "t": 2}

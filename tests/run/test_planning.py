@@ -14,6 +14,7 @@ import tiny
 import yaml
 
 import train
+from shardlib.axes import AXES
 from shardwright.modeling.model import load_model
 from shardwright.plan.chips import chip_of
 from shardwright.plan.plan import plan_of
@@ -22,7 +23,7 @@ from shardwright.run.own_plan import plan_run
 from shardwright.run.planning import best_changes, changes, planned_change, planned_step
 
 ROOT = Path(__file__).parents[2]
-SIZES = {"p": 1, "r": 1, "d": 4, "t": 2}
+SIZES = dict.fromkeys(AXES, 1) | {"d": 4, "t": 2}
 H100 = chip_of("h100")
 
 

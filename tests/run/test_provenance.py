@@ -27,7 +27,7 @@ def programs(source: str, mesh=(1, 1, 1, 1), model=(), optimizer=(), **training)
     c = tiny.config(tiny.model(module="changed_train", **dict(model)), **training)
     c.optimizer = tiny.optimizer(**dict(optimizer))
     p, r, d, t = mesh
-    with module_of(source) as module, jax.set_mesh(make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)):
+    with module_of(source) as module, jax.set_mesh(make_mesh(jax.devices()[: p * r * d * t], r=r, d=d, t=t, p=p)):
         return provenance.programs_of(module.programs, c, load_model(c.model))
 
 

@@ -36,7 +36,7 @@ def config_with(algorithm: str = "adamw", layers: int = 1, **changes):
 STEPS = {
     "one device": (config_with(), lambda: tiny.mesh("one device")),
     "d=4 t=2": (config_with(), lambda: tiny.mesh("d=4 t=2")),
-    "Muon, stages": (config_with("muon", 2, microbatches=2), lambda: make_mesh(1, 2, 2, jax.devices(), 2)),
+    "Muon, stages": (config_with("muon", 2, microbatches=2), lambda: make_mesh(jax.devices(), d=2, t=2, p=2)),
 }
 
 

@@ -31,7 +31,7 @@ GREEDY, DRAWN = Sampling(max_tokens=20, temperature=0.0), Sampling(max_tokens=20
 
 def mesh(name: str) -> jax.sharding.Mesh:
     d, t = MESHES[name]
-    return make_mesh(1, d, t, jax.devices()[: d * t])
+    return make_mesh(jax.devices()[: d * t], d=d, t=t)
 
 
 def sampler(kind: type, settings: Sampling = DRAWN, **training) -> Sampler:

@@ -57,7 +57,7 @@ def trained(case: str | None, kind: type = Penalized) -> tuple:
     c = tiny.config(tiny.model(layers=LAYERS), microbatches=4, gather_weights=gather)
     c.training.batch_size, c.pipeline = ROWS, PipelineConfig(**pipeline)
     model = kind(c.model)
-    with jax.set_mesh(make_mesh(r, d, t, jax.devices()[: p * r * d * t], p)):
+    with jax.set_mesh(make_mesh(jax.devices()[: p * r * d * t], r=r, d=d, t=t, p=p)):
         state = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0))
         data = tiny.place_batch(c, batch())
         nats, targets = train.make_evaluation_step(c, model)(state.weights, data)

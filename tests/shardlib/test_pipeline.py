@@ -227,7 +227,7 @@ def dropout_step(p: int, schedule: str):
     def per_device(w: gpt2.GPT2, batch: train.Batch, seeds: u32["m B/r/d"]) -> tuple[f32[""], gpt2.GPT2]:
         return tiny.loss_and_gradients(w, batch, c, seeds)
 
-    with jax.set_mesh(tiny.mesh("one device") if p == 1 else make_mesh(1, 1, 2, jax.devices()[: 2 * p], p)):
+    with jax.set_mesh(tiny.mesh("one device") if p == 1 else make_mesh(jax.devices()[: 2 * p], t=2, p=p)):
         model = load_model(c.model)
         order = placement_of(c, model).order
         w = jax.jit(lambda key: initialize(model.table, key, order))(jax.random.key(1))
@@ -375,7 +375,7 @@ def executor_program(m: int, schedule: str):
         P = jax.sharding.PartitionSpec
         return jax.shard_map(per_device, in_specs=(P("p"), P()), out_specs=(P(), P("p")))(w, data)
 
-    with jax.set_mesh(make_mesh(1, 1, 1, jax.devices()[:2], 2)):
+    with jax.set_mesh(make_mesh(jax.devices()[:2], p=2)):
         w = jax.device_put(np.ones((2, 1024), np.float32), jax.NamedSharding(jax.sharding.get_mesh(), jax.P("p")))
         return program.lower(w, jax.ShapeDtypeStruct((m, 1024), jnp.float32)).compile()
 

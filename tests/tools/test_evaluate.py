@@ -119,7 +119,7 @@ def test_a_run_with_stages(tmp_path):
     c.training = dataclasses.replace(c.training, steps=2)
     c.mesh.p, c.mesh.d, c.mesh.t = 2, 2, 2
     c.pipeline.virtual_stages, c.pipeline.schedule = 2, "interleaved_1f1b"
-    with jax.set_mesh(make_mesh(1, 2, 2, jax.devices(), 2)):
+    with jax.set_mesh(make_mesh(jax.devices(), d=2, t=2, p=2)):
         train.train(c, load_model(c.model), tmp_path / "run")
     found, (event,) = evaluated(tmp_path / "run"), logged(tmp_path / "run")
     assert found["mesh"] == {"r": 1, "d": 8, "t": 1}

@@ -66,7 +66,7 @@ def run(directory, dataset, mesh="d=4 t=2", steps=10, **changes):
         section = next(x for x in (c.optimizer, c.data, c.training, c.model) if hasattr(x, name))
         setattr(section, name, value)
     directory.mkdir(parents=True, exist_ok=True)
-    with jax.set_mesh(make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices(), c.mesh.p)):
+    with jax.set_mesh(make_mesh(jax.devices(), **dataclasses.asdict(c.mesh))):
         train.train(c, load_model(c.model), directory)
     return directory
 

@@ -28,7 +28,7 @@ NAMES += [(name, None) for name in ("embed", "final_norm", "unembed")]
 MESHES = {
     "one device": functools.partial(tiny.mesh, "one device"),
     "d=4 t=2": functools.partial(tiny.mesh, "d=4 t=2"),
-    "p=2": lambda: make_mesh(1, 2, 2, jax.devices(), 2),
+    "p=2": lambda: make_mesh(jax.devices(), d=2, t=2, p=2),
 }
 
 

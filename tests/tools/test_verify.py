@@ -17,7 +17,7 @@ from shardwright_data.loader import TokenBatch
 from tools.verify.__main__ import small
 from tools.verify.compare import error_of
 from tools.verify.inputs import Inputs, with_planted
-from tools.verify.meshes import all_meshes, mesh_of
+from tools.verify.meshes import ONE_DEVICE, all_meshes, mesh_of
 from tools.verify.step import by_layer, in_order, on_host
 
 SOURCE = (ROOT / "train.py").read_text()
@@ -79,13 +79,12 @@ def test_every_mesh_divides_the_small_sizes():
     c.model.check(c.training.seq_len)
     meshes, others = all_meshes(c, 8)
     assert [mesh["p"] for mesh in meshes] == [1] * 10 + [2] * 6 + [4] * 3
-    assert [mesh for mesh, _ in others] == [{"p": 8, "r": 1, "d": 1, "t": 1}]
+    sizes = lambda **several: ONE_DEVICE | several
+    assert [mesh for mesh, _ in others] == [sizes(p=8)]
     assert "4 layers do not divide into 8 equal stages" in others[0][1]
-    expected = [{"p": 1, "r": 1, "d": 8, "t": 1}, {"p": 1, "r": 2, "d": 2, "t": 2}, {"p": 2, "r": 1, "d": 4, "t": 1}]
-    assert all_meshes(c, 8, ["2x1x4x1", "2x2x2", "1x8x1"])[0] == expected
-    with pytest.raises(
-        ValueError, match=r"verify.meshes has 3x1x1; choose among the meshes of so many devices: .*1x8x1, .*8x1x1x1"
-    ):
+    expected = [sizes(p=2, d=4), sizes(r=2, d=2, t=2), sizes(d=8), sizes(d=2, e=2, c=2)]
+    assert all_meshes(c, 8, ["2x1x4x1", "2x2x2", "1x8x1", "d2e2c2"])[0] == expected
+    with pytest.raises(ValueError, match=r"verify.meshes has 3x1x1; name a mesh of 8 devices, such as 1x1x8, .* or p8"):
         all_meshes(c, 8, ["3x1x1"])
 
 

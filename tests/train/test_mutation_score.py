@@ -22,7 +22,8 @@ from recipes import SOURCE
 from traced_steps import CONFIGS, Program, program
 from verifying import verify
 
-from shardlib.parsing import PIPELINE_AXIS, OpSpec, ShardError, parse_op, parse_shape
+from shardlib.axes import PIPELINE_AXIS
+from shardlib.parsing import OpSpec, ShardError, parse_op, parse_shape
 
 
 def verify_only(mutant: Mutant) -> bool:

@@ -49,7 +49,7 @@ def run(directory: Path, steps: int, mesh: str = "d=4 t=2", **changes) -> Path:
 def test_an_axis_that_the_mesh_lacks_has_one_device(axis):
     c, found, devices = tiny.config(tiny.model(layers=1)), [], jax.devices()[:2]
     alone = jax.make_mesh((2,), (axis,), axis_types=(AxisType.Explicit,), devices=devices)
-    for mesh in (make_mesh(*(2 if a == axis else 1 for a in "rdt"), devices=devices), alone):
+    for mesh in (make_mesh(devices, **{axis: 2}), alone):
         with jax.set_mesh(mesh):
             state, metrics = tiny.training_step(c)(tiny.state(c), tiny.place_batch(c), np.int32(0))
             found.append((metrics.loss, metrics.grad_norm, *jax.tree.leaves(state)))
@@ -195,6 +195,6 @@ def test_a_contradicting_configuration_is_refused(unbroken):
 def test_sizes_that_do_not_fit_the_mesh(settings, message):
     """Other wrong settings are in tests/settings/mistakes.txt."""
     c = load("local_test_synthetic", settings)
-    mesh = lambda: make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices(), c.mesh.p)
+    mesh = lambda: make_mesh(jax.devices(), **dataclasses.asdict(c.mesh))
     with pytest.raises(ValueError, match=re.escape(message)):
         check_divides(c, dict(mesh().shape))

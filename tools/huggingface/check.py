@@ -46,7 +46,7 @@ def forward_of(c: Any) -> Forward:
 
 def one_device() -> Any:
     """Context with a mesh of one CPU device."""
-    return jax.set_mesh(make_mesh(1, 1, 1, jax.devices("cpu")[:1]))
+    return jax.set_mesh(make_mesh(jax.devices("cpu")[:1]))
 
 
 def check_rules(c: Any, model_type: str) -> None:

@@ -19,6 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import MISSING
 
 import train
+from shardlib.axes import AXES
 from shardwright.compiled.files import write_json, write_whole
 from shardwright.plan.chips import chip_of
 from shardwright.run.config import Config
@@ -64,7 +65,7 @@ def job(c: Config, settings: PlanConfig) -> None:
         if output is not None:
             own = [override for override in hydra.overrides.task if not override.startswith("plan.")]
             start = f"# python -m train --config-dir={output.absolute().parent} --config-name={output.stem}\n"
-            chosen, before = dict(found[0].settings), math.prod(getattr(c.mesh, axis) for axis in ("p", "r", "d", "t"))
+            chosen, before = dict(found[0].settings), math.prod(getattr(c.mesh, axis) for axis in AXES)
             if c.distributed.count and before > 0:  # as many devices to a host as before
                 chosen["distributed.count"] = max(1, c.distributed.count * stated // before)
             write_whole(output, start + as_config(name, own, CONFIGS, chosen))

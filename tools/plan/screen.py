@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
+from shardlib.axes import mesh_text
 from shardwright.compiled.lines import WITHOUT_LINE
 from shardwright.compiled.table import in_bytes, in_numbers, in_seconds
 from shardwright.plan.plan import Plan
@@ -158,7 +159,7 @@ def answer(plan: Plan) -> list[tuple[str, str, str]]:
 
 def title_of(plan: Plan, name: str) -> str:
     """What is planned, where."""
-    mesh = " ".join(f"{axis}={size}" for axis, size in plan.step.mesh.items() if axis != "p" or size > 1)
+    mesh = mesh_text(plan.step.mesh)
     return f"{name} on {plan.step.devices} × {plan.chip.title}: {mesh}"
 
 

@@ -16,13 +16,14 @@ from dataclasses import dataclass, field
 
 import jax
 
+from shardlib.axes import mesh_text
 from shardwright.modeling.blockwise import small_blocks
 from shardwright.run.config import Config
 from shardwright.run.launch import start_with_section
 from shardwright.settings.words import say
 from shardwright_data.checks import within
 from tools.verify.compare import compare_meshes
-from tools.verify.meshes import all_meshes, mesh_name, some_of
+from tools.verify.meshes import all_meshes, some_of
 from tools.verify.step import type_check
 
 
@@ -81,11 +82,11 @@ def run(c: Config, settings: VerifyConfig) -> bool:
         )
     if settings.only_types:
         for mesh, reason in others:
-            say(f"{mesh_name(mesh)}: {reason}")
+            say(f"{mesh_text(mesh)}: {reason}")
         traced = meshes if settings.meshes else some_of(meshes)
         for mesh in traced:
             type_check(c, mesh)
-            say(f"{mesh_name(mesh)}: type-checks")
+            say(f"{mesh_text(mesh)}: type-checks")
         if more := len(meshes) - len(traced):
             say(f"{more} more divide the sizes, with the same axes and sizes in other combinations: see verify.meshes.")
         say(f"The step type-checks on {len(traced)} of {len(meshes) + len(others)} meshes; no device was used.")

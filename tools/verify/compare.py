@@ -14,9 +14,9 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from shardlib.axes import PIPELINE_AXIS, mesh_text
 from shardlib.equations import CALLS
 from shardlib.marks import is_region
-from shardlib.parsing import PIPELINE_AXIS
 from shardlib.proof.alignment import Different
 from shardlib.proof.check import findings
 from shardlib.proof.domain import UNIFORM, Value, devices
@@ -24,7 +24,7 @@ from shardwright.microscope.points import callers
 from shardwright.microscope.rerun import Path, Rerun, executed
 from shardwright.run.config import Config
 from tools.verify.inputs import Inputs, make_inputs
-from tools.verify.meshes import ONE_DEVICE, Mesh, mesh_name, mesh_of
+from tools.verify.meshes import ONE_DEVICE, Mesh, mesh_of
 from tools.verify.step import Found, Traced, fresh_state, tensors_of_step, traced_step
 
 TOLERANCE = 1e-10
@@ -72,14 +72,14 @@ def compare_meshes(c: Config, meshes: list[Mesh], log: Callable[[str], None]) ->
     if bad := [tensor for tensor, value in oracle.items() if not np.all(np.isfinite(value))]:
         raise ValueError(f"on one device the {bad[0]} is not finite already. Correct the step there first.")
     for sizes in meshes:
-        log(mesh_name(sizes))
+        log(mesh_text(sizes))
         errors = errors_of(tensors_of_step(c, inputs, sizes), oracle)
         tensor = max(errors, key=errors.get)
-        largest = max(largest, (errors[tensor], f"{tensor} on {mesh_name(sizes)}"))
+        largest = max(largest, (errors[tensor], f"{tensor} on {mesh_text(sizes)}"))
         if failures := [tensor for tensor, error in errors.items() if error > TOLERANCE]:
             wrong.append(sizes)
             lines.append(
-                f"DIFFERS on {mesh_name(sizes)}: the first tensor that differs is the {failures[0]}, by "
+                f"DIFFERS on {mesh_text(sizes)}: the first tensor that differs is the {failures[0]}, by "
                 f"{errors[failures[0]]:.1e} (limit {TOLERANCE:.0e}); {len(failures)} of {len(errors)} tensors differ."
             )
     # Nothing within the schedule of stages can be compared. Where devices have one entry each, a trace may differ.
@@ -206,7 +206,7 @@ def causes(c: Config, inputs: Inputs, sizes: Mesh) -> list[str]:
         here, there = (traced_step(c, inputs, each, sizes) for each in (sizes, alone))
         found, first = first_difference(here, there)
     except Different as different:
-        return [f"on {mesh_name(sizes)}, {different.place}: {different}"]
+        return [f"on {mesh_text(sizes)}, {different.place}: {different}"]
     if first is not None:
         turns, (file, _, line) = "".join(f", turn {i}" for i in first.turns), first.place.rpartition(":")
         found.append(
@@ -215,4 +215,4 @@ def causes(c: Config, inputs: Inputs, sizes: Mesh) -> list[str]:
         )
     elif not found and sizes["p"] > 1:
         found.append("all is as with one device for each stage: the cause is the schedule, or depends on their number")
-    return [f"on {mesh_name(sizes)}, {text}" for text in found]
+    return [f"on {mesh_text(sizes)}, {text}" for text in found]

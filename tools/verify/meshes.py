@@ -8,37 +8,29 @@ from collections.abc import Iterator, Mapping
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from shardlib.parsing import PIPELINE_AXIS
+from shardlib.axes import AXES, axes_of_mesh
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
 from shardwright.run.config import Config, check_divides
 from shardwright.run.stages import training_table
 
-AXES = ("p", "r", "d", "t")
-"""Axes of the mesh, major to minor."""
 ONE_DEVICE = dict.fromkeys(AXES, 1)
 Mesh = Mapping[str, int]
 """Number of devices along each of AXES."""
-
-
-def mesh_name(mesh: Mesh) -> str:
-    """`r=1 d=4 t=2`, with p if it is not 1."""
-    return " ".join(f"{axis}={size}" for axis, size in mesh.items() if axis != "p" or size > 1)
 
 
 @contextlib.contextmanager
 def mesh_of(sizes: Mesh) -> Iterator[jax.sharding.Mesh]:
     """Enters a mesh of these sizes on the first devices."""
     devices = jax.devices()[: math.prod(sizes.values())]
-    mesh = make_mesh(*(sizes[axis] for axis in AXES[1:]), devices, sizes["p"])
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh := make_mesh(devices, **sizes)):
         yield mesh
 
 
 @contextlib.contextmanager
 def abstract_mesh_of(sizes: Mesh) -> Iterator[None]:
     """Enters the mesh that `mesh_of` makes, without devices."""
-    sizes = {axis: size for axis, size in sizes.items() if axis != PIPELINE_AXIS or size > 1}
+    sizes = axes_of_mesh(sizes)
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
     with jax.sharding.use_abstract_mesh(mesh):
         yield
@@ -48,18 +40,23 @@ def all_meshes(c: Config, devices: int, names: list[str] | None = None) -> tuple
     """The meshes of that many devices on which the step runs, and the others, each with the reason.
 
     The mesh must divide the sizes of the model and of the batch, and the schedule and the layers must fit its stages.
-    `names`, such as 1x4x2, choose among them. Raises ValueError for a name that none has.
+    `names` choose among them: `1x4x2` of r, d and t, after p if it is not 1, or `d2e2c2` of all axes that have several.
+    Without names, e and c have one device unless the mesh of `c` says otherwise. Raises ValueError for an unknown name.
     """
     counts = itertools.product([n for n in range(1, devices + 1) if devices % n == 0], repeat=len(AXES))
     meshes = [dict(zip(AXES, sizes, strict=True)) for sizes in counts if math.prod(sizes) == devices]
-    known = {"x".join(str(n) for axis, n in mesh.items() if axis != "p" or n > 1): mesh for mesh in meshes}
+    few = [axis for axis in AXES if axis not in "prdt" and getattr(c.mesh, axis) == 1]
+    plain = [mesh for mesh in meshes if mesh["e"] == mesh["c"] == 1]
+    known = {"x".join(str(n) for n in axes_of_mesh(mesh).values()): mesh for mesh in plain}
+    known |= {"".join(f"{axis}{n}" for axis, n in mesh.items() if n > 1): mesh for mesh in meshes}
     if unknown := set(names or ()) - set(known):
         raise ValueError(
-            f"verify.meshes has {min(unknown)}; choose among the meshes of so many devices: {', '.join(known)} (p if "
-            "it is not 1, r, d, t)."
+            f"verify.meshes has {min(unknown)}; name a mesh of {devices} devices, such as {', '.join([*known][:3])} (p "
+            f"if it is not 1, r, d, t) or {[*known][-1]}."
         )
+    chosen = [mesh for mesh in meshes if all(mesh[axis] == 1 for axis in few)]
     fit, others = [], []
-    for mesh in (mesh for name, mesh in known.items() if names is None or name in names):
+    for mesh in chosen if names is None else [known[name] for name in names]:
         try:
             check_divides(c, mesh)
             with abstract_mesh_of(mesh):

@@ -45,7 +45,7 @@ class Contestant(OnJax):
         self.config = c = config_of(job)
         start_devices(c.distributed, c.hardware)
         self.model = load_model(c.model)
-        self.mesh = make_mesh(c.mesh.r, c.mesh.d, c.mesh.t, jax.devices()[: job.devices], c.mesh.p)
+        self.mesh = make_mesh(jax.devices()[: job.devices], **dataclasses.asdict(c.mesh))
         with jax.set_mesh(self.mesh):
             check_divides(c, self.mesh.shape)
             init = functools.partial(train.init_state, c=c, model=self.model)

@@ -1,0 +1,37 @@
+"""The axes of the device mesh: one table. docs/changing.md adds an axis."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Axis(NamedTuple):
+    """What an axis is for."""
+
+    purpose: str
+    always: bool = False
+    """Whether a run's mesh has the axis even where it is of one device."""
+
+
+AXES = {
+    "p": Axis("pipeline: each device has its own layers"),
+    "r": Axis("replicas: plain data parallel", always=True),
+    "d": Axis("data parallel, weights sharded at rest (FSDP)", always=True),
+    "e": Axis("experts, which are sharded over it; else like d"),
+    "c": Axis("context: each device has some positions"),
+    "t": Axis("tensor parallel", always=True),
+}
+"""The axes of a mesh, major to minor: neighbours along the last are nearest. A mesh may lack each of them, which is as
+if it had one device along it. Specs are read without it there."""
+AXIS_ORDER = ("r", "c", "t", "d", "e", "p")
+"""The order of axes within a dim: `L/c/t`, `M/t/d`, `V/t/p`."""
+PIPELINE_AXIS = "p"
+
+
+def axes_of_mesh(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The axes that the mesh of a run has where it is to have these numbers of devices, in the order of AXES."""
+    return {axis: sizes.get(axis, 1) for axis, a in AXES.items() if a.always or sizes.get(axis, 1) != 1}
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """The mesh in words: `r=1 d=4 t=2`."""
+    return " ".join(f"{axis}={size}" for axis, size in axes_of_mesh(sizes).items())

@@ -1,0 +1,52 @@
+"""The axes e and c of the mesh, with the others: a step computes what it computes on one device."""
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from shardlib import shardops
+from shardlib.axes import AXES, AXIS_ORDER
+from shardlib.shardtypes import ShardError, i32, typed_shard_map
+from shardwright.cluster.config import MeshConfig
+
+
+def step(mesh: str, **training) -> tuple[float, float]:
+    """Loss and norm of the gradients of a step of the tiny Llama."""
+    c = tiny.config(tiny.model(layers=4, qk_norm=True, d_head=8), microbatches=2, **training)
+    with jax.set_mesh(tiny.mesh(mesh)):
+        _, metrics = tiny.training_step(c)(tiny.state(c), tiny.place_batch(c), np.int32(0))
+        return float(metrics.loss), float(metrics.grad_norm)
+
+
+MESHES = ("e=2 d=2 t=2", "c=2 d=2 t=2", "c=2 e=2 t=2", "p=2 c=2 e=2")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", MESHES)
+def test_a_step_is_that_of_one_device(mesh):
+    np.testing.assert_allclose(step(mesh), step("one device"), rtol=1e-6)
+
+
+def test_the_tables_have_the_same_axes():
+    assert {*AXES} == {*AXIS_ORDER} == {*MeshConfig.__dataclass_fields__}
+
+
+def test_a_block_of_integers_is_kept():
+    with jax.set_mesh(tiny.mesh("c=2 t=2")):
+
+        @jax.jit
+        @typed_shard_map
+        def blocks(x: i32["B L"]) -> i32["B L/c/t"]:
+            return shardops.shard("B L -> B L/c/t", x)
+
+        x = np.arange(16, dtype=np.int32).reshape(2, 8)
+        np.testing.assert_array_equal(blocks(x), x)
+
+        @jax.jit
+        @typed_shard_map
+        def floats(x: i32["B L"]) -> i32["B L/c"]:
+            return shardops.shard("B L -> B L/c", x * 1.0).astype(int)
+
+        with pytest.raises(ShardError, match="the gradient of what is cut off"):
+            floats(x)
