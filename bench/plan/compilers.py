@@ -1,6 +1,6 @@
 """Training steps as XLA compiles them for TPUs and GPUs, of which none is here, and plans beside them.
 
-    python -m bench.plan.compilers --out DIR [--only v5e,h100] [--configs 84m_d8,540m_t8] [--lines]
+    python -m bench.plan.compilers --out DIR [--only v5e h100] [--configs 84m_d8 540m_t8] [--lines]
 
 Writes <chip>.<configuration>.json for each row, and the program as <chip>.<configuration>.txt.gz. A row that is there
 is left, so that a stopped command goes on. All 30 rows take less than an hour on two cores. Then a line for each, with
@@ -228,21 +228,17 @@ def main(arguments: list[str] | None = None) -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory of the rows")
-    parser.add_argument("--only", default=",".join([*GPUS, *TPUS]), help="chips, separated by commas")
-    parser.add_argument("--configs", default=",".join(CASES), help="names of rows, separated by commas")
+    for option, known in (("--only", [*GPUS, *TPUS]), ("--configs", [*CASES])):
+        parser.add_argument(option, nargs="+", choices=known, default=known, help="rows to make; all by default")
     parser.add_argument("--lines", action="store_true", help="with the lines whose bytes differ")
     args = parser.parse_args(arguments)
-    chosen = [args.only.split(","), args.configs.split(",")]
-    for what, names, known in zip(("--only", "--configs"), chosen, ({**GPUS, **TPUS}, CASES), strict=True):
-        if wrong := [name for name in names if name not in known]:
-            parser.error(f"{what} has {', '.join(wrong)}; choose of {', '.join(known)}")
     args.out.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_platforms", "cpu")  # libtpu serves one process at a time
-    found = [*rows(itertools.product(*chosen), args.out, args.lines)]
+    found = [*rows(itertools.product(args.only, args.configs), args.out, args.lines)]
     for name, near in NEAR.items():
         values = [figures[name] for figures in found if name in figures]
         print(f"{name}: {sum(abs(value - 1) <= near for value in values)} of {len(values)} within {100 * near:.0f} %")
-    if missing := math.prod(map(len, chosen)) - len(found):
+    if missing := len(args.only) * len(args.configs) - len(found):
         sys.exit(f"not made: {missing} rows")
 
 

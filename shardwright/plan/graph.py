@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from jax_extra import SAVED
@@ -165,13 +166,9 @@ def _needed(nodes: list[Node], outs: list[Value]) -> list[Node]:
 
 
 def _value(var: Any, site: Site, **more: Any) -> Value:
-    shape, dtype = getattr(var.aval, "shape", ()), getattr(var.aval, "dtype", np.dtype("float32"))
-    known = isinstance(dtype, np.dtype) or hasattr(dtype, "itemsize")
-    try:
-        dtype = np.dtype(dtype) if known else np.dtype("uint64")
-    except TypeError:  # a random key: two words
-        dtype = np.dtype("uint64")
-    return Value(tuple(shape), dtype, site, **more)
+    dtype = getattr(var.aval, "dtype", np.dtype("float32"))
+    is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)  # of random numbers: two words
+    return Value(tuple(getattr(var.aval, "shape", ())), np.dtype("uint64" if is_key else dtype), site, **more)
 
 
 @functools.cache

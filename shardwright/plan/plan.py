@@ -71,19 +71,13 @@ class Plan(NamedTuple):
 
     def as_data(self) -> dict[str, Any]:
         """All of it, for JSON. Bytes and FLOPs are of one device in a step."""
-        low, high = self.range
-        facts = {"seconds": self.seconds, "seconds_low": low, "seconds_high": high, "bubble_seconds": self.bubble}
-        facts |= {"tokens_per_second": self.tokens_per_second, "mfu": self.mfu, "days": self.days}
-        facts |= {"dollars": self.dollars, "peak_bytes": self.step.peak, "memory_bytes": self.chip.memory_bytes}
-        return {
-            "chip": self.chip.name,
-            "mesh": dict(self.step.mesh),
-            **facts,
-            "fits": self.fits,
-            **self.step.facts._asdict(),
-            "memory": [array._asdict() for array in self.step.held],
-            "work": [row._asdict() for row in self.rows],
-        }
+        figures = ("seconds", "tokens_per_second", "mfu", "days", "dollars", "fits")
+        found = {"chip": self.chip.name, "mesh": dict(self.step.mesh), **self.step.facts._asdict()}
+        found |= {name: getattr(self, name) for name in figures} | {"bubble_seconds": self.bubble}
+        found |= {"peak_bytes": self.step.peak, "memory_bytes": self.chip.memory_bytes}
+        found["seconds_low"], found["seconds_high"] = self.range
+        rows = {"memory": self.step.held, "work": self.rows}
+        return found | {name: [row._asdict() for row in of] for name, of in rows.items()}
 
 
 def plan_of(step: Step, chip: Chip, steps: int) -> Plan:

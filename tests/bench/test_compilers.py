@@ -104,7 +104,7 @@ def test_rows_that_are_there_are_left(tmp_path, monkeypatch, capsys):
     near = {"h100": 1.009, "v5e": 1.02}
     monkeypatch.setattr(compilers, "apart", apart)
     monkeypatch.setattr(compilers, "compare", lambda text, facts: ({"state": near[facts["chip"]]}, text, ["a line"]))
-    options = ["--out", str(tmp_path), "--only", "h100,v5e", "--configs", "gpt2_d8"]
+    options = ["--out", str(tmp_path), "--only", "h100", "v5e", "--configs", "gpt2_d8"]
     with pytest.raises(SystemExit, match="not made: 1 rows"):
         compilers.main(options)
     said = capsys.readouterr().out
@@ -120,7 +120,7 @@ def test_rows_that_are_there_are_left(tmp_path, monkeypatch, capsys):
 def test_a_name_that_is_not_known(tmp_path, capsys):
     with pytest.raises(SystemExit):
         compilers.main(["--out", str(tmp_path), "--only", "h1000"])
-    assert "--only has h1000; choose of h100, h200, v5e, v6e, v7x" in capsys.readouterr().err
+    assert "invalid choice: 'h1000' (choose from" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("op", "bytes"), [("all_gather", 84), ("psum_scatter", 84), ("psum", 168), ("ppermute", 96)])
