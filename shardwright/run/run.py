@@ -29,8 +29,8 @@ from shardwright.run.memory import peak_memory
 from shardwright.run.metrics import RunLog, check_metrics
 from shardwright.run.microscope import Microscope
 from shardwright.run.opening import checkpoints_of, fresh_state, read_state
-from shardwright.run.own_plan import plan_run
 from shardwright.run.page import Page
+from shardwright.run.planning import plan_run
 from shardwright.run.profile import StepProfiler
 from shardwright.run.provenance import compare_source, keep_source, provenance_of
 from shardwright.run.report import facts_of, print_start, save_config, tell

@@ -18,9 +18,8 @@ from shardlib.axes import AXES
 from shardwright.modeling.model import load_model
 from shardwright.plan.chips import chip_of
 from shardwright.plan.plan import plan_of
-from shardwright.run import own_plan
-from shardwright.run.own_plan import plan_run
-from shardwright.run.planning import best_changes, changes, planned_change, planned_step
+from shardwright.run import planning
+from shardwright.run.planning import best_changes, changes, plan_run, planned_change, planned_step
 
 ROOT = Path(__file__).parents[2]
 SIZES = dict.fromkeys(AXES, 1) | {"d": 4, "t": 2}
@@ -69,7 +68,7 @@ def test_a_plan_that_fails_ends_no_run(tmp_path, monkeypatch):
     def fails(*_):
         raise KeyError("a primitive")
 
-    monkeypatch.setattr(own_plan, "planned_step", fails)
+    monkeypatch.setattr(planning, "planned_step", fails)
     c = tiny.config()
     c.hardware.chip = "h100"
     assert of_run(c, tmp_path) == "plan       none: KeyError: 'a primitive'"
@@ -85,7 +84,7 @@ def test_too_little_memory_is_refused_with_what_would_fit(tmp_path, monkeypatch)
     with pytest.raises(ValueError, match=r"of a device, which has [\d.]+ KiB: .* makes it fit, with") as refused:
         of_run(c, tmp_path)
     assert "\n" not in str(refused.value)
-    monkeypatch.setattr(own_plan, "best_changes", lambda *_: [])
+    monkeypatch.setattr(planning, "best_changes", lambda *_: [])
     with pytest.raises(ValueError, match=r"\. Take more devices;"):
         of_run(c, tmp_path)
 

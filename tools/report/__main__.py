@@ -21,8 +21,8 @@ from shardwright.run.files import REPORT
 from shardwright.settings.program import run_program
 from shardwright.settings.screen import print_line, print_table
 from tools.report.comparing import Comparison, compare_runs
-from tools.report.issue import issue
 from tools.report.page import page
+from tools.report.planned import issue
 from tools.report.reading import find_runs, read_run
 
 

@@ -1,16 +1,19 @@
-"""What a run's own plan expected of it, plan.json, beside what was measured."""
+"""What a run's own plan.json expected of it beside what was measured: for the page, and to paste into an issue."""
 
+import contextlib
 import math
 from typing import Any
 
 from shardwright.compiled.lines import WITHOUT_LINE
-from shardwright_data.foreign import number, read_object
+from shardwright_data.foreign import number, one_line, read_object
 from tools.report.comparing import METRICS, Comparison
 from tools.report.lines import FIRST, measured_lines, newest, read
 from tools.report.reading import Run
 
 _PLANNED = {"tokens/s": "tokens_per_second", "MFU": "mfu", "memory": "peak_bytes"}
 """Name in plan.json of what a metric was planned to be."""
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin")
+"""Packages whose versions an issue has."""
 _KINDS = {"work?": [{"line": str, "kind": str, "seconds": float, "exposed": float}]}
 
 
@@ -58,3 +61,32 @@ def _ratio(planned: float, measured: float) -> str:
     """Measured by planned; empty where one is not known."""
     found = float(measured) / planned if planned > 0 and measured > 0 else math.nan
     return (f"{found:,.0f}" if found >= 100 else f"{found:.3g}") if math.isfinite(found) else ""
+
+
+def issue(c: Comparison) -> str:
+    """For each run, in Markdown, a table of planned and measured, and what made the run."""
+    return "\n".join(_of_run(c, run) for run in c.runs)
+
+
+def _of_run(c: Comparison, run: Run) -> str:
+    facts, packages = (x if isinstance(x, dict) else {} for x in (run.about.get("run"), run.about.get("packages")))
+    plan: dict = {}
+    with contextlib.suppress(OSError, ValueError):
+        plan = read_object(run.directory / "plan.json")
+    lines = [f"### {one_line(c.name(run), 80)}", "", "| | planned | measured |", "|---|---|---|"]
+    for name in (name for name in c.metrics if name in run.values):
+        measured = c.metric(run, name)
+        if name == "MFU" and str(facts.get("devices", "")).endswith(" cpu"):
+            measured += ", which says little: the peak of a CPU is measured"
+        lines.append(f"| {name} | {expected(plan, name)[1]} | {measured} |")
+    versions = [f"Python {run.about.get('python')}", *(f"{x} {packages[x]}" for x in PACKAGES if x in packages)]
+    made = {
+        "device": facts.get("devices"),
+        "peak": facts.get("peak_source"),
+        "versions": ", ".join(versions),
+        "commit": run.about.get("commit"),
+        "settings": " ".join(map(str, run.about.get("overrides") or [])),
+        "state": "; ".join([f"{run.state} {run.why}".strip(), *run.notes]),
+    }
+    said = [f"- {key}: `{one_line(str(value), 400)}`" for key, value in made.items() if value]
+    return "\n".join([*lines, "", *said, ""])
