@@ -8,6 +8,7 @@ from pathlib import Path
 
 from omegaconf import OmegaConf
 
+from shardlib.axes import AXES
 from shardwright.compiled.table import in_bytes, in_seconds
 from shardwright.plan.chips import Chip
 from shardwright.run.config import Config
@@ -46,7 +47,7 @@ def search(c: Config, devices: int, chip: Chip, programs: Callable, seconds: flo
         if key(settings) not in seen and time.monotonic() < end:
             seen[key(settings)] = None
             try:
-                plan = planned_change(c, dict.fromkeys("prdt"), chip, programs, settings)
+                plan = planned_change(c, dict.fromkeys(AXES, 1), chip, programs, settings)
                 seen[key(settings)] = Change(settings, plan)
             except ValueError as error:
                 refused.append(str(error))
@@ -91,7 +92,8 @@ def _seeds(c: Config, devices: int, chip: Chip, p: int) -> Iterator[Settings]:
         if parts := [m for m in _divisors(batch) if batch % (rest * m) == 0]:
             wanted = c.training.microbatches if p == 1 else 4 * p
             m = min(parts, key=lambda m: abs(math.log(m / wanted)))
-            yield from _with(c, {"p": p, "r": rest // d, "d": d, "t": t}, m, c.training.save, SCHEDULES[0])
+            mesh = dict.fromkeys(AXES, 1) | {"p": p, "r": rest // d, "d": d, "t": t}
+            yield from _with(c, mesh, m, c.training.save, SCHEDULES[0])
 
 
 def _with(c: Config, mesh: Mapping[str, int], m: int, save: str, schedule: tuple[str, int]) -> Iterator[Settings]:
@@ -112,7 +114,7 @@ def _varied(c: Config, change: Change, chip: Chip) -> Iterator[Settings]:
         yield from _with(c, mesh, m * n, save, schedule)
         if m % n == 0:
             yield from _with(c, mesh, m // n, save, schedule)
-        for a, b in itertools.permutations(mesh, 2):
+        for a, b in itertools.permutations("prdt", 2):
             if mesh[a] % n == 0 and (b != "t" or mesh["t"] * n <= chip.near):
                 yield from _with(c, mesh | {a: mesh[a] // n, b: mesh[b] * n}, m, save, schedule)
     at = SAVED.index(save) if save in SAVED else 0
