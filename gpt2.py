@@ -8,6 +8,7 @@ their shapes and initial values (weight_table), its math (Model), and the exchan
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import ClassVar
@@ -37,7 +38,7 @@ class ModelConfig:
     positions: int = within(1, 2**25, 1024)
     """Number of learned positions, the length of the longest sequence. Sharded over t and p."""
     d_model: int = within(1, 2**24, 768)
-    """Width of the residual stream. A multiple of c·t·d·e·p devices."""
+    """Width of the residual stream. A multiple of t·c·d·e·p devices."""
     layers: int = within(1, 2**16, 12)
     heads: int = within(1, 2**24, 12)
     """Sharded over t. The entries of a head, d_model / heads of them, are sharded over c, d and e at rest."""
@@ -53,10 +54,10 @@ class ModelConfig:
     sharded: ClassVar[dict[str, str]] = {
         "vocab": "t·p",
         "positions": "t·p",
-        "d_model": "c·t·d·e·p",
+        "d_model": "t·c·d·e·p",
         "heads": "t",
         "d_head": "c·d·e",
-        "d_ff": "c·t·d·e",
+        "d_ff": "t·c·d·e",
     }
 
     @property
@@ -84,8 +85,8 @@ class ModelConfig:
 class GPT2Layer:
     """Weights of one layer, each as it is at rest >> as the layer uses it."""
 
-    attention_gain: f32["M/c/t/d/e"] >> f32["M"]
-    attention_bias: f32["M/c/t/d/e"] >> f32["M"]
+    attention_gain: f32["M/t/c/d/e"] >> f32["M"]
+    attention_bias: f32["M/t/c/d/e"] >> f32["M"]
     w_q: f32["M/c/d/e K/t D"] >> act["M K/t D"]
     w_k: f32["M/c/d/e K/t D"] >> act["M K/t D"]
     w_v: f32["M/c/d/e K/t D"] >> act["M K/t D"]
@@ -93,13 +94,13 @@ class GPT2Layer:
     b_k: f32["K/t D/c/d/e"] >> act["K/t D"]
     b_v: f32["K/t D/c/d/e"] >> act["K/t D"]
     w_o: f32["K/t D M/c/d/e"] >> act["K/t D M"]
-    b_o: f32["M/c/t/d/e"] >> act["M"]
-    mlp_gain: f32["M/c/t/d/e"] >> f32["M"]
-    mlp_bias: f32["M/c/t/d/e"] >> f32["M"]
+    b_o: f32["M/t/c/d/e"] >> act["M"]
+    mlp_gain: f32["M/t/c/d/e"] >> f32["M"]
+    mlp_bias: f32["M/t/c/d/e"] >> f32["M"]
     w_up: f32["M/c/d/e F/t"] >> act["M F/t"]
-    b_up: f32["F/c/t/d/e"] >> act["F/t"]
+    b_up: f32["F/t/c/d/e"] >> act["F/t"]
     w_down: f32["F/t M/c/d/e"] >> act["F/t M"]
-    b_down: f32["M/c/t/d/e"] >> act["M"]
+    b_down: f32["M/t/c/d/e"] >> act["M"]
 
 
 @pytree_dataclass
@@ -109,8 +110,8 @@ class GPT2:
     embed: f32["V/t/p M/c/d/e"] >> act["V/t/p M"]
     positions: f32["P/t/p M/c/d/e"] >> f32["P/t/p M"]
     layers: Array["layers/p", GPT2Layer]
-    final_gain: f32["M/c/t/d/e/p"] >> f32["M"]
-    final_bias: f32["M/c/t/d/e/p"] >> f32["M"]
+    final_gain: f32["M/t/c/d/e/p"] >> f32["M"]
+    final_bias: f32["M/t/c/d/e/p"] >> f32["M"]
 
 
 def weight_table(c: ModelConfig) -> GPT2:
@@ -169,17 +170,19 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None) -> jax.Array:
     return jnp.where(kept, x / (1 - rate), 0).astype(x.dtype)
 
 
-def keys_at(keys: jax.Array | None, site: int, count: int) -> jax.Array | None:
+def keys_at(keys: jax.Array | None, site: int, count: int, axes: str = "c t") -> jax.Array | None:
     """Keys [B, count] of this device's own positions or heads, which do not depend on the mesh or on microbatches.
 
     Args:
         keys: key of each sequence of this device, in this layer; None without dropout.
         site: number of this use of dropout in the layer.
-        count: number of the positions or heads that this device of t has.
+        count: number of the positions or heads that this device has.
+        axes: those that shard them, major to minor.
     """
     if keys is None:
         return None
-    index = shardops.axis_index("t") * count + jnp.arange(count)
+    device = functools.reduce(lambda i, axis: i * shardops.axis_size(axis) + shardops.axis_index(axis), axes.split(), 0)
+    index = device * count + jnp.arange(count)
     at = lambda key: jax.vmap(lambda i: jax.random.fold_in(jax.random.fold_in(key, site), i))(index)
     return jax.vmap(at)(keys)
 
@@ -220,7 +223,7 @@ class Model:
         q: act["B/r/d/e L/c K/t D"] = heads(w.w_q, w.b_q)
         k: act["B/r/d/e L/c K/t D"] = heads(w.w_k, w.b_k)
         v: act["B/r/d/e L/c K/t D"] = heads(w.w_v, w.b_v)
-        drop_weights = lambda weights: dropout(weights, rate, keys_at(keys, 0, weights.shape[1]))
+        drop_weights = lambda weights: dropout(weights, rate, keys_at(keys, 0, weights.shape[1], "t"))
         drop_weights = None if keys is None else drop_weights
         attended = attend(q[..., None, :], k, v, CAUSAL, drop=drop_weights)  # one query head for each key head
         attended: act["B/r/d/e L/c K/t D"] = save_for_backward(attended[..., 0, :])

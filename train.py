@@ -70,14 +70,14 @@ from shardwright_data.loader import TokenBatch
 class TransformerLayer:
     """Weights of one layer, each as it is at rest >> as the layer uses it: see `gathered`."""
 
-    attention_norm: f32["M/c/t/d/e"] >> f32["M"]
+    attention_norm: f32["M/t/c/d/e"] >> f32["M"]
     w_q: f32["M/c/d/e K/t Q D"] >> act["M K/t Q D"]
     w_k: f32["M/c/d/e K/t D"] >> act["M K/t D"]
     w_v: f32["M/c/d/e K/t D"] >> act["M K/t D"]
-    q_norm: f32["D/c/t/d/e"] >> f32["D"] | None  # None without qk_norm
-    k_norm: f32["D/c/t/d/e"] >> f32["D"] | None
+    q_norm: f32["D/t/c/d/e"] >> f32["D"] | None  # None without qk_norm
+    k_norm: f32["D/t/c/d/e"] >> f32["D"] | None
     w_o: f32["K/t Q D M/c/d/e"] >> act["K/t Q D M"]
-    mlp_norm: f32["M/c/t/d/e"] >> f32["M"]
+    mlp_norm: f32["M/t/c/d/e"] >> f32["M"]
     w_gate: f32["M/c/d/e F/t"] >> act["M F/t"]
     w_up: f32["M/c/d/e F/t"] >> act["M F/t"]
     w_down: f32["F/t M/c/d/e"] >> act["F/t M"]
@@ -89,7 +89,7 @@ class Transformer:
 
     embed: f32["V/t/p M/c/d/e"] >> act["V/t/p M"]
     layers: Array["layers/p", TransformerLayer]
-    final_norm: f32["M/c/t/d/e/p"] >> f32["M"]
+    final_norm: f32["M/t/c/d/e/p"] >> f32["M"]
     unembed: f32["V/t/p M/c/d/e"] >> act["V/t/p M"] | None  # None with tied_embeddings
 
 
@@ -480,9 +480,9 @@ class State(Generic[W]):
 
 
 @typed
-def squared_norm(x: f32["N/c/t/d/e/p"]) -> f32["+c +t +d +e +p"]:
+def squared_norm(x: f32["N/t/c/d/e/p"]) -> f32["+c +t +d +e +p"]:
     """Sum of the squares of a flattened array."""
-    return shardops.einsum_unreduced("N/c/t/d/e/p -> +c +t +d +e +p", jnp.square(x))
+    return shardops.einsum_unreduced("N/t/c/d/e/p -> +c +t +d +e +p", jnp.square(x))
 
 
 @typed

@@ -22,8 +22,10 @@ AXES = {
 }
 """The axes of a mesh, major to minor: neighbours along the last are nearest. A mesh may lack each of them, which is as
 if it had one device along it. Specs are read without it there."""
-AXIS_ORDER = ("r", "c", "t", "d", "e", "p")
-"""The order of axes within a dim: `L/c/t`, `M/t/d`, `V/t/p`."""
+AXIS_ORDER = ("r", "t", "c", "d", "e", "p")
+"""The order of axes within a dim: `M/t/d`, `V/t/p`. But c stands anywhere: in `L/c/t` a device of t has positions of
+its device of c, and in `K/t/c` a device of c has heads of its device of t."""
+ANYWHERE = "c"
 PIPELINE_AXIS = "p"
 
 

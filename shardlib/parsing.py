@@ -21,7 +21,7 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from shardlib.axes import AXIS_ORDER
+from shardlib.axes import ANYWHERE, AXIS_ORDER
 from shardlib.places import place_of_caller
 
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
@@ -151,7 +151,8 @@ def _parse_dim(word: str) -> Dim:
         )
     dim = Dim(match[1], tuple(match[2].split("/")[1:]))
     ordered = sort_axes(dim.axes)
-    if len(ordered) == len(dim.axes) and dim.axes != ordered:
+    fixed = [tuple(axis for axis in axes if axis != ANYWHERE) for axes in (dim.axes, ordered)]
+    if len(ordered) == len(dim.axes) and fixed[0] != fixed[1]:
         raise ShardError(
             f"dim {dim} has its axes in the wrong order: another order would silently permute the data",
             f"order the axes of a dim as {', '.join(AXIS_ORDER)}, then alphabetically: write {Dim(dim.name, ordered)}",

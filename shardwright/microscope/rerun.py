@@ -185,6 +185,8 @@ def run_in_f64(eqn: Any, jaxpr: Any, ins: list) -> list[jax.Array]:
         return list(map(in_f64, run_again(eqn, jaxpr, own)))
     if name == "reduce_precision":
         return ins
+    if name == "preduced":  # of a constant, which JAX does not know to be on the mesh
+        ins = [jnp.zeros((), jnp.float64) + ins[0]]
     params |= {key: np.dtype("float64") for key, value in params.items() if is_float(value)}
     if params.get("update_jaxpr") is not None:  # how a scatter adds
         add = core.jaxpr_as_fun(core.ClosedJaxpr(params["update_jaxpr"], params["update_consts"]))

@@ -25,20 +25,21 @@ def sum_in_chunks(
 
     Args:
         summed: gives a sum over positions, `+r +c +d +e`. It closes over no arrays, and does not depend on w.layers.
-        chunk: a multiple of t that divides L.
+        chunk: a multiple of c·t that divides L.
         w: weights of the model; a dataclass of floats.
         x: [B, L/c/t, M], the positions of this device.
-        targets: [B, L], of all devices of t.
-        mask: [B, L], like the targets.
+        targets: [B, L/c], of all devices of t.
+        mask: [B, L/c], like the targets.
     """
     if chunk is None:
         return summed(w, x, targets, mask)
-    # Of the t blocks of positions (T), each device's own and as many in a chunk, chunk i has the i-th part (P) of each,
-    # so that cutting x moves nothing between devices.
-    t = shardops.axis_size("t")
+    # Of the c·t blocks of positions (T), each device's own and as many in a chunk, chunk i has the i-th part (P) of
+    # each, so that cutting x moves nothing between devices.
+    blocks = shardops.axis_size("c t")
     rest = lax.stop_gradient(w)
-    cut = lambda x: shardops.rearrange("B/r/d/e (T/t chunks P) M -> chunks B/r/d/e (T/t P) M", x, T=t, P=chunk // t)
-    of_devices = lambda ids: shardops.rearrange("B/r/d/e (T chunks P) -> chunks B/r/d/e (T P)", ids)
+    sizes = {"T": blocks, "P": chunk // blocks}
+    cut = lambda x: shardops.rearrange("B/r/d/e (T/c/t chunks P) M -> chunks B/r/d/e (T/c/t P) M", x, **sizes)
+    of_devices = lambda x: shardops.rearrange("B/r/d/e (T/c chunks P) -> chunks B/r/d/e (T/c P)", x, **sizes)
     w_head = {field.name: getattr(w, field.name) for field in dataclasses.fields(w) if field.name != "layers"}
     return shardops.per_device(
         "+r +c +d +e",

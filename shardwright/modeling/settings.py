@@ -32,7 +32,7 @@ class ModelConfig:
     """Number of token ids, more than the largest id of the data. A multiple of t·p devices, over which tables of it are
     sharded: round it up, since an id that no data has costs a row of them and nothing else."""
     d_model: int = within(1, 2**24, kw_only=True)
-    """Width of the residual stream. A multiple of c·t·d·e·p devices, over which the final norm is sharded."""
+    """Width of the residual stream. A multiple of t·c·d·e·p devices, over which the final norm is sharded."""
     layers: int = within(1, 2**16, kw_only=True)
     n_kv: int = within(1, 2**24, kw_only=True)
     """Key/value heads. Sharded over t."""
@@ -56,13 +56,13 @@ class ModelConfig:
     """Factor on the 1/sqrt(fan-in) standard deviation of all other matrices at init."""
     qk_norm: bool = False
     """RMSNorm over each head of the queries and keys, before RoPE, as in Qwen3 (arXiv 2505.09388). Its weights are
-    sharded at rest, so that d_head must be a multiple of c·t·d·e devices."""
+    sharded at rest, so that d_head must be a multiple of t·c·d·e devices."""
     logit_softcap: float | None = above_0(None)
     """Logits x become softcap·tanh(x/softcap) (arXiv 2408.00118, section 2). Null: no cap."""
     bos_id: int = 0
     """Token id before the first token of each document, in [0, vocab)."""
 
-    sharded: ClassVar[dict[str, str]] = {"vocab": "t·p", "d_model": "c·t·d·e·p", "n_kv": "t", "d_ff": "t"}
+    sharded: ClassVar[dict[str, str]] = {"vocab": "t·p", "d_model": "t·c·d·e·p", "n_kv": "t", "d_ff": "t"}
     """Sizes that axes of the mesh must divide, and the axes."""
 
     @property

@@ -243,7 +243,7 @@ def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> 
             )
     sizes = {f"model.{name}": axes for name, axes in c.model.sharded.items()}
     if getattr(c.model, "qk_norm", False):
-        sizes["model.d_head"] = "c·t·d·e"
+        sizes["model.d_head"] = "t·c·d·e"
     if of_batch:
         sizes |= {"training.seq_len": "c·t", "training.batch_size": "r·d·e·training.microbatches"}
         sizes |= {} if c.training.loss_chunk is None else {"training.loss_chunk": "c·t"}

@@ -132,7 +132,7 @@ def folded_mesh(c: Config) -> jax.sharding.Mesh:
 
 def without_stages(weights: Any, placement: LayerPlacement, mesh: jax.sharding.Mesh) -> Any:
     """The weights on a `folded_mesh`, with layers in their order. Moves one array after the other."""
-    if PIPELINE_AXIS not in jax.sharding.get_mesh().shape:
+    if mesh == jax.sharding.get_mesh():
         return weights
     order, stacked = placement.order, are_stacks(weights)
 

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from verifying import verify
 
 from shardlib import shardops
 from shardlib.axes import AXES, AXIS_ORDER
@@ -26,6 +27,20 @@ MESHES = ("e=2 d=2 t=2", "c=2 d=2 t=2", "c=2 e=2 t=2", "p=2 c=2 e=2")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_step_is_that_of_one_device(mesh):
     np.testing.assert_allclose(step(mesh), step("one device"), rtol=1e-6)
+
+
+@pytest.mark.long
+def test_every_tensor_is_that_of_one_device(tmp_path):
+    done = verify(tmp_path, "verify.meshes=[d2e2c2,e2c2t2,p2e2c2]", "training.loss_chunk=8", "mesh.p=1")
+    assert done.stdout.splitlines()[-1] == "In f64, all 3 meshes agree with one device.", done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_dropout_does_not_depend_on_the_mesh(tmp_path):
+    """That of residuals and embeddings; of attention weights, c has none."""
+    meshes = "verify.meshes=[d2e2t2]"
+    done = verify(tmp_path, meshes, "model.dropout=0.1", "mesh.p=1", name="local_gpt2")
+    assert done.stdout.splitlines()[-1] == "In f64, all 1 meshes agree with one device.", done.stdout + done.stderr
 
 
 def test_the_tables_have_the_same_axes():
