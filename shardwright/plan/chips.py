@@ -133,9 +133,10 @@ class Chip:
         hops = far_hops = 1
         if op != "ppermute":
             times = 2 if op == "psum" else 1
-            # Each device of an all_to_all sends its own bytes. Of the other operations near devices have the same.
-            shared = 1 if op == "all_to_all" else near
-            near_bytes, far_bytes = times * size * (near - 1) / near, times * size * (far - 1) / far / shared
+            # Each device of an all_to_all sends its own bytes. Of the other operations near devices have the same, and
+            # those of all groups are one ring.
+            shared, ring = (1, far) if op == "all_to_all" else (near, n)
+            near_bytes, far_bytes = times * size * (near - 1) / near, times * size * (ring - 1) / ring / shared
             hops = times * (n - 1 if self.platform == "tpu" else math.ceil(math.log2(n)))
             far_hops = far - 1 if op in ("all_gather", "psum_scatter") else times * math.ceil(math.log2(n))
         if table := self.collectives.get(op):

@@ -94,7 +94,7 @@ def plan_of(step: Step, chip: Chip, steps: int) -> Plan:
     facts, bubble = step.facts, 0.0
     host = chip.layer_s * facts.layers / step.mesh.get("p", 1) * facts.microbatches
     for task, share in {"": 1.0}.items() if step.table is None else {"forward": 1 / 3, "backward": 2 / 3}.items():
-        spent[task] += share * host
+        spent[task] = math.hypot(spent[task], share * host)  # the slower of the two, where not both are as slow
     total = sum(spent.values())
     if step.table is not None and alone:
         ticks, m = len(step.table.columns["forward"]), facts.microbatches

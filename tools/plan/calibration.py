@@ -1,7 +1,7 @@
-"""Calibration: constants of a trainer on a kind of chip, fitted to some of its runs, and tried on the others.
+"""Calibration: constants of a trainer on a kind of chip, fitted to some of its runs, and tried on others.
 
-Runs of one group are fitted together, or held out together. The groups that are fitted are those of at most FITTED
-rows, in the order of a hash of their names, until there are `most` rows; all, if there are no more.
+Groups of runs are held out in FOLDS turns. What is fitted is at most `most` rows of the other groups: one of each in
+turn, in the order of a hash of their names.
 """
 
 import collections
@@ -12,17 +12,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from shardwright.plan.step import Step
-from tools.plan.runs import Run, Table, is_scaled, memory, plan, step_of, trainers
+from tools.plan.runs import Run, Table, memory, plan, step_of, trainers
 
-FITTED = 5
-"""Most rows of a group that is fitted, so that several are."""
+FOLDS = 5
 MOST_CONSTANTS = 8
 """Most constants of a kind of chip."""
 STARTS = {"layer_s": 1e-3, "unfused": 2.0}
 """Where the fit begins if neither trainers.yaml nor the chip says a number."""
-PULL = 0.05
+OUTLIER = 0.1
+PULL = 0.03
 """Weight of a constant's distance from where it began, beside that of a row: what no row says stays there."""
 Pair = tuple[Run, Step]
 
@@ -73,44 +74,45 @@ def seconds(run: Run, step: Step, constants: Mapping[str, float]) -> float:
     return plan(run._replace(constants={**run.constants, **own}), step).seconds
 
 
-def split(pairs: Sequence[Pair], most: int) -> tuple[list[Pair], list[Pair]]:
-    """What is fitted, and what is held out: whole groups."""
+def picked(pairs: Sequence[Pair], most: int) -> list[Pair]:
+    """What is fitted of these: at most so many, of each group about as many."""
     groups: dict[tuple, list[Pair]] = collections.defaultdict(list)
-    for pair in pairs:
+    for pair in sorted(pairs, key=lambda pair: zlib.crc32(pair[0].name.encode())):
         groups[pair[0].group].append(pair)
-    if len(pairs) <= most:
-        return list(pairs), []
-    fitted: list[Pair] = []
-    for _, group in sorted(groups.items(), key=lambda item: zlib.crc32(" ".join(item[0]).encode())):
-        if len(group) <= FITTED and len(fitted) + len(group) <= most:
-            fitted += group
-    fitted = fitted or list(pairs[:most])
-    used = {run.group for run, _ in fitted}
-    return fitted, [pair for pair in pairs if pair[0].group not in used]
+    turns = itertools.zip_longest(*(groups[group] for group in _ordered(pairs)))
+    return [pair for turn in turns for pair in turn if pair][:most]
+
+
+def _ordered(pairs: Sequence[Pair]) -> list[tuple]:
+    return sorted({run.group for run, _ in pairs}, key=lambda group: zlib.crc32(" ".join(group).encode()))
+
+
+def held_out(pairs: Sequence[Pair], most: int, start: Mapping[str, float]) -> dict[tuple, dict[str, float]]:
+    """For each group, the constants that were fitted without it. Empty if there is one group."""
+    turn_of = {group: i % FOLDS for i, group in enumerate(_ordered(pairs))}
+    if len(turn_of) == 1:
+        return {}
+    turns = set(turn_of.values())
+    fits = {i: fit(picked([x for x in pairs if turn_of[x[0].group] != i], most), start) for i in turns}
+    return {group: fits[i] for group, i in turn_of.items()}
 
 
 def fit(pairs: Sequence[Pair], start: Mapping[str, float]) -> dict[str, float]:
-    """The constants that minimize the squares of log(planned / measured), by damped Gauss-Newton on their logs."""
-    names, begin = list(start), np.log(list(start.values()))
+    """The constants that make log(planned / measured) small. Rows that differ by more than OUTLIER count less.
 
-    def residuals(x):
+    No share grows past 1, or past where it began.
+    """
+    names, begin = list(start), np.log(list(start.values()))
+    most = [max(1.0, x) * 1.001 if name.endswith("share") else math.inf for name, x in start.items()]
+
+    def residuals(x: np.ndarray) -> np.ndarray:
         constants = dict(zip(names, np.exp(x), strict=True))
         rows = [math.log(seconds(run, step, constants) / run.step_s) for run, step in pairs]
         return np.array([*rows, *PULL * (x - begin)])
 
-    x, now, damping = begin, residuals(begin), 1e-2
-    for _ in range(20):
-        slopes = np.stack([(residuals(x + 0.02 * one) - now) / 0.02 for one in np.eye(len(x))], axis=1)
-        square = slopes.T @ slopes
-        step = -np.linalg.solve(square + damping * np.diag(np.diag(square) + 1e-6), slopes.T @ now)
-        new = residuals(x + step.clip(-0.7, 0.7))
-        better = new @ new < now @ now
-        is_end = better and now @ now - new @ new < 1e-6
-        damping *= 0.25 if better else 8
-        x, now = (x + step.clip(-0.7, 0.7), new) if better else (x, now)
-        if is_end or damping > 1e6:
-            break
-    return dict(zip(names, map(float, np.exp(x)), strict=True))
+    how = {"loss": "soft_l1", "f_scale": OUTLIER, "diff_step": 1e-3, "max_nfev": 30}
+    found = least_squares(residuals, begin, bounds=(-np.inf, np.log(most)), **how)
+    return dict(zip(names, map(float, np.exp(found.x)), strict=True))
 
 
 def calibrated(table: Table, most: int) -> Iterator[str]:
@@ -118,7 +120,7 @@ def calibrated(table: Table, most: int) -> Iterator[str]:
 
     `most`: rows of a kind of chip that are fitted.
     """
-    like, by_chip = is_scaled(table), collections.defaultdict(lambda: collections.defaultdict(list))
+    by_chip = collections.defaultdict(lambda: collections.defaultdict(list))
     for run in table.runs:
         if isinstance(run, Run) and run.step_s:
             by_chip[run.chip.name][run.trainer].append(run)
@@ -130,33 +132,24 @@ def calibrated(table: Table, most: int) -> Iterator[str]:
             pairs = []
             for run in runs:
                 try:
-                    pairs.append((run, step_of(run, like)))
+                    pairs.append((run, step_of(run)))
                 except ValueError as error:
                     yield f"# {run.name}: {str(error).splitlines()[0]}"
             if not pairs:
                 continue
             of = {**vars(pairs[0][0].chip), **pairs[0][0].constants}
             start = {name: of.get(name) or STARTS[name] for name in fits[trainer]}
-            fitted, held = split(pairs, left)
-            left -= len(fitted)
-            found = fit(fitted, start)
-            all_of = {run.group: found for run, _ in pairs}
+            used, turns = picked(pairs, left), held_out(pairs, left, start)
+            left -= len(used)
+            found = fit(used, start)
+            turns = turns or {pairs[0][0].group: found}
             yield f"{trainer}: {{{chip}: {{{', '.join(f'{name}: {x:.3g}' for name, x in found.items())}}}}}"
-            yield f"#   fitted: {figures(fitted, all_of)}"
-            if held:
-                yield f"#   held out: {figures(held, all_of)}"
-            elif len(pairs) > 1:
-                others = {
-                    group: [pair for pair in pairs if pair[0].group != group]
-                    for group in {run.group for run, _ in pairs}
-                }
-                turns = {group: fit(rest, start) for group, rest in others.items() if rest}
-                yield f"#   each held out in turn: {figures(pairs, turns)}"
+            yield f"#   fitted: {figures(used, dict.fromkeys(turns, found))}"
+            if len(turns) > 1:
+                yield f"#   held out: {figures(pairs, turns)}"
             sizes = [memory(*pair) / pair[0].memory_gb - 1 for pair in pairs if pair[0].memory_gb]
             if sizes:
                 yield f"#   memory: {sum(abs(x) <= 0.1 for x in sizes)} of {len(sizes)} within 10 %"
-            rated = sorted(
-                ((seconds(*pair, found) / pair[0].step_s - 1, pair[0].name) for pair in held or fitted),
-                key=lambda item: -abs(item[0]),
-            )
+            rated = [(seconds(*pair, turns[pair[0].group]) / pair[0].step_s - 1, pair[0].name) for pair in pairs]
+            rated.sort(key=lambda item: -abs(item[0]))
             yield "#   worst: " + ", ".join(f"{name} {100 * error:+.0f} %" for error, name in rated[:3])

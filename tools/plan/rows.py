@@ -8,29 +8,24 @@ from collections.abc import Iterator
 from shardwright.settings.words import say
 from shardwright_data.foreign import one_line
 from tools.plan.calibration import calibrated
-from tools.plan.runs import ADDED, Table, is_scaled, memory, plan, read, step_of
+from tools.plan.runs import ADDED, Table, memory, plan, read, step_of
 
 
 def lines(table: Table) -> Iterator[str]:
     """The table as CSV, with the columns ADDED. Of a row without a plan they are empty, and stderr says why."""
     yield _csv([*table.header, *ADDED])
-    like = is_scaled(table)
     for row, run in zip(table.rows, table.runs, strict=True):
         try:
             if isinstance(run, str):
                 raise ValueError(run)
-            step = step_of(run, like)
+            step = step_of(run)
             seconds = plan(run, step).seconds
             rate = run.tokens / seconds / run.devices
-            new = [f"{seconds:.5g}", f"{rate:.5g}", f"{run.mfu(seconds):.4g}", _shown(memory(run, step))]
+            new = [f"{seconds:.5g}", f"{rate:.5g}", f"{run.mfu(seconds):.4g}", f"{memory(run, step):.4g}"]
         except ValueError as error:
             print(error if isinstance(run, str) else f"{run.name}: {one_line(str(error), 300)}", file=sys.stderr)
             new = [""] * len(ADDED)
         yield _csv([*row, *new])
-
-
-def _shown(gigabytes: float | None) -> str:
-    return "" if gigabytes is None else f"{gigabytes:.4g}"
 
 
 def _csv(row: list[str]) -> str:

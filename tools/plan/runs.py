@@ -20,8 +20,6 @@ import yaml
 
 import gpt2
 import train
-from shardlib.schedules import schedule_of
-from shardlib.tick_tables import tick_table
 from shardwright.cluster.config import HardwareConfig, MeshConfig
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
@@ -29,7 +27,6 @@ from shardwright.optimizers.config import OptimizerConfig
 from shardwright.plan.chips import Chip, chip_of
 from shardwright.plan.plan import Plan, plan_of
 from shardwright.plan.step import Step
-from shardwright.plan.work import Op
 from shardwright.run.config import Config, PathsConfig, PipelineConfig, TrainingConfig, check_config
 from shardwright.run.flops import flops_of_model
 from shardwright.run.planning import planned_step
@@ -234,17 +231,19 @@ def _model(text: str, length: int, sizes: Mapping[str, int]) -> Any:
     numbers = [int(x) for x in KNOWN.get(shape, shape).split("/") if re.fullmatch("[1-9][0-9]{0,7}", x)]
     more = " ".join(words)
     vocab = re.fullmatch("vocab ([1-9][0-9]{0,7})", more)
-    if len(numbers) == 6 and more in ("", "(bf16 weights)"):
+    head = re.fullmatch("head ([1-9][0-9]{0,7})", more)
+    if len(numbers) == 6 and (head or more in ("", "(bf16 weights)")):
         layers, width, heads, kv, hidden, vocabulary = numbers
-        if heads % kv or width % heads:
+        if heads % kv or (width % heads and not head):
             raise ValueError(f"model is {text!r}: {heads} heads must divide its width, and be a multiple of {kv}")
-        sizes_of = {"n_kv": kv, "n_q_per_kv": heads // kv, "d_head": width // heads, "d_ff": hidden}
+        d_head = int(head[1]) if head else width // heads
+        sizes_of = {"n_kv": kv, "n_q_per_kv": heads // kv, "d_head": d_head, "d_ff": hidden}
         return ModelConfig(vocab=_up(vocabulary, sizes["t"], sizes["p"]), d_model=width, layers=layers, **sizes_of)
     if len(numbers) == 3 and (vocab or re.fullmatch("MPT-[0-9]+[bm]", more)):
         return _gpt(*numbers, int(vocab[1]) if vocab else trainers()["llm-foundry"]["vocab"], length, sizes)
     raise ValueError(
-        f"model is {text!r}; give one of {', '.join(KNOWN)}, layers/width/heads/kv heads/MLP/vocabulary of a Llama, or "
-        "layers/width/heads and 'vocab 50304' of a GPT"
+        f"model is {text!r}; give one of {', '.join(KNOWN)}, layers/width/heads/kv heads/MLP/vocabulary of a Llama, "
+        "with 'head 128' where its heads are not width/heads wide, or layers/width/heads and 'vocab 50304' of a GPT"
     )
 
 
@@ -269,8 +268,8 @@ def _run(
         raise ValueError(f"it has {count} microbatches on {sizes['p']} stages; at most {MOST} together are planned")
     if "bf16" not in precision or re.search("fp8|float8", precision.lower()):
         raise ValueError(f"precision is {precision!r}: products are planned in bf16 alone")
-    if flops not in ("F", "H"):
-        raise ValueError(f"flops is {flops!r}; it is F, with all of attention counted, or H, with its causal half")
+    if flops not in (counts := {"F": 1, "H": 0, "N": -1}):
+        raise ValueError(f"flops is {flops!r}; it is F, with all of attention counted, H, its causal half, or N, none")
     known = c["recompute"]
     if recompute not in known:
         raise ValueError(f"recompute is {recompute!r}; known of {trainer}: {', '.join(map(repr, known))}")
@@ -288,7 +287,7 @@ def _run(
     )
     check_config(config)
     table, half = load_model(model).table, 6 * model.layers * model.heads * model.d_head * length
-    counted = flops_of_model(table, model, length) + half * (flops == "F")
+    counted = flops_of_model(table, model, length) + half * counts[flops]
     if c["counts"] == "all":
         looked_up = [w for w in jax.tree.leaves(table) if w.kind == "embedding"]
         counted += 6 * sum(math.prod(w.shape) for w in looked_up)
@@ -304,112 +303,46 @@ def _run(
 
 def _constants(c: Mapping[str, Any], kind: str, eager: bool) -> dict[str, float]:
     """Constants of a trainer on a kind of chip. On one that is not calibrated, those of its first."""
-    found = dict(c["constants"].get(kind) or next(iter(c["constants"].values()), {}))
+    found = c["constants"].get(kind) or next(iter(c["constants"].values()), {})
+    found = {name: float(x) for name, x in found.items()}  # YAML reads 7e-05 as a text
     return found if eager else found | {"unfused": 1.0}
-
-
-def is_scaled(table: Table) -> bool:
-    """Whether to scale the steps of a table: where many runs differ in few sizes, as in vTrain's."""
-    one_layer = lambda run: str(dataclasses.replace(run.config.model, layers=1))
-    runs = [run for run in table.runs if isinstance(run, Run)]
-    kinds = {(one_layer(run), run.sizes["p"], run.sizes["t"], run.sizes["r"] > 1) for run in runs}
-    return len(runs) > 8 * len(kinds)
 
 
 # ---- planning -----------------------------------------------------------------------------------------------------
 
 
-def step_of(run: Run, like: bool = False) -> Step:
-    """The traced step of a run, with what its trainer computes again.
-
-    `like`: traces it at small sizes and scales it, so that runs that differ in these sizes alone share the traces.
-    """
-    trace = _scaled if like else _traced
-    step = trace(run, run.config.training.save, _sizes_of(run))
+def step_of(run: Run) -> Step:
+    """The traced step of a run, with what its trainer computes again."""
+    step = _traced(run, run.config.training.save)
     if run.again:
-        ops = [op for op in trace(run, "nothing", _sizes_of(run)).ops if op.phase == "again" and op.kind in run.again]
+        ops = [op for op in _traced(run, "nothing").ops if op.phase == "again" and op.kind in run.again]
         step = step._replace(ops=step.ops + [op._replace(count=op.count * run.again[op.kind]) for op in ops])
     return step
 
 
-def _sizes_of(run: Run) -> dict[str, int]:
-    t, shards = run.config.training, run.sizes["r"] * run.sizes["d"]
-    count = t.microbatches
-    return {"layers": run.config.model.layers, "microbatches": count, "sequences": t.batch_size // count // shards}
-
-
-_steps: dict[str, Step] = {}
-
-
-def _traced(run: Run, save: str, at: Mapping[str, int]) -> Step:
-    """The step of a run with other numbers of layers, microbatches, and sequences of one."""
-    c, mesh = run.config, dict(run.sizes)
-    batch = at["sequences"] * at["microbatches"] * mesh["r"] * mesh["d"]
-    training = dataclasses.replace(c.training, save=save, batch_size=batch, microbatches=at["microbatches"])
-    c = dataclasses.replace(c, model=dataclasses.replace(c.model, layers=at["layers"]), training=training)
-    key = f"{c.model} {training} {mesh} {run.chip.platform}"
-    if key not in _steps:
-        _steps[key] = planned_step(c, load_model(c.model), mesh, run.chip, train.programs)
-    return _steps[key]
-
-
-def _scaled(run: Run, save: str, at: Mapping[str, int]) -> Step:
-    """`_traced`, by traces at a few small sizes.
-
-    Each number of an operation is a product of numbers that each grow linearly with one of the sizes. The traces have
-    two replicas where the run has more: no operation of a device has another size then.
-    """
-    p, replicas = run.sizes["p"], run.sizes["r"]
-    if at["layers"] % p:
-        raise ValueError(f"{at['layers']} layers do not divide into {p} stages")
-    run = run._replace(sizes={**run.sizes, "r": min(2, replicas)})
-    # With an odd number of sequences no size of activations is by chance that of a weight.
-    least = {"layers": 2 * p, "microbatches": max(2, p), "sequences": 3}
-    step_by = {"layers": p, "microbatches": 1, "sequences": 2}
-    if p == at["microbatches"] == 1:
-        least["microbatches"] = 1  # without a loop over microbatches
-    start = {**least, "layers": min(at["layers"], least["layers"])}
-    free = [size for size in at if at[size] != start[size]]
-    base = _traced(run, save, start)
-    more = [_traced(run, save, {**start, size: start[size] + step_by[size]}) for size in free]
-    ratios = [(at[size] - start[size]) / step_by[size] for size in free]
-
-    def scale(x: Any, *others: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple(round(scale(*of)) if isinstance(of[0], int) else of[0] for of in zip(x, *others, strict=True))
-        if not isinstance(x, float | int) or not x:
-            return x
-        return x * math.prod(1 + (other / x - 1) * ratio for other, ratio in zip(others, ratios, strict=True))
-
-    alike = zip(base.ops, *(step.ops for step in more), strict=True)
-    ops = [Op(*map(scale, *ops))._replace(loop=ops[0].loop) for ops in alike]
-    t = run.config.training
-    table = tick_table(schedule_of(SCHEDULE)(p, t.microbatches, 1)) if p > 1 else None
-    facts = base.facts._replace(tokens=run.tokens, layers=at["layers"], microbatches=at["microbatches"])
-    return Step(ops, [], {**run.sizes, "r": replicas}, facts, table)
+def _traced(run: Run, save: str) -> Step:
+    c = run.config
+    c = dataclasses.replace(c, training=dataclasses.replace(c.training, save=save))
+    return planned_step(c, load_model(c.model), run.sizes, run.chip, train.programs)
 
 
 def plan(run: Run, step: Step) -> Plan:
     """The plan of a run, on its chip with the constants of its trainer."""
-    sent = trainers()[run.trainer].get("summed", 1.0)  # we sum gradients over r in f32
-    if sent != 1 and run.sizes["r"] > 1:
-        ops = [op._replace(bytes=sent * op.bytes) if op.axes == ("r",) else op for op in step.ops]
-        step = step._replace(ops=ops)
-    constants = dict(run.constants)
-    if (times := constants.pop("unfused", 1.0)) != 1:
-        ops = [op._replace(traffic=times * op.traffic) if op.kind == "memory" else op for op in step.ops]
-        step = step._replace(ops=ops)
-    return plan_of(step, dataclasses.replace(run.chip, **constants), 1)
+    c, constants = trainers()[run.trainer], dict(run.constants)
+    sent, times = c.get("summed", 1.0), constants.pop("unfused", 1.0)
+    ops = step.ops
+    if not c.get("overlaps", True):
+        # Its collectives are waited for, and none is of all stages: they are ours, since we share the vocabulary.
+        ops = [op for op in ops if op.kind != "collective" or op.what == "ppermute" or "p" not in op.axes]
+        ops = [op._replace(timing="waited") if op.kind == "collective" else op for op in ops]
+    ops = [op._replace(bytes=sent * op.bytes) if op.axes == ("r",) else op for op in ops]
+    ops = [op._replace(traffic=times * op.traffic) if op.kind == "memory" else op for op in ops]
+    return plan_of(step._replace(ops=ops), dataclasses.replace(run.chip, **constants), 1)
 
 
-def memory(run: Run, step: Step) -> float | None:
-    """Gigabytes of a device, as the trainer counts them: ours, or by what its `memory` says that it keeps.
-
-    None: that of a scaled step is not known, since its peak may be at another place.
-    """
+def memory(run: Run, step: Step) -> float:
+    """Gigabytes of a device, as the trainer counts them: ours, or by what its `memory` says that it keeps."""
     kept = trainers()[run.trainer].get("memory")
-    if not step.held:
-        return None
     if kept is None:
         return step.peak / 2**30
     held = {kind: sum(x.bytes for x in step.held if x.kind == kind) for kind in ("weights", "optimizer", "saved")}
