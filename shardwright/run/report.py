@@ -30,7 +30,8 @@ def print_start(run: Any, parameters: int) -> None:
     tell(f"run        {run.directory}" + (f", resumed after {run.start} steps" if run.start else ""))
     tell(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
     summed = t.compute_dtype if t.reduce_dtype == "compute" else t.reduce_dtype
-    reduced = f", gradients reduced over d in {summed}" if mesh.shape.get("d", 1) > 1 else ""
+    over = ", ".join(axis for axis in "cde" if mesh.shape.get(axis, 1) > 1)
+    reduced = f", gradients reduced over {over} in {summed}" if over else ""
     tell(f"model      {parameters:,} parameters, {t.compute_dtype} compute{fp8}{reduced}")
     tell(f"data       {name}: {length} tokens; {run.total:,} steps of {loader.tokens_per_batch:,}")
 
