@@ -148,19 +148,8 @@ class Llama:
         self, x: act["B/r/d/e L/c/t M"], w: TransformerLayer, tokens: Tokens, attend: Callable, einsum: Callable
     ) -> act["B/r/d/e L/c/t M"]:
         """One transformer layer. Its weights are `gathered`."""
-        dtype, epsilon, angles = x.dtype, self.c.norm_epsilon, tokens.shared
-
-        nx = rms_norm(x, w.attention_norm, epsilon)
-        nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", nx)
-        q = einsum("B/r/d/e L/c M, M K/t Q D -> B/r/d/e L/c K/t Q D", nx, w.w_q)
-        k = einsum("B/r/d/e L/c M, M K/t D -> B/r/d/e L/c K/t D", nx, w.w_k)
-        v = save_for_backward(einsum("B/r/d/e L/c M, M K/t D -> B/r/d/e L/c K/t D", nx, w.w_v))
-        q = save_for_backward(rope.rotate(head_norm("B/r/d/e L/c K/t Q D", q, w.q_norm, epsilon), angles))
-        k = save_for_backward(rope.rotate(head_norm("B/r/d/e L/c K/t D", k, w.k_norm, epsilon), angles))
-        attended = save_for_backward(attend(q, k, v, self.rule))
-        out = einsum("B/r/d/e L/c K/t Q D, K/t Q D M -> B/r/d/e L/c M +t", attended, w.w_o)
-        x = save_for_backward(x + shardops.psum_scatter("B/r/d/e L/c M +t -> B/r/d/e L/c/t M", out))
-
+        dtype, epsilon = x.dtype, self.c.norm_epsilon
+        x = self.with_attention(x, w, tokens, attend, einsum)
         nx = rms_norm(x, w.mlp_norm, epsilon)
         nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", nx)
         gate = save_for_backward(einsum("B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t", nx, w.w_gate))
@@ -168,6 +157,31 @@ class Llama:
         hidden: act["B/r/d/e L/c F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(dtype)
         out = einsum("B/r/d/e L/c F/t, F/t M -> B/r/d/e L/c M +t", hidden, w.w_down)
         return x + shardops.psum_scatter("B/r/d/e L/c M +t -> B/r/d/e L/c/t M", out)
+
+    @typed
+    def with_attention(
+        self, x: act["B/r/d/e L/c/t M"], w: Any, tokens: Tokens, attend: Callable, einsum: Callable
+    ) -> act["B/r/d/e L/c/t M"]:
+        """The first half of a layer: the residual stream after attention."""
+        epsilon, angles = self.c.norm_epsilon, tokens.shared
+        nx = rms_norm(x, w.attention_norm, epsilon)
+        nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", nx)
+        q = einsum("B/r/d/e L/c M, M K/t Q D -> B/r/d/e L/c K/t Q D", nx, w.w_q)
+        k = einsum("B/r/d/e L/c M, M K/t D -> B/r/d/e L/c K/t D", nx, w.w_k)
+        v = save_for_backward(einsum("B/r/d/e L/c M, M K/t D -> B/r/d/e L/c K/t D", nx, w.w_v))
+        q = save_for_backward(rope.rotate(self.head_norm("B/r/d/e L/c K/t Q D", q, w, "q_norm"), angles))
+        k = save_for_backward(rope.rotate(self.head_norm("B/r/d/e L/c K/t D", k, w, "k_norm"), angles))
+        attended = save_for_backward(attend(q, k, v, self.rule))
+        out = einsum("B/r/d/e L/c K/t Q D, K/t Q D M -> B/r/d/e L/c M +t", attended, w.w_o)
+        x = save_for_backward(x + shardops.psum_scatter("B/r/d/e L/c M +t -> B/r/d/e L/c/t M", out))
+        return x
+
+    def head_norm(self, heads: str, x: jax.Array, w: Any, name: str) -> jax.Array:
+        """RMSNorm of each head of queries or keys, of type `heads`, by the weight of this name, if there is one."""
+        weight, epsilon = getattr(w, name), self.c.norm_epsilon
+        if weight is None:
+            return x
+        return shardops.einsum_unreduced(f"{heads}, D -> {heads}", unit_rms(x, epsilon), weight).astype(x.dtype)
 
     @typed
     def logits(self, w: Transformer, x: act["B/r/d/e L/c/t M"]) -> act["B/r/d/e L/c V/t/p"]:
@@ -193,13 +207,6 @@ def unit_rms(x: jax.Array, epsilon: float) -> jax.Array:
     """Divides x[…, N] by its root mean square along N (arXiv 1910.07467), in f32."""
     x32 = jnp.float32(x)
     return x32 * lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + epsilon)
-
-
-def head_norm(heads: str, x: jax.Array, weight: Any, epsilon: float) -> jax.Array:
-    """RMSNorm of each head of x, which has the type `heads`. Without a weight (no qk_norm), x stays as it is."""
-    if weight is None:
-        return x
-    return shardops.einsum_unreduced(f"{heads}, D -> {heads}", unit_rms(x, epsilon), weight).astype(x.dtype)
 
 
 @typed
@@ -254,11 +261,13 @@ def gathered(w: W, which: Callable[[str], bool] = lambda name: True, reduce_dtyp
 class Forward:
     """Forward pass of a model, the same in training, evaluation and sampling.
 
-    `training` has the settings that matter here, such as attention, save and unroll.
+    `training` has the settings that matter here, such as attention, save and unroll. `in_training` is whether this is a
+    training step, of which the gradients are taken.
     """
 
     model: LanguageModel
     training: TrainingConfig
+    in_training: bool = False
 
     def __call__(
         self, w: W, tokens: Tokens, head: Callable, attend: Callable | None = None, caches: Any = None
@@ -322,7 +331,8 @@ class Forward:
     def tokens(self, batch: TokenBatch, seeds: jax.Array | None = None) -> Tokens:
         """Tokens that the model reads to predict the batch. `seeds` is a random number for each sequence, or None."""
         mask, bos_id = self.training.document_mask, self.model.c.bos_id
-        return Tokens.before(batch.targets, batch.is_seq_start, bos_id, seeds, mask, batch.inputs)
+        tokens = Tokens.before(batch.targets, batch.is_seq_start, bos_id, seeds, mask, batch.inputs)
+        return dataclasses.replace(tokens, training=self.in_training)
 
     @property
     def once(self) -> bool:
@@ -562,7 +572,7 @@ def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
 
 def make_training_step(c: Config, model: LanguageModel):
     """The jitted training step: (state, batch, step) -> (state, metrics). It reuses the old state's memory."""
-    forward, Weights = Forward(model, c.training), model.Weights
+    forward, Weights = Forward(model, c.training, in_training=True), model.Weights
     updates = rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
 
     @typed_shard_map

@@ -200,7 +200,7 @@ def is_typed(t) -> bool:
 def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
     """(path, type, part) of each part of a tuple or a dataclass, in the order of its leaves.
 
-    Raises ShardError for a value of another kind.
+    A value of a subclass has the types that the subclass says. Raises ShardError for a value of another kind.
     """
     args = typing.get_args(t) if typing.get_origin(t) is tuple else None
     kind = _class_of(t) if args is None else tuple
@@ -209,6 +209,7 @@ def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
         of_length = f" of {len(args)}" if args else ""
         raise ShardError(f"{path or 'value'} is {describe(value)}, not a {kind.__name__}{of_length}", "pass one")
     if args is None:
+        t = t if value is ABSENT or type(value) is kind else type(value)
         return [(f"{path}.{name}" if path else name, a, getattr(value, name, ABSENT)) for name, a in _fields(t)]
     parts = (ABSENT,) * len(args) if value is ABSENT else value
     return [(f"{path}[{i}]", a, part) for i, (a, part) in enumerate(zip(args, parts, strict=True))]

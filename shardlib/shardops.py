@@ -9,6 +9,8 @@ of the same name, and to transpositions if its dim is not the first. This is wha
     pmax               'B L V/t -> B L'                     maximum over the dropped dims, on all their devices
     einsum_unreduced   'B L F/t, M F/t -> B L M +t'         a contracted sharded dim becomes a +
     index_unreduced    '[V/t] M, B L -> B L M +t'           a lookup in a sharded dim becomes a +
+    take_rows          'B/d [L] M, B/d S/t -> B/d S/t M'    looks rows of the same sequence up, by an id for each of S
+    add_rows           'B/d S/t M, B/d S/t -> B/d [L] M +t' adds rows by an id for each, the transpose
     broadcast          'M -> B/d L M'                       repeats along new dims
     rearrange          'L (K/t Q) D -> K/t Q L D'           transposes, splits and merges dims, by name
     all_to_all         'L/t K -> L K/t'                     moves an axis from one dim to another
@@ -53,6 +55,7 @@ from shardlib.op_checks import (
 from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes
 from shardlib.products import einsum_with_gradients, pick, take
 from shardlib.rearranging import rearrange  # noqa: F401 (one of the ops)
+from shardlib.rows import add_rows, take_rows  # noqa: F401 (two of the ops)
 from shardlib.values import describe, devices_along, is_opaque, planned_devices, unwrap
 
 
@@ -197,6 +200,8 @@ def pmax(spec, x):
 def all_to_all(spec, x):
     """Moves an axis from one dim to another: `L/t K -> L K/t`."""
     with checked_collective("all_to_all", spec, x) as (op, lhs, rhs, value, sizes):
+        if does_nothing(spec, op):
+            return x
         lost, gained = ({i: axes for i, axes in enumerate(moved) if axes} for moved in axes_moved(op))
         if len(lost) != 1 or [*lost.values()] != [*gained.values()] or lhs.partial or rhs.partial:
             raise wrong_spec(op, "move the last axis of one dim to another: `L/t K -> L K/t`")

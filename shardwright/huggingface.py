@@ -35,11 +35,14 @@ class Names:
     unused: str
     """Regular expression of the end of tensors that files may have and that are not read: those without effect, and an
     output projection that is `embed` again."""
+    experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Weights of experts: their name, with {} for the numbers of the layer and of the expert; and ours."""
 
     def check(self, weights: Any) -> None:
         """Raises ValueError for weights that are not in the table, and for those of the table that are missing."""
         found = set(named_leaves(weights))
         known = {*self.whole, *(f"layers/{name}" for names in self.layer.values() for name in names)}
+        known |= {f"layers/{name}" for name in self.experts.values()}
         if other := sorted(found ^ known):
             raise ValueError(
                 f"{self.family} in transformers and this model do not have the same weights. Only one of them has "
@@ -48,7 +51,7 @@ class Names:
             )
 
     def _walk(self, table: Any) -> Iterator[tuple[str, Any, dict[str, tuple[int, ...]]]]:
-        """Each of their tensors: its name, the number of its layer or `...`, and the shapes in it of our weights."""
+        """Each of their tensors: its name, its index in our weights, `...` for all, and their shapes in it."""
         shapes = {name: weight.shape for name, weight in named_leaves(table).items()}
         for ours, theirs in self.whole.items():
             yield theirs, ..., {ours: shapes[ours]}
@@ -56,6 +59,11 @@ class Names:
             parts = {f"layers/{name}": _flat(getattr(table.layers, name)) for name in names}
             for i in range(shapes[next(iter(parts))][0]):
                 yield theirs.format(i), i, parts
+        for theirs, name in self.experts.items():
+            weight = getattr(table.layers, name)
+            parts = {f"layers/{name}": _flat(dataclasses.replace(weight, shape=weight.shape[1:]))}
+            for i, expert in np.ndindex(weight.shape[:2]):
+                yield theirs.format(i, expert), (i, expert), parts
 
     def to_tensors(self, weights: Any, table: Any) -> dict[str, np.ndarray]:
         """Their tensors by name. Raises ValueError as `check`.

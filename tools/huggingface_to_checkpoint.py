@@ -32,6 +32,7 @@ from shardwright.settings.program import run_program
 from shardwright_data.checks import within
 from shardwright_data.foreign import read_object, refused, shown
 from tools.huggingface.check import check_rules, compare_logits, mapping_of
+from tools.huggingface.experts import KINDS
 from tools.huggingface.llama import ARCHITECTURES
 
 FILES = ["config.json", "tokenizer.json", "model*.safetensors"]
@@ -87,7 +88,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     if bos is None:
         raise ValueError("config.json: bos_token_id is None; give bos_id=<the id that begins each document>.")
     kind = content.get("model_type")
-    name = config.module or ("train" if kind in ARCHITECTURES else str(kind))
+    name = config.module or ("train" if kind in ARCHITECTURES else "moe" if kind in KINDS else str(kind))
     if not config.module and name != "train" and not is_shipped(name):
         raise ValueError(
             f"config.json: model_type is {kind!r}, and shardwright has no model of that name; give module=<its module>."

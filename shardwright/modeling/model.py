@@ -57,6 +57,8 @@ class Tokens:
     inputs: u32["B/r/d/e L/c inputs"] | None = None
     """Further values of each token in the dataset, in the order of Model.inputs; 0 where the id is the `bos_id` before
     a document. None for a model that reads none."""
+    training: bool = dataclasses.field(default=False, metadata={"static": True})
+    """Whether this is a training step, in which experts may drop tokens."""
 
     @property
     def places(self) -> Places:
@@ -175,7 +177,7 @@ SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "sharded",
 """Settings that train.py and the tools read from any ModelConfig."""
 PARTS = ("Weights", "embed", "layer", "logits")
 """Parts that each Model has beside `c` and `table`."""
-SHIPPED = ("train", "gpt2")
+SHIPPED = ("train", "gpt2", "moe")
 """The modules of models that stand beside this package."""
 
 

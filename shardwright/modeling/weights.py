@@ -33,6 +33,7 @@ class Weight:
         mean: mean at init.
         inputs: number of dims that are the inputs of a matrix.
         outputs: number of dims that are its outputs; they follow the inputs. Dims before both count matrices (layers).
+        used: share of its entries that a token multiplies, less than 1 for experts of which a token has some.
 
     Raises:
         ValueError: an unknown kind.
@@ -44,6 +45,7 @@ class Weight:
     mean: float = 0.0
     inputs: int = 0
     outputs: int = 0
+    used: float = 1.0
 
     def __post_init__(self):
         if self.kind not in KINDS:  # it would be left out of weight decay and of the count of FLOPs

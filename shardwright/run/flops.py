@@ -42,9 +42,10 @@ def flops_of_model(table: Any, c: Any, sequence_length: int) -> float:
 
     Recomputation is not counted. Of attention the half that a causal mask leaves is counted; PaLM (arXiv 2204.02311,
     appendix B) and many published figures count all of it. The parameters of an input embedding multiply nothing. A
-    tied table is not such an embedding.
+    tied table is not such an embedding. Of experts those count that a token has.
     """
-    multiplied = sum(math.prod(weight.shape) for weight in jax.tree.leaves(table) if weight.kind != "embedding")
+    weights = [weight for weight in jax.tree.leaves(table) if weight.kind != "embedding"]
+    multiplied = sum(math.prod(weight.shape) * weight.used for weight in weights)
     return 6 * multiplied + 6 * c.layers * c.heads * c.d_head * sequence_length
 
 

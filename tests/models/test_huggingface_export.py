@@ -200,7 +200,7 @@ EDITS = {
         OTHER_LOGITS,
     ),
     "NoPE": (
-        [("rope.rotate(head_norm(", "(lambda x, _: x)(head_norm(")],
+        [("rope.rotate(self.head_norm(", "(lambda x, _: x)(self.head_norm(")],
         OTHER_LOGITS,
     ),
     "every second layer": (

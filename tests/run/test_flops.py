@@ -4,7 +4,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
+from shipped import load
 
+from shardwright.modeling.model import load_model
+from shardwright.modeling.weights import shapes_of
 from shardwright.run.flops import flops_of_model, peak_flops
 
 # Llama-2-7B, from its published config.
@@ -20,7 +23,7 @@ def llama_flops(tied=False):
 
 
 def of_kind(kind, size):
-    return SimpleNamespace(kind=kind, shape=(size,))
+    return SimpleNamespace(kind=kind, shape=(size,), used=1.0)
 
 
 def test_conventions_give_published_utilizations():
@@ -84,3 +87,13 @@ def test_an_unknown_device_is_measured_and_the_source_says_so():
 def test_unlike_devices_are_rejected():
     with pytest.raises(ValueError, match=r"\['NVIDIA H100 PCIe', 'NVIDIA H200'\] together"):
         peak_flops([FakeDevice("NVIDIA H100 PCIe"), FakeDevice("NVIDIA H200")], "bfloat16")
+
+
+def test_of_experts_those_of_a_token_count():
+    """Published: 1.3 of 6.9 billion parameters of OLMoE-1B-7B, 3.3 of 30.5 of Qwen3-30B-A3B, both tables counted."""
+    for name, whole, active in (("c4_h100x64_olmoe", 6.9e9, 1.28e9), ("c4_h100x64_qwen30b", 30.5e9, 3.35e9)):
+        c = load(name).model
+        table = load_model(c).table
+        assert sum(weight.size for weight in jax.tree.leaves(shapes_of(table))) == pytest.approx(whole, rel=0.01)
+        tables = c.vocab * c.d_model  # of the two, one is looked up in
+        assert flops_of_model(table, c, 0) / 6 + tables == pytest.approx(active, rel=0.01)

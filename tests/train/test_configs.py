@@ -17,6 +17,7 @@ SIZES = {"84m": 101e6, "270m": 336e6, "540m": 671e6, "1b": 1074e6, "2b": 2147e6,
 PARAMETERS = {name: pytest.approx(size, rel=5e-3) for name, size in SIZES.items()}
 # 124,439,808 is what transformers counts for "gpt2"; here 47 rows of its table are added.
 PARAMETERS["124m"] = 124_439_808 + 47 * 768
+PARAMETERS |= {"olmoe": 6_919_161_856, "qwen30b": 30_532_122_624}  # as transformers counts
 
 pytestmark = pytest.mark.quick
 

@@ -14,14 +14,14 @@ from shardwright.modeling.rules import Rule, causal, same_document
 from shardwright.run.config import TrainingConfig
 from shardwright_data.foreign import refused
 from shardwright_data.loader import TokenBatch
-from tools.huggingface import llama
+from tools.huggingface import experts, llama
 from train import Forward
 
 LENGTH = 32
 """Largest number of tokens in the text that is compared: bos and random ones."""
 TOLERANCE = 2**-15
 """Largest difference of two results, divided by the largest entry. transformers rounds angles and norms to f32."""
-PLAIN = ("llama", "mistral", "qwen3", "gpt2")
+PLAIN = ("llama", "mistral", "qwen3", "gpt2", *experts.KINDS)
 """Types of models with causal attention alone."""
 
 
@@ -31,7 +31,7 @@ def mapping_of(module: str) -> Any:
     Raises:
         ValueError: there is no such module, or it lacks them.
     """
-    found = llama if module == "train" else module_of(module)
+    found = {"train": llama, "moe": experts}.get(module) or module_of(module)
     for name in ("to_huggingface", "from_huggingface"):
         if not hasattr(found, name):
             raise ValueError(f"model.module is {module!r}, which has no {name}; see docs/huggingface.md.")

@@ -79,11 +79,17 @@ def to_huggingface(weights: Any, c: ModelConfig) -> tuple[dict, dict[str, np.nda
     Raises:
         ValueError: a weight or a setting that neither has.
     """
+    kind = "qwen3" if c.qk_norm else "llama"
+    config = {"architectures": [ARCHITECTURES[kind]], "model_type": kind} | config_of(c)
+    return config, names_of(c).to_tensors(weights, weight_table(c))
+
+
+def config_of(c: ModelConfig) -> dict[str, Any]:
+    """What config.json says of attention, sizes and RoPE. Raises ValueError for a setting that transformers lacks."""
     if c.logit_softcap is not None:
         raise ValueError(f"model.logit_softcap is {c.logit_softcap}; no Llama in transformers has it.")
-    kind, scaling = "qwen3" if c.qk_norm else "llama", c.rope_scaling
-    config = {"architectures": [ARCHITECTURES[kind]], "model_type": kind}
-    config |= {theirs: getattr(c, ours) for ours, theirs in _SETTINGS.items()} | _FIXED
+    scaling = c.rope_scaling
+    config = {theirs: getattr(c, ours) for ours, theirs in _SETTINGS.items()} | _FIXED
     # The names of transformers before 5.0 for RoPE, which later versions and other programs read too.
     config |= {"num_attention_heads": c.heads, "max_position_embeddings": None}
     config |= {"rope_theta": c.rope_base, "rope_scaling": None}
@@ -92,7 +98,7 @@ def to_huggingface(weights: Any, c: ModelConfig) -> tuple[dict, dict[str, np.nda
         config["rope_scaling"] = {"rope_type": scaling.kind} | values
         if scaling.kind == "llama3":
             config["max_position_embeddings"] = round(scaling.original_length * scaling.factor)
-    return config, names_of(c).to_tensors(weights, weight_table(c))
+    return config
 
 
 def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[ModelConfig, Any]:
@@ -105,16 +111,21 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[M
     kind = config.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(f"config.json: model_type is {kind!r}; train.py can be {', '.join(ARCHITECTURES)}.")
-    check_fixed(config, _FIXED)
-    settings = {ours: config[theirs] for ours, theirs in _SETTINGS.items()}
-    heads, n_kv = config["num_attention_heads"], config["num_key_value_heads"] or config["num_attention_heads"]
-    d_head = config["head_dim"] or config["hidden_size"] // heads
-    base, scaling = _rope(config["rope_parameters"])
-    settings |= {"n_kv": n_kv, "n_q_per_kv": heads // n_kv, "d_head": d_head, "qk_norm": kind == "qwen3"}
-    c = ModelConfig(**settings, rope_base=base, rope_scaling=scaling, bos_id=config["bos_token_id"])
+    c = ModelConfig(**settings_of(config), qk_norm=kind == "qwen3")
     check_ranges("config.json, as a run has it: model", c)
     c.check(seq_len=1)
     return c, names_of(c).from_tensors(tensors, weight_table(c))
+
+
+def settings_of(config: dict) -> dict[str, Any]:
+    """Settings of a model, but for those of its MLP and its norms of heads. Raises ValueError for other math."""
+    check_fixed(config, _FIXED)
+    settings = {ours: config.get(theirs) for ours, theirs in _SETTINGS.items()}
+    heads, n_kv = config["num_attention_heads"], config["num_key_value_heads"] or config["num_attention_heads"]
+    d_head = config.get("head_dim") or config["hidden_size"] // heads
+    base, scaling = _rope(config["rope_parameters"])
+    settings |= {"n_kv": n_kv, "n_q_per_kv": heads // n_kv, "d_head": d_head, "bos_id": config["bos_token_id"]}
+    return settings | {"rope_base": base, "rope_scaling": scaling}
 
 
 def _rope(parameters: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:

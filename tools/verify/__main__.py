@@ -53,7 +53,7 @@ def small(c: Config, devices: int) -> None:
     p = c.mesh.p if c.mesh.p > 1 else next(p for p in (4, 3, 2, 1) if n % p == 0)
     fields = {f.name for f in dataclasses.fields(c.model)}
     sizes = {"layers": max(2, p * c.pipeline.virtual_stages), "d_ff": 10 * n, "vocab": 14 * n, "positions": 4 * n}
-    sizes |= {"n_kv": n, "n_q_per_kv": 2, "d_head": 2 * n, "heads": n, "bos_id": 0}
+    sizes |= {"experts": 2 * n, "n_kv": n, "n_q_per_kv": 2, "d_head": 2 * n, "heads": n, "bos_id": 0}
     sizes["d_model"] = 2 * n * n if "heads" in fields else 6 * n  # the width of a head is d_model / heads
     for name in fields & sizes.keys():
         setattr(c.model, name, sizes[name])

@@ -1,0 +1,342 @@
+"""Mixture of experts: the Llama of train.py with many MLPs, of which a router chooses a few for each token.
+
+    python -m train --config-name=local_experts
+
+Attention is the Llama's. Dims and axes are those of train.py, and
+
+  E  experts, sharded over e                      C  slots of an expert for the tokens of one sequence
+  F  hidden width of an expert
+
+A sequence is the group of tokens that shares the slots of an expert. Which device has which of its positions makes no
+difference then: the same tokens are dropped on every mesh. docs/experts.md goes through the page.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+import train
+from jax_extra import save_for_backward
+from shardlib import shardops
+from shardlib.layers import Extras
+from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass, typed
+from shardwright.modeling import settings
+from shardwright.modeling.model import Tokens, act
+from shardwright.modeling.weights import Weight, matrix, vector
+from shardwright_data.checks import above_0, at_least_0, check_choice, within
+from train import rms_norm
+
+SLOTS = 8
+"""The slots of an expert for a sequence are a multiple of this, or of the length of sequences, which the devices of c
+and t divide: else their number would depend on the mesh."""
+
+
+@dataclasses.dataclass
+class ModelConfig(settings.ModelConfig):
+    """Settings of the Llama, and of its experts. `d_ff` is the hidden width of one expert."""
+
+    module: str = "moe"
+    experts: int = within(1, 2**16, kw_only=True)
+    """Number of experts in each layer. Sharded over e."""
+    experts_per_token: int = within(1, 2**16, kw_only=True)
+    """Experts that the router chooses for each token."""
+    scores: str = "softmax"
+    """Scores of the experts, from the router's logits: softmax over the experts, or sigmoid of each."""
+    normalize: bool = True
+    """Whether the weights of a token's experts, which are their scores, are divided by their sum."""
+    weight_scale: float = above_0(1.0)
+    """Factor on the weights of a token's experts."""
+    groups: int = within(1, 2**16, 1)
+    """Groups of experts, in their order, of which a token chooses some before it chooses experts in them (arXiv
+    2412.19437). The score of a group is the sum of its two highest scores."""
+    groups_per_token: int = within(1, 2**16, 1)
+    """Groups that the router chooses for each token."""
+    correction_bias: bool = False
+    """Whether a learned bias is added to the scores of experts for choosing them, not for their weights. Its gradient
+    is `bias_rate` times what an expert's share of the choices exceeds the mean by (arXiv 2408.15664)."""
+    bias_rate: float = at_least_0(1e-3)
+    """Factor on the gradient of the correction bias. AdamW divides a gradient by its size."""
+    shared_experts: int = within(0, 2**16, 0)
+    """Experts that every token has, beside those that the router chooses: one MLP of so many times d_ff."""
+    capacity_factor: float | None = above_0(None)
+    """Slots of an expert for each sequence, over those that it would fill if all experts were chosen equally often.
+    A choice that finds no slot is dropped. Null: none is, and each expert computes all tokens. Only training drops."""
+    balance_loss: float = at_least_0(0.0)
+    """Factor on the loss that balances experts: experts · Σ (share of choices) · (mean score), averaged over sequences
+    (arXiv 2101.03961, of each sequence as in arXiv 2412.19437)."""
+    router_z_loss: float = at_least_0(0.0)
+    """Factor on the mean of log(Σ exp(router's logits))² (arXiv 2202.08906)."""
+    qk_norm_all: bool = False
+    """RMSNorm over all heads of the queries together, and over all of the keys, as in OLMoE (arXiv 2409.02060)."""
+
+    sharded: ClassVar[dict[str, str]] = settings.ModelConfig.sharded | {"experts": "e"}
+
+    def check(self, seq_len: int) -> None:
+        """Raises ValueError for settings that contradict each other."""
+        super().check(seq_len)
+        check_choice("model.scores", self.scores, ("softmax", "sigmoid"))
+        per_group = self.experts // self.groups
+        if self.experts % self.groups or self.groups_per_token > self.groups:
+            raise ValueError(
+                f"model.groups is {self.groups}, of which a token has {self.groups_per_token}; it must divide "
+                f"model.experts = {self.experts}, and be no less than model.groups_per_token."
+            )
+        if self.experts_per_token > self.groups_per_token * per_group:
+            raise ValueError(
+                f"model.experts_per_token is {self.experts_per_token}, but the groups of a token have only "
+                f"{self.groups_per_token * per_group} experts."
+            )
+
+    def slots(self, length: int) -> int | None:
+        """Slots of an expert for a sequence of `length` tokens; None where each token has a slot of every expert."""
+        if self.capacity_factor is None:
+            return None
+        wanted = self.capacity_factor * length * self.experts_per_token / self.experts
+        slots = SLOTS * math.ceil(wanted / SLOTS)
+        return slots if slots < length else None
+
+
+# ---- weights ----------------------------------------------------------------------------------------------------
+
+
+@pytree_dataclass
+class Layer(train.TransformerLayer):
+    """Weights of one layer: those of the Llama's attention, and the experts."""
+
+    w_gate: f32["E/e M/c/d F/t"] >> act["E/e M F/t"]
+    w_up: f32["E/e M/c/d F/t"] >> act["E/e M F/t"]
+    w_down: f32["E/e F/t M/c/d"] >> act["E/e F/t M"]
+    router: f32["M/c/t/d/e E"] >> f32["M E"]
+    router_bias: f32["E/c/t/d/e"] >> f32["E"] | None  # None without correction_bias
+    shared_gate: f32["M/c/d/e F/t"] >> act["M F/t"] | None  # None without shared_experts
+    shared_up: f32["M/c/d/e F/t"] >> act["M F/t"] | None
+    shared_down: f32["F/t M/c/d/e"] >> act["F/t M"] | None
+    q_norm_all: f32["K/t Q D/c/d/e"] >> f32["K/t Q D"] | None  # None without qk_norm_all
+    k_norm_all: f32["K/t D/c/d/e"] >> f32["K/t D"] | None
+
+
+@pytree_dataclass
+class Weights(train.Transformer):
+    """Weights of the model."""
+
+    layers: Array["layers/p", Layer]
+
+
+def weight_table(c: ModelConfig) -> Weights:
+    """Shape and initial values of each weight: those of the Llama, with a router and experts in place of the MLP."""
+    base, n, scale = train.weight_table(c), c.layers, c.weight_init_scale
+    attention = {f.name: getattr(base.layers, f.name) for f in dataclasses.fields(base.layers)}
+
+    def expert(rows: int, columns: int) -> Weight:
+        of_layers, used = matrix(n, (rows,), (columns,), scale), c.experts_per_token / c.experts
+        return dataclasses.replace(of_layers, shape=(n, c.experts, rows, columns), used=used)
+
+    def shared(rows: int, columns: int) -> Weight | None:
+        return matrix(n, (rows,), (columns,), scale) if c.shared_experts else None
+
+    width = c.shared_experts * c.d_ff
+    experts = {
+        "w_gate": expert(c.d_model, c.d_ff),
+        "w_up": expert(c.d_model, c.d_ff),
+        "w_down": expert(c.d_ff, c.d_model),
+        "router": matrix(n, (c.d_model,), (c.experts,), scale),
+        "router_bias": vector(n, c.experts, value=0) if c.correction_bias else None,
+        "shared_gate": shared(c.d_model, width),
+        "shared_up": shared(c.d_model, width),
+        "shared_down": shared(width, c.d_model),
+        "q_norm_all": vector(n, c.n_kv, c.n_q_per_kv, c.d_head, value=1) if c.qk_norm_all else None,
+        "k_norm_all": vector(n, c.n_kv, c.d_head, value=1) if c.qk_norm_all else None,
+    }
+    return Weights(base.embed, Layer(**attention | experts), base.final_norm, base.unembed)
+
+
+# ---- router -----------------------------------------------------------------------------------------------------
+
+
+@pytree_dataclass
+class Routing:
+    """The choices of the router for each position, in f32 whatever the compute dtype is."""
+
+    logits: f32["B/r/d/e L/c/t E"]
+    shares: f32["B/r/d/e L/c/t E"]
+    """Scores over their sum."""
+    weights: f32["B/r/d/e L/c/t E"]
+    """Factors on the outputs of experts; 0 for those that are not chosen."""
+    chosen: bool_["B/r/d/e L/c/t E"]
+
+
+@typed
+def route(x: act["B/r/d/e L/c/t M"], w: Layer, c: ModelConfig) -> Routing:
+    """Chooses the experts of each position. Each device routes its own positions."""
+    logits = shardops.einsum_unreduced("B/r/d/e L/c/t M, M E -> B/r/d/e L/c/t E", jnp.float32(x), w.router)
+    scores = jax.nn.softmax(logits, axis=-1) if c.scores == "softmax" else jax.nn.sigmoid(logits)
+    ranked = lax.stop_gradient(scores)
+    if w.router_bias is not None:
+        ranked += lax.stop_gradient(shardops.broadcast("E -> B/r/d/e L/c/t E", w.router_bias))
+    if c.groups > 1:
+        of_groups = ranked.reshape(*ranked.shape[:2], c.groups, -1)
+        best = jnp.sum(lax.top_k(of_groups, min(2, of_groups.shape[-1]))[0], axis=-1)
+        kept = among_best(best, c.groups_per_token)
+        ranked = jnp.where(kept[..., None], of_groups, -jnp.inf).reshape(ranked.shape)
+    chosen = among_best(ranked, c.experts_per_token)
+    weights = jnp.where(chosen, scores, 0.0)
+    sums = lambda x: jnp.sum(x, axis=-1, keepdims=True)
+    weights = weights / (sums(weights) + 1e-20) if c.normalize else weights
+    return Routing(logits, scores / sums(scores), c.weight_scale * weights, chosen)
+
+
+def among_best(x: jax.Array, k: int) -> jax.Array:
+    """Whether each entry of x[…, N] is one of the k largest along N; of equal ones the first are."""
+    best = lax.top_k(x, k)[1]
+    return jnp.any(best[..., None] == jnp.arange(x.shape[-1], dtype=best.dtype), axis=-2)
+
+
+# ---- experts ----------------------------------------------------------------------------------------------------
+
+
+@typed
+def mlp(x: act["E/e G/r/d C/c M"], w: Layer) -> act["E/e G/r/d C/c M +t"]:
+    """SwiGLU of each expert, of its own slots."""
+    product = shardops.einsum_unreduced
+    gate = save_for_backward(product("E/e G/r/d C/c M, E/e M F/t -> E/e G/r/d C/c F/t", x, w.w_gate))
+    up = save_for_backward(product("E/e G/r/d C/c M, E/e M F/t -> E/e G/r/d C/c F/t", x, w.w_up))
+    hidden = (jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)
+    return product("E/e G/r/d C/c F/t, E/e F/t M -> E/e G/r/d C/c M +t", hidden, w.w_down)
+
+
+@typed
+def in_slots(
+    x: act["B/r/d/e L/c/t M"], routing: Routing, w: Layer, slots: int
+) -> tuple[act["B/r/d/e L/c/t M"], f32[""]]:
+    """Weighted sum of the outputs of each position's experts, which have `slots` slots for each sequence.
+
+    Also returns the number of choices that found a slot, on all devices. The first tokens of a sequence that choose an
+    expert have its slots. Each device of c and t sends and receives its own slots of each sequence.
+    """
+    own = lambda x: shardops.shard("B/r/d/e E C -> B/r/d/e E C/c/t", x)
+    chosen = shardops.all_gather("B/r/d/e L/c/t E -> B/r/d/e L E", routing.chosen, replicated=True)
+    length = chosen.shape[1]
+    place = jnp.where(chosen, jnp.arange(length, dtype=jnp.int32)[:, None], length)
+    place: i32["B/r/d/e E L"] = jnp.swapaxes(place, 1, 2)
+    # The place in its sequence of the token in each slot; `length` in a slot that stays empty.
+    token: i32["B/r/d/e E C/c/t"] = own(jnp.sort(place, axis=-1)[..., :slots])
+
+    nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L M", x)
+    sent = shardops.take_rows("B/r/d/e [L] M, B/r/d/e E C/c/t -> B/r/d/e E C/c/t M", nx, token)
+    sent = shardops.rearrange("G/r/d/e E C/c/t M -> E G/r/d/e C/c/t M", sent)
+    received = save_for_backward(shardops.all_to_all("E G/r/d/e C/c/t M -> E/e G/r/d C/c/t M", sent))
+    received = shardops.all_gather("E/e G/r/d C/c/t M -> E/e G/r/d C/c M", received)
+    out = shardops.psum_scatter("E/e G/r/d C/c M +t -> E/e G/r/d C/c/t M", mlp(received, w))
+    out = save_for_backward(shardops.all_to_all("E/e G/r/d C/c/t M -> E G/r/d/e C/c/t M", out))
+    out = shardops.rearrange("E G/r/d/e C/c/t M -> G/r/d/e E C/c/t M", out)
+
+    weights = shardops.all_gather("B/r/d/e L/c/t E -> B/r/d/e L E", routing.weights)
+    weights = shardops.rearrange("B/r/d/e L E -> B/r/d/e E L", weights)
+    weights = shardops.take_rows("B/r/d/e E [L], B/r/d/e E C/c/t -> B/r/d/e E C/c/t", weights, token)
+    out = (out * weights[..., None]).astype(x.dtype)
+    out = shardops.add_rows("B/r/d/e E C/c/t M, B/r/d/e E C/c/t -> B/r/d/e [L] M +c +t", out, token)
+    filled = shardops.einsum_unreduced("B/r/d/e E C/c/t -> +r +c +t +d +e", jnp.float32(token < length))
+    filled = shardops.psum("+r +c +t +d +e ->", filled)
+    return shardops.psum_scatter("B/r/d/e L M +c +t -> B/r/d/e L/c/t M", out), filled
+
+
+@typed
+def everywhere(x: act["B/r/d/e L/c/t M"], routing: Routing, w: Layer) -> act["B/r/d/e L/c/t M"]:
+    """Weighted sum of the outputs of each position's experts, where each expert computes all positions.
+
+    Nothing is dropped, and no position depends on another.
+    """
+    weights = shardops.all_to_all("B/r/d/e L/c/t E -> B/r/d L/c/t E/e", routing.weights)
+    weights = shardops.all_gather("B/r/d L/c/t E/e -> B/r/d L/c E/e", weights.astype(x.dtype))
+    product = shardops.einsum_unreduced
+    nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d L/c M", x)
+    gate = save_for_backward(product("B/r/d L/c M, E/e M F/t -> E/e B/r/d L/c F/t", nx, w.w_gate))
+    up = save_for_backward(product("B/r/d L/c M, E/e M F/t -> E/e B/r/d L/c F/t", nx, w.w_up))
+    hidden = (jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)
+    hidden = product("E/e B/r/d L/c F/t, B/r/d L/c E/e -> E/e B/r/d L/c F/t", hidden, weights)
+    out = product("E/e B/r/d L/c F/t, E/e F/t M -> B/r/d L/c M +t +e", hidden, w.w_down)
+    return shardops.psum_scatter("B/r/d L/c M +t +e -> B/r/d/e L/c/t M", out)
+
+
+@typed
+def shared_mlp(x: act["B/r/d/e L/c/t M"], w: Layer, einsum: Callable) -> act["B/r/d/e L/c/t M"]:
+    """SwiGLU that every position has."""
+    nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", x)
+    gate = save_for_backward(einsum("B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t", nx, w.shared_gate))
+    up = save_for_backward(einsum("B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t", nx, w.shared_up))
+    hidden = (jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)
+    out = einsum("B/r/d/e L/c F/t, F/t M -> B/r/d/e L/c M +t", hidden, w.shared_down)
+    return shardops.psum_scatter("B/r/d/e L/c M +t -> B/r/d/e L/c/t M", out)
+
+
+# ---- losses and metrics -----------------------------------------------------------------------------------------
+
+
+@typed
+def extras_of(routing: Routing, filled: f32[""] | None, w: Layer, c: ModelConfig) -> Extras:
+    """Losses and metrics of a layer: means over all tokens, or over sequences. No mesh changes them."""
+    total, product = shardops.psum, shardops.einsum_unreduced
+    chosen = jnp.float32(routing.chosen)
+    tokens = float(shardops.size("B") * shardops.size("L"))  # an integer would not fit into 32 bits
+    of_sequence = lambda x: total("B/r/d/e E +c +t -> B/r/d/e E", product("B/r/d/e L/c/t E -> B/r/d/e E +c +t", x))
+    choices = of_sequence(chosen)
+    load: f32["E"] = total("E +r +d +e -> E", product("B/r/d/e E -> E +r +d +e", choices))
+    largest = c.experts * jnp.max(load) / (tokens * c.experts_per_token)
+    dropped = jnp.float32(0) if filled is None else 1 - filled / (tokens * c.experts_per_token)
+
+    loss = jnp.float32(0)
+    if c.balance_loss:
+        balance = product("B/r/d/e E, B/r/d/e E -> +r +d +e", choices, of_sequence(routing.shares))
+        balance = total("+r +d +e ->", balance) / (tokens * shardops.size("L"))
+        loss += c.balance_loss * c.experts * balance
+    if c.router_z_loss:
+        square = jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))
+        square = total("+r +c +t +d +e ->", product("B/r/d/e L/c/t -> +r +c +t +d +e", square))
+        loss += c.router_z_loss * square / tokens
+    if w.router_bias is not None:  # 0, with the gradient that moves the bias against the load
+        excess = (chosen - c.experts_per_token / c.experts) / tokens
+        push = total("+r +c +t +d +e ->", product("B/r/d/e L/c/t E, E -> +r +c +t +d +e", excess, w.router_bias))
+        loss += c.bias_rate * (push - lax.stop_gradient(push))
+    return Extras(loss=loss, metrics={"largest_load": largest, "dropped": dropped})
+
+
+class Model(train.Llama):
+    """The Llama, with experts in place of its MLP."""
+
+    Weights = Weights
+
+    def __init__(self, c: ModelConfig):
+        self.c, self.table = c, weight_table(c)
+
+    def head_norm(self, heads: str, x: jax.Array, w: Layer, name: str) -> jax.Array:
+        """RMSNorm of each head of queries or keys, or of all together."""
+        if (weight := getattr(w, f"{name}_all")) is None:
+            return super().head_norm(heads, x, w, name)
+        product, position = shardops.einsum_unreduced, "B/r/d/e L/c"
+        square = shardops.psum(
+            f"{position} +t -> {position}", product(f"{heads} -> {position} +t", jnp.float32(x) ** 2)
+        )
+        rms = lax.rsqrt(
+            square / (self.c.d_head * (self.c.heads if name == "q_norm" else self.c.n_kv)) + self.c.norm_epsilon
+        )
+        rms = shardops.replicate(f"{position} -> {position} *t", rms)
+        scaled = product(f"{heads}, {position} -> {heads}", jnp.float32(x), rms)
+        return product(f"{heads}, {heads.removeprefix(position)} -> {heads}", scaled, weight).astype(x.dtype)
+
+    @typed
+    def layer(
+        self, x: act["B/r/d/e L/c/t M"], w: Layer, tokens: Tokens, attend: Callable, einsum: Callable
+    ) -> tuple[act["B/r/d/e L/c/t M"], Extras]:
+        """One transformer layer. Its weights are gathered. Products of experts are not in FP8."""
+        x = self.with_attention(x, w, tokens, attend, einsum)
+        nx = rms_norm(x, w.mlp_norm, self.c.norm_epsilon)
+        routing: Routing = route(nx, w, self.c)
+        slots = self.c.slots(shardops.size("L")) if tokens.training else None
+        out, filled = (everywhere(nx, routing, w), None) if slots is None else in_slots(nx, routing, w, slots)
+        out = out + shared_mlp(nx, w, einsum) if self.c.shared_experts else out
+        return x + out, extras_of(routing, filled, w, self.c)

@@ -1,0 +1,83 @@
+"""Logits and gradients of transformers' mixtures of experts with weights of ours."""
+
+import jax
+import numpy as np
+import pytest
+
+import moe
+
+torch = pytest.importorskip("torch", reason="the oracles of experts need torch, installed on Python 3.11 only")
+transformers = pytest.importorskip("transformers", reason="the oracles of experts need transformers")
+
+KINDS = {  # of each: its classes, their names of settings, and settings of ours
+    "mixtral": ("Mixtral", {"num_local_experts": "experts", "intermediate_size": "d_ff"}, {}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": "experts", "moe_intermediate_size": "d_ff", "norm_topk_prob": "normalize"},
+        {"qk_norm": True},
+    ),
+    "olmoe": (
+        "Olmoe",
+        {"num_experts": "experts", "intermediate_size": "d_ff", "norm_topk_prob": "normalize"},
+        {"qk_norm_all": True, "normalize": False, "n_q_per_kv": 1, "d_model": 64},
+    ),
+}
+
+
+def model(kind: str = "mixtral", **changes) -> moe.ModelConfig:
+    sizes = {"vocab": 64, "d_model": 32, "layers": 2, "n_kv": 8, "n_q_per_kv": 2, "d_head": 8, "d_ff": 24}
+    experts = {"experts": 8, "experts_per_token": 3}
+    return moe.ModelConfig(**sizes | experts | KINDS[kind][2] | changes)
+
+
+def to_theirs(w: moe.Weights) -> dict:
+    """Our weights under the names, and in the layouts, of transformers' models in memory."""
+    tensor = lambda x: torch.tensor(np.asarray(x))
+    state = {
+        "model.embed_tokens.weight": tensor(w.embed),
+        "model.norm.weight": tensor(w.final_norm),
+        "lm_head.weight": tensor(w.unembed),
+    }
+    for i in range(w.layers.w_q.shape[0]):
+        layer = jax.tree.map(lambda x, i=i: tensor(x[i]), w.layers)
+        model_dim = layer.w_q.shape[0]
+        named = {
+            "input_layernorm.weight": layer.attention_norm,
+            "self_attn.q_proj.weight": layer.w_q.reshape(model_dim, -1).T,
+            "self_attn.k_proj.weight": layer.w_k.reshape(model_dim, -1).T,
+            "self_attn.v_proj.weight": layer.w_v.reshape(model_dim, -1).T,
+            "self_attn.o_proj.weight": layer.w_o.reshape(-1, model_dim).T,
+            "post_attention_layernorm.weight": layer.mlp_norm,
+            "mlp.gate.weight": layer.router.T,
+            "mlp.experts.gate_up_proj": torch.cat([layer.w_gate, layer.w_up], dim=2).transpose(1, 2),
+            "mlp.experts.down_proj": layer.w_down.transpose(1, 2),
+        }
+        for name in ("q_norm", "k_norm"):
+            weight = next((x for x in (getattr(layer, name), getattr(layer, f"{name}_all")) if x is not None), None)
+            named |= {} if weight is None else {f"self_attn.{name}.weight": weight.reshape(-1)}
+        state |= {f"model.layers.{i}.{name}": value.contiguous() for name, value in named.items()}
+    return state
+
+
+def theirs(kind: str, w: moe.Weights, c: moe.ModelConfig):
+    """The model of transformers with these weights, which runs one expert after the other."""
+    prefix, names, _ = KINDS[kind]
+    config = getattr(transformers, f"{prefix}Config")(
+        vocab_size=c.vocab,
+        hidden_size=c.d_model,
+        num_hidden_layers=c.layers,
+        num_attention_heads=c.heads,
+        num_key_value_heads=c.n_kv,
+        num_experts_per_tok=c.experts_per_token,
+        rms_norm_eps=c.norm_epsilon,
+        rope_parameters={"rope_type": "default", "rope_theta": c.rope_base},
+        eos_token_id=None,
+        pad_token_id=None,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        **({} if kind == "olmoe" else {"head_dim": c.d_head}),
+        **{their: getattr(c, ours) for their, ours in names.items()},
+    )
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    model.load_state_dict(to_theirs(w), strict=True)
+    return model

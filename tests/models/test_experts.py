@@ -1,0 +1,290 @@
+"""Mixtures of experts, against transformers' and against one device."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from huggingface_models import assert_same, losses_and_gradients, their_logits, weights
+
+import moe
+import train
+from shardlib import shardops
+from shardlib.shardtypes import f32
+from shardwright.modeling.model import load_model
+from shardwright.run.causality import check_causal
+from shardwright.run.soundness import find_unsound
+from tools.verify.meshes import abstract_mesh_of
+
+truth = pytest.importorskip("experts_truth")
+
+
+def assert_same_experts(gradients: dict, their) -> None:
+    """The gradient of each expert, up to 1e-5 of its own largest entry."""
+    for name, parameter in their.named_parameters():
+        if ".experts." in name:
+            for i, (ours, expected) in enumerate(zip(gradients[name], parameter.grad, strict=True)):
+                error, scale = float((ours - expected).abs().max()), float(expected.abs().max())
+                assert error <= 1e-5 * scale, f"{name}, expert {i}: {error} of {scale}"
+
+
+@pytest.mark.parametrize("mesh", ["one device", "e=2 c=2 t=2"])
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe"])
+def test_logits_and_gradients_are_those_of_transformers(kind, mesh):
+    c, batch = truth.model(kind), tiny.host_batch()
+    with jax.set_mesh(tiny.mesh(mesh)):
+        w = weights(c)
+        logits, loss, gradients = losses_and_gradients(w, batch, c)
+        model = truth.theirs(kind, jax.tree.map(np.asarray, w), c)
+    gradients = truth.to_theirs(gradients)
+    assert_same((logits, loss, gradients), their_logits(model, batch, bos_id=0), model, batch)
+    assert_same_experts(gradients, model)
+
+
+# ---- one layer ----------------------------------------------------------------------------------------------------
+
+MESHES = ("one device", "e=8", "e=2 c=2 t=2", "r=2 d=2 e=2", "c=4 t=2")
+B, L = 8, 16
+
+
+def plain(x, w, c, slots=None):
+    """The experts of each position, one after the other, of whole arrays. Each takes `slots` positions of a sequence.
+
+    Also the number of choices that found a slot.
+    """
+    scores = jax.nn.softmax(x @ w.router, axis=-1)
+    lowest = jnp.sort(scores, axis=-1)[..., -c.experts_per_token, None]
+    chosen = scores >= lowest
+    kept = chosen if slots is None else chosen & (jnp.cumsum(chosen, axis=1) <= slots)
+    weights = scores / jnp.sum(scores * chosen, axis=-1, keepdims=True) if c.normalize else scores
+    out = jnp.zeros_like(x)
+    for i in range(c.experts):
+        y = (jax.nn.silu(x @ w.w_gate[i]) * (x @ w.w_up[i])) @ w.w_down[i]
+        out += jnp.where(kept[..., i, None], weights[..., i, None] * y, 0.0)
+    return out, jnp.sum(kept)
+
+
+def layer_of(c, seed=3) -> moe.Layer:
+    """Random weights of one layer."""
+    rng = np.random.default_rng(seed)
+    draw = lambda weight: rng.normal(0, 3 * weight.std or 0.3, weight.shape[1:]).astype(np.float32)
+    return jax.tree.map(draw, moe.weight_table(c).layers)
+
+
+def used(w: moe.Layer):
+    """Weights at rest as a layer uses them. Per-device code."""
+    return train.gathered(shardops.replicate("... -> ... *r", w))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("slots", [None, 8])
+def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots):
+    """Values and all gradients, with drops and without, of each expert by its own largest entry."""
+    c, (x, out) = truth.model(), np.random.default_rng(1).normal(size=(2, B, L, 32)).astype(np.float32)
+    w = layer_of(c)
+
+    def loss(x: f32["B/r/d/e L/c/t M"], w: moe.Layer, out: f32["B/r/d/e L/c/t M"]) -> tuple:
+        w = used(w)
+        routing = moe.route(x, w, c)
+        y, filled = (moe.everywhere(x, routing, w), 0.0) if slots is None else moe.in_slots(x, routing, w, slots)
+        total = shardops.einsum_unreduced("B/r/d/e L/c/t M, B/r/d/e L/c/t M -> +r +c +t +d +e", y, out)
+        return shardops.psum("+r +c +t +d +e ->", total), filled
+
+    def both(
+        x: f32["B/r/d/e L/c/t M"], w: moe.Layer, out: f32["B/r/d/e L/c/t M"]
+    ) -> tuple[f32[""], f32[""], f32["B/r/d/e L/c/t M"], moe.Layer]:
+        (value, filled), (dx, dw) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, w, out)
+        return value, jnp.float32(filled), dx, dw
+
+    with jax.set_mesh(tiny.mesh(mesh)):
+        value, filled, dx, dw = jax.tree.map(np.asarray, tiny.per_device(both)(x, w, out))
+    reference = lambda x, w: (lambda y, kept: (jnp.sum(y * out), kept))(*plain(x, w, c, slots))
+    (expected, kept), (x_expected, w_expected) = jax.value_and_grad(reference, argnums=(0, 1), has_aux=True)(x, w)
+    assert slots is None or (filled == kept < B * L * c.experts_per_token), "some choices are dropped"
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
+    near(dx, x_expected)
+    near(dw.router, w_expected.router)
+    for name in ("w_gate", "w_up", "w_down"):
+        for ours, theirs in zip(getattr(dw, name), np.asarray(getattr(w_expected, name)), strict=True):
+            near(ours, theirs)
+
+
+@pytest.mark.parametrize("slots", [None, 8])
+def test_an_expert_without_tokens_has_a_zero_gradient(slots):
+    """Not NaN, and not what was there before: https://github.com/openxla/tokamax/issues/887."""
+    c, x = truth.model(), np.random.default_rng(1).normal(size=(B, L, 32)).astype(np.float32)
+    w = layer_of(c)
+    x[..., 0], w.router[0] = 1.0, np.where(np.arange(8) == 5, -100.0, 0.0)
+
+    def gradient(x: f32["B/r/d/e L/c/t M"], w: moe.Layer) -> moe.Layer:
+        def total(w):
+            routing = moe.route(x, used(w), c)
+            y = moe.everywhere(x, routing, used(w)) if slots is None else moe.in_slots(x, routing, used(w), slots)[0]
+            square = shardops.einsum_unreduced("B/r/d/e L/c/t M -> +r +c +t +d +e", jnp.square(y))
+            return shardops.psum("+r +c +t +d +e ->", square)
+
+        return jax.grad(total)(w)
+
+    with jax.set_mesh(tiny.mesh("e=2 c=2 t=2")):
+        g = jax.tree.map(np.asarray, tiny.per_device(gradient)(x, w))
+    for name in ("w_gate", "w_up", "w_down"):
+        of_experts = np.abs(getattr(g, name)).max(axis=(1, 2))
+        assert of_experts[5] == 0
+        assert np.all(of_experts[np.arange(8) != 5] > 0)
+
+
+# ---- the router ---------------------------------------------------------------------------------------------------
+
+
+def routed(c, w, x):
+    """Weights of the experts of x[N, M], as numpy."""
+
+    def run(x: f32["B/r/d/e L/c/t M"], w: moe.Layer) -> f32["B/r/d/e L/c/t E"]:
+        return moe.route(x, used(w), c).weights
+
+    with jax.set_mesh(tiny.mesh("one device")):
+        return np.asarray(tiny.per_device(run)(x[None], w))[0]
+
+
+def theirs(router, x, experts):
+    """The weights of a router of transformers, dense over the experts."""
+    torch = truth.torch
+    _, weights, index = router(torch.tensor(x))
+    return torch.zeros(len(x), experts).scatter_(1, index, weights.detach()).numpy()
+
+
+def test_the_router_of_deepseek_v3():
+    """Sigmoid, groups, a bias for the choice alone, normalized, scaled."""
+    settings = {"scores": "sigmoid", "groups": 4, "groups_per_token": 2, "correction_bias": True, "weight_scale": 2.5}
+    c = truth.model(**settings, experts=16, experts_per_token=3)
+    x, w = np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32), layer_of(c)
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    config = truth.transformers.DeepseekV3Config(
+        hidden_size=32, n_routed_experts=16, num_experts_per_tok=3, n_group=4, topk_group=2, routed_scaling_factor=2.5
+    )
+    router = DeepseekV3TopkRouter(config)
+    router.weight.data, router.e_score_correction_bias = (
+        truth.torch.tensor(w.router.T),
+        truth.torch.tensor(w.router_bias),
+    )
+    np.testing.assert_allclose(routed(c, w, x), theirs(router, x, 16), rtol=1e-5, atol=1e-7)
+
+
+def test_the_router_of_gpt_oss():
+    """A softmax of the chosen logits is the softmax of all, divided by the sum of the chosen. Its bias is 0 here."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
+
+    c = truth.model(experts=16, experts_per_token=4)
+    x, w = np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32), layer_of(c)
+    config = truth.transformers.GptOssConfig(hidden_size=32, num_local_experts=16, num_experts_per_tok=4)
+    router = GptOssTopKRouter(config)
+    router.weight.data = truth.torch.tensor(w.router.T)
+    np.testing.assert_allclose(routed(c, w, x), theirs(router, x, 16), rtol=1e-5, atol=1e-7)
+
+
+# ---- losses -------------------------------------------------------------------------------------------------------
+
+
+def extras(c, w, x, mesh):
+    """Loss of a layer, its gradient by the router and its bias, and its metrics."""
+
+    def run(x: f32["B/r/d/e L/c/t M"], w: moe.Layer) -> tuple[f32[""], moe.Layer, f32[""]]:
+        def loss(w):
+            w = used(w)
+            found = moe.extras_of(moe.route(x, w, c), None, w, c)
+            return found.loss, found.metrics["largest_load"]
+
+        (value, load), g = jax.value_and_grad(loss, has_aux=True)(w)
+        return value, g, load
+
+    with jax.set_mesh(tiny.mesh(mesh)):
+        return jax.tree.map(np.asarray, tiny.per_device(run)(x, w))
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_balance_loss_is_that_of_transformers_for_each_sequence(mesh):
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    torch, c = truth.torch, truth.model(balance_loss=0.25, router_z_loss=0.5)
+    x, w = np.random.default_rng(1).normal(size=(B, L, 32)).astype(np.float32), layer_of(c)
+    router = torch.tensor(w.router, requires_grad=True)
+    logits = torch.tensor(x) @ router
+    balance = sum(load_balancing_loss_func((of,), c.experts, c.experts_per_token) for of in logits) / B
+    expected = 0.25 * balance + 0.5 * torch.logsumexp(logits, dim=-1).square().mean()
+    expected.backward()
+    value, g, load = extras(c, w, x, mesh)
+    np.testing.assert_allclose(value, expected.item(), rtol=1e-5)
+    np.testing.assert_allclose(g.router, router.grad, rtol=0, atol=1e-5 * router.grad.abs().max().item())
+    counts = torch.bincount(torch.topk(logits, c.experts_per_token).indices.flatten(), minlength=c.experts)
+    assert load == pytest.approx(counts.max().item() / (B * L * c.experts_per_token / c.experts))
+
+
+@pytest.mark.parametrize("mesh", MESHES[:3])
+def test_the_correction_bias_moves_against_the_load(mesh):
+    """Its gradient is what the share of each expert exceeds the mean by. The loss and the router's gradient are 0."""
+    c = truth.model(correction_bias=True, bias_rate=0.5)
+    x, w = np.random.default_rng(1).normal(size=(B, L, 32)).astype(np.float32), layer_of(c)
+    w.router_bias = np.linspace(-0.3, 0.3, c.experts).astype(np.float32)
+    value, g, _ = extras(c, w, x, mesh)
+    scores = np.asarray(jax.nn.softmax(x @ w.router, axis=-1)) + w.router_bias
+    counts = np.bincount(np.argsort(-scores, axis=-1)[..., : c.experts_per_token].reshape(-1), minlength=c.experts)
+    assert value == 0
+    assert not g.router.any()
+    expected = 0.5 * (counts / (B * L) - c.experts_per_token / c.experts)
+    np.testing.assert_allclose(g.router_bias, expected, rtol=0, atol=1e-7)
+
+
+def test_microbatches_change_no_gradient():
+    """Nor does the loss: those of the layers are means over sequences or tokens."""
+    c = truth.model(correction_bias=True, bias_rate=0.5, balance_loss=0.25, router_z_loss=0.5)
+    with jax.set_mesh(tiny.mesh("one device")):
+        w = weights(c)
+        found = [gradients_of(w, tiny.config(c, microbatches=m)) for m in (1, 4)]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max()), *found)
+
+
+def gradients_of(w, config):
+    def run(w: moe.Weights, batch: train.Batch) -> tuple[f32[""], moe.Weights]:
+        return tiny.loss_and_gradients(w, batch, config)
+
+    return jax.tree.map(np.asarray, tiny.per_device(run)(w, tiny.place_batch(config)))
+
+
+# ---- the proof ----------------------------------------------------------------------------------------------------
+
+ALL = {"correction_bias": True, "shared_experts": 1, "scores": "sigmoid", "groups": 2, "qk_norm_all": True}
+
+
+@pytest.mark.parametrize("settings", [{}, ALL | {"groups_per_token": 1}], ids=["plain", "all settings"])
+@pytest.mark.parametrize("factor", [1.0, None], ids=["slots", "everywhere"])
+@pytest.mark.parametrize("sizes", ["r2 d2 e2 c2 t2", "d2 e4", "p2 e2 t2"])
+def test_steps_are_proved(sizes, factor, settings):
+    """With no code that is taken to be right: routing, both exchanges and the losses are followed."""
+    c = truth.model(layers=2, capacity_factor=factor, balance_loss=0.1, router_z_loss=0.1, d_head=16, **settings)
+    c = tiny.config(dataclasses.replace(c, experts=16), microbatches=2, batch_size=16)
+    mesh = {word[0]: int(word[1:]) for word in sizes.split()}
+    with abstract_mesh_of(dict.fromkeys("prdect", 1) | mesh):
+        found = find_unsound(train.programs, c, load_model(c.model), jax.sharding.get_abstract_mesh())
+    assert [str(finding) for finding in found] == []
+
+
+def test_experts_are_causal():
+    """What is sampled and evaluated drops nothing: no position has to do with others but by attention."""
+    c = tiny.config(truth.model(layers=1, capacity_factor=1.0))
+    with jax.set_mesh(tiny.mesh("one device")):
+        assert check_causal(train.Forward(load_model(c.model), c.training), 16) == ""
+
+
+@pytest.mark.quick
+def test_the_page_quotes_the_source():
+    root = Path(__file__).parents[2]
+    page, source = (root / "docs/experts.md").read_text(), (root / "moe.py").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 6
+    assert all(block in source for block in blocks)

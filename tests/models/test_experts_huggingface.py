@@ -1,0 +1,59 @@
+"""Mixtral, Qwen3-MoE and OLMoE become runs with the same logits, and runs become them."""
+
+import huggingface_models as models
+import jax
+import numpy as np
+import pytest
+import tiny
+from huggingface_models import export, to_run
+
+from tools.huggingface import experts
+
+truth = pytest.importorskip("experts_truth")
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def one_device():
+    with jax.set_mesh(tiny.mesh("one device")):
+        yield
+
+
+@pytest.mark.parametrize("kind", truth.KINDS)
+def test_there_and_back_is_the_same_to_the_bit(kind, one_device, tmp_path):
+    c = truth.model(kind, bos_id=3)
+    w = models.weights(c)
+    said = export(models.save(tmp_path / "run", w, c), tmp_path / "exported")
+    assert "with those of transformers: they differ by at most" in said
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert type(loaded).__name__ == f"{truth.KINDS[kind][0]}ForCausalLM"
+    to_run(tmp_path / "exported", tmp_path / "back")
+    model, weights = models.read(tmp_path / "back")
+    assert model == c
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, weights), jax.tree.map(np.asarray, w))
+
+
+@pytest.mark.parametrize("kind", truth.KINDS)
+def test_what_transformers_saved_has_its_logits(kind, one_device, tmp_path):
+    c = truth.model(kind, bos_id=3)
+    their = truth.theirs(kind, jax.tree.map(np.asarray, models.weights(c)), c)
+    their.save_pretrained(tmp_path / "model")
+    to_run(tmp_path / "model", tmp_path / "run", bos_id=3)
+    found, weights = models.read(tmp_path / "run")
+    batch = models.rows(found)
+    expected = models.their_logits(their, batch, 3).detach().numpy()
+    np.testing.assert_allclose(models.logits_of(found)(weights, batch), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shared_experts": 1}, "model.shared_experts is 1; no family"),
+        ({"scores": "sigmoid"}, "model.scores is 'sigmoid'; no family"),
+        ({"normalize": False}, "Mixtral divides the weights of experts by their sum"),
+        ({"qk_norm_all": True}, "OLMoE's heads have d_model = 32 entries together"),
+    ],
+)
+def test_other_math_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        experts.to_huggingface(None, truth.model(**changes))
