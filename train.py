@@ -313,13 +313,14 @@ class Forward:
         """
 
         def of_device(q, k, v, places, rule, learned=(), sinks=None, drop=None):
-            path = attention_paths.choose(self.training.attention, rule, q, drop is not None, sinks is not None)
+            asked = self.training.attention, rule, q, drop is not None, sinks is not None, k.shape[1]
+            path = attention_paths.choose(*asked)
             if path != "einsum":
                 return attention_paths.run(path, q, k, v, places, rule, learned, sinks)
             return attention(q, k, v, places, rule, learned, sinks, drop)
 
         def attend(cache, q, k, v, rule, *learned, sinks=None, drop=None):
-            way = context.way(self.training.context)
+            way = context.WAYS[context.way_of(self.training)]
             return way(of_device, q, k, v, tokens.places, self.rule(rule), learned, sinks, drop), cache
 
         return attend

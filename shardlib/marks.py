@@ -17,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from shardlib.op_checks import check_operand, checked_op, require_shard_map
 from shardlib.parsing import ShardError, parse_shape
-from shardlib.values import is_opaque, on_mesh
+from shardlib.values import is_opaque, on_mesh, sharded_apart
 
 REGION = "per_device"
 """Name of the jitted function that holds the code."""
@@ -31,7 +31,7 @@ class Mark(NamedTuple):
     Attributes:
         kind: enters, leaves, or gradient: leaves with the type of the argument that entered as `label`.
         label: the reason, and the number of the argument.
-        spec: the type, in shardtypes' notation.
+        spec: the type, in shardtypes' notation; empty where any will do.
     """
 
     kind: str
@@ -70,9 +70,9 @@ def mark(x: jax.Array, forward: Mark, backward: Mark) -> jax.Array:
     return _marked(x, forward, backward) if jnp.issubdtype(x.dtype, jnp.inexact) else _name(x, forward)
 
 
-def enter(x: jax.Array, label: str) -> jax.Array:
-    """An argument of per-device code."""
-    return mark(x, Mark("enters", label), Mark("gradient", label))
+def enter(x: jax.Array, label: str, spec: str = "") -> jax.Array:
+    """An argument of per-device code, of the type `spec` if it is given."""
+    return mark(x, Mark("enters", label, spec), Mark("gradient", label))
 
 
 def leave(x: jax.Array, label: str, spec: str) -> jax.Array:
@@ -94,7 +94,7 @@ def region(fn: Callable, *args: Any) -> Any:
     return jax.jit(per_device)(*args)
 
 
-def per_device(spec, fn, *args, reason: str):
+def per_device(spec, fn, *args, reason: str, takes: str = ""):
     """fn(*args), whose code differs between devices on purpose; the results are taken to be as `spec` says.
 
     The check of the step does not look into `fn`: a ring, a halo, the slots of a mixture of experts, noise of its own
@@ -105,14 +105,16 @@ def per_device(spec, fn, *args, reason: str):
         fn: a function of arrays and pytrees of arrays.
         *args: its arguments.
         reason: why the result is right on every mesh. Each use has its own.
+        takes: types of the first arrays in `args`, with commas between, which the check of the step then demands.
     """
     with checked_op("per_device", spec):
         require_shard_map()
-        shapes = [on_mesh(parse_shape(text)) for text in spec.split(",")]
+        shapes, taken = ([on_mesh(parse_shape(t)) for t in text.split(",") if t] for text in (spec, takes))
         if not reason or "|" in reason:
             raise ShardError(f"the reason is {reason!r}", "say in words why the result is right on every mesh")
     leaves, structure = jax.tree.flatten(args)
-    entered = [enter(x, f"{reason} [{i}]") for i, x in enumerate(leaves)]
+    specs = [*map(str, taken), *[""] * len(leaves)]
+    entered = [enter(x, f"{reason} [{i}]", specs[i]) for i, x in enumerate(leaves)]
     results = region(lambda leaves: fn(*structure.unflatten(leaves)), entered)
     flat, structure = jax.tree.flatten(results, is_leaf=is_opaque)
     with checked_op("per_device", spec, *flat) as sizes:
@@ -120,5 +122,5 @@ def per_device(spec, fn, *args, reason: str):
             raise ShardError(f"the spec has {len(shapes)} types, the function {len(flat)} results", "give one for each")
         for i, (shape, x) in enumerate(zip(shapes, flat, strict=True), 1):
             check_operand(i, shape, x, sizes)
-    leave_as = lambda shape, x: jax.tree.map(lambda array: leave(array, reason, str(shape)), x)
+    leave_as = lambda shape, x: jax.tree.map(lambda array: leave(array, reason, str(sharded_apart(shape))), x)
     return structure.unflatten(map(leave_as, shapes, flat))

@@ -24,6 +24,8 @@ from typing import Any
 from shardlib.axes import ANYWHERE, AXIS_ORDER
 from shardlib.places import place_of_caller
 
+ZIGZAG = "Z"
+"""Name of a dim in zigzag order (shardlib/zigzag.py)."""
 _NAME = r"[A-Za-z_][A-Za-z0-9_]*"
 _DIM = re.compile(rf"({_NAME}|[0-9]+)((?:/{_NAME})*)")
 _WORD = re.compile(r"\([^()]*\)|[^\s()]+|[()]")  # a group is one word

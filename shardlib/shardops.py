@@ -15,6 +15,7 @@ of the same name, and to transpositions if its dim is not the first. This is wha
     rearrange          'L (K/t Q) D -> K/t Q L D'           transposes, splits and merges dims, by name
     all_to_all         'L/t K -> L K/t'                     moves an axis from one dim to another
     shard              'B L -> B L/c'                       keeps this device's block of what each device has whole
+    zigzag             'B L/c M -> B Z/c M'                moves halves of blocks to the order of a balanced ring
     ppermute           'B L/t M'                            shifts the blocks of a dim around the ring of its axis
     replicate          'M/d F/t -> M/d F/t *r'              marks independent use on each device of r, a Copy
 
@@ -57,6 +58,7 @@ from shardlib.products import einsum_with_gradients, pick, take
 from shardlib.rearranging import rearrange  # noqa: F401 (one of the ops)
 from shardlib.rows import add_rows, take_rows  # noqa: F401 (two of the ops)
 from shardlib.values import describe, devices_along, is_opaque, planned_devices, unwrap
+from shardlib.zigzag import zigzag  # noqa: F401 (one of the ops)
 
 
 def axis_size(axes: str) -> int:

@@ -48,20 +48,31 @@ def on_mesh(spec: ShapeSpec) -> ShapeSpec:
     return spec.without(absent) if sizes and absent else spec
 
 
-_APART: contextvars.ContextVar[tuple[str, ...]] = contextvars.ContextVar("apart", default=())
+_APART: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("apart", default={})  # noqa: B039 (never changed)
 
 
 @contextlib.contextmanager
-def apart(axis: str) -> Iterator[None]:
+def apart(axis: str, dim: str = "") -> Iterator[None]:
     """Context in which each device of `axis` computes a thing of its own: every value may differ over the axis.
 
     Specs need not mention the axis there. On a mesh without the axis nothing changes.
+
+    Args:
+        axis: the axis.
+        dim: the dim of results that the axis shards, as `sharded_apart` tells.
     """
-    token = _APART.set(sort_axes({*_APART.get(), *({axis} & mesh_axes().keys())}))
+    token = _APART.set(_APART.get() | ({axis: dim} if axis in mesh_axes() else {}))
     try:
         yield
     finally:
         _APART.reset(token)
+
+
+def sharded_apart(spec: ShapeSpec) -> ShapeSpec:
+    """`spec` with the axes that it need not mention within `apart`, where they are known to shard a dim of it."""
+    axes = {dim: axis for axis, dim in _APART.get().items()}
+    added = lambda dim: dataclasses.replace(dim, axes=sort_axes({*dim.axes, *({axes[dim.name]} if dim.name in axes else ())}))
+    return dataclasses.replace(spec, dims=tuple(map(added, spec.dims)))
 
 
 def pipeline_stage() -> contextlib.AbstractContextManager[None]:
@@ -71,7 +82,7 @@ def pipeline_stage() -> contextlib.AbstractContextManager[None]:
 
 def stage_axes() -> tuple[str, ...]:
     """Axes over which any value may differ without its spec saying so, as the pipeline axis within a task."""
-    return _APART.get()
+    return sort_axes(_APART.get())
 
 
 def inside_shard_map() -> bool:

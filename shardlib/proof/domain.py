@@ -291,7 +291,7 @@ def describe(value: Value, shape: tuple[int, ...], dtype: Any, sizes: Mapping[st
         if dim is None:
             return str(size)
         if dim.name and not dim.is_merged:
-            return "/".join([dim.name, *dim.axes])
+            return "/".join([dim.name, *map(real, dim.axes)])
         parts = ["/".join([str(part.size * devices(sizes, part.axes)), *part.axes]) for part in dim.parts]
         return parts[0] if len(parts) == 1 else f"({' '.join(parts)})"
 

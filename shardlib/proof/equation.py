@@ -242,6 +242,13 @@ class Equation:
             raise Refused("a maximum over a block meets another value", "take it over the devices first")
         return Value(tuple(dims), self.joined_partial(values), extremes.pop(), self.joined_ratio(values))
 
+    def like(self, value: Value, declared: Value) -> None:
+        """Refuses an argument of per-device code that is not of its declared type."""
+        fits = all(d is UNIFORM or d == w for d, w in zip(value.dims, declared.dims, strict=True))
+        if not fits or value.partial != declared.partial or value.extreme:
+            is_, taken = (describe(v, self.shape(), self.eqn.invars[0].aval.dtype, self.sizes) for v in (value, declared))
+            raise Refused(f"per-device code that takes {taken} is given {is_}", "give it what it takes")
+
     # ---- texts
 
     def place(self) -> str:

@@ -12,7 +12,7 @@ from jax.extend import core
 
 from shardlib.equations import CALLS, body_of
 from shardlib.marks import STAGES, Mark, is_region, mark_of
-from shardlib.parsing import parse_shape
+from shardlib.parsing import ZIGZAG, parse_shape
 from shardlib.proof import collectives, elementwise, lookups, primitives, rings, shapes, sums
 from shardlib.proof.alignment import Aligned, Alignment, others, same_entries
 from shardlib.proof.control import CONTROL, ndim, varying
@@ -205,6 +205,8 @@ class Interpreter:
             try:
                 # Nothing looks into the code, so that it would hide what is wrong with its arguments.
                 problem = None if self._in_stages else x.wild or (eq.unscaled(eq.block(x)) and None)
+                if mark.spec and not problem:
+                    eq.like(x, self._declared(mark.spec, shape))
             except Refused as refusal:
                 problem = self.explain(eq, refusal)
             if problem:
@@ -212,13 +214,18 @@ class Interpreter:
             self._in_stages |= of_stages
             return dataclasses.replace(x, wild=Wild(eq.place(), f"within per_device: {mark.label}"))
         if mark.kind == "leaves":
-            spec = parse_shape(mark.spec)
-            axes = [tuple(a for a in dim.axes if a in self.sizes) for dim in spec.dims]
-            return block_of(axes, shape, self.sizes, spec.partial, [dim.name for dim in spec.dims])
+            return self._declared(mark.spec, shape)
         entered = self._entered[mark.label]
         # Of a copy that each device uses by itself the gradient is a partial sum: it varies, and is not cut.
         over = (varying(aval, self.sizes) if not self.is_unchecked else frozenset()) - entered.sharded
         return Value(entered.dims, over, wild=entered.wild)
+
+    def _declared(self, text: str, shape: tuple[int, ...]) -> Value:
+        """What the type of an argument or of a result of per-device code says."""
+        spec, own_order = parse_shape(text), f"~{ZIGZAG}"
+        order = lambda dim: own_order if dim.name == ZIGZAG else ""
+        axes = [tuple(axis + order(dim) for axis in dim.axes if axis in self.sizes) for dim in spec.dims]
+        return block_of(axes, shape, self.sizes, spec.partial, [dim.name for dim in spec.dims])
 
 
 def block_of(

@@ -11,7 +11,9 @@
                 (shardwright/modeling/splash.py).
     auto        one of these, by `choose`.
 
-All are per-device code under `typed_shard_map`: each device has whole sequences, and some of the heads.
+All are per-device code under `typed_shard_map`: each device has the keys of whole sequences, and some of the heads.
+Where positions are sharded over c, shardwright/modeling/context.py says which queries and keys a device has; its ring is
+a path by itself.
 """
 
 from typing import Any
@@ -37,7 +39,9 @@ CUDNN_UP_TO = 32768
 sequence. So does its gradient, which jax 0.10 has cuDNN compute, and jax 0.12 does not."""
 
 
-def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = False) -> str:
+def choose(
+    path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = False, keys: int | None = None
+) -> str:
     """Path of attention for the setting `path`: one of PATHS other than auto.
 
     Args:
@@ -46,12 +50,13 @@ def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = F
         q: queries [B, L, K, Q, D], or their shape and dtype.
         dropout: whether attention weights have dropout.
         sinks: whether the softmax has sinks.
+        keys: number of keys, if it is not that of the queries: those of a whole sequence, for queries of a part.
 
     Raises:
         ValueError: `path` cannot compute it.
     """
-    device, length = target_device(), q.shape[1]
-    refusals = _refusals(rule, q, dropout, sinks, device)
+    device, length = target_device(), keys or q.shape[1]
+    refusals = _refusals(rule, q, dropout, sinks, device, length)
     if path != "auto":
         if refusals[path]:
             raise ValueError(
@@ -67,20 +72,25 @@ def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = F
     return "einsum" if in_one_block or refusals["blockwise"] else "blockwise"
 
 
-def _refusals(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device) -> dict[str, str | None]:
+def _refusals(
+    rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device, length: int
+) -> dict[str, str | None]:
     """Reason why each path cannot compute this; None if it can. cuDNN's are those of jax.nn.dot_product_attention."""
-    length, d_head, dtype = q.shape[1], q.shape[-1], jnp.dtype(q.dtype)
+    d_head, dtype = q.shape[-1], jnp.dtype(q.dtype)
     # cuDNN takes larger heads from Hopper on. Abstract devices do not say what they are: JAX takes them for older ones.
     largest = 256 if float(getattr(device, "compute_capability", 8)) >= 9 else 128
     is_nvidia = device.platform == "gpu" and device.device_kind.startswith("NVIDIA")
     is_known = all(f in (causal, same_document) or isinstance(f, Window) for f in rule.visible)
     no_dropout, no_f32 = (dropout, "it has no dropout"), (dtype != jnp.bfloat16, f"it takes bf16, not {dtype.name}")
+    # Its mask is by numbers that count queries and keys from 0.
+    of_a_part = (length != q.shape[1], f"{q.shape[1]} queries of {length} positions; it takes those of all")
     reasons = {
         "einsum": [],
         "blockwise": [no_dropout],
         "cudnn": [
             (not is_nvidia, f"{device.device_kind} is not an NVIDIA GPU"),
             no_dropout,
+            of_a_part,
             (rule.score or sinks, "it changes no scores, and has no sinks"),
             no_f32,
             (d_head % 8 or d_head > largest, f"heads of {d_head} entries; it takes multiples of 8 up to {largest}"),
@@ -89,6 +99,7 @@ def _refusals(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device
         "splash": [
             (device.platform != "tpu", f"{device.device_kind} is not a TPU"),
             no_dropout,
+            of_a_part,
             (sinks, "it has no sinks here"),
             (rule.score and not isinstance(rule.score, SoftCap), "of functions of scores, it knows SoftCap alone"),
             (not is_known, "of conditions, it knows causal, same_document and Window alone"),
@@ -111,7 +122,11 @@ def run(path: str, q: Any, k: Any, v: Any, places: tuple[Places, Places], rule: 
 
 @typed
 def cudnn(
-    q: act["B/r/d/e L K/t Q D"], k: act["B/r/d/e L K/t D"], v: act["B/r/d/e L K/t D"], places: tuple, rule: Rule
+    q: act["B/r/d/e L K/t Q D"],
+    k: act["B/r/d/e L K/t D"],
+    v: act["B/r/d/e L K/t D"],
+    places: tuple[Places, Places],
+    rule: Rule,
 ) -> act["B/r/d/e L K/t Q D"]:
     """train.attention by cuDNN's kernel, without dropout. It skips the blocks that causal and Window leave out.
 

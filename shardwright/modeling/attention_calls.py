@@ -19,6 +19,7 @@ from shardlib.axes import PIPELINE_AXIS
 from shardlib.layers import split_extras
 from shardlib.shardtypes import f32, typed_shard_map
 from shardlib.values import mesh_axes, pipeline_stage, stage_axes, varying
+from shardwright.modeling import context
 from shardwright.modeling.attention import KERNELS, choose
 from shardwright.modeling.blockwise import small_blocks
 from shardwright.modeling.model import Tokens, act, blank_tokens, compute_scope, period_of
@@ -68,7 +69,7 @@ def calls_of(forward: Any, length: int) -> list[Call]:
         return jnp.zeros(())
 
     def layers(w: Any) -> None:
-        tokens = blank_tokens(model, length)
+        tokens = blank_tokens(model, length // shardops.axis_size("c"))
         x = varying(model.embed(w, tokens), stage_axes())
         for place in range(period_of(model)):
             w_layer = jax.tree.map(lambda stack, place=place: stack[place], w.layers)
@@ -98,14 +99,20 @@ def describe_attention(forward: Any, length: int) -> list[str]:
 
 
 def path_of(forward: Any, call: Call) -> str:
-    """Path of a call of attention. Raises ValueError if training.attention cannot compute it."""
-    setting, rule = forward.training.attention, forward.rule(call.rule)
-    return choose(setting, rule, call.q, call.dropout, call.sinks is not None)
+    """Path of a call of attention: `ring`, or one of PATHS. Raises ValueError if the settings cannot compute it."""
+    setting, how = forward.training.attention, context.way_of(forward.training)
+    if why := context.refusal(how, setting, call.q, call.learned, call.dropout):
+        raise ValueError(f"training.context is {how}, which cannot do this: {why}. Choose gather, or a mesh without c.")
+    q, keys = context.on_device(how, call.q)
+    return "ring" if how == "ring" else choose(setting, forward.rule(call.rule), q, call.dropout, call.sinks is not None, keys)
 
 
 def with_path(forward: Any, path: str) -> Any:
-    """The same forward pass with another `training.attention`."""
-    return dataclasses.replace(forward, training=dataclasses.replace(forward.training, attention=path))
+    """The same forward pass with another `training.attention`; with einsum, also with gathered keys in place of a ring."""
+    how = {"attention": "blockwise" if path == "ring" else path}  # whose blocks a ring computes
+    if path == "einsum" and forward.training.context == "ring":
+        how["context"] = "gather"
+    return dataclasses.replace(forward, training=dataclasses.replace(forward.training, **how))
 
 
 def check_paths(forward: Any, length: int) -> None:
@@ -126,13 +133,14 @@ def check_paths(forward: Any, length: int) -> None:
         path = path_of(forward, call)
         if path == "einsum":
             continue
-        heads = math.prod(call.q.shape[2:4])
-        compared = min(length, max(LANES, int((PAIRS / heads) ** 0.5) // LANES * LANES))
+        heads, devices = math.prod(call.q.shape[2:4]), shardops.axis_size("c")
+        compared = max(LANES, int((PAIRS / heads) ** 0.5) // LANES * LANES)
+        compared = min(length, -(-compared // (2 * devices)) * 2 * devices)
         # Named, since `auto` might take another path for a shorter sequence.
         attends = with_path(forward, path).attend, with_path(forward, "einsum").attend
         dtype = forward.training.compute_dtype if path in KERNELS else "f32"
         exactly = jax.default_matmul_precision("highest")  # some devices round f32 operands otherwise
-        with compute_scope(dtype), exactly, small_blocks(-(-compared // LEAST_BLOCKS)):
+        with compute_scope(dtype), exactly, small_blocks(-(-compared // devices // LEAST_BLOCKS)):
             far = float(jax.jit(functools.partial(_difference, *attends, call, compared))())
         if not far <= TOLERANCE[dtype]:
             raise ValueError(
@@ -179,7 +187,8 @@ def _difference(attend_of: Callable, reference_of: Callable, call: Call, length:
     def per_device() -> f32[""]:
         is_start = varying(jnp.isin(jnp.arange(length), starts)[None], ("r", "d"))
         tokens = Tokens.before(varying(jnp.zeros((1, length), jnp.uint32), ("r", "d")), is_start, bos_id=0)
-        tokens, (*given, g) = varying((tokens, _operands(call, length)), axes)
+        tokens = varying(tokens, {*axes} - {"t"})  # whose devices have the same tokens
+        *given, g = varying(_operands(call, length // shardops.axis_size("c")), axes)
 
         def run(attend: Callable) -> list[jax.Array]:
             of = lambda q, k, v, learned, sinks: attend(None, q, k, v, call.rule, *learned, sinks=sinks)[0]

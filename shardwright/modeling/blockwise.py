@@ -1,14 +1,15 @@
 """Attention in blocks of queries and keys, for any Rule, with memory that grows linearly with L.
 
 Online softmax (arXiv 2205.14135), with the loops in the order of arXiv 2307.08691, algorithms 1 and 2. Per-device code
-under `typed_shard_map`: each device has whole sequences, and some of the heads.
+under `typed_shard_map`: each device has some of the queries, all keys that they may see, and some of the heads. In a
+ring over c (shardwright/modeling/context.py) the keys come in turns, from one device after the other.
 """
 
 import contextlib
 import contextvars
 import functools
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import einops
 import jax
@@ -17,9 +18,11 @@ from jax import lax
 
 from jax_extra import save_for_backward
 from shardlib import shardops
+from shardlib.axes import PIPELINE_AXIS
 from shardlib.op_checks import varying
 from shardlib.shardtypes import f32, typed
 from shardlib.values import stage_axes, target_device
+from shardlib.zigzag import permuted
 from shardwright.modeling.model import act
 from shardwright.modeling.rules import Places, Rule, head_numbers
 
@@ -45,15 +48,31 @@ class _Task(NamedTuple):
     """Static arguments of the loops."""
 
     blocks: int
-    length: int
+    """Number of blocks of queries."""
+    of_keys: int
+    """Number of blocks of keys."""
+    keys: int
+    """Number of keys that a device has, without padding."""
     rule: Rule
+    ring: bool
+    """Whether the keys of all devices of c come in turns."""
+    in_stage: bool
+    """Whether this is a task of a pipeline."""
+
+
+class _Keys(NamedTuple):
+    """Blocks of keys and values [blocks, B, K, s, D], and the places of each key [blocks, B, s]."""
+
+    k: jax.Array
+    v: jax.Array
+    places: Places
 
 
 @typed
 def blockwise(
     q: act["B/r/d/e L K/t Q D"],
-    k: act["B/r/d/e L K/t D"],
-    v: act["B/r/d/e L K/t D"],
+    k: act["B/r/d/e S K/t D"],
+    v: act["B/r/d/e S K/t D"],
     places: tuple[Places, Places],
     rule: Rule,
     learned: tuple = (),
@@ -64,140 +83,192 @@ def blockwise(
     Sums and softmax are in f32 at least. For each block of queries, the loop runs from the first block of keys that any
     of them sees, in any sequence, to the last one.
     """
-    places, _ = places  # those of the queries are those of the keys
-    # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
-    axes = {axis for x in jax.tree.leaves((q, k, v, places)) for axis in jax.typeof(x).manual_axis_type.varying}
-    alike = lambda tree: varying(tree, axes | set(stage_axes()))
-    length = q.shape[1]
-    block = _SMALL_BLOCKS.get() or BLOCKS.get(target_device().platform, BLOCK)
-    blocks = -(-length // block)
-    pad = lambda x: jnp.pad(x, [(0, 0), (0, -length % blocks)] + [(0, 0)] * (x.ndim - 2))
-    places = Places(*(jnp.broadcast_to(x, (len(x), length)) for x in places))
-    index = jnp.arange(length + -length % blocks, dtype=jnp.int32)[None]
-    places = Places(index, pad(places.position), pad(places.document))
-    everything = alike((pad(q), pad(k), pad(v), sinks, learned, places, head_numbers(*q.shape[2:4])))
-    out = shardops.per_device(
-        "B/r/d/e P K/t Q D",
-        functools.partial(_blockwise, _Task(blocks, length, rule)),
-        *everything,
+    return shardops.per_device(
+        "B/r/d/e L K/t Q D",
+        functools.partial(in_blocks, rule, False),
+        *in_one_state(q, k, v, places, sinks, learned),
         reason="blocks of keys that no sequence of this device sees are skipped; they add nothing",
     )
-    return out[:, :length]
+
+
+def in_one_state(q: Any, k: Any, v: Any, places: tuple[Places, Places], *rest: Any) -> Any:
+    """The arguments and the numbers of the heads, all varying over the same axes.
+
+    JAX requires each gradient to vary over the axes of its value.
+    """
+    given = (q, k, v, *(Places(*(jnp.broadcast_to(x, y.shape[:2]) for x in p)) for p, y in zip(places, (q, k), strict=True)))
+    axes = {axis for x in jax.tree.leaves((q, k, v, places)) for axis in jax.typeof(x).manual_axis_type.varying}
+    return varying((*given, *rest, head_numbers(*q.shape[2:4])), axes | set(stage_axes()))
+
+
+def in_blocks(rule: Rule, ring: bool, q, k, v, q_places, k_places, sinks, learned, heads) -> jax.Array:
+    """Attention of this device's queries to its keys, and in a ring to those of the other devices of c."""
+    largest = _SMALL_BLOCKS.get() or BLOCKS.get(target_device().platform, BLOCK)
+    chunks = 1 + ring  # of which each has blocks of its own: in zigzag order they are not neighbors
+    blocks, of_keys = (chunks * -(-x.shape[1] // (largest * chunks)) for x in (q, k))
+    padded = lambda x, blocks, **how: jnp.pad(x, [(0, 0), (0, -x.shape[1] % blocks)] + [(0, 0)] * (x.ndim - 2), **how)
+    # Padded queries are at the place of the last one, so that no softmax is empty. Padded keys are not seen: `_sees`.
+    at = lambda places, blocks: Places(*(padded(x, blocks, mode="edge") for x in places))
+    keys = padded(k, of_keys), padded(v, of_keys), at(k_places, of_keys)
+    task = _Task(blocks, of_keys, k.shape[1], rule, ring, PIPELINE_AXIS in stage_axes())
+    return _attend(task, padded(q, blocks), *keys, sinks, learned, at(q_places, blocks), heads)[:, : q.shape[1]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blockwise(task, q, k, v, sinks, learned, places, heads) -> jax.Array:
-    return _forward(task, q, k, v, sinks, learned, places, heads)[0]
+def _attend(task, *args) -> jax.Array:
+    return _forward(task, *args)[0]
 
 
-def _blockwise_forward(task, q, k, v, sinks, learned, places, heads):
-    out, log_normalizer = _forward(task, q, k, v, sinks, learned, places, heads)
+def _attend_forward(task, *args):
+    out, log_normalizer = _forward(task, *args)
     # The backward pass needs both. A checkpointed layer would compute them again if they were not marked.
     out, log_normalizer = save_for_backward(out), save_for_backward(log_normalizer)
-    return out, (q, k, v, sinks, learned, places, heads, out, log_normalizer)
+    return out, (*args, out, log_normalizer)
 
 
 _cut = functools.partial(einops.rearrange, pattern="B (blocks l) K ... D -> blocks B K ... l D")
-_cut_places = functools.partial(einops.rearrange, pattern="B (blocks l) -> blocks B l")
 _join = functools.partial(einops.rearrange, pattern="blocks B K ... l D -> B (blocks l) K ... D")
 
 
-def _sees(task: _Task, q: Places, k: Places) -> jax.Array:
-    """Rule.sees with padding, which sees all padding and nothing else, so that no softmax is empty."""
-    q_padding, k_padding = q.index >= task.length, k.index >= task.length
-    return jnp.where(q_padding | k_padding, q_padding & k_padding, task.rule.sees(q, k))
+def _cut_places(places: Places, blocks: int) -> Places:
+    return Places(*(einops.rearrange(x, "B (blocks l) -> blocks B l", blocks=blocks) for x in places))
+
+
+def _cut_keys(task: _Task, k: jax.Array, v: jax.Array, places: Places) -> _Keys:
+    return _Keys(_cut(k, blocks=task.of_keys), _cut(v, blocks=task.of_keys), _cut_places(places, task.of_keys))
+
+
+def _sees(task: _Task, q: Places, k: Places, j: Any) -> jax.Array:
+    """Rule.sees of queries and of keys, without those of padding: `j` are the numbers of the blocks of the keys."""
+    size = k.index.shape[-1]
+    is_key = (j * size + jnp.arange(size)) < task.keys
+    return task.rule.sees(q.as_queries(), k.as_keys()) & is_key
 
 
 def _seen_blocks(task: _Task, q: Places, places: Places) -> tuple[jax.Array, jax.Array]:
-    """First block of keys that any query of a block sees, in any sequence, and one past the last such block."""
-    seen = jnp.any(_sees(task, q, places.as_keys()), axis=(0, 1, 2, 3)).reshape(task.blocks, -1).any(axis=1)
-    return jnp.argmax(seen).astype(jnp.int32), task.blocks - jnp.argmax(seen[::-1]).astype(jnp.int32)
+    """First block of keys that any query of a block sees, in any sequence, and one past the last; (0, 0) if none."""
+    seen = jax.vmap(lambda k, j: jnp.any(_sees(task, q, k, j)))(places, jnp.arange(task.of_keys))
+    end = task.of_keys - jnp.argmax(seen[::-1]).astype(jnp.int32)
+    return jnp.argmax(seen).astype(jnp.int32), jnp.where(jnp.any(seen), end, 0)
 
 
-def _scores(task: _Task, q, k, q_places, k_places, heads, learned):
-    """Scores [B, K, Q, l, s] of a block of queries and a block of keys, -inf where a query does not see a key.
+def _scores(task: _Task, q, keys: _Keys, j, q_places, heads, learned):
+    """Scores [B, K, Q, l, s] of a block of queries and block j of keys, -inf where a query does not see a key.
 
     Also the function from their gradients to those of the products and of `learned`.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    products = jnp.einsum("bkqld,bksd->bkqls", q, k, preferred_element_type=wide)
-    q_places, k_places = q_places.as_queries(), k_places.as_keys()
-    change = lambda products, learned: task.rule.changed(products, q.shape[-1], q_places, k_places, heads, learned)
+    k_places = jax.tree.map(lambda x: x[j], keys.places)
+    products = jnp.einsum("bkqld,bksd->bkqls", q, keys.k[j], preferred_element_type=wide)
+    places = q_places.as_queries(), k_places.as_keys()
+    change = lambda products, learned: task.rule.changed(products, q.shape[-1], *places, heads, learned)
     scores, gradients = jax.vjp(change, products, learned)
-    return jnp.where(_sees(task, q_places, k_places), scores, -jnp.inf), gradients
+    return jnp.where(_sees(task, q_places, k_places, j), scores, -jnp.inf), gradients
 
 
-def _forward(task: _Task, q, k, v, sinks, learned, places, heads) -> tuple[jax.Array, jax.Array]:
+def _in_turns(task: _Task, keys: Any, carry: Any, step: Callable, gradients: tuple = ()) -> tuple[Any, Any]:
+    """`carry` and `gradients` after step(keys, carry, gradients, is_last) with the keys of each device of the ring.
+
+    The gradients of keys go around with them, and come back to the device of the keys.
+    """
+    if not task.ring:
+        return step(keys, carry, gradients, is_last=True)
+    n = shardops.axis_size("c")
+    pairs = [(i, (i + 1) % n) for i in range(n)]
+    onward = lambda tree: jax.tree.map(lambda x: permuted(x, "c", pairs, task.in_stage), tree)
+
+    def turn(_, state):
+        keys, carry, gradients = state
+        carry, gradients = step(keys, carry, gradients, is_last=False)
+        return onward(keys), carry, onward(gradients)
+
+    keys, carry, gradients = lax.fori_loop(0, n - 1, turn, (keys, carry, gradients))
+    carry, gradients = step(keys, carry, gradients, is_last=True)
+    return carry, onward(gradients)
+
+
+def _forward(task: _Task, q, k, v, k_places, sinks, learned, q_places, heads) -> tuple[jax.Array, jax.Array]:
     """Result [B, L, K, Q, D] and log of the softmax's normalizer [blocks, B, K, Q, L / blocks]."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    queries, keys, values = (_cut(x, blocks=task.blocks) for x in (q, k, v))
-    in_blocks = Places(*(_cut_places(x, blocks=task.blocks) for x in places))
+    queries, places = _cut(q, blocks=task.blocks), _cut_places(q_places, task.blocks)
 
-    def of_queries(of_block):
-        q, q_places = of_block
-
-        def step(j, carry):
-            out, peak, total = carry
-            k_places = jax.tree.map(lambda x: x[j], in_blocks)
-            scores, _ = _scores(task, q, keys[j], q_places, k_places, heads, learned)
-            new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
-            weights, scale = jnp.exp(scores - new_peak[..., None]), jnp.exp(peak - new_peak)
-            more = jnp.einsum("bkqls,bksd->bkqld", weights.astype(v.dtype), values[j], preferred_element_type=wide)
-            return out * scale[..., None] + more, new_peak, total * scale + jnp.sum(weights, axis=-1)
-
+    def begin(q):
         # Finite: a query that sees no key of a block has scores of -inf there, which must become weights of 0, not NaN.
         peak = jnp.full_like(q[..., 0], jnp.finfo(wide).min, wide)
         total = jnp.zeros_like(peak)
         if sinks is not None:
             peak, total = peak * 0 + sinks[..., None].astype(wide), total + 1
-        first, end = _seen_blocks(task, q_places.as_queries(), places)
-        out, peak, total = lax.fori_loop(first, end, step, (jnp.zeros_like(q, wide), peak, total))
-        return (out / total[..., None]).astype(q.dtype), peak + jnp.log(total)
+        return jnp.zeros_like(q, wide), peak, total
 
-    out, log_normalizer = lax.map(of_queries, (queries, in_blocks))
+    def step(keys: _Keys, carry, gradients, is_last):
+        def of_queries(of_block):
+            q, q_places, carry = of_block
+
+            def of_keys(j, carry):
+                out, peak, total = carry
+                scores, _ = _scores(task, q, keys, j, q_places, heads, learned)
+                new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
+                weights, scale = jnp.exp(scores - new_peak[..., None]), jnp.exp(peak - new_peak)
+                more = jnp.einsum("bkqls,bksd->bkqld", weights.astype(v.dtype), keys.v[j], preferred_element_type=wide)
+                return out * scale[..., None] + more, new_peak, total * scale + jnp.sum(weights, axis=-1)
+
+            carry = begin(q) if carry is None else carry
+            out, peak, total = lax.fori_loop(*_seen_blocks(task, q_places, keys.places), of_keys, carry)
+            return ((out / total[..., None]).astype(q.dtype), peak + jnp.log(total)) if is_last else (out, peak, total)
+
+        return lax.map(of_queries, (queries, places, carry)), gradients
+
+    start = begin(queries) if task.ring else None
+    (out, log_normalizer), _ = _in_turns(task, _cut_keys(task, k, v, k_places), start, step)
     return _join(out), log_normalizer
 
 
-def _blockwise_backward(task: _Task, saved, g):
-    q, k, v, sinks, learned, places, heads, out, log_normalizer = saved
+def _attend_backward(task: _Task, saved, g):
+    q, k, v, k_places, sinks, learned, q_places, heads, out, log_normalizer = saved
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    queries, keys, values, outs, gs = (_cut(x, blocks=task.blocks) for x in (q, k, v, out, g))
-    in_blocks = Places(*(_cut_places(x, blocks=task.blocks) for x in places))
+    queries, outs, gs = (_cut(x, blocks=task.blocks) for x in (q, out, g))
+    per_block = queries, _cut_places(q_places, task.blocks), outs, log_normalizer, gs
     einsum = functools.partial(jnp.einsum, preferred_element_type=wide)
     add = lambda total, j, x: lax.dynamic_update_index_in_dim(total, total[j] + x, j, 0)
 
-    def of_queries(carry, of_block):
-        q, q_places, out, log_normalizer, g = of_block
-        # Σ_s weights·(g·v), which the softmax's normalization subtracts from the gradient of each score.
-        mean = jnp.sum(g.astype(wide) * out.astype(wide), axis=-1)
+    def step(keys: _Keys, carry, gradients, is_last):
+        def of_queries(carry, of_block):
+            (q, q_places, out, log_normalizer, g), dq = of_block
+            # Σ_s weights·(g·v), which the softmax's normalization subtracts from the gradient of each score.
+            mean = jnp.sum(g.astype(wide) * out.astype(wide), axis=-1)
 
-        def step(j, carry):
-            dq, dk, dv, d_learned = carry
-            k_places = jax.tree.map(lambda x: x[j], in_blocks)
-            scores, gradients = _scores(task, q, keys[j], q_places, k_places, heads, learned)
-            weights = jnp.exp(scores - log_normalizer[..., None])
-            dv = add(dv, j, einsum("bkqls,bkqld->bksd", weights.astype(v.dtype), g))
-            d_weights = einsum("bkqld,bksd->bkqls", g, values[j])
-            d_products, more = gradients(weights * (d_weights - mean[..., None]))
-            d_products = d_products.astype(q.dtype)
-            dk = add(dk, j, einsum("bkqls,bkqld->bksd", d_products, q))
-            dq = dq + einsum("bkqls,bksd->bkqld", d_products, keys[j])
-            return dq, dk, dv, jax.tree.map(jnp.add, d_learned, more)
+            def of_keys(j, carry):
+                dq, dk, dv, d_learned = carry
+                scores, gradients = _scores(task, q, keys, j, q_places, heads, learned)
+                weights = jnp.exp(scores - log_normalizer[..., None])
+                dv = add(dv, j, einsum("bkqls,bkqld->bksd", weights.astype(v.dtype), g))
+                d_weights = einsum("bkqld,bksd->bkqls", g, keys.v[j])
+                d_products, more = gradients(weights * (d_weights - mean[..., None]))
+                d_products = d_products.astype(q.dtype)
+                dk = add(dk, j, einsum("bkqls,bkqld->bksd", d_products, q))
+                dq = dq + einsum("bkqls,bksd->bkqld", d_products, keys.k[j])
+                return dq, dk, dv, jax.tree.map(jnp.add, d_learned, more)
 
-        dk, dv, d_learned, d_sinks = carry
-        first, end = _seen_blocks(task, q_places.as_queries(), places)
-        dq, dk, dv, d_learned = lax.fori_loop(first, end, step, (jnp.zeros_like(q, wide), dk, dv, d_learned))
-        if sinks is not None:
-            weight = jnp.exp(sinks[..., None].astype(wide) - log_normalizer)
-            d_sinks = d_sinks - jnp.sum(weight * mean, axis=-1)
-        return (dk, dv, d_learned, d_sinks), dq.astype(q.dtype)
+            dk, dv, d_learned, d_sinks = carry
+            dq = jnp.zeros_like(q, wide) if dq is None else dq
+            seen = _seen_blocks(task, q_places, keys.places)
+            dq, dk, dv, d_learned = lax.fori_loop(*seen, of_keys, (dq, dk, dv, d_learned))
+            if sinks is not None and is_last:
+                weight = jnp.exp(sinks[..., None].astype(wide) - log_normalizer)
+                d_sinks = d_sinks - jnp.sum(weight * mean, axis=-1)
+            return (dk, dv, d_learned, d_sinks), dq.astype(q.dtype) if is_last else dq
+
+        dq, *rest = carry
+        (dk, dv, *rest), dq = lax.scan(of_queries, (*gradients, *rest), (per_block, dq))
+        return (dq, *rest), (dk, dv)
 
     zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, wide)), tree)
-    per_block = queries, in_blocks, outs, log_normalizer, gs
-    carry, dq = lax.scan(of_queries, zeros((keys, values, learned, sinks)), per_block)
-    dk, dv, d_learned, d_sinks = carry
+    keys = _cut_keys(task, k, v, k_places)
+    start = zeros(queries) if task.ring else None, *zeros((learned, sinks))
+    (dq, d_learned, d_sinks), (dk, dv) = _in_turns(task, keys, start, step, zeros((keys.k, keys.v)))
     like = lambda gradients, x: jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, x)
-    return _join(dq), like(_join(dk), k), like(_join(dv), v), like(d_sinks, sinks), like(d_learned, learned), None, None
+    kv = like(_join(dk), k), like(_join(dv), v)
+    return _join(dq), *kv, None, like(d_sinks, sinks), like(d_learned, learned), None, None
 
 
-_blockwise.defvjp(_blockwise_forward, _blockwise_backward)
+_attend.defvjp(_attend_forward, _attend_backward)

@@ -2,21 +2,31 @@
 
 `training.context` names a way:
 
-    gather      each device gathers all keys and values
+    gather      each device gathers all keys and values for its own queries
+    ulysses     an all_to_all gives each device all positions of some heads (arXiv 2309.14509)
+    ring        keys and values pass around the devices of c; each has positions in zigzag order, so that under a causal
+                mask all have the same work (arXiv 2310.01889, 2311.09431)
 
-All are per-device code. A way is given attention of whole sequences, `of_device`, and calls it on each device of c with
-queries and keys that the device then has.
+All are per-device code. A way is given attention of a device, `of_device`, and calls it on each device of c with queries
+and keys that the device then has. The ring computes by itself, as blockwise does. docs/long-context.md compares them.
 """
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from shardlib import shardops
-from shardlib.values import apart, mesh_axes
-from shardwright.modeling.rules import Places
+from shardlib.shardtypes import f32, typed
+from shardlib.values import apart, mesh_axes, planned_devices, varying
+from shardwright.modeling.blockwise import in_blocks, in_one_state
+from shardwright.modeling.model import act
+from shardwright.modeling.planned_attention import PLANNED, planned_kernel
+from shardwright.modeling.rules import Places, Rule, causal, numbered
 
 
 def whole(of_device: Callable, q: Any, k: Any, v: Any, places: Places, *rest: Any) -> jax.Array:
@@ -26,18 +36,146 @@ def whole(of_device: Callable, q: Any, k: Any, v: Any, places: Places, *rest: An
 
 def gather(of_device: Callable, q: Any, k: Any, v: Any, places: Places, *rest: Any) -> jax.Array:
     """Each device gathers the keys and values of all positions for its own queries."""
-    of_all = lambda x: shardops.all_gather("B/r/d/e S/c -> B/r/d/e S", x, replicated=True)
-    k = shardops.all_gather("B/r/d/e S/c K/t D -> B/r/d/e S K/t D", k)
-    v = shardops.all_gather("B/r/d/e S/c K/t D -> B/r/d/e S K/t D", v)
-    keys = Places(jnp.arange(k.shape[1], dtype=jnp.int32)[None], of_all(places.position), of_all(places.document))
-    with apart("c"):
-        return of_device(q, k, v, (places, keys), *rest)
+    k, v, keys = gathered(k, v, places)
+    rule, *weights = rest
+    with apart("c", "L"):
+        return of_device(q, k, v, (places, keys), rule, *varying(weights[:2], "c"), *weights[2:])
 
 
-WAYS: dict[str, Callable] = {"gather": gather}
-"""Ways by their names in training.context."""
+@typed
+def gathered(k: act["B/r/d/e S/c K/t D"], v: act["B/r/d/e S/c K/t D"], places: Places) -> tuple:
+    """Keys, values and places of all positions."""
+    of_all = functools.partial(shardops.all_gather, "B/r/d/e S/c -> B/r/d/e S", replicated=True)
+    k, v = (shardops.all_gather("B/r/d/e S/c K/t D -> B/r/d/e S K/t D", x) for x in (k, v))
+    index = jnp.arange(k.shape[1], dtype=jnp.int32)[None]
+    return k, v, Places(index, of_all(places.position), of_all(places.document))
 
 
-def way(name: str) -> Callable:
-    """The way of this name; that of whole sequences on a mesh without c."""
-    return WAYS[name] if "c" in mesh_axes() else whole
+@typed
+def ulysses(
+    of_device: Callable,
+    q: act["B/r/d/e L/c N/t P D"],
+    k: act["B/r/d/e L/c N/t D"],
+    v: act["B/r/d/e L/c N/t D"],
+    places: Places,
+    rule: Rule,
+    learned: tuple,
+    sinks: f32["B/r/d/e N/t P"] | None,
+    drop: None,
+) -> act["B/r/d/e L/c N/t P D"]:
+    """Each device has all positions of the heads of one H/c: of G kv heads, or of R parts of the queries of each."""
+    g, r = shares(q.shape[2] * shardops.axis_size("t"))
+    q = shardops.rearrange("B/r/d/e L/c (K/t G) (R Q) D -> B/r/d/e L/c K/t (G R) Q D", q, G=g, R=r)
+    q = shardops.all_to_all("B/r/d/e L/c K/t H Q D -> B/r/d/e L K/t H/c Q D", q)
+
+    def of_heads(x):
+        # Where there are fewer kv heads than devices, some have copies of one; the copies' gradients are summed.
+        x = jnp.repeat(shardops.rearrange("B/r/d/e L/c (K/t G) D -> B/r/d/e L/c K/t G D", x, G=g), r, axis=3)
+        return shardops.all_to_all("B/r/d/e L/c K/t H D -> B/r/d/e L K/t H/c D", x)
+
+    def attend(q, k, v, places, sinks):
+        b, l, kv, h, n, d = q.shape
+        h_of_device = shardops.axis_index("c") * h + jnp.arange(h)
+        kv_heads = (shardops.axis_index("t") * kv + jnp.arange(kv))[:, None] * g + h_of_device // r
+        heads = (kv_heads * r + h_of_device % r)[..., None] * n + jnp.arange(n)
+        if sinks is not None:
+            sinks = lax.dynamic_slice_in_dim(sinks.reshape(b, kv, g * r, n), h_of_device[0], h, axis=2).reshape(b, kv * h, n)
+        merged = (x.reshape(b, l, kv * h, *x.shape[4:]) for x in (q, k, v))
+        with apart("c"), numbered(heads.astype(jnp.int32)):
+            return of_device(*merged, (places, places), rule, learned, sinks).reshape(q.shape)
+
+    of_all = functools.partial(shardops.all_gather, "B/r/d/e L/c -> B/r/d/e L", replicated=True)
+    index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+    places = Places(index, of_all(places.position), of_all(places.document))
+    out = shardops.per_device(
+        "B/r/d/e L K/t H/c Q D",
+        attend,
+        *(q, of_heads(k), of_heads(v), places, varying(sinks, "c")),
+        reason="each device of c computes the heads that it has, of whole sequences",
+        takes="B/r/d/e L K/t H/c Q D, B/r/d/e L K/t H/c D, B/r/d/e L K/t H/c D",
+    )
+    out = shardops.all_to_all("B/r/d/e L K/t H/c Q D -> B/r/d/e L/c K/t H Q D", out)
+    return shardops.rearrange("B/r/d/e L/c K/t (G R) Q D -> B/r/d/e L/c (K/t G) (R Q) D", out, G=g)
+
+
+def shares(kv_heads: int) -> tuple[int, int]:
+    """Parts G of the kv heads of a device of t and R of the queries of each, G · R = c, of a model with so many."""
+    devices = planned_devices("c")
+    parts = math.gcd(kv_heads // planned_devices("t"), devices)
+    return parts, devices // parts
+
+
+@typed
+def ring(
+    of_device: Callable,
+    q: act["B/r/d/e L/c K/t Q D"],
+    k: act["B/r/d/e L/c K/t D"],
+    v: act["B/r/d/e L/c K/t D"],
+    places: Places,
+    rule: Rule,
+    learned: tuple,
+    sinks: f32["B/r/d/e K/t Q"] | None,
+    drop: None,
+) -> act["B/r/d/e L/c K/t Q D"]:
+    """Keys and values pass around the devices of c."""
+    q = shardops.zigzag("B/r/d/e L/c K/t Q D -> B/r/d/e Z/c K/t Q D", q)
+    k, v = (shardops.zigzag("B/r/d/e L/c K/t D -> B/r/d/e Z/c K/t D", x) for x in (k, v))
+    in_order = lambda x: shardops.zigzag("B/r/d/e L/c -> B/r/d/e Z/c", jnp.broadcast_to(x, q.shape[:2]))
+    places = Places(*map(in_order, places))
+    if PLANNED.value:
+        out = _planned_ring(rule, q, k, v)
+    else:
+        out = shardops.per_device(
+            "B/r/d/e Z/c K/t Q D",
+            functools.partial(in_blocks, rule, True),
+            *in_one_state(q, k, v, (places, places), sinks, learned),
+            reason="in n turns each device of c has the keys of all; a softmax is added up block by block, in any order",
+            takes="B/r/d/e Z/c K/t Q D, B/r/d/e Z/c K/t D, B/r/d/e Z/c K/t D" + ", B/r/d/e Z/c" * 6,
+        )
+    return shardops.zigzag("B/r/d/e Z/c K/t Q D -> B/r/d/e L/c K/t Q D", out)
+
+
+def _planned_ring(rule: Rule, q: Any, k: Any, v: Any) -> jax.Array:
+    """What stands for the ring in a program that is only planned: a kernel for each turn."""
+    out = 0
+    for _ in range(shardops.axis_size("c")):
+        out = out + planned_kernel(causal in rule.visible, "blockwise", q, k, v, None)
+        k, v = (shardops.ppermute("B/r/d/e Z/c K/t D", x, axis="c", shift=1) for x in (k, v))
+    return out
+
+
+WAYS: dict[str, Callable] = {"whole": whole, "gather": gather, "ring": ring, "ulysses": ulysses}
+"""Ways by name: `whole` on a mesh without c, the others of training.context."""
+
+
+def way_of(training: Any) -> str:
+    """The way of a run on the mesh in force."""
+    return training.context if "c" in mesh_axes() else "whole"
+
+
+def on_device(how: str, q: Any) -> tuple[Any, int]:
+    """Shape and dtype of the queries for which a device computes attention, and its number of keys."""
+    b, length, kv, queries, d = q.shape
+    keys = length * (1 if how == "whole" else shardops.axis_size("c"))
+    if how == "ulysses":
+        g, r = shares(kv * shardops.axis_size("t"))
+        length, kv, queries = keys, kv // g, max(queries // r, 1)
+    return jax.ShapeDtypeStruct((b, length, kv, queries, d), q.dtype), keys
+
+
+def refusal(how: str, path: str, q: Any, learned: tuple, dropout: bool) -> str | None:
+    """Why a way cannot compute this, with training.attention = `path`; None if it can."""
+    g, r = shares(q.shape[2] * shardops.axis_size("t"))
+    reasons = {
+        "gather": [],
+        "ulysses": [
+            (learned, "a Rule's score has learned weights, whose heads it does not know"),
+            (q.shape[3] % r, f"{q.shape[3]} query heads of a kv head do not divide among {r} devices"),
+        ],
+        "ring": [
+            (path not in ("auto", "blockwise"), f"it computes in blocks, and training.attention is {path}"),
+            (q.shape[1] % 2, f"a device of c has {q.shape[1]} positions, which are not two chunks"),
+        ],
+    }
+    always = [(dropout, "attention weights have dropout, whose random numbers would depend on the mesh")]
+    return next((why for refuses, why in [*reasons[how], *always] if refuses), None) if how != "whole" else None

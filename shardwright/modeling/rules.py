@@ -8,8 +8,10 @@ A model states its rule where a layer calls `attend(q, k, v, rule)`. The functio
 and of keys, arrays that broadcast to the scores [B, K, Q, L, S]: batch, kv heads, query heads of each, queries, keys.
 """
 
+import contextlib
+import contextvars
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import jax
@@ -141,8 +143,23 @@ CAUSAL = Rule()
 """Each position sees itself and those before it in its document."""
 
 
+_NUMBERS: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("numbers", default=None)
+
+
+@contextlib.contextmanager
+def numbered(heads: jax.Array) -> Iterator[None]:
+    """Context in which a device has the query heads of these numbers."""
+    token = _NUMBERS.set(heads)
+    try:
+        yield
+    finally:
+        _NUMBERS.reset(token)
+
+
 def head_numbers(kv: int, queries: int) -> jax.Array:
     """Numbers in the model of this device's query heads, `queries` for each of `kv` heads: i32[kv, queries, 1, 1]."""
+    if (heads := _NUMBERS.get()) is not None:
+        return heads.reshape(kv, queries, 1, 1)
     first = shardops.axis_index("t") * kv * queries
     return first + jnp.arange(kv * queries, dtype=jnp.int32).reshape(kv, queries, 1, 1)
 

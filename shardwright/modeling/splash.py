@@ -19,7 +19,7 @@ from shardlib.op_checks import varying
 from shardlib.shardtypes import typed
 from shardlib.values import stage_axes, target_device
 from shardwright.modeling.model import act
-from shardwright.modeling.rules import Rule, Window, causal, same_document
+from shardwright.modeling.rules import Places, Rule, Window, causal, same_document
 
 LANES = 128
 """Sequences are a multiple of so many positions, as are blocks."""
@@ -30,12 +30,16 @@ measured. Smaller blocks would read keys and values faster than a v6e's memory g
 
 @typed
 def splash(
-    q: act["B/r/d/e L K/t Q D"], k: act["B/r/d/e L K/t D"], v: act["B/r/d/e L K/t D"], places: tuple, rule: Rule
+    q: act["B/r/d/e L K/t Q D"],
+    k: act["B/r/d/e L K/t D"],
+    v: act["B/r/d/e L K/t D"],
+    places: tuple[Places, Places],
+    rule: Rule,
 ) -> act["B/r/d/e L K/t Q D"]:
     """train.attention by splash attention, without dropout, sinks and learned scores. L is a multiple of LANES."""
-    places, _ = places  # those of the queries are those of the keys
     # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
-    axes = {axis for x in (q, k, v, places.document) for axis in jax.typeof(x).manual_axis_type.varying}
+    document = places[0].document
+    axes = {axis for x in (q, k, v, document) for axis in jax.typeof(x).manual_axis_type.varying}
     axes |= set(stage_axes())
     # In f32, because bf16 would round the scale itself.
     scaled = (jnp.float32(q) * rule.scale_of(q.shape[-1])).astype(q.dtype)
@@ -47,7 +51,7 @@ def splash(
     out = shardops.per_device(
         "B/r/d/e H/t L D",
         functools.partial(_attend, rule),
-        *(varying(x, axes) for x in (*heads_first, places.document)),
+        *(varying(x, axes) for x in (*heads_first, document)),
         reason="the kernel computes each head of each sequence by itself",
     )
     return shardops.rearrange("B/r/d/e (K/t Q) L D -> B/r/d/e L K/t Q D", out)

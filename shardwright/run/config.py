@@ -70,7 +70,8 @@ class TrainingConfig:
     seq_len, which the run prints when it starts (shardwright/modeling/attention.py)."""
     context: str = "gather"
     """How queries meet the keys of other devices where positions are sharded over c. gather: each device gathers all
-    keys and values (shardwright/modeling/context.py)."""
+    keys and values. ring: keys and values pass around. ulysses: each device has some heads of all positions
+    (docs/long-context.md)."""
     document_mask: bool = True
     """Whether tokens attend only to tokens of their own document. false: a sequence counts as one document. That makes
     cudnn faster, which otherwise needs a mask of seq_len² entries for each sequence."""
@@ -214,7 +215,12 @@ def check_config(c: Config) -> None:
     check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
     check_choice("training.reduce_dtype", c.training.reduce_dtype, ("compute", "f32"))
     check_choice("training.attention", c.training.attention, PATHS)
-    check_choice("training.context", c.training.context, tuple(WAYS))
+    check_choice("training.context", c.training.context, tuple(way for way in WAYS if way != "whole"))
+    if c.mesh.c > 1 and getattr(c.model, "dropout", 0):
+        raise ValueError(
+            f"model.dropout is {c.model.dropout} where mesh.c is {c.mesh.c}: its random numbers would depend on the mesh. "
+            "Set model.dropout=0 or mesh.c=1."
+        )
     check_choice("training.save", c.training.save, tuple(KEPT))
     in_loop = c.training.unroll is not None and (c.training.unroll < c.model.layers or c.model.layers == 1)
     if c.training.save == "offload" and not (in_loop and c.mesh.p == 1):

@@ -1,0 +1,76 @@
+"""Zigzag order: which chunks of a dim the devices of an axis hold, so that causal attention gives each the same work.
+
+A dim in this order has the name Z. Of a dim of 2n chunks, on n devices, device i has chunks 2i and 2i + 1 in the order
+of positions, `L/c`, and chunks i and 2n - 1 - i in zigzag order, `Z/c`. The proof takes the two for different dims, so
+that what belongs to one never meets what belongs to the other.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib.axes import PIPELINE_AXIS
+from shardlib.marks import per_device
+from shardlib.op_checks import checked_collective, wrong_spec
+from shardlib.parsing import ZIGZAG, ShardError
+from shardlib.values import describe, devices_along, stage_axes
+
+
+def zigzag(spec, x):
+    """Exchanges halves of blocks, into zigzag order or back: `B L/c M -> B Z/c M`, `B Z/c M -> B L/c M`."""
+    with checked_collective("zigzag", spec, x) as (op, lhs, rhs, value, _):
+        pairs = [*zip(lhs.dims, rhs.dims, strict=False)]
+        changed = [i for i, (a, b) in enumerate(pairs) if a != b]
+        (before, after), dim = pairs[changed[0]] if changed else (None, None), changed[0] if changed else 0
+        is_one = len(changed) == 1 and len(lhs.dims) == len(rhs.dims) and not (lhs.partial or rhs.partial)
+        names = {before.name, after.name} if is_one and before.axes == after.axes and len(before.axes) < 2 else {}
+        if ZIGZAG not in names or len(names) < 2:
+            raise wrong_spec(op, f"name one dim {ZIGZAG}, which one axis shards, on one side: `B L/c M -> B {ZIGZAG}/c M`")
+        if not before.axes:
+            return x
+        (axis,), size = before.axes, value.shape[dim]
+        if size % 2:
+            problem = f"operand 1 is {describe(x)}: a device has {size} entries of {before}, which are not two chunks"
+            raise ShardError(problem, f"let {before.name} be a multiple of {2 * devices_along(axis)}")
+    exchange = functools.partial(_exchanged, axis, dim, after.name == ZIGZAG)
+    reason = f"device i of n has chunks i and 2n - 1 - i of a dim in zigzag order: {op}"
+    return per_device(str(rhs), exchange, value, reason=reason, takes=str(lhs))
+
+
+def _exchanged(axis: str, dim: int, into: bool, x: jax.Array) -> jax.Array:
+    """The chunks of this device in the other order. Of two chunks, in either order, one has an even number."""
+    n, i = devices_along(axis), lax.axis_index(axis)
+    first, second = jnp.split(x, 2, axis=dim)
+    # In zigzag order chunk j is on device j, or 2n - 1 - j if that is less.
+    place = lambda j: min(j, 2 * n - 1 - j)
+    to_even, to_odd = ([(k, place(2 * k + odd)) for k in range(n)] for odd in (0, 1))
+    if into:
+        even, odd = permuted(first, axis, to_even), permuted(second, axis, to_odd)
+        is_first = i % 2 == 0  # chunk i is even, and comes before 2n - 1 - i
+        parts = jnp.where(is_first, even, odd), jnp.where(is_first, odd, even)
+    else:
+        even, odd = jnp.where(i % 2 == 0, first, second), jnp.where(i % 2 == 0, second, first)
+        back = lambda pairs: [(b, a) for a, b in pairs]
+        parts = permuted(even, axis, back(to_even)), permuted(odd, axis, back(to_odd))
+    return jnp.concatenate(parts, axis=dim)
+
+
+def permuted(x: jax.Array, axis: str, pairs: list[tuple[int, int]], in_stage: bool | None = None) -> jax.Array:
+    """`lax.ppermute` for pairs of all devices of `axis`. In per-device code, and also where other axes do other things.
+
+    XLA has all devices of the mesh meet in a permute, while the stages of a pipeline run different tasks. There it is an
+    all_to_all, in which those of `axis` meet, of blocks that are 0 but for one.
+
+    Args:
+        x: this device's block.
+        axis: the axis.
+        pairs: the device that sends and the one that receives, each once.
+        in_stage: whether this is a task of a pipeline; None: what the context says.
+    """
+    if not (PIPELINE_AXIS in stage_axes() if in_stage is None else in_stage):
+        return lax.ppermute(x, axis, pairs)
+    to = jnp.array([b for _, b in sorted(pairs)])[lax.axis_index(axis)]
+    is_receiver = (jnp.arange(len(pairs)) == to).reshape(-1, *[1] * x.ndim)
+    return jnp.sum(lax.all_to_all(jnp.where(is_receiver, x, 0), axis, 0, 0), axis=0, dtype=x.dtype)

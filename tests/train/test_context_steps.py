@@ -1,0 +1,126 @@
+"""Whole steps with positions sharded over c: proved, equal to one device in f64, and no token leaks."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import AbstractMesh, AxisType
+
+import train
+from shardlib.shardtypes import Array
+from shardwright.modeling.attention_calls import check_paths, describe_attention
+from shardwright.modeling.blockwise import small_blocks
+from shardwright.modeling.model import load_model
+from shardwright.run.config import Config, check_config
+from shardwright.run.soundness import find_unsound
+from shardwright_data.loader import TokenBatch
+from tools.verify.compare import TOLERANCE, errors_of
+from tools.verify.inputs import make_inputs
+from tools.verify.meshes import ONE_DEVICE, mesh_of
+from tools.verify.step import fresh_state, tensors_of_step
+
+WAYS = {  # training.context, training.attention
+    "gather, einsum": ("gather", "einsum"),
+    "gather, blockwise": ("gather", "blockwise"),
+    "ulysses, einsum": ("ulysses", "einsum"),
+    "ulysses, blockwise": ("ulysses", "blockwise"),
+    "ring": ("ring", "auto"),
+}
+
+
+def config(way: str = "gather, einsum", **training) -> Config:
+    """Two layers, of sizes that 6 divides; 4 kv heads, fewer than some meshes have devices of c and t."""
+    how, path = WAYS[way]
+    model = tiny.model(vocab=48, d_model=48, layers=2, n_kv=4, n_q_per_kv=6, d_ff=48)
+    c = tiny.config(model, context=how, attention=path, microbatches=2, **training)
+    c.training.seq_len = 48
+    return c
+
+
+def sizes_of(mesh: str) -> dict[str, int]:
+    return ONE_DEVICE | {word[0]: int(word[2:]) for word in mesh.split()}
+
+
+# ---- the proof ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mesh", ["d=2 c=2 t=2", pytest.param("r=2 e=2 c=4", marks=pytest.mark.long), "p=2 c=2"])
+@pytest.mark.parametrize("way", [pytest.param(w, marks=[pytest.mark.long] * (w != "ring")) for w in WAYS])
+def test_steps_are_proved(way, mesh):
+    sizes = {axis: n for axis, n in sizes_of(mesh).items() if n > 1 or axis in "rdt"}
+    on = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
+    c = config(way)
+    assert find_unsound(train.programs, c, load_model(c.model), on) == []
+
+
+# ---- one device ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def oracle() -> tuple:
+    """Inputs of a step, and what one device computes of them in f64, by einsum."""
+    c = config()
+    with mesh_of(ONE_DEVICE):
+        inputs = make_inputs(c, fresh_state(c))
+    return inputs, tensors_of_step(c, inputs, ONE_DEVICE)
+
+
+MESHES = ("d=2 c=2 t=2", "e=2 c=2 t=2", "r=2 c=4", "p=2 c=2 t=2", "c=3 t=2", "c=6", "c=8")
+SHORT = {("ring", "c=3 t=2"), ("ulysses, blockwise", "r=2 c=4")}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("way", "mesh"),
+    [pytest.param(w, m, marks=[pytest.mark.slow] * ((w, m) not in SHORT)) for w in WAYS for m in MESHES],
+)
+def test_steps_are_those_of_one_device(way, mesh):
+    inputs, expected = oracle()
+    errors = errors_of(tensors_of_step(config(way), inputs, sizes_of(mesh)), expected)
+    assert max(errors.values()) < TOLERANCE, max(errors, key=errors.get)
+
+
+# ---- the leak probe -----------------------------------------------------------------------------------------------
+
+STARTS = {0: (5, 12, 24, 37, 47), 1: (24,)}
+"""Where documents start, of two sequences: within blocks of 6 and devices' parts, and on their borders."""
+
+
+def batch(changed: tuple[int, int] | None = None) -> TokenBatch:
+    """The same tokens in both rows of each pair; `changed` is a row and a target that has another token."""
+    targets = np.random.default_rng(0).integers(1, 48, (8, 48)).astype(np.uint32)
+    starts = np.zeros(targets.shape, bool)
+    for row in range(8):
+        starts[row, [0, *STARTS[row % 2]]] = True
+    if changed:
+        targets[changed] = (targets[changed] + 7) % 48
+    return TokenBatch(targets, starts, np.ones(targets.shape, bool))
+
+
+def expected_changes(row: int, target: int) -> np.ndarray:
+    """A target is read at the next position: logits from there to the end of its document depend on it."""
+    borders = [0, *STARTS[row % 2], 48]
+    end = next(border for border in borders if border > target)
+    seen = np.zeros((8, 48), bool)
+    seen[row, target + 1 : end] = True
+    return seen
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["c=3 t=2", "d=2 c=4"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_token_changes_the_later_logits_of_its_document_alone(way, mesh):
+    c = config(way)
+
+    def per_device(w: train.Transformer, one: TokenBatch) -> train.act["B/r/d/e L/c V/t/p"]:
+        return tiny.logits(w, one, c)
+
+    with jax.set_mesh(tiny.mesh(mesh)), small_blocks(6):
+        run, w = tiny.per_device(per_device), tiny.weights(c.model)
+        logits = lambda *changed: np.asarray(run(w, tiny.place(batch(*changed), TokenBatch)))
+        plain = logits()
+        for changed in ((0, 0), (0, 11), (2, 12), (4, 23), (0, 30), (0, 46), (1, 3), (1, 23), (1, 24), (3, 46)):
+            differs = np.any(logits(changed) != plain, axis=-1)
+            np.testing.assert_array_equal(differs, expected_changes(*changed), err_msg=str(changed))
