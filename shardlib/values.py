@@ -70,9 +70,8 @@ def apart(axis: str, dim: str = "") -> Iterator[None]:
 
 def sharded_apart(spec: ShapeSpec) -> ShapeSpec:
     """`spec` with the axes that it need not mention within `apart`, where they are known to shard a dim of it."""
-    axes = {dim: axis for axis, dim in _APART.get().items()}
-    added = lambda dim: dataclasses.replace(dim, axes=sort_axes({*dim.axes, *({axes[dim.name]} if dim.name in axes else ())}))
-    return dataclasses.replace(spec, dims=tuple(map(added, spec.dims)))
+    axes_of = lambda dim: sort_axes({*dim.axes, *(axis for axis, name in _APART.get().items() if name == dim.name)})
+    return dataclasses.replace(spec, dims=tuple(dataclasses.replace(dim, axes=axes_of(dim)) for dim in spec.dims))
 
 
 def pipeline_stage() -> contextlib.AbstractContextManager[None]:

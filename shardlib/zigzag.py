@@ -21,20 +21,19 @@ from shardlib.values import describe, devices_along, stage_axes
 def zigzag(spec, x):
     """Exchanges halves of blocks, into zigzag order or back: `B L/c M -> B Z/c M`, `B Z/c M -> B L/c M`."""
     with checked_collective("zigzag", spec, x) as (op, lhs, rhs, value, _):
-        pairs = [*zip(lhs.dims, rhs.dims, strict=False)]
-        changed = [i for i, (a, b) in enumerate(pairs) if a != b]
-        (before, after), dim = pairs[changed[0]] if changed else (None, None), changed[0] if changed else 0
-        is_one = len(changed) == 1 and len(lhs.dims) == len(rhs.dims) and not (lhs.partial or rhs.partial)
-        names = {before.name, after.name} if is_one and before.axes == after.axes and len(before.axes) < 2 else {}
-        if ZIGZAG not in names or len(names) < 2:
-            raise wrong_spec(op, f"name one dim {ZIGZAG}, which one axis shards, on one side: `B L/c M -> B {ZIGZAG}/c M`")
+        changed = [i for i, (a, b) in enumerate(zip(lhs.dims, rhs.dims, strict=False)) if a != b]
+        rule = f"give one dim, which one axis shards, the name {ZIGZAG} on one side: `B L/c M -> B {ZIGZAG}/c M`"
+        if len(lhs.dims) != len(rhs.dims) or len(changed) != 1 or lhs.partial or rhs.partial:
+            raise wrong_spec(op, rule)
+        (dim,), before, after = changed, lhs.dims[changed[0]], rhs.dims[changed[0]]
+        if before.axes != after.axes or len(before.axes) > 1 or (before.name == ZIGZAG) == (after.name == ZIGZAG):
+            raise wrong_spec(op, rule)
         if not before.axes:
             return x
-        (axis,), size = before.axes, value.shape[dim]
-        if size % 2:
+        if (size := value.shape[dim]) % 2:
             problem = f"operand 1 is {describe(x)}: a device has {size} entries of {before}, which are not two chunks"
-            raise ShardError(problem, f"let {before.name} be a multiple of {2 * devices_along(axis)}")
-    exchange = functools.partial(_exchanged, axis, dim, after.name == ZIGZAG)
+            raise ShardError(problem, f"let {before.name} be a multiple of {2 * devices_along(before.axes)}")
+    exchange = functools.partial(_exchanged, before.axes[0], dim, after.name == ZIGZAG)
     reason = f"device i of n has chunks i and 2n - 1 - i of a dim in zigzag order: {op}"
     return per_device(str(rhs), exchange, value, reason=reason, takes=str(lhs))
 
@@ -58,10 +57,10 @@ def _exchanged(axis: str, dim: int, into: bool, x: jax.Array) -> jax.Array:
 
 
 def permuted(x: jax.Array, axis: str, pairs: list[tuple[int, int]], in_stage: bool | None = None) -> jax.Array:
-    """`lax.ppermute` for pairs of all devices of `axis`. In per-device code, and also where other axes do other things.
+    """`lax.ppermute` for pairs of all devices of `axis`, in per-device code.
 
-    XLA has all devices of the mesh meet in a permute, while the stages of a pipeline run different tasks. There it is an
-    all_to_all, in which those of `axis` meet, of blocks that are 0 but for one.
+    XLA has all devices of the mesh meet in a permute, but the stages of a pipeline run different tasks. There it is an
+    all_to_all, in which the devices of `axis` alone meet, of blocks that are 0 but for one.
 
     Args:
         x: this device's block.

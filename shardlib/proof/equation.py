@@ -246,8 +246,9 @@ class Equation:
         """Refuses an argument of per-device code that is not of its declared type."""
         fits = all(d is UNIFORM or d == w for d, w in zip(value.dims, declared.dims, strict=True))
         if not fits or value.partial != declared.partial or value.extreme:
-            is_, taken = (describe(v, self.shape(), self.eqn.invars[0].aval.dtype, self.sizes) for v in (value, declared))
-            raise Refused(f"per-device code that takes {taken} is given {is_}", "give it what it takes")
+            dtype = self.eqn.invars[0].aval.dtype
+            given, taken = (describe(v, self.shape(), dtype, self.sizes) for v in (value, declared))
+            raise Refused(f"per-device code that takes {taken} is given {given}", "give it what it takes")
 
     # ---- texts
 

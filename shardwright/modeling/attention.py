@@ -12,8 +12,8 @@
     auto        one of these, by `choose`.
 
 All are per-device code under `typed_shard_map`: each device has the keys of whole sequences, and some of the heads.
-Where positions are sharded over c, shardwright/modeling/context.py says which queries and keys a device has; its ring is
-a path by itself.
+Where positions are sharded over c, shardwright/modeling/context.py says which queries and keys a device has. Its ring
+is a path by itself.
 """
 
 from typing import Any
@@ -39,9 +39,7 @@ CUDNN_UP_TO = 32768
 sequence. So does its gradient, which jax 0.10 has cuDNN compute, and jax 0.12 does not."""
 
 
-def choose(
-    path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = False, keys: int | None = None
-) -> str:
+def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = False, keys: int | None = None) -> str:
     """Path of attention for the setting `path`: one of PATHS other than auto.
 
     Args:
@@ -72,9 +70,7 @@ def choose(
     return "einsum" if in_one_block or refusals["blockwise"] else "blockwise"
 
 
-def _refusals(
-    rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device, length: int
-) -> dict[str, str | None]:
+def _refusals(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device, length: int) -> dict[str, str | None]:
     """Reason why each path cannot compute this; None if it can. cuDNN's are those of jax.nn.dot_product_attention."""
     d_head, dtype = q.shape[-1], jnp.dtype(q.dtype)
     # cuDNN takes larger heads from Hopper on. Abstract devices do not say what they are: JAX takes them for older ones.

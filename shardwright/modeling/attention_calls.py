@@ -104,11 +104,13 @@ def path_of(forward: Any, call: Call) -> str:
     if why := context.refusal(how, setting, call.q, call.learned, call.dropout):
         raise ValueError(f"training.context is {how}, which cannot do this: {why}. Choose gather, or a mesh without c.")
     q, keys = context.on_device(how, call.q)
-    return "ring" if how == "ring" else choose(setting, forward.rule(call.rule), q, call.dropout, call.sinks is not None, keys)
+    if how == "ring":
+        return "ring"
+    return choose(setting, forward.rule(call.rule), q, call.dropout, call.sinks is not None, keys)
 
 
 def with_path(forward: Any, path: str) -> Any:
-    """The same forward pass with another `training.attention`; with einsum, also with gathered keys in place of a ring."""
+    """The same forward pass with another `training.attention`; with einsum, keys are gathered in place of a ring."""
     how = {"attention": "blockwise" if path == "ring" else path}  # whose blocks a ring computes
     if path == "einsum" and forward.training.context == "ring":
         how["context"] = "gather"

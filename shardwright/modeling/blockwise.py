@@ -96,9 +96,12 @@ def in_one_state(q: Any, k: Any, v: Any, places: tuple[Places, Places], *rest: A
 
     JAX requires each gradient to vary over the axes of its value.
     """
-    given = (q, k, v, *(Places(*(jnp.broadcast_to(x, y.shape[:2]) for x in p)) for p, y in zip(places, (q, k), strict=True)))
+    of_queries, of_keys = (
+        Places(*(jnp.broadcast_to(p, x.shape[:2]) for p in of)) for of, x in zip(places, (q, k), strict=True)
+    )
     axes = {axis for x in jax.tree.leaves((q, k, v, places)) for axis in jax.typeof(x).manual_axis_type.varying}
-    return varying((*given, *rest, head_numbers(*q.shape[2:4])), axes | set(stage_axes()))
+    given = q, k, v, of_queries, of_keys, *rest, head_numbers(*q.shape[2:4])
+    return varying(given, axes | set(stage_axes()))
 
 
 def in_blocks(rule: Rule, ring: bool, q, k, v, q_places, k_places, sinks, learned, heads) -> jax.Array:

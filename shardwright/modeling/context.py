@@ -7,8 +7,9 @@
     ring        keys and values pass around the devices of c; each has positions in zigzag order, so that under a causal
                 mask all have the same work (arXiv 2310.01889, 2311.09431)
 
-All are per-device code. A way is given attention of a device, `of_device`, and calls it on each device of c with queries
-and keys that the device then has. The ring computes by itself, as blockwise does. docs/long-context.md compares them.
+All are per-device code. A way is given attention of a device, `of_device`, and calls it on each device of c with the
+queries and keys that the device then has. The ring computes by itself, as blockwise does. docs/long-context.md compares
+them.
 """
 
 import functools
@@ -34,12 +35,13 @@ def whole(of_device: Callable, q: Any, k: Any, v: Any, places: Places, *rest: An
     return of_device(q, k, v, (places, places), *rest)
 
 
-def gather(of_device: Callable, q: Any, k: Any, v: Any, places: Places, *rest: Any) -> jax.Array:
+def gather(
+    of_device: Callable, q: Any, k: Any, v: Any, places: Places, rule: Rule, learned: tuple, sinks: Any, drop: Any
+) -> jax.Array:
     """Each device gathers the keys and values of all positions for its own queries."""
     k, v, keys = gathered(k, v, places)
-    rule, *weights = rest
     with apart("c", "L"):
-        return of_device(q, k, v, (places, keys), rule, *varying(weights[:2], "c"), *weights[2:])
+        return of_device(q, k, v, (places, keys), rule, *varying((learned, sinks), "c"), drop)
 
 
 @typed
@@ -74,12 +76,13 @@ def ulysses(
         return shardops.all_to_all("B/r/d/e L/c K/t H D -> B/r/d/e L K/t H/c D", x)
 
     def attend(q, k, v, places, sinks):
-        b, l, kv, h, n, d = q.shape
-        h_of_device = shardops.axis_index("c") * h + jnp.arange(h)
-        kv_heads = (shardops.axis_index("t") * kv + jnp.arange(kv))[:, None] * g + h_of_device // r
-        heads = (kv_heads * r + h_of_device % r)[..., None] * n + jnp.arange(n)
+        b, l, kv, h, n = q.shape[:5]
+        of_c = shardops.axis_index("c") * h + jnp.arange(h)
+        kv_heads = (shardops.axis_index("t") * kv + jnp.arange(kv))[:, None] * g + of_c // r
+        heads = (kv_heads * r + of_c % r)[..., None] * n + jnp.arange(n)
         if sinks is not None:
-            sinks = lax.dynamic_slice_in_dim(sinks.reshape(b, kv, g * r, n), h_of_device[0], h, axis=2).reshape(b, kv * h, n)
+            sinks = lax.dynamic_slice_in_dim(sinks.reshape(b, kv, g * r, n), of_c[0], h, axis=2)
+            sinks = sinks.reshape(b, kv * h, n)
         merged = (x.reshape(b, l, kv * h, *x.shape[4:]) for x in (q, k, v))
         with apart("c"), numbered(heads.astype(jnp.int32)):
             return of_device(*merged, (places, places), rule, learned, sinks).reshape(q.shape)
@@ -129,7 +132,7 @@ def ring(
             "B/r/d/e Z/c K/t Q D",
             functools.partial(in_blocks, rule, True),
             *in_one_state(q, k, v, (places, places), sinks, learned),
-            reason="in n turns each device of c has the keys of all; a softmax is added up block by block, in any order",
+            reason="in n turns each device of c has the keys of all; a softmax adds up block by block, in any order",
             takes="B/r/d/e Z/c K/t Q D, B/r/d/e Z/c K/t D, B/r/d/e Z/c K/t D" + ", B/r/d/e Z/c" * 6,
         )
     return shardops.zigzag("B/r/d/e Z/c K/t Q D -> B/r/d/e L/c K/t Q D", out)
@@ -165,7 +168,7 @@ def on_device(how: str, q: Any) -> tuple[Any, int]:
 
 def refusal(how: str, path: str, q: Any, learned: tuple, dropout: bool) -> str | None:
     """Why a way cannot compute this, with training.attention = `path`; None if it can."""
-    g, r = shares(q.shape[2] * shardops.axis_size("t"))
+    _, r = shares(q.shape[2] * shardops.axis_size("t"))
     reasons = {
         "gather": [],
         "ulysses": [

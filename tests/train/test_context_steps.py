@@ -9,11 +9,9 @@ import tiny
 from jax.sharding import AbstractMesh, AxisType
 
 import train
-from shardlib.shardtypes import Array
-from shardwright.modeling.attention_calls import check_paths, describe_attention
 from shardwright.modeling.blockwise import small_blocks
 from shardwright.modeling.model import load_model
-from shardwright.run.config import Config, check_config
+from shardwright.run.config import Config
 from shardwright.run.soundness import find_unsound
 from shardwright_data.loader import TokenBatch
 from tools.verify.compare import TOLERANCE, errors_of
