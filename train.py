@@ -320,7 +320,8 @@ class Forward:
             return attention(q, k, v, places, rule, learned, sinks, drop)
 
         def attend(cache, q, k, v, rule, *learned, sinks=None, drop=None):
-            way = context.WAYS[context.way_of(self.training)]
+            way = context.WAYS[how := context.way_of(self.training)]
+            context.check_way(how, self.training.attention, q, learned, drop is not None)
             return way(of_device, q, k, v, tokens.places, self.rule(rule), learned, sinks, drop), cache
 
         return attend

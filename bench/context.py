@@ -36,10 +36,12 @@ def config(way: str) -> Config:
         return to_config(compose("local_test_synthetic", overrides=[*overrides, "training.attention=blockwise"]))
 
 
-def bytes_of(way: str, devices: int) -> int:
-    """Bytes of a device in the training step, by the compiler."""
+def bytes_of(way: str, devices: int) -> int | None:
+    """Bytes of a device in the training step, by the compiler; None if there are fewer heads than devices."""
     c = config(way)
     model = load_model(c.model)
+    if way == "ulysses" and c.model.heads % devices:
+        return None
     with jax.set_mesh(make_mesh(jax.devices()[:devices], c=devices)):
         state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model))
         step = train.make_training_step(c, model).lower(state, batch_shapes(1, LENGTH, 1), np.int32(0)).compile()
@@ -53,7 +55,7 @@ def main() -> None:
     alone = bytes_of(WAYS[0], 1)
     for count in COUNTS:
         found = [alone if count == 1 else bytes_of(way, count) for way in WAYS]
-        cells = [f"{size / 2**20:8.0f} MiB, 1/{alone / size:4.2f}" for size in found]
+        cells = [f"{size / 2**20:.0f} MiB, 1/{alone / size:.2f}" if size else "too few heads" for size in found]
         print(f"{count:12}  " + "  ".join(f"{cell:>20}" for cell in cells), flush=True)
 
 

@@ -166,19 +166,23 @@ def on_device(how: str, q: Any) -> tuple[Any, int]:
     return jax.ShapeDtypeStruct((b, length, kv, queries, d), q.dtype), keys
 
 
-def refusal(how: str, path: str, q: Any, learned: tuple, dropout: bool) -> str | None:
-    """Why a way cannot compute this, with training.attention = `path`; None if it can."""
-    _, r = shares(q.shape[2] * shardops.axis_size("t"))
+def check_way(how: str, path: str, q: Any, learned: tuple, dropout: bool) -> None:
+    """Raises ValueError if a way cannot compute this with training.attention = `path`."""
+    if how == "whole":
+        return
+    _, parts = shares(q.shape[2] * shardops.axis_size("t"))
     reasons = {
         "gather": [],
         "ulysses": [
             (learned, "a Rule's score has learned weights, whose heads it does not know"),
-            (q.shape[3] % r, f"{q.shape[3]} query heads of a kv head do not divide among {r} devices"),
+            (q.shape[3] % parts, f"{q.shape[3]} query heads of a kv head do not divide among {parts} devices"),
         ],
         "ring": [
             (path not in ("auto", "blockwise"), f"it computes in blocks, and training.attention is {path}"),
             (q.shape[1] % 2, f"a device of c has {q.shape[1]} positions, which are not two chunks"),
         ],
     }
-    always = [(dropout, "attention weights have dropout, whose random numbers would depend on the mesh")]
-    return next((why for refuses, why in [*reasons[how], *always] if refuses), None) if how != "whole" else None
+    of_all = [(dropout, "attention weights have dropout, whose random numbers would depend on the mesh")]
+    if why := next((why for refuses, why in [*of_all, *reasons[how]] if refuses), None):
+        remedy = "set mesh.c=1, or the model's dropout to 0" if dropout else "choose gather, or set mesh.c=1"
+        raise ValueError(f"training.context is {how}, which cannot do this: {why}. To go on, {remedy}.")

@@ -216,11 +216,6 @@ def check_config(c: Config) -> None:
     check_choice("training.reduce_dtype", c.training.reduce_dtype, ("compute", "f32"))
     check_choice("training.attention", c.training.attention, PATHS)
     check_choice("training.context", c.training.context, tuple(way for way in WAYS if way != "whole"))
-    if c.mesh.c > 1 and getattr(c.model, "dropout", 0):
-        raise ValueError(
-            f"model.dropout is {c.model.dropout} where mesh.c is {c.mesh.c}: its random numbers would depend on the "
-            "mesh. Set model.dropout=0 or mesh.c=1."
-        )
     check_choice("training.save", c.training.save, tuple(KEPT))
     in_loop = c.training.unroll is not None and (c.training.unroll < c.model.layers or c.model.layers == 1)
     if c.training.save == "offload" and not (in_loop and c.mesh.p == 1):

@@ -1,15 +1,22 @@
 """Attention with positions sharded over c, each way, in f64, against a dense computation; and what a way refuses."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 import train
-from shardlib.shardtypes import dtype_name, f32, i32
+from shardlib import shardops
+from shardlib.proof.check import check
+from shardlib.shardtypes import ShardError, dtype_name, f32, i32, typed_shard_map
+from shardwright.modeling import attention
+from shardwright.modeling.attention_calls import Call, path_of
 from shardwright.modeling.blockwise import small_blocks
 from shardwright.modeling.model import Tokens
 from shardwright.modeling.rules import CAUSAL, Rule, SoftCap, Window, causal, same_document
@@ -149,9 +156,121 @@ def marks(kind: str, name: str, mesh: str) -> list:
 
 @pytest.mark.parametrize(("kind", "name", "mesh"), [pytest.param(*case, marks=marks(*case)) for case in CASES])
 def test_each_way_is_dense(kind, name, mesh):
-    """Six devices have part of one kv head each by ulysses, and a number of chunks that is no power of two by a ring."""
+    """Of six devices, three have a third of a kv head's queries each by ulysses; a ring of them has twelve chunks."""
     tolerance = 1e-5 if "einsum" in kind else 1e-12  # train.attention has scores in f32
     pairs = zip(found(*KINDS[kind], name, mesh), expected(name), strict=True)
     for what, (a, b) in zip(("out", "q", "k", "v", "bias", "sinks"), pairs, strict=True):
         near = max(tolerance, 1e-6 * (what == "sinks"))  # which are f32, as is their gradient
         np.testing.assert_allclose(a, b, atol=near * max(np.abs(b).max(), 1e-9), rtol=0, err_msg=what)
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "path", "queries", "options", "reason"),
+    [
+        ("ulysses", "auto", (1, 8, 1, 1, 4), {}, "1 query heads of a kv head do not divide among 2 devices"),
+        ("ulysses", "auto", (1, 8, 2, 1, 4), {"learned": True}, "has learned weights, whose heads it does not know"),
+        ("ring", "einsum", (1, 8, 2, 1, 4), {}, "it computes in blocks, and training.attention is einsum"),
+        ("ring", "auto", (1, 7, 2, 1, 4), {}, "a device of c has 7 positions, which are not two chunks"),
+        ("gather", "einsum", (1, 8, 2, 1, 4), {"drop": len}, "attention weights have dropout"),
+    ],
+)
+def test_a_way_that_cannot_do_it_says_so(how, path, queries, options, reason):
+    """In a line, where a step is traced, and where a run says how it attends, which is before."""
+    q = jax.ShapeDtypeStruct(queries, np.float32)
+    learned = (q,) if options.pop("learned", False) else ()
+    tokens = Tokens(None, jnp.zeros((1, queries[1]), jnp.int32))
+    message = rf"training\.context is {how}, which cannot do this: .*{reason}.*\. To go on, "
+    with jax.set_mesh(tiny.mesh("c=2")):
+        with pytest.raises(ValueError, match=message):
+            forward(how, path).attend(tokens)(None, q, q, q, CAUSAL, *learned, **options)
+        with pytest.raises(ValueError, match=message):
+            path_of(forward(how, path), Call(0, CAUSAL, q, learned, None, "drop" in options))
+
+
+def test_kernels_that_count_from_0_take_no_part_of_the_queries(monkeypatch):
+    device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
+    monkeypatch.setattr(attention, "target_device", lambda: device)
+    q = jax.ShapeDtypeStruct((1, 1024, 2, 2, 64), jnp.bfloat16)
+    assert attention.choose("auto", CAUSAL, q) == "cudnn"
+    assert attention.choose("auto", CAUSAL, q, keys=2048) == "blockwise"
+    with pytest.raises(ValueError, match="is cudnn, which cannot do this: 1024 queries of 2048 positions"):
+        attention.choose("cudnn", CAUSAL, q, keys=2048)
+    monkeypatch.setattr(attention, "target_device", lambda: types.SimpleNamespace(platform="tpu", device_kind="TPU"))
+    assert attention.choose("auto", CAUSAL, q) == "splash"
+    assert attention.choose("auto", CAUSAL, q, keys=2048) == "blockwise"
+
+
+# ---- zigzag order -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("devices", [2, 3, 6, 8])
+def test_zigzag_order_is_chunks_from_both_ends(devices):
+    """Device i has chunks i and 2n - 1 - i. The way back undoes it."""
+
+    @jax.jit
+    @typed_shard_map
+    def there_and_back(x: i32["L/c M"]) -> tuple[i32["Z/c M"], i32["L/c M"]]:
+        z = shardops.zigzag("L/c M -> Z/c M", x)
+        return z, shardops.zigzag("Z/c M -> L/c M", z)
+
+    x = np.arange(4 * devices * 3, dtype=np.int32).reshape(-1, 3)  # chunks of two
+    chunks = x.reshape(2 * devices, 2, 3)
+    expected = [chunks[j] for i in range(devices) for j in (i, 2 * devices - 1 - i)]
+    with jax.set_mesh(tiny.mesh(f"c={devices}")):
+        z, back = there_and_back(x)
+    np.testing.assert_array_equal(z, np.concatenate(expected))
+    np.testing.assert_array_equal(back, x)
+
+
+ON_C = AbstractMesh((2,), ("c",), axis_types=(AxisType.Explicit,))
+
+
+def positions_of_the_other_order(x: f32["L/c"]) -> f32["L/c"]:
+    """A mask by positions of the one order on what is in the other."""
+    z = shardops.zigzag("L/c -> Z/c", x)
+    return shardops.zigzag("Z/c -> L/c", jnp.where(shardops.positions("L/c") > 3, z, 0))
+
+
+def order_that_is_not_undone(x: f32["L/c"]) -> f32["L/c"]:
+    return x + shardops.zigzag("L/c -> Z/c", x)
+
+
+def undone_without_being_done(x: f32["L/c"]) -> f32["L/c"]:
+    return shardops.zigzag("Z/c -> L/c", 2 * x)
+
+
+def one_order_for_the_other_in_a_ring(x: f32["L/c"]) -> f32["Z/c"]:
+    z = shardops.zigzag("L/c -> Z/c", x)
+    return shardops.per_device("Z/c", lambda z, x: z + x, z, x, reason="a ring", takes="Z/c, Z/c")
+
+
+def shifted_in_the_order(x: f32["L/c"]) -> f32["L/c"]:
+    return shardops.zigzag("Z/c -> L/c", jnp.roll(shardops.zigzag("L/c -> Z/c", x), 1))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (positions_of_the_other_order, "hold different entries"),
+        (order_that_is_not_undone, "hold different entries"),
+        (undone_without_being_done, r"takes f32\[Z/c\] is given f32\[L/c\]"),
+        (one_order_for_the_other_in_a_ring, r"takes f32\[Z/c\] is given f32\[L/c\]"),
+        (shifted_in_the_order, "which is sharded over c"),
+    ],
+)
+def test_two_orders_never_meet(wrong, message):
+    with pytest.raises(ShardError, match=message):
+        check(typed_shard_map(wrong), jax.ShapeDtypeStruct((16,), np.float32), mesh=ON_C)
+
+
+@pytest.mark.parametrize("spec", ["L/c -> M/c", "L/c -> Z", "L/c N/t -> Z/c Z/t", "L/c/t -> Z/c/t"])
+def test_a_spec_that_is_no_zigzag_order_is_refused(spec):
+    axes = P(*[tuple(word.split("/")[1:]) for word in spec.split(" -> ")[0].split()])
+    run = jax.shard_map(lambda x: shardops.zigzag(spec, x), in_specs=axes, out_specs=axes)
+    with jax.set_mesh(tiny.mesh("c=2 t=2")):
+        x = jax.device_put(jnp.zeros((8,) * len(axes)), jax.NamedSharding(tiny.mesh("c=2 t=2"), axes))
+        with pytest.raises(ShardError, match="name Z on one side"):
+            run(x)
