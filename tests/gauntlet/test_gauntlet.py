@@ -27,7 +27,7 @@ from tools.verify.__main__ import small
 ROOT = Path(__file__).parents[2]
 DATA = tomllib.loads(Path(__file__).with_name("bugs.toml").read_text())
 CONFIGS, BUGS = DATA["configs"], {bug["number"]: bug for bug in DATA["bug"]}
-IN_PROCESS = {"train.py", "gpt2.py", "moe.py", "shardwright/optimizers/muon.py"}
+IN_PROCESS = {"train.py", "gpt2.py", "moe.py", "shardwright/optimizers/muon.py", "shardwright/modeling/context.py"}
 """Files of which train.py can be given an edited copy without another process."""
 DEVICES = 8
 SHORT = 8
@@ -57,7 +57,7 @@ def refusal(files: dict[str, str], config: dict) -> str | None:
     """The message with which tracing refuses the steps of the edited `files`, or None."""
     c = load(config["name"], *config["overrides"], f"mesh.p={2 if config['mesh'].count('x') == 3 else 1}")
     small(c, DEVICES)
-    named = dict(re.findall(r"([a-z])(\d+)", config["mesh"]))
+    named = dict(re.findall(r"([b-wyz])(\d+)", config["mesh"]))
     sizes = [int(size) for size in named.values() or config["mesh"].split("x")]
     axes = tuple(named) or ("p", "r", "d", "t")[-len(sizes) :]
     mesh = AbstractMesh(tuple(sizes), axes, axis_types=(AxisType.Explicit,) * len(axes))
@@ -67,7 +67,11 @@ def refusal(files: dict[str, str], config: dict) -> str | None:
         for file in files.keys() - {"train.py"}:
             name = f"changed_{Path(file).stem}"
             stack.enter_context(module_of(files[file], name))
-            source = source.replace(f"from {file.removesuffix('.py').replace('/', '.')} import", f"from {name} import")
+            path = file.removesuffix(".py").replace("/", ".")
+            package, _, module = path.rpartition(".")
+            source = source.replace(f"from {path} import", f"from {name} import")
+            instead = f"import {name} as {module}\nfrom {package} import "
+            source = source.replace(f"from {package} import {module}, ", instead)
             if file in ("gpt2.py", "moe.py"):
                 c.model.module = name
         train = stack.enter_context(module_of(source))
