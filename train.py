@@ -313,15 +313,13 @@ class Forward:
         """
 
         def of_device(q, k, v, places, rule, learned=(), sinks=None, drop=None):
-            asked = self.training.attention, rule, q, drop is not None, sinks is not None, k.shape[1]
-            path = attention_paths.choose(*asked)
+            path = attention_paths.choose(self.training.attention, rule, q, bool(drop), sinks is not None, k.shape[1])
             if path != "einsum":
                 return attention_paths.run(path, q, k, v, places, rule, learned, sinks)
             return attention(q, k, v, places, rule, learned, sinks, drop)
 
         def attend(cache, q, k, v, rule, *learned, sinks=None, drop=None):
-            way = context.WAYS[how := context.way_of(self.training)]
-            context.check_way(how, self.training.attention, q, learned, drop is not None)
+            way = context.way(self.training, q, learned, bool(drop))
             return way(of_device, q, k, v, tokens.places, self.rule(rule), learned, sinks, drop), cache
 
         return attend

@@ -101,7 +101,7 @@ def describe_attention(forward: Any, length: int) -> list[str]:
 def path_of(forward: Any, call: Call) -> str:
     """Path of a call of attention: `ring`, or one of PATHS. Raises ValueError if the settings cannot compute it."""
     setting, how = forward.training.attention, context.way_of(forward.training)
-    context.check_way(how, setting, call.q, call.learned, call.dropout)
+    context.way(forward.training, call.q, call.learned, call.dropout)
     q, keys = context.on_device(how, call.q)
     if how == "ring":
         return "ring"

@@ -152,8 +152,15 @@ WAYS: dict[str, Callable] = {"whole": whole, "gather": gather, "ring": ring, "ul
 
 
 def way_of(training: Any) -> str:
-    """The way of a run on the mesh in force."""
+    """Name of the way of a run on the mesh in force."""
     return training.context if "c" in mesh_axes() else "whole"
+
+
+def way(training: Any, q: Any, learned: tuple, dropout: bool) -> Callable:
+    """The way of a run on the mesh in force. Raises ValueError if it cannot compute this."""
+    if (how := way_of(training)) != "whole":
+        _check(how, training.attention, q, learned, dropout)
+    return WAYS[how]
 
 
 def on_device(how: str, q: Any) -> tuple[Any, int]:
@@ -166,10 +173,8 @@ def on_device(how: str, q: Any) -> tuple[Any, int]:
     return jax.ShapeDtypeStruct((b, length, kv, queries, d), q.dtype), keys
 
 
-def check_way(how: str, path: str, q: Any, learned: tuple, dropout: bool) -> None:
+def _check(how: str, path: str, q: Any, learned: tuple, dropout: bool) -> None:
     """Raises ValueError if a way cannot compute this with training.attention = `path`."""
-    if how == "whole":
-        return
     _, parts = shares(q.shape[2] * shardops.axis_size("t"))
     reasons = {
         "gather": [],
