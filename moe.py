@@ -5,7 +5,7 @@
 Attention is the Llama's. Dims and axes are those of train.py, and
 
   E  experts, sharded over e                      C  slots of an expert for the tokens of one sequence
-  F  hidden width of an expert
+  F  hidden width of an expert                    H  hidden width of the shared experts together
 
 A sequence is the group of tokens that shares the slots of an expert. Which device has which of its positions makes no
 difference then: the same tokens are dropped on every mesh. docs/experts.md goes through the page.
@@ -14,7 +14,6 @@ difference then: the same tokens are dropped on every mesh. docs/experts.md goes
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +73,11 @@ class ModelConfig(settings.ModelConfig):
     qk_norm_all: bool = False
     """RMSNorm over all heads of the queries together, and over all of the keys, as in OLMoE (arXiv 2409.02060)."""
 
-    sharded: ClassVar[dict[str, str]] = settings.ModelConfig.sharded | {"experts": "e"}
+    @property
+    def sharded(self) -> dict[str, str]:
+        """Sizes that axes of the mesh must divide, and the axes."""
+        sizes = settings.ModelConfig.sharded | {"experts": "c·t·d·e" if self.correction_bias else "e"}
+        return sizes | ({"d_head": "c·d·e"} if self.qk_norm_all else {})
 
     def check(self, seq_len: int) -> None:
         """Raises ValueError for settings that contradict each other."""
@@ -113,9 +116,9 @@ class Layer(train.TransformerLayer):
     w_down: f32["E/e F/t M/c/d"] >> act["E/e F/t M"]
     router: f32["M/c/t/d/e E"] >> f32["M E"]
     router_bias: f32["E/c/t/d/e"] >> f32["E"] | None  # None without correction_bias
-    shared_gate: f32["M/c/d/e F/t"] >> act["M F/t"] | None  # None without shared_experts
-    shared_up: f32["M/c/d/e F/t"] >> act["M F/t"] | None
-    shared_down: f32["F/t M/c/d/e"] >> act["F/t M"] | None
+    shared_gate: f32["M/c/d/e H/t"] >> act["M H/t"] | None  # None without shared_experts
+    shared_up: f32["M/c/d/e H/t"] >> act["M H/t"] | None
+    shared_down: f32["H/t M/c/d/e"] >> act["H/t M"] | None
     q_norm_all: f32["K/t Q D/c/d/e"] >> f32["K/t Q D"] | None  # None without qk_norm_all
     k_norm_all: f32["K/t D/c/d/e"] >> f32["K/t D"] | None
 
@@ -267,10 +270,10 @@ def everywhere(x: act["B/r/d/e L/c/t M"], routing: Routing, w: Layer) -> act["B/
 def shared_mlp(x: act["B/r/d/e L/c/t M"], w: Layer, einsum: Callable) -> act["B/r/d/e L/c/t M"]:
     """SwiGLU that every position has."""
     nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", x)
-    gate = save_for_backward(einsum("B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t", nx, w.shared_gate))
-    up = save_for_backward(einsum("B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t", nx, w.shared_up))
+    gate = save_for_backward(einsum("B/r/d/e L/c M, M H/t -> B/r/d/e L/c H/t", nx, w.shared_gate))
+    up = save_for_backward(einsum("B/r/d/e L/c M, M H/t -> B/r/d/e L/c H/t", nx, w.shared_up))
     hidden = (jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)
-    out = einsum("B/r/d/e L/c F/t, F/t M -> B/r/d/e L/c M +t", hidden, w.shared_down)
+    out = einsum("B/r/d/e L/c H/t, H/t M -> B/r/d/e L/c M +t", hidden, w.shared_down)
     return shardops.psum_scatter("B/r/d/e L/c M +t -> B/r/d/e L/c/t M", out)
 
 

@@ -258,7 +258,7 @@ def gradients_of(w, config):
 
 # ---- the proof ----------------------------------------------------------------------------------------------------
 
-ALL = {"correction_bias": True, "shared_experts": 1, "scores": "sigmoid", "groups": 2, "qk_norm_all": True}
+ALL = {"correction_bias": True, "shared_experts": 2, "scores": "sigmoid", "groups": 2, "qk_norm_all": True}
 
 
 @pytest.mark.parametrize("settings", [{}, ALL | {"groups_per_token": 1}], ids=["plain", "all settings"])
@@ -288,3 +288,54 @@ def test_the_page_quotes_the_source():
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 6
     assert all(block in source for block in blocks)
+
+
+def test_the_block_of_deepseek_v3():
+    """Router, experts and two shared ones: values and all gradients, each expert by its own largest entry."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+
+    torch = truth.torch
+    settings = {"scores": "sigmoid", "groups": 4, "groups_per_token": 2, "correction_bias": True, "weight_scale": 2.5}
+    c = truth.model(**settings, experts=16, experts_per_token=3, shared_experts=2)
+    w, (x, out) = layer_of(c), np.random.default_rng(1).normal(size=(2, B, L, 32)).astype(np.float32)
+    config = truth.transformers.DeepseekV3Config(
+        hidden_size=32, moe_intermediate_size=c.d_ff, n_routed_experts=16, num_experts_per_tok=3, n_group=4,
+        topk_group=2, routed_scaling_factor=2.5, n_shared_experts=2,
+    )  # fmt: skip
+    config._experts_implementation = "eager"
+    block, tensor = DeepseekV3MoE(config), lambda x: torch.tensor(np.ascontiguousarray(x))
+    block.load_state_dict(
+        {
+            "gate.weight": tensor(w.router.T),
+            "gate.e_score_correction_bias": tensor(w.router_bias),
+            "experts.gate_up_proj": tensor(np.concatenate([w.w_gate, w.w_up], axis=2).swapaxes(1, 2)),
+            "experts.down_proj": tensor(w.w_down.swapaxes(1, 2)),
+            "shared_experts.gate_proj.weight": tensor(w.shared_gate.T),
+            "shared_experts.up_proj.weight": tensor(w.shared_up.T),
+            "shared_experts.down_proj.weight": tensor(w.shared_down.T),
+        }
+    )
+    expected = (block(tensor(x)) * tensor(out)).sum()
+    expected.backward()
+
+    def loss(w: moe.Layer, x: f32["B/r/d/e L/c/t M"], out: f32["B/r/d/e L/c/t M"]) -> f32[""]:
+        w = used(w)
+        y = moe.everywhere(x, moe.route(x, w, c), w) + moe.shared_mlp(x, w, shardops.einsum_unreduced)
+        total = shardops.einsum_unreduced("B/r/d/e L/c/t M, B/r/d/e L/c/t M -> +r +c +t +d +e", y, out)
+        return shardops.psum("+r +c +t +d +e ->", total)
+
+    def both(w: moe.Layer, x: f32["B/r/d/e L/c/t M"], out: f32["B/r/d/e L/c/t M"]) -> tuple[f32[""], moe.Layer]:
+        return jax.value_and_grad(loss)(w, x, out)
+
+    with jax.set_mesh(tiny.mesh("e=2 c=2 t=2")):
+        value, g = jax.tree.map(np.asarray, tiny.per_device(both)(w, x, out))
+    np.testing.assert_allclose(value, expected.item(), rtol=1e-5)
+    gradients = {name: parameter.grad.numpy() for name, parameter in block.named_parameters()}
+    near = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+    near(g.router.T, gradients["gate.weight"])
+    near(g.shared_down.T, gradients["shared_experts.down_proj.weight"])
+    near(g.shared_gate.T, gradients["shared_experts.gate_proj.weight"])
+    ours = np.concatenate([g.w_gate, g.w_up], axis=2).swapaxes(1, 2)
+    for i in range(c.experts):
+        near(ours[i], gradients["experts.gate_up_proj"][i])
+        near(g.w_down[i].T, gradients["experts.down_proj"][i])
