@@ -109,12 +109,19 @@ def in_blocks(rule: Rule, ring: bool, q, k, v, q_places, k_places, sinks, learne
     largest = _SMALL_BLOCKS.get() or BLOCKS.get(target_device().platform, BLOCK)
     chunks = 1 + ring  # of which each has blocks of its own: in zigzag order they are not neighbors
     blocks, of_keys = (chunks * -(-x.shape[1] // (largest * chunks)) for x in (q, k))
-    padded = lambda x, blocks, **how: jnp.pad(x, [(0, 0), (0, -x.shape[1] % blocks)] + [(0, 0)] * (x.ndim - 2), **how)
-    # Padded queries are at the place of the last one, so that no softmax is empty. Padded keys are not seen: `_sees`.
-    at = lambda places, blocks: Places(*(padded(x, blocks, mode="edge") for x in places))
-    keys = padded(k, of_keys), padded(v, of_keys), at(k_places, of_keys)
+    of = lambda places, blocks: jax.tree.map(lambda x: _padded(x, blocks), places)
+    keys = _padded(k, of_keys), _padded(v, of_keys), of(k_places, of_keys)
     task = _Task(blocks, of_keys, k.shape[1], rule, ring, PIPELINE_AXIS in stage_axes())
-    return _attend(task, padded(q, blocks), *keys, sinks, learned, at(q_places, blocks), heads)[:, : q.shape[1]]
+    return _attend(task, _padded(q, blocks), *keys, sinks, learned, of(q_places, blocks), heads)[:, : q.shape[1]]
+
+
+def _padded(x: jax.Array, blocks: int) -> jax.Array:
+    """`x` with its last position again, up to a multiple of `blocks`.
+
+    A padded query sees what the last one sees, so that no softmax is empty. Padded keys are not seen: `_sees`.
+    """
+    last = jnp.broadcast_to(x[:, -1:], (len(x), -x.shape[1] % blocks, *x.shape[2:]))
+    return jnp.concatenate([x, last], axis=1) if last.shape[1] else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
