@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from huggingface_models import assert_same, losses_and_gradients, their_logits, weights
+from verifying import verify
 
 import moe
 import train
@@ -339,3 +340,14 @@ def test_the_block_of_deepseek_v3():
     for i in range(c.experts):
         near(ours[i], gradients["experts.gate_up_proj"][i])
         near(g.w_down[i].T, gradients["experts.down_proj"][i])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("factor", ["1.0", "null"])
+def test_a_step_is_that_of_one_device_in_f64(factor, tmp_path):
+    """On meshes of eight devices with e, and each other axis beside it; with drops, and without."""
+    settings = ["training.compute_dtype=f32", "mesh.e=1", "mesh.d=1", f"model.capacity_factor={factor}"]
+    settings += ["model.correction_bias=true", "model.shared_experts=1"]
+    done = verify(tmp_path, *settings, "verify.meshes=[e8,r2d2e2,e2c2t2,p2e2c2,d2e2t2]", name="local_experts")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "In f64, all 5 meshes agree with one device." in done.stdout
