@@ -50,6 +50,7 @@ SET_ASIDE = "set_aside"
 _STEP = re.compile(r"\d{10}")
 
 
+REMEDY = "Run with the model and optimizer that wrote it, or start a new run from another checkpoint."
 OWNER = ".owner"
 """Key of the file that names the run that saves here, where paths.checkpoints is set."""
 
@@ -155,7 +156,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._executor.shutdown()
 
     @pause("restoring a checkpoint")
-    def restore(self, step: int, like: Any, orders: Orders = NO_ORDERS) -> Any:
+    def restore(self, step: int, like: Any, orders: Orders = NO_ORDERS, partly: bool = False) -> Any:
         """The state that was saved at `step`, with the shardings of `like`. All processes raise the error of one.
 
         Each process reads the chunks that its devices need, each once.
@@ -165,6 +166,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             like: a pytree of jax.ShapeDtypeStruct with shardings, or of arrays, on any mesh. It may lack whole children
                 of what was saved, such as the optimizer's state, which are not read.
             orders: as for `save`.
+            partly: whether `like` may lack any arrays, and have more rows than what was saved, which are 0.
 
         Raises:
             ValueError: the checkpoint has other arrays than `like`. The message names them.
@@ -176,7 +178,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         children = {key.partition("/")[0] for key in expected}
         every = saved_arrays(manifest).items()
         saved = {key: array for key, array in every if key.partition("/")[0] in children}
-        _check_same_arrays(f"{self.store.url}/{name}", saved, expected)
+        if not partly:
+            check_same_arrays(f"{self.store.url}/{name}", saved, expected)
         arrays = agreed(lambda: read_arrays(self.store, name, saved, expected, orders))
         return jax.tree.unflatten(jax.tree.structure(like), arrays)
 
@@ -336,12 +339,11 @@ def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[C
     return checkpoints, found
 
 
-def _check_same_arrays(path: str, saved: dict[str, SavedArray], expected: dict[str, Any]) -> None:
+def check_same_arrays(path: str, saved: dict[str, SavedArray], expected: dict[str, Any], remedy: str = REMEDY) -> None:
+    """Raises ValueError with the differences between arrays of a checkpoint and those that are to be read from it."""
     found = {name: f"{array.dtype}{list(array.shape)}" for name, array in saved.items()}
     wanted = {name: f"{x.dtype}{list(x.shape)}" for name, x in expected.items()}
     if problems := config_differences(found, wanted, (*found, *wanted)):
         raise ValueError(
-            f"the checkpoint {path} does not fit this run:\n  "
-            + "\n  ".join(problems[:10])
-            + "\nRun with the model and optimizer that wrote it, or start a new run from another checkpoint."
+            f"the checkpoint {path} does not fit this run:\n  " + "\n  ".join(problems[:10]) + f"\n{remedy}"
         )

@@ -89,8 +89,9 @@ class SavedArray(NamedTuple):
         return tuple(slice(i * part, min(size, (i + 1) * part)) for i, part, size in sizes)
 
     def overlapping(self, box: Box) -> Iterable[Index]:
-        """Index of each chunk that has a part of a region."""
-        spans = [range(at.start // part, -(-at.stop // part)) for at, part in zip(box, self.chunk, strict=True)]
+        """Index of each chunk that has a part of a region, which may end after the array does."""
+        dims = zip(box, self.chunk, self.grid, strict=True)
+        spans = [range(at.start // part, min(count, -(-at.stop // part))) for at, part, count in dims]
         return itertools.product(*spans) if all(at.start < at.stop for at in box) else ()
 
     def key(self, index: Index) -> str:
@@ -242,7 +243,10 @@ def read_chunk(store: Store, directory: str, saved: SavedArray, index: Index) ->
 def read_arrays(
     store: Store, directory: str, saved: Mapping[str, SavedArray], like: Mapping[str, Any], orders: Orders
 ) -> list[jax.Array]:
-    """The arrays, sharded as `like`. Each process reads the chunks that its devices need, each once. Padding is 0."""
+    """The arrays, sharded as `like`. Each process reads the chunks that its devices need, each once.
+
+    Where `like` has more rows than what was saved, they are 0.
+    """
     jobs, shards = [], []
     for name, leaf in like.items():
         of_leaf, targets = {}, []

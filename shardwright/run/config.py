@@ -45,7 +45,13 @@ class TrainingConfig:
     """Random seed of the initial weights, in [0, 2**63)."""
     init_from: str | None = None
     """Directory or URL of a run, or of a checkpoint, with the weights to begin with. Optimizer and data begin anew. Its
-    model must be the same. A resumed run reads its own checkpoint instead."""
+    model must be the same, but for what the next two settings allow. A resumed run reads its own checkpoint instead."""
+    init_from_missing: str = "refuse"
+    """Weights that init_from does not have. fresh: they begin as in a run without init_from, such as LoRA's factors or
+    another head; of a table that is longer here, such as that of a longer vocabulary, the last rows do. refuse: an
+    error."""
+    init_from_unused: str = "refuse"
+    """Weights that init_from has and the model does not. leave: they are not read. refuse: an error."""
     resume_step: int | None = at_least_0(None)
     """Step of the checkpoint that the run goes on from; later ones are set aside. If the latest was made by a run that
     went back to this step already, that one. Null: the latest that is whole."""
@@ -211,6 +217,8 @@ def check_config(c: Config) -> None:
         raise ValueError(f"pipeline.schedule: {error}") from error
     check_distributed(c.distributed)
     check_trackers(c.trackers)
+    check_choice("training.init_from_missing", c.training.init_from_missing, ("fresh", "refuse"))
+    check_choice("training.init_from_unused", c.training.init_from_unused, ("leave", "refuse"))
     check_choice("training.gather_weights", c.training.gather_weights, ("auto", "layer", "step"))
     check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
     check_choice("training.reduce_dtype", c.training.reduce_dtype, ("compute", "f32"))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from omegaconf import MISSING
 
 from shardlib.axes import AXES
@@ -18,8 +19,8 @@ from shardwright.cluster.devices import make_mesh, simulate_devices
 from shardwright.modeling.model import LanguageModel
 from shardwright.modeling.weights import shapes_of
 from shardwright.run import config as run_config
-from shardwright.run.checkpoint import Checkpointer, find_checkpoint
-from shardwright.run.checkpoint_arrays import NO_ORDERS, Orders
+from shardwright.run.checkpoint import Checkpointer, check_same_arrays, find_checkpoint
+from shardwright.run.checkpoint_arrays import NO_ORDERS, Orders, directory_of, named_leaves, saved_arrays
 from shardwright.run.files import read_config
 from shardwright.run.provenance import compare_source, provenance_of
 from shardwright.run.report import tell
@@ -30,6 +31,15 @@ from shardwright_data.checks import within
 from shardwright_data.foreign import shown
 
 Write = Callable[[str], None]
+DECIDE_WEIGHTS = ("module", "vocab", "tied_embeddings", "qk_norm")
+"""Settings of a model that may differ from those of training.init_from where its weights may."""
+NAMED = 4
+"""Number of weights that are printed by name."""
+REMEDY = (
+    "Start from a checkpoint of this model. Or give training.init_from_missing=fresh to make fresh the weights, and "
+    "the last rows of longer tables, that it does not have; training.init_from_unused=leave to leave those that this "
+    "run does not have."
+)
 
 
 @dataclass
@@ -165,17 +175,26 @@ def checkpoints_of(directory: Path, paths: run_config.PathsConfig) -> str:
     return f"{place}/checkpoints"
 
 
-def read_weights(path: str | os.PathLike, like: Any, config: dict, orders: Orders = NO_ORDERS) -> Any:
-    """The weights of another run, for one with weights `like` and this configuration. Prints how the models differ.
+def read_weights(
+    path: str | os.PathLike, like: Any, config: dict, orders: Orders = NO_ORDERS
+) -> tuple[Any, dict[str, list[str]]]:
+    """The weights of another run, for one with weights `like` and this configuration, and what was done with each.
+
+    What training.init_from_missing and init_from_unused allow is taken from `like`, or left: all of an array, or the
+    rows that only `like` has. Prints how the models differ.
 
     `path` is as for `find_checkpoint`, `orders` as for `Checkpointer.restore`. Raises ValueError if there is no such
     checkpoint, or if it is of another model or has other arrays, and Damaged if it is damaged.
     """
+    t = config.get("training", {})
+    fresh, leave = t.get("init_from_missing") == "fresh", t.get("init_from_unused") == "leave"
     checkpoints, step = find_checkpoint(path)
     with checkpoints:
         saved = with_defaults(saved_config(checkpoints.metadata(step)), config["model"].get("module"))
         # Further training may change RoPE scaling, for longer sequences, and dropout.
         free = ("embed_init_scale", "weight_init_scale", "rope_scaling", "dropout")
+        if fresh or leave:  # what decides which weights there are, and what only this model has
+            free += (*DECIDE_WEIGHTS, *(config["model"].keys() - saved["model"].keys()))
         fixed = tuple(f"model.{name}" for name in config["model"] if name not in free)
         if differences := config_differences(saved, config, fixed):
             raise ValueError(
@@ -183,20 +202,49 @@ def read_weights(path: str | os.PathLike, like: Any, config: dict, orders: Order
                 + "\n  ".join(differences)
                 + "\nChange these to what the checkpoint has, or start from another one."
             )
-        weights = checkpoints.restore(step, {"weights": like}, orders)["weights"]
+        has = {name: x for name, x in saved_arrays(checkpoints.manifest(step)).items() if name.startswith("weights/")}
+        wants = named_leaves({"weights": like})
+        fits = lambda old, new: old.shape[1:] == new.shape[1:] and old.dtype == new.dtype
+        longer = lambda old, new: fits(old, new) and old.shape[:1] < new.shape[:1]
+        did = {
+            "taken": [name for name in wants if name in has],
+            "made fresh": [name for name in wants if name not in has],
+            "made longer, with fresh rows": [name for name in wants if name in has and longer(has[name], wants[name])],
+            "left": [name for name in has if name not in wants],
+        }
+        taken, new, grown, left = did.values()
+        allowed = {*(new + grown if fresh else []), *(left if leave else [])}
+        compared = ({name: x for name, x in of.items() if name not in allowed} for of in (has, wants))
+        check_same_arrays(f"{checkpoints.store.url}/{directory_of(step)}", *compared, REMEDY)
+        read = checkpoints.restore(step, {name: wants[name] for name in taken}, orders, partly=True)
+    rows = jax.jit(lambda n, old, new: jnp.where(jnp.arange(len(new)).reshape(-1, *[1] * (new.ndim - 1)) < n, old, new))
+    read |= {name: rows(has[name].shape[0], read[name], wants[name]) for name in grown}
+    weights = jax.tree.unflatten(jax.tree.structure(like), [read.get(name, x) for name, x in wants.items()])
     tell(f"weights    from {path}, after {step} steps; the optimizer's state is fresh")
+    did = {how: [shown(x.removeprefix("weights/").replace("/", ".")) for x in names] for how, names in did.items()}
+    for how, names in did.items() if allowed else ():
+        if names:
+            tell(f"           {len(names)} {how}: {', '.join(names[:NAMED])}" + ", …" * (len(names) > NAMED))
     for line in config_differences(saved, config, ("model",)):
         tell(f"           {line}")
-    return weights
+    return weights, did
 
 
-def fresh_state(c: run_config.Config, placement: LayerPlacement, init: Callable[[jax.Array], Any], State: Any) -> Any:
+def fresh_state(
+    c: run_config.Config,
+    placement: LayerPlacement,
+    init: Callable[[jax.Array], Any],
+    State: Any,
+    record: dict[str, Any] | None = None,
+) -> Any:
     """State of a run before its first step, on the current mesh, with the weights of training.init_from if given.
 
-    `init` and `State` are as for `Run.begin`.
+    `init` and `State` are as for `Run.begin`. `record` gets what was done with the weights.
     """
     state = jax.jit(init)(jax.random.key(c.training.seed))
     if c.training.init_from is not None:
         orders = stack_orders(placement, State, state)
-        state.weights = read_weights(c.training.init_from, state.weights, dataclasses.asdict(c), orders)
+        state.weights, did = read_weights(c.training.init_from, state.weights, dataclasses.asdict(c), orders)
+        if record is not None:
+            record["init_from"] = did
     return state

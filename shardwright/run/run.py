@@ -70,6 +70,7 @@ class Run:
         self.directory, self.programs, self.stopped_by = directory, programs, None
         self._source_differs: str | None = None
         self._failed_saves = 0
+        self._record: dict[str, Any] = {}
         self._damaged: dict[int, str] = {}
         self._hlo = self._drawing = self._loss = None
         self._page = Page(directory, c.training.report)
@@ -141,12 +142,16 @@ class Run:
             State: class of the state, generic in the class of the weights. Its fields are `weights`, those of the
                 optimizer.
         """
-        state = None
+        c, state = self.c, None
         while state is None:
             self._resume()
             planned = self._planned  # before the state takes memory that a device may not have
             try:
-                of = self._restored if self.start else functools.partial(fresh_state, self.c, self.placement)
+                of = (
+                    self._restored
+                    if self.start
+                    else functools.partial(fresh_state, c, self.placement, record=self._record)
+                )
                 state = of(init, State)
             except Damaged as error:
                 if not self.start:
@@ -209,7 +214,7 @@ class Run:
         if not self.is_over:
             save_config(self.directory, c)
             facts = facts_of(self, parameters, speed)
-            keep_source(self.directory, self.start, self.model, {**self.provenance, **facts})
+            keep_source(self.directory, self.start, self.model, {**self.provenance, **facts, **self._record})
 
     @property
     def is_over(self) -> bool:

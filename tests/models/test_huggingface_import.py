@@ -43,9 +43,9 @@ pytest.importorskip("transformers", reason="transformers reads config.json")
 ROOT = Path(__file__).parents[2]
 
 
-def start_weights(source, c, like):
+def start_weights(source, c, like, **training):
     """The weights that a run of model `c` starts with, placed as `like`."""
-    return read_weights(source, like, dataclasses.asdict(models.settings(c)))
+    return read_weights(source, like, dataclasses.asdict(models.settings(c, **training)))[0]
 
 
 def shapes(c):
@@ -437,6 +437,67 @@ def test_only_the_same_model_starts_from_weights(tmp_path, one_device, capsys):
     assert "model.rope_scaling.factor: checkpoint does not have it, this run has 2.0" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"no complete checkpoint in .*/checkpoints: give a run's directory"):
         start_weights(tmp_path, c, w)
+
+
+OTHER = {"tied_embeddings": True, "qk_norm": True, "vocab": 80}  # no unembed, two new norms, and a longer table
+ALLOWED = {"init_from_missing": "fresh", "init_from_unused": "leave"}
+
+
+@pytest.mark.parametrize("mesh", ["one device", "d=4 t=2"])
+def test_a_run_with_other_weights_takes_those_that_it_has(tmp_path, capsys, mesh):
+    c = models.model("grouped")
+    other = dataclasses.replace(c, **OTHER)
+    record = {}
+    with jax.set_mesh(tiny.mesh("d=2")):
+        old = models.weights(c)
+        source = models.save(tmp_path / "run", old, c)
+    settings = models.settings(other, init_from=source, **ALLOWED)
+    model = load_model(other)
+    init = functools.partial(train.init_state, c=settings, model=model)
+    with jax.set_mesh(tiny.mesh(mesh)):
+        fresh = jax.tree.map(np.asarray, jax.jit(init)(jax.random.key(settings.training.seed)).weights)
+        state = fresh_state(settings, placement_of(settings, model), init, train.State, record)
+        assert all(jax.tree.leaves(jax.tree.map(lambda x, y: x.sharding == y.sharding, state.weights, shapes(other))))
+    new, old = (jax.tree.map(np.asarray, w) for w in (state.weights, old))
+    np.testing.assert_array_equal(new.embed, np.concatenate([old.embed, fresh.embed[c.vocab :]]))
+    for name in ("q_norm", "k_norm"):
+        np.testing.assert_array_equal(getattr(new.layers, name), getattr(fresh.layers, name))
+    taken = ("attention_norm", "w_q", "w_k", "w_v", "w_o", "mlp_norm", "w_gate", "w_up", "w_down")
+    for name in taken:
+        np.testing.assert_array_equal(getattr(new.layers, name), getattr(old.layers, name))
+    np.testing.assert_array_equal(new.final_norm, old.final_norm)
+    assert record["init_from"] == {
+        "taken": ["embed", *(f"layers.{name}" for name in taken), "final_norm"],
+        "made fresh": ["layers.q_norm", "layers.k_norm"],
+        "made longer, with fresh rows": ["embed"],
+        "left": ["unembed"],
+    }
+    said = capsys.readouterr().out
+    assert "  11 taken: embed, layers.attention_norm, layers.w_q, layers.w_k, …\n" in said
+    assert "  2 made fresh: layers.q_norm, layers.k_norm\n" in said
+    assert "  1 made longer, with fresh rows: embed\n" in said
+    assert "  1 left: unembed\n" in said
+    assert "model.vocab: checkpoint has 64, this run has 80" in said
+
+
+def test_other_weights_are_refused_by_name(tmp_path, one_device):
+    c = models.model("grouped")
+    source = models.save(tmp_path / "run", models.weights(c), c)
+    other = dataclasses.replace(c, **OTHER)
+    for allowed, named, unnamed in (
+        ("init_from_unused", ["embed: ", "layers/q_norm"], ["unembed"]),
+        ("init_from_missing", ["unembed"], ["/embed", "q_norm"]),
+    ):
+        with pytest.raises(ValueError, match=r"Or give training\.init_from_missing=fresh") as error:
+            start_weights(source, other, shapes(other), **{allowed: ALLOWED[allowed]})
+        assert all(name in str(error.value) for name in named)
+        assert not any(name in str(error.value) for name in unnamed)
+    for name, value in (("d_ff", 64), ("rope_base", 7.0)):  # of what both have
+        with pytest.raises(ValueError, match=f"another model:\n  model.{name}"):
+            start_weights(source, dataclasses.replace(other, **{name: value}), shapes(other), **ALLOWED)
+    shorter = dataclasses.replace(c, vocab=48)
+    with pytest.raises(ValueError, match=r"embed: checkpoint has 'float32\[64, 32\]', this run has 'float32\[48"):
+        start_weights(source, shorter, shapes(shorter), **ALLOWED)
 
 
 def test_resuming_may_leave_the_source_out_but_not_change_it():
