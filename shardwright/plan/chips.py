@@ -19,6 +19,20 @@ CHIPS = Path(__file__).parent / "chips"
 """Directory of the chips that are known by name."""
 _MOST_BYTES = 2**20
 _MAY_BE_0 = ("layer_s", "launch_s", "near_latency_s", "far_latency_s", "error")
+_PLATFORMS = ("gpu", "tpu", "cpu")
+_MOST = {
+    **dict.fromkeys(("matmul_share", "attention_share", "memory_share", "link_share"), 2),
+    "error": 1,
+    "near": 2**20,
+}
+"""Largest values of some fields. A share of what was measured may be above 1; one in percent is a mistake."""
+_WORDS = {
+    "title": "a text",
+    "platform": f"one of {', '.join(_PLATFORMS)}",
+    "kinds": "a list of names that JAX gives to the device",
+    "peak": "a mapping of dtypes, bf16 among them, to FLOP/s",
+}
+"""What the fields that are no numbers must be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,8 +201,10 @@ def _fields_of(path: Path) -> dict[str, dict[str, Any]]:
     try:
         data = yaml.safe_load(read_file(path, _MOST_BYTES))
         own = {key: x if isinstance(x, dict) else {"value": x, "source": path.name} for key, x in data.items()}
-    except (yaml.YAMLError, UnicodeDecodeError, AttributeError) as e:
+    except (yaml.YAMLError, UnicodeDecodeError) as e:
         raise ValueError(f"{path} is no YAML of names with {{value, source}}: {str(e).splitlines()[0]}.") from e
+    except AttributeError:
+        raise ValueError(f"{path} is no YAML of names with {{value, source}}: begin it with like: h100.") from None
     if wrong := [key for key, field in own.items() if set(field) != {"value", "source"}]:
         raise ValueError(f"{path}: {wrong[0]} is no {{value, source}}.")
     base = own.pop("like", {"value": None})["value"]
@@ -199,33 +215,55 @@ def _fields_of(path: Path) -> dict[str, dict[str, Any]]:
 
 def _value(path: Path, key: str, x: Any) -> Any:
     """A field of a Chip. The tables are files beside `path`, or of CHIPS."""
-    if key in ("title", "platform") or (x is None and key == "price_per_hour"):
+    if x is None and key == "price_per_hour":
         return x
-    if key == "kinds" and isinstance(x, list):
+    if key == "title" and isinstance(x, str):
+        return x
+    if key == "platform" and x in _PLATFORMS:
+        return x
+    if key == "kinds" and isinstance(x, list) and x and all(isinstance(kind, str) for kind in x):
         return tuple(x)
     if key == "peak" and isinstance(x, dict) and "bf16" in x:
         return {dtype: _value(path, f"peak of {dtype}", rate) for dtype, rate in x.items()}
-    if key in ("peak", "kinds"):
-        raise ValueError(f"{path}: peak is a mapping of dtypes, bf16 among them, to FLOP/s, and kinds is a list.")
+    if key in _WORDS:
+        raise ValueError(f"{path}: {key} is {x}; it must be {_WORDS[key]}.")
     if key in ("products", "collectives"):
-        file = next((found for found in (path.parent / str(x), CHIPS / str(x)) if found.exists()), path.parent / str(x))
-        lines = read_file(file, _MOST_BYTES).decode().splitlines() if x else []
-        rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
-        if key == "products":
-            return _table(rows, ("m", "k", "n"), "tflops", 1e12) if rows else None
-        by_op = {row["op"]: [other for other in rows if other["op"] == row["op"]] for row in rows}
-        return {op: _table(of_op, ("devices", "bytes"), "gb_per_s", 1e9) for op, of_op in by_op.items()}
+        return _tables(path, key, x)
     try:
-        number = float(x)  # YAML reads 1e9 as a text
+        number = math.nan if isinstance(x, bool) else float(x)  # YAML reads 1e9 as a text
     except (TypeError, ValueError):
         number = math.nan
-    if not (0 < number < math.inf or (number == 0 and key in _MAY_BE_0)):
-        raise ValueError(f"{path}: {key} is {x}, which is no positive number.")
+    most, least = _MOST.get(key, math.inf), 1 if key == "near" else 0
+    if not (least <= number < math.inf and number <= most) or (number == 0 and key not in _MAY_BE_0):
+        limit = f"; it must be at most {most}" if most <= number < math.inf else ", which is no positive number"
+        raise ValueError(f"{path}: {key} is {x}{limit}.")
     return int(number) if key == "near" else number
+
+
+def _tables(path: Path, key: str, x: Any) -> Any:
+    """The table of products in a file, or those of collectives by their operation."""
+    if not x:
+        return None if key == "products" else {}
+    file = next((found for found in (path.parent / str(x), CHIPS / str(x)) if found.exists()), path.parent / str(x))
+    try:
+        lines = read_file(file, _MOST_BYTES).decode().splitlines()
+        rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
+        if key == "products":
+            return _table(rows, ("m", "k", "n"), "tflops", 1e12)
+        by_op = {row["op"]: [other for other in rows if other["op"] == row["op"]] for row in rows}
+        return {op: _table(of_op, ("devices", "bytes"), "gb_per_s", 1e9) for op, of_op in by_op.items()}
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"it has no column {error}" if isinstance(error, KeyError) else error
+        like = "m,k,n,tflops" if key == "products" else "op,devices,bytes,gb_per_s"
+        raise ValueError(
+            f"{path}: {key} is {x}, no table of {like} with a row for each point of a grid: {what}."
+        ) from None
 
 
 def _table(rows: list[dict[str, str]], keys: Sequence[str], rate: str, unit: float) -> Table:
     """Rows of a CSV file with a rate for each point of a grid."""
     found = {tuple(int(row[key]) for key in keys): float(row[rate]) * unit for row in rows}
+    if not found or not all(min(at) > 0 and 0 < found[at] < math.inf for at in found):
+        raise ValueError("sizes and rates must be above 0")
     sizes = tuple(tuple(sorted(set(axis))) for axis in zip(*found, strict=True))
     return Table(sizes, np.array([found[at] for at in sorted(found)]).reshape([len(axis) for axis in sizes]))

@@ -123,10 +123,23 @@ def test_a_chip_is_added_as_a_file(tmp_path):
     [
         ("like: h100\nnear: {value: -8, source: x}", "near is -8, which is no positive number"),
         ("like: h100\nnear: {value: none, source: x}", "near is none, which is no positive number"),
-        ("like: h100\npeak: {value: {f32: 1e12}, source: x}", "peak is a mapping of dtypes, bf16 among them"),
+        ("like: h100\npeak: {value: {f32: 1e12}, source: x}", "it must be a mapping of dtypes, bf16 among them"),
         ("like: h100\nnear: {value: 8}", "near is no {value, source}"),
         ("like: h1000", "like h1000, which is no chip: choose one of a100"),
         ("like: h100\nspeed: 3", "has an unknown speed"),
+        ("like: h100\nlink_share: true", "link_share is True, which is no positive number"),
+        ("like: h100\nlink_share: 82", "link_share is 82; it must be at most 2"),
+        ("like: h100\nerror: 25", "error is 25; it must be at most 1"),
+        ("like: h100\nnear: 0.5", "near is 0.5, which is no positive number"),
+        ("like: h100\nkinds: []", "kinds is []; it must be a list of names"),
+        ("like: h100\nkinds: [5]", "kinds is [5]; it must be a list of names"),
+        ("like: h100\nplatform: quantum", "platform is quantum; it must be one of gpu, tpu, cpu"),
+        ("like: h100\ntitle: 5", "title is 5; it must be a text"),
+        ("like: h100\nproducts: lacks.csv", "products is lacks.csv, no table of m,k,n,tflops"),
+        ("like: h100\nproducts: zero.csv", "products is zero.csv, no table of m,k,n,tflops"),
+        ("like: h100\nproducts: holes.csv", "products is holes.csv, no table of m,k,n,tflops"),
+        ("like: h100\ncollectives: lacks.csv", "it has no column 'op'"),
+        ("", "begin it with like: h100"),
         ("title: x", "has no attention_share"),
         ("- x", "is no YAML of names"),
         ("{", "is no YAML of names"),
@@ -135,6 +148,9 @@ def test_a_chip_is_added_as_a_file(tmp_path):
 def test_a_wrong_file_is_one_line(tmp_path, text, says):
     path = tmp_path / "wrong.yaml"
     path.write_text(text)
+    (tmp_path / "lacks.csv").write_text("m,k,n\n1,2,3\n")
+    (tmp_path / "zero.csv").write_text("m,k,n,tflops\n1,2,3,0\n")
+    (tmp_path / "holes.csv").write_text("m,k,n,tflops\n1,2,3,4\n5,6,7,8\n")
     with pytest.raises(ValueError, match=r"^[^\n]*$") as e:
         chip_of(str(path))
     assert says in str(e.value)
