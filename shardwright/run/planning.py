@@ -45,11 +45,15 @@ def mesh_sizes(c: Config, devices: int | None) -> dict[str, int]:
     Raises ValueError if the mesh does not have that many, or says -1 where no number of devices is given.
     """
     sizes = {axis: getattr(c.mesh, axis) for axis in AXES}
+    if none := [axis for axis, size in sizes.items() if size == 0]:
+        raise ValueError(f"mesh.{none[0]} is 0; give a number of devices, at least 1, or -1 for those that are left.")
     left = [axis for axis, size in sizes.items() if size == -1]
     known = math.prod(size for size in sizes.values() if size != -1)
     if left and devices is None:
         raise ValueError(f"mesh.{left[0]} is -1, for the devices that are left: give plan.devices=<number of devices>.")
-    if len(left) > 1 or (devices is not None and (devices % known if left else devices != known)):
+    if len(left) > 1:
+        raise ValueError(f"mesh.{left[0]} and mesh.{left[1]} are -1; only one can take the devices that are left.")
+    if devices is not None and (devices % known if left else devices != known):
         shown = mesh_text(sizes)
         raise ValueError(f"plan.devices is {devices}, and the mesh is {shown}. Give mesh.r, mesh.d or mesh.t to match.")
     return sizes | dict.fromkeys(left, (devices or known) // known)
@@ -110,12 +114,12 @@ def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
     )
     if t.microbatches % 2 == 0:
         yield {f"{of}microbatches": t.microbatches // 2}
-    yield from moved("d", "r")
-    yield from ({f"{of}save": save} for save in SAVED if save != t.save)
-    yield {f"{of}microbatches": 2 * t.microbatches}
     alone = math.prod(sizes.get(axis, 1) for axis in "cde") == 1
     is_once = t.gather_weights == "step" or (t.gather_weights == "auto" and alone)
     yield {f"{of}gather_weights": "layer" if is_once else "step"}
+    yield from moved("d", "r")
+    yield from ({f"{of}save": save} for save in SAVED if save != t.save)
+    yield {f"{of}microbatches": 2 * t.microbatches}
     yield {f"{of}loss_chunk": t.seq_len // 8 if t.loss_chunk is None else None}
     yield from moved("t", "p")
 
@@ -125,12 +129,16 @@ def best_changes(
 ) -> list[Change]:
     """Of `changes` those that fit, the fastest first; where the plan of now fits, only those that are faster.
 
-    What is not planned after so many `seconds`, or is refused, is left out.
+    What is not planned after so many `seconds` of the processor, which other programs change little, or is refused, is
+    left out.
     """
-    end, found = time.monotonic() + seconds, []
-    # Of a step that does not fit, those first that change memory most.
-    for settings in sorted(changes(c, sizes), key=lambda settings: not now.fits and "training.save" not in settings):
-        if time.monotonic() > end:
+    end, found = time.process_time() + seconds, []
+    # What is saved changes memory most, and a step that computes; what is sent, a step that waits for messages.
+    waits = sum(op.exposed for op in now.rows if op.kind == "collective") > now.seconds / 2
+    for settings in sorted(
+        changes(c, sizes), key=lambda settings: ("training.save" in settings) == (now.fits and waits)
+    ):
+        if time.process_time() > end:
             break
         with contextlib.suppress(ValueError):
             found.append(Change(settings, planned_change(c, sizes, now.chip, programs, settings)))

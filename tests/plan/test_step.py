@@ -123,5 +123,11 @@ def test_a_mesh_without_its_devices_is_refused():
     c.mesh.t = 3
     with pytest.raises(ValueError, match=r"plan.devices is 8, and the mesh is r=1 d=-1 t=3"):
         mesh_sizes(c, 8)
+    c.mesh.t = 0
+    with pytest.raises(ValueError, match=r"mesh\.t is 0; give a number of devices"):
+        mesh_sizes(c, 8)
+    c.mesh.t = -1
+    with pytest.raises(ValueError, match=r"mesh\.d and mesh\.t are -1; only one can"):
+        mesh_sizes(c, 8)
     c.mesh.t = 2
     assert mesh_sizes(c, 8) == dict.fromkeys(AXES, 1) | {"d": 4, "t": 2}

@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -121,6 +122,14 @@ def test_the_best_changes_are_those_of_all():
     assert found[0].plan.seconds <= min(alone.values())
     assert all(change.plan.seconds < now.seconds for change in found)
     assert found[0].plan.seconds <= found[1].plan.seconds
+
+
+def test_other_programs_change_no_advice(monkeypatch):
+    c = tiny.config(microbatches=2, save="nothing")
+    now = planned_change(c, SIZES, H100, train.programs, {})
+    clock = types.SimpleNamespace(monotonic=itertools.count(0, 1000).__next__, process_time=lambda: 0.0)
+    monkeypatch.setattr(planning, "time", clock)
+    assert len(best_changes(c, SIZES, now, train.programs)) > 2
 
 
 def test_changes_keep_batch_and_devices():

@@ -51,6 +51,14 @@ def test_a_search_in_which_nothing_fits_says_so():
         search(c, 7, H100, train.programs)
 
 
+def test_no_search_loses_the_settings_that_are_there():
+    c = tiny.config(save="dots")
+    c.mesh.d, c.mesh.e, c.mesh.t = 2, 2, 2  # no search begins with e
+    (found,) = search(c, 8, H100, train.programs, seconds=0.0)
+    assert dict(found.plan.step.mesh) == dict.fromkeys("prdect", 1) | {"d": 2, "e": 2, "t": 2}
+    assert found.settings["training.save"] == "dots"
+
+
 def test_the_configuration_that_is_written_composes(tmp_path):
     settings = {"mesh.p": 2, "mesh.r": 1, "mesh.d": 2, "mesh.t": 1, "training.microbatches": 4, "training.save": "dots"}
     settings |= {"pipeline.schedule": "zb_h1", "pipeline.virtual_stages": 1}

@@ -1,5 +1,6 @@
 """Search for the fastest mesh, number of microbatches, schedule and saved values of a configuration that fit."""
 
+import contextlib
 import itertools
 import math
 import time
@@ -12,7 +13,7 @@ from shardlib.axes import AXES
 from shardwright.compiled.table import in_bytes, in_seconds
 from shardwright.plan.chips import Chip
 from shardwright.run.config import Config
-from shardwright.run.planning import SAVED, Change, Settings, planned_change
+from shardwright.run.planning import SAVED, Change, Settings, mesh_sizes, planned_change
 
 SCHEDULES = (("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("gpipe", 1))
 """Schedules of stages, each with a number of virtual stages."""
@@ -26,25 +27,26 @@ _OF_STAGES = ("pipeline.schedule", "pipeline.virtual_stages")
 def search(c: Config, devices: int, chip: Chip, programs: Callable, seconds: float = 100.0) -> list[Change]:
     """The settings that were planned and fit, the fastest first.
 
-    Begins with a mesh for each number of stages p and size t, while more of them make the step faster. Then it varies
-    the fastest, by one setting at a time, until all near the KEPT fastest are planned, or the time is over.
+    Begins with the settings of the configuration, where its mesh is of so many devices, and a mesh for each number of
+    stages p and size t, while more of them make the step faster. Then it varies the fastest, by one setting at a time,
+    until all near the KEPT fastest are planned, or the time is over.
 
     Args:
         c: the configuration. Its batch and its model stay as they are.
         devices: number of devices.
         chip: their kind.
         programs: train.programs.
-        seconds: to search for, at most.
+        seconds: of the processor, to search for at most.
 
     Raises:
         ValueError: nothing that was planned fits.
     """
-    end, seen, varied, refused = time.monotonic() + seconds, {}, set(), ["none divides the sizes"]
+    end, seen, varied, refused = math.inf, {}, set(), ["none divides the sizes"]
     key = lambda settings: tuple(settings.items())
 
     def cost(settings: Settings) -> tuple[int, float]:
         """What is less for a faster step; of those that do not fit, for less memory."""
-        if key(settings) not in seen and time.monotonic() < end:
+        if key(settings) not in seen and time.process_time() < end:
             seen[key(settings)] = None
             try:
                 plan = planned_change(c, dict.fromkeys(AXES, 1), chip, programs, settings)
@@ -55,6 +57,9 @@ def search(c: Config, devices: int, chip: Chip, programs: Callable, seconds: flo
             return 2, 0.0
         return (0, change.plan.seconds) if change.plan.fits else (1, change.plan.step.peak)
 
+    with contextlib.suppress(ValueError):  # its mesh may be of other devices
+        cost(_own(c, mesh_sizes(c, devices)))
+    end = time.process_time() + seconds
     best_of_p = []
     for p in _divisors(devices):
         of_t = []
@@ -66,7 +71,7 @@ def search(c: Config, devices: int, chip: Chip, programs: Callable, seconds: flo
         if len(best_of_p) > PATIENCE and min(best_of_p[-PATIENCE:]) > min(best_of_p):
             break
     found = lambda: sorted(filter(None, seen.values()), key=lambda change: cost(change.settings))
-    while time.monotonic() < end and (todo := [x for x in found()[:KEPT] if key(x.settings) not in varied]):
+    while time.process_time() < end and (todo := [x for x in found()[:KEPT] if key(x.settings) not in varied]):
         varied.add(key(todo[0].settings))
         for settings in _varied(c, todo[0], chip):
             cost(settings)
@@ -82,6 +87,14 @@ def search(c: Config, devices: int, chip: Chip, programs: Callable, seconds: flo
 
 def _divisors(n: int) -> list[int]:
     return [k for k in range(1, n + 1) if n % k == 0]
+
+
+def _own(c: Config, sizes: Mapping[str, int]) -> Settings:
+    """The settings of the configuration that a search may change."""
+    own = {f"mesh.{axis}": size for axis, size in sizes.items()}
+    own |= {"training.microbatches": c.training.microbatches, "training.save": c.training.save}
+    stages = (c.pipeline.schedule, c.pipeline.virtual_stages)
+    return own | (dict(zip(_OF_STAGES, stages, strict=True)) if sizes["p"] > 1 else {})
 
 
 def _seeds(c: Config, devices: int, chip: Chip, p: int) -> Iterator[Settings]:
