@@ -58,6 +58,7 @@ class Value:
         kind: of what is known by name: weights, optimizer, batch, gradients, saved; "" for others.
         name: of a weight; "" for others.
         of: the value in whose memory it is, for a renaming and for what is written in place.
+        of_host: whether it is in the memory of the device's host, where it takes none of the device's.
     """
 
     shape: tuple[int, ...]
@@ -66,6 +67,7 @@ class Value:
     kind: str = ""
     name: str = ""
     of: "Value | None" = None
+    of_host: bool = False
 
     @property
     def root(self) -> "Value":
@@ -77,8 +79,8 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the array."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """Bytes of the array in the device's memory."""
+        return 0 if self.of_host else math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
         short = {"bfloat16": "bf16", "bool": "bool"}.get(self.dtype.name)
@@ -168,7 +170,11 @@ def _needed(nodes: list[Node], outs: list[Value]) -> list[Node]:
 def _value(var: Any, site: Site, **more: Any) -> Value:
     dtype = getattr(var.aval, "dtype", np.dtype("float32"))
     is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)  # of random numbers: two words
-    return Value(tuple(getattr(var.aval, "shape", ())), np.dtype("uint64" if is_key else dtype), site, **more)
+    shape, of_host = (
+        tuple(getattr(var.aval, "shape", ())),
+        getattr(var.aval, "memory_space", None) == jax.memory.Space.Host,
+    )
+    return Value(shape, np.dtype("uint64" if is_key else dtype), site, of_host=of_host, **more)
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from shardlib.tick_tables import Costs, simulate
 from shardwright.plan.chips import Chip
 from shardwright.plan.step import Step
-from shardwright.plan.work import Op
+from shardwright.plan.work import HOST, Op
 
 HIDDEN = ("ahead", "after")
 """Timings of collectives that run while the iteration computes."""
@@ -63,6 +63,11 @@ class Plan(NamedTuple):
         """Of the run, at the chip's price on demand; None where none is known."""
         price = self.chip.price_per_hour
         return None if price is None else 24 * self.days * price * self.step.devices
+
+    @property
+    def offloads(self) -> bool:
+        """Whether values move to the host and back, which takes time that is not planned."""
+        return any(row.what.startswith(HOST) for row in self.rows)
 
     @property
     def fits(self) -> bool:

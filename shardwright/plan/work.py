@@ -9,6 +9,8 @@ from shardwright.plan.graph import Graph
 from shardwright.plan.kernels import Kernel, kernels_of, product_shape
 
 _HEAVY = ("matmul", "attention", "loop", "branch")
+HOST = "host"
+"""Beginning of what is moved to the device's host, or from it."""
 _TOGETHER = ("_first", "_last")
 """Ends of the names of tasks that all stages compute together."""
 
@@ -103,6 +105,8 @@ def _op(kernel: Kernel, count: float, loop: int, timing: str) -> Op | None:
             "tensor": operand.name or str(operand),
             "timing": timing,
         }
+    elif any(x.of_host for x in (*node.ins, *node.outs)):
+        what = f"{HOST} {what}"
     elif made.name:
         more["tensor"] = made.name  # the cast of a weight
     if not flops + kernel.traffic:

@@ -90,8 +90,14 @@ def test_a_strange_row_has_no_plan_and_one_line_says_why(tmp_path, capsys, colum
 
 def test_a_row_of_another_length_has_no_plan(tmp_path, capsys):
     table = table_of(tmp_path, HEADER, TINY + ",1,2", "a,b")
-    assert [line.count(",") for line in rows.lines(table)] == [18, 18, 5]  # what is beyond the columns is left out
+    assert [line.count(",") for line in rows.lines(table)] == [18, 18, 18]  # as many as the header
     assert capsys.readouterr().err.count("values for 15 columns") == 2
+
+
+def test_a_table_without_a_measured_row_calibrates_nothing(tmp_path):
+    for row in (TINY.replace(",0.5,", ",,"), "a,b"):
+        with pytest.raises(ValueError, match="no row can be planned and has a measured time"):
+            list(calibration.calibrated(table_of(tmp_path, HEADER, row), 20))
 
 
 def test_what_is_printed_is_read_again(tmp_path):

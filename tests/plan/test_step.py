@@ -17,6 +17,7 @@ from shardwright.plan.chips import chip_of
 from shardwright.plan.graph import graph_of
 from shardwright.plan.plan import plan_of
 from shardwright.run.planning import mesh_sizes, planned_step
+from tools.plan.screen import as_text
 
 KINDS = {"all_gather": "all-gather", "psum_scatter": "reduce-scatter", "psum": "all-reduce"}
 KINDS |= {"ppermute": "collective-permute"}
@@ -104,6 +105,16 @@ def test_stages_of_a_pipeline_and_their_bubble():
     assert plan.bubble > 0
     assert plan.bubble / (plan.bubble + of_stages) < 0.5
     assert {"forward", "backward", "forward_first", "backward_last"} <= {row.task for row in plan.rows}
+
+
+def test_what_is_offloaded_is_in_no_memory_of_the_device():
+    """What a layer marks is in the host's memory then. The device keeps the input of each layer."""
+    marked, offload = (planned(wide(save=save), (1, 1, 8, 1), "h100") for save in ("marked", "offload"))
+    saved = lambda step: sum(array.bytes for array in step.held if array.kind == "saved")
+    assert saved(offload) == 2 * tiny.BATCH // 8 * tiny.LENGTH * 64 * 4 < saved(marked)
+    plans = [plan_of(step, chip_of("h100"), 1) for step in (marked, offload)]
+    assert [plan.offloads for plan in plans] == [False, True]
+    assert as_text(plans[1], "ours").count("and what moving to the host takes") == 1
 
 
 def test_what_a_run_costs_follows_from_a_step():

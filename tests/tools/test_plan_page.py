@@ -78,6 +78,9 @@ def test_the_screen_is_80_columns_wide():
 def test_the_answer_says_what_does_not_fit():
     sizes = 1 + sum(1 / (i + 1) for i in range(30))
     assert f"\nmemory  {sizes:.2f} GiB  of {H100.memory_bytes / GIB:.1f} GiB: fits\n" in as_text(plan(), "ours")
+    assert " of 990 TFLOP/s in bf16\n" in as_text(plan(), "ours")
+    slow = plan()._replace(chip=chip_of("cpu"))
+    assert " of 100 GFLOP/s in bf16\n" in as_text(slow, "ours")
     text, size = as_text(plan(size=40 * GIB), "ours"), 40 * sizes
     over = f"{size - H100.memory_bytes / GIB:.0f} GiB too much"
     assert over in text

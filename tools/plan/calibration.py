@@ -124,6 +124,8 @@ def calibrated(table: Table, most: int) -> Iterator[str]:
     for run in table.runs:
         if isinstance(run, Run) and run.step_s:
             by_chip[run.chip.name][run.trainer].append(run)
+    if not by_chip:
+        raise ValueError("no row can be planned and has a measured time, rate or MFU: give one that calibrates.")
     for chip, of_chip in by_chip.items():
         left, fits = most, {trainer: trainers()[trainer]["fits"] for trainer in of_chip}
         if sum(map(len, fits.values())) > MOST_CONSTANTS:

@@ -132,7 +132,10 @@ def read(path: str) -> Table:
         raise ValueError(f"{path} has {how} column {missing[0]!r}; such a table has the columns {', '.join(needed)}.")
     kept = [i for i, name in enumerate(header) if name not in ADDED]  # they are there if it was printed here
     runs = [_run_or_reason(number, header, row, is_vtrain) for number, row in enumerate(rows, 2)]
-    return Table([header[i] for i in kept], [[row[i] for i in kept if i < len(row)] for row in rows], runs)
+    shown = [
+        [row[i] if i < len(row) else "" for i in kept] for row in rows
+    ]  # as many as the header, of a short row too
+    return Table([header[i] for i in kept], shown, runs)
 
 
 def _run_or_reason(number: int, header: list[str], row: list[str], is_vtrain: bool) -> Run | str:
@@ -263,7 +266,7 @@ def _run(
     c, (sequences, count, length) = trainers()[trainer], batch
     if math.prod(sizes.values()) != chips:
         shown = " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "1"
-        raise ValueError(f"its mesh {shown} is not of {chips} chips")
+        raise ValueError(f"its mesh {shown} is not of {chips} chips; give sizes whose product is their number")
     if sizes["p"] * count > MOST and sizes["p"] > 1:
         raise ValueError(f"it has {count} microbatches on {sizes['p']} stages; at most {MOST} together are planned")
     if "bf16" not in precision or re.search("fp8|float8", precision.lower()):
