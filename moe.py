@@ -214,9 +214,9 @@ def mlp(x: act["E/e G/r/d C/c M"], w: Layer) -> act["E/e G/r/d C/c M +t"]:
 
 @typed
 def in_slots(
-    x: act["B/r/d/e L/c/t M"], routing: Routing, w: Layer, slots: int
+    x: act["B/r/d/e L/c/t M"], routing: Routing, w: Layer, slots: int, k: int
 ) -> tuple[act["B/r/d/e L/c/t M"], f32[""]]:
-    """Weighted sum of the outputs of each position's experts, which have `slots` slots for each sequence.
+    """Weighted sum of the outputs of each position's k experts, which have `slots` slots for each sequence.
 
     Also returns the number of choices that found a slot, on all devices. The first tokens of a sequence that choose an
     expert have its slots. Each device of c and t sends and receives its own slots of each sequence.
@@ -230,7 +230,7 @@ def in_slots(
     token: i32["B/r/d/e E C/c/t"] = own(jnp.sort(place, axis=-1)[..., :slots])
 
     nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L M", x)
-    sent = shardops.take_rows("B/r/d/e [L] M, B/r/d/e E C/c/t -> B/r/d/e E C/c/t M", nx, token)
+    sent = shardops.take_rows("B/r/d/e [L] M, B/r/d/e E C/c/t -> B/r/d/e E C/c/t M", nx, token, repeats=k)
     sent = shardops.rearrange("G/r/d/e E C/c/t M -> E G/r/d/e C/c/t M", sent)
     received = save_for_backward(shardops.all_to_all("E G/r/d/e C/c/t M -> E/e G/r/d C/c/t M", sent))
     received = shardops.all_gather("E/e G/r/d C/c/t M -> E/e G/r/d C/c M", received)
@@ -240,9 +240,9 @@ def in_slots(
 
     weights = shardops.all_gather("B/r/d/e L/c/t E -> B/r/d/e L E", routing.weights)
     weights = shardops.rearrange("B/r/d/e L E -> B/r/d/e E L", weights)
-    weights = shardops.take_rows("B/r/d/e E [L], B/r/d/e E C/c/t -> B/r/d/e E C/c/t", weights, token)
+    weights = shardops.take_rows("B/r/d/e E [L], B/r/d/e E C/c/t -> B/r/d/e E C/c/t", weights, token, repeats=1)
     out = (out * weights[..., None]).astype(x.dtype)
-    out = shardops.add_rows("B/r/d/e E C/c/t M, B/r/d/e E C/c/t -> B/r/d/e [L] M +c +t", out, token)
+    out = shardops.add_rows("B/r/d/e E C/c/t M, B/r/d/e E C/c/t -> B/r/d/e [L] M +c +t", out, token, repeats=k)
     filled = shardops.einsum_unreduced("B/r/d/e E C/c/t -> +r +c +t +d +e", jnp.float32(token < length))
     filled = shardops.psum("+r +c +t +d +e ->", filled)
     return shardops.psum_scatter("B/r/d/e L M +c +t -> B/r/d/e L/c/t M", out), filled
@@ -320,15 +320,11 @@ class Model(train.Llama):
         """RMSNorm of each head of queries or keys, or of all together."""
         if (weight := getattr(w, f"{name}_all")) is None:
             return super().head_norm(heads, x, w, name)
-        product, position = shardops.einsum_unreduced, "B/r/d/e L/c"
-        square = shardops.psum(
-            f"{position} +t -> {position}", product(f"{heads} -> {position} +t", jnp.float32(x) ** 2)
-        )
-        rms = lax.rsqrt(
-            square / (self.c.d_head * (self.c.heads if name == "q_norm" else self.c.n_kv)) + self.c.norm_epsilon
-        )
-        rms = shardops.replicate(f"{position} -> {position} *t", rms)
-        scaled = product(f"{heads}, {position} -> {heads}", jnp.float32(x), rms)
+        product, position, x32 = shardops.einsum_unreduced, "B/r/d/e L/c", jnp.float32(x)
+        square = shardops.psum(f"{position} +t -> {position}", product(f"{heads} -> {position} +t", jnp.square(x32)))
+        mean = square / (math.prod(x.shape[2:]) * shardops.axis_size("t"))
+        scale = shardops.replicate(f"{position} -> {position} *t", lax.rsqrt(mean + self.c.norm_epsilon))
+        scaled = product(f"{heads}, {position} -> {heads}", x32, scale)
         return product(f"{heads}, {heads.removeprefix(position)} -> {heads}", scaled, weight).astype(x.dtype)
 
     @typed
@@ -340,6 +336,10 @@ class Model(train.Llama):
         nx = rms_norm(x, w.mlp_norm, self.c.norm_epsilon)
         routing: Routing = route(nx, w, self.c)
         slots = self.c.slots(shardops.size("L")) if tokens.training else None
-        out, filled = (everywhere(nx, routing, w), None) if slots is None else in_slots(nx, routing, w, slots)
+        out, filled = (
+            (everywhere(nx, routing, w), None)
+            if slots is None
+            else in_slots(nx, routing, w, slots, self.c.experts_per_token)
+        )
         out = out + shared_mlp(nx, w, einsum) if self.c.shared_experts else out
         return x + out, extras_of(routing, filled, w, self.c)

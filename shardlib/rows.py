@@ -4,21 +4,26 @@
 transpose `B/d S/t M, B/d S/t -> B/d [L] M +t` adds each row of S to the row of L that the index says.
 """
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from shardlib import marks, products
 from shardlib.checks import current_scope
 from shardlib.op_checks import cast_to_result, check_operand, checked_op, parse, refuse_repeated_gradient, wrap
 from shardlib.parsing import OpSpec, ShapeSpec, ShardError, parse_shape, sort_axes
 from shardlib.values import describe, varying
 
 
-def take_rows(spec: str, table: Any, ids: Any) -> Any:
+def take_rows(spec: str, table: Any, ids: Any, *, repeats: int | None = None) -> Any:
     """Rows of `table`: `B/d [L] M, B/d S/t -> B/d S/t M`. An id out of [0, L) gives zeros. It does not communicate.
 
-    The operands have their first dims in common. The dim that is looked up is not sharded.
+    The operands have their first dims in common. The dim that is looked up is not sharded. `repeats` is how often an id
+    may occur in a sequence, if that is known: sums of rows with equal ids are then no scatter on a GPU, where XLA makes
+    one slow.
     """
     with checked_op("take_rows", spec, table, ids) as sizes:
         op = parse(spec, 2, "[dim]", "*")
@@ -28,17 +33,17 @@ def take_rows(spec: str, table: Any, ids: Any) -> Any:
         _expect(op, [*ids_spec.dims, *table_spec.dims[common + 1 :]])
         (values, indices), axes, copies = cast_to_result(op, [values, indices], [table, ids])
         values = refuse_repeated_gradient(1, values, op)
-    take = lambda table, ids: table.at[ids].get(mode="fill", fill_value=0)
-    for _ in range(common):
-        take = jax.vmap(take)
-    return wrap(varying(take(values, indices), axes), op.rhs, copies, f"take_rows({op})")
+    partial = [f"+{axis}" for axis in sort_axes(ids_spec.sharded - table_spec.sharded)]
+    gradient = " ".join(map(str, (*table_spec.dims, *partial)))
+    value = _take(common, values.shape[common], repeats, gradient, values, indices)
+    return wrap(varying(value, axes), op.rhs, copies, f"take_rows({op})")
 
 
-def add_rows(spec: str, rows: Any, ids: Any) -> Any:
+def add_rows(spec: str, rows: Any, ids: Any, *, repeats: int | None = None) -> Any:
     """Sums of rows by id: `B/d S/t M, B/d S/t -> B/d [L] M +t`. An id out of [0, L) is left out. No communication.
 
     The current scope has bound the size of L. The result and `ids` have their first dims in common; the sum over the
-    other dims of `ids` is a partial sum over their axes.
+    other dims of `ids` is a partial sum over their axes. `repeats` is that of take_rows.
     """
     with checked_op("add_rows", spec, rows, ids) as sizes:
         op = parse(spec, 2, "[dim]", "*")
@@ -53,14 +58,77 @@ def add_rows(spec: str, rows: Any, ids: Any) -> Any:
         if (count := sizes.get(looked_up.name, current_scope().sizes.get(looked_up.name))) is None:
             raise ShardError(f"the size of {looked_up.name} is not known here", "annotate a local that has this dim")
         (values, indices), axes, copies = cast_to_result(op, [values, indices], [rows, ids])
-    rest = values.shape[len(ids_spec.dims) :]
+    value = _sums(
+        "rows", common, count, repeats, str(dataclasses.replace(op.rhs, index=None, copies=())), values, indices
+    )
+    return wrap(varying(value, axes), op.rhs, copies, f"add_rows({op})")
+
+
+def _sums(what: str, common: int, count: int, repeats: int | None, spec: str, rows: Any, ids: Any) -> jax.Array:
+    """Sums of rows[*common, …, …] by ids[*common, …], of the type `spec`; `what` they are, for the proof."""
+    if not _in_turns(repeats):
+        return _add(common, count, repeats, spec, rows, ids)
+    label = f"{what} are added by their ids, {spec}"  # of which the order does not matter
+    found = marks.region(functools.partial(_add, common, count, repeats, spec), marks.enter(rows, f"{label} [0]"), ids)
+    return marks.leave(found, label, spec)
+
+
+def _in_turns(repeats: int | None) -> bool:
+    return repeats is not None and products.target_device().platform == "gpu"
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _take(common: int, count: int, repeats: int | None, spec: str, table: jax.Array, ids: jax.Array) -> jax.Array:
+    """Rows of table[*common, count, …], of the type `spec`, by ids[*common, …]."""
+    take = lambda table, ids: table.at[ids].get(mode="fill", fill_value=0)
+    for _ in range(common):
+        take = jax.vmap(take)
+    return take(table, ids)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _add(common: int, count: int, repeats: int | None, spec: str, rows: jax.Array, ids: jax.Array) -> jax.Array:
+    """What `_sums` computes."""
 
     def add(rows, ids):
+        rest = rows.shape[ids.ndim :]
+        if _in_turns(repeats):
+            return sums_in_turns(rows.reshape(-1, *rest), ids.reshape(-1), count, repeats)
         return jnp.zeros((count, *rest), rows.dtype).at[ids].add(rows, mode="drop")
 
     for _ in range(common):
         add = jax.vmap(add)
-    return wrap(varying(add(values, indices), axes), op.rhs, copies, f"add_rows({op})")
+    return add(rows, ids)
+
+
+_take.defvjp(
+    lambda *args: (_take(*args), args[-1]),
+    lambda common, count, repeats, spec, ids, g: (
+        _sums("gradients", common, count, repeats, spec, g, ids),
+        None,
+    ),
+)
+_add.defvjp(
+    lambda *args: (_add(*args), args[-1]),
+    lambda common, count, repeats, spec, ids, g: (_take(common, count, repeats, spec, g, ids), None),
+)
+
+
+def sums_in_turns(rows: jax.Array, ids: jax.Array, count: int, repeats: int) -> jax.Array:
+    """Sums of the rows[N, …] that have each id, [count, …], of which each occurs at most `repeats` times.
+
+    The rows with an id are looked up one after the other, in their order.
+    """
+    wanted, order = jnp.arange(count, dtype=ids.dtype), jnp.argsort(ids, stable=True)
+    ids = ids[order]
+    first = jnp.searchsorted(ids, wanted, method="scan")
+    total = jnp.zeros((count, *rows.shape[1:]), jnp.promote_types(rows.dtype, jnp.float32))
+    for turn in range(repeats):
+        place = first + turn
+        is_there = ids.at[place].get(mode="fill", fill_value=count) == wanted
+        row = rows.at[order.at[place].get(mode="clip")].get(mode="clip")
+        total += jnp.where(is_there.reshape(-1, *[1] * (rows.ndim - 1)), row, 0)
+    return total.astype(rows.dtype)
 
 
 def _common(op: OpSpec, table: ShapeSpec, ids: ShapeSpec, indices: jax.Array) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import types
 from pathlib import Path
 
 import jax
@@ -14,7 +15,7 @@ from verifying import verify
 
 import moe
 import train
-from shardlib import shardops
+from shardlib import products, shardops
 from shardlib.shardtypes import f32
 from shardwright.modeling.model import load_model
 from shardwright.run.causality import check_causal
@@ -81,6 +82,13 @@ def used(w: moe.Layer):
     return train.gathered(shardops.replicate("... -> ... *r", w))
 
 
+@pytest.mark.parametrize("slots", [None, 8])
+def test_a_layer_is_that_of_plain_loops_as_on_a_gpu(slots, monkeypatch):
+    """There rows are added in turns, not by a scatter."""
+    monkeypatch.setattr(products, "target_device", lambda: types.SimpleNamespace(platform="gpu"))
+    test_a_layer_is_that_of_plain_loops_on_every_mesh("e=2 c=2 t=2", slots)
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("slots", [None, 8])
 def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots):
@@ -91,7 +99,11 @@ def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots):
     def loss(x: f32["B/r/d/e L/c/t M"], w: moe.Layer, out: f32["B/r/d/e L/c/t M"]) -> tuple:
         w = used(w)
         routing = moe.route(x, w, c)
-        y, filled = (moe.everywhere(x, routing, w), 0.0) if slots is None else moe.in_slots(x, routing, w, slots)
+        y, filled = (
+            (moe.everywhere(x, routing, w), 0.0)
+            if slots is None
+            else moe.in_slots(x, routing, w, slots, c.experts_per_token)
+        )
         total = shardops.einsum_unreduced("B/r/d/e L/c/t M, B/r/d/e L/c/t M -> +r +c +t +d +e", y, out)
         return shardops.psum("+r +c +t +d +e ->", total), filled
 
@@ -125,7 +137,7 @@ def test_an_expert_without_tokens_has_a_zero_gradient(slots):
     def gradient(x: f32["B/r/d/e L/c/t M"], w: moe.Layer) -> moe.Layer:
         def total(w):
             routing = moe.route(x, used(w), c)
-            y = moe.everywhere(x, routing, used(w)) if slots is None else moe.in_slots(x, routing, used(w), slots)[0]
+            y = moe.everywhere(x, routing, used(w)) if slots is None else moe.in_slots(x, routing, used(w), slots, 3)[0]
             square = shardops.einsum_unreduced("B/r/d/e L/c/t M -> +r +c +t +d +e", jnp.square(y))
             return shardops.psum("+r +c +t +d +e ->", square)
 
