@@ -22,17 +22,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import shardops
-from shardlib.shardtypes import f32, typed
-from shardlib.values import apart, mesh_axes, planned_devices, varying
+from shardlib.shardtypes import typed
+from shardlib.values import apart, is_opaque, mesh_axes, planned_devices, unwrap, varying
+from shardwright.modeling.attention import choose
 from shardwright.modeling.blockwise import in_blocks, in_one_state
 from shardwright.modeling.model import act
 from shardwright.modeling.planned_attention import PLANNED, planned_kernel
-from shardwright.modeling.rules import Places, Rule, causal, numbered
+from shardwright.modeling.rules import CAUSAL, Places, Rule, causal, numbered
 
 
 def whole(of_device: Callable, q: Any, k: Any, v: Any, places: Places, *rest: Any) -> jax.Array:
     """Attention where each device has whole sequences."""
     return of_device(q, k, v, (places, places), *rest)
+
+
+def own(weights: Any) -> Any:
+    """Sinks or learned weights as each device of c uses them by itself: a partial sum over c is their gradient."""
+    arrays = jax.tree.map(lambda x: unwrap(x) if is_opaque(x) else x, weights, is_leaf=is_opaque)
+    return varying(arrays, "c")
 
 
 def gather(
@@ -41,7 +48,7 @@ def gather(
     """Each device gathers the keys and values of all positions for its own queries."""
     k, v, keys = gathered(k, v, places)
     with apart("c", "L"):
-        return of_device(q, k, v, (places, keys), rule, *varying((learned, sinks), "c"), drop)
+        return of_device(q, k, v, (places, keys), rule, own(learned), own(sinks), drop)
 
 
 @typed
@@ -62,8 +69,9 @@ def ulysses(
     places: Places,
     rule: Rule,
     learned: tuple,
-    sinks: f32["B/r/d/e N/t P"] | None,
+    sinks: Any,
     drop: None,
+    by_einsum: bool = False,
 ) -> act["B/r/d/e L/c N/t P D"]:
     """Each device has all positions of the heads of one H/c: of G kv heads, or of R parts of the queries of each."""
     g, r = shares(q.shape[2] * shardops.axis_size("t"))
@@ -90,13 +98,15 @@ def ulysses(
     of_all = functools.partial(shardops.all_gather, "B/r/d/e L/c -> B/r/d/e L", replicated=True)
     index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
     places = Places(index, of_all(places.position), of_all(places.document))
-    out = shardops.per_device(
+    of_a_kernel = functools.partial(
+        shardops.per_device,
         "B/r/d/e L K/t H/c Q D",
         attend,
-        *(q, of_heads(k), of_heads(v), places, varying(sinks, "c")),
         reason="each device of c computes the heads that it has, of whole sequences",
         takes="B/r/d/e L K/t H/c Q D, B/r/d/e L K/t H/c D, B/r/d/e L K/t H/c D",
     )
+    run = attend if by_einsum and sinks is None else of_a_kernel  # the proof follows an einsum
+    out = run(q, of_heads(k), of_heads(v), places, own(sinks))
     out = shardops.all_to_all("B/r/d/e L K/t H/c Q D -> B/r/d/e L/c K/t H Q D", out)
     return shardops.rearrange("B/r/d/e L/c K/t (G R) Q D -> B/r/d/e L/c (K/t G) (R Q) D", out, G=g)
 
@@ -117,7 +127,7 @@ def ring(
     places: Places,
     rule: Rule,
     learned: tuple,
-    sinks: f32["B/r/d/e K/t Q"] | None,
+    sinks: Any,
     drop: None,
 ) -> act["B/r/d/e L/c K/t Q D"]:
     """Keys and values pass around the devices of c."""
@@ -131,7 +141,7 @@ def ring(
         out = shardops.per_device(
             "B/r/d/e Z/c K/t Q D",
             functools.partial(in_blocks, rule, True),
-            *in_one_state(q, k, v, (places, places), sinks, learned),
+            *in_one_state(q, k, v, (places, places), own(sinks), own(learned)),
             reason="in n turns each device of c has the keys of all; a softmax adds up block by block, in any order",
             takes="B/r/d/e Z/c K/t Q D, B/r/d/e Z/c K/t D, B/r/d/e Z/c K/t D" + ", B/r/d/e Z/c" * 6,
         )
@@ -160,6 +170,9 @@ def way(training: Any, q: Any, learned: tuple, dropout: bool) -> Callable:
     """The way of a run on the mesh in force. Raises ValueError if it cannot compute this."""
     if (how := way_of(training)) != "whole":
         _check(how, training.attention, q, learned, dropout)
+    if how == "ulysses":
+        q, keys = on_device(how, q)
+        return functools.partial(ulysses, by_einsum=choose(training.attention, CAUSAL, q, keys=keys) == "einsum")
     return WAYS[how]
 
 

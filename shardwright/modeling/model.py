@@ -145,7 +145,8 @@ class LanguageModel(Protocol):
             tokens: the tokens, with their place in documents.
             attend: (queries, keys, values, rule, *learned, sinks=None, drop=None) -> output of attention. `rule` says
                 who attends to whom (rules.py), with the weights `learned` if it needs any. `sinks`,
-                f32['B/r/d/e K/t Q'], are scores of keys without values. `drop` applies dropout to attention weights.
+                f32['B/r/d/e K/t Q *c'], are scores of keys without values: copies on each device of c, as are weights
+                of a rule. `drop` applies dropout to attention weights.
                 All that a position learns from others must pass through `attend`, or the model is not sampled.
             einsum: `shardops.einsum_unreduced`, or the same in FP8, for products with weights.
         """
