@@ -1,4 +1,4 @@
-"""docs/changing.md: each recipe, made in a copy of train.py, against a dense computation, optax or torch."""
+"""docs/changing.md: each recipe, in a copy of train.py, against a dense computation, optax or torch; and its Python."""
 
 import dataclasses
 import functools
@@ -6,17 +6,23 @@ import re
 
 import dense
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 import tiny
+import yaml
 from jax.sharding import AbstractMesh, AxisType
 from recipes import PAGE, RECIPES, changed, hunks, module_of
 from verifying import verify
 
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.optimizers.config import GroupConfig
+from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.config import PipelineConfig
+from shardwright.run.opening import fresh_state, read_weights
+from shardwright.run.stages import placement_of
 from shardwright_data.loader import TokenBatch, batch_shapes
 
 TABLE = re.findall(r"^\| \[(.*?)\]\(.*?\) \| (.*?) \|", PAGE, flags=re.M)
@@ -253,6 +259,71 @@ def test_an_average_of_the_weights():
         average = jax.tree.map(lambda a, w: 0.999 * a + 0.001 * w, average, w)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), found.state.ema, average)
     assert np.abs(average.embed - found.state.weights.embed).max() > 1e-3
+
+
+def with_products(w):
+    """Weights with the factors of LoRA multiplied out."""
+    of = w.layers
+    q, v = jnp.einsum("lmr,lrkqd->lmkqd", of.a_q, of.b_q), jnp.einsum("lmr,lrkd->lmkd", of.a_v, of.b_v)
+    return dataclasses.replace(w, layers=dataclasses.replace(of, w_q=of.w_q + q, w_v=of.w_v + v))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_lora_trains_its_factors_alone_and_is_the_dense_model_with_their_products(tmp_path, mesh):
+    """From a run without them; and what `merge` of the page writes is the same model."""
+    c = tiny.config(tiny.model(layers=4))
+    with jax.set_mesh(tiny.mesh("d=2")), Checkpointer(tmp_path / "base" / "checkpoints") as checkpoints:
+        base = tiny.weights(c.model)
+        checkpoints.save(3, {"weights": base}, {"config": dataclasses.asdict(c), "loader": {}})
+        base = jax.tree.map(np.asarray, base)
+    _, groups = re.search(r"^```yaml\n(training:\n.*?)```", PAGE, flags=re.S | re.M)[1].split("groups:\n")
+    c.optimizer = tiny.optimizer(warmup_steps=0, clip_norm=1e9, weight_decay=0)
+    c.optimizer.groups = [GroupConfig(**group) for group in yaml.safe_load(groups)]
+    c.training.init_from, c.training.init_from_missing = str(tmp_path / "base"), "fresh"
+    if mesh.startswith("p"):
+        c.training.microbatches, c.pipeline = 2, PipelineConfig(schedule="1f1b")
+    c.model = dataclasses.replace(c.model, module="changed_train")
+    host = lambda tree: jax.tree.map(np.asarray, tree)
+    loss = lambda w: dense.cross_entropy(dense.logits(w, TOKENS, tiny.model(layers=4)), BATCH)
+    value_and_grad = jax.jit(jax.value_and_grad(lambda w: loss(with_products(w))))
+    with module_of(changed("LoRA")) as train, jax.set_mesh(tiny.mesh(mesh)):
+        model, batch = load_model(c.model), tiny.place_batch(c)
+        init = functools.partial(train.init_state, c=c, model=model)
+        state = fresh_state(c, placement_of(c, model), init, train.State)
+        trained = {name for name in named_leaves(state.weights) if name.startswith(("layers/a_", "layers/b_"))}
+        assert len(trained) == 4
+        assert named_leaves(state.adam_mu).keys() == named_leaves(state.adam_nu).keys() == trained
+        step, evaluation = train.make_training_step(c, model), train.make_evaluation_step(c, model)
+        for i in range(3):
+            before, mu = host(state.weights), host(state.adam_mu)
+            state, metrics = step(state, batch, np.int32(i))
+            expected, g = value_and_grad(before)
+            np.testing.assert_allclose(metrics.loss, expected if i else loss(base), rtol=2e-5)
+            for name, ours in named_leaves(host(state.adam_mu)).items():
+                theirs = named_leaves(g)[name]
+                ours = (ours - 0.9 * named_leaves(mu)[name]) / np.float32(0.1)
+                np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5 * np.abs(theirs).max(), err_msg=name)
+        after = host(state.weights)
+        for name, x in named_leaves(after).items():
+            if name in trained:
+                assert np.abs(x - named_leaves(before)[name]).max() > 1e-3
+            else:
+                np.testing.assert_array_equal(x, named_leaves(base)[name])
+        with Checkpointer(tmp_path / "lora" / "checkpoints") as checkpoints:
+            checkpoints.save(3, state, {"config": dataclasses.asdict(c), "loader": {}})
+        nats, targets = evaluation(state.weights, batch)
+    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.S | re.M)
+    exec(code, scope := {})
+    scope["merge"](str(tmp_path / "lora"), str(tmp_path / "merged"))
+    c.model = tiny.model(layers=4)
+    with jax.set_mesh(tiny.mesh("one device")):
+        merged, did = read_weights(tmp_path / "merged", tiny.weights(c.model), dataclasses.asdict(c))
+    assert not did["made fresh"] + did["left"]
+    merged = host(merged)
+    np.testing.assert_allclose(nats / targets, loss(merged), rtol=2e-5)
+    for name, x in named_leaves(merged).items():
+        np.testing.assert_allclose(x, named_leaves(with_products(after))[name], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.quick
