@@ -141,11 +141,12 @@ def _again(graph: Graph) -> dict[Value, float]:
 
 
 def _flops(value: Value, made: dict, known: set[Value]) -> float:
-    kernel = made.get(value)
-    if kernel is None or value in known:
-        return 0.0
-    own = work_of(Graph([], [kernel.node], []))
-    inner = {**made}
-    for written in kernel.writes:
-        inner.pop(written, None)
-    return sum(op.flops for op in own) + sum(_flops(x, inner, known) for x in kernel.reads)
+    """FLOPs of what makes a value of what is known, each kernel once."""
+    left, found = [value], {}
+    while left:
+        at = left.pop()
+        kernel = None if at in known else made.get(at)
+        if kernel is not None and kernel not in found:
+            found[kernel] = sum(op.flops for op in work_of(Graph([], [kernel.node], [])))
+            left += kernel.reads
+    return sum(found.values())

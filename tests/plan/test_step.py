@@ -16,6 +16,7 @@ from shardwright.modeling.weights import shapes_of
 from shardwright.plan.chips import chip_of
 from shardwright.plan.graph import graph_of
 from shardwright.plan.plan import plan_of
+from shardwright.plan.step import _again
 from shardwright.run.planning import mesh_sizes, planned_step
 from tools.plan.screen import as_text
 
@@ -75,6 +76,22 @@ def test_what_no_result_needs_is_left_out():
     assert "sin" not in operations
     (branches,) = (node.bodies for node in graph.nodes if node.op == "cond")
     assert [[node.op for node in branch.nodes] for branch in branches] == [[], ["dot_general"]]
+
+
+def test_what_is_computed_again_is_counted_once():
+    """Both factors of each turn need the turn before."""
+
+    def f(x, w):
+        def turn(x, _):
+            y = x
+            for _ in range(12):
+                y = (y @ w) * (w @ y)
+            return x, y
+
+        return jax.lax.scan(turn, x, None, length=3)
+
+    (flops,) = _again(graph_of(jax.make_jaxpr(f)(jnp.ones((4, 4)), jnp.ones((4, 4))), {})).values()
+    assert flops == 3 * 12 * 2 * 2 * 4**3
 
 
 def test_flops_by_hand():

@@ -24,7 +24,7 @@ PATIENCE = 2
 _OF_STAGES = ("pipeline.schedule", "pipeline.virtual_stages")
 
 
-def search(c: Config, devices: int, chip: Chip, programs: Callable, seconds: float = 100.0) -> list[Change]:
+def search(c: Config, devices: int, chip: Chip, programs: Callable, seconds: float = 60.0) -> list[Change]:
     """The settings that were planned and fit, the fastest first.
 
     Begins with the settings of the configuration, where its mesh is of so many devices, and a mesh for each number of
