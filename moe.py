@@ -26,6 +26,7 @@ from shardlib.layers import Extras
 from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass, typed
 from shardwright.modeling import settings
 from shardwright.modeling.model import Tokens, act
+from shardwright.modeling.norms import rms_norm_of_heads
 from shardwright.modeling.weights import Weight, matrix, vector
 from shardwright_data.checks import above_0, at_least_0, check_choice, within
 from train import rms_norm
@@ -320,12 +321,7 @@ class Model(train.Llama):
         """RMSNorm of each head of queries or keys, or of all together."""
         if (weight := getattr(w, f"{name}_all")) is None:
             return super().head_norm(heads, x, w, name)
-        product, position, x32 = shardops.einsum_unreduced, "B/r/d/e L/c", jnp.float32(x)
-        square = shardops.psum(f"{position} +t -> {position}", product(f"{heads} -> {position} +t", jnp.square(x32)))
-        mean = square / (math.prod(x.shape[2:]) * shardops.axis_size("t"))
-        scale = shardops.replicate(f"{position} -> {position} *t", lax.rsqrt(mean + self.c.norm_epsilon))
-        scaled = product(f"{heads}, {position} -> {heads}", x32, scale)
-        return product(f"{heads}, {heads.removeprefix(position)} -> {heads}", scaled, weight).astype(x.dtype)
+        return rms_norm_of_heads(heads, x, weight, self.c.norm_epsilon)
 
     @typed
     def layer(

@@ -6,7 +6,8 @@
     model = transformers.AutoModelForCausalLM.from_pretrained("exported")
     tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
 
-A model of train.py becomes a Llama; with QK-norm, a Qwen3. The module of another model (model.module) is
+A model of train.py becomes a Llama; with QK-norm, a Qwen3. moe.py and family.py become what docs/huggingface.md lists.
+The module of another model (model.module) is
 converted by its own `to_huggingface`, which docs/huggingface.md describes. A weight or a setting that the format cannot
 hold, or attention that is not plain causal, is refused by name. Then the logits of a text are computed twice, by
 transformers from the files and as the run does. If they differ, nothing is written. The output is complete or missing.
@@ -116,7 +117,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
         weights, _ = saved.read_weights(model, train.programs, config.other_source, log)
     weights = jax.tree.map(np.asarray, weights)
     content, tensors = mapping_of(c.model.module).to_huggingface(weights, c.model)
-    check_rules(c.model, content["model_type"])
+    check_rules(c.model, content)
     if content.get("max_position_embeddings", 0) is None:
         content["max_position_embeddings"] = c.training.seq_len
 

@@ -2,7 +2,8 @@
 
     python -m tools.huggingface_to_checkpoint model=<directory, or name on the hub> output=runs/<name>
 
-Llama, models with its math (TinyLlama, SmolLM, Mistral without a sliding window …) and Qwen3 become models of train.py.
+Llama, models with its math (TinyLlama, SmolLM, Mistral without a sliding window …) and Qwen3 become models of train.py;
+mixtures of moe.py, and Qwen2, Mistral 0.1, OLMo 2, SmolLM 3, Gemma 2 and Phi-3 of family.py.
 Another model_type is converted by `from_huggingface` of the module of that name, or of the one that `module` names;
 docs/huggingface.md describes that function. Settings that change the math and are not supported are refused by name.
 Then the logits of a text are computed twice, by transformers from the model's files and as a run does. If they differ,
@@ -31,9 +32,7 @@ from shardwright.run.checkpoint import Checkpointer
 from shardwright.settings.program import run_program
 from shardwright_data.checks import within
 from shardwright_data.foreign import read_object, refused, shown
-from tools.huggingface.check import check_rules, compare_logits, mapping_of
-from tools.huggingface.experts import KINDS
-from tools.huggingface.llama import ARCHITECTURES
+from tools.huggingface.check import check_rules, compare_logits, mapping_of, module_for
 
 FILES = ["config.json", "tokenizer.json", "model*.safetensors"]
 """Files to download of a model on the hub; some models have their weights again, in other formats."""
@@ -48,7 +47,8 @@ class Settings:
     output: str = MISSING
     """The directory to write, runs/<name> for example; it must not have checkpoints yet."""
     module: str | None = None
-    """Value of model.module. Null: train for Llama, Mistral and Qwen3, else the module named like the model_type."""
+    """Value of model.module. Null: train, moe or family for the types that they have, else the module named like the
+    model_type."""
     bos_id: int | None = within(0, 2**31, None)
     """The id before the first token of each document. Null: the config's bos_token_id."""
     check: bool = True
@@ -88,17 +88,17 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     if bos is None:
         raise ValueError("config.json: bos_token_id is None; give bos_id=<the id that begins each document>.")
     kind = content.get("model_type")
-    name = config.module or ("train" if kind in ARCHITECTURES else "moe" if kind in KINDS else str(kind))
+    content = as_transformers_reads(content | {"bos_token_id": bos})
+    name = config.module or module_for(content)
     if not config.module and name != "train" and not is_shipped(name):
         raise ValueError(
             f"config.json: model_type is {kind!r}, and shardwright has no model of that name; give module=<its module>."
         )
-    content = as_transformers_reads(content | {"bos_token_id": bos})
     c, weights = mapping_of(name).from_huggingface(content, Tensors(directory))
     c.module = name
     if not 0 <= c.bos_id < c.vocab:
         raise ValueError(f"bos_id is {c.bos_id}; it must be an id of the vocabulary, at least 0 and below {c.vocab}.")
-    check_rules(c, kind)
+    check_rules(c, content)
     log(f"compared   {compare_logits(c, weights, directory) if config.check else 'nothing: check=false'}")
     model = dataclasses.asdict(c)
     length = content.get("max_position_embeddings") or content.get("n_positions") or 2048

@@ -178,7 +178,7 @@ SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "sharded",
 """Settings that train.py and the tools read from any ModelConfig."""
 PARTS = ("Weights", "embed", "layer", "logits")
 """Parts that each Model has beside `c` and `table`."""
-SHIPPED = ("train", "gpt2", "moe")
+SHIPPED = ("train", "gpt2", "moe", "family")
 """The modules of models that stand beside this package."""
 
 

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/architecture.md"
-FILES = ("gpt2.py", "moe.py", "train.py", "jax_extra.py")
+FILES = ("family.py", "gpt2.py", "moe.py", "train.py", "jax_extra.py")
 INSIDE = {
     "shardwright": (
         "sampling",

@@ -25,6 +25,7 @@ from omegaconf import OmegaConf
 from recipes import SOURCE, module_of
 from shipped import CONFIGS, load
 
+import family
 import gpt2
 from shardlib.shardtypes import ShardError
 from shardwright.modeling.attention_calls import describe_attention
@@ -180,7 +181,11 @@ def test_commands_compose(page, monkeypatch):
 
 # ---- settings and files -------------------------------------------------------------------------------------------
 
-OTHER_SECTIONS = {"model": (ModelConfig, gpt2.ModelConfig), "verify": (VerifyConfig,), "tokenizer": (TokenizerConfig,)}
+OTHER_SECTIONS = {
+    "model": (ModelConfig, family.ModelConfig, gpt2.ModelConfig),
+    "verify": (VerifyConfig,),
+    "tokenizer": (TokenizerConfig,),
+}
 SECTIONS = {field.name: (field.type,) for field in dataclasses.fields(Config)} | OTHER_SECTIONS
 
 

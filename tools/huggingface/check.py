@@ -10,19 +10,31 @@ from shardlib.shardtypes import f32, make_shardings, typed_shard_map
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.attention_calls import calls_of
 from shardwright.modeling.model import compute_scope, load_model, module_of
-from shardwright.modeling.rules import Rule, causal, same_document
+from shardwright.modeling.rules import Rule, Window, causal, same_document
 from shardwright.run.config import TrainingConfig
 from shardwright_data.foreign import refused
 from shardwright_data.loader import TokenBatch
-from tools.huggingface import experts, llama
+from tools.huggingface import experts, families, llama
 from train import Forward
 
 LENGTH = 32
 """Largest number of tokens in the text that is compared: bos and random ones."""
 TOLERANCE = 2**-15
 """Largest difference of two results, divided by the largest entry. transformers rounds angles and norms to f32."""
-PLAIN = ("llama", "mistral", "qwen3", "gpt2", *experts.KINDS)
-"""Types of models with causal attention alone."""
+CAUSAL = ("llama", "qwen3", "gpt2", *experts.KINDS, *families.KINDS)
+"""Types of models with causal attention, and windows where config.json says so."""
+
+
+MODULES = {"train": llama.ARCHITECTURES, "moe": experts.KINDS, "family": families.KINDS}
+"""Modules that have types of models other than their own name."""
+
+
+def module_for(config: dict) -> str:
+    """The value of model.module for a model with this config.json, as transformers reads it."""
+    kind = config.get("model_type")
+    if kind == "mistral" and config["sliding_window"]:
+        return "family"
+    return next((module for module, kinds in MODULES.items() if kind in kinds), str(kind))
 
 
 def mapping_of(module: str) -> Any:
@@ -31,7 +43,7 @@ def mapping_of(module: str) -> Any:
     Raises:
         ValueError: there is no such module, or it lacks them.
     """
-    found = {"train": llama, "moe": experts}.get(module) or module_of(module)
+    found = {"train": llama, "moe": experts, "family": families}.get(module) or module_of(module)
     for name in ("to_huggingface", "from_huggingface"):
         if not hasattr(found, name):
             raise ValueError(f"model.module is {module!r}, which has no {name}; see docs/huggingface.md.")
@@ -49,18 +61,21 @@ def one_device() -> Any:
     return jax.set_mesh(make_mesh(jax.devices("cpu")[:1]))
 
 
-def check_rules(c: Any, model_type: str) -> None:
-    """Raises ValueError if positions see others than in a model of this type, which a short text may not show."""
-    if model_type not in PLAIN:
+def check_rules(c: Any, config: dict) -> None:
+    """Raises ValueError if positions see others than config.json says, which a short text may not show."""
+    model_type, window = config.get("model_type"), config.get("sliding_window")
+    if model_type not in CAUSAL:
         return
     with one_device():
         calls = calls_of(forward_of(c), LENGTH)
     for call in calls:
-        if set(call.rule.visible) - {same_document} != {causal}:
+        layers = config.get("layer_types") or ["sliding_attention"] * (call.place + 1)
+        windows = (Window(window),) if window and layers[call.place] == "sliding_attention" else ()
+        if set(call.rule.visible) - {same_document} != {causal, *windows}:
             raise ValueError(
                 f"layer {call.place} has attention by the rule `{call.rule}`; {model_type} in transformers has "
-                f"`{Rule()}`: it gives other logits. A module with functions of its own can exchange such a model as "
-                "another model_type."
+                f"`{Rule((causal, same_document, *windows))}`: it gives other logits. A module with functions of "
+                "its own can exchange such a model as another model_type."
             )
 
 

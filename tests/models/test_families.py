@@ -1,0 +1,211 @@
+"""family.py against transformers' own models of each family: logits, gradients, greedy texts, there and back."""
+
+import dataclasses
+import json
+
+import huggingface_models as models
+import jax
+import numpy as np
+import pytest
+import tiny
+from huggingface_models import assert_same, export, losses_and_gradients, to_run
+from safetensors.numpy import load_file
+from verifying import verify
+
+import family
+import train
+from shardwright.modeling.model import load_model
+from shardwright.run.soundness import find_unsound
+from tools.huggingface import families
+from tools.verify.meshes import abstract_mesh_of
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "max_position_embeddings": 96, "bos_token_id": 3, "eos_token_id": 1, "pad_token_id": None,
+    "tie_word_embeddings": False, "attn_implementation": "eager",
+}  # fmt: skip
+KINDS = {
+    "Qwen2": {},
+    "Mistral": {"sliding_window": 5},
+    "Olmo2": {},
+    "SmolLM3": {"no_rope_layer_interval": 2},
+    "Gemma2": {
+        "sliding_window": 5, "head_dim": 8, "query_pre_attn_scalar": 11, "attn_logit_softcapping": 0.5,
+        "final_logit_softcapping": 2.0, "tie_word_embeddings": True,
+    },
+    "Phi3": {"sliding_window": 5},
+}  # fmt: skip
+
+
+OURS = {
+    "Qwen2": {"qkv_bias": True},
+    "Mistral": {"window": 5},
+    "Olmo2": {"norms": "after", "qk_norm_all": True},
+    "SmolLM3": {"no_rope_every": 2},
+    "Gemma2": {
+        "norms": "both", "norm_offset": True, "embedding_scaled": True, "activation": "gelu", "window": 5,
+        "full_every": 2, "attention_softcap": 0.5, "attention_scalar": 11, "logit_softcap": 2.0,
+        "tied_embeddings": True,
+    },
+}  # fmt: skip
+"""Settings of ours for each kind of math."""
+
+
+def ours(name: str, **changes) -> family.ModelConfig:
+    sizes = {"vocab": 64, "d_model": 32, "layers": 4, "n_kv": 4, "n_q_per_kv": 2, "d_head": 4, "d_ff": 48}
+    return family.ModelConfig(**sizes | OURS[name] | changes)
+
+
+@pytest.fixture
+def one_device():
+    with jax.set_mesh(tiny.mesh("one device")):
+        yield
+
+
+def theirs(name: str, **changes):
+    """A small model of transformers whose weights are all random: norms and biases too."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    config = getattr(transformers, f"{name}Config")(**SIZES | KINDS[name] | changes)
+    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(parameter + 0.3 * noise if parameter.ndim == 1 else 0.2 * noise)
+    return model
+
+
+def their_logits(model, batch, bos_id: int):
+    """Logits of a model of transformers by masks of its own, where each row is one document."""
+    import torch
+
+    ids = np.pad(batch.targets[:, :-1], ((0, 0), (1, 0)), constant_values=bos_id)
+    return model(input_ids=torch.tensor(ids.astype(np.int64)), use_cache=False).logits
+
+
+def imported(model, tmp_path) -> tuple:
+    """Its ModelConfig and weights, as a run has them."""
+    model.save_pretrained(tmp_path / "model")
+    assert "with those of transformers: they differ by" in to_run(tmp_path / "model", tmp_path / "run")
+    return models.read(tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_model_of_transformers_and_its_logits(name, one_device, tmp_path):
+    """Logits and greedy text of a run are theirs; the export has the same tensors, to the bit, and the same class."""
+    import transformers
+
+    model = theirs(name)
+    c, w = imported(model, tmp_path)
+    assert (c.module, c.family) == ("family", model.config.model_type)
+    batch, logits = models.rows(c), models.logits_of(c)
+    expected = their_logits(model, batch, c.bos_id).detach().numpy()
+    assert np.abs(expected).max() > 0.5
+    np.testing.assert_allclose(logits(w, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+    ids = np.array([c.bos_id], np.uint32)
+    for place in range(12):
+        batch.targets[:, :place] = ids[1:]
+        ids = np.append(ids, logits(w, batch)[0, place].argmax().astype(np.uint32))
+    start = model.dummy_inputs["input_ids"].new_tensor([[c.bos_id]])
+    assert model.generate(start, max_new_tokens=12, do_sample=False, eos_token_id=None)[0].tolist() == ids.tolist()
+
+    export(models.save(tmp_path / "again", w, c), tmp_path / "exported")
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")) is type(model)
+    before, after = (load_file(tmp_path / directory / "model.safetensors") for directory in ("model", "exported"))
+    assert before.keys() == after.keys()
+    assert all(np.array_equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["r=2 d=2 t=2", "e=2 c=2 t=2"])
+@pytest.mark.parametrize("name", KINDS)
+def test_gradients_are_those_of_transformers(name, mesh, one_device, tmp_path):
+    model = theirs(name)
+    c, w = imported(model, tmp_path)
+    batch = tiny.host_batch()
+    batch.is_seq_start[:] = np.arange(tiny.LENGTH) == 0
+    with jax.set_mesh(tiny.mesh(mesh)):
+        w = tiny.place(jax.tree.map(np.asarray, w), family.Weights)
+        logits, loss, gradients = losses_and_gradients(w, batch, c)
+    gradients = families.names_of(c, c.family).to_tensors(gradients, family.weight_table(c))
+    expected = their_logits(model, batch, c.bos_id)
+    assert_same((logits, loss, gradients), expected, model, batch)
+
+
+@pytest.mark.parametrize("sizes", ["r2 d2 c2 t2", pytest.param("p2 e2 t2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", OURS)
+def test_steps_are_proved(name, sizes):
+    """With no code that is taken to be right."""
+    c = tiny.config(ours(name), microbatches=2, batch_size=16)
+    mesh = {word[0]: int(word[1:]) for word in sizes.split()}
+    with abstract_mesh_of(dict.fromkeys("prdect", 1) | mesh):
+        found = find_unsound(train.programs, c, load_model(c.model), jax.sharding.get_abstract_mesh())
+    assert [str(finding) for finding in found] == []
+
+
+# ---- refusals -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("Qwen2", {"use_sliding_window": True, "sliding_window": 8}, "use_sliding_window is True"),
+        (
+            "SmolLM3",
+            {"no_rope_layers": [1, 0, 0, 1]},
+            r"no_rope_layers is \[1, 0, 0, 1\], and this model has \[1, 0, 1, 0\]",
+        ),
+        ("Gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types is .*full_attention"),
+        ("Gemma2", {"attention_bias": True}, "attention_bias is True"),
+        ("Phi3", {"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
+        ("Phi3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ("Olmo2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+    ],
+)
+def test_other_math_is_refused_by_name(name, changes, message):
+    config = getattr(pytest.importorskip("transformers"), f"{name}Config")(**SIZES | KINDS[name]).to_dict()
+    config["rope_parameters"] |= changes.pop("rope_scaling", {}) | {
+        key: changes.pop(key) for key in ("partial_rotary_factor",) if key in changes
+    }
+    with pytest.raises(ValueError, match=message):
+        families.from_huggingface(config | changes, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("Qwen2", {"norms": "after"}, "model.norms is 'after'; qwen2 in transformers does not have it"),
+        ("Mistral", {"full_every": 2}, "model.full_every is 2; mistral in transformers"),
+        ("Mistral", {"family": "smollm3"}, "model.window is 5; smollm3 in transformers"),
+        ("Mistral", {"logit_softcap": 3.0}, "model.logit_softcap is 3.0; mistral in transformers"),
+        ("Olmo2", {"family": "llama"}, "model.family is 'llama'; it can be mistral, qwen2"),
+    ],
+)
+def test_what_no_family_has_is_refused_by_name(name, changes, message):
+    with pytest.raises(ValueError, match=message):
+        families.to_huggingface(None, ours(name, **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"full_every": 3}, "model.layers is 4; .* multiple of 3"),
+        ({"full_every": 2, "window": None}, "model.full_every is 2, but no layer has a window"),
+        ({"qk_norm": True, "qk_norm_all": True}, "both true"),
+        ({"norms": "none"}, "model.norms is 'none'"),
+    ],
+)
+def test_settings_that_contradict_each_other(changes, message):
+    with pytest.raises(ValueError, match=message):
+        ours("Mistral", **changes).check(seq_len=16)
+
+
+@pytest.mark.long
+def test_a_step_with_all_switches_is_the_same_on_a_mesh(tmp_path):
+    """In f64, on one device and on another mesh."""
+    (tmp_path / "model").mkdir()
+    model = dataclasses.asdict(ours("Gemma2", qkv_bias=True, qk_norm_all=True, no_rope_every=4))
+    (tmp_path / "model/all.yaml").write_text(json.dumps(model))
+    done = verify(tmp_path, f"--config-dir={tmp_path}", "model=all", "verify.meshes=[e2c2t2]", "mesh.p=1")
+    assert done.returncode == 0, done.stdout + done.stderr
