@@ -250,14 +250,16 @@ def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> 
                 f"the sharded of {c.model.module}.ModelConfig has {name!r}: {axes!r}; it maps names of settings to "
                 "axes of the mesh, with · between them: t, d, t·d or t·d·p."
             )
-    sizes = {f"model.{name}": axes for name, axes in c.model.sharded.items()}
+    sizes = [(f"model.{name}", axes) for name, axes in c.model.sharded.items()]
     if getattr(c.model, "qk_norm", False):
-        sizes["model.d_head"] = "t·c·d·e"
+        sizes.append(("model.d_head", "t·c·d·e"))
     if of_batch:
-        sizes |= {"training.seq_len": "c·t", "training.batch_size": "r·d·e·training.microbatches"}
-        sizes |= {} if c.training.loss_chunk is None else {"training.loss_chunk": "c·t"}
-    factors = {"training.microbatches": c.training.microbatches, **axes_of_mesh(mesh)}
-    for name, axes in sizes.items():
+        sizes += [("training.seq_len", "c·t"), ("training.batch_size", "r·d·e·training.microbatches")]
+        sizes += [] if c.training.loss_chunk is None else [("training.loss_chunk", "c·t")]
+        # A device of a ring has two chunks.
+        sizes += [("training.seq_len", "2·c")] if c.training.context == "ring" and mesh.get("c", 1) > 1 else []
+    factors = {"training.microbatches": c.training.microbatches, "2": 2, **axes_of_mesh(mesh)}
+    for name, axes in sizes:
         section, field = name.split(".")
         value, of_mesh = getattr(getattr(c, section), field), [axis for axis in axes.split("·") if axis in factors]
         devices = math.prod(factors[axis] for axis in of_mesh)

@@ -10,6 +10,7 @@ from shardlib import shardops
 from shardlib.axes import AXES, AXIS_ORDER
 from shardlib.shardtypes import ShardError, i32, typed_shard_map
 from shardwright.cluster.config import MeshConfig
+from shardwright.run.config import check_divides
 
 
 def step(mesh: str, **training) -> tuple[float, float]:
@@ -41,6 +42,13 @@ def test_dropout_does_not_depend_on_the_mesh(tmp_path):
     meshes = "verify.meshes=[d2e2t2]"
     done = verify(tmp_path, meshes, "model.dropout=0.1", "mesh.p=1", name="local_gpt2")
     assert done.stdout.splitlines()[-1] == "In f64, all 1 meshes agree with one device.", done.stdout + done.stderr
+
+
+def test_a_ring_has_two_chunks_for_each_device():
+    c = tiny.config(context="ring", seq_len=12)
+    check_divides(c, {"c": 2})
+    with pytest.raises(ValueError, match=r"seq_len is 12; on the mesh .*c=4 .* must be a multiple of 2·c = 8"):
+        check_divides(c, {"c": 4})
 
 
 def test_the_tables_have_the_same_axes():
