@@ -30,7 +30,8 @@ KINDS = {
     "Olmo2": {},
     "SmolLM3": {"no_rope_layer_interval": 2},
     "Gemma2": {
-        "sliding_window": 5, "head_dim": 8, "query_pre_attn_scalar": 11, "attn_logit_softcapping": 0.5,
+        "sliding_window": 5, "head_dim": 8, "hidden_act": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 11, "attn_logit_softcapping": 0.5,
         "final_logit_softcapping": 2.0, "tie_word_embeddings": True,
     },
     "Phi3": {"sliding_window": 5},
@@ -158,6 +159,7 @@ def test_steps_are_proved(name, sizes):
         ),
         ("Gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types is .*full_attention"),
         ("Gemma2", {"attention_bias": True}, "attention_bias is True"),
+        ("Gemma2", {"hidden_act": "silu"}, "hidden_act is 'silu'"),
         ("Phi3", {"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
         ("Phi3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ("Olmo2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),

@@ -58,7 +58,8 @@ KINDS = {
             "attention_scalar": "query_pre_attn_scalar",
         },
         every={"full_every": ("layer_types", "full_attention", "sliding_attention")},
-        fixed={"hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": None},
+        fixed=dict.fromkeys(("hidden_act", "hidden_activation"), "gelu_pytorch_tanh")
+        | {"use_bidirectional_attention": None},
         names=_OUT_NORMS,
     ),
     "phi3": Kind("Phi3ForCausalLM", settings=_WINDOW, names=_FUSED),
@@ -132,7 +133,7 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[M
     of_kind = KINDS[kind]
     check_fixed(config, of_kind.fixed)
     check_fixed(config["rope_parameters"], {"partial_rotary_factor": 1.0})
-    rest = {name: value for name, value in config.items() if name not in of_kind.settings.values()}
+    rest = {name: value for name, value in config.items() if name not in {*of_kind.settings.values(), *of_kind.fixed}}
     found = of_kind.ours | llama.settings_of(rest) | {ours: config[name] for ours, name in of_kind.settings.items()}
     for ours, every in of_kind.every.items():
         theirs = config[every[0]]
