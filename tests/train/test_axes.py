@@ -45,7 +45,8 @@ def test_dropout_does_not_depend_on_the_mesh(tmp_path):
 
 
 def test_a_ring_has_two_chunks_for_each_device():
-    c = tiny.config(context="ring", seq_len=12)
+    c = tiny.config(context="ring")
+    c.training.seq_len = 12
     check_divides(c, {"c": 2})
     with pytest.raises(ValueError, match=r"seq_len is 12; on the mesh .*c=4 .* must be a multiple of 2·c = 8"):
         check_divides(c, {"c": 4})
