@@ -7,11 +7,12 @@
 The weights are sharded as in training, on any mesh. docs/sampling.md explains how it works.
 """
 
+import bisect
 import json
 import re
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +45,16 @@ class Settings(Sampling, CheckpointChoice):
     """Number of texts for each prompt, at least 1."""
     stop: list[int] | None = None
     """Ids of the tokens that end a text. Null: the end token of the run's data, if any; []: none."""
+    stop_strings: list[str] = field(default_factory=list)
+    """Texts that end a text where the first of them comes."""
     batch: int = within(1, 2**20, 64)
     """Number of texts at once, at least 1; rounded up to a multiple of the devices."""
     mesh: MeshChoice = field(default_factory=MeshChoice)
     """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if it fits, else all on d."""
     output: str | None = None
     """A file for the texts. Each line is a JSON object: prompt, sample (number of the text among those of its prompt,
-    from 0), text (what was added, without the stop token), ended (by a stop token), prompt_ids, and ids (the tokens
-    added, the stop token included)."""
+    from 0), text (what was added, without the stop token or string), ended (by a stop token or string), prompt_ids,
+    and ids (the tokens added, with those of the stop)."""
     tokenizer: str | None = None
     """The tokenizer, if the run's data has moved or names none: `bytes`, `tiktoken:<encoding>`, a flat-tokens dataset,
     or a name on the Hugging Face hub, a tokenizer.json, or a directory that holds one."""
@@ -67,6 +70,11 @@ def read_prompts(config: Settings) -> list[str]:
     if config.prompts_file is not None:
         return read_text(config.prompts_file, LARGE).splitlines()
     return [] if config.prompt is None else [config.prompt]
+
+
+def before(ends: list[str], text: str) -> str:
+    """The text before the first of `ends` in it."""
+    return text[: min((text.index(end) for end in ends if end in text), default=None)]
 
 
 # ---- texts --------------------------------------------------------------------------------------------------------
@@ -91,8 +99,10 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
             check_ids("prompt_ids", config.prompt_ids, c.model.vocab)
             prompts, texts = [config.prompt_ids], [tokenizer.decode(config.prompt_ids)]
         stop = config.stop if config.stop is not None else [] if tokenizer.end is None else [tokenizer.end]
-        drawing = config.max_tokens, config.temperature, config.top_k, config.top_p, config.seed
-        settings = Sampling(*drawing, stop=tuple(stop))
+        if "" in config.stop_strings:
+            raise ValueError("stop_strings has an empty text, which every text begins with; leave it out.")
+        drawing = {f.name: getattr(config, f.name) for f in fields(Sampling)}
+        settings = Sampling(**drawing | {"stop": tuple(stop)})
         with jax.set_mesh(mesh_for(config.mesh, c)):
             model = load_model(c.model)
             say = lambda text: console.print(Text(shown(text), style="dim"), soft_wrap=True)
@@ -100,11 +110,15 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
             sampler = Sampler(train.Forward(model, c.training), settings, c.training.seq_len, config.batch, source)
             repeated = [prompt for prompt in prompts for _ in range(config.samples)]
             start = time.perf_counter()
-            drawn = sampler.generate(weights, repeated)
+            added_by = lambda prompt, ids: tokenizer.continuation(prompt, ids[:-1] if ids[-1] in settings.stop else ids)
+            is_over = lambda prompt, ids: any(end in added_by(prompt, ids) for end in config.stop_strings)
+            drawn = sampler.generate(weights, repeated, is_over)
             results = []
             for i, (prompt, ids) in enumerate(zip(repeated, drawn, strict=True)):
-                ended = ids[-1] in settings.stop
-                added = tokenizer.continuation(prompt, ids[:-1] if ended else ids)
+                if is_over(prompt, ids):  # some tokens more were drawn
+                    del ids[1 + bisect.bisect(range(1, len(ids)), False, key=lambda n: is_over(prompt, ids[:n])) :]
+                ended = ids[-1] in settings.stop or is_over(prompt, ids)
+                added = before(config.stop_strings, added_by(prompt, ids))
                 text, sample = texts[i // config.samples], i % config.samples
                 about = {"prompt": text, "sample": sample, "text": added, "ended": ended}
                 results.append(about | {"prompt_ids": list(prompt), "ids": ids})

@@ -15,7 +15,7 @@ from jax import lax
 
 from shardlib import shardops
 from shardlib.op_checks import varying
-from shardlib.shardtypes import Array, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
+from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
 from shardlib.values import mesh_axes
 from shardwright.modeling.attention_calls import TOLERANCE
 from shardwright.modeling.model import Tokens, act, compute_scope, period_of
@@ -44,6 +44,7 @@ class Texts:
     token: u32["_N/r/d"]  # the last token (bos in an empty text), which the model has not read yet
     place: i32["_N/r/d"]  # of that token, counted from bos: the number of tokens so far
     left: i32["_N/r/d"]  # tokens still to be drawn
+    seen: bool_["_N/r/d _V"] | None  # tokens that the text has, for repetition_penalty
 
 
 @typed
@@ -158,7 +159,7 @@ def check_cache(forward: Any, context: int) -> None:
 
         def step(cache, place):
             at = zero[:, 0]
-            logits, cache = next_logits(w, cache, Texts(at, ids[:, place], at + place, at), forward)
+            logits, cache = next_logits(w, cache, Texts(at, ids[:, place], at + place, at, None), forward)
             error = jnp.max(jnp.abs(logits[0] - expected[:, place]))
             return cache, error / jnp.max(jnp.abs(expected))
 

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,12 +21,12 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib import shardops
-from shardlib.shardtypes import Array, i32, typed, typed_shard_map, u32
+from shardlib.shardtypes import Array, bool_, i32, typed, typed_shard_map, u32
 from shardwright.modeling.model import act, compute_scope, inputs_of
 from shardwright.run.causality import check_causal
 from shardwright.run.soundness import check_program
 from shardwright.sampling.cache import KeyValues, Texts, check_cache, filled_cache, next_logits
-from shardwright_data.checks import at_least_0, check_ranges, within
+from shardwright_data.checks import above_0, at_least_0, check_ranges, within
 
 CHUNK = 32
 """Number of tokens of each text that are drawn before the host reads them."""
@@ -41,7 +41,7 @@ compiled."""
 
 @dataclasses.dataclass(unsafe_hash=True)
 class Sampling:
-    """Settings of drawing the next token: from logits / temperature, after top_k and then top_p."""
+    """Settings of drawing the next token: from logits / temperature, after top_k, then top_p, then min_p."""
 
     max_tokens: int = within(1, 2**31, 200)
     """Largest number of tokens to add to a prompt; at least 1."""
@@ -54,6 +54,12 @@ class Sampling:
     of them. In (0, 1] (arXiv 1904.09751)."""
     seed: int = within(0, 2**63, 0)
     """In [0, 2**63). The noise of a token depends only on the seed, the number of its text, and its place in it."""
+    min_p: float = within(0, math.nextafter(1, 2), 0.0)
+    """Draws only from tokens with at least this share of the probability of the likeliest. In [0, 1]; 0 keeps all
+    (arXiv 2407.01082)."""
+    repetition_penalty: float = above_0(1.0)
+    """Before all else, the logits of the tokens that the text has are divided by it if positive, else multiplied by it;
+    the prompt and bos count. 1 changes none (arXiv 1909.05858)."""
     stop: tuple[int, ...] = ()
     """Token ids that end a text."""
 
@@ -66,16 +72,17 @@ def check_ids(name: str, ids: Sequence[int], vocab: int) -> None:
 
 
 def lowest_kept(scaled: jax.Array, s: Sampling) -> jax.Array:
-    """Lowest of the scaled logits[…, V] that top_k and top_p leave, […, 1]."""
+    """Lowest of the scaled logits[…, V] that top_k, top_p and min_p leave, […, 1]."""
+    least = jnp.max(scaled, axis=-1, keepdims=True) + (math.log(s.min_p) if s.min_p else -math.inf)
     if s.top_k is None and s.top_p == 1:
-        return jnp.full_like(scaled[..., :1], -jnp.inf)
+        return least
     ordered = lax.top_k(scaled, min(s.top_k or scaled.shape[-1], scaled.shape[-1]))[0]
     if s.top_p == 1:
-        return ordered[..., -1:]
+        return jnp.maximum(least, ordered[..., -1:])
     likelihood = jax.nn.softmax(ordered, axis=-1)
     likelier = jnp.cumsum(likelihood, axis=-1) - likelihood
     kept = (likelier < s.top_p).at[..., 0].set(True)
-    return jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
+    return jnp.maximum(least, jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True))
 
 
 def gumbel_noise(number: jax.Array, place: jax.Array, vocab: int, s: Sampling) -> jax.Array:
@@ -91,10 +98,19 @@ def gumbel_noise(number: jax.Array, place: jax.Array, vocab: int, s: Sampling) -
 
 
 @typed
-def choose(logits: act["B/r/d L V/t"], number: i32["B/r/d L"], place: i32["B/r/d L"], s: Sampling) -> u32["B/r/d L"]:
-    """Draws the token at `place` of the text `number`. All devices of t draw the same."""
-    logits = shardops.all_gather("B/r/d L V/t -> B/r/d L V", logits, replicated=True)
-    scaled = jnp.float32(logits) / (s.temperature or 1.0)
+def choose(
+    logits: act["B/r/d L V/t"],
+    number: i32["B/r/d L"],
+    place: i32["B/r/d L"],
+    s: Sampling,
+    seen: bool_["B/r/d L V"] | None = None,
+) -> u32["B/r/d L"]:
+    """Draws the token at `place` of the text `number`, which has the tokens `seen`. All devices of t draw the same."""
+    logits = jnp.float32(shardops.all_gather("B/r/d L V/t -> B/r/d L V", logits, replicated=True))
+    if seen is not None:
+        penalty = s.repetition_penalty
+        logits = jnp.where(seen, jnp.where(logits < 0, logits * penalty, logits / penalty), logits)
+    scaled = logits / (s.temperature or 1.0)
     noise = gumbel_noise(number, place, scaled.shape[-1], s)
     kept = scaled >= lowest_kept(scaled, s)
     return jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.uint32)
@@ -204,7 +220,9 @@ class Sampler(Programs):
             def step(carry, _):
                 cache, texts = carry
                 logits, cache = next_logits(w, cache, texts, forward)
-                drawn = choose(logits, texts.number[None], texts.place[None], s)
+                seen = texts.seen
+                of_text = None if seen is None else seen[None]
+                drawn = choose(logits, texts.number[None], texts.place[None], s, of_text)
                 drawn = shardops.per_device("_N/r/d", lambda ids: ids[0], drawn, reason=TEXTS_ARE_POSITIONS)
                 continues = texts.left > 0
                 ended = jnp.isin(drawn, jnp.array(s.stop, jnp.uint32))
@@ -213,6 +231,7 @@ class Sampler(Programs):
                     token=jnp.where(continues, drawn, texts.token),
                     place=texts.place + continues,
                     left=jnp.where(continues, jnp.where(ended, 0, texts.left - 1), texts.left),
+                    seen=None if seen is None else seen | jax.nn.one_hot(drawn, seen.shape[1], dtype=bool),
                 )
                 return (cache, texts), drawn
 
@@ -221,7 +240,9 @@ class Sampler(Programs):
 
         return self.jit(prefill, 1), self.jit(decode, 1, donated=(1,))
 
-    def generate(self, weights: Any, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    def generate(
+        self, weights: Any, prompts: Sequence[Sequence[int]], is_over: Callable = lambda prompt, ids: False
+    ) -> list[list[int]]:
         """The tokens drawn after each prompt, with the one that ended the text.
 
         Each process passes the same prompts and receives all texts.
@@ -229,6 +250,8 @@ class Sampler(Programs):
         Args:
             weights: of the model, sharded as in training.
             prompts: token ids. After an empty prompt, the text begins after bos.
+            is_over: whether a text is, of its prompt and the ids that were added. It is asked after every CHUNK of
+                them, so that a text may have some more.
 
         Raises:
             ValueError: token ids outside the model's vocabulary, a prompt that fills the context, or a model that
@@ -247,21 +270,27 @@ class Sampler(Programs):
             self._checked = True
         batch, result = -(-min(len(prompts), self._batch) // self.mesh.size) * self.mesh.size, []
         for i in range(0, len(prompts), batch):
-            result += self._generate(weights, prompts[i : i + batch], i, batch)
+            result += self._generate(weights, prompts[i : i + batch], i, batch, is_over)
         return result
 
-    def _generate(self, weights, prompts: Sequence[Sequence[int]], first_number: int, batch: int) -> list[list[int]]:
+    def _generate(
+        self, weights: Any, prompts: Sequence[Sequence[int]], first_number: int, batch: int, is_over: Callable
+    ) -> list[list[int]]:
         texts = [list(prompt) for prompt in prompts] + [[] for _ in range(batch - len(prompts))]
         read = [[self.c.bos_id, *text] for text in texts]
         ids = np.zeros((batch, padded(max(map(len, read)), self.context, self._t)), np.uint32)
         for row, tokens in zip(ids, read, strict=True):
             row[: len(tokens)] = tokens
+        seen = np.zeros((batch, self.c.vocab), bool)
+        for row, tokens in zip(seen, read, strict=True):
+            row[tokens] = True
         left = [min(self.settings.max_tokens, self.context - len(prompt)) for prompt in prompts]
         state = Texts(
             number=(first_number + np.arange(batch)).astype(np.int32),
             token=np.array([tokens[-1] for tokens in read], np.uint32),
             place=np.array([len(text) for text in texts], np.int32),
             left=np.array(left + [0] * (batch - len(prompts)), np.int32),
+            seen=None if self.settings.repetition_penalty == 1 else seen,
         )
         (cache,) = self.run(self._prefill, weights, ids)
         while state.left.any():
@@ -269,4 +298,7 @@ class Sampler(Programs):
             state, drawn = jax.tree.map(np.asarray, found)
             for i, text in enumerate(texts):
                 text += drawn[: state.place[i] - len(text), i].tolist()
+            over = [is_over(prompt, text[len(prompt) :]) for text, prompt in zip(texts, prompts, strict=False)]
+            over += [True] * (batch - len(prompts))
+            state = dataclasses.replace(state, left=np.where(over, 0, state.left).astype(np.int32))
         return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=False)]

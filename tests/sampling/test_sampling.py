@@ -13,7 +13,7 @@ from redrawn import kept_by_numpy, redrawn
 import gpt2
 import train
 from shardlib.parsing import ShardError
-from shardlib.shardtypes import f32, i32, u32
+from shardlib.shardtypes import bool_, f32, i32, u32
 from shardwright.sampling.sampler import Sampler, Sampling, choose, gumbel_noise, lowest_kept
 
 PROMPTS = [[5, 8, 13], [], list(range(1, 30)), [7] * 11, [3, 4]]  # the third leaves room for 11 tokens
@@ -89,6 +89,12 @@ def test_texts_are_the_same_on_every_mesh(mesh, gather, texts):
 
 
 @pytest.mark.long
+def test_a_penalty_of_repetition_gives_the_same_texts_on_every_mesh(texts):
+    found = [generate(mesh, dataclasses.replace(NUCLEUS, repetition_penalty=1.5)) for mesh in ("one device", "d=2 t=2")]
+    assert found[0] == found[1] != texts
+
+
+@pytest.mark.long
 def test_texts_do_not_depend_on_their_batch(texts):
     assert generate("one device", batch=2) == texts
 
@@ -130,19 +136,38 @@ def test_another_model_samples_likewise():
 
 
 @pytest.mark.long
-def test_greedy_text_is_that_of_llama():
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_greedy_text_is_that_of_llama(penalty):
     torch = pytest.importorskip("torch", reason="the Llama oracle needs torch, installed on Python 3.11 only")
     pytest.importorskip("transformers", reason="the Llama oracle needs transformers")
     from llama_truth import llama
 
     c, prompts = tiny.model(), PROMPTS[:2] + PROMPTS[3:]
-    drawn = generate("one device", Sampling(max_tokens=20, temperature=0), prompts)
+    drawn = generate("one device", Sampling(max_tokens=20, temperature=0, repetition_penalty=penalty), prompts)
     model = llama(weights("one device"), c).eval()
     for prompt, found in zip(prompts, drawn, strict=True):
         ids = torch.tensor([[c.bos_id, *prompt]])
         options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        options["repetition_penalty"] = penalty
         out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
         assert found == out[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", ["one device", "d=4 t=2"])
+def test_a_text_is_over_where_its_reader_says_so(mesh):
+    settings = dataclasses.replace(NUCLEUS, max_tokens=40)
+    whole = generate("one device", settings, [[5], [6]])
+    asked = []
+
+    def is_over(prompt, ids):
+        asked.append((prompt, len(ids)))
+        return prompt == [5]
+
+    with jax.set_mesh(tiny.mesh(mesh)):
+        found = Sampler(tiny.forward(tiny.config()), settings, CONTEXT).generate(weights(mesh), [[5], [6]], is_over)
+    assert found == [whole[0][:32], whole[1]]
+    assert asked[:2] == [([5], 32), ([6], 32)]
 
 
 @pytest.mark.long
@@ -157,6 +182,7 @@ FILTERS = [
     Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     for temperature, top_k, top_p in [(1, None, 1.0), (0.7, 5, 1.0), (1.5, None, 0.8), (0.5, 9, 0.6), (1, 99, 1e-6)]
 ]
+FILTERS += [Sampling(min_p=0.1), Sampling(temperature=1.5, top_k=9, top_p=0.9, min_p=0.3), Sampling(min_p=1.0)]
 
 
 @pytest.fixture(scope="module")
@@ -165,16 +191,18 @@ def logits():
 
 
 @pytest.mark.parametrize("s", FILTERS)
-def test_top_k_and_top_p_leave_what_transformers_leaves(s, logits):
+def test_top_k_top_p_and_min_p_leave_what_transformers_leaves(s, logits):
     torch = pytest.importorskip("torch", reason="transformers' warpers need torch, installed on Python 3.11 only")
     pytest.importorskip("transformers", reason="the warpers are those of transformers")
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
     expected = TemperatureLogitsWarper(float(s.temperature))(None, torch.tensor(logits))
     if s.top_k is not None:
         expected = TopKLogitsWarper(s.top_k)(None, expected)
     if s.top_p < 1:
         expected = TopPLogitsWarper(s.top_p)(None, expected)
+    if s.min_p:
+        expected = MinPLogitsWarper(s.min_p)(None, expected)
     scaled = logits / s.temperature
     found = np.where(scaled >= lowest_kept(scaled, s), scaled, -np.inf)
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
@@ -205,6 +233,26 @@ def test_tokens_are_as_frequent_as_the_softmax_says(s):
     assert chi_square < freedom + 4 * (2 * freedom) ** 0.5, (counts, expected)
 
 
+@pytest.mark.parametrize("penalty", [1.7, 0.6])
+def test_the_penalty_of_repetition_is_that_of_transformers(penalty, logits):
+    torch = pytest.importorskip("torch", reason="transformers' processors need torch, installed on Python 3.11 only")
+    pytest.importorskip("transformers", reason="the processor is that of transformers")
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    def run(logits: f32["B/r/d L V/t"], zeros: i32["B/r/d L"], seen: bool_["B/r/d L V"]) -> u32["B/r/d L"]:
+        return choose(logits, zeros, zeros, Sampling(temperature=0, repetition_penalty=penalty), seen)
+
+    logits = logits[:48]
+    ids = np.argsort(-logits)[:, [0, 2, 2, -1]]  # the likeliest and another, twice
+    seen = (ids[:, :, None] == np.arange(40)).any(1)
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor(ids), torch.tensor(logits)).numpy().argmax(-1)
+    assert (expected != logits.argmax(-1)).any() or penalty < 1
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        shape = lambda x: x.reshape(8, 6, 40)
+        drawn = tiny.per_device(run)(shape(logits), np.zeros((8, 6), np.int32), shape(seen))
+    np.testing.assert_array_equal(np.asarray(drawn).reshape(-1), expected)
+
+
 def test_temperature_zero_takes_the_likeliest(logits):
     def run(logits: f32["B/r/d L V/t"], zeros: i32["B/r/d L"]) -> u32["B/r/d L"]:
         return choose(logits, zeros, zeros, Sampling(temperature=0))
@@ -219,6 +267,8 @@ def test_temperature_zero_takes_the_likeliest(logits):
     ("settings", "message"),
     [
         ({"top_p": 0.0}, r"top_p is 0.0; it must be above 0 and at most 1"),
+        ({"min_p": 1.1}, r"min_p is 1.1; it must be at least 0 and at most 1"),
+        ({"repetition_penalty": 0.0}, r"repetition_penalty is 0.0; it must be above 0"),
         ({"temperature": float("nan")}, r"temperature is nan"),
         ({"stop": (64,)}, r"stop has the token id 64; those of the model are 0 to 63"),
     ],

@@ -156,6 +156,7 @@ def test_the_command(run, tmp_path):
         ({"prompt_ids": [3]}, r"give one of .*; prompt and prompt_ids is given"),
         ({"prompt": None, "prompt_ids": [3, 320]}, r"prompt_ids has the token id 320; .* 0 to 319"),
         ({"top_p": 0}, r"top_p is 0; it must be above 0"),
+        ({"stop_strings": ["a", ""]}, r"stop_strings has an empty text"),
         ({"stop": [320]}, r"stop has the token id 320; .* 0 to 319"),
         ({"tokenizer": "nowhere.json"}, r"There is no file 'nowhere.json'"),
         ({"mesh": MeshChoice(t=3)}, r"mesh r=1 d=-1 t=3 does not fit 8 devices"),
@@ -164,6 +165,25 @@ def test_the_command(run, tmp_path):
 def test_what_a_user_can_get_wrong(run, changes, message):
     with pytest.raises(ValueError, match=message):
         generate(Settings(**{"run": str(run), "prompt": "a"} | changes))
+
+
+@pytest.mark.long
+def test_a_stop_string_ends_a_text_before_it(run):
+    """Of several, the first in the text does; the ids end with the token that completed it."""
+    of = {"run": str(run), "prompt": "It is", "max_tokens": 40, "stop": [], "seed": 3, "samples": 4}
+    texts = generate(Settings(**of), Console(file=io.StringIO()))
+    plain = [c for text in texts for c in text["text"] if c.isascii()]
+    ends = [plain[-1], plain[0]]
+    assert not any(text["ended"] for text in texts)
+    for found, other in zip(
+        generate(Settings(**of, stop_strings=ends), Console(file=io.StringIO())), texts, strict=True
+    ):
+        at = [other["text"].index(end) for end in ends if end in other["text"]]
+        assert found["ended"] == bool(at)
+        assert found["text"] == other["text"][: min(at, default=None)]
+        assert found["ids"] == other["ids"][: len(found["ids"])]
+        tokens = open_tokenizer("bytes")
+        assert not at or any(tokens.decode(found["ids"]).endswith(end) for end in ends)
 
 
 @pytest.mark.parametrize(
