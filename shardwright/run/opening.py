@@ -200,8 +200,8 @@ def read_weights(
             raise ValueError(
                 f"training.init_from is {path}, which has the weights of another model:\n  "
                 + "\n  ".join(differences)
-                + "\nChange these to what the checkpoint has, or start from another one. With training.init_from_missing=fresh "
-                f"or training.init_from_unused=leave {', '.join(DECIDE_WEIGHTS)} may differ."
+                + "\nChange these to what the checkpoint has, or start from another one. With "
+                f"training.init_from_missing=fresh or init_from_unused=leave {', '.join(DECIDE_WEIGHTS)} may differ."
             )
         has = {name: x for name, x in saved_arrays(checkpoints.manifest(step)).items() if name.startswith("weights/")}
         wants = named_leaves({"weights": like})
