@@ -8,10 +8,11 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
+from shardlib.axes import AXIS_ORDER
 from shardlib.parsing import ShardError, parse_op, parse_shape
 
 AXES = ("r", "t", "d", "p")
-"""Of the mesh, in the order in which they stand within a dim."""
+"""Of the meshes on which mutants are traced."""
 COLLECTIVES = {"all_gather", "psum_scatter", "psum", "pmax", "replicate"}
 
 
@@ -166,7 +167,7 @@ def _spec_changes(spec: str) -> Iterator[tuple[str, str]]:
                     if other not in axes:
                         yield "axis swapped", changed(i, made([other if a == axis else a for a in axes]))
             else:
-                yield "/axis added", changed(i, made(sorted([*axes, axis], key=AXES.index)))
+                yield "/axis added", changed(i, made(sorted([*axes, axis], key=AXIS_ORDER.index)))
         if len(axes) > 1:
             yield "axis order swapped", changed(i, made(axes[::-1]))
     # Behind each shape a mark more.
@@ -183,8 +184,8 @@ def _spec_changes(spec: str) -> Iterator[tuple[str, str]]:
             if axis in used or other in used:
                 swap = {axis: other, other: axis}
                 new = re.sub(r"(?<=[/+*])([rtdp])\b", lambda m, swap=swap: swap.get(m[1], m[1]), spec)
-                in_order = lambda m: "/".join(["", *sorted(m[0][1:].split("/"), key=AXES.index)])
-                yield "axes exchanged in a whole spec", re.sub(r"(/[rtdp])+\b", in_order, new)
+                in_order = lambda m: "/".join(["", *sorted(m[0][1:].split("/"), key=AXIS_ORDER.index)])
+                yield "axes exchanged in a whole spec", re.sub(r"(/[rtdpec])+\b", in_order, new)
     if sum(bool(re.search(rf"[/+*]{axis}\b", word)) for word in words for axis in used) > 1:
         for axis in used:
             yield "axis dropped from a whole spec", re.sub(rf"\s*[+*]{axis}\b|/{axis}\b", "", spec)
