@@ -6,11 +6,7 @@ The model is the demo's. The step is compiled for simulated devices and not run.
 of arguments, results and temporary arrays on a device.
 """
 
-import os
 from pathlib import Path
-
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
-os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
 import numpy as np
@@ -51,6 +47,8 @@ def bytes_of(way: str, devices: int) -> int | None:
 
 def main() -> None:
     """Prints a line for each number of devices."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max(COUNTS))
     print("devices of c  " + "  ".join(f"{way:>20}" for way in WAYS))
     alone = bytes_of(WAYS[0], 1)
     for count in COUNTS:
