@@ -1,6 +1,7 @@
 """What a plan counts of a step, against the program that XLA compiles of it, and figures computed by hand."""
 
 import collections
+import dataclasses
 import math
 
 import jax
@@ -142,6 +143,15 @@ def test_what_a_run_costs_follows_from_a_step():
     assert plan.range == pytest.approx((plan.seconds * (1 - chip.error), plan.seconds * (1 + chip.error)))
     rate = plan.step.facts.flops_per_token * plan.tokens_per_second / 8
     assert plan.mfu == pytest.approx(rate / chip.peak["f32"])  # tiny.config computes in f32
+
+
+def test_the_host_and_the_devices_work_at_the_same_time():
+    """A step takes longer than the slower of the two, and less than both in turn."""
+    chip, step = chip_of("h100"), planned(tiny.config(), (1, 1, 8, 1), "h100")
+    devices = plan_of(step, dataclasses.replace(chip, layer_s=0.0), 1).seconds
+    host = devices  # as slow as the devices, where the two add most
+    both = plan_of(step, dataclasses.replace(chip, layer_s=host / 3 / step.facts.microbatches), 1).seconds
+    assert both == pytest.approx(2**0.5 * devices)
 
 
 def test_a_mesh_without_its_devices_is_refused():
