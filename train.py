@@ -392,7 +392,7 @@ def count_targets(batch: Batch) -> f32[""]:
 @typed
 def summed_loss(
     w: W,
-    x: act["B/r/d/e L/c/t M"],
+    x: Any,
     targets: u32["B/r/d/e L/c"],
     mask: bool_["B/r/d/e L/c"],
     forward: Forward,

@@ -88,7 +88,7 @@ def run_layers(
         layer: (weights, x, index, place, attend) -> x of one layer, or a tuple of x and its Extras. x keeps its type.
             `place` is the place of the layer in its period, an int. `attend` is described below.
         w: weights of the layers, each array with one leading dim of rows.
-        x: the residual stream.
+        x: the residual stream: an array, or a pytree of arrays.
         numbers: number of the layer in each row. None: the rows are the layers in order.
         attend: (cache, q, k, v, …) -> the output of attention, and the new cache of the layer. A layer calls it without
             the cache, exactly once if there are caches.
@@ -99,14 +99,8 @@ def run_layers(
         unroll: number of layers in one iteration of the loop, at least 1; None: all.
 
     Raises:
-        ShardError: x is no array; a layer that does not return x and Extras as described, or does not call `attend`
-            once.
+        ShardError: a layer that does not return x and Extras as described, or does not call `attend` once.
     """
-    if not hasattr(x, "shape"):
-        raise ShardError(
-            f"the residual stream is {describe(x)}",
-            "give one array from embed and from layer, with its parts side by side in M or in a dim of their own",
-        )
     if numbers is None:
         numbers = jnp.arange(len(jax.tree.leaves(w)[0]))
     periods = len(numbers) // period
@@ -129,9 +123,9 @@ def run_layers(
         y = layer(weights, x, number, place, attend_in_layer)
         y, extras = split_extras(y)
         extras.check()
-        if _kind(y) != _kind(x):
+        if problem := _changed(x, y):
             raise ShardError(
-                f"a layer is given {describe(x)}, and gives {describe(y)}",
+                f"a layer is given {problem}",
                 "return the residual stream, in the shape and the dtype of x and over its axes, and nothing else: what "
                 "differs over more axes is reduced or gathered over them first (psum, all_gather)",
                 place=place_of(layer),
@@ -166,6 +160,19 @@ def run_layers(
     in_periods = jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), stack)
     x, found = lax.scan(run_period, x, in_periods, unroll=at_once)
     return x, *jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
+
+
+def _changed(x: Any, y: Any) -> str | None:
+    """Words for how the residual stream `y` after a layer is of another type than `x` before it; None if it is not."""
+    (before, of_x), (after, of_y) = (jax.tree_util.tree_flatten_with_path(stream) for stream in (x, y))
+    if of_x != of_y:
+        return f"{describe(x)}, and gives {describe(y)}"
+    for (path, old), (_, new) in zip(before, after, strict=True):
+        if _kind(old) != _kind(new):
+            return f"{describe(old)}, and gives {describe(new)}" + (
+                f", at {jax.tree_util.keystr(path)}" if path else ""
+            )
+    return None
 
 
 def _kind(x: Any) -> tuple:

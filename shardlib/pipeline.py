@@ -63,13 +63,14 @@ class StageBackward:
             (program, results) = jax.make_jaxpr(self.whole, return_shape=True)(stack, self.saved_types, y)
             self._dx, self._g = jax.tree.structure(results[0]), jax.tree.structure(results[1])
             wanted = [True] * self._dx.num_leaves + [False] * self._g.num_leaves
-            given = [True] * len(jax.tree.leaves(stack)) + [True] * len(self.saved_types) + [False]
+            self._dy = [None] * len(jax.tree.leaves(y))  # what `weights` has in place of dy
+            given = [True] * (len(jax.tree.leaves(stack)) + len(self.saved_types)) + [False] * len(self._dy)
             # What is passed from task to task varies over p, as its buffers do.
             self._halves = Halves(program, wanted, given, over=(PIPELINE_AXIS,))
             self._halves.defer([not is_wanted for is_wanted in wanted])
             _, self.kept_types = jax.eval_shape(self.input, stack, self.saved_types, y)
 
-    def forward(self, stack: Any, x: jax.Array, i: jax.Array, k: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+    def forward(self, stack: Any, x: Any, i: jax.Array, k: jax.Array) -> tuple[Any, list[jax.Array]]:
         """The output y of the stage; and its other results, then what the backward needs."""
         (y, extra), vjp, aux = jax.vjp(lambda stack, x: self._stage(stack, x, i, k), stack, x, has_aux=True)
         results, self._results = jax.tree.flatten((extra, aux))
@@ -82,7 +83,7 @@ class StageBackward:
         """Loss of the layers, metrics of the layers."""
         return jax.tree.unflatten(self._results, saved[: self._results.num_leaves])
 
-    def whole(self, stack: Any, saved: list[jax.Array], dy: jax.Array) -> tuple[jax.Array, Any]:
+    def whole(self, stack: Any, saved: list[jax.Array], dy: Any) -> tuple[Any, Any]:
         """The gradients of the input and of the weights."""
         weights, others = jax.tree.leaves(stack), iter(saved[self._results.num_leaves :])
         leaves = [next(others) if n is None else weights[n] for n in self._weights]
@@ -90,15 +91,15 @@ class StageBackward:
         g, dx = jax.tree.unflatten(self._structure, leaves)((dy, jax.tree.map(one_like, extra)))
         return dx, g
 
-    def input(self, stack: Any, saved: list[jax.Array], dy: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+    def input(self, stack: Any, saved: list[jax.Array], dy: Any) -> tuple[Any, list[jax.Array]]:
         """The gradient of the input, and what `weights` needs."""
-        outs, kept = self._halves.first([*jax.tree.leaves(stack), *saved, dy])
+        outs, kept = self._halves.first([*jax.tree.leaves(stack), *saved, *jax.tree.leaves(dy)])
         kept, self._kept = jax.tree.flatten(kept)
         return jax.tree.unflatten(self._dx, outs[: self._dx.num_leaves]), kept
 
     def weights(self, stack: Any, saved: list[jax.Array], kept: list[jax.Array]) -> Any:
         """The gradients of the weights."""
-        outs = self._halves.second([*jax.tree.leaves(stack), *saved, None], jax.tree.unflatten(self._kept, kept))
+        outs = self._halves.second([*jax.tree.leaves(stack), *saved, *self._dy], jax.tree.unflatten(self._kept, kept))
         return jax.tree.unflatten(self._g, outs[self._dx.num_leaves :])
 
 
@@ -137,7 +138,7 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
     outer = {f.name: getattr(w, f.name) for f in dataclasses.fields(w) if f.name != "layers"}
 
     # Below, `stack` is the layers of chunk i, and k the number of a microbatch.
-    batch = lambda k: jax.tree.map(lambda x: _get(x, k), microbatches)
+    batch = lambda k: _get(microbatches, k)
     own_batch = lambda k: jax.tree.map(_apart, batch(k))
     chunk = lambda tree, i: _part(tree, i, placement.chunk_rows) if placement.v > 1 else tree
     first = _task(lambda outer, k: loss.first(dataclasses.replace(w, **outer), *batch(k)))
@@ -151,6 +152,9 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
 
     zero = jnp.int32(0)
     x_type = jax.eval_shape(first, outer, zero)
+    if others := [x.dtype for x in jax.tree.leaves(x_type) if not jnp.issubdtype(x.dtype, jnp.inexact)]:
+        remedy = "stages pass floats on, which have gradients: .astype(act.dtype) in `embed`"
+        raise ShardError(f"the residual stream has an array of {others[0]}", remedy)
     y_type, extras_type = jax.eval_shape(layers, chunk(w.layers, zero), x_type, zero, zero)
     backward_of = StageBackward(stage, chunk(w.layers, zero), x_type, y_type, table.halves) if training else None
 
@@ -160,18 +164,18 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
         if not training:
             return layers(chunk(w.layers, i), x, i, k)[0], []
         y, keep = backward_of.forward(chunk(w.layers, i), x, i, k)
-        return y, _put_all(carry["saved"], keep, entry["forward_residuals"])
+        return y, _put(carry["saved"], keep, entry["forward_residuals"])
 
     def backward(entry, carry):
         i = entry["backward_chunk"]
         stack = chunk(w.layers, i)
-        saved = [_get(buffer, entry["backward_residuals"]) for buffer in carry["saved"]]
+        saved = _get(carry["saved"], entry["backward_residuals"])
         extra, metrics = backward_of.results(saved)
         dy = _get(carry["arrivals"], entry["backward_cotangent"])
         g_stack, kept, total = carry["g_stack"], carry["kept"], carry["loss"]
         if table.halves:
             dx, keep = backward_of.input(stack, saved, dy)
-            kept = _put_all(kept, keep, entry["backward_kept"])
+            kept = _put(kept, keep, entry["backward_kept"])
         else:
             dx, g = backward_of.whole(stack, saved, dy)
             g_stack = add_to_chunk(g_stack, g, i)
@@ -182,8 +186,7 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
 
     def weights(entry, carry):
         i = entry["weights_chunk"]
-        saved = [_get(buffer, entry["weights_residuals"]) for buffer in carry["saved"]]
-        kept = [_get(buffer, entry["weights_kept"]) for buffer in carry["kept"]]
+        saved, kept = _get(carry["saved"], entry["weights_residuals"]), _get(carry["kept"], entry["weights_kept"])
         return add_to_chunk(carry["g_stack"], backward_of.weights(chunk(w.layers, i), saved, kept), i)
 
     def add_to_chunk(total, g, i):
@@ -254,14 +257,14 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
     ways = [way for way in ("from_left", "from_right", "from_self") if (table.columns[way] < table.arrivals).any()]
     carry = {
         "arrivals": _zeros(x_type, (table.arrivals + 1,)),
-        "saved": [_zeros(t, (table.residuals,)) for t in backward_of.saved_types] if training else [],
+        "saved": _zeros(backward_of.saved_types, (table.residuals,)) if training else [],
         "sent": {way: _zeros(x_type) for way in ways},
         "loss": _apart(jnp.zeros(())),
     }
     if training:
         of_rows = lambda x: _apart(jnp.zeros(placement.v * placement.chunk_rows, x.dtype))
         carry |= {
-            "kept": [_zeros(t, (table.kept,)) for t in backward_of.kept_types],
+            "kept": _zeros(backward_of.kept_types, (table.kept,)),
             "g_outer": _accumulators(outer),
             "g_stack": _accumulators(w.layers),
             "metrics": jax.tree.map(of_rows, extras_type.metrics),
@@ -315,13 +318,16 @@ def _refuse_collectives(jaxpr: Any, in_task: bool) -> None:
             _refuse_collectives(body_of(inner)[0], in_task or differs)
 
 
-def _shift(x: jax.Array, p: int, by: int) -> jax.Array:
+# Values of tasks, such as the residual stream, are arrays or pytrees of arrays.
+
+
+def _shift(x: Any, p: int, by: int) -> Any:
     return lax.ppermute(x, PIPELINE_AXIS, [(i, (i + by) % p) for i in range(p)])
 
 
-def _zeros(like: Any, leading: tuple[int, ...] = ()) -> jax.Array:
-    """Zeros like a traced value, with dims `leading` before its own, that also vary over p, as all values of tasks."""
-    return _apart(zeros_like_traced(like, leading))
+def _zeros(like: Any, leading: tuple[int, ...] = ()) -> Any:
+    """Zeros like traced values, with dims `leading` before their own, that also vary over p, as all values of tasks."""
+    return jax.tree.map(lambda x: _apart(zeros_like_traced(x, leading)), like)
 
 
 def _accumulators(w: Any) -> Any:
@@ -329,21 +335,17 @@ def _accumulators(w: Any) -> Any:
     return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), w)
 
 
-def _get(x: jax.Array, i: jax.Array) -> jax.Array:
-    return lax.dynamic_index_in_dim(x, i, 0, keepdims=False)
+def _get(buffers: Any, i: jax.Array) -> Any:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), buffers)
 
 
-def _put(x: jax.Array, value: jax.Array, i: jax.Array) -> jax.Array:
-    return lax.dynamic_update_index_in_dim(x, value, i, 0)
+def _put(buffers: Any, values: Any, i: jax.Array) -> Any:
+    return jax.tree.map(lambda x, value: lax.dynamic_update_index_in_dim(x, value, i, 0), buffers, values)
 
 
-def _where(own: jax.Array, x: jax.Array) -> jax.Array:
+def _where(own: jax.Array, x: Any) -> Any:
     """`x` on the devices where `own` is true, 0 on the others."""
-    return jnp.where(own, x, jnp.zeros_like(x))
-
-
-def _put_all(buffers: list[jax.Array], values: list[jax.Array], i: jax.Array) -> list[jax.Array]:
-    return [_put(buffer, value, i) for buffer, value in zip(buffers, values, strict=True)]
+    return jax.tree.map(lambda x: jnp.where(own, x, jnp.zeros_like(x)), x)
 
 
 def _part(tree: Any, i: jax.Array, rows: int) -> Any:

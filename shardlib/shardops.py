@@ -17,6 +17,7 @@ of the same name, and to transpositions if its dim is not the first. This is wha
     shard              'B L -> B L/c'                       keeps this device's block of what each device has whole
     zigzag             'B L/c M -> B Z/c M'                moves halves of blocks to the order of a balanced ring
     ppermute           'B L/t M'                            shifts the blocks of a dim around the ring of its axis
+    zeros              'B/d L/t M'                          zeros of this type
     replicate          'M/d F/t -> M/d F/t *r'              marks independent use on each device of r, a Copy
 
 The backward pass communicates where the forward pass does, by the transposed collective, and nowhere else: a gather
@@ -57,7 +58,7 @@ from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes
 from shardlib.products import einsum_with_gradients, pick, take
 from shardlib.rearranging import rearrange  # noqa: F401 (one of the ops)
 from shardlib.rows import add_rows, take_rows  # noqa: F401 (two of the ops)
-from shardlib.values import describe, devices_along, is_opaque, planned_devices, unwrap
+from shardlib.values import describe, devices_along, is_opaque, on_mesh, planned_devices, unwrap
 from shardlib.zigzag import zigzag  # noqa: F401 (one of the ops)
 
 
@@ -93,6 +94,15 @@ def positions(spec: str) -> jax.Array:
         require_shard_map()
     offset = sum(axis_index(axis) * block * _minor_devices(dim, axis) for axis in dim.axes)
     return jnp.arange(block, dtype=jnp.int32) + offset
+
+
+def zeros(spec: str, dtype, **sizes: int) -> jax.Array:
+    """Zeros of a type: `zeros('B/d L/t N', act.dtype, N=4)`. Other sizes are those that annotations have bound here."""
+    with checked_op("zeros", spec):
+        shape = on_mesh(parse_shape(spec))
+        require_shard_map()
+        blocks = [(sizes.get(dim.name) or size(dim.name)) // devices_along(dim.axes) for dim in shape.dims]
+    return note_type(varying(jnp.zeros(blocks, dtype), shape.sharded), shape)
 
 
 # ---- collectives ------------------------------------------------------------------------------------------------

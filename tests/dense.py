@@ -50,6 +50,7 @@ def logits(
     gain: bool = False,
     second=None,
     stream: list | None = None,
+    values=lambda v, first: v,
 ):
     """f32[B, L, V].
 
@@ -61,6 +62,7 @@ def logits(
         sinks, gain: whether the layers have such weights.
         second: ids of the second input, [B, L], of the tokens that are read.
         stream: gets the mean square of what each layer gives.
+        values: (v of a layer, v of the first layer) -> what is attended to.
     """
     ids, position, document = tokens
     i, j = np.arange(ids.shape[1])[:, None], np.arange(ids.shape[1])[None]
@@ -69,6 +71,8 @@ def logits(
         of = jax.tree.map(lambda x, layer=layer: x[layer], w.layers)
         h = norm(x, c.norm_epsilon) * of.attention_norm
         q, k, v = (jnp.einsum("blm,m...d->bl...d", h, x) for x in (of.w_q, of.w_k, of.w_v))
+        first = v if layer == 0 else first
+        v = values(v, first)
         if rope(layer):
             q, k = rotated(q, position, c.rope_base), rotated(k, position, c.rope_base)
         scores = jnp.einsum("blkqd,bskd->bkqls", q, k) / np.sqrt(c.d_head)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import shardops
+from shardlib.array_types import map_arrays
 from shardlib.op_checks import one_like, varying, zeros_like_traced
 from shardlib.shardtypes import scope
 
 
 @scope
-def sum_in_chunks(
-    summed: Callable, chunk: int | None, w: Any, x: jax.Array, targets: jax.Array, mask: jax.Array
-) -> Any:
+def sum_in_chunks(summed: Callable, chunk: int | None, w: Any, x: Any, targets: jax.Array, mask: jax.Array) -> Any:
     """summed(w, x, targets, mask), computed for `chunk` positions of L at a time (None: all). Per-device code.
 
     A gradient, if needed, is computed along with the sum, chunk by chunk, and kept instead of the logits. So the logits
@@ -27,7 +27,7 @@ def sum_in_chunks(
         summed: gives a sum over positions, `+r +c +d +e`. It closes over no arrays, and does not depend on w.layers.
         chunk: a multiple of c·t that divides L.
         w: weights of the model; a dataclass of floats.
-        x: [B, L/c/t, M], the positions of this device.
+        x: [B, L/c/t, …], the positions of this device; or a dataclass of arrays whose types have a dim L.
         targets: [B, L/c], of all devices of t.
         mask: [B, L/c], like the targets.
     """
@@ -38,7 +38,14 @@ def sum_in_chunks(
     blocks = shardops.axis_size("c t")
     rest = lax.stop_gradient(w)
     sizes = {"T": blocks, "P": chunk // blocks}
-    cut = lambda x: shardops.rearrange("B/r/d/e (T/c/t chunks P) M -> chunks B/r/d/e (T/c/t P) M", x, **sizes)
+
+    def cut(x: Any, spec: str = "") -> Any:
+        if not hasattr(x, "shape"):
+            return map_arrays(lambda path, t, part: cut(part, str(t.spec)), x)
+        spec = spec or " ".join(["B/r/d/e L/c/t", *(f"M{i}" for i in range(x.ndim - 2))])
+        whole, of_chunk = (re.sub(r"\bL(\S*)", rf"(T\1 {dims})", spec) for dims in ("chunks P", "P"))
+        return shardops.rearrange(f"{whole} -> chunks {of_chunk}", x, **sizes)
+
     of_devices = lambda x: shardops.rearrange("B/r/d/e (T/c chunks P) -> chunks B/r/d/e (T/c P)", x, **sizes)
     w_head = {field.name: getattr(w, field.name) for field in dataclasses.fields(w) if field.name != "layers"}
     return shardops.per_device(
@@ -81,7 +88,7 @@ def _scaled(summed: Callable, saved: Any, g: Any) -> tuple[Any, ...]:
     (scale,) = jax.tree.leaves(g)  # of a partial sum: the same on all its devices, as if it was gathered
     scale = varying(scale, jax.typeof(scale).manual_axis_type.reduced)
     g_head = jax.tree.map(lambda x, like: (x * scale).astype(like.dtype), g_head, dtypes)
-    return g_head, None, (g_x * scale).astype(g_x.dtype), None, None
+    return g_head, None, jax.tree.map(lambda x: (x * scale).astype(x.dtype), g_x), None, None
 
 
 _sum.defvjp(_sum_and_gradients, _scaled)

@@ -52,6 +52,8 @@ class Tokens:
     is random, as in evaluation and sampling."""
     shared: Any = None
     """Result of the model's `prepare`, computed once for all layers."""
+    layer: Any = None
+    """Number of the layer in the model, from 0: a traced scalar. None outside of the layers."""
     place: int = dataclasses.field(default=0, metadata={"static": True})
     """Place of the layer in its period, in [0, Model.period)."""
     inputs: u32["B/r/d/e L/c inputs"] | None = None
@@ -114,7 +116,7 @@ class Tokens:
         """The tokens in layer `index`, number `place` of its period, with random keys of its own."""
         of_layer = lambda key: jax.random.fold_in(key, index)
         keys = None if self.keys is None else jax.vmap(of_layer)(self.keys)
-        return dataclasses.replace(self, keys=keys, place=place)
+        return dataclasses.replace(self, keys=keys, layer=index, place=place)
 
 
 class LanguageModel(Protocol):
@@ -134,13 +136,13 @@ class LanguageModel(Protocol):
     """A Weights with a modeling.weights.Weight in the place of each array."""
 
     def embed(self, w: Any, tokens: Tokens) -> Any:
-        """Residual stream before the first layer: act['B/r/d/e L/c/t M']."""
+        """Residual stream before the first layer: act['B/r/d/e L/c/t M'], or a dataclass of typed arrays of floats."""
 
     def layer(self, x: Any, w: Any, tokens: Tokens, attend: Callable, einsum: Callable) -> Any:
         """Residual stream after a layer, of the type of `x`; or a tuple of it and Extras.
 
         Args:
-            x: residual stream before the layer, act['B/r/d/e L/c/t M'].
+            x: residual stream before the layer.
             w: weights of the layer.
             tokens: the tokens, with their place in documents.
             attend: (queries, keys, values, rule, *learned, sinks=None, drop=None) -> output of attention. `rule` says

@@ -116,11 +116,34 @@ def test_a_layer_that_gives_something_else(wrong, message):
         run_layers(lambda w, x, index, place, attend: wrong(x), w, x, None, attend)
 
 
-def test_the_residual_stream_is_one_array():
+@pytest.mark.parametrize("save", KEPT)
+def test_the_residual_stream_may_be_any_pytree(save):
+    """With a second array that keeps what the first layer was given."""
+    w, x, caches = jax.tree.map(lambda x: 0.3 * x, inputs())
+
+    def with_first(w, x, index, place, attend):
+        first = jnp.where(index == 0, x["x"], x["first"])
+        return {"x": layer(w, x["x"], index, place, attend) - 0.1 * first, "first": first}
+
+    def in_python(w, x, caches):
+        first, found = x, []
+        for row in range(ROWS):
+            keep = lambda *args, row=row: (pair := attend(caches[row], *args), found.append(pair[1]))[0][0]
+            x = layer(jax.tree.map(lambda w, row=row: w[row], w), x, row, 0, keep) - 0.1 * first
+        return {"x": x, "first": first}, jnp.stack(found)
+
+    def loop(w, x, caches):
+        start = {"x": x, "first": jnp.zeros_like(x)}
+        return run_layers(with_first, w, start, None, attend, caches, checkpoint=keeping(save))[:2]
+
+    assert_same(with_gradients(loop, w, x, caches), with_gradients(in_python, w, x, caches))
+
+
+def test_a_part_of_the_residual_stream_that_changes_is_named():
     w, x, _ = inputs()
-    message = r"the residual stream is a tuple(?s:.*)give one array from embed and from layer"
-    with pytest.raises(ShardError, match=message):
-        run_layers(lambda w, x, index, place, attend: x, w, (x, x), None, attend)
+    wrong = lambda w, x, index, place, attend: {"x": x["x"], "first": x["first"].astype(jnp.bfloat16)}
+    with pytest.raises(ShardError, match=r"a layer is given f32\[4,6\].*, and gives bf16\[4,6\].*, at \['first'\]"):
+        run_layers(wrong, w, {"x": x, "first": x}, None, attend)
 
 
 @pytest.mark.parametrize("calls", [0, 2])

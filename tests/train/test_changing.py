@@ -17,12 +17,14 @@ from recipes import PAGE, RECIPES, changed, hunks, module_of
 from verifying import verify
 
 from shardwright.modeling.model import inputs_of, load_model
+from shardwright.modeling.weights import initialize
 from shardwright.optimizers.config import GroupConfig
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.config import PipelineConfig
 from shardwright.run.opening import fresh_state, read_weights
 from shardwright.run.stages import placement_of
+from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright_data.loader import TokenBatch, batch_shapes
 
 TABLE = re.findall(r"^\| \[(.*?)\]\(.*?\) \| (.*?) \|", PAGE, flags=re.M)
@@ -96,6 +98,7 @@ DENSE = {  # recipe: how dense.logits is told of it
     "A new weight": {"gain": True},
     "Attention sinks": {"sinks": True},
     "A second input beside tokens": {"second": KIND_READ},
+    "State between layers": {"values": lambda v, first: (v + first) / 2},
 }
 
 
@@ -160,6 +163,40 @@ def test_in_f64_a_loss_from_a_layer_is_that_of_one_device(tmp_path, loss, meshes
     done = verify(tmp_path, f"verify.meshes=[{meshes}]", *pipeline)
     agreed = f"In f64, all {len(meshes.split(','))} meshes agree with one device."
     assert agreed in done.stdout, done.stdout + done.stderr
+
+
+STREAM_F64 = [
+    ("2x2x2,d2c2t2", ["mesh.p=1", "mesh.c=2", "training.loss_chunk=8"]),
+    ("2x1x2x2", ["pipeline.schedule=zb_v", "pipeline.virtual_stages=2", "training.loss_chunk=8"]),
+    ("2x1x2x2", [RING]),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("meshes", "settings"), STREAM_F64)
+def test_in_f64_state_between_layers_is_that_of_one_device(tmp_path, meshes, settings):
+    (tmp_path / "train.py").write_text(changed("State between layers"))
+    done = verify(tmp_path, f"verify.meshes=[{meshes}]", *settings)
+    assert "agree" in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["one device", "d=2 t=2"])
+def test_state_between_layers_is_sampled_with_a_cache(place):
+    """The likeliest token of dense logits, after each token."""
+    c = tiny.config(tiny.model(module="changed_train", layers=4))
+    with module_of(changed("State between layers")) as train, jax.set_mesh(tiny.mesh(place)):
+        forward = train.Forward(load_model(c.model), c.training)
+        w = jax.jit(lambda key: initialize(forward.model.table, key))(jax.random.key(7))
+        drawn = Sampler(forward, Sampling(max_tokens=8, temperature=0.0), tiny.LENGTH).generate(w, [[5, 8, 13], []])
+        w = jax.tree.map(np.asarray, w)
+    for prompt, new in zip([[5, 8, 13], []], drawn, strict=True):
+        ids = np.array([[c.model.bos_id, *prompt, *new[:-1]]])
+        tokens = ids, np.arange(ids.shape[1])[None], np.zeros_like(ids)
+        logits = dense.logits(w, tokens, c.model, **DENSE["State between layers"])[0, len(prompt) :]
+        assert np.all(logits[np.arange(len(new)), np.array(new)] >= logits.max(1) - 1e-4)
+        plain = dense.logits(w, tokens, c.model)[0, len(prompt) :]
+        assert np.any(plain[np.arange(len(new)), np.array(new)] < plain.max(1) - 1e-4), "the change is felt"
 
 
 @pytest.mark.slow
