@@ -4,11 +4,12 @@
 
 Attention is the Llama's. Dims and axes are those of train.py, and
 
-  E  experts, sharded over e                      C  slots of an expert for the tokens of one sequence
+  E  experts, sharded over e                      C  slots of a pool for the tokens of one sequence
+  P  pools of experts, sharded over e             N  experts of a pool
   F  hidden width of an expert                    H  hidden width of the shared experts together
 
-A sequence is the group of tokens that shares the slots of an expert. Which device has which of its positions makes no
-difference then: the same tokens are dropped on every mesh. docs/experts.md goes through the page.
+A sequence is the group of tokens that shares the slots of a pool. Neither knows of devices: the same tokens are dropped
+on every mesh. docs/experts.md goes through the page.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ from shardwright_data.checks import above_0, at_least_0, check_choice, within
 from train import rms_norm
 
 SLOTS = 8
-"""The slots of an expert for a sequence are a multiple of this, or of the length of sequences, which the devices of c
+"""The slots of a pool for a sequence are a multiple of this, or of the length of sequences, which the devices of c
 and t divide: else their number would depend on the mesh."""
 
 
@@ -63,8 +64,10 @@ class ModelConfig(settings.ModelConfig):
     """Factor on the gradient of the correction bias. AdamW divides a gradient by its size."""
     shared_experts: int = within(0, 2**16, 0)
     """Experts that every token has, beside those that the router chooses: one MLP of so many times d_ff."""
+    pools: int | None = within(1, 2**16, None)
+    """Pools of experts, in their order, as many in each: those of a pool share its slots. Null: each has its own."""
     capacity_factor: float | None = above_0(None)
-    """Slots of an expert for each sequence, over those that it would fill if all experts were chosen equally often.
+    """Slots of a pool for each sequence, over those that it would fill if all experts were chosen equally often.
     A choice that finds no slot is dropped. Null: none is, and each expert computes all tokens. Only training drops."""
     balance_loss: float = at_least_0(0.0)
     """Factor on the loss that balances experts: experts · Σ (share of choices) · (mean score), averaged over sequences
@@ -78,6 +81,7 @@ class ModelConfig(settings.ModelConfig):
     def sharded(self) -> dict[str, str]:
         """Sizes that axes of the mesh must divide, and the axes."""
         sizes = settings.ModelConfig.sharded | {"experts": "c·t·d·e" if self.correction_bias else "e"}
+        sizes |= {"pools": "e"} if self.pools else {}
         return sizes | ({"d_head": "c·d·e"} if self.qk_norm_all else {})
 
     def check(self, seq_len: int) -> None:
@@ -90,6 +94,8 @@ class ModelConfig(settings.ModelConfig):
                 f"model.groups is {self.groups}, of which a token has {self.groups_per_token}; it must divide "
                 f"model.experts = {self.experts}, and be no less than model.groups_per_token."
             )
+        if self.experts % (self.pools or 1):
+            raise ValueError(f"model.pools is {self.pools}; it must divide model.experts = {self.experts}.")
         if self.experts_per_token > self.groups_per_token * per_group:
             raise ValueError(
                 f"model.experts_per_token is {self.experts_per_token}, but the groups of a token have only "
@@ -97,12 +103,13 @@ class ModelConfig(settings.ModelConfig):
             )
 
     def slots(self, length: int) -> int | None:
-        """Slots of an expert for a sequence of `length` tokens; None where each token has a slot of every expert."""
+        """Slots of a pool for a sequence of `length` tokens; None where all experts compute all tokens."""
         if self.capacity_factor is None:
             return None
-        wanted = self.capacity_factor * length * self.experts_per_token / self.experts
-        slots = SLOTS * math.ceil(wanted / SLOTS)
-        return slots if slots < length else None
+        pools = self.pools or self.experts
+        slots = SLOTS * math.ceil(self.capacity_factor * length * self.experts_per_token / pools / SLOTS)
+        most = length * min(self.experts_per_token, self.experts // pools)  # what a sequence can fill
+        return min(slots, most) if slots < most or pools < self.experts else None
 
 
 # ---- weights ----------------------------------------------------------------------------------------------------
@@ -204,47 +211,53 @@ def among_best(x: jax.Array, k: int) -> jax.Array:
 
 
 @typed
-def mlp(x: act["E/e G/r/d C/c M"], w: Layer) -> act["E/e G/r/d C/c M +t"]:
-    """SwiGLU of each expert, of its own slots."""
-    product = shardops.einsum_unreduced
-    gate = save_for_backward(product("E/e G/r/d C/c M, E/e M F/t -> E/e G/r/d C/c F/t", x, w.w_gate))
-    up = save_for_backward(product("E/e G/r/d C/c M, E/e M F/t -> E/e G/r/d C/c F/t", x, w.w_up))
-    hidden = (jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)
-    return product("E/e G/r/d C/c F/t, E/e F/t M -> E/e G/r/d C/c M +t", hidden, w.w_down)
+def mlp(x: act["P/e G/r/d C/c M"], expert: i32["P/e G/r/d C/c"], w: Layer) -> act["P/e G/r/d C/c M +t"]:
+    """SwiGLU of the expert, of its pool, that each slot is for."""
+    product = shardops.grouped_product
+    up = "P/e G/r/d C/c M, P/e G/r/d C/c, (P/e N) M F/t -> P/e G/r/d C/c F/t"
+    gate, x_up = (save_for_backward(product(up, x, expert, matrix)) for matrix in (w.w_gate, w.w_up))
+    hidden = (jax.nn.silu(jnp.float32(gate)) * x_up).astype(x.dtype)
+    down = "P/e G/r/d C/c F/t, P/e G/r/d C/c, (P/e N) F/t M -> P/e G/r/d C/c M +t"
+    return product(down, hidden, expert, w.w_down)
 
 
 @typed
 def in_slots(
-    x: act["B/r/d/e L/c/t M"], routing: Routing, w: Layer, slots: int, k: int
+    x: act["B/r/d/e L/c/t M"], routing: Routing, w: Layer, slots: int, c: ModelConfig
 ) -> tuple[act["B/r/d/e L/c/t M"], f32[""]]:
-    """Weighted sum of the outputs of each position's k experts, which have `slots` slots for each sequence.
+    """Weighted sum of the outputs of each position's experts, whose pools have `slots` slots for each sequence.
 
-    Also returns the number of choices that found a slot, on all devices. The first tokens of a sequence that choose an
-    expert have its slots. Each device of c and t sends and receives its own slots of each sequence.
+    Also returns the number of choices that found a slot, on all devices. The first choices of a sequence in a pool have
+    its slots. Each device of c and t sends and receives its own slots of each sequence.
     """
-    own = lambda x: shardops.shard("B/r/d/e E C -> B/r/d/e E C/c/t", x)
-    chosen = shardops.all_gather("B/r/d/e L/c/t E -> B/r/d/e L E", routing.chosen, replicated=True)
-    length = chosen.shape[1]
-    place = jnp.where(chosen, jnp.arange(length, dtype=jnp.int32)[:, None], length)
-    place: i32["B/r/d/e E L"] = jnp.swapaxes(place, 1, 2)
-    # The place in its sequence of the token in each slot; `length` in a slot that stays empty.
-    token: i32["B/r/d/e E C/c/t"] = own(jnp.sort(place, axis=-1)[..., :slots])
+    n, k = c.experts // (c.pools or c.experts), c.experts_per_token
+    # A choice of a pool is its number in L N: of each position, in each of its experts.
+    of_choices = lambda x: shardops.rearrange("B/r/d/e L (P N) -> B/r/d/e P (L N)", x, N=n)
+    chosen = of_choices(shardops.all_gather("B/r/d/e L/c/t E -> B/r/d/e L E", routing.chosen, replicated=True))
+    length = shardops.size("L")
+    own = lambda x: shardops.shard("B/r/d/e P C -> B/r/d/e P C/c/t", x)
+    choice = jnp.where(chosen, jnp.arange(length * n, dtype=jnp.int32), length * n)
+    # The choice in each slot; past the end, as its position in the sequence, in a slot that stays empty.
+    choice: i32["B/r/d/e P C/c/t"] = own(jnp.sort(choice, axis=-1)[..., :slots])
+    token, expert = choice // n, choice % n
 
     nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L M", x)
-    sent = shardops.take_rows("B/r/d/e [L] M, B/r/d/e E C/c/t -> B/r/d/e E C/c/t M", nx, token, repeats=k)
-    sent = shardops.rearrange("G/r/d/e E C/c/t M -> E G/r/d/e C/c/t M", sent)
-    received = save_for_backward(shardops.all_to_all("E G/r/d/e C/c/t M -> E/e G/r/d C/c/t M", sent))
-    received = shardops.all_gather("E/e G/r/d C/c/t M -> E/e G/r/d C/c M", received)
-    out = shardops.psum_scatter("E/e G/r/d C/c M +t -> E/e G/r/d C/c/t M", mlp(received, w))
-    out = save_for_backward(shardops.all_to_all("E/e G/r/d C/c/t M -> E G/r/d/e C/c/t M", out))
-    out = shardops.rearrange("E G/r/d/e C/c/t M -> G/r/d/e E C/c/t M", out)
+    sent = shardops.take_rows("B/r/d/e [L] M, B/r/d/e P C/c/t -> B/r/d/e P C/c/t M", nx, token, repeats=k)
+    sent = shardops.rearrange("G/r/d/e P C/c/t M -> P G/r/d/e C/c/t M", sent)
+    received = save_for_backward(shardops.all_to_all("P G/r/d/e C/c/t M -> P/e G/r/d C/c/t M", sent))
+    received = shardops.all_gather("P/e G/r/d C/c/t M -> P/e G/r/d C/c M", received)
+    expert = shardops.rearrange("G/r/d/e P C/c/t -> P G/r/d/e C/c/t", expert)
+    expert = shardops.all_to_all("P G/r/d/e C/c/t -> P/e G/r/d C/c/t", expert)
+    expert = shardops.all_gather("P/e G/r/d C/c/t -> P/e G/r/d C/c", expert, replicated=True)
+    out = shardops.psum_scatter("P/e G/r/d C/c M +t -> P/e G/r/d C/c/t M", mlp(received, expert, w))
+    out = save_for_backward(shardops.all_to_all("P/e G/r/d C/c/t M -> P G/r/d/e C/c/t M", out))
+    out = shardops.rearrange("P G/r/d/e C/c/t M -> G/r/d/e P C/c/t M", out)
 
-    weights = shardops.all_gather("B/r/d/e L/c/t E -> B/r/d/e L E", routing.weights)
-    weights = shardops.rearrange("B/r/d/e L E -> B/r/d/e E L", weights)
-    weights = shardops.take_rows("B/r/d/e E [L], B/r/d/e E C/c/t -> B/r/d/e E C/c/t", weights, token, repeats=1)
+    weights = of_choices(shardops.all_gather("B/r/d/e L/c/t E -> B/r/d/e L E", routing.weights))
+    weights = shardops.take_rows("B/r/d/e P [J], B/r/d/e P C/c/t -> B/r/d/e P C/c/t", weights, choice, repeats=1)
     out = (out * weights[..., None]).astype(x.dtype)
-    out = shardops.add_rows("B/r/d/e E C/c/t M, B/r/d/e E C/c/t -> B/r/d/e [L] M +c +t", out, token, repeats=k)
-    filled = shardops.einsum_unreduced("B/r/d/e E C/c/t -> +r +c +t +d +e", jnp.float32(token < length))
+    out = shardops.add_rows("B/r/d/e P C/c/t M, B/r/d/e P C/c/t -> B/r/d/e [L] M +c +t", out, token, repeats=k)
+    filled = shardops.einsum_unreduced("B/r/d/e P C/c/t -> +r +c +t +d +e", jnp.float32(token < length))
     filled = shardops.psum("+r +c +t +d +e ->", filled)
     return shardops.psum_scatter("B/r/d/e L M +c +t -> B/r/d/e L/c/t M", out), filled
 
@@ -332,10 +345,6 @@ class Model(train.Llama):
         nx = rms_norm(x, w.mlp_norm, self.c.norm_epsilon)
         routing: Routing = route(nx, w, self.c)
         slots = self.c.slots(shardops.size("L")) if tokens.training else None
-        out, filled = (
-            (everywhere(nx, routing, w), None)
-            if slots is None
-            else in_slots(nx, routing, w, slots, self.c.experts_per_token)
-        )
+        out, filled = (everywhere(nx, routing, w), None) if slots is None else in_slots(nx, routing, w, slots, self.c)
         out = out + shared_mlp(nx, w, einsum) if self.c.shared_experts else out
         return x + out, extras_of(routing, filled, w, self.c)

@@ -35,7 +35,7 @@ def rearrange(spec: str, x: Any, /, **sizes: int) -> Any:
         require_shard_map()
         _bind_given(lhs, sizes, known)
         value = check_operand(1, lhs, x, known)
-        _bind_groups(lhs, known)
+        bind_groups(lhs, known)
         value = cast(1, lhs, value, (), lhs.sharded)
         inner = [dim for group in lhs.dims for dim in group.group]
         blocks = {names[dim.name]: known[dim.name] // devices_along(dim.axes) for dim in inner}
@@ -85,7 +85,7 @@ def _bind_given(shape: ShapeSpec, given: Mapping[str, int], sizes: Sizes) -> Non
             raise ShardError(problem, "give whole sizes, over all devices, of dims whose size is not known")
 
 
-def _bind_groups(shape: ShapeSpec, sizes: Sizes) -> None:
+def bind_groups(shape: ShapeSpec, sizes: Sizes) -> None:
     """Replaces the size of each group in `sizes` by the sizes of its dims. Raises ShardError if they do not fit."""
     for group in (dim for dim in shape.dims if dim.group):
         whole, names = sizes.pop(group.name), [dim.name for dim in group.group]

@@ -11,6 +11,7 @@ of the same name, and to transpositions if its dim is not the first. This is wha
     index_unreduced    '[V/t] M, B L -> B L M +t'           a lookup in a sharded dim becomes a +
     take_rows          'B/d [L] M, B/d S/t -> B/d S/t M'    looks rows of the same sequence up, by an id for each of S
     add_rows           'B/d S/t M, B/d S/t -> B/d [L] M +t' adds rows by an id for each, the transpose
+    grouped_product    'P S M, P S, (P N) M F -> P S F'     multiplies each row by one of N matrices, which an id says
     broadcast          'M -> B/d L M'                       repeats along new dims
     rearrange          'L (K/t Q) D -> K/t Q L D'           transposes, splits and merges dims, by name
     all_to_all         'L/t K -> L K/t'                     moves an axis from one dim to another
@@ -35,6 +36,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib.checks import current_scope, note_type
+from shardlib.grouped import grouped_product  # noqa: F401 (one of the ops)
 from shardlib.marks import per_device  # noqa: F401 (one of the ops)
 from shardlib.op_checks import (
     axes_moved,

@@ -53,15 +53,30 @@ MESHES = ("one device", "e=8", "e=2 c=2 t=2", "r=2 d=2 e=2", "c=4 t=2")
 B, L = 8, 16
 
 
+def with_slots(chosen: np.ndarray, pools: int, slots: int) -> np.ndarray:
+    """Which of the choices [B, L, E] find a slot of their pool."""
+    kept = np.zeros_like(chosen)
+    for sequence, of_sequence in enumerate(chosen):
+        free = [slots] * pools
+        for token, of_token in enumerate(of_sequence):
+            for expert in np.flatnonzero(of_token):
+                pool = expert // (chosen.shape[2] // pools)
+                kept[sequence, token, expert] = free[pool] > 0
+                free[pool] -= 1
+    return kept
+
+
 def plain(x, w, c, slots=None):
-    """The experts of each position, one after the other, of whole arrays. Each takes `slots` positions of a sequence.
+    """The experts of each position, one after the other, of whole arrays. Each pool has `slots` slots for a sequence.
 
     Also the number of choices that found a slot.
     """
     scores = jax.nn.softmax(x @ w.router, axis=-1)
     lowest = jnp.sort(scores, axis=-1)[..., -c.experts_per_token, None]
     chosen = scores >= lowest
-    kept = chosen if slots is None else chosen & (jnp.cumsum(chosen, axis=1) <= slots)
+    kept = (
+        chosen if slots is None else with_slots(np.asarray(jax.lax.stop_gradient(chosen)), c.pools or c.experts, slots)
+    )
     weights = scores / jnp.sum(scores * chosen, axis=-1, keepdims=True) if c.normalize else scores
     out = jnp.zeros_like(x)
     for i in range(c.experts):
@@ -82,28 +97,34 @@ def used(w: moe.Layer):
     return train.gathered(shardops.replicate("... -> ... *r", w))
 
 
-@pytest.mark.parametrize("slots", [None, 8])
-def test_a_layer_is_that_of_plain_loops_as_on_a_gpu(slots, monkeypatch):
-    """There rows are added in turns, not by a scatter."""
-    monkeypatch.setattr(products, "target_device", lambda: types.SimpleNamespace(platform="gpu"))
-    test_a_layer_is_that_of_plain_loops_on_every_mesh("e=2 c=2 t=2", slots)
+@pytest.mark.parametrize(("slots", "pools"), [(None, None), (8, None), (16, 2)])
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_a_layer_is_that_of_plain_loops_as_on(platform, slots, pools, monkeypatch):
+    """On a GPU rows are added in turns, not by a scatter. On a TPU groups of rows are multiplied by `ragged_dot`."""
+    monkeypatch.setattr(products, "target_device", lambda: types.SimpleNamespace(platform=platform))
+    test_a_layer_is_that_of_plain_loops_on_every_mesh("e=2 c=2 t=2", slots, pools)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("slots", [None, 8])
-def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots):
+SLOTS = [(None, None), (8, None), (8, 4), (16, 2), (40, 1), (48, 1)]
+"""Slots, of pools; 48 of one pool are enough for all choices."""
+FITTING = [
+    (mesh, slots, pools)
+    for mesh in MESHES
+    for slots, pools in SLOTS
+    if (pools or 8) % int((*re.findall(r"e=(\d)", mesh), 1)[0]) == 0
+]
+
+
+@pytest.mark.parametrize(("mesh", "slots", "pools"), FITTING)
+def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots, pools):
     """Values and all gradients, with drops and without, of each expert by its own largest entry."""
-    c, (x, out) = truth.model(), np.random.default_rng(1).normal(size=(2, B, L, 32)).astype(np.float32)
+    c, (x, out) = truth.model(pools=pools), np.random.default_rng(1).normal(size=(2, B, L, 32)).astype(np.float32)
     w = layer_of(c)
 
     def loss(x: f32["B/r/d/e L/c/t M"], w: moe.Layer, out: f32["B/r/d/e L/c/t M"]) -> tuple:
         w = used(w)
         routing = moe.route(x, w, c)
-        y, filled = (
-            (moe.everywhere(x, routing, w), 0.0)
-            if slots is None
-            else moe.in_slots(x, routing, w, slots, c.experts_per_token)
-        )
+        y, filled = (moe.everywhere(x, routing, w), 0.0) if slots is None else moe.in_slots(x, routing, w, slots, c)
         total = shardops.einsum_unreduced("B/r/d/e L/c/t M, B/r/d/e L/c/t M -> +r +c +t +d +e", y, out)
         return shardops.psum("+r +c +t +d +e ->", total), filled
 
@@ -117,7 +138,8 @@ def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots):
         value, filled, dx, dw = jax.tree.map(np.asarray, tiny.per_device(both)(x, w, out))
     reference = lambda x, w: (lambda y, kept: (jnp.sum(y * out), kept))(*plain(x, w, c, slots))
     (expected, kept), (x_expected, w_expected) = jax.value_and_grad(reference, argnums=(0, 1), has_aux=True)(x, w)
-    assert slots is None or (filled == kept < B * L * c.experts_per_token), "some choices are dropped"
+    choices = B * L * c.experts_per_token
+    assert slots is None or (filled == kept and (kept < choices) == ((slots, pools) != (48, 1))), "some are dropped"
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     near = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
     near(dx, x_expected)
@@ -127,17 +149,19 @@ def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots):
             near(ours, theirs)
 
 
-@pytest.mark.parametrize("slots", [None, 8])
-def test_an_expert_without_tokens_has_a_zero_gradient(slots):
+@pytest.mark.parametrize(("slots", "pools"), [(None, None), (8, None), (16, 2)])
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_an_expert_without_tokens_has_a_zero_gradient(platform, slots, pools, monkeypatch):
     """Not NaN, and not what was there before: https://github.com/openxla/tokamax/issues/887."""
-    c, x = truth.model(), np.random.default_rng(1).normal(size=(B, L, 32)).astype(np.float32)
+    monkeypatch.setattr(products, "target_device", lambda: types.SimpleNamespace(platform=platform))
+    c, x = truth.model(pools=pools), np.random.default_rng(1).normal(size=(B, L, 32)).astype(np.float32)
     w = layer_of(c)
     x[..., 0], w.router[0] = 1.0, np.where(np.arange(8) == 5, -100.0, 0.0)
 
     def gradient(x: f32["B/r/d/e L/c/t M"], w: moe.Layer) -> moe.Layer:
         def total(w):
             routing = moe.route(x, used(w), c)
-            y = moe.everywhere(x, routing, used(w)) if slots is None else moe.in_slots(x, routing, used(w), slots, 3)[0]
+            y = moe.everywhere(x, routing, used(w)) if slots is None else moe.in_slots(x, routing, used(w), slots, c)[0]
             square = shardops.einsum_unreduced("B/r/d/e L/c/t M -> +r +c +t +d +e", jnp.square(y))
             return shardops.psum("+r +c +t +d +e ->", square)
 
@@ -275,11 +299,15 @@ ALL = {"correction_bias": True, "shared_experts": 2, "scores": "sigmoid", "group
 
 
 @pytest.mark.parametrize("settings", [{}, ALL | {"groups_per_token": 1}], ids=["plain", "all settings"])
-@pytest.mark.parametrize("factor", [1.0, None], ids=["slots", "everywhere"])
+@pytest.mark.parametrize(
+    ("factor", "pools"), [(1.0, None), (1.0, 4), (None, None)], ids=["slots", "pools", "everywhere"]
+)
 @pytest.mark.parametrize("sizes", ["r2 d2 e2 c2 t2", "d2 e4", "p2 e2 t2"])
-def test_steps_are_proved(sizes, factor, settings):
-    """With no code that is taken to be right: routing, both exchanges and the losses are followed."""
-    c = truth.model(layers=2, capacity_factor=factor, balance_loss=0.1, router_z_loss=0.1, d_head=16, **settings)
+def test_steps_are_proved(sizes, factor, pools, settings):
+    """Routing, both exchanges and the losses are followed. Of pools only the products are taken to be right."""
+    c = truth.model(
+        layers=2, capacity_factor=factor, pools=pools, balance_loss=0.1, router_z_loss=0.1, d_head=16, **settings
+    )
     c = tiny.config(dataclasses.replace(c, experts=16), microbatches=2, batch_size=16)
     mesh = {word[0]: int(word[1:]) for word in sizes.split()}
     with abstract_mesh_of(dict.fromkeys("prdect", 1) | mesh):

@@ -1,4 +1,4 @@
-"""What take_rows and add_rows refuse. Right uses are in right_ops.txt."""
+"""What take_rows, add_rows and grouped_product refuse. Right uses are in right_ops.txt."""
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,27 @@ def test_take_rows_refuses(spec, message):
 def test_add_rows_refuses(spec, message):
     with pytest.raises(ShardError, match=message):
         call(lambda x, ids: shardops.add_rows(spec, jnp.float32(ids), ids))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("B/d L M, B/d L, (N/d B) M F/t -> B/d L F/t", r"begin with a group, the first dim of the rows"),
+        ("B/d L M, B/d L, (B/d N) X F/t -> B/d L F/t", r"then the last dim of the rows"),
+        ("B/d L M, B/d L/t, (B/d N) M F -> B/d L F", r"give an integer for each row"),
+        ("B/d L M, B/d L, (B/d N) M F/t -> B/d L F", r"the result is `B/d L F/t`, not `B/d L F`"),
+        ("B/d L M, B/d L, (B/d N M) F/t -> B/d L F/t", r"is not a type of matrices"),
+    ],
+)
+def test_grouped_product_refuses(spec, message):
+    def products(x, ids):
+        w = jnp.zeros((4, 2, 3)) + shardops.axis_index("d") + (shardops.axis_index("t") if "F/t" in spec else 0)
+        ids = ids if "L/t" in spec else shardops.all_gather("B/d L/t -> B/d L", ids, replicated=True)
+        w = w.reshape(-1, 3) if "N M)" in spec else w
+        return shardops.grouped_product(spec, shardops.replicate("... -> ... *t", x), ids, w)
+
+    with pytest.raises(ShardError, match=message):
+        call(products)
 
 
 def call(fn):

@@ -1,0 +1,191 @@
+"""The op grouped_product: each row times one matrix of several, which its id says.
+
+`P/e C/c M, P/e C/c, (P/e N) M F/t -> P/e C/c F/t` has N matrices for the rows of each P, and an id in [0, N) for each
+row. Rows of equal ids are multiplied together, however many they are, so that none is multiplied by a matrix of others.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib import marks, products
+from shardlib.op_checks import cast_to_result, check_operand, checked_op, parse, refuse_repeated_gradient, wrap
+from shardlib.parsing import OpSpec, ShardError, parse_shape, sort_axes
+from shardlib.rearranging import bind_groups
+from shardlib.values import describe, varying
+
+BLOCKS = 8
+"""Blocks that the rows of one matrix have on average. The last block of each matrix is not full."""
+LEAST_ROWS = 8
+"""Rows that a block has at least."""
+
+
+def grouped_product(spec: str, rows: Any, ids: Any, matrices: Any) -> Any:
+    """Rows times the matrices of their ids: `P/e C/c M, P/e C/c, (P/e N) M F/t -> P/e C/c F/t`. No communication.
+
+    The first dim of `rows` and `ids` is the outer one of the matrices. Their second dim is contracted, as in
+    einsum_unreduced: if it is sharded, the result is a partial sum. With N = 1 this is an einsum.
+    """
+    with checked_op("grouped_product", spec, rows, ids, matrices) as sizes:
+        op = parse(spec, 3, "( )", "*")
+        operands = (rows, ids, matrices)
+        values = [check_operand(i, s, x, sizes) for i, (s, x) in enumerate(zip(op.lhs, operands, strict=True), 1)]
+        bind_groups(op.lhs[2], sizes)
+        _check(op, values)
+        values, axes, copies = cast_to_result(op, values, operands)
+        values = [values[1] if i == 2 else refuse_repeated_gradient(i, v, op) for i, v in enumerate(values, 1)]
+    (x, ids, w), every = values, op.rhs.sharded | set(op.rhs.partial)
+    if len(w) == len(x):
+        formula = f"{(letters := 'abcdefgh'[: x.ndim - 1])}y,ayz->{letters}z"
+        value = products.einsum_with_gradients(formula, None, x.size <= x.size // x.shape[-1] * w.shape[-1], x, w)
+    else:
+        spec_of = lambda dims, over: " ".join([*map(str, dims), *(f"+{a}" for a in sort_axes(over))])
+        of_rows, of_matrices = op.lhs[0], op.lhs[2]
+        types = _Types(
+            *(spec_of(_ungrouped(s), ()) for s in op.lhs),
+            spec_of(op.rhs.dims, op.rhs.partial),
+            spec_of(op.rhs.dims, ()),
+            spec_of(of_rows.dims, every - of_rows.sharded),
+            spec_of(_ungrouped(of_matrices), every - of_matrices.sharded),
+        )
+        value = _product(types, x, ids, w)
+    return wrap(varying(value, axes), op.rhs, copies, f"grouped_product({op})")
+
+
+class _Types(NamedTuple):
+    """Types of the operands, of the result and its gradient, and of the gradients of the operands."""
+
+    rows: str
+    ids: str
+    matrices: str
+    result: str
+    of_result: str
+    of_rows: str
+    of_matrices: str
+
+
+def _ungrouped(shape) -> list[str]:
+    """Dims of a type, a group as one dim with a name of its own."""
+    return [
+        "_".join(d.name for d in dim.group) + "".join(f"/{a}" for a in dim.axes) if dim.group else str(dim)
+        for dim in shape.dims
+    ]
+
+
+def _check(op: OpSpec, values: list[jax.Array]) -> None:
+    """Raises ShardError for a spec that says another thing than the op does."""
+    (rows, ids, matrices), (x, index, w) = op.lhs, values
+    group = matrices.dims[0].group if len(matrices.dims) == 3 else ()
+    if len(group) != 2 or len(rows.dims) < 2 or (group[0], matrices.dims[1]) != (rows.dims[0], rows.dims[-1]):
+        raise ShardError(
+            f"`{matrices}` is not a type of matrices for `{rows}`",
+            "begin with a group, the first dim of the rows and the number of its matrices, then the last dim of the "
+            "rows: `(P/e N) M F/t`",
+        )
+    if ids.dims != rows.dims[:-1] or not jnp.issubdtype(index.dtype, jnp.integer) or any(s.partial for s in op.lhs):
+        raise ShardError(f"ids are {describe(index)}, `{ids}`, of rows `{rows}`", "give an integer for each row")
+    if x.dtype != w.dtype:
+        raise ShardError(f"dtype mismatch: operands are {x.dtype}, {w.dtype}", "cast them to one dtype with .astype")
+    summed = [f"+{axis}" for axis in sort_axes(rows.dims[-1].axes)]
+    expected = parse_shape(" ".join(map(str, (*ids.dims, matrices.dims[2], *summed))))
+    if (expected.dims, expected.partial) != (op.rhs.dims, op.rhs.partial):
+        raise ShardError(f"the result is `{expected}`, not `{op.rhs}`", f"write `-> {expected}`")
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(types: _Types, rows: jax.Array, ids: jax.Array, matrices: jax.Array) -> jax.Array:
+    """Products of rows[P, …, M], by ids[P, …], with matrices[P·N, M, F]."""
+    operands = (rows, types.rows), (ids, types.ids), (matrices, types.matrices)
+    return _region("products of rows", types.result, products_of_rows, *operands)
+
+
+def _backward(types: _Types, kept, g):
+    (rows, ids, matrices), of_result = kept, (g, types.of_result)
+    swapped = lambda g, ids, matrices: products_of_rows(g, ids, matrices.swapaxes(1, 2))
+    sums = lambda rows, ids, g: sums_of_products(rows, ids, g, len(matrices))
+    of_rows = _region("gradients", types.of_rows, swapped, of_result, (ids, types.ids), (matrices, types.matrices))
+    of_matrices = _region("sums", types.of_matrices, sums, (rows, types.rows), (ids, types.ids), of_result)
+    return of_rows, None, of_matrices
+
+
+_product.defvjp(lambda *args: (_product(*args), args[1:]), _backward)
+
+
+def _region(what: str, result: str, fn: Callable, *operands: tuple[jax.Array, str]) -> jax.Array:
+    """What `fn` makes of operands, whose types the check demands. Of its own type the result is taken to be."""
+    label = f"{what} by ids, {', '.join(spec for _, spec in operands)} -> {result}"
+    entered = [marks.enter(x, f"{label} [{i}]", spec) for i, (x, spec) in enumerate(operands)]
+    return marks.leave(marks.region(fn, *entered), label, result)
+
+
+# ---- on one device ------------------------------------------------------------------------------------------------
+
+
+def products_of_rows(rows: jax.Array, ids: jax.Array, matrices: jax.Array) -> jax.Array:
+    """Products of rows[P, …, M], by ids[P, …], with matrices[P·N, M, F]: [P, …, F]."""
+    x, of_rows = rows.reshape(-1, rows.shape[-1]), _matrix_of_each(ids, len(matrices))
+    if products.target_device().platform == "tpu":
+        order, sizes = _sorted(of_rows, len(matrices))
+        return lax.ragged_dot(x[order], matrices, sizes)[jnp.argsort(order)].reshape(*ids.shape, -1)
+    blocks, of_blocks, place = _in_blocks(of_rows, len(matrices))
+    product = lambda block: products.product_of("bm,mf->bf", _rows_of(x, block[0]), matrices[block[1]])
+    found = lax.map(product, (blocks, of_blocks))
+    return found.reshape(-1, found.shape[-1])[place].reshape(*ids.shape, -1)
+
+
+def sums_of_products(rows: jax.Array, ids: jax.Array, g: jax.Array, count: int) -> jax.Array:
+    """Sums of the products of rows[P, …, M] and g[P, …, F] of each id, [count, M, F]; 0 for an id that none has."""
+    x, of_rows = rows.reshape(-1, rows.shape[-1]), _matrix_of_each(ids, count)
+    g = g.reshape(-1, g.shape[-1]).astype(x.dtype)
+    if products.target_device().platform == "tpu":
+        order, sizes = _sorted(of_rows, count)
+        numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+        return lax.ragged_dot_general(x[order], g[order], sizes, numbers)
+    blocks, of_blocks, _ = _in_blocks(of_rows, count)
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+
+    def add(total, block):
+        product = products.product_of("bm,bf->mf", _rows_of(x, block[0]), _rows_of(g, block[0]), wide)
+        return total.at[block[1]].add(product), None
+
+    zeros = jnp.zeros((count, x.shape[1], g.shape[1]), wide)
+    total, _ = lax.scan(add, varying(zeros, jax.typeof(g).manual_axis_type.varying), (blocks, of_blocks))
+    return total.astype(x.dtype)
+
+
+def _matrix_of_each(ids: jax.Array, count: int) -> jax.Array:
+    """The matrix, of `count` in all, of each row in ids[P, …], flat."""
+    first = jnp.arange(len(ids), dtype=ids.dtype) * (count // len(ids))
+    return (ids + first.reshape(-1, *[1] * (ids.ndim - 1))).reshape(-1)
+
+
+def _sorted(of_rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The rows in the order of their matrices, and the number of rows of each."""
+    sizes = jnp.sum(of_rows[:, None] == jnp.arange(count, dtype=of_rows.dtype), axis=0, dtype=jnp.int32)
+    return jnp.argsort(of_rows, stable=True), sizes
+
+
+def _in_blocks(of_rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Blocks of rows that have the same matrix: the rows in each [K, b], the matrix of each [K], and each row's place.
+
+    A row past the end stands for none. There are as many blocks as any ids may need.
+    """
+    n = len(of_rows)
+    b = max(LEAST_ROWS, math.ceil(n / (BLOCKS * count)))
+    order, sizes = _sorted(of_rows, count)
+    from_0 = lambda x: jnp.concatenate([jnp.zeros_like(x[:1]), jnp.cumsum(x)])
+    first, start = from_0(sizes), from_0(-(-sizes // b))  # first row in `order`, and first block, of each matrix
+    block = jnp.arange(n // b + count, dtype=jnp.int32)
+    of_blocks = jnp.minimum(jnp.searchsorted(start, block, side="right", method="compare_all") - 1, count - 1)
+    row = (first[of_blocks] + (block - start[of_blocks]) * b)[:, None] + jnp.arange(b, dtype=jnp.int32)
+    blocks = jnp.where(row < first[of_blocks + 1][:, None], order.at[row].get(mode="clip"), n)
+    return blocks, of_blocks, start[of_rows] * b + jnp.argsort(order) - first[of_rows]
+
+
+def _rows_of(x: jax.Array, rows: jax.Array) -> jax.Array:
+    return x.at[rows].get(mode="fill", fill_value=0)
