@@ -17,7 +17,7 @@ from shardlib import marks, products
 from shardlib.op_checks import cast_to_result, check_operand, checked_op, parse, refuse_repeated_gradient, wrap
 from shardlib.parsing import OpSpec, ShardError, parse_shape, sort_axes
 from shardlib.rearranging import bind_groups
-from shardlib.values import describe, varying
+from shardlib.values import describe, planned_devices, varying
 
 BLOCKS = 8
 """Blocks that the rows of one matrix have on average. The last block of each matrix is not full."""
@@ -41,8 +41,9 @@ def grouped_product(spec: str, rows: Any, ids: Any, matrices: Any) -> Any:
         values = [values[1] if i == 2 else refuse_repeated_gradient(i, v, op) for i, v in enumerate(values, 1)]
     (x, ids, w), every = values, op.rhs.sharded | set(op.rhs.partial)
     if len(w) == len(x):
-        formula = f"{(letters := 'abcdefgh'[: x.ndim - 1])}y,ayz->{letters}z"
-        value = products.einsum_with_gradients(formula, None, x.size <= x.size // x.shape[-1] * w.shape[-1], x, w)
+        letters = "abcdefgh"[: x.ndim - 1]
+        narrow, wide = ((sizes.get(d.name) or d.literal_size) // planned_devices(d.axes) for d in op.lhs[2].dims[1:])
+        value = products.einsum_with_gradients(f"{letters}y,ayz->{letters}z", None, narrow <= wide, x, w)
     else:
         spec_of = lambda dims, over: " ".join([*map(str, dims), *(f"+{a}" for a in sort_axes(over))])
         of_rows, of_matrices = op.lhs[0], op.lhs[2]

@@ -191,8 +191,9 @@ def read_weights(
     checkpoints, step = find_checkpoint(path)
     with checkpoints:
         saved = with_defaults(saved_config(checkpoints.metadata(step)), config["model"].get("module"))
-        # Further training may change RoPE scaling, for longer sequences, and dropout.
+        # Further training may change RoPE scaling, for longer sequences, dropout, and what training adds to experts.
         free = ("embed_init_scale", "weight_init_scale", "rope_scaling", "dropout")
+        free += ("pools", "capacity_factor", "balance_loss", "router_z_loss", "bias_rate")
         if fresh or leave:  # what decides which weights there are, and what only this model has
             free += (*DECIDE_WEIGHTS, *(config["model"].keys() - saved["model"].keys()))
         fixed = tuple(f"model.{name}" for name in config["model"] if name not in free)

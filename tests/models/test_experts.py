@@ -327,7 +327,7 @@ def test_the_page_quotes_the_source():
     root = Path(__file__).parents[2]
     page, source = (root / "docs/experts.md").read_text(), (root / "moe.py").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     assert all(block in source for block in blocks)
 
 
@@ -383,11 +383,11 @@ def test_the_block_of_deepseek_v3():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factor", ["1.0", "null"])
-def test_a_step_is_that_of_one_device_in_f64(factor, tmp_path):
+@pytest.mark.parametrize(("factor", "pools"), [("1.0", "null"), ("1.0", "8"), ("null", "null")])
+def test_a_step_is_that_of_one_device_in_f64(factor, pools, tmp_path):
     """On meshes of eight devices with e, and each other axis beside it; with drops, and without."""
     settings = ["training.compute_dtype=f32", "mesh.e=1", "mesh.d=1", f"model.capacity_factor={factor}"]
-    settings += ["model.correction_bias=true", "model.shared_experts=1"]
-    done = verify(tmp_path, *settings, "verify.meshes=[e8,r2d2e2,e2c2t2,p2e2c2,d2e2t2]", name="local_experts")
+    settings += ["model.correction_bias=true", "model.shared_experts=1", f"model.pools={pools}"]
+    done = verify(tmp_path, *settings, "verify.meshes=[e8,r2d2e2,d2e4,e2c2t2,p2e2c2,d2e2t2]", name="local_experts")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "In f64, all 5 meshes agree with one device." in done.stdout
+    assert "In f64, all 6 meshes agree with one device." in done.stdout

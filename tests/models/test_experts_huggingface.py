@@ -1,5 +1,7 @@
 """Mixtral, Qwen3-MoE and OLMoE become runs with the same logits, and runs become them."""
 
+import dataclasses
+
 import huggingface_models as models
 import jax
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 import tiny
 from huggingface_models import export, to_run
 
+from shardwright.run.opening import read_weights
 from tools.huggingface import experts
 
 truth = pytest.importorskip("experts_truth")
@@ -57,3 +60,12 @@ def test_what_transformers_saved_has_its_logits(kind, one_device, tmp_path):
 def test_other_math_is_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         experts.to_huggingface(None, truth.model(**changes))
+
+
+def test_what_training_adds_to_experts_may_differ_from_the_checkpoint(one_device, tmp_path):
+    c = truth.model()
+    w = models.weights(c)
+    other = dataclasses.replace(c, pools=2, capacity_factor=1.0, balance_loss=0.1)
+    config = dataclasses.asdict(models.settings(other))
+    found, _ = read_weights(models.save(tmp_path / "run", w, c), w, config)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, w))
