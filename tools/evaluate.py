@@ -143,7 +143,8 @@ def documents_of(run: OpenRun) -> Iterator[tuple[int, list[int], int]]:
     """
     tokenizer = run.tokenizer()
     end = [] if tokenizer.end is None else [tokenizer.end]
-    blocks = sources.blocks(*sources.open_text("data", None, None, None, [run.config.data]), run.config.text_field)
+    field = run.config.text_field
+    blocks = sources.blocks(*sources.open_text("data", None, None, None, [run.config.data], field), field)
     for i, text in enumerate(text for texts, _ in blocks for text in texts):
         if ids := tokenizer.ids(text):
             yield i, [*ids, *end], len(text.encode())

@@ -1,4 +1,4 @@
-"""Tokenizes text into a flat-tokens dataset: a Hugging Face dataset, or local jsonl, parquet and text files.
+"""Tokenizes text into a flat-tokens dataset: a Hugging Face dataset, or jsonl, parquet, arrow, csv and text files.
 
     python -m tools.huggingface_to_flat_tokens --config-name=tinystories
 
@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import json
 import os
 import sys
 import time
@@ -61,9 +62,9 @@ class SplitConfig:
     source: str | None = None
     """The split of the Hugging Face dataset to read."""
     files: list[str] = field(default_factory=list)
-    """Files or globs of one kind to read, or URLs, in this order, the matches of a glob sorted. A document is a line of
-    .jsonl, an element of the array in a .json, a record of .parquet, and a .txt unless `text_separator` is set. All but
-    .parquet may be compressed: .gz, .bz2, .xz, .zst."""
+    """Files or globs to read, or URLs, in this order, the matches of a glob sorted. A document is a line of .jsonl, an
+    element of the array in a .json, a record of .parquet, .arrow, .feather and .csv, and a .txt unless `text_separator`
+    is set. Those of .jsonl, .json, .csv and .txt may be compressed: .gz, .bz2, .xz; .jsonl and .json also .zst."""
     skip_documents: int = within(0, 2**50, 0)
     """Number of documents to leave out at the beginning of the source, at least 0."""
     max_documents: int | None = within(1, 2**50, None)
@@ -96,6 +97,14 @@ class Settings:
     """Null to leave the training split out."""
     validation: SplitConfig | None = field(default_factory=SplitConfig)
     """Null to leave the validation split out."""
+    max_bad_rows: int = within(0, 2**50, 0)
+    """Largest number of bad rows of a split's files that are left out, each reported with its file and line: rows that
+    are not JSON, not UTF-8, or have no text in `text_field`. One more ends the program."""
+    num_shards: int = within(1, 100_000, 1)
+    """Number of shards in which the text is tokenized, each by a process with its own `shard`; at most the number of
+    files. Without `shard`, the program verifies the shards, and merges them into what one process would write."""
+    shard: int | None = within(0, 100_000, None)
+    """Number of the shard to tokenize, from 0, into `<out>.shards/<shard>-of-<num_shards>`."""
     num_workers: int | None = within(1, 2**10, None)
     """Number of processes that tokenize, at least 1. Null for one for each core; on two cores for one, except with
     tiktoken. With 1, this process tokenizes. The result does not depend on it."""
@@ -112,6 +121,7 @@ def run(config: Settings) -> None:
     if not names:
         raise ValueError("train and validation are both null: nothing to write.")
     opened = {name: open_source(config, name) for name in names}
+    config = dataclasses.replace(config, out=path_of(config, config.shard))
     root = flat_tokens.open_kvstore(config.out)
     resuming = flat_tokens.unfinished_settings(config.out) is not None
     content = flat_tokens.read_file(root, "tokenizer.json")
@@ -129,13 +139,15 @@ def run(config: Settings) -> None:
             if resuming and flat_tokens.is_there(root, name):
                 print(f"{config.out}/{name}: complete", flush=True)
                 continue
-            print(write_split(config, name, opened[name], tokenizer), flush=True)
+            shards = config.num_shards if config.shard is None else 1
+            write = write_split if shards == 1 else merge_split
+            print(write(config, name, opened[name], tokenizer, settings), flush=True)
 
 
 def result_settings(config: Settings, names: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
     """All values that the result depends on, by name."""
     settings = flat(dataclasses.asdict(config))
-    for free in ("out", "overwrite", "num_workers"):
+    for free in ("out", "overwrite", "num_workers", "max_bad_rows", "shard"):
         del settings[free]
     for name in names:
         stats = [(path, os.stat(path)) for path in sources.match(getattr(config, name).files) if "://" not in path]
@@ -153,7 +165,10 @@ def open_source(config: Settings, name: str) -> tuple[str, Any]:
     split: SplitConfig = getattr(config, name)
     hub = config.dataset, config.dataset_config, split.source
     options = {"revision": config.dataset_revision, "separator": config.text_separator}
-    where, data = sources.open_text(name, *hub, split.files, **options)
+    where, data = sources.open_text(name, *hub, split.files, config.text_field, **options)
+    if config.num_shards > 1 or config.shard is not None:
+        check_shards(config, name, data.num_shards)
+        data = data if config.shard is None else data.shard(config.num_shards, config.shard)
     if split.skip_documents:
         data = data.skip(split.skip_documents)
     return where, data if split.max_documents is None else data.take(split.max_documents)
@@ -176,8 +191,8 @@ def make_tokenizer(config: Settings, trained: str | None) -> Tokenizer:
     if name is not None or config.train is None:
         raise ValueError("tokenizer.kind=train_bpe needs a training split, and no tokenizer.name.")
     if trained is None:
-        blocks = sources.blocks(*open_source(config, "train"), config.text_field)
-        texts = itertools.islice((text for block, _ in blocks for text in block), TRAIN_DOCUMENTS)
+        blocks = sources.blocks(*open_source(config, "train"), config.text_field, None, config.max_bad_rows)
+        texts = itertools.islice(itertools.chain.from_iterable(block for block, _ in blocks), TRAIN_DOCUMENTS)
         trained = definitions.train_bpe(texts, config.tokenizer.vocab_size)
     return Tokenizer(trained, end_token)
 
@@ -193,7 +208,9 @@ def tokenize(tokenizer: Tokenizer, item: tuple[list[str], Place]) -> tuple[np.nd
     return flat_tokens.mark_starts(ids, kept), len(texts) - kept.size
 
 
-def write_split(config: Settings, name: str, source: tuple[str, Any], tokenizer: Tokenizer) -> str:
+def write_split(
+    config: Settings, name: str, source: tuple[str, Any], tokenizer: Tokenizer, settings: dict[str, Any]
+) -> str:
     """Writes a split, or what is left of it; returns a line that sums it up.
 
     Args:
@@ -201,6 +218,7 @@ def write_split(config: Settings, name: str, source: tuple[str, Any], tokenizer:
         name: of the split.
         source: what `open_source` gave.
         tokenizer: of all splits.
+        settings: what `result_settings` gave.
 
     Raises:
         ValueError: what the source, the tokenizer and flat_tokens.Writer raise, or a split without a token.
@@ -212,7 +230,7 @@ def write_split(config: Settings, name: str, source: tuple[str, Any], tokenizer:
     most = sys.maxsize if split.max_tokens is None else split.max_tokens
     with flat_tokens.Writer(config.out, name, resume=True) as writer:
         done = writer.place or {"place": None, "num_empty": 0}
-        blocks = sources.blocks(*source, config.text_field, done["place"])
+        blocks = sources.blocks(*source, config.text_field, done["place"], config.max_bad_rows)
         results = map_in_order(functools.partial(tokenize, tokenizer), blocks, num_workers)
         saved = time.monotonic()
         for (_, place), (encoded, num_empty) in results:
@@ -231,16 +249,99 @@ def write_split(config: Settings, name: str, source: tuple[str, Any], tokenizer:
             raise ValueError(
                 f"{name}: the source holds no text; {empty} empty documents. Check text_field and the source."
             )
-        about = {"kind": config.tokenizer.kind, "name": config.tokenizer.name}
-        about |= {"vocab_size": tokenizer.vocab_size, "end_token": config.tokenizer.end_token}
-        files = split.files or [config.dataset, config.dataset_config, split.source]
-        writer.attributes.update(tokenizer=about, source=files)
+        bad = done["place"]["bad_rows"]
+        writer.attributes.update(attributes_of(config, name, tokenizer, bad))
+        if config.shard is not None:
+            writer.attributes["shard"] = identity_of(config, config.shard, settings)
     notes = [f"{writer.path}: {tokens:,} tokens in {documents:,} documents"]
+    if bad:
+        notes.append(f"{bad:,} bad rows left out")
     if empty:
         notes.append(f"{empty:,} empty documents left out")
     if split.max_tokens is not None and tokens < most:
         notes.append(f"the source ended before max_tokens={most:,}")
     return "; ".join(notes)
+
+
+def attributes_of(config: Settings, name: str, tokenizer: Tokenizer, bad_rows: int) -> dict[str, Any]:
+    """What a split says of its making."""
+    about = {"kind": config.tokenizer.kind, "name": config.tokenizer.name}
+    about |= {"vocab_size": tokenizer.vocab_size, "end_token": config.tokenizer.end_token}
+    files = getattr(config, name).files or [config.dataset, config.dataset_config, getattr(config, name).source]
+    return {"tokenizer": about, "source": files, "bad_rows": bad_rows}
+
+
+# ---- shards -------------------------------------------------------------------------------------------------------
+
+
+def path_of(config: Settings, shard: int | None) -> str:
+    """Path of the dataset of a shard; None: of the whole."""
+    return config.out if shard is None else f"{config.out.rstrip('/')}.shards/{shard:05}-of-{config.num_shards:05}"
+
+
+def identity_of(config: Settings, shard: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """What a split of a shard says of itself. Lists, which may name all files, are there by a checksum."""
+    checksum = lambda x: hashlib.sha256(json.dumps(x).encode()).hexdigest()[:16] if isinstance(x, list) else x
+    return {"shard": shard, "of": config.num_shards} | {name: checksum(value) for name, value in settings.items()}
+
+
+def check_shards(config: Settings, name: str, num_files: int) -> None:
+    """Raises ValueError if a split of so many files cannot be tokenized in the shards that the settings name."""
+    split = getattr(config, name)
+    whole = [x for x in ("skip_documents", "max_documents", "max_tokens") if getattr(split, x)]
+    if whole or config.tokenizer.kind == "train_bpe":
+        one = f"{name}.{whole[0]}" if whole else "tokenizer.kind=train_bpe"
+        raise ValueError(f"{one} needs the text in one process. Leave it or num_shards={config.num_shards} out.")
+    if not max(2, (config.shard or 0) + 1) <= config.num_shards <= num_files:
+        raise ValueError(
+            f"shard={config.shard} num_shards={config.num_shards}, and {name} has {num_files} files: set num_shards in "
+            "2 to that, and shard in 0 to num_shards - 1. Write a split of few files in a run of its own."
+        )
+
+
+def merge_split(config: Settings, name: str, _: tuple[str, Any], tokenizer: Tokenizer, settings: dict[str, Any]) -> str:
+    """Writes a split from its shards, which are verified, or what is left of it; returns a line that sums it up.
+
+    Args:
+        config: the settings.
+        name: of the split.
+        tokenizer: of all splits.
+        settings: what `result_settings` gave.
+
+    Raises:
+        ValueError: a shard is missing, damaged, another one than its path says, or of other settings or files.
+    """
+    paths, bad, faults = [path_of(config, shard) for shard in range(config.num_shards)], 0, []
+    for shard, path in enumerate(paths):
+        try:
+            found = flat_tokens.Reader(path, name).attributes
+        except ValueError as error:
+            faults.append(str(error))
+            continue
+        expected, had = identity_of(config, shard, settings), found.get("shard", {})
+        faults += [
+            f"{path}/{name} was made with {x} {had.get(x)}, not {expected[x]}."
+            for x in expected
+            if had.get(x) != expected[x]
+        ][:1]
+        bad += found.get("bad_rows", 0)
+    if faults:
+        raise ValueError(
+            "\n".join([f"{len(faults)} of {len(paths)} shards cannot be merged. Delete and run them again:", *faults])
+        )
+    if bad > config.max_bad_rows:
+        raise ValueError(f"{name}: its shards left out {bad} bad rows, more than max_bad_rows={config.max_bad_rows}.")
+    with flat_tokens.Writer(config.out, name, resume=True) as writer:
+        saved = time.monotonic()
+        for shard in range(writer.place or 0, len(paths)):
+            flat_tokens.append_split(writer, flat_tokens.Reader(paths[shard], name))
+            if time.monotonic() - saved >= STATE_SECONDS:
+                writer.save(shard + 1)
+                saved = time.monotonic()
+        writer.attributes.update(attributes_of(config, name, tokenizer, bad))
+        return (
+            f"{writer.path}: {writer.num_tokens:,} tokens in {writer.num_documents:,} documents of {len(paths)} shards"
+        )
 
 
 if __name__ == "__main__":

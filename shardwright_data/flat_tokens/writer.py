@@ -265,6 +265,22 @@ class Writer:
                 array.wait()
 
 
+def append_split(writer: Writer, reader: Reader) -> None:
+    """Adds all documents of a split. Raises ValueError if it is damaged, also where only its tokens show that."""
+    documents, size = writer.num_documents, reader.num_tokens
+    for start in range(0, size, TOKENS_SHARD):
+        encoded = reader.read(np.array([start]), np.array([min(TOKENS_SHARD, size - start)]))
+        largest = int(encoded.max()) >> 1
+        if largest > reader.max_token_id or (start == 0 and not encoded[0] & 1):
+            break
+        writer.append_encoded(encoded)
+    if (found := writer.num_documents - documents) != reader.num_documents:
+        raise ValueError(
+            f"{reader.path} is damaged: it has {found} documents, not {reader.num_documents}, or ids above "
+            f"{reader.max_token_id}. Write or copy the dataset again."
+        )
+
+
 def state_of(split: str) -> str:
     """Name of the file from which a split resumes."""
     return f"unfinished_{split}.npz"

@@ -61,7 +61,7 @@ class StreamLoader(Loader):
         self._config, self._stream, stream = config, config.stream, config.stream
         files = {"train": stream.train_files, "validation": stream.validation_files}[self.split]
         hub = stream.dataset, stream.dataset_config, getattr(stream, self.split)
-        self._name, self._data = sources.open_text("data.stream", *hub, files, by_line=True)
+        self._name, self._data = sources.open_text("data.stream", *hub, files, stream.text_field, by_line=True)
         self._tokenizer = open_tokenizer(stream.tokenizer_kind, stream.tokenizer, stream.end_token)
         size = self._tokenizer.vocab_size
         if self.vocab_size is not None and size > self.vocab_size:
@@ -153,9 +153,8 @@ class StreamLoader(Loader):
             texts: list[str] = []
             field = self._stream.text_field
             for example in sources.readable(f"The stream {self._name}", self._data):
-                sources.check_column(self._name, example, field)
                 # Documents without text are left out.
-                if text := sources.clean_text(example[field], field, self._name):
+                if text := sources.text_of(example, field, self._name):
                     texts.append(text)
                 if len(texts) == self._stream.shuffle_block:
                     after = _Place(place.epoch, place.block + 1, self._data.state_dict())

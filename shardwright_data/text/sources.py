@@ -3,20 +3,28 @@
 A place in a source is a small JSON value, which `datasets` gives. Reading resumes there.
 """
 
+import codecs
+import csv
 import glob
+import io
+import itertools
 import os
-from collections.abc import Iterable, Iterator
-from typing import Any
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, BinaryIO, TextIO
 
-from shardwright_data.foreign import refused
+from shardwright_data.foreign import parse_json, refused, shown
 
 BLOCK_BYTES = 2**21
 """Characters of a block of documents: large enough that passing it to a process costs little."""
 RECORDS = 64
-"""Records that `datasets` gives at once."""
-KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".txt": "text"}
-"""Readers of `datasets` by the ends of names of files; .gz, .bz2 or .xz may follow all but .parquet, and
-.zst .jsonl and .json."""
+"""Records that are read at once."""
+KINDS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
+KINDS |= {".csv": "csv", ".txt": "text"}
+"""Kinds of files by the ends of names; .gz, .bz2 or .xz may follow but for .parquet, .arrow and .feather, and .zst
+.jsonl and .json."""
+BAD = "why it is bad"
+"""Column, beside the documents of files, with what is wrong with a row; None in a good row."""
 
 
 def open_text(
@@ -25,6 +33,7 @@ def open_text(
     dataset_config: str | None,
     split: str | None,
     files: list[str],
+    text_field: str = "text",
     *,
     revision: str | None = None,
     separator: str | None = None,
@@ -37,8 +46,10 @@ def open_text(
         dataset: name on the hub, or a local directory; None for files.
         dataset_config: its configuration (subset); None if it has only one.
         split: name of the split.
-        files: of one kind, read in this order: paths, globs, whose matches are sorted, or URLs; empty for a dataset. A
-            document is a line of .jsonl, an element of the array in a .json, a record of .parquet, or a .txt.
+        files: read in this order: paths, globs, whose matches are sorted, or URLs; empty for a dataset. A document is a
+            line of .jsonl, an element of the array in a .json, a record of .parquet, .arrow, .feather or .csv, or a
+            .txt.
+        text_field: the column or JSON key that holds the document.
         revision: a commit or tag of the dataset; None for the newest.
         separator: text between the documents of a .txt, to which the line breaks around it belong. None for none.
         by_line: whether each line of a .txt is a document.
@@ -46,6 +57,8 @@ def open_text(
     Raises:
         ValueError: both or none are given, the dataset, the split or a file is missing, or cannot be read.
     """
+    import datasets
+
     if (dataset is None) == (not files):
         raise ValueError(
             f"{where}: give either `dataset`, to read from Hugging Face, or files; dataset is {dataset!r}, files "
@@ -54,24 +67,24 @@ def open_text(
     if dataset is not None:
         if split is None:
             raise ValueError(f"{where}.source is missing: the split of {dataset} to read, for example `train`.")
-        name = f"{dataset} ({split})"
-        return name, _load(name, path=dataset, name=dataset_config, split=split, revision=revision)
+        name, given = f"{dataset} ({split})", {"path": dataset, "name": dataset_config, "split": split}
+        with refused(
+            f"Cannot read {name}", "Check its name, its split, the connection, and whether its files are whole."
+        ):
+            return name, datasets.load_dataset(**given, revision=revision, streaming=True)
     name = ", ".join(files[:3]) + (" …" if len(files) > 3 else "")
-    kinds = {kind for file in files for suffix, kind in KINDS.items() if suffix in file.rsplit("/", 1)[-1]}
-    if len(kinds) != 1:
-        raise ValueError(f"The files are {list(files)}; name files of one of these kinds: {', '.join(KINDS)}.")
-    (kind,), paths = kinds, match(files)
-    if kind != "text":
-        return name, _load(name, path=kind, data_files={"train": paths}, split="train")
-    if any(path.endswith(".zst") for path in paths):
-        raise ValueError(f"{name}: a truncated .txt.zst would not be noticed. Unpack it first: unzstd <file>.")
-    if separator is not None:
-        import datasets
+    if unknown := [file for file in files if kind_of(file) is None]:
+        raise ValueError(f"A file is {unknown[0]!r}; name files of one of these kinds: {', '.join(KINDS)}.")
+    paths = match(files)
+    if cut := [path for path in paths if path.endswith((".txt.zst", ".csv.zst"))]:
+        raise ValueError(f"{cut[0]}: a truncated {cut[0][-8:]} would not be noticed. Unpack it first: unzstd <file>.")
+    given = {"paths": paths, "text_field": text_field, "separator": "\n" if by_line else separator}
+    return name, datasets.IterableDataset.from_generator(_rows, gen_kwargs=given)
 
-        given = {"paths": paths, "separator": separator}
-        return name, datasets.IterableDataset.from_generator(_separated, gen_kwargs=given)
-    options = {"sample_by": "line" if by_line else "document", "encoding": "utf-8-sig"}
-    return name, _load(name, path=kind, data_files={"train": paths}, split="train", **options)
+
+def kind_of(path: str) -> str | None:
+    """The kind of a file, by its name; None if it is not one of KINDS."""
+    return next((kind for suffix, kind in KINDS.items() if suffix in path.rsplit("/", 1)[-1]), None)
 
 
 def match(patterns: list[str]) -> list[str]:
@@ -89,50 +102,52 @@ def match(patterns: list[str]) -> list[str]:
 
 
 def blocks(
-    name: str, data: Any, text_field: str, place: dict[str, Any] | None = None
+    name: str, data: Any, text_field: str, place: dict[str, Any] | None = None, max_bad_rows: int = 0
 ) -> Iterator[tuple[list[str], dict[str, Any]]]:
     """Documents in blocks of about BLOCK_BYTES, each block with the place after it. A document without text is "".
+
+    A place holds the number of `bad_rows` before it. They are left out, and reported on stderr.
 
     Args:
         name: of the source, for messages.
         data: what `open_text` gave.
         text_field: the column or JSON key that holds the document.
         place: where to begin; None for the beginning.
+        max_bad_rows: largest number of bad rows, of files.
 
     Raises:
-        ValueError: a file is damaged, or a record has no text.
+        ValueError: a file is damaged, there are more bad rows, or a record of the hub has no text.
     """
-    data = data.with_format("arrow")
+    num_bad = 0
     if place is not None:
-        data.load_state_dict(place)
+        data.load_state_dict(place["data"])
+        num_bad = place["bad_rows"]
     texts: list[str] = []
-    size = 0
-    tables = data.iter(batch_size=RECORDS)
-    column = lambda table: table[text_field].to_pylist() if text_field in table.column_names else []
-    columns = ((table.column_names, column(table)) for table in tables)
-    for names, values in readable(name, columns):
-        check_column(name, names, text_field)
-        found = [clean_text(value, text_field, name) for value in values]
-        texts += found
-        size += sum(map(len, found))
+    size, before = 0, num_bad
+    for batch in readable(name, data.iter(RECORDS)):
+        for values in zip(*batch.values(), strict=True):
+            row = dict(zip(batch, values, strict=True))
+            if row.get(BAD) is not None and num_bad < max_bad_rows:
+                num_bad += 1
+                print(f"bad row {num_bad} of at most {max_bad_rows}: {shown(row[BAD])}", file=sys.stderr, flush=True)
+            else:
+                texts.append(text_of(row, text_field, name))
+                size += len(texts[-1])
         if size >= BLOCK_BYTES:
-            yield texts, data.state_dict()
-            texts, size = [], 0
-    if texts:
-        yield texts, data.state_dict()
+            yield texts, {"data": data.state_dict(), "bad_rows": num_bad}
+            texts, size, before = [], 0, num_bad
+    if texts or num_bad > before:
+        yield texts, {"data": data.state_dict(), "bad_rows": num_bad}
 
 
-def clean_text(value: Any, text_field: str, where: str) -> str:
-    """A document, the value of `text_field`: "" if it is None. Raises ValueError, which names `where`, if not text."""
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"{where}: {text_field!r} is {type(value).__name__}, not text.")
-    return value or ""
-
-
-def check_column(where: str, names: Iterable[str], text_field: str) -> None:
-    """Raises ValueError, which names `where`, unless `names` has the column `text_field`."""
-    if text_field not in names:
-        raise ValueError(f"{where}: no column {text_field!r}; set text_field to one of {sorted(names)}.")
+def text_of(row: Mapping[str, Any], text_field: str, where: str) -> str:
+    """The document of a row, "" if it is None. Raises ValueError if the row is bad; `where` names the source."""
+    if row.get(BAD) is not None:
+        raise ValueError(f"{row[BAD]}. Correct it, or have max_bad_rows skip so many rows when you write a dataset.")
+    try:
+        return _document(row, text_field) or ""
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}.") from error
 
 
 def readable(where: str, values: Iterable[Any]) -> Iterator[Any]:
@@ -146,23 +161,136 @@ def readable(where: str, values: Iterable[Any]) -> Iterator[Any]:
         yield value
 
 
-def _load(where: str, **arguments: Any) -> Any:
-    import datasets
-
-    remedy = "Check its name, its split, the connection, and whether its files are whole."
-    with refused(f"Cannot read {where}", remedy):
-        return datasets.load_dataset(**arguments, streaming=True)
+# ---- files --------------------------------------------------------------------------------------------------------
 
 
-def _separated(paths: list[str], separator: str) -> Iterator[dict[str, str]]:
-    """The documents between separators; what follows the last one is a document only if there is something."""
+def _rows(paths: list[str], text_field: str, separator: str | None) -> Iterator[dict[str, str | None]]:
+    """The rows of files: each with its document or, under BAD, its file, its place there, and what is wrong."""
     import fsspec
 
+    # Bytes that are no UTF-8 become halves of surrogate pairs, which `_document` refuses.
+    as_text = {"mode": "rt", "encoding": "utf-8-sig", "errors": "surrogateescape"}
     for path in paths:
-        with fsspec.open(path, "rt", encoding="utf-8-sig", compression="infer") as file:
-            rest = ""
-            while content := file.read(BLOCK_BYTES):
-                *whole, rest = (rest + content).split(separator)
-                yield from ({"text": document.strip("\r\n")} for document in whole)
-            if rest.strip("\r\n"):
-                yield {"text": rest.strip("\r\n")}
+        kind, place = kind_of(path), "the beginning"
+        mode = as_text | {"newline": "" if kind == "csv" else None} if kind in ("csv", "text") else {"mode": "rb"}
+        try:
+            with fsspec.open(path, compression="infer", **mode) as file:
+                file = io.BufferedReader(file) if path.endswith(".zst") else file  # which has no lines
+                for place, row in READERS[kind](file, text_field, separator):
+                    try:
+                        found = {text_field: _document(row, text_field), BAD: None}
+                    except ValueError as error:
+                        if isinstance(row, bytes) and not row.endswith(b"\n"):
+                            raise  # a truncated file: what follows is lost
+                        found = {text_field: None, BAD: f"{path}, {place}: {str(error).rstrip('.')}"}
+                    yield found
+        except Exception as error:
+            raise ValueError(f"{path}, at {place}") from error
+
+
+def _document(row: Any, text_field: str) -> str | None:
+    """The document of a row: its columns, or bytes of JSON. Raises ValueError if the row is bad, or is that error."""
+    if isinstance(row, ValueError):
+        raise row
+    row = parse_json(row.decode().strip()) if isinstance(row, bytes) else row
+    if not isinstance(row, Mapping):
+        raise ValueError(f"it is {type(row).__name__}, not an object")
+    if text_field not in row:
+        raise ValueError(f"no column {text_field!r}; set text_field to one of {sorted(row)}")
+    text = row[text_field]
+    text = text.decode() if isinstance(text, bytes) else text
+    if not isinstance(text, str | None):
+        raise ValueError(f"{text_field!r} is {type(text).__name__}, not text")
+    if text is not None:
+        text.encode()  # refuses halves of surrogate pairs
+    return text
+
+
+def _lines(file: BinaryIO, *_: Any) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(file, 1):
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if line.strip():
+            yield f"line {number}", line
+
+
+def _json(file: BinaryIO, *_: Any) -> Iterator[tuple[str, Any]]:
+    """The elements of an array; or lines, of which each is an object."""
+    lines = _lines(file)
+    place, first = next(lines, ("", b""))
+    if first.lstrip().startswith(b"["):
+        yield from ((f"element {i}", row) for i, row in enumerate(parse_json((first + file.read()).decode())))
+    elif first:
+        yield from itertools.chain([(place, first)], lines)
+
+
+def _csv(file: TextIO, *_: Any) -> Iterator[tuple[str, Any]]:
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.reader(file, strict=True)
+    names = next(reader, [])
+    place = reader.line_num + 1
+    for row in reader:
+        wrong = ValueError(f"it has {len(row)} fields, not {len(names)}")
+        if row:
+            yield f"line {place}", dict(zip(names, row, strict=True)) if len(row) == len(names) else wrong
+        place = reader.line_num + 1
+
+
+def _parquet(file: BinaryIO, text_field: str, *_: Any) -> Iterator[tuple[str, Any]]:
+    from pyarrow import parquet
+
+    opened = parquet.ParquetFile(file)
+    known = text_field in opened.schema_arrow.names
+    return _records(opened.iter_batches(RECORDS, columns=[text_field] if known else None), text_field)
+
+
+def _arrow(file: BinaryIO, text_field: str, *_: Any) -> Iterator[tuple[str, Any]]:
+    """Of the IPC format, as a stream or as a file, which Feather is too."""
+    import pyarrow as pa
+
+    try:
+        batches = pa.ipc.open_stream(file)
+    except pa.ArrowInvalid:
+        opened = pa.ipc.open_file(file)
+        batches = map(opened.get_batch, range(opened.num_record_batches))
+    return _records(batches, text_field)
+
+
+def _records(batches: Iterable[Any], text_field: str) -> Iterator[tuple[str, Any]]:
+    """The rows of record batches of pyarrow."""
+    from pyarrow import large_binary, types
+
+    number = itertools.count()
+    for batch in batches:
+        for start in range(0, batch.num_rows, RECORDS):
+            part = batch.slice(start, RECORDS)
+            if text_field in part.schema.names:
+                column = part.column(text_field)
+                if types.is_dictionary(column.type):
+                    column = column.dictionary_decode()
+                if (
+                    types.is_string(column.type)
+                    or types.is_large_string(column.type)
+                    or types.is_string_view(column.type)
+                ):
+                    column = column.cast(large_binary())  # decoded row by row
+                rows = [{text_field: value} for value in column.to_pylist()]
+            else:
+                rows = [dict.fromkeys(part.schema.names)] * part.num_rows
+            yield from ((f"row {next(number)}", row) for row in rows)
+
+
+def _text(file: TextIO, text_field: str, separator: str | None) -> Iterator[tuple[str, Any]]:
+    """The text, or the documents between separators; what follows the last one is one only if there is something."""
+    if separator is None:
+        yield "document 0", {text_field: file.read()}
+        return
+    number, rest = itertools.count(), ""
+    while content := file.read(BLOCK_BYTES):
+        *whole, rest = (rest + content).split(separator)
+        yield from ((f"document {next(number)}", {text_field: document.strip("\r\n")}) for document in whole)
+    if rest.strip("\r\n"):
+        yield f"document {next(number)}", {text_field: rest.strip("\r\n")}
+
+
+READERS = {"jsonl": _lines, "json": _json, "parquet": _parquet, "arrow": _arrow, "csv": _csv, "text": _text}
+"""What reads a file of each kind: its rows, each with its place. Lines count from 1, all else from 0."""

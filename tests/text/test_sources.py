@@ -6,10 +6,12 @@ import json
 import lzma
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from pyarrow import feather
 
 from shardwright_data.text import sources
 
@@ -79,6 +81,60 @@ def test_parquet(tmp_path, kind):
     check(lambda: open_files([str(tmp_path / "a.parquet")]), [text or "" for text in texts])
 
 
+@pytest.mark.parametrize("write", ["stream", "file", "feather"])
+def test_arrow(tmp_path, write):
+    table = pa.table({"n": range(31), "text": [*random_texts(30), None]})
+    path = tmp_path / ("a.feather" if write == "feather" else "a.arrow")
+    if write == "feather":
+        feather.write_feather(table, path, chunksize=7)
+    else:
+        with getattr(pa.ipc, f"new_{write}")(str(path), table.schema) as sink:
+            sink.write_table(table, max_chunksize=7)
+    check(lambda: open_files([str(path)]), [text or "" for text in table["text"].to_pylist()])
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_csv(tmp_path, suffix):
+    """Against what pandas wrote: quotes, commas and line breaks in the text; numbers and NA are texts."""
+    texts = ["NA", "12", "", "null", 'he said "so", and\r\nleft', *random_texts(30)]
+    pd.DataFrame({"n": range(len(texts)), "text": texts}).to_csv(tmp_path / f"a.csv{suffix}", index=False)
+    check(lambda: open_files([str(tmp_path / f"a.csv{suffix}")]), texts)
+
+
+def test_bad_rows_are_left_out_and_reported(tmp_path, capsys):
+    """Of each kind, at the place that is told; the good ones and the number are the same from each place on."""
+    lines = [b'{"text": "a"}', b"{", b'{"body": "b"}', b'{"text": 1}', b'{"text": "\xff"}', b"", b'{"text": "c"}']
+    (tmp_path / "a.jsonl").write_bytes(b"\n".join(lines) + b"\n")
+    (tmp_path / "b.csv").write_bytes(b'n,text\n1,d\n2\n3,\xff\n4,"e\nf"\n5,x,y\n6,g\n')
+    values = pa.array([b"h", b"\xff", b"i"]).view(pa.string())
+    pq.write_table(pa.table({"text": values}), tmp_path / "c.parquet")
+    feather.write_feather(pa.table({"text": values}), tmp_path / "d.feather")
+    (tmp_path / "e.json").write_text('[{"text": "j"}, {"text": [1]}, 3]')
+    files = [str(tmp_path / name) for name in ("a.jsonl", "b.csv", "c.parquet", "d.feather", "e.json")]
+    found = list(sources.blocks("here", open_files(files), "text", None, 11))
+    assert [text for texts, _ in found for text in texts] == ["a", "c", "d", "e\nf", "g", "h", "i", "h", "i", "j"]
+    assert found[-1][1]["bad_rows"] == 11
+    told = [line.split(": ")[1].rpartition("/")[2] for line in capsys.readouterr().err.splitlines()]
+    expected = [f"a.jsonl, line {n}" for n in (2, 3, 4, 5)] + [f"b.csv, line {n}" for n in (3, 4, 7)]
+    assert told == [*expected, "c.parquet, row 1", "d.feather, row 1", "e.json, element 1", "e.json, element 2"]
+    with pytest.raises(ValueError, match=r"e\.json, element 2: it is int, not an object"):
+        list(sources.blocks("here", open_files(files), "text", None, 10))
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: .* have max_bad_rows skip so many rows"):
+        list(sources.blocks("here", open_files(files), "text"))
+
+
+def test_places_count_bad_rows(tmp_path):
+    rows = ['{"text": "%s"}' % ("x" * 100) if i % 3 else "{" for i in range(60)]
+    (tmp_path / "a.jsonl").write_text("\n".join(rows) + "\n")
+    read = lambda place: list(sources.blocks("here", open_files([str(tmp_path / "a.jsonl")]), "text", place, 20))
+    whole = read(None)
+    assert len(whole) > 5
+    for i, (texts, place) in enumerate(whole):
+        rest = read(json.loads(json.dumps(place)))
+        assert [x for x, _ in rest] == [x for x, _ in whole[i + 1 :]]
+        assert [(texts, place), *rest][-1][1]["bad_rows"] == 20
+
+
 @pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
 @pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "é"])
 def test_separated_text(tmp_path, suffix, separator):
@@ -116,16 +172,25 @@ BROKEN = "is corrupt, or cannot be read: .* Download or write it again|Cannot re
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', BROKEN),
-        ("a.jsonl", b'{"text": "a"}\n[1]\n', BROKEN),
-        ("a.jsonl", b'{"body": "a", "id": 1}\n', r"no column 'text'; set text_field to one of \['body', 'id'\]"),
-        ("a.jsonl", b'{"text": 3}\n', "'text' is int, not text"),
-        ("a.jsonl", b'{"text": "\xff"}\n', BROKEN),
-        ("a.jsonl", b'{"text": "a\\ud800b"}\n', "surrogate pair in string is invalid"),
-        ("a.jsonl", lines(random_texts(9)).encode("utf-16"), BROKEN),
+        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "a.jsonl, line 2: Expecting value: .* skip so many rows"),
+        ("a.jsonl", b'\n{"text": "a"}\n\n[1]\n', "a.jsonl, line 4: it is list, not an object"),
+        (
+            "a.jsonl",
+            b'{"body": "a", "id": 1}\n',
+            r"line 1: no column 'text'; set text_field to one of \['body', 'id'\]",
+        ),
+        ("a.jsonl", b'{"text": 3}\n', "line 1: 'text' is int, not text"),
+        ("a.jsonl", b'{"text": "\xff"}\n', "line 1: 'utf-8' codec can't decode byte 0xff"),
+        ("a.jsonl", b'{"text": "a\\ud800b"}\n', "line 1: .* surrogates not allowed"),
+        ("a.jsonl", lines(random_texts(9)).encode("utf-16"), "line 1: 'utf-8' codec can't decode"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "b', "is corrupt, or cannot be read: .*a.jsonl, at line 2: Unterminated"),
+        ("a.csv", b"text,n\na,1\nb\n", "a.csv, line 3: it has 1 fields, not 2"),
+        ("a.csv", b'text,n\na,1\n"b,2\n', "is corrupt, or cannot be read: .*a.csv, at line 2: unexpected end of data"),
+        ("a.csv", b"body,n\na,1\n", "a.csv, line 2: no column 'text'"),
+        ("a.arrow", b"not what it says " * 30, BROKEN),
         ("a.json", b'[{"text": "a"} {"text": "b"}]', BROKEN),
         ("a.json", b'[{"text": ["a"]}]', "'text' is list, not text"),
-        ("a.txt", b"\xff\xfea\x00", BROKEN),
+        ("a.txt", b"\xff\xfea\x00", "a.txt, document 0: .*surrogates not allowed"),
         ("a.parquet", b"not what it says " * 30, BROKEN),
     ],
 )
@@ -148,13 +213,14 @@ def test_damaged_compressed_files(tmp_path, suffix, name, separator, damage):
 
 
 def test_files_that_are_none(tmp_path):
-    (tmp_path / "a.csv").write_text("a")
-    (tmp_path / "a.txt.zst").write_text("a")
-    with pytest.raises(ValueError, match=r"a truncated .txt.zst would not be noticed"):
-        open_files([str(tmp_path / "a.txt.zst")])
-    for names in (["a.csv"], ["a.jsonl", "b.parquet"]):
-        with pytest.raises(ValueError, match=r"name files of one of these kinds: .jsonl, .json, .parquet, .txt"):
-            open_files(names)
+    for name in ("a.txt.zst", "a.csv.zst"):
+        (tmp_path / name).write_text("a")
+        with pytest.raises(ValueError, match=rf"a truncated {name[1:]} would not be noticed"):
+            open_files([str(tmp_path / name)])
+    with pytest.raises(
+        ValueError, match=r"A file is 'a.doc'; name files of one of these kinds: .jsonl, .json, .parquet"
+    ):
+        open_files(["a.jsonl", "a.doc"])
     with pytest.raises(ValueError, match=r"No file matches 'nowhere/\*.jsonl' in .* Correct the path or pattern"):
         open_files(["nowhere/*.jsonl"])
 

@@ -1,0 +1,209 @@
+"""Shards of a tokenization, merged: the bytes of one process; wrong shards are refused by name; Ray and Dask."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenization import config, driver, random_texts, small, tree, write_jsonl
+
+from shardwright_data import flat_tokens
+from tools import huggingface_to_flat_tokens as tool
+from tools.huggingface_to_flat_tokens import SplitConfig, TokenizerConfig
+
+__all__ = ["small"]
+
+ROOT = Path(__file__).parents[2]
+N = 3
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Seven files, two of them with bad rows."""
+    paths = [write_jsonl(tmp_path / f"{i}.jsonl", random_texts(12 + i, seed=i)) for i in range(7)]
+    for i in (1, 6):
+        with open(paths[i], "a") as file:
+            file.write("{\n")
+    return paths
+
+
+def settings(out, files, **more):
+    more = {"validation": None, "max_bad_rows": 2} | more
+    return dataclasses.replace(config(out, files), **more)
+
+
+def shards(out, files, numbers=range(N)):
+    """Writes shards; their paths."""
+    for shard in numbers:
+        tool.run(settings(out, files, num_shards=N, shard=shard))
+    return [Path(f"{out}.shards/{shard:05}-of-{N:05}") for shard in numbers]
+
+
+def test_merged_shards_are_what_one_process_writes(tmp_path, small, files, capsys):
+    tool.run(settings(tmp_path / "one", files))
+    shards(tmp_path / "d", files, [2, 0, 1])
+    tool.run(settings(tmp_path / "d", files, num_shards=N))
+    assert tree(tmp_path / "d") == tree(tmp_path / "one")
+    assert len(tree(tmp_path / "d")) > 8
+    assert json.loads((tmp_path / "d/train/zarr.json").read_text())["attributes"]["bad_rows"] == 2
+    assert re.search(r"1.jsonl, line 14: Expecting", capsys.readouterr().err)
+    more = settings(tmp_path / "e", files, num_shards=N, max_bad_rows=1)
+    shutil.copytree(tmp_path / "d.shards", tmp_path / "e.shards")
+    with pytest.raises(ValueError, match=r"its shards left out 2 bad rows, more than max_bad_rows=1"):
+        tool.run(more)
+
+
+def test_a_killed_merge_resumes(tmp_path, small, files, monkeypatch):
+    tool.run(settings(tmp_path / "one", files))
+    shards(tmp_path / "d", files)
+    save, append = flat_tokens.Writer.save, tool.flat_tokens.append_split
+
+    class Killed(BaseException):
+        pass
+
+    def killed(self, place):
+        save(self, place)
+        raise Killed
+
+    appended = []
+    monkeypatch.setattr(tool.flat_tokens, "append_split", lambda w, r: (appended.append(r.path), append(w, r)))
+    for _ in range(N):
+        with monkeypatch.context() as patch:
+            patch.setattr(flat_tokens.Writer, "save", killed)
+            with pytest.raises(Killed):
+                tool.run(settings(tmp_path / "d", files, num_shards=N))
+    tool.run(settings(tmp_path / "d", files, num_shards=N))
+    assert len(appended) == N  # no shard twice
+    assert tree(tmp_path / "d") == tree(tmp_path / "one")
+
+
+def of_another_run(paths, files):
+    Path(files[4]).write_text(Path(files[4]).read_text() + '{"text": "more"}\n')
+
+
+def flipped(paths, files):
+    """A byte within the tokens, which the opening of a split does not read."""
+    path = max((paths[1] / "train/encoded_tokens/c").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+
+
+def without_its_first_mark(paths, files):
+    """Tokens that were written with good checksums, but are not whole documents."""
+    reader = flat_tokens.Reader(str(paths[1]), "train")
+    tokens = reader.read(np.array([0]), np.array([reader.num_tokens]))
+    identity = reader.attributes["shard"]
+    shutil.rmtree(paths[1] / "train")
+    with flat_tokens.Writer(str(paths[1]), "train") as writer:
+        writer.append_encoded(np.concatenate([tokens[:1] & ~np.uint32(1), tokens[1:]]))
+        writer.attributes.update(shard=identity)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda paths, files: shutil.rmtree(paths[1]), r"1 of 3 shards .* run them again:\nNo .*00001-of-00003/train"),
+        (lambda paths, files: (paths[1] / "train/zarr.json").unlink(), r"00001-of-00003/train is incomplete"),
+        (
+            lambda paths, files: (shutil.rmtree(paths[1]), shutil.copytree(paths[0], paths[1])),
+            r"00001-of-00003/train was made with shard 0, not 1\.",
+        ),
+        (lambda paths, files: next((paths[2] / "train/seq_starts/c").iterdir()).unlink(), r"00002-of-00003/train"),
+        (flipped, r"00001-of-00003/train: cannot read tokens .* missing, truncated or corrupt"),
+        (without_its_first_mark, r"00001-of-00003/train is damaged: it has 0 documents, not \d+"),
+        (of_another_run, r"3 of 3 shards .*00000-of-00003/train was made with train.files found \w+, not \w+"),
+    ],
+)
+def test_a_wrong_shard_is_named(tmp_path, small, files, damage, message):
+    paths = shards(tmp_path / "d", files)
+    damage(paths, files)
+    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
+        tool.run(settings(tmp_path / "d", files, num_shards=N))
+    assert not (tmp_path / "d/train/zarr.json").exists()
+    if damage is of_another_run:
+        return
+    shutil.rmtree(paths[1], ignore_errors=True)
+    shutil.rmtree(paths[2], ignore_errors=True)
+    shards(tmp_path / "d", files, [1, 2])
+    tool.run(settings(tmp_path / "d", files, num_shards=N))
+    tool.run(settings(tmp_path / "one", files))
+    assert tree(tmp_path / "d") == tree(tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"num_shards": 8, "shard": 0}, r"shard=0 num_shards=8, and train has 7 files"),
+        ({"num_shards": 3, "shard": 3}, r"shard=3 num_shards=3, and .*, and shard in 0 to num_shards - 1"),
+        ({"shard": 0}, r"shard=0 num_shards=1, and .*: set num_shards in 2 to that"),
+        (
+            {"num_shards": 3, "shard": 1, "tokenizer": TokenizerConfig(kind="train_bpe")},
+            "train_bpe needs the text in one",
+        ),
+        ({"num_shards": 3, "shard": 1, "max_tokens": 5}, r"train.max_tokens needs the text in one process"),
+    ],
+)
+def test_what_cannot_be_sharded(tmp_path, files, more, message):
+    more = dict(more)
+    split = SplitConfig(files=files, max_tokens=more.pop("max_tokens", None))
+    with pytest.raises(ValueError, match=message):
+        tool.run(settings(tmp_path / "d", files, train=split, **more))
+
+
+@pytest.mark.slow
+def test_a_killed_job_is_run_again(tmp_path, small, files):
+    """SIGKILL once it has a state; the same command finishes the shard."""
+    command, env = driver(tmp_path, 0.05)
+    out = tmp_path / "d"
+    run = [*command, f"out={out}", f"train.files=[{','.join(files)}]", "validation=null", "tokenizer.end_token='</s>'"]
+    run += ["num_workers=1", "max_bad_rows=2", f"num_shards={N}"]
+    state = Path(f"{out}.shards/00001-of-{N:05}/unfinished_train.npz")
+    with subprocess.Popen([*run, "shard=1"], env=env, cwd=tmp_path) as process:
+        while process.poll() is None and not state.exists():
+            time.sleep(0.01)
+        process.kill()
+    assert process.returncode < 0
+    for shard in range(N):
+        subprocess.run([*run, f"shard={shard}"], env=env, cwd=tmp_path, check=True)
+    subprocess.run(run, env=env, cwd=tmp_path, check=True)
+    tool.run(settings(tmp_path / "one", files))
+    assert tree(out) == tree(tmp_path / "one")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "block"), [("ray", 0), ("distributed", 1)])
+def test_the_jobs_of_an_engine(tmp_path, files, engine, block, monkeypatch):
+    """The page's program, on a local cluster of two processes; each job is killed once, and run again."""
+    pytest.importorskip(engine, reason=f"{engine} is not installed")
+    code = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/data.md").read_text(), re.DOTALL | re.MULTILINE)[block]
+
+    def kill_once(shard):
+        if not (path := tmp_path / f"killed_{shard}").exists():
+            path.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for old, new in (
+        ("/shared/books/*.jsonl", f"{tmp_path}/*.jsonl"),
+        ("/shared/books.zarr", f"{tmp_path}/d"),
+        ("num_shards=1000", f"num_shards={N}, max_bad_rows=2"),
+        ("def job(shard):\n", "def job(shard):\n    kill_once(shard)\n"),
+        [
+            ("ray.init()", "ray.init(num_cpus=2, include_dashboard=False)"),
+            ('Client("tcp://scheduler:8786")', "Client(n_workers=2, threads_per_worker=1, dashboard_address=None)"),
+        ][block],
+    ):
+        assert old in code
+        code = code.replace(old, new)
+    exec(code, {"__name__": "__main__", "kill_once": kill_once})
+    assert len([*tmp_path.glob("killed_*")]) == N
+    one = dataclasses.replace(tool.Settings(out=f"{tmp_path}/one", validation=None), max_bad_rows=2)
+    tool.run(dataclasses.replace(one, train=SplitConfig(files=[f"{tmp_path}/*.jsonl"])))
+    assert tree(tmp_path / "d") == tree(tmp_path / "one")
