@@ -70,7 +70,8 @@ def apart(axis: str, dim: str = "") -> Iterator[None]:
 
 def sharded_apart(spec: ShapeSpec) -> ShapeSpec:
     """`spec` with the axes that it need not mention within `apart`, where they are known to shard a dim of it."""
-    axes_of = lambda dim: sort_axes({*dim.axes, *(axis for axis, name in _APART.get().items() if name == dim.name)})
+    added = lambda dim: {axis for axis, name in _APART.get().items() if name == dim.name} - {*dim.axes}
+    axes_of = lambda dim: sort_axes({*dim.axes, *added(dim)}) if added(dim) else dim.axes
     return dataclasses.replace(spec, dims=tuple(dataclasses.replace(dim, axes=axes_of(dim)) for dim in spec.dims))
 
 

@@ -27,7 +27,8 @@ class ModelConfig:
     """Settings of the transformer in train.py. docs/models.md lists those that another model must have."""
 
     module: str = "train"
-    """Python module of the model. The other fields of this section are those of its own ModelConfig."""
+    """Python module of the model. The other fields of this section are those of its own ModelConfig: with
+    model.module=moe, --help lists those of moe."""
     vocab: int = dataclasses.field(kw_only=True)
     """Number of token ids, more than the largest id of the data. A multiple of t·p devices, over which tables of it are
     sharded: round it up, since an id that no data has costs a row of them and nothing else."""

@@ -140,12 +140,12 @@ def on_whole_matrices(fn: Callable, dims: tuple[Dim, ...], done: tuple[str, ...]
     There is one all_to_all before fn and one after it for each axis that shards `dims`. A stack that the axis does not
     divide is padded with zeros in between. Devices along the axes `done` have different matrices already.
     """
-    axes = sort_axes(axis for dim in dims for axis in dim.axes)
-    if not axes:
+    ends = sort_axes(dim.axes[-1] for dim in dims if dim.axes)
+    if not ends:
         return fn(x)
-    # The last axis is also the last of its dim, so it can be removed. Thus d comes before t, which has faster links:
-    # padding to a multiple of t·d is exchanged over t alone.
-    axis, count = axes[-1], len(x)
+    # An axis that is the last of its dim can be removed. d comes before t, which has faster links: padding to a
+    # multiple of t·d is exchanged over t alone.
+    axis, count = ends[-1], len(x)
     without = tuple(Dim(dim.name, tuple(a for a in dim.axes if a != axis)) for dim in dims)
     # `group` has one entry on each device.
     own = Dim("group", done)

@@ -49,10 +49,16 @@ def program(run: Callable[[Any], Any]) -> Callable[[], None]:
         register_schema()
         about = Program(f"python -m {run.__module__}", CONFIGS, None, Config, inspect.getmodule(run).__doc__ or "")
         sys.argv[1:] = with_edits(sys.argv[1:])
-        start(about, main.job, lambda: {"model": module_of("train").ModelConfig})
+        start(about, main.job, _sections)
 
     main.job = Job(job)
     return main
+
+
+def _sections() -> dict[str, type]:
+    """The settings of the model that the command line names by model.module, for the help."""
+    named = [text.partition("=")[2] for text in sys.argv if text.startswith("model.module=")]
+    return {"model": module_of(named[-1] if named else "train").ModelConfig}
 
 
 def start_with_section(name: str, schema: type, job: Callable[[Config, Any], Any], doc: str) -> None:
@@ -80,7 +86,7 @@ def start_with_section(name: str, schema: type, job: Callable[[Config, Any], Any
         known[name] = OmegaConf.structured(typing.get_type_hints(schema)[name])
     ConfigStore.instance().store(name="config_schema", node=known)
     about = Program(f"python -m tools.{name}", CONFIGS, None, schema, doc)
-    start(about, composed, lambda: {"model": module_of("train").ModelConfig})
+    start(about, composed, _sections)
 
 
 @contextlib.contextmanager

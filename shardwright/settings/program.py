@@ -121,7 +121,7 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
     with refusals_shown():
         check_flags(program, sys.argv[1:])
     if not {"--help", "-h"}.isdisjoint(sys.argv):
-        with contextlib.suppress(BrokenPipeError):  # a reader such as `head` may read a part
+        with refusals_shown(), contextlib.suppress(BrokenPipeError):  # a reader such as `head` may read a part
             print(help_text(program, sections()), flush=True)
         return
     os.environ.setdefault(FULL_ERROR, os.environ.get("HYDRA_FULL_ERROR", "0"))

@@ -146,16 +146,18 @@ class OtherWeights:
     on_one_dim: Array["layers", f32["M F/t/d"]]
     stack_in_blocks: f32["stages/t M/d F"]
     two_deep: f32["outer inner K/t D M/d"]
+    in_another_order: f32["M/c/t/d E"]
     bias: f32["F/t/d"]
 
 
-@pytest.mark.parametrize("mesh", ["one device", "d=4 t=2"])
+@pytest.mark.parametrize("mesh", ["one device", "d=4 t=2", "c=2 d=2 t=2"])
 def test_stacks_of_any_kind(mesh):
     table = OtherWeights(
         single=Weight((16, 24), "matrix", inputs=1, outputs=1),
         on_one_dim=matrix(3, (16,), (24,)),
         stack_in_blocks=matrix(6, (16,), (24,)),
         two_deep=Weight((2, 3, 4, 2, 16), "matrix", inputs=2, outputs=1),
+        in_another_order=Weight((16, 8), "matrix", inputs=1, outputs=1),
         bias=vector(24, value=0),
     )
     found, _ = updated_on(mesh, muon_update(config(), table), fresh_state(table), table)

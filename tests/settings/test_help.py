@@ -25,14 +25,15 @@ def python(code: str, *arguments: str, **environment: str) -> subprocess.Complet
     ("program", "shown"),
     [
         ("train", ["local_test_synthetic", "training.batch_size (a whole number)"]),
+        ("train model.module=moe", ["model.experts_per_token (a whole number) must be given"]),
         ("tools.generate", ["max_tokens (a whole number) = 200", "Largest number of tokens to add to a prompt"]),
         ("tools.verify", ["verify.devices (a whole number) = 8", "model.vocab (a whole number) must be given"]),
     ],
 )
 def test_help_lists_configurations_and_settings(program, shown):
-    done = python(
-        f"import runpy, sys; sys.argv[1:] = ['--help']; runpy.run_module('{program}', None, '__main__', True)"
-    )
+    module, *settings = program.split()
+    given = f"import runpy, sys; sys.argv[1:] = {[*settings, '--help']}"
+    done = python(f"{given}; runpy.run_module('{module}', None, '__main__', True)")
     assert done.returncode == 0, done.stderr
     for text in shown:
         assert text in done.stdout
