@@ -35,9 +35,12 @@ def assert_same_experts(gradients: dict, their) -> None:
 
 
 @pytest.mark.parametrize("mesh", ["one device", "e=2 c=2 t=2"])
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "olmoe"])
-def test_logits_and_gradients_are_those_of_transformers(kind, mesh):
-    c, batch = truth.model(kind), tiny.host_batch()
+@pytest.mark.parametrize(
+    ("kind", "factor"), [("mixtral", None), ("qwen3_moe", None), ("olmoe", None), ("mixtral", 2.0)]
+)
+def test_logits_and_gradients_are_those_of_transformers(kind, factor, mesh):
+    """Where all experts compute all tokens, and where two pools have slots for all choices."""
+    c, batch = truth.model(kind, capacity_factor=factor, pools=factor and 2), tiny.host_batch()
     with jax.set_mesh(tiny.mesh(mesh)):
         w = weights(c)
         logits, loss, gradients = losses_and_gradients(w, batch, c)
