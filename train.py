@@ -631,13 +631,13 @@ def programs(c: Config, model: LanguageModel, batch: Batch, which: str = "both")
 
 
 def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
-    """A whole run on the current mesh, with its files in `directory`. Returns the signal that stopped it, if any."""
-    t, forward = c.training, Forward(model, c.training)
-    with Run(c, forward, directory, programs) as run:
-        samples = TrainingSamples(c, forward, run) if t.sample_interval else None
+    """A run on the current mesh to its end, or to the next of training.changes. Returns what Run.end does."""
+    with Run(c, functools.partial(Forward, model), directory, programs) as run:
         state = run.begin(functools.partial(init_state, c=c, model=model), State)
         if run.is_over:  # resumed after its last step
             return run.end()
+        c, t = run.c, run.c.training  # with the changes until here
+        samples = TrainingSamples(c, run.forward, run) if t.sample_interval else None
         run.prove()  # both steps compute on this mesh what they compute on one device, and no token sees a later one
         run.compare_forms()  # what has another form on this platform, such as `attention`, computes the same
         training_step = run.compile(make_training_step(c, model), state)
@@ -650,7 +650,7 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
             run.log(step, metrics)  # reads the metrics of the step before, so that devices never wait
             if samples and run.due(t.sample_interval):
                 samples.write(state.weights)
-            if run.due(t.eval_interval):
+            if run.due(t.eval_interval, t.eval_epochs):
                 run.validate(evaluation_step, state.weights)
             if run.due(t.checkpoint_interval) or run.stopped_by:
                 run.save(state)  # after what is logged of these steps, which a run resumed from here does not log again
@@ -661,7 +661,7 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
 def main(config) -> str | None:
     """Runs the configuration that Hydra composed. Returns the signal that stopped the run, if any."""
     with launched(config) as (c, model, directory):
-        return train(c, model, directory)
+        return Run.to_the_end(lambda: train(c, model, directory))
 
 
 if __name__ == "__main__":

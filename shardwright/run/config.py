@@ -21,9 +21,10 @@ from shardwright.modeling.attention import PATHS
 from shardwright.modeling.context import WAYS
 from shardwright.modeling.model import COMPUTE_DTYPES, module_of
 from shardwright.optimizers.config import OptimizerConfig, check_optimizer
+from shardwright.run.changes import check_changes
 from shardwright.run.trackers import TrackersConfig, check_trackers
 from shardwright.settings.composing import wrong_setting
-from shardwright_data.checks import at_least_0, at_least_1, check_choice, check_range, check_ranges, within
+from shardwright_data.checks import above_0, at_least_0, at_least_1, check_choice, check_range, check_ranges, within
 from shardwright_data.loader import DataConfig
 
 
@@ -41,6 +42,9 @@ class TrainingConfig:
     """Length of the run in tokens, padding included; a last batch that would exceed it is left out."""
     epochs: float | None = within(0, 2**20, None)
     """Length of the run in passes over the dataset."""
+    changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    """Settings that change during the run, each by its whole name from a step on, such as
+    [{step: 1000, training.seq_len: 2048}]. A resumed run may add some (docs/phases.md)."""
     seed: int = within(0, 2**63, 0)
     """Random seed of the initial weights, in [0, 2**63)."""
     init_from: str | None = None
@@ -99,6 +103,8 @@ class TrainingConfig:
     """Largest number of batches of the validation split in an evaluation; 0 for no evaluations."""
     eval_interval: int | None = at_least_1(None)
     """Steps between evaluations. There is one after the last step too. Null: only that one."""
+    eval_epochs: float | None = above_0(None)
+    """Passes over the dataset between evaluations, beside those of eval_interval. Null: none."""
     sample_interval: int | None = at_least_1(None)
     """Steps between samples, texts that the model writes into samples.jsonl. There are some before the first step and
     after the last too. Null: none."""
@@ -237,6 +243,7 @@ def check_config(c: Config) -> None:
         )
     if not c.distributed.is_single and c.paths.model_name is None:
         raise ValueError("distributed says that there are several processes; give paths.model_name, the same in all.")
+    check_changes(c, check_config)
 
 
 def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> None:

@@ -1,7 +1,8 @@
 """Files of a run, for programs that read them without jax: their names, and config.yaml as data."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,15 @@ def as_config(found: Any, where: str) -> dict[str, dict]:
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{where} has what is no setting: {error}. Is it a run of this program?") from error
     return found
+
+
+def literal(value: Any) -> Any:
+    """A saved value as OmegaConf takes it for what it says: `${oc.env:HOME}` is that text, and not a directory."""
+    if isinstance(value, Mapping):
+        return {key: literal(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [literal(part) for part in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 _MOST_BYTES, _MOST_STEP = 2**32, 2**53

@@ -30,6 +30,12 @@ class Speed(NamedTuple):
     flops: float
     """FLOPs a token, of flops_of_model."""
     peak: PeakFlops
+    tokens_before: int = 0
+    """Tokens of the steps before, beyond so many in each: 0 where all steps have as many."""
+
+    def tokens_after(self, step: int) -> int:
+        """Tokens that the run has trained on after a step."""
+        return self.tokens_before + (step + 1) * self.tokens_per_step
 
     def of_step(self, seconds: float) -> dict[str, float]:
         """The metrics of a step that took so long."""

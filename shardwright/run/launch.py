@@ -19,6 +19,7 @@ from omegaconf import OmegaConf, open_dict
 from shardwright.cluster.devices import make_mesh, start_devices
 from shardwright.cluster.watch import watched, write_hosts
 from shardwright.modeling.model import LanguageModel, load_model, module_of
+from shardwright.run.changes import config_at, firsts
 from shardwright.run.config import Config, check_divides, register_schema, to_config
 from shardwright.run.directory import check_place, run_directory
 from shardwright.run.sweeps import Job
@@ -101,7 +102,8 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     check_or_enqueue(c.trackers, name, dataclasses.asdict(c))
     start_devices(c.distributed, c.hardware)
     with watched(c.distributed), jax.set_mesh(make_mesh(jax.devices(), **dataclasses.asdict(c.mesh))):
-        check_divides(c, jax.sharding.get_mesh().shape)
+        for first in firsts(c):
+            check_divides(config_at(c, first), jax.sharding.get_mesh().shape)
         model = load_model(c.model)
         is_shared = "://" not in (c.paths.checkpoints or "")  # else process 0 alone writes in the directory
         config = HydraConfig.get().job.config_name

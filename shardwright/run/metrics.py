@@ -114,7 +114,7 @@ class RunLog:
             values.pop("skipped", None)
         now = time.perf_counter()
         seconds, self._last_end = None if self._last_end is None else now - self._last_end, now
-        record = {"step": step, **values, "tokens": (step + 1) * self.speed.tokens_per_step}
+        record = {"step": step, **values, "tokens": self.speed.tokens_after(step)}
         if seconds is not None:
             self._durations.append(seconds)
             record |= {"seconds": seconds} | self.speed.of_step(seconds)

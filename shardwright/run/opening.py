@@ -19,6 +19,7 @@ from shardwright.cluster.devices import make_mesh, simulate_devices
 from shardwright.modeling.model import LanguageModel
 from shardwright.modeling.weights import shapes_of
 from shardwright.run import config as run_config
+from shardwright.run.changes import config_at
 from shardwright.run.checkpoint import Checkpointer, check_same_arrays, find_checkpoint
 from shardwright.run.checkpoint_arrays import NO_ORDERS, Orders, directory_of, named_leaves, saved_arrays
 from shardwright.run.files import read_config
@@ -97,7 +98,7 @@ class CheckpointChoice:
 
 @dataclass
 class SavedRun:
-    """A checkpoint of a run, and the configuration with which it was saved."""
+    """A checkpoint of a run, and its configuration as it was at the last step before."""
 
     checkpoints: Checkpointer
     step: int
@@ -154,7 +155,8 @@ def open_run(run: str, step: int | None, trust: bool) -> Iterator[SavedRun]:
     checkpoints, step = find_checkpoint(run, step)
     with checkpoints:
         metadata = checkpoints.metadata(step)
-        yield SavedRun(checkpoints, step, metadata, config_of(saved_config(metadata), trust))
+        c = config_at(config_of(saved_config(metadata), trust), step - 1)
+        yield SavedRun(checkpoints, step, metadata, c)
 
 
 def checkpoints_of(directory: Path, paths: run_config.PathsConfig) -> str:

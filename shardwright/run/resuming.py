@@ -6,7 +6,6 @@ only if it is shipped here, the user named it himself, or he trusts the configur
 
 import contextlib
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,12 @@ from omegaconf import OmegaConf
 
 from shardlib.schedules import SCHEDULES
 from shardwright.modeling.model import is_shipped, module_of
+from shardwright.run.changes import firsts, may_change, settings_at
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config, register_schema, to_config
-from shardwright.run.files import as_config
+from shardwright.run.files import as_config, literal
 from shardwright.run.stores import Damaged, agreed
-from shardwright.settings.differences import config_differences
+from shardwright.settings.differences import config_differences, flat
 from shardwright_data.foreign import check_types
 from shardwright_data.loader import check_skips
 from shardwright_data.loader import fixed_settings as fixed_data_settings
@@ -36,6 +36,7 @@ RETIRED = {
 }
 """Settings of older checkpoints that no run has. Where one changed what a step computes, so does its program's hash."""
 _METADATA = {
+    "config?": {"training?": {"changes?": [{"step": int}]}},
     "loader?": {"step?": int, "epoch?": int, "block?": int, "documents?": int, "tokens?": int},
     "provenance?": {"source": {str: str}, "programs": {str: str}, "traced_by": str, "untraced?": str},
     "skips?": {"count?": int, "in_a_row?": int, "norms?": [(int, float)]},
@@ -52,15 +53,6 @@ def saved_config(metadata: Any) -> dict[str, dict]:
     config = as_config(metadata.get("config") if isinstance(metadata, dict) else None, "the checkpoint's metadata")
     check_types("the checkpoint's metadata", metadata, _METADATA, "Take another checkpoint.")
     return config
-
-
-def literal(value: Any) -> Any:
-    """A saved value as OmegaConf takes it for what it says: `${oc.env:HOME}` is that text, and not a directory."""
-    if isinstance(value, Mapping):
-        return {key: literal(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [literal(part) for part in value]
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
 def with_defaults(saved: dict, named: str | None = None) -> dict:
@@ -123,16 +115,29 @@ def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
     return ("model", "optimizer", *data, *training)
 
 
-def check_resumes(saved: dict, c: Config, directory: Path) -> None:
-    """Raises ValueError if `c` cannot resume the run in `directory`, made with `saved`: with the differences."""
+def check_resumes(saved: dict, c: Config, directory: Path, done: int) -> None:
+    """Raises ValueError if `c` cannot resume the run in `directory`, made with `saved`: with the differences.
+
+    Both must have the same settings in each of the `done` steps. Later ones are those of `c`.
+    """
     saved, current = with_defaults(saved, c.model.module), dataclasses.asdict(c)
-    differences = config_differences(saved, current, fixed_settings(saved, current))
-    if differences:
-        raise ValueError(
-            f"the run in {directory} was made with another configuration:\n  "
-            + "\n  ".join(differences)
-            + "\nChange these back to resume it, or start another run with a new paths.model_name."
-        )
+    for first in sorted({*firsts(saved), *firsts(current)}):
+        before, now = settings_at(saved, first), settings_at(current, first)
+        differences = config_differences(before, now, fixed_settings(before, now)) if first < done else []
+        if differences:
+            since = f" from step {first} on" if first else ""
+            changed = {}
+            for name in filter(may_change, (line.partition(":")[0] for line in differences)):
+                of_mixture = name.startswith("data.mixture")
+                changed |= {"data.mixture": "{…}"} if of_mixture else {name: flat(now)[name]}
+            change = ", ".join(f"{name}: {'null' if x is None else x}" for name, x in {"step": done, **changed}.items())
+            instead = f" To change it from here on instead, change it back and add {{{change}}} to training.changes."
+            raise ValueError(
+                f"the run in {directory} was made with another configuration{since}:\n  "
+                + "\n  ".join(differences)
+                + "\nChange these back to resume it, or start another run with a new paths.model_name."
+                + instead * bool(changed)
+            )
 
 
 def choose_checkpoint(

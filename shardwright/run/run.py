@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardwright.modeling.attention_calls import check_paths, describe_attention
 from shardwright.modeling.model import COMPUTE_DTYPES, inputs_of
 from shardwright.run.beside import in_background
 from shardwright.run.causality import describe_causality
+from shardwright.run.changes import config_at, described_change, firsts, loader_at, tokens_before, total_steps
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.compiling import compile_step, draw_step
 from shardwright.run.config import Config
@@ -40,10 +42,12 @@ from shardwright.run.soundness import check_steps
 from shardwright.run.stages import describe_stages, placement_of, stack_orders
 from shardwright.run.stores import Damaged, agreed
 from shardwright.run.trackers import tracked
-from shardwright_data.loader import TokenBatch, batch_of, batch_shapes, check_skips, make_loader, prefetch, steps_for
+from shardwright_data.loader import TokenBatch, batch_of, batch_shapes, check_skips, make_loader, prefetch
 
 DRAWN_AFTER = 6
 """Steps of this process before the compiled step is drawn. The profiled steps are among them."""
+CHANGES = "changes"
+"""What `end` returns where settings change, and the run goes on."""
 MAX_FAILED_SAVES = 3
 """Number of saves that fail one after the other before the run ends."""
 
@@ -51,11 +55,19 @@ MAX_FAILED_SAVES = 3
 class Run:
     """A run in its directory, resumed from its last checkpoint if it has one. A context manager, which closes it.
 
-    train.train shows the order of its methods. With several processes all make the same calls, and process 0 writes and
-    prints. `forward`: train.Forward of the model. `programs`: train.programs, for the provenance.
+    It goes to the next of training.changes, from where another one resumes it. train.train shows the order of its
+    methods. With several processes all make the same calls, and process 0 writes and prints.
+
+    Args:
+        c: the configuration with all changes.
+        forward: makes the train.Forward of the model from a TrainingConfig.
+        directory: of the run.
+        programs: train.programs, for the provenance.
 
     Attributes:
+        c, forward: as they are at these steps. They are known once it began.
         start: number of steps done before this start.
+        end_step: number of steps done at the next change, or at the end.
         total: number of steps of the whole run.
         done: number of steps done until now.
         options: compiler options that the installed XLA knows.
@@ -65,8 +77,10 @@ class Run:
         ValueError: the data is too short for the run, or a checkpoint is of another configuration.
     """
 
-    def __init__(self, c: Config, forward: Any, directory: Path, programs: Callable):
-        self.c, self.forward, self.model = c, forward, forward.model
+    def __init__(self, c: Config, forward: Callable[[Any], Any], directory: Path, programs: Callable):
+        self.whole, self.c, self._forward_of = c, None, forward
+        self._be_at(0)
+        self.model = self.forward.model
         self.directory, self.programs, self.stopped_by = directory, programs, None
         self._source_differs: str | None = None
         self._failed_saves = 0
@@ -85,6 +99,17 @@ class Run:
     def __exit__(self, *exc_info: Any) -> None:
         self._cleanup.__exit__(*exc_info)
 
+    def _be_at(self, step: int) -> None:
+        c = config_at(self.whole, step)
+        if c != self.c:
+            self.c, self.forward = c, self._forward_of(c.training)
+            self.__dict__.pop("provenance", None)
+
+    @functools.cached_property
+    def provenance(self) -> dict[str, Any]:
+        """Of the steps with the settings `c`."""
+        return provenance_of(self.programs, self.c, self.model)
+
     def _open(self) -> None:
         c, t = self.c, self.c.training
         self._inputs = inputs_of(self.model)
@@ -97,34 +122,39 @@ class Run:
         place = checkpoints_of(self.directory, c.paths)
         self.checkpoints = Checkpointer(place, keep=t.keep_checkpoints)
         self._cleanup.enter_context(self.checkpoints)
-        self.provenance = provenance_of(self.programs, c, self.model)
         self._peak = peak_flops(jax.sharding.get_mesh().devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
 
     def _resume(self) -> None:
         """Chooses the checkpoint to go on from, and makes what depends on it: loaders and length of the run."""
-        c, t = self.c, self.c.training
         self.start, loader_state, skips = self._last_checkpoint()
+        self._be_at(self.start)
+        c, t, whole = self.c, self.c.training, self.whole
         self._skips = SkippedSteps(t.max_skipped, skips, self._tell_skipped)
         self.done = self.start
         sizes = {"batch_size": t.batch_size, "seq_len": t.seq_len, "microbatches": t.microbatches}
-        loader = functools.partial(make_loader, c.data, **sizes, vocab_size=c.model.vocab, inputs=self._inputs)
-        self.loader = loader("train", state=loader_state)
-        self.validation = loader("validation") if t.eval_batches else None
-        length = {"steps": t.steps, "tokens": t.tokens, "epochs": t.epochs}
-        self.total = steps_for(self.loader, **length, skip_steps=c.data.skip_steps)
+        options = {"vocab_size": c.model.vocab, "inputs": self._inputs}
+        self.validation = make_loader(c.data, "validation", **sizes, **options) if t.eval_batches else None
+        self.loader = loader_at(whole, self.start, self._inputs, loader_state)
+        self.total = total_steps(whole, self.loader)
+        later = [first for first in firsts(whole) if self.start < first < self.total]
+        if later:
+            loader_at(whole, later[-1], self._inputs)  # so that data which is missing is known now
+        self.end_step = min([self.total, *later])
+        self._ahead = [c, *(config_at(whole, first) for first in later)]
 
     def _last_checkpoint(self) -> tuple[int, dict, dict]:
         """Step of the checkpoint to go on from, and the states of the loader and of SkippedSteps; 0, {}, {} without."""
-        wanted, skips = self.c.training.resume_step, self.c.data.skip_steps
+        wanted, skips = self.whole.training.resume_step, self.whole.data.skip_steps
         found = choose_checkpoint(self.checkpoints, wanted, self._damaged, skips)
         if found is None:
             return 0, {}, {}
         done, metadata = found
         config = saved_config(metadata)
-        check_resumes(config, self.c, self.directory)
-        check_skips(config["data"].get("skip_steps", []), self.c.data.skip_steps, done)
-        allow = None if self.c.training.other_source else "training.other_source=true"
+        check_resumes(config, self.whole, self.directory, done)
+        check_skips(config["data"].get("skip_steps", []), skips, done)
+        allow = None if self.whole.training.other_source else "training.other_source=true"
         saved, which = metadata.get("provenance"), ("training", "evaluation")
+        self._be_at(done - 1)  # the step that made it, which the source is compared in
         self._source_differs = compare_source(saved, self.provenance, which, allow)
         if "loader" not in metadata:
             raise ValueError(f"checkpoint {done} is of no run: begin one with its weights (training.init_from).")
@@ -142,7 +172,7 @@ class Run:
             State: class of the state, generic in the class of the weights. Its fields are `weights`, those of the
                 optimizer.
         """
-        c, state = self.c, None
+        state = None
         while state is None:
             self._resume()
             planned = self._planned  # before the state takes memory that a device may not have
@@ -150,7 +180,7 @@ class Run:
                 of = (
                     self._restored
                     if self.start
-                    else functools.partial(fresh_state, c, self.placement, record=self._record)
+                    else functools.partial(fresh_state, self.c, self.placement, record=self._record)
                 )
                 state = of(init, State)
             except Damaged as error:
@@ -166,8 +196,9 @@ class Run:
     @functools.cached_property
     def _planned(self) -> str | None:
         """What the run's plan says, on process 0."""
-        plan = lambda: plan_run(self.c, self.model, self.total, self.programs, self.directory)
-        return agreed(lambda: plan() if jax.process_index() == 0 and self.start < self.total else None)
+        plan = lambda c: plan_run(c, self.model, self.total, self.programs, self.directory)
+        plans = lambda: [plan(c) for c in reversed(self._ahead)][-1]  # plan.json is of the next steps
+        return agreed(lambda: plans() if jax.process_index() == 0 and self.start < self.total else None)
 
     def _prepare_place(self) -> None:
         """Moves the checkpoints aside that are damaged or later than the start, and cleans."""
@@ -196,9 +227,13 @@ class Run:
             tell(f"source     {self._source_differs}")
         for line in [*(f"attention  {x}" for x in attention), *(f"pipeline   {x}" for x in described)]:
             tell(line)
-        trackers = tracked(c.trackers, self.directory, c.paths.model_name, self.start, dataclasses.asdict(c))
+        for first in firsts(self.whole)[1:]:
+            tell(f"from step {first}: {described_change(self.whole, first)}")
+        trackers = tracked(c.trackers, self.directory, c.paths.model_name, self.start, dataclasses.asdict(self.whole))
         self._cleanup.push(self._end_by_error)
-        speed = Speed(self.loader.tokens_per_batch, flops_of_model(table, c.model, t.seq_len), self._peak)
+        size = self.loader.tokens_per_batch
+        before = tokens_before(self.whole, self.start) - self.start * size
+        speed = Speed(size, flops_of_model(table, c.model, t.seq_len), self._peak, before)
         log = RunLog(
             self.directory,
             total_steps=self.total,
@@ -212,18 +247,21 @@ class Run:
         for step, why in self._damaged.items():
             self._log.add_event(self.start - 1, "damaged_checkpoint", {"damaged_step": step, "why": why})
         if not self.is_over:
-            save_config(self.directory, c)
+            if self.start and self.start in firsts(self.whole):
+                self._log.add_event(self.start, "changed", {"settings": described_change(self.whole, self.start)})
+            save_config(self.directory, self.whole)
             facts = facts_of(self, parameters, speed)
             keep_source(self.directory, self.start, self.model, {**self.provenance, **facts, **self._record})
 
     @property
     def is_over(self) -> bool:
-        return self.done >= self.total
+        return self.done >= self.end_step
 
     def prove(self) -> None:
         """Refuses steps that do not compute on this mesh what they compute on one device, or that look ahead."""
         if jax.sharding.get_mesh().size > 1:
-            check_steps(self.programs, self.c, self.model, self.provenance["source"])
+            for c in self._ahead:
+                check_steps(self.programs, c, self.model, self.provenance["source"])
             tell("proof      training and evaluation compute on this mesh what they compute on one device")
         tell(describe_causality(self.forward, self.provenance["source"]))
 
@@ -249,10 +287,10 @@ class Run:
         self._profiler = StepProfiler(self._log, self._hlo)
         self._cleanup.callback(self._profiler.close)
         load = lambda step: self.loader.load(self._batch_of(step))
-        batches = prefetch(load, self.start, self.total, ahead, self.loader.parallel_loads)
+        batches = prefetch(load, self.start, self.end_step, ahead, self.loader.parallel_loads)
         batches = self._cleanup.enter_context(batches)
         self._stop = self._cleanup.enter_context(StopRequest())
-        for step in range(self.start, self.total):
+        for step in range(self.start, self.end_step):
             self._profiler.before_step(step - self.start)
             first = step == self.start  # it may take longer: devices and networks are set up in it
             now_at("waiting for a batch", step, paused=first)
@@ -303,9 +341,15 @@ class Run:
     def _replay_of(self, step: int) -> str:
         return f"python -m tools.replay {override('run', str(self.directory))} step={step}"
 
-    def due(self, interval: int | None) -> bool:
-        """Whether `interval` divides the number of steps done, or all are done. None: only when all are done."""
-        return self.is_over or (interval is not None and self.done % interval == 0)
+    def due(self, interval: int | None, epochs: float | None = None) -> bool:
+        """Whether `interval` divides the number of steps done, or the last step passed a multiple of so many epochs.
+
+        It is when all are done. None: only then.
+        """
+        if epochs is not None:
+            begin, end = (self.loader.epochs_before(self._batch_of(step)) for step in (self.done - 1, self.done))
+            passed = begin // Fraction(epochs) < end // Fraction(epochs)
+        return self.is_over or (interval is not None and self.done % interval == 0) or (epochs is not None and passed)
 
     def save(self, state: Any) -> None:
         """Saves a checkpoint, written in the background.
@@ -319,7 +363,7 @@ class Run:
         finite = are_finite(state)
         self._finish_last_save()
         loader = self.loader.state(self._batch_of(self.done - 1) + 1)
-        metadata = {"config": dataclasses.asdict(self.c), "loader": loader, "provenance": self.provenance}
+        metadata = {"config": dataclasses.asdict(self.whole), "loader": loader, "provenance": self.provenance}
 
         def check() -> None:
             agreed(self._log.sync)  # a complete checkpoint has the lines of all its steps
@@ -351,10 +395,17 @@ class Run:
         """Logs an event after the steps done so far, as RunLog.log_event does."""
         self._log.log_event(self.done - 1, event, values)
 
+    @staticmethod
+    def to_the_end(train: Callable[[], str | None]) -> str | None:
+        """Trains again, from the checkpoint that is there then, as long as it ends where settings change."""
+        while (ended := train()) == CHANGES:
+            tell("")
+        return ended
+
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def end(self) -> str | None:
-        """Waits until all is written, and prints where. Returns the signal that stopped the run, if one did.
+        """Waits until all is written, and prints where. Returns the signal that stopped the run, if any, or CHANGES.
 
         Raises OSError, with the path, if the last checkpoint or lines of the metrics cannot be written.
         """
@@ -365,7 +416,7 @@ class Run:
             return None
         self._log.close()
         self.checkpoints.wait()
-        if self.stopped_by and not self.is_over:
+        if self.stopped_by and self.done < self.total:
             tell(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")
             resume = override("paths.model_name", self.c.paths.model_name or self.directory.name)
             tell(f"To resume: the same command, with {resume}")
@@ -373,6 +424,8 @@ class Run:
             return self.stopped_by
         self._profiler.close()
         self._skips.check_any_taken(self.done - self.start)
+        if self.done < self.total:
+            return CHANGES
         if self._skips.count:
             tell(f"skipped    {self._skips.count} steps: the events `skipped` of metrics.jsonl")
         if self._profiler.by_line:

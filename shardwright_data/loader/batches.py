@@ -18,6 +18,7 @@ from shardwright_data.loader.order import Indices
 from shardwright_data.text.tokenizers import ByteLengths
 
 T = TypeVar("T")
+NO_EPOCHS = "Only a single flat-tokens dataset has epochs (training.eval_epochs): give a number of steps instead."
 
 
 @pytree_dataclass
@@ -135,6 +136,10 @@ class Loader:
     def epoch_steps(self) -> dict[str, Fraction]:
         """Batches until each sequence of a source has come once, by the source's name; empty if unknown."""
         return {}
+
+    def epochs_before(self, step: int) -> Fraction:
+        """Passes over the data before the batch of `step`. Raises ValueError if that is not known."""
+        raise ValueError(NO_EPOCHS)
 
     @property
     def byte_lengths(self) -> ByteLengths | None:

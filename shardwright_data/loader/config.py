@@ -66,6 +66,9 @@ class DataConfig:
     sequence_packing: bool = True
     """True: sequences are consecutive windows of seq_len tokens, whatever documents they hold; the last
     num_tokens % seq_len tokens are left out. False: each sequence is one document, cut or padded to seq_len."""
+    loss_mask: str | None = None
+    """Name of an input of the dataset that is 0 at the tokens which are no targets, such as those of a prompt
+    (docs/data.md). The loss and its mean are those of the others. Null: all tokens are targets."""
     prefetch: int = within(1, 2**16, 8)
     """Batches that are loaded ahead of use, at least 1."""
     skip_steps: list[int] = field(default_factory=list)
@@ -79,6 +82,8 @@ def check_data(config: DataConfig) -> None:
     if len(given) != 1:
         found = " and ".join(f"data.{name}" for name in given) if given else "none of them"
         raise ValueError(f"Set one of data.filespec, data.mixture and data.stream; {found} is set.")
+    if config.stream and config.loss_mask is not None:
+        raise ValueError(f"data.loss_mask is {config.loss_mask}, which a stream does not have; give a dataset.")
     check_ranges("data", config)
     for step in config.skip_steps:
         check_range("data.skip_steps", step, 0)
@@ -92,7 +97,7 @@ def fixed_settings(*data: Mapping[str, Any]) -> tuple[str, ...]:
     prefetch may change. So may the path of a dataset, since `Loader.state` identifies it.
     `data` are the data sections as plain dicts.
     """
-    names = {"stream", "seed", "shuffle", "sequence_packing"}
+    names = {"stream", "seed", "shuffle", "sequence_packing", "loss_mask"}
     for section in data:
         names |= {f"mixture.{name}.weight" for name in section.get("mixture") or {}}
     return tuple(sorted(names))

@@ -1,6 +1,7 @@
 """Batches of flat-tokens datasets, one or several mixed: a pure function of datasets, weights, seed and step."""
 
 import functools
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from shardwright_data import flat_tokens
 from shardwright_data.flat_tokens.reader import CACHE_BYTES
-from shardwright_data.loader.batches import Loader, TokenBatch
+from shardwright_data.loader.batches import NO_EPOCHS, Loader, TokenBatch
 from shardwright_data.loader.config import DataConfig, SourceConfig
 from shardwright_data.loader.order import BLOCK, PERIOD, Indices, Quotas, permute
 from shardwright_data.text.tokenizers import ByteLengths, byte_lengths_of_datasets
@@ -23,15 +24,19 @@ class Source:
         data: how it is read.
         split: of the dataset.
         seq_len: tokens in a sequence.
+        inputs: names of the inputs of the batches.
         options: those of its flat_tokens.Reader.
 
     Raises:
         ValueError: the dataset or an input is missing, damaged or too short.
     """
 
-    def __init__(self, source: SourceConfig, data: DataConfig, split: str, seq_len: int, **options: Any):
-        self.config, self._data, self._seq_len = source, data, seq_len
-        self.dataset = flat_tokens.Reader(source.filespec, split, **options)
+    def __init__(
+        self, source: SourceConfig, data: DataConfig, split: str, seq_len: int, inputs: Sequence[str], **options: Any
+    ):
+        self.config, self._data, self._seq_len, self._inputs = source, data, seq_len, inputs
+        read = dict.fromkeys([*inputs, *([] if data.loss_mask is None else [data.loss_mask])])
+        self.dataset = flat_tokens.Reader(source.filespec, split, inputs=tuple(read), **options)
         tokens = self.dataset.num_tokens
         self.sequences_per_epoch = tokens // seq_len if data.sequence_packing else self.dataset.num_documents
         if self.sequences_per_epoch == 0:
@@ -50,22 +55,34 @@ class Source:
         starts, lengths = self.dataset.document_spans(index)
         return starts, np.minimum(lengths, self._seq_len)
 
+    def number_after(self, before: "Source", number: int) -> int:
+        """Number of the sequence that comes next, after the first `number` of the same dataset as read `before`.
+
+        In another length it is the first that begins after as many tokens of the epoch.
+        """
+        epoch, index = divmod(number, before.sequences_per_epoch)
+        if self._data.sequence_packing:
+            index = -(-index * before._seq_len // self._seq_len)
+        return epoch * self.sequences_per_epoch + index
+
     def sequences(self, numbers: Indices) -> TokenBatch:
         """Sequences, given by their numbers."""
         starts, lengths = self.spans(numbers)
-        loss_mask = np.arange(self._seq_len) < lengths[:, None]
-        encoded = np.zeros(loss_mask.shape, np.uint32)
-        encoded[loss_mask] = self.dataset.read(starts, lengths)
+        is_token = np.arange(self._seq_len) < lengths[:, None]
+        encoded = np.zeros(is_token.shape, np.uint32)
+        encoded[is_token] = self.dataset.read(starts, lengths)
         targets, is_seq_start = flat_tokens.decode(encoded)
         if targets.max() > self.dataset.max_token_id:
             raise ValueError(
                 f"{self.dataset.path} holds the token id {targets.max()}, but its attribute max_token_id is "
                 f"{self.dataset.max_token_id}. Write or copy the dataset again."
             )
-        inputs = np.zeros((*loss_mask.shape, len(self.dataset.inputs)), np.uint32)
-        for i, name in enumerate(self.dataset.inputs):
-            inputs[loss_mask, i] = self.dataset.read(starts, lengths, name)
-        return TokenBatch(targets, is_seq_start, loss_mask, inputs if self.dataset.inputs else None)
+        inputs, loss_mask = np.zeros((*is_token.shape, len(self._inputs)), np.uint32), is_token.copy()
+        for i, name in enumerate(self._inputs):
+            inputs[is_token, i] = self.dataset.read(starts, lengths, name)
+        if self._data.loss_mask is not None:
+            loss_mask[is_token] = self.dataset.read(starts, lengths, self._data.loss_mask) != 0
+        return TokenBatch(targets, is_seq_start, loss_mask, inputs if self._inputs else None)
 
 
 class FlatTokensLoader(Loader):
@@ -75,6 +92,8 @@ class FlatTokensLoader(Loader):
 
     Args:
         config: the dataset, or the mixture, and its order.
+        after: loader of the batches before `first`, in a run whose settings change there. Its datasets go on.
+        first: index of the first batch.
         batches: arguments of Loader.
         options: the same, by name.
 
@@ -85,8 +104,16 @@ class FlatTokensLoader(Loader):
 
     parallel_loads = 8
 
-    def __init__(self, config: DataConfig, *batches: Any, **options: Any):
+    def __init__(
+        self,
+        config: DataConfig,
+        *batches: Any,
+        after: "FlatTokensLoader | None" = None,
+        first: int = 0,
+        **options: Any,
+    ):
         super().__init__(*batches, **options)
+        self._after, self._first = after, first
         named = config.mixture or {None: SourceConfig(config.filespec)}
         self.quotas = Quotas([source.weight for source in named.values()], config.seed)
         options = {"cache_bytes": CACHE_BYTES // len(named), "inputs": self.inputs}
@@ -106,10 +133,25 @@ class FlatTokensLoader(Loader):
                     f"vocabulary to {largest + 1} or more, or choose a dataset made with the model's tokenizer."
                 )
         self.num_tokens = sum(source.dataset.num_tokens for source in self.sources.values())
+        read = after._read_before(first) if after else {}
+        begins = ((source, *read.get(source.dataset.fingerprint, (source, 0))) for source in self.sources.values())
+        self._begins = np.array([source.number_after(*before) for source, *before in begins])
+        """Number of the first sequence of each source."""
+
+    def _numbers(self, step: int) -> np.ndarray:
+        """Number of the next sequence of each source before the batch of `step`."""
+        return self._begins + self.quotas.before((step - self._first) * self.batch_size)
+
+    def _read_before(self, step: int) -> dict[str, tuple[Source, int]]:
+        """Each dataset that batches before `step` read, by its fingerprint, and the number of its next sequence."""
+        read = self._after._read_before(self._first) if self._after else {}
+        numbers = zip(self.sources.values(), self._numbers(step).tolist(), strict=True)
+        return read | {source.dataset.fingerprint: (source, number) for source, number in numbers}
 
     def locate(self, step: int, indices: Indices) -> list[tuple[str | None, np.ndarray, np.ndarray]]:
         """For each source in the batch of `step`: its name, the places of its sequences in `indices`, their numbers."""
-        which, numbers = self.quotas.locate(step * self.batch_size + indices)
+        which, numbers = self.quotas.locate((step - self._first) * self.batch_size + indices)
+        numbers = numbers + self._begins[which]
         found = []
         for i, name in enumerate(self.sources):
             places = np.flatnonzero(which == i)
@@ -125,11 +167,18 @@ class FlatTokensLoader(Loader):
         return jax.tree.map(lambda *of_sources: np.concatenate(of_sources)[back], *parts)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Identity of each dataset, as Loader.state describes."""
-        return {
+        """Identity of each dataset, as Loader.state describes, and `before` them of those before the first batch."""
+        return ({"before": self._after.state(step)} if self._after else {}) | {
             "dataset" if name is None else f"mixture.{name}": source.dataset.fingerprint
             for name, source in self.sources.items()
         }
+
+    def epochs_before(self, step: int) -> Fraction:
+        """Passes over the dataset before the batch of `step`, as Loader.epochs_before describes."""
+        if len(self.sources) != 1:
+            raise ValueError(NO_EPOCHS)
+        (source,) = self.sources.values()
+        return Fraction(int(self._numbers(step)[0]), source.sequences_per_epoch)
 
     def epoch_steps(self) -> dict[str, Fraction]:
         """Batches until each sequence of a source has come once. The next epoch follows without a gap."""

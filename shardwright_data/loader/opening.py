@@ -26,7 +26,7 @@ def make_loader(
     """The loader that `config` names. Splits other than `train` are read in order.
 
     `state` is what `Loader.state` gave for the step to resume with; None or empty for the beginning. The rest is for
-    Loader.
+    Loader, and `after` and `first` for FlatTokensLoader.
 
     Raises:
         ValueError: settings contradict each other or are out of range, the state does not fit them, or data is missing,
@@ -36,6 +36,8 @@ def make_loader(
     if split != "train":
         config = dataclasses.replace(config, shuffle=False)
     if config.stream is not None:
+        if "after" in options:
+            raise ValueError("data.stream is read in order: what its batches hold may not change. Give a dataset.")
         return StreamLoader(config, state, split, batch_size, seq_len, vocab_size, **options)
     loader = FlatTokensLoader(config, split, batch_size, seq_len, vocab_size, **options)
     if not state:
@@ -45,7 +47,8 @@ def make_loader(
         was, is_now = (", ".join(f"{name} of {value}" for name, value in x.items()) for x in (state, now))
         raise ValueError(
             f"The checkpoint was made with other data than this run's: with {was}; not {is_now}. Resume with the same "
-            "datasets, wherever they are stored, in the same order, or start another run."
+            "datasets, wherever they are stored, in the same order, name other ones from this step on in "
+            "training.changes, or start another run."
         )
     return loader
 

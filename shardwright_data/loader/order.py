@@ -110,6 +110,13 @@ class Quotas:
         source, rank = source[inverse, place], rank[inverse, place]
         return source, period * self.shares[source] + self._before[block, source] + rank
 
+    def before(self, number: int) -> Counts:
+        """Sequences of each source among the first `number` of the mixture."""
+        period, block = divmod(number // BLOCK, PERIOD)
+        source, _ = self._blocks(np.array([number // BLOCK]))
+        begun = np.bincount(source[0, : number % BLOCK], minlength=self.shares.size)
+        return period * self.shares + self._before[block] + begun
+
     def _blocks(self, which: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """[block, place]: the source of each sequence, and the number before it in the block from the same source."""
         slots = np.tile(np.arange(BLOCK), which.size)

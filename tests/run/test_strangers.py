@@ -63,7 +63,7 @@ class Stranger:
 
     def resume(self) -> None:
         c = config_of(self.config | {"model": self.config["model"] | {"module": "train"}, "pipeline": {}})
-        check_resumes(self.config, c, self.directory)
+        check_resumes(self.config, c, self.directory, 1)
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_a_module_that_the_user_trusts_or_names_too_is_imported(stranger):
     del sys.modules["runs.evil.payload"]
     c = config_of(stranger.config, trust=True)
     assert stranger.ran
-    check_resumes(stranger.config, c, stranger.directory)
+    check_resumes(stranger.config, c, stranger.directory, 1)
 
 
 @pytest.mark.quick

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 import re
 
 import dense
@@ -12,8 +13,9 @@ import optax
 import pytest
 import tiny
 import yaml
+import zarr
 from jax.sharding import AbstractMesh, AxisType
-from recipes import PAGE, RECIPES, changed, hunks, module_of
+from recipes import PAGE, RECIPES, ROOT, changed, hunks, module_of
 from verifying import verify
 
 from shardwright.modeling.model import inputs_of, load_model
@@ -296,6 +298,23 @@ def test_an_average_of_the_weights():
         average = jax.tree.map(lambda a, w: 0.999 * a + 0.001 * w, average, w)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7), found.state.ema, average)
     assert np.abs(average.embed - found.state.weights.embed).max() > 1e-3
+
+
+@pytest.mark.long
+def test_a_metric_computed_on_the_host(tmp_path):
+    """It is that of the weights in the checkpoint, by another formula: ‖W‖² over the largest eigenvalue of WᵀW."""
+    c = tiny.config(
+        tiny.model(module="changed_train", layers=1), eval_interval=2, eval_batches=0, checkpoint_interval=2
+    )
+    c.data.filespec, c.training.steps, c.model.vocab = str(ROOT / "synthetic_dataset.zarr"), 4, 1280
+    with module_of(changed("A metric computed on the host")) as train, jax.set_mesh(tiny.mesh("d=4 t=2")):
+        train.train(c, load_model(c.model), tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    found = {line["step"] + 1: line["stable_rank"] for line in lines if line.get("event") == "embedding"}
+    assert found.keys() == {2, 4}
+    for step, rank in found.items():
+        w = zarr.open_array(tmp_path / f"checkpoints/{step:010}/weights/embed", mode="r")[:].astype(np.float64)
+        np.testing.assert_allclose(rank, np.sum(w**2) / np.linalg.eigvalsh(w.T @ w)[-1], rtol=1e-4)
 
 
 def with_products(w):

@@ -95,7 +95,7 @@ def test_another_model_optimizer_or_data_is_refused_by_name(tmp_path, setting, v
     setattr(getattr(c, section), name, value)
     message = f"\n  {setting}: checkpoint has {saved[section][name]}, this run has {value}\n"
     with pytest.raises(ValueError, match=re.escape(message)) if refused else contextlib.nullcontext():
-        check_resumes(saved, c, tmp_path)
+        check_resumes(saved, c, tmp_path, 1)
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import train
 from shardwright.cluster.devices import known_options
 from shardwright.modeling.attention import KERNELS
 from shardwright.modeling.model import inputs_of, load_model
+from shardwright.run.changes import config_at, firsts, loader_at
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config as RunConfig
 from shardwright.run.files import read_config, read_records
@@ -23,7 +24,7 @@ from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.run import fresh_state
 from shardwright.run.stages import placement_of
 from shardwright_data.foreign import number, read_object, shown
-from shardwright_data.loader import TokenBatch, batch_of, make_loader
+from shardwright_data.loader import TokenBatch, batch_of
 
 Write = Callable[[str], None]
 
@@ -42,18 +43,18 @@ class Session:
     Attributes:
         step: the step that comes next.
         state: the state before it.
+        c, loader: the configuration and the data of that step.
     """
 
     def __init__(self, c: RunConfig, metadata: dict[str, Any], step: int, options: dict[str, Any]):
-        self.c, self.step, self.model, self.options = c, step, load_model(c.model), options
+        self.step, self.model, self.options, self._whole = step, load_model(c.model), options, c
         self.placement = placement_of(c, self.model)
-        t = c.training
-        sizes = {"batch_size": t.batch_size, "seq_len": t.seq_len, "microbatches": t.microbatches}
-        inputs = inputs_of(self.model)
-        state = metadata.get("loader")
-        self.loader = make_loader(c.data, "train", vocab_size=c.model.vocab, **sizes, inputs=inputs, state=state)
         self.state: Any = None
-        self._program: Any = None
+        self._settle(metadata.get("loader"))
+
+    def _settle(self, state: Any = None) -> None:
+        self.c, self._program = config_at(self._whole, self.step), None
+        self.loader = loader_at(self._whole, self.step, inputs_of(self.model), state)
 
     def init(self, key: jax.Array) -> Any:
         """A fresh state. To be traced."""
@@ -84,6 +85,8 @@ class Session:
     def advance(self) -> Done:
         self.state, done = self.try_step(self.batch())
         self.step += 1
+        if self.step in firsts(self._whole):
+            self._settle()
         return done
 
 
@@ -122,7 +125,10 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
     """
     with checkpoints_of(run) as checkpoints:
         done, metadata = before(run, checkpoints, step)
-        c = config_of(saved_config(metadata), trust)
+        config, last = saved_config(metadata), Path(run) / "config.yaml"
+        if last.exists():  # it has changes that a later start added
+            config["training"]["changes"] = read_config(last)["training"].get("changes", [])
+        c = config_of(config, trust)
         if done == 0 and c.training.init_from is not None and not trust:
             raise ValueError(
                 f"the run began with the weights of {c.training.init_from!r}, which would be read. If you trust that "
@@ -135,7 +141,7 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
         with jax.set_mesh(on):
             options = known_options(trusted_options(c, trust, write), write)
             session = Session(c, metadata if done else {}, done, options)
-            now = provenance_of(train.programs, c, session.model)
+            now = provenance_of(train.programs, config_at(c, done - 1), session.model)
             allow = None if other_source else "other_source=true"
             if differs := compare_source(metadata.get("provenance"), now, ("training",), allow):
                 write(shown(f"source      {differs}"))

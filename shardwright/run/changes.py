@@ -1,0 +1,144 @@
+"""Settings that change during a run, at the steps of training.changes.
+
+The settings of a step, and the place of its batch in the data, are pure functions of the configuration and the step.
+"""
+
+import copy
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from shardlib.parsing import did_you_mean
+from shardwright.run.files import literal
+from shardwright.settings.composing import wrong_setting
+from shardwright.settings.differences import flat
+from shardwright_data.loader import Loader, batch_of, make_loader, steps_for
+
+MAY_CHANGE = (
+    *(f"training.{name}" for name in ("seq_len", "batch_size", "microbatches", "loss_chunk", "eval_batches")),
+    *("data.filespec", "data.mixture", "data.mixture.*"),
+    *(f"optimizer.{name}" for name in ("learning_rate", "warmup_steps", "schedule", "schedule_steps")),
+    *(f"optimizer.{name}" for name in ("cooldown_steps", "final_fraction", "weight_decay", "clip_norm", "z_loss")),
+)
+"""Settings that may change during a run: of the loader, of the schedule, and numbers of the update."""
+
+
+def may_change(name: str) -> bool:
+    """Whether a setting may change during a run."""
+    return name in MAY_CHANGE or name.startswith("data.mixture.")
+
+
+def firsts(config: Any) -> list[int]:
+    """The steps from which settings hold: 0, and those of training.changes. `config` is a Config or a plain dict."""
+    training = config["training"] if isinstance(config, dict) else vars(config.training)
+    return [0, *(change["step"] for change in training.get("changes", ()))]
+
+
+def settings_at(config: dict, step: int) -> dict:
+    """A plain configuration as it is at a step, with no change left in it."""
+    found = copy.deepcopy(config)
+    for change in found["training"].pop("changes", ()):
+        for setting in filter(may_change, change if change["step"] <= step else ()):
+            *path, name = setting.split(".")
+            functools.reduce(lambda at, key: at.setdefault(key, {}), path, found)[name] = change[setting]
+    return found
+
+
+def config_at(c: Any, step: int) -> Any:
+    """A Config as it is at a step, with no change left in it. Raises ValueError for a value of another type."""
+    if not c.training.changes:
+        return c
+    found, sections = settings_at(dataclasses.asdict(c), step), {}
+    for name in ("data", "optimizer", "training"):
+        kind = type(getattr(c, name))
+        try:
+            sections[name] = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), literal(found[name])))
+        except OmegaConfBaseException as error:
+            raise ValueError(wrong_setting(kind, error, prefix=f"{name}.")) from None
+    return dataclasses.replace(c, **sections)
+
+
+def check_changes(c: Any, check: Callable[[Any], None]) -> None:
+    """Raises ValueError for an entry of training.changes that is wrong, or whose settings `check` refuses."""
+    for i, (before, change) in enumerate(itertools.pairwise([{"step": 0}, *c.training.changes])):
+        name, step = f"training.changes[{i}]", change.get("step")
+        if type(step) is not int or step <= before["step"]:
+            raise ValueError(f"{name}.step is {step!r}; it must be a whole number above {before['step']}: steps rise.")
+        for setting in change.keys() - {"step"}:
+            if not may_change(setting):
+                near = did_you_mean(setting, MAY_CHANGE) or f" {', '.join(MAY_CHANGE)} may."
+                raise ValueError(f"{name} has {setting}, which may not change during a run.{near}")
+    if c.training.changes and c.training.epochs is not None:
+        raise ValueError(
+            f"training.epochs is {c.training.epochs} with training.changes; give the length in steps or tokens."
+        )
+    for first in firsts(c)[1:]:
+        try:
+            check(config_at(c, first))
+        except ValueError as error:
+            raise ValueError(f"training.changes, from step {first}: {error}") from None
+
+
+def described_change(c: Any, first: int) -> str:
+    """Each setting that changes at a step, with both values."""
+    whole = dataclasses.asdict(c)
+    before, now = (flat(settings_at(whole, step)) for step in (first - 1, first))
+    differing = (name for name in sorted({*before, *now}) if before.get(name) != now.get(name))
+    return ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in differing)
+
+
+def tokens_before(c: Any, step: int) -> int:
+    """Tokens of the batches before a step."""
+    spans = itertools.pairwise([*firsts(c), math.inf])
+    return sum((min(end, step) - first) * _tokens(c, first) for first, end in spans if first < step)
+
+
+def total_steps(c: Any, loader: Loader) -> int:
+    """Number of steps of a run with such a loader. Raises ValueError as steps_for."""
+    t = c.training
+    length = {"steps": t.steps, "tokens": t.tokens, "epochs": t.epochs}
+    if t.changes and t.tokens is not None:
+        length |= {"tokens": None, "steps": steps_of(c, t.tokens)}
+    if t.eval_epochs is not None:
+        loader.epochs_before(0)
+    return steps_for(loader, **length, skip_steps=c.data.skip_steps)
+
+
+def steps_of(c: Any, tokens: int) -> int:
+    """Number of steps that take at most so many tokens."""
+    for first, end in itertools.pairwise([*firsts(c), math.inf]):
+        steps = first + (tokens - tokens_before(c, first)) // _tokens(c, first)
+        if steps < end:
+            break
+    return steps
+
+
+def _tokens(c: Any, step: int) -> int:
+    t = config_at(c, step).training
+    return t.batch_size * t.seq_len
+
+
+def loader_at(c: Any, step: int, inputs: Sequence[str] = (), state: Mapping[str, Any] | None = None) -> Loader:
+    """The loader of the training batch of a step, which goes on where the batches before its settings ended.
+
+    `state` is that of a checkpoint of `step`. Raises ValueError as make_loader.
+    """
+    phases: list[tuple[int, tuple]] = []
+    for first in (first for first in firsts(c) if first <= step):
+        now = config_at(c, first)
+        settings = now.data, now.training.batch_size, now.training.seq_len, now.training.microbatches
+        if not phases or phases[-1][1] != settings:
+            phases.append((first, settings))
+    saved, loader = max(first for first, _ in phases if first < step or first == 0), None
+    for first, (data, batch_size, seq_len, microbatches) in phases:
+        options = {"inputs": inputs, "microbatches": microbatches, "state": state if first == saved else None}
+        if loader:
+            options |= {"after": loader, "first": batch_of(first, c.data.skip_steps)}
+        loader = make_loader(data, "train", batch_size, seq_len, c.model.vocab, **options)
+    return loader

@@ -1,0 +1,100 @@
+"""data.loss_mask: the chats of docs/data.md, of which only answers are targets, for the loss and its gradients."""
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import dense
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from shardwright_data.loader import DataConfig, StreamConfig, make_loader
+
+PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+CHATS = [
+    [("user", "1+1?"), ("assistant", "2"), ("user", "2+2?"), ("assistant", "4, of course")],
+    [("system", "be brief"), ("user", "who?"), ("assistant", "I")],
+    [("user", "a question that is cut")],
+]
+
+
+def expected(chat) -> list[tuple[int, bool]]:
+    """Each token by hand, and whether it is of an answer: bytes + 3, and 1 at the end of a message."""
+    found = []
+    for role, content in chat:
+        answers = role == "assistant"
+        text = content if answers else f"{role}: {content}"
+        found += [(byte + 3, answers) for byte in text.encode()] + [(1, answers)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> DataConfig:
+    """The dataset that the page's code writes."""
+    directory = tmp_path_factory.mktemp("chats")
+    for split in ("train", "validation"):
+        lines = [json.dumps([dict(zip(("role", "content"), m, strict=True)) for m in chat]) for chat in CHATS]
+        (directory / f"chats_{split}.jsonl").write_text("\n".join(lines))
+    (code,) = [code for code in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.S | re.M) if "chats" in code]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(directory)
+        exec(code, {})
+    return DataConfig(
+        filespec=str(directory / "data/chats.zarr"), shuffle=False, sequence_packing=False, loss_mask="answer"
+    )
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("packed", [False, True])
+def test_targets_are_the_answers(data, packed):
+    data.sequence_packing = packed
+    batch = make_loader(data, "validation", 2, 24).sequences(0, np.arange(2))
+    data.sequence_packing = False
+    chats = [expected(chat) for chat in CHATS]
+    joined = [*itertools.chain(*chats)]
+    rows = [joined[:24], joined[24:48]] if packed else [chat[:24] for chat in chats[:2]]
+    for i, row in enumerate(rows):
+        ids, answers = map(np.array, zip(*row, strict=True))
+        np.testing.assert_array_equal(batch.targets[i, : len(row)], ids)
+        np.testing.assert_array_equal(batch.loss_mask[i, : len(row)], answers)
+        assert not batch.loss_mask[i, len(row) :].any()
+    assert make_loader(data, "train", 2, 24).state(0) != make_loader(
+        DataConfig(filespec=data.filespec), "train", 2, 24
+    ).state(0)
+
+
+@pytest.mark.parametrize("mesh", ["one device", "d=4 t=2"])
+def test_only_answers_count_in_the_loss_and_its_gradients(data, mesh):
+    """Beside a dense model, summed over the answers that are known by hand."""
+    c = tiny.config(tiny.model(vocab=512, layers=2), batch_size=8)
+    c.training.seq_len = 24
+    c.optimizer = tiny.optimizer(warmup_steps=0, clip_norm=1e9)
+    with jax.set_mesh(tiny.mesh(mesh)):
+        loader = make_loader(data, "train", 8, 24, 512)
+        batch, host = loader.load(0), loader.sequences(0, np.arange(8))
+        state = tiny.state(c)
+        weights = jax.tree.map(np.asarray, state.weights)
+        state, metrics = tiny.training_step(c)(state, batch, np.int32(0))
+        momentum = jax.tree.map(np.asarray, state.adam_mu)
+
+    def loss(w):
+        logs = jax.nn.log_softmax(dense.logits(w, dense.tokens_of(host), c.model))
+        rows = [expected(CHATS[i % 3])[:24] for i in range(8)]
+        at = [(i, j) for i, row in enumerate(rows) for j, (_, is_answer) in enumerate(row) if is_answer]
+        return -sum(logs[i, j, int(host.targets[i, j])] for i, j in at) / len(at)
+
+    value, g = jax.value_and_grad(loss)(weights)
+    np.testing.assert_allclose(metrics.loss, value, rtol=2e-5)
+    for ours, theirs in zip(jax.tree.leaves(momentum), jax.tree.leaves(g), strict=True):
+        np.testing.assert_allclose(ours / 0.1, theirs, rtol=2e-4, atol=2e-5 * np.abs(theirs).max())
+
+
+@pytest.mark.quick
+def test_a_mask_that_is_not_there_is_refused(data):
+    with pytest.raises(ValueError, match="input_prompt"):
+        make_loader(DataConfig(filespec=data.filespec, loss_mask="prompt"), "train", 2, 24)
+    with pytest.raises(ValueError, match="answer, which a stream does not have"):
+        make_loader(DataConfig(stream=StreamConfig(dataset="x"), loss_mask="answer"), "train", 2, 24)

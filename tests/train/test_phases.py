@@ -1,0 +1,281 @@
+"""Settings that change during a run: its batches and steps, kills, other meshes, replay, branches, and what is refused.
+
+The oracle slices the tokens in numpy, and calls a step that was made with the settings of that step alone.
+"""
+
+import dataclasses
+import io
+import json
+import shutil
+from fractions import Fraction
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from losses_of_runs import losses
+from rich.console import Console
+
+import train
+from shardwright.modeling.model import load_model
+from shardwright.run.changes import loader_at, steps_of, tokens_before
+from shardwright.run.config import check_config
+from shardwright.run.opening import StagesChoice
+from shardwright_data.flat_tokens import Writer
+from shardwright_data.loader import SourceConfig, TokenBatch
+from tools.replay.__main__ import Settings, replay
+
+LENGTHS = [{"step": 3, "training.seq_len": 32}, {"step": 6, "training.batch_size": 16, "optimizer.learning_rate": 1e-3}]
+
+
+def written(path, tokens: int, low: int = 0) -> str:
+    """A dataset of documents of ten tokens, token i of which is low + i % 29."""
+    for split in ("train", "validation"):
+        with Writer(str(path), split) as writer:
+            writer.append(low + np.arange(tokens, dtype=np.uint32) % 29, np.full(tokens // 10, 10))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> str:
+    return written(tmp_path_factory.mktemp("data") / "a.zarr", 4000)
+
+
+def config(data, changes=LENGTHS, **settings):
+    c = tiny.config(tiny.model(layers=1), eval_batches=0, changes=[dict(change) for change in changes])
+    c.data.filespec = data
+    c.training = dataclasses.replace(c.training, steps=9, checkpoint_interval=2, keep_checkpoints=None)
+    for name, value in settings.items():
+        section = next(x for x in (c.optimizer, c.data, c.training) if hasattr(x, name))
+        setattr(section, name, value)
+    return c
+
+
+def run(directory, c, mesh="one device"):
+    directory.mkdir(parents=True, exist_ok=True)
+    c.paths.model_name, ends = directory.name, []
+    with jax.set_mesh(tiny.mesh(mesh)):
+        train.Run.to_the_end(lambda: ends.append(train.train(c, load_model(c.model), directory)) or ends[-1])
+    return len(ends)
+
+
+def lines(directory) -> list[dict]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+# ---- batches ------------------------------------------------------------------------------------------------------
+
+
+def targets(c, step: int) -> np.ndarray:
+    loader = loader_at(c, step)
+    return loader.sequences(step, np.arange(loader.batch_size)).targets
+
+
+def test_tokens_in_order_are_read_once_whatever_changes(data):
+    c = config(data, shuffle=False)
+    read = np.concatenate([targets(c, step).reshape(-1) for step in range(9)])
+    assert [targets(c, step).shape for step in (2, 3, 6)] == [(8, 16), (8, 32), (16, 32)]
+    np.testing.assert_array_equal(read, np.arange(read.size) % 29)
+    assert read.size == tokens_before(c, 9) == 3 * 128 + 3 * 256 + 3 * 512
+    assert [steps_of(c, tokens) for tokens in (127, 128, 384, 640, 1152, 1663, 1664)] == [0, 1, 3, 4, 6, 6, 7]
+
+
+def test_another_batch_size_leaves_the_order_and_each_epoch_exact(data):
+    grows = [{"step": step, "training.batch_size": 8 * step} for step in (2, 4)]
+    of = lambda c, steps: np.concatenate([targets(c, step) for step in range(steps)])
+    plain, grown = of(config(data, []), 31), of(config(data, grows), 9)
+    np.testing.assert_array_equal(grown[:248], plain[: len(grown)][:248])
+    loader = loader_at(config(data, grows), 8)
+    assert loader.epochs_before(8) == Fraction(2 * 8 + 2 * 16 + 4 * 32, 250)
+
+
+def test_the_sources_of_a_mixture_go_on_and_new_data_begins(tmp_path):
+    """Each source comes in its order, without a gap: also what was the only dataset, and one that is added."""
+    sources = {name: SourceConfig(written(tmp_path / name, 1600, low)) for name, low in {"a": 0, "b": 30}.items()}
+    plain = {name: dataclasses.asdict(source) for name, source in sources.items()}
+    changes = [
+        {"step": 2, "data.filespec": None, "data.mixture": plain},
+        {"step": 4, "data.mixture.b.weight": 3.0},
+        {"step": 5, "training.batch_size": 24},
+    ]
+    c = config(sources["a"].filespec, changes, shuffle=False)
+    rows = np.concatenate([targets(c, step) for step in range(7)])
+    of_b = (rows >= 30).any(1)
+    for low, which in ((0, ~of_b), (30, of_b)):
+        read = rows[which].reshape(-1)
+        np.testing.assert_array_equal(read, low + np.arange(read.size) % 29)
+    assert not of_b[:16].any()
+    assert 3 < of_b[16:32].sum() < 13
+    assert of_b[32:].sum() > 0.6 * len(of_b[32:])
+
+
+def test_batches_that_are_left_out_move_no_earlier_one(data):
+    c, skips = config(data, shuffle=False), config(data, shuffle=False, skip_steps=[4])
+    numbers = lambda c, batch, step: loader_at(c, step).sequences(batch, np.arange(8)).targets[:8]
+    np.testing.assert_array_equal(numbers(skips, 3, 3), numbers(c, 3, 3))
+    np.testing.assert_array_equal(numbers(skips, 5, 4), numbers(c, 5, 5))
+    assert loader_at(skips, 6).state(6).keys() == {"before", "dataset"}
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------
+
+
+def by_hand(c, changes, steps: int) -> list[float]:
+    """Losses of the steps, each made with the settings of the step, of tokens that are sliced one after the other."""
+    c = dataclasses.replace(c, training=dataclasses.replace(c.training, changes=[]))
+    found, at = [], 0
+    with jax.set_mesh(tiny.mesh("one device")):
+        state, program = tiny.state(c), tiny.training_step(c)
+        for step in range(steps):
+            for change in (change for change in changes if change["step"] == step):
+                for name, value in change.items():
+                    section, _, setting = name.partition(".")
+                    setting and setattr(getattr(c, section), setting, value)
+                program = tiny.training_step(c)
+            shape = c.training.batch_size, c.training.seq_len
+            places = at + np.arange(shape[0] * shape[1])
+            at += places.size
+            batch = TokenBatch(
+                (places % 29).astype(np.uint32).reshape(shape),
+                (places % 10 == 0).reshape(shape),
+                np.ones(shape, bool),
+            )
+            state, metrics = program(state, tiny.place_batch(c, batch), np.int32(step))
+            found.append(float(metrics.loss))
+    return found
+
+
+@pytest.fixture(scope="module")
+def of_changes(tmp_path_factory, data):
+    directory = tmp_path_factory.mktemp("runs") / "whole"
+    assert run(directory, config(data, shuffle=False)) == 3
+    return directory
+
+
+def test_each_step_is_that_of_its_settings(of_changes, data):
+    c = config(data, shuffle=False)
+    assert losses(of_changes) == by_hand(c, LENGTHS, 9)
+    changed = [(x["step"], x["settings"]) for x in lines(of_changes) if x.get("event") == "changed"]
+    assert changed == [
+        (3, "training.seq_len 16 -> 32"),
+        (6, "optimizer.learning_rate 0.01 -> 0.001, training.batch_size 8 -> 16"),
+    ]
+    steps = [x for x in lines(of_changes) if "event" not in x]
+    assert [x["tokens"] for x in steps] == [tokens_before(c, step + 1) for step in range(9)]
+
+
+def test_a_killed_run_ends_equal_to_the_bit(of_changes, data, tmp_path):
+    """Resumed within a phase, at a change, and with a change that was not known at first."""
+    for steps, changes in ((2, LENGTHS[:1]), (3, LENGTHS[:1]), (5, LENGTHS), (6, LENGTHS), (9, LENGTHS)):
+        run(tmp_path / "run", config(data, changes, shuffle=False, steps=steps))
+    assert losses(tmp_path / "run") == losses(of_changes)
+
+
+@pytest.fixture(scope="module")
+def on_two_meshes(tmp_path_factory, data):
+    directory = tmp_path_factory.mktemp("runs") / "moved"
+    run(directory, config(data, shuffle=False, steps=4))
+    run(directory, config(data, shuffle=False), "d=4 t=2")
+    return directory
+
+
+def test_another_mesh_goes_on_with_the_same_batches(of_changes, on_two_meshes):
+    np.testing.assert_allclose(losses(on_two_meshes), losses(of_changes), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("step", "without"), [(5, ()), (8, ()), (8, (6, 8))])
+def test_replay_does_a_step_again(on_two_meshes, tmp_path, step, without):
+    """From the last checkpoint, also across a change; one that a later start added counts."""
+    directory = shutil.copytree(on_two_meshes, tmp_path / "run")
+    for done in without:
+        shutil.rmtree(directory / f"checkpoints/{done:010}")
+    settings = Settings(run=str(directory), step=step, microscope=False, mesh=StagesChoice(d=4, t=2))
+    assert replay(settings, Console(file=io.StringIO()))["loss"] == losses(on_two_meshes)[step]
+
+
+# ---- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            [{"step": 3, "training.seq_lne": 32}],
+            "has training.seq_lne, which may not change .* Did you mean training.seq_len",
+        ),
+        ([{"step": 3, "model.layers": 2}], "has model.layers, which may not change during a run"),
+        ([{"step": 3, "optimizer.algorithm": "muon"}], "has optimizer.algorithm, which may not change"),
+        ([{"step": 3}, {"step": 3}], r"changes\[1\].step is 3; it must be a whole number above 3"),
+        ([{"step": 0, "training.seq_len": 32}], r"changes\[0\].step is 0; it must be a whole number above 0"),
+        ([{"training.seq_len": 32}], r"changes\[0\].step is None"),
+        ([{"step": 3, "training.seq_len": "long"}], "from step 3: training.seq_len is long; it must be"),
+        ([{"step": 3, "training.seq_len": 0}], "from step 3: training.seq_len is 0; it must be at least 1"),
+        ([{"step": 3, "data.mixture.web.weight": 2}], "from step 3: data.mixture"),
+        ([{"step": 3, "optimizer.schedule": "wsd"}], "from step 3: optimizer.schedule is wsd and"),
+    ],
+)
+def test_a_wrong_entry_gets_one_line(data, changes, message):
+    with pytest.raises(ValueError, match=message) as refused:
+        check_config(config(data, changes))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "message"),
+    [
+        (
+            LENGTHS[:1],
+            {"seq_len": 64},
+            r"seq_len: checkpoint has 16, this run has 64.*add {step: 4, training.seq_len: 64} to",
+        ),
+        ([], {}, r"configuration from step 3 on:\n  training.seq_len: checkpoint has 32, this run has 16"),
+        ([*LENGTHS[:1], {"step": 2, "training.seq_len": 8}], {}, None),
+    ],
+)
+def test_what_was_done_does_not_change(data, tmp_path, changes, settings, message):
+    run(tmp_path / "run", config(data, LENGTHS[:1], steps=4))
+    c = config(data, sorted(changes, key=lambda change: change["step"]), **settings)
+    with pytest.raises(ValueError, match="(?s)" + (message or "configuration from step 2 on:")):
+        run(tmp_path / "run", c)
+
+
+def test_other_data_is_refused_with_the_remedy(data, tmp_path):
+    run(tmp_path / "run", config(data, [], steps=2))
+    other = written(tmp_path / "b.zarr", 2000, 30)
+    with pytest.raises(ValueError, match="name other ones from this step on"):
+        run(tmp_path / "run", config(other, [], steps=4))
+    run(tmp_path / "run", config(data, [{"step": 2, "data.filespec": other}], steps=4))
+    assert len(losses(tmp_path / "run")) == 4
+
+
+# ---- branches, and epochs -----------------------------------------------------------------------------------------
+
+
+def test_a_branch_of_a_constant_run_is_a_run_with_its_schedule(data, tmp_path):
+    """docs/phases.md: a copied checkpoint, and training.changes."""
+    constant = {"schedule": "constant", "schedule_steps": None}
+    run(tmp_path / "trunk", config(data, [], **constant))
+    for branch, at in (("short", 4), ("long", 6)):
+        (tmp_path / branch / "checkpoints").mkdir(parents=True)
+        name = f"checkpoints/{at:010}"
+        shutil.copytree(tmp_path / "trunk" / name, tmp_path / branch / name)
+        wsd = {"optimizer.schedule": "wsd", "optimizer.schedule_steps": at + 3, "optimizer.cooldown_steps": 3}
+        run(tmp_path / branch, config(data, [{"step": at, **wsd}], steps=at + 3, **constant))
+        whole = {name.removeprefix("optimizer."): value for name, value in wsd.items()}
+        run(tmp_path / f"{branch} whole", config(data, [], steps=at + 3, **whole))
+        found = [x["loss"] for x in lines(tmp_path / branch) if "event" not in x]
+        assert found == losses(tmp_path / f"{branch} whole")[at:]
+        assert losses(tmp_path / "trunk")[:at] == losses(tmp_path / f"{branch} whole")[:at]
+    assert len(losses(tmp_path / "trunk")) == 9
+
+
+def test_validation_at_the_end_of_each_epoch(tmp_path):
+    """20 sequences in an epoch, 8 in a step: it ends within steps 2, 4 and 7; half of one too within 1, 3, 6 and 8."""
+    data = written(tmp_path / "a.zarr", 320)
+    for epochs, expected in ((1.0, [2, 4, 7, 8]), (0.5, [1, 2, 3, 4, 6, 7, 8])):
+        c = config(data, [], eval_batches=1, eval_epochs=epochs)
+        run(tmp_path / str(epochs), c)
+        assert [x["step"] for x in lines(tmp_path / str(epochs)) if x.get("event") == "validation"] == expected
+    mixed = config(None, [], eval_epochs=1.0, mixture={"a": SourceConfig(data), "b": SourceConfig(data)})
+    with pytest.raises(ValueError, match="Only a single flat-tokens dataset has epochs"):
+        run(tmp_path / "mixed", mixed)
