@@ -21,6 +21,7 @@ from shardwright.modeling.model import load_model
 from shardwright.run.changes import loader_at, steps_of, tokens_before
 from shardwright.run.config import check_config
 from shardwright.run.opening import StagesChoice
+from shardwright.run.resuming import check_resumes, saved_config
 from shardwright_data.flat_tokens import Writer
 from shardwright_data.loader import SourceConfig, TokenBatch
 from tools.replay.__main__ import Settings, replay
@@ -164,6 +165,7 @@ def test_each_step_is_that_of_its_settings(of_changes, data):
     assert [x["tokens"] for x in steps] == [tokens_before(c, step + 1) for step in range(9)]
 
 
+@pytest.mark.long
 def test_a_killed_run_ends_equal_to_the_bit(of_changes, data, tmp_path):
     """Resumed within a phase, at a change, and with a change that was not known at first."""
     for steps, changes in ((2, LENGTHS[:1]), (3, LENGTHS[:1]), (5, LENGTHS), (6, LENGTHS), (9, LENGTHS)):
@@ -179,10 +181,12 @@ def on_two_meshes(tmp_path_factory, data):
     return directory
 
 
+@pytest.mark.long
 def test_another_mesh_goes_on_with_the_same_batches(of_changes, on_two_meshes):
     np.testing.assert_allclose(losses(on_two_meshes), losses(of_changes), rtol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("step", "without"), [(5, ()), (8, ()), (8, (6, 8))])
 def test_replay_does_a_step_again(on_two_meshes, tmp_path, step, without):
     """From the last checkpoint, also across a change; one that a later start added counts."""
@@ -229,14 +233,18 @@ def test_a_wrong_entry_gets_one_line(data, changes, message):
             r"seq_len: checkpoint has 16, this run has 64.*add {step: 4, training.seq_len: 64} to",
         ),
         ([], {}, r"configuration from step 3 on:\n  training.seq_len: checkpoint has 32, this run has 16"),
-        ([*LENGTHS[:1], {"step": 2, "training.seq_len": 8}], {}, None),
+        ([{"step": 2, "training.seq_len": 8}, *LENGTHS], {}, "configuration from step 2 on:"),
+        (
+            LENGTHS,
+            {"filespec": None, "mixture": {"a": SourceConfig("a"), "b": SourceConfig("b")}},
+            r"does not have it, this run has 1.0.*add {step: 4, data.mixture: {…}} to",
+        ),
     ],
 )
-def test_what_was_done_does_not_change(data, tmp_path, changes, settings, message):
-    run(tmp_path / "run", config(data, LENGTHS[:1], steps=4))
-    c = config(data, sorted(changes, key=lambda change: change["step"]), **settings)
-    with pytest.raises(ValueError, match="(?s)" + (message or "configuration from step 2 on:")):
-        run(tmp_path / "run", c)
+def test_what_was_done_does_not_change(of_changes, data, changes, settings, message):
+    saved = {"config": dataclasses.asdict(config(data, LENGTHS))}
+    with pytest.raises(ValueError, match="(?s)" + message):
+        check_resumes(saved_config(saved), config(data, changes, **settings), of_changes, 4)
 
 
 def test_other_data_is_refused_with_the_remedy(data, tmp_path):
@@ -251,22 +259,20 @@ def test_other_data_is_refused_with_the_remedy(data, tmp_path):
 # ---- branches, and epochs -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_branch_of_a_constant_run_is_a_run_with_its_schedule(data, tmp_path):
     """docs/phases.md: a copied checkpoint, and training.changes."""
-    constant = {"schedule": "constant", "schedule_steps": None}
+    constant = {"schedule": "constant", "schedule_steps": None, "checkpoint_interval": 4}
+    wsd = {"schedule": "wsd", "schedule_steps": 7, "cooldown_steps": 3}
     run(tmp_path / "trunk", config(data, [], **constant))
-    for branch, at in (("short", 4), ("long", 6)):
-        (tmp_path / branch / "checkpoints").mkdir(parents=True)
-        name = f"checkpoints/{at:010}"
-        shutil.copytree(tmp_path / "trunk" / name, tmp_path / branch / name)
-        wsd = {"optimizer.schedule": "wsd", "optimizer.schedule_steps": at + 3, "optimizer.cooldown_steps": 3}
-        run(tmp_path / branch, config(data, [{"step": at, **wsd}], steps=at + 3, **constant))
-        whole = {name.removeprefix("optimizer."): value for name, value in wsd.items()}
-        run(tmp_path / f"{branch} whole", config(data, [], steps=at + 3, **whole))
-        found = [x["loss"] for x in lines(tmp_path / branch) if "event" not in x]
-        assert found == losses(tmp_path / f"{branch} whole")[at:]
-        assert losses(tmp_path / "trunk")[:at] == losses(tmp_path / f"{branch} whole")[:at]
-    assert len(losses(tmp_path / "trunk")) == 9
+    shutil.copytree(tmp_path / "trunk/checkpoints/0000000004", tmp_path / "branch/checkpoints/0000000004")
+    change = {"step": 4, **{f"optimizer.{name}": value for name, value in wsd.items()}}
+    run(tmp_path / "branch", config(data, [change], steps=7, **constant))
+    run(tmp_path / "whole", config(data, [], steps=7, **wsd))
+    whole, trunk = losses(tmp_path / "whole"), losses(tmp_path / "trunk")
+    assert [x["loss"] for x in lines(tmp_path / "branch") if "event" not in x] == whole[4:]
+    assert whole[:5] == trunk[:5]
+    assert whole[6] != trunk[6]
 
 
 def test_validation_at_the_end_of_each_epoch(tmp_path):
