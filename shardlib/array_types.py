@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.checks import current_scope
-from shardlib.parsing import ShapeSpec, ShardError, parse_shape, sort_axes, spec_text
+from shardlib.parsing import Dim, ShapeSpec, ShardError, parse_shape, sort_axes, spec_text
 from shardlib.values import SHORT_DTYPES, describe, devices_along, is_opaque, on_mesh
 
 # ---- types ------------------------------------------------------------------------------------------------------
@@ -115,12 +115,62 @@ class Array(_Type):
 
 @dataclasses.dataclass(frozen=True)
 class Subset(_Type):
-    """`Subset[X]`: a dataclass of arrays like X, in which any array may be None."""
+    """`Subset[X]`: a dataclass of arrays like X, in which any array may be None.
+
+    `Subset['inputs', X]` has in place of each array a Factor, which has those dims alone, or None.
+    """
 
     inner: typing.Any
+    dims: str | None = None
 
-    def __class_getitem__(cls, inner) -> "Subset":
-        return cls(inner)
+    def __class_getitem__(cls, args) -> "Subset":
+        dims, inner = args if isinstance(args, tuple) else (None, args)
+        if dims is not None and not {*dims.split()} <= {"inputs", "outputs"}:
+            raise ShardError(f"{dims!r} are no dims of a Factor", "write inputs, outputs, or one of them twice")
+        return cls(inner, dims)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Factor:
+    """Array with some of the dims of a matrix, such as the means of its rows; its type follows from the matrix's.
+
+    A matrix is `stack inputs outputs`, such as `layers/p M/c/d/e K/t Q D`, of which `inputs` and `outputs` are counted
+    here. A Factor has the stack, and the dims that its Subset names, sharded as those of the matrix:
+
+        inputs            layers/p M/c/d/e
+        outputs           layers/p K/t Q D
+        inputs inputs     layers/p M/c/d/e by_M/t
+        outputs outputs   layers/p K/t Q D by_K_Q_D/c/d/e
+
+    A side that is named again is one dim, sharded over the axes of the other side.
+    """
+
+    array: typing.Any
+    inputs: int = dataclasses.field(metadata={"static": True})
+    outputs: int = dataclasses.field(metadata={"static": True})
+
+
+def arranged(dims: str, whole: tuple, inputs: int, outputs: int, merged: collections.abc.Callable) -> tuple:
+    """What a Factor with `dims` has of `whole`, which has an entry for each dim of a matrix.
+
+    `merged(own, other)` is the entry of a side that is named again, from those of this side and of the other one.
+    """
+    ends = len(whole) - outputs
+    sides = {"inputs": whole[ends - inputs : ends], "outputs": whole[ends:]}
+    found, named = whole[: ends - inputs], set()
+    for side in dims.split():
+        (other,) = sides.keys() - {side}
+        found += (merged(sides[side], sides[other]),) if side in named else sides[side]
+        named.add(side)
+    return found
+
+
+def factor_type(t: ArrayType, dims: str, inputs: int, outputs: int) -> ArrayType:
+    """Type of a Factor with `dims` of a matrix of type `t`."""
+    axes = lambda side: sort_axes(axis for dim in side for axis in dim.axes)
+    merged = lambda own, other: Dim("_".join(("by", *(dim.name for dim in own))), axes(other))
+    return ArrayType(t.dtype, ShapeSpec(arranged(dims, t.spec.dims, inputs, outputs, merged)))
 
 
 def pytree_dataclass(cls=None, **kwargs):
@@ -239,7 +289,12 @@ def arrays_of(
         yield from arrays_of(t.inner, value, path, dims=f"{dims} {t.dims}", only_arrays=only_arrays)
     elif isinstance(t, Subset):
         for name, array, part in arrays_of(t.inner, value, path, **options):
-            yield name, array, ABSENT if part is None else part
+            if t.dims is None or part is None or part is ABSENT:
+                yield name, array, ABSENT if part is None else part
+            elif isinstance(part, Factor):
+                yield f"{name}.array", factor_type(array, t.dims, part.inputs, part.outputs), part.array
+            else:
+                raise ShardError(f"{name} is {describe(part)}, not a Factor", f"it is in a Subset[{t.dims!r}, …]")
     elif isinstance(t, typing.TypeVar):
         yield from arrays_of(_class_for(t, value, path), value, path, **options)
     elif _optional(t) is not None:

@@ -214,8 +214,9 @@ def typed_shard_map(fn):
         current_scope().arguments.append(types)
         structure, result_structure = jax.tree.structure(tuple(bound.arguments.values())), None
         # Which of its parts are absent is known only after fn has run: the arrays of the result leave in a list for
-        # each sharding.
-        out_specs = list(dict.fromkeys(partition_spec(array) for _, array, _ in arrays_of(result, ABSENT)))
+        # each sharding. A Factor says its dims by its value: it leaves as one that came in.
+        declared = (partition_spec(array) for _, array, _ in arrays_of(result, ABSENT))
+        out_specs = list(dict.fromkeys([*declared, *specs]))
         groups: list[int] = []
 
         def per_device(arrays):

@@ -18,6 +18,7 @@ The grammar of the specs is in parsing.py; docs/sharding-types.md explains them.
 from shardlib.array_types import (
     Array,
     ArrayType,
+    Factor,
     Subset,
     bf16,
     bool_,

@@ -110,8 +110,8 @@ class Alignment:
 
     def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]):
         self._sizes, self._twin_sizes = sizes, twin_sizes
-        counts = (itertools.combinations(sizes.values(), k) for k in range(len(sizes) + 1))
-        self._devices = {math.prod(n) for n in itertools.chain.from_iterable(counts)}
+        counts = lambda of: (math.prod(n) for k in range(len(of) + 1) for n in itertools.combinations(of.values(), k))
+        self._devices = {*itertools.product(counts(sizes), counts(twin_sizes))}
         self._known: dict[tuple, Aligned] = {}
 
     def of(self, ours: Any, theirs: Any, shapes: Sequence | None = None) -> Aligned:
@@ -187,9 +187,9 @@ class Alignment:
         return next((own for own in reshaped if len(_shape(own.outvars[0])) == len(_shape(eqn.outvars[0]))), None)
 
     def _fits(self, here: tuple[int, ...], there: tuple[int, ...]) -> bool:
-        """Whether blocks of a shape may make a whole, by the numbers of devices that may cut a dim."""
+        """Whether blocks of two shapes may make one whole, by the numbers of devices that may cut a dim."""
         sizes = zip(here, there, strict=True) if len(here) == len(there) else [(1, 0)]
-        return all(b == a or (a and b % a == 0 and b // a in self._devices) for a, b in sizes)
+        return all(a == b or any(a * n == b * m for n, m in self._devices) for a, b in sizes)
 
     def _paired(self, own: Any, eqn: Any, here: Mapping, there: Mapping) -> tuple[Pair, list[Layout], list[Layout]]:
         """The pair of two equations that compute, and the entries of their results."""

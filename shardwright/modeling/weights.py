@@ -51,6 +51,13 @@ class Weight:
         if self.kind not in KINDS:  # it would be left out of weight decay and of the count of FLOPs
             raise ValueError(f"a Weight of kind {self.kind!r}; choose one of {', '.join(KINDS)}.")
 
+    @property
+    def sides(self) -> tuple[int, int] | None:
+        """Numbers of dims of inputs and outputs; of a table of ids, one each; None for what is no matrix."""
+        if self.inputs and self.outputs:
+            return self.inputs, self.outputs
+        return (1, 1) if self.kind in ("embedding", "unembedding") and len(self.shape) == 2 else None
+
 
 def matrix(layers: int, inputs: tuple[int, ...], outputs: tuple[int, ...], scale: float = 1.0) -> Weight:
     """A matrix in each layer, [layers, *inputs, *outputs], with standard deviation scale/√fan-in at init."""

@@ -16,7 +16,7 @@ docs/optimizers.md counts bytes and FLOPs.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -128,32 +128,44 @@ def orthogonalized(x: W, updates: Any, iterations: int) -> W:
 def on_stacks(fn: Callable, dims: tuple[Dim, ...], axes: tuple[str, ...], *arrays: jax.Array) -> list[jax.Array]:
     """on_whole_matrices for arrays[…, *dims], which are joined to one stack for it."""
     parts = [x.reshape(-1, *x.shape[-len(dims) :]) for x in arrays]
-    stack = on_whole_matrices(fn, dims, axes, jnp.concatenate(parts))
+    (stack,) = on_whole_matrices(lambda x: [fn(x)], (dims,), axes, jnp.concatenate(parts))
     split = jnp.split(stack, np.cumsum([len(part) for part in parts[:-1]]))
     return [part.reshape(x.shape) for part, x in zip(split, arrays, strict=True)]
 
 
 @scope  # each exchange has a stack of its own size
-def on_whole_matrices(fn: Callable, dims: tuple[Dim, ...], done: tuple[str, ...], x: jax.Array) -> jax.Array:
-    """Applies fn, which takes a stack of whole matrices, to the matrices whose blocks are in x[stack, *dims].
+def on_whole_matrices(fn: Callable, dims: tuple[tuple[Dim, ...], ...], done: tuple[str, ...], *xs: Any) -> list:
+    """Applies fn, which takes stacks of whole matrices, to those whose blocks are in the xs[i][stack, *dims[i]].
 
-    There is one all_to_all before fn and one after it for each axis that shards `dims`. A stack that the axis does not
-    divide is padded with zeros in between. Devices along the axes `done` have different matrices already.
+    The dims of all have the same axes, as those of Factors; entry k of each stack belongs to matrix k. Results of fn are of the types of its
+    arguments. An argument or a result may be None. There is one all_to_all of each array before fn and one after it for
+    each axis that shards the dims. A stack that the axis does not divide is padded with zeros in between. Devices along
+    the axes `done` have different matrices already.
     """
-    ends = sort_axes(dim.axes[-1] for dim in dims if dim.axes)
+    ends = sort_axes(dim.axes[-1] for dim in dims[0] if dim.axes)
     if not ends:
-        return fn(x)
+        return fn(*xs)
     # An axis that is the last of its dim can be removed. d comes before t, which has faster links: padding to a
     # multiple of t·d is exchanged over t alone.
-    axis, count = ends[-1], len(x)
-    without = tuple(Dim(dim.name, tuple(a for a in dim.axes if a != axis)) for dim in dims)
+    axis, count = ends[-1], len(xs[0])
+    without = tuple(tuple(Dim(dim.name, tuple(a for a in dim.axes if a != axis)) for dim in side) for side in dims)
     # `group` has one entry on each device.
     own = Dim("group", done)
-    blocks, whole = spec_of(own, Dim("stack"), *dims), spec_of(own, Dim("stack", (axis,)), *without)
-    x = jnp.pad(x, [(0, -count % shardops.axis_size(axis)), *[(0, 0)] * len(dims)])
-    x = shardops.all_to_all(f"{blocks} -> {whole}", x[None])[0]
-    x = on_whole_matrices(fn, without, sort_axes((*done, axis)), x)
-    return shardops.all_to_all(f"{whole} -> {blocks}", x[None])[0][:count]
+    blocks = [spec_of(own, Dim("stack"), *side) for side in dims]
+    whole = [spec_of(own, Dim("stack", (axis,)), *side) for side in without]
+
+    def there(x, blocks, whole):
+        x = jnp.pad(x, [(0, -count % shardops.axis_size(axis)), *[(0, 0)] * (x.ndim - 1)])
+        return shardops.all_to_all(f"{blocks} -> {whole}", x[None])[0]
+
+    back = lambda x, blocks, whole: shardops.all_to_all(f"{whole} -> {blocks}", x[None])[0][:count]
+    xs = on_whole_matrices(fn, without, sort_axes((*done, axis)), *each(there, xs, blocks, whole))
+    return each(back, xs, blocks, whole)
+
+
+def each(fn: Callable, xs: Iterable, *others: Iterable) -> list:
+    """The results of fn(x, *others of this x); None where x is None."""
+    return [x if x is None else fn(x, *rest) for x, *rest in zip(xs, *others, strict=True)]
 
 
 def newton_schulz_stack(x: jax.Array, rows: int, iterations: int) -> jax.Array:

@@ -1,0 +1,121 @@
+"""SOAP (arXiv 2409.11321) for the matrices of any model: Adam in the eigenbasis of Shampoo's two factors.
+
+A matrix W [inputs, outputs] with gradient G has the factors L, an average of G Gᵀ, and R, one of Gᵀ G, and orthogonal
+bases of them, Q and P. Adam's first moment M is that of G. Its second moment V is that of Qᵀ G P:
+
+    W ← W - rate · Q (Qᵀ M P / √V) Pᵀ
+
+The bases are eigenvectors of the factors after the first step, which leaves W as it is. Every FREQUENCY steps a step of
+orthogonal iteration moves them on. As under Muon, one all_to_all for each axis gives each device some of the matrices
+whole, with their state, and another returns the results. docs/changing.md has the places in train.py.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from shardlib import shardops
+from shardlib.array_types import ArrayType, factor_type
+from shardlib.parsing import sort_axes
+from shardlib.shardtypes import f32, i32, typed
+from shardwright.optimizers.config import OptimizerConfig
+from shardwright.optimizers.factors import types_of, zeros
+from shardwright.optimizers.muon import each, on_whole_matrices, spec_of
+from shardwright.optimizers.rates import Update
+
+W = TypeVar("W")
+
+FREQUENCY, LONGEST = 10, 10_000
+"""Number of steps between changes of the bases, and the longest side that has a factor and a basis of its own."""
+SIDES = {"soap_left": "inputs", "soap_right": "outputs", "soap_left_basis": "inputs", "soap_right_basis": "outputs"}
+"""Fields of State: L, R, Q and P. Each has the dims of a side twice."""
+
+
+def soap_zeros(updates: Any) -> dict[str, Any]:
+    """The fields of State that are SOAP's alone. Under jit."""
+    wanted = lambda update: update.algorithm == "soap"
+    return {name: zeros(f"{side} {side}", updates, wanted, LONGEST) for name, side in SIDES.items()}
+
+
+@typed
+def soap(state: Any, g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, updates: Any):
+    """One SOAP update (arXiv 2409.11321, algorithm 3) of the weights that `updates` assigns to soap.
+
+    `state` is train.State with the fields of SIDES. Steps count from 0.
+    """
+
+    def updated(update: Update, t: ArrayType, w, g, mu, nu, *factors):
+        if update.algorithm != "soap":
+            return w, mu, nu, *factors
+        mu = jnp.where(step == 0, mu, c.adam_b1 * mu + (1 - c.adam_b1) * g)
+        arrays = [g, mu, nu, *(factor and factor.array for factor in factors)]
+        change, _, nu, *arrays = on_matrices(functools.partial(of_matrix, c), update, t, step, arrays)
+        new = w - rate * update.rate * (change + update.decay * w)
+        factors = each(lambda factor, x: dataclasses.replace(factor, array=x), factors, arrays)
+        return jnp.where(step == 0, w, new), mu, nu, *factors
+
+    names = "weights", "adam_mu", "adam_nu", *SIDES
+    weights, *others = (getattr(state, name) for name in names)
+    new = jax.tree.map(updated, updates, types_of(updates), weights, g, *others)
+    pick = lambda i: jax.tree.map(lambda _, parts: parts[i], g, new)
+    return dataclasses.replace(state, **{name: pick(i) for i, name in enumerate(names)})
+
+
+def on_matrices(fn: Callable, update: Update, t: ArrayType, step: jax.Array, arrays: list) -> list:
+    """fn(step, *arrays) of one matrix after the other of a weight of type `t`, each on one device."""
+    inputs, outputs = update.weight.sides
+    stack = len(t.spec.dims) - inputs - outputs
+    specs = [t.spec] * 3 + [factor_type(t, f"{side} {side}", inputs, outputs).spec for side in SIDES.values()]
+    dims = tuple(spec.dims[stack:] for spec in specs)
+    reshaped = lambda x, like: x.reshape(like.shape)
+    done = sort_axes(axis for dim in t.spec.dims[:stack] for axis in dim.axes)
+
+    def whole(step, *stacks):
+        n, m = (math.prod(side) for side in (stacks[0].shape[1 : 1 + inputs], stacks[0].shape[1 + inputs :]))
+        matrices = each(lambda x, sides: x.reshape(-1, *sides), stacks, [(n, m)] * 3 + [(n, n), (m, m)] * 2)
+        return each(reshaped, lax.map(lambda xs: fn(step, *xs), matrices), stacks)
+
+    def per_device(step, arrays):
+        stacks = each(lambda x: x.reshape(-1, *x.shape[stack:]), arrays)
+        return each(reshaped, on_whole_matrices(functools.partial(whole, step), dims, done, *stacks), arrays)
+
+    results = ", ".join(str(spec) for i, spec in enumerate(specs) if i != 1 and arrays[i] is not None)
+    reason = f"each device takes some of the matrices {spec_of(*dims[0])} whole, with their state, each by itself"
+    return shardops.per_device(results, per_device, step, arrays, reason=reason)
+
+
+def of_matrix(c: OptimizerConfig, step, g, m, v, left, right, q, p) -> list:
+    """The change of a matrix, None for M, and V, the factors and the bases after the step. Each is 2-D, or None."""
+    dot = lambda x, y: y if x is None else x if y is None else jnp.matmul(x, y, precision="highest")
+    t = lambda x: x if x is None else x.T
+    is_first, count = step == 0, jnp.float32(jnp.maximum(step, 1))
+    average = lambda old, new: c.adam_b2 * old + (1 - c.adam_b2) * new
+    v = jnp.where(is_first, v, average(v, jnp.square(dot(dot(t(q), g), p))))
+    bias = jnp.sqrt(1 - c.adam_b2**count) / (1 - c.adam_b1**count)
+    change = bias * dot(dot(t(q), m), p) / (jnp.sqrt(v) + c.adam_epsilon)
+    change = jnp.where(is_first, 0.0, dot(dot(q, change), t(p)))
+    left, right = each(average, (left, right), (dot(g, g.T), dot(g.T, g)))
+
+    def first(v):
+        return v, *each(lambda x: jnp.linalg.eigh(x)[1][:, ::-1], (left, right))
+
+    def moved(v):
+        """V in the new bases, whose vectors are ordered by falling eigenvalues, and these."""
+        bases = []
+        for factor, basis in ((left, q), (right, p)):
+            if factor is not None:
+                ahead = dot(factor, basis)
+                order = jnp.argsort(-jnp.sum(basis * ahead, axis=0))
+                v, basis = v[order], jnp.linalg.qr(ahead[:, order])[0]
+            v, bases = v.T, [*bases, basis]
+        return v, *bases
+
+    way = jnp.where(is_first, 0, jnp.where(step % FREQUENCY == 0, 1, 2))
+    v, q, p = lax.switch(way, (first, moved, lambda v: (v, q, p)), v)
+    return [change, None, v, left, right, q, p]

@@ -1,0 +1,227 @@
+"""Optimizer state of another shape than its weight: its types; Adafactor and SOAP of docs/changing.md, on every mesh.
+
+Adafactor is compared with optax, SOAP with its algorithm in numpy, both in f64.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+from optax_truth import random_like
+from recipes import changed, module_of
+
+from shardlib.array_types import factor_type
+from shardlib.shardtypes import f32, i32
+from shardwright.microscope.rerun import Rerun
+from shardwright.modeling.model import load_model
+from shardwright.optimizers import soap
+from shardwright.optimizers.config import GroupConfig
+from shardwright.optimizers.rates import updates_of
+from shardwright.run.checkpoint_arrays import named_leaves
+
+ADAFACTOR, SOAP = "Optimizer state of another shape", "SOAP"
+SETTINGS = {
+    ADAFACTOR: {"algorithm": "adafactor"},
+    SOAP: {"groups": [GroupConfig("layers.w_*", algorithm="soap")]},
+}
+MESHES = ("one device", "d=2 t=2", "d=2 e=2 c=2", "p=2 d=2 t=2")
+STEPS = 6
+
+
+# ---- the types --------------------------------------------------------------------------------------------------
+
+W_Q = f32["layers/p M/c/d/e K/t Q D"]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("dims", "expected"),
+    [
+        ("", "layers/p"),
+        ("inputs", "layers/p M/c/d/e"),
+        ("outputs", "layers/p K/t Q D"),
+        ("inputs outputs", "layers/p M/c/d/e K/t Q D"),
+        ("inputs inputs", "layers/p M/c/d/e by_M/t"),
+        ("outputs outputs", "layers/p K/t Q D by_K_Q_D/c/d/e"),
+    ],
+)
+def test_a_factor_has_the_dims_of_its_sides(dims, expected):
+    assert str(factor_type(W_Q, dims, 1, 3).spec) == expected
+
+
+# ---- updates in f64 ---------------------------------------------------------------------------------------------
+
+
+def config(recipe: str, **changes):
+    c = tiny.config(tiny.model(module="changed_train", layers=4))
+    settings = {"warmup_steps": 0, "clip_norm": 1e9, "weight_decay": 0.0} | SETTINGS[recipe] | changes
+    c.optimizer = tiny.optimizer(**settings)
+    return c
+
+
+def gradients(table, step: int):
+    return random_like(table, step + 1, (1e-2, 1.0, 1e-2, 3.0, 1e-3, 1.0)[step])
+
+
+def updated(recipe: str, mesh: str, steps: int = STEPS, **changes) -> list:
+    """State, on the host in f64, before and after each update of random weights by random gradients, on a mesh."""
+    c = config(recipe, **changes)
+    with module_of(changed(recipe)) as train, jax.set_mesh(tiny.mesh(mesh)):
+        model = load_model(c.model)
+        state = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0))
+        state = dataclasses.replace(state, weights=tiny.place(random_like(model.table, 0), train.Transformer))
+        updates = updates_of(c.optimizer, model.table, train.OPTIMIZERS)
+
+        def update(
+            state: train.State[train.Transformer], g: train.Transformer, step: i32[""]
+        ) -> train.State[train.Transformer]:
+            return train.update_state(state, g, step, c, updates)[0]
+
+        place = lambda i: tiny.place(gradients(model.table, i), train.Transformer)
+        traced = tiny.per_device(update).trace(state, place(0), jnp.int32(0))
+        structure, leaves = jax.tree.structure(state), jax.tree.leaves(state)
+        compiled, found = jax.jit(Rerun(traced.jaxpr, {}, is_double=True)), [jax.tree.map(np.float64, state)]
+        for i in range(steps):
+            g = jax.tree.leaves(place(i))
+            with jax.enable_x64(True):
+                leaves, _ = compiled(*leaves, *g, jnp.int32(i))
+                found.append(structure.unflatten([np.asarray(x) for x in leaves]))
+    return found
+
+
+one_device = functools.cache(lambda recipe: updated(recipe, "one device"))
+
+
+def parameters(tree, table) -> dict[str, np.ndarray]:
+    """The parameters that a reference has: each layer's own, a matrix as [inputs, outputs]."""
+    found = {}
+    for name, x in named_leaves(tree).items():
+        weight, is_stack = named_leaves(table)[name], name.startswith("layers/")
+        for i, of_layer in enumerate(x if is_stack else [x]):
+            shape = weight.shape[is_stack:]
+            rows = int(np.prod(shape[: weight.inputs])) if weight.inputs else shape[0]
+            found[f"{name}, layer {i}" if is_stack else name] = np.float64(of_layer).reshape(
+                (rows, -1) if len(shape) > 1 else shape
+            )
+    return found
+
+
+def same(found: list, expected: list, tolerance: float = 1e-8) -> None:
+    """Constants such as the learning rate are rounded to f32 in the traced update: that is most of the tolerance."""
+    for step, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert a.keys() == b.keys()
+        for name in b:
+            error = np.abs(a[name] - b[name]).max() / max(np.abs(b[name]).max(), 1e-30)
+            assert error <= tolerance, f"{name} after {step} updates: {error}"
+    moved = {name: np.abs(expected[0][name] - expected[-1][name]).max() for name in expected[0]}
+    assert min(moved.values()) > 1e-4, moved
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:])
+@pytest.mark.parametrize("recipe", [ADAFACTOR, SOAP])
+def test_in_f64_a_mesh_updates_as_one_device(recipe, mesh, monkeypatch):
+    monkeypatch.setattr(soap, "FREQUENCY", 2)
+    monkeypatch.setattr(soap, "LONGEST", 32)
+    found = updated(recipe, mesh)
+    for step, (a, b) in enumerate(zip(found, one_device(recipe), strict=True)):
+        a, b = named_leaves(a), named_leaves(b)
+        assert a.keys() == b.keys()
+        for name in b:
+            np.testing.assert_allclose(
+                a[name], b[name], rtol=0, atol=1e-10 * max(np.abs(b[name]).max(), 1e-30), err_msg=f"{name}, {step}"
+            )
+
+
+# ---- Adafactor --------------------------------------------------------------------------------------------------
+
+
+def schedule(c):
+    return optax.cosine_decay_schedule(c.learning_rate, c.schedule_steps, c.final_fraction)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_adafactor_is_optaxs(decay):
+    c = config(ADAFACTOR, weight_decay=decay)
+    table = load_table()
+    path = [parameters(state.weights, table) for state in updated(ADAFACTOR, "one device", weight_decay=decay)]
+    oracle = optax.adafactor(schedule(c.optimizer), min_dim_size_to_factor=1)
+    if decay:  # which optax.adafactor does not multiply by the rate
+        scaled = optax.adafactor(min_dim_size_to_factor=1)
+        oracle = optax.chain(scaled, optax.add_decayed_weights(-decay), optax.scale_by_schedule(schedule(c.optimizer)))
+    with jax.enable_x64(True):
+        w = jax.tree.map(jnp.asarray, path[0])
+        moments, expected = oracle.init(w), [path[0]]
+        for i in range(STEPS):
+            g = jax.tree.map(jnp.asarray, parameters(gradients(table, i), table))
+            change, moments = oracle.update(g, moments, w)
+            w = optax.apply_updates(w, change)
+            expected.append(jax.tree.map(np.asarray, w))
+    same(path, expected)
+
+
+def load_table():
+    import train
+
+    return train.weight_table(tiny.model(layers=4))
+
+
+# ---- SOAP -------------------------------------------------------------------------------------------------------
+
+
+def soap_by_numpy(path: dict, table, c, frequency: int, longest: int) -> list:
+    """Weights before and after each update of matrices by SOAP, and of the rest by AdamW, as the paper's authors do.
+
+    The first moment is kept in the bases, and turned where they change.
+    """
+    b1, b2, w, states, found = c.adam_b1, c.adam_b2, dict(path), {}, [dict(path)]
+    for step in range(STEPS):
+        rate, gs = float(schedule(c)(step)), parameters(gradients(table, step), table)
+        for name, g in gs.items():
+            is_own = "layers/w_" in name
+            sides = [is_own and n <= longest for n in g.shape]
+            s = states.setdefault(name, {"m": 0 * g, "v": 0 * g, "GG": [np.zeros((n, n)) for n in g.shape], "Q": None})
+            outer = [np.einsum("ij,kj->ik", x, x) for x in (g, g.T)] if is_own else []
+            if is_own and s["Q"] is None:
+                s["GG"] = [(1 - b2) * x for x in outer]
+                pairs = zip(s["GG"], sides, strict=True)
+                s["Q"] = [np.linalg.eigh(x)[1][:, ::-1] if has else np.eye(len(x)) for x, has in pairs]
+                continue
+            count = step if is_own else step + 1
+            turned = s["Q"][0].T @ g @ s["Q"][1] if is_own else g
+            s["m"] = b1 * s["m"] + (1 - b1) * turned
+            s["v"] = b2 * s["v"] + (1 - b2) * turned**2
+            if is_own:
+                change = s["m"] / (np.sqrt(s["v"]) + c.adam_epsilon) * np.sqrt(1 - b2**count) / (1 - b1**count)
+                change = s["Q"][0] @ change @ s["Q"][1].T
+            else:
+                change = s["m"] / (1 - b1**count) / (np.sqrt(s["v"] / (1 - b2**count)) + c.adam_epsilon)
+            w[name] = w[name] - rate * (change + c.weight_decay * w[name])
+            if not is_own:
+                continue
+            s["GG"] = [b2 * x + (1 - b2) * o for x, o in zip(s["GG"], outer, strict=True)]
+            if step % frequency == 0:
+                m = s["Q"][0] @ s["m"] @ s["Q"][1].T
+                for side in (0, 1):
+                    if sides[side]:
+                        q = s["Q"][side]
+                        order = np.argsort(-np.diag(q.T @ s["GG"][side] @ q))
+                        s["v"] = np.take(s["v"], order, side)
+                        s["Q"][side] = np.linalg.qr(s["GG"][side] @ q[:, order])[0]
+                s["m"] = s["Q"][0].T @ m @ s["Q"][1]
+        found.append(dict(w))
+    return found
+
+
+# Of a gradient of rectangular matrices, one factor is not of full rank, and part of its basis anyone's choice.
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_soap_is_its_authors(decay, monkeypatch):
+    monkeypatch.setattr(soap, "FREQUENCY", 2)
+    monkeypatch.setattr(soap, "LONGEST", 32)
+    table, c = load_table(), config(SOAP, weight_decay=decay)
+    path = [parameters(state.weights, table) for state in updated(SOAP, "one device", weight_decay=decay)]
+    same(path, soap_by_numpy(path[0], table, c.optimizer, 2, 32))
