@@ -231,6 +231,9 @@ def typed_shard_map(fn):
                     remedy = "return it as it was before, or all_gather(..., replicated=True)"
                     error = ShardError("a copy or a gathered array cannot leave shard_map", remedy, place=place_of(fn))
                     raise error.located(f"{path}: {array!r}", f"  value: {describe(part)}")
+                if partition_spec(array) not in out_specs:
+                    problem, remedy = f"{path}: {array!r} is a Factor, and no argument is one", "pass its state"
+                    raise ShardError(problem, remedy, place=place_of(fn))
             groups[:] = [out_specs.index(partition_spec(array)) for _, array, _ in parts]
             return [[x for (_, _, x), i in zip(parts, groups, strict=True) if i == j] for j in range(len(out_specs))]
 
