@@ -19,8 +19,11 @@ from losses_of_runs import losses
 from optax_truth import random_like
 from recipes import changed, module_of
 
-from shardlib.array_types import factor_type
+import moe
+from shardlib.array_types import arrays_in, factor_type
+from shardlib.parsing import parse_shape
 from shardlib.shardtypes import Factor, ShardError, Subset, f32, i32, make_shardings, pytree_dataclass, typed_shard_map
+from shardlib.values import on_mesh
 from shardwright.microscope.rerun import Rerun
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import Weight, vector
@@ -30,7 +33,9 @@ from shardwright.optimizers.factors import mean, zeros
 from shardwright.optimizers.rates import Update, updates_of
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.config import PipelineConfig
+from shardwright.run.soundness import find_unsound
 from shardwright_data.flat_tokens import Writer
+from shardwright_data.loader import batch_shapes
 
 ADAFACTOR, SOAP = "Optimizer state of another shape", "SOAP"
 SETTINGS = {
@@ -162,6 +167,33 @@ def test_groups_choose_and_frozen_weights_have_no_state(recipe, field):
     names = [name for name in named_leaves(state) if not name.startswith("weights/")]
     assert not [name for name in names if name.endswith(("/embed", "/layers/w_q")) or "/w_q/" in name]
     assert "adam_mu/layers/w_v" in names
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", MESHES[1:])
+@pytest.mark.parametrize("recipe", [ADAFACTOR, SOAP])
+def test_the_step_is_proved(recipe, mesh):
+    c, mesh = config(recipe), tiny.mesh(mesh).abstract_mesh
+    c.training.microbatches, c.pipeline = 2, PipelineConfig(schedule="1f1b")
+    with module_of(changed(recipe)) as train, jax.sharding.use_abstract_mesh(mesh):
+        assert find_unsound(train.programs, c, load_model(c.model), mesh) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", [ADAFACTOR, SOAP])
+def test_experts_are_matrices_of_their_own(recipe):
+    settings = dataclasses.asdict(tiny.model(layers=4)) | {"module": "moe", "experts": 4, "experts_per_token": 2}
+    c = config(recipe, groups=[GroupConfig("layers.w_*", algorithm={ADAFACTOR: "adafactor", SOAP: "soap"}[recipe])])
+    c.model, c.training.compute_dtype = moe.ModelConfig(**settings), "f32"
+    mesh = tiny.mesh("d=2 e=2 c=2").abstract_mesh
+    field, dims = {ADAFACTOR: ("nu_rows", "M/c/d"), SOAP: ("soap_left", "M/c/d by_M/t")}[recipe]
+    with module_of(changed(recipe)) as train, jax.sharding.use_abstract_mesh(mesh):
+        model, batch = load_model(c.model), batch_shapes(tiny.BATCH, tiny.LENGTH, 1, 0)
+        state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model))
+        kind = train.State[type(model.table)]
+        found = {path: str(array.spec) for path, array, _ in arrays_in(kind, state)}
+        assert found[f"{field}.layers.w_gate.array"] == str(on_mesh(parse_shape(f"layers E/e {dims}")))
+        assert train.programs(c, model, batch).keys() == {"training", "evaluation"}
 
 
 # ---- updates in f64 ---------------------------------------------------------------------------------------------
