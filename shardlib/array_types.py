@@ -168,8 +168,15 @@ def arranged(dims: str, whole: tuple, inputs: int, outputs: int, merged: collect
 
 def factor_type(t: ArrayType, dims: str, inputs: int, outputs: int) -> ArrayType:
     """Type of a Factor with `dims` of a matrix of type `t`."""
-    axes = lambda side: sort_axes(axis for dim in side for axis in dim.axes)
-    merged = lambda own, other: Dim("_".join(("by", *(dim.name for dim in own))), axes(other))
+
+    def merged(own: tuple[Dim, ...], other: tuple[Dim, ...]) -> Dim:
+        # Ordered so that the matrix and the Factor can be gathered over the same axis, one after the other.
+        axes, left = (), [dim.axes for dim in other]
+        while any(left):
+            last = sort_axes(of_dim[-1] for of_dim in left if of_dim)[-1]
+            axes, left = (last, *axes), [of_dim[:-1] if of_dim[-1:] == (last,) else of_dim for of_dim in left]
+        return Dim("_".join(("by", *(dim.name for dim in own))), axes)
+
     return ArrayType(t.dtype, ShapeSpec(arranged(dims, t.spec.dims, inputs, outputs, merged)))
 
 

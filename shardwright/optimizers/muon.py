@@ -137,10 +137,10 @@ def on_stacks(fn: Callable, dims: tuple[Dim, ...], axes: tuple[str, ...], *array
 def on_whole_matrices(fn: Callable, dims: tuple[tuple[Dim, ...], ...], done: tuple[str, ...], *xs: Any) -> list:
     """Applies fn, which takes stacks of whole matrices, to those whose blocks are in the xs[i][stack, *dims[i]].
 
-    The dims of all have the same axes, as those of Factors; entry k of each stack belongs to matrix k. Results of fn are of the types of its
-    arguments. An argument or a result may be None. There is one all_to_all of each array before fn and one after it for
-    each axis that shards the dims. A stack that the axis does not divide is padded with zeros in between. Devices along
-    the axes `done` have different matrices already.
+    Entry k of each stack belongs to matrix k. The dims of all have the same axes, in an order that goes together, as a
+    matrix and its Factors have. Results of fn are of the types of its arguments. Either may be None. There is one
+    all_to_all of each array before fn and one after it for each axis that shards the dims. A stack that the axis does
+    not divide is padded with zeros in between. Devices along the axes `done` have different matrices already.
     """
     ends = sort_axes(dim.axes[-1] for dim in dims[0] if dim.axes)
     if not ends:

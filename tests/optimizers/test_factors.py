@@ -67,6 +67,12 @@ def test_a_factor_has_the_dims_of_its_sides(dims, expected):
     assert str(factor_type(W_Q, dims, 1, 3).spec) == expected
 
 
+@pytest.mark.quick
+def test_axes_stay_in_the_order_in_which_they_can_be_gathered():
+    assert str(factor_type(f32["M/c/t/d E"], "outputs outputs", 1, 1).spec) == "E by_E/c/t/d"
+    assert str(factor_type(f32["A/t B/d C/c E"], "outputs outputs", 3, 1).spec) == "E by_E/t/c/d"
+
+
 @pytree_dataclass
 class Two:
     """Weights of a model without layers."""
@@ -182,10 +188,11 @@ def test_the_step_is_proved(recipe, mesh):
 @pytest.mark.long
 @pytest.mark.parametrize("recipe", [ADAFACTOR, SOAP])
 def test_experts_are_matrices_of_their_own(recipe):
-    settings = dataclasses.asdict(tiny.model(layers=4)) | {"module": "moe", "experts": 4, "experts_per_token": 2}
+    settings = dataclasses.asdict(tiny.model(layers=4)) | {"module": "moe", "experts": 8, "experts_per_token": 2}
     c = config(recipe, groups=[GroupConfig("layers.w_*", algorithm={ADAFACTOR: "adafactor", SOAP: "soap"}[recipe])])
     c.model, c.training.compute_dtype = moe.ModelConfig(**settings), "f32"
-    mesh = tiny.mesh("d=2 e=2 c=2").abstract_mesh
+    c.optimizer.groups += [GroupConfig("layers.router", algorithm=c.optimizer.groups[0].algorithm)]
+    mesh = tiny.mesh("c=2 d=2 t=2").abstract_mesh
     field, dims = {ADAFACTOR: ("nu_rows", "M/c/d"), SOAP: ("soap_left", "M/c/d by_M/t")}[recipe]
     with module_of(changed(recipe)) as train, jax.sharding.use_abstract_mesh(mesh):
         model, batch = load_model(c.model), batch_shapes(tiny.BATCH, tiny.LENGTH, 1, 0)
