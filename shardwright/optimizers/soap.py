@@ -7,13 +7,12 @@ bases of them, Q and P. Adam's first moment M is that of G. Its second moment V 
 
 The bases are eigenvectors of the factors after the first step, which leaves W as it is. Every FREQUENCY steps a step of
 orthogonal iteration moves them on. As under Muon, one all_to_all for each axis gives each device some of the matrices
-whole, with their state, and another returns the results. docs/changing.md has the places in train.py.
+whole, with their state, and another returns the results. docs/changing.md has the changes of train.py.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -39,8 +38,8 @@ SIDES = {"soap_left": "inputs", "soap_right": "outputs", "soap_left_basis": "inp
 
 def soap_zeros(updates: Any) -> dict[str, Any]:
     """The fields of State that are SOAP's alone. Under jit."""
-    wanted = lambda update: update.algorithm == "soap"
-    return {name: zeros(f"{side} {side}", updates, wanted, LONGEST) for name, side in SIDES.items()}
+    of = lambda side: zeros(f"{side} {side}", updates, lambda update: update.algorithm == "soap", LONGEST)
+    return {name: of(side) for name, side in SIDES.items()}
 
 
 @typed
@@ -61,13 +60,13 @@ def soap(state: Any, g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, upd
         return jnp.where(step == 0, w, new), mu, nu, *factors
 
     names = "weights", "adam_mu", "adam_nu", *SIDES
-    weights, *others = (getattr(state, name) for name in names)
-    new = jax.tree.map(updated, updates, types_of(updates), weights, g, *others)
+    trees = [getattr(state, name) for name in names]
+    new = jax.tree.map(updated, updates, types_of(updates), trees[0], g, *trees[1:])
     pick = lambda i: jax.tree.map(lambda _, parts: parts[i], g, new)
     return dataclasses.replace(state, **{name: pick(i) for i, name in enumerate(names)})
 
 
-def on_matrices(fn: Callable, update: Update, t: ArrayType, step: jax.Array, arrays: list) -> list:
+def on_matrices(fn: Any, update: Update, t: ArrayType, step: jax.Array, arrays: list) -> list:
     """fn(step, *arrays) of one matrix after the other of a weight of type `t`, each on one device."""
     inputs, outputs = update.weight.sides
     stack = len(t.spec.dims) - inputs - outputs
