@@ -28,7 +28,7 @@ from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run import opening
 from shardwright.run.causality import check_causal
 from shardwright.run.evaluation import evaluate as evaluate_batches
-from shardwright.run.opening import CheckpointChoice, MeshChoice
+from shardwright.run.opening import CheckpointChoice, MeshChoice, StepChoice
 from shardwright.sampling.harness import language_model
 from shardwright.sampling.scoring import Scorer, document_losses
 from shardwright.settings.program import run_program
@@ -42,9 +42,9 @@ from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_run
 class Settings(CheckpointChoice):
     """Settings of the program."""
 
-    mesh: MeshChoice = field(default_factory=MeshChoice)
-    """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if it fits, else all on d.
-    Stages of the run are left out: d takes their devices."""
+    mesh: StepChoice = field(default_factory=StepChoice)
+    """Devices along r, d, e, c and t; -1 for one of them: all that are left. Null: the run's if it fits, else all on d.
+    Stages of the run are left out: d takes their devices. `tasks`, which may sample, have r, d and t alone."""
     batches: int | None = at_least_1(None)
     """Batches of the run's own validation; null: training.eval_batches."""
     data: str | None = None
@@ -67,6 +67,15 @@ class Settings(CheckpointChoice):
     or a name on the Hugging Face hub, a tokenizer.json, or a directory that holds one."""
 
 
+def _choice(config: Settings) -> MeshChoice:
+    """The mesh that is chosen; of tasks, one on which a Sampler works. Raises ValueError if it would not."""
+    if not config.tasks:
+        return config.mesh
+    if other := [f"mesh.{axis}={n}" for axis in "ec" if (n := getattr(config.mesh, axis)) is not None]:
+        raise ValueError(f"{' and '.join(other)}: tasks, which may sample, have a mesh of r, d and t. Choose these.")
+    return MeshChoice(config.mesh.r, config.mesh.d, config.mesh.t)
+
+
 class OpenRun:
     """A checkpoint whose weights are on the devices.
 
@@ -78,7 +87,7 @@ class OpenRun:
         with opening.open_run(config.run, config.step, config.trust) as saved:
             self.config, self.c, self.step, training = config, saved.c, saved.step, saved.c.training
             is_import = "compute_dtype" not in saved.metadata["config"].get("training", {})
-            self.mesh, self.model = opening.mesh_for(config.mesh, self.c), load_model(self.c.model)
+            self.mesh, self.model = opening.mesh_for(_choice(config), self.c), load_model(self.c.model)
             platform = self.mesh.devices.flat[0].platform
             if KERNELS.get(training.attention, platform) != platform:
                 training.attention = "auto"

@@ -50,7 +50,7 @@ class Settings(Sampling, CheckpointChoice):
     batch: int = within(1, 2**20, 64)
     """Number of texts at once, at least 1; rounded up to a multiple of the devices."""
     mesh: MeshChoice = field(default_factory=MeshChoice)
-    """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if it fits, else all on d."""
+    """Devices along r, d and t; -1 for one of them: all that are left. Null: the run's if these fit, else all on d."""
     output: str | None = None
     """A file for the texts. Each line is a JSON object: prompt, sample (number of the text among those of its prompt,
     from 0), text (what was added, without the stop token or string), ended (by a stop token or string), prompt_ids,

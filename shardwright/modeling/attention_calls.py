@@ -1,7 +1,7 @@
 """The calls of attention in a model's layers, found by tracing them, and checks of them before the first step.
 
-einsum is train.attention. Results and gradients of any other path that `training.attention` names are compared with
-those of einsum, on random tokens in several documents.
+einsum is train.attention. Results and gradients of any other path that `training.attention` names, and of `ulysses`,
+are compared with those of einsum where keys are gathered, on random tokens in several documents.
 """
 
 import dataclasses
@@ -108,16 +108,17 @@ def path_of(forward: Any, call: Call) -> str:
     return choose(setting, forward.rule(call.rule), q, call.dropout, call.sinks is not None, keys)
 
 
-def with_path(forward: Any, path: str) -> Any:
-    """The same forward pass with another `training.attention`; with einsum, keys are gathered in place of a ring."""
-    how = {"attention": "blockwise" if path == "ring" else path}  # whose blocks a ring computes
-    if path == "einsum" and forward.training.context == "ring":
-        how["context"] = "gather"
-    return dataclasses.replace(forward, training=dataclasses.replace(forward.training, **how))
+def with_path(forward: Any, path: str, how: str) -> Any:
+    """The same forward pass with another `training.attention` and `training.context`."""
+    settings = {"attention": "blockwise" if path == "ring" else path, "context": how}  # whose blocks a ring computes
+    return dataclasses.replace(forward, training=dataclasses.replace(forward.training, **settings))
 
 
 def check_paths(forward: Any, length: int) -> None:
-    """Compares each path that the layers take, other than einsum, with train.attention: results and gradients.
+    """Compares each path that the layers take with train.attention, where keys are gathered: results and gradients.
+
+    That is what the proof follows. Of `ulysses` it follows einsum too, but for how the heads are divided, which is the
+    same on its one device.
 
     Each device of the current mesh compares one sequence of DOCUMENTS documents, with its own number of heads. PAIRS
     limits the length of the sequence, which has at least LEAST_BLOCKS blocks. The comparison is in f32, where rounding
@@ -131,21 +132,22 @@ def check_paths(forward: Any, length: int) -> None:
         ValueError: they differ by more than TOLERANCE, or are NaN, as where a position sees no key.
     """
     for call in distinct(calls_of(forward, length)):
-        path = path_of(forward, call)
-        if path == "einsum":
+        path, how = path_of(forward, call), context.way_of(forward.training)
+        if path == "einsum" and how != "ulysses":
             continue
         heads, devices = math.prod(call.q.shape[2:4]), shardops.axis_size("c")
         compared = max(LANES, int((PAIRS / heads) ** 0.5) // LANES * LANES)
         compared = min(length, -(-compared // (2 * devices)) * 2 * devices)
         # Named, since `auto` might take another path for a shorter sequence.
-        attends = with_path(forward, path).attend, with_path(forward, "einsum").attend
+        own, reference = with_path(forward, path, forward.training.context), with_path(forward, "einsum", "gather")
         dtype = forward.training.compute_dtype if path in KERNELS else "f32"
         exactly = jax.default_matmul_precision("highest")  # some devices round f32 operands otherwise
         with compute_scope(dtype), exactly, small_blocks(-(-compared // devices // LEAST_BLOCKS)):
-            far = float(jax.jit(functools.partial(_difference, *attends, call, compared))())
+            far = float(jax.jit(functools.partial(_difference, own.attend, reference.attend, call, compared))())
         if not far <= TOLERANCE[dtype]:
+            name = f"{how}, {path}" if how == "ulysses" else path
             raise ValueError(
-                f"attention by {path} is not what train.attention (einsum) computes for the rule `{call.rule}`: of "
+                f"attention by {name} is not what train.attention (einsum) computes for the rule `{call.rule}`: of "
                 f"{compared} positions, the result or a gradient differs by {far:.2g} of its largest entry, more than "
                 f"{TOLERANCE[dtype]:.2g}. State who attends to whom in the model's Rule, which all paths follow, let "
                 "each position see itself, or set training.attention=einsum."
@@ -166,12 +168,21 @@ def sees_later(rule: Rule, length: int) -> bool:
     return any(bool(sees(places(index[:, i : i + queries]), places(index))) for i in range(0, length, queries))
 
 
+def largest(x: jax.Array) -> jax.Array:
+    """Largest magnitude in x; infinity if one is NaN, which XLA may leave out of a maximum."""
+    return jnp.max(jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)))
+
+
 def _operands(call: Call, length: int) -> tuple[Any, ...]:
-    """Random q, k, v, learned weights, sinks and gradient for `call`, of one sequence. The same on all devices."""
+    """Random q, k, v, learned weights, sinks and gradient for `call`, of one sequence.
+
+    Each device of c has positions of its own, and the same learned weights and sinks.
+    """
     q = jax.ShapeDtypeStruct((1, length, *call.q.shape[2:]), call.q.dtype)
     kv = jax.ShapeDtypeStruct((1, length, call.q.shape[2], call.q.shape[4]), call.q.dtype)
     leaves, structure = jax.tree.flatten((q, kv, kv, call.learned, call.sinks, q))
-    keys = jax.random.split(jax.random.key(0), len(leaves))
+    is_own = jax.tree.leaves((True, True, True, *jax.tree.map(lambda _: False, (call.learned, call.sinks)), True))
+    keys = [jax.random.fold_in(jax.random.key(i), own * shardops.axis_index("c")) for i, own in enumerate(is_own)]
     # So large that some weights are near 1. A pair that only one path sees is then not lost among all others.
     drawn = [2 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)]
     dtype = lambda x: act.dtype if x.dtype == call.q.dtype else x.dtype
@@ -181,8 +192,8 @@ def _operands(call: Call, length: int) -> tuple[Any, ...]:
 def _difference(attend_of: Callable, reference_of: Callable, call: Call, length: int) -> jax.Array:
     """Largest difference of two ways to attend, of the result and of all gradients, each over its largest entry."""
     axes = tuple(mesh_axes())
-    # One long document, for pairs that are far apart, and shorter ones.
-    starts = np.array([0, *(length - (length >> i) for i in range(3, 2 + DOCUMENTS))])
+    # One long document, for pairs that are far apart, and shorter ones, which begin within blocks.
+    starts = np.array([0, *(length - (length >> i) - 1 for i in range(3, 2 + DOCUMENTS))])
 
     @typed_shard_map
     def per_device() -> f32[""]:
@@ -198,7 +209,7 @@ def _difference(attend_of: Callable, reference_of: Callable, call: Call, length:
 
         with pipeline_stage():
             pairs = zip(run(attend_of(tokens)), run(reference_of(tokens)), strict=True)
-        far = [jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30) for a, b in pairs]
+        far = [largest(a - b) / jnp.maximum(jnp.max(jnp.abs(b)), 1e-30) for a, b in pairs]
         return jax.lax.pmax(jnp.max(jnp.stack(far)), axes)
 
     return per_device()

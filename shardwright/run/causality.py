@@ -97,7 +97,7 @@ def _findings(forward: Any, sizes: tuple[int, int], calls: list[Call], sampled: 
         # Kernels are compared with einsum before the first step: modeling.attention_calls.check_paths.
         for path in sorted({"einsum" if path in KERNELS else path for path in paths}):
             more = sizes, sampled, seeds
-            of_path = lambda path, more=more: list(_of_program(with_path(forward, path), *more))
+            of_path = lambda path, more=more: list(_of_program(with_path(forward, path, "gather"), *more))
             if found := of_path(path):
                 yield from of_path("einsum") or found  # whose lines are those of the formulas
 

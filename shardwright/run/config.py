@@ -246,10 +246,10 @@ def check_config(c: Config) -> None:
     check_changes(c, check_config)
 
 
-def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> None:
+def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True, of_sequences: bool = True) -> None:
     """Raises ValueError for a size that the axes of the mesh do not divide, and for a `sharded` with unknown names.
 
-    `of_batch`: whether to check sizes of the batch too, not only of weights.
+    `of_batch`, `of_sequences`: whether to check the size of the batch and those of sequences too, not only of weights.
     """
     for name, axes in c.model.sharded.items():
         if not hasattr(c.model, name) or not set(axes.split("·")) <= {*AXES, *mesh}:
@@ -261,7 +261,9 @@ def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True) -> 
     if getattr(c.model, "qk_norm", False):
         sizes.append(("model.d_head", "t·c·d·e"))
     if of_batch:
-        sizes += [("training.seq_len", "c·t"), ("training.batch_size", "r·d·e·training.microbatches")]
+        sizes.append(("training.batch_size", "r·d·e·training.microbatches"))
+    if of_sequences:
+        sizes.append(("training.seq_len", "c·t"))
         sizes += [] if c.training.loss_chunk is None else [("training.loss_chunk", "c·t")]
         # A device of a ring has two chunks.
         sizes += [("training.seq_len", "2·c")] if c.training.context == "ring" and mesh.get("c", 1) > 1 else []

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from omegaconf import MISSING
 
-from shardlib.axes import AXES
 from shardlib.placement import LayerPlacement
 from shardlib.shardtypes import make_shardings
 from shardwright.cluster.devices import make_mesh, simulate_devices
@@ -53,31 +52,38 @@ class MeshChoice:
 
 
 @dataclass
-class StagesChoice(MeshChoice):
-    """Devices along each axis, also those that only steps use; None: not chosen."""
+class StepChoice(MeshChoice):
+    """Devices along each axis, also those that only steps use, but for stages; None: not chosen."""
 
-    p: int | None = within(1, 2**20, None)
     e: int | None = within(-1, 2**20, None)
     c: int | None = within(-1, 2**20, None)
+
+
+@dataclass
+class StagesChoice(StepChoice):
+    """Devices along each axis; None: not chosen."""
+
+    p: int | None = within(1, 2**20, None)
 
 
 def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:
     """Makes the mesh that is chosen, with 1 for other axes but d, or that of `c`.
 
-    A StagesChoice is one for steps, which the batch has to fit too. Otherwise there are no stages, and all devices are
-    along d where the mesh of `c` does not fit them. Raises ValueError if the devices or the model do not fit.
+    A StagesChoice is one for training steps, which the batch has to fit too. A StepChoice fits the sequences of a run.
+    Of the mesh of `c`, axes that cannot be chosen are left out, and all devices are along d where the others do not fit
+    them. Raises ValueError if the devices or the model do not fit.
     """
     simulate_devices(c.hardware)
     chosen = {axis: size for axis, size in dataclasses.asdict(choice).items() if size is not None}
-    of_steps = isinstance(choice, StagesChoice)
+    in_training = isinstance(choice, StagesChoice)
     sizes = {"d": -1} | chosen if chosen else dataclasses.asdict(c.mesh)
     try:
-        mesh = make_mesh(jax.devices(), **{a: n for a, n in sizes.items() if of_steps or AXES[a].always})
+        mesh = make_mesh(jax.devices(), **{axis: n for axis, n in sizes.items() if hasattr(choice, axis)})
     except ValueError:
-        if chosen or of_steps:
+        if chosen or in_training:
             raise
         mesh = make_mesh(jax.devices(), d=-1)
-    run_config.check_divides(c, mesh.shape, of_batch=of_steps)
+    run_config.check_divides(c, mesh.shape, of_batch=in_training, of_sequences=isinstance(choice, StepChoice))
     return mesh
 
 

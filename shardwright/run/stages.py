@@ -124,7 +124,7 @@ def folded_mesh(c: Config) -> jax.sharding.Mesh:
     # In the same order, as JAX moves arrays only between meshes with the same order of devices.
     others = mesh.size // mesh.shape["t"]
     try:
-        check_divides(c, sizes := {"d": others, "t": mesh.shape["t"]}, of_batch=False)
+        check_divides(c, sizes := {"d": others, "t": mesh.shape["t"]}, of_batch=False, of_sequences=False)
     except ValueError:
         sizes = {"r": others, "d": 1, "t": mesh.shape["t"]}
     return make_mesh(mesh.devices.reshape(-1), **sizes)

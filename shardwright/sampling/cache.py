@@ -17,7 +17,7 @@ from shardlib import shardops
 from shardlib.op_checks import varying
 from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
 from shardlib.values import mesh_axes
-from shardwright.modeling.attention_calls import TOLERANCE
+from shardwright.modeling.attention_calls import TOLERANCE, largest
 from shardwright.modeling.model import Tokens, act, compute_scope, period_of
 from shardwright.modeling.rules import Places, Rule, head_numbers, softmax
 from shardwright.modeling.weights import initialize
@@ -160,7 +160,7 @@ def check_cache(forward: Any, context: int) -> None:
         def step(cache, place):
             at = zero[:, 0]
             logits, cache = next_logits(w, cache, Texts(at, ids[:, place], at + place, at, None), forward)
-            error = jnp.max(jnp.abs(logits[0] - expected[:, place]))
+            error = largest(logits[0] - expected[:, place])
             return cache, error / jnp.max(jnp.abs(expected))
 
         _, found = lax.scan(step, filled_cache(w, ids[:, :half], forward, 2 * half), places)

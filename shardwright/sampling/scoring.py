@@ -10,6 +10,7 @@ losses do not depend on the others, but for rounding.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -40,11 +41,11 @@ class Scored(NamedTuple):
 
 
 @typed
-def is_likeliest(logits: act["B/r/d L V/t"], targets: u32["B/r/d L"]) -> bool_["B/r/d L"]:
+def is_likeliest(logits: act["B/r/d/e L/c V/t"], targets: u32["B/r/d/e L/c"]) -> bool_["B/r/d/e L/c"]:
     """Whether the target has the largest logit of its position."""
-    at_target = shardops.index_unreduced("B/r/d L [V/t], B/r/d L -> B/r/d L +t", logits, targets)
-    at_target = shardops.psum("B/r/d L +t -> B/r/d L", at_target)
-    return at_target >= shardops.pmax("B/r/d L V/t -> B/r/d L", logits)
+    at_target = shardops.index_unreduced("B/r/d/e L/c [V/t], B/r/d/e L/c -> B/r/d/e L/c +t", logits, targets)
+    at_target = shardops.psum("B/r/d/e L/c +t -> B/r/d/e L/c", at_target)
+    return at_target >= shardops.pmax("B/r/d/e L/c V/t -> B/r/d/e L/c", logits)
 
 
 class Scorer(Programs):
@@ -63,16 +64,22 @@ class Scorer(Programs):
     def __init__(self, forward: Any, loss: Callable, length: int, source: Any = None):
         # The padding after a sequence is another document, for rules that see ahead. So document_mask must be on.
         super().__init__(forward, source, document_mask=True)
-        self.length, self._t = length, self.mesh.shape["t"]
-        self._rows = self.mesh.size // self._t
-        self._positions = max(length, min(POSITIONS, LOGITS * self._t // self.c.vocab))
+        sizes, self.length = dict.fromkeys("ct", 1) | dict(self.mesh.shape), length
+        self._rows = self.mesh.size // (sizes["c"] * sizes["t"])
+        # Of which devices of c and t have equal parts, and each device of a ring two chunks.
+        self._multiple = math.lcm(sizes["c"] * sizes["t"], 2 * sizes["c"] if sizes["c"] > 1 else 1)
+        self._positions = max(length, min(POSITIONS, LOGITS * sizes["t"] // self.c.vocab))
         forward, Weights = self.forward, self.forward.model.Weights
 
         @typed_shard_map
-        def losses(w: Weights, batch: TokenBatch, ids: u32["B/r/d L"]) -> tuple[f32["B/r/d L"], bool_["B/r/d L"]]:
+        def losses(
+            w: Weights, batch: TokenBatch, ids: u32["B/r/d/e L"]
+        ) -> tuple[f32["B/r/d/e L/c"], bool_["B/r/d/e L/c"]]:
+            ids, targets = (shardops.shard("B/r/d/e L -> B/r/d/e L/c", x) for x in (ids, batch.targets))
+
             def head(w, x):
                 logits = forward.model.logits(w, x)
-                return loss(logits, batch.targets), is_likeliest(logits, batch.targets)
+                return loss(logits, targets), is_likeliest(logits, targets)
 
             return forward(forward.copies(w), dataclasses.replace(forward.tokens(batch), ids=ids), head)[0]
 
@@ -99,7 +106,7 @@ class Scorer(Programs):
             check_ids("a sequence", (ids.min(), ids.max()), self.c.vocab)
         left, waiting = sorted(range(len(block)), key=lambda i: -len(block[i])), []
         while left:
-            length = padded(len(block[left[0]]) - 1, self.length, self._t)
+            length = padded(len(block[left[0]]) - 1, self.length, self._multiple)
             rows = self._rows * max(1, self._positions // length)
             part, left = left[:rows], left[rows:]
             waiting.append((part, self._compute(weights, [block[i] for i in part], rows, length)))

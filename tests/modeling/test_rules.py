@@ -2,20 +2,24 @@
 
 import dataclasses
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from jax import lax
 
 import gpt2
 import train
+from shardlib import shardops
 from shardlib.shardtypes import dtype_name, f32, i32
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling import attention as attention_module
 from shardwright.modeling import attention_calls as calls_module
 from shardwright.modeling import blockwise as blockwise_module
+from shardwright.modeling import context as context_module
 from shardwright.modeling.attention_calls import calls_of, check_paths
 from shardwright.modeling.blockwise import blockwise, small_blocks
 from shardwright.modeling.rules import CAUSAL, Places, Rule, SoftCap, Window, causal, same_document
@@ -221,3 +225,65 @@ def test_an_error_of_the_blocks_is_found(dropped, monkeypatch):
     monkeypatch.setitem(blockwise_module.BLOCKS, "cpu", 512)
     with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match="attention by blockwise is not what"):
         check_paths(forward_of(train.Llama, "bf16", attention="blockwise"), 256)
+
+
+def test_values_of_another_device_of_a_ring_are_found(monkeypatch):
+    """Those of the device opposite, in the forward pass alone."""
+    in_turns = blockwise_module._in_turns
+
+    def wrong(task, keys, carry, step, gradients=()):
+        opposite = lambda x: lax.ppermute(x, "c", [(i, (i + 2) % 4) for i in range(4)])
+        keys = keys if gradients else keys._replace(v=opposite(keys.v))
+        return in_turns(task, keys, carry, step, gradients)
+
+    monkeypatch.setattr(blockwise_module, "_in_turns", wrong)
+    with jax.set_mesh(tiny.mesh("c=4")), pytest.raises(ValueError, match="attention by ring is not what"):
+        check_paths(forward_of(train.Llama, context="ring"), 256)
+
+
+def test_nan_on_one_device_is_found(monkeypatch):
+    """Of queries of later documents that see nothing. They and their keys are on one device."""
+    seen = blockwise_module._seen_blocks
+    first = lambda places: places._replace(document=jnp.ones_like(places.document))
+    monkeypatch.setattr(blockwise_module, "_seen_blocks", lambda task, q, places: seen(task, q, first(places)))
+    with jax.set_mesh(tiny.mesh("c=4")), pytest.raises(ValueError, match="differs by inf of its largest entry"):
+        check_paths(forward_of(train.Llama, context="ring"), 256)
+
+
+def one_copy(x, repeats, axis):
+    """jnp.repeat, in which the first copy alone has a gradient."""
+    rest = jnp.repeat(lax.stop_gradient(x), repeats, axis).reshape(*x.shape[: axis + 1], repeats, *x.shape[axis + 1 :])
+    return rest.at[(*[slice(None)] * (axis + 1), 0)].set(x).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+
+@pytest.mark.parametrize("path", ["einsum", pytest.param("blockwise", marks=pytest.mark.long)])
+@pytest.mark.parametrize("wrong", ["one copy", "order"])
+def test_heads_that_ulysses_divides_otherwise_are_found(wrong, path, monkeypatch):
+    """The proof's one device divides them as the mesh does, and einsum by ulysses would be as wrong as blockwise."""
+    if wrong == "one copy":
+        numpy = types.SimpleNamespace(**vars(jnp) | {"repeat": one_copy})
+        monkeypatch.setattr(context_module, "jnp", numpy)
+    else:
+        ops = types.SimpleNamespace(
+            **vars(shardops) | {"all_to_all": lambda s, x: shardops.all_to_all(s, flipped(s, x))}
+        )
+        flipped = lambda spec, x: x[:, :, :, ::-1] if " H Q D -> " in spec else x
+        monkeypatch.setattr(context_module, "shardops", ops)
+    message = f"attention by ulysses, {path} is not what"
+    forward = tiny.forward(tiny.config(tiny.model(n_kv=2, n_q_per_kv=4), context="ulysses", attention=path))
+    with jax.set_mesh(tiny.mesh("c=4")), pytest.raises(ValueError, match=message):
+        check_paths(forward, 256)
+
+
+@pytest.mark.long
+def test_queries_of_a_ring_that_see_nothing_of_a_block_are_found(monkeypatch):
+    """Where others of their block do. Here they attend to all of it."""
+    scores_of = blockwise_module._scores
+
+    def wrong(*args):
+        scores, gradients = scores_of(*args)
+        return jnp.where(jnp.all(jnp.isneginf(scores), axis=-1, keepdims=True), 0.0, scores), gradients
+
+    monkeypatch.setattr(blockwise_module, "_scores", wrong)
+    with jax.set_mesh(tiny.mesh("c=4")), pytest.raises(ValueError, match="attention by ring is not what"):
+        check_paths(forward_of(train.Llama, context="ring"), 256)

@@ -318,6 +318,15 @@ def test_steps_are_proved(sizes, factor, pools, settings):
     assert [str(finding) for finding in found] == []
 
 
+@pytest.mark.parametrize("sizes", ["e2 c2 t2", "p2 d2 c2"])
+def test_steps_by_muon_are_proved(sizes):
+    """Of matrices whose last axis is t or c."""
+    c = tiny.config(truth.model(layers=2, capacity_factor=1.0, d_head=16), microbatches=2, batch_size=16)
+    c.optimizer = tiny.optimizer(algorithm="muon")
+    with abstract_mesh_of(dict.fromkeys("prdect", 1) | {word[0]: int(word[1:]) for word in sizes.split()}):
+        assert find_unsound(train.programs, c, load_model(c.model), jax.sharding.get_abstract_mesh()) == []
+
+
 def test_experts_are_causal():
     """What is sampled and evaluated drops nothing: no position has to do with others but by attention."""
     c = tiny.config(truth.model(layers=1, capacity_factor=1.0))

@@ -17,7 +17,9 @@ import pytest
 import tiny
 from rich.console import Console
 
+import moe
 import train
+from shardwright.cluster.config import MeshConfig
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
 from shardwright.run.opening import trusted_options
@@ -26,7 +28,7 @@ from shardwright_data.flat_tokens import Writer
 from shardwright_data.loader import DataConfig
 from shardwright_data.text.tokenizers import open_tokenizer
 from tools import checkpoint_to_huggingface, huggingface_to_checkpoint
-from tools.evaluate import MeshChoice, OpenRun, Settings, evaluate
+from tools.evaluate import MeshChoice, OpenRun, Settings, StepChoice, evaluate
 
 pytestmark = pytest.mark.long
 
@@ -125,6 +127,41 @@ def test_a_run_with_stages(tmp_path):
     assert found["mesh"] == {"r": 1, "d": 8, "t": 1}
     assert found["loss"] == pytest.approx(event["loss"], rel=1e-6)
     assert found["tokens"] == event["targets"] == 2 * tiny.BATCH * tiny.LENGTH
+
+
+@pytest.fixture(scope="module")
+def wide_run(run):
+    """Two steps of experts on the mesh e=2 c=2 t=2, with a ring."""
+    sizes = {"vocab": 320, "d_model": 32, "layers": 1, "n_kv": 4, "n_q_per_kv": 2, "d_head": 8, "d_ff": 24}
+    model = moe.ModelConfig(**sizes, experts=8, experts_per_token=2, capacity_factor=1.0)
+    c = tiny.config(model, eval_batches=2, context="ring")
+    c.training = dataclasses.replace(c.training, seq_len=SEQ_LEN, steps=2)
+    c.data, c.mesh = DataConfig(filespec=f"{run.parent}/data.zarr"), MeshConfig(d=1, e=2, c=2, t=2)
+    with jax.set_mesh(tiny.mesh("e=2 c=2 t=2")):
+        train.train(c, load_model(c.model), run.parent / "wide")
+    return run.parent / "wide"
+
+
+def test_a_run_on_a_mesh_of_e_and_c_is_evaluated_there(wide_run):
+    """To the bit, and on another one but for rounding."""
+    (event,), found = logged(wide_run), evaluated(wide_run)
+    assert found["mesh"] == {"r": 1, "d": 1, "e": 2, "c": 2, "t": 2}
+    assert (found["loss"], found["tokens"]) == (event["loss"], event["targets"])
+    elsewhere = evaluated(wide_run, mesh=StepChoice(d=1, c=8))
+    assert elsewhere["mesh"] == {"r": 1, "d": 1, "c": 8, "t": 1}
+    assert elsewhere["loss"] == pytest.approx(event["loss"], rel=1e-6)
+
+
+def test_documents_have_the_same_losses_on_a_mesh_of_e_and_c(wide_run, file):
+    """Of any length, which a ring of four devices does not divide."""
+    expected = evaluated(wide_run, **file, mesh=StepChoice(d=8))["loss"]
+    for mesh in (StepChoice(), StepChoice(d=2, c=4)):
+        assert evaluated(wide_run, **file, mesh=mesh)["loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_tasks_have_a_mesh_of_r_d_and_t(wide_run):
+    with pytest.raises(ValueError, match=r"mesh\.c=8: tasks, which may sample, have a mesh of r, d and t"):
+        evaluated(wide_run, tasks=["choices"], mesh=StepChoice(d=1, c=8))
 
 
 # ---- documents ------------------------------------------------------------------------------------------------------

@@ -83,8 +83,11 @@ def test_every_mesh_divides_the_small_sizes():
     assert [mesh for mesh, _ in others] == [sizes(p=8)]
     assert "4 layers do not divide into 8 equal stages" in others[0][1]
     expected = [sizes(p=2, d=4), sizes(r=2, d=2, t=2), sizes(d=8), sizes(d=2, e=2, c=2)]
-    assert all_meshes(c, 8, ["2x1x4x1", "2x2x2", "1x8x1", "d2e2c2"])[0] == expected
-    with pytest.raises(ValueError, match=r"verify.meshes has 3x1x1; name a mesh of 8 devices, such as 1x1x8, .* or p8"):
+    assert all_meshes(c, 8, ["2x1x4x1", "2x2x2", "1x8x1", "c2d2e2"])[0] == expected
+    with pytest.raises(
+        ValueError,
+        match=r"verify.meshes has 3x1x1; name a mesh of 8 devices, such as 1x1x8, .*, or by axis, such as c8",
+    ):
         all_meshes(c, 8, ["3x1x1"])
 
 

@@ -46,7 +46,7 @@ class Settings:
     against: str | None = None
     """Directory of another run: shows the first step and the first tensor in which both differ."""
     mesh: StagesChoice = field(default_factory=StagesChoice)
-    """Devices along p, r, d and t; -1 for d, r or t: all that are left. Null: the mesh of the run."""
+    """Devices along p, r, d, e, c and t; -1 for one but p: all that are left. Null: the mesh of the run."""
     microscope: bool = True
     """Whether to show statistics of the step."""
     other_source: bool = False

@@ -34,7 +34,8 @@ class VerifyConfig:
     devices: int = within(2, 4097, 8)
     """Number of simulated devices, at least 2. Every mesh of that many runs."""
     meshes: list[str] | None = None
-    """Meshes to run, each as devices along r, d and t, or p, r, d and t: [1x4x2,2x2x1x2]. Null: all."""
+    """Meshes to run: [1x4x2,2x2x1x2] as devices along r, d and t, or p, r, d and t; or [e2c2t2] by axis, in any order.
+    Null: all, with the axes e and c where the run's mesh has them."""
     small: bool = False
     """Makes the model and the batch small, at sizes that every mesh divides. Layers and microbatches are then for
     mesh.p stages, or, if mesh.p is 1, for 2 and 4."""

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import math
+import re
 from collections.abc import Iterator, Mapping
 
 import jax
@@ -40,23 +41,24 @@ def all_meshes(c: Config, devices: int, names: list[str] | None = None) -> tuple
     """The meshes of that many devices on which the step runs, and the others, each with the reason.
 
     The mesh must divide the sizes of the model and of the batch, and the schedule and the layers must fit its stages.
-    `names` choose among them: `1x4x2` of r, d and t, after p if it is not 1, or `d2e2c2` of all axes that have several.
-    Without names, e and c have one device unless the mesh of `c` says otherwise. Raises ValueError for an unknown name.
+    `names` choose among them: `1x4x2` of r, d and t, after p if it is not 1, or `d2e2c2` by axis, in any order. Without
+    names, e and c have one device unless the mesh of `c` says otherwise. Raises ValueError for an unknown name.
     """
     counts = itertools.product([n for n in range(1, devices + 1) if devices % n == 0], repeat=len(AXES))
     meshes = [dict(zip(AXES, sizes, strict=True)) for sizes in counts if math.prod(sizes) == devices]
     few = [axis for axis in AXES if axis not in "prdt" and getattr(c.mesh, axis) == 1]
     plain = [mesh for mesh in meshes if mesh["e"] == mesh["c"] == 1]
     known = {"x".join(str(n) for n in axes_of_mesh(mesh).values()): mesh for mesh in plain}
-    known |= {"".join(f"{axis}{n}" for axis, n in mesh.items() if n > 1): mesh for mesh in meshes}
-    if unknown := set(names or ()) - set(known):
+    by_axis = {frozenset(f"{axis}{n}" for axis, n in mesh.items() if n > 1): mesh for mesh in meshes}
+    named = {name: known.get(name, by_axis.get(frozenset(re.findall(r"[a-z]\d+|.", name)))) for name in names or ()}
+    if unknown := [name for name, mesh in named.items() if mesh is None]:
         raise ValueError(
             f"verify.meshes has {min(unknown)}; name a mesh of {devices} devices, such as {', '.join([*known][:3])} (p "
-            f"if it is not 1, r, d, t) or {[*known][-1]}."
+            f"if it is not 1, r, d, t), or by axis, such as c{devices}."
         )
     chosen = [mesh for mesh in meshes if all(mesh[axis] == 1 for axis in few)]
     fit, others = [], []
-    for mesh in chosen if names is None else [known[name] for name in names]:
+    for mesh in chosen if names is None else [named[name] for name in names]:
         try:
             check_divides(c, mesh)
             with abstract_mesh_of(mesh):
