@@ -1,9 +1,9 @@
-"""Relatives of the Llama: what Qwen2, Mistral, OLMo 2, SmolLM 3, Gemma 2 and Phi-3 change in train.py's, as switches.
+"""Relatives of the Llama: what Qwen2, Mistral, OLMo 2, SmolLM 3, Gemma 2 and 3, Phi-3 and gpt-oss change, as switches.
 
     python -m tools.huggingface_to_checkpoint model=<one of them> output=runs/<name>
 
-Any combination trains. docs/huggingface.md says which become models of transformers. Dims and axes are those of
-train.py.
+Any combination trains. docs/huggingface.md says which become models of transformers. moe.py has the same switches. Dims
+and axes are those of train.py.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 import train
 from jax_extra import save_for_backward
@@ -19,9 +20,8 @@ from shardlib import shardops
 from shardlib.shardtypes import Array, f32, pytree_dataclass, typed
 from shardwright.modeling import rope, rules, settings
 from shardwright.modeling.model import Tokens, act
-from shardwright.modeling.norms import rms_norm_of_heads
 from shardwright.modeling.weights import vector
-from shardwright_data.checks import above_0, at_least_1, check_choice
+from shardwright_data.checks import above_0, at_least_1, check_choice, within
 
 
 @dataclasses.dataclass
@@ -33,16 +33,24 @@ class ModelConfig(settings.ModelConfig):
     """model_type that an export becomes, such as phi3. Null: the first with this math."""
     qkv_bias: bool = False
     """Biases of queries, keys and values (Qwen2)."""
+    out_bias: bool = False
+    """Bias of the output of attention (gpt-oss)."""
+    sinks: bool = False
+    """A score for each head that belongs to no key (gpt-oss)."""
     norms: str = "before"
     """Norms of attention and of the MLP: before, on their inputs; after, on their outputs (OLMo 2); both (Gemma 2)."""
     norm_offset: bool = False
-    """Whether norms of positions multiply by 1 + weight (Gemma)."""
+    """Whether norms of positions, and of heads by qk_norm, multiply by 1 + weight (Gemma)."""
     qk_norm_all: bool = False
     """RMSNorm over all heads of the queries together, and over all of the keys (OLMo 2)."""
     window: int | None = at_least_1(None)
     """Positions that a query sees, including its own (Mistral 0.1). Null: all before it."""
     full_every: int | None = at_least_1(None)
     """Every so-manieth layer has no window (Gemma 2: 2). Null: all have it."""
+    window_rope_base: float | None = above_0(None)
+    """rope_base of layers with a window, which then have no rope_scaling (Gemma 3). Null: those of all layers."""
+    rotary_share: float = within(math.ulp(0), math.nextafter(1, 2), 1.0)
+    """Share of the entries of a head that RoPE turns, the first ones (Phi-4-mini)."""
     no_rope_every: int | None = at_least_1(None)
     """Every so-manieth layer has no RoPE (SmolLM 3: 4). Null: all have it."""
     attention_softcap: float | None = above_0(None)
@@ -52,29 +60,31 @@ class ModelConfig(settings.ModelConfig):
     embedding_scaled: bool = False
     """Whether the embedding is multiplied by √d_model (Gemma)."""
     activation: str = "silu"
-    """Activation of the MLP: silu, or gelu, approximated by tanh (Gemma)."""
+    """Activation of the MLP: silu; gelu, approximated by tanh (Gemma); or clamped, as `gated` says (gpt-oss)."""
 
     @property
     def sharded(self) -> dict[str, str]:
         """Sizes that axes of the mesh must divide, and the axes."""
-        return settings.ModelConfig.sharded | ({"d_head": "c·d·e"} if self.qk_norm_all or self.qkv_bias else {})
+        sizes = settings.ModelConfig.sharded | ({"d_head": "c·d·e"} if self.qk_norm_all or self.qkv_bias else {})
+        return sizes | ({"n_q_per_kv": "c·d·e"} if self.sinks else {})
 
     @property
     def period(self) -> int:
         """Number of layers after which their pattern repeats."""
-        return math.lcm(self.full_every or 1, self.no_rope_every or 1)
+        period = math.lcm(self.full_every or 1, self.no_rope_every or 1)
+        return self.layers if self.layers % period else period
 
     def check(self, seq_len: int) -> None:
         """Raises ValueError for settings that contradict each other."""
         super().check(seq_len)
         check_choice("model.norms", self.norms, ("before", "after", "both"))
-        check_choice("model.activation", self.activation, ("silu", "gelu"))
-        if self.layers % self.period:
-            raise ValueError(
-                f"model.layers is {self.layers}; full_every and no_rope_every ask for a multiple of {self.period}."
-            )
+        check_choice("model.activation", self.activation, ("silu", "gelu", "clamped"))
         if self.full_every and not self.window:
             raise ValueError(f"model.full_every is {self.full_every}, but no layer has a window; set model.window.")
+        if int(self.d_head * self.rotary_share) % 2:
+            raise ValueError(
+                f"model.rotary_share is {self.rotary_share}, of d_head {self.d_head}; RoPE turns pairs of entries."
+            )
         if self.qk_norm and self.qk_norm_all:
             raise ValueError("model.qk_norm and model.qk_norm_all are both true; heads are normed once: choose one.")
 
@@ -95,6 +105,8 @@ class Layer(train.TransformerLayer):
     b_q: f32["K/t Q D/c/d/e"] >> act["K/t Q D"] | None
     b_k: f32["K/t D/c/d/e"] >> act["K/t D"] | None
     b_v: f32["K/t D/c/d/e"] >> act["K/t D"] | None
+    b_o: f32["M/t/c/d/e"] >> act["M"] | None
+    sinks: f32["K/t Q/c/d/e"] | None
 
 
 @pytree_dataclass
@@ -119,12 +131,25 @@ def weight_table(c: ModelConfig) -> Weights:
         "b_q": when(c.qkv_bias, *queries, value=0),
         "b_k": when(c.qkv_bias, *keys, value=0),
         "b_v": when(c.qkv_bias, *keys, value=0),
+        "b_o": when(c.out_bias, c.d_model, value=0),
+        "sinks": when(c.sinks, *queries[:2], value=0),
+        "q_norm": when(c.qk_norm, c.d_head),
+        "k_norm": when(c.qk_norm, c.d_head),
     }
     same = {field.name: getattr(base.layers, field.name) for field in dataclasses.fields(base.layers)}
     return Weights(base.embed, Layer(**same | changed), vector(c.d_model, value=one), base.unembed)
 
 
 # ---- the model --------------------------------------------------------------------------------------------------
+
+
+def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Hidden entries of an MLP, in f32. clamped is gpt-oss's: gate·σ(1.702·gate)·(up + 1), each at most 7 before."""
+    gate = jnp.float32(gate)
+    if activation != "clamped":
+        return {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[activation](gate) * up
+    gate = jnp.minimum(gate, 7.0)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (jnp.clip(jnp.float32(up), -7.0, 7.0) + 1)
 
 
 class Model(train.Llama):
@@ -135,12 +160,23 @@ class Model(train.Llama):
     def __init__(self, c: ModelConfig):
         self.c, self.table, self.period = c, weight_table(c), c.period
 
+    def prepare(self, tokens: Tokens) -> Tokens:
+        """Adds the cosines and sines of RoPE in layers without a window, and with one."""
+        c = dataclasses.replace(self.c, d_head=int(self.c.d_head * self.c.rotary_share))
+        other = {"rope_base": c.window_rope_base, "rope_scaling": None} if c.window_rope_base else {}
+        tables = [rope.tables(x, tokens.positions) for x in (c, dataclasses.replace(c, **other))]
+        return dataclasses.replace(tokens, shared=tables)
+
+    def window_at(self, place: int) -> int | None:
+        """Positions that a query sees in the layer at this place of its period; None: all before it."""
+        full = self.c.full_every and (place + 1) % self.c.full_every == 0
+        return None if full else self.c.window
+
     def rule_at(self, place: int) -> rules.Rule:
         """Who attends to whom in the layer at this place of its period."""
-        c = self.c
-        window = c.window and not (c.full_every and (place + 1) % c.full_every == 0)
+        c, window = self.c, self.window_at(place)
         return rules.Rule(
-            visible=(rules.causal, rules.same_document, *([rules.Window(c.window)] if window else [])),
+            visible=(rules.causal, rules.same_document, *([rules.Window(window)] if window else [])),
             score=rules.SoftCap(c.attention_softcap) if c.attention_softcap else None,
             scale=c.attention_scalar**-0.5 if c.attention_scalar else None,
         )
@@ -151,12 +187,12 @@ class Model(train.Llama):
         x = super().embed(w, tokens)
         return x * math.sqrt(self.c.d_model) if self.c.embedding_scaled else x
 
-    def normed(self, x: jax.Array, weight: jax.Array | None) -> jax.Array:
-        """RMSNorm of each position, in f32; without a weight, `x` itself."""
+    def normed(self, x: jax.Array, weight: jax.Array | None, dims: str = "B/r/d/e L/c/t M") -> jax.Array:
+        """RMSNorm over the last dim, in f32; without a weight, `x` itself."""
         if weight is None:
             return x
         unit = train.unit_rms(x, self.c.norm_epsilon)
-        scaled = shardops.einsum_unreduced("B/r/d/e L/c/t M, M -> B/r/d/e L/c/t M", unit, weight)
+        scaled = shardops.einsum_unreduced(f"{dims}, {dims[-1]} -> {dims}", unit, weight)
         return (unit + scaled if self.c.norm_offset else scaled).astype(x.dtype)
 
     @typed
@@ -164,18 +200,18 @@ class Model(train.Llama):
         self, x: act["B/r/d/e L/c/t M"], w: Layer, tokens: Tokens, attend: Callable, einsum: Callable
     ) -> act["B/r/d/e L/c/t M"]:
         """One transformer layer. Its weights are gathered."""
-        out = self.attention(self.normed(x, w.attention_norm), w, tokens, attend, einsum)
-        x = save_for_backward(x + self.normed(out, w.attention_out_norm))
+        x = self.with_attention(x, w, tokens, attend, einsum)
         out = self.mlp(self.normed(x, w.mlp_norm), w, einsum)
         return x + self.normed(out, w.mlp_out_norm)
 
     @typed
-    def attention(
+    def with_attention(
         self, x: act["B/r/d/e L/c/t M"], w: Layer, tokens: Tokens, attend: Callable, einsum: Callable
     ) -> act["B/r/d/e L/c/t M"]:
-        """Output of attention to `x`."""
+        """The first half of a layer: the residual stream after attention."""
         every, at, queries, keys = self.c.no_rope_every, "B/r/d/e L/c", "K/t Q D", "K/t D"
-        nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", x)
+        nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", self.normed(x, w.attention_norm))
+        angles = tokens.shared[self.window_at(tokens.place) is not None]
 
         def heads(dims, weight, bias):
             y = einsum(f"{at} M, M {dims} -> {at} {dims}", nx, weight)
@@ -183,29 +219,39 @@ class Model(train.Llama):
 
         def turned(dims, y, name):
             y = self.head_norm(f"{at} {dims}", y, w, name)
-            return save_for_backward(y if every and (tokens.place + 1) % every == 0 else rope.rotate(y, tokens.shared))
+            return save_for_backward(y if every and (tokens.place + 1) % every == 0 else rope.rotate(y, angles))
 
         q = turned(queries, heads(queries, w.w_q, w.b_q), "q_norm")
         k = turned(keys, heads(keys, w.w_k, w.b_k), "k_norm")
         v = save_for_backward(heads(keys, w.w_v, w.b_v))
-        attended = save_for_backward(attend(q, k, v, self.rule_at(tokens.place)))
+        sinks = w.sinks
+        if sinks is not None:  # each device of c uses a copy for its own queries
+            sinks = shardops.all_gather("K/t Q/c/d/e -> K/t Q *c *d *e", sinks)
+            sinks = shardops.broadcast("K/t Q *c *d *e -> B/r/d/e K/t Q *c", sinks)
+        attended = save_for_backward(attend(q, k, v, self.rule_at(tokens.place), sinks=sinks))
         out = einsum("B/r/d/e L/c K/t Q D, K/t Q D M -> B/r/d/e L/c M +t", attended, w.w_o)
-        return shardops.psum_scatter("B/r/d/e L/c M +t -> B/r/d/e L/c/t M", out)
+        out = shardops.psum_scatter("B/r/d/e L/c M +t -> B/r/d/e L/c/t M", out)
+        out = out if w.b_o is None else out + shardops.broadcast("M -> B/r/d/e L/c/t M", w.b_o)
+        return save_for_backward(x + self.normed(out, w.attention_out_norm))
 
     def head_norm(self, heads: str, x: jax.Array, w: Layer, name: str) -> jax.Array:
         """RMSNorm of each head of queries or keys, or of all together, if there is a weight for it."""
         if (weight := getattr(w, f"{name}_all")) is None:
-            return super().head_norm(heads, x, w, name)
-        return rms_norm_of_heads(heads, x, weight, self.c.norm_epsilon)
+            return self.normed(x, getattr(w, name), heads)
+        product, position, x32 = shardops.einsum_unreduced, "B/r/d/e L/c", jnp.float32(x)
+        square = shardops.psum(f"{position} +t -> {position}", product(f"{heads} -> {position} +t", jnp.square(x32)))
+        mean = square / (math.prod(x.shape[2:]) * shardops.axis_size("t"))
+        scale = shardops.replicate(f"{position} -> {position} *t", lax.rsqrt(mean + self.c.norm_epsilon))
+        scaled = product(f"{heads}, {position} -> {heads}", x32, scale)
+        return product(f"{heads}, {heads.removeprefix(position)} -> {heads}", scaled, weight).astype(x.dtype)
 
     @typed
     def mlp(self, x: act["B/r/d/e L/c/t M"], w: Layer, einsum: Callable) -> act["B/r/d/e L/c/t M"]:
         """Gated MLP of `x`."""
-        activation = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}[self.c.activation]
         nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", x)
         gate = save_for_backward(einsum("B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t", nx, w.w_gate))
         up = save_for_backward(einsum("B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t", nx, w.w_up))
-        hidden: act["B/r/d/e L/c F/t"] = (activation(jnp.float32(gate)) * up).astype(x.dtype)
+        hidden: act["B/r/d/e L/c F/t"] = gated(self.c.activation, gate, up).astype(x.dtype)
         out = einsum("B/r/d/e L/c F/t, F/t M -> B/r/d/e L/c M +t", hidden, w.w_down)
         return shardops.psum_scatter("B/r/d/e L/c M +t -> B/r/d/e L/c/t M", out)
 

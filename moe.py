@@ -1,8 +1,8 @@
-"""Mixture of experts: the Llama of train.py with many MLPs, of which a router chooses a few for each token.
+"""Mixture of experts: the model of family.py with many MLPs, of which a router chooses a few for each token.
 
     python -m train --config-name=local_experts
 
-Attention is the Llama's. Dims and axes are those of train.py, and
+Attention is that of family.py, the Llama's without its switches. Dims and axes are those of train.py, and
 
   E  experts, sharded over e                      C  slots of a pool for the tokens of one sequence
   P  pools of experts, sharded over e             N  experts of a pool
@@ -20,17 +20,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-import train
+import family
 from jax_extra import save_for_backward
 from shardlib import shardops
 from shardlib.layers import Extras
 from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass, typed
-from shardwright.modeling import settings
 from shardwright.modeling.model import Tokens, act
-from shardwright.modeling.norms import rms_norm_of_heads
 from shardwright.modeling.weights import Weight, matrix, vector
 from shardwright_data.checks import above_0, at_least_0, check_choice, within
-from train import rms_norm
 
 SLOTS = 8
 """The slots of a pool for a sequence are a multiple of this, or of the length of sequences, which the devices of c
@@ -38,8 +35,8 @@ and t divide: else their number would depend on the mesh."""
 
 
 @dataclasses.dataclass
-class ModelConfig(settings.ModelConfig):
-    """Settings of the Llama, and of its experts. `d_ff` is the hidden width of one expert."""
+class ModelConfig(family.ModelConfig):
+    """Settings of family.py, and of the experts. `d_ff` is the hidden width of one expert."""
 
     module: str = "moe"
     experts: int = within(1, 2**16, kw_only=True)
@@ -74,15 +71,15 @@ class ModelConfig(settings.ModelConfig):
     (arXiv 2101.03961, of each sequence as in arXiv 2412.19437)."""
     router_z_loss: float = at_least_0(0.0)
     """Factor on the mean of log(Σ exp(router's logits))² (arXiv 2202.08906)."""
-    qk_norm_all: bool = False
-    """RMSNorm over all heads of the queries together, and over all of the keys, as in OLMoE (arXiv 2409.02060)."""
+    expert_bias: bool = False
+    """Biases of the router and of the experts (gpt-oss)."""
 
     @property
     def sharded(self) -> dict[str, str]:
         """Sizes that axes of the mesh must divide, and the axes."""
-        sizes = settings.ModelConfig.sharded | {"experts": "c·t·d·e" if self.correction_bias else "e"}
+        sizes = super().sharded | {"experts": "c·t·d·e" if self.correction_bias or self.expert_bias else "e"}
         sizes |= {"pools": "e"} if self.pools else {}
-        return sizes | ({"d_head": "c·d·e"} if self.qk_norm_all else {})
+        return sizes | ({"d_ff": "c·t·d"} if self.expert_bias else {})
 
     def check(self, seq_len: int) -> None:
         """Raises ValueError for settings that contradict each other."""
@@ -116,8 +113,8 @@ class ModelConfig(settings.ModelConfig):
 
 
 @pytree_dataclass
-class Layer(train.TransformerLayer):
-    """Weights of one layer: those of the Llama's attention, and the experts."""
+class Layer(family.Layer):
+    """Weights of one layer: those of attention, and the experts."""
 
     w_gate: f32["E/e M/c/d F/t"] >> act["E/e M F/t"]
     w_up: f32["E/e M/c/d F/t"] >> act["E/e M F/t"]
@@ -127,20 +124,22 @@ class Layer(train.TransformerLayer):
     shared_gate: f32["M/c/d/e H/t"] >> act["M H/t"] | None  # None without shared_experts
     shared_up: f32["M/c/d/e H/t"] >> act["M H/t"] | None
     shared_down: f32["H/t M/c/d/e"] >> act["H/t M"] | None
-    q_norm_all: f32["K/t Q D/c/d/e"] >> f32["K/t Q D"] | None  # None without qk_norm_all
-    k_norm_all: f32["K/t D/c/d/e"] >> f32["K/t D"] | None
+    b_router: f32["E/c/t/d/e"] >> f32["E"] | None  # None without expert_bias
+    b_gate: f32["E/e F/t/c/d"] | None
+    b_up: f32["E/e F/t/c/d"] | None
+    b_down: f32["E/e M/t/c/d"] >> act["E M"] | None
 
 
 @pytree_dataclass
-class Weights(train.Transformer):
+class Weights(family.Weights):
     """Weights of the model."""
 
     layers: Array["layers/p", Layer]
 
 
 def weight_table(c: ModelConfig) -> Weights:
-    """Shape and initial values of each weight: those of the Llama, with a router and experts in place of the MLP."""
-    base, n, scale = train.weight_table(c), c.layers, c.weight_init_scale
+    """Shape and initial values of each weight: those of family.py, with a router and experts in place of the MLP."""
+    base, n, scale = family.weight_table(c), c.layers, c.weight_init_scale
     attention = {f.name: getattr(base.layers, f.name) for f in dataclasses.fields(base.layers)}
 
     def expert(rows: int, columns: int) -> Weight:
@@ -149,6 +148,9 @@ def weight_table(c: ModelConfig) -> Weights:
 
     def shared(rows: int, columns: int) -> Weight | None:
         return matrix(n, (rows,), (columns,), scale) if c.shared_experts else None
+
+    def bias(*shape: int) -> Weight | None:
+        return vector(n, c.experts, *shape, value=0) if c.expert_bias else None
 
     width = c.shared_experts * c.d_ff
     experts = {
@@ -160,8 +162,10 @@ def weight_table(c: ModelConfig) -> Weights:
         "shared_gate": shared(c.d_model, width),
         "shared_up": shared(c.d_model, width),
         "shared_down": shared(width, c.d_model),
-        "q_norm_all": vector(n, c.n_kv, c.n_q_per_kv, c.d_head, value=1) if c.qk_norm_all else None,
-        "k_norm_all": vector(n, c.n_kv, c.d_head, value=1) if c.qk_norm_all else None,
+        "b_router": bias(),
+        "b_gate": bias(c.d_ff),
+        "b_up": bias(c.d_ff),
+        "b_down": bias(c.d_model),
     }
     return Weights(base.embed, Layer(**attention | experts), base.final_norm, base.unembed)
 
@@ -185,6 +189,7 @@ class Routing:
 def route(x: act["B/r/d/e L/c/t M"], w: Layer, c: ModelConfig) -> Routing:
     """Chooses the experts of each position. Each device routes its own positions."""
     logits = shardops.einsum_unreduced("B/r/d/e L/c/t M, M E -> B/r/d/e L/c/t E", jnp.float32(x), w.router)
+    logits = logits if w.b_router is None else logits + shardops.broadcast("E -> B/r/d/e L/c/t E", w.b_router)
     scores = jax.nn.softmax(logits, axis=-1) if c.scores == "softmax" else jax.nn.sigmoid(logits)
     ranked = lax.stop_gradient(scores)
     if w.router_bias is not None:
@@ -211,14 +216,21 @@ def among_best(x: jax.Array, k: int) -> jax.Array:
 
 
 @typed
-def mlp(x: act["P/e G/r/d C/c M"], expert: i32["P/e G/r/d C/c"], w: Layer) -> act["P/e G/r/d C/c M +t"]:
-    """SwiGLU of the expert, of its pool, that each slot is for."""
-    product = shardops.grouped_product
-    up = "P/e G/r/d C/c M, P/e G/r/d C/c, (P/e N) M F/t -> P/e G/r/d C/c F/t"
-    gate, x_up = (save_for_backward(product(up, x, expert, matrix)) for matrix in (w.w_gate, w.w_up))
-    hidden = (jax.nn.silu(jnp.float32(gate)) * x_up).astype(x.dtype)
+def mlp(x: act["P/e G/r/d C/c M"], expert: i32["P/e G/r/d C/c"], w: Layer, c: ModelConfig) -> act["P/e G/r/d C/c M +t"]:
+    """Gated MLP of the expert that each slot is for, without its last bias."""
+    of_pool = expert % (c.experts // (c.pools or c.experts))
+
+    def entries(matrix, bias):
+        up = "P/e G/r/d C/c M, P/e G/r/d C/c, (P/e N) M F/t -> P/e G/r/d C/c F/t"
+        y = save_for_backward(shardops.grouped_product(up, x, of_pool, matrix))
+        if bias is None:
+            return y
+        bias = shardops.all_gather("E/e F/t/c/d -> E F/t", bias, dtype=act.dtype)
+        return y + shardops.index_unreduced("[E] F/t, P/e G/r/d C/c -> P/e G/r/d C/c F/t", bias, expert)
+
+    hidden = family.gated(c.activation, entries(w.w_gate, w.b_gate), entries(w.w_up, w.b_up)).astype(x.dtype)
     down = "P/e G/r/d C/c F/t, P/e G/r/d C/c, (P/e N) F/t M -> P/e G/r/d C/c M +t"
-    return product(down, hidden, expert, w.w_down)
+    return shardops.grouped_product(down, hidden, of_pool, w.w_down)
 
 
 @typed
@@ -239,19 +251,23 @@ def in_slots(
     choice = jnp.where(chosen, jnp.arange(length * n, dtype=jnp.int32), length * n)
     # The choice in each slot; past the end, as its position in the sequence, in a slot that stays empty.
     choice: i32["B/r/d/e P C/c/t"] = own(jnp.sort(choice, axis=-1)[..., :slots])
-    token, expert = choice // n, choice % n
+    token, expert = choice // n, choice % n + n * jnp.arange(c.experts // n, dtype=jnp.int32)[:, None]
 
     nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L M", x)
     sent = shardops.take_rows("B/r/d/e [L] M, B/r/d/e P C/c/t -> B/r/d/e P C/c/t M", nx, token, repeats=k)
     sent = shardops.rearrange("G/r/d/e P C/c/t M -> P G/r/d/e C/c/t M", sent)
     received = save_for_backward(shardops.all_to_all("P G/r/d/e C/c/t M -> P/e G/r/d C/c/t M", sent))
     received = shardops.all_gather("P/e G/r/d C/c/t M -> P/e G/r/d C/c M", received)
+    bias = w.b_down
+    if bias is not None:
+        bias = shardops.index_unreduced("[E] M, B/r/d/e P C/c/t -> B/r/d/e P C/c/t M", bias, expert)
     expert = shardops.rearrange("G/r/d/e P C/c/t -> P G/r/d/e C/c/t", expert)
     expert = shardops.all_to_all("P G/r/d/e C/c/t -> P/e G/r/d C/c/t", expert)
     expert = shardops.all_gather("P/e G/r/d C/c/t -> P/e G/r/d C/c", expert, replicated=True)
-    out = shardops.psum_scatter("P/e G/r/d C/c M +t -> P/e G/r/d C/c/t M", mlp(received, expert, w))
+    out = shardops.psum_scatter("P/e G/r/d C/c M +t -> P/e G/r/d C/c/t M", mlp(received, expert, w, c))
     out = save_for_backward(shardops.all_to_all("P/e G/r/d C/c/t M -> P G/r/d/e C/c/t M", out))
     out = shardops.rearrange("P G/r/d/e C/c/t M -> G/r/d/e P C/c/t M", out)
+    out = out if bias is None else out + bias
 
     weights = of_choices(shardops.all_gather("B/r/d/e L/c/t E -> B/r/d/e L E", routing.weights))
     weights = shardops.take_rows("B/r/d/e P [J], B/r/d/e P C/c/t -> B/r/d/e P C/c/t", weights, choice, repeats=1)
@@ -263,7 +279,7 @@ def in_slots(
 
 
 @typed
-def everywhere(x: act["B/r/d/e L/c/t M"], routing: Routing, w: Layer) -> act["B/r/d/e L/c/t M"]:
+def everywhere(x: act["B/r/d/e L/c/t M"], routing: Routing, w: Layer, c: ModelConfig) -> act["B/r/d/e L/c/t M"]:
     """Weighted sum of the outputs of each position's experts, where each expert computes all positions.
 
     Nothing is dropped, and no position depends on another.
@@ -272,21 +288,30 @@ def everywhere(x: act["B/r/d/e L/c/t M"], routing: Routing, w: Layer) -> act["B/
     weights = shardops.all_gather("B/r/d L/c/t E/e -> B/r/d L/c E/e", weights.astype(x.dtype))
     product = shardops.einsum_unreduced
     nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d L/c M", x)
-    gate = save_for_backward(product("B/r/d L/c M, E/e M F/t -> E/e B/r/d L/c F/t", nx, w.w_gate))
-    up = save_for_backward(product("B/r/d L/c M, E/e M F/t -> E/e B/r/d L/c F/t", nx, w.w_up))
-    hidden = (jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)
+
+    def entries(matrix, bias):
+        y = save_for_backward(product("B/r/d L/c M, E/e M F/t -> E/e B/r/d L/c F/t", nx, matrix))
+        if bias is None:
+            return y
+        bias = shardops.all_gather("E/e F/t/c/d -> E/e F/t", bias, dtype=act.dtype)
+        return y + shardops.broadcast("E/e F/t -> E/e B/r/d L/c F/t", bias)
+
+    hidden = family.gated(c.activation, entries(w.w_gate, w.b_gate), entries(w.w_up, w.b_up)).astype(x.dtype)
     hidden = product("E/e B/r/d L/c F/t, B/r/d L/c E/e -> E/e B/r/d L/c F/t", hidden, weights)
     out = product("E/e B/r/d L/c F/t, E/e F/t M -> B/r/d L/c M +t +e", hidden, w.w_down)
-    return shardops.psum_scatter("B/r/d L/c M +t +e -> B/r/d/e L/c/t M", out)
+    out = shardops.psum_scatter("B/r/d L/c M +t +e -> B/r/d/e L/c/t M", out)
+    if w.b_down is None:
+        return out
+    return out + product("B/r/d/e L/c/t E, E M -> B/r/d/e L/c/t M", routing.weights.astype(x.dtype), w.b_down)
 
 
 @typed
-def shared_mlp(x: act["B/r/d/e L/c/t M"], w: Layer, einsum: Callable) -> act["B/r/d/e L/c/t M"]:
-    """SwiGLU that every position has."""
+def shared_mlp(x: act["B/r/d/e L/c/t M"], w: Layer, c: ModelConfig, einsum: Callable) -> act["B/r/d/e L/c/t M"]:
+    """Gated MLP that every position has."""
     nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", x)
     gate = save_for_backward(einsum("B/r/d/e L/c M, M H/t -> B/r/d/e L/c H/t", nx, w.shared_gate))
     up = save_for_backward(einsum("B/r/d/e L/c M, M H/t -> B/r/d/e L/c H/t", nx, w.shared_up))
-    hidden = (jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)
+    hidden = family.gated(c.activation, gate, up).astype(x.dtype)
     out = einsum("B/r/d/e L/c H/t, H/t M -> B/r/d/e L/c M +t", hidden, w.shared_down)
     return shardops.psum_scatter("B/r/d/e L/c M +t -> B/r/d/e L/c/t M", out)
 
@@ -322,29 +347,23 @@ def extras_of(routing: Routing, filled: f32[""] | None, w: Layer, c: ModelConfig
     return Extras(loss=loss, metrics={"largest_load": largest, "dropped": dropped})
 
 
-class Model(train.Llama):
-    """The Llama, with experts in place of its MLP."""
+class Model(family.Model):
+    """The model of family.py, with experts in place of its MLP."""
 
     Weights = Weights
 
     def __init__(self, c: ModelConfig):
-        self.c, self.table = c, weight_table(c)
-
-    def head_norm(self, heads: str, x: jax.Array, w: Layer, name: str) -> jax.Array:
-        """RMSNorm of each head of queries or keys, or of all together."""
-        if (weight := getattr(w, f"{name}_all")) is None:
-            return super().head_norm(heads, x, w, name)
-        return rms_norm_of_heads(heads, x, weight, self.c.norm_epsilon)
+        self.c, self.table, self.period = c, weight_table(c), c.period
 
     @typed
     def layer(
         self, x: act["B/r/d/e L/c/t M"], w: Layer, tokens: Tokens, attend: Callable, einsum: Callable
     ) -> tuple[act["B/r/d/e L/c/t M"], Extras]:
         """One transformer layer. Its weights are gathered. Products of experts are not in FP8."""
-        x = self.with_attention(x, w, tokens, attend, einsum)
-        nx = rms_norm(x, w.mlp_norm, self.c.norm_epsilon)
-        routing: Routing = route(nx, w, self.c)
-        slots = self.c.slots(shardops.size("L")) if tokens.training else None
-        out, filled = (everywhere(nx, routing, w), None) if slots is None else in_slots(nx, routing, w, slots, self.c)
-        out = out + shared_mlp(nx, w, einsum) if self.c.shared_experts else out
-        return x + out, extras_of(routing, filled, w, self.c)
+        x, c = self.with_attention(x, w, tokens, attend, einsum), self.c
+        nx = self.normed(x, w.mlp_norm)
+        routing: Routing = route(nx, w, c)
+        slots = c.slots(shardops.size("L")) if tokens.training else None
+        out, filled = (everywhere(nx, routing, w, c), None) if slots is None else in_slots(nx, routing, w, slots, c)
+        out = out + shared_mlp(nx, w, c, einsum) if c.shared_experts else out
+        return x + self.normed(out, w.mlp_out_norm), extras_of(routing, filled, w, c)

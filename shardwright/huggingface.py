@@ -37,11 +37,14 @@ class Names:
     output projection that is `embed` again."""
     experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Weights of experts: their name, with {} for the numbers of the layer and of the expert; and ours."""
+    stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    """Weights of all experts of a layer, in our layout: their name, and ours, whose entries alternate in it."""
 
     def check(self, weights: Any) -> None:
         """Raises ValueError for weights that are not in the table, and for those of the table that are missing."""
         found = set(named_leaves(weights))
-        known = {*self.whole, *(f"layers/{name}" for names in self.layer.values() for name in names)}
+        of_layers = [*self.layer.values(), *self.stacks.values()]
+        known = {*self.whole, *(f"layers/{name}" for names in of_layers for name in names)}
         known |= {f"layers/{name}" for name in self.experts.values()}
         if other := sorted(found ^ known):
             raise ValueError(
@@ -50,20 +53,22 @@ class Names:
                 "such a model (docs/huggingface.md)."
             )
 
-    def _walk(self, table: Any) -> Iterator[tuple[str, Any, dict[str, tuple[int, ...]]]]:
-        """Each of their tensors: its name, its index in our weights, `...` for all, and their shapes in it."""
+    def _walk(self, table: Any) -> Iterator[tuple[str, Any, dict[str, tuple[int, ...]], bool]]:
+        """Each of their tensors: name, index in our weights or `...`, their shapes in it, and whether it is a stack."""
         shapes = {name: weight.shape for name, weight in named_leaves(table).items()}
         for ours, theirs in self.whole.items():
-            yield theirs, ..., {ours: shapes[ours]}
-        for theirs, names in self.layer.items():
-            parts = {f"layers/{name}": _flat(getattr(table.layers, name)) for name in names}
+            yield theirs, ..., {ours: shapes[ours]}, False
+        for theirs, names in (self.layer | self.stacks).items():
+            stack = theirs in self.stacks
+            shape = lambda weight, stack=stack: weight.shape[1:] if stack else _flat(weight)
+            parts = {f"layers/{name}": shape(getattr(table.layers, name)) for name in names}
             for i in range(shapes[next(iter(parts))][0]):
-                yield theirs.format(i), i, parts
+                yield theirs.format(i), i, parts, stack
         for theirs, name in self.experts.items():
             weight = getattr(table.layers, name)
             parts = {f"layers/{name}": _flat(dataclasses.replace(weight, shape=weight.shape[1:]))}
             for i, expert in np.ndindex(weight.shape[:2]):
-                yield theirs.format(i, expert), (i, expert), parts
+                yield theirs.format(i, expert), (i, expert), parts, False
 
     def to_tensors(self, weights: Any, table: Any) -> dict[str, np.ndarray]:
         """Their tensors by name. Raises ValueError as `check`.
@@ -74,9 +79,10 @@ class Names:
         """
         self.check(weights)
         arrays, found = named_leaves(weights), {}
-        for theirs, i, parts in self._walk(table):
-            tensor = np.concatenate([arrays[name][i].reshape(shape) for name, shape in parts.items()], axis=-1)
-            found[theirs] = tensor.T if self.transposed and i is not ... else tensor
+        for theirs, i, parts, stack in self._walk(table):
+            values = [arrays[name][i].reshape(shape) for name, shape in parts.items()]
+            tensor = np.stack(values, -1).reshape(*values[0].shape[:-1], -1) if stack else np.concatenate(values, -1)
+            found[theirs] = tensor.T if self.transposed and i is not ... and not stack else tensor
         return found
 
     def from_tensors(self, tensors: Mapping[str, np.ndarray], table: Any) -> Any:
@@ -93,15 +99,17 @@ class Names:
             first = f"{', '.join(others[:4])}{' …' if len(others) > 4 else ''}"
             raise ValueError(f"{len(others)} tensors are only in the files, or only in the model: {first}")
         found = {name: np.empty(weight.shape, np.float32) for name, weight in named_leaves(table).items()}
-        for theirs, i, parts in walk:
+        for theirs, i, parts, stack in walk:
             tensor = tensors[theirs]
-            tensor = tensor.T if self.transposed and i is not ... else tensor
+            tensor = tensor.T if self.transposed and i is not ... and not stack else tensor
             ends = [shape[-1] for shape in parts.values()]
             expected = (*next(iter(parts.values()))[:-1], sum(ends))
             if tensor.shape != expected:
                 is_theirs = f"{theirs} is {tensor.shape} as (inputs, outputs)"
                 raise ValueError(f"{is_theirs}; config.json asks for {expected}.")
-            for name, part in zip(parts, np.split(tensor, np.cumsum(ends)[:-1], axis=-1), strict=True):
+            one_by_one = [tensor[..., k :: len(ends)] for k in range(len(ends))]
+            of_parts = one_by_one if stack else np.split(tensor, np.cumsum(ends)[:-1], axis=-1)
+            for name, part in zip(parts, of_parts, strict=True):
                 found[name][i] = part.reshape(found[name][i].shape)
         return jax.tree.unflatten(jax.tree.structure(table), list(found.values()))
 

@@ -51,6 +51,8 @@ def logits(
     second=None,
     stream: list | None = None,
     values=lambda v, first: v,
+    qkv=None,
+    around=lambda of, before, after: after,
 ):
     """f32[B, L, V].
 
@@ -63,17 +65,22 @@ def logits(
         second: ids of the second input, [B, L], of the tokens that are read.
         stream: gets the mean square of what each layer gives.
         values: (v of a layer, v of the first layer) -> what is attended to.
+        qkv: (weights of a layer, h, position) -> queries, keys and values as they attend; None: those of the Llama.
+        around: (weights of a layer, what it is given, what it gives) -> what it gives instead.
     """
     ids, position, document = tokens
     i, j = np.arange(ids.shape[1])[:, None], np.arange(ids.shape[1])[None]
     x = w.embed[ids] + (0 if second is None else w.embed[second])
     for layer in range(c.layers):
         of = jax.tree.map(lambda x, layer=layer: x[layer], w.layers)
-        h = norm(x, c.norm_epsilon) * of.attention_norm
-        q, k, v = (jnp.einsum("blm,m...d->bl...d", h, x) for x in (of.w_q, of.w_k, of.w_v))
+        before, h = x, norm(x, c.norm_epsilon) * of.attention_norm
+        if qkv is not None:
+            q, k, v = qkv(of, h, position)
+        else:
+            q, k, v = (jnp.einsum("blm,m...d->bl...d", h, x) for x in (of.w_q, of.w_k, of.w_v))
         first = v if layer == 0 else first
         v = values(v, first)
-        if rope(layer):
+        if qkv is None and rope(layer):
             q, k = rotated(q, position, c.rope_base), rotated(k, position, c.rope_base)
         scores = jnp.einsum("blkqd,bskd->bkqls", q, k) / np.sqrt(c.d_head)
         heads = scores.reshape(scores.shape[0], -1, *scores.shape[3:])
@@ -87,7 +94,7 @@ def logits(
         x = x + jnp.einsum("bkqls,bskd,kqdm->blm", exponents / total, v, of.w_o)
         h = norm(x, c.norm_epsilon) * of.mlp_norm
         out = (activation(h @ of.w_gate) * (h @ of.w_up)) @ of.w_down
-        x = x + (of.gain * out if gain else out)
+        x = around(of, before, x + (of.gain * out if gain else out))
         if stream is not None:
             stream.append(jnp.mean(x**2))
     return (norm(x, c.norm_epsilon) * w.final_norm) @ (w.embed if w.unembed is None else w.unembed).T

@@ -116,7 +116,8 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
             raise ValueError(f"the model reads {', '.join(inputs)} beside the tokens; no model in transformers does.")
         weights, _ = saved.read_weights(model, train.programs, config.other_source, log)
     weights = jax.tree.map(np.asarray, weights)
-    content, tensors = mapping_of(c.model.module).to_huggingface(weights, c.model)
+    merged = jax.tree.map(np.asarray, model.merged(weights)) if hasattr(model, "merged") else weights
+    content, tensors = mapping_of(c.model.module).to_huggingface(merged, c.model)
     check_rules(c.model, content)
     if content.get("max_position_embeddings", 0) is None:
         content["max_position_embeddings"] = c.training.seq_len

@@ -6,43 +6,75 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardwright.modeling.settings import ModelConfig
+from shardwright.modeling.settings import ModelConfig, RopeScaling
 
 
 def rope_frequencies(c: ModelConfig) -> np.ndarray:
     """Angles float32[d_head / 2], in radians a position: pair i of a head turns by base^(-2i/d_head).
 
-    With c.rope_scaling, linear divides all of them by its factor (arXiv 2306.15595). llama3 divides those with
-    wavelengths above original_length/low_frequency_factor, keeps those below original_length/high_frequency_factor, and
-    interpolates between (Llama 3.1's published code, `apply_scaling`).
+    With c.rope_scaling, linear divides all of them by its factor. llama3 divides those with wavelengths above
+    original_length/low_frequency_factor, keeps those below original_length/high_frequency_factor, and interpolates
+    between (Llama 3.1's published code, `apply_scaling`), in the frequency; yarn in the number of the pair.
 
     Raises:
-        ValueError: the two factors of llama3 leave no room between them.
+        ValueError: the two factors of llama3 or yarn leave no room between them; longrope has not a factor for each.
     """
-    frequencies = c.rope_base ** (-np.arange(0, c.d_head, 2) / c.d_head)
-    scaling = c.rope_scaling
+    pairs, scaling = np.arange(c.d_head // 2), c.rope_scaling
+    frequencies = c.rope_base ** (-2 * pairs / c.d_head)
     if scaling is None:
         return np.float32(frequencies)
     if scaling.kind == "linear":
         return np.float32(frequencies / scaling.factor)
-    turns = scaling.original_length * frequencies / (2 * math.pi)  # in the sequences of the first training
-    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    if scaling.kind == "dynamic":
+        stretch = max(1.0, scaling.factor * (scaling.length / scaling.original_length - 1) + 1)
+        return np.float32(frequencies * stretch ** (-2 * pairs / (c.d_head - 2)))
+    if scaling.kind == "longrope":
+        name = "short_factors" if scaling.length <= scaling.original_length else "long_factors"
+        if len(factors := getattr(scaling, name)) != len(pairs):
+            raise ValueError(f"model.rope_scaling.{name} has {len(factors)} factors; it must have {len(pairs)}.")
+        return np.float32(frequencies / np.array(factors))
+    names = (
+        ("low_frequency_factor", "high_frequency_factor") if scaling.kind == "llama3" else ("slow_turns", "fast_turns")
+    )
+    low, high = (getattr(scaling, name) for name in names)
     if high <= low:
-        raise ValueError(
-            f"model.rope_scaling.high_frequency_factor is {high}, which must be above low_frequency_factor {low}."
-        )
-    kept = np.clip((turns - low) / (high - low), 0, 1)
+        raise ValueError(f"model.rope_scaling.{names[1]} is {high}, which must be above {names[0]} {low}.")
+    if scaling.kind == "llama3":
+        turns = scaling.original_length * frequencies / (2 * math.pi)  # in the sequences of the first training
+        kept = np.clip((turns - low) / (high - low), 0, 1)
+    else:
+        pair_of = lambda turns: math.log(scaling.original_length / (2 * math.pi * turns), c.rope_base) * c.d_head / 2
+        first, last = pair_of(high), pair_of(low)
+        first, last = (math.floor(first), math.ceil(last)) if scaling.truncate else (first, last)
+        first, last = max(first, 0), min(last, c.d_head - 1)
+        kept = 1 - np.clip((pairs - first) / (last - first or 0.001), 0, 1)
     return np.float32(frequencies * (kept + (1 - kept) / scaling.factor))
 
 
+def attention_factor(scaling: RopeScaling | None) -> float:
+    """Factor on rotated queries and keys."""
+    if scaling is None or scaling.attention_factor is not None:
+        return scaling.attention_factor if scaling else 1.0
+    if scaling.kind == "yarn":
+        return 0.1 * math.log(scaling.factor) + 1
+    if scaling.kind == "longrope":
+        return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_length))
+    return 1.0
+
+
 def tables(c: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Cosines and sines of the angles at positions[B, L], each f32[B, L, d_head / 2]."""
+    """Cosines and sines of the angles at positions[B, L], each f32[B, L, d_head / 2], times attention_factor."""
     angles = jnp.float32(positions)[..., None] * rope_frequencies(c)
-    return jnp.cos(angles), jnp.sin(angles)
+    factor = attention_factor(c.rope_scaling)
+    return (jnp.cos(angles), jnp.sin(angles)) if factor == 1 else (factor * jnp.cos(angles), factor * jnp.sin(angles))
 
 
 def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """RoPE on x[B, L, …, D]. Entry i of the first half of a head turns with entry i of the second, by rope[B, L, i]."""
+    """RoPE on x[B, L, …, D]. Entry i of the first half of a head turns with entry i of the second, by rope[B, L, i].
+
+    Tables for fewer entries turn the first entries of a head, and the others stay.
+    """
     cos, sin = (table.reshape(*table.shape[:2], *[1] * (x.ndim - 3), table.shape[2]) for table in rope)
-    a, b = jnp.split(jnp.float32(x), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    n = cos.shape[-1]
+    a, b, *rest = jnp.split(jnp.float32(x), [n, 2 * n][: 1 + (2 * n < x.shape[-1])], axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, *rest], axis=-1).astype(x.dtype)

@@ -11,15 +11,32 @@ class RopeScaling:
     """Scaling of the rotary wavelengths of a model that was trained on shorter sequences."""
 
     kind: str
-    """linear: divides positions by `factor` (arXiv 2306.15595). llama3: stretches only long wavelengths (Llama 3.1)."""
+    """linear: divides positions by `factor` (arXiv 2306.15595). llama3: stretches only long wavelengths (Llama 3.1).
+    yarn: the same between two entries of a head (arXiv 2309.00071). dynamic: another base for sequences longer than
+    original_length. longrope: a factor for each wavelength (arXiv 2402.13753)."""
     factor: float = at_least_1()
     """Length of the new sequences over that of the first training; at least 1."""
     original_length: int = at_least_1(8192)
-    """llama3: tokens in a sequence of the first training."""
+    """Tokens in a sequence of the first training; not for linear."""
     low_frequency_factor: float = at_least_1(1.0)
     """llama3: wavelengths above original_length divided by this are stretched by `factor`."""
     high_frequency_factor: float = at_least_1(4.0)
     """llama3: wavelengths below original_length divided by this stay; those between are interpolated."""
+    slow_turns: float = above_0(1.0)
+    """yarn: what turns less often than this in original_length is stretched by `factor`."""
+    fast_turns: float = above_0(32.0)
+    """yarn: what turns more often than this in original_length stays; entries between are interpolated."""
+    truncate: bool = True
+    """yarn: whether the interpolation begins and ends at whole entries."""
+    attention_factor: float | None = above_0(None)
+    """yarn, longrope: factor on the rotated queries and keys. Null: 0.1·ln(factor) + 1 for yarn, √(1 + ln(factor) /
+    ln(original_length)) for longrope."""
+    length: int = at_least_1(8192)
+    """dynamic, longrope: tokens in a sequence, from which the angles follow, however long the sequence at hand is."""
+    short_factors: list[float] = dataclasses.field(default_factory=list)
+    """longrope: factors on the wavelengths if `length` is at most original_length."""
+    long_factors: list[float] = dataclasses.field(default_factory=list)
+    """longrope: factors on the wavelengths if `length` is more."""
 
 
 @dataclasses.dataclass
@@ -75,4 +92,6 @@ class ModelConfig:
         if self.d_head % 2:
             raise ValueError(f"model.d_head is {self.d_head}; RoPE turns pairs of entries, so it must be even.")
         if self.rope_scaling is not None:
-            check_choice("model.rope_scaling.kind", self.rope_scaling.kind, ("linear", "llama3"))
+            check_choice(
+                "model.rope_scaling.kind", self.rope_scaling.kind, ("linear", "llama3", "yarn", "dynamic", "longrope")
+            )

@@ -127,7 +127,7 @@ def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots, pools):
     def loss(x: f32["B/r/d/e L/c/t M"], w: moe.Layer, out: f32["B/r/d/e L/c/t M"]) -> tuple:
         w = used(w)
         routing = moe.route(x, w, c)
-        y, filled = (moe.everywhere(x, routing, w), 0.0) if slots is None else moe.in_slots(x, routing, w, slots, c)
+        y, filled = (moe.everywhere(x, routing, w, c), 0.0) if slots is None else moe.in_slots(x, routing, w, slots, c)
         total = shardops.einsum_unreduced("B/r/d/e L/c/t M, B/r/d/e L/c/t M -> +r +c +t +d +e", y, out)
         return shardops.psum("+r +c +t +d +e ->", total), filled
 
@@ -164,7 +164,8 @@ def test_an_expert_without_tokens_has_a_zero_gradient(platform, slots, pools, mo
     def gradient(x: f32["B/r/d/e L/c/t M"], w: moe.Layer) -> moe.Layer:
         def total(w):
             routing = moe.route(x, used(w), c)
-            y = moe.everywhere(x, routing, used(w)) if slots is None else moe.in_slots(x, routing, used(w), slots, c)[0]
+            how = (x, routing, used(w))
+            y = moe.everywhere(*how, c) if slots is None else moe.in_slots(*how, slots, c)[0]
             square = shardops.einsum_unreduced("B/r/d/e L/c/t M -> +r +c +t +d +e", jnp.square(y))
             return shardops.psum("+r +c +t +d +e ->", square)
 
@@ -373,7 +374,7 @@ def test_the_block_of_deepseek_v3():
 
     def loss(w: moe.Layer, x: f32["B/r/d/e L/c/t M"], out: f32["B/r/d/e L/c/t M"]) -> f32[""]:
         w = used(w)
-        y = moe.everywhere(x, moe.route(x, w, c), w) + moe.shared_mlp(x, w, shardops.einsum_unreduced)
+        y = moe.everywhere(x, moe.route(x, w, c), w, c) + moe.shared_mlp(x, w, c, shardops.einsum_unreduced)
         total = shardops.einsum_unreduced("B/r/d/e L/c/t M, B/r/d/e L/c/t M -> +r +c +t +d +e", y, out)
         return shardops.psum("+r +c +t +d +e ->", total)
 

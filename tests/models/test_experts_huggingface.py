@@ -10,7 +10,7 @@ import tiny
 from huggingface_models import export, to_run
 
 from shardwright.run.opening import read_weights
-from tools.huggingface import experts
+from tools.huggingface import families
 
 truth = pytest.importorskip("experts_truth")
 transformers = pytest.importorskip("transformers")
@@ -32,7 +32,7 @@ def test_there_and_back_is_the_same_to_the_bit(kind, one_device, tmp_path):
     assert type(loaded).__name__ == f"{truth.KINDS[kind][0]}ForCausalLM"
     to_run(tmp_path / "exported", tmp_path / "back")
     model, weights = models.read(tmp_path / "back")
-    assert model == c
+    assert model == dataclasses.replace(c, family=kind)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, weights), jax.tree.map(np.asarray, w))
 
 
@@ -51,15 +51,15 @@ def test_what_transformers_saved_has_its_logits(kind, one_device, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"shared_experts": 1}, "model.shared_experts is 1; no family"),
-        ({"scores": "sigmoid"}, "model.scores is 'sigmoid'; no family"),
-        ({"normalize": False}, "Mixtral divides the weights of experts by their sum"),
-        ({"qk_norm_all": True}, "OLMoE's heads have d_model = 32 entries together"),
+        ({"shared_experts": 1}, "model.shared_experts is 1; mixtral in transformers does not have it"),
+        ({"scores": "sigmoid"}, "model.scores is 'sigmoid'; mixtral in transformers"),
+        ({"normalize": False}, "model.normalize is False; mixtral in transformers"),
+        ({"sinks": True, "qk_norm_all": True}, "model.sinks is True; olmoe in transformers"),
     ],
 )
 def test_other_math_is_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
-        experts.to_huggingface(None, truth.model(**changes))
+        families.to_huggingface(None, truth.model(**changes))
 
 
 def test_what_training_adds_to_experts_may_differ_from_the_checkpoint(one_device, tmp_path):

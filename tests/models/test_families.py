@@ -1,5 +1,6 @@
-"""family.py against transformers' own models of each family: logits, gradients, greedy texts, there and back."""
+"""Models of each family against transformers' own: logits, gradients, greedy texts, there and back."""
 
+import copy
 import dataclasses
 import json
 
@@ -13,8 +14,10 @@ from safetensors.numpy import load_file
 from verifying import verify
 
 import family
+import moe
 import train
 from shardwright.modeling.model import load_model
+from shardwright.modeling.settings import RopeScaling
 from shardwright.run.soundness import find_unsound
 from tools.huggingface import families
 from tools.verify.meshes import abstract_mesh_of
@@ -23,6 +26,14 @@ SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 8,
     "num_key_value_heads": 4, "max_position_embeddings": 96, "bos_token_id": 3, "eos_token_id": 1, "pad_token_id": None,
     "tie_word_embeddings": False, "attn_implementation": "eager",
+}  # fmt: skip
+YARN = {
+    "rope_type": "yarn", "factor": 4.0, "rope_theta": 100.0, "beta_fast": 8.0, "beta_slow": 1.0,
+    "original_max_position_embeddings": 24,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.5, "short_factor": [1.0, 2.0],
+    "long_factor": [1.5, 4.0], "original_max_position_embeddings": 64, "factor": 1.5,
 }  # fmt: skip
 KINDS = {
     "Qwen2": {},
@@ -35,7 +46,28 @@ KINDS = {
         "final_logit_softcapping": 2.0, "tie_word_embeddings": True,
     },
     "Phi3": {"sliding_window": 5},
+    "Phi3 longrope": {
+        "rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "Llama yarn": {"rope_parameters": YARN, "head_dim": 16},
+    "Llama dynamic": {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings": 64, "head_dim": 8,
+    },
+    "Gemma3": {
+        "sliding_window": 5, "head_dim": 8, "query_pre_attn_scalar": 11, "num_hidden_layers": 8,
+        "sliding_window_pattern": 3, "final_logit_softcapping": 2.0, "tie_word_embeddings": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    },
+    "GptOss": {
+        "sliding_window": 5, "head_dim": 8, "num_key_value_heads": 2, "num_local_experts": 8,
+        "num_experts_per_tok": 3, "rope_parameters": YARN | {"truncate": False},
+    },
 }  # fmt: skip
+"""Of each: settings of a small one. The first word is the class."""
 
 
 OURS = {
@@ -48,13 +80,25 @@ OURS = {
         "full_every": 2, "attention_softcap": 0.5, "attention_scalar": 11, "logit_softcap": 2.0,
         "tied_embeddings": True,
     },
+    "Gemma3": {
+        "norms": "both", "norm_offset": True, "embedding_scaled": True, "activation": "gelu", "window": 5,
+        "full_every": 3, "attention_scalar": 11, "qk_norm": True, "window_rope_base": 100.0, "d_head": 8,
+        "rope_scaling": RopeScaling("linear", 8.0), "tied_embeddings": True,
+    },
+    "GptOss": {
+        "qkv_bias": True, "out_bias": True, "sinks": True, "window": 5, "full_every": 2, "activation": "clamped",
+        "rope_scaling": RopeScaling("yarn", 4.0, 24, truncate=False), "n_q_per_kv": 4, "d_head": 8,
+        "experts": 8, "experts_per_token": 3, "expert_bias": True,
+    },
+    "Phi3": {"rotary_share": 0.5, "d_head": 8},
 }  # fmt: skip
 """Settings of ours for each kind of math."""
 
 
 def ours(name: str, **changes) -> family.ModelConfig:
     sizes = {"vocab": 64, "d_model": 32, "layers": 4, "n_kv": 4, "n_q_per_kv": 2, "d_head": 4, "d_ff": 48}
-    return family.ModelConfig(**sizes | OURS[name] | changes)
+    settings = sizes | OURS[name] | changes
+    return (moe if "experts" in settings else family).ModelConfig(**settings)
 
 
 @pytest.fixture
@@ -63,16 +107,30 @@ def one_device():
         yield
 
 
+def config_of(name: str, **changes):
+    """The configuration of a small model of transformers. It completes the dicts that it is given."""
+    kind = name.split()[0].replace("Gemma3", "Gemma3Text")
+    given = copy.deepcopy(SIZES | KINDS[name] | changes)
+    return getattr(pytest.importorskip("transformers"), f"{kind}Config")(**given)
+
+
+def for_length(c, length: int):
+    """The model with RoPE for sequences of `length`, as transformers takes it from the text."""
+    scaling = c.rope_scaling and dataclasses.replace(c.rope_scaling, length=length)
+    return dataclasses.replace(c, rope_scaling=scaling)
+
+
 def theirs(name: str, **changes):
     """A small model of transformers whose weights are all random: norms and biases too."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    config = getattr(transformers, f"{name}Config")(**SIZES | KINDS[name] | changes)
-    model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model = getattr(transformers, f"{name.split()[0]}ForCausalLM")(config_of(name, **changes)).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for key, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(parameter + 0.3 * noise if parameter.ndim == 1 else 0.2 * noise)
+            if key.endswith("gate_up_proj_bias"):  # so that 7 is a limit that is met
+                parameter.mul_(30)
     return model
 
 
@@ -98,13 +156,14 @@ def test_a_model_of_transformers_and_its_logits(name, one_device, tmp_path):
 
     model = theirs(name)
     c, w = imported(model, tmp_path)
-    assert (c.module, c.family) == ("family", model.config.model_type)
-    batch, logits = models.rows(c), models.logits_of(c)
+    kind = model.config.model_type
+    assert (c.module, getattr(c, "family", kind)) == (families.KINDS[kind].module, kind)
+    batch, logits = models.rows(c), models.logits_of(for_length(c, models.LENGTH))
     expected = their_logits(model, batch, c.bos_id).detach().numpy()
     assert np.abs(expected).max() > 0.5
     np.testing.assert_allclose(logits(w, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
-    ids = np.array([c.bos_id], np.uint32)
+    ids, logits = np.array([c.bos_id], np.uint32), models.logits_of(for_length(c, 12))
     for place in range(12):
         batch.targets[:, :place] = ids[1:]
         ids = np.append(ids, logits(w, batch)[0, place].argmax().astype(np.uint32))
@@ -127,9 +186,9 @@ def test_gradients_are_those_of_transformers(name, mesh, one_device, tmp_path):
     batch = tiny.host_batch()
     batch.is_seq_start[:] = np.arange(tiny.LENGTH) == 0
     with jax.set_mesh(tiny.mesh(mesh)):
-        w = tiny.place(jax.tree.map(np.asarray, w), family.Weights)
-        logits, loss, gradients = losses_and_gradients(w, batch, c)
-    gradients = families.names_of(c, c.family).to_tensors(gradients, family.weight_table(c))
+        w = tiny.place(jax.tree.map(np.asarray, w), load_model(c).Weights)
+        logits, loss, gradients = losses_and_gradients(w, batch, for_length(c, tiny.LENGTH))
+    gradients = families.names_of(c).to_tensors(gradients, load_model(c).table)
     expected = their_logits(model, batch, c.bos_id)
     assert_same((logits, loss, gradients), expected, model, batch)
 
@@ -160,16 +219,16 @@ def test_steps_are_proved(name, sizes):
         ("Gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types is .*full_attention"),
         ("Gemma2", {"attention_bias": True}, "attention_bias is True"),
         ("Gemma2", {"hidden_act": "silu"}, "hidden_act is 'silu'"),
-        ("Phi3", {"rope_scaling": {"rope_type": "longrope"}}, "rope_type is 'longrope'"),
-        ("Phi3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ("Qwen2", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+        ("Gemma3", {"layer_types": ["full_attention"] + ["sliding_attention"] * 7}, "layer_types is "),
+        ("GptOss", {"swiglu_limit": 5.0}, "swiglu_limit is 5.0"),
         ("Olmo2", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
     ],
 )
 def test_other_math_is_refused_by_name(name, changes, message):
-    config = getattr(pytest.importorskip("transformers"), f"{name}Config")(**SIZES | KINDS[name]).to_dict()
-    config["rope_parameters"] |= changes.pop("rope_scaling", {}) | {
-        key: changes.pop(key) for key in ("partial_rotary_factor",) if key in changes
-    }
+    config = config_of(name).to_dict()
+    config["rope_parameters"] |= changes.pop("rope_scaling", {})
     with pytest.raises(ValueError, match=message):
         families.from_huggingface(config | changes, {})
 
@@ -192,7 +251,7 @@ def test_what_no_family_has_is_refused_by_name(name, changes, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"full_every": 3}, "model.layers is 4; .* multiple of 3"),
+        ({"rotary_share": 0.3}, "model.rotary_share is 0.3, of d_head 4"),
         ({"full_every": 2, "window": None}, "model.full_every is 2, but no layer has a window"),
         ({"qk_norm": True, "qk_norm_all": True}, "both true"),
         ({"norms": "none"}, "model.norms is 'none'"),
@@ -204,10 +263,18 @@ def test_settings_that_contradict_each_other(changes, message):
 
 
 @pytest.mark.long
-def test_a_step_with_all_switches_is_the_same_on_a_mesh(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("Gemma2", {"qkv_bias": True, "qk_norm_all": True, "no_rope_every": 4}),
+        ("Gemma3", {"layers": 6, "rotary_share": 0.5, "sinks": True, "out_bias": True, "n_q_per_kv": 4}),
+        ("GptOss", {}),
+    ],
+)
+def test_a_step_with_all_switches_is_the_same_on_a_mesh(tmp_path, name, more):
     """In f64, on one device and on another mesh."""
     (tmp_path / "model").mkdir()
-    model = dataclasses.asdict(ours("Gemma2", qkv_bias=True, qk_norm_all=True, no_rope_every=4))
+    model = dataclasses.asdict(ours(name, **more))
     (tmp_path / "model/all.yaml").write_text(json.dumps(model))
     done = verify(tmp_path, f"--config-dir={tmp_path}", "model=all", "verify.meshes=[e2c2t2]", "mesh.p=1")
     assert done.returncode == 0, done.stdout + done.stderr

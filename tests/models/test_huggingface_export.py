@@ -19,7 +19,7 @@ import gpt2
 from shardwright.modeling.model import module_of
 from shardwright_data.flat_tokens import Writer
 from shardwright_data.text.tokenizers import open_tokenizer
-from tools.huggingface import llama as huggingface_llama
+from tools.huggingface import families
 
 ROOT = Path(__file__).parents[2]
 GPT2 = gpt2.ModelConfig(
@@ -176,7 +176,7 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(saved, tmp_path):
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
 
-EXCHANGE = "from tools.huggingface.llama import from_huggingface, to_huggingface\n"
+EXCHANGE = "from tools.huggingface.families import from_huggingface, to_huggingface\n"
 RULE = "visible=(rules.causal, rules.same_document)"
 GATE = "(jax.nn.silu(jnp.float32(gate)) * up).astype(dtype)"
 ALIBI = "score=lambda scores, q, k, heads: scores - (q.index - k.index) * 0.5 ** heads"
@@ -187,7 +187,7 @@ EDITS = {
             ('>> act["F/t M"]\n', '>> act["F/t M"]\n    mlp_bias: f32["M/t/d"] >> f32["M"]\n'),
             ("            mlp_norm=", "            mlp_bias=vector(n, c.d_model, value=0),\n            mlp_norm="),
         ],
-        r"^Llama and Qwen3 in transformers .* Only one of them has weights/layers/mlp_bias",
+        r"^llama in transformers .* Only one of them has weights/layers/mlp_bias",
     ),
     "window": (
         [(RULE, "visible=(rules.causal, rules.same_document, rules.Window(64))")],
@@ -259,14 +259,14 @@ def test_an_edit_that_changes_nothing_is_exported(edited, tmp_path):
 
 def test_a_setting_that_transformers_does_not_have_is_refused(saved, tmp_path):
     _, _, run = saved("grouped", logit_softcap=30.0)
-    with pytest.raises(ValueError, match=r"model.logit_softcap is 30.0; no Llama in transformers has it"):
+    with pytest.raises(ValueError, match=r"model.logit_softcap is 30.0; llama in transformers does not have it"):
         export(run, tmp_path / "exported")
     assert list(tmp_path.iterdir()) == [tmp_path / "run"]
 
 
 def transposed(monkeypatch):
-    monkeypatch.setitem(huggingface_llama._LAYER, "w_gate", "mlp.up_proj")
-    monkeypatch.setitem(huggingface_llama._LAYER, "w_up", "mlp.gate_proj")
+    monkeypatch.setitem(families._LAYER, "w_gate", "mlp.up_proj.weight")
+    monkeypatch.setitem(families._LAYER, "w_up", "mlp.gate_proj.weight")
 
 
 def without_package(monkeypatch):

@@ -27,7 +27,7 @@ from shardlib.shardtypes import make_shardings
 from shardwright.huggingface import as_transformers_reads
 from shardwright.modeling import rules
 from shardwright.modeling.model import load_model
-from shardwright.modeling.rope import rope_frequencies
+from shardwright.modeling.rope import attention_factor, rope_frequencies
 from shardwright.modeling.settings import RopeScaling
 from shardwright.modeling.weights import shapes_of
 from shardwright.run import config as run_config
@@ -37,7 +37,7 @@ from shardwright.run.resuming import fixed_settings, with_defaults
 from shardwright.run.stages import placement_of
 from shardwright.settings.differences import config_differences
 from tools import huggingface_to_checkpoint as tool
-from tools.huggingface import llama as huggingface_llama
+from tools.huggingface import families
 
 pytest.importorskip("transformers", reason="transformers reads config.json")
 ROOT = Path(__file__).parents[2]
@@ -147,6 +147,9 @@ def test_logits_here_are_those_of_transformers(tmp_path, mesh, kind, settings):
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
+SHORT, LONG = [1 + i / 64 for i in range(64)], [1 + i for i in range(64)]
+
+
 @pytest.mark.parametrize("base", [500_000.0, 100.0])
 @pytest.mark.parametrize(
     "scaling",
@@ -156,6 +159,12 @@ def test_logits_here_are_those_of_transformers(tmp_path, mesh, kind, settings):
         RopeScaling("llama3", 8.0),
         RopeScaling("llama3", 32.0),
         RopeScaling("llama3", 2.5, original_length=100, low_frequency_factor=1.5, high_frequency_factor=9.0),
+        RopeScaling("yarn", 4.0, original_length=4096),
+        RopeScaling("yarn", 32.0, 100, slow_turns=1.5, fast_turns=20.0, truncate=False, attention_factor=1.25),
+        RopeScaling("dynamic", 2.0, original_length=2048, length=2000),
+        RopeScaling("dynamic", 2.0, original_length=2048, length=9000),
+        RopeScaling("longrope", 8.0, 4096, length=4096, short_factors=SHORT, long_factors=LONG),
+        RopeScaling("longrope", 8.0, 4096, length=4097, short_factors=SHORT, long_factors=LONG, attention_factor=1.25),
     ],
 )
 def test_rotary_frequencies_are_those_of_transformers(scaling, base):
@@ -165,13 +174,14 @@ def test_rotary_frequencies_are_those_of_transformers(scaling, base):
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     c = models.model("grouped", d_head=128, rope_base=base, rope_scaling=scaling)
-    stated, _ = huggingface_llama.to_huggingface(zeros(train, c), c)
-    config = LlamaConfig(**stated | {"max_position_embeddings": 2**17})
+    stated, _ = families.to_huggingface(zeros(c), c)
+    length = stated["max_position_embeddings"] if scaling and scaling.kind == "dynamic" else 2**17
+    config = LlamaConfig(**stated | {"max_position_embeddings": length})
     if scaling is None:
         expected = LlamaRotaryEmbedding(config).inv_freq
     else:
-        expected, attention_factor = ROPE_INIT_FUNCTIONS[scaling.kind](config, torch.device("cpu"))
-        assert attention_factor == 1
+        expected, factor = ROPE_INIT_FUNCTIONS[scaling.kind](config, torch.device("cpu"), seq_len=scaling.length)
+        np.testing.assert_allclose(attention_factor(scaling), factor, rtol=1e-12)
     found = rope_frequencies(c)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected.numpy(), rtol=1e-6)
@@ -252,11 +262,11 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
 MATH = [
     ({"attention_bias": True}, r"attention_bias is True, and this model has False: it would give other logits"),
     ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and this model has 'silu'"),
-    ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window is 4096"),
-    ({"model_type": "mistral", "sliding_window": ...}, "sliding_window is 4096"),  # what its absence means
     ({"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 8}, "use_sliding_window is True"),
-    ({"model_type": "gemma"}, r"model_type is 'gemma'; train.py can be llama, mistral, qwen3"),
-    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'; train.py has default, linear, ll"),
+    ({"model_type": "gemma"}, r"model_type is 'gemma'; it can be llama, qwen3, mistral"),
+    ({"rope_scaling": {"rope_type": "proportional"}}, "rope_type is 'proportional'; this model has default, linear"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7}}, "mscale is 0.7"),
+    ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
     ({"rope_scaling": {"rope_type": "linear"}}, "Missing required keys in .*factor"),
     ({"num_hidden_layers": 10**9}, r"model.layers is 1000000000; it must be at least 1 and below 2\*\*16"),
     ({"head_dim": 7}, "requires an even"),
@@ -271,15 +281,15 @@ MATH_OF_GPT2 = [
 ]
 
 
-def zeros(mapping, c):
+def zeros(c):
     """Weights of a model, all 0."""
-    return jax.tree.map(lambda w: np.zeros(w.shape, np.float32), mapping.weight_table(c))
+    return jax.tree.map(lambda w: np.zeros(w.shape, np.float32), load_model(c).table)
 
 
 def imported(module, c, changes):
     """The model of an exported model's config.json with changes; ... removes a field."""
-    mapping = gpt2 if module == "gpt2" else huggingface_llama
-    content, tensors = mapping.to_huggingface(zeros(mapping, c), c)
+    mapping = gpt2 if module == "gpt2" else families
+    content, tensors = mapping.to_huggingface(zeros(c), c)
     stated = {key: value for key, value in content.items() if value is not None or key == "sliding_window"}
     stated |= {"bos_token_id": c.bos_id} | changes
     config = as_transformers_reads({key: value for key, value in stated.items() if value is not ...})
@@ -317,8 +327,8 @@ def test_what_does_not_change_the_logits_is_no_hindrance(changes, becomes):
 
 def test_tensors_must_be_those_of_the_model():
     c = models.model("grouped")
-    _, tensors = huggingface_llama.to_huggingface(zeros(train, c), c)
-    read = lambda tensors, c=c: huggingface_llama.names_of(c).from_tensors(tensors, train.weight_table(c))
+    _, tensors = families.to_huggingface(zeros(c), c)
+    read = lambda tensors, c=c: families.names_of(c).from_tensors(tensors, train.weight_table(c))
     with pytest.raises(ValueError, match=r"1 tensors are only in the files, or only in the model: lm_head.weight"):
         read({k: v for k, v in tensors.items() if k != "lm_head.weight"})
     bias = {f"model.layers.{i}.self_attn.q_proj.bias": None for i in range(5)}

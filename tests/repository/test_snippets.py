@@ -16,7 +16,7 @@ import gpt2
 from shardlib import shardops
 from shardlib.shardtypes import f32, typed_shard_map
 from shardwright.modeling import rules
-from tools.huggingface import llama as llama_huggingface
+from tools.huggingface import families
 
 pytestmark = pytest.mark.quick
 
@@ -81,7 +81,7 @@ def test_the_functions_of_an_exchange_have_these_signatures():
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     assert [function.name for function in functions] == ["to_huggingface", "from_huggingface"]
     for function in functions:
-        for module in (gpt2, llama_huggingface):
+        for module in (gpt2, families):
             code = getattr(module, function.name).__code__
             assert code.co_varnames[: code.co_argcount] == tuple(argument.arg for argument in function.args.args)
 

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[2]
 FLOORS = [
     ("tools", "bench"),
-    ("family", "gpt2", "moe"),
+    ("moe",),
+    ("family", "gpt2"),
     ("train",),
     ("shardwright.sampling", "shardwright.huggingface"),
     ("shardwright.run",),
@@ -43,7 +44,7 @@ BY_NAME = {
 BY_NAME |= {"bench.throughput.peers.seqax_trainer", "shardwright.run.trackers"}
 """Modules that import what a configuration, a command line, a pickled function, or a list of programs names."""
 SHARED = {f"tools.report.{name}" for name in ("comparing", "page", "plots", "reading")}
-SHARED |= {f"tools.huggingface.{name}" for name in ("check", "experts", "families", "llama")}
+SHARED |= {f"tools.huggingface.{name}" for name in ("check", "families")}
 SHARED |= {"bench.throughput.peers.ours"}
 """Modules of several programs."""
 MAX_LINES, MAX_SHARE, MAX_TRAIN_NAMES = 450, 0.25, 31

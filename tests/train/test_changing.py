@@ -14,8 +14,10 @@ import pytest
 import tiny
 import yaml
 import zarr
+from huggingface_models import COMPARES, export, read, to_run
 from jax.sharding import AbstractMesh, AxisType
 from recipes import PAGE, RECIPES, ROOT, changed, hunks, module_of
+from redrawn import redrawn
 from verifying import verify
 
 from shardwright.modeling.model import inputs_of, load_model
@@ -24,7 +26,8 @@ from shardwright.optimizers.config import GroupConfig
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.config import PipelineConfig
-from shardwright.run.opening import fresh_state, read_weights
+from shardwright.run.opening import fresh_state
+from shardwright.run.soundness import find_unsound
 from shardwright.run.stages import placement_of
 from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright_data.loader import TokenBatch, batch_shapes
@@ -91,7 +94,21 @@ KIND_READ = np.where(BATCH.is_seq_start, 0, np.pad(KIND[:, :-1], ((0, 0), (1, 0)
 alibi = lambda layer, scores, i, j: scores - (2.0 ** (-(np.arange(16) + 1) / 2))[:, None, None] * (i - j)
 layer_norm = lambda x, epsilon: dense.rms(x - x.mean(-1, keepdims=True), epsilon)
 in_window = lambda i, j: (i >= j) & (i - j < 5)
+
+
+def latent_heads(of, h, position, epsilon=1e-5):
+    """Queries, keys and values of multi-head latent attention; the first half of a head's entries is turned."""
+    half = of.w_q.shape[-1] // 2
+    project = functools.partial(jnp.einsum, "blm,m...d->bl...d")
+    latent = dense.rms(h @ of.w_latent, epsilon) * of.latent_norm
+    turned = lambda x: dense.rotated(x, position, 10_000.0)
+    q, k, v = (project(x, w) for x, w in ((h, of.w_q), (latent, of.w_k), (latent, of.w_v)))
+    shared = jnp.broadcast_to(turned(h @ of.w_turned)[:, :, None], (*k.shape[:3], half))
+    return jnp.concatenate([turned(q[..., :half]), q[..., half:]], -1), jnp.concatenate([shared, k], -1), v
+
+
 DENSE = {  # recipe: how dense.logits is told of it
+    "Multi-head latent attention": {"qkv": latent_heads},
     "An activation": {"activation": jax.nn.gelu},
     "A norm": {"norm": layer_norm},
     "A position scheme": {"rope": lambda layer: False, "score": alibi},
@@ -114,9 +131,13 @@ def test_the_types_of_each_recipe_hold(recipe):
         assert train.programs(c, model, batch).keys() == {"training", "evaluation"}
 
 
+ON_C = "d=2 c=2 t=2"
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-@pytest.mark.parametrize("recipe", DENSE)
+@pytest.mark.parametrize(
+    ("recipe", "mesh"), [(r, m) for r in DENSE for m in (*MESHES, *([ON_C] if "latent" in r else []))]
+)
 def test_a_model_is_the_dense_one(recipe, mesh):
     c = tiny.model(layers=4)
     batch = WITH_KIND if "second" in recipe else BATCH
@@ -126,6 +147,8 @@ def test_a_model_is_the_dense_one(recipe, mesh):
     np.testing.assert_allclose(found.validation, found.metrics[0].loss, rtol=1e-5)
     plain = {"gain": True, "sinks": True} | DENSE[recipe]
     plain = {} if recipe not in ("A new weight", "Attention sinks") else dict.fromkeys(plain, False)
+    if "latent" in recipe:  # its weights are not the Llama's; without what is turned it is another model
+        plain = {"qkv": lambda of, h, position: latent_heads(of, h, 0 * position)}
     assert abs(loss(found.before[0], **plain) - found.validation) > 1e-4, "the change is felt"
 
 
@@ -144,6 +167,91 @@ def test_a_loss_and_a_metric_from_a_layer(mesh):
     plain = dense.cross_entropy(dense.logits(found.before[0], TOKENS, c, stream=stream), BATCH)
     np.testing.assert_allclose(found.validation, plain, rtol=1e-5)
     np.testing.assert_allclose(found.metrics[0].layers.by_name()["stream"], stream, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [*MESHES, ON_C])
+def test_mixture_of_depths(mesh):
+    c, found = tiny.model(layers=4), trained("Mixture of depths", mesh)
+
+    def loss(w):
+        losses, shares = [], []
+
+        def around(of, before, after):
+            score = jax.nn.sigmoid(dense.rms(before, c.norm_epsilon) @ of.router)
+            wanted = jnp.argsort(jnp.argsort(score, axis=1), axis=1) >= score.shape[1] // 2
+            losses.append(-jnp.mean(jnp.log(jnp.where(wanted, score, 1 - score))))
+            shares.append(jnp.mean(score > 0.5))
+            return jnp.where((score > 0.5)[..., None], before + score[..., None] * (after - before), before)
+
+        plain = dense.cross_entropy(dense.logits(w, TOKENS, c, around=around), BATCH)
+        return plain + 0.01 * sum(losses), (plain, shares)
+
+    assert_gradients(found, lambda w: loss(w)[0])
+    _, (plain, shares) = loss(found.before[0])
+    np.testing.assert_allclose(found.validation, plain, rtol=1e-5)
+    np.testing.assert_allclose(found.metrics[0].layers.by_name()["taken"], shares, rtol=1e-4)
+    assert min(shares) > 0.2
+    assert max(shares) < 0.8
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("recipe", ["Multi-head latent attention", "Mixture of depths"])
+def test_a_step_is_proved_and_a_text_sampled(recipe):
+    c = tiny.config(tiny.model(module="changed_train", layers=2))
+    settings = Sampling(max_tokens=8, temperature=0.0)
+    with module_of(changed(recipe)) as train:
+        model = load_model(c.model)
+        mesh = AbstractMesh((2, 2, 2), ("d", "c", "t"), axis_types=(AxisType.Explicit,) * 3)
+        assert find_unsound(train.programs, c, model, mesh) == []
+        with jax.set_mesh(tiny.mesh("d=2 t=2")):
+            w = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0)).weights
+            sampler, prompts = Sampler(train.Forward(model, c.training), settings, 16), [[5, 9, 2], [7]]
+            texts = sampler.generate(w, prompts)
+            assert redrawn(sampler.forward, w, prompts, texts, settings, 16) == texts
+
+
+def test_latent_attention_is_that_of_deepseek():
+    """Of transformers, whose heads have the entries that are turned last."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    c = tiny.model(module="changed_train", layers=2, n_q_per_kv=1, d_head=8, norm_epsilon=1e-6)
+    with module_of(changed("Multi-head latent attention")):
+        table, rng = load_model(c).table, np.random.default_rng(0)
+    w = jax.tree.map(lambda x: rng.normal(x.mean, x.std or 0.3, x.shape).astype(np.float32), table)
+    config = transformers.DeepseekV3Config(
+        vocab_size=c.vocab, hidden_size=c.d_model, intermediate_size=c.d_ff, num_hidden_layers=2, pad_token_id=None,
+        first_k_dense_replace=2, num_attention_heads=8, num_key_value_heads=8, kv_lora_rank=16, q_lora_rank=None,
+        qk_rope_head_dim=4, qk_nope_head_dim=4, v_head_dim=8, rope_interleave=False, rms_norm_eps=1e-6,
+        num_mtp_layers=0, attn_implementation="eager",
+        rope_parameters={"rope_type": "default", "rope_theta": 10_000.0},
+    )  # fmt: skip
+    flat = lambda x: torch.tensor(x.reshape(len(x), -1).T.copy())
+    state = {"model.embed_tokens.weight": w.embed, "model.norm.weight": w.final_norm, "lm_head.weight": w.unembed}
+    state = {name: torch.tensor(x) for name, x in state.items()}
+    for i in range(2):
+        of = jax.tree.map(lambda x, i=i: x[i], w.layers)
+        named = {
+            "input_layernorm": torch.tensor(of.attention_norm),
+            "self_attn.q_proj": flat(np.roll(of.w_q, 4, axis=-1)),
+            "self_attn.kv_a_proj_with_mqa": flat(np.concatenate([of.w_latent, of.w_turned], axis=-1)),
+            "self_attn.kv_a_layernorm": torch.tensor(of.latent_norm),
+            "self_attn.kv_b_proj": flat(np.concatenate([of.w_k, of.w_v], axis=-1)),
+            "self_attn.o_proj": torch.tensor(of.w_o.reshape(-1, c.d_model).T.copy()),
+            "post_attention_layernorm": torch.tensor(of.mlp_norm),
+            "mlp.gate_proj": flat(of.w_gate),
+            "mlp.up_proj": flat(of.w_up),
+            "mlp.down_proj": flat(of.w_down),
+        }
+        state |= {f"model.layers.{i}.{name}.weight": x for name, x in named.items()}
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    model.load_state_dict(state, strict=True)
+    ids = np.random.default_rng(1).integers(0, c.vocab, (2, 24))
+    position = np.broadcast_to(np.arange(24), ids.shape)
+    with torch.no_grad():
+        expected = model(input_ids=torch.tensor(ids), use_cache=False).logits.numpy()
+    qkv = functools.partial(latent_heads, epsilon=1e-6)
+    found = dense.logits(w, (ids, position, np.ones_like(ids)), c, qkv=qkv)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
 RING = "pipeline.virtual_stages=2"
@@ -317,6 +425,9 @@ def test_a_metric_computed_on_the_host(tmp_path):
         np.testing.assert_allclose(rank, np.sum(w**2) / np.linalg.eigvalsh(w.T @ w)[-1], rtol=1e-4)
 
 
+EXCHANGE = "\nfrom tools.huggingface.families import from_huggingface, to_huggingface\n"
+
+
 def with_products(w):
     """Weights with the factors of LoRA multiplied out."""
     of = w.layers
@@ -327,7 +438,7 @@ def with_products(w):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_lora_trains_its_factors_alone_and_is_the_dense_model_with_their_products(tmp_path, mesh):
-    """From a run without them; and what `merge` of the page writes is the same model."""
+    """From a run without them; and what its export writes is the same model."""
     c = tiny.config(tiny.model(layers=4))
     with jax.set_mesh(tiny.mesh("d=2")), Checkpointer(tmp_path / "base" / "checkpoints") as checkpoints:
         base = tiny.weights(c.model)
@@ -369,17 +480,26 @@ def test_lora_trains_its_factors_alone_and_is_the_dense_model_with_their_product
         with Checkpointer(tmp_path / "lora" / "checkpoints") as checkpoints:
             checkpoints.save(3, state, {"config": dataclasses.asdict(c), "loader": {}})
         nats, targets = evaluation(state.weights, batch)
-    (code,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.S | re.M)
-    exec(code, scope := {})
-    scope["merge"](str(tmp_path / "lora"), str(tmp_path / "merged"))
-    c.model = tiny.model(layers=4)
-    with jax.set_mesh(tiny.mesh("one device")):
-        merged, did = read_weights(tmp_path / "merged", tiny.weights(c.model), dataclasses.asdict(c))
-    assert not did["made fresh"] + did["left"]
+    directory = tmp_path / "merged"
+    with module_of(changed("LoRA") + EXCHANGE):
+        said = export(tmp_path / "lora", directory, step=3)
+    assert not COMPARES or "with those of transformers: they differ by at most" in said
+    to_run(directory, tmp_path / "run")
+    c.model, merged = read(tmp_path / "run")
+    assert c.model.module == "train"
     merged = host(merged)
     np.testing.assert_allclose(nats / targets, loss(merged), rtol=2e-5)
     for name, x in named_leaves(merged).items():
         np.testing.assert_allclose(x, named_leaves(with_products(after))[name], rtol=1e-5, atol=1e-7)
+    if COMPARES:
+        ids = np.random.default_rng(2).integers(0, 64, (2, 16))
+        position = np.broadcast_to(np.arange(16), ids.shape)
+        own = dense.logits(with_products(after), (ids, position, np.ones_like(ids)), tiny.model(layers=4))
+        transformers, torch = pytest.importorskip("transformers"), pytest.importorskip("torch")
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory).eval()
+        with torch.no_grad():
+            expected = model(input_ids=torch.tensor(ids), use_cache=False).logits.numpy()
+        np.testing.assert_allclose(expected, own, rtol=0, atol=1e-5 * np.abs(own).max())
 
 
 @pytest.mark.quick

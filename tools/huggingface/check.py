@@ -1,5 +1,6 @@
 """Comparison of a run's logits with those that transformers computes from a model's files, in f32 on one CPU device."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,21 @@ from shardwright.modeling.rules import Rule, Window, causal, same_document
 from shardwright.run.config import TrainingConfig
 from shardwright_data.foreign import refused
 from shardwright_data.loader import TokenBatch
-from tools.huggingface import experts, families, llama
+from tools.huggingface import families
 from train import Forward
 
 LENGTH = 32
 """Largest number of tokens in the text that is compared: bos and random ones."""
 TOLERANCE = 2**-15
 """Largest difference of two results, divided by the largest entry. transformers rounds angles and norms to f32."""
-CAUSAL = ("llama", "qwen3", "gpt2", *experts.KINDS, *families.KINDS)
+CAUSAL = ("gpt2", *families.KINDS)
 """Types of models with causal attention, and windows where config.json says so."""
-
-
-MODULES = {"train": llama.ARCHITECTURES, "moe": experts.KINDS, "family": families.KINDS}
-"""Modules that have types of models other than their own name."""
 
 
 def module_for(config: dict) -> str:
     """The value of model.module for a model with this config.json, as transformers reads it."""
-    kind = config.get("model_type")
-    if kind == "mistral" and config["sliding_window"]:
-        return "family"
-    return next((module for module, kinds in MODULES.items() if kind in kinds), str(kind))
+    kind = families.kind_in(config)
+    return families.KINDS[kind].module if kind in families.KINDS else kind
 
 
 def mapping_of(module: str) -> Any:
@@ -43,7 +38,7 @@ def mapping_of(module: str) -> Any:
     Raises:
         ValueError: there is no such module, or it lacks them.
     """
-    found = {"train": llama, "moe": experts, "family": families}.get(module) or module_of(module)
+    found = families if module in families.CONFIGS else module_of(module)
     for name in ("to_huggingface", "from_huggingface"):
         if not hasattr(found, name):
             raise ValueError(f"model.module is {module!r}, which has no {name}; see docs/huggingface.md.")
@@ -104,6 +99,8 @@ def compare_logits(c: Any, weights: Any, directory: Path) -> str:
     length = min(LENGTH, getattr(model.config, "max_position_embeddings", None) or LENGTH)
     targets = np.random.default_rng(0).integers(0, c.vocab, (1, length)).astype(np.uint32)
     ids = np.concatenate([[c.bos_id], targets[0, :-1]])
+    if getattr(c, "rope_scaling", None):  # transformers takes the length of the text
+        c = dataclasses.replace(c, rope_scaling=dataclasses.replace(c.rope_scaling, length=length))
     own = own_logits(c, weights, targets)
     with torch.no_grad():
         found = model(torch.tensor(ids)[None], use_cache=False).logits[0].numpy()
