@@ -6,9 +6,9 @@
     model = transformers.AutoModelForCausalLM.from_pretrained("exported")
     tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
 
-A model of train.py becomes a Llama; with QK-norm, a Qwen3. moe.py and family.py become what docs/huggingface.md lists.
-The module of another model (model.module) is
-converted by its own `to_huggingface`, which docs/huggingface.md describes. A weight or a setting that the format cannot
+A model of train.py becomes a Llama; with QK-norm, a Qwen3. family.py and moe.py become what docs/huggingface.md lists.
+The module of another model (model.module) is converted by its own `to_huggingface` (docs/huggingface.md). A model with
+a method `merged(weights)`, such as LoRA, is exported with what it gives. A weight or a setting that the format cannot
 hold, or attention that is not plain causal, is refused by name. Then the logits of a text are computed twice, by
 transformers from the files and as the run does. If they differ, nothing is written. The output is complete or missing.
 Runs on the CPU, in memory for three times the model.

@@ -276,5 +276,6 @@ def test_a_step_with_all_switches_is_the_same_on_a_mesh(tmp_path, name, more):
     (tmp_path / "model").mkdir()
     model = dataclasses.asdict(ours(name, **more))
     (tmp_path / "model/all.yaml").write_text(json.dumps(model))
-    done = verify(tmp_path, f"--config-dir={tmp_path}", "model=all", "verify.meshes=[e2c2t2]", "mesh.p=1")
+    sizes = ["verify.small=false", "training.batch_size=8", "training.seq_len=32"]
+    done = verify(tmp_path, f"--config-dir={tmp_path}", "model=all", "verify.meshes=[e2c2t2]", "mesh.p=1", *sizes)
     assert done.returncode == 0, done.stdout + done.stderr

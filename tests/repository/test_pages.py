@@ -25,8 +25,8 @@ from omegaconf import OmegaConf
 from recipes import SOURCE, module_of
 from shipped import CONFIGS, load
 
-import family
 import gpt2
+import moe
 from shardlib.shardtypes import ShardError
 from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.model import load_model
@@ -182,7 +182,7 @@ def test_commands_compose(page, monkeypatch):
 # ---- settings and files -------------------------------------------------------------------------------------------
 
 OTHER_SECTIONS = {
-    "model": (ModelConfig, family.ModelConfig, gpt2.ModelConfig),
+    "model": (ModelConfig, moe.ModelConfig, gpt2.ModelConfig),
     "verify": (VerifyConfig,),
     "tokenizer": (TokenizerConfig,),
 }

@@ -22,7 +22,6 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 RUN_BY = {
-    "changing.md": "train/test_changing.py",
     "data.md": "tools/test_shards.py",
     "evaluation.md": "tools/test_evaluate.py",
     "experts.md": "models/test_experts.py",
