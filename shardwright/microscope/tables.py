@@ -14,7 +14,7 @@ COLUMNS = {
     "zeros": ("zeros", "share of entries that are zero"),
     "bf16": ("→0 bf16", "share of the other entries that bf16 rounds to zero"),
     "fp8": ("→0 fp8", "share of the other entries that FP8 rounds to zero, with one scale"),
-    "update": ("update/weight", "rms of the change of a weight, over the rms of the weight"),
+    "update": ("update / weight", "rms of the change of a weight, over the rms of the weight"),
     "gradient rms": ("gradient rms", "root of the mean of the squares of the gradient, before clipping"),
     "gradient max": ("gradient max", "largest magnitude in the gradient"),
     "gradient fp8": ("→0 fp8", "share of the entries of the gradient that FP8 rounds to zero"),

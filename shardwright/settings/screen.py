@@ -24,7 +24,7 @@ def print_table(console: Console, columns: Sequence[str], rows: Iterable[Sequenc
         if name in (columns[0], "text"):
             table.add_column(Text(shown(name)), overflow="fold")
         else:
-            table.add_column(Text(shown(name)), justify="right", no_wrap=True)
+            table.add_column(Text(shown(name)), justify="right", overflow="fold")
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(shown(cell)) for cell in row))
     console.print(table)
