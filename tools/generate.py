@@ -27,7 +27,7 @@ from shardwright.run.opening import CheckpointChoice, MeshChoice, mesh_for, open
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.settings.program import run_program
 from shardwright_data.checks import check_ranges, within
-from shardwright_data.foreign import LARGE, read_text, shown
+from shardwright_data.foreign import LARGE, parse_object, read_text, shown
 from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_run
 
 
@@ -38,7 +38,7 @@ class Settings(Sampling, CheckpointChoice):
     prompt: str | None = None
     """Text to continue, exactly as it is after `prompt=`; empty: a document from its beginning."""
     prompts_file: str | None = None
-    """A file with a prompt on each line."""
+    """A file with a prompt on each line; or a .jsonl, with a prompt under the key `prompt` of each."""
     prompt_ids: list[int] | None = None
     """A prompt as token ids."""
     samples: int = within(1, 2**20, 1)
@@ -68,7 +68,13 @@ def read_prompts(config: Settings) -> list[str]:
         found = " and ".join(given) or "none of them"
         raise ValueError(f"give one of prompt, prompts_file and prompt_ids; {found} is given.")
     if config.prompts_file is not None:
-        return read_text(config.prompts_file, LARGE).splitlines()
+        text = read_text(config.prompts_file, LARGE)
+        if not config.prompts_file.endswith(".jsonl"):
+            return text.splitlines()
+        lines = [
+            (f"{config.prompts_file}, line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()
+        ]
+        return [parse_object(where, line, {"prompt": str}, "Correct it.")["prompt"] for where, line in lines]
     return [] if config.prompt is None else [config.prompt]
 
 

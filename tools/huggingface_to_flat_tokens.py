@@ -334,7 +334,7 @@ def merge_split(config: Settings, name: str, _: tuple[str, Any], tokenizer: Toke
     with flat_tokens.Writer(config.out, name, resume=True) as writer:
         saved = time.monotonic()
         for shard in range(writer.place or 0, len(paths)):
-            flat_tokens.append_split(writer, flat_tokens.Reader(paths[shard], name))
+            writer.append_split(flat_tokens.Reader(paths[shard], name))
             if time.monotonic() - saved >= STATE_SECONDS:
                 writer.save(shard + 1)
                 saved = time.monotonic()

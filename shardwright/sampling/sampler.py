@@ -29,7 +29,7 @@ from shardwright.sampling.cache import KeyValues, Texts, check_cache, filled_cac
 from shardwright_data.checks import above_0, at_least_0, check_ranges, within
 
 CHUNK = 32
-"""Number of tokens of each text that are drawn before the host reads them."""
+"""Usual number of tokens of each text that are drawn before the host reads them."""
 TEXTS_ARE_POSITIONS = "the positions of a device are its texts here, and how many these are depends on the mesh"
 SHORTEST = 16
 """Smallest number of positions of a forward pass over texts. Others are powers of two, so that few programs are
@@ -189,17 +189,20 @@ class Sampler(Programs):
             fills it ends.
         batch: largest number of texts at once; rounded up to a multiple of the devices.
         source: as for Programs.
+        chunk: tokens of each text that are drawn before the host reads them.
 
     Raises:
         ValueError: a setting out of its range, or a model that reads more than tokens.
     """
 
-    def __init__(self, forward: Any, settings: Sampling, context: int, batch: int = 64, source: Any = None):
+    def __init__(
+        self, forward: Any, settings: Sampling, context: int, batch: int = 64, source: Any = None, chunk: int = CHUNK
+    ):
         check_ranges("sampling", settings)
         check_ids("stop", settings.stop, forward.model.c.vocab)
         forward.model.c.check(context)
         self.settings, self.context, self._batch = settings, context, batch
-        self._chunk = min(CHUNK, settings.max_tokens)
+        self._chunk = min(chunk, settings.max_tokens)
         super().__init__(forward, source, (settings, context, self._chunk))
         self._t, self._checked = self.mesh.shape["t"], False
         self._prefill, self._decode = self._programs()
@@ -241,7 +244,11 @@ class Sampler(Programs):
         return self.jit(prefill, 1), self.jit(decode, 1, donated=(1,))
 
     def generate(
-        self, weights: Any, prompts: Sequence[Sequence[int]], is_over: Callable = lambda prompt, ids: False
+        self,
+        weights: Any,
+        prompts: Sequence[Sequence[int]],
+        is_over: Callable = lambda prompt, ids: False,
+        first: int = 0,
     ) -> list[list[int]]:
         """The tokens drawn after each prompt, with the one that ended the text.
 
@@ -250,13 +257,22 @@ class Sampler(Programs):
         Args:
             weights: of the model, sharded as in training.
             prompts: token ids. After an empty prompt, the text begins after bos.
-            is_over: whether a text is, of its prompt and the ids that were added. It is asked after every CHUNK of
+            is_over: whether a text is, of its prompt and the ids that were added. It is asked after every chunk of
                 them, so that a text may have some more.
+            first: number of the first text, on which its noise depends.
 
         Raises:
             ValueError: token ids outside the model's vocabulary, a prompt that fills the context, or a model that
                 cannot be decoded with a cache.
         """
+        self.check(prompts)
+        batch, result = -(-min(len(prompts), self._batch) // self.mesh.size) * self.mesh.size, []
+        for i in range(0, len(prompts), batch):
+            result += self._generate(weights, prompts[i : i + batch], first + i, batch, is_over)
+        return result
+
+    def check(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError where `generate` would."""
         for i, prompt in enumerate(prompts):
             check_ids(f"prompt {i}", prompt, self.c.vocab)
             if len(prompt) >= self.context:
@@ -268,10 +284,6 @@ class Sampler(Programs):
                 )
             check_cache(self.forward, self.context)
             self._checked = True
-        batch, result = -(-min(len(prompts), self._batch) // self.mesh.size) * self.mesh.size, []
-        for i in range(0, len(prompts), batch):
-            result += self._generate(weights, prompts[i : i + batch], i, batch, is_over)
-        return result
 
     def _generate(
         self, weights: Any, prompts: Sequence[Sequence[int]], first_number: int, batch: int, is_over: Callable

@@ -222,6 +222,17 @@ class Writer:
         self.num_documents += starts.size
         self._max_token_id = max(self._max_token_id, int(encoded.max()) >> 1)
 
+    def append_split(self, reader: Reader) -> None:
+        """Adds all documents of a split. Raises ValueError if it is damaged, also where only its tokens show that."""
+        before, size = self.num_documents, reader.num_tokens
+        for start in range(0, size, TOKENS_SHARD):
+            encoded = reader.read(np.array([start]), np.array([min(TOKENS_SHARD, size - start)]))
+            if int(encoded.max()) >> 1 > reader.max_token_id or not (start or encoded[0] & 1):
+                break
+            self.append_encoded(encoded)
+        if (found := self.num_documents - before) != reader.num_documents:
+            raise ValueError(f"{reader.path} is damaged: it has {found} documents, not {reader.num_documents}.")
+
     def save(self, place: Any = None) -> None:
         """Writes `unfinished_<split>.npz` beside the split, so that after a kill another writer can resume from here.
 
@@ -263,22 +274,6 @@ class Writer:
             # The write under way would land in what another writer puts here. That it fails does not matter.
             with contextlib.suppress(ValueError):
                 array.wait()
-
-
-def append_split(writer: Writer, reader: Reader) -> None:
-    """Adds all documents of a split. Raises ValueError if it is damaged, also where only its tokens show that."""
-    documents, size = writer.num_documents, reader.num_tokens
-    for start in range(0, size, TOKENS_SHARD):
-        encoded = reader.read(np.array([start]), np.array([min(TOKENS_SHARD, size - start)]))
-        largest = int(encoded.max()) >> 1
-        if largest > reader.max_token_id or (start == 0 and not encoded[0] & 1):
-            break
-        writer.append_encoded(encoded)
-    if (found := writer.num_documents - documents) != reader.num_documents:
-        raise ValueError(
-            f"{reader.path} is damaged: it has {found} documents, not {reader.num_documents}, or ids above "
-            f"{reader.max_token_id}. Write or copy the dataset again."
-        )
 
 
 def state_of(split: str) -> str:

@@ -22,7 +22,7 @@ from shardwright.sampling.samples import TrainingSamples
 from shardwright_data.loader import DataConfig, StreamConfig
 from shardwright_data.text import definitions
 from shardwright_data.text.tokenizers import Tokenizer, open_tokenizer
-from tools.generate import MeshChoice, Settings, generate, quote_prompt
+from tools.generate import MeshChoice, Settings, generate, quote_prompt, read_prompts
 
 ROOT = Path(__file__).parents[2]
 TEXT = "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of"
@@ -184,6 +184,20 @@ def test_a_stop_string_ends_a_text_before_it(run):
         assert found["ids"] == other["ids"][: len(found["ids"])]
         tokens = open_tokenizer("bytes")
         assert not at or any(tokens.decode(found["ids"]).endswith(end) for end in ends)
+
+
+def test_a_file_of_prompts(tmp_path):
+    """Lines are taken as they are; of .jsonl a prompt may have line breaks, and a wrong line is named."""
+    read = lambda name, text: (
+        (tmp_path / name).write_text(text, newline=""),
+        read_prompts(Settings("x", prompts_file=str(tmp_path / name))),
+    )[1]
+    prompts = ["one", "", " two\n\u2028 ", 'say "so"']
+    lines = [json.dumps({"prompt": prompt, "text": "left out"}, ensure_ascii=False) for prompt in prompts]
+    assert read("a.jsonl", "\n".join(lines) + "\n") == prompts
+    assert read("a.txt", 'one\n\n two\r\n{"prompt": 1}') == ["one", "", " two", '{"prompt": 1}']
+    with pytest.raises(ValueError, match=r"b.jsonl, line 2: prompt is 1; it must be a text. Correct it"):
+        read("b.jsonl", '{"prompt": ""}\n{"prompt": 1}\n')
 
 
 @pytest.mark.parametrize(

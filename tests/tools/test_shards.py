@@ -63,7 +63,7 @@ def test_merged_shards_are_what_one_process_writes(tmp_path, small, files, capsy
 def test_a_killed_merge_resumes(tmp_path, small, files, monkeypatch):
     tool.run(settings(tmp_path / "one", files))
     shards(tmp_path / "d", files)
-    save, append = flat_tokens.Writer.save, tool.flat_tokens.append_split
+    save, append = flat_tokens.Writer.save, flat_tokens.Writer.append_split
 
     class Killed(BaseException):
         pass
@@ -73,7 +73,7 @@ def test_a_killed_merge_resumes(tmp_path, small, files, monkeypatch):
         raise Killed
 
     appended = []
-    monkeypatch.setattr(tool.flat_tokens, "append_split", lambda w, r: (appended.append(r.path), append(w, r)))
+    monkeypatch.setattr(flat_tokens.Writer, "append_split", lambda w, r: (appended.append(r.path), append(w, r)))
     for _ in range(N):
         with monkeypatch.context() as patch:
             patch.setattr(flat_tokens.Writer, "save", killed)

@@ -1,0 +1,90 @@
+"""The page over HTTP: texts are those of tools.generate, piece by piece; a newer checkpoint is read; bad input."""
+
+import dataclasses
+import http.client
+import io
+import os
+import re
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+from urllib.parse import urlencode, urlsplit
+
+import jax
+import pytest
+import tiny
+from rich.console import Console
+
+import train
+from shardwright.modeling.model import load_model
+from shardwright_data.loader import DataConfig, StreamConfig
+from tools.generate import Settings, generate
+
+ROOT = Path(__file__).parents[2]
+TEXT = "It is a truth universally acknowledged, that a <b>naïve</b> man in possession of a fortune, must be in want"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Checkpoints of steps 3 and 5."""
+    directory = tmp_path_factory.mktemp("runs")
+    c = tiny.config(tiny.model(vocab=320, layers=1), eval_batches=0)
+    (directory / "text.txt").write_text((TEXT + "\n") * 30)
+    files = [str(directory / "text.txt")]
+    c.data = DataConfig(stream=StreamConfig(train_files=files, validation_files=files, end_token="</s>"))
+    c.training = dataclasses.replace(c.training, steps=5, checkpoint_interval=3, seq_len=64)
+    with jax.set_mesh(tiny.mesh("d=8")):
+        train.train(c, load_model(c.model), directory)
+    return directory
+
+
+def get(url, **asked):
+    """The status, and the pieces in which the page comes."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=300)
+    connection.request("GET", f"/?{urlencode(asked)}" if "path" not in asked else asked["path"])
+    response = connection.getresponse()
+    return response.status, [piece.decode() for piece in iter(lambda: response.read1(), b"")]
+
+
+@pytest.mark.long
+def test_a_page_over_http(run):
+    newest, aside = run / "checkpoints/0000000005", run / "aside"
+    newest.rename(aside)
+    prompt, numbers = 'It is "<i>&amp;', {"temperature": 0, "min_p": 0, "max_tokens": 24}
+    command = [sys.executable, "-m", "tools.serve", f"run={run}", "port=0"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            url = next(line for line in process.stdout if line.startswith("http://localhost:")).split()[0]
+            status, page = get(url)
+            assert status == 200
+            assert "step 3" in "".join(page)
+            assert "<pre>" not in "".join(page)
+            for step in (3, 5):
+                if step == 5:
+                    os.rename(aside, newest)
+                status, page = get(url, prompt=prompt, **numbers)
+                config = Settings(str(run), prompt=prompt, temperature=0, max_tokens=24, step=step)
+                (expected,) = generate(config, Console(file=io.StringIO()))
+                found = re.search(r"<pre><b>(.*?)</b>(.*)</pre>", "".join(page), re.DOTALL)
+                assert status == 200
+                assert f"step {step}" in "".join(page)
+                assert (unescape(found[1]), unescape(found[2])) == (prompt, expected["text"])
+                assert "<i>" not in "".join(page)
+                assert len(page) > 8  # not all at the end
+            first, second = ("".join(get(url, prompt="a", max_tokens=9)[1]) for _ in range(2))
+            assert first != second  # of other noise
+            for asked, line in [
+                ({"max_tokens": "<x>"}, "max_tokens is &#x27;&lt;x&gt;&#x27;; it must be a number"),
+                ({"max_tokens": "0"}, "max_tokens is 0; it must be at least 1"),
+                ({"min_p": "1.5"}, "min_p is 1.5; it must be at least 0 and at most 1"),
+                ({"temperature": "nan"}, "temperature is &#x27;nan&#x27;; it must be a number"),
+                ({"prompt": "x" * 999}, "prompt 0 has 999 tokens; a context of"),
+                ({"path": "/etc"}, "there is no page /etc, only /."),
+            ]:
+                status, page = get(url, **{"prompt": "a"} | asked)
+                assert status == 400
+                assert f"Error: {line}" in "".join(page)
+                assert "<pre>" not in "".join(page)
+        finally:
+            process.terminate()

@@ -1,0 +1,147 @@
+"""A page that continues texts with the newest checkpoint of a run, token by token, also while the run trains.
+
+    python -m tools.serve run=runs/<name>
+
+It answers one request at a time. With JAX_PLATFORMS=cpu it leaves the devices to the run. See docs/sampling.md.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from html import escape
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from string import Template
+from urllib.parse import parse_qsl, urlsplit
+
+import jax
+
+import train
+from shardwright.modeling.model import load_model
+from shardwright.run.opening import CheckpointChoice, MeshChoice, mesh_for, open_run
+from shardwright.sampling.sampler import Sampler, Sampling
+from shardwright.settings.program import run_program
+from shardwright_data.checks import check_ranges, within
+from shardwright_data.foreign import shown
+from shardwright_data.text.tokenizers import tokenizer_of_run
+
+
+@dataclass
+class Settings(CheckpointChoice):
+    """Settings of the program."""
+
+    host: str = "localhost"
+    """Address to answer at. Whoever reaches another one can use the model: there is no password."""
+    port: int = within(0, 2**16, 8000)
+    """0: any that is free."""
+    tokenizer: str | None = None
+    """The tokenizer, as in tools.generate."""
+
+
+FIELDS = {"temperature": (float, "1.0"), "min_p": (float, "0.05"), "max_tokens": (int, "200")}
+"""Numbers of the form: kinds and defaults."""
+PAGE = Template("""<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>$title</title>
+<style>
+  :root { color-scheme: light dark } body { font: 16px/1.5 system-ui; max-width: 45em; margin: auto; padding: 1em }
+  textarea { width: 100%; box-sizing: border-box } textarea, pre { white-space: pre-wrap; font: inherit }
+</style>
+<form><textarea name="prompt" rows="5" aria-label="prompt" autofocus>
+$prompt</textarea> $fields <button>Continue</button></form>
+<p>$about</p>
+""")
+
+
+class Model:
+    """The newest checkpoint of a run, or that of `config.step`, on the mesh in force."""
+
+    def __init__(self, config: Settings):
+        self.config, self.step, self.texts = config, None, 0
+        self.sampler = functools.lru_cache(8)(self.sampler)  # each compiles for itself
+
+    def refresh(self) -> None:
+        """Reads the checkpoint if there is a newer one. Raises ValueError if it cannot be read."""
+        with open_run(self.config.run, self.config.step, self.config.trust) as saved:
+            if saved.step == self.step:
+                return
+            self.weights = self.step = None  # two may not fit
+            self.c, self.model = saved.c, load_model(saved.c.model)
+            self.tokenizer = tokenizer_of_run(saved.c.data, self.config.tokenizer)
+            say = lambda line: print(shown(line), flush=True)
+            self.weights, self.source = saved.read_weights(self.model, train.programs, self.config.other_source, say)
+            self.step = saved.step
+
+    def sampler(self, temperature: float, min_p: float) -> Sampler:
+        """What draws tokens one by one."""
+        end, context = self.tokenizer.end, self.c.training.seq_len
+        settings = Sampling(context, temperature, min_p=min_p, stop=() if end is None else (end,))
+        return Sampler(train.Forward(self.model, self.c.training), settings, context, 1, self.source, chunk=1)
+
+    def stream(self, ids: list[int], asked: Sampling, write: Callable[[str], None]) -> None:
+        """Calls `write` with the text that each token adds. Part of a character waits for the rest."""
+        end, done = self.tokenizer.end, ""
+
+        def is_over(prompt: list[int], added: list[int], whole: bool = False) -> bool:
+            nonlocal done
+            text = self.tokenizer.continuation(prompt, added[:-1] if added[-1] == end else added)
+            text = text if whole else text.rstrip("\N{REPLACEMENT CHARACTER}")
+            write(text[len(done) :])
+            done = max(done, text, key=len)
+            return len(added) >= asked.max_tokens
+
+        self.texts += 1
+        sampler = self.sampler(asked.temperature, asked.min_p)
+        is_over(ids, sampler.generate(self.weights, [ids], is_over, first=self.texts - 1)[0], whole=True)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Answers a request with the page and, where it has a prompt, the text."""
+
+    model: Model
+    timeout = 60  # for a client that sends nothing
+
+    def do_GET(self) -> None:
+        url = urlsplit(self.path)
+        asked = {name: value.replace("\r\n", "\n") for name, value in parse_qsl(url.query, keep_blank_values=True)}
+        values = {name: asked.get(name) or default for name, (_, default) in FIELDS.items()}
+        try:
+            if url.path != "/":
+                raise ValueError(f"there is no page {url.path}, only /.")
+            for name, (kind, _) in FIELDS.items():
+                if not values[name].replace(".", "", kind is float).isdecimal():
+                    raise ValueError(f"{name} is {values[name]!r}; it must be a number, at least 0.")
+            sampling = Sampling(**{name: kind(values[name]) for name, (kind, _) in FIELDS.items()})
+            check_ranges("", sampling)
+            self.model.refresh()
+            ids, status, about = self.model.tokenizer.ids(asked.get("prompt", "")), 200, f"step {self.model.step}"
+            self.model.sampler(sampling.temperature, sampling.min_p).check([ids])
+        except (ValueError, OSError) as error:
+            ids, status, about = None, 400, f"Error: {error}"
+        self.send_response(status)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.end_headers()
+        run, prompt = self.model.config.run, escape(asked.get("prompt", ""))
+        fields = (f'<label>{n} <input name="{n}" value="{escape(v)}" size="6"></label>' for n, v in values.items())
+        parts = {"title": escape(run), "prompt": prompt, "fields": " ".join(fields), "about": escape(f"{run}: {about}")}
+        write = lambda text: self.wfile.write(text.encode(errors="replace"))
+        with contextlib.suppress(ConnectionError):  # a reader who has left
+            write(PAGE.substitute(parts))
+            if ids is not None and "prompt" in asked:
+                write(f"<pre><b>{prompt}</b>")
+                self.model.stream(ids, sampling, lambda text: write(escape(text)))
+                write("</pre>")
+
+
+def serve(config: Settings) -> None:
+    """Answers until it is interrupted. Raises ValueError if there is no checkpoint, or its tokenizer is missing."""
+    with open_run(config.run, config.step, config.trust) as saved:
+        mesh = mesh_for(MeshChoice(), saved.c)
+    with jax.set_mesh(mesh), HTTPServer((config.host, config.port), Handler) as server:
+        Handler.model = Model(config)
+        Handler.model.refresh()
+        print(f"http://{config.host}:{server.server_port}/ continues texts with {config.run}", flush=True)
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    run_program("serve", Settings, serve)
