@@ -74,7 +74,11 @@ def plain(x, w, c, slots=None):
 
     Also the number of choices that found a slot.
     """
-    scores = jax.nn.softmax(x @ w.router, axis=-1)
+    biased = w.b_router is not None  # as gpt-oss has it
+    b_router, b_gate, b_up, b_down = (
+        (w.b_router, w.b_gate, w.b_up, w.b_down) if biased else (0, *[np.zeros(c.experts)] * 3)
+    )
+    scores = jax.nn.softmax(x @ w.router + b_router, axis=-1)
     lowest = jnp.sort(scores, axis=-1)[..., -c.experts_per_token, None]
     chosen = scores >= lowest
     kept = (
@@ -83,7 +87,13 @@ def plain(x, w, c, slots=None):
     weights = scores / jnp.sum(scores * chosen, axis=-1, keepdims=True) if c.normalize else scores
     out = jnp.zeros_like(x)
     for i in range(c.experts):
-        y = (jax.nn.silu(x @ w.w_gate[i]) * (x @ w.w_up[i])) @ w.w_down[i]
+        gate, up = x @ w.w_gate[i] + b_gate[i], x @ w.w_up[i] + b_up[i]
+        if biased:
+            gate = jnp.where(gate > 7, 7, gate)
+            hidden = gate / (1 + jnp.exp(-1.702 * gate)) * (jnp.where(abs(up) > 7, 7 * jnp.sign(up), up) + 1)
+        else:
+            hidden = jax.nn.silu(gate) * up
+        y = hidden @ w.w_down[i] + b_down[i]
         out += jnp.where(kept[..., i, None], weights[..., i, None] * y, 0.0)
     return out, jnp.sum(kept)
 
@@ -105,7 +115,7 @@ def used(w: moe.Layer):
 def test_a_layer_is_that_of_plain_loops_as_on(platform, slots, pools, monkeypatch):
     """On a GPU rows are added in turns, not by a scatter. On a TPU groups of rows are multiplied by `ragged_dot`."""
     monkeypatch.setattr(products, "target_device", lambda: types.SimpleNamespace(platform=platform))
-    test_a_layer_is_that_of_plain_loops_on_every_mesh("e=2 c=2 t=2", slots, pools)
+    test_a_layer_is_that_of_plain_loops_on_every_mesh("e=2 c=2 t=2", slots, pools, False)
 
 
 SLOTS = [(None, None), (8, None), (8, 4), (16, 2), (40, 1), (48, 1)]
@@ -118,11 +128,17 @@ FITTING = [
 ]
 
 
-@pytest.mark.parametrize(("mesh", "slots", "pools"), FITTING)
-def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots, pools):
+BIASED = [(mesh, *of, True) for mesh in ("one device", "e=2 c=2 t=2") for of in ((None, None), (8, None), (16, 2))]
+
+
+@pytest.mark.parametrize(("mesh", "slots", "pools", "bias"), [*((*fitting, False) for fitting in FITTING), *BIASED])
+def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots, pools, bias):
     """Values and all gradients, with drops and without, of each expert by its own largest entry."""
-    c, (x, out) = truth.model(pools=pools), np.random.default_rng(1).normal(size=(2, B, L, 32)).astype(np.float32)
+    c = truth.model(pools=pools, expert_bias=bias, activation="clamped" if bias else "silu")
+    x, out = np.random.default_rng(1).normal(size=(2, B, L, 32)).astype(np.float32)
     w = layer_of(c)
+    if bias:  # beyond the limits of the activation
+        w.b_gate, w.b_up = 20 * w.b_gate, 20 * w.b_up
 
     def loss(x: f32["B/r/d/e L/c/t M"], w: moe.Layer, out: f32["B/r/d/e L/c/t M"]) -> tuple:
         w = used(w)
@@ -147,7 +163,9 @@ def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots, pools):
     near = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
     near(dx, x_expected)
     near(dw.router, w_expected.router)
-    for name in ("w_gate", "w_up", "w_down"):
+    if bias:
+        near(dw.b_router, w_expected.b_router)
+    for name in ("w_gate", "w_up", "w_down", *(("b_gate", "b_up", "b_down") if bias else ())):
         for ours, theirs in zip(getattr(dw, name), np.asarray(getattr(w_expected, name)), strict=True):
             near(ours, theirs)
 
@@ -300,6 +318,7 @@ def gradients_of(w, config):
 # ---- the proof ----------------------------------------------------------------------------------------------------
 
 ALL = {"correction_bias": True, "shared_experts": 2, "scores": "sigmoid", "groups": 2, "qk_norm_all": True}
+ALL |= {"expert_bias": True, "activation": "clamped"}
 
 
 @pytest.mark.parametrize("settings", [{}, ALL | {"groups_per_token": 1}], ids=["plain", "all settings"])
