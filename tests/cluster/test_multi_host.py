@@ -151,6 +151,14 @@ def test_two_processes_train_as_one(tmp_path):
     assert "causality  not proved: for a test" in two.stdout(0)  # which both know, or one would wait for the other
 
 
+@pytest.mark.long
+def test_two_processes_change_settings_as_one(tmp_path):
+    change = "training.changes=[{step: 3, training.batch_size: 16}]"
+    two, one = (Run(tmp_path / str(n), n, 4 // n, "training.steps=5", change).succeed() for n in (2, 1))
+    np.testing.assert_allclose(two.losses(), one.losses(), rtol=1e-5)
+    assert "from step 3: training.batch_size" in two.stdout(0)
+
+
 def says_of_the_program(run: Run, i: int) -> list[str]:
     """What a process wrote, without what the library gloo does: it tells of each connection, in pieces of lines."""
     lines = (run.stdout(i) + run.stderr(i)).splitlines()
