@@ -114,7 +114,8 @@ class Handler(BaseHTTPRequestHandler):
             check_ranges("", sampling)
             self.model.refresh()
             ids, status, about = self.model.tokenizer.ids(asked.get("prompt", "")), 200, f"step {self.model.step}"
-            self.model.sampler(sampling.temperature, sampling.min_p).check([ids])
+            if "prompt" in asked:
+                self.model.sampler(sampling.temperature, sampling.min_p).check([ids])
         except (ValueError, OSError) as error:
             ids, status, about = None, 400, f"Error: {error}"
         self.send_response(status)
