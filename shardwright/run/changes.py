@@ -3,6 +3,7 @@
 The settings of a step, and the place of its batch in the data, are pure functions of the configuration and the step.
 """
 
+import bisect
 import copy
 import dataclasses
 import functools
@@ -95,8 +96,16 @@ def described_change(c: Any, first: int) -> str:
 
 def tokens_before(c: Any, step: int) -> int:
     """Tokens of the batches before a step."""
-    spans = itertools.pairwise([*firsts(c), math.inf])
-    return sum((min(end, step) - first) * _tokens(c, first) for first, end in spans if first < step)
+    total = 0
+    for first, end in itertools.pairwise([*firsts(c), math.inf]):
+        t = config_at(c, first).training
+        total += max(0, min(end, step) - first) * t.batch_size * t.seq_len
+    return total
+
+
+def steps_of(c: Any, tokens: int) -> int:
+    """Number of steps that take at most so many tokens."""
+    return bisect.bisect(range(2**31), tokens, key=functools.partial(tokens_before, c)) - 1
 
 
 def total_steps(c: Any, loader: Loader) -> int:
@@ -108,20 +117,6 @@ def total_steps(c: Any, loader: Loader) -> int:
     if t.eval_epochs is not None:
         loader.epochs_before(0)
     return steps_for(loader, **length, skip_steps=c.data.skip_steps)
-
-
-def steps_of(c: Any, tokens: int) -> int:
-    """Number of steps that take at most so many tokens."""
-    for first, end in itertools.pairwise([*firsts(c), math.inf]):
-        steps = first + (tokens - tokens_before(c, first)) // _tokens(c, first)
-        if steps < end:
-            break
-    return steps
-
-
-def _tokens(c: Any, step: int) -> int:
-    t = config_at(c, step).training
-    return t.batch_size * t.seq_len
 
 
 def loader_at(c: Any, step: int, inputs: Sequence[str] = (), state: Mapping[str, Any] | None = None) -> Loader:
