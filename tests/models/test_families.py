@@ -19,6 +19,7 @@ import train
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import RopeScaling
 from shardwright.run.soundness import find_unsound
+from shardwright.sampling import cache
 from tools.huggingface import families
 from tools.verify.meshes import abstract_mesh_of
 
@@ -202,6 +203,13 @@ def test_steps_are_proved(name, sizes):
     with abstract_mesh_of(dict.fromkeys("prdect", 1) | mesh):
         found = find_unsound(train.programs, c, load_model(c.model), jax.sharding.get_abstract_mesh())
     assert [str(finding) for finding in found] == []
+
+
+@pytest.mark.parametrize("name", ["Gemma3", "GptOss"])
+def test_logits_with_a_cache_are_those_without(name):
+    """Of a pattern of three layers among four, and of sinks and experts."""
+    with jax.set_mesh(tiny.mesh("d=2 t=2")):
+        cache.check_cache(tiny.forward(tiny.config(ours(name))), 16)
 
 
 # ---- refusals -----------------------------------------------------------------------------------------------------
