@@ -36,6 +36,7 @@ from shardlib import shardops
 from shardlib.layers import Extras, LayerMetrics, run_layers
 from shardlib.shardtypes import (
     Array,
+    Separate,
     Subset,
     bool_,
     f32,
@@ -59,6 +60,7 @@ from shardwright.optimizers.muon import muon
 from shardwright.run import stages
 from shardwright.run.config import Config, TrainingConfig
 from shardwright.run.launch import launched, program
+from shardwright.run.reference import logits_of, reference_model, reference_shapes
 from shardwright.run.run import Run
 from shardwright.sampling.samples import TrainingSamples
 from shardwright_data.loader import TokenBatch
@@ -376,9 +378,13 @@ def cross_entropy(
 
 @typed
 def training_loss(
-    logits: act["B/r/d/e L/c V/t/p"], targets: u32["B/r/d/e L/c"], c: OptimizerConfig
+    logits: act["B/r/d/e L/c V/t/p"],
+    targets: u32["B/r/d/e L/c"],
+    mask: bool_["B/r/d/e L/c"],
+    reference: act["B/r/d/e L/c V/t/p"] | None,
+    c: OptimizerConfig,
 ) -> f32["B/r/d/e L/c"]:
-    """Loss of each target that training minimizes. Validation takes cross_entropy alone."""
+    """Loss of each target that training minimizes; validation takes cross_entropy. `reference`: another's logits."""
     return cross_entropy(logits, targets, c.z_loss)
 
 
@@ -395,12 +401,13 @@ def summed_loss(
     x: Any,
     targets: u32["B/r/d/e L/c"],
     mask: bool_["B/r/d/e L/c"],
+    reference: act["B/r/d/e L/c V/t/p"] | None,
     forward: Forward,
     loss: Callable,
 ) -> f32["+r +c +d +e"]:
-    """Sum of loss(logits, targets) over the targets that `mask` selects; `x` is the output of the last layer."""
+    """Sum of loss(logits, targets, …) over the targets that `mask` selects; `x` is the output of the last layer."""
     loss = explicit_activation_checkpointing(loss, save=forward.training.save)
-    losses = loss(checked_logits(forward.model, w, x), targets)
+    losses = loss(checked_logits(forward.model, w, x), targets, mask, reference)
     # Each device of t holds the same losses: there is no sum over t.
     return shardops.einsum_unreduced("B/r/d/e L/c -> +r +c +d +e", losses * mask)
 
@@ -409,12 +416,14 @@ def summed_loss(
 class MicrobatchLoss:
     """Loss of a microbatch, and its three parts for pipeline stages. A microbatch is a TokenBatch and seeds or None.
 
-    It is the sum of loss(logits, targets), divided by `targets`, the number of targets in the whole batch.
+    It is the sum of loss(logits, targets, mask, logits of `reference`), divided by `targets`, the number of targets in
+    the whole batch. `reference` maps a TokenBatch to the logits of another model.
     """
 
     forward: Forward
-    loss: Callable = cross_entropy
+    loss: Callable = lambda logits, targets, *_: cross_entropy(logits, targets)
     targets: Any = 1.0
+    reference: Callable | None = None
 
     def __call__(self, w: W, *microbatch: Any) -> tuple[Any, Extras]:
         """The loss, and the Extras of the layers."""
@@ -438,7 +447,8 @@ class MicrobatchLoss:
         """The loss, where the weights outside of the layers are gathered."""
         summed = functools.partial(summed_loss, forward=self.forward, loss=self.loss)
         own = functools.partial(shardops.shard, "B/r/d/e L -> B/r/d/e L/c")
-        loss = sum_in_chunks(summed, self.forward.training.loss_chunk, w, x, own(batch.targets), own(batch.loss_mask))
+        given = own(batch.targets), own(batch.loss_mask), self.reference and self.reference(batch)
+        loss = sum_in_chunks(summed, self.forward.training.loss_chunk, w, x, *given)
         return shardops.psum("+r +c +d +e ->", loss) / self.targets
 
 
@@ -462,14 +472,14 @@ def accumulate(loss: Callable, w: W, batch: Any) -> tuple[Any, W, LayerMetrics |
 
 @typed
 def loss_and_gradients(
-    w: W, batch: Batch, c: Config, forward: Forward, seeds: u32["m B/r/d/e"] | None = None
+    w: W, batch: Batch, c: Config, forward: Forward, seeds: u32["m B/r/d/e"] | None = None, reference: Any = None
 ) -> tuple[f32[""], W, LayerMetrics | None]:
     """Mean loss in nats a token, its gradients, and the metrics of the layers."""
     # Else each layer reduces its gradients over r, beside the backward pass of the layers before it.
     ahead = forward.once or c.training.microbatches > 1 or stages.has_stages()
     copies, vjp = jax.vjp(forward.copies if ahead else lambda w: w, w)
     reduced = lambda g: vjp(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))[0]
-    loss = MicrobatchLoss(forward, functools.partial(training_loss, c=c.optimizer), count_targets(batch))
+    loss = MicrobatchLoss(forward, functools.partial(training_loss, c=c.optimizer), count_targets(batch), reference)
     if stages.has_stages():
         total, g, layers = stages.run_training(c, forward.model, loss, copies, (batch, seeds))
     else:
@@ -571,26 +581,31 @@ def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
 
 
 def make_training_step(c: Config, model: LanguageModel):
-    """The jitted training step: (state, batch, step) -> (state, metrics). It reuses the old state's memory."""
-    forward, Weights = Forward(model, c.training, in_training=True), model.Weights
+    """The jitted training step: (state, batch, step, weights of training.reference or None) -> (state, metrics).
+
+    It reuses the old state's memory.
+    """
+    forward, other = Forward(model, c.training, in_training=True), Forward(reference_model(c) or model, c.training)
+    Weights, Other = model.Weights, Separate[other.model.Weights]
     updates = rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
 
     @typed_shard_map
     def per_device(
-        state: State[Weights], batch: Batch, step: i32[""], seeds: u32["m B/r/d/e"] | None
+        state: State[Weights], batch: Batch, step: i32[""], seeds: u32["m B/r/d/e"] | None, fixed: Other | None
     ) -> tuple[State[Weights], Metrics]:
-        loss, g, layers = loss_and_gradients(state.weights, batch, c, forward, seeds)
+        reference = fixed and logits_of(other, fixed)
+        loss, g, layers = loss_and_gradients(state.weights, batch, c, forward, seeds, reference)
         new, grad_norm, rate = update_state(state, checkpoint_name(g, "gradient"), step, c, updates)
         skipped = ~jnp.isfinite(loss + grad_norm)
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new)
         return state, Metrics(loss, grad_norm, rate, layers, skipped)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def training_step(state: State, batch: Batch, step: jax.Array) -> tuple[State, Metrics]:
+    def training_step(state: State, batch: Batch, step: jax.Array, reference: Any = None) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.key(c.training.seed), step)
         seeds = jax.random.bits(key, batch.targets.shape[:2]) if getattr(c.model, "dropout", 0) else None
         with compute_scope(c.training.compute_dtype):
-            return per_device(state, batch, step, seeds)
+            return per_device(state, batch, step, seeds, reference)
 
     return training_step
 
@@ -621,7 +636,7 @@ def programs(c: Config, model: LanguageModel, batch: Batch, which: str = "both")
     state = jax.eval_shape(lambda: init_state(jax.random.key(0), c, model))
     if which == "shared":
         return stages.shared(c, model, MicrobatchLoss(Forward(model, c.training)), state.weights, batch)
-    steps = {"training": make_training_step(c, model).trace(state, batch, np.int32(0))}
+    steps = {"training": make_training_step(c, model).trace(state, batch, np.int32(0), reference_shapes(c))}
     if which == "both":
         steps["evaluation"] = make_evaluation_step(c, model).trace(state.weights, batch)
     return steps
@@ -646,7 +661,7 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
             samples.write(state.weights)
         for step, batch in run.steps():
             run.look(step, state, batch)  # statistics, every training.microscope_interval steps
-            state, metrics = training_step(state, batch, np.int32(step))
+            state, metrics = training_step(state, batch, np.int32(step), run.reference)
             run.log(step, metrics)  # reads the metrics of the step before, so that devices never wait
             if samples and run.due(t.sample_interval):
                 samples.write(state.weights)

@@ -180,6 +180,10 @@ def factor_type(t: ArrayType, dims: str, inputs: int, outputs: int) -> ArrayType
     return ArrayType(t.dtype, ShapeSpec(arranged(dims, t.spec.dims, inputs, outputs, merged)))
 
 
+class Separate(Subset):
+    """`Separate[X]`: a dataclass of arrays like X, whose dims are its own: its M need not be another M of the call."""
+
+
 def pytree_dataclass(cls=None, **kwargs):
     """Decorator: a dataclass that is a JAX pytree. Fields with `metadata={'static': True}` belong to its structure."""
     if cls is None:
@@ -294,6 +298,10 @@ def arrays_of(
         yield path, _stacked(dims, t), value
     elif isinstance(t, Array):
         yield from arrays_of(t.inner, value, path, dims=f"{dims} {t.dims}", only_arrays=only_arrays)
+    elif isinstance(t, Separate):
+        for name, array, part in arrays_of(t.inner, value, path, **options):
+            dims = (dataclasses.replace(dim, name=f"own_{dim.name}") for dim in array.spec.dims)
+            yield name, dataclasses.replace(array, spec=dataclasses.replace(array.spec, dims=tuple(dims))), part
     elif isinstance(t, Subset):
         for name, array, part in arrays_of(t.inner, value, path, **options):
             if t.dims is None or part is None or part is ABSENT:

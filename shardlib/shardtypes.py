@@ -19,6 +19,7 @@ from shardlib.array_types import (
     Array,
     ArrayType,
     Factor,
+    Separate,
     Subset,
     bf16,
     bool_,

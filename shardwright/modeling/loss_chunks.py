@@ -17,8 +17,10 @@ from shardlib.shardtypes import scope
 
 
 @scope
-def sum_in_chunks(summed: Callable, chunk: int | None, w: Any, x: Any, targets: jax.Array, mask: jax.Array) -> Any:
-    """summed(w, x, targets, mask), computed for `chunk` positions of L at a time (None: all). Per-device code.
+def sum_in_chunks(
+    summed: Callable, chunk: int | None, w: Any, x: Any, targets: jax.Array, mask: jax.Array, reference: Any = None
+) -> Any:
+    """summed(w, x, targets, mask, reference), for `chunk` positions of L at a time (None: all). Per-device code.
 
     A gradient, if needed, is computed along with the sum, chunk by chunk, and kept instead of the logits. So the logits
     are computed once, as without chunks. The gradients of the weights are summed in f32, and rounded once.
@@ -30,9 +32,10 @@ def sum_in_chunks(summed: Callable, chunk: int | None, w: Any, x: Any, targets: 
         x: [B, L/c/t, …], the positions of this device; or a dataclass of arrays whose types have a dim L.
         targets: [B, L/c], of all devices of t.
         mask: [B, L/c], like the targets.
+        reference: logits of another model, [B, L/c, V/t/p]; or None.
     """
     if chunk is None:
-        return summed(w, x, targets, mask)
+        return summed(w, x, targets, mask, reference)
     # Of the c·t blocks of positions (T), each device's own and as many in a chunk, chunk i has the i-th part (P) of
     # each, so that cutting x moves nothing between devices.
     blocks = shardops.axis_size("c t")
@@ -47,11 +50,14 @@ def sum_in_chunks(summed: Callable, chunk: int | None, w: Any, x: Any, targets: 
         return shardops.rearrange(f"{whole} -> chunks {of_chunk}", x, **sizes)
 
     of_devices = lambda x: shardops.rearrange("B/r/d/e (T/c chunks P) -> chunks B/r/d/e (T/c P)", x, **sizes)
+    of_logits = lambda x: x if x is None else cut(x, "B/r/d/e L/c V/t/p")
     w_head = {field.name: getattr(w, field.name) for field in dataclasses.fields(w) if field.name != "layers"}
     return shardops.per_device(
         "+r +c +d +e",
-        lambda w_head, x, targets, mask: _sum(summed, w_head, rest, cut(x), of_devices(targets), of_devices(mask)),
-        *(w_head, x, targets, mask),
+        lambda w_head, x, targets, mask, reference: _sum(
+            summed, w_head, rest, cut(x), of_devices(targets), of_devices(mask), of_logits(reference)
+        ),
+        *(w_head, x, targets, mask, reference),
         reason="chunks are parts of each device's own positions; a sum does not depend on which",
     )
 
@@ -88,7 +94,7 @@ def _scaled(summed: Callable, saved: Any, g: Any) -> tuple[Any, ...]:
     (scale,) = jax.tree.leaves(g)  # of a partial sum: the same on all its devices, as if it was gathered
     scale = varying(scale, jax.typeof(scale).manual_axis_type.reduced)
     g_head = jax.tree.map(lambda x, like: (x * scale).astype(like.dtype), g_head, dtypes)
-    return g_head, None, jax.tree.map(lambda x: (x * scale).astype(x.dtype), g_x), None, None
+    return g_head, None, jax.tree.map(lambda x: (x * scale).astype(x.dtype), g_x), None, None, None
 
 
 _sum.defvjp(_sum_and_gradients, _scaled)

@@ -22,7 +22,8 @@ class Held(NamedTuple):
     Attributes:
         line: where it is made.
         what: the name of a weight, or the array.
-        kind: weights, optimizer, batch, gradients, saved for the backward pass, gathered copies of weights, or working.
+        kind: weights, optimizer, reference, batch, gradients, saved for the backward pass, gathered copies of weights,
+            or working.
         bytes: on one device.
         again: of what is saved, the FLOPs that would compute it again in a step.
     """
@@ -98,7 +99,9 @@ def step_of(
     for var, inner in zip(eqn.invars, inside.invars, strict=True):
         path = outer.get(var, ()) if is_variable(var) else ()
         name = jax.tree_util.keystr(path, simple=True, separator=".").removeprefix("0.")
-        kind = {"0": "optimizer", "1": "batch"}.get(str(getattr(path[0], "idx", "")) if path else "", "")
+        kind = {"0": "optimizer", "1": "batch", "3": "reference"}.get(
+            str(getattr(path[0], "idx", "")) if path else "", ""
+        )
         kind = "weights" if name.startswith("weights.") else kind
         shape, dtype = inner.aval.shape, np.dtype(inner.aval.dtype)
         given.append(Value(shape, dtype, NOWHERE, kind, name.removeprefix("weights.")))

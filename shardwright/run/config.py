@@ -61,6 +61,11 @@ class TrainingConfig:
     went back to this step already, that one. Null: the latest that is whole."""
     other_source: bool = False
     """Whether a run may be resumed by source that computes something else than the source of its checkpoint."""
+    reference: str | None = None
+    """Directory or URL of a run, or of one of its checkpoints. The training step runs its model beside the one that is
+    trained: a teacher or a reference policy, of any size with the same vocabulary. Its weights stay as they are, and
+    training_loss in train.py gets its logits (docs/changing.md). Checkpoints keep its path, step and hash. Needs
+    mesh.p=1. Null: none."""
     microbatches: int = within(1, 2**16, 1)
     """Parts of the batch that go through the model one after the other, each with the same consecutive sequences on
     every mesh. batch_size must be a multiple of r·d times this number. For interleaved_1f1b the number must be a

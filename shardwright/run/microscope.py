@@ -41,11 +41,12 @@ class StepWithoutStages:
             self.program = programs(c, model, batch)["training"].jaxpr
 
     @contextlib.contextmanager
-    def arguments(self, state: Any, batch: TokenBatch) -> Iterator[tuple[Any, TokenBatch]]:
-        """A state and a batch of the current mesh on that without stages, which is the current one meanwhile."""
-        state = self.state(state)
+    def arguments(self, state: Any, batch: TokenBatch, step: Any, reference: Any = None) -> Iterator[tuple[Any, ...]]:
+        """Arguments of the step on the current mesh, on that without stages, which is the current one meanwhile."""
+        state, reference = self.state(state), None if reference is None else self.state(reference)
         with jax.set_mesh(self.mesh):
-            yield state, jax.tree.map(jax.device_put, batch, make_shardings(Array["m", TokenBatch], like=batch))
+            batch = jax.tree.map(jax.device_put, batch, make_shardings(Array["m", TokenBatch], like=batch))
+            yield state, batch, step, reference
 
     def state(self, state: Any) -> Any:
         """A state of the current mesh on that without stages, with layers in their order."""
@@ -69,7 +70,7 @@ class Microscope:
         self._program = jax.jit(self._look, compiler_options=options)
 
     @pause("looking at a step with the microscope")
-    def look(self, state: Any, batch: TokenBatch, step: Any) -> dict[str, Any]:
-        """Statistics of the step that begins with `state`, as Look.described says. Waits for the devices."""
-        with self._step.arguments(state, batch) as arguments:
-            return self._look.described(jax.device_get(self._program(*arguments, step)))
+    def look(self, *arguments: Any) -> dict[str, Any]:
+        """Statistics of the step with these arguments, as Look.described says. Waits for the devices."""
+        with self._step.arguments(*arguments) as arguments:
+            return self._look.described(jax.device_get(self._program(*arguments)))

@@ -162,6 +162,7 @@ def open_run(run: str, step: int | None, trust: bool) -> Iterator[SavedRun]:
     with checkpoints:
         metadata = checkpoints.metadata(step)
         c = config_at(config_of(saved_config(metadata), trust), step - 1)
+        c.training.reference = None  # which training alone reads, from a place that may be a stranger's
         yield SavedRun(checkpoints, step, metadata, c)
 
 

@@ -39,6 +39,7 @@ _METADATA = {
     "config?": {"training?": {"changes?": [{"step": int}]}},
     "loader?": {"step?": int, "epoch?": int, "block?": int, "documents?": int, "tokens?": int},
     "provenance?": {"source": {str: str}, "programs": {str: str}, "traced_by": str, "untraced?": str},
+    "reference?": {"path": str, "step": int, "manifest": str},
     "skips?": {"count?": int, "in_a_row?": int, "norms?": [(int, float)]},
 }
 """Types of a checkpoint's metadata beside the configuration, for check_types; older checkpoints lack some."""

@@ -35,6 +35,13 @@ from shardwright.run.page import Page
 from shardwright.run.planning import plan_run
 from shardwright.run.profile import StepProfiler
 from shardwright.run.provenance import compare_source, keep_source, provenance_of
+from shardwright.run.reference import (
+    check_reference,
+    read_reference,
+    reference_model,
+    reference_record,
+    tell_reference,
+)
 from shardwright.run.report import facts_of, print_start, save_config, tell
 from shardwright.run.resuming import check_resumes, choose_checkpoint, saved_config
 from shardwright.run.skipping import SkippedSteps, are_finite, check_finite, described_documents
@@ -70,6 +77,7 @@ class Run:
         end_step: number of steps done at the next change, or at the end.
         total: number of steps of the whole run.
         done: number of steps done until now.
+        reference: weights of training.reference, which the training step is given; None without one.
         options: compiler options that the installed XLA knows.
         stopped_by: name of the signal that asked the run to stop; None without one.
 
@@ -112,7 +120,8 @@ class Run:
 
     def _open(self) -> None:
         c, t = self.c, self.c.training
-        self._inputs = inputs_of(self.model)
+        self._inputs, self._referred = inputs_of(self.model), reference_record(c)
+        self._record["reference"] = self._referred
         if self._inputs and t.sample_interval is not None:
             raise ValueError(
                 f"training.sample_interval is {t.sample_interval}, but the model reads {', '.join(self._inputs)} "
@@ -152,6 +161,7 @@ class Run:
         config = saved_config(metadata)
         check_resumes(config, self.whole, self.directory, done)
         check_skips(config["data"].get("skip_steps", []), skips, done)
+        check_reference(metadata.get("reference"), self._referred)
         allow = None if self.whole.training.other_source else "training.other_source=true"
         saved, which = metadata.get("provenance"), ("training", "evaluation")
         self._be_at(done - 1)  # the step that made it, which the source is compared in
@@ -189,6 +199,7 @@ class Run:
                 self._damaged[self.start] = str(error)
         for step, why in self._damaged.items():
             tell(f"WARNING    the checkpoint of step {step} is not used: {why}")
+        self.reference = read_reference(self.c)
         agreed(lambda: self._prepare_place() if jax.process_index() == 0 else None)
         self._introduce(planned)
         return state
@@ -223,6 +234,7 @@ class Run:
         print_start(self, parameters)
         if planned:
             tell(planned)
+        tell_reference(self._referred)
         if self._source_differs:
             tell(f"source     {self._source_differs}")
         for line in [*(f"attention  {x}" for x in attention), *(f"pipeline   {x}" for x in described)]:
@@ -267,14 +279,15 @@ class Run:
 
     def compare_forms(self) -> None:
         """Refuses a form of an op for this platform that does not compute what its plain form does. It runs both."""
-        check_paths(self.forward, self.c.training.seq_len)
+        for model in filter(None, (self.model, reference_model(self.c))):
+            check_paths(dataclasses.replace(self.forward, model=model), self.c.training.seq_len)
         products.check_sums()
 
     def compile(self, training_step: Any, state: Any) -> jax.stages.Compiled:
         """The compiled training step for `state` and the batches of the run. Keeps its HLO text, for a picture."""
         t = self.c.training
         shapes = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self._inputs))
-        lowered = training_step.lower(state, shapes, np.int32(self.start))
+        lowered = training_step.lower(state, shapes, np.int32(self.start), self.reference)
         check_metrics(lowered.out_info[1])
         self._program, self._hlo = compile_step(lowered, self.directory, self.options)
         return self._program
@@ -306,7 +319,7 @@ class Run:
         """Logs the event `microscope` of a step, before it is dispatched, if it is due."""
         interval = self.c.training.microscope_interval
         if interval is not None and step % interval == 0:
-            look = lambda: self._microscope.look(state, batch, np.int32(step))
+            look = lambda: self._microscope.look(state, batch, np.int32(step), self.reference)
             self._log.log_event(step, "microscope", look, before=True)
 
     @functools.cached_property
@@ -364,6 +377,7 @@ class Run:
         self._finish_last_save()
         loader = self.loader.state(self._batch_of(self.done - 1) + 1)
         metadata = {"config": dataclasses.asdict(self.whole), "loader": loader, "provenance": self.provenance}
+        metadata |= {"reference": self._referred} if self._referred else {}
 
         def check() -> None:
             agreed(self._log.sync)  # a complete checkpoint has the lines of all its steps

@@ -27,6 +27,7 @@ from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.config import PipelineConfig
 from shardwright.run.opening import fresh_state
+from shardwright.run.reference import read_reference
 from shardwright.run.soundness import find_unsound
 from shardwright.run.stages import placement_of
 from shardwright.sampling.sampler import Sampler, Sampling
@@ -62,10 +63,11 @@ def trained(recipe: str, mesh: str, steps: int = 1, batch: TokenBatch | None = N
         batch = tiny.place_batch(c, batch)
         nats, targets = train.make_evaluation_step(c, model)(state.weights, batch)
         step, found = train.make_training_step(c, model), Trained([], [], [], float(nats / targets), None)
+        reference = read_reference(c)
         for i in range(steps):
             found.before.append(host(state.weights))
             mu = host(state.adam_mu)
-            state, metrics = step(state, batch, np.int32(i))
+            state, metrics = step(state, batch, np.int32(i), reference)
             found.metrics.append(metrics)
             of_step = lambda new, old: None if new is None else (new - 0.9 * old) / np.float32(0.1)
             is_none = lambda x: x is None
@@ -121,13 +123,25 @@ DENSE = {  # recipe: how dense.logits is told of it
 }
 
 
+@pytest.fixture
+def teacher(tmp_path):
+    """Path, sizes and weights of a run of another size, of the same vocabulary."""
+    c = tiny.config(tiny.model(layers=2, d_model=64, n_kv=4))
+    with jax.set_mesh(tiny.mesh("d=2")), Checkpointer(tmp_path / "teacher" / "checkpoints") as checkpoints:
+        w = tiny.weights(c.model)
+        checkpoints.save(3, {"weights": w}, {"config": dataclasses.asdict(c), "loader": {}})
+    return str(tmp_path / "teacher"), c.model, jax.tree.map(np.asarray, w)
+
+
 @pytest.mark.parametrize("recipe", [name for name, diffs in RECIPES.items() if diffs])
-def test_the_types_of_each_recipe_hold(recipe):
-    c = tiny.config(tiny.model(module="changed_train", layers=4), microbatches=2)
+def test_the_types_of_each_recipe_hold(recipe, teacher):
+    reference = teacher[0] if recipe in ("Distillation", "Preferences") else None
+    microbatches = 1 if "Preferences" in recipe else 2
+    c = tiny.config(tiny.model(module="changed_train", layers=4), microbatches=microbatches, reference=reference)
     mesh = AbstractMesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     with module_of(changed(recipe)) as train, jax.sharding.use_abstract_mesh(mesh):
         model = load_model(c.model)
-        batch = batch_shapes(tiny.BATCH, tiny.LENGTH, 2, len(inputs_of(model)))
+        batch = batch_shapes(tiny.BATCH, tiny.LENGTH, microbatches, len(inputs_of(model)))
         assert train.programs(c, model, batch).keys() == {"training", "evaluation"}
 
 
@@ -321,6 +335,98 @@ def test_label_smoothing_is_torchs_and_leaves_validation_alone(mesh):
     np.testing.assert_allclose(found.metrics[0].loss, smoothed[BATCH.loss_mask.flatten()].mean(), rtol=1e-5)
     np.testing.assert_allclose(found.validation, dense.cross_entropy(logits, BATCH), rtol=1e-5)
     assert_gradients(found, lambda w: dense.cross_entropy(dense.logits(w, TOKENS, c), BATCH, smoothing=0.1))
+
+
+# ---- another model in the step, and losses of pairs -----------------------------------------------------------------
+
+
+def distilled(logits, of_teacher):
+    """Half the cross-entropy and half 2² KL(teacher ‖ student) at temperature 2, by torch, for each target."""
+    torch = pytest.importorskip("torch", reason="compared with torch's")
+    logs = torch.log_softmax(torch.tensor(np.asarray(logits)) / 2, -1)
+    of_teacher = torch.log_softmax(torch.tensor(np.asarray(of_teacher)) / 2, -1)
+    kl = torch.nn.functional.kl_div(logs, of_teacher, reduction="none", log_target=True).sum(-1).numpy()
+    return 0.5 * kl[BATCH.loss_mask].mean() * 4 + 0.5 * dense.cross_entropy(logits, BATCH)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("mesh", MESHES[:2])
+def test_distillation_is_the_dense_one(teacher, mesh, chunk):
+    path, sizes, w = teacher
+    c, found = tiny.model(layers=4), trained("Distillation", mesh, reference=path, loss_chunk=chunk)
+    of_teacher = dense.logits(w, TOKENS, sizes)
+    expected = distilled(dense.logits(found.before[0], TOKENS, c), of_teacher)
+    np.testing.assert_allclose(found.metrics[0].loss, expected, rtol=1e-5)
+    plain = lambda w: dense.cross_entropy(dense.logits(w, TOKENS, c), BATCH)
+    np.testing.assert_allclose(found.validation, plain(found.before[0]), rtol=1e-5)
+
+    def loss(w):
+        p, logs = jax.nn.softmax(of_teacher / 2), jax.nn.log_softmax(dense.logits(w, TOKENS, c) / 2)
+        kl = jnp.sum(p * (jnp.log(p) - logs), -1)
+        return 0.5 * plain(w) + 2 * jnp.sum(kl * BATCH.loss_mask) / BATCH.loss_mask.sum()
+
+    assert_gradients(found, loss)
+
+
+def pair_sums(logits, mean=False):
+    """Sum, or mean, of the log-probabilities of the targets of each sequence, as [pairs, (chosen, rejected)]."""
+    at_target = jnp.take_along_axis(jax.nn.log_softmax(logits), BATCH.targets[..., None].astype(np.int32), -1)[..., 0]
+    sums = (at_target * BATCH.loss_mask).sum(1) / (BATCH.loss_mask.sum(1) if mean else 1)
+    return sums.reshape(-1, 2).T
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES[:2])
+def test_preferences_are_dpo(teacher, mesh):
+    path, sizes, w = teacher
+    c, found = tiny.model(layers=4), trained("Preferences", mesh, reference=path, microbatches=2)
+    chosen_of, rejected_of = pair_sums(dense.logits(w, TOKENS, sizes))
+
+    def loss(w):
+        chosen, rejected = pair_sums(dense.logits(w, TOKENS, c))
+        margin = 0.1 * ((chosen - chosen_of) - (rejected - rejected_of))
+        return jnp.mean(jnp.log1p(jnp.exp(-margin)))
+
+    np.testing.assert_allclose(found.metrics[0].loss, loss(found.before[0]), rtol=1e-5)
+    assert_gradients(found, loss)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES)
+def test_preferences_without_a_reference_are_simpo(mesh):
+    c, found = tiny.model(layers=4), trained("Preferences without a reference", mesh)
+
+    def loss(w):
+        chosen, rejected = pair_sums(dense.logits(w, TOKENS, c), mean=True)
+        return jnp.mean(jnp.log1p(jnp.exp(1.0 - 2.0 * (chosen - rejected))))
+
+    np.testing.assert_allclose(found.metrics[0].loss, loss(found.before[0]), rtol=1e-5)
+    assert_gradients(found, loss)
+    with pytest.raises(ValueError, match="whole sequences"):
+        trained("Preferences without a reference", "one device", loss_chunk=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", [None, 4])
+@pytest.mark.parametrize("mesh", MESHES)
+def test_multi_token_prediction_is_the_dense_one(mesh, chunk):
+    c, found = tiny.model(layers=3), trained("Multi-token prediction", mesh, loss_chunk=chunk)
+
+    def of(w, *layers):
+        of_layers = jax.tree.map(lambda x: x[np.array(layers)], w.layers)
+        return dense.logits(dataclasses.replace(w, layers=of_layers), TOKENS, c)
+
+    mask, count = BATCH.loss_mask[:, 1:] & ~BATCH.is_seq_start[:, 1:], BATCH.loss_mask.sum()
+    next_token = lambda w: dense.cross_entropy(of(w, 0, 1, 2), BATCH)
+
+    def loss(w):
+        logs = jax.nn.log_softmax(of(w, 0, 1, 3)[:, :-1])
+        after = jnp.take_along_axis(logs, BATCH.targets[:, 1:, None].astype(np.int32), -1)[..., 0]
+        return next_token(w) - jnp.sum(after * mask) / count
+
+    assert_gradients(found, loss)
+    np.testing.assert_allclose(found.validation, next_token(found.before[0]), rtol=1e-5)
 
 
 @pytest.mark.long

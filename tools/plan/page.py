@@ -13,7 +13,7 @@ from tools.report.plots import LOG, Panel, colour
 
 BARS, ROWS = 16, 15
 """Lines of a plot; rows of a table that are shown at once."""
-KINDS = ("saved", "weights", "optimizer", "gradients", "gathered", "working", "batch", "others")
+KINDS = ("saved", "weights", "optimizer", "reference", "gradients", "gathered", "working", "batch", "others")
 """Of memory, in the order of their colours."""
 PHASES = {"backward": "diamond", "forward": "circle", "again": "square", "update": "cross", "": "x"}
 """Symbols of the roofline's points."""

@@ -15,7 +15,7 @@ from shardwright.plan.work import Op
 from shardwright.run.files import duration
 
 GIB = 2**30
-WHOLE = ("weights", "optimizer", "batch")
+WHOLE = ("weights", "optimizer", "reference", "batch")
 """Kinds of memory that belong to no line: one row each."""
 SHOWN, WIDTH = 10, 80
 """Rows of a table on the terminal, and its columns."""

@@ -114,7 +114,7 @@ def step_of(session: Session, config: Settings, logs: dict[int, dict], console: 
     found = {}
     if config.microscope:
         microscope = Microscope(session.c, session.model, session.placement, train.programs, session.options)
-        found = microscope.look(session.state, batch, np.int32(step))
+        found = microscope.look(session.state, batch, np.int32(step), session.reference)
         show.statistics(console, found)
     after, done = session.try_step(batch)
     differs = compare_with_log(done, logs.get(step))

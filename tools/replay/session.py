@@ -20,6 +20,7 @@ from shardwright.run.files import read_config, read_records
 from shardwright.run.microscope import StepWithoutStages
 from shardwright.run.opening import StagesChoice, mesh_for, read_state, trusted_options
 from shardwright.run.provenance import compare_source, provenance_of
+from shardwright.run.reference import check_reference, read_reference, reference_record
 from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.run import fresh_state
 from shardwright.run.stages import placement_of
@@ -50,6 +51,7 @@ class Session:
         self.step, self.model, self.options, self._whole = step, load_model(c.model), options, c
         self.placement = placement_of(c, self.model)
         self.state: Any = None
+        self.reference = read_reference(c)
         self._settle(metadata.get("loader"))
 
     def _settle(self, state: Any = None) -> None:
@@ -76,9 +78,10 @@ class Session:
         """The state after the step with this batch, and what it gave. The session stays where it is."""
         state = jax.tree.map(jnp.copy, self.state)  # the step takes its memory
         if self._program is None:
-            lowered = train.make_training_step(self.c, self.model).lower(state, batch, np.int32(self.step))
+            step = train.make_training_step(self.c, self.model)
+            lowered = step.lower(state, batch, np.int32(self.step), self.reference)
             self._program = lowered.compile(compiler_options=self.options)
-        state, metrics = self._program(state, batch, np.int32(self.step))
+        state, metrics = self._program(state, batch, np.int32(self.step), self.reference)
         loss, norm, skipped = jax.device_get((metrics.loss, metrics.grad_norm, metrics.skipped))
         return state, Done(np.float32(loss), np.float32(norm), bool(skipped))
 
@@ -134,11 +137,18 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
                 f"the run began with the weights of {c.training.init_from!r}, which would be read. If you trust that "
                 "place, give trust=true; or give a step after a checkpoint."
             )
+        if c.training.reference is not None and not trust:
+            raise ValueError(
+                f"each step of the run reads the weights of {c.training.reference!r}. If you trust that place, give "
+                "trust=true."
+            )
         on = mesh_for(mesh, c)
         platform = on.devices.flat[0].platform
         if KERNELS.get(c.training.attention, platform) != platform:
             c.training.attention = "auto"
         with jax.set_mesh(on):
+            if done:
+                check_reference(metadata.get("reference"), reference_record(c))
             options = known_options(trusted_options(c, trust, write), write)
             session = Session(c, metadata if done else {}, done, options)
             now = provenance_of(train.programs, config_at(c, done - 1), session.model)

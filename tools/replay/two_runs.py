@@ -67,8 +67,8 @@ def recorded(session: Session, last: int) -> dict[int, list[Value]]:
     while True:
         batch, values = session.batch(), found.setdefault(session.step, [])
         values += of_batch(batch)
-        with step.arguments(session.state, batch) as arguments:
-            values += look.fingerprints(program(*arguments, np.int32(session.step)))
+        with step.arguments(session.state, batch, np.int32(session.step), session.reference) as arguments:
+            values += look.fingerprints(program(*arguments))
         if session.step == last:
             return found
         session.advance()

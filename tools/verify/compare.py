@@ -23,6 +23,7 @@ from shardlib.proof.domain import UNIFORM, Value, devices
 from shardwright.microscope.points import callers
 from shardwright.microscope.rerun import Path, Rerun, executed
 from shardwright.run.config import Config
+from shardwright.run.reference import read_reference
 from tools.verify.inputs import Inputs, make_inputs
 from tools.verify.meshes import ONE_DEVICE, Mesh, mesh_of
 from tools.verify.step import Found, Traced, fresh_state, tensors_of_step, traced_step
@@ -68,6 +69,7 @@ def compare_meshes(c: Config, meshes: list[Mesh], log: Callable[[str], None]) ->
     """
     with mesh_of(ONE_DEVICE):
         inputs = make_inputs(c, fresh_state(c))
+        inputs.reference = jax.tree.map(np.asarray, read_reference(c))
     oracle, largest, lines, wrong = tensors_of_step(c, inputs, ONE_DEVICE), (-1.0, ""), [], []
     if bad := [tensor for tensor, value in oracle.items() if not np.all(np.isfinite(value))]:
         raise ValueError(f"on one device the {bad[0]} is not finite already. Correct the step there first.")

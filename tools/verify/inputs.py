@@ -22,6 +22,8 @@ class Inputs:
     batch: TokenBatch
     """The batch of a step, [m, B, …]."""
     step: int
+    reference: Any = None
+    """Weights of training.reference."""
 
 
 def random_batch(c: Config) -> TokenBatch:

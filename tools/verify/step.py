@@ -117,11 +117,12 @@ def traced_step(c: Config, inputs: Inputs, sizes: Mesh, planned: Mesh | None = N
     return Traced(mesh, traced.jaxpr, leaves, tree)
 
 
-def _placed_inputs(c: Config, inputs: Inputs) -> tuple[Any, Any, jax.Array]:
+def _placed_inputs(c: Config, inputs: Inputs) -> tuple[Any, ...]:
     """The arguments of the step on the current mesh."""
     placed = lambda tree, kind: jax.device_put(tree, make_shardings(kind, like=tree))
     state = placed(in_order(c, inputs.state, back=True), train.State[type(inputs.state.weights)])
-    return state, placed(inputs.batch, train.Batch), jnp.int32(inputs.step)
+    reference = inputs.reference and placed(inputs.reference, type(inputs.reference))
+    return state, placed(inputs.batch, train.Batch), jnp.int32(inputs.step), reference
 
 
 def tensors_of_step(c: Config, inputs: Inputs, sizes: Mesh) -> Found:

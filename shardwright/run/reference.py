@@ -1,0 +1,101 @@
+"""The model of training.reference: a teacher or a reference policy, which a training step reads and leaves as it is."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from shardlib.axes import PIPELINE_AXIS
+from shardlib.shardtypes import make_shardings, scope
+from shardlib.values import mesh_axes
+from shardwright.modeling.model import LanguageModel, inputs_of, load_model
+from shardwright.modeling.weights import shapes_of
+from shardwright.run.checkpoint import find_checkpoint
+from shardwright.run.config import Config, check_divides
+from shardwright.run.report import tell
+from shardwright.run.resuming import config_of, saved_config
+from shardwright.run.stores import agreed
+
+
+@functools.cache  # so that one process sees one checkpoint, though the run that saves it goes on
+def _manifest(path: str) -> tuple[int, dict]:
+    """Step and manifest of the checkpoint at a path, as for find_checkpoint."""
+    checkpoints, step = find_checkpoint(path)
+    with checkpoints:
+        return step, agreed(lambda: checkpoints.manifest(step))
+
+
+def reference_model(c: Config) -> LanguageModel | None:
+    """The model of training.reference, of its own run's configuration; None without one.
+
+    Raises ValueError if there is no such checkpoint, or if the training step cannot run this model on the current mesh.
+    """
+    if (path := c.training.reference) is None:
+        return None
+    try:
+        if mesh_axes().get(PIPELINE_AXIS, 1) > 1:
+            raise ValueError(f"pipeline stages have no place for it. Set mesh.{PIPELINE_AXIS}=1.")
+        saved = saved_config(_manifest(path)[1]["metadata"])
+        sizes = config_of(saved, trust=saved["model"].get("module") == c.model.module).model
+        model, inputs = load_model(sizes), inputs_of(load_model(c.model))
+        if sizes.vocab != c.model.vocab:
+            raise ValueError(f"it has {sizes.vocab} token ids. Take one with model.vocab = {c.model.vocab}.")
+        if inputs_of(model) not in ((), inputs):
+            raise ValueError(f"it reads {', '.join(inputs_of(model))} beside the tokens, and this run does not.")
+        sizes.check(c.training.seq_len)
+        check_divides(dataclasses.replace(c, model=sizes), mesh_axes(), of_batch=False)
+    except ValueError as error:
+        raise ValueError(f"training.reference is {path}: {error}") from error
+    return model
+
+
+def reference_shapes(c: Config) -> Any:
+    """The shapes of the weights of training.reference; None without one."""
+    return (model := reference_model(c)) and shapes_of(model.table)
+
+
+def logits_of(forward: Any, w: Any) -> Callable[[Any], Any]:
+    """Maps a TokenBatch to its logits by train.Forward of the reference, with weights `w` at rest. Per-device code."""
+    copies = scope(forward.copies)(w)  # in scopes of their own, as its dims are other ones
+    return scope(lambda batch: forward(copies, forward.tokens(batch), forward.model.logits)[0])
+
+
+def read_reference(c: Config) -> Any:
+    """The weights of training.reference, sharded as at rest on the current mesh; None without one."""
+    if (shapes := reference_shapes(c)) is None:
+        return None
+    shardings = make_shardings(type(shapes), like=shapes)
+    like = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
+    checkpoints, step = find_checkpoint(c.training.reference, _manifest(c.training.reference)[0])
+    with checkpoints:
+        return checkpoints.restore(step, {"weights": like})["weights"]
+
+
+def reference_record(c: Config) -> dict[str, Any] | None:
+    """What a checkpoint keeps of training.reference: its path, step and the hash of its manifest; None without one."""
+    if reference_model(c) is None:
+        return None
+    step, manifest = _manifest(c.training.reference)
+    digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:20]
+    return {"path": c.training.reference, "step": step, "manifest": digest}
+
+
+def check_reference(saved: dict[str, Any] | None, now: dict[str, Any] | None) -> None:
+    """Raises ValueError if a run that was made with the reference `saved`, a record, goes on with another one."""
+    if (saved or {}).get("manifest") != (now or {}).get("manifest"):
+        shown = lambda record: f"{record['path']} after {record['step']} steps" if record else "none"
+        raise ValueError(
+            f"training.reference is {shown(now)}, and the run was made with {shown(saved)}. Give that one, by the path "
+            "of its checkpoint, <run>/checkpoints/<step>, if its run went on; or start another run with a new "
+            "paths.model_name."
+        )
+
+
+def tell_reference(record: dict[str, Any] | None) -> None:
+    """Prints which reference a run has, if any."""
+    if record:
+        tell(f"reference  {record['path']}, after {record['step']} steps; it is not trained")
