@@ -91,7 +91,7 @@ def test_gradients_of_weights_are_summed_in_f32():
 
     def gradient(x: act["B/r/d L/t M"]) -> act["M/r/t/d"]:  # a mesh of one device: that of the whole
         summed = lambda x: shardops.einsum_unreduced("B/r/d P/t M -> +r +d +t", jnp.float32(x))
-        share = lambda w, x, targets, mask: shardops.psum("+r +d +t -> +r +d", summed(x * w.gain))
+        share = lambda w, x, targets, mask, reference: shardops.psum("+r +d +t -> +r +d", summed(x * w.gain))
         ids = jnp.zeros((1, 512), jnp.int32)
         loss = lambda gain: shardops.psum("+r +d ->", sum_in_chunks(share, 1, OneWeight(gain), x, ids, ids))
         return jax.grad(lambda gain: 2 * loss(gain))(x[0, 0] * 0)

@@ -1,0 +1,106 @@
+"""training.reference in runs: what is saved, what resumes, what is refused; and the step with it on other meshes."""
+
+import dataclasses
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from losses_of_runs import losses
+from recipes import changed, module_of
+from verifying import verify
+
+from shardwright.modeling.model import load_model
+from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.checkpoint_arrays import saved_arrays
+from shardwright.run.reference import read_reference, reference_model, reference_record
+from shardwright.run.resuming import saved_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def saved(directory: Path, model, step: int = 3, seed: int = 0) -> str:
+    """A run with a checkpoint of random weights."""
+    c = tiny.config(model)
+    with jax.set_mesh(tiny.mesh("d=2")), Checkpointer(directory / "checkpoints") as checkpoints:
+        weights = jax.tree.map(lambda x: x + 0.01 * seed, tiny.weights(model))
+        checkpoints.save(step, {"weights": weights}, {"config": dataclasses.asdict(c), "loader": {}})
+    return str(directory)
+
+
+def config(reference: str | None, **training):
+    c = tiny.config(tiny.model(module="changed_train", vocab=1280, layers=1), reference=reference, **training)
+    c.data.filespec = str(ROOT / "synthetic_dataset.zarr")
+    return c
+
+
+def run(directory: Path, steps: int, reference: str | None) -> Path:
+    """A run of the recipe of distillation."""
+    c = config(reference, checkpoint_interval=2, eval_batches=0, microscope_interval=3)
+    c.training.steps, c.paths = steps, dataclasses.replace(c.paths, model_name=directory.name)
+    directory.mkdir(exist_ok=True)
+    with module_of(changed("Distillation")) as train, jax.set_mesh(tiny.mesh("d=2 t=2")):
+        train.train(c, load_model(c.model), directory)
+    return directory
+
+
+@pytest.mark.long
+def test_a_run_resumes_with_its_reference_alone(tmp_path, capsys):
+    teacher = saved(tmp_path / "teacher", tiny.model(vocab=1280, layers=2, d_model=64))
+    whole = run(tmp_path / "whole", 4, teacher)
+    assert f"reference  {teacher}, after 3 steps; it is not trained" in capsys.readouterr().out
+    directory = run(tmp_path / "run", 2, teacher)
+    moved = shutil.copytree(teacher, tmp_path / "moved")
+    assert losses(run(directory, 4, str(moved / "checkpoints" / "0000000003"))) == losses(whole)
+    with Checkpointer(directory / "checkpoints") as checkpoints:
+        manifest = checkpoints.manifest(2)
+    assert manifest["metadata"]["reference"] == reference_record_of(teacher)
+    saved_config(manifest["metadata"])
+    sizes = {array.shape[-1] for name, array in saved_arrays(manifest).items() if name.endswith("final_norm")}
+    assert sizes == {32}, "no array is the reference's"
+    other = saved(tmp_path / "other", tiny.model(vocab=1280, layers=2, d_model=64), seed=1)
+    for given, shown in ((other, f"{other} after 3 steps"), (None, "none")):
+        message = f"training.reference is {shown}, and the run was made with {teacher} after 3 steps. Give that one"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            run(directory, 6, given)
+
+
+def reference_record_of(path: str):
+    with module_of(changed("Distillation")), jax.set_mesh(tiny.mesh("d=2 t=2")):
+        return reference_record(config(path))
+
+
+def test_what_the_step_cannot_run_is_refused_by_name(tmp_path):
+    fits = saved(tmp_path / "fits", tiny.model(vocab=1280, layers=2))
+    words = saved(tmp_path / "words", tiny.model())
+    heads = saved(tmp_path / "heads", tiny.model(vocab=1280, n_kv=1))
+    cases = [
+        (str(tmp_path / "none"), "t=2", f"training.reference is {tmp_path}/none: no complete checkpoint in"),
+        (words, "t=2", f"training.reference is {words}: it has 64 token ids. Take one with model.vocab = 1280."),
+        (heads, "t=2", "model.n_kv is 1; on the mesh"),
+        (fits, "p=2", f"training.reference is {fits}: pipeline stages have no place for it. Set mesh.p=1."),
+    ]
+    for path, mesh, message in cases:
+        with jax.set_mesh(tiny.mesh(mesh)), pytest.raises(ValueError, match=re.escape(message)) as raised:
+            reference_model(dataclasses.replace(config(path), model=tiny.model(vocab=1280)))
+        assert "\n" not in str(raised.value)
+    with jax.set_mesh(tiny.mesh("d=2 t=2")):
+        assert reference_model(config(None)) is None
+        w = read_reference(dataclasses.replace(config(fits), model=tiny.model(vocab=1280)))
+        assert w.layers.w_q.addressable_shards[0].data.size == w.layers.w_q.size // 4
+        np.testing.assert_array_equal(w.embed, np.asarray(tiny.weights(tiny.model(vocab=1280, layers=2)).embed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["Distillation", "Preferences", "Preferences without a reference"])
+def test_in_f64_the_step_is_that_of_one_device(tmp_path, recipe):
+    """With c too, and with chunks where targets are apart. verify.small has a vocabulary of 112."""
+    path = saved(tmp_path / "teacher", tiny.model(vocab=112, layers=2, d_model=64))
+    (tmp_path / "train.py").write_text(changed(recipe))
+    settings = ["verify.meshes=[2x2x2,d2c2t2]", "mesh.p=1", "mesh.c=2"]
+    settings += [] if "without" in recipe else [f"training.reference={path}"]
+    done = verify(tmp_path, *settings, *(["training.loss_chunk=8"] if recipe == "Distillation" else []))
+    assert "In f64, all 2 meshes agree with one device." in done.stdout, done.stdout + done.stderr
