@@ -290,16 +290,17 @@ def test_in_f64_a_loss_from_a_layer_is_that_of_one_device(tmp_path, loss, meshes
 
 
 STREAM_F64 = [
-    ("2x2x2,d2c2t2", ["mesh.p=1", "mesh.c=2", "training.loss_chunk=8"]),
-    ("2x1x2x2", ["pipeline.schedule=zb_v", "pipeline.virtual_stages=2", "training.loss_chunk=8"]),
-    ("2x1x2x2", [RING]),
+    ("State between layers", "2x2x2,d2c2t2", ["mesh.p=1", "mesh.c=2", "training.loss_chunk=8"]),
+    ("State between layers", "2x1x2x2", ["pipeline.schedule=zb_v", "pipeline.virtual_stages=2"]),
+    ("State between layers", "2x1x2x2", [RING, "training.loss_chunk=8"]),
+    ("Multi-token prediction", "2x1x2x2,d2c2t2", ["pipeline.schedule=1f1b", "mesh.c=2", "training.loss_chunk=8"]),
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("meshes", "settings"), STREAM_F64)
-def test_in_f64_state_between_layers_is_that_of_one_device(tmp_path, meshes, settings):
-    (tmp_path / "train.py").write_text(changed("State between layers"))
+@pytest.mark.parametrize(("recipe", "meshes", "settings"), STREAM_F64)
+def test_in_f64_state_between_layers_is_that_of_one_device(tmp_path, recipe, meshes, settings):
+    (tmp_path / "train.py").write_text(changed(recipe))
     done = verify(tmp_path, f"verify.meshes=[{meshes}]", *settings)
     assert "agree" in done.stdout, done.stdout + done.stderr
 

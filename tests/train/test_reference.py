@@ -63,7 +63,7 @@ def test_a_run_resumes_with_its_reference_alone(tmp_path, capsys):
     assert sizes == {32}, "no array is the reference's"
     other = saved(tmp_path / "other", tiny.model(vocab=1280, layers=2, d_model=64), seed=1)
     for given, shown in ((other, f"{other} after 3 steps"), (None, "none")):
-        message = f"training.reference is {shown}, and the run was made with {teacher} after 3 steps. Give that one"
+        message = f"training.reference is {shown}, and the run was made with {moved}/checkpoints/0000000003 after 3"
         with pytest.raises(ValueError, match=re.escape(message)):
             run(directory, 6, given)
 
