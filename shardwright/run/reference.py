@@ -12,6 +12,7 @@ import jax
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.shardtypes import make_shardings, scope
 from shardlib.values import mesh_axes
+from shardwright.modeling.attention_calls import check_paths
 from shardwright.modeling.model import LanguageModel, inputs_of, load_model
 from shardwright.modeling.weights import shapes_of
 from shardwright.run.checkpoint import find_checkpoint
@@ -29,7 +30,7 @@ def _manifest(path: str) -> tuple[int, dict]:
         return step, agreed(lambda: checkpoints.manifest(step))
 
 
-def reference_model(c: Config) -> LanguageModel | None:
+def model_of(c: Config) -> LanguageModel | None:
     """The model of training.reference, of its own run's configuration; None without one.
 
     Raises ValueError if there is no such checkpoint, or if the training step cannot run this model on the current mesh.
@@ -53,9 +54,15 @@ def reference_model(c: Config) -> LanguageModel | None:
     return model
 
 
-def reference_shapes(c: Config) -> Any:
-    """The shapes of the weights of training.reference; None without one."""
-    return (model := reference_model(c)) and shapes_of(model.table)
+def check_paths_with_reference(forward: Any, c: Config) -> None:
+    """check_paths for a train.Forward, and for that of training.reference."""
+    for model in filter(None, (forward.model, model_of(c))):
+        check_paths(dataclasses.replace(forward, model=model), c.training.seq_len)
+
+
+def weights_of(c: Config) -> Any:
+    """The weights of training.reference, as shapes; None without one."""
+    return (model := model_of(c)) and shapes_of(model.table)
 
 
 def logits_of(forward: Any, w: Any) -> Callable[[Any], Any]:
@@ -66,18 +73,19 @@ def logits_of(forward: Any, w: Any) -> Callable[[Any], Any]:
 
 def read_reference(c: Config) -> Any:
     """The weights of training.reference, sharded as at rest on the current mesh; None without one."""
-    if (shapes := reference_shapes(c)) is None:
+    if (shapes := weights_of(c)) is None:
         return None
     shardings = make_shardings(type(shapes), like=shapes)
     like = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
     checkpoints, step = find_checkpoint(c.training.reference, _manifest(c.training.reference)[0])
+    tell(f"reference  {c.training.reference}, after {step} steps; it is not trained")
     with checkpoints:
         return checkpoints.restore(step, {"weights": like})["weights"]
 
 
 def reference_record(c: Config) -> dict[str, Any] | None:
     """What a checkpoint keeps of training.reference: its path, step and the hash of its manifest; None without one."""
-    if reference_model(c) is None:
+    if model_of(c) is None:
         return None
     step, manifest = _manifest(c.training.reference)
     digest = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()[:20]
@@ -93,9 +101,3 @@ def check_reference(saved: dict[str, Any] | None, now: dict[str, Any] | None) ->
             "of its checkpoint, <run>/checkpoints/<step>, if its run went on; or start another run with a new "
             "paths.model_name."
         )
-
-
-def tell_reference(record: dict[str, Any] | None) -> None:
-    """Prints which reference a run has, if any."""
-    if record:
-        tell(f"reference  {record['path']}, after {record['step']} steps; it is not trained")

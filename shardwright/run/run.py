@@ -16,7 +16,7 @@ from shardlib import products
 from shardwright.cluster.devices import known_options
 from shardwright.cluster.stopping import StopRequest
 from shardwright.cluster.watch import now_at
-from shardwright.modeling.attention_calls import check_paths, describe_attention
+from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.model import COMPUTE_DTYPES, inputs_of
 from shardwright.run.beside import in_background
 from shardwright.run.causality import describe_causality
@@ -35,13 +35,7 @@ from shardwright.run.page import Page
 from shardwright.run.planning import plan_run
 from shardwright.run.profile import StepProfiler
 from shardwright.run.provenance import compare_source, keep_source, provenance_of
-from shardwright.run.reference import (
-    check_reference,
-    read_reference,
-    reference_model,
-    reference_record,
-    tell_reference,
-)
+from shardwright.run.reference import check_paths_with_reference, check_reference, read_reference, reference_record
 from shardwright.run.report import facts_of, print_start, save_config, tell
 from shardwright.run.resuming import check_resumes, choose_checkpoint, saved_config
 from shardwright.run.skipping import SkippedSteps, are_finite, check_finite, described_documents
@@ -77,7 +71,6 @@ class Run:
         end_step: number of steps done at the next change, or at the end.
         total: number of steps of the whole run.
         done: number of steps done until now.
-        reference: weights of training.reference, which the training step is given; None without one.
         options: compiler options that the installed XLA knows.
         stopped_by: name of the signal that asked the run to stop; None without one.
 
@@ -120,8 +113,7 @@ class Run:
 
     def _open(self) -> None:
         c, t = self.c, self.c.training
-        self._inputs, self._referred = inputs_of(self.model), reference_record(c)
-        self._record["reference"] = self._referred
+        self._inputs, self._record["reference"] = inputs_of(self.model), reference_record(c)
         if self._inputs and t.sample_interval is not None:
             raise ValueError(
                 f"training.sample_interval is {t.sample_interval}, but the model reads {', '.join(self._inputs)} "
@@ -161,7 +153,7 @@ class Run:
         config = saved_config(metadata)
         check_resumes(config, self.whole, self.directory, done)
         check_skips(config["data"].get("skip_steps", []), skips, done)
-        check_reference(metadata.get("reference"), self._referred)
+        check_reference(metadata.get("reference"), self._record["reference"])
         allow = None if self.whole.training.other_source else "training.other_source=true"
         saved, which = metadata.get("provenance"), ("training", "evaluation")
         self._be_at(done - 1)  # the step that made it, which the source is compared in
@@ -187,12 +179,8 @@ class Run:
             self._resume()
             planned = self._planned  # before the state takes memory that a device may not have
             try:
-                of = (
-                    self._restored
-                    if self.start
-                    else functools.partial(fresh_state, self.c, self.placement, record=self._record)
-                )
-                state = of(init, State)
+                fresh = functools.partial(fresh_state, self.c, self.placement, record=self._record)
+                state = (self._restored if self.start else fresh)(init, State)
             except Damaged as error:
                 if not self.start:
                     raise
@@ -234,7 +222,6 @@ class Run:
         print_start(self, parameters)
         if planned:
             tell(planned)
-        tell_reference(self._referred)
         if self._source_differs:
             tell(f"source     {self._source_differs}")
         for line in [*(f"attention  {x}" for x in attention), *(f"pipeline   {x}" for x in described)]:
@@ -279,8 +266,7 @@ class Run:
 
     def compare_forms(self) -> None:
         """Refuses a form of an op for this platform that does not compute what its plain form does. It runs both."""
-        for model in filter(None, (self.model, reference_model(self.c))):
-            check_paths(dataclasses.replace(self.forward, model=model), self.c.training.seq_len)
+        check_paths_with_reference(self.forward, self.c)
         products.check_sums()
 
     def compile(self, training_step: Any, state: Any) -> jax.stages.Compiled:
@@ -377,7 +363,7 @@ class Run:
         self._finish_last_save()
         loader = self.loader.state(self._batch_of(self.done - 1) + 1)
         metadata = {"config": dataclasses.asdict(self.whole), "loader": loader, "provenance": self.provenance}
-        metadata |= {"reference": self._referred} if self._referred else {}
+        metadata |= {"reference": made} if (made := self._record["reference"]) else {}
 
         def check() -> None:
             agreed(self._log.sync)  # a complete checkpoint has the lines of all its steps

@@ -47,8 +47,8 @@ SHARED = {f"tools.report.{name}" for name in ("comparing", "page", "plots", "rea
 SHARED |= {f"tools.huggingface.{name}" for name in ("check", "families")}
 SHARED |= {"bench.throughput.peers.ours"}
 """Modules of several programs."""
-MAX_LINES, MAX_SHARE, MAX_TRAIN_NAMES = 450, 0.25, 31
-LONGER = {"train": 670}
+MAX_LINES, MAX_SHARE, MAX_TRAIN_NAMES = 450, 0.25, 32
+LONGER = {"train": 684}
 """Modules that may be longer: the program that is one file."""
 VOCABULARY = ("shardlib.shardtypes", "shardlib.shardops")
 

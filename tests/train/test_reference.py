@@ -16,7 +16,7 @@ from verifying import verify
 from shardwright.modeling.model import load_model
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.checkpoint_arrays import saved_arrays
-from shardwright.run.reference import read_reference, reference_model, reference_record
+from shardwright.run.reference import model_of, read_reference, reference_record
 from shardwright.run.resuming import saved_config
 
 ROOT = Path(__file__).parents[2]
@@ -85,10 +85,10 @@ def test_what_the_step_cannot_run_is_refused_by_name(tmp_path):
     ]
     for path, mesh, message in cases:
         with jax.set_mesh(tiny.mesh(mesh)), pytest.raises(ValueError, match=re.escape(message)) as raised:
-            reference_model(dataclasses.replace(config(path), model=tiny.model(vocab=1280)))
+            model_of(dataclasses.replace(config(path), model=tiny.model(vocab=1280)))
         assert "\n" not in str(raised.value)
     with jax.set_mesh(tiny.mesh("d=2 t=2")):
-        assert reference_model(config(None)) is None
+        assert model_of(config(None)) is None
         w = read_reference(dataclasses.replace(config(fits), model=tiny.model(vocab=1280)))
         assert w.layers.w_q.addressable_shards[0].data.size == w.layers.w_q.size // 4
         np.testing.assert_array_equal(w.embed, np.asarray(tiny.weights(tiny.model(vocab=1280, layers=2)).embed))
