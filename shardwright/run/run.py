@@ -134,8 +134,8 @@ class Run:
         self.done = self.start
         sizes = {"batch_size": t.batch_size, "seq_len": t.seq_len, "microbatches": t.microbatches}
         options = {"vocab_size": c.model.vocab, "inputs": self._inputs}
-        self.validation = make_loader(c.data, "validation", **sizes, **options) if t.eval_batches else None
         self.loader = loader_at(whole, self.start, self._inputs, loader_state)
+        self.validation = make_loader(c.data, "validation", **sizes, **options) if t.eval_batches else None
         self.total = total_steps(whole, self.loader)
         later = [first for first in firsts(whole) if self.start < first < self.total]
         if later:
