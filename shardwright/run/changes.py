@@ -114,8 +114,6 @@ def total_steps(c: Any, loader: Loader) -> int:
     length = {"steps": t.steps, "tokens": t.tokens, "epochs": t.epochs}
     if t.changes and t.tokens is not None:
         length |= {"tokens": None, "steps": steps_of(c, t.tokens)}
-    if t.eval_epochs is not None:
-        loader.epochs_before(0)
     return steps_for(loader, **length, skip_steps=c.data.skip_steps)
 
 
@@ -124,16 +122,17 @@ def loader_at(c: Any, step: int, inputs: Sequence[str] = (), state: Mapping[str,
 
     `state` is that of a checkpoint of `step`. Raises ValueError as make_loader.
     """
-    phases: list[tuple[int, tuple]] = []
-    for first in (first for first in firsts(c) if first <= step):
-        now = config_at(c, first)
-        settings = now.data, now.training.batch_size, now.training.seq_len, now.training.microbatches
-        if not phases or phases[-1][1] != settings:
-            phases.append((first, settings))
+    settings = [(first, config_at(c, first)) for first in firsts(c) if first <= step]
+    of_batches = lambda x: (x[1].data, x[1].training.batch_size, x[1].training.seq_len)
+    groups = [[*group] for _, group in itertools.groupby(settings, of_batches)]
+    phases = [(group[0][0], group[-1][1]) for group in groups]  # microbatches are parts of the same batch
     saved, loader = max(first for first, _ in phases if first < step or first == 0), None
-    for first, (data, batch_size, seq_len, microbatches) in phases:
-        options = {"inputs": inputs, "microbatches": microbatches, "state": state if first == saved else None}
+    for first, now in phases:
+        t, begin = now.training, batch_of(first, c.data.skip_steps)
+        options = {"inputs": inputs, "microbatches": t.microbatches, "state": state if first == saved else None}
         if loader:
-            options |= {"after": loader, "first": batch_of(first, c.data.skip_steps)}
-        loader = make_loader(data, "train", batch_size, seq_len, c.model.vocab, **options)
+            options |= {"after": loader, "first": begin}
+        loader = make_loader(now.data, "train", t.batch_size, t.seq_len, c.model.vocab, **options)
+        if t.eval_epochs is not None:
+            loader.epochs_before(begin)  # raises if it has none
     return loader

@@ -129,19 +129,19 @@ class Run:
         """Chooses the checkpoint to go on from, and makes what depends on it: loaders and length of the run."""
         self.start, loader_state, skips = self._last_checkpoint()
         self._be_at(self.start)
-        c, t, whole = self.c, self.c.training, self.whole
-        self._skips = SkippedSteps(t.max_skipped, skips, self._tell_skipped)
-        self.done = self.start
-        sizes = {"batch_size": t.batch_size, "seq_len": t.seq_len, "microbatches": t.microbatches}
-        options = {"vocab_size": c.model.vocab, "inputs": self._inputs}
+        whole, self.done = self.whole, self.start
+        self._skips = SkippedSteps(self.c.training.max_skipped, skips, self._tell_skipped)
         self.loader = loader_at(whole, self.start, self._inputs, loader_state)
-        self.validation = make_loader(c.data, "validation", **sizes, **options) if t.eval_batches else None
         self.total = total_steps(whole, self.loader)
         later = [first for first in firsts(whole) if self.start < first < self.total]
         if later:
             loader_at(whole, later[-1], self._inputs)  # so that data which is missing is known now
         self.end_step = min([self.total, *later])
-        self._ahead = [c, *(config_at(whole, first) for first in later)]
+        self._ahead = [self.c, *(config_at(whole, first) for first in later)]
+        sizes = lambda t: {"batch_size": t.batch_size, "seq_len": t.seq_len, "microbatches": t.microbatches}
+        options = {"vocab_size": self.c.model.vocab, "inputs": self._inputs}
+        validation = lambda c: make_loader(c.data, "validation", **sizes(c.training), **options)
+        self.validation, *_ = [validation(c) if c.training.eval_batches else None for c in self._ahead]
 
     def _last_checkpoint(self) -> tuple[int, dict, dict]:
         """Step of the checkpoint to go on from, and the states of the loader and of SkippedSteps; 0, {}, {} without."""

@@ -58,11 +58,11 @@ class Source:
     def number_after(self, before: "Source", number: int) -> int:
         """Number of the sequence that comes next, after the first `number` of the same dataset as read `before`.
 
-        In another length it is the first that begins after as many tokens of the epoch.
+        In another length it is the first that begins after as many tokens of the epoch, or the next epoch's first.
         """
         epoch, index = divmod(number, before.sequences_per_epoch)
         if self._data.sequence_packing:
-            index = -(-index * before._seq_len // self._seq_len)
+            index = min(-(-index * before._seq_len // self._seq_len), self.sequences_per_epoch)
         return epoch * self.sequences_per_epoch + index
 
     def sequences(self, numbers: Indices) -> TokenBatch:
@@ -167,8 +167,8 @@ class FlatTokensLoader(Loader):
         return jax.tree.map(lambda *of_sources: np.concatenate(of_sources)[back], *parts)
 
     def state(self, step: int) -> dict[str, Any]:
-        """Identity of each dataset, as Loader.state describes, and `before` them of those before the first batch."""
-        return ({"before": self._after.state(step)} if self._after else {}) | {
+        """Identity of each dataset, as Loader.state describes, and of those `before` the `first` batch."""
+        return ({"before": self._after.state(step), "first": self._first} if self._after else {}) | {
             "dataset" if name is None else f"mixture.{name}": source.dataset.fingerprint
             for name, source in self.sources.items()
         }

@@ -78,6 +78,8 @@ def test_tokens_in_order_are_read_once_whatever_changes(data):
     assert [targets(c, step).shape for step in (2, 3, 6)] == [(8, 16), (8, 32), (16, 32)]
     np.testing.assert_array_equal(read, np.arange(read.size) % 29)
     assert read.size == tokens_before(c, 9) == 3 * 128 + 3 * 256 + 3 * 512
+    odd = config(data, [{"step": 31, "training.seq_len": 1900}], shuffle=False)  # after 3968 of 4000 tokens
+    assert targets(odd, 31)[0, 0] == 0, "the next epoch, from its beginning"
     odd = config(data, [{"step": 1, "training.seq_len": 24}], shuffle=False)
     assert targets(odd, 1)[0, 0] == 144 % 29, "the first sequence that begins after the 128 tokens of step 0"
     assert [steps_of(c, tokens) for tokens in (127, 128, 384, 640, 1152, 1663, 1664)] == [0, 1, 3, 4, 6, 6, 7]
@@ -117,7 +119,7 @@ def test_batches_that_are_left_out_move_no_earlier_one(data):
     numbers = lambda c, batch, step: loader_at(c, step).sequences(batch, np.arange(8)).targets[:8]
     np.testing.assert_array_equal(numbers(skips, 3, 3), numbers(c, 3, 3))
     np.testing.assert_array_equal(numbers(skips, 5, 4), numbers(c, 5, 5))
-    assert loader_at(skips, 6).state(6).keys() == {"before", "dataset"}
+    assert loader_at(skips, 6).state(6).keys() == {"before", "first", "dataset"}
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------------
@@ -256,6 +258,29 @@ def test_other_data_is_refused_with_the_remedy(data, tmp_path):
         run(tmp_path / "run", config(other, [], steps=4))
     run(tmp_path / "run", config(data, [{"step": 2, "data.filespec": other}], steps=4))
     assert len(losses(tmp_path / "run")) == 4
+    with pytest.raises(ValueError, match=r"The checkpoint was made with other data .*first of 2,.*not .*first of 3,"):
+        run(tmp_path / "run", config(data, [{"step": 3, "data.filespec": other}], steps=6))
+
+
+def test_data_of_later_phases_is_checked_before_the_first_step(data, tmp_path):
+    train_only = shutil.copytree(data, tmp_path / "b.zarr")
+    shutil.rmtree(train_only / "validation")
+    mixture = {name: {"filespec": data} for name in ("a", "b")}
+    for change, settings, message in [
+        ({"data.filespec": str(train_only)}, {"eval_batches": 1}, "validation"),
+        ({"data.filespec": None, "data.mixture": mixture}, {"eval_epochs": 1.0}, "Only a single flat-tokens dataset"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run(tmp_path / "run", config(data, [{"step": 3, **change}], **settings))
+        assert not (tmp_path / "run/metrics.jsonl").exists()
+
+
+def test_microbatches_change_no_batch(data):
+    mixture = {name: SourceConfig(data, weight) for name, weight in (("a", 1.0), ("b", 2.0))}
+    of = lambda changes: config(None, changes, mixture=mixture)
+    changed = of([{"step": 3, "training.microbatches": 2}])
+    np.testing.assert_array_equal(targets(changed, 5), targets(of([]), 5))
+    assert loader_at(changed, 5).microbatches == 2
 
 
 # ---- branches, and epochs -----------------------------------------------------------------------------------------

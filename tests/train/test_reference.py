@@ -22,9 +22,10 @@ from shardwright.run.resuming import saved_config
 ROOT = Path(__file__).parents[2]
 
 
-def saved(directory: Path, model, step: int = 3, seed: int = 0) -> str:
+def saved(directory: Path, model, step: int = 3, seed: int = 0, schedule: str = "gpipe") -> str:
     """A run with a checkpoint of random weights."""
     c = tiny.config(model)
+    c.pipeline.schedule = schedule
     with jax.set_mesh(tiny.mesh("d=2")), Checkpointer(directory / "checkpoints") as checkpoints:
         weights = jax.tree.map(lambda x: x + 0.01 * seed, tiny.weights(model))
         checkpoints.save(step, {"weights": weights}, {"config": dataclasses.asdict(c), "loader": {}})
@@ -92,6 +93,14 @@ def test_what_the_step_cannot_run_is_refused_by_name(tmp_path):
         w = read_reference(dataclasses.replace(config(fits), model=tiny.model(vocab=1280)))
         assert w.layers.w_q.addressable_shards[0].data.size == w.layers.w_q.size // 4
         np.testing.assert_array_equal(w.embed, np.asarray(tiny.weights(tiny.model(vocab=1280, layers=2)).embed))
+
+
+def test_no_code_that_a_reference_names_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "of_a_stranger.py").write_text("raise SystemExit")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = saved(tmp_path / "teacher", tiny.model(vocab=1280), schedule="of_a_stranger:schedule")
+    with jax.set_mesh(tiny.mesh("d=2")):
+        assert model_of(dataclasses.replace(config(path), model=tiny.model(vocab=1280))) is not None
 
 
 @pytest.mark.slow
