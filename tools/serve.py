@@ -42,13 +42,10 @@ FIELDS = {"temperature": (float, "1.0"), "min_p": (float, "0.05"), "max_tokens":
 """Numbers of the form: kinds and defaults."""
 PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>$title</title>
-<style>
-  :root { color-scheme: light dark } body { font: 16px/1.5 system-ui; max-width: 45em; margin: auto; padding: 1em }
-  textarea { width: 100%; box-sizing: border-box } textarea, pre { white-space: pre-wrap; font: inherit }
-</style>
+<style>:root { color-scheme: light dark } body { font: 16px/1.5 system-ui; max-width: 45em; margin: auto; padding: 1em }
+  textarea { width: 100%; box-sizing: border-box } textarea, pre { white-space: pre-wrap; font: inherit }</style>
 <form><textarea name="prompt" rows="5" aria-label="prompt" autofocus>
-$prompt</textarea> $fields <button>Continue</button></form>
-<p>$about</p>
+$prompt</textarea> $fields <button>Continue</button></form><p>$about</p>
 """)
 
 
@@ -107,6 +104,10 @@ class Handler(BaseHTTPRequestHandler):
         try:
             if url.path != "/":
                 raise ValueError(f"there is no page {url.path}, only /.")
+            host, local = urlsplit(f"//{self.headers['Host']}").hostname, ("localhost", "127.0.0.1")
+            is_own = host in local or self.model.config.host not in local  # any other name leads here by a trick
+            if not is_own or self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
+                raise ValueError("a page of another site asks. Open this one by its address.")
             for name, (kind, _) in FIELDS.items():
                 if not values[name].replace(".", "", kind is float).isdecimal():
                     raise ValueError(f"{name} is {values[name]!r}; it must be a number, at least 0.")

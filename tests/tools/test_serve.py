@@ -39,10 +39,10 @@ def run(tmp_path_factory):
     return directory
 
 
-def get(url, **asked):
+def get(url, headers=None, **asked):
     """The status, and the pieces in which the page comes."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=300)
-    connection.request("GET", f"/?{urlencode(asked)}" if "path" not in asked else asked["path"])
+    connection.request("GET", f"/?{urlencode(asked)}" if "path" not in asked else asked["path"], headers=headers or {})
     response = connection.getresponse()
     return response.status, [piece.decode() for piece in iter(lambda: response.read1(), b"")]
 
@@ -81,6 +81,8 @@ def test_a_page_over_http(run):
                 ({"temperature": "nan"}, "temperature is &#x27;nan&#x27;; it must be a number"),
                 ({"prompt": "x" * 999}, "prompt 0 has 999 tokens; a context of"),
                 ({"path": "/etc"}, "there is no page /etc, only /."),
+                ({"headers": {"Host": "evil.example:8000"}}, "a page of another site asks"),
+                ({"headers": {"Sec-Fetch-Site": "cross-site"}}, "a page of another site asks"),
             ]:
                 status, page = get(url, **{"prompt": "a"} | asked)
                 assert status == 400
