@@ -221,7 +221,7 @@ def write_split(
         settings: what `result_settings` gave.
 
     Raises:
-        ValueError: what the source, the tokenizer and flat_tokens.Writer raise, or a split without a token.
+        ValueError: what the source, the tokenizer and flat_tokens.Writer raise, or a whole split without a token.
     """
     split = getattr(config, name)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -245,7 +245,7 @@ def write_split(
                 saved = time.monotonic()
         results.close()
         tokens, documents, empty = writer.num_tokens, writer.num_documents, done["num_empty"]
-        if tokens == 0:
+        if tokens == 0 and config.shard is None:  # others may have some
             raise ValueError(
                 f"{name}: the source holds no text; {empty} empty documents. Check text_field and the source."
             )
@@ -309,7 +309,8 @@ def merge_split(config: Settings, name: str, _: tuple[str, Any], tokenizer: Toke
         settings: what `result_settings` gave.
 
     Raises:
-        ValueError: a shard is missing, damaged, another one than its path says, or of other settings or files.
+        ValueError: a shard is missing, damaged, another one than its path says, or of other settings or files; or none
+            has a token.
     """
     paths, bad, faults = [path_of(config, shard) for shard in range(config.num_shards)], 0, []
     for shard, path in enumerate(paths):
@@ -338,6 +339,8 @@ def merge_split(config: Settings, name: str, _: tuple[str, Any], tokenizer: Toke
             if time.monotonic() - saved >= STATE_SECONDS:
                 writer.save(shard + 1)
                 saved = time.monotonic()
+        if writer.num_tokens == 0:
+            raise ValueError(f"{name}: the source holds no text. Check text_field and the source.")
         writer.attributes.update(attributes_of(config, name, tokenizer, bad))
         return (
             f"{writer.path}: {writer.num_tokens:,} tokens in {writer.num_documents:,} documents of {len(paths)} shards"

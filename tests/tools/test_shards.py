@@ -60,6 +60,19 @@ def test_merged_shards_are_what_one_process_writes(tmp_path, small, files, capsy
         tool.run(more)
 
 
+def test_a_shard_may_hold_no_text(tmp_path, small):
+    for name, texts in (("some", ["a", "", "b"]), ("none", [""] * 3)):
+        files = [write_jsonl(tmp_path / f"{name}{i}.jsonl", [text]) for i, text in enumerate(texts)]
+        shards(tmp_path / name, files)
+        if name == "some":
+            tool.run(settings(tmp_path / "one", files))
+            tool.run(settings(tmp_path / name, files, num_shards=N))
+            assert tree(tmp_path / name) == tree(tmp_path / "one")
+        else:
+            with pytest.raises(ValueError, match="train: the source holds no text"):
+                tool.run(settings(tmp_path / name, files, num_shards=N))
+
+
 def test_a_killed_merge_resumes(tmp_path, small, files, monkeypatch):
     tool.run(settings(tmp_path / "one", files))
     shards(tmp_path / "d", files)
