@@ -31,10 +31,9 @@ class StreamConfig:
     validation: str = "validation"
     """The dataset's split to validate on."""
     train_files: list[str] = field(default_factory=list)
-    """Files, globs or URLs to train on: all .jsonl or .json, .parquet, or .txt with a document a line.
-    They may be compressed."""
+    """Files, globs or URLs to train on, of the kinds that docs/data.md lists; each line of a .txt is a document."""
     validation_files: list[str] = field(default_factory=list)
-    """Files, globs or URLs to validate on, of the same kinds."""
+    """Files, globs or URLs to validate on."""
     text_field: str = "text"
     """The column or JSON key that holds the document."""
     tokenizer_kind: str = "bytes"

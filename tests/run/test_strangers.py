@@ -1,4 +1,4 @@
-"""Runs and checkpoints of a stranger: programs that read them import nothing, fetch nothing and resolve nothing."""
+"""Runs and checkpoints of a stranger: programs that read them import nothing and resolve nothing."""
 
 import io
 import json

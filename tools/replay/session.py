@@ -123,7 +123,7 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
     """A session at the last checkpoint at or before `step`, or at the beginning of the run. Sets the mesh.
 
     Raises:
-        ValueError: no such run, no checkpoint, other source, data that is gone or that would be fetched.
+        ValueError: no such run, no checkpoint, other source, data that is gone, or what is not trusted.
         Damaged: the checkpoint is damaged.
     """
     with checkpoints_of(run) as checkpoints:
