@@ -423,9 +423,9 @@ class Run:
             self._finish_page("stopped", self.stopped_by)
             return self.stopped_by
         self._profiler.close()
-        self._skips.check_any_taken(self.done - self.start)
         if self.done < self.total:
             return CHANGES
+        self._skips.check_any_taken(self.done - self.start)
         if self._skips.count:
             tell(f"skipped    {self._skips.count} steps: the events `skipped` of metrics.jsonl")
         if self._profiler.by_line:

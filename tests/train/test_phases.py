@@ -275,6 +275,12 @@ def test_data_of_later_phases_is_checked_before_the_first_step(data, tmp_path):
         assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
+def test_a_phase_whose_steps_are_skipped_ends_no_run(data, tmp_path):
+    changes = [{"step": 1, "optimizer.z_loss": 3e38}, {"step": 2, "optimizer.z_loss": 0.0}]  # the loss is infinite
+    run(tmp_path / "run", config(data, changes, steps=3))
+    assert [x["step"] for x in lines(tmp_path / "run") if x.get("event") == "skipped"] == [1]
+
+
 def test_microbatches_change_no_batch(data):
     mixture = {name: SourceConfig(data, weight) for name, weight in (("a", 1.0), ("b", 2.0))}
     of = lambda changes: config(None, changes, mixture=mixture)
