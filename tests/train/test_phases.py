@@ -25,6 +25,8 @@ from shardwright.run.resuming import check_resumes, saved_config
 from shardwright_data.flat_tokens import Writer
 from shardwright_data.loader import SourceConfig, TokenBatch
 from tools.replay.__main__ import Settings, replay
+from tools.replay.session import opened
+from tools.replay.two_runs import compared, recorded
 
 LENGTHS = [{"step": 3, "training.seq_len": 32}, {"step": 6, "training.batch_size": 16, "optimizer.learning_rate": 1e-3}]
 
@@ -199,6 +201,17 @@ def test_replay_does_a_step_again(on_two_meshes, tmp_path, step, without):
         shutil.rmtree(directory / f"checkpoints/{done:010}")
     settings = Settings(run=str(directory), step=step, microscope=False, mesh=StagesChoice(d=4, t=2))
     assert replay(settings, Console(file=io.StringIO()))["loss"] == losses(on_two_meshes)[step]
+
+
+@pytest.mark.long
+def test_two_runs_are_compared_across_a_change(on_two_meshes):
+    """Step 6, the first of a larger batch, is the same from the checkpoint of 4 and from its own."""
+    found = {}
+    for first in (4, 6):
+        with opened(str(on_two_meshes), first, StagesChoice(d=4, t=2), False, False, print) as session:
+            found[first] = [x for x in recorded(session, 6)[6] if not x[0].startswith("the state, ")]
+    assert compared({6: found[4]}, {6: found[6]}) is None
+    assert len(found[6]) > 9
 
 
 # ---- what is refused ----------------------------------------------------------------------------------------------

@@ -58,13 +58,16 @@ def recorded(session: Session, last: int) -> dict[int, list[Value]]:
     Those of the first step begin with the state, whose weights come first.
     """
     step = session.without_stages()
-    look = Look(step.program, session.model.table, bits)
-    program = jax.jit(look, compiler_options=session.options)
     state = step.state(session.state)
     with jax.set_mesh(step.mesh):
         of_state = jax.jit(lambda state: jax.tree.map(bits, state))(state)
     found = {session.step: [(f"the state, {name}", "", np.asarray(x)) for name, x in named_leaves(of_state).items()]}
+    c = None
     while True:
+        if c is not session.c:  # at first, and where settings change
+            c, step = session.c, session.without_stages()
+            look = Look(step.program, session.model.table, bits)
+            program = jax.jit(look, compiler_options=session.options)
         batch, values = session.batch(), found.setdefault(session.step, [])
         values += of_batch(batch)
         with step.arguments(session.state, batch, np.int32(session.step), session.reference) as arguments:
