@@ -1,7 +1,8 @@
 """Wrong programs that differ in one place from a right one: a collective, an axis, an offset, a mask, or a type.
 
 Which of them compute something else on several devices than on one is known by running them: MUTANTS has their names.
-To write it anew: `PYTHONPATH=.:tests python tests/mutated_programs.py`.
+To write it anew, with eight devices, without which nothing runs:
+`XLA_FLAGS=--xla_force_host_platform_device_count=8 PYTHONPATH=.:tests python tests/mutated_programs.py`.
 """
 
 import ast
