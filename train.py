@@ -57,7 +57,7 @@ from shardwright.modeling.weights import Weight, matrix, vector
 from shardwright.optimizers import rates
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.muon import muon
-from shardwright.run import reference, stages
+from shardwright.run import stages, teacher
 from shardwright.run.config import Config, TrainingConfig
 from shardwright.run.launch import launched, program
 from shardwright.run.run import Run
@@ -584,7 +584,7 @@ def make_training_step(c: Config, model: LanguageModel):
 
     It reuses the old state's memory.
     """
-    forward, other = Forward(model, c.training, in_training=True), Forward(reference.model_of(c) or model, c.training)
+    forward, other = Forward(model, c.training, in_training=True), Forward(teacher.model_of(c) or model, c.training)
     Weights, Other = model.Weights, Separate[other.model.Weights]
     updates = rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
 
@@ -592,7 +592,7 @@ def make_training_step(c: Config, model: LanguageModel):
     def per_device(
         state: State[Weights], batch: Batch, step: i32[""], seeds: u32["m B/r/d/e"] | None, fixed: Other | None
     ) -> tuple[State[Weights], Metrics]:
-        others = fixed and reference.logits_of(other, fixed)
+        others = fixed and teacher.logits_of(other, fixed)
         loss, g, layers = loss_and_gradients(state.weights, batch, c, forward, seeds, others)
         new, grad_norm, rate = update_state(state, checkpoint_name(g, "gradient"), step, c, updates)
         skipped = ~jnp.isfinite(loss + grad_norm)
@@ -635,7 +635,7 @@ def programs(c: Config, model: LanguageModel, batch: Batch, which: str = "both")
     state = jax.eval_shape(lambda: init_state(jax.random.key(0), c, model))
     if which == "shared":
         return stages.shared(c, model, MicrobatchLoss(Forward(model, c.training)), state.weights, batch)
-    steps = {"training": make_training_step(c, model).trace(state, batch, np.int32(0), reference.weights_of(c))}
+    steps = {"training": make_training_step(c, model).trace(state, batch, np.int32(0), teacher.weights_of(c))}
     if which == "both":
         steps["evaluation"] = make_evaluation_step(c, model).trace(state.weights, batch)
     return steps

@@ -68,9 +68,9 @@ class Model:
             self.weights, self.source = saved.read_weights(self.model, train.programs, self.config.other_source, say)
             self.step = saved.step
 
-    def sampler(self, temperature: float, min_p: float) -> Sampler:
+    def sampler(self, context: int, temperature: float, min_p: float) -> Sampler:
         """What draws tokens one by one."""
-        end, context = self.tokenizer.end, self.c.training.seq_len
+        end = self.tokenizer.end
         settings = Sampling(context, temperature, min_p=min_p, stop=() if end is None else (end,))
         return Sampler(train.Forward(self.model, self.c.training), settings, context, 1, self.source, chunk=1)
 
@@ -87,7 +87,7 @@ class Model:
             return len(added) >= asked.max_tokens
 
         self.texts += 1
-        sampler = self.sampler(asked.temperature, asked.min_p)
+        sampler = self.sampler(self.c.training.seq_len, asked.temperature, asked.min_p)
         is_over(ids, sampler.generate(self.weights, [ids], is_over, first=self.texts - 1)[0], whole=True)
 
 
@@ -98,12 +98,12 @@ class Handler(BaseHTTPRequestHandler):
     timeout = 60  # for a client that sends nothing
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        asked = {name: value.replace("\r\n", "\n") for name, value in parse_qsl(url.query, keep_blank_values=True)}
+        path, _, query = self.path.partition("?")
+        asked = {name: value.replace("\r\n", "\n") for name, value in parse_qsl(query, keep_blank_values=True)}
         values = {name: asked.get(name) or default for name, (_, default) in FIELDS.items()}
         try:
-            if url.path != "/":
-                raise ValueError(f"there is no page {url.path}, only /.")
+            if path != "/":
+                raise ValueError(f"there is no page {path}, only /.")
             host, local = urlsplit(f"//{self.headers['Host']}").hostname, ("localhost", "127.0.0.1")
             is_own = host in local or self.model.config.host not in local  # any other name leads here by a trick
             if not is_own or self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
@@ -116,7 +116,7 @@ class Handler(BaseHTTPRequestHandler):
             self.model.refresh()
             ids, status, about = self.model.tokenizer.ids(asked.get("prompt", "")), 200, f"step {self.model.step}"
             if "prompt" in asked:
-                self.model.sampler(sampling.temperature, sampling.min_p).check([ids])
+                self.model.sampler(self.model.c.training.seq_len, sampling.temperature, sampling.min_p).check([ids])
         except (ValueError, OSError) as error:
             ids, status, about = None, 400, f"Error: {error}"
         self.send_response(status)

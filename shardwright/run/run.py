@@ -35,13 +35,13 @@ from shardwright.run.page import Page
 from shardwright.run.planning import plan_run
 from shardwright.run.profile import StepProfiler
 from shardwright.run.provenance import compare_source, keep_source, provenance_of
-from shardwright.run.reference import check_paths_with_reference, check_reference, read_reference, reference_record
 from shardwright.run.report import facts_of, print_start, save_config, tell
 from shardwright.run.resuming import check_resumes, choose_checkpoint, saved_config
 from shardwright.run.skipping import SkippedSteps, are_finite, check_finite, described_documents
 from shardwright.run.soundness import check_steps
 from shardwright.run.stages import describe_stages, placement_of, stack_orders
 from shardwright.run.stores import Damaged, agreed
+from shardwright.run.teacher import check_paths_with_reference, check_reference, read_reference, reference_record
 from shardwright.run.trackers import tracked
 from shardwright_data.loader import TokenBatch, batch_of, batch_shapes, check_skips, make_loader, prefetch
 

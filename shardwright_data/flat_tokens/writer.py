@@ -228,7 +228,7 @@ class Writer:
         for start in range(0, size, TOKENS_SHARD):
             encoded = reader.read(np.array([start]), np.array([min(TOKENS_SHARD, size - start)]))
             if int(encoded.max()) >> 1 > reader.max_token_id or not (start or encoded[0] & 1):
-                break
+                raise ValueError(f"{reader.path} is damaged: token {start} and those after it are not what it says.")
             self.append_encoded(encoded)
         if (found := self.num_documents - before) != reader.num_documents:
             raise ValueError(f"{reader.path} is damaged: it has {found} documents, not {reader.num_documents}.")

@@ -1,7 +1,8 @@
 """Batches of flat-tokens datasets, one or several mixed: a pure function of datasets, weights, seed and step."""
 
+import collections
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -134,7 +135,7 @@ class FlatTokensLoader(Loader):
                 )
         self.num_tokens = sum(source.dataset.num_tokens for source in self.sources.values())
         read = after._read_before(first) if after else {}
-        begins = ((source, *read.get(source.dataset.fingerprint, (source, 0))) for source in self.sources.values())
+        begins = ((source, *read.get(dataset, (source, 0))) for dataset, source in self._datasets())
         self._begins = np.array([source.number_after(*before) for source, *before in begins])
         """Number of the first sequence of each source."""
 
@@ -142,11 +143,18 @@ class FlatTokensLoader(Loader):
         """Number of the next sequence of each source before the batch of `step`."""
         return self._begins + self.quotas.before((step - self._first) * self.batch_size)
 
-    def _read_before(self, step: int) -> dict[str, tuple[Source, int]]:
-        """Each dataset that batches before `step` read, by its fingerprint, and the number of its next sequence."""
+    def _datasets(self) -> Iterator[tuple[tuple[str, int], Source]]:
+        """Each source with its dataset: its fingerprint, and how many sources before have the same one."""
+        seen = collections.Counter()
+        for source in self.sources.values():
+            yield (source.dataset.fingerprint, seen[source.dataset.fingerprint]), source
+            seen[source.dataset.fingerprint] += 1
+
+    def _read_before(self, step: int) -> dict[tuple[str, int], tuple[Source, int]]:
+        """Each dataset that batches before `step` read, and the number of its next sequence."""
         read = self._after._read_before(self._first) if self._after else {}
-        numbers = zip(self.sources.values(), self._numbers(step).tolist(), strict=True)
-        return read | {source.dataset.fingerprint: (source, number) for source, number in numbers}
+        numbers = zip(self._datasets(), self._numbers(step).tolist(), strict=True)
+        return read | {dataset: (source, number) for (dataset, source), number in numbers}
 
     def locate(self, step: int, indices: Indices) -> list[tuple[str | None, np.ndarray, np.ndarray]]:
         """For each source in the batch of `step`: its name, the places of its sequences in `indices`, their numbers."""

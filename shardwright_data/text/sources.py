@@ -84,7 +84,9 @@ def open_text(
 
 def kind_of(path: str) -> str | None:
     """The kind of a file, by its name; None if it is not one of KINDS."""
-    return next((kind for suffix, kind in KINDS.items() if suffix in path.rsplit("/", 1)[-1]), None)
+    name = path.rsplit("/", 1)[-1]
+    found = [(name.rfind(suffix), suffix) for suffix in KINDS if suffix in name]
+    return KINDS[max(found)[1]] if found else None
 
 
 def match(patterns: list[str]) -> list[str]:
@@ -223,10 +225,12 @@ def _json(file: Any, *_: Any) -> Iterator[tuple[str, Any]]:
         yield from itertools.chain([(place, first)], lines)
 
 
-def _csv(file: Any, *_: Any) -> Iterator[tuple[str, Any]]:
+def _csv(file: Any, text_field: str, *_: Any) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader(file, strict=True)
     names = next(reader, [])
+    if names.count(text_field) > 1:
+        raise ValueError(f"{names.count(text_field)} columns are named {text_field!r}")
     place = reader.line_num + 1
     for row in reader:
         wrong = ValueError(f"it has {len(row)} fields, not {len(names)}")

@@ -69,6 +69,17 @@ def test_kinds_of_files(tmp_path, kind, suffix):
     check(lambda: open_files([str(tmp_path / f"*{kind}{suffix}")]), expected)
 
 
+def test_the_end_of_a_name_says_the_kind():
+    names = {"a.json": "json", "a.jsonl.gz": "jsonl", "a.jsonl.parquet": "parquet", "b.txt.csv": "csv", "c.md": None}
+    assert {name: sources.kind_of(f"d.json/{name}") for name in names} == names
+
+
+def test_a_column_that_a_csv_has_twice_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("n,text,text\n1,one,two\n")
+    with pytest.raises(ValueError, match=r"2 columns are named 'text'"):
+        list(sources.blocks("a", open_files([str(tmp_path / "a.csv")]), "text"))
+
+
 @pytest.mark.parametrize("kind", ["large", "view", "categories", "groups"])
 def test_parquet(tmp_path, kind):
     texts = [*random_texts(30), None]

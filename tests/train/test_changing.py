@@ -27,9 +27,9 @@ from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.config import PipelineConfig
 from shardwright.run.opening import fresh_state
-from shardwright.run.reference import read_reference
 from shardwright.run.soundness import find_unsound
 from shardwright.run.stages import placement_of
+from shardwright.run.teacher import read_reference
 from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright_data.loader import TokenBatch, batch_shapes
 

@@ -116,6 +116,21 @@ def test_the_sources_of_a_mixture_go_on_and_new_data_begins(tmp_path):
     assert of_b[32:].sum() > 0.6 * len(of_b[32:])
 
 
+def test_two_sources_of_one_dataset_go_on_each_from_its_own_place(tmp_path):
+    source = dataclasses.asdict(SourceConfig(written(tmp_path / "a", 3200, 0)))
+    changes = [
+        {"step": 1, "data.filespec": None, "data.mixture": {"a": source | {"weight": 3.0}, "b": source}},
+        {"step": 4, "training.batch_size": 24},
+    ]
+    c = config(source["filespec"], changes, shuffle=False)
+    for name in "ab":
+        read = []
+        for step, size in ((1, 8), (2, 8), (3, 8), (4, 24)):
+            found = loader_at(c, step).locate(step, np.arange(size))
+            read += [number for source, _, numbers in found if source == name for number in numbers]
+        assert np.diff(read).tolist() == [1] * (len(read) - 1), name
+
+
 def test_batches_that_are_left_out_move_no_earlier_one(data):
     c, skips = config(data, shuffle=False), config(data, shuffle=False, skip_steps=[4])
     numbers = lambda c, batch, step: loader_at(c, step).sequences(batch, np.arange(8)).targets[:8]

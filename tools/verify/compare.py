@@ -23,7 +23,7 @@ from shardlib.proof.domain import UNIFORM, Value, devices
 from shardwright.microscope.points import callers
 from shardwright.microscope.rerun import Path, Rerun, executed
 from shardwright.run.config import Config
-from shardwright.run.reference import read_reference
+from shardwright.run.teacher import read_reference
 from tools.verify.inputs import Inputs, make_inputs
 from tools.verify.meshes import ONE_DEVICE, Mesh, mesh_of
 from tools.verify.step import Found, Traced, fresh_state, tensors_of_step, traced_step
