@@ -35,7 +35,7 @@ MESHES = {
 def session_of(c, model=None, train=tiny.train):
     """What an Explainer asks of a Session."""
     model = model or load_model(c.model)
-    session = types.SimpleNamespace(c=c, model=model, step=3, placement=placement_of(c, model))
+    session = types.SimpleNamespace(c=c, model=model, step=3, placement=placement_of(c, model), reference=None)
     session.init = functools.partial(train.init_state, c=c, model=model)
     session.without_stages = functools.partial(StepWithoutStages, c, model, session.placement, train.programs)
     return session
