@@ -245,15 +245,18 @@ def gathered(w: W, which: Callable[[str], bool] = lambda name: True, reduce_dtyp
     """Weights as they are used: each is cast, and gathered over the axes that its type drops, into a copy.
 
     `which` says by its name, such as `layers.w_q`, whether a weight is to be used next; others stay at rest. Its
-    gradient is reduced over those axes in the dtype of its uses, or with reduce_dtype="f32" in that of the weight.
+    gradient is reduced over r and those axes in the dtype of its uses, or with reduce_dtype="f32" in its own.
     """
 
     def gather(name, t, x):
-        if t.used is None or not which(name):
+        if not which(name):
             return x
-        dtype, stays = t.used.jax_dtype, t.used.spec == t.spec
-        x = x.astype(dtype) if stays or reduce_dtype == "compute" else x
-        return x if stays else shardops.all_gather(f"{t.spec} -> {t.used.spec}", x, dtype=dtype)
+        used = t.used or t
+        x = x.astype(used.jax_dtype) if reduce_dtype == "compute" else x
+        x = shardops.replicate("... -> ... *r", x)
+        if used.spec == t.spec:
+            return x.astype(used.jax_dtype)
+        return shardops.all_gather(f"{t.spec} -> {used.spec}", x, dtype=used.jax_dtype)
 
     return map_arrays(gather, w)
 
@@ -291,7 +294,7 @@ class Forward:
         t, tokens, attend = self.training, tokens.prepared(self.model), attend or self.attend(tokens)
 
         def layer(w, x, index, place, attend):
-            w = w if self.once else self.gathered(shardops.replicate("... -> ... *r", w))
+            w = w if self.once else self.gathered(w)
             return self.model.layer(x, w, tokens.in_layer(index, place), attend, self.einsum)
 
         checkpoint = functools.partial(explicit_activation_checkpointing, save=t.save)
@@ -347,15 +350,11 @@ class Forward:
 
     def copies(self, w: W) -> W:
         """Copies of the weights: their gradients are reduced over r, and over d if `once`, for all microbatches."""
-        w = shardops.replicate("... -> ... *r", w)
-        return self.gathered(w) if self.once else w
+        return self.gathered(w) if self.once else shardops.replicate("... -> ... *r", w)
 
     def outside(self, w: W) -> W:
         """The weights with those outside of the layers gathered, once for all their uses in a microbatch."""
-        if self.once:
-            return w
-        w = dataclasses.replace(shardops.replicate("... -> ... *r", w), layers=w.layers)
-        return self.gathered(w, lambda name: not name.startswith("layers."))
+        return w if self.once else self.gathered(w, lambda name: not name.startswith("layers."))
 
 
 # ---- loss and gradients -----------------------------------------------------------------------------------------

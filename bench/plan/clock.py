@@ -27,17 +27,19 @@ class Clock:
     - reduce-scatters: here those of the program's all-gather that is nearest in bytes, by SCATTER, over as many devices
       where there is one;
     - copies: here the bytes that they read and write, by the memory's bandwidth;
-    - cuDNN's attention: no time here.
+    - cuDNN's attention: its FLOPs by a part `attention` of the peak; no time where that is 0.
 
     A task of a pipeline stage takes its time in each tick in which a device has one. No launch of a kernel takes time.
 
     Attributes:
         lines: seconds of each line: computing, or waiting for what it sends.
+        exposed: of these, waiting.
     """
 
-    def __init__(self, program: Program, table: Table, chip: Chip, facts: Mapping[str, Any]):
+    def __init__(self, program: Program, table: Table, chip: Chip, facts: Mapping[str, Any], attention: float = 0.0):
         self.program, self.line_of, self.chip, self.facts = program, table.line_of, chip, facts
-        self.lines = collections.Counter[str]()
+        self.attention, self.communicating = attention, table.communicating
+        self.lines, self.exposed = collections.Counter[str](), collections.Counter[str]()
         every = [(of, i) for of in program.computations.values() for i in of.instructions.values()]
         gathers = ((*x, _told(x[1])) for x in every if x[1].opcode == "all-gather-start")
         self.gathers = [(*self.message(of, i), told) for of, i, told in gathers if told is not None]
@@ -55,9 +57,14 @@ class Clock:
                 cost = max(0.0, ready[i.operands[0]] - now)
             elif i.opcode.endswith("-start"):
                 sent = ready[i.name] = max(now, sent) + self.of_collective(computation, i)
-            elif i.opcode not in NO_WORK and '_target="__cudnn' not in i.attributes:
+            elif '_target="__cudnn' in i.attributes:
+                cost = self.of_attention(computation, i)
+            elif i.opcode not in NO_WORK:
                 cost = self.of_work(computation, i)
-            self.lines[(self.line_of.get(i.name) or WITHOUT_LINE).removeprefix("~")] += cost * times
+            line = (self.line_of.get(i.name) or WITHOUT_LINE).removeprefix("~")
+            self.lines[line] += cost * times
+            if i.name in self.communicating:
+                self.exposed[line] += cost * times
             now += cost
         return now
 
@@ -74,6 +81,15 @@ class Clock:
         if any(": " in product.what or product.dtype != i.shapes[0].dtype for product in products):
             return max(sum(product.size for product in products) / self.chip.peak["bf16"], moved)
         return moved if told is None else told
+
+    def of_attention(self, computation: Computation, i: Instruction) -> float:
+        """Seconds of causal attention: two products forward, five backward (arXiv 2307.08691), half of the pairs."""
+        if not self.attention:
+            return 0.0
+        q, k = (computation.instructions[name].shapes[0].dims for name in i.operands[:2])
+        length = k[1] if q[2:] != k[1:3] else k[2]
+        products = 5 if "Backward" in i.attributes else 2
+        return products * math.prod(q) * length / (self.attention * self.chip.peak["bf16"])
 
     def of_collective(self, computation: Computation, i: Instruction) -> float:
         """Seconds of a collective."""

@@ -37,7 +37,7 @@ import math
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +105,16 @@ def description(gpu: str) -> str:
     """
 
 
+def devices_of(chip: str, count: int, hosts: int = 1) -> Any:
+    """So many devices, to compile for."""
+    if chip in TPUS:
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[chip])
+    else:
+        target = {"target_config": description(chip), "topology": f"1x{hosts}x{count // hosts}"}
+        topology = topologies.get_topology_desc(platform="cuda", **target)
+    return topology.devices[:count]
+
+
 def composed(config: str, overrides: list[str]) -> Config:
     """The configuration of this name, with overrides."""
     register_schema()
@@ -115,15 +125,10 @@ def composed(config: str, overrides: list[str]) -> Config:
 def make(chip: str, name: str, out: Path) -> None:
     """Compiles a row, and writes its program and what only its compiler knows."""
     config, sizes, overrides = CASES[name]
-    if chip in TPUS:
-        topology, more = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[chip]), ["hardware=tpu"]
-    else:
-        target = {"target_config": description(chip), "topology": f"1x1x{math.prod(sizes)}"}
-        topology = topologies.get_topology_desc(platform="cuda", **target)
-        more = ["hardware=gpu", "training.attention=cudnn"]
+    more = ["hardware=tpu"] if chip in TPUS else ["hardware=gpu", "training.attention=cudnn"]
     c = composed(config, [*more, *overrides])
     (p, r, d, t), training = sizes, c.training
-    mesh = make_mesh(topology.devices[: math.prod(sizes)], r=r, d=d, t=t, p=p)
+    mesh = make_mesh(devices_of(chip, math.prod(sizes)), r=r, d=d, t=t, p=p)
     check_divides(c, mesh.shape)
     with jax.set_mesh(mesh):
         model = load_model(c.model)
@@ -197,14 +202,14 @@ def compare(text: str, facts: Mapping[str, Any]) -> tuple[dict[str, float], str,
     return found, words, [f"{' '.join(key):64} {sent[key]:14.0f} / {theirs['sent'][key]:14.0f}" for key in off]
 
 
-def apart(*arguments: Any) -> None:
-    """`make` in a process of its own: on the CPU, with CUDA's libraries where they are installed."""
+def apart(made: Callable, *arguments: Any) -> None:
+    """`made(*arguments)` in a process of its own: on the CPU, with CUDA's libraries where they are installed."""
     nvidia = importlib.util.find_spec("nvidia")
     places = [Path(place, "cu13") for place in nvidia.submodule_search_locations or ()] if nvidia else []
     flags = [f"--xla_gpu_cuda_data_dir={place}" for place in places if place.exists()]
     os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "TPU_STDERR_LOG_LEVEL": "3"}
     with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        pool.submit(make, *arguments).result()
+        pool.submit(made, *arguments).result()
 
 
 def rows(names: Iterator[tuple[str, str]], out: Path, with_lines: bool) -> Iterator[dict[str, float]]:
@@ -213,7 +218,7 @@ def rows(names: Iterator[tuple[str, str]], out: Path, with_lines: bool) -> Itera
         row = out / f"{chip}.{name}.json"
         try:
             if not row.exists():
-                apart(chip, name, out)
+                apart(make, chip, name, out)
             text = gzip.decompress((out / f"{chip}.{name}.txt.gz").read_bytes()).decode()
             found, words, off = compare(text, json.loads(row.read_text()))
         except Exception as error:  # a compiler may refuse a program, or be missing

@@ -65,7 +65,7 @@ def calls_of(forward: Any, length: int) -> list[Call]:
     @typed_shard_map
     def per_device(w: model.Weights) -> f32[""]:
         with pipeline_stage():
-            layers(forward.gathered(shardops.replicate("... -> ... *r", w)))
+            layers(forward.gathered(w))
         return jnp.zeros(())
 
     def layers(w: Any) -> None:

@@ -77,8 +77,8 @@ class TrainingConfig:
     compute_dtype: str = "bf16"
     """bf16, or f32 for exact work. Weights and optimizer state are f32 with both."""
     reduce_dtype: str = "compute"
-    """Dtype in which the gradients of matrices are summed over d. compute: that of compute_dtype. f32: twice the bytes
-    of bf16, and no rounding at each of the d - 1 additions (docs/performance.md). Over r they are summed in f32."""
+    """Dtype in which the gradients of matrices are summed over d and r. compute: that of compute_dtype. f32: twice the
+    bytes of bf16, and no rounding at each addition (docs/performance.md). A sum over microbatches is in f32."""
     attention: str = "auto"
     """Path of attention. einsum: with the scores of all pairs of positions in memory. blockwise: with one block of
     scores at a time. cudnn: NVIDIA's fused kernel. splash: a kernel for TPUs. auto: the path that suits device and

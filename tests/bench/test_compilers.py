@@ -82,6 +82,22 @@ def test_xlas_prediction_of_a_program_by_hand():
     assert total == pytest.approx((40 + 60 + 3 * 10 + 5 * 60) * US + ROOFLINE + scatter, rel=1e-9)
     assert clock.lines["train.py:10"] == pytest.approx(60 * US + scatter)
     assert sum(clock.lines.values()) == pytest.approx(total)
+    assert clock.exposed == pytest.approx({"train.py:10": 60 * US + scatter})
+
+
+def test_attention_by_its_flops():
+    """Two products forward and five backward, of half of the pairs: 2·2·L²/2·D of a head, and 2.5 times it."""
+    call = 'custom-call(%q, %k), custom_call_target="__cudnn$fmha{}"'
+    lines = "".join(
+        f"  %{name} = bf16[2,8,3,16]{{3,2,1,0}} {text}\n"
+        for name, text in (("q", "parameter(0)"), ("f", call.format("Softmax")), ("b", call.format("SoftmaxBackward")))
+    )
+    text = f"{HEAD}ENTRY %main (q: bf16[2,8,3,16], k: bf16[2,8,3,16]) -> bf16[2,8,3,16] {{\n{lines}}}\n"
+    program = parse(text.replace("  %f", "  %k = bf16[2,8,3,16]{3,2,1,0} parameter(1)\n  %f"))
+    chip = dataclasses.replace(chip_of("h100"), peak={"bf16": 1e9})
+    seconds = lambda rate: Clock(program, describe(program), chip, FACTS, rate).seconds(program.entry)
+    forward = 2 * 2 * 2 * 3 * 8**2 / 2 * 16
+    assert (seconds(0.5), seconds(0.0)) == (pytest.approx(3.5 * forward / 0.5e9), 0)
 
 
 def test_what_a_program_says():
@@ -94,7 +110,8 @@ def test_rows_that_are_there_are_left(tmp_path, monkeypatch, capsys):
     """The others are compiled one by one, and the command goes on where it was stopped."""
     started = []
 
-    def apart(chip, name, out):
+    def apart(make, chip, name, out):
+        assert make is compilers.make
         started.append(f"{chip}.{name}")
         if len(started) == 2:
             raise ValueError("no such chip\nlast words")

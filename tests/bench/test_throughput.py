@@ -67,6 +67,19 @@ def test_peers_train_the_same_model(contestant, dtype, ours):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("contestant", ["plain_jax", "flax_nnx"])
+def test_what_xla_shards_trains_the_same_model(contestant, ours):
+    """On a mesh of all three axes, as on one device."""
+    if contestant == "flax_nnx":
+        pytest.importorskip("flax")
+    module = importlib.import_module(f"bench.throughput.peers.{contestant}")
+    job = dataclasses.replace(JOB, r=2, d=2, t=2)
+    trainer = module.Contestant(job, random_weights(job.shapes))
+    found = trainer.wait([trainer.step() for _ in range(STEPS)])
+    np.testing.assert_allclose(found, ours["f32"], rtol=TOLERANCE["f32"])
+
+
+@pytest.mark.slow
 def test_seqax_trains_the_same_model(tmp_path):
     checkout = os.environ.get("SEQAX")
     if checkout is None:

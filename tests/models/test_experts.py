@@ -107,7 +107,7 @@ def layer_of(c, seed=3) -> moe.Layer:
 
 def used(w: moe.Layer):
     """Weights at rest as a layer uses them. Per-device code."""
-    return train.gathered(shardops.replicate("... -> ... *r", w))
+    return train.gathered(w)
 
 
 @pytest.mark.parametrize(("slots", "pools"), [(None, None), (8, None), (16, 2)])

@@ -40,12 +40,13 @@ BY_NAME = {
     "shardlib.schedules",
     "shardwright.run.sweeps",
     "bench.throughput.peers.worker",
+    "bench.plan.trainers",
 }
 BY_NAME |= {"bench.throughput.peers.seqax_trainer", "shardwright.run.trackers"}
 """Modules that import what a configuration, a command line, a pickled function, or a list of programs names."""
 SHARED = {f"tools.report.{name}" for name in ("comparing", "page", "plots", "reading")}
 SHARED |= {f"tools.huggingface.{name}" for name in ("check", "families")}
-SHARED |= {"bench.throughput.peers.ours"}
+SHARED |= {"bench.throughput.peers.ours", "bench.throughput.peers.job"}
 """Modules of several programs."""
 MAX_LINES, MAX_SHARE, MAX_TRAIN_NAMES = 450, 0.25, 32
 LONGER = {"train": 684}

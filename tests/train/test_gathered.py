@@ -9,7 +9,6 @@ from jax.sharding import PartitionSpec as P
 
 import gpt2
 import train
-from shardlib import shardops
 from shardlib.op_checks import varying
 from shardlib.values import is_opaque
 from shardwright.modeling.model import compute_scope, load_model
@@ -59,7 +58,7 @@ def gathered(model, mesh) -> tuple[dict, dict]:
     noted = {}
 
     def per_device(w):
-        w = train.gathered(shardops.replicate("... -> ... *r", w))
+        w = train.gathered(w)
         found = jax.tree_util.tree_leaves_with_path(w, is_leaf=is_opaque)
         found = {jax.tree_util.keystr(path).strip("."): leaf for path, leaf in found}
         noted.update({name: (leaf.dtype.name, set(leaf.axes)) for name, leaf in found.items()})

@@ -79,9 +79,10 @@ class Job:
         contestant: a module of bench/throughput/peers.
         sequences, length: number of sequences of a batch, over all devices, and of their tokens. Each is one document.
         dtype: bf16: products in bf16, weights and optimizer state in f32. f32: all in f32.
-        platform: cpu or gpu.
-        d, t: the mesh. Plain JAX has data parallelism over d·t devices.
+        platform: cpu, gpu, or tpu, for which steps are only compiled.
+        r, d, t: the mesh.
         config: for ours, a file of configs/, for all settings that are not in the job.
+        overrides: for ours, further settings.
         checkout: for seqax, the directory of its source, with an environment .venv.
     """
 
@@ -91,6 +92,7 @@ class Job:
     length: int
     dtype: str = "f32"
     platform: str = "cpu"
+    r: int = 1
     d: int = 1
     t: int = 1
     learning_rate: float = 1e-3
@@ -100,6 +102,7 @@ class Job:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     config: str = "local_test_synthetic"
+    overrides: tuple[str, ...] = ()
     checkout: str = ""
     seed: int = 0
 
@@ -111,7 +114,7 @@ class Job:
     @property
     def devices(self) -> int:
         """Number of devices."""
-        return self.d * self.t
+        return self.r * self.d * self.t
 
     @property
     def attention_share(self) -> float:

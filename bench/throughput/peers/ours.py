@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from shardlib.shardtypes import make_shardings
 from shardwright.cluster.devices import known_options, make_mesh, start_devices
 from shardwright.modeling.model import load_model
 from shardwright.run.config import check_divides, register_schema, to_config
-from shardwright_data.loader import TokenBatch, in_microbatches
+from shardwright_data.loader import TokenBatch, batch_shapes, in_microbatches
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -29,13 +30,26 @@ def config_of(job: Job):
     optimizer |= {"adam_epsilon": job.epsilon, "weight_decay": job.weight_decay, "clip_norm": job.clip_norm}
     overrides = shapes | {f"training.{name}": value for name, value in training.items()}
     overrides |= {f"optimizer.{name}": value for name, value in optimizer.items()}
-    overrides |= {"mesh.d": job.d, "mesh.t": job.t, "hardware": "cpu" if job.platform == "cpu" else "h200"}
+    overrides |= {
+        "mesh.r": job.r,
+        "mesh.d": job.d,
+        "mesh.t": job.t,
+        "hardware": "cpu" if job.platform == "cpu" else "h200",
+    }
     overrides |= {"hardware.compilation_cache": "null"}
     lines = [f"++{name}={value}" if "." in name else f"{name}={value}" for name, value in overrides.items()]
     lines += ["optimizer.schedule=constant", "optimizer.schedule_steps=null", f"++model.bos_id={BOS_ID}"]
     register_schema()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return to_config(compose(job.config, lines))
+        return to_config(compose(job.config, [*lines, *job.overrides]))
+
+
+def lowered(job: Job, devices: Any) -> Any:
+    """The step for devices that need not be here."""
+    c = config_of(job)
+    with jax.set_mesh(make_mesh(devices, **dataclasses.asdict(c.mesh))):
+        batch = batch_shapes(job.sequences, job.length, c.training.microbatches)
+        return train.programs(c, load_model(c.model), batch, which="training")["training"].lower()
 
 
 class Contestant(OnJax):

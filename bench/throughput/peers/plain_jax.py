@@ -1,7 +1,11 @@
 """A trainer in plain JAX, as in the cookbook of JAX's documentation: dicts, a loop over layers, AdamW by hand.
 
-On several devices: plain data parallelism, sequences sharded over all devices, everything else replicated.
+XLA chooses the collectives (GSPMD). Weights and optimizer state are sharded over d and t, sequences over r and d, and
+what is between the layers over t too, by the shardings of the arguments and by constraints, each as ours shards them.
 """
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +17,21 @@ from bench.throughput.peers.job import Job, Shapes, batches, inputs_of
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 WHOLE = ("embed", "final_norm", "unembed")
+SPECS = {
+    "embed": P("t", "d"),
+    "unembed": P("t", "d"),
+    "w_q": P("d", "t"),
+    "w_k": P("d", "t"),
+    "w_v": P("d", "t"),
+    "w_o": P("t", None, None, "d"),
+    "w_gate": P("d", "t"),
+    "w_up": P("d", "t"),
+    "w_down": P("t", "d"),
+}
+"""Sharding of the matrices of a layer, and of the others. Norms are on all devices."""
+BETWEEN, HEADS, HIDDEN = P(("r", "d"), "t"), P(("r", "d"), None, "t"), P(("r", "d"), None, "t")
+BY_ROW = P(("r", "d"))
+"""Shardings within the model, whose first dims are sequences and positions."""
 
 
 def nested(weights: dict, layers: int) -> dict:
@@ -47,10 +66,25 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, a * sin + b * cos], axis=-1).astype(x.dtype)
 
 
-def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention; cuDNN's kernel where there is one."""
-    fused = jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn" if fused else "xla")
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, platform: str) -> jax.Array:
+    """Causal attention of each device's own heads; by a fused kernel where there is one."""
+    fused = "cudnn" if platform == "gpu" and q.dtype == jnp.bfloat16 else "xla"
+    attention = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=fused)
+    attention = splash if platform == "tpu" else attention
+    return jax.shard_map(attention, in_specs=(HEADS, HEADS, HEADS), out_specs=HEADS, check_vma=False)(q, k, v)
+
+
+def splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention by JAX's kernel for TPUs, for as many heads of queries as of keys."""
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+
+    length, heads = q.shape[1:3]
+    mask, block = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads), min(length, 1024)
+    sizes = kernels.BlockSizes(block, block, block // 2, block, block, block // 2, block, block)
+    kernel = jax.vmap(kernels.make_splash_mha_single_device(mask, block_sizes=sizes))
+    heads_first = (x.swapaxes(1, 2) for x in (q * q.shape[-1] ** -0.5, k, v))
+    return kernel(*heads_first).swapaxes(1, 2)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
@@ -59,24 +93,27 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon) * weight).astype(x.dtype)
 
 
-def logits_of(parameters: dict, ids: jax.Array, c: Shapes, dtype) -> jax.Array:
+def logits_of(parameters: dict, ids: jax.Array, job: Job) -> jax.Array:
     """f32 logits [batch, length, vocab]."""
-    rope, (b, l) = rope_tables(c, ids.shape[1]), ids.shape
-    x = parameters["embed"][ids].astype(dtype)
+    c, dtype, rope, (b, l) = job.shapes, DTYPES[job.dtype], rope_tables(job.shapes, ids.shape[1]), ids.shape
+    constrained = jax.lax.with_sharding_constraint
+    x = constrained(parameters["embed"].astype(dtype)[ids], BETWEEN)
     for layer in parameters["layers"]:
         w = {name: value if "norm" in name else value.astype(dtype) for name, value in layer.items()}
         nx = rms_norm(x, w["attention_norm"], c.norm_epsilon)
         q = jnp.einsum("blm,mkqd->blkqd", nx, w["w_q"]).reshape(b, l, c.heads, c.d_head)
         k = jnp.einsum("blm,mkd->blkd", nx, w["w_k"])
         v = jnp.einsum("blm,mkd->blkd", nx, w["w_v"])
-        attended = attend(rotate(q, rope), rotate(k, rope), v).reshape(b, l, c.n_kv, c.n_q_per_kv, c.d_head)
-        x = x + jnp.einsum("blkqd,kqdm->blm", attended, w["w_o"])
+        attended = attend(rotate(q, rope), rotate(k, rope), v, job.platform).reshape(
+            b, l, c.n_kv, c.n_q_per_kv, c.d_head
+        )
+        x = constrained(x + jnp.einsum("blkqd,kqdm->blm", attended, w["w_o"]), BETWEEN)
         nx = rms_norm(x, w["mlp_norm"], c.norm_epsilon)
-        hidden = jax.nn.silu(nx @ w["w_gate"]) * (nx @ w["w_up"])
-        x = x + hidden @ w["w_down"]
+        hidden = constrained(jax.nn.silu(nx @ w["w_gate"]) * (nx @ w["w_up"]), HIDDEN)
+        x = constrained(x + hidden @ w["w_down"], BETWEEN)
     nx = rms_norm(x, parameters["final_norm"], c.norm_epsilon)
     unembed = parameters["unembed"].astype(dtype)
-    return jnp.einsum("blm,vm->blv", nx, unembed, preferred_element_type=jnp.float32)
+    return constrained(jnp.einsum("blm,vm->blv", nx, unembed, preferred_element_type=jnp.float32), HIDDEN)
 
 
 def adamw(job: Job, w: jax.Array, g: jax.Array, mu: jax.Array, nu: jax.Array, count: jax.Array):
@@ -86,6 +123,58 @@ def adamw(job: Job, w: jax.Array, g: jax.Array, mu: jax.Array, nu: jax.Array, co
     unbiased_mu, unbiased_nu = mu / (1 - job.b1**count), nu / (1 - job.b2**count)
     direction = unbiased_mu / (jnp.sqrt(unbiased_nu) + job.epsilon)
     return w - job.learning_rate * (direction + job.weight_decay * w), mu, nu
+
+
+def loss_of(parameters: dict, ids: jax.Array, targets: jax.Array, job: Job) -> jax.Array:
+    """Mean loss in nats a token."""
+    logits = logits_of(parameters, ids, job)
+    at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - at_target)
+
+
+def initial_state(job: Job, parameters: dict) -> dict:
+    """The state before the first step."""
+    zeros = lambda: jax.tree.map(jnp.zeros_like, parameters)
+    return {"parameters": parameters, "mu": zeros(), "nu": zeros(), "count": jnp.zeros((), jnp.float32)}
+
+
+def training_step(job: Job, state: dict, ids: jax.Array, targets: jax.Array) -> tuple[dict, jax.Array]:
+    """One step: the next state and the loss."""
+    loss, g = jax.value_and_grad(loss_of)(state["parameters"], ids, targets, job)
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(g)))
+    g = jax.tree.map(lambda x: x * (job.clip_norm / jnp.maximum(norm, job.clip_norm)), g)
+    count = state["count"] + 1
+    update = lambda w, g, mu, nu: adamw(job, w, g, mu, nu, count)
+    updated = jax.tree.map(update, state["parameters"], g, state["mu"], state["nu"])
+    part = lambda i: jax.tree.map(lambda _, found: found[i], g, updated)
+    return {"parameters": part(0), "mu": part(1), "nu": part(2), "count": count}, loss
+
+
+def shardings(state: dict, mesh: Any) -> dict:
+    """Sharding of each array of the state, by the name of its weight."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: NamedSharding(mesh, SPECS.get(path[-1].key, P())), state)
+
+
+def mesh_of(job: Job, devices: Any) -> Any:
+    """The mesh of a job, over which XLA shards by itself."""
+    sizes = job.r, job.d, job.t
+    return jax.make_mesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def jitted(job: Job, mesh: Any, state: dict) -> Any:
+    """The jitted step, which reuses the memory of the state."""
+    out = shardings(state, mesh), NamedSharding(mesh, P())
+    return jax.jit(functools.partial(training_step, job), donate_argnums=0, out_shardings=out)
+
+
+def lowered(job: Job, devices: Any) -> Any:
+    """The step for devices that need not be here."""
+    mesh = mesh_of(job, devices)
+    with jax.set_mesh(mesh):
+        state = jax.eval_shape(lambda: initial_state(job, initial_parameters(job.shapes, jax.random.key(0))))
+        arrays = jax.tree.map(lambda x, s: x.update(sharding=s), state, shardings(state, mesh))
+        ids = jax.ShapeDtypeStruct((job.sequences, job.length), np.uint32, sharding=NamedSharding(mesh, BY_ROW))
+        return jitted(job, mesh, state).lower(arrays, ids, ids)
 
 
 class OnJax:
@@ -104,45 +193,20 @@ class Contestant(OnJax):
     """The trainer in plain JAX."""
 
     def __init__(self, job: Job, weights: dict[str, np.ndarray] | None = None):
-        self.job = job
-        devices = jax.devices()[: job.devices]
-        mesh = jax.make_mesh((len(devices),), ("data",), axis_types=(AxisType.Auto,), devices=devices)
-        everywhere, by_row = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
-        self.state = jax.device_put(self.initial(weights), everywhere)
-        self.batches = [jax.device_put((inputs_of(x), x), by_row) for x in batches(job)]
-        self.jitted = jax.jit(self.training_step, donate_argnums=0, out_shardings=(everywhere, everywhere))
+        self.mesh = mesh_of(job, jax.devices()[: job.devices])
+        with jax.set_mesh(self.mesh):
+            c, key = job.shapes, jax.random.key(job.seed)
+            parameters = jax.jit(lambda: initial_parameters(c, key))() if weights is None else nested(weights, c.layers)
+            state = initial_state(job, jax.tree.map(jnp.asarray, parameters))
+            self.state = jax.device_put(state, shardings(state, self.mesh))
+            by_row = NamedSharding(self.mesh, BY_ROW)
+            self.batches = [jax.device_put((inputs_of(x), x), by_row) for x in batches(job)]
+            self.jitted = jitted(job, self.mesh, state)
         self.steps = 0
-
-    def initial(self, weights: dict[str, np.ndarray] | None) -> dict:
-        """The state before the first step, from these weights or random ones."""
-        c = self.job.shapes
-        if weights is None:
-            parameters = jax.jit(lambda key: initial_parameters(c, key))(jax.random.key(self.job.seed))
-        else:
-            parameters = jax.tree.map(jnp.asarray, nested(weights, c.layers))
-        zeros = lambda: jax.tree.map(jnp.zeros_like, parameters)
-        return {"parameters": parameters, "mu": zeros(), "nu": zeros(), "count": jnp.zeros((), jnp.float32)}
-
-    def training_step(self, state: dict, ids: jax.Array, targets: jax.Array) -> tuple[dict, jax.Array]:
-        """One step: the next state and the loss."""
-        job = self.job
-
-        def loss_of(parameters):
-            logits = logits_of(parameters, ids, job.shapes, DTYPES[job.dtype])
-            at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
-            return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - at_target)
-
-        loss, g = jax.value_and_grad(loss_of)(state["parameters"])
-        norm = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(g)))
-        g = jax.tree.map(lambda x: x * (job.clip_norm / jnp.maximum(norm, job.clip_norm)), g)
-        count = state["count"] + 1
-        update = lambda w, g, mu, nu: adamw(job, w, g, mu, nu, count)
-        updated = jax.tree.map(update, state["parameters"], g, state["mu"], state["nu"])
-        part = lambda i: jax.tree.map(lambda _, found: found[i], g, updated)
-        return {"parameters": part(0), "mu": part(1), "nu": part(2), "count": count}, loss
 
     def step(self) -> jax.Array:
         """Starts a step. Returns its loss, on the device."""
-        self.state, loss = self.jitted(self.state, *self.batches[self.steps % len(self.batches)])
+        with jax.set_mesh(self.mesh):
+            self.state, loss = self.jitted(self.state, *self.batches[self.steps % len(self.batches)])
         self.steps += 1
         return loss
