@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import tensorstore as ts
-import zarr
 from jaxtyping import Int64, UInt32
 
 from shardwright_data.flat_tokens.format import IDENTITY, open_kvstore, opening_context, read_file
@@ -122,6 +121,8 @@ class Reader:
         return array
 
     def _open_by_zarr(self, key: str) -> ts.TensorStore:
+        import zarr  # a heavy import, for datasets of seqax alone
+
         array = zarr.open_array(self._root.url, path=key, mode="r")
 
         def read(domain: ts.IndexDomain, values: np.ndarray, _: Any) -> None:
