@@ -82,7 +82,7 @@ class Job:
         platform: cpu, gpu, or tpu, for which steps are only compiled.
         r, d, t: the mesh.
         config: for ours, a file of configs/, for all settings that are not in the job.
-        overrides: for ours, further settings.
+        overrides: for ours, further settings, with spaces between them.
         checkout: for seqax, the directory of its source, with an environment .venv.
     """
 
@@ -102,7 +102,7 @@ class Job:
     weight_decay: float = 0.1
     clip_norm: float = 1.0
     config: str = "local_test_synthetic"
-    overrides: tuple[str, ...] = ()
+    overrides: str = ""
     checkout: str = ""
     seed: int = 0
 

@@ -41,7 +41,7 @@ def config_of(job: Job):
     lines += ["optimizer.schedule=constant", "optimizer.schedule_steps=null", f"++model.bos_id={BOS_ID}"]
     register_schema()
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return to_config(compose(job.config, [*lines, *job.overrides]))
+        return to_config(compose(job.config, [*lines, *job.overrides.split()]))
 
 
 def lowered(job: Job, devices: Any) -> Any:
