@@ -83,13 +83,12 @@ class Clock:
         return moved if told is None else told
 
     def of_attention(self, computation: Computation, i: Instruction) -> float:
-        """Seconds of causal attention: two products forward, five backward (arXiv 2307.08691), half of the pairs."""
+        """Seconds of causal attention of q and k [B, L, heads, D]: half of the pairs, two products, five backward."""
         if not self.attention:
             return 0.0
         q, k = (computation.instructions[name].shapes[0].dims for name in i.operands[:2])
-        length = k[1] if q[2:] != k[1:3] else k[2]
         products = 5 if "Backward" in i.attributes else 2
-        return products * math.prod(q) * length / (self.attention * self.chip.peak["bf16"])
+        return products * math.prod(q) * k[1] / (self.attention * self.chip.peak["bf16"])
 
     def of_collective(self, computation: Computation, i: Instruction) -> float:
         """Seconds of a collective."""

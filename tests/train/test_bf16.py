@@ -33,9 +33,9 @@ def test_gradients_are_those_in_f32_up_to_bf16_rounding():
 @pytest.mark.long
 @pytest.mark.parametrize("reduced", ["bf16", "f32"])
 def test_matrices_are_communicated_in_bf16(reduced):
-    """But the sums of their gradients over d, if training.reduce_dtype says so."""
+    """But the sums of their gradients over d and r, if training.reduce_dtype says so."""
     c = tiny.config(compute_dtype="bf16", reduce_dtype=reduced.replace("bf16", "compute"))
-    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+    with jax.set_mesh(tiny.mesh("r=2 d=2 t=2")):
         state, batch = tiny.state(c), tiny.place_batch(c)
         text = tiny.training_step(c).lower(state, batch, np.int32(0)).as_text()
     for op in ("all_gather", "reduce_scatter"):
@@ -45,6 +45,8 @@ def test_matrices_are_communicated_in_bf16(reduced):
         dtypes = {dtype for shape, dtype in results if "x" in shape}
         assert dtypes == ({"bf16", reduced} if op == "reduce_scatter" else {"bf16"}), results
         assert {dtype for shape, dtype in results if "x" not in shape} == {"f32"}, results
+    sums = re.findall(r'"stablehlo.all_reduce".*?-> tensor<([\dx]*)x(\w+)>', text, flags=re.S)
+    assert ("bf16" in {dtype for shape, dtype in sums if "x" in shape}) == (reduced == "bf16"), sums
 
 
 def test_rotary_positions_are_exact_far_out():
