@@ -8,7 +8,6 @@ time, of all threads, so that other programs change them little. Disks and netwo
 
 import json
 import lzma
-import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ TEXT = Path(__file__).parents[1] / "tests/data/austen_train.jsonl.xz"
 SHARDS = 5
 """Copies of the text, each a shard."""
 SEQ_LEN, BATCH, BATCHES = 4096, 64, 20
-TOKENS, CORES, JOB_HOURS = 10**12, (64, 256, 1024), 4
+TOKENS, CORES = 10**12, (64, 256, 1024)
 
 
 def seconds(action: Callable[[], object]) -> float:
@@ -83,7 +82,7 @@ def main() -> None:
         "10¹² tokens",
         "text, TB",
         "on disk, TB",
-        "jobs",
+        "core-hours",
         *(f"hours on {n} cores" for n in CORES),
         "hours to merge",
     ]
@@ -91,7 +90,7 @@ def main() -> None:
     for name, x in rates.items():
         hours, sizes = TOKENS / x["tokenizing"] / 3600, [f"{TOKENS * x[part] / 1e12:.2f}" for part in ("text", "disk")]
         on = [f"{hours / n:.1f}" for n in CORES]
-        cells = [name, *sizes, str(math.ceil(hours / JOB_HOURS)), *on, f"{TOKENS / x['merging'] / 3600:.1f}"]
+        cells = [name, *sizes, f"{hours:.0f}", *on, f"{TOKENS / x['merging'] / 3600:.1f}"]
         print(f"| {' | '.join(cells)} |")
 
 

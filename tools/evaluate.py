@@ -23,7 +23,6 @@ from rich.console import Console
 import train
 from shardwright.cluster.devices import known_options
 from shardwright.compiled.files import write_whole
-from shardwright.modeling.attention import KERNELS
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run import opening
 from shardwright.run.causality import check_causal
@@ -48,8 +47,8 @@ class Settings(CheckpointChoice):
     batches: int | None = at_least_1(None)
     """Batches of the run's own validation; null: training.eval_batches."""
     data: str | None = None
-    """Texts to evaluate instead of the run's own validation: a file (.jsonl, .json, .parquet, or .txt, compressed or
-    not), or a glob for several."""
+    """Texts to evaluate instead of the run's own validation: a file (.jsonl, .json, .csv, .parquet, .arrow, .feather
+    or .txt), or a glob for several."""
     text_field: str = "text"
     """The JSON key or column that holds a text."""
     tasks: list[str] = field(default_factory=list)
@@ -88,9 +87,6 @@ class OpenRun:
             self.config, self.c, self.step, training = config, saved.c, saved.step, saved.c.training
             is_import = "compute_dtype" not in saved.metadata["config"].get("training", {})
             self.mesh, self.model = opening.mesh_for(_choice(config), self.c), load_model(self.c.model)
-            platform = self.mesh.devices.flat[0].platform
-            if KERNELS.get(training.attention, platform) != platform:
-                training.attention = "auto"
             with jax.set_mesh(self.mesh):
                 found = saved.read_weights(self.model, train.programs, config.other_source, write_line)
                 self.weights, self.source = found

@@ -69,8 +69,10 @@ def read_prompts(config: Settings) -> list[str]:
         raise ValueError(f"give one of prompt, prompts_file and prompt_ids; {found} is given.")
     if config.prompts_file is not None:
         text = read_text(config.prompts_file, LARGE)
+        if not text.strip():
+            raise ValueError(f"prompts_file={config.prompts_file} has no prompt. Write one on each line.")
         if not config.prompts_file.endswith(".jsonl"):
-            return text.splitlines()
+            return [line.removesuffix("\r") for line in text.removesuffix("\n").split("\n")]
         lines = [
             (f"{config.prompts_file}, line {i}", line) for i, line in enumerate(text.split("\n"), 1) if line.strip()
         ]

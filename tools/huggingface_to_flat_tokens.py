@@ -64,7 +64,7 @@ class SplitConfig:
     files: list[str] = field(default_factory=list)
     """Files or globs to read, or URLs, in this order, the matches of a glob sorted. A document is a line of .jsonl, an
     element of the array in a .json, a record of .parquet, .arrow, .feather and .csv, and a .txt unless `text_separator`
-    is set. Those of .jsonl, .json, .csv and .txt may be compressed: .gz, .bz2, .xz; .jsonl and .json also .zst."""
+    is set. Those of .jsonl, .json, .csv and .txt may be compressed: .gz, .bz2, .xz, .zst."""
     skip_documents: int = within(0, 2**50, 0)
     """Number of documents to leave out at the beginning of the source, at least 0."""
     max_documents: int | None = within(1, 2**50, None)
@@ -123,16 +123,18 @@ def run(config: Settings) -> None:
     opened = {name: open_source(config, name) for name in names}
     config = dataclasses.replace(config, out=path_of(config, config.shard))
     root = flat_tokens.open_kvstore(config.out)
-    resuming = flat_tokens.unfinished_settings(config.out) is not None
+    begun, chosen = flat_tokens.unfinished_settings(config.out), result_settings(config, names)
+    goes_on = begun is not None and all(begun.get(name) == value for name, value in chosen.items())
     content = flat_tokens.read_file(root, "tokenizer.json")
     before = None if content is None else content.decode()
-    tokenizer = make_tokenizer(config, before if resuming else None)
-    if not resuming and before not in (None, tokenizer.definition) and not config.overwrite:
-        raise ValueError(
-            f"{config.out}/tokenizer.json is another tokenizer than the settings name. All splits of a dataset have "
-            "the same: choose another path, or replace the dataset with overwrite=true."
-        )
-    settings = result_settings(config, names, tokenizer)
+    tokenizer = make_tokenizer(config, before if goes_on else None)
+    if before not in (None, tokenizer.definition):
+        other = f"{config.out}/tokenizer.json is another tokenizer than the settings name. All splits of a dataset have"
+        if left := [name for name in SPLITS if name not in names and flat_tokens.is_there(root, name)]:
+            raise ValueError(f"{other} the same, and {left[0]} would stay: choose another path, or write both.")
+        if begun is None and not config.overwrite:
+            raise ValueError(f"{other} the same: choose another path, or replace the dataset with overwrite=true.")
+    settings = chosen | {"tokenizer.json": hashlib.sha256(tokenizer.definition.encode()).hexdigest()}
     with flat_tokens.work_on(config.out, settings, names, config.overwrite) as resuming:
         root.write("tokenizer.json", tokenizer.definition.encode()).result()
         for name in names:
@@ -144,16 +146,15 @@ def run(config: Settings) -> None:
             print(write(config, name, opened[name], tokenizer, settings), flush=True)
 
 
-def result_settings(config: Settings, names: list[str], tokenizer: Tokenizer) -> dict[str, Any]:
-    """All values that the result depends on, by name."""
+def result_settings(config: Settings, names: list[str]) -> dict[str, Any]:
+    """All values that the result depends on, but for a tokenizer that is trained, by name, as JSON gives them back."""
     settings = flat(dataclasses.asdict(config))
     for free in ("out", "overwrite", "num_workers", "max_bad_rows", "shard"):
         del settings[free]
     for name in names:
         stats = [(path, os.stat(path)) for path in sources.match(getattr(config, name).files) if "://" not in path]
         settings[f"{name}.files found"] = [f"{path}, {s.st_size} bytes of {s.st_mtime_ns}" for path, s in stats]
-    settings["tokenizer.json"] = hashlib.sha256(tokenizer.definition.encode()).hexdigest()
-    return settings
+    return json.loads(json.dumps(settings))
 
 
 def open_source(config: Settings, name: str) -> tuple[str, Any]:
@@ -249,7 +250,7 @@ def write_split(
             raise ValueError(
                 f"{name}: the source holds no text; {empty} empty documents. Check text_field and the source."
             )
-        bad = done["place"]["bad_rows"]
+        bad = (done["place"] or {"bad_rows": 0})["bad_rows"]  # no place: no row
         writer.attributes.update(attributes_of(config, name, tokenizer, bad))
         if config.shard is not None:
             writer.attributes["shard"] = identity_of(config, config.shard, settings)

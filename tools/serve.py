@@ -53,20 +53,22 @@ class Model:
     """The newest checkpoint of a run, or that of `config.step`, on the mesh in force."""
 
     def __init__(self, config: Settings):
-        self.config, self.step, self.texts = config, None, 0
+        self.config, self.step, self.metadata, self.c, self.texts = config, None, None, None, 0
         self.sampler = functools.lru_cache(8)(self.sampler)  # each compiles for itself
 
     def refresh(self) -> None:
         """Reads the checkpoint if there is a newer one. Raises ValueError if it cannot be read."""
         with open_run(self.config.run, self.config.step, self.config.trust) as saved:
-            if saved.step == self.step:
+            if (saved.step, saved.metadata) == (self.step, self.metadata):
                 return
-            self.weights = self.step = None  # two may not fit
+            self.weights = self.metadata = None  # two may not fit
+            if saved.c != self.c:
+                self.sampler.cache_clear()  # of another run of this name
             self.c, self.model = saved.c, load_model(saved.c.model)
             self.tokenizer = tokenizer_of_run(saved.c.data, self.config.tokenizer)
             say = lambda line: print(shown(line), flush=True)
             self.weights, self.source = saved.read_weights(self.model, train.programs, self.config.other_source, say)
-            self.step = saved.step
+            self.step, self.metadata = saved.step, saved.metadata
 
     def sampler(self, context: int, temperature: float, min_p: float) -> Sampler:
         """What draws tokens one by one."""

@@ -328,17 +328,19 @@ def _locked(out: str) -> Iterator[None]:
         yield
         return
     os.makedirs(out, exist_ok=True)
-    directory = os.open(out, os.O_RDONLY)
+    file = os.open(
+        f"{out}/.lock", os.O_RDWR | os.O_CREAT, 0o666
+    )  # NFS has no locks of directories
     try:
         try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
             raise ValueError(f"Another process is writing {out}. Wait for it, or end it.") from e
         except OSError:
             pass  # it has no locks
         yield
     finally:
-        os.close(directory)
+        os.close(file)
 
 
 def add_input(filespec: str, split: str, name: str, values: np.ndarray) -> None:

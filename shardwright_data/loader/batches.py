@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -97,7 +98,7 @@ class Loader:
         check_range("seq_len", seq_len)
         check_range("microbatches", microbatches)
         mesh = jax.sharding.get_abstract_mesh()
-        multiple = microbatches * mesh.shape.get("r", 1) * mesh.shape.get("d", 1)
+        multiple = microbatches * math.prod(mesh.shape.get(axis, 1) for axis in "rde")
         size = -(-batch_size // multiple) * multiple if pad else batch_size
         if size % multiple:
             raise ValueError(

@@ -1,6 +1,7 @@
 """The loader that the `data` section names, and the length of a run."""
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -43,7 +44,7 @@ def make_loader(
     if not state:
         return loader
     now = loader.state(0)
-    if list(state.items()) != list(now.items()):  # the order of its datasets too decides what a mixture gives
+    if json.dumps(state) != json.dumps(now):  # the order of its datasets too decides what a mixture gives
         was, is_now = (", ".join(f"{name} of {value}" for name, value in x.items()) for x in (state, now))
         raise ValueError(
             f"The checkpoint was made with other data than this run's: with {was}; not {is_now}. Resume with the same "
@@ -84,7 +85,7 @@ def steps_for(
         of_epoch = [*loader.epoch_steps().values()]
         if len(of_epoch) != 1:
             raise ValueError(f"{given}, but only a single dataset has epochs. Give the length in steps or tokens.")
-        steps = math.floor(Fraction(epochs) * of_epoch[0])
+        steps = math.floor(Fraction(str(epochs)) * of_epoch[0])
         steps -= sum(step < steps for step in {*skip_steps})
     check_range(f"the length of the run, {given} in steps of {loader.tokens_per_batch} tokens,", steps)
     return steps

@@ -21,8 +21,7 @@ RECORDS = 64
 """Records that are read at once."""
 KINDS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 KINDS |= {".csv": "csv", ".txt": "text"}
-"""Kinds of files by the ends of names; .gz, .bz2 or .xz may follow but for .parquet, .arrow and .feather, and .zst
-.jsonl and .json."""
+"""Kinds of files by the ends of names; .gz, .bz2, .xz or .zst may follow but for .parquet, .arrow and .feather."""
 BAD = "why it is bad"
 """Column, beside the documents of files, with what is wrong with a row; None in a good row."""
 
@@ -75,10 +74,7 @@ def open_text(
     name = ", ".join(files[:3]) + (" …" if len(files) > 3 else "")
     if unknown := [file for file in files if kind_of(file) is None]:
         raise ValueError(f"A file is {unknown[0]!r}; name files of one of these kinds: {', '.join(KINDS)}.")
-    paths = match(files)
-    if cut := [path for path in paths if path.endswith((".txt.zst", ".csv.zst"))]:
-        raise ValueError(f"{cut[0]}: a truncated {cut[0][-8:]} would not be noticed. Unpack it first: unzstd <file>.")
-    given = {"paths": paths, "text_field": text_field, "separator": "\n" if by_line else separator}
+    given = {"paths": match(files), "text_field": text_field, "separator": "\n" if by_line else separator}
     return name, datasets.IterableDataset.from_generator(_rows, gen_kwargs=given)
 
 
@@ -169,15 +165,18 @@ def readable(where: str, values: Iterable[Any]) -> Iterator[Any]:
 def _rows(paths: list[str], text_field: str, separator: str | None) -> Iterator[dict[str, str | None]]:
     """The rows of files: each with its document or, under BAD, its file, its place there, and what is wrong."""
     import fsspec
+    import pyarrow as pa
 
-    # Bytes that are no UTF-8 become halves of surrogate pairs, which `_document` refuses.
-    as_text = {"mode": "rt", "encoding": "utf-8-sig", "errors": "surrogateescape"}
     for path in paths:
-        kind, place = kind_of(path), "the beginning"
-        mode = as_text | {"newline": "" if kind == "csv" else None} if kind in ("csv", "text") else {"mode": "rb"}
+        kind, place, is_zstd = kind_of(path), "the beginning", path.endswith(".zst")
         try:
-            with fsspec.open(path, compression="infer", **mode) as file:
-                file = io.BufferedReader(file) if path.endswith(".zst") else file  # which has no lines
+            with fsspec.open(path, "rb", compression=None if is_zstd else "infer") as file:
+                if is_zstd:  # fsspec would not notice that the end is missing
+                    file = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd"))
+                if kind in ("csv", "text"):
+                    # Bytes that are no UTF-8 become halves of surrogate pairs, which `_document` refuses.
+                    newline = "" if kind == "csv" else None
+                    file = io.TextIOWrapper(file, "utf-8-sig", "surrogateescape", newline)
                 for place, row in READERS[kind](file, text_field, separator):
                     try:
                         found = {text_field: _document(row, text_field), BAD: None}

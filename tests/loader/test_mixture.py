@@ -121,7 +121,7 @@ def test_run_length(filespecs):
     loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", 7, SEQ_LEN)
     assert steps_for(loader, steps=10**9) == 10**9
     assert [steps_for(loader, tokens=tokens) for tokens in (56, 111, 112, 10**11)] == [1, 1, 2, 10**11 // 56]
-    assert [steps_for(loader, epochs=epochs) for epochs in (1, 2, 0.5, 7)] == [42, 85, 21, 300]
+    assert [steps_for(loader, epochs=epochs) for epochs in (1, 2, 0.5, 0.7, 7)] == [42, 85, 21, 30, 300]
     # Whole epochs end with a whole batch here, which no rounding may take away.
     for batch_size in (3, 4, 50, 100):
         loader = make_loader(DataConfig(filespec=filespecs["web"]), "train", batch_size, SEQ_LEN)

@@ -100,10 +100,11 @@ def test_pieces_have_each_token_once(count):
 # ---- padding --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("mesh", ["d=8", "d=2 e=4"])
 @pytest.mark.parametrize(("batch", "microbatches", "padded"), [(6, 1, 8), (8, 1, 8), (12, 2, 16), (4, 4, 32)])
-def test_padding_has_no_targets(batch, microbatches, padded):
+def test_padding_has_no_targets(batch, microbatches, padded, mesh):
     data = DataConfig(filespec=str(ROOT / "synthetic_dataset.zarr"))
-    with jax.set_mesh(tiny.mesh("d=8")):
+    with jax.set_mesh(tiny.mesh(mesh)):
         loader = make_loader(data, "validation", batch, 16, 1024, microbatches=microbatches, pad=True)
         found = jax.tree.map(lambda x: np.asarray(x).reshape(padded, 16), loader.load(1))
     expected = loader.sequences(1, np.arange(batch))

@@ -196,6 +196,10 @@ def test_a_file_of_prompts(tmp_path):
     lines = [json.dumps({"prompt": prompt, "text": "left out"}, ensure_ascii=False) for prompt in prompts]
     assert read("a.jsonl", "\n".join(lines) + "\n") == prompts
     assert read("a.txt", 'one\n\n two\r\n{"prompt": 1}') == ["one", "", " two", '{"prompt": 1}']
+    assert read("a.txt", "a\u2028b\n") == ["a\u2028b"]
+    for name in ("none.txt", "none.jsonl"):
+        with pytest.raises(ValueError, match=rf"{name} has no prompt"):
+            read(name, "\n")
     with pytest.raises(ValueError, match=r"b.jsonl, line 2: prompt is 1; it must be a text. Correct it"):
         read("b.jsonl", '{"prompt": ""}\n{"prompt": 1}\n')
 

@@ -239,6 +239,28 @@ def test_keeps_what_is_there(tmp_path, bpe):
     assert read(tmp_path / "d", "validation")[0] == read(tmp_path / "d")[0]
 
 
+def test_overwriting_trains_its_own_tokenizer(tmp_path, monkeypatch):
+    """Also over work that was begun with another size, and not over a split that would stay."""
+    source = write_jsonl(tmp_path / "a.jsonl", TEXTS * 9)
+    trained = lambda size: TokenizerConfig(kind="train_bpe", vocab_size=size)
+
+    class Killed(BaseException):
+        pass
+
+    def killed(*_):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tool, "write_split", killed)
+        with pytest.raises(Killed):
+            run(tmp_path / "d", source, tokenizer=trained(300))
+    _, attributes = run(tmp_path / "d", source, tokenizer=trained(320), overwrite=True)
+    assert attributes["tokenizer"]["vocab_size"] == 320
+    other = {"out": str(tmp_path / "d"), "train": None, "validation": SplitConfig(files=[source]), "overwrite": True}
+    with pytest.raises(ValueError, match=r"another tokenizer .*, and train would stay"):
+        tool.run(Settings(**other))
+
+
 # ---- the examples -------------------------------------------------------------------------------------------------
 
 
