@@ -310,6 +310,11 @@ def from_huggingface(config: dict, tensors: Mapping) -> tuple[ModelConfig, GPT2]
     Raises:
         ValueError: config.json has other math or a value out of range, or a tensor is missing or unknown.
     """
+    dropout_rate = config["resid_pdrop"]
+    if others := [name for name in ("attn_pdrop", "embd_pdrop") if config.get(name, dropout_rate) != dropout_rate]:
+        raise ValueError(
+            f"config.json: {others[0]} is {config[others[0]]} and resid_pdrop {dropout_rate}; make them the same."
+        )
     check_fixed(config, _FIXED | {"n_inner": None if config["n_inner"] is None else 4 * config["n_embd"]})
     settings = {ours: config[theirs] for ours, theirs in _SETTINGS.items()}
     c = ModelConfig(**settings, bos_id=config["bos_token_id"])

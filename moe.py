@@ -13,6 +13,7 @@ on every mesh. docs/experts.md goes through the page.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -188,7 +189,9 @@ class Routing:
 @typed
 def route(x: act["B/r/d/e L/c/t M"], w: Layer, c: ModelConfig) -> Routing:
     """Chooses the experts of each position. Each device routes its own positions."""
-    logits = shardops.einsum_unreduced("B/r/d/e L/c/t M, M E -> B/r/d/e L/c/t E", jnp.float32(x), w.router)
+    product = functools.partial(jnp.einsum, precision="highest")  # else GPUs and TPUs round the operands
+    spec = "B/r/d/e L/c/t M, M E -> B/r/d/e L/c/t E"
+    logits = shardops.einsum_unreduced(spec, jnp.float32(x), w.router, product=product)
     logits = logits if w.b_router is None else logits + shardops.broadcast("E -> B/r/d/e L/c/t E", w.b_router)
     scores = jax.nn.softmax(logits, axis=-1) if c.scores == "softmax" else jax.nn.sigmoid(logits)
     ranked = lax.stop_gradient(scores)

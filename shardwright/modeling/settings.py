@@ -68,7 +68,7 @@ class ModelConfig:
     """Added to the mean square under the root of RMSNorm (arXiv 1910.07467)."""
     tied_embeddings: bool = False
     """Whether the embedding table is also the output projection."""
-    embed_init_scale: float | None = at_least_0(None)
+    embed_init_scale: float | None = above_0(None)
     """Standard deviation of the embedding table at init; null: 1, or 1/sqrt(d_model) if tied."""
     weight_init_scale: float = at_least_0(1.0)
     """Factor on the 1/sqrt(fan-in) standard deviation of all other matrices at init."""
@@ -95,3 +95,8 @@ class ModelConfig:
             check_choice(
                 "model.rope_scaling.kind", self.rope_scaling.kind, ("linear", "llama3", "yarn", "dynamic", "longrope")
             )
+            if self.rope_scaling.attention_factor is not None and self.rope_scaling.kind not in ("yarn", "longrope"):
+                raise ValueError(
+                    f"model.rope_scaling.attention_factor is {self.rope_scaling.attention_factor}, which kind "
+                    f"{self.rope_scaling.kind} does not have; set it to null."
+                )

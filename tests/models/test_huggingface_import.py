@@ -21,6 +21,7 @@ from huggingface_models import to_run as run
 from omegaconf import OmegaConf
 from safetensors.numpy import load_file, save_file
 
+import family
 import gpt2
 import train
 from shardlib.shardtypes import make_shardings
@@ -505,6 +506,11 @@ def test_other_weights_are_refused_by_name(tmp_path, one_device):
     for name, value in (("d_ff", 64), ("rope_base", 7.0)):  # of what both have
         with pytest.raises(ValueError, match=f"another model:\n  model.{name}"):
             start_weights(source, dataclasses.replace(other, **{name: value}), shapes(other), **ALLOWED)
+    sizes = {f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.name != "module"}
+    ones = family.ModelConfig(**sizes, norm_offset=True)
+    with_ones = models.save(tmp_path / "ones", models.weights(ones), ones)
+    with pytest.raises(ValueError, match=r"model\.norm_offset: checkpoint has True, this run does not have it"):
+        start_weights(with_ones, other, shapes(other), **ALLOWED)
     shorter = dataclasses.replace(c, vocab=48)
     with pytest.raises(ValueError, match=r"embed: checkpoint has 'float32\[64, 32\]', this run has 'float32\[48"):
         start_weights(source, shorter, shapes(shorter), **ALLOWED)

@@ -265,8 +265,21 @@ def to_huggingface(weights: Any, c: Any) -> tuple[dict, dict[str, np.ndarray]]:
     config |= {every[0]: _layers(c.layers, getattr(c, ours), every) for ours, every in kind.every.items()}
     # The names of transformers before 5.0 for RoPE, which later versions and other programs read too.
     config |= {"num_attention_heads": c.heads, "max_position_embeddings": None}
-    config |= {"rope_theta": c.rope_base, "rope_scaling": None}
+    # gpt-oss's null is YaRN.
+    config |= {"rope_theta": c.rope_base, "rope_scaling": {"rope_type": "default"} if found == "gpt_oss" else None}
+    if config.get("query_pre_attn_scalar", c.d_head) is None:
+        config["query_pre_attn_scalar"] = c.d_head
+    if config.get("rope_local_base_freq", c.rope_base) is None:
+        if scaling is not None:
+            raise ValueError(
+                f"model.window_rope_base is null with model.rope_scaling, which {found} has on no window; set it."
+            )
+        config["rope_local_base_freq"] = c.rope_base
     if scaling is not None:
+        if found == "phi3" and scaling.kind != "longrope":
+            raise ValueError(
+                f"model.rope_scaling.kind is {scaling.kind!r}; phi3 in transformers has longrope; take that."
+            )
         values = {theirs: getattr(scaling, ours) for theirs, ours in _ROPE[scaling.kind].items()}
         values = {theirs: value for theirs, value in values.items() if value is not None}
         config["rope_scaling"] = {"rope_type": scaling.kind} | values
