@@ -630,14 +630,13 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
 
 
 def programs(c: Config, model: LanguageModel, batch: Batch, which: str = "both") -> dict[str, jax.stages.Traced]:
-    """The two steps, traced, of which a checkpoint keeps hashes; or `which`: training, or the shared work of stages."""
+    """The two steps, traced, of which a checkpoint keeps hashes; or `which`: one, or the shared work of stages."""
     state = jax.eval_shape(lambda: init_state(jax.random.key(0), c, model))
     if which == "shared":
         return stages.shared(c, model, MicrobatchLoss(Forward(model, c.training)), state.weights, batch)
-    steps = {"training": make_training_step(c, model).trace(state, batch, np.int32(0), teacher.weights_of(c))}
-    if which == "both":
-        steps["evaluation"] = make_evaluation_step(c, model).trace(state.weights, batch)
-    return steps
+    steps = {"training": lambda: make_training_step(c, model).trace(state, batch, np.int32(0), teacher.weights_of(c))}
+    steps["evaluation"] = lambda: make_evaluation_step(c, model).trace(state.weights, batch)
+    return {name: trace() for name, trace in steps.items() if which in (name, "both")}
 
 
 # ---- main -------------------------------------------------------------------------------------------------------

@@ -37,8 +37,13 @@ class StopRequest:
         To be called once a step, by every process. Does not wait for the devices.
         """
         if jax.process_count() == 1:
-            return self._name
+            return self.alone
         return (self._name or "SIGTERM") if multihost_utils.reached_preemption_sync_point(step) else None
+
+    @property
+    def alone(self) -> str | None:
+        """The name of the signal to a run of one process; None where there is none, or several have to agree."""
+        return self._name if jax.process_count() == 1 else None
 
     def _request(self, number: int, frame: object) -> None:
         self._name = signal.Signals(number).name

@@ -112,7 +112,7 @@ def total_steps(c: Any, loader: Loader) -> int:
     """Number of steps of a run with such a loader. Raises ValueError as steps_for."""
     t = c.training
     length = {"steps": t.steps, "tokens": t.tokens, "epochs": t.epochs}
-    if t.changes and t.tokens is not None:
+    if t.changes and t.tokens is not None and t.steps is None:
         length |= {"tokens": None, "steps": steps_of(c, t.tokens)}
     return steps_for(loader, **length, skip_steps=c.data.skip_steps)
 

@@ -149,11 +149,14 @@ class Checkpointer(contextlib.AbstractContextManager):
             saving.result()
 
     def close(self) -> None:
-        """Waits as `wait` does, then ends the background thread."""
+        """Waits as `wait` does, then ends the background thread, and leaves the place to others."""
         try:
             self.wait()
         finally:
             self._executor.shutdown()
+            with contextlib.suppress(OSError):  # then the next run takes it
+                if self._owner and self.store.read(OWNER) == self._owner:
+                    self.store.write(OWNER, None)
 
     @pause("restoring a checkpoint")
     def restore(self, step: int, like: Any, orders: Orders = NO_ORDERS, partly: bool = False) -> Any:
@@ -202,7 +205,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         if owner not in (None, self._owner):
             raise OSError(
                 f"another run saves to {self.store.url}: {owner.decode(errors='replace')}. End one of the two, or "
-                "rename it (paths.model_name)."
+                f"rename it (paths.model_name). If that one was killed, delete {self.store.url}/{OWNER}."
             )
 
     def remove_leftovers(self) -> None:

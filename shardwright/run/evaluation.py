@@ -8,7 +8,9 @@ from shardwright.cluster.watch import pause
 
 
 def evaluate(evaluation_step: Callable, weights: Any, validation: Any, batches: int) -> dict[str, float]:
-    """Mean loss in nats a token over the first `batches` batches of the validation split, no sequence twice.
+    """Mean loss in nats a token over the first `batches` batches of the validation split.
+
+    No sequence of a dataset comes twice. Sources of a mixture begin again until the one that lasts longest is over.
 
     Also in bits for each UTF-8 byte of the text of these targets, where the bytes of the tokens are known.
 
@@ -17,6 +19,9 @@ def evaluate(evaluation_step: Callable, weights: Any, validation: Any, batches: 
         weights: weights of the model.
         validation: loader of the validation split.
         batches: at least 1. Where the split is shorter, fewer are used, but always one.
+
+    Raises:
+        ValueError: none of their tokens is a target.
     """
     once = max(map(math.floor, validation.epoch_steps().values()), default=batches)
     with pause("in the validation"):
@@ -25,6 +30,11 @@ def evaluate(evaluation_step: Callable, weights: Any, validation: Any, batches: 
             sums.append(evaluation_step(weights, validation.load(i)))
             sizes.append(validation.utf8_bytes(i))
         nats, targets = (sum(map(float, part)) for part in zip(*sums, strict=True))
+    if not targets:
+        raise ValueError(
+            f"the validation has no target in its first {len(sums)} batches. Does data.loss_mask name the right input? "
+            "Give more training.eval_batches or a longer training.seq_len, or set training.eval_batches=0."
+        )
     result = {"loss": nats / targets, "targets": int(targets)}
     if None not in sizes and (size := sum(sizes)):
         result |= {"utf8_bytes": size, "bits_per_byte": nats / math.log(2) / size}

@@ -15,6 +15,7 @@ from omegaconf import MISSING
 from shardlib.placement import LayerPlacement
 from shardlib.shardtypes import make_shardings
 from shardwright.cluster.devices import make_mesh, simulate_devices
+from shardwright.modeling.attention import KERNELS
 from shardwright.modeling.model import LanguageModel
 from shardwright.modeling.weights import shapes_of
 from shardwright.run import config as run_config
@@ -34,7 +35,7 @@ Write = Callable[[str], None]
 DECIDE_WEIGHTS = ("module", "vocab", "tied_embeddings", "qk_norm")
 """Settings of a model that may differ from those of training.init_from where its weights may."""
 NAMED = 4
-"""Number of weights that are printed by name."""
+"""Number of weights taken that are printed by name; all others are."""
 REMEDY = (
     "Start from a checkpoint of this model. Or give training.init_from_missing=fresh to make fresh the weights, and "
     "the last rows of longer tables, that it does not have; training.init_from_unused=leave to leave those that this "
@@ -71,7 +72,9 @@ def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:
 
     A StagesChoice is one for training steps, which the batch has to fit too. A StepChoice fits the sequences of a run.
     Of the mesh of `c`, axes that cannot be chosen are left out, and all devices are along d where the others do not fit
-    them. Raises ValueError if the devices or the model do not fit.
+    them. A path of attention that this platform lacks becomes `auto` in `c`.
+
+    Raises ValueError if the devices or the model do not fit.
     """
     simulate_devices(c.hardware)
     chosen = {axis: size for axis, size in dataclasses.asdict(choice).items() if size is not None}
@@ -84,6 +87,9 @@ def mesh_for(choice: MeshChoice, c: run_config.Config) -> jax.sharding.Mesh:
             raise
         mesh = make_mesh(jax.devices(), d=-1)
     run_config.check_divides(c, mesh.shape, of_batch=in_training, of_sequences=isinstance(choice, StepChoice))
+    platform = mesh.devices.flat[0].platform
+    if KERNELS.get(c.training.attention, platform) != platform:
+        c.training.attention = "auto"
     return mesh
 
 
@@ -123,7 +129,7 @@ class SavedRun:
         allow = None if other_source else "other_source=true"
         if differs := compare_source(self.metadata.get("provenance"), now, ("evaluation",), allow):
             write_line(shown(f"source      {differs}"))
-        like = _sharded(model.Weights, shapes_of(model.table))
+        like = sharded(model.Weights, shapes_of(model.table))
         return self.checkpoints.restore(self.step, {"weights": like})["weights"], now["source"]
 
 
@@ -134,11 +140,11 @@ def read_state(
 
     `shapes` are those of its arrays, `placement` is that of the layers.
     """
-    like = _sharded(State[model.Weights], shapes)
+    like = sharded(State[model.Weights], shapes)
     return checkpoints.restore(step, like, stack_orders(placement, State, shapes))
 
 
-def _sharded(kind: Any, shapes: Any) -> Any:
+def sharded(kind: Any, shapes: Any) -> Any:
     """The same shapes, with the shardings of a class of arrays."""
     return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, make_shardings(kind, like=shapes))
 
@@ -172,15 +178,21 @@ def checkpoints_of(directory: Path, paths: run_config.PathsConfig) -> str:
     Raises ValueError if the run has them elsewhere: it would begin again, over the steps that were done.
     """
     try:
-        had = read_config(directory / "config.yaml")["paths"].get("checkpoints")
+        was = read_config(directory / "config.yaml")["paths"]
     except (KeyError, ValueError):  # a new run has none, and a kill may have cut it off
-        had = paths.checkpoints
+        was = dataclasses.asdict(paths)
+    had, name = was.get("checkpoints"), was.get("model_name") or paths.model_name
     if had != paths.checkpoints:
         raise ValueError(
             f"the run in {directory} was made with paths.checkpoints={had}, not {paths.checkpoints}. Give what it had, "
             "or start another run with a new paths.model_name."
         )
-    place = f"{had.rstrip('/')}/{paths.model_name}" if had else directory
+    if had and os.path.normpath(name) != os.path.normpath(paths.model_name):
+        raise ValueError(
+            f"the checkpoints of the run in {directory} are in {had}/{name}. Give paths.model_name={name}, or start "
+            "another run in another directory."
+        )
+    place = f"{had.rstrip('/')}/{name}" if had else directory
     return f"{place}/checkpoints"
 
 
@@ -201,11 +213,16 @@ def read_weights(
     with checkpoints:
         saved = with_defaults(saved_config(checkpoints.metadata(step)), config["model"].get("module"))
         # Further training may change RoPE scaling, for longer sequences, dropout, and what training adds to experts.
-        free = ("embed_init_scale", "weight_init_scale", "rope_scaling", "dropout")
+        free = ("embed_init_scale", "weight_init_scale", "init_std", "family", "rope_scaling", "dropout")
         free += ("pools", "capacity_factor", "balance_loss", "router_z_loss", "bias_rate")
         if fresh or leave:  # what decides which weights there are, and what only this model has
             free += (*DECIDE_WEIGHTS, *(config["model"].keys() - saved["model"].keys()))
-        fixed = tuple(f"model.{name}" for name in config["model"] if name not in free)
+        # And what the checkpoint's model computes by a setting that this one lacks.
+        of_saved = {"model": {"module": saved["model"].get("module", "train")}}
+        plain = with_defaults(of_saved, config["model"].get("module"))["model"]
+        extra = saved["model"].keys() - config["model"].keys()
+        lost = [name for name in extra if name not in plain or saved["model"][name] != plain[name]]
+        fixed = tuple(f"model.{name}" for name in (*config["model"], *lost) if name not in free)
         if differences := config_differences(saved, config, fixed):
             raise ValueError(
                 f"training.init_from is {path}, which has the weights of another model:\n  "
@@ -235,7 +252,8 @@ def read_weights(
     did = {how: [shown(x.removeprefix("weights/").replace("/", ".")) for x in names] for how, names in did.items()}
     for how, names in did.items() if allowed else ():
         if names:
-            tell(f"           {len(names)} {how}: {', '.join(names[:NAMED])}" + ", …" * (len(names) > NAMED))
+            shorter = how == "taken" and len(names) > NAMED
+            tell(f"           {len(names)} {how}: {', '.join(names[:NAMED] if shorter else names)}" + ", …" * shorter)
     for line in config_differences(saved, config, ("model",)):
         tell(f"           {line}")
     return weights, did

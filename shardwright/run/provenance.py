@@ -36,7 +36,7 @@ from shardwright.run.optional import optional
 from shardwright_data.loader import batch_shapes
 
 ROOT = Path(__file__).parents[2]
-PROJECT = ("train.py", "gpt2.py", "jax_extra.py", "shardlib", "shardwright", "shardwright_data")
+PROJECT = ("train.py", "family.py", "gpt2.py", "moe.py", "jax_extra.py", "shardlib", "shardwright", "shardwright_data")
 """The project's source, without the programs beside train.py."""
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
 """Beginnings of the names of variables that are kept. Others may be secrets."""
@@ -58,19 +58,19 @@ def source_of() -> dict[str, str]:
     return {name: digest(paths) for name, paths in files.items()}
 
 
-def programs_of(programs: Callable, c: Config, model: Any) -> dict[str, str]:
+def programs_of(programs: Callable, c: Config, model: Any, which: str = "both", sequences: int = 1) -> dict[str, str]:
     """Hash of each program that train.programs traces, on one device and with plain settings.
 
     The settings that may change when a run is resumed, such as the mesh, the number of microbatches or the path of
-    attention, do not change the hash: there are always two microbatches.
+    attention, do not change the hash: there are always two microbatches, of so many `sequences`.
     """
-    plain = {"batch_size": 2, "microbatches": 2, "gather_weights": "layer", "attention": "einsum", "loss_chunk": None}
-    plain |= {"save": "marked", "unroll": 1}
+    plain = {"batch_size": 2 * sequences, "microbatches": 2, "gather_weights": "layer", "attention": "einsum"}
+    plain |= {"save": "marked", "unroll": 1, "loss_chunk": None}
     c = dataclasses.replace(c, training=dataclasses.replace(c.training, **plain), pipeline=PipelineConfig())
     with jax.set_mesh(make_mesh([_device()])):
         t = c.training
         batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model)))
-        return {name: hash_of(traced) for name, traced in programs(c, model, batch).items()}
+        return {name: hash_of(traced) for name, traced in programs(c, model, batch, which).items()}
 
 
 def hash_of(traced: jax.stages.Traced) -> str:
@@ -89,13 +89,21 @@ def _device() -> jax.Device:
 def provenance_of(programs: Callable, c: Config, model: Any) -> dict[str, Any]:
     """Provenance for a checkpoint: hashes of the source and of the programs, and what traced the programs.
 
-    Programs that cannot be traced on one device have no hashes, and `untraced` is the reason.
+    A program that cannot be traced on one device has no hash, and `untraced` is the reason.
     """
-    try:
-        found = {"programs": programs_of(programs, c, model)}
-    except Exception as error:  # of a model that needs more devices, sequences or microbatches than these
-        why = str(error).splitlines()
-        found = {"programs": {}, "untraced": f"{type(error).__name__}: {why[0] if why else ''}"}
+    hashes: dict[str, str] = {}
+    untraced: dict[str, str] = {}
+    # A loss of pairs needs two sequences in a microbatch.
+    for which, sequences in (("training", 1), ("training", 2), ("evaluation", 1), ("evaluation", 2)):
+        if which in hashes:
+            continue
+        try:
+            hashes |= programs_of(programs, c, model, which, sequences)
+            untraced.pop(which, None)
+        except Exception as error:  # of a model that needs more devices, sequences or microbatches than these
+            why = str(error).splitlines()
+            untraced[which] = f"{type(error).__name__}: {why[0] if why else ''}"
+    found = {"programs": hashes} | ({"untraced": [*untraced.values()][-1]} if untraced else {})
     # After tracing, which may import modules.
     return {**found, "source": source_of(), "traced_by": f"jax {jax.__version__}, lowered for {_device().platform}"}
 
@@ -119,7 +127,8 @@ def compare_source(
     names = sorted({name for name, _ in set(saved["source"].items()) ^ set(now["source"].items())})
     differs = f"{', '.join(names)}: other source than the checkpoint was made with"
     if saved["traced_by"] != now["traced_by"] or not {*which} <= {*saved["programs"]} & {*now["programs"]}:
-        why = now.get("untraced") or saved.get("untraced") or f"that was traced by {saved['traced_by']}"
+        untraced = saved["traced_by"] == now["traced_by"] and (now.get("untraced") or saved.get("untraced"))
+        why = untraced or f"that was traced by {saved['traced_by']}"
         return f"{differs}; whether it computes the same is not known: {why}" if names else None
     others = [name for name in which if saved["programs"][name] != now["programs"][name]]
     if not others:

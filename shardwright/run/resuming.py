@@ -109,7 +109,8 @@ def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:
     """
     data = tuple(f"data.{name}" for name in fixed_data_settings(saved["data"], current["data"]))
     training = tuple(
-        f"training.{name}" for name in ("batch_size", "seq_len", "seed", "compute_dtype", "document_mask", "fp8")
+        f"training.{name}"
+        for name in ("batch_size", "seq_len", "seed", "compute_dtype", "reduce_dtype", "document_mask", "fp8")
     )
     # A resumed run does not read init_from, whose directory may be gone. So it may be left out, but not changed.
     training += ("training.init_from",) if current["training"].get("init_from") is not None else ()

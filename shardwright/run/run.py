@@ -18,6 +18,7 @@ from shardwright.cluster.stopping import StopRequest
 from shardwright.cluster.watch import now_at
 from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.model import COMPUTE_DTYPES, inputs_of
+from shardwright.run import teacher
 from shardwright.run.beside import in_background
 from shardwright.run.causality import describe_causality
 from shardwright.run.changes import config_at, described_change, firsts, loader_at, tokens_before, total_steps
@@ -41,7 +42,6 @@ from shardwright.run.skipping import SkippedSteps, are_finite, check_finite, des
 from shardwright.run.soundness import check_steps
 from shardwright.run.stages import describe_stages, placement_of, stack_orders
 from shardwright.run.stores import Damaged, agreed
-from shardwright.run.teacher import check_paths_with_reference, check_reference, read_reference, reference_record
 from shardwright.run.trackers import tracked
 from shardwright_data.loader import TokenBatch, batch_of, batch_shapes, check_skips, make_loader, prefetch
 
@@ -83,10 +83,8 @@ class Run:
         self._be_at(0)
         self.model = self.forward.model
         self.directory, self.programs, self.stopped_by = directory, programs, None
-        self._source_differs: str | None = None
-        self._failed_saves = 0
-        self._record: dict[str, Any] = {}
-        self._damaged: dict[int, str] = {}
+        self._failed_saves, self._source_differs = 0, None
+        self._record, self._damaged = {}, {}
         self._hlo = self._drawing = self._loss = None
         self._page = Page(directory, c.training.report)
         self._cleanup = contextlib.ExitStack()
@@ -113,7 +111,7 @@ class Run:
 
     def _open(self) -> None:
         c, t = self.c, self.c.training
-        self._inputs, self._record["reference"] = inputs_of(self.model), reference_record(c)
+        self._inputs, self._record["reference"] = inputs_of(self.model), teacher.reference_record(c)
         if self._inputs and t.sample_interval is not None:
             raise ValueError(
                 f"training.sample_interval is {t.sample_interval}, but the model reads {', '.join(self._inputs)} "
@@ -153,7 +151,7 @@ class Run:
         config = saved_config(metadata)
         check_resumes(config, self.whole, self.directory, done)
         check_skips(config["data"].get("skip_steps", []), skips, done)
-        check_reference(metadata.get("reference"), self._record["reference"])
+        teacher.check_reference(metadata.get("reference"), self._record["reference"])
         allow = None if self.whole.training.other_source else "training.other_source=true"
         saved, which = metadata.get("provenance"), ("training", "evaluation")
         self._be_at(done - 1)  # the step that made it, which the source is compared in
@@ -187,7 +185,7 @@ class Run:
                 self._damaged[self.start] = str(error)
         for step, why in self._damaged.items():
             tell(f"WARNING    the checkpoint of step {step} is not used: {why}")
-        self.reference = read_reference(self.c)
+        self.reference = teacher.read_reference(self.c)
         agreed(lambda: self._prepare_place() if jax.process_index() == 0 else None)
         self._introduce(planned)
         return state
@@ -266,7 +264,8 @@ class Run:
 
     def compare_forms(self) -> None:
         """Refuses a form of an op for this platform that does not compute what its plain form does. It runs both."""
-        check_paths_with_reference(self.forward, self.c)
+        for c in {c.training.seq_len: c for c in self._ahead}.values():
+            teacher.check_paths_with_reference(self._forward_of(c.training), c)
         products.check_sums()
 
     def compile(self, training_step: Any, state: Any) -> jax.stages.Compiled:
@@ -347,7 +346,7 @@ class Run:
         """
         if epochs is not None:
             begin, end = (self.loader.epochs_before(self._batch_of(step)) for step in (self.done - 1, self.done))
-            passed = begin // Fraction(epochs) < end // Fraction(epochs)
+            passed = begin // Fraction(str(epochs)) < end // Fraction(str(epochs))
         return self.is_over or (interval is not None and self.done % interval == 0) or (epochs is not None and passed)
 
     def save(self, state: Any) -> None:
@@ -416,13 +415,14 @@ class Run:
             return None
         self._log.close()
         self.checkpoints.wait()
+        self._profiler.close()
+        self.stopped_by = self.stopped_by or self._stop.alone  # since the last step
         if self.stopped_by and self.done < self.total:
             tell(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")
             resume = override("paths.model_name", self.c.paths.model_name or self.directory.name)
             tell(f"To resume: the same command, with {resume}")
             self._finish_page("stopped", self.stopped_by)
             return self.stopped_by
-        self._profiler.close()
         if self.done < self.total:
             return CHANGES
         self._skips.check_any_taken(self.done - self.start)

@@ -7,16 +7,15 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
 from shardlib.axes import PIPELINE_AXIS
-from shardlib.shardtypes import make_shardings, scope
+from shardlib.shardtypes import scope
 from shardlib.values import mesh_axes
 from shardwright.modeling.attention_calls import check_paths
 from shardwright.modeling.model import LanguageModel, inputs_of, load_model
 from shardwright.modeling.weights import shapes_of
 from shardwright.run.checkpoint import find_checkpoint
 from shardwright.run.config import Config, check_divides
+from shardwright.run.opening import sharded
 from shardwright.run.report import tell
 from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.stores import agreed
@@ -76,12 +75,10 @@ def read_reference(c: Config) -> Any:
     """The weights of training.reference, sharded as at rest on the current mesh; None without one."""
     if (shapes := weights_of(c)) is None:
         return None
-    shardings = make_shardings(type(shapes), like=shapes)
-    like = jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, shardings)
     checkpoints, step = find_checkpoint(c.training.reference, _manifest(c.training.reference)[0])
     tell(f"reference  {c.training.reference}, after {step} steps; it is not trained")
     with checkpoints:
-        return checkpoints.restore(step, {"weights": like})["weights"]
+        return checkpoints.restore(step, {"weights": sharded(type(shapes), shapes)})["weights"]
 
 
 def reference_record(c: Config) -> dict[str, Any] | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import re
@@ -14,7 +15,9 @@ import jax
 import pytest
 from processes import Run
 
+from shardwright.run.config import PathsConfig
 from shardwright.run.directory import check_place, locked, place, run_directory
+from shardwright.run.opening import checkpoints_of
 from shardwright.run.optional import optional
 
 quick = pytest.mark.quick
@@ -250,3 +253,11 @@ def test_one_run_in_a_directory_and_none_without_one(tmp_path):
     assert f"WARNING: {path} cannot be written: No such file or directory; its lines wait" in first.stdout(0)
     assert f"Error: {path} cannot be written: No such file or directory; lines of its last steps" in first.stderr(0)
     assert "Traceback" not in first.stderr(0)
+
+
+def test_a_renamed_run_does_not_begin_again_where_its_checkpoints_are_not(tmp_path):
+    (tmp_path / "config.yaml").write_text("paths: {checkpoints: s3://x/runs, model_name: old}")
+    paths = functools.partial(PathsConfig, checkpoints="s3://x/runs")
+    assert checkpoints_of(tmp_path, paths(model_name="./old")) == "s3://x/runs/old/checkpoints"
+    with pytest.raises(ValueError, match=r"are in s3://x/runs/old\. Give paths\.model_name=old, or start another"):
+        checkpoints_of(tmp_path, paths(model_name="new"))

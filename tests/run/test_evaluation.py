@@ -38,3 +38,8 @@ def test_no_bits_where_nobody_knows_the_bytes():
 @pytest.mark.parametrize(("rounds", "batches", "targets"), [(2.9, 4, 16), (0.4, 4, 10), (9.0, 3, 17), (9.0, 1, 10)])
 def test_no_row_counts_twice_but_one_batch_always_does(rounds, batches, targets):
     assert evaluated(split({"a": rounds}), batches)["targets"] == targets
+
+
+def test_a_validation_without_targets_is_refused():
+    with pytest.raises(ValueError, match=r"no target in its first 2 batches\. Does data\.loss_mask name"):
+        evaluate(lambda weights, step: (0.0, 0), None, split({"a": 9.0}), 2)

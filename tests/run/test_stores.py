@@ -108,3 +108,7 @@ def test_the_run_that_started_last_saves(place):
     with pytest.raises(OSError, match=rf"another run saves to .*checkpoints: process {os.getpid()} on .*, since "):
         first.wait()
     assert second.steps() == [1, 2]
+    second.close()  # which leaves the place to the other one
+    first.save(4, state(), {})
+    first.wait()
+    assert first.steps() == [1, 2, 4]

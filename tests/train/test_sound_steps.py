@@ -42,7 +42,6 @@ SETTINGS = {  # the mesh, and what is set beside: of training, the model, the op
     "four stages": ("r=1 d=2 t=1 p=4", {"microbatches": 4, "compute_dtype": "bf16", "z_loss": 1e-3}),
     "zb_h1": (STAGES, {"microbatches": 4, "schedule": "zb_h1"}),
     "zb_v": (STAGES, {"microbatches": 4, "schedule": "zb_v", "virtual_stages": 2}),
-    "a ring": (STAGES, {"layers": 4, "virtual_stages": 2}),
     # Schedules with halves of backwards: what their tasks pass on has other types of JAX.
     "zb_h1 by blocks": (STAGES, {"microbatches": 4, "schedule": "zb_h1", "attention": "blockwise"}),
     "zb_h1 without t": ("r=1 d=2 t=1 p=2", {"microbatches": 4, "schedule": "zb_h1", "qk_norm": True, "d_head": 8}),

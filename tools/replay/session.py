@@ -11,7 +11,6 @@ import numpy as np
 
 import train
 from shardwright.cluster.devices import known_options
-from shardwright.modeling.attention import KERNELS
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run.changes import config_at, firsts, loader_at
 from shardwright.run.checkpoint import Checkpointer
@@ -143,9 +142,6 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
                 "trust=true."
             )
         on = mesh_for(mesh, c)
-        platform = on.devices.flat[0].platform
-        if KERNELS.get(c.training.attention, platform) != platform:
-            c.training.attention = "auto"
         with jax.set_mesh(on):
             if done:
                 check_reference(metadata.get("reference"), reference_record(c))

@@ -22,7 +22,7 @@ from shardwright.microscope.look import Look
 from shardwright.microscope.statistics import bits
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.files import read_config
-from shardwright.run.provenance import PROJECT, ROOT, source_of
+from shardwright.run.provenance import ROOT, source_of
 from shardwright_data.foreign import refused
 from shardwright_data.loader import TokenBatch
 from tools.replay.documents import on_host
@@ -122,7 +122,7 @@ def rebuilt(run: str, step: int, directory: Path, trust: bool) -> Path:
     with refused(f"{kept / 'source.zip'} cannot be read", remedy), zipfile.ZipFile(kept / "source.zip") as archive:
         archive.extractall(directory)
     for path in kept.glob("*.py"):
-        if path.name in about["source"].keys() - {*PROJECT}:
+        if path.name in about["source"] and not (directory / path.name).exists():
             shutil.copyfile(path, directory / path.name)
     return directory
 
