@@ -16,7 +16,7 @@ import yaml
 import zarr
 from huggingface_models import COMPARES, export, read, to_run
 from jax.sharding import AbstractMesh, AxisType
-from recipes import PAGE, RECIPES, ROOT, changed, hunks, module_of
+from recipes import PAGE, RECIPES, ROOT, SOURCE, changed, hunks, module_of
 from redrawn import redrawn
 from verifying import verify
 
@@ -51,13 +51,16 @@ class Trained:
 
 
 def trained(recipe: str, mesh: str, steps: int = 1, batch: TokenBatch | None = None, optimizer=(), **training):
-    """What some steps of a changed train.py gave, in f32 and without clipping; `batch` each time."""
+    """What some steps of a changed train.py gave, in f32 and without clipping; `batch` each time.
+
+    `recipe` is its name, or the source of train.py after it.
+    """
     c = tiny.config(tiny.model(module="changed_train", layers=4), **training)
     c.optimizer = tiny.optimizer(warmup_steps=0, clip_norm=1e9, **dict(optimizer))
     if mesh.startswith("p"):
         c.training.microbatches, c.pipeline = 2, PipelineConfig(schedule="1f1b")
     host = lambda tree: jax.tree.map(np.asarray, tree)
-    with module_of(changed(recipe)) as train, jax.set_mesh(tiny.mesh(mesh)):
+    with module_of(recipe if "\n" in recipe else changed(recipe)) as train, jax.set_mesh(tiny.mesh(mesh)):
         model = load_model(c.model)
         state = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0))
         batch = tiny.place_batch(c, batch)
@@ -289,7 +292,56 @@ def test_in_f64_a_loss_from_a_layer_is_that_of_one_device(tmp_path, loss, meshes
     assert agreed in done.stdout, done.stdout + done.stderr
 
 
+UNET = """
+@pytree_dataclass
+class Stream:
+    x: act["B/r/d/e L/c/t M"]
+    kept: act["B/r/d/e L/c/t H M"]  # outputs of the first half of the layers
+
+
+class Model(Llama):
+    @typed
+    def embed(self, w: Transformer, tokens: Tokens) -> Stream:
+        x = super().embed(w, tokens)
+        kept = shardops.zeros("B/r/d/e L/c/t H M", act.dtype, H=self.c.layers // 2, M=self.c.d_model)
+        return Stream(x, kept)
+
+    @typed
+    def layer(self, s: Stream, w: TransformerLayer, tokens: Tokens, attend: Callable, einsum: Callable) -> Stream:
+        place, half = jnp.arange(self.c.layers // 2), self.c.layers // 2
+        taken = (place == 2 * half - 1 - tokens.layer)[:, None] & (tokens.layer >= half)
+        x = s.x + jnp.sum(jnp.where(taken, s.kept, 0), axis=-2)
+        x = super().layer(x, w, tokens, attend, einsum)
+        return Stream(x, jnp.where((place == tokens.layer)[:, None], x[..., None, :], s.kept))
+
+    @typed
+    def logits(self, w: Transformer, s: Stream) -> act["B/r/d/e L/c V/t/p"]:
+        return super().logits(w, s.x)
+"""
+HYPER = """
+class Model(Llama):
+    @typed
+    def embed(self, w: Transformer, tokens: Tokens) -> act["B/r/d/e L/c/t H M"]:
+        x = super().embed(w, tokens)
+        return jnp.stack([x, x], axis=-2)
+
+    @typed
+    def layer(
+        self, x: act["B/r/d/e L/c/t H M"], w: TransformerLayer, tokens: Tokens, attend: Callable, einsum: Callable
+    ) -> act["B/r/d/e L/c/t H M"]:
+        one, two = x[..., 0, :], x[..., 1, :]
+        inputs = one + 0.5 * two
+        out = super().layer(inputs, w, tokens, attend, einsum) - inputs
+        return jnp.stack([one + 0.25 * two + out, 0.25 * one + two + 0.5 * out], axis=-2)
+
+    @typed
+    def logits(self, w: Transformer, x: act["B/r/d/e L/c/t H M"]) -> act["B/r/d/e L/c V/t/p"]:
+        return super().logits(w, x[..., 0, :] + x[..., 1, :])
+"""
+"""Skips of a U-net, and hyper-connections (arXiv 2409.19606) of two streams with constant factors."""
 STREAM_F64 = [
+    (UNET, "2x2x2,2x1x2x2", ["pipeline.schedule=zb_v", "pipeline.virtual_stages=2", "training.loss_chunk=8"]),
+    (HYPER, "2x2x2,2x1x2x2", ["mesh.c=2", "pipeline.schedule=1f1b", "training.loss_chunk=8"]),
     ("State between layers", "2x2x2,d2c2t2", ["mesh.p=1", "mesh.c=2", "training.loss_chunk=8"]),
     ("State between layers", "2x1x2x2", ["pipeline.schedule=zb_v", "pipeline.virtual_stages=2"]),
     ("State between layers", "2x1x2x2", [RING, "training.loss_chunk=8"]),
@@ -300,7 +352,8 @@ STREAM_F64 = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "meshes", "settings"), STREAM_F64)
 def test_in_f64_state_between_layers_is_that_of_one_device(tmp_path, recipe, meshes, settings):
-    (tmp_path / "train.py").write_text(changed(recipe))
+    source = SOURCE.replace("\nModel = Llama\n", recipe) if "class Model" in recipe else changed(recipe)
+    (tmp_path / "train.py").write_text(source)
     done = verify(tmp_path, f"verify.meshes=[{meshes}]", *settings)
     assert "agree" in done.stdout, done.stdout + done.stderr
 
@@ -368,6 +421,23 @@ def test_distillation_is_the_dense_one(teacher, mesh, chunk):
         return 0.5 * plain(w) + 2 * jnp.sum(kl * BATCH.loss_mask) / BATCH.loss_mask.sum()
 
     assert_gradients(found, loss)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES[:2])
+def test_an_average_of_the_weights_can_be_the_target(mesh):
+    line = "        others = fixed and teacher.logits_of(other, fixed)\n"
+    places = [*hunks("Distillation"), (line, "        others = teacher.logits_of(other, state.ema)\n")]
+    source = changed("An average of the weights")
+    for before, after in places:
+        assert source.count(before) == 1
+        source = source.replace(before, after)
+    c, found = tiny.model(layers=4), trained(source, mesh, steps=3)
+    _, old, w = found.before
+    average = jax.tree.map(lambda x, y: 0.999 * x + 0.001 * y, old, w)
+    logits, of_average = (dense.logits(x, TOKENS, c) for x in (w, average))
+    np.testing.assert_allclose(found.metrics[2].loss, distilled(logits, of_average), rtol=1e-5)
+    assert distilled(logits, of_average) > distilled(logits, logits) * (1 + 1e-4), "the average is felt"
 
 
 def pair_sums(logits, mean=False):
@@ -538,7 +608,7 @@ EXCHANGE = "\nfrom tools.huggingface.families import from_huggingface, to_huggin
 def with_products(w):
     """Weights with the factors of LoRA multiplied out."""
     of = w.layers
-    q, v = jnp.einsum("lmr,lrkqd->lmkqd", of.a_q, of.b_q), jnp.einsum("lmr,lrkd->lmkd", of.a_v, of.b_v)
+    q, v = jnp.einsum("lmr,lrkqd->lmkqd", of.lora_qa, of.lora_qb), jnp.einsum("lmr,lrkd->lmkd", of.lora_va, of.lora_vb)
     return dataclasses.replace(w, layers=dataclasses.replace(of, w_q=of.w_q + q, w_v=of.w_v + v))
 
 
@@ -565,7 +635,7 @@ def test_lora_trains_its_factors_alone_and_is_the_dense_model_with_their_product
         model, batch = load_model(c.model), tiny.place_batch(c)
         init = functools.partial(train.init_state, c=c, model=model)
         state = fresh_state(c, placement_of(c, model), init, train.State)
-        trained = {name for name in named_leaves(state.weights) if name.startswith(("layers/a_", "layers/b_"))}
+        trained = {name for name in named_leaves(state.weights) if name.startswith("layers/lora_")}
         assert len(trained) == 4
         assert named_leaves(state.adam_mu).keys() == named_leaves(state.adam_nu).keys() == trained
         step, evaluation = train.make_training_step(c, model), train.make_evaluation_step(c, model)
