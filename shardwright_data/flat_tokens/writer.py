@@ -328,9 +328,7 @@ def _locked(out: str) -> Iterator[None]:
         yield
         return
     os.makedirs(out, exist_ok=True)
-    file = os.open(
-        f"{out}/.lock", os.O_RDWR | os.O_CREAT, 0o666
-    )  # NFS has no locks of directories
+    file = os.open(f"{out}/.lock", os.O_RDWR | os.O_CREAT, 0o666)  # NFS has no locks of directories
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
