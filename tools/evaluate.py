@@ -85,15 +85,12 @@ class OpenRun:
     def __init__(self, config: Settings, write_line: Callable[[str], None] = print):
         with opening.open_run(config.run, config.step, config.trust) as saved:
             self.config, self.c, self.step, training = config, saved.c, saved.step, saved.c.training
-            is_import = "compute_dtype" not in saved.metadata["config"].get("training", {})
             self.mesh, self.model = opening.mesh_for(_choice(config), self.c), load_model(self.c.model)
             with jax.set_mesh(self.mesh):
                 found = saved.read_weights(self.model, train.programs, config.other_source, write_line)
                 self.weights, self.source = found
                 if why := check_causal(train.Forward(self.model, training), training.seq_len, self.source):
                     write_line(f"not proved that a position sees no later token: {why}")
-        if is_import:
-            training.compute_dtype = "f32"  # after the source, of which it is a part, was compared
 
     def scorer(self) -> Scorer:
         """What computes losses of tokens."""

@@ -8,6 +8,7 @@ The weights are sharded as in training, on any mesh. docs/sampling.md explains h
 """
 
 import bisect
+import dataclasses
 import json
 import re
 import sys
@@ -43,6 +44,9 @@ class Settings(Sampling, CheckpointChoice):
     """A prompt as token ids."""
     samples: int = within(1, 2**20, 1)
     """Number of texts for each prompt, at least 1."""
+    context: int | None = within(1, 2**24, None)
+    """Number of tokens that the next one can see, for which memory is taken; null: training.seq_len of the run. RoPE by
+    the length of the text (dynamic, longrope) is that of so many tokens."""
     stop: list[int] | None = None
     """Ids of the tokens that end a text. Null: the end token of the run's data, if any; []: none."""
     stop_strings: list[str] = field(default_factory=list)
@@ -115,7 +119,11 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
             model = load_model(c.model)
             say = lambda text: console.print(Text(shown(text), style="dim"), soft_wrap=True)
             weights, source = saved.read_weights(model, train.programs, config.other_source, say)
-            sampler = Sampler(train.Forward(model, c.training), settings, c.training.seq_len, config.batch, source)
+            if config.context and getattr(c.model, "rope_scaling", None):
+                scaling = dataclasses.replace(c.model.rope_scaling, length=config.context)
+                model = load_model(dataclasses.replace(c.model, rope_scaling=scaling))
+            forward, context = train.Forward(model, c.training), config.context or c.training.seq_len
+            sampler = Sampler(forward, settings, context, config.batch, source)
             repeated = [prompt for prompt in prompts for _ in range(config.samples)]
             start = time.perf_counter()
             added_by = lambda prompt, ids: tokenizer.continuation(prompt, ids[:-1] if ids[-1] in settings.stop else ids)

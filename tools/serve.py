@@ -22,7 +22,6 @@ from shardwright.run.opening import CheckpointChoice, MeshChoice, mesh_for, open
 from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright.settings.program import run_program
 from shardwright_data.checks import check_ranges, within
-from shardwright_data.foreign import shown
 from shardwright_data.text.tokenizers import tokenizer_of_run
 
 
@@ -38,8 +37,7 @@ class Settings(CheckpointChoice):
     """The tokenizer, as in tools.generate."""
 
 
-FIELDS = {"temperature": (float, "1.0"), "min_p": (float, "0.05"), "max_tokens": (int, "200")}
-"""Numbers of the form: kinds and defaults."""
+FIELDS = {"temperature": (float, "1.0"), "min_p": (float, "0.05"), "max_tokens": (int, "200")}  # kinds and defaults
 PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>$title</title>
 <style>:root { color-scheme: light dark } body { font: 16px/1.5 system-ui; max-width: 45em; margin: auto; padding: 1em }
@@ -66,8 +64,8 @@ class Model:
                 self.sampler.cache_clear()  # of another run of this name
             self.c, self.model = saved.c, load_model(saved.c.model)
             self.tokenizer = tokenizer_of_run(saved.c.data, self.config.tokenizer)
-            say = lambda line: print(shown(line), flush=True)
-            self.weights, self.source = saved.read_weights(self.model, train.programs, self.config.other_source, say)
+            found = saved.read_weights(self.model, train.programs, self.config.other_source, print)
+            self.weights, self.source = found
             self.step, self.metadata = saved.step, saved.metadata
 
     def sampler(self, context: int, temperature: float, min_p: float) -> Sampler:

@@ -20,6 +20,7 @@ process, on a GPU of the allocator. Compile time: of the first step. ratio: toke
 
 import argparse
 import dataclasses
+import os
 import statistics
 from pathlib import Path
 
@@ -104,7 +105,10 @@ def main() -> None:
     parser.add_argument("--platform", choices=["cpu", "gpu"], default="cpu")
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, about")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--lines", type=int, default=0, metavar="N", help="shows where the time of ours and torch goes")
     options = parser.parse_args()
+    if options.lines:
+        os.environ["TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE"] = "1"  # for the processes
     platform, seqax = options.platform, options.seqax and options.seqax.resolve()
     sizes = (options.sizes or ("2m,10m,demo" if platform == "cpu" else ",".join(GPU_SIZES))).split(",")
     names = (options.only or "ours,plain-jax,torch" + ",seqax" * bool(seqax)).split(",")
@@ -124,6 +128,9 @@ def main() -> None:
         for contestant in run_rounds(jobs_of(size, names, dtype, platform, seqax), *timing):
             measured[contestant.name] = contestant
             print(line_of(contestant, measured["floor"], measured.get("ours")), flush=True)
+            if options.lines and contestant.name in ("ours", "torch") and not contestant.error:
+                for seconds, what in contestant.lines()[: options.lines]:
+                    print(f"{1e3 * seconds:12.2f} ms  {what}"[:120], flush=True)
 
 
 if __name__ == "__main__":

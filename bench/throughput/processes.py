@@ -60,6 +60,11 @@ class Contestant:
             said = lines[-1][:300] if lines else "no message"
             self.error = f"ended with {self._process.wait()}: {said}"
 
+    def lines(self) -> list[tuple[float, str]]:
+        """Seconds of a step by source line or kernel, the longest first."""
+        print("lines", file=self._process.stdin, flush=True)
+        return self._answer()["lines"]
+
     def _answer(self) -> dict[str, Any]:
         for line in self._process.stdout:
             if line.startswith(MARK):
@@ -75,7 +80,7 @@ class Contestant:
 
 
 def run_rounds(jobs: dict[str, Job], rounds: int, seconds: float, take_turns: bool) -> Iterator[Contestant]:
-    """Runs each job, and gives each contestant when its group has ended. If one fails, others continue.
+    """Runs each job, and gives each contestant after the rounds of its group. If one fails, others continue.
 
     Args:
         jobs: by name.
@@ -96,7 +101,7 @@ def run_rounds(jobs: dict[str, Job], rounds: int, seconds: float, take_turns: bo
                     first = i % len(group)
                     for contestant in group[first:] + group[:first]:
                         contestant.measure(seconds)
-            yield from group
+                yield from group
 
 
 def python_of(job: Job) -> str:

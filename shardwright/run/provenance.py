@@ -53,7 +53,8 @@ def own_modules() -> list[Path]:
 def source_of() -> dict[str, str]:
     """Hash of each part of the source, by name."""
     files = {name: sorted((ROOT / name).rglob("*.py")) or [ROOT / name] for name in PROJECT}
-    files |= {path.name: [path] for path in own_modules()}
+    for path in own_modules():  # of one name there may be several, such as __init__.py
+        files[path.name] = [*files.get(path.name, ()), path]
     digest = lambda paths: hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:20]
     return {name: digest(paths) for name, paths in files.items()}
 

@@ -21,6 +21,7 @@ from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import RopeScaling
 from shardwright.run.soundness import find_unsound
 from shardwright.sampling import cache
+from tools import generate
 from tools.huggingface import families
 from tools.verify.meshes import abstract_mesh_of
 
@@ -176,12 +177,13 @@ def test_a_model_of_transformers_and_its_logits(name, one_device, tmp_path):
     assert np.abs(expected).max() > 0.5
     np.testing.assert_allclose(logits(w, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
-    ids, logits = np.array([c.bos_id], np.uint32), models.logits_of(for_length(c, 12))
-    for place in range(12):
-        batch.targets[:, :place] = ids[1:]
-        ids = np.append(ids, logits(w, batch)[0, place].argmax().astype(np.uint32))
+    asked = generate.Settings(
+        run=str(tmp_path / "run"), prompt_ids=[], max_tokens=12, context=12, stop=[], temperature=0
+    )
+    (text,) = generate.generate(asked)
     start = model.dummy_inputs["input_ids"].new_tensor([[c.bos_id]])
-    assert model.generate(start, max_new_tokens=12, do_sample=False, eos_token_id=None)[0].tolist() == ids.tolist()
+    greedy = model.generate(start, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert greedy[0, 1:].tolist() == text["ids"]
 
     export(models.save(tmp_path / "again", w, c), tmp_path / "exported")
     assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "exported")) is type(model)

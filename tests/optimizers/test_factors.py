@@ -1,10 +1,12 @@
 """Optimizer state of another shape than its weight: its types; Adafactor and SOAP of docs/changing.md, on every mesh.
 
-Adafactor is compared with optax, SOAP with its algorithm in numpy, both in f64.
+Adafactor is compared with optax, SOAP with its algorithm in numpy and with its authors' program, all in f64.
 """
 
 import dataclasses
 import functools
+import importlib
+import os
 import re
 
 import jax
@@ -368,12 +370,39 @@ def soap_by_numpy(path: dict, table, c, frequency: int, longest: int) -> list:
 
 # Of a gradient of rectangular matrices, one factor is not of full rank, and part of its basis anyone's choice.
 @pytest.mark.parametrize("decay", [0.0, pytest.param(0.1, marks=pytest.mark.long)])
-def test_soap_is_its_authors(decay, monkeypatch):
+def test_soap_is_its_algorithm(decay, monkeypatch):
     monkeypatch.setattr(soap, "FREQUENCY", 2)
     monkeypatch.setattr(soap, "LONGEST", 32)
     table, c = load_table(), config(SOAP, weight_decay=decay)
     path = [parameters(state.weights, table) for state in updated(SOAP, "one device", weight_decay=decay)]
     same(path, soap_by_numpy(path[0], table, c.optimizer, 2, 32))
+
+
+@pytest.mark.slow
+def test_soap_is_its_authors_program(monkeypatch, request):
+    """With SOAP, the directory of a checkout of github.com/nikhilvyas/SOAP. Its decay is of the new weight."""
+    if "SOAP" not in os.environ:
+        pytest.skip("SOAP does not name a checkout of github.com/nikhilvyas/SOAP")
+    torch = pytest.importorskip("torch")
+    request.addfinalizer(functools.partial(torch.set_default_dtype, torch.get_default_dtype()))
+    torch.set_default_dtype(torch.float64)
+    monkeypatch.syspath_prepend(os.environ["SOAP"])
+    monkeypatch.setattr(soap, "FREQUENCY", 2)
+    monkeypatch.setattr(soap, "LONGEST", 32)
+    table, c = load_table(), config(SOAP).optimizer
+    path = [parameters(state.weights, table) for state in updated(SOAP, "one device")]
+    w = {name: torch.nn.Parameter(torch.tensor(x)) for name, x in path[0].items() if "layers/w_" in name}
+    settings = {"betas": (c.adam_b1, c.adam_b2), "eps": c.adam_epsilon, "weight_decay": 0.0}
+    theirs = importlib.import_module("soap").SOAP(w.values(), **settings, precondition_frequency=2, max_precond_dim=32)
+    expected = [{name: path[0][name] for name in w}]
+    for step in range(STEPS):
+        gs = parameters(gradients(table, step), table)
+        for name, parameter in w.items():
+            parameter.grad = torch.tensor(gs[name])
+        theirs.param_groups[0]["lr"] = float(schedule(c)(step))
+        theirs.step()
+        expected.append({name: parameter.detach().numpy().copy() for name, parameter in w.items()})
+    same([{name: x[name] for name in w} for x in path], expected, 1e-5)  # their bases are computed in f32
 
 
 # ---- a run ------------------------------------------------------------------------------------------------------

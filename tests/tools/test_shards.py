@@ -1,4 +1,4 @@
-"""Shards of a tokenization, merged: the bytes of one process; wrong shards are refused by name; Ray and Dask."""
+"""Shards of a tokenization, merged: the bytes of one process; wrong shards are refused by name; jobs of engines."""
 
 import dataclasses
 import json
@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -220,4 +221,19 @@ def test_the_jobs_of_an_engine(tmp_path, files, engine, block, monkeypatch):
     assert len([*tmp_path.glob("killed_*")]) == N
     one = dataclasses.replace(tool.Settings(out=f"{tmp_path}/one", validation=None), max_bad_rows=2)
     tool.run(dataclasses.replace(one, train=SplitConfig(files=[f"{tmp_path}/*.jsonl"])))
+    assert tree(tmp_path / "d") == tree(tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_the_jobs_of_submitit(tmp_path, files):
+    """The page's command, with the launcher that starts its jobs on this machine in place of Slurm."""
+    reason = "hydra-submitit-launcher is not installed: pip install -e '.[slurm]'"
+    pytest.importorskip("hydra_plugins.hydra_submitit_launcher", reason=reason)
+    command = [sys.executable, "-m", "tools.huggingface_to_flat_tokens", "validation=null", "max_bad_rows=2"]
+    command += [f"train.files=[{tmp_path}/*.jsonl]"]
+    jobs = ["--multirun", "hydra/launcher=submitit_local", f"shard=range(0,{N})"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    for more in ([f"num_shards={N}", *jobs], [f"num_shards={N}"]):
+        subprocess.run([*command, "out=d", *more], cwd=tmp_path, env=env, check=True)
+    subprocess.run([*command, "out=one"], cwd=tmp_path, env=env, check=True)
     assert tree(tmp_path / "d") == tree(tmp_path / "one")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,12 @@ from bench.throughput.peers.job import BOS_ID, Job, batches
 from bench.throughput.peers.plain_jax import OnJax
 from shardlib.shardtypes import make_shardings
 from shardwright.cluster.devices import known_options, make_mesh, start_devices
+from shardwright.compiled.hlo import parse
+from shardwright.compiled.step import describe
+from shardwright.compiled.trace import devices_of, line_times
 from shardwright.modeling.model import load_model
 from shardwright.run.config import check_divides, register_schema, to_config
+from shardwright.run.profile import MODULE
 from shardwright_data.loader import TokenBatch, batch_shapes, in_microbatches
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -81,6 +86,16 @@ class Contestant(OnJax):
             self.state, metrics = self.training_step(self.state, batch, np.int32(self.steps))
         self.steps += 1
         return metrics.loss
+
+    def lines(self, steps: int) -> list[tuple[float, str]]:
+        """Seconds of so many steps by source line, those of all devices added."""
+        with tempfile.TemporaryDirectory() as directory:
+            with jax.profiler.trace(directory):
+                self.wait([self.step() for _ in range(steps)])
+            profile = jax.profiler.ProfileData.from_file(str(next(Path(directory).rglob("*.xplane.pb"))))
+        devices = devices_of(profile, MODULE, steps)
+        found = line_times(devices, describe(parse(self.training_step.as_text())))["lines"]
+        return [(row["seconds"], f"{row['line']}  {row['text']}") for row in found]
 
 
 def whole_documents(targets: np.ndarray, microbatches: int) -> TokenBatch:

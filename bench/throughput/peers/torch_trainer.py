@@ -112,6 +112,13 @@ class Contestant:
         """Waits for the steps that returned these losses."""
         return torch.stack(losses).tolist()
 
+    def lines(self, steps: int) -> list[tuple[float, str]]:
+        """Seconds of so many steps by kernel. One of several operations bears the names of these."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            self.wait([self.step() for _ in range(steps)])
+        kernels = sorted(profile.key_averages(), key=lambda kernel: -kernel.self_cpu_time_total)
+        return [(kernel.self_cpu_time_total / 1e6, kernel.key) for kernel in kernels]
+
     def device_peak(self) -> int | None:
         """Peak bytes that torch allocated on the GPU."""
         return torch.cuda.max_memory_allocated() if self.device == "cuda" else None

@@ -3,7 +3,7 @@
     python -m bench.throughput.peers.worker '<Job as JSON>'
 
 A line of standard output that begins with MARK is an answer, in JSON; other lines are the contestant's own output. The
-first answer says that it is ready; then there is one for each number of steps on standard input.
+first answer says that it is ready; then there is one for each line of standard input: a number of steps, or `lines`.
 """
 
 import importlib
@@ -14,6 +14,8 @@ import time
 from bench.throughput.peers.job import Job
 
 MARK = "@answer "
+PROFILED = 5
+"""Steps that are profiled for `lines`."""
 
 
 def host_peak() -> int:
@@ -40,7 +42,10 @@ def main() -> None:
     compile_s, step_s = timed(1), timed(1)
     answer(compile_s=compile_s, step_s=step_s)
     for line in sys.stdin:  # which ends with the program that asks
-        answer(seconds=timed(int(line)), peak=contestant.device_peak() or host_peak())
+        if line.strip() == "lines":
+            answer(lines=[(seconds / PROFILED, what) for seconds, what in contestant.lines(PROFILED)])
+        else:
+            answer(seconds=timed(int(line)), peak=contestant.device_peak() or host_peak())
 
 
 if __name__ == "__main__":
