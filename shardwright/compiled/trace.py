@@ -14,6 +14,7 @@ import collections
 import dataclasses
 import gzip
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -190,11 +191,16 @@ def line_times(devices: Mapping[str, Device], table: Table) -> dict[str, Any]:
     for device in devices.values():
         lines = [(span, name, table.line_of.get(name, WITHOUT_LINE)) for span, name in device.operations]
         work = [(span, name in table.communicating, line) for span, name, line in lines if line is not None]
+        if not work:
+            continue
         computed = _busy([span for span, communicates, _ in work if not communicates])
-        for (start, end), communicates, line in work:
-            exposed = end - start - (computed(end) - computed(start))
-            spent[line] += np.array([end - start, (end - start) * communicates, exposed * communicates])
-        count += bool(work)
+        start, end = np.array([span for span, _, _ in work]).T
+        exposed = end - start - (computed(end) - computed(start))
+        communicates = np.array([communicates for _, communicates, _ in work])
+        times = np.stack([end - start, (end - start) * communicates, exposed * communicates], axis=1)
+        for (_, _, line), time in zip(work, times, strict=True):
+            spent[line] += time
+        count += 1
     if not count:
         raise ValueError("the trace has no operation of the step.")
     total, *shares = sum(spent.values())
@@ -207,16 +213,16 @@ def line_times(devices: Mapping[str, Device], table: Table) -> dict[str, Any]:
     return {"devices": count, "seconds": total / 1e9, "collective": collective, "exposed": exposed, "lines": rows}
 
 
-def _busy(spans: list[Span]) -> Callable[[float], float]:
-    """A function of a time: how long until then at least one of the spans ran."""
+def _busy(spans: list[Span]) -> Callable[[np.ndarray], np.ndarray]:
+    """A function of times: how long until then at least one of the spans ran."""
     if not spans:
-        return lambda time: 0.0
+        return np.zeros_like
     starts, ends = np.array(sorted(spans)).T
     ends = np.maximum.accumulate(ends)
     starts[1:] = np.maximum(starts[1:], ends[:-1])  # each from the end of those before it
     times = np.stack([starts, ends], axis=1).ravel()
-    lengths = np.stack([np.zeros(len(starts)), ends - starts], axis=1).ravel()
-    return lambda time: float(np.interp(time, times, np.cumsum(lengths)))
+    until = np.cumsum(np.stack([np.zeros(len(starts)), ends - starts], axis=1).ravel())
+    return lambda time: np.interp(time, times, until)
 
 
 def top_lines(found: dict[str, Any]) -> str:
@@ -262,11 +268,10 @@ def read_trace(trace: Path, module: str, steps: int, hlo: Path | None) -> dict[s
 def main(directory: str, module: str, steps: str, hlo: str = "") -> None:
     """Writes the files, and prints what was found as JSON. `directory` is the one that jax.profiler wrote."""
     for trace in Path(directory).glob("*.trace.json.gz"):
-        with gzip.open(trace, "rt", encoding="utf-8") as file:
-            content = json.load(file)
-        content.pop("metadata", None)  # Perfetto does not accept it
-        with gzip.open(trace.with_name(PERFETTO), "wt", encoding="utf-8", compresslevel=5) as file:
-            json.dump(content, file)
+        with gzip.open(trace) as file:
+            content = re.sub(rb'"metadata":{[^{}]*},', b"", file.read(), count=1)  # Perfetto does not accept it
+        with gzip.open(trace.with_name(PERFETTO), "wb", compresslevel=5) as file:
+            file.write(content)
     profiles = [*Path(directory).glob("*.xplane.pb")]
     if len(profiles) != 1:
         raise OSError(f"{len(profiles)} files *.xplane.pb in {directory}")

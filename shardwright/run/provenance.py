@@ -44,10 +44,11 @@ ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
 
 def own_modules() -> list[Path]:
     """Files of the loaded modules that are not of Python, of packages, or of this project."""
-    installed = {Path(path) for path in (*sysconfig.get_paths().values(), *site.getsitepackages())}
-    installed |= {ROOT / name for name in (*PROJECT, "tools", "bench", "tests")}
-    files = {Path(module.__file__) for module in [*sys.modules.values()] if getattr(module, "__file__", None)}
-    return sorted(file for file in files if file.is_file() and not installed & {file, *file.parents})
+    others = [*sysconfig.get_paths().values(), *site.getsitepackages()]
+    others += [str(ROOT / name) for name in (*PROJECT, "tools", "bench", "tests")]
+    within = tuple(f"{path}/" for path in others)
+    files = {module.__file__ for module in [*sys.modules.values()] if getattr(module, "__file__", None)}
+    return sorted(Path(file) for file in files if not f"{file}/".startswith(within) and Path(file).is_file())
 
 
 def source_of() -> dict[str, str]:
@@ -149,12 +150,12 @@ def keep_source(directory: Path, step: int, model: Any, about: Mapping[str, Any]
     if jax.process_index() != 0:
         return
     kept = directory / "source" / f"{step:010}"
-    versions = {found.name: found.version for found in importlib.metadata.distributions()}
+    packages = [found.metadata for found in importlib.metadata.distributions()]
     found = {
         "commit": _commit(),
         "command": sys.orig_argv,
         "python": platform.python_version(),
-        "packages": dict(sorted(versions.items())),
+        "packages": dict(sorted((about["Name"], about["Version"]) for about in packages)),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(ENVIRONMENT)},
     }
     with optional(str(kept)):
