@@ -293,6 +293,10 @@ def check_shards(config: Settings, name: str, num_files: int) -> None:
     if whole or config.tokenizer.kind == "train_bpe":
         one = f"{name}.{whole[0]}" if whole else "tokenizer.kind=train_bpe"
         raise ValueError(f"{one} needs the text in one process. Leave it or num_shards={config.num_shards} out.")
+    if config.dataset is not None and config.dataset_revision is None and not os.path.exists(config.dataset):
+        raise ValueError(
+            f"dataset={config.dataset} may change from one shard to the next. Give dataset_revision=<commit or tag>."
+        )
     if not max(2, (config.shard or 0) + 1) <= config.num_shards <= num_files:
         raise ValueError(
             f"shard={config.shard} num_shards={config.num_shards}, and {name} has {num_files} files: set num_shards in "

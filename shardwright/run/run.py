@@ -15,7 +15,7 @@ import numpy as np
 from shardlib import products
 from shardwright.cluster.devices import known_options
 from shardwright.cluster.stopping import StopRequest
-from shardwright.cluster.watch import now_at
+from shardwright.cluster.watch import now_at, pause
 from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.model import COMPUTE_DTYPES, inputs_of
 from shardwright.run import teacher
@@ -83,9 +83,8 @@ class Run:
         self._be_at(0)
         self.model = self.forward.model
         self.directory, self.programs, self.stopped_by = directory, programs, None
-        self._failed_saves, self._source_differs = 0, None
-        self._record, self._damaged = {}, {}
-        self._hlo = self._drawing = self._loss = None
+        self._record, self._damaged, self._failed_saves = {}, {}, 0
+        self._hlo = self._drawing = self._loss = self._source_differs = None
         self._page = Page(directory, c.training.report)
         self._cleanup = contextlib.ExitStack()
 
@@ -118,8 +117,7 @@ class Run:
                 "beside the tokens, which a drawn token does not have. Set training.sample_interval=null."
             )
         self.placement = placement_of(c, self.model)
-        place = checkpoints_of(self.directory, c.paths)
-        self.checkpoints = Checkpointer(place, keep=t.keep_checkpoints)
+        self.checkpoints = Checkpointer(checkpoints_of(self.directory, c.paths), keep=t.keep_checkpoints)
         self._cleanup.enter_context(self.checkpoints)
         self._peak = peak_flops(jax.sharding.get_mesh().devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
 
@@ -218,11 +216,9 @@ class Run:
         self.options = known_options(c.hardware.compiler_options, tell)
         parameters = sum(math.prod(weight.shape) for weight in jax.tree.leaves(table))
         print_start(self, parameters)
-        if planned:
-            tell(planned)
-        if self._source_differs:
-            tell(f"source     {self._source_differs}")
-        for line in [*(f"attention  {x}" for x in attention), *(f"pipeline   {x}" for x in described)]:
+        lines = [planned, self._source_differs and f"source     {self._source_differs}"]
+        lines += [*(f"attention  {x}" for x in attention), *(f"pipeline   {x}" for x in described)]
+        for line in filter(None, lines):
             tell(line)
         for first in firsts(self.whole)[1:]:
             tell(f"from step {first}: {described_change(self.whole, first)}")
@@ -281,11 +277,10 @@ class Run:
 
     def steps(self) -> Iterator[tuple[int, TokenBatch]]:
         """Index of each step that is still to be done, and its batch. Ends early on a signal. Reads batches ahead."""
-        ahead = self.c.data.prefetch
         self._profiler = StepProfiler(self._log, self._hlo)
         self._cleanup.callback(self._profiler.close)
         load = lambda step: self.loader.load(self._batch_of(step))
-        batches = prefetch(load, self.start, self.end_step, ahead, self.loader.parallel_loads)
+        batches = prefetch(load, self.start, self.end_step, self.c.data.prefetch, self.loader.parallel_loads)
         batches = self._cleanup.enter_context(batches)
         self._stop = self._cleanup.enter_context(StopRequest())
         for step in range(self.start, self.end_step):
@@ -352,14 +347,14 @@ class Run:
     def save(self, state: Any) -> None:
         """Saves a checkpoint, written in the background.
 
-        A save that fails is told, and the next one is tried.
+        A save that fails is told, and the next one is tried; that after the last step is tried again.
 
         Raises:
             FloatingPointError: a value of the state is not finite.
             OSError: MAX_FAILED_SAVES saves failed, one after the other.
         """
         finite = are_finite(state)
-        self._finish_last_save()
+        self._finish_save("The run goes on, and saves the next one.")
         loader = self.loader.state(self._batch_of(self.done - 1) + 1)
         metadata = {"config": dataclasses.asdict(self.whole), "loader": loader, "provenance": self.provenance}
         metadata |= {"reference": made} if (made := self._record["reference"]) else {}
@@ -371,17 +366,24 @@ class Run:
             check_finite(finite, self.done, self._replay_of(self.done - 1))
 
         orders = stack_orders(self.placement, type(state), state)
-        self.checkpoints.save(self.done, state, metadata, orders, check=check)
+        save = functools.partial(self.checkpoints.save, self.done, state, metadata, orders, check=check)
+        save()
+        while (self.is_over or self.stopped_by) and not self._finish_save("It is tried again."):
+            save()
 
-    def _finish_last_save(self) -> None:
+    def _finish_save(self, then: str) -> bool:
+        """Whether the save that was begun last is complete. If it failed, says what is done then."""
         try:
-            self.checkpoints.wait()
-            self._failed_saves = 0
+            with pause("waiting for a checkpoint to be written"):
+                agreed(self.checkpoints.wait)
         except OSError as error:
             self._failed_saves += 1
             if self._failed_saves == MAX_FAILED_SAVES:
                 raise OSError(f"{MAX_FAILED_SAVES} checkpoints in a row were not saved. The last: {error}") from error
-            tell(f"WARNING: {error} The run goes on, and saves the next one.")
+            tell(f"WARNING: {error} {then}")
+            return False
+        self._failed_saves = 0
+        return True
 
     def validate(self, evaluation_step: Callable, weights: Any) -> None:
         """Logs the loss on the validation split; nothing if training.eval_batches is 0."""
@@ -414,13 +416,11 @@ class Run:
             )
             return None
         self._log.close()
-        self.checkpoints.wait()
         self._profiler.close()
         self.stopped_by = self.stopped_by or self._stop.alone  # since the last step
         if self.stopped_by and self.done < self.total:
             tell(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")
-            resume = override("paths.model_name", self.c.paths.model_name or self.directory.name)
-            tell(f"To resume: the same command, with {resume}")
+            tell(f"To resume: the same command, with {override('paths.model_name', self.c.paths.model_name)}")
             self._finish_page("stopped", self.stopped_by)
             return self.stopped_by
         if self.done < self.total:

@@ -16,6 +16,7 @@ from losses_of_runs import losses
 import train
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
+from shardwright.run import checkpoint
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.skipping import SkippedSteps
 from shardwright_data.flat_tokens import Writer
@@ -196,3 +197,25 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_is_complete(tmp_path, datas
     monkeypatch.setattr(os, "fsync", noted)
     run(tmp_path / "run", dataset, 1)
     assert order.index("metrics.jsonl") < order.index("0000000001")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("failures", [1, 2, 3])
+def test_a_save_after_the_last_step_is_tried_again(tmp_path, dataset, monkeypatch, capsys, failures):
+    """There is no next one. With the third failure in a row the run ends."""
+    left, write = [failures], checkpoint.write_arrays
+
+    def write_arrays(*args):
+        left[0] -= 1
+        if left[0] >= 0:
+            raise OSError("the disk is gone")
+        return write(*args)
+
+    monkeypatch.setattr(checkpoint, "write_arrays", write_arrays)
+    if failures == 3:
+        with pytest.raises(OSError, match=r"3 checkpoints in a row were not saved\. The last: .*the disk is gone"):
+            run(tmp_path / "some", dataset, steps=2)
+        return
+    run(tmp_path / "some", dataset, steps=2)
+    assert capsys.readouterr().out.count("the disk is gone Those before it") == failures
+    assert [path.name for path in (tmp_path / "some/checkpoints").iterdir()] == ["0000000002"]

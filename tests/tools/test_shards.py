@@ -173,6 +173,13 @@ def test_what_cannot_be_sharded(tmp_path, files, more, message):
         tool.run(settings(tmp_path / "d", files, train=split, **more))
 
 
+def test_shards_of_a_dataset_on_the_hub_need_its_revision():
+    hub = tool.Settings(out="d", dataset="c4", num_shards=3, shard=0)
+    with pytest.raises(ValueError, match=r"^dataset=c4 may change .* Give dataset_revision=<commit or tag>\.$"):
+        tool.check_shards(hub, "train", 7)
+    tool.check_shards(dataclasses.replace(hub, dataset_revision="607bd4c8"), "train", 7)
+
+
 @pytest.mark.slow
 def test_a_killed_job_is_run_again(tmp_path, small, files):
     """SIGKILL once it has a state; the same command finishes the shard."""
