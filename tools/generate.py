@@ -115,6 +115,8 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
             raise ValueError("stop_strings has an empty text, which every text begins with; leave it out.")
         drawing = {f.name: getattr(config, f.name) for f in fields(Sampling)}
         settings = Sampling(**drawing | {"stop": tuple(stop)})
+        context = config.context or c.training.seq_len
+        c.model.check(context)
         with jax.set_mesh(mesh_for(config.mesh, c)):
             model = load_model(c.model)
             say = lambda text: console.print(Text(shown(text), style="dim"), soft_wrap=True)
@@ -122,8 +124,7 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
             if config.context and getattr(c.model, "rope_scaling", None):
                 scaling = dataclasses.replace(c.model.rope_scaling, length=config.context)
                 model = load_model(dataclasses.replace(c.model, rope_scaling=scaling))
-            forward, context = train.Forward(model, c.training), config.context or c.training.seq_len
-            sampler = Sampler(forward, settings, context, config.batch, source)
+            sampler = Sampler(train.Forward(model, c.training), settings, context, config.batch, source)
             repeated = [prompt for prompt in prompts for _ in range(config.samples)]
             start = time.perf_counter()
             added_by = lambda prompt, ids: tokenizer.continuation(prompt, ids[:-1] if ids[-1] in settings.stop else ids)

@@ -105,7 +105,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     length = content.get("max_position_embeddings") or content.get("n_positions") or 2048
     # The other sections of a run's configuration, for programs that read them.
     optimizer = {"learning_rate": 0.0, "warmup_steps": 0, "schedule": "constant"}
-    training = {"batch_size": 1, "seq_len": length, "steps": 1, "compute_dtype": "f32"}  # in which logits are compared
+    training = {"batch_size": 1, "seq_len": length, "steps": 1}
     metadata = {"config": {"model": model, "optimizer": optimizer, "training": training}, "loader": {}}
     with Checkpointer(output / "checkpoints") as checkpoints:
         state = {"weights": jax.device_put(weights, jax.local_devices(backend="cpu")[0])}

@@ -107,6 +107,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lines", type=int, default=0, metavar="N", help="shows where the time of ours and torch goes")
     options = parser.parse_args()
+    if options.lines and options.platform == "gpu":
+        parser.error("--lines is for a CPU; a run on a GPU prints its slowest lines (docs/performance.md)")
     if options.lines:
         os.environ["TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE"] = "1"  # for the processes
     platform, seqax = options.platform, options.seqax and options.seqax.resolve()
@@ -131,6 +133,8 @@ def main() -> None:
             if options.lines and contestant.name in ("ours", "torch") and not contestant.error:
                 for seconds, what in contestant.lines()[: options.lines]:
                     print(f"{1e3 * seconds:12.2f} ms  {what}"[:120], flush=True)
+                if contestant.error:
+                    print(f"  no lines: {contestant.error}", flush=True)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ class Contestant:
         """The next part: building and compiling, or a round of about so many seconds. After an error: nothing."""
         if self.error is not None:
             return
-        try:
+        with self._failing():
             if not self.ready:
                 self.ready = self._answer()
             else:
@@ -55,15 +55,23 @@ class Contestant:
                 done = self._answer()
                 self.step_s.append(done["seconds"] / steps)
                 self.peak = max(self.peak, done["peak"])
+
+    def lines(self) -> list[tuple[float, str]]:
+        """Seconds of a step by source line or kernel, the longest first. After an error: none."""
+        with self._failing():
+            print("lines", file=self._process.stdin, flush=True)
+            return self._answer()["lines"]
+        return []
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Context in which `error` becomes what the process says, if it ends."""
+        try:
+            yield
         except (EOFError, BrokenPipeError):
             lines = [line for line in self._messages.read_text().splitlines() if line.strip()]
             said = lines[-1][:300] if lines else "no message"
             self.error = f"ended with {self._process.wait()}: {said}"
-
-    def lines(self) -> list[tuple[float, str]]:
-        """Seconds of a step by source line or kernel, the longest first."""
-        print("lines", file=self._process.stdin, flush=True)
-        return self._answer()["lines"]
 
     def _answer(self) -> dict[str, Any]:
         for line in self._process.stdout:

@@ -104,6 +104,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         metadata: dict,
         orders: Orders = NO_ORDERS,
         check: Callable[[], None] = lambda: None,
+        again: bool = False,
     ) -> None:
         """Copies `state` to host memory, then writes it in the background.
 
@@ -111,13 +112,14 @@ class Checkpointer(contextlib.AbstractContextManager):
         error, as the next `save` or `wait` raises that of this one.
 
         Args:
-            step: 0 to 2**31 - 1; not saved before.
+            step: 0 to 2**31 - 1; not saved before, unless `again`.
             state: a pytree of jax.Arrays of booleans, integers, f16, f32, or f64, in containers with named or numbered
                 children (dataclasses, dicts, tuples, lists). Names become directory names.
             metadata: what json can write, without NaN or infinity. Kept in the manifest. `check` may add to it.
             orders: by name, the orders of the stacks of layers, which are written in the order of the layers.
             check: called in every process. Nothing is written if it raises. An OSError, which all processes must raise,
                 fails the save. It may wait for the step that computes `state`, which the work before it overlaps.
+            again: whether a save of this step has failed. It may be there all the same, and is replaced.
 
         Raises:
             ValueError: a step, leaf or name that cannot be saved, by name.
@@ -133,7 +135,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         try:
             # On the main thread, where every process issues its collectives in the same order. It costs nothing: the
             # copies below have to wait for the running step anyway.
-            agreed(lambda: self._make_room(step) if jax.process_index() == 0 else None)
+            agreed(lambda: self._make_room(step, again) if jax.process_index() == 0 else None)
             check()
         except OSError as error:
             self._saving = self._executor.submit(self._fail, step, error)
@@ -222,11 +224,11 @@ class Checkpointer(contextlib.AbstractContextManager):
         except OSError as error:
             say(f"WARNING: checkpoints in {self.store.url} that are not needed cannot be removed: {error}")
 
-    def _make_room(self, step: int) -> None:
-        """Makes sure that nothing is where the checkpoint goes. Raises ValueError if a checkpoint is."""
+    def _make_room(self, step: int, again: bool) -> None:
+        """Makes sure that nothing is where the checkpoint goes. If one is, raises ValueError, unless `again`."""
         name = directory_of(step)
         self._check_owner()
-        if self.store.read(f"{name}/{MANIFEST}") is not None:
+        if not again and self.store.read(f"{name}/{MANIFEST}") is not None:
             raise ValueError(
                 f"cannot save step {step}: {self.store.url}/{name} is there already. Save each step once, or move it "
                 "away."

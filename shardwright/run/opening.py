@@ -167,7 +167,9 @@ def open_run(run: str, step: int | None, trust: bool) -> Iterator[SavedRun]:
     checkpoints, step = find_checkpoint(run, step)
     with checkpoints:
         metadata = checkpoints.metadata(step)
-        c = config_at(config_of(saved_config(metadata), trust), step - 1)
+        config = saved_config(metadata)
+        config.setdefault("training", {}).setdefault("compute_dtype", "f32")  # of an import
+        c = config_at(config_of(config, trust), step - 1)
         c.training.reference = None  # which training alone reads, from a place that may be a stranger's
         yield SavedRun(checkpoints, step, metadata, c)
 

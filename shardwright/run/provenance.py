@@ -155,13 +155,15 @@ def keep_source(directory: Path, step: int, model: Any, about: Mapping[str, Any]
         "commit": _commit(),
         "command": sys.orig_argv,
         "python": platform.python_version(),
-        "packages": dict(sorted((about["Name"], about["Version"]) for about in packages)),
+        "packages": dict(sorted({about["Name"]: about["Version"] for about in packages}.items())),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(ENVIRONMENT)},
     }
     with optional(str(kept)):
         kept.mkdir(parents=True, exist_ok=True)
-        for path in {ROOT / "train.py", Path(inspect.getsourcefile(type(model))), *own_modules()}:
-            shutil.copyfile(path, kept / path.name)
+        names = set()
+        for path in dict.fromkeys([ROOT / "train.py", Path(inspect.getsourcefile(type(model))), *own_modules()]):
+            shutil.copyfile(path, kept / (f"{path.parent.name}__" * (path.name in names) + path.name))
+            names.add(path.name)
         with zipfile.ZipFile(kept / "source.zip", "w", zipfile.ZIP_DEFLATED) as archive:
             for name in (*PROJECT, "tools/__init__.py", "tools/replay", "tools/configs"):
                 paths = [path for path in sorted((ROOT / name).rglob("*")) if path.suffix in (".py", ".yaml")]

@@ -15,7 +15,7 @@ import numpy as np
 from shardlib import products
 from shardwright.cluster.devices import known_options
 from shardwright.cluster.stopping import StopRequest
-from shardwright.cluster.watch import now_at, pause
+from shardwright.cluster.watch import now_at
 from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.model import COMPUTE_DTYPES, inputs_of
 from shardwright.run import teacher
@@ -38,6 +38,7 @@ from shardwright.run.profile import StepProfiler
 from shardwright.run.provenance import compare_source, keep_source, provenance_of
 from shardwright.run.report import facts_of, print_start, save_config, tell
 from shardwright.run.resuming import check_resumes, choose_checkpoint, saved_config
+from shardwright.run.saving import Saves
 from shardwright.run.skipping import SkippedSteps, are_finite, check_finite, described_documents
 from shardwright.run.soundness import check_steps
 from shardwright.run.stages import describe_stages, placement_of, stack_orders
@@ -49,8 +50,6 @@ DRAWN_AFTER = 6
 """Steps of this process before the compiled step is drawn. The profiled steps are among them."""
 CHANGES = "changes"
 """What `end` returns where settings change, and the run goes on."""
-MAX_FAILED_SAVES = 3
-"""Number of saves that fail one after the other before the run ends."""
 
 
 class Run:
@@ -83,7 +82,7 @@ class Run:
         self._be_at(0)
         self.model = self.forward.model
         self.directory, self.programs, self.stopped_by = directory, programs, None
-        self._record, self._damaged, self._failed_saves = {}, {}, 0
+        self._record, self._damaged = {}, {}
         self._hlo = self._drawing = self._loss = self._source_differs = None
         self._page = Page(directory, c.training.report)
         self._cleanup = contextlib.ExitStack()
@@ -119,6 +118,7 @@ class Run:
         self.placement = placement_of(c, self.model)
         self.checkpoints = Checkpointer(checkpoints_of(self.directory, c.paths), keep=t.keep_checkpoints)
         self._cleanup.enter_context(self.checkpoints)
+        self._saves = Saves(self.checkpoints.wait)
         self._peak = peak_flops(jax.sharding.get_mesh().devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
 
     def _resume(self) -> None:
@@ -345,16 +345,15 @@ class Run:
         return self.is_over or (interval is not None and self.done % interval == 0) or (epochs is not None and passed)
 
     def save(self, state: Any) -> None:
-        """Saves a checkpoint, written in the background.
+        """Saves a checkpoint: in the background, but for the last of this start, which is waited for.
 
-        A save that fails is told, and the next one is tried; that after the last step is tried again.
+        A save that fails is told, and the next one is tried. The last one is tried again.
 
         Raises:
             FloatingPointError: a value of the state is not finite.
-            OSError: MAX_FAILED_SAVES saves failed, one after the other.
+            OSError: saving.MAX_FAILED saves failed, one after the other.
         """
         finite = are_finite(state)
-        self._finish_save("The run goes on, and saves the next one.")
         loader = self.loader.state(self._batch_of(self.done - 1) + 1)
         metadata = {"config": dataclasses.asdict(self.whole), "loader": loader, "provenance": self.provenance}
         metadata |= {"reference": made} if (made := self._record["reference"]) else {}
@@ -367,23 +366,7 @@ class Run:
 
         orders = stack_orders(self.placement, type(state), state)
         save = functools.partial(self.checkpoints.save, self.done, state, metadata, orders, check=check)
-        save()
-        while (self.is_over or self.stopped_by) and not self._finish_save("It is tried again."):
-            save()
-
-    def _finish_save(self, then: str) -> bool:
-        """Whether the save that was begun last is complete. If it failed, says what is done then."""
-        try:
-            with pause("waiting for a checkpoint to be written"):
-                agreed(self.checkpoints.wait)
-        except OSError as error:
-            self._failed_saves += 1
-            if self._failed_saves == MAX_FAILED_SAVES:
-                raise OSError(f"{MAX_FAILED_SAVES} checkpoints in a row were not saved. The last: {error}") from error
-            tell(f"WARNING: {error} {then}")
-            return False
-        self._failed_saves = 0
-        return True
+        self._saves.save(save, is_last=self.is_over or self.stopped_by is not None)
 
     def validate(self, evaluation_step: Callable, weights: Any) -> None:
         """Logs the loss on the validation split; nothing if training.eval_batches is 0."""
@@ -416,11 +399,13 @@ class Run:
             )
             return None
         self._log.close()
+        self.checkpoints.wait()
         self._profiler.close()
         self.stopped_by = self.stopped_by or self._stop.alone  # since the last step
         if self.stopped_by and self.done < self.total:
             tell(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")
-            tell(f"To resume: the same command, with {override('paths.model_name', self.c.paths.model_name)}")
+            resume = override("paths.model_name", self.c.paths.model_name or self.directory.name)
+            tell(f"To resume: the same command, with {resume}")
             self._finish_page("stopped", self.stopped_by)
             return self.stopped_by
         if self.done < self.total:

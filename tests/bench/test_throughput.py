@@ -182,9 +182,13 @@ def test_a_contestant_that_fails_does_not_stop_the_others(take_turns):
 @pytest.mark.slow
 def test_the_program():
     command = [sys.executable, "-m", "bench.throughput", "--sizes", "tiny", "--only", "ours,plain-jax"]
-    command += ["--rounds", "2", "--seconds", "0.1"]
+    command += ["--rounds", "2", "--seconds", "0.1", "--lines", "3"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines()]
     sizes = {"floor": 5, "ours": 6, "plain-jax": 7}
     assert {row[0]: len(row) for row in rows if row and row[0] in sizes} == sizes
+    slowest = [(float(row[0]), row[2]) for row in rows if row[1:2] == ["ms"]]
+    assert len(slowest) == 3
+    assert slowest == sorted(slowest, reverse=True)
+    assert all(line.startswith(("train.py:", "~train.py:", "shard", "without")) for _, line in slowest)

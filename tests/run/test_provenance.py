@@ -157,6 +157,29 @@ def test_a_run_keeps_its_source(tmp_path, monkeypatch):
     assert about["command"] == sys.orig_argv
 
 
+def test_of_two_modules_of_one_name_both_are_source(tmp_path, monkeypatch):
+    """They are hashed, and kept."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for package in ("mine_a", "mine_b"):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").write_text(f"NAME = {package!r}")
+        importlib.import_module(package)
+    try:
+        after = provenance.source_of()["__init__.py"]
+        for _ in range(2):  # a start again at this step
+            provenance.keep_source(tmp_path / "run", 12, load_model(tiny.model()), {})
+        kept = tmp_path / "run/source/0000000012"
+        found = {path.name: path.read_text() for path in kept.glob("*__init__.py")}
+        assert found == {"__init__.py": "NAME = 'mine_a'", "mine_b____init__.py": "NAME = 'mine_b'"}
+        for package in ("mine_a", "mine_b"):
+            (tmp_path / package / "__init__.py").write_text("NAME = 0")
+            before, after = after, provenance.source_of()["__init__.py"]
+            assert before != after
+    finally:
+        for package in ("mine_a", "mine_b"):
+            del sys.modules[package]
+
+
 def test_a_module_beside_train_py_is_source_too(tmp_path, monkeypatch):
     """What was proved of a step is looked up by these hashes."""
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -16,7 +16,7 @@ from losses_of_runs import losses
 import train
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
-from shardwright.run import checkpoint
+from shardwright.run import checkpoint, saving
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.skipping import SkippedSteps
 from shardwright_data.flat_tokens import Writer
@@ -212,6 +212,7 @@ def test_a_save_after_the_last_step_is_tried_again(tmp_path, dataset, monkeypatc
         return write(*args)
 
     monkeypatch.setattr(checkpoint, "write_arrays", write_arrays)
+    monkeypatch.setattr(saving, "AGAIN_S", 0.01)
     if failures == 3:
         with pytest.raises(OSError, match=r"3 checkpoints in a row were not saved\. The last: .*the disk is gone"):
             run(tmp_path / "some", dataset, steps=2)
@@ -219,3 +220,25 @@ def test_a_save_after_the_last_step_is_tried_again(tmp_path, dataset, monkeypatc
     run(tmp_path / "some", dataset, steps=2)
     assert capsys.readouterr().out.count("the disk is gone Those before it") == failures
     assert [path.name for path in (tmp_path / "some/checkpoints").iterdir()] == ["0000000002"]
+
+
+@pytest.mark.long
+def test_a_save_that_is_there_although_it_failed_is_written_again(tmp_path, dataset, monkeypatch, capsys):
+    """As where the store loses the answer to the last write, and cannot remove what is there either."""
+    commit, failures = checkpoint.commit, ["the answer is lost"]
+
+    def fail_after(*args):
+        commit(*args)
+        if failures:
+            monkeypatch.setattr(checkpoint.Checkpointer, "_check_owner", lost)
+            raise OSError(failures.pop())
+
+    def lost(self):
+        monkeypatch.setattr(checkpoint.Checkpointer, "_check_owner", lambda self: None)
+        raise OSError("gone")
+
+    monkeypatch.setattr(checkpoint, "commit", fail_after)
+    monkeypatch.setattr(saving, "AGAIN_S", 0.01)
+    run(tmp_path / "some", dataset, steps=2)
+    assert capsys.readouterr().out.count("the answer is lost Those before it") == 1
+    assert Checkpointer(tmp_path / "some/checkpoints").verify(2) == []
