@@ -6,9 +6,11 @@ NANOGPT is a checkout of github.com/karpathy/nanoGPT. Its train.py runs as it is
 Both have the tokens, width, depth, heads, context, batch, AdamW and schedule of configs/local_hour.yaml, in f32. Ours
 is a Llama (RMSNorm, RoPE, SwiGLU), nanoGPT's a GPT-2 (LayerNorm, learned positions, GELU) of about as many parameters.
 
-One trains after the other. Each makes as many steps as its time holds, start and compilation included, as two short
-runs tell, so that its learning rate ends at 0. Then both are scored on the validation text: each document is cut into
-windows of the context, which do not see each other. DIR keeps the models. A second call scores those that it has.
+One trains after the other: more than two hours, of which a line tells the end. Each makes as many steps as its time
+holds, start and compilation included, as two short runs tell, so that its learning rate ends at 0. No run reads what
+another has compiled. NANOGPT gets the tokens, in data/austen_hour. Then both are scored on the validation text: each
+document is cut into windows of the context, which do not see each other. DIR keeps the models. A second call scores
+those that it has.
 """
 
 import argparse
@@ -45,12 +47,16 @@ MARGIN = 0.97
 def call(*command: str, at: Path = ROOT) -> str:
     """Output of a program for this Python, run in the directory `at`. Raises CalledProcessError if it fails."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}  # as make demo
+    environment["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
     run = subprocess.run([sys.executable, *command], cwd=at, env=environment, stdout=subprocess.PIPE, check=True)
     return run.stdout.decode()
 
 
-def trained(minutes: float, train: Callable[[int, bool], object]) -> str:
-    """Trains for so long. Tells steps and seconds. train(steps, is_short) makes a run of so many steps."""
+def trained(minutes: float, warmup: int, train: Callable[[int, bool], object]) -> str:
+    """Trains for so long. Tells steps and seconds. train(steps, is_short) makes a run of so many steps.
+
+    Ends the program if no more steps fit than those of the warmup.
+    """
 
     def seconds(steps: int, is_short: bool = False) -> float:
         begin = time.monotonic()
@@ -58,13 +64,17 @@ def trained(minutes: float, train: Callable[[int, bool], object]) -> str:
         return time.monotonic() - begin
 
     steps = steps_in(60 * minutes, [seconds(count, True) for count in SHORT])
+    if steps <= warmup:
+        sys.exit(f"{steps} steps fit in {minutes:g} minutes, and the warmup alone has {warmup}: give more --minutes.")
+    until = time.strftime("%H:%M", time.localtime(time.time() + 60 * minutes))
+    print(f"    {steps:,} steps until about {until}", flush=True)
     return f"{steps:,} steps in {seconds(steps):,.0f} s"
 
 
 def steps_in(seconds: float, short: list[float]) -> int:
     """Steps that a time holds. `short`: seconds of runs of SHORT steps."""
     step = (short[1] - short[0]) / (SHORT[1] - SHORT[0])
-    return max(1, int(MARGIN * (seconds - short[0]) / step) + SHORT[0])
+    return int(MARGIN * (seconds - short[0]) / step) + SHORT[0] if step > 0 else 0
 
 
 def documents(tokenizer: Tokenizer, split: str) -> list[tuple[list[int], int]]:
@@ -84,10 +94,12 @@ class Ours:
         """Makes the run; a short one does not last."""
         name = f"short_{steps}" if is_short else "unfinished"
         options = [f"training.steps={steps}", f"paths.root_working_dir={self.out}", f"paths.model_name={name}"]
-        options += ["optimizer.schedule_steps=1000"] * is_short
+        options += ["hardware.compilation_cache=null", *["optimizer.schedule_steps=1000"] * is_short]
         shutil.rmtree(self.out / name, ignore_errors=True)  # of a call that was stopped
         call("-m", "train", "--config-name=local_hour", *options)
-        if not is_short:
+        if is_short:
+            shutil.rmtree(self.out / name)
+        else:
             (self.out / name).rename(self.run)
 
     def nats(self, documents: list[tuple[list[int], int]], length: int) -> float:
@@ -172,9 +184,12 @@ def main() -> None:
     checkout, out = args.nanogpt.resolve(), args.out.resolve()
     if not (checkout / "configurator.py").exists():
         parser.error(f"{checkout} is no checkout of nanoGPT: git clone it from github.com/karpathy/nanoGPT")
-    if args.minutes < 10:
+    if not args.minutes >= 10:
         parser.error(f"--minutes is {args.minutes:g}; give 10 at least, as the warmup alone has 100 steps")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out is {out}, where no directory can be made: {error.strerror}")
     recipe = yaml.safe_load((ROOT / "configs/local_hour.yaml").read_text())
     data = recipe["data"]["filespec"]
     if not (ROOT / data).exists():
@@ -182,10 +197,11 @@ def main() -> None:
         call("-m", "tools.huggingface_to_flat_tokens", "--config-name=austen_bpe", *options)
     tokenizer = tokenizer_of_dataset(Reader(str(ROOT / data), "train"))
     texts = documents(tokenizer, "validation")
+    warmup = recipe["optimizer"]["warmup_steps"]
     tokens, size = sum(len(ids) for ids, _ in texts), sum(size for _, size in texts)
     print(f"{'':10}{'nats a token':>14}{'bits a byte':>13}   of {tokens:,} tokens, {size:,} bytes")
     for name, one in (("ours", Ours(out)), ("nanoGPT", NanoGPT(checkout, out, recipe, tokenizer))):
-        told = "as it was" if one.run.exists() else trained(args.minutes, one.train)
+        told = "as it was" if one.run.exists() else trained(args.minutes, warmup, one.train)
         nats = one.nats(texts, recipe["training"]["seq_len"])
         print(f"{name:10}{nats / tokens:14.4f}{nats / math.log(2) / size:13.4f}   {told}", flush=True)
         print("    " + " ".join(one.sample(tokenizer).split()), flush=True)

@@ -41,7 +41,7 @@ class Settings(Sampling, CheckpointChoice):
     prompts_file: str | None = None
     """A file with a prompt on each line; or a .jsonl, with a prompt under the key `prompt` of each."""
     prompt_ids: list[int] | None = None
-    """A prompt as token ids."""
+    """A prompt as token ids, without model.bos_id, which is put before it."""
     samples: int = within(1, 2**20, 1)
     """Number of texts for each prompt, at least 1."""
     context: int | None = within(1, 2**24, None)
@@ -70,7 +70,7 @@ def read_prompts(config: Settings) -> list[str]:
     given = [name for name in names if getattr(config, name) is not None]
     if len(given) != 1:
         found = " and ".join(given) or "none of them"
-        raise ValueError(f"give one of prompt, prompts_file and prompt_ids; {found} is given.")
+        raise ValueError(f"give one of prompt, prompts_file and prompt_ids; given: {found}.")
     if config.prompts_file is not None:
         text = read_text(config.prompts_file, LARGE)
         if not text.strip():
@@ -124,6 +124,8 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
             if config.context and getattr(c.model, "rope_scaling", None):
                 scaling = dataclasses.replace(c.model.rope_scaling, length=config.context)
                 model = load_model(dataclasses.replace(c.model, rope_scaling=scaling))
+            # Of a long context no more is taken than the texts can have.
+            context = min(context, max(map(len, prompts)) + config.max_tokens)
             sampler = Sampler(train.Forward(model, c.training), settings, context, config.batch, source)
             repeated = [prompt for prompt in prompts for _ in range(config.samples)]
             start = time.perf_counter()

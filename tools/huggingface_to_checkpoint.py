@@ -118,6 +118,11 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     parameters = sum(array.size for array in jax.tree.leaves(weights))
     log(f"model      {shown(kind)}: {parameters:,} parameters, as model.module={name}")
     log(f"checkpoint {output}/checkpoints/0000000000")
+    if (output / "tokenizer.json").is_file():
+        ends = content.get("eos_token_id")
+        stop = "" if ends is None else f" 'stop={[ends] if isinstance(ends, int) else ends}'"
+        named = f"run={output} tokenizer={output}/tokenizer.json{stop}"
+        log(f"To sample:\n  python -m tools.generate {named} prompt=<text>")
     log(
         "To continue training, with the settings of a run in configs/:\n"
         f"  python -m train --config-name=<run> --config-dir={config.output} model=imported "

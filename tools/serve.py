@@ -1,8 +1,6 @@
 """A page that continues texts with the newest checkpoint of a run, token by token, also while the run trains.
 
-    python -m tools.serve run=runs/<name>
-
-It answers one request at a time. With JAX_PLATFORMS=cpu it leaves the devices to the run. See docs/sampling.md.
+With JAX_PLATFORMS=cpu it leaves the devices to the run: `python -m tools.serve run=runs/<name>`.
 """
 
 import contextlib
@@ -22,6 +20,7 @@ from shardwright.run.opening import CheckpointChoice, MeshChoice, mesh_for, open
 from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright.settings.program import run_program
 from shardwright_data.checks import check_ranges, within
+from shardwright_data.foreign import refused
 from shardwright_data.text.tokenizers import tokenizer_of_run
 
 
@@ -43,8 +42,7 @@ PAGE = Template("""<!doctype html>
 <style>:root { color-scheme: light dark } body { font: 16px/1.5 system-ui; max-width: 45em; margin: auto; padding: 1em }
   textarea { width: 100%; box-sizing: border-box } textarea, pre { white-space: pre-wrap; font: inherit }</style>
 <form><textarea name="prompt" rows="5" aria-label="prompt" autofocus>
-$prompt</textarea> $fields <button>Continue</button></form><p>$about</p>
-""")
+$prompt</textarea> $fields <button>Continue</button></form><p>$about</p>""")
 
 
 class Model:
@@ -64,8 +62,7 @@ class Model:
                 self.sampler.cache_clear()  # of another run of this name
             self.c, self.model = saved.c, load_model(saved.c.model)
             self.tokenizer = tokenizer_of_run(saved.c.data, self.config.tokenizer)
-            found = saved.read_weights(self.model, train.programs, self.config.other_source, print)
-            self.weights, self.source = found
+            self.weights, self.source = saved.read_weights(self.model, train.programs, self.config.other_source, print)
             self.step, self.metadata = saved.step, saved.metadata
 
     def sampler(self, context: int, temperature: float, min_p: float) -> Sampler:
@@ -138,7 +135,9 @@ def serve(config: Settings) -> None:
     """Answers until it is interrupted. Raises ValueError if there is no checkpoint, or its tokenizer is missing."""
     with open_run(config.run, config.step, config.trust) as saved:
         mesh = mesh_for(MeshChoice(), saved.c)
-    with jax.set_mesh(mesh), HTTPServer((config.host, config.port), Handler) as server:
+    with refused(f"host={config.host} port={config.port} cannot be used", "Give another port."):
+        server = HTTPServer((config.host, config.port), Handler)
+    with jax.set_mesh(mesh), server:
         Handler.model = Model(config)
         Handler.model.refresh()
         print(f"http://{config.host}:{server.server_port}/ continues texts with {config.run}", flush=True)

@@ -39,7 +39,7 @@ NAMED = 4
 REMEDY = (
     "Start from a checkpoint of this model. Or give training.init_from_missing=fresh to make fresh the weights, and "
     "the last rows of longer tables, that it does not have; training.init_from_unused=leave to leave those that this "
-    "run does not have."
+    "run does not have. No table can be made shorter."
 )
 
 

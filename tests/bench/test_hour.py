@@ -28,6 +28,15 @@ def test_steps_fill_the_time():
     assert 0.96 * 3600 < start + step * steps < 3600
 
 
+@pytest.mark.parametrize("short", [[30.0, 90.0], [60.0, 60.0], [60.0, 50.0]], ids=["slow", "none", "negative"])
+def test_too_few_steps_are_refused_after_the_short_runs(short, monkeypatch, capsys):
+    begin, runs = iter([0.0, short[0], 100.0, 100.0 + short[1]]), []
+    monkeypatch.setattr(hour.time, "monotonic", lambda: next(begin))
+    with pytest.raises(SystemExit, match=r"steps fit in 1 minutes, and the warmup alone has 100: give more --minutes"):
+        hour.trained(1, 100, lambda steps, is_short: runs.append((steps, is_short)))
+    assert runs == [(steps, True) for steps in hour.SHORT]
+
+
 def test_nanogpt_gets_the_recipe(nanogpt):
     nanogpt.train(700, is_short=False)
     given = dict(x[2:].split("=") for x in json.loads((nanogpt.checkout / "given.json").read_text()))

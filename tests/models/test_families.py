@@ -19,6 +19,7 @@ import moe
 import train
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import RopeScaling
+from shardwright.run.opening import MeshChoice
 from shardwright.run.soundness import find_unsound
 from shardwright.sampling import cache
 from tools import generate
@@ -177,10 +178,8 @@ def test_a_model_of_transformers_and_its_logits(name, one_device, tmp_path):
     assert np.abs(expected).max() > 0.5
     np.testing.assert_allclose(logits(w, batch), expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
-    asked = generate.Settings(
-        run=str(tmp_path / "run"), prompt_ids=[], max_tokens=12, context=12, stop=[], temperature=0
-    )
-    (text,) = generate.generate(asked)
+    drawing = {"max_tokens": 12, "temperature": 0.0, "stop": [], "context": 12, "mesh": MeshChoice(r=8, d=1, t=1)}
+    (text,) = generate.generate(generate.Settings(run=str(tmp_path / "run"), prompt_ids=[], **drawing))
     start = model.dummy_inputs["input_ids"].new_tensor([[c.bos_id]])
     greedy = model.generate(start, max_new_tokens=12, do_sample=False, eos_token_id=None)
     assert greedy[0, 1:].tolist() == text["ids"]
