@@ -57,7 +57,7 @@ def run_of(tmp_path, name):
     return directory, [line["loss"] for line in lines if "loss" in line]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_agent_runs_what_was_queued_and_what_was_edited(server, env, tmp_path):
     enqueue(tmp_path, env)
     (queued,) = server.queue

@@ -152,8 +152,8 @@ def test_the_command(run, tmp_path):
     [
         ({"run": "nowhere"}, r"no complete checkpoint in nowhere/checkpoints: give a run's directory"),
         ({"step": 4}, r"no complete checkpoint of step 4 in .*; there are \[3, 5\]"),
-        ({"prompt": None}, r"give one of prompt, prompts_file and prompt_ids; none of them is given"),
-        ({"prompt_ids": [3]}, r"give one of .*; prompt and prompt_ids is given"),
+        ({"prompt": None}, r"give one of prompt, prompts_file and prompt_ids; given: none of them"),
+        ({"prompt_ids": [3]}, r"give one of .*; given: prompt and prompt_ids"),
         ({"prompt": None, "prompt_ids": [3, 320]}, r"prompt_ids has the token id 320; .* 0 to 319"),
         ({"top_p": 0}, r"top_p is 0; it must be above 0"),
         ({"stop_strings": ["a", ""]}, r"stop_strings has an empty text"),
