@@ -6,11 +6,11 @@ NANOGPT is a checkout of github.com/karpathy/nanoGPT. Its train.py runs as it is
 Both have the tokens, width, depth, heads, context, batch, AdamW and schedule of configs/local_hour.yaml, in f32. Ours
 is a Llama (RMSNorm, RoPE, SwiGLU), nanoGPT's a GPT-2 (LayerNorm, learned positions, GELU) of about as many parameters.
 
-One trains after the other: more than two hours, of which a line tells the end. Each makes as many steps as its time
-holds, start and compilation included, as two short runs tell, so that its learning rate ends at 0. No run reads what
-another has compiled. NANOGPT gets the tokens, in data/austen_hour. Then both are scored on the validation text: each
-document is cut into windows of the context, which do not see each other. DIR keeps the models. A second call scores
-those that it has.
+One trains after the other, which takes more than two hours; a line tells when each ends. Each makes as many steps as
+its time holds, start and compilation included, as two short runs tell, so that its learning rate ends at 0. No run
+reads what another has compiled. NANOGPT gets the tokens, in data/austen_hour. Then both are scored on the validation
+text: each document is cut into windows of the context, which do not see each other. DIR keeps the models. A second call
+scores those that it has.
 """
 
 import argparse
