@@ -11,7 +11,8 @@ The contestants. Each is a file in peers/ and runs in its own process:
     seqax     the step of a checkout of seqax, with --seqax; products in bf16, the mesh of ours
 
 All train the same Llama-like model with AdamW and clipping, on sequences of one document each. The batches are on the
-device before the start. Products are in f32 on a CPU, in bf16 on a GPU and for the demo; all else is in f32.
+device before the start. Products are in f32 on a CPU and in bf16 on a GPU; those of the demo are as `make demo` has
+them, in bf16 where the CPU has instructions for it. All else is in f32.
 On a CPU all contestants stay alive and take turns. On a GPU, whose memory they cannot share, one runs after the other.
 
 tokens/s is of the best round. floor: time of the floor as a part of the time of the step. Memory: the peak of the
@@ -78,6 +79,13 @@ def jobs_of(size: str, names: list[str], dtype: str, platform: str, seqax: Path 
 HEADER = f"{'':<12}{'tokens/s':>10}{'median':>10}{'floor':>7}{'peak MiB':>10}{'compile s':>10}{'ratio':>7}"
 
 
+def dtype_of(size: str, platform: str) -> str:
+    """The dtype of the products of a size."""
+    if size == "demo":
+        return "bf16" if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else "f32"
+    return "f32" if platform == "cpu" else "bf16"
+
+
 def line_of(measured: Contestant, floor: Contestant, ours: Contestant | None) -> str:
     """The line of the table. `ours` has run before the contestants that it is compared with, or is None."""
     name = f"{measured.name:<12}"
@@ -120,7 +128,7 @@ def main() -> None:
         parser.error(f"--seqax is {seqax}, no checkout with an environment: docs/performance.md says how to make one")
     timing = options.rounds, options.seconds, platform == "cpu"
     for size in sizes:
-        s, dtype = SIZES[size], "f32" if platform == "cpu" and size != "demo" else "bf16"
+        s, dtype = SIZES[size], dtype_of(size, platform)
         devices = ", 8 simulated devices" if size == "demo" else ""
         batch = f"{s.sequences} sequences of {s.length} tokens"
         print(

@@ -271,7 +271,7 @@ def test_the_counts_are_those_of_the_programs_and_of_the_gauntlet():
 
 def traced(source: str) -> None:
     """Traces what the demo traces, with a changed train.py and in its order, on a mesh of its sizes without devices."""
-    c = load("local_test_synthetic", "training.compute_dtype=bf16")  # as `make demo`
+    c = load("local_test_synthetic", "training.compute_dtype=bf16")  # as `make demo` on cores with products of bf16
     sizes = (c.mesh.r, 8 // c.mesh.r // c.mesh.t, c.mesh.t)
     mesh = AbstractMesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     with module_of(source) as train, use_abstract_mesh(mesh):
