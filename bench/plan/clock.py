@@ -24,8 +24,8 @@ class Clock:
     has none, or wrong ones, for:
 
     - batched products, and those with wider results, of which its table has few or none: here the roofline;
-    - reduce-scatters: here those of the program's all-gather that is nearest in bytes, by SCATTER, over as many devices
-      where there is one;
+    - reduce-scatters and all-to-alls: here those of the program's all-gather that is nearest in bytes, by SCATTER, over
+      as many devices where there is one;
     - copies: here the bytes that they read and write, by the memory's bandwidth;
     - cuDNN's attention: its FLOPs by a part `attention` of the peak; no time where that is 0.
 
@@ -103,6 +103,8 @@ class Clock:
     def message(self, computation: Computation, i: Instruction) -> tuple[int, int]:
         """Number of devices of a group, and the bytes of the whole array."""
         axes = [axis for work in works_of(self.program, computation, i) for axis in work.axes.split()]
+        if not axes:
+            raise ValueError(f"the devices of {i.name} are not known: {i.attributes[:200]}")
         members, given = math.prod(self.program.mesh[axis] for axis in axes), _read(computation, i)
         return members, given * (members if i.opcode.startswith("all-gather") else 1)
 

@@ -59,7 +59,7 @@ def job_of(chip: str, row: str) -> Job:
     (shapes, sequences), (r, d, t) = SIZES[size], MESHES[mesh]
     options = {"dtype": "bf16", "platform": "gpu" if chip in GPUS else "tpu", "r": r, "d": d, "t": t}
     # Without a loop over layers, XLA's schedule has the sums over r after all that could hide them.
-    options |= {"config": "flat_tokens_c4_a100x1_1b", "overrides": "training.unroll=1" * (r > 1)}
+    options |= {"config": "flat_tokens_c4_a100x8_1b", "overrides": "training.unroll=1" * (r > 1)}
     return Job("", shapes, sequences * r * d * t, 1024, **options)
 
 

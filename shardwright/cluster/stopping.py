@@ -11,6 +11,8 @@ from jax.experimental import multihost_utils
 class StopRequest:
     """Context in which the first SIGINT or SIGTERM asks the run to stop after a step. A second SIGINT acts as usual.
 
+    Further SIGTERMs change nothing: schedulers send several, and the last one may come during the last save.
+
     With several processes a signal to any of them stops all after the same step. JAX's preemption service handles
     SIGTERM from jax.distributed.initialize on, and lets them agree on the next step that none of them has begun. Only
     the main thread gets signals: in other threads this does nothing.
@@ -47,6 +49,7 @@ class StopRequest:
 
     def _request(self, number: int, frame: object) -> None:
         self._name = signal.Signals(number).name
-        self.__exit__()
+        if signal.SIGINT in self._previous:
+            signal.signal(signal.SIGINT, self._previous.pop(signal.SIGINT))
         if jax.process_count() > 1:
             os.kill(os.getpid(), signal.SIGTERM)  # the only signal that JAX passes on to the other processes

@@ -115,25 +115,30 @@ def _groups(program: Program, attributes: str) -> list[list[int]]:
     """Numbers of the devices that communicate with each other; for a permutation, pairs. Empty if not known."""
     if listed := re.search(r"\b(?:replica_groups|source_target_pairs)=\{(\{[\d,{} ]*\})\}", attributes):
         return [_numbers(group) for group in re.findall(r"\{([^{}]*)\}", listed[1])]
-    named = re.search(r"\breplica_groups=mesh\[([^\[\]]*)\] \{([^{}]*)\}", attributes)
-    # mesh['d'=4,'t'=2] {'d'}: the devices of a 4 × 2 mesh that differ along d alone.
-    if named and not re.search(r"\bdevice_ids=", attributes):
+    array = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"  # [4,2]T(1,0): the numbers of a 4 × 2 array, transposed
+    arranged = lambda dims, order: (_numbers(dims), _numbers(order or "") or [*range(dims.count(",") + 1)])
+    named = re.search(rf"\breplica_groups=mesh\[([^\]]*)\](?:, device_ids=\({array}\))? \{{([^{{}}]*)\}}", attributes)
+    # mesh['d'=4,'t'=2] {'d'}: the devices of a 4 × 2 mesh, which is that of device_ids, that differ along d alone.
+    if named:
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
-        axes = re.findall(r"'(\w+)'", named[2])
+        axes = re.findall(r"'(\w+)'", named[4])
         order = [[*sizes].index(axis) for axis in [*(axis for axis in sizes if axis not in axes), *axes]]
-        return _devices(program, [*sizes.values()], order, math.prod(sizes[axis] for axis in axes))
-    # [2,4]<=[4,2]T(1,0): the numbers of a 4 × 2 array, transposed, in 2 groups of 4.
-    if iota := re.search(r"\breplica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes):
-        dims = _numbers(iota[2])
-        order = _numbers(iota[3] or "") or [*range(len(dims))]
-        return _devices(program, dims, order, _numbers(iota[1])[-1])
+        given = [arranged(named[2], named[3])] if named[2] else []
+        return _devices(program, [*given, ([*sizes.values()], order)], math.prod(sizes[axis] for axis in axes))
+    # [2,4]<=[4,2]T(1,0): in 2 groups of 4.
+    if iota := re.search(rf"\breplica_groups=\[([\d,]+)\]<={array}", attributes):
+        return _devices(program, [arranged(iota[2], iota[3])], _numbers(iota[1])[-1])
     return [[*range(program.devices)]] if "replica_groups={}" in attributes else []
 
 
-def _devices(program: Program, dims: list[int], order: list[int], members: int) -> list[list[int]]:
-    if math.prod(dims) != program.devices:
-        return []
-    return np.arange(program.devices).reshape(dims).transpose(order).reshape(-1, members).tolist()
+def _devices(program: Program, arrangements: list[tuple[list[int], list[int]]], members: int) -> list[list[int]]:
+    """All devices in groups, after each reshape and transposition. Empty if a shape has not as many places."""
+    numbers = np.arange(program.devices)
+    for dims, order in arrangements:
+        if math.prod(dims) != numbers.size:
+            return []
+        numbers = numbers.reshape(dims).transpose(order)
+    return numbers.reshape(-1, members).tolist()
 
 
 def _axes(groups: list[list[int]], program: Program) -> list[str]:

@@ -251,6 +251,9 @@ def read_trace(trace: Path, module: str, steps: int, hlo: Path | None) -> dict[s
     from jax.profiler import ProfileData
 
     devices, found = devices_of(ProfileData.from_file(str(trace)), module, steps), {}
+    for device in devices.values():  # a part of the next step may follow
+        end = max(until for _, until in sorted(device.executions)[:steps]) if device.executions else float("inf")
+        device.operations = [x for x in device.operations if x[0][0] < end]
     try:
         found["bubble"] = step_bubble(devices, steps)
     except ValueError as reason:
@@ -270,8 +273,9 @@ def main(directory: str, module: str, steps: str, hlo: str = "") -> None:
     for trace in Path(directory).glob("*.trace.json.gz"):
         with gzip.open(trace) as file:
             content = re.sub(rb'"metadata":{[^{}]*},', b"", file.read(), count=1)  # Perfetto does not accept it
-        with gzip.open(trace.with_name(PERFETTO), "wb", compresslevel=5) as file:
-            file.write(content)
+        unfinished = trace.with_name(f"{PERFETTO}.tmp")  # this process may be ended for taking too long
+        unfinished.write_bytes(gzip.compress(content, compresslevel=5))
+        unfinished.replace(trace.with_name(PERFETTO))
     profiles = [*Path(directory).glob("*.xplane.pb")]
     if len(profiles) != 1:
         raise OSError(f"{len(profiles)} files *.xplane.pb in {directory}")

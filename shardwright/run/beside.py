@@ -26,7 +26,9 @@ def run_beside(
     nice = ["nice", "-n", "19"] if patient and shutil.which("nice") else []
     # The checkout is on the path of the program, but not the working directory, which may have a json.py.
     command = [*nice, sys.executable, "-P", "-m", module, *map(str, arguments)]
-    options = {"stdin": subprocess.DEVNULL, "env": os.environ | {"PYTHONPATH": str(_ROOT)}}
+    given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    paths = os.pathsep.join([str(_ROOT), *map(os.path.abspath, given)])
+    options = {"stdin": subprocess.DEVNULL, "env": os.environ | {"PYTHONPATH": paths}}
     options["start_new_session"] = True  # so that Ctrl-C, which stops the run in order, does not end it
     try:
         done = subprocess.run(command, capture_output=True, timeout=timeout, cwd=directory, **options)

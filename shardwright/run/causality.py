@@ -21,7 +21,7 @@ from shardwright.modeling.blockwise import small_blocks
 from shardwright.modeling.model import act, compute_scope, inputs_of
 from shardwright.modeling.rules import Rule
 from shardwright.modeling.weights import shapes_of
-from shardwright.run.soundness import Unproved, refuse
+from shardwright.run.soundness import Unproved, refuse, text_of
 from shardwright_data.loader import TokenBatch
 
 ROWS, LENGTH = 2, 256
@@ -62,7 +62,7 @@ def check_causal(forward: Any, length: int, source: Any = None, sampled: bool = 
     # In FP8 the scale of a product is that of its largest entry, whichever position has it.
     alone = {"document_mask": True, "fp8": False} if sampled else {"fp8": False}
     forward = dataclasses.replace(forward, training=dataclasses.replace(forward.training, **alone))
-    settings = forward.model.c, forward.training, rows, length, sampled
+    settings = forward.model.c, forward.training, rows, length, sampled, source and text_of(forward.model)
 
     def find() -> list[Finding]:
         return list(dict.fromkeys(_findings(forward, (rows, length), calls, sampled)))

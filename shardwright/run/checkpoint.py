@@ -158,7 +158,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._executor.shutdown()
             with contextlib.suppress(OSError):  # then the next run takes it
                 if self._owner and self.store.read(OWNER) == self._owner:
-                    self.store.write(OWNER, None)
+                    self.store.write(OWNER, b"")  # where it is missing, an older run that hung would save again
 
     @pause("restoring a checkpoint")
     def restore(self, step: int, like: Any, orders: Orders = NO_ORDERS, partly: bool = False) -> Any:
@@ -205,9 +205,10 @@ class Checkpointer(contextlib.AbstractContextManager):
     def _check_owner(self) -> None:
         owner = self.store.read(OWNER) if self._owner else None
         if owner not in (None, self._owner):
+            whose = owner.decode(errors="replace") or "one that began later, and has ended"
             raise OSError(
-                f"another run saves to {self.store.url}: {owner.decode(errors='replace')}. End one of the two, or "
-                f"rename it (paths.model_name). If that one was killed, delete {self.store.url}/{OWNER}."
+                f"another run saves to {self.store.url}: {whose}. End one of the two, or "
+                f"rename it (paths.model_name). If this one shall go on here, delete {self.store.url}/{OWNER}."
             )
 
     def remove_leftovers(self) -> None:

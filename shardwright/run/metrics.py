@@ -19,6 +19,8 @@ from shardwright.run.flops import Speed
 from shardwright.settings.words import say
 from shardwright_data.foreign import parse_json
 
+_UNSYNCED = 2**20
+"""Bytes of lines that may wait for an fsync, in memory too. A checkpoint makes one."""
 _SPEED_WINDOW = 20
 """Steps over which the printed speed is averaged."""
 
@@ -71,7 +73,11 @@ class RunLog:
         self._last_end: float | None = None
         self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
         self._path: Path | None = None
-        self._lock, self._unwritten, self._closed = threading.Lock(), b"", False
+        self._lock, self._closed = threading.Lock(), False
+        # Lines that the disk may not have, how many of their bytes are in the file, and its size without them.
+        self._lines, self._written, self._synced = b"", 0, 0
+        self._torn = False
+        """Whether the disk failed after a write, so that the file may lack what was written."""
         if jax.process_index() != 0:
             return
         self._path = path = Path(directory) / "metrics.jsonl"
@@ -79,6 +85,7 @@ class RunLog:
         if moved := move_later_lines(path, start_step):
             self._print(f"{path}: {moved} lines of steps that are done again, or torn, are moved to {path.name}.left")
         path.touch()
+        self._synced = path.stat().st_size
 
     def __enter__(self) -> "RunLog":
         return self
@@ -178,10 +185,10 @@ class RunLog:
             return
         self._send(record)
         with self._lock:
-            others_wait = bool(self._unwritten)
-            self._unwritten += (json.dumps(record, allow_nan=False) + "\n").encode()
+            others_wait = self._torn or self._written < len(self._lines)
+            self._lines += (json.dumps(record, allow_nan=False) + "\n").encode()
             try:
-                self._write()
+                self._write(sync=len(self._lines) > _UNSYNCED)
                 if others_wait:
                     self._print(f"{self._path} is written again; nothing is lost")
             except OSError as error:
@@ -189,13 +196,27 @@ class RunLog:
                     self._print(f"WARNING: {self._problem(error)}; its lines wait in memory")
 
     def _write(self, sync: bool = False) -> None:
-        """Appends all lines that are not written yet. Raises OSError where it cannot, or if the file is gone."""
-        # Without a buffer, so that it is known which bytes were written.
-        with open(os.open(self._path, os.O_WRONLY | os.O_APPEND), "wb", buffering=0) as file:
-            while self._unwritten:
-                self._unwritten = self._unwritten[file.write(self._unwritten) :]
+        """Appends all lines that are not written yet. Raises OSError where it cannot, or if the file is gone.
+
+        If the disk fails in fsync or close, the lines since the last fsync are written again by the next call: a second
+        fsync would succeed, although the file may lack them.
+        """
+        file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
+        try:
+            if self._torn:
+                os.ftruncate(file, self._synced)
+                self._written, self._torn = 0, False
+            while self._written < len(self._lines):
+                self._written += os.write(file, self._lines[self._written :])
+            self._torn = True
             if sync:
-                os.fsync(file.fileno())
+                os.fsync(file)
+        finally:
+            os.close(file)
+        self._torn = False
+        if sync:
+            self._synced += len(self._lines)
+            self._lines, self._written = b"", 0
 
     def _problem(self, error: OSError) -> str:
         return f"{self._path} cannot be written: {error.strerror or error}"

@@ -38,15 +38,16 @@ class StepProfiler:
         log: log of the run. It gets the event "step_bubble", of the last step, when the trace has been read; see
             shardwright/compiled/trace.py.
         hlo: HLO text of the step, with which the time by source line is found; None if there is none.
+        steps: number of steps of this process.
 
     Attributes:
         by_line: the lines that take longest, for a terminal, or why they are not known; None before `close`, and if
             nothing was traced.
     """
 
-    def __init__(self, log: RunLog, hlo: Path | None):
+    def __init__(self, log: RunLog, hlo: Path | None, steps: int):
         self.by_line: str | None = None
-        self._log, self._hlo, steps = log, hlo, log.total_steps - log.start_step
+        self._log, self._hlo = log, hlo
         self._first = max(0, min(2, steps - 2))
         self._last = min(self._first + 3, steps - 1)
         self._traces = False

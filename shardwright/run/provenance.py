@@ -44,7 +44,7 @@ ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
 
 def own_modules() -> list[Path]:
     """Files of the loaded modules that are not of Python, of packages, or of this project."""
-    others = [*sysconfig.get_paths().values(), *site.getsitepackages()]
+    others = [*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()]
     others += [str(ROOT / name) for name in (*PROJECT, "tools", "bench", "tests")]
     within = tuple(f"{path}/" for path in others)
     files = {module.__file__ for module in [*sys.modules.values()] if getattr(module, "__file__", None)}
@@ -155,7 +155,7 @@ def keep_source(directory: Path, step: int, model: Any, about: Mapping[str, Any]
         "commit": _commit(),
         "command": sys.orig_argv,
         "python": platform.python_version(),
-        "packages": dict(sorted({about["Name"]: about["Version"] for about in packages}.items())),
+        "packages": dict(sorted({about["Name"]: about["Version"] for about in packages if about["Name"]}.items())),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(ENVIRONMENT)},
     }
     with optional(str(kept)):
@@ -164,7 +164,7 @@ def keep_source(directory: Path, step: int, model: Any, about: Mapping[str, Any]
         for path in dict.fromkeys([ROOT / "train.py", Path(inspect.getsourcefile(type(model))), *own_modules()]):
             shutil.copyfile(path, kept / (f"{path.parent.name}__" * (path.name in names) + path.name))
             names.add(path.name)
-        with zipfile.ZipFile(kept / "source.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+        with zipfile.ZipFile(kept / "source.zip", "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
             for name in (*PROJECT, "tools/__init__.py", "tools/replay", "tools/configs"):
                 paths = [path for path in sorted((ROOT / name).rglob("*")) if path.suffix in (".py", ".yaml")]
                 for path in paths or [ROOT / name]:

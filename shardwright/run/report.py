@@ -8,6 +8,7 @@ import jax
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from shardwright.compiled.files import write_whole
 from shardwright.run.flops import Speed
 from shardwright.run.optional import optional
 from shardwright.run.resuming import with_defaults
@@ -40,7 +41,7 @@ def save_config(directory: Path, config: Any) -> None:
     """Writes the settings of a run, a dataclass, into config.yaml, on process 0 alone."""
     if jax.process_index() == 0:
         with optional(str(directory / "config.yaml")):
-            OmegaConf.save(OmegaConf.structured(config), directory / "config.yaml")
+            write_whole(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
 def facts_of(run: Any, parameters: int, speed: Speed) -> dict[str, Any]:

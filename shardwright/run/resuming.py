@@ -6,11 +6,14 @@ only if it is shipped here, the user named it himself, or he trusts the configur
 
 import contextlib
 import dataclasses
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from hydra.core.config_store import ConfigStore
+from jax.experimental import multihost_utils
 from omegaconf import OmegaConf
 
 from shardlib.schedules import SCHEDULES
@@ -140,6 +143,23 @@ def check_resumes(saved: dict, c: Config, directory: Path, done: int) -> None:
                 + "\nChange these back to resume it, or start another run with a new paths.model_name."
                 + instead * bool(changed)
             )
+
+
+def check_processes(config: Config, programs: Mapping[str, str]) -> None:
+    """Raises ValueError, in all processes, if one has other settings of the training or other programs than process 0.
+
+    Each updates its own part of the weights, so that a stale file on one host would change the result in silence.
+    """
+    parts = {name: getattr(config, name) for name in ("model", "optimizer", "data", "training", "pipeline")}
+    parts = {name: repr(part) for name, part in parts.items()} | {
+        "source (train.py and what it imports)": repr(programs)
+    }
+    digests = np.stack([np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8) for text in parts.values()])
+    every = multihost_utils.process_allgather(digests)
+    for process, part in np.argwhere((every != every[0]).any(-1)):
+        raise ValueError(
+            f"process {process} has another {[*parts][part]} than process 0: give all the same, and begin again."
+        )
 
 
 def choose_checkpoint(

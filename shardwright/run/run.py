@@ -37,7 +37,7 @@ from shardwright.run.planning import plan_run
 from shardwright.run.profile import StepProfiler
 from shardwright.run.provenance import compare_source, keep_source, provenance_of
 from shardwright.run.report import facts_of, print_start, save_config, tell
-from shardwright.run.resuming import check_resumes, choose_checkpoint, saved_config
+from shardwright.run.resuming import check_processes, check_resumes, choose_checkpoint, saved_config
 from shardwright.run.saving import Saves
 from shardwright.run.skipping import SkippedSteps, are_finite, check_finite, described_documents
 from shardwright.run.soundness import check_steps
@@ -123,6 +123,7 @@ class Run:
 
     def _resume(self) -> None:
         """Chooses the checkpoint to go on from, and makes what depends on it: loaders and length of the run."""
+        self.__dict__.pop("_planned", None)
         self.start, loader_state, skips = self._last_checkpoint()
         self._be_at(self.start)
         whole, self.done = self.whole, self.start
@@ -173,6 +174,8 @@ class Run:
         state = None
         while state is None:
             self._resume()
+            if jax.process_count() > 1:
+                check_processes(self.whole, self.provenance["programs"])
             planned = self._planned  # before the state takes memory that a device may not have
             try:
                 fresh = functools.partial(fresh_state, self.c, self.placement, record=self._record)
@@ -233,7 +236,7 @@ class Run:
             start_step=self.start,
             speed=speed,
             print_every=t.log_interval,
-            see=lambda step, x: self._skips.see(step, x["loss"], x["grad_norm"], "skipped" in x),
+            see=lambda step, x: self._skips.see(step, x["loss"], x.get("grad_norm", x["loss"]), "skipped" in x),
             send=self._cleanup.enter_context(trackers),
         )
         self._log = self._cleanup.enter_context(log)
@@ -277,7 +280,7 @@ class Run:
 
     def steps(self) -> Iterator[tuple[int, TokenBatch]]:
         """Index of each step that is still to be done, and its batch. Ends early on a signal. Reads batches ahead."""
-        self._profiler = StepProfiler(self._log, self._hlo)
+        self._profiler = StepProfiler(self._log, self._hlo, self.end_step - self.start)
         self._cleanup.callback(self._profiler.close)
         load = lambda step: self.loader.load(self._batch_of(step))
         batches = prefetch(load, self.start, self.end_step, self.c.data.prefetch, self.loader.parallel_loads)
@@ -353,6 +356,7 @@ class Run:
             FloatingPointError: a value of the state is not finite.
             OSError: saving.MAX_FAILED saves failed, one after the other.
         """
+        self._log.events.append((self.done - 1, "checkpoint"))
         finite = are_finite(state)
         loader = self.loader.state(self._batch_of(self.done - 1) + 1)
         metadata = {"config": dataclasses.asdict(self.whole), "loader": loader, "provenance": self.provenance}
@@ -408,9 +412,11 @@ class Run:
             tell(f"To resume: the same command, with {resume}")
             self._finish_page("stopped", self.stopped_by)
             return self.stopped_by
-        if self.done < self.total:
-            return CHANGES
         self._skips.check_any_taken(self.done - self.start)
+        if self.done < self.total:
+            if self._drawing:
+                tell(self._drawing.result())
+            return CHANGES
         if self._skips.count:
             tell(f"skipped    {self._skips.count} steps: the events `skipped` of metrics.jsonl")
         if self._profiler.by_line:

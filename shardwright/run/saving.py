@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 
 from shardwright.cluster.watch import pause
+from shardwright.run.report import tell
 from shardwright.run.stores import agreed
-from shardwright.settings.words import say
 
 MAX_FAILED = 3
 """Number of saves that fail one after the other before the run ends."""
@@ -48,7 +48,7 @@ class Saves:
             self._failed += 1
             if self._failed == MAX_FAILED:
                 raise OSError(f"{MAX_FAILED} checkpoints in a row were not saved. The last: {error}") from error
-            say(f"WARNING: {error} {then}")
+            tell(f"WARNING: {error} {then}")
             return False
         self._failed = 0
         return True

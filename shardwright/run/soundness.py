@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -47,7 +48,7 @@ def check_steps(programs: Callable, c: Config, model: Any, source: Any) -> None:
     """
     mesh = jax.sharding.get_abstract_mesh()
     settings = {k: v for k, v in dataclasses.asdict(c).items() if k in ("model", "optimizer", "training", "pipeline")}
-    refuse(lambda: find_unsound(programs, c, model, mesh), source, settings)
+    refuse(lambda: find_unsound(programs, c, model, mesh), source, settings, source and text_of(model))
 
 
 def check_program(program: Any, args: Any, source: Any, *settings: Any) -> None:
@@ -79,6 +80,11 @@ def _refuse(find: Callable[[], list[Finding]], source: Any, parts: tuple) -> Non
     if record:
         record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         record.touch()
+
+
+def text_of(model: Any) -> str:
+    """The text of the file of the model's class, which may be of an installed package."""
+    return Path(inspect.getsourcefile(type(model))).read_text()
 
 
 def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[Finding]:

@@ -159,6 +159,21 @@ def test_two_processes_change_settings_as_one(tmp_path):
     assert "from step 3: training.batch_size" in two.stdout(0)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("differs", "what"),
+    [
+        ("import sys; sys.argv.append('optimizer.learning_rate=0.5')", "optimizer"),
+        ("import jax; jax.nn.silu = jax.nn.gelu", "source (train.py and what it imports)"),
+    ],
+)
+def test_a_process_with_other_settings_or_source_is_refused(tmp_path, differs, what):
+    run = Run(tmp_path, 2, 1, "training.steps=2", hooks={1: differs})
+    assert all(run.wait())
+    for i in range(2):
+        assert f"process 1 has another {what} than process 0: give all the same" in run.stdout(i) + run.stderr(i)
+
+
 def says_of_the_program(run: Run, i: int) -> list[str]:
     """What a process wrote, without what the library gloo does: it tells of each connection, in pieces of lines."""
     lines = (run.stdout(i) + run.stderr(i)).splitlines()

@@ -63,6 +63,9 @@ def test_a_collective_without_work_until_its_end_is_not_overlapped():
         ("{}", "d t"),
         ("mesh['d'=2,'t'=2] {'d'}, use_global_device_ids=true", "d"),  # jax 0.12
         ("mesh['d'=2,'t'=2] {'t','d'}", "d t"),
+        ("mesh['a'=2,'b'=1,'c'=2], device_ids=([2,2]T(1,0)) {'a'}", "t"),  # of GSPMD
+        ("mesh['a'=2,'b'=1,'c'=2], device_ids=([2,2]T(1,0)) {'c'}", "d"),
+        ("mesh['a'=2,'c'=2], device_ids=([4]) {'a'}", "d"),
         ("@a_form_of_the_future", ""),
     ],
 )

@@ -26,7 +26,7 @@ def _of_this_program(monkeypatch):
 
 def train(directory, steps, done=None, fetch_s=0.0, start=0, sample_after=None):
     with RunLog(directory, total_steps=start + steps, start_step=start, speed=SPEED) as log:
-        profiler = profile.StepProfiler(log, None)
+        profiler = profile.StepProfiler(log, None, log.total_steps - log.start_step)
         x = jax.block_until_ready(profiled_step(jnp.ones((64, 64))))
         for i in range(steps if done is None else done):
             profiler.before_step(i)
@@ -65,7 +65,7 @@ def test_the_main_loop_waits_for_the_devices_once(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "block_until_ready", waited.append)
     with RunLog(tmp_path, total_steps=9, start_step=0, speed=SPEED) as log:
         monkeypatch.setattr(log, "flush", lambda: read.append(i))
-        profiler = profile.StepProfiler(log, None)
+        profiler = profile.StepProfiler(log, None, log.total_steps - log.start_step)
         for i in range(9):
             profiler.before_step(i)
             profiler.after_step(i, f"outputs of {i}")

@@ -108,7 +108,11 @@ def test_the_run_that_started_last_saves(place):
     with pytest.raises(OSError, match=rf"another run saves to .*checkpoints: process {os.getpid()} on .*, since "):
         first.wait()
     assert second.steps() == [1, 2]
-    second.close()  # which leaves the place to the other one
+    second.close()  # a run that hung must not go on among the checkpoints of a later one
+    first.save(4, state(), {})
+    with pytest.raises(OSError, match="another run saves to .*checkpoints: one that began later, and has ended"):
+        first.wait()
+    first.store.write(OWNER, None)
     first.save(4, state(), {})
     first.wait()
     assert first.steps() == [1, 2, 4]

@@ -96,8 +96,7 @@ class Transformer(nnx.Module):
         x = constrained(self.embed.used[ids], BETWEEN)
         for layer in self.layers:
             x = layer(x, rope)
-        logits = jnp.einsum("blm,vm->blv", self.final_norm(x), self.unembed.used, preferred_element_type=jnp.float32)
-        return constrained(logits, HIDDEN)
+        return constrained(jnp.einsum("blm,vm->blv", self.final_norm(x), self.unembed.used), HIDDEN)
 
 
 def make(job: Job) -> nnx.Optimizer:
@@ -112,7 +111,7 @@ def training_step(graph: Any, state: Any, ids: jax.Array, targets: jax.Array) ->
     model, optimizer = nnx.merge(graph, state)
 
     def loss_of(model):
-        return optax.softmax_cross_entropy_with_integer_labels(model(ids), targets).mean()
+        return optax.softmax_cross_entropy_with_integer_labels(model(ids).astype(jnp.float32), targets).mean()
 
     loss, gradients = nnx.value_and_grad(loss_of)(model)
     optimizer.update(model, gradients)

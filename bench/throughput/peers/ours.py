@@ -39,7 +39,7 @@ def config_of(job: Job):
         "mesh.r": job.r,
         "mesh.d": job.d,
         "mesh.t": job.t,
-        "hardware": "cpu" if job.platform == "cpu" else "h200",
+        "hardware": {"cpu": "cpu", "gpu": "h200", "tpu": "tpu"}[job.platform],
     }
     overrides |= {"hardware.compilation_cache": "null"}
     lines = [f"++{name}={value}" if "." in name else f"{name}={value}" for name, value in overrides.items()]

@@ -94,7 +94,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 
 
 def logits_of(parameters: dict, ids: jax.Array, job: Job) -> jax.Array:
-    """f32 logits [batch, length, vocab]."""
+    """Logits [batch, length, vocab], as ours in the dtype of the products."""
     c, dtype, rope, (b, l) = job.shapes, DTYPES[job.dtype], rope_tables(job.shapes, ids.shape[1]), ids.shape
     constrained = jax.lax.with_sharding_constraint
     x = constrained(parameters["embed"].astype(dtype)[ids], BETWEEN)
@@ -112,8 +112,7 @@ def logits_of(parameters: dict, ids: jax.Array, job: Job) -> jax.Array:
         hidden = constrained(jax.nn.silu(nx @ w["w_gate"]) * (nx @ w["w_up"]), HIDDEN)
         x = constrained(x + hidden @ w["w_down"], BETWEEN)
     nx = rms_norm(x, parameters["final_norm"], c.norm_epsilon)
-    unembed = parameters["unembed"].astype(dtype)
-    return constrained(jnp.einsum("blm,vm->blv", nx, unembed, preferred_element_type=jnp.float32), HIDDEN)
+    return constrained(jnp.einsum("blm,vm->blv", nx, parameters["unembed"].astype(dtype)), HIDDEN)
 
 
 def adamw(job: Job, w: jax.Array, g: jax.Array, mu: jax.Array, nu: jax.Array, count: jax.Array):
@@ -127,7 +126,7 @@ def adamw(job: Job, w: jax.Array, g: jax.Array, mu: jax.Array, nu: jax.Array, co
 
 def loss_of(parameters: dict, ids: jax.Array, targets: jax.Array, job: Job) -> jax.Array:
     """Mean loss in nats a token."""
-    logits = logits_of(parameters, ids, job)
+    logits = logits_of(parameters, ids, job).astype(jnp.float32)
     at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - at_target)
 
