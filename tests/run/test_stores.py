@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from s3_server import S3Server
 
-from shardwright.run.checkpoint import Checkpointer, find_checkpoint
+from shardwright.run.checkpoint import OWNER, Checkpointer, find_checkpoint
 
 
 @pytest.fixture
@@ -110,7 +110,7 @@ def test_the_run_that_started_last_saves(place):
     assert second.steps() == [1, 2]
     second.close()  # a run that hung must not go on among the checkpoints of a later one
     first.save(4, state(), {})
-    with pytest.raises(OSError, match="another run saves to .*checkpoints: one that began later, and has ended"):
+    with pytest.raises(OSError, match=r"another run saves to .*checkpoints: one that began later, and has ended"):
         first.wait()
     first.store.write(OWNER, None)
     first.save(4, state(), {})
