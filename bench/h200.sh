@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-runs/h200} PYTHON=${PYTHON:-python3} WHEELS=.wheels
 packages="hydra-core omegaconf PyYAML packaging rich markdown-it-py mdurl Pygments tensorstore jaxtyping wadler_lindig
-  typing_extensions"
+  typing_extensions einops google-crc32c"
 
 if [ "${1:-}" = --fetch ]; then
   platforms=()

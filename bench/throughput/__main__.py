@@ -115,6 +115,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lines", type=int, default=0, metavar="N", help="shows where the time of ours and torch goes")
     options = parser.parse_args()
+    if not Path("/proc/self/status").exists():
+        parser.error("this program needs Linux: it reads each contestant's memory from /proc")
+    if options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}; at least one is needed")
     if options.lines and options.platform == "gpu":
         parser.error("--lines is for a CPU; a run on a GPU prints its slowest lines (docs/performance.md)")
     if options.lines:
@@ -124,6 +128,8 @@ def main() -> None:
     names = (options.only or "ours,plain-jax,torch" + ",seqax" * bool(seqax)).split(",")
     if wrong := [*({*sizes} - {*SIZES}), *({*names} - {*MODULES})]:
         parser.error(f"there is no {', '.join(wrong)}; sizes are {', '.join(SIZES)}, contestants {', '.join(MODULES)}")
+    if platform == "gpu" and (wrong := {"demo", "seqax"} & {*sizes, *names}):
+        parser.error(f"{' and '.join(sorted(wrong))} is for a CPU: drop it, or --platform gpu")
     if "seqax" in names and not (seqax and (seqax / ".venv/bin/python").exists()):
         parser.error(f"--seqax is {seqax}, no checkout with an environment: docs/performance.md says how to make one")
     timing = options.rounds, options.seconds, platform == "cpu"
@@ -134,6 +140,8 @@ def main() -> None:
         print(
             f"\n{size}: {s.shapes.parameters:,} parameters, {batch}, {dtype}, {platform}{devices}\n{HEADER}", flush=True
         )
+        if size == "demo" and "torch" in names:
+            print("torch         is left out: it has one device")
         measured = {}
         for contestant in run_rounds(jobs_of(size, names, dtype, platform, seqax), *timing):
             measured[contestant.name] = contestant

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import train
-from bench.throughput.__main__ import MODULES, SIZES, jobs_of, line_of
+from bench.throughput.__main__ import MODULES, SIZES, jobs_of, line_of, main
 from bench.throughput.peers.floor import Contestant as Floor
 from bench.throughput.peers.job import Job, Shapes, batches
 from bench.throughput.peers.ours import config_of
@@ -192,3 +192,19 @@ def test_the_program():
     assert len(slowest) == 3
     assert slowest == sorted(slowest, reverse=True)
     assert all(line.startswith(("train.py:", "~train.py:", "shard", "without")) for _, line in slowest)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--rounds", "0"], "--rounds is 0; at least one is needed"),
+        (["--platform", "gpu", "--sizes", "demo"], "demo is for a CPU"),
+        (["--platform", "gpu", "--only", "ours,seqax"], "seqax is for a CPU"),
+        (["--sizes", "3m"], "there is no 3m"),
+    ],
+)
+def test_what_a_user_can_get_wrong(options, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench.throughput", *options])
+    with pytest.raises(SystemExit):
+        main()
+    assert message in capsys.readouterr().err
