@@ -115,11 +115,13 @@ def show(chip: str, row: str, out: Path, with_lines: bool) -> None:
         except Exception as error:  # a compiler or Flax may be missing
             print(name.name, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", flush=True)
             continue
-        first = first or found
+        first = found if trainer == "ours" else first
         time, unit = found["time"], "Mcycles" if chip in TPUS else f"ms  {found['exposed']:6.1%} exposed"
-        ratios = f"  ours: {first['time'] / time:.3f} of it, {first['GiB'] / found['GiB']:.3f} of the memory"
+        ratios = ""
+        if first and first is not found:
+            ratios = f"  ours: {first['time'] / time:.3f} of it, {first['GiB'] / found['GiB']:.3f} of the memory"
         rest = f"{time:9.2f} {unit}{found['GiB']:8.2f} GiB{found['GB sent']:8.2f} GB sent"
-        print(f"{name.name:28}{rest}" + ratios * (found is not first), flush=True)
+        print(f"{name.name:28}{rest}{ratios}", flush=True)
         for line, wait in sorted(waits.items(), key=lambda x: -x[1])[: 8 * with_lines]:
             print(f"    {1e3 * wait:8.3f} ms  {line}")
 

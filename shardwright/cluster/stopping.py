@@ -48,7 +48,7 @@ class StopRequest:
         return self._name if jax.process_count() == 1 else None
 
     def _request(self, number: int, frame: object) -> None:
-        self._name = signal.Signals(number).name
+        self._name = self._name or signal.Signals(number).name
         if signal.SIGINT in self._previous:
             signal.signal(signal.SIGINT, self._previous.pop(signal.SIGINT))
         if jax.process_count() > 1:

@@ -122,6 +122,8 @@ def _groups(program: Program, attributes: str) -> list[list[int]]:
     if named:
         sizes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
         axes = re.findall(r"'(\w+)'", named[4])
+        if [f"'{axis}'" for axis in axes] != named[4].replace(" ", "").split(","):  # a part of an axis
+            return []
         order = [[*sizes].index(axis) for axis in [*(axis for axis in sizes if axis not in axes), *axes]]
         given = [arranged(named[2], named[3])] if named[2] else []
         return _devices(program, [*given, ([*sizes.values()], order)], math.prod(sizes[axis] for axis in axes))

@@ -77,7 +77,7 @@ class RunLog:
         # Lines that the disk may not have, how many of their bytes are in the file, and its size without them.
         self._lines, self._written, self._synced = b"", 0, 0
         self._torn = False
-        """Whether the disk failed after a write, so that the file may lack what was written."""
+        """Whether the last write failed, so that the file may lack a part of what was written since the last fsync."""
         if jax.process_index() != 0:
             return
         self._path = path = Path(directory) / "metrics.jsonl"
@@ -185,7 +185,7 @@ class RunLog:
             return
         self._send(record)
         with self._lock:
-            others_wait = self._torn or self._written < len(self._lines)
+            others_wait = self._torn
             self._lines += (json.dumps(record, allow_nan=False) + "\n").encode()
             try:
                 self._write(sync=len(self._lines) > _UNSYNCED)
@@ -198,17 +198,17 @@ class RunLog:
     def _write(self, sync: bool = False) -> None:
         """Appends all lines that are not written yet. Raises OSError where it cannot, or if the file is gone.
 
-        If the disk fails in fsync or close, the lines since the last fsync are written again by the next call: a second
-        fsync would succeed, although the file may lack them.
+        After an error the next call writes all lines since the last fsync again: of those that were written before an
+        fsync or close failed, the file may lack any, and a second fsync would not say so.
         """
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND)
         try:
             if self._torn:
+                self._written, self._synced = 0, min(self._synced, os.fstat(file).st_size)
                 os.ftruncate(file, self._synced)
-                self._written, self._torn = 0, False
+            self._torn = True  # until the disk has taken all without an error
             while self._written < len(self._lines):
                 self._written += os.write(file, self._lines[self._written :])
-            self._torn = True
             if sync:
                 os.fsync(file)
         finally:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from hydra.core.config_store import ConfigStore
 from jax.experimental import multihost_utils
@@ -145,17 +146,23 @@ def check_resumes(saved: dict, c: Config, directory: Path, done: int) -> None:
             )
 
 
-def check_processes(config: Config, programs: Mapping[str, str]) -> None:
-    """Raises ValueError, in all processes, if one has other settings of the training or other programs than process 0.
+def deciding_settings(config: Config) -> dict[str, Any]:
+    """The settings that decide what the steps compute, in parts. Paths of data may differ between hosts."""
+    data = config.data
+    weights = {name: source.weight for name, source in (data.mixture or {}).items()}
+    parts = {name: getattr(config, name) for name in ("model", "optimizer", "training", "pipeline")}
+    return parts | {"data": (data.seed, data.shuffle, data.sequence_packing, data.loss_mask, data.skip_steps, weights)}
 
-    Each updates its own part of the weights, so that a stale file on one host would change the result in silence.
+
+def check_processes(parts: Mapping[str, Any]) -> None:
+    """Raises ValueError, in all processes, if a part is not the same in all, which call this with as many parts.
+
+    Each process updates its own shards, so that a stale file on one host would change the result in silence.
     """
-    parts = {name: getattr(config, name) for name in ("model", "optimizer", "data", "training", "pipeline")}
-    parts = {name: repr(part) for name, part in parts.items()} | {
-        "source (train.py and what it imports)": repr(programs)
-    }
-    digests = np.stack([np.frombuffer(hashlib.sha256(text.encode()).digest(), np.uint8) for text in parts.values()])
-    every = multihost_utils.process_allgather(digests)
+    if jax.process_count() == 1:
+        return
+    digests = [np.frombuffer(hashlib.sha256(repr(part).encode()).digest(), np.uint8) for part in parts.values()]
+    every = multihost_utils.process_allgather(np.stack(digests))
     for process, part in np.argwhere((every != every[0]).any(-1)):
         raise ValueError(
             f"process {process} has another {[*parts][part]} than process 0: give all the same, and begin again."

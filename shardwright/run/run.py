@@ -37,7 +37,7 @@ from shardwright.run.planning import plan_run
 from shardwright.run.profile import StepProfiler
 from shardwright.run.provenance import compare_source, keep_source, provenance_of
 from shardwright.run.report import facts_of, print_start, save_config, tell
-from shardwright.run.resuming import check_processes, check_resumes, choose_checkpoint, saved_config
+from shardwright.run.resuming import check_processes, check_resumes, choose_checkpoint, deciding_settings, saved_config
 from shardwright.run.saving import Saves
 from shardwright.run.skipping import SkippedSteps, are_finite, check_finite, described_documents
 from shardwright.run.soundness import check_steps
@@ -109,6 +109,7 @@ class Run:
 
     def _open(self) -> None:
         c, t = self.c, self.c.training
+        check_processes(deciding_settings(self.whole))
         self._inputs, self._record["reference"] = inputs_of(self.model), teacher.reference_record(c)
         if self._inputs and t.sample_interval is not None:
             raise ValueError(
@@ -174,8 +175,7 @@ class Run:
         state = None
         while state is None:
             self._resume()
-            if jax.process_count() > 1:
-                check_processes(self.whole, self.provenance["programs"])
+            check_processes({"source (train.py and what it imports)": self.provenance["programs"]})
             planned = self._planned  # before the state takes memory that a device may not have
             try:
                 fresh = functools.partial(fresh_state, self.c, self.placement, record=self._record)
@@ -405,6 +405,8 @@ class Run:
         self._log.close()
         self.checkpoints.wait()
         self._profiler.close()
+        if self._drawing:
+            self._drawing.exception()  # waits: a signal until then still stops the run
         self.stopped_by = self.stopped_by or self._stop.alone  # since the last step
         if self.stopped_by and self.done < self.total:
             tell(f"{self.stopped_by}: stopped and saved after {self.done} steps of {self.total}.")
@@ -412,11 +414,11 @@ class Run:
             tell(f"To resume: the same command, with {resume}")
             self._finish_page("stopped", self.stopped_by)
             return self.stopped_by
-        self._skips.check_any_taken(self.done - self.start)
         if self.done < self.total:
             if self._drawing:
                 tell(self._drawing.result())
             return CHANGES
+        self._skips.check_any_taken(self.done - self.start)
         if self._skips.count:
             tell(f"skipped    {self._skips.count} steps: the events `skipped` of metrics.jsonl")
         if self._profiler.by_line:

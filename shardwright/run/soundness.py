@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import hashlib
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -82,9 +83,12 @@ def _refuse(find: Callable[[], list[Finding]], source: Any, parts: tuple) -> Non
         record.touch()
 
 
-def text_of(model: Any) -> str:
-    """The text of the file of the model's class, which may be of an installed package."""
-    return Path(inspect.getsourcefile(type(model))).read_text()
+def text_of(model: Any) -> bytes:
+    """The file of the model's class, which may be of a package. Other bytes each time where there is none."""
+    try:
+        return Path(inspect.getsourcefile(type(model)) or "").read_bytes()
+    except (TypeError, OSError):
+        return os.urandom(16)
 
 
 def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[Finding]:
