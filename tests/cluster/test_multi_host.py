@@ -151,7 +151,7 @@ def test_two_processes_train_as_one(tmp_path):
     assert "causality  not proved: for a test" in two.stdout(0)  # which both know, or one would wait for the other
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_processes_change_settings_as_one(tmp_path):
     change = "training.changes=[{step: 3, training.batch_size: 16}]"
     two, one = (Run(tmp_path / str(n), n, 4 // n, "training.steps=5", change).succeed() for n in (2, 1))

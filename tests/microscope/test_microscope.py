@@ -104,7 +104,7 @@ def named(found: dict, kind: str) -> dict[str, dict]:
     return {entry["name"]: entry for entry in found[kind]}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_points_have_names_and_lines():
     found, *_ = stepped("d=4 t=2")
     points = named(found, "points")

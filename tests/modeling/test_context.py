@@ -149,8 +149,8 @@ QUICK = {
 
 
 def marks(kind: str, name: str, mesh: str) -> list:
-    """All rules on a mesh of c and t, and all meshes by the default rule, are long; others are slow."""
-    is_long = mesh == "c=2 t=2" or name == "causal"
+    """All rules on a mesh of c and t are long; others are slow."""
+    is_long = mesh == "c=2 t=2"
     return [] if (kind, name, mesh) in QUICK else [pytest.mark.long if is_long else pytest.mark.slow]
 
 

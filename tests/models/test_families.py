@@ -192,7 +192,7 @@ def test_a_model_of_transformers_and_its_logits(name, one_device, tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", ["r=2 d=2 t=2", "e=2 c=2 t=2"])
+@pytest.mark.parametrize("mesh", ["r=2 d=2 t=2", pytest.param("e=2 c=2 t=2", marks=pytest.mark.slow)])
 # Those of other experts have other names in memory than on disk: tests/models/test_experts.py.
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in ("Mixtral", "Qwen3Moe", "Olmoe")])
 def test_gradients_are_those_of_transformers(name, mesh, one_device, tmp_path):
@@ -208,7 +208,7 @@ def test_gradients_are_those_of_transformers(name, mesh, one_device, tmp_path):
     assert_same((logits, loss, gradients), expected, model, batch)
 
 
-@pytest.mark.parametrize("sizes", ["r2 d2 c2 t2", pytest.param("p2 e2 t2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("sizes", ["r2 d2 c2 t2", pytest.param("p2 e2 t2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OURS)
 def test_steps_are_proved(name, sizes):
     """With no code that is taken to be right. A pattern that does not divide the layers has no stages."""
@@ -294,9 +294,9 @@ def test_settings_that_contradict_each_other(changes, message):
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("Gemma2", {"qkv_bias": True, "qk_norm_all": True, "no_rope_every": 4}),
+        pytest.param("Gemma2", {"qkv_bias": True, "qk_norm_all": True, "no_rope_every": 4}, marks=pytest.mark.slow),
         ("Gemma3", {"layers": 6, "rotary_share": 0.5, "sinks": True, "out_bias": True, "n_q_per_kv": 4}),
-        ("GptOss", {}),
+        pytest.param("GptOss", {}, marks=pytest.mark.slow),
     ],
 )
 def test_a_step_with_all_switches_is_the_same_on_a_mesh(tmp_path, name, more):

@@ -225,7 +225,7 @@ def test_half_precision_becomes_f32_unchanged(exported, tmp_path):
     np.testing.assert_array_equal(w_q.reshape(32, -1).T, theirs)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_as_programs(exported, tmp_path):
     _, _, directory = exported()
     for said, *command in [

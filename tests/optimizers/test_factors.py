@@ -178,7 +178,7 @@ def test_groups_choose_and_frozen_weights_have_no_state(recipe, field):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", MESHES[1:])
+@pytest.mark.parametrize("mesh", [*(pytest.param(m, marks=pytest.mark.slow) for m in MESHES[1:-1]), MESHES[-1]])
 @pytest.mark.parametrize("recipe", [ADAFACTOR, SOAP])
 def test_the_step_is_proved(recipe, mesh):
     c, mesh = config(recipe), tiny.mesh(mesh).abstract_mesh
@@ -274,7 +274,7 @@ def same(found: list, expected: list, tolerance: float = 1e-8) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES[1:])
-@pytest.mark.parametrize("recipe", [ADAFACTOR, pytest.param(SOAP, marks=pytest.mark.long)])
+@pytest.mark.parametrize("recipe", [ADAFACTOR, pytest.param(SOAP, marks=pytest.mark.slow)])
 def test_in_f64_a_mesh_updates_as_one_device(recipe, mesh, monkeypatch):
     monkeypatch.setattr(soap, "FREQUENCY", 2)
     monkeypatch.setattr(soap, "LONGEST", 32)

@@ -49,6 +49,7 @@ def test_what_is_more_takes_longer(cpu):
     assert 1e8 < 8 * cpu.memory_bandwidth < 1e12
 
 
+@pytest.mark.slow
 def test_a_machine_with_fewer_devices_is_shared_by_the_planned_ones(cpu):
     found = len(jax.devices())
     twice = measured_cpu(2 * found)

@@ -26,7 +26,7 @@ def checkout(place: Path) -> None:
         (place / "bin" / name).chmod(0o755)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Kernel is running over TCP:UserWarning")
 def test_its_cells_plan_train_and_compare(tmp_path, monkeypatch):
     checkout(tmp_path)

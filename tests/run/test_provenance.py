@@ -221,7 +221,7 @@ def test_an_export_is_refused_by_other_source(run_directory, tmp_path):
     np.testing.assert_array_equal(tensors["model.embed_tokens.weight"], embed)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_drawing_is_refused_by_other_source(run_directory):
     directory, _ = run_directory
     config = {"run": str(directory), "prompt_ids": [5], "max_tokens": 4, "temperature": 0.0}

@@ -163,7 +163,9 @@ def test_what_cannot_be_decoded_with_a_cache_is_refused(kind, message):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", ["one device", "d=4 t=2", pytest.param("t=8", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "mesh", ["one device", *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ("d=4 t=2", "t=8"))]
+)
 def test_what_can_be_decoded_with_a_cache_is_not_refused(mesh):
     for kind in (train.Llama, models.KINDS["alternating"], models.Sinks):
         check_of(kind, mesh)

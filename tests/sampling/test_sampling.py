@@ -88,7 +88,7 @@ def test_texts_are_the_same_on_every_mesh(mesh, gather, texts):
     assert generate(mesh, gather_weights=gather) == texts
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_penalty_of_repetition_gives_the_same_texts_on_every_mesh(texts):
     found = [generate(mesh, dataclasses.replace(NUCLEUS, repetition_penalty=1.5)) for mesh in ("one device", "d=2 t=2")]
     assert found[0] == found[1] != texts
@@ -118,7 +118,7 @@ def test_a_stop_token_ends_its_text_alone(texts):
     assert len(drawn[0]) < max(map(len, drawn)) == 20
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_another_model_samples_likewise():
     """GPT-2: learned positions, just as many as the context has; one query head for each of keys."""
     model = gpt2.ModelConfig(vocab=64, positions=CONTEXT, d_model=32, layers=2, heads=4, bos_id=0, dropout=0.1)

@@ -83,7 +83,7 @@ FEW = ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in MODELS 
 SMALLER = ("one device", "d=4 t=2", "r=2 d=2 t=2")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["p=2 d=2 t=2", *(pytest.param(name, marks=pytest.mark.slow) for name in SMALLER)])
 @pytest.mark.parametrize("name", FEW)
 def test_gradients_of_a_step_are_those_of_a_scatter(name, mesh, request):

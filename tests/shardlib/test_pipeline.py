@@ -95,7 +95,7 @@ def chosen() -> list[Case]:
 
 
 CASES = chosen()
-SHORT, LONG = "p=2 d zb_h1", "p=2 alone interleaved_1f1b v=2"
+SHORT = "p=2 d zb_h1"
 
 
 def settings(case: Case) -> Config:
@@ -176,7 +176,7 @@ def mesh_of(case: Case):
     [
         pytest.param(
             c,
-            marks=[] if str(c).startswith(SHORT) else pytest.mark.long if str(c).startswith(LONG) else pytest.mark.slow,
+            marks=[] if str(c).startswith(SHORT) else pytest.mark.slow,
         )
         for c in CASES
     ],

@@ -142,6 +142,7 @@ def wide_run(run):
     return run.parent / "wide"
 
 
+@pytest.mark.slow
 def test_a_run_on_a_mesh_of_e_and_c_is_evaluated_there(wide_run):
     """To the bit, and on another one but for rounding."""
     (event,), found = logged(wide_run), evaluated(wide_run)
@@ -152,6 +153,7 @@ def test_a_run_on_a_mesh_of_e_and_c_is_evaluated_there(wide_run):
     assert elsewhere["loss"] == pytest.approx(event["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_documents_have_the_same_losses_on_a_mesh_of_e_and_c(wide_run, file):
     """Of any length, which a ring of four devices does not divide."""
     expected = evaluated(wide_run, **file, mesh=StepChoice(d=8))["loss"]
@@ -227,6 +229,7 @@ def test_each_document_has_the_loss_that_transformers_computes(run, theirs, file
     assert found["bits_per_byte"] == pytest.approx(nats / math.log(2) / found["bytes"], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_an_import_is_computed_in_f32_and_the_result_names_its_dtype(run, theirs, file, tmp_path):
     """As transformers computes it; in bf16 it would differ by far more."""
     exported, losses = theirs
@@ -306,6 +309,7 @@ def test_lm_eval_gets_the_numbers_of_its_own_model(run, theirs, tasks):
         evaluated(run, tasks=["nowhere"], task_path=str(tasks))
 
 
+@pytest.mark.slow
 def test_the_example_of_the_page(run, monkeypatch):
     """docs/evaluation.md, with a harness that only notes what it is asked."""
     page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text()

@@ -59,7 +59,7 @@ def read(path):
 # ---- during training ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_training_writes_texts_before_between_and_after(run):
     lines = read(run / "samples.jsonl")
     assert [(line["step"], line["prompt"]) for line in lines] == [(n, p) for n in (0, 2, 4, 5) for p in PROMPTS]

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 H100 = chip_of("h100")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_is_found_is_the_best_of_all():
     c = tiny.config(tiny.model(layers=2))
     found = search(c, 2, H100, train.programs, seconds=600.0)

@@ -116,6 +116,7 @@ def huge(layer: int | None):
     return change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["w_o", *(pytest.param(x, marks=pytest.mark.slow) for x in STACKS if x != "w_o")])
 def test_of_an_activation_the_line_and_the_layer_are_named(told, name):
     """36 plants: a finite weight with which the product of one layer overflows."""

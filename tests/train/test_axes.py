@@ -20,7 +20,7 @@ def test_every_tensor_is_that_of_one_device(tmp_path):
     assert done.stdout.splitlines()[-1] == "In f64, all 5 meshes agree with one device.", done.stdout + done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_dropout_does_not_depend_on_the_mesh(tmp_path):
     """That of residuals and embeddings; of attention weights, c has none."""
     meshes = "verify.meshes=[d2e2t2]"

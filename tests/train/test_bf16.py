@@ -67,7 +67,7 @@ def test_rotary_positions_are_exact_far_out():
     np.testing.assert_allclose(rotated, expected, atol=2**-7 * np.abs(expected).max())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_gradients_that_are_reduced_in_f32_are_nearer_to_exact_sums():
     """Over 8 devices: two runs of the same bf16 products, beside the sum in f64 of each device's own gradient."""
     c, mesh = tiny.model(layers=1), tiny.mesh("d=8")

@@ -212,7 +212,7 @@ def test_mixture_of_depths(mesh):
     assert max(shares) < 0.8
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["Multi-head latent attention", "Mixture of depths"])
 def test_a_step_is_proved_and_a_text_sampled(recipe):
     c = tiny.config(tiny.model(module="changed_train", layers=2))
@@ -575,7 +575,7 @@ def test_groups_are_optaxs():
     np.testing.assert_allclose(found.metrics[0].grad_norm, np.sqrt(sum(np.sum(x**2) for x in rest)), rtol=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_an_average_of_the_weights():
     found = trained("An average of the weights", "d=2 t=2", steps=3)
     average, *later = [*found.before[1:], found.state.weights]
@@ -585,7 +585,7 @@ def test_an_average_of_the_weights():
     assert np.abs(average.embed - found.state.weights.embed).max() > 1e-3
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_metric_computed_on_the_host(tmp_path):
     """It is that of the weights in the checkpoint, by another formula: ‖W‖² over the largest eigenvalue of WᵀW."""
     c = tiny.config(

@@ -246,7 +246,7 @@ def unbroken(data, tmp_path_factory):
     return losses(config(str(data)), tmp_path_factory.mktemp("runs") / "run")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_it_trains_the_same_on_another_mesh(data, unbroken, tmp_path):
     found = losses(config(str(data), microbatches=2), tmp_path / "run", "p=2 d=2")
     assert len(found) == 5

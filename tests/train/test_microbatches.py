@@ -151,7 +151,7 @@ def test_what_is_communicated(gather):
     assert found["microbatches"]["all-reduce"] == 4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_microbatches_take_less_memory():
     whole, parts = (compile_step("d=4 t=2", microbatches=n).memory_analysis() for n in (1, 2))
     assert parts.temp_size_in_bytes < 0.8 * whole.temp_size_in_bytes

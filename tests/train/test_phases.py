@@ -207,7 +207,7 @@ def test_another_mesh_goes_on_with_the_same_batches(of_changes, on_two_meshes):
     np.testing.assert_allclose(losses(on_two_meshes), losses(of_changes), rtol=1e-5)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "without"), [(5, ()), (8, ()), (8, (6, 8))])
 def test_replay_does_a_step_again(on_two_meshes, tmp_path, step, without):
     """From the last checkpoint, also across a change; one that a later start added counts."""
@@ -218,7 +218,7 @@ def test_replay_does_a_step_again(on_two_meshes, tmp_path, step, without):
     assert replay(settings, Console(file=io.StringIO()))["loss"] == losses(on_two_meshes)[step]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_runs_are_compared_across_a_change(on_two_meshes):
     """Step 6, the first of a larger batch, is the same from the checkpoint of 4 and from its own."""
     found = {}
@@ -320,7 +320,7 @@ def test_microbatches_change_no_batch(data):
 # ---- branches, and epochs -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_branch_of_a_constant_run_is_a_run_with_its_schedule(data, tmp_path):
     """docs/phases.md: a copied checkpoint, and training.changes."""
     constant = {"schedule": "constant", "schedule_steps": None, "checkpoint_interval": 4}

@@ -84,7 +84,7 @@ def test_and_is_restored_to_any_others(saved, place):
         np.testing.assert_array_equal(x, e)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_weights_without_stages_are_those_of_a_mesh_without_p(place):
     with jax.set_mesh(tiny.mesh("one device")):

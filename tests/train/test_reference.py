@@ -48,7 +48,7 @@ def run(directory: Path, steps: int, reference: str | None) -> Path:
     return directory
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_resumes_with_its_reference_alone(tmp_path, capsys):
     teacher = saved(tmp_path / "teacher", tiny.model(vocab=1280, layers=2, d_model=64))
     whole = run(tmp_path / "whole", 4, teacher)

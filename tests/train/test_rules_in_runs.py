@@ -24,7 +24,6 @@ PLACES = ("one device", "d=2 t=2", "p=2 d=2", "p=2 t=2 in halves")
 # A rule on one mesh and one path where that is enough of a look; the others are slow.
 QUICK = {
     ("window", "d=2 t=2", "einsum"),
-    ("alternating", "p=2 t=2 in halves", "blockwise"),
     ("sinks", "d=2 t=2", "blockwise"),
 }
 ALL = [(name, place, path) for name in models.KINDS for place in PLACES for path in LENGTHS]

@@ -55,9 +55,13 @@ def passes(check, *arguments) -> bool:
     return True
 
 
-@pytest.mark.long
+CHECKED = ("flat_tokens_c4_a100x8_2b", "c4_h100x64_olmoe", "local_gpt2")
 # Of those that differ in their sizes, or their hardware, alone, one.
-@pytest.mark.parametrize("name", [name for name in RUNS if "_c4_" not in name or name == "flat_tokens_c4_a100x8_2b"])
+OTHERS = [name for name in RUNS if "_c4_" not in name and name not in CHECKED]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*CHECKED, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_every_step_type_checks_on_2048_devices_where_they_divide_its_sizes(name):
     divided = [mesh for mesh in MESHES if passes(check_divides, load_for(name, mesh), mesh)]
     assert {"r": 2048, "d": 1, "t": 1} in divided

@@ -63,8 +63,9 @@ ONE_ENTRY = {  # a device holds one entry of: heads of keys, sequences, position
 SETTINGS |= ONE_ENTRY
 SHORT = ("the demo", "stages", "one sequence and one head")
 SLOW = {*ONE_ENTRY} - {*SHORT, "one position", "one of each", "one entry, stages"}
-SLOW |= {"d alone", "loss in chunks", "muon", "stages, tied"}
-LONG_RUNS = ("local_test_synthetic", "local_test_pipeline", "local_gpt2", "flat_tokens_c4_a100x8x4_84m")
+SLOW |= {"d alone", "t alone", "loss in chunks", "muon", "stages, tied", "stages, loss in chunks", "four stages, t"}
+SLOW |= {"zb_h1 by blocks", "zb_h1 without t"}
+LONG_RUNS = ("local_test_synthetic", "local_test_pipeline", "flat_tokens_c4_a100x8x4_84m")
 """Of the shipped configurations, those whose tests are not slow."""
 
 

@@ -44,7 +44,7 @@ def run(directory: Path, steps: int, mesh: str = "d=4 t=2", **changes) -> Path:
     return directory
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", ["d", "t"])
 def test_an_axis_that_the_mesh_lacks_has_one_device(axis):
     c, found, devices = tiny.config(tiny.model(layers=1)), [], jax.devices()[:2]
