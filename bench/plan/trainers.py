@@ -59,8 +59,9 @@ def job_of(chip: str, row: str) -> Job:
     size, mesh = row.split("_")
     (shapes, sequences), (r, d, t) = SIZES[size], MESHES[mesh]
     options = {"dtype": "bf16", "platform": "gpu" if chip in GPUS else "tpu", "r": r, "d": d, "t": t}
-    # As configs/c4/a100x8x4.yaml has it.
-    options |= {"config": "flat_tokens_c4_a100x8_1b", "overrides": "training.unroll=1" * (r > 1)}
+    # As the configurations of four hosts have it.
+    unroll = "training.unroll=1" * (r > 1 and size != "124m")
+    options |= {"config": "flat_tokens_c4_a100x8_1b", "overrides": unroll}
     return Job("", shapes, sequences * r * d * t, 1024, **options)
 
 
