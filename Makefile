@@ -5,7 +5,7 @@ VENV ?= .venv
 EXTRAS ?= test,tools,oracle
 # Number of processes that run tests.
 WORKERS ?= 2
-# Has glibc ask for large pages of memory, which saves page faults: 4 to 20 % of a step on a CPU (docs/measurements.md).
+# Has glibc ask for large pages of memory, which saves page faults.
 LARGE_PAGES = GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 # On a CPU with products of bf16 the demo is faster in bf16, on others in f32.
 DTYPE := $(shell grep -qs avx512_bf16 /proc/cpuinfo && echo bf16 || echo f32)
@@ -45,7 +45,7 @@ test: $(DEVELOPMENT) ## the linters, then all tests of a few seconds each
 test-quick: $(DEVELOPMENT) ## only what a new Python or jax would break first: seconds
 	$(RUN) pytest -n $(WORKERS) -m "quick and not slow"
 
-test-long: $(DEVELOPMENT) ## only the long tests: twenty minutes on two cores
+test-long: $(DEVELOPMENT) ## only the long tests: a quarter of an hour on two cores
 	$(RUN) pytest -n $(WORKERS) -m "long and not slow" --durations=40
 
 test-slow: $(DEVELOPMENT) ## only the slow tests: more than an hour on two cores

@@ -4,8 +4,9 @@
 
 The others are what a user of JAX would write instead (bench/throughput/peers): plain JAX and Flax NNX, which leave the
 collectives to XLA. All train the same model on the same tokens, with the same shardings of weights and batch, products
-and logits in bf16, attention by the same kernel. Ours has the settings of its configurations, and computes again what
-training.save=marked does not keep. The others have XLA's own settings, and keep all.
+and logits in bf16, attention by the same kernel. Ours has the settings of its configurations, among them three options of
+XLA, gathers weights again for the backward pass, and computes again what training.save=marked does not keep. The others
+have XLA's own options, and keep all. Flax has the loss of optax, and attention, RoPE and shardings of plain_jax.py.
 
 For each row and trainer:
 
@@ -17,8 +18,9 @@ For each row and trainer:
 For TPUs, of which XLA tells no time of a step, Mcycles takes the place of the first two: the sum of its estimates of
 products, fusions and copies. It has none of attention's kernels and of collectives. They have no rows of four hosts.
 
-Nothing runs, and none of these figures is measured. The environment is that of bench.plan.compilers, and flax. --lines
-prints where each program waits. Rows that are there are not made again.
+Nothing runs, and none of these figures is measured. The environment is that of bench.plan.compilers, and flax==0.12.8. A
+program takes half a minute to some minutes. --lines prints where each waits. Programs that are there are not made again:
+after a change of source or settings, take another directory.
 """
 
 import argparse
@@ -104,9 +106,10 @@ def cycles(program: Program, computation: Computation) -> int:
     return total
 
 
-def show(chip: str, row: str, out: Path, with_lines: bool) -> None:
-    """Makes what is missing of a row, and prints it."""
+def show(chip: str, row: str, out: Path, with_lines: bool) -> int:
+    """Makes what is missing of a row, and prints it. Returns how many programs could not be made."""
     first: dict[str, float] = {}
+    missing = 0
     for trainer in TRAINERS:
         name = out / f"{chip}.{row}.{trainer}"
         try:
@@ -115,6 +118,7 @@ def show(chip: str, row: str, out: Path, with_lines: bool) -> None:
             found, waits = figures(name, chip)
         except Exception as error:  # a compiler or Flax may be missing
             print(name.name, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}", flush=True)
+            missing += 1
             continue
         first = found if trainer == "ours" else first
         time, unit = found["time"], "Mcycles" if chip in TPUS else f"ms  {found['exposed']:6.1%} exposed"
@@ -125,6 +129,7 @@ def show(chip: str, row: str, out: Path, with_lines: bool) -> None:
         print(f"{name.name:28}{rest}{ratios}", flush=True)
         for line, wait in sorted(waits.items(), key=lambda x: -x[1])[: 8 * with_lines]:
             print(f"    {1e3 * wait:8.3f} ms  {line}")
+    return missing
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -137,9 +142,9 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     args.out.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_platforms", "cpu")
-    for chip, row in itertools.product(args.chips, args.rows):
-        if chip in GPUS or not row.endswith("r4d8"):
-            show(chip, row, args.out, args.lines)
+    rows = [x for x in itertools.product(args.chips, args.rows) if x[0] in GPUS or not x[1].endswith("r4d8")]
+    if missing := sum(show(chip, row, args.out, args.lines) for chip, row in rows):
+        sys.exit(f"not made: {missing} programs")
 
 
 if __name__ == "__main__":

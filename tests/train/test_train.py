@@ -102,9 +102,8 @@ def test_a_run_leaves_its_outputs(unbroken):
     assert [e["event"] for e in events(unbroken)] == ["validation"]
     assert (unbroken / "config.yaml").is_file()
     lines = [json.loads(line) for line in (unbroken / "metrics.jsonl").read_text().splitlines()]
-    (bubble,) = [line for line in lines if line.get("event") == "step_bubble"]
-    assert (bubble["step"], bubble["steps"], bubble["devices"]) == (5, 4, 8)
-    assert 0 <= bubble["step_bubble"] < 1
+    # A checkpoint was saved among the profiled steps: what devices wait for then is not between any two steps.
+    assert not [line for line in lines if line.get("event") == "step_bubble"]
     assert len(list(unbroken.glob("plugins/profile/*/perfetto_trace.json.gz"))) == 1
     assert {p.suffix for p in unbroken.glob("training_step_optimized_hlo_*")} == {".txt", ".json", ".svg"}
     (profile,) = unbroken.glob("plugins/profile/*/profile_by_line.json")

@@ -97,7 +97,9 @@ def logits_of(parameters: dict, ids: jax.Array, job: Job) -> jax.Array:
     """Logits [batch, length, vocab], as ours in the dtype of the products."""
     c, dtype, rope, (b, l) = job.shapes, DTYPES[job.dtype], rope_tables(job.shapes, ids.shape[1]), ids.shape
     constrained = jax.lax.with_sharding_constraint
-    x = constrained(parameters["embed"].astype(dtype)[ids], BETWEEN)
+    # Without this constraint XLA reshards the rows by way of whole arrays where r and d are used.
+    embed = constrained(parameters["embed"].astype(dtype), P("t"))
+    x = constrained(embed[ids], BETWEEN)
     for layer in parameters["layers"]:
         w = {name: value if "norm" in name else value.astype(dtype) for name, value in layer.items()}
         nx = rms_norm(x, w["attention_norm"], c.norm_epsilon)
@@ -127,7 +129,9 @@ def adamw(job: Job, w: jax.Array, g: jax.Array, mu: jax.Array, nu: jax.Array, co
 def loss_of(parameters: dict, ids: jax.Array, targets: jax.Array, job: Job) -> jax.Array:
     """Mean loss in nats a token."""
     logits = logits_of(parameters, ids, job).astype(jnp.float32)
-    at_target = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    # Not by take_along_axis, whose gradient is a scatter into an array of the size of the logits.
+    is_target = jnp.arange(job.shapes.vocab) == targets[..., None]
+    at_target = jnp.sum(jnp.where(is_target, logits, 0), axis=-1)
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - at_target)
 
 
