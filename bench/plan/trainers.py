@@ -4,9 +4,10 @@
 
 The others are what a user of JAX would write instead (bench/throughput/peers): plain JAX and Flax NNX, which leave the
 collectives to XLA. All train the same model on the same tokens, with the same shardings of weights and batch, products
-and logits in bf16, attention by the same kernel. Ours has the settings of its configurations, among them three options of
-XLA, gathers weights again for the backward pass, and computes again what training.save=marked does not keep. The others
-have XLA's own options, and keep all. Flax has the loss of optax, and attention, RoPE and shardings of plain_jax.py.
+and logits in bf16, attention by the same kernel. Ours has the settings of its configurations, among them three of XLA's
+options. It gathers weights again for the backward pass, and computes again what training.save=marked does not keep. The
+others have XLA's own options, and keep all. Flax has the loss of optax, and attention, RoPE and shardings of
+plain_jax.py.
 
 For each row and trainer:
 
@@ -18,9 +19,9 @@ For each row and trainer:
 For TPUs, of which XLA tells no time of a step, Mcycles takes the place of the first two: the sum of its estimates of
 products, fusions and copies. It has none of attention's kernels and of collectives. They have no rows of four hosts.
 
-Nothing runs, and none of these figures is measured. The environment is that of bench.plan.compilers, and flax==0.12.8. A
-program takes half a minute to some minutes. --lines prints where each waits. Programs that are there are not made again:
-after a change of source or settings, take another directory.
+Nothing runs, and none of these figures is measured. The environment is that of bench.plan.compilers, and flax==0.12.8.
+A program takes half a minute to some minutes. --lines prints where each waits. Programs that are there are not made
+again: after a change of source or settings, take another directory.
 """
 
 import argparse

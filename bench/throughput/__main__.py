@@ -12,8 +12,8 @@ The contestants. Each is a file in peers/ and runs in its own process:
 
 All train the same Llama-like model with AdamW and clipping, on sequences of one document each. The batches are on the
 device before the start. Products are in f32 on a CPU and in bf16 on a GPU; those of the demo are as `make demo` has
-them, in bf16 where the CPU has instructions for it. With them the residual stream and the logits are in bf16, and SwiGLU
-but for ours. All else is in f32.
+them, in bf16 where the CPU has instructions for it. The residual stream and the logits are as the products, and so is
+SwiGLU but for ours. All else is in f32.
 On a CPU all contestants stay alive and take turns. On a GPU, whose memory they cannot share, one runs after the other.
 
 tokens/s is of the best round. floor: time of the floor as a part of the time of the step. Memory: the peak of the
