@@ -45,7 +45,7 @@ test: $(DEVELOPMENT) ## the linters, then all tests of a few seconds each
 test-quick: $(DEVELOPMENT) ## only what a new Python or jax would break first: seconds
 	$(RUN) pytest -n $(WORKERS) -m "quick and not slow"
 
-test-long: $(DEVELOPMENT) ## only the long tests: a quarter of an hour on two cores
+test-long: $(DEVELOPMENT) ## only the long tests: less than half an hour on two cores
 	$(RUN) pytest -n $(WORKERS) -m "long and not slow" --durations=40
 
 test-slow: $(DEVELOPMENT) ## only the slow tests: more than an hour on two cores
