@@ -281,25 +281,29 @@ class Forward:
         `attend` maps (cache, q, k, v, rule, *learned, sinks, drop) to attention and the new cache; None: no caches.
         """
         w = self.outside(w)
-        x, caches, extras = self.layers(w.layers, self.model.embed(w, tokens), tokens, attend=attend, caches=caches)
+        (x,), caches, extras = self.layers(w.layers, (self.model.embed(w, tokens),), (tokens,), None, attend, caches)
         return head(w, x), caches, extras
 
     def layers(
-        self, w: Any, x: Any, tokens: Tokens, numbers: Any = None, attend: Callable | None = None, caches: Any = None
-    ) -> tuple[Any, Any, Extras]:
-        """Residual stream `x` after the layers, their caches, and their Extras.
+        self, w: Any, xs: tuple, tokens: tuple, numbers: Any = None, attend: Callable | None = None, caches: Any = None
+    ) -> tuple[tuple, Any, Extras]:
+        """Residual streams `xs` after the layers, each of one microbatch; the caches and Extras of the layers.
 
-        `numbers` are those of the layers of a pipeline stage; None: all layers.
+        A layer gathers its weights once for all, and the collectives of one microbatch can run beside the products of
+        another. `numbers` are those of the layers of a pipeline stage; None: all layers.
         """
-        t, tokens, attend = self.training, tokens.prepared(self.model), attend or self.attend(tokens)
+        t, parts = self.training, [(part.prepared(self.model), attend or self.attend(part)) for part in tokens]
 
-        def layer(w, x, index, place, attend):
+        def layer(w, xs, index, place, attend):
             w = w if self.once else self.gathered(w)
-            return self.model.layer(x, w, tokens.in_layer(index, place), attend, self.einsum)
+            for x, (part, path) in zip(xs, parts, strict=True):
+                attend_to = functools.partial(attend, path)
+                yield self.model.layer(x, w, part.in_layer(index, place), attend_to, self.einsum)
 
         checkpoint = functools.partial(explicit_activation_checkpointing, save=t.save)
-        options = {"checkpoint": checkpoint, "unroll": t.unroll}
-        return run_layers(layer, w, x, numbers, attend, caches, period=getattr(self.model, "period", 1), **options)
+        options = {"checkpoint": checkpoint, "unroll": t.unroll, "period": getattr(self.model, "period", 1)}
+        attends = lambda cache, path, *args, **given: path(cache, *args, **given)
+        return run_layers(layer, w, xs, numbers, attends, caches, **options)
 
     def gathered(self, w: W, which: Callable[[str], bool] = lambda name: True) -> W:
         """Weights as they are used, with training.reduce_dtype."""
@@ -412,7 +416,7 @@ def summed_loss(
 
 @dataclasses.dataclass(frozen=True)
 class MicrobatchLoss:
-    """Loss of a microbatch, and its three parts for pipeline stages. A microbatch is a TokenBatch and seeds or None.
+    """Loss of microbatches; of one in three parts, for pipeline stages. A microbatch is a TokenBatch and seeds or None.
 
     It is the sum of loss(logits, targets, mask, logits of `reference`), divided by `targets`, the number of targets in
     the whole batch. `reference` maps a TokenBatch to the logits of another model.
@@ -423,10 +427,13 @@ class MicrobatchLoss:
     targets: Any = 1.0
     reference: Callable | None = None
 
-    def __call__(self, w: W, *microbatch: Any) -> tuple[Any, Extras]:
-        """The loss, and the Extras of the layers."""
-        loss, _, extras = self.forward(w, self.forward.tokens(*microbatch), lambda w, x: self.head(w, x, *microbatch))
-        return loss, extras
+    def __call__(self, w: W, *microbatches: Any) -> tuple[Any, Extras]:
+        """The sum of the losses, and the mean of the Extras of the layers."""
+        w, tokens = self.forward.outside(w), [self.forward.tokens(*each) for each in microbatches]
+        xs = tuple(self.forward.model.embed(w, each) for each in tokens)
+        xs, _, extras = self.forward.layers(w.layers, xs, tokens)
+        losses = [self.head(w, x, *each) for x, each in zip(xs, microbatches, strict=True)]
+        return functools.reduce(lambda a, b: a + b, losses), extras
 
     def first(self, w: W, *microbatch: Any) -> Any:
         """The input of the first layer."""
@@ -434,7 +441,7 @@ class MicrobatchLoss:
 
     def layers(self, w: Any, x: Any, numbers: Any, *microbatch: Any) -> tuple[Any, Extras]:
         """`x` after the layers of a stage, of these numbers, and their Extras."""
-        x, _, extras = self.forward.layers(w, x, self.forward.tokens(*microbatch), numbers)
+        (x,), _, extras = self.forward.layers(w, (x,), (self.forward.tokens(*microbatch),), numbers)
         return x, extras
 
     def last(self, w: W, x: Any, *microbatch: Any) -> Any:
@@ -450,16 +457,18 @@ class MicrobatchLoss:
         return shardops.psum("+r +c +d +e ->", loss) / self.targets
 
 
-def accumulate(loss: Callable, w: W, batch: Any) -> tuple[Any, W, LayerMetrics | None]:
-    """Loss and gradients, summed over microbatches one after the other, and the mean of the layers' metrics."""
+def accumulate(loss: Callable, w: W, batch: Any, together: int = 1) -> tuple[Any, W, LayerMetrics | None]:
+    """Loss and gradients, summed over microbatches, `together` at a time, and the mean of the layers' metrics."""
+    batch = jax.tree.map(lambda x: x.reshape(-1, together, *x.shape[1:]), batch)
     count, layers = (len(jax.tree.leaves(x)[0]) for x in (batch, w.layers))
 
-    def microbatch_loss(w, microbatch):
-        total, extras = loss(w, *microbatch)
+    def microbatch_loss(w, microbatches):
+        one = lambda i: jax.tree.map(lambda x: x[i], microbatches)
+        total, extras = loss(w, *map(one, range(together)))
         return total if extras.loss is None else total + jnp.sum(extras.loss) / count, extras.metrics
 
-    def add(sums, microbatch):
-        (loss, metrics), g = jax.value_and_grad(microbatch_loss, has_aux=True)(w, microbatch)
+    def add(sums, microbatches):
+        (loss, metrics), g = jax.value_and_grad(microbatch_loss, has_aux=True)(w, microbatches)
         return jax.tree.map(jnp.add, sums, (loss, g)), metrics
 
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), w)
@@ -474,14 +483,14 @@ def loss_and_gradients(
 ) -> tuple[f32[""], W, LayerMetrics | None]:
     """Mean loss in nats a token, its gradients, and the metrics of the layers."""
     # Else each layer reduces its gradients over r, beside the backward pass of the layers before it.
-    ahead = forward.once or c.training.microbatches > 1 or stages.has_stages()
+    ahead = forward.once or c.training.microbatches > c.training.side_by_side or stages.has_stages()
     copies, vjp = jax.vjp(forward.copies if ahead else lambda w: w, w)
     reduced = lambda g: vjp(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))[0]
     loss = MicrobatchLoss(forward, functools.partial(training_loss, c=c.optimizer), count_targets(batch), reference)
     if stages.has_stages():
         total, g, layers = stages.run_training(c, forward.model, loss, copies, (batch, seeds))
     else:
-        total, g, layers = accumulate(loss, copies, (batch, seeds))
+        total, g, layers = accumulate(loss, copies, (batch, seeds), c.training.side_by_side)
     return shardops.psum("+p ->", total), reduced(g), layers
 
 
@@ -618,7 +627,7 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
         if stages.has_stages():
             total = stages.run_evaluation(c, model, loss, w, (batch, None))
         else:
-            total, _ = lax.scan(lambda sum, part: (sum + loss(w, *part)[0], None), jnp.zeros(()), (batch, None))
+            total, _ = lax.scan(lambda sum, part: (sum + loss(w, part)[0], None), jnp.zeros(()), (batch, None))
         return shardops.psum("+p ->", total), count_targets(batch)
 
     @functools.partial(jax.jit, compiler_options=options)

@@ -7,6 +7,11 @@ from jax.profiler import ProfileData
 
 def trace(planes):
     """A trace. planes: {plane: {line: [(start in µs, end in µs, name, stats), ...]}}."""
+    return ProfileData.from_serialized_xspace(written(planes))
+
+
+def written(planes):
+    """A trace as the bytes of its file."""
     text = ""
     for plane, lines in planes.items():
         events = [event for line in lines.values() for event in line]
@@ -27,4 +32,4 @@ def trace(planes):
                 body += "}\n"
             body += "}\n"
         text += f'planes {{ name: "{plane}"\n{body}}}\n'
-    return ProfileData.from_text_proto(text)
+    return ProfileData.text_proto_to_serialized_xspace(text)

@@ -32,6 +32,7 @@ class Clock:
     A task of a pipeline stage takes its time in each tick in which a device has one. No launch of a kernel takes time.
 
     Attributes:
+        kernels: seconds of each operation by name, in a step; of a collective all that it takes, at its start.
         lines: seconds of each line: computing, or waiting for what it sends.
         exposed: of these, waiting.
     """
@@ -39,7 +40,7 @@ class Clock:
     def __init__(self, program: Program, table: Table, chip: Chip, facts: Mapping[str, Any], attention: float = 0.0):
         self.program, self.line_of, self.chip, self.facts = program, table.line_of, chip, facts
         self.attention, self.communicating = attention, table.communicating
-        self.lines, self.exposed = collections.Counter[str](), collections.Counter[str]()
+        self.kernels, self.lines, self.exposed = (collections.Counter[str]() for _ in range(3))
         every = [(of, i) for of in program.computations.values() for i in of.instructions.values()]
         gathers = ((*x, _told(x[1])) for x in every if x[1].opcode == "all-gather-start")
         self.gathers = [(*self.message(of, i), told) for of, i, told in gathers if told is not None]
@@ -56,12 +57,16 @@ class Clock:
             elif i.opcode.endswith("-done") and i.operands[0] in ready:
                 cost = max(0.0, ready[i.operands[0]] - now)
             elif i.opcode.endswith("-start"):
-                sent = ready[i.name] = max(now, sent) + self.of_collective(computation, i)
+                took = self.of_collective(computation, i)
+                sent = ready[i.name] = max(now, sent) + took
+                self.kernels[i.name] += took * times
             elif '_target="__cudnn' in i.attributes:
                 cost = self.of_attention(computation, i)
             elif i.opcode not in NO_WORK:
                 cost = self.of_work(computation, i)
             line = (self.line_of.get(i.name) or WITHOUT_LINE).removeprefix("~")
+            if not i.opcode.endswith(("-start", "-done")):
+                self.kernels[i.name] += cost * times
             self.lines[line] += cost * times
             if i.name in self.communicating:
                 self.exposed[line] += cost * times

@@ -4,10 +4,10 @@
 
 The others are what a user of JAX would write instead (bench/throughput/peers): plain JAX and Flax NNX, which leave the
 collectives to XLA. All train the same model on the same tokens, with the same shardings of weights and batch, products
-and logits in bf16, attention by the same kernel. Ours has the settings of its configurations, among them three of XLA's
-options. It gathers weights again for the backward pass, and computes again what training.save=marked does not keep. The
-others have XLA's own options, and keep all. Flax has the loss of optax, and attention, RoPE and shardings of
-plain_jax.py.
+and logits in bf16, attention by the same kernel. Ours has the settings that its configurations and docs/performance.md
+give: three of XLA's options, on t a fourth and microbatches side by side, on r a loop over layers for 1b and 2b. It
+gathers weights again for the backward pass, and computes again what training.save=marked does not keep. The others have
+XLA's own options, and keep all. Flax has the loss of optax, and attention, RoPE and shardings of plain_jax.py.
 
 For each row and trainer:
 
@@ -62,9 +62,13 @@ def job_of(chip: str, row: str) -> Job:
     size, mesh = row.split("_")
     (shapes, sequences), (r, d, t) = SIZES[size], MESHES[mesh]
     options = {"dtype": "bf16", "platform": "gpu" if chip in GPUS else "tpu", "r": r, "d": d, "t": t}
-    # As the configurations of four hosts have it.
-    unroll = "training.unroll=1" * (r > 1 and size != "124m")
-    options |= {"config": "flat_tokens_c4_a100x8_1b", "overrides": unroll}
+    # As the configurations of four hosts have it, and as docs/performance.md advises for t.
+    own = ["training.unroll=1"] if r > 1 and size != "124m" else []
+    if t > 1:
+        own = [f"training.{name}={2 if size == '124m' else 4}" for name in ("microbatches", "side_by_side")]
+        given = {"dot_merger_threshold_mb": 0, "experimental_parallel_collective_overlap_limit": 1}
+        own += [f"++hardware.compiler_options.xla_gpu_{name}={value}" for name, value in given.items()]
+    options |= {"config": "flat_tokens_c4_a100x8_1b", "overrides": " ".join(own)}
     return Job("", shapes, sequences * r * d * t, 1024, **options)
 
 

@@ -56,7 +56,7 @@ def devices_of(profile: Any, module: str, steps: int) -> dict[str, Device]:
     Args:
         profile: a jax.profiler.ProfileData. Its planes, lines and events are valid only as long as it lives.
         module: name of the program, such as jit_training_step.
-        steps: number of whole executions in the trace. A part of another one may follow them.
+        steps: number of whole executions in the trace. A part of another one may follow them, which is left out.
     """
     found: dict[str, Device] = {}
     for plane in profile.planes:
@@ -71,6 +71,9 @@ def devices_of(profile: Any, module: str, steps: int) -> dict[str, Device]:
                 device = _of_streams([x for name, x in lines if name.startswith("Stream #")], module, steps)
             if device.executions or device.operations:
                 found[plane.name] = device
+    for device in found.values():
+        end = max((until for _, until in sorted(device.executions)[:steps]), default=float("inf"))
+        device.operations = [x for x in device.operations if x[0][0] < end]
     return found
 
 
@@ -251,9 +254,6 @@ def read_trace(trace: Path, module: str, steps: int, hlo: Path | None) -> dict[s
     from jax.profiler import ProfileData
 
     devices, found = devices_of(ProfileData.from_file(str(trace)), module, steps), {}
-    for device in devices.values():  # a part of the next step may follow
-        end = max(until for _, until in sorted(device.executions)[:steps]) if device.executions else float("inf")
-        device.operations = [x for x in device.operations if x[0][0] < end]
     try:
         found["bubble"] = step_bubble(devices, steps)
     except ValueError as reason:

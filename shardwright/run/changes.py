@@ -22,7 +22,8 @@ from shardwright.settings.differences import flat
 from shardwright_data.loader import Loader, batch_of, make_loader, steps_for
 
 MAY_CHANGE = (
-    *(f"training.{name}" for name in ("seq_len", "batch_size", "microbatches", "loss_chunk", "eval_batches")),
+    *(f"training.{name}" for name in ("seq_len", "batch_size", "microbatches", "side_by_side", "loss_chunk")),
+    "training.eval_batches",
     *("data.filespec", "data.mixture", "data.mixture.*"),
     *(f"optimizer.{name}" for name in ("learning_rate", "warmup_steps", "schedule", "schedule_steps")),
     *(f"optimizer.{name}" for name in ("cooldown_steps", "final_fraction", "weight_decay", "clip_norm", "z_loss")),

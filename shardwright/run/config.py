@@ -70,6 +70,9 @@ class TrainingConfig:
     """Parts of the batch that go through the model one after the other, each with the same consecutive sequences on
     every mesh. batch_size must be a multiple of r·d times this number. For interleaved_1f1b the number must be a
     multiple of p."""
+    side_by_side: int = within(1, 2**16, 1)
+    """Microbatches whose layers are computed side by side: collectives of one can run beside products of another
+    (docs/performance.md). It divides microbatches. Needs mesh.p=1: stages have an order of their own."""
     gather_weights: str = "auto"
     """layer: weights are cast, and gathered over d, where they are used, in each microbatch. step: once a step, before
     the microbatches, and their gradients are scattered once after them; each device of d then holds all weights and
@@ -237,6 +240,11 @@ def check_config(c: Config) -> None:
     check_choice("training.context", c.training.context, tuple(way for way in WAYS if way != "whole"))
     check_choice("training.save", c.training.save, tuple(KEPT))
     in_loop = c.training.unroll is not None and (c.training.unroll < c.model.layers or c.model.layers == 1)
+    if c.training.microbatches % c.training.side_by_side or (c.training.side_by_side > 1 and c.mesh.p > 1):
+        raise ValueError(
+            f"training.side_by_side is {c.training.side_by_side}; it must divide training.microbatches = "
+            f"{c.training.microbatches}, and be 1 with stages (mesh.p = {c.mesh.p})."
+        )
     if c.training.save == "offload" and not (in_loop and c.mesh.p == 1):
         raise ValueError(
             "training.save is offload, which saves no memory without a loop over layers, or with stages. Set "

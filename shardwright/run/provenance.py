@@ -67,7 +67,7 @@ def programs_of(programs: Callable, c: Config, model: Any, which: str = "both", 
     attention, do not change the hash: there are always two microbatches, of so many `sequences`.
     """
     plain = {"batch_size": 2 * sequences, "microbatches": 2, "gather_weights": "layer", "attention": "einsum"}
-    plain |= {"save": "marked", "unroll": 1, "loss_chunk": None}
+    plain |= {"save": "marked", "unroll": 1, "loss_chunk": None, "side_by_side": 1}
     c = dataclasses.replace(c, training=dataclasses.replace(c.training, **plain), pipeline=PipelineConfig())
     with jax.set_mesh(make_mesh([_device()])):
         t = c.training

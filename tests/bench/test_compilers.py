@@ -1,4 +1,4 @@
-"""Programs of other chips, read: XLA's own prediction of one by hand; rows that are there are not made again."""
+"""Programs of other chips, read: XLA's prediction, also beside a trace; rows that are there are not made again."""
 
 import dataclasses
 import gzip
@@ -6,8 +6,9 @@ import json
 
 import pytest
 from hlo_texts import HEAD
+from traces import written
 
-from bench.plan import compilers
+from bench.plan import compilers, kernels
 from bench.plan.clock import Clock
 from shardwright.compiled.hlo import parse, with_mesh
 from shardwright.compiled.step import describe
@@ -98,6 +99,46 @@ def test_attention_by_its_flops():
     seconds = lambda rate: Clock(program, describe(program), chip, FACTS, rate).seconds(program.entry)
     forward = 2 * 2 * 2 * 3 * 8**2 / 2 * 16
     assert (seconds(0.5), seconds(0.0)) == (pytest.approx(3.5 * forward / 0.5e9), 0)
+
+
+def run_on_a_gpu(tmp_path, text=TEXT):
+    """A run's text, and the trace of two steps with the same kernels and of the beginning of one more."""
+    (tmp_path / "training_step_optimized_hlo_1.txt").write_text(with_mesh(text, {"d": 4}))
+    at = tmp_path / "plugins" / "profile" / "1"
+    at.mkdir(parents=True)
+    (at / "profile_by_line.json").write_text(json.dumps({"steps": 2}))
+    step = [(0, 30, "gemm", "early"), (30, 90, "add", "step"), (90, 97, "k", "other")]
+    event = lambda start, end, name, op: (start, end, name, {"hlo_module": "jit_training_step", "hlo_op": op})
+    compute = [event(begin + start, begin + end, *names) for begin in (0, 300, 600) for start, end, *names in step]
+    streams = {"Stream #1": compute[:-2], "Stream #2": [event(5, 205, "ncclDevKernel_AllGather", "g")]}
+    (at / "vm.xplane.pb").write_bytes(written({"/device:GPU:0": streams}))
+    return tmp_path
+
+
+@pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
+def test_each_kernel_beside_its_prediction(tmp_path, capsys):
+    run = run_on_a_gpu(tmp_path)
+    near = lambda *ms: [pytest.approx(x) for x in ms]
+    found = {label.split()[0]: [kind, took, told] for kind, took, told, label in kernels.rows(run, "h100")}
+    assert found["early"] == ["products", *near(0.03, 0.04)]
+    assert found["step"] == ["the rest", *near(0.06, 3 * 0.01)]  # three turns
+    assert found["g"] == ["collectives", *near(0.1, 0.1)]  # in one of the two steps
+    assert found["s"] == ["collectives", *near(0, 0.1 * 400 / 374)]
+    assert found["other"] == ["not in the text", *near(0.007, 0)]
+    kernels.main([str(run), "--chip", "h100"])
+    said = capsys.readouterr().out.splitlines()
+    assert "    0.100      0.207    0.48   collectives: all" in said
+    assert "    0.060      0.030    2.00   the rest: step  train.py:20" in said
+
+
+def test_a_run_without_predictions(tmp_path, capsys):
+    for run, why in (
+        (run_on_a_gpu(tmp_path, TEXT.replace("reification_cost", "cost")), "Train with +hardware.compiler_options"),
+        (tmp_path / "none", "No such file or directory: "),
+    ):
+        with pytest.raises(SystemExit):
+            kernels.main([str(run), "--chip", "h100"])
+        assert why in capsys.readouterr().err
 
 
 def test_what_a_program_says():

@@ -325,7 +325,7 @@ ALL |= {"expert_bias": True, "activation": "clamped"}
 @pytest.mark.parametrize(
     ("factor", "pools"), [(1.0, None), (1.0, 4), (None, None)], ids=["slots", "pools", "everywhere"]
 )
-@pytest.mark.parametrize("sizes", ["r2 d2 e2 c2 t2", "d2 e4", "p2 e2 t2"])
+@pytest.mark.parametrize("sizes", ["r2 d2 e2 c2 t2", "d2 e4", pytest.param("p2 e2 t2", marks=pytest.mark.slow)])
 def test_steps_are_proved(sizes, factor, pools, settings):
     """Routing, both exchanges and the losses are followed. Of pools only the products are taken to be right."""
     c = truth.model(

@@ -105,6 +105,7 @@ def test_train_refuses_before_it_compiles(tmp_path):
     assert not list(tmp_path.glob("run/*hlo*"))
 
 
+@pytest.mark.long
 def test_the_best_changes_are_those_of_all():
     c = tiny.config(microbatches=2, save="nothing")
     now = planned_change(c, SIZES, H100, train.programs, {})
@@ -140,6 +141,7 @@ def test_changes_keep_batch_and_devices():
         assert not {"training.batch_size", "training.seq_len"} & set(settings)
 
 
+@pytest.mark.long
 def test_the_smallest_fit_has_the_fastest_step_that_fits():
     c = tiny.config(microbatches=1, save="everything")
     peak = peak_of(c)

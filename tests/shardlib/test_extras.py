@@ -37,6 +37,7 @@ class Penalized(train.Llama):
 
 CASES = {  # name: p, r, d, t, of the pipeline, gather_weights
     "d=4 t=2": (1, 1, 4, 2, {}, "step"),
+    "side by side": (1, 1, 2, 2, {}, "layer"),
     "1f1b": (2, 1, 2, 2, {"schedule": "1f1b"}, "layer"),
     "gpipe": (2, 1, 2, 1, {"schedule": "gpipe"}, "layer"),
     "interleaved": (2, 1, 1, 2, {"virtual_stages": 3}, "step"),
@@ -56,6 +57,7 @@ def trained(case: str | None, kind: type = Penalized) -> tuple:
     p, r, d, t, pipeline, gather = CASES[case] if case else (1, 1, 1, 1, {}, "layer")
     c = tiny.config(tiny.model(layers=LAYERS), microbatches=4, gather_weights=gather)
     c.training.batch_size, c.pipeline = ROWS, PipelineConfig(**pipeline)
+    c.training.side_by_side = 2 if case == "side by side" else 1
     model = kind(c.model)
     with jax.set_mesh(make_mesh(jax.devices()[: p * r * d * t], r=r, d=d, t=t, p=p)):
         state = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0))
@@ -69,7 +71,7 @@ def trained(case: str | None, kind: type = Penalized) -> tuple:
     return steps, layers, float(nats / targets)
 
 
-QUICK = ("d=4 t=2", "interleaved")
+QUICK = ("d=4 t=2", "interleaved", "side by side")
 
 
 @pytest.mark.slow

@@ -31,10 +31,12 @@ def found(**training):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("n", "gather"), [(2, "layer"), (2, "step"), (1, "step")])
-def test_gradients_are_those_of_the_whole_batch(n, gather):
+@pytest.mark.parametrize(
+    ("n", "together", "gather"), [(2, 1, "layer"), (2, 1, "step"), (1, 1, "step"), (2, 2, "layer"), (2, 2, "step")]
+)
+def test_gradients_are_those_of_the_whole_batch(n, together, gather):
     whole_loss, whole = found()
-    loss, g = found(microbatches=n, gather_weights=gather)
+    loss, g = found(microbatches=n, side_by_side=together, gather_weights=gather)
     assert loss == pytest.approx(whole_loss, rel=1e-6)
     # Rounding, relative to the largest entry: targets are masked unevenly, so the parts do not weigh the same.
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6 * np.abs(b).max())
@@ -65,8 +67,8 @@ def sum_of_squares(weights, targets):
 
 
 @pytest.mark.parametrize("mesh", ["one device", "d=8", "r=2 d=2 t=2", "r=4 t=2", "p=2", "p=2 r=2 d=2", "p=4"])
-@pytest.mark.parametrize("m", [1, 2, 3])
-def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m):
+@pytest.mark.parametrize(("m", "together"), [(1, 1), (2, 2), (3, 1), (6, 2)])
+def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, together):
     """From the loader to the gradients, in f64: it depends on which sequences are in a microbatch together."""
     mesh = tiny.mesh(mesh)
     p = mesh.shape.get("p", 1)
@@ -86,7 +88,8 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m):
 
     first = lambda w, batch: jnp.float64(batch.targets) / 1280
     parts = SimpleNamespace(first=first, layers=layers, last=last)
-    whole = lambda w, batch: (last(w, layers(w.layers, first(w, batch))[0], batch), Extras())
+    one = lambda w, batch: last(w, layers(w.layers, first(w, batch))[0], batch)
+    whole = lambda w, *batches: (sum(one(w, *batch) for batch in batches), Extras())
 
     @typed_shard_map
     def step(w: Layers, batch: train.Batch) -> tuple[f64[""], Layers]:
@@ -94,7 +97,7 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m):
         run = (
             functools.partial(run_schedule, parts, placement, table)
             if p > 1
-            else functools.partial(train.accumulate, whole)
+            else functools.partial(train.accumulate, whole, together=together)
         )
         loss, g, _ = run(copies, (batch,))
         return shardops.psum("+p ->", loss), reduced(g)[0]
@@ -140,15 +143,23 @@ COLLECTIVES = {
         "backward": {"all-gather": 13, "reduce-scatter": 11},
         "outside": {"all-reduce": WEIGHTS + 2, "all-gather": 3},
     },
+    # Of two microbatches side by side twice those of t, but the weights are gathered once, and each layer adds its
+    # gradients over r, once too. Outside of the layers: 3 weights over d and r; 2 each of t and 4 of the loss, twice.
+    "side by side": {
+        "forward": {"all-gather": 9 + 2 * 2, "reduce-scatter": 2 * 2},
+        "backward": {"all-gather": 9 + 2 * 4, "reduce-scatter": 9 + 2 * 2, "all-reduce": 9},
+        "outside": {"all-gather": 3 + 2 * 2, "reduce-scatter": 3 + 2 * 2, "all-reduce": 3 + 2 * 4 + 2},
+    },
 }
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("gather", COLLECTIVES)
 def test_what_is_communicated(gather):
-    found = collectives(compile_step(MESH, microbatches=2, gather_weights=gather).as_text())
+    how = {"side_by_side": 2} if gather == "side by side" else {"gather_weights": gather}
+    found = collectives(compile_step(MESH, microbatches=2, **how).as_text())
     assert {part: found[part] for part in COLLECTIVES[gather]} == COLLECTIVES[gather]
-    assert found["microbatches"]["all-reduce"] == 4
+    assert gather == "side by side" or found["microbatches"]["all-reduce"] == 4
 
 
 @pytest.mark.slow

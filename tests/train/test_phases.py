@@ -202,7 +202,7 @@ def on_two_meshes(tmp_path_factory, data):
     return directory
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_another_mesh_goes_on_with_the_same_batches(of_changes, on_two_meshes):
     np.testing.assert_allclose(losses(on_two_meshes), losses(of_changes), rtol=1e-5)
 
@@ -279,6 +279,7 @@ def test_what_was_done_does_not_change(of_changes, data, changes, settings, mess
         check_resumes(saved_config(saved), config(data, changes, **settings), of_changes, 4)
 
 
+@pytest.mark.long
 def test_other_data_is_refused_with_the_remedy(data, tmp_path):
     run(tmp_path / "run", config(data, [], steps=2))
     other = written(tmp_path / "b.zarr", 2000, 30)
@@ -303,6 +304,7 @@ def test_data_of_later_phases_is_checked_before_the_first_step(data, tmp_path):
         assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
+@pytest.mark.long
 def test_a_phase_whose_steps_are_skipped_ends_no_run(data, tmp_path):
     changes = [{"step": 1, "optimizer.z_loss": 3e38}, {"step": 2, "optimizer.z_loss": 0.0}]  # the loss is infinite
     run(tmp_path / "run", config(data, changes, steps=3))
@@ -336,6 +338,7 @@ def test_a_branch_of_a_constant_run_is_a_run_with_its_schedule(data, tmp_path):
     assert whole[6] != trunk[6]
 
 
+@pytest.mark.long
 def test_validation_at_the_end_of_each_epoch(tmp_path):
     """20 sequences in an epoch, 8 in a step: it ends within steps 2, 4 and 7; half of one too within 1, 3, 6 and 8."""
     data = written(tmp_path / "a.zarr", 320)

@@ -114,7 +114,9 @@ def _with(c: Config, mesh: Mapping[str, int], m: int, save: str, schedule: tuple
     stages = mesh["p"] * schedule[1] if mesh["p"] > 1 else 1
     if c.model.layers % stages == 0 and c.training.batch_size % (mesh["r"] * mesh["d"] * m) == 0:
         settings = {f"mesh.{axis}": size for axis, size in mesh.items()}
+        together = math.gcd(m, c.training.side_by_side) if mesh["p"] == 1 else 1
         settings |= {"training.microbatches": m, "training.save": save}
+        settings |= {"training.side_by_side": together} if together != c.training.side_by_side else {}
         yield settings | (dict(zip(_OF_STAGES, schedule, strict=True)) if mesh["p"] > 1 else {})
 
 

@@ -10,6 +10,7 @@ docs/parallelism.md explains the report. Exit status 1: the step is refused, or 
 
 import contextlib
 import dataclasses
+import math
 import os
 import sys
 from dataclasses import dataclass, field
@@ -58,7 +59,7 @@ def small(c: Config, devices: int) -> None:
     sizes["d_model"] = 2 * n * n if "heads" in fields else 6 * n  # the width of a head is d_model / heads
     for name in fields & sizes.keys():
         setattr(c.model, name, sizes[name])
-    t.microbatches = max(p, 2)
+    t.microbatches = math.lcm(max(p, 2), t.side_by_side)
     t.batch_size, t.seq_len = n * t.microbatches, 4 * n
     t.loss_chunk = None if t.loss_chunk is None else n
 

@@ -1,0 +1,100 @@
+"""XLA's prediction of each kernel of a run's training step beside its measured time, on a GPU.
+
+    python -m train <settings> hardware=h100 +hardware.compiler_options.xla_gpu_collect_cost_model_stats=true
+    python -m bench.plan.kernels runs/<name> --chip h100 [--rows N]
+
+Reads the step's HLO text and the trace of the run's profiled steps; needs no device. For each kind of kernel, then for
+the N kernels that take longest (40), in the step of one device:
+
+    measured     ms, the mean over the devices and the profiled steps; of a collective with the wait for other devices
+    predicted    ms, as bench/plan/clock.py has them; of a collective alone on the network
+    ratio        measured by predicted
+"""
+
+import argparse
+import collections
+from pathlib import Path
+
+import jax
+
+from bench.plan.clock import Clock
+from bench.plan.trainers import ATTENTION
+from shardwright.compiled.hlo import Program, parse
+from shardwright.compiled.operations import works_of
+from shardwright.compiled.step import describe
+from shardwright.compiled.table import Table
+from shardwright.compiled.trace import LINES, devices_of
+from shardwright.plan.chips import chip_of, known
+from shardwright.run.profile import MODULE
+from shardwright_data.foreign import read_object
+
+OPTION = "hardware.compiler_options.xla_gpu_collect_cost_model_stats=true"
+Row = tuple[str, float, float, str]
+"""Kind, ms measured, ms predicted, and the kernel with its source line."""
+
+
+def measured(trace: Path, table: Table) -> collections.Counter[str]:
+    """Seconds of each operation in a step, the mean over devices and steps. Raises ValueError if the trace has none."""
+    steps = read_object(trace.with_name(LINES))["steps"]
+    devices = devices_of(jax.profiler.ProfileData.from_file(str(trace)), MODULE, steps)
+    found = collections.Counter[str]()
+    for device in devices.values():
+        for (start, end), name in device.operations:
+            if table.line_of.get(name, "") is not None:  # a loop's time is that of what is in it
+                found[name] += (end - start) / 1e9 / steps / len(devices)
+    if not found:
+        raise ValueError(f"{trace} has no operation of the step")
+    return found
+
+
+def kinds(program: Program, table: Table) -> dict[str, str]:
+    """What each operation is: products, attention, collectives or the rest."""
+    found = {}
+    for computation in program.computations.values():
+        for i in computation.instructions.values():
+            products = any(work.kind == "matmul" for work in works_of(program, computation, i))
+            kind = "products" if products else "attention" if '_target="__cudnn' in i.attributes else "the rest"
+            found[i.name] = "collectives" if i.name in table.communicating else kind
+    return found
+
+
+def rows(run: Path, chip: str) -> list[Row]:
+    """The operations of a run's step, those that were measured or predicted longest first."""
+    patterns = "training_step_optimized_hlo_*.txt", "plugins/profile/*/*.xplane.pb"
+    text, trace = (max(run.glob(pattern), default=run / pattern) for pattern in patterns)
+    program = parse(content := text.read_text())
+    if "reification_cost" not in content:
+        raise ValueError(f"XLA wrote no prediction into {text}. Train with +{OPTION}.")
+    table = describe(program)
+    clock = Clock(program, table, chip_of(chip), {}, ATTENTION)
+    clock.seconds(program.entry)
+    took, kind = measured(trace, table), kinds(program, table)
+    names = sorted(took.keys() | +clock.kernels, key=lambda name: -max(took[name], clock.kernels[name]))
+    label = lambda name: f"{name}  {table.line_of.get(name) or ''}".rstrip()
+    row = lambda name: (1e3 * took[name], 1e3 * clock.kernels[name], label(name))
+    return [(kind.get(name, "not in the text"), *row(name)) for name in names]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="directory of a run")
+    parser.add_argument("--chip", choices=known(), required=True, help="on which it ran")
+    parser.add_argument("--rows", type=int, default=40, metavar="N")
+    args = parser.parse_args(arguments)
+    try:
+        found = rows(args.run, args.chip)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    totals = collections.defaultdict(lambda: [0.0, 0.0])
+    for kind, took, told, _ in found:
+        totals[kind][0] += took
+        totals[kind][1] += told
+    print(f"{'measured':>9}{'predicted':>11}{'ratio':>8}   ms of a device in a step")
+    for kind, took, told, label in [*((kind, *x, "all") for kind, x in totals.items()), *found[: args.rows]]:
+        ratio = f"{took / told:8.2f}" if told else f"{'-':>8}"
+        print(f"{took:9.3f}{told:11.3f}{ratio}   {kind}: {label}")
+
+
+if __name__ == "__main__":
+    main()
