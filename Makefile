@@ -5,8 +5,8 @@ VENV ?= .venv
 EXTRAS ?= test,tools,oracle
 # Number of processes that run tests.
 WORKERS ?= 2
-# The tests of a file run in one process, and share what takes it long to make.
-TOGETHER = --dist loadfile
+# All tests of a file run in one process, and share what it made.
+BY_FILE = --dist loadfile
 # Has glibc ask for large pages of memory, which saves page faults.
 LARGE_PAGES = GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 # On a CPU with products of bf16 the demo is faster in bf16, on others in f32.
@@ -42,13 +42,13 @@ setup: $(DEVELOPMENT) ## only install
 test: $(DEVELOPMENT) ## the linters, then all tests of a few seconds each
 	$(RUN) ruff check
 	$(RUN) ruff format --check
-	$(RUN) pytest -n $(WORKERS) $(TOGETHER) -m "not long and not slow"
+	$(RUN) pytest -n $(WORKERS) $(BY_FILE) -m "not long and not slow"
 
 test-quick: $(DEVELOPMENT) ## only what a new Python or jax would break first: seconds
 	$(RUN) pytest -n $(WORKERS) -m "quick and not slow"
 
 test-long: $(DEVELOPMENT) ## only the long tests: less than half an hour on two cores
-	$(RUN) pytest -n $(WORKERS) $(TOGETHER) -m "long and not slow" --durations=40
+	$(RUN) pytest -n $(WORKERS) $(BY_FILE) -m "long and not slow" --durations=40
 
 test-slow: $(DEVELOPMENT) ## only the slow tests: more than an hour on two cores
 	$(RUN) pytest -n $(WORKERS) -m slow

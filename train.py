@@ -287,23 +287,24 @@ class Forward:
     def layers(
         self, w: Any, xs: tuple, tokens: tuple, numbers: Any = None, attend: Callable | None = None, caches: Any = None
     ) -> tuple[tuple, Any, Extras]:
-        """Residual streams `xs` after the layers, each of one microbatch; the caches and Extras of the layers.
+        """Residual streams `xs` of microbatches after the layers, the caches of the layers, and their Extras.
 
-        A layer gathers its weights once for all, and the collectives of one microbatch can run beside the products of
-        another. `numbers` are those of the layers of a pipeline stage; None: all layers.
+        Each layer gathers its weights once for all, and collectives of one can run beside products of another. With
+        caches it is one microbatch. `numbers` are those of the layers of a pipeline stage; None: all layers.
         """
         t, parts = self.training, [(part.prepared(self.model), attend or self.attend(part)) for part in tokens]
 
         def layer(w, xs, index, place, attend):
             w = w if self.once else self.gathered(w)
-            for x, (part, path) in zip(xs, parts, strict=True):
-                attend_to = functools.partial(attend, path)
-                yield self.model.layer(x, w, part.in_layer(index, place), attend_to, self.einsum)
+            one = lambda x, part, own: self.model.layer(
+                x, w, part.in_layer(index, place), functools.partial(attend, own), self.einsum
+            )
+            return Extras.joined([one(x, *part) for x, part in zip(xs, parts, strict=True)])
 
         checkpoint = functools.partial(explicit_activation_checkpointing, save=t.save)
         options = {"checkpoint": checkpoint, "unroll": t.unroll, "period": getattr(self.model, "period", 1)}
-        attends = lambda cache, path, *args, **given: path(cache, *args, **given)
-        return run_layers(layer, w, xs, numbers, attends, caches, **options)
+        with_cache = lambda cache, own, *args, **given: own(cache, *args, **given)
+        return run_layers(layer, w, xs, numbers, with_cache, caches, **options)
 
     def gathered(self, w: W, which: Callable[[str], bool] = lambda name: True) -> W:
         """Weights as they are used, with training.reduce_dtype."""
@@ -357,7 +358,7 @@ class Forward:
         return self.gathered(w) if self.once else shardops.replicate("... -> ... *r", w)
 
     def outside(self, w: W) -> W:
-        """The weights with those outside of the layers gathered, once for all their uses in a microbatch."""
+        """The weights with those outside of the layers gathered, once for the microbatches that are side by side."""
         return w if self.once else self.gathered(w, lambda name: not name.startswith("layers."))
 
 
@@ -416,10 +417,11 @@ def summed_loss(
 
 @dataclasses.dataclass(frozen=True)
 class MicrobatchLoss:
-    """Loss of microbatches; of one in three parts, for pipeline stages. A microbatch is a TokenBatch and seeds or None.
+    """Loss of microbatches side by side, and three parts of that of one for pipeline stages.
 
     It is the sum of loss(logits, targets, mask, logits of `reference`), divided by `targets`, the number of targets in
-    the whole batch. `reference` maps a TokenBatch to the logits of another model.
+    the whole batch. `reference` maps a TokenBatch to the logits of another model. A microbatch is a TokenBatch, and
+    seeds or None.
     """
 
     forward: Forward
@@ -428,12 +430,12 @@ class MicrobatchLoss:
     reference: Callable | None = None
 
     def __call__(self, w: W, *microbatches: Any) -> tuple[Any, Extras]:
-        """The sum of the losses, and the mean of the Extras of the layers."""
-        w, tokens = self.forward.outside(w), [self.forward.tokens(*each) for each in microbatches]
+        """The sum of the losses, and the means of the layers' Extras."""
+        w, tokens = self.forward.outside(w), tuple(self.forward.tokens(*each) for each in microbatches)
         xs = tuple(self.forward.model.embed(w, each) for each in tokens)
         xs, _, extras = self.forward.layers(w.layers, xs, tokens)
         losses = [self.head(w, x, *each) for x, each in zip(xs, microbatches, strict=True)]
-        return functools.reduce(lambda a, b: a + b, losses), extras
+        return sum(losses[1:], losses[0]), extras
 
     def first(self, w: W, *microbatch: Any) -> Any:
         """The input of the first layer."""
@@ -457,18 +459,21 @@ class MicrobatchLoss:
         return shardops.psum("+r +c +d +e ->", loss) / self.targets
 
 
-def accumulate(loss: Callable, w: W, batch: Any, together: int = 1) -> tuple[Any, W, LayerMetrics | None]:
-    """Loss and gradients, summed over microbatches, `together` at a time, and the mean of the layers' metrics."""
-    batch = jax.tree.map(lambda x: x.reshape(-1, together, *x.shape[1:]), batch)
-    count, layers = (len(jax.tree.leaves(x)[0]) for x in (batch, w.layers))
+def accumulate(loss: Callable, w: W, batch: Any, side_by_side: int = 1) -> tuple[Any, W, LayerMetrics | None]:
+    """Loss and gradients, summed over the microbatches in `batch`, and the mean of the layers' metrics.
 
-    def microbatch_loss(w, microbatches):
-        one = lambda i: jax.tree.map(lambda x: x[i], microbatches)
-        total, extras = loss(w, *map(one, range(together)))
-        return total if extras.loss is None else total + jnp.sum(extras.loss) / count, extras.metrics
+    `loss` maps w and the microbatches that are side by side to the sum of their losses and the means of their Extras.
+    """
+    batch = jax.tree.map(lambda x: x.reshape(-1, side_by_side, *x.shape[1:]), batch)
+    groups, layers = (len(jax.tree.leaves(x)[0]) for x in (batch, w.layers))
 
-    def add(sums, microbatches):
-        (loss, metrics), g = jax.value_and_grad(microbatch_loss, has_aux=True)(w, microbatches)
+    def loss_of(w, group):
+        one = lambda i: jax.tree.map(lambda x: x[i], group)
+        total, extras = loss(w, *map(one, range(side_by_side)))
+        return total if extras.loss is None else total + jnp.sum(extras.loss) / groups, extras.metrics
+
+    def add(sums, group):
+        (loss, metrics), g = jax.value_and_grad(loss_of, has_aux=True)(w, group)
         return jax.tree.map(jnp.add, sums, (loss, g)), metrics
 
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), w)
@@ -482,7 +487,7 @@ def loss_and_gradients(
     w: W, batch: Batch, c: Config, forward: Forward, seeds: u32["m B/r/d/e"] | None = None, reference: Any = None
 ) -> tuple[f32[""], W, LayerMetrics | None]:
     """Mean loss in nats a token, its gradients, and the metrics of the layers."""
-    # Else each layer reduces its gradients over r, beside the backward pass of the layers before it.
+    # Whether gradients are reduced over r once, after all. Else each layer does so, beside the backward pass of others.
     ahead = forward.once or c.training.microbatches > c.training.side_by_side or stages.has_stages()
     copies, vjp = jax.vjp(forward.copies if ahead else lambda w: w, w)
     reduced = lambda g: vjp(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))[0]

@@ -2,9 +2,8 @@
 
 import dataclasses
 import functools
-import operator
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -38,16 +37,17 @@ class Extras:
                     "reduce it, over positions and over the axes that shard them, e.g. psum('+r +d +t ->', …)",
                 )
 
+    @classmethod
+    def joined(cls, results: list[Any]) -> tuple[tuple, Self]:
+        """The results of a layer for several microbatches as one: a tuple of each x, and the means of their Extras."""
+        xs, extras = zip(*map(split_extras, results), strict=True)
+        return xs, jax.tree.map(lambda *values: sum(values) / len(values), *extras)
+
 
 def split_extras(result: Any) -> tuple[Any, Extras]:
-    """The parts x and Extras of a layer's result, which are checked; of several results a tuple of x, and the means."""
-    if isinstance(result, Iterator):
-        xs, extras = zip(*map(split_extras, result), strict=True)
-        return xs, jax.tree.map(lambda *values: functools.reduce(operator.add, values) / len(values), *extras)
+    """The parts x and Extras of a layer's result."""
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Extras)
-    x, extras = result if is_pair else (result, Extras())
-    extras.check()
-    return x, extras
+    return result if is_pair else (result, Extras())
 
 
 @pytree_dataclass
@@ -92,7 +92,6 @@ def run_layers(
 
     Args:
         layer: (weights, x, index, place, attend) -> x of one layer, or a tuple of x and its Extras. x keeps its type.
-            If x is a tuple, of microbatches, it may yield these for each.
             `place` is the place of the layer in its period, an int. `attend` is described below.
         w: weights of the layers, each array with one leading dim of rows.
         x: the residual stream: an array, or a pytree of arrays.
@@ -129,6 +128,7 @@ def run_layers(
 
         y = layer(weights, x, number, place, attend_in_layer)
         y, extras = split_extras(y)
+        extras.check()
         if problem := _changed(x, y):
             raise ShardError(
                 f"a layer is given {problem}",
@@ -170,8 +170,8 @@ def run_layers(
 
 def _changed(x: Any, y: Any) -> str | None:
     """Words for how the residual stream `y` after a layer is of another type than `x` before it; None if it is not."""
-    if isinstance(x, tuple) and isinstance(y, tuple) and len(x) == len(y) == 1:
-        (x,), (y,) = x, y
+    if isinstance(x, tuple) and isinstance(y, tuple) and len(x) == len(y):
+        return next(filter(None, map(_changed, x, y)), None)
     (before, of_x), (after, of_y) = (jax.tree_util.tree_flatten_with_path(stream) for stream in (x, y))
     if of_x != of_y:
         return f"{describe(x)}, and gives {describe(y)}"

@@ -5,9 +5,10 @@
 The others are what a user of JAX would write instead (bench/throughput/peers): plain JAX and Flax NNX, which leave the
 collectives to XLA. All train the same model on the same tokens, with the same shardings of weights and batch, products
 and logits in bf16, attention by the same kernel. Ours has the settings that its configurations and docs/performance.md
-give: three of XLA's options, on t a fourth and microbatches side by side, on r a loop over layers for 1b and 2b. It
-gathers weights again for the backward pass, and computes again what training.save=marked does not keep. The others have
-XLA's own options, and keep all. Flax has the loss of optax, and attention, RoPE and shardings of plain_jax.py.
+give: three of XLA's options; on t a fourth, one collective at a time, and microbatches side by side; on r a loop over
+layers for 1b and 2b. It gathers weights again for the backward pass, and computes again what training.save=marked does
+not keep. The others have XLA's own options, and keep all. Flax has the loss of optax, and attention, RoPE and shardings
+of plain_jax.py.
 
 For each row and trainer:
 

@@ -67,21 +67,23 @@ class TrainingConfig:
     training_loss in train.py gets its logits (docs/changing.md). Checkpoints keep its path, step and hash. Needs
     mesh.p=1. Null: none."""
     microbatches: int = within(1, 2**16, 1)
-    """Parts of the batch that go through the model one after the other, each with the same consecutive sequences on
-    every mesh. batch_size must be a multiple of r·d times this number. For interleaved_1f1b the number must be a
-    multiple of p."""
+    """Parts of the batch that go through the model one after the other, or side_by_side at a time, each with the same
+    consecutive sequences on every mesh. batch_size must be a multiple of r·d times this number. For interleaved_1f1b
+    the number must be a multiple of p."""
     side_by_side: int = within(1, 2**16, 1)
-    """Microbatches whose layers are computed side by side: collectives of one can run beside products of another
-    (docs/performance.md). It divides microbatches. Needs mesh.p=1: stages have an order of their own."""
+    """Microbatches whose layers are computed side by side in training: collectives of one can run beside products of
+    another (docs/performance.md). What all of them keep for their backward pass is in memory at once. It divides
+    microbatches. Needs mesh.p=1: stages have an order of their own."""
     gather_weights: str = "auto"
-    """layer: weights are cast, and gathered over d, where they are used, in each microbatch. step: once a step, before
-    the microbatches, and their gradients are scattered once after them; each device of d then holds all weights and
-    gradients, in the compute dtype. auto: step where d is 1, else layer."""
+    """layer: weights are cast, and gathered over d, where they are used, once for microbatches side by side. step: once
+    a step, before the microbatches, and their gradients are scattered once after them; each device of d then holds all
+    weights and gradients, in the compute dtype. auto: step where d is 1, else layer."""
     compute_dtype: str = "bf16"
     """bf16, or f32 for exact work. Weights and optimizer state are f32 with both."""
     reduce_dtype: str = "compute"
     """Dtype in which the gradients of matrices are summed over d and r. compute: that of compute_dtype. f32: twice the
-    bytes of bf16, and no rounding at each addition (docs/performance.md). A sum over microbatches is in f32."""
+    bytes of bf16, and no rounding at each addition (docs/performance.md). A sum over microbatches is in f32, but of
+    those side by side in compute_dtype."""
     attention: str = "auto"
     """Path of attention. einsum: with the scores of all pairs of positions in memory. blockwise: with one block of
     scores at a time. cudnn: NVIDIA's fused kernel. splash: a kernel for TPUs. auto: the path that suits device and
@@ -239,12 +241,17 @@ def check_config(c: Config) -> None:
     check_choice("training.attention", c.training.attention, PATHS)
     check_choice("training.context", c.training.context, tuple(way for way in WAYS if way != "whole"))
     check_choice("training.save", c.training.save, tuple(KEPT))
-    in_loop = c.training.unroll is not None and (c.training.unroll < c.model.layers or c.model.layers == 1)
-    if c.training.microbatches % c.training.side_by_side or (c.training.side_by_side > 1 and c.mesh.p > 1):
+    if c.training.microbatches % c.training.side_by_side:
         raise ValueError(
             f"training.side_by_side is {c.training.side_by_side}; it must divide training.microbatches = "
-            f"{c.training.microbatches}, and be 1 with stages (mesh.p = {c.mesh.p})."
+            f"{c.training.microbatches}."
         )
+    if c.training.side_by_side > 1 and c.mesh.p > 1:
+        raise ValueError(
+            f"training.side_by_side is {c.training.side_by_side}, and mesh.p is {c.mesh.p}: stages have an order of "
+            "microbatches of their own. Set training.side_by_side=1."
+        )
+    in_loop = c.training.unroll is not None and (c.training.unroll < c.model.layers or c.model.layers == 1)
     if c.training.save == "offload" and not (in_loop and c.mesh.p == 1):
         raise ValueError(
             "training.save is offload, which saves no memory without a loop over layers, or with stages. Set "

@@ -1,6 +1,7 @@
 """The microscope of a run: statistics of its step, every training.microscope_interval steps."""
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +20,8 @@ from shardwright_data.loader import TokenBatch, batch_shapes
 class StepWithoutStages:
     """The training step on the current mesh without its pipeline stages, traced, to be looked at.
 
+    Its microbatches come one after the other, also those that are side by side in the step.
+
     Args:
         c: configuration of the run.
         model: the model.
@@ -34,7 +37,8 @@ class StepWithoutStages:
     """
 
     def __init__(self, c: Config, model: Any, placement: LayerPlacement, programs: Callable):
-        self.mesh, self._placement, t = folded_mesh(c), placement, c.training
+        t = dataclasses.replace(c.training, side_by_side=1)
+        c, self.mesh, self._placement = dataclasses.replace(c, training=t), folded_mesh(c), placement
         check_divides(c, self.mesh.shape)
         with jax.set_mesh(self.mesh):
             batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model)))

@@ -103,6 +103,12 @@ def planned_change(c: Config, sizes: Mapping[str, int], chip: Chip, programs: Ca
     return plan_of(planned_step(c, load_model(c.model), sizes, chip, programs), chip, c.training.steps or 0)
 
 
+def beside(c: Config, microbatches: int, p: int) -> Settings:
+    """training.side_by_side for so many microbatches and p stages, where it must be another than that of `c`."""
+    count = math.gcd(microbatches, c.training.side_by_side) if p == 1 else 1
+    return {} if count == c.training.side_by_side else {"training.side_by_side": count}
+
+
 def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
     """One change at a time, those that most often help first. The batch stays the same. Some may be refused."""
     t, of = c.training, "training."
@@ -113,7 +119,7 @@ def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
         if a != b and sizes[a] % 2 == 0
     )
     if t.microbatches % 2 == 0:
-        yield {f"{of}microbatches": t.microbatches // 2}
+        yield {f"{of}microbatches": t.microbatches // 2} | beside(c, t.microbatches // 2, sizes["p"])
     alone = math.prod(sizes.get(axis, 1) for axis in "cde") == 1
     is_once = t.gather_weights == "step" or (t.gather_weights == "auto" and alone)
     yield {f"{of}gather_weights": "layer" if is_once else "step"}
@@ -121,7 +127,7 @@ def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
     yield from ({f"{of}save": save} for save in SAVED if save != t.save)
     yield {f"{of}microbatches": 2 * t.microbatches}
     yield {f"{of}loss_chunk": t.seq_len // 8 if t.loss_chunk is None else None}
-    yield from moved("t", "p")
+    yield from (settings | beside(c, t.microbatches, settings.get("mesh.p", 1)) for settings in moved("t", "p"))
 
 
 def best_changes(

@@ -331,7 +331,8 @@ def test_steps_are_proved(sizes, factor, pools, settings):
     c = truth.model(
         layers=2, capacity_factor=factor, pools=pools, balance_loss=0.1, router_z_loss=0.1, d_head=16, **settings
     )
-    c = tiny.config(dataclasses.replace(c, experts=16), microbatches=2, batch_size=16)
+    together = 2 if sizes == "d2 e4" else 1
+    c = tiny.config(dataclasses.replace(c, experts=16), microbatches=2, side_by_side=together, batch_size=16)
     mesh = {word[0]: int(word[1:]) for word in sizes.split()}
     with abstract_mesh_of(dict.fromkeys("prdect", 1) | mesh):
         found = find_unsound(train.programs, c, load_model(c.model), jax.sharding.get_abstract_mesh())

@@ -141,6 +141,14 @@ def test_changes_keep_batch_and_devices():
         assert not {"training.batch_size", "training.seq_len"} & set(settings)
 
 
+def test_changes_are_to_what_goes_side_by_side():
+    c = tiny.config(microbatches=4, side_by_side=4)
+    found = {frozenset(settings.items()) for settings in changes(c, SIZES)}
+    assert frozenset({"training.microbatches": 2, "training.side_by_side": 2}.items()) in found
+    assert frozenset({"mesh.t": 1, "mesh.p": 2, "training.side_by_side": 1}.items()) in found
+    assert frozenset({"training.microbatches": 8}.items()) in found
+
+
 @pytest.mark.long
 def test_the_smallest_fit_has_the_fastest_step_that_fits():
     c = tiny.config(microbatches=1, save="everything")

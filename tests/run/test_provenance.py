@@ -76,6 +76,7 @@ FREE = {
     "stages": {"mesh": (2, 1, 2, 2), "microbatches": 2},
     "how it is computed": {"attention": "blockwise", "save": "nothing", "loss_chunk": 8, "gather_weights": "step"},
     "the number of microbatches": {"microbatches": 4},
+    "microbatches side by side": {"microbatches": 4, "side_by_side": 4},
 }
 
 

@@ -3,33 +3,45 @@
 import sys
 
 import pytest
+import tiny
 
-from shardwright.run import soundness
+import train
+from shardwright.run import causality, soundness
 from shardwright.run.beside import run_beside
 
 pytestmark = pytest.mark.quick
-MODULE = "class Model:\n    pass\n"
+MODULE = "class Model:\n    c = None\n"
 
 
-def test_a_model_of_an_installed_package_is_checked_again_when_it_changes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("what", ["the step", "causality"])
+def test_a_model_of_an_installed_package_is_checked_again_when_it_changes(tmp_path, monkeypatch, what):
     """Its file is none of those that are hashed as source."""
     file = tmp_path / "a_model_of_a_package.py"
     file.write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(soundness, "kept_programs", lambda name: tmp_path / "kept" / name)
+    checks, c, source = [], tiny.config(), {"train.py": "a hash"}
+    found = lambda *_: checks.append(1) or []
+    monkeypatch.setattr(soundness, "find_unsound", found)
+    monkeypatch.setattr(causality, "_findings", found)
+    monkeypatch.setattr(causality, "calls_of", found)
     model = __import__(file.stem).Model()
-    checks = []
 
     def check() -> int:
-        soundness.refuse(lambda: checks.append(1) or [], {"train.py": "a hash"}, soundness.text_of(model))
+        checks.clear()
+        if what == "causality":
+            causality.check_causal(train.Forward(model, c.training), 16, source)
+            checks.pop()  # of calls_of
+        else:
+            soundness.check_steps(None, c, model, source)
         return len(checks)
 
-    assert [check(), check()] == [1, 1]
+    assert [check(), check()] == [1, 0]
     file.write_text(MODULE + "# sharded in another way\n")
-    assert [check(), check()] == [2, 2]
+    assert [check(), check()] == [1, 0]
     monkeypatch.delitem(sys.modules, file.stem)
     file.unlink()
-    assert [check(), check()] == [3, 4]
+    assert [check(), check()] == [1, 1]
 
 
 def test_programs_beside_the_training_find_its_packages(tmp_path, monkeypatch):

@@ -71,11 +71,9 @@ def trained(case: str | None, kind: type = Penalized) -> tuple:
     return steps, layers, float(nats / targets)
 
 
-QUICK = ("d=4 t=2", "interleaved", "side by side")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in CASES])
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=pytest.mark.long if x == "side by side" else pytest.mark.slow) for x in CASES]
+)
 def test_they_are_those_of_one_device(case):
     (steps, layers, evaluation), (expected, expected_layers, expected_evaluation) = trained(case), trained(None)
     np.testing.assert_allclose(steps, expected, rtol=1e-5)

@@ -46,7 +46,7 @@ def session_of(c, model=None, train=tiny.train):
 )
 def told(request):
     """Lines on a step whose state has a change, and the documents of its batch."""
-    c = tiny.config(tiny.model(layers=LAYERS, norm_epsilon=0.0), microbatches=MICROBATCHES)
+    c = tiny.config(tiny.model(layers=LAYERS, norm_epsilon=0.0), microbatches=MICROBATCHES, side_by_side=2)
     with jax.set_mesh(MESHES[request.param]()):
         session = session_of(c)
         explainer, batch = nonfinite.Explainer(session), tiny.place_batch(c)

@@ -97,7 +97,7 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, together):
         run = (
             functools.partial(run_schedule, parts, placement, table)
             if p > 1
-            else functools.partial(train.accumulate, whole, together=together)
+            else functools.partial(train.accumulate, whole, side_by_side=together)
         )
         loss, g, _ = run(copies, (batch,))
         return shardops.psum("+p ->", loss), reduced(g)[0]

@@ -25,6 +25,8 @@ SETTINGS = {  # the mesh, and what is set beside: of training, the model, the op
     "t alone": ("r=1 d=1 t=8", {}),
     "one device": ("r=1 d=1 t=1", {}),
     "microbatches": (DEMO, {"microbatches": 2}),
+    "side by side": ("r=1 d=2 t=2", {"microbatches": 4, "side_by_side": 2}),
+    "all side by side": (DEMO, {"microbatches": 2, "side_by_side": 2}),
     "gathered once a step": (DEMO, {"gather_weights": "step"}),
     "blockwise": (DEMO, {"attention": "blockwise"}),
     "loss in chunks": (DEMO, {"loss_chunk": 4}),

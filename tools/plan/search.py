@@ -13,7 +13,7 @@ from shardlib.axes import AXES
 from shardwright.compiled.table import in_bytes, in_seconds
 from shardwright.plan.chips import Chip
 from shardwright.run.config import Config
-from shardwright.run.planning import SAVED, Change, Settings, mesh_sizes, planned_change
+from shardwright.run.planning import SAVED, Change, Settings, beside, mesh_sizes, planned_change
 
 SCHEDULES = (("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("gpipe", 1))
 """Schedules of stages, each with a number of virtual stages."""
@@ -114,9 +114,7 @@ def _with(c: Config, mesh: Mapping[str, int], m: int, save: str, schedule: tuple
     stages = mesh["p"] * schedule[1] if mesh["p"] > 1 else 1
     if c.model.layers % stages == 0 and c.training.batch_size % (mesh["r"] * mesh["d"] * m) == 0:
         settings = {f"mesh.{axis}": size for axis, size in mesh.items()}
-        together = math.gcd(m, c.training.side_by_side) if mesh["p"] == 1 else 1
-        settings |= {"training.microbatches": m, "training.save": save}
-        settings |= {"training.side_by_side": together} if together != c.training.side_by_side else {}
+        settings |= {"training.microbatches": m, "training.save": save, **beside(c, m, mesh["p"])}
         yield settings | (dict(zip(_OF_STAGES, schedule, strict=True)) if mesh["p"] > 1 else {})
 
 

@@ -59,7 +59,8 @@ def small(c: Config, devices: int) -> None:
     sizes["d_model"] = 2 * n * n if "heads" in fields else 6 * n  # the width of a head is d_model / heads
     for name in fields & sizes.keys():
         setattr(c.model, name, sizes[name])
-    t.microbatches = math.lcm(max(p, 2), t.side_by_side)
+    groups = 1 if t.microbatches == t.side_by_side > 1 else 2
+    t.microbatches = max(p, groups) if t.side_by_side == 1 else math.lcm(p, groups * t.side_by_side)
     t.batch_size, t.seq_len = n * t.microbatches, 4 * n
     t.loss_chunk = None if t.loss_chunk is None else n
 
