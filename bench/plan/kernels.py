@@ -60,8 +60,12 @@ def kinds(program: Program, table: Table) -> dict[str, str]:
 
 def rows(run: Path, chip: str) -> list[Row]:
     """The operations of a run's step, those that were measured or predicted longest first."""
-    patterns = "training_step_optimized_hlo_*.txt", "plugins/profile/*/*.xplane.pb"
-    text, trace = (max(run.glob(pattern), default=run / pattern) for pattern in patterns)
+    found = []
+    for pattern in ("training_step_optimized_hlo_*.txt", "plugins/profile/*/*.xplane.pb"):
+        if not (files := sorted(run.glob(pattern))):
+            raise ValueError(f"{run} has no {pattern}: give the directory of a run that was profiled.")
+        found.append(files[-1])
+    text, trace = found
     program = parse(content := text.read_text())
     if "reification_cost" not in content:
         raise ValueError(f"XLA wrote no prediction into {text}. Train with +{OPTION}.")
@@ -82,6 +86,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--chip", choices=known(), required=True, help="on which it ran")
     parser.add_argument("--rows", type=int, default=40, metavar="N")
     args = parser.parse_args(arguments)
+    if args.rows < 0:
+        parser.error(f"--rows is {args.rows}; it must be at least 0")
     try:
         found = rows(args.run, args.chip)
     except (ValueError, OSError) as error:
@@ -90,10 +96,10 @@ def main(arguments: list[str] | None = None) -> None:
     for kind, took, told, _ in found:
         totals[kind][0] += took
         totals[kind][1] += told
-    print(f"{'measured':>9}{'predicted':>11}{'ratio':>8}   ms of a device in a step")
+    print(f"{'measured':>9} {'predicted':>10} {'ratio':>8}  ms of a device in a step")
     for kind, took, told, label in [*((kind, *x, "all") for kind, x in totals.items()), *found[: args.rows]]:
         ratio = f"{took / told:8.2f}" if told else f"{'-':>8}"
-        print(f"{took:9.3f}{told:11.3f}{ratio}   {kind}: {label}")
+        print(f"{took:9.3f} {told:10.3f} {ratio}  {kind}: {label}")
 
 
 if __name__ == "__main__":

@@ -120,6 +120,8 @@ def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
     )
     if t.microbatches % 2 == 0:
         yield {f"{of}microbatches": t.microbatches // 2} | beside(c, t.microbatches // 2, sizes["p"])
+    if t.side_by_side > 1:
+        yield {f"{of}side_by_side": 1}
     alone = math.prod(sizes.get(axis, 1) for axis in "cde") == 1
     is_once = t.gather_weights == "step" or (t.gather_weights == "auto" and alone)
     yield {f"{of}gather_weights": "layer" if is_once else "step"}

@@ -147,6 +147,7 @@ def test_changes_are_to_what_goes_side_by_side():
     assert frozenset({"training.microbatches": 2, "training.side_by_side": 2}.items()) in found
     assert frozenset({"mesh.t": 1, "mesh.p": 2, "training.side_by_side": 1}.items()) in found
     assert frozenset({"training.microbatches": 8}.items()) in found
+    assert frozenset({"training.side_by_side": 1}.items()) in found
 
 
 @pytest.mark.long
