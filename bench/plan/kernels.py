@@ -1,6 +1,6 @@
 """XLA's prediction of each kernel of a run's training step beside its measured time, on a GPU.
 
-    python -m train <settings> hardware=h100 +hardware.compiler_options.xla_gpu_collect_cost_model_stats=true
+    python -m train --config-name=<name> +hardware.compiler_options.xla_gpu_collect_cost_model_stats=true
     python -m bench.plan.kernels runs/<name> --chip h100 [--rows N]
 
 Reads the step's HLO text and the trace of the run's profiled steps; needs no device. For each kind of kernel, then for
