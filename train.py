@@ -32,21 +32,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_extra import explicit_activation_checkpointing, save_for_backward
-from shardlib import shardops
+from shardlib import shardops, shardtypes
 from shardlib.layers import Extras, LayerMetrics, run_layers
-from shardlib.shardtypes import (
-    Array,
-    Separate,
-    Subset,
-    bool_,
-    f32,
-    i32,
-    map_arrays,
-    pytree_dataclass,
-    typed,
-    typed_shard_map,
-    u32,
-)
+from shardlib.shardtypes import Array, Separate, Subset, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
 from shardlib.values import planned_devices
 from shardwright.modeling import attention as attention_paths
 from shardwright.modeling import context, fp8, rope, rules
@@ -258,7 +246,7 @@ def gathered(w: W, which: Callable[[str], bool] = lambda name: True, reduce_dtyp
             return x.astype(used.jax_dtype)
         return shardops.all_gather(f"{t.spec} -> {used.spec}", x, dtype=used.jax_dtype)
 
-    return map_arrays(gather, w)
+    return shardtypes.map_arrays(gather, w)
 
 
 @dataclasses.dataclass(frozen=True)

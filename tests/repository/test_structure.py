@@ -49,7 +49,7 @@ SHARED |= {f"tools.huggingface.{name}" for name in ("check", "families")}
 SHARED |= {"bench.throughput.peers.ours", "bench.throughput.peers.job"}
 """Modules of several programs."""
 MAX_LINES, MAX_SHARE, MAX_TRAIN_NAMES = 450, 0.25, 32
-LONGER = {"train": 696}
+LONGER = {"train": 684}
 """Modules that may be longer: the program that is one file."""
 VOCABULARY = ("shardlib.shardtypes", "shardlib.shardops")
 
@@ -154,7 +154,7 @@ def test_the_program_is_one_file_that_can_be_read():
     names = set()
     for node in tree("train").body:
         if isinstance(node, ast.ImportFrom) and node.module.partition(".")[0] in TOP and node.module not in VOCABULARY:
-            names |= {alias.name for alias in node.names} - {"shardops", "act"}
+            names |= {alias.name for alias in node.names} - {"shardops", "shardtypes", "act"}
     assert len(names) <= MAX_TRAIN_NAMES, sorted(names)
     (train,) = [node for node in tree("train").body if isinstance(node, ast.FunctionDef) and node.name == "train"]
     assert train.end_lineno - train.lineno < 40
