@@ -68,7 +68,7 @@ def rows(run: Path, chip: str) -> list[Row]:
     text, trace = found
     program = parse(content := text.read_text())
     if "reification_cost" not in content:
-        raise ValueError(f"XLA wrote no prediction into {text}. Train with +{OPTION}.")
+        raise ValueError(f"XLA wrote no prediction into {text}. Train on a GPU, with +{OPTION}.")
     table = describe(program)
     clock = Clock(program, table, chip_of(chip), {}, ATTENTION)
     clock.seconds(program.entry)

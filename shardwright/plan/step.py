@@ -43,6 +43,7 @@ class Facts(NamedTuple):
         flops_per_token: model FLOPs, of flops.flops_of_model.
         dtype: compute dtype.
         layers, microbatches: their numbers.
+        side_by_side: of microbatches.
     """
 
     tokens: int
@@ -50,6 +51,7 @@ class Facts(NamedTuple):
     dtype: str
     layers: int
     microbatches: int
+    side_by_side: int = 1
 
 
 class Step(NamedTuple):
@@ -107,7 +109,7 @@ def step_of(
         given.append(Value(shape, dtype, NOWHERE, kind, name.removeprefix("weights.")))
     graph = graph_of(inside, sizes, given)
     chunks = 1 if table is None else len(table.stages[0])
-    ops, times = work_of(graph, facts.microbatches, chunks), facts.microbatches * chunks
+    ops, times = work_of(graph, facts.microbatches, chunks), facts.microbatches // facts.side_by_side * chunks
     return Step(ops, _held(graph, given, platform, times), dict(sizes), facts, table)
 
 

@@ -79,7 +79,8 @@ def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip
         batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model)))
         traced = programs(c, model, batch, which="training")["training"]
     flops = flops_of_model(model.table, c.model, t.seq_len)
-    facts = Facts(t.batch_size * t.seq_len, flops, t.compute_dtype, c.model.layers, t.microbatches)
+    counts = c.model.layers, t.microbatches, t.side_by_side
+    facts = Facts(t.batch_size * t.seq_len, flops, t.compute_dtype, *counts)
     return step_of(traced, sizes, chip.platform, facts, table)
 
 

@@ -133,7 +133,10 @@ def test_each_kernel_beside_its_prediction(tmp_path, capsys):
 
 def test_a_run_without_predictions(tmp_path, capsys):
     for run, why in (
-        (run_on_a_gpu(tmp_path, TEXT.replace("reification_cost", "cost")), "Train with +hardware.compiler_options"),
+        (
+            run_on_a_gpu(tmp_path, TEXT.replace("reification_cost", "cost")),
+            "Train on a GPU, with +hardware.compiler_options",
+        ),
         (tmp_path / "none", "has no training_step_optimized_hlo_*.txt"),
     ):
         with pytest.raises(SystemExit):
