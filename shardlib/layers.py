@@ -41,7 +41,7 @@ class Extras:
     def joined(cls, results: list[Any]) -> tuple[tuple, Self]:
         """The results of a layer for several microbatches as one: a tuple of each x, and the means of their Extras."""
         xs, extras = zip(*map(split_extras, results), strict=True)
-        return xs, jax.tree.map(lambda *values: sum(values) / len(values), *extras)
+        return xs, extras[0] if len(extras) == 1 else jax.tree.map(lambda *values: sum(values) / len(values), *extras)
 
 
 def split_extras(result: Any) -> tuple[Any, Extras]:
