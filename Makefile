@@ -50,7 +50,7 @@ test-quick: $(DEVELOPMENT) ## only what a new Python or jax would break first: s
 test-long: $(DEVELOPMENT) ## only the long tests: less than half an hour on two cores
 	$(RUN) pytest -n $(WORKERS) $(BY_FILE) -m "long and not slow" --durations=40
 
-test-slow: $(DEVELOPMENT) ## only the slow tests: more than an hour on two cores
+test-slow: $(DEVELOPMENT) ## only the slow tests: some hours on two cores
 	$(RUN) pytest -n $(WORKERS) -m slow
 
 docs: $(SITE) ## the documentation as a site with search; prints the path of its first page

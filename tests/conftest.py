@@ -1,10 +1,12 @@
 """Every test sees eight simulated devices, whatever the machine; or TEST_DEVICES of them."""
 
 import atexit
+import collections
 import os
 import shutil
 import tempfile
 
+import pytest
 from simulated import compiled_in, xla_flags
 
 # Both are read when jax is imported, which happens after this file. The device count holds for the CPU alone, so
@@ -18,3 +20,20 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     directory = tempfile.mkdtemp(prefix="compiled-")
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     os.environ.update(compiled_in(directory))
+
+CASES = 2
+"""How many cases of a long test are no slow ones."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a long test CASES stay long, the others are slow. A marker `long(every_case=True)` keeps all."""
+    cases = collections.defaultdict(list)
+    for item in items:
+        marker = item.get_closest_marker("long")
+        if marker and not marker.kwargs and not item.get_closest_marker("slow"):
+            cases[item.nodeid.split("[")[0]].append(item)
+    for same in cases.values():
+        for number, item in enumerate(same):
+            if number % -(-len(same) // CASES):  # those that stay are as far apart as they can be
+                item.add_marker(pytest.mark.slow)

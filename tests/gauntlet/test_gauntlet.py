@@ -89,15 +89,15 @@ def in_process(bug: dict) -> bool:
 
 
 def traced() -> list:
-    """The bugs that can be traced here; not `long` are SHORT of them that are refused for different reasons."""
-    seen, found = {None}, []
+    """The bugs that can be traced here. SHORT that are refused for different reasons have no marker."""
+    seen, found = set(), []
     for number, bug in BUGS.items():
         if in_process(bug):
-            refused_by = bug["by"] if bug.get("caught") == "tracing" else None
-            found.append(
-                pytest.param(number, marks=[pytest.mark.long] if refused_by in seen or len(seen) > SHORT else [])
-            )
-            seen.add(refused_by)
+            refused = bug.get("caught") == "tracing"
+            marker = pytest.mark.long(every_case=True) if refused else pytest.mark.slow
+            new = refused and bug["by"] not in seen and len(seen) < SHORT
+            found.append(pytest.param(number, marks=[] if new else [marker]))
+            seen.update([bug["by"]] * refused)
     return found
 
 

@@ -66,6 +66,7 @@ def test_targets_are_the_answers(data, packed):
     ).state(0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["one device", "d=4 t=2"])
 def test_only_answers_count_in_the_loss_and_its_gradients(data, mesh):
     """Beside a dense model, summed over the answers that are known by hand."""

@@ -34,6 +34,7 @@ def assert_same_experts(gradients: dict, their) -> None:
                 assert error <= 1e-5 * scale, f"{name}, expert {i}: {error} of {scale}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["one device", "e=2 c=2 t=2"])
 @pytest.mark.parametrize(
     ("kind", "factor"), [("mixtral", None), ("qwen3_moe", None), ("olmoe", None), ("mixtral", 2.0)]
@@ -131,6 +132,7 @@ FITTING = [
 BIASED = [(mesh, *of, True) for mesh in ("one device", "e=2 c=2 t=2") for of in ((None, None), (8, None), (16, 2))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("mesh", "slots", "pools", "bias"), [*((*fitting, False) for fitting in FITTING), *BIASED])
 def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots, pools, bias):
     """Values and all gradients, with drops and without, of each expert by its own largest entry."""
@@ -321,6 +323,7 @@ ALL = {"correction_bias": True, "shared_experts": 2, "scores": "sigmoid", "group
 ALL |= {"expert_bias": True, "activation": "clamped"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", [{}, ALL | {"groups_per_token": 1}], ids=["plain", "all settings"])
 @pytest.mark.parametrize(
     ("factor", "pools"), [(1.0, None), (1.0, 4), (None, None)], ids=["slots", "pools", "everywhere"]
@@ -339,6 +342,7 @@ def test_steps_are_proved(sizes, factor, pools, settings):
     assert [str(finding) for finding in found] == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", ["e2 c2 t2", "p2 d2 c2"])
 def test_steps_by_muon_are_proved(sizes):
     """Of matrices whose last axis is t or c."""

@@ -22,6 +22,7 @@ def one_device():
         yield
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", truth.KINDS)
 def test_there_and_back_is_the_same_to_the_bit(kind, one_device, tmp_path):
     c = truth.model(kind, bos_id=3)
@@ -36,6 +37,7 @@ def test_there_and_back_is_the_same_to_the_bit(kind, one_device, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, weights), jax.tree.map(np.asarray, w))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", truth.KINDS)
 def test_what_transformers_saved_has_its_logits(kind, one_device, tmp_path):
     c = truth.model(kind, bos_id=3)

@@ -163,6 +163,7 @@ def imported(model, tmp_path) -> tuple:
     return models.read(tmp_path / "run")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [x if x in ("Llama", "Gemma2", "GptOss") else pytest.param(x, marks=pytest.mark.slow) for x in KINDS]
 )
@@ -210,6 +211,7 @@ def test_gradients_are_those_of_transformers(name, mesh, one_device, tmp_path):
     assert_same((logits, loss, gradients), expected, model, batch)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", ["r2 d2 c2 t2", pytest.param("p2 e2 t2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", OURS)
 def test_steps_are_proved(name, sizes):

@@ -273,6 +273,7 @@ def same(found: list, expected: list, tolerance: float = 1e-8) -> None:
     assert min(moved.values()) > 1e-4, moved
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES[1:])
 @pytest.mark.parametrize("recipe", [ADAFACTOR, pytest.param(SOAP, marks=pytest.mark.slow)])
 def test_in_f64_a_mesh_updates_as_one_device(recipe, mesh, monkeypatch):

@@ -125,6 +125,7 @@ def test_the_best_changes_are_those_of_all():
     assert found[0].plan.seconds <= found[1].plan.seconds
 
 
+@pytest.mark.long
 def test_other_programs_change_no_advice(monkeypatch):
     c = tiny.config(microbatches=2, save="nothing")
     now = planned_change(c, SIZES, H100, train.programs, {})

@@ -48,6 +48,7 @@ def sizes_of(mesh: str) -> dict[str, int]:
 MARKS = {"ring": []} | dict.fromkeys((way for way in WAYS if "einsum" in way), pytest.mark.slow)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["d=2 c=2 t=2", pytest.param("r=2 e=2 c=4", marks=pytest.mark.long), "p=2 c=2"])
 @pytest.mark.parametrize("way", [pytest.param(w, marks=MARKS.get(w, pytest.mark.long)) for w in WAYS])
 def test_steps_are_proved(way, mesh):

@@ -74,6 +74,7 @@ def targets(c, step: int) -> np.ndarray:
     return loader.sequences(step, np.arange(loader.batch_size)).targets
 
 
+@pytest.mark.long
 def test_tokens_in_order_are_read_once_whatever_changes(data):
     c = config(data, shuffle=False)
     read = np.concatenate([targets(c, step).reshape(-1) for step in range(9)])
@@ -174,6 +175,7 @@ def of_changes(tmp_path_factory, data):
     return directory
 
 
+@pytest.mark.long
 def test_each_step_is_that_of_its_settings(of_changes, data):
     c = config(data, shuffle=False)
     assert losses(of_changes) == by_hand(c, LENGTHS, 9)
