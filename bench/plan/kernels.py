@@ -35,7 +35,8 @@ Row = tuple[str, float, float, str]
 
 def measured(trace: Path, table: Table) -> collections.Counter[str]:
     """Seconds of each operation in a step, the mean over devices and steps. Raises ValueError if the trace has none."""
-    steps = read_object(trace.with_name(LINES))["steps"]
+    if not (steps := read_object(trace.with_name(LINES)).get("steps")):
+        raise ValueError(f"{trace.with_name(LINES)} has no number of steps: train again, with this version.")
     devices = devices_of(jax.profiler.ProfileData.from_file(str(trace)), MODULE, steps)
     found = collections.Counter[str]()
     for device in devices.values():

@@ -29,7 +29,9 @@ def run_beside(
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     paths = os.pathsep.join([str(_ROOT), *map(os.path.abspath, given)])
     options = {"stdin": subprocess.DEVNULL, "env": os.environ | {"PYTHONPATH": paths}}
-    options["start_new_session"] = True  # so that Ctrl-C, which stops the run in order, does not end it
+    # So that Ctrl-C, which stops the run in order, does not end it. In a session of its own it would have a priority of
+    # its own too: Linux shares processors among sessions first (sched(7), autogroup).
+    options["process_group"] = 0
     try:
         done = subprocess.run(command, capture_output=True, timeout=timeout, cwd=directory, **options)
     except subprocess.TimeoutExpired:

@@ -19,6 +19,7 @@ from shardwright.compiled.hlo import parse
 from shardwright.compiled.step import describe
 from shardwright.compiled.trace import devices_of, line_times
 from shardwright.modeling.model import load_model
+from shardwright.run.compiling import free_kept_memory
 from shardwright.run.config import check_divides, register_schema, to_config
 from shardwright.run.profile import MODULE
 from shardwright_data.loader import TokenBatch, batch_shapes, in_microbatches
@@ -84,6 +85,7 @@ class Contestant(OnJax):
             if self.training_step is None:
                 lowered = train.make_training_step(self.config, self.model).lower(self.state, batch, np.int32(0))
                 self.training_step = lowered.compile(compiler_options=self.options)
+                free_kept_memory()
             self.state, metrics = self.training_step(self.state, batch, np.int32(self.steps))
         self.steps += 1
         return metrics.loss
