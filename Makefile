@@ -7,8 +7,8 @@ EXTRAS ?= test,tools,oracle
 WORKERS ?= 2
 # All tests of a file run in one process, and share what it made.
 BY_FILE = --dist loadfile
-# Has glibc ask for large pages of memory, which saves page faults, and give the system each array that is freed.
-MEMORY = GLIBC_TUNABLES=glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=4194304
+# Has glibc ask for large pages of memory, which saves page faults.
+LARGE_PAGES = GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 # On a CPU with products of bf16 the demo is faster in bf16, on others in f32.
 DTYPE := $(shell grep -qs avx512_bf16 /proc/cpuinfo && echo bf16 || echo f32)
 # Draws the page of a run for README.
@@ -31,7 +31,7 @@ help: ## list the targets
 	@echo "Variables: PYTHON=$(PYTHON) VENV=$(VENV) EXTRAS=$(EXTRAS) WORKERS=$(WORKERS) ARGS=$(ARGS)"
 
 demo: $(RUNTIME) ## train a small sharded model on 8 simulated devices
-	$(MEMORY) JAX_PLATFORMS=cpu $(RUN) train --config-name=local_test_synthetic training.compute_dtype=$(DTYPE) $(ARGS)
+	$(LARGE_PAGES) JAX_PLATFORMS=cpu $(RUN) train --config-name=local_test_synthetic training.compute_dtype=$(DTYPE) $(ARGS)
 
 verify: $(RUNTIME) ## compare a small step on two meshes of 8 simulated devices with one device: a minute
 	$(RUN) tools.verify --config-name=local_test_synthetic verify.small=true mesh.p=2 \
