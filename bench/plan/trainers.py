@@ -18,8 +18,8 @@ For each row and trainer:
     GB sent   by a device in a step
 
 For TPUs, of which XLA tells no time of a step, Mcycles takes the place of the first two: the sum of its estimates of
-products, fusions and copies. It has none of attention's kernels and of collectives. They have no rows of four hosts, and
-ours has one microbatch there.
+products, fusions and copies. It has none of attention's kernels and of collectives. They have no rows of four hosts,
+and ours has one microbatch there.
 
 Nothing runs, and none of these figures is measured. The environment is that of bench.plan.compilers, and flax==0.12.8.
 A program takes half a minute to some minutes. --lines prints where each waits. Programs that are there are not made
