@@ -45,9 +45,11 @@ class Extras:
 
 
 def split_extras(result: Any) -> tuple[Any, Extras]:
-    """The parts x and Extras of a layer's result."""
+    """The parts x and Extras of a layer's result. Raises ShardError for Extras that are not the same on all devices."""
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Extras)
-    return result if is_pair else (result, Extras())
+    x, extras = result if is_pair else (result, Extras())
+    extras.check()
+    return x, extras
 
 
 @pytree_dataclass
@@ -126,9 +128,7 @@ def run_layers(
             read, cache = attend(given, *args, **options)
             return read
 
-        y = layer(weights, x, number, place, attend_in_layer)
-        y, extras = split_extras(y)
-        extras.check()
+        y, extras = split_extras(layer(weights, x, number, place, attend_in_layer))
         if problem := _changed(x, y):
             raise ShardError(
                 f"a layer is given {problem}",

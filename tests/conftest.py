@@ -21,19 +21,19 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     os.environ.update(compiled_in(directory))
 
-CASES = 2
-"""How many cases of a long test are no slow ones."""
-
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of the cases of a long test CASES stay long, the others are slow. A marker `long(every_case=True)` keeps all."""
+    """Of a long test only the first and the last case stay long, which differ in every parameter; the others are slow.
+
+    Those of a long file, which share what takes long, and of a test that is `long(every_case=True)` all stay. The cases
+    are those that are collected, so run a few without `-m`.
+    """
     cases = collections.defaultdict(list)
     for item in items:
-        marker = item.get_closest_marker("long")
-        if marker and not marker.kwargs and not item.get_closest_marker("slow"):
+        markers = [marker for marker in item.own_markers if marker.name == "long"]
+        if markers and not any(marker.kwargs for marker in markers) and not item.get_closest_marker("slow"):
             cases[item.nodeid.split("[")[0]].append(item)
     for same in cases.values():
-        for number, item in enumerate(same):
-            if number % -(-len(same) // CASES):  # those that stay are as far apart as they can be
-                item.add_marker(pytest.mark.slow)
+        for item in same[1:-1]:
+            item.add_marker(pytest.mark.slow)

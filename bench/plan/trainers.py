@@ -66,7 +66,7 @@ def job_of(chip: str, row: str) -> Job:
     options = {"dtype": "bf16", "platform": "gpu" if chip in GPUS else "tpu", "r": r, "d": d, "t": t}
     # As the configurations of four hosts have it, and as docs/performance.md advises for t.
     own = ["training.unroll=1"] if r > 1 and size != "124m" else []
-    if t > 1 and chip in GPUS:  # for v6e jaxlib 0.10.2 cannot read what libtpu makes of microbatches side by side
+    if t > 1 and chip in GPUS:  # jaxlib 0.10.2 cannot read libtpu's program of microbatches side by side (v6e)
         own = [f"training.{name}={2 if size == '124m' else 4}" for name in ("microbatches", "side_by_side")]
         given = {"dot_merger_threshold_mb": 0, "experimental_parallel_collective_overlap_limit": 1}
         own += [f"++hardware.compiler_options.xla_gpu_{name}={value}" for name, value in given.items()]

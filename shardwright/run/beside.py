@@ -1,4 +1,4 @@
-"""Work beside the training: our own programs in processes of their own, which do not hold its interpreter lock."""
+"""Work beside the training: our own programs in processes of the lowest priority, without its interpreter lock."""
 
 import concurrent.futures
 import os
@@ -12,18 +12,18 @@ from typing import Any, TypeVar
 _ROOT = Path(__file__).parents[2]
 FAILURES = (OSError, RuntimeError, ValueError)
 """What run_beside and the reading of its output may raise."""
+TIMEOUT_S = 600.0
+"""Seconds after which such a process is ended. Seconds of its work take minutes while steps keep all cores busy."""
 T = TypeVar("T")
 
 
-def run_beside(
-    module: str, *arguments: Any, timeout: float, patient: bool = False, directory: Path | None = None
-) -> str:
-    """Runs one of our modules, by its name, as a program of at most `timeout` seconds. Returns what it prints.
+def run_beside(module: str, *arguments: Any, directory: Path | None = None) -> str:
+    """Runs one of our modules, by its name, as a program of at most TIMEOUT_S seconds. Returns what it prints.
 
-    A `patient` one has the lowest priority. `directory` is where it runs; None: where this program does. Raises
-    RuntimeError, with the last line of its errors, if it fails or takes too long.
+    `directory` is where it runs; None: where this program does. Raises RuntimeError, with the last line of its errors,
+    if it fails or takes too long.
     """
-    nice = ["nice", "-n", "19"] if patient and shutil.which("nice") else []
+    nice = ["nice", "-n", "19"] if shutil.which("nice") else []
     # The checkout is on the path of the program, but not the working directory, which may have a json.py.
     command = [*nice, sys.executable, "-P", "-m", module, *map(str, arguments)]
     given = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
@@ -33,9 +33,9 @@ def run_beside(
     # its own too: Linux shares processors among sessions first (sched(7), autogroup).
     options["process_group"] = 0
     try:
-        done = subprocess.run(command, capture_output=True, timeout=timeout, cwd=directory, **options)
+        done = subprocess.run(command, capture_output=True, timeout=TIMEOUT_S, cwd=directory, **options)
     except subprocess.TimeoutExpired:
-        raise RuntimeError(f"it took longer than {timeout:g} s") from None
+        raise RuntimeError(f"it took longer than {TIMEOUT_S:g} s") from None
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise RuntimeError(lines[-1] if lines else f"{module} ended with exit code {done.returncode}")

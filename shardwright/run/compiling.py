@@ -14,8 +14,6 @@ from shardwright.run.beside import FAILURES, run_beside
 from shardwright.run.directory import remove_older
 from shardwright.settings.words import say
 
-DRAWN_WITHIN_S = 120.0
-
 
 @pause("compiling the training step")
 def compile_step(
@@ -42,8 +40,9 @@ def compile_step(
         compiled = lowered.compile(compiler_options=options)
     finally:
         jax.config.update(in_key, before)
+    text = _keep_hlo(compiled, directory) if jax.process_index() == 0 else None
     free_kept_memory()
-    return compiled, _keep_hlo(compiled, directory) if jax.process_index() == 0 else None
+    return compiled, text
 
 
 def free_kept_memory() -> None:
@@ -73,7 +72,7 @@ def draw_step(hlo: Path) -> str:
     Returns a line for the user: where the picture is, or why there is none.
     """
     try:
-        drawn = run_beside("shardwright.compiled.files", hlo, timeout=DRAWN_WITHIN_S, patient=True).strip()
+        drawn = run_beside("shardwright.compiled.files", hlo).strip()
     except FAILURES as error:
         return f"picture    none, {hlo} cannot be drawn: {error}"
     return f"picture    {drawn}"

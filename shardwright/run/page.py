@@ -17,8 +17,6 @@ INTERVAL_S = 60.0
 """Shortest time in seconds from one start of `tools.report` to the next."""
 LARGEST_SHARE = 1 / 30
 """Largest share of the run's time in which `tools.report` runs."""
-TIMEOUT_S = 60.0
-"""Seconds after which a process that makes the page is ended."""
 
 
 class Page:
@@ -61,7 +59,7 @@ class Page:
         begin, reason = time.monotonic(), None
         try:
             # In the run's directory, so that Hydra need not read its name.
-            run_beside("tools.report", "run=.", timeout=TIMEOUT_S, patient=True, directory=self._directory)
+            run_beside("tools.report", "run=.", directory=self._directory)
         except FAILURES as error:
             reason = why(error).removeprefix("Error: ")
         self._next = begin + max(INTERVAL_S, (time.monotonic() - begin) / LARGEST_SHARE)

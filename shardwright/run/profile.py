@@ -18,7 +18,6 @@ from shardwright.settings.words import say
 
 MODULE = "jit_training_step"
 """Name of the training step's program."""
-_READ_TIMEOUT_S = 300.0
 
 
 class StepProfiler:
@@ -98,7 +97,7 @@ class StepProfiler:
         kept = _end_of_trace(self._log.directory, outputs)
         given = (kept, MODULE, self._last - self._first + 1, *([self._hlo] if self._hlo else []))
         try:
-            found = json.loads(run_beside("shardwright.compiled.trace", *given, timeout=_READ_TIMEOUT_S, patient=True))
+            found = json.loads(run_beside("shardwright.compiled.trace", *given))
         except FAILURES as error:
             found = {key: {"because": f"the trace could not be read: {error}"} for key in ("bubble", "lines")}
         lines, bubble = found["lines"], found["bubble"]

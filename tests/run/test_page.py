@@ -11,6 +11,7 @@ from written_runs import write_run
 
 import train
 from shardwright.modeling.model import load_model
+from shardwright.run import beside
 from shardwright.run import page as pages
 from shardwright.run.page import Page
 from tools.report.reading import read_run
@@ -54,7 +55,7 @@ def test_pages_are_a_minute_apart_and_take_a_share_of_the_time(tmp_path, made):
         made.now[0] += 1
     # The third took nine seconds: 30 times as long until the next one.
     assert [start for start, *_ in made.calls] == [1010, 1070, 1130, 1400, 1460, 1520, 1580]
-    assert made.calls[0][2] == {"timeout": 60.0, "patient": True, "directory": tmp_path}
+    assert made.calls[0][2] == {"directory": tmp_path}
 
 
 def test_why_there_is_no_page_is_told_once(tmp_path, monkeypatch, capsys):
@@ -65,7 +66,7 @@ def test_why_there_is_no_page_is_told_once(tmp_path, monkeypatch, capsys):
     assert page.finish() is None
     out = capsys.readouterr().out
     assert re.fullmatch(r"report     none: .*Is a directory.*\n", out)
-    monkeypatch.setattr(pages, "TIMEOUT_S", 0.01)
+    monkeypatch.setattr(beside, "TIMEOUT_S", 0.01)
     assert Page(run, wanted=True).finish() is None
     assert capsys.readouterr().out == "report     none: it took longer than 0.01 s\n"
 

@@ -93,7 +93,7 @@ def test_what_a_run_may_change_makes_no_difference(plain, name):
     assert programs(SOURCE, **FREE[name]) == plain
 
 
-@pytest.mark.long
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("name", OTHER)
 def test_what_computes_something_else_has_another(plain, name):
     source, differs = OTHER[name]

@@ -48,13 +48,13 @@ def test_programs_beside_the_training_find_its_packages(tmp_path, monkeypatch):
     """Where they come by PYTHONPATH, as by the modules of a cluster."""
     (tmp_path / "a_program_beside.py").write_text("print('found')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert run_beside("a_program_beside", timeout=60) == "found\n"
+    assert run_beside("a_program_beside") == "found\n"
 
 
-def test_a_patient_program_gives_way_and_outlives_ctrl_c(tmp_path, monkeypatch):
-    """In a session of its own, Linux would share the processors equally between it and the training."""
+def test_a_program_beside_gives_way_and_outlives_ctrl_c(tmp_path, monkeypatch):
+    """If it had a session of its own, Linux would share the processors equally between it and the training."""
     program = "import os; print(os.getsid(0), os.getpgid(0), os.getpid(), os.nice(0))"
     (tmp_path / "a_patient_program.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    session, group, own, nice = map(int, run_beside("a_patient_program", timeout=60, patient=True).split())
+    session, group, own, nice = map(int, run_beside("a_patient_program").split())
     assert (session, group, nice) == (os.getsid(0), own, 19)

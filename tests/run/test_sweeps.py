@@ -104,7 +104,7 @@ def test_a_signal_ends_the_sweep(program):
     assert "with paths.model_name=sweep\n" in done.stderr
 
 
-@pytest.mark.long
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     ("swept", "message"),
     [

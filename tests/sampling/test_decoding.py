@@ -147,7 +147,7 @@ def check_of(kind: type, mesh: str):
 OTHER = "with a cache, the logits of random texts are not those of training's forward pass"
 
 
-@pytest.mark.long
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

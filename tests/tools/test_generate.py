@@ -146,7 +146,7 @@ def test_the_command(run, tmp_path):
     assert "step 3, mesh {'r': 1, 'd': 8, 't': 1}, f32" in done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -162,7 +162,7 @@ def test_the_documents_are_those_of_the_batch_with_their_losses(of_demo, dataset
         assert x["ids"] == (group["encoded_tokens"][first : first + x["tokens"]] >> 1).tolist()
 
 
-@pytest.mark.long
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [

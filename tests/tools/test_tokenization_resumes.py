@@ -148,7 +148,7 @@ def stopped(tmp_path, monkeypatch, **settings):
     return source
 
 
-@pytest.mark.long
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -48,8 +48,9 @@ def sizes_of(mesh: str) -> dict[str, int]:
 MARKS = {"ring": []} | dict.fromkeys((way for way in WAYS if "einsum" in way), pytest.mark.slow)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mesh", ["d=2 c=2 t=2", pytest.param("r=2 e=2 c=4", marks=pytest.mark.long), "p=2 c=2"])
+@pytest.mark.parametrize(
+    "mesh", ["d=2 c=2 t=2", *(pytest.param(m, marks=pytest.mark.long) for m in ("r=2 e=2 c=4", "p=2 c=2"))]
+)
 @pytest.mark.parametrize("way", [pytest.param(w, marks=MARKS.get(w, pytest.mark.long)) for w in WAYS])
 def test_steps_are_proved(way, mesh):
     sizes = {axis: n for axis, n in sizes_of(mesh).items() if n > 1 or axis in "rdt"}

@@ -30,7 +30,7 @@ def found(**training):
     return loss_and_gradients(tiny.config(tiny.model(qk_norm=True), **training), tiny.mesh(MESH))[1]
 
 
-@pytest.mark.long
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     ("n", "together", "gather"), [(2, 1, "layer"), (2, 1, "step"), (1, 1, "step"), (2, 2, "layer"), (2, 2, "step")]
 )
@@ -153,7 +153,7 @@ COLLECTIVES = {
 }
 
 
-@pytest.mark.long
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("gather", COLLECTIVES)
 def test_what_is_communicated(gather):
     how = {"side_by_side": 2} if gather == "side by side" else {"gather_weights": gather}

@@ -10,15 +10,17 @@ from llama_truth import compare, llama
 import train
 from shardwright_data.loader import TokenBatch
 
+EVERY_LONG = pytest.mark.long(every_case=True)
+
 
 @pytest.mark.parametrize(
     ("mesh", "changes", "z_loss"),
     [
-        *(pytest.param(name, {}, 0.0, marks=pytest.mark.long) for name in tiny.MESHES),
-        pytest.param("r=2 d=2 t=2", {"tied_embeddings": True}, 0.0, marks=pytest.mark.long),
+        *(pytest.param(name, {}, 0.0, marks=EVERY_LONG) for name in tiny.MESHES),
+        pytest.param("r=2 d=2 t=2", {"tied_embeddings": True}, 0.0, marks=EVERY_LONG),
         ("d=4 t=2", {}, 0.01),
         ("r=2 d=2 t=2", {"qk_norm": True}, 0.0),
-        pytest.param("d=4 t=2", {"logit_softcap": 0.5}, 0.0, marks=pytest.mark.long),
+        pytest.param("d=4 t=2", {"logit_softcap": 0.5}, 0.0, marks=EVERY_LONG),
     ],
 )
 def test_logits_loss_and_gradients_equal_llama(mesh, changes, z_loss):

@@ -101,7 +101,7 @@ def found(settings: str, module=train) -> list[str]:
     return unsound(c, mesh_of(mesh), module)
 
 
-@pytest.mark.long
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("settings", [pytest.param(s, marks=marked(s)) for s in SETTINGS])
 def test_steps_are_proved(settings):
     assert found(settings) == []
