@@ -6,19 +6,16 @@ The model is the demo's. The step is compiled for simulated devices and not run.
 of arguments, results and temporary arrays on a device.
 """
 
-from pathlib import Path
-
 import jax
 import numpy as np
-from hydra import compose, initialize_config_dir
 
 import train
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
-from shardwright.run.config import Config, register_schema, to_config
+from shardwright.run.config import Config
+from shardwright.run.launch import composed
 from shardwright_data.loader import batch_shapes
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 LENGTH = 2**17
 WAYS = ("gather", "ring", "ulysses")
 COUNTS = (1, 2, 4, 8)
@@ -26,10 +23,8 @@ COUNTS = (1, 2, 4, 8)
 
 def config(way: str) -> Config:
     """One sequence in a step of the demo's model."""
-    register_schema()
-    overrides = [f"training.context={way}", f"training.seq_len={LENGTH}", "training.batch_size=1"]
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return to_config(compose("local_test_synthetic", overrides=[*overrides, "training.attention=blockwise"]))
+    overrides = f"training.context={way}", f"training.seq_len={LENGTH}", "training.batch_size=1"
+    return composed("local_test_synthetic", *overrides, "training.attention=blockwise")
 
 
 def bytes_of(way: str, devices: int) -> int | None:

@@ -7,31 +7,25 @@ adds one summand after the other, and rounds each time to the dtype in which it 
 together, relative to the norm of the sum.
 """
 
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hydra import compose, initialize_config_dir
 
 import train
 from shardlib.shardtypes import f32, typed_shard_map
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import compute_scope, load_model
 from shardwright.modeling.weights import initialize
-from shardwright.run.config import register_schema, to_config
+from shardwright.run.launch import composed
 from shardwright_data.loader import make_loader
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 COUNTS = (2, 8, 64)
 
 
 def gradients(count: int) -> list[list[np.ndarray]]:
     """Of `count` sequences, the gradients of the matrices, in bf16."""
-    register_schema()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        overrides = ["training.batch_size=1", "training.gather_weights=step", "training.compute_dtype=bf16"]
-        c = to_config(compose("local_test_synthetic", overrides=overrides))
+    overrides = "training.batch_size=1", "training.gather_weights=step", "training.compute_dtype=bf16"
+    c = composed("local_test_synthetic", *overrides)
     model = load_model(c.model)
     forward = train.Forward(model, c.training)
 

@@ -23,7 +23,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hydra import compose, initialize_config_dir
 from jax.sharding import AbstractMesh, AxisType
 
 import train
@@ -38,8 +37,9 @@ from shardwright.run.checkpoint_arrays import (
     named_leaves,
     read_manifest,
 )
-from shardwright.run.config import Config, register_schema, to_config
+from shardwright.run.config import Config
 from shardwright.run.flops import PeakFlops, Speed
+from shardwright.run.launch import composed
 from shardwright.run.metrics import RunLog
 from shardwright.run.soundness import find_unsound
 from shardwright.run.stages import place_layers
@@ -57,10 +57,8 @@ COLUMNS = "devices start proof stages batches files manifest reading log report 
 
 def config(devices: int) -> Config:
     """The configuration on so many devices."""
-    register_schema()
-    sizes = ["mesh.t=8", f"mesh.d={devices // 8}", "mesh.r=1", f"training.batch_size={devices}"]
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return to_config(compose("flat_tokens_c4_a100x8_2b", overrides=sizes))
+    sizes = "mesh.t=8", f"mesh.d={devices // 8}", "mesh.r=1", f"training.batch_size={devices}"
+    return composed("flat_tokens_c4_a100x8_2b", *sizes)
 
 
 def measured(action: Callable) -> str:

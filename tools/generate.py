@@ -10,7 +10,6 @@ The weights are sharded as in training, on any mesh. docs/sampling.md explains h
 import bisect
 import dataclasses
 import json
-import re
 import sys
 import time
 from dataclasses import dataclass, field, fields
@@ -24,6 +23,7 @@ from rich.text import Text
 import train
 from shardwright.compiled.files import write_whole
 from shardwright.modeling.model import load_model
+from shardwright.run.directory import quoted
 from shardwright.run.opening import CheckpointChoice, MeshChoice, mesh_for, open_run
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.settings.program import run_program
@@ -164,9 +164,7 @@ def quote_prompt(argument: str) -> str:
     name, equals, value = argument.partition("=")
     if name != "prompt" or not equals:
         return argument
-    # To Hydra, a backslash is special before a quote or at the end only.
-    value = re.sub(r"""(\\*)("|\Z)""", lambda m: m[1] * 2 + (rf"\{m[2]}" if m[2] else ""), value).replace("${", r"\${")
-    return f'prompt="{value}"'
+    return f"prompt={quoted(value)}"
 
 
 if __name__ == "__main__":

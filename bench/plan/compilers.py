@@ -42,7 +42,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from hydra import compose, initialize_config_dir
 from jax.experimental import topologies
 
 import train
@@ -55,7 +54,8 @@ from shardwright.modeling.model import load_model
 from shardwright.plan.chips import chip_of
 from shardwright.plan.plan import plan_of
 from shardwright.plan.work import Op
-from shardwright.run.config import Config, check_divides, register_schema, to_config
+from shardwright.run.config import check_divides
+from shardwright.run.launch import composed
 from shardwright.run.planning import planned_step
 from shardwright.run.stages import training_table
 from shardwright_data.loader import batch_shapes
@@ -115,18 +115,11 @@ def devices_of(chip: str, count: int, hosts: int = 1) -> Any:
     return topology.devices[:count]
 
 
-def composed(config: str, overrides: list[str]) -> Config:
-    """The configuration of this name, with overrides."""
-    register_schema()
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return to_config(compose(config, ["paths.model_name=plan", *overrides]))
-
-
 def make(chip: str, name: str, out: Path) -> None:
     """Compiles a row, and writes its program and what only its compiler knows."""
     config, sizes, overrides = CASES[name]
     more = ["hardware=tpu"] if chip in TPUS else ["hardware=gpu", "training.attention=cudnn"]
-    c = composed(config, [*more, *overrides])
+    c = composed(config, *more, *overrides)
     (p, r, d, t), training = sizes, c.training
     mesh = make_mesh(devices_of(chip, math.prod(sizes)), r=r, d=d, t=t, p=p)
     check_divides(c, mesh.shape)
@@ -178,7 +171,7 @@ def sent_by(op: Op, mesh: Mapping[str, int]) -> float:
 
 def compare(text: str, facts: Mapping[str, Any]) -> tuple[dict[str, float], str, list[str]]:
     """The figures of a row, plan by compiler; what to say of it; and the lines whose bytes differ."""
-    c, chip = composed(facts["config"], facts["overrides"]), dataclasses.replace(chip_of(facts["chip"]), launch_s=0.0)
+    c, chip = composed(facts["config"], *facts["overrides"]), dataclasses.replace(chip_of(facts["chip"]), launch_s=0.0)
     step = planned_step(c, load_model(c.model), facts["mesh"], chip, train.programs)
     theirs, sent, spent = reading(text, facts), collections.Counter[Any](), collections.Counter[str]()
     for op in plan_of(step, chip, 1).rows:

@@ -43,7 +43,7 @@ def config_of(mesh: str) -> Config:
     sizes = dict.fromkeys("prdt", "1") | {"m": "1"} | dict(size.split("=") for size in mesh.split())
     sections = {"model": MODEL, "training": TRAINING | {"microbatches": sizes.pop("m")}, "mesh": sizes}
     changes = [f"{section}.{name}={x}" for section, settings in sections.items() for name, x in settings.items()]
-    return composed("local_test_synthetic", changes)
+    return composed("local_test_synthetic", *changes)
 
 
 def busy() -> float:

@@ -53,7 +53,9 @@ def place(root: str, name: str) -> Path:
 
 def quoted(text: str) -> str:
     """The text as a value on Hydra's command line, in double quotes."""
-    return '"' + re.sub(r'(\\*)("|$)', lambda found: 2 * found[1] + '\\"' * bool(found[2]), text) + '"'
+    # A backslash is special before a quote or at the end only.
+    text = re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + '\\"' * bool(found[2]), text)
+    return '"' + text.replace("${", r"\${") + '"'
 
 
 def override(setting: str, value: str) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
@@ -54,6 +55,13 @@ def program(run: Callable[[Any], Any]) -> Callable[[], None]:
 
     main.job = Job(job)
     return main
+
+
+def composed(name: str, *overrides: str) -> Config:
+    """The configuration configs/<name>.yaml with overrides, such as `training.steps=10`, like a command line."""
+    register_schema()
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return to_config(compose(name, [*overrides]))
 
 
 def _sections() -> dict[str, type]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from hydra import compose, initialize_config_dir
 
 import train
 from bench.throughput.peers.job import BOS_ID, Job, batches
@@ -20,11 +19,10 @@ from shardwright.compiled.step import describe
 from shardwright.compiled.trace import devices_of, line_times
 from shardwright.modeling.model import load_model
 from shardwright.run.compiling import free_kept_memory
-from shardwright.run.config import check_divides, register_schema, to_config
+from shardwright.run.config import check_divides
+from shardwright.run.launch import composed
 from shardwright.run.profile import MODULE
 from shardwright_data.loader import TokenBatch, batch_shapes, in_microbatches
-
-CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 def config_of(job: Job):
@@ -46,9 +44,7 @@ def config_of(job: Job):
     overrides |= {"hardware.compilation_cache": "null"}
     lines = [f"++{name}={value}" if "." in name else f"{name}={value}" for name, value in overrides.items()]
     lines += ["optimizer.schedule=constant", "optimizer.schedule_steps=null", f"++model.bos_id={BOS_ID}"]
-    register_schema()
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        return to_config(compose(job.config, [*lines, *job.overrides.split()]))
+    return composed(job.config, *lines, *job.overrides.split())
 
 
 def lowered(job: Job, devices: Any) -> Any:
