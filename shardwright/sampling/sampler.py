@@ -278,7 +278,8 @@ class Sampler(Programs):
             if len(prompt) >= self.context:
                 raise ValueError(f"prompt {i} has {len(prompt)} tokens; a context of {self.context} takes fewer.")
         if not self._checked:
-            if unproved := check_causal(self.forward, self.context, self.source, sampled=True):
+            positions = padded(self.context, self.context, self._t)
+            if unproved := check_causal(self.forward, positions, self.source, sampled=True):
                 raise ValueError(
                     f"it is not proved that a position sees no later token, so texts cannot be continued: {unproved}"
                 )
