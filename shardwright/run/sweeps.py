@@ -68,7 +68,8 @@ class Sweep(Callback):
             name, directory = find_place(root, name, config.hydra.job.config_name)
         except ValueError as error:
             sys.exit(f"Error: {error}")
-        run = f"{name}/${{hydra:job.override_dirname}}" if swept else name
+        # Of a quoted text Hydra computes nothing, so what it computes is put in behind it.
+        run = quoted(f"{name}/")[:-1] + '${hydra:job.override_dirname}"' if swept else quoted(name)
         with read_write(config), open_dict(config):
             config.hydra.sweep.dir = str(directory)
             config.hydra.overrides.hydra += [
@@ -76,7 +77,7 @@ class Sweep(Callback):
                 f"hydra.job.config.override_dirname.exclude_keys=[{','.join(map(quoted, shared))}]",
             ]
             task = [text for text in config.hydra.overrides.task if not text.startswith("paths.model_name=")]
-            config.hydra.overrides.task = [*task, f"paths.model_name={quoted(run)}"]
+            config.hydra.overrides.task = [*task, f"paths.model_name={run}"]
         self._name = name
         atexit.register(self._end, directory)
 
