@@ -1,6 +1,8 @@
 """The files of the compiled step, and its source lines with the compilation cache."""
 
+import ctypes
 import json
+import os
 import re
 import subprocess
 import sys
@@ -15,9 +17,14 @@ from jax.sharding import PartitionSpec as P
 from simulated import without_cache, xla_flags
 
 from shardwright.run import beside
-from shardwright.run.compiling import compile_step, draw_step
+from shardwright.run.compiling import compile_step, draw_step, free_kept_memory
 
 ROOT = Path(__file__).parents[2]
+
+
+def resident() -> int:
+    """Bytes of memory that this process occupies."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 def lower():
@@ -51,6 +58,22 @@ def test_the_text_is_kept_and_drawn(tmp_path):
     (row,) = [row for row in table["rows"] if row["kind"] == "collective"]
     assert (row["what"], row["axes"], row["size"]) == ("all-reduce", "d", 2 * 8 * 32 * 4 * 7 // 8)
     assert table["source"][row["line"]] == 'return jax.lax.psum(jnp.tanh(x @ w), "d")'
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="this C library keeps nothing")
+def test_memory_that_glibc_keeps_is_given_back():
+    malloc, free = ctypes.CDLL(None).malloc, ctypes.CDLL(None).free
+    malloc.restype, free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    pieces = [malloc(1 << 14) for _ in range(1 << 12)]
+    for piece in pieces:
+        ctypes.memset(piece, 1, 1 << 14)
+    last = malloc(1 << 14)  # in use above them, so that glibc keeps what is below
+    for piece in pieces:
+        free(piece)
+    kept = resident()
+    free_kept_memory()
+    assert kept - resident() > 0.9 * (1 << 26)
+    free(last)
 
 
 def test_texts_and_pictures_of_earlier_starts_are_removed(tmp_path):
