@@ -41,15 +41,17 @@ class Extras:
     def joined(cls, results: list[Any]) -> tuple[tuple, Self]:
         """The results of a layer for several microbatches as one: a tuple of each x, and the means of their Extras."""
         xs, extras = zip(*map(split_extras, results), strict=True)
-        return xs, extras[0] if len(extras) == 1 else jax.tree.map(lambda *values: sum(values) / len(values), *extras)
+        if len(extras) == 1:  # checked where the layers are run
+            return xs, extras[0]
+        for each in extras:
+            each.check()
+        return xs, jax.tree.map(lambda *values: sum(values) / len(values), *extras)
 
 
 def split_extras(result: Any) -> tuple[Any, Extras]:
-    """The parts x and Extras of a layer's result. Raises ShardError for Extras that are not the same on all devices."""
+    """The parts x and Extras of a layer's result."""
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Extras)
-    x, extras = result if is_pair else (result, Extras())
-    extras.check()
-    return x, extras
+    return result if is_pair else (result, Extras())
 
 
 @pytree_dataclass
@@ -129,6 +131,7 @@ def run_layers(
             return read
 
         y, extras = split_extras(layer(weights, x, number, place, attend_in_layer))
+        extras.check()
         if problem := _changed(x, y):
             raise ShardError(
                 f"a layer is given {problem}",
@@ -170,7 +173,7 @@ def run_layers(
 
 def _changed(x: Any, y: Any) -> str | None:
     """Words for how the residual stream `y` after a layer is of another type than `x` before it; None if it is not."""
-    if isinstance(x, tuple) and isinstance(y, tuple) and len(x) == len(y):
+    if type(x) is type(y) is tuple and len(x) == len(y):
         return next(filter(None, map(_changed, x, y)), None)
     (before, of_x), (after, of_y) = (jax.tree_util.tree_flatten_with_path(stream) for stream in (x, y))
     if of_x != of_y:

@@ -24,7 +24,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a long test only the first and the last case stay long, which differ in every parameter; the others are slow.
+    """Of a long test only the first and the last case stay long; the others are slow.
 
     Those of a long file, which share what takes long, and of a test that is `long(every_case=True)` all stay. The cases
     are those that are collected, so run a few without `-m`.

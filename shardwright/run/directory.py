@@ -53,9 +53,9 @@ def place(root: str, name: str) -> Path:
 
 def quoted(text: str) -> str:
     """The text as a value on Hydra's command line, in double quotes."""
-    # A backslash is special before a quote or at the end only.
-    text = re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + '\\"' * bool(found[2]), text)
-    return '"' + text.replace("${", r"\${") + '"'
+    # A backslash is special before a quote, before "${", and at the end.
+    text = re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
+    return '"' + re.sub(r'(\\*)("|\Z)', lambda found: 2 * found[1] + '\\"' * bool(found[2]), text) + '"'
 
 
 def override(setting: str, value: str) -> str:

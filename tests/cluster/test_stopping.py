@@ -12,6 +12,8 @@ pytestmark = pytest.mark.quick
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 def test_later_sigterms_change_nothing_and_a_second_sigint_acts_as_usual(first):
+    # The shell's `&` has a program ignore SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with StopRequest() as stop:
         assert stop.alone is None
         os.kill(os.getpid(), first)

@@ -58,7 +58,7 @@ def test_the_picture_of_a_step_with_eight_layers(tmp_path):
     assert width <= 1280
     assert height < 12_000
     assert min(float(text.get("font-size")) for text in root.iter(f"{SVG}text")) >= 11
-    assert {"layers, forward × 8", "layers, backward × 8", "microbatches × 2"} <= set(texts(svg))
+    assert {"layers, forward × 8", "layers, backward × 8", "groups of microbatches × 2"} <= set(texts(svg))
     of_lines = (rect for rect in root.iter(f"{SVG}rect") if rect.get("stroke") == "#dadce0")
     placed = [tuple(float(rect.get(key)) for key in ("x", "y", "width", "height")) for rect in of_lines]
     assert len(placed) > 50

@@ -243,7 +243,7 @@ def test_each_written_collective_of_a_layer_is_at_its_line():
 WHOLE, STAGES = {"r": 2, "d": 2, "t": 2}, {"r": 1, "d": 2, "t": 2, "p": 2}
 
 
-@pytest.mark.long
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     ("model", "mesh", "microbatches", "gather"),
     [

@@ -202,7 +202,7 @@ def test_a_rule_that_is_none_is_refused():
         Rule(visible=[causal])
 
 
-@pytest.mark.long
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("dropped", ["the last blocks", "all but the last blocks", "later documents"])
 def test_an_error_of_the_blocks_is_found(dropped, monkeypatch):
     """Blocks are small in the comparison, however large they are in the run."""

@@ -34,7 +34,7 @@ def assert_same_experts(gradients: dict, their) -> None:
                 assert error <= 1e-5 * scale, f"{name}, expert {i}: {error} of {scale}"
 
 
-@pytest.mark.long
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("mesh", ["one device", "e=2 c=2 t=2"])
 @pytest.mark.parametrize(
     ("kind", "factor"), [("mixtral", None), ("qwen3_moe", None), ("olmoe", None), ("mixtral", 2.0)]

@@ -163,7 +163,7 @@ def imported(model, tmp_path) -> tuple:
     return models.read(tmp_path / "run")
 
 
-@pytest.mark.long
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
     "name", [x if x in ("Llama", "Gemma2", "GptOss") else pytest.param(x, marks=pytest.mark.slow) for x in KINDS]
 )

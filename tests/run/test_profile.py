@@ -117,7 +117,7 @@ def test_a_sleep_between_the_steps_of_a_real_run(tmp_path, capsys):
     assert line == f"idle       {share} of the time: devices wait between steps, {gap:.2f} of {step:.1f} ms"
 
 
-@pytest.mark.long
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(("after", "among"), [(1, False), (2, True), (5, False)])
 def test_what_stops_the_training_among_the_steps_is_no_bubble(tmp_path, capsys, after, among):
     train(tmp_path, 8, sample_after=after)

@@ -206,7 +206,7 @@ def test_a_file_of_prompts(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["Hello, world", 'say "so"', '"so"', "it's", "back\\", '\\"', 'a\\\\" b', "a\nb", "", "[x]", "${x}", "3"],
+    ["Hello, world", 'say "so"', '"so"', "it's", "back\\", '\\"', 'a\\\\" b', "a\nb", "", "${x}", r"\\${x}", "3"],
 )
 def test_a_prompt_on_the_command_line_is_taken_sign_by_sign(text):
     def parsed(argument):

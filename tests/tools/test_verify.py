@@ -99,6 +99,13 @@ def test_small_is_small_in_the_configured_stages():
     assert {mesh["p"] for mesh in all_meshes(c, 8)[0]} == {1, 2}
 
 
+@pytest.mark.parametrize(("side_by_side", "expected"), [(2, (4, 4)), (3, (12, 12)), (1, (4, 1))])
+def test_all_microbatches_side_by_side_stay_so(side_by_side, expected):
+    c = tiny.config(microbatches=side_by_side, side_by_side=side_by_side)
+    small(c, 8)
+    assert (c.training.microbatches, c.training.side_by_side) == expected
+
+
 def test_numbers_that_are_not_finite_are_planted_in_weights():
     """In the last entry of the first and of the last one, and in a row of a table that no token of the batch reads."""
     state = train.State({"a": np.ones((2, 3)), "b": np.ones((4, 3)), "c": np.ones(3)}, {}, {})

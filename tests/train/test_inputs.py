@@ -253,7 +253,7 @@ def test_it_trains_the_same_on_another_mesh(data, unbroken, tmp_path):
     np.testing.assert_allclose(found, unbroken, rtol=2e-5)
 
 
-@pytest.mark.long
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(("name", "split"), [("kind", "train"), ("weight", "train"), ("kind", "validation")])
 def test_the_loss_depends_on_each_input(data, unbroken, tmp_path, name, split):
     shutil.copytree(data, tmp_path / "d")

@@ -60,7 +60,7 @@ CHECKED = ("flat_tokens_c4_a100x8_2b", "c4_h100x64_olmoe", "local_gpt2")
 OTHERS = [name for name in RUNS if "_c4_" not in name and name not in CHECKED]
 
 
-@pytest.mark.long
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("name", [*CHECKED, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_every_step_type_checks_on_2048_devices_where_they_divide_its_sizes(name):
     divided = [mesh for mesh in MESHES if passes(check_divides, load_for(name, mesh), mesh)]

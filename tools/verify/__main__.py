@@ -61,6 +61,7 @@ def small(c: Config, devices: int) -> None:
         setattr(c.model, name, sizes[name])
     groups = 1 if t.microbatches == t.side_by_side > 1 else 2
     t.microbatches = max(p, groups) if t.side_by_side == 1 else math.lcm(p, groups * t.side_by_side)
+    t.side_by_side = t.microbatches if groups == 1 else t.side_by_side
     t.batch_size, t.seq_len = n * t.microbatches, 4 * n
     t.loss_chunk = None if t.loss_chunk is None else n
 
