@@ -1,27 +1,19 @@
 """The axes of the device mesh: one table. docs/changing.md adds an axis."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
-
-
-class Axis(NamedTuple):
-    """What an axis is for."""
-
-    purpose: str
-    always: bool = False
-    """Whether a run's mesh has the axis even where it is of one device."""
-
 
 AXES = {
-    "p": Axis("pipeline: each device has its own layers"),
-    "r": Axis("replicas: plain data parallel", always=True),
-    "d": Axis("data parallel, weights sharded at rest (FSDP)", always=True),
-    "e": Axis("experts, which are sharded over it; else like d"),
-    "c": Axis("context: each device has some positions"),
-    "t": Axis("tensor parallel", always=True),
+    "p": "pipeline: each device has its own layers",
+    "r": "replicas: plain data parallel",
+    "d": "data parallel, weights sharded at rest (FSDP)",
+    "e": "experts, which are sharded over it; else like d",
+    "c": "context: each device has some positions",
+    "t": "tensor parallel",
 }
-"""The axes of a mesh, major to minor: neighbours along the last are nearest. A mesh may lack each of them, which is as
-if it had one device along it. Specs are read without it there."""
+"""The axes of a mesh and their purpose, major to minor: neighbours along the last are nearest. A mesh may lack each of
+them, which is as if it had one device along it. Specs are read without it there."""
+ALWAYS = ("r", "d", "t")
+"""Axes that the mesh of a run has even where they are of one device."""
 AXIS_ORDER = ("r", "t", "c", "d", "e", "p")
 """The order of axes within a dim: `M/t/d`, `V/t/p`. But c stands anywhere: in `L/c/t` a device of t has positions of
 its device of c, and in `K/t/c` a device of c has heads of its device of t."""
@@ -31,7 +23,7 @@ PIPELINE_AXIS = "p"
 
 def axes_of_mesh(sizes: Mapping[str, int]) -> dict[str, int]:
     """The axes that the mesh of a run has where it is to have these numbers of devices, in the order of AXES."""
-    return {axis: sizes.get(axis, 1) for axis, a in AXES.items() if a.always or sizes.get(axis, 1) != 1}
+    return {axis: sizes.get(axis, 1) for axis in AXES if axis in ALWAYS or sizes.get(axis, 1) != 1}
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:

@@ -10,10 +10,8 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import nbclient
 import nbformat
-from rich.console import Console
+from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.text import Text
-
-from shardwright.settings.words import picture_of
 
 ROOT = Path(__file__).parents[2]
 TOUR = ROOT / "docs/tour.ipynb"
@@ -31,7 +29,8 @@ def refusal(readme: str) -> str:
     place, rest = message.split(" ", 1)
     console.print(Text.assemble("Error: ", (place, "cyan"), " ", rest.rstrip()))
     console.print()  # the last line of an SVG loses its underscores
-    return picture_of(console, "a forgotten reduction")
+    template = re.sub(r"@font-face {{.*?}}\s*", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)  # so that it fetches nothing
+    return console.export_svg(title="a forgotten reduction", code_format=template, unique_id="a-forgotten-reduction")
 
 
 def zigzag(devices: int = 4) -> str:

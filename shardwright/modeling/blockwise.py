@@ -6,9 +6,8 @@ ring over c (shardwright/modeling/context.py) the keys come in turns, from one d
 """
 
 import contextlib
-import contextvars
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import einops
@@ -31,17 +30,12 @@ BLOCKS = {"cpu": 128}
 BLOCK = 512
 """The same for other platforms. It is not measured: blocks of this size fill a large device."""
 
-_SMALL_BLOCKS: contextvars.ContextVar[int | None] = contextvars.ContextVar("small_blocks", default=None)
+_SMALL_BLOCKS = jax.make_user_context(None)
 
 
-@contextlib.contextmanager
-def small_blocks(size: int) -> Iterator[None]:
+def small_blocks(size: int) -> contextlib.AbstractContextManager:
     """Context in which attention is traced in blocks of at most `size` positions, so that a short sequence has many."""
-    token = _SMALL_BLOCKS.set(size)
-    try:
-        yield
-    finally:
-        _SMALL_BLOCKS.reset(token)
+    return _SMALL_BLOCKS(size)
 
 
 class _Task(NamedTuple):
@@ -106,7 +100,7 @@ def in_one_state(q: Any, k: Any, v: Any, places: tuple[Places, Places], *rest: A
 
 def in_blocks(rule: Rule, ring: bool, q, k, v, q_places, k_places, sinks, learned, heads) -> jax.Array:
     """Attention of this device's queries to its keys, and in a ring to those of the other devices of c."""
-    largest = _SMALL_BLOCKS.get() or BLOCKS.get(target_device().platform, BLOCK)
+    largest = _SMALL_BLOCKS.value or BLOCKS.get(target_device().platform, BLOCK)
     chunks = 1 + ring  # of which each has blocks of its own: in zigzag order they are not neighbors
     blocks, of_keys = (chunks * -(-x.shape[1] // (largest * chunks)) for x in (q, k))
     of = lambda places, blocks: jax.tree.map(lambda x: _padded(x, blocks), places)

@@ -24,10 +24,11 @@ def planned() -> contextlib.AbstractContextManager:
 
 def planned_kernel(is_causal: bool, path: str, q: Any, k: Any, v: Any, mask: Any) -> jax.Array:
     """The call that stands for a path of attention. `mask` is what it is given beside queries, keys and values."""
-    return _kernel((is_causal, path), *_alike(q, k, v, mask))
+    return _kernel((is_causal, path), *alike(q, k, v, mask))
 
 
-def _alike(*arrays: Any) -> Any:
+def alike(*arrays: Any) -> Any:
+    """The arrays, varying over the axes over which any of them varies, and over those of stages."""
     axes = {axis for x in jax.tree.leaves(arrays) for axis in jax.typeof(x).manual_axis_type.varying}
     return varying(arrays, axes | set(stage_axes()))
 
@@ -47,7 +48,7 @@ def _kernel_backward(call: tuple[bool, str], kept: tuple, g: Any) -> tuple:
     gradients = lambda q, k, v, *_, all: [x + all.astype(x.dtype) for x in (q, k, v)]
     # The loops of blockwise sum these gradients, in f32.
     sums = [jnp.zeros_like(x, jnp.float32) for x in kept[1:3]] if call[1] == "blockwise" else []
-    return *_called(call[0], gradients, *kept, g, *_alike(*sums)), None
+    return *_called(call[0], gradients, *kept, g, *alike(*sums)), None
 
 
 def _called(is_causal: bool, fn: Callable, *args: Any) -> Any:

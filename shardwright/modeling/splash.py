@@ -17,8 +17,9 @@ from jax_extra import SAVED
 from shardlib import shardops
 from shardlib.op_checks import varying
 from shardlib.shardtypes import typed
-from shardlib.values import stage_axes, target_device
+from shardlib.values import target_device
 from shardwright.modeling.model import act
+from shardwright.modeling.planned_attention import alike
 from shardwright.modeling.rules import Places, Rule, Window, causal, same_document
 
 LANES = 128
@@ -37,10 +38,6 @@ def splash(
     rule: Rule,
 ) -> act["B/r/d/e L K/t Q D"]:
     """train.attention by splash attention, without dropout, sinks and learned scores. L is a multiple of LANES."""
-    # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
-    document = places[0].document
-    axes = {axis for x in (q, k, v, document) for axis in jax.typeof(x).manual_axis_type.varying}
-    axes |= set(stage_axes())
     # In f32, because bf16 would round the scale itself.
     scaled = (jnp.float32(q) * rule.scale_of(q.shape[-1])).astype(q.dtype)
     heads_first = (
@@ -51,7 +48,8 @@ def splash(
     out = shardops.per_device(
         "B/r/d/e H/t L D",
         functools.partial(_attend, rule),
-        *(varying(x, axes) for x in (*heads_first, document)),
+        # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
+        *alike(*heads_first, places[0].document),
         reason="the kernel computes each head of each sequence by itself",
     )
     return shardops.rearrange("B/r/d/e (K/t Q) L D -> B/r/d/e L K/t Q D", out)

@@ -5,6 +5,7 @@ The configuration of a run has to set each field that has no default. The other 
 """
 
 import dataclasses
+import json
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,7 @@ from shardwright.optimizers.config import OptimizerConfig, check_optimizer
 from shardwright.run.changes import check_changes
 from shardwright.run.trackers import TrackersConfig, check_trackers
 from shardwright.settings.composing import wrong_setting
+from shardwright.settings.differences import flat
 from shardwright_data.checks import above_0, at_least_0, at_least_1, check_choice, check_range, check_ranges, within
 from shardwright_data.loader import DataConfig
 
@@ -45,8 +47,8 @@ class TrainingConfig:
     changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Settings that change during the run, each by its whole name from a step on, such as
     [{step: 1000, training.seq_len: 2048}]. A resumed run may add some (docs/phases.md)."""
-    seed: int = within(0, 2**63, 0)
-    """Random seed of the initial weights, in [0, 2**63)."""
+    seed: int = within(0, 2**32, 0)
+    """Random seed of the initial weights, in [0, 2**32)."""
     init_from: str | None = None
     """Directory or URL of a run, or of a checkpoint, with the weights to begin with. Optimizer and data begin anew. Its
     model must be the same, but for what the next two settings allow. A resumed run reads its own checkpoint instead."""
@@ -227,6 +229,13 @@ def check_config(c: Config) -> None:
     check_range("model.bos_id", c.model.bos_id, 0, c.model.vocab)
     c.model.check(c.training.seq_len)
     check_optimizer(c.optimizer)
+    for name, value in flat(dataclasses.asdict(c)).items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"{name} is {value!r}; give a finite number, a text or null: a checkpoint is JSON."
+            ) from None
     try:
         schedule_of(c.pipeline.schedule)
     except ValueError as error:

@@ -5,12 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwright.cluster.watch import pause
+from shardwright.run.stores import agreed
 
 
 def evaluate(evaluation_step: Callable, weights: Any, validation: Any, batches: int) -> dict[str, float]:
     """Mean loss in nats a token over the first `batches` batches of the validation split.
 
-    No sequence of a dataset comes twice. Sources of a mixture begin again until the one that lasts longest is over.
+    No sequence of a dataset comes in two batches. Sources of a mixture begin again until the one that lasts longest is
+    over.
 
     Also in bits for each UTF-8 byte of the text of these targets, where the bytes of the tokens are known.
 
@@ -18,16 +20,17 @@ def evaluate(evaluation_step: Callable, weights: Any, validation: Any, batches: 
         evaluation_step: (weights, batch) -> (nats summed over the batch's targets, number of targets).
         weights: weights of the model.
         validation: loader of the validation split.
-        batches: at least 1. Where the split is shorter, fewer are used, but always one.
+        batches: at least 1. Where the split is shorter, fewer are used, but always one, in which sequences of a split
+            that is shorter come again.
 
     Raises:
-        ValueError: none of their tokens is a target.
+        OSError, ValueError: a batch cannot be read, on any process, or none of their tokens is a target.
     """
     once = max(map(math.floor, validation.epoch_steps().values()), default=batches)
     with pause("in the validation"):
         sums, sizes = [], []
         for i in range(max(1, min(batches, once))):
-            sums.append(evaluation_step(weights, validation.load(i)))
+            sums.append(evaluation_step(weights, agreed(lambda i=i: validation.load(i))))
             sizes.append(validation.utf8_bytes(i))
         nats, targets = (sum(map(float, part)) for part in zip(*sums, strict=True))
     if not targets:

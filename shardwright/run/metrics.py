@@ -1,6 +1,7 @@
 """The metrics of a run: lines of JSON in metrics.jsonl, of which some are printed."""
 
 import collections
+import contextlib
 import json
 import math
 import os
@@ -25,7 +26,7 @@ _SPEED_WINDOW = 20
 """Steps over which the printed speed is averaged."""
 
 
-class RunLog:
+class RunLog(contextlib.AbstractContextManager):
     """Writes `<directory>/metrics.jsonl`, and prints a line every few steps.
 
     Steps count from 0. The line of a step holds the metrics given to `log`, as floats, and
@@ -83,12 +84,10 @@ class RunLog:
         self._path = path = Path(directory) / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         if moved := move_later_lines(path, start_step):
-            self._print(f"{path}: {moved} lines of steps that are done again, or torn, are moved to {path.name}.left")
+            again = "" if start_step else "WARNING: no checkpoint, so the run begins again. "
+            self._print(f"{again}{path}: {moved} lines of steps done again, or torn, are moved to {path.name}.left")
         path.touch()
         self._synced = path.stat().st_size
-
-    def __enter__(self) -> "RunLog":
-        return self
 
     def __exit__(self, *exc_info) -> None:
         self.close()

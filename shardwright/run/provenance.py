@@ -10,13 +10,13 @@ to is hashed, so that comments and the names of values do not count.
 """
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import inspect
 import json
 import os
 import platform
-import shutil
 import site
 import subprocess
 import sys
@@ -51,12 +51,18 @@ def own_modules() -> list[Path]:
     return sorted(Path(file) for file in files if not f"{file}/".startswith(within) and Path(file).is_file())
 
 
+@functools.cache
+def bytes_of(path: Path) -> bytes:
+    """A file of the source as it was when this program first read it, which may be edited while it runs."""
+    return path.read_bytes()
+
+
 def source_of() -> dict[str, str]:
     """Hash of each part of the source, by name."""
     files = {name: sorted((ROOT / name).rglob("*.py")) or [ROOT / name] for name in PROJECT}
     for path in own_modules():  # of one name there may be several, such as __init__.py
         files[path.name] = [*files.get(path.name, ()), path]
-    digest = lambda paths: hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()[:20]
+    digest = lambda paths: hashlib.sha256(b"".join(map(bytes_of, paths))).hexdigest()[:20]
     return {name: digest(paths) for name, paths in files.items()}
 
 
@@ -162,13 +168,13 @@ def keep_source(directory: Path, step: int, model: Any, about: Mapping[str, Any]
         kept.mkdir(parents=True, exist_ok=True)
         names = set()
         for path in dict.fromkeys([ROOT / "train.py", Path(inspect.getsourcefile(type(model))), *own_modules()]):
-            shutil.copyfile(path, kept / (f"{path.parent.name}__" * (path.name in names) + path.name))
+            (kept / (f"{path.parent.name}__" * (path.name in names) + path.name)).write_bytes(bytes_of(path))
             names.add(path.name)
         with zipfile.ZipFile(kept / "source.zip", "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:
             for name in (*PROJECT, "tools/__init__.py", "tools/replay", "tools/configs"):
                 paths = [path for path in sorted((ROOT / name).rglob("*")) if path.suffix in (".py", ".yaml")]
                 for path in paths or [ROOT / name]:
-                    archive.write(path, path.relative_to(ROOT))
+                    archive.writestr(str(path.relative_to(ROOT)), bytes_of(path))
         write_whole(kept / "provenance.json", json.dumps({**found, **about}, indent=1, default=str) + "\n")
 
 

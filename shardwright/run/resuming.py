@@ -150,7 +150,8 @@ def deciding_settings(config: Config) -> dict[str, Any]:
     """The settings that decide what the steps compute, in parts. Paths of data may differ between hosts."""
     data = config.data
     weights = {name: source.weight for name, source in (data.mixture or {}).items()}
-    parts = {name: getattr(config, name) for name in ("model", "optimizer", "training", "pipeline")}
+    parts = {name: getattr(config, name) for name in ("model", "optimizer", "training", "pipeline", "mesh")}
+    parts["paths.model_name"] = config.paths.model_name
     return parts | {"data": (data.seed, data.shuffle, data.sequence_packing, data.loss_mask, data.skip_steps, weights)}
 
 

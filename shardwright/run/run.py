@@ -175,7 +175,8 @@ class Run:
         state = None
         while state is None:
             self._resume()
-            check_processes({"source (train.py and what it imports)": self.provenance["programs"]})
+            data = [self.total, *(loader and loader.state(0) for loader in (self.loader, self.validation))]
+            check_processes({"source (train.py and what it imports)": self.provenance["programs"], "dataset": data})
             planned = self._planned  # before the state takes memory that a device may not have
             try:
                 fresh = functools.partial(fresh_state, self.c, self.placement, record=self._record)
@@ -373,11 +374,15 @@ class Run:
         self._saves.save(save, is_last=self.is_over or self.stopped_by is not None)
 
     def validate(self, evaluation_step: Callable, weights: Any) -> None:
-        """Logs the loss on the validation split; nothing if training.eval_batches is 0."""
+        """Logs the loss on the validation split, or why there is none; nothing if training.eval_batches is 0."""
         if self.validation:
             batches = self.c.training.eval_batches
-            found = lambda: evaluate(evaluation_step, weights, self.validation, batches)
-            self._log.log_event(self.done - 1, "validation", found)
+            self._log.flush()  # the steps before end here
+            try:
+                event, found = "validation", evaluate(evaluation_step, weights, self.validation, batches)
+            except (OSError, RuntimeError, ValueError) as error:  # what was trained is to be saved
+                event, found = "validation_failed", {"why": str(error)}
+            self.log_event(event, found)
 
     def log_event(self, event: str, values: Any) -> None:
         """Logs an event after the steps done so far, as RunLog.log_event does."""

@@ -19,6 +19,7 @@ from shardlib.proof.check import UNTRACED, Finding, prove, raise_for
 from shardwright.cluster.devices import kept_programs
 from shardwright.modeling.model import inputs_of
 from shardwright.run.config import Config
+from shardwright.run.provenance import bytes_of
 from shardwright.run.stores import agreed
 from shardwright_data.loader import batch_shapes
 
@@ -86,7 +87,7 @@ def _refuse(find: Callable[[], list[Finding]], source: Any, parts: tuple) -> Non
 def text_of(model: Any) -> bytes:
     """The file of the model's class, which may be of a package. Other bytes each time where there is none."""
     try:
-        return Path(inspect.getsourcefile(type(model)) or "").read_bytes()
+        return bytes_of(Path(inspect.getsourcefile(type(model)) or ""))
     except (TypeError, OSError):
         return os.urandom(16)
 

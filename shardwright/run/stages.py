@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from shardlib import pipeline, shardops
 from shardlib.array_types import ABSENT, arrays_of
-from shardlib.axes import AXES, PIPELINE_AXIS
+from shardlib.axes import ALWAYS, PIPELINE_AXIS
 from shardlib.op_checks import varying
 from shardlib.placement import LayerPlacement, place_layers
 from shardlib.schedules import Orders, forwards, in_a_ring, schedule_of, stages_of
@@ -119,7 +119,7 @@ def stack_orders(placement: LayerPlacement, kind: Any, like: Any) -> dict[str, n
 def folded_mesh(c: Config) -> jax.sharding.Mesh:
     """The current mesh with the axes r, d and t alone: d takes the devices of all but t, or r does if d cannot."""
     mesh = jax.sharding.get_mesh()
-    if all(AXES[axis].always for axis in mesh.shape):
+    if {*mesh.shape} <= {*ALWAYS}:
         return mesh
     # In the same order, as JAX moves arrays only between meshes with the same order of devices.
     others = mesh.size // mesh.shape["t"]

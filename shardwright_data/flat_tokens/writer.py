@@ -157,7 +157,7 @@ class GrowingArray:
             return ts.open(spec, **how).result()
 
 
-class Writer:
+class Writer(contextlib.AbstractContextManager):
     """Writes one split of a dataset, in zarr v3.
 
     Readers see the split only after `close`: the group's metadata is written last, when each write before it has been
@@ -262,9 +262,6 @@ class Writer:
             group = {"zarr_format": 3, "node_type": "group", "attributes": attributes}
             self._root.write(f"{prefix}zarr.json", json.dumps(group, indent=1).encode() + b"\n").result()
         self._root.write(self._state, None).result()
-
-    def __enter__(self) -> "Writer":
-        return self
 
     def __exit__(self, exc_type: type | None, *_: object) -> None:
         if exc_type is None:

@@ -5,7 +5,10 @@ can be read. Such a state is small, since it names a place in the stream and not
 """
 
 import functools
+import hashlib
 import itertools
+import json
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -45,7 +48,7 @@ class StreamLoader(Loader):
 
     Raises:
         ValueError: a setting is out of range or missing, a dataset or tokenizer is missing, token ids exceed the
-            vocabulary, or a package is not installed.
+            vocabulary, a package is not installed, or the files are not those of the state.
     """
 
     parallel_loads = 1
@@ -70,7 +73,14 @@ class StreamLoader(Loader):
                 f"{self.vocab_size}. Set that to {size}, or choose another tokenizer."
             )
         self._beginning = self._data.state_dict()
-        place = dict(state or {})
+        place, found = dict(state or {}), [path for path in sources.match(files) if "://" not in path]
+        found = [(os.path.basename(path), os.path.getsize(path)) for path in found]
+        self._files = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:20]
+        if place.pop("files", self._files) != self._files:
+            raise ValueError(
+                f"The stream {self._name} has other files than those of the checkpoint, by name or size, so that its "
+                "place in them means another text. Resume with the same files, or start another run."
+            )
         first = place.pop("step", 0)
         self._places = {0: _Place(), first: _Place(**place)}
         """Where the batch of each step begins, as far as known."""
@@ -95,7 +105,7 @@ class StreamLoader(Loader):
                 f"The stream {self._name} has no state for step {step}, only for 0 and {max([*self._places])}, and "
                 "some between them: a stream is read in order. Resume from a checkpoint that holds its state."
             )
-        return {"step": step} | self._places[step]._asdict()
+        return {"step": step, "files": self._files} | self._places[step]._asdict()
 
     @functools.cached_property
     def byte_lengths(self) -> ByteLengths | None:

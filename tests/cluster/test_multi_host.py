@@ -20,6 +20,7 @@ from shardwright.cluster.config import DistributedConfig, HardwareConfig
 from shardwright.cluster.devices import start_devices
 from shardwright.run.config import Config, register_schema, to_config
 from shardwright.settings.exits import LOST, STALLED, STOPPED
+from shardwright_data.flat_tokens import Writer
 
 HOST = socket.gethostname()
 # Short enough for a test, long enough for a machine that is busy with other tests.
@@ -165,9 +166,12 @@ def test_two_processes_change_settings_as_one(tmp_path):
     [
         ("import sys; sys.argv.append('optimizer.learning_rate=0.5')", "optimizer"),
         ("import jax; jax.nn.silu = jax.nn.gelu", "source (train.py and what it imports)"),
+        ("import sys; sys.argv.append(f'data.filespec={root}/another.zarr')", "dataset"),
     ],
 )
 def test_a_process_with_other_settings_or_source_is_refused(tmp_path, differs, what):
+    with Writer(str(tmp_path / "another.zarr"), "train") as writer:
+        writer.append(np.arange(900, dtype=np.uint32), np.array([900]))
     run = Run(tmp_path, 2, 1, "training.steps=2", hooks={1: differs})
     assert all(run.wait())
     for i in range(2):

@@ -100,6 +100,17 @@ def as_bytes(text):
     return np.frombuffer(text.encode(), np.uint8).astype(np.uint32) + 3
 
 
+def test_other_files_than_those_of_the_state_are_refused(tmp_path):
+    (tmp_path / "b.txt").write_text("one line\n" * 50)
+    loader = make([str(tmp_path / "*.txt")])
+    batches(loader, range(2))
+    state = json.loads(json.dumps(loader.state(2)))
+    make([str(tmp_path / "b.txt")], state=state)
+    (tmp_path / "a.txt").write_text("another\n")  # which is read first
+    with pytest.raises(ValueError, match=r"has other files than those of the checkpoint, by name or size"):
+        make([str(tmp_path / "*.txt")], state=state)
+
+
 @pytest.mark.parametrize("end", [None, "</s>"])
 def test_packed_in_order(files, texts, end):
     loader = make(files, shuffle=False, stream_settings={"end_token": end})

@@ -1,5 +1,8 @@
 """The second model, trained by the same train.py, against transformers' GPT2LMHeadModel."""
 
+import dataclasses
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,6 +117,15 @@ def test_sequences_longer_than_the_positions_are_refused():
         check_config(c)
     with pytest.raises(ValueError, match=r"model\.d_model is 60; it must be a multiple of model\.heads = 8"):
         check_config(tiny.config(model(d_model=60)))
+
+
+def test_a_setting_that_no_checkpoint_keeps_is_refused():
+    @dataclasses.dataclass
+    class Own(gpt2.ModelConfig):
+        window: float = math.inf
+
+    with pytest.raises(ValueError, match=r"^model.window is inf; give a finite number, a text or null: a checkpoint"):
+        check_config(tiny.config(Own(**vars(model()))))
 
 
 # ---- against transformers -----------------------------------------------------------------------------------------

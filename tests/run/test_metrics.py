@@ -121,7 +121,7 @@ def test_resuming_replaces_later_and_torn_lines(tmp_path, capsys):
         log.log(4, metrics(2.0))
     assert [line["step"] for line in read(tmp_path)] == [0, 1, 2, 3, 3, 4]
     assert read(tmp_path)[-1]["loss"] == 2.0
-    assert "4 lines of steps that are done again, or torn, are moved to metrics.jsonl.left" in capsys.readouterr().out
+    assert "4 lines of steps done again, or torn, are moved to metrics.jsonl.left" in capsys.readouterr().out
     assert (tmp_path / "metrics.jsonl.left").read_text().endswith('{"step": 6, "lo\n')
     assert {file.name for file in tmp_path.iterdir()} == {"metrics.jsonl", "metrics.jsonl.left"}
 

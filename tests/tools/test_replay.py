@@ -133,6 +133,15 @@ def test_it_is_on_other_meshes_too(tmp_path, dataset, mesh, options):
     assert elsewhere["loss"] == pytest.approx(found["loss"], rel=1e-5)
 
 
+@pytest.mark.long
+def test_batches_that_a_later_start_left_out_are_left_out(tmp_path, dataset):
+    """Before the first checkpoint of that start."""
+    run(tmp_path / "run", dataset, steps=6)
+    directory = run(tmp_path / "run", dataset, steps=8, skip_steps=[6])
+    for step in (5, 7):
+        assert replayed(directory, step=step, microscope=False)[0]["is_equal"] is True
+
+
 @pytest.mark.slow
 def test_its_statistics_are_those_of_the_run_and_leave_it_as_it_is(of_demo, tmp_path, dataset):
     events = {x["step"]: x for x in lines_of(of_demo) if x.get("event") == "microscope"}

@@ -110,6 +110,18 @@ def test_a_run_leaves_its_outputs(unbroken):
     assert any(row["line"].startswith("train.py:") for row in json.loads(profile.read_text())["lines"])
 
 
+@pytest.mark.long
+def test_a_validation_that_fails_costs_no_checkpoint(tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise ValueError("the validation has no target")
+
+    monkeypatch.setattr("shardwright.run.run.evaluate", fail)
+    directory = run(tmp_path / "run", 2)
+    assert [path.name for path in (directory / "checkpoints").iterdir()] == ["0000000002"]
+    assert events(directory) == [{"step": 1, "event": "validation_failed", "why": "the validation has no target"}]
+    assert "step 2  validation_failed  why the validation has no target" in capsys.readouterr().out
+
+
 def test_the_validation_loss_is_that_of_the_validation_split(unbroken):
     """Against the weights in the checkpoint, on rows read from the dataset itself."""
     arrays = zarr.open_group(unbroken / "checkpoints" / "0000000008", mode="r")["weights"]

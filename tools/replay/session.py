@@ -24,7 +24,7 @@ from shardwright.run.run import fresh_state
 from shardwright.run.stages import placement_of
 from shardwright.run.teacher import check_reference, read_reference, reference_record
 from shardwright_data.foreign import number, read_object, shown
-from shardwright_data.loader import TokenBatch, batch_of
+from shardwright_data.loader import TokenBatch, batch_of, check_skips
 
 Write = Callable[[str], None]
 
@@ -128,8 +128,13 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
     with checkpoints_of(run) as checkpoints:
         done, metadata = before(run, checkpoints, step)
         config, last = saved_config(metadata), Path(run) / "config.yaml"
-        if last.exists():  # it has changes that a later start added
-            config["training"]["changes"] = read_config(last)["training"].get("changes", [])
+        if last.exists():  # it has changes, and skipped batches, that a later start added
+            later = read_config(last)
+            config["training"]["changes"] = later["training"].get("changes", [])
+            skips = config["data"].get("skip_steps", []), later["data"].get("skip_steps", [])
+            with contextlib.suppress(ValueError):  # of a start that went back further
+                check_skips(*skips, done)
+                config["data"]["skip_steps"] = skips[1]
         c = config_of(config, trust)
         if done == 0 and c.training.init_from is not None and not trust:
             raise ValueError(

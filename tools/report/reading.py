@@ -116,7 +116,7 @@ def read_run(directory: Path) -> Run:
 def _values(run: Run, seconds: Curve) -> dict[str, float]:
     done, tokens = run.step[-1] + 1, run.tokens[-1]
     last = run.metrics["loss"][-max(1, min(AVERAGED, len(run.step) // 10)) :]
-    found = {"steps": done, "tokens": tokens, "loss": float(np.mean(last))}
+    found = {"steps": done, "tokens": tokens, "loss": float(np.nanmean(last) if np.isfinite(last).any() else np.nan)}
     if not np.isnan(seconds).all():
         step_seconds = float(np.nanmedian(seconds))
         found |= {"ms/step": 1000 * step_seconds, "time": done * step_seconds}
