@@ -38,7 +38,8 @@ def check_place(root: str, name: str | None) -> None:
                 "paths.checkpoints may be a URL."
             )
     inside = os.path.normpath(name or "x")
-    if inside == "." or inside.startswith("~") or os.path.isabs(inside) or inside.split(os.sep)[0] == "..":
+    # In a name that Hydra made of a path, `..` would lead two jobs of a sweep to one directory.
+    if inside == "." or inside.startswith("~") or os.path.isabs(inside) or ".." in (name or "").split(os.sep):
         raise ValueError(
             f"paths.model_name is {name!r}, which is no directory inside of paths.root_working_dir; give the run a "
             "name, and the place of all runs in paths.root_working_dir."

@@ -41,7 +41,7 @@ RETIRED = {
 """Settings of older checkpoints that no run has. Where one changed what a step computes, so does its program's hash."""
 _METADATA = {
     "config?": {"training?": {"changes?": [{"step": int}]}},
-    "loader?": {"step?": int, "epoch?": int, "block?": int, "documents?": int, "tokens?": int},
+    "loader?": {"step?": int, "epoch?": int, "block?": int, "documents?": int, "tokens?": int, "files?": str},
     "provenance?": {"source": {str: str}, "programs": {str: str}, "traced_by": str, "untraced?": str},
     "reference?": {"path": str, "step": int, "manifest": str},
     "skips?": {"count?": int, "in_a_row?": int, "norms?": [(int, float)]},

@@ -36,6 +36,7 @@ quick = pytest.mark.quick
         ("runs", "a\u202eb", r"paths.model_name is 'a\u202eb'; give a directory"),
         ("runs", "../x", "paths.model_name is '../x', which is no directory inside of paths.root_working_dir"),
         ("runs", "a/../..", "is no directory inside"),
+        ("runs", "sweep/init_from-../../a", "is no directory inside"),
         ("runs", ".", "is no directory inside"),
         ("runs", "/tmp/x", "is no directory inside"),
         ("runs", "~/x", "is no directory inside"),
@@ -55,7 +56,7 @@ def test_places(tmp_path, monkeypatch):
     for root, name, found in [
         ("runs", "x", "runs/x"),
         ("runs/", "a//b/", "runs/a/b"),
-        ("./runs/../other", "a/./b/../c", "other/a/c"),
+        ("./runs/../other", "a/./b/c", "other/a/b/c"),
         ("../x", "y", str(tmp_path / "x/y")),
         ("~/x", "y", str(tmp_path / "home/x/y")),
         ("/a b/ü[*]?", "mesh.t-2+c-…/d", "/a b/ü[*]?/mesh.t-2+c-…/d"),

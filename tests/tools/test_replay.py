@@ -30,7 +30,7 @@ from shardwright_data.loader import make_loader
 from shardwright_data.loader.origins import documents_of_batch
 from tools.replay import __main__ as program
 from tools.replay.__main__ import Settings, compare_with_log, plain, replay
-from tools.replay.session import Done
+from tools.replay.session import Done, before, checkpoints_of
 from tools.replay.two_runs import rebuilt
 
 GARBAGE = 260
@@ -103,6 +103,13 @@ def test_a_step_is_equal_to_the_bit(of_demo, step):
     assert found["loss"] == losses(of_demo)[step]
     assert "equal to the bit" in text
     of_page(text, "step 12  loss")
+
+
+def test_checkpoints_elsewhere_are_asked_for(tmp_path):
+    """Without them the run would be done again from its first step."""
+    (tmp_path / "config.yaml").write_text("paths: {checkpoints: /disk/a}\n")
+    with checkpoints_of(str(tmp_path)) as none, pytest.raises(ValueError, match=r"keeps its checkpoints at '/disk/a'"):
+        before(str(tmp_path), none, 3)
 
 
 def test_a_step_without_numbers_in_the_log_is_not_called_equal():

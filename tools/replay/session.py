@@ -103,6 +103,8 @@ def before(run: str, checkpoints: Checkpointer, step: int) -> tuple[int, dict[st
     if done := max((done for done in steps if done <= step), default=0):
         return done, checkpoints.metadata(done)
     first = checkpoints.metadata(min(steps)) if steps else {"config": read_config(Path(run) / "config.yaml")}
+    if (place := first["config"].get("paths", {}).get("checkpoints")) and not steps:
+        raise ValueError(f"the run keeps its checkpoints at {place!r}: copy them to {run}/checkpoints to replay it.")
     kept = kept_by(run, 0)
     return 0, first | ({"provenance": kept[1]} if kept else {})
 
