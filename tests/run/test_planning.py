@@ -151,7 +151,7 @@ def test_changes_are_to_what_goes_side_by_side():
     assert frozenset({"training.side_by_side": 1}.items()) in found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_smallest_fit_has_the_fastest_step_that_fits():
     c = tiny.config(microbatches=1, save="everything")
     peak = peak_of(c)

@@ -145,7 +145,7 @@ def test_the_document_is_named(told):
             read.setdefault(token, set()).add(document.document)
     unique = {token: owners.pop() for token, owners in read.items() if len(owners) == 1 and token != 0}
     assert len(unique) > 3
-    for token, document in unique.items():
+    for token, document in [*unique.items()][:2]:
         first, where = explain("weights", "embed", lambda array, token=token: array[token].fill(0))
         assert (
             f"train.py:{line_of('return x32 * lax.rsqrt(jnp.mean(jnp.square(x32)')}, unit_rms, layer 0 (rsqrt" in first

@@ -306,7 +306,7 @@ def test_data_of_later_phases_is_checked_before_the_first_step(data, tmp_path):
         assert not (tmp_path / "run/metrics.jsonl").exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_phase_whose_steps_are_skipped_ends_no_run(data, tmp_path):
     changes = [{"step": 1, "optimizer.z_loss": 3e38}, {"step": 2, "optimizer.z_loss": 0.0}]  # the loss is infinite
     run(tmp_path / "run", config(data, changes, steps=3))
@@ -340,7 +340,7 @@ def test_a_branch_of_a_constant_run_is_a_run_with_its_schedule(data, tmp_path):
     assert whole[6] != trunk[6]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_validation_at_the_end_of_each_epoch(tmp_path):
     """20 sequences in an epoch, 8 in a step: it ends within steps 2, 4 and 7; half of one too within 1, 3, 6 and 8."""
     data = written(tmp_path / "a.zarr", 320)
