@@ -331,7 +331,8 @@ def find_checkpoint(path: str | os.PathLike, step: int | None = None) -> tuple[C
     """
     place = os.fspath(path).rstrip("/")
     above, _, name = place.rpartition("/")
-    if _STEP.fullmatch(name) and not os.path.exists(f"{place}/checkpoints"):  # a run may have such a name
+    within = os.path.expanduser(f"{place.removeprefix('file://')}/checkpoints")
+    if _STEP.fullmatch(name) and not os.path.exists(within):  # a run may have such a name
         return Checkpointer(above or "."), int(name) if step is None else step
     checkpoints = Checkpointer(f"{place}/checkpoints")
     found = checkpoints.latest_step() if step is None else step

@@ -47,8 +47,8 @@ class TrainingConfig:
     changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     """Settings that change during the run, each by its whole name from a step on, such as
     [{step: 1000, training.seq_len: 2048}]. A resumed run may add some (docs/phases.md)."""
-    seed: int = within(0, 2**32, 0)
-    """Random seed of the initial weights, in [0, 2**32)."""
+    seed: int = within(0, 2**63, 0)
+    """Random seed of the initial weights, in [0, 2**63). JAX reads its lowest 32 bits."""
     init_from: str | None = None
     """Directory or URL of a run, or of a checkpoint, with the weights to begin with. Optimizer and data begin anew. Its
     model must be the same, but for what the next two settings allow. A resumed run reads its own checkpoint instead."""

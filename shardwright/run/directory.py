@@ -42,7 +42,7 @@ def check_place(root: str, name: str | None) -> None:
     if inside == "." or inside.startswith("~") or os.path.isabs(inside) or ".." in (name or "").split(os.sep):
         raise ValueError(
             f"paths.model_name is {name!r}, which is no directory inside of paths.root_working_dir; give the run a "
-            "name, and the place of all runs in paths.root_working_dir."
+            "name without .. (so swept values too), and the place of all runs in paths.root_working_dir."
         )
 
 

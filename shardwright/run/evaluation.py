@@ -30,8 +30,9 @@ def evaluate(evaluation_step: Callable, weights: Any, validation: Any, batches: 
     with pause("in the validation"):
         sums, sizes = [], []
         for i in range(max(1, min(batches, once))):
-            sums.append(evaluation_step(weights, agreed(lambda i=i: validation.load(i))))
-            sizes.append(validation.utf8_bytes(i))
+            batch, size = agreed(lambda i=i: (validation.load(i), validation.utf8_bytes(i)))
+            sums.append(evaluation_step(weights, batch))
+            sizes.append(size)
         nats, targets = (sum(map(float, part)) for part in zip(*sums, strict=True))
     if not targets:
         raise ValueError(

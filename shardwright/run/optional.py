@@ -15,6 +15,11 @@ def optional(what: str) -> Iterator[None]:
         say(f"WARNING: {what} cannot be written: {why(error)}; the run goes on without")
 
 
+def in_a_line(error: BaseException) -> str:
+    """The kind of an error, and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:500]}"
+
+
 def why(error: Exception) -> str:
     """The reason alone, for people to read: `No space left on device`."""
     return getattr(error, "strerror", None) or str(error)

@@ -24,7 +24,7 @@ from shardwright.plan.plan import Plan, plan_of
 from shardwright.plan.step import Facts, Step, mesh_for, step_of
 from shardwright.run.config import Config, check_config, check_divides
 from shardwright.run.flops import flops_of_model
-from shardwright.run.optional import optional
+from shardwright.run.optional import in_a_line, optional
 from shardwright.run.stages import training_table
 from shardwright_data.loader import batch_shapes
 
@@ -180,7 +180,7 @@ def plan_run(c: Config, model: LanguageModel, steps: int, programs: Callable, di
     try:
         plan = plan_of(planned_step(c, model, sizes, chip, programs), chip, steps)
     except Exception as error:  # a model of users may be one that a plan cannot follow
-        return f"plan       none: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        return f"plan       none: {in_a_line(error)}"
     with optional(str(directory / FILE)):
         write_json(directory / FILE, plan.as_data())
     step, low, high = map(in_seconds, (plan.seconds, *plan.range))

@@ -57,13 +57,23 @@ def bytes_of(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def source_of() -> dict[str, str]:
-    """Hash of each part of the source, by name."""
+def is_edited(path: Path) -> bool:
+    """Whether a file of the source was edited since. Which of the two runs is not known: a notebook reloads modules."""
+    return path.read_bytes() != bytes_of(path)
+
+
+def files_of_source() -> dict[str, list[Path]]:
+    """The files of each part of the source, by name."""
     files = {name: sorted((ROOT / name).rglob("*.py")) or [ROOT / name] for name in PROJECT}
     for path in own_modules():  # of one name there may be several, such as __init__.py
         files[path.name] = [*files.get(path.name, ()), path]
+    return files
+
+
+def source_of() -> dict[str, str]:
+    """Hash of each part of the source, by name."""
     digest = lambda paths: hashlib.sha256(b"".join(map(bytes_of, paths))).hexdigest()[:20]
-    return {name: digest(paths) for name, paths in files.items()}
+    return {name: digest(paths) for name, paths in files_of_source().items()}
 
 
 def programs_of(programs: Callable, c: Config, model: Any, which: str = "both", sequences: int = 1) -> dict[str, str]:

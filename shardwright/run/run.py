@@ -32,6 +32,7 @@ from shardwright.run.memory import peak_memory
 from shardwright.run.metrics import RunLog, check_metrics
 from shardwright.run.microscope import Microscope
 from shardwright.run.opening import checkpoints_of, fresh_state, read_state
+from shardwright.run.optional import in_a_line
 from shardwright.run.page import Page
 from shardwright.run.planning import plan_run
 from shardwright.run.profile import StepProfiler
@@ -132,14 +133,16 @@ class Run:
         self.loader = loader_at(whole, self.start, self._inputs, loader_state)
         self.total = total_steps(whole, self.loader)
         later = [first for first in firsts(whole) if self.start < first < self.total]
-        if later:
-            loader_at(whole, later[-1], self._inputs)  # so that data which is missing is known now
+        # Those of the last change too, so that data which is missing or differs is known now.
+        loaders = [self.loader, *(loader_at(whole, first, self._inputs) for first in later[-1:])]
         self.end_step = min([self.total, *later])
         self._ahead = [self.c, *(config_at(whole, first) for first in later)]
         sizes = lambda t: {"batch_size": t.batch_size, "seq_len": t.seq_len, "microbatches": t.microbatches}
         options = {"vocab_size": self.c.model.vocab, "inputs": self._inputs}
         validation = lambda c: make_loader(c.data, "validation", **sizes(c.training), **options)
-        self.validation, *_ = [validation(c) if c.training.eval_batches else None for c in self._ahead]
+        self.validation, *_ = split = [validation(c) if c.training.eval_batches else None for c in self._ahead]
+        states = [loader and loader.state(0) for loader in (*loaders, *split)]
+        check_processes({"dataset": (self.total, states)})
 
     def _last_checkpoint(self) -> tuple[int, dict, dict]:
         """Step of the checkpoint to go on from, and the states of the loader and of SkippedSteps; 0, {}, {} without."""
@@ -175,8 +178,7 @@ class Run:
         state = None
         while state is None:
             self._resume()
-            data = [self.total, *(loader and loader.state(0) for loader in (self.loader, self.validation))]
-            check_processes({"source (train.py and what it imports)": self.provenance["programs"], "dataset": data})
+            check_processes({"source (train.py and what it imports)": self.provenance["programs"]})
             planned = self._planned  # before the state takes memory that a device may not have
             try:
                 fresh = functools.partial(fresh_state, self.c, self.placement, record=self._record)
@@ -377,11 +379,12 @@ class Run:
         """Logs the loss on the validation split, or why there is none; nothing if training.eval_batches is 0."""
         if self.validation:
             batches = self.c.training.eval_batches
+            alone = () if jax.process_count() > 1 else (RuntimeError,)  # others are raised in all processes
             self._log.flush()  # the steps before end here
             try:
                 event, found = "validation", evaluate(evaluation_step, weights, self.validation, batches)
-            except (OSError, RuntimeError, ValueError) as error:  # what was trained is to be saved
-                event, found = "validation_failed", {"why": str(error)}
+            except (OSError, ValueError, *alone) as error:  # what was trained is to be saved
+                event, found = "validation_failed", {"why": in_a_line(error)}
             self.log_event(event, found)
 
     def log_event(self, event: str, values: Any) -> None:
@@ -443,6 +446,5 @@ class Run:
 
     def _end_by_error(self, kind: type | None, error: BaseException | None, _: Any) -> None:
         if error is not None and self._loss is not None:
-            first = (str(error).splitlines() or [""])[0][:500]
-            self._finish_page("failed", f"{type(error).__name__}: {first}")
+            self._finish_page("failed", in_a_line(error))
         self._page.close()

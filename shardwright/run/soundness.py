@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import hashlib
 import inspect
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from shardlib.proof.check import UNTRACED, Finding, prove, raise_for
 from shardwright.cluster.devices import kept_programs
 from shardwright.modeling.model import inputs_of
 from shardwright.run.config import Config
-from shardwright.run.provenance import bytes_of
+from shardwright.run.provenance import bytes_of, files_of_source, is_edited
 from shardwright.run.stores import agreed
 from shardwright_data.loader import batch_shapes
 
@@ -73,7 +74,8 @@ def refuse(find: Callable[[], list[Finding]], source: Any, *parts: Any) -> None:
 
 
 def _refuse(find: Callable[[], list[Finding]], source: Any, parts: tuple) -> None:
-    mesh, known = jax.sharding.get_abstract_mesh(), kept_programs("soundness") if source else None
+    known = source and not any(map(is_edited, itertools.chain(*files_of_source().values())))
+    mesh, known = jax.sharding.get_abstract_mesh(), kept_programs("soundness") if known else None
     parts = source, *parts, tuple(mesh.shape.items()), jax.__version__, jax.default_backend()
     record = known and known / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
     if record and record.exists():
@@ -85,9 +87,10 @@ def _refuse(find: Callable[[], list[Finding]], source: Any, parts: tuple) -> Non
 
 
 def text_of(model: Any) -> bytes:
-    """The file of the model's class, which may be of a package. Other bytes each time where there is none."""
+    """The file of the model's class, which may be of a package. Without one, or if it is edited: other bytes."""
     try:
-        return bytes_of(Path(inspect.getsourcefile(type(model)) or ""))
+        path = Path(inspect.getsourcefile(type(model)) or "")
+        return os.urandom(16) if is_edited(path) else bytes_of(path)
     except (TypeError, OSError):
         return os.urandom(16)
 

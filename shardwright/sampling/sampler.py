@@ -52,8 +52,9 @@ class Sampling:
     top_p: float = within(math.ulp(0), math.nextafter(1, 2), 1.0)
     """Draws only from the likeliest tokens that together have this probability, and from those as likely as the last
     of them. In (0, 1] (arXiv 1904.09751)."""
-    seed: int = within(0, 2**32, 0)
-    """In [0, 2**32). The noise of a token depends only on the seed, the number of its text, and its place in it."""
+    seed: int = within(0, 2**63, 0)
+    """In [0, 2**63). The noise of a token depends only on the lowest 32 bits of the seed, the number of its text,
+    and its place in it."""
     min_p: float = within(0, math.nextafter(1, 2), 0.0)
     """Draws only from tokens with at least this share of the probability of the likeliest. In [0, 1]; 0 keeps all
     (arXiv 2407.01082)."""

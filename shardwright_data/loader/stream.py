@@ -94,7 +94,11 @@ class StreamLoader(Loader):
         if step < at:
             self._steps, at, batch = self._read_from(self.state(step)["step"]), step, None
         while batch is None or at < step:  # batches that are left out are read too
-            at, batch = next(self._steps)
+            try:
+                at, batch = next(self._steps)
+            except Exception:  # such as a bad row, or a network that fails: it may be read again
+                self._steps = self._read_from(at + (batch is not None))
+                raise
         self._last = at, batch
         return jax.tree.map(lambda x: x[indices], batch)
 

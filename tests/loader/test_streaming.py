@@ -100,6 +100,14 @@ def as_bytes(text):
     return np.frombuffer(text.encode(), np.uint8).astype(np.uint32) + 3
 
 
+def test_a_stream_that_cannot_be_read_says_so_each_time(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text"\n')
+    loader = make([str(tmp_path / "a.jsonl")])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"a\.jsonl"):
+            batches(loader, [0])
+
+
 def test_other_files_than_those_of_the_state_are_refused(tmp_path):
     (tmp_path / "b.txt").write_text("one line\n" * 50)
     loader = make([str(tmp_path / "*.txt")])

@@ -108,7 +108,7 @@ def test_a_step_is_equal_to_the_bit(of_demo, step):
 def test_checkpoints_elsewhere_are_asked_for(tmp_path):
     """Without them the run would be done again from its first step."""
     (tmp_path / "config.yaml").write_text("paths: {checkpoints: /disk/a}\n")
-    with checkpoints_of(str(tmp_path)) as none, pytest.raises(ValueError, match=r"keeps its checkpoints at '/disk/a'"):
+    with checkpoints_of(str(tmp_path)) as none, pytest.raises(ValueError, match=r"its checkpoints below '/disk/a'"):
         before(str(tmp_path), none, 3)
 
 

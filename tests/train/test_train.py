@@ -118,8 +118,10 @@ def test_a_validation_that_fails_costs_no_checkpoint(tmp_path, monkeypatch, caps
     monkeypatch.setattr("shardwright.run.run.evaluate", fail)
     directory = run(tmp_path / "run", 2)
     assert [path.name for path in (directory / "checkpoints").iterdir()] == ["0000000002"]
-    assert events(directory) == [{"step": 1, "event": "validation_failed", "why": "the validation has no target"}]
-    assert "step 2  validation_failed  why the validation has no target" in capsys.readouterr().out
+    assert events(directory) == [
+        {"step": 1, "event": "validation_failed", "why": "ValueError: the validation has no target"}
+    ]
+    assert "step 2  validation_failed  why ValueError: the validation has no target" in capsys.readouterr().out
 
 
 def test_the_validation_loss_is_that_of_the_validation_split(unbroken):

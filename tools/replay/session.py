@@ -23,6 +23,7 @@ from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.run import fresh_state
 from shardwright.run.stages import placement_of
 from shardwright.run.teacher import check_reference, read_reference, reference_record
+from shardwright.settings.differences import flat
 from shardwright_data.foreign import number, read_object, shown
 from shardwright_data.loader import TokenBatch, batch_of, check_skips
 
@@ -103,8 +104,12 @@ def before(run: str, checkpoints: Checkpointer, step: int) -> tuple[int, dict[st
     if done := max((done for done in steps if done <= step), default=0):
         return done, checkpoints.metadata(done)
     first = checkpoints.metadata(min(steps)) if steps else {"config": read_config(Path(run) / "config.yaml")}
-    if (place := first["config"].get("paths", {}).get("checkpoints")) and not steps:
-        raise ValueError(f"the run keeps its checkpoints at {place!r}: copy them to {run}/checkpoints to replay it.")
+    place = None if steps or Path(run, "checkpoints").exists() else flat(first["config"]).get("paths.checkpoints")
+    if place:
+        raise ValueError(
+            f"the run keeps its checkpoints below {place!r}: copy those there to {run}/checkpoints to replay it, or "
+            "make that directory, empty, to begin at its first step."
+        )
     kept = kept_by(run, 0)
     return 0, first | ({"provenance": kept[1]} if kept else {})
 
@@ -134,7 +139,7 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
             later = read_config(last)
             config["training"]["changes"] = later["training"].get("changes", [])
             skips = config["data"].get("skip_steps", []), later["data"].get("skip_steps", [])
-            with contextlib.suppress(ValueError):  # of a start that went back further
+            with contextlib.suppress(ValueError, TypeError):  # of a start that went back further
                 check_skips(*skips, done)
                 config["data"]["skip_steps"] = skips[1]
         c = config_of(config, trust)

@@ -108,6 +108,8 @@ def read_run(directory: Path) -> Run:
     run.values = _values(run, seconds)
     if run.state != "running" and run.total_steps is not None and step[-1] + 1 < run.total_steps:
         notes.append(f"unfinished: {int(step[-1]) + 1:,} of {run.total_steps:,} steps")
+    if failed := run.of_event("validation_failed"):
+        notes.append(f"validations failed: {len(failed)}, the last: {failed[-1].get('why')}")
     if (bad := step[~np.isfinite(metrics["loss"])]).size:
         notes.append(f"loss not finite at {bad.size:,} step{'s' * (bad.size > 1)}, first at step {int(bad[0]) + 1:,}")
     return run
@@ -116,7 +118,8 @@ def read_run(directory: Path) -> Run:
 def _values(run: Run, seconds: Curve) -> dict[str, float]:
     done, tokens = run.step[-1] + 1, run.tokens[-1]
     last = run.metrics["loss"][-max(1, min(AVERAGED, len(run.step) // 10)) :]
-    found = {"steps": done, "tokens": tokens, "loss": float(np.nanmean(last) if np.isfinite(last).any() else np.nan)}
+    last = last[np.isfinite(last)] if np.isfinite(last).any() else last
+    found = {"steps": done, "tokens": tokens, "loss": float(np.mean(last))}
     if not np.isnan(seconds).all():
         step_seconds = float(np.nanmedian(seconds))
         found |= {"ms/step": 1000 * step_seconds, "time": done * step_seconds}
