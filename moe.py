@@ -68,8 +68,8 @@ class ModelConfig(family.ModelConfig):
     """Slots of a pool for each sequence, over those that it would fill if all experts were chosen equally often.
     A choice that finds no slot is dropped. Null: none is, and each expert computes all tokens. Only training drops."""
     balance_loss: float = at_least_0(0.0)
-    """Factor on the loss that balances experts: experts · Σ (share of choices) · (mean score), averaged over sequences
-    (arXiv 2101.03961, of each sequence as in arXiv 2412.19437)."""
+    """Factor on the loss that balances experts: experts · Σ (choices for a token) · (mean score), of each sequence
+    (arXiv 2101.03961). In arXiv 2412.19437 it is 1/experts_per_token of that."""
     router_z_loss: float = at_least_0(0.0)
     """Factor on the mean of log(Σ exp(router's logits))² (arXiv 2202.08906)."""
     expert_bias: bool = False

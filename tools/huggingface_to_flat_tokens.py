@@ -43,7 +43,7 @@ class TokenizerConfig:
     """The tokenizer."""
 
     kind: str = "bytes"
-    """`bytes`: the UTF-8 bytes, with ids as in ByT5: byte + 3, after 0 padding, 1 end (`</s>`) and 2 unused.
+    """`bytes`: the UTF-8 bytes, with ids as in ByT5: byte + 3, after 0 `<s>`, 1 `</s>` and 2 `<pad>`.
     `huggingface`: a tokenizer of the `tokenizers` library. `tiktoken`: an encoding of tiktoken. `train_bpe`:
     a byte-level BPE trained on the training split, with id 0 for `<|begin|>` and 1 for `<|end|>`."""
     name: str | None = None

@@ -65,13 +65,13 @@ class Model:
             self.weights, self.source = saved.read_weights(self.model, train.programs, self.config.other_source, print)
             self.step, self.metadata = saved.step, saved.metadata
 
-    def sampler(self, context: int, temperature: float, min_p: float) -> Sampler:
-        """What draws tokens one by one."""
-        end = self.tokenizer.end
+    def sampler(self, room: int, temperature: float, min_p: float) -> Sampler:
+        """What draws tokens one by one, with memory for as many in a text, prompt included, or for all that it sees."""
+        end, context = self.tokenizer.end, min(room, self.c.training.seq_len)
         settings = Sampling(context, temperature, min_p=min_p, stop=() if end is None else (end,))
         return Sampler(train.Forward(self.model, self.c.training), settings, context, 1, self.source, chunk=1)
 
-    def stream(self, ids: list[int], asked: Sampling, write: Callable[[str], None]) -> None:
+    def stream(self, sampler: Sampler, ids: list[int], asked: Sampling, write: Callable[[str], None]) -> None:
         """Calls `write` with the text that each token adds. Part of a character waits for the rest."""
         end, done = self.tokenizer.end, ""
 
@@ -84,7 +84,6 @@ class Model:
             return len(added) >= asked.max_tokens
 
         self.texts += 1
-        sampler = self.sampler(self.c.training.seq_len, asked.temperature, asked.min_p)
         is_over(ids, sampler.generate(self.weights, [ids], is_over, first=self.texts - 1)[0], whole=True)
 
 
@@ -113,7 +112,9 @@ class Handler(BaseHTTPRequestHandler):
             self.model.refresh()
             ids, status, about = self.model.tokenizer.ids(asked.get("prompt", "")), 200, f"step {self.model.step}"
             if "prompt" in asked:
-                self.model.sampler(self.model.c.training.seq_len, sampling.temperature, sampling.min_p).check([ids])
+                room = 1 << (len(ids) + sampling.max_tokens).bit_length()  # few of them, as each is compiled
+                sampler = self.model.sampler(room, sampling.temperature, sampling.min_p)
+                sampler.check([ids])
         except (ValueError, OSError) as error:
             ids, status, about = None, 400, f"Error: {error}"
         self.send_response(status)
@@ -127,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
             write(PAGE.substitute(parts))
             if ids is not None and "prompt" in asked:
                 write(f"<pre><b>{prompt}</b>")
-                self.model.stream(ids, sampling, lambda text: write(escape(text)))
+                self.model.stream(sampler, ids, sampling, lambda text: write(escape(text)))
                 write("</pre>")
 
 

@@ -9,7 +9,7 @@ import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
@@ -191,7 +191,7 @@ def _by_execution(notes: list[Note], levels: list) -> list[tuple[Note, int]]:
     return [(note, level) for _, note, level in sorted(found)]
 
 
-def positions(origin: Origin, batch: int, length: int) -> tuple[int, int | None] | None:
+def positions(origin: Origin, batch: int, length: int, experts: Collection[int] = ()) -> tuple[int, int | None] | None:
     """Sequence of the microbatch and position of the entry that is not finite. None for no activation.
 
     An activation is known by its shape: a device's sequences come first, and then its positions, or those of pairs at
@@ -201,13 +201,17 @@ def positions(origin: Origin, batch: int, length: int) -> tuple[int, int | None]
         origin: the origin.
         batch: sequences of a microbatch.
         length: tokens of a sequence.
+        experts: numbers of experts and of pools. None if a device has as many of them as sequences.
     """
     mesh, shape = jax.sharding.get_mesh().shape, origin.shape
     if origin.microbatch is None or any(mesh.get(axis, 1) > 1 and axis not in origin.device for axis in "rde"):
         return None
     count = lambda axes: math.prod(mesh.get(axis, 1) for axis in axes)
     block = lambda axes: sum(origin.device.get(a, 0) * count(axes[i + 1 :]) for i, a in enumerate(axes))
-    rows, shared = batch // count("rde"), {length // count(axes): axes for axes in ("", "c", "ct")[::-1]}
+    rows = batch // count("rde")
+    if rows * count("e") in experts:
+        return None
+    shared = {length // count(axes): axes for axes in ("", "c", "ct")[::-1]}
     is_of_pairs = len(shape) > 3 and shape[-1] == shape[-2] == length
     dims = [*([] if is_of_pairs else [(0, 1)]), (0, len(shape) - 2), (1, 0)]
     for row, along in dims[::-1] if "reduce_scatter" in origin.operation else dims:

@@ -79,9 +79,10 @@ def check_optimizer(c: OptimizerConfig) -> None:
                 f"optimizer.schedule is {c.schedule} and optimizer.{name} {getattr(c, name)}; "
                 + (f"give {name}." if wanted else "leave it null.")
             )
-    if c.schedule_steps is not None and c.warmup_steps >= c.schedule_steps - (c.cooldown_steps or 0):
+    decay_steps = 1 if c.cooldown_steps is None else c.cooldown_steps
+    if c.schedule_steps is not None and c.warmup_steps > c.schedule_steps - decay_steps:
         cooldown = f", cooldown_steps {c.cooldown_steps}" if c.cooldown_steps else ""
         raise ValueError(
             f"optimizer.warmup_steps is {c.warmup_steps} and optimizer.schedule_steps {c.schedule_steps}{cooldown}; "
-            "the warmup must end before the decay does."
+            "the warmup must end before the decay begins."
         )

@@ -68,7 +68,7 @@ class Scorer(Programs):
         self._rows = self.mesh.size // (sizes["c"] * sizes["t"])
         # Of which devices of c and t have equal parts, and each device of a ring two chunks.
         self._multiple = math.lcm(sizes["c"] * sizes["t"], 2 * sizes["c"] if sizes["c"] > 1 else 1)
-        self._positions = max(length, min(POSITIONS, LOGITS * sizes["t"] // self.c.vocab))
+        self._positions = min(POSITIONS, LOGITS * sizes["t"] // self.c.vocab)
         forward, Weights = self.forward, self.forward.model.Weights
 
         @typed_shard_map

@@ -6,6 +6,7 @@ Whatever library defines a tokenizer, its dataset keeps a tokenizer.json, so tha
 import functools
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -98,6 +99,8 @@ def from_ranks(ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, i
         known = [cut for cut in cuts if cut[0] in ranks and cut[1] in ranks]
         merges += [[_to_letters(a), _to_letters(b)] for a, b in sorted(known, key=lambda c: (ranks[c[0]], ranks[c[1]]))]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    # In tiktoken {1,3}+ takes no more back of what it took, in `tokenizers` it repeats. Both find the same without +.
+    pattern = re.sub(r"(\{\d+(?:,\d*)?\})\+", r"\1", pattern)
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     by_id = sorted(special.items(), key=lambda item: item[1])

@@ -45,6 +45,10 @@ SCHEDULES = {  # settings -> the same schedule by optax
         {"schedule": "wsd", "cooldown_steps": 11, "warmup_steps": 0, "final_fraction": 0.0},
         optax.join_schedules([optax.constant_schedule(PEAK), optax.linear_schedule(PEAK, 0.0, 11)], [1]),
     ),
+    "wsd that is all cooldown": (
+        {"schedule": "wsd", "cooldown_steps": 12, "warmup_steps": 0},
+        optax.linear_schedule(PEAK, FLOOR, 12),
+    ),
     "constant": (
         {"schedule": "constant", "schedule_steps": None},
         optax.join_schedules([optax.linear_schedule(0.0, PEAK, 3), optax.constant_schedule(PEAK)], [3]),

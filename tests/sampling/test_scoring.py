@@ -11,7 +11,7 @@ import tiny
 
 import train
 from shardwright.sampling import scoring
-from shardwright.sampling.scoring import Scorer, log_likelihoods, pieces
+from shardwright.sampling.scoring import POSITIONS, Scorer, log_likelihoods, pieces
 from shardwright_data.loader import DataConfig, make_loader
 
 ROOT = Path(__file__).parents[2]
@@ -95,6 +95,15 @@ def test_pieces_have_each_token_once(count):
     ids = [*range(10, 10 + count)]
     assert [token for piece in pieces(ids, 0, 4) for token in piece[1:]] == ids
     assert all(piece[0] == 0 and len(piece) <= 5 for piece in pieces(ids, 0, 4))
+
+
+def test_a_short_text_takes_no_memory_of_a_long_context(monkeypatch):
+    with jax.set_mesh(tiny.mesh("one device")):
+        scorer, computed = Scorer(tiny.forward(tiny.config()), train.cross_entropy, 2**17), []
+        results = lambda weights, part, rows, length: computed.append(rows * length) or np.zeros((2, rows, length))
+        monkeypatch.setattr(scorer, "_compute", results)
+        assert [len(scored.losses) for scored in scorer.losses(None, [[0, 1, 2]])] == [2]
+    assert computed[0] <= POSITIONS
 
 
 # ---- padding --------------------------------------------------------------------------------------------------------

@@ -130,6 +130,19 @@ def test_a_chunk_that_is_a_token_stays_whole():
     assert translated.encode("abcd").ids == [257]
 
 
+@pytest.mark.parametrize("pattern", [r"\p{N}{1,3}+|[^\p{N}]++", r"\p{N}{1,3}|\P{N}{2}+|\P{N}"])
+def test_possessive_counts_split_as_in_tiktoken(pattern):
+    """As in cl100k_base: in other libraries {1,3}+ repeats."""
+    tiktoken = pytest.importorskip("tiktoken")
+    numbers = {str(n).encode() for n in range(10, 1000)}
+    ranks = {bytes([i]): i for i in range(256)}
+    ranks |= {token: 256 + i for i, token in enumerate(sorted(numbers, key=lambda x: (len(x), x)))}
+    encoding = tiktoken.Encoding("small", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    translated = load_definition(definitions.from_ranks(ranks, pattern, {}))
+    for text in ("2024", "1234567", "a12345b", "abcde12"):
+        assert translated.encode(text).ids == encoding.encode_ordinary(text)
+
+
 def test_tiktoken_names_that_are_not_there(monkeypatch):
     tiktoken = pytest.importorskip("tiktoken")
     with pytest.raises(ValueError, match=r"tokenizer.name is 'cl100k'; choose one of .*cl100k_base"):

@@ -70,7 +70,8 @@ class Explainer:
         where = f"{origin.place}, {origin.name}{layers}{backward} ({origin.operation})"
         lines = [f"{origin.kind} is first computed at {where}"]
         size = t.batch_size // t.microbatches
-        if (found := positions(origin, size, t.seq_len)) is not None:
+        experts = [n for name in ("experts", "pools") if (n := getattr(self._session.c.model, name, None))]
+        if (found := positions(origin, size, t.seq_len, experts)) is not None:
             sequence, position = origin.microbatch * size + found[0], found[1]
             where = f"sequence {sequence}" + (f", position {position}" if position is not None else "")
             among = [x for x in documents if x.sequence == sequence]

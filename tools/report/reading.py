@@ -87,7 +87,7 @@ def _runs_in(top: str) -> Iterator[Path]:
     # Not through links, which may lead back, or to a run that is there already.
     for directory, inside, files in os.walk(top):
         inside[:] = sorted(name for name in inside if name[0] != "." and not os.path.islink(f"{directory}/{name}"))
-        if not inside or {"metrics.jsonl", "config.yaml"} & {*files}:
+        if {"metrics.jsonl", "config.yaml", LOCK} & {*files} or not inside + files:
             inside.clear()
             yield Path(directory)  # empty too: of a run that left nothing
 
