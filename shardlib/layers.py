@@ -41,11 +41,9 @@ class Extras:
     def joined(cls, results: list[Any]) -> tuple[tuple, Self]:
         """The results of a layer for several microbatches as one: a tuple of each x, and the means of their Extras."""
         xs, extras = zip(*map(split_extras, results), strict=True)
-        if len(extras) == 1:  # checked where the layers are run
-            return xs, extras[0]
-        for each in extras:
+        for each in extras[1:] and extras:  # that of one is checked where the layers are run
             each.check()
-        return xs, jax.tree.map(lambda *values: sum(values) / len(values), *extras)
+        return xs, extras[0] if len(extras) == 1 else jax.tree.map(lambda *values: sum(values) / len(values), *extras)
 
 
 def split_extras(result: Any) -> tuple[Any, Extras]:

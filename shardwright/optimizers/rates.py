@@ -57,15 +57,11 @@ def updates_of(c: OptimizerConfig, table: Any, algorithms: Collection[str]) -> A
         algorithms: names of the algorithms.
 
     Raises:
-        ValueError: adam_epsilon below 1e-30, an unknown algorithm, one that cannot update a weight, or a group that
-            matches no weight.
+        ValueError: a tiny adam_epsilon, an algorithm unknown or unable to update a weight, or a group without weights.
     """
     names = []
     if c.adam_epsilon < 1e-30:  # checked here, where a run trains: older runs are read
-        raise ValueError(
-            f"optimizer.adam_epsilon is {c.adam_epsilon}; give at least 1e-30: an entry that never had a gradient is "
-            "divided by it."
-        )
+        raise ValueError(f"optimizer.adam_epsilon is {c.adam_epsilon}, and divides some entries; give at least 1e-30.")
 
     def update(path, weight: Weight) -> Update:
         names.append(jax.tree_util.keystr(path, simple=True, separator="."))  # such as layers.w_q

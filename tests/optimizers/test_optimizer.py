@@ -81,6 +81,12 @@ def adamw_by_optax(decay_on: tuple[str, ...]):
     return updated_by_optax(optax.chain(optax.clip_by_global_norm(c.clip_norm), oracle), train.weight_table(MODEL))
 
 
+def test_an_epsilon_of_nothing_is_refused():
+    """An entry without gradients would be 0/0, also at rate 0."""
+    with pytest.raises(ValueError, match=r"optimizer.adam_epsilon is 1e-46, .* give at least 1e-30"):
+        updates_of(tiny.optimizer(adam_epsilon=1e-46), train.weight_table(MODEL), train.OPTIMIZERS)
+
+
 @pytest.mark.parametrize(("mesh", "decay_on"), DECAY)
 def test_five_updates_equal_optax(mesh, decay_on):
     c, table = tiny.optimizer(clip_norm=30.0, decay_on=list(decay_on)), train.weight_table(MODEL)
