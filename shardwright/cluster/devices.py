@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -84,6 +85,12 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
             f"distributed.auto is true, but JAX finds no cluster here ({error}) Start the processes with srun, mpirun, "
             "or as a Kubernetes job, or give distributed.coordinator, count and id: see docs/multi-host.md."
         ) from error
+    except RuntimeError as error:
+        if not processes.auto:
+            raise
+        # On Kubernetes JAX waits a minute at most until pod 0 has an address, which it has after its image is there.
+        print(f"Error: {error} {LOST.next}", file=sys.stderr)
+        sys.exit(LOST.code)
     finally:
         waiting.cancel()
 

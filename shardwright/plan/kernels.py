@@ -54,16 +54,24 @@ class Kernel:
 
 def product_shape(node: Node) -> tuple[int, int, int, int]:
     """Sizes b, m, k, n of a product: of its batch, its rows, what is summed, and its columns."""
-    (left_k, right_k), (left_b, _) = node.params["dimension_numbers"]
     left, right = (node.ins + node.ins)[:2]
     of = lambda x, dims: math.prod(x.shape[i] for i in dims)
+    numbers, groups = node.params.get("dimension_numbers"), 1
+    if ragged := node.params.get("ragged_dot_dimension_numbers"):  # each row is multiplied with one group's matrix
+        numbers, groups = ragged.dot_dimension_numbers, of(right, ragged.rhs_group_dimensions)
+    (left_k, right_k), (left_b, _) = numbers
     b, k = of(left, left_b), of(left, left_k)
-    return b, math.prod(left.shape) // max(1, b * k), k, math.prod(right.shape) // max(1, b * of(right, right_k))
+    return (
+        b,
+        math.prod(left.shape) // max(1, b * k),
+        k,
+        math.prod(right.shape) // max(1, b * groups * of(right, right_k)),
+    )
 
 
 def kind_of(node: Node) -> str:
     """Kind of the kernel of an operation; "fused" where it has none of its own."""
-    if node.op == "dot_general":
+    if node.op in ("dot_general", "ragged_dot_general"):
         _, m, k, n = product_shape(node)
         # XLA computes what multiplies no matrices as a multiplication and a sum.
         return "matmul" if min(m, k, n) > 1 else "fused"

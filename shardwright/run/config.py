@@ -35,9 +35,9 @@ class TrainingConfig:
     """Settings of the training loop, its step, and what it does between steps."""
 
     batch_size: int = within(1, 2**24)
-    """Sequences in a step, over all devices. A multiple of the r·d devices."""
+    """Sequences in a step, over all devices. A multiple of the r·d·e devices."""
     seq_len: int = within(1, 2**25)
-    """Tokens in a sequence. A multiple of the t devices."""
+    """Tokens in a sequence. A multiple of the c·t devices."""
     steps: int | None = at_least_1(None)
     """Length of the run in steps. Give one of steps, tokens and epochs."""
     tokens: int | None = within(1, 2**50, None)
@@ -70,7 +70,7 @@ class TrainingConfig:
     mesh.p=1. Null: none."""
     microbatches: int = within(1, 2**16, 1)
     """Parts of the batch that go through the model one after the other, or side_by_side at a time, each with the same
-    consecutive sequences on every mesh. batch_size must be a multiple of r·d times this number. For interleaved_1f1b
+    consecutive sequences on every mesh. batch_size must be a multiple of r·d·e times this number. For interleaved_1f1b
     the number must be a multiple of p."""
     side_by_side: int = within(1, 2**16, 1)
     """Microbatches whose layers are computed side by side in training: collectives of one can run beside products of
@@ -79,9 +79,10 @@ class TrainingConfig:
     gather_weights: str = "auto"
     """layer: weights are cast, and gathered over d, where they are used, once for microbatches side by side. step: once
     a step, before the microbatches, and their gradients are scattered once after them; each device of d then holds all
-    weights and gradients, in the compute dtype. auto: step where d is 1, else layer."""
+    weights and gradients, in the compute dtype. auto: step where c, d and e are 1, else layer."""
     compute_dtype: str = "bf16"
-    """bf16, or f32 for exact work. Weights and optimizer state are f32 with both."""
+    """bf16, or f32 for exact work. Weights and optimizer state are f32 with both. GPUs multiply f32 as TF32, TPUs as
+    bf16, unless JAX_DEFAULT_MATMUL_PRECISION=highest is in the environment."""
     reduce_dtype: str = "compute"
     """Dtype in which the gradients of matrices are summed over d and r. compute: that of compute_dtype. f32: twice the
     bytes of bf16, and no rounding at each addition (docs/performance.md). A sum over microbatches is in f32, but of
@@ -101,8 +102,8 @@ class TrainingConfig:
     """Whether the products of a layer with its weights have operands rounded to FP8: faster on NVIDIA GPUs from Hopper
     on, slower elsewhere, and less exact (shardwright/modeling/fp8.py)."""
     loss_chunk: int | None = within(1, 2**25, None)
-    """Positions of each sequence whose logits are in memory at a time: a multiple of t that divides seq_len. Null: all,
-    which is faster while they fit."""
+    """Positions of each sequence whose logits are in memory at a time: a multiple of c·t that divides seq_len. Null:
+    all, which is faster while they fit."""
     save: str = "marked"
     """Values that the forward pass of a layer keeps for its backward pass, which computes the rest again. marked: those
     that the model marks with save_for_backward. offload: the same, in the memory of the device's host. It needs a loop

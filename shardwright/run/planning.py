@@ -19,7 +19,7 @@ from shardwright.compiled.files import write_json
 from shardwright.compiled.table import in_bytes, in_seconds
 from shardwright.modeling.model import LanguageModel, inputs_of, load_model
 from shardwright.modeling.planned_attention import planned
-from shardwright.plan.chips import Chip, chip_for, chip_of
+from shardwright.plan.chips import Chip, chip_for, chip_of, known
 from shardwright.plan.plan import Plan, plan_of
 from shardwright.plan.step import Facts, Step, mesh_for, step_of
 from shardwright.run.config import Config, check_config, check_divides
@@ -101,7 +101,8 @@ def planned_change(c: Config, sizes: Mapping[str, int], chip: Chip, programs: Ca
         section, field = name.split(".")
         setattr(getattr(c, section), field, value)
     check_config(c)
-    return plan_of(planned_step(c, load_model(c.model), sizes, chip, programs), chip, c.training.steps or 0)
+    steps = c.training.steps or (c.training.tokens or 0) // (c.training.batch_size * c.training.seq_len)
+    return plan_of(planned_step(c, load_model(c.model), sizes, chip, programs), chip, steps)
 
 
 def beside(c: Config, microbatches: int, p: int) -> Settings:
@@ -173,7 +174,9 @@ def plan_run(c: Config, model: LanguageModel, steps: int, programs: Callable, di
         ValueError: the step needs more memory than a device has, or hardware.chip is no chip.
     """
     mesh = jax.sharding.get_mesh()
-    chip = chip_of(c.hardware.chip) if c.hardware.chip else chip_for(mesh.devices.flat[0].device_kind)
+    named, found = c.hardware.chip, chip_for(mesh.devices.flat[0].device_kind)
+    is_found = found is not None and found.name != NOT_MEASURED and (named is None or named in known())
+    chip = chip_of(named) if named and not is_found else found  # a configuration is also taken to other chips
     if chip is None or chip.name == NOT_MEASURED:
         return None
     sizes = dict.fromkeys(AXES, 1) | dict(mesh.shape)
@@ -188,7 +191,7 @@ def plan_run(c: Config, model: LanguageModel, steps: int, programs: Callable, di
     line = f"plan       {step} a step ({low} to {high}), MFU {plan.mfu:.0%}, {need} of {has} on {chip.title}"
     if plan.fits:
         return line
-    why = f"the step needs {need} of a device, which has {has}: {_largest(plan)}"
+    why = f"the step needs {need} of a device, {chip.title}, which has {has}: {_largest(plan)}"
     if plan.step.peak <= (1 + MARGIN) * chip.memory_bytes:
         return f"{line}\nWARNING    {why}, if the plan is right: it may be wrong by {MARGIN:.0%}."
     best = best_changes(c, sizes, plan, programs)[:1]

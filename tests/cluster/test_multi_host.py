@@ -64,6 +64,20 @@ def test_all_devices_of_a_host_are_used_unless_one_is_asked_for(devices, local, 
     assert "coordinator_address" not in arguments
 
 
+@pytest.mark.quick
+def test_what_jax_gives_up_waiting_for_may_be_there_later(monkeypatch, capsys):
+    """As the address of pod 0, while its image is pulled."""
+
+    def initialize(**_):
+        raise RuntimeError("Failed to resolve the address of pod 0.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(SystemExit) as ended:
+        start_devices(DistributedConfig(auto=True), HardwareConfig())
+    assert ended.value.code == LOST.code
+    assert "Failed to resolve the address of pod 0. Start all processes again" in capsys.readouterr().err
+
+
 # ---- joining -----------------------------------------------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import shapes_of
 from shardwright.plan.chips import chip_of
 from shardwright.plan.graph import graph_of
+from shardwright.plan.kernels import kind_of, product_shape
 from shardwright.plan.plan import plan_of
 from shardwright.plan.step import _again
 from shardwright.run.planning import mesh_sizes, planned_step
@@ -77,6 +78,18 @@ def test_what_no_result_needs_is_left_out():
     assert "sin" not in operations
     (branches,) = (node.bodies for node in graph.nodes if node.op == "cond")
     assert [[node.op for node in branch.nodes] for branch in branches] == [[], ["dot_general"]]
+
+
+def test_products_with_the_matrix_of_each_row_are_products():
+    """As experts have them on TPUs: the products, and the gradients of the matrices."""
+    sizes = jnp.array([2, 6, 4])
+    numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+
+    def f(x, w, g):
+        return jax.lax.ragged_dot(x, w, sizes), jax.lax.ragged_dot_general(x, g, sizes, numbers)
+
+    graph = graph_of(jax.make_jaxpr(f)(jnp.ones((12, 4)), jnp.ones((3, 4, 5)), jnp.ones((12, 5))), {})
+    assert [product_shape(node) for node in graph.nodes if kind_of(node) == "matmul"] == [(1, 12, 4, 5), (1, 4, 12, 5)]
 
 
 def test_what_is_computed_again_is_counted_once():

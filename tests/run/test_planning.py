@@ -17,7 +17,7 @@ import yaml
 import train
 from shardlib.axes import AXES
 from shardwright.modeling.model import load_model
-from shardwright.plan.chips import chip_of
+from shardwright.plan.chips import CHIPS, chip_of
 from shardwright.plan.plan import plan_of
 from shardwright.run import planning
 from shardwright.run.planning import best_changes, changes, plan_run, planned_change, planned_step
@@ -65,6 +65,17 @@ def test_devices_of_unknown_numbers_have_no_plan(tmp_path):
         of_run(c, tmp_path)
 
 
+def test_the_chip_that_is_there_is_planned(tmp_path, monkeypatch):
+    """A configuration of another chip is taken there; a file of the user's own is meant."""
+    c = tiny.config()
+    c.hardware.chip = "a100"
+    assert "on NVIDIA A100" in of_run(c, tmp_path)
+    monkeypatch.setattr(planning, "chip_for", lambda kind: chip_of("h200"))
+    assert "on NVIDIA H200" in of_run(c, tmp_path)
+    c.hardware.chip = str(CHIPS / "v5e.yaml")
+    assert "on Google TPU v5e" in of_run(c, tmp_path)
+
+
 def test_a_plan_that_fails_ends_no_run(tmp_path, monkeypatch):
     def fails(*_):
         raise KeyError("a primitive")
@@ -82,7 +93,7 @@ def test_too_little_memory_is_refused_with_what_would_fit(tmp_path, monkeypatch)
     c.hardware.chip = small_chip(tmp_path, 0.95 * peak)
     assert "it may be wrong by 10%" in of_run(c, tmp_path)
     c.hardware.chip = small_chip(tmp_path, 0.87 * peak)
-    with pytest.raises(ValueError, match=r"of a device, which has [\d.]+ KiB: .* makes it fit, with") as refused:
+    with pytest.raises(ValueError, match=r"of a device, .*, which has [\d.]+ KiB: .* makes it fit, with") as refused:
         of_run(c, tmp_path)
     assert "\n" not in str(refused.value)
     monkeypatch.setattr(planning, "best_changes", lambda *_: [])

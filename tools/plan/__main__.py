@@ -54,7 +54,9 @@ def job(c: Config, settings: PlanConfig) -> None:
     if output is not None and output.suffix not in suffixes:
         raise ValueError(f"plan.output is {output}: its name must end in {' or '.join(suffixes)}.")
     if c.hardware.chip is None:
-        raise ValueError("hardware.chip is null: choose hardware=<name of a chip, such as h100>.")
+        raise ValueError(
+            "hardware.chip is null: choose hardware=<name, such as h100>, or give hardware.chip=<name, such as l4>."
+        )
     chip = chip_of(c.hardware.chip)
     hydra = HydraConfig.get()
     name = hydra.job.config_name

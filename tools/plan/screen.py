@@ -156,6 +156,8 @@ def answer(plan: Plan) -> list[tuple[str, str, str]]:
         ("most", in_bytes(most * GIB), f"{kind}{line and f', {line}'}"),
         ("run", run, f"{of} {plan.steps:,} steps of {in_numbers(facts.tokens)} tokens"),
     ]
+    if not plan.steps:  # the length is given in epochs, of data that no plan reads
+        return found[:-1]
     return found if price is None else [*found, ("cost", f"${plan.dollars:,.0f}", f"${price:g} an hour and device")]
 
 

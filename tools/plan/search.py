@@ -112,7 +112,7 @@ def _seeds(c: Config, devices: int, chip: Chip, p: int) -> Iterator[Settings]:
 def _with(c: Config, mesh: Mapping[str, int], m: int, save: str, schedule: tuple[str, int]) -> Iterator[Settings]:
     """These settings, if they divide the sizes."""
     stages = mesh["p"] * schedule[1] if mesh["p"] > 1 else 1
-    if c.model.layers % stages == 0 and c.training.batch_size % (mesh["r"] * mesh["d"] * m) == 0:
+    if c.model.layers % stages == 0 and c.training.batch_size % (mesh["r"] * mesh["d"] * mesh["e"] * m) == 0:
         settings = {f"mesh.{axis}": size for axis, size in mesh.items()}
         settings |= {"training.microbatches": m, "training.save": save, **beside(c, m, mesh["p"])}
         yield settings | (dict(zip(_OF_STAGES, schedule, strict=True)) if mesh["p"] > 1 else {})
@@ -143,7 +143,8 @@ def as_lines(found: list[Change], count: int = 6) -> list[str]:
     for settings, plan in found[:count]:
         sizes = "{p:>3} {r:>4} {d:>4} {t:>2}".format(**plan.step.mesh)
         figures = f"{in_seconds(plan.seconds):>8} {plan.mfu:>5.0%} {plan.step.peak / 2**30:>5.1f}"
-        stages = " ".join(str(settings[key]) for key in _OF_STAGES if key in settings)
+        others = [f"{axis}={plan.step.mesh[axis]}" for axis in "ec" if plan.step.mesh[axis] > 1]
+        stages = " ".join([*(str(settings[key]) for key in _OF_STAGES if key in settings), *others])
         kept = f"{settings['training.microbatches']:>6}  {settings['training.save']:<10}"
         lines.append(f"{figures} {sizes} {kept}  {stages}".rstrip())
     return lines

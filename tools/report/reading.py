@@ -123,8 +123,8 @@ def _values(run: Run, seconds: Curve) -> dict[str, float]:
     if not np.isnan(seconds).all():
         step_seconds = float(np.nanmedian(seconds))
         found |= {"ms/step": 1000 * step_seconds, "time": done * step_seconds}
-        if step_seconds > 0:
-            found["tokens/s"] = tokens / done / step_seconds
+        if not np.isnan(speed := run.metrics["tokens_per_second"]).all():
+            found["tokens/s"] = float(np.nanmedian(speed))
         if not np.isnan(mfu := run.metrics["mfu"]).all():
             found["MFU"] = float(np.nanmedian(mfu))
     of_events = {
