@@ -635,7 +635,7 @@ def programs(c: Config, model: LanguageModel, batch: Batch, which: str = "both")
     """The two steps, traced, of which a checkpoint keeps hashes; or `which`: one, or the shared work of stages."""
     state = jax.eval_shape(lambda: init_state(jax.random.key(0), c, model))
     if which == "shared":
-        return stages.shared(c, model, MicrobatchLoss(Forward(model, c.training)), state.weights, batch)
+        return stages.shared(c, model, MicrobatchLoss, Forward(model, c.training), training_loss, state.weights, batch)
     steps = {"training": lambda: make_training_step(c, model).trace(state, batch, np.int32(0), teacher.weights_of(c))}
     steps["evaluation"] = lambda: make_evaluation_step(c, model).trace(state.weights, batch)
     return {name: trace() for name, trace in steps.items() if which in (name, "both")}

@@ -208,6 +208,7 @@ def outer_product_summed_over_one_axis(x: f32["L/t"], y: f32["S/t"]) -> f32[""]:
 TABLES = {n: np.linspace(0.0, n, 16, dtype=np.float32) for n in (1, 2, 4)}
 
 
+by_rbg = lambda row: jax.random.uniform(jax.random.fold_in(jax.random.key(0, impl="rbg"), row))
 KEYS = [jax.random.key(i) for i in range(5)]
 
 
@@ -755,6 +756,14 @@ ROWS = {  # name: types of arguments and result, of f32 where nothing is said; t
         lambda x: lax.psum(lax.pcast(lax.pcast(x, "t", to="varying"), "t", to="unreduced"), "t"),
     ),
     "ranks among a device s own": ("T/d -> i32 T/d", lambda scores: jnp.argsort(jnp.argsort(scores))),
+    "largest of own rows in an order of their own": (
+        "B/d M, T/d M, i32 B/d -> f32",
+        lambda x, y, ids: lax.pmax(jnp.max(lax.map(lambda row: jnp.max(y @ row), x[jnp.argsort(ids)])), "d"),
+    ),
+    "numbers by the rbg key of each row": (
+        "B/d M -> B/d M",
+        lambda x: x * jax.vmap(by_rbg)(offset("d", x.shape[0]) + jnp.arange(x.shape[0]))[:, None],
+    ),
     "doubled where there are several": ("B/d M/t -> B/d M/t", lambda x: x * 2.0 if lax.axis_size("t") > 1 else x),
 }
 

@@ -130,7 +130,7 @@ def _scan(interpreter: Any, eq: Equation) -> list[Value]:
         dims = (rows or (whole(n) if n > 1 else UNIFORM), *out.dims)
         try:
             out = out if out.wild else eq.block(out)
-            if rows and out.extreme and out.extreme[1] & set(rows.axes):
+            if rows and out.extreme and out.extreme[1] & set(map(real, rows.axes)):
                 eq.finished(out)
             known = None if out.count else out.known
             results.append(dataclasses.replace(_anonymous(out), dims=dims, count=(), known=known))

@@ -1,6 +1,7 @@
 """Rules of elementwise primitives."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import numpy as np
 
 from shardlib.proof import positions
 from shardlib.proof.domain import Value, constant, moved, near
-from shardlib.proof.equation import Equation, is_integer
+from shardlib.proof.equation import Equation, Refused, is_integer
 
 FOLDS: dict[str, Callable[..., Any]] = {
     "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "neg": np.negative,
@@ -37,8 +38,18 @@ NONLINEAR = set(
 ELEMENTWISE = UNARY_LINEAR | ADDITIONS | positions.COMPARISONS | SELECTIONS | NONLINEAR | {"mul", "div"}
 
 
+def refuse_rbg(eq: Equation) -> None:
+    """Of several keys of JAX's `rbg`, under vmap, all bits are drawn from the first."""
+    aval = eq.eqn.invars[0].aval
+    if "rbg" in str(aval.dtype) and math.prod(aval.shape) > 1:
+        problem = "what is drawn from several keys of rbg depends on which of them a device has"
+        raise Refused(problem, "keys of threefry do not: jax.random.key(seed, impl='threefry2x32')")
+
+
 def elementwise(eq: Equation) -> Value:
     """Facts about the result of an elementwise primitive."""
+    if eq.name == "random_fold_in":
+        refuse_rbg(eq)
     ndim = len(eq.result_shape)
     ins = [_spread(value, ndim) for value in eq.ins]
     if folded := _fold(eq, ins, ndim):

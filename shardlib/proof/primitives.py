@@ -12,6 +12,7 @@ import jax
 
 from shardlib.equations import equations_in, jaxprs_of
 from shardlib.proof.domain import Value, whole
+from shardlib.proof.elementwise import refuse_rbg
 from shardlib.proof.equation import Equation, Refused
 
 RULES: dict[str, Callable[[Equation], Any]] = {}
@@ -91,6 +92,7 @@ def _solve(eq: Equation) -> list[Value]:
 @rule("random_bits", "random_split", "random_unwrap", "random_seed", "bitcast_convert_type")
 def _of_each_entry(eq: Equation) -> list[Value]:
     """What is made of each key, or of the bits of each number."""
+    refuse_rbg(eq)
     return everything_whole(eq, min(len(eq.shape()), len(eq.result_shape)))
 
 

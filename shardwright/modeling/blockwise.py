@@ -81,7 +81,7 @@ def blockwise(
         "B/r/d/e L K/t Q D",
         functools.partial(in_blocks, rule, False),
         *in_one_state(q, k, v, places, sinks, learned),
-        reason="blocks of keys that no sequence of this device sees are skipped; they add nothing",
+        reason=f"blocks of keys that no sequence of this device sees are skipped; they add nothing {q.shape[3:]}",
     )
 
 

@@ -102,7 +102,7 @@ def ulysses(
         shardops.per_device,
         "B/r/d/e L K/t H/c Q D",
         attend,
-        reason="each device of c computes the heads that it has, of whole sequences",
+        reason=f"each device of c computes the heads that it has, of whole sequences {q.shape[4:]}",
         takes="B/r/d/e L K/t H/c Q D, B/r/d/e L K/t H/c D, B/r/d/e L K/t H/c D",
     )
     run = attend if by_einsum and sinks is None else of_a_kernel  # the proof follows an einsum
@@ -142,7 +142,7 @@ def ring(
             "B/r/d/e Z/c K/t Q D",
             functools.partial(in_blocks, rule, True),
             *in_one_state(q, k, v, (places, places), own(sinks), own(learned)),
-            reason="in n turns each device of c has the keys of all; a softmax adds up block by block, in any order",
+            reason=f"in n turns each device of c has all keys; a softmax adds up by blocks, in any order {q.shape[3:]}",
             takes="B/r/d/e Z/c K/t Q D, B/r/d/e Z/c K/t D, B/r/d/e Z/c K/t D" + ", B/r/d/e Z/c" * 6,
         )
     return shardops.zigzag("B/r/d/e Z/c K/t Q D -> B/r/d/e L/c K/t Q D", out)

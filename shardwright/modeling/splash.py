@@ -50,7 +50,7 @@ def splash(
         functools.partial(_attend, rule),
         # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
         *alike(*heads_first, places[0].document),
-        reason="the kernel computes each head of each sequence by itself",
+        reason=f"the kernel computes each head of each sequence by itself {q.shape[3:]}",
     )
     return shardops.rearrange("B/r/d/e (K/t Q) L D -> B/r/d/e L K/t Q D", out)
 

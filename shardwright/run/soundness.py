@@ -22,9 +22,11 @@ from shardwright.modeling.model import inputs_of
 from shardwright.run.config import Config
 from shardwright.run.provenance import bytes_of, files_of_source, is_edited
 from shardwright.run.stores import agreed
+from shardwright.run.teacher import reference_record
 from shardwright_data.loader import batch_shapes
 
 OF_MACHINES = ("devices", "local_devices", "device_count", "local_device_count", "process_count", "process_index")
+OF_MACHINES += ("get_mesh",)
 """Functions of JAX that a step is not to call: no trace for another mesh changes their results."""
 SHOWN = 5
 """Number of findings that an error shows."""
@@ -51,7 +53,8 @@ def check_steps(programs: Callable, c: Config, model: Any, source: Any) -> None:
     """
     mesh = jax.sharding.get_abstract_mesh()
     settings = {k: v for k, v in dataclasses.asdict(c).items() if k in ("model", "optimizer", "training", "pipeline")}
-    refuse(lambda: find_unsound(programs, c, model, mesh), source, settings, source and text_of(model))
+    reads = source and (text_of(model), reference_record(c))
+    refuse(lambda: find_unsound(programs, c, model, mesh), source, settings, reads)
 
 
 def check_program(program: Any, args: Any, source: Any, *settings: Any) -> None:
@@ -76,7 +79,8 @@ def refuse(find: Callable[[], list[Finding]], source: Any, *parts: Any) -> None:
 def _refuse(find: Callable[[], list[Finding]], source: Any, parts: tuple) -> None:
     known = source and not any(map(is_edited, itertools.chain(*files_of_source().values())))
     mesh, known = jax.sharding.get_abstract_mesh(), kept_programs("soundness") if known else None
-    parts = source, *parts, tuple(mesh.shape.items()), jax.__version__, jax.default_backend()
+    parts = source, *parts, tuple(mesh.shape.items()), jax.__version__, jax.local_devices()[0].device_kind
+    parts += jax.config.jax_default_prng_impl, jax.config.jax_enable_x64
     record = known and known / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
     if record and record.exists():
         return
@@ -97,12 +101,14 @@ def text_of(model: Any) -> bytes:
 
 def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[Finding]:
     """What is wrong with the training and the evaluation step on a mesh. The arguments are those of check_steps."""
+    # The check does not look into the chunks of the loss: without them the same loss is checked.
+    c = dataclasses.replace(c, training=dataclasses.replace(c.training, loss_chunk=None))
 
-    def trace(c: Config = c, model: Any = model, **which: bool) -> dict[str, Any]:
-        sizes = jax.sharding.get_abstract_mesh().shape
+    def trace(c: Config = c, **which: bool) -> dict[str, Any]:
+        sizes, own = jax.sharding.get_abstract_mesh().shape, type(model)(c.model)  # which may read the mesh too
         c = dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, **{a: sizes.get(a, 1) for a in AXES}))
-        batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches, len(inputs_of(model)))
-        return {name: traced.jaxpr for name, traced in programs(c, model, batch, **which).items()}
+        batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches, len(inputs_of(own)))
+        return {name: traced.jaxpr for name, traced in programs(c, own, batch, **which).items()}
 
     if found := [*_machines(programs), *_machines(type(model))]:
         return found
@@ -111,16 +117,16 @@ def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[F
     others = {axis: n for axis, n in mesh.shape.items() if axis != PIPELINE_AXIS}
     kinds = tuple(kind for kind, axis in zip(mesh.axis_types, mesh.axis_names, strict=True) if axis != PIPELINE_AXIS)
     alone = AbstractMesh(tuple(others.values()), tuple(others), axis_types=kinds)
-    return [*prove(trace, alone), *prove(lambda: trace(which="shared"), mesh), *_beside_stages(trace, c, model, mesh)]
+    return [*prove(trace, alone), *prove(lambda: trace(which="shared"), mesh), *_beside_stages(trace, c, mesh)]
 
 
-def _beside_stages(trace: Callable, c: Config, model: Any, mesh: Any) -> list[Finding]:
+def _beside_stages(trace: Callable, c: Config, mesh: Any) -> list[Finding]:
     """What is wrong outside of the stages. Compared with twice the stages, layers and microbatches, where possible."""
     p, t = mesh.shape[PIPELINE_AXIS], c.training
     training = dataclasses.replace(t, batch_size=2 * t.batch_size, microbatches=2 * t.microbatches)
     larger_model = dataclasses.replace(c.model, layers=2 * c.model.layers)
     twice = dataclasses.replace(c, model=larger_model, training=training)
-    found = prove(lambda: trace(twice, type(model)(twice.model)), mesh, {PIPELINE_AXIS: 2 * p})
+    found = prove(lambda: trace(twice), mesh, {PIPELINE_AXIS: 2 * p})
     if any(str(finding).startswith(UNTRACED) for finding in found):
         found = prove(trace, mesh, {PIPELINE_AXIS: p})
     return found
@@ -130,7 +136,13 @@ def _machines(part: Callable) -> Iterator[Finding]:
     """Where `part`, or what it names in its module, asks JAX about the machine, which is the same on all meshes."""
     lines, _ = inspect.findsource(sys.modules[part.__module__])
     defined: dict[str, ast.AST] = {}
-    for node in ast.parse("".join(lines)).body:
+    is_of_jax = lambda name: name.partition(".")[0] == "jax"
+    body = ast.parse("".join(lines)).body
+    aliases = [
+        x for node in body if isinstance(node, ast.ImportFrom) and is_of_jax(node.module or "") for x in node.names
+    ]
+    imported = {alias.asname or alias.name for alias in aliases if alias.name in OF_MACHINES}
+    for node in body:
         targets = [t.id for t in getattr(node, "targets", ()) if isinstance(t, ast.Name)]
         defined |= dict.fromkeys([node.name] if hasattr(node, "name") else targets, node)
     reached = [name for name in (part.__name__,) if name in defined]
@@ -138,9 +150,11 @@ def _machines(part: Callable) -> Iterator[Finding]:
         names = {node.id for node in ast.walk(defined[name]) if isinstance(node, ast.Name)}
         reached += sorted(names & defined.keys() - {*reached})
     for node in (node for name in reached for node in ast.walk(defined[name])):
-        is_jax = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "jax"
-        if is_jax and node.attr in OF_MACHINES:
+        named = isinstance(node, ast.Name) and node.id in imported
+        if named or (isinstance(node, ast.Attribute) and node.attr in OF_MACHINES and is_of_jax(ast.unparse(node))):
             where = place(inspect.getsourcefile(sys.modules[part.__module__]) or "?", node.lineno)
-            problem = f"jax.{node.attr} is the same on all meshes, so that the check does not see what depends on it"
+            problem = (
+                f"{ast.unparse(node)} is the same on all meshes, so that the check does not see what depends on it"
+            )
             remedy = "shardops.axis_size('r d') is the number of devices along axes"
             yield Finding(f"{where}: {problem}\n  remedy: {remedy}")

@@ -5,6 +5,7 @@ device of p has one chunk.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -81,26 +82,26 @@ def run_evaluation(c: Config, model: LanguageModel, loss: Any, w: Any, batch: An
     return pipeline.run_schedule(loss, placement, table, w, batch)[0]
 
 
-def shared(c: Config, model: LanguageModel, loss: Any, w: Any, batch: Any) -> dict[str, jax.stages.Traced]:
-    """What all stages compute together for a microbatch, traced: its embedding and its loss, and their gradients.
+def shared(c: Config, model: Any, Loss: Any, forward: Any, own: Any, w: Any, batch: Any) -> dict[str, Any]:
+    """What all stages compute together for a microbatch, traced: its embedding and both losses, and their gradients.
 
     There p is an axis like any other, so that the check before the first step can read it. It does not look into the
-    schedule.
+    schedule. `Loss` is train.MicrobatchLoss, and `own` is train.training_loss.
     """
-    Weights = model.Weights
+    Weights, losses = model.Weights, [Loss(forward), Loss(forward, functools.partial(own, c=c.optimizer))]
 
     @typed_shard_map
     def per_device(w: Weights, batch: Array["m", TokenBatch]) -> tuple[f32[""], Weights]:
         def total(w):
-            w, part = loss.forward.copies(w), (jax.tree.map(lambda x: x[0], batch), None)
+            w, part = forward.copies(w), (jax.tree.map(lambda x: x[0], batch), None)
             with pipeline_stage():  # as in the schedule
-                x = varying(loss.first(w, *part), (PIPELINE_AXIS,))
-                return loss.last(w, x, *part)
+                x = varying(losses[0].first(w, *part), (PIPELINE_AXIS,))
+                return sum(loss.last(w, x, *part) for loss in losses)
 
         return jax.value_and_grad(total)(w)
 
     with compute_scope(c.training.compute_dtype):
-        return {"embedding and loss": jax.jit(per_device).trace(w, batch)}
+        return {"embedding and losses": jax.jit(per_device).trace(w, batch)}
 
 
 def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
