@@ -66,7 +66,7 @@ def test_the_head_has_the_key_figures(tmp_path):
         "loss": found["loss"],
         "val": f"{json.loads(validations[-1])['loss']:.3f}",
         "bits/byte": "1.500",
-        "tokens/s": "1.28k",
+        "tokens/s": "1.38k",
         "MFU": "120.0%",
         "memory": "~3.00 MiB",
         "bubble": "1.23%",
