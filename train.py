@@ -262,15 +262,18 @@ class Forward:
     in_training: bool = False
 
     def __call__(
-        self, w: W, tokens: Tokens, head: Callable, attend: Callable | None = None, caches: Any = None
+        self, w: W, microbatches: Callable | tuple, head: Callable, attend: Callable | None = None, caches: Any = None
     ) -> tuple[Any, Any, Extras]:
-        """Result of head(w, x) on the output x of the last layer, the caches of the layers, and their Extras.
+        """Result of head(w, *xs) on the outputs of the last layer, the caches of the layers, and their Extras.
 
-        `attend` maps (cache, q, k, v, rule, *learned, sinks, drop) to attention and the new cache; None: no caches.
+        `microbatches` are the Tokens of each, or a function that makes them. `attend` maps (cache, q, k, v, rule,
+        *learned, sinks, drop) to attention and the new cache; None: no caches.
         """
         w = self.outside(w)
-        (x,), caches, extras = self.layers(w.layers, (self.model.embed(w, tokens),), (tokens,), None, attend, caches)
-        return head(w, x), caches, extras
+        tokens = microbatches() if callable(microbatches) else microbatches
+        xs = tuple(self.model.embed(w, each) for each in tokens)
+        xs, caches, extras = self.layers(w.layers, xs, tokens, None, attend, caches)
+        return head(w, *xs), caches, extras
 
     def layers(
         self, w: Any, xs: tuple, tokens: tuple, numbers: Any = None, attend: Callable | None = None, caches: Any = None
@@ -419,11 +422,10 @@ class MicrobatchLoss:
 
     def __call__(self, w: W, *microbatches: Any) -> tuple[Any, Extras]:
         """The sum of the losses, and the means of the layers' Extras."""
-        w, tokens = self.forward.outside(w), tuple(self.forward.tokens(*each) for each in microbatches)
-        xs = tuple(self.forward.model.embed(w, each) for each in tokens)
-        xs, _, extras = self.forward.layers(w.layers, xs, tokens)
-        losses = [self.head(w, x, *each) for x, each in zip(xs, microbatches, strict=True)]
-        return sum(losses[1:], losses[0]), extras
+        tokens = lambda: tuple(self.forward.tokens(*each) for each in microbatches)
+        losses = lambda w, *xs: [self.head(w, x, *each) for x, each in zip(xs, microbatches, strict=True)]
+        found, _, extras = self.forward(w, tokens, losses)
+        return sum(found[1:], found[0]), extras
 
     def first(self, w: W, *microbatch: Any) -> Any:
         """The input of the first layer."""

@@ -115,6 +115,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="of a turn, about")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lines", type=int, default=0, metavar="N", help="shows where the time of ours and torch goes")
+    parser.add_argument("--limit", type=float, default=600, metavar="S", help="seconds to compile, and for a round")
+    parser.add_argument("--settings", default="", metavar="'A=B …'", help="settings of ours, such as training.unroll=1")
     options = parser.parse_args()
     if not Path("/proc/self/status").exists():
         parser.error("this program needs Linux: it reads each contestant's memory from /proc")
@@ -133,7 +135,7 @@ def main() -> None:
         parser.error(f"{' and '.join(sorted(wrong))} is for a CPU: drop it, or --platform gpu")
     if "seqax" in names and not (seqax and (seqax / ".venv/bin/python").exists()):
         parser.error(f"--seqax is {seqax}, no checkout with an environment: docs/performance.md says how to make one")
-    timing = options.rounds, options.seconds, platform == "cpu"
+    timing = options.rounds, options.seconds, platform == "cpu", options.limit
     for size in sizes:
         s, dtype = SIZES[size], dtype_of(size, platform)
         devices = ", 8 simulated devices" if size == "demo" else ""
@@ -144,7 +146,11 @@ def main() -> None:
         if size == "demo" and "torch" in names:
             print("torch         is left out: it has one device")
         measured = {}
-        for contestant in run_rounds(jobs_of(size, names, dtype, platform, seqax), *timing):
+        jobs = jobs_of(size, names, dtype, platform, seqax)
+        if "ours" in jobs:
+            settings = f"{jobs['ours'].overrides} {options.settings}".strip()
+            jobs["ours"] = dataclasses.replace(jobs["ours"], overrides=settings)
+        for contestant in run_rounds(jobs, *timing):
             measured[contestant.name] = contestant
             print(line_of(contestant, measured["floor"], measured.get("ours")), flush=True)
             if options.lines and contestant.name in ("ours", "torch") and not contestant.error:

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 class Contestant:
     """A contestant's process, and its measurements."""
 
-    def __init__(self, name: str, job: Job, scratch: Path):
-        self.name, self.job = name, job
+    def __init__(self, name: str, job: Job, scratch: Path, limit: float):
+        self.name, self.job, self.limit = name, job, limit
         self.ready: dict[str, Any] = {}
         """compile_s and step_s, in seconds."""
         self.step_s: list[float] = []
@@ -65,13 +66,19 @@ class Contestant:
 
     @contextlib.contextmanager
     def _failing(self) -> Iterator[None]:
-        """Context in which `error` becomes what the process says, if it ends."""
+        """Context in which `error` becomes the last line on stderr, if the process ends or is killed at its limit."""
+        timer = threading.Timer(self.limit, self._kill)
+        timer.daemon = True
+        timer.start()
         try:
             yield
         except (EOFError, BrokenPipeError):
             lines = [line for line in self._messages.read_text().splitlines() if line.strip()]
             said = lines[-1][:300] if lines else "no message"
-            self.error = f"ended with {self._process.wait()}: {said}"
+            ended = f"ended with {self._process.wait()}" if timer.is_alive() else f"killed after {self.limit:g} s"
+            self.error = f"{ended}: {said}"
+        finally:
+            timer.cancel()
 
     def _answer(self) -> dict[str, Any]:
         for line in self._process.stdout:
@@ -81,13 +88,18 @@ class Contestant:
 
     def end(self) -> None:
         """Kills the process and those that it started, and waits for its end."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._kill()
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
 
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
-def run_rounds(jobs: dict[str, Job], rounds: int, seconds: float, take_turns: bool) -> Iterator[Contestant]:
+
+def run_rounds(
+    jobs: dict[str, Job], rounds: int, seconds: float, take_turns: bool, limit: float = 600
+) -> Iterator[Contestant]:
     """Runs each job, and gives each contestant after the rounds of its group. If one fails, others continue.
 
     Args:
@@ -95,6 +107,7 @@ def run_rounds(jobs: dict[str, Job], rounds: int, seconds: float, take_turns: bo
         rounds: number of rounds.
         seconds: approximate time of a contestant's part of a round.
         take_turns: all contestants stay alive and take turns; otherwise they run one after the other.
+        limit: seconds after which a contestant that has not compiled, or not ended a round, is killed.
     """
     groups = [[*jobs]] if take_turns else [[name] for name in jobs]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
@@ -102,7 +115,7 @@ def run_rounds(jobs: dict[str, Job], rounds: int, seconds: float, take_turns: bo
             group: list[Contestant] = []
             with contextlib.ExitStack() as cleanup:
                 for name in names:
-                    group.append(Contestant(name, jobs[name], Path(scratch)))
+                    group.append(Contestant(name, jobs[name], Path(scratch), limit))
                     cleanup.callback(group[-1].end)
                     group[-1].measure(seconds)
                 for i in range(rounds):

@@ -140,7 +140,7 @@ def _traced(forward: Any, sizes: tuple[int, int], seeds: bool) -> Any:
     @typed_shard_map
     def logits(w: model.Weights, batch: TokenBatch, seeds: u32["B/r/d"] | None) -> act["B/r/d L V/t/p"]:
         read = forward.tokens(batch, seeds)
-        return forward(forward.copies(w), read, model.logits)[0]
+        return forward(forward.copies(w), (read,), model.logits)[0]
 
     shape = lambda dtype, *more: jax.ShapeDtypeStruct((*sizes, *more), dtype)
     count = len(inputs_of(model))

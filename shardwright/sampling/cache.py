@@ -97,7 +97,7 @@ def next_logits(
         read = cached_attention(q, k, v, cache.k[None], cache.v[None], place, rule, learned, sinks)
         return read, KeyValues(k[0], v[0])
 
-    logits, new, _ = forward(w, Tokens(ids, place), forward.model.logits, attend, cache)
+    logits, new, _ = forward(w, (Tokens(ids, place),), forward.model.logits, attend, cache)
     # Written once, after the loop over layers. In the loop, each layer would copy its whole cache.
     write = lambda old, x: old.at[:, jnp.arange(x.shape[1]), texts.place].set(x, mode="drop")
     return logits, jax.tree.map(write, cache, new)
@@ -114,7 +114,7 @@ def filled_cache(w: W, ids: u32["_N/r/d _L"], forward: Any, size: int) -> Array[
     def attend(cache, q, k, v, *options, **more):
         return attend_in_text(None, q, k, v, *options, **more)[0], KeyValues(k, v)
 
-    _, cache, _ = forward(w, tokens, lambda w, x: None, attend)
+    _, cache, _ = forward(w, (tokens,), lambda w, x: None, attend)
     return jax.tree.map(lambda x: jnp.pad(x, [(0, 0), (0, 0), (0, size - ids.shape[1]), (0, 0), (0, 0)]), cache)
 
 
@@ -155,7 +155,7 @@ def check_cache(forward: Any, context: int) -> None:
     def differences(w: model.Weights, ids: u32["_N/r/d _L"]) -> f32["_T"]:
         w, zero = forward.copies(w), jnp.int32(0 * ids)
         text = Tokens(ids, zero + jnp.arange(2 * half, dtype=jnp.int32), zero)
-        expected, _, _ = forward(w, text, model.logits)
+        expected, _, _ = forward(w, (text,), model.logits)
 
         def step(cache, place):
             at = zero[:, 0]

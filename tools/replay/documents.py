@@ -101,7 +101,7 @@ def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:
 
         def of_microbatch(_, part):
             head = lambda w, x: train.cross_entropy(forward.model.logits(w, x), part[0].targets)
-            return None, forward(copies, forward.tokens(*part), head)[0]
+            return None, forward(copies, (forward.tokens(*part),), head)[0]
 
         return lax.scan(of_microbatch, None, (batch, seeds))[1]
 

@@ -36,22 +36,24 @@ class Contestant(OnJax):
         # compute equal products only once.
         products = [(i, o) for i, o, n in job.shapes.products(job.t) for _ in range(n)]
 
-        @functools.partial(jax.jit, out_shardings=on_each)
-        def operands(key):
-            keys = iter(jax.random.split(key, 3 * len(products)))
-            draw = lambda *shape: jax.random.normal(next(keys), (len(devices), *shape), dtype)
-            return [(draw(*rows, i), draw(i, o), draw(*rows, o)) for i, o in products]
+        # A program for each shape, not one for all operands: compiling that took minutes on a GPU.
+        @functools.partial(jax.jit, static_argnums=1, out_shardings=on_each)
+        def draw(key, shape):
+            return jax.random.normal(key, (len(devices), *shape), dtype)
 
-        @functools.partial(jax.jit, out_shardings=on_each)
-        def places():
-            place = lambda *shape: jnp.zeros((len(devices), *shape), dtype)
-            return [(place(*rows, o), place(*rows, i), place(i, o)) for i, o in products]
+        @functools.partial(jax.jit, static_argnums=0, out_shardings=on_each)
+        def place(shape):
+            return jnp.zeros((len(devices), *shape), dtype)
+
+        keys = iter(jax.random.split(jax.random.key(job.seed), 3 * len(products)))
+        shapes = [((*rows, i), (i, o), (*rows, o)) for i, o in products]
 
         def per_device(given, _):
             of_device = jax.tree.map(lambda x: x[0], given)
             return jax.tree.map(lambda x: x[None], [dots(*product) for product in of_device])
 
-        self.given, self.results = operands(jax.random.key(job.seed)), places()
+        self.given = [tuple(draw(next(keys), shape) for shape in each) for each in shapes]
+        self.results = [(place(dy), place(x), place(w)) for x, w, dy in shapes]
         of_each = P("device")
         mapped = jax.shard_map(per_device, mesh=mesh, in_specs=(of_each, of_each), out_specs=of_each, check_vma=False)
         # The results of a step reuse the memory of the step before: fresh memory would cost page faults on a CPU.
