@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ class StepProfiler:
         ...
         profiler.after_step(i, metrics)
 
-    The main loop waits for the devices once, before the first profiled step. A background thread waits for the end,
-    and writes and reads the trace, which is complete when `close` returns, at
+    The main loop waits for the devices before the first profiled step and after the last one, where it writes the
+    trace. A background thread reads it. It is complete when `close` returns, at
     `<directory>/plugins/profile/<date>/perfetto_trace.json.gz`. Process 0 alone traces.
 
     Args:
@@ -38,15 +39,17 @@ class StepProfiler:
             shardwright/compiled/trace.py.
         hlo: HLO text of the step, with which the time by source line is found; None if there is none.
         steps: number of steps of this process.
+        settle: waits until no other thread uses the devices. On NVIDIA GPUs the end of a trace unloads CUPTI, and a
+            call of CUDA on another thread at that moment ends the process with a segmentation fault.
 
     Attributes:
         by_line: the lines that take longest, for a terminal, or why they are not known; None before `close`, and if
             nothing was traced.
     """
 
-    def __init__(self, log: RunLog, hlo: Path | None, steps: int):
+    def __init__(self, log: RunLog, hlo: Path | None, steps: int, settle: Callable[[], Any] = lambda: None):
         self.by_line: str | None = None
-        self._log, self._hlo = log, hlo
+        self._log, self._hlo, self._settle = log, hlo, settle
         self._first = max(0, min(2, steps - 2))
         self._last = min(self._first + 3, steps - 1)
         self._traces = False
@@ -58,6 +61,7 @@ class StepProfiler:
             return
         with pause("starting the profiler"):
             self._log.flush()  # waits for the devices
+            self._settle()
             try:
                 jax.profiler.start_trace(self._log.directory / TRACE, profiler_options=_options())
             except FAILURES as error:
@@ -66,35 +70,41 @@ class StepProfiler:
             self._traces = True
 
     def after_step(self, i: int, outputs: Any) -> None:
-        """Notes that step `i` has been dispatched. Waits for nothing.
+        """Ends the trace, once its outputs are there, if step `i`, just dispatched, is the last profiled one.
 
         Args:
             i: the step.
             outputs: arrays that the step computed and that no later step donates, such as its metrics.
         """
-        if self._traces and i == self._last:
-            self._task = in_background(self._read_trace, outputs)
-            self._traces = False
+        if not self._traces or i != self._last:
+            return
+        self._traces = False
+        try:
+            with pause("stopping the profiler"):
+                jax.block_until_ready(outputs)
+                self._settle()
+                kept = _end_of_trace(self._log.directory)
+        except FAILURES as error:
+            say(f"profile: the trace could not be written: {error}")
+            return
+        self._task = in_background(self._read_trace, kept)
 
     def close(self) -> None:
-        """Waits for the trace to be written, and tells why if it is not."""
+        """Waits until the trace has been read."""
         if self._traces:
             self._traces = False
+            self._settle()
             with contextlib.suppress(*FAILURES):
                 jax.profiler.stop_trace()
             shutil.rmtree(self._log.directory / TRACE, ignore_errors=True)
             say("profile: the run ended within the profiled steps, so there is no measurement")
         task, self._task = self._task, None
-        try:
-            if task is not None:
-                task.result()
-        except FAILURES as error:
-            say(f"profile: the trace could not be written: {error}")
+        if task is not None:
+            task.result()
 
     # ---- on the background thread
 
-    def _read_trace(self, outputs: Any) -> None:
-        kept = _end_of_trace(self._log.directory, outputs)
+    def _read_trace(self, kept: Path) -> None:
         given = (kept, MODULE, self._last - self._first + 1, *([self._hlo] if self._hlo else []))
         try:
             found = json.loads(run_beside("shardwright.compiled.trace", *given))
@@ -124,9 +134,8 @@ def _options() -> jax.profiler.ProfileOptions:
     return options
 
 
-def _end_of_trace(directory: Path, outputs: Any) -> Path:
-    """Ends the trace after the step that computes `outputs`. Returns the directory with its files."""
-    jax.block_until_ready(outputs)
+def _end_of_trace(directory: Path) -> Path:
+    """Ends the trace. Returns the directory with its files."""
     try:
         jax.profiler.stop_trace()
         made = [*(directory / TRACE / "plugins" / "profile").glob("*")]

@@ -283,11 +283,11 @@ class Run:
 
     def steps(self) -> Iterator[tuple[int, TokenBatch]]:
         """Index of each step that is still to be done, and its batch. Ends early on a signal. Reads batches ahead."""
-        self._profiler = StepProfiler(self._log, self._hlo, self.end_step - self.start)
-        self._cleanup.callback(self._profiler.close)
         load = lambda step: self.loader.load(self._batch_of(step))
         batches = prefetch(load, self.start, self.end_step, self.c.data.prefetch, self.loader.parallel_loads)
-        batches = self._cleanup.enter_context(batches)
+        batches, settle = self._cleanup.enter_context(batches)
+        self._profiler = StepProfiler(self._log, self._hlo, self.end_step - self.start, settle)
+        self._cleanup.callback(self._profiler.close)
         self._stop = self._cleanup.enter_context(StopRequest())
         for step in range(self.start, self.end_step):
             self._profiler.before_step(step - self.start)

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from fractions import Fraction
 from typing import Any, TypeVar
 
@@ -185,10 +185,11 @@ class Loader:
 @contextlib.contextmanager
 def prefetch(
     load: Callable[[int], T], start: int, stop: int, depth: int = 2, threads: int = 1
-) -> Iterator[Iterator[T]]:
+) -> Iterator[tuple[Iterator[T], Callable[[], Any]]]:
     """Context of an iterator over `load(step)` for the steps in [start, stop), computed in threads ahead of use.
 
-    An error in `load` is raised where its step is due. At the end of the context the batches that are left are dropped.
+    With the iterator comes a function that waits until no `load` is running or due before the next batch is taken. An
+    error in `load` is raised where its step is due. At the end of the context the batches that are left are dropped.
     It waits for the calls of `load` that are running.
 
     Args:
@@ -208,6 +209,6 @@ def prefetch(
             yield batch.result()
 
     try:
-        yield batches()
+        yield batches(), lambda: wait(ahead)
     finally:
         pool.shutdown(wait=True, cancel_futures=True)

@@ -1,6 +1,7 @@
 import contextlib
 import gzip
 import json
+import threading
 import time
 
 import jax
@@ -60,18 +61,22 @@ def test_the_third_to_the_sixth_step_are_traced(tmp_path, capsys):
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_the_main_loop_waits_for_the_devices_once(tmp_path, monkeypatch):
-    waited, read = [], []
+def test_no_other_thread_uses_the_devices_while_the_trace_starts_and_ends(tmp_path, monkeypatch):
+    waited, read, settled = [], [], []
     monkeypatch.setattr(jax, "block_until_ready", waited.append)
+    stop = jax.profiler.stop_trace
+    stopped_on = []
+    monkeypatch.setattr(jax.profiler, "stop_trace", lambda: stopped_on.append(threading.current_thread()) or stop())
     with RunLog(tmp_path, total_steps=9, start_step=0, speed=SPEED) as log:
         monkeypatch.setattr(log, "flush", lambda: read.append(i))
-        profiler = profile.StepProfiler(log, None, log.total_steps - log.start_step)
+        profiler = profile.StepProfiler(log, None, 9, settle=lambda: settled.append(i))
         for i in range(9):
             profiler.before_step(i)
             profiler.after_step(i, f"outputs of {i}")
         profiler.close()
         assert read == [2]
-    assert sorted(waited) == ["outputs of 5"]
+    assert (waited, settled) == (["outputs of 5"], [2, 5])
+    assert stopped_on == [threading.main_thread()]
 
 
 @pytest.mark.parametrize("steps", [3, 1])
