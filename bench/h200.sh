@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures throughput on one H200 without a network: our step at three sizes beside PyTorch's and plain JAX's.
+# Measures throughput on one GPU without a network: our step at three sizes beside PyTorch's and plain JAX's.
 #
 #   bench/h200.sh --fetch   on a machine with a network: downloads wheels for Python 3.12 into .wheels
 #   bench/h200.sh           on the machine with the GPU, with the folder .wheels
@@ -11,7 +11,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 OUT=${OUT:-runs/h200} PYTHON=${PYTHON:-python3} WHEELS=.wheels
 packages="hydra-core omegaconf PyYAML packaging rich markdown-it-py mdurl Pygments tensorstore jaxtyping wadler_lindig
-  typing_extensions einops google-crc32c"
+  typing_extensions einops google-crc32c plotly zarr donfig msgspec numcodecs datasets dill multiprocess"
 
 if [ "${1:-}" = --fetch ]; then
   platforms=()

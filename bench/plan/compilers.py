@@ -128,7 +128,7 @@ def make(chip: str, name: str, out: Path) -> None:
         batch = batch_shapes(training.batch_size, training.seq_len, training.microbatches)
         lowered = train.programs(c, model, batch, which="training")["training"].lower()
         table = training_table(c, model) if p > 1 else None
-        options = c.hardware.compiler_options | (OPTIONS if chip in GPUS else {})
+        options = c.hardware.options | (OPTIONS if chip in GPUS else {})
         options = known_options(options, lambda line: print(line, file=sys.stderr))
         made = lowered.compile(compiler_options=options)
     facts = {"chip": chip, "name": name, "config": config, "overrides": [*more, *overrides]}

@@ -79,7 +79,7 @@ def make(chip: str, row: str, trainer: str, out: Path) -> None:
     job = job_of(chip, row)
     module = importlib.import_module(f"bench.throughput.peers.{TRAINERS[trainer]}")
     lowered = module.lowered(job, devices_of(chip, job.devices, job.r))
-    own = module.config_of(job).hardware.compiler_options if trainer == "ours" else {}
+    own = module.config_of(job).hardware.options if trainer == "ours" else {}
     options = known_options(own | (OPTIONS if chip in GPUS else {}), lambda line: print(line, file=sys.stderr))
     made = lowered.compile(compiler_options=options)
     name = out / f"{chip}.{row}.{trainer}"

@@ -36,6 +36,11 @@ class HardwareConfig:
     program. An option that is null is left out. One that the installed XLA does not know is left out too, and a line
     is printed for it. Flags in the environment's XLA_FLAGS hold for all programs, and an unknown one there ends the
     run."""
+    deterministic: bool = False
+    """True: the programs have no operation whose result differs from run to run, for a replay or a resumed run that
+    is equal bit for bit on an NVIDIA GPU; other devices need no setting. XLA then takes the first kernel that compiles
+    instead of the fastest, and cuDNN computes the gradient of attention in a fixed order: docs/reliability.md has the
+    price."""
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     """Environment variables, such as NCCL's, that are set before the devices start. A variable that is set already
     keeps its value."""
@@ -47,6 +52,11 @@ class HardwareConfig:
     there whom you would not let run programs as you. It grows, and what is in it can be deleted at any time. A run of
     several processes, of which the first writes and all read, does not use the default, since each host may have its
     own: give a directory that all hosts share. The variable JAX_COMPILATION_CACHE_DIR overrides it."""
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options of XLA for the steps: `compiler_options`, and those of `deterministic`."""
+        return self.compiler_options | ({"xla_gpu_exclude_nondeterministic_ops": True} if self.deterministic else {})
 
 
 @dataclasses.dataclass

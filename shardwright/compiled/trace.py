@@ -30,7 +30,10 @@ LINES = "profile_by_line.json"
 """Name of the file beside the trace with the time by source line."""
 PERFETTO = "perfetto_trace.json.gz"
 """Name of the file beside the trace that ui.perfetto.dev opens."""
-
+GRAPHS = "in CUDA graphs"
+"""The line of kernels of a CUDA graph: XLA names them by the graph, a command buffer, instead of their operation."""
+FOR_LINES = "++hardware.compiler_options.xla_gpu_enable_command_buffer="
+"""Setting without which XLA makes CUDA graphs of most kernels."""
 
 Span = tuple[float, float]
 """A time in which something runs: start and end in ns."""
@@ -184,7 +187,8 @@ def line_times(devices: Mapping[str, Device], table: Table) -> dict[str, Any]:
         collective   the share of it that is of collectives
         exposed      the share of it that is of collectives while the device computes nothing
         lines        for each source line, the longest first: line, text, seconds, share, collective and exposed, of
-                     which the last three are shares of all time. The line "without a line" has the rest.
+                     which the last three are shares of all time. The line "without a line" has the rest, and GRAPHS the
+                     kernels of CUDA graphs.
 
     Raises:
         ValueError: the trace has no operation of the program.
@@ -192,7 +196,8 @@ def line_times(devices: Mapping[str, Device], table: Table) -> dict[str, Any]:
     spent: dict[str, np.ndarray] = collections.defaultdict(lambda: np.zeros(3))
     count = 0
     for device in devices.values():
-        lines = [(span, name, table.line_of.get(name, WITHOUT_LINE)) for span, name in device.operations]
+        rest = lambda name: GRAPHS if name.startswith("command_buffer") else WITHOUT_LINE
+        lines = [(span, name, table.line_of.get(name, rest(name))) for span, name in device.operations]
         work = [(span, name in table.communicating, line) for span, name, line in lines if line is not None]
         if not work:
             continue
@@ -239,6 +244,8 @@ def top_lines(found: dict[str, Any]) -> str:
         exposed = f"{100 * row['exposed']:6.1f}%" if row["collective"] else " " * 7
         line = f"{100 * row['share']:5.1f}% {exposed}  {row['line'].ljust(longest)}  {row['text']}".rstrip()
         text.append(line if len(line) <= 80 else line[:79] + "…")
+    if any(row["line"] == GRAPHS for row in rows):
+        text += ["           Their source lines, with slower small kernels:", f"           {FOR_LINES}"]
     return "\n".join(text)
 
 

@@ -98,6 +98,17 @@ def describe_attention(forward: Any, length: int) -> list[str]:
     return lines
 
 
+def check_deterministic(c: Any, described: list[str]) -> None:
+    """Raises ValueError for hardware.deterministic where `described`, of describe_attention, cannot run with it."""
+    copies = c.training.unroll != 1 or c.training.side_by_side > 1 or len(described) > 1 or c.mesh.p != 1
+    if c.hardware.deterministic and copies and any(line.startswith("cudnn") for line in described):
+        raise ValueError(
+            "hardware.deterministic=true with several calls of cuDNN attention in one program, which XLA compiles but "
+            "cannot run (openxla/xla #46500). Set training.attention=blockwise or, with mesh.p=1 and layers of one "
+            "kind, training.unroll=1."
+        )
+
+
 def path_of(forward: Any, call: Call) -> str:
     """Path of a call of attention: `ring`, or one of PATHS. Raises ValueError if the settings cannot compute it."""
     setting, how = forward.training.attention, context.way_of(forward.training)

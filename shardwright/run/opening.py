@@ -151,7 +151,7 @@ def sharded(kind: Any, shapes: Any) -> Any:
 
 def trusted_options(c: run_config.Config, trust: bool, write_line: Write) -> dict[str, Any]:
     """The run's options of XLA. Without trust none that is a text, which could be the place of files or of code."""
-    options = c.hardware.compiler_options
+    options = c.hardware.options
     left = [name for name, value in options.items() if isinstance(value, str) and not trust]
     for name in left:
         write_line(f"compiler    {shown(name)} of the run is left out: trust=true takes it")

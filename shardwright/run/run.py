@@ -16,7 +16,7 @@ from shardlib import products
 from shardwright.cluster.devices import known_options
 from shardwright.cluster.stopping import StopRequest
 from shardwright.cluster.watch import now_at
-from shardwright.modeling.attention_calls import describe_attention
+from shardwright.modeling.attention_calls import check_deterministic, describe_attention
 from shardwright.modeling.model import COMPUTE_DTYPES, inputs_of
 from shardwright.run import teacher
 from shardwright.run.beside import in_background
@@ -219,7 +219,8 @@ class Run:
         c, t, table = self.c, self.c.training, self.model.table
         # Before the first line: what the settings say may be refused.
         attention, described = describe_attention(self.forward, t.seq_len), describe_stages(c, self.model)
-        self.options = known_options(c.hardware.compiler_options, tell)
+        check_deterministic(c, attention)
+        self.options = known_options(c.hardware.options, tell)
         parameters = sum(math.prod(weight.shape) for weight in jax.tree.leaves(table))
         print_start(self, parameters)
         lines = [planned, self._source_differs and f"source     {self._source_differs}"]
@@ -284,9 +285,9 @@ class Run:
     def steps(self) -> Iterator[tuple[int, TokenBatch]]:
         """Index of each step that is still to be done, and its batch. Ends early on a signal. Reads batches ahead."""
         load = lambda step: self.loader.load(self._batch_of(step))
-        batches = prefetch(load, self.start, self.end_step, self.c.data.prefetch, self.loader.parallel_loads)
-        batches, settle = self._cleanup.enter_context(batches)
-        self._profiler = StepProfiler(self._log, self._hlo, self.end_step - self.start, settle)
+        ahead = self.c.data.prefetch, self.loader.parallel_loads
+        batches = self._cleanup.enter_context(prefetch(load, self.start, self.end_step, *ahead))
+        self._profiler = StepProfiler(self._log, self._hlo, self.end_step - self.start, batches.settle)
         self._cleanup.callback(self._profiler.close)
         self._stop = self._cleanup.enter_context(StopRequest())
         for step in range(self.start, self.end_step):

@@ -1,10 +1,12 @@
 """Times of the devices: from traces made by hand, whose times are known, and from real ones of CPU devices.
 
 Those of GPUs and TPUs have the form in which XLA's profiler writes them (its sources name these planes, lines and
-stats), but none of them is from a real device.
+stats). The last ones are from an H100.
 """
 
 import json
+import lzma
+from pathlib import Path
 
 import jax
 import pytest
@@ -15,6 +17,7 @@ from traces import trace
 from shardwright.compiled.trace import devices_of, line_times, read_trace, step_bubble, top_lines
 
 STEP = "jit_training_step"
+DATA = Path(__file__).parents[1] / "data/h100"
 # jaxlib's reader of traces makes a type in a way that Python 3.13 warns of; as an error, that would end the process.
 pytestmark = pytest.mark.filterwarnings("ignore:builtin type event_stats:DeprecationWarning")
 SOURCE = {"train.py:10": "x = gather(x)", "train.py:20": "y = x @ w"}
@@ -223,3 +226,51 @@ def test_without_the_text_the_rest_is_read(tmp_path):
     assert found["lines"] == {"because": "there is no HLO text of the step"}
     assert "because" in found["bubble"]
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
+
+
+# ---- traces of a real H100 ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def of_h100(tmp_path):
+    """Reads a trace of four steps of first_chip on an H100: with CUDA graphs, as runs are, and without."""
+
+    def read(name):
+        for kept, path in ((f"{name}.xplane.xz", tmp_path / "x.xplane.pb"), ("step.hlo.xz", tmp_path / "step.txt")):
+            path.write_bytes(lzma.decompress((DATA / kept).read_bytes()))
+        found = read_trace(tmp_path / "x.xplane.pb", STEP, 4, tmp_path / "step.txt")
+        profile = jax.profiler.ProfileData.from_file(str(tmp_path / "x.xplane.pb"))
+        plane = next(plane for plane in profile.planes if plane.name == "/device:GPU:0")
+        events = [event for line in plane.lines if "Compute" in line.name for event in line.events]
+        return found, [(event.name, event.duration_ns) for event in events]
+
+    return read
+
+
+@pytest.mark.parametrize(("name", "step_ms"), [("graphs", 57.3), ("no_graphs", 60.1)])
+def test_the_steps_of_an_h100(of_h100, name, step_ms):
+    """The runs logged 57.3 and 60.1 ms between the starts of these steps."""
+    bubble = of_h100(name)[0]["bubble"]
+    assert (bubble["steps"], bubble["devices"]) == (4, 1)
+    assert 1e3 * bubble["step_seconds"] == pytest.approx(step_ms, abs=0.1)
+    assert bubble["step_bubble"] < 1e-3
+
+
+def test_the_lines_of_an_h100(of_h100):
+    found, kernels = of_h100("no_graphs")
+    share = {row["line"]: row["share"] for row in found["lines"]["lines"]}
+    total = sum(duration for _, duration in kernels)
+    # What cuDNN launches for attention, and the memsets before it.
+    attention = sum(duration for name, duration in kernels if "cudnn" in name or name.startswith("Memset")) / total
+    of_file = sum(part for line, part in share.items() if "attention.py" in line)
+    assert attention > 0.2
+    assert of_file == pytest.approx(attention, abs=0.01)
+    assert share.get("without a line", 0) < 0.03
+
+
+def test_the_lines_of_cuda_graphs_are_said_to_be_unknown(of_h100):
+    found, _ = of_h100("graphs")
+    assert found["lines"]["lines"][0]["line"] == "in CUDA graphs"
+    assert found["lines"]["lines"][0]["share"] > 0.99
+    assert "xla_gpu_enable_command_buffer=" in top_lines(found["lines"])
+    assert all(len(line) <= 80 for line in top_lines(found["lines"]).splitlines())

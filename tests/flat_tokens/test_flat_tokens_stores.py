@@ -60,7 +60,7 @@ def test_slow_answers_overlap(dataset, slow_server, monkeypatch, packing):
     here, there = (one.sources[None].dataset for one in (local, loader))
     assert (here.attributes, here.fingerprint) == (there.attributes, there.fingerprint)
     all_16 = np.arange(16)
-    with prefetch(lambda step: loader.sequences(step, all_16), 0, 100, 8, loader.parallel_loads) as (batches, _):
+    with prefetch(lambda step: loader.sequences(step, all_16), 0, 100, 8, loader.parallel_loads) as batches:
         start = time.perf_counter()
         for step, batch in enumerate(batches):
             jax.tree.map(np.testing.assert_array_equal, batch, local.sequences(step, all_16))

@@ -303,14 +303,14 @@ def test_prefetch_gives_each_step_in_order_in_as_many_threads_as_asked(start, st
         together.wait(10)
         return step * 10
 
-    with prefetch(load, start, stop, 6, threads) as (batches, _):
+    with prefetch(load, start, stop, 6, threads) as batches:
         assert list(batches) == [10 * step for step in range(start, stop)]
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_prefetch_works_ahead_by_its_depth(depth):
     loaded = []
-    with prefetch(lambda step: loaded.append(step) or step, 0, 100, depth) as (batches, _):
+    with prefetch(lambda step: loaded.append(step) or step, 0, 100, depth) as batches:
         for used in range(3):
             deadline = time.perf_counter() + 5
             while len(loaded) < used + depth:
@@ -327,7 +327,7 @@ def test_prefetch_raises_where_the_error_belongs():
             raise OSError(f"cannot read step {step}")
         return step
 
-    with prefetch(load, 0, 5) as (batches, _):
+    with prefetch(load, 0, 5) as batches:
         assert [next(batches), next(batches)] == [0, 1]
         with pytest.raises(OSError, match="cannot read step 2"):
             next(batches)
@@ -342,9 +342,9 @@ def test_no_load_runs_once_prefetch_has_settled():
         done.append(running.pop())
         return step
 
-    with prefetch(load, 0, 10**9, 4) as (batches, settle):
+    with prefetch(load, 0, 10**9, 4) as batches:
         assert next(batches) == 0
-        settle()
+        batches.settle()
         assert not running
         assert sorted(done) == [0, 1, 2, 3, 4]
         time.sleep(0.05)
@@ -354,7 +354,7 @@ def test_no_load_runs_once_prefetch_has_settled():
 
 def test_prefetch_ends_while_full_and_while_loading():
     before = threading.active_count()
-    with prefetch(lambda step: step, 0, 10**9) as (batches, _):
+    with prefetch(lambda step: step, 0, 10**9) as batches:
         next(batches)
     assert threading.active_count() == before
 

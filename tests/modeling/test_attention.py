@@ -1,7 +1,9 @@
 """Attention by blocks, and cuDNN's, against train.attention; the choice between them; memory."""
 
+import dataclasses
 import re
 import types
+from contextlib import nullcontext
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +15,7 @@ from gradients import assert_close, with_gradients
 import gpt2
 import train
 from shardlib.shardtypes import dtype_name
-from shardwright.modeling import attention
+from shardwright.modeling import attention, attention_calls
 from shardwright.modeling.blockwise import blockwise, small_blocks
 from shardwright.modeling.model import Tokens
 from shardwright.modeling.rules import CAUSAL, Rule, SoftCap, Window, causal, same_document
@@ -268,3 +270,22 @@ def test_no_array_has_the_length_twice():
     # Two fewer than where the backward pass runs the forward again, as it does without what attention marks.
     again = compiled_step(384, attention="blockwise", save="nothing")
     assert step.as_text().count(" while(") == again.as_text().count(" while(") - 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "described", "refused"),
+    [
+        ({"unroll": None}, ["cudnn; causal"], True),
+        ({"unroll": 1}, ["cudnn; causal"], False),
+        ({"unroll": 1}, ["cudnn; layer 0 of 2: causal", "cudnn; layer 1 of 2: causal"], True),
+        ({"unroll": 1, "side_by_side": 2, "microbatches": 2}, ["cudnn; causal"], True),
+        ({"unroll": None}, ["blockwise; causal"], False),
+    ],
+)
+def test_deterministic_cudnn_attention_is_refused_where_xla_cannot_run_it(settings, described, refused):
+    """On an H100, with jax 0.11.2, the first of these ended its first step with an IndexError, and the second ran."""
+    c = tiny.config(tiny.model())
+    c = dataclasses.replace(c, training=dataclasses.replace(c.training, **settings))
+    c.hardware.deterministic = True
+    with pytest.raises(ValueError, match=r"Set training\.attention=blockwise") if refused else nullcontext():
+        attention_calls.check_deterministic(c, described)

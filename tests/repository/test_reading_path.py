@@ -1,4 +1,4 @@
-"""README's reading path: every file that runs while a step is traced, with its lines."""
+"""README's reading path: every file that runs while a step is traced."""
 
 import dataclasses
 import re
@@ -18,7 +18,6 @@ TYPES = """
 array_types axes checks functions marks op_checks parsing places placement rearranging schedules shardops values
 """.split()  # noqa: SIM905
 """Modules of shardlib that are types, ops and what a pipeline knows of its stages."""
-MAX_LINES = 2500
 
 
 def files_of_a_step() -> set[str]:
@@ -45,13 +44,9 @@ def files_of_a_step() -> set[str]:
 
 
 @pytest.mark.long
-def test_readme_lists_what_runs_with_its_lines():
+def test_readme_lists_what_runs():
     section = (ROOT / "README.md").read_text().split("### A reading path")[1].split("## Licence")[0]
-    rows = [row for row in section.splitlines() if row.startswith("| ") and "](" in row]
-    listed = {file: row for row in rows for file in re.findall(r"\]\(([\w/]+\.py)\)", row)}
+    rows = [row for row in section.splitlines() if row.startswith("- ")]
+    listed = {file for row in rows for file in re.findall(r"\]\(([\w/]+\.py)\)", row)}
     found = files_of_a_step()
-    assert {file for file in found if file not in {f"shardlib/{name}.py" for name in TYPES}} == set(listed)
-    lines = lambda file: len((ROOT / file).read_text().splitlines())
-    for row in rows:
-        assert int(row.split("|")[2]) == sum(lines(file) for file, of in listed.items() if of == row), row
-    assert sum(map(lines, listed)) <= MAX_LINES
+    assert {file for file in found if file not in {f"shardlib/{name}.py" for name in TYPES}} == listed

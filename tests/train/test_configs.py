@@ -46,8 +46,15 @@ def test_a_model_has_the_parameters_that_its_name_says(name):
 
 @pytest.mark.parametrize("hardware", ["a100", "h100", "h200", "cpu"])
 def test_hardware_is_one_setting(hardware):
-    options = load("flat_tokens_c4_a100x8_84m", f"hardware={hardware}").hardware.compiler_options
-    assert ("xla_gpu_exclude_nondeterministic_ops" in options) == (hardware != "cpu")
+    options = load("flat_tokens_c4_a100x8_84m", f"hardware={hardware}").hardware.options
+    assert ("xla_gpu_reduce_scatter_combine_threshold_bytes" in options) == (hardware != "cpu")
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_run_is_fast_unless_it_is_to_be_deterministic(deterministic):
+    given = f"hardware.deterministic={str(deterministic).lower()}"
+    options = load("flat_tokens_c4_a100x8_84m", "hardware=h100", given).hardware.options
+    assert options.get("xla_gpu_exclude_nondeterministic_ops", False) == deterministic
 
 
 def test_a_checkpoint_made_before_a_setting_existed_is_as_if_it_had_the_default():

@@ -70,7 +70,7 @@ class Contestant(OnJax):
             if weights is not None:
                 self.state.weights = placed(weights, self.state.weights)
             self.batches = [whole_documents(targets, c.training.microbatches) for targets in batches(job)]
-            self.options = known_options(c.hardware.compiler_options, print)
+            self.options = known_options(c.hardware.options, print)
             self.training_step = None
         self.steps = 0
 
