@@ -50,7 +50,7 @@ SHARED |= {"bench.throughput.peers.ours", "bench.throughput.peers.job"}
 """Modules of several programs."""
 MAX_LINES, MAX_SHARE, MAX_TRAIN_NAMES = 450, 0.25, 32
 LONGER = {"train": 700, "shardwright.run.run": 470}
-"""Modules that may be longer: the program that is one file."""
+"""Modules that may be longer: the program that is one file, and the run around it."""
 VOCABULARY = ("shardlib.shardtypes", "shardlib.shardops")
 
 
