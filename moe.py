@@ -120,12 +120,12 @@ class Layer(family.Layer):
     w_gate: f32["E/e M/c/d F/t"] >> act["E/e M F/t"]
     w_up: f32["E/e M/c/d F/t"] >> act["E/e M F/t"]
     w_down: f32["E/e F/t M/c/d"] >> act["E/e F/t M"]
-    router: f32["M/c/t/d/e E"] >> f32["M E"]
-    router_bias: f32["E/c/t/d/e"] >> f32["E"] | None  # None without correction_bias
+    router: f32["M/t/c/d/e E"] >> f32["M E"]
+    router_bias: f32["E/t/c/d/e"] >> f32["E"] | None  # None without correction_bias
     shared_gate: f32["M/c/d/e H/t"] >> act["M H/t"] | None  # None without shared_experts
     shared_up: f32["M/c/d/e H/t"] >> act["M H/t"] | None
     shared_down: f32["H/t M/c/d/e"] >> act["H/t M"] | None
-    b_router: f32["E/c/t/d/e"] >> f32["E"] | None  # None without expert_bias
+    b_router: f32["E/t/c/d/e"] >> f32["E"] | None  # None without expert_bias
     b_gate: f32["E/e F/t/c/d"] | None
     b_up: f32["E/e F/t/c/d"] | None
     b_down: f32["E/e M/t/c/d"] >> act["E M"] | None

@@ -15,9 +15,10 @@ them, which is as if it had one device along it. Specs are read without it there
 ALWAYS = ("r", "d", "t")
 """Axes that the mesh of a run has even where they are of one device."""
 AXIS_ORDER = ("r", "t", "c", "d", "e", "p")
-"""The order of axes within a dim: `M/t/d`, `V/t/p`. But c stands anywhere: in `L/c/t` a device of t has positions of
-its device of c, and in `K/t/c` a device of c has heads of its device of t."""
-ANYWHERE = "c"
+"""The order of axes within a dim: `M/t/d`, `V/t/p`. Only t and c have no fixed order: in `L/c/t` a device of t has
+positions of its device of c, and in `K/t/c` a device of c has heads of its device of t. A dim keeps the order that it
+has (`checks.check_value`)."""
+EITHER_ORDER = ("t", "c")
 PIPELINE_AXIS = "p"
 
 

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from shardlib.axes import EITHER_ORDER
 from shardlib.parsing import Dim, ShapeSpec, ShardError, sort_axes
 from shardlib.values import (
     Copy,
@@ -52,6 +53,7 @@ class Scope:
     def __init__(self, parent: "Scope | None" = None, **dtypes):
         outer = _SCOPE.get()
         self.sizes: Sizes = dict(parent.sizes) if parent else {}
+        self.orders: dict[str, Dim] = dict(parent.orders) if parent else {}  # by name, dims over axes of EITHER_ORDER
         self.classes: dict[TypeVar, type] = dict(parent.classes) if parent else {}
         # For messages, by id: a value and its type, of this scope first.
         self.types: ChainMap[int, tuple[Any, ShapeSpec]] = ChainMap({}, *(outer.types.maps if outer else ()))
@@ -152,6 +154,8 @@ def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bo
     """
     spec = on_mesh(spec)
     devices_along((*spec.sharded, *spec.partial, *spec.copies))
+    if inside_shard_map():
+        _check_blocks(spec, value)
     partial = value.axes if isinstance(value, Partial) else ()
     if partial != spec.partial:
         found = f"a partial sum over {', '.join(partial)}" if partial else "no partial sum"
@@ -219,6 +223,23 @@ def check_divisible(dim: Dim, size: int) -> None:
             f"dim {dim.name} of size {size} is not divisible by its axes {'/'.join(dim.axes)}, {devices} devices",
             f"make {dim.name} a multiple of {devices}, or shard it over fewer devices",
         )
+
+
+def _check_blocks(spec: ShapeSpec, value: Any) -> None:
+    """Checks that the axes of `spec` cut the dims that they cut so far, in the same order: JAX's types know neither."""
+    known = current_scope()
+    _, noted = known.types.get(id(value), (value, spec))
+    before = noted.dims if len(noted.dims) == len(spec.dims) else spec.dims
+    both = noted.sharded & spec.sharded
+    for dim, old in zip(spec.dims, before, strict=True):
+        free = tuple(axis for axis in dim.axes if axis in EITHER_ORDER)
+        named = known.orders.setdefault(dim.name, dim) if len(free) == len(EITHER_ORDER) else dim
+        for other, axes in ((named, free), (old, both)):
+            if [axis for axis in other.axes if axis in axes] != [axis for axis in dim.axes if axis in axes]:
+                raise ShardError(
+                    f"{other} becomes {dim}: a device would take its block for another one",
+                    f"keep the axes of a dim as they are: write {other}; all_to_all moves an axis to another dim",
+                )
 
 
 def _check_varying(spec: ShapeSpec, value: jax.Array, copies: tuple[str, ...]) -> None:

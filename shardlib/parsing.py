@@ -21,7 +21,7 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from shardlib.axes import ANYWHERE, AXIS_ORDER
+from shardlib.axes import AXIS_ORDER, EITHER_ORDER
 from shardlib.places import place_of_caller
 
 ZIGZAG = "Z"
@@ -152,9 +152,9 @@ def _parse_dim(word: str) -> Dim:
             f"{word!r} is not a dim of a spec", "write a name or a size, then axes: `B`, `B/d`, `M/t/d`, `3`"
         )
     dim = Dim(match[1], tuple(match[2].split("/")[1:]))
-    ordered = sort_axes(dim.axes)
-    fixed = [tuple(axis for axis in axes if axis != ANYWHERE) for axes in (dim.axes, ordered)]
-    if len(ordered) == len(dim.axes) and fixed[0] != fixed[1]:
+    ordered, free = sort_axes(dim.axes), iter(axis for axis in dim.axes if axis in EITHER_ORDER)
+    ordered = tuple(next(free) if axis in EITHER_ORDER else axis for axis in ordered)
+    if len(ordered) == len(dim.axes) and ordered != dim.axes:
         raise ShardError(
             f"dim {dim} has its axes in the wrong order: another order would silently permute the data",
             f"order the axes of a dim as {', '.join(AXIS_ORDER)}, then alphabetically: write {Dim(dim.name, ordered)}",

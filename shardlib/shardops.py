@@ -91,11 +91,11 @@ def size(dim: str) -> int:
 def positions(spec: str) -> jax.Array:
     """Positions of this device's block in a dim, i32: `positions('L/t')` counts from 0 over all devices of t."""
     with checked_op("positions", spec):
-        (dim,) = parse_shape(spec).dims
+        (dim,) = (shape := on_mesh(parse_shape(spec))).dims
         block = (dim.literal_size or size(dim.name)) // devices_along(dim.axes)
         require_shard_map()
     offset = sum(axis_index(axis) * block * _minor_devices(dim, axis) for axis in dim.axes)
-    return jnp.arange(block, dtype=jnp.int32) + offset
+    return note_type(jnp.arange(block, dtype=jnp.int32) + offset, shape)
 
 
 def zeros(spec: str, dtype, **sizes: int) -> jax.Array:
@@ -208,7 +208,7 @@ def pmax(spec, x):
             raise wrong_spec(op, "drop dims, and keep the others: `B L V/t -> B L`; a partial sum is reduced first")
         axes = sort_axes(lhs.sharded - rhs.sharded)
     value = jnp.max(value, axis=tuple(i for i, dim in enumerate(lhs.dims) if dim not in rhs.dims))
-    return lax.pmax(varying(value, axes), axes) if axes else value
+    return note_type(lax.pmax(varying(value, axes), axes) if axes else value, rhs)
 
 
 def all_to_all(spec, x):
@@ -222,7 +222,7 @@ def all_to_all(spec, x):
         ((source, axes),), (target,) = lost.items(), gained
         check_result_divisible(rhs, sizes)
         value = cast(1, lhs, value, (), lhs.sharded)
-    return lax.all_to_all(value, axes, split_axis=target, concat_axis=source, tiled=True)
+    return note_type(lax.all_to_all(value, axes, split_axis=target, concat_axis=source, tiled=True), rhs)
 
 
 def shard(spec, x):
@@ -260,7 +260,7 @@ def ppermute(spec, x, *, axis: str, shift: int):
                 f"no dim of `{shape}` is sharded over {axis}", f"name an axis that shards a dim: `L/{axis}`"
             )
         value = cast(1, shape, value, (), (axis,))
-    return lax.ppermute(value, axis, [(i, (i + shift) % size) for i in range(size)])
+    return note_type(lax.ppermute(value, axis, [(i, (i + shift) % size) for i in range(size)]), shape)
 
 
 def replicate(spec, x):

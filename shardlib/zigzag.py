@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib.axes import PIPELINE_AXIS
+from shardlib.checks import note_type
 from shardlib.marks import per_device
 from shardlib.op_checks import checked_collective, wrong_spec
 from shardlib.parsing import ZIGZAG, ShardError
@@ -35,7 +36,7 @@ def zigzag(spec, x):
             raise ShardError(problem, f"let {before.name} be a multiple of {2 * devices_along(before.axes)}")
     exchange = functools.partial(_exchanged, before.axes[0], dim, after.name == ZIGZAG)
     reason = f"device i of n has chunks i and 2n - 1 - i of a dim in zigzag order: {op}"
-    return per_device(str(rhs), exchange, value, reason=reason, takes=str(lhs))
+    return note_type(per_device(str(rhs), exchange, value, reason=reason, takes=str(lhs)), rhs)
 
 
 def _exchanged(axis: str, dim: int, into: bool, x: jax.Array) -> jax.Array:
