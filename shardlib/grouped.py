@@ -2,6 +2,7 @@
 
 `P/e C/c M, P/e C/c, (P/e N) M F/t -> P/e C/c F/t` has N matrices for the rows of each P, and an id in [0, N) for each
 row. Rows of equal ids are multiplied together, however many they are, so that none is multiplied by a matrix of others.
+A row whose id is out of [0, N) has the product 0.
 """
 
 import functools
@@ -29,7 +30,8 @@ def grouped_product(spec: str, rows: Any, ids: Any, matrices: Any) -> Any:
     """Rows times the matrices of their ids: `P/e C/c M, P/e C/c, (P/e N) M F/t -> P/e C/c F/t`. No communication.
 
     The first dim of `rows` and `ids` is the outer one of the matrices. Their second dim is contracted, as in
-    einsum_unreduced: if it is sharded, the result is a partial sum. With N = 1 this is an einsum.
+    einsum_unreduced: if it is sharded, the result is a partial sum. An id out of [0, N) gives zeros. With N = 1 this is
+    an einsum, whatever the ids are.
     """
     with checked_op("grouped_product", spec, rows, ids, matrices) as sizes:
         op = parse(spec, 3, "( )", "*")
@@ -132,11 +134,12 @@ def products_of_rows(rows: jax.Array, ids: jax.Array, matrices: jax.Array) -> ja
     x, of_rows = rows.reshape(-1, rows.shape[-1]), _matrix_of_each(ids, len(matrices))
     if products.target_device().platform == "tpu":
         order, sizes = _sorted(of_rows, len(matrices))
-        return lax.ragged_dot(x[order], matrices, sizes)[jnp.argsort(order)].reshape(*ids.shape, -1)
+        found = lax.ragged_dot(x[order], matrices, sizes)[jnp.argsort(order)]
+        return jnp.where(of_rows[:, None] < len(matrices), found, 0).reshape(*ids.shape, -1)
     blocks, of_blocks, place = _in_blocks(of_rows, len(matrices))
     product = lambda block: products.product_of("bm,mf->bf", _rows_of(x, block[0]), matrices[block[1]])
     found = lax.map(product, (blocks, of_blocks))
-    return found.reshape(-1, found.shape[-1])[place].reshape(*ids.shape, -1)
+    return _rows_of(found.reshape(-1, found.shape[-1]), place).reshape(*ids.shape, -1)
 
 
 def sums_of_products(rows: jax.Array, ids: jax.Array, g: jax.Array, count: int) -> jax.Array:
@@ -160,13 +163,15 @@ def sums_of_products(rows: jax.Array, ids: jax.Array, g: jax.Array, count: int) 
 
 
 def _matrix_of_each(ids: jax.Array, count: int) -> jax.Array:
-    """The matrix, of `count` in all, of each row in ids[P, …], flat."""
-    first = jnp.arange(len(ids), dtype=ids.dtype) * (count // len(ids))
-    return (ids + first.reshape(-1, *[1] * (ids.ndim - 1))).reshape(-1)
+    """The matrix, of `count` in all, of each row in ids[P, …], flat; `count` for an id that has none."""
+    each, ids = count // len(ids), ids.astype(jnp.int32)
+    first = jnp.arange(len(ids), dtype=jnp.int32) * each
+    of_rows = ids + first.reshape(-1, *[1] * (ids.ndim - 1))
+    return jnp.where((ids >= 0) & (ids < each), of_rows, count).reshape(-1)
 
 
 def _sorted(of_rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The rows in the order of their matrices, and the number of rows of each."""
+    """The rows in the order of their matrices, those without one last, and the number of rows of each."""
     sizes = jnp.sum(of_rows[:, None] == jnp.arange(count, dtype=of_rows.dtype), axis=0, dtype=jnp.int32)
     return jnp.argsort(of_rows, stable=True), sizes
 
@@ -174,7 +179,7 @@ def _sorted(of_rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
 def _in_blocks(of_rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Blocks of rows that have the same matrix: the rows in each [K, b], the matrix of each [K], and each row's place.
 
-    A row past the end stands for none. There are as many blocks as any ids may need.
+    A row or a place past the end stands for none. There are as many blocks as any ids may need.
     """
     n = len(of_rows)
     b = max(LEAST_ROWS, math.ceil(n / (BLOCKS * count)))
@@ -185,7 +190,8 @@ def _in_blocks(of_rows: jax.Array, count: int) -> tuple[jax.Array, jax.Array, ja
     of_blocks = jnp.minimum(jnp.searchsorted(start, block, side="right", method="compare_all") - 1, count - 1)
     row = (first[of_blocks] + (block - start[of_blocks]) * b)[:, None] + jnp.arange(b, dtype=jnp.int32)
     blocks = jnp.where(row < first[of_blocks + 1][:, None], order.at[row].get(mode="clip"), n)
-    return blocks, of_blocks, start[of_rows] * b + jnp.argsort(order) - first[of_rows]
+    place = start[of_rows] * b + jnp.argsort(order) - first[of_rows]
+    return blocks, of_blocks, jnp.where(of_rows < count, place, b * len(block))
 
 
 def _rows_of(x: jax.Array, rows: jax.Array) -> jax.Array:

@@ -31,7 +31,7 @@ def take_rows(spec: str, table: Any, ids: Any, *, repeats: int | None = None) ->
         values, indices = check_operand(1, table_spec, table, sizes), check_operand(2, ids_spec, ids, sizes)
         common = _common(op, table_spec, ids_spec, indices)
         _expect(op, [*ids_spec.dims, *table_spec.dims[common + 1 :]])
-        (values, indices), axes, copies = cast_to_result(op, [values, indices], [table, ids])
+        (values, indices), axes, copies = cast_to_result(op, [values, indices.astype(jnp.int32)], [table, ids])
         values = refuse_repeated_gradient(1, values, op)
     partial = [f"+{axis}" for axis in sort_axes(ids_spec.sharded - table_spec.sharded)]
     gradient = " ".join(map(str, (*table_spec.dims, *partial)))
@@ -57,7 +57,7 @@ def add_rows(spec: str, rows: Any, ids: Any, *, repeats: int | None = None) -> A
         looked_up = op.rhs.dims[common]
         if (count := sizes.get(looked_up.name, current_scope().sizes.get(looked_up.name))) is None:
             raise ShardError(f"the size of {looked_up.name} is not known here", "annotate a local that has this dim")
-        (values, indices), axes, copies = cast_to_result(op, [values, indices], [rows, ids])
+        (values, indices), axes, copies = cast_to_result(op, [values, indices.astype(jnp.int32)], [rows, ids])
     value = _sums(
         "rows", common, count, repeats, str(dataclasses.replace(op.rhs, index=None, copies=())), values, indices
     )
@@ -80,7 +80,7 @@ def _in_turns(repeats: int | None) -> bool:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
 def _take(common: int, count: int, repeats: int | None, spec: str, table: jax.Array, ids: jax.Array) -> jax.Array:
     """Rows of table[*common, count, …], of the type `spec`, by ids[*common, …]."""
-    take = lambda table, ids: table.at[ids].get(mode="fill", fill_value=0)
+    take = lambda table, ids: table.at[ids].get(mode="fill", fill_value=0, wrap_negative_indices=False)
     for _ in range(common):
         take = jax.vmap(take)
     return take(table, ids)
@@ -94,7 +94,8 @@ def _add(common: int, count: int, repeats: int | None, spec: str, rows: jax.Arra
         rest = rows.shape[ids.ndim :]
         if _in_turns(repeats):
             return sums_in_turns(rows.reshape(-1, *rest), ids.reshape(-1), count, repeats)
-        return jnp.zeros((count, *rest), rows.dtype).at[ids].add(rows, mode="drop")
+        zeros = jnp.zeros((count, *rest), rows.dtype)
+        return zeros.at[ids].add(rows, mode="drop", wrap_negative_indices=False)
 
     for _ in range(common):
         add = jax.vmap(add)

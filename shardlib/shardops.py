@@ -370,7 +370,8 @@ def index_unreduced(spec, table, ids):
     """Looks `ids` up in the [dim] of `table`: `[V/t] M, B/d L -> B/d L M +t`. It does not communicate.
 
     A lookup in a sharded dim finds only the entries in this device's block and is 0 elsewhere: a partial sum. With dims
-    in common, `B/d L [V/t], B/d L -> B/d L +t`, it picks one entry for each of them. `ids` are integers in [0, V).
+    in common, `B/d L [V/t], B/d L -> B/d L +t`, it picks one entry for each of them. An id outside of it
+    gives zeros.
     """
     with checked_op("index_unreduced", spec, table, ids) as sizes:
         op = parse(spec, 2, "[dim]", "*")
@@ -401,8 +402,7 @@ def index_unreduced(spec, table, ids):
         gradient = " ".join(map(str, (looked_up, *rest, *summed)))
         value = take(jnp.moveaxis(values, table_spec.index, 0), indices, gradient)
         found = (indices >= 0) & (indices < block)
-        if looked_up.axes:
-            value = jnp.where(found.reshape(found.shape + (1,) * len(rest)), value, jnp.zeros((), value.dtype))
+        value = jnp.where(found.reshape(found.shape + (1,) * len(rest)), value, jnp.zeros((), value.dtype))
     return wrap(varying(value, axes), op.rhs, copies, f"index_unreduced({op})")
 
 
