@@ -69,7 +69,7 @@ class ModelConfig(family.ModelConfig):
     A choice that finds no slot is dropped. Null: none is, and each expert computes all tokens. Only training drops."""
     balance_loss: float = at_least_0(0.0)
     """Factor on the loss that balances experts: experts · Σ (choices for a token) · (mean score), of each sequence
-    (arXiv 2101.03961). In arXiv 2412.19437 it is 1/experts_per_token of that."""
+    (arXiv 2101.03961), whose mean counts a sequence by its tokens. In arXiv 2412.19437 it is 1/experts_per_token."""
     router_z_loss: float = at_least_0(0.0)
     """Factor on the mean of log(Σ exp(router's logits))² (arXiv 2202.08906)."""
     expert_bias: bool = False
@@ -238,12 +238,12 @@ def mlp(x: act["P/e G/r/d C/c M"], expert: i32["P/e G/r/d C/c"], w: Layer, c: Mo
 
 @typed
 def in_slots(
-    x: act["B/r/d/e L/c/t M"], routing: Routing, w: Layer, slots: int, c: ModelConfig
+    x: act["B/r/d/e L/c/t M"], routing: Routing, counts: bool_["B/r/d/e L/c/t"], w: Layer, slots: int, c: ModelConfig
 ) -> tuple[act["B/r/d/e L/c/t M"], f32[""]]:
     """Weighted sum of the outputs of each position's experts, whose pools have `slots` slots for each sequence.
 
-    Also returns the number of choices that found a slot, on all devices. The first choices of a sequence in a pool have
-    its slots. Each device of c and t sends and receives its own slots of each sequence.
+    Also returns the number of choices that found a slot, on all devices, of positions that count. The first choices of
+    a sequence in a pool have its slots. Each device of c and t sends and receives its own slots of each sequence.
     """
     n, k = c.experts // (c.pools or c.experts), c.experts_per_token
     # A choice of a pool is its number in L N: of each position, in each of its experts.
@@ -276,7 +276,9 @@ def in_slots(
     weights = shardops.take_rows("B/r/d/e P [J], B/r/d/e P C/c/t -> B/r/d/e P C/c/t", weights, choice, repeats=1)
     out = (out * weights[..., None]).astype(x.dtype)
     out = shardops.add_rows("B/r/d/e P C/c/t M, B/r/d/e P C/c/t -> B/r/d/e [L] M +c +t", out, token, repeats=k)
-    filled = shardops.einsum_unreduced("B/r/d/e P C/c/t -> +r +c +t +d +e", jnp.float32(token < length))
+    counts = shardops.all_gather("B/r/d/e L/c/t -> B/r/d/e L", jnp.int32(counts), replicated=True)
+    filled = shardops.take_rows("B/r/d/e [L], B/r/d/e P C/c/t -> B/r/d/e P C/c/t", counts, token)
+    filled = shardops.einsum_unreduced("B/r/d/e P C/c/t -> +r +c +t +d +e", jnp.float32(filled))
     filled = shardops.psum("+r +c +t +d +e ->", filled)
     return shardops.psum_scatter("B/r/d/e L M +c +t -> B/r/d/e L/c/t M", out), filled
 
@@ -323,31 +325,41 @@ def shared_mlp(x: act["B/r/d/e L/c/t M"], w: Layer, c: ModelConfig, einsum: Call
 
 
 @typed
-def extras_of(routing: Routing, filled: f32[""] | None, w: Layer, c: ModelConfig) -> Extras:
-    """Losses and metrics of a layer: means over all tokens, or over sequences. No mesh changes them."""
+def extras_of(
+    routing: Routing,
+    filled: f32[""] | None,
+    counts: bool_["B/r/d/e L/c/t"],
+    targets: f32[""] | None,
+    w: Layer,
+    c: ModelConfig,
+) -> Extras:
+    """Losses and metrics of a layer: means over the tokens that count. No mesh changes them, and no microbatches."""
     total, product = shardops.psum, shardops.einsum_unreduced
-    chosen = jnp.float32(routing.chosen)
-    tokens = float(shardops.size("B") * shardops.size("L"))  # an integer would not fit into 32 bits
+    mask = jnp.float32(counts)
+    chosen, shares = (mask[..., None] * x for x in (routing.chosen, routing.shares))
+    # As floats: an integer would not fit into 32 bits.
+    tokens = float(shardops.size("B") * shardops.size("L")) if targets is None else targets
     of_sequence = lambda x: total("B/r/d/e E +c +t -> B/r/d/e E", product("B/r/d/e L/c/t E -> B/r/d/e E +c +t", x))
     choices = of_sequence(chosen)
     load: f32["E"] = total("E +r +d +e -> E", product("B/r/d/e E -> E +r +d +e", choices))
-    largest = c.experts * jnp.max(load) / (tokens * c.experts_per_token)
     dropped = jnp.float32(0) if filled is None else 1 - filled / (tokens * c.experts_per_token)
 
     loss = jnp.float32(0)
     if c.balance_loss:
-        balance = product("B/r/d/e E, B/r/d/e E -> +r +d +e", choices, of_sequence(routing.shares))
-        balance = total("+r +d +e ->", balance) / (tokens * shardops.size("L"))
-        loss += c.balance_loss * c.experts * balance
+        length = total("B/r/d/e +c +t -> B/r/d/e", product("B/r/d/e L/c/t -> B/r/d/e +c +t", mask))
+        scores = of_sequence(shares) / jnp.maximum(length, 1)[:, None]
+        balance = total("+r +d +e ->", product("B/r/d/e E, B/r/d/e E -> +r +d +e", choices, scores))
+        loss += c.balance_loss * c.experts * balance / tokens
     if c.router_z_loss:
-        square = jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))
+        square = mask * jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))
         square = total("+r +c +t +d +e ->", product("B/r/d/e L/c/t -> +r +c +t +d +e", square))
         loss += c.router_z_loss * square / tokens
     if w.router_bias is not None:  # 0, with the gradient that moves the bias against the load
-        excess = (chosen - c.experts_per_token / c.experts) / tokens
+        excess = (chosen - mask[..., None] * (c.experts_per_token / c.experts)) / tokens
         push = total("+r +c +t +d +e ->", product("B/r/d/e L/c/t E, E -> +r +c +t +d +e", excess, w.router_bias))
         loss += c.bias_rate * (push - lax.stop_gradient(push))
-    return Extras(loss=loss, metrics={"largest_load": largest, "dropped": dropped})
+    loads = c.experts * load / (tokens * c.experts_per_token)
+    return Extras(loss=loss, metrics={"largest_load": loads, "dropped": dropped})
 
 
 class Model(family.Model):
@@ -366,7 +378,12 @@ class Model(family.Model):
         x, c = self.with_attention(x, w, tokens, attend, einsum), self.c
         nx = self.normed(x, w.mlp_norm)
         routing: Routing = route(nx, w, c)
+        counts = jnp.ones_like(tokens.ids, bool) if tokens.counts is None else tokens.counts
+        counts = shardops.shard("B/r/d/e L/c -> B/r/d/e L/c/t", counts)
         slots = c.slots(shardops.size("L")) if tokens.training else None
-        out, filled = (everywhere(nx, routing, w, c), None) if slots is None else in_slots(nx, routing, w, slots, c)
+        if slots is None:
+            out, filled = everywhere(nx, routing, w, c), None
+        else:
+            out, filled = in_slots(nx, routing, counts, w, slots, c)
         out = out + shared_mlp(nx, w, c, einsum) if c.shared_experts else out
-        return x + self.normed(out, w.mlp_out_norm), extras_of(routing, filled, w, c)
+        return x + self.normed(out, w.mlp_out_norm), extras_of(routing, filled, counts, tokens.targets, w, c)

@@ -254,12 +254,13 @@ class Forward:
     """Forward pass of a model, the same in training, evaluation and sampling.
 
     `training` has the settings that matter here, such as attention, save and unroll. `in_training` is whether this is a
-    training step, of which the gradients are taken.
+    training step, of which the gradients are taken. `targets` is that of Tokens, for the losses of layers.
     """
 
     model: LanguageModel
     training: TrainingConfig
     in_training: bool = False
+    targets: Any = None
 
     def __call__(
         self, w: W, microbatches: Callable | tuple, head: Callable, attend: Callable | None = None, caches: Any = None
@@ -332,7 +333,8 @@ class Forward:
         """Tokens that the model reads to predict the batch. `seeds` is a random number for each sequence, or None."""
         mask, bos_id = self.training.document_mask, self.model.c.bos_id
         tokens = Tokens.before(batch.targets, batch.is_seq_start, bos_id, seeds, mask, batch.inputs)
-        return dataclasses.replace(tokens, training=self.in_training)
+        counts = None if self.targets is None else shardops.shard("B/r/d/e L -> B/r/d/e L/c", batch.loss_mask)
+        return dataclasses.replace(tokens, training=self.in_training, counts=counts, targets=self.targets)
 
     @property
     def once(self) -> bool:
@@ -481,7 +483,9 @@ def loss_and_gradients(
     ahead = forward.once or c.training.microbatches > c.training.side_by_side or stages.has_stages()
     copies, vjp = jax.vjp(forward.copies if ahead else lambda w: w, w)
     reduced = lambda g: vjp(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))[0]
-    loss = MicrobatchLoss(forward, functools.partial(training_loss, c=c.optimizer), count_targets(batch), reference)
+    targets = count_targets(batch)
+    forward = dataclasses.replace(forward, targets=targets / c.training.microbatches)
+    loss = MicrobatchLoss(forward, functools.partial(training_loss, c=c.optimizer), targets, reference)
     if stages.has_stages():
         total, g, layers = stages.run_training(c, forward.model, loss, copies, (batch, seeds))
     else:

@@ -18,12 +18,13 @@ from shardlib.values import describe, is_opaque, stage_axes
 
 @pytree_dataclass
 class Extras:
-    """Further results of a layer, besides x: scalars, the same on all devices of r, d and t."""
+    """Further results of a layer, besides x, the same on all devices of r, d and t."""
 
     loss: jax.Array | None = None
-    """Added to the training loss as it is, so it includes any factor."""
+    """A scalar, added to the training loss as it is, so it includes any factor."""
     metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
-    """Metrics of the layer, which the log shows, by name."""
+    """Metrics of the layer, which the log shows, by name: scalars, or vectors. Of a vector the log has the largest
+    entry, once it is averaged over microbatches: the load of the largest expert is that of the whole batch."""
 
     def check(self) -> None:
         """Raises ShardError for values that are not scalars, or that differ between devices."""
@@ -31,9 +32,10 @@ class Extras:
             if x is None:
                 continue
             differs = is_opaque(x) or set(jax.typeof(x).manual_axis_type.varying) - set(stage_axes())
-            if differs or jnp.shape(x):
+            if differs or jnp.ndim(x) > (x is not self.loss):
+                kind = "a scalar" if x is self.loss else "a scalar or a vector"
                 raise ShardError(
-                    f"a layer gives {name} in its Extras: {describe(x)}; it must be a scalar, the same on every device",
+                    f"a layer gives {name} in its Extras: {describe(x)}; it must be {kind}, the same on every device",
                     "reduce it, over positions and over the axes that shard them, e.g. psum('+r +d +t ->', …)",
                 )
 
@@ -64,12 +66,13 @@ class LayerMetrics:
     def of_rows(cls, metrics: dict[str, jax.Array], rows: jax.Array, layers: int) -> Any:
         """Metrics of the layers in one device's rows, 0 for other layers; None without metrics.
 
-        `metrics` has a value for each row, and `rows` the number of its layer.
+        `metrics` has a value or a vector for each row, and `rows` the number of its layer.
         """
         if not metrics:
             return None
         names = tuple(sorted(metrics))
-        of_rows = jnp.stack([metrics[name].astype(jnp.float32) for name in names])
+        largest = lambda x: jnp.max(x.reshape(len(rows), -1), axis=1).astype(jnp.float32)
+        of_rows = jnp.stack([largest(metrics[name]) for name in names])
         values = jnp.zeros((len(names), layers), jnp.float32)
         return cls(values.at[:, rows].add(of_rows), names)
 

@@ -262,7 +262,7 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
         "loss": _apart(jnp.zeros(())),
     }
     if training:
-        of_rows = lambda x: _apart(jnp.zeros(placement.v * placement.chunk_rows, x.dtype))
+        of_rows = lambda x: _apart(jnp.zeros((placement.v * placement.chunk_rows, *x.shape[1:]), x.dtype))
         carry |= {
             "kept": _zeros(backward_of.kept_types, (table.kept,)),
             "g_outer": _accumulators(outer),

@@ -20,7 +20,7 @@ from jax import lax
 from shardlib import shardops
 from shardlib.op_checks import varying
 from shardlib.parsing import did_you_mean
-from shardlib.shardtypes import Scope, bool_, dtype_name, i32, pytree_dataclass, typed, u32
+from shardlib.shardtypes import Scope, bool_, dtype_name, f32, i32, pytree_dataclass, typed, u32
 from shardlib.values import devices_along, mesh_axes, stage_axes
 from shardwright.modeling.rules import Places
 
@@ -61,6 +61,11 @@ class Tokens:
     a document. None for a model that reads none."""
     training: bool = dataclasses.field(default=False, metadata={"static": True})
     """Whether this is a training step, in which experts may drop tokens."""
+    counts: bool_["B/r/d/e L/c"] | None = None
+    """Whether the target after each token counts in the loss: padding does not. None: all do."""
+    targets: f32[""] | None = None
+    """Number of targets that count in a microbatch, the mean over those of the step, by which a loss or metric of a
+    layer divides its sum. None: all of this microbatch."""
 
     @property
     def places(self) -> Places:

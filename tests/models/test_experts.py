@@ -16,7 +16,8 @@ from verifying import verify
 import moe
 import train
 from shardlib import products, shardops
-from shardlib.shardtypes import f32
+from shardlib.layers import LayerMetrics
+from shardlib.shardtypes import bool_, f32
 from shardwright.modeling.model import load_model
 from shardwright.run.causality import check_causal
 from shardwright.run.soundness import find_unsound
@@ -55,6 +56,10 @@ def test_logits_and_gradients_are_those_of_transformers(kind, factor, mesh):
 
 MESHES = ("one device", "e=8", "e=2 c=2 t=2", "r=2 d=2 e=2", "c=4 t=2")
 B, L = 8, 16
+COUNTS = bool_["B/r/d/e L/c/t"]
+PADDED = np.arange(L) < np.array([16, 1, 3, 0, 7, 16, 5, 2])[:, None]
+PADDED[0, 4:9] = False  # targets that do not count, between others
+"""Which of the targets count."""
 
 
 def with_slots(chosen: np.ndarray, pools: int, slots: int) -> np.ndarray:
@@ -73,7 +78,7 @@ def with_slots(chosen: np.ndarray, pools: int, slots: int) -> np.ndarray:
 def plain(x, w, c, slots=None):
     """The experts of each position, one after the other, of whole arrays. Each pool has `slots` slots for a sequence.
 
-    Also the number of choices that found a slot.
+    Also which choices found a slot.
     """
     biased = w.b_router is not None  # as gpt-oss has it
     b_router, b_gate, b_up, b_down = (
@@ -96,7 +101,7 @@ def plain(x, w, c, slots=None):
             hidden = jax.nn.silu(gate) * up
         y = hidden @ w.w_down[i] + b_down[i]
         out += jnp.where(kept[..., i, None], weights[..., i, None] * y, 0.0)
-    return out, jnp.sum(kept)
+    return out, kept
 
 
 def layer_of(c, seed=3) -> moe.Layer:
@@ -142,25 +147,29 @@ def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots, pools, bias):
     if bias:  # beyond the limits of the activation
         w.b_gate, w.b_up = 20 * w.b_gate, 20 * w.b_up
 
-    def loss(x: f32["B/r/d/e L/c/t M"], w: moe.Layer, out: f32["B/r/d/e L/c/t M"]) -> tuple:
+    def loss(x: f32["B/r/d/e L/c/t M"], w: moe.Layer, out: f32["B/r/d/e L/c/t M"], counts: COUNTS) -> tuple:
         w = used(w)
         routing = moe.route(x, w, c)
-        y, filled = (moe.everywhere(x, routing, w, c), 0.0) if slots is None else moe.in_slots(x, routing, w, slots, c)
+        if slots is None:
+            y, filled = moe.everywhere(x, routing, w, c), 0.0
+        else:
+            y, filled = moe.in_slots(x, routing, counts, w, slots, c)
         total = shardops.einsum_unreduced("B/r/d/e L/c/t M, B/r/d/e L/c/t M -> +r +c +t +d +e", y, out)
         return shardops.psum("+r +c +t +d +e ->", total), filled
 
     def both(
-        x: f32["B/r/d/e L/c/t M"], w: moe.Layer, out: f32["B/r/d/e L/c/t M"]
+        x: f32["B/r/d/e L/c/t M"], w: moe.Layer, out: f32["B/r/d/e L/c/t M"], counts: COUNTS
     ) -> tuple[f32[""], f32[""], f32["B/r/d/e L/c/t M"], moe.Layer]:
-        (value, filled), (dx, dw) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, w, out)
+        (value, filled), (dx, dw) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, w, out, counts)
         return value, jnp.float32(filled), dx, dw
 
     with jax.set_mesh(tiny.mesh(mesh)):
-        value, filled, dx, dw = jax.tree.map(np.asarray, tiny.per_device(both)(x, w, out))
+        value, filled, dx, dw = jax.tree.map(np.asarray, tiny.per_device(both)(x, w, out, PADDED))
     reference = lambda x, w: (lambda y, kept: (jnp.sum(y * out), kept))(*plain(x, w, c, slots))
     (expected, kept), (x_expected, w_expected) = jax.value_and_grad(reference, argnums=(0, 1), has_aux=True)(x, w)
-    choices = B * L * c.experts_per_token
-    assert slots is None or (filled == kept and (kept < choices) == ((slots, pools) != (48, 1))), "some are dropped"
+    of_tokens = np.sum(kept, axis=-1)
+    are_dropped = of_tokens.sum() < B * L * c.experts_per_token
+    assert slots is None or (filled == of_tokens[PADDED].sum() and are_dropped == ((slots, pools) != (48, 1)))
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     near = lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max())
     near(dx, x_expected)
@@ -184,8 +193,10 @@ def test_an_expert_without_tokens_has_a_zero_gradient(platform, slots, pools, mo
     def gradient(x: f32["B/r/d/e L/c/t M"], w: moe.Layer) -> moe.Layer:
         def total(w):
             routing = moe.route(x, used(w), c)
-            how = (x, routing, used(w))
-            y = moe.everywhere(*how, c) if slots is None else moe.in_slots(*how, slots, c)[0]
+            if slots is None:
+                y = moe.everywhere(x, routing, used(w), c)
+            else:
+                y, _ = moe.in_slots(x, routing, jnp.ones(x.shape[:2], bool), used(w), slots, c)
             square = shardops.einsum_unreduced("B/r/d/e L/c/t M -> +r +c +t +d +e", jnp.square(y))
             return shardops.psum("+r +c +t +d +e ->", square)
 
@@ -252,20 +263,21 @@ def test_the_router_of_gpt_oss():
 # ---- losses -------------------------------------------------------------------------------------------------------
 
 
-def extras(c, w, x, mesh):
-    """Loss of a layer, its gradient by the router and its bias, and its metrics."""
+def extras(c, w, x, mesh, counts=np.ones((B, L), bool)):
+    """Loss of a layer, its gradient by the router and its bias, and the load of each expert."""
 
-    def run(x: f32["B/r/d/e L/c/t M"], w: moe.Layer) -> tuple[f32[""], moe.Layer, f32[""]]:
+    def run(x: f32["B/r/d/e L/c/t M"], w: moe.Layer, counts: COUNTS) -> tuple[f32[""], moe.Layer, f32["E"]]:
         def loss(w):
             w = used(w)
-            found = moe.extras_of(moe.route(x, w, c), None, w, c)
+            found = moe.extras_of(moe.route(x, w, c), None, counts, jnp.float32(total), w, c)
             return found.loss, found.metrics["largest_load"]
 
         (value, load), g = jax.value_and_grad(loss, has_aux=True)(w)
         return value, g, load
 
+    total = counts.sum()
     with jax.set_mesh(tiny.mesh(mesh)):
-        return jax.tree.map(np.asarray, tiny.per_device(run)(x, w))
+        return jax.tree.map(np.asarray, tiny.per_device(run)(x, w, counts))
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -283,7 +295,30 @@ def test_the_balance_loss_is_that_of_transformers_for_each_sequence(mesh):
     np.testing.assert_allclose(value, expected.item(), rtol=1e-5)
     np.testing.assert_allclose(g.router, router.grad, rtol=0, atol=1e-5 * router.grad.abs().max().item())
     counts = torch.bincount(torch.topk(logits, c.experts_per_token).indices.flatten(), minlength=c.experts)
-    assert load == pytest.approx(counts.max().item() / (B * L * c.experts_per_token / c.experts))
+    np.testing.assert_allclose(load, counts.numpy() / (B * L * c.experts_per_token / c.experts), rtol=1e-6)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_padding_counts_in_no_loss_and_no_metric(mesh):
+    """Against the same of the tokens that count alone, in numpy: no padding is there."""
+    c = truth.model(balance_loss=0.25, router_z_loss=0.5, correction_bias=True, bias_rate=0.5)
+    x, w = np.random.default_rng(1).normal(size=(B, L, 32)).astype(np.float32), layer_of(c)
+    w.router_bias = np.linspace(-0.3, 0.3, c.experts).astype(np.float32)
+    x[~PADDED] = 7  # all alike, which would move each mean
+    value, g, load = extras(c, w, x, mesh, PADDED)
+    total, balance, z_loss, loads = PADDED.sum(), 0, 0, np.zeros(c.experts)
+    for of_sequence, is_there in zip(np.float64(x), PADDED, strict=True):
+        logits = of_sequence[is_there] @ w.router
+        scores = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+        chosen = np.zeros_like(scores)
+        np.put_along_axis(chosen, np.argsort(-(scores + w.router_bias))[:, : c.experts_per_token], 1, axis=1)
+        loads += chosen.sum(axis=0)
+        if n := len(scores):
+            balance += n / total * c.experts * (chosen.mean(axis=0) @ scores.mean(axis=0))
+        z_loss += np.square(np.log(np.exp(logits).sum(axis=1))).sum() / total
+    np.testing.assert_allclose(value, 0.25 * balance + 0.5 * z_loss, rtol=1e-5)
+    np.testing.assert_allclose(load, loads / total * c.experts / c.experts_per_token, rtol=1e-6)
+    np.testing.assert_allclose(g.router_bias, 0.5 * (loads / total - c.experts_per_token / c.experts), atol=1e-7)
 
 
 @pytest.mark.parametrize("mesh", MESHES[:3])
@@ -301,20 +336,30 @@ def test_the_correction_bias_moves_against_the_load(mesh):
     np.testing.assert_allclose(g.router_bias, expected, rtol=0, atol=1e-7)
 
 
-def test_microbatches_change_no_gradient():
-    """Nor does the loss: those of the layers are means over sequences or tokens."""
-    c = truth.model(correction_bias=True, bias_rate=0.5, balance_loss=0.25, router_z_loss=0.5)
-    with jax.set_mesh(tiny.mesh("one device")):
-        w = weights(c)
-        found = [gradients_of(w, tiny.config(c, microbatches=m)) for m in (1, 4)]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max()), *found)
+@pytest.mark.parametrize("mesh", ["one device", "e=2 c=2", pytest.param("p=2 d=2", marks=pytest.mark.long)])
+def test_microbatches_change_no_gradient_and_no_metric(mesh):
+    """Nor does the loss: those of the layers are means over the tokens that count, of which a microbatch has more."""
+    c = truth.model(correction_bias=True, bias_rate=0.5, balance_loss=0.25, router_z_loss=0.5, capacity_factor=0.5)
+    batch = tiny.host_batch()
+    batch = dataclasses.replace(batch, loss_mask=batch.loss_mask & (np.arange(len(batch.targets)) % 4 < 3)[:, None])
+    found = []
+    for mesh, microbatches in (("one device", 1), (mesh, 4)):
+        config = tiny.config(c, microbatches=microbatches)
+        with jax.set_mesh(tiny.mesh(mesh)):
+            w = tiny.place(jax.tree.map(np.asarray, tiny.state(config).weights), moe.Weights)
+            found.append(gradients_of(w, config, batch))
+    (_, _, metrics), _ = found
+    largest, dropped = metrics.by_name()["largest_load"], metrics.by_name()["dropped"]
+    assert (largest > 1).all() and (dropped > 0).all()
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5 * np.abs(b).max()), *found)
 
 
-def gradients_of(w, config):
-    def run(w: moe.Weights, batch: train.Batch) -> tuple[f32[""], moe.Weights]:
-        return tiny.loss_and_gradients(w, batch, config)
+def gradients_of(w, config, batch=None):
+    def run(w: moe.Weights, batch: train.Batch) -> tuple[f32[""], moe.Weights, LayerMetrics]:
+        forward = dataclasses.replace(tiny.forward(config), in_training=True)
+        return train.loss_and_gradients(w, batch, config, forward)
 
-    return jax.tree.map(np.asarray, tiny.per_device(run)(w, tiny.place_batch(config)))
+    return jax.tree.map(np.asarray, tiny.per_device(run)(w, tiny.place_batch(config, batch)))
 
 
 # ---- the proof ----------------------------------------------------------------------------------------------------
