@@ -158,8 +158,9 @@ def check_value(spec: ShapeSpec, value: Any, sizes: Sizes, *, gathered_ahead: bo
         _check_blocks(spec, value)
     partial = value.axes if isinstance(value, Partial) else ()
     if partial != spec.partial:
-        found = f"a partial sum over {', '.join(partial)}" if partial else "no partial sum"
-        remedy = f"{value.remedy()}; or name all its axes by +" if partial else "drop the + mark, or a second reduction"
+        if not partial:
+            raise _no_partial_sum(spec, value)
+        found, remedy = f"a partial sum over {', '.join(partial)}", f"{value.remedy()}; or name all its axes by +"
         raise ShardError(f"the value is {found}, and `{spec}` says otherwise", remedy)
     if partial:
         _check_pending(value)
@@ -264,6 +265,24 @@ def _check_varying(spec: ShapeSpec, value: jax.Array, copies: tuple[str, ...]) -
             "the array in a partial sum, taken out of it",
             "pass the partial sum itself to psum_scatter or psum",
         )
+
+
+def _no_partial_sum(spec: ShapeSpec, value: Any) -> ShardError:
+    """The error for a value that is none where `spec` has a + mark."""
+    if not isinstance(value, jax.Array) or not jax.typeof(value).manual_axis_type.varying & set(spec.partial):
+        problem = f"the value is no partial sum, and `{spec}` says otherwise"
+        return ShardError(problem, "it is whole already: drop the + mark, and the reduction")
+    axes = ", ".join(spec.partial)
+    # The dim that was summed, if a value has the other dims and one that these axes shard.
+    terms = (noted for _, noted in current_scope().types.values() if {*spec.partial} <= noted.sharded)
+    rest = lambda noted: tuple(dim for dim in noted.dims if not {*dim.axes} & {*spec.partial})
+    summed = next((str(noted) for noted in terms if not noted.partial and rest(noted) == spec.dims), None)
+    summed = summed or " ".join([*map(str, spec.dims), "/".join(("N", *spec.partial))])
+    return ShardError(
+        f"the value differs between devices of {axes}, but no op has marked it as the partial sum `{spec}`",
+        f"sum the dim that is sharded over {axes} by einsum_unreduced, which marks the result: "
+        f"einsum_unreduced('{summed} -> {spec}', x), in place of jnp.sum or a product of jax.numpy",
+    )
 
 
 def _check_pending(value: Partial) -> None:

@@ -16,6 +16,11 @@ from shardlib.places import is_installed, is_raised_on_purpose, place, users_cal
 from shardlib.values import SHORT_DTYPES, WITHOUT_COPY, devices_along, is_opaque, states_text
 
 _BLOCKS = "inside shard_map an array has the shape of this device's block"
+WITHOUT_MAXIMUM = (
+    "cut the maximum off from the gradient: pmax(spec, jax.lax.stop_gradient(x)); a softmax and its gradient are the "
+    "same whatever is subtracted. For the gradient of a maximum itself, gather the dim: jnp.max of "
+    "all_gather(..., replicated=True)"
+)
 _REMEDIES = {
     "unreduced": "reduce the partial sum first, with psum_scatter or psum; what is linear is written with the partial "
     "sum itself: p + q, p - q, c * p; instead of jax.vmap, name the dim in the spec",
@@ -23,6 +28,7 @@ _REMEDIES = {
     f"sum, which jax.numpy does not know; {WITHOUT_COPY}",
     "manual ax": "reduce or gather what differs (psum, all_gather); if a constant is to differ: jax.lax.pcast(x, axes, "
     "to='varying')",
+    "Differentiation rule for 'pm": WITHOUT_MAXIMUM,
     "dtypes do not match": "cast one of them with .astype",
     "cannot reshape": f"{_BLOCKS}: take sizes from x.shape, not from the configuration",
 }

@@ -201,12 +201,17 @@ def refuse_repeated_gradient(position: int, x: jax.Array, op: OpSpec) -> jax.Arr
     if not repeated:
         return x
     names = ", ".join(repeated)
-    error = ShardError(
+    return refuse_gradient(
+        x,
         f"operand {position} was gathered over {names}, but the result is neither sharded nor partial over {names}: "
         f"each of its devices would compute the whole gradient of `{op}`",
         f"shard another operand over {names}, so that its devices share the work; {WITHOUT_COPY}",
     )
 
+
+def refuse_gradient(x: jax.Array, problem: str, remedy: str) -> jax.Array:
+    """`x` unchanged. Its derivative is a ShardError, at the line of this call."""
+    error = ShardError(problem, remedy)
     identity = jax.custom_jvp(lambda x: x)
 
     @identity.defjvp

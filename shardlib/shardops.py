@@ -37,6 +37,7 @@ from jax import lax
 
 from shardlib.checks import current_scope, note_type
 from shardlib.grouped import grouped_product  # noqa: F401 (one of the ops)
+from shardlib.jax_errors import WITHOUT_MAXIMUM
 from shardlib.marks import per_device  # noqa: F401 (one of the ops)
 from shardlib.op_checks import (
     axes_moved,
@@ -50,6 +51,7 @@ from shardlib.op_checks import (
     does_nothing,
     einsum_formula,
     parse,
+    refuse_gradient,
     refuse_repeated_gradient,
     require_shard_map,
     varying,
@@ -207,6 +209,8 @@ def pmax(spec, x):
         if rhs.dims != kept or rhs.dims == lhs.dims or lhs.partial or rhs.partial:
             raise wrong_spec(op, "drop dims, and keep the others: `B L V/t -> B L`; a partial sum is reduced first")
         axes = sort_axes(lhs.sharded - rhs.sharded)
+    problem = f"pmax({spec!r}) has no derivative, and the gradient of what it is given is asked for"
+    value = refuse_gradient(value, problem, WITHOUT_MAXIMUM)
     value = jnp.max(value, axis=tuple(i for i, dim in enumerate(lhs.dims) if dim not in rhs.dims))
     return note_type(lax.pmax(varying(value, axes), axes) if axes else value, rhs)
 
