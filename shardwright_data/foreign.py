@@ -35,17 +35,32 @@ def one_line(text: str, characters: int) -> str:
     return "".join(c if c.isprintable() else {"\n": "⏎", "\t": "⇥"}.get(c, "�") for c in cut)
 
 
+def unfit(path: str | os.PathLike, most: float = math.inf) -> str | None:
+    """Why what is at `path` is not a regular file of at most `most` bytes; None if it is one.
+
+    Raises OSError if that is not known, FileNotFoundError if nothing is there.
+    """
+    try:
+        status = os.stat(path)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return "it is a link that leads back to itself"
+    if not stat.S_ISREG(status.st_mode):
+        return "it is a directory, a pipe or a device"
+    return f"it has {status.st_size:,} bytes, of at most {most:,}" if status.st_size > most else None
+
+
 def check_file(path: str | os.PathLike, most: float = math.inf) -> None:
     """Raises what `read_file` raises, without reading the file."""
-    if not os.path.exists(path):
-        raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path))
-    status, why = os.stat(path), None
-    if not stat.S_ISREG(status.st_mode):
-        why = "it is a directory, a pipe or a device"
-    elif status.st_size > most:
-        why = f"it has {status.st_size:,} bytes, of at most {most:,}"
-    elif not os.access(path, os.R_OK):
-        why = "its permissions forbid it"
+    try:
+        why = unfit(path, most)
+        if why is None and not os.access(path, os.R_OK):
+            why = "its permissions forbid it"
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # a null byte is in no name
+        raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path)) from None
+    except OSError as error:
+        why = error.strerror
     if why is not None:
         raise ValueError(f"{path} cannot be read: {why}. {COPY_AGAIN}")
 

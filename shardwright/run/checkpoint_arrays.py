@@ -221,9 +221,12 @@ def _write_chunk(store: Store, directory: str, saved: SavedArray, index: Index, 
 def read_chunk(store: Store, directory: str, saved: SavedArray, index: Index) -> np.ndarray:
     """The values of a chunk. Raises Damaged if they are not those that were written there, or OSError."""
     key, checksum, problem = saved.key(index), saved.checksums[index], ""
-    content = store.read(f"{directory}/{key}")
+    try:
+        content = store.read(f"{directory}/{key}", saved.chunk_bytes)
+    except Damaged as error:
+        content, problem = None, f"is no file of {saved.chunk_bytes} bytes ({error})"
     if content is None or len(content) != saved.chunk_bytes:
-        problem = f"is missing, or has not {saved.chunk_bytes} bytes"
+        problem = problem or f"is missing, or has not {saved.chunk_bytes} bytes"
     else:
         values = np.frombuffer(content, np.uint8)[:-CHECKSUM_BYTES]
         if {google_crc32c.value(values), int.from_bytes(content[-CHECKSUM_BYTES:], "little")} != {checksum}:

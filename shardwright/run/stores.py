@@ -4,6 +4,7 @@ A key is a path in a store, such as `0000000500/weights/embed/zarr.json`.
 """
 
 import concurrent.futures
+import contextlib
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
@@ -15,6 +16,7 @@ import tensorstore as ts
 from jax.experimental import multihost_utils
 
 from shardwright_data import flat_tokens
+from shardwright_data.foreign import COPY_AGAIN, LARGE, unfit
 
 T = TypeVar("T")
 
@@ -25,6 +27,7 @@ _ERRORS = (OSError, ValueError, RuntimeError, IndexError, NotImplementedError)
 WORKERS = 16
 """Files that a process reads or writes at a time."""
 _MESSAGE_BYTES = 6000
+_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Damaged(OSError, ValueError):
@@ -67,8 +70,18 @@ class Store:
         except _ERRORS as error:
             raise OSError(f"{self.url}/{key}: {error}") from error
 
-    def read(self, key: str) -> bytes | None:
-        """The content of a file; None if it is missing."""
+    def read(self, key: str, most: int = LARGE) -> bytes | None:
+        """The content of a file; None if it is missing.
+
+        Raises Damaged if a local one is not a regular file of at most `most` bytes: tensorstore waits for pipes, and
+        ends the process where memory ends.
+        """
+        if self.path is not None:
+            why = None
+            with contextlib.suppress(OSError):  # which tensorstore words
+                why = unfit(self.path / key, min(most, _MEMORY))
+            if why:
+                raise Damaged(f"{self.url}/{key} cannot be read: {why}. {COPY_AGAIN}")
         found = self._result(self.kvstore.read(key), key)
         return found.value if found.state == "value" else None
 
@@ -80,7 +93,8 @@ class Store:
         """Name of each directory at the top, and whether there is a manifest in it. At a URL, lists all keys."""
         if self.path is not None:
             found = self.path.iterdir() if self.path.is_dir() else ()
-            return {entry.name: (entry / MANIFEST).is_file() for entry in found if entry.is_dir()}
+            # What is no file is damage, which is set aside: only a directory without a manifest may be removed.
+            return {entry.name: os.path.lexists(entry / MANIFEST) for entry in found if entry.is_dir()}
         parts = [key.decode().partition("/") for key in self._result(self.kvstore.list(), "")]
         manifests = {name for name, _, rest in parts if rest == MANIFEST}
         return {name: name in manifests for name, slash, _ in parts if slash}

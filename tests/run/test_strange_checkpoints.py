@@ -2,6 +2,10 @@
 
 import contextlib
 import json
+import os
+import shutil
+import subprocess
+import sys
 
 import google_crc32c
 import jax.numpy as jnp
@@ -80,3 +84,71 @@ def test_nothing_of_a_manifest_reaches_the_terminal_raw(signed, capsys):
             with contextlib.suppress(SystemExit):
                 tool.run(tool.Settings(str(directory), verify))
     assert capsys.readouterr().out.replace("\n", "").isprintable()
+
+
+def pipe(path):
+    os.mkfifo(path)
+
+
+def loop(path):
+    path.symlink_to(path)
+
+
+def sparse(path):
+    """One TiB that takes no room on the disk."""
+    path.touch()
+    os.truncate(path, 2**40)
+
+
+def device(path):
+    path.symlink_to("/dev/zero")
+
+
+RESTORED = """
+import sys, jax.numpy as jnp
+from shardwright.run.checkpoint import Checkpointer
+from shardwright.run.resuming import choose_checkpoint
+from shardwright.run.stores import Damaged
+with Checkpointer(sys.argv[1]) as checkpoints:
+    damaged = {}
+    step, _ = choose_checkpoint(checkpoints, None, damaged)
+    try:
+        print(checkpoints.restore(step, {"a": {"x": jnp.zeros(4)}})["a"]["x"], damaged)
+    except Damaged as error:
+        print(choose_checkpoint(checkpoints, None, {step: str(error)})[0], error)
+    print(checkpoints.verify(7))
+"""
+
+
+@pytest.mark.parametrize("damage", [pipe, loop, sparse, device, os.mkdir])
+@pytest.mark.parametrize("name", ["zarr.json", "a/x/c/0"])
+def test_what_is_no_file_of_its_size_is_damage_and_the_checkpoint_before_is_taken(signed, name, damage):
+    """In a process of its own: tensorstore waits for pipes, and ends the process where memory ends."""
+    directory, _ = signed
+    older = directory.parent / "0000000003"
+    shutil.copytree(directory, older)
+    text = json.loads((older / "zarr.json").read_text())["attributes"]
+    sign(older / "zarr.json", text | {"step": 3})
+    (directory / name).unlink()
+    damage(directory / name)
+    command = [sys.executable, "-c", RESTORED, str(directory.parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    first, last = done.stdout.splitlines()
+    assert first.startswith("[0. 1. 2. 3.] {7: " if name == "zarr.json" else "3 cannot read the array 'a/x'")
+    assert name in last
+    with Checkpointer(directory.parent) as checkpoints:
+        checkpoints.remove_leftovers()
+        assert checkpoints.steps() == [3, 7]
+
+
+def test_a_chunk_beyond_memory_is_told(signed):
+    """Of the size that the manifest states."""
+    directory, change = signed
+    (directory / "a/x/c/0").unlink()
+    sparse(directory / "a/x/c/0")
+    size = 2**38 - 1
+    os.truncate(directory / "a/x/c/0", 4 * size + 4)
+    change(arrays={"a/x": ARRAY | {"shape": [size], "chunk_shape": [size]}})
+    (problem,) = Checkpointer(directory.parent).verify(7)
+    assert "it has 1,099,511,627,776 bytes, of at most" in problem
