@@ -13,6 +13,8 @@ from typing import Any, get_args
 
 SMALL, LARGE = 2**24, 2**27
 """Most bytes of a file that describes something, such as settings, and of a table, such as a vocabulary or prompts."""
+MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+"""Bytes of memory of this host."""
 COPY_AGAIN = "Copy or download it again."
 
 _UNSAFE = re.compile(r"[^\S \n\t\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]|[\x00-\x08\x0e-\x1b\x7f-\x9f\ud800-\udfff"

@@ -16,7 +16,7 @@ import tensorstore as ts
 from jax.experimental import multihost_utils
 
 from shardwright_data import flat_tokens
-from shardwright_data.foreign import COPY_AGAIN, LARGE, unfit
+from shardwright_data.foreign import COPY_AGAIN, LARGE, MEMORY, unfit
 
 T = TypeVar("T")
 
@@ -27,7 +27,6 @@ _ERRORS = (OSError, ValueError, RuntimeError, IndexError, NotImplementedError)
 WORKERS = 16
 """Files that a process reads or writes at a time."""
 _MESSAGE_BYTES = 6000
-_MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Damaged(OSError, ValueError):
@@ -79,7 +78,7 @@ class Store:
         if self.path is not None:
             why = None
             with contextlib.suppress(OSError):  # which tensorstore words
-                why = unfit(self.path / key, min(most, _MEMORY))
+                why = unfit(self.path / key, min(most, MEMORY))
             if why:
                 raise Damaged(f"{self.url}/{key} cannot be read: {why}. {COPY_AGAIN}")
         found = self._result(self.kvstore.read(key), key)

@@ -49,19 +49,30 @@ def opening_context() -> ts.Context:
     return ts.Context({f"{name}_request_retries": {"max_retries": OPENING_RETRIES} for name in ("http", "gcs", "s3")})
 
 
+def local_path(kvstore: ts.KvStore) -> str | None:
+    """The path of a directory in a local file system; None for any other store."""
+    return kvstore.path if kvstore.spec().to_json()["driver"] == "file" else None
+
+
 def read_file(root: ts.KvStore, name: str, most: int = foreign.LARGE) -> bytes | None:
     """The content of a file, None if it is missing. Raises ValueError if it cannot be read.
 
     A local file is one of at most `most` bytes.
     """
-    if root.url.startswith("file:"):
+    if (path := local_path(root)) is not None:
         try:
-            return foreign.read_file(root.path + name, most)
+            return foreign.read_file(path + name, most)
         except FileNotFoundError:
             return None
-    with refused(f"{root.url}{name} cannot be read", "Check the address, the connection and your rights."):
+    with refused(f"{_shown(root)}{name} cannot be read", "Check the address, the connection and your rights."):
         read = root.read(name).result()
     return read.value if read.state == "value" else None
+
+
+def _shown(kvstore: ts.KvStore) -> str:
+    """The URL of a directory, for messages; also of `s3://` at another server, which has none for tensorstore."""
+    spec = kvstore.spec().to_json()
+    return f"s3://{spec['bucket']}/{spec['path']}" if spec["driver"] == "s3" else kvstore.url
 
 
 def is_there(root: ts.KvStore, split: str) -> bool:

@@ -1,17 +1,19 @@
 """A reader of one split of a flat-tokens dataset."""
 
+import contextlib
 import functools
+import math
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore as ts
 from jaxtyping import Int64, UInt32
 
-from shardwright_data.flat_tokens.format import IDENTITY, open_kvstore, opening_context, read_file
-from shardwright_data.foreign import check_types, parse_object, refused
+from shardwright_data.flat_tokens.format import IDENTITY, local_path, open_kvstore, opening_context, read_file
+from shardwright_data.foreign import MEMORY, check_file, check_types, parse_object, refused
 
 Places = Int64[np.ndarray, "spans"]
 SomeTokens = UInt32[np.ndarray, "_"]
@@ -24,6 +26,16 @@ MOST_PROBES_LOCAL, MOST_PROBES_REMOTE = 4096, 64
 """Bounds on the files of an array that are looked at when it is opened, and so on the time that takes."""
 _AGAIN = "Write or copy the dataset again."
 _ATTRIBUTES = {"max_token_id": int, "format?": str, "version?": int, "num_tokens?": int, "num_documents?": int}
+_CODECS = "blosc", "bz2", "delta", "zlib", "zstd"
+
+
+class _Files(NamedTuple):
+    """Files of a local array: `prefix` and a number, with `size` elements in at most `most` bytes."""
+
+    prefix: str
+    size: int
+    most: int
+    checked: set[int]
 
 
 class Reader:
@@ -58,6 +70,7 @@ class Reader:
         self._root, self._split = open_kvstore(filespec, opening_context()), split
         # A store that answers slowly should get all requests of a batch at once.
         stores = {f"{name}_request_concurrency": {"limit": STORE_REQUESTS} for name in ("http", "gcs", "s3")}
+        self._files: dict[str, _Files] = {}
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}} | stores)
         self.zarr_format, self.attributes = self._read_attributes()
         self.max_token_id = self.attributes["max_token_id"]
@@ -100,6 +113,49 @@ class Reader:
             )
         return zarr_format, attributes
 
+    def _metadata(self, key: str) -> dict[str, Any]:
+        """What the zarr.json or .zarray of an array says; empty if it is missing.
+
+        Of a local array it notes the names of the files and their largest size, for `_check_files_of`. Raises
+        ValueError if the files cannot be read.
+        """
+        name = "zarr.json" if self.zarr_format == 3 else ".zarray"
+        if not (found := self._read_json(f"{key}/{name}")):
+            return {}
+        with refused(f"{self.path}: {key}/{name} is not that of an array", _AGAIN):
+            if self.zarr_format == 3:
+                chunk, encoding = found["chunk_grid"]["configuration"]["chunk_shape"], found["chunk_key_encoding"]
+                sharding = found["codecs"][0]["configuration"] if found["codecs"] else {}
+                held = sharding.get("chunk_shape", chunk)  # of a shard its chunks are read, one by one
+                prefix = f"c{encoding.get('configuration', {}).get('separator', '/')}"
+                prefix = "" if encoding["name"] == "v2" else prefix
+            else:
+                held, chunk, prefix = found["chunks"], found["chunks"], ""
+                codecs = [codec["id"] for codec in (*(found["filters"] or ()), found["compressor"]) if codec]
+                if odd := [codec for codec in codecs if codec not in _CODECS]:  # one of numcodecs loads pickles
+                    raise ValueError(f"it is coded by {odd[0]!r}, not by {', '.join(_CODECS)}")
+            if not 0 < math.prod(held) < MEMORY // 8 or (size := math.prod(chunk)) < 1:
+                raise ValueError(f"its chunks are {held}, more than memory holds")
+        if (path := local_path(self._root)) is not None:
+            # In a shard an element may be a chunk of its own: with 16 bytes in the index, and what its codecs add.
+            self._files[key] = _Files(f"{path}{key}/{prefix}", size, 1024 + 64 * size, set())
+        return found
+
+    def _check_files_of(self, key: str, starts: Places, ends: Places) -> None:
+        """Raises ValueError if a file with elements of these spans is not a regular one of a size that it can have.
+
+        tensorstore would wait for a pipe, and end the process where memory ends. Each file is looked at once. One that
+        is missing passes.
+        """
+        if (files := self._files.get(key)) is None:
+            return
+        first, last = starts // files.size, (ends - 1) // files.size
+        within = [np.arange(a, b) for a, b in zip(first, last, strict=True) if b - a > 1]
+        for i in {*np.concatenate([first, last, *within]).tolist()} - files.checked:
+            with contextlib.suppress(FileNotFoundError):
+                check_file(f"{files.prefix}{i}", files.most)
+            files.checked.add(i)
+
     def _open_array(self, key: str, dtype: type, remedy: str = _AGAIN) -> ts.TensorStore:
         spec = {
             "driver": "zarr3" if self.zarr_format == 3 else "zarr",
@@ -109,10 +165,11 @@ class Reader:
             "recheck_cached_metadata": "open",
             "recheck_cached_data": "open",
         }
+        metadata = self._metadata(key)
         with refused(f"{self.path}: its array {key} is missing or not readable", remedy):
-            # tensorstore refuses the Delta filter of seqax's seq_starts.
-            has_filter = self.zarr_format == 2 and self._read_json(f"{key}/.zarray").get("filters")
-            array = self._open_by_zarr(key) if has_filter else ts.open(spec, read=True, context=self._context).result()
+            has_filter = self.zarr_format == 2 and metadata.get("filters")
+            opened = lambda: ts.open(spec, read=True, context=self._context).result()
+            array = self._open_filtered(key, metadata) if has_filter else opened()
         if len(array.shape) != 1 or array.dtype.numpy_dtype != dtype:
             raise ValueError(
                 f"{self.path}: {key} has rank {array.rank} and dtype {array.dtype.name}; flat-tokens has rank 1 and "
@@ -120,16 +177,24 @@ class Reader:
             )
         return array
 
-    def _open_by_zarr(self, key: str) -> ts.TensorStore:
-        import zarr  # a heavy import, for datasets of seqax alone
+    def _open_filtered(self, key: str, about: Mapping[str, Any]) -> ts.TensorStore:
+        """An array of zarr v2 with filters, which tensorstore refuses: seqax's seq_starts."""
+        import numcodecs
 
-        array = zarr.open_array(self._root.url, path=key, mode="r")
+        codecs = [numcodecs.get_codec(codec) for codec in (about["compressor"], *reversed(about["filters"])) if codec]
+        dtype, size = np.dtype(about["dtype"]), about["chunks"][0]
 
         def read(domain: ts.IndexDomain, values: np.ndarray, _: Any) -> None:
-            values[...] = array[domain.index_exp]
+            start, end = domain.inclusive_min[0], domain.exclusive_max[0]
+            content = read_file(self._root, f"{key}/{start // size}", 1024 + 64 * size)
+            if content is None:
+                raise ValueError(f"{key}/{start // size} is missing")
+            for codec in codecs:
+                content = codec.decode(content)
+            values[...] = np.frombuffer(content, dtype)[start % size :][: end - start]
 
-        about = {"dtype": array.dtype, "shape": array.shape, "chunk_layout": ts.ChunkLayout(chunk_shape=array.chunks)}
-        return ts.virtual_chunked(read, **about, context=self._context)
+        layout = {"dtype": dtype, "shape": about["shape"], "chunk_layout": ts.ChunkLayout(chunk_shape=[size])}
+        return ts.virtual_chunked(read, **layout, context=self._context)
 
     def input_key(self, name: str) -> str:
         """Key of the array of an input. Raises ValueError if it cannot have that name, or the split is in zarr v2."""
@@ -144,7 +209,7 @@ class Reader:
         tokens, documents = self.num_tokens, self.num_documents
         sizes = [("num_tokens", tokens), ("num_documents", documents)]
         stated = [(f"its attribute {name}", self.attributes.get(name, size), size) for name, size in sizes]
-        end = self._read(self._starts, np.array([documents]), np.array([1]), "seq_starts")
+        end = self._read(self._starts, "seq_starts", np.array([documents]), np.array([1]), "seq_starts")
         stated.append(("the end of seq_starts", int(end[0]), tokens))
         stated += [(f"the size of input_{name}", array.shape[0], tokens) for name, array in self.inputs.items()]
         for what, size, found in stated:
@@ -160,9 +225,10 @@ class Reader:
             files = np.unique(np.linspace(0, num_files - 1, count).astype(np.int64))
             self.read(np.minimum((files + 1) * size, self.num_tokens) - 1, np.ones_like(files), name)
 
-    def _read(self, array: ts.TensorStore, starts: Places, lengths: Places, what: str) -> np.ndarray:
+    def _read(self, array: ts.TensorStore, key: str, starts: Places, lengths: Places, what: str) -> np.ndarray:
         """The elements [starts[i], starts[i] + lengths[i]) of all spans i, joined. Spans that meet are one read."""
         ends = starts + lengths
+        self._check_files_of(f"{self._split}/{key}", starts, ends)
         first = np.flatnonzero(np.concatenate([[True], starts[1:] != ends[:-1]]))
         last = np.concatenate([first[1:], [starts.size]]) - 1
         with refused(f"{self.path}: cannot read {what}; a file is missing, truncated or corrupt", _AGAIN):
@@ -183,15 +249,18 @@ class Reader:
         """
         if not starts.size:
             return np.zeros(0, np.uint32)
-        array, of = (self._tokens, "") if name is None else (self.inputs[name], f"input_{name} of ")
-        return self._read(array, starts, lengths, f"{of}tokens {starts.min()} to {(starts + lengths).max() - 1}")
+        array, key = (self._tokens, "encoded_tokens") if name is None else (self.inputs[name], f"input_{name}")
+        of = "" if name is None else f"{key} of "
+        return self._read(array, key, starts, lengths, f"{of}tokens {starts.min()} to {(starts + lengths).max() - 1}")
 
     def document_spans(self, documents: Places) -> tuple[Places, Places]:
         """`(starts, lengths)`, in tokens, of documents given by their index in [0, num_documents)."""
         if not documents.size:
             return documents, documents
         ones = np.ones_like(documents)
-        starts, ends = (self._read(self._starts, x, ones, "seq_starts") for x in (documents, documents + 1))
+        starts, ends = (
+            self._read(self._starts, "seq_starts", x, ones, "seq_starts") for x in (documents, documents + 1)
+        )
         return starts.astype(np.int64), (ends - starts).astype(np.int64)
 
     @functools.cached_property

@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import pickle
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -50,6 +52,7 @@ def given(tmp_path_factory):
     bpe = definitions.train_bpe(["It is a truth universally acknowledged"], 270)
     dataset = write(home / "data", attributes={"tokenizer": {"kind": "train_bpe", "end_token": "<|end|>"}})
     (Path(dataset) / "tokenizer.json").write_text(bpe)
+    shutil.copytree(ROOT / "tests/data/seqax_synthetic_dataset.zarr", home / "seqax")
     model = home / "model"
     model.mkdir()
     config = {"model_type": "llama", "vocab_size": 8, "hidden_size": 8, "num_attention_heads": 1, "bos_token_id": 0}
@@ -81,6 +84,15 @@ READERS = {
     "generate, its data": ("data/train/zarr.json", lambda home: of_dataset(home / "data")),
     "generate, its prompts": ("text", lambda home: read_prompts(Settings(prompts_file=str(home / "text")))),
     "inspect_data, a split": ("data/train/zarr.json", lambda home: inspect(filespec=str(home / "data"))),
+    "inspect_data, an array": (
+        "data/train/encoded_tokens/zarr.json",
+        lambda home: inspect(filespec=str(home / "data")),
+    ),
+    "inspect_data, tokens": ("data/train/encoded_tokens/c/0", lambda home: inspect(filespec=str(home / "data"))),
+    "inspect_data, starts": ("data/train/seq_starts/c/0", lambda home: inspect(filespec=str(home / "data"))),
+    "seqax, an array": ("seqax/train/encoded_tokens/.zarray", lambda home: inspect(filespec=str(home / "seqax"))),
+    "seqax, tokens": ("seqax/train/encoded_tokens/0", lambda home: inspect(filespec=str(home / "seqax"))),
+    "seqax, starts": ("seqax/train/seq_starts/0", lambda home: inspect(filespec=str(home / "seqax"))),
     "inspect_data, a tokenizer": ("data/tokenizer.json", lambda home: inspect(filespec=str(home / "data"))),
     "import, config": ("model/config.json", an_import),
     "import, weights": ("model/model.safetensors", an_import),
@@ -103,11 +115,16 @@ def sparse(path):
     os.truncate(path, 2**40)
 
 
+def loop(path):
+    path.unlink()
+    path.symlink_to(path)
+
+
 def deep(path):
     path.write_text('{"model": ' + DEEP + "}")
 
 
-@pytest.mark.parametrize("damage", [pipe, device, sparse, deep])
+@pytest.mark.parametrize("damage", [pipe, device, sparse, loop, deep])
 @pytest.mark.parametrize("reader", READERS)
 def test_a_file_that_is_none_gets_a_line_with_its_name(given, tmp_path, reader, damage):
     home = tmp_path / "home"
@@ -121,7 +138,8 @@ def test_a_file_that_is_none_gets_a_line_with_its_name(given, tmp_path, reader, 
         read(home)
     message = str(error.value)
     assert "\n" not in message
-    assert Path(name).name in message or "model" in message, message
+    parts = Path(name).parts  # a chunk that is JSON is damaged, not foreign: its array is named
+    assert {parts[-1], *parts[-3:-1], "model"} & {*re.findall(r"[.\w]+", message)}, message
     assert len(message) < 700
 
 
@@ -131,6 +149,29 @@ def test_the_report_reads_no_pipe(given, tmp_path):
     (tmp_path / "source" / "0").mkdir(parents=True)
     os.mkfifo(tmp_path / "source" / "0" / "provenance.json")
     assert any("cannot be read" in note for note in read_run(tmp_path).notes)
+
+
+@pytest.mark.parametrize("field", ["compressor", "filters"])
+def test_no_pickle_of_a_dataset_is_loaded(given, tmp_path, field):
+    """Of which zarr v2 has a codec."""
+    shutil.copytree(given / "seqax", tmp_path / "data")
+    path = tmp_path / "data/train/seq_starts/.zarray"
+    about, codec = json.loads(path.read_text()), {"id": "pickle", "protocol": 4}
+    about |= {"compressor": None, field: codec if field == "compressor" else [*about["filters"], codec]}
+    path.write_text(json.dumps(about))
+    (tmp_path / "data/train/seq_starts/0").write_bytes(pickle.dumps(print))
+    with pytest.raises(ValueError, match="zarray is not that of an array: it is coded by 'pickle', not by blosc"):
+        inspect(filespec=str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("name", ["data/train/encoded_tokens/zarr.json", "seqax/train/encoded_tokens/.zarray"])
+def test_chunks_that_no_memory_holds_are_refused(given, tmp_path, name):
+    dataset, shape = tmp_path / "data", r'("chunks": \[|"chunk_shape":\s*\[)\s*\d+'
+    shutil.copytree(given / name.partition("/")[0], dataset)
+    path = dataset / name.partition("/")[2]
+    path.write_text(re.sub(shape, rf"\g<1>{2**40}", path.read_text()))
+    with pytest.raises(ValueError, match=r"its chunks are \[1099511627776\], more than memory holds"):
+        inspect(filespec=str(dataset))
 
 
 WRONG = [("tokenizer", value) for value in (5, "x", [[1]], {"kind": None}, {"kind": "bytes", "end_token": 5})]
