@@ -11,6 +11,8 @@ import stat
 from collections.abc import Iterator
 from typing import Any, get_args
 
+import yaml
+
 SMALL, LARGE = 2**24, 2**27
 """Most bytes of a file that describes something, such as settings, and of a table, such as a vocabulary or prompts."""
 MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -194,6 +196,21 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+class _Plain(yaml.SafeLoader):
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node:
+        if self.check_event(yaml.AliasEvent):  # of ten lines, each ten times the one before, memory has no end
+            raise yaml.YAMLError(f"it repeats a part, *{self.peek_event().anchor}, instead of writing it again")
+        return super().compose_node(parent, index)
+
+
+def parse_yaml(text: str) -> Any:
+    """The value of a YAML text without aliases. Raises ValueError, in one line, if it is not that."""
+    try:
+        return yaml.load(text, _Plain)
+    except Exception as error:  # of a tag that does not fit its value, PyYAML raises what it stumbles over
+        raise ValueError(" ".join(str(error).split())) from error
 
 
 def number(value: Any) -> float:

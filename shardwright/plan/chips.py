@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from shardlib.parsing import did_you_mean
-from shardwright_data.foreign import read_file
+from shardwright_data.foreign import parse_yaml, read_file, read_text
 
 CHIPS = Path(__file__).parent / "chips"
 """Directory of the chips that are known by name."""
@@ -198,11 +197,12 @@ def chip_for(kind: str) -> Chip | None:
 
 def _fields_of(path: Path) -> dict[str, dict[str, Any]]:
     """The fields of a file as {value, source}, after those of the chip that it is like."""
+    text = read_text(path, _MOST_BYTES)
     try:
-        data = yaml.safe_load(read_file(path, _MOST_BYTES))
+        data = parse_yaml(text)
         own = {key: x if isinstance(x, dict) else {"value": x, "source": path.name} for key, x in data.items()}
-    except (yaml.YAMLError, UnicodeDecodeError) as e:
-        raise ValueError(f"{path} is no YAML of names with {{value, source}}: {str(e).splitlines()[0]}.") from e
+    except ValueError as e:
+        raise ValueError(f"{path} is no YAML of names with {{value, source}}: {e}.") from e
     except AttributeError:
         raise ValueError(f"{path} is no YAML of names with {{value, source}}: begin it with like: h100.") from None
     if wrong := [key for key, field in own.items() if set(field) != {"value", "source"}]:

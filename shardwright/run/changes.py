@@ -31,6 +31,10 @@ MAY_CHANGE = (
 """Settings that may change during a run: of the loader, of the schedule, and numbers of the update."""
 
 
+MOST_CHANGES = 128
+"""Entries of training.changes: each costs a start a tenth of a second."""
+
+
 def may_change(name: str) -> bool:
     """Whether a setting may change during a run."""
     return name in MAY_CHANGE or name.startswith("data.mixture.")
@@ -43,12 +47,15 @@ def firsts(config: Any) -> list[int]:
 
 
 def settings_at(config: dict, step: int) -> dict:
-    """A plain configuration as it is at a step, with no change left in it."""
+    """A plain configuration as it is at a step, with no change left. Raises ValueError for one below a value."""
     found = copy.deepcopy(config)
     for change in found["training"].pop("changes", ()):
         for setting in filter(may_change, change if change["step"] <= step else ()):
             *path, name = setting.split(".")
-            functools.reduce(lambda at, key: at.setdefault(key, {}), path, found)[name] = change[setting]
+            try:
+                functools.reduce(lambda at, key: at.setdefault(key, {}), path, found)[name] = change[setting]
+            except (AttributeError, TypeError):
+                raise ValueError(f"training.changes, from step {change['step']}: {setting} is in no section.") from None
     return found
 
 
@@ -68,6 +75,8 @@ def config_at(c: Any, step: int) -> Any:
 
 def check_changes(c: Any, check: Callable[[Any], None]) -> None:
     """Raises ValueError for an entry of training.changes that is wrong, or whose settings `check` refuses."""
+    if (count := len(c.training.changes)) > MOST_CHANGES:
+        raise ValueError(f"training.changes has {count:,} entries; leave at most {MOST_CHANGES}.")
     for i, (before, change) in enumerate(itertools.pairwise([{"step": 0}, *c.training.changes])):
         name, step = f"training.changes[{i}]", change.get("step")
         if type(step) is not int or step <= before["step"]:
@@ -95,18 +104,25 @@ def described_change(c: Any, first: int) -> str:
     return ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in differing)
 
 
+def _rates(c: Any) -> list[tuple[int, int]]:
+    """The steps from which settings hold, and the tokens of each step from there on."""
+    of_step = lambda t: t.batch_size * t.seq_len
+    return [(first, of_step(config_at(c, first).training)) for first in firsts(c)]
+
+
+def _tokens_before(rates: Sequence[tuple[int, int]], step: int) -> int:
+    ends = [*(first for first, _ in rates[1:]), math.inf]
+    return sum(max(0, min(end, step) - first) * rate for (first, rate), end in zip(rates, ends, strict=True))
+
+
 def tokens_before(c: Any, step: int) -> int:
     """Tokens of the batches before a step."""
-    total = 0
-    for first, end in itertools.pairwise([*firsts(c), math.inf]):
-        t = config_at(c, first).training
-        total += max(0, min(end, step) - first) * t.batch_size * t.seq_len
-    return total
+    return _tokens_before(_rates(c), step)
 
 
 def steps_of(c: Any, tokens: int) -> int:
     """Number of steps that take at most so many tokens."""
-    return bisect.bisect(range(2**31), tokens, key=functools.partial(tokens_before, c)) - 1
+    return bisect.bisect(range(2**31), tokens, key=functools.partial(_tokens_before, _rates(c))) - 1
 
 
 def total_steps(c: Any, loader: Loader) -> int:

@@ -6,9 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from shardwright_data.foreign import parse_json, read_file, read_text
+from shardwright_data.foreign import COPY_AGAIN, parse_json, parse_yaml, read_file, read_text
 
 LOCK = ".lock"
 """File that a run locks. Its line says which process on which host that is; it is empty when no run is there."""
@@ -18,13 +16,15 @@ OF_A_STEP = ("step", "event", "tokens", "seconds", "tokens_per_second", "mfu")
 """Names that RunLog adds to the metrics of a step."""
 
 
+_MOST_CONFIG = 2**20
+
+
 def read_config(path: Path) -> dict[str, dict]:
     """The configuration in a run's config.yaml. Raises ValueError if the file has none."""
     try:
-        found = yaml.safe_load(read_text(path))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        what = " ".join(str(error).split())
-        raise ValueError(f"{path} cannot be read: {what}. Copy it again.") from error
+        found = parse_yaml(read_text(path, _MOST_CONFIG))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read: {error}. {COPY_AGAIN}") from error
     return as_config(found, str(path))
 
 

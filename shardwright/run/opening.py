@@ -104,8 +104,8 @@ class CheckpointChoice:
     other_source: bool = False
     """Allows source that computes something else than the source that made the checkpoint."""
     trust: bool = False
-    """Imports the modules that the run names beside those shipped here, and takes its options of XLA that are texts.
-    For a run that is not yours, read them first."""
+    """Imports the modules that the run names beside those shipped here, fetches its data and tokenizer from other hosts,
+    and takes its options of XLA that are texts. For a run that is not yours, read them first."""
 
 
 @dataclass
@@ -122,15 +122,22 @@ class SavedRun:
     ) -> tuple[Any, Any]:
         """The weights, sharded as in training on the current mesh, and the hashes of the source.
 
-        Says by `write_line` how the source differs from that of the checkpoint. Raises ValueError if it computes
-        something else, unless `other_source`.
+        Says by `write_line` how the source differs from that of the checkpoint, and which weights are not finite.
+        Raises ValueError if the source computes something else, unless `other_source`.
         """
         now = provenance_of(programs, self.c, model)
         allow = None if other_source else "other_source=true"
         if differs := compare_source(self.metadata.get("provenance"), now, ("evaluation",), allow):
             write_line(shown(f"source      {differs}"))
         like = sharded(model.Weights, shapes_of(model.table))
-        return self.checkpoints.restore(self.step, {"weights": like})["weights"], now["source"]
+        weights = self.checkpoints.restore(self.step, {"weights": like})["weights"]
+        finite = jax.jit(lambda w: jax.tree.map(lambda x: jnp.isfinite(x).all(), w))(weights)
+        if odd := [name for name, is_finite in named_leaves(finite).items() if not is_finite]:
+            more = f" and {len(odd) - 1} more" * (len(odd) > 1)
+            write_line(
+                shown(f"WARNING     the weights {odd[0]}{more} are not finite: their texts and losses mean nothing")
+            )
+        return weights, now["source"]
 
 
 def read_state(
@@ -168,7 +175,7 @@ def open_run(run: str, step: int | None, trust: bool) -> Iterator[SavedRun]:
     with checkpoints:
         metadata = checkpoints.metadata(step)
         config = saved_config(metadata)
-        config.setdefault("training", {}).setdefault("compute_dtype", "f32")  # of an import
+        config["training"].setdefault("compute_dtype", "f32")  # of an import
         c = config_at(config_of(config, trust), step - 1)
         c.training.reference = None  # which training alone reads, from a place that may be a stranger's
         yield SavedRun(checkpoints, step, metadata, c)

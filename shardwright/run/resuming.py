@@ -7,7 +7,8 @@ only if it is shipped here, the user named it himself, or he trusts the configur
 import contextlib
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import numpy as np
 from hydra.core.config_store import ConfigStore
 from jax.experimental import multihost_utils
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.schedules import SCHEDULES
 from shardwright.modeling.model import is_shipped, module_of
@@ -24,6 +26,7 @@ from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config, register_schema, to_config
 from shardwright.run.files import as_config, literal
 from shardwright.run.stores import Damaged, agreed
+from shardwright.settings.composing import wrong_setting
 from shardwright.settings.differences import config_differences, flat
 from shardwright_data.foreign import check_types
 from shardwright_data.loader import check_skips
@@ -40,7 +43,11 @@ RETIRED = {
 }
 """Settings of older checkpoints that no run has. Where one changed what a step computes, so does its program's hash."""
 _METADATA = {
-    "config?": {"training?": {"changes?": [{"step": int}]}},
+    "config?": {
+        "model": {"module?": str},
+        "training?": {"compute_dtype?": str, "changes?": [{"step": int}]},
+        "pipeline?": {"schedule?": str},
+    },
     "loader?": {"step?": int, "epoch?": int, "block?": int, "documents?": int, "tokens?": int, "files?": str},
     "provenance?": {"source": {str: str}, "programs": {str: str}, "traced_by": str, "untraced?": str},
     "reference?": {"path": str, "step": int, "manifest": str},
@@ -50,14 +57,14 @@ _METADATA = {
 
 
 def saved_config(metadata: Any) -> dict[str, dict]:
-    """The configuration in the metadata of a checkpoint.
+    """The configuration in the metadata of a checkpoint. An import's lacks most sections.
 
     Raises:
         ValueError: it has none, or another part of the metadata has not the type with which it is saved.
     """
     config = as_config(metadata.get("config") if isinstance(metadata, dict) else None, "the checkpoint's metadata")
     check_types("the checkpoint's metadata", metadata, _METADATA, "Take another checkpoint.")
-    return config
+    return {"data": {}, "training": {}} | config
 
 
 def with_defaults(saved: dict, named: str | None = None) -> dict:
@@ -89,8 +96,8 @@ def _without(section: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]
 def config_of(saved: dict, trust: bool = False) -> Config:
     """A checkpoint's configuration, typed and checked.
 
-    Raises ValueError for a setting that is missing, unknown or out of its range, and for a module that is not shipped
-    here unless `trust`.
+    Raises ValueError for a setting that is missing, unknown or out of its range; and, unless `trust`, for a module that
+    is not shipped here, and for data or a tokenizer at another host.
     """
     module = saved["model"].get("module", "train")
     schedule = saved.get("pipeline", {}).get("schedule", "gpipe")
@@ -103,7 +110,35 @@ def config_of(saved: dict, trust: bool = False) -> Config:
             )
     register_schema()
     schema = ConfigStore.instance().load("config_schema.yaml").node
-    return to_config(OmegaConf.merge(schema, literal(with_defaults(saved, module))))
+    try:
+        c = to_config(OmegaConf.merge(schema, literal(with_defaults(saved, module))))
+    except OmegaConfBaseException as error:
+        raise ValueError(wrong_setting(Config, error)) from None
+    for name, value in () if trust else fetched(c):
+        raise ValueError(
+            f"{name} of the run is {value!r}, which would be fetched. If the run is yours, or you trust that address, "
+            "give trust=true."
+        )
+    return c
+
+
+def fetched(c: Config) -> Iterator[tuple[str, str]]:
+    """Settings of the data that reading a run's batches, or its tokenizer, would ask another host for."""
+
+    def addresses(name: str, value: Any) -> Iterator[tuple[str, str]]:
+        if isinstance(value, str) and "://" in value:
+            yield name, value
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value) if type(value) is list else ():
+            yield from addresses(f"{name}.{key}", part)
+
+    yield from addresses("data", dataclasses.asdict(c.data))
+    yield from addresses("training.changes", c.training.changes)
+    if (stream := c.data.stream) is not None:
+        if stream.dataset is not None:
+            yield "data.stream.dataset", stream.dataset
+        local = stream.tokenizer_kind == "huggingface" and os.path.exists(stream.tokenizer or "")
+        if stream.tokenizer is not None and not local:
+            yield "data.stream.tokenizer", stream.tokenizer
 
 
 def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:

@@ -40,7 +40,8 @@ def model_of(c: Config) -> LanguageModel | None:
         if mesh_axes().get(PIPELINE_AXIS, 1) > 1:
             raise ValueError(f"pipeline stages have no place for it. Set mesh.{PIPELINE_AXIS}=1.")
         saved = saved_config(_manifest(path)[1]["metadata"])
-        saved.pop("pipeline", None)  # which may name code, and no step of this run has its stages
+        saved |= {"pipeline": {}, "data": {}}  # which may name code and addresses, and no step of this run has them
+        saved["training"].pop("changes", None)
         sizes = config_of(saved, trust=saved["model"].get("module") == c.model.module).model
         model, inputs = load_model(sizes), inputs_of(load_model(c.model))
         if sizes.vocab != c.model.vocab:

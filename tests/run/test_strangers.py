@@ -1,5 +1,6 @@
 """Runs and checkpoints of a stranger: programs that read them import nothing and resolve nothing."""
 
+import contextlib
 import io
 import json
 import re
@@ -8,18 +9,26 @@ import tarfile
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 import tiny
+from local_server import LocalServer, SilentHandler
 from omegaconf import OmegaConf
 from rich.console import Console
 from signed_manifests import sign
 
-from shardwright.modeling.model import is_shipped
+import train
+from shardwright.modeling.model import is_shipped, load_model
+from shardwright.modeling.weights import shapes_of
+from shardwright.run import teacher
+from shardwright.run.changes import steps_of, tokens_before
+from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.files import read_config
-from shardwright.run.opening import read_weights
+from shardwright.run.opening import open_run, read_weights
 from shardwright.run.resuming import check_resumes, config_of, literal, saved_config
-from tools import checkpoint_to_huggingface
+from tools import checkpoint_to_huggingface, evaluate, serve
 from tools.generate import MeshChoice, Settings, generate
+from tools.replay import __main__ as replay
 from tools.report import __main__ as report
 
 ROOT = Path(__file__).parents[2]
@@ -171,6 +180,8 @@ def test_metadata_of_another_type_is_refused_by_name(stranger, changes, message)
         ("model: {when: 2020-01-01}", "what is no setting"),
         ("model: \xff", "has no configuration of a run"),
         ("\x00", "cannot be read"),
+        ("a: &a {x: [1]}\nb: *a", r"cannot be read: it repeats a part, \*a, instead of writing it again\. Copy"),
+        ("model: {x: !!timestamp soon}", "cannot be read"),
     ],
 )
 def test_a_config_yaml_that_is_none_is_refused_in_one_line(text, message, tmp_path):
@@ -181,8 +192,145 @@ def test_a_config_yaml_that_is_none_is_refused_in_one_line(text, message, tmp_pa
     assert len(str(error.value)) < 500
 
 
+def test_a_config_yaml_of_aliases_ends(tmp_path):
+    """Each part has ten of the one before: a hundred bytes more, and it is ten times as long."""
+    parts = [f"a{i}: &a{i} {{{', '.join(f'x{j}: *a{i - 1}' for j in range(10))}}}" for i in range(1, 12)]
+    (tmp_path / "config.yaml").write_text("\n".join(["a0: &a0 {x: 0}", *parts]))
+    with pytest.raises(ValueError, match=r"it repeats a part, \*a0"):
+        read_config(tmp_path / "config.yaml")
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("metadata", [None, [], {}, {"config": 3}, {"config": {"model": []}}])
 def test_a_checkpoint_without_a_configuration_is_refused(metadata):
     with pytest.raises(ValueError, match="has no configuration of a run"):
         saved_config(metadata)
+
+
+CHANGES = [{"step": i + 1, "optimizer.learning_rate": 0.1} for i in range(1000)]
+ODD = [
+    ("model", None, "config.model is missing; it must be an object"),
+    ("pipeline", {"schedule": ["gpipe"]}, "config.pipeline.schedule is ['gpipe']; it must be a text"),
+    ("training", {"changes": CHANGES}, "training.changes has 1,000 entries; leave at most 128"),
+    ("training", {"changes": [{"step": 1, "data.mixture.a": 3, "data.mixture.a.b": 3}]}, "a.b is in no section"),
+    ("training", {"steps": "${x}"}, "training.steps: "),
+    ("optimizer", {"beta": 1}, "there is no setting optimizer.beta"),
+]
+
+
+@pytest.mark.parametrize(("section", "values", "message"), ODD)
+def test_settings_that_no_run_saves_are_refused_in_one_line(stranger, section, values, message):
+    if values is None:
+        del stranger.config[section]
+    else:
+        stranger.config[section] = stranger.config.get(section, {}) | values
+    run = stranger.write()
+    with pytest.raises(ValueError, match=re.escape(message)) as error, open_run(run, None, False):
+        pass
+    assert "\n" not in str(error.value)
+
+
+def test_tokens_before_a_step_of_many_changes():
+    """Computed step by step, and at once by numbers that the search for the last step tries."""
+    c = tiny.config()
+    sizes = {0: 64, 7: 32, 9: 128}
+    c.training.changes = [{"step": step, "training.seq_len": size} for step, size in sizes.items() if step]
+    size = lambda step: c.training.batch_size * sizes[max(first for first in sizes if first <= step)]
+    c.training.seq_len = sizes[0]
+    for step in (0, 1, 7, 8, 12):
+        tokens = sum(map(size, range(step)))
+        assert tokens_before(c, step) == tokens
+        assert steps_of(c, tokens) == step
+
+
+def test_weights_that_are_not_finite_are_told(stranger):
+    """A run writes none; a stranger may."""
+    run, lines = stranger.write(), []
+    with open_run(run, None, False) as saved, jax.set_mesh(tiny.mesh("d=8")):
+        like = shapes_of(load_model(saved.c.model).table)
+        state = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
+        state.embed[3, 1] = np.nan
+    with Checkpointer(f"{run}/checkpoints") as checkpoints:
+        checkpoints.save(5, {"weights": jax.tree.map(jax.numpy.asarray, state)}, saved.metadata)
+    with open_run(run, 5, False) as saved, jax.set_mesh(tiny.mesh("d=8")):
+        saved.read_weights(load_model(saved.c.model), train.programs, True, lines.append)
+    assert "the weights embed are not finite: their texts and losses mean nothing" in lines[-1]
+
+
+# ---- addresses ----------------------------------------------------------------------------------------------------
+
+
+class Counting(SilentHandler):
+    def do_GET(self):
+        self.server.requests.append(self.path)
+        self.send_error(404)
+
+    do_HEAD = do_PUT = do_POST = do_GET
+
+
+URL = "http://127.0.0.1:{port}/x"
+ADDRESSES = [
+    ("data", {"filespec": URL}, "data.filespec"),
+    ("data", {"filespec": None, "mixture": {"a": {"filespec": URL}}}, "data.mixture.a.filespec"),
+    ("data", {"filespec": None, "stream": {"train_files": [URL], "validation_files": []}}, "data.stream.train_files.0"),
+    ("data", {"filespec": None, "stream": {"dataset": "someone/data"}}, "data.stream.dataset"),
+    (
+        "data",
+        {"filespec": None, "stream": {"train_files": ["x"], "tokenizer_kind": "huggingface", "tokenizer": "a/b"}},
+        "data.stream.tokenizer",
+    ),
+    (
+        "data",
+        {"filespec": None, "stream": {"train_files": ["x"], "tokenizer_kind": "tiktoken", "tokenizer": "gpt2"}},
+        "data.stream.tokenizer",
+    ),
+    ("training", {"changes": [{"step": 1, "data.filespec": URL}]}, "training.changes.0.data.filespec"),
+]
+OPENERS = READERS | {
+    "evaluate": lambda s: evaluate.evaluate(evaluate.Settings(run=str(s.directory)), QUIET),
+    "serve": lambda s: serve.serve(serve.Settings(run=str(s.directory), port=0)),
+    "replay": lambda s: replay.replay(replay.Settings(run=str(s.directory), step=2), QUIET),
+}
+
+
+@pytest.mark.parametrize("opener", [name for name in OPENERS if name not in ("init_from", "resume", "report")])
+@pytest.mark.parametrize(("section", "values", "name"), ADDRESSES)
+def test_no_address_of_a_saved_configuration_is_opened(stranger, opener, section, values, name):
+    with LocalServer(Counting) as server:
+        text = json.dumps(values).replace(URL, f"{server.url}/x")
+        stranger.write(**{f"{section}__{key}": value for key, value in json.loads(text).items()})
+        message = rf"^{re.escape(name)} of the run is '.*', which would be fetched\. .* give trust=true\.$"
+        with pytest.raises(ValueError, match=message):
+            OPENERS[opener](stranger)
+        assert server.requests == []
+        for other in ("init_from", "report"):  # which read no data of the run
+            with contextlib.suppress(ValueError):
+                OPENERS[other](stranger)
+        assert server.requests == []
+
+
+def test_a_trusted_address_is_opened(stranger):
+    with LocalServer(Counting) as server:
+        run = stranger.write(data__filespec=f"{server.url}/x", data__stream=None)
+        with pytest.raises(ValueError, match=r"the tokenizer is that of the dataset http"):
+            generate(Settings(run=run, trust=True, prompt="a"), QUIET)
+        assert server.requests
+
+
+def test_a_tokenizer_beside_the_user_is_no_address(stranger, tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    stream = {"train_files": ["x"], "tokenizer_kind": "huggingface", "tokenizer": "tokenizer.json"}
+    run = stranger.write(data__filespec=None, data__stream=stream)
+    with open_run(run, None, False) as saved:
+        assert saved.c.data.stream.tokenizer == "tokenizer.json"
+
+
+def test_a_reference_is_not_asked_for_its_data(stranger):
+    """A run of one's own, that was trained on data at an address."""
+    run = stranger.write(
+        data__filespec="http://127.0.0.1:1/x", training__changes=[{"step": 1, "data.filespec": "s3://x"}]
+    )
+    c = tiny.config(tiny.model(vocab=stranger.config["model"]["vocab"]))
+    c.training.reference = run
+    with jax.set_mesh(tiny.mesh("d=8")):
+        assert teacher.model_of(c).table

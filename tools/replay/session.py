@@ -137,8 +137,8 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
         config, last = saved_config(metadata), Path(run) / "config.yaml"
         if last.exists():  # it has changes, and skipped batches, that a later start added
             later = read_config(last)
-            config["training"]["changes"] = later["training"].get("changes", [])
-            skips = config["data"].get("skip_steps", []), later["data"].get("skip_steps", [])
+            config["training"]["changes"] = later.get("training", {}).get("changes", [])
+            skips = config["data"].get("skip_steps", []), later.get("data", {}).get("skip_steps", [])
             with contextlib.suppress(ValueError, TypeError):  # of a start that went back further
                 check_skips(*skips, done)
                 config["data"]["skip_steps"] = skips[1]

@@ -139,7 +139,7 @@ def compare_runs(config: Any, write: Write) -> dict[str, Any]:
         return {"step": None, "first": None}
     write(f"metrics     differ first in step {step}")
     chosen = {axis: size for axis, size in dataclasses.asdict(config.mesh).items() if size is not None}
-    mesh = chosen or read_config(Path(config.run) / "config.yaml")["mesh"]
+    mesh = chosen or read_config(Path(config.run) / "config.yaml").get("mesh", {})
     settings = {"trust": config.trust, "other_source": config.other_source}
     settings |= {f"mesh.{axis}": size for axis, size in mesh.items()}
     # Before the step at which the metrics differ: the update of an earlier one may have made the difference.
