@@ -5,10 +5,12 @@ With JAX_PLATFORMS=cpu it leaves the devices to the run: `python -m tools.serve 
 
 import contextlib
 import functools
-from collections.abc import Callable
+import socket
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from html import escape
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from string import Template
 from urllib.parse import parse_qsl, urlsplit
 
@@ -19,7 +21,7 @@ from shardwright.modeling.model import load_model
 from shardwright.run.opening import CheckpointChoice, MeshChoice, mesh_for, open_run
 from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright.settings.program import run_program
-from shardwright_data.checks import check_ranges, within
+from shardwright_data.checks import check_range, check_ranges, within
 from shardwright_data.foreign import refused
 from shardwright_data.text.tokenizers import tokenizer_of_run
 
@@ -34,9 +36,13 @@ class Settings(CheckpointChoice):
     """0: any that is free."""
     tokenizer: str | None = None
     """The tokenizer, as in tools.generate."""
+    seconds: int = within(1, 2**20, 600)
+    """Longest time of a request, from its connection to the end of its text. The wait for other texts is part of it."""
 
 
-FIELDS = {"temperature": (float, "1.0"), "min_p": (float, "0.05"), "max_tokens": (int, "200")}  # kinds and defaults
+FIELDS = {"temperature": (float, "1.0"), "min_p": (float, "0.05"), "max_tokens": (int, "")}  # kinds and defaults
+USUAL_TOKENS = 200
+"""Usual number of tokens in a text, where the model sees as many."""
 PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>$title</title>
 <style>:root { color-scheme: light dark } body { font: 16px/1.5 system-ui; max-width: 45em; margin: auto; padding: 1em }
@@ -46,11 +52,18 @@ $prompt</textarea> $fields <button>Continue</button></form><p>$about</p>""")
 
 
 class Model:
-    """The newest checkpoint of a run, or that of `config.step`, on the mesh in force."""
+    """The newest checkpoint of a run, or that of `config.step`, on the mesh in force. One thread at a time uses it."""
 
     def __init__(self, config: Settings):
+        self.mesh, self._lock = jax.sharding.get_mesh(), threading.Lock()
         self.config, self.step, self.metadata, self.c, self.texts = config, None, None, None, 0
         self.sampler = functools.lru_cache(8)(self.sampler)  # each compiles for itself
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Context of a thread that uses the model."""
+        with self._lock, jax.set_mesh(self.mesh):
+            yield
 
     def refresh(self) -> None:
         """Reads the checkpoint if there is a newer one. Raises ValueError if it cannot be read."""
@@ -65,9 +78,9 @@ class Model:
             self.weights, self.source = saved.read_weights(self.model, train.programs, self.config.other_source, print)
             self.step, self.metadata = saved.step, saved.metadata
 
-    def sampler(self, room: int, temperature: float, min_p: float) -> Sampler:
-        """What draws tokens one by one, with memory for as many in a text, prompt included, or for all that it sees."""
-        end, context = self.tokenizer.end, min(room, self.c.training.seq_len)
+    def sampler(self, context: int, temperature: float, min_p: float) -> Sampler:
+        """What draws tokens one by one, with memory for as many in a text, prompt included."""
+        end = self.tokenizer.end
         settings = Sampling(context, temperature, min_p=min_p, stop=() if end is None else (end,))
         return Sampler(train.Forward(self.model, self.c.training), settings, context, 1, self.source, chunk=1)
 
@@ -93,10 +106,29 @@ class Handler(BaseHTTPRequestHandler):
     model: Model
     timeout = 60  # for a client that sends nothing
 
+    def setup(self) -> None:
+        super().setup()
+        self._end = threading.Timer(self.model.config.seconds, self._hang_up)
+        self._end.daemon = True
+        self._end.start()
+
+    def finish(self) -> None:
+        self._end.cancel()
+        super().finish()
+
+    def _hang_up(self) -> None:
+        """Ends a request whose client sends or reads too slowly: what waits for it fails."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+
     def do_GET(self) -> None:
         path, _, query = self.path.partition("?")
         asked = {name: value.replace("\r\n", "\n") for name, value in parse_qsl(query, keep_blank_values=True)}
-        values = {name: asked.get(name) or default for name, (_, default) in FIELDS.items()}
+        context = self.model.c.training.seq_len
+        usual = {name: default for name, (_, default) in FIELDS.items()} | {
+            "max_tokens": str(min(USUAL_TOKENS, context))
+        }
+        values = {name: asked.get(name) or default for name, default in usual.items()}
         try:
             if path != "/":
                 raise ValueError(f"there is no page {path}, only /.")
@@ -105,30 +137,48 @@ class Handler(BaseHTTPRequestHandler):
             if not is_own or self.headers.get("Sec-Fetch-Site", "none") not in ("none", "same-origin"):
                 raise ValueError("a page of another site asks. Open this one by its address.")
             for name, (kind, _) in FIELDS.items():
-                if not values[name].replace(".", "", kind is float).isdecimal():
+                text = values[name].replace(".", "", kind is float)
+                if not (text.isascii() and text.isdecimal()):
                     raise ValueError(f"{name} is {values[name]!r}; it must be a number, at least 0.")
             sampling = Sampling(**{name: kind(values[name]) for name, (kind, _) in FIELDS.items()})
             check_ranges("", sampling)
-            self.model.refresh()
-            ids, status, about = self.model.tokenizer.ids(asked.get("prompt", "")), 200, f"step {self.model.step}"
-            if "prompt" in asked:
+            check_range("max_tokens", sampling.max_tokens, 1, context + 1)
+        except ValueError as error:
+            return self._answer(values, asked, error)
+        if "prompt" not in asked:
+            return self._answer(values, asked)
+        with self.model.alone():
+            try:
+                self.model.refresh()
+                ids = self.model.tokenizer.ids(asked["prompt"])
                 room = 1 << (len(ids) + sampling.max_tokens).bit_length()  # few of them, as each is compiled
-                sampler = self.model.sampler(room, sampling.temperature, sampling.min_p)
+                sampler = self.model.sampler(min(room, context), sampling.temperature, sampling.min_p)
                 sampler.check([ids])
-        except (ValueError, OSError) as error:
-            ids, status, about = None, 400, f"Error: {error}"
-        self.send_response(status)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.end_headers()
+            except (ValueError, OSError) as error:
+                return self._answer(values, asked, error)
+            self._answer(values, asked, None, lambda write: self.model.stream(sampler, ids, sampling, write))
+
+    def _answer(
+        self,
+        values: dict[str, str],
+        asked: dict[str, str],
+        error: Exception | None = None,
+        text: Callable[[Callable[[str], None]], None] | None = None,
+    ) -> None:
+        """Sends the page, and the text that `text` writes, piece by piece."""
         run, prompt = self.model.config.run, escape(asked.get("prompt", ""))
+        about = f"step {self.model.step}" if error is None else f"Error: {error}"
         fields = (f'<label>{n} <input name="{n}" value="{escape(v)}" size="6"></label>' for n, v in values.items())
         parts = {"title": escape(run), "prompt": prompt, "fields": " ".join(fields), "about": escape(f"{run}: {about}")}
         write = lambda text: self.wfile.write(text.encode(errors="replace"))
-        with contextlib.suppress(ConnectionError):  # a reader who has left
+        with contextlib.suppress(ConnectionError, TimeoutError):  # a reader who has left, or does not read
+            self.send_response(200 if error is None else 400)
+            self.send_header("Content-Type", "text/html; charset=utf-8")
+            self.end_headers()
             write(PAGE.substitute(parts))
-            if ids is not None and "prompt" in asked:
+            if text is not None:
                 write(f"<pre><b>{prompt}</b>")
-                self.model.stream(sampler, ids, sampling, lambda text: write(escape(text)))
+                text(lambda piece: write(escape(piece)))
                 write("</pre>")
 
 
@@ -137,7 +187,7 @@ def serve(config: Settings) -> None:
     with open_run(config.run, config.step, config.trust) as saved:
         mesh = mesh_for(MeshChoice(), saved.c)
     with refused(f"host={config.host} port={config.port} cannot be used", "Give another port."):
-        server = HTTPServer((config.host, config.port), Handler)
+        server = ThreadingHTTPServer((config.host, config.port), Handler)
     with jax.set_mesh(mesh), server:
         Handler.model = Model(config)
         Handler.model.refresh()

@@ -1,24 +1,31 @@
 """The page over HTTP: texts are those of tools.generate, piece by piece; a newer checkpoint is read; bad input."""
 
+import contextlib
 import dataclasses
 import http.client
 import io
 import os
 import re
+import socket
 import subprocess
 import sys
+import threading
+import time
 from html import unescape
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import urlencode, urlsplit
 
 import jax
 import pytest
 import tiny
+from local_server import LocalServer, SilentHandler
 from rich.console import Console
 
 import train
 from shardwright.modeling.model import load_model
 from shardwright_data.loader import DataConfig, StreamConfig
+from tools import serve
 from tools.generate import Settings, generate
 
 ROOT = Path(__file__).parents[2]
@@ -76,6 +83,8 @@ def test_a_page_over_http(run):
             assert first != second  # of other noise
             for asked, line in [
                 ({"max_tokens": "<x>"}, "max_tokens is &#x27;&lt;x&gt;&#x27;; it must be a number"),
+                ({"max_tokens": "16000000"}, "max_tokens is 16000000; it must be at least 1 and below 65"),
+                ({"max_tokens": "９"}, "max_tokens is &#x27;９&#x27;; it must be a number"),
                 ({"max_tokens": "0"}, "max_tokens is 0; it must be at least 1"),
                 ({"min_p": "1.5"}, "min_p is 1.5; it must be at least 0 and at most 1"),
                 ({"temperature": "nan"}, "temperature is &#x27;nan&#x27;; it must be a number"),
@@ -90,3 +99,59 @@ def test_a_page_over_http(run):
                 assert "<pre>" not in "".join(page)
         finally:
             process.terminate()
+
+
+class Model:
+    """As tools.serve has it; of a text that begins with s, it writes all that a reader could take."""
+
+    def __init__(self, seconds):
+        self.config, self.step = serve.Settings(run="a run", seconds=seconds), 3
+        self.c = SimpleNamespace(training=SimpleNamespace(seq_len=64))
+        self.tokenizer, self.lock = SimpleNamespace(ids=list), threading.Lock()
+        self.refresh, self.sampler = (lambda: None), (lambda *settings: SimpleNamespace(check=lambda prompts: None))
+
+    def alone(self):
+        return self.lock
+
+    def stream(self, sampler, ids, asked, write):
+        for _ in range(2**14 if ids[:1] == ["s"] else 1):
+            write("text " * 2**10)
+
+
+@pytest.fixture
+def server():
+    class Handler(serve.Handler):
+        model = Model(seconds=3)
+        log_message = SilentHandler.log_message
+
+    with LocalServer(Handler) as server:
+        yield server
+
+
+def connected(server, text):
+    connection = socket.create_connection(("127.0.0.1", server.server_port), timeout=30)
+    connection.sendall(text)
+    return connection
+
+
+def test_others_are_answered_while_a_client_says_nothing(server):
+    with connected(server, b""), connected(server, b"GET / HTTP/1.1\r\nHost: loc"):
+        begin = time.monotonic()
+        for asked in ({}, {"prompt": "a"}):
+            assert get(server.url, **asked)[0] == 200
+        assert time.monotonic() - begin < 2
+
+
+def test_a_slow_client_ends(server):
+    """One that sends a letter now and then, and one that does not read, which the next text waits for."""
+    begin = time.monotonic()
+    with connected(server, b"GET /?prompt=slow HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+        with (
+            connected(server, b"GET / HTTP/1.1\r\nHost: localhost\r\nX: ") as slow,
+            contextlib.suppress(ConnectionError),
+        ):
+            while time.monotonic() < begin + 15:
+                slow.sendall(b"x")
+                time.sleep(0.2)
+        assert "text" in "".join(get(server.url, prompt="a")[1])
+    assert time.monotonic() - begin < 15
