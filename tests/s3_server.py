@@ -55,8 +55,9 @@ class _Handler(SilentHandler):
             if path not in objects:
                 return self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
             found = objects[path]
-            if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
-                start, end = int(asked[1]), min(int(asked[2] or len(found)) + 1, len(found))
+            if asked := re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", "")):
+                start, end = int(asked[1] or 0), min(int(asked[2] or len(found)) + 1, len(found))
+                start, end = (start, end) if asked[1] else (max(0, len(found) - int(asked[2])), len(found))
                 return self.answer(206, found[start:end], **{"Content-Range": f"bytes {start}-{end - 1}/{len(found)}"})
             return self.answer(200, found)
 

@@ -1,6 +1,7 @@
 """Settings of the devices: mesh, compiler and environment, and the processes of a run."""
 
 import dataclasses
+import re
 from typing import Any
 
 from shardwright_data.checks import check_choice, check_range, within
@@ -108,7 +109,7 @@ def check_distributed(c: DistributedConfig) -> None:
         )
     if c.coordinator is not None:
         address, _, port = c.coordinator.rpartition(":")
-        if not address or not (port.isdecimal() and 1 <= int(port) < 2**16):
+        if not address or not (re.fullmatch("[0-9]{1,5}", port) and 1 <= int(port) < 2**16):
             raise ValueError(
                 f"distributed.coordinator is {c.coordinator!r}; write it as address:port, the port in [1, 65535]."
             )

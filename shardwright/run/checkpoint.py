@@ -47,7 +47,7 @@ COMMIT_TIMEOUT_S = 1800.0
 """Seconds that a process waits for the others to finish writing, before the save fails."""
 SET_ASIDE = "set_aside"
 """Directory, beside the checkpoints, of those that a run went back before."""
-_STEP = re.compile(r"\d{10}")
+_STEP = re.compile("[0-9]{10}")
 
 
 REMEDY = "Run with the model and optimizer that wrote it, or start a new run from another checkpoint."

@@ -104,8 +104,8 @@ class CheckpointChoice:
     other_source: bool = False
     """Allows source that computes something else than the source that made the checkpoint."""
     trust: bool = False
-    """Imports the modules that the run names beside those shipped here, fetches its data and tokenizer from other hosts,
-    and takes its options of XLA that are texts. For a run that is not yours, read them first."""
+    """Imports the modules that the run names beside those shipped here, fetches its data and tokenizer from other
+    hosts, and takes its options of XLA that are texts. For a run that is not yours, read them first."""
 
 
 @dataclass

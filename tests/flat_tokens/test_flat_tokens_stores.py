@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import zarr
 from numpy_checks import check_modules
+from s3_server import S3Server
 
 from shardwright_data import flat_tokens
 from shardwright_data.flat_tokens import Reader, Writer, reader
@@ -65,6 +66,32 @@ def test_slow_answers_overlap(dataset, slow_server, monkeypatch, packing):
         for step, batch in enumerate(batches):
             jax.tree.map(np.testing.assert_array_equal, batch, local.sequences(step, all_16))
     assert time.perf_counter() - start < (12 if packing else 36)
+
+
+def test_an_s3_server_of_ones_own(dataset, monkeypatch):
+    """As AWS_ENDPOINT_URL names it: written there, read there, and seqax's too; what is missing is named."""
+    with S3Server() as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        with Writer("s3://bucket/of/d", "train") as writer:
+            writer.append(np.random.default_rng(0).integers(0, 1000, 2702), np.full(386, 7))
+        seqax = ROOT / "tests/data/seqax_synthetic_dataset.zarr"
+        files = [path for path in seqax.rglob("*") if path.is_file()]
+        server.objects |= {f"/bucket/seqax/{path.relative_to(seqax)}": path.read_bytes() for path in files}
+        for there, here in ("s3://bucket/of/d", dataset), ("s3://bucket/seqax", seqax):
+            one, other = Reader(there, "train"), Reader(str(here), "train")
+            assert one.fingerprint == other.fingerprint
+            documents = np.array([0, 3, other.num_documents - 1])
+            for found, expected in zip(*(x.document_spans(documents) for x in (one, other)), strict=True):
+                np.testing.assert_array_equal(found, expected)
+        with pytest.raises(ValueError, match="No flat-tokens split at s3://bucket/none/train"):
+            Reader("s3://bucket/none", "train")
+        assert flat_tokens.read_file(flat_tokens.open_kvstore("s3://bucket/none"), "x") is None
+    monkeypatch.setattr(flat_tokens.format, "OPENING_RETRIES", 0)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    with pytest.raises(ValueError, match=r"^s3://bucket/of/d/train/zarr.json cannot be read: .* Check the address"):
+        Reader("s3://bucket/of/d", "train")
 
 
 # ---- damage -------------------------------------------------------------------------------------------------------

@@ -116,3 +116,13 @@ def test_the_run_that_started_last_saves(place):
     first.save(4, state(), {})
     first.wait()
     assert first.steps() == [1, 2, 4]
+
+
+def test_a_directory_of_digits_of_another_script_is_no_checkpoint(tmp_path):
+    save(tmp_path, 7)
+    (tmp_path / "00000000３１").mkdir()
+    (tmp_path / "00000000３１" / "zarr.json").write_text("{}")
+    checkpoints = Checkpointer(tmp_path)
+    checkpoints.remove_leftovers()
+    assert checkpoints.steps() == [7]
+    assert (tmp_path / "00000000３１").is_dir()

@@ -52,8 +52,9 @@ class Settings:
     other_source: bool = False
     """Allows source that computes something else than the source that made the checkpoint."""
     trust: bool = False
-    """Imports the modules that the run names beside those shipped here, runs source that it kept, and reads the weights
-    of other runs that it names. For a run that is not yours, read its config.yaml first."""
+    """Imports the modules that the run names beside those shipped here, runs source that it kept, fetches its data from
+    other hosts, and reads the weights of other runs that it names. For a run that is not yours, read its config.yaml
+    first."""
     out: str | None = None
     """A file for the result: a JSON object."""
     since: int | None = within(0, 2**31, None)

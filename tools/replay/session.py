@@ -1,6 +1,7 @@
 """A run at one of its steps again: its state from a checkpoint, its batches, its compiled step."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,7 +118,7 @@ def before(run: str, checkpoints: Checkpointer, step: int) -> tuple[int, dict[st
 def kept_by(run: str, step: int) -> tuple[Path, dict[str, Any]] | None:
     """Where a run kept its source at its last start at or before a step, and its provenance.json; None: nowhere."""
     starts = [path.parent for path in (Path(run) / "source").glob("*/provenance.json")]
-    starts = [path for path in starts if path.name.isdecimal() and int(path.name) <= step]
+    starts = [path for path in starts if re.fullmatch("[0-9]+", path.name) and int(path.name) <= step]
     if not starts:
         return None
     last = max(starts, key=lambda path: int(path.name))
