@@ -86,7 +86,22 @@ def read_text(path: str | os.PathLike, most: int = SMALL) -> str:
     try:
         return read_file(path, most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} cannot be read: {error}. {COPY_AGAIN}") from error
+        raise ValueError(f"{path} cannot be read: {_why(error)}. {COPY_AGAIN}") from error
+
+
+def decode(content: bytes) -> str:
+    """The text of bytes in UTF-8. Raises ValueError, which tells the first byte that is wrong."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(_why(error)) from None
+
+
+def _why(error: BaseException) -> str:
+    """The first line of an error's message."""
+    if isinstance(error, UnicodeDecodeError) and error.encoding == "utf-8":
+        return f"it is not UTF-8: byte 0x{error.object[error.start]:02x} at position {error.start}"
+    return next(iter(str(error).splitlines()), "").rstrip(". ")
 
 
 def read_object(path: str | os.PathLike, kinds: Any = dict, most: int = SMALL, remedy: str = COPY_AGAIN) -> dict:
@@ -184,8 +199,7 @@ def refused(what: str, remedy: str = COPY_AGAIN) -> Iterator[None]:
         causes = [error]
         while causes[-1].__cause__ is not None:
             causes.append(causes[-1].__cause__)
-        first_lines = (next(iter(str(cause).splitlines()), "").rstrip(". ") for cause in causes)
-        first_lines = (re.sub(r" \[\w+='.*", "", line) for line in first_lines)  # details that tensorstore adds
+        first_lines = (re.sub(r" \[\w+='.*", "", _why(cause)) for cause in causes)  # details that tensorstore adds
         why = ": ".join(filter(None, first_lines)) or type(error).__name__
         raise ValueError(f"{what}: {why}. {remedy}".rstrip()) from error
 

@@ -5,6 +5,7 @@ A place in a source is a small JSON value, which `datasets` gives. Reading resum
 
 import codecs
 import csv
+import dataclasses
 import glob
 import io
 import itertools
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from shardwright_data.foreign import parse_json, refused, shown
+from shardwright_data.foreign import decode, parse_json, refused, shown
 
 BLOCK_BYTES = 2**21
 """Characters of a block of documents: large enough that passing it to a process costs little."""
@@ -66,16 +67,34 @@ def open_text(
     if dataset is not None:
         if split is None:
             raise ValueError(f"{where}.source is missing: the split of {dataset} to read, for example `train`.")
-        name, given = f"{dataset} ({split})", {"path": dataset, "name": dataset_config, "split": split}
+        name = f"{dataset} ({split})"
         with refused(
             f"Cannot read {name}", "Check its name, its split, the connection, and whether its files are whole."
         ):
-            return name, datasets.load_dataset(**given, revision=revision, streaming=True)
+            builder = datasets.load_dataset_builder(dataset, dataset_config, revision=revision)
+            of_split = {str(key): paths for key, paths in (builder.config.data_files or {}).items()}.get(split, [])
+            if not any(path.endswith((".zst", ".arrow")) for path in of_split):
+                return name, builder.as_streaming_dataset(split)
+        # Of a truncated .zst or .arrow `datasets` would take what is left for the whole.
+        check_options(name, builder.config)
+        given = {"paths": list(of_split), "text_field": text_field, "separator": "\n"}
+        return name, datasets.IterableDataset.from_generator(_rows, gen_kwargs=given)
     name = ", ".join(files[:3]) + (" …" if len(files) > 3 else "")
     if unknown := [file for file in files if kind_of(file) is None]:
         raise ValueError(f"A file is {unknown[0]!r}; name files of one of these kinds: {', '.join(KINDS)}.")
     given = {"paths": match(files), "text_field": text_field, "separator": "\n" if by_line else separator}
     return name, datasets.IterableDataset.from_generator(_rows, gen_kwargs=given)
+
+
+def check_options(name: str, config: Any) -> None:
+    """Raises ValueError if a dataset says that its files are to be read otherwise than `_rows` reads them."""
+    free = ("name", "version", "data_dir", "data_files", "description", "features")
+    values = {f.name: (getattr(config, f.name), f.default) for f in dataclasses.fields(config) if f.name not in free}
+    if changed := [f"{option}={value!r}" for option, (value, default) in values.items() if value != default]:
+        raise ValueError(
+            f"{name} has .zst files, which cannot be read with its option {changed[0]}. Download it, decompress its "
+            "files, and set `dataset` to the directory."
+        )
 
 
 def kind_of(path: str) -> str | None:
@@ -165,14 +184,13 @@ def readable(where: str, values: Iterable[Any]) -> Iterator[Any]:
 def _rows(paths: list[str], text_field: str, separator: str | None) -> Iterator[dict[str, str | None]]:
     """The rows of files: each with its document or, under BAD, its file, its place there, and what is wrong."""
     import fsspec
-    import pyarrow as pa
 
     for path in paths:
         kind, place, is_zstd = kind_of(path), "the beginning", path.endswith(".zst")
         try:
             with fsspec.open(path, "rb", compression=None if is_zstd else "infer") as file:
-                if is_zstd:  # fsspec would not notice that the end is missing
-                    file = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(file, mode="r"), "zstd"))
+                if is_zstd:
+                    file = io.BufferedReader(_Zstd(file))
                 if kind in ("csv", "text"):
                     # Bytes that are no UTF-8 become halves of surrogate pairs, which `_document` refuses.
                     newline = "" if kind == "csv" else None
@@ -189,21 +207,53 @@ def _rows(paths: list[str], text_field: str, separator: str | None) -> Iterator[
             raise ValueError(f"{path}, at {place}") from error
 
 
+class _Zstd(io.RawIOBase):
+    """Content of a .zst file, with a window of any size. Raises EOFError if its end is missing, which fsspec does not."""
+
+    def __init__(self, file: Any):
+        self._file, self._frame, self._packed, self._content = file, None, b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        from zstandard import ZstdDecompressor
+
+        while not self._content:
+            self._packed = self._packed or self._file.read(2**14)
+            if not self._packed and self._frame is None:
+                return 0
+            if not self._packed:
+                raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+            self._frame = self._frame or ZstdDecompressor(max_window_size=2**31).decompressobj()
+            self._content = memoryview(self._frame.decompress(self._packed))
+            self._packed = self._frame.unused_data
+            self._frame = None if self._frame.eof else self._frame
+        size = min(len(buffer), len(self._content))
+        buffer[:size], self._content = self._content[:size], self._content[size:]
+        return size
+
+
 def _document(row: Any, text_field: str) -> str | None:
     """The document of a row: its columns, or bytes of JSON. Raises ValueError if the row is bad, or is that error."""
     if isinstance(row, ValueError):
         raise row
-    row = parse_json(row.decode().strip()) if isinstance(row, bytes) else row
+    is_json = isinstance(row, bytes)
+    row = parse_json(decode(row).strip()) if is_json else row
     if not isinstance(row, Mapping):
         raise ValueError(f"it is {type(row).__name__}, not an object")
     if text_field not in row:
         raise ValueError(f"no column {text_field!r}; set text_field to one of {sorted(row)}")
     text = row[text_field]
-    text = text.decode() if isinstance(text, bytes) else text
+    text = decode(text) if isinstance(text, bytes) else text
     if not isinstance(text, str | None):
         raise ValueError(f"{text_field!r} is {type(text).__name__}, not text")
-    if text is not None:
-        text.encode()  # refuses halves of surrogate pairs
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:
+        if not is_json:
+            decode(text.encode(errors="surrogateescape"))  # raises
+        raise ValueError(f"{text_field!r} has half of a surrogate pair at character {error.start}") from error
     return text
 
 
@@ -219,7 +269,7 @@ def _json(file: Any, *_: Any) -> Iterator[tuple[str, Any]]:
     lines = _lines(file)
     place, first = next(lines, ("", b""))
     if first.lstrip().startswith(b"["):
-        yield from ((f"element {i}", row) for i, row in enumerate(parse_json((first + file.read()).decode())))
+        yield from ((f"element {i}", row) for i, row in enumerate(parse_json(decode(first + file.read()))))
     elif first:
         yield from itertools.chain([(place, first)], lines)
 
@@ -254,8 +304,11 @@ def _arrow(file: Any, text_field: str, *_: Any) -> Iterator[tuple[str, Any]]:
         batches = pa.ipc.open_stream(file)
     except pa.ArrowInvalid:
         opened = pa.ipc.open_file(file)
-        batches = map(opened.get_batch, range(opened.num_record_batches))
-    return _records(batches, text_field)
+        yield from _records(map(opened.get_batch, range(opened.num_record_batches)), text_field)
+        return
+    yield from _records(batches, text_field)
+    if file.seekable() and file.seek(-8, os.SEEK_END) and file.read() != b"\xff\xff\xff\xff\0\0\0\0":
+        raise EOFError("the end-of-stream marker is missing")
 
 
 def _records(batches: Iterable[Any], text_field: str) -> Iterator[tuple[str, Any]]:

@@ -3,6 +3,7 @@
 They take plain text: they put no special tokens around it, and read none in it.
 """
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +14,7 @@ from jaxtyping import Int64, UInt32
 
 from shardwright_data.checks import check_choice
 from shardwright_data.flat_tokens import Reader, open_kvstore, read_file
-from shardwright_data.foreign import check_types, refused
+from shardwright_data.foreign import check_types, one_line, refused
 from shardwright_data.text import definitions
 from shardwright_data.text.definitions import BYTE_LETTERS, load_definition
 
@@ -76,16 +77,16 @@ class Tokenizer:
         return max(load_definition(self.definition).get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, texts: list[str]) -> Encoded:
-        """The ids of documents, each that has tokens with the end token if there is one."""
+        """The ids of documents, each that has tokens with the end token if there is one.
+
+        Raises ValueError if the library cannot tokenize one.
+        """
         if self.is_bytes:
             parts = [np.frombuffer(text.encode(), np.uint8) for text in texts]
         elif self.encoding is None:
-            encoded = load_definition(self.definition).encode_batch_fast(texts, add_special_tokens=False)
-            parts = [np.array(encoding.ids, np.uint32) for encoding in encoded]
+            parts = self._by_definition(texts)
         else:
-            # It finds no special tokens if none are allowed, and makes no list, as encode_ordinary does.
-            options = {"allowed_special": set(), "disallowed_special": ()}
-            parts = [self.encoding.encode_to_numpy(text, **options) for text in texts]
+            parts = [self._by_tiktoken(text) for text in texts]
         lengths = np.fromiter(map(len, parts), np.int64, len(parts))
         ids = np.concatenate([np.zeros(0, np.uint8), *parts]).astype(np.uint32, copy=False)
         if self.is_bytes:
@@ -95,6 +96,20 @@ class Tokenizer:
             ids = np.insert(ids, np.cumsum(lengths)[has_tokens], np.uint32(self.end))
             lengths = lengths + has_tokens
         return Encoded(ids, lengths)
+
+    def _by_definition(self, texts: list[str]) -> list[np.ndarray]:
+        longest = max(texts, key=len, default="")
+        which = f"perhaps the one of {len(longest):,} characters that begins {one_line(longest, 50)!r}"
+        with refused(f"a document cannot be tokenized, {which}", "Split it, or leave it out."):
+            encoded = load_definition(self.definition).encode_batch_fast(texts, add_special_tokens=False)
+            return [np.array(encoding.ids, np.uint32) for encoding in encoded]
+
+    def _by_tiktoken(self, text: str) -> np.ndarray:
+        # Its regex overflows on some hundred thousand spaces or line breaks in a row, which `tokenizers` splits.
+        with contextlib.suppress(ValueError), refused("tiktoken"):
+            # It finds no special tokens if none are allowed, and makes no list, as encode_ordinary does.
+            return self.encoding.encode_to_numpy(text, allowed_special=set(), disallowed_special=())
+        return self._by_definition([text])[0]
 
     def ids(self, text: str) -> list[int]:
         """The ids of a text, without the end token. Raises ValueError if no tokenizer is known and there is text."""

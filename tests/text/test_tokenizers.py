@@ -143,6 +143,37 @@ def test_possessive_counts_split_as_in_tiktoken(pattern):
         assert translated.encode(text).ids == encoding.encode_ordinary(text)
 
 
+@pytest.mark.parametrize("run", [" ", "\n", "\t"])
+def test_a_long_run_of_spaces_on_which_tiktoken_overflows(run):
+    """The tokens are as in a shorter run, of which tiktoken tells them: two for each pair, and the text comes back."""
+    tiktoken = pytest.importorskip("tiktoken")
+    ranks = {bytes([i]): i for i in range(256)} | {run.encode() * 2: 256}
+    pattern = r"\p{L}+|[^\s\p{L}]+|\s+(?!\S)|\s"
+    encoding = tiktoken.Encoding("small", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+    tokenizer = Tokenizer(definitions.from_ranks(ranks, pattern, {}), encoding=encoding)
+    expected = lambda count: encoding.encode_ordinary(f"a{run * 1001}b")[:1] + [256] * count + [ord(run), ord("b")]
+    assert encoding.encode_ordinary(f"a{run * 1001}b") == expected(500)
+    texts = [f"a{run * n}b" for n in (1_000_001, 1001)]
+    with pytest.raises(BaseException, match="StackOverflow"):
+        encoding.encode_ordinary(texts[0])
+    assert split(tokenizer.encode(texts)) == [expected(500_000), expected(500)]
+
+
+def test_a_document_that_cannot_be_tokenized_is_named(monkeypatch):
+    class Overflows:
+        def encode_to_numpy(self, text, **_):
+            raise RuntimeError("overflow")
+
+        def encode_batch_fast(self, texts, **_):
+            raise RuntimeError("no memory")
+
+    monkeypatch.setattr(text_tokenizers, "load_definition", lambda _: Overflows())
+    with pytest.raises(ValueError, match=r"the one of 4 characters that begins 'a⏎ b': no memory. Split it, or leave"):
+        Tokenizer("{}", encoding=Overflows()).encode(["a\n b"])
+    with pytest.raises(ValueError, match=r"the one of 4 characters that begins 'a⏎ b': no memory"):
+        Tokenizer("{}").encode(["", "a\n b"])
+
+
 def test_tiktoken_names_that_are_not_there(monkeypatch):
     tiktoken = pytest.importorskip("tiktoken")
     with pytest.raises(ValueError, match=r"tokenizer.name is 'cl100k'; choose one of .*cl100k_base"):
@@ -190,7 +221,7 @@ def test_a_damaged_definition(tmp_path, bpe):
     with pytest.raises(ValueError, match=r"`tokenizers` cannot read the tokenizer.json: .* Download or write it"):
         load_definition('{"model": {"type": "none"}}')
     (tmp_path / "tokenizer.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ValueError, match=r"tokenizer.json cannot be read: 'utf-8' codec"):
+    with pytest.raises(ValueError, match=r"tokenizer.json cannot be read: it is not UTF-8"):
         open_tokenizer("huggingface", str(tmp_path))
     with pytest.raises(ValueError, match=r"There is no file '.*other.json'"):
         open_tokenizer("huggingface", str(tmp_path / "other.json"))

@@ -235,5 +235,5 @@ def test_a_missing_file_is_told_from_a_bad_one(tmp_path):
     with pytest.raises(ValueError, match="it has 5 bytes, of at most 4"):
         read_file(tmp_path / "x", 4)
     (tmp_path / "x").write_bytes(b"\xff")
-    with pytest.raises(ValueError, match="x cannot be read: 'utf-8'"):
+    with pytest.raises(ValueError, match="x cannot be read: it is not UTF-8"):
         read_object(tmp_path / "x")
