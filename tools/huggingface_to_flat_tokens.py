@@ -135,7 +135,7 @@ def run(config: Settings) -> None:
         if begun is None and not config.overwrite:
             raise ValueError(f"{other} the same: choose another path, or replace the dataset with overwrite=true.")
     settings = chosen | {"tokenizer.json": hashlib.sha256(tokenizer.definition.encode()).hexdigest()}
-    with flat_tokens.work_on(config.out, settings, names, config.overwrite) as resuming:
+    with flat_tokens.work_on(config.out, settings, names, config.overwrite, free=["num_shards"]) as resuming:
         root.write("tokenizer.json", tokenizer.definition.encode()).result()
         for name in names:
             if resuming and flat_tokens.is_there(root, name):

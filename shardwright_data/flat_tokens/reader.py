@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import math
+import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Int64, UInt32
 
-from shardwright_data.flat_tokens.format import IDENTITY, local_path, open_kvstore, opening_context, read_file
+from shardwright_data.flat_tokens.format import IDENTITY, MARKERS, local_path, open_kvstore, opening_context, read_file
 from shardwright_data.foreign import MEMORY, check_file, check_types, parse_object, refused
 
 Places = Int64[np.ndarray, "spans"]
@@ -53,6 +54,7 @@ class Reader:
 
     Raises:
         ValueError: the split, or an input, is missing, incomplete, truncated, not in this format, or cannot be reached.
+            Later, when a local split has been replaced since.
     """
 
     num_tokens: int
@@ -68,6 +70,7 @@ class Reader:
     def __init__(self, filespec: str, split: str, *, cache_bytes: int = CACHE_BYTES, inputs: Sequence[str] = ()):
         self.filespec, self.path = filespec, f"{filespec.rstrip('/')}/{split}"
         self._root, self._split = open_kvstore(filespec, opening_context()), split
+        self._opened = self._stamps()
         # A store that answers slowly should get all requests of a batch at once.
         stores = {f"{name}_request_concurrency": {"limit": STORE_REQUESTS} for name in ("http", "gcs", "s3")}
         self._files: dict[str, _Files] = {}
@@ -81,6 +84,12 @@ class Reader:
         self.inputs = {name: self._open_array(self.input_key(name), np.uint32, add) for name in inputs}
         self._check_extent()
         self._check_files(MOST_PROBES_REMOTE if "://" in filespec else MOST_PROBES_LOCAL)
+
+    def _stamps(self) -> list[tuple[int, ...]]:
+        """What changes when a local split is replaced: identities of the files that mark it as complete."""
+        paths = [self._root.path + f"{self._split}/{marker}" for marker in MARKERS if "://" not in self.filespec]
+        found = [os.stat(path) for path in paths if os.path.exists(path)]
+        return [(status.st_ino, status.st_size, status.st_mtime_ns) for status in found]
 
     def _read_json(self, key: str) -> dict[str, Any]:
         """The JSON object at `key`, empty if there is none."""
@@ -231,10 +240,18 @@ class Reader:
         self._check_files_of(f"{self._split}/{key}", starts, ends)
         first = np.flatnonzero(np.concatenate([[True], starts[1:] != ends[:-1]]))
         last = np.concatenate([first[1:], [starts.size]]) - 1
-        with refused(f"{self.path}: cannot read {what}; a file is missing, truncated or corrupt", _AGAIN):
-            views = [array[start:end] for start, end in zip(starts[first].tolist(), ends[last].tolist(), strict=True)]
-            # One read of joined views costs tensorstore less than a read each.
-            return (ts.concat(views, axis=0) if len(views) > 1 else views[0]).read().result()
+        try:
+            with refused(f"{self.path}: cannot read {what}; a file is missing, truncated or corrupt", _AGAIN):
+                spans = zip(starts[first].tolist(), ends[last].tolist(), strict=True)
+                views = [array[start:end] for start, end in spans]
+                # One read of joined views costs tensorstore less than a read each.
+                return (ts.concat(views, axis=0) if len(views) > 1 else views[0]).read().result()
+        finally:
+            if self._stamps() != self._opened:
+                raise ValueError(
+                    f"{self.path} was replaced or deleted while it was read, so that its tokens are of two datasets. "
+                    "Start the program again; write another dataset to another path."
+                )
 
     def read(self, starts: Places, lengths: Places, name: str | None = None) -> SomeTokens:
         """The stored tokens `[starts[i], starts[i] + lengths[i])` of all spans i, joined.

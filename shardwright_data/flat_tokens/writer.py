@@ -1,15 +1,17 @@
 """A writer of one split of a flat-tokens dataset, of a dataset that resumes after a kill, and of further values.
 
 While a dataset is being written, `unfinished.json` beside it holds the settings, from before the first token until all
-splits are written. `unfinished_<split>.npz` holds the state of the split under way.
+splits are written. `unfinished_<split>.npz` holds the state of the split under way. `finished.json` takes their
+place: a checksum of the settings and of what was written, by which the same command finds nothing left to do.
 """
 
 import contextlib
 import fcntl
+import hashlib
 import io
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -285,25 +287,38 @@ def unfinished_settings(out: str) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def work_on(out: str, settings: Mapping[str, Any], splits: list[str], overwrite: bool) -> Iterator[bool]:
+def work_on(
+    out: str, settings: Mapping[str, Any], splits: list[str], overwrite: bool, free: Sequence[str] = ()
+) -> Iterator[bool]:
     """Context of the work on a dataset, which begins or resumes; gives whether it resumes.
 
     No other process may work on a local dataset then, if its file system has locks. At a clean end the dataset is
-    finished: the settings, and what `Writer.save` wrote, are deleted.
+    finished: the settings, and what `Writer.save` wrote, are deleted. Work that is finished already resumes too, with
+    nothing left to do.
 
     Args:
         out: directory of the dataset; a local path or a URL that tensorstore knows.
         settings: JSON values by name, all that the result depends on.
         splits: names of the splits that will be written.
         overwrite: replace splits that are there, and begin again what was begun with other settings.
+        free: names of settings that say how to work, and not what the result is.
 
     Raises:
         ValueError: another process works on it, a split is already there, or the work was begun with other settings.
     """
     settings, root = json.loads(json.dumps(settings)), open_kvstore(out)
     clear = lambda: root.delete_range(ts.KvStore.KeyRange("unfinished", "unfinishee")).result()
+
+    def finished() -> bytes:
+        markers = [read_file(root, f"{split}/zarr.json") or b"" for split in splits]
+        chosen = {name: value for name, value in settings.items() if name not in free}
+        whole = b"\n".join([json.dumps(chosen).encode(), *markers])
+        return json.dumps({"sha256 of settings and splits": hashlib.sha256(whole).hexdigest()}).encode() + b"\n"
+
     with _locked(out):
         before = unfinished_settings(out)
+        if before is None and not overwrite and read_file(root, "finished.json") == finished():
+            before = settings  # a kill came after the end, or the command is given again
         if before not in (None, settings) and not overwrite:
             name = next(name for name in [*settings, *before] if before.get(name) != settings.get(name))
             raise ValueError(
@@ -316,6 +331,7 @@ def work_on(out: str, settings: Mapping[str, Any], splits: list[str], overwrite:
             clear()
             root.write("unfinished.json", json.dumps(settings, indent=1).encode()).result()
         yield before == settings
+        root.write("finished.json", finished()).result()
         clear()
 
 

@@ -208,7 +208,7 @@ def _rows(paths: list[str], text_field: str, separator: str | None) -> Iterator[
 
 
 class _Zstd(io.RawIOBase):
-    """Content of a .zst file, with a window of any size. Raises EOFError if its end is missing, which fsspec does not."""
+    """Content of a .zst file, with a window of any size. Raises EOFError if its end is missing; fsspec does not."""
 
     def __init__(self, file: Any):
         self._file, self._frame, self._packed, self._content = file, None, b"", memoryview(b"")

@@ -251,6 +251,29 @@ def test_corrupt_byte_is_noticed(tmp_path, small_chunks):
             Reader(str(tmp_path / "d"), "train").read(np.array([256]), np.array([256]))
 
 
+@pytest.mark.parametrize("how", ["written again", "moved in", "half written", "deleted"])
+def test_a_dataset_that_was_replaced_is_not_read_on(tmp_path, small_chunks, how):
+    """Of the same sizes: nothing but the tokens differs. Other splits do not matter."""
+    old, new = np.arange(700), np.arange(700)[::-1]
+    write(tmp_path / "d", [(old, np.array([300, 400]))])
+    reader = Reader(str(tmp_path / "d"), "train")
+    write(tmp_path / "d", [(new, np.array([700]))], split="validation")
+    assert np.array_equal(flat_tokens.decode(read_whole(reader))[0], old)
+    if how == "moved in":
+        write(tmp_path / "new", [(new, np.array([300, 400]))])
+        (tmp_path / "d").rename(tmp_path / "old")
+        (tmp_path / "new").rename(tmp_path / "d")
+    else:
+        flat_tokens.format.clear_split(str(tmp_path / "d"), "train", overwrite=True)
+    if how == "written again":
+        write(tmp_path / "d", [(new, np.array([300, 400]))])
+    if how == "half written":
+        Writer(str(tmp_path / "d"), "train").append(new, np.array([300, 400]))
+    for read in (lambda: reader.read(np.array([0]), np.array([700])), lambda: reader.document_spans(np.array([1]))):
+        with pytest.raises(ValueError, match=r"d/train was replaced or deleted while it was read, .* Start the"):
+            read()
+
+
 DAMAGES_OF_SEQAX = {
     "truncated tokens": (
         lambda d: edit_json(d / "encoded_tokens/.zarray", lambda j: j.update(shape=[50000])),

@@ -225,7 +225,7 @@ def test_keeps_what_is_there(tmp_path, bpe):
     bytes_first, _ = run(tmp_path / "d", source)
     of_bpe = TokenizerConfig(kind="huggingface", name=bpe[0])
     for settings, message in [
-        ({}, "d/train is already there"),
+        ({"text_separator": "x"}, "d/train is already there"),
         ({"tokenizer": of_bpe}, "tokenizer.json is another tokenizer than the settings name"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -197,24 +197,39 @@ def test_another_tokenizer_of_the_same_name_is_refused(tmp_path, small, monkeypa
         tool.run(config(tmp_path / "d", [source], tokenizer=tokenizer))
 
 
-def test_a_finished_split_is_not_written_again(tmp_path, small, monkeypatch, capsys):
+@pytest.mark.parametrize("last", ["train", "validation"])
+def test_a_finished_split_is_not_written_again(tmp_path, small, monkeypatch, capsys, last):
     source = write_jsonl(tmp_path / "a.jsonl", random_texts(60))
     with monkeypatch.context() as patch:
         close = Writer.close
 
         def killed(self):
             close(self)
-            raise Killed
+            if self.path.endswith(last):
+                raise Killed
 
         patch.setattr(Writer, "close", killed)
         with pytest.raises(Killed):
             tool.run(config(tmp_path / "d", [source]))
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "d/train").rglob("*")}
+    times = lambda split: {path: path.stat().st_mtime_ns for path in (tmp_path / "d" / split).rglob("*")}
+    begun = (tmp_path / "d/unfinished.json").read_bytes()
+    before = times(last)
     tool.run(config(tmp_path / "d", [source]))
-    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "d/train").rglob("*")}
-    assert "d/train: complete" in capsys.readouterr().out
+    assert before == times(last)
+    assert f"d/{last}: complete" in capsys.readouterr().out
+    # After the end too, and while the last files are deleted.
+    before, whole = times(""), tree(tmp_path / "d")
+    tool.run(config(tmp_path / "d", [source]))
+    assert capsys.readouterr().out == "".join(f"{tmp_path}/d/{name}: complete\n" for name in ("train", "validation"))
+    (tmp_path / "d/unfinished.json").write_bytes(begun)
+    tool.run(config(tmp_path / "d", [source]))
+    assert tree(tmp_path / "d") == whole
+    assert times("train") | times("validation") == {path: before[path] for path in times("train") | times("validation")}
     with pytest.raises(ValueError, match="d/train is already there"):
-        tool.run(config(tmp_path / "d", [source]))
+        tool.run(config(tmp_path / "d", [source], train_max_tokens=50))
+    tool.run(config(tmp_path / "d", [source], overwrite=True))
+    assert times("train") != {path: before[path] for path in times("train")}
+    assert tree(tmp_path / "d") == whole
 
 
 def test_two_processes_do_not_write_one_dataset(tmp_path, small):
