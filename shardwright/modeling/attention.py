@@ -108,9 +108,9 @@ def _refusals(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device
 
 def run(path: str, q: Any, k: Any, v: Any, places: tuple[Places, Places], rule: Rule, *more: Any) -> jax.Array:
     """Attention by a path other than einsum, with the arguments of `blockwise`."""
-    if PLANNED.value:
+    if PLANNED.value is not None:
         mask = _mask(rule, q, places) if path == "cudnn" else None
-        return planned_kernel(causal in rule.visible, path, q, k, v, mask)
+        return planned_kernel(rule, k.shape[1], path, q, k, v, mask)
     if path == "blockwise":
         return blockwise(q, k, v, places, rule, *more)
     return {"cudnn": cudnn, "splash": splash}[path](q, k, v, places, rule)

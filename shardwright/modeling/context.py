@@ -27,8 +27,8 @@ from shardlib.values import apart, is_opaque, mesh_axes, planned_devices, unwrap
 from shardwright.modeling.attention import choose
 from shardwright.modeling.blockwise import in_blocks, in_one_state
 from shardwright.modeling.model import act
-from shardwright.modeling.planned_attention import PLANNED, planned_kernel
-from shardwright.modeling.rules import CAUSAL, Places, Rule, causal, numbered
+from shardwright.modeling.planned_attention import PLANNED, noted, planned_kernel
+from shardwright.modeling.rules import CAUSAL, Places, Rule, numbered
 
 
 def whole(of_device: Callable, q: Any, k: Any, v: Any, places: Places, *rest: Any) -> jax.Array:
@@ -135,7 +135,7 @@ def ring(
     k, v = (shardops.zigzag("B/r/d/e L/c K/t D -> B/r/d/e Z/c K/t D", x) for x in (k, v))
     in_order = lambda x: shardops.zigzag("B/r/d/e L/c -> B/r/d/e Z/c", jnp.broadcast_to(x, q.shape[:2]))
     places = Places(*map(in_order, places))
-    if PLANNED.value:
+    if PLANNED.value is not None:
         out = _planned_ring(rule, q, k, v)
     else:
         out = shardops.per_device(
@@ -150,9 +150,9 @@ def ring(
 
 def _planned_ring(rule: Rule, q: Any, k: Any, v: Any) -> jax.Array:
     """What stands for the ring in a program that is only planned: a kernel for each turn."""
-    out = 0
+    out, keys = 0, k.shape[1] * shardops.axis_size("c")
     for _ in range(shardops.axis_size("c")):
-        out = out + planned_kernel(causal in rule.visible, "blockwise", q, k, v, None)
+        out = out + planned_kernel(rule, keys, "blockwise", q, k, v, None)
         k, v = (shardops.ppermute("B/r/d/e Z/c K/t D", x, axis="c", shift=1) for x in (k, v))
     return out
 
@@ -172,8 +172,10 @@ def way(training: Any, q: Any, learned: tuple, dropout: bool) -> Callable:
         _check(how, training.attention, q, learned, dropout)
     if how == "ulysses":
         q, keys = on_device(how, q)
-        return functools.partial(ulysses, by_einsum=choose(training.attention, CAUSAL, q, keys=keys) == "einsum")
-    return WAYS[how]
+        found = functools.partial(ulysses, by_einsum=choose(training.attention, CAUSAL, q, keys=keys) == "einsum")
+    else:
+        found = WAYS[how]
+    return found if PLANNED.value is None else functools.partial(noted, found)
 
 
 def on_device(how: str, q: Any) -> tuple[Any, int]:

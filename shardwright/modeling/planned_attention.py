@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,20 +11,48 @@ import jax.numpy as jnp
 from jax_extra import save_for_backward
 from shardlib.op_checks import varying
 from shardlib.values import stage_axes
+from shardwright.modeling.rules import Rule
 
-PLANNED = jax.make_user_context(False)
+PLANNED = jax.make_user_context(None)
 KERNEL = "attention_kernel"
 """Name of the call that stands for a kernel of attention, and of its gradient, in a program that is only planned."""
 
 
-def planned() -> contextlib.AbstractContextManager:
-    """Context in which attention by a path other than einsum is traced as one call, of which nothing is computed."""
-    return PLANNED(True)
+class _Rules:
+    """Rules of the calls of attention in a program that is planned, in their order. Its identity is that of a trace."""
+
+    def __init__(self):
+        self.found: list[Rule] = []
 
 
-def planned_kernel(is_causal: bool, path: str, q: Any, k: Any, v: Any, mask: Any) -> jax.Array:
-    """The call that stands for a path of attention. `mask` is what it is given beside queries, keys and values."""
-    return _kernel((is_causal, path), *alike(q, k, v, mask))
+@contextlib.contextmanager
+def planned() -> Iterator[list[Rule]]:
+    """Context in which attention by a path other than einsum is traced as one call, of which nothing is computed.
+
+    Gives the rules of all calls of attention, by any path, of which each layer of a period has as many.
+    """
+    rules = _Rules()
+    with PLANNED(rules):
+        yield rules.found
+
+
+def noted(way: Callable, of_device: Callable, q: Any, k: Any, v: Any, places: Any, rule: Rule, *rest: Any) -> jax.Array:
+    """way(of_device, …), whose rule `planned` gives."""
+    PLANNED.value.found.append(rule)
+    return way(of_device, q, k, v, places, rule, *rest)
+
+
+def planned_kernel(rule: Rule, keys: int, path: str, q: Any, k: Any, v: Any, mask: Any) -> jax.Array:
+    """The call that stands for a path of attention, of a sequence of `keys` positions.
+
+    `mask` is what it is given beside queries, keys and values.
+    """
+    return _kernel((rule.attended(keys) / keys, path), *alike(q, k, v, mask))
+
+
+def share_of(name: str) -> float:
+    """Share of the pairs of queries and keys that are seen, by the name of the call."""
+    return float(name.removeprefix(f"{KERNEL}_"))
 
 
 def alike(*arrays: Any) -> Any:
@@ -34,31 +62,31 @@ def alike(*arrays: Any) -> Any:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kernel(call: tuple[bool, str], q: Any, k: Any, v: Any, mask: Any) -> jax.Array:
+def _kernel(call: tuple[float, str], q: Any, k: Any, v: Any, mask: Any) -> jax.Array:
     return _kernel_forward(call, q, k, v, mask)[0]
 
 
-def _kernel_forward(call: tuple[bool, str], q: Any, k: Any, v: Any, mask: Any) -> tuple:
+def _kernel_forward(call: tuple[float, str], q: Any, k: Any, v: Any, mask: Any) -> tuple:
     out, normalizer = _called(call[0], lambda q, *_, all: (q + all.astype(q.dtype), q[..., 0] + all), q, k, v, mask)
     out, normalizer = save_for_backward((out, normalizer))
     return out, (q, k, v, mask, out, normalizer)
 
 
-def _kernel_backward(call: tuple[bool, str], kept: tuple, g: Any) -> tuple:
+def _kernel_backward(call: tuple[float, str], kept: tuple, g: Any) -> tuple:
     gradients = lambda q, k, v, *_, all: [x + all.astype(x.dtype) for x in (q, k, v)]
     # The loops of blockwise sum these gradients, in f32.
     sums = [jnp.zeros_like(x, jnp.float32) for x in kept[1:3]] if call[1] == "blockwise" else []
     return *_called(call[0], gradients, *kept, g, *alike(*sums)), None
 
 
-def _called(is_causal: bool, fn: Callable, *args: Any) -> Any:
+def _called(share: float, fn: Callable, *args: Any) -> Any:
     """The results of `fn`, whose argument `all` is a number that depends on all of `args`, so that JAX drops none."""
 
     def call(*args):
         args = jax.lax.optimization_barrier(args)  # JAX computes nothing of it before the rest
         return fn(*args, all=sum(jnp.float32(jnp.sum(x)) for x in args if x is not None))
 
-    call.__name__ = f"{KERNEL}_{'causal' if is_causal else 'full'}"
+    call.__name__ = f"{KERNEL}_{share}"
     return jax.jit(call)(*args)
 
 

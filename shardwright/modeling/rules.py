@@ -16,8 +16,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardlib import shardops
+
+_COUNTED = 2**22
+"""Pairs of which it is counted how many an unknown condition leaves."""
 
 
 class Places(NamedTuple):
@@ -126,6 +130,23 @@ class Rule:
     def scale_of(self, d_head: int) -> float:
         """Factor on the products of queries and keys with heads of `d_head` entries."""
         return d_head**-0.5 if self.scale is None else self.scale
+
+    def attended(self, length: int) -> float:
+        """Keys that a position sees on average, of `length` positions in one document: of causal (length + 1) / 2.
+
+        Exact for the conditions of this module. Of others evenly spaced queries are counted, all of a short sequence.
+        """
+        windows = [condition.size for condition in self.visible if isinstance(condition, Window)]
+        known = all(x in (causal, same_document) or isinstance(x, Window) for x in self.visible)
+        index, stride = np.arange(length, dtype=np.int32), max(1, length * length // _COUNTED)
+        q = index if known else index[stride // 2 :: stride]
+        if known:
+            seen = (q + 1 if causal in self.visible else length) - np.maximum(0, q + 1 - min(windows, default=length))
+        else:
+            with jax.ensure_compile_time_eval():
+                q_places, k_places = Places.in_one_document(q[None]), Places.in_one_document(index[None])
+                seen = np.asarray(self.sees(q_places.as_queries(), k_places.as_keys())).sum(axis=-1)
+        return float(np.mean(seen, dtype=np.float64))
 
     def without(self, condition: Callable) -> "Rule":
         """The rule without this condition."""

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from shardwright.modeling.planned_attention import share_of
 from shardwright.plan.graph import Graph
 from shardwright.plan.kernels import Kernel, kernels_of, product_shape
 
@@ -93,7 +94,7 @@ def _op(kernel: Kernel, count: float, loop: int, timing: str) -> Op | None:
         what, flops = f"{b}: {m}×{k}×{n}" if b > 1 else f"{m}×{k}×{n}", 2.0 * b * m * k * n
     elif kernel.kind == "attention":
         q, k = node.ins[:2]
-        pairs = math.prod(q.shape) * k.shape[1] / (2 if str(node.params["name"]).endswith("causal") else 1)
+        pairs = math.prod(q.shape) * k.shape[1] * share_of(node.params["name"])
         # Scores and sums; in the backward pass the scores again, and four gradients (arXiv 2307.08691).
         what, flops = str(q), 2 * pairs * (5 if node.site.phase == "backward" else 2)
     elif kernel.kind == "collective":

@@ -3,13 +3,15 @@
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from shardlib.products import product_of
+from shardwright.modeling.rules import Rule
 from shardwright.plan.chips import chip_for
 
 
@@ -32,6 +34,8 @@ class Speed(NamedTuple):
     peak: PeakFlops
     tokens_before: int = 0
     """Tokens of the steps before, beyond so many in each: 0 where all steps have as many."""
+    of_all_pairs: float = math.nan
+    """FLOPs a token, were each query to see all keys."""
 
     def tokens_after(self, step: int) -> int:
         """Tokens that the run has trained on after a step."""
@@ -43,16 +47,26 @@ class Speed(NamedTuple):
         return {"tokens_per_second": rate, "mfu": rate * self.flops / self.peak.total}
 
 
-def flops_of_model(table: Any, c: Any, sequence_length: int) -> float:
+def attended_keys(rules: Iterable[Rule], length: int) -> float:
+    """Keys that a query sees on average, by the rules of a model's layers, in a sequence of one document."""
+    return float(np.mean([rule.attended(length) for rule in rules] or [0.0]))
+
+
+def flops_of_model(table: Any, c: Any, attended: float) -> float:
     """FLOPs a token of a training step, forward and backward, of the model with this table and ModelConfig.
 
-    Recomputation is not counted. Of attention the half that a causal mask leaves is counted; PaLM (arXiv 2204.02311,
-    appendix B) and many published figures count all of it. The parameters of an input embedding multiply nothing. A
-    tied table is not such an embedding. Of experts those count that a token has.
+    Recomputation is not counted. The parameters of an input embedding multiply nothing. A tied table is not such an
+    embedding. Of experts those count that a token has.
+
+    Args:
+        table: weights of the model.
+        c: its ModelConfig.
+        attended: keys that a query sees on average, `attended_keys`. PaLM (arXiv 2204.02311, appendix B) and many
+            published figures take all positions of a sequence.
     """
     weights = [weight for weight in jax.tree.leaves(table) if weight.kind != "embedding"]
     multiplied = sum(math.prod(weight.shape) * weight.used for weight in weights)
-    return 6 * multiplied + 6 * c.layers * c.heads * c.d_head * sequence_length
+    return 6 * multiplied + 12 * c.layers * c.heads * c.d_head * attended
 
 
 def peak_flops(devices: Sequence[jax.Device], dtype: jnp.dtype) -> PeakFlops:

@@ -35,7 +35,7 @@ class RunLog(contextlib.AbstractContextManager):
         tokens             tokens that the run has trained on after the step, those before it was resumed included
         seconds            from the end of the step before to the end of this one, with whatever ran between them
         tokens_per_second
-        mfu                with causal attention counted half
+        mfu                of the pairs of positions that attention sees, as if each sequence were one document
 
     The last three are not in the first line of a run, which has no step before it. NaN and the infinities, which JSON
     does not have, are the strings "NaN", "Infinity", and "-Infinity". The line of an event has its name as "event",

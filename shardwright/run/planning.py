@@ -23,7 +23,7 @@ from shardwright.plan.chips import Chip, chip_for, chip_of, known
 from shardwright.plan.plan import Plan, plan_of
 from shardwright.plan.step import Facts, Step, mesh_for, step_of
 from shardwright.run.config import Config, check_config, check_divides
-from shardwright.run.flops import flops_of_model
+from shardwright.run.flops import attended_keys, flops_of_model
 from shardwright.run.optional import in_a_line, optional
 from shardwright.run.stages import training_table
 from shardwright_data.loader import batch_shapes
@@ -74,11 +74,11 @@ def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip
     """
     t = c.training
     check_divides(c, sizes)
-    with jax.sharding.use_abstract_mesh(mesh_for(sizes, chip.platform, chip.kinds[0])), planned():
+    with jax.sharding.use_abstract_mesh(mesh_for(sizes, chip.platform, chip.kinds[0])), planned() as rules:
         table = training_table(c, model) if sizes[PIPELINE_AXIS] > 1 else None
         batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model)))
         traced = programs(c, model, batch, which="training")["training"]
-    flops = flops_of_model(model.table, c.model, t.seq_len)
+    flops = flops_of_model(model.table, c.model, attended_keys(rules, t.seq_len))
     counts = c.model.layers, t.microbatches, t.side_by_side
     facts = Facts(t.batch_size * t.seq_len, flops, t.compute_dtype, *counts)
     return step_of(traced, sizes, chip.platform, facts, table)

@@ -57,7 +57,8 @@ def facts_of(run: Any, parameters: int, speed: Speed) -> dict[str, Any]:
             "parameters": parameters,
             "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
             "mesh": dict(mesh.shape),
-            "flops_per_token": f"{speed.flops / 1e6:,.2f} MFLOP",
+            "flops_per_token": f"{speed.flops / 1e6:,.2f} MFLOP, of the pairs that attention sees (of all pairs "
+            f"{speed.of_all_pairs / 1e6:,.2f} MFLOP, and {speed.of_all_pairs / speed.flops:.4g} times the MFU)",
             "peak_source": speed.peak.source,
         },
     }

@@ -16,7 +16,7 @@ from shardlib import products
 from shardwright.cluster.devices import known_options
 from shardwright.cluster.stopping import StopRequest
 from shardwright.cluster.watch import now_at
-from shardwright.modeling.attention_calls import check_deterministic, describe_attention
+from shardwright.modeling.attention_calls import calls_of, check_deterministic, describe_attention
 from shardwright.modeling.model import COMPUTE_DTYPES, inputs_of
 from shardwright.run import teacher
 from shardwright.run.beside import in_background
@@ -27,7 +27,7 @@ from shardwright.run.compiling import compile_step, draw_step
 from shardwright.run.config import Config
 from shardwright.run.directory import override
 from shardwright.run.evaluation import evaluate
-from shardwright.run.flops import Speed, flops_of_model, peak_flops
+from shardwright.run.flops import Speed, attended_keys, flops_of_model, peak_flops
 from shardwright.run.memory import peak_memory
 from shardwright.run.metrics import RunLog, check_metrics
 from shardwright.run.microscope import Microscope
@@ -233,7 +233,9 @@ class Run:
         self._cleanup.push(self._end_by_error)
         size = self.loader.tokens_per_batch
         before = tokens_before(self.whole, self.start) - self.start * size
-        speed = Speed(size, flops_of_model(table, c.model, t.seq_len), self._peak, before)
+        attended = attended_keys((call.rule for call in calls_of(self.forward, t.seq_len)), t.seq_len)
+        flops, of_all_pairs = (flops_of_model(table, c.model, keys) for keys in (attended, t.seq_len))
+        speed = Speed(size, flops, self._peak, before, of_all_pairs)
         log = RunLog(
             self.directory,
             total_steps=self.total,

@@ -134,6 +134,28 @@ def test_a_window_of_nothing_is_refused():
 # ---- what a model asks of attention -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("length", [1, 7, 64, 1000])
+@pytest.mark.parametrize("size", [1, 3, 64, 5000])
+def test_attended_keys_are_the_entries_of_the_mask(length, size):
+    i, j = np.arange(length)[:, None], np.arange(length)
+    masks = {
+        (causal, same_document): j <= i,
+        (causal, same_document, Window(size)): (j <= i) & (i - j < size),
+        (Window(size), causal, Window(9)): (j <= i) & (i - j < min(size, 9)),
+        (Window(size),): i - j < size,
+        (): j >= 0,
+        (causal, lambda q, k: q.index // 16 == k.index // 16): (j <= i) & (i // 16 == j // 16),
+    }
+    for visible, mask in masks.items():
+        full = np.broadcast_to(mask, (length, length))
+        assert Rule(visible).attended(length) == pytest.approx(full.sum() / length, rel=1e-12)
+
+
+def test_attended_keys_of_an_unknown_condition_in_a_long_sequence():
+    known, unknown = Rule((causal, Window(1000))), Rule((causal, lambda q, k: q.index - k.index < 1000))
+    assert unknown.attended(2**17) == pytest.approx(known.attended(2**17), rel=0.02)
+
+
 class Alternating(train.Llama):
     """Local and global layers in turn; those see soft-capped scores of another scale."""
 

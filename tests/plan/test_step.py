@@ -6,10 +6,12 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import step_text
 import tiny
 
+import family
 import train
 from shardlib.axes import AXES
 from shardwright.modeling.model import load_model
@@ -109,15 +111,35 @@ def test_what_is_computed_again_is_counted_once():
 
 
 def test_flops_by_hand():
-    """Three products of each weight for a token, nothing again; of causal attention a half, its scores twice."""
+    """Three products of each weight for a token, nothing again; of attention the causal pairs, its scores twice."""
     c, m = wide(attention="blockwise", save=None), wide().model
     step = planned(c, (1, 1, 8, 1), "h100")
     layer = m.d_model * m.d_head * m.n_kv * (2 * m.n_q_per_kv + 2) + 3 * m.d_model * m.d_ff
     of = lambda kind: sum(op.count * op.flops for op in step.ops if op.kind == kind)
     tokens = tiny.BATCH * tiny.LENGTH // 8
     assert of("matmul") == 6 * tokens * (m.layers * layer + m.vocab * m.d_model)
-    pairs = tiny.BATCH // 8 * m.n_kv * m.n_q_per_kv * tiny.LENGTH**2 // 2
+    pairs = tiny.BATCH // 8 * m.n_kv * m.n_q_per_kv * tiny.LENGTH * (tiny.LENGTH + 1) // 2
     assert of("attention") == 2 * pairs * m.d_head * (2 + 5) * m.layers
+
+
+@pytest.mark.parametrize("attention", ["einsum", "blockwise", "ring"])
+def test_windows_are_counted(attention):
+    """Of two layers one has a window: entries of both masks, in the plan and in model FLOPs, by any path."""
+    sizes = {"vocab": 64, "d_model": 64, "layers": 2, "n_kv": 8, "n_q_per_kv": 2, "d_head": 16, "d_ff": 48}
+    training = {"attention": "blockwise", "context": "ring"} if attention == "ring" else {"attention": attention}
+    mesh = dict.fromkeys(AXES, 1) | ({"c": 4, "d": 2} if attention == "ring" else {"d": 8})
+    c = tiny.config(family.ModelConfig(**sizes, window=3, full_every=2), compute_dtype="bf16", save=None, **training)
+    plain = tiny.config(family.ModelConfig(**sizes), compute_dtype="bf16", save=None, **training)
+    i, j = np.arange(tiny.LENGTH)[:, None], np.arange(tiny.LENGTH)
+    full, window = np.sum(j <= i), np.sum((j <= i) & (i - j < 3))
+    steps = [planned_step(x, load_model(x.model), mesh, chip_of("h100"), train.programs) for x in (c, plain)]
+    of_attention = [sum(op.count * op.flops for op in step.ops if op.kind == "attention") for step in steps]
+    entries = c.model.heads * c.model.d_head
+    for flops, pairs in zip(of_attention, (full + window, 2 * full), strict=True):
+        per_device = 2 * tiny.BATCH / 8 * entries * pairs * (2 + 5)
+        assert flops == (0 if attention == "einsum" else pytest.approx(per_device, rel=1e-6))
+    windowed, causal = (step.facts.flops_per_token for step in steps)
+    assert causal - windowed == pytest.approx(12 * entries * (full - window) / tiny.LENGTH, rel=1e-6)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 8, 1), (1, 2, 2, 2)])

@@ -2,13 +2,17 @@ from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType
 from shipped import load
 
+import family
+import moe
 from shardwright.modeling.model import load_model
+from shardwright.modeling.rules import Rule
 from shardwright.modeling.weights import shapes_of
-from shardwright.run.flops import flops_of_model, peak_flops
+from shardwright.run.flops import attended_keys, flops_of_model, peak_flops
 
 # Llama-2-7B, from its published config.
 LAYERS, HEADS, HEAD_DIM, D_MODEL, D_FF, VOCAB = 32, 32, 128, 4096, 11008, 32000
@@ -17,9 +21,8 @@ PARAMETERS = LAYERS * (4 * D_MODEL**2 + 3 * D_MODEL * D_FF + 2 * D_MODEL) + 2 * 
 
 def llama_flops(tied=False):
     table = [of_kind("matrix", PARAMETERS - VOCAB * D_MODEL), of_kind("embedding", VOCAB * D_MODEL)]
-    return flops_of_model(
-        table[:1] if tied else table, SimpleNamespace(layers=LAYERS, heads=HEADS, d_head=HEAD_DIM), 4096
-    )
+    c = SimpleNamespace(layers=LAYERS, heads=HEADS, d_head=HEAD_DIM)
+    return flops_of_model(table[:1] if tied else table, c, attended_keys([Rule()], 4096))
 
 
 def of_kind(kind, size):
@@ -46,6 +49,33 @@ def test_xla_counts_the_same_matrix_products():
     counted = step.lower(w, x).compile().cost_analysis()["flops"]
     flops = flops_of_model([of_kind("matrix", w.size)], SimpleNamespace(layers=0, heads=0, d_head=0), 0)
     assert counted == pytest.approx(tokens * flops, rel=0.02)
+
+
+GEMMA3_1B = family.ModelConfig(
+    vocab=262144, d_model=1152, layers=26, n_kv=1, n_q_per_kv=4, d_head=256, d_ff=6912, tied_embeddings=True,
+    window=512, full_every=6, qk_norm=True, norms="both", norm_offset=True, activation="gelu",
+)  # fmt: skip
+GPT_OSS_20B = moe.ModelConfig(
+    vocab=201088, d_model=2880, layers=24, n_kv=8, n_q_per_kv=8, d_head=64, d_ff=2880, window=128, full_every=2,
+    experts=32, experts_per_token=4, sinks=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("c", "full", "ratio"), [(GEMMA3_1B, 4, 1.62), (GPT_OSS_20B, 12, 1.31)])
+def test_windows_leave_pairs_out(c, full, ratio):
+    """From the published configurations, at 32k: the causal pairs of all layers, over those that are attended."""
+    length, active = 32768, 4 if hasattr(c, "experts") else 1
+    layer = 2 * c.d_model * c.d_head * (c.heads + c.n_kv) + active * 3 * c.d_model * c.d_ff
+    layer += c.d_model * c.experts if hasattr(c, "experts") else 0
+    position = np.arange(length)
+    seen = [np.minimum(position + 1, size).mean() for size in (length, c.window)]
+    pairs = full * seen[0] + (c.layers - full) * seen[1]
+    by_hand = lambda pairs: 6 * (c.layers * layer + c.vocab * c.d_model) + 12 * c.heads * c.d_head * pairs
+    model = load_model(c)
+    rules = [model.rule_at(place) for place in range(model.period)]
+    found = flops_of_model(model.table, c, attended_keys(rules * (c.layers // len(rules)), length))
+    assert found == pytest.approx(by_hand(pairs), rel=2e-4)  # norms, biases and sinks
+    assert flops_of_model(model.table, c, seen[0]) / found == pytest.approx(ratio, abs=0.005)
 
 
 class FakeDevice:

@@ -271,7 +271,7 @@ def _run(
         raise ValueError(f"it has {count} microbatches on {sizes['p']} stages; at most {MOST} together are planned")
     if "bf16" not in precision or re.search("fp8|float8", precision.lower()):
         raise ValueError(f"precision is {precision!r}: products are planned in bf16 alone")
-    if flops not in (counts := {"F": 1, "H": 0, "N": -1}):
+    if flops not in (counts := {"F": 1, "H": 0.5, "N": 0}):
         raise ValueError(f"flops is {flops!r}; it is F, with all of attention counted, H, its causal half, or N, none")
     known = c["recompute"]
     if recompute not in known:
@@ -289,8 +289,8 @@ def _run(
         pipeline=PipelineConfig(SCHEDULE),
     )
     check_config(config)
-    table, half = load_model(model).table, 6 * model.layers * model.heads * model.d_head * length
-    counted = flops_of_model(table, model, length) + half * counts[flops]
+    table = load_model(model).table
+    counted = flops_of_model(table, model, length * counts[flops])
     if c["counts"] == "all":
         looked_up = [w for w in jax.tree.leaves(table) if w.kind == "embedding"]
         counted += 6 * sum(math.prod(w.shape) for w in looked_up)

@@ -27,7 +27,7 @@ METRICS = {
     "bits/byte": Metric(min, "{:.3f}".format, "the same in bits a byte of text, which compare where the tokens differ"),
     "tokens/s": Metric(max, in_numbers, "of the median step"),
     "MFU": Metric(
-        max, "{:.1%}".format, "of the median step, with half of attention; of a peak that is measured or given"
+        max, "{:.1%}".format, "of the median step, of the pairs that attention sees; of a peak measured or given"
     ),
     "memory": Metric(min, in_bytes, "peak of the fullest device; ~ of the step alone, predicted by the compiler"),
     "bubble": Metric(min, "{:.2%}".format, "share of the time in which devices execute nothing between steps"),
