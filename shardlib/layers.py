@@ -12,8 +12,8 @@ from jax import lax
 from shardlib.array_types import f32, pytree_dataclass
 from shardlib.op_checks import zeros_like_traced
 from shardlib.parsing import ShardError
-from shardlib.places import place_of
-from shardlib.values import describe, is_opaque, stage_axes
+from shardlib.places import place_of, place_of_caller
+from shardlib.values import OpName, describe, is_opaque, stage_axes
 
 
 @pytree_dataclass
@@ -25,6 +25,8 @@ class Extras:
     metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
     """Metrics of the layer, which the log shows, by name: scalars, or vectors. Of a vector the log has the largest
     entry, once it is averaged over microbatches: the load of the largest expert is that of the whole batch."""
+    place: OpName = dataclasses.field(default_factory=lambda: OpName(place_of_caller()), metadata={"static": True})
+    """Where the layer made it, for messages."""
 
     def check(self) -> None:
         """Raises ShardError for values that are not scalars, or that differ between devices."""
@@ -37,6 +39,7 @@ class Extras:
                 raise ShardError(
                     f"a layer gives {name} in its Extras: {describe(x)}; it must be {kind}, the same on every device",
                     "reduce it, over positions and over the axes that shard them, e.g. psum('+r +d +t ->', …)",
+                    place=str(self.place),
                 )
 
     @classmethod

@@ -49,7 +49,10 @@ def place_of(function: Callable) -> str:
 def place_of_caller() -> str:
     """Place of the innermost call in the user's code; empty if there is none."""
     frame: FrameType | None = inspect.currentframe()
-    while frame is not None and not is_users(frame.f_code.co_filename):
+    of_dataclass = ("<string>", "__init__")
+    while frame is not None and (
+        not is_users(frame.f_code.co_filename) or (frame.f_code.co_filename, frame.f_code.co_name) == of_dataclass
+    ):
         frame = frame.f_back
     return "" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
 

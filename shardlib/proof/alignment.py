@@ -20,6 +20,7 @@ from shardlib.equations import CALLS, axes_of, body_of, is_variable, source_dims
 from shardlib.marks import is_region
 from shardlib.proof import rings
 from shardlib.proof.equation import Equation, comparable
+from shardlib.proof.origins import callers_text, choice_between
 from shardlib.proof.primitives import COLLECTIVES, OF_SIZES
 
 AS_IS = frozenset("copy copy_p pvary pcast convert_element_type".split())  # noqa: SIM905
@@ -65,11 +66,11 @@ class Different(Exception):
     """The program is another one on one device."""
 
     def __init__(self, here: Any, there: Any):
-        self.place = "?" if here is None else Equation(here).place()
+        self.place = "?" if here is None and there is None else Equation(here or there).place()
         names = [e.primitive.name if e is not None else "nothing more" for e in (here, there)]
-        super().__init__(
-            f"the program is another one on this mesh than on one device: {names[0]} here, {names[1]} there"
-        )
+        problem = f"the program is another one on this mesh than on one device: {names[0]} here, {names[1]} there"
+        lines = [problem, choice_between(here, there), callers_text(here or there)]
+        super().__init__("\n  ".join(filter(None, lines)))
 
     @classmethod
     def between(cls, ours: Sequence, theirs: Sequence) -> "Different":

@@ -16,6 +16,7 @@ from shardlib.proof.alignment import Different
 from shardlib.proof.domain import UNIFORM, Sizes, Value, describe, devices
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.interpreter import Interpreter, block_of, read_array
+from shardlib.proof.origins import callers_text, use_of
 from shardlib.values import planned_for
 
 
@@ -77,10 +78,12 @@ def _outside(program: Any, twin: Any, arrays: bool) -> Iterator[str]:
     names = lambda jaxpr: [eqn.primitive.name for eqn in jaxpr.eqns]
     if names(ours) != names(theirs) or len(consts) != len(twin_consts):
         raise Different.between(ours.eqns, theirs.eqns)
-    for value, here in zip(map(read_array, consts, twin_consts), consts, strict=True):
+    for value, here, var in zip(map(read_array, consts, twin_consts), consts, ours.constvars, strict=True):
         if arrays and (value.wild or value.is_local or (value.is_constant and value.known[0] != value.known[1])):
-            text = f"{here.dtype}{list(here.shape)}"
-            yield f"an array that was made outside of the program depends on the mesh: {text}\n  remedy: {remedy}"
+            text = f"an array that was made outside of the program depends on the mesh: {here.dtype}{list(here.shape)}"
+            use = use_of(var, ours)
+            lines = [f"{Equation(use).place()}: {text}", *filter(None, [callers_text(use)])] if use else [text]
+            yield "\n  ".join([*lines, f"remedy: {remedy}"])
     pairs = dict(zip([*ours.constvars, *ours.invars], [*theirs.constvars, *theirs.invars], strict=True))
     is_same = lambda a, b: isinstance(a, Literal) or pairs.get(a) is b
     are_same = lambda a, b: len(a) == len(b) and all(map(is_same, a, b))
@@ -192,7 +195,7 @@ BOUND = (
 )
 ONE_PROGRAM = (
     "let no choice in the code depend on the size of a block or the number of devices: jnp.where and lax.cond choose "
-    "by values; code that is right on every mesh though it differs says so: shardops.per_device(...) with the reason"
+    "by values, and shardops.size(name) is the whole size of a dim"
 )
 Trace = Callable[[], dict[str, Any]]
 """Traces programs on the mesh in force; gives the jaxpr of each by its name."""

@@ -309,7 +309,9 @@ def describe(value: Value, shape: tuple[int, ...], dtype: Any, sizes: Mapping[st
         found += ", positions within this device's block"
     if value.looked_up is not None:
         found += ", looked up by an offset index and not masked"
-    if value.ratio != 1:
+    if value.ratio != 1 and value.is_constant:
+        found += f", {value.known[0]:.6g} here and {value.known[1]:.6g} on one device"
+    elif value.ratio != 1:
         found += ", multiplied by a number that depends on the mesh"
     return found
 

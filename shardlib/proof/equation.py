@@ -12,6 +12,7 @@ import numpy as np
 from shardlib.equations import frames_of
 from shardlib.places import is_users, place
 from shardlib.proof.domain import ROUNDING, UNIFORM, Dim, Value, describe, devices
+from shardlib.proof.origins import callers_text, is_helper
 
 _JAX = str(Path(jax.__file__).parent)
 
@@ -35,8 +36,7 @@ NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
     (
         lambda value: value.offset,
         "a value differs between devices of {axes} by their index, and is no position in a dim",
-        "positions of a sharded dim are shardops.positions('L/t'); say shardops.per_device(...) if it differs on "
-        "purpose",
+        "positions of a sharded dim are shardops.positions('L/t')",
     ),
     (
         lambda value: value.valid or value.is_index or value.looked_up is not None,
@@ -276,11 +276,16 @@ class Equation:
         return self.name in ("jit", "pjit") and _JAX in str(getattr(info, "func_src_info", ""))
 
     def operand_texts(self) -> tuple[str, ...]:
-        """The types of the operands, a line each."""
-        pairs = zip(self.ins, self.eqn.invars, strict=True)
-        return tuple(
-            f"operand {i}: {describe(value, var.aval.shape, var.aval.dtype, self.sizes)}"
-            for i, (value, var) in enumerate(pairs, 1)
+        """The calls that lead to it, if its place is a helper's, and the types of the operands, a line each."""
+        pairs, found = zip(self.ins, self.eqn.invars, strict=True), self.line()
+        # What a model calls is as it was: the line to change is one that calls it.
+        callers = callers_text(self.eqn) if found and is_helper(found[0]) else ""
+        return (
+            *filter(None, [callers]),
+            *(
+                f"operand {i}: {describe(value, var.aval.shape, var.aval.dtype, self.sizes)}"
+                for i, (value, var) in enumerate(pairs, 1)
+            ),
         )
 
 

@@ -1,0 +1,93 @@
+"""Where an equation comes from: the calls that lead to it, and the choice in the source that two programs differ by."""
+
+import ast
+import functools
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardlib import layers
+from shardlib.equations import body_of, frames_of, jaxprs_of
+from shardlib.places import is_users, shown_path
+
+SHOWN = 8
+"""Calls that a message shows at most."""
+Line = tuple[str, int]
+
+
+def is_helper(file: str) -> bool:
+    """Whether a file belongs to a package, whose functions a model calls, but for the model itself."""
+    return (Path(file).parent / "__init__.py").exists()
+
+
+def callers_of(eqn: Any) -> list[Line]:
+    """The lines of users' files that lead to an equation within a layer, innermost first, without that of its place."""
+    frames = frames_of(eqn)
+    loops = (i for i, (file, _) in enumerate(frames) if file == layers.__file__)
+    users = [frame for frame in frames[next(loops, 0) :] if is_users(frame[0])]
+    return [frame for frame in dict.fromkeys(users[-2::-1]) if not is_helper(frame[0])][:SHOWN]
+
+
+def callers_text(eqn: Any) -> str:
+    """`called from family.py:231, 208; train.py:317`; empty without callers."""
+    of_files = itertools.groupby(callers_of(eqn), key=lambda frame: frame[0])
+    texts = [f"{shown_path(file)}:{', '.join(str(line) for _, line in lines)}" for file, lines in of_files]
+    return f"called from {'; '.join(texts)}" if texts else ""
+
+
+def use_of(var: Any, jaxpr: Any) -> Any:
+    """The first equation that computes with a variable of a jaxpr, within what it calls too; None without one."""
+    for eqn in jaxpr.eqns:
+        if not any(operand is var for operand in eqn.invars):
+            continue
+        for inner in (body_of(inner)[0] for inner in jaxprs_of(eqn)):
+            names = dict(zip(map(id, eqn.invars[::-1]), inner.invars[::-1], strict=False))  # the last are in both
+            if (found := use_of(names.get(id(var)), inner)) is not None:
+                return found
+        return eqn
+    return None
+
+
+def choice_between(here: Any, there: Any) -> str:
+    """Where the source of two equations parts: `by the choice moe.py:384, slots is None, of moe.py:383`; or empty.
+
+    The last line is that which assigns what the choice depends on.
+    """
+    ours, theirs = ([f for f in frames_of(eqn) if is_users(f[0])] if eqn else [] for eqn in (here, there))
+    parted = next((pair for pair in itertools.zip_longest(ours, theirs) if pair[0] != pair[1]), ())
+    files, lines = {frame[0] for frame in parted if frame}, [frame and frame[1] for frame in parted]
+    if len(files) != 1:
+        return ""
+    (file,) = files
+    within = lambda node, line: line is not None and node.lineno <= line <= node.end_lineno
+    side = lambda nodes, line: any(within(node, line) for node in nodes)
+    nodes = sorted((n for n in ast.walk(_tree(file)) if isinstance(n, _CHOICES)), key=lambda n: -n.lineno)
+    for node in nodes:
+        branches = [part if isinstance(part, list) else [part] for part in (node.body, node.orelse)]
+        if any(side(branch, lines[0]) != side(branch, lines[1]) for branch in branches):
+            made = max(_assignments(file, node), default=None)
+            of = f", of {shown_path(file)}:{made}" if made else ""
+            return f"by the choice {shown_path(file)}:{node.lineno}, `{ast.unparse(node.test)}`{of}"
+    return ""
+
+
+_CHOICES = ast.If | ast.IfExp | ast.While
+
+
+@functools.lru_cache(maxsize=64)
+def _tree(file: str) -> ast.AST:
+    try:
+        return ast.parse(Path(file).read_text())
+    except (OSError, SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+def _assignments(file: str, choice: ast.AST) -> Iterator[int]:
+    """Lines before a choice, in its function, that assign a name of its test."""
+    names = {node.id for node in ast.walk(choice.test) if isinstance(node, ast.Name)}
+    functions = (node for node in ast.walk(_tree(file)) if isinstance(node, ast.FunctionDef))
+    around = [node for node in functions if node.lineno <= choice.lineno <= node.end_lineno]
+    for node in ast.walk(max(around, key=lambda node: node.lineno)) if around else ():
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in names:
+            yield from (node.lineno,) if node.lineno < choice.lineno else ()
