@@ -25,6 +25,21 @@ def cross_entropy_with_local_logsumexp(x: f32["B/d V/t"], ids: i32["B/d"]) -> f3
 
 
 @program
+def thirds_by_strides_that_blocks_do_not_have(lp: f32["B/d"]) -> f32[""]:
+    return lax.psum(jnp.sum(jnp.tanh(lp[0::3])), "d")
+
+
+@program
+def pairs_from_the_third_row(lp: f32["B/d"]) -> f32[""]:
+    return lax.psum(jnp.sum(jnp.tanh(lp[2::2])), "d")
+
+
+@program
+def pairs_of_positions_by_strides_and_of_all(x: f32["B L/t"]) -> f32["B L/t"]:
+    return jnp.concatenate([x[:, 0::2], x[:, 1::2]], axis=1)
+
+
+@program
 def square_block_transposed(w: f32["M/d N/t"]) -> f32["M/d N/t"]:
     return w.T
 

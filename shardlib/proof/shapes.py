@@ -213,15 +213,37 @@ def _piece_of(eq: Equation, x: Value, shape: tuple[int, ...]) -> Value:
 @rule("slice")
 def _slice(eq: Equation) -> Value:
     (x,), p, twin = eq.ins, eq.params, eq.twin.params
+    strided: dict[int, Dim] = {}
     for i, (a, b) in enumerate(zip(eq.shape(), eq.result_shape, strict=True)):
         if a == b and twin["limit_indices"][i] - twin["start_indices"][i] == eq.twin_shape()[i]:
+            continue
+        here, there = (tuple(q[name] and q[name][i] for name in ("start_indices", "strides")) for q in (p, twin))
+        k = here[1] or 1
+        if k > 1 and is_block(eq, x.dims[i]):
+            # Each device takes one of each k entries, if it has all k of them.
+            wholes = a == k * b and eq.twin_shape()[i] == k * eq.twin.outvars[0].aval.shape[i]
+            if not (wholes and here == there and here[0] < k):
+                over = ", ".join(x.dims[i].axes)
+                raise Refused(
+                    f"one of each {k} entries is taken along dim {i}, which is sharded over {over}: a device has {a} "
+                    f"entries of it, which are not groups of {k}, or the groups do not begin with its first one",
+                    f"let each device have a multiple of {k} entries: x.reshape(-1, {k})[:, 0] has the first of them",
+                )
+            strided[i] = cut(b, x.dims[i].axes)
             continue
         eq.uncut(x, i, "a part is taken")
         here, there = (tuple(q[name] and q[name][i] for name in ENDS) for q in (p, twin))
         if here != there and x.dims[i] is not UNIFORM:
             problem = f"the part taken of dim {i} depends on the mesh: {here[:2]} here, {there[:2]} on one device"
             raise Refused(problem, WHOLE_SIZES)
-    return _piece_of(eq, x, eq.result_shape)
+    found = _piece_of(eq, x, eq.result_shape)
+    return found.rearranged(strided.get(i, dim) for i, dim in enumerate(found.dims)) if strided else found
+
+
+def is_block(eq: Equation, dim: Dim | None) -> bool:
+    """Whether a device has a contiguous block of a sharded dim, of entries in their order."""
+    of_mesh = dim is not UNIFORM and bool(dim.axes) and all(axis in eq.sizes for axis in dim.axes)
+    return of_mesh and not dim.is_merged
 
 
 @rule("rev")
@@ -238,12 +260,16 @@ def _pad(eq: Equation) -> Value:
     eq.finished(fill)
     dims = list(x.dims)
     for i, config in enumerate(eq.params["padding_config"]):
-        if any(config):
+        low, high, between = config
+        if between and low + high == between and min(low, high) >= 0 and is_block(eq, x.dims[i]):
+            # As the gradient of x[low :: between + 1]: each entry becomes a group of them, on the same device.
+            dims[i] = cut(eq.result_shape[i], x.dims[i].axes)
+        elif any(config):
             eq.uncut(x, i, "entries are added")
             eq.same_size(0, i)
             dims[i] = whole(eq.result_shape[i])
-            if eq.twin.params["padding_config"][i] != config:
-                raise Refused(f"dim {i} is padded by a number that depends on the mesh", WHOLE_SIZES)
+        if eq.twin.params["padding_config"][i] != config:
+            raise Refused(f"dim {i} is padded by a number that depends on the mesh", WHOLE_SIZES)
     if x.is_zero and fill.is_zero:
         return constant(len(dims), 0, 0)
     return eq.joined(dims, [x.rearranged(x.dims), fill])
