@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numcodecs
 import numpy as np
 import pytest
 import zarr
@@ -334,8 +335,42 @@ def test_examples_of_the_documentation(tmp_path, monkeypatch):
     names = {}
     for example in examples:
         exec(example, names)
-    assert len(examples) == 3
+    assert len(examples) == 4
     assert names["is_start"].tolist() == [True] + [False] * (names["ids"].size - 1)
     starts = zarr.open_group("data/mine.zarr", mode="r")["train/seq_starts"][:]
     assert starts.tolist() == [0, 3, 5]
+    assert Reader("data/mine_for_seqax.zarr", "train").fingerprint == Reader("data/mine.zarr", "train").fingerprint
     assert zarr.open_group("data/mine.zarr", mode="r")["train/input_language"][:].tolist() == [0, 0, 0, 3, 3]
+
+
+def example_for_seqax():
+    text = (Path(__file__).parents[2] / "docs/flat-tokens.md").read_text()
+    return next(x.split("```")[0] for x in text.split("```python\n") if "mine_for_seqax" in x)
+
+
+def test_the_copy_for_seqax_is_laid_out_as_its_own_dataset(tmp_path, monkeypatch):
+    """seqax's own dataset, written by this project's writer and copied back, has the same arrays in the same files.
+
+    They are unpacked here as zarr v2 specifies, without zarr-python: seqax has zarr-python 2.
+    """
+    monkeypatch.chdir(tmp_path)
+    for split in ("train", "validation"):
+        reader = Reader(str(SEQAX), split)
+        ids, _ = flat_tokens.decode(read_whole(reader))
+        write("data/mine.zarr", [(ids, reader.document_spans(np.arange(reader.num_documents))[1])], split)
+    exec(example_for_seqax(), {})
+    copy, load = Path("data/mine_for_seqax.zarr"), lambda *path: json.loads(Path(*path).read_text())
+    for group in (copy, copy / "train", copy / "validation"):
+        assert load(group, ".zgroup") == {"zarr_format": 2}
+    for split in ("train", "validation"):
+        assert load(copy, split, ".zattrs") == load(SEQAX, split, ".zattrs")
+        for name in ("encoded_tokens", "seq_starts"):
+            mine, theirs = (load(root, split, name, ".zarray") for root in (copy, SEQAX))
+            for key in ("zarr_format", "shape", "chunks", "dtype", "order", "compressor"):
+                assert mine[key] == theirs[key]
+            assert mine["filters"] is None  # theirs are the differences of seq_starts
+            files = [{x.name for x in (root / split / name).iterdir()} - {".zattrs"} for root in (copy, SEQAX)]
+            assert files[0] == files[1]
+            chunk = numcodecs.get_codec(mine["compressor"]).decode((copy / split / name / "0").read_bytes())
+            values = np.frombuffer(chunk, mine["dtype"])[: mine["shape"][0]]
+            np.testing.assert_array_equal(values, zarr.open_group(str(SEQAX), mode="r")[split][name][:])
