@@ -291,8 +291,8 @@ class Checkpointer(contextlib.AbstractContextManager):
 
     def _fail(self, step: int, error: OSError) -> None:
         raise OSError(
-            f"checkpoint {self.store.url}/{directory_of(step)} was not saved: {error} Those before it, "
-            "if there are any, stay as they are."
+            f"{str(error).rstrip('.')}. The checkpoint {self.store.url}/{directory_of(step)} was not saved. Those "
+            "before it, if there are any, stay as they are."
         ) from error
 
     def _await_others(self, directory: str) -> Checksums:
@@ -318,7 +318,7 @@ class Checkpointer(contextlib.AbstractContextManager):
             time.sleep(0.2 if self.store.path else 1.0)
         found = json.loads(content)
         if "failed" in found:
-            raise OSError(f"process {process} failed to write its part: {found['failed']}")
+            raise OSError(f"{found['failed'].rstrip('.')} (of process {process})")
         self.store.write(key, None)
         return found["written"]
 

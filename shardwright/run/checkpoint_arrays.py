@@ -214,7 +214,7 @@ def _write_chunk(store: Store, directory: str, saved: SavedArray, index: Index, 
     try:
         store.write(f"{directory}/{key}", b"".join([content, checksum.to_bytes(CHECKSUM_BYTES, "little")]))
     except OSError as error:
-        raise OSError(f"writing the array {saved.name!r} failed: {error}.") from error
+        raise OSError(f"{error} (the array {saved.name!r})") from error
     return key, checksum
 
 

@@ -47,7 +47,7 @@ class Saves:
         except OSError as error:
             self._failed += 1
             if self._failed == MAX_FAILED:
-                raise OSError(f"{MAX_FAILED} checkpoints in a row were not saved. The last: {error}") from error
+                raise OSError(f"{error} {MAX_FAILED} checkpoints in a row were not saved.") from error
             tell(f"WARNING: {error} {then}")
             return False
         self._failed = 0

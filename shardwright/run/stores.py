@@ -6,6 +6,7 @@ A key is a path in a store, such as `0000000500/weights/embed/zarr.json`.
 import concurrent.futures
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
@@ -67,7 +68,10 @@ class Store:
         try:
             return future.result()
         except _ERRORS as error:
-            raise OSError(f"{self.url}/{key}: {error}") from error
+            # The reason first: `No space left on device` is at the end of what tensorstore says.
+            code = re.search("os_error_code='([0-9]+)'", str(error))
+            reason, place = os.strerror(int(code[1])) if code else "", f"{self.url}/{key}"
+            raise OSError(f"{reason}: {place}" if reason else f"{place}: {error}") from error
 
     def read(self, key: str, most: int = LARGE) -> bytes | None:
         """The content of a file; None if it is missing.

@@ -290,7 +290,7 @@ class Drill(RuleBasedStateMachine):
         assert told is not None or step in steps
         assert {*before} <= {*steps} or len(steps) >= self.keep, "rotation leaves the newest"
         if told is not None and not isinstance(told, Killed):
-            assert f"{step:010} was not saved: " in str(told)
+            assert f"{step:010} was not saved. " in str(told)
             assert {*before} <= {*steps}, "a save that fails removes nothing"
 
     @rule()
@@ -389,7 +389,8 @@ def test_what_fills_the_disk_is_told_and_leaves_nothing_visible(tmp_path):
     with files_of_at_most(2**16):
         checkpointer.save(2, state, {})
         with pytest.raises(
-            OSError, match=r"0000000002 was not saved: writing the array 'big' failed: .*File too large"
+            OSError,
+            match=r"^File too large: .*c/0 \(the array 'big'\)\. The checkpoint .*0000000002 was not saved\. Those",
         ):
             checkpointer.save(3, state, {})
         checkpointer.wait()  # told once
@@ -582,10 +583,12 @@ def test_two_processes_save_and_restore_and_tell_the_same(tmp_path):
     for i, output in enumerate(outputs):
         assert "restored 1234567 5" in output, output
         begin, there, damage, full = [line for line in output.splitlines() if line.startswith("told: ")]
-        assert "0001234568 was not saved: [Errno 5] Input/output error" in begin
+        assert begin.endswith("0001234568 was not saved. Those before it, if there are any, stay as they are.")
+        assert "Input/output error" in begin[:200]
         assert "ValueError cannot save step 1234567: " in there
         assert "is not what was written: " in damage
-        assert ("writing the array 'x' failed" if i else "process 1 failed to write its part") in full
+        assert full.startswith("told: OSError File too large: ")
+        assert ("(the array 'x')." if i else "(the array 'x') (of process 1).") in full
         assert "latest: 1234567" in output
     assert not list(tmp_path.glob("0001234567/.*"))
 

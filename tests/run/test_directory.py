@@ -227,7 +227,8 @@ def test_a_full_disk_loses_no_step_while_the_run_can_go_on(tmp_path):
     finally:
         run.kill()
     (error,) = run.stderr(0).splitlines()
-    assert error.startswith(f"Error: 3 checkpoints in a row were not saved. The last: checkpoint {tmp_path}/run/check")
+    assert error.startswith(f"Error: File too large: {tmp_path}/run/checkpoints/")
+    assert error.endswith("3 checkpoints in a row were not saved.")
     assert "if there are any, stay as they are" in error
     (kept,) = steps()
     assert not kept.endswith(".tmp")
@@ -254,6 +255,7 @@ def test_one_run_in_a_directory_and_none_without_one(tmp_path):
     assert f"WARNING: {path} cannot be written: No such file or directory; its lines wait" in first.stdout(0)
     assert f"Error: {path} cannot be written: No such file or directory; lines of its last steps" in first.stderr(0)
     assert "Traceback" not in first.stderr(0)
+    assert not [line for line in first.stdout(0).splitlines() if line.startswith("metrics ")]
 
 
 def test_a_renamed_run_does_not_begin_again_where_its_checkpoints_are_not(tmp_path):

@@ -1,5 +1,6 @@
 """What a hardware config sets before JAX starts, and what of it the installed XLA does not know."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,11 @@ def test_who_sets_the_environment_overrides(tmp_path):
     names = "NCCL_A", "NCCL_B"
     show = f"print(*map(os.environ.get, {names}))"
     assert start(hardware, show, NCCL_B="theirs") == "1 theirs"
+    hardware = "HardwareConfig(environment={'XLA_CLIENT_MEM_FRACTION': '0.9'}, compilation_cache=None)"
+    show = "print(*[x for x in os.environ.items() if 'MEM_FRACTION' in x[0]])"
+    assert start(hardware, show) == "('XLA_CLIENT_MEM_FRACTION', '0.9')"
+    theirs = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}  # the older name, beside which JAX takes no other
+    assert start(hardware, show, **theirs) == "('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.5')"
 
 
 @pytest.mark.quick
@@ -102,3 +108,22 @@ def test_all_options_of_the_configs_are_known_here():
         assert len(known_options(options, said.append)) == len(options) - len(said) > 0
         assert all("pipeline" in line for line in said), "it has another name from jax 0.11 on"
         assert len(said) <= 1
+
+
+@pytest.mark.long
+def test_processes_join_beside_a_proxy_of_the_environment():
+    """Which answers nothing: none of theirs goes there."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    code = [
+        "import sys, jax",
+        "from shardwright.cluster.config import DistributedConfig, HardwareConfig",
+        "from shardwright.cluster.devices import start_devices",
+        f"settings = DistributedConfig(coordinator={address!r}, count=2, id=int(sys.argv[1]), join_timeout=30)",
+        "start_devices(settings, HardwareConfig(compilation_cache=None))",
+        "print(jax.process_count())",
+    ]
+    env = without_cache() | dict.fromkeys(("http_proxy", "https_proxy"), "http://127.0.0.1:9")
+    options = {"cwd": ROOT, "env": env | {"JAX_PLATFORMS": "cpu"}, "stdout": subprocess.PIPE, "text": True}
+    both = [subprocess.Popen([sys.executable, "-c", "\n".join(code), str(i)], **options) for i in range(2)]
+    assert [process.communicate(timeout=100)[0] for process in both] == ["2\n", "2\n"]
