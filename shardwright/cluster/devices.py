@@ -50,7 +50,9 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
         ValueError: JAX does not find the processes, or process 0 cannot use its port.
     """
     for name, value in hardware.environment.items():
-        os.environ.setdefault(name, value)
+        older = name.replace("XLA_CLIENT_", "XLA_PYTHON_CLIENT_")  # JAX takes one of the two
+        if older not in os.environ:
+            os.environ.setdefault(name, value)
     simulate_devices(hardware)
     # If hosts do not share their homes, process 0 alone would find programs, and would not compile with the others.
     unshared = not processes.is_single and hardware.compilation_cache == type(hardware).compilation_cache
@@ -64,6 +66,8 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
         _check_port(processes.coordinator)
         # Without it, JAX listens on all addresses of the host, 127.0.0.1 or not.
         named["coordinator_bind_address"] = processes.coordinator
+    # Empty, as gRPC reads it: no proxy. Processes of a run reach one another, and http_proxy is for other addresses.
+    os.environ.setdefault("grpc_proxy", "")
     waiting = threading.Timer(processes.join_timeout, _give_up_joining, [processes])
     waiting.daemon = True
     waiting.start()
@@ -174,6 +178,8 @@ def _give_up_joining(processes: DistributedConfig) -> None:
     problem = f"not all processes found one another within {processes.join_timeout} s (distributed.join_timeout)."
     if processes.coordinator is not None:
         problem += f" Does process 0 run, and is {processes.coordinator} its address for all hosts?"
+    if proxy := os.environ.get("grpc_proxy"):  # noqa: SIM112
+        problem += f" They connect by the proxy of the environment: unset grpc_proxy={proxy}."
     try:
         os.write(2, f"Error: process {processes.id} on {socket.gethostname()}: {problem} {LOST.next}\n".encode())
     finally:

@@ -28,6 +28,7 @@ from shardwright.run.trackers import check_or_enqueue, with_edits
 from shardwright.settings.composing import Program
 from shardwright.settings.exits import STOPPED
 from shardwright.settings.program import refusals_shown, start
+from shardwright.settings.words import print_if_possible
 from shardwright_data.checks import check_ranges
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -48,6 +49,7 @@ def program(run: Callable[[Any], Any]) -> Callable[[], None]:
 
     @functools.wraps(run)
     def main() -> None:
+        print_if_possible()
         register_schema()
         about = Program(f"python -m {run.__module__}", CONFIGS, None, Config, inspect.getmodule(run).__doc__ or "")
         sys.argv[1:] = with_edits(sys.argv[1:])

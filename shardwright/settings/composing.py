@@ -1,5 +1,6 @@
 """The command line of a program: its flags and settings, and in one message what Hydra cannot compose of them."""
 
+import contextlib
 import dataclasses
 import re
 import traceback
@@ -12,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.parsing import did_you_mean
 from shardlib.places import shown_path
-from shardwright.settings.settings import is_section, kind_of, settings_of, words_for
+from shardwright.settings.settings import is_section, kind_of, settings_of, without_null, words_for
 
 QUOTES = "Write name=value, and a value with signs such as , = [ { ~ é in quotes of both kinds: 'name=\"value\"'."
 NAMES = ("--config-name", "-cn")
@@ -62,7 +63,7 @@ def check_flags(program: Program, arguments: Sequence[str]) -> None:
 
 def is_of_composing(error: Exception) -> bool:
     """Whether `error` is of what Hydra composes, and not of a job, which Hydra calls in its function run_job."""
-    kinds = HydraException, OmegaConfBaseException, AttributeError  # the last of a setting of a section that is null
+    kinds = HydraException, OmegaConfBaseException, AttributeError, AssertionError  # the last two of a null section
     calls = (frame.f_code.co_name for frame, _ in traceback.walk_tb(error.__traceback__))
     return isinstance(error, kinds) and "run_job" not in calls
 
@@ -77,7 +78,9 @@ def explained(program: Program, error: Exception, arguments: Sequence[str]) -> s
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OmegaConfBaseException):
         cause = cause.__cause__ or cause.__context__
-    is_null = isinstance(error, AttributeError) and "NoneType" in str(error)
+    is_null = isinstance(error, AttributeError | AssertionError) and "NoneType" in str(error)
+    if is_null and (section := _null_section(program, overrides)):
+        return section
     reason = "a setting is given of a section that is null" if is_null else _first_line(error)
     if found := re.match(r"(?:Could not (?:override|append to|delete)|Ambiguous value for argument) '(.+?)'", reason):
         key, _, value = found[1].lstrip("+~").partition("=")
@@ -92,6 +95,23 @@ def explained(program: Program, error: Exception, arguments: Sequence[str]) -> s
         return (f"{where[1]}.yaml: " if where else "") + wrong_setting(program.schema, cause, overrides)
     more = _first_line(cause) if cause is not None and cause is not error else ", ".join(overrides)
     return f"{reason} ({more}). Correct the setting; `{program.command} --help` lists the settings."
+
+
+def _null_section(program: Program, overrides: Sequence[str]) -> str | None:
+    """The message for a setting of a section that is null, which OmegaConf fills from files alone; None if none is."""
+    for name in (text.lstrip("+~").partition("=")[0] for text in overrides):
+        group, _, rest = name.partition(".")
+        section = rest.partition(".")[0]
+        with contextlib.suppress(ValueError):
+            if is_section(kind := kind_of(program.schema, f"{group}.{section}")) and without_null(kind) is not kind:
+                directory = program.configs / group
+                files = [path for path in sorted(directory.glob("*.yaml")) if f"\n{section}:" in path.read_text()]
+                having = " or ".join(f"{group}={path.stem}" for path in files)
+                return (
+                    f"{name} cannot be given: {group}.{section} is null here. Choose a configuration that has this "
+                    f"section, {having}, beside it; or write one in {shown_path(str(directory))}/."
+                )
+    return None
 
 
 def _first_line(error: BaseException) -> str:

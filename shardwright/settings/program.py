@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import io
 import os
 import re
 import socket
@@ -111,6 +112,9 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
         job: function of the configuration that Hydra composed. It shows its own refusals, with refusals_shown.
         sections: gives dataclasses of sections whose type the schema leaves open, for the help.
     """
+    for stream in (sys.stdout, sys.stderr):  # a character that a terminal lacks ends no program
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     # Hydra wants the settings together, after the flags.
     sys.argv[1:] = sorted(sys.argv[1:], key=is_setting)
     if not program.configs.is_dir():  # what `pip install .` installs is for `import` alone

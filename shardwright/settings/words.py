@@ -1,6 +1,44 @@
 """Text that programs show."""
 
+import contextlib
+import errno
+import io
+import os
+import sys
+
 from shardwright_data.foreign import shown
+
+
+class _Optional(io.FileIO):
+    """stdout or stderr, without which a process goes on: what cannot be written is lost, as stderr says once.
+
+    A reader who left, such as `head`, is told as ever.
+    """
+
+    _is_whole = True
+
+    def write(self, content: bytes) -> int:
+        try:
+            return super().write(content)
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise
+            if self._is_whole:
+                self._is_whole = False
+                with contextlib.suppress(OSError):
+                    os.write(2, f"WARNING: stdout has lost lines: {error.strerror}. The run goes on.\n".encode())
+            return len(content)
+
+
+def print_if_possible() -> None:
+    """Makes stdout and stderr write ? for what they cannot encode, and lose what they cannot write: on a full disk."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is not None and stream is getattr(sys, f"__{name}__"):
+            stream.flush()
+            raw = _Optional(stream.fileno(), "wb", closefd=False)
+            options = {"encoding": stream.encoding, "errors": "replace", "line_buffering": stream.line_buffering}
+            setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), **options))
 
 
 def say(text: str, flush: bool = False) -> None:

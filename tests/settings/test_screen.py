@@ -1,10 +1,17 @@
-"""Tables on a terminal of 80 columns."""
+"""Tables on a terminal of 80 columns, and what cannot be printed."""
 
 import io
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from shardwright.settings.screen import print_table
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_a_table_that_is_too_wide_has_its_names_and_all_digits():
@@ -16,3 +23,33 @@ def test_a_table_that_is_too_wide_has_its_names_and_all_digits():
     assert all(len(line) <= 80 for line in columns)
     assert all(part in printed for text in numbers for part in text.split())
     assert "".join(line[:10].strip() for line in columns[1:]).startswith("layers.att")
+
+
+@pytest.mark.quick
+def test_lines_of_a_run_that_cannot_be_printed_end_nothing(tmp_path):
+    """Characters that stdout lacks are ?. A full disk loses them, and stderr says so once."""
+    code = (
+        "from shardwright.settings.words import print_if_possible, say\n"
+        "print_if_possible()\n"
+        "for _ in range(9): say('x → é', flush=True)"
+    )
+    command, env = [sys.executable, "-c", code], os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    run = lambda **files: subprocess.run(command, env=env, text=True, stderr=subprocess.PIPE, timeout=60, **files)
+    assert (done := run(stdout=subprocess.PIPE)).stdout == "x ? ?\n" * 9, done.stderr
+    with open("/dev/full", "w") as full:
+        done = run(stdout=full)
+    assert done.returncode == 0
+    assert done.stderr == "WARNING: stdout has lost lines: No space left on device. The run goes on.\n"
+
+
+@pytest.mark.long
+def test_a_run_goes_on_without_stdout(tmp_path):
+    settings = ["--config-name=local_test_synthetic", f"paths.root_working_dir={tmp_path}", "training.steps=2"]
+    command = [sys.executable, "-m", "train", *settings, "hardware.simulated_devices=8", "mesh.t=1"]
+    env = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*command, "paths.model_name=x"], cwd=ROOT, env=env, stdout=full, timeout=200)
+    assert done.returncode == 0
+    assert (tmp_path / "x/checkpoints").is_dir()
+    tool = [sys.executable, "-m", "tools.report", f"run={tmp_path}/x"]
+    assert subprocess.run(tool, cwd=ROOT, env=env, stdout=subprocess.PIPE, timeout=200).returncode == 0
