@@ -40,9 +40,7 @@ class Settings(CheckpointChoice):
     """Longest time of a request, from its connection to the end of its text. The wait for other texts is part of it."""
 
 
-FIELDS = {"temperature": (float, "1.0"), "min_p": (float, "0.05"), "max_tokens": (int, "")}  # kinds and defaults
-USUAL_TOKENS = 200
-"""Usual number of tokens in a text, where the model sees as many."""
+FIELDS = {"temperature": (float, "1.0"), "min_p": (float, "0.05"), "max_tokens": (int, "200")}  # kinds and defaults
 PAGE = Template("""<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>$title</title>
 <style>:root { color-scheme: light dark } body { font: 16px/1.5 system-ui; max-width: 45em; margin: auto; padding: 1em }
@@ -78,9 +76,9 @@ class Model:
             self.weights, self.source = saved.read_weights(self.model, train.programs, self.config.other_source, print)
             self.step, self.metadata = saved.step, saved.metadata
 
-    def sampler(self, context: int, temperature: float, min_p: float) -> Sampler:
-        """What draws tokens one by one, with memory for as many in a text, prompt included."""
-        end = self.tokenizer.end
+    def sampler(self, room: int, temperature: float, min_p: float) -> Sampler:
+        """What draws tokens one by one, with memory for as many in a text, prompt included, or for all that it sees."""
+        end, context = self.tokenizer.end, min(room, self.c.training.seq_len)
         settings = Sampling(context, temperature, min_p=min_p, stop=() if end is None else (end,))
         return Sampler(train.Forward(self.model, self.c.training), settings, context, 1, self.source, chunk=1)
 
@@ -124,11 +122,14 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path, _, query = self.path.partition("?")
         asked = {name: value.replace("\r\n", "\n") for name, value in parse_qsl(query, keep_blank_values=True)}
+        with self.model.alone() if "prompt" in asked else contextlib.nullcontext():
+            self._answer(path, asked)
+
+    def _answer(self, path: str, asked: dict[str, str]) -> None:
         context = self.model.c.training.seq_len
-        usual = {name: default for name, (_, default) in FIELDS.items()} | {
-            "max_tokens": str(min(USUAL_TOKENS, context))
-        }
-        values = {name: asked.get(name) or default for name, default in usual.items()}
+        values = {name: asked.get(name) or default for name, (_, default) in FIELDS.items()}
+        if not asked.get("max_tokens"):
+            values["max_tokens"] = str(min(int(values["max_tokens"]), context))
         try:
             if path != "/":
                 raise ValueError(f"there is no page {path}, only /.")
@@ -143,42 +144,28 @@ class Handler(BaseHTTPRequestHandler):
             sampling = Sampling(**{name: kind(values[name]) for name, (kind, _) in FIELDS.items()})
             check_ranges("", sampling)
             check_range("max_tokens", sampling.max_tokens, 1, context + 1)
-        except ValueError as error:
-            return self._answer(values, asked, error)
-        if "prompt" not in asked:
-            return self._answer(values, asked)
-        with self.model.alone():
-            try:
+            ids = None
+            if "prompt" in asked:
                 self.model.refresh()
                 ids = self.model.tokenizer.ids(asked["prompt"])
                 room = 1 << (len(ids) + sampling.max_tokens).bit_length()  # few of them, as each is compiled
-                sampler = self.model.sampler(min(room, context), sampling.temperature, sampling.min_p)
+                sampler = self.model.sampler(room, sampling.temperature, sampling.min_p)
                 sampler.check([ids])
-            except (ValueError, OSError) as error:
-                return self._answer(values, asked, error)
-            self._answer(values, asked, None, lambda write: self.model.stream(sampler, ids, sampling, write))
-
-    def _answer(
-        self,
-        values: dict[str, str],
-        asked: dict[str, str],
-        error: Exception | None = None,
-        text: Callable[[Callable[[str], None]], None] | None = None,
-    ) -> None:
-        """Sends the page, and the text that `text` writes, piece by piece."""
+            status, about = 200, f"step {self.model.step}"
+        except (ValueError, OSError) as error:
+            ids, status, about = None, 400, f"Error: {error}"
         run, prompt = self.model.config.run, escape(asked.get("prompt", ""))
-        about = f"step {self.model.step}" if error is None else f"Error: {error}"
         fields = (f'<label>{n} <input name="{n}" value="{escape(v)}" size="6"></label>' for n, v in values.items())
         parts = {"title": escape(run), "prompt": prompt, "fields": " ".join(fields), "about": escape(f"{run}: {about}")}
         write = lambda text: self.wfile.write(text.encode(errors="replace"))
         with contextlib.suppress(ConnectionError, TimeoutError):  # a reader who has left, or does not read
-            self.send_response(200 if error is None else 400)
+            self.send_response(status)
             self.send_header("Content-Type", "text/html; charset=utf-8")
             self.end_headers()
             write(PAGE.substitute(parts))
-            if text is not None:
+            if ids is not None:
                 write(f"<pre><b>{prompt}</b>")
-                text(lambda piece: write(escape(piece)))
+                self.model.stream(sampler, ids, sampling, lambda text: write(escape(text)))
                 write("</pre>")
 
 

@@ -445,8 +445,8 @@ class Run:
             tell(self._drawing.result())
         self._log.add_event(self.done - 1, "end", {"state": state} | ({"why": why} if why else {}))
         page, metrics = self._page.finish(), self.directory / "metrics.jsonl"
-        if page or metrics.exists():
-            tell(f"report     {page}  (open it in a browser)" if page else f"metrics    {metrics}")
+        found = f"report     {page}  (open it in a browser)" if page else f"metrics    {metrics}"
+        tell(found) if page or metrics.exists() else None
 
     def _end_by_error(self, kind: type | None, error: BaseException | None, _: Any) -> None:
         if error is not None and self._loss is not None:

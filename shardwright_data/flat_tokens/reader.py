@@ -7,7 +7,7 @@ import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorstore as ts
@@ -28,15 +28,8 @@ MOST_PROBES_LOCAL, MOST_PROBES_REMOTE = 4096, 64
 _AGAIN = "Write or copy the dataset again."
 _ATTRIBUTES = {"max_token_id": int, "format?": str, "version?": int, "num_tokens?": int, "num_documents?": int}
 _CODECS = "blosc", "bz2", "delta", "zlib", "zstd"
-
-
-class _Files(NamedTuple):
-    """Files of a local array: `prefix` and a number, with `size` elements in at most `most` bytes."""
-
-    prefix: str
-    size: int
-    most: int
-    checked: set[int]
+_most_bytes = lambda size: 1024 + 64 * size
+"""Bound on a file of `size` elements. Each may be a chunk of its own, with 16 bytes in an index and what codecs add."""
 
 
 class Reader:
@@ -73,7 +66,8 @@ class Reader:
         self._opened = self._stamps()
         # A store that answers slowly should get all requests of a batch at once.
         stores = {f"{name}_request_concurrency": {"limit": STORE_REQUESTS} for name in ("http", "gcs", "s3")}
-        self._files: dict[str, _Files] = {}
+        self._files: dict[str, tuple[str, int, set[int]]] = {}
+        """Of each local array: what the paths of its files begin with, elements in one, and the files looked at."""
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}} | stores)
         self.zarr_format, self.attributes = self._read_attributes()
         self.max_token_id = self.attributes["max_token_id"]
@@ -123,10 +117,9 @@ class Reader:
         return zarr_format, attributes
 
     def _metadata(self, key: str) -> dict[str, Any]:
-        """What the zarr.json or .zarray of an array says; empty if it is missing.
+        """What the zarr.json or .zarray of an array says, empty if it is missing. Notes its files for `_check_files_of`.
 
-        Of a local array it notes the names of the files and their largest size, for `_check_files_of`. Raises
-        ValueError if the files cannot be read.
+        Raises ValueError if they cannot be read.
         """
         name = "zarr.json" if self.zarr_format == 3 else ".zarray"
         if not (found := self._read_json(f"{key}/{name}")):
@@ -134,10 +127,10 @@ class Reader:
         with refused(f"{self.path}: {key}/{name} is not that of an array", _AGAIN):
             if self.zarr_format == 3:
                 chunk, encoding = found["chunk_grid"]["configuration"]["chunk_shape"], found["chunk_key_encoding"]
-                sharding = found["codecs"][0]["configuration"] if found["codecs"] else {}
+                sharding = found["codecs"][0].get("configuration", {}) if found["codecs"] else {}
                 held = sharding.get("chunk_shape", chunk)  # of a shard its chunks are read, one by one
-                prefix = f"c{encoding.get('configuration', {}).get('separator', '/')}"
-                prefix = "" if encoding["name"] == "v2" else prefix
+                separator = encoding.get("configuration", {}).get("separator", "/")
+                prefix = "" if encoding["name"] == "v2" else f"c{separator}"
             else:
                 held, chunk, prefix = found["chunks"], found["chunks"], ""
                 codecs = [codec["id"] for codec in (*(found["filters"] or ()), found["compressor"]) if codec]
@@ -146,8 +139,7 @@ class Reader:
             if not 0 < math.prod(held) < MEMORY // 8 or (size := math.prod(chunk)) < 1:
                 raise ValueError(f"its chunks are {held}, more than memory holds")
         if (path := local_path(self._root)) is not None:
-            # In a shard an element may be a chunk of its own: with 16 bytes in the index, and what its codecs add.
-            self._files[key] = _Files(f"{path}{key}/{prefix}", size, 1024 + 64 * size, set())
+            self._files[key] = f"{path}{key}/{prefix}", size, set()
         return found
 
     def _check_files_of(self, key: str, starts: Places, ends: Places) -> None:
@@ -156,14 +148,15 @@ class Reader:
         tensorstore would wait for a pipe, and end the process where memory ends. Each file is looked at once. One that
         is missing passes.
         """
-        if (files := self._files.get(key)) is None:
+        if key not in self._files:
             return
-        first, last = starts // files.size, (ends - 1) // files.size
+        prefix, size, checked = self._files[key]
+        first, last = starts // size, (ends - 1) // size
         within = [np.arange(a, b) for a, b in zip(first, last, strict=True) if b - a > 1]
-        for i in {*np.concatenate([first, last, *within]).tolist()} - files.checked:
+        for i in {*np.concatenate([first, last, *within]).tolist()} - checked:
             with contextlib.suppress(FileNotFoundError):
-                check_file(f"{files.prefix}{i}", files.most)
-            files.checked.add(i)
+                check_file(f"{prefix}{i}", _most_bytes(size))
+            checked.add(i)
 
     def _open_array(self, key: str, dtype: type, remedy: str = _AGAIN) -> ts.TensorStore:
         spec = {
@@ -195,7 +188,7 @@ class Reader:
 
         def read(domain: ts.IndexDomain, values: np.ndarray, _: Any) -> None:
             start, end = domain.inclusive_min[0], domain.exclusive_max[0]
-            content = read_file(self._root, f"{key}/{start // size}", 1024 + 64 * size)
+            content = read_file(self._root, f"{key}/{start // size}", _most_bytes(size))
             if content is None:
                 raise ValueError(f"{key}/{start // size} is missing")
             for codec in codecs:
