@@ -28,8 +28,8 @@ MOST_PROBES_LOCAL, MOST_PROBES_REMOTE = 4096, 64
 _AGAIN = "Write or copy the dataset again."
 _ATTRIBUTES = {"max_token_id": int, "format?": str, "version?": int, "num_tokens?": int, "num_documents?": int}
 _CODECS = "blosc", "bz2", "delta", "zlib", "zstd"
-_most_bytes = lambda size: 1024 + 64 * size
-"""Bound on a file of `size` elements. Each may be a chunk of its own, with 16 bytes in an index and what codecs add."""
+_MOST_BYTES = 64
+"""Bound on the bytes of an element in a file, beside 1024: it may be a chunk, with an entry in an index of a shard."""
 
 
 class Reader:
@@ -117,7 +117,7 @@ class Reader:
         return zarr_format, attributes
 
     def _metadata(self, key: str) -> dict[str, Any]:
-        """What the zarr.json or .zarray of an array says, empty if it is missing. Notes its files for `_check_files_of`.
+        """What the zarr.json or .zarray of an array says; empty without one. Notes its files for `_check_files_of`.
 
         Raises ValueError if they cannot be read.
         """
@@ -155,7 +155,7 @@ class Reader:
         within = [np.arange(a, b) for a, b in zip(first, last, strict=True) if b - a > 1]
         for i in {*np.concatenate([first, last, *within]).tolist()} - checked:
             with contextlib.suppress(FileNotFoundError):
-                check_file(f"{prefix}{i}", _most_bytes(size))
+                check_file(f"{prefix}{i}", 1024 + _MOST_BYTES * size)
             checked.add(i)
 
     def _open_array(self, key: str, dtype: type, remedy: str = _AGAIN) -> ts.TensorStore:
@@ -188,7 +188,7 @@ class Reader:
 
         def read(domain: ts.IndexDomain, values: np.ndarray, _: Any) -> None:
             start, end = domain.inclusive_min[0], domain.exclusive_max[0]
-            content = read_file(self._root, f"{key}/{start // size}", _most_bytes(size))
+            content = read_file(self._root, f"{key}/{start // size}", 1024 + _MOST_BYTES * size)
             if content is None:
                 raise ValueError(f"{key}/{start // size} is missing")
             for codec in codecs:
