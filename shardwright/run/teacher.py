@@ -39,9 +39,11 @@ def model_of(c: Config) -> LanguageModel | None:
     try:
         if mesh_axes().get(PIPELINE_AXIS, 1) > 1:
             raise ValueError(f"pipeline stages have no place for it. Set mesh.{PIPELINE_AXIS}=1.")
-        saved = saved_config(_manifest(path)[1]["metadata"])
-        saved |= {"pipeline": {}, "data": {}}  # which may name code and addresses, and no step of this run has them
-        saved["training"].pop("changes", None)
+        metadata = _manifest(path)[1]["metadata"]
+        saved = saved_config(metadata)
+        metadata["config"].pop("pipeline", None)  # reference_record has never hashed it
+        # They may name code and addresses, and no step of this run has them.
+        saved |= {"pipeline": {}, "data": {}, "training": saved["training"] | {"changes": []}}
         sizes = config_of(saved, trust=saved["model"].get("module") == c.model.module).model
         model, inputs = load_model(sizes), inputs_of(load_model(c.model))
         if sizes.vocab != c.model.vocab:

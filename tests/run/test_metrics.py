@@ -111,6 +111,12 @@ def test_metrics_are_read_one_step_late(tmp_path):
     assert len(read(tmp_path)) == 2
 
 
+def test_a_pipe_in_the_place_of_the_log_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(OSError, match=r"metrics.jsonl cannot be written: it is a directory, a pipe or a device\. Move"):
+        run_log(tmp_path)
+
+
 def test_resuming_replaces_later_and_torn_lines(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     earlier = [{"step": step, "loss": 1.5} for step in range(4)] + [{"step": 3, "event": "validation"}]
