@@ -218,7 +218,7 @@ def test_a_save_after_the_last_step_is_tried_again(tmp_path, dataset, monkeypatc
             run(tmp_path / "some", dataset, steps=2)
         return
     run(tmp_path / "some", dataset, steps=2)
-    assert capsys.readouterr().out.count("the disk is gone Those before it") == failures
+    assert capsys.readouterr().out.count("the disk is gone. The checkpoint ") == failures
     assert [path.name for path in (tmp_path / "some/checkpoints").iterdir()] == ["0000000002"]
 
 
@@ -240,5 +240,5 @@ def test_a_save_that_is_there_although_it_failed_is_written_again(tmp_path, data
     monkeypatch.setattr(checkpoint, "commit", fail_after)
     monkeypatch.setattr(saving, "AGAIN_S", 0.01)
     run(tmp_path / "some", dataset, steps=2)
-    assert capsys.readouterr().out.count("the answer is lost Those before it") == 1
+    assert capsys.readouterr().out.count("the answer is lost. The checkpoint ") == 1
     assert Checkpointer(tmp_path / "some/checkpoints").verify(2) == []
