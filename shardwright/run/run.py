@@ -444,9 +444,8 @@ class Run:
         if self._drawing:
             tell(self._drawing.result())
         self._log.add_event(self.done - 1, "end", {"state": state} | ({"why": why} if why else {}))
-        page, metrics = self._page.finish(), self.directory / "metrics.jsonl"
-        found = f"report     {page}  (open it in a browser)" if page else f"metrics    {metrics}"
-        tell(found) if page or metrics.exists() else None
+        if (page := self._page.finish()) or (self.directory / "metrics.jsonl").exists():
+            tell(f"report     {page}  (open it in a browser)" if page else f"metrics    {self.directory}/metrics.jsonl")
 
     def _end_by_error(self, kind: type | None, error: BaseException | None, _: Any) -> None:
         if error is not None and self._loss is not None:
