@@ -6,8 +6,10 @@ bases of them, Q and P. Adam's first moment M is that of G. Its second moment V 
     W ← W - rate · Q (Qᵀ M P / √V) Pᵀ
 
 The bases are eigenvectors of the factors after the first step, which leaves W as it is. Every FREQUENCY steps a step of
-orthogonal iteration moves them on. As under Muon, one all_to_all for each axis gives each device some of the matrices
-whole, with their state, and another returns the results. docs/changing.md has the changes of train.py.
+orthogonal iteration moves them on. Where a factor is not of full rank, as that of the longer side of a matrix is after
+the first step, the rest of its basis follows from the vectors that are known, so that rounding does not choose it. As
+under Muon, one all_to_all for each axis gives each device some of the matrices whole, with their state, and another
+returns the results. docs/changing.md has the changes of train.py.
 """
 
 import dataclasses
@@ -32,6 +34,8 @@ W = TypeVar("W")
 
 FREQUENCY, LONGEST = 10, 10_000
 """Number of steps between changes of the bases, and the longest side that has a factor and a basis of its own."""
+ROUNDING = 1e-5
+"""What is so small beside the largest may be what f32 rounding has left."""
 SIDES = {"soap_left": "inputs", "soap_right": "outputs", "soap_left_basis": "inputs", "soap_right_basis": "outputs"}
 """Fields of State: L, R, Q and P. Each has the dims of a side twice."""
 
@@ -89,6 +93,16 @@ def on_matrices(fn: Any, update: Update, t: ArrayType, step: jax.Array, arrays: 
     return shardops.per_device(results, per_device, step, arrays, reason=reason)
 
 
+def basis_of(columns: jax.Array) -> jax.Array:
+    """Orthonormal basis [n, n], of which the first vectors span what the first of the `columns` [n, n] do.
+
+    A column that depends on those before it, up to rounding, is left out: QR then has a reflection of a unit vector in
+    its place, which follows from the others. Of what rounding leaves of it, each mesh would make another vector.
+    """
+    ends = jnp.abs(jnp.diagonal(jnp.linalg.qr(columns, mode="r")))
+    return jnp.linalg.qr(jnp.where(ends > ROUNDING * jnp.max(ends), columns, 0.0))[0]
+
+
 def of_matrix(c: OptimizerConfig, step, g, m, v, left, right, q, p) -> list:
     """The change of a matrix, None for M, and V, the factors and the bases after the step. Each is 2-D, or None."""
     dot = lambda x, y: y if x is None else x if y is None else jnp.matmul(x, y, precision="highest")
@@ -97,12 +111,22 @@ def of_matrix(c: OptimizerConfig, step, g, m, v, left, right, q, p) -> list:
     average = lambda old, new: c.adam_b2 * old + (1 - c.adam_b2) * new
     v = jnp.where(is_first, v, average(v, jnp.square(dot(dot(t(q), g), p))))
     bias = jnp.sqrt(1 - c.adam_b2**count) / (1 - c.adam_b1**count)
-    change = bias * dot(dot(t(q), m), p) / (jnp.sqrt(v) + c.adam_epsilon)
+    size = jnp.sqrt(v)
+    change = bias * dot(dot(t(q), m), p) / (size + c.adam_epsilon)
+    # Along a vector on which all gradients were 0, V and M are what rounding has left of it.
+    largest = (jnp.max(size, axis=axis, keepdims=True) > ROUNDING * jnp.max(size) for axis in (0, 1))
+    change = jnp.where(functools.reduce(jnp.logical_and, largest), change, 0.0)
     change = jnp.where(is_first, 0.0, dot(dot(q, change), t(p)))
     left, right = each(average, (left, right), (dot(g, g.T), dot(g.T, g)))
 
     def first(v):
-        return v, *each(lambda x: jnp.linalg.eigh(x)[1][:, ::-1], (left, right))
+        """V, and bases of the singular vectors of G, by falling singular values."""
+        is_wide = g.shape[0] < g.shape[1]
+        x, short, long = (g.T, left, right) if is_wide else (g, right, left)  # [longer side, shorter side]
+        own = None if short is None else basis_of(dot(short, jnp.linalg.eigh(short)[1][:, ::-1]))
+        # Eigenvectors of the longer factor, which has no such rank, would be rounding's choice.
+        other = None if long is None else basis_of(jnp.pad(dot(x, own), ((0, 0), (0, len(x) - x.shape[1]))))
+        return v, *((own, other) if is_wide else (other, own))
 
     def moved(v):
         """V in the new bases, whose vectors are ordered by falling eigenvalues, and these."""
@@ -111,7 +135,7 @@ def of_matrix(c: OptimizerConfig, step, g, m, v, left, right, q, p) -> list:
             if factor is not None:
                 ahead = dot(factor, basis)
                 order = jnp.argsort(-jnp.sum(basis * ahead, axis=0))
-                v, basis = v[order], jnp.linalg.qr(ahead[:, order])[0]
+                v, basis = v[order], basis_of(ahead[:, order])
             v, bases = v.T, [*bases, basis]
         return v, *bases
 
