@@ -33,8 +33,8 @@ class Names:
     base: str
     """Prefix that the files of a model without an output projection leave out."""
     unused: str
-    """Regular expression of the end of tensors that files may have and that are not read: those without effect, and an
-    output projection that is `embed` again."""
+    """Regular expression of the end of tensors that files may have and that are not read: those without effect, and
+    lm_head.weight where it is `embed` again."""
     experts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Weights of experts: their name, with {} for the numbers of the layer and of the expert; and ours."""
     stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
@@ -98,6 +98,14 @@ class Names:
         if others := sorted(name for name in others if not re.search(f"(?:{self.unused})$", name)):
             first = f"{', '.join(others[:4])}{' …' if len(others) > 4 else ''}"
             raise ValueError(f"{len(others)} tensors are only in the files, or only in the model: {first}")
+        names = {name.removeprefix(self.base): name for name in tensors}
+        table_of = names[self.whole["embed"].removeprefix(self.base)] if "lm_head.weight" in tensors else None
+        is_read = any(name == "lm_head.weight" for name, *_ in walk)
+        if table_of and not is_read and not np.array_equal(tensors["lm_head.weight"], tensors[table_of]):
+            raise ValueError(
+                f"lm_head.weight differs from {table_of}, although the model ties them: in config.json, set "
+                "tie_word_embeddings to false if the output projection is one of its own; or delete lm_head.weight."
+            )
         found = {name: np.empty(weight.shape, np.float32) for name, weight in named_leaves(table).items()}
         for theirs, i, parts, stack in walk:
             tensor = tensors[theirs]

@@ -100,6 +100,11 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
     if not 0 <= c.bos_id < c.vocab:
         raise ValueError(f"bos_id is {c.bos_id}; it must be an id of the vocabulary, at least 0 and below {c.vocab}.")
     check_rules(c, content)
+    if config.check and content.get("quantization_config"):
+        raise ValueError(
+            "config.json has a quantization_config, by which transformers would quantize the weights to compare. These "
+            "are not quantized: delete it from config.json, or set check=false."
+        )
     log(f"compared   {compare_logits(c, weights, directory) if config.check else 'nothing: check=false'}")
     model = dataclasses.asdict(c)
     length = content.get("max_position_embeddings") or content.get("n_positions") or 2048

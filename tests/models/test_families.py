@@ -246,7 +246,7 @@ def test_logits_with_a_cache_are_those_without(name):
         (
             "SmolLM3",
             {"no_rope_layers": [1, 0, 0, 1]},
-            r"no_rope_layers is \[1, 0, 0, 1\], and this model has \[1, 0, 1, 0\]",
+            r"no_rope_layers is \[1, 0, 0, 1\]; it can only have 0 in every n-th layer, or 1 in all 4: this",
         ),
         ("Gemma2", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types is .*full_attention"),
         ("Gemma2", {"attention_bias": True}, "attention_bias is True"),

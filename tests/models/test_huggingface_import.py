@@ -341,15 +341,30 @@ def test_tensors_must_be_those_of_the_model():
         read(tensors | {"model.layers.1.mlp.up_proj.weight": np.zeros((48, 31), np.float32)})
 
 
-def test_a_second_table_of_a_tied_model_must_be_the_first(exported, tmp_path):
+@pytest.mark.parametrize("check", [True, False])
+def test_a_second_table_of_a_tied_model_must_be_the_first(exported, tmp_path, check):
     """transformers keeps both where they differ, and computes logits with the second."""
-    pytest.importorskip("torch", reason="transformers' models need torch, installed on Python 3.11 only")
     _, _, directory = exported("tied")
     tensors = load_file(directory / "model.safetensors")
     table = tensors["model.embed_tokens.weight"]
     save_file(tensors | {"lm_head.weight": 2 * table}, directory / "model.safetensors")
-    with pytest.raises(ValueError, match=r"are not the run.s own: of \d+ tokens, they differ by"):
-        run(directory, tmp_path / "imported")
+    with pytest.raises(
+        ValueError, match=r"^lm_head.weight differs from model.embed_tokens.weight, although .* tie_word"
+    ):
+        run(directory, tmp_path / "imported", check=check)
+
+
+def test_a_config_of_quantized_weights_that_is_left_over_is_named(exported, tmp_path):
+    """With it, transformers asks for bitsandbytes."""
+    _, _, directory = exported("grouped")
+    content = json.loads((directory / "config.json").read_text())
+    of_weights = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (directory / "config.json").write_text(json.dumps(content | {"quantization_config": of_weights}))
+    with pytest.raises(
+        ValueError, match=r"config.json has a quantization_config, .* delete it from config.json, or set"
+    ):
+        run(directory, tmp_path / "imported", check=True)
+    run(directory, tmp_path / "imported", check=False)
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16])

@@ -321,7 +321,11 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[A
     for ours, every in kind.every.items():
         theirs = config[every[0]]
         settings[ours] = theirs.index(every[1]) + 1 if every[1] in theirs else None
-        check_fixed(config, {every[0]: _layers(settings["layers"], settings[ours], every)})
+        if theirs != _layers(settings["layers"], settings[ours], every):
+            raise ValueError(
+                f"config.json: {every[0]} is {theirs!r:.80}; it can only have {every[1]!r} in every n-th layer, or "
+                f"{every[2]!r} in all {settings['layers']}: this model would give other logits."
+            )
     c = CONFIGS[kind.module](**settings, **({} if kind.module == "train" else {"family": found}))
     check_ranges("config.json, as a run has it: model", c)
     c.check(seq_len=1)
