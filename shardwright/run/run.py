@@ -129,7 +129,7 @@ class Run:
         self.start, loader_state, skips = self._last_checkpoint()
         self._be_at(self.start)
         whole, self.done = self.whole, self.start
-        self._skips = SkippedSteps(self.c.training.max_skipped, skips, self._tell_skipped)
+        self._skips = SkippedSteps(self.c.training.max_skipped, skips, self._tell_step, self.c.training.spike_factor)
         self.loader = loader_at(whole, self.start, self._inputs, loader_state)
         self.total = total_steps(whole, self.loader)
         later = [first for first in firsts(whole) if self.start < first < self.total]
@@ -331,14 +331,15 @@ class Run:
     def _batch_of(self, step: int) -> int:
         return batch_of(step, self.c.data.skip_steps)
 
-    def _tell_skipped(self, step: int, why: str) -> None:
+    def _tell_step(self, step: int, why: str, event: str) -> None:
         batch = self._batch_of(step)
         words, documents = described_documents(self.loader, batch)
-        tell(
-            f"skipped step {step}, counted from 0: {why}; batch {batch}, {words}; "
-            f"{self._replay_of(step)} shows them, and names what is not finite"
-        )
-        self._log.add_event(step, "skipped", {"why": why, "batch": batch, "documents": documents})
+        what, more = {"skipped": ("skipped step", ", and names what is not finite"), "spike": ("spike at step", "")}[
+            event
+        ]
+        shows = f"{self._replay_of(step)} shows them{more}"
+        tell(f"{what} {step}, counted from 0: {why}; batch {batch}, {words}; {shows}")
+        self._log.add_event(step, event, {"why": why, "batch": batch, "documents": documents})
 
     def _replay_of(self, step: int) -> str:
         return f"python -m tools.replay {override('run', str(self.directory))} step={step}"

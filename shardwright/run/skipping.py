@@ -1,5 +1,8 @@
-"""Skipped steps: those whose loss or gradients are not finite."""
+"""Skipped steps, whose loss or gradients are not finite, and spikes, where these jump."""
 
+import collections
+import math
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,17 +19,32 @@ SMALLER_RATE = (
 )
 
 
+RECENT, FEWEST = 50, 10
+"""Steps of which a loss and a gradient norm are compared with the median, and fewest that are known then."""
+LEAST, OF_NORM = 0.5, 10
+"""Least jump of a loss that is a spike, and how many times more than the loss a gradient norm has to jump."""
+
+
 class SkippedSteps:
-    """The steps of a run that were skipped.
+    """The steps of a run that were skipped, and those that spiked.
 
     Args:
         most: training.max_skipped.
         state: what `state` gave when the checkpoint was saved; empty for a new run.
-        tell: called with the step and a line about it when it was skipped.
+        tell: called with the step, a line about it, and `skipped` or `spike`.
+        spike_factor: training.spike_factor.
     """
 
-    def __init__(self, most: int | None, state: dict[str, Any], tell: Callable[[int, str], None]):
-        self._most, self._tell = most, tell
+    def __init__(
+        self,
+        most: int | None,
+        state: dict[str, Any],
+        tell: Callable[[int, str, str], None],
+        spike_factor: float | None = None,
+    ):
+        self._most, self._tell, self._spike_factor = most, tell, spike_factor
+        self._recent = collections.deque(map(tuple, state.get("recent", [])), maxlen=RECENT)
+        self._in_spike = False
         self.count: int = state.get("count", 0)
         """Number of skipped steps of the run."""
         self.in_a_row: int = state.get("in_a_row", 0)
@@ -40,17 +58,33 @@ class SkippedSteps:
         """
         if not skipped:
             self.in_a_row = 0
+            self._see_spike(step, float(loss), float(grad_norm))
             return
         self.count, self.in_a_row = self.count + 1, self.in_a_row + 1
         numbers = [x if isinstance(x, str) else f"{x:.4g}" for x in (loss, grad_norm)]
         why = "loss {}, gradient norm {}".format(*numbers)
-        self._tell(step, why)
+        self._tell(step, why, "skipped")
         if self._most is not None and self.in_a_row >= self._most:
             raise FloatingPointError(
                 f"{self.in_a_row} steps in a row were skipped, the last of them step {step} ({why}); "
                 f"training.max_skipped is {self._most}. Leave these batches out (data.skip_steps), from an earlier "
                 f"checkpoint (training.resume_step); or {SMALLER_RATE}."
             )
+
+    def _see_spike(self, step: int, *values: float) -> None:
+        """Tells the first of steps whose loss or gradient norm exceeds its recent median by spike_factor."""
+        found = []
+        if self._spike_factor is not None and len(self._recent) >= FEWEST:
+            pairs = zip(("loss", "gradient norm"), values, zip(*self._recent, strict=True), (1, OF_NORM), strict=True)
+            for name, value, recent, times in pairs:
+                median = statistics.median(recent)
+                if value > times * self._spike_factor * median and value - median > (LEAST if times == 1 else 0):
+                    found.append(f"{name} {value:.4g}, of the last {len(recent)} steps {median:.4g}")
+        if found and not self._in_spike:
+            self._tell(step, " and ".join(found), "spike")
+        self._in_spike = bool(found)
+        if all(map(math.isfinite, values)):
+            self._recent.append(values)
 
     def check_any_taken(self, steps: int) -> None:
         """Raises FloatingPointError if all of the `steps` of this start were skipped."""
@@ -62,7 +96,7 @@ class SkippedSteps:
 
     def state(self) -> dict[str, Any]:
         """JSON values from which a resumed run goes on."""
-        return {"count": self.count, "in_a_row": self.in_a_row}
+        return {"count": self.count, "in_a_row": self.in_a_row, "recent": [*self._recent]}
 
 
 def described_documents(loader: Loader, batch: int) -> tuple[str, dict[str, list]]:

@@ -16,7 +16,7 @@ from losses_of_runs import losses
 import train
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
-from shardwright.run import checkpoint, saving
+from shardwright.run import checkpoint, saving, skipping
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.skipping import SkippedSteps
 from shardwright_data.flat_tokens import Writer
@@ -85,8 +85,34 @@ def test_skipped_steps_in_a_row_end_the_run():
         few.see(step, "NaN", "NaN", skipped)
     with pytest.raises(FloatingPointError, match="3 steps in a row were skipped, the last of them step 5"):
         SkippedSteps(3, few.state(), print).see(5, "NaN", 1.0, True)
-    assert [step for step, _ in told] == [0, 1, 3, 4]
+    assert [(step, event) for step, _, event in told] == [(step, "skipped") for step in (0, 1, 3, 4)]
     assert few.count == 4
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_spike_is_told_once(resumed):
+    """Of a loss and of a gradient norm, over their medians; noise and a falling loss are none."""
+    told, rng = [], np.random.default_rng(0)
+    steps = SkippedSteps(3, {}, lambda *line: told.append(line), 1.5)
+    losses, norms = 4 + 4 * np.exp(-np.arange(80) / 9) + rng.normal(0, 0.1, 80), rng.lognormal(0, 0.6, 80)
+    losses[40:44], norms[60] = 8.5, 3e30
+    for step, numbers in enumerate(zip(losses.tolist(), norms.tolist(), strict=True)):
+        if step == 40 and resumed:  # from a checkpoint, whose weights have been damaged since
+            steps = SkippedSteps(3, json.loads(json.dumps(steps.state())), lambda *line: told.append(line), 1.5)
+        steps.see(step, *numbers, False)
+    medians = np.median(losses[:40]), np.median(norms[10:60])
+    assert told == [
+        (40, f"loss 8.5, of the last 40 steps {medians[0]:.4g}", "spike"),
+        (60, f"gradient norm 3e+30, of the last 50 steps {medians[1]:.4g}", "spike"),
+    ]
+    assert steps.count == 0
+    off = SkippedSteps(3, {}, lambda *line: told.append(line))
+    for step, loss in enumerate(losses.tolist()):
+        off.see(step, loss, loss, False)
+    small = SkippedSteps(3, {}, lambda *line: told.append(line), 1.5)
+    for step in range(40):  # a memorized text
+        small.see(step, 0.01 * (1 + step % 5), 1.0, False)
+    assert len(told) == 2
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------------
@@ -147,6 +173,19 @@ def test_a_bad_document_costs_one_step_and_is_named(tmp_path, dataset, capsys):
     shown = capsys.readouterr().out
     assert f"skipped step {bad['step']}, counted from 0: loss NaN, gradient norm NaN; batch" in shown
     assert "skipped    1 steps" in shown
+
+
+def test_a_run_tells_of_a_spike_and_how_to_replay_it(tmp_path, dataset, capsys, monkeypatch):
+    """With bounds by which each step is one; the run goes on, and skips nothing."""
+    monkeypatch.setattr(skipping, "FEWEST", 3)
+    monkeypatch.setattr(skipping, "LEAST", -100)
+    directory = run(tmp_path / "run", dataset, steps=5, spike_factor=0.1)
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("spike")]
+    assert [line.partition(";")[0].partition(" loss")[0] for line in told] == ["spike at step 3, counted from 0:"]
+    assert told[0].endswith(f"python -m tools.replay run={directory} step=3 shows them")
+    (event,) = [line for line in lines_of(directory) if line.get("event") == "spike"]
+    assert event["step"] == event["batch"] == 3
+    assert len(losses(directory)) == 5
 
 
 @pytest.mark.slow
