@@ -1,19 +1,27 @@
 """Check of a traced forward pass: the logits of a position depend on no later token, and on no other document.
 
 It is interpreted over shardlib.proof.reach, at its own sizes, on one device. Token ids and weights are unknown; the
-places of positions and documents are known numbers, so that masks are. See docs/soundness.md.
+places of positions are known numbers, so that masks are. Where documents begin is known too, in two ways at a time that
+differ after a position: what differs before it depends on documents that begin later. See docs/soundness.md.
 """
 
+import dataclasses
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from jax.extend import core
 
+from shardlib import marks
 from shardlib.equations import CALLS, body_of, equations_in, scan_counts
 from shardlib.proof.equation import Equation
-from shardlib.proof.reach import Reach, constant, entries_of, stacked, unknown
-from shardlib.proof.reach_rules import anything, apply
+from shardlib.proof.reach import LAST, Reach, constant, entries_of, highest, of_all, stacked, unknown
+from shardlib.proof.reach_rules import anything, apply, rows_added
+from shardlib.proof.reach_slots import is_in, together
+
+LOGITS = "causality: logits"
+"""Name of the values (jax.ad_checkpoint.checkpoint_name) of which it is proved."""
 
 FORM = frozenset("broadcast_in_dim convert_element_type copy expand_dims pad reshape slice squeeze".split())  # noqa: SIM905
 """Primitives that JAX adds or leaves out by the sizes of dims."""
@@ -27,141 +35,275 @@ def tokens(batch: int, length: int) -> Reach:
     return unknown((batch, length), np.dtype(np.uint32), number, number)
 
 
-def find_later(program: Any, args: list[Reach], starts: np.ndarray) -> str | None:
-    """Where the logits of a position come to depend on a token that the position must not see; None: nowhere.
+Values = tuple[Reach, ...]
+"""A value, in each of the worlds that an Interpreter follows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """What a program may depend on, where documents begin in one way.
+
+    Attributes:
+        first: first token that the logits of each position may depend on, [B, L].
+        last: last such token.
+        until: None; or the last position that must not depend on the documents after it.
+    """
+
+    first: np.ndarray
+    last: np.ndarray
+    until: int | None = None
+
+    @classmethod
+    def of_documents(cls, starts: np.ndarray) -> "World":
+        """Where documents begin at `starts`, bool[B, L]. The first position of a sequence begins one.
+
+        Entry [b, i] of the tokens is the target of position i, so that its logits may depend on those before it.
+        """
+        number = np.arange(starts.size).reshape(starts.shape)
+        return cls(np.maximum.accumulate(np.where(starts, number, number[:, :1]), axis=1), number - 1)
+
+    @classmethod
+    def of_difference(cls, shape: tuple[int, int], until: int) -> "World":
+        """Of what differs between two others, whose documents are the same until a position. There token 0 is that."""
+        last = np.where(np.arange(shape[1]) <= until, LAST, 2**30)
+        return cls(np.full(shape, LAST), np.broadcast_to(last, shape), until)
+
+    def rows(self, start: int, stop: int) -> "World":
+        """Of some sequences."""
+        return World(self.first[start:stop], self.last[start:stop], self.until)
+
+
+def find_later(program: Any, args: list[Values], worlds: list[World], rows: int) -> str | None:
+    """Where the logits of a position come to depend on what the position must not see; None: nowhere.
 
     Args:
-        program: a closed jaxpr, whose first result are the logits [B, L, V].
-        args: of its arguments, what is known.
-        starts: bool[B, L], whether a document begins at a position. The first position of a sequence begins one.
-            Entry [b, i] of the tokens is the target of position i, so that its logits may depend on those before it.
+        program: a closed jaxpr, whose first result are the logits [B, L, V], or in which they have the name LOGITS.
+        args: of its arguments, what is known in each world.
+        worlds: one; or two, and what differs between them.
+        rows: sequences of each microbatch, whose logits are named one after the other.
     """
-    interpreter = Interpreter(starts)
-    logits = interpreter.run(program, args)[0]
-    if (problem := interpreter.problem_of(logits)) is None:
-        return None
-    place, name = logits.why or ("?", "the program")
-    return f"{place}: {name}: {problem}"
+    interpreter = Interpreter(worlds, rows)
+    result = interpreter.run(program, args)[0]
+    for i, values in enumerate(interpreter.named or [result]):
+        for which, logits in enumerate(values):
+            if problem := interpreter.problem_of(logits, which, i):
+                place, name = logits.why or ("?", "the program")
+                return f"{place}: {name}: {problem}"
+    return None
 
 
 class Interpreter:
-    """What is known of the results of a program, from what is known of its arguments.
+    """What is known of the results of a program, from what is known of its arguments, in each of several worlds.
 
     Attributes:
-        last: last token that the logits of each position may depend on, [B, L].
-        first: first such token.
+        named: the values that have the name LOGITS, in their order.
     """
 
-    def __init__(self, starts: np.ndarray):
-        rows, length = starts.shape
-        self.shape = rows, length
-        number = np.arange(rows * length).reshape(rows, length)
-        self.first = np.maximum.accumulate(np.where(starts, number, number[:, :1]), axis=1)
-        self.last = number - 1
+    def __init__(self, worlds: list[World], rows: int | None = None):
+        self.worlds, self.rows = worlds, rows or len(worlds[0].first)
+        self.named: list[Values] = []
+        self._entered = ""
 
-    def problem_of(self, logits: Reach) -> str | None:
-        """Which token a position sees that it must not see; None if there is none."""
-        lead = lambda x: x.reshape((*x.shape[:2], -1))
+    def problem_of(self, logits: Reach, which: int, microbatch: int = 0) -> str | None:
+        """What a position sees that it must not see; None if there is nothing."""
+        world, rows = self.worlds[which], self.rows
+        length, at = world.first.shape[1], microbatch * rows % len(world.first)
+        world, lead = world.rows(at, at + rows), lambda x: x.reshape((*x.shape[:2], -1))
         first, last = lead(logits.first).min(-1), lead(logits.last).max(-1)
-        first, last = (np.broadcast_to(x, self.shape) for x in (first, last))
+        first, last = (np.broadcast_to(x, world.first.shape) for x in (first, last))
         has = last >= 0
-        for wrong, token in (((last > self.last) & has, last), ((first < self.first) & has, first)):
+        for wrong, token in (((last > world.last) & has, last), ((first < world.first) & has, first)):
             if wrong.any():
                 row, position = (int(i) for i in np.argwhere(wrong)[0])
-                of, at = divmod(int(token[row, position]), self.shape[1])
-                if of != row:
+                if world.until is not None:
+                    return f"the logits of position {position} depend on where later documents begin"
+                of, token = divmod(int(token[row, position]), length)
+                if of != row + at:
                     return "the logits of a sequence depend on tokens of another sequence of the batch"
-                where = "in an earlier document" if at < position else "that it is to predict, or a later one"
-                return f"the logits of position {position} depend on the token of position {at}, {where}"
+                where = "in an earlier document" if token < position else "that it is to predict, or a later one"
+                return f"the logits of position {position} depend on the token of position {token}, {where}"
         return None
 
-    def _is_right(self, x: Reach) -> bool:
+    def _is_right(self, x: Reach, which: int) -> bool:
         """Whether a value has its positions along a dim, and entries that depend on nothing that these must not see."""
-        if x.is_free:
-            return True
-        shape, (rows, length) = np.broadcast_shapes(x.first.shape, x.last.shape), self.shape
-        first, last = (np.broadcast_to(a, shape) for a in (x.first, x.last))
-        has = last >= 0
-        by = lambda a, dims: a.reshape([n if i in dims else 1 for i, n in enumerate(shape)])
-        fits = lambda lower, upper: not (has & ((last > upper) | (first < lower))).any()
-        at = lambda size: [i for i, n in enumerate(shape) if n == size]
-        if any(fits(by(self.first.ravel(), [i]), by(self.last.ravel(), [i])) for i in at(rows * length)):
-            return True
-        for batch in at(rows):
-            start, places = np.arange(rows) * length, np.arange(length)
-            for i in at(length):
-                own = (self.first, self.last) if batch < i else (self.first.T, self.last.T)
-                if batch != i and fits(*(by(a, [batch, i]) for a in own)):
-                    return True
-                for j in at(length):  # a query and a key
-                    if len({i, j, batch}) == 3 and i < j:
-                        later = np.maximum(by(places, [i]), by(places, [j])) - 1
-                        if fits(by(start, [batch]), by(start, [batch]) + later):
-                            return True
-        return False
+        parts = range(0, len(self.worlds[which].first), self.rows)
+        return x.is_free or any(_fits(x, self.worlds[which].rows(i, i + self.rows)) for i in parts)
 
-    def run(self, jaxpr: Any, args: list[Reach], caller: Equation | None = None) -> list[Reach]:
+    def run(self, jaxpr: Any, args: list[Values], caller: Equation | None = None) -> list[Values]:
         """What is known of the results of a jaxpr, closed or open, that the equation `caller` calls."""
         body, consts = body_of(jaxpr)
-        env = dict(zip([*body.constvars, *body.invars], [*map(constant, consts), *args], strict=True))
-        read = lambda v: constant(np.asarray(v.val)) if isinstance(v, core.Literal) else env[v]
+        same = lambda x: (constant(x),) * len(self.worlds)
+        env = dict(zip([*body.constvars, *body.invars], [*map(same, consts), *args], strict=True))
+        read = lambda v: same(np.asarray(v.val)) if isinstance(v, core.Literal) else env[v]
         for eqn in body.eqns:
             results = self._results(Equation(eqn, caller=caller), list(map(read, eqn.invars)))
             env.update(zip(eqn.outvars, results, strict=True))
         return list(map(read, body.outvars))
 
-    def _results(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
+    def _results(self, eq: Equation, ins: list[Values]) -> list[Values]:
         name = eq.name
+        if name == "name":
+            self.named += ins if eq.params["name"] == LOGITS else []
+            mark = marks.mark_of(eq.eqn)
+            self._entered = mark.label if mark and mark.kind == "enters" else self._entered
+        if marks.is_region(eq.eqn) and (rule := _region_rule(self._entered)):
+            return self._worked(eq, ins, lambda eqn, ins: [rule(eqn, *ins) or anything(eqn, ins)[0]])
         if name in CALLS or name == "shard_map":
             return self.run(eq.params[CALLS.get(name, "jaxpr")], ins, eq)
         if name in ("scan", "while", "cond"):
+            ins = [tuple(map(_alone, values)) for values in ins]
             return {"scan": self._scan, "while": self._while, "cond": self._cond}[name](eq, ins)
-        found = apply(eq.eqn, ins)
-        came = next((x.why for x in ins if x.why), None)
-        for x, var in zip(found, eq.eqn.outvars, strict=True):
-            assert x.shape == tuple(getattr(var.aval, "shape", ())), (name, x.shape, var.aval)
-            x.why = None if self._is_right(x) else x.why or came or (eq.place(), name)
-        return found
+        return self._worked(eq, ins, apply)
+
+    def _worked(self, eq: Equation, ins: list[Values], how: Callable) -> list[Values]:
+        """The results by `how`, in each world, and where the values came to be wrong."""
+        found: list[list[Reach]] = []
+        for which in range(len(self.worlds)):
+            if which and all(x[which] is x[0] for x in ins):
+                found.append(found[0])
+                continue
+            found.append(how(eq.eqn, [x[which] for x in ins]))
+        results = [self._settled(values) for values in zip(*found, strict=True)]
+        for which in range(len(self.worlds)):
+            came = next((x[which].why for x in ins if x[which].why), None)
+            for values, var in zip(results, eq.eqn.outvars, strict=True):
+                x = values[which]
+                assert x.shape == tuple(getattr(var.aval, "shape", ())), (eq.name, x.shape, var.aval)
+                x.why = None if self._is_right(x, which) else x.why or came or (eq.place(), eq.name)
+        return results
+
+    @staticmethod
+    def _settled(values: Values) -> Values:
+        """Values of two worlds, and what differs between them: known numbers that differ, and what was made of these."""
+        if len(values) < 3 or values[2] is values[0]:
+            return values
+        if any(map(is_in, values)) and not all(map(is_in, values)):
+            values = tuple(map(together, values))
+        a, b, x = values
+        same = a.known & b.known & ((a.number == b.number) | ((a.number != a.number) & (b.number != b.number)))
+        is_float = a.number.dtype.kind == "f"
+        other = np.maximum(a.number, b.number) if is_float else highest(a.number.dtype)
+        last = np.where((a.known | b.known) & ~same, 0, x.last)
+        last = last if is_in(x) else np.where(same, LAST, last)
+        first = np.full((1,) * len(x.shape), LAST)
+        return a, b, Reach(x.shape, np.where(same, a.number, other), same, first, last, x.why, x.fact)
+
+    def _apart(self, eq: Equation, ins: list[Values], how: str) -> list[Values]:
+        """The results of a loop or a choice that is another one in each of two worlds: there they differ."""
+        found = []
+        for which in (0, 1):
+            alone = Interpreter([self.worlds[which]], self.rows)
+            found.append([x for (x,) in getattr(alone, how)(eq, [(x[which],) for x in ins])])
+        differ = [unknown(x.shape, x.number.dtype, np.int32(0), np.int32(0)) for x in found[0]]
+        return [self._settled(values) for values in zip(*found, differ, strict=True)]
+
+    def _anything(self, eq: Equation, ins: list[Values]) -> list[Values]:
+        return self._worked(eq, ins, anything)
 
     # ---- loops and choices
 
-    def _scan(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
+    def _scan(self, eq: Equation, ins: list[Values]) -> list[Values]:
         consts, carried = scan_counts(eq.eqn)
         body, length = eq.params["jaxpr"], eq.params["length"]
         fixed, carry, xs = ins[:consts], ins[consts : consts + carried], ins[consts + carried :]
-        rows: list[list[Reach]] = []
-        known: dict[bytes, list[Reach]] = {}
+        rows: list[list[Values]] = []
+        known: dict[bytes, list[Values]] = {}
         turns = range(length)[::-1] if eq.params["reverse"] else range(length)
         for turn in turns:
-            args = [*fixed, *carry, *(_row(x, turn) for x in xs)]
+            args = [*fixed, *carry, *(_each(x, lambda x, turn=turn: _row(x, turn)) for x in xs)]
             key = _digest(args)
             if key not in known:
-                known[key] = self.run(body, args, eq)
+                known[key] = [_each(values, _alone) for values in self.run(body, args, eq)]
             carry, out = known[key][:carried], known[key][carried:]
             rows.append(out)
         rows = rows[:: -1 if eq.params["reverse"] else 1]
-        shapes = [var.aval.shape for var in eq.eqn.outvars[carried:]]
-        return [*carry, *(_stacked([row[i] for row in rows], shape) for i, shape in enumerate(shapes))]
+        shapes, worlds = [var.aval.shape for var in eq.eqn.outvars[carried:]], range(len(self.worlds))
+        of = lambda i, shape: tuple(_stacked([row[i][which] for row in rows], shape) for which in worlds)
+        return [*carry, *(of(i, shape) for i, shape in enumerate(shapes))]
 
-    def _while(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
+    def _while(self, eq: Equation, ins: list[Values]) -> list[Values]:
         p = eq.params
         of_test, of_body = ins[: p["cond_nconsts"]], ins[p["cond_nconsts"] :][: p["body_nconsts"]]
         carry = ins[p["cond_nconsts"] + p["body_nconsts"] :]
         for _ in range(TURNS):
             (go,) = self.run(p["cond_jaxpr"], [*of_test, *carry], eq)
-            if not go.is_known:
+            if not go[-1].is_known:
+                if all(x.is_known for x in go[:2]) and len(go) > 2:
+                    return self._apart(eq, [*of_test, *of_body, *carry], "_while")
                 break
-            if not go.number.item():
+            if not go[0].number.item():
                 return carry
-            carry = self.run(p["body_jaxpr"], [*of_body, *carry], eq)
-        return anything(eq.eqn, ins)  # how often it runs is not known, and may depend on tokens
+            carry = [_each(x, _alone) for x in self.run(p["body_jaxpr"], [*of_body, *carry], eq)]
+        return self._anything(eq, ins)  # how often it runs is not known, and may depend on tokens
 
-    def _cond(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
+    def _cond(self, eq: Equation, ins: list[Values]) -> list[Values]:
         which, *args = ins
         branches = eq.params["branches"]
-        if which.is_known:
-            return self.run(branches[int(np.clip(which.number.item(), 0, len(branches) - 1))], args, eq)
-        return anything(eq.eqn, ins)
+        if which[-1].is_known:
+            return self.run(branches[int(np.clip(which[0].number.item(), 0, len(branches) - 1))], args, eq)
+        if len(which) > 2 and all(x.is_known for x in which[:2]):
+            return self._apart(eq, ins, "_cond")
+        return self._anything(eq, ins)
+
+
+def _fits(x: Reach, world: World) -> bool:
+    """Whether a value has positions along a dim, and entries that depend on nothing that these must not see."""
+    shape, (rows, length) = np.broadcast_shapes(x.first.shape, x.last.shape), world.first.shape
+    first, last = (np.broadcast_to(a, shape) for a in (x.first, x.last))
+    has = last >= 0
+    by = lambda a, dims: a.reshape([n if i in dims else 1 for i, n in enumerate(shape)])
+    fits = lambda lower, upper: not (has & ((last > upper) | (first < lower))).any()
+    at = lambda size: [i for i, n in enumerate(shape) if n == size]
+    if any(fits(by(world.first.ravel(), [i]), by(world.last.ravel(), [i])) for i in at(rows * length)):
+        return True
+    for batch in at(rows):
+        places = np.arange(length)
+        for i in at(length):
+            own = (world.first, world.last) if batch < i else (world.first.T, world.last.T)
+            if batch != i and fits(*(by(a, [batch, i]) for a in own)):
+                return True
+            for j in at(length):  # a query and a key
+                if len({i, j, batch}) == 3 and i < j:
+                    later = world.last[:, np.maximum.outer(places, places)]
+                    later = np.moveaxis(later, 0, sum(dim < batch for dim in (i, j)))
+                    if fits(by(world.first[:, 0], [batch]), by(later, [batch, i, j])):
+                        return True
+    return False
+
+
+def _region_rule(label: str) -> Callable | None:
+    """The rule of ops of shardops that mark code as per-device: each row by itself."""
+    if label.startswith("products of rows by ids"):
+        return _products_of_rows
+    return _sums_of_rows if " are added by their ids" in label else None
+
+
+def _products_of_rows(eqn: Any, rows: Reach, ids: Reach, matrices: Reach) -> Reach:
+    if is_in(rows) != is_in(ids) or (is_in(rows) and rows.fact != ids.fact):
+        rows, ids = together(rows), together(ids)
+    (first, last), (low, high) = rows.over([len(rows.shape) - 1]), of_all([matrices])
+    first, last = np.minimum(first, ids.first[..., None]), np.maximum(last, ids.last[..., None])
+    shape = eqn.outvars[0].aval.shape
+    found = unknown(shape, rows.number.dtype, np.minimum(first, low), np.maximum(last, high))
+    return dataclasses.replace(found, fact=rows.fact if is_in(rows) else None)
+
+
+def _sums_of_rows(eqn: Any, rows: Reach, ids: Reach) -> Reach | None:
+    shape, count, of_ids = eqn.outvars[0].aval.shape, len(rows.shape), len(ids.shape)
+    dim = len(shape) - 1 - (count - of_ids)
+    at = {i: i for i in range(dim)} | {of_ids + i: dim + 1 + i for i in range(count - of_ids)}
+    if not ids.is_known or is_in(rows) and (not is_in(ids) or rows.fact != ids.fact):
+        return None
+    return rows_added(unknown(shape, rows.number.dtype), dim, ids, {i: i for i in range(of_ids)}, rows, at)
+
+
+def _each(values: Values, of: Callable) -> Values:
+    return tuple(map(of, values))
+
+
+def _alone(x: Reach) -> Reach:
+    """A value without what is known of its entries together."""
+    return dataclasses.replace(together(x), fact=None) if x.fact else x
 
 
 def _row(x: Reach, at: int) -> Reach:
@@ -176,9 +318,9 @@ def _stacked(rows: list[Reach], shape: tuple[int, ...]) -> Reach:
     return stacked(rows, 0, shape)
 
 
-def _digest(values: list[Reach]) -> bytes:
+def _digest(args: list[Values]) -> bytes:
     """The same for the same values."""
-    arrays = [x for value in values for x in value.arrays()]
+    arrays = [x for values in args for value in values for x in value.arrays()]
     form = repr([(x.shape, x.dtype.str) for x in arrays]).encode()
     return hashlib.sha256(b"".join([form, *(x.tobytes() for x in arrays)])).digest()
 

@@ -38,6 +38,8 @@ class Reach:
     first: np.ndarray
     last: np.ndarray
     why: Any = None
+    fact: Any = None
+    """What more is known of the entries together: Among, Sums, or reach_slots.Slots."""
 
     @property
     def is_known(self) -> bool:
@@ -72,7 +74,50 @@ class Reach:
 
     def moved(self, move: Callable[[np.ndarray], np.ndarray], shape: Sequence[int]) -> "Reach":
         """The value with entries moved, each array by itself."""
-        return Reach(tuple(shape), *map(move, self.arrays()), self.why)
+        fact = self.fact and self.fact.moved(move)
+        return Reach(tuple(shape), *map(move, self.arrays()), self.why, fact)
+
+
+@dataclasses.dataclass(frozen=True)
+class Among:
+    """Each entry is one of these known numbers, which tokens choose."""
+
+    numbers: tuple[np.ndarray, ...]
+
+    def moved(self, move: Callable) -> "Among":
+        """The same of moved entries."""
+        return Among(tuple(map(move, self.numbers)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Each entry is the sum of the entries of an array along a dim until one of them, number `at` of the flat array.
+
+    Attributes:
+        at: numbers, with the dims of the value.
+        first: first token of each entry of the flat array, which does not decrease along the dim.
+        last: last such token, in the same order.
+        step: by how much numbers differ along the dim.
+        size: entries along the dim.
+    """
+
+    at: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    step: int
+    size: int
+
+    def moved(self, move: Callable) -> "Sums":
+        """The same of moved entries."""
+        return dataclasses.replace(self, at=move(self.at))
+
+    def less(self, other: "Sums") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of differences of entries: where one is a part of the sum of the other, and the tokens of what is between."""
+        low, high = np.minimum(self.at, other.at), np.maximum(self.at, other.at)
+        row = lambda at: at // (self.step * self.size) * self.step + at % self.step
+        between = high > low
+        first = np.where(between, self.first[np.minimum(low + self.step, len(self.first) - 1)], FIRST)
+        return row(low) == row(high), first, np.where(between, self.last[high], LAST)
 
 
 def dtype_of(aval: Any) -> np.dtype:
@@ -165,6 +210,8 @@ def taken(x: np.ndarray, dim: int, at: np.ndarray, size: int, fill: Any) -> np.n
     inside = (at >= 0) & (at < size)
     if x.shape[dim] == 1 and inside.all():
         return x
+    if not size:
+        return np.broadcast_to(fill, [len(at) if i == dim else n for i, n in enumerate(x.shape)])
     shape = [1] * x.ndim
     shape[dim] = len(at)
     found = x.take(np.clip(at, 0, x.shape[dim] - 1) if x.shape[dim] > 1 else np.zeros(len(at), int), dim)

@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 
 from shardlib.equations import source_dims
-from shardlib.proof import primitives
+from shardlib.proof import primitives, reach_slots
 from shardlib.proof.elementwise import ELEMENTWISE, FOLDS
-from shardlib.proof.primitives import COLLECTIVES, IDENTITIES
 from shardlib.proof.reach import (
     FIRST,
     LAST,
     LOW,
     MOST,
+    Among,
     Reach,
+    Sums,
     constant,
     cut,
     dtype_of,
@@ -33,11 +34,8 @@ from shardlib.proof.reach import (
     taken,
     unknown,
 )
+from shardlib.proof.reach_slots import SAME
 
-SAME = IDENTITIES | COLLECTIVES - {"ppermute", "ragged_all_to_all"}
-SAME |= {"vary_unreduced_cast", "vary_unreduced_cast_p", "unreduced_cast", "copy", "copy_p", "device_put"}
-SAME |= {"expand_dims", "reduce_precision", "reshape", "squeeze"}
-"""Primitives that change no number, also collectives: each axis has one device."""
 RULES: dict[str, Callable[..., Any]] = {}
 """Rules (eqn, *operands) -> Reach, or a list of them; None: each entry may depend on all entries of all operands."""
 rule = functools.partial(primitives.rule, of=RULES)
@@ -46,12 +44,21 @@ rule = functools.partial(primitives.rule, of=RULES)
 def apply(eqn: Any, ins: list[Reach]) -> list[Reach]:
     """What holds of the results of an equation that runs no body."""
     name = eqn.primitive.name
+    if any(reach_slots.is_in(x) for x in ins):
+        if (result := reach_slots.apply(eqn, ins, _rule_of(eqn, ins), _shape(eqn))) is not None:
+            return [result]
+        ins = [reach_slots.together(x) for x in ins]
     with np.errstate(all="ignore"):
-        by_entry = name in ELEMENTWISE or (name == "bitcast_convert_type" and _shape(eqn) == tuple(ins[0].shape))
-        found = RULES.get(name, _elementwise if by_entry else lambda *_: None)(eqn, *ins)
+        found = _rule_of(eqn, ins)(eqn, *ins)
     if found is None:
         return anything(eqn, ins)
     return found if isinstance(found, list) else [found]
+
+
+def _rule_of(eqn: Any, ins: list[Reach]) -> Callable:
+    name = eqn.primitive.name
+    by_entry = name in ELEMENTWISE or (name == "bitcast_convert_type" and _shape(eqn) == tuple(ins[0].shape))
+    return RULES.get(name, _elementwise if by_entry else lambda *_: None)
 
 
 def anything(eqn: Any, ins: list[Reach]) -> list[Reach]:
@@ -140,17 +147,33 @@ def _iota(eqn: Any) -> Reach:
 
 @rule("gather")
 def _gather(eqn: Any, x: Reach, starts: Reach) -> Reach:
-    """Along a dim of which a part is read, it may be any part."""
+    """Along a dim of which a part is read at an unknown index, it may be any part."""
     shape, d, sizes = _shape(eqn), eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     batch = [i for i in range(len(shape)) if i not in d.offset_dims]
     windows = [i for i in range(len(x.shape)) if i not in (*d.collapsed_slice_dims, *d.operand_batching_dims)]
     at = dict(zip(windows, d.offset_dims, strict=True))
     at |= {i: batch[j] for i, j in zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True)}
     parts = [i for i, n in enumerate(x.shape) if sizes[i] != n and i not in d.operand_batching_dims]
-    spans = zip(x.over(parts), starts.over([len(starts.shape) - 1]), strict=True)
     of_starts = dict(enumerate(batch))
-    (first, a), (last, b) = ((placed(y, at, len(shape)), placed(z, of_starts, len(shape))) for y, z in spans)
+    index = [placed(y, of_starts, len(shape)) for y in starts.over([len(starts.shape) - 1])]
+    if starts.is_known and list(d.start_index_map) == list(d.collapsed_slice_dims) == parts and len(parts) == 1:
+        return _rows_at(eqn, x, placed(starts.number, of_starts, len(shape)), index, at, parts[0])
+    (first, last), (a, b) = ([placed(y, at, len(shape)) for y in x.over(parts)], index)
     return unknown(shape, x.number.dtype, np.minimum(first, a), np.maximum(last, b))
+
+
+def _rows_at(eqn: Any, x: Reach, rows: np.ndarray, index: list[np.ndarray], at: dict[int, int], dim: int) -> Reach:
+    """Entries at known `rows` of dim `dim`, of which `index` has the tokens; dim i of others becomes dim at[i]."""
+    rank, size, fill = len(_shape(eqn)), x.shape[dim], eqn.params["fill_value"]
+    along = lambda a, i: np.arange(a.shape[i]).reshape([-1 if k == at[i] else 1 for k in range(rank)])
+    inside = (rows >= 0) & (rows < size) if "fill" in str(eqn.params["mode"]).lower() else np.asarray(True)
+    rows = np.clip(rows, 0, size - 1)
+    of = lambda a, i: along(a, i) if i != dim else rows if a.shape[i] > 1 else rows * 0
+    number, known, first, last = (a[tuple(of(a, i) for i in range(a.ndim))] for a in x.arrays())
+    other = highest(number.dtype) if fill is None else number.dtype.type(fill)
+    number, known = np.where(inside, number, other), np.where(inside, known, fill is not None)
+    first, last = np.where(inside, first, FIRST), np.where(inside, last, LAST)
+    return made(_shape(eqn), number, known, np.minimum(first, index[0]), np.maximum(last, index[1]))
 
 
 def _starts(starts: Sequence[Reach], shape: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
@@ -188,26 +211,63 @@ def _dynamic_update(eqn: Any, x: Reach, new: Reach, *starts: Reach) -> Reach | N
 
 @rule("scatter", "scatter-add")
 def _scatter(eqn: Any, x: Reach, starts: Reach, new: Reach) -> Any:
-    """One part at a known place; elsewhere, all may be anywhere."""
-    d, rank = eqn.params["dimension_numbers"], len(x.shape)
-    windows = [i for i in range(rank) if i not in d.inserted_window_dims]
-    if len(starts.shape) > 1 or not starts.is_known or d.operand_batching_dims or math.prod(x.shape) > MOST:
+    """One part at a known place, or rows added at known indices; elsewhere, all may be anywhere."""
+    d, rank, adds = eqn.params["dimension_numbers"], len(x.shape), eqn.primitive.name == "scatter-add"
+    windows = [i for i in range(rank) if i not in (*d.inserted_window_dims, *d.operand_batching_dims)]
+    if not starts.is_known or math.prod(x.shape) > MOST:
         return None
+    if len(starts.shape) > 1:
+        is_rows = list(d.scatter_dims_to_operand_dims) == list(d.inserted_window_dims) and len(d.inserted_window_dims) == 1
+        if not (adds and is_rows):
+            return None
+        scattered = [i for i in range(len(new.shape)) if i not in d.update_window_dims]
+        at = dict(zip(d.update_window_dims, windows, strict=True))
+        pairs = zip(d.scatter_indices_batching_dims, d.operand_batching_dims, strict=True)
+        at |= {scattered[i]: j for i, j in pairs}
+        index = starts.moved(lambda a: a[..., 0], starts.shape[:-1])
+        return rows_added(x, d.inserted_window_dims[0], index, dict(enumerate(scattered)), new, at)
     numbers = np.broadcast_to(starts.number, starts.shape).tolist()
     places = dict(zip(d.scatter_dims_to_operand_dims, numbers, strict=True))
     at = [places.get(i, 0) for i in range(rank)]
     sizes = [new.shape[windows.index(i)] if i in windows else 1 for i in range(rank)]
-    if any(not 0 <= i <= n - size for i, n, size in zip(at, x.shape, sizes, strict=True)):
+    if d.operand_batching_dims or any(not 0 <= i <= n - k for i, n, k in zip(at, x.shape, sizes, strict=True)):
         return None
     part = new.moved(lambda a: placed(a, dict(enumerate(windows)), rank), sizes)
-    return _written(x, part, at, adds=eqn.primitive.name == "scatter-add")
+    return _written(x, part, at, adds=adds)
+
+
+def rows_added(x: Reach, dim: int, index: Reach, dims: dict[int, int], new: Reach, at: dict[int, int]) -> Reach:
+    """`x`, to whose entries at a known `index` along `dim` rows of `new` are added.
+
+    Dim i of the index is dim dims[i] of `new`; dim i of `new` is dim at[i] of `x`, or one of rows.
+    """
+    rank, count = len(x.shape), len(new.shape)
+    of_rows = [i for i in range(count) if i not in at]
+    where = at | {i: rank + k for k, i in enumerate(of_rows)}
+    as_x = lambda a: placed(a, where, rank + len(of_rows))
+    rows, *of_index = (as_x(placed(a, dims, count)) for a in (index.number, index.first, index.last))
+    result = []
+    for old, a, b, op in zip((x.first, x.last), (new.first, new.last), of_index, (np.minimum, np.maximum), strict=True):
+        added = op(as_x(a), b)
+        places, added = np.broadcast_arrays(rows, added)
+        sizes = [x.shape[i] if i == dim else max(old.shape[i], added.shape[i]) for i in range(rank)]
+        whole = [*(1 if i == dim else n for i, n in enumerate(sizes)), *added.shape[rank:]]
+        places, added = (np.broadcast_to(y, whole) for y in (places, added))
+        inside, out = (places >= 0) & (places < x.shape[dim]), np.array(np.broadcast_to(old, sizes))
+        to = list(np.nonzero(inside)[:rank])
+        to[dim] = places[inside]
+        op.at(out, tuple(to), added[inside])
+        result.append(out)
+    return unknown(x.shape, x.number.dtype, *result).alike()
 
 
 # ---- entry by entry
 
 
-UNFOLLOWED = frozenset(("exp", "sqrt", "rsqrt", "rem"))
+UNFOLLOWED = frozenset(("exp", "sqrt", "rsqrt"))
 """Primitives whose known results are not followed."""
+NUMBERS = {**FOLDS, "div": lambda a, b: np.divide(a, b) if a.dtype.kind == "f" else (a - np.fmod(a, b)) // b}
+"""FOLDS, with division of integers, whose result is rounded to 0."""
 
 
 def _elementwise(eqn: Any, *ins: Reach) -> Reach:
@@ -217,10 +277,12 @@ def _elementwise(eqn: Any, *ins: Reach) -> Reach:
         known, first, last = known & x.known, np.minimum(first, x.first), np.maximum(last, x.last)
     if len(eqn.outvars) > 1:
         return None
-    is_followed = name in FOLDS.keys() - UNFOLLOWED and (name != "div" or dtype.kind == "f")
+    is_followed = name in NUMBERS.keys() - UNFOLLOWED and (name != "rem" or dtype.kind in "iu")
     known, number = np.asarray(known) & is_followed, highest(dtype)
+    if name in ("div", "rem") and dtype.kind in "iu":
+        known = known & (ins[1].number != 0)
     if known.any():
-        number = np.where(known, FOLDS[name](*(x.number for x in ins)), number)
+        number = np.where(known, NUMBERS[name](*(x.number for x in ins)), number)
         known = known & exact(number, eqn.outvars[0].aval)
     sure, surely = _sure(name, dtype, ins)
     number, known = np.where(sure & ~known, surely, number), known | sure
@@ -262,6 +324,16 @@ def _bound(name: str, ins: Sequence[Reach]) -> Any:
     return {"max": np.maximum, "min": np.minimum}.get(name, lambda a, b: np.inf)(a, b)
 
 
+@rule("sub")
+def _difference(eqn: Any, a: Reach, b: Reach) -> Reach:
+    """Of two sums along a dim, until other places, the rest is what is between them."""
+    found = _elementwise(eqn, a, b)
+    if isinstance(a.fact, Sums) and isinstance(b.fact, Sums) and a.fact.first is b.fact.first:
+        is_rest, first, last = a.fact.less(b.fact)
+        found.first, found.last = np.where(is_rest, first, found.first), np.where(is_rest, last, found.last)
+    return found
+
+
 @rule("convert_element_type")
 def _converted(eqn: Any, x: Reach) -> Reach:
     number, known, dtype = x.number, x.known, _dtype(eqn)
@@ -271,7 +343,9 @@ def _converted(eqn: Any, x: Reach) -> Reach:
         if whole.dtype.kind == "f" and dtype.kind in "iu":
             known = known & (number == np.trunc(whole))
         number = np.where(known, number, highest(dtype))
-    return made(_shape(eqn), number, known & exact(number, eqn.outvars[0].aval), x.first, x.last, dtype)
+    found = made(_shape(eqn), number, known & exact(number, eqn.outvars[0].aval), x.first, x.last, dtype)
+    found.fact = x.fact if isinstance(x.fact, Sums) else None
+    return found
 
 
 @rule("select_n")
@@ -289,7 +363,10 @@ def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
         functools.reduce(np.minimum, (*first, which.first)),
         functools.reduce(np.maximum, (*last, which.last)),
     ]
-    return made(shape, *(np.where(which.known, a, b) for a, b in zip(parts, either, strict=True)), dtype=dtype)
+    found = made(shape, *(np.where(which.known, a, b) for a, b in zip(parts, either, strict=True)), dtype=dtype)
+    if dtype.kind == "i" and all(case.is_known for case in cases):
+        found.fact = Among(numbers)
+    return found
 
 
 @rule("max")
@@ -338,6 +415,8 @@ def _reduced(eqn: Any, x: Reach) -> Reach:
 def _together(eqn: Any, *ins: Reach) -> list[Reach]:
     """Entries along one dim are taken together, those along others are each by themselves."""
     rank, p = len(ins[0].shape), eqn.params
+    if eqn.primitive.name == "sort" and len(ins) == 1 and (found := reach_slots.of_sorted(ins[0], p["dimension"])):
+        return [found]
     first, last = zip(*(x.over([p.get("dimension", p.get("axis", -1)) % rank]) for x in ins), strict=True)
     first, last = (op.reduce(np.broadcast_arrays(*a)) for op, a in ((np.minimum, first), (np.maximum, last)))
     return [unknown(_shape(eqn, i), dtype_of(var.aval), first, last) for i, var in enumerate(eqn.outvars)]
@@ -351,19 +430,36 @@ def _cumulative(eqn: Any, x: Reach) -> Reach:
     known = {"cumsum": np.add, "cummax": np.maximum, "cummin": np.minimum}
     if x.is_known and name in known and x.number.dtype.kind in "biu":
         return made(x.shape, run(known[name], full(x.number, x.shape, [axis])).astype(x.number.dtype), True)
-    return unknown(x.shape, _dtype(eqn), run(np.minimum, x.first), run(np.maximum, x.last))
+    found = unknown(x.shape, _dtype(eqn), run(np.minimum, x.first), run(np.maximum, x.last))
+    arrays = np.broadcast_arrays(*(full(a, x.shape, [axis]) for a in (x.first, x.last)))
+    if name == "cumsum" and not back and all((np.diff(a, axis=axis) >= 0).all() for a in arrays):
+        shape = arrays[0].shape
+        at = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
+        found.fact = Sums(at, *(a.ravel() for a in arrays), math.prod(shape[axis + 1 :]), shape[axis])
+    return found
 
 
 @rule("triangular_solve")
-def _solve(eqn: Any, a: Reach, b: Reach) -> Any:
-    """Row i of a solution depends on the rows before it, or after it, of the triangle and of the other side."""
-    p, dim = eqn.params, len(b.shape) - 2
-    if not p["left_side"] or p["transpose_a"]:
-        return None
-    turned = lambda x: x if p["lower"] else np.flip(x, dim)
-    run = lambda op, x, y: turned(op.accumulate(turned(op(x, y)), dim))
-    first, last = a.over([dim + 1])
-    return unknown(b.shape, _dtype(eqn), run(np.minimum, first, b.first), run(np.maximum, last, b.last))
+def _solve(eqn: Any, a: Reach, b: Reach) -> Reach:
+    """Row i of a solution depends on the rows whose entries of row i of the triangle are not 0, one after the other."""
+    p, swap = eqn.params, lambda x: x.swapaxes(-1, -2)
+    a = a.moved(swap, a.shape[:-2] + a.shape[:-3:-1]) if p["transpose_a"] == p["left_side"] else a
+    b = b if p["left_side"] else b.moved(swap, b.shape[:-2] + b.shape[:-3:-1])
+    size, is_lower = a.shape[-1], p["lower"] == (p["transpose_a"] != p["left_side"])
+    square = lambda x: np.broadcast_to(x, (*x.shape[:-2], size, size))[..., None]
+    is_live, *of_a = map(square, (~(a.known & (a.number == 0)), a.first, a.last))
+    result = []
+    for x, y, op, none in zip(of_a, (b.first, b.last), (np.minimum, np.maximum), (FIRST, LAST), strict=True):
+        sizes = np.broadcast_shapes(x.shape[:-3], y.shape[:-2], is_live.shape[:-3])
+        out = np.array(np.broadcast_to(y, (*sizes, size, y.shape[-1])))
+        for i in range(size) if is_lower else range(size)[::-1]:
+            others = slice(0, i) if is_lower else slice(i + 1, size)
+            terms = np.where(is_live[..., i, others, :], op(x[..., i, others, :], out[..., others, :]), none)
+            out[..., i, :] = op(op(out[..., i, :], x[..., i, i, :]), op.reduce(terms, -2, initial=none))
+        result.append(out)
+    first, last = result
+    found = unknown(b.shape, _dtype(eqn), first, last)
+    return found if p["left_side"] else found.moved(swap, _shape(eqn))
 
 
 @rule("dot_general")

@@ -69,7 +69,7 @@ def calls_of(forward: Any, length: int) -> list[Call]:
         return jnp.zeros(())
 
     def layers(w: Any) -> None:
-        tokens = blank_tokens(model, length // shardops.axis_size("c"))
+        tokens = blank_tokens(model, length // shardops.axis_size("c"), forward.in_training)
         x = varying(model.embed(w, tokens), stage_axes())
         for place in range(period_of(model)):
             w_layer = jax.tree.map(lambda stack, place=place: stack[place], w.layers)
@@ -165,16 +165,26 @@ def check_paths(forward: Any, length: int) -> None:
             )
 
 
-def sees_later(rule: Rule, length: int) -> bool:
-    """Whether by a rule some position of a text of `length` tokens sees one after it."""
+def sees_later(rule: Rule, call: Call, length: int) -> bool:
+    """Whether by the rule of a call some position of a text of `length` tokens sees one after it.
+
+    A score of -inf, which it has whatever the products are, hides a position too.
+    """
+    heads = jnp.arange(math.prod(call.q.shape[2:4]), dtype=jnp.int32).reshape(*call.q.shape[2:4], 1, 1)
+    learned = [jnp.ones((1, *x.shape[1:]), x.dtype) for x in call.learned]
 
     # Places are arguments: XLA would compute what follows from constants while it compiles.
     @jax.jit
     def sees(q: Places, k: Places) -> jax.Array:
         q, k = q.as_queries(), k.as_keys()
-        return jnp.any(rule.sees(q, k) & (k.index > q.index))
+        later = rule.sees(q, k) & (k.index > q.index)
+        if rule.score is None:
+            return jnp.any(later)
+        products = jnp.zeros((1, *heads.shape[:2], q.index.shape[3], length))
+        return jnp.any(later & ~jnp.isneginf(rule.changed(products, call.q.shape[-1], q, k, heads, learned)))
 
-    queries, index = min(length, max(1, 4 * PAIRS // length)), np.arange(length, dtype=np.int32)[None]
+    pairs = PAIRS // heads.size if rule.score else 4 * PAIRS
+    queries, index = min(length, max(1, pairs // length)), np.arange(length, dtype=np.int32)[None]
     places = Places.in_one_document
     return any(bool(sees(places(index[:, i : i + queries]), places(index))) for i in range(0, length, queries))
 

@@ -172,13 +172,13 @@ def inputs_of(model: LanguageModel) -> tuple[str, ...]:
     return tuple(getattr(model, "inputs", ()))
 
 
-def blank_tokens(model: LanguageModel, length: int) -> Tokens:
+def blank_tokens(model: LanguageModel, length: int, training: bool = False) -> Tokens:
     """One sequence of zeros, to trace a part of the model with. Per-device code."""
     zeros = varying(jnp.zeros((1, length), jnp.int32), stage_axes())
     ids, count = jnp.uint32(zeros), len(inputs_of(model))
     keys = jax.vmap(jax.random.key)(ids[:, 0]) if getattr(model.c, "dropout", 0) else None
     inputs = jnp.repeat(ids[..., None], count, axis=-1) if count else None
-    return Tokens(ids, zeros, zeros, keys, inputs=inputs).prepared(model)
+    return Tokens(ids, zeros, zeros, keys, inputs=inputs, training=training).prepared(model)
 
 
 SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "sharded", "check")

@@ -2,21 +2,27 @@
 
 import dataclasses
 import functools
+import itertools
 import math
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType
 
-from shardlib.proof.causality import find_later, operations, tokens
+from shardlib import shardops
+from shardlib.axes import PIPELINE_AXIS
+from shardlib.proof.causality import LOGITS, Values, World, find_later, operations, tokens
 from shardlib.proof.check import Finding
-from shardlib.proof.reach import constant, dtype_of, unknown
-from shardlib.shardtypes import typed_shard_map, u32
+from shardlib.proof.reach import LAST, constant, dtype_of, made, unknown
+from shardlib.shardtypes import f32, typed_shard_map, u32
+from shardlib.values import mesh_axes, pipeline_stage
 from shardwright.modeling.attention import KERNELS
-from shardwright.modeling.attention_calls import Call, calls_of, distinct, path_of, sees_later, with_path
+from shardwright.modeling.attention_calls import calls_of, path_of, sees_later, with_path
 from shardwright.modeling.blockwise import small_blocks
 from shardwright.modeling.model import act, compute_scope, inputs_of
 from shardwright.modeling.rules import Rule
@@ -37,10 +43,13 @@ REMEDY = (
 )
 
 
-def check_causal(forward: Any, length: int, source: Any = None, sampled: bool = False, rows: int = 2) -> str:
+def check_causal(
+    forward: Any, length: int, source: Any = None, sampled: bool = False, rows: int = 2, optimizer: Any = None
+) -> str:
     """Refuses a model whose logits depend on a later token of the document, or on another document or sequence.
 
-    Its forward pass is traced for one device, and not run.
+    What training and evaluation run for a microbatch is traced for one device, and not run: MicrobatchLoss of the
+    module of `forward`, and with pipeline stages its parts. In sampling it is the forward pass.
 
     Args:
         forward: train.Forward of the model.
@@ -48,6 +57,7 @@ def check_causal(forward: Any, length: int, source: Any = None, sampled: bool = 
         source: hashes of the source, from provenance.source_of, with which each is checked once; None: each time.
         sampled: whether each sequence is one document, as in sampling.
         rows: sequences of a microbatch.
+        optimizer: settings of the training loss, which is then checked too.
 
     Returns:
         Why nothing is proved; empty where it is.
@@ -55,17 +65,23 @@ def check_causal(forward: Any, length: int, source: Any = None, sampled: bool = 
     Raises:
         ShardError: with the line where the token comes in that the position must not see.
     """
-    calls = calls_of(forward, length)
-    rules = [*(call.rule for call in calls), getattr(forward.model, "rule", None)]  # the last, used or not
+    # In FP8 the scale of a product is that of its largest entry, whichever position has it. The loss in chunks computes
+    # what the loss does.
+    alone = {"fp8": False, "loss_chunk": None} | ({"document_mask": True} if sampled else {})
+    forward = dataclasses.replace(forward, training=dataclasses.replace(forward.training, **alone))
+    forms = [dataclasses.replace(forward, in_training=x) for x in ((False,) if sampled else (False, True))]
+    calls = {form.in_training: calls_of(form, length) for form in forms}
+    rules = [*(call.rule for call in itertools.chain(*calls.values())), getattr(forward.model, "rule", None)]
     if not all(rule.causal for rule in rules if isinstance(rule, Rule)):
         return "the model's Rule says causal=False"
-    # In FP8 the scale of a product is that of its largest entry, whichever position has it.
-    alone = {"document_mask": True, "fp8": False} if sampled else {"fp8": False}
-    forward = dataclasses.replace(forward, training=dataclasses.replace(forward.training, **alone))
-    settings = forward.model.c, forward.training, rows, length, sampled, source and text_of(forward.model)
+    staged = PIPELINE_AXIS in mesh_axes()
+    settings = forward.model.c, forward.training, rows, length, sampled, staged, optimizer
+    settings += (source and text_of(forward.model),)
 
     def find() -> list[Finding]:
-        return list(dict.fromkeys(_findings(forward, (rows, length), calls, sampled)))
+        found = _findings(forms, (rows, length), calls, sampled, staged)
+        found = itertools.chain(found, _of_loss(forward, optimizer) if optimizer else ())
+        return list(dict.fromkeys(found))
 
     try:
         refuse(find, source, "causality", settings)
@@ -74,36 +90,44 @@ def check_causal(forward: Any, length: int, source: Any = None, sampled: bool = 
     return ""
 
 
-def describe_causality(forward: Any, source: Any) -> str:
+def describe_causality(forward: Any, source: Any, optimizer: Any = None) -> str:
     """The line of a run's log: the model is causal, or why that is not proved. Raises ShardError as check_causal."""
     t = forward.training
     rows = t.batch_size // t.microbatches
-    if unproved := check_causal(forward, t.seq_len, source, rows=rows):
+    if unproved := check_causal(forward, t.seq_len, source, rows=rows, optimizer=optimizer):
         return f"causality  not proved: {unproved}"
     return "causality  the logits of a position depend on no later token, and on no other document"
 
 
-def _findings(forward: Any, sizes: tuple[int, int], calls: list[Call], sampled: bool) -> Iterator[Finding]:
-    for call in distinct(calls):
-        if sees_later(forward.rule(call.rule), sizes[1]):  # at all distances
-            yield Finding(
-                f"the rule `{call.rule}` of layer {call.place} lets a position see later ones\n  remedy: {REMEDY}",
-                is_wrong=True,
-            )
-            return
-    random = bool(getattr(forward.model.c, "dropout", 0)) and not sampled
-    for seeds in (False, True) if random else (False,):
-        paths = {path_of(forward, call._replace(dropout=call.dropout and seeds)) for call in calls} or {"einsum"}
+def _findings(forms: list, sizes: tuple[int, int], calls: dict, sampled: bool, staged: bool) -> Iterator[Finding]:
+    for form in forms:
+        for call in dict.fromkeys(calls[form.in_training]):
+            if sees_later(form.rule(call.rule), call, sizes[1]):  # at all distances
+                place = f"layer {call.place}" + (", in training," if form.in_training else "")
+                yield Finding(
+                    f"the rule `{call.rule}` of {place} lets a position see later ones\n  remedy: {REMEDY}", is_wrong=True
+                )
+                return
+    known: set[str] = set()  # programs, of which a model has few
+    for form in forms:
+        random = form.in_training and bool(getattr(form.model.c, "dropout", 0))
+        at = calls[form.in_training]
+        paths = {path_of(form, call._replace(dropout=call.dropout and random)) for call in at} or {"einsum"}
         # Kernels are compared with einsum before the first step: modeling.attention_calls.check_paths.
         for path in sorted({"einsum" if path in KERNELS else path for path in paths}):
-            more = sizes, sampled, seeds
-            of_path = lambda path, more=more: list(_of_program(with_path(forward, path, "gather"), *more))
-            if found := of_path(path):
-                yield from of_path("einsum") or found  # whose lines are those of the formulas
+            for parts in (False, True) if staged and not sampled else (False,):
+                of_path = lambda path, form=form, more=(sizes, sampled, random, parts): list(
+                    _of_program(with_path(form, path, "gather"), *more, known)
+                )
+                if found := of_path(path):
+                    yield from (path != "einsum" and of_path("einsum")) or found  # whose lines are those of the formulas
+                    return
 
 
-def _of_program(forward: Any, sizes: tuple[int, int], sampled: bool, seeds: bool) -> Iterator[Finding]:
-    trace = functools.cache(lambda sizes: _traced(forward, sizes, seeds))
+def _of_program(
+    forward: Any, sizes: tuple[int, int], sampled: bool, seeds: bool, parts: bool, known: set[str]
+) -> Iterator[Finding]:
+    trace = functools.cache(lambda sizes: _traced(forward, sizes, sampled, seeds, parts))
     small = ROWS, min(sizes[1], LENGTH)
     is_large = sizes[0] < ROWS or math.prod(sizes) > AT_MOST
     try:
@@ -118,43 +142,100 @@ def _of_program(forward: Any, sizes: tuple[int, int], sampled: bool, seeds: bool
     if others and is_large:
         raise Unproved(f"its operations on {sizes[0]} × {sizes[1]} tokens are others than on {small[0]} × {small[1]}")
     rows, length = sizes if others else small
-    starts = np.zeros((rows, length), bool)
-    starts[:, 0] = True
-    if not sampled:
-        starts[::2, [length // 5, length // 5 + 1, length // 2]] = True
-        starts[1::2, 2 * length // 3] = True
-    targets = tokens(rows, length)
-    inputs = targets.moved(lambda x: x[..., None], (rows, length, len(inputs_of(forward.model))))
-    weights = [unknown(x.shape, dtype_of(x)) for x in jax.tree.leaves(shapes_of(forward.model.table))]
-    batch = [targets, constant(starts), unknown(starts.shape, bool), *([inputs] if inputs.shape[-1] else [])]
-    args = [*weights, *batch, *([unknown((rows,), np.dtype(np.uint32))] if seeds else [])]
-    documents = starts if forward.training.document_mask else np.arange(length)[None] * np.ones((rows, 1)) == 0
-    if problem := find_later(trace((rows, length)), args, documents):
+    program = trace((rows, length))
+    if (text := str(program)) in known:
+        return
+    known.add(text)
+    if problem := find_later(program, *_known(forward, rows, length, sampled, seeds), rows):
         yield Finding(f"{problem}\n  remedy: {REMEDY}")
 
 
-def _traced(forward: Any, sizes: tuple[int, int], seeds: bool) -> Any:
-    """The forward pass of a batch on one device."""
-    model = forward.model
+def _known(forward: Any, rows: int, length: int, sampled: bool, seeds: bool) -> tuple[list[Values], list[World]]:
+    """What is known of the arguments of a program in each world, and the worlds."""
+    rows *= 1 if sampled else _side_by_side(forward)
+    starts = [np.zeros((rows, length), bool) for _ in range(1 if sampled else 2)]
+    until = 2 * -(-length // BLOCKS) - 1  # the last of a block of attention
+    starts[0][:, 0] = True
+    if not sampled:
+        starts[0][::2, [length // 5, length // 5 + 1, until + 1, length - 2]] = True
+        starts[0][1::2, [until - 1, 2 * length // 3]] = True
+        starts[1][:] = starts[0] & (np.arange(length) <= until)
+        starts[1][::2, 3 * length // 4] = starts[1][1::2, [until + 1, length - 1]] = True
+    documents = starts if forward.training.document_mask else [starts[0] * 0 + (np.arange(length) == 0)] * len(starts)
+    worlds = [World.of_documents(x > 0) for x in documents]
+    targets, inputs = tokens(rows, length), len(inputs_of(forward.model))
+    free = lambda shape, dtype: (unknown(shape, np.dtype(dtype)),) * (1 if sampled else 3)
+    of_tokens = lambda x: (x,) if sampled else (x, x, unknown(x.shape, x.number.dtype))
+    given = tuple(map(constant, starts))
+    if not sampled:
+        worlds.append(World.of_difference((rows, length), until))
+        x, y = starts
+        last = np.where(x == y, LAST, np.int32(0))
+        given += (made(x.shape, x & y, x == y, np.full((1, 1), LAST), last),)
+    weights = [free(x.shape, dtype_of(x)) for x in jax.tree.leaves(shapes_of(forward.model.table))]
+    batch = [of_tokens(targets), given, free(targets.shape, bool)]
+    if inputs:
+        batch.append(of_tokens(targets.moved(lambda x: x[..., None], (rows, length, inputs))))
+    return [*weights, *batch, *([free((rows,), np.uint32)] if seeds else [])], worlds
+
+
+def _side_by_side(forward: Any) -> int:
+    """Microbatches that are traced side by side: one that could see the other is enough."""
+    return min(2, forward.training.side_by_side) if forward.in_training else 1
+
+
+def _traced(forward: Any, sizes: tuple[int, int], sampled: bool, seeds: bool, parts: bool) -> Any:
+    """What a microbatch goes through on one device, as far as to its loss. Its logits have the name LOGITS."""
+    model, count = forward.model, 1 if sampled else _side_by_side(forward)
+
+    def of_logits(logits, *_):
+        logits, dims = jnp.float32(checkpoint_name(logits, LOGITS)), "B/r/d/e L/c"
+        total = shardops.einsum_unreduced(f"{dims} V/t/p -> {dims} +t +p", logits)
+        return shardops.psum(f"{dims} +t +p -> {dims}", total)
 
     @typed_shard_map
     def logits(w: model.Weights, batch: TokenBatch, seeds: u32["B/r/d"] | None) -> act["B/r/d L V/t/p"]:
-        read = forward.tokens(batch, seeds)
-        return forward(forward.copies(w), (read,), model.logits)[0]
+        return forward(forward.copies(w), (forward.tokens(batch, seeds),), model.logits)[0]
 
-    shape = lambda dtype, *more: jax.ShapeDtypeStruct((*sizes, *more), dtype)
-    count = len(inputs_of(model))
+    @typed_shard_map
+    def loss(w: model.Weights, batch: TokenBatch, seeds: u32["B/r/d"] | None) -> f32[""]:
+        w, loss = forward.copies(w), _module_of(forward).MicrobatchLoss(forward, of_logits)
+        part = lambda i: jax.tree.map(lambda x: x[i * sizes[0] : (i + 1) * sizes[0]], (batch, seeds))
+        if not parts:
+            return loss(w, *map(part, range(count)))[0]
+        with pipeline_stage():
+            layers = len(jax.tree.leaves(w.layers)[0])
+            x, _ = loss.layers(w.layers, loss.first(w, *part(0)), jnp.arange(layers), *part(0))
+            return loss.last(w, x, *part(0))
+
+    rows = count * sizes[0]
+    shape = lambda dtype, *more: jax.ShapeDtypeStruct((rows, sizes[1], *more), dtype)
+    inputs = len(inputs_of(model))
     batch = TokenBatch(
         targets=shape(jnp.uint32),
         is_seq_start=shape(bool),
         loss_mask=shape(bool),
-        **({"inputs": shape(jnp.uint32, count)} if count else {}),
+        **({"inputs": shape(jnp.uint32, inputs)} if inputs else {}),
     )
-    args = shapes_of(model.table), batch, jax.ShapeDtypeStruct(sizes[:1], jnp.uint32) if seeds else None
+    args = shapes_of(model.table), batch, jax.ShapeDtypeStruct((rows,), jnp.uint32) if seeds else None
+    return _on_one_device(forward, logits if sampled else loss, args, sizes[1])
+
+
+def _module_of(forward: Any) -> Any:
+    """The module that trains, train.py, whose MicrobatchLoss runs `forward`."""
+    return sys.modules[type(forward).__module__]
+
+
+def _on_one_device(forward: Any, program: Any, args: tuple, length: int) -> Any:
+    """The jaxpr of a program."""
     one = AbstractMesh((1, 1, 1), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     # Through no mesh at all: JAX does not change from one mesh to another of a different size.
     none = AbstractMesh((), ())
     on_one = jax.sharding.use_abstract_mesh(one)
-    blocks, dtype = small_blocks(-(-sizes[1] // BLOCKS)), compute_scope(forward.training.compute_dtype)
+    blocks, dtype = small_blocks(-(-length // BLOCKS)), compute_scope(forward.training.compute_dtype)
     with jax.sharding.use_abstract_mesh(none), on_one, blocks, dtype:
-        return jax.jit(logits).trace(*args).jaxpr
+        return jax.jit(program).trace(*args).jaxpr
+
+
+def _of_loss(forward: Any, optimizer: Any) -> Iterator[Finding]:
+    return iter(())

@@ -265,7 +265,7 @@ class Run:
             for c in self._ahead:
                 check_steps(self.programs, c, self.model, self.provenance["source"])
             tell("proof      training and evaluation compute on this mesh what they compute on one device")
-        tell(describe_causality(self.forward, self.provenance["source"]))
+        tell(describe_causality(self.forward, self.provenance["source"], self.c.optimizer))
 
     def compare_forms(self) -> None:
         """Refuses a form of an op for this platform that does not compute what its plain form does. It runs both."""
