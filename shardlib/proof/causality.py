@@ -6,17 +6,19 @@ differ after a position: what differs before it depends on documents that begin 
 """
 
 import dataclasses
+import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 from jax.extend import core
 
 from shardlib import marks
-from shardlib.equations import CALLS, body_of, equations_in, scan_counts
+from shardlib.equations import CALLS, body_of, equations_in, jaxprs_of, scan_counts
+from shardlib.proof.elementwise import ELEMENTWISE
 from shardlib.proof.equation import Equation
-from shardlib.proof.reach import LAST, Reach, constant, entries_of, highest, of_all, stacked, unknown
+from shardlib.proof.reach import LAST, Reach, constant, entries_of, highest, made, of_all, stacked, unknown
 from shardlib.proof.reach_rules import anything, apply, rows_added
 from shardlib.proof.reach_slots import is_in, together
 
@@ -25,6 +27,8 @@ LOGITS = "causality: logits"
 
 FORM = frozenset("broadcast_in_dim convert_element_type copy expand_dims pad reshape slice squeeze".split())  # noqa: SIM905
 """Primitives that JAX adds or leaves out by the sizes of dims."""
+MOST_NUMBERS = 2**12
+"""Largest number of entries of a constant that is looked through."""
 TURNS = 2**16
 """Largest number of passes of a loop that are followed one by one."""
 
@@ -73,23 +77,28 @@ class World:
         return World(self.first[start:stop], self.last[start:stop], self.until)
 
 
-def find_later(program: Any, args: list[Values], worlds: list[World], rows: int) -> str | None:
+def find_later(
+    program: Any, args: list[Values], worlds: list[World], rows: int, beyond: frozenset[int] = frozenset()
+) -> tuple[str | None, list[int]]:
     """Where the logits of a position come to depend on what the position must not see; None: nowhere.
+
+    Also the numbers among `beyond` that positions meet.
 
     Args:
         program: a closed jaxpr, whose first result are the logits [B, L, V], or in which they have the name LOGITS.
         args: of its arguments, what is known in each world.
         worlds: one; or two, and what differs between them.
         rows: sequences of each microbatch, whose logits are named one after the other.
+        beyond: numbers that positions reach in longer sequences only. What positions and these make is not known.
     """
-    interpreter = Interpreter(worlds, rows)
+    interpreter = Interpreter(worlds, rows, beyond)
     result = interpreter.run(program, args)[0]
     for i, values in enumerate(interpreter.named or [result]):
         for which, logits in enumerate(values):
             if problem := interpreter.problem_of(logits, which, i):
                 place, name = logits.why or ("?", "the program")
-                return f"{place}: {name}: {problem}"
-    return None
+                return f"{place}: {name}: {problem}", sorted(interpreter.met)
+    return None, sorted(interpreter.met)
 
 
 class Interpreter:
@@ -97,10 +106,12 @@ class Interpreter:
 
     Attributes:
         named: the values that have the name LOGITS, in their order.
+        met: numbers among `beyond` that positions met.
     """
 
-    def __init__(self, worlds: list[World], rows: int | None = None):
-        self.worlds, self.rows = worlds, rows or len(worlds[0].first)
+    def __init__(self, worlds: list[World], rows: int | None = None, beyond: frozenset[int] = frozenset()):
+        self.worlds, self.rows, self.beyond = worlds, rows or len(worlds[0].first), beyond
+        self.met: set[int] = set()
         self.named: list[Values] = []
         self._entered = ""
 
@@ -162,15 +173,28 @@ class Interpreter:
             if which and all(x[which] is x[0] for x in ins):
                 found.append(found[0])
                 continue
-            found.append(how(eq.eqn, [x[which] for x in ins]))
+            found.append(self._within(eq, [x[which] for x in ins], how(eq.eqn, [x[which] for x in ins])))
         results = [self._settled(values) for values in zip(*found, strict=True)]
         for which in range(len(self.worlds)):
             came = next((x[which].why for x in ins if x[which].why), None)
             for values, var in zip(results, eq.eqn.outvars, strict=True):
                 x = values[which]
                 assert x.shape == tuple(getattr(var.aval, "shape", ())), (eq.name, x.shape, var.aval)
-                x.why = None if self._is_right(x, which) else x.why or came or (eq.place(), eq.name)
+                here = (eq.place(), eq.name)
+                x.why = None if self._is_right(x, which) else x.why or came or (here if here[0] != "?" else None)
         return results
+
+    def _within(self, eq: Equation, ins: list[Reach], found: list[Reach]) -> list[Reach]:
+        """The results, but for numbers that positions and what is beyond them make."""
+        if not self.beyond or eq.name not in ELEMENTWISE or not any(x.number.size > 1 and x.known.any() for x in ins):
+            return found
+        numbers = [*self.beyond, *(-x for x in self.beyond)]
+        at = [x.known & np.isin(x.number, numbers) for x in ins if x.number.dtype.kind in "iuf"]
+        if any(a.any() for a in at):
+            self.met.update(int(abs(n)) for x in ins for n in np.unique(x.number) if abs(n) in self.beyond)
+            far = functools.reduce(np.logical_or, at)
+            return [made(x.shape, x.number, x.known & ~far, x.first, x.last, x.number.dtype) for x in found]
+        return found
 
     @staticmethod
     def _settled(values: Values) -> Values:
@@ -192,7 +216,8 @@ class Interpreter:
         """The results of a loop or a choice that is another one in each of two worlds: there they differ."""
         found = []
         for which in (0, 1):
-            alone = Interpreter([self.worlds[which]], self.rows)
+            alone = Interpreter([self.worlds[which]], self.rows, self.beyond)
+            alone.met = self.met
             found.append([x for (x,) in getattr(alone, how)(eq, [(x[which],) for x in ins])])
         differ = [unknown(x.shape, x.number.dtype, np.int32(0), np.int32(0)) for x in found[0]]
         return [self._settled(values) for values in zip(*found, differ, strict=True)]
@@ -323,6 +348,37 @@ def _digest(args: list[Values]) -> bytes:
     arrays = [x for values in args for value in values for x in value.arrays()]
     form = repr([(x.shape, x.dtype.str) for x in arrays]).encode()
     return hashlib.sha256(b"".join([form, *(x.tobytes() for x in arrays)])).digest()
+
+
+def numbers_of(program: Any) -> frozenset[int]:
+    """The whole numbers among the constants of a program, also of what it calls."""
+    found = {0}
+    for jaxpr in _jaxprs(program):
+        body, consts = body_of(jaxpr)
+        literals = [v.val for eqn in body.eqns for v in eqn.invars if isinstance(v, core.Literal)]
+        for value in (*literals, *consts):
+            kind = getattr(getattr(value, "dtype", None), "kind", "")
+            if kind in "iuf" and kind and np.size(value) <= MOST_NUMBERS:
+                array = np.asarray(value, float)
+                found.update(np.abs(array[np.isfinite(array) & (array == np.trunc(array))]).astype(int).ravel().tolist())
+    return frozenset(found)
+
+
+def cuts_of(program: Any, length: int) -> dict[int, str]:
+    """Where a program cuts dims of `length` entries, and by which line."""
+    found = {}
+    for eqn in equations_in(program):
+        if eqn.primitive.name == "slice":
+            bounds = zip(eqn.invars[0].aval.shape, eqn.params["start_indices"], eqn.params["limit_indices"], strict=True)
+            found.update((i, Equation(eqn).place()) for n, *ends in bounds if n == length for i in ends)
+    return found
+
+
+def _jaxprs(jaxpr: Any) -> Iterator[Any]:
+    yield jaxpr
+    for eqn in body_of(jaxpr)[0].eqns:
+        for inner in jaxprs_of(eqn):
+            yield from _jaxprs(inner)
 
 
 def operations(program: Any) -> list[str]:

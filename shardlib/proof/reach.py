@@ -95,8 +95,8 @@ class Sums:
 
     Attributes:
         at: numbers, with the dims of the value.
-        first: first token of each entry of the flat array, which does not decrease along the dim.
-        last: last such token, in the same order.
+        first: first token of each entry of the flat array and of those after it along the dim.
+        last: last token of it and of those before it.
         step: by how much numbers differ along the dim.
         size: entries along the dim.
     """

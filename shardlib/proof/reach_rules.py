@@ -431,11 +431,12 @@ def _cumulative(eqn: Any, x: Reach) -> Reach:
     if x.is_known and name in known and x.number.dtype.kind in "biu":
         return made(x.shape, run(known[name], full(x.number, x.shape, [axis])).astype(x.number.dtype), True)
     found = unknown(x.shape, _dtype(eqn), run(np.minimum, x.first), run(np.maximum, x.last))
-    arrays = np.broadcast_arrays(*(full(a, x.shape, [axis]) for a in (x.first, x.last)))
-    if name == "cumsum" and not back and all((np.diff(a, axis=axis) >= 0).all() for a in arrays):
-        shape = arrays[0].shape
-        at = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
-        found.fact = Sums(at, *(a.ravel() for a in arrays), math.prod(shape[axis + 1 :]), shape[axis])
+    if name == "cumsum" and not back and x.shape[axis]:
+        first, last = np.broadcast_arrays(*(full(a, x.shape, [axis]) for a in (x.first, x.last)))
+        after = np.flip(np.minimum.accumulate(np.flip(first, axis), axis), axis)
+        at = np.arange(first.size, dtype=np.int32).reshape(first.shape)
+        tokens = after.ravel(), np.maximum.accumulate(last, axis).ravel()
+        found.fact = Sums(at, *tokens, math.prod(first.shape[axis + 1 :]), x.shape[axis])
     return found
 
 

@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -16,14 +16,12 @@ from jax.sharding import AbstractMesh, AxisType
 
 from shardlib import shardops
 from shardlib.axes import PIPELINE_AXIS
-from shardlib.proof.causality import LOGITS, Values, World, find_later, operations, tokens
+from shardlib.proof.causality import LOGITS, Values, World, cuts_of, find_later, numbers_of, operations, tokens
 from shardlib.proof.check import Finding
 from shardlib.proof.reach import LAST, constant, dtype_of, made, unknown
 from shardlib.shardtypes import f32, typed_shard_map, u32
 from shardlib.values import mesh_axes, pipeline_stage
-from shardwright.modeling.attention import KERNELS
-from shardwright.modeling.attention_calls import calls_of, path_of, sees_later, with_path
-from shardwright.modeling.blockwise import small_blocks
+from shardwright.modeling.attention_calls import calls_of, sees_later, with_path
 from shardwright.modeling.model import act, compute_scope, inputs_of
 from shardwright.modeling.rules import Rule
 from shardwright.modeling.weights import shapes_of
@@ -32,10 +30,8 @@ from shardwright_data.loader import TokenBatch
 
 ROWS, LENGTH = 2, 256
 """Sequences, and most positions of each, for which a model is checked."""
-AT_MOST = 2048
-"""Most tokens, where ROWS of LENGTH would be another program."""
-BLOCKS = 4
-"""Blocks of attention at LENGTH positions."""
+AT_MOST = 4096
+"""Most tokens, where ROWS of LENGTH would be another program, or would not reach what it compares positions with."""
 REMEDY = (
     "a position may learn from those before it in its document: through attend, by rules.causal and "
     "rules.same_document, or masked by tokens.document. A model that is not causal on purpose says so: "
@@ -108,57 +104,82 @@ def _findings(forms: list, sizes: tuple[int, int], calls: dict, sampled: bool, s
                     f"the rule `{call.rule}` of {place} lets a position see later ones\n  remedy: {REMEDY}", is_wrong=True
                 )
                 return
-    known: set[str] = set()  # programs, of which a model has few
+    known: set[str] = set()  # programs
     for form in forms:
-        random = form.in_training and bool(getattr(form.model.c, "dropout", 0))
-        at = calls[form.in_training]
-        paths = {path_of(form, call._replace(dropout=call.dropout and random)) for call in at} or {"einsum"}
-        # Kernels are compared with einsum before the first step: modeling.attention_calls.check_paths.
-        for path in sorted({"einsum" if path in KERNELS else path for path in paths}):
-            for parts in (False, True) if staged and not sampled else (False,):
-                of_path = lambda path, form=form, more=(sizes, sampled, random, parts): list(
-                    _of_program(with_path(form, path, "gather"), *more, known)
-                )
-                if found := of_path(path):
-                    yield from (path != "einsum" and of_path("einsum")) or found  # whose lines are those of the formulas
-                    return
+        seeds = form.in_training and bool(getattr(form.model.c, "dropout", 0))
+        form = with_path(form, "einsum", "gather")  # with which others are compared: attention_calls.check_paths
+        for parts in (False, True) if staged and not sampled else (False,):
+            if found := list(_of_program(form, sizes, sampled, seeds, parts, known)):
+                yield from found
+                return
 
 
 def _of_program(
     forward: Any, sizes: tuple[int, int], sampled: bool, seeds: bool, parts: bool, known: set[str]
 ) -> Iterator[Finding]:
     trace = functools.cache(lambda sizes: _traced(forward, sizes, sampled, seeds, parts))
-    small = ROWS, min(sizes[1], LENGTH)
-    is_large = sizes[0] < ROWS or math.prod(sizes) > AT_MOST
     try:
-        own = operations(trace(sizes))
+        own = trace(sizes)
     except Exception as error:  # whatever the program does there
         lines = str(error).splitlines() or [""]
         raise Unproved(f"on one device its forward pass does not trace: {type(error).__name__}: {lines[0]}") from None
-    try:
-        others = own != operations(trace(small))
-    except Exception:
-        others = True
-    if others and is_large:
+    small, whole, found = (ROWS, min(sizes[1], LENGTH)), (ROWS, sizes[1]), None
+    cuts = _fixed_cuts(own, trace, sizes)
+    sizes_left = [small, whole, sizes]
+    for at in sizes_left:  # which grows
+        if (at != small and math.prod(at) > AT_MOST) or at[1] <= max(cuts, default=0):
+            continue
+        try:
+            program = trace(at)
+        except Exception:
+            continue
+        if operations(program) != operations(own):
+            continue
+        if (text := str(program)) in known:
+            return
+        known.add(text)
+        fixed = numbers_of(own) & numbers_of(program) if at[1] < sizes[1] else ()
+        beyond = frozenset(n for n in fixed if at[1] // 2 <= n < sizes[1])
+        problem, met = find_later(program, *_known(forward, *at, sampled, seeds), at[0], beyond)
+        if problem is None:
+            return
+        found = f"{problem}\n  remedy: {REMEDY}"
+        if not met:
+            break
+        found = f"{problem}, as far as {at[1]} positions show, which do not reach {met[-1]}\n  remedy: {REMEDY}"
+        sizes_left[1:] = [(ROWS, min(sizes[1], 2 ** (2 * met[-1]).bit_length()))]
+    if found:
+        yield Finding(found)
+    elif cuts:
+        yield Finding(
+            f"{cuts[max(cuts)]}: slice: sequences are cut at position {max(cuts)}, and {small[1]} positions are followed"
+            "\n  remedy: compare positions with it instead, in attend or in jnp.where"
+        )
+    else:
         raise Unproved(f"its operations on {sizes[0]} × {sizes[1]} tokens are others than on {small[0]} × {small[1]}")
-    rows, length = sizes if others else small
-    program = trace((rows, length))
-    if (text := str(program)) in known:
-        return
-    known.add(text)
-    if problem := find_later(program, *_known(forward, rows, length, sampled, seeds), rows):
-        yield Finding(f"{problem}\n  remedy: {REMEDY}")
+
+
+def _fixed_cuts(own: Any, trace: Callable, sizes: tuple[int, int]) -> dict[int, str]:
+    """Where a program cuts sequences beyond the positions that are followed, whatever their length is, and its lines."""
+    rows, length = sizes
+    cuts = {n: line for n, line in cuts_of(own, length).items() if LENGTH < n < length}
+    try:
+        scaled = {length - LENGTH + n for n in cuts and cuts_of(trace((ROWS, LENGTH)), LENGTH)}
+        cuts = {n: line for n, line in cuts.items() if n not in scaled}
+        longer = cuts and cuts_of(trace((rows, 2 * length)), 2 * length)
+        return {n: line for n, line in cuts.items() if n in longer}
+    except Exception:
+        return cuts
 
 
 def _known(forward: Any, rows: int, length: int, sampled: bool, seeds: bool) -> tuple[list[Values], list[World]]:
     """What is known of the arguments of a program in each world, and the worlds."""
     rows *= 1 if sampled else _side_by_side(forward)
     starts = [np.zeros((rows, length), bool) for _ in range(1 if sampled else 2)]
-    until = 2 * -(-length // BLOCKS) - 1  # the last of a block of attention
+    until = length // 2
     starts[0][:, 0] = True
     if not sampled:
-        starts[0][::2, [length // 5, length // 5 + 1, until + 1, length - 2]] = True
-        starts[0][1::2, [until - 1, 2 * length // 3]] = True
+        starts[0][::2, [length // 5, length // 5 + 1, until + 1, length - 2]] = True  # others are one document
         starts[1][:] = starts[0] & (np.arange(length) <= until)
         starts[1][::2, 3 * length // 4] = starts[1][1::2, [until + 1, length - 1]] = True
     documents = starts if forward.training.document_mask else [starts[0] * 0 + (np.arange(length) == 0)] * len(starts)
@@ -218,22 +239,22 @@ def _traced(forward: Any, sizes: tuple[int, int], sampled: bool, seeds: bool, pa
         **({"inputs": shape(jnp.uint32, inputs)} if inputs else {}),
     )
     args = shapes_of(model.table), batch, jax.ShapeDtypeStruct((rows,), jnp.uint32) if seeds else None
-    return _on_one_device(forward, logits if sampled else loss, args, sizes[1])
+    return _on_one_device(forward, logits if sampled else loss, args)
 
 
 def _module_of(forward: Any) -> Any:
     """The module that trains, train.py, whose MicrobatchLoss runs `forward`."""
-    return sys.modules[type(forward).__module__]
+    modules = [sys.modules[kind.__module__] for kind in type(forward).__mro__]
+    return next(module for module in modules if hasattr(module, "MicrobatchLoss"))
 
 
-def _on_one_device(forward: Any, program: Any, args: tuple, length: int) -> Any:
+def _on_one_device(forward: Any, program: Any, args: tuple) -> Any:
     """The jaxpr of a program."""
     one = AbstractMesh((1, 1, 1), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     # Through no mesh at all: JAX does not change from one mesh to another of a different size.
     none = AbstractMesh((), ())
     on_one = jax.sharding.use_abstract_mesh(one)
-    blocks, dtype = small_blocks(-(-length // BLOCKS)), compute_scope(forward.training.compute_dtype)
-    with jax.sharding.use_abstract_mesh(none), on_one, blocks, dtype:
+    with jax.sharding.use_abstract_mesh(none), on_one, compute_scope(forward.training.compute_dtype):
         return jax.jit(program).trace(*args).jaxpr
 
 
