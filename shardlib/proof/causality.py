@@ -18,12 +18,12 @@ from shardlib import marks
 from shardlib.equations import CALLS, body_of, equations_in, jaxprs_of, scan_counts
 from shardlib.proof.elementwise import ELEMENTWISE
 from shardlib.proof.equation import Equation
-from shardlib.proof.reach import LAST, Reach, constant, entries_of, highest, made, of_all, stacked, unknown
+from shardlib.proof.reach import LAST, Reach, constant, dtype_of, entries_of, highest, made, of_all, stacked, unknown
 from shardlib.proof.reach_rules import anything, apply, rows_added
 from shardlib.proof.reach_slots import is_in, together
 
-LOGITS = "causality: logits"
-"""Name of the values (jax.ad_checkpoint.checkpoint_name) of which it is proved."""
+LOGITS, TARGETS = "causality: logits", "causality: targets"
+"""Names of the values (jax.ad_checkpoint.checkpoint_name) of which it is proved, and of what the loss is to predict."""
 
 FORM = frozenset("broadcast_in_dim convert_element_type copy expand_dims pad reshape slice squeeze".split())  # noqa: SIM905
 """Primitives that JAX adds or leaves out by the sizes of dims."""
@@ -85,7 +85,8 @@ def find_later(
     Also the numbers among `beyond` that positions meet.
 
     Args:
-        program: a closed jaxpr, whose first result are the logits [B, L, V], or in which they have the name LOGITS.
+        program: a closed jaxpr, whose first result are the logits [B, L, V], or in which they have the name LOGITS, and
+            their targets [B, L] TARGETS.
         args: of its arguments, what is known in each world.
         worlds: one; or two, and what differs between them.
         rows: sequences of each microbatch, whose logits are named one after the other.
@@ -93,36 +94,64 @@ def find_later(
     """
     interpreter = Interpreter(worlds, rows, beyond)
     result = interpreter.run(program, args)[0]
-    for i, values in enumerate(interpreter.named or [result]):
-        for which, logits in enumerate(values):
-            if problem := interpreter.problem_of(logits, which, i):
-                place, name = logits.why or ("?", "the program")
-                return f"{place}: {name}: {problem}", sorted(interpreter.met)
+    named = interpreter.named[LOGITS] or [result], interpreter.named[TARGETS]
+    for of_targets, found in enumerate(named):
+        for i, values in enumerate(found):
+            for which, x in enumerate(values):
+                if problem := interpreter.problem_of(x, which, i, bool(of_targets)):
+                    place, name = ("the loss", "targets") if of_targets else x.why or ("?", "the program")
+                    return f"{place}: {name}: {problem}", sorted(interpreter.met)
     return None, sorted(interpreter.met)
+
+
+def find_met(program: Any, shape: tuple[int, int]) -> str | None:
+    """Where a target first meets the logits of a later position, or of another sequence; None: nowhere.
+
+    Args:
+        program: a closed jaxpr of logits [B, L, V], targets [B, L], and values that count for neither.
+        shape: B and L.
+    """
+    size, number = np.prod(shape), np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+    # Of what depends on logits and on targets, the last of the logits and the first of the targets are kept.
+    tokens = [(size - 1 - number)[..., None], 2 * size - 1 - number]
+    args = [unknown(var.aval.shape, dtype_of(var.aval)) for var in body_of(program)[0].invars]
+    args[:2] = [unknown(x.shape, x.number.dtype, a, a) for x, a in zip(args, tokens, strict=False)]
+    interpreter = Meetings(shape)
+    interpreter.run(program, [(x,) for x in args])
+    return interpreter.problem
 
 
 class Interpreter:
     """What is known of the results of a program, from what is known of its arguments, in each of several worlds.
 
     Attributes:
-        named: the values that have the name LOGITS, in their order.
+        named: the values that have a name, LOGITS or TARGETS, in their order.
         met: numbers among `beyond` that positions met.
     """
 
     def __init__(self, worlds: list[World], rows: int | None = None, beyond: frozenset[int] = frozenset()):
         self.worlds, self.rows, self.beyond = worlds, rows or len(worlds[0].first), beyond
         self.met: set[int] = set()
-        self.named: list[Values] = []
+        self.named: dict[str, list[Values]] = {LOGITS: [], TARGETS: []}
         self._entered = ""
 
-    def problem_of(self, logits: Reach, which: int, microbatch: int = 0) -> str | None:
-        """What a position sees that it must not see; None if there is nothing."""
+    def problem_of(self, x: Reach, which: int, microbatch: int = 0, of_targets: bool = False) -> str | None:
+        """What the logits of a position see that they must not see; or a target that they may; None: nothing."""
         world, rows = self.worlds[which], self.rows
         length, at = world.first.shape[1], microbatch * rows % len(world.first)
         world, lead = world.rows(at, at + rows), lambda x: x.reshape((*x.shape[:2], -1))
-        first, last = lead(logits.first).min(-1), lead(logits.last).max(-1)
-        first, last = (np.broadcast_to(x, world.first.shape) for x in (first, last))
+        first, last = lead(x.first).min(-1), lead(x.last).max(-1)
+        first, last = (np.broadcast_to(a, world.first.shape) for a in (first, last))
         has = last >= 0
+        if of_targets:
+            wrong = has & (first <= world.last) & (world.until is None)
+            row, position = (int(i) for i in np.argwhere(wrong)[0]) if wrong.any() else (0, 0)
+            read = int(first[row, position]) % length
+            return (
+                f"position {position} is to predict the token of position {read}, which it has read"
+                if wrong.any()
+                else None
+            )
         for wrong, token in (((last > world.last) & has, last), ((first < world.first) & has, first)):
             if wrong.any():
                 row, position = (int(i) for i in np.argwhere(wrong)[0])
@@ -154,7 +183,7 @@ class Interpreter:
     def _results(self, eq: Equation, ins: list[Values]) -> list[Values]:
         name = eq.name
         if name == "name":
-            self.named += ins if eq.params["name"] == LOGITS else []
+            self.named.get(eq.params["name"], []).extend(ins)
             mark = marks.mark_of(eq.eqn)
             self._entered = mark.label if mark and mark.kind == "enters" else self._entered
         if marks.is_region(eq.eqn) and (rule := _region_rule(self._entered)):
@@ -198,7 +227,7 @@ class Interpreter:
 
     @staticmethod
     def _settled(values: Values) -> Values:
-        """Values of two worlds, and what differs between them: known numbers that differ, and what was made of these."""
+        """Values of two worlds, and what differs between them: known numbers that differ, and what these make."""
         if len(values) < 3 or values[2] is values[0]:
             return values
         if any(map(is_in, values)) and not all(map(is_in, values)):
@@ -271,6 +300,32 @@ class Interpreter:
         return self._anything(eq, ins)
 
 
+class Meetings(Interpreter):
+    """What `find_met` follows. What targets and logits make together may go anywhere."""
+
+    def __init__(self, shape: tuple[int, int]):
+        self.size, self.problem = int(np.prod(shape)), None
+        own = self.size - 1 - np.arange(self.size).reshape(shape)
+        super().__init__([World(own, own)])
+
+    def _worked(self, eq: Equation, ins: list[Values], how: Callable) -> list[Values]:
+        found, length = super()._worked(eq, ins, how), self.worlds[0].first.shape[1]
+        has_met = lambda x: (x.first < self.size) & (x.last >= self.size)
+        if self.problem or any(has_met(x).any() for (x,) in ins):
+            return found
+        for (x,) in found:
+            logits, target = self.size - 1 - x.first, 2 * self.size - 1 - x.last
+            wrong = has_met(x) & (logits > target)
+            if wrong.any():
+                (row, at), (of, target) = (
+                    divmod(int(np.broadcast_to(a, wrong.shape)[wrong][0]), length) for a in (logits, target)
+                )
+                place, name = next((x.why for (x,) in ins if x.why and x.last.max() < self.size), (eq.place(), eq.name))
+                which = f"position {at}" if row == of else "another sequence"
+                self.problem = f"{place}: {name}: the target of position {target} meets the logits of {which}"
+        return found
+
+
 def _fits(x: Reach, world: World) -> bool:
     """Whether a value has positions along a dim, and entries that depend on nothing that these must not see."""
     shape, (rows, length) = np.broadcast_shapes(x.first.shape, x.last.shape), world.first.shape
@@ -317,7 +372,7 @@ def _sums_of_rows(eqn: Any, rows: Reach, ids: Reach) -> Reach | None:
     shape, count, of_ids = eqn.outvars[0].aval.shape, len(rows.shape), len(ids.shape)
     dim = len(shape) - 1 - (count - of_ids)
     at = {i: i for i in range(dim)} | {of_ids + i: dim + 1 + i for i in range(count - of_ids)}
-    if not ids.is_known or is_in(rows) and (not is_in(ids) or rows.fact != ids.fact):
+    if not ids.is_known or (is_in(rows) and (not is_in(ids) or rows.fact != ids.fact)):
         return None
     return rows_added(unknown(shape, rows.number.dtype), dim, ids, {i: i for i in range(of_ids)}, rows, at)
 
@@ -360,7 +415,9 @@ def numbers_of(program: Any) -> frozenset[int]:
             kind = getattr(getattr(value, "dtype", None), "kind", "")
             if kind in "iuf" and kind and np.size(value) <= MOST_NUMBERS:
                 array = np.asarray(value, float)
-                found.update(np.abs(array[np.isfinite(array) & (array == np.trunc(array))]).astype(int).ravel().tolist())
+                found.update(
+                    np.abs(array[np.isfinite(array) & (array == np.trunc(array))]).astype(int).ravel().tolist()
+                )
     return frozenset(found)
 
 
@@ -369,7 +426,9 @@ def cuts_of(program: Any, length: int) -> dict[int, str]:
     found = {}
     for eqn in equations_in(program):
         if eqn.primitive.name == "slice":
-            bounds = zip(eqn.invars[0].aval.shape, eqn.params["start_indices"], eqn.params["limit_indices"], strict=True)
+            bounds = zip(
+                eqn.invars[0].aval.shape, eqn.params["start_indices"], eqn.params["limit_indices"], strict=True
+            )
             found.update((i, Equation(eqn).place()) for n, *ends in bounds if n == length for i in ends)
     return found
 

@@ -43,7 +43,6 @@ rule = functools.partial(primitives.rule, of=RULES)
 
 def apply(eqn: Any, ins: list[Reach]) -> list[Reach]:
     """What holds of the results of an equation that runs no body."""
-    name = eqn.primitive.name
     if any(reach_slots.is_in(x) for x in ins):
         if (result := reach_slots.apply(eqn, ins, _rule_of(eqn, ins), _shape(eqn))) is not None:
             return [result]
@@ -217,7 +216,9 @@ def _scatter(eqn: Any, x: Reach, starts: Reach, new: Reach) -> Any:
     if not starts.is_known or math.prod(x.shape) > MOST:
         return None
     if len(starts.shape) > 1:
-        is_rows = list(d.scatter_dims_to_operand_dims) == list(d.inserted_window_dims) and len(d.inserted_window_dims) == 1
+        is_rows = (
+            list(d.scatter_dims_to_operand_dims) == list(d.inserted_window_dims) and len(d.inserted_window_dims) == 1
+        )
         if not (adds and is_rows):
             return None
         scattered = [i for i in range(len(new.shape)) if i not in d.update_window_dims]

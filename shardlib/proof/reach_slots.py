@@ -1,8 +1,8 @@
 """Slots that the first choices of a sequence have, as in a mixture of experts: which tokens what is in a slot may know.
 
-Choices that are not made get one number past the others, and all are sorted. The choice in a slot is not known. So each
-entry of what is computed of a slot is kept for each choice that the slot may have: that a slot has choice v depends on
-the choices until v, and on none after. What is added at the place of its choice is then known to come from no later one.
+Choices that are not made get one number past the others, and all are sorted. Which choice a slot has is not known. So
+what is computed of a slot is kept for each choice that it may have: that a slot has choice v depends on the choices
+until v, and on none after. What is added at the place of its choice is then known to come from no later one.
 """
 
 import dataclasses
@@ -17,7 +17,6 @@ from shardlib.equations import source_dims
 from shardlib.proof.elementwise import ELEMENTWISE
 from shardlib.proof.primitives import COLLECTIVES, IDENTITIES
 from shardlib.proof.reach import Among, Reach, full, of_all, placed, reshaped, unknown
-
 
 SAME = IDENTITIES | COLLECTIVES - {"ppermute", "ragged_all_to_all"}
 SAME |= {"vary_unreduced_cast", "vary_unreduced_cast_p", "unreduced_cast", "copy", "copy_p", "device_put"}
@@ -66,7 +65,9 @@ def of_sorted(x: Reach, dim: int) -> Reach | None:
             entries = ((number, past), (first, x.first), (last, x.last))
             ends = (lambda a: a.max(dim, keepdims=True), lambda a: a.min(dim, keepdims=True))
             joined = [np.concatenate([a, ends[i == 1](b)], dim) for i, (a, b) in enumerate(entries)]
-            return Reach(x.shape, joined[0], np.ones((1,) * len(x.shape), bool), *joined[1:], x.why, Slots(dim, object()))
+            return Reach(
+                x.shape, joined[0], np.ones((1,) * len(x.shape), bool), *joined[1:], x.why, Slots(dim, object())
+            )
     return None
 
 
@@ -90,7 +91,7 @@ def apply(eqn: Any, ins: list[Reach], rule: Callable, shape: tuple[int, ...]) ->
         to = eqn.params["dimension_numbers"].update_window_dims
         dim = [i for i in range(len(new.shape)) if i not in to][known.fact.dim] if is_in(known) else None
         return rule(eqn, operand, known, _aligned(new, known.fact, dim)) if dim is not None else None
-    if name in ("transpose", "broadcast_in_dim") or name.startswith("reduce_") and "axes" in eqn.params:
+    if name in ("transpose", "broadcast_in_dim") or (name.startswith("reduce_") and "axes" in eqn.params):
         source = source_dims(eqn)
         if fact.dim not in source:
             return None
@@ -103,17 +104,22 @@ def apply(eqn: Any, ins: list[Reach], rule: Callable, shape: tuple[int, ...]) ->
         if name == "slice":
             parts = list(map(slice, p["start_indices"], p["limit_indices"], p["strides"] or [1] * rank))
         else:
-            starts = [int(np.clip(y.number, 0, n - m)) for y, n, m in zip(ins[1:], x.shape, p["slice_sizes"], strict=True)]
+            starts = [
+                int(np.clip(y.number, 0, n - m)) for y, n, m in zip(ins[1:], x.shape, p["slice_sizes"], strict=True)
+            ]
             parts = [slice(i, i + n) for i, n in zip(starts, p["slice_sizes"], strict=True)]
         cut = lambda a: a[tuple(slice(None) if i == fact.dim or a.shape[i] == 1 else parts[i] for i in range(rank))]
         return Reach(shape, *map(cut, x.arrays()), x.why, fact)
     if len(ins) == 1 and math.prod(shape) == math.prod(x.shape) and name in SAME:
         before = lambda sizes, i: (math.prod(sizes[:i]), sizes[i])
         at = [i for i in range(len(shape)) if before(shape, i) == before(x.shape, fact.dim)]
-        if not at or eqn.params.get("dimensions") is not None and name == "reshape":
+        if not at or (eqn.params.get("dimensions") is not None and name == "reshape"):
             return None
         count = max(a.shape[fact.dim] for a in x.arrays())
-        old, new = ([count if i == dim else n for i, n in enumerate(sizes)] for sizes, dim in ((x.shape, fact.dim), (shape, at[0])))
+        old, new = (
+            [count if i == dim else n for i, n in enumerate(sizes)]
+            for sizes, dim in ((x.shape, fact.dim), (shape, at[0]))
+        )
         return Reach(shape, *(reshaped(a, old, new) for a in x.arrays()), x.why, Slots(at[0], fact.source))
     return None
 
@@ -164,5 +170,8 @@ def _looked_up(eqn: Any, ins: list[Reach], rule: Callable) -> Reach | None:
     of_starts = dict(enumerate(batch))
     first, last = (placed(a, of_starts, len(result.shape)) for a in starts.over([len(starts.shape) - 1]))
     return dataclasses.replace(
-        result, first=np.minimum(result.first, first), last=np.maximum(result.last, last), fact=Slots(dim, starts.fact.source)
+        result,
+        first=np.minimum(result.first, first),
+        last=np.maximum(result.last, last),
+        fact=Slots(dim, starts.fact.source),
     )

@@ -16,13 +16,24 @@ from jax.sharding import AbstractMesh, AxisType
 
 from shardlib import shardops
 from shardlib.axes import PIPELINE_AXIS
-from shardlib.proof.causality import LOGITS, Values, World, cuts_of, find_later, numbers_of, operations, tokens
+from shardlib.proof.causality import (
+    LOGITS,
+    TARGETS,
+    Values,
+    World,
+    cuts_of,
+    find_later,
+    find_met,
+    numbers_of,
+    operations,
+    tokens,
+)
 from shardlib.proof.check import Finding
-from shardlib.proof.reach import LAST, constant, dtype_of, made, unknown
-from shardlib.shardtypes import f32, typed_shard_map, u32
+from shardlib.proof.reach import LAST, constant, dtype_of, entries_of, made, unknown
+from shardlib.shardtypes import bool_, f32, typed_shard_map, u32
 from shardlib.values import mesh_axes, pipeline_stage
 from shardwright.modeling.attention_calls import calls_of, sees_later, with_path
-from shardwright.modeling.model import act, compute_scope, inputs_of
+from shardwright.modeling.model import COMPUTE_DTYPES, act, compute_scope, inputs_of
 from shardwright.modeling.rules import Rule
 from shardwright.modeling.weights import shapes_of
 from shardwright.run.soundness import Unproved, refuse, text_of
@@ -75,9 +86,8 @@ def check_causal(
     settings += (source and text_of(forward.model),)
 
     def find() -> list[Finding]:
-        found = _findings(forms, (rows, length), calls, sampled, staged)
-        found = itertools.chain(found, _of_loss(forward, optimizer) if optimizer else ())
-        return list(dict.fromkeys(found))
+        found = list(dict.fromkeys(_findings(forms, (rows, length), calls, sampled, staged)))
+        return found or (list(_of_loss(forward, optimizer)) if optimizer else [])
 
     try:
         refuse(find, source, "causality", settings)
@@ -101,7 +111,8 @@ def _findings(forms: list, sizes: tuple[int, int], calls: dict, sampled: bool, s
             if sees_later(form.rule(call.rule), call, sizes[1]):  # at all distances
                 place = f"layer {call.place}" + (", in training," if form.in_training else "")
                 yield Finding(
-                    f"the rule `{call.rule}` of {place} lets a position see later ones\n  remedy: {REMEDY}", is_wrong=True
+                    f"the rule `{call.rule}` of {place} lets a position see later ones\n  remedy: {REMEDY}",
+                    is_wrong=True,
                 )
                 return
     known: set[str] = set()  # programs
@@ -152,15 +163,15 @@ def _of_program(
         yield Finding(found)
     elif cuts:
         yield Finding(
-            f"{cuts[max(cuts)]}: slice: sequences are cut at position {max(cuts)}, and {small[1]} positions are followed"
-            "\n  remedy: compare positions with it instead, in attend or in jnp.where"
+            f"{cuts[max(cuts)]}: slice: sequences are cut at position {max(cuts)}, and {small[1]} positions are "
+            "followed\n  remedy: compare positions with it instead, in attend or in jnp.where"
         )
     else:
         raise Unproved(f"its operations on {sizes[0]} × {sizes[1]} tokens are others than on {small[0]} × {small[1]}")
 
 
 def _fixed_cuts(own: Any, trace: Callable, sizes: tuple[int, int]) -> dict[int, str]:
-    """Where a program cuts sequences beyond the positions that are followed, whatever their length is, and its lines."""
+    """Where a program cuts sequences of any length beyond the positions that are followed, and by which lines."""
     rows, length = sizes
     cuts = {n: line for n, line in cuts_of(own, length).items() if LENGTH < n < length}
     try:
@@ -174,7 +185,8 @@ def _fixed_cuts(own: Any, trace: Callable, sizes: tuple[int, int]) -> dict[int, 
 
 def _known(forward: Any, rows: int, length: int, sampled: bool, seeds: bool) -> tuple[list[Values], list[World]]:
     """What is known of the arguments of a program in each world, and the worlds."""
-    rows *= 1 if sampled else _side_by_side(forward)
+    count = _side_by_side(forward)
+    rows *= count
     starts = [np.zeros((rows, length), bool) for _ in range(1 if sampled else 2)]
     until = length // 2
     starts[0][:, 0] = True
@@ -183,21 +195,34 @@ def _known(forward: Any, rows: int, length: int, sampled: bool, seeds: bool) -> 
         starts[1][:] = starts[0] & (np.arange(length) <= until)
         starts[1][::2, 3 * length // 4] = starts[1][1::2, [until + 1, length - 1]] = True
     documents = starts if forward.training.document_mask else [starts[0] * 0 + (np.arange(length) == 0)] * len(starts)
-    worlds = [World.of_documents(x > 0) for x in documents]
-    targets, inputs = tokens(rows, length), len(inputs_of(forward.model))
-    free = lambda shape, dtype: (unknown(shape, np.dtype(dtype)),) * (1 if sampled else 3)
-    of_tokens = lambda x: (x,) if sampled else (x, x, unknown(x.shape, x.number.dtype))
-    given = tuple(map(constant, starts))
+    worlds, targets = [World.of_documents(x > 0) for x in documents], tokens(rows, length)
+    given = list(map(constant, starts))
     if not sampled:
         worlds.append(World.of_difference((rows, length), until))
-        x, y = starts
-        last = np.where(x == y, LAST, np.int32(0))
-        given += (made(x.shape, x & y, x == y, np.full((1, 1), LAST), last),)
-    weights = [free(x.shape, dtype_of(x)) for x in jax.tree.leaves(shapes_of(forward.model.table))]
-    batch = [of_tokens(targets), given, free(targets.shape, bool)]
-    if inputs:
-        batch.append(of_tokens(targets.moved(lambda x: x[..., None], (rows, length, inputs))))
-    return [*weights, *batch, *([free((rows,), np.uint32)] if seeds else [])], worlds
+        same = starts[0] == starts[1]
+        given.append(made(same.shape, starts[0] & same, same, np.full((1, 1), LAST), np.where(same, LAST, np.int32(0))))
+    of_tokens = lambda x: (x,) if sampled else (x, x, unknown(x.shape, x.number.dtype))
+    free = lambda x: (unknown(x.shape, dtype_of(x)),) * len(worlds)
+    w, *microbatches = _arguments(forward, (rows // count, length), sampled, seeds)
+    known = list(map(free, jax.tree.leaves(w)))
+    for i, (batch, of_seeds) in enumerate(microbatches):
+        part = lambda values, i=i: tuple(entries_of(x, 0, i * rows // count, (i + 1) * rows // count) for x in values)
+        known += [part(of_tokens(targets)), part(given), free(batch.loss_mask)]
+        if batch.inputs is not None:
+            inputs = targets.moved(lambda x: x[..., None], (rows, *batch.inputs.shape[1:]))
+            known.append(part(of_tokens(inputs)))
+        known += map(free, jax.tree.leaves(of_seeds))
+    return known, worlds
+
+
+def _arguments(forward: Any, sizes: tuple[int, int], sampled: bool, seeds: bool) -> tuple:
+    """Shapes of the weights, and of the microbatches side by side, each a batch and its seeds."""
+    inputs = len(inputs_of(forward.model))
+    shape = lambda dtype, *more: jax.ShapeDtypeStruct((*sizes, *more), dtype)
+    more = {"inputs": shape(jnp.uint32, inputs)} if inputs else {}
+    batch = TokenBatch(targets=shape(jnp.uint32), is_seq_start=shape(bool), loss_mask=shape(bool), **more)
+    microbatch = batch, jax.ShapeDtypeStruct(sizes[:1], jnp.uint32) if seeds else None
+    return shapes_of(forward.model.table), *[microbatch] * (1 if sampled else _side_by_side(forward))
 
 
 def _side_by_side(forward: Any) -> int:
@@ -207,39 +232,31 @@ def _side_by_side(forward: Any) -> int:
 
 def _traced(forward: Any, sizes: tuple[int, int], sampled: bool, seeds: bool, parts: bool) -> Any:
     """What a microbatch goes through on one device, as far as to its loss. Its logits have the name LOGITS."""
-    model, count = forward.model, 1 if sampled else _side_by_side(forward)
+    model = forward.model
 
-    def of_logits(logits, *_):
-        logits, dims = jnp.float32(checkpoint_name(logits, LOGITS)), "B/r/d/e L/c"
-        total = shardops.einsum_unreduced(f"{dims} V/t/p -> {dims} +t +p", logits)
-        return shardops.psum(f"{dims} +t +p -> {dims}", total)
+    def of_logits(logits, targets, *_):
+        logits, targets = checkpoint_name(logits, LOGITS), checkpoint_name(targets, TARGETS)
+        dims = "B/r/d/e L/c"
+        total = shardops.einsum_unreduced(f"{dims} V/t/p -> {dims} +t +p", jnp.float32(logits))
+        return shardops.psum(f"{dims} +t +p -> {dims}", total) + jnp.float32(targets)
+
+    Microbatch = tuple[TokenBatch, u32["B/r/d"] | None]
 
     @typed_shard_map
-    def logits(w: model.Weights, batch: TokenBatch, seeds: u32["B/r/d"] | None) -> act["B/r/d L V/t/p"]:
-        return forward(forward.copies(w), (forward.tokens(batch, seeds),), model.logits)[0]
+    def logits(w: model.Weights, microbatch: Microbatch) -> act["B/r/d L V/t/p"]:
+        return forward(forward.copies(w), (forward.tokens(*microbatch),), model.logits)[0]
 
     @typed_shard_map
-    def loss(w: model.Weights, batch: TokenBatch, seeds: u32["B/r/d"] | None) -> f32[""]:
+    def loss(w: model.Weights, first: Microbatch, second: Microbatch | None = None) -> f32[""]:
         w, loss = forward.copies(w), _module_of(forward).MicrobatchLoss(forward, of_logits)
-        part = lambda i: jax.tree.map(lambda x: x[i * sizes[0] : (i + 1) * sizes[0]], (batch, seeds))
         if not parts:
-            return loss(w, *map(part, range(count)))[0]
+            return loss(w, first, *([second] if second else []))[0]
         with pipeline_stage():
             layers = len(jax.tree.leaves(w.layers)[0])
-            x, _ = loss.layers(w.layers, loss.first(w, *part(0)), jnp.arange(layers), *part(0))
-            return loss.last(w, x, *part(0))
+            x, _ = loss.layers(w.layers, loss.first(w, *first), jnp.arange(layers), *first)
+            return loss.last(w, x, *first)
 
-    rows = count * sizes[0]
-    shape = lambda dtype, *more: jax.ShapeDtypeStruct((rows, sizes[1], *more), dtype)
-    inputs = len(inputs_of(model))
-    batch = TokenBatch(
-        targets=shape(jnp.uint32),
-        is_seq_start=shape(bool),
-        loss_mask=shape(bool),
-        **({"inputs": shape(jnp.uint32, inputs)} if inputs else {}),
-    )
-    args = shapes_of(model.table), batch, jax.ShapeDtypeStruct((rows,), jnp.uint32) if seeds else None
-    return _on_one_device(forward, logits if sampled else loss, args)
+    return _on_one_device(forward, logits if sampled else loss, _arguments(forward, sizes, sampled, seeds))
 
 
 def _module_of(forward: Any) -> Any:
@@ -259,4 +276,30 @@ def _on_one_device(forward: Any, program: Any, args: tuple) -> Any:
 
 
 def _of_loss(forward: Any, optimizer: Any) -> Iterator[Finding]:
-    return iter(())
+    """What is wrong with the loss that training minimizes, where it compares a target with logits that know it."""
+    own = functools.partial(_module_of(forward).training_loss, c=optimizer)
+    sizes, vocab = (ROWS, LENGTH // 8), forward.model.c.vocab
+
+    @typed_shard_map
+    def loss(
+        logits: act["B/r/d L V/t/p"],
+        targets: u32["B/r/d L"],
+        mask: bool_["B/r/d L"],
+        reference: act["B/r/d L V/t/p"] | None,
+    ) -> f32["B/r/d L"]:
+        return own(logits, targets, mask, reference)
+
+    shape = lambda dtype, *more: jax.ShapeDtypeStruct((*sizes, *more), dtype)
+    dtype = COMPUTE_DTYPES[forward.training.compute_dtype]
+    reference = shape(dtype, vocab) if forward.training.reference else None
+    args = shape(dtype, vocab), shape(jnp.uint32), shape(bool), reference
+    try:
+        program = _on_one_device(forward, loss, args)
+    except Exception as error:
+        lines = str(error).splitlines() or [""]
+        raise Unproved(f"on one device its loss does not trace: {type(error).__name__}: {lines[0]}") from None
+    if problem := find_met(program, sizes):
+        yield Finding(
+            f"{problem}, which may know it\n  remedy: compute the loss of a target from the logits of its own "
+            "position, or of an earlier one"
+        )
