@@ -91,7 +91,7 @@ class Among:
 
 @dataclasses.dataclass(frozen=True)
 class Sums:
-    """Each entry is the sum of the entries of an array along a dim until one of them, number `at` of the flat array.
+    """Each entry is a sum, and what was added to it: of an array along a dim until its entry `at` of the flat array.
 
     Attributes:
         at: numbers, with the dims of the value.
@@ -99,6 +99,8 @@ class Sums:
         last: last token of it and of those before it.
         step: by how much numbers differ along the dim.
         size: entries along the dim.
+        sign: -1 where the sum was subtracted.
+        added: first and last token of what was added.
     """
 
     at: np.ndarray
@@ -106,18 +108,26 @@ class Sums:
     last: np.ndarray
     step: int
     size: int
+    sign: int = 1
+    added: tuple[Any, Any] = (FIRST, LAST)
 
     def moved(self, move: Callable) -> "Sums":
         """The same of moved entries."""
-        return dataclasses.replace(self, at=move(self.at))
+        added = tuple(move(x) if np.ndim(x) else x for x in self.added)
+        return dataclasses.replace(self, at=move(self.at), added=added)
+
+    def plus(self, first: np.ndarray, last: np.ndarray) -> "Sums":
+        """The same, to which what depends on other tokens was added."""
+        return dataclasses.replace(self, added=(np.minimum(self.added[0], first), np.maximum(self.added[1], last)))
 
     def less(self, other: "Sums") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of differences of entries: where one is a part of the sum of the other, and the tokens of what is between."""
+        """Of differences of entries: where one is a part of the sum of the other, and the tokens of what is left."""
         low, high = np.minimum(self.at, other.at), np.maximum(self.at, other.at)
         row = lambda at: at // (self.step * self.size) * self.step + at % self.step
         between = high > low
         first = np.where(between, self.first[np.minimum(low + self.step, len(self.first) - 1)], FIRST)
-        return row(low) == row(high), first, np.where(between, self.last[high], LAST)
+        both = self.plus(first, np.where(between, self.last[high], LAST)).plus(*other.added)
+        return row(low) == row(high), *both.added
 
 
 def dtype_of(aval: Any) -> np.dtype:

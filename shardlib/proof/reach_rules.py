@@ -1,5 +1,6 @@
 """Rules of primitives over shardlib.proof.reach: which tokens each entry of a result may depend on."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -325,13 +326,18 @@ def _bound(name: str, ins: Sequence[Reach]) -> Any:
     return {"max": np.maximum, "min": np.minimum}.get(name, lambda a, b: np.inf)(a, b)
 
 
-@rule("sub")
-def _difference(eqn: Any, a: Reach, b: Reach) -> Reach:
-    """Of two sums along a dim, until other places, the rest is what is between them."""
-    found = _elementwise(eqn, a, b)
-    if isinstance(a.fact, Sums) and isinstance(b.fact, Sums) and a.fact.first is b.fact.first:
-        is_rest, first, last = a.fact.less(b.fact)
-        found.first, found.last = np.where(is_rest, first, found.first), np.where(is_rest, last, found.last)
+@rule("add", "add_any", "sub")
+def _added(eqn: Any, a: Reach, b: Reach) -> Reach:
+    """Of the difference of two sums along a dim, until other places, what is between them is left."""
+    found, sign = _elementwise(eqn, a, b), -1 if eqn.primitive.name == "sub" else 1
+    x, y = (z.fact if isinstance(z.fact, Sums) else None for z in (a, b))
+    if y:
+        y = dataclasses.replace(y, sign=y.sign * sign)
+    if x and y and x.first is y.first and x.sign == -y.sign:
+        is_left, first, last = x.less(y)
+        found.first, found.last = np.where(is_left, first, found.first), np.where(is_left, last, found.last)
+    elif (x is None) != (y is None):
+        found.fact = x.plus(b.first, b.last) if x else y.plus(a.first, a.last)
     return found
 
 

@@ -43,11 +43,39 @@ ROWS, LENGTH = 2, 256
 """Sequences, and most positions of each, for which a model is checked."""
 AT_MOST = 4096
 """Most tokens, where ROWS of LENGTH would be another program, or would not reach what it compares positions with."""
-REMEDY = (
-    "a position may learn from those before it in its document: through attend, by rules.causal and "
-    "rules.same_document, or masked by tokens.document. A model that is not causal on purpose says so: "
-    "Rule(causal=False)"
+PURPOSE = "A model that is not causal on purpose says so: Rule(causal=False)"
+REMEDIES = {
+    "where later documents begin": "read tokens.positions and tokens.document of the position itself and of those before "
+    "it, with no shift to the left, and no count or maximum over L",
+    "another sequence": "let each sequence be by itself: take means, norms and choices over other dims than B",
+    "in an earlier document": "leave out what comes from another document: attend by rules.same_document, set to 0 by "
+    "tokens.document or tokens.positions, or set training.document_mask=false",
+    "is to predict the token": "give the loss of each position its own target, batch.targets at that position",
+    ": dot_general: ": "let the weights of later positions be 0, as rules.causal and jnp.where(q >= k, …) do. "
+    + PURPOSE,
+    ": reduce_max: ": "leave later positions out of what is taken together, by rules.causal or by jnp.where before it. "
+    + PURPOSE,
+    ": sort: ": "let each position choose by itself: a rank among all of a sequence depends on later ones. " + PURPOSE,
+    ": reduce_": "take sums up to each position, jnp.cumsum(x, axis=1), or leave later positions out by a mask. "
+    + PURPOSE,
+    ": slice: ": "shift to the right, jnp.pad(x[:, :-n], ((0, 0), (n, 0), (0, 0))), so that a position reads those "
+    "before it. " + PURPOSE,
+}
+"""What to do, by what a message has."""
+REMEDIES |= {f": {name}: ": REMEDIES[": sort: "] for name in ("top_k", "argmax", "argmin")}
+REMEDIES |= {f": {name}: ": REMEDIES[": reduce_max: "] for name in ("select_n", "while", "scan")}
+REMEDIES |= {
+    f": {name}: ": REMEDIES[": slice: "] for name in ("concatenate", "pad", "conv_general_dilated", "dynamic_slice")
+}
+OTHERS = (
+    "let a position learn from those before it in its document alone: through attend, by rules.causal and "
+    "rules.same_document, or masked by tokens.document. " + PURPOSE
 )
+
+
+def remedied(problem: str) -> str:
+    """A problem, and what to do."""
+    return f"{problem}\n  remedy: {next((text for part, text in REMEDIES.items() if part in problem), OTHERS)}"
 
 
 def check_causal(
@@ -111,7 +139,8 @@ def _findings(forms: list, sizes: tuple[int, int], calls: dict, sampled: bool, s
             if sees_later(form.rule(call.rule), call, sizes[1]):  # at all distances
                 place = f"layer {call.place}" + (", in training," if form.in_training else "")
                 yield Finding(
-                    f"the rule `{call.rule}` of {place} lets a position see later ones\n  remedy: {REMEDY}",
+                    f"the rule `{call.rule}` of {place} lets a position see later ones\n  remedy: add rules.causal to "
+                    f"its `visible`. {PURPOSE}",
                     is_wrong=True,
                 )
                 return
@@ -154,10 +183,10 @@ def _of_program(
         problem, met = find_later(program, *_known(forward, *at, sampled, seeds), at[0], beyond)
         if problem is None:
             return
-        found = f"{problem}\n  remedy: {REMEDY}"
+        found = remedied(problem)
         if not met:
             break
-        found = f"{problem}, as far as {at[1]} positions show, which do not reach {met[-1]}\n  remedy: {REMEDY}"
+        found = remedied(f"{problem}, as far as {at[1]} positions show, which do not reach {met[-1]}")
         sizes_left[1:] = [(ROWS, min(sizes[1], 2 ** (2 * met[-1]).bit_length()))]
     if found:
         yield Finding(found)

@@ -96,12 +96,61 @@ def convolution(x, tokens):
     return sum(0.5 * jnp.where(tokens.positions[..., None] >= n, before(n), 0) for n in (1, 2, 3))
 
 
+def shift(x, n):
+    """`x` of n positions before, or after; 0 at the ends."""
+    pad = [(0, 0), (max(n, 0), max(-n, 0)), (0, 0)][: x.ndim]
+    return jnp.pad(x[:, -n:] if n < 0 else x[:, : x.shape[1] - n], pad)
+
+
+def forgetting(x, tokens):
+    """Attention with decays, differences of a cumsum over all documents (arXiv 2503.02130)."""
+    decay = jnp.cumsum(jax.nn.log_sigmoid(x[..., 0]), axis=1)
+    scores = jnp.einsum("blm,bsm->bls", x, x) + decay[:, :, None] - decay[:, None]
+    place = tokens.places.index[0]
+    seen = (place[:, None] >= place) & (tokens.document[:, :, None] == tokens.document[:, None])
+    return jnp.einsum("bls,bsm->blm", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), x)
+
+
+def in_chunks(x, tokens):
+    cut = lambda a: a.reshape(len(a), -1, 8, *a.shape[2:])
+    document = cut(tokens.document)
+    return cut(x), document[..., :, None] == document[..., None, :]
+
+
+def state_space(x, tokens):
+    """The part of a state-space layer within chunks (Mamba-2, arXiv 2405.21060)."""
+    y, same = in_chunks(x, tokens)
+    decay = jnp.cumsum(-jax.nn.softplus(y[..., 0]), axis=-1)
+    seen = jnp.tril(same)
+    weights = jnp.exp(jnp.where(seen, decay[..., :, None] - decay[..., None, :], -jnp.inf))
+    return jnp.einsum("bcij,bcjm->bcim", weights, y).reshape(x.shape)
+
+
+def delta(x, tokens):
+    """The triangular solve of a delta rule in chunks (arXiv 2406.06484)."""
+    y, same = in_chunks(x, tokens)
+    a = jnp.eye(8) + jnp.tril(0.1 * jnp.einsum("bcim,bcjm->bcij", y, y) * same, -1)
+    return jax.scipy.linalg.solve_triangular(a, y, lower=True, unit_diagonal=True).reshape(x.shape)
+
+
+def by_blocks(q, k):
+    """A position sees earlier blocks of four, and of its own block those before it."""
+    own = (q.index // 4 == k.index // 4) & (q.index % 4 >= k.index % 4)
+    return ((q.index // 4 > k.index // 4) | own) & (q.document == k.document)
+
+
 RIGHT = {
     "Llama": train.Llama,
     **{name: rule_models.KINDS[name] for name in ("window", "alibi", "sinks")},
     "own attention": attends(lambda q, k: (q.index - k.index >= 0) & (q.document == k.document)),
     "recurrence": mixed(recurrence),
     "convolution": mixed(convolution),
+    "positions of documents": attends(lambda q, k: (q.position >= k.position) & (q.document == k.document)),
+    "blocks": attends(by_blocks),
+    "forgetting": mixed(forgetting),
+    "state space": mixed(state_space),
+    "delta": mixed(delta),
+    "score of -inf": ruled(same_document, score=lambda s, q, k, _: jnp.where(q.index >= k.index, s, -jnp.inf)),
 }
 WRONG = {  # name: the model, what the line says
     "mixture of depths": (Depths, "top_k: the logits of"),
@@ -117,9 +166,47 @@ WRONG = {  # name: the model, what the line says
 }  # fmt: skip
 
 
-def forward(kind: type, **training) -> train.Forward:
+def in_training(mix) -> type:
+    return mixed(lambda x, tokens: mix(x, tokens) if tokens.training else 0 * x)
+
+
+class RuledInTraining(train.Llama):
+    def layer(self, x, w, tokens, attend, einsum):
+        rule = Rule((same_document,)) if tokens.training else self.rule
+        return super().layer(x, w, tokens, lambda q, k, v, _: attend(q, k, v, rule), einsum)
+
+
+class ReadsTargets(train.Llama):
+    def embed(self, w, tokens):
+        ids = shift(tokens.ids, -1) if tokens.training else tokens.ids
+        return super().embed(w, dataclasses.replace(tokens, ids=ids))
+
+
+IN_TRAINING = {  # that leak in training alone
+    "next": (in_training(lambda x, _: jnp.roll(x, -1, 1)), "slice: the logits of"),
+    "targets": (ReadsTargets, "slice: the logits of"),
+    "rule": (RuledInTraining, "layer 0, in training, lets a position see later ones"),
+    "batch statistics": (in_training(lambda x, _: x - jnp.mean(x, (0, 1))), "another sequence of the batch"),
+}
+STARTS_SEEN = {  # that know where later documents begin
+    "next begins": mixed(lambda x, tokens: shift(tokens.positions == 0, -1)[..., None] + 0 * x),
+    "begins in five": mixed(lambda x, tokens: shift(tokens.positions == 0, -5)[..., None] + 0 * x),
+    "length": mixed(
+        lambda x, tokens: jnp.sum(tokens.document[:, :, None] == tokens.document[:, None], -1)[..., None] + 0 * x
+    ),
+    "documents": mixed(lambda x, tokens: jnp.max(tokens.document, 1)[:, None, None] + 0 * x),
+}
+FAR = {  # that leak beyond the positions that are followed
+    "distance": attends(lambda q, k: ((q.index >= k.index) | (k.index - q.index >= 300)) & (q.document == k.document)),
+    "landmark": attends(lambda q, k: ((q.index >= k.index) | (k.index == 300)) & (q.document == k.document)),
+    "part": mixed(lambda x, _: 0 * x + jnp.sum(x[:, 300:310], 1, keepdims=True)),
+    "shift": mixed(lambda x, _: shift(x, -min(300, x.shape[1]))),
+}
+
+
+def forward(kind: type, in_training: bool = False, **training) -> train.Forward:
     c = tiny.config(C, **training)
-    return train.Forward(kind(c.model), c.training)
+    return train.Forward(kind(c.model), c.training, in_training)
 
 
 def verdict(of: train.Forward, length: int = tiny.LENGTH, **options) -> str:
@@ -132,9 +219,9 @@ STARTS[:, 0] = STARTS[0, 5] = STARTS[1, 9] = True
 
 
 @functools.cache
-def logits_of(kind: type):
+def logits_of(kind: type, in_training: bool = False):
     """Function from tokens [2, L] to logits, jitted; and the weights, with sinks and norms that are not all alike."""
-    of = forward(kind)
+    of = forward(kind, in_training)
 
     @tiny.per_device
     def run(w: of.model.Weights, batch: TokenBatch) -> tiny.train.act["B/r/d L V/t/p"]:
@@ -143,6 +230,22 @@ def logits_of(kind: type):
     key = jax.random.key(3)
     draw = lambda x: 0.3 * jax.random.normal(jax.random.fold_in(key, sum(x.shape)), x.shape)
     return run, jax.tree.map(draw, of.model.table)
+
+
+def moved_before(kind: type, position: int, length: int, in_training: bool = False, starts: bool = False) -> float:
+    """Largest change of logits that predict up to `position`, over the largest one, if the tokens from it on are others.
+
+    With `starts` a document begins at the position instead, and the logits are those before it.
+    """
+    ids = np.random.default_rng(0).integers(0, C.vocab, (2, length)).astype(np.uint32)
+    begin, later = np.zeros((2, length), bool), np.arange(length) >= position
+    begin[:, 0] = True
+    with jax.set_mesh(tiny.mesh("one device")):
+        run, w = logits_of(kind, in_training)
+        one = np.asarray(run(w, TokenBatch(ids, begin, begin)))
+        other = ids if starts else np.where(later, (ids + 1) % C.vocab, ids).astype(np.uint32)
+        other = np.asarray(run(w, TokenBatch(other, begin | (starts & (np.arange(length) == position)), begin)))
+    return np.abs(one - other)[:, : position + (not starts)].max() / np.abs(one).max()
 
 
 def changes(kind: type) -> float:
@@ -167,6 +270,19 @@ QUICK = {"Llama", "own attention", "recurrence", "mixture of depths", "other doc
 QUICK |= {"norm of the batch", "rounded places"}
 
 
+QUICK |= {
+    "next",
+    "next begins",
+    "length",
+    "distance",
+    "part",
+    "positions of documents",
+    "blocks",
+    "forgetting",
+    "delta",
+}
+
+
 def some(names):
     """The names as parameters; all but a few are marked as long."""
     return [pytest.param(name, marks=[] if name in QUICK else pytest.mark.long) for name in names]
@@ -182,7 +298,97 @@ def test_a_model_whose_logits_change_is_refused_with_its_line(name):
     kind, message = WRONG[name]
     with pytest.raises(ValueError, match=message) as refused:
         verdict(forward(kind))
-    assert "Rule(causal=False)" in str(refused.value)
+    assert "remedy: " in str(refused.value)
+
+
+@pytest.mark.parametrize("name", some(IN_TRAINING))
+def test_what_a_model_does_in_training_alone_is_seen(name):
+    kind, message = IN_TRAINING[name]
+    assert moved_before(kind, 8, tiny.LENGTH) < 1e-5
+    assert moved_before(kind, 8, tiny.LENGTH, in_training=True) > 1e-3
+    assert verdict(forward(kind), sampled=True) == ""
+    with pytest.raises(ValueError, match=message):
+        verdict(forward(kind))
+
+
+@pytest.mark.parametrize("name", some(STARTS_SEEN))
+def test_where_later_documents_begin_is_not_known(name):
+    assert moved_before(STARTS_SEEN[name], 8, tiny.LENGTH, starts=True) > 1e-3
+    with pytest.raises(ValueError, match="depend on where later documents begin"):
+        verdict(forward(STARTS_SEEN[name]))
+
+
+@pytest.mark.parametrize("name", some(FAR))
+def test_what_begins_beyond_the_positions_that_are_followed_is_seen(name):
+    assert moved_before(FAR[name], 299, 512) > 1e-3
+    for length in (512, 8192):
+        with pytest.raises(ValueError, match="remedy: "):
+            verdict(forward(FAR[name]), length)
+
+
+def test_a_far_window_and_a_far_shift_pass():
+    assert verdict(forward(attends(lambda q, k: by_blocks(q, k) & (q.index - k.index < 400))), 8192) == ""
+    far = lambda x, tokens: jnp.where(tokens.positions[..., None] >= 256, shift(x, min(256, x.shape[1])), 0)
+    assert verdict(forward(mixed(far)), 512) == ""
+
+
+@pytest.mark.parametrize("part", ["first", "last", "head"])
+def test_the_parts_that_stages_run_are_followed(part, monkeypatch):
+    of = getattr(train.MicrobatchLoss, part)
+    after = lambda self, w, *rest: jax.tree.map(lambda x: x + jnp.roll(x, -1, 1), of(self, w, *rest))
+    before = lambda self, w, x, *rest: of(self, w, x + jnp.roll(x, -1, 1), *rest)
+    monkeypatch.setattr(train.MicrobatchLoss, part, after if part == "first" else before)
+    with (
+        jax.set_mesh(tiny.mesh("p=2")),
+        pytest.raises(ValueError, match=r"test_causality.py:\d+: slice: the logits of"),
+    ):
+        check_causal(forward(train.Llama), tiny.LENGTH)
+
+
+def test_microbatches_side_by_side_do_not_mix(monkeypatch):
+    options = {"microbatches": 2, "side_by_side": 2, "batch_size": 4}
+    assert verdict(forward(train.Llama, **options)) == ""
+    of = train.Forward.layers
+    mix = lambda self, w, xs, *rest: of(self, w, (xs[0] + xs[-1], *xs[1:]), *rest)
+    monkeypatch.setattr(train.Forward, "layers", mix)
+    with pytest.raises(ValueError, match="another sequence of the batch"):
+        verdict(forward(train.Llama, **options))
+
+
+def test_a_position_is_not_to_predict_what_it_has_read(monkeypatch):
+    of = train.MicrobatchLoss.head
+    shifted = lambda batch: dataclasses.replace(batch, targets=shift(batch.targets, 1))
+    monkeypatch.setattr(train.MicrobatchLoss, "head", lambda self, w, x, b, s: of(self, w, x, shifted(b), s))
+    with pytest.raises(ValueError, match="position 1 is to predict the token of position 0, which it has read"):
+        verdict(forward(train.Llama))
+
+
+def of_sequences(losses):
+    """The targets of a sequence share its loss, as where answers are compared."""
+    return jnp.tanh(jnp.mean(losses, 1, keepdims=True)) + 0 * losses
+
+
+LOSSES = {  # functions of logits and targets, and what is said of them
+    "z-loss": (lambda x, y: train.cross_entropy(x, y, 0.1), None),
+    "of sequences": (lambda x, y: of_sequences(train.cross_entropy(x, y)), None),
+    "the logits before": (lambda x, y: train.cross_entropy(shift(x, 1), y), None),
+    "the next logits": (
+        lambda x, y: train.cross_entropy(shift(x, -1), y),
+        "slice: .* 0 meets the logits of position 1",
+    ),
+    "centered": (lambda x, y: train.cross_entropy(x - jnp.mean(x, 1, keepdims=True), y), "reduce_sum: the target"),
+    "others": (lambda x, y: train.cross_entropy(x[::-1], y), "rev: .*the logits of another sequence"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_target_does_not_meet_logits_that_know_it(name, monkeypatch):
+    loss, message = LOSSES[name]
+    monkeypatch.setattr(train, "training_loss", lambda x, y, *_, c: loss(x, y))
+    of = forward(train.Llama)
+    with jax.set_mesh(tiny.mesh("one device")):
+        found = [str(x) for x in causality._of_loss(of, tiny.optimizer())]
+    assert not found if message is None else re.search(message, found[0])
 
 
 @pytest.mark.long
