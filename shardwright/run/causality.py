@@ -45,8 +45,8 @@ AT_MOST = 4096
 """Most tokens, where ROWS of LENGTH would be another program, or would not reach what it compares positions with."""
 PURPOSE = "A model that is not causal on purpose says so: Rule(causal=False)"
 REMEDIES = {
-    "where later documents begin": "read tokens.positions and tokens.document of the position itself and of those before "
-    "it, with no shift to the left, and no count or maximum over L",
+    "where later documents begin": "read tokens.positions and tokens.document of the position itself and of those "
+    "before it, with no shift to the left, and no count or maximum over L",
     "another sequence": "let each sequence be by itself: take means, norms and choices over other dims than B",
     "in an earlier document": "leave out what comes from another document: attend by rules.same_document, set to 0 by "
     "tokens.document or tokens.positions, or set training.document_mask=false",

@@ -1,6 +1,7 @@
 """Mixtures of experts, against transformers' and against one device."""
 
 import dataclasses
+import importlib.util
 import re
 import types
 from pathlib import Path
@@ -21,6 +22,7 @@ from shardlib.shardtypes import bool_, f32
 from shardwright.modeling.model import load_model
 from shardwright.run.causality import check_causal
 from shardwright.run.soundness import find_unsound
+from shardwright_data.loader import TokenBatch
 from tools.verify.meshes import abstract_mesh_of
 
 truth = pytest.importorskip("experts_truth")
@@ -399,11 +401,54 @@ def test_steps_by_muon_are_proved(sizes):
         assert find_unsound(train.programs, c, load_model(c.model), jax.sharding.get_abstract_mesh()) == []
 
 
-def test_experts_are_causal():
-    """What is sampled and evaluated drops nothing: no position has to do with others but by attention."""
-    c = tiny.config(truth.model(layers=1, capacity_factor=1.0))
+@pytest.mark.parametrize("pools", [None, pytest.param(2, marks=pytest.mark.long)])
+def test_experts_are_causal(pools):
+    """What is sampled and evaluated drops nothing. In training the first choices of a sequence have the slots."""
+    c = tiny.config(truth.model(layers=1, capacity_factor=1.0, pools=pools))
     with jax.set_mesh(tiny.mesh("one device")):
-        assert check_causal(train.Forward(load_model(c.model), c.training), 16) == ""
+        assert check_causal(train.Forward(load_model(c.model), c.training), 64) == ""
+
+
+LAST_CHOICES = {  # an edit that gives slots to the last choices of a sequence
+    "choice = jnp.where(chosen, jnp.arange(length * n, dtype=jnp.int32), length * n)": (
+        "choice = jnp.where(chosen, length * n - 1 - jnp.arange(length * n, dtype=jnp.int32), length * n)"
+    ),
+    "    token, expert = ": (
+        "    choice = jnp.where(choice < length * n, length * n - 1 - choice, choice)\n    token, expert = "
+    ),
+}
+
+
+def test_slots_by_a_priority_over_the_sequence_are_refused(tmp_path):
+    source = Path(moe.__file__).read_text()
+    for old, new in LAST_CHOICES.items():
+        assert source.count(old) == 1
+        source = source.replace(old, new)
+    (tmp_path / "last_choices.py").write_text(source)
+    spec = importlib.util.spec_from_file_location("last_choices", tmp_path / "last_choices.py")
+    edited = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(edited)
+    c = tiny.config(truth.model(layers=1, capacity_factor=0.25))
+    ids, starts = tiny.host_batch().targets[:2], np.arange(tiny.LENGTH)[None] == np.zeros((2, 1))
+
+    def moved(of: train.Forward) -> float:
+        """Largest change of logits that know none of the last four targets, which change."""
+
+        @tiny.per_device
+        def run(w: of.model.Weights, batch: TokenBatch) -> train.act["B/r/d L V/t/p"]:
+            return of(of.copies(w), (of.tokens(batch),), of.model.logits)[0]
+
+        other = np.where(np.arange(tiny.LENGTH) < 12, ids, (ids + 1) % c.model.vocab).astype(np.uint32)
+        w = jax.tree.map(lambda x: jax.random.normal(jax.random.key(sum(x.shape)), x.shape), of.model.table)
+        one, two = (np.asarray(run(w, TokenBatch(x, starts, starts))) for x in (ids, other))
+        return np.abs(one - two)[:, :13].max()
+
+    with jax.set_mesh(tiny.mesh("one device")):
+        first, last = (train.Forward(module.Model(c.model), c.training, True) for module in (moe, edited))
+        assert moved(first) == 0
+        assert moved(last) > 1e-3
+        with pytest.raises(ValueError, match=r"last_choices.py:\d+: sort: the logits of"):
+            check_causal(last, 64)
 
 
 @pytest.mark.quick

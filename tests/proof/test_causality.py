@@ -99,6 +99,39 @@ def chosen(x):
     return lax.map(lambda row: lax.cond(row[0, 0] > 0, lambda r: r, lambda r: 2 * r, row), x)
 
 
+def of_blocks(x):
+    place = jnp.arange(LENGTH)
+    block, within = place // 3, place % 3
+    seen = (block[:, None] > block) | ((block[:, None] == block) & (within[:, None] >= within))
+    return attention(seen)(x)
+
+
+def decays(x, order):
+    """Differences of a cumsum over all documents, which only depend on what is between."""
+    c = jnp.cumsum(jnp.tanh(x[..., 0]), 1)
+    late, early = c[:, :, None], c[:, None]
+    scores = {"last": x @ x.swapaxes(1, 2) + (late - early), "first": x @ x.swapaxes(1, 2) - early + late}[order]
+    return jax.nn.softmax(jnp.where(OWN, scores, -jnp.inf)) @ x
+
+
+def solved_in_documents(x, **options):
+    a = jnp.where(OWN & ~np.eye(LENGTH, dtype=bool), jnp.einsum("blm,bsm->bls", x, x), 0) + jnp.eye(LENGTH)
+    if options.get("trans"):
+        a = a.swapaxes(1, 2)
+    return jax.vmap(lambda a, x: jax.scipy.linalg.solve_triangular(a, x, **options))(a, x)
+
+
+def first_choices(x, slots=4):
+    """The first choices of a sequence have slots; what is computed of a slot is added where its choice is."""
+    place = jnp.sort(jnp.where(x[..., 0] > 0, jnp.arange(LENGTH), LENGTH), axis=1)[:, :slots]
+
+    def of_row(x, place):
+        rows = jnp.tanh(x.at[place].get(mode="fill", fill_value=0) @ jnp.ones((WIDTH, WIDTH)))
+        return jnp.zeros_like(x).at[place].add(rows * x.at[place].get(mode="fill", fill_value=0), mode="drop")
+
+    return jax.vmap(of_row)(x, place)
+
+
 EXACT = {
     "entry by entry": lambda x: jnp.tanh(x) * x + jax.nn.softmax(x),
     "earlier positions": attention(EARLIER),
@@ -139,6 +172,14 @@ EXACT = {
     "softmax over L": lambda x: jax.nn.softmax(x, 1) * x,
     "experts": experts,
     "triangle": solved,
+    "triangle in documents": lambda x: solved_in_documents(x, lower=True),
+    "transposed triangle": lambda x: solved_in_documents(x, lower=False, trans=1),
+    "blocks": of_blocks,
+    "decays": lambda x: decays(x, "last"),
+    "decays, one after the other": lambda x: decays(x, "first"),
+    "shifted out": lambda x: jnp.pad(x[:, :-LENGTH], ((0, 0), (LENGTH, 0), (0, 0))) + jnp.cumsum(x, 1),
+    "known indices": lambda x: x[:, np.array([0, 0, 1, 2, 2, 4, 5, 1])],
+    "known indices, added": lambda x: jnp.zeros_like(x).at[:, np.array([1, 2, 2, 4, 5, 7, 7, 7])].add(x),
     "even and odd": lambda x: jnp.stack([x[:, ::2], -x[:, ::2]], 2).reshape(x.shape),
     "merged dims": lambda x: jnp.cumsum(x.reshape(-1, WIDTH), 0).reshape(x.shape),
     "transposed": lambda x: jnp.cumsum(x.transpose(2, 1, 0), 1).transpose(2, 1, 0),
@@ -154,7 +195,6 @@ WIDER = {  # whose entries may depend on more than they do: on values that token
     "a sort and its inverse": lambda x: jnp.sort(x, 1)[:, np.arange(LENGTH)],
     "fourier": fourier,
     "own branch": chosen,
-    "indices": lambda x: x[:, np.array([0, 0, 1, 2, 2, 4, 5, 1])],
     "until": until,
     "positions of tokens": lambda x: jnp.take_along_axis(x, jnp.int32(jnp.abs(x[..., :1])) % LENGTH, 1),
 }
@@ -207,3 +247,9 @@ def test_what_changes_an_entry_of_functions_of_functions_is_among_its_tokens(see
     both = lambda x: h(jnp.tanh(f(x)) + jnp.tanh(g(x)))
     (first, last), (least, most) = reach(both), measured(both)
     assert ((first <= least) & (last >= most)).all(), (first, least, last, most)
+
+
+def test_slots_of_the_first_choices_know_no_later_ones():
+    (_, last), (_, most) = reach(first_choices), measured(first_choices)
+    np.testing.assert_array_equal(last, np.arange(ROWS * LENGTH).reshape(ROWS, LENGTH))
+    assert (last >= most).all()

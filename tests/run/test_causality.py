@@ -233,7 +233,7 @@ def logits_of(kind: type, in_training: bool = False):
 
 
 def moved_before(kind: type, position: int, length: int, in_training: bool = False, starts: bool = False) -> float:
-    """Largest change of logits that predict up to `position`, over the largest one, if the tokens from it on are others.
+    """Largest change of logits until `position`, over the largest one, if the tokens to predict from it on are others.
 
     With `starts` a document begins at the position instead, and the logits are those before it.
     """
