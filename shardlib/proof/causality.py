@@ -209,8 +209,12 @@ class Interpreter:
             for values, var in zip(results, eq.eqn.outvars, strict=True):
                 x = values[which]
                 assert x.shape == tuple(getattr(var.aval, "shape", ())), (eq.name, x.shape, var.aval)
-                here = (eq.place(), eq.name)
-                x.why = None if self._is_right(x, which) else x.why or came or (here if here[0] != "?" else None)
+                if self._is_right(x, which):
+                    x.why = None
+                elif not (x.why or came) and (place := eq.place()) != "?":
+                    x.why = place, eq.name
+                else:
+                    x.why = x.why or came
         return results
 
     def _within(self, eq: Equation, ins: list[Reach], found: list[Reach]) -> list[Reach]:
@@ -263,8 +267,11 @@ class Interpreter:
         rows: list[list[Values]] = []
         known: dict[bytes, list[Values]] = {}
         turns = range(length)[::-1] if eq.params["reverse"] else range(length)
+        reads = _reads(body)[consts + carried :]  # such as the number of a layer, which most models do not read
         for turn in turns:
-            args = [*fixed, *carry, *(_each(x, lambda x, turn=turn: _row(x, turn)) for x in xs)]
+            rows_of = zip(xs, reads, strict=True)
+            own = [_each(x, lambda x, at=turn if read else 0: _row(x, at)) for x, read in rows_of]
+            args = [*fixed, *carry, *own]
             key = _digest(args)
             if key not in known:
                 known[key] = [_each(values, _alone) for values in self.run(body, args, eq)]
@@ -375,6 +382,17 @@ def _sums_of_rows(eqn: Any, rows: Reach, ids: Reach) -> Reach | None:
     if not ids.is_known or (is_in(rows) and (not is_in(ids) or rows.fact != ids.fact)):
         return None
     return rows_added(unknown(shape, rows.number.dtype), dim, ids, {i: i for i in range(of_ids)}, rows, at)
+
+
+def _reads(jaxpr: Any) -> list[bool]:
+    """Which arguments of a jaxpr something is computed of, also in what it calls."""
+    body, _ = body_of(jaxpr)
+    read = {v for v in body.outvars if not isinstance(v, core.Literal)}
+    for eqn in body.eqns:
+        inner = eqn.params.get(CALLS.get(eqn.primitive.name, ""))
+        of = _reads(inner) if inner else [True] * len(eqn.invars)
+        read |= {v for v, is_read in zip(eqn.invars, of, strict=True) if is_read and not isinstance(v, core.Literal)}
+    return [v in read for v in body.invars]
 
 
 def _each(values: Values, of: Callable) -> Values:
