@@ -250,12 +250,19 @@ def is_typed(t) -> bool:
     arguments = [a for a in typing.get_args(t) if a is not Ellipsis and not isinstance(a, list)]
     if typing.get_origin(t) is collections.abc.Callable or not any(map(is_typed, arguments)):
         return False
-    if typing.get_origin(t) is not tuple or Ellipsis in typing.get_args(t):
+    if typing.get_origin(t) is not tuple and _each(t) is None:
         raise ShardError(
             f"the arrays in {t!r} cannot be checked",
-            "annotate with array types, X | None, tuple[X, Y], Array['dims', X] or pytree dataclasses of them",
+            "annotate with array types, X | None, tuple[X, Y], list[X], dict[str, X], Array['dims', X] or pytree "
+            "dataclasses of them",
         )
     return True
+
+
+def _each(t):
+    """X of the types `list[X]`, `tuple[X, ...]` and `dict[key, X]`, of any number of X; None for other types."""
+    origin, args = typing.get_origin(t), typing.get_args(t)
+    return args[-1] if origin is dict else args[0] if origin is list or (origin is tuple and ... in args) else None
 
 
 def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
@@ -263,6 +270,13 @@ def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
 
     A value of a subclass has the types that the subclass says. Raises ShardError for a value of another kind.
     """
+    if (each := _each(t)) is not None:
+        if value is ABSENT:
+            return [(f"{path}[...]", each, ABSENT)]
+        if not isinstance(value, kind := typing.get_origin(t)):
+            raise ShardError(f"{path or 'value'} is {describe(value)}, not a {kind.__name__}", "pass one")
+        keys = sorted(value) if kind is dict else range(len(value))
+        return [(f"{path}[{key!r}]", each, value[key]) for key in keys]
     args = typing.get_args(t) if typing.get_origin(t) is tuple else None
     kind = _class_of(t) if args is None else tuple
     is_other = not isinstance(value, kind) or (args is not None and len(value) != len(args))
@@ -349,6 +363,8 @@ def _empty(t):
     if not is_typed(t):
         remedy = "use f32['…'], Array['…', X], a pytree_dataclass, or tuples of them"
         raise ShardError(f"{t!r} holds no array types", remedy)
+    if _each(t) is not None:
+        raise ShardError(f"{t!r} does not say how many it has", "pass a value of the type as `like`")
     parts = {path: _empty(inner) for path, inner, _ in _children(t, ABSENT, "")}
     if typing.get_origin(t) is tuple:
         return tuple(parts.values())

@@ -179,14 +179,16 @@ def _place(path: str, array: ArrayType, value):
 def typed_shard_map(fn):
     """Decorator: `jax.shard_map` over all axes of the current mesh, with specs from the annotations, all checked.
 
-    Every argument and the result are annotated with array types, or pytree_dataclasses and tuples of them. The
-    decorated function takes whole arrays. Those sharded as annotated go in as they are, replicated and host arrays are
-    placed, and any other sharding is a ShardError. `fn` itself runs once per device, on blocks, and is checked as by
-    `typed`.
+    Every argument and the result are annotated with array types, or pytree_dataclasses, tuples, lists and dicts of
+    them. Keyword-only arguments without array types are options: numbers of Python, not data. The decorated function
+    takes whole arrays. Those sharded as annotated go in as they are, replicated and host arrays are placed, and any
+    other sharding is a ShardError. `fn` itself runs once per device, on blocks, and is checked as by `typed`.
     """
     annotations = dict(inspect.get_annotations(fn, eval_str=True))
     signature = inspect.signature(fn)
-    for name in (*signature.parameters, "return"):
+    is_option = lambda p: p.kind is p.KEYWORD_ONLY and not is_typed(annotations.get(p.name))
+    options = {name for name, parameter in signature.parameters.items() if is_option(parameter)}
+    for name in (*(name for name in signature.parameters if name not in options), "return"):
         what = f"typed_shard_map({fn.__name__}): " + ("the result" if name == "return" else f"argument {name}")
         for path, array, _ in arrays_of(annotations.get(name), ABSENT, what, only_arrays=True):
             try:
@@ -204,6 +206,11 @@ def typed_shard_map(fn):
             raise ShardError(f"{fn.__name__}: no mesh is set", "call it under `with jax.set_mesh(mesh):`")
         if inside_shard_map():
             raise ShardError(f"{fn.__name__}: called inside shard_map", "decorate functions called there with typed")
+        given = {name: bound.arguments.pop(name) for name in options & bound.arguments.keys()}
+        for name, value in given.items():
+            if any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(value)):
+                problem = f"{fn.__name__}: option {name} is {describe(value)}, and an array has a type"
+                raise ShardError(problem, "annotate it, e.g. f32['B/d M'], or give a number of Python")
         arrays, specs, types = [], [], []
         with Scope():
             for name, value in bound.arguments.items():
@@ -222,7 +229,7 @@ def typed_shard_map(fn):
         def per_device(arrays):
             nonlocal result_structure
             values = dict(zip(bound.arguments, structure.unflatten(arrays), strict=True))
-            call = inspect.BoundArguments(signature, values)
+            call = inspect.BoundArguments(signature, values | given)
             value = checked(*call.args, **call.kwargs)
             result_structure = jax.tree.structure(value, is_leaf=is_opaque)
             parts = arrays_in(result, value, f"{fn.__name__}, result")

@@ -309,6 +309,11 @@ class Copy(_Opaque):
     It is not an array: only all_gather, broadcast, einsum_unreduced and index_unreduced take it, and check its use.
     """
 
+    @property
+    def T(self):
+        """The copy with its dims in reverse order."""
+        return jax.tree.map(jnp.transpose, self)
+
     def remedy(self) -> str:
         """Which ops take it, and what to do without one."""
         names = ", ".join(self.axes)

@@ -283,7 +283,7 @@ REFUSED = [
     *("lax.convert_element_type(p, jnp.bfloat16)", "lax.concatenate([p, p], 0)", "np.exp(p)", "np.ones((2, 6)) * p"),
     *("jax.jit(jnp.exp)(p)", "p**2", "2.0**p", "p + 1", "p + 0.0", "p - 1", "p * p", "p / p", "1 / p", "p[0]", "p < 0"),
     *("jnp.ones((2, 6)) + p", "jnp.ones((2, 6)) * p", "p == 0", "1 if p else 0", "list(p)", "p.value", "p.sum()"),
-    *("p.reshape(-1)", "p.T", "p.at[0].add(1.0)"),
+    *("p.reshape(-1)", "p.mT", "p.at[0].add(1.0)"),
 ]
 LINEAR = ["p * 2", "0.5 * p", "p / 2", "p - p", "-p", "p + 0", "sum([p, p])"]
 PARTIAL = r"f32\[2,6\], a partial sum over t(.|\n)*remedy: .*reduce it over t first"

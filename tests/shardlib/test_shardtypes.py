@@ -518,3 +518,31 @@ def test_typeguard_checks_arguments_locals_and_results(typechecked):
     ):
         with pytest.raises(typeguard.TypeCheckError, match=message):
             fn(*args)
+
+
+def test_lists_dicts_and_options(mesh):
+    """Of any number of arrays, in arguments and results; an option is a number of Python, and no data."""
+
+    @typed_shard_map
+    def fn(
+        xs: list[f32["B/d M"]], w: dict[str, f32["N/d M"]], *, scale: float = 2.0, both: bool = True
+    ) -> dict[str, tuple[f32["B/d N"], ...]]:
+        whole = {name: shardops.all_gather("N/d M -> N M *d", x).T for name, x in w.items()}
+        out = {
+            name: tuple(scale * shardops.einsum_unreduced("B/d M, M N -> B/d N", x, y) for x in xs)
+            for name, y in whole.items()
+        }
+        return out if both else {"b": out["b"]}
+
+    rng = np.random.default_rng(0)
+    xs = [rng.normal(size=(8, 4)).astype(np.float32) for _ in range(3)]
+    w = {name: rng.normal(size=(16, 4)).astype(np.float32) for name in "ba"}
+    with jax.set_mesh(mesh):
+        found, less = jax.jit(fn)(xs, w), jax.jit(lambda *args: fn(*args, scale=3, both=False))(xs, w)
+        with pytest.raises(ShardError, match=r"fn: option scale is f32.*, and an array has a type"):
+            fn(xs, w, scale=jnp.float32(1))
+        with pytest.raises(ShardError, match="does not say how many it has"):
+            make_shardings(list[f32["B/d M"]])
+    expected = {name: tuple(x @ y.T for x in xs) for name, y in w.items()}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 2 * b, rtol=1e-4, atol=1e-5), found, expected)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, 3 * b, rtol=1e-4, atol=1e-5), less, {"b": expected["b"]})
