@@ -13,7 +13,7 @@ import jax
 from shardlib.checks import current_scope, error_context, noted_type
 from shardlib.parsing import Dim, ShapeSpec, ShardError
 from shardlib.places import is_installed, is_raised_on_purpose, place, users_call
-from shardlib.values import SHORT_DTYPES, WITHOUT_COPY, devices_along, is_opaque, states_text
+from shardlib.values import SHORT_DTYPES, devices_along, is_opaque, states_text
 
 _BLOCKS = "inside shard_map an array has the shape of this device's block"
 WITHOUT_MAXIMUM = (
@@ -24,8 +24,9 @@ WITHOUT_MAXIMUM = (
 _REMEDIES = {
     "unreduced": "reduce the partial sum first, with psum_scatter or psum; what is linear is written with the partial "
     "sum itself: p + q, p - q, c * p; instead of jax.vmap, name the dim in the spec",
-    "reduced on": "give what was gathered to einsum_unreduced, index_unreduced or broadcast: its gradient is a partial "
-    f"sum, which jax.numpy does not know; {WITHOUT_COPY}",
+    "reduced on": "for a function of jax.numpy, such as a norm or top_k, gather a plain array: all_gather(..., "
+    "replicated=True); or give what was gathered to einsum_unreduced, index_unreduced or broadcast, which know that "
+    "its gradient is a partial sum",
     "manual ax": "reduce or gather what differs (psum, all_gather); if a constant is to differ: jax.lax.pcast(x, axes, "
     "to='varying')",
     "Differentiation rule for 'pm": WITHOUT_MAXIMUM,
