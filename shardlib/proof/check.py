@@ -197,6 +197,10 @@ ONE_PROGRAM = (
     "let no choice in the code depend on the size of a block or the number of devices: jnp.where and lax.cond choose "
     "by values, and shardops.size(name) is the whole size of a dim"
 )
+OF_RINGS = (
+    "let each turn of a ring do the same, and add up what the turns give, or write it to the place of its block; a "
+    "scattered sum is lax.psum_scatter, a gathered block lax.all_gather, and stages are run by shardlib.pipeline"
+)
 Trace = Callable[[], dict[str, Any]]
 """Traces programs on the mesh in force; gives the jaxpr of each by its name."""
 
@@ -250,7 +254,8 @@ def prove(trace: Trace, mesh: Any = None, keep: Mapping[str, int] | None = None)
         try:
             found += findings(program, twin, types, arrays)[0]
         except Different as different:
-            found.append(Finding(f"{different.place}: {different}\n  remedy: {ONE_PROGRAM}"))
+            remedy = OF_RINGS if "ppermute here" in str(different) else ONE_PROGRAM
+            found.append(Finding(f"{different.place}: {different}\n  remedy: {remedy}"))
     return list({str(finding): finding for finding in found}.values())
 
 

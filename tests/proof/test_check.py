@@ -105,6 +105,16 @@ def drawn(seed):
     return lambda x: x * jax.random.normal(jax.random.key(seed(x)))
 
 
+def scattered_sum(x):
+    """A psum_scatter by hand, whose turns each add a block of their own."""
+    n, i = lax.axis_size("t"), lax.axis_index("t")
+    block = lambda k: lax.dynamic_slice_in_dim(x, (i - k) % n * (len(x) // n), len(x) // n)
+    total = block(1)
+    for turn in range(2, n + 1):
+        total = lax.ppermute(total, "t", [(j, (j + 1) % n) for j in range(n)]) + block(turn)
+    return total
+
+
 STATE = {"w": [shape(16)]}
 OF_STATE = {"in_specs": (P("t"), BLOCKS), "out_specs": P("t")}
 FIRST = {"in_specs": P(None, "t"), "out_specs": P(None, "t")}
@@ -121,6 +131,14 @@ BODIES = {  # the body, its arguments, its specs, what is wrong
     "first of one": (lambda x: x + lax.psum(x[:, 0], "d")[:, None], [shape(6, 4)], FIRST, "along dim"),
     "first of two": (lambda x: x + lax.psum(x[:, 0], "d")[:, None], [shape(6, 8)], FIRST, "along dim"),
     "largest of one": (lambda x: x + lax.pmax(x.max(1), "t")[:, None], [shape(6, 4)], FIRST, None),
+    "rows and pairs of rows": (lambda x: x[:, 0::2] - x[:, 1::2], [shape(6, 16)], FIRST, None),
+    "pairs that blocks cut": (lambda x: x[:, 0::2], [shape(6, 12)], FIRST, r"reshape\(-1, 2\)"),
+    "a ring by hand": (
+        scattered_sum,
+        [shape(8, 16)],
+        FIRST | {"out_specs": P("t", None)},
+        "scattered sum is lax.psum_s",
+    ),
     "choice by one entry": (lambda x: jnp.sin(x) if x.shape[0] < 4 else x, [shape(4, 6)], ALONE, "another one on this"),
     "choice by entries": (
         lambda x: jnp.sin(x) if x.shape[0] < 4 else x,
