@@ -334,11 +334,8 @@ class Run:
     def _tell_step(self, step: int, why: str, event: str) -> None:
         batch = self._batch_of(step)
         words, documents = described_documents(self.loader, batch)
-        what, more = {"skipped": ("skipped step", ", and names what is not finite"), "spike": ("spike at step", "")}[
-            event
-        ]
-        shows = f"{self._replay_of(step)} shows them{more}"
-        tell(f"{what} {step}, counted from 0: {why}; batch {batch}, {words}; {shows}")
+        told = f"{event} {'at ' * (event == 'spike')}step {step}, counted from 0: {why}; batch {batch}, {words}; "
+        tell(f"{told}{self._replay_of(step)} shows them" + ", and names what is not finite" * (event == "skipped"))
         self._log.add_event(step, event, {"why": why, "batch": batch, "documents": documents})
 
     def _replay_of(self, step: int) -> str:
