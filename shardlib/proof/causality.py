@@ -439,6 +439,14 @@ def numbers_of(program: Any) -> frozenset[int]:
     return frozenset(found)
 
 
+def text_of(program: Any) -> str:
+    """The same for the same program, with the same arrays that were made outside of it."""
+    consts = [x for jaxpr in _jaxprs(program) for x in body_of(jaxpr)[1]]
+    number = lambda x: isinstance(getattr(x, "dtype", None), np.dtype)
+    digests = [hashlib.sha256(np.asarray(x).tobytes()).hexdigest() if number(x) else id(x) for x in consts]
+    return f"{program}{digests}"
+
+
 def cuts_of(program: Any, length: int) -> dict[int, str]:
     """Where a program cuts dims of `length` entries, and by which line."""
     found = {}

@@ -28,6 +28,7 @@ from shardlib.proof.causality import (
     operations,
     tokens,
 )
+from shardlib.proof.causality import text_of as program_text
 from shardlib.proof.check import Finding
 from shardlib.proof.reach import LAST, constant, dtype_of, entries_of, made, unknown
 from shardlib.shardtypes import bool_, f32, typed_shard_map, u32
@@ -175,7 +176,7 @@ def _of_program(
             continue
         if operations(program) != operations(own):
             continue
-        if (text := str(program)) in known:
+        if (text := program_text(program)) in known:
             return
         known.add(text)
         fixed = numbers_of(own) & numbers_of(program) if at[1] < sizes[1] else ()
