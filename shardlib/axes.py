@@ -14,6 +14,8 @@ AXES = {
 them, which is as if it had one device along it. Specs are read without it there."""
 ALWAYS = ("r", "d", "t")
 """Axes that the mesh of a run has even where they are of one device."""
+OPTIONAL = tuple(axis for axis in AXES if axis not in ALWAYS)
+"""Axes that the mesh of a run lacks where they are of one device."""
 AXIS_ORDER = ("r", "t", "c", "d", "e", "p")
 """The order of axes within a dim: `M/t/d`, `V/t/p`. Only t and c have no fixed order: in `L/c/t` a device of t has
 positions of its device of c, and in `K/t/c` a device of c has heads of its device of t. A dim keeps the order that it

@@ -413,7 +413,7 @@ def _left_out(eqn: Any, pairs: Mapping, twin_sizes: Mapping[str, int]) -> Any:
         return eqn.replace(invars=[pairs[first], one], outvars=[Var(pairs[first].aval)])
     if name not in OPERATIONS or not eqn.params.get("tiled", True) or not all(map(is_variable, eqn.invars)):
         return None
-    if any(twin_sizes[axis] != 1 for axis in axes_of(eqn)):
+    if any(twin_sizes.get(axis, 1) != 1 for axis in axes_of(eqn)):
         return None
     operands = [pairs[var] for var in eqn.invars]
     return eqn.replace(invars=operands, outvars=[Var(var.aval) for var in operands])

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -16,7 +16,11 @@ from shardlib.proof.alignment import Different
 from shardlib.proof.domain import UNIFORM, Sizes, Value, describe, devices
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.interpreter import Interpreter, block_of, read_array
+<<<<<<< HEAD
 from shardlib.proof.origins import callers_text, use_of
+=======
+from shardlib.proof.presence import differences
+>>>>>>> c3772f5c (proof: prove rules by einsum, against the mesh of one device, from fresh modules)
 from shardlib.values import planned_for
 
 
@@ -205,13 +209,17 @@ Trace = Callable[[], dict[str, Any]]
 """Traces programs on the mesh in force; gives the jaxpr of each by its name."""
 
 
-def prove(trace: Trace, mesh: Any = None, keep: Mapping[str, int] | None = None) -> list[Finding]:
+def prove(
+    trace: Trace, mesh: Any = None, keep: Mapping[str, int] | None = None, absent: Iterable[str] = ()
+) -> list[Finding]:
     """What is wrong with programs on a mesh. They are traced there and on one device, and not run.
 
     Args:
         trace: traces the programs, on the mesh in force.
         mesh: the mesh; None: the one in force.
         keep: axes that have another number of devices than one on the mesh of comparison, and that number.
+        absent: axes that the mesh of a single device lacks. Programs that ask whether an axis is there compute
+            something else on that mesh: they are traced there too.
 
     Raises:
         ValueError: a shard_map is bound to a mesh.
@@ -222,8 +230,11 @@ def prove(trace: Trace, mesh: Any = None, keep: Mapping[str, int] | None = None)
     keep = keep or {}
     alone = {axis: keep.get(axis, 1) for axis in sizes}
 
-    def on(numbers: tuple[int, ...]) -> dict[str, tuple[Any, list]]:
-        abstract = AbstractMesh(numbers, mesh.axis_names, axis_types=mesh.axis_types)
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+    def on(sizes_there: Mapping[str, int]) -> dict[str, tuple[Any, list]]:
+        types_there = tuple(kinds[axis] for axis in sizes_there)
+        abstract = AbstractMesh(tuple(sizes_there.values()), tuple(sizes_there), axis_types=types_there)
         # Through no mesh at all: JAX does not change from one mesh to another of a different size.
         none = AbstractMesh((), ())
         on_mesh = jax.sharding.use_abstract_mesh(abstract)
@@ -239,9 +250,11 @@ def prove(trace: Trace, mesh: Any = None, keep: Mapping[str, int] | None = None)
         spans = itertools.pairwise(counts)
         return {name: (programs[name], types[a:b]) for name, (a, b) in zip(programs, spans, strict=True)}
 
-    ours = on(tuple(sizes.values()))
+    ours = on(sizes)
+    lacking = {axis: n for axis, n in alone.items() if axis not in absent}
     try:
-        theirs = on(tuple(alone.values()))
+        theirs = on(alone)
+        there = on(lacking) if lacking != alone else {}
     except Exception as error:  # whatever the program does there
         return [Finding(f"{UNTRACED}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}")]
     # With another number of stages the arrays of their schedule are others.
@@ -253,6 +266,7 @@ def prove(trace: Trace, mesh: Any = None, keep: Mapping[str, int] | None = None)
             raise ValueError(BOUND)
         try:
             found += findings(program, twin, types, arrays)[0]
+            found += map(Finding, differences(twin, there[name][0]) if there else ())
         except Different as different:
             remedy = OF_RINGS if "ppermute here" in str(different) else ONE_PROGRAM
             found.append(Finding(f"{different.place}: {different}\n  remedy: {remedy}"))

@@ -163,7 +163,7 @@ WAYS: dict[str, Callable] = {"whole": whole, "gather": gather, "ring": ring, "ul
 
 def way_of(training: Any) -> str:
     """Name of the way of a run on the mesh in force."""
-    return training.context if "c" in mesh_axes() else "whole"
+    return training.context if planned_devices("c") > 1 or "c" in mesh_axes() else "whole"
 
 
 def way(training: Any, q: Any, learned: tuple, dropout: bool) -> Callable:

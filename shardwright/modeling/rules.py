@@ -11,14 +11,17 @@ and of keys, arrays that broadcast to the scores [B, K, Q, L, S]: batch, kv head
 import contextlib
 import contextvars
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from shardlib import shardops
+from shardlib.places import is_users, place
 
 _COUNTED = 2**22
 """Pairs of which it is counted how many an unknown condition leaves."""
@@ -58,11 +61,23 @@ def same_document(q: Places, k: Places) -> jax.Array:
     return q.document == k.document
 
 
+def _place() -> str:
+    """Place in the source of the model that makes a rule or a part of one."""
+    frame = inspect.currentframe()
+    while frame is not None and not (is_users(file := frame.f_code.co_filename) and file not in (__file__, "<string>")):
+        frame = frame.f_back
+    return "?" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
+
+
+_made = functools.partial(dataclasses.field, default_factory=_place, init=False, compare=False, repr=False)
+
+
 @dataclasses.dataclass(frozen=True)
 class Window:
     """A query sees the last `size` positions, including its own (arXiv 2004.05150); `size` is at least 1."""
 
     size: int
+    made: str = _made()
 
     def __post_init__(self):
         if self.size < 1:
@@ -78,6 +93,7 @@ class SoftCap:
     """Scores stay within ±`cap`, as cap·tanh(score / cap) (Gemma 2, arXiv 2408.00118); `cap` is above 0."""
 
     cap: float
+    made: str = _made()
 
     def __call__(self, scores: jax.Array, q: Places, k: Places, heads: jax.Array) -> jax.Array:
         """The capped scores."""
@@ -99,6 +115,8 @@ class Rule:
     causal: bool = True
     """Whether the model is to be proved causal: its logits depend on no later token and no other document. False says
     that it is not, on purpose."""
+    made: str = _made()
+    """`file.py:line` where the rule was made."""
 
     def __post_init__(self):
         if not isinstance(self.visible, tuple):
@@ -148,6 +166,10 @@ class Rule:
                 seen = np.asarray(self.sees(q_places.as_queries(), k_places.as_keys())).sum(axis=-1)
         return float(np.mean(seen, dtype=np.float64))
 
+    def parts(self) -> tuple:
+        """What the rule is made of."""
+        return self.scale, self.score, *self.visible
+
     def without(self, condition: Callable) -> "Rule":
         """The rule without this condition."""
         return dataclasses.replace(self, visible=tuple(x for x in self.visible if x is not condition))
@@ -158,6 +180,15 @@ class Rule:
         parts += [f"score {name(self.score)}"] if self.score else []
         parts += [f"scale {self.scale:g}"] if self.scale is not None else []
         return ", ".join(parts)
+
+
+def numbers_in(part: Any) -> tuple | None:
+    """The class and the numbers of which a part of a rule is made; None of a function."""
+    if isinstance(part, int | float):
+        return type(part).__name__, part
+    fields = [field for field in dataclasses.fields(part) if field.compare] if dataclasses.is_dataclass(part) else []
+    values = [getattr(part, field.name) for field in fields]
+    return (type(part).__name__, *values) if values and all(isinstance(x, int | float) for x in values) else None
 
 
 CAUSAL = Rule()

@@ -1,6 +1,7 @@
 """The check of a run's steps before the first one: on this mesh they compute what they compute on one device."""
 
 import ast
+import contextlib
 import dataclasses
 import hashlib
 import inspect
@@ -14,12 +15,16 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh
 
-from shardlib.axes import AXES, PIPELINE_AXIS
+from shardlib.axes import ALWAYS, AXES, OPTIONAL, PIPELINE_AXIS
 from shardlib.places import place
 from shardlib.proof.check import UNTRACED, Finding, prove, raise_for
 from shardwright.cluster.devices import kept_programs
+from shardwright.modeling import context
+from shardwright.modeling.attention_calls import Call, calls_of, path_of
 from shardwright.modeling.model import inputs_of
+from shardwright.modeling.rules import numbers_in
 from shardwright.run.config import Config
+from shardwright.run.fresh import imported_again
 from shardwright.run.provenance import bytes_of, files_of_source, is_edited
 from shardwright.run.stores import agreed
 from shardwright.run.teacher import reference_record
@@ -100,24 +105,85 @@ def text_of(model: Any) -> bytes:
 
 
 def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[Finding]:
-    """What is wrong with the training and the evaluation step on a mesh. The arguments are those of check_steps."""
+    """What is wrong with the training and the evaluation step on a mesh. The arguments are those of check_steps.
+
+    A model's Rule runs within per-device code in every path of attention but einsum. So the steps are checked by einsum
+    first, which computes what a Rule says of all pairs, and then as they run. shardwright.modeling.attention_calls
+    compares the paths.
+    """
     # The check does not look into the chunks of the loss: without them the same loss is checked.
     c = dataclasses.replace(c, training=dataclasses.replace(c.training, loss_chunk=None))
-
-    def trace(c: Config = c, **which: bool) -> dict[str, Any]:
-        sizes, own = jax.sharding.get_abstract_mesh().shape, type(model)(c.model)  # which may read the mesh too
-        c = dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, **{a: sizes.get(a, 1) for a in AXES}))
-        batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches, len(inputs_of(own)))
-        return {name: traced.jaxpr for name, traced in programs(c, own, batch, **which).items()}
-
     if found := [*_machines(programs), *_machines(type(model))]:
         return found
+    mesh = getattr(mesh, "abstract_mesh", mesh)
+    found, is_einsum = _check_rules(programs, c, model, mesh)
+    by_einsum = dataclasses.replace(c, training=dataclasses.replace(c.training, attention="einsum", context="gather"))
+    found = found or _unsound(programs, by_einsum, model, mesh, OPTIONAL)
+    return found if found or is_einsum else _unsound(programs, c, model, mesh)
+
+
+def _unsound(programs: Callable, c: Config, model: Any, mesh: Any, absent: tuple = ()) -> list[Finding]:
+    """find_unsound of one form of attention. `absent` is as for prove."""
+
+    def trace(c: Config = c, **which: bool) -> dict[str, Any]:
+        sizes = jax.sharding.get_abstract_mesh().shape
+        is_here = dict(sizes) in (dict(mesh.shape), dict(alone.shape))
+        c = dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, **{a: sizes.get(a, 1) for a in AXES}))
+        with _parts(programs, c, model, is_here) as (steps, c, own):
+            batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches, len(inputs_of(own)))
+            return {name: traced.jaxpr for name, traced in steps(c, own, batch, **which).items()}
+
+    alone = _without_stages(mesh)
     if mesh.shape.get(PIPELINE_AXIS, 1) == 1:
-        return prove(trace, mesh)
+        return prove(trace, mesh, absent=absent)
+    shared = prove(lambda: trace(which="shared"), mesh, absent=absent)
+    return [*prove(trace, alone, absent=absent), *shared, *_beside_stages(trace, c, mesh)]
+
+
+def _without_stages(mesh: Any) -> AbstractMesh:
+    """The mesh without its axis of stages."""
     others = {axis: n for axis, n in mesh.shape.items() if axis != PIPELINE_AXIS}
-    kinds = tuple(kind for kind, axis in zip(mesh.axis_types, mesh.axis_names, strict=True) if axis != PIPELINE_AXIS)
-    alone = AbstractMesh(tuple(others.values()), tuple(others), axis_types=kinds)
-    return [*prove(trace, alone), *prove(lambda: trace(which="shared"), mesh), *_beside_stages(trace, c, mesh)]
+    kinds = tuple(kind for kind, axis in zip(mesh.axis_types, mesh.axis_names, strict=True) if axis in others)
+    return AbstractMesh(tuple(others.values()), tuple(others), axis_types=kinds)
+
+
+@contextlib.contextmanager
+def _parts(programs: Callable, c: Config, model: Any, is_here: bool) -> Iterator[tuple[Callable, Config, Any]]:
+    """train.programs, a configuration and a model for another trace: of new modules, unless it `is_here`, on the mesh."""
+    kinds = programs, type(model), type(c.model)
+    with contextlib.nullcontext(kinds) if is_here else imported_again(*kinds) as (programs, Model, Settings):
+        settings = Settings(**{f.name: getattr(c.model, f.name) for f in dataclasses.fields(c.model) if f.init})
+        c = dataclasses.replace(c, model=settings)
+        yield programs, c, Model(settings)  # which may read the mesh too
+
+
+def _check_rules(programs: Callable, c: Config, model: Any, mesh: Any) -> tuple[list[Finding], bool]:
+    """Numbers of a model's Rules that are others on one device, and whether einsum computes all attention."""
+    one = AbstractMesh((1,) * len(ALWAYS), ALWAYS, axis_types=mesh.axis_types[:1] * len(ALWAYS))
+
+    def calls(mesh: Any, is_here: bool) -> tuple[list[Call], bool]:
+        none = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+        with none, jax.sharding.use_abstract_mesh(mesh), _parts(programs, c, model, is_here) as (steps, own_c, own):
+            forward = sys.modules[steps.__module__].Forward(own, own_c.training)
+            found, ways = calls_of(forward, c.training.seq_len), ("gather", "whole")
+            is_plain = context.way_of(c.training) in ways and all(path_of(forward, x) == "einsum" for x in found)
+            return found, is_plain
+
+    here, is_einsum = calls(mesh, True)
+    try:
+        there, _ = calls(one, False)
+    except Exception:  # whatever the program does there, the proof of the steps says it
+        return [], is_einsum
+    found = {}
+    for a, b in zip(here, there, strict=False):
+        for part, other in zip(a.rule.parts(), b.rule.parts(), strict=False):
+            if (number := numbers_in(part)) is not None and number != numbers_in(other):
+                problem = f"{getattr(part, 'made', a.rule.made)}: the rule has {part} here and {other} on one device"
+                found[problem] = Finding(f"{problem}\n  remedy: {OF_WHOLE}", is_wrong=True)
+    return [*found.values()], is_einsum
+
+
+OF_WHOLE = "a rule is of whole sizes: shardops.size('L') is the whole size of a dim, and self.c has those of the model"
 
 
 def _beside_stages(trace: Callable, c: Config, mesh: Any) -> list[Finding]:

@@ -20,7 +20,7 @@ from shardlib.placement import LayerPlacement, place_layers
 from shardlib.schedules import Orders, forwards, in_a_ring, schedule_of, stages_of
 from shardlib.shardtypes import Array, f32, make_shardings, typed_shard_map
 from shardlib.tick_tables import TickTable, tick_table
-from shardlib.values import mesh_axes, pipeline_stage
+from shardlib.values import mesh_axes, pipeline_stage, stage_axes
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import LanguageModel, compute_scope, period_of
 from shardwright.modeling.weights import are_stacks, initialize, is_stack
@@ -95,7 +95,7 @@ def shared(c: Config, model: Any, Loss: Any, forward: Any, own: Any, w: Any, bat
         def total(w):
             w, part = forward.copies(w), (jax.tree.map(lambda x: x[0], batch), None)
             with pipeline_stage():  # as in the schedule
-                x = varying(losses[0].first(w, *part), (PIPELINE_AXIS,))
+                x = varying(losses[0].first(w, *part), stage_axes())
                 return sum(loss.last(w, x, *part) for loss in losses)
 
         return jax.value_and_grad(total)(w)

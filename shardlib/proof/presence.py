@@ -1,0 +1,171 @@
+"""Whether two traces for one device compute the same: one on a mesh with all axes, and one on a mesh that lacks some.
+
+Both have one device along each axis, so that collectives give back their operands and each device's index is 0. Each
+value gets a number, which is the same for values that are computed in the same way. Code that is per-device on purpose
+is not looked into.
+"""
+
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Literal
+
+from shardlib.equations import CALLS, body_of, scan_counts
+from shardlib.marks import is_region
+from shardlib.proof.equation import Equation, comparable
+from shardlib.proof.primitives import COLLECTIVES, IDENTITIES, OF_SIZES
+
+REMEDY = "one device has a mesh of r, d and t: ask for the size of an axis, shardops.axis_size('e'), not whether it is"
+FOLDED = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "lt": operator.lt, "select_n": None}
+FOLDED |= {"convert_element_type": None, "add_any": operator.add}
+AXES_IN = OF_SIZES | frozenset("axes axis_name axis_index_groups vma ctx_mesh".split())  # noqa: SIM905
+"""Parameters that name axes, and those of sizes that the results have too."""
+
+
+class _Numbering:
+    """Numbers of the values of programs: `where` has the first equation that makes each."""
+
+    def __init__(self, numbers: dict):
+        self._numbers, self.where = numbers, {}
+        self._moved: dict[Any, tuple] = {}  # of which value another is a transpose, and its dims
+
+    def number(self, *parts: Any) -> Any:
+        """The number of what is computed so."""
+        return self._numbers.setdefault(parts, len(self._numbers))
+
+    def run(self, jaxpr: Any, args: list, depth: int = 0, caller: Any = None) -> list:
+        """The numbers of the results, by those of the arguments."""
+        body, consts = body_of(jaxpr)
+        known = dict(zip(body.invars, args, strict=True))
+        known |= zip(body.constvars, map(self._constant, consts or body.constvars), strict=True)
+        read = lambda var: self._constant(np.asarray(var.val, var.aval.dtype)) if isinstance(var, Literal) else known[var]
+        for eqn in body.eqns:
+            at = Equation(eqn, caller=caller)
+            outs = self._results(eqn, list(map(read, eqn.invars)), depth, at)
+            known |= zip(eqn.outvars, outs, strict=True)
+            for number in outs:
+                self.where.setdefault(number, at)
+        return list(map(read, body.outvars))
+
+    def _constant(self, x: Any) -> Any:
+        if not hasattr(x, "__array__") or np.asarray(x).dtype == object:
+            return self.number("constant", str(x))
+        x = np.asarray(x)
+        if x.size and (x == x.flat[0]).all():  # not where it is NaN
+            return ("all", x.shape, x.dtype, x.flat[0].item())
+        return self.number("constant", x.shape, str(x.dtype), x.tobytes())
+
+    def _results(self, eqn: Any, ins: list, depth: int, at: Any) -> list:
+        name, params, avals = eqn.primitive.name, eqn.params, [var.aval for var in eqn.outvars]
+        if is_region(eqn):
+            return [self.number("per_device", *ins, i) for i in range(len(avals))]
+        if name in CALLS or name == "shard_map":
+            return self.run(params[CALLS.get(name, "jaxpr")], ins, depth, at)
+        if name in COLLECTIVES | IDENTITIES or name.removesuffix("_p").endswith("_cast"):
+            return [self._shaped(x, var, aval) for x, var, aval in zip(ins, eqn.invars, avals, strict=True)]
+        if name == "axis_index":
+            return [("all", (), avals[0].dtype, 0)]
+        if name == "transpose":
+            return [self._transposed(ins[0], params["permutation"])]
+        if name == "dot_general":
+            return [self._dot(eqn, ins)]
+        if name == "scan":
+            return self._scan(eqn, ins, depth, at)
+        if name == "while":
+            return self._while(params, ins, depth, at)
+        if name == "cond":
+            branches = [self.run(branch, ins[1:], depth, at) for branch in params["branches"]]
+            return [self.number("cond", ins[0], *outs) for outs in zip(*branches, strict=True)]
+        if (folded := _folded(eqn, ins)) is not None:
+            return [folded]
+        given = sorted((k, repr(comparable(v))) for k, v in params.items() if k not in AXES_IN)
+        shapes = [(getattr(aval, "shape", ()), str(aval.dtype)) for aval in avals]
+        return [self.number(name, *given, *shapes, *ins, i) for i in range(len(avals))]
+
+    def _transposed(self, x: Any, order: tuple) -> Any:
+        """The number of `x` with its dims in this order, however often they were moved."""
+        root, before = self._root(x, len(order))
+        order = tuple(before[i] for i in order)
+        if order == tuple(range(len(order))) or isinstance(root, tuple):
+            return root
+        found = self.number("transpose", order, root)
+        self._moved[found] = root, order
+        return found
+
+    def _root(self, x: Any, ndim: int) -> tuple[Any, tuple]:
+        return self._moved.get(x, (x, tuple(range(ndim))))
+
+    def _dot(self, eqn: Any, ins: list) -> Any:
+        """The number of a product, whatever the order of its operands and of their dims."""
+        p, (contracted, batch) = eqn.params, eqn.params["dimension_numbers"]
+        ndims = [len(var.aval.shape) for var in eqn.invars]
+        roots = [self._root(x, n) for x, n in zip(ins, ndims, strict=True)]
+        first, second = order = sorted((0, 1), key=lambda k: (repr(roots[k][0]), k))
+        of = lambda k, dims: [roots[k][1][i] for i in dims]
+        summed = tuple(sorted(zip(of(first, contracted[first]), of(second, contracted[second]), strict=True)))
+        # The dims of the result, as they are there, and in the order of those of the operands.
+        together = list(zip(of(first, batch[first]), of(second, batch[second]), strict=True))
+        free = lambda k: of(k, [i for i in range(ndims[k]) if i not in (*contracted[k], *batch[k])])
+        there = [(0, *pair) for pair in together] + [(1 + order.index(k), i) for k in (0, 1) for i in free(k)]
+        kept = sorted(there)
+        more = str(p["precision"]), str(p["preferred_element_type"]), str(eqn.outvars[0].aval.dtype)
+        found = self.number("dot_general", *more, summed, tuple(kept), roots[first][0], roots[second][0])
+        return self._transposed(found, tuple(kept.index(dim) for dim in there))
+
+    def _shaped(self, x: Any, var: Any, aval: Any) -> Any:
+        return x if var.aval.shape == aval.shape else self.number("reshape", aval.shape, x)
+
+    def _scan(self, eqn: Any, ins: list, depth: int, at: Any) -> list:
+        (consts, carried), p = scan_counts(eqn), eqn.params
+        fixed, start, rows = ins[:consts], ins[consts : consts + carried], ins[consts + carried :]
+        symbols = [self.number("carry", depth, i) for i in range(carried)]
+        outs = self.run(p["jaxpr"], [*fixed, *symbols, *(self.number("row", x) for x in rows)], depth + 1, at)
+        loop = self.number("scan", p["length"], p["reverse"], *start, *outs[:carried])
+        return [self.number(loop, i) for i in range(carried)] + [self.number(loop, "rows", x) for x in outs[carried:]]
+
+    def _while(self, p: Any, ins: list, depth: int, at: Any) -> list:
+        a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+        symbols = [self.number("carry", depth, i) for i in range(len(ins) - b)]
+        test = self.run(p["cond_jaxpr"], [*ins[:a], *symbols], depth + 1, at)
+        outs = self.run(p["body_jaxpr"], [*ins[a:b], *symbols], depth + 1, at)
+        return [self.number("while", *test, *outs, *ins[b:], i) for i in range(len(outs))]
+
+
+def _folded(eqn: Any, ins: list) -> Any:
+    """The number of a result that is known, or is an operand as it is; None of any other."""
+    name, aval = eqn.primitive.name, eqn.outvars[0].aval
+    shapes = [getattr(var.aval, "shape", ()) for var in eqn.invars]
+    if name == "dynamic_slice" and shapes[0] == aval.shape:
+        return ins[0]
+    if name == "dynamic_update_slice" and shapes[0] == shapes[1]:
+        return ins[1]
+    values = [x[3] if isinstance(x, tuple) else None for x in ins]
+    if name in ("broadcast_in_dim", "reshape", "squeeze") and values[0] is not None:
+        return ("all", aval.shape, aval.dtype, values[0])
+    is_own = lambda i: shapes[i] == aval.shape and eqn.invars[i].aval.dtype == aval.dtype
+    for i, other in ((0, 1), (1, 0)):
+        neutral = {"add": 0, "add_any": 0, "sub": 0 if i == 0 else None, "mul": 1}.get(name)
+        if neutral is not None and values[other] == neutral and is_own(i):
+            return ins[i]
+    if name not in FOLDED or None in values or not all(isinstance(x, int | bool) for x in values):
+        return None
+    if name == "select_n":
+        return ins[1 + values[0]] if shapes[0] == () else None
+    value = values[0] if name == "convert_element_type" else FOLDED[name](*values)
+    return ("all", aval.shape, aval.dtype, np.asarray(value, aval.dtype).item())
+
+
+def differences(program: Any, lacking: Any) -> Iterator[str]:
+    """Where a traced program first computes something else than the same program on a mesh that lacks axes."""
+    numbers: dict = {}
+    ours, theirs = _Numbering(numbers), _Numbering(numbers)
+    (body, _), (other, _) = body_of(program), body_of(lacking)
+    args = [[ours.number("argument", i) for i in range(len(x.invars))] for x in (body, other)]
+    outs = [ours.run(program, args[0]), theirs.run(lacking, args[1])]
+    if outs[0] != outs[1]:
+        first = next((at for number, at in ours.where.items() if number not in theirs.where), None)
+        what = f"{first.name} computes" if first else "the program computes"
+        place = first.place() if first else "?"
+        yield f"{place}: {what} something else on a mesh without the axes that one device lacks\n  remedy: {REMEDY}"
