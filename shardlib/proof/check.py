@@ -1,5 +1,6 @@
 """Check of traced programs."""
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -254,9 +255,12 @@ def prove(
     lacking = {axis: n for axis, n in alone.items() if axis not in absent}
     try:
         theirs = on(alone)
-        there = on(lacking) if lacking != alone else {}
     except Exception as error:  # whatever the program does there
         return [Finding(f"{UNTRACED}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}")]
+    there: dict[str, tuple[Any, list]] = {}
+    if lacking != alone:
+        with contextlib.suppress(Exception):  # a program that does not run there computes nothing else
+            there = on(lacking)
     # With another number of stages the arrays of their schedule are others.
     arrays = all(sizes[axis] == n for axis, n in keep.items())
     found: list[Finding] = []
@@ -266,7 +270,8 @@ def prove(
             raise ValueError(BOUND)
         try:
             found += findings(program, twin, types, arrays)[0]
-            found += map(Finding, differences(twin, there[name][0]) if there else ())
+            if there:
+                found += map(Finding, differences(twin, there[name][0], alone.keys() - lacking.keys()))
         except Different as different:
             remedy = OF_RINGS if "ppermute here" in str(different) else ONE_PROGRAM
             found.append(Finding(f"{different.place}: {different}\n  remedy: {remedy}"))

@@ -6,22 +6,26 @@ is not looked into.
 """
 
 import operator
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from shardlib.equations import CALLS, body_of, scan_counts
-from shardlib.marks import is_region
+from shardlib.equations import CALLS, axes_of, body_of, scan_counts
+from shardlib.marks import is_region, mark_of
 from shardlib.proof.equation import Equation, comparable
-from shardlib.proof.primitives import COLLECTIVES, IDENTITIES, OF_SIZES
+from shardlib.proof.primitives import COLLECTIVES, IDENTITIES
 
-REMEDY = "one device has a mesh of r, d and t: ask for the size of an axis, shardops.axis_size('e'), not whether it is"
-FOLDED = {"add": operator.add, "sub": operator.sub, "mul": operator.mul, "lt": operator.lt, "select_n": None}
-FOLDED |= {"convert_element_type": None, "add_any": operator.add}
-AXES_IN = OF_SIZES | frozenset("axes axis_name axis_index_groups vma ctx_mesh".split())  # noqa: SIM905
-"""Parameters that name axes, and those of sizes that the results have too."""
+REMEDY = (
+    "let no value depend on whether the mesh has an axis: types, and shardops.axis_size and axis_index, are read as with "
+    "one device along an axis that it lacks"
+)
+FOLDED = {"add": operator.add, "add_any": operator.add, "sub": operator.sub, "mul": operator.mul, "lt": operator.lt}
+OF_MESHES = frozenset("sharding out_sharding dst_sharding mesh concrete_mesh ctx_mesh vma result_avals".split())  # noqa: SIM905
+"""Parameters that name axes of the mesh."""
 
 
 class _Numbering:
@@ -43,34 +47,35 @@ class _Numbering:
         read = lambda var: self._constant(np.asarray(var.val, var.aval.dtype)) if isinstance(var, Literal) else known[var]
         for eqn in body.eqns:
             at = Equation(eqn, caller=caller)
-            outs = self._results(eqn, list(map(read, eqn.invars)), depth, at)
-            known |= zip(eqn.outvars, outs, strict=True)
-            for number in outs:
-                self.where.setdefault(number, at)
+            known |= zip(eqn.outvars, self._results(eqn, list(map(read, eqn.invars)), depth, at), strict=True)
         return list(map(read, body.outvars))
 
     def _constant(self, x: Any) -> Any:
-        if not hasattr(x, "__array__") or np.asarray(x).dtype == object:
-            return self.number("constant", str(x))
+        if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
         x = np.asarray(x)
-        if x.size and (x == x.flat[0]).all():  # not where it is NaN
+        if x.size and x.dtype != object and (x == x.flat[0]).all():  # not where it is NaN
             return ("all", x.shape, x.dtype, x.flat[0].item())
-        return self.number("constant", x.shape, str(x.dtype), x.tobytes())
+        return self.number("constant", x.shape, str(x.dtype), x.tobytes() if x.dtype != object else str(x))
 
     def _results(self, eqn: Any, ins: list, depth: int, at: Any) -> list:
         name, params, avals = eqn.primitive.name, eqn.params, [var.aval for var in eqn.outvars]
         if is_region(eqn):
             return [self.number("per_device", *ins, i) for i in range(len(avals))]
+        if mark := mark_of(eqn):
+            return [self.number(mark.kind, mark.label, *ins)]
         if name in CALLS or name == "shard_map":
             return self.run(params[CALLS.get(name, "jaxpr")], ins, depth, at)
-        if name in COLLECTIVES | IDENTITIES or name.removesuffix("_p").endswith("_cast"):
+        if name == "ppermute" and not params["perm"]:
+            return [("all", avals[0].shape, avals[0].dtype, 0)]
+        is_collective = name in COLLECTIVES and not any(isinstance(axis, int) for axis in axes_of(eqn))
+        is_identity = is_collective or name in IDENTITIES or name.removesuffix("_p").endswith("_cast")
+        if is_identity and len(ins) == len(avals):
             return [self._shaped(x, var, aval) for x, var, aval in zip(ins, eqn.invars, avals, strict=True)]
         if name == "axis_index":
             return [("all", (), avals[0].dtype, 0)]
         if name == "transpose":
             return [self._transposed(ins[0], params["permutation"])]
-        if name == "dot_general":
-            return [self._dot(eqn, ins)]
         if name == "scan":
             return self._scan(eqn, ins, depth, at)
         if name == "while":
@@ -78,17 +83,27 @@ class _Numbering:
         if name == "cond":
             branches = [self.run(branch, ins[1:], depth, at) for branch in params["branches"]]
             return [self.number("cond", ins[0], *outs) for outs in zip(*branches, strict=True)]
-        if (folded := _folded(eqn, ins)) is not None:
-            return [folded]
-        given = sorted((k, repr(comparable(v))) for k, v in params.items() if k not in AXES_IN)
+        if (found := _folded(eqn, ins)) is not None:
+            return [found]
+        if name == "dot_general":
+            return [self._dot(eqn, ins, at)]
+        text = lambda parameter: re.sub(r" at 0x\w+", "", repr(comparable(parameter)))
+        given = sorted((k, text(v)) for k, v in params.items() if k not in OF_MESHES)
         shapes = [(getattr(aval, "shape", ()), str(aval.dtype)) for aval in avals]
-        return [self.number(name, *given, *shapes, *ins, i) for i in range(len(avals))]
+        return [self._made(at, name, *given, *shapes, *ins, i) for i in range(len(avals))]
+
+    def _made(self, at: Any, *parts: Any) -> Any:
+        found = self.number(*parts)
+        self.where.setdefault(found, at)
+        return found
 
     def _transposed(self, x: Any, order: tuple) -> Any:
         """The number of `x` with its dims in this order, however often they were moved."""
         root, before = self._root(x, len(order))
         order = tuple(before[i] for i in order)
-        if order == tuple(range(len(order))) or isinstance(root, tuple):
+        if isinstance(root, tuple):  # all entries are equal
+            return (root[0], tuple(root[1][i] for i in order), *root[2:])
+        if order == tuple(range(len(order))):
             return root
         found = self.number("transpose", order, root)
         self._moved[found] = root, order
@@ -97,7 +112,7 @@ class _Numbering:
     def _root(self, x: Any, ndim: int) -> tuple[Any, tuple]:
         return self._moved.get(x, (x, tuple(range(ndim))))
 
-    def _dot(self, eqn: Any, ins: list) -> Any:
+    def _dot(self, eqn: Any, ins: list, at: Any) -> Any:
         """The number of a product, whatever the order of its operands and of their dims."""
         p, (contracted, batch) = eqn.params, eqn.params["dimension_numbers"]
         ndims = [len(var.aval.shape) for var in eqn.invars]
@@ -111,7 +126,7 @@ class _Numbering:
         there = [(0, *pair) for pair in together] + [(1 + order.index(k), i) for k in (0, 1) for i in free(k)]
         kept = sorted(there)
         more = str(p["precision"]), str(p["preferred_element_type"]), str(eqn.outvars[0].aval.dtype)
-        found = self.number("dot_general", *more, summed, tuple(kept), roots[first][0], roots[second][0])
+        found = self._made(at, "dot_general", *more, summed, tuple(kept), roots[first][0], roots[second][0])
         return self._transposed(found, tuple(kept.index(dim) for dim in there))
 
     def _shaped(self, x: Any, var: Any, aval: Any) -> Any:
@@ -121,7 +136,7 @@ class _Numbering:
         (consts, carried), p = scan_counts(eqn), eqn.params
         fixed, start, rows = ins[:consts], ins[consts : consts + carried], ins[consts + carried :]
         symbols = [self.number("carry", depth, i) for i in range(carried)]
-        outs = self.run(p["jaxpr"], [*fixed, *symbols, *(self.number("row", x) for x in rows)], depth + 1, at)
+        outs = self.run(p["jaxpr"], [*fixed, *symbols, *(self.number("row", depth, x) for x in rows)], depth + 1, at)
         loop = self.number("scan", p["length"], p["reverse"], *start, *outs[:carried])
         return [self.number(loop, i) for i in range(carried)] + [self.number(loop, "rows", x) for x in outs[carried:]]
 
@@ -149,23 +164,20 @@ def _folded(eqn: Any, ins: list) -> Any:
         neutral = {"add": 0, "add_any": 0, "sub": 0 if i == 0 else None, "mul": 1}.get(name)
         if neutral is not None and values[other] == neutral and is_own(i):
             return ins[i]
-    if name not in FOLDED or None in values or not all(isinstance(x, int | bool) for x in values):
+    if None in values or not all(isinstance(x, int | bool) for x in values):
         return None
-    if name == "select_n":
-        return ins[1 + values[0]] if shapes[0] == () else None
-    value = values[0] if name == "convert_element_type" else FOLDED[name](*values)
-    return ("all", aval.shape, aval.dtype, np.asarray(value, aval.dtype).item())
+    if name == "select_n" and shapes[0] == ():
+        return ins[1 + values[0]]
+    value = values[0] if name == "convert_element_type" else FOLDED[name](*values) if name in FOLDED else None
+    return None if value is None else ("all", aval.shape, aval.dtype, np.asarray(value).astype(aval.dtype).item())
 
 
-def differences(program: Any, lacking: Any) -> Iterator[str]:
-    """Where a traced program first computes something else than the same program on a mesh that lacks axes."""
+def differences(program: Any, lacking: Any, axes: Iterable[str]) -> Iterator[str]:
+    """Where a traced program first computes something else than the same program on a mesh that lacks `axes`."""
     numbers: dict = {}
     ours, theirs = _Numbering(numbers), _Numbering(numbers)
-    (body, _), (other, _) = body_of(program), body_of(lacking)
-    args = [[ours.number("argument", i) for i in range(len(x.invars))] for x in (body, other)]
-    outs = [ours.run(program, args[0]), theirs.run(lacking, args[1])]
-    if outs[0] != outs[1]:
+    args = [[ours.number("argument", i) for i in range(len(body_of(x)[0].invars))] for x in (program, lacking)]
+    if ours.run(program, args[0]) != theirs.run(lacking, args[1]):
         first = next((at for number, at in ours.where.items() if number not in theirs.where), None)
-        what = f"{first.name} computes" if first else "the program computes"
-        place = first.place() if first else "?"
-        yield f"{place}: {what} something else on a mesh without the axes that one device lacks\n  remedy: {REMEDY}"
+        problem = f"another value on a mesh that lacks {', '.join(axes)}, as that of one device does"
+        yield f"{f'{first.place()}: {first.name}' if first else '?'}: {problem}\n  remedy: {REMEDY}"

@@ -39,7 +39,7 @@ def whole(of_device: Callable, q: Any, k: Any, v: Any, places: Places, *rest: An
 def own(weights: Any) -> Any:
     """Sinks or learned weights as each device of c uses them by itself: a partial sum over c is their gradient."""
     arrays = jax.tree.map(lambda x: unwrap(x) if is_opaque(x) else x, weights, is_leaf=is_opaque)
-    return varying(arrays, "c")
+    return varying(arrays, {"c"} & {*mesh_axes()})
 
 
 def gather(

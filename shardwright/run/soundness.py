@@ -178,6 +178,7 @@ def _check_rules(programs: Callable, c: Config, model: Any, mesh: Any) -> tuple[
     for a, b in zip(here, there, strict=False):
         for part, other in zip(a.rule.parts(), b.rule.parts(), strict=False):
             if (number := numbers_in(part)) is not None and number != numbers_in(other):
+                other = other if numbers_in(other) else "none such"
                 problem = f"{getattr(part, 'made', a.rule.made)}: the rule has {part} here and {other} on one device"
                 found[problem] = Finding(f"{problem}\n  remedy: {OF_WHOLE}", is_wrong=True)
     return [*found.values()], is_einsum
