@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 
 from shardlib.equations import CALLS, axes_of, body_of, scan_counts
 from shardlib.marks import is_region, mark_of
+from shardlib.proof.elementwise import ELEMENTWISE
 from shardlib.proof.equation import Equation, comparable
 from shardlib.proof.primitives import COLLECTIVES, IDENTITIES
 
@@ -89,7 +90,14 @@ class _Numbering:
             return [self._dot(eqn, ins, at)]
         text = lambda parameter: re.sub(r" at 0x\w+", "", repr(comparable(parameter)))
         given = sorted((k, text(v)) for k, v in params.items() if k not in OF_MESHES)
-        shapes = [(getattr(aval, "shape", ()), str(aval.dtype)) for aval in avals]
+        orders = [self._moved[x][1] for x in ins if x in self._moved]
+        if name in ELEMENTWISE and len({*orders}) == 1 and len(orders) == len([x for x in ins if isinstance(x, int)]):
+            order, shape = orders[0], avals[0].shape  # dims are moved after what is done to each entry
+            whole = tuple(shape[order.index(i)] for i in range(len(order)))
+            alike = lambda x: x[:1] + (whole,) + x[2:] if x[1] == shape else x
+            ins = [self._moved[x][0] if isinstance(x, int) else alike(x) for x in ins]
+            return [self._transposed(self._made(at, name, *given, whole, str(avals[0].dtype), *ins, 0), order)]
+        shapes = [part for aval in avals for part in (getattr(aval, "shape", ()), str(aval.dtype))]
         return [self._made(at, name, *given, *shapes, *ins, i) for i in range(len(avals))]
 
     def _made(self, at: Any, *parts: Any) -> Any:
