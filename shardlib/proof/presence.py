@@ -5,6 +5,7 @@ value gets a number, which is the same for values that are computed in the same 
 is not looked into.
 """
 
+import math
 import operator
 import re
 from collections.abc import Iterable, Iterator
@@ -35,6 +36,7 @@ class _Numbering:
     def __init__(self, numbers: dict):
         self._numbers, self.where = numbers, {}
         self._moved: dict[Any, tuple] = {}  # of which value another is a transpose, and its dims
+        self._shaped: dict[Any, tuple] = {}  # of which value another is a reshape, and the shape of that
 
     def number(self, *parts: Any) -> Any:
         """The number of what is computed so."""
@@ -72,7 +74,7 @@ class _Numbering:
         is_collective = name in COLLECTIVES and not any(isinstance(axis, int) for axis in axes_of(eqn))
         is_identity = is_collective or name in IDENTITIES or name.removesuffix("_p").endswith("_cast")
         if is_identity and len(ins) == len(avals):
-            return [self._shaped(x, var, aval) for x, var, aval in zip(ins, eqn.invars, avals, strict=True)]
+            return [self._reshaped(x, var.aval, aval) for x, var, aval in zip(ins, eqn.invars, avals, strict=True)]
         if name == "axis_index":
             return [("all", (), avals[0].dtype, 0)]
         if name == "transpose":
@@ -88,6 +90,9 @@ class _Numbering:
             return [found]
         if name == "dot_general":
             return [self._dot(eqn, ins, at)]
+        is_new_shape = name == "broadcast_in_dim" and math.prod(avals[0].shape) == math.prod(eqn.invars[0].aval.shape)
+        if is_new_shape or name == "squeeze" or (name == "reshape" and params["dimensions"] is None):
+            return [self._reshaped(ins[0], eqn.invars[0].aval, avals[0])]
         text = lambda parameter: re.sub(r" at 0x\w+", "", repr(comparable(parameter)))
         given = sorted((k, text(v)) for k, v in params.items() if k not in OF_MESHES)
         orders = [self._moved[x][1] for x in ins if x in self._moved]
@@ -137,8 +142,14 @@ class _Numbering:
         found = self._made(at, "dot_general", *more, summed, tuple(kept), roots[first][0], roots[second][0])
         return self._transposed(found, tuple(kept.index(dim) for dim in there))
 
-    def _shaped(self, x: Any, var: Any, aval: Any) -> Any:
-        return x if var.aval.shape == aval.shape else self.number("reshape", aval.shape, x)
+    def _reshaped(self, x: Any, before: Any, after: Any) -> Any:
+        """The number of the entries of `x` in another shape, however often it was changed."""
+        root, shape = self._shaped.get(x, (x, getattr(before, "shape", ())))
+        if shape == getattr(after, "shape", ()):
+            return root
+        found = self.number("reshape", after.shape, root)
+        self._shaped[found] = root, shape
+        return found
 
     def _scan(self, eqn: Any, ins: list, depth: int, at: Any) -> list:
         (consts, carried), p = scan_counts(eqn), eqn.params

@@ -22,11 +22,13 @@ from shardlib.proof.check import findings
 from shardlib.proof.domain import UNIFORM, Value, devices
 from shardwright.microscope.points import callers
 from shardwright.microscope.rerun import Path, Rerun, executed
+from shardwright.modeling.model import load_model
 from shardwright.run.config import Config
+from shardwright.run.soundness import find_unsound
 from shardwright.run.teacher import read_reference
 from tools.verify.inputs import Inputs, make_inputs
-from tools.verify.meshes import ONE_DEVICE, Mesh, mesh_of
-from tools.verify.step import Found, Traced, fresh_state, tensors_of_step, traced_step
+from tools.verify.meshes import ONE_DEVICE, Mesh, abstract_mesh_of, mesh_of
+from tools.verify.step import Found, Traced, as_at_start, fresh_state, tensors_of_step, traced_step, train
 
 TOLERANCE = 1e-10
 """Largest difference that is rounding, over the largest entry of a value. Another order of sums makes one of about
@@ -67,7 +69,7 @@ def compare_meshes(c: Config, meshes: list[Mesh], log: Callable[[str], None]) ->
         A line on the largest difference, and lines on the meshes that differ; at last where one of them first computes
         another value, and what the proof finds in its step. None if all agree.
     """
-    with mesh_of(ONE_DEVICE):
+    with as_at_start(c), mesh_of(ONE_DEVICE):
         inputs = make_inputs(c, fresh_state(c))
         inputs.reference = jax.tree.map(np.asarray, read_reference(c))
     oracle, largest, lines, wrong = tensors_of_step(c, inputs, ONE_DEVICE), (-1.0, ""), [], []
@@ -204,11 +206,19 @@ def causes(c: Config, inputs: Inputs, sizes: Mesh) -> list[str]:
     Before it, what the proof finds in the step.
     """
     alone = {axis: n if axis == PIPELINE_AXIS else 1 for axis, n in sizes.items()}
+    with abstract_mesh_of(sizes):
+        proved = find_unsound(train().programs, c, load_model(c.model), jax.sharding.get_abstract_mesh())
+    found, first = list(map(str, proved)), None
     try:
-        here, there = (traced_step(c, inputs, each, sizes) for each in (sizes, alone))
-        found, first = first_difference(here, there)
+        traced = []
+        for each in (sizes, alone):
+            with as_at_start(c):
+                traced.append(traced_step(c, inputs, each, sizes))
+        here, there = traced
+        more, first = first_difference(here, there)
+        found = found or more
     except Different as different:
-        return [f"on {mesh_text(sizes)}, {different.place}: {different}"]
+        found = found or [f"{different.place}: {different}"]
     if first is not None:
         turns, (file, _, line) = "".join(f", turn {i}" for i in first.turns), first.place.rpartition(":")
         found.append(

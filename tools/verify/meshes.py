@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax
 from jax.sharding import AbstractMesh, AxisType
@@ -21,10 +21,15 @@ Mesh = Mapping[str, int]
 
 
 @contextlib.contextmanager
-def mesh_of(sizes: Mesh) -> Iterator[jax.sharding.Mesh]:
-    """Enters a mesh of these sizes on the first devices."""
+def mesh_of(sizes: Mesh, axes: Iterable[str] = ()) -> Iterator[jax.sharding.Mesh]:
+    """Enters a mesh of these sizes on the first devices. It has these axes too, where they are of one device."""
     devices = jax.devices()[: math.prod(sizes.values())]
-    with jax.set_mesh(mesh := make_mesh(devices, **sizes)):
+    mesh = make_mesh(devices, **sizes)
+    if names := {*axes} - {*mesh.shape}:
+        shape = {axis: sizes.get(axis, 1) for axis in AXES if axis in names or axis in mesh.shape}
+        kinds = (AxisType.Explicit,) * len(shape)
+        mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=kinds, devices=devices)
+    with jax.set_mesh(mesh):
         yield mesh
 
 

@@ -1,15 +1,18 @@
 """A training step traced on a mesh, and computed from the trace in f64."""
 
+import contextlib
 import dataclasses
 import functools
+import importlib
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-import train
+from shardlib.axes import axes_of_mesh
 from shardlib.shardtypes import make_shardings
 from shardlib.values import planned_for
 from shardwright.microscope.points import gradient_paths
@@ -17,7 +20,9 @@ from shardwright.microscope.rerun import Rerun
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.modeling.weights import are_stacks
 from shardwright.run.config import Config
+from shardwright.run.fresh import imported_again
 from shardwright.run.stages import placement_of
+from shardwright.run.teacher import weights_of
 from shardwright_data.loader import batch_shapes
 from tools.verify.inputs import Inputs, with_planted
 from tools.verify.meshes import Mesh, abstract_mesh_of, mesh_of
@@ -45,9 +50,23 @@ def on_host(x: jax.Array) -> np.ndarray:
     return whole([(shard.index, np.asarray(shard.data)) for shard in x.addressable_shards], x.shape)
 
 
+def train() -> Any:
+    """The module train, which may be a new one: shardwright.run.fresh."""
+    return importlib.import_module("train")
+
+
+def as_at_start(c: Config) -> contextlib.AbstractContextManager:
+    """Context in which train.py and the model keep nothing of what was traced on another mesh."""
+    return imported_again(train().programs, type(load_model(c.model)))
+
+
+def _init(c: Config) -> Callable:
+    return functools.partial(train().init_state, c=c, model=load_model(c.model))
+
+
 def fresh_state(c: Config) -> Any:
     """The state that a run starts from, initialized on the current mesh, by `on_host`, in the order of the layers."""
-    init = functools.partial(train.init_state, c=c, model=load_model(c.model))
+    init = _init(c)
     return in_order(c, jax.tree.map(on_host, jax.jit(init)(jax.random.key(c.training.seed))))
 
 
@@ -55,7 +74,7 @@ def type_check(c: Config, sizes: Mesh) -> None:
     """Traces the steps on a mesh of these sizes, without devices. Raises ValueError if they are refused."""
     t, model = c.training, load_model(c.model)
     with abstract_mesh_of(sizes):
-        train.programs(c, model, batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model))))
+        train().programs(c, model, batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model))))
 
 
 # ---- the order of layers ------------------------------------------------------------------------------------------
@@ -109,10 +128,10 @@ class Traced(NamedTuple):
 
 
 def traced_step(c: Config, inputs: Inputs, sizes: Mesh, planned: Mesh | None = None) -> Traced:
-    """The training step on a mesh of these sizes, with choices of speed as on a mesh of the sizes `planned`."""
-    with mesh_of(sizes) as mesh, planned_for(planned or sizes):
+    """The training step on a mesh of these sizes, with axes and choices of speed as on a mesh of the sizes `planned`."""
+    with mesh_of(sizes, axes_of_mesh(planned or sizes)) as mesh, planned_for(planned or sizes):
         arguments = _placed_inputs(c, inputs)
-        traced = train.make_training_step(c, load_model(c.model)).trace(*arguments)
+        traced = train().make_training_step(c, load_model(c.model)).trace(*arguments)
     leaves, tree = jax.tree.leaves(arguments), jax.tree.structure(traced.out_info)
     return Traced(mesh, traced.jaxpr, leaves, tree)
 
@@ -120,14 +139,22 @@ def traced_step(c: Config, inputs: Inputs, sizes: Mesh, planned: Mesh | None = N
 def _placed_inputs(c: Config, inputs: Inputs) -> tuple[Any, ...]:
     """The arguments of the step on the current mesh."""
     placed = lambda tree, kind: jax.device_put(tree, make_shardings(kind, like=tree))
-    state = placed(in_order(c, inputs.state, back=True), train.State[type(inputs.state.weights)])
-    reference = inputs.reference and placed(inputs.reference, type(inputs.reference))
-    return state, placed(inputs.batch, train.Batch), jnp.int32(inputs.step), reference
+    # Of the classes of modules that may be new ones.
+    like = lambda shapes, tree: jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(tree))
+    state = like(jax.eval_shape(_init(c), jax.random.key(0)), inputs.state)
+    state = placed(in_order(c, state, back=True), train().State[type(state.weights)])
+    reference = inputs.reference and like(weights_of(c), inputs.reference)
+    reference = reference and placed(reference, type(reference))
+    return state, placed(inputs.batch, train().Batch), jnp.int32(inputs.step), reference
 
 
 def tensors_of_step(c: Config, inputs: Inputs, sizes: Mesh) -> Found:
     """All that is compared of a step on a mesh of these sizes, in f64. It is traced and compiled once."""
-    traced = traced_step(c, inputs, sizes)
+    with as_at_start(c):
+        return _tensors_of(c, inputs, traced_step(c, inputs, sizes))
+
+
+def _tensors_of(c: Config, inputs: Inputs, traced: Traced) -> Found:
     paths = gradient_paths(traced.program, inputs.state.weights)
     replay = Rerun(traced.program, {path: [0] for path in paths}, is_double=True)
     compiled = jax.jit(replay)
@@ -146,7 +173,10 @@ def tensors_of_step(c: Config, inputs: Inputs, sizes: Mesh) -> Found:
     with jax.set_mesh(traced.mesh):
         gradients, state, metrics = run(inputs)
         gradients, new = in_order(c, gradients), in_order(c, jax.tree.map(on_host, state))
-        found = by_layer("initial", fresh_state(c).weights) | {"metric loss": on_host(metrics.loss)}
+        found, start = {}, fresh_state(c)
+        for name in (field.name for field in dataclasses.fields(start)):
+            found |= by_layer("initial" if name == "weights" else f"initial {name}", getattr(start, name))
+        found["metric loss"] = on_host(metrics.loss)
         # The backward pass computes the gradients of the last weights first.
         found |= dict(reversed(by_layer("gradient", gradients).items()))
         of_layers = metrics.layers.by_name() if metrics.layers else {}
