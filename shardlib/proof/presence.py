@@ -47,7 +47,9 @@ class _Numbering:
         body, consts = body_of(jaxpr)
         known = dict(zip(body.invars, args, strict=True))
         known |= zip(body.constvars, map(self._constant, consts or body.constvars), strict=True)
-        read = lambda var: self._constant(np.asarray(var.val, var.aval.dtype)) if isinstance(var, Literal) else known[var]
+        read = lambda var: (
+            self._constant(np.asarray(var.val, var.aval.dtype)) if isinstance(var, Literal) else known[var]
+        )
         for eqn in body.eqns:
             at = Equation(eqn, caller=caller)
             known |= zip(eqn.outvars, self._results(eqn, list(map(read, eqn.invars)), depth, at), strict=True)

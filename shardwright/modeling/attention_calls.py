@@ -48,12 +48,13 @@ class Call(NamedTuple):
     dropout: bool
 
 
-def calls_of(forward: Any, length: int) -> list[Call]:
+def calls_of(forward: Any, length: int, sequences: int | None = None) -> list[Call]:
     """The calls of `attend` in the layers of one period, on the current mesh.
 
     Args:
         forward: train.Forward of the model.
         length: positions of a sequence.
+        sequences: those of a microbatch, on all devices; None: one on each.
     """
     model, calls = forward.model, []
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -69,7 +70,12 @@ def calls_of(forward: Any, length: int) -> list[Call]:
         return jnp.zeros(())
 
     def layers(w: Any) -> None:
+<<<<<<< HEAD
         tokens = blank_tokens(model, length // shardops.axis_size("c"), forward.in_training)
+=======
+        rows = max(1, (sequences or 0) // shardops.axis_size("r d e"))
+        tokens = blank_tokens(model, length // shardops.axis_size("c"), rows)
+>>>>>>> 56362d77 (proof: tests of rules on every path, of state and of absent axes)
         x = varying(model.embed(w, tokens), stage_axes())
         for place in range(period_of(model)):
             w_layer = jax.tree.map(lambda stack, place=place: stack[place], w.layers)

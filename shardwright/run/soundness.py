@@ -130,7 +130,9 @@ def _unsound(programs: Callable, c: Config, model: Any, mesh: Any, absent: tuple
         is_here = dict(sizes) in (dict(mesh.shape), dict(alone.shape))
         c = dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, **{a: sizes.get(a, 1) for a in AXES}))
         with _parts(programs, c, model, is_here) as (steps, c, own):
-            batch = batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches, len(inputs_of(own)))
+            batch = batch_shapes(
+                c.training.batch_size, c.training.seq_len, c.training.microbatches, len(inputs_of(own))
+            )
             return {name: traced.jaxpr for name, traced in steps(c, own, batch, **which).items()}
 
     alone = _without_stages(mesh)
@@ -159,15 +161,15 @@ def _parts(programs: Callable, c: Config, model: Any, is_here: bool) -> Iterator
 
 def _check_rules(programs: Callable, c: Config, model: Any, mesh: Any) -> tuple[list[Finding], bool]:
     """Numbers of a model's Rules that are others on one device, and whether einsum computes all attention."""
-    one = AbstractMesh((1,) * len(ALWAYS), ALWAYS, axis_types=mesh.axis_types[:1] * len(ALWAYS))
+    t, one = c.training, AbstractMesh((1,) * len(ALWAYS), ALWAYS, axis_types=mesh.axis_types[:1] * len(ALWAYS))
 
     def calls(mesh: Any, is_here: bool) -> tuple[list[Call], bool]:
         none = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
         with none, jax.sharding.use_abstract_mesh(mesh), _parts(programs, c, model, is_here) as (steps, own_c, own):
             forward = sys.modules[steps.__module__].Forward(own, own_c.training)
-            found, ways = calls_of(forward, c.training.seq_len), ("gather", "whole")
-            is_plain = context.way_of(c.training) in ways and all(path_of(forward, x) == "einsum" for x in found)
-            return found, is_plain
+            found = calls_of(forward, t.seq_len, t.batch_size // t.microbatches)
+            is_einsum = all(path_of(forward, call) == "einsum" for call in found)
+            return found, is_einsum and context.way_of(t) in ("gather", "whole")
 
     here, is_einsum = calls(mesh, True)
     try:
@@ -176,10 +178,12 @@ def _check_rules(programs: Callable, c: Config, model: Any, mesh: Any) -> tuple[
         return [], is_einsum
     found = {}
     for a, b in zip(here, there, strict=False):
-        for part, other in zip(a.rule.parts(), b.rule.parts(), strict=False):
-            if (number := numbers_in(part)) is not None and number != numbers_in(other):
-                other = other if numbers_in(other) else "none such"
-                problem = f"{getattr(part, 'made', a.rule.made)}: the rule has {part} here and {other} on one device"
+        for parts in itertools.zip_longest(a.rule.parts(), b.rule.parts()):
+            numbers = list(map(numbers_in, parts))
+            if numbers[0] != numbers[1]:
+                where = next((part.made for part in parts if hasattr(part, "made")), a.rule.made)
+                shown = [part if number else "none" for part, number in zip(parts, numbers, strict=True)]
+                problem = f"{where}: the rule has {shown[0]} on this mesh and {shown[1]} on one device"
                 found[problem] = Finding(f"{problem}\n  remedy: {OF_WHOLE}", is_wrong=True)
     return [*found.values()], is_einsum
 

@@ -1,0 +1,213 @@
+"""Rules of attention are proved on every path; and what the two traces of a proof share does not blind it.
+
+Each edit of train.py is wrong: `old` becomes `new`, and a line of `new` must be named.
+"""
+
+import importlib
+import re
+import sys
+from typing import NamedTuple
+
+import jax
+import pytest
+import tiny
+from recipes import SOURCE
+
+from shardwright.modeling.model import load_model
+from shardwright.run.soundness import find_unsound
+
+RULE = "    rule = rules.Rule(visible=(rules.causal, rules.same_document))"
+ATTEND = "attend(q, k, v, self.rule)"
+EMBEDDED = '        return shardops.psum("B/r/d/e L/c/t M +p -> B/r/d/e L/c/t M", x)'
+LOSS = '        return shardops.psum("+r +c +d +e ->", loss) / self.targets'
+MODEL = "Model = Llama\n"
+AXES = "jax.sharding.get_abstract_mesh().shape"
+
+
+def with_rule(changes: str) -> str:
+    return f"attend(q, k, v, dataclasses.replace(self.rule, {changes}))"
+
+
+PATHS = {  # name: the mesh, and settings of training
+    "einsum": ("d=2 t=2", {}),
+    "blockwise": ("d=2 t=2", {"attention": "blockwise"}),
+    "gather": ("d=2 c=2 t=2", {}),
+    "ring": ("d=2 c=2 t=2", {"context": "ring"}),
+    "ulysses": ("d=2 c=2 t=2", {"context": "ulysses"}),
+    "ulysses, blockwise": ("d=2 c=2 t=2", {"context": "ulysses", "attention": "blockwise"}),
+}
+score = lambda text: (RULE, f"    rule = rules.Rule(score=lambda scores, q, k, heads: {text})")
+WRONG_RULES = {
+    "ALiBi by the heads of a device": score("scores - 2.0 ** (-8.0 * (heads + 1) / heads.size) * (q.index - k.index)"),
+    "the number of a row": score("scores * (1 + jnp.arange(scores.shape[0])[:, None, None, None, None])"),
+    "the index of a device": score("scores * (1 + lax.axis_index('t'))"),
+    "a window of a device's positions": (
+        ATTEND,
+        with_rule("visible=(rules.causal, rules.Window(q[:, :, 0].size // 64))"),
+    ),
+    "a scale of a device's heads": (ATTEND, with_rule("scale=q.shape[2] ** -0.5")),
+    "a soft-cap of a device's heads": (ATTEND, with_rule("score=rules.SoftCap(float(q.shape[2]))")),
+    "a factor of a device's heads": (ATTEND, with_rule("score=lambda scores, *_, n=q.shape[2]: scores * n")),
+    "a condition of a device's heads": (
+        ATTEND,
+        with_rule("visible=(rules.causal, lambda q, k, n=q.shape[2]: q.index - k.index < n)"),
+    ),
+    "sinks of a device's heads": (
+        ATTEND,
+        "attend(q, k, v, self.rule, sinks=jnp.float32(q).mean((1, 4)) * 0 + q.shape[2])",
+    ),
+    "learned by the place of a head": (
+        ATTEND,
+        "attend(q, k, v, dataclasses.replace(self.rule, score=lambda s, q, k, h, b: s + b[..., None, None]), "
+        "jnp.float32(q).max((1, 4)) * 0 + jnp.arange(q.shape[2])[:, None])",
+    ),
+}
+RIGHT_RULES = {
+    "ALiBi": score("scores - 2.0 ** (-8.0 * (heads + 1) / 16) * (q.index - k.index)"),
+    "a window": (RULE, "    rule = rules.Rule(visible=(rules.causal, rules.same_document, rules.Window(4)))"),
+    "a soft-cap, made in the layer": (ATTEND, with_rule("score=rules.SoftCap(5.0), scale=0.3")),
+}
+SHORT = {
+    ("ALiBi by the heads of a device", "blockwise"),
+    ("a window of a device's positions", "ring"),
+    ("a scale of a device's heads", "ulysses, blockwise"),
+    ("a factor of a device's heads", "ulysses"),
+    ("the number of a row", "blockwise"),
+    ("ALiBi", "blockwise"),
+}
+HELPER = "\n@functools.cache\ndef devices():\n    return shardops.axis_size('t')\n"
+SEEN = ("\nSEEN = {}\n", "SEEN.setdefault('t', shardops.axis_size('t'))")
+CLASS = "self.c, self.table = c, weight_table(c)"
+WRONG_STATE = {  # what is kept of a trace: edits
+    "a cache": ((MODEL, MODEL + HELPER), (LOSS, f"{LOSS} / devices()")),
+    "a dict": ((MODEL, MODEL + SEEN[0]), (LOSS, f"{LOSS} / {SEEN[1]}")),
+    "a dict from before the proof": (
+        (MODEL, MODEL + SEEN[0]),
+        (CLASS, f"{CLASS}\n        {SEEN[1]}"),
+        (LOSS, f"{LOSS} / SEEN['t']"),
+    ),
+    "an attribute of a class": (
+        (CLASS, f"{CLASS}\n        type(self).devices = getattr(type(self), 'devices', shardops.axis_size('t'))"),
+        (EMBEDDED, f"{EMBEDDED} * self.devices"),
+    ),
+}
+WRONG_PRESENCE = {  # what depends on whether there is an axis: the mesh, and edits
+    "the loss, e": ("d=2 e=2 t=2", (LOSS, f"{LOSS} * (2.0 if 'e' in {AXES} else 1.0)")),
+    "the embedding, c": ("d=2 c=2 t=2", (EMBEDDED, f"{EMBEDDED} * (2.0 if 'c' in {AXES} else 1.0)")),
+    "the number of axes": ("d=2 e=2 t=2", (EMBEDDED, f"{EMBEDDED} * len({AXES})")),
+    "a window, c": (
+        "d=2 c=2 t=2",
+        (ATTEND, with_rule(f"visible=(rules.causal, *[rules.Window(3)] * ('c' in {AXES}))")),
+    ),
+    "a scale, e": ("d=2 e=2 t=2", (ATTEND, with_rule(f"scale=0.1 if 'e' in {AXES} else 0.2"))),
+    "a score, c": ("d=2 c=2 t=2", (ATTEND, with_rule(f"score=lambda s, *_: s * (2 if 'c' in {AXES} else 1)"))),
+    "the optimizer, e": ("d=2 e=2 t=2", ("+ c.adam_epsilon)", f"+ c.adam_epsilon * (3 if 'e' in {AXES} else 1))")),
+    "the embedding, stages": ("p=2 d=2 t=2", (EMBEDDED, f"{EMBEDDED} * (4.0 if stages.has_stages() else 1.0)")),
+    "the loss, stages": ("p=2 d=2 t=2", (LOSS, f"{LOSS} * (4.0 if stages.has_stages() else 1.0)")),
+}
+
+
+class Edited(NamedTuple):
+    name: str
+    lines: set[int]
+
+
+@pytest.fixture
+def edited(tmp_path, monkeypatch):
+    """Makes a module of train.py after edits, a file like that of any user."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    made = []
+
+    def make(*edits: tuple[str, str]) -> Edited:
+        source = SOURCE
+        for old, new in edits:
+            assert source.count(old) == 1, old
+            source = source.replace(old, new)
+        (tmp_path / "an_edited_train.py").write_text(source)
+        importlib.invalidate_caches()
+        made.append("an_edited_train")
+        known = SOURCE.splitlines()
+        return Edited(made[-1], {i for i, line in enumerate(source.splitlines(), 1) if line not in known})
+
+    yield make
+    for name in made:
+        sys.modules.pop(name, None)
+
+
+def found(name: str, mesh: str, **training) -> list[str]:
+    training |= {"microbatches": 2} if "p=" in mesh else {}
+    with jax.set_mesh(tiny.mesh(mesh)):
+        c = tiny.config(tiny.model(module=name, layers=2), **training)
+        module = importlib.import_module(name)
+        return list(map(str, find_unsound(module.programs, c, load_model(c.model), tiny.mesh(mesh))))
+
+
+def assert_named(texts: list[str], edit: Edited) -> None:
+    """The first finding is at a line that was edited."""
+    assert texts
+    place = re.match(rf"\S*{edit.name}\.py:(\d+): ", texts[0])
+    assert place, texts
+    assert int(place[1]) in edit.lines, texts
+
+
+def cases(rules: dict) -> list:
+    pairs = [(name, path) for name in rules for path in PATHS]
+    return [pytest.param(*pair, marks=[] if pair in SHORT else pytest.mark.long) for pair in pairs]
+
+
+@pytest.mark.parametrize(("name", "path"), cases(WRONG_RULES))
+def test_a_wrong_rule_is_refused_at_its_line_on_every_path(edited, name, path):
+    edit, (mesh, training) = edited(WRONG_RULES[name]), PATHS[path]
+    assert_named(found(edit.name, mesh, **training), edit)
+
+
+@pytest.mark.parametrize(("name", "path"), cases(RIGHT_RULES))
+def test_a_right_rule_is_proved_on_every_path(edited, name, path):
+    mesh, training = PATHS[path]
+    assert found(edited(RIGHT_RULES[name]).name, mesh, **training) == []
+
+
+def test_the_numbers_of_a_rule_are_shown(edited):
+    edit = edited(WRONG_RULES["a window of a device's positions"])
+    (text,) = found(edit.name, "d=2 t=2")
+    assert "the rule has Window(size=8) on this mesh and Window(size=16) on one device" in text
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(x, marks=pytest.mark.long if "a class" in x else []) for x in WRONG_STATE]
+)
+def test_what_a_trace_leaves_in_a_module_does_not_hide_the_mesh(edited, name):
+    edit = edited(*WRONG_STATE[name])
+    assert_named(found(edit.name, "d=2 t=2"), edit)
+    assert sys.modules[edit.name].Model, "the module of the run is in its place again"
+
+
+SLOW = [name for name in WRONG_PRESENCE if name not in ("the loss, e", "a window, c", "a score, c")]
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.long if x in SLOW else []) for x in WRONG_PRESENCE])
+def test_nothing_depends_on_whether_the_mesh_has_an_axis(edited, name):
+    mesh, change = WRONG_PRESENCE[name]
+    edit = edited(change)
+    assert_named(found(edit.name, mesh), edit)
+
+
+def loss_of(name: str, mesh: str, **training) -> float:
+    c = tiny.config(tiny.model(module=name, layers=2), **training)
+    module = importlib.import_module(name)
+    with jax.set_mesh(tiny.mesh(mesh)):
+        step = module.make_evaluation_step(c, load_model(c.model))
+        total, count = step(tiny.state(c).weights, tiny.place_batch(c))
+    return float(total / count)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["a rule", "an axis"])
+def test_such_edits_change_the_loss(edited, kind):
+    rule = WRONG_RULES["ALiBi by the heads of a device"], "d=2 t=2", {"attention": "blockwise"}
+    axis = WRONG_PRESENCE["the loss, e"][1], "d=2 e=2 t=2", {}
+    change, mesh, training = rule if kind == "a rule" else axis
+    name = edited(change).name
+    assert abs(loss_of(name, mesh, **training) - loss_of(name, "one device", **training)) > 1e-4
+    assert loss_of("train", mesh, **training) == pytest.approx(loss_of("train", "one device", **training), abs=1e-5)
