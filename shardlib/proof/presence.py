@@ -22,8 +22,8 @@ from shardlib.proof.equation import Equation, comparable
 from shardlib.proof.primitives import COLLECTIVES, IDENTITIES
 
 REMEDY = (
-    "let no value depend on whether the mesh has an axis: types, and shardops.axis_size and axis_index, are read as with "
-    "one device along an axis that it lacks"
+    "let no value depend on whether the mesh has an axis: types, shardops.axis_size and shardops.axis_index are read as "
+    "with one device along an axis that it lacks"
 )
 FOLDED = {"add": operator.add, "add_any": operator.add, "sub": operator.sub, "mul": operator.mul, "lt": operator.lt}
 OF_MESHES = frozenset("sharding out_sharding dst_sharding mesh concrete_mesh ctx_mesh vma result_avals".split())  # noqa: SIM905
@@ -101,7 +101,7 @@ class _Numbering:
         if name in ELEMENTWISE and len({*orders}) == 1 and len(orders) == len([x for x in ins if isinstance(x, int)]):
             order, shape = orders[0], avals[0].shape  # dims are moved after what is done to each entry
             whole = tuple(shape[order.index(i)] for i in range(len(order)))
-            alike = lambda x: x[:1] + (whole,) + x[2:] if x[1] == shape else x
+            alike = lambda x: (x[0], whole, *x[2:]) if x[1] == shape else x
             ins = [self._moved[x][0] if isinstance(x, int) else alike(x) for x in ins]
             return [self._transposed(self._made(at, name, *given, whole, str(avals[0].dtype), *ins, 0), order)]
         shapes = [part for aval in avals for part in (getattr(aval, "shape", ()), str(aval.dtype))]

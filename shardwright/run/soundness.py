@@ -151,7 +151,7 @@ def _without_stages(mesh: Any) -> AbstractMesh:
 
 @contextlib.contextmanager
 def _parts(programs: Callable, c: Config, model: Any, is_here: bool) -> Iterator[tuple[Callable, Config, Any]]:
-    """train.programs, a configuration and a model for another trace: of new modules, unless it `is_here`, on the mesh."""
+    """train.programs, a configuration and a model, for one more trace: of new modules, except where it `is_here`."""
     kinds = programs, type(model), type(c.model)
     with contextlib.nullcontext(kinds) if is_here else imported_again(*kinds) as (programs, Model, Settings):
         settings = Settings(**{f.name: getattr(c.model, f.name) for f in dataclasses.fields(c.model) if f.init})

@@ -128,7 +128,7 @@ class Traced(NamedTuple):
 
 
 def traced_step(c: Config, inputs: Inputs, sizes: Mesh, planned: Mesh | None = None) -> Traced:
-    """The training step on a mesh of these sizes, with axes and choices of speed as on a mesh of the sizes `planned`."""
+    """The training step on a mesh of these sizes, with axes and choices of speed of a mesh of the sizes `planned`."""
     with mesh_of(sizes, axes_of_mesh(planned or sizes)) as mesh, planned_for(planned or sizes):
         arguments = _placed_inputs(c, inputs)
         traced = train().make_training_step(c, load_model(c.model)).trace(*arguments)
