@@ -22,7 +22,7 @@ from shardlib.proof.equation import Equation, comparable
 from shardlib.proof.primitives import COLLECTIVES, IDENTITIES
 
 REMEDY = (
-    "let no value depend on whether the mesh has an axis: types, shardops.axis_size and shardops.axis_index are read as "
+    "let no value depend on whether the mesh has an axis: types, shardops.axis_size and axis_index are read as "
     "with one device along an axis that it lacks"
 )
 FOLDED = {"add": operator.add, "add_any": operator.add, "sub": operator.sub, "mul": operator.mul, "lt": operator.lt}

@@ -171,6 +171,27 @@ BUGS = {  # what is copied and edited, the edit, the first tensor that differs, 
         "metric loss",
         ("model.module=own.mine",),
     ),
+    "what the first trace left in the module": (
+        ("train.py", "train.py"),
+        'return shardops.psum("+r +c +d +e ->", loss) / self.targets',
+        'return shardops.psum("+r +c +d +e ->", loss) / self.targets / globals().setdefault("n", shardops.axis_size("t"))',
+        "metric loss",
+        (),
+    ),
+    "the first moments": (
+        ("train.py", "train.py"),
+        "mu = jax.tree.map(lambda u, w: None if u.algorithm == rates.FROZEN else jnp.zeros_like(w), updates, weights)",
+        "mu = jax.tree.map(lambda u, w: jnp.full_like(w, shardops.axis_size('d') - 1), updates, weights)",
+        "initial adam_mu embed",
+        (),
+    ),
+    "a rule of a device's heads": (
+        ("train.py", "train.py"),
+        "rule = rules.Rule(visible=(rules.causal, rules.same_document))",
+        "rule = rules.Rule(score=lambda s, q, k, heads: s - 2.0 ** -(heads / heads.size) * (q.index - k.index))",
+        "metric loss",
+        ("training.attention=blockwise",),
+    ),
     "a microbatch's gradient is dropped": (
         ("shardlib", "shardlib/pipeline.py"),
         '_put(carry["arrivals"], dy, slot), _add(carry["g_outer"], g)',
@@ -214,7 +235,7 @@ def test_the_first_tensor_that_differs_and_the_line_of_the_edit_are_named(tmp_pa
     assert done.returncode == 1, done.stdout + done.stderr
     mesh = "p=2 r=1 d=2 t=2" if source == "shardlib" else "r=2 d=2 t=2"
     assert f"DIFFERS on {mesh}: the first tensor that differs is the {tensor}, by " in done.stdout
-    if source != "shardlib":  # nothing within the schedule of stages is compared
+    if source != "shardlib" and "moments" not in bug:  # nothing within the schedule of stages is compared
         number = before[: before.index(text)].count("\n") + 1
         assert f"on {mesh}, {place}:{number}: " in done.stdout  # the check of the step names the line itself
 

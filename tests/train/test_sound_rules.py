@@ -152,7 +152,8 @@ def assert_named(texts: list[str], edit: Edited) -> None:
 
 
 def cases(rules: dict) -> list:
-    pairs = [(name, path) for name in rules for path in PATHS]
+    refused = lambda name, path: name.startswith("learned") and path.startswith("ulysses")  # before any proof
+    pairs = [(name, path) for name in rules for path in PATHS if not refused(name, path)]
     return [pytest.param(*pair, marks=[] if pair in SHORT else pytest.mark.long) for pair in pairs]
 
 
