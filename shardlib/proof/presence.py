@@ -68,7 +68,7 @@ class _Numbering:
         if is_region(eqn):
             return [self.number("per_device", *ins, i) for i in range(len(avals))]
         if mark := mark_of(eqn):
-            return [self.number(mark.kind, re.sub(r"/\w+", "", mark.label), *ins)]  # of types, without their axes
+            return [self.number(mark.kind, re.sub(r" ?[/+*]\w+", "", mark.label), *ins)]  # of types, without their axes
         if name in CALLS or name == "shard_map":
             return self.run(params[CALLS.get(name, "jaxpr")], ins, depth, at)
         if name == "ppermute" and not params["perm"]:
