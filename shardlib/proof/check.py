@@ -17,11 +17,8 @@ from shardlib.proof.alignment import Different
 from shardlib.proof.domain import UNIFORM, Sizes, Value, describe, devices
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.interpreter import Interpreter, block_of, read_array
-<<<<<<< HEAD
 from shardlib.proof.origins import callers_text, use_of
-=======
 from shardlib.proof.presence import differences
->>>>>>> c3772f5c (proof: prove rules by einsum, against the mesh of one device, from fresh modules)
 from shardlib.values import planned_for
 
 

@@ -70,12 +70,8 @@ def calls_of(forward: Any, length: int, sequences: int | None = None) -> list[Ca
         return jnp.zeros(())
 
     def layers(w: Any) -> None:
-<<<<<<< HEAD
-        tokens = blank_tokens(model, length // shardops.axis_size("c"), forward.in_training)
-=======
         rows = max(1, (sequences or 0) // shardops.axis_size("r d e"))
-        tokens = blank_tokens(model, length // shardops.axis_size("c"), rows)
->>>>>>> 56362d77 (proof: tests of rules on every path, of state and of absent axes)
+        tokens = blank_tokens(model, length // shardops.axis_size("c"), rows, forward.in_training)
         x = varying(model.embed(w, tokens), stage_axes())
         for place in range(period_of(model)):
             w_layer = jax.tree.map(lambda stack, place=place: stack[place], w.layers)

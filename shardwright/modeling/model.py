@@ -172,15 +172,9 @@ def inputs_of(model: LanguageModel) -> tuple[str, ...]:
     return tuple(getattr(model, "inputs", ()))
 
 
-<<<<<<< HEAD
-def blank_tokens(model: LanguageModel, length: int, training: bool = False) -> Tokens:
-    """One sequence of zeros, to trace a part of the model with. Per-device code."""
-    zeros = varying(jnp.zeros((1, length), jnp.int32), stage_axes())
-=======
-def blank_tokens(model: LanguageModel, length: int, rows: int = 1) -> Tokens:
+def blank_tokens(model: LanguageModel, length: int, rows: int = 1, training: bool = False) -> Tokens:
     """Sequences of zeros, to trace a part of the model with. Per-device code."""
     zeros = varying(jnp.zeros((rows, length), jnp.int32), stage_axes())
->>>>>>> 56362d77 (proof: tests of rules on every path, of state and of absent axes)
     ids, count = jnp.uint32(zeros), len(inputs_of(model))
     keys = jax.vmap(jax.random.key)(ids[:, 0]) if getattr(model.c, "dropout", 0) else None
     inputs = jnp.repeat(ids[..., None], count, axis=-1) if count else None
