@@ -254,13 +254,15 @@ class Forward:
     """Forward pass of a model, the same in training, evaluation and sampling.
 
     `training` has the settings that matter here, such as attention, save and unroll. `in_training` is whether this is a
-    training step, of which the gradients are taken. `targets` is that of Tokens, for the losses of layers.
+    training step, of which the gradients are taken. `targets` is that of Tokens, for the losses of layers. `in_order`:
+    stages run without a schedule, to be proved.
     """
 
     model: LanguageModel
     training: TrainingConfig
     in_training: bool = False
     targets: Any = None
+    in_order: bool = False
 
     def __call__(
         self, w: W, microbatches: Callable | tuple, head: Callable, attend: Callable | None = None, caches: Any = None
@@ -410,7 +412,7 @@ def summed_loss(
 
 @dataclasses.dataclass(frozen=True)
 class MicrobatchLoss:
-    """Loss of microbatches side by side, and three parts of that of one for pipeline stages.
+    """Loss of microbatches side by side, and the parts of that of one, which pipeline stages run.
 
     It is the sum of loss(logits, targets, mask, logits of `reference`), divided by `targets`, the number of targets in
     the whole batch. `reference` maps a TokenBatch to the logits of another model. A microbatch is a TokenBatch, and
@@ -425,25 +427,25 @@ class MicrobatchLoss:
     def __call__(self, w: W, *microbatches: Any) -> tuple[Any, Extras]:
         """The sum of the losses, and the means of the layers' Extras."""
         tokens = lambda: tuple(self.forward.tokens(*each) for each in microbatches)
-        losses = lambda w, *xs: [self.head(w, x, *each) for x, each in zip(xs, microbatches, strict=True)]
+        losses = lambda w, *xs: [self.last(w, x, *each) for x, each in zip(xs, microbatches, strict=True)]
         found, _, extras = self.forward(w, tokens, losses)
         return sum(found[1:], found[0]), extras
 
+    def outside(self, w: W) -> W:
+        """The weights for `first` and `last`."""
+        return self.forward.outside(w)
+
     def first(self, w: W, *microbatch: Any) -> Any:
         """The input of the first layer."""
-        return self.forward.model.embed(self.forward.outside(w), self.forward.tokens(*microbatch))
+        return self.forward.model.embed(w, self.forward.tokens(*microbatch))
 
     def layers(self, w: Any, x: Any, numbers: Any, *microbatch: Any) -> tuple[Any, Extras]:
         """`x` after the layers of a stage, of these numbers, and their Extras."""
         (x,), _, extras = self.forward.layers(w, (x,), (self.forward.tokens(*microbatch),), numbers)
         return x, extras
 
-    def last(self, w: W, x: Any, *microbatch: Any) -> Any:
+    def last(self, w: W, x: Any, batch: TokenBatch, seeds: Any) -> Any:
         """The loss, from the output of the last layer."""
-        return self.head(self.forward.outside(w), x, *microbatch)
-
-    def head(self, w: W, x: Any, batch: TokenBatch, seeds: Any) -> Any:
-        """The loss, where the weights outside of the layers are gathered."""
         summed = functools.partial(summed_loss, forward=self.forward, loss=self.loss)
         own = functools.partial(shardops.shard, "B/r/d/e L -> B/r/d/e L/c")
         given = own(batch.targets), own(batch.loss_mask), self.reference and self.reference(batch)
@@ -578,20 +580,21 @@ class Metrics:
     skipped: bool_[""]  # loss or grad_norm is not finite, so that the state stayed as it was
 
 
-def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
+def init_state(key: jax.Array, c: Config, model: LanguageModel, in_order: bool = False) -> State:
     """Fresh weights, and zeros for the optimizer. Runs under jit. The values do not depend on the mesh."""
-    weights, updates = stages.fresh_weights(c, model, key), rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
+    weights = stages.fresh_weights(c, model, key, in_order)
+    updates = rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
     mu = jax.tree.map(lambda u, w: None if u.algorithm == rates.FROZEN else jnp.zeros_like(w), updates, weights)
     nu = jax.tree.map(lambda u, w: jnp.zeros_like(w) if u.algorithm == "adamw" else None, updates, weights)
     return State(weights, mu, nu)
 
 
-def make_training_step(c: Config, model: LanguageModel):
+def make_training_step(c: Config, model: LanguageModel, in_order: bool = False):
     """The jitted training step: (state, batch, step, weights of training.reference or None) -> (state, metrics).
 
-    It reuses the old state's memory.
+    It reuses the old state's memory. `in_order`: as of Forward.
     """
-    forward, other = Forward(model, c.training, in_training=True), Forward(teacher.model_of(c) or model, c.training)
+    forward, other = Forward(model, c.training, True, in_order), Forward(teacher.model_of(c) or model, c.training)
     Weights, Other = model.Weights, Separate[other.model.Weights]
     updates = rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
 
@@ -616,9 +619,11 @@ def make_training_step(c: Config, model: LanguageModel):
     return training_step
 
 
-def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any] | None = None):
+def make_evaluation_step(
+    c: Config, model: LanguageModel, options: dict[str, Any] | None = None, in_order: bool = False
+):
     """The jitted evaluation step: (weights, batch) -> (sum of losses in nats, number of targets)."""
-    forward, Weights = Forward(model, c.training), model.Weights
+    forward, Weights = Forward(model, c.training, in_order=in_order), model.Weights
 
     @typed_shard_map
     def per_device(w: Weights, batch: Batch) -> tuple[f32[""], f32[""]]:
@@ -637,14 +642,22 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
     return evaluation_step
 
 
-def programs(c: Config, model: LanguageModel, batch: Batch, which: str = "both") -> dict[str, jax.stages.Traced]:
-    """The two steps, traced, of which a checkpoint keeps hashes; or `which`: one, or the shared work of stages."""
-    state = jax.eval_shape(lambda: init_state(jax.random.key(0), c, model))
-    if which == "shared":
-        return stages.shared(c, model, MicrobatchLoss, Forward(model, c.training), training_loss, state.weights, batch)
-    steps = {"training": lambda: make_training_step(c, model).trace(state, batch, np.int32(0), teacher.weights_of(c))}
-    steps["evaluation"] = lambda: make_evaluation_step(c, model).trace(state.weights, batch)
-    return {name: trace() for name, trace in steps.items() if which in (name, "both")}
+def programs(
+    c: Config, model: LanguageModel, batch: Batch, which: str = "both", in_order: bool = False
+) -> dict[str, jax.stages.Traced]:
+    """The two steps, traced, of which a checkpoint keeps hashes; or `which`: one, "start", or "all" three.
+
+    start: init_state. `in_order`: the form to be proved, as of Forward, with the layers in order at rest too.
+    """
+    start, other = jax.jit(lambda: init_state(jax.random.key(0), c, model, in_order)), teacher.weights_of(c)
+    state = jax.eval_shape(start)
+    trace = {
+        "training": lambda: make_training_step(c, model, in_order).trace(state, batch, np.int32(0), other),
+        "evaluation": lambda: make_evaluation_step(c, model, None, in_order).trace(state.weights, batch),
+        "start": lambda: start.trace(),
+    }
+    names = {"both": ("training", "evaluation"), "all": trace}.get(which, (which,))
+    return {name: trace[name]() for name in names}
 
 
 # ---- main -------------------------------------------------------------------------------------------------------

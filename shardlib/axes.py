@@ -22,6 +22,8 @@ positions of its device of c, and in `K/t/c` a device of c has heads of its devi
 has (`checks.check_value`)."""
 EITHER_ORDER = ("t", "c")
 PIPELINE_AXIS = "p"
+CHUNK_AXIS = "chunks"
+"""Axis of no run: on a mesh with it, which is for proofs, each device has one chunk of the loss. First within a dim."""
 
 
 def axes_of_mesh(sizes: Mapping[str, int]) -> dict[str, int]:

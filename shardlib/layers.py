@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from shardlib import marks
 from shardlib.array_types import f32, pytree_dataclass
+from shardlib.axes import PIPELINE_AXIS
 from shardlib.op_checks import zeros_like_traced
 from shardlib.parsing import ShardError
 from shardlib.places import place_of, place_of_caller
@@ -116,7 +118,11 @@ def run_layers(
         ShardError: a layer that does not return x and Extras as described, or does not call `attend` once.
     """
     if numbers is None:
-        numbers = jnp.arange(len(jax.tree.leaves(w)[0]))
+        if PIPELINE_AXIS in stage_axes():
+            raise ShardError(
+                "the layers of a pipeline stage are run without their numbers", "pass on the numbers that it is given"
+            )
+        numbers = marks.layer_numbers(len(jax.tree.leaves(w)[0]))
     periods = len(numbers) // period
     at_once = periods if unroll is None else min(max(1, unroll // period), periods)
     # XLA must not replace a recomputed value by that of the forward pass. If both passes are loops, it cannot, and

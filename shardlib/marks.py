@@ -25,6 +25,15 @@ STAGES = "the stages of a pipeline run different tasks at a time, by a schedule 
 """Reason of the pipeline's executor, which is traced without a region, and in which code may have regions."""
 
 
+LAYER_NUMBERS = "numbers of the layers"
+"""Name of the value that says which layers these are: a stage runs some, and no other numbers may take its place."""
+
+
+def layer_numbers(count: int) -> jax.Array:
+    """The numbers of all layers, i32."""
+    return checkpoint_name(jnp.arange(count), LAYER_NUMBERS)
+
+
 class Mark(NamedTuple):
     """What the name of a value says.
 

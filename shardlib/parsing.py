@@ -21,7 +21,7 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from shardlib.axes import AXIS_ORDER, EITHER_ORDER
+from shardlib.axes import AXIS_ORDER, CHUNK_AXIS, EITHER_ORDER
 from shardlib.places import place_of_caller
 
 ZIGZAG = "Z"
@@ -136,7 +136,8 @@ class OpSpec:
 
 def sort_axes(axes: Iterable[str]) -> tuple[str, ...]:
     """The axes without repeats, in AXIS_ORDER, and then alphabetically."""
-    rank = lambda axis: AXIS_ORDER.index(axis) if axis in AXIS_ORDER else len(AXIS_ORDER)
+    order = (CHUNK_AXIS, *AXIS_ORDER)
+    rank = lambda axis: order.index(axis) if axis in order else len(order)
     return tuple(sorted(set(axes), key=lambda axis: (rank(axis), axis)))
 
 

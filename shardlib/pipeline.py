@@ -30,7 +30,7 @@ from shardlib.parsing import ShardError, parse_shape
 from shardlib.placement import LayerPlacement
 from shardlib.places import is_users, place
 from shardlib.tick_tables import TickTable
-from shardlib.values import pipeline_stage
+from shardlib.values import mesh_axes, on_mesh, pipeline_stage
 
 # ---- the backward of a stage, in tasks of its own ------------------------------------------------------------------
 
@@ -112,10 +112,11 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
     Of the table of `forwards` it gives the loss without the losses of layers, and no gradients and no metrics: None.
 
     Args:
-        loss: the loss of a microbatch, in three methods, each per device. `first(w, *microbatch)` is the input of the
-            first layer, and `last(w, x, *microbatch)` the loss, an f32 scalar: all devices of p run them together.
-            `layers(w, x, numbers, *microbatch)` is x after the layers of one stage, of `numbers`, and their Extras,
-            whose losses are added in training, averaged over microbatches.
+        loss: the loss of a microbatch, in four methods, each per device. All devices of p run three of them together:
+            `outside(w)` is the weights that the others take, `first(w, *microbatch)` the input of the first layer, and
+            `last(w, x, *microbatch)` the loss, an f32 scalar. `layers(w, x, numbers, *microbatch)` is x after the
+            layers of one stage, of `numbers`, and their Extras, whose losses are added in training, averaged over
+            microbatches.
         placement: the layers of each stage.
         table: of the schedule.
         w: copies of the weights, made by replicate and all_gather, so that gradients are summed over microbatches
@@ -141,14 +142,14 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
     batch = lambda k: _get(microbatches, k)
     own_batch = lambda k: jax.tree.map(_apart, batch(k))
     chunk = lambda tree, i: _part(tree, i, placement.chunk_rows) if placement.v > 1 else tree
-    first = _task(lambda outer, k: loss.first(dataclasses.replace(w, **outer), *batch(k)))
+    outside = lambda outer: loss.outside(dataclasses.replace(w, **outer))
+    first = _task(lambda outer, k: loss.first(outside(outer), *batch(k)))
     layers = _task(lambda stack, x, i, k: loss.layers(stack, x, chunk(numbers, i), *own_batch(k)))
-    last = _task(lambda outer, x, k: loss.last(dataclasses.replace(w, **outer), _apart(x), *batch(k)))
+    last = _task(lambda outer, x, k: loss.last(outside(outer), _apart(x), *batch(k)))
 
     def stage(stack, x, i, k):
         y, extras = layers(stack, x, i, k)
-        total = None if extras.loss is None else jnp.sum(extras.loss) / count
-        return (y, total), extras.metrics
+        return (y, _loss_of_layers(extras, count)), extras.metrics
 
     zero = jnp.int32(0)
     x_type = jax.eval_shape(first, outer, zero)
@@ -272,15 +273,77 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
     columns = {name: jnp.asarray(column) for name, column in table.columns.items()}
     _refuse_collectives(jax.make_jaxpr(tick)(carry, jax.tree.map(lambda x: x[0], columns)).jaxpr, in_task=False)
     carry, _ = lax.scan(tick, carry, columns)
-    total = wrap(marks.leave(carry["loss"], label, "+p"), parse_shape("+p"), (), "the pipeline")
+    total = _of_stages("+p", marks.leave(carry["loss"], label, "+p"))
     if not training:
         return total, None, None
     metrics = LayerMetrics.of_rows(carry["metrics"], numbers, placement.rows.size)
-    metrics = jax.tree.map(lambda x: marks.leave(x, label, "N depth +p"), metrics)
-    metrics = jax.tree.map(lambda x: wrap(x, parse_shape("N depth +p"), (), "the pipeline"), metrics)
+    metrics = jax.tree.map(lambda x: _of_stages("N depth +p", marks.leave(x, label, "N depth +p")), metrics)
     g = dataclasses.replace(w, layers=carry["g_stack"], **carry["g_outer"])
     g = [marks.leave_like(x, f"{label} [{i}]") for i, x in enumerate(jax.tree.leaves(g))]
     return total, structure.unflatten(g), metrics
+
+
+def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) -> tuple:
+    """What `run_schedule` gives, by the same parts of the loss one after the other. This is the form to be proved.
+
+    Every device runs all layers of each microbatch, also on a mesh without p. The rows of a stack are taken for its
+    layers in order: the schedule, and where it puts layers, are checked by themselves.
+    """
+    count, rows = (len(jax.tree.leaves(x)[0]) for x in (microbatches, w.layers))
+    layers = rows * mesh_axes().get(PIPELINE_AXIS, 1)
+
+    def loss_of(w, microbatch):
+        with pipeline_stage():
+            outside = loss.outside(w)
+            x = jax.tree.map(_the_same, loss.first(outside, *microbatch))
+        x, extras = loss.layers(jax.tree.map(_of_all_stages, w.layers), x, marks.layer_numbers(layers), *microbatch)
+        with pipeline_stage():
+            total = loss.last(outside, jax.tree.map(_apart, x), *microbatch)
+        extra = _loss_of_layers(extras, count) if training else None
+        return total if extra is None else total + extra, extras.metrics
+
+    if not training:
+        add = lambda total, microbatch: (total + loss_of(w, microbatch)[0], None)
+        return _of_stages("+p", _share(lax.scan(add, jnp.zeros(()), microbatches)[0])), None, None
+
+    def add(sums, group):
+        microbatch = jax.tree.map(lambda x: x[0], group)
+        (value, metrics), g = jax.value_and_grad(loss_of, has_aux=True)(w, microbatch)
+        return jax.tree.map(jnp.add, sums, (value, g)), metrics
+
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), w)
+    groups = jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[1:]), microbatches)
+    (total, g), metrics = lax.scan(add, (jnp.zeros(()), zeros), groups)
+    metrics = jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
+    metrics = LayerMetrics.of_rows(metrics, jnp.arange(layers), layers)
+    metrics = jax.tree.map(lambda x: _of_stages("N depth +p", _share(x)), metrics)
+    return _of_stages("+p", _share(total)), g, metrics
+
+
+def _loss_of_layers(extras: Any, count: int) -> jax.Array | None:
+    """What the layers add to the loss in one of `count` microbatches; None if they add nothing."""
+    return None if extras.loss is None else jnp.sum(extras.loss) / count
+
+
+def _of_stages(spec: str, x: jax.Array) -> Any:
+    """`x` as a partial sum over p, of type `spec`; `x` itself on a mesh without p."""
+    return wrap(x, on_mesh(parse_shape(spec)), (), "the pipeline")
+
+
+def _share(x: jax.Array) -> jax.Array:
+    """A part of `x`, which all devices of p have, for each of them."""
+    return _apart(x / lax.axis_size(PIPELINE_AXIS)) if PIPELINE_AXIS in mesh_axes() else x
+
+
+def _the_same(x: jax.Array) -> jax.Array:
+    """`x`, which all devices of p have, as JAX's types know it."""
+    is_varying = PIPELINE_AXIS in jax.typeof(x).manual_axis_type.varying
+    return lax.psum(x, PIPELINE_AXIS) / lax.axis_size(PIPELINE_AXIS) if is_varying else x
+
+
+def _of_all_stages(x: jax.Array) -> jax.Array:
+    """A stack of the layers of all stages, from that of this stage's."""
+    return lax.all_gather(x, PIPELINE_AXIS, axis=0, tiled=True, to="invarying") if PIPELINE_AXIS in mesh_axes() else x
 
 
 def _task(fn: Callable) -> Callable:
@@ -292,8 +355,8 @@ def _task(fn: Callable) -> Callable:
 
 
 def _apart(x: jax.Array) -> jax.Array:
-    """`x`, marked as varying over p."""
-    return varying(x, (PIPELINE_AXIS,))
+    """`x`, marked as varying over p, if the mesh has it."""
+    return varying(x, {PIPELINE_AXIS} & {*mesh_axes()})
 
 
 def _refuse_collectives(jaxpr: Any, in_task: bool) -> None:

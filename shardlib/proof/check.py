@@ -1,15 +1,15 @@
 """Check of traced programs."""
 
-import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
+from shardlib.axes import OPTIONAL, PIPELINE_AXIS
 from shardlib.checks import Scope
 from shardlib.equations import body_of, jaxprs_of
 from shardlib.parsing import ShardError
@@ -18,7 +18,7 @@ from shardlib.proof.domain import UNIFORM, Sizes, Value, describe, devices
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.interpreter import Interpreter, block_of, read_array
 from shardlib.proof.origins import callers_text, use_of
-from shardlib.proof.presence import differences
+from shardlib.proof.sameness import differences
 from shardlib.values import planned_for
 
 
@@ -38,14 +38,13 @@ Facts = dict[tuple[int, ...], tuple[Equation, list[Value]]]
 """Each equation within a shard_map, with the facts about its results: Interpreter.noted."""
 
 
-def findings(program: Any, twin: Any, types: list | None = None, arrays: bool = True) -> tuple[list[Finding], Facts]:
+def findings(program: Any, twin: Any, types: list | None = None) -> tuple[list[Finding], Facts]:
     """What is wrong with each jax.shard_map in a traced program, and what depends on the mesh outside of it.
 
     Args:
         program: what jax.make_jaxpr or jax.jit(f).trace(...).jaxpr gives.
         twin: the same program traced on a mesh whose axes have one device each.
         types: the specs of the arguments of each shard_map, whose names of dims messages show; None: no names.
-        arrays: whether arrays that were made outside of the program are those of the twin.
 
     Returns:
         The findings, and what is known of the results of each equation.
@@ -54,7 +53,7 @@ def findings(program: Any, twin: Any, types: list | None = None, arrays: bool = 
         Different: the twin has other operations.
     """
     facts: Facts = {}
-    found = list(map(Finding, dict.fromkeys(_outside(program, twin, arrays))))
+    found = list(map(Finding, dict.fromkeys(_outside(program, twin))))
     ours, theirs = list(_shard_maps(program)), list(_shard_maps(twin))
     if len(ours) != len(theirs):
         raise Different(None, None)
@@ -73,7 +72,7 @@ def _shard_maps(program: Any) -> Iterator[Any]:
             yield from _shard_maps(inner)
 
 
-def _outside(program: Any, twin: Any, arrays: bool) -> Iterator[str]:
+def _outside(program: Any, twin: Any) -> Iterator[str]:
     """What depends on the mesh outside of jax.shard_map: numbers, and arrays that become arguments of it."""
     remedy = "compute it within jax.shard_map, or let it be the same on every mesh"
     (ours, consts), (theirs, twin_consts) = body_of(program), body_of(twin)
@@ -81,7 +80,7 @@ def _outside(program: Any, twin: Any, arrays: bool) -> Iterator[str]:
     if names(ours) != names(theirs) or len(consts) != len(twin_consts):
         raise Different.between(ours.eqns, theirs.eqns)
     for value, here, var in zip(map(read_array, consts, twin_consts), consts, ours.constvars, strict=True):
-        if arrays and (value.wild or value.is_local or (value.is_constant and value.known[0] != value.known[1])):
+        if value.wild or value.is_local or (value.is_constant and value.known[0] != value.known[1]):
             text = f"an array that was made outside of the program depends on the mesh: {here.dtype}{list(here.shape)}"
             use = use_of(var, ours)
             lines = [f"{Equation(use).place()}: {text}", *filter(None, [callers_text(use)])] if use else [text]
@@ -100,7 +99,7 @@ def _outside(program: Any, twin: Any, arrays: bool) -> Iterator[str]:
             problem = f"{eqn.primitive.name}: a number outside of jax.shard_map depends on the mesh"
             yield f"{Equation(eqn).place()}: {problem}\n  remedy: {remedy}"
         for inner, twins in zip(jaxprs_of(eqn), jaxprs_of(other), strict=True):
-            yield from _outside(inner, twins, arrays)
+            yield from _outside(inner, twins)
     if not are_same(ours.outvars, theirs.outvars):
         yield another
 
@@ -203,76 +202,89 @@ OF_RINGS = (
     "let each turn of a ring do the same, and add up what the turns give, or write it to the place of its block; a "
     "scattered sum is lax.psum_scatter, a gathered block lax.all_gather, and stages are run by shardlib.pipeline"
 )
+STAGES = (
+    ("a pipeline stage", "one device"),
+    "edit both: `outside`, `first`, `layers` and `last`, which the stages run one after the other, must compute what "
+    "one device does, and no value may depend on whether the mesh has an axis",
+)
+LACKING = (
+    ("this mesh", "one device"),
+    "let no value depend on whether the mesh has an axis: types, shardops.axis_size and axis_index are read as with "
+    "one device along an axis that it lacks",
+)
+"""What runs two forms of a program, and what to do where they differ."""
 Trace = Callable[[], dict[str, Any]]
 """Traces programs on the mesh in force; gives the jaxpr of each by its name."""
 
 
-def prove(
-    trace: Trace, mesh: Any = None, keep: Mapping[str, int] | None = None, absent: Iterable[str] = ()
-) -> list[Finding]:
+def prove(trace: Trace, mesh: Any = None, single: Trace | None = None) -> list[Finding]:
     """What is wrong with programs on a mesh. They are traced there and on one device, and not run.
 
     Args:
         trace: traces the programs, on the mesh in force.
         mesh: the mesh; None: the one in force.
-        keep: axes that have another number of devices than one on the mesh of comparison, and that number.
-        absent: axes that the mesh of a single device lacks. Programs that ask whether an axis is there compute
-            something else on that mesh: they are traced there too.
+        single: traces the programs that a single device runs, on its own mesh, which lacks the axes of OPTIONAL. What
+            `trace` gives on one device along each axis must compute the same. None: that is not asked.
 
     Raises:
         ValueError: a shard_map is bound to a mesh.
     """
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     mesh = getattr(mesh, "abstract_mesh", mesh)
-    sizes = dict(mesh.shape)
-    keep = keep or {}
-    alone = {axis: keep.get(axis, 1) for axis in sizes}
-
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-
-    def on(sizes_there: Mapping[str, int]) -> dict[str, tuple[Any, list]]:
-        types_there = tuple(kinds[axis] for axis in sizes_there)
-        abstract = AbstractMesh(tuple(sizes_there.values()), tuple(sizes_there), axis_types=types_there)
-        # Through no mesh at all: JAX does not change from one mesh to another of a different size.
-        none = AbstractMesh((), ())
-        on_mesh = jax.sharding.use_abstract_mesh(abstract)
-        with jax.sharding.use_abstract_mesh(none), on_mesh, planned_for(sizes), Scope() as scope:
-            scope.arguments = types = []
-            try:
-                programs = trace()
-            except ValueError as error:
-                if "mesh passed to shard_map" in str(error):
-                    raise ValueError(BOUND) from None
-                raise
-        counts = itertools.accumulate((len(list(_shard_maps(p))) for p in programs.values()), initial=0)
-        spans = itertools.pairwise(counts)
-        return {name: (programs[name], types[a:b]) for name, (a, b) in zip(programs, spans, strict=True)}
-
-    ours = on(sizes)
-    lacking = {axis: n for axis, n in alone.items() if axis not in absent}
+    alone = dict.fromkeys(mesh.shape, 1)
+    ours = traced_on(trace, mesh, dict(mesh.shape))
     try:
-        theirs = on(alone)
+        theirs = traced_on(trace, mesh, alone)
     except Exception as error:  # whatever the program does there
-        return [Finding(f"{UNTRACED}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}")]
-    there: dict[str, tuple[Any, list]] = {}
-    if lacking != alone:
-        with contextlib.suppress(Exception):  # a program that does not run there computes nothing else
-            there = on(lacking)
-    # With another number of stages the arrays of their schedule are others.
-    arrays = all(sizes[axis] == n for axis, n in keep.items())
+        return [_untraced(error)]
     found: list[Finding] = []
     for name, (program, types) in ours.items():
         twin = theirs[name][0]
         if any(dict(eqn.params["mesh"].shape) != alone for eqn in _shard_maps(twin)):
             raise ValueError(BOUND)
         try:
-            found += findings(program, twin, types, arrays)[0]
-            if there:
-                found += map(Finding, differences(twin, there[name][0], alone.keys() - lacking.keys()))
+            found += findings(program, twin, types)[0]
         except Different as different:
             remedy = OF_RINGS if "ppermute here" in str(different) else ONE_PROGRAM
             found.append(Finding(f"{different.place}: {different}\n  remedy: {remedy}"))
-    return list({str(finding): finding for finding in found}.values())
+    lacking = {axis: 1 for axis in mesh.shape if axis not in OPTIONAL}
+    if found or single is None or (lacking == alone and single is trace):
+        return list({str(finding): finding for finding in found}.values())
+    try:
+        expected = traced_on(single, mesh, lacking)
+    except Exception as error:
+        return [_untraced(error)]
+    names, remedy = STAGES if PIPELINE_AXIS in mesh.shape else LACKING
+    for name, (program, _) in theirs.items():
+        found += map(Finding, differences(program, expected[name][0], names, remedy))
+    return found
+
+
+def traced_on(trace: Trace, mesh: AbstractMesh, sizes: Mapping[str, int]) -> dict[str, tuple[Any, list]]:
+    """Programs on a mesh of these `sizes`, for axes of `mesh`, each with the types of its shard_maps' arguments.
+
+    Choices of speed are those on `mesh`.
+    """
+    kinds = tuple(kind for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if axis in sizes)
+    abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+    # Through no mesh at all: JAX does not change from one mesh to another of a different size.
+    none = AbstractMesh((), ())
+    on_mesh = jax.sharding.use_abstract_mesh(abstract)
+    with jax.sharding.use_abstract_mesh(none), on_mesh, planned_for(mesh.shape), Scope() as scope:
+        scope.arguments = types = []
+        try:
+            programs = trace()
+        except ValueError as error:
+            if "mesh passed to shard_map" in str(error):
+                raise ValueError(BOUND) from None
+            raise
+    counts = itertools.accumulate((len(list(_shard_maps(p))) for p in programs.values()), initial=0)
+    spans = itertools.pairwise(counts)
+    return {name: (programs[name], types[a:b]) for name, (a, b) in zip(programs, spans, strict=True)}
+
+
+def _untraced(error: Exception) -> Finding:
+    return Finding(f"{UNTRACED}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
 
 
 def check(function: Callable, *args: Any, mesh: Any = None, **specs: Any) -> None:

@@ -34,7 +34,9 @@ def _collective(*names: str) -> Callable:
 @_collective("vary_unreduced_cast", "vary_unreduced_cast_p", "preduce", "unreduced_cast")
 def _unreduced(eq: Equation, axes: tuple[str, ...]) -> Value:
     (x,) = eq.ins
-    if not set(axes) <= x.partial and not x.is_zero:
+    if (new := {*axes} - x.partial) and not x.is_zero:
+        if new.isdisjoint(x.sharded) and not x.extreme:  # what all have counts once for each, which a division may mend
+            return dataclasses.replace(summed(eq, x, tuple(new)), partial=x.partial | new)
         raise Refused(
             f"a value is taken for a partial sum over {', '.join(axes)}, which it is not",
             "einsum_unreduced makes partial sums",

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import shardops
-from shardlib.array_types import map_arrays
+from shardlib.array_types import arrays_in, map_arrays
+from shardlib.axes import CHUNK_AXIS
 from shardlib.op_checks import one_like, varying, zeros_like_traced
 from shardlib.shardtypes import scope
+from shardlib.values import apart, mesh_axes
 
 
 @scope
@@ -36,6 +38,9 @@ def sum_in_chunks(
     """
     if chunk is None:
         return summed(w, x, targets, mask, reference)
+    is_proof = CHUNK_AXIS in mesh_axes()
+    if is_proof:
+        chunk = targets.shape[1] * shardops.axis_size("c") // shardops.axis_size(CHUNK_AXIS)
     # Of the c·t blocks of positions (T), each device's own and as many in a chunk, chunk i has the i-th part (P) of
     # each, so that cutting x moves nothing between devices.
     blocks = shardops.axis_size("c t")
@@ -45,21 +50,49 @@ def sum_in_chunks(
     def cut(x: Any, spec: str = "") -> Any:
         if not hasattr(x, "shape"):
             return map_arrays(lambda path, t, part: cut(part, str(t.spec)), x)
-        spec = spec or " ".join(["B/r/d/e L/c/t", *(f"M{i}" for i in range(x.ndim - 2))])
+        spec = spec or of_positions(x)
         whole, of_chunk = (re.sub(r"\bL(\S*)", rf"(T\1 {dims})", spec) for dims in ("chunks P", "P"))
         return shardops.rearrange(f"{whole} -> chunks {of_chunk}", x, **sizes)
 
     of_devices = lambda x: shardops.rearrange("B/r/d/e (T/c chunks P) -> chunks B/r/d/e (T/c P)", x, **sizes)
     of_logits = lambda x: x if x is None else cut(x, "B/r/d/e L/c V/t/p")
+    cut_all = lambda x, targets, mask, reference: (cut(x), of_devices(targets), of_devices(mask), of_logits(reference))
+    reason = "chunks are parts of each device's own positions; a sum does not depend on which"
+    if is_proof:
+        return _each_on_its_device(summed, w, cut_all, reason, x, targets, mask, reference)
     w_head = {field.name: getattr(w, field.name) for field in dataclasses.fields(w) if field.name != "layers"}
     return shardops.per_device(
         "+r +c +d +e",
-        lambda w_head, x, targets, mask, reference: _sum(
-            summed, w_head, rest, cut(x), of_devices(targets), of_devices(mask), of_logits(reference)
-        ),
+        lambda w_head, x, targets, mask, reference: _sum(summed, w_head, rest, *cut_all(x, targets, mask, reference)),
         *(w_head, x, targets, mask, reference),
-        reason="chunks are parts of each device's own positions; a sum does not depend on which",
+        reason=reason,
     )
+
+
+def _each_on_its_device(summed: Callable, w: Any, cut: Callable, reason: str, *whole: Any) -> Any:
+    """The sum of the chunks, where each device of CHUNK_AXIS has one. This is the form to be proved.
+
+    So L is sharded, and a loss that does not count each position by itself is an operation along a sharded dim.
+    """
+    own = lambda *arrays: jax.tree.map(lambda x: x[lax.axis_index(CHUNK_AXIS)], cut(*arrays))
+    x = whole[0]
+    specs = [of_positions(x)] if hasattr(x, "shape") else [str(t.spec) for _, t, _ in arrays_in(type(x), x)]
+    specs += ["B/r/d/e L/c", "B/r/d/e L/c", "B/r/d/e L/c V/t/p"]
+    with apart(CHUNK_AXIS, "L"):
+        arrays, structure = jax.tree.flatten(whole)
+        parts = shardops.per_device(
+            ", ".join(specs[: len(arrays)]),
+            lambda *arrays: tuple(jax.tree.leaves(own(*structure.unflatten(arrays)))),
+            *arrays,
+            reason=reason,
+        )
+        total = summed(varying(w, (CHUNK_AXIS,)), *structure.unflatten(parts))
+    return jax.tree.map(lambda x: lax.psum(x, CHUNK_AXIS), total)
+
+
+def of_positions(x: jax.Array) -> str:
+    """The type of a residual stream that is one array."""
+    return " ".join(["B/r/d/e L/c/t", *(f"M{i}" for i in range(x.ndim - 2))])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh
+from jax.sharding import AbstractMesh, AxisType
 
-from shardlib.axes import ALWAYS, AXES, OPTIONAL, PIPELINE_AXIS
+from shardlib.axes import ALWAYS, AXES, CHUNK_AXIS, PIPELINE_AXIS
 from shardlib.places import place
-from shardlib.proof.check import UNTRACED, Finding, prove, raise_for
+from shardlib.proof.check import Finding, prove, raise_for
 from shardwright.cluster.devices import kept_programs
 from shardwright.modeling import context
 from shardwright.modeling.attention_calls import Call, calls_of, path_of
@@ -44,8 +44,8 @@ class Unproved(Exception):
 def check_steps(programs: Callable, c: Config, model: Any, source: Any) -> None:
     """Refuses steps that do not compute on the mesh in force what they compute on one device. They are not run.
 
-    With pipeline stages, the pieces that the stages run are checked on a mesh without them, where they are one program,
-    and what all stages compute together on the mesh itself; their schedule is checked by shardlib.schedules.
+    With pipeline stages, the parts that stages run are checked one after the other, and compared with what one device
+    runs; their schedule is checked by shardlib.schedules.
 
     Args:
         programs: train.programs.
@@ -111,47 +111,42 @@ def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[F
     first, which computes what a Rule says of all pairs, and then as they run. shardwright.modeling.attention_calls
     compares the paths.
     """
-    # The check does not look into the chunks of the loss: without them the same loss is checked.
-    c = dataclasses.replace(c, training=dataclasses.replace(c.training, loss_chunk=None))
     if found := [*_machines(programs), *_machines(type(model))]:
         return found
     mesh = getattr(mesh, "abstract_mesh", mesh)
     found, is_einsum = _check_rules(programs, c, model, mesh)
     by_einsum = dataclasses.replace(c, training=dataclasses.replace(c.training, attention="einsum", context="gather"))
-    found = found or _unsound(programs, by_einsum, model, mesh, OPTIONAL)
+    found = found or _unsound(programs, by_einsum, model, mesh, to_single=True)
     return found if found or is_einsum else _unsound(programs, c, model, mesh)
 
 
-def _unsound(programs: Callable, c: Config, model: Any, mesh: Any, absent: tuple = ()) -> list[Finding]:
-    """find_unsound of one form of attention. `absent` is as for prove."""
+def _unsound(programs: Callable, c: Config, model: Any, mesh: AbstractMesh, to_single: bool = False) -> list[Finding]:
+    """find_unsound of one form of attention. `to_single`: also compared with what a single device runs."""
+    t, given = c.training, mesh
+    if t.loss_chunk:  # each on a device of its own
+        sizes, kinds = (*mesh.axis_sizes, t.seq_len // t.loss_chunk), (*mesh.axis_types, AxisType.Explicit)
+        mesh = AbstractMesh(sizes, (*mesh.axis_names, CHUNK_AXIS), axis_types=kinds)
+    staged = mesh.shape.get(PIPELINE_AXIS, 1) > 1
 
-    def trace(c: Config = c, **which: bool) -> dict[str, Any]:
+    def trace(in_order: bool = False) -> dict[str, Any]:
         sizes = jax.sharding.get_abstract_mesh().shape
-        is_here = dict(sizes) in (dict(mesh.shape), dict(alone.shape))
-        c = dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, **{a: sizes.get(a, 1) for a in AXES}))
-        with _parts(programs, c, model, is_here) as (steps, c, own):
-            batch = batch_shapes(
-                c.training.batch_size, c.training.seq_len, c.training.microbatches, len(inputs_of(own))
-            )
-            return {name: traced.jaxpr for name, traced in steps(c, own, batch, **which).items()}
+        here = dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, **{a: sizes.get(a, 1) for a in AXES}))
+        with _parts(programs, here, model, dict(sizes) == dict(mesh.shape)) as (steps, here, own):
+            inputs = len(inputs_of(own))
+            batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, inputs)
+            return {name: traced.jaxpr for name, traced in steps(here, own, batch, "all", in_order).items()}
 
-    alone = _without_stages(mesh)
-    if mesh.shape.get(PIPELINE_AXIS, 1) == 1:
-        return prove(trace, mesh, absent=absent)
-    shared = prove(lambda: trace(which="shared"), mesh, absent=absent)
-    return [*prove(trace, alone, absent=absent), *shared, *_beside_stages(trace, c, mesh)]
-
-
-def _without_stages(mesh: Any) -> AbstractMesh:
-    """The mesh without its axis of stages."""
-    others = {axis: n for axis, n in mesh.shape.items() if axis != PIPELINE_AXIS}
-    kinds = tuple(kind for kind, axis in zip(mesh.axis_types, mesh.axis_names, strict=True) if axis in others)
-    return AbstractMesh(tuple(others.values()), tuple(others), axis_types=kinds)
+    found = prove((lambda: trace(in_order=True)) if staged else trace, mesh, trace if to_single else None)
+    if found and t.loss_chunk:
+        whole = dataclasses.replace(c, training=dataclasses.replace(t, loss_chunk=None))
+        others = {finding.text for finding in _unsound(programs, whole, model, given, to_single)}
+        found = [x if x.text in others else _of_chunks(x, t.loss_chunk) for x in found]
+    return found
 
 
 @contextlib.contextmanager
 def _parts(programs: Callable, c: Config, model: Any, is_here: bool) -> Iterator[tuple[Callable, Config, Any]]:
-    """train.programs, a configuration and a model, for one more trace: of new modules, except where it `is_here`."""
+    """train.programs, settings and a model for another trace: of new modules, unless it `is_here`, on the mesh."""
     kinds = programs, type(model), type(c.model)
     with contextlib.nullcontext(kinds) if is_here else imported_again(*kinds) as (programs, Model, Settings):
         settings = Settings(**{f.name: getattr(c.model, f.name) for f in dataclasses.fields(c.model) if f.init})
@@ -191,16 +186,11 @@ def _check_rules(programs: Callable, c: Config, model: Any, mesh: Any) -> tuple[
 OF_WHOLE = "a rule is of whole sizes: shardops.size('L') is the whole size of a dim, and self.c has those of the model"
 
 
-def _beside_stages(trace: Callable, c: Config, mesh: Any) -> list[Finding]:
-    """What is wrong outside of the stages. Compared with twice the stages, layers and microbatches, where possible."""
-    p, t = mesh.shape[PIPELINE_AXIS], c.training
-    training = dataclasses.replace(t, batch_size=2 * t.batch_size, microbatches=2 * t.microbatches)
-    larger_model = dataclasses.replace(c.model, layers=2 * c.model.layers)
-    twice = dataclasses.replace(c, model=larger_model, training=training)
-    found = prove(lambda: trace(twice), mesh, {PIPELINE_AXIS: 2 * p})
-    if any(str(finding).startswith(UNTRACED) for finding in found):
-        found = prove(trace, mesh, {PIPELINE_AXIS: p})
-    return found
+def _of_chunks(finding: Finding, chunk: int) -> Finding:
+    """A finding of the loss in chunks alone, with what to do."""
+    text, _, _ = finding.text.partition("\n  remedy: ")
+    remedy = f"training.loss_chunk={chunk} takes so many positions at a time: count each by itself, or set it to null"
+    return dataclasses.replace(finding, text=f"{text}\n  remedy: {remedy}")
 
 
 def _machines(part: Callable) -> Iterator[Finding]:

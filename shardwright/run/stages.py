@@ -5,7 +5,6 @@ device of p has one chunk.
 """
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -15,17 +14,15 @@ from jax.sharding import PartitionSpec
 from shardlib import pipeline, shardops
 from shardlib.array_types import ABSENT, arrays_of
 from shardlib.axes import ALWAYS, PIPELINE_AXIS
-from shardlib.op_checks import varying
 from shardlib.placement import LayerPlacement, place_layers
 from shardlib.schedules import Orders, forwards, in_a_ring, schedule_of, stages_of
-from shardlib.shardtypes import Array, f32, make_shardings, typed_shard_map
+from shardlib.shardtypes import make_shardings
 from shardlib.tick_tables import TickTable, tick_table
-from shardlib.values import mesh_axes, pipeline_stage, stage_axes
+from shardlib.values import mesh_axes
 from shardwright.cluster.devices import make_mesh
-from shardwright.modeling.model import LanguageModel, compute_scope, period_of
+from shardwright.modeling.model import LanguageModel, period_of
 from shardwright.modeling.weights import are_stacks, initialize, is_stack
 from shardwright.run.config import Config, check_divides
-from shardwright_data.loader import TokenBatch
 
 
 def has_stages() -> bool:
@@ -62,14 +59,18 @@ def run_training(c: Config, model: LanguageModel, loss: Any, w: Any, batch: Any)
     Args:
         c: the configuration.
         model: the model.
-        loss: the loss of a microbatch, as shardlib.pipeline.run_schedule takes it.
+        loss: the loss of a microbatch, as shardlib.pipeline.run_schedule takes it; or, with loss.forward.in_order, as
+            run_in_order there does, which is run then.
         w: copies of the weights.
         batch: a tuple of pytrees of arrays, each with one leading dim of microbatches.
 
     Returns:
         As shardlib.pipeline.run_schedule: the loss is a partial sum over p. The metrics are reduced.
     """
-    total, g, metrics = pipeline.run_schedule(loss, placement_of(c, model), training_table(c, model), w, batch)
+    if loss.forward.in_order:
+        total, g, metrics = pipeline.run_in_order(loss, w, batch)
+    else:
+        total, g, metrics = pipeline.run_schedule(loss, placement_of(c, model), training_table(c, model), w, batch)
     if metrics is not None:
         metrics = dataclasses.replace(metrics, values=shardops.psum("N depth +p -> N depth", metrics.values))
     return total, g, metrics
@@ -77,36 +78,20 @@ def run_training(c: Config, model: LanguageModel, loss: Any, w: Any, batch: Any)
 
 def run_evaluation(c: Config, model: LanguageModel, loss: Any, w: Any, batch: Any) -> Any:
     """The loss of `run_training`, without gradients."""
+    if loss.forward.in_order:
+        return pipeline.run_in_order(loss, w, batch, training=False)[0]
     placement = placement_of(c, model)
     table = tick_table(forwards(_orders(c, placement)))
     return pipeline.run_schedule(loss, placement, table, w, batch)[0]
 
 
-def shared(c: Config, model: Any, Loss: Any, forward: Any, own: Any, w: Any, batch: Any) -> dict[str, Any]:
-    """What all stages compute together for a microbatch, traced: its embedding and both losses, and their gradients.
+def fresh_weights(c: Config, model: LanguageModel, key: jax.Array, in_order: bool = False) -> Any:
+    """Initial weights, as modeling.weights.initialize. Under jit.
 
-    There p is an axis like any other, so that the check before the first step can read it. It does not look into the
-    schedule. `Loss` is train.MicrobatchLoss, and `own` is train.training_loss.
+    They are in their order at rest on the current mesh, or, to be proved, `in_order` of the layers.
     """
-    Weights, losses = model.Weights, [Loss(forward), Loss(forward, functools.partial(own, c=c.optimizer))]
-
-    @typed_shard_map
-    def per_device(w: Weights, batch: Array["m", TokenBatch]) -> tuple[f32[""], Weights]:
-        def total(w):
-            w, part = forward.copies(w), (jax.tree.map(lambda x: x[0], batch), None)
-            with pipeline_stage():  # as in the schedule
-                x = varying(losses[0].first(w, *part), stage_axes())
-                return sum(loss.last(w, x, *part) for loss in losses)
-
-        return jax.value_and_grad(total)(w)
-
-    with compute_scope(c.training.compute_dtype):
-        return {"embedding and losses": jax.jit(per_device).trace(w, batch)}
-
-
-def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
-    """Initial weights, in their order at rest on the current mesh. Under jit, as modeling.weights.initialize."""
-    return initialize(model.table, key, placement_of(c, model).order)
+    placement = placement_of(c, model)  # which refuses layers that do not divide into stages
+    return initialize(model.table, key, None if in_order else placement.order)
 
 
 def stack_orders(placement: LayerPlacement, kind: Any, like: Any) -> dict[str, np.ndarray]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tiny
 from huggingface_models import assert_same, losses_and_gradients, their_logits, weights
+from recipes import SOURCE, line_of, module_of
 from verifying import verify
 
 import moe
@@ -389,6 +390,18 @@ def test_steps_are_proved(sizes, factor, pools, settings):
     with abstract_mesh_of(dict.fromkeys("prdect", 1) | mesh):
         found = find_unsound(train.programs, c, load_model(c.model), jax.sharding.get_abstract_mesh())
     assert [str(finding) for finding in found] == []
+
+
+@pytest.mark.long
+def test_losses_of_layers_that_one_device_alone_scales_are_refused():
+    """Stages add them up in the executor, and one device in `accumulate`."""
+    old = "return total if extras.loss is None else total + jnp.sum(extras.loss) / groups, extras.metrics"
+    assert SOURCE.count(old) == 1
+    c = tiny.config(truth.model(layers=2, balance_loss=0.1, d_head=16), microbatches=2)
+    changed = module_of(SOURCE.replace(old, old.replace("jnp.sum", "50 * jnp.sum")))
+    with changed as module, abstract_mesh_of({"r": 1, "d": 2, "t": 1, "p": 2}):
+        found = find_unsound(module.programs, c, load_model(c.model), jax.sharding.get_abstract_mesh())
+    assert f">:{line_of(old)}: mul: one device runs this" in str(found[0])
 
 
 @pytest.mark.long

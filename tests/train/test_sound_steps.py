@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import tiny
 from jax.sharding import AbstractMesh, AxisType
-from recipes import module_of
+from recipes import SOURCE, module_of
 from shipped import RUNS, load
-from traced_steps import program
+from traced_steps import GPT2, program
 from wrong_edits import EDITS
 
 import train
@@ -147,6 +147,28 @@ def test_a_wrong_edit_is_refused_at_its_line(edit):
             lines = {int(line) for line in re.findall(r"^\S.*?:(\d+): ", text, re.MULTILINE)}
             # A choice shows where its result meets another.
             assert "choice" in edit.name or lines & {*range(first, first + edit.new.count("\n") + 1)}, text
+
+
+def test_a_layer_that_differs_between_stages_is_refused():
+    old = "        x = self.with_attention(x, w, tokens, attend, einsum)\n        nx = rms_norm"
+    assert SOURCE.count(old) == 1
+    scaled = old.replace("= self", "= (1.0 + shardops.axis_index('p')) * self")
+    with module_of(SOURCE.replace(old, scaled)) as module:
+        refused = pytest.raises(ShardError, match="the value differs between devices of p")
+        with refused:
+            unsound(tiny.config(tiny.model(layers=4, module=module.__name__), microbatches=2), mesh_of(STAGES), module)
+
+
+@pytest.mark.long(every_case=True)
+@pytest.mark.parametrize("numbers", ["jnp.arange(len(numbers))", "numbers + 1", "numbers"])
+def test_stages_that_number_their_layers_otherwise_are_refused(numbers):
+    """By the number of its layer, each drops entries of its own."""
+    old, c = "self.forward.tokens(*microbatch),), numbers)", tiny.config(GPT2, microbatches=2)
+    c.training.seq_len = GPT2.positions
+    assert SOURCE.count(old) == 1
+    with module_of(SOURCE.replace(old, old.replace("numbers", numbers))) as module:
+        text = "\n".join(unsound(c, mesh_of("r=1 d=2 t=1 p=2"), module))
+    assert (text == "") == (numbers == "numbers"), text
 
 
 @pytest.mark.long

@@ -1,0 +1,231 @@
+"""Whether two programs, each traced on one device, compute the same: other forms of one step.
+
+Every value gets a number by how it is computed, the same number in both programs. Neither the order of equations nor
+what is computed twice counts, nor what changes nothing on one device: collectives, casts between JAX's types, offsets
+by axis_index, and a reshape that is undone.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardlib.equations import CALLS, body_of, is_variable, jaxprs_of, scan_counts
+from shardlib.marks import LAYER_NUMBERS
+from shardlib.proof.equation import Equation, is_integer
+from shardlib.proof.primitives import COLLECTIVES, IDENTITIES
+
+CASTS = frozenset(
+    """
+    vary_unreduced_cast vary_unreduced_cast_p unreduced_cast unreduced_cast_p preduce copy copy_p dynamic_slice
+    convert_element_type
+    """.split()  # noqa: SIM905
+)
+UNCHANGED = (COLLECTIVES | IDENTITIES | CASTS) - {"stop_gradient", "ppermute"}
+"""Primitives that give back operands of one device, if these keep their type."""
+OF_MESHES = frozenset("sharding out_sharding dst_sharding mesh concrete_mesh axis_size linear".split())  # noqa: SIM905
+"""Parameters that say nothing of values on one device."""
+VIEWS = ("reshape", "transpose")
+"""Primitives that no message names, as what is before them is the difference."""
+AT_MOST, ALIKE = 20, 4
+"""How many equations one program may have more than the other, before so many of the same names."""
+
+
+def differences(ours: Any, theirs: Any, names: tuple[str, str], remedy: str) -> Iterator[str]:
+    """Where two programs part, if they do not compute the same.
+
+    Args:
+        ours: what jax.jit(f).trace(...).jaxpr gives.
+        theirs: another, with the same arguments and results.
+        names: what runs each program, for the text.
+        remedy: what to do.
+    """
+    table: dict[Any, int] = {}
+    a, b = (_Numbers(program, table) for program in (ours, theirs))
+    if a.results == b.results:
+        return
+    alone = [[eq for n, eq in x.made.items() if n not in y.made and eq.name not in VIEWS] for x, y in ((a, b), (b, a))]
+    firsts = _firsts(alone)
+    found = [
+        f"{eq.place()}: {eq.name}: {name} runs this" for eqs, name in zip(firsts, names, strict=True) for eq in eqs
+    ]
+    text = "; ".join(found) or f"{' and '.join(names)} give other results of the same values"
+    other = "" if len(found) != 1 else f", and {names[bool(firsts[0])]} does not"
+    yield f"{text}{other}\n  remedy: {remedy}"
+
+
+def _firsts(alone: list[list[Equation]]) -> list[list[Equation]]:
+    """The first equation that one program has more than the other, or the first of each if they have other ones.
+
+    What follows from it is another value in each, of the same operations.
+    """
+    names = [[eq.name for eq in equations] for equations in alone]
+    if names[0][:ALIKE] != names[1][:ALIKE]:
+        for more, i in itertools.product(range(1, AT_MOST), (0, 1)):
+            rest = names[i][more : more + ALIKE]
+            if rest and rest == names[1 - i][: len(rest)]:
+                return [alone[k][:1] if k == i else [] for k in (0, 1)]
+    return [equations[:1] for equations in alone]
+
+
+class _Numbers:
+    """The numbers of a program's results, and the equation that computes each number within it."""
+
+    def __init__(self, program: Any, table: dict[Any, int]):
+        self.made: dict[int, Equation] = {}
+        self._table, self._roots = table, {}  # of what is a reshape: the array and its shape
+        self._turned: dict[int, tuple[int, tuple[int, ...]]] = {}  # of what is a transpose: the array and its order
+        self._zeros: set[int] = set()
+        self._ones: set[int] = set()
+        self._depth = 0
+        self.results = self._of_body(program, None)
+
+    def _number(self, *key: Any) -> int:
+        return self._table.setdefault(key, len(self._table))
+
+    def _array(self, x: Any) -> int:
+        if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            x = jax.random.key_data(x)
+        x = np.asarray(x)
+        number = self._number(str(x.dtype), x.shape, x.tobytes())
+        self._zeros |= {number} if is_integer(x.dtype) and not x.any() else set()
+        self._ones |= {number} if x.ndim == 0 and x == 1 else set()
+        return number
+
+    def _of_body(self, program: Any, caller: Equation | None, ins: list[int] | None = None) -> list[int]:
+        """The numbers of the results of a jaxpr; `ins` are those of its arguments, or arguments of its own."""
+        jaxpr, consts = body_of(program)
+        ins = [self._number("argument", i) for i in range(len(jaxpr.invars))] if ins is None else ins
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*map(self._array, consts), *ins], strict=True))
+        read = lambda var: env[var] if is_variable(var) else self._array(np.asarray(var.val, var.aval.dtype))
+        needed, live = set(filter(is_variable, jaxpr.outvars)), []
+        for eqn in reversed(jaxpr.eqns):
+            if not needed.isdisjoint(eqn.outvars):
+                live.append(eqn)
+                needed |= set(filter(is_variable, _operands(eqn)))
+        for eqn in reversed(live):
+            found = self._of_equation(Equation(eqn, caller=caller), list(map(read, _operands(eqn))))
+            env.update(zip(eqn.outvars, found, strict=True))
+        return list(map(read, jaxpr.outvars))
+
+    def _of_equation(self, eq: Equation, ins: list[int]) -> list[int]:
+        name, outs = eq.name, eq.eqn.outvars
+        if inner := CALLS.get(name, "jaxpr" if name == "shard_map" else None):
+            return self._of_body(eq.params[inner], eq, ins)
+        if (same := self._unchanged(eq, ins)) is not None:
+            return same
+        if name in ("scan", "while", "cond"):
+            return self._of_control(eq, ins)
+        bodies = [tuple(self._of_body(inner, eq)) for inner in jaxprs_of(eq.eqn)]
+        if name == "convert_element_type" and ins[0] in self._turned:
+            root, order = self._turned[ins[0]]
+            return [self._transposed(eq, self._made(eq, name, _in_words(eq.params), root), order)]
+        if name == "dot_general":
+            return [self._product(eq, ins)]
+        if name in ("add", "mul"):
+            ins = sorted(ins)
+        if name == "reshape":
+            ins = [self._roots.setdefault(ins[0], (ins[0], eq.shape()))[0]]
+        number = self._made(eq, name, _in_words(eq.params), *bodies, *ins)
+        if name == "reshape":
+            self._roots.setdefault(number, self._roots[ins[0]])
+        if name in ("broadcast_in_dim", "convert_element_type", "mul") and is_integer(eq.result_type()):
+            self._zeros |= {number} if self._zeros & {*ins} else set()
+        return [number, *(self._number(number, i) for i in range(1, len(outs)))]
+
+    def _transposed(self, eq: Equation, x: int, order: tuple[int, ...]) -> int:
+        root, old = self._turned.get(x, (x, tuple(range(len(order)))))
+        order = tuple(old[i] for i in order)
+        if order == tuple(sorted(order)):
+            return root
+        number = self._made(eq, "transpose", root, order)
+        self._turned[number] = root, order
+        return number
+
+    def _product(self, eq: Equation, ins: list[int]) -> int:
+        """The number of a product, of which either operand may be the first."""
+        contracted, batch = eq.params["dimension_numbers"]
+        free = [eq.eqn.invars[k].aval.ndim - len(contracted[k]) - len(batch[k]) for k in (0, 1)]
+        order = tuple(range(len(batch[0]) + sum(free)))
+        if ins[0] > ins[1]:
+            ins, contracted, batch = ins[::-1], contracted[::-1], batch[::-1]
+            n, m = len(batch[0]), len(batch[0]) + free[1]
+            order = (*order[:n], *order[m:], *order[n:m])
+        params = {name: value for name, value in eq.params.items() if name != "dimension_numbers"}
+        pairs = str((sorted(zip(*contracted, strict=True)), batch))
+        return self._transposed(eq, self._made(eq, "dot_general", _in_words(params), pairs, *ins), order)
+
+    def _of_control(self, eq: Equation, ins: list[int]) -> list[int]:
+        """The numbers of what a conditional or a loop gives. In which order it takes what it reads does not count."""
+        params, given = eq.params, _in_words({k: eq.params.get(k) for k in ("length", "reverse")})
+        if eq.name == "cond":
+            branches = [self._of_body(branch, eq, ins[1:]) for branch in params["branches"]]
+            return [self._made(eq, "cond", ins[0], *outs) for outs in zip(*branches, strict=True)]
+        self._depth += 1
+        of_carry = lambda carry: [self._number("carry", self._depth, i) for i in range(len(carry))]
+        if eq.name == "while":
+            n, end = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+            inits = ins[end:]
+            outs = self._of_body(params["body_jaxpr"], eq, [*ins[n:end], *of_carry(inits)])
+            test = self._of_body(params["cond_jaxpr"], eq, [*ins[:n], *of_carry(inits)])
+            loop, ys = self._made(eq, "while", *test, *inits, *outs), []
+        else:
+            n, carried = scan_counts(eq.eqn)
+            inits = ins[n : n + carried]
+            xs = [self._number("entry", self._depth, x) for x in ins[n + carried :]]
+            outs = self._of_body(params["jaxpr"], eq, [*ins[:n], *of_carry(inits), *xs])
+            loop = self._made(eq, "scan", given, *inits, *outs[:carried])
+            ys = [self._made(eq, "stacked", loop, y) for y in outs[carried:]]
+        self._depth -= 1
+        return [*(self._number(loop, i) for i in range(len(inits))), *ys]
+
+    def _made(self, eq: Equation, *key: Any) -> int:
+        number = self._number(*key)
+        self.made.setdefault(number, eq)
+        return number
+
+    def _unchanged(self, eq: Equation, ins: list[int]) -> list[int] | None:
+        """The numbers of operands that an equation gives back; None if it computes."""
+        if eq.name == "axis_index":
+            return [self._array(np.int32(0))]
+        outs = eq.eqn.outvars
+        if (
+            eq.name in UNCHANGED
+            and _types(eq.eqn.invars[: len(outs)]) == _types(outs)
+            and eq.params.get("name") != LAYER_NUMBERS
+        ):
+            return ins[: len(outs)]
+        if eq.name == "transpose":
+            return [self._transposed(eq, ins[0], tuple(eq.params["permutation"]))]
+        if eq.name == "reshape" and self._roots.get(ins[0], (0, None))[1] == eq.result_shape:
+            return [self._roots[ins[0]][0]]
+        if eq.name in ("add", "sub") and ins[1] in self._zeros:
+            return ins[:1]
+        if eq.name == "div" and ins[1] in self._ones:
+            return ins[:1]
+        return ins[1:] if eq.name == "add" and ins[0] in self._zeros else None
+
+
+def _operands(eqn: Any) -> Any:
+    """What an equation reads: of a slice of everything, where it begins does not count."""
+    is_all = eqn.primitive.name == "dynamic_slice" and _types(eqn.invars[:1]) == _types(eqn.outvars)
+    return eqn.invars[:1] if is_all else eqn.invars
+
+
+def _types(variables: Any) -> list:
+    return [(var.aval.shape, var.aval.dtype) for var in variables]
+
+
+def _in_words(params: Any) -> str:
+    """Parameters of an equation, but for those of the mesh, programs, and functions of Python."""
+    found = {}
+    for name, value in params.items():
+        parts = value if isinstance(value, tuple | list) else (value,)
+        is_function = callable(value) and not isinstance(value, type)
+        is_program = any(hasattr(part, "eqns") or hasattr(part, "jaxpr") for part in parts)
+        if name not in OF_MESHES and not is_function and not is_program:
+            is_array = isinstance(value, np.ndarray | jax.Array)
+            found[name] = f"{value.dtype}{value.tolist()}" if is_array else str(value)
+    return str(sorted(found.items()))

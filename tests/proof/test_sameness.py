@@ -1,0 +1,110 @@
+"""Whether two programs compute the same on one device, against what they compute."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from shardlib.proof.sameness import differences
+
+pytestmark = pytest.mark.quick
+X = np.linspace(0.5, 2.0, 12, dtype=np.float32).reshape(3, 4)
+
+
+def twice(x):
+    return jnp.sin(x) * jnp.sin(x) + jnp.float32(1)
+
+
+def once(x):
+    one, s = jnp.float32(1), jnp.sin(x)
+    return s * s + one
+
+
+def over_columns(x, y):
+    return lax.dot_general(x, y, (((1,), (1,)), ((), ())))
+
+
+def scanned(step, x, *consts):
+    return lax.scan(lambda carry, row: (step(carry, row, *consts), carry), x[0], x)
+
+
+def weighted(order):
+    """A loop that takes its constants in one order or the other."""
+
+    def run(x):
+        a, b = jnp.cos(x[0]), jnp.exp(x[1])
+        step = (lambda c, r: c * a + r * b) if order else (lambda c, r: r * b + c * a)
+        return scanned(step, x)
+
+    return run
+
+
+SAME = {
+    "computed twice": (twice, once),
+    "a product that is transposed": (lambda x: over_columns(x, jnp.cos(x)), lambda x: over_columns(jnp.cos(x), x).T),
+    "a reshape that is undone": (lambda x: jnp.sin(x.reshape(4, 3).reshape(3, 4)), jnp.sin),
+    "constants of a loop": (weighted(True), weighted(False)),
+    "a slice of everything": (lambda x: lax.dynamic_slice(x, (jnp.int32(x[0, 0]), 0), x.shape) + 1, lambda x: x + 1),
+    "an offset of zero": (lambda x: x[jnp.arange(3) + 0 * jnp.int32(2)], lambda x: x[jnp.arange(3)]),
+    "a call": (lambda x: jax.jit(jnp.tanh)(x), jnp.tanh),
+}
+OTHER = {
+    "a factor": (lambda x: 4 * jnp.sin(x), jnp.sin),
+    "a literal": (lambda x: x * 2, lambda x: x * 3),
+    "an operand": (lambda x: jnp.sin(x) - x, lambda x: x - jnp.sin(x)),
+    "an axis": (lambda x: jnp.cumsum(x, 0), lambda x: jnp.cumsum(x, 1)),
+    "a transposition": (lambda x: over_columns(x, jnp.cos(x)), lambda x: over_columns(jnp.cos(x), x)),
+    "an array": (lambda x: x + np.arange(4), lambda x: x + np.arange(4)[::-1]),
+    "the body of a loop": (lambda x: scanned(lambda c, r: c + r, x), lambda x: scanned(lambda c, r: c - r, x)),
+    "the start of a loop": (lambda x: scanned(lambda c, r: c + r, x), lambda x: scanned(lambda c, r: c + r, x[::-1])),
+    "a loop that runs backwards": (
+        lambda x: lax.scan(lambda c, r: (c * r, c), x[0], x),
+        lambda x: lax.scan(lambda c, r: (c * r, c), x[0], x, reverse=True),
+    ),
+    "how often a loop runs": (
+        lambda x: lax.fori_loop(0, 3, lambda i, c: c * 2, x),
+        lambda x: lax.fori_loop(0, 4, lambda i, c: c * 2, x),
+    ),
+    "which of two carries": (
+        lambda x: lax.scan(lambda c, r: ((c[0] + r, c[1] * r), None), (x[0], x[1]), x)[0][0],
+        lambda x: lax.scan(lambda c, r: ((c[0] + r, c[1] * r), None), (x[0], x[1]), x)[0][1],
+    ),
+    "a branch": (
+        lambda x: lax.cond(x[0, 0] > 1, jnp.sin, jnp.cos, x),
+        lambda x: lax.cond(x[0, 0] > 1, jnp.cos, jnp.sin, x),
+    ),
+    "a key": (
+        lambda x: x * jax.random.bernoulli(jax.random.key(0), 0.5, x.shape),
+        lambda x: x * jax.random.bernoulli(jax.random.key(1), 0.5, x.shape),
+    ),
+    "a part": (lambda x: lax.dynamic_slice(x, (0, 1), (3, 2)), lambda x: lax.dynamic_slice(x, (0, 2), (3, 2))),
+}
+
+
+def parted(ours, theirs) -> list[str]:
+    return list(differences(jax.make_jaxpr(ours)(X), jax.make_jaxpr(theirs)(X), ("one", "the other"), "edit both"))
+
+
+def equal(ours, theirs) -> bool:
+    pairs = zip(jax.tree.leaves(ours(X)), jax.tree.leaves(theirs(X)), strict=True)
+    return all(a.shape == b.shape and np.allclose(a, b, rtol=1e-5) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_what_computes_the_same_is_the_same(name):
+    assert equal(*SAME[name])
+    assert parted(*SAME[name]) == []
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_what_computes_another_thing_is_not(name):
+    assert not equal(*OTHER[name])
+    assert len(parted(*OTHER[name])) == 1
+    assert len(parted(*OTHER[name][::-1])) == 1
+
+
+def test_no_gradient_is_not_the_same():
+    """Which the values do not show."""
+    (text,) = parted(lambda x: lax.stop_gradient(jnp.sin(x)), jnp.sin)
+    assert "stop_gradient: one runs this, and the other does not" in text
