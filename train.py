@@ -594,7 +594,8 @@ def make_training_step(c: Config, model: LanguageModel, in_order: bool = False):
 
     It reuses the old state's memory. `in_order`: as of Forward.
     """
-    forward, other = Forward(model, c.training, True, in_order), Forward(teacher.model_of(c) or model, c.training)
+    forward = Forward(model, c.training, in_training=True, in_order=in_order)
+    other = Forward(teacher.model_of(c) or model, c.training)
     Weights, Other = model.Weights, Separate[other.model.Weights]
     updates = rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
 

@@ -6,6 +6,7 @@ by axis_index, and a reshape that is undone.
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,12 +15,13 @@ import numpy as np
 
 from shardlib.equations import CALLS, body_of, is_variable, jaxprs_of, scan_counts
 from shardlib.marks import LAYER_NUMBERS
+from shardlib.proof.elementwise import ELEMENTWISE
 from shardlib.proof.equation import Equation, is_integer
 from shardlib.proof.primitives import COLLECTIVES, IDENTITIES
 
 CASTS = frozenset(
     """
-    vary_unreduced_cast vary_unreduced_cast_p unreduced_cast unreduced_cast_p preduce copy copy_p dynamic_slice
+    vary_unreduced_cast vary_unreduced_cast_p unreduced_cast unreduced_cast_p preduce copy copy_p dynamic_slice slice
     convert_element_type
     """.split()  # noqa: SIM905
 )
@@ -77,6 +79,7 @@ class _Numbers:
         self.made: dict[int, Equation] = {}
         self._table, self._roots = table, {}  # of what is a reshape: the array and its shape
         self._turned: dict[int, tuple[int, tuple[int, ...]]] = {}  # of what is a transpose: the array and its order
+        self._even: dict[int, int] = {}  # of what is one entry everywhere: the entry
         self._zeros: set[int] = set()
         self._ones: set[int] = set()
         self._depth = 0
@@ -119,21 +122,41 @@ class _Numbers:
         if name in ("scan", "while", "cond"):
             return self._of_control(eq, ins)
         bodies = [tuple(self._of_body(inner, eq)) for inner in jaxprs_of(eq.eqn)]
-        if name == "convert_element_type" and ins[0] in self._turned:
-            root, order = self._turned[ins[0]]
-            return [self._transposed(eq, self._made(eq, name, _in_words(eq.params), root), order)]
         if name == "dot_general":
             return [self._product(eq, ins)]
+        order = None
+        if name in ELEMENTWISE:
+            ins, order = self._each_entry(eq, ins)
         if name in ("add", "mul"):
             ins = sorted(ins)
-        if name == "reshape":
-            ins = [self._roots.setdefault(ins[0], (ins[0], eq.shape()))[0]]
+        if _reshapes(eq):
+            root = self._roots.setdefault(ins[0], (ins[0], eq.shape()))
+            number = self._made(eq, "reshape", eq.result_shape, root[0])
+            self._roots.setdefault(number, root)
+            return [number]
         number = self._made(eq, name, _in_words(eq.params), *bodies, *ins)
-        if name == "reshape":
-            self._roots.setdefault(number, self._roots[ins[0]])
         if name in ("broadcast_in_dim", "convert_element_type", "mul") and is_integer(eq.result_type()):
             self._zeros |= {number} if self._zeros & {*ins} else set()
+        if name == "broadcast_in_dim" and not eq.eqn.invars[0].aval.shape:
+            self._even[number] = ins[0]
+        if order is not None:
+            return [self._transposed(eq, number, order)]
         return [number, *(self._number(number, i) for i in range(1, len(outs)))]
+
+    def _each_entry(self, eq: Equation, ins: list[int]) -> tuple[list[int], tuple[int, ...] | None]:
+        """Operands of what is computed of each entry, before their dims are moved, and how they are moved, if they are.
+
+        An operand whose entries are equal is taken for one of them, as long as another one has the shape.
+        """
+        even = [self._even.get(x, x if not var.aval.shape else None) for x, var in zip(ins, eq.eqn.invars, strict=True)]
+        if None not in even:
+            return ins, None
+        orders = {
+            self._turned[x][1] if x in self._turned else None for x, one in zip(ins, even, strict=True) if one is None
+        }
+        order = orders.pop() if len(orders) == 1 else None
+        root = lambda x: x if order is None else self._turned[x][0]
+        return [root(x) if one is None else one for x, one in zip(ins, even, strict=True)], order
 
     def _transposed(self, eq: Equation, x: int, order: tuple[int, ...]) -> int:
         root, old = self._turned.get(x, (x, tuple(range(len(order)))))
@@ -199,8 +222,10 @@ class _Numbers:
             return ins[: len(outs)]
         if eq.name == "transpose":
             return [self._transposed(eq, ins[0], tuple(eq.params["permutation"]))]
-        if eq.name == "reshape" and self._roots.get(ins[0], (0, None))[1] == eq.result_shape:
-            return [self._roots[ins[0]][0]]
+        if eq.name == "pad" and not any(map(any, eq.params["padding_config"])):
+            return ins[:1]
+        if _reshapes(eq) and self._roots.get(ins[0], (0, eq.shape()))[1] == eq.result_shape:
+            return [self._roots.get(ins[0], ins)[0]]
         if eq.name in ("add", "sub") and ins[1] in self._zeros:
             return ins[:1]
         if eq.name == "div" and ins[1] in self._ones:
@@ -212,6 +237,13 @@ def _operands(eqn: Any) -> Any:
     """What an equation reads: of a slice of everything, where it begins does not count."""
     is_all = eqn.primitive.name == "dynamic_slice" and _types(eqn.invars[:1]) == _types(eqn.outvars)
     return eqn.invars[:1] if is_all else eqn.invars
+
+
+def _reshapes(eq: Equation) -> bool:
+    """Whether the result has the entries of the operand in their order."""
+    if eq.name in ("reshape", "squeeze"):
+        return eq.params.get("dimensions") is None or eq.name == "squeeze"
+    return eq.name == "broadcast_in_dim" and eq.shape() != () and math.prod(eq.shape()) == math.prod(eq.result_shape)
 
 
 def _types(variables: Any) -> list:
