@@ -42,15 +42,20 @@ BY_NAME = {
     "bench.throughput.peers.worker",
     "bench.plan.trainers",
 }
-BY_NAME |= {"bench.throughput.peers.seqax_trainer", "shardwright.run.trackers"}
+BY_NAME |= {
+    "bench.throughput.peers.seqax_trainer",
+    "shardwright.run.trackers",
+    "shardwright.run.fresh",
+    "tools.verify.step",
+}
 """Modules that import what a configuration, a command line, a pickled function, or a list of programs names."""
 SHARED = {f"tools.report.{name}" for name in ("comparing", "page", "plots", "reading")}
 SHARED |= {f"tools.huggingface.{name}" for name in ("check", "families")}
 SHARED |= {"bench.throughput.peers.ours", "bench.throughput.peers.job"}
 """Modules of several programs."""
 MAX_LINES, MAX_SHARE, MAX_TRAIN_NAMES = 450, 0.25, 32
-LONGER = {"train": 710, "shardwright.run.run": 470}
-"""Modules that may be longer: the program that is one file, and the run around it."""
+LONGER = {"train": 710, "shardwright.run.run": 470, "shardlib.proof.causality": 480, "shardlib.proof.reach_rules": 520}
+"""Modules that may be longer: the program that is one file, the run around it, and rules of one analysis."""
 VOCABULARY = ("shardlib.shardtypes", "shardlib.shardops")
 
 
