@@ -282,9 +282,9 @@ def _traced(forward: Any, sizes: tuple[int, int], sampled: bool, seeds: bool, pa
         if not parts:
             return loss(w, first, *([second] if second else []))[0]
         with pipeline_stage():
-            layers = len(jax.tree.leaves(w.layers)[0])
-            x, _ = loss.layers(w.layers, loss.first(w, *first), jnp.arange(layers), *first)
-            return loss.last(w, x, *first)
+            outside, layers = loss.outside(w), len(jax.tree.leaves(w.layers)[0])
+            x, _ = loss.layers(w.layers, loss.first(outside, *first), jnp.arange(layers), *first)
+            return loss.last(outside, x, *first)
 
     return _on_one_device(forward, logits if sampled else loss, _arguments(forward, sizes, sampled, seeds))
 
