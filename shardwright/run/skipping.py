@@ -21,8 +21,9 @@ SMALLER_RATE = (
 
 RECENT, FEWEST = 50, 10
 """Steps of which a loss and a gradient norm are compared with the median, and fewest that are known then."""
-LEAST, OF_NORM = 0.5, 10
-"""Least jump of a loss that is a spike, and how many times more than the loss a gradient norm has to jump."""
+LEAST, OF_NORM, OUTLIER = 0.5, 10, 5
+"""Least jump of a loss that is a spike; how many times more than the loss a gradient norm has to jump; and least jump
+of both, as a multiple of their median distance from the median: batches of few tokens vary by themselves."""
 
 
 class SkippedSteps:
@@ -78,7 +79,9 @@ class SkippedSteps:
             pairs = zip(("loss", "gradient norm"), values, zip(*self._recent, strict=True), (1, OF_NORM), strict=True)
             for name, value, recent, times in pairs:
                 median = statistics.median(recent)
-                if value > times * self._spike_factor * median and value - median > (LEAST if times == 1 else 0):
+                spread = statistics.median(abs(x - median) for x in recent)
+                least = max(OUTLIER * spread, LEAST if times == 1 else 0)
+                if value - median > max((times * self._spike_factor - 1) * abs(median), least):
                     found.append(f"{name} {value:.4g}, of the last {len(recent)} steps {median:.4g}")
         if found and not self._in_spike:
             self._tell(step, " and ".join(found), "spike")

@@ -112,7 +112,15 @@ def test_a_spike_is_told_once(resumed):
     small = SkippedSteps(3, {}, lambda *line: told.append(line), 1.5)
     for step in range(40):  # a memorized text
         small.see(step, 0.01 * (1 + step % 5), 1.0, False)
+    few = SkippedSteps(3, {}, lambda *line: told.append(line), 1.5)
+    for step, loss in enumerate(rng.uniform(1, 5, 200).tolist()):  # batches of few tokens
+        few.see(step, loss, 1.0, False)
+    negative = SkippedSteps(3, {}, lambda *line: told.append(line), 1.5)
+    for step in range(40):  # a reward
+        negative.see(step, -5.0 + step % 5 * 0.2, 1.0, False)
     assert len(told) == 2
+    negative.see(40, -1.0, 1.0, False)
+    assert len(told) == 3
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------------
