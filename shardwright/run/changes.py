@@ -73,10 +73,15 @@ def config_at(c: Any, step: int) -> Any:
     return dataclasses.replace(c, **sections)
 
 
+def check_number(changes: Sequence[Any]) -> None:
+    """Raises ValueError if training.changes has too many entries."""
+    if len(changes) > MOST_CHANGES:
+        raise ValueError(f"training.changes has {len(changes):,} entries; leave at most {MOST_CHANGES}.")
+
+
 def check_changes(c: Any, check: Callable[[Any], None]) -> None:
     """Raises ValueError for an entry of training.changes that is wrong, or whose settings `check` refuses."""
-    if (count := len(c.training.changes)) > MOST_CHANGES:
-        raise ValueError(f"training.changes has {count:,} entries; leave at most {MOST_CHANGES}.")
+    check_number(c.training.changes)
     for i, (before, change) in enumerate(itertools.pairwise([{"step": 0}, *c.training.changes])):
         name, step = f"training.changes[{i}]", change.get("step")
         if type(step) is not int or step <= before["step"]:

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.schedules import SCHEDULES
 from shardwright.modeling.model import is_shipped, module_of
-from shardwright.run.changes import firsts, may_change, settings_at
+from shardwright.run.changes import check_number, firsts, may_change, settings_at
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config, register_schema, to_config
 from shardwright.run.files import as_config, literal
@@ -64,7 +64,9 @@ def saved_config(metadata: Any) -> dict[str, dict]:
     """
     config = as_config(metadata.get("config") if isinstance(metadata, dict) else None, "the checkpoint's metadata")
     check_types("the checkpoint's metadata", metadata, _METADATA, "Take another checkpoint.")
-    return {"data": {}, "training": {}} | config
+    config = {"data": {}, "training": {}} | config
+    check_number(config["training"].get("changes", ()))
+    return config
 
 
 def with_defaults(saved: dict, named: str | None = None) -> dict:
