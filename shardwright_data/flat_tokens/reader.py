@@ -81,7 +81,8 @@ class Reader:
 
     def _stamps(self) -> list[tuple[int, ...]]:
         """What changes when a local split is replaced: identities of the files that mark it as complete."""
-        paths = [self._root.path + f"{self._split}/{marker}" for marker in MARKERS if "://" not in self.filespec]
+        root = local_path(self._root)
+        paths = [f"{root}{self._split}/{marker}" for marker in MARKERS if root is not None]
         found = [os.stat(path) for path in paths if os.path.exists(path)]
         return [(status.st_ino, status.st_size, status.st_mtime_ns) for status in found]
 
@@ -155,7 +156,7 @@ class Reader:
         within = [np.arange(a, b) for a, b in zip(first, last, strict=True) if b - a > 1]
         for i in {*np.concatenate([first, last, *within]).tolist()} - checked:
             with contextlib.suppress(FileNotFoundError):
-                check_file(f"{prefix}{i}", 1024 + _MOST_BYTES * size)
+                check_file(f"{prefix}{i}", min(1024 + _MOST_BYTES * size, MEMORY // 2))
             checked.add(i)
 
     def _open_array(self, key: str, dtype: type, remedy: str = _AGAIN) -> ts.TensorStore:

@@ -252,12 +252,13 @@ def test_corrupt_byte_is_noticed(tmp_path, small_chunks):
             Reader(str(tmp_path / "d"), "train").read(np.array([256]), np.array([256]))
 
 
+@pytest.mark.parametrize("scheme", ["", "file://"])
 @pytest.mark.parametrize("how", ["written again", "moved in", "half written", "deleted"])
-def test_a_dataset_that_was_replaced_is_not_read_on(tmp_path, small_chunks, how):
+def test_a_dataset_that_was_replaced_is_not_read_on(tmp_path, small_chunks, how, scheme):
     """Of the same sizes: nothing but the tokens differs. Other splits do not matter."""
     old, new = np.arange(700), np.arange(700)[::-1]
     write(tmp_path / "d", [(old, np.array([300, 400]))])
-    reader = Reader(str(tmp_path / "d"), "train")
+    reader = Reader(f"{scheme}{tmp_path}/d", "train")
     write(tmp_path / "d", [(new, np.array([700]))], split="validation")
     assert np.array_equal(flat_tokens.decode(read_whole(reader))[0], old)
     if how == "moved in":

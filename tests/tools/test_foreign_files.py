@@ -16,7 +16,7 @@ from rich.console import Console
 from written_datasets import write
 
 from shardwright.run.files import read_config
-from shardwright_data.foreign import check_types, read_file, read_object, refused
+from shardwright_data.foreign import MEMORY, check_types, read_file, read_object, refused
 from shardwright_data.loader import DataConfig
 from shardwright_data.text import definitions
 from shardwright_data.text.tokenizers import open_tokenizer, tokenizer_of_run
@@ -141,6 +141,19 @@ def test_a_file_that_is_none_gets_a_line_with_its_name(given, tmp_path, reader, 
     parts = Path(name).parts  # a chunk that is JSON is damaged, not foreign: its array is named
     assert {parts[-1], *parts[-3:-1], "model"} & {*re.findall(r"[.\w]+", message)}, message
     assert len(message) < 700
+
+
+@pytest.mark.parametrize("shard", [True, False])
+def test_a_file_for_which_memory_has_no_room_is_refused_however_large_its_chunks_are(given, tmp_path, shard):
+    shutil.copytree(given / "data", tmp_path / "data")
+    array = tmp_path / "data/train/encoded_tokens"
+    about = json.loads((array / "zarr.json").read_text())
+    about["chunk_grid"]["configuration"]["chunk_shape"] = [2**40 if shard else 2**30]
+    about["codecs"] = about["codecs"] if shard else about["codecs"][0]["configuration"]["codecs"][:1]
+    (array / "zarr.json").write_text(json.dumps(about))
+    os.truncate(array / "c/0", MEMORY // 2 + 1)
+    with pytest.raises(ValueError, match=r"c/0 cannot be read: it has .* bytes, of at most"):
+        inspect(filespec=str(tmp_path / "data"))
 
 
 def test_the_report_reads_no_pipe(given, tmp_path):
