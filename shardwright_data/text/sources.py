@@ -23,6 +23,8 @@ RECORDS = 64
 KINDS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".arrow": "arrow", ".feather": "arrow"}
 KINDS |= {".csv": "csv", ".txt": "text"}
 """Kinds of files by the ends of names; .gz, .bz2, .xz or .zst may follow but for .parquet, .arrow and .feather."""
+ZSTD = (".zst", ".zstd")
+"""Ends of names of files that zstd packed."""
 BAD = "why it is bad"
 """Column, beside the documents of files, with what is wrong with a row; None in a good row."""
 
@@ -73,7 +75,7 @@ def open_text(
         ):
             builder = datasets.load_dataset_builder(dataset, dataset_config, revision=revision)
             of_split = {str(key): paths for key, paths in (builder.config.data_files or {}).items()}.get(split, [])
-            if not any(path.endswith((".zst", ".arrow")) for path in of_split):
+            if not any(path.endswith((*ZSTD, ".arrow")) for path in of_split):
                 return name, builder.as_streaming_dataset(split)
         # Of a truncated .zst or .arrow `datasets` would take what is left for the whole.
         check_options(name, builder.config)
@@ -100,7 +102,8 @@ def check_options(name: str, config: Any) -> None:
 def kind_of(path: str) -> str | None:
     """The kind of a file, by its name; None if it is not one of KINDS."""
     name = path.rsplit("/", 1)[-1]
-    found = [(name.rfind(suffix), suffix) for suffix in KINDS if suffix in name]
+    # Of a .zip only the first file would be read.
+    found = [(name.rfind(suffix), suffix) for suffix in KINDS if suffix in name and not name.endswith(".zip")]
     return KINDS[max(found)[1]] if found else None
 
 
@@ -186,7 +189,7 @@ def _rows(paths: list[str], text_field: str, separator: str | None) -> Iterator[
     import fsspec
 
     for path in paths:
-        kind, place, is_zstd = kind_of(path), "the beginning", path.endswith(".zst")
+        kind, place, is_zstd = kind_of(path), "the beginning", path.endswith(ZSTD)
         try:
             with fsspec.open(path, "rb", compression=None if is_zstd else "infer") as file:
                 if is_zstd:
@@ -211,21 +214,22 @@ class _Zstd(io.RawIOBase):
     """Content of a .zst file, with a window of any size. Raises EOFError if its end is missing; fsspec does not."""
 
     def __init__(self, file: Any):
-        self._file, self._frame, self._packed, self._content = file, None, b"", memoryview(b"")
+        from zstandard import ZstdDecompressor
+
+        self._new = ZstdDecompressor(max_window_size=2**31).decompressobj
+        self._file, self._frame, self._packed, self._content = file, self._new(), b"", memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        from zstandard import ZstdDecompressor
-
         while not self._content:
             self._packed = self._packed or self._file.read(2**14)
             if not self._packed and self._frame is None:
                 return 0
             if not self._packed:
                 raise EOFError("Compressed file ended before the end-of-stream marker was reached")
-            self._frame = self._frame or ZstdDecompressor(max_window_size=2**31).decompressobj()
+            self._frame = self._frame or self._new()
             self._content = memoryview(self._frame.decompress(self._packed))
             self._packed = self._frame.unused_data
             self._frame = None if self._frame.eof else self._frame

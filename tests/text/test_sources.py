@@ -68,7 +68,14 @@ def test_kinds_of_files(tmp_path, kind, suffix):
 
 
 def test_the_end_of_a_name_says_the_kind():
-    names = {"a.json": "json", "a.jsonl.gz": "jsonl", "a.jsonl.parquet": "parquet", "b.txt.csv": "csv", "c.md": None}
+    names = {
+        "a.json": "json",
+        "a.jsonl.gz": "jsonl",
+        "a.jsonl.parquet": "parquet",
+        "b.txt.csv": "csv",
+        "c.md": None,
+        "a.jsonl.zip": None,
+    }
     assert {name: sources.kind_of(f"d.json/{name}") for name in names} == names
 
 
@@ -224,14 +231,15 @@ def test_damaged_compressed_files(tmp_path, suffix, name, separator, damage):
         read_all(open_files([str(tmp_path / f"{name}{suffix}")], separator))
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.csv.zst", "a.txt.zst"])
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.csv.zst", "a.txt.zst", "a.txt.zstd"])
 def test_a_zstd_file_that_ends_with_a_block_but_not_with_a_frame_is_truncated(tmp_path, name):
     packer = zstandard.ZstdCompressor().compressobj()
     content = b"text\none\n" if name == "a.csv.zst" else lines(random_texts(10)).encode()
-    content = packer.compress(content) + packer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=BROKEN):
-        read_all(open_files([str(tmp_path / name)]))
+    cut = packer.compress(content) + packer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+    for content in (cut, b""):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=BROKEN):
+            read_all(open_files([str(tmp_path / name)]))
 
 
 def test_zstd_of_several_frames_and_of_any_window(tmp_path):
@@ -245,7 +253,7 @@ def test_zstd_of_several_frames_and_of_any_window(tmp_path):
     assert read_all(open_files([str(tmp_path / "a.jsonl.zst")])) == texts
 
 
-@pytest.mark.parametrize("name", ["train.csv.zst", "train.jsonl.zst", "train.txt.zst", "train.arrow"])
+@pytest.mark.parametrize("name", ["train.csv.zst", "train.jsonl.zst", "train.txt.zst", "train.txt.zstd", "train.arrow"])
 @pytest.mark.parametrize("frames", [1, 2])
 def test_a_truncated_file_of_a_dataset_is_no_shorter_split(tmp_path, name, frames):
     """The library `datasets` reads the rows that are left. Whole, the files give what they hold."""
