@@ -152,12 +152,14 @@ class Rule:
     def attended(self, length: int) -> float:
         """Keys that a position sees on average, of `length` positions in one document: of causal (length + 1) / 2.
 
-        Exact for the conditions of this module. Of others evenly spaced queries are counted, all of a short sequence.
+        Exact for the conditions of this module. Of others a sample of the queries is counted, all of a short sequence.
         """
         windows = [condition.size for condition in self.visible if isinstance(condition, Window)]
         known = all(x in (causal, same_document) or isinstance(x, Window) for x in self.visible)
-        index, stride = np.arange(length, dtype=np.int32), max(1, length * length // _COUNTED)
-        q = index if known else index[stride // 2 :: stride]
+        index = np.arange(length, dtype=np.int32)
+        n = np.arange(length if known else min(length, max(1, _COUNTED // length)))
+        # One in each of n equal parts, at golden-ratio offsets: an even stride always hits the same spot of a block.
+        q = index[((n + (n + 0.5) * 0.6180339887498949 % 1) * length / len(n)).astype(np.int64)]
         if known:
             seen = (q + 1 if causal in self.visible else length) - np.maximum(0, q + 1 - min(windows, default=length))
         else:

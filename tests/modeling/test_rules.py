@@ -154,6 +154,9 @@ def test_attended_keys_are_the_entries_of_the_mask(length, size):
 def test_attended_keys_of_an_unknown_condition_in_a_long_sequence():
     known, unknown = Rule((causal, Window(1000))), Rule((causal, lambda q, k: q.index - k.index < 1000))
     assert unknown.attended(2**17) == pytest.approx(known.attended(2**17), rel=0.02)
+    for size in (512, 2048, 8192):
+        blocks = Rule((causal, lambda q, k, size=size: q.index // size == k.index // size))
+        assert blocks.attended(2**17) == pytest.approx((size + 1) / 2, rel=0.12)
 
 
 class Alternating(train.Llama):
