@@ -24,11 +24,12 @@ from shardwright.run import teacher
 from shardwright.run.changes import steps_of, tokens_before
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.files import read_config
-from shardwright.run.opening import open_run, read_weights
+from shardwright.run.opening import StagesChoice, open_run, read_weights
 from shardwright.run.resuming import check_resumes, config_of, literal, saved_config
 from tools import checkpoint_to_huggingface, evaluate, serve
 from tools.generate import MeshChoice, Settings, generate
 from tools.replay import __main__ as replay
+from tools.replay.session import opened
 from tools.report import __main__ as report
 
 ROOT = Path(__file__).parents[2]
@@ -228,6 +229,17 @@ def test_settings_that_no_run_saves_are_refused_in_one_line(stranger, section, v
     with pytest.raises(ValueError, match=re.escape(message)) as error, open_run(run, None, False):
         pass
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("changes", "message"), [([1], "changes is 1; it must be an object"), (CHANGES, "100,000 en")])
+def test_changes_of_a_config_yaml_are_refused_in_one_line(stranger, changes, message):
+    """Replay reads the one beside the checkpoints too."""
+    run = stranger.write()
+    (stranger.directory / "config.yaml").write_text(json.dumps({"training": {"changes": changes}}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tools.replay.session.read_config", lambda path: json.loads(path.read_text()))  # at once
+        with pytest.raises(ValueError, match=message), opened(run, 3, StagesChoice(), False, False, print):
+            pass
 
 
 def test_tokens_before_a_step_of_many_changes():

@@ -143,6 +143,7 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
             with contextlib.suppress(ValueError, TypeError):  # of a start that went back further
                 check_skips(*skips, done)
                 config["data"]["skip_steps"] = skips[1]
+            config = saved_config({"config": config})  # config.yaml may be a stranger's too
         c = config_of(config, trust)
         if done == 0 and c.training.init_from is not None and not trust:
             raise ValueError(
