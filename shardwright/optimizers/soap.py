@@ -123,7 +123,8 @@ def of_matrix(c: OptimizerConfig, step, g, m, v, left, right, q, p) -> list:
         """V, and bases of the singular vectors of G, by falling singular values."""
         is_wide = g.shape[0] < g.shape[1]
         x, short, long = (g.T, left, right) if is_wide else (g, right, left)  # [longer side, shorter side]
-        own = None if short is None else basis_of(dot(short, jnp.linalg.eigh(short)[1][:, ::-1]))
+        _, sizes, vectors = jnp.linalg.svd(x, full_matrices=False)  # of G.T @ G rounding would leave half the digits
+        own = None if short is None else basis_of(vectors.T * sizes)
         # Eigenvectors of the longer factor, which has no such rank, would be rounding's choice.
         other = None if long is None else basis_of(jnp.pad(dot(x, own), ((0, 0), (0, len(x) - x.shape[1]))))
         return v, *((own, other) if is_wide else (other, own))
