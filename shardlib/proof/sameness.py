@@ -48,7 +48,10 @@ def differences(ours: Any, theirs: Any, names: tuple[str, str], remedy: str) -> 
     a, b = (_Numbers(program, table) for program in (ours, theirs))
     if a.results == b.results:
         return
-    alone = [[eq for n, eq in x.made.items() if n not in y.made and eq.name not in VIEWS] for x, y in ((a, b), (b, a))]
+    alone = [
+        [eq for n, eq in x.made.items() if not (n in y.made or n in x.zeros or eq.name in VIEWS)]
+        for x, y in ((a, b), (b, a))
+    ]
     firsts = _firsts(alone)
     found = [
         f"{eq.place()}: {eq.name}: {name} runs this" for eqs, name in zip(firsts, names, strict=True) for eq in eqs
@@ -80,7 +83,7 @@ class _Numbers:
         self._table, self._roots = table, {}  # of what is a reshape: the array and its shape
         self._turned: dict[int, tuple[int, tuple[int, ...]]] = {}  # of what is a transpose: the array and its order
         self._even: dict[int, int] = {}  # of what is one entry everywhere: the entry
-        self._zeros: set[int] = set()
+        self.zeros: set[int] = set()
         self._ones: set[int] = set()
         self._depth = 0
         self.results = self._of_body(program, None)
@@ -93,7 +96,7 @@ class _Numbers:
             x = jax.random.key_data(x)
         x = np.asarray(x)
         number = self._number(str(x.dtype), x.shape, x.tobytes())
-        self._zeros |= {number} if is_integer(x.dtype) and not x.any() else set()
+        self.zeros |= {number} if is_integer(x.dtype) and not x.any() else set()
         self._ones |= {number} if x.ndim == 0 and x == 1 else set()
         return number
 
@@ -136,7 +139,7 @@ class _Numbers:
             return [number]
         number = self._made(eq, name, _in_words(eq.params), *bodies, *ins)
         if name in ("broadcast_in_dim", "convert_element_type", "mul") and is_integer(eq.result_type()):
-            self._zeros |= {number} if self._zeros & {*ins} else set()
+            self.zeros |= {number} if self.zeros & {*ins} else set()
         if name == "broadcast_in_dim" and not eq.eqn.invars[0].aval.shape:
             self._even[number] = ins[0]
         if order is not None:
@@ -226,11 +229,11 @@ class _Numbers:
             return ins[:1]
         if _reshapes(eq) and self._roots.get(ins[0], (0, eq.shape()))[1] == eq.result_shape:
             return [self._roots.get(ins[0], ins)[0]]
-        if eq.name in ("add", "sub") and ins[1] in self._zeros:
+        if eq.name in ("add", "sub") and ins[1] in self.zeros:
             return ins[:1]
         if eq.name == "div" and ins[1] in self._ones:
             return ins[:1]
-        return ins[1:] if eq.name == "add" and ins[0] in self._zeros else None
+        return ins[1:] if eq.name == "add" and ins[0] in self.zeros else None
 
 
 def _operands(eqn: Any) -> Any:

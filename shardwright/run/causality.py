@@ -278,7 +278,10 @@ def _traced(forward: Any, sizes: tuple[int, int], sampled: bool, seeds: bool, pa
 
     @typed_shard_map
     def loss(w: model.Weights, first: Microbatch, second: Microbatch | None = None) -> f32[""]:
-        w, loss = forward.copies(w), _module_of(forward).MicrobatchLoss(forward, of_logits)
+        module, run = _module_of(forward), forward
+        if forward.in_training:  # as in the step, in which a model reads these
+            run = dataclasses.replace(run, targets=module.count_targets(jax.tree.map(lambda x: x[None], first[0])))
+        w, loss = run.copies(w), module.MicrobatchLoss(run, of_logits)
         if not parts:
             return loss(w, first, *([second] if second else []))[0]
         with pipeline_stage():

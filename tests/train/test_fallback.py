@@ -35,7 +35,7 @@ def spoil(path):
 def checkpoints(tmp_path):
     with Checkpointer(tmp_path) as checkpoints:
         for step in (5, 10, 15):
-            checkpoints.save(step, {"x": jnp.ones(4)}, {"config": {"training": {"resume_step": None}}})
+            checkpoints.save(step, {"x": jnp.ones(4)}, {"config": {"model": {}, "training": {"resume_step": None}}})
     return checkpoints
 
 
@@ -62,7 +62,7 @@ def test_a_step_is_chosen(checkpoints):
 def test_the_same_command_goes_on_with_the_run_that_went_back(checkpoints):
     """Unless other batches are left out that it has not reached; also when the step is deleted by then."""
     with Checkpointer(checkpoints.store.url) as again:
-        config = {"training": {"resume_step": 10}, "data": {"skip_steps": [12]}}
+        config = {"model": {}, "training": {"resume_step": 10}, "data": {"skip_steps": [12]}}
         again.save(20, {"x": jnp.ones(4)}, {"config": config})
         again.wait()
         assert choose_checkpoint(again, 10, {}, [12])[0] == 20
