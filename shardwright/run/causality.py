@@ -309,9 +309,14 @@ def _on_one_device(forward: Any, program: Any, args: tuple) -> Any:
 
 
 def _of_loss(forward: Any, optimizer: Any) -> Iterator[Finding]:
-    """What is wrong with the loss that training minimizes, where it compares a target with logits that know it."""
-    own = functools.partial(_module_of(forward).training_loss, c=optimizer)
-    sizes, vocab = (ROWS, LENGTH // 8), forward.model.c.vocab
+    """What is wrong with the losses of training and evaluation, where one compares a target with logits that know it."""
+    module = _module_of(forward)
+    for own in (functools.partial(module.training_loss, c=optimizer), module.MicrobatchLoss(forward).loss):
+        yield from _of_losses(forward, own)
+
+
+def _of_losses(forward: Any, own: Any) -> Iterator[Finding]:
+    sizes, vocab = (ROWS, 4 * LENGTH), forward.model.c.vocab
 
     @typed_shard_map
     def loss(

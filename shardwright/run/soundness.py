@@ -111,7 +111,8 @@ def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[F
     first, which computes what a Rule says of all pairs, and then as they run. shardwright.modeling.attention_calls
     compares the paths.
     """
-    if found := [*_machines(programs), *_machines(type(model))]:
+    kinds = [kind for kind in type(model).__mro__ if kind.__module__ not in ("builtins", "typing")]
+    if found := list(dict.fromkeys(finding for part in (programs, *kinds) for finding in _machines(part))):
         return found
     mesh = getattr(mesh, "abstract_mesh", mesh)
     found, is_einsum = _check_rules(programs, c, model, mesh)
@@ -197,15 +198,17 @@ def _machines(part: Callable) -> Iterator[Finding]:
     """Where `part`, or what it names in its module, asks JAX about the machine, which is the same on all meshes."""
     lines, _ = inspect.findsource(sys.modules[part.__module__])
     defined: dict[str, ast.AST] = {}
-    is_of_jax = lambda name: name.partition(".")[0] == "jax"
-    body = ast.parse("".join(lines)).body
-    aliases = [
-        x for node in body if isinstance(node, ast.ImportFrom) and is_of_jax(node.module or "") for x in node.names
-    ]
+    tree = ast.parse("".join(lines))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    is_first = lambda name, names: name.partition(".")[0] in names
+    of_modules = [x for node in imports if isinstance(node, ast.Import) for x in node.names]
+    packages = {"jax"} | {x.asname for x in of_modules if x.asname and is_first(x.name, {"jax"})}
+    is_of_jax = lambda name: is_first(name, packages)
+    aliases = [x for node in imports if is_first(getattr(node, "module", None) or "", {"jax"}) for x in node.names]
     imported = {alias.asname or alias.name for alias in aliases if alias.name in OF_MACHINES}
-    for node in body:
-        targets = [t.id for t in getattr(node, "targets", ()) if isinstance(t, ast.Name)]
-        defined |= dict.fromkeys([node.name] if hasattr(node, "name") else targets, node)
+    for node in tree.body:
+        stored = (x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
+        defined |= dict.fromkeys([node.name] if hasattr(node, "name") else stored, node)
     reached = [name for name in (part.__name__,) if name in defined]
     for name in reached:  # which grows
         names = {node.id for node in ast.walk(defined[name]) if isinstance(node, ast.Name)}

@@ -388,6 +388,10 @@ LOSSES = {  # functions of logits and targets, and what is said of them
     ),
     "centered": (lambda x, y: train.cross_entropy(x - jnp.mean(x, 1, keepdims=True), y), "reduce_sum: the target"),
     "others": (lambda x, y: train.cross_entropy(x[::-1], y), "rev: .*the logits of another sequence"),
+    "from position 500 on": (
+        lambda x, y: train.cross_entropy(jnp.where(jnp.arange(x.shape[1])[:, None] < 500, x, jnp.roll(x, -1, 1)), y),
+        "meets the logits of position",
+    ),
 }
 
 
@@ -399,6 +403,23 @@ def test_a_target_does_not_meet_logits_that_know_it(name, monkeypatch):
     with jax.set_mesh(tiny.mesh("one device")):
         found = [str(x) for x in causality._of_loss(of, tiny.optimizer())]
     assert not found if message is None else re.search(message, found[0])
+
+
+def test_the_loss_of_evaluation_is_followed(monkeypatch):
+    kept = train.MicrobatchLoss.loss
+    shifted = lambda x, y, *_: kept(jnp.roll(x, -1, 1), y)
+    monkeypatch.setattr(train.MicrobatchLoss, "loss", staticmethod(shifted))
+    monkeypatch.setattr(train.MicrobatchLoss, "__init__", lambda self, forward: None)
+    with jax.set_mesh(tiny.mesh("one device")):
+        found = [str(x) for x in causality._of_loss(forward(train.Llama), tiny.optimizer())]
+    assert re.search("0 meets the logits of position 1", found[0])
+
+
+def test_what_only_a_step_tells_a_model_is_followed():
+    """Tokens.targets is None but in the loss of training."""
+    shifted = mixed(lambda x, tokens: 0 * x if tokens.targets is None else jnp.roll(x, -1, 1))
+    with pytest.raises(ValueError, match="slice: the logits of position 0 depend on the token of position 1"):
+        verdict(forward(shifted))
 
 
 @pytest.mark.long

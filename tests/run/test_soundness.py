@@ -61,3 +61,25 @@ def test_a_program_beside_gives_way_and_outlives_ctrl_c(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     session, group, own, nice = map(int, run_beside("a_patient_program").split())
     assert (session, group, nice) == (os.getsid(0), own, 19)
+
+
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [
+        ("import jax as j", "return j.device_count()"),
+        ("", "from jax import device_count\n        return device_count()"),
+        ("import jax\nN: int = jax.device_count()", "return N"),
+        ("import jax\nN, M = jax.local_device_count(), 1", "return N"),
+        ("import jax\nN = jax.device_count()", None),
+    ],
+)
+def test_questions_about_the_machine_are_found_however_they_are_written(tmp_path, monkeypatch, head, body):
+    """A number that no step reads is none of them."""
+    name = f"a_model_that_asks_{abs(hash((head, body)))}"
+    (tmp_path / f"{name}.py").write_text(
+        f"{head}\n\n\nclass Model:\n    def layer(self):\n        {body or 'return 1'}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = [str(finding) for finding in soundness._machines(__import__(name).Model)]
+    assert bool(found) == (body is not None)
+    assert all("device_count is the same on all meshes" in text for text in found)
