@@ -309,7 +309,7 @@ def _on_one_device(forward: Any, program: Any, args: tuple) -> Any:
 
 
 def _of_loss(forward: Any, optimizer: Any) -> Iterator[Finding]:
-    """What is wrong with the losses of training and evaluation, where one compares a target with logits that know it."""
+    """What is wrong with the losses of training and evaluation: a target that is compared with logits that know it."""
     module = _module_of(forward)
     for own in (functools.partial(module.training_loss, c=optimizer), module.MicrobatchLoss(forward).loss):
         yield from _of_losses(forward, own)
