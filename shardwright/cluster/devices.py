@@ -67,7 +67,9 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
         # Without it, JAX listens on all addresses of the host, 127.0.0.1 or not.
         named["coordinator_bind_address"] = processes.coordinator
     # Empty, as gRPC reads it: no proxy. Processes of a run reach one another, and http_proxy is for other addresses.
-    os.environ.setdefault("grpc_proxy", "")
+    # Only beside a proxy, as JAX warns of any such variable.
+    if any(os.environ.get(name) for name in ("http_proxy", "https_proxy")):
+        os.environ.setdefault("grpc_proxy", "")
     waiting = threading.Timer(processes.join_timeout, _give_up_joining, [processes])
     waiting.daemon = True
     waiting.start()
