@@ -9,7 +9,7 @@ import tiny
 from jax.sharding import AbstractMesh, AxisType
 
 import train
-from shardwright.modeling import attention, context
+from shardwright.modeling import attention, attention_calls, context
 from shardwright.modeling.blockwise import small_blocks
 from shardwright.modeling.model import load_model
 from shardwright.run.config import Config
@@ -66,8 +66,8 @@ def test_a_step_by_ulysses_and_a_kernel_is_proved(monkeypatch, path):
     real = jax.nn.dot_product_attention
     plain = lambda *args, implementation, **options: real(*args, implementation="xla", **options)
     monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
-    for module in (attention, context):
-        monkeypatch.setattr(module, "choose", lambda *_, **__: path)
+    for module in (attention, attention_calls, context):
+        monkeypatch.setattr(module, "choose", lambda setting, *_, **__: setting)  # this device has no kernels
     c = tiny.config(tiny.model(layers=1, n_kv=4), context="ulysses", attention=path)
     c.training.seq_len = 128
     assert find_unsound(train.programs, c, load_model(c.model), tiny.mesh("d=2 c=2 t=2")) == []
