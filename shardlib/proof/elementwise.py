@@ -41,7 +41,7 @@ ELEMENTWISE = UNARY_LINEAR | ADDITIONS | positions.COMPARISONS | SELECTIONS | NO
 def refuse_rbg(eq: Equation) -> None:
     """Of several keys of JAX's `rbg`, under vmap, all bits are drawn from the first."""
     aval = eq.eqn.invars[0].aval
-    if "rbg" in str(aval.dtype) and math.prod(aval.shape) > 1:
+    if "rbg" in str(aval.dtype) and max(map(math.prod, (aval.shape, eq.twin_shape()))) > 1:  # here or on one device
         problem = "what is drawn from several keys of rbg depends on which of them a device has"
         raise Refused(problem, "keys of threefry do not: jax.random.key(seed, impl='threefry2x32')")
 
