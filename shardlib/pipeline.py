@@ -30,7 +30,7 @@ from shardlib.parsing import ShardError, parse_shape
 from shardlib.placement import LayerPlacement
 from shardlib.places import is_users, place
 from shardlib.tick_tables import TickTable
-from shardlib.values import mesh_axes, on_mesh, pipeline_stage
+from shardlib.values import mesh_axes, on_mesh, pipeline_stage, planned_devices
 
 # ---- the backward of a stage, in tasks of its own ------------------------------------------------------------------
 
@@ -286,17 +286,24 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
 def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) -> tuple:
     """What `run_schedule` gives, by the same parts of the loss one after the other. This is the form to be proved.
 
-    Every device runs all layers of each microbatch, also on a mesh without p. The rows of a stack are taken for its
-    layers in order: the schedule, and where it puts layers, are checked by themselves.
+    Every device runs all layers of each microbatch, also on a mesh without p: those of the first stage, then the
+    others, because what is right of two stages is right of more. The rows of a stack are taken for its layers in order:
+    the schedule, and where it puts layers, are checked by themselves.
     """
     count, rows = (len(jax.tree.leaves(x)[0]) for x in (microbatches, w.layers))
     layers = rows * mesh_axes().get(PIPELINE_AXIS, 1)
+    of_first = layers // planned_devices(PIPELINE_AXIS)
 
     def loss_of(w, microbatch):
         with pipeline_stage():
             outside = loss.outside(w)
             x = jax.tree.map(_the_same, loss.first(outside, *microbatch))
-        x, extras = loss.layers(jax.tree.map(_of_all_stages, w.layers), x, marks.layer_numbers(layers), *microbatch)
+        found = []
+        stacks = jax.tree.map(_of_all_stages, w.layers), marks.layer_numbers(layers)
+        for stack, numbers in _in_two(stacks, of_first):
+            x, extras = loss.layers(stack, x, numbers, *microbatch)
+            found.append(extras)
+        extras = jax.tree.map(lambda *parts: lax.concatenate(parts, 0), *found)
         with pipeline_stage():
             total = loss.last(outside, jax.tree.map(_apart, x), *microbatch)
         extra = _loss_of_layers(extras, count) if training else None
@@ -344,6 +351,13 @@ def _the_same(x: jax.Array) -> jax.Array:
 def _of_all_stages(x: jax.Array) -> jax.Array:
     """A stack of the layers of all stages, from that of this stage's."""
     return lax.all_gather(x, PIPELINE_AXIS, axis=0, tiled=True, to="invarying") if PIPELINE_AXIS in mesh_axes() else x
+
+
+def _in_two(tree: Any, rows: int) -> list[Any]:
+    """The first `rows` of each array, and the others."""
+    leaves, structure = jax.tree.flatten(tree)
+    parts = [lax.split(x, (rows, len(x) - rows)) for x in leaves]
+    return [structure.unflatten(part) for part in zip(*parts, strict=True)]
 
 
 def _task(fn: Callable) -> Callable:

@@ -204,8 +204,9 @@ OF_RINGS = (
 )
 STAGES = (
     ("a pipeline stage", "one device"),
-    "edit both: `outside`, `first`, `layers` and `last`, which the stages run one after the other, must compute what "
-    "one device does, and no value may depend on whether the mesh has an axis",
+    "the stages run `outside`, `first`, `layers` once for each stage, and `last`: together they must compute what one "
+    "device does, so edit both. Do in `embed` or `logits`, not in `layers`, what is done once. No value may depend "
+    "on whether the mesh has an axis, or on how many layers a stage has",
 )
 LACKING = (
     ("this mesh", "one device"),

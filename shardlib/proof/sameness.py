@@ -27,10 +27,10 @@ CASTS = frozenset(
 )
 UNCHANGED = (COLLECTIVES | IDENTITIES | CASTS) - {"stop_gradient", "ppermute"}
 """Primitives that give back operands of one device, if these keep their type."""
-OF_MESHES = frozenset("sharding out_sharding dst_sharding mesh concrete_mesh axis_size linear".split())  # noqa: SIM905
+OF_MESHES = frozenset("sharding out_sharding dst_sharding mesh concrete_mesh axis_size linear prevent_cse".split())  # noqa: SIM905
 """Parameters that say nothing of values on one device."""
-VIEWS = ("reshape", "transpose")
-"""Primitives that no message names, as what is before them is the difference."""
+VIEWS = ("reshape", "transpose", "split", "concatenate", "scan")
+"""Primitives that no message names, as what is before or within them is the difference."""
 AT_MOST, ALIKE = 20, 4
 """How many equations one program may have more than the other, before so many of the same names."""
 
@@ -83,6 +83,9 @@ class _Numbers:
         self._table, self._roots = table, {}  # of what is a reshape: the array and its shape
         self._turned: dict[int, tuple[int, tuple[int, ...]]] = {}  # of what is a transpose: the array and its order
         self._even: dict[int, int] = {}  # of what is one entry everywhere: the entry
+        # Of what is some rows of an array: the array, which rows, and how many it has; None: as many as a loop gives.
+        self._rows: dict[int, tuple[int, int, int, int | None]] = {}
+        self._after: dict[tuple[int, ...], tuple[tuple, int, int]] = {}  # of what a loop carries: the loop and its turn
         self.zeros: set[int] = set()
         self._ones: set[int] = set()
         self._depth = 0
@@ -124,6 +127,8 @@ class _Numbers:
             return same
         if name in ("scan", "while", "cond"):
             return self._of_control(eq, ins)
+        if (rows := self._of_rows(eq, ins)) is not None:
+            return rows
         bodies = [tuple(self._of_body(inner, eq)) for inner in jaxprs_of(eq.eqn)]
         if name == "dot_general":
             return [self._product(eq, ins)]
@@ -133,10 +138,7 @@ class _Numbers:
         if name in ("add", "mul"):
             ins = sorted(ins)
         if _reshapes(eq):
-            root = self._roots.setdefault(ins[0], (ins[0], eq.shape()))
-            number = self._made(eq, "reshape", eq.result_shape, root[0])
-            self._roots.setdefault(number, root)
-            return [number]
+            return [self._reshaped(eq, ins[0], eq.shape(), eq.result_shape)]
         number = self._made(eq, name, _in_words(eq.params), *bodies, *ins)
         if name in ("broadcast_in_dim", "convert_element_type", "mul") and is_integer(eq.result_type()):
             self.zeros |= {number} if self.zeros & {*ins} else set()
@@ -185,27 +187,82 @@ class _Numbers:
 
     def _of_control(self, eq: Equation, ins: list[int]) -> list[int]:
         """The numbers of what a conditional or a loop gives. In which order it takes what it reads does not count."""
-        params, given = eq.params, _in_words({k: eq.params.get(k) for k in ("length", "reverse")})
+        params = eq.params
         if eq.name == "cond":
             branches = [self._of_body(branch, eq, ins[1:]) for branch in params["branches"]]
             return [self._made(eq, "cond", ins[0], *outs) for outs in zip(*branches, strict=True)]
+        if eq.name == "scan":
+            return self._of_scan(eq, ins)
         self._depth += 1
-        of_carry = lambda carry: [self._number("carry", self._depth, i) for i in range(len(carry))]
-        if eq.name == "while":
-            n, end = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-            inits = ins[end:]
-            outs = self._of_body(params["body_jaxpr"], eq, [*ins[n:end], *of_carry(inits)])
-            test = self._of_body(params["cond_jaxpr"], eq, [*ins[:n], *of_carry(inits)])
-            loop, ys = self._made(eq, "while", *test, *inits, *outs), []
-        else:
-            n, carried = scan_counts(eq.eqn)
-            inits = ins[n : n + carried]
-            xs = [self._number("entry", self._depth, x) for x in ins[n + carried :]]
-            outs = self._of_body(params["jaxpr"], eq, [*ins[:n], *of_carry(inits), *xs])
-            loop = self._made(eq, "scan", given, *inits, *outs[:carried])
-            ys = [self._made(eq, "stacked", loop, y) for y in outs[carried:]]
+        n, end = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        inits = ins[end:]
+        carry = [self._number("carry", self._depth, i) for i in range(len(inits))]
+        outs = self._of_body(params["body_jaxpr"], eq, [*ins[n:end], *carry])
+        test = self._of_body(params["cond_jaxpr"], eq, [*ins[:n], *carry])
+        loop = self._made(eq, "while", *test, *inits, *outs)
         self._depth -= 1
-        return [*(self._number(loop, i) for i in range(len(inits))), *ys]
+        return [self._number(loop, i) for i in range(len(inits))]
+
+    def _of_scan(self, eq: Equation, ins: list[int]) -> list[int]:
+        """The numbers of what a loop over rows gives. Two loops, of which one goes on where the other ends, are one."""
+        n, carried = scan_counts(eq.eqn)
+        length, is_back = eq.params["length"], eq.params["reverse"]
+        inits, xs = ins[n : n + carried], ins[n + carried :]
+        rows = [self._rows.get(x, (x, 0)) for x in xs]
+        start = rows[0][1] if rows else 0
+        end = start + length
+        self._depth += 1
+        carry = [self._number("carry", self._depth, i) for i in range(carried)]
+        entries = [self._number("entry", self._depth, root, at - start) for root, at, *_ in rows]
+        outs = self._of_body(eq.params["jaxpr"], eq, [*ins[:n], *carry, *entries])
+        self._depth -= 1
+        step = is_back, *outs[:carried]
+        first, last = (end, start) if is_back else (start, end)
+        before, loop, turn = self._after.get(tuple(inits), (None, 0, 0))
+        if before != step or turn != first:
+            loop = self._made(eq, "scan", step, *inits, *([first] if carried else []))
+        found = [self._number(loop, last, i) for i in range(carried)]
+        self._after[tuple(found)] = step, loop, last
+        stacked = [self._made(eq, "stacked", loop, y) for y in outs[carried:]]
+        return [*found, *(self._some_rows(eq, x, start, end, None) for x in stacked)]
+
+    def _of_rows(self, eq: Equation, ins: list[int]) -> list[int] | None:
+        """The numbers of rows of an array, of their reshape, or of rows that are put together; None: something else."""
+        name, params, shape = eq.name, eq.params, eq.shape() if ins else ()
+        if not shape or not (ins[0] in self._rows or name in ("split", "slice")):
+            return None
+        root, start, end, whole = self._rows.get(ins[0], (ins[0], 0, shape[0], shape[0]))
+        if name == "split" and params["axis"] == 0:
+            ends = itertools.accumulate(params["sizes"], initial=start)
+            return [self._some_rows(eq, root, *span, whole) for span in itertools.pairwise(ends)]
+        if name == "slice" and not params["strides"] and shape[1:] == eq.result_shape[1:]:
+            span = (start + params[name][0] for name in ("start_indices", "limit_indices"))
+            return [self._some_rows(eq, root, *span, whole)]
+        if name == "concatenate" and params["dimension"] == 0:
+            parts = [self._rows.get(x, (x, -1, -1)) for x in ins]
+            if all(a[0] == b[0] and a[2] == b[1] for a, b in itertools.pairwise(parts)):
+                return [self._some_rows(eq, root, start, parts[-1][2], whole)]
+        if _reshapes(eq) and eq.result_shape and not any(n * eq.result_shape[0] % shape[0] for n in (start, end)):
+            scaled = lambda n: n and n * eq.result_shape[0] // shape[0]
+            of_root = (whole, *shape[1:]), (scaled(whole), *eq.result_shape[1:])
+            return [self._some_rows(eq, self._reshaped(eq, root, *of_root), *map(scaled, (start, end, whole)))]
+        return None
+
+    def _reshaped(self, eq: Equation, x: int, old: tuple, new: tuple) -> int:
+        """The number of `x`, of shape `old`, in another shape. The first dim is None where it is that of any loop."""
+        root = self._roots.setdefault(x, (x, old))
+        if root[1] == new:
+            return root[0]
+        number = self._made(eq, "reshape", new, root[0])
+        self._roots.setdefault(number, root)
+        return number
+
+    def _some_rows(self, eq: Equation, root: int, start: int, end: int, whole: int | None) -> int:
+        if (start, end) == (0, whole):
+            return root
+        number = self._made(eq, "rows", root, start, end)
+        self._rows[number] = root, start, end, whole
+        return number
 
     def _made(self, eq: Equation, *key: Any) -> int:
         number = self._number(*key)
@@ -227,8 +284,6 @@ class _Numbers:
             return [self._transposed(eq, ins[0], tuple(eq.params["permutation"]))]
         if eq.name == "pad" and not any(map(any, eq.params["padding_config"])):
             return ins[:1]
-        if _reshapes(eq) and self._roots.get(ins[0], (0, eq.shape()))[1] == eq.result_shape:
-            return [self._roots.get(ins[0], ins)[0]]
         if eq.name in ("add", "sub") and ins[1] in self.zeros:
             return ins[:1]
         if eq.name == "div" and ins[1] in self._ones:

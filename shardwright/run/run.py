@@ -42,7 +42,7 @@ from shardwright.run.resuming import check_processes, check_resumes, choose_chec
 from shardwright.run.saving import Saves
 from shardwright.run.skipping import SkippedSteps, are_finite, check_finite, described_documents
 from shardwright.run.soundness import check_steps
-from shardwright.run.stages import describe_stages, placement_of, stack_orders
+from shardwright.run.stages import describe_stages, has_stages, placement_of, stack_orders
 from shardwright.run.stores import Damaged, agreed
 from shardwright.run.trackers import tracked
 from shardwright_data.loader import TokenBatch, batch_of, batch_shapes, check_skips, make_loader, prefetch
@@ -264,7 +264,8 @@ class Run:
         if jax.sharding.get_mesh().size > 1:
             for c in self._ahead:
                 check_steps(self.programs, c, self.model, self.provenance["source"])
-            tell("proof      training and evaluation compute on this mesh what they compute on one device")
+            what = "the parts of the steps that stages run, in order," if has_stages() else "training and evaluation"
+            tell(f"proof      {what} compute on this mesh what they compute on one device")
         tell(describe_causality(self.forward, self.provenance["source"], self.c.optimizer))
 
     def compare_forms(self) -> None:

@@ -40,7 +40,37 @@ def weighted(order):
     return run
 
 
+def in_parts(step, between=lambda c: c, rows=2):
+    """A loop over rows, as one and as two: the gradients of its carry and of what it gives for each row."""
+    start = np.ones(4, np.float32)
+
+    def apart(x):
+        first, second = lax.split(x, (rows, len(x) - rows))
+        c, ys = lax.scan(step, start, first)
+        c, more = lax.scan(step, between(c), second)
+        return c, jnp.concatenate([ys, more])
+
+    gradient = lambda run: jax.grad(lambda x: sum(map(jnp.sum, run(x))))
+    return gradient(apart), gradient(lambda x: lax.scan(step, start, x))
+
+
+def in_pairs(parts):
+    """A loop over pairs of rows, as one or in two parts."""
+
+    def run(x):
+        c, found = x[0], []
+        for rows in lax.split(jnp.cos(jnp.concatenate([x, x])), parts):
+            pairs = rows.reshape(-1, 2, *x.shape[1:])
+            c, ys = lax.scan(lambda c, pair: (c + jnp.sin(pair[0]) * pair[1], c * pair), c, pairs)
+            found.append(ys.reshape(-1, *x.shape[1:]))
+        return c, jnp.concatenate(found)
+
+    return run
+
+
 SAME = {
+    "a loop in two parts": in_parts(lambda c, r: (jnp.sin(c) * r, c * r)),
+    "a loop over pairs of rows in two parts": (in_pairs((2, 4)), in_pairs((6,))),
     "computed twice": (twice, once),
     "a product that is transposed": (lambda x: over_columns(x, jnp.cos(x)), lambda x: over_columns(jnp.cos(x), x).T),
     "a reshape that is undone": (lambda x: jnp.sin(x.reshape(4, 3).reshape(3, 4)), jnp.sin),
@@ -50,6 +80,21 @@ SAME = {
     "a call": (lambda x: jax.jit(jnp.tanh)(x), jnp.tanh),
 }
 OTHER = {
+    "what is between two parts of a loop": in_parts(lambda c, r: (jnp.sin(c) * r, c * r), between=lambda c: 2 * c),
+    "the second part of a loop from the start": (
+        lambda x: lax.scan(lambda c, r: (c * r, None), lax.scan(lambda c, r: (c * r, None), x[0], x[:2])[0], x[:1])[0],
+        lambda x: lax.scan(lambda c, r: (c * r, None), x[0], x)[0],
+    ),
+    "the parts of a loop in the other order": (
+        lambda x: lax.scan(
+            lambda c, r: (c * r + r, None), lax.scan(lambda c, r: (c * r + r, None), x[0], x[2:])[0], x[:2]
+        )[0],
+        lambda x: lax.scan(lambda c, r: (c * r + r, None), x[0], x)[0],
+    ),
+    "parts of a loop that are joined in the other order": (
+        lambda x: jnp.concatenate([lax.scan(lambda c, r: (c, jnp.sin(r)), 0, y)[1] for y in (x[2:], x[:2])]),
+        lambda x: lax.scan(lambda c, r: (c, jnp.sin(r)), 0, x)[1],
+    ),
     "a factor": (lambda x: 4 * jnp.sin(x), jnp.sin),
     "a literal": (lambda x: x * 2, lambda x: x * 3),
     "an operand": (lambda x: jnp.sin(x) - x, lambda x: x - jnp.sin(x)),
