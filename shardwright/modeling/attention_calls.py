@@ -86,6 +86,12 @@ def calls_of(forward: Any, length: int, sequences: int | None = None) -> list[Ca
     return calls
 
 
+def calls_of_steps(forward: Any, length: int, sequences: int | None = None) -> list[Call]:
+    """`calls_of` the evaluation step and of the training step, in which a model may attend by other rules."""
+    forms = (dataclasses.replace(forward, in_training=is_training) for is_training in (False, True))
+    return [call for form in forms for call in calls_of(form, length, sequences)]
+
+
 def distinct(calls: list[Call]) -> list[Call]:
     """The calls without repeats, each with `place` 0: calls that differ only in `place` are the same."""
     return list(dict.fromkeys(call._replace(place=0) for call in calls))
@@ -144,7 +150,7 @@ def check_paths(forward: Any, length: int) -> None:
     Raises:
         ValueError: they differ by more than TOLERANCE, or are NaN, as where a position sees no key.
     """
-    for call in distinct(calls_of(forward, length)):
+    for call in distinct(calls_of_steps(forward, length)):
         path, how = path_of(forward, call), context.way_of(forward.training)
         if path == "einsum" and how != "ulysses":
             continue

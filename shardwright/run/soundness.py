@@ -20,7 +20,7 @@ from shardlib.places import place
 from shardlib.proof.check import Finding, prove, raise_for
 from shardwright.cluster.devices import kept_programs
 from shardwright.modeling import context
-from shardwright.modeling.attention_calls import Call, calls_of, path_of
+from shardwright.modeling.attention_calls import Call, calls_of_steps, path_of
 from shardwright.modeling.model import inputs_of
 from shardwright.modeling.rules import numbers_in
 from shardwright.run.config import Config
@@ -163,7 +163,7 @@ def _check_rules(programs: Callable, c: Config, model: Any, mesh: Any) -> tuple[
         none = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
         with none, jax.sharding.use_abstract_mesh(mesh), _parts(programs, c, model, is_here) as (steps, own_c, own):
             forward = sys.modules[steps.__module__].Forward(own, own_c.training)
-            found = calls_of(forward, t.seq_len, t.batch_size // t.microbatches)
+            found = calls_of_steps(forward, t.seq_len, t.batch_size // t.microbatches)
             is_einsum = all(path_of(forward, call) == "einsum" for call in found)
             return found, is_einsum and context.way_of(t) in ("gather", "whole")
 

@@ -205,6 +205,23 @@ def test_paths_that_agree_pass(monkeypatch):
     assert len(compared) == 3
 
 
+def half_of_keys(q, k):
+    return q.index - k.index < k.index.shape[-1] // 2
+
+
+class OfOthers(train.Llama):
+    """In training a window of half of the keys at hand, which are fewer in a block of keys."""
+
+    def layer(self, x, w, tokens, attend, einsum):
+        rule = Rule((*MASKS, half_of_keys)) if tokens.training else self.rule
+        return super().layer(x, w, tokens, lambda q, k, v, _: attend(q, k, v, rule), einsum)
+
+
+def test_a_rule_of_training_alone_is_compared():
+    with jax.set_mesh(tiny.mesh("d=4 t=2")), pytest.raises(ValueError, match="attention by blockwise is not what"):
+        check_paths(forward_of(OfOthers, attention="blockwise"), 32)
+
+
 def sliding(q, k, v, places, rule, *more):
     """As a user edits train.attention who wants a window."""
     return plain_attention(q, k, v, places, dataclasses.replace(rule, visible=(*rule.visible, Window(200))), *more)
