@@ -254,15 +254,13 @@ class Forward:
     """Forward pass of a model, the same in training, evaluation and sampling.
 
     `training` has the settings that matter here, such as attention, save and unroll. `in_training` is whether this is a
-    training step, of which the gradients are taken. `targets` is that of Tokens, for the losses of layers. `in_order`:
-    stages run without a schedule, to be proved.
+    training step, of which the gradients are taken. `targets` is that of Tokens, for the losses of layers.
     """
 
     model: LanguageModel
     training: TrainingConfig
     in_training: bool = False
     targets: Any = None
-    in_order: bool = False
 
     def __call__(
         self, w: W, microbatches: Callable | tuple, head: Callable, attend: Callable | None = None, caches: Any = None
@@ -580,22 +578,20 @@ class Metrics:
     skipped: bool_[""]  # loss or grad_norm is not finite, so that the state stayed as it was
 
 
-def init_state(key: jax.Array, c: Config, model: LanguageModel, in_order: bool = False) -> State:
+def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
     """Fresh weights, and zeros for the optimizer. Runs under jit. The values do not depend on the mesh."""
-    weights = stages.fresh_weights(c, model, key, in_order)
-    updates = rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
+    weights, updates = stages.fresh_weights(c, model, key), rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
     mu = jax.tree.map(lambda u, w: None if u.algorithm == rates.FROZEN else jnp.zeros_like(w), updates, weights)
     nu = jax.tree.map(lambda u, w: jnp.zeros_like(w) if u.algorithm == "adamw" else None, updates, weights)
     return State(weights, mu, nu)
 
 
-def make_training_step(c: Config, model: LanguageModel, in_order: bool = False):
+def make_training_step(c: Config, model: LanguageModel):
     """The jitted training step: (state, batch, step, weights of training.reference or None) -> (state, metrics).
 
-    It reuses the old state's memory. `in_order`: as of Forward.
+    It reuses the old state's memory.
     """
-    forward = Forward(model, c.training, in_training=True, in_order=in_order)
-    other = Forward(teacher.model_of(c) or model, c.training)
+    forward, other = Forward(model, c.training, in_training=True), Forward(teacher.model_of(c) or model, c.training)
     Weights, Other = model.Weights, Separate[other.model.Weights]
     updates = rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
 
@@ -620,11 +616,9 @@ def make_training_step(c: Config, model: LanguageModel, in_order: bool = False):
     return training_step
 
 
-def make_evaluation_step(
-    c: Config, model: LanguageModel, options: dict[str, Any] | None = None, in_order: bool = False
-):
+def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any] | None = None):
     """The jitted evaluation step: (weights, batch) -> (sum of losses in nats, number of targets)."""
-    forward, Weights = Forward(model, c.training, in_order=in_order), model.Weights
+    forward, Weights = Forward(model, c.training), model.Weights
 
     @typed_shard_map
     def per_device(w: Weights, batch: Batch) -> tuple[f32[""], f32[""]]:
@@ -643,18 +637,13 @@ def make_evaluation_step(
     return evaluation_step
 
 
-def programs(
-    c: Config, model: LanguageModel, batch: Batch, which: str = "both", in_order: bool = False
-) -> dict[str, jax.stages.Traced]:
-    """The two steps, traced, of which a checkpoint keeps hashes; or `which`: one, "start", or "all" three.
-
-    start: init_state. `in_order`: the form to be proved, as of Forward, with the layers in order at rest too.
-    """
-    start, other = jax.jit(lambda: init_state(jax.random.key(0), c, model, in_order)), teacher.weights_of(c)
+def programs(c: Config, model: LanguageModel, batch: Batch, which: str = "both") -> dict[str, jax.stages.Traced]:
+    """The two steps, traced, of which a checkpoint keeps hashes; or `which`: one, "start" (init_state), or "all"."""
+    start, other = jax.jit(lambda: init_state(jax.random.key(0), c, model)), teacher.weights_of(c)
     state = jax.eval_shape(start)
     trace = {
-        "training": lambda: make_training_step(c, model, in_order).trace(state, batch, np.int32(0), other),
-        "evaluation": lambda: make_evaluation_step(c, model, None, in_order).trace(state.weights, batch),
+        "training": lambda: make_training_step(c, model).trace(state, batch, np.int32(0), other),
+        "evaluation": lambda: make_evaluation_step(c, model).trace(state.weights, batch),
         "start": lambda: start.trace(),
     }
     names = {"both": ("training", "evaluation"), "all": trace}.get(which, (which,))

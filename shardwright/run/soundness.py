@@ -26,6 +26,7 @@ from shardwright.modeling.rules import numbers_in
 from shardwright.run.config import Config
 from shardwright.run.fresh import imported_again
 from shardwright.run.provenance import bytes_of, files_of_source, is_edited
+from shardwright.run.stages import IN_ORDER
 from shardwright.run.stores import agreed
 from shardwright.run.teacher import reference_record
 from shardwright_data.loader import batch_shapes
@@ -132,10 +133,12 @@ def _unsound(programs: Callable, c: Config, model: Any, mesh: AbstractMesh, to_s
     def trace(in_order: bool = False) -> dict[str, Any]:
         sizes = jax.sharding.get_abstract_mesh().shape
         here = dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, **{a: sizes.get(a, 1) for a in AXES}))
+        if in_order:
+            here.pipeline = dataclasses.replace(c.pipeline, schedule=IN_ORDER)
         with _parts(programs, here, model, dict(sizes) == dict(mesh.shape)) as (steps, here, own):
             inputs = len(inputs_of(own))
             batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, inputs)
-            return {name: traced.jaxpr for name, traced in steps(here, own, batch, "all", in_order).items()}
+            return {name: traced.jaxpr for name, traced in steps(here, own, batch, "all").items()}
 
     found = prove((lambda: trace(in_order=True)) if staged else trace, mesh, trace if to_single else None)
     if found and t.loss_chunk:

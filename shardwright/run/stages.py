@@ -24,6 +24,9 @@ from shardwright.modeling.model import LanguageModel, period_of
 from shardwright.modeling.weights import are_stacks, initialize, is_stack
 from shardwright.run.config import Config, check_divides
 
+IN_ORDER = "in order"
+"""In place of a schedule's name: each device runs all layers, by shardlib.pipeline.run_in_order. This is proved."""
+
 
 def has_stages() -> bool:
     """Whether the current mesh has an axis p."""
@@ -33,8 +36,8 @@ def has_stages() -> bool:
 def placement_of(c: Config, model: LanguageModel) -> LayerPlacement:
     """Placement of the layers of a run on the current mesh. Raises ValueError if they cannot be placed so."""
     p, v = mesh_axes().get(PIPELINE_AXIS, 1), c.pipeline.virtual_stages
-    if p == 1:
-        return place_layers(c.model.layers, in_a_ring(1, 1), period_of(model))
+    if p == 1 or c.pipeline.schedule == IN_ORDER:
+        return place_layers(c.model.layers, in_a_ring(p, 1), period_of(model))
     try:
         stages = stages_of(c.pipeline.schedule, p, c.training.microbatches, v)
     except ValueError as error:
@@ -59,15 +62,14 @@ def run_training(c: Config, model: LanguageModel, loss: Any, w: Any, batch: Any)
     Args:
         c: the configuration.
         model: the model.
-        loss: the loss of a microbatch, as shardlib.pipeline.run_schedule takes it; or, with loss.forward.in_order, as
-            run_in_order there does, which is run then.
+        loss: the loss of a microbatch, as shardlib.pipeline.run_schedule takes it.
         w: copies of the weights.
         batch: a tuple of pytrees of arrays, each with one leading dim of microbatches.
 
     Returns:
         As shardlib.pipeline.run_schedule: the loss is a partial sum over p. The metrics are reduced.
     """
-    if loss.forward.in_order:
+    if c.pipeline.schedule == IN_ORDER:
         total, g, metrics = pipeline.run_in_order(loss, w, batch)
     else:
         total, g, metrics = pipeline.run_schedule(loss, placement_of(c, model), training_table(c, model), w, batch)
@@ -78,20 +80,17 @@ def run_training(c: Config, model: LanguageModel, loss: Any, w: Any, batch: Any)
 
 def run_evaluation(c: Config, model: LanguageModel, loss: Any, w: Any, batch: Any) -> Any:
     """The loss of `run_training`, without gradients."""
-    if loss.forward.in_order:
+    if c.pipeline.schedule == IN_ORDER:
         return pipeline.run_in_order(loss, w, batch, training=False)[0]
     placement = placement_of(c, model)
     table = tick_table(forwards(_orders(c, placement)))
     return pipeline.run_schedule(loss, placement, table, w, batch)[0]
 
 
-def fresh_weights(c: Config, model: LanguageModel, key: jax.Array, in_order: bool = False) -> Any:
-    """Initial weights, as modeling.weights.initialize. Under jit.
-
-    They are in their order at rest on the current mesh, or, to be proved, `in_order` of the layers.
-    """
+def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
+    """Initial weights, as modeling.weights.initialize, in their order at rest on the current mesh. Under jit."""
     placement = placement_of(c, model)  # which refuses layers that do not divide into stages
-    return initialize(model.table, key, None if in_order else placement.order)
+    return initialize(model.table, key, placement.order)
 
 
 def stack_orders(placement: LayerPlacement, kind: Any, like: Any) -> dict[str, np.ndarray]:
