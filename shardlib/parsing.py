@@ -141,6 +141,13 @@ def sort_axes(axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(set(axes), key=lambda axis: (rank(axis), axis)))
 
 
+def sort_axes_of_dim(axes: Iterable[str]) -> tuple[str, ...]:
+    """The axes of a dim as `sort_axes`, but for those of EITHER_ORDER, which stay in their order."""
+    axes = tuple(axes)
+    free = iter(axis for axis in axes if axis in EITHER_ORDER)
+    return tuple(next(free) if axis in EITHER_ORDER else axis for axis in sort_axes(axes))
+
+
 def spec_text(spec: str | bytes) -> str:
     """The spec as a str, without spaces around it."""
     return (spec.decode("ascii") if isinstance(spec, bytes) else spec).strip()
@@ -153,8 +160,7 @@ def _parse_dim(word: str) -> Dim:
             f"{word!r} is not a dim of a spec", "write a name or a size, then axes: `B`, `B/d`, `M/t/d`, `3`"
         )
     dim = Dim(match[1], tuple(match[2].split("/")[1:]))
-    ordered, free = sort_axes(dim.axes), iter(axis for axis in dim.axes if axis in EITHER_ORDER)
-    ordered = tuple(next(free) if axis in EITHER_ORDER else axis for axis in ordered)
+    ordered = sort_axes_of_dim(dim.axes)
     if len(ordered) == len(dim.axes) and ordered != dim.axes:
         raise ShardError(
             f"dim {dim} has its axes in the wrong order: another order would silently permute the data",

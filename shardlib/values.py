@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from shardlib.axes import AXIS_ORDER, PIPELINE_AXIS
-from shardlib.parsing import ShapeSpec, ShardError, sort_axes
+from shardlib.parsing import ShapeSpec, ShardError, sort_axes, sort_axes_of_dim
 
 SHORT_DTYPES = {f"{kind}{bits}": f"{kind[0]}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 SHORT_DTYPES |= {f"float{bits}": f"f{bits}" for bits in (16, 32, 64)} | {"bfloat16": "bf16", "bool": "bool_"}
@@ -70,8 +70,8 @@ def apart(axis: str, dim: str = "") -> Iterator[None]:
 
 def sharded_apart(spec: ShapeSpec) -> ShapeSpec:
     """`spec` with the axes that it need not mention within `apart`, where they are known to shard a dim of it."""
-    added = lambda dim: {axis for axis, name in _APART.get().items() if name == dim.name} - {*dim.axes}
-    axes_of = lambda dim: sort_axes({*dim.axes, *added(dim)}) if added(dim) else dim.axes
+    added = lambda dim: [axis for axis, name in _APART.get().items() if name == dim.name and axis not in dim.axes]
+    axes_of = lambda dim: sort_axes_of_dim((*dim.axes, *added(dim))) if added(dim) else dim.axes
     return dataclasses.replace(spec, dims=tuple(dataclasses.replace(dim, axes=axes_of(dim)) for dim in spec.dims))
 
 

@@ -30,6 +30,7 @@ SETTINGS = {  # the mesh, and what is set beside: of training, the model, the op
     "gathered once a step": (DEMO, {"gather_weights": "step"}),
     "blockwise": (DEMO, {"attention": "blockwise"}),
     "loss in chunks": (DEMO, {"loss_chunk": 4}),
+    "loss in chunks, c": ("r=1 d=1 t=2 c=2", {"loss_chunk": 4}),
     "fp8": (DEMO, {"fp8": True}),
     "bf16": (DEMO, {"compute_dtype": "bf16"}),
     "one document": (DEMO, {"unroll": 3, "document_mask": False}),
@@ -63,7 +64,7 @@ ONE_ENTRY = {  # a device holds one entry of: heads of keys, sequences, position
     "one entry, stages": ("r=2 d=4 t=4 p=2", {"batch_size": 16, "n_kv": 4}),
 }
 SETTINGS |= ONE_ENTRY
-SHORT = ("the demo", "stages", "one sequence and one head")
+SHORT = ("the demo", "stages", "one sequence and one head", "loss in chunks, c")
 SLOW = {*ONE_ENTRY} - {*SHORT, "one position", "one of each", "one entry, stages"}
 SLOW |= {"d alone", "t alone", "loss in chunks", "muon", "stages, tied", "stages, loss in chunks", "four stages, t"}
 SLOW |= {"zb_h1 by blocks", "zb_h1 without t"}
