@@ -1,8 +1,97 @@
-"""Prints the settings for the devices of this machine, such as hardware=tpu hardware.chip=v5e: python -m tools.chip."""
+"""The settings for this machine's devices, such as hardware=tpu hardware.chip=v5e; or what one of them can do.
+
+    python -m tools.chip
+    python -m tools.chip minutes=12
+    python -m tools.chip minutes=12 parts=[attention,fp8] again=true
+
+With `minutes` it measures PARTS in their order, each in a process of its own with a time limit. Results are written at
+once: <out>/<part>.json, what the part printed in <part>.out and .err, and the table, in Markdown, in chip.md. Please
+paste it into an issue. A part that fails does not stop the others. Call it again to run what is missing or failed. On a
+CPU the same parts run on small shapes, as a rehearsal.
+"""
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 
+from shardwright.compiled.files import write_json, write_whole
 from shardwright.plan.chips import chip_for
+from shardwright.settings.program import ROOT, run_program
+from shardwright.settings.words import say
+from shardwright_data.checks import above_0, check_choice
+from shardwright_data.foreign import number, one_line, read_object
+from tools.report.comparing import compare_runs
+from tools.report.reading import read_run
+
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch")
+LEAST, GRACE = 15, 10  # seconds: that must be left for a part to start; that an interrupted part has to end
+TRAIN = "train {hardware} data=austen_stream training.eval_batches=0 training.sample_interval=null"
+TRAIN += " optimizer.warmup_steps=5 paths.root_working_dir={out} paths.model_name={part} --config-name="
+GPT2 = f"{TRAIN}gpt2_124m mesh.d=-1 model.vocab=50304 training.steps=40 training.microbatches=2 training.batch_size="
+GPT2_124M, GPT2_350M = f"{GPT2}64", f"{GPT2}32 model.layers=24 model.d_model=1024 model.heads=16"
+PROFILED = "++hardware.compiler_options.xla_gpu_collect_cost_model_stats=true"
+PROFILED += " ++hardware.compiler_options.xla_gpu_enable_command_buffer="  # CUDA graphs hide the time of each kernel
+OTHERS = "bench.throughput --platform {platform} --sizes 270m --rounds 2 --seconds 1.5 --limit 70"
+SMALL = "model.layers=2 model.d_model=96 model.vocab=512 training.seq_len=64 training.batch_size=4 training.steps=8"
+ROW = ((r"^(?P<what>.+?): (.+)$", r"\2"),)
+KIND = ((r"^ *([\d.]+) +([\d.]+) +\S+  (?P<what>.+): all$", r"\1 ms a step, predicted \2"),)
+FIGURES = r"\2 tokens/s, matmuls alone / step: \3, \4 MiB, compiled in \5 s, ours / it: \6"
+TRAINER = (r"^(?P<what>\S+) +([\d,]+) +[\d,]+ +([\d.]+%)? +([\d,]+) +([\d.]+) *([\d.]*)$", FIGURES)
+TRAINERS = (TRAINER, (r"^(?P<what>\S+) +(failed: .*)$", r"\2"))
+
+
+class Part(NamedTuple):
+    """A part of what is measured."""
+
+    name: str
+    limit: int  # seconds
+    command: str  # what follows `python -m`; `command_of` replaces the names in braces
+    small: str = SMALL  # what a rehearsal on a CPU adds
+    figures: tuple[tuple[str, str], ...] = ()  # rows of its output, and what is shown of them; none: those of a run
+
+
+PARTS = (  # the most useful first
+    Part("devices", 60, "tools.chip", "", ROW),
+    Part("demo", 120, f"{TRAIN}first_chip training.steps=30 {PROFILED}"),
+    Part("attention", 150, "bench.chip.attention", "--lengths 256 --tokens 512 --heads 2 --width 16", ROW),
+    Part("124m", 110, GPT2_124M),
+    Part("124m-deterministic", 110, f"{GPT2_124M} hardware.deterministic=true"),
+    Part("350m", 120, GPT2_350M),
+    Part("350m-deterministic", 120, f"{GPT2_350M} hardware.deterministic=true"),
+    Part("matmul", 90, "bench.chip.rates", "--size 512", ROW),
+    Part("fp8", 110, f"{GPT2_124M} training.fp8=true"),
+    Part("others", 240, OTHERS, "--sizes tiny --rounds 1 --seconds 0.2 --limit 200", TRAINERS),
+    Part("profile", 60, "bench.plan.kernels {out}/demo --chip {chip}", "", KIND),
+    Part("chip", 60, "bench.chip.rates --chip {out}/{chip}.yaml", "--size 512", ROW),
+)
+
+
+@dataclass
+class Settings:
+    """Settings of the program."""
+
+    minutes: float | None = above_0(None)
+    """Time for all parts; the next call runs those for which none was left. Null: print the settings alone."""
+    out: str = "runs/chip"
+    """Directory of the results."""
+    parts: list[str] | None = None
+    """Names of the parts to run, as a list; null: all."""
+    again: bool = False
+    """Whether to measure again what was measured."""
 
 
 def settings_for(kind: str, platform: str) -> str:
@@ -11,5 +100,102 @@ def settings_for(kind: str, platform: str) -> str:
     return f"hardware={platform}" + (f" hardware.chip={chip.name}" if chip else "")
 
 
+def print_settings() -> None:
+    """Prints devices, versions and, as the last line, the settings."""
+    first = jax.devices()[0]
+    installed = {package.name: package.version for package in importlib.metadata.distributions()}
+    versions = [f"Python {platform.python_version()}", *(f"{x} {installed[x]}" for x in PACKAGES if x in installed)]
+    say(f"devices: {jax.device_count()} x {first.device_kind}")
+    say(f"versions: {', '.join([*versions, *first.client.platform_version.splitlines()[-1:]])}")
+    say(settings_for(first.device_kind, first.platform))
+
+
+def command_of(part: Part, out: Path) -> list[str]:
+    """Arguments of Python for a part, with the settings that the part `devices` printed, if it did."""
+    found = re.findall(r"^hardware=.*$", _text(out / "devices.out"), re.MULTILINE)
+    hardware = found[-1] if found else "hardware=gpu" if shutil.which("nvidia-smi") else "hardware=cpu"
+    at = {"chip": "h100"} | dict(word.removeprefix("hardware.").split("=") for word in hardware.split())
+    command = f"{part.command} {part.small if at['hardware'] == 'cpu' else ''}"
+    at |= {"platform": at["hardware"], "hardware": hardware, "out": shlex.quote(str(out)), "part": part.name}
+    return shlex.split(command.format(**at))
+
+
+def of_run(directory: Path) -> list[tuple[str, str]]:
+    """What a run measured, beside its plan where it has one; empty if it measured nothing."""
+    run, plan = read_run(directory), {}
+    if "tokens/s" not in run.values:
+        return []
+    with contextlib.suppress(OSError, ValueError):
+        plan = read_object(directory / "plan.json")
+    planned = lambda key, unit: f" (planned {number(plan.get(key)) * unit:.4g})" * bool(plan)
+    c, losses = compare_runs([run], "loss"), f"loss {run.metrics['loss'][0]:.3g} to {run.values['loss']:.3g}"
+    found = [f"{run.values['ms/step']:.4g} ms{planned('seconds', 1e3)}", f"{c.metric(run, 'tokens/s')} tokens/s"]
+    found += [f"MFU {c.metric(run, 'MFU')}", f"{c.metric(run, 'memory')}{planned('peak_bytes', 2**-30)}", losses]
+    return [("step", ", ".join(found))]
+
+
+def measured(part: Part, out: Path, seconds: float) -> dict[str, Any]:
+    """Runs a part, for `seconds` at most. Returns what it measured, and whether it failed; why is the last row."""
+    command, logs = [sys.executable, "-m", *command_of(part, out)], [out / f"{part.name}.{x}" for x in ("out", "err")]
+    shutil.rmtree(out / part.name, ignore_errors=True)  # of a run that failed
+    with logs[0].open("w") as stdout, logs[1].open("w") as stderr:
+        # In a session, so that a signal reaches what it starts.
+        process = subprocess.Popen(command, stdout=stdout, stderr=stderr, cwd=ROOT, start_new_session=True)
+        try:
+            why = f"exit status {code}" if (code := process.wait(seconds)) else ""
+        except subprocess.TimeoutExpired:
+            why = f"ended after {seconds:.0f} s"
+        finally:  # what is left of it would hold the device's memory
+            for kill, grace in ((signal.SIGINT, GRACE), (signal.SIGKILL, None)):
+                with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(process.pid, kill)
+                    process.wait(grace)
+    shutil.rmtree(out / part.name / "checkpoints", ignore_errors=True)  # gigabytes
+    text = _text(logs[0])
+    rows = [(m["what"], m.expand(shown)) for row, shown in part.figures for m in re.finditer(row, text, re.MULTILINE)]
+    rows = rows if part.figures or why else of_run(out / part.name)
+    if why or not rows:
+        said = [line for line in (text + _text(logs[1])).splitlines() if line.strip()] or ["no message"]
+        errors = [line for line in said if re.search(r"Error\b|Exception\b|RESOURCE_EXHAUSTED", line)] or said
+        rows.append(("failed", f"{why or 'no figures in its output'}: {one_line(errors[-1], 200)}"))
+    return {"rows": rows, "failed": rows[-1][0] == "failed"}
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace") if path.exists() else ""
+
+
+def table_of(results: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table in Markdown, of all parts with a result."""
+    rows = [(name, *map(str, row)) for name, result in results.items() for row in result["rows"]]
+    lines = ["| part | measured | result |", "|---|---|---|"]
+    return "\n".join([*lines, *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)]) + "\n"
+
+
+def run(config: Settings) -> None:
+    """Prints the settings, or measures. Raises ValueError for a part that does not exist."""
+    if config.minutes is None:
+        return print_settings()
+    chosen = [part.name for part in PARTS] if config.parts is None else config.parts
+    for name in chosen:
+        check_choice("parts", name, [part.name for part in PARTS])
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part that runs ends too
+    out, deadline, results = Path(config.out).absolute(), time.monotonic() + 60 * config.minutes, {}
+    out.mkdir(parents=True, exist_ok=True)
+    for part in PARTS:
+        file, result, left = out / f"{part.name}.json", {"rows": [], "failed": True}, deadline - time.monotonic()
+        with contextlib.suppress(OSError, ValueError):
+            result = read_object(file, {"rows": [[str]], "failed": bool})
+        if part.name in chosen and (config.again or result["failed"]) and left > LEAST:
+            say(f"{part.name}, {min(part.limit, left):.0f} s at most", flush=True)
+            result = measured(part, out, min(part.limit, left))
+            write_json(file, result)
+            say("".join(f"  {what}: {figures}\n" for what, figures in result["rows"]), flush=True)
+        results[part.name] = result
+        write_whole(out / "chip.md", table_of(results))
+    missing = [name for name in chosen if results[name]["failed"]]
+    say(f"\n{table_of(results)}\nTable: {out}/chip.md" + f"\nCall again for {', '.join(missing)}." * bool(missing))
+
+
 if __name__ == "__main__":
-    print(settings_for(jax.devices()[0].device_kind, jax.devices()[0].platform))
+    run_program("chip", Settings, run)

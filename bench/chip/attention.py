@@ -1,0 +1,112 @@
+"""Each implementation of attention, forward and backward, on one device: time, memory, agreement.
+
+    python -m bench.chip.attention [--lengths 1024 4096] [--tokens 16384] [--heads 16] [--width 128]
+
+For each length, with and without documents, a line for each value of `training.attention` that is for this platform,
+and one more for each of a GPU's kernels with hardware.deterministic. TFLOP/s count the causal half. `error` is the
+largest distance of the result and the gradients from einsum in f32, by their norm; the scores of all pairs are computed
+for that, so it is left out where they take more than 2 GiB. Operands are in bf16.
+"""
+
+import argparse
+import functools
+import itertools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import train
+from bench.chip import best_seconds, first_line
+from shardlib.shardtypes import dtype_name, i32, typed_shard_map
+from shardwright.cluster.config import HardwareConfig
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling import attention
+from shardwright.modeling.model import compute_scope
+from shardwright.modeling.rules import CAUSAL, Places, Rule, same_document
+
+act = dtype_name("act")
+RULES = {"documents": CAUSAL, "one document": CAUSAL.without(same_document)}
+DETERMINISTIC = HardwareConfig(deterministic=True).options
+LARGEST = 2**31
+"""Bytes of the scores in f32, up to which einsum in f32 is computed."""
+
+
+def operands(length: int, tokens: int, heads: int, width: int) -> tuple[list[jax.Array], jax.Array]:
+    """q, k, v and a gradient, in bf16, and the documents of sequences that hold four on average."""
+    rng, rows = np.random.default_rng(0), max(1, tokens // length)
+    shapes = (heads, 1, width), (heads, width), (heads, width), (heads, 1, width)
+    drawn = [jnp.asarray(rng.standard_normal((rows, length, *shape), np.float32), jnp.bfloat16) for shape in shapes]
+    starts = rng.random((rows, length)) < 4 / length
+    return drawn, jnp.asarray(np.cumsum(starts, axis=1), jnp.int32)
+
+
+def program(path: str, rule: Rule) -> Callable:
+    """Function of q, k, v, a gradient and documents: the result and the three gradients."""
+
+    @typed_shard_map
+    def run(
+        q: act["B/r/d L K/t Q D"],
+        k: act["B/r/d L K/t D"],
+        v: act["B/r/d L K/t D"],
+        g: act["B/r/d L K/t Q D"],
+        document: i32["B/r/d L"],
+    ) -> tuple[act["B/r/d L K/t Q D"], act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D"]]:
+        index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+        places = Places(index, index, document)
+        attend = train.attention if path == "einsum" else functools.partial(attention.run, path)
+        out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, (places, places), rule), q, k, v)
+        return out, *vjp(g)
+
+    return run
+
+
+def error_of(found: tuple, expected: tuple) -> float:
+    """Largest distance of arrays from those expected, by their norm."""
+    norm = lambda x: float(jnp.sqrt(jnp.sum(jnp.square(x))))
+    return max(norm(jnp.float32(a) - b) / norm(b) for a, b in zip(found, expected, strict=True))
+
+
+def line_of(path: str, rule: Rule, given: list, expected: tuple | None, options: dict) -> str:
+    """The figures of a path. Raises what the path, the compiler or the device refuses."""
+    attention.choose(path, rule, given[0])
+    with compute_scope("bf16"):
+        compiled = jax.jit(program(path, rule)).lower(*given).compile(compiler_options=options)
+    error = "" if expected is None else f", error {error_of(compiled(*given), expected):.1e}"
+    rows, length, heads, _, width = given[0].shape
+    seconds = best_seconds(compiled, *given)
+    rate = 3.5 * 4 * rows * heads * length**2 * width / 2 / seconds / 1e12
+    memory = compiled.memory_analysis().temp_size_in_bytes / 2**30
+    return f"{1e3 * seconds:.3g} ms, {rate:.3g} TFLOP/s, {memory:.2f} GiB{error}"
+
+
+def main() -> None:
+    """Prints the lines."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])
+    for name, default in (("tokens", 16384), ("heads", 16), ("width", 128)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    jax.set_mesh(make_mesh(jax.devices()[:1], d=1))
+    here = jax.devices()[0].platform
+    paths = [path for path in attention.PATHS if attention.KERNELS.get(path, here) == here and path != "auto"]
+    kernels = [(path, {}) for path in paths]
+    kernels += [(path, DETERMINISTIC) for path in paths if here == "gpu" and path in attention.KERNELS]
+    for length, (documents, rule) in itertools.product(args.lengths, RULES.items()):
+        drawn, document = operands(length, args.tokens, args.heads, args.width)
+        expected = None
+        if 4 * length * max(args.tokens, length) * args.heads <= LARGEST:
+            with compute_scope("f32"), jax.default_matmul_precision("highest"):
+                expected = jax.jit(program("einsum", rule))(*map(jnp.float32, drawn), document)
+        for path, options in kernels:
+            try:
+                figures = line_of(path, rule, [*drawn, document], expected, options)
+            except Exception as error:  # one path's failure costs no other
+                figures = first_line(error)
+            name = f"{path}{', deterministic' * bool(options)}, {length} tokens, {documents}"
+            print(f"{name}: {figures}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

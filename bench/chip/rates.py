@@ -1,0 +1,90 @@
+"""Large matmuls, memory and launches on one device; with --chip a chip of these numbers, for hardware.chip.
+
+    python -m bench.chip.rates [--size 8192] [--dtype bfloat16]
+    python -m bench.chip.rates --chip FILE.yaml
+
+The first prints the rate of a matmul of size × size/2 × 7/4 size, with XLA's options one at a time: autotuned, and not.
+The second writes a file like those in shardwright/plan/chips: that of the chip that JAX finds, or of the h100 where it
+is not known, with what is measured here in place of the numbers that it assumes.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import yaml
+
+from bench.chip import best_seconds, first_line
+from shardwright.plan.chips import Chip, chip_for, chip_of
+
+OPTIONS = {
+    "autotuned": {},
+    "not autotuned": {"xla_gpu_autotune_level": 0},
+    "deterministic": {"xla_gpu_exclude_nondeterministic_ops": True},
+    "without Triton": {"xla_gpu_enable_triton_gemm": False},
+}
+SOURCE = "measured by bench.chip.rates with jax"
+
+
+def product_s(m: int, k: int, n: int, dtype: str, options: dict | None = None) -> float:
+    """Seconds of a matmul."""
+    a, b = (jax.random.normal(jax.random.key(i), shape, dtype) for i, shape in enumerate([(m, k), (k, n)]))
+    return best_seconds(jax.jit(jnp.matmul).lower(a, b).compile(compiler_options=options), a, b)
+
+
+def measured(chip: Chip, size: int, dtype: str) -> dict[str, float]:
+    """Fields of the chip, as far as one device tells them."""
+    shape = size, size // 2, size * 7 // 4
+    x = jnp.zeros((size, size), jnp.float32)
+    moved = 2 * x.nbytes / best_seconds(jax.jit(lambda x: x + 1), x)
+    small = jnp.zeros((8, 8), jnp.float32)
+    chain, kernels = jax.jit(lambda x: jax.lax.fori_loop(0, 1000, lambda _, x: jnp.sin(x), x)), 1000
+    found = {"matmul_share": chip.matmul_share * chip.matmul_s(1, *shape, "bf16") / product_s(*shape, dtype)}
+    found |= {"memory_share": moved / chip.memory_bandwidth, "launch_s": best_seconds(chain, small) / kernels}
+    return {name: float(f"{value:.3g}") for name, value in found.items()}
+
+
+def described(size: int, dtype: str) -> dict[str, dict]:
+    """The file of this device."""
+    device = jax.devices()[0]
+    known, source = chip_for(device.device_kind), f"{SOURCE} {jax.__version__}"
+    chip = known or dataclasses.replace(chip_of("h100"), products=None)
+    found = measured(chip, size, dtype)
+    if known is None:  # its peak is what its matmuls reach
+        rate, moved = chip.peak["bf16"] * found["matmul_share"], chip.memory_bandwidth * found["memory_share"]
+        limit = (device.memory_stats() or {}).get("bytes_limit", chip.memory_bytes)
+        found |= {"title": device.device_kind, "platform": device.platform, "kinds": [device.device_kind]}
+        found |= {"peak": {"bf16": rate}, "memory_bandwidth": moved, "memory_bytes": float(limit)}
+        found |= {"products": None, "collectives": None, "matmul_share": 1.0, "memory_share": 1.0}
+    fields = {name: {"value": value, "source": source} for name, value in found.items()}
+    return {"like": known.name if known else "h100", **fields}
+
+
+def main() -> None:
+    """Prints the rates, or writes the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", type=int, default=8192, help="a multiple of 4")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--chip", type=Path, metavar="FILE", help="file to write, whose name ends in .yaml")
+    args = parser.parse_args()
+    if args.chip is not None:
+        fields = described(args.size, args.dtype)
+        args.chip.write_text(yaml.safe_dump(fields, sort_keys=False, width=120))
+        chip_of(str(args.chip))  # it can be read
+        own = {name: field["value"] for name, field in fields.items() if name != "like"}
+        shown = [f"{name} {value:g}" for name, value in own.items() if isinstance(value, float)]
+        print(f"{args.chip.name}, like {fields['like']}: {', '.join(shown)}")
+        return
+    m, k, n = args.size, args.size // 2, args.size * 7 // 4
+    for name, options in OPTIONS.items():
+        try:
+            rate = f"{2 * m * k * n / product_s(m, k, n, args.dtype, options) / 1e12:.3g} TFLOP/s"
+        except Exception as error:
+            rate = first_line(error)
+        print(f"matmul {m} × {k} × {n}, {name}: {rate}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
