@@ -46,7 +46,7 @@ GPT2_124M, GPT2_350M = f"{GPT2}64", f"{GPT2}32 model.layers=24 model.d_model=102
 PROFILED = "++hardware.compiler_options.xla_gpu_collect_cost_model_stats=true"
 PROFILED += " ++hardware.compiler_options.xla_gpu_enable_command_buffer="  # CUDA graphs hide the time of each kernel
 OTHERS = "bench.throughput --platform {platform} --sizes 270m --rounds 2 --seconds 1.5 --limit 70"
-SMALL = "model.layers=2 model.d_model=96 model.vocab=512 training.seq_len=64 training.batch_size=4 training.steps=8"
+SMALL = "model.layers=2 model.d_model=96 model.vocab=512 model.bos_id=0 training.seq_len=64 training.batch_size=4 training.steps=8"
 ROW = ((r"^(?P<what>.+?): (.+)$", r"\2"),)
 KIND = ((r"^ *([\d.]+) +([\d.]+) +\S+  (?P<what>.+): all$", r"\1 ms a step, predicted \2"),)
 FIGURES = r"\2 tokens/s, matmuls alone / step: \3, \4 MiB, compiled in \5 s, ours / it: \6"

@@ -7,6 +7,7 @@
                 (shardwright/modeling/blockwise.py). Its memory grows linearly with L.
     cudnn       cuDNN's fused kernel, on NVIDIA GPUs, for rules that change no scores. It knows the conditions causal
                 and Window. Others, such as same_document, become a mask of L×L entries for each sequence.
+    triton      JAX's Pallas kernel for NVIDIA GPUs, for causal and same_document (shardwright/modeling/triton.py).
     splash      JAX's Pallas kernel for TPUs, for the conditions and soft-caps of shardwright/modeling/rules.py
                 (shardwright/modeling/splash.py).
     auto        one of these, by `choose`.
@@ -29,14 +30,15 @@ from shardwright.modeling.model import act
 from shardwright.modeling.planned_attention import PLANNED, planned_kernel
 from shardwright.modeling.rules import Places, Rule, SoftCap, Window, causal, same_document
 from shardwright.modeling.splash import LANES, splash
+from shardwright.modeling.triton import MULTIPLE, triton
 
-PATHS = ("auto", "einsum", "blockwise", "cudnn", "splash")
+PATHS = ("auto", "einsum", "blockwise", "cudnn", "triton", "splash")
 """Values of `training.attention`."""
-KERNELS = {"cudnn": "gpu", "splash": "tpu"}
+KERNELS = {"cudnn": "gpu", "triton": "gpu", "splash": "tpu"}
 """Paths that are kernels of one platform, and the platform."""
-CUDNN_UP_TO = 32768
-"""Longest sequence, in tokens, for which `auto` chooses cudnn with a mask. The mask then takes 2 GiB for each
-sequence. So does its gradient, which jax 0.10 has cuDNN compute, and jax 0.12 does not."""
+MASKED_UP_TO = 4096 if jax.__version_info__ >= (0, 12) else 0
+"""Longest sequence, in tokens, for which `auto` chooses cudnn with a mask: the longest that was measured. Before jax
+0.12 it computes a gradient of the mask too, so it is never chosen."""
 
 
 def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = False, keys: int | None = None) -> str:
@@ -62,10 +64,10 @@ def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = F
                 "can, or einsum, which can do everything."
             )
         return path
-    if not refusals["splash"]:
-        return "splash"
-    if not refusals["cudnn"] and (length <= CUDNN_UP_TO or not _masked(rule)):
-        return "cudnn"
+    masked = _masked(rule)
+    kernels = ["splash", *(["triton"] if masked else []), *(["cudnn"] if not masked or length <= MASKED_UP_TO else [])]
+    if kernel := next((kernel for kernel in kernels if not refusals[kernel]), None):
+        return kernel
     in_one_block = length <= BLOCKS.get(device.platform, BLOCK)
     return "einsum" if in_one_block or refusals["blockwise"] else "blockwise"
 
@@ -76,7 +78,8 @@ def _refusals(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device
     # cuDNN takes larger heads from Hopper on. Abstract devices do not say what they are: JAX takes them for older ones.
     largest = 256 if float(getattr(device, "compute_capability", 8)) >= 9 else 128
     is_nvidia = device.platform == "gpu" and device.device_kind.startswith("NVIDIA")
-    is_known = all(f in (causal, same_document) or isinstance(f, Window) for f in rule.visible)
+    windows = [f for f in rule.visible if isinstance(f, Window)]
+    is_known = all(f in (causal, same_document, *windows) for f in rule.visible)
     no_dropout, no_f32 = (dropout, "it has no dropout"), (dtype != jnp.bfloat16, f"it takes bf16, not {dtype.name}")
     # Its mask is by numbers that count queries and keys from 0.
     of_a_part = (length != q.shape[1], f"{q.shape[1]} queries of {length} positions; it takes those of all")
@@ -91,6 +94,16 @@ def _refusals(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device
             no_f32,
             (d_head % 8 or d_head > largest, f"heads of {d_head} entries; it takes multiples of 8 up to {largest}"),
             (length % 2, f"an odd number of tokens, {length}"),
+        ],
+        "triton": [
+            (not is_nvidia, f"{device.device_kind} is not an NVIDIA GPU"),
+            no_dropout,
+            of_a_part,
+            (rule.score or sinks, "it changes no scores, and has no sinks here"),
+            (not is_known or windows, "of conditions, it knows causal and same_document alone"),
+            no_f32,
+            (not 16 <= d_head <= 128, f"heads of {d_head} entries; it takes 16 to 128"),
+            (length % MULTIPLE, f"{length} tokens; it takes multiples of {MULTIPLE}"),
         ],
         "splash": [
             (device.platform != "tpu", f"{device.device_kind} is not a TPU"),
@@ -113,7 +126,7 @@ def run(path: str, q: Any, k: Any, v: Any, places: tuple[Places, Places], rule: 
         return planned_kernel(rule, k.shape[1], path, q, k, v, mask)
     if path == "blockwise":
         return blockwise(q, k, v, places, rule, *more)
-    return {"cudnn": cudnn, "splash": splash}[path](q, k, v, places, rule)
+    return {"cudnn": cudnn, "triton": triton, "splash": splash}[path](q, k, v, places, rule)
 
 
 @typed

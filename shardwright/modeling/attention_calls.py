@@ -112,8 +112,8 @@ def check_deterministic(c: Any, described: list[str]) -> None:
     if c.hardware.deterministic and copies and any(line.startswith("cudnn") for line in described):
         raise ValueError(
             "hardware.deterministic=true with several calls of cuDNN attention in one program, which XLA compiles but "
-            "cannot run (openxla/xla #46500). Set training.attention=blockwise or, with mesh.p=1 and layers of one "
-            "kind, training.unroll=1."
+            "cannot run (openxla/xla #46500). Set training.attention=triton or blockwise or, with mesh.p=1 and layers "
+            "of one kind, training.unroll=1."
         )
 
 
@@ -133,7 +133,7 @@ def with_path(forward: Any, path: str, how: str) -> Any:
     return dataclasses.replace(forward, training=dataclasses.replace(forward.training, **settings))
 
 
-def check_paths(forward: Any, length: int) -> None:
+def check_paths(forward: Any, length: int, options: dict[str, Any] | None = None) -> None:
     """Compares each path that the layers take with train.attention, where keys are gathered: results and gradients.
 
     That is what the proof follows. Of `ulysses` it follows einsum too, but for how the heads are divided, which is the
@@ -146,6 +146,7 @@ def check_paths(forward: Any, length: int) -> None:
     Args:
         forward: train.Forward of the model.
         length: positions of a sequence.
+        options: of the compiler, those of the run.
 
     Raises:
         ValueError: they differ by more than TOLERANCE, or are NaN, as where a position sees no key.
@@ -162,7 +163,8 @@ def check_paths(forward: Any, length: int) -> None:
         dtype = forward.training.compute_dtype if path in KERNELS else "f32"
         exactly = jax.default_matmul_precision("highest")  # some devices round f32 operands otherwise
         with compute_scope(dtype), exactly, small_blocks(-(-compared // devices // LEAST_BLOCKS)):
-            far = float(jax.jit(functools.partial(_difference, own.attend, reference.attend, call, compared))())
+            compare = functools.partial(_difference, own.attend, reference.attend, call, compared)
+            far = float(jax.jit(compare, compiler_options=options)())
         if not far <= TOLERANCE[dtype]:
             name = f"{how}, {path}" if how == "ulysses" else path
             raise ValueError(

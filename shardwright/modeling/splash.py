@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
-from jax_extra import SAVED
+from jax_extra import SAVED, save_for_backward
 from shardlib import shardops
 from shardlib.op_checks import varying
 from shardlib.shardtypes import typed
@@ -47,7 +47,7 @@ def splash(
     )
     out = shardops.per_device(
         "B/r/d/e H/t L D",
-        functools.partial(_attend, rule),
+        functools.partial(by_kernel, functools.partial(_kernel, rule), True),
         # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
         *alike(*heads_first, places[0].document),
         reason=f"the kernel computes each head of each sequence by itself {q.shape[3:]}",
@@ -93,20 +93,23 @@ def _unchecked(fn: Callable, *args: Any) -> Any:
 
 
 # The gradient is defined here, since JAX would sum those of values that it takes for the same on all devices.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:
-    return _unchecked(functools.partial(_kernel, rule), q, k, v, document)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def by_kernel(kernel: Callable, marks: bool, *given: jax.Array) -> jax.Array:
+    """kernel(q, k, v, document), on a device. `marks`: it marks what its backward pass needs beside these."""
+    return _unchecked(kernel, *given)
 
 
-def _attend_forward(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> tuple:
+def _forward(kernel: Callable, marks: bool, *given: jax.Array) -> tuple:
     def run(q, k, v, document):
-        return jax.vjp(lambda q, k, v: _kernel(rule, q, k, v, document), q, k, v)
+        out, vjp = jax.vjp(lambda q, k, v: kernel(q, k, v, document), q, k, v)
+        is_given = lambda x: any(x is y for y in (q, k, v, document))
+        return out, jax.tree.map(lambda x: x if marks or is_given(x) else save_for_backward(x), vjp)
 
-    return _unchecked(run, q, k, v, document)
+    return _unchecked(run, *given)
 
 
-def _attend_backward(rule: Rule, vjp: Callable, g: jax.Array) -> tuple:
+def _backward(kernel: Callable, marks: bool, vjp: Callable, g: jax.Array) -> tuple:
     return *_unchecked(lambda vjp, g: vjp(g), vjp, g), None
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+by_kernel.defvjp(_forward, _backward)

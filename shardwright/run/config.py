@@ -89,15 +89,16 @@ class TrainingConfig:
     those side by side in compute_dtype."""
     attention: str = "auto"
     """Path of attention. einsum: with the scores of all pairs of positions in memory. blockwise: with one block of
-    scores at a time. cudnn: NVIDIA's fused kernel. splash: a kernel for TPUs. auto: the path that suits device and
-    seq_len, which the run prints when it starts (shardwright/modeling/attention.py)."""
+    scores at a time. cudnn: NVIDIA's fused kernel. triton: a kernel for NVIDIA GPUs that knows documents. splash: one
+    for TPUs. auto: the path that suits device, rule and seq_len, which the run prints when it starts
+    (shardwright/modeling/attention.py)."""
     context: str = "gather"
     """How queries meet the keys of other devices where positions are sharded over c. gather: each device gathers all
     keys and values. ring: keys and values pass around. ulysses: each device has some heads of all positions
     (docs/long-context.md)."""
     document_mask: bool = True
-    """Whether tokens attend only to tokens of their own document. false: a sequence counts as one document. That makes
-    cudnn faster, which otherwise needs a mask of seq_len² entries for each sequence."""
+    """Whether tokens attend only to tokens of their own document. false: a sequence counts as one document, which
+    cudnn computes without a mask."""
     fp8: bool = False
     """Whether the products of a layer with its weights have operands rounded to FP8: faster on NVIDIA GPUs from Hopper
     on, slower elsewhere, and less exact (shardwright/modeling/fp8.py)."""

@@ -271,7 +271,7 @@ class Run:
     def compare_forms(self) -> None:
         """Refuses a form of an op for this platform that does not compute what its plain form does. It runs both."""
         for c in {c.training.seq_len: c for c in self._ahead}.values():
-            teacher.check_paths_with_reference(self._forward_of(c.training), c)
+            teacher.check_paths_with_reference(self._forward_of(c.training), c, self.options)
         products.check_sums()
 
     def compile(self, training_step: Any, state: Any) -> jax.stages.Compiled:

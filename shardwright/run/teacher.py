@@ -57,10 +57,10 @@ def model_of(c: Config) -> LanguageModel | None:
     return model
 
 
-def check_paths_with_reference(forward: Any, c: Config) -> None:
+def check_paths_with_reference(forward: Any, c: Config, options: dict[str, Any]) -> None:
     """check_paths for a train.Forward, and for that of training.reference."""
     for model in filter(None, (forward.model, model_of(c))):
-        check_paths(dataclasses.replace(forward, model=model), c.training.seq_len)
+        check_paths(dataclasses.replace(forward, model=model), c.training.seq_len, options)
 
 
 def weights_of(c: Config) -> Any:

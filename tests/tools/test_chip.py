@@ -1,19 +1,45 @@
-"""tools/chip: the settings for a device, by JAX's name for it."""
+"""tools/chip: the settings for a device, by JAX's name for it; the parts that it measures, and what fails in them."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from shipped import load
 
 from shardwright.plan.chips import chip_of
-from tools.chip import settings_for
+from tools import chip
+from tools.chip import PARTS, Part, Settings, command_of, settings_for
 
 ROOT = Path(__file__).parents[2]
 ON_COLAB = {"TPU v5 lite": "v5e", "TPU v6 lite": "v6e", "Tesla T4": "t4", "NVIDIA L4": "l4"}
 ON_COLAB |= {"NVIDIA A100-SXM4-40GB": "a100_40gb", "NVIDIA H100 80GB HBM3": "h100"}
+NAMES = [part.name for part in PARTS]
+PRINTED = {  # what each program prints, and the rows that are read from it
+    chip.ROW: ("devices: 1 x NVIDIA H100 80GB HBM3\nhardware=gpu hardware.chip=h100\n", ["1 x NVIDIA H100 80GB HBM3"]),
+    chip.KIND: (
+        " measured  predicted    ratio  ms of a device in a step\n   24.338     20.100     1.21  products: all\n"
+        "   24.338     20.100     1.21  products: fusion.1  train.py:5\n",
+        ["24.338 ms a step, predicted 20.100"],
+    ),
+    chip.TRAINERS: (
+        "270m: 300 parameters, 32 sequences of 1024 tokens, bf16, gpu\n"
+        "              tokens/s    median  floor  peak MiB compile s  ratio\n"
+        "floor          338,129   338,129               312       0.9\n"
+        "plain-jax      262,634   262,634  34.2%     27,110      13.8   1.01\n"
+        "torch         failed: killed after 70 s: no message\n",
+        [
+            "338,129 tokens/s, matmuls alone / step: , 312 MiB, compiled in 0.9 s, ours / it: ",
+            "262,634 tokens/s, matmuls alone / step: 34.2%, 27,110 MiB, compiled in 13.8 s, ours / it: 1.01",
+            "failed: killed after 70 s: no message",
+        ],
+    ),
+}
+STEPS = [{"step": i, "loss": 6.0 - i, "tokens": 8 * i, "seconds": 0.05, "tokens_per_second": 160.0} for i in range(3)]
 
 
 @pytest.mark.parametrize(("kind", "name"), ON_COLAB.items())
@@ -26,7 +52,147 @@ def test_of_a_device_that_is_not_known_the_platform_is_given():
     assert settings_for("some accelerator", "gpu") == "hardware=gpu"
 
 
+def call(*arguments: str) -> subprocess.CompletedProcess:
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
+    command = [sys.executable, "-m", "tools.chip", *map(str, arguments)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+
+
 def test_this_machine():
-    env = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-m", "tools.chip"], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == "hardware=cpu hardware.chip=cpu\n"
+    done = call()
+    assert done.stdout.splitlines()[0] == "devices: 1 x cpu"
+    assert done.stdout.splitlines()[-1] == "hardware=cpu hardware.chip=cpu"
+
+
+def test_a_part_that_does_not_exist():
+    done = call("minutes=1", "parts=[attentoin]")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: parts is 'attentoin'; choose one of devices, demo, attention"), done.stderr
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Stands in for the programs of all parts but those that the test names: each prints what it would print."""
+
+    def command(part: Part, out: Path) -> list[str]:
+        if part.figures:
+            return ["printed", PRINTED[part.figures][0]]
+        return ["trained", str(out / part.name)]
+
+    place = tmp_path / "programs"
+    place.mkdir()
+    (place / "printed.py").write_text("import sys\nprint(sys.argv[1])\nprint('W1: odd: a warning', file=sys.stderr)\n")
+    lines = "".join(json.dumps(step) + "\n" for step in STEPS)
+    (place / "trained.py").write_text(
+        "import sys, pathlib\np = pathlib.Path(sys.argv[1])\n(p / 'checkpoints').mkdir(parents=True)\n"
+        f"(p / 'metrics.jsonl').write_text({lines!r})\n"
+        """(p / 'plan.json').write_text('{"seconds": 0.06, "peak_bytes": 2147483648}')\n"""
+    )
+    (place / "planted.py").write_text("print('matmul: 700 TFLOP/s', flush=True)\nraise RuntimeError('planted |')\n")
+    (place / "hanging.py").write_text(
+        "import subprocess, sys, time\nsubprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'])\n"
+        "print('begins', flush=True)\nsubprocess.run(['sleep', '99'])\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{place}:{ROOT}")
+    monkeypatch.setattr(chip, "command_of", command)
+    return tmp_path / "out"
+
+
+def table(out: Path) -> list[list[str]]:
+    return [line.strip("| ").split(" | ") for line in (out / "chip.md").read_text().splitlines()[2:]]
+
+
+def test_each_part_is_measured_and_its_figures_are_read(programs, capsys):
+    chip.run(Settings(minutes=1, out=str(programs)))
+    expected = [
+        (part.name, figures)
+        for part in PARTS
+        for figures in (
+            PRINTED[part.figures][1]
+            if part.figures
+            else ["50 ms (planned 60), 160 tokens/s, MFU –, – (planned 2), loss 6 to 4"]
+        )
+    ]
+    assert [(row[0], row[2].strip()) for row in table(programs)] == [(name, x.strip()) for name, x in expected]
+    printed = capsys.readouterr().out
+    assert (programs / "chip.md").read_text() in printed
+    assert "Call again" not in printed
+    assert not (programs / "demo/checkpoints").exists(), "gigabytes"
+
+
+def planting(monkeypatch, name: str, module: str) -> None:
+    """Makes the part of this name run a module of `programs` instead."""
+    of = chip.command_of
+    monkeypatch.setattr(chip, "command_of", lambda part, out: [module] if part.name == name else of(part, out))
+
+
+@pytest.mark.parametrize("planted", NAMES)
+def test_a_part_that_fails_is_noted_and_the_rest_goes_on(programs, monkeypatch, capsys, planted):
+    at = NAMES.index(planted)
+    monkeypatch.setattr(chip, "PARTS", (*PARTS[at : at + 1], PARTS[at - 1]))
+    with monkeypatch.context() as planted_here:
+        planting(planted_here, planted, "planted")
+        chip.run(Settings(minutes=1, out=str(programs)))
+    (row,) = [row for row in table(programs) if row[1] == "failed"]
+    assert row == [planted, "failed", "exit status 1: RuntimeError: planted /"]
+    assert {row[0] for row in table(programs)} == {planted, NAMES[at - 1]}
+    assert f"Call again for {planted}." in capsys.readouterr().out
+    before = {path: path.stat().st_mtime_ns for path in programs.glob("*.json")}
+    chip.run(Settings(minutes=1, out=str(programs)))
+    assert [path.stem for path, time in before.items() if path.stat().st_mtime_ns != time] == [planted]
+    assert not [row for row in table(programs) if row[1] == "failed"]
+
+
+def test_a_part_that_hangs_ends_with_what_it_started(programs, monkeypatch):
+    monkeypatch.setattr(chip, "PARTS", (Part("hangs", 1, ""), Part("next", 60, "", figures=chip.ROW)))
+    planting(monkeypatch, "hangs", "hanging")
+    begin = time.monotonic()
+    chip.run(Settings(minutes=1, out=str(programs)))
+    assert time.monotonic() - begin < 30
+    assert table(programs)[0] == ["hangs", "failed", "ended after 1 s: KeyboardInterrupt"]
+    assert table(programs)[1][0] == "next"
+    assert "time.sleep(99)" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
+
+
+def test_without_time_left_it_runs_nothing_and_says_so(programs, capsys):
+    chip.run(Settings(minutes=0.1, out=str(programs)))
+    assert table(programs) == []
+    assert f"Call again for {', '.join(NAMES)}." in capsys.readouterr().out
+
+
+def test_a_damaged_result_is_measured_again(programs):
+    programs.mkdir()
+    (programs / "devices.json").write_text('{"rows": 7}')
+    chip.run(Settings(minutes=1, out=str(programs), parts=["devices"]))
+    assert json.loads((programs / "devices.json").read_text())["failed"] is False
+
+
+@pytest.mark.parametrize(
+    "printed", ["hardware=gpu hardware.chip=h100", "hardware=gpu", "hardware=cpu hardware.chip=cpu"]
+)
+def test_the_commands_of_parts(tmp_path, printed):
+    """With the settings that the part devices printed; small on a CPU alone."""
+    (tmp_path / "devices.out").write_text(f"devices: 1 x it\n{printed}\n")
+    for part in PARTS:
+        command = command_of(part, tmp_path)
+        assert (part.small.split()[-1:] == command[-1:]) == (bool(part.small) and "cpu" in printed)
+        assert not any("{" in word for word in command)
+        assert command[0] != "train" or {*printed.split()} < {*command}
+        module = ROOT.joinpath(*command[0].split("."))
+        assert module.with_suffix(".py").exists() or (module / "__main__.py").exists()
+    assert f"{tmp_path}/demo" in command_of(PARTS[NAMES.index("profile")], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_rehearsal_on_a_cpu(tmp_path):
+    """Every part, as on a GPU but small; from an empty folder."""
+    done = call("minutes=9", f"out={tmp_path / 'out'}")
+    assert done.returncode == 0, done.stderr
+    assert {row[0] for row in table(tmp_path / "out")} == {*NAMES}
+    assert "failed" not in [row[1] for row in table(tmp_path / "out")]
+    assert chip_of(str(tmp_path / "out/cpu.yaml")).sources["launch_s"].startswith("measured by bench.chip.rates")
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="there is no shellcheck")
+def test_the_script_is_sound():
+    subprocess.run(["shellcheck", ROOT / "bench/chip.sh"], check=True)
