@@ -27,7 +27,7 @@ class Clock:
     - reduce-scatters and all-to-alls: here those of the program's all-gather that is nearest in bytes, by SCATTER, over
       as many devices where there is one;
     - copies: here the bytes that they read and write, by the memory's bandwidth;
-    - cuDNN's attention: its FLOPs by a part `attention` of the peak; no time where that is 0.
+    - attention by cuDNN or Triton: its FLOPs by a part `attention` of the peak; no time where that is 0.
 
     A task of a pipeline stage takes its time in each tick in which a device has one. No launch of a kernel takes time.
 
@@ -60,7 +60,7 @@ class Clock:
                 took = self.of_collective(computation, i)
                 sent = ready[i.name] = max(now, sent) + took
                 self.kernels[i.name] += took * times
-            elif '_target="__cudnn' in i.attributes:
+            elif attention_matmuls(i):
                 cost = self.of_attention(computation, i)
             elif i.opcode not in NO_WORK:
                 cost = self.of_work(computation, i)
@@ -88,12 +88,11 @@ class Clock:
         return moved if told is None else told
 
     def of_attention(self, computation: Computation, i: Instruction) -> float:
-        """Seconds of causal attention of q and k [B, L, heads, D]: half of the pairs, two products, five backward."""
+        """Seconds of causal attention of q and k [B, L, heads, D]: half of the pairs."""
         if not self.attention:
             return 0.0
         q, k = (computation.instructions[name].shapes[0].dims for name in i.operands[:2])
-        products = 5 if "Backward" in i.attributes else 2
-        return products * math.prod(q) * k[1] / (self.attention * self.chip.peak["bf16"])
+        return attention_matmuls(i) * math.prod(q) * k[1] / (self.attention * self.chip.peak["bf16"])
 
     def of_collective(self, computation: Computation, i: Instruction) -> float:
         """Seconds of a collective."""
@@ -112,6 +111,13 @@ class Clock:
             raise ValueError(f"the devices of {i.name} are not known: {i.attributes[:200]}")
         members, given = math.prod(self.program.mesh[axis] for axis in axes), _read(computation, i)
         return members, given * (members if i.opcode.startswith("all-gather") else 1)
+
+
+def attention_matmuls(i: Instruction) -> int:
+    """Number of matmuls in a kernel of attention, cuDNN's or JAX's in Triton: 2 forward, 5 backward; 0 of the rest."""
+    of_cudnn = re.search(r'_target="__cudnn\$(\w+)', i.attributes)
+    name = of_cudnn or ("xla.gpu.triton" in i.attributes and re.search(r"\bmha_(forward|backward)\b", i.op_name))
+    return 0 if not name else 5 if "backward" in name[1].lower() else 2
 
 
 def _read(computation: Computation, i: Instruction) -> int:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import jax
 
-from bench.plan.clock import Clock
+from bench.plan.clock import Clock, attention_matmuls
 from bench.plan.trainers import ATTENTION
 from shardwright.compiled.hlo import Program, parse
 from shardwright.compiled.operations import works_of
@@ -55,7 +55,7 @@ def kinds(program: Program, table: Table) -> dict[str, str]:
     for computation in program.computations.values():
         for i in computation.instructions.values():
             products = any(work.kind == "matmul" for work in works_of(program, computation, i))
-            kind = "products" if products else "attention" if '_target="__cudnn' in i.attributes else "the rest"
+            kind = "products" if products else "attention" if attention_matmuls(i) else "the rest"
             found[i.name] = "collectives" if i.name in table.communicating else kind
     return found
 

@@ -3,13 +3,14 @@
 import dataclasses
 import gzip
 import json
+import types
 
 import pytest
 from hlo_texts import HEAD
 from traces import written
 
 from bench.plan import compilers, kernels
-from bench.plan.clock import Clock
+from bench.plan.clock import Clock, attention_matmuls
 from shardwright.compiled.hlo import parse, with_mesh
 from shardwright.compiled.step import describe
 from shardwright.plan.chips import chip_of
@@ -132,16 +133,34 @@ def test_each_kernel_beside_its_prediction(tmp_path, capsys):
 
 
 def test_a_run_without_predictions(tmp_path, capsys):
-    for run, why in (
+    """What was measured is shown, as on a CPU."""
+    run = run_on_a_gpu(tmp_path, TEXT.replace("reification_cost", "cost"))
+    kernels.main([str(run), "--chip", "h100"])
+    said = capsys.readouterr()
+    assert "    0.060      0.000        -  the rest: step  train.py:20" in said.out.splitlines()
+    assert "train on a GPU, with +hardware.compiler_options" in said.err
+    with pytest.raises(SystemExit):
+        kernels.main([str(tmp_path / "none"), "--chip", "h100"])
+    assert "has no training_step_optimized_hlo_*.txt" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("attributes", "op_name", "matmuls"),
+    [
+        ('custom_call_target="__cudnn$fmhaScaleBiasSoftmax", api', "attend", 2),
+        ('custom_call_target="__cudnn$fmhaScaleBiasSoftmaxBackward", api', "transpose(jvp(attend))", 5),
+        ('custom_call_target="__gpu$xla.gpu.triton"', "jit(step)/jvp(jit(mha))/mha_forward/pallas_call", 2),
+        ('custom_call_target="__gpu$xla.gpu.triton"', "jit(step)/transpose(jvp(mha_backward))/pallas_call", 5),
         (
-            run_on_a_gpu(tmp_path, TEXT.replace("reification_cost", "cost")),
-            "Train on a GPU, with +hardware.compiler_options",
+            'custom_call_target="__gpu$xla.gpu.triton"',
+            "jit(step)/x/preprocess_backward/mha_preprocess_backward/pallas_call",
+            0,
         ),
-        (tmp_path / "none", "has no training_step_optimized_hlo_*.txt"),
-    ):
-        with pytest.raises(SystemExit):
-            kernels.main([str(run), "--chip", "h100"])
-        assert why in capsys.readouterr().err
+        ('custom_call_target="__cublas$lt$matmul"', "backward/einsum", 0),
+    ],
+)
+def test_kernels_of_attention(attributes, op_name, matmuls):
+    assert attention_matmuls(types.SimpleNamespace(attributes=attributes, op_name=op_name)) == matmuls
 
 
 def test_what_a_program_says():
