@@ -96,6 +96,12 @@ def test_several_processes_keep_programs_only_where_they_are_told_to(monkeypatch
         assert set_to.get("jax_compilation_cache_dir") == (kept and str(tmp_path / kept))
 
 
+@pytest.mark.quick
+def test_kernels_that_xla_timed_are_kept_beside_compiled_programs():
+    """So that a resumed run has the same, also where its source has changed (docs/reliability.md). JAX's default."""
+    assert "xla_gpu_per_fusion_autotune_cache_dir" in jax.config.jax_persistent_cache_enable_xla_caches
+
+
 @pytest.mark.long
 @pytest.mark.quick
 def test_all_options_of_the_configs_are_known_here():
