@@ -2,7 +2,7 @@
 
     python -m tools.chip
     python -m tools.chip minutes=12
-    python -m tools.chip minutes=12 parts=[attention,fp8] again=true
+    python -m tools.chip minutes=12 parts=[attention,fp8]
 
 With `minutes` it measures PARTS in their order, each in a process of its own with a time limit. Results are written at
 once: <out>/<part>.json, what the part printed in <part>.out and .err, and the table, in Markdown, in chip.md. Please
@@ -33,9 +33,7 @@ from shardwright.plan.chips import chip_for
 from shardwright.settings.program import ROOT, run_program
 from shardwright.settings.words import say
 from shardwright_data.checks import above_0, check_choice
-from shardwright_data.foreign import number, one_line, read_object
-from tools.report.comparing import compare_runs
-from tools.report.reading import read_run
+from shardwright_data.foreign import one_line, read_object
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch")
 LEAST, GRACE = 15, 10  # seconds: that must be left for a part to start; that an interrupted part has to end
@@ -46,7 +44,14 @@ GPT2_124M, GPT2_350M = f"{GPT2}64", f"{GPT2}32 model.layers=24 model.d_model=102
 PROFILED = "++hardware.compiler_options.xla_gpu_collect_cost_model_stats=true"
 PROFILED += " ++hardware.compiler_options.xla_gpu_enable_command_buffer="  # CUDA graphs hide the time of each kernel
 OTHERS = "bench.throughput --platform {platform} --sizes 270m --rounds 2 --seconds 1.5 --limit 70"
-SMALL = "model.layers=2 model.d_model=96 model.vocab=512 model.bos_id=0 training.seq_len=64 training.batch_size=4 training.steps=8"
+SMALL = "model.layers=2 model.d_model=96 model.vocab=512 model.bos_id=0"
+SMALL += " training.seq_len=64 training.batch_size=4 training.steps=8"
+RUN = (
+    (r"^(?P<what>plan) +(.+)$", r"\2"),
+    (r"^(?P<what>step 1)/\d+  (loss \S+)", r"\2"),
+    (r"^step 1  (?P<what>memory)  peak_memory (.+?)  source", r"\2"),
+    (r"^(?P<what>step (\d+))/\2  ETA \S+  (loss \S+)  (\S+ tokens/s(?:  MFU \S+)?)", r"\3, \4"),
+)
 ROW = ((r"^(?P<what>.+?): (.+)$", r"\2"),)
 KIND = ((r"^ *([\d.]+) +([\d.]+) +\S+  (?P<what>.+): all$", r"\1 ms a step, predicted \2"),)
 FIGURES = r"\2 tokens/s, matmuls alone / step: \3, \4 MiB, compiled in \5 s, ours / it: \6"
@@ -61,7 +66,7 @@ class Part(NamedTuple):
     limit: int  # seconds
     command: str  # what follows `python -m`; `command_of` replaces the names in braces
     small: str = SMALL  # what a rehearsal on a CPU adds
-    figures: tuple[tuple[str, str], ...] = ()  # rows of its output, and what is shown of them; none: those of a run
+    figures: tuple[tuple[str, str], ...] = RUN  # rows of its output, and what is shown of them
 
 
 PARTS = (  # the most useful first
@@ -89,9 +94,7 @@ class Settings:
     out: str = "runs/chip"
     """Directory of the results."""
     parts: list[str] | None = None
-    """Names of the parts to run, as a list; null: all."""
-    again: bool = False
-    """Whether to measure again what was measured."""
+    """Parts to measure, again if they were; null: all that are missing or failed."""
 
 
 def settings_for(kind: str, platform: str) -> str:
@@ -120,20 +123,6 @@ def command_of(part: Part, out: Path) -> list[str]:
     return shlex.split(command.format(**at))
 
 
-def of_run(directory: Path) -> list[tuple[str, str]]:
-    """What a run measured, beside its plan where it has one; empty if it measured nothing."""
-    run, plan = read_run(directory), {}
-    if "tokens/s" not in run.values:
-        return []
-    with contextlib.suppress(OSError, ValueError):
-        plan = read_object(directory / "plan.json")
-    planned = lambda key, unit: f" (planned {number(plan.get(key)) * unit:.4g})" * bool(plan)
-    c, losses = compare_runs([run], "loss"), f"loss {run.metrics['loss'][0]:.3g} to {run.values['loss']:.3g}"
-    found = [f"{run.values['ms/step']:.4g} ms{planned('seconds', 1e3)}", f"{c.metric(run, 'tokens/s')} tokens/s"]
-    found += [f"MFU {c.metric(run, 'MFU')}", f"{c.metric(run, 'memory')}{planned('peak_bytes', 2**-30)}", losses]
-    return [("step", ", ".join(found))]
-
-
 def measured(part: Part, out: Path, seconds: float) -> dict[str, Any]:
     """Runs a part, for `seconds` at most. Returns what it measured, and whether it failed; why is the last row."""
     command, logs = [sys.executable, "-m", *command_of(part, out)], [out / f"{part.name}.{x}" for x in ("out", "err")]
@@ -153,7 +142,6 @@ def measured(part: Part, out: Path, seconds: float) -> dict[str, Any]:
     shutil.rmtree(out / part.name / "checkpoints", ignore_errors=True)  # gigabytes
     text = _text(logs[0])
     rows = [(m["what"], m.expand(shown)) for row, shown in part.figures for m in re.finditer(row, text, re.MULTILINE)]
-    rows = rows if part.figures or why else of_run(out / part.name)
     if why or not rows:
         said = [line for line in (text + _text(logs[1])).splitlines() if line.strip()] or ["no message"]
         errors = [line for line in said if re.search(r"Error\b|Exception\b|RESOURCE_EXHAUSTED", line)] or said
@@ -173,11 +161,10 @@ def table_of(results: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def run(config: Settings) -> None:
-    """Prints the settings, or measures. Raises ValueError for a part that does not exist."""
+    """Prints the settings, or measures."""
     if config.minutes is None:
         return print_settings()
-    chosen = [part.name for part in PARTS] if config.parts is None else config.parts
-    for name in chosen:
+    for name in config.parts or ():
         check_choice("parts", name, [part.name for part in PARTS])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part that runs ends too
     out, deadline, results = Path(config.out).absolute(), time.monotonic() + 60 * config.minutes, {}
@@ -186,14 +173,14 @@ def run(config: Settings) -> None:
         file, result, left = out / f"{part.name}.json", {"rows": [], "failed": True}, deadline - time.monotonic()
         with contextlib.suppress(OSError, ValueError):
             result = read_object(file, {"rows": [[str]], "failed": bool})
-        if part.name in chosen and (config.again or result["failed"]) and left > LEAST:
+        if (result["failed"] if config.parts is None else part.name in config.parts) and left > LEAST:
             say(f"{part.name}, {min(part.limit, left):.0f} s at most", flush=True)
             result = measured(part, out, min(part.limit, left))
             write_json(file, result)
             say("".join(f"  {what}: {figures}\n" for what, figures in result["rows"]), flush=True)
         results[part.name] = result
         write_whole(out / "chip.md", table_of(results))
-    missing = [name for name in chosen if results[name]["failed"]]
+    missing = [name for name, result in results.items() if result["failed"]]
     say(f"\n{table_of(results)}\nTable: {out}/chip.md" + f"\nCall again for {', '.join(missing)}." * bool(missing))
 
 

@@ -7,7 +7,7 @@
                 (shardwright/modeling/blockwise.py). Its memory grows linearly with L.
     cudnn       cuDNN's fused kernel, on NVIDIA GPUs, for rules that change no scores. It knows the conditions causal
                 and Window. Others, such as same_document, become a mask of L×L entries for each sequence.
-    triton      JAX's Pallas kernel for NVIDIA GPUs, for causal and same_document (shardwright/modeling/triton.py).
+    triton      JAX's Pallas kernel for NVIDIA GPUs, for causal and same_document. Its memory grows linearly with L.
     splash      JAX's Pallas kernel for TPUs, for the conditions and soft-caps of shardwright/modeling/rules.py
                 (shardwright/modeling/splash.py).
     auto        one of these, by `choose`.
@@ -27,10 +27,9 @@ from shardlib.shardtypes import typed
 from shardlib.values import target_device
 from shardwright.modeling.blockwise import BLOCK, BLOCKS, blockwise
 from shardwright.modeling.model import act
-from shardwright.modeling.planned_attention import PLANNED, planned_kernel
+from shardwright.modeling.planned_attention import PLANNED, alike, planned_kernel
 from shardwright.modeling.rules import Places, Rule, SoftCap, Window, causal, same_document
-from shardwright.modeling.splash import LANES, splash
-from shardwright.modeling.triton import MULTIPLE, triton
+from shardwright.modeling.splash import LANES, by_kernel, splash
 
 PATHS = ("auto", "einsum", "blockwise", "cudnn", "triton", "splash")
 """Values of `training.attention`."""
@@ -39,6 +38,8 @@ KERNELS = {"cudnn": "gpu", "triton": "gpu", "splash": "tpu"}
 MASKED_UP_TO = 4096 if jax.__version_info__ >= (0, 12) else 0
 """Longest sequence, in tokens, for which `auto` chooses cudnn with a mask: the longest that was measured. Before jax
 0.12 it computes a gradient of the mask too, so it is never chosen."""
+MULTIPLE, BLOCK_OF_TRITON = 128, 64
+"""Positions in triton's blocks of queries forward, of which sequences are a multiple, and in its other blocks."""
 
 
 def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = False, keys: int | None = None) -> str:
@@ -154,6 +155,40 @@ def cudnn(
         implementation="cudnn",
     )
     return shardops.rearrange("B/r/d/e L (K/t Q) D -> B/r/d/e L K/t Q D", out)
+
+
+@typed
+def triton(
+    q: act["B/r/d/e L K/t Q D"],
+    k: act["B/r/d/e L K/t D"],
+    v: act["B/r/d/e L K/t D"],
+    places: tuple[Places, Places],
+    rule: Rule,
+) -> act["B/r/d/e L K/t Q D"]:
+    """train.attention by JAX's Pallas kernel for GPUs, without dropout. It sums in the same order in each run."""
+
+    def attend(q, k, v, document):
+        # The kernel has as many heads of keys as of queries.
+        return by_kernel(kernel, False, q, *(jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v)), document)
+
+    def kernel(q, k, v, document):
+        # A heavy import, for GPUs alone.
+        from jax.experimental.pallas.ops.gpu import attention as kernels
+
+        blocks = dict.fromkeys(("block_k", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), BLOCK_OF_TRITON)
+        return kernels.mha(
+            *(q, k, v, document if same_document in rule.visible else None),
+            sm_scale=rule.scale_of(q.shape[-1]),
+            causal=causal in rule.visible,
+            block_sizes=kernels.BlockSizes(block_q=MULTIPLE, **blocks),
+            interpret=target_device().platform == "cpu",  # in tests
+        )
+
+    heads = shardops.rearrange("B/r/d/e L K/t Q D -> B/r/d/e L (K/t Q) D", q)
+    reason = f"the kernel computes each head of each sequence by itself {q.shape[3:]}"
+    # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
+    out = shardops.per_device("B/r/d/e L H/t D", attend, *alike(heads, k, v, places[0].document), reason=reason)
+    return shardops.rearrange("B/r/d/e L (K/t Q) D -> B/r/d/e L K/t Q D", out, Q=q.shape[3])
 
 
 def _masked(rule: Rule) -> tuple:

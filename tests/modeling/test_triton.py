@@ -10,8 +10,8 @@ from gradients import assert_close, with_gradients
 
 import train
 from shardwright.modeling import attention, attention_calls
+from shardwright.modeling.attention import triton
 from shardwright.modeling.rules import CAUSAL, Rule, causal, same_document
-from shardwright.modeling.triton import triton
 from shardwright_data.loader import batch_shapes
 
 ROWS, LENGTH, KV, WIDTH = 2, 384, 2, 24  # three blocks of queries, six of keys; the kernel pads 24 to 32
