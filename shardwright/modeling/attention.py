@@ -77,43 +77,43 @@ def _refusals(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device
     """Reason why each path cannot compute this; None if it can. cuDNN's are those of jax.nn.dot_product_attention."""
     d_head, dtype = q.shape[-1], jnp.dtype(q.dtype)
     # cuDNN takes larger heads from Hopper on. Abstract devices do not say what they are: JAX takes them for older ones.
-    largest = 256 if float(getattr(device, "compute_capability", 8)) >= 9 else 128
-    is_nvidia = device.platform == "gpu" and device.device_kind.startswith("NVIDIA")
+    capability = float(getattr(device, "compute_capability", 8))
+    largest = 256 if capability >= 9 else 128
+    is_nvidia = device.platform == "gpu" and device.device_kind.startswith("NVIDIA") and capability >= 8
+    not_nvidia = (not is_nvidia, f"{device.device_kind} is not an NVIDIA GPU from Ampere on")
     windows = [f for f in rule.visible if isinstance(f, Window)]
     is_known = all(f in (causal, same_document, *windows) for f in rule.visible)
-    no_dropout, no_f32 = (dropout, "it has no dropout"), (dtype != jnp.bfloat16, f"it takes bf16, not {dtype.name}")
-    # Its mask is by numbers that count queries and keys from 0.
-    of_a_part = (length != q.shape[1], f"{q.shape[1]} queries of {length} positions; it takes those of all")
+    no_dropout = (dropout, "it has no dropout")
+    of_kernels = [
+        no_dropout,
+        # Their masks are by numbers that count queries and keys from 0.
+        (length != q.shape[1], f"{q.shape[1]} queries of {length} positions; it takes those of all"),
+        (dtype != jnp.bfloat16, f"it takes bf16, not {dtype.name}"),
+    ]
     reasons = {
         "einsum": [],
         "blockwise": [no_dropout],
         "cudnn": [
-            (not is_nvidia, f"{device.device_kind} is not an NVIDIA GPU"),
-            no_dropout,
-            of_a_part,
+            not_nvidia,
+            *of_kernels,
             (rule.score or sinks, "it changes no scores, and has no sinks"),
-            no_f32,
             (d_head % 8 or d_head > largest, f"heads of {d_head} entries; it takes multiples of 8 up to {largest}"),
             (length % 2, f"an odd number of tokens, {length}"),
         ],
         "triton": [
-            (not is_nvidia, f"{device.device_kind} is not an NVIDIA GPU"),
-            no_dropout,
-            of_a_part,
+            not_nvidia,
+            *of_kernels,
             (rule.score or sinks, "it changes no scores, and has no sinks here"),
             (not is_known or windows, "of conditions, it knows causal and same_document alone"),
-            no_f32,
             (not 16 <= d_head <= 128, f"heads of {d_head} entries; it takes 16 to 128"),
             (length % MULTIPLE, f"{length} tokens; it takes multiples of {MULTIPLE}"),
         ],
         "splash": [
             (device.platform != "tpu", f"{device.device_kind} is not a TPU"),
-            no_dropout,
-            of_a_part,
+            *of_kernels,
             (sinks, "it has no sinks here"),
             (rule.score and not isinstance(rule.score, SoftCap), "of functions of scores, it knows SoftCap alone"),
             (not is_known, "of conditions, it knows causal, same_document and Window alone"),
-            no_f32,
             (length % LANES, f"{length} tokens; it takes multiples of {LANES}"),
         ],
     }

@@ -28,6 +28,7 @@ ROWS, HEADS, WIDTH = 8, 2, 4
 GPU = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0")
 A100 = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA A100", compute_capability="8.0")
 TPU = types.SimpleNamespace(platform="tpu", device_kind="TPU v6 lite")
+T4 = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA T4", compute_capability="7.5")
 CPU = types.SimpleNamespace(platform="cpu", device_kind="cpu")
 
 
@@ -147,6 +148,8 @@ def asking(length: int = 64, d_head: int = 64, dtype=jnp.bfloat16, **options) ->
         (GPU, 65536, {}, "triton"),
         (A100, 65536, {}, "triton"),
         (GPU, 1000, {}, "blockwise"),
+        (T4, 1024, {}, "blockwise"),
+        (T4, 1024, {"rule": Rule((causal,))}, "blockwise"),
         (GPU, 1024, {"d_head": 256}, "blockwise"),
         (GPU, 1024, {"rule": Rule((*CAUSAL.visible, Window(9)))}, "blockwise"),
         (GPU, 1024, {"rule": Rule((same_document,))}, "triton"),
