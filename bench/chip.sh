@@ -7,13 +7,14 @@
 #   bench/chip.sh                      on a machine without it, with the folder .wheels
 #
 # Where the Python at hand has a JAX that finds an accelerator, that JAX is used, and its torch; otherwise a new
-# environment gets one. The machine without PyPI needs such a JAX, torch and transformers. Results are in runs/chip, and
-# are copied to the folder OUT if that is set. Called again, it measures what is missing or failed.
+# environment gets one. The machine without PyPI needs such a JAX. Results are in runs/chip, and are copied to the folder
+# OUT if that is set. Called again, it measures what is missing or failed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3} VENV=.venv-chip WHEELS=.wheels
+# What pyproject.toml needs beside JAX and what JAX needs.
 packages="hydra-core omegaconf PyYAML packaging rich markdown-it-py mdurl Pygments tensorstore jaxtyping wadler_lindig
-  typing_extensions einops google-crc32c plotly zarr donfig msgspec numcodecs datasets dill multiprocess"
+  typing_extensions einops google-crc32c plotly narwhals zarr donfig numcodecs jinja2 markupsafe"
 
 if [ "${1:-}" = --fetch ]; then
   version=${2:-3.12} platforms=()

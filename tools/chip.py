@@ -37,14 +37,14 @@ from shardwright_data.foreign import one_line, read_object
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch")
 LEAST, GRACE = 15, 10  # seconds: that must be left for a part to start; that an interrupted part has to end
-TRAIN = "train {hardware} data=austen_stream training.eval_batches=0 training.sample_interval=null"
+TRAIN = "train {hardware} data=synthetic training.eval_batches=0 training.sample_interval=null"
 TRAIN += " optimizer.warmup_steps=5 paths.root_working_dir={out} paths.model_name={part} --config-name="
 GPT2 = f"{TRAIN}gpt2_124m mesh.d=-1 model.vocab=50304 training.steps=40 training.microbatches=2 training.batch_size="
 GPT2_124M, GPT2_350M = f"{GPT2}64", f"{GPT2}32 model.layers=24 model.d_model=1024 model.heads=16"
 PROFILED = "++hardware.compiler_options.xla_gpu_collect_cost_model_stats=true"
 PROFILED += " ++hardware.compiler_options.xla_gpu_enable_command_buffer="  # CUDA graphs hide the time of each kernel
 OTHERS = "bench.throughput --platform {platform} --sizes 270m --rounds 2 --seconds 1.5 --limit 70"
-SMALL = "model.layers=2 model.d_model=96 model.vocab=512 model.bos_id=0"
+SMALL = "model.layers=2 model.d_model=96 model.vocab=1280 model.bos_id=0"
 SMALL += " training.seq_len=64 training.batch_size=4 training.steps=8"
 RUN = (
     (r"^(?P<what>plan) +(.+)$", r"\2"),
@@ -71,7 +71,7 @@ class Part(NamedTuple):
 
 PARTS = (  # the most useful first
     Part("devices", 60, "tools.chip", "", ROW),
-    Part("demo", 120, f"{TRAIN}first_chip training.steps=30 {PROFILED}"),
+    Part("demo", 120, f"{TRAIN}first_chip model.vocab=1280 training.steps=30 {PROFILED}"),
     Part("attention", 150, "bench.chip.attention", "--lengths 256 --tokens 512 --heads 2 --width 16", ROW),
     Part("124m", 110, GPT2_124M),
     Part("124m-deterministic", 110, f"{GPT2_124M} hardware.deterministic=true"),
