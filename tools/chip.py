@@ -54,9 +54,10 @@ RUN = (
 )
 ROW = ((r"^(?P<what>.+?): (.+)$", r"\2"),)
 KIND = ((r"^ *([\d.]+) +([\d.]+) +\S+  (?P<what>.+): all$", r"\1 ms a step, predicted \2"),)
-FIGURES = r"\2 tokens/s, matmuls alone / step: \3, \4 MiB, compiled in \5 s, ours / it: \6"
-TRAINER = (r"^(?P<what>\S+) +([\d,]+) +[\d,]+ +([\d.]+%)? +([\d,]+) +([\d.]+) *([\d.]*)$", FIGURES)
-TRAINERS = (TRAINER, (r"^(?P<what>\S+) +(failed: .*)$", r"\2"))
+TRAINERS = (
+    (r"^(?P<what>\S+) +([\d,]+) +[\d,]+ +(?:\S+% +)?([\d,]+) +([\d.]+)", r"\2 tokens/s, \3 MiB, compiled in \4 s"),
+    (r"^(?P<what>\S+) +(failed: .*)$", r"\2"),
+)
 
 
 class Part(NamedTuple):
