@@ -134,8 +134,8 @@ class TrainingConfig:
     """A step whose loss or gradients are not finite is skipped: the state stays as it was. This number of them in a
     row, at least 1, ends the run; null: they never do."""
     spike_factor: float | None = above_0(1.5)
-    """A loss that exceeds the median of the last 50 steps by this factor is announced, with the command to replay the
-    step; a norm of the gradients by ten times this factor. Nothing else changes. Null: none is."""
+    """A loss that exceeds the lowest so far, of medians of 20 steps, by this factor is announced, with the command to
+    replay the step; a norm of the gradients by ten times this factor. Nothing else changes. Null: none is."""
     microscope_interval: int | None = at_least_1(None)
     """Steps between looks at the step with the microscope, whose statistics are events in metrics.jsonl
     (docs/replay.md). Null: none."""

@@ -51,7 +51,7 @@ _METADATA = {
     "loader?": {"step?": int, "epoch?": int, "block?": int, "documents?": int, "tokens?": int, "files?": str},
     "provenance?": {"source": {str: str}, "programs": {str: str}, "traced_by": str, "untraced?": str},
     "reference?": {"path": str, "step": int, "manifest": str},
-    "skips?": {"count?": int, "in_a_row?": int, "norms?": [(int, float)], "recent?": [(float, float)]},
+    "skips?": {"count?": int, "in_a_row?": int, "recent?": [(float, float)], "lowest?": [float]},
 }
 """Types of a checkpoint's metadata beside the configuration, for check_types; older checkpoints lack some."""
 

@@ -1,7 +1,7 @@
 """Skipped steps, whose loss or gradients are not finite, and spikes, where these jump."""
 
 import collections
-import math
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,11 +19,11 @@ SMALLER_RATE = (
 )
 
 
-RECENT, FEWEST = 50, 10
-"""Steps of which a loss and a gradient norm are compared with the median, and fewest that are known then."""
-LEAST, OF_NORM, OUTLIER = 0.5, 10, 5
+RECENT, FEWEST = 20, 5
+"""Steps whose median smooths a loss or a gradient norm, and the fewest of which one is taken."""
+LEAST, OF_NORM, RISES = 0.5, 10, 2
 """Least jump of a loss that is a spike; how many times more than the loss a gradient norm has to jump; and least jump
-of both, as a multiple of their median distance from the median: batches of few tokens vary by themselves."""
+of both, as a multiple of the largest rise within RECENT steps: batches of few tokens vary by themselves."""
 
 
 class SkippedSteps:
@@ -45,7 +45,7 @@ class SkippedSteps:
     ):
         self._most, self._tell, self._spike_factor = most, tell, spike_factor
         self._recent = collections.deque(map(tuple, state.get("recent", [])), maxlen=RECENT)
-        self._in_spike = False
+        self._lowest: list[float] = state.get("lowest", [])
         self.count: int = state.get("count", 0)
         """Number of skipped steps of the run."""
         self.in_a_row: int = state.get("in_a_row", 0)
@@ -73,20 +73,22 @@ class SkippedSteps:
             )
 
     def _see_spike(self, step: int, *values: float) -> None:
-        """Tells the first of steps whose loss or gradient norm exceeds its recent median by spike_factor."""
+        """Tells if the loss or gradient norm exceeds its lowest median by spike_factor, and then compares anew."""
         found = []
         if self._spike_factor is not None and len(self._recent) >= FEWEST:
-            pairs = zip(("loss", "gradient norm"), values, zip(*self._recent, strict=True), (1, OF_NORM), strict=True)
-            for name, value, recent, times in pairs:
-                median = statistics.median(recent)
-                spread = statistics.median(abs(x - median) for x in recent)
-                least = max(OUTLIER * spread, LEAST if times == 1 else 0)
-                if value - median > max((times * self._spike_factor - 1) * abs(median), least):
-                    found.append(f"{name} {value:.4g}, of the last {len(recent)} steps {median:.4g}")
-        if found and not self._in_spike:
+            both = [*zip(*self._recent, strict=True)]
+            medians = [statistics.median(recent) for recent in both]
+            self._lowest = [*map(min, self._lowest or medians, medians)]
+            times, least = (1, OF_NORM), (LEAST, 0)
+            for i, (name, value, low) in enumerate(zip(("loss", "gradient norm"), values, self._lowest, strict=True)):
+                rise = max(later - earlier for earlier, later in itertools.pairwise(both[i]))
+                if value - low > max((times[i] * self._spike_factor - 1) * abs(low), least[i], RISES * rise):
+                    found.append(f"{name} {value:.4g}, before {low:.4g}")
+        if found:
             self._tell(step, " and ".join(found), "spike")
-        self._in_spike = bool(found)
-        if all(map(math.isfinite, values)):
+            self._recent.clear()
+            self._lowest = []
+        else:
             self._recent.append(values)
 
     def check_any_taken(self, steps: int) -> None:
@@ -99,7 +101,7 @@ class SkippedSteps:
 
     def state(self) -> dict[str, Any]:
         """JSON values from which a resumed run goes on."""
-        return {"count": self.count, "in_a_row": self.in_a_row, "recent": [*self._recent]}
+        return {"count": self.count, "in_a_row": self.in_a_row, "recent": [*self._recent], "lowest": self._lowest}
 
 
 def described_documents(loader: Loader, batch: int) -> tuple[str, dict[str, list]]:

@@ -100,10 +100,10 @@ def test_a_spike_is_told_once(resumed):
         if step == 40 and resumed:  # from a checkpoint, whose weights have been damaged since
             steps = SkippedSteps(3, json.loads(json.dumps(steps.state())), lambda *line: told.append(line), 1.5)
         steps.see(step, *numbers, False)
-    medians = np.median(losses[:40]), np.median(norms[10:60])
+    lowest = lambda x: min(np.median(x[max(0, end - 20) : end]) for end in range(5, len(x) + 1))
     assert told == [
-        (40, f"loss 8.5, of the last 40 steps {medians[0]:.4g}", "spike"),
-        (60, f"gradient norm 3e+30, of the last 50 steps {medians[1]:.4g}", "spike"),
+        (40, f"loss 8.5, before {lowest(losses[:40]):.4g}", "spike"),
+        (60, f"gradient norm 3e+30, before {lowest(norms[41:60]):.4g}", "spike"),
     ]
     assert steps.count == 0
     off = SkippedSteps(3, {}, lambda *line: told.append(line))
@@ -121,6 +121,31 @@ def test_a_spike_is_told_once(resumed):
     assert len(told) == 2
     negative.see(40, -1.0, 1.0, False)
     assert len(told) == 3
+
+
+def spikes_of(losses) -> list[int]:
+    told = []
+    steps = SkippedSteps(3, {}, lambda step, *_: told.append(step), 1.5)
+    for step, loss in enumerate(losses):
+        steps.see(step, float(loss), 1.0, False)
+    return told
+
+
+@pytest.mark.parametrize("a_step", [1.014, 1.05])
+def test_a_slow_divergence_is_told_at_each_factor(a_step):
+    """From 3, after a loss that fell."""
+    noise, fell = np.random.default_rng(0).normal(0, 0.03, 150), 3 + 4 * np.exp(-np.arange(100) / 15)
+    losses = np.concatenate([fell, 3 * a_step ** np.arange(1, 51)]) + noise
+    first, *others = spikes_of(losses)
+    assert 1.5 < losses[first] / 3 < 1.6
+    assert len(others) == (3 if a_step > 1.04 else 0)
+
+
+def test_a_spike_in_the_first_steps_is_told():
+    early = np.linspace(11, 8, 10)
+    for step in range(5, 10):
+        assert spikes_of(np.where(np.arange(10) == step, 20, early)) == [step]
+    assert spikes_of(early) == []
 
 
 # ---- runs ---------------------------------------------------------------------------------------------------------
@@ -187,7 +212,7 @@ def test_a_run_tells_of_a_spike_and_how_to_replay_it(tmp_path, dataset, capsys, 
     """With bounds by which each step is one; the run goes on, and skips nothing."""
     monkeypatch.setattr(skipping, "FEWEST", 3)
     monkeypatch.setattr(skipping, "LEAST", -100)
-    monkeypatch.setattr(skipping, "OUTLIER", -100)
+    monkeypatch.setattr(skipping, "RISES", 0)
     directory = run(tmp_path / "run", dataset, steps=5, spike_factor=0.1)
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("spike")]
     assert [line.partition(";")[0].partition(" loss")[0] for line in told] == ["spike at step 3, counted from 0:"]

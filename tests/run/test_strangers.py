@@ -158,7 +158,7 @@ WRONG = [
     ),
     ({"provenance": {"source": {}, "programs": {}}}, "provenance.traced_by is missing"),
     ({"loader": {"step": "x"}}, "loader.step is 'x'"),
-    ({"skips": {"norms": [["a", 1.0]]}}, "skips.norms is 'a'"),
+    ({"skips": {"recent": [["a", 1.0]]}}, "skips.recent is 'a'"),
 ]
 
 
