@@ -39,34 +39,27 @@ def one_line(text: str, characters: int) -> str:
     return "".join(c if c.isprintable() else {"\n": "⏎", "\t": "⇥"}.get(c, "�") for c in cut)
 
 
-def unfit(path: str | os.PathLike, most: float = math.inf) -> str | None:
-    """Why what is at `path` is not a regular file of at most `most` bytes; None if it is one.
-
-    Raises OSError if that is not known, FileNotFoundError if nothing is there.
-    """
-    try:
-        status = os.stat(path)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        return "it is a link that leads back to itself"
-    if not stat.S_ISREG(status.st_mode):
-        return "it is a directory, a pipe or a device"
-    return f"it has {status.st_size:,} bytes, of at most {most:,}" if status.st_size > most else None
+class Unfit(ValueError):
+    """What is there is not a regular file, or is too large."""
 
 
 def check_file(path: str | os.PathLike, most: float = math.inf) -> None:
     """Raises what `read_file` raises, without reading the file."""
+    kind, status, why = Unfit, None, None
     try:
-        why = unfit(path, most)
-        if why is None and not os.access(path, os.R_OK):
-            why = "its permissions forbid it"
+        status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # a null byte is in no name
         raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path)) from None
-    except OSError as error:
-        why = error.strerror
+    except OSError as error:  # a link that leads back to itself is no file; of others it is not known
+        kind, why = Unfit if error.errno == errno.ELOOP else ValueError, error.strerror
+    if status and not stat.S_ISREG(status.st_mode):
+        why = "it is a directory, a pipe or a device"
+    elif status and status.st_size > most:
+        why = f"it has {status.st_size:,} bytes, of at most {most:,}"
+    elif status and not os.access(path, os.R_OK):
+        kind, why = ValueError, "its permissions forbid it"
     if why is not None:
-        raise ValueError(f"{path} cannot be read: {why}. {COPY_AGAIN}")
+        raise kind(f"{path} cannot be read: {why}. {COPY_AGAIN}")
 
 
 def read_file(path: str | os.PathLike, most: int = SMALL) -> bytes:
@@ -74,7 +67,8 @@ def read_file(path: str | os.PathLike, most: int = SMALL) -> bytes:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: it is a directory, a pipe or a device, or has more than `most` bytes, or cannot be read.
+        Unfit: it is a directory, a pipe or a device, or has more than `most` bytes.
+        ValueError: it cannot be read.
     """
     check_file(path, most)
     with open(path, "rb") as file:

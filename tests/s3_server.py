@@ -28,6 +28,18 @@ class S3Server(LocalServer):
         self.lock = threading.Lock()
 
 
+class Huge:
+    """The content of an object of one TiB, of which a server sends small parts alone."""
+
+    def __len__(self) -> int:
+        return 2**40
+
+    def __getitem__(self, part: slice) -> bytes:
+        size = len(range(*part.indices(len(self))))
+        assert size <= 2**20, "a whole object is asked for"
+        return bytes(size)
+
+
 class _Handler(SilentHandler):
     def answer(self, status: int, content: bytes = b"", **headers: str) -> None:
         self.send_response(status)
@@ -58,8 +70,10 @@ class _Handler(SilentHandler):
             if asked := re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", "")):
                 start, end = int(asked[1] or 0), min(int(asked[2] or len(found)) + 1, len(found))
                 start, end = (start, end) if asked[1] else (max(0, len(found) - int(asked[2])), len(found))
+                if start >= len(found):
+                    return self.answer(416, b"<Error><Code>InvalidRange</Code></Error>")
                 return self.answer(206, found[start:end], **{"Content-Range": f"bytes {start}-{end - 1}/{len(found)}"})
-            return self.answer(200, found)
+            return self.answer(200, found[:])
 
     def list(self, path: str, query: dict[str, str]) -> None:
         prefix, after = path + query.get("prefix", ""), path + query.get("continuation-token", "")

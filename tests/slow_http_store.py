@@ -24,6 +24,10 @@ class Handler(SilentHandler):
         first, last = re.fullmatch(r"(?:bytes=(\d*)-(\d*))?", self.headers.get("Range", "")).groups()
         start = int(first) if first else size - int(last) if last else 0
         stop = min(int(last) + 1, size) if first and last else size
+        if start >= size:
+            self.send_response(416)
+            self.send_header("Content-Length", "0")
+            return self.end_headers()
         self.send_response(206 if first or last else 200)
         self.send_header("Content-Length", str(stop - start))
         self.send_header("ETag", f'"{size}"')

@@ -220,17 +220,16 @@ def _write_chunk(store: Store, directory: str, saved: SavedArray, index: Index, 
 
 def read_chunk(store: Store, directory: str, saved: SavedArray, index: Index) -> np.ndarray:
     """The values of a chunk. Raises Damaged if they are not those that were written there, or OSError."""
-    key, checksum, problem = saved.key(index), saved.checksums[index], ""
+    key, checksum = saved.key(index), saved.checksums[index]
+    content, problem = None, f"is not a file of {saved.chunk_bytes} bytes"
     try:
         content = store.read(f"{directory}/{key}", saved.chunk_bytes)
     except Damaged as error:
-        content, problem = None, f"is no file of {saved.chunk_bytes} bytes ({error})"
-    if content is None or len(content) != saved.chunk_bytes:
-        problem = problem or f"is missing, or has not {saved.chunk_bytes} bytes"
-    else:
+        problem += f" ({error})"
+    if content is not None and len(content) == saved.chunk_bytes:
         values = np.frombuffer(content, np.uint8)[:-CHECKSUM_BYTES]
-        if {google_crc32c.value(values), int.from_bytes(content[-CHECKSUM_BYTES:], "little")} != {checksum}:
-            problem = "is not what was written: the manifest has another checksum"
+        is_written = {google_crc32c.value(values), int.from_bytes(content[-CHECKSUM_BYTES:], "little")} == {checksum}
+        problem = "" if is_written else "is not what was written: the manifest has another checksum"
     if problem:
         raise Damaged(
             f"cannot read the array {saved.name!r}: {key} {problem}. The checkpoint {store.url}/{directory} is "

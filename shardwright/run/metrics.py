@@ -18,7 +18,7 @@ from shardwright.cluster.watch import now_at
 from shardwright.run.files import OF_A_STEP, duration
 from shardwright.run.flops import Speed
 from shardwright.settings.words import say
-from shardwright_data.foreign import parse_json, unfit
+from shardwright_data.foreign import check_file, parse_json
 
 _UNSYNCED = 2**20
 """Bytes of lines that may wait for an fsync, in memory too. A checkpoint makes one."""
@@ -251,8 +251,7 @@ def move_later_lines(path: Path, step: int) -> int:
     """
     if not path.exists():
         return 0
-    if why := unfit(path):  # to open a pipe would wait
-        raise OSError(f"{path} cannot be written: {why}. Move it away.")
+    check_file(path)  # to open a pipe would wait
     later, temporary = [], path.with_name(f"{path.name}.tmp")
     with open(path, errors="replace") as lines, open(temporary, "w") as file:
         for line in lines:

@@ -4,7 +4,6 @@ A key is a path in a store, such as `0000000500/weights/embed/zarr.json`.
 """
 
 import concurrent.futures
-import contextlib
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -17,7 +16,7 @@ import tensorstore as ts
 from jax.experimental import multihost_utils
 
 from shardwright_data import flat_tokens
-from shardwright_data.foreign import COPY_AGAIN, LARGE, MEMORY, unfit
+from shardwright_data.foreign import LARGE, MEMORY, Unfit
 
 T = TypeVar("T")
 
@@ -56,12 +55,8 @@ class Store:
         self.path = None if "://" in place else Path(place).expanduser()
         self.url = str(self.path or place.rstrip("/"))
         if self.path is None:
-            try:  # in a context in which a wrong address shows in seconds
-                flat_tokens.open_kvstore(self.url, flat_tokens.opening_context()).read(MANIFEST).result()
-            except _ERRORS as error:
-                raise ValueError(
-                    f"{self.url} cannot be reached: {error}. Check the address and the credentials."
-                ) from error
+            # In a context in which a wrong address shows in seconds.
+            flat_tokens.read_file(flat_tokens.open_kvstore(self.url, flat_tokens.opening_context()), MANIFEST)
         self.kvstore = flat_tokens.open_kvstore(self.url)
 
     def _result(self, future: ts.Future, key: str) -> Any:
@@ -74,19 +69,13 @@ class Store:
             raise OSError(f"{reason}: {place}" if reason else f"{place}: {error}") from error
 
     def read(self, key: str, most: int = LARGE) -> bytes | None:
-        """The content of a file; None if it is missing.
-
-        Raises Damaged if a local one is not a regular file of at most `most` bytes: tensorstore waits for pipes, and
-        ends the process where memory ends.
-        """
-        if self.path is not None:
-            why = None
-            with contextlib.suppress(OSError):  # which tensorstore words
-                why = unfit(self.path / key, min(most, MEMORY))
-            if why:
-                raise Damaged(f"{self.url}/{key} cannot be read: {why}. {COPY_AGAIN}")
-        found = self._result(self.kvstore.read(key), key)
-        return found.value if found.state == "value" else None
+        """The content of a file; None if it is missing. Raises Damaged if it is none of at most `most` bytes."""
+        try:
+            return flat_tokens.read_file(self.kvstore, key, min(most, MEMORY))
+        except Unfit as error:
+            raise Damaged(str(error)) from error
+        except ValueError as error:
+            raise OSError(str(error)) from error
 
     def write(self, key: str, content: bytes | None) -> None:
         """Writes a file. With None removes it, if it is there."""
@@ -118,7 +107,7 @@ class Store:
             return
         keys = [key.decode() for key in self._result(self.kvstore.list(_below(directory)), directory)]
         for key in sorted(keys, key=lambda key: key == f"{directory}/{MANIFEST}"):
-            self.write(target + key.removeprefix(directory), self.read(key))
+            self.write(target + key.removeprefix(directory), self.read(key, MEMORY))
         self.remove(directory)
 
     def sync(self, keys: Iterable[str]) -> None:

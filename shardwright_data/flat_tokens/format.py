@@ -1,13 +1,15 @@
 """The flat-tokens dataset format (docs/flat-tokens.md): constants, encoding, and the splits of a dataset."""
 
+import contextlib
 import os
+from collections.abc import Iterable
 
 import numpy as np
 import tensorstore as ts
 from jaxtyping import Bool, UInt32
 
 from shardwright_data import foreign
-from shardwright_data.foreign import refused
+from shardwright_data.foreign import Unfit, refused
 
 AnyEncoded = UInt32[np.ndarray, "*shape"]
 AnyIsStart = Bool[np.ndarray, "*shape"]
@@ -54,19 +56,40 @@ def local_path(kvstore: ts.KvStore) -> str | None:
     return kvstore.path if kvstore.spec().to_json()["driver"] == "file" else None
 
 
-def read_file(root: ts.KvStore, name: str, most: int = foreign.LARGE) -> bytes | None:
-    """The content of a file, None if it is missing. Raises ValueError if it cannot be read.
+def check_files(root: ts.KvStore, names: Iterable[str], most: int = foreign.LARGE) -> None:
+    """Raises ValueError for a file that is there and cannot be read, Unfit for one of more than `most` bytes.
 
-    A local file is one of at most `most` bytes.
+    tensorstore waits for a pipe, and ends the process where memory ends.
     """
     if (path := local_path(root)) is not None:
-        try:
-            return foreign.read_file(path + name, most)
-        except FileNotFoundError:
-            return None
-    with refused(f"{_shown(root)}{name} cannot be read", "Check the address, the connection and your rights."):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                foreign.check_file(path + name, most)
+        return
+    # A store does not say how large a file is; but one that is larger has a byte there.
+    beyond = {name: root.read(name, byte_range=slice(most, most + 1)) for name in names}
+    for name, byte in beyond.items():
+        with _reading(root, name):
+            try:
+                is_there = byte.result().state == "value"
+            except ValueError as error:
+                if not str(error).startswith("OUT_OF_RANGE"):
+                    raise
+                is_there = False
+        if is_there:
+            raise Unfit(f"{_shown(root)}{name} cannot be read: it has more than {most:,} bytes. {foreign.COPY_AGAIN}")
+
+
+def read_file(root: ts.KvStore, name: str, most: int = foreign.LARGE) -> bytes | None:
+    """The content of a file of at most `most` bytes, None if it is missing. Raises what `check_files` raises."""
+    check_files(root, [name], most)
+    with _reading(root, name):
         read = root.read(name).result()
     return read.value if read.state == "value" else None
+
+
+def _reading(root: ts.KvStore, name: str) -> contextlib.AbstractContextManager:
+    return refused(f"{_shown(root)}{name} cannot be read", "Check the address, the connection and your rights.")
 
 
 def _shown(kvstore: ts.KvStore) -> str:

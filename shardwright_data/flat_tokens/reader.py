@@ -1,6 +1,5 @@
 """A reader of one split of a flat-tokens dataset."""
 
-import contextlib
 import functools
 import math
 import os
@@ -13,8 +12,16 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Int64, UInt32
 
-from shardwright_data.flat_tokens.format import IDENTITY, MARKERS, local_path, open_kvstore, opening_context, read_file
-from shardwright_data.foreign import MEMORY, check_file, check_types, parse_object, refused
+from shardwright_data.flat_tokens.format import (
+    IDENTITY,
+    MARKERS,
+    check_files,
+    local_path,
+    open_kvstore,
+    opening_context,
+    read_file,
+)
+from shardwright_data.foreign import MEMORY, check_types, parse_object, refused
 
 Places = Int64[np.ndarray, "spans"]
 SomeTokens = UInt32[np.ndarray, "_"]
@@ -67,7 +74,7 @@ class Reader:
         # A store that answers slowly should get all requests of a batch at once.
         stores = {f"{name}_request_concurrency": {"limit": STORE_REQUESTS} for name in ("http", "gcs", "s3")}
         self._files: dict[str, tuple[str, int, set[int]]] = {}
-        """Of each local array: what the paths of its files begin with, elements in one, and the files looked at."""
+        """Of each array: what the names of its files begin with, elements in one, and the files looked at."""
         self._context = ts.Context({"cache_pool": {"total_bytes_limit": cache_bytes}} | stores)
         self.zarr_format, self.attributes = self._read_attributes()
         self.max_token_id = self.attributes["max_token_id"]
@@ -139,25 +146,16 @@ class Reader:
                     raise ValueError(f"it is coded by {odd[0]!r}, not by {', '.join(_CODECS)}")
             if not 0 < math.prod(held) < MEMORY // 8 or (size := math.prod(chunk)) < 1:
                 raise ValueError(f"its chunks are {held}, more than memory holds")
-        if (path := local_path(self._root)) is not None:
-            self._files[key] = f"{path}{key}/{prefix}", size, set()
+        self._files[key] = f"{key}/{prefix}", size, set()
         return found
 
     def _check_files_of(self, key: str, starts: Places, ends: Places) -> None:
-        """Raises ValueError if a file with elements of these spans is not a regular one of a size that it can have.
-
-        tensorstore would wait for a pipe, and end the process where memory ends. Each file is looked at once. One that
-        is missing passes.
-        """
-        if key not in self._files:
-            return
+        """Checks each file with elements of these spans once. One that is missing passes."""
         prefix, size, checked = self._files[key]
-        first, last = starts // size, (ends - 1) // size
-        within = [np.arange(a, b) for a, b in zip(first, last, strict=True) if b - a > 1]
-        for i in {*np.concatenate([first, last, *within]).tolist()} - checked:
-            with contextlib.suppress(FileNotFoundError):
-                check_file(f"{prefix}{i}", min(1024 + _MOST_BYTES * size, MEMORY // 2))
-            checked.add(i)
+        spans = zip((starts // size).tolist(), ((ends - 1) // size + 1).tolist(), strict=True)
+        new = {i for span in {*spans} for i in range(*span)} - checked
+        check_files(self._root, [f"{prefix}{i}" for i in new], min(1024 + _MOST_BYTES * size, MEMORY // 2))
+        checked |= new
 
     def _open_array(self, key: str, dtype: type, remedy: str = _AGAIN) -> ts.TensorStore:
         spec = {

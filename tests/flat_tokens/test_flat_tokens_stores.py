@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import zarr
 from numpy_checks import check_modules
-from s3_server import S3Server
+from s3_server import Huge, S3Server
 
 from shardwright_data import flat_tokens
 from shardwright_data.flat_tokens import Reader, Writer, reader
@@ -92,6 +92,20 @@ def test_an_s3_server_of_ones_own(dataset, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     with pytest.raises(ValueError, match=r"^s3://bucket/of/d/train/zarr.json cannot be read: .* Check the address"):
         Reader("s3://bucket/of/d", "train")
+
+
+@pytest.mark.parametrize("name", ["zarr.json", "encoded_tokens/zarr.json", "encoded_tokens/c/0", "seq_starts/c/0"])
+def test_an_object_for_which_memory_has_no_room_is_refused(dataset, monkeypatch, name):
+    with S3Server() as server:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        for path in (path for path in dataset.rglob("*") if path.is_file()):
+            server.objects[f"/bucket/d/{path.relative_to(dataset)}"] = path.read_bytes()
+        Reader("s3://bucket/d", "train")
+        server.objects[f"/bucket/d/train/{name}"] = Huge()
+        with pytest.raises(ValueError, match=rf"s3://bucket/d/train/{name} cannot be read: it has more than [\d,]+"):
+            Reader("s3://bucket/d", "train")
 
 
 # ---- damage -------------------------------------------------------------------------------------------------------

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from s3_server import S3Server
+from s3_server import Huge, S3Server
 
 from shardwright.run.checkpoint import OWNER, Checkpointer, find_checkpoint
+from shardwright.run.stores import Damaged
 
 
 @pytest.fixture
@@ -86,7 +87,7 @@ def test_the_manifest_is_the_last_that_a_store_without_rename_gets(server):
 @pytest.mark.slow
 def test_an_address_where_nothing_answers_shows_in_seconds(monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
-    with pytest.raises(ValueError, match=r"s3://bucket/run cannot be reached: .* Check the address"):
+    with pytest.raises(ValueError, match=r"^s3://bucket/run/zarr.json cannot be read: .* Check the address"):
         Checkpointer("s3://bucket/run")
 
 
@@ -126,3 +127,11 @@ def test_a_directory_of_digits_of_another_script_is_no_checkpoint(tmp_path):
     checkpoints.remove_leftovers()
     assert checkpoints.steps() == [7]
     assert (tmp_path / "00000000３１").is_dir()
+
+
+@pytest.mark.parametrize("name", ["zarr.json", "a/x/c/0"])
+def test_an_object_for_which_memory_has_no_room_is_damage(server, name):
+    save("s3://bucket/run", 1)
+    server.objects[f"/bucket/run/0000000001/{name}"] = Huge()
+    with pytest.raises(Damaged, match=rf"{name} cannot be read: it has more than [\d,]+ bytes"):
+        Checkpointer("s3://bucket/run").restore(1, like())
