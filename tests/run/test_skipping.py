@@ -212,7 +212,7 @@ def test_a_run_tells_of_a_spike_and_how_to_replay_it(tmp_path, dataset, capsys, 
     """With bounds by which each step is one; the run goes on, and skips nothing."""
     monkeypatch.setattr(skipping, "FEWEST", 3)
     monkeypatch.setattr(skipping, "LEAST", -100)
-    monkeypatch.setattr(skipping, "RISES", 0)
+    monkeypatch.setattr(skipping, "RISES", -100)
     directory = run(tmp_path / "run", dataset, steps=5, spike_factor=0.1)
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("spike")]
     assert [line.partition(";")[0].partition(" loss")[0] for line in told] == ["spike at step 3, counted from 0:"]
