@@ -94,13 +94,13 @@ def on_matrices(fn: Any, update: Update, t: ArrayType, step: jax.Array, arrays: 
 
 
 def basis_of(columns: jax.Array) -> jax.Array:
-    """Orthonormal basis [n, n], of which the first vectors span what the first of the `columns` [n, n] do.
+    """Orthonormal basis [n, n], of which the first vectors span what the first of the `columns` [n, k] do.
 
     A column that depends on those before it, up to rounding, is left out: QR then has a reflection of a unit vector in
     its place, which follows from the others. Of what rounding leaves of it, each mesh would make another vector.
     """
     ends = jnp.abs(jnp.diagonal(jnp.linalg.qr(columns, mode="r")))
-    return jnp.linalg.qr(jnp.where(ends > ROUNDING * jnp.max(ends), columns, 0.0))[0]
+    return jnp.linalg.qr(jnp.where(ends > ROUNDING * jnp.max(ends), columns, 0.0), mode="complete")[0]
 
 
 def of_matrix(c: OptimizerConfig, step, g, m, v, left, right, q, p) -> list:
@@ -120,14 +120,9 @@ def of_matrix(c: OptimizerConfig, step, g, m, v, left, right, q, p) -> list:
     left, right = each(average, (left, right), (dot(g, g.T), dot(g.T, g)))
 
     def first(v):
-        """V, and bases of the singular vectors of G, by falling singular values."""
-        is_wide = g.shape[0] < g.shape[1]
-        x, short, long = (g.T, left, right) if is_wide else (g, right, left)  # [longer side, shorter side]
-        _, sizes, vectors = jnp.linalg.svd(x, full_matrices=False)  # of G.T @ G rounding would leave half the digits
-        own = None if short is None else basis_of(vectors.T * sizes)
-        # Eigenvectors of the longer factor, which has no such rank, would be rounding's choice.
-        other = None if long is None else basis_of(jnp.pad(dot(x, own), ((0, 0), (0, len(x) - x.shape[1]))))
-        return v, *((own, other) if is_wide else (other, own))
+        """V, and bases of the singular vectors of G: of G @ G.T rounding would leave half the digits."""
+        vectors, sizes, others = jnp.linalg.svd(g, full_matrices=False)
+        return v, *each(lambda _, x: basis_of(x * sizes), (left, right), (vectors, others.T))
 
     def moved(v):
         """V in the new bases, whose vectors are ordered by falling eigenvalues, and these."""
