@@ -106,10 +106,12 @@ def is_there(root: ts.KvStore, split: str) -> bool:
 def clear_split(filespec: str, split: str, overwrite: bool) -> None:
     """Deletes a complete split, if there is one. Unless `overwrite`, raises ValueError instead."""
     root = open_kvstore(filespec)
-    if not is_there(root, split):
-        return
-    if not overwrite:
+    whole = is_there(root, split)
+    if whole and not overwrite:
         raise ValueError(f"{filespec.rstrip('/')}/{split} is already there. Delete it, or choose another path.")
+    root.write("finished.json", None).result()
+    if not whole:
+        return
     # The marker goes first: a split that is half deleted must not look whole.
     for marker in MARKERS:
         root.write(f"{split}/{marker}", None).result()

@@ -2,12 +2,11 @@
 
 While a dataset is being written, `unfinished.json` beside it holds the settings, from before the first token until all
 splits are written. `unfinished_<split>.npz` holds the state of the split under way. `finished.json` takes their
-place: a checksum of the settings and of what was written, by which the same command finds nothing left to do.
+place: the settings, by which the same command finds nothing left to do.
 """
 
 import contextlib
 import fcntl
-import hashlib
 import io
 import json
 import os
@@ -308,16 +307,10 @@ def work_on(
     """
     settings, root = json.loads(json.dumps(settings)), open_kvstore(out)
     clear = lambda: root.delete_range(ts.KvStore.KeyRange("unfinished", "unfinishee")).result()
-
-    def finished() -> bytes:
-        markers = [read_file(root, f"{split}/zarr.json") or b"" for split in splits]
-        chosen = {name: value for name, value in settings.items() if name not in free}
-        whole = b"\n".join([json.dumps(chosen).encode(), *markers])
-        return json.dumps({"sha256 of settings and splits": hashlib.sha256(whole).hexdigest()}).encode() + b"\n"
-
+    finished = json.dumps({name: value for name, value in settings.items() if name not in free}, indent=1).encode()
     with _locked(out):
         before = unfinished_settings(out)
-        if before is None and not overwrite and read_file(root, "finished.json") == finished():
+        if before is None and not overwrite and read_file(root, "finished.json") == finished:
             before = settings  # a kill came after the end, or the command is given again
         if before not in (None, settings) and not overwrite:
             name = next(name for name in [*settings, *before] if before.get(name) != settings.get(name))
@@ -331,7 +324,7 @@ def work_on(
             clear()
             root.write("unfinished.json", json.dumps(settings, indent=1).encode()).result()
         yield before == settings
-        root.write("finished.json", finished()).result()
+        root.write("finished.json", finished).result()
         clear()
 
 

@@ -277,18 +277,17 @@ def test_a_truncated_file_of_a_dataset_is_no_shorter_split(tmp_path, name, frame
     path.write_bytes(content)
     assert read() == texts
     path.write_bytes(content[:end])
-    with pytest.raises(ValueError, match=f"{name}, at .*end-of-stream marker .*Download or write it again"):
+    with pytest.raises(ValueError, match=f"{name}.* end-of-stream marker "):
         read()
 
 
-def test_a_compressed_dataset_with_options_of_its_own_is_refused(tmp_path):
+def test_a_compressed_dataset_with_options_of_its_own(tmp_path):
     tmp_path = tmp_path / "hub"
     tmp_path.mkdir()
     (tmp_path / "a.csv.zst").write_bytes(zstandard.compress(b"n\ttext\n1\tone\n"))
     about = {"configs": [{"config_name": "default", "data_files": "*.csv.zst", "sep": "\t"}]}
     (tmp_path / "README.md").write_text(f"---\n{json.dumps(about)}\n---\n")
-    with pytest.raises(ValueError, match=r"cannot be read with its option sep='\\t'. Download it, decompress"):
-        sources.open_text("train", str(tmp_path), None, "train", [])
+    assert read_all(sources.open_text("train", str(tmp_path), None, "train", [])[1]) == ["one"]
 
 
 def test_files_that_are_none(tmp_path):
