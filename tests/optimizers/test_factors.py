@@ -414,6 +414,79 @@ def test_soap_does_not_enlarge_rounding(shape, rank, dtype, tolerance, monkeypat
         assert np.linalg.norm(a) > 1
 
 
+def changes_by_authors(c, gs, factors, bases, frequency: int) -> list:
+    """Changes of a matrix by algorithm 3 of the paper, from factors and bases that it has, as its authors compute them.
+
+    M is kept in the bases, in which it is turned; bases are moved by one power iteration and QR.
+    """
+    b1, b2, m, v, found = c.adam_b1, c.adam_b2, np.zeros_like(gs[0]), np.zeros_like(gs[0]), []
+    factors, bases = list(factors), list(bases)
+    for step, g in enumerate(gs, 1):
+        turned = bases[0].T @ g @ bases[1]
+        m, v = b1 * m + (1 - b1) * turned, b2 * v + (1 - b2) * turned**2
+        change = m / (np.sqrt(v) + c.adam_epsilon) * np.sqrt(1 - b2**step) / (1 - b1**step)
+        found.append(bases[0] @ change @ bases[1].T)
+        factors = [b2 * x + (1 - b2) * outer for x, outer in zip(factors, (g @ g.T, g.T @ g), strict=True)]
+        if step % frequency == 0:
+            m = bases[0] @ m @ bases[1].T
+            for side in (0, 1):
+                order = np.argsort(-np.diag(bases[side].T @ factors[side] @ bases[side]))
+                v = np.take(v, order, side)
+                bases[side] = np.linalg.qr(factors[side] @ bases[side][:, order])[0]
+            m = bases[0].T @ m @ bases[1]
+    return found
+
+
+def eigenbases(factors) -> list:
+    return [np.linalg.eigh(x)[1][:, ::-1] for x in factors]
+
+
+def norms_between(a, b) -> list:
+    return [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(a, b, strict=False)]
+
+
+@pytest.mark.parametrize("shape", [(24, 48), (48, 24), (12, 96)])
+def test_soap_of_rectangular_matrices_is_the_authors_algorithm(shape, monkeypatch):
+    """Step by step in f64, where both factors are of full rank: the bases are then eigenvectors without a choice.
+
+    After one gradient the longer factor is not. There the authors' result is their eigh's choice among the eigenvectors
+    of eigenvalue 0: another choice moves it as far as ours does, and given ours the algorithms agree.
+    """
+    monkeypatch.setattr(soap, "FREQUENCY", 2)
+    c, rng = config(SOAP).optimizer, np.random.default_rng(0)
+    gs = list(rng.normal(size=(7, *shape)))
+    step_of = jax.jit(functools.partial(soap.of_matrix, c))
+
+    def ours(state, gs):
+        moment, found = np.zeros(shape), []
+        for step, g in enumerate(gs, 1):
+            moment = c.adam_b1 * moment + (1 - c.adam_b1) * g
+            change, _, *state = step_of(jnp.int32(step), *map(jnp.asarray, (g, moment, *state)))
+            found.append(np.asarray(change))
+        return found
+
+    with jax.enable_x64(True):
+        many = rng.normal(size=(20, *shape))
+        full = np.einsum("gij,gkj->ik", many, many), np.einsum("gij,gik->jk", many, many)
+        bases = eigenbases(full)
+        expected = changes_by_authors(c, gs, full, bases, 2)
+        assert max(norms_between(ours([0 * gs[0], *full, *bases], gs), expected)) < 1e-6
+
+        zeros = [np.zeros(size) for size in (shape, *[(n, n) for n in shape] * 2)]
+        start = step_of(jnp.int32(0), *map(jnp.asarray, (gs[0], 0 * gs[0], *zeros)))[2:]
+        thin = [(1 - c.adam_b2) * x for x in (gs[0] @ gs[0].T, gs[0].T @ gs[0])]
+        mine, given = ours(start, gs[1:]), changes_by_authors(c, gs[1:], thin, map(np.asarray, start[3:]), 2)
+        known = 2 if 3 * min(shape) < max(shape) else 6  # steps until bases of a factor that is still thin are moved
+        assert max(norms_between(mine[:known], given)) < 1e-6
+        theirs, others = eigenbases(thin), eigenbases(thin)
+        null = slice(min(shape), None)
+        turn = np.linalg.qr(rng.normal(size=(max(shape) - min(shape),) * 2))[0]
+        others[int(np.argmax(shape))][:, null] = theirs[int(np.argmax(shape))][:, null] @ turn
+        by_them, by_others = (changes_by_authors(c, gs[1:], thin, bases, 2) for bases in (theirs, others))
+        apart, from_ours = norms_between(by_others, by_them)[-1], norms_between(mine, by_them)[-1]
+        assert 0.1 < from_ours < 1.5 * apart
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("longest", [32, 64])
 def test_soap_is_its_authors_program(longest, monkeypatch, request):
