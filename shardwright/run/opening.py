@@ -26,6 +26,7 @@ from shardwright.run.files import read_config
 from shardwright.run.provenance import compare_source, provenance_of
 from shardwright.run.report import tell
 from shardwright.run.resuming import config_of, saved_config, with_defaults
+from shardwright.run.skipping import are_finite
 from shardwright.run.stages import stack_orders
 from shardwright.settings.differences import config_differences
 from shardwright_data.checks import within
@@ -131,12 +132,8 @@ class SavedRun:
             write_line(shown(f"source      {differs}"))
         like = sharded(model.Weights, shapes_of(model.table))
         weights = self.checkpoints.restore(self.step, {"weights": like})["weights"]
-        finite = jax.jit(lambda w: jax.tree.map(lambda x: jnp.isfinite(x).all(), w))(weights)
-        if odd := [name for name, is_finite in named_leaves(finite).items() if not is_finite]:
-            more = f" and {len(odd) - 1} more" * (len(odd) > 1)
-            write_line(
-                shown(f"WARNING     the weights {odd[0]}{more} are not finite: their texts and losses mean nothing")
-            )
+        if odd := [name for name, is_finite in named_leaves(are_finite(weights)).items() if not is_finite]:
+            write_line(shown(f"WARNING     {odd[0]} is not finite: the texts and losses of these weights mean nothing"))
         return weights, now["source"]
 
 

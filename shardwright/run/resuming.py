@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,21 +127,15 @@ def config_of(saved: dict, trust: bool = False) -> Config:
 
 def fetched(c: Config) -> Iterator[tuple[str, str]]:
     """Settings of the data that reading a run's batches, or its tokenizer, would ask another host for."""
-
-    def addresses(name: str, value: Any) -> Iterator[tuple[str, str]]:
-        if isinstance(value, str) and "://" in value:
-            yield name, value
-        for key, part in value.items() if isinstance(value, dict) else enumerate(value) if type(value) is list else ():
-            yield from addresses(f"{name}.{key}", part)
-
-    yield from addresses("data", dataclasses.asdict(c.data))
-    yield from addresses("training.changes", c.training.changes)
+    values = flat({"data": dataclasses.asdict(c.data), "training.changes": c.training.changes})
+    yield from (
+        (name, url[0]) for name, value in values.items() if (url := re.search(r"[^\s'\"]+://[^'\"]*", str(value)))
+    )
     if (stream := c.data.stream) is not None:
-        if stream.dataset is not None:
-            yield "data.stream.dataset", stream.dataset
         local = stream.tokenizer_kind == "huggingface" and os.path.exists(stream.tokenizer or "")
-        if stream.tokenizer is not None and not local:
-            yield "data.stream.tokenizer", stream.tokenizer
+        for name in ("dataset", *(() if local else ("tokenizer",))):
+            if getattr(stream, name) is not None:
+                yield f"data.stream.{name}", getattr(stream, name)
 
 
 def fixed_settings(saved: dict, current: dict) -> tuple[str, ...]:

@@ -1,6 +1,5 @@
 """The command line of a program: its flags and settings, and in one message what Hydra cannot compose of them."""
 
-import contextlib
 import dataclasses
 import re
 import traceback
@@ -13,7 +12,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from shardlib.parsing import did_you_mean
 from shardlib.places import shown_path
-from shardwright.settings.settings import is_section, kind_of, settings_of, without_null, words_for
+from shardwright.settings.settings import is_section, kind_of, settings_of, words_for
 
 QUOTES = "Write name=value, and a value with signs such as , = [ { ~ é in quotes of both kinds: 'name=\"value\"'."
 NAMES = ("--config-name", "-cn")
@@ -100,17 +99,14 @@ def explained(program: Program, error: Exception, arguments: Sequence[str]) -> s
 def _null_section(program: Program, overrides: Sequence[str]) -> str | None:
     """The message for a setting of a section that is null, which OmegaConf fills from files alone; None if none is."""
     for name in (text.lstrip("+~").partition("=")[0] for text in overrides):
-        group, _, rest = name.partition(".")
-        section = rest.partition(".")[0]
-        with contextlib.suppress(ValueError):
-            if is_section(kind := kind_of(program.schema, f"{group}.{section}")) and without_null(kind) is not kind:
-                directory = program.configs / group
-                files = [path for path in sorted(directory.glob("*.yaml")) if f"\n{section}:" in path.read_text()]
-                having = " or ".join(f"{group}={path.stem}" for path in files)
-                return (
-                    f"{name} cannot be given: {group}.{section} is null here. Choose a configuration that has this "
-                    f"section, {having}, beside it; or write one in {shown_path(str(directory))}/."
-                )
+        group, section = [*name.split("."), ""][:2]
+        files = sorted((program.configs / group).glob("*.yaml"))
+        if having := [f"{group}={path.stem}" for path in files if f"\n{section}:\n" in path.read_text()]:
+            directory = shown_path(str(program.configs / group))
+            return (
+                f"{name} cannot be given: {group}.{section} is null here. Choose a configuration that has this "
+                f"section, {' or '.join(having)}, beside it; or write one in {directory}/."
+            )
     return None
 
 

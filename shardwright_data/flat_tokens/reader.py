@@ -1,7 +1,6 @@
 """A reader of one split of a flat-tokens dataset."""
 
 import functools
-import math
 import os
 import re
 import zlib
@@ -124,31 +123,6 @@ class Reader:
             )
         return zarr_format, attributes
 
-    def _metadata(self, key: str) -> dict[str, Any]:
-        """What the zarr.json or .zarray of an array says; empty without one. Notes its files for `_check_files_of`.
-
-        Raises ValueError if they cannot be read.
-        """
-        name = "zarr.json" if self.zarr_format == 3 else ".zarray"
-        if not (found := self._read_json(f"{key}/{name}")):
-            return {}
-        with refused(f"{self.path}: {key}/{name} is not that of an array", _AGAIN):
-            if self.zarr_format == 3:
-                chunk, encoding = found["chunk_grid"]["configuration"]["chunk_shape"], found["chunk_key_encoding"]
-                sharding = found["codecs"][0].get("configuration", {}) if found["codecs"] else {}
-                held = sharding.get("chunk_shape", chunk)  # of a shard its chunks are read, one by one
-                separator = encoding.get("configuration", {}).get("separator", "/")
-                prefix = "" if encoding["name"] == "v2" else f"c{separator}"
-            else:
-                held, chunk, prefix = found["chunks"], found["chunks"], ""
-                codecs = [codec["id"] for codec in (*(found["filters"] or ()), found["compressor"]) if codec]
-                if odd := [codec for codec in codecs if codec not in _CODECS]:  # one of numcodecs loads pickles
-                    raise ValueError(f"it is coded by {odd[0]!r}, not by {', '.join(_CODECS)}")
-            if not 0 < math.prod(held) < MEMORY // 8 or (size := math.prod(chunk)) < 1:
-                raise ValueError(f"its chunks are {held}, more than memory holds")
-        self._files[key] = f"{key}/{prefix}", size, set()
-        return found
-
     def _check_files_of(self, key: str, starts: Places, ends: Places) -> None:
         """Checks each file with elements of these spans once. One that is missing passes."""
         prefix, size, checked = self._files[key]
@@ -166,16 +140,25 @@ class Reader:
             "recheck_cached_metadata": "open",
             "recheck_cached_data": "open",
         }
-        metadata = self._metadata(key)
+        name = "zarr.json" if self.zarr_format == 3 else ".zarray"
+        about = self._read_json(f"{key}/{name}")
         with refused(f"{self.path}: its array {key} is missing or not readable", remedy):
-            has_filter = self.zarr_format == 2 and metadata.get("filters")
+            codecs = [codec["id"] for codec in (*(about.get("filters") or ()), about.get("compressor")) if codec]
+            if odd := [codec for codec in codecs if codec not in _CODECS]:  # one of numcodecs loads pickles
+                raise ValueError(f"it is coded by {odd[0]!r}, not by {', '.join(_CODECS)}")
             opened = lambda: ts.open(spec, read=True, context=self._context).result()
-            array = self._open_filtered(key, metadata) if has_filter else opened()
+            array = self._open_filtered(key, about) if about.get("filters") else opened()
         if len(array.shape) != 1 or array.dtype.numpy_dtype != dtype:
             raise ValueError(
                 f"{self.path}: {key} has rank {array.rank} and dtype {array.dtype.name}; flat-tokens has rank 1 and "
                 f"{np.dtype(dtype).name}."
             )
+        (size,), (held,) = array.chunk_layout.write_chunk.shape, array.chunk_layout.read_chunk.shape
+        if held >= MEMORY // 8:  # of a file with several chunks each is read by itself
+            raise ValueError(f"{self.path}: {key} has chunks of {held} elements, more than memory holds. {_AGAIN}")
+        names = about.get("chunk_key_encoding", {"name": "v2"})
+        separator = names.get("configuration", {}).get("separator", "/")
+        self._files[key] = f"{key}/" if names["name"] == "v2" else f"{key}/c{separator}", size, set()
         return array
 
     def _open_filtered(self, key: str, about: Mapping[str, Any]) -> ts.TensorStore:

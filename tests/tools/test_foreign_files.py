@@ -173,7 +173,7 @@ def test_no_pickle_of_a_dataset_is_loaded(given, tmp_path, field):
     about |= {"compressor": None, field: codec if field == "compressor" else [*about["filters"], codec]}
     path.write_text(json.dumps(about))
     (tmp_path / "data/train/seq_starts/0").write_bytes(pickle.dumps(print))
-    with pytest.raises(ValueError, match="zarray is not that of an array: it is coded by 'pickle', not by blosc"):
+    with pytest.raises(ValueError, match=r"seq_starts is missing or not .*: it is coded by 'pickle', not by blosc"):
         inspect(filespec=str(tmp_path / "data"))
 
 
@@ -183,7 +183,7 @@ def test_chunks_that_no_memory_holds_are_refused(given, tmp_path, name):
     shutil.copytree(given / name.partition("/")[0], dataset)
     path = dataset / name.partition("/")[2]
     path.write_text(re.sub(shape, rf"\g<1>{2**40}", path.read_text()))
-    with pytest.raises(ValueError, match=r"its chunks are \[1099511627776\], more than memory holds"):
+    with pytest.raises(ValueError, match=r"has chunks of 1099511627776 elements, more than memory"):
         inspect(filespec=str(dataset))
 
 
