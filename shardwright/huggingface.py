@@ -98,10 +98,10 @@ class Names:
         if others := sorted(name for name in others if not re.search(f"(?:{self.unused})$", name)):
             first = f"{', '.join(others[:4])}{' …' if len(others) > 4 else ''}"
             raise ValueError(f"{len(others)} tensors are only in the files, or only in the model: {first}")
-        names = {name.removeprefix(self.base): name for name in tensors}
-        table_of = names[self.whole["embed"].removeprefix(self.base)] if "lm_head.weight" in tensors else None
-        is_read = any(name == "lm_head.weight" for name, *_ in walk)
-        if table_of and not is_read and not np.array_equal(tensors["lm_head.weight"], tensors[table_of]):
+        read = {name: parts for name, _, parts, _ in walk}
+        table_of = next((name for name, parts in read.items() if "embed" in parts), None)
+        unread = {*tensors} - {*read}
+        if "lm_head.weight" in unread and not np.array_equal(tensors["lm_head.weight"], tensors[table_of]):
             raise ValueError(
                 f"lm_head.weight differs from {table_of}, although the model ties them: in config.json, set "
                 "tie_word_embeddings to false if the output projection is one of its own; or delete lm_head.weight."

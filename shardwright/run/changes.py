@@ -3,13 +3,12 @@
 The settings of a step, and the place of its batch in the data, are pure functions of the configuration and the step.
 """
 
-import bisect
 import copy
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -109,25 +108,27 @@ def described_change(c: Any, first: int) -> str:
     return ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in differing)
 
 
-def _rates(c: Any) -> list[tuple[int, int]]:
-    """The steps from which settings hold, and the tokens of each step from there on."""
-    of_step = lambda t: t.batch_size * t.seq_len
-    return [(first, of_step(config_at(c, first).training)) for first in firsts(c)]
-
-
-def _tokens_before(rates: Sequence[tuple[int, int]], step: int) -> int:
-    ends = [*(first for first, _ in rates[1:]), math.inf]
-    return sum(max(0, min(end, step) - first) * rate for (first, rate), end in zip(rates, ends, strict=True))
+def _phases(c: Any) -> Iterator[tuple[int, float, int]]:
+    """The first step with the same settings, the end of these steps, and the tokens of each."""
+    for first, end in itertools.pairwise([*firsts(c), math.inf]):
+        t = config_at(c, first).training
+        yield first, end, t.batch_size * t.seq_len
 
 
 def tokens_before(c: Any, step: int) -> int:
     """Tokens of the batches before a step."""
-    return _tokens_before(_rates(c), step)
+    return sum(max(0, min(end, step) - first) * each for first, end, each in _phases(c))
 
 
 def steps_of(c: Any, tokens: int) -> int:
     """Number of steps that take at most so many tokens."""
-    return bisect.bisect(range(2**31), tokens, key=functools.partial(_tokens_before, _rates(c))) - 1
+    steps = 0
+    for first, end, each in _phases(c):
+        taken = min(end - first, tokens // each)
+        steps, tokens = steps + taken, tokens - taken * each
+        if taken < end - first:
+            break
+    return steps
 
 
 def total_steps(c: Any, loader: Loader) -> int:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 from collections import deque
@@ -182,30 +183,8 @@ class Loader:
         return jax.tree.map(put, in_microbatches(host, count), self.shardings)
 
 
-class Prefetched(Iterator[T]):
-    """Results of a function for one step after the other, computed in the threads of `pool`, `depth` ahead of use."""
-
-    def __init__(self, load: Callable[[int], T], steps: Iterator[int], pool: ThreadPoolExecutor, depth: int):
-        self._submit = lambda count: [pool.submit(load, step) for step in itertools.islice(steps, count)]
-        self._ahead = deque(self._submit(depth))
-
-    def __next__(self) -> T:
-        if not self._ahead:
-            raise StopIteration
-        first = self._ahead.popleft()
-        self._ahead.extend(self._submit(1))
-        return first.result()
-
-    def settle(self) -> None:
-        """Waits until no call runs, nor will before the next result is taken."""
-        wait(self._ahead)
-
-
-@contextlib.contextmanager
-def prefetch(
-    load: Callable[[int], T], start: int, stop: int, depth: int = 2, threads: int = 1
-) -> Iterator[Prefetched[T]]:
-    """Context of an iterator over `load(step)` for the steps in [start, stop), computed in threads ahead of use.
+class prefetch(contextlib.AbstractContextManager, Iterator[T]):
+    """Context and iterator of `load(step)` for the steps in [start, stop), computed in threads ahead of use.
 
     An error in `load` is raised where its step is due. At the end of the context the batches that are left are dropped.
     It waits for the calls of `load` that are running.
@@ -217,8 +196,22 @@ def prefetch(
         depth: batches loaded ahead of the one in use, at least 1; each takes memory on the devices.
         threads: calls of `load` that run at once, at least 1. Several of them hide the latency of a store.
     """
-    pool = ThreadPoolExecutor(min(threads, depth), thread_name_prefix="prefetch")
-    try:
-        yield Prefetched(load, iter(range(start, stop)), pool, depth)
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+
+    def __init__(self, load: Callable[[int], T], start: int, stop: int, depth: int = 2, threads: int = 1):
+        self._pool = ThreadPoolExecutor(min(threads, depth), thread_name_prefix="prefetch")
+        self._begun = map(functools.partial(self._pool.submit, load), range(start, stop))
+        self._ahead = deque(itertools.islice(self._begun, depth))
+
+    def __next__(self) -> T:
+        if not self._ahead:
+            raise StopIteration
+        first = self._ahead.popleft()
+        self._ahead.extend(itertools.islice(self._begun, 1))
+        return first.result()
+
+    def settle(self) -> None:
+        """Waits until no call runs, nor will before the next result is taken."""
+        wait(self._ahead)
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
