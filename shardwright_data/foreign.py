@@ -39,19 +39,19 @@ def one_line(text: str, characters: int) -> str:
     return "".join(c if c.isprintable() else {"\n": "⏎", "\t": "⇥"}.get(c, "�") for c in cut)
 
 
-class Unfit(ValueError):
-    """What is there is not a regular file, or is too large."""
+class Damaged(OSError, ValueError):
+    """Something is missing, is not what was written, or is not a regular file of a size that it can have."""
 
 
 def check_file(path: str | os.PathLike, most: float = math.inf) -> None:
     """Raises what `read_file` raises, without reading the file."""
-    kind, status, why = Unfit, None, None
+    kind, status, why = Damaged, None, None
     try:
         status = os.stat(path)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # a null byte is in no name
         raise FileNotFoundError(errno.ENOENT, "there is no such file", str(path)) from None
     except OSError as error:  # a link that leads back to itself is no file; of others it is not known
-        kind, why = Unfit if error.errno == errno.ELOOP else ValueError, error.strerror
+        kind, why = Damaged if error.errno == errno.ELOOP else ValueError, error.strerror
     if status and not stat.S_ISREG(status.st_mode):
         why = "it is a directory, a pipe or a device"
     elif status and status.st_size > most:
@@ -67,7 +67,7 @@ def read_file(path: str | os.PathLike, most: int = SMALL) -> bytes:
 
     Raises:
         FileNotFoundError: there is none.
-        Unfit: it is a directory, a pipe or a device, or has more than `most` bytes.
+        Damaged: it is a directory, a pipe or a device, or has more than `most` bytes.
         ValueError: it cannot be read.
     """
     check_file(path, most)
@@ -80,7 +80,7 @@ def read_text(path: str | os.PathLike, most: int = SMALL) -> str:
     try:
         return read_file(path, most).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} cannot be read: {_why(error)}. {COPY_AGAIN}") from error
+        raise ValueError(f"{path} cannot be read: {first_line(error)}. {COPY_AGAIN}") from error
 
 
 def decode(content: bytes) -> str:
@@ -88,14 +88,14 @@ def decode(content: bytes) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(_why(error)) from None
+        raise ValueError(first_line(error)) from None
 
 
-def _why(error: BaseException) -> str:
-    """The first line of an error's message."""
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, without a full stop; its kind if it says nothing."""
     if isinstance(error, UnicodeDecodeError) and error.encoding == "utf-8":
         return f"it is not UTF-8: byte 0x{error.object[error.start]:02x} at position {error.start}"
-    return next(iter(str(error).splitlines()), "").rstrip(". ")
+    return next(iter(str(error).splitlines()), "").rstrip(". ") or type(error).__name__
 
 
 def read_object(path: str | os.PathLike, kinds: Any = dict, most: int = SMALL, remedy: str = COPY_AGAIN) -> dict:
@@ -193,8 +193,7 @@ def refused(what: str, remedy: str = COPY_AGAIN) -> Iterator[None]:
         causes = [error]
         while causes[-1].__cause__ is not None:
             causes.append(causes[-1].__cause__)
-        first_lines = (re.sub(r" \[\w+='.*", "", _why(cause)) for cause in causes)  # details that tensorstore adds
-        why = ": ".join(filter(None, first_lines)) or type(error).__name__
+        why = ": ".join(re.sub(r" \[\w+='.*", "", first_line(cause)) for cause in causes)  # details of tensorstore
         raise ValueError(f"{what}: {why}. {remedy}".rstrip()) from error
 
 

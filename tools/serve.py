@@ -104,20 +104,18 @@ class Handler(BaseHTTPRequestHandler):
     model: Model
     timeout = 60  # for a client that sends nothing
 
-    def setup(self) -> None:
-        super().setup()
-        self._end = threading.Timer(self.model.config.seconds, self._hang_up)
-        self._end.daemon = True
-        self._end.start()
+    def handle(self) -> None:
+        """Answers. A client that sends or reads too slowly is cut off: what waits for it fails."""
 
-    def finish(self) -> None:
-        self._end.cancel()
-        super().finish()
+        def hang_up() -> None:
+            with contextlib.suppress(OSError):
+                self.connection.shutdown(socket.SHUT_RDWR)
 
-    def _hang_up(self) -> None:
-        """Ends a request whose client sends or reads too slowly: what waits for it fails."""
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
+        end = threading.Timer(self.model.config.seconds, hang_up)
+        end.daemon = True
+        end.start()
+        super().handle()
+        end.cancel()
 
     def do_GET(self) -> None:
         path, _, query = self.path.partition("?")

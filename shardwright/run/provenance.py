@@ -32,7 +32,7 @@ from shardwright.cluster.devices import make_mesh
 from shardwright.compiled.files import write_whole
 from shardwright.modeling.model import inputs_of
 from shardwright.run.config import Config, PipelineConfig
-from shardwright.run.optional import optional
+from shardwright.run.optional import in_a_line, optional
 from shardwright_data.loader import batch_shapes
 
 ROOT = Path(__file__).parents[2]
@@ -121,8 +121,7 @@ def provenance_of(programs: Callable, c: Config, model: Any) -> dict[str, Any]:
             hashes |= programs_of(programs, c, model, which, sequences)
             untraced.pop(which, None)
         except Exception as error:  # of a model that needs more devices, sequences or microbatches than these
-            why = str(error).splitlines()
-            untraced[which] = f"{type(error).__name__}: {why[0] if why else ''}"
+            untraced[which] = in_a_line(error)
     found = {"programs": hashes} | ({"untraced": [*untraced.values()][-1]} if untraced else {})
     # After tracing, which may import modules.
     return {**found, "source": source_of(), "traced_by": f"jax {jax.__version__}, lowered for {_device().platform}"}

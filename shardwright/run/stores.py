@@ -16,7 +16,7 @@ import tensorstore as ts
 from jax.experimental import multihost_utils
 
 from shardwright_data import flat_tokens
-from shardwright_data.foreign import LARGE, MEMORY, Unfit
+from shardwright_data.foreign import LARGE, MEMORY, Damaged
 
 T = TypeVar("T")
 
@@ -27,10 +27,6 @@ _ERRORS = (OSError, ValueError, RuntimeError, IndexError, NotImplementedError)
 WORKERS = 16
 """Files that a process reads or writes at a time."""
 _MESSAGE_BYTES = 6000
-
-
-class Damaged(OSError, ValueError):
-    """A checkpoint is damaged: something in it is missing, or is not what was written. The message says what."""
 
 
 class Store:
@@ -72,8 +68,8 @@ class Store:
         """The content of a file; None if it is missing. Raises Damaged if it is none of at most `most` bytes."""
         try:
             return flat_tokens.read_file(self.kvstore, key, min(most, MEMORY))
-        except Unfit as error:
-            raise Damaged(str(error)) from error
+        except Damaged:
+            raise
         except ValueError as error:
             raise OSError(str(error)) from error
 

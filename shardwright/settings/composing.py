@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from shardlib.parsing import did_you_mean
 from shardlib.places import shown_path
 from shardwright.settings.settings import is_section, kind_of, settings_of, words_for
+from shardwright_data.foreign import first_line
 
 QUOTES = "Write name=value, and a value with signs such as , = [ { ~ é in quotes of both kinds: 'name=\"value\"'."
 NAMES = ("--config-name", "-cn")
@@ -80,7 +81,7 @@ def explained(program: Program, error: Exception, arguments: Sequence[str]) -> s
     is_null = isinstance(error, AttributeError | AssertionError) and "NoneType" in str(error)
     if is_null and (section := _null_section(program, overrides)):
         return section
-    reason = "a setting is given of a section that is null" if is_null else _first_line(error)
+    reason = "a setting is given of a section that is null" if is_null else first_line(error)
     if found := re.match(r"(?:Could not (?:override|append to|delete)|Ambiguous value for argument) '(.+?)'", reason):
         key, _, value = found[1].lstrip("+~").partition("=")
         try:
@@ -92,7 +93,7 @@ def explained(program: Program, error: Exception, arguments: Sequence[str]) -> s
     if cause is not None and (cause.full_key or "") in {setting.name for setting in settings_of(program.schema)}:
         where = re.match(r"In '(.+?)'", str(error))
         return (f"{where[1]}.yaml: " if where else "") + wrong_setting(program.schema, cause, overrides)
-    more = _first_line(cause) if cause is not None and cause is not error else ", ".join(overrides)
+    more = first_line(cause) if cause is not None and cause is not error else ", ".join(overrides)
     return f"{reason} ({more}). Correct the setting; `{program.command} --help` lists the settings."
 
 
@@ -108,10 +109,6 @@ def _null_section(program: Program, overrides: Sequence[str]) -> str | None:
                 f"section, {' or '.join(having)}, beside it; or write one in {directory}/."
             )
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _missing_config(program: Program, error: MissingConfigException) -> str:
@@ -130,7 +127,7 @@ def _missing_config(program: Program, error: MissingConfigException) -> str:
 
 def wrong_setting(schema: type, error: OmegaConfBaseException, overrides: Sequence[str] = (), prefix: str = "") -> str:
     """The message for a setting that OmegaConf does not take. `prefix` is the section of `schema`, with a dot."""
-    name, reason = f"{prefix}{error.full_key}", _first_line(error)
+    name, reason = f"{prefix}{error.full_key}", first_line(error)
     try:
         kind = kind_of(schema, re.sub(r"\[(\d+)\]", r".\1", str(error.full_key or "")).strip("."), prefix)
     except ValueError as unknown:

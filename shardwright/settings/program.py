@@ -27,7 +27,7 @@ from shardwright.settings.composing import Program, check_flags, explained, is_o
 from shardwright.settings.exits import ERROR, exit_of
 from shardwright.settings.help import help_text
 from shardwright_data.checks import check_ranges
-from shardwright_data.foreign import shown
+from shardwright_data.foreign import first_line, shown
 
 ROOT = Path(__file__).parents[2]
 FULL_ERROR = "SHARDWRIGHT_FULL_ERROR"
@@ -65,7 +65,7 @@ def message_of(error: Exception) -> str:
         return f"{error.strerror}: {error.filename}. Check the path, its permissions and its disk."
     if not isinstance(error, OmegaConfBaseException):
         return str(error)
-    name, first = error.full_key or "a setting", str(error).splitlines()[0].rstrip(".")
+    name, first = error.full_key or "a setting", first_line(error)
     return f"{name}: {first}. Correct the value of {name}."
 
 

@@ -1,7 +1,6 @@
 """Text that programs show."""
 
 import contextlib
-import errno
 import io
 import os
 import sys
@@ -20,9 +19,9 @@ class _Optional(io.FileIO):
     def write(self, content: bytes) -> int:
         try:
             return super().write(content)
+        except BrokenPipeError:
+            raise
         except OSError as error:
-            if error.errno == errno.EPIPE:
-                raise
             if self._is_whole:
                 self._is_whole = False
                 with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ import tensorstore as ts
 from jaxtyping import Bool, UInt32
 
 from shardwright_data import foreign
-from shardwright_data.foreign import Unfit, refused
+from shardwright_data.foreign import Damaged, refused
 
 AnyEncoded = UInt32[np.ndarray, "*shape"]
 AnyIsStart = Bool[np.ndarray, "*shape"]
@@ -57,7 +57,7 @@ def local_path(kvstore: ts.KvStore) -> str | None:
 
 
 def check_files(root: ts.KvStore, names: Iterable[str], most: int = foreign.LARGE) -> None:
-    """Raises ValueError for a file that is there and cannot be read, Unfit for one of more than `most` bytes.
+    """Raises ValueError for a file that is there and cannot be read, Damaged for one of more than `most` bytes.
 
     tensorstore waits for a pipe, and ends the process where memory ends.
     """
@@ -77,7 +77,7 @@ def check_files(root: ts.KvStore, names: Iterable[str], most: int = foreign.LARG
                     raise
                 is_there = False
         if is_there:
-            raise Unfit(f"{_shown(root)}{name} cannot be read: it has more than {most:,} bytes. {foreign.COPY_AGAIN}")
+            raise Damaged(f"{_shown(root)}{name} cannot be read: it has more than {most:,} bytes. {foreign.COPY_AGAIN}")
 
 
 def read_file(root: ts.KvStore, name: str, most: int = foreign.LARGE) -> bytes | None:

@@ -113,7 +113,7 @@ def test_metrics_are_read_one_step_late(tmp_path):
 
 def test_a_pipe_in_the_place_of_the_log_is_refused(tmp_path):
     os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(OSError, match=r"metrics.jsonl cannot be written: it is a directory, a pipe or a device\. Move"):
+    with pytest.raises(OSError, match=r"metrics.jsonl cannot be read: it is a directory, a pipe or a device\."):
         run_log(tmp_path)
 
 

@@ -145,16 +145,12 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
                 config["data"]["skip_steps"] = skips[1]
             config = saved_config({"config": config})  # config.yaml may be a stranger's too
         c = config_of(config, trust)
-        if done == 0 and c.training.init_from is not None and not trust:
-            raise ValueError(
-                f"the run began with the weights of {c.training.init_from!r}, which would be read. If you trust that "
-                "place, give trust=true; or give a step after a checkpoint."
-            )
-        if c.training.reference is not None and not trust:
-            raise ValueError(
-                f"each step of the run reads the weights of {c.training.reference!r}. If you trust that place, give "
-                "trust=true."
-            )
+        for name in ("reference", *(() if done else ("init_from",))):  # the latter is read before the first step alone
+            if (place := getattr(c.training, name)) is not None and not trust:
+                raise ValueError(
+                    f"training.{name} of the run is {place!r}, whose weights would be read. If you trust that place, "
+                    "give trust=true."
+                )
         on = mesh_for(mesh, c)
         with jax.set_mesh(on):
             if done:

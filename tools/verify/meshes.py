@@ -10,7 +10,6 @@ import jax
 from jax.sharding import AbstractMesh, AxisType
 
 from shardlib.axes import AXES, axes_of_mesh
-from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
 from shardwright.run.config import Config, check_divides
 from shardwright.run.stages import training_table
@@ -23,12 +22,10 @@ Mesh = Mapping[str, int]
 @contextlib.contextmanager
 def mesh_of(sizes: Mesh, axes: Iterable[str] = ()) -> Iterator[jax.sharding.Mesh]:
     """Enters a mesh of these sizes on the first devices. It has these axes too, where they are of one device."""
-    devices = jax.devices()[: math.prod(sizes.values())]
-    mesh = make_mesh(devices, **sizes)
-    if names := {*axes} - {*mesh.shape}:
-        shape = {axis: sizes.get(axis, 1) for axis in AXES if axis in names or axis in mesh.shape}
-        kinds = (AxisType.Explicit,) * len(shape)
-        mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=kinds, devices=devices)
+    names, devices = {*axes_of_mesh(sizes), *axes}, jax.devices()[: math.prod(sizes.values())]
+    shape = {axis: sizes.get(axis, 1) for axis in AXES if axis in names}
+    kinds = (AxisType.Explicit,) * len(shape)
+    mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=kinds, devices=devices)
     with jax.set_mesh(mesh):
         yield mesh
 
