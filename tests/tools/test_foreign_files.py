@@ -173,7 +173,7 @@ def test_no_pickle_of_a_dataset_is_loaded(given, tmp_path, field):
     about |= {"compressor": None, field: codec if field == "compressor" else [*about["filters"], codec]}
     path.write_text(json.dumps(about))
     (tmp_path / "data/train/seq_starts/0").write_bytes(pickle.dumps(print))
-    with pytest.raises(ValueError, match=r"seq_starts is missing or not .*: it is coded by 'pickle', not by blosc"):
+    with pytest.raises(ValueError, match=r"seq_starts is missing or not readable: .*(pickle|too many)"):
         inspect(filespec=str(tmp_path / "data"))
 
 
