@@ -12,7 +12,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib import shardops
-from shardlib.places import is_users, place
+from shardlib.places import place_of_caller
 
 _COUNTED = 2**22
 """Pairs of which it is counted how many an unknown condition leaves."""
@@ -61,15 +60,7 @@ def same_document(q: Places, k: Places) -> jax.Array:
     return q.document == k.document
 
 
-def _place() -> str:
-    """Place in the source of the model that makes a rule or a part of one."""
-    frame = inspect.currentframe()
-    while frame is not None and not (is_users(file := frame.f_code.co_filename) and file not in (__file__, "<string>")):
-        frame = frame.f_back
-    return "?" if frame is None else place(frame.f_code.co_filename, frame.f_lineno)
-
-
-_made = functools.partial(dataclasses.field, default_factory=_place, init=False, compare=False, repr=False)
+_made = functools.partial(dataclasses.field, default_factory=place_of_caller, init=False, compare=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +165,9 @@ class Rule:
 
     def without(self, condition: Callable) -> "Rule":
         """The rule without this condition."""
-        return dataclasses.replace(self, visible=tuple(x for x in self.visible if x is not condition))
+        found = dataclasses.replace(self, visible=tuple(x for x in self.visible if x is not condition))
+        object.__setattr__(found, "made", self.made)
+        return found
 
     def __str__(self) -> str:
         name = lambda function: getattr(function, "__name__", None) or str(function)

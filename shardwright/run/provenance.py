@@ -33,13 +33,12 @@ from shardwright.compiled.files import write_whole
 from shardwright.modeling.model import inputs_of
 from shardwright.run.config import Config, PipelineConfig
 from shardwright.run.optional import in_a_line, optional
+from shardwright.settings.words import listed
 from shardwright_data.loader import batch_shapes
 
 ROOT = Path(__file__).parents[2]
 PROJECT = ("train.py", "family.py", "gpt2.py", "moe.py", "jax_extra.py", "shardlib", "shardwright", "shardwright_data")
 """The project's source, without the programs beside train.py."""
-SHOWN = 5
-"""Number of files that a line names."""
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
 """Beginnings of the names of variables that are kept. Others may be secrets."""
 
@@ -144,8 +143,7 @@ def compare_source(
     if saved is None:
         return None
     names = sorted({name for name, _ in set(saved["source"].items()) ^ set(now["source"].items())})
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    differs = f"{', '.join(names[:SHOWN])}{more}: other source than the checkpoint was made with"
+    differs = f"{listed(names, 5)}: other source than the checkpoint was made with"
     if saved["traced_by"] != now["traced_by"] or not {*which} <= {*saved["programs"]} & {*now["programs"]}:
         untraced = saved["traced_by"] == now["traced_by"] and (now.get("untraced") or saved.get("untraced"))
         why = untraced or f"that was traced by {saved['traced_by']}"

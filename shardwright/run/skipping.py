@@ -3,13 +3,14 @@
 import collections
 import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from shardwright.run.checkpoint_arrays import named_leaves
+from shardwright.settings.words import listed
 from shardwright_data.loader import Loader
 from shardwright_data.loader.origins import documents_of_batch
 
@@ -113,7 +114,7 @@ def described_documents(loader: Loader, batch: int) -> tuple[str, dict[str, list
     named = [
         f"{name or ''} {first} to {last}".strip() for name, stretches in found.items() for first, last in stretches
     ]
-    return f"documents {_listed(named)}", {name or "": found[name] for name in found}
+    return f"documents {listed(named)}", {name or "": found[name] for name in found}
 
 
 @jax.jit
@@ -129,10 +130,6 @@ def check_finite(finite: Any, step: int, ask: str) -> None:
     """
     if bad := [name for name, is_finite in named_leaves(finite).items() if not is_finite]:
         raise FloatingPointError(
-            f"{_listed(bad)}: values are not finite after step {step}, so this state is not saved. {ask} names the "
+            f"{listed(bad)}: values are not finite after step {step}, so this state is not saved. {ask} names the "
             f"first of them. The usual remedy: {SMALLER_RATE}."
         )
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -4,6 +4,7 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Sequence
 
 from shardwright_data.foreign import shown
 
@@ -43,3 +44,8 @@ def print_if_possible() -> None:
 def say(text: str, flush: bool = False) -> None:
     """Prints a text, with no character that a terminal would obey."""
     print(shown(text), flush=flush)
+
+
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
