@@ -14,15 +14,9 @@ from shardlib.values import stage_axes
 from shardwright.modeling.rules import Rule
 
 PLANNED = jax.make_user_context(None)
+"""In a program that is only planned, what takes the rule of each call of attention. Else None."""
 KERNEL = "attention_kernel"
 """Name of the call that stands for a kernel of attention, and of its gradient, in a program that is only planned."""
-
-
-class _Rules:
-    """Rules of the calls of attention in a program that is planned, in their order. Its identity is that of a trace."""
-
-    def __init__(self):
-        self.found: list[Rule] = []
 
 
 @contextlib.contextmanager
@@ -31,14 +25,14 @@ def planned() -> Iterator[list[Rule]]:
 
     Gives the rules of all calls of attention, by any path, of which each layer of a period has as many.
     """
-    rules = _Rules()
-    with PLANNED(rules):
-        yield rules.found
+    rules: list[Rule] = []
+    with PLANNED(rules.append):  # whose hash is the list's identity
+        yield rules
 
 
 def noted(way: Callable, of_device: Callable, q: Any, k: Any, v: Any, places: Any, rule: Rule, *rest: Any) -> jax.Array:
     """way(of_device, …), whose rule `planned` gives."""
-    PLANNED.value.found.append(rule)
+    PLANNED.value(rule)
     return way(of_device, q, k, v, places, rule, *rest)
 
 
