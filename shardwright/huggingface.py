@@ -99,13 +99,13 @@ class Names:
             first = f"{', '.join(others[:4])}{' …' if len(others) > 4 else ''}"
             raise ValueError(f"{len(others)} tensors are only in the files, or only in the model: {first}")
         read = {name: parts for name, _, parts, _ in walk}
-        table_of = next((name for name, parts in read.items() if "embed" in parts), None)
-        unread = {*tensors} - {*read}
-        if "lm_head.weight" in unread and not np.array_equal(tensors["lm_head.weight"], tensors[table_of]):
-            raise ValueError(
-                f"lm_head.weight differs from {table_of}, although the model ties them: in config.json, set "
-                "tie_word_embeddings to false if the output projection is one of its own; or delete lm_head.weight."
-            )
+        if "lm_head.weight" in {*tensors} - {*read}:
+            table_of = next(name for name, parts in read.items() if "embed" in parts)
+            if not np.array_equal(tensors["lm_head.weight"], tensors[table_of]):
+                raise ValueError(
+                    f"lm_head.weight differs from {table_of}, although the model ties them: in config.json, set "
+                    "tie_word_embeddings to false if the output projection is one of its own; or delete lm_head.weight."
+                )
         found = {name: np.empty(weight.shape, np.float32) for name, weight in named_leaves(table).items()}
         for theirs, i, parts, stack in walk:
             tensor = tensors[theirs]

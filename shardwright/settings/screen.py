@@ -21,10 +21,8 @@ def print_table(console: Console, columns: Sequence[str], rows: Iterable[Sequenc
     if title:
         print_line(console, title, "bold")
     for name in columns:
-        if name in (columns[0], "text"):
-            table.add_column(Text(shown(name)), overflow="fold")
-        else:
-            table.add_column(Text(shown(name)), justify="right", overflow="fold")
+        is_text = name in (columns[0], "text")
+        table.add_column(Text(shown(name)), justify="left" if is_text else "right", overflow="fold")
     for row in rows:
         table.add_row(*(cell if isinstance(cell, Text) else Text(shown(cell)) for cell in row))
     console.print(table)

@@ -154,9 +154,10 @@ class Reader:
         (size,), (held,) = array.chunk_layout.write_chunk.shape, array.chunk_layout.read_chunk.shape
         if held >= MEMORY // 8:  # of a file with several chunks each is read by itself
             raise ValueError(f"{self.path}: {key} has chunks of {held} elements, more than memory holds. {_AGAIN}")
-        names = about.get("chunk_key_encoding", {"name": "v2"})
-        separator = names.get("configuration", {}).get("separator", "/")
-        self._files[key] = f"{key}/" if names["name"] == "v2" else f"{key}/c{separator}", size, set()
+        v3 = array.spec().to_json()["metadata"] if self.zarr_format == 3 else {}
+        names = v3.get("chunk_key_encoding", {"name": "v2"})
+        prefix = "" if names["name"] == "v2" else f"c{names.get('configuration', {}).get('separator', '/')}"
+        self._files[key] = f"{key}/{prefix}", size, set()
         return array
 
     def _differences_added(self, spec: dict[str, Any], about: dict[str, Any]) -> ts.TensorStore:
