@@ -103,6 +103,14 @@ def is_there(root: ts.KvStore, split: str) -> bool:
     return any(read_file(root, f"{split}/{marker}") is not None for marker in MARKERS)
 
 
+def stamps(root: ts.KvStore, split: str) -> list[tuple[int, ...]]:
+    """What changes when a local split is replaced: identities of the files that mark it as complete."""
+    path = local_path(root)
+    paths = [f"{path}{split}/{marker}" for marker in MARKERS if path is not None]
+    found = [os.stat(path) for path in paths if os.path.exists(path)]
+    return [(status.st_ino, status.st_size, status.st_mtime_ns) for status in found]
+
+
 def clear_split(filespec: str, split: str, overwrite: bool) -> None:
     """Deletes a complete split, if there is one. Unless `overwrite`, raises ValueError instead."""
     root = open_kvstore(filespec)

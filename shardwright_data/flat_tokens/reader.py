@@ -1,7 +1,6 @@
 """A reader of one split of a flat-tokens dataset."""
 
 import functools
-import os
 import re
 import zlib
 from collections.abc import Mapping, Sequence
@@ -11,15 +10,7 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Int64, UInt32
 
-from shardwright_data.flat_tokens.format import (
-    IDENTITY,
-    MARKERS,
-    check_files,
-    local_path,
-    open_kvstore,
-    opening_context,
-    read_file,
-)
+from shardwright_data.flat_tokens.format import IDENTITY, check_files, open_kvstore, opening_context, read_file, stamps
 from shardwright_data.foreign import MEMORY, check_types, parse_object, refused
 
 Places = Int64[np.ndarray, "spans"]
@@ -68,7 +59,7 @@ class Reader:
     def __init__(self, filespec: str, split: str, *, cache_bytes: int = CACHE_BYTES, inputs: Sequence[str] = ()):
         self.filespec, self.path = filespec, f"{filespec.rstrip('/')}/{split}"
         self._root, self._split = open_kvstore(filespec, opening_context()), split
-        self._opened = self._stamps()
+        self._opened = stamps(self._root, split)
         # A store that answers slowly should get all requests of a batch at once.
         stores = {f"{name}_request_concurrency": {"limit": STORE_REQUESTS} for name in ("http", "gcs", "s3")}
         self._files: dict[str, tuple[str, int, set[int]]] = {}
@@ -83,13 +74,6 @@ class Reader:
         self.inputs = {name: self._open_array(self.input_key(name), np.uint32, add) for name in inputs}
         self._check_extent()
         self._check_files(MOST_PROBES_REMOTE if "://" in filespec else MOST_PROBES_LOCAL)
-
-    def _stamps(self) -> list[tuple[int, ...]]:
-        """What changes when a local split is replaced: identities of the files that mark it as complete."""
-        root = local_path(self._root)
-        paths = [f"{root}{self._split}/{marker}" for marker in MARKERS if root is not None]
-        found = [os.stat(path) for path in paths if os.path.exists(path)]
-        return [(status.st_ino, status.st_size, status.st_mtime_ns) for status in found]
 
     def _read_json(self, key: str) -> dict[str, Any]:
         """The JSON object at `key`, empty if there is none."""
@@ -220,7 +204,7 @@ class Reader:
                 # One read of joined views costs tensorstore less than a read each.
                 return (ts.concat(views, axis=0) if len(views) > 1 else views[0]).read().result()
         finally:
-            if self._stamps() != self._opened:
+            if stamps(self._root, self._split) != self._opened:
                 raise ValueError(
                     f"{self.path} was replaced or deleted while it was read, so that its tokens are of two datasets. "
                     "Start the program again; write another dataset to another path."
