@@ -68,17 +68,22 @@ def error_of(found: tuple, expected: tuple) -> float:
     return max(norm(jnp.float32(a) - b) / norm(b) for a, b in zip(found, expected, strict=True))
 
 
-def line_of(path: str, rule: Rule, given: list, expected: tuple | None, options: dict) -> str:
-    """The figures of a path. Raises what the path, the compiler or the device refuses."""
+def timed(path: str, rule: Rule, given: list, options: dict | None = None) -> tuple[jax.stages.Compiled, float, float]:
+    """The compiled program of a path, its seconds, and FLOP/s. Raises what the path, compiler or device refuses."""
     attention.choose(path, rule, given[0])
     with compute_scope("bf16"):
         compiled = jax.jit(program(path, rule)).lower(*given).compile(compiler_options=options)
-    error = "" if expected is None else f", error {error_of(compiled(*given), expected):.1e}"
     rows, length, heads, _, width = given[0].shape
     seconds = best_seconds(compiled, *given)
-    rate = 3.5 * 4 * rows * heads * length**2 * width / 2 / seconds / 1e12
+    return compiled, seconds, 3.5 * 4 * rows * heads * length**2 * width / 2 / seconds
+
+
+def line_of(path: str, rule: Rule, given: list, expected: tuple | None, options: dict) -> str:
+    """The figures of a path."""
+    compiled, seconds, rate = timed(path, rule, given, options)
+    error = "" if expected is None else f", error {error_of(compiled(*given), expected):.1e}"
     memory = compiled.memory_analysis().temp_size_in_bytes / 2**30
-    return f"{1e3 * seconds:.3g} ms, {rate:.3g} TFLOP/s, {memory:.2f} GiB{error}"
+    return f"{1e3 * seconds:.3g} ms, {rate / 1e12:.3g} TFLOP/s, {memory:.2f} GiB{error}"
 
 
 def main() -> None:
@@ -88,24 +93,28 @@ def main() -> None:
     for name, default in (("tokens", 16384), ("heads", 16), ("width", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    jax.set_mesh(make_mesh(jax.devices()[:1], d=1))
+    with jax.set_mesh(make_mesh(jax.devices()[:1], d=1)):
+        for length, (documents, rule) in itertools.product(args.lengths, RULES.items()):
+            show(length, documents, rule, args.tokens, args.heads, args.width)
+
+
+def show(length: int, documents: str, rule: Rule, tokens: int, heads: int, width: int) -> None:
+    """Prints a line for each path."""
     here = jax.devices()[0].platform
     paths = [path for path in attention.PATHS if attention.KERNELS.get(path, here) == here and path != "auto"]
     kernels = [(path, {}) for path in paths]
     kernels += [(path, DETERMINISTIC) for path in paths if here == "gpu" and path in attention.KERNELS]
-    for length, (documents, rule) in itertools.product(args.lengths, RULES.items()):
-        drawn, document = operands(length, args.tokens, args.heads, args.width)
-        expected = None
-        if 4 * length * max(args.tokens, length) * args.heads <= LARGEST:
-            with compute_scope("f32"), jax.default_matmul_precision("highest"):
-                expected = jax.jit(program("einsum", rule))(*map(jnp.float32, drawn), document)
-        for path, options in kernels:
-            try:
-                figures = line_of(path, rule, [*drawn, document], expected, options)
-            except Exception as error:  # one path's failure costs no other
-                figures = first_line(error)
-            name = f"{path}{', deterministic' * bool(options)}, {length} tokens, {documents}"
-            print(f"{name}: {figures}", flush=True)
+    (drawn, document), expected = operands(length, tokens, heads, width), None
+    if 4 * length * max(tokens, length) * heads <= LARGEST:
+        with compute_scope("f32"), jax.default_matmul_precision("highest"):
+            expected = jax.jit(program("einsum", rule))(*map(jnp.float32, drawn), document)
+    for path, options in kernels:
+        try:
+            figures = line_of(path, rule, [*drawn, document], expected, options)
+        except Exception as error:  # one path's failure costs no other
+            figures = first_line(error)
+        name = f"{path}{', deterministic' * bool(options)}, {length} tokens, {documents}"
+        print(f"{name}: {figures}", flush=True)
 
 
 if __name__ == "__main__":

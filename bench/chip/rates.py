@@ -17,6 +17,10 @@ import jax.numpy as jnp
 import yaml
 
 from bench.chip import best_seconds, first_line
+from bench.chip.attention import operands, timed
+from shardwright.cluster.devices import make_mesh
+from shardwright.modeling.attention import choose
+from shardwright.modeling.rules import CAUSAL
 from shardwright.plan.chips import Chip, chip_for, chip_of
 
 OPTIONS = {
@@ -43,6 +47,10 @@ def measured(chip: Chip, size: int, dtype: str) -> dict[str, float]:
     chain, kernels = jax.jit(lambda x: jax.lax.fori_loop(0, 1000, lambda _, x: jnp.sin(x), x)), 1000
     found = {"matmul_share": chip.matmul_share * chip.matmul_s(1, *shape, "bf16") / product_s(*shape, dtype)}
     found |= {"memory_share": moved / chip.memory_bandwidth, "launch_s": best_seconds(chain, small) / kernels}
+    with jax.set_mesh(make_mesh(jax.devices()[:1], d=1)):
+        drawn, document = operands(size // 2, 2 * size, heads=16, width=128)
+        _, _, rate = timed(choose("auto", CAUSAL, drawn[0]), CAUSAL, [*drawn, document])
+    found |= {"attention_share": rate / chip.peak["bf16"]}
     return {name: float(f"{value:.3g}") for name, value in found.items()}
 
 
@@ -52,12 +60,13 @@ def described(size: int, dtype: str) -> dict[str, dict]:
     known, source = chip_for(device.device_kind), f"{SOURCE} {jax.__version__}"
     chip = known or dataclasses.replace(chip_of("h100"), products=None)
     found = measured(chip, size, dtype)
-    if known is None:  # its peak is what its matmuls reach
+    if known is None or known.platform == "cpu":  # whose peak nobody knows: it is what its matmuls reach
         rate, moved = chip.peak["bf16"] * found["matmul_share"], chip.memory_bandwidth * found["memory_share"]
-        limit = (device.memory_stats() or {}).get("bytes_limit", chip.memory_bytes)
+        limit = (device.memory_stats() or {}).get("bytes_limit")
         found |= {"title": device.device_kind, "platform": device.platform, "kinds": [device.device_kind]}
-        found |= {"peak": {"bf16": rate}, "memory_bandwidth": moved, "memory_bytes": float(limit)}
+        found |= {"peak": {"bf16": rate}, "memory_bandwidth": moved} | ({"memory_bytes": float(limit)} if limit else {})
         found |= {"products": None, "collectives": None, "matmul_share": 1.0, "memory_share": 1.0}
+        found |= {"attention_share": found["attention_share"] * chip.peak["bf16"] / rate}
     fields = {name: {"value": value, "source": source} for name, value in found.items()}
     return {"like": known.name if known else "h100", **fields}
 
@@ -74,7 +83,8 @@ def main() -> None:
         args.chip.write_text(yaml.safe_dump(fields, sort_keys=False, width=120))
         chip_of(str(args.chip))  # it can be read
         own = {name: field["value"] for name, field in fields.items() if name != "like"}
-        shown = [f"{name} {value:g}" for name, value in own.items() if isinstance(value, float)]
+        own |= {"peak": own.get("peak", {}).get("bf16")}
+        shown = [f"{name} {value:.3g}" for name, value in own.items() if isinstance(value, float)]
         print(f"{args.chip.name}, like {fields['like']}: {', '.join(shown)}")
         return
     m, k, n = args.size, args.size // 2, args.size * 7 // 4
