@@ -253,6 +253,7 @@ def _check_varying(spec: ShapeSpec, value: jax.Array, copies: tuple[str, ...]) -
             + (f"`{spec}` does not mention" if str(spec) else "its spec, a scalar without marks, does not mention"),
             f"a gather or a reduction over {names} is missing before this point (all_gather, psum_scatter, psum), "
             f"or the spec lacks `/{extra[0]}` on the dim sharded over it, or `+{extra[0]}` for a partial sum",
+            differs=(value, {*extra}),
         )
     if whole := sort_axes(kind.reduced & spec.sharded):
         raise ShardError(

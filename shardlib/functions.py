@@ -127,8 +127,7 @@ def typed(fn):
     enclosing = current_scope() if "<locals>" in fn.__qualname__ else None
     body = _with_checked_locals(fn)
 
-    @functools.wraps(fn)
-    def checked(*args, **kwargs):
+    def run(*args, **kwargs):
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         with Scope(enclosing):
@@ -145,6 +144,14 @@ def typed(fn):
             except ShardError as error:
                 error.place = place_of(fn)
                 raise
+            return value
+
+    @functools.wraps(fn)
+    def checked(*args, **kwargs):
+        try:
+            value = run(*args, **kwargs)
+        except ShardError as error:
+            raise jax_errors.with_origin(error, lambda: run(*args, **kwargs))
         return note_type(value, result.spec) if isinstance(result, ArrayType) else value
 
     checked._checks_locals = True

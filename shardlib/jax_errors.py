@@ -4,6 +4,7 @@ import itertools
 import linecache
 import re
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,8 +12,9 @@ from typing import Any
 import jax
 
 from shardlib.checks import current_scope, error_context, noted_type
+from shardlib.equations import equations_in, frames_of, is_variable, jaxprs_of
 from shardlib.parsing import Dim, ShapeSpec, ShardError
-from shardlib.places import is_installed, is_raised_on_purpose, place, users_call
+from shardlib.places import is_installed, is_raised_on_purpose, is_users, place, users_call
 from shardlib.values import SHORT_DTYPES, devices_along, is_opaque, states_text
 
 _BLOCKS = "inside shard_map an array has the shape of this device's block"
@@ -34,6 +36,7 @@ _REMEDIES = {
     "cannot reshape": f"{_BLOCKS}: take sizes from x.shape, not from the configuration",
 }
 """What to do about an error of JAX that has these words."""
+_REDUCTION = re.compile(r"reduce_(?!precision)|arg(max|min)|cum|sort|top_k")
 _TYPE = re.compile(r"\b(?P<dtype>[a-z]+\d+)\[(?P<shape>[\d,]*)\](?P<states>\{.*?\})?")
 
 
@@ -57,6 +60,41 @@ def told(error: Exception) -> ShardError | None:
         said = f"the array in a partial sum was given to a function that JAX cannot apply to each part of it: {said}"
     found = ShardError(said, remedy, place=place(frame.f_code.co_filename, call.tb_lineno))
     return found.located(where, error_context(current_scope().sizes, **values))
+
+
+def with_origin(error: ShardError, run: Callable[[], Any]) -> ShardError:
+    """`error`, and if a value must not differ between devices, the line that made it of this device's block alone.
+
+    `run` is the function that raised it, which is traced once more. Of what leads to the value that is the last
+    reduction whose result differs.
+    """
+    if error.differs is None:
+        return error
+    _, axes = error.differs
+    error.differs = None
+
+    def until() -> Any:
+        try:
+            run()
+        except ShardError as again:
+            return again.differs[0]
+
+    try:
+        jaxpr = jax.make_jaxpr(until)().jaxpr
+    except Exception:  # the value is of a loop or a branch within
+        return error
+    used = {*jaxpr.outvars}
+    for eqn in reversed(jaxpr.eqns):
+        if used.isdisjoint(eqn.outvars):
+            continue
+        used |= {v for v in filter(is_variable, eqn.invars) if axes & v.aval.manual_axis_type.varying}
+        names = [eqn.primitive.name, *(e.primitive.name for inner in jaxprs_of(eqn) for e in equations_in(inner))]
+        users = [frame for frame in frames_of(eqn) if is_users(frame[0])]
+        if users and (name := next(filter(_REDUCTION.match, names), None)):
+            made = f"  made at {place(*users[-1])}, as the {name.removeprefix('reduce_')} of this device's block alone"
+            error.context = "\n".join(filter(None, [made, error.context]))
+            break
+    return error
 
 
 def _is_of_jax(error: Exception) -> bool:

@@ -162,6 +162,7 @@ class Value:
         offset: what this device adds to it.
         count: dims along which it counts 0, 1, … in row-major order.
         is_local: whether a count stops at the end of this device's block.
+        counted: the equation that made the count.
         valid: of an offset index that was clipped, the indices that it still has; None: all.
         others: the least that the other indices are now, on this mesh and on one device; None: any number.
         drops: of what was looked up, whether entries out of range are NaN.
@@ -189,6 +190,7 @@ class Value:
     offset: Offset = ()
     count: tuple[int, ...] = ()
     is_local: bool = False
+    counted: Any = dataclasses.field(default=None, compare=False)
     valid: Range | None = None
     others: tuple[float, float] | None = None
     drops: bool = False

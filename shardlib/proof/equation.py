@@ -1,6 +1,7 @@
 """One equation of a traced program, beside the same equation of the program traced on one device."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -11,13 +12,12 @@ import numpy as np
 
 from shardlib.equations import frames_of
 from shardlib.places import is_users, place
-from shardlib.proof.domain import ROUNDING, UNIFORM, Dim, Value, describe, devices
+from shardlib.proof.domain import ROUNDING, UNIFORM, Dim, Value, describe, devices, real
 from shardlib.proof.origins import callers_text, is_helper
 
 _JAX = str(Path(jax.__file__).parent)
 
 
-WHOLE_SIZE = "divide by the whole size: shardops.size(name), or jax.lax.psum of the count"
 WHOLE_SIZES = "compute it from whole sizes: shardops.size(name) is the whole size of a dim"
 MASKED = (
     "to write a part of a dim that is sharded, each device masks its block by positions: "
@@ -28,6 +28,7 @@ TWICE = (
     "leave out the sum over devices. With check_vma=False a psum in what is differentiated is summed again in the "
     "gradient: differentiate each device's term, and take psum of the gradient"
 )
+POSITIONS = "shardops.positions gives the positions in the whole dim, by the dim and its axes, such as 'L/t'"
 FOLDING = frozenset(
     "psum psum2 psum_invariant psum_invariant_p pvary pcast reduce_sum add add_any sub neg convert_element_type".split()  # noqa: SIM905
 )
@@ -36,7 +37,7 @@ NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
     (
         lambda value: value.offset,
         "a value differs between devices of {axes} by their index, and is no position in a dim",
-        "positions of a sharded dim are shardops.positions('L/t')",
+        "let it be the same on all devices; positions of a sharded dim are shardops.positions('L/t')",
     ),
     (
         lambda value: value.valid or value.is_index or value.looked_up is not None,
@@ -48,13 +49,12 @@ NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
         "a mask says which indices are in this device's block",
         "mask what was looked up by them",
     ),
-    (
-        lambda value: value.is_local,
-        "positions count from the start of this device's block",
-        "shardops.positions('L/t') gives the positions in the whole dim",
-    ),
 )
 """What is neither a block nor a term of a sum, what to say of it, and what to do."""
+
+
+SHOWN = {"iota": "arange", "add_any": "add", "dot_general": "matmul", "select_n": "where"}
+"""Names that users know some primitives by."""
 
 
 class Refused(Exception):
@@ -82,6 +82,11 @@ class Equation:
     def name(self) -> str:
         """Name of the primitive."""
         return self.eqn.primitive.name
+
+    @property
+    def shown(self) -> str:
+        """What a message calls the primitive."""
+        return SHOWN.get(self.name, self.name.removesuffix("_invariant"))
 
     @property
     def params(self) -> dict[str, Any]:
@@ -145,7 +150,24 @@ class Equation:
         for is_it, problem, remedy in NO_BLOCKS:
             if is_it(value):
                 raise Refused(problem.format(axes=", ".join(axis for axis, _ in value.offset)), remedy)
+        if value.is_local:
+            self._refuse_positions(value)
         return value
+
+    def _refuse_positions(self, value: Value) -> None:
+        """Refuses positions within a device's block, where they are made if that is known."""
+        made, problem = value.counted, "positions count from the start of this device's block"
+        if made is None:
+            raise Refused(problem, POSITIONS)
+        times = math.prod(made.twin.outvars[0].aval.shape) // math.prod(made.result_shape)
+        groups = (axes for k in range(1, len(self.sizes) + 1) for axes in itertools.combinations(self.sizes, k))
+        ways = [axes for axes in groups if times > 1 and devices(self.sizes, axes) == times]
+        places = [other.dims[k] for k in value.count for other in self.ins if len(other.dims) == len(value.dims)]
+        spec = next(("/".join([dim.name or "N", *dim.axes]) for dim in places if dim and dim.axes in ways), "")
+        if not spec and len(ways) == 1:
+            spec = "/".join(["N", *ways[0]])
+        remedy = f"shardops.positions('{spec}') gives the positions in the whole dim" if spec else POSITIONS
+        raise Refused(f"{problem}, and are used at {self.place()}", remedy, made)
 
     def finished(self, value: Value) -> Value:
         """`value`, if it is a block and no term of a sum or maximum."""
@@ -153,8 +175,8 @@ class Equation:
         if value.partial:
             axes = ", ".join(sorted(value.partial))
             raise Refused(
-                f"{self.name} of a partial sum over {axes}: the sum of the results is not the result of the sum",
-                "reduce it first, with psum or psum_scatter",
+                f"{self.shown} of a partial sum over {axes}: the sum of the results is not the result of the sum",
+                self.reduction(value),
             )
         return self.term(value)
 
@@ -176,16 +198,25 @@ class Equation:
         """`value`, if no number that depends on the mesh was multiplied into it."""
         if math.isclose(value.ratio, 1.0, rel_tol=ROUNDING):
             return value
-        is_float = value.known is None or any(isinstance(number, float) for number in value.known)
-        if value.scaled is not None and value.scaled.name.startswith("psum"):
-            how, remedy = "as each device adds a value that is whole already", TWICE
-        elif is_float:
-            how, remedy = "such as the size of this device's block in place of the whole size", WHOLE_SIZE
-        else:
-            here, there = value.known
-            problem = f"a number that depends on the mesh, {here} here and {there} on one device"
-            raise Refused(problem, ONE_SEED if self.name.startswith("random") else f"{WHOLE_SIZES}; {MASKED}")
-        raise Refused(f"a number that depends on the mesh was multiplied into a value, {how}", remedy, value.scaled)
+        made, known = value.scaled, value.known
+        times = "" if math.isnan(value.ratio) else f": it is {1 / value.ratio:.6g} times what it is on one device"
+        if made is not None and made.name.startswith("psum"):
+            raise Refused(f"each device adds a value that is whole already{times}", TWICE, made)
+        if known is not None and not any(isinstance(number, float) for number in known):
+            problem = f"a number that depends on the mesh, {known[0]} here and {known[1]} on one device"
+            remedy = f"{WHOLE_SIZES}; {MASKED}" if self.name.startswith(("scatter", "dynamic_update")) else WHOLE_SIZES
+            raise Refused(problem, ONE_SEED if self.name.startswith("random") else remedy)
+        operands = made.ins if made is not None else [value]
+        numbers = next((v.known for v in operands if v.is_constant and v.known[0] != v.known[1]), None)
+        raise Refused(f"a number that depends on the mesh is multiplied into a value{times}", _of(numbers), made)
+
+    def reduction(self, value: Value) -> str:
+        """What to do about a partial sum."""
+        axes = sorted(map(real, value.partial))
+        n = devices(self.sizes, axes) / devices(self.twin_sizes, axes)
+        if math.isclose(value.ratio * n, 1.0, rel_tol=ROUNDING):  # of sums over blocks, divided by their own size
+            return f"it is the mean of a block: take the mean over the devices first, jax.lax.pmean(x, {tuple(axes)})"
+        return "reduce the partial sum first, with psum or psum_scatter"
 
     def uncut(self, value: Value, i: int, verb: str) -> None:
         """Refuses to do `verb` along dim i if it is sharded."""
@@ -193,7 +224,10 @@ class Equation:
         if dim is not UNIFORM and dim.axes:
             axes = ", ".join(dim.axes)
             name = f"dim {dim.name}" if dim.name else f"dim {i}"
-            remedy = f"gather it over {axes} first, or reduce over {axes} what each device computes"
+            remedy = (
+                f"gather it over {axes} first, all_gather, or shard another dim meanwhile, all_to_all; what only "
+                "reduces or counts can be taken of each block, and then of the devices"
+            )
             problem = f"{verb} along {name}, which is sharded over {axes}: each device sees its own block alone"
             raise Refused(problem, MASKED if verb.endswith("written") else remedy)
 
@@ -215,7 +249,7 @@ class Equation:
         """The dims of operands of one shape."""
         return tuple(self.joined_dim(i, dims) for i, dims in enumerate(zip(*(v.dims for v in values), strict=True)))
 
-    def joined_partial(self, values: Iterable[Value]) -> frozenset[str]:
+    def joined_partial(self, values: list[Value]) -> frozenset[str]:
         """The axes over which all of the values, but for zeros, are partial sums."""
         live = {value.partial for value in values if not value.is_zero}
         if len(live) > 1:
@@ -223,7 +257,7 @@ class Equation:
             other = f"one over {last}" if last else "a value that is none"
             raise Refused(
                 f"a partial sum over {first} is combined with {other}, which each device would count once",
-                "reduce the partial sum first, with psum or psum_scatter",
+                self.reduction(next(value for value in values if value.partial)),
             )
         return live.pop() if live else frozenset()
 
@@ -297,3 +331,15 @@ def is_integer(dtype: Any) -> bool:
 def comparable(parameter: Any) -> Any:
     """A parameter, or its text where equal ones are different objects: jaxprs."""
     return str(parameter) if hasattr(parameter, "eqns") or hasattr(parameter, "jaxpr") else parameter
+
+
+def _of(numbers: tuple | None) -> str:
+    """What to do about a factor that is `numbers[0]` on the mesh and `numbers[1]` on one device."""
+    here, there = numbers or (0, 0)
+    inverse = 0 < abs(here) < 1 and abs(there) < 1
+    here, there = (1 / n if inverse and n else n for n in (here, there))
+    if here == round(here) and there == round(there) and 0 < here < there:
+        return "that is the size of this device's block: take the whole size, shardops.size(name), or psum of the count"
+    if there == 1:
+        return "it is a number of devices, 1 on one device: leave it out"
+    return "let it be the same on every mesh: the whole size of a dim is shardops.size(name), or psum of a count"

@@ -82,8 +82,13 @@ class Interpreter:
     def _read(self, env: Mapping, var: Any, twin: Any, is_other: bool, eq: Equation | None) -> Value:
         """Facts about a variable, by the one that it is on one device, or about a literal."""
         if is_other:
-            problem = "another value is used here than on one device"
-            reason = Wild(eq.place() if eq else "?", problem, "let no choice in the code depend on sizes")
+            problem = (
+                f"{eq.shown}: an operand has other entries here than on one device, or the same in another order"
+                if eq
+                else "a result has other entries here than on one device, or the same in another order"
+            )
+            remedy = "let no reshape, slice or choice depend on the size of a block: shardops.rearrange names the dims"
+            reason = Wild(eq.place() if eq else "?", problem, remedy)
             return Value((UNIFORM,) * ndim(var), wild=reason)
         if isinstance(var, core.Literal):
             return read_array(var.val, twin.val)
@@ -133,7 +138,7 @@ class Interpreter:
     def explain(self, eq: Equation, refusal: Refused) -> Wild:
         """The refusal with its place and the types of the operands."""
         eq = refusal.at or eq
-        return Wild(eq.place(), f"{eq.name}: {refusal.problem}", refusal.remedy, eq.operand_texts())
+        return Wild(eq.place(), f"{eq.shown}: {refusal.problem}", refusal.remedy, eq.operand_texts())
 
     def wild(self, eq: Equation, reason: Wild) -> list[Value]:
         """Results of which nothing is known."""

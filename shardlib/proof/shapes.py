@@ -15,7 +15,8 @@ ENDS = ("start_indices", "limit_indices", "strides")
 def _iota(eq: Equation) -> Value:
     k, shape = eq.params["dimension"], eq.result_shape
     dims = tuple(whole(n) if i == k else UNIFORM for i, n in enumerate(shape))
-    return Value(dims, known=(0, 0), count=(k,), is_local=eq.twin.outvars[0].aval.shape[k] != shape[k])
+    is_local = eq.twin.outvars[0].aval.shape[k] != shape[k]
+    return Value(dims, known=(0, 0), count=(k,), is_local=is_local, counted=eq)
 
 
 @rule("axis_index")
