@@ -365,7 +365,7 @@ def _cut(eqn: Any, xs: list[Layout], shape: tuple[int, ...], params: Mapping | N
 
 # ---- choices by the size of an axis: `if lax.axis_size('t') > 1: x = lax.psum(x, 't')`, which one device leaves out
 
-OPERATIONS = COLLECTIVES | {"pvary", "pcast", "div", "mul", "ring_enter", "ring_index", "ring_close"}
+OPERATIONS = COLLECTIVES | {"pvary", "pcast", "div", "mul", "ring_enter", "ring_index", "ring_close", "ring_scatter"}
 
 
 def _completed(jaxpr: Any, twin: Any, twin_sizes: Mapping[str, int]) -> Any:

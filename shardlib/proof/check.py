@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -11,8 +12,9 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from shardlib.axes import OPTIONAL, PIPELINE_AXIS
 from shardlib.checks import Scope
-from shardlib.equations import body_of, jaxprs_of
+from shardlib.equations import body_of, equations_in, frames_of, jaxprs_of
 from shardlib.parsing import ShardError
+from shardlib.places import place
 from shardlib.proof.alignment import Different
 from shardlib.proof.domain import UNIFORM, Sizes, Value, describe, devices
 from shardlib.proof.equation import Equation, Refused
@@ -204,9 +206,8 @@ OF_RINGS = (
 )
 STAGES = (
     ("a pipeline stage", "one device"),
-    "the stages run `outside`, `first`, `layers` once for each stage, and `last`: together they must compute what one "
-    "device does, so edit both. Do in `embed` or `logits`, not in `layers`, what is done once. No value may depend "
-    "on whether the mesh has an axis, or on how many layers a stage has",
+    "undo it, or change both: stages run `outside`, `first`, `layers` and `last`, one device runs `__call__` and "
+    "`accumulate`",
 )
 LACKING = (
     ("this mesh", "one device"),
@@ -250,15 +251,25 @@ def prove(trace: Trace, mesh: Any = None, single: Trace | None = None) -> list[F
             found.append(Finding(f"{different.place}: {different}\n  remedy: {remedy}"))
     lacking = {axis: 1 for axis in mesh.shape if axis not in OPTIONAL}
     if found or single is None or (lacking == alone and single is trace):
-        return list({str(finding): finding for finding in found}.values())
+        return found
     try:
         expected = traced_on(single, mesh, lacking)
     except Exception as error:
         return [_untraced(error)]
     names, remedy = STAGES if PIPELINE_AXIS in mesh.shape else LACKING
     for name, (program, _) in theirs.items():
-        found += map(Finding, differences(program, expected[name][0], names, remedy))
+        for text in differences(program, expected[name][0], names, remedy):
+            both = all(_runs(line, other) for line in LINE.findall(text) for other in (program, expected[name][0]))
+            found.append(Finding(text.replace(remedy, LACKING[1]) if both else text))
     return found
+
+
+LINE = re.compile(r"(?:^|; )(\S+:\d+): ")
+
+
+def _runs(line: str, program: Any) -> bool:
+    """Whether a program has equations of a line `file.py:line`, or of what the line calls."""
+    return any(line == place(*frame) for eqn in equations_in(program) for frame in frames_of(eqn))
 
 
 def traced_on(trace: Trace, mesh: AbstractMesh, sizes: Mapping[str, int]) -> dict[str, tuple[Any, list]]:
@@ -319,8 +330,10 @@ def check(function: Callable, *args: Any, mesh: Any = None, **specs: Any) -> Non
 def raise_for(found: list[Finding], shown: int | None = None) -> None:
     """Raises ShardError if anything was found, with the first `shown` findings, or all, and what they amount to."""
     if found:
-        more = [f"… and {len(found) - shown} more"] if shown is not None and len(found) > shown else []
         verdict = WRONG if any(finding.is_wrong for finding in found) else NOT_PROVED
+        place_and_remedy = lambda text: (text.partition(": ")[0], text.rpartition("\n")[2])
+        found = list({place_and_remedy(str(finding)): finding for finding in reversed(found)}.values())[::-1]
+        more = [f"… and {len(found) - shown} more"] if shown is not None and len(found) > shown else []
         raise ShardError("\n".join([*map(str, found[:shown]), *more]), context=verdict, place="")
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from shardlib.equations import frames_of
 from shardlib.places import is_users, place
 from shardlib.proof.domain import ROUNDING, UNIFORM, Dim, Value, describe, devices, real
-from shardlib.proof.origins import callers_text, is_helper
+from shardlib.proof.origins import callers_text, is_helper, size_text
 
 _JAX = str(Path(jax.__file__).parent)
 
@@ -63,6 +63,13 @@ class Refused(Exception):
     def __init__(self, problem: str, remedy: str = "", at: "Equation | None" = None):
         super().__init__(problem)
         self.problem, self.remedy, self.at = problem, remedy, at
+
+
+class OfSize(Refused):
+    """A number that depends on the mesh."""
+
+    def __init__(self, problem: str, remedy: str = WHOLE_SIZES, at: "Equation | None" = None):
+        super().__init__(problem, remedy, at)
 
 
 @dataclasses.dataclass
@@ -124,14 +131,13 @@ class Equation:
             here, there = (comparable(eqn.params.get(name)) for eqn in (self.eqn, self.twin))
             if here != there and not (here != here and there != there):
                 values = f": {here} here, {there} on one device" if len(f"{here}{there}") < 200 else ""
-                raise Refused(f"its {name} depends on the mesh{values}", WHOLE_SIZES)
+                raise OfSize(f"its {name} depends on the mesh{values}")
 
     def same_size(self, k: int, i: int) -> None:
         """Refuses operand k if its number of entries along dim i depends on the mesh."""
         here, there = self.shape(k)[i], self.twin_shape(k)[i]
         if here != there:
-            problem = f"dim {i} of operand {k + 1} has {here} entries here and {there} on one device"
-            raise Refused(problem, WHOLE_SIZES)
+            raise OfSize(f"dim {i} of operand {k + 1} has {here} entries here and {there} on one device")
 
     def unfolded(self, value: Value) -> Value:
         """`value`, if its entries are not sums of those of different blocks."""
@@ -205,10 +211,10 @@ class Equation:
         if known is not None and not any(isinstance(number, float) for number in known):
             problem = f"a number that depends on the mesh, {known[0]} here and {known[1]} on one device"
             remedy = f"{WHOLE_SIZES}; {MASKED}" if self.name.startswith(("scatter", "dynamic_update")) else WHOLE_SIZES
-            raise Refused(problem, ONE_SEED if self.name.startswith("random") else remedy)
+            raise OfSize(problem, ONE_SEED if self.name.startswith("random") else remedy)
         operands = made.ins if made is not None else [value]
         numbers = next((v.known for v in operands if v.is_constant and v.known[0] != v.known[1]), None)
-        raise Refused(f"a number that depends on the mesh is multiplied into a value{times}", _of(numbers), made)
+        raise OfSize(f"a number that depends on the mesh is multiplied into a value{times}", _of(numbers), made)
 
     def reduction(self, value: Value) -> str:
         """What to do about a partial sum."""
@@ -309,13 +315,16 @@ class Equation:
         info = getattr(getattr(jaxpr, "jaxpr", jaxpr), "debug_info", None)
         return self.name in ("jit", "pjit") and _JAX in str(getattr(info, "func_src_info", ""))
 
-    def operand_texts(self) -> tuple[str, ...]:
-        """The calls that lead to it, if its place is a helper's, and the types of the operands, a line each."""
+    def operand_texts(self, of_size: bool = False) -> tuple[str, ...]:
+        """The calls that lead to it, if its place is a helper's, and the types of the operands, a line each.
+
+        `of_size`: also where a size that it depends on may come from.
+        """
         pairs, found = zip(self.ins, self.eqn.invars, strict=True), self.line()
         # What a model calls is as it was: the line to change is one that calls it.
         callers = callers_text(self.eqn) if found and is_helper(found[0]) else ""
         return (
-            *filter(None, [callers]),
+            *filter(None, [callers, size_text(frames_of(self.eqn)) if of_size else ""]),
             *(
                 f"operand {i}: {describe(value, var.aval.shape, var.aval.dtype, self.sizes)}"
                 for i, (value, var) in enumerate(pairs, 1)

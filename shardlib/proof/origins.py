@@ -3,7 +3,8 @@
 import ast
 import functools
 import itertools
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ def choice_between(here: Any, there: Any) -> str:
     for node in nodes:
         branches = [part if isinstance(part, list) else [part] for part in (node.body, node.orelse)]
         if any(side(branch, lines[0]) != side(branch, lines[1]) for branch in branches):
-            made = max(_assignments(file, node), default=None)
+            made = max((n.lineno for n in _assignments(file, node.lineno, _names(node.test))), default=None)
             of = f", of {shown_path(file)}:{made}" if made else ""
             return f"by the choice {shown_path(file)}:{node.lineno}, `{ast.unparse(node.test)}`{of}"
     return ""
@@ -83,11 +84,44 @@ def _tree(file: str) -> ast.AST:
         return ast.Module([], [])
 
 
-def _assignments(file: str, choice: ast.AST) -> Iterator[int]:
-    """Lines before a choice, in its function, that assign a name of its test."""
-    names = {node.id for node in ast.walk(choice.test) if isinstance(node, ast.Name)}
+def size_text(frames: Iterable[Line]) -> str:
+    """`of a size at moe.py:383`: what assigns a block's size, or a number of devices, to a name in a line; or empty.
+
+    `frames` are the calls that lead to the line, outermost first. Of those that have a size themselves nothing is said.
+    """
+    for file, line in reversed([frame for frame in frames if is_users(frame[0])]):
+        here = [node for node in _statements(file) if node.lineno <= line <= node.end_lineno]
+        if not here or _has_size(here[-1]):
+            return ""
+        made = [node for node in _assignments(file, line, _names(here[-1])) if _has_size(node)]
+        if made:
+            return f"of a size at {shown_path(file)}:{made[-1].lineno}"
+    return ""
+
+
+def _statements(file: str) -> list[ast.stmt]:
+    """The statements of a file that have no others within, and the lines of functions, in their order."""
+    simple = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return | ast.Expr
+    return [node for node in ast.walk(_tree(file)) if isinstance(node, simple)]
+
+
+def _has_size(node: ast.AST) -> bool:
+    """Whether the source of a statement has a size on this device, or a number of devices."""
+    return _SIZE.search(ast.unparse(node)) is not None
+
+
+_SIZE = re.compile(r"\.(shape|size)\b(?!\()|\blen\(|axis_size\(|planned_devices\(|has_stages\(|mesh_axes\(")
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+
+def _assignments(file: str, line: int, names: set[str]) -> Iterator[ast.stmt]:
+    """Statements before a line, in its function, that assign one of the names."""
     functions = (node for node in ast.walk(_tree(file)) if isinstance(node, ast.FunctionDef))
-    around = [node for node in functions if node.lineno <= choice.lineno <= node.end_lineno]
+    around = [node for node in functions if node.lineno <= line <= node.end_lineno]
     for node in ast.walk(max(around, key=lambda node: node.lineno)) if around else ():
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in names:
-            yield from (node.lineno,) if node.lineno < choice.lineno else ()
+        stored = (x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
+        if isinstance(node, ast.stmt) and not hasattr(node, "body") and node.lineno < line and names & {*stored}:
+            yield node

@@ -2,6 +2,9 @@
 
 n turns, unrolled or in a loop, are the sum over all blocks of what one turn computes, as a product adds over a sharded
 dim. On one device it is that turn. So the turns are replaced by one, with an axis in place of the turns.
+
+Or a sum passes around, to which each device adds what it computes for the device at which the sum ends. Then the turns
+stand for those devices: a scattered sum.
 """
 
 import itertools
@@ -19,7 +22,7 @@ from shardlib.proof.elementwise import FOLDS
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.primitives import rule
 
-ENTER, INDEX, CLOSE = (core.Primitive(f"ring_{name}") for name in ("enter", "index", "close"))
+ENTER, INDEX, CLOSE, SCATTER = (core.Primitive(f"ring_{name}") for name in ("enter", "index", "close", "scatter"))
 GATHERING = {"add", "add_any", "max", "min", "dynamic_update_slice"}
 _NUMBERS = itertools.count()
 
@@ -75,6 +78,19 @@ def _unrolled(jaxpr: Any) -> Any:
     return jaxpr.replace(eqns=found, outvars=list(map(read, jaxpr.outvars)))
 
 
+def _unpassed(jaxpr: Any, sizes: Mapping[str, int]) -> Any:
+    """The jaxpr without what passes blocks around one device."""
+    found, renamed = [], {}
+    read = lambda var: renamed.get(var, var) if is_variable(var) else var
+    for eqn in jaxpr.eqns:
+        eqn = eqn.replace(invars=list(map(read, eqn.invars)))
+        if sizes.get(_permutes(eqn), 0) == 1:
+            renamed |= zip(eqn.outvars, eqn.invars, strict=True)
+        else:
+            found.append(eqn)
+    return jaxpr.replace(eqns=found, outvars=list(map(read, jaxpr.outvars)))
+
+
 def _live(jaxpr: Any) -> Any:
     """The jaxpr without equations whose results are not used."""
     used, found = set(filter(is_variable, jaxpr.outvars)), []
@@ -90,7 +106,7 @@ def closed(jaxpr: Any, twin: Any, sizes: Mapping[str, int], twin_sizes: Mapping[
     """Both programs with one turn of each ring; as they are if they have no ring that is understood."""
     if not any(_permutes(e) or _turns(e) for e in jaxpr.eqns):
         return jaxpr, twin
-    here, there = _live(_unrolled(jaxpr)), _live(_unrolled(twin))
+    here, there = _live(_unrolled(jaxpr)), _live(_unpassed(_unrolled(twin), twin_sizes))
     for axis in {_permutes(e) for e in here.eqns} - {None}:
         if sizes[axis] > 1 and twin_sizes[axis] == 1:
             here = _live(_Ring(here, axis, sizes[axis]).closed())
@@ -107,6 +123,7 @@ class _Ring:
         self.tables: dict[Any, list | None] = {}
         self.marks: dict[Any, Any] = {}  # of a variable of the first turn: ENTER, its coefficient, or self: computed
         self.found: dict[int, tuple] = {}
+        self.start = 0  # steps from a device to that of whose block it has the number in the first turn
         self.turn_axis = f"{BLOCKS}{n}.{next(_NUMBERS)}"
         for eqn in jaxpr.eqns:
             if not _permutes(eqn, axis) or len(eqn.invars) != 1:
@@ -126,6 +143,8 @@ class _Ring:
         for eqn in self.jaxpr.eqns:
             if eqn.primitive.name in GATHERING:
                 self._close(eqn)
+            if eqn.primitive.name in ("add", "add_any"):
+                self._close_sums(eqn)
         clones = {var: core.Var(var.aval) for var, mark in self.marks.items() if mark is not None}
         read = lambda var: clones.get(var, var) if is_variable(var) else var
         where = {"axis": self.axis, "turns": self.turn_axis}
@@ -177,6 +196,31 @@ class _Ring:
                 self.found[id(at)] = last, start, first
                 return
 
+    def _close_sums(self, last: Any) -> None:
+        """Notes the ring of a sum that passes around and ends with `last`, if all devices add the same to it."""
+        terms, eqn = [], last
+        while eqn is not None and eqn.primitive is last.primitive and len(terms) < self.n:
+            passed = [var for var in eqn.invars if self._passes(var)]
+            if len(passed) != 1:
+                break
+            terms.append(eqn.invars[1 - eqn.invars.index(passed[0])])
+            before = self.made[passed[0]].invars[0]
+            eqn = self.made.get(before) if is_variable(before) else None
+        if len(terms) < self.n - 1:
+            return
+        # After n steps what was there before is at the device that had it.
+        start, terms = (before, terms) if len(terms) == self.n else (None, [*terms, before])
+        marks, self.start = dict(self.marks), 1 - self.n
+        # What was added k turns before the end was added k steps before the device at which the sum is now.
+        if all(self._match(term, terms[-1], -k, marks, {}) for k, term in enumerate(terms[:-1])):
+            self.marks = marks
+            self.found[id(last)] = last, start, [SCATTER, terms[-1]]
+        self.start = 0
+
+    def _passes(self, var: Any) -> bool:
+        """Whether a value comes from another device by a step of the rings."""
+        return is_variable(var) and var in self.turns and var in self.made and _permutes(self.made[var], self.axis) is not None
+
     def _match(self, a: Any, b: Any, k: int, marks: dict, seen: dict) -> bool:
         """Whether `a` is in turn k what `b` is in the first. Marks in `b` what passes around."""
         if not (is_variable(a) and is_variable(b)):
@@ -194,9 +238,9 @@ class _Ring:
             if here == first:
                 return marks.setdefault(b, None) is None
             step = next((step for _, _, step in self.turns.values()), 0)
-            shifted = [here[(source + step * k) % self.n] for source in range(self.n)]
+            here, first = ([x[(i + step * j) % self.n] for i in range(self.n)] for x, j in ((here, k), (first, self.start)))
             c = first[1] - first[0]
-            return shifted == first == [c * i for i in range(self.n)] and marks.setdefault(b, c) == c
+            return here == first == [c * i for i in range(self.n)] and marks.setdefault(b, c) == c
         if a is b:
             return marks.setdefault(b, None) is None
         x, y = self.made.get(a), self.made.get(b)
@@ -219,14 +263,15 @@ class _Ring:
 
     def _one_turn(self, last: Any, start: Any, first: list, read: Any) -> list[Any]:
         """The equations that gather one turn, over an axis in place of the turns."""
-        turn, (out,) = list(map(read, first)), last.outvars
-        inner, params = core.Var(out.aval), {"turns": self.turn_axis, "kind": last.primitive.name}
+        close, first = (SCATTER, first[1:]) if first[0] is SCATTER else (CLOSE, first)
+        turn, (out,), inner = list(map(read, first)), last.outvars, core.Var(last.outvars[0].aval)
+        params = {"turns": self.turn_axis, "kind": last.primitive.name, "passed": self.axis}
         if start is None:
-            return [_equation(last, CLOSE, turn, out, params)]
+            return [_equation(last, close, turn, out, params)]
         if last.primitive.name == "dynamic_update_slice":
             gathered = last.replace(invars=[start, *turn], outvars=[inner])
             return [gathered, _equation(last, CLOSE, [inner], out, params)]
-        return [_equation(last, CLOSE, turn, inner, params), last.replace(invars=[start, inner], outvars=[out])]
+        return [_equation(last, close, turn, inner, params), last.replace(invars=[start, inner], outvars=[out])]
 
 
 def _equation(like: Any, primitive: Any, ins: list, out: Any, params: dict) -> Any:
@@ -260,7 +305,7 @@ def _computed(eqn: Any, var: Any, operand: Any, axis: str, n: int) -> list | Non
 # ---- rules ------------------------------------------------------------------------------------------------------
 
 
-@rule("ring_enter", "ring_index", "ring_close")
+@rule("ring_enter", "ring_index", "ring_close", "ring_scatter")
 def _ring(eq: Equation) -> Value:
     """Facts about what enters a ring, an index of it, and what all turns give together."""
     (x,), turns = eq.ins, eq.params["turns"]
@@ -269,6 +314,9 @@ def _ring(eq: Equation) -> Value:
     if eq.name == "ring_enter":
         return collectives.renamed(eq, x, {(eq.params["axis"],): (turns,)})
     eq.block(x)
+    if eq.name == "ring_scatter":
+        total = collectives.summed(eq, eq.term(x), (eq.params["passed"],))
+        return collectives.renamed(eq, total, {(turns,): (eq.params["passed"],)})
     if turns in x.sharded:
         problem = "the turns of a ring add different blocks of a sharded dim, entry by entry"
         raise Refused(problem, "sum along the dim first")
