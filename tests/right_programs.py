@@ -569,6 +569,39 @@ def ring_of_sums_in_a_loop(x: f32["B/t M"]) -> f32["M"]:
     return lax.fori_loop(0, lax.axis_size("t"), turn, (jnp.zeros_like(part), part))[0]
 
 
+def scattered(x: jax.Array, w: jax.Array, first: int = 1):
+    """The blocks of x w, as a sum of all devices that passes around: the last to add is the one that keeps it."""
+    n, me, rows = lax.axis_size("t"), lax.axis_index("t"), x.shape[0] // lax.axis_size("t")
+    term = lambda turn: lax.dynamic_slice_in_dim(x, (me - turn) % n * rows, rows) @ w
+    total = term(first)
+    for turn in range(2, n + 1):
+        total = lax.ppermute(total, "t", ring("t")) + term(turn)
+    return total
+
+
+@program
+def matmul_scattered_around_a_ring(x: f32["B M/t"], w: f32["M/t F"]) -> f32["B/t F"]:
+    return scattered(x, w)
+
+
+@program(vma=False)
+def matmul_scattered_in_a_loop_from_zero(x: f32["B M/t"], w: f32["M/t F"]) -> f32["B/t F"]:
+    n, me = lax.axis_size("t"), lax.axis_index("t")
+    blocks = x.reshape(n, -1, x.shape[1])
+    add = lambda turn, total: lax.ppermute(total, "t", ring("t")) + blocks[(me - 1 - turn) % n] @ w
+    return lax.fori_loop(0, n, add, jnp.zeros((blocks.shape[1], w.shape[1])))
+
+
+@program
+def logit_of_the_label_outside_of_a_block(logits: f32["B/d V/t"], labels: i32["B/d"]) -> f32["B/d"]:
+    """As Megatron's vocab_parallel_cross_entropy masks."""
+    n = logits.shape[1]
+    first = lax.axis_index("t") * n
+    outside = (labels < first) | (labels >= first + n)
+    found = jnp.take_along_axis(logits, jnp.where(outside, 0, labels - first)[:, None], axis=1)[:, 0]
+    return lax.psum(jnp.where(outside, 0.0, found), "t")
+
+
 @program
 def attention_over_keys_in_a_ring_unrolled(q: f32["L/t D"], k: f32["S/t D"], v: f32["S/t D"]) -> f32["L/t D"]:
     n, above, below = lax.axis_size("t"), 0.0, 0.0

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from right_programs import key, offset, ring
+from right_programs import key, offset, ring, scattered
 from running import program, programs_of, row
 
 from shardlib.shardtypes import f32, i32
@@ -558,6 +558,20 @@ def ring_with_a_turn_too_many(x: f32["B/t M"]) -> f32["M"]:
         part = lax.ppermute(part, "t", ring("t"))
         total += part
     return total
+
+
+@program
+def matmul_scattered_to_the_next_device(x: f32["B M/t"], w: f32["M/t F"]) -> f32["B/t F"]:
+    return scattered(x, w, first=0)
+
+
+@program
+def label_outside_of_either_end(logits: f32["B/d V/t"], labels: i32["B/d"]) -> f32["B/d"]:
+    n = logits.shape[1]
+    first = lax.axis_index("t") * n
+    outside = (labels < first) | (labels > first + n)
+    found = jnp.take_along_axis(logits, jnp.where(outside, 0, labels - first)[:, None], axis=1)[:, 0]
+    return lax.psum(jnp.where(outside, 0.0, found), "t")
 
 
 @program(vma=False)

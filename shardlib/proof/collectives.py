@@ -88,7 +88,7 @@ def _reduce_scatter(eq: Equation, axes: tuple[str, ...]) -> Value:
     (x,), k = eq.ins, eq.params["scatter_dimension"]
     eq.unfolded(dataclasses.replace(eq.term(x), folded=x.sharded & set(axes)))
     total = summed(eq, x, axes)
-    if _are_devices(x, k) or not eq.params["tiled"]:
+    if are_devices(x, k) or not eq.params["tiled"]:
         return _scattered(eq, total, axes, k)
     return _with_dims(total, {k: _add_axes(x.dims[k], eq.result_shape[k], axes)})
 
@@ -136,7 +136,7 @@ def _all_to_all(eq: Equation, axes: tuple[str, ...]) -> Value:
     (x,), split, joined = eq.ins, eq.params["split_axis"], eq.params["concat_axis"]
     if _is_pending(x, axes):
         eq.finished(x)
-    if axes and (_are_devices(x, split) or not eq.params.get("tiled", True)):
+    if axes and (are_devices(x, split) or not eq.params.get("tiled", True)):
         return _exchanged(eq, x, axes, split, joined)
     if split == joined and axes:
         raise Refused("all_to_all splits and joins one dim")
@@ -199,7 +199,7 @@ def renamed(eq: Equation, x: Value, changes: Names) -> Value:
     return dataclasses.replace(found, partial=pending(x.partial), extreme=extreme)
 
 
-def _names(eq: Equation, x: Value, axes: tuple[str, ...], k: int | None = None) -> tuple[Dim, str]:
+def names(eq: Equation, x: Value, axes: tuple[str, ...], k: int | None = None) -> tuple[Dim, str]:
     """The dim whose entries stand for the devices of `axes`, as dim k of `x` does, and the name of their blocks."""
     n = devices(eq.sizes, axes)
     entries, blocks = cut(n, (f"{ENTRIES}{n}",)), f"{BLOCKS}{n}"
@@ -211,7 +211,7 @@ def _names(eq: Equation, x: Value, axes: tuple[str, ...], k: int | None = None) 
     return entries, blocks
 
 
-def _are_devices(x: Value, k: int) -> bool:
+def are_devices(x: Value, k: int) -> bool:
     """Whether the entries of dim k stand for devices."""
     return x.dims[k] is not UNIFORM and any(axis.startswith(ENTRIES) for axis in x.dims[k].axes)
 
@@ -220,7 +220,7 @@ def _gathered(eq: Equation, x: Value, axes: tuple[str, ...], k: int) -> Value:
     """The result of all_gather(tiled=False), with the new dim k."""
     found, new = x, UNIFORM
     if axes:
-        entries, blocks = _names(eq, x, axes)
+        entries, blocks = names(eq, x, axes)
         found = renamed(eq, x, {axes: (blocks,)})
         differs = set(axes) & (x.partial | x.sharded | (x.extreme[1] if x.extreme else set()))
         new = entries if differs else UNIFORM
@@ -230,7 +230,7 @@ def _gathered(eq: Equation, x: Value, axes: tuple[str, ...], k: int) -> Value:
 def _scattered(eq: Equation, x: Value, axes: tuple[str, ...], k: int) -> Value:
     """The result of psum_scatter along dim k, after the sum: each device has its entry."""
     if axes:
-        _, blocks = _names(eq, x, axes, k)
+        _, blocks = names(eq, x, axes, k)
         x = renamed(eq, x, {(blocks,): axes}) if x.dims[k] is not UNIFORM else x
     own = [UNIFORM] if eq.params["tiled"] else []
     return dataclasses.replace(x, dims=(*x.dims[:k], *own, *x.dims[k + 1 :]))
@@ -238,7 +238,7 @@ def _scattered(eq: Equation, x: Value, axes: tuple[str, ...], k: int) -> Value:
 
 def _exchanged(eq: Equation, x: Value, axes: tuple[str, ...], split: int, joined: int) -> Value:
     """The result of all_to_all of entries along `split` that stand for devices."""
-    entries, blocks = _names(eq, x, axes, split)
+    entries, blocks = names(eq, x, axes, split)
     if joined != split and eq.shape()[joined] != 1:
         raise Refused(f"entries that stand for devices are joined with those of dim {joined}", "use tiled=True")
     back = {(blocks,): axes} if x.dims[split] is not UNIFORM else {}

@@ -54,6 +54,7 @@ NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
 
 
 SHOWN = {"iota": "arange", "add_any": "add", "dot_general": "matmul", "select_n": "where"}
+SHOWN |= {"ring_enter": "ppermute", "ring_close": "add", "ring_scatter": "add"}
 """Names that users know some primitives by."""
 
 

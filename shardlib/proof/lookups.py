@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from shardlib.proof import collectives
 from shardlib.proof.domain import UNIFORM, Value, axes_of_offset, cut, devices, whole
 from shardlib.proof.equation import Equation, Refused, is_integer
 from shardlib.proof.primitives import rule
@@ -205,6 +206,10 @@ def _dynamic_slice(eq: Equation) -> Value:
         dim = x.dims[i]
         if a == b:
             dims.append(dim)
+        elif start.offset and b == 1 and collectives.are_devices(x, i):  # each device takes its own of the blocks
+            axes = _axes_of_start(eq, start, b, a)
+            x = collectives.renamed(eq, x, {(collectives.names(eq, x, axes, i)[1],): axes})
+            dims.append(UNIFORM)
         elif start.offset:
             axes = _axes_of_start(eq, start, b, a)
             if dim is not UNIFORM and dim.axes and (dim.is_merged or a != b * devices(eq.sizes, axes)):

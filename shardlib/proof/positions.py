@@ -38,8 +38,10 @@ def of(eq: Equation, ins: list[Value]) -> Value | None:
         return _compared(eq, *ins)
     if any(v.offset or v.count for v in ins) and (placed := _position(eq, ins)) is not None:
         return placed
-    if name == "and" and all(v.mask for v in ins):
+    if name in ("and", "or") and all(v.mask for v in ins):
         return _combined(eq, *ins)
+    if name == "not" and ins[0].mask and not ins[0].mask.source:
+        return dataclasses.replace(ins[0], mask=ins[0].mask._replace(is_outside=not ins[0].mask.is_outside))
     return _masked(eq, ins)
 
 
@@ -185,10 +187,11 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
 
 
 def _combined(eq: Equation, a: Value, b: Value) -> Value:
-    """Both of two masks of one index."""
-    if a.mask.is_outside or b.mask.is_outside or a.mask.source or not _is_of(a, b.mask.offset, b):
+    """Within both ends of a block (and), or outside of one of them (or), by two masks of one index."""
+    is_outside = eq.name == "or"
+    if {a.mask.is_outside, b.mask.is_outside} != {is_outside} or a.mask.source or not _is_of(a, b.mask.offset, b):
         raise Refused("two masks are not the two ends of one block", "compare one index with both ends")
-    mask = Mask(a.mask.valid & b.mask.valid, False, a.mask.offset)
+    mask = Mask(a.mask.valid & b.mask.valid, is_outside, a.mask.offset)
     return Value(eq.joined_dims([a, b]), mask=mask, origin=a.origin)
 
 

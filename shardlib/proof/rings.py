@@ -143,7 +143,7 @@ class _Ring:
         for eqn in self.jaxpr.eqns:
             if eqn.primitive.name in GATHERING:
                 self._close(eqn)
-            if eqn.primitive.name in ("add", "add_any"):
+            if eqn.primitive.name in ("add", "add_any") and id(eqn) not in self.found:
                 self._close_sums(eqn)
         clones = {var: core.Var(var.aval) for var, mark in self.marks.items() if mark is not None}
         read = lambda var: clones.get(var, var) if is_variable(var) else var

@@ -1,5 +1,6 @@
 """`check` on functions of other projects: bodies with specs, functions that map, any kind of mesh."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -105,12 +106,12 @@ def drawn(seed):
     return lambda x: x * jax.random.normal(jax.random.key(seed(x)))
 
 
-def scattered_sum(x):
+def scattered_sum(x, start=1, turns=4):
     """A psum_scatter by hand, whose turns each add a block of their own."""
-    n, i = lax.axis_size("t"), lax.axis_index("t")
+    x, n, i = x.sum(1), lax.axis_size("t"), lax.axis_index("t")
     block = lambda k: lax.dynamic_slice_in_dim(x, (i - k) % n * (len(x) // n), len(x) // n)
-    total = block(1)
-    for turn in range(2, n + 1):
+    total = block(start)
+    for turn in range(2, min(turns, n) + 1):
         total = lax.ppermute(total, "t", [(j, (j + 1) % n) for j in range(n)]) + block(turn)
     return total
 
@@ -118,6 +119,7 @@ def scattered_sum(x):
 STATE = {"w": [shape(16)]}
 OF_STATE = {"in_specs": (P("t"), BLOCKS), "out_specs": P("t")}
 FIRST = {"in_specs": P(None, "t"), "out_specs": P(None, "t")}
+SCATTERED = FIRST | {"out_specs": P("t")}
 ALONE = {"in_specs": P("t"), "out_specs": P("t")}
 TABLE, IDS, OF_TABLE = shape(16, 6), shape(5, dtype=jnp.int32), {"in_specs": (P("t"), P()), "out_specs": P()}
 COUNTS, SUMS = shape(8, 16, dtype=jnp.uint32), {"in_specs": BLOCKS, "out_specs": P("t")}
@@ -133,12 +135,9 @@ BODIES = {  # the body, its arguments, its specs, what is wrong
     "largest of one": (lambda x: x + lax.pmax(x.max(1), "t")[:, None], [shape(6, 4)], FIRST, None),
     "rows and pairs of rows": (lambda x: x[:, 0::2] - x[:, 1::2], [shape(6, 16)], FIRST, None),
     "pairs that blocks cut": (lambda x: x[:, 0::2], [shape(6, 12)], FIRST, r"reshape\(-1, 2\)"),
-    "a ring by hand": (
-        scattered_sum,
-        [shape(8, 16)],
-        FIRST | {"out_specs": P("t", None)},
-        "scattered sum is lax.psum_s",
-    ),
+    "a scattered sum by hand": (scattered_sum, [X], SCATTERED, None),
+    "of another block": (functools.partial(scattered_sum, start=0), [X], SCATTERED, "scattered sum is lax.psum_s"),
+    "a turn too few": (functools.partial(scattered_sum, turns=3), [X], SCATTERED, "scattered sum is lax.psum_s"),
     "choice by one entry": (lambda x: jnp.sin(x) if x.shape[0] < 4 else x, [shape(4, 6)], ALONE, "another one on this"),
     "choice by entries": (
         lambda x: jnp.sin(x) if x.shape[0] < 4 else x,
