@@ -115,8 +115,8 @@ def _scatter(eq: Equation) -> Value:
         dims[i] = whole(shape[i])
     for i in {*numbers.inserted_window_dims} - {*numbers.scatter_dims_to_operand_dims}:
         eq.uncut(x, i, "the first entry is written")
-    places = [j for j in range(len(update_shape)) if j not in numbers.update_window_dims]
-    rows = [updates.dims[j] for j in places]
+    of_index = [j for j in range(len(update_shape)) if j not in numbers.update_window_dims]
+    places, rows = [*of_index], [updates.dims[j] for j in of_index]
     batch = [eq.joined_dim(k, pair) for k, pair in enumerate(zip(rows, ids.dims[:-1], strict=True))]
     for i, j in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
         dims[i] = eq.joined_dim(i, [x.dims[i], batch[j]])
@@ -142,7 +142,7 @@ def _scatter(eq: Equation) -> Value:
         if index.offset:
             axes = _axes_of_index(eq, index, i)
             dropped = _drops(eq, index, i)
-            if not adds or axes is None or own or not (dropped or _is_masked(updates, index, places)):
+            if not adds or axes is None or own or not (dropped or _is_masked(updates, index, of_index)):
                 eq.block(index)
             dims[i] = eq.joined_dim(i, [x.dims[i], cut(shape[i], axes)])
             own = frozenset() if dropped else frozenset(axes)
@@ -181,11 +181,11 @@ def _inverse(eq: Equation, order: Value, counted: Value) -> Value:
     return Value((order.places,), is_local=True, places=order.dims[0])
 
 
-def _is_masked(updates: Value, index: Value, places: list[int | None]) -> bool:
+def _is_masked(updates: Value, index: Value, of_index: list[int]) -> bool:
     """Whether updates are zero where this index is out of the block: masked by it, entry by entry."""
-    if updates.masked != index.offset or not (updates.origin and index.origin) or None in places:
+    if updates.masked != index.offset or not (updates.origin and index.origin):
         return False
-    labels = tuple(updates.origin.dims[j] for j in places)
+    labels = tuple(updates.origin.dims[j] for j in of_index)
     return (updates.origin.token, labels) == (index.origin.token, index.origin.dims[:-1])
 
 

@@ -31,7 +31,7 @@ REFUSED_GRADIENTS = {"rows mapped one by one", "gradient through rows mapped one
 REFUSED_GRADIENTS |= {"ring attention", "attention over keys in a ring unrolled", "nearest key of all in a ring"}
 REFUSED_GRADIENTS |= {"matmul whose rows pass around in a loop", "gathered matmul of passing blocks"}
 """The gradient of a ring turns the other way, and its turns are not compared with one device's."""
-REFUSED_GRADIENTS |= {"embedding masked after a projection", "logit of the label masked after a shift"}
+REFUSED_GRADIENTS |= {"matmul scattered around a ring", "embedding masked after a projection"}
 REFUSED_GRADIENTS |= {"tokens sorted by expert and back"}
 """The gradient scatters to where it looked up, before the mask."""
 
