@@ -120,6 +120,7 @@ def checking(where: str, **values: Any) -> Iterator[Sizes]:
     except ShardError as error:
         if error.context:
             raise
+        error.about = error.about or next(((x, set()) for x in values.values() if isinstance(x, jax.Array)), None)
         raise error.located(where, error_context(sizes, **values)) from None
     current.sizes.update(sizes)
 
@@ -253,7 +254,7 @@ def _check_varying(spec: ShapeSpec, value: jax.Array, copies: tuple[str, ...]) -
             + (f"`{spec}` does not mention" if str(spec) else "its spec, a scalar without marks, does not mention"),
             f"a gather or a reduction over {names} is missing before this point (all_gather, psum_scatter, psum), "
             f"or the spec lacks `/{extra[0]}` on the dim sharded over it, or `+{extra[0]}` for a partial sum",
-            differs=(value, {*extra}),
+            about=(value, {*extra}),
         )
     if whole := sort_axes(kind.reduced & spec.sharded):
         raise ShardError(
@@ -283,6 +284,7 @@ def _no_partial_sum(spec: ShapeSpec, value: Any) -> ShardError:
         f"the value differs between devices of {axes}, but no op has marked it as the partial sum `{spec}`",
         f"sum the dim that is sharded over {axes} by einsum_unreduced, which marks the result: "
         f"einsum_unreduced('{summed} -> {spec}', x), in place of jnp.sum or a product of jax.numpy",
+        about=(value, {*spec.partial}),
     )
 
 

@@ -151,7 +151,8 @@ def typed(fn):
         try:
             value = run(*args, **kwargs)
         except ShardError as error:
-            raise jax_errors.with_origin(error, lambda: run(*args, **kwargs))
+            jax_errors.add_origin(error, lambda: run(*args, **kwargs))
+            raise
         return note_type(value, result.spec) if isinstance(result, ArrayType) else value
 
     checked._checks_locals = True

@@ -62,39 +62,43 @@ def told(error: Exception) -> ShardError | None:
     return found.located(where, error_context(current_scope().sizes, **values))
 
 
-def with_origin(error: ShardError, run: Callable[[], Any]) -> ShardError:
-    """`error`, and if a value must not differ between devices, the line that made it of this device's block alone.
+def add_origin(error: ShardError, run: Callable[[], Any]) -> None:
+    """Adds to `error`, if it is about one value, the line that made it, or that made it of this device's block alone.
 
-    `run` is the function that raised it, which is traced once more. Of what leads to the value that is the last
-    reduction whose result differs.
+    `run` is the function that raised it, which is traced once more. Of what leads to a value that differs over axes
+    which its type does not have, the last reduction whose result does is what is missing a collective.
     """
-    if error.differs is None:
-        return error
-    _, axes = error.differs
-    error.differs = None
+    _, axes = error.about or (None, None)
+    if error.about is None:
+        return
+    error.about = None
 
     def until() -> Any:
         try:
             run()
         except ShardError as again:
-            return again.differs[0]
+            return again.about[0]
 
     try:
         jaxpr = jax.make_jaxpr(until)().jaxpr
     except Exception:  # the value is of a loop or a branch within
-        return error
+        return
     used = {*jaxpr.outvars}
     for eqn in reversed(jaxpr.eqns):
         if used.isdisjoint(eqn.outvars):
             continue
         used |= {v for v in filter(is_variable, eqn.invars) if axes & v.aval.manual_axis_type.varying}
         names = [eqn.primitive.name, *(e.primitive.name for inner in jaxprs_of(eqn) for e in equations_in(inner))]
-        users = [frame for frame in frames_of(eqn) if is_users(frame[0])]
-        if users and (name := next(filter(_REDUCTION.match, names), None)):
-            made = f"  made at {place(*users[-1])}, as the {name.removeprefix('reduce_')} of this device's block alone"
-            error.context = "\n".join(filter(None, [made, error.context]))
-            break
-    return error
+        reduced = next((name.removeprefix("reduce_") for name in names if _REDUCTION.match(name)), "")
+        if axes and not reduced:
+            continue
+        how, frames = f", as the {reduced} of this device's block alone" if axes else "", frames_of(eqn)
+        calls = [file == __file__ for file, _ in frames]
+        inner = frames if axes else frames[len(frames) - calls[::-1].index(True) :]
+        users = [frame for frame in inner if is_users(frame[0])]
+        if users and (at := place(*users[-1 if axes else 0])) != error.place:
+            error.context = "\n".join(filter(None, [f"  made at {at}{how}", error.context]))
+        return
 
 
 def _is_of_jax(error: Exception) -> bool:

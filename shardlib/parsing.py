@@ -40,13 +40,11 @@ class ShardError(ValueError):
         remedy: what to write instead.
         context: the operands, the sizes bound so far and the mesh, one to a line.
         place: `path/file.py:line` of the user's code that it is about; empty if there is none, or if `problem` has it.
-        differs: the array that must not differ between devices, and the axes over which it does; None: another error.
+        about: the array that is not of its type, and the axes over which it differs, which the type does not have.
     """
 
-    def __init__(
-        self, problem: str, remedy: str = "", context: str = "", place: str | None = None, differs: Any = None
-    ):
-        self.problem, self.remedy, self.context, self.differs = problem, remedy, context, differs
+    def __init__(self, problem: str, remedy: str = "", context: str = "", place: str | None = None, about: Any = None):
+        self.problem, self.remedy, self.context, self.about = problem, remedy, context, about
         self.place = place_of_caller() if place is None else place
         super().__init__(problem, remedy, context)
 
@@ -57,7 +55,7 @@ class ShardError(ValueError):
     def located(self, where: str, context: str = "") -> "ShardError":
         """This error with `where` before its problem, and with `context` if it has none yet."""
         problem = f"{where}: {self.problem}" if where else self.problem
-        return ShardError(problem, self.remedy, self.context or context, self.place, self.differs)
+        return ShardError(problem, self.remedy, self.context or context, self.place, self.about)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -163,7 +163,7 @@ def _of_shard_map(eqn: Any, twin: Any, types: list | None, facts: Facts) -> list
             try:
                 origin.unscaled(origin.unfolded(value))
             except Refused as refusal:
-                found.append(Finding(str(interpreter.explain(origin, refusal))))
+                found.append(Finding(str(interpreter.explain(origin, refusal)), is_wrong=True))
         elif problem := _leaving(value, axes, var.aval, sizes, _whole_shape(there.aval, axes, twin_sizes)):
             found.append(Finding(f"{_place_of(var, body)}result {i} {problem}", is_wrong=True))
     return list(dict.fromkeys(found))
@@ -259,17 +259,13 @@ def prove(trace: Trace, mesh: Any = None, single: Trace | None = None) -> list[F
     names, remedy = STAGES if PIPELINE_AXIS in mesh.shape else LACKING
     for name, (program, _) in theirs.items():
         for text in differences(program, expected[name][0], names, remedy):
-            both = all(_runs(line, other) for line in LINE.findall(text) for other in (program, expected[name][0]))
+            forms = [
+                {place(*frame) for eqn in equations_in(form) for frame in frames_of(eqn)}
+                for form in (program, expected[name][0])
+            ]
+            both = all(lines.issuperset(re.findall(r"(?:^|; )(\S+:\d+): ", text)) for lines in forms)
             found.append(Finding(text.replace(remedy, LACKING[1]) if both else text))
     return found
-
-
-LINE = re.compile(r"(?:^|; )(\S+:\d+): ")
-
-
-def _runs(line: str, program: Any) -> bool:
-    """Whether a program has equations of a line `file.py:line`, or of what the line calls."""
-    return any(line == place(*frame) for eqn in equations_in(program) for frame in frames_of(eqn))
 
 
 def traced_on(trace: Trace, mesh: AbstractMesh, sizes: Mapping[str, int]) -> dict[str, tuple[Any, list]]:

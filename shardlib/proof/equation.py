@@ -1,7 +1,6 @@
 """One equation of a traced program, beside the same equation of the program traced on one device."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -28,7 +27,11 @@ TWICE = (
     "leave out the sum over devices. With check_vma=False a psum in what is differentiated is summed again in the "
     "gradient: differentiate each device's term, and take psum of the gradient"
 )
-POSITIONS = "shardops.positions gives the positions in the whole dim, by the dim and its axes, such as 'L/t'"
+OWN_SIZE = (
+    "let it be the same on every mesh: in place of the size of this device's block take the whole size, "
+    "shardops.size(name), or psum of the count"
+)
+DEVICES = "leave it out: on one device it is 1, as the number of devices, shardops.axis_size"
 FOLDING = frozenset(
     "psum psum2 psum_invariant psum_invariant_p pvary pcast reduce_sum add add_any sub neg convert_element_type".split()  # noqa: SIM905
 )
@@ -49,11 +52,22 @@ NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
         "a mask says which indices are in this device's block",
         "mask what was looked up by them",
     ),
+    (
+        lambda value: value.is_local,
+        "positions count from the start of this device's block, and are used at {place}",
+        "shardops.positions gives the positions in the whole dim, by the dim and its axes, such as 'L/t'",
+    ),
 )
 """What is neither a block nor a term of a sum, what to say of it, and what to do."""
 
 
-SHOWN = {"iota": "arange", "add_any": "add", "dot_general": "matmul", "select_n": "where"}
+SHOWN = {
+    "iota": "arange",
+    "add_any": "add",
+    "dot_general": "matmul",
+    "select_n": "where",
+    "convert_element_type": "astype",
+}
 SHOWN |= {"ring_enter": "ppermute", "ring_close": "add", "ring_scatter": "add"}
 """Names that users know some primitives by."""
 
@@ -64,13 +78,6 @@ class Refused(Exception):
     def __init__(self, problem: str, remedy: str = "", at: "Equation | None" = None):
         super().__init__(problem)
         self.problem, self.remedy, self.at = problem, remedy, at
-
-
-class OfSize(Refused):
-    """A number that depends on the mesh."""
-
-    def __init__(self, problem: str, remedy: str = WHOLE_SIZES, at: "Equation | None" = None):
-        super().__init__(problem, remedy, at)
 
 
 @dataclasses.dataclass
@@ -132,13 +139,14 @@ class Equation:
             here, there = (comparable(eqn.params.get(name)) for eqn in (self.eqn, self.twin))
             if here != there and not (here != here and there != there):
                 values = f": {here} here, {there} on one device" if len(f"{here}{there}") < 200 else ""
-                raise OfSize(f"its {name} depends on the mesh{values}")
+                raise Refused(f"its {name} depends on the mesh{values}", WHOLE_SIZES)
 
     def same_size(self, k: int, i: int) -> None:
         """Refuses operand k if its number of entries along dim i depends on the mesh."""
         here, there = self.shape(k)[i], self.twin_shape(k)[i]
         if here != there:
-            raise OfSize(f"dim {i} of operand {k + 1} has {here} entries here and {there} on one device")
+            problem = f"dim {i} of operand {k + 1} has {here} entries here and {there} on one device"
+            raise Refused(problem, WHOLE_SIZES)
 
     def unfolded(self, value: Value) -> Value:
         """`value`, if its entries are not sums of those of different blocks."""
@@ -156,25 +164,9 @@ class Equation:
             self.unfolded(value)
         for is_it, problem, remedy in NO_BLOCKS:
             if is_it(value):
-                raise Refused(problem.format(axes=", ".join(axis for axis, _ in value.offset)), remedy)
-        if value.is_local:
-            self._refuse_positions(value)
+                names = {"axes": ", ".join(axis for axis, _ in value.offset), "place": self.place()}
+                raise Refused(problem.format(**names), remedy, value.counted if value.is_local else None)
         return value
-
-    def _refuse_positions(self, value: Value) -> None:
-        """Refuses positions within a device's block, where they are made if that is known."""
-        made, problem = value.counted, "positions count from the start of this device's block"
-        if made is None:
-            raise Refused(problem, POSITIONS)
-        times = math.prod(made.twin.outvars[0].aval.shape) // math.prod(made.result_shape)
-        groups = (axes for k in range(1, len(self.sizes) + 1) for axes in itertools.combinations(self.sizes, k))
-        ways = [axes for axes in groups if times > 1 and devices(self.sizes, axes) == times]
-        places = [other.dims[k] for k in value.count for other in self.ins if len(other.dims) == len(value.dims)]
-        spec = next(("/".join([dim.name or "N", *dim.axes]) for dim in places if dim and dim.axes in ways), "")
-        if not spec and len(ways) == 1:
-            spec = "/".join(["N", *ways[0]])
-        remedy = f"shardops.positions('{spec}') gives the positions in the whole dim" if spec else POSITIONS
-        raise Refused(f"{problem}, and are used at {self.place()}", remedy, made)
 
     def finished(self, value: Value) -> Value:
         """`value`, if it is a block and no term of a sum or maximum."""
@@ -212,10 +204,10 @@ class Equation:
         if known is not None and not any(isinstance(number, float) for number in known):
             problem = f"a number that depends on the mesh, {known[0]} here and {known[1]} on one device"
             remedy = f"{WHOLE_SIZES}; {MASKED}" if self.name.startswith(("scatter", "dynamic_update")) else WHOLE_SIZES
-            raise OfSize(problem, ONE_SEED if self.name.startswith("random") else remedy)
-        operands = made.ins if made is not None else [value]
-        numbers = next((v.known for v in operands if v.is_constant and v.known[0] != v.known[1]), None)
-        raise OfSize(f"a number that depends on the mesh is multiplied into a value{times}", _of(numbers), made)
+            raise Refused(problem, ONE_SEED if self.name.startswith("random") else remedy)
+        ones = [v.known[1] == 1 for v in (made.ins if made is not None else ()) if v.is_constant and v.ratio != 1]
+        remedy = DEVICES if any(ones) else OWN_SIZE
+        raise Refused(f"a number that depends on the mesh is multiplied into a value{times}", remedy, made)
 
     def reduction(self, value: Value) -> str:
         """What to do about a partial sum."""
@@ -317,10 +309,7 @@ class Equation:
         return self.name in ("jit", "pjit") and _JAX in str(getattr(info, "func_src_info", ""))
 
     def operand_texts(self, of_size: bool = False) -> tuple[str, ...]:
-        """The calls that lead to it, if its place is a helper's, and the types of the operands, a line each.
-
-        `of_size`: also where a size that it depends on may come from.
-        """
+        """The calls that lead to it, where a size may come from that it depends on, and the types of the operands."""
         pairs, found = zip(self.ins, self.eqn.invars, strict=True), self.line()
         # What a model calls is as it was: the line to change is one that calls it.
         callers = callers_text(self.eqn) if found and is_helper(found[0]) else ""
@@ -341,15 +330,3 @@ def is_integer(dtype: Any) -> bool:
 def comparable(parameter: Any) -> Any:
     """A parameter, or its text where equal ones are different objects: jaxprs."""
     return str(parameter) if hasattr(parameter, "eqns") or hasattr(parameter, "jaxpr") else parameter
-
-
-def _of(numbers: tuple | None) -> str:
-    """What to do about a factor that is `numbers[0]` on the mesh and `numbers[1]` on one device."""
-    here, there = numbers or (0, 0)
-    inverse = 0 < abs(here) < 1 and abs(there) < 1
-    here, there = (1 / n if inverse and n else n for n in (here, there))
-    if here == round(here) and there == round(there) and 0 < here < there:
-        return "that is the size of this device's block: take the whole size, shardops.size(name), or psum of the count"
-    if there == 1:
-        return "it is a number of devices, 1 on one device: leave it out"
-    return "let it be the same on every mesh: the whole size of a dim is shardops.size(name), or psum of a count"

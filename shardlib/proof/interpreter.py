@@ -17,7 +17,7 @@ from shardlib.proof import collectives, elementwise, lookups, primitives, rings,
 from shardlib.proof.alignment import Aligned, Alignment, others, same_entries
 from shardlib.proof.control import CONTROL, ndim, varying
 from shardlib.proof.domain import UNIFORM, Sizes, SizesOnOne, Value, Wild, constant, cut, real, whole
-from shardlib.proof.equation import WHOLE_SIZES, Equation, OfSize, Refused
+from shardlib.proof.equation import WHOLE_SIZES, Equation, Refused
 from shardlib.proof.primitives import IDENTITIES, KEEPING, OF_SIZES
 
 MODULES = collectives, lookups, rings, shapes, sums
@@ -138,7 +138,9 @@ class Interpreter:
     def explain(self, eq: Equation, refusal: Refused) -> Wild:
         """The refusal with its place and the types of the operands."""
         eq = refusal.at or eq
-        return Wild(eq.place(), f"{eq.shown}: {refusal.problem}", refusal.remedy, eq.operand_texts(isinstance(refusal, OfSize)))
+        return Wild(
+            eq.place(), f"{eq.shown}: {refusal.problem}", refusal.remedy, eq.operand_texts("size" in refusal.remedy)
+        )
 
     def wild(self, eq: Equation, reason: Wild) -> list[Value]:
         """Results of which nothing is known."""
@@ -177,11 +179,11 @@ class Interpreter:
                 "reduce the partial sum first, with psum or psum_scatter",
             )
         if math.isnan(value.ratio) and not value.is_constant:
-            raise OfSize("a number is zero, or of another sign, on some meshes alone")
+            raise Refused("a number is zero, or of another sign, on some meshes alone", WHOLE_SIZES)
         for k, (dim, n, there) in enumerate(zip(value.dims, shape, twin.shape, strict=True)):
             here, is_counted = eq.whole_size(dim, n), k in value.count and value.is_local
             if dim is not UNIFORM and not is_counted and here != there:
-                raise OfSize(
+                raise Refused(
                     f"dim {k} of the result has {here} entries here and {there} on one device",
                     "a device's own size was taken for the whole size (x.shape[0], jnp.arange, bits from one key): "
                     "shardops.size and shardops.positions give the whole; fold positions into a key",

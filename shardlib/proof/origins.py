@@ -85,32 +85,26 @@ def _tree(file: str) -> ast.AST:
 
 
 def size_text(frames: Iterable[Line]) -> str:
-    """`of a size at moe.py:383`: what assigns a block's size, or a number of devices, to a name in a line; or empty.
+    """`of a size at moe.py:383`: where a size on this device, or a number of devices, is given a name; or empty.
 
-    `frames` are the calls that lead to the line, outermost first. Of those that have a size themselves nothing is said.
+    That is before the innermost of the calls `frames` that uses the name. A call with a size itself needs no more.
     """
     for file, line in reversed([frame for frame in frames if is_users(frame[0])]):
-        here = [node for node in _statements(file) if node.lineno <= line <= node.end_lineno]
-        if not here or _has_size(here[-1]):
+        here = [n for n in ast.walk(_tree(file)) if _is_simple(n) and n.lineno <= line <= n.end_lineno]
+        if not here or _SIZE.search(ast.unparse(here[-1])):
             return ""
-        made = [node for node in _assignments(file, line, _names(here[-1])) if _has_size(node)]
+        made = [n for n in _assignments(file, line, _names(here[-1])) if _SIZE.search(ast.unparse(n))]
         if made:
             return f"of a size at {shown_path(file)}:{made[-1].lineno}"
     return ""
 
 
-def _statements(file: str) -> list[ast.stmt]:
-    """The statements of a file that have no others within, and the lines of functions, in their order."""
-    simple = ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Return | ast.Expr
-    return [node for node in ast.walk(_tree(file)) if isinstance(node, simple)]
-
-
-def _has_size(node: ast.AST) -> bool:
-    """Whether the source of a statement has a size on this device, or a number of devices."""
-    return _SIZE.search(ast.unparse(node)) is not None
-
-
 _SIZE = re.compile(r"\.(shape|size)\b(?!\()|\blen\(|axis_size\(|planned_devices\(|has_stages\(|mesh_axes\(")
+
+
+def _is_simple(node: ast.AST) -> bool:
+    """Whether a node is a statement without others within."""
+    return isinstance(node, ast.stmt) and not hasattr(node, "body")
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -123,5 +117,5 @@ def _assignments(file: str, line: int, names: set[str]) -> Iterator[ast.stmt]:
     around = [node for node in functions if node.lineno <= line <= node.end_lineno]
     for node in ast.walk(max(around, key=lambda node: node.lineno)) if around else ():
         stored = (x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
-        if isinstance(node, ast.stmt) and not hasattr(node, "body") and node.lineno < line and names & {*stored}:
+        if _is_simple(node) and node.lineno < line and names & {*stored}:
             yield node

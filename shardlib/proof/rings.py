@@ -52,15 +52,23 @@ def _turns(eqn: Any) -> bool:
     return eqn.primitive.name == "scan" and any(map(_permutes, body_of(eqn.params["jaxpr"])[0].eqns))
 
 
-def _unrolled(jaxpr: Any) -> Any:
-    """The jaxpr with the turns of its loops in which blocks pass around."""
+def _unrolled(jaxpr: Any, sizes: Mapping[str, int]) -> Any:
+    """The jaxpr with the turns of its loops in which blocks pass around, but for what passes them to one device."""
     found, renamed = [], {}
     read = lambda var: renamed.get(var, var) if is_variable(var) else var
-    for eqn in jaxpr.eqns:
+
+    def put(eqn: Any) -> None:
         eqn = eqn.replace(invars=list(map(read, eqn.invars)))
-        if not _turns(eqn):
+        if (axis := _permutes(eqn)) and sizes[axis] == 1:
+            renamed.update(zip(eqn.outvars, eqn.invars, strict=True))
+        else:
             found.append(eqn)
+
+    for eqn in jaxpr.eqns:
+        if not _turns(eqn):
+            put(eqn)
             continue
+        eqn = eqn.replace(invars=list(map(read, eqn.invars)))
         body, consts = body_of(eqn.params["jaxpr"])
         kept, carried = scan_counts(eqn)
         if consts or len(eqn.invars) > kept + carried or len(eqn.outvars) > carried or eqn.params["length"] > 64:
@@ -71,23 +79,10 @@ def _unrolled(jaxpr: Any) -> Any:
             inner = lambda var, env=env: env[var] if is_variable(var) else var
             for e in body.eqns:
                 outs = [core.Var(var.aval) for var in e.outvars]
-                found.append(e.replace(invars=list(map(inner, e.invars)), outvars=outs))
+                put(e.replace(invars=list(map(inner, e.invars)), outvars=outs))
                 env.update(zip(e.outvars, outs, strict=True))
             carry = list(map(inner, body.outvars))
-        renamed.update(zip(eqn.outvars, carry, strict=True))
-    return jaxpr.replace(eqns=found, outvars=list(map(read, jaxpr.outvars)))
-
-
-def _unpassed(jaxpr: Any, sizes: Mapping[str, int]) -> Any:
-    """The jaxpr without what passes blocks around one device."""
-    found, renamed = [], {}
-    read = lambda var: renamed.get(var, var) if is_variable(var) else var
-    for eqn in jaxpr.eqns:
-        eqn = eqn.replace(invars=list(map(read, eqn.invars)))
-        if sizes.get(_permutes(eqn), 0) == 1:
-            renamed |= zip(eqn.outvars, eqn.invars, strict=True)
-        else:
-            found.append(eqn)
+        renamed.update(zip(eqn.outvars, map(read, carry), strict=True))
     return jaxpr.replace(eqns=found, outvars=list(map(read, jaxpr.outvars)))
 
 
@@ -106,7 +101,7 @@ def closed(jaxpr: Any, twin: Any, sizes: Mapping[str, int], twin_sizes: Mapping[
     """Both programs with one turn of each ring; as they are if they have no ring that is understood."""
     if not any(_permutes(e) or _turns(e) for e in jaxpr.eqns):
         return jaxpr, twin
-    here, there = _live(_unrolled(jaxpr)), _live(_unpassed(_unrolled(twin), twin_sizes))
+    here, there = _live(_unrolled(jaxpr, sizes)), _live(_unrolled(twin, twin_sizes))
     for axis in {_permutes(e) for e in here.eqns} - {None}:
         if sizes[axis] > 1 and twin_sizes[axis] == 1:
             here = _live(_Ring(here, axis, sizes[axis]).closed())
@@ -219,7 +214,12 @@ class _Ring:
 
     def _passes(self, var: Any) -> bool:
         """Whether a value comes from another device by a step of the rings."""
-        return is_variable(var) and var in self.turns and var in self.made and _permutes(self.made[var], self.axis) is not None
+        return (
+            is_variable(var)
+            and var in self.turns
+            and var in self.made
+            and _permutes(self.made[var], self.axis) is not None
+        )
 
     def _match(self, a: Any, b: Any, k: int, marks: dict, seen: dict) -> bool:
         """Whether `a` is in turn k what `b` is in the first. Marks in `b` what passes around."""
@@ -238,7 +238,9 @@ class _Ring:
             if here == first:
                 return marks.setdefault(b, None) is None
             step = next((step for _, _, step in self.turns.values()), 0)
-            here, first = ([x[(i + step * j) % self.n] for i in range(self.n)] for x, j in ((here, k), (first, self.start)))
+            here, first = (
+                [x[(i + step * j) % self.n] for i in range(self.n)] for x, j in ((here, k), (first, self.start))
+            )
             c = first[1] - first[0]
             return here == first == [c * i for i in range(self.n)] and marks.setdefault(b, c) == c
         if a is b:

@@ -5,7 +5,7 @@ import dataclasses
 from shardlib.equations import axes_of, source_dims
 from shardlib.proof import collectives
 from shardlib.proof.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Value, constant, cut, devices, moved, whole
-from shardlib.proof.equation import Equation, OfSize, Refused
+from shardlib.proof.equation import WHOLE_SIZES, Equation, Refused
 from shardlib.proof.primitives import alone, rule
 
 ENDS = ("start_indices", "limit_indices", "strides")
@@ -107,7 +107,7 @@ def _reshape(eq: Equation) -> Value:
             dims.append(UNIFORM)
             continue
         if any(p.is_loose for p in taken):
-            raise OfSize("repeated entries, as many as the mesh decides, are merged with a dim")
+            raise Refused("repeated entries, as many as the mesh decides, are merged with a dim", WHOLE_SIZES)
         dims.append(_merged(taken))
     if pieces:
         raise Refused("the sharded dims do not fit the new shape", "shardops.rearrange names the dims")
@@ -235,7 +235,10 @@ def _slice(eq: Equation) -> Value:
         eq.uncut(x, i, "a part is taken")
         here, there = (tuple(q[name] and q[name][i] for name in ENDS) for q in (p, twin))
         if here != there and x.dims[i] is not UNIFORM:
-            raise OfSize(f"the part taken of dim {i} depends on the mesh: {here[:2]} here, {there[:2]} on one device")
+            raise Refused(
+                f"the part taken of dim {i} depends on the mesh: {here[:2]} here, {there[:2]} on one device",
+                WHOLE_SIZES,
+            )
     found = _piece_of(eq, x, eq.result_shape)
     return found.rearranged(strided.get(i, dim) for i, dim in enumerate(found.dims)) if strided else found
 
@@ -269,7 +272,7 @@ def _pad(eq: Equation) -> Value:
             eq.same_size(0, i)
             dims[i] = whole(eq.result_shape[i])
         if eq.twin.params["padding_config"][i] != config:
-            raise OfSize(f"dim {i} is padded by a number that depends on the mesh")
+            raise Refused(f"dim {i} is padded by a number that depends on the mesh", WHOLE_SIZES)
     if x.is_zero and fill.is_zero:
         return constant(len(dims), 0, 0)
     return eq.joined(dims, [x.rearranged(x.dims), fill])

@@ -78,8 +78,7 @@ TEXTS = {
     "would count once",
     "gather on the wrong dim": "all_gather: it gathers dim 0 over t, but it is not sharded",
     "replicated value returned as sharded": "result 0 is f32[8 16], and is declared f32[8 32/t]",
-    "psum over the batch axis too": "psum: a sum over d adds different blocks of a sharded dim, entry by "
-    "entry",
+    "psum over the batch axis too": "psum: a sum over d adds different blocks of a sharded dim, entry by entry",
     "least by the largest negative of unsigned": "neg: a minimum over this device's block is used before it is taken "
     "over d",
     "product summed over devices in eight bits": "convert_element_type: each device rounds its term of a sum to "
