@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib import marks
+from shardlib import jax_errors, marks
 from shardlib.array_types import f32, pytree_dataclass
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.op_checks import zeros_like_traced
@@ -35,13 +35,14 @@ class Extras:
         for name, x in {"loss": self.loss, **self.metrics}.items():
             if x is None:
                 continue
-            differs = is_opaque(x) or set(jax.typeof(x).manual_axis_type.varying) - set(stage_axes())
-            if differs or jnp.ndim(x) > (x is not self.loss):
+            axes = set() if is_opaque(x) else {*jax.typeof(x).manual_axis_type.varying} - {*stage_axes()}
+            if axes or is_opaque(x) or jnp.ndim(x) > (x is not self.loss):
                 kind = "a scalar" if x is self.loss else "a scalar or a vector"
                 raise ShardError(
                     f"a layer gives {name} in its Extras: {describe(x)}; it must be {kind}, the same on every device",
                     "reduce it, over positions and over the axes that shard them, e.g. psum('+r +d +t ->', …)",
                     place=str(self.place),
+                    about=(x, axes) if axes else None,
                 )
 
     @classmethod
@@ -141,7 +142,12 @@ def run_layers(
             return read
 
         y, extras = split_extras(layer(weights, x, number, place, attend_in_layer))
-        extras.check()
+        try:
+            extras.check()
+        except ShardError as error:
+            again = lambda: split_extras(layer(weights, x, number, place, attend_in_layer))[1].check()
+            jax_errors.add_origin(error, again)
+            raise
         if problem := _changed(x, y):
             raise ShardError(
                 f"a layer is given {problem}",

@@ -254,7 +254,8 @@ class Partial(_Opaque):
         return self + -other
 
     def _check_term(self, operator: str, other) -> None:
-        if jax.tree.structure(self) != jax.tree.structure(other) or other.shape != self.shape:
+        is_other = type(self) is not type(other) or jax.tree.structure(self) != jax.tree.structure(other)
+        if is_other or other.shape != self.shape:
             rule = "only partial sums over the same axes and of one shape can be added"
             self._reject_with(operator, other, rule)
 

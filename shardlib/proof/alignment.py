@@ -67,7 +67,7 @@ class Different(Exception):
 
     def __init__(self, here: Any, there: Any):
         self.place = "?" if here is None and there is None else Equation(here or there).place()
-        names = [e.primitive.name if e is not None else "nothing more" for e in (here, there)]
+        names = [Equation(e).shown if e is not None else "nothing more" for e in (here, there)]
         problem = f"the program is another one on this mesh than on one device: {names[0]} here, {names[1]} there"
         lines = [problem, choice_between(here, there), callers_text(here or there)]
         super().__init__("\n  ".join(filter(None, lines)))

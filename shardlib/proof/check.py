@@ -197,8 +197,8 @@ BOUND = (
     "its specs, as in check(body, *args, mesh=mesh, in_specs=..., out_specs=...)"
 )
 ONE_PROGRAM = (
-    "let no choice in the code depend on the size of a block or the number of devices: jnp.where and lax.cond choose "
-    "by values, and shardops.size(name) is the whole size of a dim"
+    "let no choice, count or shape in the code depend on the number of devices: jnp.where and lax.cond choose by "
+    "values, shardops.size(name) is the whole size of a dim, shardops.rearrange splits, merges and moves dims by name"
 )
 OF_RINGS = (
     "let each turn of a ring do the same, and add up what the turns give, or write it to the place of its block; a "

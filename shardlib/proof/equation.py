@@ -17,12 +17,18 @@ from shardlib.proof.origins import callers_text, is_helper, size_text
 _JAX = str(Path(jax.__file__).parent)
 
 
-WHOLE_SIZES = "compute it from whole sizes: shardops.size(name) is the whole size of a dim"
+WHOLE_SIZES = (
+    "compute it from whole sizes, in place of a device's own (x.shape[0], jnp.arange): shardops.size(name) is the "
+    "whole size of a dim, shardops.positions are the positions in it"
+)
 MASKED = (
     "to write a part of a dim that is sharded, each device masks its block by positions: "
     "jnp.where(shardops.positions('L/t') == i, new, old)"
 )
-ONE_SEED = "a key is the same on every mesh; for other bits in each row fold its position in: shardops.positions('B/d')"
+ONE_SEED = (
+    "for other bits in each row fold its position into the key, shardops.positions('B/d'); or draw the bits of the "
+    "whole array, and take those of this device; a key is the same on every mesh"
+)
 TWICE = (
     "leave out the sum over devices. With check_vma=False a psum in what is differentiated is summed again in the "
     "gradient: differentiate each device's term, and take psum of the gradient"
@@ -311,8 +317,8 @@ class Equation:
     def operand_texts(self, of_size: bool = False) -> tuple[str, ...]:
         """The calls that lead to it, where a size may come from that it depends on, and the types of the operands."""
         pairs, found = zip(self.ins, self.eqn.invars, strict=True), self.line()
-        # What a model calls is as it was: the line to change is one that calls it.
-        callers = callers_text(self.eqn) if found and is_helper(found[0]) else ""
+        # What a model calls is as it was: the line to change is one that calls it. In its own file it may be either.
+        callers = callers_text(self.eqn, found[0] if found and not is_helper(found[0]) else None)
         return (
             *filter(None, [callers, size_text(frames_of(self.eqn)) if of_size else ""]),
             *(

@@ -17,7 +17,7 @@ from shardlib.proof import collectives, elementwise, lookups, primitives, rings,
 from shardlib.proof.alignment import Aligned, Alignment, others, same_entries
 from shardlib.proof.control import CONTROL, ndim, varying
 from shardlib.proof.domain import UNIFORM, Sizes, SizesOnOne, Value, Wild, constant, cut, real, whole
-from shardlib.proof.equation import WHOLE_SIZES, Equation, Refused
+from shardlib.proof.equation import ONE_SEED, WHOLE_SIZES, Equation, Refused
 from shardlib.proof.primitives import IDENTITIES, KEEPING, OF_SIZES
 
 MODULES = collectives, lookups, rings, shapes, sums
@@ -183,11 +183,8 @@ class Interpreter:
         for k, (dim, n, there) in enumerate(zip(value.dims, shape, twin.shape, strict=True)):
             here, is_counted = eq.whole_size(dim, n), k in value.count and value.is_local
             if dim is not UNIFORM and not is_counted and here != there:
-                raise Refused(
-                    f"dim {k} of the result has {here} entries here and {there} on one device",
-                    "a device's own size was taken for the whole size (x.shape[0], jnp.arange, bits from one key): "
-                    "shardops.size and shardops.positions give the whole; fold positions into a key",
-                )
+                problem = f"dim {k} of the result has {here} entries here and {there} on one device"
+                raise Refused(problem, ONE_SEED if eq.name.startswith("random") else WHOLE_SIZES)
         one = whole(1)
         value = dataclasses.replace(
             value, dims=tuple(UNIFORM if dim == one else dim for dim in value.dims), token=object()

@@ -30,9 +30,10 @@ def callers_of(eqn: Any) -> list[Line]:
     return [frame for frame in dict.fromkeys(users[-2::-1]) if not is_helper(frame[0])][:SHOWN]
 
 
-def callers_text(eqn: Any) -> str:
-    """`called from family.py:231, 208; train.py:317`; empty without callers."""
-    of_files = itertools.groupby(callers_of(eqn), key=lambda frame: frame[0])
+def callers_text(eqn: Any, within: str | None = None) -> str:
+    """`called from family.py:231, 208; train.py:317`, or the innermost two `within` a file; empty without callers."""
+    callers = [frame for frame in callers_of(eqn) if within in (None, frame[0])][: 2 if within else None]
+    of_files = itertools.groupby(callers, key=lambda frame: frame[0])
     texts = [f"{shown_path(file)}:{', '.join(str(line) for _, line in lines)}" for file, lines in of_files]
     return f"called from {'; '.join(texts)}" if texts else ""
 

@@ -168,10 +168,11 @@ def check_paths(forward: Any, length: int, options: dict[str, Any] | None = None
         if not far <= TOLERANCE[dtype]:
             name = f"{how}, {path}" if how == "ulysses" else path
             raise ValueError(
-                f"attention by {name} is not what train.attention (einsum) computes for the rule `{call.rule}`: of "
-                f"{compared} positions, the result or a gradient differs by {far:.2g} of its largest entry, more than "
-                f"{TOLERANCE[dtype]:.2g}. State who attends to whom in the model's Rule, which all paths follow, let "
-                "each position see itself, or set training.attention=einsum."
+                f"{call.rule.made}: attention by {name} is not what train.attention (einsum) computes for the rule "
+                f"`{call.rule}`: of {compared} positions, the result or a gradient differs by {far:.2g} of its largest "
+                f"entry, more than {TOLERANCE[dtype]:.2g}. State who attends to whom in the model's Rule, by the places "
+                "of queries and keys and not by the sizes of its arguments, which are blocks, let each position see "
+                "itself, or set training.attention=einsum."
             )
 
 
