@@ -120,7 +120,6 @@ def checking(where: str, **values: Any) -> Iterator[Sizes]:
     except ShardError as error:
         if error.context:
             raise
-        error.about = error.about or next(((x, set()) for x in values.values() if isinstance(x, jax.Array)), None)
         raise error.located(where, error_context(sizes, **values)) from None
     current.sizes.update(sizes)
 

@@ -71,6 +71,7 @@ def check_operand(position: int, spec: ShapeSpec, value: Any, sizes: Sizes, **al
     try:
         return check_value(spec, value, sizes, **allowed)
     except ShardError as error:
+        error.about = error.about or ((value, set()) if isinstance(value, jax.Array) else None)
         raise error.located(f"operand {position} `{spec}`") from None
 
 

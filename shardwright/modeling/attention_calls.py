@@ -170,9 +170,9 @@ def check_paths(forward: Any, length: int, options: dict[str, Any] | None = None
             raise ValueError(
                 f"{call.rule.made}: attention by {name} is not what train.attention (einsum) computes for the rule "
                 f"`{call.rule}`: of {compared} positions, the result or a gradient differs by {far:.2g} of its largest "
-                f"entry, more than {TOLERANCE[dtype]:.2g}. State who attends to whom in the model's Rule, by the places "
-                "of queries and keys and not by the sizes of its arguments, which are blocks, let each position see "
-                "itself, or set training.attention=einsum."
+                f"entry, more than {TOLERANCE[dtype]:.2g}. State who attends to whom in the model's Rule, by the "
+                "places of queries and keys and not by the sizes of its arguments, which are blocks, let each position "
+                "see itself, or set training.attention=einsum."
             )
 
 
