@@ -213,7 +213,7 @@ class Equation:
             raise Refused(problem, ONE_SEED if self.name.startswith("random") else remedy)
         ones = [v.known[1] == 1 for v in (made.ins if made is not None else ()) if v.is_constant and v.ratio != 1]
         remedy = DEVICES if any(ones) else OWN_SIZE
-        raise Refused(f"a number that depends on the mesh is multiplied into a value{times}", remedy, made)
+        raise Refused(f"a number that depends on the mesh was multiplied into a value{times}", remedy, made)
 
     def reduction(self, value: Value) -> str:
         """What to do about a partial sum."""

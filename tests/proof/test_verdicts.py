@@ -68,7 +68,7 @@ TEXTS = {
     "square block transposed": "result 0 is f32[16/t 16/d], and is declared f32[16/d 16/t]",
     "fused gate and up split": "split: an array is split along dim 1, which is sharded over t: each device sees its "
     "own block alone",
-    "mean divided by local rows": "div: a number that depends on the mesh is multiplied into a value: it is 2 times "
+    "mean divided by local rows": "div: a number that depends on the mesh was multiplied into a value: it is 2 times "
     "what it is on one device",
     "sinusoidal positions": "arange: positions count from the start of this device's block, and are used at LINE",
     "dropout with one key": "random_bits: dim 0 of the result has 4 entries here and 8 on one device",
