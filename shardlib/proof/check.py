@@ -204,17 +204,22 @@ OF_RINGS = (
     "let each turn of a ring do the same, and add up what the turns give, or write it to the place of its block; a "
     "scattered sum is lax.psum_scatter, a gathered block lax.all_gather, and stages are run by shardlib.pipeline"
 )
+OF_AXES = (
+    "let no value depend on whether the mesh has an axis: types, shardops.axis_size and axis_index are read as with "
+    "one device along an axis that it lacks"
+)
+REPEATED = (
+    "do once, in `embed` or `logits`, what `layers` does beside its layers, which each stage repeats; and let no value "
+    "depend on how many layers it has, or on whether the mesh has an axis"
+)
 STAGES = (
     ("a pipeline stage", "one device"),
     "undo it, or change both: stages run `outside`, `first`, `layers` and `last`, one device runs `__call__` and "
     "`accumulate`",
+    REPEATED,
 )
-LACKING = (
-    ("this mesh", "one device"),
-    "let no value depend on whether the mesh has an axis: types, shardops.axis_size and axis_index are read as with "
-    "one device along an axis that it lacks",
-)
-"""What runs two forms of a program, and what to do where they differ."""
+LACKING = ("this mesh", "one device"), OF_AXES, OF_AXES
+"""What runs two forms of a program, and what to do where they differ: in a line that one form runs, or both."""
 Trace = Callable[[], dict[str, Any]]
 """Traces programs on the mesh in force; gives the jaxpr of each by its name."""
 
@@ -256,7 +261,7 @@ def prove(trace: Trace, mesh: Any = None, single: Trace | None = None) -> list[F
         expected = traced_on(single, mesh, lacking)
     except Exception as error:
         return [_untraced(error)]
-    names, remedy = STAGES if PIPELINE_AXIS in mesh.shape else LACKING
+    names, remedy, of_both = STAGES if PIPELINE_AXIS in mesh.shape else LACKING
     for name, (program, _) in theirs.items():
         for text in differences(program, expected[name][0], names, remedy):
             forms = [
@@ -264,7 +269,7 @@ def prove(trace: Trace, mesh: Any = None, single: Trace | None = None) -> list[F
                 for form in (program, expected[name][0])
             ]
             both = all(lines.issuperset(re.findall(r"(?:^|; )(\S+:\d+): ", text)) for lines in forms)
-            found.append(Finding(text.replace(remedy, LACKING[1]) if both else text))
+            found.append(Finding(text.replace(remedy, of_both) if both else text))
     return found
 
 
