@@ -29,7 +29,8 @@ def imported_again(*parts: Any) -> Iterator[list[Any]]:
     packages = {part.__module__.partition(".")[0] for part in parts} - {"__main__", *PROJECT}
 
     def is_own(name: str, module: Any) -> bool:
-        is_named = name.partition(".")[0] in packages or getattr(module, "__file__", None) in files
+        top = name.partition(".")[0]
+        is_named = top in packages or (getattr(module, "__file__", None) in files and top not in PROJECT)
         return is_named and name != "__main__" and getattr(module, "__spec__", None) is not None
 
     own = lambda: {name: module for name, module in [*sys.modules.items()] if is_own(name, module)}
