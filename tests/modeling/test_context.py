@@ -194,10 +194,11 @@ def test_kernels_that_count_from_0_take_no_part_of_the_queries(monkeypatch):
     device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
     monkeypatch.setattr(attention, "target_device", lambda: device)
     q = jax.ShapeDtypeStruct((1, 1024, 2, 2, 64), jnp.bfloat16)
-    assert attention.choose("auto", CAUSAL, q) == "cudnn"
-    assert attention.choose("auto", CAUSAL, q, keys=2048) == "blockwise"
-    with pytest.raises(ValueError, match="is cudnn, which cannot do this: 1024 queries of 2048 positions"):
-        attention.choose("cudnn", CAUSAL, q, keys=2048)
+    for kernel, rule in (("triton", CAUSAL), ("cudnn", CAUSAL.without(same_document))):
+        assert attention.choose("auto", rule, q) == kernel
+        assert attention.choose("auto", rule, q, keys=2048) == "blockwise"
+        with pytest.raises(ValueError, match=f"is {kernel}, which cannot do this: 1024 queries of 2048 positions"):
+            attention.choose(kernel, rule, q, keys=2048)
     monkeypatch.setattr(attention, "target_device", lambda: types.SimpleNamespace(platform="tpu", device_kind="TPU"))
     assert attention.choose("auto", CAUSAL, q) == "splash"
     assert attention.choose("auto", CAUSAL, q, keys=2048) == "blockwise"

@@ -60,7 +60,7 @@ def test_steps_are_proved(way, mesh):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("path", ["cudnn", "splash"])
+@pytest.mark.parametrize("path", ["cudnn", "triton", "splash"])
 def test_a_step_by_ulysses_and_a_kernel_is_proved(monkeypatch, path):
     """The kernels, which take whole sequences, are not run; cuDNN's is replaced."""
     real = jax.nn.dot_product_attention
