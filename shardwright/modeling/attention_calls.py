@@ -102,7 +102,7 @@ def describe_attention(forward: Any, length: int) -> list[str]:
     period, lines = period_of(forward.model), []
     for call in calls_of(forward, length):
         layer = f"layer {call.place} of {period}: " if period > 1 else ""
-        lines.append(f"{path_of(forward, call)}; {layer}{call.rule}")
+        lines.append(f"{path_of(forward, call)}; {layer}{forward.rule(call.rule)}")
     return lines
 
 

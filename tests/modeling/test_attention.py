@@ -300,6 +300,14 @@ def test_no_array_has_the_length_twice():
     assert step.as_text().count(" while(") == again.as_text().count(" while(") - 2
 
 
+def test_the_rule_that_a_run_prints_is_the_one_in_force():
+    """Without training.document_mask it has no documents."""
+    with jax.set_mesh(tiny.mesh("one device")):
+        for masked, rule in ((True, "causal, same_document"), (False, "causal")):
+            forward = tiny.forward(tiny.config(document_mask=masked))
+            assert attention_calls.describe_attention(forward, tiny.LENGTH) == [f"einsum; {rule}"]
+
+
 @pytest.mark.parametrize(
     ("settings", "described", "refused"),
     [
