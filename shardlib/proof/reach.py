@@ -13,6 +13,8 @@ import numpy as np
 
 FIRST, LAST = np.int32(2**30), np.int32(-1)
 """The first and the last token of an entry that depends on none."""
+LATER = np.int32(2**30 - 1)
+"""In the place of a token: where later documents begin."""
 MOST = 2**24
 """Largest number of entries that are computed one by one. Beyond it, all that a dim holds is taken together."""
 LOW = -1e3
@@ -39,7 +41,9 @@ class Reach:
     last: np.ndarray
     why: Any = None
     fact: Any = None
-    """What more is known of the entries together: Among, Sums, or reach_slots.Slots."""
+    """What more is known of the entries together: Among, Sums or Slots."""
+    ways: tuple["Reach", "Reach"] | None = None
+    """The value where later documents begin in one way, and in another; None: the same. Their tokens do not count."""
 
     @property
     def is_known(self) -> bool:
@@ -75,7 +79,8 @@ class Reach:
     def moved(self, move: Callable[[np.ndarray], np.ndarray], shape: Sequence[int]) -> "Reach":
         """The value with entries moved, each array by itself."""
         fact = self.fact and self.fact.moved(move)
-        return Reach(tuple(shape), *map(move, self.arrays()), self.why, fact)
+        ways = self.ways and tuple(x.moved(move, shape) for x in self.ways)
+        return Reach(tuple(shape), *map(move, self.arrays()), self.why, fact, ways)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +133,22 @@ class Sums:
         first = np.where(between, self.first[np.minimum(low + self.step, len(self.first) - 1)], FIRST)
         both = self.plus(first, np.where(between, self.last[high], LAST)).plus(*other.added)
         return row(low) == row(high), *both.added
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Arrays of a value have along `dim`, which is one of slots, an entry for each choice that a slot may have.
+
+    The tokens of an entry have those on which it depends that a slot has this choice: shardlib.proof.reach_slots.
+    """
+
+    dim: int
+    source: Any
+    """Which slots: of two values with the same, a slot has the same choice."""
+
+    def moved(self, move: Callable) -> None:
+        """Nothing, where entries move in a way that is not followed."""
+        return
 
 
 def dtype_of(aval: Any) -> np.dtype:
@@ -254,3 +275,23 @@ def stacked(values: Sequence[Reach], axis: int, shape: Sequence[int]) -> Reach:
     why = next((value.why for value in values if value.why), None)
     arrays = zip(*(value.arrays() for value in values), strict=True)
     return Reach(tuple(shape), *map(together, arrays), why).alike()
+
+
+def in_each_way(of: Callable[[list[Reach]], list[Reach]], ins: list[Reach]) -> list[Reach]:
+    """of(ins), for operands of which more is known where later documents begin in one way, and in another."""
+    found = of([dataclasses.replace(x, ways=None) if x.ways else x for x in ins])
+    if not any(x.ways for x in ins):
+        return found
+    ways = (of([x.ways[i] if x.ways else x for x in ins]) for i in (0, 1))
+    return [_in_both(*values) for values in zip(found, *ways, strict=True)]
+
+
+def _in_both(x: Reach, a: Reach, b: Reach) -> Reach:
+    """`x`, in which the numbers are known that are so in two ways, and the same."""
+    if any(isinstance(value.fact, Slots) for value in (x, a, b)):
+        return x
+    same = a.known & b.known & ((a.number == b.number) | ((a.number != a.number) & (b.number != b.number)))
+    number = np.maximum(a.number, b.number) if a.number.dtype.kind == "f" else np.where(same, a.number, 0)
+    found = made(x.shape, number, same, x.first, x.last, a.number.dtype)
+    differ = ((a.known | b.known) & ~same).any()
+    return dataclasses.replace(found, why=x.why, fact=x.fact, ways=(a, b) if differ else None)

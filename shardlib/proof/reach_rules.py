@@ -154,16 +154,19 @@ def _gather(eqn: Any, x: Reach, starts: Reach) -> Reach:
     at = dict(zip(windows, d.offset_dims, strict=True))
     at |= {i: batch[j] for i, j in zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True)}
     parts = [i for i, n in enumerate(x.shape) if sizes[i] != n and i not in d.operand_batching_dims]
-    of_starts = dict(enumerate(batch))
-    index = [placed(y, of_starts, len(shape)) for y in starts.over([len(starts.shape) - 1])]
-    if starts.is_known and list(d.start_index_map) == list(d.collapsed_slice_dims) == parts and len(parts) == 1:
-        return _rows_at(eqn, x, placed(starts.number, of_starts, len(shape)), index, at, parts[0])
+    of_starts = lambda a: placed(a, dict(enumerate(batch)), len(shape))
+    index = [of_starts(y) for y in starts.over([len(starts.shape) - 1])]
     (first, last), (a, b) = ([placed(y, at, len(shape)) for y in x.over(parts)], index)
-    return unknown(shape, x.number.dtype, np.minimum(first, a), np.maximum(last, b))
+    anywhere = unknown(shape, x.number.dtype, np.minimum(first, a), np.maximum(last, b))
+    if not list(d.start_index_map) == list(d.collapsed_slice_dims) == parts or len(parts) != 1:
+        return anywhere
+    found = _rows_at(eqn, x, of_starts(starts.number), index, at, parts[0])
+    arrays = zip(found.arrays(), anywhere.arrays(), strict=True)
+    return made(shape, *(np.where(of_starts(starts.known), a, b) for a, b in arrays))
 
 
 def _rows_at(eqn: Any, x: Reach, rows: np.ndarray, index: list[np.ndarray], at: dict[int, int], dim: int) -> Reach:
-    """Entries at known `rows` of dim `dim`, of which `index` has the tokens; dim i of others becomes dim at[i]."""
+    """Entries at `rows` of dim `dim`, of which `index` has the tokens; dim i of others becomes dim at[i]."""
     rank, size, fill = len(_shape(eqn)), x.shape[dim], eqn.params["fill_value"]
     along = lambda a, i: np.arange(a.shape[i]).reshape([-1 if k == at[i] else 1 for k in range(rank)])
     inside = (rows >= 0) & (rows < size) if "fill" in str(eqn.params["mode"]).lower() else np.asarray(True)

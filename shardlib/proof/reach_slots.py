@@ -16,28 +16,12 @@ import numpy as np
 from shardlib.equations import source_dims
 from shardlib.proof.elementwise import ELEMENTWISE
 from shardlib.proof.primitives import COLLECTIVES, IDENTITIES
-from shardlib.proof.reach import Among, Reach, full, of_all, placed, reshaped, unknown
+from shardlib.proof.reach import Among, Reach, Slots, full, of_all, placed, reshaped, unknown
 
 SAME = IDENTITIES | COLLECTIVES - {"ppermute", "ragged_all_to_all"}
 SAME |= {"vary_unreduced_cast", "vary_unreduced_cast_p", "unreduced_cast", "copy", "copy_p", "device_put"}
 SAME |= {"expand_dims", "reduce_precision", "reshape", "squeeze"}
 """Primitives that change no number, also collectives: each axis has one device."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Slots:
-    """Arrays of a value have along `dim`, which is one of slots, an entry for each choice that a slot may have.
-
-    The tokens of an entry have those on which it depends that a slot has this choice.
-    """
-
-    dim: int
-    source: Any
-    """Which slots: of two values with the same, a slot has the same choice."""
-
-    def moved(self, move: Callable) -> None:
-        """Nothing, where entries move in a way that is not followed."""
-        return
 
 
 def is_in(x: Reach) -> bool:

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from shardlib import marks, shardops
 
 FORWARD, GRADIENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
+PEAK = "each device scales its own blocks; only the rounding depends on the mesh"
+"""Why the largest magnitude of an operand is that of a device. It is also that of all its positions."""
 
 
 def quantize(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
@@ -25,7 +27,7 @@ def quantize(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
     If x has an infinity or NaN, the result is NaN.
     """
     peak = jnp.max(jnp.abs(x)).astype(jnp.float32)
-    peak = marks.leave(peak, "each device scales its own blocks; only the rounding depends on the mesh", "")
+    peak = marks.leave(peak, PEAK, "")
     scale = scale_of(peak, dtype).astype(x.dtype)
     return (x.astype(jnp.float32) / scale.astype(jnp.float32)).astype(dtype), scale
 

@@ -4,8 +4,9 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,23 +17,14 @@ from jax.sharding import AbstractMesh, AxisType
 
 from shardlib import shardops
 from shardlib.axes import PIPELINE_AXIS
-from shardlib.proof.causality import (
-    LOGITS,
-    TARGETS,
-    Values,
-    World,
-    cuts_of,
-    find_later,
-    find_met,
-    numbers_of,
-    operations,
-    tokens,
-)
+from shardlib.proof.causality import LOGITS, TARGETS, Seen, find_later, find_met, operations, tokens
 from shardlib.proof.causality import text_of as program_text
 from shardlib.proof.check import Finding
-from shardlib.proof.reach import LAST, constant, dtype_of, entries_of, made, unknown
+from shardlib.proof.lengths import compared
+from shardlib.proof.reach import FIRST, LAST, LATER, Reach, constant, dtype_of, entries_of, made, unknown
 from shardlib.shardtypes import bool_, f32, typed_shard_map, u32
 from shardlib.values import mesh_axes, pipeline_stage
+from shardwright.modeling import fp8
 from shardwright.modeling.attention_calls import calls_of, sees_later, with_path
 from shardwright.modeling.model import COMPUTE_DTYPES, act, compute_scope, inputs_of
 from shardwright.modeling.rules import Rule
@@ -41,9 +33,9 @@ from shardwright.run.soundness import Unproved, refuse, text_of
 from shardwright_data.loader import TokenBatch
 
 ROWS, LENGTH = 2, 256
-"""Sequences, and most positions of each, for which a model is checked."""
+"""Sequences, and least positions of each, for which a model is checked."""
 AT_MOST = 4096
-"""Most tokens, where ROWS of LENGTH would be another program, or would not reach what it compares positions with."""
+"""Most tokens, where ROWS of LENGTH would be another program, or would not show all that it does."""
 PURPOSE = "A model that is not causal on purpose says so: Rule(causal=False)"
 REMEDIES = {
     "where later documents begin": "read tokens.positions and tokens.document of the position itself and of those "
@@ -52,31 +44,23 @@ REMEDIES = {
     "in an earlier document": "leave out what comes from another document: attend by rules.same_document, set to 0 by "
     "tokens.document or tokens.positions, or set training.document_mask=false",
     "is to predict the token": "give the loss of each position its own target, batch.targets at that position",
-    ": dot_general: ": "let the weights of later positions be 0, as rules.causal and jnp.where(q >= k, …) do. "
-    + PURPOSE,
-    ": reduce_max: ": "leave later positions out of what is taken together, by rules.causal or by jnp.where before it. "
-    + PURPOSE,
-    ": sort: ": "let each position choose by itself: a rank among all of a sequence depends on later ones. " + PURPOSE,
+    ": (dot_general|reduce_max|select_n|while|scan): ": "leave later positions out of what is taken together: let "
+    f"their weights be 0, as rules.causal and jnp.where(q >= k, …) do. {PURPOSE}",
+    ": (sort|top_k|arg...): ": "let each position choose by itself: a rank among all of a sequence depends on later "
+    f"ones. {PURPOSE}",
     ": reduce_": "take sums up to each position, jnp.cumsum(x, axis=1), or leave later positions out by a mask. "
-    + PURPOSE,
-    ": slice: ": "shift to the right, jnp.pad(x[:, :-n], ((0, 0), (n, 0), (0, 0))), so that a position reads those "
-    "before it. " + PURPOSE,
+    f"{PURPOSE}",
+    ": (slice|concatenate|pad|conv_general_dilated|dynamic_slice): ": "shift to the right, jnp.pad(x[:, :-n], "
+    f"((0, 0), (n, 0), (0, 0))), so that a position reads those before it. {PURPOSE}",
+    "": "let a position learn from those before it in its document alone: through attend, by rules.causal and "
+    f"rules.same_document, or masked by tokens.document. {PURPOSE}",
 }
 """What to do, by what a message has."""
-REMEDIES |= {f": {name}: ": REMEDIES[": sort: "] for name in ("top_k", "argmax", "argmin")}
-REMEDIES |= {f": {name}: ": REMEDIES[": reduce_max: "] for name in ("select_n", "while", "scan")}
-REMEDIES |= {
-    f": {name}: ": REMEDIES[": slice: "] for name in ("concatenate", "pad", "conv_general_dilated", "dynamic_slice")
-}
-OTHERS = (
-    "let a position learn from those before it in its document alone: through attend, by rules.causal and "
-    "rules.same_document, or masked by tokens.document. " + PURPOSE
-)
 
 
 def remedied(problem: str) -> str:
     """A problem, and what to do."""
-    return f"{problem}\n  remedy: {next((text for part, text in REMEDIES.items() if part in problem), OTHERS)}"
+    return f"{problem}\n  remedy: {next(text for part, text in REMEDIES.items() if re.search(part, problem))}"
 
 
 def check_causal(
@@ -101,9 +85,7 @@ def check_causal(
     Raises:
         ShardError: with the line where the token comes in that the position must not see.
     """
-    # In FP8 the scale of a product is that of its largest entry, whichever position has it. The loss in chunks computes
-    # what the loss does.
-    alone = {"fp8": False, "loss_chunk": None} | ({"document_mask": True} if sampled else {})
+    alone = {"document_mask": True} if sampled else {}
     forward = dataclasses.replace(forward, training=dataclasses.replace(forward.training, **alone))
     forms = [dataclasses.replace(forward, in_training=x) for x in ((False,) if sampled else (False, True))]
     calls = {form.in_training: calls_of(form, length) for form in forms}
@@ -158,91 +140,85 @@ def _findings(forms: list, sizes: tuple[int, int], calls: dict, sampled: bool, s
 def _of_program(
     forward: Any, sizes: tuple[int, int], sampled: bool, seeds: bool, parts: bool, known: set[str]
 ) -> Iterator[Finding]:
-    trace = functools.cache(lambda sizes: _traced(forward, sizes, sampled, seeds, parts))
+    length, t = sizes[1], forward.training
+
+    @functools.cache
+    def trace(at: tuple[int, int]) -> Any:
+        scaled = dataclasses.replace(t, loss_chunk=t.loss_chunk and t.loss_chunk * at[1] // length)
+        return _traced(dataclasses.replace(forward, training=scaled), at, sampled, seeds, parts)
+
     try:
         own = trace(sizes)
     except Exception as error:  # whatever the program does there
         lines = str(error).splitlines() or [""]
         raise Unproved(f"on one device its forward pass does not trace: {type(error).__name__}: {lines[0]}") from None
-    small, whole, found = (ROWS, min(sizes[1], LENGTH)), (ROWS, sizes[1]), None
-    cuts = _fixed_cuts(own, trace, sizes)
-    sizes_left = [small, whole, sizes]
-    for at in sizes_left:  # which grows
-        if (at != small and math.prod(at) > AT_MOST) or at[1] <= max(cuts, default=0):
+    why, doubt, is_made_for_length = (
+        f"its operations on {sizes[0]} × {length} tokens are others than on fewer",
+        "",
+        False,
+    )
+    shorter = [(ROWS, LENGTH << i) for i in range(length.bit_length()) if LENGTH << i < length]
+    for at in (*shorter, (ROWS, length), sizes):
+        if math.prod(at) > max(AT_MOST, ROWS * LENGTH) or (is_made_for_length and at[1] < length):
             continue
         try:
-            program = trace(at)
+            program, longer = trace(at), trace((at[0], length))
         except Exception:
             continue
         if operations(program) != operations(own):
             continue
-        if (text := program_text(program)) in known:
+        differs, unknown, is_made_for_length = compared(longer, program, length, at[1])
+        if differs:
+            why = f"{differs}: its sizes on {length} positions do not follow from those on {at[1]}"
+            continue
+        if (text := program_text(program) + program_text(longer)) in known:
             return
         known.add(text)
-        fixed = numbers_of(own) & numbers_of(program) if at[1] < sizes[1] else ()
-        beyond = frozenset(n for n in fixed if at[1] // 2 <= n < sizes[1])
-        problem, met = find_later(program, *_known(forward, *at, sampled, seeds), at[0], beyond)
-        if problem is None:
+        runs = list(_runs(forward, *at, sampled, seeds))
+        options = {"rows": at[0], "growth": math.log(length, at[1]), "free": (fp8.PEAK,)}
+        find = functools.partial(_first_problem, program, runs, options)
+        if not (doubted := find(unknown)):
             return
-        found = remedied(problem)
-        if not met:
-            break
-        found = remedied(f"{problem}, as far as {at[1]} positions show, which do not reach {met[-1]}")
-        sizes_left[1:] = [(ROWS, min(sizes[1], 2 ** (2 * met[-1]).bit_length()))]
-    if found:
-        yield Finding(found)
-    elif cuts:
-        yield Finding(
-            f"{cuts[max(cuts)]}: slice: sequences are cut at position {max(cuts)}, and {small[1]} positions are "
-            "followed\n  remedy: compare positions with it instead, in attend or in jnp.where"
-        )
-    else:
-        raise Unproved(f"its operations on {sizes[0]} × {sizes[1]} tokens are others than on {small[0]} × {small[1]}")
+        if problem := find(frozenset()) if unknown else doubted:  # a leak of the shorter program, whatever is unknown
+            yield Finding(remedied(problem))
+            return
+        doubt = f"{doubted}, as far as {at[1]} positions show"
+    if not doubt or is_made_for_length:
+        raise Unproved(doubt or why)
+    yield Finding(remedied(doubt))
 
 
-def _fixed_cuts(own: Any, trace: Callable, sizes: tuple[int, int]) -> dict[int, str]:
-    """Where a program cuts sequences of any length beyond the positions that are followed, and by which lines."""
-    rows, length = sizes
-    cuts = {n: line for n, line in cuts_of(own, length).items() if LENGTH < n < length}
-    try:
-        scaled = {length - LENGTH + n for n in cuts and cuts_of(trace((ROWS, LENGTH)), LENGTH)}
-        cuts = {n: line for n, line in cuts.items() if n not in scaled}
-        longer = cuts and cuts_of(trace((rows, 2 * length)), 2 * length)
-        return {n: line for n, line in cuts.items() if n in longer}
-    except Exception:
-        return cuts
+def _first_problem(program: Any, runs: list, options: dict[str, Any], unknown: frozenset[int]) -> str:
+    return next(filter(None, (find_later(program, *run, unknown=unknown, **options) for run in runs)), "")
 
 
-def _known(forward: Any, rows: int, length: int, sampled: bool, seeds: bool) -> tuple[list[Values], list[World]]:
-    """What is known of the arguments of a program in each world, and the worlds."""
-    count = _side_by_side(forward)
-    rows *= count
-    starts = [np.zeros((rows, length), bool) for _ in range(1 if sampled else 2)]
-    until = length // 2
-    starts[0][:, 0] = True
-    if not sampled:
-        starts[0][::2, [length // 5, length // 5 + 1, until + 1, length - 2]] = True  # others are one document
-        starts[1][:] = starts[0] & (np.arange(length) <= until)
-        starts[1][::2, 3 * length // 4] = starts[1][1::2, [until + 1, length - 1]] = True
-    documents = starts if forward.training.document_mask else [starts[0] * 0 + (np.arange(length) == 0)] * len(starts)
-    worlds, targets = [World.of_documents(x > 0) for x in documents], tokens(rows, length)
-    given = list(map(constant, starts))
-    if not sampled:
-        worlds.append(World.of_difference((rows, length), until))
-        same = starts[0] == starts[1]
-        given.append(made(same.shape, starts[0] & same, same, np.full((1, 1), LAST), np.where(same, LAST, np.int32(0))))
-    of_tokens = lambda x: (x,) if sampled else (x, x, unknown(x.shape, x.number.dtype))
-    free = lambda x: (unknown(x.shape, dtype_of(x)),) * len(worlds)
-    w, *microbatches = _arguments(forward, (rows // count, length), sampled, seeds)
-    known = list(map(free, jax.tree.leaves(w)))
-    for i, (batch, of_seeds) in enumerate(microbatches):
-        part = lambda values, i=i: tuple(entries_of(x, 0, i * rows // count, (i + 1) * rows // count) for x in values)
-        known += [part(of_tokens(targets)), part(given), free(batch.loss_mask)]
-        if batch.inputs is not None:
-            inputs = targets.moved(lambda x: x[..., None], (rows, *batch.inputs.shape[1:]))
-            known.append(part(of_tokens(inputs)))
-        known += map(free, jax.tree.leaves(of_seeds))
-    return known, worlds
+def _runs(forward: Any, rows: int, length: int, sampled: bool, seeds: bool) -> Iterator[tuple[list[Reach], Seen]]:
+    """What is known of the arguments of a program, and what positions may depend on, twice if documents may begin."""
+    count, until, place = _side_by_side(forward), length // 2, np.arange(length)
+    starts = np.broadcast_to(place == 0, (count * rows, length)).copy()
+    if not sampled:  # more documents than positions before `until`, and of other rows one
+        starts[::2, 2 * length // 5 : 19 * length // 20] = starts[::2, -2:-1] = True
+        starts[::2, length // 5 : length // 5 + 2] = True
+    other = starts & (place <= until)
+    other[::2, 3 * length // 4] = other[1::2, until + 1 : until + 2] = other[1::2, -1:] = True
+    documents = starts if forward.training.document_mask else starts & (place == 0)
+    same = starts == other
+    either = made(same.shape, starts, same, FIRST, np.where(same, LAST, LATER))
+    either.ways = constant(starts), constant(other)
+    w, *microbatches = _arguments(forward, (rows, length), sampled, seeds)
+    free = lambda tree: [unknown(x.shape, dtype_of(x)) for x in jax.tree.leaves(tree)]
+    targets = tokens(count * rows, length)
+    runs = [(constant(starts), Seen.of_documents(documents)), (either, Seen.of_documents(documents, until))]
+    for begin, seen in runs[: 1 if sampled else 2]:
+        known = free(w)
+        for i, (batch, of_seeds) in enumerate(microbatches):
+            part = lambda x, i=i: entries_of(x, 0, i * rows, (i + 1) * rows)
+            mask = unknown(same.shape, bool, *(np.where(documents, none, targets.last - 1) for none in (FIRST, LAST)))
+            known += map(part, (targets, begin, mask))
+            if batch.inputs is not None:
+                known.append(part(targets.moved(lambda x: x[..., None], (count * rows, *batch.inputs.shape[1:]))))
+            known += free(of_seeds)
+        yield known, seen
 
 
 def _arguments(forward: Any, sizes: tuple[int, int], sampled: bool, seeds: bool) -> tuple:

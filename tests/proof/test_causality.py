@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from shardlib.proof.causality import Interpreter, World, tokens
+from shardlib.proof.causality import Interpreter, Seen, tokens
 from shardlib.proof.reach import unknown
 
 ROWS, LENGTH, WIDTH = 2, 8, 4
@@ -205,7 +205,7 @@ def reach(f):
     program = jax.make_jaxpr(f)(jnp.zeros((ROWS, LENGTH, WIDTH)))
     x = tokens(ROWS, LENGTH).moved(lambda a: a[..., None], (ROWS, LENGTH, WIDTH))
     x = unknown(x.shape, np.dtype(float), x.first, x.last)
-    ((y,),) = Interpreter([World.of_documents(STARTS)]).run(program, [(x,)])
+    (y,) = Interpreter(Seen.of_documents(STARTS)).run(program, [x])
     whole = lambda a, of: of(np.broadcast_to(a, y.shape), -1)
     return whole(y.first, np.min), whole(y.last, np.max)
 

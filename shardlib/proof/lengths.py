@@ -1,0 +1,93 @@
+"""What is followed of a program for long sequences: the same program for shorter ones, and the numbers in it.
+
+Shapes, parameters, literals and arrays of both programs are compared, equation by equation. A number is the same, or it
+changes as the length does: by so much for each position, or for each block of positions.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jax.extend import core
+
+from shardlib.equations import body_of, equations_in, jaxprs_of
+from shardlib.proof.equation import Equation
+
+ROUNDED = 8
+"""What slots of experts are a multiple of."""
+
+
+def compared(long: Any, short: Any, length: int, at: int) -> tuple[str, set[int], bool]:
+    """How a program for sequences of `length` positions differs from the same for `at` positions.
+
+    Returns:
+        The first equation that is another one; empty where none is.
+        Ids of literals and arrays of the short program whose numbers are no such numbers, or that only positions beyond
+        the shorter sequences meet: what they hold is not known there.
+        Whether arrays are among them that have a dim of positions.
+    """
+    unknown, arrays = set(), False
+    if length == at:
+        return "", unknown, arrays
+    for a, b in itertools.zip_longest(equations_in(long), equations_in(short)):
+        if a is None or b is None or a.primitive is not b.primitive:
+            return _named(a or b), set(), False
+        pairs = list(itertools.zip_longest(_sizes(a), _sizes(b)))
+        if any(x != y and (None in (x, y) or abs(y) < 2 or not _follows(x, y, length, at)) for x, y in pairs):
+            return _named(a), set(), False
+        literals = [(x.val, y.val, y) for x, y in zip(a.invars, b.invars, strict=True) if isinstance(y, core.Literal)]
+        unknown |= {id(y) for x, value, y in literals if not _is_known(x, value, length, at)}
+    for x, y in zip(arrays_in(long), arrays_in(short), strict=True):
+        if not _is_known(x, y, length, at):
+            unknown.add(id(y))
+            arrays |= np.shape(x) != np.shape(y)
+    return "", unknown, arrays
+
+
+def _named(eqn: Any) -> str:
+    return f"{Equation(eqn).place()}: {eqn.primitive.name}"
+
+
+def _follows(long: float, short: float, length: int, at: int) -> bool:
+    """Whether a number is a part of the length, such as the number of blocks of a fixed size, or a fixed one is added.
+
+    It may be rounded to a multiple of ROUNDED.
+    """
+    left, (grown, rest) = short - long * at / length, divmod((long - short) * at, length - at)
+    if not left or (abs(left) < ROUNDED <= short / 2 and long % ROUNDED == short % ROUNDED == 0):
+        return True
+    return not rest and grown > 0 and abs(short - grown) < at / 2 and (grown % at == 0 or at % grown == 0)
+
+
+def _is_known(long: Any, short: Any, length: int, at: int) -> bool:
+    """Whether numbers are the same ones, which the shorter sequences reach, or one that follows from the length."""
+    if not isinstance(getattr(short, "dtype", np.dtype(float)), np.dtype) or np.asarray(short).dtype.kind not in "iuf":
+        return np.shape(long) == np.shape(short) and (not np.ndim(short) or np.array_equal(long, short))
+    if np.ndim(short) or np.ndim(long):
+        same = np.array_equal(long, short, equal_nan=np.asarray(short).dtype.kind == "f")
+        return same and not np.any((np.abs(short) >= at / 2) & (np.abs(short) < length))
+    long, short = np.asarray(long).item(), np.asarray(short).item()
+    if long == short or long != long:
+        return not at / 2 <= abs(short) < length
+    return bool(np.isfinite([long, short]).all()) and _follows(long, short, length, at)
+
+
+def _sizes(eqn: Any) -> Iterator[int]:
+    """The whole numbers in the parameters of an equation and in the shapes of its results."""
+    parts = [getattr(var.aval, "shape", ()) for var in eqn.outvars]
+    parts += [value for name, value in sorted(eqn.params.items()) if isinstance(value, int | tuple | list)]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, tuple | list):
+            parts += part
+        elif isinstance(part, int | np.integer):
+            yield int(part)
+
+
+def arrays_in(jaxpr: Any) -> Iterator[Any]:
+    """The arrays that a program got from outside, also those of what it calls."""
+    yield from body_of(jaxpr)[1]
+    for eqn in body_of(jaxpr)[0].eqns:
+        for inner in jaxprs_of(eqn):
+            yield from arrays_in(inner)
