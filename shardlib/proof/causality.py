@@ -31,7 +31,8 @@ from shardlib.proof.reach import (
     stacked,
     unknown,
 )
-from shardlib.proof.reach_rules import anything, apply, rows_added
+from shardlib.proof.reach_moves import rows_added
+from shardlib.proof.reach_rules import anything, apply
 from shardlib.proof.reach_slots import is_in, together
 
 LOGITS, TARGETS = "causality: logits", "causality: targets"

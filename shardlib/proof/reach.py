@@ -258,9 +258,11 @@ def placed(x: np.ndarray, at: dict[int, int], rank: int) -> np.ndarray:
 
 
 def cut(value: Reach, parts: Sequence[slice]) -> Reach:
-    """A part of each dim."""
+    """A part of each dim; of slots, the same choices."""
     shape = [len(range(*part.indices(n))) for part, n in zip(parts, value.shape, strict=True)]
     of = lambda part, n, size: part if n > 1 else slice(min(1, size))
+    if isinstance(value.fact, Slots):
+        parts = [slice(None) if i == value.fact.dim else part for i, part in enumerate(parts)]
     return value.moved(lambda x: x[tuple(map(of, parts, x.shape, shape))], shape)
 
 

@@ -1,4 +1,4 @@
-"""Rules of primitives over shardlib.proof.reach: which tokens each entry of a result may depend on."""
+"""Rules of primitives over shardlib.proof.reach that compute: which tokens each entry of a result may depend on."""
 
 import dataclasses
 import functools
@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.equations import source_dims
-from shardlib.proof import primitives, reach_slots
+from shardlib.proof import reach_slots
 from shardlib.proof.elementwise import ELEMENTWISE, FOLDS
 from shardlib.proof.reach import (
     FIRST,
@@ -20,32 +19,23 @@ from shardlib.proof.reach import (
     Among,
     Reach,
     Sums,
-    constant,
-    cut,
     dtype_of,
-    entries_of,
     exact,
     full,
     highest,
     made,
     of_all,
     placed,
-    reshaped,
-    stacked,
     taken,
     unknown,
 )
-from shardlib.proof.reach_slots import SAME
-
-RULES: dict[str, Callable[..., Any]] = {}
-"""Rules (eqn, *operands) -> Reach, or a list of them; None: each entry may depend on all entries of all operands."""
-rule = functools.partial(primitives.rule, of=RULES)
+from shardlib.proof.reach_moves import RULES, dtype_of_result, rule, shape_of
 
 
 def apply(eqn: Any, ins: list[Reach]) -> list[Reach]:
     """What holds of the results of an equation that runs no body."""
     if any(reach_slots.is_in(x) for x in ins):
-        if (result := reach_slots.apply(eqn, ins, _rule_of(eqn, ins), _shape(eqn))) is not None:
+        if (result := reach_slots.apply(eqn, ins, _rule_of(eqn, ins))) is not None:
             return [result]
         ins = [reach_slots.together(x) for x in ins]
     with np.errstate(all="ignore"):
@@ -57,213 +47,14 @@ def apply(eqn: Any, ins: list[Reach]) -> list[Reach]:
 
 def _rule_of(eqn: Any, ins: list[Reach]) -> Callable:
     name = eqn.primitive.name
-    by_entry = name in ELEMENTWISE or (name == "bitcast_convert_type" and _shape(eqn) == tuple(ins[0].shape))
+    by_entry = name in ELEMENTWISE or (name == "bitcast_convert_type" and shape_of(eqn) == tuple(ins[0].shape))
     return RULES.get(name, _elementwise if by_entry else lambda *_: None)
 
 
 def anything(eqn: Any, ins: list[Reach]) -> list[Reach]:
     """Results of which each entry may depend on all entries of all operands."""
     span = of_all(ins)
-    return [unknown(_shape(eqn, i), dtype_of(var.aval), *span) for i, var in enumerate(eqn.outvars)]
-
-
-def _shape(eqn: Any, i: int = 0) -> tuple[int, ...]:
-    """Shape of result i of an equation."""
-    return tuple(getattr(eqn.outvars[i].aval, "shape", ()))
-
-
-def _dtype(eqn: Any) -> np.dtype:
-    return dtype_of(eqn.outvars[0].aval)
-
-
-# ---- entries that move
-
-
-@rule(*SAME)
-def _same_entries(eqn: Any, *ins: Reach) -> list[Reach] | None:
-    if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
-        return None
-    shapes = [_shape(eqn, i) for i in range(len(eqn.outvars))]
-    return [x.moved(lambda a, x=x, s=s: reshaped(a, x.shape, s), s) for x, s in zip(ins, shapes, strict=False)]
-
-
-rule("axis_index")(lambda eqn: constant(np.int32(0)))
-rule("rev")(lambda eqn, x: x.moved(lambda a: np.flip(a, eqn.params["dimensions"]), x.shape))
-rule("stack")(lambda eqn, *ins: stacked(ins, eqn.params["axis"], _shape(eqn)))
-
-
-@rule("broadcast_in_dim", "transpose")
-def _moved(eqn: Any, x: Reach, *_: Reach) -> Reach:
-    source = source_dims(eqn)
-    at = {i: j for j, i in enumerate(source) if i is not None}
-    return x.moved(lambda a: placed(a, at, len(source)), _shape(eqn))
-
-
-@rule("slice")
-def _slice(eqn: Any, x: Reach) -> Reach:
-    p = eqn.params
-    return cut(x, list(map(slice, p["start_indices"], p["limit_indices"], p["strides"] or [1] * len(x.shape))))
-
-
-@rule("split")
-def _split(eqn: Any, x: Reach) -> list[Reach]:
-    ends = itertools.accumulate(eqn.params["sizes"], initial=0)
-    return [entries_of(x, eqn.params["axis"], a, b) for a, b in itertools.pairwise(ends)]
-
-
-@rule("pad")
-def _pad(eqn: Any, x: Reach, filling: Reach) -> Reach:
-    shape, arrays = _shape(eqn), list(x.arrays())
-    for dim, (low, _, inner) in enumerate(eqn.params["padding_config"]):
-        at = np.arange(shape[dim]) - low
-        at = np.where(at % (inner + 1) == 0, at // (inner + 1), -1)
-        fills = (y.reshape(()) for y in filling.arrays())
-        arrays = [taken(a, dim, at, x.shape[dim], fill) for a, fill in zip(arrays, fills, strict=True)]
-    return made(shape, *arrays)
-
-
-@rule("concatenate")
-def _concatenate(eqn: Any, *ins: Reach) -> Reach:
-    dim, shape = eqn.params["dimension"], _shape(eqn)
-
-    def together(*arrays: np.ndarray) -> np.ndarray:
-        parts = [np.moveaxis(full(x, v.shape, [dim]), dim, 0) for x, v in zip(arrays, ins, strict=True)]
-        sizes = np.broadcast_shapes(*(x.shape[1:] for x in parts))
-        return np.moveaxis(np.concatenate([np.broadcast_to(x, (len(x), *sizes)) for x in parts]), 0, dim)
-
-    return made(shape, *map(together, *(x.arrays() for x in ins))).alike()
-
-
-@rule("iota")
-def _iota(eqn: Any) -> Reach:
-    shape, dim = _shape(eqn), eqn.params["dimension"]
-    sizes = [n if i == dim else 1 for i, n in enumerate(shape)]
-    number = np.arange(shape[dim]).reshape(sizes).astype(_dtype(eqn))
-    return made(shape, number, exact(number, eqn.outvars[0].aval))
-
-
-# ---- entries at indices
-
-
-@rule("gather")
-def _gather(eqn: Any, x: Reach, starts: Reach) -> Reach:
-    """Along a dim of which a part is read at an unknown index, it may be any part."""
-    shape, d, sizes = _shape(eqn), eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    batch = [i for i in range(len(shape)) if i not in d.offset_dims]
-    windows = [i for i in range(len(x.shape)) if i not in (*d.collapsed_slice_dims, *d.operand_batching_dims)]
-    at = dict(zip(windows, d.offset_dims, strict=True))
-    at |= {i: batch[j] for i, j in zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True)}
-    parts = [i for i, n in enumerate(x.shape) if sizes[i] != n and i not in d.operand_batching_dims]
-    of_starts = lambda a: placed(a, dict(enumerate(batch)), len(shape))
-    index = [of_starts(y) for y in starts.over([len(starts.shape) - 1])]
-    (first, last), (a, b) = ([placed(y, at, len(shape)) for y in x.over(parts)], index)
-    anywhere = unknown(shape, x.number.dtype, np.minimum(first, a), np.maximum(last, b))
-    if not list(d.start_index_map) == list(d.collapsed_slice_dims) == parts or len(parts) != 1:
-        return anywhere
-    found = _rows_at(eqn, x, of_starts(starts.number), index, at, parts[0])
-    arrays = zip(found.arrays(), anywhere.arrays(), strict=True)
-    return made(shape, *(np.where(of_starts(starts.known), a, b) for a, b in arrays))
-
-
-def _rows_at(eqn: Any, x: Reach, rows: np.ndarray, index: list[np.ndarray], at: dict[int, int], dim: int) -> Reach:
-    """Entries at `rows` of dim `dim`, of which `index` has the tokens; dim i of others becomes dim at[i]."""
-    rank, size, fill = len(_shape(eqn)), x.shape[dim], eqn.params["fill_value"]
-    along = lambda a, i: np.arange(a.shape[i]).reshape([-1 if k == at[i] else 1 for k in range(rank)])
-    inside = (rows >= 0) & (rows < size) if "fill" in str(eqn.params["mode"]).lower() else np.asarray(True)
-    rows = np.clip(rows, 0, size - 1)
-    of = lambda a, i: along(a, i) if i != dim else rows if a.shape[i] > 1 else rows * 0
-    number, known, first, last = (a[tuple(of(a, i) for i in range(a.ndim))] for a in x.arrays())
-    other = highest(number.dtype) if fill is None else number.dtype.type(fill)
-    number, known = np.where(inside, number, other), np.where(inside, known, fill is not None)
-    first, last = np.where(inside, first, FIRST), np.where(inside, last, LAST)
-    return made(_shape(eqn), number, known, np.minimum(first, index[0]), np.maximum(last, index[1]))
-
-
-def _starts(starts: Sequence[Reach], shape: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
-    """Where a part of `sizes` entries begins in each dim; None if it is not known."""
-    pairs = list(zip(starts, shape, sizes, strict=True))
-    if not all(start.is_known or n == size for start, n, size in pairs):
-        return None
-    return [0 if n == size else int(np.clip(start.number, 0, n - size)) for start, n, size in pairs]
-
-
-@rule("dynamic_slice")
-def _dynamic_slice(eqn: Any, x: Reach, *starts: Reach) -> Reach | None:
-    sizes = eqn.params["slice_sizes"]
-    at = _starts(starts, x.shape, sizes)
-    return at and cut(x, [slice(i, i + n) for i, n in zip(at, sizes, strict=True)])
-
-
-def _written(x: Reach, new: Reach, at: Sequence[int], adds: bool = False) -> Reach:
-    """`x` with `new` at a place, or with what `new` adds to it there."""
-    part = tuple(slice(i, i + n) for i, n in zip(at, new.shape, strict=True))
-    result = [np.array(np.broadcast_to(a, x.shape)) for a in x.arrays()]
-    if adds:
-        _, _, first, last = (a[part] for a in result)
-        new = unknown(new.shape, x.number.dtype, np.minimum(first, new.first), np.maximum(last, new.last))
-    for old, update in zip(result, new.arrays(), strict=True):
-        old[part] = update
-    return made(x.shape, *result).alike()
-
-
-@rule("dynamic_update_slice")
-def _dynamic_update(eqn: Any, x: Reach, new: Reach, *starts: Reach) -> Reach | None:
-    at = _starts(starts, x.shape, new.shape) if math.prod(x.shape) <= MOST else None
-    return at and _written(x, new, at)
-
-
-@rule("scatter", "scatter-add")
-def _scatter(eqn: Any, x: Reach, starts: Reach, new: Reach) -> Any:
-    """One part at a known place, or rows added at known indices; elsewhere, all may be anywhere."""
-    d, rank, adds = eqn.params["dimension_numbers"], len(x.shape), eqn.primitive.name == "scatter-add"
-    windows = [i for i in range(rank) if i not in (*d.inserted_window_dims, *d.operand_batching_dims)]
-    if not starts.is_known or math.prod(x.shape) > MOST:
-        return None
-    if len(starts.shape) > 1:
-        is_rows = (
-            list(d.scatter_dims_to_operand_dims) == list(d.inserted_window_dims) and len(d.inserted_window_dims) == 1
-        )
-        if not (adds and is_rows):
-            return None
-        scattered = [i for i in range(len(new.shape)) if i not in d.update_window_dims]
-        at = dict(zip(d.update_window_dims, windows, strict=True))
-        pairs = zip(d.scatter_indices_batching_dims, d.operand_batching_dims, strict=True)
-        at |= {scattered[i]: j for i, j in pairs}
-        index = starts.moved(lambda a: a[..., 0], starts.shape[:-1])
-        return rows_added(x, d.inserted_window_dims[0], index, dict(enumerate(scattered)), new, at)
-    numbers = np.broadcast_to(starts.number, starts.shape).tolist()
-    places = dict(zip(d.scatter_dims_to_operand_dims, numbers, strict=True))
-    at = [places.get(i, 0) for i in range(rank)]
-    sizes = [new.shape[windows.index(i)] if i in windows else 1 for i in range(rank)]
-    if d.operand_batching_dims or any(not 0 <= i <= n - k for i, n, k in zip(at, x.shape, sizes, strict=True)):
-        return None
-    part = new.moved(lambda a: placed(a, dict(enumerate(windows)), rank), sizes)
-    return _written(x, part, at, adds=adds)
-
-
-def rows_added(x: Reach, dim: int, index: Reach, dims: dict[int, int], new: Reach, at: dict[int, int]) -> Reach:
-    """`x`, to whose entries at a known `index` along `dim` rows of `new` are added.
-
-    Dim i of the index is dim dims[i] of `new`; dim i of `new` is dim at[i] of `x`, or one of rows.
-    """
-    rank, count = len(x.shape), len(new.shape)
-    of_rows = [i for i in range(count) if i not in at]
-    where = at | {i: rank + k for k, i in enumerate(of_rows)}
-    as_x = lambda a: placed(a, where, rank + len(of_rows))
-    rows, *of_index = (as_x(placed(a, dims, count)) for a in (index.number, index.first, index.last))
-    result = []
-    for old, a, b, op in zip((x.first, x.last), (new.first, new.last), of_index, (np.minimum, np.maximum), strict=True):
-        added = op(as_x(a), b)
-        places, added = np.broadcast_arrays(rows, added)
-        sizes = [x.shape[i] if i == dim else max(old.shape[i], added.shape[i]) for i in range(rank)]
-        whole = [*(1 if i == dim else n for i, n in enumerate(sizes)), *added.shape[rank:]]
-        places, added = (np.broadcast_to(y, whole) for y in (places, added))
-        inside, out = (places >= 0) & (places < x.shape[dim]), np.array(np.broadcast_to(old, sizes))
-        to = list(np.nonzero(inside)[:rank])
-        to[dim] = places[inside]
-        op.at(out, tuple(to), added[inside])
-        result.append(out)
-    return unknown(x.shape, x.number.dtype, *result).alike()
+    return [unknown(shape_of(eqn, i), dtype_of(var.aval), *span) for i, var in enumerate(eqn.outvars)]
 
 
 # ---- entry by entry
@@ -276,7 +67,7 @@ NUMBERS = {**FOLDS, "div": lambda a, b: np.divide(a, b) if a.dtype.kind == "f" e
 
 
 def _elementwise(eqn: Any, *ins: Reach) -> Reach:
-    name, shape, dtype = eqn.primitive.name, _shape(eqn), _dtype(eqn)
+    name, shape, dtype = eqn.primitive.name, shape_of(eqn), dtype_of_result(eqn)
     known, first, last = True, FIRST, LAST
     for x in ins:
         known, first, last = known & x.known, np.minimum(first, x.first), np.maximum(last, x.last)
@@ -346,21 +137,21 @@ def _added(eqn: Any, a: Reach, b: Reach) -> Reach:
 
 @rule("convert_element_type")
 def _converted(eqn: Any, x: Reach) -> Reach:
-    number, known, dtype = x.number, x.known, _dtype(eqn)
+    number, known, dtype = x.number, x.known, dtype_of_result(eqn)
     if {number.dtype.kind, dtype.kind} != {"f"}:
         whole = np.where(known, number, 0)
         number = whole.astype(dtype)
         if whole.dtype.kind == "f" and dtype.kind in "iu":
             known = known & (number == np.trunc(whole))
         number = np.where(known, number, highest(dtype))
-    found = made(_shape(eqn), number, known & exact(number, eqn.outvars[0].aval), x.first, x.last, dtype)
+    found = made(shape_of(eqn), number, known & exact(number, eqn.outvars[0].aval), x.first, x.last, dtype)
     found.fact = x.fact if isinstance(x.fact, Sums) else None
     return found
 
 
 @rule("select_n")
 def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
-    shape, dtype, pick = _shape(eqn), _dtype(eqn), which.number.astype(np.int64)
+    shape, dtype, pick = shape_of(eqn), dtype_of_result(eqn), which.number.astype(np.int64)
     arrays = list(zip(*(case.arrays() for case in cases), strict=True))
     parts = [np.choose(pick, np.broadcast_arrays(*of_cases)) for of_cases in arrays]
     if which.is_known:
@@ -402,7 +193,7 @@ REDUCERS |= {"reduce_max": np.maximum, "reduce_min": np.minimum}
 @rule(*REDUCERS, "reduce_prod", "reduce_xor", "argmax", "argmin")
 def _reduced(eqn: Any, x: Reach) -> Reach:
     """Known where all entries are, where all are 0 in a sum, and where one decides. LOW numbers give way to others."""
-    name, axes, shape, dtype = eqn.primitive.name, tuple(eqn.params["axes"]), _shape(eqn), _dtype(eqn)
+    name, axes, shape, dtype = eqn.primitive.name, tuple(eqn.params["axes"]), shape_of(eqn), dtype_of_result(eqn)
     number, known, decided = x.number, x.known, np.False_
     if x.is_known and name in ("argmax", "argmin"):
         return made(shape, getattr(np, name)(full(number, x.shape, axes), axes[0]).astype(dtype), True)
@@ -429,7 +220,7 @@ def _together(eqn: Any, *ins: Reach) -> list[Reach]:
         return [found]
     first, last = zip(*(x.over([p.get("dimension", p.get("axis", -1)) % rank]) for x in ins), strict=True)
     first, last = (op.reduce(np.broadcast_arrays(*a)) for op, a in ((np.minimum, first), (np.maximum, last)))
-    return [unknown(_shape(eqn, i), dtype_of(var.aval), first, last) for i, var in enumerate(eqn.outvars)]
+    return [unknown(shape_of(eqn, i), dtype_of(var.aval), first, last) for i, var in enumerate(eqn.outvars)]
 
 
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
@@ -440,7 +231,7 @@ def _cumulative(eqn: Any, x: Reach) -> Reach:
     known = {"cumsum": np.add, "cummax": np.maximum, "cummin": np.minimum}
     if x.is_known and name in known and x.number.dtype.kind in "biu":
         return made(x.shape, run(known[name], full(x.number, x.shape, [axis])).astype(x.number.dtype), True)
-    found = unknown(x.shape, _dtype(eqn), run(np.minimum, x.first), run(np.maximum, x.last))
+    found = unknown(x.shape, dtype_of_result(eqn), run(np.minimum, x.first), run(np.maximum, x.last))
     if name == "cumsum" and not back and x.shape[axis]:
         first, last = np.broadcast_arrays(*(full(a, x.shape, [axis]) for a in (x.first, x.last)))
         after = np.flip(np.minimum.accumulate(np.flip(first, axis), axis), axis)
@@ -469,14 +260,14 @@ def _solve(eqn: Any, a: Reach, b: Reach) -> Reach:
             out[..., i, :] = op(op(out[..., i, :], x[..., i, i, :]), op.reduce(terms, -2, initial=none))
         result.append(out)
     first, last = result
-    found = unknown(b.shape, _dtype(eqn), first, last)
-    return found if p["left_side"] else found.moved(swap, _shape(eqn))
+    found = unknown(b.shape, dtype_of_result(eqn), first, last)
+    return found if p["left_side"] else found.moved(swap, shape_of(eqn))
 
 
 @rule("dot_general")
 def _product(eqn: Any, *ins: Reach) -> Reach:
     """A term is left out where one of its factors is 0."""
-    (contract, batch), shape, dtype = eqn.params["dimension_numbers"], _shape(eqn), _dtype(eqn)
+    (contract, batch), shape, dtype = eqn.params["dimension_numbers"], shape_of(eqn), dtype_of_result(eqn)
     a, b = (x.alike() for x in ins)
     free = [[i for i in range(len(x.shape)) if i not in (*c, *d)] for x, c, d in zip(ins, contract, batch, strict=True)]
 
@@ -501,7 +292,7 @@ def _product(eqn: Any, *ins: Reach) -> Reach:
 @rule("conv_general_dilated")
 def _convolution(eqn: Any, x: Reach, w: Reach) -> Reach:
     """Each place of the kernel moves the entries; features are taken together."""
-    p, shape, numbers = eqn.params, _shape(eqn), eqn.params["dimension_numbers"]
+    p, shape, numbers = eqn.params, shape_of(eqn), eqn.params["dimension_numbers"]
     (xb, xf, *xs), (_, _, *ws), (_, _, *os) = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     if p["batch_group_count"] != 1:
         return None
@@ -519,4 +310,4 @@ def _convolution(eqn: Any, x: Reach, w: Reach) -> Reach:
         first, last = np.minimum(first, moved[0]), np.maximum(last, moved[1])
     at = dict(zip((xb, xf, *xs), numbers.out_spec, strict=True))
     sized = lambda a: placed(np.reshape(a, np.shape(a) or [1] * len(shape)), at, len(shape))
-    return unknown(shape, _dtype(eqn), sized(first), sized(last))
+    return unknown(shape, dtype_of_result(eqn), sized(first), sized(last))

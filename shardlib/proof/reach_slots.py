@@ -39,104 +39,87 @@ def of_sorted(x: Reach, dim: int) -> Reach | None:
 
     That a choice has a slot depends on those before it, also in other documents. Of the documents this is left out.
     """
-    if not isinstance(x.fact, Among) or len(x.fact.numbers) != 2:
-        return None
     of = lambda a: full(a, x.shape, [dim])
-    for number, past in (x.fact.numbers, x.fact.numbers[::-1]):
+    numbers = x.fact.numbers if isinstance(x.fact, Among) else ()
+    for number, past in (numbers, numbers[::-1]) if len(numbers) == 2 else ():
         if past.size == 1 and (np.diff(of(number), axis=dim) > 0).all() and (number < past).all():
-            first, last = of(x.first), np.maximum.accumulate(of(x.last), axis=dim)
-            number, past = np.broadcast_arrays(of(number), past)
-            entries = ((number, past), (first, x.first), (last, x.last))
-            ends = (lambda a: a.max(dim, keepdims=True), lambda a: a.min(dim, keepdims=True))
-            joined = [np.concatenate([a, ends[i == 1](b)], dim) for i, (a, b) in enumerate(entries)]
-            return Reach(
-                x.shape, joined[0], np.ones((1,) * len(x.shape), bool), *joined[1:], x.why, Slots(dim, object())
-            )
+            last, past = np.maximum.accumulate(of(x.last), axis=dim), np.broadcast_to(past, (1,) * past.ndim)
+            ends = of(x.first).min(dim, keepdims=True), last.max(dim, keepdims=True)
+            pairs = zip((of(number), of(x.first), last), (past, *ends), strict=True)
+            sizes = lambda a, b: np.broadcast_to(b, [1 if i == dim else n for i, n in enumerate(a.shape)])
+            number, first, last = (np.concatenate([a, sizes(a, b)], dim) for a, b in pairs)
+            return Reach(x.shape, number, np.ones((1,) * number.ndim, bool), first, last, x.why, Slots(dim, object()))
     return None
 
 
-def apply(eqn: Any, ins: list[Reach], rule: Callable, shape: tuple[int, ...]) -> Reach | None:
+def apply(eqn: Any, ins: list[Reach], rule: Callable) -> Reach | None:
     """The result of an equation with operands of slots, by its `rule`; None if it is not followed for each choice.
 
     It depends on all that its operands depend on, also where its number is known: of its choice.
     """
-    name, x = eqn.primitive.name, next(filter(is_in, ins))
-    fact, rank = x.fact, len(x.shape)
-    if name in ELEMENTWISE or name in ("convert_element_type", "select_n"):
-        ins = [_aligned(y, fact, fact.dim) for y in ins]
-        return _joined(rule(eqn, *ins), ins, fact)
+    name, shape = eqn.primitive.name, tuple(eqn.outvars[0].aval.shape)
+    if name in ("gather", "scatter-add"):
+        return (_looked_up if name == "gather" else _added)(eqn, ins, rule)
+    k, x = next((i, x) for i, x in enumerate(ins) if is_in(x))
+    by_entry = name in ELEMENTWISE or name in ("convert_element_type", "select_n")
+    dims = [x.fact.dim] * len(ins) if by_entry else [x.fact.dim if i == k else None for i in range(len(ins))]
+    if name == "dot_general" and x.fact.dim in (batch := eqn.params["dimension_numbers"][1])[k]:
+        dims = [of[batch[k].index(x.fact.dim)] for of in batch]
+    dim = x.fact.dim if by_entry else _dim_after(eqn, k, x, shape)
+    if dim is None:
+        return None
+    ins = [_aligned(y, x.fact, of) for y, of in zip(ins, dims, strict=True)]
+    if name == "dot_general" or name.startswith("reduce_"):
+        ins = [unknown(y.shape, np.float64, y.first, y.last) for y in ins]
+    if name in SAME:
+        count = max(a.shape[x.fact.dim] for a in x.arrays())
+        sizes = [[count if i == d else n for i, n in enumerate(of)] for of, d in ((x.shape, x.fact.dim), (shape, dim))]
+        result = Reach(shape, *(reshaped(a, *sizes) for a in x.arrays()), x.why)
+    elif (result := rule(eqn, *ins)) is None:
+        return None
+    if by_entry:
+        first, last = [y.first for y in ins], [y.last for y in ins]
+        result.first, result.last = functools.reduce(np.minimum, first), functools.reduce(np.maximum, last)
+    return dataclasses.replace(result, fact=Slots(dim, x.fact.source))
+
+
+def _dim_after(eqn: Any, k: int, x: Reach, shape: tuple[int, ...]) -> int | None:
+    """The dim of a result that is of slots, as a dim of operand k is; None: none is, or it is not followed."""
+    name, p, dim = eqn.primitive.name, eqn.params, x.fact.dim
     if name == "dot_general":
-        return _product(eqn, ins, fact, rule)
-    if name == "gather":
-        return _looked_up(eqn, ins, rule)
-    if name == "scatter-add" and not is_in(ins[0]):
-        operand, index, new = ins
-        known = _aligned(index, fact, index.fact.dim) if is_in(index) else index
-        to = eqn.params["dimension_numbers"].update_window_dims
-        dim = [i for i in range(len(new.shape)) if i not in to][known.fact.dim] if is_in(known) else None
-        return rule(eqn, operand, known, _aligned(new, known.fact, dim)) if dim is not None else None
-    if name in ("transpose", "broadcast_in_dim") or (name.startswith("reduce_") and "axes" in eqn.params):
-        source = source_dims(eqn)
-        if fact.dim not in source:
-            return None
-        result = rule(eqn, *ins)
-        if name.startswith("reduce_"):
-            result.first, result.last = (a.squeeze(tuple(eqn.params["axes"])) for a in x.over(eqn.params["axes"]))
-        return dataclasses.replace(result, fact=Slots(source.index(fact.dim), fact.source))
-    if name in ("slice", "dynamic_slice") and all(y.is_known for y in ins[1:]):
-        p = eqn.params
-        if name == "slice":
-            parts = list(map(slice, p["start_indices"], p["limit_indices"], p["strides"] or [1] * rank))
-        else:
-            starts = [
-                int(np.clip(y.number, 0, n - m)) for y, n, m in zip(ins[1:], x.shape, p["slice_sizes"], strict=True)
-            ]
-            parts = [slice(i, i + n) for i, n in zip(starts, p["slice_sizes"], strict=True)]
-        cut = lambda a: a[tuple(slice(None) if i == fact.dim or a.shape[i] == 1 else parts[i] for i in range(rank))]
-        return Reach(shape, *map(cut, x.arrays()), x.why, fact)
-    if len(ins) == 1 and math.prod(shape) == math.prod(x.shape) and name in SAME:
+        (contract, batch), rank = p["dimension_numbers"], len(eqn.invars[0].aval.shape)
+        own = [i for i in range(len(x.shape)) if i not in (*contract[k], *batch[k])]
+        others = k * (rank - len(contract[0]) - len(batch[0]))
+        kept = [*batch[k], *[None] * others, *own]
+    elif name in ("transpose", "broadcast_in_dim") or (name.startswith("reduce_") and "axes" in p):
+        kept = source_dims(eqn)
+    elif name in ("slice", "dynamic_slice"):
+        kept = range(len(shape))
+    elif name in SAME and len(eqn.invars) == 1 and (p.get("dimensions") is None or name != "reshape"):
         before = lambda sizes, i: (math.prod(sizes[:i]), sizes[i])
-        at = [i for i in range(len(shape)) if before(shape, i) == before(x.shape, fact.dim)]
-        if not at or (eqn.params.get("dimensions") is not None and name == "reshape"):
-            return None
-        count = max(a.shape[fact.dim] for a in x.arrays())
-        old, new = (
-            [count if i == dim else n for i, n in enumerate(sizes)]
-            for sizes, dim in ((x.shape, fact.dim), (shape, at[0]))
-        )
-        return Reach(shape, *(reshaped(a, old, new) for a in x.arrays()), x.why, Slots(at[0], fact.source))
-    return None
+        kept = [dim if before(shape, i) == before(x.shape, dim) else None for i in range(len(shape))]
+    else:
+        return None
+    return list(kept).index(dim) if dim in kept else None
 
 
-def _aligned(x: Reach, fact: Slots, dim: int) -> Reach:
+def _aligned(x: Reach, fact: Slots, dim: int | None) -> Reach:
     """An operand that has slots along `dim`: those of `fact`, or all alike."""
     if is_in(x) and (x.fact.source is not fact.source or x.fact.dim != dim):
         x = together(x)
-    if is_in(x) or not x.shape or all(a.shape[dim] == 1 for a in x.arrays()):
+    if is_in(x) or dim is None or not x.shape or all(a.shape[dim] == 1 for a in x.arrays()):
         return x
     return unknown(x.shape, x.number.dtype, *x.over([dim]))
 
 
-def _joined(result: Reach, ins: list[Reach], fact: Slots) -> Reach:
-    """The result of operands with the same dims."""
-    first = functools.reduce(np.minimum, [x.first for x in ins])
-    return dataclasses.replace(result, first=first, last=functools.reduce(np.maximum, [x.last for x in ins]), fact=fact)
-
-
-def _product(eqn: Any, ins: list[Reach], fact: Slots, rule: Callable) -> Reach | None:
-    (contract, batch), rank = eqn.params["dimension_numbers"], [len(x.shape) for x in ins]
-    k = 0 if is_in(ins[0]) else 1
-    own = [i for i in range(rank[k]) if i not in (*contract[k], *batch[k])]
-    if fact.dim in contract[k]:
+def _added(eqn: Any, ins: list[Reach], rule: Callable) -> Reach | None:
+    """What is added at the places of choices."""
+    operand, index, new = ins
+    if is_in(operand) or not is_in(index):
         return None
-    if fact.dim in batch[k]:
-        dim = list(batch[k]).index(fact.dim)
-        other = _aligned(ins[1 - k], fact, batch[1 - k][dim])
-    else:
-        dim = len(batch[0]) + own.index(fact.dim) + (rank[0] - len(contract[0]) - len(batch[0]) if k else 0)
-        other = together(ins[1 - k])
-    bare = [unknown(x.shape, np.float64, x.first, x.last) for x in ((ins[k], other) if k == 0 else (other, ins[k]))]
-    return dataclasses.replace(rule(eqn, *bare), fact=Slots(dim, fact.source))
+    to = eqn.params["dimension_numbers"].update_window_dims
+    dim = [i for i in range(len(new.shape)) if i not in to][index.fact.dim]
+    return rule(eqn, operand, index, _aligned(new, index.fact, dim))
 
 
 def _looked_up(eqn: Any, ins: list[Reach], rule: Callable) -> Reach | None:
@@ -144,18 +127,11 @@ def _looked_up(eqn: Any, ins: list[Reach], rule: Callable) -> Reach | None:
     x, starts = ins
     if is_in(x) or not starts.is_known:
         return None
-    d = eqn.params["dimension_numbers"]
-    batch = [i for i in range(len(eqn.outvars[0].aval.shape)) if i not in d.offset_dims]
-    dim = batch[starts.fact.dim]
+    d, shape = eqn.params["dimension_numbers"], eqn.outvars[0].aval.shape
+    batch = [i for i in range(len(shape)) if i not in d.offset_dims]
     for i, j in zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True):
-        if j == starts.fact.dim:
-            x = _aligned(x, Slots(i, None), i)
+        x = _aligned(x, Slots(i, None), i) if j == starts.fact.dim else x
     result = rule(eqn, x, starts)
-    of_starts = dict(enumerate(batch))
-    first, last = (placed(a, of_starts, len(result.shape)) for a in starts.over([len(starts.shape) - 1]))
-    return dataclasses.replace(
-        result,
-        first=np.minimum(result.first, first),
-        last=np.maximum(result.last, last),
-        fact=Slots(dim, starts.fact.source),
-    )
+    first, last = (placed(a, dict(enumerate(batch)), len(shape)) for a in starts.over([len(starts.shape) - 1]))
+    result.first, result.last = np.minimum(result.first, first), np.maximum(result.last, last)
+    return dataclasses.replace(result, fact=Slots(batch[starts.fact.dim], starts.fact.source))
