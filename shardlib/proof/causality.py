@@ -7,7 +7,6 @@ after a position. What differs before it depends on documents that begin later. 
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ from shardlib.proof.reach import (
     LATER,
     Reach,
     constant,
-    dtype_of,
     entries_of,
     in_each_way,
     made,
@@ -96,7 +94,7 @@ def find_later(program: Any, args: list[Reach], seen: Seen, rows: int, **options
                     place, of = next((x.why for x in parts if x.why), ("?", "the program"))
                     return f"the loss: targets: {problem}" if name == TARGETS else f"{place}: {of}: {problem}"
                 parts, row = [], (row + rows) % len(seen.first)
-    return None
+    return interpreter.problem
 
 
 def _problem_of(parts: list[Reach], seen: Seen, row: int, of_targets: bool) -> str | None:
@@ -123,30 +121,16 @@ def _problem_of(parts: list[Reach], seen: Seen, row: int, of_targets: bool) -> s
     return None
 
 
-def find_met(program: Any, shape: tuple[int, int]) -> str | None:
-    """Where a target first meets the logits of a later position, or of another sequence; None: nowhere.
-
-    Args:
-        program: a closed jaxpr of logits [B, L, V], targets [B, L], and values that count for neither.
-        shape: B and L.
-    """
-    size = math.prod(shape)
-    number = np.arange(size, dtype=np.int32).reshape(shape)
-    # Of what depends on logits and on targets, the last of the logits and the first of the targets are kept.
-    tokens = [(size - 1 - number)[..., None], 2 * size - 1 - number]
-    args = [unknown(var.aval.shape, dtype_of(var.aval)) for var in body_of(program)[0].invars]
-    args[:2] = [unknown(x.shape, x.number.dtype, a, a) for x, a in zip(args, tokens, strict=False)]
-    interpreter = Meetings(Seen(size - 1 - number, size - 1 - number))
-    interpreter.run(program, args)
-    return interpreter.problem
-
-
 class Interpreter:
     """What is known of the results of a program, from what is known of its arguments.
 
     Attributes:
         named: the values that have a name, LOGITS or TARGETS, in their order.
+        problem: where a target first meets the logits of a later position, or of another sequence; None: nowhere. What
+            logits and targets make together may go anywhere.
     """
+
+    problem: str | None = None
 
     def __init__(
         self,
@@ -192,10 +176,11 @@ class Interpreter:
     def _results(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
         name = eq.name
         if name == "name":
-            self.named.get(eq.params["name"], []).extend(ins)
+            if (label := eq.params["name"]) in self.named:
+                return [self._loss_gets(ins[0], label)]
             mark = marks.mark_of(eq.eqn)
             self._entered = mark.label if mark and mark.kind == "enters" else self._entered
-            if mark and mark.label in self.free:
+            if (mark.label if mark else label) in self.free:
                 return [unknown(x.shape, x.number.dtype) for x in ins]
         if marks.is_region(eq.eqn) and (rule := _region_rule(self._entered)):
             return self._worked(eq, ins, lambda eqn, ins: [rule(eqn, *ins) or anything(eqn, ins)[0]])
@@ -217,7 +202,36 @@ class Interpreter:
                 x.why = None
             elif not x.why and (place := eq.place()) != "?":
                 x.why = place, eq.name
+        if self.named[TARGETS]:
+            self._meet(eq, ins, found)
         return found
+
+    def _loss_gets(self, x: Reach, name: str) -> Reach:
+        """What a loss knows of logits or targets: which they are, not what they depend on.
+
+        They are numbered from the end, so that of what depends on both `first` is the last of the logits and `last` is
+        the first of the targets, which have numbers past those of the logits.
+        """
+        (rows, count), (size, length) = x.shape[:2], (self.seen.first.size, self.seen.first.shape[1])
+        row, at = divmod(sum(part.shape[1] for part in self.named[name]), length)
+        self.named[name].append(x)
+        number = (row * rows + np.arange(rows)[:, None]) * length + at + np.arange(count)
+        number = (size if name == LOGITS else 2 * size) - 1 - number.reshape(rows, count, *[1] * (len(x.shape) - 2))
+        if name == LOGITS:
+            self.seen = Seen(*[size - 1 - np.arange(size).reshape(-1, length)] * 2)
+        return unknown(x.shape, x.number.dtype, number, number)
+
+    def _meet(self, eq: Equation, ins: list[Reach], found: list[Reach]) -> None:
+        """Notes where a target first meets logits that may know it."""
+        size, length = self.seen.first.size, self.seen.first.shape[1]
+        has_met = lambda x: (x.first < size) & (x.last >= size) & (x.last < 2 * size)
+        for x in found if not (self.problem or any(has_met(x).any() for x in ins)) else ():
+            logits, target = np.broadcast_arrays(size - 1 - x.first, 2 * size - 1 - x.last)
+            for at in np.argwhere(has_met(x) & (logits > target))[:1]:
+                (row, read), (of, position) = (divmod(int(a[tuple(at)]), length) for a in (logits, target))
+                place, name = next((x.why for x in ins if x.why and x.last.max() < size), (eq.place(), eq.name))
+                which = f"position {read}" if row == of else "another sequence"
+                self.problem = f"{place}: {name}: the target of position {position} meets the logits of {which}"
 
     def _told_apart(self, x: Reach, var: Any) -> Reach:
         """The value without its numbers, if in longer sequences there are more of them than its dtype has."""
@@ -281,26 +295,6 @@ class Interpreter:
         if which.is_known:
             return self.run(branches[int(np.clip(which.number.item(), 0, len(branches) - 1))], args, eq)
         return self._worked(eq, ins, anything)
-
-
-class Meetings(Interpreter):
-    """What `find_met` follows. What targets and logits make together may go anywhere."""
-
-    problem: str | None = None
-
-    def _worked(self, eq: Equation, ins: list[Reach], how: Callable) -> list[Reach]:
-        found, (size, length) = super()._worked(eq, ins, how), (self.seen.first.size, self.seen.first.shape[1])
-        has_met = lambda x: (x.first < size) & (x.last >= size)
-        if self.problem or any(has_met(x).any() for x in ins):
-            return found
-        for x in found:
-            logits, target = np.broadcast_arrays(size - 1 - x.first, 2 * size - 1 - x.last)
-            for at in np.argwhere(has_met(x) & (logits > target))[:1]:
-                (row, read), (of, position) = (divmod(int(a[tuple(at)]), length) for a in (logits, target))
-                place, name = next((x.why for x in ins if x.why and x.last.max() < size), (eq.place(), eq.name))
-                which = f"position {read}" if row == of else "another sequence"
-                self.problem = f"{place}: {name}: the target of position {position} meets the logits of {which}"
-        return found
 
 
 def _fits(x: Reach, world: Seen) -> bool:

@@ -15,18 +15,17 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType
 
-from shardlib import shardops
 from shardlib.axes import PIPELINE_AXIS
-from shardlib.proof.causality import LOGITS, TARGETS, Seen, find_later, find_met, operations, tokens
+from shardlib.proof.causality import LOGITS, TARGETS, Seen, find_later, operations, tokens
 from shardlib.proof.causality import text_of as program_text
 from shardlib.proof.check import Finding
 from shardlib.proof.lengths import compared
 from shardlib.proof.reach import FIRST, LAST, LATER, Reach, constant, dtype_of, entries_of, made, unknown
-from shardlib.shardtypes import bool_, f32, typed_shard_map, u32
+from shardlib.shardtypes import f32, typed_shard_map, u32
 from shardlib.values import mesh_axes, pipeline_stage
 from shardwright.modeling import fp8
 from shardwright.modeling.attention_calls import calls_of, sees_later, with_path
-from shardwright.modeling.model import COMPUTE_DTYPES, act, compute_scope, inputs_of
+from shardwright.modeling.model import act, compute_scope, inputs_of
 from shardwright.modeling.rules import Rule
 from shardwright.modeling.weights import shapes_of
 from shardwright.run.soundness import Unproved, refuse, text_of
@@ -36,6 +35,8 @@ ROWS, LENGTH = 2, 256
 """Sequences, and least positions of each, for which a model is checked."""
 AT_MOST = 4096
 """Most tokens, where ROWS of LENGTH would be another program, or would not show all that it does."""
+GIVEN = "causality: given"
+"""Name of what a loss gets beside logits and targets, which counts for neither."""
 PURPOSE = "A model that is not causal on purpose says so: Rule(causal=False)"
 REMEDIES = {
     "where later documents begin": "read tokens.positions and tokens.document of the position itself and of those "
@@ -43,6 +44,7 @@ REMEDIES = {
     "another sequence": "let each sequence be by itself: take means, norms and choices over other dims than B",
     "in an earlier document": "leave out what comes from another document: attend by rules.same_document, set to 0 by "
     "tokens.document or tokens.positions, or set training.document_mask=false",
+    "meets the logits": "compute the loss of a target from the logits of its own position, or of an earlier one",
     "is to predict the token": "give the loss of each position its own target, batch.targets at that position",
     ": (dot_general|reduce_max|select_n|while|scan): ": "leave later positions out of what is taken together: let "
     f"their weights be 0, as rules.causal and jnp.where(q >= k, …) do. {PURPOSE}",
@@ -96,10 +98,7 @@ def check_causal(
     settings = forward.model.c, forward.training, rows, length, sampled, staged, optimizer
     settings += (source and text_of(forward.model),)
 
-    def find() -> list[Finding]:
-        found = list(dict.fromkeys(_findings(forms, (rows, length), calls, sampled, staged)))
-        return found or (list(_of_loss(forward, optimizer)) if optimizer else [])
-
+    find = lambda: list(dict.fromkeys(_findings(forms, (rows, length), calls, sampled, staged, optimizer)))
     try:
         refuse(find, source, "causality", settings)
     except Unproved as why:
@@ -116,7 +115,9 @@ def describe_causality(forward: Any, source: Any, optimizer: Any = None) -> str:
     return "causality  the logits of a position depend on no later token, and on no other document"
 
 
-def _findings(forms: list, sizes: tuple[int, int], calls: dict, sampled: bool, staged: bool) -> Iterator[Finding]:
+def _findings(
+    forms: list, sizes: tuple[int, int], calls: dict, sampled: bool, staged: bool, optimizer: Any
+) -> Iterator[Finding]:
     for form in forms:
         for call in dict.fromkeys(calls[form.in_training]):
             if sees_later(form.rule(call.rule), call, sizes[1]):  # at all distances
@@ -132,20 +133,18 @@ def _findings(forms: list, sizes: tuple[int, int], calls: dict, sampled: bool, s
         seeds = form.in_training and bool(getattr(form.model.c, "dropout", 0))
         form = with_path(form, "einsum", "gather")  # with which others are compared: attention_calls.check_paths
         for parts in (False, True) if staged and not sampled else (False,):
-            if found := list(_of_program(form, sizes, sampled, seeds, parts, known)):
+            if found := list(_of_program(form, sizes, known, (sampled, seeds, parts, optimizer))):
                 yield from found
                 return
 
 
-def _of_program(
-    forward: Any, sizes: tuple[int, int], sampled: bool, seeds: bool, parts: bool, known: set[str]
-) -> Iterator[Finding]:
+def _of_program(forward: Any, sizes: tuple[int, int], known: set[str], options: tuple) -> Iterator[Finding]:
     length, t = sizes[1], forward.training
 
     @functools.cache
     def trace(at: tuple[int, int]) -> Any:
         scaled = dataclasses.replace(t, loss_chunk=t.loss_chunk and t.loss_chunk * at[1] // length)
-        return _traced(dataclasses.replace(forward, training=scaled), at, sampled, seeds, parts)
+        return _traced(dataclasses.replace(forward, training=scaled), at, *options)
 
     try:
         own = trace(sizes)
@@ -174,9 +173,8 @@ def _of_program(
         if (text := program_text(program) + program_text(longer)) in known:
             return
         known.add(text)
-        runs = list(_runs(forward, *at, sampled, seeds))
-        options = {"rows": at[0], "growth": math.log(length, at[1]), "free": (fp8.PEAK,)}
-        find = functools.partial(_first_problem, program, runs, options)
+        runs = list(_runs(forward, *at, *options[:2]))
+        find = functools.partial(_first_problem, program, runs, at[0], math.log(length, at[1]))
         if not (doubted := find(unknown)):
             return
         if problem := find(frozenset()) if unknown else doubted:  # a leak of the shorter program, whatever is unknown
@@ -188,8 +186,9 @@ def _of_program(
     yield Finding(remedied(doubt))
 
 
-def _first_problem(program: Any, runs: list, options: dict[str, Any], unknown: frozenset[int]) -> str:
-    return next(filter(None, (find_later(program, *run, unknown=unknown, **options) for run in runs)), "")
+def _first_problem(program: Any, runs: list, rows: int, growth: float, unknown: frozenset[int]) -> str:
+    found = (find_later(program, *run, rows, unknown=unknown, growth=growth, free=(GIVEN, fp8.PEAK)) for run in runs)
+    return next(filter(None, found), "")
 
 
 def _runs(forward: Any, rows: int, length: int, sampled: bool, seeds: bool) -> Iterator[tuple[list[Reach], Seen]]:
@@ -236,15 +235,21 @@ def _side_by_side(forward: Any) -> int:
     return min(2, forward.training.side_by_side) if forward.in_training else 1
 
 
-def _traced(forward: Any, sizes: tuple[int, int], sampled: bool, seeds: bool, parts: bool) -> Any:
-    """What a microbatch goes through on one device, as far as to its loss. Its logits have the name LOGITS."""
+def _traced(
+    forward: Any, sizes: tuple[int, int], sampled: bool, seeds: bool, parts: bool, optimizer: Any = None
+) -> Any:
+    """What a microbatch goes through on one device, until its loss. What its loss gets has names."""
     model = forward.model
 
-    def of_logits(logits, targets, *_):
-        logits, targets = checkpoint_name(logits, LOGITS), checkpoint_name(targets, TARGETS)
-        dims = "B/r/d/e L/c"
-        total = shardops.einsum_unreduced(f"{dims} V/t/p -> {dims} +t +p", jnp.float32(logits))
-        return shardops.psum(f"{dims} +t +p -> {dims}", total) + jnp.float32(targets)
+    def of_logits(logits, targets, mask, _):
+        module, reference = (
+            _module_of(forward),
+            checkpoint_name(0 * logits, GIVEN) if forward.training.reference else None,
+        )
+        own = functools.partial(module.training_loss, c=optimizer)
+        own = own if forward.in_training and optimizer else module.MicrobatchLoss(forward).loss
+        named = checkpoint_name(logits, LOGITS), checkpoint_name(targets, TARGETS), checkpoint_name(mask, GIVEN)
+        return own(*named, reference)
 
     Microbatch = tuple[TokenBatch, u32["B/r/d"] | None]
 
@@ -282,38 +287,3 @@ def _on_one_device(forward: Any, program: Any, args: tuple) -> Any:
     on_one = jax.sharding.use_abstract_mesh(one)
     with jax.sharding.use_abstract_mesh(none), on_one, compute_scope(forward.training.compute_dtype):
         return jax.jit(program).trace(*args).jaxpr
-
-
-def _of_loss(forward: Any, optimizer: Any) -> Iterator[Finding]:
-    """What is wrong with the losses of training and evaluation: a target that is compared with logits that know it."""
-    module = _module_of(forward)
-    for own in (functools.partial(module.training_loss, c=optimizer), module.MicrobatchLoss(forward).loss):
-        yield from _of_losses(forward, own)
-
-
-def _of_losses(forward: Any, own: Any) -> Iterator[Finding]:
-    sizes, vocab = (ROWS, 4 * LENGTH), forward.model.c.vocab
-
-    @typed_shard_map
-    def loss(
-        logits: act["B/r/d L V/t/p"],
-        targets: u32["B/r/d L"],
-        mask: bool_["B/r/d L"],
-        reference: act["B/r/d L V/t/p"] | None,
-    ) -> f32["B/r/d L"]:
-        return own(logits, targets, mask, reference)
-
-    shape = lambda dtype, *more: jax.ShapeDtypeStruct((*sizes, *more), dtype)
-    dtype = COMPUTE_DTYPES[forward.training.compute_dtype]
-    reference = shape(dtype, vocab) if forward.training.reference else None
-    args = shape(dtype, vocab), shape(jnp.uint32), shape(bool), reference
-    try:
-        program = _on_one_device(forward, loss, args)
-    except Exception as error:
-        lines = str(error).splitlines() or [""]
-        raise Unproved(f"on one device its loss does not trace: {type(error).__name__}: {lines[0]}") from None
-    if problem := find_met(program, sizes):
-        yield Finding(
-            f"{problem}, which may know it\n  remedy: compute the loss of a target from the logits of its own "
-            "position, or of an earlier one"
-        )
