@@ -336,6 +336,122 @@ def test_what_begins_beyond_the_positions_that_are_followed_is_seen(name):
             verdict(forward(FAR[name]), length)
 
 
+def ordered(convert):
+    """Attention by the order of converted positions."""
+    return attends(lambda q, k: (convert(q.index) >= convert(k.index)) & (q.document == k.document))
+
+
+def within(weights):
+    """Sums over the positions of a document, by weights[L, L]."""
+
+    def mix(x, tokens):
+        same = tokens.document[:, :, None] == tokens.document[:, None]
+        return jnp.einsum("bls,bsm->blm", jnp.where(same, weights(x.shape[1]), 0.0) / x.shape[1], x)
+
+    return mixed(mix)
+
+
+def with_ones(array, rows, columns):
+    array[rows, columns] = 1
+    return array
+
+
+def of_documents(number):
+    return attends(lambda q, k: (q.index >= k.index) & (number(q.document) == number(k.document)))
+
+
+def next_block(size):
+    """Of each block its positions of the next one, within documents."""
+
+    def mix(x, tokens):
+        n = min(size(x.shape[1]), x.shape[1])
+        blocks, numbers = (a.reshape(len(a), -1, n, *a.shape[2:]) for a in (x, tokens.document))
+        after = lambda a: jnp.pad(a[:, 1:], [(0, 0), (0, 1), *[(0, 0)] * (a.ndim - 2)])
+        return jnp.where((numbers == after(numbers))[..., None], after(blocks), 0).reshape(x.shape)
+
+    return mixed(mix)
+
+
+GROWING = {  # what changes with the length, beyond the positions that are followed at first
+    "bf16": ordered(jnp.bfloat16),
+    "bf16, of the length": ordered(lambda i: jnp.bfloat16(i / 1024)),
+    "uint8": ordered(jnp.uint8),
+    "int8": ordered(jnp.int8),
+    "part of L": within(lambda n: jnp.tri(n) + (jnp.arange(n) < n // 512)),
+    "start at most": mixed(lambda x, _: 0 * x + jnp.sum(x[:, min(x.shape[1], 300) :], 1, keepdims=True)),
+    "mask at most": within(lambda n: jnp.tri(n) + (jnp.arange(n) >= min(n, 300))),
+    "array": within(lambda n: with_ones(np.tri(n, dtype=np.float32), slice(1), slice(300, None))),
+    "array of positions": within(lambda n: jnp.tri(n) + jnp.asarray(with_ones(np.zeros((1, n)), 0, slice(300, None)))),
+    "blocks": next_block(lambda n: 512),
+    "blocks of the length": next_block(lambda n: max(256, n // 4)),
+    "documents modulo 8": of_documents(lambda i: i % 8),
+    "documents in uint8": of_documents(jnp.uint8),
+}  # fmt: skip
+QUICK |= {"bf16", "uint8", "start at most", "documents modulo 8"}
+
+
+@pytest.mark.parametrize("name", some(GROWING))
+def test_what_changes_with_the_length_is_seen(name):
+    with pytest.raises(ValueError, match="remedy: "):
+        verdict(forward(GROWING[name]), 1024)
+
+
+def test_an_array_of_a_length_that_is_not_followed_is_not_proved():
+    assert re.search("as far as 256 positions show$", verdict(forward(GROWING["array"]), 8192))
+    assert re.search("its sizes on 8192 positions", verdict(forward(next_block(lambda n: min(n, 4096))), 8192))
+
+
+LENGTHS_USED = {  # right uses of the length
+    "scale": mixed(lambda x, _: x * np.log(x.shape[1]) / np.sqrt(x.shape[1])),
+    "table": mixed(lambda x, _: x * jnp.asarray(np.cos(np.arange(x.shape[1]))[:, None])),
+    "window": attends(lambda q, k: (q.index >= k.index) & (q.index - k.index < 3000) & (q.document == k.document)),
+}
+
+
+@pytest.mark.parametrize("name", LENGTHS_USED)
+def test_right_uses_of_the_length_pass(name):
+    assert verdict(forward(LENGTHS_USED[name]), 4096) == ""
+
+
+def first_of_document(x, tokens):
+    return jnp.take_along_axis(x, (tokens.places.index - tokens.positions)[..., None], axis=1)
+
+
+def last_of_document(x, tokens):
+    last = jnp.sum(tokens.document[:, None] <= tokens.document[:, :, None], -1) - 1
+    return jnp.take_along_axis(x, last[..., None], axis=1)
+
+
+def test_the_first_position_of_a_document_is_read_and_the_last_is_not():
+    assert verdict(forward(mixed(first_of_document))) == ""
+    with pytest.raises(ValueError, match="gather: the logits of position 0 depend on"):
+        verdict(forward(mixed(last_of_document)))
+
+
+@pytest.mark.parametrize("training", [{"loss_chunk": 8}, {"fp8": True}], ids=str)
+def test_the_loss_in_chunks_and_fp8_are_followed_as_they_run(training, monkeypatch):
+    assert verdict(forward(train.Llama, **training), optimizer=tiny.optimizer()) == ""
+    assert verdict(forward(train.Llama), optimizer=tiny.optimizer()) == ""
+    last, einsum = train.MicrobatchLoss.last, train.Forward.einsum.fget
+    next_too = lambda x, is_so: x + jnp.roll(x, -1, 1) if is_so else x
+    of_last = lambda self, w, x, *rest: last(self, w, next_too(x, self.forward.training.loss_chunk), *rest)
+    of_einsum = lambda self: lambda spec, x, *rest: einsum(self)(spec, next_too(x, self.training.fp8), *rest)
+    monkeypatch.setattr(train.MicrobatchLoss, "last", of_last)
+    monkeypatch.setattr(train.Forward, "einsum", property(of_einsum))
+    assert verdict(forward(train.Llama)) == ""
+    with pytest.raises(ValueError, match=r"test_causality.py:\d+: slice: the logits of"):
+        verdict(forward(train.Llama, **training))
+
+
+def test_which_later_targets_count_is_not_known():
+    """A model gets the mask of its targets, and their number, for losses and metrics of its layers."""
+    of = lambda mix: forward(mixed(lambda x, t: x if t.counts is None else 0 * x + mix(t.counts, t.targets)))
+    assert verdict(of(lambda counts, targets: counts[..., None])) == ""
+    for mix in (lambda counts, targets: shift(counts[..., None], -1), lambda counts, targets: targets):
+        with pytest.raises(ValueError, match="remedy: "):
+            verdict(of(mix))
+
+
 def test_a_far_window_and_a_far_shift_pass():
     assert verdict(forward(attends(lambda q, k: by_blocks(q, k) & (q.index - k.index < 400))), 8192) == ""
     far = lambda x, tokens: jnp.where(tokens.positions[..., None] >= 256, shift(x, min(256, x.shape[1])), 0)
