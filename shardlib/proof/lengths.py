@@ -34,7 +34,7 @@ def compared(long: Any, short: Any, length: int, at: int) -> tuple[str, set[int]
         if a is None or b is None or a.primitive is not b.primitive:
             return _named(a or b), set(), False
         pairs = list(itertools.zip_longest(_sizes(a), _sizes(b)))
-        if any(x != y and (None in (x, y) or abs(y) < 2 or not _follows(x, y, length, at)) for x, y in pairs):
+        if any(x != y and (None in (x, y) or not _follows(x, y, length, at)) for x, y in pairs):
             return _named(a), set(), False
         literals = [(x.val, y.val, y) for x, y in zip(a.invars, b.invars, strict=True) if isinstance(y, core.Literal)]
         unknown |= {id(y) for x, value, y in literals if not _is_known(x, value, length, at)}
@@ -54,6 +54,8 @@ def _follows(long: float, short: float, length: int, at: int) -> bool:
 
     It may be rounded to a multiple of ROUNDED.
     """
+    if abs(short) < 2:  # such as one block, of which no other sees anything
+        return False
     left, (grown, rest) = short - long * at / length, divmod((long - short) * at, length - at)
     if not left or (abs(left) < ROUNDED <= short / 2 and long % ROUNDED == short % ROUNDED == 0):
         return True
