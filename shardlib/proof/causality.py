@@ -7,8 +7,9 @@ after a position. What differs before it depends on documents that begin later. 
 
 import dataclasses
 import hashlib
+import itertools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,6 +21,7 @@ from shardlib.proof.equation import Equation
 from shardlib.proof.lengths import arrays_in
 from shardlib.proof.reach import (
     LATER,
+    NONE,
     Reach,
     constant,
     entries_of,
@@ -31,55 +33,35 @@ from shardlib.proof.reach import (
 )
 from shardlib.proof.reach_moves import rows_added
 from shardlib.proof.reach_rules import anything, apply
-from shardlib.proof.reach_slots import is_in, together
+from shardlib.proof.reach_slots import is_in, of_sorted, together
 
 LOGITS, TARGETS = "causality: logits", "causality: targets"
 """Names of the values (jax.ad_checkpoint.checkpoint_name) of which it is proved, and of what the loss is to predict."""
 FORM = frozenset("broadcast_in_dim convert_element_type copy expand_dims pad reshape slice squeeze".split())  # noqa: SIM905
 """Primitives that JAX adds or leaves out by the sizes of dims."""
+MET = np.int32(2**29)
+"""In the place of a token: a target and logits."""
 TURNS = 2**16
 """Largest number of passes of a loop that are followed one by one."""
 
 
-def tokens(batch: int, length: int) -> Reach:
-    """The tokens of a batch, [batch, length], each of which depends on itself."""
+def tokens(batch: int, length: int, is_forward: bool = True) -> np.ndarray:
+    """Numbers of the tokens of a batch, [batch, length]: token i of sequence b is b·L + i, or so many before the last.
+
+    Token i is the target of position i, so that its logits may depend on those before it.
+    """
     number = np.arange(batch * length, dtype=np.int32).reshape(batch, length)
-    return unknown((batch, length), np.dtype(np.uint32), number, number)
+    return number if is_forward else number[::-1, ::-1]
 
 
-class Seen(NamedTuple):
-    """The first and the last token that the logits of each position may depend on, [B, L] of both."""
-
-    first: np.ndarray
-    last: np.ndarray
-
-    @classmethod
-    def of_documents(cls, starts: np.ndarray, until: int | None = None) -> "Seen":
-        """Where documents begin at `starts`, bool[B, L]. The first position of a sequence begins one.
-
-        Entry [b, i] of the tokens is the target of position i, so that its logits may depend on those before it.
-        Positions after `until` may depend on anything, those before it not on LATER.
-        """
-        number, place = np.arange(starts.size).reshape(starts.shape), np.arange(starts.shape[1])
-        first, is_free = (
-            np.maximum.accumulate(np.where(starts, number, number[:, :1]), axis=1),
-            place > (until or 2**30),
-        )
-        return cls(np.where(is_free, 0, first), np.where(is_free, LATER, number - 1))
-
-    def rows(self, start: int, stop: int) -> "Seen":
-        """Of some sequences."""
-        return Seen(self.first[start:stop], self.last[start:stop])
-
-
-def find_later(program: Any, args: list[Reach], seen: Seen, rows: int, **options: Any) -> str | None:
+def find_later(program: Any, args: list[Reach], seen: np.ndarray, rows: int, **options: Any) -> str | None:
     """Where the logits of a position come to depend on what the position must not see; None: nowhere.
 
     Args:
         program: a closed jaxpr, whose first result are the logits [B, L, V], or in which they have the name LOGITS, and
             their targets [B, L] TARGETS: those of a microbatch as a whole, or part by part along L.
         args: what is known of its arguments.
-        seen: what the logits of all microbatches may depend on.
+        seen: the last token that the logits of each position may depend on, [B, L] of all microbatches; or LATER.
         rows: sequences of each microbatch.
         **options: of Interpreter.
     """
@@ -89,35 +71,36 @@ def find_later(program: Any, args: list[Reach], seen: Seen, rows: int, **options
         parts, row = [], 0
         for x in found or ([result] if name == LOGITS else []):
             parts.append(x)
-            if sum(part.shape[1] for part in parts) == seen.first.shape[1]:
-                if problem := _problem_of(parts, seen.rows(row, row + rows), row, name == TARGETS):
+            if sum(part.shape[1] for part in parts) == seen.shape[1]:
+                last = [np.broadcast_to(x.last.reshape(*x.last.shape[:2], -1).max(-1), x.shape[:2]) for x in parts]
+                problem_of = _problem_of_targets if name == TARGETS else _problem_of_logits
+                if problem := problem_of(np.concatenate(last, 1), seen, row, interpreter.is_forward):
                     place, of = next((x.why for x in parts if x.why), ("?", "the program"))
                     return f"the loss: targets: {problem}" if name == TARGETS else f"{place}: {of}: {problem}"
-                parts, row = [], (row + rows) % len(seen.first)
+                parts, row = [], (row + rows) % len(seen)
     return interpreter.problem
 
 
-def _problem_of(parts: list[Reach], seen: Seen, row: int, of_targets: bool) -> str | None:
-    """What the logits of a microbatch see that they must not see; or a target that they may; None: nothing."""
-    length, lead = seen.first.shape[1], lambda a: a.reshape(*a.shape[:2], -1)
-    first = np.concatenate([np.broadcast_to(lead(x.first).min(-1), x.shape[:2]) for x in parts], 1)
-    last = np.concatenate([np.broadcast_to(lead(x.last).max(-1), x.shape[:2]) for x in parts], 1)
-    has = last >= 0
-    if of_targets:
-        for at in np.argwhere(has & (first <= seen.last) & (seen.last < LATER))[:1]:
-            read = f"position {at[1]} is to predict the token of position {first[tuple(at)] % length}"
-            return f"{read}, which it has read"
-        return None
-    for wrong, token in ((has & (last > seen.last), last), (has & (first < seen.first), first)):
-        for at in np.argwhere(wrong)[:1]:
-            (own, position), token = map(int, at), int(token[tuple(at)])
-            if token == LATER:
-                return f"the logits of position {position} depend on where later documents begin"
-            of, token = divmod(token, length)
-            if of != row + own:
-                return "the logits of a sequence depend on tokens of another sequence of the batch"
-            where = "in an earlier document" if token < position else "that it is to predict, or a later one"
-            return f"the logits of position {position} depend on the token of position {token}, {where}"
+def _problem_of_logits(last: np.ndarray, seen: np.ndarray, row: int, is_forward: bool) -> str | None:
+    """What the logits of a microbatch, which begins with a row of `seen`, see that they must not see; None: nothing."""
+    for at in np.argwhere(last > seen[row : row + len(last)])[:1]:
+        (own, position), token = map(int, at), int(last[tuple(at)])
+        if token == LATER:
+            return f"the logits of position {position} depend on where later documents begin"
+        of, token = divmod(token if is_forward else seen.size - 1 - token, seen.shape[1])
+        if of != row + own:
+            return "the logits of a sequence depend on tokens of another sequence of the batch"
+        where = "that it is to predict, or a later one" if is_forward else "in an earlier document"
+        return f"the logits of position {position} depend on the token of position {token}, {where}"
+    return None
+
+
+def _problem_of_targets(last: np.ndarray, seen: np.ndarray, row: int, is_forward: bool) -> str | None:
+    """A token that a position of a microbatch is to predict, and has read; None: there is none."""
+    own = tokens(*seen.shape, False)[row : row + len(last)]
+    for at in [] if is_forward else np.argwhere(last > own)[:1]:
+        read = (seen.size - 1 - int(last[tuple(at)])) % seen.shape[1]
+        return f"position {at[1]} is to predict the token of position {read}, which it has read"
     return None
 
 
@@ -134,8 +117,9 @@ class Interpreter:
 
     def __init__(
         self,
-        seen: Seen,
+        seen: np.ndarray,
         rows: int | None = None,
+        is_forward: bool = True,
         unknown: frozenset[int] = frozenset(),
         growth: float = 1.0,
         free: tuple[str, ...] = (),
@@ -143,19 +127,15 @@ class Interpreter:
         """An interpreter.
 
         Args:
-            seen: what a position may depend on.
+            seen: the last token that each position may depend on, [B, L].
             rows: sequences of each microbatch; None: all.
+            is_forward: whether tokens are numbered from the first one on.
             unknown: ids of literals and arrays of which no number is known.
             growth: n positions stand for n to the power of it.
-            free: labels of marks on values that depend on no token, though they are computed of all.
+            free: names and labels of marks of values that depend on no token, though they are computed of some.
         """
-        self.seen, self.rows, self.unknown, self.growth, self.free = (
-            seen,
-            rows or len(seen.first),
-            unknown,
-            growth,
-            free,
-        )
+        self.seen, self.rows, self.is_forward = seen, rows or len(seen), is_forward
+        self.unknown, self.growth, self.free = unknown, growth, free
         self.named: dict[str, list[Reach]] = {LOGITS: [], TARGETS: []}
         self._entered = ""
 
@@ -189,6 +169,9 @@ class Interpreter:
         if name in ("scan", "while", "cond"):
             ins = list(map(_alone, ins))
             return {"scan": self._scan, "while": self._while, "cond": self._cond}[name](eq, ins)
+        if name == "sort" and len(ins) == 1:
+            choices = lambda ins: of_sorted(ins[0], eq.params["dimension"], self.is_forward)
+            return self._worked(eq, ins, lambda eqn, ins: [found] if (found := choices(ins)) else apply(eqn, ins))
         return self._worked(eq, ins, apply)
 
     def _worked(self, eq: Equation, ins: list[Reach], how: Callable) -> list[Reach]:
@@ -203,35 +186,43 @@ class Interpreter:
             elif not x.why and (place := eq.place()) != "?":
                 x.why = place, eq.name
         if self.named[TARGETS]:
-            self._meet(eq, ins, found)
+            self._meet(eq, ins, found, how)
         return found
 
     def _loss_gets(self, x: Reach, name: str) -> Reach:
         """What a loss knows of logits or targets: which they are, not what they depend on.
 
-        They are numbered from the end, so that of what depends on both `first` is the last of the logits and `last` is
-        the first of the targets, which have numbers past those of the logits.
+        Targets have numbers past those of logits, and from the last one on, as the first of them is looked for.
         """
-        (rows, count), (size, length) = x.shape[:2], (self.seen.first.size, self.seen.first.shape[1])
+        (rows, count), (size, length) = x.shape[:2], (self.seen.size, self.seen.shape[1])
         row, at = divmod(sum(part.shape[1] for part in self.named[name]), length)
         self.named[name].append(x)
+        if not self.is_forward:
+            return unknown(x.shape, x.number.dtype)
         number = (row * rows + np.arange(rows)[:, None]) * length + at + np.arange(count)
-        number = (size if name == LOGITS else 2 * size) - 1 - number.reshape(rows, count, *[1] * (len(x.shape) - 2))
         if name == LOGITS:
-            self.seen = Seen(*[size - 1 - np.arange(size).reshape(-1, length)] * 2)
-        return unknown(x.shape, x.number.dtype, number, number)
+            self.seen = tokens(*self.seen.shape)
+        number = number if name == LOGITS else 2 * size - 1 - number
+        return unknown(x.shape, x.number.dtype, number.reshape(rows, count, *[1] * (len(x.shape) - 2)))
 
-    def _meet(self, eq: Equation, ins: list[Reach], found: list[Reach]) -> None:
+    def _meet(self, eq: Equation, ins: list[Reach], found: list[Reach], how: Callable) -> None:
         """Notes where a target first meets logits that may know it."""
-        size, length = self.seen.first.size, self.seen.first.shape[1]
-        has_met = lambda x: (x.first < size) & (x.last >= size) & (x.last < 2 * size)
-        for x in found if not (self.problem or any(has_met(x).any() for x in ins)) else ():
-            logits, target = np.broadcast_arrays(size - 1 - x.first, 2 * size - 1 - x.last)
-            for at in np.argwhere(has_met(x) & (logits > target))[:1]:
+        size, length = self.seen.size, self.seen.shape[1]
+        parts = (0, size), (size, 2 * size)
+        is_in = lambda x, part: (part[0] <= x.last) & (x.last < part[1])
+        if self.problem or not all(any(is_in(x, part).any() for x in ins) for part in parts):
+            return
+        only = lambda x, part: dataclasses.replace(x, last=np.where(is_in(x, part), x.last, NONE), ways=None)
+        pairs = (how(eq.eqn, [only(x, part) for x in ins]) for part in parts)
+        for x, of_logits, of_targets in zip(found, *pairs, strict=True):
+            target = np.where(of_targets.last < 0, size, 2 * size - 1 - of_targets.last)
+            logits, target = np.broadcast_arrays(of_logits.last, target)
+            for at in np.argwhere(logits > target)[:1]:
                 (row, read), (of, position) = (divmod(int(a[tuple(at)]), length) for a in (logits, target))
                 place, name = next((x.why for x in ins if x.why and x.last.max() < size), (eq.place(), eq.name))
                 which = f"position {read}" if row == of else "another sequence"
                 self.problem = f"{place}: {name}: the target of position {position} meets the logits of {which}"
+            x.last = np.where((logits >= 0) & (target < size), MET, x.last)
 
     def _told_apart(self, x: Reach, var: Any) -> Reach:
         """The value without its numbers, if in longer sequences there are more of them than its dtype has."""
@@ -242,12 +233,12 @@ class Interpreter:
         for count in (lambda: x.number.size, lambda: len(np.unique(x.number))):
             if count() ** self.growth <= 2.0**bits:
                 return x
-        return made(x.shape, x.number, False, x.first, x.last)
+        return made(x.shape, x.number, False, x.last)
 
     def _is_right(self, x: Reach) -> bool:
         """Whether a value has its positions along a dim, and entries that depend on nothing that these must not see."""
-        parts = range(0, len(self.seen.first), self.rows)
-        return x.is_free or any(_fits(x, self.seen.rows(i, i + self.rows)) for i in parts)
+        parts = range(0, len(self.seen), self.rows)
+        return x.is_free or any(_fits(x.last, self.seen[i : i + self.rows]) for i in parts)
 
     # ---- loops and choices
 
@@ -297,28 +288,23 @@ class Interpreter:
         return self._worked(eq, ins, anything)
 
 
-def _fits(x: Reach, world: Seen) -> bool:
-    """Whether a value has positions along a dim, and entries that depend on nothing that these must not see."""
-    shape, (rows, length) = np.broadcast_shapes(x.first.shape, x.last.shape), world.first.shape
-    first, last = (np.broadcast_to(a, shape) for a in (x.first, x.last))
-    has = last >= 0
-    by = lambda a, dims: a.reshape([n if i in dims else 1 for i, n in enumerate(shape)])
-    fits = lambda lower, upper: not (has & ((last > upper) | (first < lower))).any()
-    at = lambda size: [i for i, n in enumerate(shape) if n == size]
-    if any(fits(by(world.first.ravel(), [i]), by(world.last.ravel(), [i])) for i in at(rows * length)):
+def _fits(last: np.ndarray, seen: np.ndarray) -> bool:
+    """Whether entries have positions along a dim, and depend on nothing that these must not see."""
+    by = lambda a, *dims: a.reshape([n if i in dims else 1 for i, n in enumerate(last.shape)])
+    at = lambda size: [i for i, n in enumerate(last.shape) if n == size]
+    fits = lambda upper: not (last > upper).any()
+    if any(fits(by(seen.ravel(), i)) for i in at(seen.size)):
         return True
-    for batch in at(rows):
-        places = np.arange(length)
-        for i in at(length):
-            own = (world.first, world.last) if batch < i else (world.first.T, world.last.T)
-            if batch != i and fits(*(by(a, [batch, i]) for a in own)):
-                return True
-            for j in at(length):  # a query and a key
-                if len({i, j, batch}) == 3 and i < j:
-                    later = world.last[:, np.maximum.outer(places, places)]
-                    later = np.moveaxis(later, 0, sum(dim < batch for dim in (i, j)))
-                    if fits(by(world.first[:, 0], [batch]), by(later, [batch, i, j])):
-                        return True
+    for batch, i in itertools.product(*map(at, seen.shape)):
+        if batch != i and fits(by(seen if batch < i else seen.T, batch, i)):
+            return True
+        for j in at(seen.shape[1]):  # a query and a key
+            if len({i, j, batch}) == 3 and i < j:
+                most = np.maximum.accumulate(seen, axis=1)  # of other documents, a later sum has what it must not have
+                both = np.maximum(most[:, :, None], most[:, None])
+                both = np.moveaxis(both, 0, (batch > i) + (batch > j))
+                if fits(by(both, batch, i, j)):
+                    return True
     return False
 
 
@@ -332,10 +318,8 @@ def _region_rule(label: str) -> Callable | None:
 def _products_of_rows(eqn: Any, rows: Reach, ids: Reach, matrices: Reach) -> Reach:
     if is_in(rows) != is_in(ids) or (is_in(rows) and rows.fact != ids.fact):
         rows, ids = together(rows), together(ids)
-    (first, last), (low, high) = rows.over([len(rows.shape) - 1]), of_all([matrices])
-    first, last = np.minimum(first, ids.first[..., None]), np.maximum(last, ids.last[..., None])
-    shape = eqn.outvars[0].aval.shape
-    found = unknown(shape, rows.number.dtype, np.minimum(first, low), np.maximum(last, high))
+    last = np.maximum(rows.over([len(rows.shape) - 1]), ids.last[..., None])
+    found = unknown(eqn.outvars[0].aval.shape, rows.number.dtype, np.maximum(last, of_all([matrices])))
     return dataclasses.replace(found, fact=rows.fact if is_in(rows) else None)
 
 

@@ -64,15 +64,14 @@ def _follows(long: float, short: float, length: int, at: int) -> bool:
 
 def _is_known(long: Any, short: Any, length: int, at: int) -> bool:
     """Whether numbers are the same ones, which the shorter sequences reach, or one that follows from the length."""
-    if not isinstance(getattr(short, "dtype", np.dtype(float)), np.dtype) or np.asarray(short).dtype.kind not in "iuf":
-        return np.shape(long) == np.shape(short) and (not np.ndim(short) or np.array_equal(long, short))
-    if np.ndim(short) or np.ndim(long):
-        same = np.array_equal(long, short, equal_nan=np.asarray(short).dtype.kind == "f")
-        return same and not np.any((np.abs(short) >= at / 2) & (np.abs(short) < length))
-    long, short = np.asarray(long).item(), np.asarray(short).item()
-    if long == short or long != long:
-        return not at / 2 <= abs(short) < length
-    return bool(np.isfinite([long, short]).all()) and _follows(long, short, length, at)
+    if not isinstance(getattr(short, "dtype", np.dtype(float)), np.dtype):
+        return True  # keys
+    if np.shape(long) != np.shape(short):
+        return False
+    a, b = (np.asarray(x, complex if np.iscomplexobj(x) else float) for x in (long, short))
+    if ((a == b) | ((a != a) & (b != b))).all():
+        return not ((np.abs(b) >= at / 2) & (np.abs(b) < length)).any()
+    return not b.ndim and bool(np.isfinite([a, b]).all()) and _follows(abs(a.item()), abs(b.item()), length, at)
 
 
 def _sizes(eqn: Any) -> Iterator[int]:

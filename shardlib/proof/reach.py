@@ -1,18 +1,18 @@
 """Which tokens the entries of a value may depend on, and which of them are known numbers.
 
-Tokens are numbered through the batch: token i of sequence b is b·L + i. Of each entry the first and the last token that
-it may depend on are kept, and where it is the same for all tokens and weights, its number.
+Tokens are numbered through the batch, from its first one on or from its last one. Of each entry the last token that it
+may depend on is kept, and where it is the same for all tokens and weights, its number.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-FIRST, LAST = np.int32(2**30), np.int32(-1)
-"""The first and the last token of an entry that depends on none."""
+NONE = np.int32(-1)
+"""The last token of an entry that depends on none."""
 LATER = np.int32(2**30 - 1)
 """In the place of a token: where later documents begin."""
 MOST = 2**24
@@ -29,15 +29,13 @@ class Reach:
         shape: of the value.
         number: of known entries, their numbers; of others, what they do not exceed.
         known: whether an entry is the same number for all tokens and weights.
-        first: first token that an entry may depend on; FIRST: none.
-        last: last such token; LAST: none.
+        last: last token that an entry may depend on; NONE: none.
         why: where tokens first came in that a position must not see; None: nowhere.
     """
 
     shape: tuple[int, ...]
     number: np.ndarray
     known: np.ndarray
-    first: np.ndarray
     last: np.ndarray
     why: Any = None
     fact: Any = None
@@ -56,13 +54,12 @@ class Reach:
         return bool((self.last < 0).all())
 
     def arrays(self) -> tuple[np.ndarray, ...]:
-        """The four arrays."""
-        return self.number, self.known, self.first, self.last
+        """The three arrays."""
+        return self.number, self.known, self.last
 
-    def over(self, dims: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-        """First and last token of all entries along `dims` together, which stay as dims of size 1."""
-        dims = tuple(dims)
-        return self.first.min(dims, keepdims=True, initial=FIRST), self.last.max(dims, keepdims=True, initial=LAST)
+    def over(self, dims: Iterable[int]) -> np.ndarray:
+        """Last token of all entries along `dims` together, which stay as dims of size 1."""
+        return self.last.max(tuple(dims), keepdims=True, initial=NONE)
 
     def alike(self) -> "Reach":
         """The value, with dims of size 1 where all entries turn out to be alike."""
@@ -78,20 +75,26 @@ class Reach:
 
     def moved(self, move: Callable[[np.ndarray], np.ndarray], shape: Sequence[int]) -> "Reach":
         """The value with entries moved, each array by itself."""
-        fact = self.fact and self.fact.moved(move)
+        fact = self.fact.moved(move) if isinstance(self.fact, Sums) else None
         ways = self.ways and tuple(x.moved(move, shape) for x in self.ways)
         return Reach(tuple(shape), *map(move, self.arrays()), self.why, fact, ways)
 
 
-@dataclasses.dataclass(frozen=True)
-class Among:
+class Among(NamedTuple):
     """Each entry is one of these known numbers, which tokens choose."""
 
     numbers: tuple[np.ndarray, ...]
 
-    def moved(self, move: Callable) -> "Among":
-        """The same of moved entries."""
-        return Among(tuple(map(move, self.numbers)))
+
+class Slots(NamedTuple):
+    """Arrays of a value have along `dim`, which is one of slots, an entry for each choice that a slot may have.
+
+    The token of an entry is one on which it depends that a slot has this choice: shardlib.proof.reach_slots.
+    """
+
+    dim: int
+    source: Any
+    """Which slots: of two values with the same, a slot has the same choice."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,55 +103,36 @@ class Sums:
 
     Attributes:
         at: numbers, with the dims of the value.
-        first: first token of each entry of the flat array and of those after it along the dim.
-        last: last token of it and of those before it.
+        before: last token of each entry of the flat array and of those before it along the dim.
+        after: last token of it and of those after it.
         step: by how much numbers differ along the dim.
         size: entries along the dim.
         sign: -1 where the sum was subtracted.
-        added: first and last token of what was added.
+        added: last token of what was added.
     """
 
     at: np.ndarray
-    first: np.ndarray
-    last: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
     step: int
     size: int
     sign: int = 1
-    added: tuple[Any, Any] = (FIRST, LAST)
+    added: Any = NONE
 
     def moved(self, move: Callable) -> "Sums":
         """The same of moved entries."""
-        added = tuple(move(x) if np.ndim(x) else x for x in self.added)
-        return dataclasses.replace(self, at=move(self.at), added=added)
+        return dataclasses.replace(self, at=move(self.at), added=move(self.added) if np.ndim(self.added) else NONE)
 
-    def plus(self, first: np.ndarray, last: np.ndarray) -> "Sums":
+    def plus(self, last: np.ndarray) -> "Sums":
         """The same, to which what depends on other tokens was added."""
-        return dataclasses.replace(self, added=(np.minimum(self.added[0], first), np.maximum(self.added[1], last)))
+        return dataclasses.replace(self, added=np.maximum(self.added, last))
 
-    def less(self, other: "Sums") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of differences of entries: where one is a part of the sum of the other, and the tokens of what is left."""
+    def less(self, other: "Sums") -> tuple[np.ndarray, np.ndarray]:
+        """Of differences of entries: where one is a part of the sum of the other, and the last token of the rest."""
         low, high = np.minimum(self.at, other.at), np.maximum(self.at, other.at)
         row = lambda at: at // (self.step * self.size) * self.step + at % self.step
-        between = high > low
-        first = np.where(between, self.first[np.minimum(low + self.step, len(self.first) - 1)], FIRST)
-        both = self.plus(first, np.where(between, self.last[high], LAST)).plus(*other.added)
-        return row(low) == row(high), *both.added
-
-
-@dataclasses.dataclass(frozen=True)
-class Slots:
-    """Arrays of a value have along `dim`, which is one of slots, an entry for each choice that a slot may have.
-
-    The tokens of an entry have those on which it depends that a slot has this choice: shardlib.proof.reach_slots.
-    """
-
-    dim: int
-    source: Any
-    """Which slots: of two values with the same, a slot has the same choice."""
-
-    def moved(self, move: Callable) -> None:
-        """Nothing, where entries move in a way that is not followed."""
-        return
+        left = np.minimum(self.before[high], self.after[np.minimum(low + self.step, len(self.after) - 1)])
+        return row(low) == row(high), self.plus(np.where(high > low, left, NONE)).plus(other.added).added
 
 
 def dtype_of(aval: Any) -> np.dtype:
@@ -165,22 +149,20 @@ def highest(dtype: Any) -> Any:
     return dtype.type(np.inf) if dtype.kind == "f" else dtype.type(0)
 
 
-def made(
-    shape: Sequence[int], number: Any, known: Any, first: Any = FIRST, last: Any = LAST, dtype: Any = None
-) -> Reach:
+def made(shape: Sequence[int], number: Any, known: Any, last: Any = NONE, dtype: Any = None) -> Reach:
     """A Reach of these arrays, which broadcast to `shape`. Dims along which all are alike have size 1."""
     dtype, rank = np.dtype(dtype or np.asarray(number).dtype), len(shape)
     pad = lambda x: np.reshape(x, (1,) * (rank - np.ndim(x)) + np.shape(x))
-    number, known, first, last = map(pad, (np.asarray(number, dtype), np.asarray(known), first, last))
+    number, known, last = map(pad, (np.asarray(number, dtype), np.asarray(known), last))
     if known.all():
-        known, first, last = np.ones((1,) * rank, bool), pad(FIRST), pad(LAST)
+        known, last = np.ones((1,) * rank, bool), pad(NONE)
     elif not known.any():
         known = np.zeros((1,) * rank, bool)
         if dtype.kind != "f" or not (number < np.inf).any():
             number = pad(highest(dtype))
     elif last.max(initial=-1) >= 0:
-        first, last = np.where(known, FIRST, first), np.where(known, LAST, last)
-    return Reach(tuple(shape), number, known, np.asarray(first, np.int32), np.asarray(last, np.int32))
+        last = np.where(known, NONE, last)
+    return Reach(tuple(shape), number, known, np.asarray(last, np.int32))
 
 
 def exact(number: Any, aval: Any) -> np.ndarray:
@@ -192,9 +174,9 @@ def exact(number: Any, aval: Any) -> np.ndarray:
     return (number.astype(dtype).astype(number.dtype) == number) | (number != number)
 
 
-def unknown(shape: Sequence[int], dtype: Any, first: Any = FIRST, last: Any = LAST) -> Reach:
+def unknown(shape: Sequence[int], dtype: Any, last: Any = NONE) -> Reach:
     """A value of which no number is known."""
-    return made(shape, highest(dtype), False, first, last, dtype)
+    return made(shape, highest(dtype), False, last, dtype)
 
 
 def constant(array: Any) -> Reach:
@@ -214,10 +196,9 @@ def full(x: np.ndarray, shape: Sequence[int], dims: Iterable[int]) -> np.ndarray
     return np.broadcast_to(x, tuple(n if i in dims else m for i, (m, n) in enumerate(zip(x.shape, shape, strict=True))))
 
 
-def of_all(values: Iterable[Reach]) -> tuple[np.int32, np.int32]:
-    """First and last token of all entries of all values."""
-    spans = [(value.first.min(initial=FIRST), value.last.max(initial=LAST)) for value in values]
-    return min((a for a, _ in spans), default=FIRST), max((b for _, b in spans), default=LAST)
+def of_all(values: Iterable[Reach]) -> np.int32:
+    """Last token of all entries of all values."""
+    return max((value.last.max(initial=NONE) for value in values), default=NONE)
 
 
 def reshaped(x: np.ndarray, old: Sequence[int], new: Sequence[int]) -> np.ndarray:
@@ -294,6 +275,6 @@ def _in_both(x: Reach, a: Reach, b: Reach) -> Reach:
         return x
     same = a.known & b.known & ((a.number == b.number) | ((a.number != a.number) & (b.number != b.number)))
     number = np.maximum(a.number, b.number) if a.number.dtype.kind == "f" else np.where(same, a.number, 0)
-    found = made(x.shape, number, same, x.first, x.last, a.number.dtype)
+    found = made(x.shape, number, same, x.last, a.number.dtype)
     differ = ((a.known | b.known) & ~same).any()
     return dataclasses.replace(found, why=x.why, fact=x.fact, ways=(a, b) if differ else None)

@@ -11,9 +11,8 @@ import numpy as np
 from shardlib.equations import source_dims
 from shardlib.proof import primitives
 from shardlib.proof.reach import (
-    FIRST,
-    LAST,
     MOST,
+    NONE,
     Reach,
     constant,
     cut,
@@ -125,9 +124,8 @@ def _gather(eqn: Any, x: Reach, starts: Reach) -> Reach:
     at |= {i: batch[j] for i, j in zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True)}
     parts = [i for i, n in enumerate(x.shape) if sizes[i] != n and i not in d.operand_batching_dims]
     of_starts = lambda a: placed(a, dict(enumerate(batch)), len(shape))
-    index = [of_starts(y) for y in starts.over([len(starts.shape) - 1])]
-    (first, last), (a, b) = ([placed(y, at, len(shape)) for y in x.over(parts)], index)
-    anywhere = unknown(shape, x.number.dtype, np.minimum(first, a), np.maximum(last, b))
+    index = of_starts(starts.over([len(starts.shape) - 1]))
+    anywhere = unknown(shape, x.number.dtype, np.maximum(placed(x.over(parts), at, len(shape)), index))
     if not list(d.start_index_map) == list(d.collapsed_slice_dims) == parts or len(parts) != 1:
         return anywhere
     found = _rows_at(eqn, x, of_starts(starts.number), index, at, parts[0])
@@ -135,18 +133,17 @@ def _gather(eqn: Any, x: Reach, starts: Reach) -> Reach:
     return made(shape, *(np.where(of_starts(starts.known), a, b) for a, b in arrays))
 
 
-def _rows_at(eqn: Any, x: Reach, rows: np.ndarray, index: list[np.ndarray], at: dict[int, int], dim: int) -> Reach:
-    """Entries at `rows` of dim `dim`, of which `index` has the tokens; dim i of others becomes dim at[i]."""
+def _rows_at(eqn: Any, x: Reach, rows: np.ndarray, index: np.ndarray, at: dict[int, int], dim: int) -> Reach:
+    """Entries at `rows` of dim `dim`, of which `index` has the last tokens; dim i of others becomes dim at[i]."""
     rank, size, fill = len(shape_of(eqn)), x.shape[dim], eqn.params["fill_value"]
     along = lambda a, i: np.arange(a.shape[i]).reshape([-1 if k == at[i] else 1 for k in range(rank)])
     inside = (rows >= 0) & (rows < size) if "fill" in str(eqn.params["mode"]).lower() else np.asarray(True)
     rows = np.clip(rows, 0, size - 1)
     of = lambda a, i: along(a, i) if i != dim else rows if a.shape[i] > 1 else rows * 0
-    number, known, first, last = (a[tuple(of(a, i) for i in range(a.ndim))] for a in x.arrays())
+    number, known, last = (a[tuple(of(a, i) for i in range(a.ndim))] for a in x.arrays())
     other = highest(number.dtype) if fill is None else number.dtype.type(fill)
     number, known = np.where(inside, number, other), np.where(inside, known, fill is not None)
-    first, last = np.where(inside, first, FIRST), np.where(inside, last, LAST)
-    return made(shape_of(eqn), number, known, np.minimum(first, index[0]), np.maximum(last, index[1]))
+    return made(shape_of(eqn), number, known, np.maximum(np.where(inside, last, NONE), index))
 
 
 def _starts(starts: Sequence[Reach], shape: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
@@ -169,8 +166,7 @@ def _written(x: Reach, new: Reach, at: Sequence[int], adds: bool = False) -> Rea
     part = tuple(slice(i, i + n) for i, n in zip(at, new.shape, strict=True))
     result = [np.array(np.broadcast_to(a, x.shape)) for a in x.arrays()]
     if adds:
-        _, _, first, last = (a[part] for a in result)
-        new = unknown(new.shape, x.number.dtype, np.minimum(first, new.first), np.maximum(last, new.last))
+        new = unknown(new.shape, x.number.dtype, np.maximum(result[-1][part], new.last))
     for old, update in zip(result, new.arrays(), strict=True):
         old[part] = update
     return made(x.shape, *result).alike()
@@ -220,17 +216,13 @@ def rows_added(x: Reach, dim: int, index: Reach, dims: dict[int, int], new: Reac
     of_rows = [i for i in range(count) if i not in at]
     where = at | {i: rank + k for k, i in enumerate(of_rows)}
     as_x = lambda a: placed(a, where, rank + len(of_rows))
-    rows, *of_index = (as_x(placed(a, dims, count)) for a in (index.number, index.first, index.last))
-    result = []
-    for old, a, b, op in zip((x.first, x.last), (new.first, new.last), of_index, (np.minimum, np.maximum), strict=True):
-        added = op(as_x(a), b)
-        places, added = np.broadcast_arrays(rows, added)
-        sizes = [x.shape[i] if i == dim else max(old.shape[i], added.shape[i]) for i in range(rank)]
-        whole = [*(1 if i == dim else n for i, n in enumerate(sizes)), *added.shape[rank:]]
-        places, added = (np.broadcast_to(y, whole) for y in (places, added))
-        inside, out = (places >= 0) & (places < x.shape[dim]), np.array(np.broadcast_to(old, sizes))
-        to = list(np.nonzero(inside)[:rank])
-        to[dim] = places[inside]
-        op.at(out, tuple(to), added[inside])
-        result.append(out)
-    return unknown(x.shape, x.number.dtype, *result).alike()
+    rows, of_index = (as_x(placed(a, dims, count)) for a in (index.number, index.last))
+    rows, added = np.broadcast_arrays(rows, np.maximum(as_x(new.last), of_index))
+    sizes = [n if i == dim else max(x.last.shape[i], added.shape[i]) for i, n in enumerate(x.shape)]
+    whole = [*(1 if i == dim else n for i, n in enumerate(sizes)), *added.shape[rank:]]
+    rows, added = np.broadcast_to(rows, whole), np.broadcast_to(added, whole)
+    inside, last = (rows >= 0) & (rows < x.shape[dim]), np.array(np.broadcast_to(x.last, sizes))
+    to = list(np.nonzero(inside)[:rank])
+    to[dim] = rows[inside]
+    np.maximum.at(last, tuple(to), added[inside])
+    return unknown(x.shape, x.number.dtype, last).alike()

@@ -12,10 +12,9 @@ import numpy as np
 from shardlib.proof import reach_slots
 from shardlib.proof.elementwise import ELEMENTWISE, FOLDS
 from shardlib.proof.reach import (
-    FIRST,
-    LAST,
     LOW,
     MOST,
+    NONE,
     Among,
     Reach,
     Sums,
@@ -53,8 +52,8 @@ def _rule_of(eqn: Any, ins: list[Reach]) -> Callable:
 
 def anything(eqn: Any, ins: list[Reach]) -> list[Reach]:
     """Results of which each entry may depend on all entries of all operands."""
-    span = of_all(ins)
-    return [unknown(shape_of(eqn, i), dtype_of(var.aval), *span) for i, var in enumerate(eqn.outvars)]
+    last = of_all(ins)
+    return [unknown(shape_of(eqn, i), dtype_of(var.aval), last) for i, var in enumerate(eqn.outvars)]
 
 
 # ---- entry by entry
@@ -68,9 +67,9 @@ NUMBERS = {**FOLDS, "div": lambda a, b: np.divide(a, b) if a.dtype.kind == "f" e
 
 def _elementwise(eqn: Any, *ins: Reach) -> Reach:
     name, shape, dtype = eqn.primitive.name, shape_of(eqn), dtype_of_result(eqn)
-    known, first, last = True, FIRST, LAST
+    known, last = True, NONE
     for x in ins:
-        known, first, last = known & x.known, np.minimum(first, x.first), np.maximum(last, x.last)
+        known, last = known & x.known, np.maximum(last, x.last)
     if len(eqn.outvars) > 1:
         return None
     is_followed = name in NUMBERS.keys() - UNFOLLOWED and (name != "rem" or dtype.kind in "iu")
@@ -84,7 +83,7 @@ def _elementwise(eqn: Any, *ins: Reach) -> Reach:
     number, known = np.where(sure & ~known, surely, number), known | sure
     if dtype.kind == "f" and not np.all(known):
         number = np.where(known, number, _bound(name, ins))
-    return made(shape, number, known, first, last, dtype)
+    return made(shape, number, known, last, dtype)
 
 
 def _sure(name: str, dtype: np.dtype, ins: Sequence[Reach]) -> tuple[Any, Any]:
@@ -127,11 +126,11 @@ def _added(eqn: Any, a: Reach, b: Reach) -> Reach:
     x, y = (z.fact if isinstance(z.fact, Sums) else None for z in (a, b))
     if y:
         y = dataclasses.replace(y, sign=y.sign * sign)
-    if x and y and x.first is y.first and x.sign == -y.sign:
-        is_left, first, last = x.less(y)
-        found.first, found.last = np.where(is_left, first, found.first), np.where(is_left, last, found.last)
+    if x and y and x.before is y.before and x.sign == -y.sign:
+        is_left, last = x.less(y)
+        found.last = np.where(is_left, last, found.last)
     elif (x is None) != (y is None):
-        found.fact = x.plus(b.first, b.last) if x else y.plus(a.first, a.last)
+        found.fact = x.plus(b.last) if x else y.plus(a.last)
     return found
 
 
@@ -144,7 +143,7 @@ def _converted(eqn: Any, x: Reach) -> Reach:
         if whole.dtype.kind == "f" and dtype.kind in "iu":
             known = known & (number == np.trunc(whole))
         number = np.where(known, number, highest(dtype))
-    found = made(shape_of(eqn), number, known & exact(number, eqn.outvars[0].aval), x.first, x.last, dtype)
+    found = made(shape_of(eqn), number, known & exact(number, eqn.outvars[0].aval), x.last, dtype)
     found.fact = x.fact if isinstance(x.fact, Sums) else None
     return found
 
@@ -156,12 +155,11 @@ def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
     parts = [np.choose(pick, np.broadcast_arrays(*of_cases)) for of_cases in arrays]
     if which.is_known:
         return made(shape, *parts, dtype=dtype)
-    numbers, known, first, last = arrays
+    numbers, known, last = arrays
     is_first = [(number == numbers[0]) | ((number != number) & (numbers[0] != numbers[0])) for number in numbers]
     either = [
         functools.reduce(np.maximum, numbers) if dtype.kind == "f" else numbers[0],
         functools.reduce(np.logical_and, (*known, *is_first)),
-        functools.reduce(np.minimum, (*first, which.first)),
         functools.reduce(np.maximum, (*last, which.last)),
     ]
     found = made(shape, *(np.where(which.known, a, b) for a, b in zip(parts, either, strict=True)), dtype=dtype)
@@ -200,27 +198,24 @@ def _reduced(eqn: Any, x: Reach) -> Reach:
     if name == "reduce_max" and dtype.kind == "f" and not x.is_known:
         low = number < LOW
         low &= ~low.all(axes, keepdims=True)
-        x = Reach(x.shape, number, known, np.where(low, FIRST, x.first), np.where(low, LAST, x.last))
-    first, last = (a.squeeze(axes) for a in x.over(axes))
+        x = Reach(x.shape, number, known, np.where(low, NONE, x.last))
+    last = x.over(axes).squeeze(axes)
     if name not in REDUCERS or (name in ("reduce_and", "reduce_or") and dtype.kind != "b"):
-        return unknown(shape, dtype, first, last)
+        return unknown(shape, dtype, last)
     if name == "reduce_sum":
         number, known = np.where(known, number, highest(dtype)), known & (number == 0)
     elif dtype.kind == "b":
         decided = np.logical_or.reduce(known & (number == (name == "reduce_or")), axes)
     number = REDUCERS[name].reduce(number, axes)
-    return made(shape, number, decided | np.logical_and.reduce(known, axes), first, last, dtype)
+    return made(shape, number, decided | np.logical_and.reduce(known, axes), last, dtype)
 
 
 @rule("sort", "top_k")
 def _together(eqn: Any, *ins: Reach) -> list[Reach]:
     """Entries along one dim are taken together, those along others are each by themselves."""
     rank, p = len(ins[0].shape), eqn.params
-    if eqn.primitive.name == "sort" and len(ins) == 1 and (found := reach_slots.of_sorted(ins[0], p["dimension"])):
-        return [found]
-    first, last = zip(*(x.over([p.get("dimension", p.get("axis", -1)) % rank]) for x in ins), strict=True)
-    first, last = (op.reduce(np.broadcast_arrays(*a)) for op, a in ((np.minimum, first), (np.maximum, last)))
-    return [unknown(shape_of(eqn, i), dtype_of(var.aval), first, last) for i, var in enumerate(eqn.outvars)]
+    last = functools.reduce(np.maximum, (x.over([p.get("dimension", p.get("axis", -1)) % rank]) for x in ins))
+    return [unknown(shape_of(eqn, i), dtype_of(var.aval), last) for i, var in enumerate(eqn.outvars)]
 
 
 @rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
@@ -231,13 +226,13 @@ def _cumulative(eqn: Any, x: Reach) -> Reach:
     known = {"cumsum": np.add, "cummax": np.maximum, "cummin": np.minimum}
     if x.is_known and name in known and x.number.dtype.kind in "biu":
         return made(x.shape, run(known[name], full(x.number, x.shape, [axis])).astype(x.number.dtype), True)
-    found = unknown(x.shape, dtype_of_result(eqn), run(np.minimum, x.first), run(np.maximum, x.last))
+    found = unknown(x.shape, dtype_of_result(eqn), run(np.maximum, x.last))
     if name == "cumsum" and not back and x.shape[axis]:
-        first, last = np.broadcast_arrays(*(full(a, x.shape, [axis]) for a in (x.first, x.last)))
-        after = np.flip(np.minimum.accumulate(np.flip(first, axis), axis), axis)
-        at = np.arange(first.size, dtype=np.int32).reshape(first.shape)
-        tokens = after.ravel(), np.maximum.accumulate(last, axis).ravel()
-        found.fact = Sums(at, *tokens, math.prod(first.shape[axis + 1 :]), x.shape[axis])
+        last = full(x.last, x.shape, [axis])
+        before, after = np.maximum.accumulate(last, axis), np.maximum.accumulate(np.flip(last, axis), axis)
+        at = np.arange(last.size, dtype=np.int32).reshape(last.shape)
+        step = math.prod(last.shape[axis + 1 :])
+        found.fact = Sums(at, before.ravel(), np.flip(after, axis).ravel(), step, x.shape[axis])
     return found
 
 
@@ -249,18 +244,15 @@ def _solve(eqn: Any, a: Reach, b: Reach) -> Reach:
     b = b if p["left_side"] else b.moved(swap, b.shape[:-2] + b.shape[:-3:-1])
     size, is_lower = a.shape[-1], p["lower"] == (p["transpose_a"] != p["left_side"])
     square = lambda x: np.broadcast_to(x, (*x.shape[:-2], size, size))[..., None]
-    is_live, *of_a = map(square, (~(a.known & (a.number == 0)), a.first, a.last))
-    result = []
-    for x, y, op, none in zip(of_a, (b.first, b.last), (np.minimum, np.maximum), (FIRST, LAST), strict=True):
-        sizes = np.broadcast_shapes(x.shape[:-3], y.shape[:-2], is_live.shape[:-3])
-        out = np.array(np.broadcast_to(y, (*sizes, size, y.shape[-1])))
-        for i in range(size) if is_lower else range(size)[::-1]:
-            others = slice(0, i) if is_lower else slice(i + 1, size)
-            terms = np.where(is_live[..., i, others, :], op(x[..., i, others, :], out[..., others, :]), none)
-            out[..., i, :] = op(op(out[..., i, :], x[..., i, i, :]), op.reduce(terms, -2, initial=none))
-        result.append(out)
-    first, last = result
-    found = unknown(b.shape, dtype_of_result(eqn), first, last)
+    is_live, of_a = square(~(a.known & (a.number == 0))), square(a.last)
+    sizes = np.broadcast_shapes(of_a.shape[:-3], b.last.shape[:-2], is_live.shape[:-3])
+    last = np.array(np.broadcast_to(b.last, (*sizes, size, b.last.shape[-1])))
+    for i in range(size) if is_lower else range(size)[::-1]:
+        others = slice(0, i) if is_lower else slice(i + 1, size)
+        terms = np.maximum(of_a[..., i, others, :], last[..., others, :])
+        terms = np.where(is_live[..., i, others, :], terms, NONE).max(-2, initial=NONE)
+        last[..., i, :] = functools.reduce(np.maximum, (last[..., i, :], of_a[..., i, i, :], terms))
+    found = unknown(b.shape, dtype_of_result(eqn), last)
     return found if p["left_side"] else found.moved(swap, shape_of(eqn))
 
 
@@ -279,14 +271,13 @@ def _product(eqn: Any, *ins: Reach) -> Reach:
         return placed(x, at, len(order))
 
     if math.prod(map(max, sized(0, a.last).shape, sized(1, b.last).shape)) > MOST:  # which are 0 is not looked at
-        a, b = (unknown(x.shape, np.float64, *x.over(dims)) for x, dims in zip((a, b), contract, strict=True))
+        a, b = (unknown(x.shape, np.float64, x.over(dims)) for x, dims in zip((a, b), contract, strict=True))
     both = lambda op, of: op(sized(0, of(a)), sized(1, of(b)))
     is_live = both(np.logical_and, lambda x: ~(x.known & (x.number == 0)))
     axes = tuple(range(len(shape), len(shape) + len(contract[0])))
-    first = np.where(is_live, both(np.minimum, lambda x: x.first), FIRST).min(axes, initial=FIRST)
-    last = np.where(is_live, both(np.maximum, lambda x: x.last), LAST).max(axes, initial=LAST)
+    last = np.where(is_live, both(np.maximum, lambda x: x.last), NONE).max(axes, initial=NONE)
     zeros = ~is_live.any(axes)
-    return made(shape, np.where(zeros, 0, highest(dtype)), zeros, first, last, dtype)
+    return made(shape, np.where(zeros, 0, highest(dtype)), zeros, last, dtype)
 
 
 @rule("conv_general_dilated")
@@ -296,7 +287,7 @@ def _convolution(eqn: Any, x: Reach, w: Reach) -> Reach:
     (xb, xf, *xs), (_, _, *ws), (_, _, *os) = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     if p["batch_group_count"] != 1:
         return None
-    first, last = none = of_all([w])
+    last = none = of_all([w])
     zero = full(w.known & (w.number == 0), w.shape, ws)
     for tap in itertools.product(*(range(w.shape[i]) for i in ws)):
         if zero[tuple(tap[ws.index(i)] if i in ws else slice(None) for i in range(zero.ndim))].all():
@@ -306,8 +297,8 @@ def _convolution(eqn: Any, x: Reach, w: Reach) -> Reach:
         for dim, o, k, ((low, _), stride, dilation, inner) in zip(xs, os, tap, strides, strict=True):
             at = np.arange(shape[o]) * stride + k * dilation - low
             at = np.where(at % inner == 0, at // inner, -1)
-            moved = [taken(a, dim, at, x.shape[dim], fill) for a, fill in zip(moved, none, strict=True)]
-        first, last = np.minimum(first, moved[0]), np.maximum(last, moved[1])
+            moved = taken(moved, dim, at, x.shape[dim], none)
+        last = np.maximum(last, moved)
     at = dict(zip((xb, xf, *xs), numbers.out_spec, strict=True))
-    sized = lambda a: placed(np.reshape(a, np.shape(a) or [1] * len(shape)), at, len(shape))
-    return unknown(shape, dtype_of_result(eqn), sized(first), sized(last))
+    last = np.reshape(last, np.shape(last) or [1] * len(shape))
+    return unknown(shape, dtype_of_result(eqn), placed(last, at, len(shape)))

@@ -31,24 +31,23 @@ def is_in(x: Reach) -> bool:
 
 def together(x: Reach) -> Reach:
     """A value of which entries of slots are no more told apart."""
-    return unknown(x.shape, x.number.dtype, *of_all([x])) if is_in(x) else x
+    return unknown(x.shape, x.number.dtype, of_all([x])) if is_in(x) else x
 
 
-def of_sorted(x: Reach, dim: int) -> Reach | None:
+def of_sorted(x: Reach, dim: int, is_forward: bool) -> Reach | None:
     """The choices in slots; None if what is sorted are no choices.
 
-    That a choice has a slot depends on those before it, also in other documents. Of the documents this is left out.
+    That a choice has a slot depends on those before it, also in other documents. Of the documents this is left out:
+    where tokens are numbered from the last one on.
     """
     of = lambda a: full(a, x.shape, [dim])
     numbers = x.fact.numbers if isinstance(x.fact, Among) else ()
     for number, past in (numbers, numbers[::-1]) if len(numbers) == 2 else ():
         if past.size == 1 and (np.diff(of(number), axis=dim) > 0).all() and (number < past).all():
-            last, past = np.maximum.accumulate(of(x.last), axis=dim), np.broadcast_to(past, (1,) * past.ndim)
-            ends = of(x.first).min(dim, keepdims=True), last.max(dim, keepdims=True)
-            pairs = zip((of(number), of(x.first), last), (past, *ends), strict=True)
-            sizes = lambda a, b: np.broadcast_to(b, [1 if i == dim else n for i, n in enumerate(a.shape)])
-            number, first, last = (np.concatenate([a, sizes(a, b)], dim) for a, b in pairs)
-            return Reach(x.shape, number, np.ones((1,) * number.ndim, bool), first, last, x.why, Slots(dim, object()))
+            last = np.maximum.accumulate(of(x.last), axis=dim) if is_forward else of(x.last)
+            end = lambda a, b: np.concatenate([a, np.broadcast_to(b, np.delete(a, slice(1, None), dim).shape)], dim)
+            number, last = end(of(number), past), end(last, last.max(dim, keepdims=True))
+            return Reach(x.shape, number, np.ones((1,) * number.ndim, bool), last, x.why, Slots(dim, object()))
     return None
 
 
@@ -70,7 +69,7 @@ def apply(eqn: Any, ins: list[Reach], rule: Callable) -> Reach | None:
         return None
     ins = [_aligned(y, x.fact, of) for y, of in zip(ins, dims, strict=True)]
     if name == "dot_general" or name.startswith("reduce_"):
-        ins = [unknown(y.shape, np.float64, y.first, y.last) for y in ins]
+        ins = [unknown(y.shape, np.float64, y.last) for y in ins]
     if name in SAME:
         count = max(a.shape[x.fact.dim] for a in x.arrays())
         sizes = [[count if i == d else n for i, n in enumerate(of)] for of, d in ((x.shape, x.fact.dim), (shape, dim))]
@@ -78,8 +77,7 @@ def apply(eqn: Any, ins: list[Reach], rule: Callable) -> Reach | None:
     elif (result := rule(eqn, *ins)) is None:
         return None
     if by_entry:
-        first, last = [y.first for y in ins], [y.last for y in ins]
-        result.first, result.last = functools.reduce(np.minimum, first), functools.reduce(np.maximum, last)
+        result.last = functools.reduce(np.maximum, [y.last for y in ins])
     return dataclasses.replace(result, fact=Slots(dim, x.fact.source))
 
 
@@ -109,7 +107,7 @@ def _aligned(x: Reach, fact: Slots, dim: int | None) -> Reach:
         x = together(x)
     if is_in(x) or dim is None or not x.shape or all(a.shape[dim] == 1 for a in x.arrays()):
         return x
-    return unknown(x.shape, x.number.dtype, *x.over([dim]))
+    return unknown(x.shape, x.number.dtype, x.over([dim]))
 
 
 def _added(eqn: Any, ins: list[Reach], rule: Callable) -> Reach | None:
@@ -132,6 +130,6 @@ def _looked_up(eqn: Any, ins: list[Reach], rule: Callable) -> Reach | None:
     for i, j in zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True):
         x = _aligned(x, Slots(i, None), i) if j == starts.fact.dim else x
     result = rule(eqn, x, starts)
-    first, last = (placed(a, dict(enumerate(batch)), len(shape)) for a in starts.over([len(starts.shape) - 1]))
-    result.first, result.last = np.minimum(result.first, first), np.maximum(result.last, last)
+    last = placed(starts.over([len(starts.shape) - 1]), dict(enumerate(batch)), len(shape))
+    result.last = np.maximum(result.last, last)
     return dataclasses.replace(result, fact=Slots(batch[starts.fact.dim], starts.fact.source))

@@ -16,11 +16,11 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, AxisType
 
 from shardlib.axes import PIPELINE_AXIS
-from shardlib.proof.causality import LOGITS, TARGETS, Seen, find_later, operations, tokens
+from shardlib.proof.causality import LOGITS, TARGETS, find_later, operations, tokens
 from shardlib.proof.causality import text_of as program_text
 from shardlib.proof.check import Finding
 from shardlib.proof.lengths import compared
-from shardlib.proof.reach import FIRST, LAST, LATER, Reach, constant, dtype_of, entries_of, made, unknown
+from shardlib.proof.reach import LATER, NONE, Reach, constant, dtype_of, entries_of, made, unknown
 from shardlib.shardtypes import f32, typed_shard_map, u32
 from shardlib.values import mesh_axes, pipeline_stage
 from shardwright.modeling import fp8
@@ -174,7 +174,7 @@ def _of_program(forward: Any, sizes: tuple[int, int], known: set[str], options: 
             return
         known.add(text)
         runs = list(_runs(forward, *at, *options[:2]))
-        find = functools.partial(_first_problem, program, runs, at[0], math.log(length, at[1]))
+        find = functools.partial(_first_problem, program, runs, math.log(length, at[1]))
         if not (doubted := find(unknown)):
             return
         if problem := find(frozenset()) if unknown else doubted:  # a leak of the shorter program, whatever is unknown
@@ -186,13 +186,13 @@ def _of_program(forward: Any, sizes: tuple[int, int], known: set[str], options: 
     yield Finding(remedied(doubt))
 
 
-def _first_problem(program: Any, runs: list, rows: int, growth: float, unknown: frozenset[int]) -> str:
-    found = (find_later(program, *run, rows, unknown=unknown, growth=growth, free=(GIVEN, fp8.PEAK)) for run in runs)
+def _first_problem(program: Any, runs: list, growth: float, unknown: frozenset[int]) -> str:
+    found = (find_later(program, unknown=unknown, growth=growth, free=(GIVEN, fp8.PEAK), **run) for run in runs)
     return next(filter(None, found), "")
 
 
-def _runs(forward: Any, rows: int, length: int, sampled: bool, seeds: bool) -> Iterator[tuple[list[Reach], Seen]]:
-    """What is known of the arguments of a program, and what positions may depend on, twice if documents may begin."""
+def _runs(forward: Any, rows: int, length: int, sampled: bool, seeds: bool) -> Iterator[dict[str, Any]]:
+    """Arguments of find_later: for later tokens, for those of other documents, and for where later documents begin."""
     count, until, place = _side_by_side(forward), length // 2, np.arange(length)
     starts = np.broadcast_to(place == 0, (count * rows, length)).copy()
     if not sampled:  # more documents than positions before `until`, and of other rows one
@@ -202,22 +202,29 @@ def _runs(forward: Any, rows: int, length: int, sampled: bool, seeds: bool) -> I
     other[::2, 3 * length // 4] = other[1::2, until + 1 : until + 2] = other[1::2, -1:] = True
     documents = starts if forward.training.document_mask else starts & (place == 0)
     same = starts == other
-    either = made(same.shape, starts, same, FIRST, np.where(same, LAST, LATER))
+    either = made(same.shape, starts, same, np.where(same, NONE, LATER))
     either.ways = constant(starts), constant(other)
     w, *microbatches = _arguments(forward, (rows, length), sampled, seeds)
     free = lambda tree: [unknown(x.shape, dtype_of(x)) for x in jax.tree.leaves(tree)]
-    targets = tokens(count * rows, length)
-    runs = [(constant(starts), Seen.of_documents(documents)), (either, Seen.of_documents(documents, until))]
-    for begin, seen in runs[: 1 if sampled else 2]:
-        known = free(w)
+
+    def run(begin: Reach, seen: np.ndarray, is_forward: bool = True) -> dict[str, Any]:
+        number, known = tokens(*same.shape, is_forward), free(w)
+        before = np.where(documents, NONE, number - 1 if is_forward else number + 1)
+        targets, mask = unknown(same.shape, np.uint32, number), unknown(same.shape, bool, before)
         for i, (batch, of_seeds) in enumerate(microbatches):
             part = lambda x, i=i: entries_of(x, 0, i * rows, (i + 1) * rows)
-            mask = unknown(same.shape, bool, *(np.where(documents, none, targets.last - 1) for none in (FIRST, LAST)))
             known += map(part, (targets, begin, mask))
             if batch.inputs is not None:
                 known.append(part(targets.moved(lambda x: x[..., None], (count * rows, *batch.inputs.shape[1:]))))
             known += free(of_seeds)
-        yield known, seen
+        return {"args": known, "seen": seen, "rows": rows, "is_forward": is_forward}
+
+    number = tokens(*same.shape)
+    first = np.maximum.accumulate(np.where(documents, number, number[:, :1]), axis=1)
+    yield run(constant(starts), number - 1)
+    yield run(constant(starts), number.size - 1 - first, is_forward=False)
+    if not sampled:
+        yield run(either, np.where(place > until, LATER, number - 1))
 
 
 def _arguments(forward: Any, sizes: tuple[int, int], sampled: bool, seeds: bool) -> tuple:

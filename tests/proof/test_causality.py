@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from shardlib.proof.causality import Interpreter, Seen, tokens
+from shardlib.proof.causality import Interpreter, tokens
 from shardlib.proof.reach import unknown
 
 ROWS, LENGTH, WIDTH = 2, 8, 4
@@ -203,11 +203,13 @@ WIDER = {  # whose entries may depend on more than they do: on values that token
 def reach(f):
     """First and last token that each position of f(x) may depend on, where row i of x is token i."""
     program = jax.make_jaxpr(f)(jnp.zeros((ROWS, LENGTH, WIDTH)))
-    x = tokens(ROWS, LENGTH).moved(lambda a: a[..., None], (ROWS, LENGTH, WIDTH))
-    x = unknown(x.shape, np.dtype(float), x.first, x.last)
-    (y,) = Interpreter(Seen.of_documents(STARTS)).run(program, [x])
-    whole = lambda a, of: of(np.broadcast_to(a, y.shape), -1)
-    return whole(y.first, np.min), whole(y.last, np.max)
+    found = []
+    for is_forward in (False, True):
+        number = tokens(ROWS, LENGTH, is_forward)
+        x = unknown((ROWS, LENGTH, WIDTH), np.dtype(float), number[..., None])
+        (y,) = Interpreter(number, is_forward=is_forward).run(program, [x])
+        found.append(np.broadcast_to(y.last, y.shape).max(-1))
+    return np.where(found[0] < 0, 2**30, number.size - 1 - found[0]), found[1]
 
 
 def measured(f):
