@@ -8,6 +8,7 @@ after a position. What differs before it depends on documents that begin later. 
 import dataclasses
 import hashlib
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,6 @@ from jax.extend import core
 from shardlib import marks
 from shardlib.equations import CALLS, body_of, equations_in, scan_counts
 from shardlib.proof.equation import Equation
-from shardlib.proof.lengths import arrays_in
 from shardlib.proof.reach import (
     LATER,
     NONE,
@@ -67,40 +67,40 @@ def find_later(program: Any, args: list[Reach], seen: np.ndarray, rows: int, **o
     """
     interpreter = Interpreter(seen, rows, **options)
     result = interpreter.run(program, args)[0]
-    for name, found in interpreter.named.items():
+    named, is_forward = interpreter.named, interpreter.is_forward
+    for name, found in {**named, LOGITS: named[LOGITS] or [result]}.items():
         parts, row = [], 0
-        for x in found or ([result] if name == LOGITS else []):
+        for x in found:
             parts.append(x)
-            if sum(part.shape[1] for part in parts) == seen.shape[1]:
-                last = [np.broadcast_to(x.last.reshape(*x.last.shape[:2], -1).max(-1), x.shape[:2]) for x in parts]
-                problem_of = _problem_of_targets if name == TARGETS else _problem_of_logits
-                if problem := problem_of(np.concatenate(last, 1), seen, row, interpreter.is_forward):
-                    place, of = next((x.why for x in parts if x.why), ("?", "the program"))
-                    return f"the loss: targets: {problem}" if name == TARGETS else f"{place}: {of}: {problem}"
+            if sum(math.prod(part.shape[1:2]) for part in parts) == seen.shape[1]:
+                if problem := _problem_of(name, parts, seen, row, is_forward):
+                    return problem
                 parts, row = [], (row + rows) % len(seen)
+        if parts:
+            return f"the loss: {parts[-1].shape}: its {name} are not those of the {seen.shape[1]} positions"
     return interpreter.problem
 
 
-def _problem_of_logits(last: np.ndarray, seen: np.ndarray, row: int, is_forward: bool) -> str | None:
-    """What the logits of a microbatch, which begins with a row of `seen`, see that they must not see; None: nothing."""
-    for at in np.argwhere(last > seen[row : row + len(last)])[:1]:
+def _problem_of(name: str, parts: list[Reach], seen: np.ndarray, row: int, is_forward: bool) -> str | None:
+    """What the logits of a microbatch, from `row` on, see that they must not see; or a target that they have read."""
+    last = [np.broadcast_to(x.last.reshape(*x.last.shape[:2], -1).max(-1), x.shape[:2]) for x in parts]
+    last, size, length = np.concatenate(last, 1), seen.size, seen.shape[1]
+    most = seen if name == LOGITS else np.full(seen.shape, LATER) if is_forward else tokens(*seen.shape, False)
+    for at in np.argwhere(last > most[row : row + len(last)])[:1]:
         (own, position), token = map(int, at), int(last[tuple(at)])
+        of, read = divmod(token if is_forward else size - 1 - token, length)
+        if name == TARGETS:
+            return (
+                f"the loss: targets: position {position} is to predict the token of position {read}, which it has read"
+            )
+        place, primitive = next((x.why for x in parts if x.why), ("?", "the program"))
+        line = f"{place}: {primitive}: the logits of"
         if token == LATER:
-            return f"the logits of position {position} depend on where later documents begin"
-        of, token = divmod(token if is_forward else seen.size - 1 - token, seen.shape[1])
+            return f"{line} position {position} depend on where later documents begin"
         if of != row + own:
-            return "the logits of a sequence depend on tokens of another sequence of the batch"
+            return f"{line} a sequence depend on tokens of another sequence of the batch"
         where = "that it is to predict, or a later one" if is_forward else "in an earlier document"
-        return f"the logits of position {position} depend on the token of position {token}, {where}"
-    return None
-
-
-def _problem_of_targets(last: np.ndarray, seen: np.ndarray, row: int, is_forward: bool) -> str | None:
-    """A token that a position of a microbatch is to predict, and has read; None: there is none."""
-    own = tokens(*seen.shape, False)[row : row + len(last)]
-    for at in [] if is_forward else np.argwhere(last > own)[:1]:
-        read = (seen.size - 1 - int(last[tuple(at)])) % seen.shape[1]
-        return f"position {at[1]} is to predict the token of position {read}, which it has read"
+        return f"{line} position {position} depend on the token of position {read}, {where}"
     return None
 
 
@@ -247,19 +247,14 @@ class Interpreter:
         body, length = eq.params["jaxpr"], eq.params["length"]
         fixed, carry, xs = ins[:consts], ins[consts : consts + carried], ins[consts + carried :]
         rows: list[list[Reach]] = []
-        known: dict[bytes, tuple] = {}
+        known: dict[bytes, list[Reach]] = {}
         reads = _reads(body)[consts + carried :]  # such as the number of a layer, which most models do not read
         for turn in range(length)[:: -1 if eq.params["reverse"] else 1]:
             args = [*fixed, *carry, *(_row(x, turn if read else 0) for x, read in zip(xs, reads, strict=True))]
-            key, before = _digest(args), {name: len(found) for name, found in self.named.items()}
+            key = _digest(args)
             if key not in known:
-                results = list(map(_alone, self.run(body, args, eq)))
-                known[key] = results, {name: self.named[name][n:] for name, n in before.items()}
-            else:
-                for name, found in known[key][1].items():
-                    self.named[name] += found
-            results = known[key][0]
-            carry, out = results[:carried], results[carried:]
+                known[key] = list(map(_alone, self.run(body, args, eq)))
+            carry, out = known[key][:carried], known[key][carried:]
             rows.append(out)
         rows = rows[:: -1 if eq.params["reverse"] else 1]
         return [*carry, *(_stacked([row[i] for row in rows], var) for i, var in enumerate(eq.eqn.outvars[carried:]))]
@@ -365,13 +360,6 @@ def _digest(args: list[Reach]) -> bytes:
     arrays = [a for x in args for value in (x, *(x.ways or ())) for a in value.arrays()]
     form = repr([(x.shape, x.dtype.str) for x in arrays]).encode()
     return hashlib.sha256(b"".join([form, *(x.tobytes() for x in arrays)])).digest()
-
-
-def text_of(program: Any) -> str:
-    """The same for the same program, with the same arrays that were made outside of it."""
-    number = lambda x: isinstance(getattr(x, "dtype", None), np.dtype)
-    digests = [hashlib.sha256(np.asarray(x).tobytes()).hexdigest() if number(x) else id(x) for x in arrays_in(program)]
-    return f"{program}{digests}"
 
 
 def operations(program: Any) -> list[str]:

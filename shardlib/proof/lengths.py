@@ -38,7 +38,7 @@ def compared(long: Any, short: Any, length: int, at: int) -> tuple[str, set[int]
             return _named(a), set(), False
         literals = [(x.val, y.val, y) for x, y in zip(a.invars, b.invars, strict=True) if isinstance(y, core.Literal)]
         unknown |= {id(y) for x, value, y in literals if not _is_known(x, value, length, at)}
-    for x, y in zip(arrays_in(long), arrays_in(short), strict=True):
+    for x, y in zip(_arrays_in(long), _arrays_in(short), strict=True):
         if not _is_known(x, y, length, at):
             unknown.add(id(y))
             arrays |= np.shape(x) != np.shape(y)
@@ -86,9 +86,9 @@ def _sizes(eqn: Any) -> Iterator[int]:
             yield int(part)
 
 
-def arrays_in(jaxpr: Any) -> Iterator[Any]:
+def _arrays_in(jaxpr: Any) -> Iterator[Any]:
     """The arrays that a program got from outside, also those of what it calls."""
     yield from body_of(jaxpr)[1]
     for eqn in body_of(jaxpr)[0].eqns:
         for inner in jaxprs_of(eqn):
-            yield from arrays_in(inner)
+            yield from _arrays_in(inner)

@@ -17,7 +17,6 @@ from jax.sharding import AbstractMesh, AxisType
 
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.proof.causality import LOGITS, TARGETS, find_later, operations, tokens
-from shardlib.proof.causality import text_of as program_text
 from shardlib.proof.check import Finding
 from shardlib.proof.lengths import compared
 from shardlib.proof.reach import LATER, NONE, Reach, constant, dtype_of, entries_of, made, unknown
@@ -128,17 +127,16 @@ def _findings(
                     is_wrong=True,
                 )
                 return
-    known: set[str] = set()  # programs
     for form in forms:
         seeds = form.in_training and bool(getattr(form.model.c, "dropout", 0))
         form = with_path(form, "einsum", "gather")  # with which others are compared: attention_calls.check_paths
         for parts in (False, True) if staged and not sampled else (False,):
-            if found := list(_of_program(form, sizes, known, (sampled, seeds, parts, optimizer))):
+            if found := list(_of_program(form, sizes, (sampled, seeds, parts, optimizer))):
                 yield from found
                 return
 
 
-def _of_program(forward: Any, sizes: tuple[int, int], known: set[str], options: tuple) -> Iterator[Finding]:
+def _of_program(forward: Any, sizes: tuple[int, int], options: tuple) -> Iterator[Finding]:
     length, t = sizes[1], forward.training
 
     @functools.cache
@@ -151,11 +149,8 @@ def _of_program(forward: Any, sizes: tuple[int, int], known: set[str], options: 
     except Exception as error:  # whatever the program does there
         lines = str(error).splitlines() or [""]
         raise Unproved(f"on one device its forward pass does not trace: {type(error).__name__}: {lines[0]}") from None
-    why, doubt, is_made_for_length = (
-        f"its operations on {sizes[0]} × {length} tokens are others than on fewer",
-        "",
-        False,
-    )
+    why, doubt = f"its operations on {sizes[0]} × {length} tokens are others than on fewer", ""
+    is_made_for_length = False
     shorter = [(ROWS, LENGTH << i) for i in range(length.bit_length()) if LENGTH << i < length]
     for at in (*shorter, (ROWS, length), sizes):
         if math.prod(at) > max(AT_MOST, ROWS * LENGTH) or (is_made_for_length and at[1] < length):
@@ -170,9 +165,6 @@ def _of_program(forward: Any, sizes: tuple[int, int], known: set[str], options: 
         if differs:
             why = f"{differs}: its sizes on {length} positions do not follow from those on {at[1]}"
             continue
-        if (text := program_text(program) + program_text(longer)) in known:
-            return
-        known.add(text)
         runs = list(_runs(forward, *at, *options[:2]))
         find = functools.partial(_first_problem, program, runs, math.log(length, at[1]))
         if not (doubted := find(unknown)):
@@ -193,7 +185,8 @@ def _first_problem(program: Any, runs: list, growth: float, unknown: frozenset[i
 
 def _runs(forward: Any, rows: int, length: int, sampled: bool, seeds: bool) -> Iterator[dict[str, Any]]:
     """Arguments of find_later: for later tokens, for those of other documents, and for where later documents begin."""
-    count, until, place = _side_by_side(forward), length // 2, np.arange(length)
+    (w, *microbatches), until = _arguments(forward, (rows, length), seeds), length // 2
+    count, place = len(microbatches), np.arange(length)
     starts = np.broadcast_to(place == 0, (count * rows, length)).copy()
     if not sampled:  # more documents than positions before `until`, and of other rows one
         starts[::2, 2 * length // 5 : 19 * length // 20] = starts[::2, -2:-1] = True
@@ -204,7 +197,6 @@ def _runs(forward: Any, rows: int, length: int, sampled: bool, seeds: bool) -> I
     same = starts == other
     either = made(same.shape, starts, same, np.where(same, NONE, LATER))
     either.ways = constant(starts), constant(other)
-    w, *microbatches = _arguments(forward, (rows, length), sampled, seeds)
     free = lambda tree: [unknown(x.shape, dtype_of(x)) for x in jax.tree.leaves(tree)]
 
     def run(begin: Reach, seen: np.ndarray, is_forward: bool = True) -> dict[str, Any]:
@@ -227,19 +219,15 @@ def _runs(forward: Any, rows: int, length: int, sampled: bool, seeds: bool) -> I
         yield run(either, np.where(place > until, LATER, number - 1))
 
 
-def _arguments(forward: Any, sizes: tuple[int, int], sampled: bool, seeds: bool) -> tuple:
+def _arguments(forward: Any, sizes: tuple[int, int], seeds: bool) -> tuple:
     """Shapes of the weights, and of the microbatches side by side, each a batch and its seeds."""
-    inputs = len(inputs_of(forward.model))
+    inputs, t = len(inputs_of(forward.model)), forward.training
     shape = lambda dtype, *more: jax.ShapeDtypeStruct((*sizes, *more), dtype)
     more = {"inputs": shape(jnp.uint32, inputs)} if inputs else {}
     batch = TokenBatch(targets=shape(jnp.uint32), is_seq_start=shape(bool), loss_mask=shape(bool), **more)
     microbatch = batch, jax.ShapeDtypeStruct(sizes[:1], jnp.uint32) if seeds else None
-    return shapes_of(forward.model.table), *[microbatch] * (1 if sampled else _side_by_side(forward))
-
-
-def _side_by_side(forward: Any) -> int:
-    """Microbatches that are traced side by side: one that could see the other is enough."""
-    return min(2, forward.training.side_by_side) if forward.in_training else 1
+    # Of those side by side, one that could see the other is enough.
+    return shapes_of(forward.model.table), *[microbatch] * (min(2, t.side_by_side) if forward.in_training else 1)
 
 
 def _traced(
@@ -249,10 +237,8 @@ def _traced(
     model = forward.model
 
     def of_logits(logits, targets, mask, _):
-        module, reference = (
-            _module_of(forward),
-            checkpoint_name(0 * logits, GIVEN) if forward.training.reference else None,
-        )
+        module = _module_of(forward)
+        reference = checkpoint_name(0 * logits, GIVEN) if forward.training.reference else None
         own = functools.partial(module.training_loss, c=optimizer)
         own = own if forward.in_training and optimizer else module.MicrobatchLoss(forward).loss
         named = checkpoint_name(logits, LOGITS), checkpoint_name(targets, TARGETS), checkpoint_name(mask, GIVEN)
@@ -277,7 +263,7 @@ def _traced(
             x, _ = loss.layers(w.layers, loss.first(outside, *first), jnp.arange(layers), *first)
             return loss.last(outside, x, *first)
 
-    return _on_one_device(forward, logits if sampled else loss, _arguments(forward, sizes, sampled, seeds))
+    return _on_one_device(forward, logits if sampled else loss, _arguments(forward, sizes, seeds))
 
 
 def _module_of(forward: Any) -> Any:
