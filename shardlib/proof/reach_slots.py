@@ -6,22 +6,21 @@ until v, and on none after. What is added at the place of its choice is then kno
 """
 
 import dataclasses
-import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from shardlib.equations import source_dims
 from shardlib.proof.elementwise import ELEMENTWISE
 from shardlib.proof.primitives import COLLECTIVES, IDENTITIES
-from shardlib.proof.reach import Among, Reach, Slots, full, of_all, placed, reshaped, unknown
+from shardlib.proof.reach import NONE, Among, Reach, Slots, full, of_all, placed, unknown
 
 SAME = IDENTITIES | COLLECTIVES - {"ppermute", "ragged_all_to_all"}
 SAME |= {"vary_unreduced_cast", "vary_unreduced_cast_p", "unreduced_cast", "copy", "copy_p", "device_put"}
 SAME |= {"expand_dims", "reduce_precision", "reshape", "squeeze"}
 """Primitives that change no number, also collectives: each axis has one device."""
+BY_ENTRY = ELEMENTWISE | {"convert_element_type", "select_n"}
+"""Primitives whose operands have the dims of the result."""
 
 
 def is_in(x: Reach) -> bool:
@@ -56,49 +55,35 @@ def apply(eqn: Any, ins: list[Reach], rule: Callable) -> Reach | None:
 
     It depends on all that its operands depend on, also where its number is known: of its choice.
     """
-    name, shape = eqn.primitive.name, tuple(eqn.outvars[0].aval.shape)
-    if name in ("gather", "scatter-add"):
-        return (_looked_up if name == "gather" else _added)(eqn, ins, rule)
-    k, x = next((i, x) for i, x in enumerate(ins) if is_in(x))
-    by_entry = name in ELEMENTWISE or name in ("convert_element_type", "select_n")
-    dims = [x.fact.dim] * len(ins) if by_entry else [x.fact.dim if i == k else None for i in range(len(ins))]
-    if name == "dot_general" and x.fact.dim in (batch := eqn.params["dimension_numbers"][1])[k]:
-        dims = [of[batch[k].index(x.fact.dim)] for of in batch]
-    dim = x.fact.dim if by_entry else _dim_after(eqn, k, x, shape)
-    if dim is None:
+    if eqn.primitive.name in ("gather", "scatter-add"):
+        return (_looked_up if eqn.primitive.name == "gather" else _added)(eqn, ins, rule)
+    x = next(filter(is_in, ins))
+    if (dim := _dim_after(eqn, ins, x, rule)) is None:
         return None
-    ins = [_aligned(y, x.fact, of) for y, of in zip(ins, dims, strict=True)]
-    if name == "dot_general" or name.startswith("reduce_"):
-        ins = [unknown(y.shape, np.float64, y.last) for y in ins]
-    if name in SAME:
-        count = max(a.shape[x.fact.dim] for a in x.arrays())
-        sizes = [[count if i == d else n for i, n in enumerate(of)] for of, d in ((x.shape, x.fact.dim), (shape, dim))]
-        result = Reach(shape, *(reshaped(a, *sizes) for a in x.arrays()), x.why)
-    elif (result := rule(eqn, *ins)) is None:
-        return None
-    if by_entry:
-        result.last = functools.reduce(np.maximum, [y.last for y in ins])
-    return dataclasses.replace(result, fact=Slots(dim, x.fact.source))
+    by_entry = eqn.primitive.name in BY_ENTRY
+    ins = [_aligned(y, x.fact, x.fact.dim) if by_entry else y if y is x or not y.shape else _blurred(y) for y in ins]
+    result, bare = rule(eqn, *ins), rule(eqn, *(_blurred(y, y.last) if y.shape else y for y in ins))
+    result, bare = (y[0] if isinstance(y, list) else y for y in (result, bare))
+    return dataclasses.replace(result, last=bare.last, fact=Slots(dim, x.fact.source))
 
 
-def _dim_after(eqn: Any, k: int, x: Reach, shape: tuple[int, ...]) -> int | None:
-    """The dim of a result that is of slots, as a dim of operand k is; None: none is, or it is not followed."""
-    name, p, dim = eqn.primitive.name, eqn.params, x.fact.dim
-    if name == "dot_general":
-        (contract, batch), rank = p["dimension_numbers"], len(eqn.invars[0].aval.shape)
-        own = [i for i in range(len(x.shape)) if i not in (*contract[k], *batch[k])]
-        others = k * (rank - len(contract[0]) - len(batch[0]))
-        kept = [*batch[k], *[None] * others, *own]
-    elif name in ("transpose", "broadcast_in_dim") or (name.startswith("reduce_") and "axes" in p):
-        kept = source_dims(eqn)
-    elif name in ("slice", "dynamic_slice"):
-        kept = range(len(shape))
-    elif name in SAME and len(eqn.invars) == 1 and (p.get("dimensions") is None or name != "reshape"):
-        before = lambda sizes, i: (math.prod(sizes[:i]), sizes[i])
-        kept = [dim if before(shape, i) == before(x.shape, dim) else None for i in range(len(shape))]
-    else:
+def _blurred(x: Reach, last: Any = None) -> Reach:
+    """A value without its numbers, and of one last token unless it is given."""
+    found = unknown(x.shape, x.number.dtype, of_all([x]) if last is None else last)
+    return dataclasses.replace(found, fact=x.fact if last is not None and is_in(x) else None)
+
+
+def _dim_after(eqn: Any, ins: list[Reach], x: Reach, rule: Callable) -> int | None:
+    """The dim of a result along which it has the slots of operand `x`, or the first of them; None: there is none."""
+    size, rank = x.shape[x.fact.dim], len(x.shape)
+    slots = np.arange(size).reshape([size if i == x.fact.dim else 1 for i in range(rank)])
+    others = lambda y: _blurred(y, NONE) if y.shape else dataclasses.replace(y, last=np.full((), NONE))
+    result = rule(eqn, *(unknown(x.shape, x.number.dtype, slots) if y is x else others(y) for y in ins))
+    result = result[0] if isinstance(result, list) and len(result) == 1 else result
+    if not isinstance(result, Reach) or size < 2:
         return None
-    return list(kept).index(dim) if dim in kept else None
+    dims = [i for i, n in enumerate(result.last.shape) if n > 1]
+    return dims[0] if len(dims) == 1 and (result.last.ravel() == np.arange(result.last.size)).all() else None
 
 
 def _aligned(x: Reach, fact: Slots, dim: int | None) -> Reach:

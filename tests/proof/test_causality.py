@@ -121,13 +121,14 @@ def solved_in_documents(x, **options):
     return jax.vmap(lambda a, x: jax.scipy.linalg.solve_triangular(a, x, **options))(a, x)
 
 
-def first_choices(x, slots=4):
+def first_choices(x, slots=4, rows_of=lambda rows: rows, places_of=lambda place: place):
     """The first choices of a sequence have slots; what is computed of a slot is added where its choice is."""
     place = jnp.sort(jnp.where(x[..., 0] > 0, jnp.arange(LENGTH), LENGTH), axis=1)[:, :slots]
 
     def of_row(x, place):
         rows = jnp.tanh(x.at[place].get(mode="fill", fill_value=0) @ jnp.ones((WIDTH, WIDTH)))
-        return jnp.zeros_like(x).at[place].add(rows * x.at[place].get(mode="fill", fill_value=0), mode="drop")
+        rows = rows_of(rows * x.at[place].get(mode="fill", fill_value=0))
+        return jnp.zeros_like(x).at[places_of(place)].add(rows, mode="drop")
 
     return jax.vmap(of_row)(x, place)
 
@@ -254,4 +255,19 @@ def test_what_changes_an_entry_of_functions_of_functions_is_among_its_tokens(see
 def test_slots_of_the_first_choices_know_no_later_ones():
     (_, last), (_, most) = reach(first_choices), measured(first_choices)
     np.testing.assert_array_equal(last, np.arange(ROWS * LENGTH).reshape(ROWS, LENGTH))
+    assert (last >= most).all()
+
+
+OTHER_SLOTS = {  # what is added where the choice of another slot is
+    "the next": {"rows_of": lambda rows: rows[1:], "places_of": lambda place: place[:-1]},
+    "the last": {"rows_of": lambda rows: rows[::-1]},
+    "rolled": {"rows_of": lambda rows: jnp.roll(rows, -1, 0)},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_SLOTS)
+def test_slots_are_those_of_their_own_choices(name):
+    f = lambda x: first_choices(x, **OTHER_SLOTS[name])
+    (_, last), (_, most) = reach(f), measured(f)
+    assert (most > np.arange(ROWS * LENGTH).reshape(ROWS, LENGTH)).any()
     assert (last >= most).all()
