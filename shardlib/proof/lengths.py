@@ -5,6 +5,7 @@ changes as the length does: by so much for each position, or for each block of p
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from jax.extend import core
 
 from shardlib.equations import body_of, equations_in, jaxprs_of
 from shardlib.proof.equation import Equation
+from shardlib.proof.positions import COMPARISONS
 
 ROUNDED = 8
 """What slots of experts are a multiple of."""
@@ -36,10 +38,11 @@ def compared(long: Any, short: Any, length: int, at: int) -> tuple[str, set[int]
         pairs = list(itertools.zip_longest(_sizes(a), _sizes(b)))
         if any(x != y and (None in (x, y) or not _follows(x, y, length, at)) for x, y in pairs):
             return _named(a), set(), False
+        end = math.inf if a.primitive.name in COMPARISONS else length
         literals = [(x.val, y.val, y) for x, y in zip(a.invars, b.invars, strict=True) if isinstance(y, core.Literal)]
-        unknown |= {id(y) for x, value, y in literals if not _is_known(x, value, length, at)}
+        unknown |= {id(y) for x, value, y in literals if not _is_known(x, value, length, at, end)}
     for x, y in zip(_arrays_in(long), _arrays_in(short), strict=True):
-        if not _is_known(x, y, length, at):
+        if not _is_known(x, y, length, at, length):
             unknown.add(id(y))
             arrays |= np.shape(x) != np.shape(y)
     return "", unknown, arrays
@@ -62,15 +65,19 @@ def _follows(long: float, short: float, length: int, at: int) -> bool:
     return not rest and grown > 0 and abs(short - grown) < at / 2 and (grown % at == 0 or at % grown == 0)
 
 
-def _is_known(long: Any, short: Any, length: int, at: int) -> bool:
-    """Whether numbers are the same ones, which the shorter sequences reach, or one that follows from the length."""
+def _is_known(long: Any, short: Any, length: int, at: int, end: float) -> bool:
+    """Whether numbers are the same ones, which the shorter sequences reach, or one that follows from the length.
+
+    Products of positions reach any whole number. Floats from `end` on, such as -1e9, are no positions.
+    """
     if not isinstance(getattr(short, "dtype", np.dtype(float)), np.dtype):
         return True  # keys
     if np.shape(long) != np.shape(short):
         return False
     a, b = (np.asarray(x, complex if np.iscomplexobj(x) else float) for x in (long, short))
     if ((a == b) | ((a != a) & (b != b))).all():
-        return not ((np.abs(b) >= at / 2) & (np.abs(b) < length)).any()
+        end = math.inf if np.asarray(short).dtype.kind in "iu" else end
+        return not ((np.abs(b) >= at / 2) & (np.abs(b) < end)).any()
     return not b.ndim and bool(np.isfinite([a, b]).all()) and _follows(abs(a.item()), abs(b.item()), length, at)
 
 

@@ -341,6 +341,10 @@ def ordered(convert):
     return attends(lambda q, k: (convert(q.index) >= convert(k.index)) & (q.document == k.document))
 
 
+def causal_or(q, k, others):
+    return (q.index >= k.index) | others
+
+
 def within(weights):
     """Sums over the positions of a document, by weights[L, L]."""
 
@@ -380,6 +384,10 @@ GROWING = {  # what changes with the length, beyond the positions that are follo
     "part of L": within(lambda n: jnp.tri(n) + (jnp.arange(n) < n // 512)),
     "start at most": mixed(lambda x, _: 0 * x + jnp.sum(x[:, min(x.shape[1], 300) :], 1, keepdims=True)),
     "mask at most": within(lambda n: jnp.tri(n) + (jnp.arange(n) >= min(n, 300))),
+    "squares": attends(lambda q, k: causal_or(q, k, (q.index - k.index) ** 2 >= 90_000) & (q.document == k.document)),
+    "float squares": attends(
+        lambda q, k: causal_or(q, k, jnp.square(jnp.float32(q.index - k.index)) >= 9e4) & (q.document == k.document)
+    ),
     "array": within(lambda n: with_ones(np.tri(n, dtype=np.float32), slice(1), slice(300, None))),
     "array of positions": within(lambda n: jnp.tri(n) + jnp.asarray(with_ones(np.zeros((1, n)), 0, slice(300, None)))),
     "blocks": next_block(lambda n: 512),
