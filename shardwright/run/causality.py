@@ -151,7 +151,9 @@ def _of_program(forward: Any, sizes: tuple[int, int], options: tuple) -> Iterato
         raise Unproved(f"on one device its forward pass does not trace: {type(error).__name__}: {lines[0]}") from None
     why, doubt = f"its operations on {sizes[0]} × {length} tokens are others than on fewer", ""
     is_made_for_length = False
-    shorter = [(ROWS, LENGTH << i) for i in range(length.bit_length()) if LENGTH << i < length]
+    chunks = length // (t.loss_chunk or length)  # as many, so that each has its part of the positions
+    lengths = (math.ceil((LENGTH << i) / chunks) * chunks for i in range(length.bit_length()))
+    shorter = [(ROWS, n) for n in lengths if n < length]
     for at in (*shorter, (ROWS, length), sizes):
         if math.prod(at) > max(AT_MOST, ROWS * LENGTH) or (is_made_for_length and at[1] < length):
             continue
