@@ -112,8 +112,8 @@ def _bound(name: str, ins: Sequence[Reach]) -> Any:
         return np.where(ins[1].known & np.isfinite(a), a - b, np.where(a < LOW, a / 2, np.inf))
     if name == "mul":
         scale, x = (a, b) if ins[0].is_known else (b, a)
-        positive = (ins[0].is_known or ins[1].is_known) and (scale > 0).all()
-        return x * scale if positive else np.inf
+        positive = scale > 0 if ins[0].is_known or ins[1].is_known else np.False_
+        return np.where(positive, x * np.where(positive, scale, 1), np.inf)
     if name == "div":
         return a / b if ins[1].is_known and (b > 0).all() else np.inf
     return {"max": np.maximum, "min": np.minimum}.get(name, lambda a, b: np.inf)(a, b)
