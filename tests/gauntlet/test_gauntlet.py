@@ -137,8 +137,13 @@ def caught_by(check: str) -> list[int]:
     return [number for number, bug in BUGS.items() if bug.get("caught") == check]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", caught_by("verify"))
+LONG = (12, 34)
+"""Bugs for which all of tools.verify is run in the long tests: a wrong gradient, and one under zigzag order."""
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=pytest.mark.long if n in LONG else pytest.mark.slow) for n in caught_by("verify")]
+)
 def test_verify_names_the_tensor(number, tmp_path):
     done = verified(BUGS[number], tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -163,7 +163,9 @@ def first_difference(here: Traced, there: Traced) -> tuple[list[str], First | No
     wanted: dict[Path, list[int]] = {}
     twins: dict[Path, Path] = {}
     is_number = lambda aval: isinstance(getattr(aval, "dtype", None), np.dtype) and aval.dtype != jax.dtypes.float0
-    is_known = lambda value: value.wild is None and value.is_block  # of which whole value a device holds a block
+    # Of which whole value a device holds a block, in no order of its own.
+    axes_of = lambda value: {axis for dim in value.dims if dim is not UNIFORM for axis in dim.axes}
+    is_known = lambda value: value.wild is None and value.is_block and axes_of(value) <= {*here.mesh.shape}
     for path, (eq, values) in facts.items():
         if eq.name not in CALLS or is_region(eq.eqn):
             pairs = zip(values, eq.eqn.outvars, strict=True)
