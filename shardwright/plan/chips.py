@@ -17,11 +17,11 @@ from shardwright_data.foreign import parse_yaml, read_file, read_text
 CHIPS = Path(__file__).parent / "chips"
 """Directory of the chips that are known by name."""
 _MOST_BYTES = 2**20
-_MAY_BE_0 = ("layer_s", "launch_s", "near_latency_s", "far_latency_s", "error")
+_MAY_BE_0 = ("interference", "layer_s", "launch_s", "near_latency_s", "far_latency_s", "error")
 _PLATFORMS = ("gpu", "tpu", "cpu")
 _MOST = {
     **dict.fromkeys(("matmul_share", "attention_share", "memory_share", "link_share"), 2),
-    "error": 1,
+    **dict.fromkeys(("interference", "error"), 1),
     "near": 2**20,
 }
 """Largest values of some fields. A share of what was measured may be above 1; one in percent is a mistake."""
@@ -69,13 +69,15 @@ class Chip:
         near_bandwidth: bytes that a device sends to the others of those, in a ring.
         far_bandwidth: bytes that a device sends to those beyond.
         price_per_hour: dollars on demand; None where none is known.
-        matmul_share, attention_share: shares of the peak that large products and kernels of attention reach.
+        matmul_share: share of `products` that a run reaches, or of the peak.
+        attention_share: share of the peak that kernels of attention reach.
         memory_share, link_share: shares of the bandwidths that are reached.
+        interference: seconds by which a second of messages slows what is computed beside it.
         launch_s: seconds to start a kernel.
         layer_s: seconds of the host for each layer and microbatch; 0 for a compiled step.
         near_latency_s, far_latency_s: seconds of each hop of a collective, near and from one near group to the next.
-        error: mean relative error of step times that calibration left.
-        products: measured FLOPs of bf16 products by m, k, n. Then matmul_share is the share of these.
+        error: relative error of step times within which four of five runs were.
+        products: measured FLOPs of bf16 products alone, by m, k, n.
         collectives: by operation, measured bytes of near collectives by devices and bytes. Then link_share is the
             share of these.
         sources: source of each number, by its name.
@@ -96,6 +98,7 @@ class Chip:
     attention_share: float
     memory_share: float
     link_share: float
+    interference: float
     launch_s: float
     layer_s: float
     near_latency_s: float
@@ -104,6 +107,13 @@ class Chip:
     products: Table | None = dataclasses.field(default=None, compare=False, repr=False)
     collectives: Mapping[str, Table] = dataclasses.field(default_factory=dict, compare=False, repr=False)
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def at_its_peaks(self) -> "Chip":
+        """This chip at its maker's figures: nothing waits, and nothing is lost. No step is faster."""
+        shares = dict.fromkeys(("matmul_share", "attention_share", "memory_share", "link_share"), 1.0)
+        free = dict.fromkeys(("interference", "launch_s", "layer_s", "near_latency_s", "far_latency_s"), 0.0)
+        return dataclasses.replace(self, products=None, collectives={}, **shares, **free)
 
     def peak_of(self, dtype: str) -> float:
         """Dense FLOPs in a second. A dtype without a figure is multiplied as bf16."""
@@ -151,7 +161,7 @@ class Chip:
             shared, ring = (1, far) if op == "all_to_all" else (near, n)
             near_bytes, far_bytes = times * size * (near - 1) / near, times * size * (ring - 1) / ring / shared
             hops = times * (n - 1 if self.platform == "tpu" else math.ceil(math.log2(n)))
-            far_hops = far - 1 if op in ("all_gather", "psum_scatter") else times * math.ceil(math.log2(n))
+            far_hops = far - 1 if op in ("all_gather", "psum_scatter") else times * math.ceil(math.log2(far))
         if table := self.collectives.get(op):
             size = max(size, table.sizes[-1][0])  # a smaller message takes as long
             near_s = size / (table.rate(near, size) * self.link_share) if near > 1 else 0.0
@@ -244,6 +254,8 @@ def _tables(path: Path, key: str, x: Any) -> Any:
     """The table of products in a file, or those of collectives by their operation."""
     if not x:
         return None if key == "products" else {}
+    if key == "products" and not str(x).endswith(".csv"):  # one rate, of all sizes
+        return Table(((1,),) * 3, np.full((1, 1, 1), _value(path, "FLOP/s of products", x)))
     file = next((found for found in (path.parent / str(x), CHIPS / str(x)) if found.exists()), path.parent / str(x))
     try:
         lines = read_file(file, _MOST_BYTES).decode().splitlines()

@@ -39,8 +39,13 @@ class Plan(NamedTuple):
 
     @property
     def range(self) -> tuple[float, float]:
-        """Seconds of a step within the error that calibration left."""
-        return self.seconds * (1 - self.chip.error), self.seconds * (1 + self.chip.error)
+        """Seconds of a step, from and to: four of five published runs were within such a range of their plans."""
+        return self.seconds / (1 + self.chip.error), self.seconds * (1 + self.chip.error)
+
+    @property
+    def at_peaks(self) -> float:
+        """Seconds of a step at the peaks of the chip, which no step is faster than."""
+        return plan_of(self.step, self.chip.at_its_peaks, 0).seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -81,6 +86,7 @@ class Plan(NamedTuple):
         found |= {name: getattr(self, name) for name in figures} | {"bubble_seconds": self.bubble}
         found |= {"peak_bytes": self.step.peak, "memory_bytes": self.chip.memory_bytes}
         found["seconds_low"], found["seconds_high"] = self.range
+        found["seconds_at_peaks"] = self.at_peaks
         rows = {"memory": self.step.held, "work": self.rows}
         return found | {name: [row._asdict() for row in of] for name, of in rows.items()}
 
@@ -91,7 +97,7 @@ def plan_of(step: Step, chip: Chip, steps: int) -> Plan:
     alone = chip.platform != "cpu"
     merged = _merged(step.ops) if alone else {}
     timed = [op._replace(seconds=op.count * seconds_of(op, step, chip, merged.get(op))) for op in step.ops]
-    shares = _exposed(timed) if alone else [1.0] * len(timed)
+    shares = _exposed(timed, chip.interference) if alone else [1.0] * len(timed)
     rows = [row._replace(exposed=row.seconds * share) for row, share in zip(timed, shares, strict=True)]
     spent: dict[str, float] = collections.defaultdict(float)
     for row in rows:
@@ -139,15 +145,20 @@ def _merged(ops: Iterable[Op]) -> dict[Op, float]:
     return {op: max(op.bytes, alike[key(op)] / math.ceil(alike[key(op)] / MESSAGE)) for op in joined if op.bytes}
 
 
-def _exposed(rows: list[Op]) -> Iterable[float]:
-    """Share of each row's time in which nothing else is computed.
+def _exposed(rows: list[Op], interference: float) -> Iterable[float]:
+    """By how much each row makes the step longer, as a share of its time alone.
 
-    In each loop, what is sent ahead or after hides behind what the loop computes, and the rest of it is waited for.
+    In each loop, what is sent ahead or after hides behind what the loop computes, and slows it; the rest of it is waited
+    for. Messages take multiprocessors, bandwidth of the memory and power (arXiv 2507.03114).
     """
     computed: dict[int, float] = collections.defaultdict(float)
     sent: dict[int, float] = collections.defaultdict(float)
     for row in rows:
         (sent if row.timing in HIDDEN else computed)[row.loop] += row.seconds * (row.timing != "waited")
     for row in rows:
-        hidden = row.timing in HIDDEN
-        yield max(0.0, 1 - computed[row.loop] / sent[row.loop]) if hidden and sent[row.loop] else 1.0
+        work, messages = computed[row.loop], sent[row.loop]
+        if row.timing in HIDDEN:
+            yield max(0.0, 1 - work / messages) if messages else 1.0
+        else:
+            slowed = interference * min(work, messages) / work if work and row.timing != "waited" else 0.0
+            yield 1 + slowed

@@ -97,14 +97,16 @@ class Settings:
     rows: str = MISSING
     """CSV file of measured runs, with the columns that docs/plan.md shows."""
     calibrate: bool = False
-    """Whether to fit the constants of each kind of chip on some of the rows, and to hold the others against them."""
+    """Whether to fit constants to some of the rows, beginning at those of the chip, and to hold the others out."""
     most: int = within(1, 10_000, 20)
-    """Number of rows of a kind of chip, at most, that calibration uses."""
+    """Number of rows of a kind of chip, at most, that calibration uses; with `together`, of all."""
+    together: bool = False
+    """Whether to calibrate all trainers and chips at once, and to hold out one trainer after the other."""
 
 
 def run(config: Settings) -> None:
     """Plans the rows of a table."""
-    rows.run(config.rows, config.calibrate, config.most)
+    rows.run(config.rows, config.calibrate, config.most, config.together)
 
 
 if __name__ == "__main__":

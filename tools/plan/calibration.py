@@ -1,14 +1,14 @@
-"""Calibration: constants of a trainer on a kind of chip, fitted to some of its runs, and tried on others.
+"""Calibration: constants fitted to some runs and tried on others: those of a trainer on a kind of chip, or of them all.
 
-Groups of runs are held out in FOLDS turns. What is fitted is at most `most` rows of the other groups: one of each in
-turn, in the order of a hash of their names.
+Groups of runs are held out in turns. What is fitted is at most `most` rows of the other groups: one of each in turn, in
+the order of a hash of their names.
 """
 
 import collections
 import itertools
 import math
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +20,8 @@ from tools.plan.runs import Run, Table, memory, plan, step_of, trainers
 FOLDS = 5
 MOST_CONSTANTS = 8
 """Most constants of a kind of chip."""
-STARTS = {"layer_s": 1e-3, "unfused": 2.0}
-"""Where the fit begins if neither trainers.yaml nor the chip says a number."""
+ACHIEVED = {"matmul_share": 0.8, "interference": 0.5}
+"""Constants that are fitted to all trainers and chips together (chips/_achieved.yaml), and where their fit begins."""
 OUTLIER = 0.1
 PULL = 0.03
 """Weight of a constant's distance from where it began, beside that of a row: what no row says stays there."""
@@ -33,19 +33,26 @@ class Figures(NamedTuple):
 
     Attributes:
         rows: number of runs.
+        median: of planned / measured.
         error: mean of |planned / measured - 1|.
+        inside: share of the runs within the range that the plan prints.
+        four_of_five: error of such a range with 80 % of the runs.
         tau: mean of Kendall's τ in groups of runs that do the same on as many devices; NaN without such groups.
         chosen: mean over these of the measured time of the run whose plan is fastest, over the best time.
     """
 
     rows: int
+    median: float
     error: float
+    inside: float
+    four_of_five: float
     tau: float
     chosen: float
 
     def __str__(self) -> str:
         ranked = "" if math.isnan(self.tau) else f", τ {self.tau:.2f}, chosen {self.chosen:.3f} × the best"
-        return f"{self.rows} rows, mean error {100 * self.error:.1f} %{ranked}"
+        inside = f"{self.inside:.0%} inside the range, 80 % within {100 * self.four_of_five:.0f} %"
+        return f"{self.rows} rows, median {self.median:.2f}, mean error {100 * self.error:.1f} %, {inside}{ranked}"
 
 
 def kendall(one: Sequence[float], other: Sequence[float]) -> float:
@@ -58,20 +65,25 @@ def kendall(one: Sequence[float], other: Sequence[float]) -> float:
 def figures(pairs: Sequence[Pair], constants: Mapping[tuple, Mapping[str, float]]) -> Figures:
     """How near the plans with these constants, by group, are to measured runs."""
     groups: dict[tuple, list[tuple[float, float]]] = collections.defaultdict(list)
+    ratios, inside = [], []
     for run, step in pairs:
-        groups[(*run.group, run.tokens, run.devices)].append((seconds(run, step, constants[run.group]), run.step_s))
-    errors = [abs(mine / measured - 1) for group in groups.values() for mine, measured in group]
+        planned = seconds(run, step, constants.get(run.group, {}))
+        groups[(*run.group, run.tokens, run.devices)].append((planned, run.step_s))
+        ratios.append(planned / run.step_s)
+        inside.append(max(ratios[-1], 1 / ratios[-1]) <= 1 + run.chip.error)
+    off = np.maximum(ratios, np.divide(1, ratios)) - 1
     ranked = [group for group in groups.values() if len(group) > 2]
     taus = [tau for group in ranked if not math.isnan(tau := kendall(*zip(*group, strict=True)))]
     chosen = [min(group)[1] / min(measured for _, measured in group) for group in ranked]
     mean = lambda numbers: float(np.mean(numbers)) if len(numbers) else math.nan
-    return Figures(len(errors), mean(errors), mean(taus), mean(chosen))
+    error = mean(np.abs(np.subtract(ratios, 1)))
+    of_range = float(np.median(ratios)), error, mean(inside), float(np.quantile(off, 0.8))
+    return Figures(len(ratios), *of_range, mean(taus), mean(chosen))
 
 
 def seconds(run: Run, step: Step, constants: Mapping[str, float]) -> float:
     """Planned seconds of a step, with other constants of its trainer."""
-    own = {name: x for name, x in constants.items() if name != "unfused" or run.eager}
-    return plan(run._replace(constants={**run.constants, **own}), step).seconds
+    return plan(run._replace(constants={**run.constants, **constants}), step).seconds
 
 
 def picked(pairs: Sequence[Pair], most: int) -> list[Pair]:
@@ -87,9 +99,11 @@ def _ordered(pairs: Sequence[Pair]) -> list[tuple]:
     return sorted({run.group for run, _ in pairs}, key=lambda group: zlib.crc32(" ".join(group).encode()))
 
 
-def held_out(pairs: Sequence[Pair], most: int, start: Mapping[str, float]) -> dict[tuple, dict[str, float]]:
-    """For each group, the constants that were fitted without it. Empty if there is one group."""
-    turn_of = {group: i % FOLDS for i, group in enumerate(_ordered(pairs))}
+def held_out(
+    pairs: Sequence[Pair], most: int, start: Mapping[str, float], folds: int = FOLDS
+) -> dict[tuple, dict[str, float]]:
+    """For each group, the constants that were fitted without it, in so many turns. Empty if there is one group."""
+    turn_of = {group: i % folds for i, group in enumerate(_ordered(pairs))}
     if len(turn_of) == 1:
         return {}
     turns = set(turn_of.values())
@@ -103,55 +117,76 @@ def fit(pairs: Sequence[Pair], start: Mapping[str, float]) -> dict[str, float]:
     No share grows past 1, or past where it began.
     """
     names, begin = list(start), np.log(list(start.values()))
-    most = [max(1.0, x) * 1.001 if name.endswith("share") else math.inf for name, x in start.items()]
+    is_share = lambda name: name.endswith("share") or name == "interference"
+    most = [max(1.0, x) * 1.001 if is_share(name) else math.inf for name, x in start.items()]
 
     def residuals(x: np.ndarray) -> np.ndarray:
         constants = dict(zip(names, np.exp(x), strict=True))
         rows = [math.log(seconds(run, step, constants) / run.step_s) for run, step in pairs]
         return np.array([*rows, *PULL * (x - begin)])
 
-    how = {"loss": "soft_l1", "f_scale": OUTLIER, "diff_step": 1e-3, "max_nfev": 30}
+    how = {"loss": "cauchy", "f_scale": OUTLIER, "diff_step": 1e-3, "max_nfev": 30}
     found = least_squares(residuals, begin, bounds=(-np.inf, np.log(most)), **how)
     return dict(zip(names, map(float, np.exp(found.x)), strict=True))
 
 
-def calibrated(table: Table, most: int) -> Iterator[str]:
-    """For each kind of chip and trainer of a table: its constants, as trainers.yaml has them, and how near plans are.
+def calibrated(table: Table, most: int, together: bool = False) -> Iterator[str]:
+    """For each kind of chip and trainer of a table: its constants, and how near plans are.
 
-    `most`: rows of a kind of chip that are fitted.
+    Each fit begins at the chip's own numbers. `most`: rows of a kind of chip that are fitted. `together`: one fit for
+    all chips and trainers of the table, of which each is held out in turn; it begins at ACHIEVED.
     """
-    by_chip = collections.defaultdict(lambda: collections.defaultdict(list))
-    for run in table.runs:
-        if isinstance(run, Run) and run.step_s:
-            by_chip[run.chip.name][run.trainer].append(run)
-    if not by_chip:
+    runs = [run for run in table.runs if isinstance(run, Run) and run.step_s]
+    if not runs:
         raise ValueError("no row can be planned and has a measured time, rate or MFU: give one that calibrates.")
+    if together:
+        pairs = yield from _traced([run._replace(group=(run.trainer,)) for run in runs])
+        yield from _fitted("all", pairs, most, ACHIEVED, len({run.trainer for run in runs}))
+        return
+    by_chip = collections.defaultdict(lambda: collections.defaultdict(list))
+    for run in runs:
+        by_chip[run.chip.name][run.trainer].append(run)
     for chip, of_chip in by_chip.items():
         left, fits = most, {trainer: trainers()[trainer]["fits"] for trainer in of_chip}
         if sum(map(len, fits.values())) > MOST_CONSTANTS:
             raise ValueError(f"trainers.yaml fits more than {MOST_CONSTANTS} constants on {chip}: {fits}.")
-        for trainer, runs in sorted(of_chip.items(), key=lambda item: len(item[1])):
-            pairs = []
-            for run in runs:
-                try:
-                    pairs.append((run, step_of(run)))
-                except ValueError as error:
-                    yield f"# {run.name}: {str(error).splitlines()[0]}"
-            if not pairs:
-                continue
-            of = {**vars(pairs[0][0].chip), **pairs[0][0].constants}
-            start = {name: of.get(name) or STARTS[name] for name in fits[trainer]}
-            used, turns = picked(pairs, left), held_out(pairs, left, start)
-            left -= len(used)
-            found = fit(used, start)
-            turns = turns or {pairs[0][0].group: found}
-            yield f"{trainer}: {{{chip}: {{{', '.join(f'{name}: {x:.3g}' for name, x in found.items())}}}}}"
-            yield f"#   fitted: {figures(used, dict.fromkeys(turns, found))}"
-            if len(turns) > 1:
-                yield f"#   held out: {figures(pairs, turns)}"
-            sizes = [memory(*pair) / pair[0].memory_gb - 1 for pair in pairs if pair[0].memory_gb]
-            if sizes:
-                yield f"#   memory: {sum(abs(x) <= 0.1 for x in sizes)} of {len(sizes)} within 10 %"
-            rated = [(seconds(*pair, turns[pair[0].group]) / pair[0].step_s - 1, pair[0].name) for pair in pairs]
-            rated.sort(key=lambda item: -abs(item[0]))
-            yield "#   worst: " + ", ".join(f"{name} {100 * error:+.0f} %" for error, name in rated[:3])
+        for trainer, same in sorted(of_chip.items(), key=lambda item: len(item[1])):
+            if pairs := (yield from _traced(same)):
+                of = {**vars(pairs[0][0].chip), **pairs[0][0].constants}
+                start = {name: of[name] for name in fits[trainer]}
+                yield from _fitted(f"{trainer} on {chip}", pairs, left, start, FOLDS)
+                left -= len(picked(pairs, left))
+
+
+def _traced(runs: Sequence[Run]) -> Generator[str, None, list[Pair]]:
+    """The runs with their steps. Gives a line for each that has none."""
+    pairs = []
+    for run in runs:
+        try:
+            pairs.append((run, step_of(run)))
+        except ValueError as error:
+            yield f"# {run.name}: {str(error).splitlines()[0]}"
+    return pairs
+
+
+def _fitted(name: str, pairs: list[Pair], most: int, start: Mapping[str, float], folds: int) -> Iterator[str]:
+    """What a fit found, and how near plans are to the rows that were fitted and to those that were held out."""
+    used, turns = picked(pairs, most), held_out(pairs, most, start, folds)
+    found = fit(used, start)
+    yield f"{name}: {{{', '.join(f'{name}: {x:.3g}' for name, x in found.items())}}}"
+    yield f"#   fitted: {figures(used, dict.fromkeys({run.group for run, _ in used}, found))}"
+    if turns:
+        yield from (f"#   held out: {line}" for line in scores(pairs, turns))
+
+
+def scores(pairs: Sequence[Pair], constants: Mapping[tuple, Mapping[str, float]]) -> Iterator[str]:
+    """How near plans are to the runs of each trainer and of all, and in memory."""
+    by_trainer = collections.defaultdict(list)
+    for pair in pairs:
+        by_trainer[pair[0].trainer].append(pair)
+    for name, same in [*by_trainer.items(), *([("all", pairs)] if len(by_trainer) > 1 else [])]:
+        rated = [(seconds(*pair, constants.get(pair[0].group, {})) / pair[0].step_s - 1, pair[0].name) for pair in same]
+        error, worst = max(rated, key=lambda item: abs(item[0]))
+        sizes = [kept / pair[0].memory_gb - 1 for pair in same if pair[0].memory_gb and (kept := memory(*pair))]
+        within = f", memory of {sum(abs(x) <= 0.1 for x in sizes)} of {len(sizes)} within 10 %" if sizes else ""
+        yield f"{name}: {figures(same, constants)}{within}, worst {worst} {100 * error:+.0f} %"

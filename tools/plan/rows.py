@@ -7,25 +7,33 @@ from collections.abc import Iterator
 
 from shardwright.settings.words import say
 from shardwright_data.foreign import one_line
-from tools.plan.calibration import calibrated
+from tools.plan.calibration import calibrated, scores
 from tools.plan.runs import ADDED, Table, memory, plan, read, step_of
 
 
 def lines(table: Table) -> Iterator[str]:
-    """The table as CSV, with the columns ADDED. Of a row without a plan they are empty, and stderr says why."""
+    """The table as CSV, with the columns ADDED. Of a row without a plan they are empty, and stderr says why.
+
+    At the end stderr has how near the plans are to what was measured.
+    """
     yield _csv([*table.header, *ADDED])
+    pairs = []
     for row, run in zip(table.rows, table.runs, strict=True):
         try:
             if isinstance(run, str):
                 raise ValueError(run)
             step = step_of(run)
             seconds = plan(run, step).seconds
+            pairs += [(run, step)] if run.step_s else []
+            kept = memory(run, step)
             rate = run.tokens / seconds / run.devices
-            new = [f"{seconds:.5g}", f"{rate:.5g}", f"{run.mfu(seconds):.4g}", f"{memory(run, step):.4g}"]
+            new = [f"{seconds:.5g}", f"{rate:.5g}", f"{run.mfu(seconds):.4g}", f"{kept:.4g}" if kept else ""]
         except ValueError as error:
             print(error if isinstance(run, str) else f"{run.name}: {one_line(str(error), 300)}", file=sys.stderr)
             new = [""] * len(ADDED)
         yield _csv([*row, *new])
+    for line in scores(pairs, {}) if pairs else ():
+        print(line, file=sys.stderr)
 
 
 def _csv(row: list[str]) -> str:
@@ -34,8 +42,8 @@ def _csv(row: list[str]) -> str:
     return text.getvalue()
 
 
-def run(path: str, calibrate: bool = False, most: int = 20) -> None:
+def run(path: str, calibrate: bool = False, most: int = 20, together: bool = False) -> None:
     """Prints the table in a file with its plans; with `calibrate`, what calibration on at most so many rows finds."""
     table = read(path)
-    for line in calibrated(table, most) if calibrate else lines(table):
+    for line in calibrated(table, most, together) if calibrate else lines(table):
         say(line)

@@ -1,8 +1,7 @@
 """Runs of others: the rows of a table of measured runs as configurations of ours, and their plans.
 
 Two tables are known by their columns: runs of trainers with their settings (COLUMNS), and vTrain's (VTRAIN). A row
-becomes a configuration of ours, whose step is traced and put on a chip with the constants of the row's trainer, which
-trainers.yaml has.
+becomes a configuration of ours, whose step is traced and put on its chip. trainers.yaml says what each trainer computes.
 """
 
 import csv
@@ -50,6 +49,9 @@ KNOWN = {"L8": "32/4096/32/8/14336/128256", "L70": "80/8192/64/8/28672/128256", 
 """Models with a name: layers, width, heads, key/value heads, width of the MLP and vocabulary."""
 SCHEDULE = "gpipe"
 """Our steps wait for all stages in each tick. Then gpipe takes the time that 1F1B takes where stages do not wait."""
+EAGER = {"layer_s": 3e-3}
+"""Constants of a trainer whose host starts each kernel: about 3 ms for those of a layer and microbatch, which is what
+vTrain's single-node rows have beside a roofline."""
 MOST = 2**14
 """Most microbatches times stages of a pipeline: its schedule is written out."""
 
@@ -62,8 +64,7 @@ class Run(NamedTuple):
         trainer: its name in trainers.yaml.
         group: rows of one group are ranked, and are held out, together.
         chip: kind of its devices, as far as it is no matter of calibration.
-        constants: fields of the Chip by calibration, and `unfused`: how often an eager trainer reads and writes what
-            a compiled one does once.
+        constants: fields of the Chip that differ for its trainer: EAGER, or what calibration found.
         config, sizes: settings of ours, and devices along p, r, d and t.
         again: shares of products and attention that the backward pass computes again, beside what `config` says.
         saved: share that it keeps of what `config` saves for the backward pass.
@@ -296,19 +297,11 @@ def _run(
         counted += 6 * sum(math.prod(w.shape) for w in looked_up)
     eager = c["eager"] and "compiled" not in precision
     chip = dataclasses.replace(chip_of(kind), **c["hardware"])
-    constants = _constants(c, kind, eager)
     how = known[recompute]
     return Run(
-        *(name, trainer, (trainer, name), chip, constants, config, sizes),
+        *(name, trainer, (trainer, name), chip, EAGER if eager else {}, config, sizes),
         *(how.get("again", {}), how.get("kept", 1.0), eager, counted),
     )
-
-
-def _constants(c: Mapping[str, Any], kind: str, eager: bool) -> dict[str, float]:
-    """Constants of a trainer on a kind of chip. On one that is not calibrated, those of its first."""
-    found = c["constants"].get(kind) or next(iter(c["constants"].values()), {})
-    found = {name: float(x) for name, x in found.items()}  # YAML reads 7e-05 as a text
-    return found if eager else found | {"unfused": 1.0}
 
 
 # ---- planning -----------------------------------------------------------------------------------------------------
@@ -331,23 +324,20 @@ def _traced(run: Run, save: str) -> Step:
 
 def plan(run: Run, step: Step) -> Plan:
     """The plan of a run, on its chip with the constants of its trainer."""
-    c, constants = trainers()[run.trainer], dict(run.constants)
-    sent, times = c.get("summed", 1.0), constants.pop("unfused", 1.0)
-    ops = step.ops
+    c, ops = trainers()[run.trainer], step.ops
     if not c.get("overlaps", True):
         # Its collectives are waited for, and none is of all stages: they are ours, since we share the vocabulary.
         ops = [op for op in ops if op.kind != "collective" or op.what == "ppermute" or "p" not in op.axes]
         ops = [op._replace(timing="waited") if op.kind == "collective" else op for op in ops]
-    ops = [op._replace(bytes=sent * op.bytes) if op.axes == ("r",) else op for op in ops]
-    ops = [op._replace(traffic=times * op.traffic) if op.kind == "memory" else op for op in ops]
-    return plan_of(step._replace(ops=ops), dataclasses.replace(run.chip, **constants), 1)
+    ops = [op._replace(bytes=c.get("summed", 1.0) * op.bytes) if op.axes == ("r",) else op for op in ops]
+    return plan_of(step._replace(ops=ops), dataclasses.replace(run.chip, **run.constants), 1)
 
 
-def memory(run: Run, step: Step) -> float:
-    """Gigabytes of a device, as the trainer counts them: ours, or by what its `memory` says that it keeps."""
+def memory(run: Run, step: Step) -> float | None:
+    """Gigabytes of a device, by what its trainer's `memory` says that it keeps; None of one without."""
     kept = trainers()[run.trainer].get("memory")
     if kept is None:
-        return step.peak / 2**30
+        return None
     held = {kind: sum(x.bytes for x in step.held if x.kind == kind) for kind in ("weights", "optimizer", "saved")}
     model, t, (d, split) = run.config.model, run.config.training, (run.sizes["d"], run.sizes["t"])
     tokens = run.tokens / t.microbatches / run.sizes["r"] / d

@@ -145,10 +145,11 @@ def answer(plan: Plan) -> list[tuple[str, str, str]]:
     parts["starting layers"] = plan.seconds - sum(parts.values())
     shares = [(f"{100 * s / plan.seconds:.0f} %", name) for name, s in parts.items() if s > plan.seconds / 200]
     run, of = (digits(plan.days), "days for") if plan.days >= 1 else (duration(86400 * plan.days), "hours for")
+    low, high, least = map(in_seconds, (*plan.range, plan.at_peaks))
     peak = in_numbers(plan.chip.peak_of(facts.dtype))
-    moves = ", and what moving to the host takes" if plan.offloads else ""
+    more = ", and what moving to the host takes" if plan.offloads else f"; {least} at the chip's peaks"
     found = [
-        ("step", in_seconds(plan.seconds), "between {} and {}".format(*map(in_seconds, plan.range)) + moves),
+        ("step", in_seconds(plan.seconds), f"between {low} and {high}{more}"),
         ("time", shares[0][0], ", ".join([shares[0][1], *map(" ".join, shares[1:])])),
         ("speed", in_numbers(plan.tokens_per_second), "tokens/s, of all devices"),
         ("MFU", f"{100 * plan.mfu:.1f} %", f"of {peak[:-1]} {peak[-1]}FLOP/s in {facts.dtype}"),
