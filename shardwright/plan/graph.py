@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jax_extra import SAVED
 from shardlib.equations import CALLS, axes_of, body_of, frames_of, is_variable, scan_counts
@@ -32,6 +33,7 @@ WRITING = ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
 """Primitives that write into their first operand, in place."""
 _NAMED = ("convert_element_type", "all_gather", "all_gather_invariant", "all_gather_reduced", "dynamic_slice")
 """Primitives whose result is a weight if the operand is."""
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
 _COLLECTIVE_OF = {primitive: name for name, names in COLLECTIVES.items() for primitive in names}
 TASK = "task_"
 """Beginning of the name of a scope around the task of a pipeline stage."""
@@ -83,7 +85,7 @@ class Value:
         return 0 if self.of_host else math.prod(self.shape) * self.dtype.itemsize
 
     def __str__(self) -> str:
-        short = {"bfloat16": "bf16", "bool": "bool"}.get(self.dtype.name)
+        short = {"bfloat16": "bf16", "bool": "bool", **dict.fromkeys(_FP8, "fp8")}.get(self.dtype.name)
         return f"{short or self.dtype.kind + str(8 * self.dtype.itemsize)}[{','.join(map(str, self.shape))}]"
 
 
@@ -137,34 +139,15 @@ def graph_of(jaxpr: Any, sizes: Mapping[str, int], ins: Sequence[Value] | None =
         scope: of the call around it.
     """
     body, _ = body_of(jaxpr)
-    scope = scope or _Scope("", "", sizes)
+    if scope is None:  # what no result needs, of loops too, a compiler leaves out
+        body, scope = dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)[0], _Scope("", "", sizes)
     ins = [_value(var, NOWHERE) for var in body.invars] if ins is None else list(ins)
     env = dict(zip(body.invars, ins, strict=True))
     env |= {var: _value(var, NOWHERE) for var in body.constvars}
     nodes: list[Node] = []
     _add(body, env, nodes, scope)
     outs = [env[var] if is_variable(var) else _value(var, NOWHERE) for var in body.outvars]
-    return Graph(ins, _needed(nodes, outs), outs)
-
-
-def _needed(nodes: list[Node], outs: list[Value]) -> list[Node]:
-    """The operations that the results need, which are those that a compiler keeps."""
-    needed: set[Value] = set()
-    found: list[Node] = []
-
-    def need(value: Value | None) -> None:
-        while value is not None and value not in needed:
-            needed.add(value)
-            value = value.of
-
-    for value in outs:
-        need(value)
-    for node in reversed(nodes):
-        if needed.intersection(node.outs):
-            found.append(node)
-            for value in node.ins:
-                need(value)
-    return found[::-1]
+    return Graph(ins, nodes, outs)
 
 
 def _value(var: Any, site: Site, **more: Any) -> Value:
@@ -210,7 +193,7 @@ def _add(body: Any, env: dict, nodes: list[Node], scope: _Scope) -> None:
         # XLA takes a scan of one turn out of its loop.
         if (op in CALLS and not is_kernel) or op == "shard_map" or (op == "scan" and eqn.params["length"] == 1):
             _inline(eqn, env, nodes, inner, site)
-        elif op in ALIASES or _keeps_size(eqn) or (op in _COLLECTIVE_OF and not axes):
+        elif op in ALIASES or _keeps_size(eqn) or (op in _COLLECTIVE_OF and not axes) or _scales_fp8(eqn, env):
             for var, out in zip(eqn.invars, eqn.outvars, strict=False):
                 env[out] = _renamed(out, var, env, site)
                 if op == "name":
@@ -230,6 +213,12 @@ def _add(body: Any, env: dict, nodes: list[Node], scope: _Scope) -> None:
                 _write(outs[0], ins[0], ins[1 if op == "dynamic_update_slice" else -1])
             elif bodies:
                 _write_in_place(nodes[-1], ins)
+
+
+def _scales_fp8(eqn: Any, env: dict) -> bool:
+    """Whether an equation casts an array of fp8 or multiplies it by its scale, which its product does as it reads it."""
+    first = env[eqn.invars[0]] if eqn.invars and is_variable(eqn.invars[0]) else None
+    return eqn.primitive.name in ("convert_element_type", "mul") and first is not None and first.root.dtype.name in _FP8
 
 
 def _keeps_size(eqn: Any) -> bool:
@@ -294,12 +283,17 @@ def _stack_kind(made: Value) -> str:
 def _write_in_place(node: Node, ins: list[Value | None]) -> None:
     """Notes which results of a loop or of branches take the memory of an operand, and where others are made."""
     consts, carried = node.carried
+    roots_of = [out.root for out in node.bodies[0].outs]
     for i, out in enumerate(node.outs):
         roots = [body.outs[i].root for body in node.bodies]
         made = max(roots, key=lambda root: bool(root.site.line))
         if node.op == "scan" and i >= carried:  # a stack; what is carried in has no line
             out.site = made.site if made.site.line else node.site
             out.kind = _stack_kind(made if made.site.line else out)
+            # Two stacks of one value are one: of what attention keeps, and of its result that a layer marks.
+            out.of = next(
+                (x for x, y in zip(node.outs[carried:i], roots_of[carried:i], strict=True) if y is made), None
+            )
         elif node.op == "scan":
             _write(out, ins[consts + i], made)
         elif node.op == "while":

@@ -184,15 +184,13 @@ def peak_of(graph: Graph, donated: set[Value], platform: str, stacked: int | Non
         made = kernels[first[value]]
         if made.kind == "memory" and last[value] == first[value]:
             size[value] = 0  # it is written where it belongs
-    constants = {i: _constants(kernel) for i, kernel in enumerate(kernels)} if platform == "gpu" else {}
     peak, most, alive = [], 0, {}
     ends: dict[int, list[Value]] = {}
     for value, at in last.items():
         ends.setdefault(at, []).append(value)
     for i, kernel in enumerate(kernels):
         alive |= {value: size[value] for value in kernel.writes if size.get(value)}
-        constant = [x for j, values in constants.items() if j >= i for x in values]
-        held = [*alive.items(), *_inside(kernel, platform), *constant]
+        held = [*alive.items(), *_inside(kernel, platform)]
         if (total := _bytes(held)) > most:
             peak, most = held, total
         for value in ends.get(i, ()):
@@ -228,13 +226,6 @@ def _reuse(
                     size[made] = 0
                 elif platform != "gpu":
                     last[match] = i - 1
-
-
-def _constants(kernel: Kernel) -> Held:
-    """Constants of the iterations of a loop that is unrolled whole. XLA makes them at once, before all else."""
-    unroll = kernel.node.params.get("unroll", 1) if kernel.node.op == "scan" else 1
-    made = kernels_of(kernel.node.bodies[0]) if unroll > 1 else []
-    return [(x, unroll * x.bytes) for each in made if each.kind == "memory" and not each.reads for x in each.writes]
 
 
 def _inside(kernel: Kernel, platform: str) -> Held:

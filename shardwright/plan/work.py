@@ -35,7 +35,8 @@ class Op(NamedTuple):
             reads its result; waited: neither.
         loop: number of the loop body that it is in.
         seconds: on a kind of chip, of all executions in a step.
-        exposed: the part of them in which the device computes nothing else; of what is computed, all.
+        exposed: by how much they make the step longer. Of a message, the part in which the device computes nothing
+            else; of what is computed, all, and what messages beside it slow it.
     """
 
     line: str
@@ -91,6 +92,7 @@ def _op(kernel: Kernel, count: float, loop: int, timing: str) -> Op | None:
     what, flops, more = str(made), 0.0, {"dtype": str(operand).partition("[")[0]}
     if kernel.kind == "matmul":
         b, m, k, n = more["shape"] = product_shape(node)
+        more["dtype"] = str(max((x.root for x in node.ins), key=lambda x: x.dtype.itemsize)).partition("[")[0]
         what, flops = f"{b}: {m}×{k}×{n}" if b > 1 else f"{m}×{k}×{n}", 2.0 * b * m * k * n
     elif kernel.kind == "attention":
         q, k = node.ins[:2]
