@@ -216,7 +216,7 @@ def _add(body: Any, env: dict, nodes: list[Node], scope: _Scope) -> None:
 
 
 def _scales_fp8(eqn: Any, env: dict) -> bool:
-    """Whether an equation casts an array of fp8 or multiplies it by its scale, which its product does as it reads it."""
+    """Whether an equation casts an array of fp8 or multiplies it by its scale, as its product does while it reads."""
     first = env[eqn.invars[0]] if eqn.invars and is_variable(eqn.invars[0]) else None
     return eqn.primitive.name in ("convert_element_type", "mul") and first is not None and first.root.dtype.name in _FP8
 

@@ -148,8 +148,8 @@ def _merged(ops: Iterable[Op]) -> dict[Op, float]:
 def _exposed(rows: list[Op], interference: float) -> Iterable[float]:
     """By how much each row makes the step longer, as a share of its time alone.
 
-    In each loop, what is sent ahead or after hides behind what the loop computes, and slows it; the rest of it is waited
-    for. Messages take multiprocessors, bandwidth of the memory and power (arXiv 2507.03114).
+    In each loop, what is sent ahead or after hides behind what the loop computes, and slows it; the rest of it is
+    waited for. Messages take multiprocessors, bandwidth of the memory and power (arXiv 2507.03114).
     """
     computed: dict[int, float] = collections.defaultdict(float)
     sent: dict[int, float] = collections.defaultdict(float)

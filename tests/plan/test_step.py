@@ -185,7 +185,7 @@ def test_what_a_run_costs_follows_from_a_step():
 
 
 def test_messages_slow_what_is_computed_beside_them():
-    """And no step is faster than at the chip's peaks, which by hand is the sum of what each kernel multiplies or moves."""
+    """And no step is faster than at the chip's peaks, by hand the sum of what each kernel multiplies or moves."""
     step, chip = planned(wide(), (1, 1, 8, 1), "h100"), chip_of("h100")
     of = lambda interference: plan_of(step, dataclasses.replace(chip, interference=interference), 1)
     alone, half = of(0.0), of(0.5)

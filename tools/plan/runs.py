@@ -1,7 +1,7 @@
 """Runs of others: the rows of a table of measured runs as configurations of ours, and their plans.
 
 Two tables are known by their columns: runs of trainers with their settings (COLUMNS), and vTrain's (VTRAIN). A row
-becomes a configuration of ours, whose step is traced and put on its chip. trainers.yaml says what each trainer computes.
+becomes a configuration of ours, whose step is traced and put on its chip. trainers.yaml has what each trainer computes.
 """
 
 import csv
