@@ -48,6 +48,20 @@ class Plan(NamedTuple):
         return plan_of(self.step, self.chip.at_its_peaks, 0).seconds
 
     @property
+    def limits(self) -> dict[str, float]:
+        """What a step is spent on, in words, and its share of the time, the largest first."""
+        alone: dict[str, float] = collections.defaultdict(float)
+        for row in self.rows:
+            alone[row.kind] += row.seconds if row.kind != "collective" else row.exposed
+        names = {"matmul": "matmuls", "attention": "attention", "memory": "memory traffic"}
+        spent = {words: alone[kind] for kind, words in names.items()}
+        spent["waiting for messages"] = alone["collective"]
+        spent["slowed by messages"] = sum(row.exposed for row in self.rows) - sum(spent.values())
+        spent["waiting for stages"] = self.bubble
+        spent["starting layers"] = self.seconds - sum(spent.values())
+        return {words: s / self.seconds for words, s in sorted(spent.items(), key=lambda item: -item[1])}
+
+    @property
     def tokens_per_second(self) -> float:
         """Of all devices together."""
         return self.step.facts.tokens / self.seconds

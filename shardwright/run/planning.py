@@ -124,6 +124,8 @@ def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
         yield {f"{of}microbatches": t.microbatches // 2} | beside(c, t.microbatches // 2, sizes["p"])
     if t.side_by_side > 1:
         yield {f"{of}side_by_side": 1}
+    elif sizes["t"] > 1 and sizes["p"] == 1 and t.microbatches % 2 == 0:
+        yield {f"{of}side_by_side": 2}
     alone = math.prod(sizes.get(axis, 1) for axis in "cde") == 1
     is_once = t.gather_weights == "step" or (t.gather_weights == "auto" and alone)
     yield {f"{of}gather_weights": "layer" if is_once else "step"}
@@ -163,6 +165,21 @@ def advice(c: Config, sizes: Mapping[str, int], now: Plan, programs: Callable, s
         return [f"{best[0]} fits"]
     gain = lambda plan: f"{plan.seconds / now.seconds - 1:>+7.1%} time {in_bytes(plan.step.peak):>9}"
     return [f"{gain(change.plan)}  {change}" for change in best[:3]] or ["no single change that was planned"]
+
+
+def doubled(c: Config, sizes: Mapping[str, int], now: Plan, programs: Callable) -> list[str]:
+    """A line with the memory of twice the batch, and what grows most."""
+    with contextlib.suppress(ValueError):
+        plan = planned_change(c, sizes, now.chip, programs, {"training.batch_size": 2 * c.training.batch_size})
+        by_line = collections.Counter()
+        for sign, step in ((1, plan.step), (-1, now.step)):
+            for held in step.held:
+                by_line[held.line, held.kind] += sign * held.bytes
+        ((line, kind), grows), *_ = by_line.most_common(1)
+        fits = "fits" if plan.fits else "does not fit"
+        where = f"{kind}{line and f', {line}'}"
+        return [f"twice the batch: {in_bytes(plan.step.peak)}, {fits}; {where} grows most, by {in_bytes(grows)}"]
+    return []
 
 
 def plan_run(c: Config, model: LanguageModel, steps: int, programs: Callable, directory: Path) -> str | None:

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,13 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import train
+from shardwright.compiled.table import in_bytes
 from shardwright.modeling.model import load_model
 from shardwright.plan.chips import chip_of
 from shardwright.plan.plan import plan_of
 from shardwright.run.config import register_schema, to_config
-from shardwright.run.planning import SAVED, advice, planned_change, planned_step
+from shardwright.run.planning import SAVED, Change, advice, doubled, planned_change, planned_step
+from tools.plan import compare
 from tools.plan.search import as_config, as_lines, search
 from tools.verify.meshes import all_meshes
 
@@ -85,3 +88,57 @@ def test_advice_names_changes_with_their_gain():
     assert len(gains) == 3
     assert gains == sorted(gains)
     assert gains[-1] < 0
+
+
+def test_chips_are_compared_for_a_deadline_or_a_budget(monkeypatch):
+    """By plans whose days and dollars are given: the cheapest that is in time, or the fastest that can be paid."""
+    c = tiny.config()
+    plan = planned_change(c, dict.fromkeys("prdect", 1) | {"d": 2}, H100, train.programs, {})
+
+    def searched(c, devices, chip, *_):
+        if chip.name == "v5e":
+            raise ValueError("nothing fits on 8 devices")
+        seconds = {("h100", 8): 4.0, ("h100", 64): 0.6, ("a100", 8): 9.0}[chip.name, devices] * 864
+        step = plan.step._replace(mesh={**plan.step.mesh, "d": devices})
+        return [
+            Change({"mesh.d": devices, "mesh.t": 1}, plan._replace(chip=chip, step=step, seconds=seconds, steps=100))
+        ]
+
+    monkeypatch.setattr(compare, "search", searched)
+    kinds = [(chip_of(name), n) for name, n in (("h100", 8), ("h100", 64), ("a100", 8), ("v5e", 8))]
+    of = lambda **limits: compare.compared(c, kinds, train.programs, limits.get("deadline"), limits.get("budget"))
+    # Days 4, 0.6 and 9; dollars 24 · 3 · 8 · 4 = 2304, 24 · 3 · 64 · 0.6 = 2765, and 24 · 2 · 8 · 9 = 3456.
+    rows = of(deadline="5d")
+    assert [line.split()[:4] for line in rows[1:4]] == [
+        ["8", "h100", "4", "$2,304"],
+        ["64", "h100", "0.6", "$2,765"],
+        ["8", "a100", "9", "$3,456"],
+    ]
+    assert rows[5] == "Cheapest within plan.deadline=5d: 8 x h100."
+    assert rows[6].endswith("With: mesh.d=8")
+    assert rows[7] == "8 x v5e: nothing fits on 8 devices"
+    assert "Cheapest within plan.deadline=24h: 64 x h100." in of(deadline="24h")
+    assert "Fastest within plan.budget=2500: 8 x h100." in of(budget=2500.0)
+    assert "Fastest: 64 x h100." in of()
+    assert "None keeps plan.deadline=0.5d and plan.budget=9. Nearest: 8 x h100." in of(deadline="0.5d", budget=9.0)
+    assert max(map(len, rows)) <= 80
+    with pytest.raises(ValueError, match=r"^plan.deadline is 'soon'; give days or hours, as 7d or 36h\.$"):
+        of(deadline="soon")
+
+
+def test_twice_the_batch_names_what_grows_most():
+    """By hand: what a layer keeps is of the batch; weights and moments are not."""
+    c = tiny.config()
+    sizes = dict.fromkeys("prdect", 1) | {"d": 2}
+    now = planned_change(c, sizes, H100, train.programs, {})
+    (line,) = doubled(c, sizes, now, train.programs)
+    other = planned_change(c, sizes, H100, train.programs, {"training.batch_size": 2 * c.training.batch_size})
+    assert line.startswith(f"twice the batch: {in_bytes(other.step.peak)}, fits; ")
+    assert re.search(r"(saved|working), \S+\.py:\d+ grows most, by ", line)
+
+
+def test_what_limits_a_step_adds_up():
+    plan = planned_change(tiny.config(), dict.fromkeys("prdect", 1) | {"d": 8}, H100, train.programs, {})
+    assert sum(plan.limits.values()) == pytest.approx(1)
+    assert min(plan.limits.values()) > -1e-9
+    assert list(plan.limits.values()) == sorted(plan.limits.values(), reverse=True)

@@ -2,6 +2,7 @@
 
     python -m tools.plan --config-name=c4_h100x64_7b
     python -m tools.plan --config-name=c4_h100x64_7b hardware=v5p plan.devices=128 plan.search=true
+    python -m tools.plan --config-name=c4_h100x64_7b plan.search=true plan.chips=[h100,v5p] plan.deadline=3d
     python -m tools.plan --config-name=c4_h100x64_7b plan.output=plan.html
     python -m tools.plan rows=runs.csv
 
@@ -14,6 +15,7 @@ import signal
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import MISSING
@@ -24,11 +26,12 @@ from shardwright.compiled.files import write_json, write_whole
 from shardwright.plan.chips import chip_of
 from shardwright.run.config import Config
 from shardwright.run.launch import CONFIGS, start_with_section
-from shardwright.run.planning import advice, mesh_sizes, planned_change
+from shardwright.run.planning import advice, doubled, mesh_sizes, planned_change
 from shardwright.settings.program import run_program
 from shardwright.settings.words import say
 from shardwright_data.checks import within
 from tools.plan import rows
+from tools.plan.compare import compared
 from tools.plan.page import page
 from tools.plan.screen import as_text
 from tools.plan.search import as_config, as_lines, search
@@ -38,8 +41,14 @@ from tools.plan.search import as_config, as_lines, search
 class PlanConfig:
     """The section `plan`."""
 
-    devices: int | None = within(1, 2**20, None)
-    """Number of devices, where the mesh has a -1. Null: that of the mesh."""
+    devices: Any = None
+    """Number of devices, where the mesh has a -1. Null: that of the mesh. With search also several, as [8,64]."""
+    chips: list[str] = field(default_factory=list)
+    """With search, kinds of chips to compare, as [h100,v5p]. Empty: hardware.chip."""
+    deadline: str | None = None
+    """With search, the longest that the run may take, as 7d or 36h: the cheapest that keeps it is shown first."""
+    budget: float | None = None
+    """With search, the most dollars that the run may cost: the fastest that keeps it is shown first."""
     output: str | None = None
     """File to write the plan to: .json, or .html for a page; with search .yaml, for a configuration. Null: only the
     terminal."""
@@ -53,6 +62,18 @@ def job(c: Config, settings: PlanConfig) -> None:
     suffixes = (".yaml",) if settings.search else (".json", ".html")
     if output is not None and output.suffix not in suffixes:
         raise ValueError(f"plan.output is {output}: its name must end in {' or '.join(suffixes)}.")
+    counts = settings.devices if isinstance(settings.devices, list) else [settings.devices]
+    if wrong := [n for n in counts if n is not None and not (type(n) is int and 1 <= n <= 2**20)]:
+        raise ValueError(f"plan.devices is {wrong[0]}; give a whole number from 1 to {2**20}, or some as [8,64].")
+    several = bool(settings.chips or len(counts) > 1 or settings.deadline or settings.budget)
+    if several and not settings.search:
+        raise ValueError("plan.chips, plan.deadline, plan.budget and several plan.devices need plan.search=true.")
+    if several:
+        names = settings.chips or [c.hardware.chip or ""]
+        kinds = [(chip_of(name), n or math.prod(mesh_sizes(c, None).values())) for name in names for n in counts]
+        say("\n".join(compared(c, kinds, train.programs, settings.deadline, settings.budget)))
+        return
+    devices = counts[0]
     if c.hardware.chip is None:
         raise ValueError(
             "hardware.chip is null: choose hardware=<name, such as h100>, or give hardware.chip=<name, such as l4>."
@@ -61,7 +82,7 @@ def job(c: Config, settings: PlanConfig) -> None:
     hydra = HydraConfig.get()
     name = hydra.job.config_name
     if settings.search:
-        stated = math.prod(mesh_sizes(c, None).values()) if settings.devices is None else settings.devices
+        stated = math.prod(mesh_sizes(c, None).values()) if devices is None else devices
         found = search(c, stated, chip, train.programs)
         text = "\n".join(as_lines(found))
         if output is not None:
@@ -72,9 +93,9 @@ def job(c: Config, settings: PlanConfig) -> None:
                 chosen["distributed.count"] = max(1, c.distributed.count * stated // before)
             write_whole(output, start + as_config(name, own, CONFIGS, chosen))
     else:
-        sizes = mesh_sizes(c, settings.devices)
+        sizes = mesh_sizes(c, devices)
         plan = planned_change(c, sizes, chip, train.programs, {})
-        more = advice(c, sizes, plan, train.programs)
+        more = [*advice(c, sizes, plan, train.programs), *doubled(c, sizes, plan, train.programs)]
         text = as_text(plan, name, ["", "What would help", *more])
         if output is not None and output.suffix == ".json":
             write_json(output, plan.as_data())

@@ -139,18 +139,14 @@ def answer(plan: Plan) -> list[tuple[str, str, str]]:
     facts, limit, price = plan.step.facts, plan.chip.memory_bytes, plan.chip.price_per_hour
     fits = "fits" if plan.fits else f"{in_bytes(plan.step.peak - limit)} too much"
     most, _, kind, _, line, _ = memory(plan).rows[0]
-    waits = [op.exposed for op in plan.rows if op.kind == "collective"]
-    parts = {"computing": sum(op.exposed for op in plan.rows) - sum(waits), "waiting for messages": sum(waits)}
-    parts["waiting for stages"] = plan.bubble
-    parts["starting layers"] = plan.seconds - sum(parts.values())
-    shares = [(f"{100 * s / plan.seconds:.0f} %", name) for name, s in parts.items() if s > plan.seconds / 200]
+    shares = [(f"{100 * share:.0f} %", name) for name, share in plan.limits.items() if share > 0.005]
     run, of = (digits(plan.days), "days for") if plan.days >= 1 else (duration(86400 * plan.days), "hours for")
     low, high, least = map(in_seconds, (*plan.range, plan.at_peaks))
     peak = in_numbers(plan.chip.peak_of(facts.dtype))
     more = ", and what moving to the host takes" if plan.offloads else f"; {least} at the chip's peaks"
     found = [
         ("step", in_seconds(plan.seconds), f"between {low} and {high}{more}"),
-        ("time", shares[0][0], ", ".join([shares[0][1], *map(" ".join, shares[1:])])),
+        ("time", shares[0][0], ", ".join([shares[0][1], *map(" ".join, shares[1:3])])),
         ("speed", in_numbers(plan.tokens_per_second), "tokens/s, of all devices"),
         ("MFU", f"{100 * plan.mfu:.1f} %", f"of {peak[:-1]} {peak[-1]}FLOP/s in {facts.dtype}"),
         ("memory", in_bytes(plan.step.peak), f"of {in_bytes(limit)}: {fits}"),

@@ -21,6 +21,8 @@ KEPT = 4
 """Number of the fastest settings that are varied."""
 PATIENCE = 2
 """Numbers of stages, one after the other, that make no step faster before larger ones are left out."""
+LONG = 16384
+"""Tokens of a sequence from which on it is also cut, over c."""
 _OF_STAGES = ("pipeline.schedule", "pipeline.virtual_stages")
 
 
@@ -127,14 +129,22 @@ def _varied(c: Config, change: Change, chip: Chip) -> Iterator[Settings]:
         yield from _with(c, mesh, m * n, save, schedule)
         if m % n == 0:
             yield from _with(c, mesh, m // n, save, schedule)
-        for a, b in itertools.permutations("prdt", 2):
+        for a, b in itertools.permutations(_axes(c, mesh), 2):
             if mesh[a] % n == 0 and (b != "t" or mesh["t"] * n <= chip.near):
                 yield from _with(c, mesh | {a: mesh[a] // n, b: mesh[b] * n}, m, save, schedule)
+    if mesh["t"] > 1 and mesh["p"] == 1:  # what t devices exchange for one microbatch hides behind the work of another
+        yield from ({**settings, "training.side_by_side": n} for n in (1, 2, 4) if m % n == 0)
     at = SAVED.index(save) if save in SAVED else 0
     for other in SAVED[:at] if 2 * plan.step.peak < chip.memory_bytes else SAVED[at + 1 :]:
         yield from _with(c, mesh, m, other, schedule)
     if mesh["p"] > 1:
         yield from (x for other in SCHEDULES if other != schedule for x in _with(c, mesh, m, save, other))
+
+
+def _axes(c: Config, mesh: Mapping[str, int]) -> str:
+    """Axes among which devices are moved: c only for long sequences, e only for experts, or where the mesh has them."""
+    more = {"c": c.training.seq_len >= LONG, "e": hasattr(c.model, "experts")}
+    return "prdt" + "".join(axis for axis, is_tried in more.items() if is_tried or mesh[axis] > 1)
 
 
 def as_lines(found: list[Change], count: int = 6) -> list[str]:
@@ -144,6 +154,7 @@ def as_lines(found: list[Change], count: int = 6) -> list[str]:
         sizes = "{p:>3} {r:>4} {d:>4} {t:>2}".format(**plan.step.mesh)
         figures = f"{in_seconds(plan.seconds):>8} {plan.mfu:>5.0%} {plan.step.peak / 2**30:>5.1f}"
         others = [f"{axis}={plan.step.mesh[axis]}" for axis in "ec" if plan.step.mesh[axis] > 1]
+        others += [f"side_by_side={n}"] if (n := settings.get("training.side_by_side", 1)) > 1 else []
         stages = " ".join([*(str(settings[key]) for key in _OF_STAGES if key in settings), *others])
         kept = f"{settings['training.microbatches']:>6}  {settings['training.save']:<10}"
         lines.append(f"{figures} {sizes} {kept}  {stages}".rstrip())
