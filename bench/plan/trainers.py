@@ -7,8 +7,8 @@ collectives to XLA. All train the same model on the same tokens, with the same s
 and logits in bf16, attention by the same kernel. Ours has the settings that its configurations and docs/performance.md
 give: three of XLA's options; on t a fourth, one collective at a time, and microbatches side by side; on r a loop over
 layers for 1b and 2b. It gathers weights again for the backward pass, and computes again what training.save=marked does
-not keep. The others have XLA's own options, and keep all. Flax has the loss of optax, and attention, RoPE and shardings
-of plain_jax.py.
+not keep. The others have XLA's own options, and keep all, but plain-jax-marked, which keeps what ours does. Flax has
+the loss of optax, and attention, RoPE and shardings of plain_jax.py.
 
 For each row and trainer:
 
@@ -27,6 +27,7 @@ again: after a change of source or settings, take another directory.
 """
 
 import argparse
+import dataclasses
 import gzip
 import importlib
 import itertools
@@ -46,7 +47,7 @@ from shardwright.compiled.hlo import Computation, Program, parse, with_mesh
 from shardwright.compiled.step import describe
 from shardwright.plan.chips import chip_of
 
-TRAINERS = {"ours": "ours", "plain-jax": "plain_jax", "flax-nnx": "flax_nnx"}
+TRAINERS = {"ours": "ours", "plain-jax": "plain_jax", "plain-jax-marked": "plain_jax", "flax-nnx": "flax_nnx"}
 MESHES = {"d8": (1, 8, 1), "d4t2": (1, 4, 2), "r4d8": (4, 8, 1)}
 SIZES = {
     "124m": (Shapes(50304, 768, layers=12, n_kv=12, n_q_per_kv=1, d_head=64, d_ff=2048), 16),
@@ -76,7 +77,7 @@ def job_of(chip: str, row: str) -> Job:
 
 def make(chip: str, row: str, trainer: str, out: Path) -> None:
     """Compiles a step, and writes its program and its memory."""
-    job = job_of(chip, row)
+    job = dataclasses.replace(job_of(chip, row), save="marked" if trainer.endswith("marked") else "everything")
     module = importlib.import_module(f"bench.throughput.peers.{TRAINERS[trainer]}")
     lowered = module.lowered(job, devices_of(chip, job.devices, job.r))
     own = module.config_of(job).hardware.options if trainer == "ours" else {}

@@ -124,7 +124,8 @@ def run(path: str, q: Any, k: Any, v: Any, places: tuple[Places, Places], rule: 
     """Attention by a path other than einsum, with the arguments of `blockwise`."""
     if PLANNED.value is not None:
         mask = _mask(rule, q, places) if path == "cudnn" else None
-        return planned_kernel(rule, k.shape[1], path, q, k, v, mask)
+        bias = None if mask is None else mask.astype(q.dtype)  # which JAX makes of it
+        return planned_kernel(rule, k.shape[1], path, q, k, v, bias)
     if path == "blockwise":
         return blockwise(q, k, v, places, rule, *more)
     return {"cudnn": cudnn, "triton": triton, "splash": splash}[path](q, k, v, places, rule)

@@ -67,13 +67,15 @@ def test_peers_train_the_same_model(contestant, dtype, ours):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("contestant", ["plain_jax", "flax_nnx"])
-def test_what_xla_shards_trains_the_same_model(contestant, ours):
+@pytest.mark.parametrize(
+    ("contestant", "save"), [("plain_jax", "everything"), ("plain_jax", "marked"), ("flax_nnx", "everything")]
+)
+def test_what_xla_shards_trains_the_same_model(contestant, save, ours):
     """On a mesh of all three axes, as on one device."""
     if contestant == "flax_nnx":
         pytest.importorskip("flax")
     module = importlib.import_module(f"bench.throughput.peers.{contestant}")
-    job = dataclasses.replace(JOB, r=2, d=2, t=2)
+    job = dataclasses.replace(JOB, r=2, d=2, t=2, save=save)
     trainer = module.Contestant(job, random_weights(job.shapes))
     found = trainer.wait([trainer.step() for _ in range(STEPS)])
     np.testing.assert_allclose(found, ours["f32"], rtol=TOLERANCE["f32"])

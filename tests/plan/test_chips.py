@@ -160,3 +160,19 @@ def test_a_wrong_file_is_one_line(tmp_path, text, says):
 def test_an_unknown_chip_is_one_line_with_the_known_ones():
     with pytest.raises(ValueError, match=r"^h10 is no chip: choose one of a100, .*v7x, or .* Did you mean h100\?$"):
         chip_of("h10")
+
+
+def test_a_sum_over_hosts_takes_the_steps_of_its_tree():
+    """Up and down a tree of the 8 hosts, not of their 64 devices."""
+    h100 = chip_of("h100")
+    assert h100.collective_s("psum", 4, {"r": 8, "d": 8}, ("r", "d")) == pytest.approx(
+        2 * 3 * h100.far_latency_s, rel=1e-3
+    )
+
+
+def test_all_chips_have_the_same_achieved_shares():
+    chips = [chip_of(name) for name in known() if name != "cpu"]
+    assert len({(x.matmul_share, x.attention_share, x.memory_share, x.link_share, x.interference) for x in chips}) == 1
+    # Maximum Achievable Matmul FLOPS of github.com/stas00/ml-engineering; an H100's by XLA's table is near its 794.5.
+    alone = {name: 2 * 8192**3 / as_measured(name).matmul_s(1, 8192, 8192, 8192, "bf16") for name in ("a100", "h100")}
+    assert alone == {"a100": pytest.approx(271.2e12), "h100": pytest.approx(794.5e12, rel=0.02)}

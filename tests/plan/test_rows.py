@@ -181,3 +181,37 @@ def test_a_fit_finds_the_constants_that_made_the_times(tmp_path):
     assert without == pytest.approx(true, rel=0.1)
     assert all(x is without or x != pytest.approx(without, rel=0.01) for x in turns.values())
     assert calibration.figures(pairs, dict.fromkeys(calibration.held_out(pairs, 9, start), true)).error < 1e-6
+
+
+def test_only_trainers_whose_memory_is_described_have_one(tmp_path):
+    """Ours would be wrong for the others."""
+    line = "x1,{},2/64/4 vocab 256,2 H100,d2,1,2,32,bf16,full,F,0.5,,,1.0"
+    table = table_of(tmp_path, HEADER, *(line.format(trainer) for trainer in ("torchtitan", "llm-foundry")))
+    printed = [row.split(",")[-1] for row in list(rows.lines(table))[1:]]
+    assert float(printed[0]) > 0
+    assert printed[1] == ""
+
+
+def test_a_table_ends_with_how_near_its_plans_are(tmp_path, capsys):
+    """By hand: one row at half of its time, one at three times."""
+    run = run_of(tmp_path, TINY)
+    planned = calibration.seconds(run, runs.step_of(run), {})
+    lines = [TINY.replace(",0.5,", f",{planned * factor:.9g},").replace("x1", f"x{factor}") for factor in (2, 1 / 3)]
+    list(rows.lines(table_of(tmp_path, HEADER, *lines)))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "torchtitan: 2 rows, median 1.75, mean error 125.0 %, 0% inside the range, 80 % within 180 %"
+    )
+
+
+def test_trainers_are_held_out_in_turn(tmp_path):
+    """Each is planned with what was fitted to the others: of a slow and a fast one, the fast one too slow."""
+    pairs = [made(tmp_path, 1, 10.0**a, 1e3, group) for group in ("slow", "fast") for a in (12, 13, 14)]
+    true = {"slow": {"matmul_share": 0.3}, "fast": {"matmul_share": 0.6}}
+    pairs = [(run._replace(step_s=calibration.seconds(run, step, true[run.group[0]])), step) for run, step in pairs]
+    turns = calibration.held_out(pairs, 100, {"matmul_share": 0.5}, folds=2)
+    assert turns[("fast",)]["matmul_share"] == pytest.approx(0.3, rel=0.02)
+    assert turns[("slow",)]["matmul_share"] == pytest.approx(0.6, rel=0.02)
+    assert calibration.figures([pair for pair in pairs if pair[0].group == ("fast",)], turns).median == pytest.approx(
+        2, rel=0.03
+    )

@@ -281,3 +281,15 @@ def test_products_of_fp8_run_at_its_peak():
     assert dtypes == [{"bf16"}, {"fp8"}]
     bf16, fp8 = (plan_of(step, chip_of("h100"), 1).seconds for step in steps)
     assert 0.5 * bf16 < fp8 < 0.95 * bf16
+
+
+def test_a_document_mask_is_read_as_a_bias():
+    """cuDNN takes it as an array of all pairs in the dtype of the queries, in the forward and the backward pass."""
+    large = {"d_model": 64, "d_head": 64, "n_kv": 2, "n_q_per_kv": 1}
+    of = {"attention": "cudnn", "compute_dtype": "bf16"}
+    steps = [
+        planned(tiny.config(tiny.model(**large), document_mask=x, **of), (1, 1, 8, 1), "h100") for x in (False, True)
+    ]
+    plain, masked = ([op.traffic for op in step.ops if op.kind == "attention"] for step in steps)
+    pairs = tiny.BATCH // 8 * tiny.LENGTH**2
+    assert [y - x for x, y in zip(plain, masked, strict=True)] == [2 * pairs] * len(plain)

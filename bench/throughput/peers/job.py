@@ -83,6 +83,7 @@ class Job:
         r, d, t: the mesh.
         config: for ours, a file of configs/, for all settings that are not in the job.
         overrides: for ours, further settings, with spaces between them.
+        save: for plain JAX. everything: what its backward pass needs; marked: what ours keeps, and the rest again.
         checkout: for seqax, the directory of its source, with an environment .venv.
     """
 
@@ -103,6 +104,7 @@ class Job:
     clip_norm: float = 1.0
     config: str = "local_test_synthetic"
     overrides: str = ""
+    save: str = "everything"
     checkout: str = ""
     seed: int = 0
 

@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from bench.throughput.peers.job import Job, Shapes, batches, inputs_of
+from jax_extra import KEPT, save_for_backward
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 WHOLE = ("embed", "final_norm", "unembed")
@@ -93,26 +94,36 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
     return (x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + epsilon) * weight).astype(x.dtype)
 
 
+def run_layer(job: Job, rope: tuple[jax.Array, jax.Array], x: jax.Array, layer: dict) -> jax.Array:
+    """The residual stream after a layer. What ours marks is marked here too."""
+    c, dtype, (b, l) = job.shapes, DTYPES[job.dtype], x.shape[:2]
+    constrained = jax.lax.with_sharding_constraint
+    w = {name: value if "norm" in name else value.astype(dtype) for name, value in layer.items()}
+    nx = rms_norm(x, w["attention_norm"], c.norm_epsilon)
+    q = jnp.einsum("blm,mkqd->blkqd", nx, w["w_q"]).reshape(b, l, c.heads, c.d_head)
+    k = jnp.einsum("blm,mkd->blkd", nx, w["w_k"])
+    v = save_for_backward(jnp.einsum("blm,mkd->blkd", nx, w["w_v"]))
+    q, k = save_for_backward((rotate(q, rope), rotate(k, rope)))
+    attended = save_for_backward(attend(q, k, v, job.platform))
+    attended = attended.reshape(b, l, c.n_kv, c.n_q_per_kv, c.d_head)
+    x = save_for_backward(constrained(x + jnp.einsum("blkqd,kqdm->blm", attended, w["w_o"]), BETWEEN))
+    nx = rms_norm(x, w["mlp_norm"], c.norm_epsilon)
+    gate, up = save_for_backward((nx @ w["w_gate"], nx @ w["w_up"]))
+    hidden = constrained(jax.nn.silu(gate) * up, HIDDEN)
+    return constrained(x + hidden @ w["w_down"], BETWEEN)
+
+
 def logits_of(parameters: dict, ids: jax.Array, job: Job) -> jax.Array:
     """Logits [batch, length, vocab], as ours in the dtype of the products."""
-    c, dtype, rope, (b, l) = job.shapes, DTYPES[job.dtype], rope_tables(job.shapes, ids.shape[1]), ids.shape
+    c, dtype, rope = job.shapes, DTYPES[job.dtype], rope_tables(job.shapes, ids.shape[1])
     constrained = jax.lax.with_sharding_constraint
     # Without this constraint XLA reshards the rows by way of whole arrays where r and d are used.
     embed = constrained(parameters["embed"].astype(dtype), P("t"))
     x = constrained(embed[ids], BETWEEN)
+    run = functools.partial(run_layer, job, rope)
+    run = jax.checkpoint(run, policy=KEPT["marked"]) if job.save == "marked" else run
     for layer in parameters["layers"]:
-        w = {name: value if "norm" in name else value.astype(dtype) for name, value in layer.items()}
-        nx = rms_norm(x, w["attention_norm"], c.norm_epsilon)
-        q = jnp.einsum("blm,mkqd->blkqd", nx, w["w_q"]).reshape(b, l, c.heads, c.d_head)
-        k = jnp.einsum("blm,mkd->blkd", nx, w["w_k"])
-        v = jnp.einsum("blm,mkd->blkd", nx, w["w_v"])
-        attended = attend(rotate(q, rope), rotate(k, rope), v, job.platform).reshape(
-            b, l, c.n_kv, c.n_q_per_kv, c.d_head
-        )
-        x = constrained(x + jnp.einsum("blkqd,kqdm->blm", attended, w["w_o"]), BETWEEN)
-        nx = rms_norm(x, w["mlp_norm"], c.norm_epsilon)
-        hidden = constrained(jax.nn.silu(nx @ w["w_gate"]) * (nx @ w["w_up"]), HIDDEN)
-        x = constrained(x + hidden @ w["w_down"], BETWEEN)
+        x = run(x, layer)
     nx = rms_norm(x, parameters["final_norm"], c.norm_epsilon)
     return constrained(jnp.einsum("blm,vm->blv", nx, parameters["unembed"].astype(dtype)), HIDDEN)
 
