@@ -62,12 +62,14 @@ def job(c: Config, settings: PlanConfig) -> None:
     suffixes = (".yaml",) if settings.search else (".json", ".html")
     if output is not None and output.suffix not in suffixes:
         raise ValueError(f"plan.output is {output}: its name must end in {' or '.join(suffixes)}.")
-    counts = settings.devices if isinstance(settings.devices, list) else [settings.devices]
+    counts = settings.devices if isinstance(settings.devices, list) and settings.devices else [settings.devices]
     if wrong := [n for n in counts if n is not None and not (type(n) is int and 1 <= n <= 2**20)]:
         raise ValueError(f"plan.devices is {wrong[0]}; give a whole number from 1 to {2**20}, or some as [8,64].")
-    several = bool(settings.chips or len(counts) > 1 or settings.deadline or settings.budget)
-    if several and not settings.search:
-        raise ValueError("plan.chips, plan.deadline, plan.budget and several plan.devices need plan.search=true.")
+    several = bool(settings.chips) or len(counts) > 1 or (settings.deadline, settings.budget) != (None, None)
+    if several and (not settings.search or output is not None):
+        raise ValueError(
+            "plan.chips, plan.deadline, plan.budget and several plan.devices need plan.search=true, and no plan.output."
+        )
     if several:
         names = settings.chips or [c.hardware.chip or ""]
         kinds = [(chip_of(name), n or math.prod(mesh_sizes(c, None).values())) for name in names for n in counts]

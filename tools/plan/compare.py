@@ -38,9 +38,7 @@ def compared(
     if not found:
         raise ValueError("; ".join(left))
     if not found[0].plan.steps:
-        raise ValueError(
-            "the run's length is given in epochs: give training.steps or training.tokens instead."
-        )
+        raise ValueError("the run's length is given in epochs: give training.steps or training.tokens instead.")
     dollars = lambda plan: float("inf") if plan.dollars is None else plan.dollars
 
     def too_much(change: Change) -> bool:
