@@ -290,10 +290,11 @@ def _write_in_place(node: Node, ins: list[Value | None]) -> None:
         if node.op == "scan" and i >= carried:  # a stack; what is carried in has no line
             out.site = made.site if made.site.line else node.site
             out.kind = _stack_kind(made if made.site.line else out)
-            # Two stacks of one value are one: of what attention keeps, and of its result that a layer marks.
-            out.of = next(
-                (x for x, y in zip(node.outs[carried:i], roots_of[carried:i], strict=True) if y is made), None
-            )
+            # Where the loop is unrolled whole, two stacks of one value are one: of what attention keeps, and of its
+            # result, which a layer marks.
+            whole = node.params["unroll"] >= node.params["length"]
+            before = zip(node.outs[carried:i], roots_of[carried:i], strict=True) if whole else ()
+            out.of = next((stack for stack, root in before if root is made), None)
         elif node.op == "scan":
             _write(out, ins[consts + i], made)
         elif node.op == "while":
