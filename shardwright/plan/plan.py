@@ -50,12 +50,9 @@ class Plan(NamedTuple):
     @property
     def limits(self) -> dict[str, float]:
         """What a step is spent on, in words, and its share of the time, the largest first."""
-        alone: dict[str, float] = collections.defaultdict(float)
-        for row in self.rows:
-            alone[row.kind] += row.seconds if row.kind != "collective" else row.exposed
         names = {"matmul": "matmuls", "attention": "attention", "memory": "memory traffic"}
-        spent = {words: alone[kind] for kind, words in names.items()}
-        spent["waiting for messages"] = alone["collective"]
+        spent = {words: sum(row.seconds for row in self.rows if row.kind == kind) for kind, words in names.items()}
+        spent["waiting for messages"] = sum(row.exposed for row in self.rows if row.kind == "collective")
         spent["slowed by messages"] = sum(row.exposed for row in self.rows) - sum(spent.values())
         spent["waiting for stages"] = self.bubble
         spent["starting layers"] = self.seconds - sum(spent.values())

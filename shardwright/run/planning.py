@@ -176,9 +176,8 @@ def doubled(c: Config, sizes: Mapping[str, int], now: Plan, programs: Callable) 
             for held in step.held:
                 by_line[held.line, held.kind] += sign * held.bytes
         ((line, kind), grows), *_ = by_line.most_common(1)
-        fits = "fits" if plan.fits else "does not fit"
-        where = f"{kind}{line and f', {line}'}"
-        return [f"twice the batch: {in_bytes(plan.step.peak)}, {fits}; {where} grows most, by {in_bytes(grows)}"]
+        need, fits = in_bytes(plan.step.peak), "fits" if plan.fits else "does not fit"
+        return [f"twice the batch: {need}, {fits}; {kind}{line and f', {line}'} grows most, by {in_bytes(grows)}"]
     return []
 
 

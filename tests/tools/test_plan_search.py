@@ -118,9 +118,9 @@ def test_chips_are_compared_for_a_deadline_or_a_budget(monkeypatch):
     assert rows[6].endswith("With: mesh.d=8")
     assert rows[7] == "8 x v5e: nothing fits on 8 devices"
     assert "Cheapest within plan.deadline=24h: 64 x h100." in of(deadline="24h")
-    assert "Fastest within plan.budget=2500: 8 x h100." in of(budget=2500.0)
+    assert "Fastest within plan.budget=2500.0: 8 x h100." in of(budget=2500.0)
     assert "Fastest: 64 x h100." in of()
-    assert "None keeps plan.deadline=0.5d and plan.budget=9. Nearest: 8 x h100." in of(deadline="0.5d", budget=9.0)
+    assert "None keeps plan.deadline=0.5d and plan.budget=9.0. Nearest: 8 x h100." in of(deadline="0.5d", budget=9.0)
     assert max(map(len, rows)) <= 80
     with pytest.raises(ValueError, match=r"^plan.deadline is 'soon'; give days or hours, as 7d or 36h\.$"):
         of(deadline="soon")

@@ -67,9 +67,7 @@ def job(c: Config, settings: PlanConfig) -> None:
         raise ValueError(f"plan.devices is {wrong[0]}; give a whole number from 1 to {2**20}, or some as [8,64].")
     several = bool(settings.chips) or len(counts) > 1 or (settings.deadline, settings.budget) != (None, None)
     if several and (not settings.search or output is not None):
-        raise ValueError(
-            "plan.chips, plan.deadline, plan.budget and several plan.devices need plan.search=true, and no plan.output."
-        )
+        raise ValueError("plan.chips, deadline, budget and several devices need plan.search=true, and no plan.output.")
     if several:
         names = settings.chips or [c.hardware.chip or ""]
         kinds = [(chip_of(name), n or math.prod(mesh_sizes(c, None).values())) for name in names for n in counts]

@@ -18,8 +18,6 @@ from shardwright.plan.step import Step
 from tools.plan.runs import Run, Table, memory, plan, step_of, trainers
 
 FOLDS = 5
-MOST_CONSTANTS = 8
-"""Most constants of a kind of chip."""
 ACHIEVED = {"matmul_share": 0.8, "interference": 0.5}
 """Constants that are fitted to all trainers and chips together (chips/_achieved.yaml), and where their fit begins."""
 OUTLIER = 0.1
@@ -147,13 +145,11 @@ def calibrated(table: Table, most: int, together: bool = False) -> Iterator[str]
     for run in runs:
         by_chip[run.chip.name][run.trainer].append(run)
     for chip, of_chip in by_chip.items():
-        left, fits = most, {trainer: trainers()[trainer]["fits"] for trainer in of_chip}
-        if sum(map(len, fits.values())) > MOST_CONSTANTS:
-            raise ValueError(f"trainers.yaml fits more than {MOST_CONSTANTS} constants on {chip}: {fits}.")
+        left = most
         for trainer, same in sorted(of_chip.items(), key=lambda item: len(item[1])):
             if pairs := (yield from _traced(same)):
                 of = {**vars(pairs[0][0].chip), **pairs[0][0].constants}
-                start = {name: of[name] for name in fits[trainer]}
+                start = {name: of[name] for name in trainers()[trainer]["fits"]}
                 yield from _fitted(f"{trainer} on {chip}", pairs, left, start, FOLDS)
                 left -= len(picked(pairs, left))
 

@@ -53,21 +53,12 @@ def compared(
         cost = "unknown" if plan.dollars is None else f"${plan.dollars:,.0f}"
         figures = f"{plan.days:>6.3g}  {cost:<9}  {in_seconds(plan.seconds):<8} {plan.mfu:>4.0%}"
         lines.append(f"{plan.step.devices:>5} {plan.chip.name:<9} {figures}  {in_bytes(plan.step.peak):<9} {mesh or 1}")
-    first = found[0]
-    most, share = next(iter(first.plan.limits.items()))
-    limits = " and ".join(
-        [*([f"plan.deadline={deadline}"] if deadline else []), *([f"plan.budget={budget:g}"] if budget else [])]
-    )
-    if too_much(first):
-        lines += ["", f"None keeps {limits}. Nearest: {first.plan.step.devices} x {first.plan.chip.name}."]
-    else:
-        how = "Cheapest" if latest is not None else "Fastest"
-        lines += ["", f"{how}{limits and f' within {limits}'}: {first.plan.step.devices} x {first.plan.chip.name}."]
-    lines += [f"{share:.0%} of its step are {most}. With: {change_text(first)}", *left]
-    return lines
-
-
-def change_text(change: Change) -> str:
-    """The settings of a plan that are not 1, as they are given on the command line."""
-    kept = {name: value for name, value in change.settings.items() if not (name.startswith("mesh.") and value == 1)}
-    return str(Change(kept, change.plan))
+    settings, plan = found[0]
+    most, share = next(iter(plan.limits.items()))
+    given = {"plan.deadline": deadline, "plan.budget": budget}
+    limits = " and ".join(f"{limit}={x}" for limit, x in given.items() if x is not None)
+    how = "Cheapest" if latest is not None else "Fastest"
+    answer = f"None keeps {limits}. Nearest" if too_much(found[0]) else how + (limits and f" within {limits}")
+    kept = Change({key: x for key, x in settings.items() if not (key.startswith("mesh.") and x == 1)}, plan)
+    lines += ["", f"{answer}: {plan.step.devices} x {plan.chip.name}."]
+    return [*lines, f"{share:.0%} of its step are {most}. With: {kept}", *left]
