@@ -81,7 +81,7 @@ TEXTS = {
     "psum over the batch axis too": "psum: a sum over d adds different blocks of a sharded dim, entry by entry",
     "least by the largest negative of unsigned": "neg: a minimum over this device's block is used before it is taken "
     "over d",
-    "product summed over devices in eight bits": "convert_element_type: each device rounds its term of a sum to "
+    "product summed over devices in eight bits": "astype: each device rounds its term of a sum to "
     "float8_e4m3fn, so that the sum depends on the mesh",
     "masked by other ids": "where: entries are masked by another index than the one they were looked up by",
 }
