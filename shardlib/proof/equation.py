@@ -204,16 +204,19 @@ class Equation:
         if math.isclose(value.ratio, 1.0, rel_tol=ROUNDING):
             return value
         made, known = value.scaled, value.known
-        times = "" if math.isnan(value.ratio) else f": it is {1 / value.ratio:.6g} times what it is on one device"
+        is_times = lambda what: (
+            "" if math.isnan(value.ratio) else f": {what} is {1 / value.ratio:.6g} times what it is on one device"
+        )
         if made is not None and made.name.startswith("psum"):
-            raise Refused(f"each device adds a value that is whole already{times}", TWICE, made)
+            problem = f"each device adds a value that is whole already{is_times('what comes of it')}"
+            raise Refused(problem, TWICE, made)
         if known is not None and not any(isinstance(number, float) for number in known):
             problem = f"a number that depends on the mesh, {known[0]} here and {known[1]} on one device"
             remedy = f"{WHOLE_SIZES}; {MASKED}" if self.name.startswith(("scatter", "dynamic_update")) else WHOLE_SIZES
             raise Refused(problem, ONE_SEED if self.name.startswith("random") else remedy)
         ones = [v.known[1] == 1 for v in (made.ins if made is not None else ()) if v.is_constant and v.ratio != 1]
         remedy = DEVICES if any(ones) else OWN_SIZE
-        raise Refused(f"a number that depends on the mesh was multiplied into a value{times}", remedy, made)
+        raise Refused(f"a number that depends on the mesh was multiplied into a value{is_times('it')}", remedy, made)
 
     def reduction(self, value: Value) -> str:
         """What to do about a partial sum."""
