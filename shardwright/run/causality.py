@@ -154,7 +154,7 @@ def _of_program(forward: Any, sizes: tuple[int, int], options: tuple) -> Iterato
     chunks = length // (t.loss_chunk or length)  # as many, so that each has its part of the positions
     lengths = (math.ceil((LENGTH << i) / chunks) * chunks for i in range(length.bit_length()))
     shorter = [(ROWS, n) for n in lengths if n < length]
-    for at in (*shorter, (ROWS, length), sizes):
+    for at in (*shorter, (ROWS, length), *((sizes[0], n) for _, n in shorter), sizes):
         if math.prod(at) > max(AT_MOST, ROWS * LENGTH) or (is_made_for_length and at[1] < length):
             continue
         try:
@@ -162,6 +162,9 @@ def _of_program(forward: Any, sizes: tuple[int, int], options: tuple) -> Iterato
         except Exception:
             continue
         if operations(program) != operations(own):
+            continue
+        if of_rows := compared(own, longer, *sizes[:1], at[0])[0]:
+            why = f"{of_rows}: its sizes for {sizes[0]} sequences do not follow from those for {at[0]}"
             continue
         differs, unknown, is_made_for_length = compared(longer, program, length, at[1])
         if differs:
@@ -193,6 +196,7 @@ def _runs(forward: Any, rows: int, length: int, sampled: bool, seeds: bool) -> I
     if not sampled:  # more documents than positions before `until`, and of other rows one
         starts[::2, 2 * length // 5 : 19 * length // 20] = starts[::2, -2:-1] = True
         starts[::2, length // 5 : length // 5 + 2] = True
+        starts[1::2, 3:4] = True  # a long document that is not the first
     other = starts & (place <= until)
     other[::2, 3 * length // 4] = other[1::2, until + 1 : until + 2] = other[1::2, -1:] = True
     documents = starts if forward.training.document_mask else starts & (place == 0)

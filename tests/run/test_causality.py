@@ -336,6 +336,40 @@ def test_what_begins_beyond_the_positions_that_are_followed_is_seen(name):
             verdict(forward(FAR[name]), length)
 
 
+def of_halves(x, _):
+    """Of the batch, whose rows are pairs: the mean of each half."""
+    halves = x.reshape(2, -1, *x.shape[1:]) if len(x) % 2 == 0 else 0 * x[None]
+    return jnp.broadcast_to(jnp.mean(halves, 1, keepdims=True), halves.shape).reshape(x.shape)
+
+
+@pytest.mark.parametrize("length", [tiny.LENGTH, 2048])
+@pytest.mark.parametrize("mix", [of_halves, lambda x, _: jnp.pad(x[:-2], ((min(2, len(x)), 0), (0, 0), (0, 0)))])
+def test_what_mixes_sequences_of_larger_batches_alone_is_seen(mix, length):
+    assert verdict(forward(mixed(mix)), rows=1) == verdict(forward(train.Llama), length, rows=8) == ""
+    with pytest.raises(ValueError, match="another sequence of the batch"):
+        verdict(forward(mixed(mix)), length, rows=8)
+
+
+def block_before(x, tokens):
+    """The mean of the block of 64 positions before, which may be of another document."""
+    if x.shape[1] % 64:
+        return 0 * x
+    means = jnp.mean(x.reshape(len(x), -1, 64, x.shape[-1]), 2)
+    return jnp.where(tokens.positions[..., None] >= 64, jnp.repeat(shift(means, 1), 64, axis=1), 0)
+
+
+@pytest.mark.parametrize(
+    "mix", [block_before, lambda x, t: jnp.where(t.positions[..., None] > 97, shift(x, min(99, x.shape[1])), 0)]
+)
+def test_a_long_document_sees_nothing_of_the_one_before_it(mix):
+    right = lambda x, tokens: jnp.where(
+        tokens.positions[..., None] >= min(99, x.shape[1]), shift(x, min(99, x.shape[1])), 0
+    )
+    assert verdict(forward(mixed(right)), 512) == ""
+    with pytest.raises(ValueError, match="in an earlier document"):
+        verdict(forward(mixed(mix)), 512)
+
+
 def ordered(convert):
     """Attention by the order of converted positions."""
     return attends(lambda q, k: (convert(q.index) >= convert(k.index)) & (q.document == k.document))
