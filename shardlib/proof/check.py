@@ -205,8 +205,8 @@ OF_RINGS = (
     "scattered sum is lax.psum_scatter, a gathered block lax.all_gather, and stages are run by shardlib.pipeline"
 )
 OF_AXES = (
-    "let no value depend on whether the mesh has an axis: types, shardops.axis_size and axis_index are read as with "
-    "one device along an axis that it lacks"
+    "let no value depend on whether the mesh has an axis, or on where weights are gathered: types, shardops.axis_size "
+    "and axis_index are read as with one device along an axis that the mesh lacks"
 )
 REPEATED = (
     "do once, in `embed` or `logits`, what `layers` does beside its layers, which each stage repeats; and let no value "
@@ -224,14 +224,14 @@ Trace = Callable[[], dict[str, Any]]
 """Traces programs on the mesh in force; gives the jaxpr of each by its name."""
 
 
-def prove(trace: Trace, mesh: Any = None, single: Trace | None = None) -> list[Finding]:
+def prove(trace: Trace, mesh: Any = None, singles: Mapping[Trace, bool] | None = None) -> list[Finding]:
     """What is wrong with programs on a mesh. They are traced there and on one device, and not run.
 
     Args:
         trace: traces the programs, on the mesh in force.
         mesh: the mesh; None: the one in force.
-        single: traces the programs that a single device runs, on its own mesh, which lacks the axes of OPTIONAL. What
-            `trace` gives on one device along each axis must compute the same. None: that is not asked.
+        singles: trace the programs that a single device runs, on its own mesh, which lacks the axes of OPTIONAL. What
+            `trace` gives on one device along each axis must compute the same; True: but for rounding.
 
     Raises:
         ValueError: a shard_map is bound to a mesh.
@@ -255,21 +255,22 @@ def prove(trace: Trace, mesh: Any = None, single: Trace | None = None) -> list[F
             remedy = OF_RINGS if "ppermute here" in str(different) else ONE_PROGRAM
             found.append(Finding(f"{different.place}: {different}\n  remedy: {remedy}"))
     lacking = {axis: 1 for axis in mesh.shape if axis not in OPTIONAL}
-    if found or single is None or (lacking == alone and single is trace):
-        return found
-    try:
-        expected = traced_on(single, mesh, lacking)
-    except Exception as error:
-        return [_untraced(error)]
     names, remedy, of_both = STAGES if PIPELINE_AXIS in mesh.shape else LACKING
-    for name, (program, _) in theirs.items():
-        for text in differences(program, expected[name][0], names, remedy):
-            forms = [
-                {place(*frame) for eqn in equations_in(form) for frame in frames_of(eqn)}
-                for form in (program, expected[name][0])
-            ]
-            both = all(lines.issuperset(re.findall(r"(?:^|; )(\S+:\d+): ", text)) for lines in forms)
-            found.append(Finding(text.replace(remedy, of_both) if both else text))
+    for single, rounding in (singles or {}).items():
+        if found:
+            break
+        try:
+            expected = traced_on(single, mesh, lacking)
+        except Exception as error:
+            return [_untraced(error)]
+        for name, (program, _) in theirs.items():
+            for text in differences(program, expected[name][0], names, remedy, rounding):
+                forms = [
+                    {place(*frame) for eqn in equations_in(form) for frame in frames_of(eqn)}
+                    for form in (program, expected[name][0])
+                ]
+                both = all(lines.issuperset(re.findall(r"(?:^|; )(\S+:\d+): ", text)) for lines in forms)
+                found.append(Finding(text.replace(remedy, of_both) if both else text))
     return found
 
 

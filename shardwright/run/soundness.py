@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import inspect
 import itertools
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from shardlib.axes import ALWAYS, AXES, CHUNK_AXIS, PIPELINE_AXIS
+from shardlib.axes import ALWAYS, AXES, CHUNK_AXIS, OPTIONAL, PIPELINE_AXIS
 from shardlib.places import place
 from shardlib.proof.check import Finding, prove, raise_for
 from shardwright.cluster.devices import kept_programs
@@ -130,9 +131,11 @@ def _unsound(programs: Callable, c: Config, model: Any, mesh: AbstractMesh, to_s
         mesh = AbstractMesh(sizes, (*mesh.axis_names, CHUNK_AXIS), axis_types=kinds)
     staged = mesh.shape.get(PIPELINE_AXIS, 1) > 1
 
-    def trace(in_order: bool = False) -> dict[str, Any]:
+    def trace(in_order: bool = False, alone: bool = False) -> dict[str, Any]:
         sizes = jax.sharding.get_abstract_mesh().shape
         here = dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, **{a: sizes.get(a, 1) for a in AXES}))
+        if alone and t.gather_weights == "auto":  # which a single device takes for "step"
+            here.training = dataclasses.replace(t, gather_weights="step")
         if in_order:
             here.pipeline = dataclasses.replace(c.pipeline, schedule=IN_ORDER)
         with _parts(programs, here, model, dict(sizes) == dict(mesh.shape)) as (steps, here, own):
@@ -140,7 +143,12 @@ def _unsound(programs: Callable, c: Config, model: Any, mesh: AbstractMesh, to_s
             batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, inputs)
             return {name: traced.jaxpr for name, traced in steps(here, own, batch, "all").items()}
 
-    found = prove((lambda: trace(in_order=True)) if staged else trace, mesh, trace if to_single else None)
+    singles = {}
+    if to_single and not {*OPTIONAL}.isdisjoint(mesh.shape):
+        singles[trace] = False
+    if to_single and t.gather_weights == "auto" and math.prod(mesh.shape.get(axis, 1) for axis in "cde") > 1:
+        singles[lambda: trace(alone=True)] = True  # which casts weights in another place
+    found = prove(lambda: trace(in_order=staged), mesh, singles)
     if found and t.loss_chunk:
         whole = dataclasses.replace(c, training=dataclasses.replace(t, loss_chunk=None))
         others = {finding.text for finding in _unsound(programs, whole, model, given, to_single)}
