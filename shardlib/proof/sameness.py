@@ -101,6 +101,7 @@ class _Numbers:
         if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
         x = np.asarray(x)
+        x = x.astype(np.float64) if self._rounding and jnp.issubdtype(x.dtype, jnp.floating) else x
         number = self._number(str(x.dtype), x.shape, x.tobytes())
         self.zeros |= {number} if is_integer(x.dtype) and not x.any() else set()
         self._ones |= {number} if x.ndim == 0 and x == 1 else set()
