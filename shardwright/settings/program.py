@@ -1,6 +1,7 @@
 """Programs: settings from Hydra, and errors that a user can read."""
 
 import contextlib
+import errno
 import functools
 import inspect
 import io
@@ -38,16 +39,16 @@ def refusal(error: Exception) -> str | None:
     """What a user is told of `error` instead of its traceback; None if the traceback is needed.
 
     That is the message of a ValueError, OSError or FloatingPointError with which this project, a model or the
-    configuration refuses what it was given; of an error of the system about a file; and of a missing package that an
-    extra installs. A ValueError that Python or a library raises is a bug. Of an error in code that shardlib checks, the
-    message begins with its place there. With HYDRA_FULL_ERROR=1 every error needs its traceback. What a terminal would
-    obey in a message, which may quote data, is left out.
+    configuration refuses what it was given; of an error of the system about a file, or a full disk; and of a missing
+    package that an extra installs. A ValueError that Python or a library raises is a bug. Of an error in code that
+    shardlib checks, the message begins with its place there. With HYDRA_FULL_ERROR=1 every error needs its traceback.
+    What a terminal would obey in a message, which may quote data, is left out.
     """
     on_purpose = isinstance(error, ValueError | OSError | FloatingPointError) and is_raised_on_purpose(error)
     refuses = (
         on_purpose
         or isinstance(error, OmegaConfBaseException)
-        or (isinstance(error, OSError) and error.filename is not None)
+        or (isinstance(error, OSError) and (error.filename is not None or error.errno == errno.ENOSPC))
         or (isinstance(error, ModuleNotFoundError) and extra_of(error) is not None)
     )
     if not refuses or os.environ.get(FULL_ERROR, os.environ.get("HYDRA_FULL_ERROR")) == "1":

@@ -42,6 +42,14 @@ def test_lines_of_a_run_that_cannot_be_printed_end_nothing(tmp_path):
     assert done.stderr == "WARNING: stdout has lost lines: No space left on device. The run goes on.\n"
 
 
+def test_a_tool_whose_output_is_lost_says_so_in_one_line():
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    with open("/dev/full", "w") as full:
+        streams = {"stdout": full, "stderr": subprocess.PIPE, "text": True}
+        done = subprocess.run([sys.executable, "-m", "tools.chip"], cwd=ROOT, env=env, timeout=200, **streams)
+    assert (done.returncode, done.stderr) == (1, "Error: [Errno 28] No space left on device\n")
+
+
 @pytest.mark.long
 def test_a_run_goes_on_without_stdout(tmp_path):
     settings = ["--config-name=local_test_synthetic", f"paths.root_working_dir={tmp_path}", "training.steps=2"]
