@@ -7,9 +7,10 @@
 #   bench/chip.sh                      on a machine without it, with the folder .wheels
 #
 # Where the Python at hand has a JAX that finds an accelerator, that JAX and its torch are used, with the other packages
-# beside them; otherwise a new environment gets all. The machine without PyPI needs such a JAX. Results are in runs/chip, and are copied to the folder
-# OUT if that is set. Called again, it measures what is missing or failed.
+# beside them; otherwise a new environment gets all. The machine without PyPI needs such a JAX. Results are in runs/chip,
+# and are copied to the folder OUT if that is set. Called again, it measures what is missing or failed.
 set -euo pipefail
+case ${1:-} in -h | --help) sed -n '/^# /s/^# //p;/^set/q' "$0" && exit ;; esac
 cd "$(dirname "$0")/.."
 PYTHON=${PYTHON:-python3} VENV=.venv-chip WHEELS=.wheels
 # What pyproject.toml needs beside JAX and what JAX needs.

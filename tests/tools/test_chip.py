@@ -146,14 +146,14 @@ def test_a_part_that_hangs_ends_with_what_it_started(programs, monkeypatch):
     begin = time.monotonic()
     chip.run(Settings(minutes=1, out=str(programs)))
     assert time.monotonic() - begin < 30
-    assert table(programs)[0] == ["hangs", "failed", "ended after 1 s: KeyboardInterrupt"]
+    assert table(programs)[0] == ["hangs", "failed", "its limit of 1 s ended it"]
     assert table(programs)[1][0] == "next"
     assert "time.sleep(99)" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True).stdout
 
 
 def test_without_time_left_it_runs_nothing_and_says_so(programs, capsys):
     chip.run(Settings(minutes=0.1, out=str(programs)))
-    assert table(programs) == []
+    assert table(programs) == [[name, "not run", "call again"] for name in NAMES]
     assert f"Call again for {', '.join(NAMES)}." in capsys.readouterr().out
 
 
