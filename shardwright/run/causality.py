@@ -196,7 +196,7 @@ def _runs(forward: Any, rows: int, length: int, sampled: bool, seeds: bool) -> I
     if not sampled:  # more documents than positions before `until`, and of other rows one
         starts[::2, 2 * length // 5 : 19 * length // 20] = starts[::2, -2:-1] = True
         starts[::2, length // 5 : length // 5 + 2] = True
-        starts[1::2, 3:4] = starts[1::2, length // 2] = True  # long documents, one after another
+        starts[1::2, 3:4] = True  # a long document that is not the first
     other = starts & (place <= until)
     other[::2, 3 * length // 4] = other[1::2, until + 1 : until + 2] = other[1::2, -1:] = True
     documents = starts if forward.training.document_mask else starts & (place == 0)
