@@ -159,7 +159,9 @@ def _of_program(forward: Any, sizes: tuple[int, int], options: tuple) -> Iterato
             continue
         try:
             program, longer = trace(at), trace((at[0], length))
-        except Exception:
+        except Exception as error:  # whatever the program does at this length; others are tried
+            lines = str(error).splitlines() or [""]
+            why = f"on {at[0]} × {at[1]} tokens it does not trace: {type(error).__name__}: {lines[0]}"
             continue
         if operations(program) != operations(own):
             continue

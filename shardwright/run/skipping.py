@@ -74,7 +74,7 @@ class SkippedSteps:
             )
 
     def _see_spike(self, step: int, *values: float) -> None:
-        """Tells if the loss or gradient norm exceeds its lowest median by spike_factor, and then compares anew."""
+        """Reports a loss or gradient norm above spike_factor times its lowest median, and restarts the comparison."""
         found = []
         if self._spike_factor is not None and len(self._recent) >= FEWEST:
             both = [*zip(*self._recent, strict=True)]
