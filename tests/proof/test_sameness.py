@@ -79,7 +79,24 @@ SAME = {
     "an offset of zero": (lambda x: x[jnp.arange(3) + 0 * jnp.int32(2)], lambda x: x[jnp.arange(3)]),
     "a call": (lambda x: jax.jit(jnp.tanh)(x), jnp.tanh),
 }
+
+
+def summed(c, rows):
+    return c + rows[0] * rows[1], None
+
+
+def without_a_row(x):
+    """A loop over the first and the last row."""
+    step = lambda c, r: (c * r + r, None)
+    return lax.scan(step, lax.scan(step, jnp.ones(4), x[:1])[0], x[2:])[0]
+
+
 OTHER = {
+    "a row that is left out": (without_a_row, lambda x: lax.scan(lambda c, r: (c * r + r, None), jnp.ones(4), x)[0]),
+    "rows beside the next ones": (
+        lambda x: lax.scan(summed, jnp.zeros(4), (x[:-1], x[1:]))[0],
+        lambda x: lax.scan(summed, jnp.zeros(4), (x[:-1], x[:-1]))[0],
+    ),
     "what is between two parts of a loop": in_parts(lambda c, r: (jnp.sin(c) * r, c * r), between=lambda c: 2 * c),
     "the second part of a loop from the start": (
         lambda x: lax.scan(lambda c, r: (c * r, None), lax.scan(lambda c, r: (c * r, None), x[0], x[:2])[0], x[:1])[0],
