@@ -96,17 +96,17 @@ class ModelConfig(settings.ModelConfig):
 class Layer(train.TransformerLayer):
     """Weights of one layer. Those that the settings do not ask for are None."""
 
-    attention_norm: f32["M/t/c/d/e"] >> f32["M"] | None
-    mlp_norm: f32["M/t/c/d/e"] >> f32["M"] | None
-    attention_out_norm: f32["M/t/c/d/e"] >> f32["M"] | None
-    mlp_out_norm: f32["M/t/c/d/e"] >> f32["M"] | None
-    q_norm_all: f32["K/t Q D/c/d/e"] >> f32["K/t Q D"] | None
-    k_norm_all: f32["K/t D/c/d/e"] >> f32["K/t D"] | None
-    b_q: f32["K/t Q D/c/d/e"] >> act["K/t Q D"] | None
-    b_k: f32["K/t D/c/d/e"] >> act["K/t D"] | None
-    b_v: f32["K/t D/c/d/e"] >> act["K/t D"] | None
-    b_o: f32["M/t/c/d/e"] >> act["M"] | None
-    sinks: f32["K/t Q/c/d/e"] | None
+    attention_norm: f32["M/t/w"] >> f32["M"] | None
+    mlp_norm: f32["M/t/w"] >> f32["M"] | None
+    attention_out_norm: f32["M/t/w"] >> f32["M"] | None
+    mlp_out_norm: f32["M/t/w"] >> f32["M"] | None
+    q_norm_all: f32["K/t Q D/w"] >> f32["K/t Q D"] | None
+    k_norm_all: f32["K/t D/w"] >> f32["K/t D"] | None
+    b_q: f32["K/t Q D/w"] >> act["K/t Q D"] | None
+    b_k: f32["K/t D/w"] >> act["K/t D"] | None
+    b_v: f32["K/t D/w"] >> act["K/t D"] | None
+    b_o: f32["M/t/w"] >> act["M"] | None
+    sinks: f32["K/t Q/w"] | None
 
 
 @pytree_dataclass
@@ -182,12 +182,12 @@ class Model(train.Llama):
         )
 
     @typed
-    def embed(self, w: Weights, tokens: Tokens) -> act["B/r/d/e L/c/t M"]:
+    def embed(self, w: Weights, tokens: Tokens) -> act["B/b L/c/t M"]:
         """Residual stream before the first layer."""
         x = super().embed(w, tokens)
         return x * math.sqrt(self.c.d_model) if self.c.embedding_scaled else x
 
-    def normed(self, x: jax.Array, weight: jax.Array | None, dims: str = "B/r/d/e L/c/t M") -> jax.Array:
+    def normed(self, x: jax.Array, weight: jax.Array | None, dims: str = "B/b L/c/t M") -> jax.Array:
         """RMSNorm over the last dim, in f32; without a weight, `x` itself."""
         if weight is None:
             return x
@@ -197,8 +197,8 @@ class Model(train.Llama):
 
     @typed
     def layer(
-        self, x: act["B/r/d/e L/c/t M"], w: Layer, tokens: Tokens, attend: Callable, einsum: Callable
-    ) -> act["B/r/d/e L/c/t M"]:
+        self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable, einsum: Callable
+    ) -> act["B/b L/c/t M"]:
         """One transformer layer. Its weights are gathered."""
         x = self.with_attention(x, w, tokens, attend, einsum)
         out = self.mlp(self.normed(x, w.mlp_norm), w, einsum)
@@ -206,11 +206,11 @@ class Model(train.Llama):
 
     @typed
     def with_attention(
-        self, x: act["B/r/d/e L/c/t M"], w: Layer, tokens: Tokens, attend: Callable, einsum: Callable
-    ) -> act["B/r/d/e L/c/t M"]:
+        self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable, einsum: Callable
+    ) -> act["B/b L/c/t M"]:
         """The first half of a layer: the residual stream after attention."""
-        every, at, queries, keys = self.c.no_rope_every, "B/r/d/e L/c", "K/t Q D", "K/t D"
-        nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", self.normed(x, w.attention_norm))
+        every, at, queries, keys = self.c.no_rope_every, "B/b L/c", "K/t Q D", "K/t D"
+        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.attention_norm))
         angles = tokens.shared[self.window_at(tokens.place) is not None]
 
         def heads(dims, weight, bias):
@@ -226,19 +226,19 @@ class Model(train.Llama):
         v = save_for_backward(heads(keys, w.w_v, w.b_v))
         sinks = w.sinks
         if sinks is not None:  # each device of c uses a copy for its own queries
-            sinks = shardops.all_gather("K/t Q/c/d/e -> K/t Q *c *d *e", sinks)
-            sinks = shardops.broadcast("K/t Q *c *d *e -> B/r/d/e K/t Q *c", sinks)
+            sinks = shardops.all_gather("K/t Q/w -> K/t Q *w", sinks)
+            sinks = shardops.broadcast("K/t Q *w -> B/b K/t Q *c", sinks)
         attended = save_for_backward(attend(q, k, v, self.rule_at(tokens.place), sinks=sinks))
-        out = einsum("B/r/d/e L/c K/t Q D, K/t Q D M -> B/r/d/e L/c M +t", attended, w.w_o)
-        out = shardops.psum_scatter("B/r/d/e L/c M +t -> B/r/d/e L/c/t M", out)
-        out = out if w.b_o is None else out + shardops.broadcast("M -> B/r/d/e L/c/t M", w.b_o)
+        out = einsum("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w.w_o)
+        out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
+        out = out if w.b_o is None else out + shardops.broadcast("M -> B/b L/c/t M", w.b_o)
         return save_for_backward(x + self.normed(out, w.attention_out_norm))
 
     def head_norm(self, heads: str, x: jax.Array, w: Layer, name: str) -> jax.Array:
         """RMSNorm of each head of queries or keys, or of all together, if there is a weight for it."""
         if (weight := getattr(w, f"{name}_all")) is None:
             return self.normed(x, getattr(w, name), heads)
-        product, position, x32 = shardops.einsum_unreduced, "B/r/d/e L/c", jnp.float32(x)
+        product, position, x32 = shardops.einsum_unreduced, "B/b L/c", jnp.float32(x)
         square = shardops.psum(f"{position} +t -> {position}", product(f"{heads} -> {position} +t", jnp.square(x32)))
         mean = square / (math.prod(x.shape[2:]) * shardops.axis_size("t"))
         scale = shardops.replicate(f"{position} -> {position} *t", lax.rsqrt(mean + self.c.norm_epsilon))
@@ -246,19 +246,19 @@ class Model(train.Llama):
         return product(f"{heads}, {heads.removeprefix(position)} -> {heads}", scaled, weight).astype(x.dtype)
 
     @typed
-    def mlp(self, x: act["B/r/d/e L/c/t M"], w: Layer, einsum: Callable) -> act["B/r/d/e L/c/t M"]:
+    def mlp(self, x: act["B/b L/c/t M"], w: Layer, einsum: Callable) -> act["B/b L/c/t M"]:
         """Gated MLP of `x`."""
-        nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", x)
-        gate = save_for_backward(einsum("B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t", nx, w.w_gate))
-        up = save_for_backward(einsum("B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t", nx, w.w_up))
-        hidden: act["B/r/d/e L/c F/t"] = gated(self.c.activation, gate, up).astype(x.dtype)
-        out = einsum("B/r/d/e L/c F/t, F/t M -> B/r/d/e L/c M +t", hidden, w.w_down)
-        return shardops.psum_scatter("B/r/d/e L/c M +t -> B/r/d/e L/c/t M", out)
+        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", x)
+        gate = save_for_backward(einsum("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_gate))
+        up = save_for_backward(einsum("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_up))
+        hidden: act["B/b L/c F/t"] = gated(self.c.activation, gate, up).astype(x.dtype)
+        out = einsum("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w.w_down)
+        return shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
     @typed
-    def logits(self, w: Weights, x: act["B/r/d/e L/c/t M"]) -> act["B/r/d/e L/c V/t/p"]:
+    def logits(self, w: Weights, x: act["B/b L/c/t M"]) -> act["B/b L/c V/t/p"]:
         """Logits of the token after each position."""
         softcap, unembed = self.c.logit_softcap, w.embed if w.unembed is None else w.unembed
-        nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", self.normed(x, w.final_norm))
-        logits = shardops.einsum_unreduced("B/r/d/e L/c M, V/t/p M -> B/r/d/e L/c V/t/p", nx, unembed)
+        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.final_norm))
+        logits = shardops.einsum_unreduced("B/b L/c M, V/t/p M -> B/b L/c V/t/p", nx, unembed)
         return logits if softcap is None else (softcap * jnp.tanh(jnp.float32(logits) / softcap)).astype(act.dtype)

@@ -85,33 +85,33 @@ class ModelConfig:
 class GPT2Layer:
     """Weights of one layer, each as it is at rest >> as the layer uses it."""
 
-    attention_gain: f32["M/t/c/d/e"] >> f32["M"]
-    attention_bias: f32["M/t/c/d/e"] >> f32["M"]
-    w_q: f32["M/c/d/e K/t D"] >> act["M K/t D"]
-    w_k: f32["M/c/d/e K/t D"] >> act["M K/t D"]
-    w_v: f32["M/c/d/e K/t D"] >> act["M K/t D"]
-    b_q: f32["K/t D/c/d/e"] >> act["K/t D"]
-    b_k: f32["K/t D/c/d/e"] >> act["K/t D"]
-    b_v: f32["K/t D/c/d/e"] >> act["K/t D"]
-    w_o: f32["K/t D M/c/d/e"] >> act["K/t D M"]
-    b_o: f32["M/t/c/d/e"] >> act["M"]
-    mlp_gain: f32["M/t/c/d/e"] >> f32["M"]
-    mlp_bias: f32["M/t/c/d/e"] >> f32["M"]
-    w_up: f32["M/c/d/e F/t"] >> act["M F/t"]
-    b_up: f32["F/t/c/d/e"] >> act["F/t"]
-    w_down: f32["F/t M/c/d/e"] >> act["F/t M"]
-    b_down: f32["M/t/c/d/e"] >> act["M"]
+    attention_gain: f32["M/t/w"] >> f32["M"]
+    attention_bias: f32["M/t/w"] >> f32["M"]
+    w_q: f32["M/w K/t D"] >> act["M K/t D"]
+    w_k: f32["M/w K/t D"] >> act["M K/t D"]
+    w_v: f32["M/w K/t D"] >> act["M K/t D"]
+    b_q: f32["K/t D/w"] >> act["K/t D"]
+    b_k: f32["K/t D/w"] >> act["K/t D"]
+    b_v: f32["K/t D/w"] >> act["K/t D"]
+    w_o: f32["K/t D M/w"] >> act["K/t D M"]
+    b_o: f32["M/t/w"] >> act["M"]
+    mlp_gain: f32["M/t/w"] >> f32["M"]
+    mlp_bias: f32["M/t/w"] >> f32["M"]
+    w_up: f32["M/w F/t"] >> act["M F/t"]
+    b_up: f32["F/t/w"] >> act["F/t"]
+    w_down: f32["F/t M/w"] >> act["F/t M"]
+    b_down: f32["M/t/w"] >> act["M"]
 
 
 @pytree_dataclass
 class GPT2:
     """Weights of the model."""
 
-    embed: f32["V/t/p M/c/d/e"] >> act["V/t/p M"]
-    positions: f32["P/t/p M/c/d/e"] >> f32["P/t/p M"]
+    embed: f32["V/t/p M/w"] >> act["V/t/p M"]
+    positions: f32["P/t/p M/w"] >> f32["P/t/p M"]
     layers: Array["layers/p", GPT2Layer]
-    final_gain: f32["M/t/c/d/e/p"] >> f32["M"]
-    final_bias: f32["M/t/c/d/e/p"] >> f32["M"]
+    final_gain: f32["M/t/w/p"] >> f32["M"]
+    final_bias: f32["M/t/w/p"] >> f32["M"]
 
 
 def weight_table(c: ModelConfig) -> GPT2:
@@ -149,13 +149,13 @@ def weight_table(c: ModelConfig) -> GPT2:
 
 
 @typed
-def layer_norm(x: act["B/r/d/e L/c/t M"], gain: f32["M"], bias: f32["M"], epsilon: float) -> act["B/r/d/e L/c/t M"]:
+def layer_norm(x: act["B/b L/c/t M"], gain: f32["M"], bias: f32["M"], epsilon: float) -> act["B/b L/c/t M"]:
     """LayerNorm of each position (arXiv 1607.06450), in f32: mean 0 and variance 1, times the gain, plus the bias."""
     x32 = jnp.float32(x)
     centered = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     normed = centered * lax.rsqrt(jnp.mean(jnp.square(centered), axis=-1, keepdims=True) + epsilon)
-    scaled = shardops.einsum_unreduced("B/r/d/e L/c/t M, M -> B/r/d/e L/c/t M", normed, gain)
-    return (scaled + shardops.broadcast("M -> B/r/d/e L/c/t M", bias)).astype(x.dtype)
+    scaled = shardops.einsum_unreduced("B/b L/c/t M, M -> B/b L/c/t M", normed, gain)
+    return (scaled + shardops.broadcast("M -> B/b L/c/t M", bias)).astype(x.dtype)
 
 
 def dropout(x: jax.Array, rate: float, keys: jax.Array | None) -> jax.Array:
@@ -196,57 +196,57 @@ class Model:
         self.c, self.table = c, weight_table(c)
 
     @typed
-    def embed(self, w: GPT2, tokens: Tokens) -> act["B/r/d/e L/c/t M"]:
+    def embed(self, w: GPT2, tokens: Tokens) -> act["B/b L/c/t M"]:
         """Residual stream before the first layer."""
         # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would round.
-        embed, spec = w.embed.astype(jnp.float32), "[V/t/p] M, B/r/d/e L/c -> B/r/d/e L/c M +t +p"
+        embed, spec = w.embed.astype(jnp.float32), "[V/t/p] M, B/b L/c -> B/b L/c M +t +p"
         x = shardops.index_unreduced(spec, embed, tokens.ids)
         x = x + shardops.index_unreduced(spec.replace("V", "P"), w.positions, tokens.positions)
-        x = shardops.psum_scatter("B/r/d/e L/c M +t +p -> B/r/d/e L/c/t M +p", x.astype(act.dtype))
-        x = shardops.psum("B/r/d/e L/c/t M +p -> B/r/d/e L/c/t M", x)
+        x = shardops.psum_scatter("B/b L/c M +t +p -> B/b L/c/t M +p", x.astype(act.dtype))
+        x = shardops.psum("B/b L/c/t M +p -> B/b L/c/t M", x)
         return dropout(x, self.c.dropout, keys_at(tokens.keys, 3, x.shape[1]))
 
     @typed
     def layer(
-        self, x: act["B/r/d/e L/c/t M"], w: GPT2Layer, tokens: Tokens, attend: Callable, einsum: Callable
-    ) -> act["B/r/d/e L/c/t M"]:
+        self, x: act["B/b L/c/t M"], w: GPT2Layer, tokens: Tokens, attend: Callable, einsum: Callable
+    ) -> act["B/b L/c/t M"]:
         """One transformer layer. Its weights are gathered."""
         gather, broadcast = shardops.all_gather, shardops.broadcast
         rate, epsilon, keys = self.c.dropout, self.c.norm_epsilon, tokens.keys
 
-        nx = gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", layer_norm(x, w.attention_gain, w.attention_bias, epsilon))
+        nx = gather("B/b L/c/t M -> B/b L/c M", layer_norm(x, w.attention_gain, w.attention_bias, epsilon))
 
         def heads(weight, bias):
-            product = einsum("B/r/d/e L/c M, M K/t D -> B/r/d/e L/c K/t D", nx, weight)
-            return save_for_backward(product + broadcast("K/t D -> B/r/d/e L/c K/t D", bias))
+            product = einsum("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, weight)
+            return save_for_backward(product + broadcast("K/t D -> B/b L/c K/t D", bias))
 
-        q: act["B/r/d/e L/c K/t D"] = heads(w.w_q, w.b_q)
-        k: act["B/r/d/e L/c K/t D"] = heads(w.w_k, w.b_k)
-        v: act["B/r/d/e L/c K/t D"] = heads(w.w_v, w.b_v)
+        q: act["B/b L/c K/t D"] = heads(w.w_q, w.b_q)
+        k: act["B/b L/c K/t D"] = heads(w.w_k, w.b_k)
+        v: act["B/b L/c K/t D"] = heads(w.w_v, w.b_v)
         drop_weights = lambda weights: dropout(weights, rate, keys_at(keys, 0, weights.shape[1], "t"))
         drop_weights = None if keys is None else drop_weights
         attended = attend(q[..., None, :], k, v, CAUSAL, drop=drop_weights)  # one query head for each key head
-        attended: act["B/r/d/e L/c K/t D"] = save_for_backward(attended[..., 0, :])
-        out = einsum("B/r/d/e L/c K/t D, K/t D M -> B/r/d/e L/c M +t", attended, w.w_o)
-        out = shardops.psum_scatter("B/r/d/e L/c M +t -> B/r/d/e L/c/t M", out)
-        out = out + broadcast("M -> B/r/d/e L/c/t M", w.b_o)
+        attended: act["B/b L/c K/t D"] = save_for_backward(attended[..., 0, :])
+        out = einsum("B/b L/c K/t D, K/t D M -> B/b L/c M +t", attended, w.w_o)
+        out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
+        out = out + broadcast("M -> B/b L/c/t M", w.b_o)
         x = save_for_backward(x + dropout(out, rate, keys_at(keys, 1, x.shape[1])))
 
-        nx = gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", layer_norm(x, w.mlp_gain, w.mlp_bias, epsilon))
-        up = einsum("B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t", nx, w.w_up)
-        up = save_for_backward(up + broadcast("F/t -> B/r/d/e L/c F/t", w.b_up))
-        hidden: act["B/r/d/e L/c F/t"] = jax.nn.gelu(up, approximate=True)
-        out = einsum("B/r/d/e L/c F/t, F/t M -> B/r/d/e L/c M +t", hidden, w.w_down)
-        out = shardops.psum_scatter("B/r/d/e L/c M +t -> B/r/d/e L/c/t M", out)
-        out = out + broadcast("M -> B/r/d/e L/c/t M", w.b_down)
+        nx = gather("B/b L/c/t M -> B/b L/c M", layer_norm(x, w.mlp_gain, w.mlp_bias, epsilon))
+        up = einsum("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_up)
+        up = save_for_backward(up + broadcast("F/t -> B/b L/c F/t", w.b_up))
+        hidden: act["B/b L/c F/t"] = jax.nn.gelu(up, approximate=True)
+        out = einsum("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w.w_down)
+        out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
+        out = out + broadcast("M -> B/b L/c/t M", w.b_down)
         return x + dropout(out, rate, keys_at(keys, 2, x.shape[1]))
 
     @typed
-    def logits(self, w: GPT2, x: act["B/r/d/e L/c/t M"]) -> act["B/r/d/e L/c V/t/p"]:
+    def logits(self, w: GPT2, x: act["B/b L/c/t M"]) -> act["B/b L/c V/t/p"]:
         """Logits of the token after each position."""
         nx = layer_norm(x, w.final_gain, w.final_bias, self.c.norm_epsilon)
-        nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", nx)
-        return shardops.einsum_unreduced("B/r/d/e L/c M, V/t/p M -> B/r/d/e L/c V/t/p", nx, w.embed)
+        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
+        return shardops.einsum_unreduced("B/b L/c M, V/t/p M -> B/b L/c V/t/p", nx, w.embed)
 
 
 # ---- exchange with transformers: docs/huggingface.md describes the two functions ---------------------------------

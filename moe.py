@@ -120,12 +120,12 @@ class Layer(family.Layer):
     w_gate: f32["E/e M/c/d F/t"] >> act["E/e M F/t"]
     w_up: f32["E/e M/c/d F/t"] >> act["E/e M F/t"]
     w_down: f32["E/e F/t M/c/d"] >> act["E/e F/t M"]
-    router: f32["M/t/c/d/e E"] >> f32["M E"]
-    router_bias: f32["E/t/c/d/e"] >> f32["E"] | None  # None without correction_bias
-    shared_gate: f32["M/c/d/e H/t"] >> act["M H/t"] | None  # None without shared_experts
-    shared_up: f32["M/c/d/e H/t"] >> act["M H/t"] | None
-    shared_down: f32["H/t M/c/d/e"] >> act["H/t M"] | None
-    b_router: f32["E/t/c/d/e"] >> f32["E"] | None  # None without expert_bias
+    router: f32["M/t/w E"] >> f32["M E"]
+    router_bias: f32["E/t/w"] >> f32["E"] | None  # None without correction_bias
+    shared_gate: f32["M/w H/t"] >> act["M H/t"] | None  # None without shared_experts
+    shared_up: f32["M/w H/t"] >> act["M H/t"] | None
+    shared_down: f32["H/t M/w"] >> act["H/t M"] | None
+    b_router: f32["E/t/w"] >> f32["E"] | None  # None without expert_bias
     b_gate: f32["E/e F/t/c/d"] | None
     b_up: f32["E/e F/t/c/d"] | None
     b_down: f32["E/e M/t/c/d"] >> act["E M"] | None
@@ -178,25 +178,25 @@ def weight_table(c: ModelConfig) -> Weights:
 class Routing:
     """The choices of the router for each position, in f32 whatever the compute dtype is."""
 
-    logits: f32["B/r/d/e L/c/t E"]
-    shares: f32["B/r/d/e L/c/t E"]
+    logits: f32["B/b L/c/t E"]
+    shares: f32["B/b L/c/t E"]
     """Scores over their sum."""
-    weights: f32["B/r/d/e L/c/t E"]
+    weights: f32["B/b L/c/t E"]
     """Factors on the outputs of experts; 0 for those that are not chosen."""
-    chosen: bool_["B/r/d/e L/c/t E"]
+    chosen: bool_["B/b L/c/t E"]
 
 
 @typed
-def route(x: act["B/r/d/e L/c/t M"], w: Layer, c: ModelConfig) -> Routing:
+def route(x: act["B/b L/c/t M"], w: Layer, c: ModelConfig) -> Routing:
     """Chooses the experts of each position. Each device routes its own positions."""
     product = functools.partial(jnp.einsum, precision="highest")  # else GPUs and TPUs round the operands
-    spec = "B/r/d/e L/c/t M, M E -> B/r/d/e L/c/t E"
+    spec = "B/b L/c/t M, M E -> B/b L/c/t E"
     logits = shardops.einsum_unreduced(spec, jnp.float32(x), w.router, product=product)
-    logits = logits if w.b_router is None else logits + shardops.broadcast("E -> B/r/d/e L/c/t E", w.b_router)
+    logits = logits if w.b_router is None else logits + shardops.broadcast("E -> B/b L/c/t E", w.b_router)
     scores = jax.nn.softmax(logits, axis=-1) if c.scores == "softmax" else jax.nn.sigmoid(logits)
     ranked = lax.stop_gradient(scores)
     if w.router_bias is not None:
-        ranked += lax.stop_gradient(shardops.broadcast("E -> B/r/d/e L/c/t E", w.router_bias))
+        ranked += lax.stop_gradient(shardops.broadcast("E -> B/b L/c/t E", w.router_bias))
     if c.groups > 1:
         of_groups = ranked.reshape(*ranked.shape[:2], c.groups, -1)
         best = jnp.sum(lax.top_k(of_groups, min(2, of_groups.shape[-1]))[0], axis=-1)
@@ -238,8 +238,8 @@ def mlp(x: act["P/e G/r/d C/c M"], expert: i32["P/e G/r/d C/c"], w: Layer, c: Mo
 
 @typed
 def in_slots(
-    x: act["B/r/d/e L/c/t M"], routing: Routing, counts: bool_["B/r/d/e L/c/t"], w: Layer, slots: int, c: ModelConfig
-) -> tuple[act["B/r/d/e L/c/t M"], f32[""]]:
+    x: act["B/b L/c/t M"], routing: Routing, counts: bool_["B/b L/c/t"], w: Layer, slots: int, c: ModelConfig
+) -> tuple[act["B/b L/c/t M"], f32[""]]:
     """Weighted sum of the outputs of each position's experts, whose pools have `slots` slots for each sequence.
 
     Also returns the number of choices that found a slot, on all devices, of positions that count. The first choices of
@@ -247,52 +247,52 @@ def in_slots(
     """
     n, k = c.experts // (c.pools or c.experts), c.experts_per_token
     # A choice of a pool is its number in L N: of each position, in each of its experts.
-    of_choices = lambda x: shardops.rearrange("B/r/d/e L (P N) -> B/r/d/e P (L N)", x, N=n)
-    chosen = of_choices(shardops.all_gather("B/r/d/e L/c/t E -> B/r/d/e L E", routing.chosen, replicated=True))
+    of_choices = lambda x: shardops.rearrange("B/b L (P N) -> B/b P (L N)", x, N=n)
+    chosen = of_choices(shardops.all_gather("B/b L/c/t E -> B/b L E", routing.chosen, replicated=True))
     length = shardops.size("L")
-    own = lambda x: shardops.shard("B/r/d/e P C -> B/r/d/e P C/c/t", x)
+    own = lambda x: shardops.shard("B/b P C -> B/b P C/c/t", x)
     choice = jnp.where(chosen, jnp.arange(length * n, dtype=jnp.int32), length * n)
     # The choice in each slot; past the end, as its position in the sequence, in a slot that stays empty.
-    choice: i32["B/r/d/e P C/c/t"] = own(jnp.sort(choice, axis=-1)[..., :slots])
+    choice: i32["B/b P C/c/t"] = own(jnp.sort(choice, axis=-1)[..., :slots])
     token, expert = choice // n, choice % n + n * jnp.arange(c.experts // n, dtype=jnp.int32)[:, None]
 
-    nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L M", x)
-    sent = shardops.take_rows("B/r/d/e [L] M, B/r/d/e P C/c/t -> B/r/d/e P C/c/t M", nx, token, repeats=k)
-    sent = shardops.rearrange("G/r/d/e P C/c/t M -> P G/r/d/e C/c/t M", sent)
-    received = save_for_backward(shardops.all_to_all("P G/r/d/e C/c/t M -> P/e G/r/d C/c/t M", sent))
+    nx = shardops.all_gather("B/b L/c/t M -> B/b L M", x)
+    sent = shardops.take_rows("B/b [L] M, B/b P C/c/t -> B/b P C/c/t M", nx, token, repeats=k)
+    sent = shardops.rearrange("G/b P C/c/t M -> P G/b C/c/t M", sent)
+    received = save_for_backward(shardops.all_to_all("P G/b C/c/t M -> P/e G/r/d C/c/t M", sent))
     received = shardops.all_gather("P/e G/r/d C/c/t M -> P/e G/r/d C/c M", received)
     bias = w.b_down
     if bias is not None:
-        bias = shardops.index_unreduced("[E] M, B/r/d/e P C/c/t -> B/r/d/e P C/c/t M", bias, expert)
-    expert = shardops.rearrange("G/r/d/e P C/c/t -> P G/r/d/e C/c/t", expert)
-    expert = shardops.all_to_all("P G/r/d/e C/c/t -> P/e G/r/d C/c/t", expert)
+        bias = shardops.index_unreduced("[E] M, B/b P C/c/t -> B/b P C/c/t M", bias, expert)
+    expert = shardops.rearrange("G/b P C/c/t -> P G/b C/c/t", expert)
+    expert = shardops.all_to_all("P G/b C/c/t -> P/e G/r/d C/c/t", expert)
     expert = shardops.all_gather("P/e G/r/d C/c/t -> P/e G/r/d C/c", expert, replicated=True)
     out = shardops.psum_scatter("P/e G/r/d C/c M +t -> P/e G/r/d C/c/t M", mlp(received, expert, w, c))
-    out = save_for_backward(shardops.all_to_all("P/e G/r/d C/c/t M -> P G/r/d/e C/c/t M", out))
-    out = shardops.rearrange("P G/r/d/e C/c/t M -> G/r/d/e P C/c/t M", out)
+    out = save_for_backward(shardops.all_to_all("P/e G/r/d C/c/t M -> P G/b C/c/t M", out))
+    out = shardops.rearrange("P G/b C/c/t M -> G/b P C/c/t M", out)
     out = out if bias is None else out + bias
 
-    weights = of_choices(shardops.all_gather("B/r/d/e L/c/t E -> B/r/d/e L E", routing.weights))
-    weights = shardops.take_rows("B/r/d/e P [J], B/r/d/e P C/c/t -> B/r/d/e P C/c/t", weights, choice, repeats=1)
+    weights = of_choices(shardops.all_gather("B/b L/c/t E -> B/b L E", routing.weights))
+    weights = shardops.take_rows("B/b P [J], B/b P C/c/t -> B/b P C/c/t", weights, choice, repeats=1)
     out = (out * weights[..., None]).astype(x.dtype)
-    out = shardops.add_rows("B/r/d/e P C/c/t M, B/r/d/e P C/c/t -> B/r/d/e [L] M +c +t", out, token, repeats=k)
-    counts = shardops.all_gather("B/r/d/e L/c/t -> B/r/d/e L", jnp.int32(counts), replicated=True)
-    filled = shardops.take_rows("B/r/d/e [L], B/r/d/e P C/c/t -> B/r/d/e P C/c/t", counts, token)
-    filled = shardops.einsum_unreduced("B/r/d/e P C/c/t -> +r +c +t +d +e", jnp.float32(filled))
-    filled = shardops.psum("+r +c +t +d +e ->", filled)
-    return shardops.psum_scatter("B/r/d/e L M +c +t -> B/r/d/e L/c/t M", out), filled
+    out = shardops.add_rows("B/b P C/c/t M, B/b P C/c/t -> B/b [L] M +c +t", out, token, repeats=k)
+    counts = shardops.all_gather("B/b L/c/t -> B/b L", jnp.int32(counts), replicated=True)
+    filled = shardops.take_rows("B/b [L], B/b P C/c/t -> B/b P C/c/t", counts, token)
+    filled = shardops.einsum_unreduced("B/b P C/c/t -> +b +c +t", jnp.float32(filled))
+    filled = shardops.psum("+b +c +t ->", filled)
+    return shardops.psum_scatter("B/b L M +c +t -> B/b L/c/t M", out), filled
 
 
 @typed
-def everywhere(x: act["B/r/d/e L/c/t M"], routing: Routing, w: Layer, c: ModelConfig) -> act["B/r/d/e L/c/t M"]:
+def everywhere(x: act["B/b L/c/t M"], routing: Routing, w: Layer, c: ModelConfig) -> act["B/b L/c/t M"]:
     """Weighted sum of the outputs of each position's experts, where each expert computes all positions.
 
     Nothing is dropped, and no position depends on another.
     """
-    weights = shardops.all_to_all("B/r/d/e L/c/t E -> B/r/d L/c/t E/e", routing.weights)
+    weights = shardops.all_to_all("B/b L/c/t E -> B/r/d L/c/t E/e", routing.weights)
     weights = shardops.all_gather("B/r/d L/c/t E/e -> B/r/d L/c E/e", weights.astype(x.dtype))
     product = shardops.einsum_unreduced
-    nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d L/c M", x)
+    nx = shardops.all_gather("B/b L/c/t M -> B/r/d L/c M", x)
 
     def entries(matrix, bias):
         y = save_for_backward(product("B/r/d L/c M, E/e M F/t -> E/e B/r/d L/c F/t", nx, matrix))
@@ -304,21 +304,21 @@ def everywhere(x: act["B/r/d/e L/c/t M"], routing: Routing, w: Layer, c: ModelCo
     hidden = family.gated(c.activation, entries(w.w_gate, w.b_gate), entries(w.w_up, w.b_up)).astype(x.dtype)
     hidden = product("E/e B/r/d L/c F/t, B/r/d L/c E/e -> E/e B/r/d L/c F/t", hidden, weights)
     out = product("E/e B/r/d L/c F/t, E/e F/t M -> B/r/d L/c M +t +e", hidden, w.w_down)
-    out = shardops.psum_scatter("B/r/d L/c M +t +e -> B/r/d/e L/c/t M", out)
+    out = shardops.psum_scatter("B/r/d L/c M +t +e -> B/b L/c/t M", out)
     if w.b_down is None:
         return out
-    return out + product("B/r/d/e L/c/t E, E M -> B/r/d/e L/c/t M", routing.weights.astype(x.dtype), w.b_down)
+    return out + product("B/b L/c/t E, E M -> B/b L/c/t M", routing.weights.astype(x.dtype), w.b_down)
 
 
 @typed
-def shared_mlp(x: act["B/r/d/e L/c/t M"], w: Layer, c: ModelConfig, einsum: Callable) -> act["B/r/d/e L/c/t M"]:
+def shared_mlp(x: act["B/b L/c/t M"], w: Layer, c: ModelConfig, einsum: Callable) -> act["B/b L/c/t M"]:
     """Gated MLP that every position has."""
-    nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", x)
-    gate = save_for_backward(einsum("B/r/d/e L/c M, M H/t -> B/r/d/e L/c H/t", nx, w.shared_gate))
-    up = save_for_backward(einsum("B/r/d/e L/c M, M H/t -> B/r/d/e L/c H/t", nx, w.shared_up))
+    nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", x)
+    gate = save_for_backward(einsum("B/b L/c M, M H/t -> B/b L/c H/t", nx, w.shared_gate))
+    up = save_for_backward(einsum("B/b L/c M, M H/t -> B/b L/c H/t", nx, w.shared_up))
     hidden = family.gated(c.activation, gate, up).astype(x.dtype)
-    out = einsum("B/r/d/e L/c H/t, H/t M -> B/r/d/e L/c M +t", hidden, w.shared_down)
-    return shardops.psum_scatter("B/r/d/e L/c M +t -> B/r/d/e L/c/t M", out)
+    out = einsum("B/b L/c H/t, H/t M -> B/b L/c M +t", hidden, w.shared_down)
+    return shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
 
 # ---- losses and metrics -----------------------------------------------------------------------------------------
@@ -328,7 +328,7 @@ def shared_mlp(x: act["B/r/d/e L/c/t M"], w: Layer, c: ModelConfig, einsum: Call
 def extras_of(
     routing: Routing,
     filled: f32[""] | None,
-    counts: bool_["B/r/d/e L/c/t"],
+    counts: bool_["B/b L/c/t"],
     targets: f32[""] | None,
     w: Layer,
     c: ModelConfig,
@@ -339,24 +339,24 @@ def extras_of(
     chosen, shares = (mask[..., None] * x for x in (routing.chosen, routing.shares))
     # As floats: an integer would not fit into 32 bits.
     tokens = float(shardops.size("B") * shardops.size("L")) if targets is None else targets
-    of_sequence = lambda x: total("B/r/d/e E +c +t -> B/r/d/e E", product("B/r/d/e L/c/t E -> B/r/d/e E +c +t", x))
+    of_sequence = lambda x: total("B/b E +c +t -> B/b E", product("B/b L/c/t E -> B/b E +c +t", x))
     choices = of_sequence(chosen)
-    load: f32["E"] = total("E +r +d +e -> E", product("B/r/d/e E -> E +r +d +e", choices))
+    load: f32["E"] = total("E +b -> E", product("B/b E -> E +b", choices))
     dropped = jnp.float32(0) if filled is None else 1 - filled / (tokens * c.experts_per_token)
 
     loss = jnp.float32(0)
     if c.balance_loss:
-        length = total("B/r/d/e +c +t -> B/r/d/e", product("B/r/d/e L/c/t -> B/r/d/e +c +t", mask))
+        length = total("B/b +c +t -> B/b", product("B/b L/c/t -> B/b +c +t", mask))
         scores = of_sequence(shares) / jnp.maximum(length, 1)[:, None]
-        balance = total("+r +d +e ->", product("B/r/d/e E, B/r/d/e E -> +r +d +e", choices, scores))
+        balance = total("+b ->", product("B/b E, B/b E -> +b", choices, scores))
         loss += c.balance_loss * c.experts * balance / tokens
     if c.router_z_loss:
         square = mask * jnp.square(jax.nn.logsumexp(routing.logits, axis=-1))
-        square = total("+r +c +t +d +e ->", product("B/r/d/e L/c/t -> +r +c +t +d +e", square))
+        square = total("+b +c +t ->", product("B/b L/c/t -> +b +c +t", square))
         loss += c.router_z_loss * square / tokens
     if w.router_bias is not None:  # 0, with the gradient that moves the bias against the load
         excess = (chosen - mask[..., None] * (c.experts_per_token / c.experts)) / tokens
-        push = total("+r +c +t +d +e ->", product("B/r/d/e L/c/t E, E -> +r +c +t +d +e", excess, w.router_bias))
+        push = total("+b +c +t ->", product("B/b L/c/t E, E -> +b +c +t", excess, w.router_bias))
         loss += c.bias_rate * (push - lax.stop_gradient(push))
     loads = c.experts * load / (tokens * c.experts_per_token)
     return Extras(loss=loss, metrics={"largest_load": loads, "dropped": dropped})
@@ -372,14 +372,14 @@ class Model(family.Model):
 
     @typed
     def layer(
-        self, x: act["B/r/d/e L/c/t M"], w: Layer, tokens: Tokens, attend: Callable, einsum: Callable
-    ) -> tuple[act["B/r/d/e L/c/t M"], Extras]:
+        self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable, einsum: Callable
+    ) -> tuple[act["B/b L/c/t M"], Extras]:
         """One transformer layer. Its weights are gathered. Products of experts are not in FP8."""
         x, c = self.with_attention(x, w, tokens, attend, einsum), self.c
         nx = self.normed(x, w.mlp_norm)
         routing: Routing = route(nx, w, c)
         counts = jnp.ones_like(tokens.ids, bool) if tokens.counts is None else tokens.counts
-        counts = shardops.shard("B/r/d/e L/c -> B/r/d/e L/c/t", counts)
+        counts = shardops.shard("B/b L/c -> B/b L/c/t", counts)
         slots = c.slots(shardops.size("L")) if tokens.training else None
         if slots is None:
             out, filled = everywhere(nx, routing, w, c), None

@@ -15,7 +15,7 @@ Dims                                                   Axes of the device mesh
 `f32['M/d F/t']` is an array with M sharded over d and F sharded over t. `+t` marks a partial sum over t, which still
 has to be reduced. Devices along an axis that a type does not name hold the same values. An axis that the mesh lacks is
 read as one device. docs/sharding-types.md teaches the types. Between layers the residual stream is
-`act['B/r/d/e L/c/t M']`: each device of c and t holds its own positions. `act` is the compute dtype, which
+`act['B/b L/c/t M']`: each device of c and t holds its own positions. `act` is the compute dtype, which
 training.compute_dtype sets.
 """
 
@@ -59,27 +59,27 @@ from shardwright_data.loader import TokenBatch
 class TransformerLayer:
     """Weights of one layer, each as it is at rest >> as the layer uses it: see `gathered`."""
 
-    attention_norm: f32["M/t/c/d/e"] >> f32["M"]
-    w_q: f32["M/c/d/e K/t Q D"] >> act["M K/t Q D"]
-    w_k: f32["M/c/d/e K/t D"] >> act["M K/t D"]
-    w_v: f32["M/c/d/e K/t D"] >> act["M K/t D"]
-    q_norm: f32["D/t/c/d/e"] >> f32["D"] | None  # None without qk_norm
-    k_norm: f32["D/t/c/d/e"] >> f32["D"] | None
-    w_o: f32["K/t Q D M/c/d/e"] >> act["K/t Q D M"]
-    mlp_norm: f32["M/t/c/d/e"] >> f32["M"]
-    w_gate: f32["M/c/d/e F/t"] >> act["M F/t"]
-    w_up: f32["M/c/d/e F/t"] >> act["M F/t"]
-    w_down: f32["F/t M/c/d/e"] >> act["F/t M"]
+    attention_norm: f32["M/t/w"] >> f32["M"]
+    w_q: f32["M/w K/t Q D"] >> act["M K/t Q D"]
+    w_k: f32["M/w K/t D"] >> act["M K/t D"]
+    w_v: f32["M/w K/t D"] >> act["M K/t D"]
+    q_norm: f32["D/t/w"] >> f32["D"] | None  # None without qk_norm
+    k_norm: f32["D/t/w"] >> f32["D"] | None
+    w_o: f32["K/t Q D M/w"] >> act["K/t Q D M"]
+    mlp_norm: f32["M/t/w"] >> f32["M"]
+    w_gate: f32["M/w F/t"] >> act["M F/t"]
+    w_up: f32["M/w F/t"] >> act["M F/t"]
+    w_down: f32["F/t M/w"] >> act["F/t M"]
 
 
 @pytree_dataclass
 class Transformer:
     """Weights of the model."""
 
-    embed: f32["V/t/p M/c/d/e"] >> act["V/t/p M"]
+    embed: f32["V/t/p M/w"] >> act["V/t/p M"]
     layers: Array["layers/p", TransformerLayer]
-    final_norm: f32["M/t/c/d/e/p"] >> f32["M"]
-    unembed: f32["V/t/p M/c/d/e"] >> act["V/t/p M"] | None  # None with tied_embeddings
+    final_norm: f32["M/t/w/p"] >> f32["M"]
+    unembed: f32["V/t/p M/w"] >> act["V/t/p M"] | None  # None with tied_embeddings
 
 
 def weight_table(c: ModelConfig) -> Transformer:
@@ -124,45 +124,45 @@ class Llama:
         return dataclasses.replace(tokens, shared=rope.tables(self.c, tokens.positions))
 
     @typed
-    def embed(self, w: Transformer, tokens: Tokens) -> act["B/r/d/e L/c/t M"]:
+    def embed(self, w: Transformer, tokens: Tokens) -> act["B/b L/c/t M"]:
         """Residual stream before the first layer."""
         # f32, because the gradient of a frequent token is a sum of thousands, which bf16 would round.
-        embed, spec = w.embed.astype(jnp.float32), "[V/t/p] M, B/r/d/e L/c -> B/r/d/e L/c M +t +p"
+        embed, spec = w.embed.astype(jnp.float32), "[V/t/p] M, B/b L/c -> B/b L/c M +t +p"
         x = shardops.index_unreduced(spec, embed, tokens.ids)
-        x = shardops.psum_scatter("B/r/d/e L/c M +t +p -> B/r/d/e L/c/t M +p", x.astype(act.dtype))
-        return shardops.psum("B/r/d/e L/c/t M +p -> B/r/d/e L/c/t M", x)
+        x = shardops.psum_scatter("B/b L/c M +t +p -> B/b L/c/t M +p", x.astype(act.dtype))
+        return shardops.psum("B/b L/c/t M +p -> B/b L/c/t M", x)
 
     @typed
     def layer(
-        self, x: act["B/r/d/e L/c/t M"], w: TransformerLayer, tokens: Tokens, attend: Callable, einsum: Callable
-    ) -> act["B/r/d/e L/c/t M"]:
+        self, x: act["B/b L/c/t M"], w: TransformerLayer, tokens: Tokens, attend: Callable, einsum: Callable
+    ) -> act["B/b L/c/t M"]:
         """One transformer layer. Its weights are `gathered`."""
         dtype, epsilon = x.dtype, self.c.norm_epsilon
         x = self.with_attention(x, w, tokens, attend, einsum)
         nx = rms_norm(x, w.mlp_norm, epsilon)
-        nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", nx)
-        gate = save_for_backward(einsum("B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t", nx, w.w_gate))
-        up = save_for_backward(einsum("B/r/d/e L/c M, M F/t -> B/r/d/e L/c F/t", nx, w.w_up))
-        hidden: act["B/r/d/e L/c F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(dtype)
-        out = einsum("B/r/d/e L/c F/t, F/t M -> B/r/d/e L/c M +t", hidden, w.w_down)
-        return x + shardops.psum_scatter("B/r/d/e L/c M +t -> B/r/d/e L/c/t M", out)
+        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
+        gate = save_for_backward(einsum("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_gate))
+        up = save_for_backward(einsum("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_up))
+        hidden: act["B/b L/c F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(dtype)
+        out = einsum("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w.w_down)
+        return x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
     @typed
     def with_attention(
-        self, x: act["B/r/d/e L/c/t M"], w: Any, tokens: Tokens, attend: Callable, einsum: Callable
-    ) -> act["B/r/d/e L/c/t M"]:
+        self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens, attend: Callable, einsum: Callable
+    ) -> act["B/b L/c/t M"]:
         """The first half of a layer: the residual stream after attention."""
         epsilon, angles = self.c.norm_epsilon, tokens.shared
         nx = rms_norm(x, w.attention_norm, epsilon)
-        nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", nx)
-        q = einsum("B/r/d/e L/c M, M K/t Q D -> B/r/d/e L/c K/t Q D", nx, w.w_q)
-        k = einsum("B/r/d/e L/c M, M K/t D -> B/r/d/e L/c K/t D", nx, w.w_k)
-        v = save_for_backward(einsum("B/r/d/e L/c M, M K/t D -> B/r/d/e L/c K/t D", nx, w.w_v))
-        q = save_for_backward(rope.rotate(self.head_norm("B/r/d/e L/c K/t Q D", q, w, "q_norm"), angles))
-        k = save_for_backward(rope.rotate(self.head_norm("B/r/d/e L/c K/t D", k, w, "k_norm"), angles))
+        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
+        q = einsum("B/b L/c M, M K/t Q D -> B/b L/c K/t Q D", nx, w.w_q)
+        k = einsum("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, w.w_k)
+        v = save_for_backward(einsum("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, w.w_v))
+        q = save_for_backward(rope.rotate(self.head_norm("B/b L/c K/t Q D", q, w, "q_norm"), angles))
+        k = save_for_backward(rope.rotate(self.head_norm("B/b L/c K/t D", k, w, "k_norm"), angles))
         attended = save_for_backward(attend(q, k, v, self.rule))
-        out = einsum("B/r/d/e L/c K/t Q D, K/t Q D M -> B/r/d/e L/c M +t", attended, w.w_o)
-        x = save_for_backward(x + shardops.psum_scatter("B/r/d/e L/c M +t -> B/r/d/e L/c/t M", out))
+        out = einsum("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w.w_o)
+        x = save_for_backward(x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out))
         return x
 
     def head_norm(self, heads: str, x: jax.Array, w: Any, name: str) -> jax.Array:
@@ -173,12 +173,12 @@ class Llama:
         return shardops.einsum_unreduced(f"{heads}, D -> {heads}", unit_rms(x, epsilon), weight).astype(x.dtype)
 
     @typed
-    def logits(self, w: Transformer, x: act["B/r/d/e L/c/t M"]) -> act["B/r/d/e L/c V/t/p"]:
+    def logits(self, w: Transformer, x: act["B/b L/c/t M"]) -> act["B/b L/c V/t/p"]:
         """Logits of the token after each position; `x` is the residual stream after the last layer."""
         softcap, unembed = self.c.logit_softcap, w.embed if w.unembed is None else w.unembed
         nx = rms_norm(x, w.final_norm, self.c.norm_epsilon)
-        nx = shardops.all_gather("B/r/d/e L/c/t M -> B/r/d/e L/c M", nx)
-        logits = shardops.einsum_unreduced("B/r/d/e L/c M, V/t/p M -> B/r/d/e L/c V/t/p", nx, unembed)
+        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
+        logits = shardops.einsum_unreduced("B/b L/c M, V/t/p M -> B/b L/c V/t/p", nx, unembed)
         return logits if softcap is None else (softcap * jnp.tanh(jnp.float32(logits) / softcap)).astype(act.dtype)
 
 
@@ -186,9 +186,9 @@ Model = Llama
 
 
 @typed
-def rms_norm(x: act["B/r/d/e L/c/t M"], weight: f32["M"], epsilon: float) -> act["B/r/d/e L/c/t M"]:
+def rms_norm(x: act["B/b L/c/t M"], weight: f32["M"], epsilon: float) -> act["B/b L/c/t M"]:
     """RMSNorm of each position, in f32. Each device of t norms its own positions."""
-    y = shardops.einsum_unreduced("B/r/d/e L/c/t M, M -> B/r/d/e L/c/t M", unit_rms(x, epsilon), weight)
+    y = shardops.einsum_unreduced("B/b L/c/t M, M -> B/b L/c/t M", unit_rms(x, epsilon), weight)
     return y.astype(x.dtype)
 
 
@@ -200,27 +200,27 @@ def unit_rms(x: jax.Array, epsilon: float) -> jax.Array:
 
 @typed
 def attention(
-    q: act["B/r/d/e L K/t Q D"],
-    k: act["B/r/d/e S K/t D"],
-    v: act["B/r/d/e S K/t D"],
+    q: act["B/b L K/t Q D"],
+    k: act["B/b S K/t D"],
+    v: act["B/b S K/t D"],
     places: tuple[rules.Places, rules.Places],
     rule: rules.Rule,
     learned: tuple = (),
-    sinks: f32["B/r/d/e K/t Q"] | None = None,
+    sinks: f32["B/b K/t Q"] | None = None,
     drop: Callable | None = None,
-) -> act["B/r/d/e L K/t Q D"]:
+) -> act["B/b L K/t Q D"]:
     """Softmax attention by `rule`, in f32, with heads sharded over t. `drop` is dropout of attention weights.
 
     `places` are those of the queries and of the keys.
     """
     scores = shardops.einsum_unreduced(
-        "B/r/d/e L K/t Q D, B/r/d/e S K/t D -> B/r/d/e K/t Q L S", q, k, preferred_element_type=jnp.float32
+        "B/b L K/t Q D, B/b S K/t D -> B/b K/t Q L S", q, k, preferred_element_type=jnp.float32
     )
     heads = rules.head_numbers(*q.shape[2:4])
     scores = rule.scores(scores, q.shape[-1], places[0].as_queries(), places[1].as_keys(), heads, learned)
     weights = rules.softmax(scores, sinks).astype(v.dtype)
     weights = drop(weights) if drop else weights
-    return shardops.einsum_unreduced("B/r/d/e K/t Q L S, B/r/d/e S K/t D -> B/r/d/e L K/t Q D", weights, v)
+    return shardops.einsum_unreduced("B/b K/t Q L S, B/b S K/t D -> B/b L K/t Q D", weights, v)
 
 
 # ---- forward pass of any model ----------------------------------------------------------------------------------
@@ -333,7 +333,7 @@ class Forward:
         """Tokens that the model reads to predict the batch. `seeds` is a random number for each sequence, or None."""
         mask, bos_id = self.training.document_mask, self.model.c.bos_id
         tokens = Tokens.before(batch.targets, batch.is_seq_start, bos_id, seeds, mask, batch.inputs)
-        counts = None if self.targets is None else shardops.shard("B/r/d/e L -> B/r/d/e L/c", batch.loss_mask)
+        counts = None if self.targets is None else shardops.shard("B/b L -> B/b L/c", batch.loss_mask)
         return dataclasses.replace(tokens, training=self.in_training, counts=counts, targets=self.targets)
 
     @property
@@ -359,27 +359,25 @@ class Forward:
 
 
 @typed
-def cross_entropy(
-    logits: act["B/r/d/e L/c V/t/p"], targets: u32["B/r/d/e L/c"], z_loss: float = 0.0
-) -> f32["B/r/d/e L/c"]:
+def cross_entropy(logits: act["B/b L/c V/t/p"], targets: u32["B/b L/c"], z_loss: float = 0.0) -> f32["B/b L/c"]:
     """-log softmax(logits)[target] in nats, plus z_loss · log(normalizer)². The backward pass keeps the logits only."""
     logits = jnp.float32(logits)
-    peak = save_for_backward(shardops.pmax("B/r/d/e L/c V/t/p -> B/r/d/e L/c", lax.stop_gradient(logits)))
-    terms = shardops.einsum_unreduced("B/r/d/e L/c V/t/p -> B/r/d/e L/c +t +p", jnp.exp(logits - peak[..., None]))
-    log_normalizer = jnp.log(save_for_backward(shardops.psum("B/r/d/e L/c +t +p -> B/r/d/e L/c", terms))) + peak
-    at_target = shardops.index_unreduced("B/r/d/e L/c [V/t/p], B/r/d/e L/c -> B/r/d/e L/c +t +p", logits, targets)
-    at_target = shardops.psum("B/r/d/e L/c +t +p -> B/r/d/e L/c", at_target)
+    peak = save_for_backward(shardops.pmax("B/b L/c V/t/p -> B/b L/c", lax.stop_gradient(logits)))
+    terms = shardops.einsum_unreduced("B/b L/c V/t/p -> B/b L/c +t +p", jnp.exp(logits - peak[..., None]))
+    log_normalizer = jnp.log(save_for_backward(shardops.psum("B/b L/c +t +p -> B/b L/c", terms))) + peak
+    at_target = shardops.index_unreduced("B/b L/c [V/t/p], B/b L/c -> B/b L/c +t +p", logits, targets)
+    at_target = shardops.psum("B/b L/c +t +p -> B/b L/c", at_target)
     return log_normalizer - at_target + z_loss * jnp.square(log_normalizer)
 
 
 @typed
 def training_loss(
-    logits: act["B/r/d/e L/c V/t/p"],
-    targets: u32["B/r/d/e L/c"],
-    mask: bool_["B/r/d/e L/c"],
-    reference: act["B/r/d/e L/c V/t/p"] | None,
+    logits: act["B/b L/c V/t/p"],
+    targets: u32["B/b L/c"],
+    mask: bool_["B/b L/c"],
+    reference: act["B/b L/c V/t/p"] | None,
     c: OptimizerConfig,
-) -> f32["B/r/d/e L/c"]:
+) -> f32["B/b L/c"]:
     """Loss of each target that training minimizes; validation takes cross_entropy. `reference`: another's logits."""
     return cross_entropy(logits, targets, c.z_loss)
 
@@ -387,25 +385,25 @@ def training_loss(
 @typed
 def count_targets(batch: Batch) -> f32[""]:
     """Number of targets in the whole batch that loss_mask selects."""
-    count = shardops.einsum_unreduced("m B/r/d/e L -> +r +d +e", jnp.float32(batch.loss_mask))
-    return shardops.psum("+r +d +e ->", count)
+    count = shardops.einsum_unreduced("m B/b L -> +b", jnp.float32(batch.loss_mask))
+    return shardops.psum("+b ->", count)
 
 
 @typed
 def summed_loss(
     w: W,
     x: Any,
-    targets: u32["B/r/d/e L/c"],
-    mask: bool_["B/r/d/e L/c"],
-    reference: act["B/r/d/e L/c V/t/p"] | None,
+    targets: u32["B/b L/c"],
+    mask: bool_["B/b L/c"],
+    reference: act["B/b L/c V/t/p"] | None,
     forward: Forward,
     loss: Callable,
-) -> f32["+r +c +d +e"]:
+) -> f32["+b +c"]:
     """Sum of loss(logits, targets, …) over the targets that `mask` selects; `x` is the output of the last layer."""
     loss = explicit_activation_checkpointing(loss, save=forward.training.save)
     losses = loss(checked_logits(forward.model, w, x), targets, mask, reference)
     # Each device of t holds the same losses: there is no sum over t.
-    return shardops.einsum_unreduced("B/r/d/e L/c -> +r +c +d +e", losses * mask)
+    return shardops.einsum_unreduced("B/b L/c -> +b +c", losses * mask)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -445,10 +443,10 @@ class MicrobatchLoss:
     def last(self, w: W, x: Any, batch: TokenBatch, seeds: Any) -> Any:
         """The loss, from the output of the last layer."""
         summed = functools.partial(summed_loss, forward=self.forward, loss=self.loss)
-        own = functools.partial(shardops.shard, "B/r/d/e L -> B/r/d/e L/c")
+        own = functools.partial(shardops.shard, "B/b L -> B/b L/c")
         given = own(batch.targets), own(batch.loss_mask), self.reference and self.reference(batch)
         loss = sum_in_chunks(summed, self.forward.training.loss_chunk, w, x, *given)
-        return shardops.psum("+r +c +d +e ->", loss) / self.targets
+        return shardops.psum("+b +c ->", loss) / self.targets
 
 
 def accumulate(loss: Callable, w: W, batch: Any, side_by_side: int = 1) -> tuple[Any, W, LayerMetrics | None]:
@@ -476,7 +474,7 @@ def accumulate(loss: Callable, w: W, batch: Any, side_by_side: int = 1) -> tuple
 
 @typed
 def loss_and_gradients(
-    w: W, batch: Batch, c: Config, forward: Forward, seeds: u32["m B/r/d/e"] | None = None, reference: Any = None
+    w: W, batch: Batch, c: Config, forward: Forward, seeds: u32["m B/b"] | None = None, reference: Any = None
 ) -> tuple[f32[""], W, LayerMetrics | None]:
     """Mean loss in nats a token, its gradients, and the metrics of the layers."""
     # Whether gradients are reduced over r once, after all. Else each layer does so, beside the backward pass of others.
@@ -506,9 +504,9 @@ class State(Generic[W]):
 
 
 @typed
-def squared_norm(x: f32["N/t/c/d/e/p"]) -> f32["+c +t +d +e +p"]:
+def squared_norm(x: f32["N/t/w/p"]) -> f32["+t +w +p"]:
     """Sum of the squares of a flattened array."""
-    return shardops.einsum_unreduced("N/t/c/d/e/p -> +c +t +d +e +p", jnp.square(x))
+    return shardops.einsum_unreduced("N/t/w/p -> +t +w +p", jnp.square(x))
 
 
 @typed
@@ -516,7 +514,7 @@ def global_norm(g: W) -> f32[""]:
     """Root of the sum of the squares of all entries."""
     # Every array is sharded over all axes but r, so that the flattened blocks of all devices hold each entry once.
     squares = [squared_norm(leaf.reshape(-1)) for leaf in jax.tree.leaves(g)]
-    return jnp.sqrt(shardops.psum("+c +t +d +e +p ->", functools.reduce(lambda a, b: a + b, squares)))
+    return jnp.sqrt(shardops.psum("+t +w +p ->", functools.reduce(lambda a, b: a + b, squares)))
 
 
 @typed
@@ -597,7 +595,7 @@ def make_training_step(c: Config, model: LanguageModel):
 
     @typed_shard_map
     def per_device(
-        state: State[Weights], batch: Batch, step: i32[""], seeds: u32["m B/r/d/e"] | None, fixed: Other | None
+        state: State[Weights], batch: Batch, step: i32[""], seeds: u32["m B/b"] | None, fixed: Other | None
     ) -> tuple[State[Weights], Metrics]:
         others = fixed and teacher.logits_of(other, fixed)
         loss, g, layers = loss_and_gradients(state.weights, batch, c, forward, seeds, others)

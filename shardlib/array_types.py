@@ -135,13 +135,13 @@ class Subset(_Type):
 class Factor:
     """Array with some of the dims of a matrix, such as the means of its rows; its type follows from the matrix's.
 
-    A matrix is `stack inputs outputs`, such as `layers/p M/c/d/e K/t Q D`, of which `inputs` and `outputs` are counted
+    A matrix is `stack inputs outputs`, such as `layers/p M/w K/t Q D`, of which `inputs` and `outputs` are counted
     here. A Factor has the stack, and the dims that its Subset names, sharded as those of the matrix:
 
-        inputs            layers/p M/c/d/e
+        inputs            layers/p M/w
         outputs           layers/p K/t Q D
-        inputs inputs     layers/p M/c/d/e by_M/t
-        outputs outputs   layers/p K/t Q D by_K_Q_D/c/d/e
+        inputs inputs     layers/p M/w by_M/t
+        outputs outputs   layers/p K/t Q D by_K_Q_D/w
 
     A side that is named again is one dim, sharded over the axes of the other side.
     """

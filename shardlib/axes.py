@@ -20,6 +20,9 @@ AXIS_ORDER = ("r", "t", "c", "d", "e", "p")
 """The order of axes within a dim: `M/t/d`, `V/t/p`. Only t and c have no fixed order: in `L/c/t` a device of t has
 positions of its device of c, and in `K/t/c` a device of c has heads of its device of t. A dim keeps the order that it
 has (`checks.check_value`)."""
+GROUPS = {"b": ("r", "d", "e"), "w": ("c", "d", "e")}
+"""Groups of axes, which a spec may name in place of their axes: `B/b` is `B/r/d/e`, and `+b` is `+r +d +e`. The axes of
+b shard a batch. Those of w shard weights at rest, and are gathered where a weight is used."""
 EITHER_ORDER = ("t", "c")
 PIPELINE_AXIS = "p"
 CHUNK_AXIS = "chunks"

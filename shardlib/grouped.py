@@ -18,7 +18,7 @@ from shardlib import marks, products
 from shardlib.op_checks import cast_to_result, check_operand, checked_op, parse, refuse_repeated_gradient, wrap
 from shardlib.parsing import OpSpec, ShardError, parse_shape, sort_axes
 from shardlib.rearranging import bind_groups
-from shardlib.values import describe, planned_devices, varying
+from shardlib.values import describe, on_mesh, planned_devices, varying
 
 BLOCKS = 8
 """Blocks that the rows of one matrix have on average. The last block of each matrix is not full."""
@@ -95,7 +95,7 @@ def _check(op: OpSpec, values: list[jax.Array]) -> None:
     if x.dtype != w.dtype:
         raise ShardError(f"dtype mismatch: operands are {x.dtype}, {w.dtype}", "cast them to one dtype with .astype")
     summed = [f"+{axis}" for axis in sort_axes(rows.dims[-1].axes)]
-    expected = parse_shape(" ".join(map(str, (*ids.dims, matrices.dims[2], *summed))))
+    expected = on_mesh(parse_shape(" ".join(map(str, (*ids.dims, matrices.dims[2], *summed)))))
     if (expected.dims, expected.partial) != (op.rhs.dims, op.rhs.partial):
         raise ShardError(f"the result is `{expected}`, not `{op.rhs}`", f"write `-> {expected}`")
 

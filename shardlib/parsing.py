@@ -9,6 +9,8 @@ The grammar, in words separated by spaces:
     partial   `+t`                  a partial sum over mesh axis t, still to be reduced
     copy      `*d`                  a copy on each device of d, whose gradient is a partial sum over d
 
+A group of axes, such as `b` of axes.GROUPS, stands for its axes: `B/b` is `B/r/d/e`.
+
 A spec names a mesh axis at most once: a device has one coordinate on the axis, which selects one block of one dim.
 Within a dim the axes follow `AXIS_ORDER`, and then the alphabet. `M/t/d` and `M/d/t` would place different data on a
 device, so there is one order for the whole project.
@@ -21,7 +23,7 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from shardlib.axes import AXIS_ORDER, CHUNK_AXIS, EITHER_ORDER
+from shardlib.axes import AXIS_ORDER, CHUNK_AXIS, EITHER_ORDER, GROUPS
 from shardlib.places import place_of_caller
 
 ZIGZAG = "Z"
@@ -50,7 +52,11 @@ class ShardError(ValueError):
 
     def __str__(self) -> str:
         problem = f"{self.place}: {self.problem}" if self.place else self.problem
-        return "\n".join(filter(None, [problem, self.context, self.remedy and f"  remedy: {self.remedy}"]))
+        parts = [problem, self.context, self.remedy and f"  remedy: {self.remedy}"]
+        text = " ".join(parts)
+        used = [f"{group} = {'/'.join(axes)}" for group, axes in GROUPS.items() if re.search(rf"[/+*]{group}\b", text)]
+        parts.insert(2, used and f"  groups of axes: {', '.join(used)}")
+        return "\n".join(filter(None, parts))
 
     def located(self, where: str, context: str = "") -> "ShardError":
         """This error with `where` before its problem, and with `context` if it has none yet."""
@@ -68,6 +74,8 @@ class Dim:
     name: str
     axes: tuple[str, ...] = ()
     group: tuple = ()  # of Dims: a type that names itself would lead `typed` in a circle
+    written: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    """The axes and groups of axes as a spec names them, for messages; empty if it names axes alone."""
 
     @property
     def literal_size(self) -> int | None:
@@ -77,10 +85,13 @@ class Dim:
     def without(self, axes: Collection[str]) -> "Dim":
         """The dim on a mesh without `axes`."""
         kept = tuple(axis for axis in self.axes if axis not in axes)
-        return Dim(self.name, kept, tuple(dim.without(axes) for dim in self.group))
+        written = tuple(word for word in self.written if not {*axes_in([word])} <= {*axes})
+        return Dim(self.name, kept, tuple(dim.without(axes) for dim in self.group), written)
 
     def __str__(self) -> str:
-        return f"({' '.join(map(str, self.group))})" if self.group else "/".join((self.name, *self.axes))
+        if self.group:
+            return f"({' '.join(map(str, self.group))})"
+        return "/".join((self.name, *(self.written or self.axes)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +146,11 @@ class OpSpec:
         return f"{', '.join(map(str, self.lhs))} -> {self.rhs}".rstrip()
 
 
+def axes_in(words: Iterable[str]) -> tuple[str, ...]:
+    """The axes that `words` name, each an axis or one of GROUPS."""
+    return tuple(axis for word in words for axis in GROUPS.get(word, (word,)))
+
+
 def sort_axes(axes: Iterable[str]) -> tuple[str, ...]:
     """The axes without repeats, in AXIS_ORDER, and then alphabetically."""
     order = (CHUNK_AXIS, *AXIS_ORDER)
@@ -160,7 +176,8 @@ def _parse_dim(word: str) -> Dim:
         raise ShardError(
             f"{word!r} is not a dim of a spec", "write a name or a size, then axes: `B`, `B/d`, `M/t/d`, `3`"
         )
-    dim = Dim(match[1], tuple(match[2].split("/")[1:]))
+    words = tuple(match[2].split("/")[1:])
+    dim = Dim(match[1], axes_in(words), written=() if GROUPS.keys().isdisjoint(words) else words)
     ordered = sort_axes_of_dim(dim.axes)
     if len(ordered) == len(dim.axes) and ordered != dim.axes:
         raise ShardError(
@@ -192,7 +209,7 @@ def parse_shape(spec: str | bytes, groups: bool = False) -> ShapeSpec:
     for word in _WORD.findall(text) if groups else text.split():
         mark = _MARK.fullmatch(word)
         if mark:
-            marks[mark[1]].append(mark[2])
+            marks[mark[1]] += axes_in([mark[2]])
             continue
         if marks["+"] or marks["*"]:
             raise ShardError(f"in spec {text!r}, {word!r} comes after a + or * mark", "write all dims first")

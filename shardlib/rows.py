@@ -15,7 +15,7 @@ from shardlib import marks, products
 from shardlib.checks import current_scope
 from shardlib.op_checks import cast_to_result, check_operand, checked_op, parse, refuse_repeated_gradient, wrap
 from shardlib.parsing import OpSpec, ShapeSpec, ShardError, parse_shape, sort_axes
-from shardlib.values import describe, varying
+from shardlib.values import describe, on_mesh, varying
 
 
 def take_rows(spec: str, table: Any, ids: Any, *, repeats: int | None = None) -> Any:
@@ -151,6 +151,6 @@ def _common(op: OpSpec, table: ShapeSpec, ids: ShapeSpec, indices: jax.Array) ->
 
 
 def _expect(op: OpSpec, words: list) -> None:
-    expected = parse_shape(" ".join(map(str, words)))
+    expected = on_mesh(parse_shape(" ".join(map(str, words))))
     if (expected.dims, expected.partial) != (op.rhs.dims, op.rhs.partial):
         raise ShardError(f"the result is `{expected}`, not `{op.rhs}`", f"write `-> {expected}`")

@@ -390,7 +390,7 @@ def index_unreduced(spec, table, ids):
         rest = tuple(dim for dim in table_spec.dims if dim is not looked_up)
         batched = bool(rest) and rest == ids_spec.dims
         result = ids_spec.dims if batched else (*ids_spec.dims, *rest)
-        expected = parse_shape(" ".join([*map(str, result), *(f"+{axis}" for axis in looked_up.axes)]))
+        expected = on_mesh(parse_shape(" ".join([*map(str, result), *(f"+{axis}" for axis in looked_up.axes)])))
         if expected != dataclasses.replace(op.rhs, copies=()):
             raise ShardError(f"the result of this lookup is `{expected}`, not `{op.rhs}`", f"write `-> {expected}`")
         (values, indices), axes, copies = cast_to_result(op, [values, indices], [table, ids])

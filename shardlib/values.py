@@ -71,8 +71,9 @@ def apart(axis: str, dim: str = "") -> Iterator[None]:
 def sharded_apart(spec: ShapeSpec) -> ShapeSpec:
     """`spec` with the axes that it need not mention within `apart`, where they are known to shard a dim of it."""
     added = lambda dim: [axis for axis, name in _APART.get().items() if name == dim.name and axis not in dim.axes]
-    axes_of = lambda dim: sort_axes_of_dim((*dim.axes, *added(dim))) if added(dim) else dim.axes
-    return dataclasses.replace(spec, dims=tuple(dataclasses.replace(dim, axes=axes_of(dim)) for dim in spec.dims))
+    axes_of = lambda dim: sort_axes_of_dim((*dim.axes, *added(dim)))
+    dims = (dataclasses.replace(dim, axes=axes_of(dim), written=()) if added(dim) else dim for dim in spec.dims)
+    return dataclasses.replace(spec, dims=tuple(dims))
 
 
 def pipeline_stage() -> contextlib.AbstractContextManager[None]:

@@ -107,9 +107,7 @@ def losses_and_gradients(w, batch: TokenBatch, c, z_loss: float = 0.0, **trainin
     config = tiny.config(c, **training)
     config.optimizer.z_loss = z_loss
 
-    def everything(
-        w: type(w), batch: TokenBatch, of_step: train.Batch
-    ) -> tuple[f32["B/r/d/e L/c V/t"], f32[""], type(w)]:
+    def everything(w: type(w), batch: TokenBatch, of_step: train.Batch) -> tuple[f32["B/b L/c V/t"], f32[""], type(w)]:
         return tiny.logits(w, batch, config), *tiny.loss_and_gradients(w, of_step, config)
 
     batches = tiny.place(batch, TokenBatch), tiny.place_batch(config, batch)

@@ -61,7 +61,7 @@ class NoPositions(train.Llama):
 
 @pytree_dataclass
 class SinkLayer(train.TransformerLayer):
-    sinks: f32["K/t/c/d/e Q"]
+    sinks: f32["K/t/w Q"]
 
 
 @pytree_dataclass
@@ -82,17 +82,17 @@ class Sinks(train.Llama):
         self.table = SinkWeights(**{**fields(self.table), "layers": layers})
 
     def layer(self, x, w, tokens, attend, einsum):
-        def with_sinks(q: train.act["B/r/d/e L/c K/t Q D"], k, v, rule):
-            sinks = shardops.all_gather("K/t/c/d/e Q -> K/t Q *c *d *e", w.sinks)
+        def with_sinks(q: train.act["B/b L/c K/t Q D"], k, v, rule):
+            sinks = shardops.all_gather("K/t/w Q -> K/t Q *w", w.sinks)
             return attend(q, k, v, rule, sinks=repeated(q, sinks))
 
         return super().layer(x, w, tokens, with_sinks, einsum)
 
 
 @train.typed
-def repeated(q: train.act["B/r/d/e L/c K/t Q D"], sinks: f32["K/t Q *c *d *e"]) -> f32["B/r/d/e K/t Q *c"]:
+def repeated(q: train.act["B/b L/c K/t Q D"], sinks: f32["K/t Q *w"]) -> f32["B/b K/t Q *c"]:
     """The sinks for each sequence of the queries."""
-    return shardops.broadcast("K/t Q *c *d *e -> B/r/d/e K/t Q *c", sinks)
+    return shardops.broadcast("K/t Q *w -> B/b K/t Q *c", sinks)
 
 
 def of(name: str, **fields) -> type:

@@ -133,12 +133,12 @@ def run(path: str, q: Any, k: Any, v: Any, places: tuple[Places, Places], rule: 
 
 @typed
 def cudnn(
-    q: act["B/r/d/e L K/t Q D"],
-    k: act["B/r/d/e L K/t D"],
-    v: act["B/r/d/e L K/t D"],
+    q: act["B/b L K/t Q D"],
+    k: act["B/b L K/t D"],
+    v: act["B/b L K/t D"],
     places: tuple[Places, Places],
     rule: Rule,
-) -> act["B/r/d/e L K/t Q D"]:
+) -> act["B/b L K/t Q D"]:
     """train.attention by cuDNN's kernel, without dropout. It skips the blocks that causal and Window leave out.
 
     JAX's public function takes other conditions only as a mask [B, 1, L, L], one for all heads.
@@ -146,7 +146,7 @@ def cudnn(
     mask = _mask(rule, q, places)
     windows = [condition.size for condition in rule.visible if isinstance(condition, Window)]
     out = jax.nn.dot_product_attention(
-        shardops.rearrange("B/r/d/e L K/t Q D -> B/r/d/e L (K/t Q) D", q),
+        shardops.rearrange("B/b L K/t Q D -> B/b L (K/t Q) D", q),
         k,
         v,
         mask=mask,
@@ -155,17 +155,17 @@ def cudnn(
         local_window_size=(min(windows) - 1, 0) if windows and causal in rule.visible else None,
         implementation="cudnn",
     )
-    return shardops.rearrange("B/r/d/e L (K/t Q) D -> B/r/d/e L K/t Q D", out)
+    return shardops.rearrange("B/b L (K/t Q) D -> B/b L K/t Q D", out)
 
 
 @typed
 def triton(
-    q: act["B/r/d/e L K/t Q D"],
-    k: act["B/r/d/e L K/t D"],
-    v: act["B/r/d/e L K/t D"],
+    q: act["B/b L K/t Q D"],
+    k: act["B/b L K/t D"],
+    v: act["B/b L K/t D"],
     places: tuple[Places, Places],
     rule: Rule,
-) -> act["B/r/d/e L K/t Q D"]:
+) -> act["B/b L K/t Q D"]:
     """train.attention by JAX's Pallas kernel for GPUs, without dropout. It sums in the same order in each run."""
 
     def attend(q, k, v, document):
@@ -185,11 +185,11 @@ def triton(
             interpret=target_device().platform == "cpu",  # in tests
         )
 
-    heads = shardops.rearrange("B/r/d/e L K/t Q D -> B/r/d/e L (K/t Q) D", q)
+    heads = shardops.rearrange("B/b L K/t Q D -> B/b L (K/t Q) D", q)
     reason = f"the kernel computes each head of each sequence by itself {q.shape[3:]}"
     # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
-    out = shardops.per_device("B/r/d/e L H/t D", attend, *alike(heads, k, v, places[0].document), reason=reason)
-    return shardops.rearrange("B/r/d/e L (K/t Q) D -> B/r/d/e L K/t Q D", out, Q=q.shape[3])
+    out = shardops.per_device("B/b L H/t D", attend, *alike(heads, k, v, places[0].document), reason=reason)
+    return shardops.rearrange("B/b L (K/t Q) D -> B/b L K/t Q D", out, Q=q.shape[3])
 
 
 def _masked(rule: Rule) -> tuple:

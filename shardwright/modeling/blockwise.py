@@ -64,21 +64,21 @@ class _Keys(NamedTuple):
 
 @typed
 def blockwise(
-    q: act["B/r/d/e L K/t Q D"],
-    k: act["B/r/d/e S K/t D"],
-    v: act["B/r/d/e S K/t D"],
+    q: act["B/b L K/t Q D"],
+    k: act["B/b S K/t D"],
+    v: act["B/b S K/t D"],
     places: tuple[Places, Places],
     rule: Rule,
     learned: tuple = (),
-    sinks: f32["B/r/d/e K/t Q"] | None = None,
-) -> act["B/r/d/e L K/t Q D"]:
+    sinks: f32["B/b K/t Q"] | None = None,
+) -> act["B/b L K/t Q D"]:
     """train.attention in blocks of positions, without dropout.
 
     Sums and softmax are in f32 at least. For each block of queries, the loop runs from the first block of keys that any
     of them sees, in any sequence, to the last one.
     """
     return shardops.per_device(
-        "B/r/d/e L K/t Q D",
+        "B/b L K/t Q D",
         functools.partial(in_blocks, rule, False),
         *in_one_state(q, k, v, places, sinks, learned),
         reason=f"blocks of keys that no sequence of this device sees are skipped; they add nothing {q.shape[3:]}",

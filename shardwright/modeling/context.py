@@ -52,10 +52,10 @@ def gather(
 
 
 @typed
-def gathered(k: act["B/r/d/e S/c K/t D"], v: act["B/r/d/e S/c K/t D"], places: Places) -> tuple:
+def gathered(k: act["B/b S/c K/t D"], v: act["B/b S/c K/t D"], places: Places) -> tuple:
     """Keys, values and places of all positions."""
-    of_all = functools.partial(shardops.all_gather, "B/r/d/e S/c -> B/r/d/e S", replicated=True)
-    k, v = (shardops.all_gather("B/r/d/e S/c K/t D -> B/r/d/e S K/t D", x) for x in (k, v))
+    of_all = functools.partial(shardops.all_gather, "B/b S/c -> B/b S", replicated=True)
+    k, v = (shardops.all_gather("B/b S/c K/t D -> B/b S K/t D", x) for x in (k, v))
     index = jnp.arange(k.shape[1], dtype=jnp.int32)[None]
     return k, v, Places(index, of_all(places.position), of_all(places.document))
 
@@ -63,25 +63,25 @@ def gathered(k: act["B/r/d/e S/c K/t D"], v: act["B/r/d/e S/c K/t D"], places: P
 @typed
 def ulysses(
     of_device: Callable,
-    q: act["B/r/d/e L/c N/t P D"],
-    k: act["B/r/d/e L/c N/t D"],
-    v: act["B/r/d/e L/c N/t D"],
+    q: act["B/b L/c N/t P D"],
+    k: act["B/b L/c N/t D"],
+    v: act["B/b L/c N/t D"],
     places: Places,
     rule: Rule,
     learned: tuple,
     sinks: Any,
     drop: None,
     by_einsum: bool = False,
-) -> act["B/r/d/e L/c N/t P D"]:
+) -> act["B/b L/c N/t P D"]:
     """Each device has all positions of the heads of one H/c: of G kv heads, or of R parts of the queries of each."""
     g, r = shares(q.shape[2] * shardops.axis_size("t"))
-    q = shardops.rearrange("B/r/d/e L/c (K/t G) (R Q) D -> B/r/d/e L/c K/t (G R) Q D", q, G=g, R=r)
-    q = shardops.all_to_all("B/r/d/e L/c K/t H Q D -> B/r/d/e L K/t H/c Q D", q)
+    q = shardops.rearrange("B/b L/c (K/t G) (R Q) D -> B/b L/c K/t (G R) Q D", q, G=g, R=r)
+    q = shardops.all_to_all("B/b L/c K/t H Q D -> B/b L K/t H/c Q D", q)
 
     def of_heads(x):
         # Where there are fewer kv heads than devices, some have copies of one; the copies' gradients are summed.
-        x = jnp.repeat(shardops.rearrange("B/r/d/e L/c (K/t G) D -> B/r/d/e L/c K/t G D", x, G=g), r, axis=3)
-        return shardops.all_to_all("B/r/d/e L/c K/t H D -> B/r/d/e L K/t H/c D", x)
+        x = jnp.repeat(shardops.rearrange("B/b L/c (K/t G) D -> B/b L/c K/t G D", x, G=g), r, axis=3)
+        return shardops.all_to_all("B/b L/c K/t H D -> B/b L K/t H/c D", x)
 
     def attend(q, k, v, places, sinks):
         b, l, kv, h, n = q.shape[:5]
@@ -95,20 +95,20 @@ def ulysses(
         with apart("c"), numbered(heads.astype(jnp.int32)):
             return of_device(*merged, (places, places), rule, learned, sinks).reshape(q.shape)
 
-    of_all = functools.partial(shardops.all_gather, "B/r/d/e L/c -> B/r/d/e L", replicated=True)
+    of_all = functools.partial(shardops.all_gather, "B/b L/c -> B/b L", replicated=True)
     index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
     places = Places(index, of_all(places.position), of_all(places.document))
     of_a_kernel = functools.partial(
         shardops.per_device,
-        "B/r/d/e L K/t H/c Q D",
+        "B/b L K/t H/c Q D",
         attend,
         reason=f"each device of c computes the heads that it has, of whole sequences {q.shape[4:]}",
-        takes="B/r/d/e L K/t H/c Q D, B/r/d/e L K/t H/c D, B/r/d/e L K/t H/c D",
+        takes="B/b L K/t H/c Q D, B/b L K/t H/c D, B/b L K/t H/c D",
     )
     run = attend if by_einsum and sinks is None else of_a_kernel  # the proof follows an einsum
     out = run(q, of_heads(k), of_heads(v), places, own(sinks))
-    out = shardops.all_to_all("B/r/d/e L K/t H/c Q D -> B/r/d/e L/c K/t H Q D", out)
-    return shardops.rearrange("B/r/d/e L/c K/t (G R) Q D -> B/r/d/e L/c (K/t G) (R Q) D", out, G=g)
+    out = shardops.all_to_all("B/b L K/t H/c Q D -> B/b L/c K/t H Q D", out)
+    return shardops.rearrange("B/b L/c K/t (G R) Q D -> B/b L/c (K/t G) (R Q) D", out, G=g)
 
 
 def shares(kv_heads: int) -> tuple[int, int]:
@@ -121,31 +121,31 @@ def shares(kv_heads: int) -> tuple[int, int]:
 @typed
 def ring(
     of_device: Callable,
-    q: act["B/r/d/e L/c K/t Q D"],
-    k: act["B/r/d/e L/c K/t D"],
-    v: act["B/r/d/e L/c K/t D"],
+    q: act["B/b L/c K/t Q D"],
+    k: act["B/b L/c K/t D"],
+    v: act["B/b L/c K/t D"],
     places: Places,
     rule: Rule,
     learned: tuple,
     sinks: Any,
     drop: None,
-) -> act["B/r/d/e L/c K/t Q D"]:
+) -> act["B/b L/c K/t Q D"]:
     """Keys and values pass around the devices of c."""
-    q = shardops.zigzag("B/r/d/e L/c K/t Q D -> B/r/d/e Z/c K/t Q D", q)
-    k, v = (shardops.zigzag("B/r/d/e L/c K/t D -> B/r/d/e Z/c K/t D", x) for x in (k, v))
-    in_order = lambda x: shardops.zigzag("B/r/d/e L/c -> B/r/d/e Z/c", jnp.broadcast_to(x, q.shape[:2]))
+    q = shardops.zigzag("B/b L/c K/t Q D -> B/b Z/c K/t Q D", q)
+    k, v = (shardops.zigzag("B/b L/c K/t D -> B/b Z/c K/t D", x) for x in (k, v))
+    in_order = lambda x: shardops.zigzag("B/b L/c -> B/b Z/c", jnp.broadcast_to(x, q.shape[:2]))
     places = Places(*map(in_order, places))
     if PLANNED.value is not None:
         out = _planned_ring(rule, q, k, v)
     else:
         out = shardops.per_device(
-            "B/r/d/e Z/c K/t Q D",
+            "B/b Z/c K/t Q D",
             functools.partial(in_blocks, rule, True),
             *in_one_state(q, k, v, (places, places), own(sinks), own(learned)),
             reason=f"in n turns each device of c has all keys; a softmax adds up by blocks, in any order {q.shape[3:]}",
-            takes="B/r/d/e Z/c K/t Q D, B/r/d/e Z/c K/t D, B/r/d/e Z/c K/t D" + ", B/r/d/e Z/c" * 6,
+            takes="B/b Z/c K/t Q D, B/b Z/c K/t D, B/b Z/c K/t D" + ", B/b Z/c" * 6,
         )
-    return shardops.zigzag("B/r/d/e Z/c K/t Q D -> B/r/d/e L/c K/t Q D", out)
+    return shardops.zigzag("B/b Z/c K/t Q D -> B/b L/c K/t Q D", out)
 
 
 def _planned_ring(rule: Rule, q: Any, k: Any, v: Any) -> jax.Array:
@@ -153,7 +153,7 @@ def _planned_ring(rule: Rule, q: Any, k: Any, v: Any) -> jax.Array:
     out, keys = 0, k.shape[1] * shardops.axis_size("c")
     for _ in range(shardops.axis_size("c")):
         out = out + planned_kernel(rule, keys, "blockwise", q, k, v, None)
-        k, v = (shardops.ppermute("B/r/d/e Z/c K/t D", x, axis="c", shift=1) for x in (k, v))
+        k, v = (shardops.ppermute("B/b Z/c K/t D", x, axis="c", shift=1) for x in (k, v))
     return out
 
 

@@ -28,7 +28,7 @@ def sum_in_chunks(
     are computed once, as without chunks. The gradients of the weights are summed in f32, and rounded once.
 
     Args:
-        summed: gives a sum over positions, `+r +c +d +e`. It closes over no arrays, and does not depend on w.layers.
+        summed: gives a sum over positions, `+b +c`. It closes over no arrays, and does not depend on w.layers.
         chunk: a multiple of c·t that divides L.
         w: weights of the model; a dataclass of floats.
         x: [B, L/c/t, …], the positions of this device; or a dataclass of arrays whose types have a dim L.
@@ -54,15 +54,15 @@ def sum_in_chunks(
         whole, of_chunk = (re.sub(r"\bL(\S*)", rf"(T\1 {dims})", spec) for dims in ("chunks P", "P"))
         return shardops.rearrange(f"{whole} -> chunks {of_chunk}", x, **sizes)
 
-    of_devices = lambda x: shardops.rearrange("B/r/d/e (T/c chunks P) -> chunks B/r/d/e (T/c P)", x, **sizes)
-    of_logits = lambda x: x if x is None else cut(x, "B/r/d/e L/c V/t/p")
+    of_devices = lambda x: shardops.rearrange("B/b (T/c chunks P) -> chunks B/b (T/c P)", x, **sizes)
+    of_logits = lambda x: x if x is None else cut(x, "B/b L/c V/t/p")
     cut_all = lambda x, targets, mask, reference: (cut(x), of_devices(targets), of_devices(mask), of_logits(reference))
     reason = "chunks are parts of each device's own positions; a sum does not depend on which"
     if is_proof:
         return _each_on_its_device(summed, w, cut_all, reason, x, targets, mask, reference)
     w_head = {field.name: getattr(w, field.name) for field in dataclasses.fields(w) if field.name != "layers"}
     return shardops.per_device(
-        "+r +c +d +e",
+        "+b +c",
         lambda w_head, x, targets, mask, reference: _sum(summed, w_head, rest, *cut_all(x, targets, mask, reference)),
         *(w_head, x, targets, mask, reference),
         reason=reason,
@@ -77,7 +77,7 @@ def _each_on_its_device(summed: Callable, w: Any, cut: Callable, reason: str, *w
     own = lambda *arrays: jax.tree.map(lambda x: x[lax.axis_index(CHUNK_AXIS)], cut(*arrays))
     x = whole[0]
     specs = [of_positions(x)] if hasattr(x, "shape") else [str(t.spec) for _, t, _ in arrays_in(type(x), x)]
-    specs += ["B/r/d/e L/c", "B/r/d/e L/c", "B/r/d/e L/c V/t/p"]
+    specs += ["B/b L/c", "B/b L/c", "B/b L/c V/t/p"]
     with apart(CHUNK_AXIS, "L"):
         arrays, structure = jax.tree.flatten(whole)
         parts = shardops.per_device(
@@ -92,7 +92,7 @@ def _each_on_its_device(summed: Callable, w: Any, cut: Callable, reason: str, *w
 
 def of_positions(x: jax.Array) -> str:
     """The type of a residual stream that is one array."""
-    return " ".join(["B/r/d/e L/c/t", *(f"M{i}" for i in range(x.ndim - 2))])
+    return " ".join(["B/b L/c/t", *(f"M{i}" for i in range(x.ndim - 2))])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

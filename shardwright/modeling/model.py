@@ -40,11 +40,11 @@ def compute_scope(name: str) -> Scope:
 class Tokens:
     """The tokens that a model reads, on each device."""
 
-    ids: u32["B/r/d/e L/c"]
+    ids: u32["B/b L/c"]
     """Token ids: `bos_id` before the first target of a document, elsewhere the target before."""
-    positions: i32["B/r/d/e L/c"]
+    positions: i32["B/b L/c"]
     """Places in the document, counted from 0."""
-    document: i32["B/r/d/e L/c"] | None = None
+    document: i32["B/b L/c"] | None = None
     """Number of the document in its sequence, not decreasing along L. None in decoding, where each position belongs to
     a different text."""
     keys: Any = None
@@ -56,12 +56,12 @@ class Tokens:
     """Number of the layer in the model, from 0: a traced scalar. None outside of the layers."""
     place: int = dataclasses.field(default=0, metadata={"static": True})
     """Place of the layer in its period, in [0, Model.period)."""
-    inputs: u32["B/r/d/e L/c inputs"] | None = None
+    inputs: u32["B/b L/c inputs"] | None = None
     """Further values of each token in the dataset, in the order of Model.inputs; 0 where the id is the `bos_id` before
     a document. None for a model that reads none."""
     training: bool = dataclasses.field(default=False, metadata={"static": True})
     """Whether this is a training step, in which experts may drop tokens."""
-    counts: bool_["B/r/d/e L/c"] | None = None
+    counts: bool_["B/b L/c"] | None = None
     """Whether the target after each token counts in the loss: padding does not. None: all do."""
     targets: f32[""] | None = None
     """Number of targets that count in a microbatch, the mean over those of the step, by which a loss or metric of a
@@ -79,12 +79,12 @@ class Tokens:
     @typed
     def before(
         cls,
-        targets: u32["B/r/d/e L"],
-        starts: bool_["B/r/d/e L"],
+        targets: u32["B/b L"],
+        starts: bool_["B/b L"],
         bos_id: int,
-        seeds: u32["B/r/d/e"] | None = None,
+        seeds: u32["B/b"] | None = None,
         document_mask: bool = True,
-        inputs: u32["B/r/d/e L inputs"] | None = None,
+        inputs: u32["B/b L inputs"] | None = None,
     ) -> Self:
         """The token before each target, `bos_id` before the first of a document. Per-device code.
 
@@ -108,9 +108,9 @@ class Tokens:
         if inputs is not None:
             inputs = jnp.pad(inputs[:, :-1], ((0, 0), (1, 0), (0, 0)))
             inputs = jnp.where(starts[..., None], jnp.uint32(0), inputs)
-            inputs = shardops.shard("B/r/d/e L inputs -> B/r/d/e L/c inputs", inputs)
+            inputs = shardops.shard("B/b L inputs -> B/b L/c inputs", inputs)
         keys = None if seeds is None else jax.vmap(jax.random.key)(seeds)
-        own = functools.partial(shardops.shard, "B/r/d/e L -> B/r/d/e L/c")
+        own = functools.partial(shardops.shard, "B/b L -> B/b L/c")
         return cls(own(ids), own(positions), own(document), keys, inputs=inputs)
 
     def prepared(self, model: "LanguageModel") -> Self:
@@ -141,7 +141,7 @@ class LanguageModel(Protocol):
     """A Weights with a modeling.weights.Weight in the place of each array."""
 
     def embed(self, w: Any, tokens: Tokens) -> Any:
-        """Residual stream before the first layer: act['B/r/d/e L/c/t M'], or a dataclass of typed arrays of floats."""
+        """Residual stream before the first layer: act['B/b L/c/t M'], or a dataclass of typed arrays of floats."""
 
     def layer(self, x: Any, w: Any, tokens: Tokens, attend: Callable, einsum: Callable) -> Any:
         """Residual stream after a layer, of the type of `x`; or a tuple of it and Extras.
@@ -152,14 +152,14 @@ class LanguageModel(Protocol):
             tokens: the tokens, with their place in documents.
             attend: (queries, keys, values, rule, *learned, sinks=None, drop=None) -> output of attention. `rule` says
                 who attends to whom (rules.py), with the weights `learned` if it needs any. `sinks`,
-                f32['B/r/d/e K/t Q *c'], are scores of keys without values: copies on each device of c, as are weights
+                f32['B/b K/t Q *c'], are scores of keys without values: copies on each device of c, as are weights
                 of a rule. `drop` applies dropout to attention weights.
                 All that a position learns from others must pass through `attend`, or the model is not sampled.
             einsum: `shardops.einsum_unreduced`, or the same in FP8, for products with weights.
         """
 
     def logits(self, w: Any, x: Any) -> Any:
-        """Logits act['B/r/d/e L/c V/t/p'] from the residual stream after the last layer."""
+        """Logits act['B/b L/c V/t/p'] from the residual stream after the last layer."""
 
 
 def period_of(model: LanguageModel) -> int:
@@ -240,6 +240,6 @@ def checked_logits(model: LanguageModel, w: Any, x: Any) -> Any:
     if vocab != model.c.vocab:
         raise ValueError(
             f"model.module is {model.c.module!r}, whose logits have {vocab} token ids; they must have model.vocab = "
-            f"{model.c.vocab}, and be act['B/r/d/e L/c V/t/p'], sharded over t and p."
+            f"{model.c.vocab}, and be act['B/b L/c V/t/p'], sharded over t and p."
         )
     return logits

@@ -31,28 +31,28 @@ measured. Smaller blocks would read keys and values faster than a v6e's memory g
 
 @typed
 def splash(
-    q: act["B/r/d/e L K/t Q D"],
-    k: act["B/r/d/e L K/t D"],
-    v: act["B/r/d/e L K/t D"],
+    q: act["B/b L K/t Q D"],
+    k: act["B/b L K/t D"],
+    v: act["B/b L K/t D"],
     places: tuple[Places, Places],
     rule: Rule,
-) -> act["B/r/d/e L K/t Q D"]:
+) -> act["B/b L K/t Q D"]:
     """train.attention by splash attention, without dropout, sinks and learned scores. L is a multiple of LANES."""
     # In f32, because bf16 would round the scale itself.
     scaled = (jnp.float32(q) * rule.scale_of(q.shape[-1])).astype(q.dtype)
     heads_first = (
-        shardops.rearrange("B/r/d/e L K/t Q D -> B/r/d/e (K/t Q) L D", scaled),
-        shardops.rearrange("B/r/d/e L K/t D -> B/r/d/e K/t L D", k),
-        shardops.rearrange("B/r/d/e L K/t D -> B/r/d/e K/t L D", v),
+        shardops.rearrange("B/b L K/t Q D -> B/b (K/t Q) L D", scaled),
+        shardops.rearrange("B/b L K/t D -> B/b K/t L D", k),
+        shardops.rearrange("B/b L K/t D -> B/b K/t L D", v),
     )
     out = shardops.per_device(
-        "B/r/d/e H/t L D",
+        "B/b H/t L D",
         functools.partial(by_kernel, functools.partial(_kernel, rule), True),
         # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
         *alike(*heads_first, places[0].document),
         reason=f"the kernel computes each head of each sequence by itself {q.shape[3:]}",
     )
-    return shardops.rearrange("B/r/d/e (K/t Q) L D -> B/r/d/e L K/t Q D", out)
+    return shardops.rearrange("B/b (K/t Q) L D -> B/b L K/t Q D", out)
 
 
 def _kernel(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:

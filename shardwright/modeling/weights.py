@@ -88,7 +88,7 @@ def check_table(table) -> None:
         if missing := ({*AXES} & {*mesh_axes()} or {"t", "d"}) - {"r"} - array.spec.sharded:
             raise ValueError(
                 f"{what} is not sharded over {' and '.join(sorted(missing))}; weights and optimizer state are "
-                "sharded over every axis but r, like M/t/c/d/e/p or a matrix in a stack `layers/p`, and are gathered "
+                "sharded over every axis but r, like M/t/w/p or a matrix in a stack `layers/p`, and are gathered "
                 "where they are used."
             )
         if len(weight.shape) != len(array.spec.dims):

@@ -41,11 +41,11 @@ class Scored(NamedTuple):
 
 
 @typed
-def is_likeliest(logits: act["B/r/d/e L/c V/t"], targets: u32["B/r/d/e L/c"]) -> bool_["B/r/d/e L/c"]:
+def is_likeliest(logits: act["B/b L/c V/t"], targets: u32["B/b L/c"]) -> bool_["B/b L/c"]:
     """Whether the target has the largest logit of its position."""
-    at_target = shardops.index_unreduced("B/r/d/e L/c [V/t], B/r/d/e L/c -> B/r/d/e L/c +t", logits, targets)
-    at_target = shardops.psum("B/r/d/e L/c +t -> B/r/d/e L/c", at_target)
-    return at_target >= shardops.pmax("B/r/d/e L/c V/t -> B/r/d/e L/c", logits)
+    at_target = shardops.index_unreduced("B/b L/c [V/t], B/b L/c -> B/b L/c +t", logits, targets)
+    at_target = shardops.psum("B/b L/c +t -> B/b L/c", at_target)
+    return at_target >= shardops.pmax("B/b L/c V/t -> B/b L/c", logits)
 
 
 class Scorer(Programs):
@@ -72,10 +72,8 @@ class Scorer(Programs):
         forward, Weights = self.forward, self.forward.model.Weights
 
         @typed_shard_map
-        def losses(
-            w: Weights, batch: TokenBatch, ids: u32["B/r/d/e L"]
-        ) -> tuple[f32["B/r/d/e L/c"], bool_["B/r/d/e L/c"]]:
-            ids, targets = (shardops.shard("B/r/d/e L -> B/r/d/e L/c", x) for x in (ids, batch.targets))
+        def losses(w: Weights, batch: TokenBatch, ids: u32["B/b L"]) -> tuple[f32["B/b L/c"], bool_["B/b L/c"]]:
+            ids, targets = (shardops.shard("B/b L -> B/b L/c", x) for x in (ids, batch.targets))
 
             def head(w, x):
                 logits = forward.model.logits(w, x)

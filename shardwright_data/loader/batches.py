@@ -30,13 +30,13 @@ class TokenBatch:
     There microbatch k of m holds the sequences k·n to (k + 1)·n of the m·n in the batch, in order, on every mesh.
     """
 
-    targets: u32["B/r/d/e L"]
+    targets: u32["B/b L"]
     """Token ids, each to be predicted from those before it in its document; 0 in padding."""
-    is_seq_start: bool_["B/r/d/e L"]
+    is_seq_start: bool_["B/b L"]
     """True where a document starts. Nothing before such a position in its sequence may be seen from it or after it."""
-    loss_mask: bool_["B/r/d/e L"]
+    loss_mask: bool_["B/b L"]
     """False in padding, where there is nothing to predict."""
-    inputs: u32["B/r/d/e L inputs"] | None = None
+    inputs: u32["B/b L inputs"] | None = None
     """Further values of the dataset for each target; 0 in padding. None where the model reads none."""
 
 

@@ -98,7 +98,7 @@ def test_a_sharded_that_names_nothing(module, old, new):
     ("changes", "message"),
     [
         ([("w_up=into(hidden)", 'w_up=Weight((8, 8), "matrix")')], "w_up: .* has 3 dims, but"),
-        ([('w_up: f32["M/c/d/e F/t"]', 'w_up: f32["M F/t"]')], r"w_up: f32\['layers M F/t'\] is not sharded over d;"),
+        ([('w_up: f32["M/w F/t"]', 'w_up: f32["M F/t"]')], r"w_up: f32\['layers M F/t'\] is not sharded over d;"),
         ([("return 4 * self.d_model", "return 3 * self.d_model + 1")], "w_up: .*F is 193, which t = 2 devices do not"),
         ([("@pytree_dataclass\nclass GPT2Layer", "@dataclasses.dataclass\nclass GPT2Layer")], "has a GPT2Layer where"),
     ],

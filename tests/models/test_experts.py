@@ -59,7 +59,7 @@ def test_logits_and_gradients_are_those_of_transformers(kind, factor, mesh):
 
 MESHES = ("one device", "e=8", "e=2 c=2 t=2", "r=2 d=2 e=2", "c=4 t=2")
 B, L = 8, 16
-COUNTS = bool_["B/r/d/e L/c/t"]
+COUNTS = bool_["B/b L/c/t"]
 PADDED = np.arange(L) < np.array([16, 1, 3, 0, 7, 16, 5, 2])[:, None]
 PADDED[0, 4:9] = False  # targets that do not count, between others
 """Which of the targets count."""
@@ -150,19 +150,19 @@ def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots, pools, bias):
     if bias:  # beyond the limits of the activation
         w.b_gate, w.b_up = 20 * w.b_gate, 20 * w.b_up
 
-    def loss(x: f32["B/r/d/e L/c/t M"], w: moe.Layer, out: f32["B/r/d/e L/c/t M"], counts: COUNTS) -> tuple:
+    def loss(x: f32["B/b L/c/t M"], w: moe.Layer, out: f32["B/b L/c/t M"], counts: COUNTS) -> tuple:
         w = used(w)
         routing = moe.route(x, w, c)
         if slots is None:
             y, filled = moe.everywhere(x, routing, w, c), 0.0
         else:
             y, filled = moe.in_slots(x, routing, counts, w, slots, c)
-        total = shardops.einsum_unreduced("B/r/d/e L/c/t M, B/r/d/e L/c/t M -> +r +c +t +d +e", y, out)
-        return shardops.psum("+r +c +t +d +e ->", total), filled
+        total = shardops.einsum_unreduced("B/b L/c/t M, B/b L/c/t M -> +b +c +t", y, out)
+        return shardops.psum("+b +c +t ->", total), filled
 
     def both(
-        x: f32["B/r/d/e L/c/t M"], w: moe.Layer, out: f32["B/r/d/e L/c/t M"], counts: COUNTS
-    ) -> tuple[f32[""], f32[""], f32["B/r/d/e L/c/t M"], moe.Layer]:
+        x: f32["B/b L/c/t M"], w: moe.Layer, out: f32["B/b L/c/t M"], counts: COUNTS
+    ) -> tuple[f32[""], f32[""], f32["B/b L/c/t M"], moe.Layer]:
         (value, filled), (dx, dw) = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(x, w, out, counts)
         return value, jnp.float32(filled), dx, dw
 
@@ -193,15 +193,15 @@ def test_an_expert_without_tokens_has_a_zero_gradient(platform, slots, pools, mo
     w = layer_of(c)
     x[..., 0], w.router[0] = 1.0, np.where(np.arange(8) == 5, -100.0, 0.0)
 
-    def gradient(x: f32["B/r/d/e L/c/t M"], w: moe.Layer) -> moe.Layer:
+    def gradient(x: f32["B/b L/c/t M"], w: moe.Layer) -> moe.Layer:
         def total(w):
             routing = moe.route(x, used(w), c)
             if slots is None:
                 y = moe.everywhere(x, routing, used(w), c)
             else:
                 y, _ = moe.in_slots(x, routing, jnp.ones(x.shape[:2], bool), used(w), slots, c)
-            square = shardops.einsum_unreduced("B/r/d/e L/c/t M -> +r +c +t +d +e", jnp.square(y))
-            return shardops.psum("+r +c +t +d +e ->", square)
+            square = shardops.einsum_unreduced("B/b L/c/t M -> +b +c +t", jnp.square(y))
+            return shardops.psum("+b +c +t ->", square)
 
         return jax.grad(total)(w)
 
@@ -219,7 +219,7 @@ def test_an_expert_without_tokens_has_a_zero_gradient(platform, slots, pools, mo
 def routed(c, w, x):
     """Weights of the experts of x[N, M], as numpy."""
 
-    def run(x: f32["B/r/d/e L/c/t M"], w: moe.Layer) -> f32["B/r/d/e L/c/t E"]:
+    def run(x: f32["B/b L/c/t M"], w: moe.Layer) -> f32["B/b L/c/t E"]:
         return moe.route(x, used(w), c).weights
 
     with jax.set_mesh(tiny.mesh("one device")):
@@ -269,7 +269,7 @@ def test_the_router_of_gpt_oss():
 def extras(c, w, x, mesh, counts=None):
     """Loss of a layer, its gradient by the router and its bias, and the load of each expert."""
 
-    def run(x: f32["B/r/d/e L/c/t M"], w: moe.Layer, counts: COUNTS) -> tuple[f32[""], moe.Layer, f32["E"]]:
+    def run(x: f32["B/b L/c/t M"], w: moe.Layer, counts: COUNTS) -> tuple[f32[""], moe.Layer, f32["E"]]:
         def loss(w):
             w = used(w)
             found = moe.extras_of(moe.route(x, w, c), None, counts, jnp.float32(total), w, c)
@@ -501,13 +501,13 @@ def test_the_block_of_deepseek_v3():
     expected = (block(tensor(x)) * tensor(out)).sum()
     expected.backward()
 
-    def loss(w: moe.Layer, x: f32["B/r/d/e L/c/t M"], out: f32["B/r/d/e L/c/t M"]) -> f32[""]:
+    def loss(w: moe.Layer, x: f32["B/b L/c/t M"], out: f32["B/b L/c/t M"]) -> f32[""]:
         w = used(w)
         y = moe.everywhere(x, moe.route(x, w, c), w, c) + moe.shared_mlp(x, w, c, shardops.einsum_unreduced)
-        total = shardops.einsum_unreduced("B/r/d/e L/c/t M, B/r/d/e L/c/t M -> +r +c +t +d +e", y, out)
-        return shardops.psum("+r +c +t +d +e ->", total)
+        total = shardops.einsum_unreduced("B/b L/c/t M, B/b L/c/t M -> +b +c +t", y, out)
+        return shardops.psum("+b +c +t ->", total)
 
-    def both(w: moe.Layer, x: f32["B/r/d/e L/c/t M"], out: f32["B/r/d/e L/c/t M"]) -> tuple[f32[""], moe.Layer]:
+    def both(w: moe.Layer, x: f32["B/b L/c/t M"], out: f32["B/b L/c/t M"]) -> tuple[f32[""], moe.Layer]:
         return jax.value_and_grad(loss)(w, x, out)
 
     with jax.set_mesh(tiny.mesh("e=2 c=2 t=2")):

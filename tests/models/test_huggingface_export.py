@@ -215,7 +215,7 @@ EDITS = {
         OTHER_LOGITS,
     ),
     "embedding": (
-        [('return shardops.psum("B/r/d/e L/c/t M +p', 'return 2 * shardops.psum("B/r/d/e L/c/t M +p')],
+        [('return shardops.psum("B/b L/c/t M +p', 'return 2 * shardops.psum("B/b L/c/t M +p')],
         OTHER_LOGITS,
     ),
     "logits": (

@@ -50,7 +50,7 @@ STEPS = 6
 
 # ---- the types --------------------------------------------------------------------------------------------------
 
-W_Q = f32["layers/p M/c/d/e K/t Q D"]
+W_Q = f32["layers/p M/w K/t Q D"]
 
 
 @pytest.mark.quick
@@ -58,11 +58,11 @@ W_Q = f32["layers/p M/c/d/e K/t Q D"]
     ("dims", "expected"),
     [
         ("", "layers/p"),
-        ("inputs", "layers/p M/c/d/e"),
+        ("inputs", "layers/p M/w"),
         ("outputs", "layers/p K/t Q D"),
-        ("inputs outputs", "layers/p M/c/d/e K/t Q D"),
-        ("inputs inputs", "layers/p M/c/d/e by_M/t"),
-        ("outputs outputs", "layers/p K/t Q D by_K_Q_D/c/d/e"),
+        ("inputs outputs", "layers/p M/w K/t Q D"),
+        ("inputs inputs", "layers/p M/w by_M/t"),
+        ("outputs outputs", "layers/p K/t Q D by_K_Q_D/w"),
     ],
 )
 def test_a_factor_has_the_dims_of_its_sides(dims, expected):

@@ -173,9 +173,8 @@ BUGS = {  # what is copied and edited, the edit, the first tensor that differs, 
     ),
     "what the first trace left in the module": (
         ("train.py", "train.py"),
-        'return shardops.psum("+r +c +d +e ->", loss) / self.targets',
-        'return shardops.psum("+r +c +d +e ->", loss) / self.targets / '
-        'globals().setdefault("n", shardops.axis_size("t"))',
+        'return shardops.psum("+b +c ->", loss) / self.targets',
+        'return shardops.psum("+b +c ->", loss) / self.targets / globals().setdefault("n", shardops.axis_size("t"))',
         "metric loss",
         (),
     ),

@@ -295,15 +295,15 @@ def test_in_f64_a_loss_from_a_layer_is_that_of_one_device(tmp_path, loss, meshes
 UNET = """
 @pytree_dataclass
 class Stream:
-    x: act["B/r/d/e L/c/t M"]
-    kept: act["B/r/d/e L/c/t H M"]  # outputs of the first half of the layers
+    x: act["B/b L/c/t M"]
+    kept: act["B/b L/c/t H M"]  # outputs of the first half of the layers
 
 
 class Model(Llama):
     @typed
     def embed(self, w: Transformer, tokens: Tokens) -> Stream:
         x = super().embed(w, tokens)
-        kept = shardops.zeros("B/r/d/e L/c/t H M", act.dtype, H=self.c.layers // 2, M=self.c.d_model)
+        kept = shardops.zeros("B/b L/c/t H M", act.dtype, H=self.c.layers // 2, M=self.c.d_model)
         return Stream(x, kept)
 
     @typed
@@ -315,27 +315,27 @@ class Model(Llama):
         return Stream(x, jnp.where((place == tokens.layer)[:, None], x[..., None, :], s.kept))
 
     @typed
-    def logits(self, w: Transformer, s: Stream) -> act["B/r/d/e L/c V/t/p"]:
+    def logits(self, w: Transformer, s: Stream) -> act["B/b L/c V/t/p"]:
         return super().logits(w, s.x)
 """
 HYPER = """
 class Model(Llama):
     @typed
-    def embed(self, w: Transformer, tokens: Tokens) -> act["B/r/d/e L/c/t H M"]:
+    def embed(self, w: Transformer, tokens: Tokens) -> act["B/b L/c/t H M"]:
         x = super().embed(w, tokens)
         return jnp.stack([x, x], axis=-2)
 
     @typed
     def layer(
-        self, x: act["B/r/d/e L/c/t H M"], w: TransformerLayer, tokens: Tokens, attend: Callable, einsum: Callable
-    ) -> act["B/r/d/e L/c/t H M"]:
+        self, x: act["B/b L/c/t H M"], w: TransformerLayer, tokens: Tokens, attend: Callable, einsum: Callable
+    ) -> act["B/b L/c/t H M"]:
         one, two = x[..., 0, :], x[..., 1, :]
         inputs = one + 0.5 * two
         out = super().layer(inputs, w, tokens, attend, einsum) - inputs
         return jnp.stack([one + 0.25 * two + out, 0.25 * one + two + 0.5 * out], axis=-2)
 
     @typed
-    def logits(self, w: Transformer, x: act["B/r/d/e L/c/t H M"]) -> act["B/r/d/e L/c V/t/p"]:
+    def logits(self, w: Transformer, x: act["B/b L/c/t H M"]) -> act["B/b L/c V/t/p"]:
         return super().logits(w, x[..., 0, :] + x[..., 1, :])
 """
 """Skips of a U-net, and hyper-connections (arXiv 2409.19606) of two streams with constant factors."""

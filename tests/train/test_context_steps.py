@@ -132,7 +132,7 @@ def expected_changes(row: int, target: int) -> np.ndarray:
 def test_a_token_changes_the_later_logits_of_its_document_alone(way, mesh):
     c = config(way)
 
-    def per_device(w: train.Transformer, one: TokenBatch) -> train.act["B/r/d/e L/c V/t/p"]:
+    def per_device(w: train.Transformer, one: TokenBatch) -> train.act["B/b L/c V/t/p"]:
         return tiny.logits(w, one, c)
 
     with jax.set_mesh(tiny.mesh(mesh)), small_blocks(6):

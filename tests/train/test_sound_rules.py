@@ -18,8 +18,8 @@ from shardwright.run.soundness import find_unsound
 
 RULE = "    rule = rules.Rule(visible=(rules.causal, rules.same_document))"
 ATTEND = "attend(q, k, v, self.rule)"
-EMBEDDED = '        return shardops.psum("B/r/d/e L/c/t M +p -> B/r/d/e L/c/t M", x)'
-LOSS = '        return shardops.psum("+r +c +d +e ->", loss) / self.targets'
+EMBEDDED = '        return shardops.psum("B/b L/c/t M +p -> B/b L/c/t M", x)'
+LOSS = '        return shardops.psum("+b +c ->", loss) / self.targets'
 MODEL = "Model = Llama\n"
 AXES = "jax.sharding.get_abstract_mesh().shape"
 
