@@ -9,6 +9,7 @@ and axes are those of train.py.
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,10 @@ from jax import lax
 import train
 from jax_extra import save_for_backward
 from shardlib import shardops
-from shardlib.shardtypes import Array, f32, pytree_dataclass, typed
+from shardlib.shardtypes import Array, pytree_dataclass, typed
 from shardwright.modeling import rope, rules, settings
 from shardwright.modeling.model import Tokens, act
-from shardwright.modeling.weights import vector
+from shardwright.modeling.weights import bias, gain
 from shardwright_data.checks import above_0, at_least_1, check_choice, within
 
 
@@ -63,10 +64,14 @@ class ModelConfig(settings.ModelConfig):
     """Activation of the MLP: silu; gelu, approximated by tanh (Gemma); or clamped, as `gated` says (gpt-oss)."""
 
     @property
-    def sharded(self) -> dict[str, str]:
-        """Sizes that axes of the mesh must divide, and the axes."""
-        sizes = settings.ModelConfig.sharded | ({"d_head": "c·d·e"} if self.qk_norm_all or self.qkv_bias else {})
-        return sizes | ({"n_q_per_kv": "c·d·e"} if self.sinks else {})
+    def norms_before(self) -> bool:
+        """Whether attention and MLP have norms before them."""
+        return self.norms != "after"
+
+    @property
+    def norms_after(self) -> bool:
+        """Whether attention and MLP have norms after them."""
+        return self.norms != "before"
 
     @property
     def period(self) -> int:
@@ -96,17 +101,17 @@ class ModelConfig(settings.ModelConfig):
 class Layer(train.TransformerLayer):
     """Weights of one layer. Those that the settings do not ask for are None."""
 
-    attention_norm: f32["M/t/w"] >> f32["M"] | None
-    mlp_norm: f32["M/t/w"] >> f32["M"] | None
-    attention_out_norm: f32["M/t/w"] >> f32["M"] | None
-    mlp_out_norm: f32["M/t/w"] >> f32["M"] | None
-    q_norm_all: f32["K/t Q D/w"] >> f32["K/t Q D"] | None
-    k_norm_all: f32["K/t D/w"] >> f32["K/t D"] | None
-    b_q: f32["K/t Q D/w"] >> act["K/t Q D"] | None
-    b_k: f32["K/t D/w"] >> act["K/t D"] | None
-    b_v: f32["K/t D/w"] >> act["K/t D"] | None
-    b_o: f32["M/t/w"] >> act["M"] | None
-    sinks: f32["K/t Q/w"] | None
+    attention_norm: gain["M"].when("norms_before")
+    mlp_norm: gain["M"].when("norms_before")
+    attention_out_norm: gain["M"].when("norms_after")
+    mlp_out_norm: gain["M"].when("norms_after")
+    q_norm_all: gain["K/t Q D"].when("qk_norm_all")
+    k_norm_all: gain["K/t D"].when("qk_norm_all")
+    b_q: bias["K/t Q D"].when("qkv_bias")
+    b_k: bias["K/t D"].when("qkv_bias")
+    b_v: bias["K/t D"].when("qkv_bias")
+    b_o: bias["M"].when("out_bias")
+    sinks: bias["K/t Q", None].when("sinks")
 
 
 @pytree_dataclass
@@ -116,28 +121,8 @@ class Weights(train.Transformer):
     layers: Array["layers/p", Layer]
 
 
-def weight_table(c: ModelConfig) -> Weights:
-    """Shape and initial values of each weight: those of the Llama, biases of 0, and norms that multiply by 1."""
-    base, n, one = train.weight_table(c), c.layers, 0 if c.norm_offset else 1
-    queries, keys = (c.n_kv, c.n_q_per_kv, c.d_head), (c.n_kv, c.d_head)
-    when = lambda wanted, *shape, value=one: vector(n, *shape, value=value) if wanted else None
-    changed = {
-        "attention_norm": when(c.norms != "after", c.d_model),
-        "mlp_norm": when(c.norms != "after", c.d_model),
-        "attention_out_norm": when(c.norms != "before", c.d_model),
-        "mlp_out_norm": when(c.norms != "before", c.d_model),
-        "q_norm_all": when(c.qk_norm_all, *queries, value=1),
-        "k_norm_all": when(c.qk_norm_all, *keys, value=1),
-        "b_q": when(c.qkv_bias, *queries, value=0),
-        "b_k": when(c.qkv_bias, *keys, value=0),
-        "b_v": when(c.qkv_bias, *keys, value=0),
-        "b_o": when(c.out_bias, c.d_model, value=0),
-        "sinks": when(c.sinks, *queries[:2], value=0),
-        "q_norm": when(c.qk_norm, c.d_head),
-        "k_norm": when(c.qk_norm, c.d_head),
-    }
-    same = {field.name: getattr(base.layers, field.name) for field in dataclasses.fields(base.layers)}
-    return Weights(base.embed, Layer(**same | changed), vector(c.d_model, value=one), base.unembed)
+OFFSET = ["attention_norm", "mlp_norm", "attention_out_norm", "mlp_out_norm", "q_norm", "k_norm", "final_norm"]
+"""The norms that model.norm_offset changes: they begin at 0."""
 
 
 # ---- the model --------------------------------------------------------------------------------------------------
@@ -158,7 +143,8 @@ class Model(train.Llama):
     Weights = Weights
 
     def __init__(self, c: ModelConfig):
-        self.c, self.table, self.period = c, weight_table(c), c.period
+        super().__init__(c, **{name: {"mean": 0.0} for name in OFFSET if c.norm_offset})
+        self.period = c.period
 
     def prepare(self, tokens: Tokens) -> Tokens:
         """Adds the cosines and sines of RoPE in layers without a window, and with one."""
@@ -196,63 +182,59 @@ class Model(train.Llama):
         return (unit + scaled if self.c.norm_offset else scaled).astype(x.dtype)
 
     @typed
-    def layer(
-        self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable, einsum: Callable
-    ) -> act["B/b L/c/t M"]:
+    def layer(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
         """One transformer layer. Its weights are gathered."""
-        x = self.with_attention(x, w, tokens, attend, einsum)
-        out = self.mlp(self.normed(x, w.mlp_norm), w, einsum)
+        x = self.with_attention(x, w, tokens, attend)
+        out = self.mlp(self.normed(x, w.mlp_norm), w)
         return x + self.normed(out, w.mlp_out_norm)
 
     @typed
-    def with_attention(
-        self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable, einsum: Callable
-    ) -> act["B/b L/c/t M"]:
+    def with_attention(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
         """The first half of a layer: the residual stream after attention."""
         every, at, queries, keys = self.c.no_rope_every, "B/b L/c", "K/t Q D", "K/t D"
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.attention_norm))
         angles = tokens.shared[self.window_at(tokens.place) is not None]
 
         def heads(dims, weight, bias):
-            y = einsum(f"{at} M, M {dims} -> {at} {dims}", nx, weight)
+            y = shardops.matmul(f"{at} M, M {dims} -> {at} {dims}", nx, weight)
             return y if bias is None else y + shardops.broadcast(f"{dims} -> {at} {dims}", bias)
 
-        def turned(dims, y, name):
-            y = self.head_norm(f"{at} {dims}", y, w, name)
+        def turned(dims, y, weight, of_all):
+            y = self.head_norm(f"{at} {dims}", y, weight, of_all)
             return save_for_backward(y if every and (tokens.place + 1) % every == 0 else rope.rotate(y, angles))
 
-        q = turned(queries, heads(queries, w.w_q, w.b_q), "q_norm")
-        k = turned(keys, heads(keys, w.w_k, w.b_k), "k_norm")
+        q = turned(queries, heads(queries, w.w_q, w.b_q), w.q_norm, w.q_norm_all)
+        k = turned(keys, heads(keys, w.w_k, w.b_k), w.k_norm, w.k_norm_all)
         v = save_for_backward(heads(keys, w.w_v, w.b_v))
         sinks = w.sinks
         if sinks is not None:  # each device of c uses a copy for its own queries
             sinks = shardops.all_gather("K/t Q/w -> K/t Q *w", sinks)
             sinks = shardops.broadcast("K/t Q *w -> B/b K/t Q *c", sinks)
         attended = save_for_backward(attend(q, k, v, self.rule_at(tokens.place), sinks=sinks))
-        out = einsum("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w.w_o)
+        out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w.w_o)
         out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
         out = out if w.b_o is None else out + shardops.broadcast("M -> B/b L/c/t M", w.b_o)
         return save_for_backward(x + self.normed(out, w.attention_out_norm))
 
-    def head_norm(self, heads: str, x: jax.Array, w: Layer, name: str) -> jax.Array:
-        """RMSNorm of each head of queries or keys, or of all together, if there is a weight for it."""
-        if (weight := getattr(w, f"{name}_all")) is None:
-            return self.normed(x, getattr(w, name), heads)
+    def head_norm(self, heads: str, x: jax.Array, weight: Any, of_all: Any = None) -> jax.Array:
+        """RMSNorm of each head of queries or keys by `weight`, or of all together by `of_all`, if it has the weight."""
+        if of_all is None:
+            return self.normed(x, weight, heads)
         product, position, x32 = shardops.einsum_unreduced, "B/b L/c", jnp.float32(x)
         square = shardops.psum(f"{position} +t -> {position}", product(f"{heads} -> {position} +t", jnp.square(x32)))
         mean = square / (math.prod(x.shape[2:]) * shardops.axis_size("t"))
         scale = shardops.replicate(f"{position} -> {position} *t", lax.rsqrt(mean + self.c.norm_epsilon))
         scaled = product(f"{heads}, {position} -> {heads}", x32, scale)
-        return product(f"{heads}, {heads.removeprefix(position)} -> {heads}", scaled, weight).astype(x.dtype)
+        return product(f"{heads}, {heads.removeprefix(position)} -> {heads}", scaled, of_all).astype(x.dtype)
 
     @typed
-    def mlp(self, x: act["B/b L/c/t M"], w: Layer, einsum: Callable) -> act["B/b L/c/t M"]:
+    def mlp(self, x: act["B/b L/c/t M"], w: Layer) -> act["B/b L/c/t M"]:
         """Gated MLP of `x`."""
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", x)
-        gate = save_for_backward(einsum("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_gate))
-        up = save_for_backward(einsum("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_up))
+        gate = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_gate))
+        up = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_up))
         hidden: act["B/b L/c F/t"] = gated(self.c.activation, gate, up).astype(x.dtype)
-        out = einsum("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w.w_down)
+        out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w.w_down)
         return shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
     @typed

@@ -24,7 +24,7 @@ from shardlib.shardtypes import Array, f32, pytree_dataclass, typed
 from shardwright.huggingface import Names, check_fixed
 from shardwright.modeling.model import Tokens, act
 from shardwright.modeling.rules import CAUSAL
-from shardwright.modeling.weights import Weight, matrix, vector
+from shardwright.modeling.weights import bias, embedding, gain, matrix, table_of, unembedding
 from shardwright_data.checks import at_least_0, check_ranges, within
 
 
@@ -51,13 +51,13 @@ class ModelConfig:
     bos_id: int = 50256
     """Token id before the first of each document: <|endoftext|>."""
 
-    sharded: ClassVar[dict[str, str]] = {
-        "vocab": "t·p",
-        "positions": "t·p",
-        "d_model": "t·c·d·e·p",
-        "heads": "t",
-        "d_head": "c·d·e",
-        "d_ff": "t·c·d·e",
+    dims: ClassVar[dict[str, str]] = {
+        "V": "vocab",
+        "P": "positions",
+        "M": "d_model",
+        "K": "heads",
+        "D": "d_head",
+        "F": "d_ff",
     }
 
     @property
@@ -83,66 +83,42 @@ class ModelConfig:
 
 @pytree_dataclass
 class GPT2Layer:
-    """Weights of one layer, each as it is at rest >> as the layer uses it."""
+    """Weights of one layer: inputs -> outputs, sharded as at rest."""
 
-    attention_gain: f32["M/t/w"] >> f32["M"]
-    attention_bias: f32["M/t/w"] >> f32["M"]
-    w_q: f32["M/w K/t D"] >> act["M K/t D"]
-    w_k: f32["M/w K/t D"] >> act["M K/t D"]
-    w_v: f32["M/w K/t D"] >> act["M K/t D"]
-    b_q: f32["K/t D/w"] >> act["K/t D"]
-    b_k: f32["K/t D/w"] >> act["K/t D"]
-    b_v: f32["K/t D/w"] >> act["K/t D"]
-    w_o: f32["K/t D M/w"] >> act["K/t D M"]
-    b_o: f32["M/t/w"] >> act["M"]
-    mlp_gain: f32["M/t/w"] >> f32["M"]
-    mlp_bias: f32["M/t/w"] >> f32["M"]
-    w_up: f32["M/w F/t"] >> act["M F/t"]
-    b_up: f32["F/t/w"] >> act["F/t"]
-    w_down: f32["F/t M/w"] >> act["F/t M"]
-    b_down: f32["M/t/w"] >> act["M"]
+    attention_gain: gain["M"]
+    attention_bias: bias["M", f32["M"]]
+    w_q: matrix["M/w -> K/t D"]
+    w_k: matrix["M/w -> K/t D"]
+    w_v: matrix["M/w -> K/t D"]
+    b_q: bias["K/t D"]
+    b_k: bias["K/t D"]
+    b_v: bias["K/t D"]
+    w_o: matrix["K/t D -> M/w"]
+    b_o: bias["M"]
+    mlp_gain: gain["M"]
+    mlp_bias: bias["M", f32["M"]]
+    w_up: matrix["M/w -> F/t"]
+    b_up: bias["F/t"]
+    w_down: matrix["F/t -> M/w"]
+    b_down: bias["M"]
 
 
 @pytree_dataclass
 class GPT2:
     """Weights of the model."""
 
-    embed: f32["V/t/p M/w"] >> act["V/t/p M"]
-    positions: f32["P/t/p M/w"] >> f32["P/t/p M"]
+    embed: unembedding["V/t/p M/w"]
+    positions: embedding["P/t/p M/w", f32["P/t/p M"]]
     layers: Array["layers/p", GPT2Layer]
-    final_gain: f32["M/t/w/p"] >> f32["M"]
-    final_bias: f32["M/t/w/p"] >> f32["M"]
+    final_gain: gain["M/p"]
+    final_bias: bias["M/p", f32["M"]]
 
 
 def weight_table(c: ModelConfig) -> GPT2:
     """Shape and initial values of each weight: normal with init_std; gains are 1, biases 0."""
-    n, model, heads, hidden = c.layers, (c.d_model,), (c.heads, c.d_head), (c.d_ff,)
-    into = lambda outputs: matrix(n, model, outputs, c.init_std * math.sqrt(c.d_model))
-    to_stream = lambda inputs: matrix(n, inputs, model, c.init_std * math.sqrt(math.prod(inputs) / (2 * n)))
-    return GPT2(
-        embed=Weight((c.vocab, c.d_model), "unembedding", c.init_std),
-        positions=Weight((c.positions, c.d_model), "embedding", c.init_std),
-        layers=GPT2Layer(
-            attention_gain=vector(n, c.d_model, value=1),
-            attention_bias=vector(n, c.d_model, value=0),
-            w_q=into(heads),
-            w_k=into(heads),
-            w_v=into(heads),
-            b_q=vector(n, *heads, value=0),
-            b_k=vector(n, *heads, value=0),
-            b_v=vector(n, *heads, value=0),
-            w_o=to_stream(heads),
-            b_o=vector(n, c.d_model, value=0),
-            mlp_gain=vector(n, c.d_model, value=1),
-            mlp_bias=vector(n, c.d_model, value=0),
-            w_up=into(hidden),
-            b_up=vector(n, c.d_ff, value=0),
-            w_down=to_stream(hidden),
-            b_down=vector(n, c.d_model, value=0),
-        ),
-        final_gain=vector(c.d_model, value=1),
-        final_bias=vector(c.d_model, value=0),
-    )
+    into_stream = {"std": c.init_std / math.sqrt(2 * c.layers)}
+    changes = {"positions": {"std": c.init_std}, "w_o": into_stream, "w_down": into_stream}
+    return table_of(GPT2, c, lambda fan_in: c.init_std, changes)
 
 
 # ---- forward pass -----------------------------------------------------------------------------------------------
@@ -207,9 +183,7 @@ class Model:
         return dropout(x, self.c.dropout, keys_at(tokens.keys, 3, x.shape[1]))
 
     @typed
-    def layer(
-        self, x: act["B/b L/c/t M"], w: GPT2Layer, tokens: Tokens, attend: Callable, einsum: Callable
-    ) -> act["B/b L/c/t M"]:
+    def layer(self, x: act["B/b L/c/t M"], w: GPT2Layer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
         """One transformer layer. Its weights are gathered."""
         gather, broadcast = shardops.all_gather, shardops.broadcast
         rate, epsilon, keys = self.c.dropout, self.c.norm_epsilon, tokens.keys
@@ -217,7 +191,7 @@ class Model:
         nx = gather("B/b L/c/t M -> B/b L/c M", layer_norm(x, w.attention_gain, w.attention_bias, epsilon))
 
         def heads(weight, bias):
-            product = einsum("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, weight)
+            product = shardops.matmul("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, weight)
             return save_for_backward(product + broadcast("K/t D -> B/b L/c K/t D", bias))
 
         q: act["B/b L/c K/t D"] = heads(w.w_q, w.b_q)
@@ -227,16 +201,16 @@ class Model:
         drop_weights = None if keys is None else drop_weights
         attended = attend(q[..., None, :], k, v, CAUSAL, drop=drop_weights)  # one query head for each key head
         attended: act["B/b L/c K/t D"] = save_for_backward(attended[..., 0, :])
-        out = einsum("B/b L/c K/t D, K/t D M -> B/b L/c M +t", attended, w.w_o)
+        out = shardops.matmul("B/b L/c K/t D, K/t D M -> B/b L/c M +t", attended, w.w_o)
         out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
         out = out + broadcast("M -> B/b L/c/t M", w.b_o)
         x = save_for_backward(x + dropout(out, rate, keys_at(keys, 1, x.shape[1])))
 
         nx = gather("B/b L/c/t M -> B/b L/c M", layer_norm(x, w.mlp_gain, w.mlp_bias, epsilon))
-        up = einsum("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_up)
+        up = shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_up)
         up = save_for_backward(up + broadcast("F/t -> B/b L/c F/t", w.b_up))
         hidden: act["B/b L/c F/t"] = jax.nn.gelu(up, approximate=True)
-        out = einsum("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w.w_down)
+        out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w.w_down)
         out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
         out = out + broadcast("M -> B/b L/c/t M", w.b_down)
         return x + dropout(out, rate, keys_at(keys, 2, x.shape[1]))

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ from shardlib import shardops
 from shardlib.layers import Extras
 from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass, typed
 from shardwright.modeling.model import Tokens, act
-from shardwright.modeling.weights import Weight, matrix, vector
+from shardwright.modeling.weights import bias, experts, matrix
 from shardwright_data.checks import above_0, at_least_0, check_choice, within
 
 SLOTS = 8
@@ -75,12 +76,17 @@ class ModelConfig(family.ModelConfig):
     expert_bias: bool = False
     """Biases of the router and of the experts (gpt-oss)."""
 
+    dims: ClassVar[dict[str, str]] = family.ModelConfig.dims | {"E": "experts", "H": "shared_width"}
+
     @property
-    def sharded(self) -> dict[str, str]:
-        """Sizes that axes of the mesh must divide, and the axes."""
-        sizes = super().sharded | {"experts": "c·t·d·e" if self.correction_bias or self.expert_bias else "e"}
-        sizes |= {"pools": "e"} if self.pools else {}
-        return sizes | ({"d_ff": "c·t·d"} if self.expert_bias else {})
+    def shared_width(self) -> int:
+        """Hidden width of the shared experts together."""
+        return self.shared_experts * self.d_ff
+
+    @property
+    def expert_share(self) -> float:
+        """Share of the experts that a token has."""
+        return self.experts_per_token / self.experts
 
     def check(self, seq_len: int) -> None:
         """Raises ValueError for settings that contradict each other."""
@@ -117,18 +123,18 @@ class ModelConfig(family.ModelConfig):
 class Layer(family.Layer):
     """Weights of one layer: those of attention, and the experts."""
 
-    w_gate: f32["E/e M/c/d F/t"] >> act["E/e M F/t"]
-    w_up: f32["E/e M/c/d F/t"] >> act["E/e M F/t"]
-    w_down: f32["E/e F/t M/c/d"] >> act["E/e F/t M"]
-    router: f32["M/t/w E"] >> f32["M E"]
-    router_bias: f32["E/t/w"] >> f32["E"] | None  # None without correction_bias
-    shared_gate: f32["M/w H/t"] >> act["M H/t"] | None  # None without shared_experts
-    shared_up: f32["M/w H/t"] >> act["M H/t"] | None
-    shared_down: f32["H/t M/w"] >> act["H/t M"] | None
-    b_router: f32["E/t/w"] >> f32["E"] | None  # None without expert_bias
-    b_gate: f32["E/e F/t/c/d"] | None
-    b_up: f32["E/e F/t/c/d"] | None
-    b_down: f32["E/e M/t/c/d"] >> act["E M"] | None
+    w_gate: experts["M/w -> F/t"]
+    w_up: experts["M/w -> F/t"]
+    w_down: experts["F/t -> M/w"]
+    router: matrix["M/t/w -> E", f32["M E"]]
+    router_bias: bias["E", f32["E"]].when("correction_bias")
+    shared_gate: matrix["M/w -> H/t"].when("shared_experts")
+    shared_up: matrix["M/w -> H/t"].when("shared_experts")
+    shared_down: matrix["H/t -> M/w"].when("shared_experts")
+    b_router: bias["E", f32["E"]].when("expert_bias")
+    b_gate: bias["E/e F/t", None].when("expert_bias")
+    b_up: bias["E/e F/t", None].when("expert_bias")
+    b_down: bias["E/e M", act["E M"]].when("expert_bias")
 
 
 @pytree_dataclass
@@ -136,39 +142,6 @@ class Weights(family.Weights):
     """Weights of the model."""
 
     layers: Array["layers/p", Layer]
-
-
-def weight_table(c: ModelConfig) -> Weights:
-    """Shape and initial values of each weight: those of family.py, with a router and experts in place of the MLP."""
-    base, n, scale = family.weight_table(c), c.layers, c.weight_init_scale
-    attention = {f.name: getattr(base.layers, f.name) for f in dataclasses.fields(base.layers)}
-
-    def expert(rows: int, columns: int) -> Weight:
-        of_layers, used = matrix(n, (rows,), (columns,), scale), c.experts_per_token / c.experts
-        return dataclasses.replace(of_layers, shape=(n, c.experts, rows, columns), used=used)
-
-    def shared(rows: int, columns: int) -> Weight | None:
-        return matrix(n, (rows,), (columns,), scale) if c.shared_experts else None
-
-    def bias(*shape: int) -> Weight | None:
-        return vector(n, c.experts, *shape, value=0) if c.expert_bias else None
-
-    width = c.shared_experts * c.d_ff
-    experts = {
-        "w_gate": expert(c.d_model, c.d_ff),
-        "w_up": expert(c.d_model, c.d_ff),
-        "w_down": expert(c.d_ff, c.d_model),
-        "router": matrix(n, (c.d_model,), (c.experts,), scale),
-        "router_bias": vector(n, c.experts, value=0) if c.correction_bias else None,
-        "shared_gate": shared(c.d_model, width),
-        "shared_up": shared(c.d_model, width),
-        "shared_down": shared(width, c.d_model),
-        "b_router": bias(),
-        "b_gate": bias(c.d_ff),
-        "b_up": bias(c.d_ff),
-        "b_down": bias(c.d_model),
-    }
-    return Weights(base.embed, Layer(**attention | experts), base.final_norm, base.unembed)
 
 
 # ---- router -----------------------------------------------------------------------------------------------------
@@ -311,13 +284,13 @@ def everywhere(x: act["B/b L/c/t M"], routing: Routing, w: Layer, c: ModelConfig
 
 
 @typed
-def shared_mlp(x: act["B/b L/c/t M"], w: Layer, c: ModelConfig, einsum: Callable) -> act["B/b L/c/t M"]:
+def shared_mlp(x: act["B/b L/c/t M"], w: Layer, c: ModelConfig) -> act["B/b L/c/t M"]:
     """Gated MLP that every position has."""
     nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", x)
-    gate = save_for_backward(einsum("B/b L/c M, M H/t -> B/b L/c H/t", nx, w.shared_gate))
-    up = save_for_backward(einsum("B/b L/c M, M H/t -> B/b L/c H/t", nx, w.shared_up))
+    gate = save_for_backward(shardops.matmul("B/b L/c M, M H/t -> B/b L/c H/t", nx, w.shared_gate))
+    up = save_for_backward(shardops.matmul("B/b L/c M, M H/t -> B/b L/c H/t", nx, w.shared_up))
     hidden = family.gated(c.activation, gate, up).astype(x.dtype)
-    out = einsum("B/b L/c H/t, H/t M -> B/b L/c M +t", hidden, w.shared_down)
+    out = shardops.matmul("B/b L/c H/t, H/t M -> B/b L/c M +t", hidden, w.shared_down)
     return shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
 
@@ -367,15 +340,12 @@ class Model(family.Model):
 
     Weights = Weights
 
-    def __init__(self, c: ModelConfig):
-        self.c, self.table, self.period = c, weight_table(c), c.period
-
     @typed
     def layer(
-        self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable, einsum: Callable
+        self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable
     ) -> tuple[act["B/b L/c/t M"], Extras]:
         """One transformer layer. Its weights are gathered. Products of experts are not in FP8."""
-        x, c = self.with_attention(x, w, tokens, attend, einsum), self.c
+        x, c = self.with_attention(x, w, tokens, attend), self.c
         nx = self.normed(x, w.mlp_norm)
         routing: Routing = route(nx, w, c)
         counts = jnp.ones_like(tokens.ids, bool) if tokens.counts is None else tokens.counts
@@ -385,5 +355,5 @@ class Model(family.Model):
             out, filled = everywhere(nx, routing, w, c), None
         else:
             out, filled = in_slots(nx, routing, counts, w, slots, c)
-        out = out + shared_mlp(nx, w, c, einsum) if c.shared_experts else out
+        out = out + shared_mlp(nx, w, c) if c.shared_experts else out
         return x + self.normed(out, w.mlp_out_norm), extras_of(routing, filled, counts, tokens.targets, w, c)

@@ -36,12 +36,11 @@ from shardlib import shardops, shardtypes
 from shardlib.layers import Extras, LayerMetrics, run_layers
 from shardlib.shardtypes import Array, Separate, Subset, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
 from shardlib.values import planned_devices
-from shardwright.modeling import attention as attention_paths
 from shardwright.modeling import context, fp8, rope, rules
 from shardwright.modeling.loss_chunks import sum_in_chunks
 from shardwright.modeling.model import LanguageModel, Tokens, act, checked_logits, compute_scope
 from shardwright.modeling.settings import ModelConfig
-from shardwright.modeling.weights import Weight, matrix, vector
+from shardwright.modeling.weights import embedding, gain, matrix, table_of, unembedding
 from shardwright.optimizers import rates
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.muon import muon
@@ -57,54 +56,29 @@ from shardwright_data.loader import TokenBatch
 
 @pytree_dataclass
 class TransformerLayer:
-    """Weights of one layer, each as it is at rest >> as the layer uses it: see `gathered`."""
+    """Weights of one layer: inputs -> outputs, sharded as at rest. A layer uses them gathered over w."""
 
-    attention_norm: f32["M/t/w"] >> f32["M"]
-    w_q: f32["M/w K/t Q D"] >> act["M K/t Q D"]
-    w_k: f32["M/w K/t D"] >> act["M K/t D"]
-    w_v: f32["M/w K/t D"] >> act["M K/t D"]
-    q_norm: f32["D/t/w"] >> f32["D"] | None  # None without qk_norm
-    k_norm: f32["D/t/w"] >> f32["D"] | None
-    w_o: f32["K/t Q D M/w"] >> act["K/t Q D M"]
-    mlp_norm: f32["M/t/w"] >> f32["M"]
-    w_gate: f32["M/w F/t"] >> act["M F/t"]
-    w_up: f32["M/w F/t"] >> act["M F/t"]
-    w_down: f32["F/t M/w"] >> act["F/t M"]
+    attention_norm: gain["M"]
+    w_q: matrix["M/w -> K/t Q D"]
+    w_k: matrix["M/w -> K/t D"]
+    w_v: matrix["M/w -> K/t D"]
+    q_norm: gain["D"].when("qk_norm")
+    k_norm: gain["D"].when("qk_norm")
+    w_o: matrix["K/t Q D -> M/w"]
+    mlp_norm: gain["M"]
+    w_gate: matrix["M/w -> F/t"]
+    w_up: matrix["M/w -> F/t"]
+    w_down: matrix["F/t -> M/w"]
 
 
 @pytree_dataclass
 class Transformer:
     """Weights of the model."""
 
-    embed: f32["V/t/p M/w"] >> act["V/t/p M"]
+    embed: embedding["V/t/p M/w"]
     layers: Array["layers/p", TransformerLayer]
-    final_norm: f32["M/t/w/p"] >> f32["M"]
-    unembed: f32["V/t/p M/w"] >> act["V/t/p M"] | None  # None with tied_embeddings
-
-
-def weight_table(c: ModelConfig) -> Transformer:
-    """Shape and initial values of each weight: matrices have variance 1/fan-in, norms are 1."""
-    n, scale = c.layers, c.weight_init_scale
-    model, heads, hidden = (c.d_model,), (c.n_kv, c.n_q_per_kv, c.d_head), (c.d_ff,)
-    embed_std = c.embed_init_scale or (c.d_model**-0.5 if c.tied_embeddings else 1.0)
-    return Transformer(
-        embed=Weight((c.vocab, c.d_model), "unembedding" if c.tied_embeddings else "embedding", embed_std),
-        layers=TransformerLayer(
-            attention_norm=vector(n, c.d_model, value=1),
-            w_q=matrix(n, model, heads, scale),
-            w_k=matrix(n, model, (c.n_kv, c.d_head), scale),
-            w_v=matrix(n, model, (c.n_kv, c.d_head), scale),
-            q_norm=vector(n, c.d_head, value=1) if c.qk_norm else None,
-            k_norm=vector(n, c.d_head, value=1) if c.qk_norm else None,
-            w_o=matrix(n, heads, model, scale),
-            mlp_norm=vector(n, c.d_model, value=1),
-            w_gate=matrix(n, model, hidden, scale),
-            w_up=matrix(n, model, hidden, scale),
-            w_down=matrix(n, hidden, model, scale),
-        ),
-        final_norm=vector(c.d_model, value=1),
-        unembed=None if c.tied_embeddings else Weight((c.vocab, c.d_model), "unembedding", scale * c.d_model**-0.5),
-    )
+    final_norm: gain["M/p"]
+    unembed: unembedding["V/t/p M/w"].unless("tied_embeddings")
 
 
 # ---- the model --------------------------------------------------------------------------------------------------
@@ -116,8 +90,11 @@ class Llama:
     Weights = Transformer
     rule = rules.Rule(visible=(rules.causal, rules.same_document))
 
-    def __init__(self, c: ModelConfig):
-        self.c, self.table = c, weight_table(c)
+    def __init__(self, c: ModelConfig, **changes: dict):
+        """Matrices begin with variance weight_init_scale²/fan-in, gains at 1; `changes` are as for table_of."""
+        std = c.embed_init_scale or (c.d_model**-0.5 if c.tied_embeddings else 1.0)
+        changes["embed"] = {"std": std, "kind": "unembedding" if c.tied_embeddings else "embedding"}
+        self.c, self.table = c, table_of(self.Weights, c, lambda fan_in: c.weight_init_scale / fan_in**0.5, changes)
 
     def prepare(self, tokens: Tokens) -> Tokens:
         """Adds the cosines and sines of RoPE to the tokens, once for all layers."""
@@ -133,44 +110,39 @@ class Llama:
         return shardops.psum("B/b L/c/t M +p -> B/b L/c/t M", x)
 
     @typed
-    def layer(
-        self, x: act["B/b L/c/t M"], w: TransformerLayer, tokens: Tokens, attend: Callable, einsum: Callable
-    ) -> act["B/b L/c/t M"]:
-        """One transformer layer. Its weights are `gathered`."""
-        dtype, epsilon = x.dtype, self.c.norm_epsilon
-        x = self.with_attention(x, w, tokens, attend, einsum)
-        nx = rms_norm(x, w.mlp_norm, epsilon)
+    def layer(self, x: act["B/b L/c/t M"], w: TransformerLayer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
+        """One transformer layer, with gathered weights."""
+        x = self.with_attention(x, w, tokens, attend)
+        nx = rms_norm(x, w.mlp_norm, self.c.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
-        gate = save_for_backward(einsum("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_gate))
-        up = save_for_backward(einsum("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_up))
-        hidden: act["B/b L/c F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(dtype)
-        out = einsum("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w.w_down)
+        gate = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_gate))
+        up = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_up))
+        hidden: act["B/b L/c F/t"] = (jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)
+        out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w.w_down)
         return x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
     @typed
-    def with_attention(
-        self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens, attend: Callable, einsum: Callable
-    ) -> act["B/b L/c/t M"]:
+    def with_attention(self, x: act["B/b L/c/t M"], w: Any, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
         """The first half of a layer: the residual stream after attention."""
-        epsilon, angles = self.c.norm_epsilon, tokens.shared
-        nx = rms_norm(x, w.attention_norm, epsilon)
+        angles = tokens.shared
+        nx = rms_norm(x, w.attention_norm, self.c.norm_epsilon)
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", nx)
-        q = einsum("B/b L/c M, M K/t Q D -> B/b L/c K/t Q D", nx, w.w_q)
-        k = einsum("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, w.w_k)
-        v = save_for_backward(einsum("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, w.w_v))
-        q = save_for_backward(rope.rotate(self.head_norm("B/b L/c K/t Q D", q, w, "q_norm"), angles))
-        k = save_for_backward(rope.rotate(self.head_norm("B/b L/c K/t D", k, w, "k_norm"), angles))
+        q = shardops.matmul("B/b L/c M, M K/t Q D -> B/b L/c K/t Q D", nx, w.w_q)
+        k = shardops.matmul("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, w.w_k)
+        v = save_for_backward(shardops.matmul("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, w.w_v))
+        q = save_for_backward(rope.rotate(self.head_norm("B/b L/c K/t Q D", q, w.q_norm), angles))
+        k = save_for_backward(rope.rotate(self.head_norm("B/b L/c K/t D", k, w.k_norm), angles))
         attended = save_for_backward(attend(q, k, v, self.rule))
-        out = einsum("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w.w_o)
+        out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w.w_o)
         x = save_for_backward(x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out))
         return x
 
-    def head_norm(self, heads: str, x: jax.Array, w: Any, name: str) -> jax.Array:
-        """RMSNorm of each head of queries or keys, of type `heads`, by the weight of this name, if there is one."""
-        weight, epsilon = getattr(w, name), self.c.norm_epsilon
+    def head_norm(self, heads: str, x: jax.Array, weight: jax.Array | None) -> jax.Array:
+        """RMSNorm of each head of queries or keys, of type `heads`; without a weight, `x` itself."""
         if weight is None:
             return x
-        return shardops.einsum_unreduced(f"{heads}, D -> {heads}", unit_rms(x, epsilon), weight).astype(x.dtype)
+        normed = unit_rms(x, self.c.norm_epsilon)
+        return shardops.einsum_unreduced(f"{heads}, D -> {heads}", normed, weight).astype(x.dtype)
 
     @typed
     def logits(self, w: Transformer, x: act["B/b L/c/t M"]) -> act["B/b L/c V/t/p"]:
@@ -200,26 +172,12 @@ def unit_rms(x: jax.Array, epsilon: float) -> jax.Array:
 
 @typed
 def attention(
-    q: act["B/b L K/t Q D"],
-    k: act["B/b S K/t D"],
-    v: act["B/b S K/t D"],
-    places: tuple[rules.Places, rules.Places],
-    rule: rules.Rule,
-    learned: tuple = (),
-    sinks: f32["B/b K/t Q"] | None = None,
-    drop: Callable | None = None,
+    q: act["B/b L K/t Q D"], k: act["B/b S K/t D"], v: act["B/b S K/t D"], mask: rules.Mask
 ) -> act["B/b L K/t Q D"]:
-    """Softmax attention by `rule`, in f32, with heads sharded over t. `drop` is dropout of attention weights.
-
-    `places` are those of the queries and of the keys.
-    """
-    scores = shardops.einsum_unreduced(
-        "B/b L K/t Q D, B/b S K/t D -> B/b K/t Q L S", q, k, preferred_element_type=jnp.float32
-    )
-    heads = rules.head_numbers(*q.shape[2:4])
-    scores = rule.scores(scores, q.shape[-1], places[0].as_queries(), places[1].as_keys(), heads, learned)
-    weights = rules.softmax(scores, sinks).astype(v.dtype)
-    weights = drop(weights) if drop else weights
+    """Softmax attention in f32, with heads sharded over t. `mask` makes attention weights of the products q·k."""
+    formula = "B/b L K/t Q D, B/b S K/t D -> B/b K/t Q L S"
+    products = shardops.einsum_unreduced(formula, q, k, preferred_element_type=jnp.float32)
+    weights = mask.weights(products, d_head=q.shape[-1], dtype=v.dtype)
     return shardops.einsum_unreduced("B/b K/t Q L S, B/b S K/t D -> B/b L K/t Q D", weights, v)
 
 
@@ -229,8 +187,8 @@ W = TypeVar("W")  # class of a model's weights, such as Transformer
 Batch = Array["m", TokenBatch]  # the batch of a step
 
 
-def gathered(w: W, which: Callable[[str], bool] = lambda name: True, reduce_dtype: str = "compute") -> W:
-    """Weights as they are used: each is cast, and gathered over the axes that its type drops, into a copy.
+def gather_weights(w: W, which: Callable[[str], bool] = lambda name: True, reduce_dtype: str = "compute") -> W:
+    """Weights as a layer uses them: each is cast, and gathered over the axes that its type drops, into a copy.
 
     `which` says by its name, such as `layers.w_q`, whether a weight is to be used next; others stay at rest. Its
     gradient is reduced over r and those axes in the dtype of its uses, or with reduce_dtype="f32" in its own.
@@ -251,7 +209,7 @@ def gathered(w: W, which: Callable[[str], bool] = lambda name: True, reduce_dtyp
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """Forward pass of a model, the same in training, evaluation and sampling.
+    """Forward pass of a model, the same in training, evaluation and sampling: embed, layers, head.
 
     `training` has the settings that matter here, such as attention, save and unroll. `in_training` is whether this is a
     training step, of which the gradients are taken. `targets` is that of Tokens, for the losses of layers.
@@ -270,64 +228,38 @@ class Forward:
         `microbatches` are the Tokens of each, or a function that makes them. `attend` maps (cache, q, k, v, rule,
         *learned, sinks, drop) to attention and the new cache; None: no caches.
         """
-        w = self.outside(w)
+        w = self.gather_outer(w)
         tokens = microbatches() if callable(microbatches) else microbatches
         xs = tuple(self.model.embed(w, each) for each in tokens)
         xs, caches, extras = self.layers(w.layers, xs, tokens, None, attend, caches)
         return head(w, *xs), caches, extras
 
     def layers(
-        self, w: Any, xs: tuple, tokens: tuple, numbers: Any = None, attend: Callable | None = None, caches: Any = None
+        self, w: Any, xs: tuple, tokens: tuple, ids: Any = None, attend: Callable | None = None, caches: Any = None
     ) -> tuple[tuple, Any, Extras]:
         """Residual streams `xs` of microbatches after the layers, the caches of the layers, and their Extras.
 
         Each layer gathers its weights once for all, and collectives of one can run beside products of another. With
-        caches it is one microbatch. `numbers` are those of the layers of a pipeline stage; None: all layers.
+        caches it is one microbatch. `ids` are those of the layers of a pipeline stage; None: all layers.
         """
         t, parts = self.training, [(part.prepared(self.model), attend or self.attend(part)) for part in tokens]
 
         def layer(w, xs, index, place, attend):
-            w = w if self.once else self.gathered(w)
+            w = w if self.gather_ahead else self.gather_weights(w)
             one = lambda x, part, own: self.model.layer(
-                x, w, part.in_layer(index, place), functools.partial(attend, own), self.einsum
+                x, w, part.in_layer(index, place), functools.partial(attend, own)
             )
-            return Extras.joined([one(x, *part) for x, part in zip(xs, parts, strict=True)])
+            with shardops.products(fp8.product if t.fp8 else None):
+                return Extras.joined([one(x, *part) for x, part in zip(xs, parts, strict=True)])
 
         checkpoint = functools.partial(explicit_activation_checkpointing, save=t.save)
         options = {"checkpoint": checkpoint, "unroll": t.unroll, "period": getattr(self.model, "period", 1)}
         with_cache = lambda cache, own, *args, **given: own(cache, *args, **given)
-        return run_layers(layer, w, xs, numbers, with_cache, caches, **options)
-
-    def gathered(self, w: W, which: Callable[[str], bool] = lambda name: True) -> W:
-        """Weights as they are used, with training.reduce_dtype."""
-        return gathered(w, which, self.training.reduce_dtype)
-
-    @property
-    def einsum(self) -> Callable:
-        """Product with the weights of a layer."""
-        return fp8.einsum if self.training.fp8 else shardops.einsum_unreduced
+        return run_layers(layer, w, xs, ids, with_cache, caches, **options)
 
     def attend(self, tokens: Tokens) -> Callable:
-        """Attention within `tokens`, by the path that training.attention names. It leaves caches as they are.
-
-        Where positions are sharded over c, training.context says how queries meet the keys of other devices.
-        """
-
-        def of_device(q, k, v, places, rule, learned=(), sinks=None, drop=None):
-            path = attention_paths.choose(self.training.attention, rule, q, bool(drop), sinks is not None, k.shape[1])
-            if path != "einsum":
-                return attention_paths.run(path, q, k, v, places, rule, learned, sinks)
-            return attention(q, k, v, places, rule, learned, sinks, drop)
-
-        def attend(cache, q, k, v, rule, *learned, sinks=None, drop=None):
-            way = context.way(self.training, q, learned, bool(drop))
-            return way(of_device, q, k, v, tokens.places, self.rule(rule), learned, sinks, drop), cache
-
-        return attend
-
-    def rule(self, rule: rules.Rule) -> rules.Rule:
-        """Rule of a layer. Without training.document_mask, each sequence is one document."""
-        return rule if self.training.document_mask else rule.without(rules.same_document)
+        """Attention within `tokens`, by the path of training.attention and the way of training.context."""
+        return context.attend_by(attention, self.training, tokens)
 
     def tokens(self, batch: TokenBatch, seeds: jax.Array | None = None) -> Tokens:
         """Tokens that the model reads to predict the batch. `seeds` is a random number for each sequence, or None."""
@@ -337,22 +269,25 @@ class Forward:
         return dataclasses.replace(tokens, training=self.in_training, counts=counts, targets=self.targets)
 
     @property
-    def once(self) -> bool:
-        """Whether weights are gathered once for all microbatches, by training.gather_weights.
+    def gather_ahead(self) -> bool:
+        """Whether weights are gathered once per step, not in each layer, by training.gather_weights.
 
-        `auto`: where c, d and e are 1. Nothing is gathered there, but each weight is cast once, not again in the
-        backward pass.
+        `auto` does so where nothing has to be gathered, which saves casting each weight again in the backward pass.
         """
         how = self.training.gather_weights
         return how == "step" or (how == "auto" and planned_devices("cde") == 1)
 
-    def copies(self, w: W) -> W:
-        """Copies of the weights: their gradients are reduced over r, and over d if `once`, for all microbatches."""
-        return self.gathered(w) if self.once else shardops.replicate("... -> ... *r", w)
+    def gather_weights(self, w: W, which: Callable[[str], bool] = lambda name: True) -> W:
+        """Weights as a layer uses them, with training.reduce_dtype."""
+        return gather_weights(w, which, self.training.reduce_dtype)
 
-    def outside(self, w: W) -> W:
+    def gather_outer(self, w: W) -> W:
         """The weights with those outside of the layers gathered, once for the microbatches that are side by side."""
-        return w if self.once else self.gathered(w, lambda name: not name.startswith("layers."))
+        return w if self.gather_ahead else self.gather_weights(w, lambda name: not name.startswith("layers."))
+
+    def prepare(self, w: W) -> W:
+        """The weights for a step. Their gradients are reduced over r, and where they are gathered, once per step."""
+        return self.gather_weights(w) if self.gather_ahead else shardops.replicate("... -> ... *r", w)
 
 
 # ---- loss and gradients -----------------------------------------------------------------------------------------
@@ -427,17 +362,17 @@ class MicrobatchLoss:
         found, _, extras = self.forward(w, tokens, losses)
         return sum(found[1:], found[0]), extras
 
-    def outside(self, w: W) -> W:
+    def gather_outer(self, w: W) -> W:
         """The weights for `first` and `last`."""
-        return self.forward.outside(w)
+        return self.forward.gather_outer(w)
 
     def first(self, w: W, *microbatch: Any) -> Any:
         """The input of the first layer."""
         return self.forward.model.embed(w, self.forward.tokens(*microbatch))
 
-    def layers(self, w: Any, x: Any, numbers: Any, *microbatch: Any) -> tuple[Any, Extras]:
-        """`x` after the layers of a stage, of these numbers, and their Extras."""
-        (x,), _, extras = self.forward.layers(w, (x,), (self.forward.tokens(*microbatch),), numbers)
+    def layers(self, w: Any, x: Any, ids: Any, *microbatch: Any) -> tuple[Any, Extras]:
+        """`x` after the layers of a stage, and their Extras."""
+        (x,), _, extras = self.forward.layers(w, (x,), (self.forward.tokens(*microbatch),), ids)
         return x, extras
 
     def last(self, w: W, x: Any, batch: TokenBatch, seeds: Any) -> Any:
@@ -449,46 +384,24 @@ class MicrobatchLoss:
         return shardops.psum("+b +c ->", loss) / self.targets
 
 
-def accumulate(loss: Callable, w: W, batch: Any, side_by_side: int = 1) -> tuple[Any, W, LayerMetrics | None]:
-    """Loss and gradients, summed over the microbatches in `batch`, and the mean of the layers' metrics.
-
-    `loss` maps w and the microbatches that are side by side to the sum of their losses and the means of their Extras.
-    """
-    batch = jax.tree.map(lambda x: x.reshape(-1, side_by_side, *x.shape[1:]), batch)
-    groups, layers = (len(jax.tree.leaves(x)[0]) for x in (batch, w.layers))
-
-    def loss_of(w, group):
-        one = lambda i: jax.tree.map(lambda x: x[i], group)
-        total, extras = loss(w, *map(one, range(side_by_side)))
-        return total if extras.loss is None else total + jnp.sum(extras.loss) / groups, extras.metrics
-
-    def add(sums, group):
-        (loss, metrics), g = jax.value_and_grad(loss_of, has_aux=True)(w, group)
-        return jax.tree.map(jnp.add, sums, (loss, g)), metrics
-
-    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), w)
-    (total, g), metrics = lax.scan(add, (jnp.zeros(()), zeros), batch)
-    metrics = jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
-    return total, g, LayerMetrics.of_rows(metrics, jnp.arange(layers), layers)
-
-
 @typed
 def loss_and_gradients(
     w: W, batch: Batch, c: Config, forward: Forward, seeds: u32["m B/b"] | None = None, reference: Any = None
 ) -> tuple[f32[""], W, LayerMetrics | None]:
     """Mean loss in nats a token, its gradients, and the metrics of the layers."""
-    # Whether gradients are reduced over r once, after all. Else each layer does so, beside the backward pass of others.
-    ahead = forward.once or c.training.microbatches > c.training.side_by_side or stages.has_stages()
-    copies, vjp = jax.vjp(forward.copies if ahead else lambda w: w, w)
-    reduced = lambda g: vjp(jax.tree.map(lambda x, copy: x.astype(copy.dtype), g, copies))[0]
+    executor = stages.executor(c, forward.model)
+    # The executor adds up the gradients of its microbatches. With jax.grad around it all, each layer would reduce its
+    # gradients over r for each of them. So `prepare` is differentiated by itself: the executor's gradients are those
+    # of the prepared weights, and `vjp` turns their sum into gradients of `w`, reduced over r (and d) once per step.
+    # If no gradient is added up, they are reduced in each layer instead, beside the backward pass of others.
+    once = forward.gather_ahead or executor.adds_up
+    prepared, vjp = jax.vjp(forward.prepare if once else lambda w: w, w)
     targets = count_targets(batch)
     forward = dataclasses.replace(forward, targets=targets / c.training.microbatches)
     loss = MicrobatchLoss(forward, functools.partial(training_loss, c=c.optimizer), targets, reference)
-    if stages.has_stages():
-        total, g, layers = stages.run_training(c, forward.model, loss, copies, (batch, seeds))
-    else:
-        total, g, layers = accumulate(loss, copies, (batch, seeds), c.training.side_by_side)
-    return shardops.psum("+p ->", total), reduced(g), layers
+    total, g, layers = executor.gradients(loss, prepared, (batch, seeds))
+    (g,) = vjp(jax.tree.map(lambda g, x: g.astype(x.dtype), g, prepared))
+    return total, g, layers
 
 
 # ---- optimizer --------------------------------------------------------------------------------------------------
@@ -620,12 +533,8 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
 
     @typed_shard_map
     def per_device(w: Weights, batch: Batch) -> tuple[f32[""], f32[""]]:
-        loss, w = MicrobatchLoss(forward), forward.copies(w)
-        if stages.has_stages():
-            total = stages.run_evaluation(c, model, loss, w, (batch, None))
-        else:
-            total, _ = lax.scan(lambda sum, part: (sum + loss(w, part)[0], None), jnp.zeros(()), (batch, None))
-        return shardops.psum("+p ->", total), count_targets(batch)
+        total = stages.executor(c, model).loss(MicrobatchLoss(forward), forward.prepare(w), (batch, None))
+        return total, count_targets(batch)
 
     @functools.partial(jax.jit, compiler_options=options)
     def evaluation_step(w: Any, batch: Batch):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from shardlib.axes import GROUPS
 from shardlib.checks import current_scope
 from shardlib.parsing import Dim, ShapeSpec, ShardError, parse_shape, sort_axes, spec_text
 from shardlib.values import SHORT_DTYPES, describe, devices_along, is_opaque, on_mesh
@@ -31,12 +32,14 @@ class ArrayType(_Type):
     """The type `f32['B/d M']`: the short name of a dtype, and a spec.
 
     `f32['M/d F/t'] >> act['M F/t']` is the type of a weight at rest, and, as `used`, that of the copy that is used. It
-    is cast, and gathered over the axes that `used` lacks.
+    is cast, and gathered over the axes that `used` lacks. If `spread`, its last dim is also sharded at rest over those
+    of t and w that its other dims lack.
     """
 
     dtype: str
     spec: ShapeSpec
     used: "ArrayType | None" = None
+    spread: bool = False
 
     def __repr__(self) -> str:
         return f"{self.dtype}['{self.spec}']"
@@ -47,8 +50,7 @@ class ArrayType(_Type):
         return DType(self.dtype).dtype
 
     def __rshift__(self, used: "ArrayType") -> "ArrayType":
-        gathered = sort_axes(self.spec.sharded - used.spec.sharded)
-        return ArrayType(self.dtype, self.spec, ArrayType(used.dtype, dataclasses.replace(used.spec, copies=gathered)))
+        return dataclasses.replace(self, used=used)
 
 
 _LONG_DTYPES = {short: name for name, short in SHORT_DTYPES.items()}
@@ -291,8 +293,17 @@ def _children(t, value, path: str) -> list[tuple[str, typing.Any, typing.Any]]:
 
 
 def _stacked(dims: str, t: ArrayType) -> ArrayType:
-    """The array type with `dims` before its own, as the current mesh has it."""
-    return ArrayType(t.dtype, on_mesh(parse_shape(f"{dims} {t.spec}")), t.used and _stacked(dims, t.used))
+    """The array type with `dims` before its own, as the current mesh has it. What is `used` is a copy."""
+    spec = parse_shape(f"{dims} {t.spec}")
+    if t.spread:
+        *others, last = spec.dims
+        axes = sort_axes((*last.axes, *({*GROUPS["w"], "t"} - spec.sharded)))
+        spec = dataclasses.replace(spec, dims=(*others, Dim(last.name, axes)))
+    spec, used = on_mesh(spec), t.used and _stacked(dims, t.used)
+    if used:
+        copies = sort_axes(spec.sharded - used.spec.sharded)
+        used = dataclasses.replace(used, spec=dataclasses.replace(used.spec, copies=copies))
+    return dataclasses.replace(t, spec=spec, used=used)
 
 
 def arrays_of(
@@ -354,18 +365,18 @@ def map_arrays(fn: collections.abc.Callable, x):
 # ---- shardings --------------------------------------------------------------------------------------------------
 
 
-def _empty(t):
-    """A value of type `t` without None, with a placeholder for each array."""
+def placeholders(t):
+    """A value of type `t` with an object in place of each array, also of those that may be None."""
     if isinstance(t, ArrayType):
         return object()
     if (inner := t.inner if isinstance(t, Array | Subset) else _optional(t)) is not None:
-        return _empty(inner)
+        return placeholders(inner)
     if not is_typed(t):
         remedy = "use f32['…'], Array['…', X], a pytree_dataclass, or tuples of them"
         raise ShardError(f"{t!r} holds no array types", remedy)
     if _each(t) is not None:
         raise ShardError(f"{t!r} does not say how many it has", "pass a value of the type as `like`")
-    parts = {path: _empty(inner) for path, inner, _ in _children(t, ABSENT, "")}
+    parts = {path: placeholders(inner) for path, inner, _ in _children(t, ABSENT, "")}
     if typing.get_origin(t) is tuple:
         return tuple(parts.values())
     try:
@@ -408,6 +419,6 @@ def make_shardings(t, like=None):
         devices_along(sorted(on_mesh(array.spec).sharded))
         return NamedSharding(mesh, partition_spec(array))
 
-    like = _empty(t) if like is None else like
+    like = placeholders(t) if like is None else like
     shardings = [sharding(array) for _, array, _ in arrays_in(t, like)]
     return jax.tree.unflatten(jax.tree.structure(like), shardings)

@@ -48,6 +48,7 @@ class Scope:
 
     Attributes:
         arguments: the types of the arguments of each typed_shard_map that was traced in it.
+        product: what shardops.matmul multiplies by, as set by shardops.products. It holds in scopes opened inside too.
     """
 
     def __init__(self, parent: "Scope | None" = None, **dtypes):
@@ -58,6 +59,7 @@ class Scope:
         # For messages, by id: a value and its type, of this scope first.
         self.types: ChainMap[int, tuple[Any, ShapeSpec]] = ChainMap({}, *(outer.types.maps if outer else ()))
         self.arguments: list[list[ShapeSpec]] = outer.arguments if outer else []
+        self.product = outer.product if outer else None
         self.dtypes = {**(outer.dtypes if outer else {}), **{name: jnp.dtype(dtype) for name, dtype in dtypes.items()}}
 
     def __enter__(self) -> "Scope":

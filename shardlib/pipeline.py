@@ -113,8 +113,8 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
 
     Args:
         loss: the loss of a microbatch, in four methods, each per device. All devices of p run three of them together:
-            `outside(w)` is the weights that the others take, `first(w, *microbatch)` the input of the first layer, and
-            `last(w, x, *microbatch)` the loss, an f32 scalar. `layers(w, x, numbers, *microbatch)` is x after the
+            `gather_outer(w)` is the weights that the others take, `first(w, *microbatch)` the input of the first layer,
+            and `last(w, x, *microbatch)` the loss, an f32 scalar. `layers(w, x, numbers, *microbatch)` is x after the
             layers of one stage, of `numbers`, and their Extras, whose losses are added in training, averaged over
             microbatches.
         placement: the layers of each stage.
@@ -142,7 +142,7 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
     batch = lambda k: _get(microbatches, k)
     own_batch = lambda k: jax.tree.map(_apart, batch(k))
     chunk = lambda tree, i: _part(tree, i, placement.chunk_rows) if placement.v > 1 else tree
-    outside = lambda outer: loss.outside(dataclasses.replace(w, **outer))
+    outside = lambda outer: loss.gather_outer(dataclasses.replace(w, **outer))
     first = _task(lambda outer, k: loss.first(outside(outer), *batch(k)))
     layers = _task(lambda stack, x, i, k: loss.layers(stack, x, chunk(numbers, i), *own_batch(k)))
     last = _task(lambda outer, x, k: loss.last(outside(outer), _apart(x), *batch(k)))
@@ -296,7 +296,7 @@ def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) ->
 
     def loss_of(w, microbatch):
         with pipeline_stage():
-            outside = loss.outside(w)
+            outside = loss.gather_outer(w)
             x = jax.tree.map(_the_same, loss.first(outside, *microbatch))
         found = []
         stacks = jax.tree.map(_of_all_stages, w.layers), marks.layer_numbers(layers)

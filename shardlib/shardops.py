@@ -27,9 +27,11 @@ All ops raise ShardError, with the op, the spec, the operands, the sizes bound s
 """
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -368,6 +370,22 @@ def broadcast(spec, x):
         value = refuse_repeated_gradient(1, value, op)
     value = lax.broadcast_in_dim(value, blocks, [i for i, dim in enumerate(rhs.dims) if dim not in new])
     return wrap(value, rhs, copies, f"broadcast({op})")
+
+
+@contextlib.contextmanager
+def products(product: Callable | None) -> Iterator[None]:
+    """Context in which `matmul` multiplies by product(formula, x, y), as jnp.einsum takes them; None: by jnp.einsum."""
+    scope = current_scope()
+    before, scope.product = scope.product, product
+    try:
+        yield
+    finally:
+        scope.product = before
+
+
+def matmul(spec, x, w):
+    """einsum_unreduced of activations and a weight, by the product that the trainer has set, such as one in FP8."""
+    return einsum_unreduced(spec, x, w, product=current_scope().product)
 
 
 def index_unreduced(spec, table, ids):

@@ -55,7 +55,7 @@ def forward(c: Config) -> train.Forward:
 def logits(w, batch: TokenBatch, c: Config):
     """Logits of a batch, as a run of `c` computes them. Per-device code."""
     run = forward(c)
-    return run(run.copies(w), (run.tokens(batch),), run.model.logits)[0]
+    return run(run.prepare(w), (run.tokens(batch),), run.model.logits)[0]
 
 
 def loss_and_gradients(w, batch: train.Batch, c: Config, seeds=None):

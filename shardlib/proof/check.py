@@ -214,7 +214,7 @@ REPEATED = (
 )
 STAGES = (
     ("a pipeline stage", "one device"),
-    "undo it, or change both: stages run `outside`, `first`, `layers` and `last`, one device runs `__call__` and "
+    "undo it, or change both: stages run `gather_outer`, `first`, `layers` and `last`, one device runs `__call__` and "
     "`accumulate`",
     REPEATED,
 )

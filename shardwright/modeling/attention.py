@@ -28,7 +28,7 @@ from shardlib.values import target_device
 from shardwright.modeling.blockwise import BLOCK, BLOCKS, blockwise
 from shardwright.modeling.model import act
 from shardwright.modeling.planned_attention import PLANNED, alike, planned_kernel
-from shardwright.modeling.rules import Places, Rule, SoftCap, Window, causal, same_document
+from shardwright.modeling.rules import Mask, Rule, SoftCap, Window, causal, same_document
 from shardwright.modeling.splash import LANES, by_kernel, splash
 
 PATHS = ("auto", "einsum", "blockwise", "cudnn", "triton", "splash")
@@ -120,36 +120,28 @@ def _refusals(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device
     return {path: next((why for refuses, why in of_path if refuses), None) for path, of_path in reasons.items()}
 
 
-def run(path: str, q: Any, k: Any, v: Any, places: tuple[Places, Places], rule: Rule, *more: Any) -> jax.Array:
+def run(path: str, q: Any, k: Any, v: Any, mask: Mask, block: int | None) -> jax.Array:
     """Attention by a path other than einsum, with the arguments of `blockwise`."""
     if PLANNED.value is not None:
-        mask = _mask(rule, q, places) if path == "cudnn" else None
-        bias = None if mask is None else mask.astype(q.dtype)  # which JAX makes of it
-        return planned_kernel(rule, k.shape[1], path, q, k, v, bias)
-    if path == "blockwise":
-        return blockwise(q, k, v, places, rule, *more)
-    return {"cudnn": cudnn, "triton": triton, "splash": splash}[path](q, k, v, places, rule)
+        pairs = _pairs(mask, q) if path == "cudnn" else None
+        bias = None if pairs is None else pairs.astype(q.dtype)  # which JAX makes of it
+        return planned_kernel(mask.rule, k.shape[1], path, q, k, v, bias)
+    return blockwise(q, k, v, mask, block) if path == "blockwise" else KERNEL_OF[path](q, k, v, mask)
 
 
 @typed
-def cudnn(
-    q: act["B/b L K/t Q D"],
-    k: act["B/b L K/t D"],
-    v: act["B/b L K/t D"],
-    places: tuple[Places, Places],
-    rule: Rule,
-) -> act["B/b L K/t Q D"]:
+def cudnn(q: act["B/b L K/t Q D"], k: act["B/b L K/t D"], v: act["B/b L K/t D"], mask: Mask) -> act["B/b L K/t Q D"]:
     """train.attention by cuDNN's kernel, without dropout. It skips the blocks that causal and Window leave out.
 
     JAX's public function takes other conditions only as a mask [B, 1, L, L], one for all heads.
     """
-    mask = _mask(rule, q, places)
+    rule = mask.rule
     windows = [condition.size for condition in rule.visible if isinstance(condition, Window)]
     out = jax.nn.dot_product_attention(
         shardops.rearrange("B/b L K/t Q D -> B/b L (K/t Q) D", q),
         k,
         v,
-        mask=mask,
+        mask=_pairs(mask, q),
         scale=rule.scale,
         is_causal=causal in rule.visible,
         local_window_size=(min(windows) - 1, 0) if windows and causal in rule.visible else None,
@@ -159,14 +151,9 @@ def cudnn(
 
 
 @typed
-def triton(
-    q: act["B/b L K/t Q D"],
-    k: act["B/b L K/t D"],
-    v: act["B/b L K/t D"],
-    places: tuple[Places, Places],
-    rule: Rule,
-) -> act["B/b L K/t Q D"]:
+def triton(q: act["B/b L K/t Q D"], k: act["B/b L K/t D"], v: act["B/b L K/t D"], mask: Mask) -> act["B/b L K/t Q D"]:
     """train.attention by JAX's Pallas kernel for GPUs, without dropout. It sums in the same order in each run."""
+    rule = mask.rule
 
     def attend(q, k, v, document):
         # The kernel has as many heads of keys as of queries.
@@ -188,8 +175,11 @@ def triton(
     heads = shardops.rearrange("B/b L K/t Q D -> B/b L (K/t Q) D", q)
     reason = f"the kernel computes each head of each sequence by itself {q.shape[3:]}"
     # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
-    out = shardops.per_device("B/b L H/t D", attend, *alike(heads, k, v, places[0].document), reason=reason)
+    out = shardops.per_device("B/b L H/t D", attend, *alike(heads, k, v, mask.queries.document), reason=reason)
     return shardops.rearrange("B/b L (K/t Q) D -> B/b L K/t Q D", out, Q=q.shape[3])
+
+
+KERNEL_OF = {"cudnn": cudnn, "triton": triton, "splash": splash}
 
 
 def _masked(rule: Rule) -> tuple:
@@ -198,9 +188,10 @@ def _masked(rule: Rule) -> tuple:
     return tuple(condition for condition in rule.visible if not known(condition))
 
 
-def _mask(rule: Rule, q: jax.Array, places: tuple[Places, Places]) -> jax.Array | None:
+def _pairs(mask: Mask, q: jax.Array) -> jax.Array | None:
     """What cuDNN is given of the conditions that become a mask."""
     b, l = q.shape[:2]
-    if not _masked(rule):
+    if not _masked(mask.rule):
         return None
-    return jnp.broadcast_to(Rule(_masked(rule)).sees(places[0].as_queries(), places[1].as_keys())[:, 0], (b, 1, l, l))
+    seen = Rule(_masked(mask.rule)).sees(mask.queries.as_queries(), mask.keys.as_keys())
+    return jnp.broadcast_to(seen[:, 0], (b, 1, l, l))

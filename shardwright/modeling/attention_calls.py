@@ -21,9 +21,8 @@ from shardlib.shardtypes import f32, typed_shard_map
 from shardlib.values import mesh_axes, pipeline_stage, stage_axes, varying
 from shardwright.modeling import context
 from shardwright.modeling.attention import KERNELS, choose
-from shardwright.modeling.blockwise import small_blocks
 from shardwright.modeling.model import Tokens, act, blank_tokens, compute_scope, period_of
-from shardwright.modeling.rules import Places, Rule
+from shardwright.modeling.rules import Places, Rule, same_document
 from shardwright.modeling.splash import LANES
 from shardwright.modeling.weights import shapes_of
 
@@ -66,7 +65,7 @@ def calls_of(forward: Any, length: int, sequences: int | None = None) -> list[Ca
     @typed_shard_map
     def per_device(w: model.Weights) -> f32[""]:
         with pipeline_stage():
-            layers(forward.gathered(w))
+            layers(forward.gather_weights(w))
         return jnp.zeros(())
 
     def layers(w: Any) -> None:
@@ -76,7 +75,7 @@ def calls_of(forward: Any, length: int, sequences: int | None = None) -> list[Ca
         for place in range(period_of(model)):
             w_layer = jax.tree.map(lambda stack, place=place: stack[place], w.layers)
             tokens, attend = tokens.in_layer(jnp.int32(place), place), functools.partial(note, place)
-            x, _ = split_extras(model.layer(x, w_layer, tokens, attend, forward.einsum))
+            x, _ = split_extras(model.layer(x, w_layer, tokens, attend))
 
     # One period of layers in each stage, so that any number of layers will do.
     w, count = shapes_of(model.table), period_of(model) * mesh_axes().get(PIPELINE_AXIS, 1)
@@ -102,7 +101,7 @@ def describe_attention(forward: Any, length: int) -> list[str]:
     period, lines = period_of(forward.model), []
     for call in calls_of(forward, length):
         layer = f"layer {call.place} of {period}: " if period > 1 else ""
-        lines.append(f"{path_of(forward, call)}; {layer}{forward.rule(call.rule)}")
+        lines.append(f"{path_of(forward, call)}; {layer}{rule_of(forward, call)}")
     return lines
 
 
@@ -117,6 +116,11 @@ def check_deterministic(c: Any, described: list[str]) -> None:
         )
 
 
+def rule_of(forward: Any, call: Call) -> Rule:
+    """The rule of a call as it runs: without training.document_mask, each sequence is one document."""
+    return call.rule if forward.training.document_mask else call.rule.without(same_document)
+
+
 def path_of(forward: Any, call: Call) -> str:
     """Path of a call of attention: `ring`, or one of PATHS. Raises ValueError if the settings cannot compute it."""
     setting, how = forward.training.attention, context.way_of(forward.training)
@@ -124,12 +128,13 @@ def path_of(forward: Any, call: Call) -> str:
     q, keys = context.on_device(how, call.q)
     if how == "ring":
         return "ring"
-    return choose(setting, forward.rule(call.rule), q, call.dropout, call.sinks is not None, keys)
+    return choose(setting, rule_of(forward, call), q, call.dropout, call.sinks is not None, keys)
 
 
-def with_path(forward: Any, path: str, how: str) -> Any:
-    """The same forward pass with another `training.attention` and `training.context`."""
-    settings = {"attention": "blockwise" if path == "ring" else path, "context": how}  # whose blocks a ring computes
+def with_path(forward: Any, path: str, how: str, block: int | None = None) -> Any:
+    """The same forward pass with other settings of attention: `training.attention`, `context`, `attention_block`."""
+    path = "blockwise" if path == "ring" else path  # whose blocks a ring computes
+    settings = {"attention": path, "context": how, "attention_block": block}
     return dataclasses.replace(forward, training=dataclasses.replace(forward.training, **settings))
 
 
@@ -159,10 +164,11 @@ def check_paths(forward: Any, length: int, options: dict[str, Any] | None = None
         compared = max(LANES, int((PAIRS / heads) ** 0.5) // LANES * LANES)
         compared = min(length, -(-compared // (2 * devices)) * 2 * devices)
         # Named, since `auto` might take another path for a shorter sequence.
-        own, reference = with_path(forward, path, forward.training.context), with_path(forward, "einsum", "gather")
+        block = -(-compared // devices // LEAST_BLOCKS)
+        own, reference = with_path(forward, path, how, block), with_path(forward, "einsum", "gather")
         dtype = forward.training.compute_dtype if path in KERNELS else "f32"
         exactly = jax.default_matmul_precision("highest")  # some devices round f32 operands otherwise
-        with compute_scope(dtype), exactly, small_blocks(-(-compared // devices // LEAST_BLOCKS)):
+        with compute_scope(dtype), exactly:
             compare = functools.partial(_difference, own.attend, reference.attend, call, compared)
             far = float(jax.jit(compare, compiler_options=options)())
         if not far <= TOLERANCE[dtype]:

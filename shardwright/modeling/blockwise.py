@@ -5,7 +5,6 @@ under `typed_shard_map`: each device has some of the queries, all keys that they
 ring over c (shardwright/modeling/context.py) the keys come in turns, from one device after the other.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,23 +18,16 @@ from jax_extra import save_for_backward
 from shardlib import shardops
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.op_checks import varying
-from shardlib.shardtypes import f32, typed
+from shardlib.shardtypes import typed
 from shardlib.values import stage_axes, target_device
 from shardlib.zigzag import permuted
 from shardwright.modeling.model import act
-from shardwright.modeling.rules import Places, Rule, head_numbers
+from shardwright.modeling.rules import Mask, Places, Rule
 
 BLOCKS = {"cpu": 128}
 """Largest number of positions in a block, by platform. docs/performance.md has the measurements."""
 BLOCK = 512
 """The same for other platforms. It is not measured: blocks of this size fill a large device."""
-
-_SMALL_BLOCKS = jax.make_user_context(None)
-
-
-def small_blocks(size: int) -> contextlib.AbstractContextManager:
-    """Context in which attention is traced in blocks of at most `size` positions, so that a short sequence has many."""
-    return _SMALL_BLOCKS(size)
 
 
 class _Task(NamedTuple):
@@ -67,40 +59,41 @@ def blockwise(
     q: act["B/b L K/t Q D"],
     k: act["B/b S K/t D"],
     v: act["B/b S K/t D"],
-    places: tuple[Places, Places],
-    rule: Rule,
-    learned: tuple = (),
-    sinks: f32["B/b K/t Q"] | None = None,
+    mask: Mask,
+    block: int | None = None,
 ) -> act["B/b L K/t Q D"]:
-    """train.attention in blocks of positions, without dropout.
+    """train.attention in blocks of at most `block` positions (None: by platform), without dropout.
 
     Sums and softmax are in f32 at least. For each block of queries, the loop runs from the first block of keys that any
     of them sees, in any sequence, to the last one.
     """
     return shardops.per_device(
         "B/b L K/t Q D",
-        functools.partial(in_blocks, rule, False),
-        *in_one_state(q, k, v, places, sinks, learned),
+        functools.partial(in_blocks, mask.rule, False, block),
+        *in_one_state(q, k, v, mask),
         reason=f"blocks of keys that no sequence of this device sees are skipped; they add nothing {q.shape[3:]}",
     )
 
 
-def in_one_state(q: Any, k: Any, v: Any, places: tuple[Places, Places], *rest: Any) -> Any:
-    """The arguments and the numbers of the heads, all varying over the same axes.
+def in_one_state(q: Any, k: Any, v: Any, mask: Mask) -> Any:
+    """The arguments of `in_blocks`, all varying over the same axes.
 
     JAX requires each gradient to vary over the axes of its value.
     """
+    places = mask.queries, mask.keys
     of_queries, of_keys = (
         Places(*(jnp.broadcast_to(p, x.shape[:2]) for p in of)) for of, x in zip(places, (q, k), strict=True)
     )
     axes = {axis for x in jax.tree.leaves((q, k, v, places)) for axis in jax.typeof(x).manual_axis_type.varying}
-    given = q, k, v, of_queries, of_keys, *rest, head_numbers(*q.shape[2:4])
+    given = q, k, v, of_queries, of_keys, mask.sinks, mask.learned, mask.head_numbers(*q.shape[2:4])
     return varying(given, axes | set(stage_axes()))
 
 
-def in_blocks(rule: Rule, ring: bool, q, k, v, q_places, k_places, sinks, learned, heads) -> jax.Array:
+def in_blocks(
+    rule: Rule, ring: bool, block: int | None, q, k, v, q_places, k_places, sinks, learned, heads
+) -> jax.Array:
     """Attention of this device's queries to its keys, and in a ring to those of the other devices of c."""
-    largest = _SMALL_BLOCKS.value or BLOCKS.get(target_device().platform, BLOCK)
+    largest = block or BLOCKS.get(target_device().platform, BLOCK)
     chunks = 1 + ring  # of which each has blocks of its own: in zigzag order they are not neighbors
     blocks, of_keys = (chunks * -(-x.shape[1] // (largest * chunks)) for x in (q, k))
     of = lambda places, blocks: jax.tree.map(lambda x: _padded(x, blocks), places)

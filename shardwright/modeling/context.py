@@ -12,6 +12,7 @@ queries and keys that the device then has. The ring computes by itself, as block
 them.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -24,16 +25,35 @@ from jax import lax
 from shardlib import shardops
 from shardlib.shardtypes import typed
 from shardlib.values import apart, is_opaque, mesh_axes, planned_devices, unwrap, varying
-from shardwright.modeling.attention import choose
+from shardwright.modeling.attention import choose, run
 from shardwright.modeling.blockwise import in_blocks, in_one_state
 from shardwright.modeling.model import act
 from shardwright.modeling.planned_attention import PLANNED, noted, planned_kernel
-from shardwright.modeling.rules import CAUSAL, Places, Rule, numbered
+from shardwright.modeling.rules import CAUSAL, Mask, Places, Rule, same_document
 
 
-def whole(of_device: Callable, q: Any, k: Any, v: Any, places: Places, *rest: Any) -> jax.Array:
+def attend_by(einsum: Callable, training: Any, tokens: Any) -> Callable:
+    """attend(cache, q, k, v, rule, *learned, sinks, drop) within `tokens`, by the settings `training`.
+
+    It leaves caches as they are. `einsum` is train.attention, the path of that name.
+    """
+
+    def of_device(q, k, v, mask):
+        sinks, drop = mask.sinks is not None, mask.drop is not None
+        path = choose(training.attention, mask.rule, q, drop, sinks, k.shape[1])
+        return einsum(q, k, v, mask) if path == "einsum" else run(path, q, k, v, mask, training.attention_block)
+
+    def attend(cache, q, k, v, rule, *learned, sinks=None, drop=None):
+        rule = rule if training.document_mask else rule.without(same_document)  # each sequence is one document
+        found, places = way(training, q, learned, bool(drop)), tokens.places
+        return found(of_device, q, k, v, Mask(rule, places, places, learned, sinks, drop)), cache
+
+    return attend
+
+
+def whole(of_device: Callable, q: Any, k: Any, v: Any, mask: Mask) -> jax.Array:
     """Attention where each device has whole sequences."""
-    return of_device(q, k, v, (places, places), *rest)
+    return of_device(q, k, v, mask)
 
 
 def own(weights: Any) -> Any:
@@ -42,13 +62,12 @@ def own(weights: Any) -> Any:
     return varying(arrays, {"c"} & {*mesh_axes()})
 
 
-def gather(
-    of_device: Callable, q: Any, k: Any, v: Any, places: Places, rule: Rule, learned: tuple, sinks: Any, drop: Any
-) -> jax.Array:
+def gather(of_device: Callable, q: Any, k: Any, v: Any, mask: Mask) -> jax.Array:
     """Each device gathers the keys and values of all positions for its own queries."""
-    k, v, keys = gathered(k, v, places)
+    k, v, keys = gathered(k, v, mask.keys)
     with apart("c", "L"):
-        return of_device(q, k, v, (places, keys), rule, own(learned), own(sinks), drop)
+        mask = dataclasses.replace(mask, keys=keys, learned=own(mask.learned), sinks=own(mask.sinks))
+        return of_device(q, k, v, mask)
 
 
 @typed
@@ -66,11 +85,7 @@ def ulysses(
     q: act["B/b L/c N/t P D"],
     k: act["B/b L/c N/t D"],
     v: act["B/b L/c N/t D"],
-    places: Places,
-    rule: Rule,
-    learned: tuple,
-    sinks: Any,
-    drop: None,
+    mask: Any,
     by_einsum: bool = False,
 ) -> act["B/b L/c N/t P D"]:
     """Each device has all positions of the heads of one H/c: of G kv heads, or of R parts of the queries of each."""
@@ -92,12 +107,13 @@ def ulysses(
             sinks = lax.dynamic_slice_in_dim(sinks.reshape(b, kv, g * r, n), of_c[0], h, axis=2)
             sinks = sinks.reshape(b, kv * h, n)
         merged = (x.reshape(b, l, kv * h, *x.shape[4:]) for x in (q, k, v))
-        with apart("c"), numbered(heads.astype(jnp.int32)):
-            return of_device(*merged, (places, places), rule, learned, sinks).reshape(q.shape)
+        here = Mask(mask.rule, places, places, mask.learned, sinks, heads=heads.astype(jnp.int32))
+        with apart("c"):
+            return of_device(*merged, here).reshape(q.shape)
 
     of_all = functools.partial(shardops.all_gather, "B/b L/c -> B/b L", replicated=True)
     index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
-    places = Places(index, of_all(places.position), of_all(places.document))
+    places = Places(index, of_all(mask.keys.position), of_all(mask.keys.document))
     of_a_kernel = functools.partial(
         shardops.per_device,
         "B/b L K/t H/c Q D",
@@ -105,8 +121,8 @@ def ulysses(
         reason=f"each device of c computes the heads that it has, of whole sequences {q.shape[4:]}",
         takes="B/b L K/t H/c Q D, B/b L K/t H/c D, B/b L K/t H/c D",
     )
-    run = attend if by_einsum and sinks is None else of_a_kernel  # the proof follows an einsum
-    out = run(q, of_heads(k), of_heads(v), places, own(sinks))
+    followed = attend if by_einsum and mask.sinks is None else of_a_kernel  # the proof follows an einsum
+    out = followed(q, of_heads(k), of_heads(v), places, own(mask.sinks))
     out = shardops.all_to_all("B/b L K/t H/c Q D -> B/b L/c K/t H Q D", out)
     return shardops.rearrange("B/b L/c K/t (G R) Q D -> B/b L/c (K/t G) (R Q) D", out, G=g)
 
@@ -124,24 +140,22 @@ def ring(
     q: act["B/b L/c K/t Q D"],
     k: act["B/b L/c K/t D"],
     v: act["B/b L/c K/t D"],
-    places: Places,
-    rule: Rule,
-    learned: tuple,
-    sinks: Any,
-    drop: None,
+    mask: Any,
+    block: int | None = None,
 ) -> act["B/b L/c K/t Q D"]:
     """Keys and values pass around the devices of c."""
     q = shardops.zigzag("B/b L/c K/t Q D -> B/b Z/c K/t Q D", q)
     k, v = (shardops.zigzag("B/b L/c K/t D -> B/b Z/c K/t D", x) for x in (k, v))
     in_order = lambda x: shardops.zigzag("B/b L/c -> B/b Z/c", jnp.broadcast_to(x, q.shape[:2]))
-    places = Places(*map(in_order, places))
+    places = Places(*map(in_order, mask.keys))
+    mask = Mask(mask.rule, places, places, own(mask.learned), own(mask.sinks))
     if PLANNED.value is not None:
-        out = _planned_ring(rule, q, k, v)
+        out = _planned_ring(mask.rule, q, k, v)
     else:
         out = shardops.per_device(
             "B/b Z/c K/t Q D",
-            functools.partial(in_blocks, rule, True),
-            *in_one_state(q, k, v, (places, places), own(sinks), own(learned)),
+            functools.partial(in_blocks, mask.rule, True, block),
+            *in_one_state(q, k, v, mask),
             reason=f"in n turns each device of c has all keys; a softmax adds up by blocks, in any order {q.shape[3:]}",
             takes="B/b Z/c K/t Q D, B/b Z/c K/t D, B/b Z/c K/t D" + ", B/b Z/c" * 6,
         )
@@ -174,7 +188,7 @@ def way(training: Any, q: Any, learned: tuple, dropout: bool) -> Callable:
         q, keys = on_device(how, q)
         found = functools.partial(ulysses, by_einsum=choose(training.attention, CAUSAL, q, keys=keys) == "einsum")
     else:
-        found = WAYS[how]
+        found = functools.partial(ring, block=training.attention_block) if how == "ring" else WAYS[how]
     return found if PLANNED.value is None else functools.partial(noted, found)
 
 

@@ -14,7 +14,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from shardlib import marks, shardops
+from shardlib import marks
 
 FORWARD, GRADIENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
 PEAK = "each device scales its own blocks; only the rounding depends on the mesh"
@@ -67,7 +67,3 @@ def _backward(formula, operands, g):
 
 
 product.defvjp(_forward, _backward)
-
-
-einsum = functools.partial(shardops.einsum_unreduced, product=product)
-"""The op shardops.einsum_unreduced with its product in FP8."""

@@ -20,12 +20,10 @@ from jax import lax
 from shardlib import shardops
 from shardlib.op_checks import varying
 from shardlib.parsing import did_you_mean
-from shardlib.shardtypes import Scope, bool_, dtype_name, f32, i32, pytree_dataclass, typed, u32
+from shardlib.shardtypes import Scope, bool_, f32, i32, pytree_dataclass, typed, u32
 from shardlib.values import devices_along, mesh_axes, stage_axes
 from shardwright.modeling.rules import Places
-
-act = dtype_name("act")
-"""The compute dtype, which `compute_scope` sets where a step is traced."""
+from shardwright.modeling.weights import act  # noqa: F401 (others import it from here)
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
 """Values of `training.compute_dtype`, and the dtype of each."""
@@ -181,7 +179,7 @@ def blank_tokens(model: LanguageModel, length: int, rows: int = 1, training: boo
     return Tokens(ids, zeros, zeros, keys, inputs=inputs, training=training).prepared(model)
 
 
-SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "sharded", "check")
+SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "check")
 """Settings that train.py and the tools read from any ModelConfig."""
 PARTS = ("Weights", "embed", "layer", "logits")
 """Parts that each Model has beside `c` and `table`."""

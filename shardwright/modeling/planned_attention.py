@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax_extra import save_for_backward
 from shardlib.op_checks import varying
 from shardlib.values import stage_axes
-from shardwright.modeling.rules import Rule
+from shardwright.modeling.rules import Mask, Rule
 
 PLANNED = jax.make_user_context(None)
 """In a program that is only planned, what takes the rule of each call of attention. Else None."""
@@ -30,10 +30,10 @@ def planned() -> Iterator[list[Rule]]:
         yield rules
 
 
-def noted(way: Callable, of_device: Callable, q: Any, k: Any, v: Any, places: Any, rule: Rule, *rest: Any) -> jax.Array:
+def noted(way: Callable, of_device: Callable, q: Any, k: Any, v: Any, mask: Mask) -> jax.Array:
     """way(of_device, …), whose rule `planned` gives."""
-    PLANNED.value(rule)
-    return way(of_device, q, k, v, places, rule, *rest)
+    PLANNED.value(mask.rule)
+    return way(of_device, q, k, v, mask)
 
 
 def planned_kernel(rule: Rule, keys: int, path: str, q: Any, k: Any, v: Any, mask: Any) -> jax.Array:

@@ -8,11 +8,9 @@ A model states its rule where a layer calls `attend(q, k, v, rule)`. The functio
 and of keys, arrays that broadcast to the scores [B, K, Q, L, S]: batch, kv heads, query heads of each, queries, keys.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +19,7 @@ import numpy as np
 
 from shardlib import shardops
 from shardlib.places import place_of_caller
+from shardlib.shardtypes import f32, pytree_dataclass
 
 _COUNTED = 2**22
 """Pairs of which it is counted how many an unknown condition leaves."""
@@ -190,23 +189,38 @@ CAUSAL = Rule()
 """Each position sees itself and those before it in its document."""
 
 
-_NUMBERS: contextvars.ContextVar[jax.Array | None] = contextvars.ContextVar("numbers", default=None)
+@pytree_dataclass
+class Mask:
+    """A rule for given queries and keys, with what else a call of `attend` gives beside them."""
 
+    rule: Rule = dataclasses.field(metadata={"static": True})
+    queries: Places
+    keys: Places
+    learned: tuple = ()
+    """The weights of rule.score."""
+    sinks: f32["B/b K/t Q"] | None = None
+    """Scores of keys without values."""
+    drop: Callable | None = dataclasses.field(default=None, metadata={"static": True})
+    """Dropout of attention weights."""
+    heads: jax.Array | None = None
+    """Numbers in the model of this device's query heads, i32[K, Q]. None: those of its part of t."""
 
-@contextlib.contextmanager
-def numbered(heads: jax.Array) -> Iterator[None]:
-    """Context in which a device has the query heads of these numbers."""
-    token = _NUMBERS.set(heads)
-    try:
-        yield
-    finally:
-        _NUMBERS.reset(token)
+    def head_numbers(self, kv: int, queries: int) -> jax.Array:
+        """The numbers of the query heads, `queries` for each of `kv` heads: i32[kv, queries, 1, 1]."""
+        if self.heads is not None:
+            return self.heads.reshape(kv, queries, 1, 1)
+        return head_numbers(kv, queries)
+
+    def weights(self, products: jax.Array, d_head: int, dtype: Any) -> jax.Array:
+        """Attention weights, in `dtype`, of products[B, K, Q, L, S] of queries and keys in that of the softmax."""
+        heads = self.head_numbers(*products.shape[1:3])
+        places = self.queries.as_queries(), self.keys.as_keys()
+        weights = softmax(self.rule.scores(products, d_head, *places, heads, self.learned), self.sinks).astype(dtype)
+        return self.drop(weights) if self.drop else weights
 
 
 def head_numbers(kv: int, queries: int) -> jax.Array:
     """Numbers in the model of this device's query heads, `queries` for each of `kv` heads: i32[kv, queries, 1, 1]."""
-    if (heads := _NUMBERS.get()) is not None:
-        return heads.reshape(kv, queries, 1, 1)
     first = shardops.axis_index("t") * kv * queries
     return first + jnp.arange(kv * queries, dtype=jnp.int32).reshape(kv, queries, 1, 1)
 

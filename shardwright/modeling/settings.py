@@ -80,8 +80,15 @@ class ModelConfig:
     bos_id: int = 0
     """Token id before the first token of each document, in [0, vocab)."""
 
-    sharded: ClassVar[dict[str, str]] = {"vocab": "t·p", "d_model": "t·c·d·e·p", "n_kv": "t", "d_ff": "t"}
-    """Sizes that axes of the mesh must divide, and the axes."""
+    dims: ClassVar[dict[str, str]] = {
+        "V": "vocab",
+        "M": "d_model",
+        "K": "n_kv",
+        "Q": "n_q_per_kv",
+        "D": "d_head",
+        "F": "d_ff",
+    }
+    """The setting that is the size of each dim."""
 
     @property
     def heads(self) -> int:

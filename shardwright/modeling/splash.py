@@ -20,7 +20,7 @@ from shardlib.shardtypes import typed
 from shardlib.values import target_device
 from shardwright.modeling.model import act
 from shardwright.modeling.planned_attention import alike
-from shardwright.modeling.rules import Places, Rule, Window, causal, same_document
+from shardwright.modeling.rules import Mask, Rule, Window, causal, same_document
 
 LANES = 128
 """Sequences are a multiple of so many positions, as are blocks."""
@@ -34,10 +34,10 @@ def splash(
     q: act["B/b L K/t Q D"],
     k: act["B/b L K/t D"],
     v: act["B/b L K/t D"],
-    places: tuple[Places, Places],
-    rule: Rule,
+    mask: Mask,
 ) -> act["B/b L K/t Q D"]:
     """train.attention by splash attention, without dropout, sinks and learned scores. L is a multiple of LANES."""
+    rule = mask.rule
     # In f32, because bf16 would round the scale itself.
     scaled = (jnp.float32(q) * rule.scale_of(q.shape[-1])).astype(q.dtype)
     heads_first = (
@@ -49,7 +49,7 @@ def splash(
         "B/b H/t L D",
         functools.partial(by_kernel, functools.partial(_kernel, rule), True),
         # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
-        *alike(*heads_first, places[0].document),
+        *alike(*heads_first, mask.queries.document),
         reason=f"the kernel computes each head of each sequence by itself {q.shape[3:]}",
     )
     return shardops.rearrange("B/b (K/t Q) L D -> B/b L K/t Q D", out)

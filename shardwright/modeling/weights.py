@@ -1,11 +1,26 @@
-"""Shape, initial values and kind of each weight of a model. Its sharding is in its type.
+"""The weights of a model: one line for each, from which its shape, sharding, gather and initial values follow.
 
-A model's `table` is its own dataclass of weights with a `Weight` in place of each array. It defines the initial values,
-and shows optimizers which weights are matrices and which weights decay.
+    @pytree_dataclass
+    class Layer:
+        norm: gain["M"]
+        w_q: matrix["M/w -> K/t Q D"]
+        b_q: bias["K/t Q D"].when("qkv_bias")
+
+A matrix has its inputs before the arrow and its outputs after it. Its initial values have a standard deviation of
+scale/√fan-in. A weight is used without the axes of `w`, over which it is gathered just before, in the compute dtype; a
+gain in f32. A vector is written as it is used: at rest its last dim is sharded over those of t and w that its other
+dims lack, and, if it is in no stack of layers, over p: `gain["M/p"]`. A second item is the type in use, where it is
+another one, or None for a weight that is used as it is at rest. `when` and `unless` name a setting on which a weight
+depends.
+
+`table_of` makes the model's `table`: its dataclass of weights with a `Weight` in place of each array.
 """
 
 import dataclasses
 import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +28,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_extra import TRUNCATED_NORMAL_STD, fold_in_str
-from shardlib.array_types import ArrayType, arrays_in, map_arrays
-from shardlib.axes import AXES, PIPELINE_AXIS
-from shardlib.shardtypes import make_shardings
+from shardlib.array_types import ArrayType, arrays_in, map_arrays, placeholders
+from shardlib.axes import AXES, GROUPS, PIPELINE_AXIS
+from shardlib.shardtypes import dtype_name, f32, make_shardings
 from shardlib.values import devices_along, mesh_axes
 
 KINDS = ("matrix", "embedding", "unembedding", "vector")
+
+act = dtype_name("act")
+"""The compute dtype, which `model.compute_scope` sets where a step is traced."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,15 +77,92 @@ class Weight:
         return (1, 1) if self.kind in ("embedding", "unembedding") and len(self.shape) == 2 else None
 
 
-def matrix(layers: int, inputs: tuple[int, ...], outputs: tuple[int, ...], scale: float = 1.0) -> Weight:
-    """A matrix in each layer, [layers, *inputs, *outputs], with standard deviation scale/√fan-in at init."""
-    shape = (layers, *inputs, *outputs)
-    return Weight(shape, "matrix", scale / math.sqrt(math.prod(inputs)), inputs=len(inputs), outputs=len(outputs))
+@dataclasses.dataclass(frozen=True, repr=False)
+class WeightType(ArrayType):
+    """Type of a weight, with what its `Weight` follows from: see the attributes of that."""
+
+    kind: str = "vector"
+    mean: float = 0.0
+    inputs: int = 0
+    outputs: int = 0
+    share: str = ""
+    """Name of the setting that is Weight.used; empty: 1."""
+    setting: str = ""
+    """Name of the setting on which the weight depends; empty: none."""
+    if_set: bool = True
+    """Whether the model has the weight if that setting is on, or if it is off."""
+
+    def when(self, setting: str) -> Any:
+        """The type of a weight that the model has if the setting of this name is on, and else None."""
+        return dataclasses.replace(self, setting=setting) | None
+
+    def unless(self, setting: str) -> Any:
+        """The type of a weight that the model has if the setting of this name is off, and else None."""
+        return dataclasses.replace(self, setting=setting, if_set=False) | None
+
+
+class Declared:
+    """A kind of weight. Indexed with a spec it gives the WeightType; the module has the notation."""
+
+    def __init__(self, kind: str, dtype: Any = act, mean: float = 0.0, stack: str = "", share: str = ""):
+        self._dtype, self._stack = dtype, stack
+        self._facts = {"kind": kind, "mean": mean, "share": share}
+
+    def __getitem__(self, item: str | tuple[str, ArrayType | None]) -> WeightType:
+        spec, *of_use = item if isinstance(item, tuple) else (item,)
+        inputs, _, outputs = spec.rpartition("->")
+        text = f"{self._stack} {inputs} {outputs}"
+        gathered = "".join(f"/{axis}" for axis in GROUPS["w"] if f"/{axis}" not in self._stack)
+        whole = re.sub(r"/[wp]\b" if self._facts["kind"] == "vector" else r"/w\b", "", text)
+        used = of_use[0] if of_use else self._dtype[whole]
+        counts = {"inputs": len(inputs.split()), "outputs": len(outputs.split()) if inputs else 0}
+        rest = f32[re.sub(r"/w\b", gathered if self._stack else "/w", text)].spec
+        return WeightType("f32", rest, used, spread=self._facts["kind"] == "vector", **self._facts, **counts)
+
+    def __call__(self, layers: int, inputs: tuple[int, ...], outputs: tuple[int, ...], scale: float = 1.0) -> Weight:
+        """The Weight of a matrix in each layer, [layers, *inputs, *outputs], of std scale/√fan-in, for a table."""
+        shape, std = (layers, *inputs, *outputs), scale / math.sqrt(math.prod(inputs))
+        return Weight(shape, self._facts["kind"], std, inputs=len(inputs), outputs=len(outputs))
+
+
+matrix, embedding, unembedding = map(Declared, ("matrix", "embedding", "unembedding"))
+experts = Declared("matrix", stack="E/e", share="expert_share")
+"""A matrix for each expert. `expert_share` of a ModelConfig is the share of the experts that a token has."""
+gain, bias = Declared("vector", f32, mean=1.0), Declared("vector")
 
 
 def vector(*shape: int, value: float) -> Weight:
-    """A gain or bias that is `value` at init."""
+    """The Weight of a gain or bias that is `value` at init, for a table."""
     return Weight(shape, "vector", mean=value)
+
+
+T = TypeVar("T")
+
+
+def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mapping[str, Mapping] | None = None) -> T:
+    """The table of a model whose weights are declared as above.
+
+    Args:
+        kind: class of the weights.
+        c: the ModelConfig. Its `dims` map names of dims to those of the settings that are their sizes.
+        std: standard deviation of a matrix, or of an unembedding, by its fan-in. That of an embedding is 1.
+        changes: attributes of a Weight that are other ones, by its field.
+    """
+    sizes = {dim: getattr(c, setting) for dim, setting in c.dims.items()} | {"layers": c.layers}
+
+    def weight(path: str, t: WeightType, _: Any) -> Weight | None:
+        if t.setting and bool(getattr(c, t.setting)) != t.if_set:
+            return None
+        shape = tuple(sizes[dim.name] for dim in t.spec.dims)
+        ends = len(shape) - t.outputs
+        fan_in = math.prod(shape[ends - t.inputs : ends]) if t.inputs else shape[-1]
+        deviation = {"vector": 0.0, "embedding": 1.0}.get(t.kind)
+        deviation = std(fan_in) if deviation is None else deviation
+        share = getattr(c, t.share) if t.share else 1.0
+        made = Weight(shape, t.kind, deviation, t.mean, t.inputs, t.outputs, share)
+        return dataclasses.replace(made, **(changes or {}).get(path.rpartition(".")[2], {}))
+
+    return map_arrays(weight, placeholders(kind))
 
 
 def shapes_of(table):

@@ -256,18 +256,18 @@ def _traced(
 
     @typed_shard_map
     def logits(w: model.Weights, microbatch: Microbatch) -> act["B/r/d L V/t/p"]:
-        return forward(forward.copies(w), (forward.tokens(*microbatch),), model.logits)[0]
+        return forward(forward.prepare(w), (forward.tokens(*microbatch),), model.logits)[0]
 
     @typed_shard_map
     def loss(w: model.Weights, first: Microbatch, second: Microbatch | None = None) -> f32[""]:
         module, run = _module_of(forward), forward
         if forward.in_training:  # as in the step, in which a model reads these
             run = dataclasses.replace(run, targets=module.count_targets(jax.tree.map(lambda x: x[None], first[0])))
-        w, loss = run.copies(w), module.MicrobatchLoss(run, of_logits)
+        w, loss = run.prepare(w), module.MicrobatchLoss(run, of_logits)
         if not parts:
             return loss(w, first, *([second] if second else []))[0]
         with pipeline_stage():
-            outside, layers = loss.outside(w), len(jax.tree.leaves(w.layers)[0])
+            outside, layers = loss.gather_outer(w), len(jax.tree.leaves(w.layers)[0])
             x, _ = loss.layers(w.layers, loss.first(outside, *first), jnp.arange(layers), *first)
             return loss.last(outside, x, *first)
 

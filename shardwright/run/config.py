@@ -10,17 +10,20 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 from hydra.core.config_store import ConfigStore
+from jax.sharding import AbstractMesh
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from jax_extra import KEPT
-from shardlib.axes import AXES, axes_of_mesh, mesh_text
+from shardlib.array_types import arrays_in
+from shardlib.axes import PIPELINE_AXIS, axes_of_mesh, mesh_text
 from shardlib.schedules import schedule_of
 from shardwright.cluster.config import DistributedConfig, HardwareConfig, MeshConfig, check_distributed
 from shardwright.modeling.attention import PATHS
 from shardwright.modeling.context import WAYS
-from shardwright.modeling.model import COMPUTE_DTYPES, module_of
+from shardwright.modeling.model import COMPUTE_DTYPES, load_model, module_of
 from shardwright.optimizers.config import OptimizerConfig, check_optimizer
 from shardwright.run.changes import check_changes
 from shardwright.run.trackers import TrackersConfig, check_trackers
@@ -92,6 +95,8 @@ class TrainingConfig:
     scores at a time. cudnn: NVIDIA's fused kernel. triton: a kernel for NVIDIA GPUs that knows documents. splash: one
     for TPUs. auto: the path that suits device, rule and seq_len, which the run prints when it starts
     (shardwright/modeling/attention.py)."""
+    attention_block: int | None = at_least_1(None)
+    """Largest number of positions in a block of blockwise attention, and of a ring. Null: that of the platform."""
     context: str = "gather"
     """How queries meet the keys of other devices where positions are sharded over c. gather: each device gathers all
     keys and values. ring: keys and values pass around. ulysses: each device has some heads of all positions
@@ -281,31 +286,26 @@ def check_config(c: Config) -> None:
 
 
 def check_divides(c: Config, mesh: Mapping[str, int], of_batch: bool = True, of_sequences: bool = True) -> None:
-    """Raises ValueError for a size that the axes of the mesh do not divide, and for a `sharded` with unknown names.
+    """Raises ValueError for a size of the model, the batch or the sequences that the axes of the mesh do not divide.
 
     `of_batch`, `of_sequences`: whether to check the size of the batch and those of sequences too, not only of weights.
     """
-    for name, axes in c.model.sharded.items():
-        if not hasattr(c.model, name) or not set(axes.split("·")) <= {*AXES, *mesh}:
-            raise ValueError(
-                f"the sharded of {c.model.module}.ModelConfig has {name!r}: {axes!r}; it maps names of settings to "
-                "axes of the mesh, with · between them: t, d, t·d or t·d·p."
-            )
-    sizes = [(f"model.{name}", axes) for name, axes in c.model.sharded.items()]
-    if getattr(c.model, "qk_norm", False):
-        sizes.append(("model.d_head", "t·c·d·e"))
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # types with all their axes
+        weights = arrays_in(type(table := load_model(c.model).table), table)
+    settings = {dim: f"model.{name}" for dim, name in getattr(c.model, "dims", {}).items()}
+    sized = [(path, zip(array.spec.dims, weight.shape, strict=False)) for path, array, weight in weights]
+    sizes = [(settings.get(dim.name, f"{dim.name} of {path}"), n, dim.axes) for path, dims in sized for dim, n in dims]
+    sizes = [size for size in sizes if PIPELINE_AXIS not in size[2][:1]]  # stages may have other numbers of layers
+    t, in_ring = c.training, c.training.context == "ring" and mesh.get("c", 1) > 1
     if of_batch:
-        sizes.append(("training.batch_size", "r·d·e·training.microbatches"))
+        sizes.append(("training.batch_size", t.batch_size, ("r", "d", "e", "training.microbatches")))
     if of_sequences:
-        sizes.append(("training.seq_len", "c·t"))
-        sizes += [] if c.training.loss_chunk is None else [("training.loss_chunk", "c·t")]
-        # A device of a ring has two chunks.
-        sizes += [("training.seq_len", "2·c")] if c.training.context == "ring" and mesh.get("c", 1) > 1 else []
-    factors = {"training.microbatches": c.training.microbatches, "2": 2, **axes_of_mesh(mesh)}
-    for name, axes in sizes:
-        section, field = name.split(".")
-        value, of_mesh = getattr(getattr(c, section), field), [axis for axis in axes.split("·") if axis in factors]
-        devices = math.prod(factors[axis] for axis in of_mesh)
-        if value % devices:
-            shown = f"{'·'.join(of_mesh)} = {devices}"
-            raise ValueError(f"{name} is {value}; on the mesh {mesh_text(mesh)} it must be a multiple of {shown}.")
+        sizes.append(("training.seq_len", t.seq_len, ("c", "t")))
+        sizes += [] if t.loss_chunk is None else [("training.loss_chunk", t.loss_chunk, ("c", "t"))]
+        sizes += [("training.seq_len", t.seq_len, ("2", "c"))] if in_ring else []  # a device has two chunks
+    factors = {"training.microbatches": t.microbatches, "2": 2, **axes_of_mesh(mesh)}
+    of_mesh = [(name, size, [axis for axis in axes if axis in factors]) for name, size, axes in sizes]
+    for name, size, axes in sorted(of_mesh, key=lambda found: -len(found[2])):  # so that one message has all axes
+        if size % (devices := math.prod(factors[axis] for axis in axes)):
+            shown = f"{'·'.join(axes)} = {devices}"
+            raise ValueError(f"{name} is {size}; on the mesh {mesh_text(mesh)} it must be a multiple of {shown}.")

@@ -5,15 +5,19 @@ device of p has one chunk.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib import pipeline, shardops
 from shardlib.array_types import ABSENT, arrays_of
 from shardlib.axes import ALWAYS, PIPELINE_AXIS
+from shardlib.layers import LayerMetrics
 from shardlib.placement import LayerPlacement, place_layers
 from shardlib.schedules import Orders, forwards, in_a_ring, schedule_of, stages_of
 from shardlib.shardtypes import make_shardings
@@ -56,35 +60,76 @@ def _orders(c: Config, placement: LayerPlacement) -> Orders:
     return schedule(placement.p, c.training.microbatches, placement.v)
 
 
-def run_training(c: Config, model: LanguageModel, loss: Any, w: Any, batch: Any) -> tuple[Any, Any, Any]:
-    """The loss, its gradients, and the metrics of the layers, by the schedule of c.pipeline. Per-device code.
-
-    Args:
-        c: the configuration.
-        model: the model.
-        loss: the loss of a microbatch, as shardlib.pipeline.run_schedule takes it.
-        w: copies of the weights.
-        batch: a tuple of pytrees of arrays, each with one leading dim of microbatches.
-
-    Returns:
-        As shardlib.pipeline.run_schedule: the loss is a partial sum over p. The metrics are reduced.
-    """
-    if c.pipeline.schedule == IN_ORDER:
-        total, g, metrics = pipeline.run_in_order(loss, w, batch)
-    else:
-        total, g, metrics = pipeline.run_schedule(loss, placement_of(c, model), training_table(c, model), w, batch)
-    if metrics is not None:
-        metrics = dataclasses.replace(metrics, values=shardops.psum("N depth +p -> N depth", metrics.values))
-    return total, g, metrics
+def executor(c: Config, model: LanguageModel) -> "InTurn | InStages":
+    """What runs the microbatches of a step on the current mesh: in turn, or with p by the schedule of c.pipeline."""
+    return InStages(c, model) if has_stages() else InTurn(c.training.microbatches, c.training.side_by_side)
 
 
-def run_evaluation(c: Config, model: LanguageModel, loss: Any, w: Any, batch: Any) -> Any:
-    """The loss of `run_training`, without gradients."""
-    if c.pipeline.schedule == IN_ORDER:
-        return pipeline.run_in_order(loss, w, batch, training=False)[0]
-    placement = placement_of(c, model)
-    table = tick_table(forwards(_orders(c, placement)))
-    return pipeline.run_schedule(loss, placement, table, w, batch)[0]
+@dataclasses.dataclass(frozen=True)
+class InTurn:
+    """Runs microbatches one after the other, or so many side by side. Per-device code."""
+
+    microbatches: int
+    side_by_side: int
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether gradients of several microbatches are added up."""
+        return self.microbatches > self.side_by_side
+
+    def gradients(self, loss: Callable, w: Any, batch: Any) -> tuple[Any, Any, Any]:
+        """Loss and gradients, summed over the microbatches in `batch`, and the mean of the layers' metrics.
+
+        `loss` maps w and the microbatches that are side by side to the sum of their losses and the means of their
+        Extras.
+        """
+        batch = jax.tree.map(lambda x: x.reshape(-1, self.side_by_side, *x.shape[1:]), batch)
+        groups, layers = (len(jax.tree.leaves(x)[0]) for x in (batch, w.layers))
+
+        def loss_of(w, group):
+            one = lambda i: jax.tree.map(lambda x: x[i], group)
+            total, extras = loss(w, *map(one, range(self.side_by_side)))
+            return total if extras.loss is None else total + jnp.sum(extras.loss) / groups, extras.metrics
+
+        def add(sums, group):
+            (loss, metrics), g = jax.value_and_grad(loss_of, has_aux=True)(w, group)
+            return jax.tree.map(jnp.add, sums, (loss, g)), metrics
+
+        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), w)
+        (total, g), metrics = lax.scan(add, (jnp.zeros(()), zeros), batch)
+        metrics = jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
+        return total, g, LayerMetrics.of_rows(metrics, jnp.arange(layers), layers)
+
+    def loss(self, loss: Callable, w: Any, batch: Any) -> jax.Array:
+        """The loss of `gradients`, without those of layers."""
+        return lax.scan(lambda sum, part: (sum + loss(w, part)[0], None), jnp.zeros(()), batch)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class InStages:
+    """Runs microbatches through the stages of axis p. Per-device code."""
+
+    c: Config
+    model: LanguageModel
+    adds_up = True
+
+    def gradients(self, loss: Any, w: Any, batch: Any) -> tuple[Any, Any, Any]:
+        """As InTurn.gradients, of a loss as shardlib.pipeline.run_schedule takes it."""
+        total, g, metrics = self._run(loss, w, batch, training=True)
+        if metrics is not None:
+            metrics = dataclasses.replace(metrics, values=shardops.psum("N depth +p -> N depth", metrics.values))
+        return shardops.psum("+p ->", total), g, metrics
+
+    def loss(self, loss: Any, w: Any, batch: Any) -> jax.Array:
+        """The loss of `gradients`, without those of layers."""
+        return shardops.psum("+p ->", self._run(loss, w, batch, training=False)[0])
+
+    def _run(self, loss: Any, w: Any, batch: Any, training: bool) -> tuple[Any, Any, Any]:
+        if self.c.pipeline.schedule == IN_ORDER:
+            return pipeline.run_in_order(loss, w, batch, training)
+        placement = placement_of(self.c, self.model)
+        orders = _orders(self.c, placement)
+        return pipeline.run_schedule(loss, placement, tick_table(orders if training else forwards(orders)), w, batch)
 
 
 def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:

@@ -70,7 +70,7 @@ def weights_of(c: Config) -> Any:
 
 def logits_of(forward: Any, w: Any) -> Callable[[Any], Any]:
     """Maps a TokenBatch to its logits by train.Forward of the reference, with weights `w` at rest. Per-device code."""
-    copies = scope(forward.copies)(w)  # in scopes of their own, as its dims are other ones
+    copies = scope(forward.prepare)(w)  # in scopes of their own, as its dims are other ones
     return scope(lambda batch: forward(copies, (forward.tokens(batch),), forward.model.logits)[0])
 
 

@@ -153,7 +153,7 @@ def check_cache(forward: Any, context: int) -> None:
 
     @typed_shard_map
     def differences(w: model.Weights, ids: u32["_N/r/d _L"]) -> f32["_T"]:
-        w, zero = forward.copies(w), jnp.int32(0 * ids)
+        w, zero = forward.prepare(w), jnp.int32(0 * ids)
         text = Tokens(ids, zero + jnp.arange(2 * half, dtype=jnp.int32), zero)
         expected, _, _ = forward(w, (text,), model.logits)
 

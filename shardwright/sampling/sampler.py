@@ -215,11 +215,11 @@ class Sampler(Programs):
 
         @typed_shard_map
         def prefill(w: Weights, ids: u32["_N/r/d _L"]) -> Cache:
-            return filled_cache(forward.copies(w), ids, forward, cache_size)
+            return filled_cache(forward.prepare(w), ids, forward, cache_size)
 
         @typed_shard_map
         def decode(w: Weights, cache: Cache, texts: Texts) -> tuple[Cache, Texts, u32["_T _N/r/d"]]:
-            w = forward.copies(w)
+            w = forward.prepare(w)
 
             def step(carry, _):
                 cache, texts = carry

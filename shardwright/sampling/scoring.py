@@ -79,7 +79,7 @@ class Scorer(Programs):
                 logits = forward.model.logits(w, x)
                 return loss(logits, targets), is_likeliest(logits, targets)
 
-            return forward(forward.copies(w), (dataclasses.replace(forward.tokens(batch), ids=ids),), head)[0]
+            return forward(forward.prepare(w), (dataclasses.replace(forward.tokens(batch), ids=ids),), head)[0]
 
         self._program = self.jit(losses, 0)
 

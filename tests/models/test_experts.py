@@ -116,7 +116,7 @@ def layer_of(c, seed=3) -> moe.Layer:
 
 def used(w: moe.Layer):
     """Weights at rest as a layer uses them. Per-device code."""
-    return train.gathered(w)
+    return train.gather_weights(w)
 
 
 @pytest.mark.parametrize(("slots", "pools"), [(None, None), (8, None), (16, 2)])
@@ -449,7 +449,7 @@ def test_slots_by_a_priority_over_the_sequence_are_refused(tmp_path):
 
         @tiny.per_device
         def run(w: of.model.Weights, batch: TokenBatch) -> train.act["B/r/d L V/t/p"]:
-            return of(of.copies(w), (of.tokens(batch),), of.model.logits)[0]
+            return of(of.prepare(w), (of.tokens(batch),), of.model.logits)[0]
 
         other = np.where(np.arange(tiny.LENGTH) < 12, ids, (ids + 1) % c.model.vocab).astype(np.uint32)
         w = jax.tree.map(lambda x: jax.random.normal(jax.random.key(sum(x.shape)), x.shape), of.model.table)

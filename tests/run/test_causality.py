@@ -235,7 +235,7 @@ def logits_of(kind: type, in_training: bool = False):
 
     @tiny.per_device
     def run(w: of.model.Weights, batch: TokenBatch) -> tiny.train.act["B/r/d L V/t/p"]:
-        return of(of.copies(w), (of.tokens(batch),), of.model.logits)[0]
+        return of(of.prepare(w), (of.tokens(batch),), of.model.logits)[0]
 
     key = jax.random.key(3)
     draw = lambda x: 0.3 * jax.random.normal(jax.random.fold_in(key, sum(x.shape)), x.shape)

@@ -1,4 +1,4 @@
-"""train.gathered: each weight as its uses see it, against what it is by hand."""
+"""train.gather_weights: each weight as its uses see it, against what it is by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def gathered(model, mesh) -> tuple[dict, dict]:
     noted = {}
 
     def per_device(w):
-        w = train.gathered(w)
+        w = train.gather_weights(w)
         found = jax.tree_util.tree_leaves_with_path(w, is_leaf=is_opaque)
         found = {jax.tree_util.keystr(path).strip("."): leaf for path, leaf in found}
         noted.update({name: (leaf.dtype.name, set(leaf.axes)) for name, leaf in found.items()})

@@ -122,7 +122,7 @@ def own_logits(c: Any, weights: Any, targets: np.ndarray) -> np.ndarray:
 
     @typed_shard_map
     def per_device(w: forward.model.Weights, batch: TokenBatch) -> f32["B/r/d L V/t"]:
-        return forward(forward.copies(w), (forward.tokens(batch),), forward.model.logits)[0]
+        return forward(forward.prepare(w), (forward.tokens(batch),), forward.model.logits)[0]
 
     with one_device(), compute_scope("f32"):
         placed = [

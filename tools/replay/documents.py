@@ -97,7 +97,7 @@ def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:
 
     @typed_shard_map
     def per_device(w: Weights, batch: Batch, seeds: u32["m B/r/d"] | None) -> f32["m B/r/d L"]:
-        copies = forward.copies(w)
+        copies = forward.prepare(w)
 
         def of_microbatch(_, part):
             head = lambda w, x: train.cross_entropy(forward.model.logits(w, x), part[0].targets)

@@ -8,7 +8,6 @@ Takes the configuration of a run, as `python -m train` does, and train.py and th
 docs/parallelism.md explains the report. Exit status 1: the step is refused, or the meshes differ.
 """
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -18,7 +17,6 @@ from dataclasses import dataclass, field
 import jax
 
 from shardlib.axes import mesh_text
-from shardwright.modeling.blockwise import small_blocks
 from shardwright.run.config import Config
 from shardwright.run.launch import start_with_section
 from shardwright.settings.words import say
@@ -95,9 +93,9 @@ def run(c: Config, settings: VerifyConfig) -> bool:
             say(f"{more} more divide the sizes, with the same axes and sizes in other combinations: see verify.meshes.")
         say(f"The step type-checks on {len(traced)} of {len(meshes) + len(others)} meshes; no device was used.")
         return True
-    # So that blockwise attention has several blocks even for the sequences of verify.small.
-    with small_blocks(c.training.seq_len // 4) if settings.small else contextlib.nullcontext():
-        largest, differing = compare_meshes(c, meshes, lambda text: print(text, file=sys.stderr))
+    if settings.small:  # several blocks even for these sequences
+        c.training.attention_block = c.training.seq_len // 4
+    largest, differing = compare_meshes(c, meshes, lambda text: print(text, file=sys.stderr))
     t = c.training
     say(f"training.microbatches={t.microbatches} attention={t.attention} fp8={str(t.fp8).lower()}")
     for line in [largest, *differing]:
