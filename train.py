@@ -34,7 +34,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_extra import explicit_activation_checkpointing, save_for_backward
 from shardlib import shardops, shardtypes
 from shardlib.layers import Extras, LayerMetrics, run_layers
-from shardlib.shardtypes import Array, Separate, Subset, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
+from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
 from shardlib.values import planned_devices
 from shardwright.modeling import context, fp8, rope, rules
 from shardwright.modeling.loss_chunks import sum_in_chunks
@@ -44,9 +44,8 @@ from shardwright.modeling.weights import embedding, gain, matrix, table_of, unem
 from shardwright.optimizers import rates
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.muon import muon
-from shardwright.run import stages, teacher
+from shardwright.run import launch, stages, teacher
 from shardwright.run.config import Config, TrainingConfig
-from shardwright.run.launch import launched, program
 from shardwright.run.run import Run
 from shardwright.sampling.samples import TrainingSamples
 from shardwright_data.loader import TokenBatch
@@ -187,26 +186,6 @@ W = TypeVar("W")  # class of a model's weights, such as Transformer
 Batch = Array["m", TokenBatch]  # the batch of a step
 
 
-def gather_weights(w: W, which: Callable[[str], bool] = lambda name: True, reduce_dtype: str = "compute") -> W:
-    """Weights as a layer uses them: each is cast, and gathered over the axes that its type drops, into a copy.
-
-    `which` says by its name, such as `layers.w_q`, whether a weight is to be used next; others stay at rest. Its
-    gradient is reduced over r and those axes in the dtype of its uses, or with reduce_dtype="f32" in its own.
-    """
-
-    def gather(name, t, x):
-        if not which(name):
-            return x
-        used = t.used or t
-        x = x.astype(used.jax_dtype) if reduce_dtype == "compute" else x
-        x = shardops.replicate("... -> ... *r", x)
-        if used.spec == t.spec:
-            return x.astype(used.jax_dtype)
-        return shardops.all_gather(f"{t.spec} -> {used.spec}", x, dtype=used.jax_dtype)
-
-    return shardtypes.map_arrays(gather, w)
-
-
 @dataclasses.dataclass(frozen=True)
 class Forward:
     """Forward pass of a model, the same in training, evaluation and sampling: embed, layers, head.
@@ -278,8 +257,23 @@ class Forward:
         return how == "step" or (how == "auto" and planned_devices("cde") == 1)
 
     def gather_weights(self, w: W, which: Callable[[str], bool] = lambda name: True) -> W:
-        """Weights as a layer uses them, with training.reduce_dtype."""
-        return gather_weights(w, which, self.training.reduce_dtype)
+        """Weights as a layer uses them: each is cast, and gathered over the axes that its type drops, into a copy.
+
+        `which` says by its name, such as `layers.w_q`, whether a weight is to be used next; others stay at rest. Its
+        gradient is reduced over r and those axes, in the dtype of its uses or with training.reduce_dtype=f32 in f32.
+        """
+
+        def gather(name, t, x):
+            if not which(name):
+                return x
+            used = t.used or t
+            x = x.astype(used.jax_dtype) if self.training.reduce_dtype == "compute" else x
+            x = shardops.replicate("... -> ... *r", x)
+            if used.spec == t.spec:
+                return x.astype(used.jax_dtype)
+            return shardops.all_gather(f"{t.spec} -> {used.spec}", x, dtype=used.jax_dtype)
+
+        return shardtypes.map_arrays(gather, w)
 
     def gather_outer(self, w: W) -> W:
         """The weights with those outside of the layers gathered, once for the microbatches that are side by side."""
@@ -343,11 +337,10 @@ def summed_loss(
 
 @dataclasses.dataclass(frozen=True)
 class MicrobatchLoss:
-    """Loss of microbatches side by side, and the parts of that of one, which pipeline stages run.
+    """Loss of microbatches side by side. A microbatch is a TokenBatch, and seeds or None.
 
     It is the sum of loss(logits, targets, mask, logits of `reference`), divided by `targets`, the number of targets in
-    the whole batch. `reference` maps a TokenBatch to the logits of another model. A microbatch is a TokenBatch, and
-    seeds or None.
+    the whole batch. `reference` maps a TokenBatch to the logits of another model.
     """
 
     forward: Forward
@@ -358,25 +351,12 @@ class MicrobatchLoss:
     def __call__(self, w: W, *microbatches: Any) -> tuple[Any, Extras]:
         """The sum of the losses, and the means of the layers' Extras."""
         tokens = lambda: tuple(self.forward.tokens(*each) for each in microbatches)
-        losses = lambda w, *xs: [self.last(w, x, *each) for x, each in zip(xs, microbatches, strict=True)]
+        losses = lambda w, *xs: [self.head(w, x, *each) for x, each in zip(xs, microbatches, strict=True)]
         found, _, extras = self.forward(w, tokens, losses)
         return sum(found[1:], found[0]), extras
 
-    def gather_outer(self, w: W) -> W:
-        """The weights for `first` and `last`."""
-        return self.forward.gather_outer(w)
-
-    def first(self, w: W, *microbatch: Any) -> Any:
-        """The input of the first layer."""
-        return self.forward.model.embed(w, self.forward.tokens(*microbatch))
-
-    def layers(self, w: Any, x: Any, ids: Any, *microbatch: Any) -> tuple[Any, Extras]:
-        """`x` after the layers of a stage, and their Extras."""
-        (x,), _, extras = self.forward.layers(w, (x,), (self.forward.tokens(*microbatch),), ids)
-        return x, extras
-
-    def last(self, w: W, x: Any, batch: TokenBatch, seeds: Any) -> Any:
-        """The loss, from the output of the last layer."""
+    def head(self, w: W, x: Any, batch: TokenBatch, seeds: Any) -> Any:
+        """The loss of a microbatch, from the output `x` of the last layer."""
         summed = functools.partial(summed_loss, forward=self.forward, loss=self.loss)
         own = functools.partial(shardops.shard, "B/b L -> B/b L/c")
         given = own(batch.targets), own(batch.loss_mask), self.reference and self.reference(batch)
@@ -412,21 +392,16 @@ class State(Generic[W]):
     """Contents of a checkpoint: f32 arrays, sharded over every axis but r."""
 
     weights: W
-    adam_mu: Subset[W]  # momentum of matrices under Muon; None for frozen weights
-    adam_nu: Subset[W]  # None for matrices under Muon and for frozen weights
-
-
-@typed
-def squared_norm(x: f32["N/t/w/p"]) -> f32["+t +w +p"]:
-    """Sum of the squares of a flattened array."""
-    return shardops.einsum_unreduced("N/t/w/p -> +t +w +p", jnp.square(x))
+    adam_mu: shardtypes.Subset[W]  # momentum of matrices under Muon; None for frozen weights
+    adam_nu: shardtypes.Subset[W]  # None for matrices under Muon and for frozen weights
 
 
 @typed
 def global_norm(g: W) -> f32[""]:
     """Root of the sum of the squares of all entries."""
     # Every array is sharded over all axes but r, so that the flattened blocks of all devices hold each entry once.
-    squares = [squared_norm(leaf.reshape(-1)) for leaf in jax.tree.leaves(g)]
+    squared = lambda x: shardops.einsum_unreduced("N/t/w/p -> +t +w +p", jnp.square(x.reshape(-1)))
+    squares = [shardtypes.scope(squared)(leaf) for leaf in jax.tree.leaves(g)]  # N is another number for each
     return jnp.sqrt(shardops.psum("+t +w +p ->", functools.reduce(lambda a, b: a + b, squares)))
 
 
@@ -503,7 +478,7 @@ def make_training_step(c: Config, model: LanguageModel):
     It reuses the old state's memory.
     """
     forward, other = Forward(model, c.training, in_training=True), Forward(teacher.model_of(c) or model, c.training)
-    Weights, Other = model.Weights, Separate[other.model.Weights]
+    Weights, Other = model.Weights, shardtypes.Separate[other.model.Weights]
     updates = rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
 
     @typed_shard_map
@@ -587,10 +562,10 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
         return run.end()
 
 
-@program
+@launch.program
 def main(config) -> str | None:
     """Runs the configuration that Hydra composed. Returns the signal that stopped the run, if any."""
-    with launched(config) as (c, model, directory):
+    with launch.launched(config) as (c, model, directory):
         return Run.to_the_end(lambda: train(c, model, directory))
 
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-import moe
+from models import moe
 
 torch = pytest.importorskip("torch", reason="the oracles of experts need torch, installed on Python 3.11 only")
 transformers = pytest.importorskip("transformers", reason="the oracles of experts need transformers")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 from recipes import module_of
 
-import gpt2
+from models import gpt2
 from shardwright.cluster.config import HardwareConfig, MeshConfig
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig

@@ -214,8 +214,8 @@ REPEATED = (
 )
 STAGES = (
     ("a pipeline stage", "one device"),
-    "undo it, or change both: stages run `gather_outer`, `first`, `layers` and `last`, one device runs `__call__` and "
-    "`accumulate`",
+    "undo it, or change both: stages run the parts of a microbatch that run/stages.py names, one device runs `Forward` "
+    "and `InTurn`",
     REPEATED,
 )
 LACKING = ("this mesh", "one device"), OF_AXES, OF_AXES

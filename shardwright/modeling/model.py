@@ -8,8 +8,8 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import inspect
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, Self
 
@@ -183,25 +183,32 @@ SETTINGS = ("module", "vocab", "layers", "heads", "d_head", "bos_id", "check")
 """Settings that train.py and the tools read from any ModelConfig."""
 PARTS = ("Weights", "embed", "layer", "logits")
 """Parts that each Model has beside `c` and `table`."""
-SHIPPED = ("train", "gpt2", "moe", "family")
-"""The modules of models that stand beside this package."""
+SHIPPED = ("gpt2", "moe", "family")
+"""The modules of the package `models`."""
 
 
 def is_shipped(name: str) -> bool:
-    """Whether `model.module: name` names a model of SHIPPED, by its place and not by what Python finds."""
-    return name in SHIPPED and (Path(__file__).parents[2] / f"{name}.py").is_file()
+    """Whether `model.module: name` names train.py or a model of SHIPPED, and no module of the user's own."""
+    return name == "train" or _module_name(name) != name
+
+
+def _module_name(name: str) -> str:
+    """Name by which Python imports a model: that of a module which the user has, or of one of SHIPPED."""
+    return f"models.{name}" if name in SHIPPED and importlib.util.find_spec(name) is None else name
 
 
 def module_of(name: str) -> ModuleType:
     """The module of a model. Raises ValueError if there is no such module, or it lacks a part."""
     try:
-        module = importlib.import_module(name)
+        module = importlib.import_module(_module_name(name))
     except ModuleNotFoundError as error:
+        if error.name in SHIPPED:
+            raise _refusal(name, f"which imports {error.name}; write `from models import {error.name}`") from None
         if not f"{name}.".startswith(f"{error.name}."):  # a module that it imports is missing
             raise
         raise ValueError(
             f"model.module is {name!r}, and Python finds no module of that name; put {name}.py where you start, or its "
-            f"directory into PYTHONPATH.{did_you_mean(name, ('train', 'gpt2', 'gpt2'))}"
+            f"directory into PYTHONPATH.{did_you_mean(name, ('train', *SHIPPED))}"
         ) from None
 
     for kind, parts in {"ModelConfig": SETTINGS, "Model": PARTS}.items():
@@ -219,6 +226,8 @@ def _refusal(name: str, problem: str) -> ValueError:
 def load_model(c: Any) -> LanguageModel:
     """The model of a ModelConfig. Raises ValueError if its module lacks a part, or its table has another class."""
     kind = module_of(c.module).Model
+    if "einsum" in inspect.signature(kind.layer).parameters:
+        raise _refusal(c.module, "whose layer takes `einsum`; drop it, and call shardops.matmul in its place")
     model = kind(c)
     if not isinstance(inputs := getattr(model, "inputs", ()), tuple | list):
         raise _refusal(c.module, f"whose Model has inputs {inputs!r}; it must be a tuple of names: ('kind',)")

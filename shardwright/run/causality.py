@@ -28,6 +28,7 @@ from shardwright.modeling.model import act, compute_scope, inputs_of
 from shardwright.modeling.rules import Rule
 from shardwright.modeling.weights import shapes_of
 from shardwright.run.soundness import Unproved, refuse, text_of
+from shardwright.run.stages import Parts
 from shardwright_data.loader import TokenBatch
 
 ROWS, LENGTH = 2, 256
@@ -267,9 +268,10 @@ def _traced(
         if not parts:
             return loss(w, first, *([second] if second else []))[0]
         with pipeline_stage():
-            outside, layers = loss.gather_outer(w), len(jax.tree.leaves(w.layers)[0])
-            x, _ = loss.layers(w.layers, loss.first(outside, *first), jnp.arange(layers), *first)
-            return loss.last(outside, x, *first)
+            stages, layers = Parts(loss), len(jax.tree.leaves(w.layers)[0])
+            outer = stages.gather_outer(w)
+            x, _ = stages.layers(w.layers, stages.first(outer, *first), jnp.arange(layers), *first)
+            return stages.last(outer, x, *first)
 
     return _on_one_device(forward, logits if sampled else loss, _arguments(forward, sizes, seeds))
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from shardwright.run.provenance import PROJECT, ROOT, own_modules
 
-EDITED = tuple(ROOT / name for name in ("train.py", "family.py", "gpt2.py", "moe.py"))
+EDITED = (ROOT / "train.py", *(ROOT / "models").glob("*.py"))
+OTHERS = {*PROJECT} - {"models"}
+"""Packages of the project that stay as they are."""
 
 
 @contextlib.contextmanager
@@ -26,11 +28,11 @@ def imported_again(*parts: Any) -> Iterator[list[Any]]:
         The same functions and classes of the new modules. What was made by no file stays as it is.
     """
     files = {str(path) for path in (*EDITED, *own_modules())}
-    packages = {part.__module__.partition(".")[0] for part in parts} - {"__main__", *PROJECT}
+    packages = {part.__module__.partition(".")[0] for part in parts} - {"__main__", *OTHERS}
 
     def is_own(name: str, module: Any) -> bool:
         top = name.partition(".")[0]
-        is_named = top in packages or (getattr(module, "__file__", None) in files and top not in PROJECT)
+        is_named = top in packages or (getattr(module, "__file__", None) in files and top not in OTHERS)
         return is_named and name != "__main__" and getattr(module, "__spec__", None) is not None
 
     own = lambda: {name: module for name, module in [*sys.modules.items()] if is_own(name, module)}

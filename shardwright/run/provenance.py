@@ -37,7 +37,7 @@ from shardwright.settings.words import listed
 from shardwright_data.loader import batch_shapes
 
 ROOT = Path(__file__).parents[2]
-PROJECT = ("train.py", "family.py", "gpt2.py", "moe.py", "jax_extra.py", "shardlib", "shardwright", "shardwright_data")
+PROJECT = ("train.py", "models", "jax_extra.py", "shardlib", "shardwright", "shardwright_data")
 """The project's source, without the programs beside train.py."""
 ENVIRONMENT = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_")
 """Beginnings of the names of variables that are kept. Others may be secrets."""

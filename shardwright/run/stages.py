@@ -106,6 +106,34 @@ class InTurn:
 
 
 @dataclasses.dataclass(frozen=True)
+class Parts:
+    """The parts of a train.MicrobatchLoss of one microbatch, as shardlib.pipeline.run_schedule takes them.
+
+    They are those that train.Forward and the loss compose: embed, layers, head.
+    """
+
+    loss: Any
+
+    def gather_outer(self, w: Any) -> Any:
+        """The weights for `first` and `last`."""
+        return self.loss.forward.gather_outer(w)
+
+    def first(self, w: Any, *microbatch: Any) -> Any:
+        """The input of the first layer."""
+        return self.loss.forward.model.embed(w, self.loss.forward.tokens(*microbatch))
+
+    def layers(self, w: Any, x: Any, ids: Any, *microbatch: Any) -> tuple[Any, Any]:
+        """`x` after the layers of a stage, of these numbers, and their Extras."""
+        forward = self.loss.forward
+        (x,), _, extras = forward.layers(w, (x,), (forward.tokens(*microbatch),), ids)
+        return x, extras
+
+    def last(self, w: Any, x: Any, *microbatch: Any) -> Any:
+        """The loss, from the output of the last layer."""
+        return self.loss.head(w, x, *microbatch)
+
+
+@dataclasses.dataclass(frozen=True)
 class InStages:
     """Runs microbatches through the stages of axis p. Per-device code."""
 
@@ -114,7 +142,7 @@ class InStages:
     adds_up = True
 
     def gradients(self, loss: Any, w: Any, batch: Any) -> tuple[Any, Any, Any]:
-        """As InTurn.gradients, of a loss as shardlib.pipeline.run_schedule takes it."""
+        """As InTurn.gradients."""
         total, g, metrics = self._run(loss, w, batch, training=True)
         if metrics is not None:
             metrics = dataclasses.replace(metrics, values=shardops.psum("N depth +p -> N depth", metrics.values))
@@ -125,6 +153,7 @@ class InStages:
         return shardops.psum("+p ->", self._run(loss, w, batch, training=False)[0])
 
     def _run(self, loss: Any, w: Any, batch: Any, training: bool) -> tuple[Any, Any, Any]:
+        loss = Parts(loss)
         if self.c.pipeline.schedule == IN_ORDER:
             return pipeline.run_in_order(loss, w, batch, training)
         placement = placement_of(self.c, self.model)

@@ -13,7 +13,7 @@ import tiny
 from hlo_texts import HEAD, TEXT
 from step_text import table_of
 
-import gpt2
+from models import gpt2
 from shardwright.cluster.devices import make_mesh
 from shardwright.compiled.files import write_json
 from shardwright.compiled.hlo import parse
@@ -267,7 +267,7 @@ def test_every_collective_has_its_line_in_what_one_reads(model, mesh, microbatch
     assert files.pop("shardwright/run/stages.py", set()) == ({"p"} if "p" in mesh else set())
     assert set(files) == {
         "train.py",
-        *{"gpt2": ["gpt2.py"], "llama with muon": ["shardwright/optimizers/muon.py"]}.get(model, []),
+        *{"gpt2": ["models/gpt2.py"], "llama with muon": ["shardwright/optimizers/muon.py"]}.get(model, []),
     }
 
 

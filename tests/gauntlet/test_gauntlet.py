@@ -27,7 +27,13 @@ from tools.verify.__main__ import small
 ROOT = Path(__file__).parents[2]
 DATA = tomllib.loads(Path(__file__).with_name("bugs.toml").read_text())
 CONFIGS, BUGS = DATA["configs"], {bug["number"]: bug for bug in DATA["bug"]}
-IN_PROCESS = {"train.py", "gpt2.py", "moe.py", "shardwright/optimizers/muon.py", "shardwright/modeling/context.py"}
+IN_PROCESS = {
+    "train.py",
+    "models/gpt2.py",
+    "models/moe.py",
+    "shardwright/optimizers/muon.py",
+    "shardwright/modeling/context.py",
+}
 """Files of which train.py can be given an edited copy without another process."""
 DEVICES = 8
 SHORT = 8
@@ -72,7 +78,7 @@ def refusal(files: dict[str, str], config: dict) -> str | None:
             source = source.replace(f"from {path} import", f"from {name} import")
             instead = f"import {name} as {module}\nfrom {package} import "
             source = source.replace(f"from {package} import {module}, ", instead)
-            if file in ("gpt2.py", "moe.py"):
+            if file in ("models/gpt2.py", "models/moe.py"):
                 c.model.module = name
         train = stack.enter_context(module_of(source))
         if c.model.module == "train":

@@ -12,8 +12,8 @@ import pytest
 import tiny
 from gradients import assert_close, with_gradients
 
-import gpt2
 import train
+from models import gpt2
 from shardlib.shardtypes import dtype_name
 from shardwright.modeling import attention, attention_calls
 from shardwright.modeling.blockwise import blockwise, small_blocks

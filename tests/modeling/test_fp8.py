@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 
-import gpt2
+from models import gpt2
 from shardlib import shardops
 from shardlib.shardtypes import ShardError, f32, typed_shard_map
 from shardwright.modeling import fp8

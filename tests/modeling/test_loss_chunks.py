@@ -10,7 +10,7 @@ import pytest
 import tiny
 from gradients import assert_same, loss_and_gradients
 
-import gpt2
+from models import gpt2
 from shardlib import shardops
 from shardlib.shardtypes import dtype_name, pytree_dataclass
 from shardwright.modeling.loss_chunks import sum_in_chunks

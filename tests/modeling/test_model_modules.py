@@ -13,7 +13,7 @@ from shardwright.modeling.model import load_model, module_of
 from shardwright.modeling.weights import Weight, initialize
 from shardwright.run.config import check_divides
 
-SOURCE = (Path(__file__).parents[2] / "gpt2.py").read_text()
+SOURCE = (Path(__file__).parents[2] / "models/gpt2.py").read_text()
 
 pytestmark = pytest.mark.quick
 

@@ -11,8 +11,8 @@ import pytest
 import tiny
 from jax import lax
 
-import gpt2
 import train
+from models import gpt2
 from shardlib import shardops
 from shardlib.shardtypes import dtype_name, f32, i32
 from shardwright.cluster.devices import make_mesh

@@ -15,8 +15,8 @@ from huggingface_models import assert_same, losses_and_gradients, their_logits, 
 from recipes import SOURCE, line_of, module_of
 from verifying import verify
 
-import moe
 import train
+from models import moe
 from shardlib import products, shardops
 from shardlib.layers import LayerMetrics
 from shardlib.shardtypes import bool_, f32
@@ -467,7 +467,7 @@ def test_slots_by_a_priority_over_the_sequence_are_refused(tmp_path):
 @pytest.mark.quick
 def test_the_page_quotes_the_source():
     root = Path(__file__).parents[2]
-    page, source = (root / "docs/experts.md").read_text(), (root / "moe.py").read_text()
+    page, source = (root / "docs/experts.md").read_text(), (root / "models/moe.py").read_text()
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert len(blocks) == 7
     assert all(block in source for block in blocks)

@@ -14,9 +14,8 @@ from huggingface_models import assert_same, export, losses_and_gradients, to_run
 from safetensors.numpy import load_file
 from verifying import verify
 
-import family
-import moe
 import train
+from models import family, moe
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import RopeScaling
 from shardwright.run.opening import MeshChoice

@@ -11,8 +11,8 @@ import tiny
 from huggingface_models import assert_same, losses_and_gradients, their_logits
 from jax.sharding import PartitionSpec
 
-import gpt2
 import train
+from models import gpt2
 from shardlib.shardtypes import f32, u32
 from shardwright.modeling.weights import initialize
 from shardwright.run.config import check_config

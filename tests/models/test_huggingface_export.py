@@ -15,7 +15,7 @@ import tiny
 from huggingface_models import export, to_run
 from safetensors.numpy import load_file
 
-import gpt2
+from models import gpt2
 from shardwright.modeling.model import module_of
 from shardwright_data.flat_tokens import Writer
 from shardwright_data.text.tokenizers import open_tokenizer

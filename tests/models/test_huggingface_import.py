@@ -21,9 +21,8 @@ from huggingface_models import to_run as run
 from omegaconf import OmegaConf
 from safetensors.numpy import load_file, save_file
 
-import family
-import gpt2
 import train
+from models import family, gpt2
 from shardlib.shardtypes import make_shardings
 from shardwright.huggingface import as_transformers_reads
 from shardwright.modeling import rules

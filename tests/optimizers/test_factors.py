@@ -21,7 +21,7 @@ from losses_of_runs import losses
 from optax_truth import random_like
 from recipes import changed, module_of
 
-import moe
+from models import moe
 from shardlib.array_types import arrays_in, factor_type
 from shardlib.parsing import parse_shape
 from shardlib.shardtypes import Factor, ShardError, Subset, f32, i32, make_shardings, pytree_dataclass, typed_shard_map

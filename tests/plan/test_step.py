@@ -13,9 +13,9 @@ import step_text
 import tiny
 from jax.ad_checkpoint import checkpoint_name
 
-import family
 import train
 from jax_extra import KEPT, SAVED
+from models import family
 from shardlib.axes import AXES
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import shapes_of

@@ -25,8 +25,7 @@ from omegaconf import OmegaConf
 from recipes import SOURCE, module_of
 from shipped import CONFIGS, load
 
-import gpt2
-import moe
+from models import gpt2, moe
 from shardlib.shardtypes import ShardError
 from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.model import load_model

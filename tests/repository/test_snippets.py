@@ -12,7 +12,7 @@ import tiny
 from jax import lax
 from shipped import load
 
-import gpt2
+from models import gpt2
 from shardlib import shardops
 from shardlib.shardtypes import f32, typed_shard_map
 from shardwright.modeling import rules

@@ -13,8 +13,8 @@ import tiny
 from jax import lax
 from token_shift import TokenShift
 
-import gpt2
 import train
+from models import gpt2
 from shardwright.modeling.rules import Rule, same_document
 from shardwright.run import causality
 from shardwright.run.causality import check_causal

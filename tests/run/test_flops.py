@@ -7,8 +7,7 @@ import pytest
 from jax.sharding import AxisType
 from shipped import load
 
-import family
-import moe
+from models import family, moe
 from shardwright.modeling.model import load_model
 from shardwright.modeling.rules import Rule
 from shardwright.modeling.weights import shapes_of

@@ -10,8 +10,8 @@ import pytest
 import tiny
 from redrawn import kept_by_numpy, redrawn
 
-import gpt2
 import train
+from models import gpt2
 from shardlib.parsing import ShardError
 from shardlib.shardtypes import bool_, f32, i32, u32
 from shardwright.sampling.sampler import Sampler, Sampling, choose, gumbel_noise, lowest_kept

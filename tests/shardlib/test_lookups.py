@@ -11,9 +11,8 @@ import tiny
 from gradients import assert_same, loss_and_gradients
 from jax.sharding import AbstractMesh, AxisType
 
-import gpt2
-import moe
 import train
+from models import gpt2, moe
 from shardlib import products
 from shardwright.modeling.model import load_model
 from shardwright.run.soundness import find_unsound

@@ -22,9 +22,9 @@ import pytest
 import tiny
 from jax import lax
 
-import gpt2
 import train
 from jax_extra import save_for_backward
+from models import gpt2
 from shardlib import shardops
 from shardlib.equations import body_of
 from shardlib.layers import Extras

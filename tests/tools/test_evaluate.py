@@ -17,8 +17,8 @@ import pytest
 import tiny
 from rich.console import Console
 
-import moe
 import train
+from models import moe
 from shardwright.cluster.config import MeshConfig
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model

@@ -165,7 +165,7 @@ BUGS = {  # what is copied and edited, the edit, the first tensor that differs, 
         (),
     ),
     "a model of one's own": (
-        ("gpt2.py", "own/mine.py"),
+        ("models/gpt2.py", "own/mine.py"),
         "save_for_backward(attended[..., 0, :])",
         "save_for_backward(attended[..., 0, :] * shardops.axis_size('t'))",
         "metric loss",
@@ -231,7 +231,7 @@ def test_the_first_tensor_that_differs_and_the_line_of_the_edit_are_named(tmp_pa
     before = edited.read_text()
     assert before.count(text) == 1
     edited.write_text(before.replace(text, instead))
-    done = verify(tmp_path, *settings, name="local_gpt2" if source == "gpt2.py" else "local_test_synthetic")
+    done = verify(tmp_path, *settings, name="local_gpt2" if source == "models/gpt2.py" else "local_test_synthetic")
     assert done.returncode == 1, done.stdout + done.stderr
     mesh = "p=2 r=1 d=2 t=2" if source == "shardlib" else "r=2 d=2 t=2"
     assert f"DIFFERS on {mesh}: the first tensor that differs is the {tensor}, by " in done.stdout

@@ -9,10 +9,8 @@ import pytest
 import tiny
 from own_model import imported
 
-import family
-import gpt2
-import moe
 import train
+from models import family, gpt2, moe
 from shardlib.parsing import ShardError
 from shardwright.modeling.model import load_model
 from shardwright.run.soundness import find_unsound

@@ -7,8 +7,8 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec as P
 
-import gpt2
 import train
+from models import gpt2
 from shardlib.op_checks import varying
 from shardlib.values import is_opaque
 from shardwright.modeling.model import compute_scope, load_model

@@ -26,7 +26,7 @@ def mine(tmp_path_factory):
 @pytest.mark.parametrize("number", range(len(QUOTED)))
 def test_what_the_page_quotes_of_gpt2_is_there(number):
     assert len(QUOTED) >= 4
-    assert QUOTED[number] in (Path(__file__).parents[2] / "gpt2.py").read_text()
+    assert QUOTED[number] in (Path(__file__).parents[2] / "models/gpt2.py").read_text()
 
 
 def config(**training):

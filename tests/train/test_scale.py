@@ -15,8 +15,8 @@ from jax.sharding import AbstractMesh, AxisType
 from shipped import RUNS
 from shipped import load as load_now
 
-import gpt2
 import train
+from models import gpt2
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import check_table
 from shardwright.run.config import Config, check_divides

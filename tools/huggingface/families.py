@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-import family
-import moe
+from models import family, moe
 from shardwright.huggingface import Names, check_fixed
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig, RopeScaling

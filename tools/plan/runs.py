@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import yaml
 
-import gpt2
 import train
+from models import gpt2
 from shardwright.cluster.config import HardwareConfig, MeshConfig
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig

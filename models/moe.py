@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-import family
 from jax_extra import save_for_backward
+from models import family
 from shardlib import shardops
 from shardlib.layers import Extras
 from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass, typed
