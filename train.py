@@ -519,25 +519,12 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
     return evaluation_step
 
 
-def programs(c: Config, model: LanguageModel, batch: Batch, which: str = "both") -> dict[str, jax.stages.Traced]:
-    """The two steps, traced, of which a checkpoint keeps hashes; or `which`: one, "start" (init_state), or "all"."""
-    start, other = jax.jit(lambda: init_state(jax.random.key(0), c, model)), teacher.weights_of(c)
-    state = jax.eval_shape(start)
-    trace = {
-        "training": lambda: make_training_step(c, model).trace(state, batch, np.int32(0), other),
-        "evaluation": lambda: make_evaluation_step(c, model).trace(state.weights, batch),
-        "start": lambda: start.trace(),
-    }
-    names = {"both": ("training", "evaluation"), "all": trace}.get(which, (which,))
-    return {name: trace[name]() for name in names}
-
-
 # ---- main -------------------------------------------------------------------------------------------------------
 
 
 def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
     """A run on the current mesh to its end, or to the next of training.changes. Returns what Run.end does."""
-    with Run(c, functools.partial(Forward, model), directory, programs) as run:
+    with Run(c, functools.partial(Forward, model), directory, __name__) as run:
         state = run.begin(functools.partial(init_state, c=c, model=model), State)
         if run.is_over:  # resumed after its last step
             return run.end()
@@ -545,7 +532,7 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
         samples = TrainingSamples(c, run.forward, run) if t.sample_interval else None
         run.prove()  # both steps compute on this mesh what they compute on one device, and no token sees a later one
         run.compare_forms()  # what has another form on this platform, such as `attention`, computes the same
-        training_step = run.compile(make_training_step(c, model), state)
+        training_step = run.compile()  # as it was proved
         evaluation_step = make_evaluation_step(c, model, run.options)
         if samples and run.start == 0:
             samples.write(state.weights)

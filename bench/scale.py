@@ -43,8 +43,9 @@ from shardwright.run.launch import composed
 from shardwright.run.metrics import RunLog
 from shardwright.run.soundness import find_unsound
 from shardwright.run.stages import place_layers
+from shardwright.run.step import trace_step
 from shardwright.run.stores import Store
-from shardwright_data.loader import batch_shapes, make_loader
+from shardwright_data.loader import make_loader
 
 ROOT = Path(__file__).parents[1]
 DEVICES = (8, 64, 512, 4096)
@@ -84,12 +85,12 @@ def arrays_of(c: Config) -> list[SavedArray]:
 def row(devices: int) -> list[str]:
     """The row of the table."""
     c = config(devices)
-    model, sizes, t = load_model(c.model), (c.mesh.r, c.mesh.d, c.mesh.t), c.training
+    model, sizes = load_model(c.model), (c.mesh.r, c.mesh.d, c.mesh.t)
     mesh = AbstractMesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     found = [f"{time.process_time():.2f}"]
     with jax.sharding.use_abstract_mesh(mesh):
-        found.append(measured(lambda: find_unsound(train.programs, c, model, mesh)))
-        step = train.programs(c, model, batch_shapes(t.batch_size, t.seq_len, t.microbatches))["training"]
+        found.append(measured(lambda: find_unsound(trace_step(c, model))))
+        step = trace_step(c, model).traced
         arrays = arrays_of(c)
     found.append(measured(lambda: place_layers(devices, in_a_ring(devices // 8, 1), 1)))
     c.data.filespec = str(ROOT / "synthetic_dataset.zarr")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
-from shardlib.proof.check import prove
+from shardlib.proof.check import prove_function
 from shardlib.shardtypes import f32, i32, make_shardings, typed_shard_map
 
 MESH = AbstractMesh((2, 2), ("d", "t"), axis_types=(AxisType.Explicit,) * 2)
@@ -52,7 +52,7 @@ def on_mesh(body: Callable, result=f32[""], mesh=MESH, **operands) -> None:
 def unsound(body: Callable, result=f32[""], mesh=MESH, **operands) -> list[str]:
     """What the check of the traced program finds wrong with the same."""
     fn, types = mapped(body, result, **operands)
-    return [str(found) for found in prove(lambda: {"": jax.make_jaxpr(fn)(*map(shape_of, types))}, mesh)]
+    return [str(found) for found in prove_function(lambda: jax.make_jaxpr(fn)(*map(shape_of, types)), mesh)]
 
 
 def shape_of(t) -> jax.ShapeDtypeStruct:

@@ -72,7 +72,7 @@ def export(run, output, **settings) -> str:
 def read(run) -> tuple:
     """The model section and the weights of the last checkpoint of a run."""
     with jax.set_mesh(tiny.mesh("one device")), open_run(str(run), None, True) as saved:
-        weights, _ = saved.read_weights(load_model(saved.c.model), train.programs, False, print)
+        weights, _ = saved.read_weights(load_model(saved.c.model), False, print)
     return saved.c.model, weights
 
 

@@ -26,7 +26,6 @@ import jax
 import numpy as np
 from omegaconf import MISSING
 
-import train
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run.opening import CheckpointChoice, open_run
 from shardwright.settings.program import run_program
@@ -114,7 +113,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
         c, step, model = saved.c, saved.step, load_model(saved.c.model)
         if inputs := inputs_of(model):
             raise ValueError(f"the model reads {', '.join(inputs)} beside the tokens; no model in transformers does.")
-        weights, _ = saved.read_weights(model, train.programs, config.other_source, log)
+        weights, _ = saved.read_weights(model, config.other_source, log)
     weights = jax.tree.map(np.asarray, weights)
     merged = jax.tree.map(np.asarray, model.merged(weights)) if hasattr(model, "merged") else weights
     content, tensors = mapping_of(c.model.module).to_huggingface(merged, c.model)

@@ -87,7 +87,7 @@ class OpenRun:
             self.config, self.c, self.step, training = config, saved.c, saved.step, saved.c.training
             self.mesh, self.model = opening.mesh_for(_choice(config), self.c), load_model(self.c.model)
             with jax.set_mesh(self.mesh):
-                found = saved.read_weights(self.model, train.programs, config.other_source, write_line)
+                found = saved.read_weights(self.model, config.other_source, write_line)
                 self.weights, self.source = found
                 if why := check_causal(train.Forward(self.model, training), training.seq_len, self.source):
                     write_line(f"not proved that a position sees no later token: {why}")

@@ -73,7 +73,7 @@ class Model:
                 self.sampler.cache_clear()  # of another run of this name
             self.c, self.model = saved.c, load_model(saved.c.model)
             self.tokenizer = tokenizer_of_run(saved.c.data, self.config.tokenizer)
-            self.weights, self.source = saved.read_weights(self.model, train.programs, self.config.other_source, print)
+            self.weights, self.source = saved.read_weights(self.model, self.config.other_source, print)
             self.step, self.metadata = saved.step, saved.metadata
 
     def sampler(self, room: int, temperature: float, min_p: float) -> Sampler:

@@ -44,7 +44,6 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-import train
 from bench.plan.clock import Clock
 from shardwright.cluster.devices import known_options, make_mesh
 from shardwright.compiled.files import write_json
@@ -58,7 +57,7 @@ from shardwright.run.config import check_divides
 from shardwright.run.launch import composed
 from shardwright.run.planning import planned_step
 from shardwright.run.stages import training_table
-from shardwright_data.loader import batch_shapes
+from shardwright.run.step import trace_step
 
 ROOT = Path(__file__).parents[2]
 FLAT = "flat_tokens_c4_a100x8"
@@ -127,8 +126,7 @@ def make(chip: str, name: str, out: Path) -> None:
     check_divides(c, mesh.shape)
     with jax.set_mesh(mesh):
         model = load_model(c.model)
-        batch = batch_shapes(training.batch_size, training.seq_len, training.microbatches)
-        lowered = train.programs(c, model, batch, which="training")["training"].lower()
+        lowered = trace_step(c, model).lower()
         table = training_table(c, model) if p > 1 else None
         options = c.hardware.options | (OPTIONS if chip in GPUS else {})
         options = known_options(options, lambda line: print(line, file=sys.stderr))
@@ -174,7 +172,7 @@ def sent_by(op: Op, mesh: Mapping[str, int]) -> float:
 def compare(text: str, facts: Mapping[str, Any]) -> tuple[dict[str, float], str, list[str]]:
     """The figures of a row, plan by compiler; what to say of it; and the lines whose bytes differ."""
     c, chip = composed(facts["config"], *facts["overrides"]), dataclasses.replace(chip_of(facts["chip"]), **OF_XLA)
-    step = planned_step(c, load_model(c.model), facts["mesh"], chip, train.programs)
+    step = planned_step(c, load_model(c.model), facts["mesh"], chip)
     theirs, sent, spent = reading(text, facts), collections.Counter[Any](), collections.Counter[str]()
     for op in plan_of(step, chip, 1).rows:
         if op.kind == "collective":

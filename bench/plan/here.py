@@ -77,7 +77,7 @@ def main() -> None:
     rows = []
     for mesh in MESHES:
         c = config_of(mesh)
-        step = planned_step(c, load_model(c.model), mesh_sizes(c, DEVICES), chip, train.programs)
+        step = planned_step(c, load_model(c.model), mesh_sizes(c, DEVICES), chip)
         planned, (at_work, wall) = plan_of(step, chip, 1).seconds, measured(c, rounds)
         rows.append((planned, at_work, wall))
         figures = f"{planned:>10.3f}{at_work:>8.3f}{planned / at_work:>7.2f}{wall:>8.3f}"

@@ -1,9 +1,9 @@
 """Check of traced programs."""
 
+import contextlib
 import dataclasses
-import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -220,15 +220,17 @@ STAGES = (
 )
 LACKING = ("this mesh", "one device"), OF_AXES, OF_AXES
 """What runs two forms of a program, and what to do where they differ: in a line that one form runs, or both."""
-Trace = Callable[[], dict[str, Any]]
-"""Traces programs on the mesh in force; gives the jaxpr of each by its name."""
+Programs = dict[str, tuple[Any, list]]
+"""Jaxprs by name, each with the types of the arguments of its shard_maps."""
+Trace = Callable[[AbstractMesh], Programs]
+"""Traces programs on a mesh."""
 
 
 def prove(trace: Trace, mesh: Any = None, singles: Mapping[Trace, bool] | None = None) -> list[Finding]:
     """What is wrong with programs on a mesh. They are traced there and on one device, and not run.
 
     Args:
-        trace: traces the programs, on the mesh in force.
+        trace: traces the programs.
         mesh: the mesh; None: the one in force.
         singles: trace the programs that a single device runs, on its own mesh, which lacks the axes of OPTIONAL. What
             `trace` gives on one device along each axis must compute the same; True: but for rounding.
@@ -238,29 +240,27 @@ def prove(trace: Trace, mesh: Any = None, singles: Mapping[Trace, bool] | None =
     """
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     mesh = getattr(mesh, "abstract_mesh", mesh)
-    alone = dict.fromkeys(mesh.shape, 1)
-    ours = traced_on(trace, mesh, dict(mesh.shape))
+    ours = trace(mesh)
     try:
-        theirs = traced_on(trace, mesh, alone)
+        theirs = trace(on_one_device(mesh))
     except Exception as error:  # whatever the program does there
         return [_untraced(error)]
     found: list[Finding] = []
     for name, (program, types) in ours.items():
-        twin = theirs[name][0]
-        if any(dict(eqn.params["mesh"].shape) != alone for eqn in _shard_maps(twin)):
+        twin, _ = theirs[name]
+        if any(dict(eqn.params["mesh"].shape) != dict.fromkeys(mesh.shape, 1) for eqn in _shard_maps(twin)):
             raise ValueError(BOUND)
         try:
             found += findings(program, twin, types)[0]
         except Different as different:
             remedy = OF_RINGS if "ppermute here" in str(different) else ONE_PROGRAM
             found.append(Finding(f"{different.place}: {different}\n  remedy: {remedy}"))
-    lacking = {axis: 1 for axis in mesh.shape if axis not in OPTIONAL}
     names, remedy, of_both = STAGES if PIPELINE_AXIS in mesh.shape else LACKING
     for single, rounding in (singles or {}).items():
         if found:
             break
         try:
-            expected = traced_on(single, mesh, lacking)
+            expected = single(on_one_device(mesh, without=OPTIONAL))
         except Exception as error:
             return [_untraced(error)]
         for name, (program, _) in theirs.items():
@@ -274,27 +274,40 @@ def prove(trace: Trace, mesh: Any = None, singles: Mapping[Trace, bool] | None =
     return found
 
 
-def traced_on(trace: Trace, mesh: AbstractMesh, sizes: Mapping[str, int]) -> dict[str, tuple[Any, list]]:
-    """Programs on a mesh of these `sizes`, for axes of `mesh`, each with the types of its shard_maps' arguments.
+def on_one_device(mesh: AbstractMesh, without: Collection[str] = ()) -> AbstractMesh:
+    """A mesh of one device along each axis of another one, but for some."""
+    kinds = {axis: kind for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if axis not in without}
+    return AbstractMesh((1,) * len(kinds), tuple(kinds), axis_types=tuple(kinds.values()))
 
-    Choices of speed are those on `mesh`.
+
+@contextlib.contextmanager
+def tracing(mesh: Any, planned: Mapping[str, int] | None = None) -> Iterator[list]:
+    """Context in which a program is traced on a mesh, with the choices of speed of a mesh of the sizes `planned`.
+
+    Yields the types of the arguments of its shard_maps, once it is traced.
     """
-    kinds = tuple(kind for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if axis in sizes)
-    abstract = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=kinds)
+    enter = jax.sharding.use_abstract_mesh if isinstance(mesh, AbstractMesh) else jax.set_mesh
     # Through no mesh at all: JAX does not change from one mesh to another of a different size.
-    none = AbstractMesh((), ())
-    on_mesh = jax.sharding.use_abstract_mesh(abstract)
-    with jax.sharding.use_abstract_mesh(none), on_mesh, planned_for(mesh.shape), Scope() as scope:
+    none = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
+    with none, enter(mesh), planned_for(planned or mesh.shape), Scope() as scope:
         scope.arguments = types = []
         try:
-            programs = trace()
+            yield types
         except ValueError as error:
             if "mesh passed to shard_map" in str(error):
                 raise ValueError(BOUND) from None
             raise
-    counts = itertools.accumulate((len(list(_shard_maps(p))) for p in programs.values()), initial=0)
-    spans = itertools.pairwise(counts)
-    return {name: (programs[name], types[a:b]) for name, (a, b) in zip(programs, spans, strict=True)}
+
+
+def prove_function(function: Callable[[], Any], mesh: Any = None) -> list[Finding]:
+    """`prove` of a program that `function` traces on the mesh in force; it gives the jaxpr."""
+    mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
+
+    def trace(at: AbstractMesh) -> Programs:
+        with tracing(at, mesh.shape) as types:
+            return {"": (function(), types)}
+
+    return prove(trace, mesh)
 
 
 def _untraced(error: Exception) -> Finding:
@@ -326,7 +339,7 @@ def check(function: Callable, *args: Any, mesh: Any = None, **specs: Any) -> Non
         kinds = (AxisType.Auto,) * len(mesh.axis_names)  # arguments need not be sharded
         mesh = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=kinds)
 
-    raise_for(prove(lambda: {"": jax.make_jaxpr(run)(*jax.tree.map(_placed, args))}, mesh))
+    raise_for(prove_function(lambda: jax.make_jaxpr(run)(*jax.tree.map(_placed, args)), mesh))
 
 
 def raise_for(found: list[Finding], shown: int | None = None) -> None:

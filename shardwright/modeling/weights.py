@@ -235,3 +235,8 @@ def initialize(table, key: jax.Array, order: np.ndarray | None = None):
 
     shardings = make_shardings(type(table), like=shapes_of(table))
     return jax.tree_util.tree_map_with_path(array, table, shardings, are_stacks(table))
+
+
+def sharded(kind: Any, shapes: Any) -> Any:
+    """The same shapes, with the shardings of a class of arrays."""
+    return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, make_shardings(kind, like=shapes))

@@ -1,13 +1,16 @@
 """Modules that users edit, imported again: without what earlier traces left in them."""
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+from shardlib.proof.check import tracing
 from shardwright.run.provenance import PROJECT, ROOT, own_modules
+from shardwright.run.step import Step
 
 EDITED = (ROOT / "train.py", *(ROOT / "models").glob("*.py"))
 OTHERS = {*PROJECT} - {"models"}
@@ -15,20 +18,19 @@ OTHERS = {*PROJECT} - {"models"}
 
 
 @contextlib.contextmanager
-def imported_again(*parts: Any) -> Iterator[list[Any]]:
-    """Context in which the modules of models and of train.py are new ones, as at the start of a program.
+def anew(step: Step) -> Iterator[Step]:
+    """Context in which a step is that of new modules of its model and of train.py, as at the start of a program.
 
     A trace leaves state in a module: a functools.cache, a dict, an attribute of a class. Another trace in the same
     process would read from it what holds on the mesh of the first.
 
-    Args:
-        *parts: functions and classes. Their modules, and those beside them in a package, are new ones too.
-
-    Yields:
-        The same functions and classes of the new modules. What was made by no file stays as it is.
+    Those beside them in a package are new ones too. What was made by no file stays as it is. The step is to be traced
+    within the context.
     """
+    c, kinds = step.c.model, (type(step.model), type(step.c.model))
     files = {str(path) for path in (*EDITED, *own_modules())}
-    packages = {part.__module__.partition(".")[0] for part in parts} - {"__main__", *OTHERS}
+    names = step.trainer.__name__, *(kind.__module__ for kind in kinds)
+    packages = {name.partition(".")[0] for name in names} - {"__main__", *OTHERS}
 
     def is_own(name: str, module: Any) -> bool:
         top = name.partition(".")[0]
@@ -40,13 +42,19 @@ def imported_again(*parts: Any) -> Iterator[list[Any]]:
     for name in before:
         del sys.modules[name]
 
-    def again(part: Any) -> Any:
-        if part.__module__ not in before or "<locals>" in part.__qualname__:
-            return part
-        return functools.reduce(getattr, part.__qualname__.split("."), importlib.import_module(part.__module__))
+    def again(kind: type) -> type:
+        if kind.__module__ not in before or "<locals>" in kind.__qualname__:
+            return kind
+        return functools.reduce(getattr, kind.__qualname__.split("."), importlib.import_module(kind.__module__))
 
     try:
-        yield list(map(again, parts))
+        trainer = importlib.import_module(name) if (name := step.trainer.__name__) in before else step.trainer
+        Model, Settings = map(again, kinds)
+        settings = Settings(**{f.name: getattr(c, f.name) for f in dataclasses.fields(c) if f.init})
+        c = dataclasses.replace(step.c, model=settings)
+        with tracing(step.mesh):  # which the model may read too
+            model = Model(settings)
+        yield dataclasses.replace(step, c=c, model=model, trainer=trainer, _known={})
     finally:
         for name in own():
             del sys.modules[name]

@@ -1,8 +1,7 @@
 """The microscope of a run: statistics of its step, every training.microscope_interval steps."""
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,10 +10,10 @@ from shardlib.placement import LayerPlacement
 from shardlib.shardtypes import Array, make_shardings
 from shardwright.cluster.watch import pause
 from shardwright.microscope.look import Look
-from shardwright.modeling.model import inputs_of
-from shardwright.run.config import Config, check_divides
+from shardwright.run.config import check_divides
 from shardwright.run.stages import folded_mesh, without_stages
-from shardwright_data.loader import TokenBatch, batch_shapes
+from shardwright.run.step import Step
+from shardwright_data.loader import TokenBatch
 
 
 class StepWithoutStages:
@@ -23,10 +22,8 @@ class StepWithoutStages:
     Its microbatches come one after the other, also those that are side by side in the step.
 
     Args:
-        c: configuration of the run.
-        model: the model.
+        step: of the run.
         placement: of its layers.
-        programs: train.programs.
 
     Attributes:
         mesh: without stages.
@@ -36,13 +33,11 @@ class StepWithoutStages:
         ValueError: with stages, a batch that the devices without them do not divide.
     """
 
-    def __init__(self, c: Config, model: Any, placement: LayerPlacement, programs: Callable):
-        t = dataclasses.replace(c.training, side_by_side=1)
-        c, self.mesh, self._placement = dataclasses.replace(c, training=t), folded_mesh(c), placement
-        check_divides(c, self.mesh.shape)
-        with jax.set_mesh(self.mesh):
-            batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model)))
-            self.program = programs(c, model, batch)["training"].jaxpr
+    def __init__(self, step: Step, placement: LayerPlacement):
+        step = step.other("one after the other", mesh=folded_mesh(step.c))
+        self.mesh, self._placement = step.mesh, placement
+        check_divides(step.c, self.mesh.shape)
+        self.program = step.jaxpr
 
     @contextlib.contextmanager
     def arguments(self, state: Any, batch: TokenBatch, step: Any, reference: Any = None) -> Iterator[tuple[Any, ...]]:
@@ -61,16 +56,16 @@ class Microscope:
     """Looks at the steps of a run, and leaves them as they are. With pipeline stages it looks at the step without them.
 
     Args:
-        c, model, placement, programs: as of StepWithoutStages.
+        step, placement: as of StepWithoutStages.
         options: compiler options.
 
     Raises:
         ValueError: as StepWithoutStages.
     """
 
-    def __init__(self, c: Config, model: Any, placement: LayerPlacement, programs: Callable, options: dict[str, Any]):
-        self._step = StepWithoutStages(c, model, placement, programs)
-        self._look = Look(self._step.program, model.table)
+    def __init__(self, step: Step, placement: LayerPlacement, options: dict[str, Any]):
+        self._step = StepWithoutStages(step, placement)
+        self._look = Look(self._step.program, step.model.table)
         self._program = jax.jit(self._look, compiler_options=options)
 
     @pause("looking at a step with the microscope")

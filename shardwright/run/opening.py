@@ -13,11 +13,10 @@ import jax.numpy as jnp
 from omegaconf import MISSING
 
 from shardlib.placement import LayerPlacement
-from shardlib.shardtypes import make_shardings
 from shardwright.cluster.devices import make_mesh, simulate_devices
 from shardwright.modeling.attention import KERNELS
 from shardwright.modeling.model import LanguageModel
-from shardwright.modeling.weights import shapes_of
+from shardwright.modeling.weights import shapes_of, sharded
 from shardwright.run import config as run_config
 from shardwright.run.changes import config_at
 from shardwright.run.checkpoint import Checkpointer, check_same_arrays, find_checkpoint
@@ -28,6 +27,7 @@ from shardwright.run.report import tell
 from shardwright.run.resuming import config_of, saved_config, with_defaults
 from shardwright.run.skipping import are_finite
 from shardwright.run.stages import stack_orders
+from shardwright.run.step import trace_step
 from shardwright.settings.differences import config_differences
 from shardwright_data.checks import within
 from shardwright_data.foreign import shown
@@ -118,15 +118,13 @@ class SavedRun:
     metadata: dict[str, Any]
     c: run_config.Config
 
-    def read_weights(
-        self, model: LanguageModel, programs: Callable, other_source: bool, write_line: Write
-    ) -> tuple[Any, Any]:
+    def read_weights(self, model: LanguageModel, other_source: bool, write_line: Write) -> tuple[Any, Any]:
         """The weights, sharded as in training on the current mesh, and the hashes of the source.
 
         Says by `write_line` how the source differs from that of the checkpoint, and which weights are not finite.
         Raises ValueError if the source computes something else, unless `other_source`.
         """
-        now = provenance_of(programs, self.c, model)
+        now = provenance_of(trace_step(self.c, model))
         allow = None if other_source else "other_source=true"
         if differs := compare_source(self.metadata.get("provenance"), now, ("evaluation",), allow):
             write_line(shown(f"source      {differs}"))
@@ -146,11 +144,6 @@ def read_state(
     """
     like = sharded(State[model.Weights], shapes)
     return checkpoints.restore(step, like, stack_orders(placement, State, shapes))
-
-
-def sharded(kind: Any, shapes: Any) -> Any:
-    """The same shapes, with the shardings of a class of arrays."""
-    return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, make_shardings(kind, like=shapes))
 
 
 def trusted_options(c: run_config.Config, trust: bool, write_line: Write) -> dict[str, Any]:

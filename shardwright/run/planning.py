@@ -8,17 +8,17 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from shardlib.axes import AXES, PIPELINE_AXIS, mesh_text
+from shardlib.proof.check import tracing
 from shardwright.compiled.files import write_json
 from shardwright.compiled.table import in_bytes, in_seconds
-from shardwright.modeling.model import LanguageModel, inputs_of, load_model
-from shardwright.modeling.planned_attention import planned
+from shardwright.modeling.model import LanguageModel, load_model
 from shardwright.plan.chips import Chip, chip_for, chip_of, known
 from shardwright.plan.plan import Plan, plan_of
 from shardwright.plan.step import Facts, Step, mesh_for, step_of
@@ -26,7 +26,7 @@ from shardwright.run.config import Config, check_config, check_divides
 from shardwright.run.flops import attended_keys, flops_of_model
 from shardwright.run.optional import in_a_line, optional
 from shardwright.run.stages import training_table
-from shardwright_data.loader import batch_shapes
+from shardwright.run.step import trace_step
 
 Settings = Mapping[str, Any]
 """Values of settings by their names, such as training.save."""
@@ -59,26 +59,25 @@ def mesh_sizes(c: Config, devices: int | None) -> dict[str, int]:
     return sizes | dict.fromkeys(left, (devices or known) // known)
 
 
-def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip: Chip, programs: Callable) -> Step:
-    """The training step of a configuration on a mesh of chips, traced. No devices are used.
+def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip: Chip) -> Step:
+    """The training step of a configuration on a mesh of chips, as a plan sees it. No devices are used.
 
     Args:
         c: the configuration. Its section mesh is not read.
         model: the model that c.model describes.
         sizes: number of devices along each axis of AXES, in that order.
         chip: the kind of the devices.
-        programs: train.programs.
 
     Raises:
         ValueError: the mesh does not divide the sizes of the model or of the batch, or the step is refused.
     """
-    t = c.training
+    t, mesh = c.training, mesh_for(sizes, chip.platform, chip.kinds[0])
     check_divides(c, sizes)
-    with jax.sharding.use_abstract_mesh(mesh_for(sizes, chip.platform, chip.kinds[0])), planned() as rules:
+    with tracing(mesh):
         table = training_table(c, model) if sizes[PIPELINE_AXIS] > 1 else None
-        batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model)))
-        traced = programs(c, model, batch, which="training")["training"]
-    flops = flops_of_model(model.table, c.model, attended_keys(rules, t.seq_len))
+    step = trace_step(c, model, mesh, form="kernels as calls")
+    traced = step.traced
+    flops = flops_of_model(model.table, c.model, attended_keys(step.rules, t.seq_len))
     counts = c.model.layers, t.microbatches, t.side_by_side
     facts = Facts(t.batch_size * t.seq_len, flops, t.compute_dtype, *counts)
     return step_of(traced, sizes, chip.platform, facts, table)
@@ -94,7 +93,7 @@ class Change(NamedTuple):
         return " ".join(f"{name}={'null' if value is None else value}" for name, value in self.settings.items())
 
 
-def planned_change(c: Config, sizes: Mapping[str, int], chip: Chip, programs: Callable, settings: Settings) -> Plan:
+def planned_change(c: Config, sizes: Mapping[str, int], chip: Chip, settings: Settings) -> Plan:
     """The plan with these settings. Raises ValueError where they do not go together."""
     c, sizes = copy.deepcopy(c), {axis: settings.get(f"mesh.{axis}", size) for axis, size in sizes.items()}
     for name, value in settings.items():
@@ -102,7 +101,7 @@ def planned_change(c: Config, sizes: Mapping[str, int], chip: Chip, programs: Ca
         setattr(getattr(c, section), field, value)
     check_config(c)
     steps = c.training.steps or (c.training.tokens or 0) // (c.training.batch_size * c.training.seq_len)
-    return plan_of(planned_step(c, load_model(c.model), sizes, chip, programs), chip, steps)
+    return plan_of(planned_step(c, load_model(c.model), sizes, chip), chip, steps)
 
 
 def beside(c: Config, microbatches: int, p: int) -> Settings:
@@ -136,9 +135,7 @@ def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
     yield from (settings | beside(c, t.microbatches, settings.get("mesh.p", 1)) for settings in moved("t", "p"))
 
 
-def best_changes(
-    c: Config, sizes: Mapping[str, int], now: Plan, programs: Callable, seconds: float = 30.0
-) -> list[Change]:
+def best_changes(c: Config, sizes: Mapping[str, int], now: Plan, seconds: float = 30.0) -> list[Change]:
     """Of `changes` those that fit, the fastest first; where the plan of now fits, only those that are faster.
 
     What is not planned after so many `seconds` of the processor, which other programs change little, or is refused, is
@@ -153,24 +150,24 @@ def best_changes(
         if time.process_time() > end:
             break
         with contextlib.suppress(ValueError):
-            found.append(Change(settings, planned_change(c, sizes, now.chip, programs, settings)))
+            found.append(Change(settings, planned_change(c, sizes, now.chip, settings)))
     better = [x for x in found if x.plan.fits and not (now.fits and x.plan.seconds >= now.seconds)]
     return sorted(better, key=lambda change: change.plan.seconds)
 
 
-def advice(c: Config, sizes: Mapping[str, int], now: Plan, programs: Callable, seconds: float = 4.0) -> list[str]:
+def advice(c: Config, sizes: Mapping[str, int], now: Plan, seconds: float = 4.0) -> list[str]:
     """Lines under a plan: the changes that would give most; of a step that does not fit, the one with which it does."""
-    best = best_changes(c, sizes, now, programs, seconds)
+    best = best_changes(c, sizes, now, seconds)
     if best and not now.fits:
         return [f"{best[0]} fits"]
     gain = lambda plan: f"{plan.seconds / now.seconds - 1:>+7.1%} time {in_bytes(plan.step.peak):>9}"
     return [f"{gain(change.plan)}  {change}" for change in best[:3]] or ["no single change that was planned"]
 
 
-def doubled(c: Config, sizes: Mapping[str, int], now: Plan, programs: Callable) -> list[str]:
+def doubled(c: Config, sizes: Mapping[str, int], now: Plan) -> list[str]:
     """A line with the memory of twice the batch, and what grows most."""
     with contextlib.suppress(ValueError):
-        plan = planned_change(c, sizes, now.chip, programs, {"training.batch_size": 2 * c.training.batch_size})
+        plan = planned_change(c, sizes, now.chip, {"training.batch_size": 2 * c.training.batch_size})
         by_line = collections.Counter()
         for sign, step in ((1, plan.step), (-1, now.step)):
             for held in step.held:
@@ -181,7 +178,7 @@ def doubled(c: Config, sizes: Mapping[str, int], now: Plan, programs: Callable) 
     return []
 
 
-def plan_run(c: Config, model: LanguageModel, steps: int, programs: Callable, directory: Path) -> str | None:
+def plan_run(c: Config, model: LanguageModel, steps: int, directory: Path) -> str | None:
     """Plans a run of so many steps on the current mesh, and writes plan.json into its directory.
 
     Returns a line for the user; None where the chip is not known.
@@ -197,7 +194,7 @@ def plan_run(c: Config, model: LanguageModel, steps: int, programs: Callable, di
         return None
     sizes = dict.fromkeys(AXES, 1) | dict(mesh.shape)
     try:
-        plan = plan_of(planned_step(c, model, sizes, chip, programs), chip, steps)
+        plan = plan_of(planned_step(c, model, sizes, chip), chip, steps)
     except Exception as error:  # a model of users may be one that a plan cannot follow
         return f"plan       none: {in_a_line(error)}"
     with optional(str(directory / FILE)):
@@ -210,7 +207,7 @@ def plan_run(c: Config, model: LanguageModel, steps: int, programs: Callable, di
     why = f"the step needs {need} of a device, {chip.title}, which has {has}: {_largest(plan)}"
     if plan.step.peak <= (1 + MARGIN) * chip.memory_bytes:
         return f"{line}\nWARNING    {why}, if the plan is right: it may be wrong by {MARGIN:.0%}."
-    best = best_changes(c, sizes, plan, programs)[:1]
+    best = best_changes(c, sizes, plan)[:1]
     by = [f"{change} makes it fit, with {in_seconds(change.plan.seconds)} a step" for change in best]
     by = by or ["Take more devices"]
     raise ValueError(f"{why}. {by[0]}; if the plan is wrong, hardware.chip=<YAML file with other memory_bytes>.")

@@ -9,11 +9,11 @@ The training step and the evaluation step are compared. They are traced on one d
 to is hashed, so that comments and the names of values do not count.
 """
 
-import dataclasses
 import functools
 import hashlib
 import importlib.metadata
 import inspect
+import itertools
 import json
 import os
 import platform
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,9 @@ import jax
 
 from shardwright.cluster.devices import make_mesh
 from shardwright.compiled.files import write_whole
-from shardwright.modeling.model import inputs_of
-from shardwright.run.config import Config, PipelineConfig
 from shardwright.run.optional import in_a_line, optional
+from shardwright.run.step import Step
 from shardwright.settings.words import listed
-from shardwright_data.loader import batch_shapes
 
 ROOT = Path(__file__).parents[2]
 PROJECT = ("train.py", "models", "jax_extra.py", "shardlib", "shardwright", "shardwright_data")
@@ -77,26 +75,6 @@ def source_of() -> dict[str, str]:
     return {name: digest(paths) for name, paths in files_of_source().items()}
 
 
-def programs_of(programs: Callable, c: Config, model: Any, which: str = "both", sequences: int = 1) -> dict[str, str]:
-    """Hash of each program that train.programs traces, on one device and with plain settings.
-
-    The settings that may change when a run is resumed, such as the mesh, the number of microbatches or the path of
-    attention, do not change the hash: there are always two microbatches, of so many `sequences`.
-    """
-    plain = {"batch_size": 2 * sequences, "microbatches": 2, "gather_weights": "layer", "attention": "einsum"}
-    plain |= {"save": "marked", "unroll": 1, "loss_chunk": None, "side_by_side": 1}
-    c = dataclasses.replace(c, training=dataclasses.replace(c.training, **plain), pipeline=PipelineConfig())
-    with jax.set_mesh(make_mesh([_device()])):
-        t = c.training
-        batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model)))
-        return {name: hash_of(traced) for name, traced in programs(c, model, batch, which).items()}
-
-
-def hash_of(traced: jax.stages.Traced) -> str:
-    """Hash of a program, as the text that XLA is given."""
-    return hashlib.sha256(traced.lower().as_text().encode()).hexdigest()[:20]
-
-
 def _device() -> jax.Device:
     """The device that programs are traced for: a CPU if JAX has one, as a run may be resumed on other devices."""
     try:
@@ -105,22 +83,24 @@ def _device() -> jax.Device:
         return jax.local_devices()[0]
 
 
-def provenance_of(programs: Callable, c: Config, model: Any) -> dict[str, Any]:
-    """Provenance for a checkpoint: hashes of the source and of the programs, and what traced the programs.
+def provenance_of(step: Step) -> dict[str, Any]:
+    """Provenance for a checkpoint: hashes of the source and of the plain programs, and what traced the programs.
 
-    A program that cannot be traced on one device has no hash, and `untraced` is the reason.
+    The plain programs are of one device, and of no setting that may change when a run is resumed. A program that cannot
+    be traced so has no hash, and `untraced` is the reason.
     """
     hashes: dict[str, str] = {}
     untraced: dict[str, str] = {}
+    mesh = make_mesh([_device()])
     # A loss of pairs needs two sequences in a microbatch.
-    for which, sequences in (("training", 1), ("training", 2), ("evaluation", 1), ("evaluation", 2)):
-        if which in hashes:
+    for name, form in itertools.product(("training", "evaluation"), ("plain", "plain, of pairs")):
+        if name in hashes:
             continue
         try:
-            hashes |= programs_of(programs, c, model, which, sequences)
-            untraced.pop(which, None)
+            hashes[name] = step.other(form, name=name, mesh=mesh).hash
+            untraced.pop(name, None)
         except Exception as error:  # of a model that needs more devices, sequences or microbatches than these
-            untraced[which] = in_a_line(error)
+            untraced[name] = in_a_line(error)
     found = {"programs": hashes} | ({"untraced": [*untraced.values()][-1]} if untraced else {})
     # After tracing, which may import modules.
     return {**found, "source": source_of(), "traced_by": f"jax {jax.__version__}, lowered for {_device().platform}"}

@@ -43,9 +43,10 @@ from shardwright.run.saving import Saves
 from shardwright.run.skipping import SkippedSteps, are_finite, check_finite, described_documents
 from shardwright.run.soundness import check_steps
 from shardwright.run.stages import describe_stages, has_stages, placement_of, stack_orders
+from shardwright.run.step import Step, trace_step
 from shardwright.run.stores import Damaged, agreed
 from shardwright.run.trackers import tracked
-from shardwright_data.loader import TokenBatch, batch_of, batch_shapes, check_skips, make_loader, prefetch
+from shardwright_data.loader import TokenBatch, batch_of, check_skips, make_loader, prefetch
 
 DRAWN_AFTER = 6
 """Steps of this process before the compiled step is drawn. The profiled steps are among them."""
@@ -63,10 +64,10 @@ class Run:
         c: the configuration with all changes.
         forward: makes the train.Forward of the model from a TrainingConfig.
         directory: of the run.
-        programs: train.programs, for the provenance.
+        trainer: name of the module of the training program.
 
     Attributes:
-        c, forward: as they are at these steps. They are known once it began.
+        c, forward, step: as they are at these steps. They are known once it began.
         start: number of steps done before this start.
         end_step: number of steps done at the next change, or at the end.
         total: number of steps of the whole run.
@@ -78,11 +79,11 @@ class Run:
         ValueError: the data is too short for the run, or a checkpoint is of another configuration.
     """
 
-    def __init__(self, c: Config, forward: Callable[[Any], Any], directory: Path, programs: Callable):
-        self.whole, self.c, self._forward_of = c, None, forward
+    def __init__(self, c: Config, forward: Callable[[Any], Any], directory: Path, trainer: str):
+        self.whole, self.c, self._forward_of, self._trainer = c, None, forward, trainer
+        self.model = forward(c.training).model
         self._be_at(0)
-        self.model = self.forward.model
-        self.directory, self.programs, self.stopped_by = directory, programs, None
+        self.directory, self.stopped_by = directory, None
         self._record, self._damaged = {}, {}
         self._hlo = self._drawing = self._loss = self._source_differs = None
         self._page = Page(directory, c.training.report)
@@ -100,13 +101,17 @@ class Run:
     def _be_at(self, step: int) -> None:
         c = config_at(self.whole, step)
         if c != self.c:
-            self.c, self.forward = c, self._forward_of(c.training)
+            self.c, self.forward, self.step = c, self._forward_of(c.training), self._traced(c)
             self.__dict__.pop("provenance", None)
+
+    def _traced(self, c: Config) -> Step:
+        """The training step with the settings of one of the steps."""
+        return self.step if c == self.c else trace_step(c, self.model, trainer=self._trainer)
 
     @functools.cached_property
     def provenance(self) -> dict[str, Any]:
         """Of the steps with the settings `c`."""
-        return provenance_of(self.programs, self.c, self.model)
+        return provenance_of(self.step)
 
     def _open(self) -> None:
         c, t = self.c, self.c.training
@@ -197,7 +202,7 @@ class Run:
     @functools.cached_property
     def _planned(self) -> str | None:
         """What the run's plan says, on process 0."""
-        plan = lambda c: plan_run(c, self.model, self.total, self.programs, self.directory)
+        plan = lambda c: plan_run(c, self.model, self.total, self.directory)
         plans = lambda: [plan(c) for c in reversed(self._ahead)][-1]  # plan.json is of the next steps
         return agreed(lambda: plans() if jax.process_index() == 0 and self.start < self.total else None)
 
@@ -263,7 +268,7 @@ class Run:
         """Refuses steps that do not compute on this mesh what they compute on one device, or that look ahead."""
         if jax.sharding.get_mesh().size > 1:
             for c in self._ahead:
-                check_steps(self.programs, c, self.model, self.provenance["source"])
+                check_steps(self._traced(c), self.provenance["source"])
             what = "the parts of the steps that stages run, in order," if has_stages() else "training and evaluation"
             tell(f"proof      {what} compute on this mesh what they compute on one device")
         tell(describe_causality(self.forward, self.provenance["source"], self.c.optimizer))
@@ -274,11 +279,9 @@ class Run:
             teacher.check_paths_with_reference(self._forward_of(c.training), c, self.options)
         products.check_sums()
 
-    def compile(self, training_step: Any, state: Any) -> jax.stages.Compiled:
-        """The compiled training step for `state` and the batches of the run. Keeps its HLO text, for a picture."""
-        t = self.c.training
-        shapes = batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self._inputs))
-        lowered = training_step.lower(state, shapes, np.int32(self.start), self.reference)
+    def compile(self) -> jax.stages.Compiled:
+        """The compiled training step. Keeps its HLO text, for a picture."""
+        lowered = self.step.lower()
         check_metrics(lowered.out_info[1])
         self._program, self._hlo = compile_step(lowered, self.directory, self.options)
         return self._program
@@ -314,7 +317,7 @@ class Run:
 
     @functools.cached_property
     def _microscope(self) -> Microscope:
-        return Microscope(self.c, self.model, self.placement, self.programs, self.options)
+        return Microscope(self.step, self.placement, self.options)
 
     def log(self, step: int, metrics: Any) -> None:
         """Takes the metrics of the step just dispatched, and writes those of the step before: no device waits.

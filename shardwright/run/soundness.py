@@ -16,21 +16,18 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from shardlib.axes import ALWAYS, AXES, CHUNK_AXIS, OPTIONAL, PIPELINE_AXIS
+from shardlib.axes import ALWAYS, CHUNK_AXIS, OPTIONAL, PIPELINE_AXIS
 from shardlib.places import place
-from shardlib.proof.check import Finding, prove, raise_for
+from shardlib.proof.check import Finding, prove, prove_function, raise_for, tracing
 from shardwright.cluster.devices import kept_programs
 from shardwright.modeling import context
 from shardwright.modeling.attention_calls import Call, calls_of_steps, path_of
-from shardwright.modeling.model import inputs_of
 from shardwright.modeling.rules import numbers_in
-from shardwright.run.config import Config
-from shardwright.run.fresh import imported_again
+from shardwright.run.fresh import anew
 from shardwright.run.provenance import bytes_of, files_of_source, is_edited
-from shardwright.run.stages import IN_ORDER
+from shardwright.run.step import NAMES, Step
 from shardwright.run.stores import agreed
 from shardwright.run.teacher import reference_record
-from shardwright_data.loader import batch_shapes
 
 OF_MACHINES = ("devices", "local_devices", "device_count", "local_device_count", "process_count", "process_index")
 OF_MACHINES += ("get_mesh",)
@@ -43,25 +40,23 @@ class Unproved(Exception):
     """Why nothing is known of a program."""
 
 
-def check_steps(programs: Callable, c: Config, model: Any, source: Any) -> None:
-    """Refuses steps that do not compute on the mesh in force what they compute on one device. They are not run.
+def check_steps(step: Step, source: Any) -> None:
+    """Refuses steps that do not compute on their mesh what they compute on one device. They are not run.
 
     With pipeline stages, the parts that stages run are checked one after the other, and compared with what one device
     runs; their schedule is checked by shardlib.schedules.
 
     Args:
-        programs: train.programs.
-        c: the configuration.
-        model: the model.
+        step: one of the programs, as it is run. All are checked.
         source: hashes of the source, from provenance.source_of, with which each is checked once; None: each time.
 
     Raises:
         ShardError: with the lines of the source that are wrong or not proved, the values there, and what to do.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    settings = {k: v for k, v in dataclasses.asdict(c).items() if k in ("model", "optimizer", "training", "pipeline")}
-    reads = source and (text_of(model), reference_record(c))
-    refuse(lambda: find_unsound(programs, c, model, mesh), source, settings, reads)
+    c = dataclasses.asdict(step.c)
+    settings = {k: v for k, v in c.items() if k in ("model", "optimizer", "training", "pipeline")}
+    reads = source and (text_of(step.model), reference_record(step.c))
+    refuse(lambda: find_unsound(step), source, settings, reads)
 
 
 def check_program(program: Any, args: Any, source: Any, *settings: Any) -> None:
@@ -70,7 +65,7 @@ def check_program(program: Any, args: Any, source: Any, *settings: Any) -> None:
     `settings` are what its source reads beside the arguments.
     """
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-    find = lambda: prove(lambda: {program.__name__: program.trace(*shapes).jaxpr})
+    find = lambda: prove_function(lambda: program.trace(*shapes).jaxpr)
     refuse(find, source, program.__name__, settings, repr(shapes))
 
 
@@ -106,81 +101,66 @@ def text_of(model: Any) -> bytes:
         return os.urandom(16)
 
 
-def find_unsound(programs: Callable, c: Config, model: Any, mesh: Any) -> list[Finding]:
-    """What is wrong with the training and the evaluation step on a mesh. The arguments are those of check_steps.
+def find_unsound(step: Step) -> list[Finding]:
+    """What is wrong with the programs of a step on its mesh. The argument is that of check_steps.
 
     A model's Rule runs within per-device code in every path of attention but einsum. So the steps are checked by einsum
     first, which computes what a Rule says of all pairs, and then as they run. shardwright.modeling.attention_calls
     compares the paths.
     """
-    kinds = [kind for kind in type(model).__mro__ if kind.__module__ not in ("builtins", "typing")]
-    if found := list(dict.fromkeys(finding for part in (programs, *kinds) for finding in _machines(part))):
+    kinds = [kind for kind in type(step.model).__mro__ if kind.__module__ not in ("builtins", "typing")]
+    makers = [step.trainer.init_state, step.trainer.make_training_step, step.trainer.make_evaluation_step]
+    if found := list(dict.fromkeys(finding for part in (*makers, *kinds) for finding in _machines(part))):
         return found
-    mesh = getattr(mesh, "abstract_mesh", mesh)
-    found, is_einsum = _check_rules(programs, c, model, mesh)
-    by_einsum = dataclasses.replace(c, training=dataclasses.replace(c.training, attention="einsum", context="gather"))
-    found = found or _unsound(programs, by_einsum, model, mesh, to_single=True)
-    return found if found or is_einsum else _unsound(programs, c, model, mesh)
+    found, is_einsum = _check_rules(step)
+    found = found or _unsound(step if is_einsum else step.other("einsum attention"), to_single=True)
+    return found if found or is_einsum else _unsound(step)
 
 
-def _unsound(programs: Callable, c: Config, model: Any, mesh: AbstractMesh, to_single: bool = False) -> list[Finding]:
+def _unsound(step: Step, to_single: bool = False) -> list[Finding]:
     """find_unsound of one form of attention. `to_single`: also compared with what a single device runs."""
-    t, given = c.training, mesh
+    t, mesh = step.c.training, getattr(step.mesh, "abstract_mesh", step.mesh)
     if t.loss_chunk:  # each on a device of its own
         sizes, kinds = (*mesh.axis_sizes, t.seq_len // t.loss_chunk), (*mesh.axis_types, AxisType.Explicit)
         mesh = AbstractMesh(sizes, (*mesh.axis_names, CHUNK_AXIS), axis_types=kinds)
-    staged = mesh.shape.get(PIPELINE_AXIS, 1) > 1
+    in_order = ["layers in order"] * (mesh.shape.get(PIPELINE_AXIS, 1) > 1)
 
-    def trace(in_order: bool = False, alone: bool = False) -> dict[str, Any]:
-        sizes = jax.sharding.get_abstract_mesh().shape
-        here = dataclasses.replace(c, mesh=dataclasses.replace(c.mesh, **{a: sizes.get(a, 1) for a in AXES}))
-        if alone and t.gather_weights == "auto":  # which a single device takes for "step"
-            here.training = dataclasses.replace(t, gather_weights="step")
-        if in_order:
-            here.pipeline = dataclasses.replace(c.pipeline, schedule=IN_ORDER)
-        with _parts(programs, here, model, dict(sizes) == dict(mesh.shape)) as (steps, here, own):
-            inputs = len(inputs_of(own))
-            batch = batch_shapes(t.batch_size, t.seq_len, t.microbatches, inputs)
-            return {name: traced.jaxpr for name, traced in steps(here, own, batch, "all").items()}
+    def trace(at: AbstractMesh, *forms: str) -> dict[str, tuple[Any, list]]:
+        is_here = at == mesh
+        own = step.mesh if is_here and not t.loss_chunk else at
+        asked = step.other(*forms, mesh=own, planned=dict(mesh.shape))
+        with contextlib.nullcontext(asked) if is_here else anew(asked) as asked:
+            found = {name: asked.other(name=name) for name in NAMES}
+            return {name: (traced.jaxpr, traced.types) for name, traced in found.items()}
 
     singles = {}
     if to_single and not {*OPTIONAL}.isdisjoint(mesh.shape):
         singles[trace] = False
     if to_single and t.gather_weights == "auto" and math.prod(mesh.shape.get(axis, 1) for axis in "cde") > 1:
-        singles[lambda: trace(alone=True)] = True  # which casts weights in another place
-    found = prove(lambda: trace(in_order=staged), mesh, singles)
+        singles[lambda at: trace(at, "gathered ahead")] = True  # which casts weights in another place
+    found = prove(lambda at: trace(at, *in_order), mesh, singles)
     if found and t.loss_chunk:
-        whole = dataclasses.replace(c, training=dataclasses.replace(t, loss_chunk=None))
-        others = {finding.text for finding in _unsound(programs, whole, model, given, to_single)}
+        others = {finding.text for finding in _unsound(step.other("whole loss"), to_single)}
         found = [x if x.text in others else _of_chunks(x, t.loss_chunk) for x in found]
     return found
 
 
-@contextlib.contextmanager
-def _parts(programs: Callable, c: Config, model: Any, is_here: bool) -> Iterator[tuple[Callable, Config, Any]]:
-    """train.programs, settings and a model for another trace: of new modules, unless it `is_here`, on the mesh."""
-    kinds = programs, type(model), type(c.model)
-    with contextlib.nullcontext(kinds) if is_here else imported_again(*kinds) as (programs, Model, Settings):
-        settings = Settings(**{f.name: getattr(c.model, f.name) for f in dataclasses.fields(c.model) if f.init})
-        c = dataclasses.replace(c, model=settings)
-        yield programs, c, Model(settings)  # which may read the mesh too
-
-
-def _check_rules(programs: Callable, c: Config, model: Any, mesh: Any) -> tuple[list[Finding], bool]:
+def _check_rules(step: Step) -> tuple[list[Finding], bool]:
     """Numbers of a model's Rules that are others on one device, and whether einsum computes all attention."""
-    t, one = c.training, AbstractMesh((1,) * len(ALWAYS), ALWAYS, axis_types=mesh.axis_types[:1] * len(ALWAYS))
+    mesh = getattr(step.mesh, "abstract_mesh", step.mesh)
+    one = AbstractMesh((1,) * len(ALWAYS), ALWAYS, axis_types=mesh.axis_types[:1] * len(ALWAYS))
 
-    def calls(mesh: Any, is_here: bool) -> tuple[list[Call], bool]:
-        none = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
-        with none, jax.sharding.use_abstract_mesh(mesh), _parts(programs, c, model, is_here) as (steps, own_c, own):
-            forward = sys.modules[steps.__module__].Forward(own, own_c.training)
+    def calls(step: Step) -> tuple[list[Call], bool]:
+        t, forward = step.c.training, step.trainer.Forward(step.model, step.c.training)
+        with tracing(step.mesh):
             found = calls_of_steps(forward, t.seq_len, t.batch_size // t.microbatches)
             is_einsum = all(path_of(forward, call) == "einsum" for call in found)
             return found, is_einsum and context.way_of(t) in ("gather", "whole")
 
-    here, is_einsum = calls(mesh, True)
+    here, is_einsum = calls(step.other(mesh=mesh))
     try:
-        there, _ = calls(one, False)
+        with anew(step.other(mesh=one)) as alone:
+            there, _ = calls(alone)
     except Exception:  # whatever the program does there, the proof of the steps says it
         return [], is_einsum
     found = {}

@@ -12,10 +12,9 @@ from shardlib.shardtypes import scope
 from shardlib.values import mesh_axes
 from shardwright.modeling.attention_calls import check_paths
 from shardwright.modeling.model import LanguageModel, inputs_of, load_model
-from shardwright.modeling.weights import shapes_of
+from shardwright.modeling.weights import shapes_of, sharded
 from shardwright.run.checkpoint import find_checkpoint
 from shardwright.run.config import Config, check_divides
-from shardwright.run.opening import sharded
 from shardwright.run.report import tell
 from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.stores import agreed

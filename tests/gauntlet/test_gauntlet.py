@@ -22,6 +22,7 @@ from verifying import verify
 
 from shardwright.modeling.model import load_model
 from shardwright.run.soundness import find_unsound
+from shardwright.run.step import trace_step
 from tools.verify.__main__ import small
 
 ROOT = Path(__file__).parents[2]
@@ -84,7 +85,7 @@ def refusal(files: dict[str, str], config: dict) -> str | None:
         if c.model.module == "train":
             c.model.module = train.__name__
         try:
-            found = find_unsound(train.programs, c, load_model(c.model), mesh)
+            found = find_unsound(trace_step(c, load_model(c.model), mesh, trainer=train))
             return "\n".join(map(str, found)) or None
         except Exception as error:  # of any class: JAX's own ShardingTypeError is none that can be named
             return str(error)

@@ -21,6 +21,7 @@ from shardwright.modeling.model import Tokens
 from shardwright.modeling.rules import CAUSAL, Rule, SoftCap, Window, causal, same_document
 from shardwright.run.config import Config
 from shardwright.run.soundness import find_unsound
+from shardwright.run.step import trace_step
 from shardwright_data.loader import batch_shapes
 
 act = dtype_name("act")
@@ -128,7 +129,7 @@ def test_a_step_by_a_kernel_is_proved(asked, monkeypatch, path):
         monkeypatch.setattr(module, "choose", lambda setting, *_: setting)  # this device has no kernels
     c = with_length(128, tiny.model(layers=1, n_kv=2), attention=path)  # one head of keys on each device
     c.training.batch_size = 8
-    found = find_unsound(train.programs, c, tiny.forward(c).model, tiny.mesh("d=4 t=2"))
+    found = find_unsound(trace_step(c, tiny.forward(c).model, tiny.mesh("d=4 t=2")))
     assert not found, found[0]
     assert asked or path != "cudnn"
 

@@ -23,6 +23,7 @@ from shardlib.shardtypes import bool_, f32
 from shardwright.modeling.model import load_model
 from shardwright.run.causality import check_causal
 from shardwright.run.soundness import find_unsound
+from shardwright.run.step import trace_step
 from shardwright_data.loader import TokenBatch
 from tools.verify.meshes import abstract_mesh_of
 
@@ -388,7 +389,7 @@ def test_steps_are_proved(sizes, factor, pools, settings):
     c = tiny.config(dataclasses.replace(c, experts=16), microbatches=2, side_by_side=together, batch_size=16)
     mesh = {word[0]: int(word[1:]) for word in sizes.split()}
     with abstract_mesh_of(dict.fromkeys("prdect", 1) | mesh):
-        found = find_unsound(train.programs, c, load_model(c.model), jax.sharding.get_abstract_mesh())
+        found = find_unsound(trace_step(c, load_model(c.model)))
     assert [str(finding) for finding in found] == []
 
 
@@ -400,7 +401,7 @@ def test_losses_of_layers_that_one_device_alone_scales_are_refused():
     c = tiny.config(truth.model(layers=2, balance_loss=0.1, d_head=16), microbatches=2)
     changed = module_of(SOURCE.replace(old, old.replace("jnp.sum", "50 * jnp.sum")))
     with changed as module, abstract_mesh_of({"r": 1, "d": 2, "t": 1, "p": 2}):
-        found = find_unsound(module.programs, c, load_model(c.model), jax.sharding.get_abstract_mesh())
+        found = find_unsound(trace_step(c, load_model(c.model), trainer=module))
     assert f">:{line_of(old)}: mul: one device runs this" in str(found[0])
 
 
@@ -411,7 +412,7 @@ def test_steps_by_muon_are_proved(sizes):
     c = tiny.config(truth.model(layers=2, capacity_factor=1.0, d_head=16), microbatches=2, batch_size=16)
     c.optimizer = tiny.optimizer(algorithm="muon")
     with abstract_mesh_of(dict.fromkeys("prdect", 1) | {word[0]: int(word[1:]) for word in sizes.split()}):
-        assert find_unsound(train.programs, c, load_model(c.model), jax.sharding.get_abstract_mesh()) == []
+        assert find_unsound(trace_step(c, load_model(c.model))) == []
 
 
 @pytest.mark.parametrize("pools", [None, pytest.param(2, marks=pytest.mark.long)])

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 import json
 
 import huggingface_models as models
@@ -14,12 +13,12 @@ from huggingface_models import assert_same, export, losses_and_gradients, to_run
 from safetensors.numpy import load_file
 from verifying import verify
 
-import train
 from models import family, moe
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import RopeScaling
 from shardwright.run.opening import MeshChoice
 from shardwright.run.soundness import find_unsound
+from shardwright.run.step import trace_step
 from shardwright.sampling import cache
 from tools import generate
 from tools.huggingface import families
@@ -218,9 +217,7 @@ def test_steps_are_proved(name, sizes):
     c = tiny.config(ours(name), microbatches=2, batch_size=16)
     mesh = {word[0]: int(word[1:]) for word in sizes.split()}
     with abstract_mesh_of(dict.fromkeys("prdect", 1) | mesh):
-        prove = functools.partial(
-            find_unsound, train.programs, c, load_model(c.model), jax.sharding.get_abstract_mesh()
-        )
+        prove = lambda: find_unsound(trace_step(c, load_model(c.model)))
         if "p" in mesh and name == "Gemma3":
             with pytest.raises(ValueError, match=r"4 layers do not divide into 2 equal stages .* each a multiple of 4"):
                 prove()

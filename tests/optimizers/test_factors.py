@@ -36,8 +36,8 @@ from shardwright.optimizers.rates import Update, updates_of
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.config import PipelineConfig
 from shardwright.run.soundness import find_unsound
+from shardwright.run.step import trace_step
 from shardwright_data.flat_tokens import Writer
-from shardwright_data.loader import batch_shapes
 
 ADAFACTOR, SOAP = "Optimizer state of another shape", "SOAP"
 SETTINGS = {
@@ -184,7 +184,7 @@ def test_the_step_is_proved(recipe, mesh):
     c, mesh = config(recipe), tiny.mesh(mesh).abstract_mesh
     c.training.microbatches, c.pipeline = 2, PipelineConfig(schedule="1f1b")
     with module_of(changed(recipe)) as train, jax.sharding.use_abstract_mesh(mesh):
-        assert find_unsound(train.programs, c, load_model(c.model), mesh) == []
+        assert find_unsound(trace_step(c, load_model(c.model), mesh, trainer=train)) == []
 
 
 @pytest.mark.long
@@ -197,12 +197,13 @@ def test_experts_are_matrices_of_their_own(recipe):
     mesh = tiny.mesh("c=2 d=2 t=2").abstract_mesh
     field, dims = {ADAFACTOR: ("nu_rows", "M/c/d"), SOAP: ("soap_left", "M/c/d by_M/t")}[recipe]
     with module_of(changed(recipe)) as train, jax.sharding.use_abstract_mesh(mesh):
-        model, batch = load_model(c.model), batch_shapes(tiny.BATCH, tiny.LENGTH, 1, 0)
+        model = load_model(c.model)
         state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model))
         kind = train.State[type(model.table)]
         found = {path: str(array.spec) for path, array, _ in arrays_in(kind, state)}
         assert found[f"{field}.layers.w_gate.array"] == str(on_mesh(parse_shape(f"layers E/e {dims}")))
-        assert train.programs(c, model, batch).keys() == {"training", "evaluation"}
+        assert trace_step(c, model, trainer=train).traced
+        assert trace_step(c, model, name="evaluation", trainer=train).traced
 
 
 # ---- updates in f64 ---------------------------------------------------------------------------------------------

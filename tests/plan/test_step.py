@@ -13,7 +13,6 @@ import step_text
 import tiny
 from jax.ad_checkpoint import checkpoint_name
 
-import train
 from jax_extra import KEPT, SAVED
 from models import family
 from shardlib.axes import AXES
@@ -34,7 +33,7 @@ SIZES = {"d=8": (1, 1, 8, 1), "d=4 t=2": (1, 1, 4, 2), "r=2 d=2 t=2": (1, 2, 2, 
 
 
 def planned(c, sizes, chip="cpu"):
-    return planned_step(c, load_model(c.model), dict(zip("prdt", sizes, strict=True)), chip_of(chip), train.programs)
+    return planned_step(c, load_model(c.model), dict(zip("prdt", sizes, strict=True)), chip_of(chip))
 
 
 def wide(**training):
@@ -136,7 +135,7 @@ def test_windows_are_counted(attention):
     plain = tiny.config(family.ModelConfig(**sizes), compute_dtype="bf16", save=None, **training)
     i, j = np.arange(tiny.LENGTH)[:, None], np.arange(tiny.LENGTH)
     full, window = np.sum(j <= i), np.sum((j <= i) & (i - j < 3))
-    steps = [planned_step(x, load_model(x.model), mesh, chip_of("h100"), train.programs) for x in (c, plain)]
+    steps = [planned_step(x, load_model(x.model), mesh, chip_of("h100")) for x in (c, plain)]
     of_attention = [sum(op.count * op.flops for op in step.ops if op.kind == "attention") for step in steps]
     entries = c.model.heads * c.model.d_head
     for flops, pairs in zip(of_attention, (full + window, 2 * full), strict=True):

@@ -6,7 +6,7 @@ import running
 from corpus import RIGHT, WRITTEN
 from running import Program, abstract_mesh, distance, run, traced
 
-from shardlib.proof.check import prove
+from shardlib.proof.check import prove_function
 
 ACCEPTED = [program for program in RIGHT if not program.escape and program.name != "ring attention"]
 """Without the ring, whose turns are compared with one device's only where JAX traces both alike."""
@@ -33,13 +33,13 @@ def verdicts(program: Program, monkeypatch):
     """
     dims, mesh = devices_by_dim(program), (2,) * len(program.axes)
     settings = [{name: n} for name, n in dims.items()] + ([dims] if len(dims) > 1 else [])
-    trace = lambda: {"": traced(program, jax.sharding.get_abstract_mesh().axis_sizes)}
+    trace = lambda: traced(program, jax.sharding.get_abstract_mesh().axis_sizes)
     for sizes in settings:
         with monkeypatch.context() as patch:
             for name, n in sizes.items():
                 patch.setitem(running.SIZES, name, n)
             try:
-                found, wrong_by = prove(trace, abstract_mesh(program, mesh)), None
+                found, wrong_by = prove_function(trace, abstract_mesh(program, mesh)), None
                 if bool(found) == (program in ACCEPTED):  # it may be another program at this size
                     assert not program.hangs, f"{program} {sizes}"
                     wrong_by = distance(run(program, mesh), run(program, (1,) * len(mesh)))

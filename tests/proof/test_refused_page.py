@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 from running import abstract_mesh, program, traced
 
-from shardlib.proof.check import prove
+from shardlib.proof.check import prove_function
 from shardlib.shardtypes import f32, i32
 
 PAGE = Path(__file__).parents[2] / "docs" / "refused.md"
@@ -18,8 +18,8 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.M
 
 def findings(body):
     p = program(body, vma=False)
-    trace = lambda: {"": traced(p, jax.sharding.get_abstract_mesh().axis_sizes)}
-    return list(map(str, prove(trace, abstract_mesh(p, (2, 2)))))
+    trace = lambda: traced(p, jax.sharding.get_abstract_mesh().axis_sizes)
+    return list(map(str, prove_function(trace, abstract_mesh(p, (2, 2)))))
 
 
 @pytest.mark.parametrize("code", BLOCKS)

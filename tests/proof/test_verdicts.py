@@ -11,14 +11,14 @@ from corpus import RIGHT, WRITTEN, WRONG
 from running import Program, abstract_mesh, cases, gradient_of, traced
 
 from shardlib import shardops
-from shardlib.proof.check import prove
+from shardlib.proof.check import prove_function
 
 
 def refusals(program: Program, mesh: tuple[int, ...] | None = None) -> tuple[str, ...]:
     """What the analysis finds wrong with a program on a mesh; None: of two devices along each axis."""
     mesh = mesh or (2,) * len(program.axes)
-    trace = lambda: {"": traced(program, jax.sharding.get_abstract_mesh().axis_sizes)}
-    return tuple(map(str, prove(trace, abstract_mesh(program, mesh))))
+    trace = lambda: traced(program, jax.sharding.get_abstract_mesh().axis_sizes)
+    return tuple(map(str, prove_function(trace, abstract_mesh(program, mesh))))
 
 
 @cases([program for program in RIGHT if not program.escape])

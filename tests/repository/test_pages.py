@@ -31,7 +31,7 @@ from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
 from shardwright.run.config import Config, register_schema, to_config
-from shardwright_data.loader import batch_shapes
+from shardwright.run.step import trace_step
 from tools.huggingface_to_flat_tokens import TokenizerConfig
 from tools.verify.__main__ import VerifyConfig
 
@@ -277,7 +277,7 @@ def traced(source: str) -> None:
         c.model.module = train.__name__
         model = load_model(c.model)
         describe_attention(train.Forward(model, c.training), c.training.seq_len)
-        train.programs(c, model, batch_shapes(c.training.batch_size, c.training.seq_len, c.training.microbatches))
+        assert trace_step(c, model, trainer=train).traced
 
 
 @pytest.mark.long

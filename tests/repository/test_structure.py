@@ -46,6 +46,7 @@ BY_NAME |= {
     "bench.throughput.peers.seqax_trainer",
     "shardwright.run.trackers",
     "shardwright.run.fresh",
+    "shardwright.run.step",
     "tools.verify.step",
 }
 """Modules that import what a configuration, a command line, a pickled function, or a list of programs names."""

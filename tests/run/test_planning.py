@@ -14,7 +14,6 @@ import pytest
 import tiny
 import yaml
 
-import train
 from shardlib.axes import AXES
 from shardwright.modeling.model import load_model
 from shardwright.plan.chips import CHIPS, chip_of
@@ -35,11 +34,11 @@ def small_chip(directory: Path, memory_bytes: float) -> str:
 
 def of_run(c, directory: Path) -> str | None:
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        return plan_run(c, load_model(c.model), 20, train.programs, directory)
+        return plan_run(c, load_model(c.model), 20, directory)
 
 
 def peak_of(c) -> float:
-    return planned_step(c, load_model(c.model), SIZES, chip_of("cpu"), train.programs).peak
+    return planned_step(c, load_model(c.model), SIZES, chip_of("cpu")).peak
 
 
 def test_a_run_writes_its_plan(tmp_path):
@@ -119,8 +118,8 @@ def test_train_refuses_before_it_compiles(tmp_path):
 @pytest.mark.long
 def test_the_best_changes_are_those_of_all():
     c = tiny.config(microbatches=2, save="nothing")
-    now = planned_change(c, SIZES, H100, train.programs, {})
-    found = best_changes(c, SIZES, now, train.programs, seconds=60.0)
+    now = planned_change(c, SIZES, H100, {})
+    found = best_changes(c, SIZES, now, seconds=60.0)
     alone = {}
     for save, (r, d, t, p), m in itertools.product(
         ("everything", "marked", "dots", "nothing"), ((1, 4, 2, 1), (2, 2, 2, 1), (1, 8, 1, 1), (2, 4, 1, 1)), (1, 2)
@@ -128,7 +127,7 @@ def test_the_best_changes_are_those_of_all():
         one = (save != "nothing") + ((r, d, t) != (1, 4, 2)) + (m != 2) == 1
         if one and tiny.BATCH % (r * d * m) == 0:
             changed, mesh = tiny.config(microbatches=m, save=save), {"p": p, "r": r, "d": d, "t": t}
-            step = planned_step(changed, load_model(c.model), mesh, H100, train.programs)
+            step = planned_step(changed, load_model(c.model), mesh, H100)
             alone[save, r, d, t, m] = plan_of(step, H100, 1).seconds
     assert len(alone) >= 5
     assert found[0].plan.seconds <= min(alone.values())
@@ -139,10 +138,10 @@ def test_the_best_changes_are_those_of_all():
 @pytest.mark.long
 def test_other_programs_change_no_advice(monkeypatch):
     c = tiny.config(microbatches=2, save="nothing")
-    now = planned_change(c, SIZES, H100, train.programs, {})
+    now = planned_change(c, SIZES, H100, {})
     clock = types.SimpleNamespace(monotonic=itertools.count(0, 1000).__next__, process_time=lambda: 0.0)
     monkeypatch.setattr(planning, "time", clock)
-    assert len(best_changes(c, SIZES, now, train.programs)) > 2
+    assert len(best_changes(c, SIZES, now)) > 2
 
 
 def test_changes_keep_batch_and_devices():
@@ -167,13 +166,13 @@ def test_the_smallest_fit_has_the_fastest_step_that_fits():
     c = tiny.config(microbatches=1, save="everything")
     peak = peak_of(c)
     chip = dataclasses.replace(chip_of("cpu"), memory_bytes=0.87 * peak)
-    now = planned_change(c, SIZES, chip, train.programs, {})
+    now = planned_change(c, SIZES, chip, {})
     by_setting = {}
     for settings in changes(c, SIZES):
         try:
-            by_setting[str(settings)] = planned_change(c, SIZES, chip, train.programs, settings)
+            by_setting[str(settings)] = planned_change(c, SIZES, chip, settings)
         except ValueError:
             continue
     fitting = [plan.seconds for plan in by_setting.values() if plan.step.peak <= 0.87 * peak]
     assert 0 < len(fitting) < len(by_setting)
-    assert best_changes(c, SIZES, now, train.programs)[0].plan.seconds == min(fitting)
+    assert best_changes(c, SIZES, now)[0].plan.seconds == min(fitting)

@@ -12,12 +12,12 @@ import tiny
 from huggingface_models import settings
 from recipes import SOURCE, changed, module_of
 
-import train
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
 from shardwright.run import provenance
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import PipelineConfig
+from shardwright.run.step import trace_step
 from tools import checkpoint_to_huggingface
 from tools.generate import Settings, generate
 
@@ -28,7 +28,7 @@ def programs(source: str, mesh=(1, 1, 1, 1), model=(), optimizer=(), **training)
     c.optimizer = tiny.optimizer(**dict(optimizer))
     p, r, d, t = mesh
     with module_of(source) as module, jax.set_mesh(make_mesh(jax.devices()[: p * r * d * t], r=r, d=d, t=t, p=p)):
-        return provenance.programs_of(module.programs, c, load_model(c.model))
+        return provenance.provenance_of(trace_step(c, load_model(c.model), trainer=module))["programs"]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_a_loss_of_pairs_has_both_hashes_and_a_reference_that_is_not_there_leave
     for recipe, reason in {"Preferences without a reference": None, "Distillation": "ShardError"}.items():
         c = tiny.config(tiny.model(module="changed_train"))
         with module_of(changed(recipe)) as module, jax.set_mesh(tiny.mesh("one device")):
-            found[recipe] = provenance.provenance_of(module.programs, c, load_model(c.model))
+            found[recipe] = provenance.provenance_of(trace_step(c, load_model(c.model), trainer=module))
         assert found[recipe].get("untraced", "").split(":")[0] == (reason or "")
     pairs, distilled = found.values()
     assert pairs["programs"].keys() == BOTH
@@ -120,7 +120,7 @@ def test_other_source_is_said_or_refused(monkeypatch):
     c.pipeline = PipelineConfig()
     with jax.set_mesh(tiny.mesh("one device")):
         model = load_model(c.model)
-        saved = provenance.provenance_of(train.programs, c, model)
+        saved = provenance.provenance_of(trace_step(c, model))
         compared = lambda old, allow="other_source=true": provenance.compare_source(old, saved, ("evaluation",), allow)
         assert compared(saved) is None
         assert compared(None) is None, "a checkpoint of before"
@@ -206,7 +206,7 @@ def run_directory(tmp_path_factory):
     c, directory = settings(tiny.model(), "unused"), tmp_path_factory.mktemp("run")
     with jax.set_mesh(tiny.mesh("one device")), Checkpointer(directory / "checkpoints") as checkpoints:
         model, state = load_model(c.model), tiny.state(c)
-        made_by = provenance.provenance_of(train.programs, c, model)
+        made_by = provenance.provenance_of(trace_step(c, model))
         made_by = made_by | {"source": {"train.py": "other"}, "programs": {"training": "other", "evaluation": "other"}}
         checkpoints.save(3, state, {"config": dataclasses.asdict(c), "loader": {}, "provenance": made_by})
     return directory, np.asarray(state.weights.embed)

@@ -10,6 +10,7 @@ import train
 from shardwright.run import causality, soundness
 from shardwright.run.beside import run_beside
 from shardwright.run.provenance import bytes_of
+from shardwright.run.step import Step
 
 pytestmark = pytest.mark.quick
 MODULE = "class Model:\n    c = None\n"
@@ -34,7 +35,7 @@ def test_a_model_of_an_installed_package_is_checked_again_when_it_changes(tmp_pa
         if what == "causality":
             causality.check_causal(train.Forward(model, c.training), 16, source)
         else:
-            soundness.check_steps(None, c, model, source)
+            soundness.check_steps(Step(c, model, tiny.mesh("one device"), train), source)
         return len(checks)
 
     assert [check(), check()] == [1, 0]

@@ -11,11 +11,11 @@ import tiny
 from gradients import assert_same, loss_and_gradients
 from jax.sharding import AbstractMesh, AxisType
 
-import train
 from models import gpt2, moe
 from shardlib import products
 from shardwright.modeling.model import load_model
 from shardwright.run.soundness import find_unsound
+from shardwright.run.step import trace_step
 from shardwright_data.loader import batch_shapes
 
 IDS = {
@@ -99,4 +99,4 @@ def test_gradients_of_a_step_are_those_of_a_scatter(name, mesh, request):
 def test_its_steps_are_proved(name, as_on_a_gpu):
     c = tiny.config(MODELS[name], microbatches=2)
     mesh = AbstractMesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
-    assert find_unsound(train.programs, c, load_model(c.model), mesh) == []
+    assert find_unsound(trace_step(c, load_model(c.model), mesh)) == []

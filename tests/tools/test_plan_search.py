@@ -11,7 +11,6 @@ import tiny
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-import train
 from shardwright.compiled.table import in_bytes
 from shardwright.modeling.model import load_model
 from shardwright.plan.chips import chip_of
@@ -29,13 +28,13 @@ H100 = chip_of("h100")
 @pytest.mark.slow
 def test_what_is_found_is_the_best_of_all():
     c = tiny.config(tiny.model(layers=2))
-    found = search(c, 2, H100, train.programs, seconds=600.0)
+    found = search(c, 2, H100, seconds=600.0)
     best = math.inf
     meshes, _ = all_meshes(c, 2)
     for mesh, m, save in itertools.product(meshes, (1, 2), SAVED):
         if m >= mesh["p"] and m % mesh["p"] == 0:
             other = tiny.config(tiny.model(layers=2), microbatches=m, save=save)
-            step = planned_step(other, load_model(c.model), mesh, H100, train.programs)
+            step = planned_step(other, load_model(c.model), mesh, H100)
             best = min(best, plan_of(step, H100, 1).seconds)
     assert found[0].plan.seconds <= best * (1 + 1e-9)
     assert [change.plan.seconds for change in found] == sorted(change.plan.seconds for change in found)
@@ -49,15 +48,15 @@ def test_a_search_in_which_nothing_fits_says_so():
     c = tiny.config(tiny.model(layers=1))
     tight = dataclasses.replace(H100, memory_bytes=1e3)
     with pytest.raises(ValueError, match=r"nothing fits on 2 devices: mesh\.p=1 .* needs least"):
-        search(c, 2, tight, train.programs, seconds=5.0)
+        search(c, 2, tight, seconds=5.0)
     with pytest.raises(ValueError, match="no mesh of 7 devices can be planned"):
-        search(c, 7, H100, train.programs)
+        search(c, 7, H100)
 
 
 def test_no_search_loses_the_settings_that_are_there():
     c = tiny.config(save="dots")
     c.mesh.d, c.mesh.e, c.mesh.t = 2, 2, 2  # no search begins with e
-    (found,) = search(c, 8, H100, train.programs, seconds=0.0)
+    (found,) = search(c, 8, H100, seconds=0.0)
     assert dict(found.plan.step.mesh) == dict.fromkeys("prdect", 1) | {"d": 2, "e": 2, "t": 2}
     assert found.settings["training.save"] == "dots"
 
@@ -82,8 +81,8 @@ def test_the_configuration_that_is_written_composes(tmp_path):
 def test_advice_names_changes_with_their_gain():
     c = tiny.config(microbatches=2, save="nothing")
     sizes = {"p": 1, "r": 1, "d": 4, "t": 2}
-    now = planned_change(c, sizes, H100, train.programs, {})
-    lines = advice(c, sizes, now, train.programs, seconds=60.0)
+    now = planned_change(c, sizes, H100, {})
+    lines = advice(c, sizes, now, seconds=60.0)
     gains = [float(line.split("%")[0]) for line in lines]
     assert len(gains) == 3
     assert gains == sorted(gains)
@@ -93,7 +92,7 @@ def test_advice_names_changes_with_their_gain():
 def test_chips_are_compared_for_a_deadline_or_a_budget(monkeypatch):
     """By plans whose days and dollars are given: the cheapest that is in time, or the fastest that can be paid."""
     c = tiny.config()
-    plan = planned_change(c, dict.fromkeys("prdect", 1) | {"d": 2}, H100, train.programs, {})
+    plan = planned_change(c, dict.fromkeys("prdect", 1) | {"d": 2}, H100, {})
 
     def searched(c, devices, chip, *_):
         if chip.name == "v5e":
@@ -106,7 +105,7 @@ def test_chips_are_compared_for_a_deadline_or_a_budget(monkeypatch):
 
     monkeypatch.setattr(compare, "search", searched)
     kinds = [(chip_of(name), n) for name, n in (("h100", 8), ("h100", 64), ("a100", 8), ("v5e", 8))]
-    of = lambda **limits: compare.compared(c, kinds, train.programs, limits.get("deadline"), limits.get("budget"))
+    of = lambda **limits: compare.compared(c, kinds, limits.get("deadline"), limits.get("budget"))
     # Days 4, 0.6 and 9; dollars 24 · 3 · 8 · 4 = 2304, 24 · 3 · 64 · 0.6 = 2765, and 24 · 2 · 8 · 9 = 3456.
     rows = of(deadline="5d")
     assert [line.split()[:4] for line in rows[1:4]] == [
@@ -130,15 +129,15 @@ def test_twice_the_batch_names_what_grows_most():
     """By hand: what a layer keeps is of the batch; weights and moments are not."""
     c = tiny.config()
     sizes = dict.fromkeys("prdect", 1) | {"d": 2}
-    now = planned_change(c, sizes, H100, train.programs, {})
-    (line,) = doubled(c, sizes, now, train.programs)
-    other = planned_change(c, sizes, H100, train.programs, {"training.batch_size": 2 * c.training.batch_size})
+    now = planned_change(c, sizes, H100, {})
+    (line,) = doubled(c, sizes, now)
+    other = planned_change(c, sizes, H100, {"training.batch_size": 2 * c.training.batch_size})
     assert line.startswith(f"twice the batch: {in_bytes(other.step.peak)}, fits; ")
     assert re.search(r"(saved|working), \S+\.py:\d+ grows most, by ", line)
 
 
 def test_what_limits_a_step_adds_up():
-    plan = planned_change(tiny.config(), dict.fromkeys("prdect", 1) | {"d": 8}, H100, train.programs, {})
+    plan = planned_change(tiny.config(), dict.fromkeys("prdect", 1) | {"d": 8}, H100, {})
     assert sum(plan.limits.values()) == pytest.approx(1)
     assert min(plan.limits.values()) > -1e-9
     assert list(plan.limits.values()) == sorted(plan.limits.values(), reverse=True)

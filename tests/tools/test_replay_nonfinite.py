@@ -15,6 +15,7 @@ from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
 from shardwright.run.microscope import StepWithoutStages
 from shardwright.run.stages import placement_of
+from shardwright.run.step import trace_step
 from shardwright_data.loader import in_microbatches
 from tools.replay import nonfinite
 from tools.replay.documents import _by_starts, on_host
@@ -37,7 +38,7 @@ def session_of(c, model=None, train=tiny.train):
     model = model or load_model(c.model)
     session = types.SimpleNamespace(c=c, model=model, step=3, placement=placement_of(c, model), reference=None)
     session.init = functools.partial(train.init_state, c=c, model=model)
-    session.without_stages = functools.partial(StepWithoutStages, c, model, session.placement, train.programs)
+    session.without_stages = lambda: StepWithoutStages(trace_step(c, model, trainer=train), session.placement)
     return session
 
 

@@ -20,7 +20,7 @@ from recipes import PAGE, RECIPES, ROOT, SOURCE, changed, hunks, module_of
 from redrawn import redrawn
 from verifying import verify
 
-from shardwright.modeling.model import inputs_of, load_model
+from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import initialize
 from shardwright.optimizers.config import GroupConfig
 from shardwright.run.checkpoint import Checkpointer
@@ -29,9 +29,10 @@ from shardwright.run.config import PipelineConfig
 from shardwright.run.opening import fresh_state
 from shardwright.run.soundness import find_unsound
 from shardwright.run.stages import placement_of
+from shardwright.run.step import trace_step
 from shardwright.run.teacher import read_reference
 from shardwright.sampling.sampler import Sampler, Sampling
-from shardwright_data.loader import TokenBatch, batch_shapes
+from shardwright_data.loader import TokenBatch
 
 TABLE = re.findall(r"^\| \[(.*?)\]\(.*?\) \| (.*?) \|", PAGE, flags=re.M)
 MESHES = ("one device", "d=2 t=2", "p=2 d=2 t=2")
@@ -144,8 +145,8 @@ def test_the_types_of_each_recipe_hold(recipe, teacher):
     mesh = AbstractMesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     with module_of(changed(recipe)) as train, jax.sharding.use_abstract_mesh(mesh):
         model = load_model(c.model)
-        batch = batch_shapes(tiny.BATCH, tiny.LENGTH, microbatches, len(inputs_of(model)))
-        assert train.programs(c, model, batch).keys() == {"training", "evaluation"}
+        assert trace_step(c, model, trainer=train).traced
+        assert trace_step(c, model, name="evaluation", trainer=train).traced
 
 
 ON_C = "d=2 c=2 t=2"
@@ -220,7 +221,7 @@ def test_a_step_is_proved_and_a_text_sampled(recipe):
     with module_of(changed(recipe)) as train:
         model = load_model(c.model)
         mesh = AbstractMesh((2, 2, 2), ("d", "c", "t"), axis_types=(AxisType.Explicit,) * 3)
-        assert find_unsound(train.programs, c, model, mesh) == []
+        assert find_unsound(trace_step(c, model, mesh, trainer=train)) == []
         with jax.set_mesh(tiny.mesh("d=2 t=2")):
             w = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0)).weights
             sampler, prompts = Sampler(train.Forward(model, c.training), settings, 16), [[5, 9, 2], [7]]

@@ -14,6 +14,7 @@ from shardwright.modeling.blockwise import small_blocks
 from shardwright.modeling.model import load_model
 from shardwright.run.config import Config
 from shardwright.run.soundness import find_unsound
+from shardwright.run.step import trace_step
 from shardwright_data.loader import TokenBatch
 from tools.verify.compare import TOLERANCE, errors_of
 from tools.verify.inputs import make_inputs
@@ -56,7 +57,7 @@ def test_steps_are_proved(way, mesh):
     sizes = {axis: n for axis, n in sizes_of(mesh).items() if n > 1 or axis in "rdt"}
     on = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
     c = config(way)
-    assert find_unsound(train.programs, c, load_model(c.model), on) == []
+    assert find_unsound(trace_step(c, load_model(c.model), on)) == []
 
 
 @pytest.mark.long
@@ -70,7 +71,7 @@ def test_a_step_by_ulysses_and_a_kernel_is_proved(monkeypatch, path):
         monkeypatch.setattr(module, "choose", lambda setting, *_, **__: setting)  # this device has no kernels
     c = tiny.config(tiny.model(layers=1, n_kv=4), context="ulysses", attention=path)
     c.training.seq_len = 128
-    assert find_unsound(train.programs, c, load_model(c.model), tiny.mesh("d=2 c=2 t=2")) == []
+    assert find_unsound(trace_step(c, load_model(c.model), tiny.mesh("d=2 c=2 t=2"))) == []
 
 
 # ---- one device ---------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
 import pytest
 import tiny
 from own_model import imported
@@ -14,6 +13,7 @@ from models import family, gpt2, moe
 from shardlib.parsing import ShardError
 from shardwright.modeling.model import load_model
 from shardwright.run.soundness import find_unsound
+from shardwright.run.step import trace_step
 from tools.verify.meshes import abstract_mesh_of
 
 ROOT, TABLE = Path(train.__file__).parent, Path(__file__).parents[1] / "data" / "edited_lines.txt"
@@ -74,9 +74,9 @@ def refusal(module: str, changed: str, directory: Path) -> str:
     c.module = f"edited_{module}"
     mesh = dict.fromkeys("prdect", 1) | {"d": 2, "t": 2} | ({"e": 2} if module == "moe" else {})
     with imported(c.module, changed, directory) as edited, abstract_mesh_of(mesh):
-        programs = edited.programs if module == "train" else train.programs
         try:
-            found = find_unsound(programs, tiny.config(c), load_model(c), jax.sharding.get_abstract_mesh())
+            trainer = edited if module == "train" else train
+            found = find_unsound(trace_step(tiny.config(c), load_model(c), trainer=trainer))
         except ShardError as error:
             return str(error)
         return "\n".join(map(str, found))

@@ -15,6 +15,7 @@ from recipes import SOURCE
 
 from shardwright.modeling.model import load_model
 from shardwright.run.soundness import find_unsound
+from shardwright.run.step import trace_step
 
 RULE = "    rule = rules.Rule(visible=(rules.causal, rules.same_document))"
 ATTEND = "attend(q, k, v, self.rule)"
@@ -140,7 +141,7 @@ def found(name: str, mesh: str, **training) -> list[str]:
     with jax.set_mesh(tiny.mesh(mesh)):
         c = tiny.config(tiny.model(module=name, layers=2), **training)
         module = importlib.import_module(name)
-        return list(map(str, find_unsound(module.programs, c, load_model(c.model), tiny.mesh(mesh))))
+        return list(map(str, find_unsound(trace_step(c, load_model(c.model), tiny.mesh(mesh), trainer=module))))
 
 
 def assert_named(texts: list[str], edit: Edited) -> None:

@@ -17,6 +17,7 @@ from shardlib.shardtypes import ShardError
 from shardwright.modeling.model import load_model
 from shardwright.run.config import PipelineConfig
 from shardwright.run.soundness import find_unsound
+from shardwright.run.step import trace_step
 
 DEMO, STAGES = "r=2 d=2 t=2", "r=1 d=2 t=2 p=2"
 SETTINGS = {  # the mesh, and what is set beside: of training, the model, the optimizer or the pipeline
@@ -89,7 +90,7 @@ def with_settings(of, settings: dict):
 
 
 def unsound(c, mesh: AbstractMesh, module=train) -> list[str]:
-    return [str(finding) for finding in find_unsound(module.programs, c, load_model(c.model), mesh)]
+    return [str(finding) for finding in find_unsound(trace_step(c, load_model(c.model), mesh, trainer=module))]
 
 
 def found(settings: str, module=train) -> list[str]:

@@ -20,7 +20,6 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import MISSING
 
-import train
 from shardlib.axes import AXES
 from shardwright.compiled.files import write_json, write_whole
 from shardwright.plan.chips import chip_of
@@ -71,7 +70,7 @@ def job(c: Config, settings: PlanConfig) -> None:
     if several:
         names = settings.chips or [c.hardware.chip or ""]
         kinds = [(chip_of(name), n or math.prod(mesh_sizes(c, None).values())) for name in names for n in counts]
-        say("\n".join(compared(c, kinds, train.programs, settings.deadline, settings.budget)))
+        say("\n".join(compared(c, kinds, settings.deadline, settings.budget)))
         return
     devices = counts[0]
     if c.hardware.chip is None:
@@ -83,7 +82,7 @@ def job(c: Config, settings: PlanConfig) -> None:
     name = hydra.job.config_name
     if settings.search:
         stated = math.prod(mesh_sizes(c, None).values()) if devices is None else devices
-        found = search(c, stated, chip, train.programs)
+        found = search(c, stated, chip)
         text = "\n".join(as_lines(found))
         if output is not None:
             own = [override for override in hydra.overrides.task if not override.startswith("plan.")]
@@ -94,8 +93,8 @@ def job(c: Config, settings: PlanConfig) -> None:
             write_whole(output, start + as_config(name, own, CONFIGS, chosen))
     else:
         sizes = mesh_sizes(c, devices)
-        plan = planned_change(c, sizes, chip, train.programs, {})
-        more = [*advice(c, sizes, plan, train.programs), *doubled(c, sizes, plan, train.programs)]
+        plan = planned_change(c, sizes, chip, {})
+        more = [*advice(c, sizes, plan), *doubled(c, sizes, plan)]
         text = as_text(plan, name, ["", "What would help", *more])
         if output is not None and output.suffix == ".json":
             write_json(output, plan.as_data())

@@ -1,7 +1,7 @@
 """Kinds and numbers of chips beside each other: the cheapest for a deadline, or the fastest for a budget."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from shardwright.compiled.table import in_bytes, in_seconds
 from shardwright.plan.chips import Chip
@@ -20,9 +20,7 @@ def days_of(text: str) -> float:
     return float(found[1]) / (1 if found[2] == "d" else 24)
 
 
-def compared(
-    c: Config, kinds: Sequence[tuple[Chip, int]], programs: Callable, deadline: str | None, budget: float | None
-) -> list[str]:
+def compared(c: Config, kinds: Sequence[tuple[Chip, int]], deadline: str | None, budget: float | None) -> list[str]:
     """The best plan of each number of chips of a kind, as a table of at most 80 columns, the one to take first.
 
     That is the cheapest of those that keep the deadline and the budget; without a deadline, the fastest.
@@ -32,7 +30,7 @@ def compared(
     left = []
     for chip, devices in kinds:
         try:
-            found.append(search(c, devices, chip, programs, SECONDS / len(kinds))[0])
+            found.append(search(c, devices, chip, SECONDS / len(kinds))[0])
         except ValueError as error:
             left.append(f"{devices} x {chip.name}: {str(error).splitlines()[0]}"[:80])
     if not found:

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import yaml
 
-import train
 from models import gpt2
 from shardwright.cluster.config import HardwareConfig, MeshConfig
 from shardwright.modeling.model import load_model
@@ -319,7 +318,7 @@ def step_of(run: Run) -> Step:
 def _traced(run: Run, save: str) -> Step:
     c = run.config
     c = dataclasses.replace(c, training=dataclasses.replace(c.training, save=save))
-    return planned_step(c, load_model(c.model), run.sizes, run.chip, train.programs)
+    return planned_step(c, load_model(c.model), run.sizes, run.chip)
 
 
 def plan(run: Run, step: Step) -> Plan:

@@ -4,7 +4,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -26,7 +26,7 @@ LONG = 16384
 _OF_STAGES = ("pipeline.schedule", "pipeline.virtual_stages")
 
 
-def search(c: Config, devices: int, chip: Chip, programs: Callable, seconds: float = 60.0) -> list[Change]:
+def search(c: Config, devices: int, chip: Chip, seconds: float = 60.0) -> list[Change]:
     """The settings that were planned and fit, the fastest first.
 
     Begins with the settings of the configuration, where its mesh is of so many devices, and a mesh for each number of
@@ -37,7 +37,6 @@ def search(c: Config, devices: int, chip: Chip, programs: Callable, seconds: flo
         c: the configuration. Its batch and its model stay as they are.
         devices: number of devices.
         chip: their kind.
-        programs: train.programs.
         seconds: of the processor, to search for at most.
 
     Raises:
@@ -51,7 +50,7 @@ def search(c: Config, devices: int, chip: Chip, programs: Callable, seconds: flo
         if key(settings) not in seen and time.process_time() < end:
             seen[key(settings)] = None
             try:
-                plan = planned_change(c, dict.fromkeys(AXES, 1), chip, programs, settings)
+                plan = planned_change(c, dict.fromkeys(AXES, 1), chip, settings)
                 seen[key(settings)] = Change(settings, plan)
             except ValueError as error:
                 refused.append(str(error))

@@ -23,6 +23,7 @@ from shardwright.run.provenance import compare_source, provenance_of
 from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.run import fresh_state
 from shardwright.run.stages import placement_of
+from shardwright.run.step import trace_step
 from shardwright.run.teacher import check_reference, read_reference, reference_record
 from shardwright.settings.differences import flat
 from shardwright_data.foreign import number, read_object, shown
@@ -65,7 +66,7 @@ class Session:
 
     def without_stages(self) -> StepWithoutStages:
         """The step, traced without stages."""
-        return StepWithoutStages(self.c, self.model, self.placement, train.programs)
+        return StepWithoutStages(trace_step(self.c, self.model), self.placement)
 
     @property
     def number(self) -> int:
@@ -157,7 +158,7 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
                 check_reference(metadata.get("reference"), reference_record(c))
             options = known_options(trusted_options(c, trust, write), write)
             session = Session(c, metadata if done else {}, done, options)
-            now = provenance_of(train.programs, config_at(c, done - 1), session.model)
+            now = provenance_of(trace_step(config_at(c, done - 1), session.model))
             allow = None if other_source else "other_source=true"
             if differs := compare_source(metadata.get("provenance"), now, ("training",), allow):
                 write(shown(f"source      {differs}"))

@@ -25,10 +25,11 @@ from shardwright.microscope.rerun import Path, Rerun, executed
 from shardwright.modeling.model import load_model
 from shardwright.run.config import Config
 from shardwright.run.soundness import find_unsound
+from shardwright.run.step import trace_step
 from shardwright.run.teacher import read_reference
 from tools.verify.inputs import Inputs, make_inputs
 from tools.verify.meshes import ONE_DEVICE, Mesh, abstract_mesh_of, mesh_of
-from tools.verify.step import Found, Traced, as_at_start, fresh_state, tensors_of_step, traced_step, train
+from tools.verify.step import Found, Traced, as_at_start, fresh_state, tensors_of_step, traced_step
 
 TOLERANCE = 1e-10
 """Largest difference that is rounding, over the largest entry of a value. Another order of sums makes one of about
@@ -209,7 +210,7 @@ def causes(c: Config, inputs: Inputs, sizes: Mesh) -> list[str]:
     """
     alone = {axis: n if axis == PIPELINE_AXIS else 1 for axis, n in sizes.items()}
     with abstract_mesh_of(sizes):
-        proved = find_unsound(train().programs, c, load_model(c.model), jax.sharding.get_abstract_mesh())
+        proved = find_unsound(trace_step(c, load_model(c.model)))
     found, first = list(map(str, proved)), None
     try:
         traced = []

@@ -14,16 +14,15 @@ import numpy as np
 
 from shardlib.axes import axes_of_mesh
 from shardlib.shardtypes import make_shardings
-from shardlib.values import planned_for
 from shardwright.microscope.points import gradient_paths
 from shardwright.microscope.rerun import Rerun
-from shardwright.modeling.model import inputs_of, load_model
+from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import are_stacks
 from shardwright.run.config import Config
-from shardwright.run.fresh import imported_again
+from shardwright.run.fresh import anew
 from shardwright.run.stages import placement_of
+from shardwright.run.step import trace_step
 from shardwright.run.teacher import weights_of
-from shardwright_data.loader import batch_shapes
 from tools.verify.inputs import Inputs, with_planted
 from tools.verify.meshes import Mesh, abstract_mesh_of, mesh_of
 
@@ -57,7 +56,7 @@ def train() -> Any:
 
 def as_at_start(c: Config) -> contextlib.AbstractContextManager:
     """Context in which train.py and the model keep nothing of what was traced on another mesh."""
-    return imported_again(train().programs, type(load_model(c.model)))
+    return anew(trace_step(c, load_model(c.model)))
 
 
 def _init(c: Config) -> Callable:
@@ -72,9 +71,10 @@ def fresh_state(c: Config) -> Any:
 
 def type_check(c: Config, sizes: Mesh) -> None:
     """Traces the steps on a mesh of these sizes, without devices. Raises ValueError if they are refused."""
-    t, model = c.training, load_model(c.model)
     with abstract_mesh_of(sizes):
-        train().programs(c, model, batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(model))))
+        step = trace_step(c, load_model(c.model))
+        for name in ("training", "evaluation"):
+            assert step.other(name=name).traced
 
 
 # ---- the order of layers ------------------------------------------------------------------------------------------
@@ -129,11 +129,10 @@ class Traced(NamedTuple):
 
 def traced_step(c: Config, inputs: Inputs, sizes: Mesh, planned: Mesh | None = None) -> Traced:
     """The training step on a mesh of these sizes, with axes and choices of speed of a mesh of the sizes `planned`."""
-    with mesh_of(sizes, axes_of_mesh(planned or sizes)) as mesh, planned_for(planned or sizes):
-        arguments = _placed_inputs(c, inputs)
-        traced = train().make_training_step(c, load_model(c.model)).trace(*arguments)
-    leaves, tree = jax.tree.leaves(arguments), jax.tree.structure(traced.out_info)
-    return Traced(mesh, traced.jaxpr, leaves, tree)
+    with mesh_of(sizes, axes_of_mesh(planned or sizes)) as mesh:
+        step = trace_step(c, load_model(c.model)).other(planned=planned or sizes)
+        leaves = jax.tree.leaves(_placed_inputs(c, inputs))
+    return Traced(mesh, step.jaxpr, leaves, jax.tree.structure(step.traced.out_info))
 
 
 def _placed_inputs(c: Config, inputs: Inputs) -> tuple[Any, ...]:

@@ -22,7 +22,8 @@ from shardwright.run.compiling import free_kept_memory
 from shardwright.run.config import check_divides
 from shardwright.run.launch import composed
 from shardwright.run.profile import MODULE
-from shardwright_data.loader import TokenBatch, batch_shapes, in_microbatches
+from shardwright.run.step import trace_step
+from shardwright_data.loader import TokenBatch, in_microbatches
 
 
 def config_of(job: Job):
@@ -51,8 +52,7 @@ def lowered(job: Job, devices: Any) -> Any:
     """The step for devices that need not be here."""
     c = config_of(job)
     with jax.set_mesh(make_mesh(devices, **dataclasses.asdict(c.mesh))):
-        batch = batch_shapes(job.sequences, job.length, c.training.microbatches)
-        return train.programs(c, load_model(c.model), batch, which="training")["training"].lower()
+        return trace_step(c, load_model(c.model)).lower()
 
 
 class Contestant(OnJax):
