@@ -44,7 +44,7 @@ from shardwright.modeling.weights import embedding, gain, matrix, table_of, unem
 from shardwright.optimizers import rates
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.optimizers.muon import muon
-from shardwright.run import launch, stages, teacher
+from shardwright.run import launch, reference, stages
 from shardwright.run.config import Config, TrainingConfig
 from shardwright.run.run import Run
 from shardwright.sampling.samples import TrainingSamples
@@ -477,27 +477,28 @@ def make_training_step(c: Config, model: LanguageModel):
 
     It reuses the old state's memory.
     """
-    forward, other = Forward(model, c.training, in_training=True), Forward(teacher.model_of(c) or model, c.training)
-    Weights, Other = model.Weights, shardtypes.Separate[other.model.Weights]
+    forward = Forward(model, c.training, in_training=True)
+    of_reference = Forward(reference.model_of(c) or model, c.training)
+    Weights, Reference = model.Weights, shardtypes.Separate[of_reference.model.Weights]
     updates = rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
 
     @typed_shard_map
     def per_device(
-        state: State[Weights], batch: Batch, step: i32[""], seeds: u32["m B/b"] | None, fixed: Other | None
+        state: State[Weights], batch: Batch, step: i32[""], seeds: u32["m B/b"] | None, w_reference: Reference | None
     ) -> tuple[State[Weights], Metrics]:
-        others = fixed and teacher.logits_of(other, fixed)
-        loss, g, layers = loss_and_gradients(state.weights, batch, c, forward, seeds, others)
+        logits_of = w_reference and reference.logits_of(of_reference, w_reference)
+        loss, g, layers = loss_and_gradients(state.weights, batch, c, forward, seeds, logits_of)
         new, grad_norm, rate = update_state(state, checkpoint_name(g, "gradient"), step, c, updates)
         skipped = ~jnp.isfinite(loss + grad_norm)
         state = jax.tree.map(lambda old, new: jnp.where(skipped, old, new), state, new)
         return state, Metrics(loss, grad_norm, rate, layers, skipped)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def training_step(state: State, batch: Batch, step: jax.Array, fixed: Any = None) -> tuple[State, Metrics]:
+    def training_step(state: State, batch: Batch, step: jax.Array, w_reference: Any = None) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.key(c.training.seed), step)
         seeds = jax.random.bits(key, batch.targets.shape[:2]) if getattr(c.model, "dropout", 0) else None
         with compute_scope(c.training.compute_dtype):
-            return per_device(state, batch, step, seeds, fixed)
+            return per_device(state, batch, step, seeds, w_reference)
 
     return training_step
 

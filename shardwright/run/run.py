@@ -18,7 +18,7 @@ from shardwright.cluster.stopping import StopRequest
 from shardwright.cluster.watch import now_at
 from shardwright.modeling.attention_calls import calls_of, check_deterministic, describe_attention
 from shardwright.modeling.model import COMPUTE_DTYPES, inputs_of
-from shardwright.run import teacher
+from shardwright.run import reference
 from shardwright.run.beside import in_background
 from shardwright.run.causality import describe_causality
 from shardwright.run.changes import config_at, described_change, firsts, loader_at, tokens_before, total_steps
@@ -116,7 +116,7 @@ class Run:
     def _open(self) -> None:
         c, t = self.c, self.c.training
         check_processes(deciding_settings(self.whole))
-        self._inputs, self._record["reference"] = inputs_of(self.model), teacher.reference_record(c)
+        self._inputs, self._record["reference"] = inputs_of(self.model), reference.reference_record(c)
         if self._inputs and t.sample_interval is not None:
             raise ValueError(
                 f"training.sample_interval is {t.sample_interval}, but the model reads {', '.join(self._inputs)} "
@@ -159,7 +159,7 @@ class Run:
         config = saved_config(metadata)
         check_resumes(config, self.whole, self.directory, done)
         check_skips(config["data"].get("skip_steps", []), skips, done)
-        teacher.check_reference(metadata.get("reference"), self._record["reference"])
+        reference.check_reference(metadata.get("reference"), self._record["reference"])
         allow = None if self.whole.training.other_source else "training.other_source=true"
         saved, which = metadata.get("provenance"), ("training", "evaluation")
         self._be_at(done - 1)  # the step that made it, which the source is compared in
@@ -194,7 +194,7 @@ class Run:
                 self._damaged[self.start] = str(error)
         for step, why in self._damaged.items():
             tell(f"WARNING    the checkpoint of step {step} is not used: {why}")
-        self.reference = teacher.read_reference(self.c)
+        self.reference = reference.read_reference(self.c)
         agreed(lambda: self._prepare_place() if jax.process_index() == 0 else None)
         self._introduce(planned)
         return state
@@ -276,7 +276,7 @@ class Run:
     def compare_forms(self) -> None:
         """Refuses a form of an op for this platform that does not compute what its plain form does. It runs both."""
         for c in {c.training.seq_len: c for c in self._ahead}.values():
-            teacher.check_paths_with_reference(self._forward_of(c.training), c, self.options)
+            reference.check_paths_with_reference(self._forward_of(c.training), c, self.options)
         products.check_sums()
 
     def compile(self) -> jax.stages.Compiled:

@@ -25,9 +25,9 @@ from shardwright.modeling.attention_calls import Call, calls_of_steps, path_of
 from shardwright.modeling.rules import numbers_in
 from shardwright.run.fresh import anew
 from shardwright.run.provenance import bytes_of, files_of_source, is_edited
+from shardwright.run.reference import reference_record
 from shardwright.run.step import NAMES, Step
 from shardwright.run.stores import agreed
-from shardwright.run.teacher import reference_record
 
 OF_MACHINES = ("devices", "local_devices", "device_count", "local_device_count", "process_count", "process_index")
 OF_MACHINES += ("get_mesh",)

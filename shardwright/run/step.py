@@ -21,8 +21,8 @@ from shardwright.modeling.planned_attention import planned
 from shardwright.modeling.rules import Rule
 from shardwright.modeling.weights import sharded
 from shardwright.run.config import Config, PipelineConfig
+from shardwright.run.reference import weights_of
 from shardwright.run.stages import IN_ORDER
-from shardwright.run.teacher import weights_of
 from shardwright_data.loader import batch_shapes
 
 NAMES = "training", "evaluation", "start"

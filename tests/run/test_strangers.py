@@ -19,7 +19,7 @@ from signed_manifests import sign
 
 from shardwright.modeling.model import is_shipped, load_model
 from shardwright.modeling.weights import shapes_of
-from shardwright.run import teacher
+from shardwright.run import reference
 from shardwright.run.changes import steps_of, tokens_before
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.files import read_config
@@ -344,4 +344,4 @@ def test_a_reference_is_not_asked_for_its_data(stranger):
     c = tiny.config(tiny.model(vocab=stranger.config["model"]["vocab"]))
     c.training.reference = run
     with jax.set_mesh(tiny.mesh("d=8")):
-        assert teacher.model_of(c).table
+        assert reference.model_of(c).table

@@ -27,10 +27,10 @@ from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.config import PipelineConfig
 from shardwright.run.opening import fresh_state
+from shardwright.run.reference import read_reference
 from shardwright.run.soundness import find_unsound
 from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
-from shardwright.run.teacher import read_reference
 from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright_data.loader import TokenBatch
 
@@ -427,8 +427,8 @@ def test_distillation_is_the_dense_one(teacher, mesh, chunk):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES[:2])
 def test_an_average_of_the_weights_can_be_the_target(mesh):
-    line = "        others = fixed and teacher.logits_of(other, fixed)\n"
-    places = [*hunks("Distillation"), (line, "        others = teacher.logits_of(other, state.ema)\n")]
+    line = "        others = fixed and reference.logits_of(other, fixed)\n"
+    places = [*hunks("Distillation"), (line, "        others = reference.logits_of(other, state.ema)\n")]
     source = changed("An average of the weights")
     for before, after in places:
         assert source.count(before) == 1

@@ -16,8 +16,8 @@ from verifying import verify
 from shardwright.modeling.model import load_model
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.checkpoint_arrays import saved_arrays
+from shardwright.run.reference import model_of, read_reference, reference_record
 from shardwright.run.resuming import saved_config
-from shardwright.run.teacher import model_of, read_reference, reference_record
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,11 +20,11 @@ from shardwright.run.files import read_config, read_records
 from shardwright.run.microscope import StepWithoutStages
 from shardwright.run.opening import StagesChoice, mesh_for, read_state, trusted_options
 from shardwright.run.provenance import compare_source, provenance_of
+from shardwright.run.reference import check_reference, read_reference, reference_record
 from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.run import fresh_state
 from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
-from shardwright.run.teacher import check_reference, read_reference, reference_record
 from shardwright.settings.differences import flat
 from shardwright_data.foreign import number, read_object, shown
 from shardwright_data.loader import TokenBatch, batch_of, check_skips

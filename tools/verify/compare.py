@@ -24,9 +24,9 @@ from shardwright.microscope.points import callers
 from shardwright.microscope.rerun import Path, Rerun, executed
 from shardwright.modeling.model import load_model
 from shardwright.run.config import Config
+from shardwright.run.reference import read_reference
 from shardwright.run.soundness import find_unsound
 from shardwright.run.step import trace_step
-from shardwright.run.teacher import read_reference
 from tools.verify.inputs import Inputs, make_inputs
 from tools.verify.meshes import ONE_DEVICE, Mesh, abstract_mesh_of, mesh_of
 from tools.verify.step import Found, Traced, as_at_start, fresh_state, tensors_of_step, traced_step

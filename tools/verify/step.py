@@ -20,9 +20,9 @@ from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import are_stacks
 from shardwright.run.config import Config
 from shardwright.run.fresh import anew
+from shardwright.run.reference import weights_of
 from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
-from shardwright.run.teacher import weights_of
 from tools.verify.inputs import Inputs, with_planted
 from tools.verify.meshes import Mesh, abstract_mesh_of, mesh_of
 

@@ -1,4 +1,4 @@
-"""The model of training.reference: a teacher or a reference policy, which a training step reads and leaves as it is."""
+"""The reference model: a teacher or a policy, by training.reference, which a training step reads and leaves as it is."""
 
 import dataclasses
 import functools
