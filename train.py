@@ -2,21 +2,24 @@
 
     python -m train --config-name=local_test_synthetic
 
-Read it from the top. The settings are in shardwright/run/config.py. The loop over layers is in shardlib/layers.py.
+Read it from the top. The settings are in shardwright/run/config.py, the loop over layers is in shardlib/layers.py.
 
 Dims                                                   Axes of the device mesh
   m  microbatches         L  positions, as queries       r  replicas: plain data parallel
   B  sequences of each    S  positions, as keys          d  data parallel, weights sharded at rest (FSDP)
-  K  key/value heads      Q  query heads for each of K   t  tensor parallel
-  M  d_model              D  entries of a head           c  context: each device has some positions
-  V  vocabulary           F  d_ff                        e  experts, which are sharded over it; else like d
+  K  key/value heads      Q  query heads for each of K   e  experts, which are sharded over it; else like d
+  M  d_model              D  entries of a head           t  tensor parallel
+  V  vocabulary           F  d_ff                        c  context: each device has some positions
                                                          p  pipeline: each device has its own layers
+Groups of axes
+  b  r/d/e, which shard the batch                        w  c/d/e, over which weights are gathered for use
 
 `f32['M/d F/t']` is an array with M sharded over d and F sharded over t. `+t` marks a partial sum over t, which still
 has to be reduced. Devices along an axis that a type does not name hold the same values. An axis that the mesh lacks is
 read as one device. docs/sharding-types.md teaches the types. Between layers the residual stream is
 `act['B/b L/c/t M']`: each device of c and t holds its own positions. `act` is the compute dtype, which
-training.compute_dtype sets.
+training.compute_dtype sets. A weight's line names its inputs, its outputs and its sharding at rest, from which its
+shape, its gather and its initial values follow (shardwright/modeling/weights.py).
 """
 
 import dataclasses
