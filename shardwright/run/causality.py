@@ -23,7 +23,7 @@ from shardlib.proof.reach import LATER, NONE, Reach, constant, dtype_of, entries
 from shardlib.shardtypes import f32, typed_shard_map, u32
 from shardlib.values import mesh_axes, pipeline_stage
 from shardwright.modeling import fp8
-from shardwright.modeling.attention_calls import calls_of, sees_later, with_path
+from shardwright.modeling.attention_calls import calls_of, rule_of, sees_later, with_path
 from shardwright.modeling.model import act, compute_scope, inputs_of
 from shardwright.modeling.rules import Rule
 from shardwright.modeling.weights import shapes_of
@@ -120,7 +120,7 @@ def _findings(
 ) -> Iterator[Finding]:
     for form in forms:
         for call in dict.fromkeys(calls[form.in_training]):
-            if sees_later(form.rule(call.rule), call, sizes[1]):  # at all distances
+            if sees_later(rule_of(form, call), call, sizes[1]):  # at all distances
                 place = f"layer {call.place}" + (", in training," if form.in_training else "")
                 yield Finding(
                     f"the rule `{call.rule}` of {place} lets a position see later ones\n  remedy: add rules.causal to "
