@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from shardlib.axes import GROUPS
-from shardlib.checks import current_scope
 from shardlib.parsing import Dim, ShapeSpec, ShardError, parse_shape, sort_axes, spec_text
+from shardlib.scopes import current_scope
 from shardlib.values import SHORT_DTYPES, describe, devices_along, is_opaque, on_mesh
 
 # ---- types ------------------------------------------------------------------------------------------------------

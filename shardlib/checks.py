@@ -1,21 +1,18 @@
-"""Checks of values against specs, and the scopes that bind sizes of dims.
+"""Checks of values against specs.
 
 All of this runs while JAX traces and adds nothing to the compiled program.
 """
 
 import contextlib
-import contextvars
 import dataclasses
-import functools
-from collections import ChainMap
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from shardlib.axes import EITHER_ORDER
 from shardlib.parsing import Dim, ShapeSpec, ShardError, sort_axes
+from shardlib.scopes import Sizes, current_scope
 from shardlib.values import (
     Copy,
     Partial,
@@ -31,51 +28,7 @@ from shardlib.values import (
     without_trivial,
 )
 
-Sizes = dict[str, int]
-"""Size of each dim over all devices, by its name."""
-
-# ---- scopes -----------------------------------------------------------------------------------------------------
-
-
-class Scope:
-    """Bindings of the checks: the size of each dim, the class of each TypeVar, the dtype of each dtype name.
-
-    `with Scope():` starts without sizes, and what is bound inside is forgotten at its end. Functions under `typed` and
-    `typed_shard_map` open a scope for each call, so that calls do not affect each other. Outside of any scope an op
-    checks its operands only against each other.
-
-    `with Scope(act=jnp.bfloat16):` binds the dtype name `act`. Dtypes, unlike sizes, also hold in scopes opened inside.
-
-    Attributes:
-        arguments: the types of the arguments of each typed_shard_map that was traced in it.
-        product: what shardops.matmul multiplies by, as set by shardops.products. It holds in scopes opened inside too.
-    """
-
-    def __init__(self, parent: "Scope | None" = None, **dtypes):
-        outer = _SCOPE.get()
-        self.sizes: Sizes = dict(parent.sizes) if parent else {}
-        self.orders: dict[str, Dim] = dict(parent.orders) if parent else {}  # by name, dims over axes of EITHER_ORDER
-        self.classes: dict[TypeVar, type] = dict(parent.classes) if parent else {}
-        # For messages, by id: a value and its type, of this scope first.
-        self.types: ChainMap[int, tuple[Any, ShapeSpec]] = ChainMap({}, *(outer.types.maps if outer else ()))
-        self.arguments: list[list[ShapeSpec]] = outer.arguments if outer else []
-        self.product = outer.product if outer else None
-        self.dtypes = {**(outer.dtypes if outer else {}), **{name: jnp.dtype(dtype) for name, dtype in dtypes.items()}}
-
-    def __enter__(self) -> "Scope":
-        self._token = _SCOPE.set(self)
-        return self
-
-    def __exit__(self, *exc) -> None:
-        _SCOPE.reset(self._token)
-
-
-_SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("shardlib_scope", default=None)
-
-
-def current_scope() -> Scope:
-    """The innermost scope; a new, empty one outside of all scopes."""
-    return _SCOPE.get() or Scope()
+# ---- types of values, for messages -------------------------------------------------------------------------------
 
 
 def note_type(value: Any, spec: ShapeSpec) -> Any:
@@ -96,17 +49,6 @@ def noted_type(value: Any) -> tuple[ShapeSpec | None, bool]:
     without_dtype = lambda value: describe(value).partition("[")[2]
     alike = {spec for other, spec in types.maps[0].values() if without_dtype(other) == without_dtype(value)}
     return (alike.pop() if len(alike) == 1 else None), False
-
-
-def scope(fn):
-    """Decorator: each call of `fn` has a `Scope` of its own."""
-
-    @functools.wraps(fn)
-    def scoped(*args, **kwargs):
-        with Scope():
-            return fn(*args, **kwargs)
-
-    return scoped
 
 
 @contextlib.contextmanager

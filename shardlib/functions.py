@@ -13,9 +13,10 @@ from jax.sharding import AxisType
 
 from shardlib import jax_errors
 from shardlib.array_types import ABSENT, ArrayType, DType, arrays_in, arrays_of, is_typed, partition_spec
-from shardlib.checks import Scope, check_sharding, check_sizes, check_value, checking, current_scope, note_type
+from shardlib.checks import check_sharding, check_sizes, check_value, checking, note_type
 from shardlib.parsing import ShardError
 from shardlib.places import place_of
+from shardlib.scopes import Scope, current_scope
 from shardlib.values import (
     SHORT_DTYPES,
     Copy,

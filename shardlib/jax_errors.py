@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 
-from shardlib.checks import current_scope, error_context, noted_type
+from shardlib.checks import error_context, noted_type
 from shardlib.equations import equations_in, frames_of, is_variable, jaxprs_of
 from shardlib.parsing import Dim, ShapeSpec, ShardError
 from shardlib.places import is_installed, is_raised_on_purpose, is_users, place, users_call
+from shardlib.scopes import current_scope
 from shardlib.values import SHORT_DTYPES, devices_along, is_opaque, states_text
 
 _BLOCKS = "inside shard_map an array has the shape of this device's block"

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib.checks import Sizes, check_divisible, check_value, checking, note_type
+from shardlib.checks import check_divisible, check_value, checking, note_type
 from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op, sort_axes
+from shardlib.scopes import Sizes
 from shardlib.values import WITHOUT_COPY, Copy, OpName, Partial, inside_shard_map, on_mesh, stage_axes, unwrap, varying
 
 # ---- specs and operands -----------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ from jax import lax
 
 from shardlib import marks
 from shardlib.axes import PIPELINE_AXIS
-from shardlib.checks import Scope
 from shardlib.equations import axes_of, body_of, frames_of, jaxprs_of
 from shardlib.halves import Halves
 from shardlib.layers import LayerMetrics
@@ -29,6 +28,7 @@ from shardlib.op_checks import one_like, varying, wrap, zeros_like_traced
 from shardlib.parsing import ShardError, parse_shape
 from shardlib.placement import LayerPlacement
 from shardlib.places import is_users, place
+from shardlib.scopes import Scope
 from shardlib.tick_tables import TickTable
 from shardlib.values import mesh_axes, on_mesh, pipeline_stage, planned_devices
 

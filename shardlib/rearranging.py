@@ -9,9 +9,10 @@ from typing import Any
 import einops
 import jax.numpy as jnp
 
-from shardlib.checks import Sizes, check_divisible
+from shardlib.checks import check_divisible
 from shardlib.op_checks import cast, check_operand, checked_op, copy_axes, parse, require_shard_map, wrap
 from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op
+from shardlib.scopes import Sizes
 from shardlib.values import devices_along
 
 

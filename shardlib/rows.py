@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from shardlib import marks, products
-from shardlib.checks import current_scope
 from shardlib.op_checks import cast_to_result, check_operand, checked_op, parse, refuse_repeated_gradient, wrap
 from shardlib.parsing import OpSpec, ShapeSpec, ShardError, parse_shape, sort_axes
+from shardlib.scopes import current_scope
 from shardlib.values import describe, on_mesh, varying
 
 

@@ -31,13 +31,13 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from shardlib.checks import current_scope, note_type
+from shardlib.checks import note_type
 from shardlib.grouped import grouped_product  # noqa: F401 (one of the ops)
 from shardlib.jax_errors import WITHOUT_MAXIMUM
 from shardlib.marks import per_device  # noqa: F401 (one of the ops)
@@ -64,6 +64,7 @@ from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes
 from shardlib.products import einsum_with_gradients, pick, take
 from shardlib.rearranging import rearrange  # noqa: F401 (one of the ops)
 from shardlib.rows import add_rows, take_rows  # noqa: F401 (two of the ops)
+from shardlib.scopes import bound, current_scope
 from shardlib.values import describe, devices_along, is_opaque, on_mesh, planned_devices, unwrap
 from shardlib.zigzag import zigzag  # noqa: F401 (one of the ops)
 
@@ -372,15 +373,9 @@ def broadcast(spec, x):
     return wrap(value, rhs, copies, f"broadcast({op})")
 
 
-@contextlib.contextmanager
-def products(product: Callable | None) -> Iterator[None]:
+def products(product: Callable | None) -> contextlib.AbstractContextManager[None]:
     """Context in which `matmul` multiplies by product(formula, x, y), as jnp.einsum takes them; None: by jnp.einsum."""
-    scope = current_scope()
-    before, scope.product = scope.product, product
-    try:
-        yield
-    finally:
-        scope.product = before
+    return bound(product=product)
 
 
 def matmul(spec, x, w):

@@ -39,7 +39,7 @@ from shardlib.array_types import (
     u32,
     u64,
 )
-from shardlib.checks import Scope, scope
 from shardlib.functions import register_with_typeguard, typed, typed_shard_map
 from shardlib.parsing import ShardError
+from shardlib.scopes import Scope, scope
 from shardlib.values import Copy, Partial, pipeline_stage

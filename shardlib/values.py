@@ -1,11 +1,10 @@
 """The current mesh, and values that are not arrays: partial sums and copies, which jax.numpy must not touch."""
 
 import contextlib
-import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -15,6 +14,7 @@ from jax import lax
 
 from shardlib.axes import AXIS_ORDER, PIPELINE_AXIS
 from shardlib.parsing import ShapeSpec, ShardError, sort_axes, sort_axes_of_dim
+from shardlib.scopes import bound, current_scope
 
 SHORT_DTYPES = {f"{kind}{bits}": f"{kind[0]}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)}
 SHORT_DTYPES |= {f"float{bits}": f"f{bits}" for bits in (16, 32, 64)} | {"bfloat16": "bf16", "bool": "bool_"}
@@ -48,11 +48,7 @@ def on_mesh(spec: ShapeSpec) -> ShapeSpec:
     return spec.without(absent) if sizes and absent else spec
 
 
-_APART: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("apart", default={})  # noqa: B039 (never changed)
-
-
-@contextlib.contextmanager
-def apart(axis: str, dim: str = "") -> Iterator[None]:
+def apart(axis: str, dim: str = "") -> contextlib.AbstractContextManager[None]:
     """Context in which each device of `axis` computes a thing of its own: every value may differ over the axis.
 
     Specs need not mention the axis there. On a mesh without the axis nothing changes.
@@ -61,16 +57,14 @@ def apart(axis: str, dim: str = "") -> Iterator[None]:
         axis: the axis.
         dim: the dim of results that the axis shards, as `sharded_apart` tells.
     """
-    token = _APART.set(_APART.get() | ({axis: dim} if axis in mesh_axes() else {}))
-    try:
-        yield
-    finally:
-        _APART.reset(token)
+    return bound(apart=current_scope().apart | ({axis: dim} if axis in mesh_axes() else {}))
 
 
 def sharded_apart(spec: ShapeSpec) -> ShapeSpec:
     """`spec` with the axes that it need not mention within `apart`, where they are known to shard a dim of it."""
-    added = lambda dim: [axis for axis, name in _APART.get().items() if name == dim.name and axis not in dim.axes]
+    added = lambda dim: [
+        axis for axis, name in current_scope().apart.items() if name == dim.name and axis not in dim.axes
+    ]
     axes_of = lambda dim: sort_axes_of_dim((*dim.axes, *added(dim)))
     dims = (dataclasses.replace(dim, axes=axes_of(dim), written=()) if added(dim) else dim for dim in spec.dims)
     return dataclasses.replace(spec, dims=tuple(dims))
@@ -83,7 +77,7 @@ def pipeline_stage() -> contextlib.AbstractContextManager[None]:
 
 def stage_axes() -> tuple[str, ...]:
     """Axes over which any value may differ without its spec saying so, as the pipeline axis within a task."""
-    return sort_axes(_APART.get())
+    return sort_axes(current_scope().apart)
 
 
 def inside_shard_map() -> bool:
@@ -110,18 +104,32 @@ def devices_along(axes: Iterable[str]) -> int:
     return math.prod(known[axis] for axis in axes)
 
 
-_PLANNED = jax.make_user_context(None)
-"""Sizes of a mesh, as pairs. JAX traces a jitted function again where they differ."""
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """How a program is traced that is compared with another one, or is only planned."""
+
+    sizes: tuple[tuple[str, int], ...] = ()
+    """Sizes of the mesh for which choices of speed are made, whatever mesh it is traced on; none: those of its mesh."""
+    note: Callable | None = None
+    """In a program that is only planned, what takes the rule of each call of attention, which is traced as one call."""
 
 
-def planned_for(mesh: Mapping[str, int]) -> contextlib.AbstractContextManager:
-    """Context in which choices of speed are those for a mesh of these sizes, whatever mesh is traced on."""
-    return _PLANNED(tuple(sorted(mesh.items())))
+_PLANNED = jax.make_user_context(Planned())  # JAX traces a jitted function again where it differs
+
+
+def planned_for(**changes: Any) -> contextlib.AbstractContextManager:
+    """Context in which these attributes of Planned are other ones."""
+    return _PLANNED(dataclasses.replace(_PLANNED.value, **changes))
+
+
+def planned() -> Planned:
+    """How the program is traced."""
+    return _PLANNED.value
 
 
 def planned_devices(axes: Iterable[str]) -> int:
     """Number of devices along `axes`, for choices of speed: two traces that are compared choose alike."""
-    sizes = dict(_PLANNED.value or ()) or mesh_axes()
+    sizes = dict(planned().sizes) or mesh_axes()
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
 

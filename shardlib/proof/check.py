@@ -11,7 +11,6 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from shardlib.axes import OPTIONAL, PIPELINE_AXIS
-from shardlib.checks import Scope
 from shardlib.equations import body_of, equations_in, frames_of, jaxprs_of
 from shardlib.parsing import ShardError
 from shardlib.places import place
@@ -21,6 +20,7 @@ from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.interpreter import Interpreter, block_of, read_array
 from shardlib.proof.origins import callers_text, use_of
 from shardlib.proof.sameness import differences
+from shardlib.scopes import Scope
 from shardlib.values import planned_for
 
 
@@ -289,7 +289,7 @@ def tracing(mesh: Any, planned: Mapping[str, int] | None = None) -> Iterator[lis
     enter = jax.sharding.use_abstract_mesh if isinstance(mesh, AbstractMesh) else jax.set_mesh
     # Through no mesh at all: JAX does not change from one mesh to another of a different size.
     none = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
-    with none, enter(mesh), planned_for(planned or mesh.shape), Scope() as scope:
+    with none, enter(mesh), planned_for(sizes=tuple(sorted((planned or mesh.shape).items()))), Scope() as scope:
         scope.arguments = types = []
         try:
             yield types

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 
 from shardlib import shardops
 from shardlib.shardtypes import typed
-from shardlib.values import target_device
+from shardlib.values import planned, target_device
 from shardwright.modeling.blockwise import BLOCK, BLOCKS, blockwise
 from shardwright.modeling.model import act
-from shardwright.modeling.planned_attention import PLANNED, alike, planned_kernel
+from shardwright.modeling.planned_attention import alike, planned_kernel
 from shardwright.modeling.rules import Mask, Rule, SoftCap, Window, causal, same_document
 from shardwright.modeling.splash import LANES, by_kernel, splash
 
@@ -122,7 +122,7 @@ def _refusals(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device
 
 def run(path: str, q: Any, k: Any, v: Any, mask: Mask, block: int | None) -> jax.Array:
     """Attention by a path other than einsum, with the arguments of `blockwise`."""
-    if PLANNED.value is not None:
+    if planned().note:
         pairs = _pairs(mask, q) if path == "cudnn" else None
         bias = None if pairs is None else pairs.astype(q.dtype)  # which JAX makes of it
         return planned_kernel(mask.rule, k.shape[1], path, q, k, v, bias)

@@ -24,11 +24,11 @@ from jax import lax
 
 from shardlib import shardops
 from shardlib.shardtypes import typed
-from shardlib.values import apart, is_opaque, mesh_axes, planned_devices, unwrap, varying
+from shardlib.values import apart, is_opaque, mesh_axes, planned, planned_devices, unwrap, varying
 from shardwright.modeling.attention import choose, run
 from shardwright.modeling.blockwise import in_blocks, in_one_state
 from shardwright.modeling.model import act
-from shardwright.modeling.planned_attention import PLANNED, noted, planned_kernel
+from shardwright.modeling.planned_attention import noted, planned_kernel
 from shardwright.modeling.rules import CAUSAL, Mask, Places, Rule, same_document
 
 
@@ -149,7 +149,7 @@ def ring(
     in_order = lambda x: shardops.zigzag("B/b L/c -> B/b Z/c", jnp.broadcast_to(x, q.shape[:2]))
     places = Places(*map(in_order, mask.keys))
     mask = Mask(mask.rule, places, places, own(mask.learned), own(mask.sinks))
-    if PLANNED.value is not None:
+    if planned().note:
         out = _planned_ring(mask.rule, q, k, v)
     else:
         out = shardops.per_device(
@@ -189,7 +189,7 @@ def way(training: Any, q: Any, learned: tuple, dropout: bool) -> Callable:
         found = functools.partial(ulysses, by_einsum=choose(training.attention, CAUSAL, q, keys=keys) == "einsum")
     else:
         found = functools.partial(ring, block=training.attention_block) if how == "ring" else WAYS[how]
-    return found if PLANNED.value is None else functools.partial(noted, found)
+    return found if planned().note is None else functools.partial(noted, found)
 
 
 def on_device(how: str, q: Any) -> tuple[Any, int]:

@@ -10,29 +10,27 @@ import jax.numpy as jnp
 
 from jax_extra import save_for_backward
 from shardlib.op_checks import varying
-from shardlib.values import stage_axes
+from shardlib.values import planned, planned_for, stage_axes
 from shardwright.modeling.rules import Mask, Rule
 
-PLANNED = jax.make_user_context(None)
-"""In a program that is only planned, what takes the rule of each call of attention. Else None."""
 KERNEL = "attention_kernel"
 """Name of the call that stands for a kernel of attention, and of its gradient, in a program that is only planned."""
 
 
 @contextlib.contextmanager
-def planned() -> Iterator[list[Rule]]:
+def kernels_as_calls() -> Iterator[list[Rule]]:
     """Context in which attention by a path other than einsum is traced as one call, of which nothing is computed.
 
     Gives the rules of all calls of attention, by any path, of which each layer of a period has as many.
     """
     rules: list[Rule] = []
-    with PLANNED(rules.append):  # whose hash is the list's identity
+    with planned_for(note=rules.append):  # whose hash is the list's identity
         yield rules
 
 
 def noted(way: Callable, of_device: Callable, q: Any, k: Any, v: Any, mask: Mask) -> jax.Array:
-    """way(of_device, …), whose rule `planned` gives."""
-    PLANNED.value(mask.rule)
+    """way(of_device, …), whose rule `kernels_as_calls` gives."""
+    planned().note(mask.rule)
     return way(of_device, q, k, v, mask)
 
 

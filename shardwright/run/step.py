@@ -17,7 +17,7 @@ from shardlib.axes import AXES
 from shardlib.parsing import ShapeSpec
 from shardlib.proof.check import tracing
 from shardwright.modeling.model import LanguageModel, inputs_of
-from shardwright.modeling.planned_attention import planned
+from shardwright.modeling.planned_attention import kernels_as_calls
 from shardwright.modeling.rules import Rule
 from shardwright.modeling.weights import sharded
 from shardwright.run.config import Config, PipelineConfig
@@ -119,7 +119,7 @@ class Step:
         sizes = dict.fromkeys(AXES, 1) | dict(self.mesh.shape)
         mesh = dataclasses.replace(self.c.mesh, **{axis: sizes[axis] for axis in AXES})
         c, model, trainer = dataclasses.replace(self.c, mesh=mesh), self.model, self.trainer
-        of_kernels = planned() if "kernels as calls" in self.forms else contextlib.nullcontext([])
+        of_kernels = kernels_as_calls() if "kernels as calls" in self.forms else contextlib.nullcontext([])
         with tracing(self.mesh, self.planned or self.mesh.shape) as types, of_kernels as rules:
             start = jax.jit(lambda: trainer.init_state(jax.random.key(0), c, model))
             if self.name == "start":

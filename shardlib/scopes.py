@@ -1,0 +1,82 @@
+"""What is bound while JAX traces a function: sizes of dims, dtypes, the product in force, the axes of a stage."""
+
+import contextlib
+import contextvars
+import functools
+from collections import ChainMap
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+
+from shardlib.parsing import Dim, ShapeSpec
+
+Sizes = dict[str, int]
+"""Size of each dim over all devices, by its name."""
+
+
+class Scope:
+    """Bindings of the checks: the size of each dim, the class of each TypeVar, the dtype of each dtype name.
+
+    `with Scope():` starts without sizes, and what is bound inside is forgotten at its end. Functions under `typed` and
+    `typed_shard_map` open a scope for each call, so that calls do not affect each other. Outside of any scope an op
+    checks its operands only against each other.
+
+    `with Scope(act=jnp.bfloat16):` binds the dtype name `act`. Dtypes, and what `bound` binds, also hold in scopes that
+    are opened inside.
+
+    Attributes:
+        arguments: the types of the arguments of each typed_shard_map that was traced in it.
+        product: what shardops.matmul multiplies by, as set by shardops.products.
+        apart: axes over which any value may differ, and the dim of results that each shards: see values.apart.
+    """
+
+    def __init__(self, parent: "Scope | None" = None, **dtypes):
+        outer = _SCOPE.get()
+        self.sizes: Sizes = dict(parent.sizes) if parent else {}
+        self.orders: dict[str, Dim] = dict(parent.orders) if parent else {}  # by name, dims over axes of EITHER_ORDER
+        self.classes: dict[TypeVar, type] = dict(parent.classes) if parent else {}
+        # For messages, by id: a value and its type, of this scope first.
+        self.types: ChainMap[int, tuple[Any, ShapeSpec]] = ChainMap({}, *(outer.types.maps if outer else ()))
+        self.arguments: list[list[ShapeSpec]] = outer.arguments if outer else []
+        self.product: Callable | None = outer.product if outer else None
+        self.apart: dict[str, str] = outer.apart if outer else {}
+        self.dtypes = {**(outer.dtypes if outer else {}), **{name: jnp.dtype(dtype) for name, dtype in dtypes.items()}}
+
+    def __enter__(self) -> "Scope":
+        self._token = _SCOPE.set(self)
+        return self
+
+    def __exit__(self, *exc) -> None:
+        _SCOPE.reset(self._token)
+
+
+_SCOPE: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("shardlib_scope", default=None)
+
+
+def current_scope() -> Scope:
+    """The innermost scope; a new, empty one outside of all scopes."""
+    return _SCOPE.get() or Scope()
+
+
+@contextlib.contextmanager
+def bound(**values: Any) -> Iterator[None]:
+    """Context in which these attributes of the current scope have other values, also in scopes opened inside."""
+    with contextlib.nullcontext(_SCOPE.get()) if _SCOPE.get() else Scope() as scope:
+        before = {name: getattr(scope, name) for name in values}
+        vars(scope).update(values)
+        try:
+            yield
+        finally:
+            vars(scope).update(before)
+
+
+def scope(fn):
+    """Decorator: each call of `fn` has a `Scope` of its own."""
+
+    @functools.wraps(fn)
+    def scoped(*args, **kwargs):
+        with Scope():
+            return fn(*args, **kwargs)
+
+    return scoped
