@@ -1,4 +1,4 @@
-"""The reference model: a teacher or a policy, by training.reference, which a training step reads and leaves as it is."""
+"""The reference model of training.reference, a teacher or a policy: a step reads it and leaves it as it is."""
 
 import dataclasses
 import functools
