@@ -114,10 +114,15 @@ def print_settings() -> None:
     say(settings_for(first.device_kind, first.platform))
 
 
-def command_of(part: Part, out: Path) -> list[str]:
-    """Arguments of Python for a part, with the settings that the part `devices` printed, if it did."""
+def hardware_of(out: Path) -> str:
+    """The settings that the part `devices` printed; if it did not, a guess."""
     found = re.findall(r"^hardware=.*$", _text(out / "devices.out"), re.MULTILINE)
-    hardware = found[-1] if found else "hardware=gpu" if shutil.which("nvidia-smi") else "hardware=cpu"
+    return found[-1] if found else "hardware=gpu" if shutil.which("nvidia-smi") else "hardware=cpu"
+
+
+def command_of(part: Part, out: Path) -> list[str]:
+    """Arguments of Python for a part, with `hardware_of`."""
+    hardware = hardware_of(out)
     at = {"chip": "h100"} | dict(word.removeprefix("hardware.").split("=") for word in hardware.split())
     command = f"{part.command} {part.small if at['hardware'] == 'cpu' else ''}"
     at |= {"platform": at["hardware"], "hardware": hardware, "out": shlex.quote(str(out)), "part": part.name}
@@ -155,10 +160,11 @@ def _text(path: Path) -> str:
     return path.read_text(errors="replace") if path.exists() else ""
 
 
-def table_of(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """The table in Markdown."""
+def table_of(results: Mapping[str, Mapping[str, Any]], hardware: str) -> str:
+    """The table in Markdown, whose head calls that of a CPU a rehearsal."""
     rows = [(name, *map(str, row)) for name, result in results.items() for row in result["rows"]]
-    lines = ["| part | measured | result |", "|---|---|---|"]
+    result = "rehearsal" if hardware.startswith("hardware=cpu") else "result"
+    lines = [f"| part | measured | {result} |", "|---|---|---|"]
     return "\n".join([*lines, *(f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in rows)]) + "\n"
 
 
@@ -182,9 +188,10 @@ def run(config: Settings) -> None:
             write_json(file, result)
             say("".join(f"  {what}: {figures}\n" for what, figures in result["rows"]), flush=True)
         results[part.name] = result
-        write_whole(out / "chip.md", table_of(results))
+        table = table_of(results, hardware_of(out))
+        write_whole(out / "chip.md", table)
     missing = [name for name, result in results.items() if result["failed"]]
-    say(f"\n{table_of(results)}\nTable: {out}/chip.md" + f"\nCall again for {', '.join(missing)}." * bool(missing))
+    say(f"\n{table}\nTable: {out}/chip.md" + f"\nCall again for {', '.join(missing)}." * bool(missing))
 
 
 if __name__ == "__main__":

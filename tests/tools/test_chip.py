@@ -157,6 +157,14 @@ def test_without_time_left_it_runs_nothing_and_says_so(programs, capsys):
     assert f"Call again for {', '.join(NAMES)}." in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("printed", "head"), [("hardware=gpu", "result"), ("hardware=cpu", "rehearsal")])
+def test_the_table_of_a_cpu_is_headed_as_a_rehearsal(programs, monkeypatch, printed, head):
+    monkeypatch.setattr(chip, "PARTS", PARTS[:1])
+    monkeypatch.setattr(chip, "command_of", lambda *_: ["printed", f"devices: 1 x it\n{printed}", str(programs / "x")])
+    chip.run(Settings(minutes=1, out=str(programs)))
+    assert (programs / "chip.md").read_text().splitlines()[0] == f"| part | measured | {head} |"
+
+
 def test_a_damaged_result_is_measured_again(programs):
     programs.mkdir()
     (programs / "devices.json").write_text('{"rows": 7}')

@@ -13,8 +13,8 @@ from shardwright.plan.chips import chip_of
 from shardwright.plan.plan import Plan, plan_of
 from shardwright.plan.step import Facts, Held, Step
 from shardwright.plan.work import Op
-from tools.plan.page import page
-from tools.plan.screen import GIB, SHOWN, WIDTH, as_text
+from tools.plan.page import page, roofline
+from tools.plan.screen import GIB, SHOWN, WIDTH, as_text, work
 
 ROOT = Path(__file__).parents[2]
 FORBIDDEN = "f32[2]</script><script>alert(1)</script>"
@@ -54,6 +54,18 @@ def test_the_rows_add_up_to_the_totals(lines):
     for shown, total in ((sizes, sum(x.bytes for x in made.step.held) / GIB), (sent, sums[1]), (done, sums[0])):
         assert shown[:SHOWN] == sorted(shown[:SHOWN], reverse=True)
         assert sum(shown) == pytest.approx(total, rel=0.02)
+
+
+@pytest.mark.quick
+def test_a_product_of_fp8_is_compared_with_the_peak_of_fp8():
+    made = plan(1)
+    ops = [op._replace(dtype="fp8") if op.kind == "matmul" else op for op in made.step.ops]
+    fp8 = plan_of(made.step._replace(ops=ops), H100, 1)
+    (op,) = (op for op in fp8.rows if op.kind == "matmul" and op.phase == "backward")
+    (shown,) = (row[3] for row in work(fp8).rows if row[5] == "backward")
+    assert shown == pytest.approx(100 * op.flops * op.count / op.exposed / H100.peak["fp8"])
+    rates = [y for trace in roofline(fp8).traces if trace["mode"] == "markers" for y in trace["y"]]
+    assert max(rates) < max(roofline(fp8).traces[0]["y"]), "points above the roof"
 
 
 @pytest.mark.quick

@@ -67,7 +67,8 @@ def memory_panel(table: Table, limit: float) -> Panel:
 def roofline(plan: Plan) -> Panel:
     """Products and attention: FLOP/s by FLOPs a byte, beneath what the chip computes and moves at most."""
     chip, rows = plan.chip, [op for op in plan.rows if op.flops and op.traffic and op.seconds]
-    peak, each_byte = chip.peak_of(plan.step.facts.dtype), [op.flops / op.traffic for op in rows]
+    peak = max(map(chip.peak_of, [plan.step.facts.dtype, *(op.dtype for op in rows)]))
+    each_byte = [op.flops / op.traffic for op in rows]
     ridge = peak / chip.memory_bandwidth
     ends = [min([ridge / 8, *each_byte]), ridge, max([ridge * 8, *each_byte])]
     roof = {"x": ends, "y": [min(peak, chip.memory_bandwidth * x) / 1e12 for x in ends], "hoverinfo": "skip"}

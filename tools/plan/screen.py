@@ -121,14 +121,15 @@ def work(plan: Plan) -> Table:
         for op in same:
             computes = op.flops / chip.peak_of(op.dtype) > op.traffic / chip.memory_bandwidth
             spent["compute" if computes else "memory"] += op.seconds - op.count * chip.launch_s
-        of_peak = 100 * flops / seconds / chip.peak_of(plan.step.facts.dtype) if flops and seconds else None
+        at_peak = sum(op.flops * op.count / chip.peak_of(op.dtype) for op in same)
+        of_peak = 100 * at_peak / seconds if at_peak and seconds else None
         figures = 1e3 * seconds, 100 * seconds / plan.seconds, flops / 1e12, of_peak
         return *figures, max(spent, key=spent.__getitem__), phase, line or WITHOUT_LINE, text_of(line)
 
     rows = _rows(done, lambda op: (op.line, op.phase), row)
     note = (
-        "%: of the step. peak %: of the chip's FLOPs. bound: what takes most of the time: computing, moving memory, or "
-        "launching kernels. again: the backward pass computes what the forward pass did not keep."
+        "%: of the step. peak %: of the chip's FLOP/s in the dtype of the operands. bound: what takes most of the time: "
+        "computing, moving memory, or launching kernels. again: the backward pass recomputes what was not kept."
     )
     head = ("ms", "%", "TFLOP", "peak %", "bound", "phase", "line", "")
     return Table(f"Work: {digits(sum(row[0] for row in rows))} ms in a step", head, 3, rows, note)
