@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from shardwright.modeling.planned_attention import share_of
-from shardwright.plan.graph import Graph
+from shardwright.plan.graph import Graph, Node
 from shardwright.plan.kernels import Kernel, kernels_of, product_shape
 
 _HEAVY = ("matmul", "attention", "loop", "branch")
 HOST = "host"
 """Beginning of what is moved to the device's host, or from it."""
+STACK = "stack"
+"""Beginning of what a loop that is not unrolled copies into what it keeps for the backward pass, or out of it."""
 _TOGETHER = ("_first", "_last")
 """Ends of the names of tasks that all stages compute together."""
 
@@ -76,6 +78,7 @@ def _work(
         node = kernel.node
         if kernel.kind == "loop":
             turns = node.params.get("length", 1)
+            yield from _stacked(node, count * turns, loop)
             yield from _work(node.bodies[0], count * turns, loops, node.carried, of_stage)
         elif kernel.kind == "branch":
             body = max(node.bodies, key=lambda body: len(body.nodes))
@@ -84,6 +87,16 @@ def _work(
             yield from _work(body, times if task else count, loops, (0, len(body.ins)), of_stage)
         elif op := _op(kernel, count, loop, timings.get(id(kernel), "")):
             yield op
+
+
+def _stacked(node: Node, count: float, loop: int) -> Iterator[Op]:
+    """The copies of a loop over layers, unless it is unrolled: of what it keeps, a layer's part in each turn."""
+    if node.op == "scan" and node.params["unroll"] < node.params["length"]:
+        before = len(node.ins) - len(node.bodies[0].ins) + sum(node.carried)  # constants may be literals
+        stacks = node.ins[before:] + node.outs[node.carried[1] :]
+        for x in dict.fromkeys(x.root for x in stacks if x.root.kind == "saved" and x.bytes):
+            site, size = node.site._replace(line=x.site.line), 2.0 * x.bytes / node.params["length"]
+            yield Op(*site, "memory", f"{STACK} {x}", count, 0.0, size, loop=loop)
 
 
 def _op(kernel: Kernel, count: float, loop: int, timing: str) -> Op | None:

@@ -272,6 +272,19 @@ def test_masks_of_unrolled_layers_are_one():
     assert sum(size for x, size in peak_of(graph, set(), "gpu") if x.shape == (512, 512)) == 4 * 512 * 512
 
 
+def test_a_loop_copies_what_it_keeps_on_gpus():
+    """By hand: each array is read and written once on its way into a stack, and once on its way out."""
+    of = {unroll: planned(tiny.config(unroll=unroll), (1, 1, 8, 1), "h100") for unroll in (1, None)}
+    copies = {n: [op for op in step.ops if op.what.startswith("stack")] for n, step in of.items()}
+    kept = sum(x.bytes for x in of[1].held if x.kind == "saved")
+    assert sum(op.count * op.traffic for op in copies[1]) == 4 * kept
+    assert {op.phase for op in copies[1]} == {"forward", "backward"}
+    assert not copies[None]
+    assert plan_of(of[None], chip_of("h100"), 1).seconds < plan_of(of[1], chip_of("h100"), 1).seconds
+    on_tpu = planned(tiny.config(unroll=1), (1, 1, 8, 1), "v5e")
+    assert not [op for op in on_tpu.ops if op.what.startswith("stack")]
+
+
 def test_products_of_fp8_run_at_its_peak():
     """Where a chip has one, and never slower than bf16 where they are large; a chip without gains nothing."""
     large = {"d_model": 4096, "d_ff": 16384, "n_kv": 8, "n_q_per_kv": 4, "d_head": 128, "layers": 2, "vocab": 512}

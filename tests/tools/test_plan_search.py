@@ -53,6 +53,14 @@ def test_a_search_in_which_nothing_fits_says_so():
         search(c, 7, H100)
 
 
+@pytest.mark.parametrize(("chip", "unroll", "shown"), [("h100", None, "unroll=null"), ("v5e", 1, "")])
+def test_a_search_unrolls_layers_where_a_loop_costs_time(chip, unroll, shown):
+    found = search(tiny.config(unroll=1, save="everything"), 1, chip_of(chip), train.programs, seconds=60.0)
+    assert found[0].settings.get("training.unroll", 1) == unroll
+    assert as_lines(found)[1].endswith(shown)
+    assert ("training.unroll=null" in str(found[0])) == (unroll is None)
+
+
 def test_no_search_loses_the_settings_that_are_there():
     c = tiny.config(save="dots")
     c.mesh.d, c.mesh.e, c.mesh.t = 2, 2, 2  # no search begins with e

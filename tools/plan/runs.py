@@ -276,7 +276,7 @@ def _run(
     known = c["recompute"]
     if recompute not in known:
         raise ValueError(f"recompute is {recompute!r}; known of {trainer}: {', '.join(map(repr, known))}")
-    settings = {"document_mask": False, "steps": 1} | c["training"] | {"save": known[recompute]["save"]}
+    settings = {"document_mask": False, "steps": 1, "unroll": None} | c["training"] | {"save": known[recompute]["save"]}
     shards = sizes["r"] * sizes["d"]
     config = Config(
         model=model,

@@ -128,7 +128,7 @@ def work(plan: Plan) -> Table:
 
     rows = _rows(done, lambda op: (op.line, op.phase), row)
     note = (
-        "%: of the step. peak %: of the chip's FLOP/s in the dtype of the operands. bound: what takes most of the time: "
+        "%: of the step. peak %: of the chip's FLOP/s in the dtype of operands. bound: what takes most of the time: "
         "computing, moving memory, or launching kernels. again: the backward pass recomputes what was not kept."
     )
     head = ("ms", "%", "TFLOP", "peak %", "bound", "phase", "line", "")

@@ -133,6 +133,9 @@ def _varied(c: Config, change: Change, chip: Chip) -> Iterator[Settings]:
                 yield from _with(c, mesh | {a: mesh[a] // n, b: mesh[b] * n}, m, save, schedule)
     if mesh["t"] > 1 and mesh["p"] == 1:  # what t devices exchange for one microbatch hides behind the work of another
         yield from ({**settings, "training.side_by_side": n} for n in (1, 2, 4) if m % n == 0)
+    if chip.platform == "gpu":  # where a loop over layers copies what it keeps
+        unroll = settings.get("training.unroll", c.training.unroll)
+        yield from ({**settings, "training.unroll": n} for n in (1, None) if n != unroll)
     at = SAVED.index(save) if save in SAVED else 0
     for other in SAVED[:at] if 2 * plan.step.peak < chip.memory_bytes else SAVED[at + 1 :]:
         yield from _with(c, mesh, m, other, schedule)
@@ -153,7 +156,8 @@ def as_lines(found: list[Change], count: int = 6) -> list[str]:
         sizes = "{p:>3} {r:>4} {d:>4} {t:>2}".format(**plan.step.mesh)
         figures = f"{in_seconds(plan.seconds):>8} {plan.mfu:>5.0%} {plan.step.peak / 2**30:>5.1f}"
         others = [f"{axis}={plan.step.mesh[axis]}" for axis in "ec" if plan.step.mesh[axis] > 1]
-        others += [f"side_by_side={n}"] if (n := settings.get("training.side_by_side", 1)) > 1 else []
+        named = {name: settings.get(f"training.{name}", 1) for name in ("side_by_side", "unroll")}
+        others += [f"{name}={n or 'null'}" for name, n in named.items() if n != 1]
         stages = " ".join([*(str(settings[key]) for key in _OF_STAGES if key in settings), *others])
         kept = f"{settings['training.microbatches']:>6}  {settings['training.save']:<10}"
         lines.append(f"{figures} {sizes} {kept}  {stages}".rstrip())
