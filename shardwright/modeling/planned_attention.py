@@ -65,10 +65,12 @@ def _kernel_forward(call: tuple[float, str], q: Any, k: Any, v: Any, mask: Any) 
 
 
 def _kernel_backward(call: tuple[float, str], kept: tuple, g: Any) -> tuple:
-    gradients = lambda q, k, v, *_, all: [x + all.astype(x.dtype) for x in (q, k, v)]
+    # Before jax 0.12 cuDNN's kernel writes the mask's gradient too. Nothing reads it: the barrier keeps it in the trace.
+    count = 4 if call[1] == "cudnn" and kept[3] is not None and jax.__version_info__ < (0, 12) else 3
+    gradients = lambda *args, all: [x + all.astype(x.dtype) for x in args[:count]]
     # The loops of blockwise sum these gradients, in f32.
     sums = [jnp.zeros_like(x, jnp.float32) for x in kept[1:3]] if call[1] == "blockwise" else []
-    return *_called(call[0], gradients, *kept, g, *alike(*sums)), None
+    return *jax.lax.optimization_barrier(_called(call[0], gradients, *kept, g, *alike(*sums)))[:3], None
 
 
 def _called(share: float, fn: Callable, *args: Any) -> Any:

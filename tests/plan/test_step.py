@@ -297,7 +297,7 @@ def test_products_of_fp8_run_at_its_peak():
 
 
 def test_a_document_mask_is_read_as_a_bias():
-    """cuDNN takes it as an array of all pairs in the dtype of the queries, in the forward and the backward pass."""
+    """cuDNN takes it as an array of all pairs in the dtype of the queries. JAX before 0.12 has its gradient written."""
     large = {"d_model": 64, "d_head": 64, "n_kv": 2, "n_q_per_kv": 1}
     of = {"attention": "cudnn", "compute_dtype": "bf16"}
     steps = [
@@ -305,4 +305,6 @@ def test_a_document_mask_is_read_as_a_bias():
     ]
     plain, masked = ([op.traffic for op in step.ops if op.kind == "attention"] for step in steps)
     pairs = tiny.BATCH // 8 * tiny.LENGTH**2
-    assert [y - x for x, y in zip(plain, masked, strict=True)] == [2 * pairs] * len(plain)
+    more = {"forward": 2 * pairs, "backward": 2 * pairs * (2 if jax.__version_info__ < (0, 12) else 1)}
+    phases = [op.phase for op in steps[0].ops if op.kind == "attention"]
+    assert [y - x for x, y in zip(plain, masked, strict=True)] == [more[phase] for phase in phases]
