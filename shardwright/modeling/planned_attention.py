@@ -65,7 +65,7 @@ def _kernel_forward(call: tuple[float, str], q: Any, k: Any, v: Any, mask: Any) 
 
 
 def _kernel_backward(call: tuple[float, str], kept: tuple, g: Any) -> tuple:
-    # Before jax 0.12 cuDNN's kernel writes the mask's gradient too. Nothing reads it: the barrier keeps it in the trace.
+    # Before jax 0.12 cuDNN's kernel writes the mask's gradient too. Nothing reads it: the barrier keeps it traced.
     count = 4 if call[1] == "cudnn" and kept[3] is not None and jax.__version_info__ < (0, 12) else 3
     gradients = lambda *args, all: [x + all.astype(x.dtype) for x in args[:count]]
     # The loops of blockwise sum these gradients, in f32.

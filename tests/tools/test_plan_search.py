@@ -40,7 +40,8 @@ def test_what_is_found_is_the_best_of_all():
     assert [change.plan.seconds for change in found] == sorted(change.plan.seconds for change in found)
     assert all(change.plan.step.devices == 2 for change in found)
     lines = as_lines(found)
-    assert len(lines) == 7
+    assert len(lines) == 9
+    assert re.fullmatch(r"Best: \d+% of its step is [a-z ]+\.", lines[-1])
     assert max(map(len, lines)) <= 80
 
 
@@ -58,6 +59,7 @@ def test_a_search_unrolls_layers_where_a_loop_costs_time(chip, unroll, shown):
     found = search(tiny.config(unroll=1, save="everything"), 1, chip_of(chip), train.programs, seconds=60.0)
     assert found[0].settings.get("training.unroll", 1) == unroll
     assert as_lines(found)[1].endswith(shown)
+    assert re.fullmatch(r"Best: \d+% of its step is [a-z ]+\.", as_lines(found)[-1])
     assert ("training.unroll=null" in str(found[0])) == (unroll is None)
 
 

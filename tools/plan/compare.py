@@ -7,7 +7,7 @@ from shardwright.compiled.table import in_bytes, in_seconds
 from shardwright.plan.chips import Chip
 from shardwright.run.config import Config
 from shardwright.run.planning import Change
-from tools.plan.search import search
+from tools.plan.search import limit_of, search
 
 SECONDS = 60.0
 """Of the processor, for all searches together."""
@@ -52,11 +52,10 @@ def compared(c: Config, kinds: Sequence[tuple[Chip, int]], deadline: str | None,
         figures = f"{plan.days:>6.3g}  {cost:<9}  {in_seconds(plan.seconds):<8} {plan.mfu:>4.0%}"
         lines.append(f"{plan.step.devices:>5} {plan.chip.name:<9} {figures}  {in_bytes(plan.step.peak):<9} {mesh or 1}")
     settings, plan = found[0]
-    most, share = next(iter(plan.limits.items()))
     given = {"plan.deadline": deadline, "plan.budget": budget}
     limits = " and ".join(f"{limit}={x}" for limit, x in given.items() if x is not None)
     how = "Cheapest" if latest is not None else "Fastest"
     answer = f"None keeps {limits}. Nearest" if too_much(found[0]) else how + (limits and f" within {limits}")
     kept = Change({key: x for key, x in settings.items() if not (key.startswith("mesh.") and x == 1)}, plan)
     lines += ["", f"{answer}: {plan.step.devices} x {plan.chip.name}."]
-    return [*lines, f"{share:.0%} of its step are {most}. With: {kept}", *left]
+    return [*lines, f"{limit_of(plan)} With: {kept}", *left]

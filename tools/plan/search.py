@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from shardlib.axes import AXES
 from shardwright.compiled.table import in_bytes, in_seconds
 from shardwright.plan.chips import Chip
+from shardwright.plan.plan import Plan
 from shardwright.run.config import Config
 from shardwright.run.planning import SAVED, Change, Settings, beside, mesh_sizes, planned_change
 
@@ -150,7 +151,7 @@ def _axes(c: Config, mesh: Mapping[str, int]) -> str:
 
 
 def as_lines(found: list[Change], count: int = 6) -> list[str]:
-    """The best settings and the runners-up, as a table of at most 80 columns."""
+    """The best settings and the runners-up, as a table of at most 80 columns, and what limits the best."""
     lines = ["  a step   MFU   GiB   p    r    d  t  parts  save        schedule"]
     for settings, plan in found[:count]:
         sizes = "{p:>3} {r:>4} {d:>4} {t:>2}".format(**plan.step.mesh)
@@ -161,7 +162,13 @@ def as_lines(found: list[Change], count: int = 6) -> list[str]:
         stages = " ".join([*(str(settings[key]) for key in _OF_STAGES if key in settings), *others])
         kept = f"{settings['training.microbatches']:>6}  {settings['training.save']:<10}"
         lines.append(f"{figures} {sizes} {kept}  {stages}".rstrip())
-    return lines
+    return [*lines, "", f"Best: {limit_of(found[0].plan)}"]
+
+
+def limit_of(plan: Plan) -> str:
+    """What most of a step is spent on, in words."""
+    words, share = next(iter(plan.limits.items()))
+    return f"{share:.0%} of its step is {words}."
 
 
 def as_config(name: str, overrides: list[str], groups: Path, settings: Settings) -> str:
