@@ -20,10 +20,10 @@ import numpy as np
 
 import train
 from bench.plan.compilers import composed
+from bench.plan.cpu import measured_cpu
 from bench.throughput.peers.ours import whole_documents
 from shardwright.cluster.devices import make_mesh, start_devices
 from shardwright.modeling.model import load_model
-from shardwright.plan.cpu import measured_cpu
 from shardwright.plan.plan import plan_of
 from shardwright.run.config import Config
 from shardwright.run.planning import mesh_sizes, planned_step

@@ -6,8 +6,8 @@ import jax
 import numpy as np
 import pytest
 
+from bench.plan.cpu import MESSAGES, measured_cpu
 from shardwright.plan.chips import chip_of
-from shardwright.plan.cpu import MESSAGES, measured_cpu
 
 pytestmark = pytest.mark.long
 FACTOR = 5
