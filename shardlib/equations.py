@@ -1,17 +1,66 @@
-"""Equations of a traced program: which call a function, and how one is run again. Public JAX only."""
+"""Equations of a traced program: kinds of primitives, what an equation calls, and how a program is followed.
+
+Public JAX only. All that reads a program, or runs one again, asks here.
+"""
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core
 
-CALLS = dict.fromkeys(("jit", "pjit", "remat2", "checkpoint"), "jaxpr") | dict.fromkeys(
-    ("closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"
-)
-"""Primitives that call a function, with the parameter that holds it."""
+_KINDS = {
+    "call": "closed_call custom_jvp_call custom_vjp_call jit remat2",
+    # between devices
+    "sum": "psum psum_invariant unreduced_psum",
+    "extreme": "pmax pmin",
+    "gather": "all_gather all_gather_invariant all_gather_reduced",
+    "scatter": "reduce_scatter unreduced_reduce_scatter",
+    "exchange": "all_to_all ragged_all_to_all",
+    "permutation": "pbroadcast ppermute",
+    # give back their operands; casts do between JAX's types of values under shard_map
+    "cast": "preduced pvary reduced_vary_cast_p",
+    "identity": "layout_constraint name optimization_barrier reshard sharding_constraint stop_gradient",
+    # give the entries another shape
+    "view": "broadcast_in_dim reshape squeeze transpose",
+    # of each entry by itself
+    "linear": "conj convert_element_type copy imag neg real reduce_precision",
+    "addition": "add add_any sub",
+    "product": "div mul",
+    "comparison": "eq ge gt le lt ne",
+    "selection": "clamp max min select_n",
+    "nonlinear": """abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clz complex cos cosh
+        digamma erf erf_inv erfc exp exp2 expm1 floor igamma igammac integer_pow is_finite le_to lgamma log log1p
+        logistic lt_to nextafter not or polygamma population_count pow regularized_incomplete_beta rem round rsqrt
+        shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square tan tanh xor zeta""",
+    "random": "random_fold_in threefry2x32",
+    # of entries together
+    "reduction": "reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum",
+    "running": "cumlogsumexp cummax cummin cumprod cumsum",
+    # at indices
+    "scattering": "scatter scatter-add scatter-max scatter-min scatter-mul",
+}
+"""Primitives by kind, each in one. The names are those of jax 0.10.2."""
+
+
+def words(text: str) -> frozenset[str]:
+    """The words of a text: names of primitives, or of their parameters."""
+    return frozenset(text.split())
+
+
+def kinds(*names: str) -> frozenset[str]:
+    """The primitives of these kinds."""
+    return words(" ".join(_KINDS[name] for name in names))
+
+
+CALLS = kinds("call")
+"""Primitives that call a function."""
+COLLECTIVES = kinds("sum", "extreme", "gather", "scatter", "exchange", "permutation")
+IDENTITIES = kinds("cast", "identity")
+ELEMENTWISE = kinds("linear", "addition", "product", "comparison", "selection", "nonlinear", "random")
+REDUCTIONS, SCATTERS = kinds("reduction"), kinds("scattering")
 
 
 def is_variable(var: Any) -> bool:
@@ -32,6 +81,42 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     is_carry = lambda pair: ndim(pair[0]) == ndim(pair[1])
     carried = len(list(filter(is_carry, zip(eqn.outvars, body.outvars, strict=True))))
     return len(list(filter(is_carry, zip(eqn.invars, body.invars, strict=True)))) - carried, carried
+
+
+def split_scan(eqn: Any, values: Sequence) -> tuple[Sequence, Sequence, Sequence]:
+    """Of operands of a scan, or of arguments of its body: constants, what is carried, what it runs over."""
+    consts, carried = scan_counts(eqn)
+    return values[:consts], values[consts : consts + carried], values[consts + carried :]
+
+
+def split_while(eqn: Any, values: Sequence) -> tuple[Sequence, Sequence, Sequence]:
+    """Of operands of a while loop: constants of its condition, those of its body, and what is carried."""
+    test, body = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+    return values[:test], values[test:body], values[body:]
+
+
+def called(eqn: Any) -> Any:
+    """The jaxpr that an equation calls, once and with its operands; None if it calls none."""
+    is_call = eqn.primitive.name in CALLS or eqn.primitive.name == "shard_map"
+    return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if is_call else None
+
+
+def evaluate(jaxpr: Any, args: Sequence, rule: Callable, constant: Callable | None = None) -> list:
+    """What is known of the results of a jaxpr, closed or open.
+
+    Args:
+        jaxpr: the program.
+        args: what is known of its arguments.
+        rule: (equation, what is known of its operands) -> what is known of its results.
+        constant: what is known of a literal, or of an array that the jaxpr holds; None: its value.
+    """
+    body, consts = body_of(jaxpr)
+    constant = constant or (lambda x: np.asarray(x.val, x.aval.dtype) if isinstance(x, core.Literal) else x)
+    env = dict(zip([*body.constvars, *body.invars], [*map(constant, consts), *args], strict=True))
+    read = lambda var: env[var] if is_variable(var) else constant(var)
+    for eqn in body.eqns:
+        env.update(zip(eqn.outvars, rule(eqn, list(map(read, eqn.invars))), strict=True))
+    return list(map(read, body.outvars))
 
 
 def source_dims(eqn: Any) -> list[int | None]:

@@ -13,18 +13,28 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from shardlib.equations import CALLS, axes_of, body_of, is_variable, jaxprs_of, run_again, scan_counts, values_of
+from shardlib.equations import (
+    CALLS,
+    ELEMENTWISE,
+    IDENTITIES,
+    axes_of,
+    body_of,
+    called,
+    evaluate,
+    is_variable,
+    jaxprs_of,
+    kinds,
+    run_again,
+    scan_counts,
+    split_scan,
+    values_of,
+)
 from shardlib.op_checks import zeros_like_traced
 from shardlib.values import varying
 
-CHEAP = frozenset(
-    """
-    abs add add_any and broadcast_in_dim convert_element_type copy div eq erf exp exp2 expand_dims ge gt integer_pow le
-    log log1p logistic lt max min mul name ne neg not or pow pcast preduced pvary reduced_vary_cast reduced_vary_cast_p
-    reshape rsqrt select_n sign sqrt square squeeze stop_gradient sub tanh transpose
-    """.split()  # noqa: SIM905
-)
+CHEAP = ELEMENTWISE - kinds("random") | IDENTITIES | kinds("view")
 """Primitives that are rather computed again than kept, casts of a gathered value to a varying one among them."""
 
 
@@ -250,12 +260,9 @@ def _run_again(eqn: Any, jaxpr: Any, ins: list, over: tuple[str, ...]) -> list[j
         if not same:  # JAX compares the types of operands, and a literal varies over nothing
             eqn = eqn.replace(invars=[var if is_variable(var) else core.Var(var.aval) for var in eqn.invars])
         return run_again(eqn, jaxpr, [varying(x, over) for x in ins])
-    body, consts = body_of(eqn.params[CALLS[name]])  # whose types say over which axes its values vary
-    env = dict(zip([*body.constvars, *body.invars], [*consts, *ins], strict=True))
-    for inner in body.eqns:
-        outs = _run_again(inner, body, values_of(inner.invars, env), over)
-        env.update(zip(inner.outvars, (varying(x, over) for x in outs), strict=True))
-    return values_of(body.outvars, env)
+    body, _ = body_of(called(eqn))  # whose types say over which axes its values vary
+    run = lambda inner, ins: [varying(x, over) for x in _run_again(inner, body, ins, over)]
+    return evaluate(called(eqn), ins, run)
 
 
 def _branches(eqn: Any) -> Sequence[Any]:
@@ -263,12 +270,12 @@ def _branches(eqn: Any) -> Sequence[Any]:
     name = eqn.primitive.name
     if name == "cond":
         return eqn.params["branches"]
-    return [eqn.params[CALLS[name]]] if name in CALLS and not _is_cheap(eqn) else []
+    return [called(eqn)] if name in CALLS and not _is_cheap(eqn) else []
 
 
 def _is_cheap(eqn: Any) -> bool:
     name = eqn.primitive.name
-    return name in CHEAP or (name in CALLS and all(map(_is_cheap, body_of(eqn.params[CALLS[name]])[0].eqns)))
+    return name in CHEAP or (name in CALLS and all(map(_is_cheap, body_of(called(eqn))[0].eqns)))
 
 
 def _is_heavy(eqn: Any) -> bool:
@@ -288,32 +295,15 @@ def _is_heavy(eqn: Any) -> bool:
 
 def _needed(jaxpr: Any, wanted: Sequence[bool]) -> set:
     """The variables that the wanted results need."""
-    needed = {var for var, is_wanted in zip(jaxpr.outvars, wanted, strict=True) if is_wanted and is_variable(var)}
-    for eqn in reversed(jaxpr.eqns):
-        outs = [var in needed for var in eqn.outvars]
-        if any(outs):
-            ins = zip(eqn.invars, _needed_operands(eqn, outs), strict=True)
-            needed |= {var for var, is_needed in ins if is_needed and is_variable(var)}
-    return needed
-
-
-def _needed_operands(eqn: Any, wanted: Sequence[bool]) -> list[bool]:
-    of_body = lambda body, wanted: list(map(_needed(body, wanted).__contains__, body.invars))
-    if eqn.primitive.name == "scan":
-        return of_body(body_of(eqn.params["jaxpr"])[0], _wanted_in_loop(eqn, wanted))
-    if not (bodies := _branches(eqn)):
-        return [True] * len(eqn.invars)
-    of_branches = [of_body(body_of(body)[0], wanted) for body in bodies]
-    found = [any(flags) for flags in zip(*of_branches, strict=True)]
-    return [True] * (len(eqn.invars) - len(found)) + found
+    needing, _ = dce_jaxpr(jaxpr, list(wanted))
+    variables = [*needing.outvars, *(var for eqn in needing.eqns for var in eqn.invars)]
+    return set(filter(is_variable, variables))
 
 
 def _wanted_in_loop(eqn: Any, wanted: Sequence[bool]) -> list[bool]:
     """Of each result of a loop's body, whether an iteration has to give it: also what a later one needs."""
-    (n, carried), (body, _), wanted = scan_counts(eqn), body_of(eqn.params["jaxpr"]), list(wanted)
-    while True:
-        needed = _needed(body, wanted)
-        carry = [a or var in needed for a, var in zip(wanted[:carried], body.invars[n : n + carried], strict=True)]
-        if carry == wanted[:carried]:
-            return wanted
-        wanted[:carried] = carry
+    ins, outs = ([core.Var(var.aval) for var in variables] for variables in (eqn.invars, eqn.outvars))
+    body, _ = body_of(eqn.params["jaxpr"])
+    alone = body.replace(constvars=[], invars=ins, outvars=outs, eqns=[eqn.replace(invars=ins, outvars=outs)])
+    _, carry, _ = split_scan(eqn, dce_jaxpr(alone, list(wanted))[1])
+    return [*carry, *wanted[len(carry) :]]
