@@ -16,17 +16,28 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Literal, Var
 
-from shardlib.equations import CALLS, axes_of, body_of, is_variable, source_dims
+from shardlib.equations import (
+    CALLS,
+    COLLECTIVES,
+    REDUCTIONS,
+    SCATTERS,
+    axes_of,
+    body_of,
+    called,
+    is_variable,
+    kinds,
+    source_dims,
+    words,
+)
 from shardlib.marks import is_region
 from shardlib.proof import rings
 from shardlib.proof.equation import Equation, comparable
 from shardlib.proof.origins import callers_text, choice_between
-from shardlib.proof.primitives import COLLECTIVES, OF_SIZES
+from shardlib.proof.primitives import OF_SIZES
 
-AS_IS = frozenset("copy copy_p pvary pcast convert_element_type".split())  # noqa: SIM905
+AS_IS = words("copy pvary convert_element_type")
 """Primitives that keep all entries and the shape, if they keep the dtype."""
-REDUCTIONS = frozenset("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or".split())  # noqa: SIM905
-SHAPING = REDUCTIONS | frozenset("transpose broadcast_in_dim squeeze reshape slice".split())  # noqa: SIM905
+SHAPING = REDUCTIONS | kinds("view") | {"slice"}
 
 
 class Layout(NamedTuple):
@@ -197,9 +208,9 @@ class Alignment:
         if len(own.invars) != len(eqn.invars) or len(own.outvars) != len(eqn.outvars):
             raise Different(own, eqn)
         xs, ys = _layouts(own.invars, here), _layouts(eqn.invars, there)
-        if inner := CALLS.get(own.primitive.name):
+        if own.primitive.name in CALLS:
             shapes = [_shape(a) if y in (None, ANY) else y.shape for a, y in zip(own.invars, ys, strict=True)]
-            found = self.of(body_of(own.params[inner])[0], body_of(eqn.params[inner])[0], shapes)
+            found = self.of(body_of(called(own))[0], body_of(called(eqn))[0], shapes)
             of = lambda a, b, x: (
                 ANY if x is ANY else laid_out(b, _shape(a)) if x is None else x._replace(root=(b, x.root))
             )
@@ -261,7 +272,6 @@ def _in_form(own: Any, eqn: Any, xs: list[Layout], ys: list[Layout]) -> Pair | N
     )
 
 
-SCATTERS = frozenset("scatter scatter-add scatter-max scatter-min scatter-mul".split())  # noqa: SIM905
 FORMS = REDUCTIONS | SCATTERS | {"dot_general", "gather"}
 """Primitives that compute, with parameters that JAX gives other values where an operand has a dim of one entry."""
 
@@ -365,7 +375,7 @@ def _cut(eqn: Any, xs: list[Layout], shape: tuple[int, ...], params: Mapping | N
 
 # ---- choices by the size of an axis: `if lax.axis_size('t') > 1: x = lax.psum(x, 't')`, which one device leaves out
 
-OPERATIONS = COLLECTIVES | {"pvary", "pcast", "div", "mul", "ring_enter", "ring_index", "ring_close", "ring_scatter"}
+OPERATIONS = COLLECTIVES | words("pvary div mul ring_enter ring_index ring_close ring_scatter")
 
 
 def _completed(jaxpr: Any, twin: Any, twin_sizes: Mapping[str, int]) -> Any:

@@ -15,9 +15,10 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardlib import marks
-from shardlib.equations import CALLS, body_of, equations_in, scan_counts
+from shardlib.equations import called, equations_in, evaluate, kinds, split_scan, split_while, words
 from shardlib.proof.equation import Equation
 from shardlib.proof.reach import (
     LATER,
@@ -37,7 +38,7 @@ from shardlib.proof.reach_slots import is_in, of_sorted, together
 
 LOGITS, TARGETS = "causality: logits", "causality: targets"
 """Names of the values (jax.ad_checkpoint.checkpoint_name) of which it is proved, and of what the loss is to predict."""
-FORM = frozenset("broadcast_in_dim convert_element_type copy expand_dims pad reshape slice squeeze".split())  # noqa: SIM905
+FORM = (kinds("view") | words("convert_element_type copy pad slice")) - {"transpose"}
 """Primitives that JAX adds or leaves out by the sizes of dims."""
 MET = np.int32(2**29)
 """In the place of a token: a target and logits."""
@@ -141,16 +142,11 @@ class Interpreter:
 
     def run(self, jaxpr: Any, args: list[Reach], caller: Equation | None = None) -> list[Reach]:
         """What is known of the results of a jaxpr, closed or open, that the equation `caller` calls."""
-        body, consts = body_of(jaxpr)
-        env = dict(zip([*body.constvars, *body.invars], [*map(self._constant, consts, consts), *args], strict=True))
-        read = lambda v: self._constant(v.val, v) if isinstance(v, core.Literal) else env[v]
-        for eqn in body.eqns:
-            results = self._results(Equation(eqn, caller=caller), list(map(read, eqn.invars)))
-            env.update(zip(eqn.outvars, results, strict=True))
-        return list(map(read, body.outvars))
+        rule = lambda eqn, ins: self._results(Equation(eqn, caller=caller), ins)
+        return evaluate(jaxpr, args, rule, self._constant)
 
-    def _constant(self, value: Any, source: Any) -> Reach:
-        x = constant(value)
+    def _constant(self, source: Any) -> Reach:
+        x = constant(source.val if isinstance(source, core.Literal) else source)
         return made(x.shape, x.number, False) if id(source) in self.unknown else x
 
     def _results(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
@@ -164,8 +160,8 @@ class Interpreter:
                 return [unknown(x.shape, x.number.dtype) for x in ins]
         if marks.is_region(eq.eqn) and (rule := _region_rule(self._entered)):
             return self._worked(eq, ins, lambda eqn, ins: [rule(eqn, *ins) or anything(eqn, ins)[0]])
-        if name in CALLS or name == "shard_map":
-            return self.run(eq.params[CALLS.get(name, "jaxpr")], ins, eq)
+        if body := called(eq.eqn):
+            return self.run(body, ins, eq)
         if name in ("scan", "while", "cond"):
             ins = list(map(_alone, ins))
             return {"scan": self._scan, "while": self._while, "cond": self._cond}[name](eq, ins)
@@ -243,12 +239,13 @@ class Interpreter:
     # ---- loops and choices
 
     def _scan(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
-        consts, carried = scan_counts(eq.eqn)
         body, length = eq.params["jaxpr"], eq.params["length"]
-        fixed, carry, xs = ins[:consts], ins[consts : consts + carried], ins[consts + carried :]
+        fixed, carry, xs = split_scan(eq.eqn, ins)
+        carried = len(carry)
         rows: list[list[Reach]] = []
         known: dict[bytes, list[Reach]] = {}
-        reads = _reads(body)[consts + carried :]  # such as the number of a layer, which most models do not read
+        _, used = dce_jaxpr(body.jaxpr, [True] * len(eq.eqn.outvars))
+        reads = split_scan(eq.eqn, used)[2]  # not such as the number of a layer, which most models do not read
         for turn in range(length)[:: -1 if eq.params["reverse"] else 1]:
             args = [*fixed, *carry, *(_row(x, turn if read else 0) for x, read in zip(xs, reads, strict=True))]
             key = _digest(args)
@@ -260,18 +257,16 @@ class Interpreter:
         return [*carry, *(_stacked([row[i] for row in rows], var) for i, var in enumerate(eq.eqn.outvars[carried:]))]
 
     def _while(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
-        p = eq.params
-        of_test, of_body = ins[: p["cond_nconsts"]], ins[p["cond_nconsts"] :][: p["body_nconsts"]]
-        carry = ins[p["cond_nconsts"] + p["body_nconsts"] :]
+        of_test, of_body, carry = split_while(eq.eqn, ins)
         for _ in range(TURNS):
-            (go,) = self.run(p["cond_jaxpr"], [*of_test, *carry], eq)
+            (go,) = self.run(eq.params["cond_jaxpr"], [*of_test, *carry], eq)
             if go.ways:
                 return in_each_way(lambda ins: self._while(eq, ins), [*of_test, *of_body, *carry])
             if not go.is_known:
                 break
             if not go.number.item():
                 return carry
-            carry = list(map(_alone, self.run(p["body_jaxpr"], [*of_body, *carry], eq)))
+            carry = list(map(_alone, self.run(eq.params["body_jaxpr"], [*of_body, *carry], eq)))
         return self._worked(eq, ins, anything)  # how often it runs is not known, and may depend on tokens
 
     def _cond(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
@@ -325,17 +320,6 @@ def _sums_of_rows(eqn: Any, rows: Reach, ids: Reach) -> Reach | None:
     if not ids.is_known or (is_in(rows) and (not is_in(ids) or rows.fact != ids.fact)):
         return None
     return rows_added(unknown(shape, rows.number.dtype), dim, ids, {i: i for i in range(of_ids)}, rows, at)
-
-
-def _reads(jaxpr: Any) -> list[bool]:
-    """Which arguments of a jaxpr something is computed of, also in what it calls."""
-    body, _ = body_of(jaxpr)
-    read = {v for v in body.outvars if not isinstance(v, core.Literal)}
-    for eqn in body.eqns:
-        inner = eqn.params.get(CALLS.get(eqn.primitive.name, ""))
-        of = _reads(inner) if inner else [True] * len(eqn.invars)
-        read |= {v for v, is_read in zip(eqn.invars, of, strict=True) if is_read and not isinstance(v, core.Literal)}
-    return [v in read for v in body.invars]
 
 
 def _alone(x: Reach) -> Reach:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from shardlib.equations import axes_of
+from shardlib.equations import axes_of, kinds
 from shardlib.proof.domain import BLOCKS, ENTRIES, UNIFORM, Dim, Part, Value, constant, cut, devices, near, real
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.primitives import rule
@@ -31,7 +31,7 @@ def _collective(*names: str) -> Callable:
     return register
 
 
-@_collective("vary_unreduced_cast", "vary_unreduced_cast_p", "preduce", "unreduced_cast")
+@_collective("vary_unreduced_cast_p")
 def _unreduced(eq: Equation, axes: tuple[str, ...]) -> Value:
     (x,) = eq.ins
     if (new := {*axes} - x.partial) and not x.is_zero:
@@ -67,7 +67,7 @@ def _with_dims(x: Value, dims: dict[int, Dim | None]) -> Value:
     return dataclasses.replace(x, dims=tuple(dims.get(i, dim) for i, dim in enumerate(x.dims)))
 
 
-@_collective("all_gather", "all_gather_invariant", "all_gather_reduced", "all_gather_invariant_p")
+@_collective(*kinds("gather"))
 def _all_gather(eq: Equation, axes: tuple[str, ...]) -> Value:
     (x,), k = eq.ins, eq.params["all_gather_dimension"]
     if not eq.params["tiled"]:
@@ -83,7 +83,7 @@ def _add_axes(dim: Dim | None, size: int, axes: tuple[str, ...]) -> Dim:
     return cut(size, axes) if dim is UNIFORM else cut(size, (*dim.axes, *axes), dim.name)
 
 
-@_collective("reduce_scatter", "unreduced_reduce_scatter", "psum_scatter")
+@_collective(*kinds("scatter"))
 def _reduce_scatter(eq: Equation, axes: tuple[str, ...]) -> Value:
     (x,), k = eq.ins, eq.params["scatter_dimension"]
     eq.unfolded(dataclasses.replace(eq.term(x), folded=x.sharded & set(axes)))
@@ -101,7 +101,7 @@ def summed(eq: Equation, x: Value, axes: tuple[str, ...]) -> Value:
     return dataclasses.replace(x, partial=left, ratio=ratio, known=None, masked=None, source=None, is_taken=False)
 
 
-@_collective("psum", "psum2", "psum_invariant", "unreduced_psum", "psum_invariant_p")
+@_collective(*kinds("sum"))
 def _psum(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
     found, (here, there) = [], (devices(sizes, axes) for sizes in (eq.sizes, eq.twin_sizes))
     for x in map(eq.term, eq.ins):
@@ -113,7 +113,7 @@ def _psum(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
     return found
 
 
-@_collective("pmax", "pmin")
+@_collective(*kinds("extreme"))
 def _pmax(eq: Equation, axes: tuple[str, ...]) -> list[Value]:
     return [extreme_over(eq, x, eq.name[1:], axes) for x in eq.ins]
 
@@ -144,7 +144,7 @@ def _all_to_all(eq: Equation, axes: tuple[str, ...]) -> Value:
     return _with_dims(x, {joined: _last(eq, x, joined, axes, "it joins"), split: added}) if axes else x
 
 
-@_collective("ppermute", "pbroadcast")
+@_collective(*kinds("permutation"))
 def _ppermute(eq: Equation, axes: tuple[str, ...]) -> Value:
     (x,), sources = eq.ins, {a for a, _ in eq.params.get("perm", ())}
     if x.sharded & set(axes) or _is_pending(x, axes) or len(sources) != devices(eq.sizes, axes):

@@ -4,10 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from shardlib.equations import axes_of, body_of, equations_in, scan_counts
+from shardlib.equations import COLLECTIVES, axes_of, body_of, equations_in, split_scan, split_while
 from shardlib.proof.domain import UNIFORM, Dim, Value, Wild, constant, real, whole
 from shardlib.proof.equation import Equation, Refused
-from shardlib.proof.primitives import COLLECTIVES
 
 
 def varying(aval: Any, sizes: Mapping[str, int]) -> frozenset[str]:
@@ -63,9 +62,8 @@ def _own_rows(eq: Equation, xs: list[Value]) -> Dim | None:
     It does the same to each row and may add up, so that its results are blocks, and its sums partial. Devices are at
     different rows: nothing may be exchanged between them, and no result of a row be cut, or pending, over their axes.
     """
-    (body, _), (consts, carried) = body_of(eq.params["jaxpr"]), scan_counts(eq.eqn)
-    carries = zip(body.invars[consts : consts + carried], body.outvars[:carried], strict=True)
-    for before, after in carries:
+    body, _ = body_of(eq.params["jaxpr"])
+    for before, after in zip(split_scan(eq.eqn, body.invars)[1], body.outvars, strict=False):
         uses = [e for e in body.eqns if any(var is before for var in e.invars)]
         if len(uses) != 1 or uses[0].primitive.name not in ("add", "add_any") or uses[0].outvars[0] is not after:
             return None
@@ -94,8 +92,8 @@ def _total(interpreter: Any, eq: Equation, start: Value, row: Value, rows: Dim) 
 
 
 def _scan(interpreter: Any, eq: Equation) -> list[Value]:
-    consts, carried = scan_counts(eq.eqn)
-    first, carry, xs = eq.ins[:consts], eq.ins[consts : consts + carried], eq.ins[consts + carried :]
+    first, carry, xs = split_scan(eq.eqn, eq.ins)
+    carried = len(carry)
     twin, rows = eq.twin.params["jaxpr"], _own_rows(eq, xs)
     items = []
     for x in xs:
@@ -172,9 +170,7 @@ def _under_predicate(interpreter: Any, eq: Equation, predicate: Value, var: Any,
 
 
 def _while(interpreter: Any, eq: Equation) -> list[Value]:
-    consts, body_consts = eq.params["cond_nconsts"], eq.params["body_nconsts"]
-    of_cond, of_body = eq.ins[:consts], eq.ins[consts : consts + body_consts]
-    carry = eq.ins[consts + body_consts :]
+    of_cond, of_body, carry = split_while(eq.eqn, eq.ins)
     test, body = eq.params["cond_jaxpr"], eq.params["body_jaxpr"]
     twin_test, twin_body = eq.twin.params["cond_jaxpr"], eq.twin.params["body_jaxpr"]
     step = lambda carry: interpreter.run(body, twin_body, [*of_body, *carry])

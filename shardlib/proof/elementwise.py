@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from shardlib.equations import kinds
 from shardlib.proof import positions
 from shardlib.proof.domain import Value, constant, moved, near
 from shardlib.proof.equation import Equation, Refused, is_integer
@@ -22,20 +23,7 @@ FOLDS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 """What primitives do with known numbers."""
 
-UNARY_LINEAR = {"neg", "convert_element_type", "reduce_precision", "real", "imag", "conj", "copy", "copy_p"}
-ADDITIONS = {"add", "add_any", "sub"}
-SELECTIONS = {"max", "min", "select_n", "clamp"}
-
-NONLINEAR = set(
-    """
-    pow integer_pow square sqrt rsqrt cbrt exp exp2 log log1p expm1 tanh logistic sin cos tan asin acos atan sinh cosh
-    asinh acosh atanh erf erfc erf_inv lgamma digamma sign floor ceil round abs and or xor not is_finite rem shift_left
-    shift_right_logical shift_right_arithmetic nextafter atan2 population_count clz random_fold_in
-    threefry2x32 igamma igammac bessel_i0e bessel_i1e regularized_incomplete_beta polygamma zeta complex
-    one_minus_square lt_to le_to
-    """.split()  # noqa: SIM905
-)
-ELEMENTWISE = UNARY_LINEAR | ADDITIONS | positions.COMPARISONS | SELECTIONS | NONLINEAR | {"mul", "div"}
+LINEAR, ADDITIONS = kinds("linear"), kinds("addition")
 
 
 def refuse_rbg(eq: Equation) -> None:
@@ -67,7 +55,7 @@ def elementwise(eq: Equation) -> Value:
         return constant(ndim, 0, 0)
     if any(v.folded for v in ins):
         return _folded(eq, ins, dims)
-    masked = next((v for v in ins if v.masked and eq.name in (*UNARY_LINEAR, "mul", "div")), Value(()))
+    masked = next((v for v in ins if v.masked and eq.name in (*LINEAR, "mul", "div")), Value(()))
     extreme, (partial, ratio) = _extreme(eq, ins), _partial_and_ratio(eq, ins)
     return Value(dims, partial, extreme, ratio, masked=masked.masked, origin=masked.origin)
 
@@ -98,7 +86,7 @@ def _fold(eq: Equation, ins: list[Value], ndim: int) -> Value | None:
     # The rounding to 16 bits and fewer is no dependence on the mesh.
     dtypes = [np.dtype(float) if jnp.issubdtype(d, jnp.floating) and d != np.float32 else d for d in dtypes]
     fold, to = FOLDS.get(eq.name), dtypes[-1]
-    if eq.name in ("convert_element_type", "copy", "copy_p", "reduce_precision"):
+    if eq.name in ("convert_element_type", "copy", "reduce_precision"):
         fold = lambda a: a
     elif eq.name == "div" and is_integer(to):
         fold = lambda a, b: (a - np.fmod(a, b)) // b
@@ -131,7 +119,7 @@ def _partial_and_ratio(eq: Equation, ins: list[Value]) -> tuple[frozenset[str], 
         partial = eq.joined_partial(ins)
     elif name == "select_n" and not ins[0].partial:
         partial = eq.joined_partial(ins[1:])
-    elif name in UNARY_LINEAR and _is_linear(eq):
+    elif name in LINEAR and _is_linear(eq):
         partial = ins[0].partial
     elif any(v.partial for v in ins):
         for value in ins:
@@ -141,7 +129,7 @@ def _partial_and_ratio(eq: Equation, ins: list[Value]) -> tuple[frozenset[str], 
         return partial, near(ratios[0] / ratios[1] if is_quotient else ratios[0] * ratios[1])
     if name in ADDITIONS or name in ("max", "min"):
         return partial, eq.joined_ratio(ins)
-    if name in UNARY_LINEAR and jnp.issubdtype(kind, jnp.inexact):
+    if name in LINEAR and jnp.issubdtype(kind, jnp.inexact):
         return partial, ratios[0]
     for value in ins:
         eq.unscaled(value)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardlib.equations import frames_of
+from shardlib.equations import frames_of, words
 from shardlib.places import is_users, place
 from shardlib.proof.domain import ROUNDING, UNIFORM, Dim, Value, describe, devices, real
 from shardlib.proof.origins import callers_text, is_helper, size_text
@@ -38,9 +38,7 @@ OWN_SIZE = (
     "shardops.size(name), or psum of the count"
 )
 DEVICES = "leave it out: on one device it is 1, as the number of devices, shardops.axis_size"
-FOLDING = frozenset(
-    "psum psum2 psum_invariant psum_invariant_p pvary pcast reduce_sum add add_any sub neg convert_element_type".split()  # noqa: SIM905
-)
+FOLDING = words("psum psum_invariant pvary reduce_sum add add_any sub neg convert_element_type")
 """Linear primitives whose rules take sums of different blocks, of which the sum along the dim is still to come."""
 NO_BLOCKS: tuple[tuple[Callable[[Value], Any], str, str], ...] = (
     (

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from shardlib.equations import CALLS, body_of
+from shardlib.equations import CALLS, ELEMENTWISE, IDENTITIES, SCATTERS, body_of, called
 from shardlib.marks import STAGES, Mark, is_region, mark_of
 from shardlib.parsing import ZIGZAG, parse_shape
 from shardlib.proof import collectives, elementwise, lookups, primitives, rings, shapes, sums
@@ -18,20 +18,11 @@ from shardlib.proof.alignment import Aligned, Alignment, others, same_entries
 from shardlib.proof.control import CONTROL, ndim, varying
 from shardlib.proof.domain import UNIFORM, Sizes, SizesOnOne, Value, Wild, constant, cut, real, whole
 from shardlib.proof.equation import ONE_SEED, WHOLE_SIZES, Equation, Refused
-from shardlib.proof.primitives import IDENTITIES, KEEPING, OF_SIZES
+from shardlib.proof.primitives import KEEPING, OF_SIZES
 
 MODULES = collectives, lookups, rings, shapes, sums
 """Modules that add their rules to primitives.RULES."""
-PLACING = (
-    KEEPING
-    | elementwise.ELEMENTWISE
-    | IDENTITIES
-    | frozenset(
-        """
-    scatter-add scatter-max scatter-min scatter-mul dynamic_slice dynamic_update_slice random_fold_in device_put
-    """.split()  # noqa: SIM905
-    )
-)
+PLACING = KEEPING | ELEMENTWISE | IDENTITIES | SCATTERS | {"dynamic_slice", "dynamic_update_slice", "device_put"}
 """Primitives that take such operands."""
 
 
@@ -118,15 +109,15 @@ class Interpreter:
             if control := CONTROL.get(eq.name):
                 eq.same("reverse", "cond_nconsts", "body_nconsts")
                 return [self._checked(eq, i, value) for i, value in enumerate(control(self, eq))]
-            if inner := CALLS.get(eq.name):
-                return self.run(eq.params[inner], eq.twin.params[inner], eq.ins, eq.inner)
+            if eq.name in CALLS:
+                return self.run(called(eq.eqn), called(eq.twin), eq.ins, eq.inner)
             if eq.name != "ring_index" and (wild := next((v.wild for v in eq.ins if v.wild), None)):
                 return self.wild(eq, wild)
             eq.same(*(name for name, value in eq.params.items() if name not in OF_SIZES and not callable(value)))
             if eq.name not in PLACING:
                 for value in eq.ins:
                     eq.block(value)
-            if eq.name in elementwise.ELEMENTWISE:
+            if eq.name in ELEMENTWISE:
                 found = elementwise.elementwise(eq)
             else:
                 found = primitives.RULES.get(eq.name, primitives.everything_whole)(eq)
@@ -155,7 +146,7 @@ class Interpreter:
         assert len(value.dims) == len(shape), (eq.name, value, shape)
         if any(value is x for x in eq.ins):
             return value  # the same value, not one more with the same facts
-        if eq.name not in KEEPING and eq.name not in elementwise.ELEMENTWISE:
+        if eq.name not in KEEPING and eq.name not in ELEMENTWISE:
             eq.block(value)
         twin = eq.twin.outvars[i].aval
         if aval.dtype != twin.dtype:

@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from shardlib.equations import body_of, equations_in, jaxprs_of
+from shardlib.equations import body_of, equations_in, jaxprs_of, kinds
 from shardlib.proof.equation import Equation
-from shardlib.proof.positions import COMPARISONS
 
 ROUNDED = 8
 """What slots of experts are a multiple of."""
@@ -38,7 +37,7 @@ def compared(long: Any, short: Any, length: int, at: int) -> tuple[str, set[int]
         pairs = list(itertools.zip_longest(_sizes(a), _sizes(b)))
         if any(x != y and (None in (x, y) or not _follows(x, y, length, at)) for x, y in pairs):
             return _named(a), set(), False
-        end = math.inf if a.primitive.name in COMPARISONS else length
+        end = math.inf if a.primitive.name in kinds("comparison") else length
         literals = [(x.val, y.val, y) for x, y in zip(a.invars, b.invars, strict=True) if isinstance(y, core.Literal)]
         unknown |= {id(y) for x, value, y in literals if not _is_known(x, value, length, at, end)}
     for x, y in zip(_arrays_in(long), _arrays_in(short), strict=True):

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from shardlib.equations import SCATTERS
 from shardlib.proof import collectives
 from shardlib.proof.domain import UNIFORM, Value, axes_of_offset, cut, devices, whole
 from shardlib.proof.equation import Equation, Refused, is_integer
@@ -94,7 +95,7 @@ def _gather(eq: Equation) -> Value:
     return Value(dims, x.partial | own, ratio=x.ratio, looked_up=looked_up, origin=origin, drops=drops)
 
 
-@rule("scatter-add", "scatter", "scatter-max", "scatter-min", "scatter-mul")
+@rule(*SCATTERS)
 def _scatter(eq: Equation) -> Value:
     x, ids, updates = eq.ins
     eq.block(x)

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from shardlib.equations import kinds
 from shardlib.proof.domain import (
     UNIFORM,
     Mask,
@@ -22,7 +23,7 @@ from shardlib.proof.domain import (
 )
 from shardlib.proof.equation import Equation, Refused, is_integer
 
-COMPARISONS = frozenset(("eq", "ne", "lt", "le", "gt", "ge"))
+COMPARISONS = kinds("comparison")
 
 
 def of(eq: Equation, ins: list[Value]) -> Value | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from shardlib.equations import equations_in, jaxprs_of
+from shardlib.equations import COLLECTIVES, IDENTITIES, equations_in, jaxprs_of, kinds, words
 from shardlib.proof.domain import Value, whole
 from shardlib.proof.elementwise import refuse_rbg
 from shardlib.proof.equation import Equation, Refused
@@ -29,37 +29,15 @@ def rule(*names: str, of: dict = RULES) -> Callable:
     return register
 
 
-COLLECTIVES = frozenset(
-    """
-    psum psum2 psum_invariant psum_invariant_p unreduced_psum pmax pmin all_gather all_gather_invariant
-    all_gather_invariant_p all_gather_reduced reduce_scatter unreduced_reduce_scatter psum_scatter all_to_all ppermute
-    pbroadcast ragged_all_to_all
-    """.split()  # noqa: SIM905
-)
-OF_SIZES = frozenset(
-    """
-    shape new_sizes sizes start_indices limit_indices strides padding_config slice_sizes axis_size perm sharding
-    out_sharding dst_sharding concrete_mesh mesh feature_group_count batch_group_count result_avals
-    """.split()  # noqa: SIM905
+OF_SIZES = words(
+    """shape new_sizes sizes start_indices limit_indices strides padding_config slice_sizes axis_size perm sharding
+    out_sharding dst_sharding concrete_mesh mesh feature_group_count batch_group_count result_avals"""
 )
 """Parameters that may depend on the mesh: the rules compare the sizes that they make."""
-KEEPING = frozenset(
-    """
-    iota axis_index argmax argmin broadcast_in_dim transpose squeeze expand_dims reshape concatenate slice gather
-    scan while cond sort dot_general scatter ring_index
-    """.split()  # noqa: SIM905
+KEEPING = kinds("view") | words(
+    "iota axis_index argmax argmin concatenate slice gather scan while cond sort dot_general scatter ring_index"
 )
 """Primitives, besides elementwise ones, whose results may still be no blocks, such as an index less an offset."""
-
-
-# reshard: between devices of axes that are not manual, which the program does not show
-IDENTITIES = frozenset(
-    """
-    copy_to_host layout_constraint mul_by_one name optimization_barrier pcast preduced preduced_p pvary
-    reduced_vary_cast reduced_vary_cast_p reshard sharding_constraint stop_gradient vary_reduced_cast
-    """.split()  # noqa: SIM905
-)
-"""Primitives that give back their operands."""
 
 
 rule(*IDENTITIES)(lambda eq: eq.ins)
@@ -96,9 +74,7 @@ def _of_each_entry(eq: Equation) -> list[Value]:
     return everything_whole(eq, min(len(eq.shape()), len(eq.result_shape)))
 
 
-IMPURE = COLLECTIVES | frozenset(
-    "axis_index io_callback ordered_io_callback rng_uniform infeed run_state shard_map".split()  # noqa: SIM905
-)
+IMPURE = COLLECTIVES | words("axis_index io_callback rng_uniform run_state shard_map")
 """Primitives whose results are not a function of their operands alone, where no rule is for them."""
 
 

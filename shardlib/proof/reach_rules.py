@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from shardlib.equations import ELEMENTWISE, REDUCTIONS, kinds
 from shardlib.proof import reach_slots
-from shardlib.proof.elementwise import ELEMENTWISE, FOLDS
+from shardlib.proof.elementwise import FOLDS
 from shardlib.proof.reach import (
     LOW,
     MOST,
@@ -188,7 +189,7 @@ REDUCERS = {"reduce_sum": np.add, "reduce_and": np.logical_and, "reduce_or": np.
 REDUCERS |= {"reduce_max": np.maximum, "reduce_min": np.minimum}
 
 
-@rule(*REDUCERS, "reduce_prod", "reduce_xor", "argmax", "argmin")
+@rule(*REDUCTIONS, "reduce_xor", "argmax", "argmin")
 def _reduced(eqn: Any, x: Reach) -> Reach:
     """Known where all entries are, where all are 0 in a sum, and where one decides. LOW numbers give way to others."""
     name, axes, shape, dtype = eqn.primitive.name, tuple(eqn.params["axes"]), shape_of(eqn), dtype_of_result(eqn)
@@ -218,7 +219,7 @@ def _together(eqn: Any, *ins: Reach) -> list[Reach]:
     return [unknown(shape_of(eqn, i), dtype_of(var.aval), last) for i, var in enumerate(eqn.outvars)]
 
 
-@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+@rule(*kinds("running"))
 def _cumulative(eqn: Any, x: Reach) -> Reach:
     name, axis, back = eqn.primitive.name, eqn.params["axis"], eqn.params["reverse"]
     turned = lambda a: np.flip(a, axis) if back else a

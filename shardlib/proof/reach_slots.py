@@ -11,16 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.proof.elementwise import ELEMENTWISE
-from shardlib.proof.primitives import COLLECTIVES, IDENTITIES
+from shardlib.equations import COLLECTIVES, ELEMENTWISE, IDENTITIES, words
 from shardlib.proof.reach import NONE, Among, Reach, Slots, full, of_all, placed, unknown
 
 SAME = IDENTITIES | COLLECTIVES - {"ppermute", "ragged_all_to_all"}
-SAME |= {"vary_unreduced_cast", "vary_unreduced_cast_p", "unreduced_cast", "copy", "copy_p", "device_put"}
-SAME |= {"expand_dims", "reduce_precision", "reshape", "squeeze"}
+SAME |= words("vary_unreduced_cast_p copy device_put reduce_precision reshape squeeze")
 """Primitives that change no number, also collectives: each axis has one device."""
-BY_ENTRY = ELEMENTWISE | {"convert_element_type", "select_n"}
-"""Primitives whose operands have the dims of the result."""
 
 
 def is_in(x: Reach) -> bool:
@@ -60,7 +56,7 @@ def apply(eqn: Any, ins: list[Reach], rule: Callable) -> Reach | None:
     x = next(filter(is_in, ins))
     if (dim := _dim_after(eqn, ins, x, rule)) is None:
         return None
-    by_entry = eqn.primitive.name in BY_ENTRY
+    by_entry = eqn.primitive.name in ELEMENTWISE
     ins = [_aligned(y, x.fact, x.fact.dim) if by_entry else y if y is x or not y.shape else _blurred(y) for y in ins]
     result, bare = rule(eqn, *ins), rule(eqn, *(_blurred(y, y.last) if y.shape else y for y in ins))
     result, bare = (y[0] if isinstance(y, list) else y for y in (result, bare))

@@ -7,6 +7,7 @@ Or a sum passes around, to which each device adds what it computes for the devic
 stand for those devices: a scattered sum.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from shardlib.equations import CALLS, axes_of, body_of, is_variable, jaxprs_of, scan_counts
+from shardlib.equations import CALLS, axes_of, body_of, called, evaluate, is_variable, jaxprs_of, split_scan
 from shardlib.proof import collectives
 from shardlib.proof.domain import BLOCKS, Value
 from shardlib.proof.elementwise import FOLDS
@@ -54,36 +55,26 @@ def _turns(eqn: Any) -> bool:
 
 def _unrolled(jaxpr: Any, sizes: Mapping[str, int]) -> Any:
     """The jaxpr with the turns of its loops in which blocks pass around, but for what passes them to one device."""
-    found, renamed = [], {}
-    read = lambda var: renamed.get(var, var) if is_variable(var) else var
+    found = []
 
-    def put(eqn: Any) -> None:
-        eqn = eqn.replace(invars=list(map(read, eqn.invars)))
+    def put(eqn: Any, ins: list) -> list:
+        """Adds an equation of these operands, or those of its turns, and gives the results."""
         if (axis := _permutes(eqn)) and sizes[axis] == 1:
-            renamed.update(zip(eqn.outvars, eqn.invars, strict=True))
-        else:
-            found.append(eqn)
+            return ins
+        if _turns(eqn):
+            first, carry, rows = split_scan(eqn, ins)
+            _, consts = body_of(eqn.params["jaxpr"])
+            if not (consts or rows) and len(eqn.outvars) == len(carry) and eqn.params["length"] <= 64:
+                for _ in range(eqn.params["length"]):
+                    carry = evaluate(eqn.params["jaxpr"], [*first, *carry], put, as_it_is)
+                return carry
+        outs = [core.Var(var.aval) for var in eqn.outvars]
+        found.append(eqn.replace(invars=ins, outvars=outs))
+        return outs
 
-    for eqn in jaxpr.eqns:
-        if not _turns(eqn):
-            put(eqn)
-            continue
-        eqn = eqn.replace(invars=list(map(read, eqn.invars)))
-        body, consts = body_of(eqn.params["jaxpr"])
-        kept, carried = scan_counts(eqn)
-        if consts or len(eqn.invars) > kept + carried or len(eqn.outvars) > carried or eqn.params["length"] > 64:
-            return jaxpr  # it runs over more than turns
-        first, carry = eqn.invars[:kept], eqn.invars[kept:]
-        for _ in range(eqn.params["length"]):
-            env = dict(zip(body.invars, [*first, *carry], strict=True))
-            inner = lambda var, env=env: env[var] if is_variable(var) else var
-            for e in body.eqns:
-                outs = [core.Var(var.aval) for var in e.outvars]
-                put(e.replace(invars=list(map(inner, e.invars)), outvars=outs))
-                env.update(zip(e.outvars, outs, strict=True))
-            carry = list(map(inner, body.outvars))
-        renamed.update(zip(eqn.outvars, map(read, carry), strict=True))
-    return jaxpr.replace(eqns=found, outvars=list(map(read, jaxpr.outvars)))
+    as_it_is = lambda operand: operand
+    results = evaluate(core.ClosedJaxpr(jaxpr, jaxpr.constvars), jaxpr.invars, put, as_it_is)
+    return jaxpr.replace(eqns=found, outvars=results)
 
 
 def _live(jaxpr: Any) -> Any:
@@ -256,12 +247,11 @@ class _Ring:
     def _table(self, var: Any) -> list | None:
         """The number on each device of the axis, if only its index decides it."""
         if var not in self.tables:
-            eqn = self.made.get(var)
-            self.tables[var] = eqn and _computed(eqn, var, self._operand, self.axis, self.n)
+            eqn = self.made.get(var) if _is_number(var.aval) else None
+            operand = lambda var: self._table(var) if is_variable(var) else _of_literal(var, self.n)
+            found = eqn and _computed(eqn, list(map(operand, eqn.invars)), self.axis, self.n)
+            self.tables[var] = found and found[eqn.outvars.index(var)]
         return self.tables[var]
-
-    def _operand(self, var: Any) -> list | None:
-        return self._table(var) if is_variable(var) else [var.val] * self.n if var.aval.shape == () else None
 
     def _one_turn(self, last: Any, start: Any, first: list, read: Any) -> list[Any]:
         """The equations that gather one turn, over an axis in place of the turns."""
@@ -280,28 +270,32 @@ def _equation(like: Any, primitive: Any, ins: list, out: Any, params: dict) -> A
     return like.replace(primitive=primitive, invars=ins, outvars=[out], params=params)
 
 
-def _computed(eqn: Any, var: Any, operand: Any, axis: str, n: int) -> list | None:
-    """A scalar on each device, from those that it is computed from."""
+def _is_number(aval: Any) -> bool:
+    return aval.shape == () and aval.dtype.kind in "iub"
+
+
+def _of_literal(x: Any, n: int) -> list | None:
+    return [x.val] * n if isinstance(x, core.Literal) and x.aval.shape == () else None
+
+
+def _computed(eqn: Any, ins: list[list | None], axis: str, n: int) -> list[list | None]:
+    """The number that each result is on each device of an axis, from those of the operands; None: no such number."""
     name = eqn.primitive.name
-    if name == "axis_index":
-        return list(range(n)) if axes_of(eqn) == (axis,) else None
-    if var.aval.shape != () or var.aval.dtype.kind not in "iub":
-        return None
-    ins = [operand(v) for v in eqn.invars]
-    if any(values is None for values in ins):
-        return None
-    if inner := CALLS.get(name):
-        body, consts = body_of(eqn.params[inner])
-        env = dict(zip(body.invars, ins, strict=True))
-        read = lambda v: env.get(v) if is_variable(v) else [v.val] * n if v.aval.shape == () else None
-        for e in body.eqns if not consts else ():
-            env.update({out: _computed(e, out, read, axis, n) for out in e.outvars})
-        return read(body.outvars[eqn.outvars.index(var)])
-    if name in ("convert_element_type", "pvary", "pcast", "copy"):
-        return ins[0]
+    if name == "axis_index" and axes_of(eqn) == (axis,):
+        return [list(range(n))]
+    if any(values is None for values in ins) or name == "axis_index":
+        return [None] * len(eqn.outvars)
+    if name in CALLS:
+        of_literal = functools.partial(_of_literal, n=n)
+        return evaluate(called(eqn), ins, lambda e, ins: _computed(e, ins, axis, n), of_literal)
+    if not _is_number(eqn.outvars[0].aval):
+        return [None] * len(eqn.outvars)
+    if name in ("convert_element_type", "pvary", "copy"):
+        return ins
     if name == "select_n":
-        return [row[1 + int(row[0])] for row in zip(*ins, strict=True)]
-    return [int(x) for x in FOLDS[name](*map(np.asarray, ins))] if name in FOLDS and name != "div" else None
+        return [[row[1 + int(row[0])] for row in zip(*ins, strict=True)]]
+    is_fold = name in FOLDS and name != "div"
+    return [[int(x) for x in FOLDS[name](*map(np.asarray, ins))]] if is_fold else [None] * len(eqn.outvars)
 
 
 # ---- rules ------------------------------------------------------------------------------------------------------

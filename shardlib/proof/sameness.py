@@ -14,21 +14,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardlib.equations import CALLS, body_of, is_variable, jaxprs_of, scan_counts
-from shardlib.marks import LAYER_NUMBERS
-from shardlib.proof.elementwise import ELEMENTWISE
-from shardlib.proof.equation import Equation, is_integer
-from shardlib.proof.primitives import COLLECTIVES, IDENTITIES
-
-CASTS = frozenset(
-    """
-    vary_unreduced_cast vary_unreduced_cast_p unreduced_cast unreduced_cast_p preduce copy copy_p dynamic_slice slice
-    convert_element_type
-    """.split()  # noqa: SIM905
+from shardlib.equations import (
+    COLLECTIVES,
+    ELEMENTWISE,
+    IDENTITIES,
+    body_of,
+    called,
+    is_variable,
+    jaxprs_of,
+    split_scan,
+    split_while,
+    words,
 )
+from shardlib.marks import LAYER_NUMBERS
+from shardlib.proof.equation import Equation, is_integer
+
+CASTS = words("vary_unreduced_cast_p copy dynamic_slice slice convert_element_type")
 UNCHANGED = (COLLECTIVES | IDENTITIES | CASTS) - {"stop_gradient", "ppermute"}
 """Primitives that give back operands of one device, if these keep their type."""
-OF_MESHES = frozenset("sharding out_sharding dst_sharding mesh concrete_mesh axis_size linear prevent_cse".split())  # noqa: SIM905
+OF_MESHES = words("sharding out_sharding dst_sharding mesh concrete_mesh axis_size linear prevent_cse")
 """Parameters that say nothing of values on one device."""
 VIEWS = ("reshape", "transpose", "split", "concatenate", "scan")
 """Primitives that no message names, as what is before or within them is the difference."""
@@ -125,8 +129,8 @@ class _Numbers:
 
     def _of_equation(self, eq: Equation, ins: list[int]) -> list[int]:
         name, outs = eq.name, eq.eqn.outvars
-        if inner := CALLS.get(name, "jaxpr" if name == "shard_map" else None):
-            return self._of_body(eq.params[inner], eq, ins)
+        if body := called(eq.eqn):
+            return self._of_body(body, eq, ins)
         if (same := self._unchanged(eq, ins)) is not None:
             return same
         if name in ("scan", "while", "cond"):
@@ -198,27 +202,25 @@ class _Numbers:
         if eq.name == "scan":
             return self._of_scan(eq, ins)
         self._depth += 1
-        n, end = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        inits = ins[end:]
+        of_test, of_body, inits = split_while(eq.eqn, ins)
         carry = [self._number("carry", self._depth, i) for i in range(len(inits))]
-        outs = self._of_body(params["body_jaxpr"], eq, [*ins[n:end], *carry])
-        test = self._of_body(params["cond_jaxpr"], eq, [*ins[:n], *carry])
+        outs = self._of_body(params["body_jaxpr"], eq, [*of_body, *carry])
+        test = self._of_body(params["cond_jaxpr"], eq, [*of_test, *carry])
         loop = self._made(eq, "while", *test, *inits, *outs)
         self._depth -= 1
         return [self._number(loop, i) for i in range(len(inits))]
 
     def _of_scan(self, eq: Equation, ins: list[int]) -> list[int]:
         """The numbers of what a loop over rows gives. Two loops, of which one goes on where the other ends, are one."""
-        n, carried = scan_counts(eq.eqn)
-        length, is_back = eq.params["length"], eq.params["reverse"]
-        inits, xs = ins[n : n + carried], ins[n + carried :]
+        consts, inits, xs = split_scan(eq.eqn, ins)
+        length, is_back, carried = eq.params["length"], eq.params["reverse"], len(inits)
         rows = [self._rows.get(x, (x, 0)) for x in xs]
         start = rows[0][1] if rows else 0
         end = start + length
         self._depth += 1
         carry = [self._number("carry", self._depth, i) for i in range(carried)]
         entries = [self._number("entry", self._depth, root, at - start) for root, at, *_ in rows]
-        outs = self._of_body(eq.params["jaxpr"], eq, [*ins[:n], *carry, *entries])
+        outs = self._of_body(eq.params["jaxpr"], eq, [*consts, *carry, *entries])
         self._depth -= 1
         step = is_back, *outs[:carried]
         first, last = (end, start) if is_back else (start, end)

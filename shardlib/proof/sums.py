@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from shardlib.equations import kinds
 from shardlib.proof.domain import UNIFORM, Dim, Part, Source, Value, constant, near, real, whole
 from shardlib.proof.equation import Equation, Refused
 from shardlib.proof.primitives import alone, everything_whole, rule
@@ -55,8 +56,7 @@ def _extreme(eq: Equation) -> Value:
     return Value(_without(x.dims, gone), extreme=extreme, ratio=x.ratio, source=source)
 
 
-@rule("reduce_prod", "reduce_xor", "cumsum", "cummax", "cummin", "cumprod", "cumlogsumexp")
-@rule("sort", "top_k", "approx_top_k")
+@rule(*kinds("running"), "reduce_prod", "reduce_xor", "sort", "top_k", "approx_top_k")
 def _together(eq: Equation) -> list[Value]:
     """Entries along some dims are taken together."""
     p, x, ndim = eq.params, eq.ins[0], len(eq.shape())

@@ -17,22 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from shardlib.equations import COLLECTIVES, ELEMENTWISE, kinds, words
 from shardlib.parsing import sort_axes
-from shardlib.proof.elementwise import ELEMENTWISE, SELECTIONS
 from shardlib.proof.equation import Equation
-from shardlib.proof.primitives import COLLECTIVES
 from shardwright.microscope.points import equations, function_and_target, is_loop_over_layers, loops_around
 from shardwright.microscope.rerun import Note, Path, Rerun, executed, is_float
 
 KINDS = ("finite", "an infinity", "NaN")
 """What the worst entry of a value is, by its level."""
-FINITE = SELECTIONS | frozenset(
-    """
-    abs all_gather all_gather_invariant all_gather_reduced all_to_all broadcast_in_dim concatenate copy cos erf iota
-    dynamic_slice dynamic_update_slice logistic name neg optimization_barrier pmax pmin ppermute pvary reduce_max
-    reduce_min reduced_vary_cast_p reshape rev sign sin slice split squeeze stop_gradient tanh transpose
-    vary_unreduced_cast_p
-    """.split()  # noqa: SIM905
+FINITE = kinds("gather", "extreme", "exchange", "permutation", "cast", "identity", "view", "selection") | words(
+    """abs concatenate copy cos dynamic_slice dynamic_update_slice erf iota logistic neg reduce_max reduce_min rev sign
+    sin slice split tanh vary_unreduced_cast_p"""
 )
 """Primitives that give finite numbers of finite ones."""
 ALL = np.iinfo(np.int32).max

@@ -12,7 +12,7 @@ import jax
 
 import jax_extra
 from shardlib import layers
-from shardlib.equations import CALLS, frames_of
+from shardlib.equations import CALLS, called, frames_of
 from shardlib.places import is_installed
 from shardlib.proof.equation import Equation
 from shardwright.microscope.rerun import Path
@@ -46,7 +46,7 @@ def equations(jaxpr: Any, path: Path = (), caller: Equation | None = None) -> It
         if name == "shard_map":
             yield from equations(eqn.params["jaxpr"])
         elif name == "scan" or name in CALLS:
-            yield from equations(eqn.params[CALLS.get(name, "jaxpr")], (*path, id(eqn)), equation)
+            yield from equations(called(eqn) or eqn.params["jaxpr"], (*path, id(eqn)), equation)
         else:
             yield (*path, id(eqn)), equation
 

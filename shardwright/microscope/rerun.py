@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
-from shardlib.equations import CALLS, body_of, run_again, scan_counts, values_of
+from shardlib.equations import body_of, called, evaluate, run_again, split_scan, split_while
 from shardlib.op_checks import varying
 
 Path = tuple[int, ...]
@@ -79,44 +79,41 @@ class Rerun:
         self.notes = [note for note, _ in values]
         return results, [value for _, value in values]
 
-    def _values(self, variables: Any, env: dict) -> list:
-        values = values_of(variables, env)
-        return list(map(in_f64, values)) if self._is_double else values
-
     def _run(self, jaxpr: Any, args: Any, path: Path, values: list, knobs: Any, turns: tuple = ()) -> list:
-        jaxpr, consts = body_of(jaxpr)
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-        for eqn in jaxpr.eqns:
-            name, here, ins = eqn.primitive.name, (*path, id(eqn)), self._values(eqn.invars, env)
+        body, _ = body_of(jaxpr)
+
+        def run(eqn: Any, ins: list) -> list:
+            name, here = eqn.primitive.name, (*path, id(eqn))
+            ins = list(map(in_f64, ins)) if self._is_double else ins
             if name == "shard_map":
                 outs = self._on_devices(eqn, ins, values, knobs)
-            elif name in CALLS:
-                outs = self._run(eqn.params[CALLS[name]], ins, here, values, knobs, turns)
+            elif inner := called(eqn):
+                outs = self._run(inner, ins, here, values, knobs, turns)
             elif name == "scan":
                 outs = self._loop(eqn, ins, here, values, knobs, turns)
             elif self._is_double:
-                outs = self._in_f64(eqn, jaxpr, ins)
+                outs = self._in_f64(eqn, body, ins)
             else:
-                outs = (_varying if self._is_varying else run_again)(eqn, jaxpr, ins)
+                outs = (_varying if self._is_varying else run_again)(eqn, body, ins)
             for i in self._wanted.get(here, ()):
                 if self._is_varying or not jax.typeof(outs[i]).manual_axis_type.unreduced:
                     outs[i], taken = self._visit(here, i, turns, ins, outs[i], knobs)
                     axes = () if self._is_same else jax.sharding.get_abstract_mesh().axis_names
                     values.append((Note(here, i, (len(values),)), varying(taken, axes)))
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return self._values(jaxpr.outvars, env)
+            return outs
+
+        outs = evaluate(jaxpr, args, run)
+        return list(map(in_f64, outs)) if self._is_double else outs
 
     def _in_f64(self, eqn: Any, jaxpr: Any, ins: list) -> list:
         run = lambda body: lambda *args: self._run(body, args, (), [], ())
         if eqn.primitive.name == "cond":
             return lax.switch(ins[0], list(map(run, eqn.params["branches"])), *ins[1:])
         if eqn.primitive.name == "while":
-            first, last = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
+            of_test, of_body, carry = split_while(eqn, ins)
             goes_on, turn = run(eqn.params["cond_jaxpr"]), run(eqn.params["body_jaxpr"])
             return lax.while_loop(
-                lambda carry: goes_on(*ins[:first], *carry)[0],
-                lambda carry: turn(*ins[first:last], *carry),
-                ins[last:],
+                lambda carry: goes_on(*of_test, *carry)[0], lambda carry: turn(*of_body, *carry), carry
             )
         return run_in_f64(eqn, jaxpr, ins)
 
@@ -137,17 +134,16 @@ class Rerun:
         return outs
 
     def _loop(self, eqn: Any, ins: list, here: Path, values: list, knobs: Any, around: tuple) -> list:
-        consts, carried = scan_counts(eqn)
+        consts, carry, xs = split_scan(eqn, ins)
         turns, at, inner = (eqn.params["length"], eqn.params["reverse"]), len(values), []
 
         def body(carry, of_turn):
             inner.clear()  # JAX may trace it again
             turn, *xs = of_turn
-            args, within = [*ins[:consts], *carry, *xs], (*around, (turn, turns[0]))
+            args, within = [*consts, *carry, *xs], (*around, (turn, turns[0]))
             outs = self._run(eqn.params["jaxpr"], args, here, inner, knobs, within)
-            return outs[:carried], (outs[carried:], [value for _, value in inner])
+            return outs[: len(carry)], (outs[len(carry) :], [value for _, value in inner])
 
-        carry, xs = ins[consts : consts + carried], ins[consts + carried :]
         before = np.arange(turns[0], dtype=np.int32)[:: -1 if turns[1] else 1]
         carry, (ys, found) = lax.scan(body, carry, (before, *xs), length=turns[0], reverse=turns[1])
         notes = [note._replace(order=(at, *note.order), loops=(turns, *note.loops)) for note, _ in inner]

@@ -8,30 +8,40 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jax_extra import SAVED
-from shardlib.equations import CALLS, axes_of, body_of, frames_of, is_variable, scan_counts
+from shardlib.equations import (
+    IDENTITIES,
+    SCATTERS,
+    axes_of,
+    body_of,
+    called,
+    evaluate,
+    frames_of,
+    is_variable,
+    kinds,
+    scan_counts,
+    words,
+)
 from shardlib.places import is_users, place
 from shardwright.compiled.lines import phase_of
 from shardwright.modeling.planned_attention import KERNEL
 
-ALIASES = {
-    *("reshape", "squeeze", "transpose", "name", "copy", "copy_p", "stop_gradient", "optimization_barrier"),
-    *("pvary", "preduced", "vary_unreduced_cast_p", "reduced_vary_cast_p", "reduce_precision", "sharding_constraint"),
-}
+ALIASES = IDENTITIES | words("reshape squeeze transpose copy reduce_precision vary_unreduced_cast_p")
 """Primitives whose result is the operand, in memory: XLA chooses layouts so that a transposition moves nothing."""
 COLLECTIVES = {
-    "all_gather": ("all_gather", "all_gather_invariant", "all_gather_reduced"),
-    "psum_scatter": ("reduce_scatter", "unreduced_reduce_scatter"),
-    "psum": ("psum", "psum2", "psum_invariant", "unreduced_psum", "pmax", "pmin"),
-    "ppermute": ("ppermute",),
-    "all_to_all": ("all_to_all",),
+    "all_gather": kinds("gather"),
+    "psum_scatter": kinds("scatter"),
+    "psum": kinds("sum", "extreme"),
+    "ppermute": {"ppermute"},
+    "all_to_all": {"all_to_all"},
 }
 """Names of JAX's primitives, by the name of the collective in a plan."""
-WRITING = ("dynamic_update_slice", "scatter", "scatter-add", "scatter_add")
+WRITING = SCATTERS | {"dynamic_update_slice"}
 """Primitives that write into their first operand, in place."""
-_NAMED = ("convert_element_type", "all_gather", "all_gather_invariant", "all_gather_reduced", "dynamic_slice")
+_NAMED = kinds("gather") | {"convert_element_type", "dynamic_slice"}
 """Primitives whose result is a weight if the operand is."""
 _FP8 = ("float8_e4m3fn", "float8_e5m2")
 _COLLECTIVE_OF = {primitive: name for name, names in COLLECTIVES.items() for primitive in names}
@@ -138,25 +148,20 @@ def graph_of(jaxpr: Any, sizes: Mapping[str, int], ins: Sequence[Value] | None =
         ins: its arguments; None: new values.
         scope: of the call around it.
     """
-    body, _ = body_of(jaxpr)
+    body, consts = body_of(jaxpr)
     if scope is None:  # what no result needs, of loops too, a compiler leaves out
         body, scope = dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)[0], _Scope("", "", sizes)
-    ins = [_value(var, NOWHERE) for var in body.invars] if ins is None else list(ins)
-    env = dict(zip(body.invars, ins, strict=True))
-    env |= {var: _value(var, NOWHERE) for var in body.constvars}
+    ins = [_value(var.aval, NOWHERE) for var in body.invars] if ins is None else list(ins)
     nodes: list[Node] = []
-    _add(body, env, nodes, scope)
-    outs = [env[var] if is_variable(var) else _value(var, NOWHERE) for var in body.outvars]
-    return Graph(ins, nodes, outs)
+    outs = zip(body.outvars, _add(core.ClosedJaxpr(body, consts), ins, nodes, scope), strict=True)
+    return Graph(ins, nodes, [x or _value(var.aval, NOWHERE) for var, x in outs])
 
 
-def _value(var: Any, site: Site, **more: Any) -> Value:
-    dtype = getattr(var.aval, "dtype", np.dtype("float32"))
+def _value(aval: Any, site: Site, **more: Any) -> Value:
+    dtype = getattr(aval, "dtype", np.dtype("float32"))
     is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)  # of random numbers: two words
-    shape, of_host = (
-        tuple(getattr(var.aval, "shape", ())),
-        getattr(var.aval, "memory_space", None) == jax.memory.Space.Host,
-    )
+    of_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
+    shape = tuple(getattr(aval, "shape", ()))
     return Value(shape, np.dtype("uint64" if is_key else dtype), site, of_host=of_host, **more)
 
 
@@ -182,43 +187,49 @@ def _line_of(eqn: Any) -> str:
     return known[1]
 
 
-def _add(body: Any, env: dict, nodes: list[Node], scope: _Scope) -> None:
-    for eqn in (eqn for eqn in body.eqns if eqn.outvars):
-        op, (site, stack) = eqn.primitive.name, _site(eqn, scope)
-        inner = _Scope(stack, site.line, scope.sizes)
-        name = str(eqn.params.get("name", ""))
-        # JAX takes a part out of a kernel's call ahead of it, which does not have queries, keys and values.
-        is_kernel = name.startswith(KERNEL) and sum(map(is_variable, eqn.invars)) > 2
-        axes = tuple(axis for axis in axes_of(eqn) if scope.sizes.get(axis, 1) > 1) if op in _COLLECTIVE_OF else ()
-        # XLA takes a scan of one turn out of its loop.
-        if (op in CALLS and not is_kernel) or op == "shard_map" or (op == "scan" and eqn.params["length"] == 1):
-            _inline(eqn, env, nodes, inner, site)
-        elif op in ALIASES or _keeps_size(eqn) or (op in _COLLECTIVE_OF and not axes) or _scales_fp8(eqn, env):
-            for var, out in zip(eqn.invars, eqn.outvars, strict=False):
-                env[out] = _renamed(out, var, env, site)
-                if op == "name":
-                    _mark(env[out].root, name, site)
-        else:
-            bodies = [_body(part, eqn, env, inner) for part in _bodies(eqn)]
-            ins = [env[var] if is_variable(var) else None for var in eqn.invars]
-            outs = [_value(var, site) for var in eqn.outvars]
-            env |= dict(zip(eqn.outvars, outs, strict=True))
-            kind = KERNEL if is_kernel else _COLLECTIVE_OF.get(op, op)
-            carried = scan_counts(eqn) if op == "scan" else (0, 0)
-            operands = [x for x in ins if x is not None]
-            nodes.append(Node(kind, operands, outs, eqn.params, site, bodies, axes, carried))
-            if op in _NAMED and operands:
-                outs[0].name = operands[0].name
-            if op in WRITING:
-                _write(outs[0], ins[0], ins[1 if op == "dynamic_update_slice" else -1])
-            elif bodies:
-                _write_in_place(nodes[-1], ins)
+def _add(jaxpr: Any, ins: Sequence[Value | None], nodes: list[Node], scope: _Scope) -> list[Value | None]:
+    """Adds the operations of a jaxpr to `nodes`, and gives its results. None is a literal."""
+    array = lambda x: _value(jax.typeof(x), NOWHERE) if is_variable(x) else None
+    return evaluate(jaxpr, ins, lambda eqn, ins: _results(eqn, ins, nodes, scope), array)
 
 
-def _scales_fp8(eqn: Any, env: dict) -> bool:
+def _results(eqn: Any, ins: list[Value | None], nodes: list[Node], scope: _Scope) -> list[Value | None]:
+    """The results of an equation, which is added to `nodes` unless it only renames."""
+    if not eqn.outvars:
+        return []
+    op, (site, stack) = eqn.primitive.name, _site(eqn, scope)
+    inner, operands = _Scope(stack, site.line, scope.sizes), [x for x in ins if x is not None]
+    name = str(eqn.params.get("name", ""))
+    # JAX takes a part out of a kernel's call ahead of it, which does not have queries, keys and values.
+    is_kernel = name.startswith(KERNEL) and len(operands) > 2
+    axes = tuple(axis for axis in axes_of(eqn) if scope.sizes.get(axis, 1) > 1) if op in _COLLECTIVE_OF else ()
+    renamed = lambda variables, values: [_renamed(var, x, site) for var, x in zip(variables, values, strict=True)]
+    # XLA takes a scan of one turn out of its loop.
+    if (called(eqn) and not is_kernel) or (op == "scan" and eqn.params["length"] == 1):
+        body = called(eqn) or eqn.params["jaxpr"]
+        return renamed(eqn.outvars, _add(body, renamed(body_of(body)[0].invars, ins), nodes, inner))
+    if op in ALIASES or _keeps_size(eqn) or (op in _COLLECTIVE_OF and not axes) or _scales_fp8(op, ins):
+        outs = renamed(eqn.outvars, ins[: len(eqn.outvars)])
+        if op == "name":
+            _mark(outs[0].root, name, site)
+        return outs
+    bodies = [_body(part, ins, inner) for part in _bodies(eqn)]
+    outs = [_value(var.aval, site) for var in eqn.outvars]
+    kind = KERNEL if is_kernel else _COLLECTIVE_OF.get(op, op)
+    carried = scan_counts(eqn) if op == "scan" else (0, 0)
+    nodes.append(Node(kind, operands, outs, eqn.params, site, bodies, axes, carried))
+    if op in _NAMED and operands:
+        outs[0].name = operands[0].name
+    if op in WRITING:
+        _write(outs[0], ins[0], ins[1 if op == "dynamic_update_slice" else -1])
+    elif bodies:
+        _write_in_place(nodes[-1], ins)
+    return outs
+
+
+def _scales_fp8(op: str, ins: list[Value | None]) -> bool:
     """Whether an equation casts an array of fp8 or multiplies it by its scale, as its product does while it reads."""
-    first = env[eqn.invars[0]] if eqn.invars and is_variable(eqn.invars[0]) else None
-    return eqn.primitive.name in ("convert_element_type", "mul") and first is not None and first.root.dtype.name in _FP8
+    return op in ("convert_element_type", "mul") and ins[0] is not None and ins[0].root.dtype.name in _FP8
 
 
 def _keeps_size(eqn: Any) -> bool:
@@ -233,27 +244,17 @@ def _bodies(eqn: Any) -> list[Any]:
     return of.get(eqn.primitive.name, list)()
 
 
-def _body(jaxpr: Any, eqn: Any, env: dict, scope: _Scope) -> Graph:
+def _body(jaxpr: Any, operands: list[Value | None], scope: _Scope) -> Graph:
     """The body of a loop or a branch, whose operands have the names of those outside."""
-    body, _ = body_of(jaxpr)
-    operands = eqn.invars[len(eqn.invars) - len(body.invars) :]
-    names = (env[var].name if is_variable(var) else "" for var in operands)
-    ins = [_value(var, NOWHERE, name=name) for var, name in zip(body.invars, names, strict=True)]
+    variables = body_of(jaxpr)[0].invars
+    outside = operands[len(operands) - len(variables) :]
+    ins = [_value(var.aval, NOWHERE, name=x.name if x else "") for var, x in zip(variables, outside, strict=True)]
     return graph_of(jaxpr, scope.sizes, ins, scope)
 
 
-def _renamed(var: Any, of: Any, env: dict, site: Site) -> Value:
-    """A value for `var` in the memory of the variable `of`; of its own where that is a literal."""
-    known = env[of] if is_variable(of) else None
-    return _value(var, site, of=known, name=known.name if known else "")
-
-
-def _inline(eqn: Any, env: dict, nodes: list[Node], scope: _Scope, site: Site) -> None:
-    body, _ = body_of(eqn.params[CALLS.get(eqn.primitive.name, "jaxpr")])
-    inner = {var: _renamed(var, outer, env, site) for var, outer in zip(body.invars, eqn.invars, strict=True)}
-    inner |= {var: _value(var, site) for var in body.constvars}
-    _add(body, inner, nodes, scope)
-    env |= {out: _renamed(out, var, inner, site) for out, var in zip(eqn.outvars, body.outvars, strict=True)}
+def _renamed(var: Any, of: Value | None, site: Site) -> Value:
+    """A value for `var` in the memory of `of`; in its own where that is a literal."""
+    return _value(var.aval, site, of=of, name=of.name if of else "")
 
 
 # ---- what is in whose memory --------------------------------------------------------------------------------------

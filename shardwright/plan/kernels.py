@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
+from shardlib.equations import REDUCTIONS
 from shardwright.modeling.planned_attention import KERNEL
 from shardwright.plan.graph import COLLECTIVES, WRITING, Graph, Node, Value
 
@@ -18,7 +19,6 @@ ALONE = {
     *(KERNEL, *WRITING, *COLLECTIVES),
 }
 """Operations that are not fused; and products."""
-REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin", "reduce_prod"}
 PARTS = {"slice", "split"}
 """Operations that read a part of their operand."""
 
@@ -114,7 +114,7 @@ def kernels_of(graph: Graph) -> list[Kernel]:
 
 
 def _sums(node: Node) -> bool:
-    return node.op in REDUCTIONS or (node.op == "dot_general" and product_shape(node)[2] > 1)
+    return node.op in REDUCTIONS | {"argmax", "argmin"} or (node.op == "dot_general" and product_shape(node)[2] > 1)
 
 
 def _roots(values: Iterable[Value]) -> set[Value]:
