@@ -3,6 +3,7 @@
 Public JAX only. All that reads a program, or runs one again, asks here.
 """
 
+import functools
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -139,8 +140,12 @@ def axes_of(eqn: Any) -> tuple:
 
 def frames_of(eqn: Any) -> list[tuple[str, int]]:
     """File and line of each call on the way to an equation, outermost first."""
-    found = eqn.source_info.traceback
-    calls = traceback.walk_tb(found and found.as_python_traceback())
+    return _frames_of(eqn.source_info.traceback)
+
+
+@functools.lru_cache(maxsize=2**14)  # many equations share one
+def _frames_of(trace: Any) -> list[tuple[str, int]]:
+    calls = traceback.walk_tb(trace and trace.as_python_traceback())
     return [(frame.f_code.co_filename, line) for frame, line in calls]
 
 
@@ -158,6 +163,12 @@ def equations_in(jaxpr: Any) -> Iterator[Any]:
         yield eqn
         for inner in jaxprs_of(eqn):
             yield from equations_in(inner)
+
+
+def arrays_in(jaxpr: Any) -> list[Any]:
+    """The arrays that a jaxpr holds, and the jaxprs within it."""
+    inner = (inner for eqn in equations_in(jaxpr) for inner in jaxprs_of(eqn))
+    return [array for part in (jaxpr, *inner) for array in body_of(part)[1]]
 
 
 def run_again(eqn: Any, jaxpr: Any, ins: list) -> list[jax.Array]:

@@ -15,26 +15,12 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from shardlib.equations import (
-    CALLS,
-    ELEMENTWISE,
-    IDENTITIES,
-    axes_of,
-    body_of,
-    called,
-    evaluate,
-    is_variable,
-    jaxprs_of,
-    kinds,
-    run_again,
-    scan_counts,
-    split_scan,
-    values_of,
-)
+from shardlib import equations
+from shardlib.equations import body_of, is_variable
 from shardlib.op_checks import zeros_like_traced
 from shardlib.values import varying
 
-CHEAP = ELEMENTWISE - kinds("random") | IDENTITIES | kinds("view")
+CHEAP = equations.ELEMENTWISE - equations.kinds("random") | equations.IDENTITIES | equations.kinds("view")
 """Primitives that are rather computed again than kept, casts of a gathered value to a varying one among them."""
 
 
@@ -104,10 +90,10 @@ class Halves:
         env = self._start(args)
         of_steps = []
         for step in self._steps:
-            outs, kept = step.first(values_of(step.eqn.invars, env))
+            outs, kept = step.first(equations.values_of(step.eqn.invars, env))
             env.update(zip(step.eqn.outvars, self._vary(outs), strict=True))
             of_steps.append(kept)
-        outs = zip(self._vary(values_of(self._jaxpr.outvars, env)), self.late, strict=True)
+        outs = zip(self._vary(equations.values_of(self._jaxpr.outvars, env)), self.late, strict=True)
         return [None if is_late else out for out, is_late in outs], ([env[var] for var in self._kept], of_steps)
 
     def second(self, args: Sequence[Any], kept: Any) -> list:
@@ -116,10 +102,10 @@ class Halves:
         env = self._start(args) | dict(zip(self._kept, own, strict=True))
         of_steps = {id(step): found for step, found in zip(self._steps, of_steps, strict=True)}
         for step in self._second:
-            outs = step.second(values_of(step.eqn.invars, env), of_steps[id(step)])
+            outs = step.second(equations.values_of(step.eqn.invars, env), of_steps[id(step)])
             outs = zip(step.eqn.outvars, self._vary(outs), strict=True)
             env.update((var, out) for var, out in outs if out is not None)
-        outs = self._vary(values_of(self._jaxpr.outvars, env))
+        outs = self._vary(equations.values_of(self._jaxpr.outvars, env))
         return [out if is_late else None for out, is_late in zip(outs, self.late, strict=True)]
 
     def _start(self, args: Sequence[Any]) -> dict:
@@ -195,7 +181,7 @@ class _Loop:
     """A scan: one for each half. What an iteration of the first keeps, the same one of the second reads."""
 
     def __init__(self, eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]):
-        self.eqn, (self._consts, self._carried), self._over = eqn, scan_counts(eqn), over
+        self.eqn, (self._consts, self._carried), self._over = eqn, equations.scan_counts(eqn), over
         n, carried = self._consts, self._carried
         is_carry = slice(n, n + carried)
         wanted = _wanted_in_loop(eqn, wanted)
@@ -255,14 +241,14 @@ def _run_again(eqn: Any, jaxpr: Any, ins: list, over: tuple[str, ...]) -> list[j
     name = eqn.primitive.name
     if name == "pvary" and not {*over}.isdisjoint(eqn.params["axes"]):
         return [varying(x, eqn.params["axes"]) for x in ins]
-    if name not in CALLS:
+    if name not in equations.CALLS:
         same = all({*over} <= var.aval.manual_axis_type.varying for var in eqn.invars if is_variable(var))
         if not same:  # JAX compares the types of operands, and a literal varies over nothing
             eqn = eqn.replace(invars=[var if is_variable(var) else core.Var(var.aval) for var in eqn.invars])
-        return run_again(eqn, jaxpr, [varying(x, over) for x in ins])
-    body, _ = body_of(called(eqn))  # whose types say over which axes its values vary
+        return equations.run_again(eqn, jaxpr, [varying(x, over) for x in ins])
+    body, _ = body_of(equations.called(eqn))  # whose types say over which axes its values vary
     run = lambda inner, ins: [varying(x, over) for x in _run_again(inner, body, ins, over)]
-    return evaluate(called(eqn), ins, run)
+    return equations.evaluate(equations.called(eqn), ins, run)
 
 
 def _branches(eqn: Any) -> Sequence[Any]:
@@ -270,12 +256,12 @@ def _branches(eqn: Any) -> Sequence[Any]:
     name = eqn.primitive.name
     if name == "cond":
         return eqn.params["branches"]
-    return [called(eqn)] if name in CALLS and not _is_cheap(eqn) else []
+    return [equations.called(eqn)] if name in equations.CALLS and not _is_cheap(eqn) else []
 
 
 def _is_cheap(eqn: Any) -> bool:
     name = eqn.primitive.name
-    return name in CHEAP or (name in CALLS and all(map(_is_cheap, body_of(called(eqn))[0].eqns)))
+    return name in CHEAP or (name in equations.CALLS and all(map(_is_cheap, body_of(equations.called(eqn))[0].eqns)))
 
 
 def _is_heavy(eqn: Any) -> bool:
@@ -286,8 +272,8 @@ def _is_heavy(eqn: Any) -> bool:
         return min(free) > 0  # otherwise it is a sum of an elementwise product
     if eqn.primitive.name in CHEAP:
         return False
-    communicates = any(isinstance(axis, str) for axis in axes_of(eqn))
-    return communicates or any(True for _ in jaxprs_of(eqn)) or "conv" in eqn.primitive.name
+    communicates = any(isinstance(axis, str) for axis in equations.axes_of(eqn))
+    return communicates or any(True for _ in equations.jaxprs_of(eqn)) or "conv" in eqn.primitive.name
 
 
 # ---- what a result needs ------------------------------------------------------------------------------------------
@@ -305,5 +291,5 @@ def _wanted_in_loop(eqn: Any, wanted: Sequence[bool]) -> list[bool]:
     ins, outs = ([core.Var(var.aval) for var in variables] for variables in (eqn.invars, eqn.outvars))
     body, _ = body_of(eqn.params["jaxpr"])
     alone = body.replace(constvars=[], invars=ins, outvars=outs, eqns=[eqn.replace(invars=ins, outvars=outs)])
-    _, carry, _ = split_scan(eqn, dce_jaxpr(alone, list(wanted))[1])
+    _, carry, _ = equations.split_scan(eqn, dce_jaxpr(alone, list(wanted))[1])
     return [*carry, *wanted[len(carry) :]]

@@ -28,6 +28,7 @@ def shown_path(file: str) -> str:
     return str(path.relative_to(here)) if path.is_relative_to(here) else file
 
 
+@functools.cache
 def is_users(file: str) -> bool:
     """Tests for a file that users edit: not of shardlib, no helper that a step calls, not of an installed package."""
     return not (Path(file).is_relative_to(_LIBRARY) or file in _HELPERS or is_installed(file))

@@ -16,28 +16,17 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import Literal, Var
 
-from shardlib.equations import (
-    CALLS,
-    COLLECTIVES,
-    REDUCTIONS,
-    SCATTERS,
-    axes_of,
-    body_of,
-    called,
-    is_variable,
-    kinds,
-    source_dims,
-    words,
-)
+from shardlib import equations
+from shardlib.equations import body_of, is_variable
 from shardlib.marks import is_region
 from shardlib.proof import rings
-from shardlib.proof.equation import Equation, comparable
+from shardlib.proof.equation import Equation, equal_parameters
 from shardlib.proof.origins import callers_text, choice_between
 from shardlib.proof.primitives import OF_SIZES
 
-AS_IS = words("copy pvary convert_element_type")
+AS_IS = equations.words("copy pvary convert_element_type")
 """Primitives that keep all entries and the shape, if they keep the dtype."""
-SHAPING = REDUCTIONS | kinds("view") | {"slice"}
+SHAPING = equations.REDUCTIONS | equations.kinds("view") | {"slice"}
 
 
 class Layout(NamedTuple):
@@ -208,9 +197,9 @@ class Alignment:
         if len(own.invars) != len(eqn.invars) or len(own.outvars) != len(eqn.outvars):
             raise Different(own, eqn)
         xs, ys = _layouts(own.invars, here), _layouts(eqn.invars, there)
-        if own.primitive.name in CALLS:
+        if own.primitive.name in equations.CALLS:
             shapes = [_shape(a) if y in (None, ANY) else y.shape for a, y in zip(own.invars, ys, strict=True)]
-            found = self.of(body_of(called(own))[0], body_of(called(eqn))[0], shapes)
+            found = self.of(body_of(equations.called(own))[0], body_of(equations.called(eqn))[0], shapes)
             of = lambda a, b, x: (
                 ANY if x is ANY else laid_out(b, _shape(a)) if x is None else x._replace(root=(b, x.root))
             )
@@ -265,22 +254,17 @@ def _in_form(own: Any, eqn: Any, xs: list[Layout], ys: list[Layout]) -> Pair | N
         sizes = iter(n for n, size in zip(own.params["slice_sizes"], xs[0].shape, strict=True) if size > 1)
         params = {**params, "slice_sizes": tuple(next(sizes) if n > 1 else 1 for n in ys[0].shape)}
     form, shape = _form(own.primitive.name, params, [y.shape for y in ys])
-    if _form(own.primitive.name, own.params, [x.shape for x in xs])[0] != form or not _same_but_form(own, eqn):
+    names = own.params.keys() - OF_SIZES - {"axes", "dimension_numbers"}  # which say which dim is which
+    is_other = any(not (callable(own.params[n]) or equal_parameters(own.params[n], eqn.params[n])) for n in names)
+    if is_other or _form(own.primitive.name, own.params, [x.shape for x in xs])[0] != form:
         return None
     return (
         None if (xs, shape) == (ys, _shape(own.outvars[0])) else Pair(_cut(eqn, ys, shape, params), eqn, is_own=False)
     )
 
 
-FORMS = REDUCTIONS | SCATTERS | {"dot_general", "gather"}
+FORMS = equations.REDUCTIONS | equations.SCATTERS | {"dot_general", "gather"}
 """Primitives that compute, with parameters that JAX gives other values where an operand has a dim of one entry."""
-
-
-def _same_but_form(own: Any, eqn: Any) -> bool:
-    """Whether two equations have the same parameters, but for those that say which dim is which."""
-    names = own.params.keys() - OF_SIZES - {"axes", "dimension_numbers"}
-    pairs = (map(comparable, (own.params[name], eqn.params[name])) for name in names)
-    return all(a == b or (a != a and b != b) or callable(a) for a, b in pairs)  # NaN is a value to fill in
 
 
 def same_entries(x: Layout) -> tuple:
@@ -294,7 +278,7 @@ def _form(name: str, params: Mapping, shapes: list) -> tuple[Any, tuple[int, ...
     ranks = [dict(zip((i for i, n in enumerate(s) if n > 1), itertools.count(), strict=False)) for s in shapes]
     of = lambda k, dims: [ranks[k].get(i) for i in dims]
     pairs = lambda a, b: [pair for pair in zip(of(0, a), of(1, b), strict=True) if pair != (None, None)]
-    if name in REDUCTIONS:
+    if name in equations.REDUCTIONS:
         axes = params["axes"]
         return {*of(0, axes)} - {None}, tuple(n for i, n in enumerate(shapes[0]) if i not in axes)
     if name == "dot_general":
@@ -334,8 +318,8 @@ def _view(eqn: Any, x: Layout, shape: tuple[int, ...] | None = None) -> Layout |
     if name in AS_IS:
         return x if eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype else None
     there, one = _shape(eqn.outvars[0]), _shape(eqn.invars[0])
-    if name in REDUCTIONS or name in ("transpose", "squeeze", "broadcast_in_dim"):
-        source = source_dims(eqn)
+    if name in equations.REDUCTIONS or name in ("transpose", "squeeze", "broadcast_in_dim"):
+        source = equations.source_dims(eqn)
         if name != "broadcast_in_dim" and any(n != 1 for i, n in enumerate(x.shape) if i not in source):
             return None
         sizes = tuple(1 if i is None else x.shape[i] for i in source)
@@ -375,7 +359,7 @@ def _cut(eqn: Any, xs: list[Layout], shape: tuple[int, ...], params: Mapping | N
 
 # ---- choices by the size of an axis: `if lax.axis_size('t') > 1: x = lax.psum(x, 't')`, which one device leaves out
 
-OPERATIONS = COLLECTIVES | words("pvary div mul ring_enter ring_index ring_close ring_scatter")
+OPERATIONS = equations.COLLECTIVES | equations.words("pvary div mul ring_enter ring_index ring_close ring_scatter")
 
 
 def _completed(jaxpr: Any, twin: Any, twin_sizes: Mapping[str, int]) -> Any:
@@ -396,7 +380,7 @@ def _completed(jaxpr: Any, twin: Any, twin_sizes: Mapping[str, int]) -> Any:
         return [pairs[a] if same(a, b) else b for a, b in zip(ours, theirs, strict=True)]
 
     is_same = lambda a, b: not is_variable(a) or pairs.get(a) is b
-    does_same = lambda a, b: axes_of(a) == axes_of(b) and all(map(is_same, a.invars, b.invars))
+    does_same = lambda a, b: equations.axes_of(a) == equations.axes_of(b) and all(map(is_same, a.invars, b.invars))
     found, rest = [], list(twin.eqns)
     for eqn in jaxpr.eqns:
         other = rest[0] if rest and rest[0].primitive is eqn.primitive else None
@@ -423,7 +407,7 @@ def _left_out(eqn: Any, pairs: Mapping, twin_sizes: Mapping[str, int]) -> Any:
         return eqn.replace(invars=[pairs[first], one], outvars=[Var(pairs[first].aval)])
     if name not in OPERATIONS or not eqn.params.get("tiled", True) or not all(map(is_variable, eqn.invars)):
         return None
-    if any(twin_sizes.get(axis, 1) != 1 for axis in axes_of(eqn)):
+    if any(twin_sizes.get(axis, 1) != 1 for axis in equations.axes_of(eqn)):
         return None
     operands = [pairs[var] for var in eqn.invars]
     return eqn.replace(invars=operands, outvars=[Var(var.aval) for var in operands])

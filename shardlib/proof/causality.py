@@ -177,7 +177,8 @@ class Interpreter:
         for x, var in zip(found, eq.eqn.outvars, strict=True):
             assert x.shape == tuple(getattr(var.aval, "shape", ())), (eq.name, x.shape, var.aval)
             x.why = x.why or came
-            if self._is_right(x):
+            parts = range(0, len(self.seen), self.rows)
+            if x.is_free or any(_fits(x.last, self.seen[i : i + self.rows]) for i in parts):
                 x.why = None
             elif not x.why and (place := eq.place()) != "?":
                 x.why = place, eq.name
@@ -230,11 +231,6 @@ class Interpreter:
             if count() ** self.growth <= 2.0**bits:
                 return x
         return made(x.shape, x.number, False, x.last)
-
-    def _is_right(self, x: Reach) -> bool:
-        """Whether a value has its positions along a dim, and entries that depend on nothing that these must not see."""
-        parts = range(0, len(self.seen), self.rows)
-        return x.is_free or any(_fits(x.last, self.seen[i : i + self.rows]) for i in parts)
 
     # ---- loops and choices
 

@@ -174,7 +174,7 @@ def _leaving(value: Value, axes: list, aval: Any, sizes: Any, there: tuple[int, 
     declared = block_of(axes, aval.shape, sizes)
     fits = all(d is UNIFORM or d == w for d, w in zip(value.dims, declared.dims, strict=True))
     here = _whole_shape(aval, axes, sizes)
-    if not (value.is_finished and fits and value.ratio == 1.0):
+    if not (value.is_block and fits and value.ratio == 1.0) or value.partial or value.extreme:
         text = f"is {describe(value, aval.shape, aval.dtype, sizes)}, and is declared "
         return f"{text}{describe(declared, aval.shape, aval.dtype, sizes)}\n  remedy: {DECLARED}"
     if here == there:

@@ -218,11 +218,6 @@ class Value:
         return not odd and self.looked_up is None
 
     @property
-    def is_finished(self) -> bool:
-        """Whether it is a block of a whole value."""
-        return self.is_block and not self.partial and not self.extreme
-
-    @property
     def is_zero(self) -> bool:
         """Whether it is zero everywhere."""
         return self.is_constant and not any(self.known)

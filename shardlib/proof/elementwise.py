@@ -39,7 +39,7 @@ def elementwise(eq: Equation) -> Value:
     if eq.name == "random_fold_in":
         refuse_rbg(eq)
     ndim = len(eq.result_shape)
-    ins = [_spread(value, ndim) for value in eq.ins]
+    ins = [v if len(v.dims) == ndim else moved(v, (None,) * ndim) for v in eq.ins]  # scalars as uniform arrays
     if folded := _fold(eq, ins, ndim):
         return folded
     if eq.name == "select_n" and ins[0].is_constant and ins[0].known[0] == ins[0].known[1]:
@@ -69,11 +69,6 @@ def _of_rows(eq: Equation, ins: list[Value]) -> Value:
     found, drops = elementwise(dataclasses.replace(eq, ins=bare)), any(v.drops for v in rows)
     eq.block(found)
     return dataclasses.replace(found, looked_up=rows[0].looked_up, drops=drops, origin=rows[0].origin, known=None)
-
-
-def _spread(value: Value, ndim: int) -> Value:
-    """A scalar operand as a uniform array."""
-    return value if len(value.dims) == ndim else moved(value, (None,) * ndim)
 
 
 def _fold(eq: Equation, ins: list[Value], ndim: int) -> Value | None:

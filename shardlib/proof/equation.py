@@ -140,8 +140,8 @@ class Equation:
     def same(self, *names: str) -> None:
         """Refuses parameters that depend on the mesh."""
         for name in names:
-            here, there = (comparable(eqn.params.get(name)) for eqn in (self.eqn, self.twin))
-            if here != there and not (here != here and there != there):
+            here, there = self.params.get(name), self.twin.params.get(name)
+            if not equal_parameters(here, there):
                 values = f": {here} here, {there} on one device" if len(f"{here}{there}") < 200 else ""
                 raise Refused(f"its {name} depends on the mesh{values}", WHOLE_SIZES)
 
@@ -334,6 +334,7 @@ def is_integer(dtype: Any) -> bool:
     return isinstance(dtype, np.dtype) and np.issubdtype(dtype, np.integer)
 
 
-def comparable(parameter: Any) -> Any:
-    """A parameter, or its text where equal ones are different objects: jaxprs."""
-    return str(parameter) if hasattr(parameter, "eqns") or hasattr(parameter, "jaxpr") else parameter
+def equal_parameters(here: Any, there: Any) -> bool:
+    """Whether two parameters are equal: jaxprs by their texts, and NaN, as a value to fill in, is equal to NaN."""
+    here, there = (str(x) if hasattr(x, "eqns") or hasattr(x, "jaxpr") else x for x in (here, there))
+    return here == there or (here != here and there != there)

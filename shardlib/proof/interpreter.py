@@ -73,11 +73,8 @@ class Interpreter:
     def _read(self, env: Mapping, var: Any, twin: Any, is_other: bool, eq: Equation | None) -> Value:
         """Facts about a variable, by the one that it is on one device, or about a literal."""
         if is_other:
-            problem = (
-                f"{eq.shown}: an operand has other entries here than on one device, or the same in another order"
-                if eq
-                else "a result has other entries here than on one device, or the same in another order"
-            )
+            problem = "has other entries here than on one device, or the same in another order"
+            problem = f"{eq.shown}: an operand {problem}" if eq else f"a result {problem}"
             remedy = "let no reshape, slice or choice depend on the size of a block: shardops.rearrange names the dims"
             reason = Wild(eq.place() if eq else "?", problem, remedy)
             return Value((UNIFORM,) * ndim(var), wild=reason)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from shardlib.equations import body_of, equations_in, jaxprs_of, kinds
+from shardlib.equations import arrays_in, equations_in, kinds
 from shardlib.proof.equation import Equation
 
 ROUNDED = 8
@@ -40,7 +40,7 @@ def compared(long: Any, short: Any, length: int, at: int) -> tuple[str, set[int]
         end = math.inf if a.primitive.name in kinds("comparison") else length
         literals = [(x.val, y.val, y) for x, y in zip(a.invars, b.invars, strict=True) if isinstance(y, core.Literal)]
         unknown |= {id(y) for x, value, y in literals if not _is_known(x, value, length, at, end)}
-    for x, y in zip(_arrays_in(long), _arrays_in(short), strict=True):
+    for x, y in zip(arrays_in(long), arrays_in(short), strict=True):
         if not _is_known(x, y, length, at, length):
             unknown.add(id(y))
             arrays |= np.shape(x) != np.shape(y)
@@ -90,11 +90,3 @@ def _sizes(eqn: Any) -> Iterator[int]:
             parts += part
         elif isinstance(part, int | np.integer):
             yield int(part)
-
-
-def _arrays_in(jaxpr: Any) -> Iterator[Any]:
-    """The arrays that a program got from outside, also those of what it calls."""
-    yield from body_of(jaxpr)[1]
-    for eqn in body_of(jaxpr)[0].eqns:
-        for inner in jaxprs_of(eqn):
-            yield from _arrays_in(inner)

@@ -22,17 +22,16 @@ def is_helper(file: str) -> bool:
     return (Path(file).parent / "__init__.py").exists()
 
 
-def callers_of(eqn: Any) -> list[Line]:
-    """The lines of users' files that lead to an equation within a layer, innermost first, without that of its place."""
-    frames = frames_of(eqn)
-    loops = (i for i, (file, _) in enumerate(frames) if file == layers.__file__)
-    users = [frame for frame in frames[next(loops, 0) :] if is_users(frame[0])]
-    return [frame for frame in dict.fromkeys(users[-2::-1]) if not is_helper(frame[0])][:SHOWN]
-
-
 def callers_text(eqn: Any, within: str | None = None) -> str:
-    """`called from family.py:231, 208; train.py:317`, or the innermost two `within` a file; empty without callers."""
-    callers = [frame for frame in callers_of(eqn) if within in (None, frame[0])][: 2 if within else None]
+    """The lines of users' files that lead to an equation within a layer, innermost first, without that of its place.
+
+    `called from family.py:231, 208; train.py:317`, or the innermost two `within` a file; empty without callers.
+    """
+    frames = frames_of(eqn)
+    start = next((i for i, (file, _) in enumerate(frames) if file == layers.__file__), 0)
+    users = dict.fromkeys([frame for frame in frames[start:] if is_users(frame[0])][-2::-1])
+    callers = [frame for frame in users if not is_helper(frame[0])][:SHOWN]
+    callers = [frame for frame in callers if within in (None, frame[0])][: 2 if within else None]
     of_files = itertools.groupby(callers, key=lambda frame: frame[0])
     texts = [f"{shown_path(file)}:{', '.join(str(line) for _, line in lines)}" for file, lines in of_files]
     return f"called from {'; '.join(texts)}" if texts else ""

@@ -9,25 +9,8 @@ from typing import Any
 import numpy as np
 
 from shardlib.equations import source_dims
-from shardlib.proof import primitives
-from shardlib.proof.reach import (
-    MOST,
-    NONE,
-    Reach,
-    constant,
-    cut,
-    dtype_of,
-    entries_of,
-    exact,
-    full,
-    highest,
-    made,
-    placed,
-    reshaped,
-    stacked,
-    taken,
-    unknown,
-)
+from shardlib.proof import primitives, reach
+from shardlib.proof.reach import MOST, NONE, Reach
 from shardlib.proof.reach_slots import SAME
 
 RULES: dict[str, Callable[..., Any]] = {}
@@ -42,7 +25,7 @@ def shape_of(eqn: Any, i: int = 0) -> tuple[int, ...]:
 
 def dtype_of_result(eqn: Any) -> np.dtype:
     """Dtype in which numbers of the result of an equation are kept."""
-    return dtype_of(eqn.outvars[0].aval)
+    return reach.dtype_of(eqn.outvars[0].aval)
 
 
 # ---- entries that move
@@ -53,31 +36,31 @@ def _same_entries(eqn: Any, *ins: Reach) -> list[Reach] | None:
     if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
         return None
     shapes = [shape_of(eqn, i) for i in range(len(eqn.outvars))]
-    return [x.moved(lambda a, x=x, s=s: reshaped(a, x.shape, s), s) for x, s in zip(ins, shapes, strict=False)]
+    return [x.moved(lambda a, x=x, s=s: reach.reshaped(a, x.shape, s), s) for x, s in zip(ins, shapes, strict=False)]
 
 
-rule("axis_index")(lambda eqn: constant(np.int32(0)))
+rule("axis_index")(lambda eqn: reach.constant(np.int32(0)))
 rule("rev")(lambda eqn, x: x.moved(lambda a: np.flip(a, eqn.params["dimensions"]), x.shape))
-rule("stack")(lambda eqn, *ins: stacked(ins, eqn.params["axis"], shape_of(eqn)))
+rule("stack")(lambda eqn, *ins: reach.stacked(ins, eqn.params["axis"], shape_of(eqn)))
 
 
 @rule("broadcast_in_dim", "transpose")
 def _moved(eqn: Any, x: Reach, *_: Reach) -> Reach:
     source = source_dims(eqn)
     at = {i: j for j, i in enumerate(source) if i is not None}
-    return x.moved(lambda a: placed(a, at, len(source)), shape_of(eqn))
+    return x.moved(lambda a: reach.placed(a, at, len(source)), shape_of(eqn))
 
 
 @rule("slice")
 def _slice(eqn: Any, x: Reach) -> Reach:
     p = eqn.params
-    return cut(x, list(map(slice, p["start_indices"], p["limit_indices"], p["strides"] or [1] * len(x.shape))))
+    return reach.cut(x, list(map(slice, p["start_indices"], p["limit_indices"], p["strides"] or [1] * len(x.shape))))
 
 
 @rule("split")
 def _split(eqn: Any, x: Reach) -> list[Reach]:
     ends = itertools.accumulate(eqn.params["sizes"], initial=0)
-    return [entries_of(x, eqn.params["axis"], a, b) for a, b in itertools.pairwise(ends)]
+    return [reach.entries_of(x, eqn.params["axis"], a, b) for a, b in itertools.pairwise(ends)]
 
 
 @rule("pad")
@@ -87,8 +70,8 @@ def _pad(eqn: Any, x: Reach, filling: Reach) -> Reach:
         at = np.arange(shape[dim]) - low
         at = np.where(at % (inner + 1) == 0, at // (inner + 1), -1)
         fills = (y.reshape(()) for y in filling.arrays())
-        arrays = [taken(a, dim, at, x.shape[dim], fill) for a, fill in zip(arrays, fills, strict=True)]
-    return made(shape, *arrays)
+        arrays = [reach.taken(a, dim, at, x.shape[dim], fill) for a, fill in zip(arrays, fills, strict=True)]
+    return reach.made(shape, *arrays)
 
 
 @rule("concatenate")
@@ -96,11 +79,11 @@ def _concatenate(eqn: Any, *ins: Reach) -> Reach:
     dim, shape = eqn.params["dimension"], shape_of(eqn)
 
     def together(*arrays: np.ndarray) -> np.ndarray:
-        parts = [np.moveaxis(full(x, v.shape, [dim]), dim, 0) for x, v in zip(arrays, ins, strict=True)]
+        parts = [np.moveaxis(reach.full(x, v.shape, [dim]), dim, 0) for x, v in zip(arrays, ins, strict=True)]
         sizes = np.broadcast_shapes(*(x.shape[1:] for x in parts))
         return np.moveaxis(np.concatenate([np.broadcast_to(x, (len(x), *sizes)) for x in parts]), 0, dim)
 
-    return made(shape, *map(together, *(x.arrays() for x in ins))).alike()
+    return reach.made(shape, *map(together, *(x.arrays() for x in ins))).alike()
 
 
 @rule("iota")
@@ -108,7 +91,7 @@ def _iota(eqn: Any) -> Reach:
     shape, dim = shape_of(eqn), eqn.params["dimension"]
     sizes = [n if i == dim else 1 for i, n in enumerate(shape)]
     number = np.arange(shape[dim]).reshape(sizes).astype(dtype_of_result(eqn))
-    return made(shape, number, exact(number, eqn.outvars[0].aval))
+    return reach.made(shape, number, reach.exact(number, eqn.outvars[0].aval))
 
 
 # ---- entries at indices
@@ -123,14 +106,14 @@ def _gather(eqn: Any, x: Reach, starts: Reach) -> Reach:
     at = dict(zip(windows, d.offset_dims, strict=True))
     at |= {i: batch[j] for i, j in zip(d.operand_batching_dims, d.start_indices_batching_dims, strict=True)}
     parts = [i for i, n in enumerate(x.shape) if sizes[i] != n and i not in d.operand_batching_dims]
-    of_starts = lambda a: placed(a, dict(enumerate(batch)), len(shape))
+    of_starts = lambda a: reach.placed(a, dict(enumerate(batch)), len(shape))
     index = of_starts(starts.over([len(starts.shape) - 1]))
-    anywhere = unknown(shape, x.number.dtype, np.maximum(placed(x.over(parts), at, len(shape)), index))
+    anywhere = reach.unknown(shape, x.number.dtype, np.maximum(reach.placed(x.over(parts), at, len(shape)), index))
     if not list(d.start_index_map) == list(d.collapsed_slice_dims) == parts or len(parts) != 1:
         return anywhere
     found = _rows_at(eqn, x, of_starts(starts.number), index, at, parts[0])
     arrays = zip(found.arrays(), anywhere.arrays(), strict=True)
-    return made(shape, *(np.where(of_starts(starts.known), a, b) for a, b in arrays))
+    return reach.made(shape, *(np.where(of_starts(starts.known), a, b) for a, b in arrays))
 
 
 def _rows_at(eqn: Any, x: Reach, rows: np.ndarray, index: np.ndarray, at: dict[int, int], dim: int) -> Reach:
@@ -141,9 +124,9 @@ def _rows_at(eqn: Any, x: Reach, rows: np.ndarray, index: np.ndarray, at: dict[i
     rows = np.clip(rows, 0, size - 1)
     of = lambda a, i: along(a, i) if i != dim else rows if a.shape[i] > 1 else rows * 0
     number, known, last = (a[tuple(of(a, i) for i in range(a.ndim))] for a in x.arrays())
-    other = highest(number.dtype) if fill is None else number.dtype.type(fill)
+    other = reach.highest(number.dtype) if fill is None else number.dtype.type(fill)
     number, known = np.where(inside, number, other), np.where(inside, known, fill is not None)
-    return made(shape_of(eqn), number, known, np.maximum(np.where(inside, last, NONE), index))
+    return reach.made(shape_of(eqn), number, known, np.maximum(np.where(inside, last, NONE), index))
 
 
 def _starts(starts: Sequence[Reach], shape: Sequence[int], sizes: Sequence[int]) -> list[int] | None:
@@ -158,7 +141,7 @@ def _starts(starts: Sequence[Reach], shape: Sequence[int], sizes: Sequence[int])
 def _dynamic_slice(eqn: Any, x: Reach, *starts: Reach) -> Reach | None:
     sizes = eqn.params["slice_sizes"]
     at = _starts(starts, x.shape, sizes)
-    return at and cut(x, [slice(i, i + n) for i, n in zip(at, sizes, strict=True)])
+    return at and reach.cut(x, [slice(i, i + n) for i, n in zip(at, sizes, strict=True)])
 
 
 def _written(x: Reach, new: Reach, at: Sequence[int], adds: bool = False) -> Reach:
@@ -166,10 +149,10 @@ def _written(x: Reach, new: Reach, at: Sequence[int], adds: bool = False) -> Rea
     part = tuple(slice(i, i + n) for i, n in zip(at, new.shape, strict=True))
     result = [np.array(np.broadcast_to(a, x.shape)) for a in x.arrays()]
     if adds:
-        new = unknown(new.shape, x.number.dtype, np.maximum(result[-1][part], new.last))
+        new = reach.unknown(new.shape, x.number.dtype, np.maximum(result[-1][part], new.last))
     for old, update in zip(result, new.arrays(), strict=True):
         old[part] = update
-    return made(x.shape, *result).alike()
+    return reach.made(x.shape, *result).alike()
 
 
 @rule("dynamic_update_slice")
@@ -203,7 +186,7 @@ def _scatter(eqn: Any, x: Reach, starts: Reach, new: Reach) -> Any:
     sizes = [new.shape[windows.index(i)] if i in windows else 1 for i in range(rank)]
     if d.operand_batching_dims or any(not 0 <= i <= n - k for i, n, k in zip(at, x.shape, sizes, strict=True)):
         return None
-    part = new.moved(lambda a: placed(a, dict(enumerate(windows)), rank), sizes)
+    part = new.moved(lambda a: reach.placed(a, dict(enumerate(windows)), rank), sizes)
     return _written(x, part, at, adds=adds)
 
 
@@ -215,8 +198,8 @@ def rows_added(x: Reach, dim: int, index: Reach, dims: dict[int, int], new: Reac
     rank, count = len(x.shape), len(new.shape)
     of_rows = [i for i in range(count) if i not in at]
     where = at | {i: rank + k for k, i in enumerate(of_rows)}
-    as_x = lambda a: placed(a, where, rank + len(of_rows))
-    rows, of_index = (as_x(placed(a, dims, count)) for a in (index.number, index.last))
+    as_x = lambda a: reach.placed(a, where, rank + len(of_rows))
+    rows, of_index = (as_x(reach.placed(a, dims, count)) for a in (index.number, index.last))
     rows, added = np.broadcast_arrays(rows, np.maximum(as_x(new.last), of_index))
     sizes = [n if i == dim else max(x.last.shape[i], added.shape[i]) for i, n in enumerate(x.shape)]
     whole = [*(1 if i == dim else n for i, n in enumerate(sizes)), *added.shape[rank:]]
@@ -225,4 +208,4 @@ def rows_added(x: Reach, dim: int, index: Reach, dims: dict[int, int], new: Reac
     to = list(np.nonzero(inside)[:rank])
     to[dim] = rows[inside]
     np.maximum.at(last, tuple(to), added[inside])
-    return unknown(x.shape, x.number.dtype, last).alike()
+    return reach.unknown(x.shape, x.number.dtype, last).alike()

@@ -10,25 +10,9 @@ from typing import Any
 import numpy as np
 
 from shardlib.equations import ELEMENTWISE, REDUCTIONS, kinds
-from shardlib.proof import reach_slots
+from shardlib.proof import reach, reach_slots
 from shardlib.proof.elementwise import FOLDS
-from shardlib.proof.reach import (
-    LOW,
-    MOST,
-    NONE,
-    Among,
-    Reach,
-    Sums,
-    dtype_of,
-    exact,
-    full,
-    highest,
-    made,
-    of_all,
-    placed,
-    taken,
-    unknown,
-)
+from shardlib.proof.reach import LOW, MOST, NONE, Among, Reach, Sums
 from shardlib.proof.reach_moves import RULES, dtype_of_result, rule, shape_of
 
 
@@ -53,8 +37,8 @@ def _rule_of(eqn: Any, ins: list[Reach]) -> Callable:
 
 def anything(eqn: Any, ins: list[Reach]) -> list[Reach]:
     """Results of which each entry may depend on all entries of all operands."""
-    last = of_all(ins)
-    return [unknown(shape_of(eqn, i), dtype_of(var.aval), last) for i, var in enumerate(eqn.outvars)]
+    last = reach.of_all(ins)
+    return [reach.unknown(shape_of(eqn, i), reach.dtype_of(var.aval), last) for i, var in enumerate(eqn.outvars)]
 
 
 # ---- entry by entry
@@ -74,17 +58,17 @@ def _elementwise(eqn: Any, *ins: Reach) -> Reach:
     if len(eqn.outvars) > 1:
         return None
     is_followed = name in NUMBERS.keys() - UNFOLLOWED and (name != "rem" or dtype.kind in "iu")
-    known, number = np.asarray(known) & is_followed, highest(dtype)
+    known, number = np.asarray(known) & is_followed, reach.highest(dtype)
     if name in ("div", "rem") and dtype.kind in "iu":
         known = known & (ins[1].number != 0)
     if known.any():
         number = np.where(known, NUMBERS[name](*(x.number for x in ins)), number)
-        known = known & exact(number, eqn.outvars[0].aval)
+        known = known & reach.exact(number, eqn.outvars[0].aval)
     sure, surely = _sure(name, dtype, ins)
     number, known = np.where(sure & ~known, surely, number), known | sure
     if dtype.kind == "f" and not np.all(known):
         number = np.where(known, number, _bound(name, ins))
-    return made(shape, number, known, last, dtype)
+    return reach.made(shape, number, known, last, dtype)
 
 
 def _sure(name: str, dtype: np.dtype, ins: Sequence[Reach]) -> tuple[Any, Any]:
@@ -143,8 +127,8 @@ def _converted(eqn: Any, x: Reach) -> Reach:
         number = whole.astype(dtype)
         if whole.dtype.kind == "f" and dtype.kind in "iu":
             known = known & (number == np.trunc(whole))
-        number = np.where(known, number, highest(dtype))
-    found = made(shape_of(eqn), number, known & exact(number, eqn.outvars[0].aval), x.last, dtype)
+        number = np.where(known, number, reach.highest(dtype))
+    found = reach.made(shape_of(eqn), number, known & reach.exact(number, eqn.outvars[0].aval), x.last, dtype)
     found.fact = x.fact if isinstance(x.fact, Sums) else None
     return found
 
@@ -155,7 +139,7 @@ def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
     arrays = list(zip(*(case.arrays() for case in cases), strict=True))
     parts = [np.choose(pick, np.broadcast_arrays(*of_cases)) for of_cases in arrays]
     if which.is_known:
-        return made(shape, *parts, dtype=dtype)
+        return reach.made(shape, *parts, dtype=dtype)
     numbers, known, last = arrays
     is_first = [(number == numbers[0]) | ((number != number) & (numbers[0] != numbers[0])) for number in numbers]
     either = [
@@ -163,7 +147,7 @@ def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
         functools.reduce(np.logical_and, (*known, *is_first)),
         functools.reduce(np.maximum, (*last, which.last)),
     ]
-    found = made(shape, *(np.where(which.known, a, b) for a, b in zip(parts, either, strict=True)), dtype=dtype)
+    found = reach.made(shape, *(np.where(which.known, a, b) for a, b in zip(parts, either, strict=True)), dtype=dtype)
     if dtype.kind == "i" and all(case.is_known for case in cases):
         found.fact = Among(numbers)
     return found
@@ -179,7 +163,7 @@ def _larger(eqn: Any, *ins: Reach) -> Reach:
     for x, other in (ins, ins[::-1]):
         at = (x.number < LOW) & ~(other.number < LOW)
         parts = [np.where(at, a, b) for a, b in zip(other.arrays(), parts, strict=True)]
-    return made(result.shape, *parts)
+    return reach.made(result.shape, *parts)
 
 
 # ---- entries taken together
@@ -195,20 +179,20 @@ def _reduced(eqn: Any, x: Reach) -> Reach:
     name, axes, shape, dtype = eqn.primitive.name, tuple(eqn.params["axes"]), shape_of(eqn), dtype_of_result(eqn)
     number, known, decided = x.number, x.known, np.False_
     if x.is_known and name in ("argmax", "argmin"):
-        return made(shape, getattr(np, name)(full(number, x.shape, axes), axes[0]).astype(dtype), True)
+        return reach.made(shape, getattr(np, name)(reach.full(number, x.shape, axes), axes[0]).astype(dtype), True)
     if name == "reduce_max" and dtype.kind == "f" and not x.is_known:
         low = number < LOW
         low &= ~low.all(axes, keepdims=True)
         x = Reach(x.shape, number, known, np.where(low, NONE, x.last))
     last = x.over(axes).squeeze(axes)
     if name not in REDUCERS or (name in ("reduce_and", "reduce_or") and dtype.kind != "b"):
-        return unknown(shape, dtype, last)
+        return reach.unknown(shape, dtype, last)
     if name == "reduce_sum":
-        number, known = np.where(known, number, highest(dtype)), known & (number == 0)
+        number, known = np.where(known, number, reach.highest(dtype)), known & (number == 0)
     elif dtype.kind == "b":
         decided = np.logical_or.reduce(known & (number == (name == "reduce_or")), axes)
     number = REDUCERS[name].reduce(number, axes)
-    return made(shape, number, decided | np.logical_and.reduce(known, axes), last, dtype)
+    return reach.made(shape, number, decided | np.logical_and.reduce(known, axes), last, dtype)
 
 
 @rule("sort", "top_k")
@@ -216,7 +200,7 @@ def _together(eqn: Any, *ins: Reach) -> list[Reach]:
     """Entries along one dim are taken together, those along others are each by themselves."""
     rank, p = len(ins[0].shape), eqn.params
     last = functools.reduce(np.maximum, (x.over([p.get("dimension", p.get("axis", -1)) % rank]) for x in ins))
-    return [unknown(shape_of(eqn, i), dtype_of(var.aval), last) for i, var in enumerate(eqn.outvars)]
+    return [reach.unknown(shape_of(eqn, i), reach.dtype_of(var.aval), last) for i, var in enumerate(eqn.outvars)]
 
 
 @rule(*kinds("running"))
@@ -226,10 +210,10 @@ def _cumulative(eqn: Any, x: Reach) -> Reach:
     run = lambda op, a: turned(op.accumulate(turned(a), axis))
     known = {"cumsum": np.add, "cummax": np.maximum, "cummin": np.minimum}
     if x.is_known and name in known and x.number.dtype.kind in "biu":
-        return made(x.shape, run(known[name], full(x.number, x.shape, [axis])).astype(x.number.dtype), True)
-    found = unknown(x.shape, dtype_of_result(eqn), run(np.maximum, x.last))
+        return reach.made(x.shape, run(known[name], reach.full(x.number, x.shape, [axis])).astype(x.number.dtype), True)
+    found = reach.unknown(x.shape, dtype_of_result(eqn), run(np.maximum, x.last))
     if name == "cumsum" and not back and x.shape[axis]:
-        last = full(x.last, x.shape, [axis])
+        last = reach.full(x.last, x.shape, [axis])
         before, after = np.maximum.accumulate(last, axis), np.maximum.accumulate(np.flip(last, axis), axis)
         at = np.arange(last.size, dtype=np.int32).reshape(last.shape)
         step = math.prod(last.shape[axis + 1 :])
@@ -253,7 +237,7 @@ def _solve(eqn: Any, a: Reach, b: Reach) -> Reach:
         terms = np.maximum(of_a[..., i, others, :], last[..., others, :])
         terms = np.where(is_live[..., i, others, :], terms, NONE).max(-2, initial=NONE)
         last[..., i, :] = functools.reduce(np.maximum, (last[..., i, :], of_a[..., i, i, :], terms))
-    found = unknown(b.shape, dtype_of_result(eqn), last)
+    found = reach.unknown(b.shape, dtype_of_result(eqn), last)
     return found if p["left_side"] else found.moved(swap, shape_of(eqn))
 
 
@@ -269,16 +253,16 @@ def _product(eqn: Any, *ins: Reach) -> Reach:
         skipped = [None] * len(free[1 - k])
         order = [*batch[k], *((*free[0], *skipped) if k == 0 else (*skipped, *free[1])), *contract[k]]
         at = {i: place for place, i in enumerate(order) if i is not None}
-        return placed(x, at, len(order))
+        return reach.placed(x, at, len(order))
 
     if math.prod(map(max, sized(0, a.last).shape, sized(1, b.last).shape)) > MOST:  # which are 0 is not looked at
-        a, b = (unknown(x.shape, np.float64, x.over(dims)) for x, dims in zip((a, b), contract, strict=True))
+        a, b = (reach.unknown(x.shape, np.float64, x.over(dims)) for x, dims in zip((a, b), contract, strict=True))
     both = lambda op, of: op(sized(0, of(a)), sized(1, of(b)))
     is_live = both(np.logical_and, lambda x: ~(x.known & (x.number == 0)))
     axes = tuple(range(len(shape), len(shape) + len(contract[0])))
     last = np.where(is_live, both(np.maximum, lambda x: x.last), NONE).max(axes, initial=NONE)
     zeros = ~is_live.any(axes)
-    return made(shape, np.where(zeros, 0, highest(dtype)), zeros, last, dtype)
+    return reach.made(shape, np.where(zeros, 0, reach.highest(dtype)), zeros, last, dtype)
 
 
 @rule("conv_general_dilated")
@@ -288,8 +272,8 @@ def _convolution(eqn: Any, x: Reach, w: Reach) -> Reach:
     (xb, xf, *xs), (_, _, *ws), (_, _, *os) = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     if p["batch_group_count"] != 1:
         return None
-    last = none = of_all([w])
-    zero = full(w.known & (w.number == 0), w.shape, ws)
+    last = none = reach.of_all([w])
+    zero = reach.full(w.known & (w.number == 0), w.shape, ws)
     for tap in itertools.product(*(range(w.shape[i]) for i in ws)):
         if zero[tuple(tap[ws.index(i)] if i in ws else slice(None) for i in range(zero.ndim))].all():
             continue
@@ -298,8 +282,8 @@ def _convolution(eqn: Any, x: Reach, w: Reach) -> Reach:
         for dim, o, k, ((low, _), stride, dilation, inner) in zip(xs, os, tap, strides, strict=True):
             at = np.arange(shape[o]) * stride + k * dilation - low
             at = np.where(at % inner == 0, at // inner, -1)
-            moved = taken(moved, dim, at, x.shape[dim], none)
+            moved = reach.taken(moved, dim, at, x.shape[dim], none)
         last = np.maximum(last, moved)
     at = dict(zip((xb, xf, *xs), numbers.out_spec, strict=True))
     last = np.reshape(last, np.shape(last) or [1] * len(shape))
-    return unknown(shape, dtype_of_result(eqn), placed(last, at, len(shape)))
+    return reach.unknown(shape, dtype_of_result(eqn), reach.placed(last, at, len(shape)))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from shardlib.equations import CALLS, axes_of, body_of, called, evaluate, is_variable, jaxprs_of, split_scan
+from shardlib.equations import CALLS, arrays_in, axes_of, body_of, called, evaluate, is_variable, jaxprs_of, split_scan
 from shardlib.proof import collectives
 from shardlib.proof.domain import BLOCKS, Value
 from shardlib.proof.elementwise import FOLDS
@@ -34,18 +34,13 @@ def _permutes(eqn: Any, axis: str | None = None) -> str | None:
     return names[0] if len(names) == 1 and axis in (None, names[0]) else None
 
 
-def _has_arrays(eqn: Any) -> bool:
-    """Whether a jaxpr within holds arrays, which its text does not show."""
-    inner = list(jaxprs_of(eqn))
-    return any(getattr(j, "consts", ()) or any(map(_has_arrays, getattr(j, "jaxpr", j).eqns)) for j in inner)
-
-
 def _same_params(x: Any, y: Any) -> bool:
     """Whether the parameters of two equations of one primitive are equal."""
     pairs = [(value, y.params.get(name)) for name, value in x.params.items()]
     if all(a is b for a, b in pairs):
         return True
-    return not _has_arrays(x) and all(str(a) == str(b) and not hasattr(a, "shape") for a, b in pairs)
+    has_arrays = any(map(arrays_in, jaxprs_of(x)))  # which the text of a jaxpr does not show
+    return not has_arrays and all(str(a) == str(b) and not hasattr(a, "shape") for a, b in pairs)
 
 
 def _turns(eqn: Any) -> bool:
@@ -186,7 +181,8 @@ class _Ring:
         """Notes the ring of a sum that passes around and ends with `last`, if all devices add the same to it."""
         terms, eqn = [], last
         while eqn is not None and eqn.primitive is last.primitive and len(terms) < self.n:
-            passed = [var for var in eqn.invars if self._passes(var)]
+            came = lambda var: is_variable(var) and var in self.turns and var in self.made  # from another device
+            passed = [var for var in eqn.invars if came(var) and _permutes(self.made[var], self.axis)]
             if len(passed) != 1:
                 break
             terms.append(eqn.invars[1 - eqn.invars.index(passed[0])])
@@ -202,15 +198,6 @@ class _Ring:
             self.marks = marks
             self.found[id(last)] = last, start, [SCATTER, terms[-1]]
         self.start = 0
-
-    def _passes(self, var: Any) -> bool:
-        """Whether a value comes from another device by a step of the rings."""
-        return (
-            is_variable(var)
-            and var in self.turns
-            and var in self.made
-            and _permutes(self.made[var], self.axis) is not None
-        )
 
     def _match(self, a: Any, b: Any, k: int, marks: dict, seen: dict) -> bool:
         """Whether `a` is in turn k what `b` is in the first. Marks in `b` what passes around."""

@@ -14,25 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shardlib.equations import (
-    COLLECTIVES,
-    ELEMENTWISE,
-    IDENTITIES,
-    body_of,
-    called,
-    is_variable,
-    jaxprs_of,
-    split_scan,
-    split_while,
-    words,
-)
+from shardlib import equations
+from shardlib.equations import body_of, is_variable
 from shardlib.marks import LAYER_NUMBERS
 from shardlib.proof.equation import Equation, is_integer
 
-CASTS = words("vary_unreduced_cast_p copy dynamic_slice slice convert_element_type")
-UNCHANGED = (COLLECTIVES | IDENTITIES | CASTS) - {"stop_gradient", "ppermute"}
+CASTS = equations.words("vary_unreduced_cast_p copy dynamic_slice slice convert_element_type")
+UNCHANGED = (equations.COLLECTIVES | equations.IDENTITIES | CASTS) - {"stop_gradient", "ppermute"}
 """Primitives that give back operands of one device, if these keep their type."""
-OF_MESHES = words("sharding out_sharding dst_sharding mesh concrete_mesh axis_size linear prevent_cse")
+OF_MESHES = equations.words("sharding out_sharding dst_sharding mesh concrete_mesh axis_size linear prevent_cse")
 """Parameters that say nothing of values on one device."""
 VIEWS = ("reshape", "transpose", "split", "concatenate", "scan")
 """Primitives that no message names, as what is before or within them is the difference."""
@@ -129,7 +119,7 @@ class _Numbers:
 
     def _of_equation(self, eq: Equation, ins: list[int]) -> list[int]:
         name, outs = eq.name, eq.eqn.outvars
-        if body := called(eq.eqn):
+        if body := equations.called(eq.eqn):
             return self._of_body(body, eq, ins)
         if (same := self._unchanged(eq, ins)) is not None:
             return same
@@ -137,11 +127,11 @@ class _Numbers:
             return self._of_control(eq, ins)
         if (rows := self._of_rows(eq, ins)) is not None:
             return rows
-        bodies = [tuple(self._of_body(inner, eq)) for inner in jaxprs_of(eq.eqn)]
+        bodies = [tuple(self._of_body(inner, eq)) for inner in equations.jaxprs_of(eq.eqn)]
         if name == "dot_general":
             return [self._product(eq, ins)]
         order = None
-        if name in ELEMENTWISE:
+        if name in equations.ELEMENTWISE:
             ins, order = self._each_entry(eq, ins)
         if name in ("add", "mul"):
             ins = sorted(ins)
@@ -202,7 +192,7 @@ class _Numbers:
         if eq.name == "scan":
             return self._of_scan(eq, ins)
         self._depth += 1
-        of_test, of_body, inits = split_while(eq.eqn, ins)
+        of_test, of_body, inits = equations.split_while(eq.eqn, ins)
         carry = [self._number("carry", self._depth, i) for i in range(len(inits))]
         outs = self._of_body(params["body_jaxpr"], eq, [*of_body, *carry])
         test = self._of_body(params["cond_jaxpr"], eq, [*of_test, *carry])
@@ -212,7 +202,7 @@ class _Numbers:
 
     def _of_scan(self, eq: Equation, ins: list[int]) -> list[int]:
         """The numbers of what a loop over rows gives. Two loops, of which one goes on where the other ends, are one."""
-        consts, inits, xs = split_scan(eq.eqn, ins)
+        consts, inits, xs = equations.split_scan(eq.eqn, ins)
         length, is_back, carried = eq.params["length"], eq.params["reverse"], len(inits)
         rows = [self._rows.get(x, (x, 0)) for x in xs]
         start = rows[0][1] if rows else 0

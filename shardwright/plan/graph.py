@@ -1,7 +1,6 @@
 """A traced program as a graph of what one device computes: calls inlined, renamings followed, each with its line."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,19 +11,8 @@ from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jax_extra import SAVED
-from shardlib.equations import (
-    IDENTITIES,
-    SCATTERS,
-    axes_of,
-    body_of,
-    called,
-    evaluate,
-    frames_of,
-    is_variable,
-    kinds,
-    scan_counts,
-    words,
-)
+from shardlib import equations
+from shardlib.equations import IDENTITIES, axes_of, body_of, called, is_variable, kinds, words
 from shardlib.places import is_users, place
 from shardwright.compiled.lines import phase_of
 from shardwright.modeling.planned_attention import KERNEL
@@ -39,7 +27,7 @@ COLLECTIVES = {
     "all_to_all": {"all_to_all"},
 }
 """Names of JAX's primitives, by the name of the collective in a plan."""
-WRITING = SCATTERS | {"dynamic_update_slice"}
+WRITING = equations.SCATTERS | {"dynamic_update_slice"}
 """Primitives that write into their first operand, in place."""
 _NAMED = kinds("gather") | {"convert_element_type", "dynamic_slice"}
 """Primitives whose result is a weight if the operand is."""
@@ -165,32 +153,17 @@ def _value(aval: Any, site: Site, **more: Any) -> Value:
     return Value(shape, np.dtype("uint64" if is_key else dtype), site, of_host=of_host, **more)
 
 
-@functools.cache
-def _place(frames: tuple[tuple[str, int], ...]) -> str:
-    return next((place(file, line) for file, line in reversed(frames) if is_users(file)), "")
-
-
 def _site(eqn: Any, scope: _Scope) -> tuple[Site, str]:
     stack = f"{scope.stack}/{eqn.source_info.name_stack}"
     tasks = [part for part in stack.replace("(", "/").replace(")", "/").split("/") if part.startswith(TASK)]
-    line = _line_of(eqn) or scope.line
+    line = next((place(*call) for call in reversed(equations.frames_of(eqn)) if is_users(call[0])), scope.line)
     return Site(line, phase_of(stack), tasks[-1].removeprefix(TASK) if tasks else ""), stack
-
-
-_lines: dict[int, tuple[Any, str]] = {}
-
-
-def _line_of(eqn: Any) -> str:
-    trace = eqn.source_info.traceback
-    if (known := _lines.get(id(trace))) is None:
-        known = _lines[id(trace)] = (trace, _place(tuple(frames_of(eqn))))  # kept, so that the id stays its own
-    return known[1]
 
 
 def _add(jaxpr: Any, ins: Sequence[Value | None], nodes: list[Node], scope: _Scope) -> list[Value | None]:
     """Adds the operations of a jaxpr to `nodes`, and gives its results. None is a literal."""
     array = lambda x: _value(jax.typeof(x), NOWHERE) if is_variable(x) else None
-    return evaluate(jaxpr, ins, lambda eqn, ins: _results(eqn, ins, nodes, scope), array)
+    return equations.evaluate(jaxpr, ins, lambda eqn, ins: _results(eqn, ins, nodes, scope), array)
 
 
 def _results(eqn: Any, ins: list[Value | None], nodes: list[Node], scope: _Scope) -> list[Value | None]:
@@ -216,7 +189,7 @@ def _results(eqn: Any, ins: list[Value | None], nodes: list[Node], scope: _Scope
     bodies = [_body(part, ins, inner) for part in _bodies(eqn)]
     outs = [_value(var.aval, site) for var in eqn.outvars]
     kind = KERNEL if is_kernel else _COLLECTIVE_OF.get(op, op)
-    carried = scan_counts(eqn) if op == "scan" else (0, 0)
+    carried = equations.scan_counts(eqn) if op == "scan" else (0, 0)
     nodes.append(Node(kind, operands, outs, eqn.params, site, bodies, axes, carried))
     if op in _NAMED and operands:
         outs[0].name = operands[0].name
