@@ -91,20 +91,23 @@ def _total(interpreter: Any, eq: Equation, start: Value, row: Value, rows: Dim) 
         return Value(row.dims, wild=interpreter.explain(eq, refusal))
 
 
+def _of_turn(interpreter: Any, eq: Equation, x: Value, dims: tuple, demand: Any) -> Value:
+    """Of what a loop runs over, or gives for each turn, the value with other dims, unless `demand` refuses it."""
+    try:
+        if not x.wild:
+            demand(x)
+        known = None if x.count else x.known
+        return dataclasses.replace(_anonymous(x), dims=dims, count=(), known=known)
+    except Refused as refusal:
+        return Value(dims, wild=interpreter.explain(eq, refusal))
+
+
 def _scan(interpreter: Any, eq: Equation) -> list[Value]:
     first, carry, xs = split_scan(eq.eqn, eq.ins)
     carried = len(carry)
     twin, rows = eq.twin.params["jaxpr"], _own_rows(eq, xs)
-    items = []
-    for x in xs:
-        try:
-            if not x.wild and eq.block(x).dims[0] != rows:
-                eq.uncut(x, 0, "a loop runs")
-            known = None if x.count else x.known
-            gone = _anonymous(dataclasses.replace(x, dims=x.dims[1:], count=(), known=known))
-        except Refused as refusal:
-            gone = Value(x.dims[1:], wild=interpreter.explain(eq, refusal))
-        items.append(gone)
+    demand = lambda x: eq.block(x).dims[0] == rows or eq.uncut(x, 0, "a loop runs")
+    items = [_of_turn(interpreter, eq, x, x.dims[1:], demand) for x in xs]
     if eq.twin.params["length"] != eq.whole_size(rows, eq.params["length"]):
         reason = Refused(
             f"a loop runs {eq.params['length']} times here and {eq.twin.params['length']} times on one device",
@@ -123,18 +126,10 @@ def _scan(interpreter: Any, eq: Equation) -> list[Value]:
     else:
         outs = run([constant(len(value.dims), 0, 0) for value in carry])
         results = [_total(interpreter, eq, *pair, rows) for pair in zip(carry, outs[:carried], strict=True)]
-    for out in outs[carried:]:
-        n = eq.params["length"]
-        dims = (rows or (whole(n) if n > 1 else UNIFORM), *out.dims)
-        try:
-            out = out if out.wild else eq.block(out)
-            if rows and out.extreme and out.extreme[1] & set(map(real, rows.axes)):
-                eq.finished(out)
-            known = None if out.count else out.known
-            results.append(dataclasses.replace(_anonymous(out), dims=dims, count=(), known=known))
-        except Refused as refusal:
-            results.append(Value(dims, wild=interpreter.explain(eq, refusal)))
-    return results
+    n, axes = eq.params["length"], {*map(real, rows.axes)} if rows else set()
+    of_loop = rows or (whole(n) if n > 1 else UNIFORM)
+    demand = lambda out: eq.block(out).extreme and out.extreme[1] & axes and eq.finished(out)
+    return results + [_of_turn(interpreter, eq, out, (of_loop, *out.dims), demand) for out in outs[carried:]]
 
 
 def _is_certain(eq: Equation, predicate: Value) -> bool:
