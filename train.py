@@ -39,6 +39,7 @@ from shardlib import shardops, shardtypes
 from shardlib.layers import Extras, LayerMetrics, run_layers
 from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
 from shardlib.values import planned_devices
+from shardwright.inspect import examine
 from shardwright.modeling import context, fp8, rope, rules
 from shardwright.modeling.loss_chunks import sum_in_chunks
 from shardwright.modeling.model import LanguageModel, Tokens, act, checked_logits, compute_scope
@@ -528,7 +529,7 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
 
 def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
     """A run on the current mesh to its end, or to the next of training.changes. Returns what Run.end does."""
-    with Run(c, functools.partial(Forward, model), directory, __name__) as run:
+    with Run(c, functools.partial(Forward, model), directory, __name__, examine) as run:
         state = run.begin(functools.partial(init_state, c=c, model=model), State)
         if run.is_over:  # resumed after its last step
             return run.end()
@@ -554,10 +555,9 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
 
 
 @launch.program
-def main(config) -> str | None:
+def main(c: Config, model: LanguageModel, directory: Path) -> str | None:
     """Runs the configuration that Hydra composed. Returns the signal that stopped the run, if any."""
-    with launch.launched(config) as (c, model, directory):
-        return Run.to_the_end(lambda: train(c, model, directory))
+    return Run.to_the_end(lambda: train(c, model, directory))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from jax.sharding import AbstractMesh, AxisType
 import train
 from shardlib.schedules import in_a_ring
 from shardlib.shardtypes import make_shardings
+from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.run.checkpoint_arrays import (
     MOST_GATHERED,
@@ -41,7 +42,6 @@ from shardwright.run.config import Config
 from shardwright.run.flops import PeakFlops, Speed
 from shardwright.run.launch import composed
 from shardwright.run.metrics import RunLog
-from shardwright.run.soundness import find_unsound
 from shardwright.run.stages import place_layers
 from shardwright.run.step import trace_step
 from shardwright.run.stores import Store

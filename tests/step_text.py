@@ -7,9 +7,10 @@ import jax
 import numpy as np
 import tiny
 
-from shardwright.compiled.hlo import parse, with_mesh
-from shardwright.compiled.step import describe
-from shardwright.compiled.table import Table
+from shardwright.inspect.compiled.hlo import parse
+from shardwright.inspect.compiled.step import describe
+from shardwright.inspect.compiled.table import Table
+from shardwright.run.compiling import with_mesh
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 

@@ -28,8 +28,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from shardwright.compiled.files import write_json, write_whole
-from shardwright.plan.chips import chip_for
+from shardwright.cluster.chips import chip_for
+from shardwright.run.files import write_json, write_whole
 from shardwright.settings.program import ROOT, run_program
 from shardwright.settings.words import say
 from shardwright_data.checks import above_0, check_choice

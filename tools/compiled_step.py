@@ -12,8 +12,8 @@ from pathlib import Path
 
 from omegaconf import MISSING
 
-from shardwright.compiled.files import read_step
-from shardwright.compiled.table import as_text, read_table
+from shardwright.inspect.compiled.files import read_step
+from shardwright.inspect.compiled.table import as_text, read_table
 from shardwright.settings.program import run_program
 from shardwright_data.foreign import refused, shown
 

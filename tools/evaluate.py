@@ -22,11 +22,11 @@ from rich.console import Console
 
 import train
 from shardwright.cluster.devices import known_options
-from shardwright.compiled.files import write_whole
+from shardwright.inspect.causality import check_causal
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run import opening
-from shardwright.run.causality import check_causal
 from shardwright.run.evaluation import evaluate as evaluate_batches
+from shardwright.run.files import write_whole
 from shardwright.run.opening import CheckpointChoice, MeshChoice, StepChoice
 from shardwright.sampling.harness import language_model
 from shardwright.sampling.scoring import Scorer, document_losses

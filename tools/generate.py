@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.text import Text
 
 import train
-from shardwright.compiled.files import write_whole
 from shardwright.modeling.model import load_model
 from shardwright.run.directory import quoted
+from shardwright.run.files import write_whole
 from shardwright.run.opening import CheckpointChoice, MeshChoice, mesh_for, open_run
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.settings.program import run_program

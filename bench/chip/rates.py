@@ -4,8 +4,8 @@
     python -m bench.chip.rates --chip FILE.yaml
 
 The first prints the rate of a matmul of size × size/2 × 7/4 size, with XLA's options one at a time: autotuned, and not.
-The second writes a file like those in shardwright/plan/chips: that of the chip that JAX finds, or of the h100 where it
-is not known, with what is measured here in place of the numbers that it assumes.
+The second writes a file like those in shardwright/cluster/chips: that of the chip that JAX finds, or of the h100 where
+it is not known, with what is measured here in place of the numbers that it assumes.
 """
 
 import argparse
@@ -18,10 +18,10 @@ import yaml
 
 from bench.chip import best_seconds, first_line
 from bench.chip.attention import operands, timed
+from shardwright.cluster.chips import Chip, chip_for, chip_of
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.attention import choose
 from shardwright.modeling.rules import CAUSAL
-from shardwright.plan.chips import Chip, chip_for, chip_of
 
 OPTIONS = {
     "autotuned": {},

@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.compiled.hlo import Computation, Instruction, Program
-from shardwright.compiled.lines import WITHOUT_LINE
-from shardwright.compiled.operations import NO_WORK, works_of
-from shardwright.compiled.table import Table
-from shardwright.plan.chips import Chip
+from shardwright.cluster.chips import Chip
+from shardwright.inspect.compiled.hlo import Computation, Instruction, Program
+from shardwright.inspect.compiled.lines import WITHOUT_LINE
+from shardwright.inspect.compiled.operations import NO_WORK, works_of
+from shardwright.inspect.compiled.table import Table
 
 SCATTER = 400 / 374
 """Time of a reduce-scatter by that of an all-gather: of the largest messages of 8 H100 in XLA's table of NCCL."""

@@ -45,17 +45,18 @@ import jax
 from jax.experimental import topologies
 
 from bench.plan.clock import Clock
+from shardwright.cluster.chips import chip_of
 from shardwright.cluster.devices import known_options, make_mesh
-from shardwright.compiled.files import write_json
-from shardwright.compiled.hlo import parse, with_mesh
-from shardwright.compiled.step import describe
+from shardwright.inspect.compiled.hlo import parse
+from shardwright.inspect.compiled.step import describe
+from shardwright.inspect.plan.plan import plan_of
+from shardwright.inspect.plan.work import Op
+from shardwright.inspect.planning import planned_step
 from shardwright.modeling.model import load_model
-from shardwright.plan.chips import chip_of
-from shardwright.plan.plan import plan_of
-from shardwright.plan.work import Op
+from shardwright.run.compiling import with_mesh
 from shardwright.run.config import check_divides
+from shardwright.run.files import write_json
 from shardwright.run.launch import composed
-from shardwright.run.planning import planned_step
 from shardwright.run.stages import training_table
 from shardwright.run.step import trace_step
 

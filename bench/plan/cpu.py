@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from shardlib.products import product_of
-from shardwright.plan.chips import Chip, Table, chip_of
+from shardwright.cluster.chips import Chip, Table, chip_of
 
 SIZES, MESSAGES = (64, 256, 1024), (2**12, 2**17, 2**22)
 """Sizes m, k and n of the products, and bytes of the collectives, that are measured."""

@@ -23,10 +23,10 @@ from bench.plan.compilers import composed
 from bench.plan.cpu import measured_cpu
 from bench.throughput.peers.ours import whole_documents
 from shardwright.cluster.devices import make_mesh, start_devices
+from shardwright.inspect.plan.plan import plan_of
+from shardwright.inspect.planning import mesh_sizes, planned_step
 from shardwright.modeling.model import load_model
-from shardwright.plan.plan import plan_of
 from shardwright.run.config import Config
-from shardwright.run.planning import mesh_sizes, planned_step
 
 DEVICES = 8
 MESHES = (

@@ -20,12 +20,12 @@ import jax
 
 from bench.plan.clock import Clock, attention_matmuls
 from bench.plan.trainers import ATTENTION
-from shardwright.compiled.hlo import Program, parse
-from shardwright.compiled.operations import works_of
-from shardwright.compiled.step import describe
-from shardwright.compiled.table import Table
-from shardwright.compiled.trace import LINES, devices_of
-from shardwright.plan.chips import chip_of, known
+from shardwright.cluster.chips import chip_of, known
+from shardwright.inspect.compiled.hlo import Program, parse
+from shardwright.inspect.compiled.operations import works_of
+from shardwright.inspect.compiled.step import describe
+from shardwright.inspect.compiled.table import Table
+from shardwright.inspect.compiled.trace import LINES, devices_of
 from shardwright.run.profile import MODULE
 from shardwright_data.foreign import read_object
 

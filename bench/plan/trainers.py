@@ -41,11 +41,12 @@ import jax
 from bench.plan.clock import Clock
 from bench.plan.compilers import GPUS, OPTIONS, TPUS, apart, devices_of
 from bench.throughput.peers.job import Job, Shapes
+from shardwright.cluster.chips import chip_of
 from shardwright.cluster.devices import known_options
-from shardwright.compiled.files import write_json
-from shardwright.compiled.hlo import Computation, Program, parse, with_mesh
-from shardwright.compiled.step import describe
-from shardwright.plan.chips import chip_of
+from shardwright.inspect.compiled.hlo import Computation, Program, parse
+from shardwright.inspect.compiled.step import describe
+from shardwright.run.compiling import with_mesh
+from shardwright.run.files import write_json
 
 TRAINERS = {"ours": "ours", "plain-jax": "plain_jax", "plain-jax-marked": "plain_jax", "flax-nnx": "flax_nnx"}
 MESHES = {"d8": (1, 8, 1), "d4t2": (1, 4, 2), "r4d8": (4, 8, 1)}

@@ -30,8 +30,8 @@ class HardwareConfig:
     """Settings of the devices, their compiler and their environment."""
 
     chip: str | None = None
-    """Kind of the devices, for plans (docs/plan.md): a name in shardwright/plan/chips/, or the path of a YAML file like
-    those. A run takes the chip that JAX finds, if that is known, instead of a name. Null: that alone."""
+    """Kind of the devices, for plans (docs/plan.md): a name in shardwright/cluster/chips/, or the path of a YAML file
+    like those. A run takes the chip that JAX finds, if that is known, instead of a name. Null: that alone."""
     compiler_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Options of XLA for the compilation of the steps: its flags without their dashes, and what else it takes for a
     program. An option that is null is left out. One that the installed XLA does not know is left out too, and a line

@@ -1,17 +1,16 @@
-"""The compiled training step and its files: the optimized HLO text, and beside that a table and a picture."""
+"""The compiled training step, and the file of its optimized HLO text."""
 
 import ctypes
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from shardwright.cluster.watch import pause
-from shardwright.compiled.files import write_whole
-from shardwright.compiled.hlo import with_mesh
-from shardwright.run.beside import FAILURES, run_beside
 from shardwright.run.directory import remove_older
+from shardwright.run.files import write_whole
 from shardwright.settings.words import say
 
 
@@ -66,13 +65,6 @@ def _keep_hlo(compiled: jax.stages.Compiled, directory: Path) -> Path | None:
     return path
 
 
-def draw_step(hlo: Path) -> str:
-    """Writes the table and the picture of the step beside its HLO text, in a process of low priority.
-
-    Returns a line for the user: where the picture is, or why there is none.
-    """
-    try:
-        drawn = run_beside("shardwright.compiled.files", hlo).strip()
-    except FAILURES as error:
-        return f"picture    none, {hlo} cannot be drawn: {error}"
-    return f"picture    {drawn}"
+def with_mesh(text: str, mesh: Mapping[str, int]) -> str:
+    """The text of a program, after a comment with the mesh that it was compiled for."""
+    return f"// mesh {' '.join(f'{axis}={size}' for axis, size in mesh.items())}\n{text}"

@@ -1,6 +1,7 @@
-"""Files of a run, for programs that read them without jax: their names, and config.yaml as data."""
+"""Files of a run, for programs without jax: their names, config.yaml as data, and files that are written whole."""
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -69,3 +70,19 @@ def duration(seconds: float) -> str:
     """The time as h:mm:ss: `0:01:05` for 65 seconds."""
     seconds = round(seconds)
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that has this name only once it is complete, and the directory that it is in."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Writes data as a JSON file that has this name only once it is complete."""
+    write_whole(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib.products import product_of
+from shardwright.cluster.chips import chip_for
 from shardwright.modeling.rules import Rule
-from shardwright.plan.chips import chip_for
 
 
 class PeakFlops(NamedTuple):
@@ -72,9 +72,9 @@ def flops_of_model(table: Any, c: Any, attended: float) -> float:
 def peak_flops(devices: Sequence[jax.Device], dtype: jnp.dtype) -> PeakFlops:
     """Peak FLOP/s of all `devices` together for matrix products in `dtype`.
 
-    For known chips it is the maker's dense figure (shardwright/plan/chips). Others are measured by matrix products on
-    one device of this process, once, which takes a quarter of a second. The simulated devices of a CPU share its cores,
-    so that one device measures the total of a process.
+    For known chips it is the maker's dense figure (shardwright/cluster/chips). Others are measured by matrix products
+    on one device of this process, once, which takes a quarter of a second. The simulated devices of a CPU share its
+    cores, so that one device measures the total of a process.
 
     Args:
         devices: all of one kind, some of them of this process.

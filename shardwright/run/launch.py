@@ -34,15 +34,16 @@ from shardwright_data.checks import check_ranges
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def program(run: Callable[[Any], Any]) -> Callable[[], None]:
-    """Decorator: `run` as a program, called with what Hydra composes from configs/ and the command line.
+def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callable[[], None]:
+    """Decorator: `run` as a program, called as `launched` says of what Hydra composes from configs/ and a command line.
 
     `run` returns the name of the signal that stopped it, or None. The exit code is then that of STOPPED.
     """
 
     @functools.wraps(run)
     def job(config: Any) -> Any:
-        stopped_by = run(config)
+        with launched(config) as given:
+            stopped_by = run(*given)
         if stopped_by and HydraConfig.get().mode == RunMode.RUN:
             sys.exit(STOPPED.code)
         return stopped_by

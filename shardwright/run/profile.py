@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import contextlib
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +10,7 @@ from typing import Any
 import jax
 
 from shardwright.cluster.watch import pause
-from shardwright.compiled.trace import top_lines
-from shardwright.run.beside import FAILURES, in_background, run_beside
+from shardwright.run.beside import FAILURES, in_background
 from shardwright.run.directory import TRACE, remove_older
 from shardwright.run.metrics import RunLog
 from shardwright.settings.words import say
@@ -36,7 +34,8 @@ class StepProfiler:
 
     Args:
         log: log of the run. It gets the event "step_bubble", of the last step, when the trace has been read; see
-            shardwright/compiled/trace.py.
+            shardwright/inspect/compiled/trace.py.
+        read: reads a trace: inspect.examine.read_trace.
         hlo: HLO text of the step, with which the time by source line is found; None if there is none.
         steps: number of steps of this process.
         settle: waits until no other thread uses the devices. On NVIDIA GPUs the end of a trace unloads CUPTI, and a
@@ -47,9 +46,11 @@ class StepProfiler:
             nothing was traced.
     """
 
-    def __init__(self, log: RunLog, hlo: Path | None, steps: int, settle: Callable[[], Any] = lambda: None):
+    def __init__(
+        self, log: RunLog, read: Callable, hlo: Path | None, steps: int, settle: Callable[[], Any] = lambda: None
+    ):
         self.by_line: str | None = None
-        self._log, self._hlo, self._settle = log, hlo, settle
+        self._log, self._read, self._hlo, self._settle = log, read, hlo, settle
         self._first = max(0, min(2, steps - 2))
         self._last = min(self._first + 3, steps - 1)
         self._traces = False
@@ -106,13 +107,7 @@ class StepProfiler:
 
     def _read_trace(self, kept: Path) -> None:
         given = (kept, MODULE, self._last - self._first + 1, *([self._hlo] if self._hlo else []))
-        try:
-            found = json.loads(run_beside("shardwright.compiled.trace", *given))
-        except FAILURES as error:
-            found = {key: {"because": f"the trace could not be read: {error}"} for key in ("bubble", "lines")}
-        lines, bubble = found["lines"], found["bubble"]
-        unknown = f"slowest    source lines: not known, because {lines.get('because')}"
-        self.by_line = unknown if "because" in lines else top_lines(lines)
+        bubble, self.by_line = self._read(*given)
         begin, end = self._log.start_step + self._first, self._log.start_step + self._last
         if stops := {event for step, event in self._log.events if begin <= step < end}:
             bubble = {"because": f"the training stopped among these steps for: {', '.join(sorted(stops))}"}

@@ -29,7 +29,7 @@ from typing import Any
 import jax
 
 from shardwright.cluster.devices import make_mesh
-from shardwright.compiled.files import write_whole
+from shardwright.run.files import write_whole
 from shardwright.run.optional import in_a_line, optional
 from shardwright.run.step import Step
 from shardwright.settings.words import listed

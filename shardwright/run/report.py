@@ -8,7 +8,7 @@ import jax
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from shardwright.compiled.files import write_whole
+from shardwright.run.files import write_whole
 from shardwright.run.flops import Speed
 from shardwright.run.optional import optional
 from shardwright.run.resuming import with_defaults

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -20,29 +21,25 @@ from shardwright.modeling.attention_calls import calls_of, check_deterministic, 
 from shardwright.modeling.model import COMPUTE_DTYPES, inputs_of
 from shardwright.run import reference
 from shardwright.run.beside import in_background
-from shardwright.run.causality import describe_causality
 from shardwright.run.changes import config_at, described_change, firsts, loader_at, tokens_before, total_steps
 from shardwright.run.checkpoint import Checkpointer
-from shardwright.run.compiling import compile_step, draw_step
+from shardwright.run.compiling import compile_step
 from shardwright.run.config import Config
 from shardwright.run.directory import override
 from shardwright.run.evaluation import evaluate
 from shardwright.run.flops import Speed, attended_keys, flops_of_model, peak_flops
 from shardwright.run.memory import peak_memory
 from shardwright.run.metrics import RunLog, check_metrics
-from shardwright.run.microscope import Microscope
 from shardwright.run.opening import checkpoints_of, fresh_state, read_state
 from shardwright.run.optional import in_a_line
 from shardwright.run.page import Page
-from shardwright.run.planning import plan_run
 from shardwright.run.profile import StepProfiler
 from shardwright.run.provenance import compare_source, keep_source, provenance_of
 from shardwright.run.report import facts_of, print_start, save_config, tell
 from shardwright.run.resuming import check_processes, check_resumes, choose_checkpoint, deciding_settings, saved_config
 from shardwright.run.saving import Saves
 from shardwright.run.skipping import SkippedSteps, are_finite, check_finite, described_documents
-from shardwright.run.soundness import check_steps
-from shardwright.run.stages import describe_stages, has_stages, placement_of, stack_orders
+from shardwright.run.stages import describe_stages, placement_of, stack_orders
 from shardwright.run.step import Step, trace_step
 from shardwright.run.stores import Damaged, agreed
 from shardwright.run.trackers import tracked
@@ -65,6 +62,7 @@ class Run:
         forward: makes the train.Forward of the model from a TrainingConfig.
         directory: of the run.
         trainer: name of the module of the training program.
+        examine: the module shardwright.inspect.examine.
 
     Attributes:
         c, forward, step: as they are at these steps. They are known once it began.
@@ -79,11 +77,11 @@ class Run:
         ValueError: the data is too short for the run, or a checkpoint is of another configuration.
     """
 
-    def __init__(self, c: Config, forward: Callable[[Any], Any], directory: Path, trainer: str):
+    def __init__(self, c: Config, forward: Callable[[Any], Any], directory: Path, trainer: str, examine: ModuleType):
         self.whole, self.c, self._forward_of, self._trainer = c, None, forward, trainer
         self.model = forward(c.training).model
         self._be_at(0)
-        self.directory, self.stopped_by = directory, None
+        self.directory, self.stopped_by, self._examine = directory, None, examine
         self._record, self._damaged = {}, {}
         self._hlo = self._drawing = self._loss = self._source_differs = None
         self._page = Page(directory, c.training.report)
@@ -202,7 +200,7 @@ class Run:
     @functools.cached_property
     def _planned(self) -> str | None:
         """What the run's plan says, on process 0."""
-        plan = lambda c: plan_run(c, self.model, self.total, self.directory)
+        plan = lambda c: self._examine.plan_run(self._traced(c), self.total, self.directory)
         plans = lambda: [plan(c) for c in reversed(self._ahead)][-1]  # plan.json is of the next steps
         return agreed(lambda: plans() if jax.process_index() == 0 and self.start < self.total else None)
 
@@ -266,12 +264,7 @@ class Run:
 
     def prove(self) -> None:
         """Refuses steps that do not compute on this mesh what they compute on one device, or that look ahead."""
-        if jax.sharding.get_mesh().size > 1:
-            for c in self._ahead:
-                check_steps(self._traced(c), self.provenance["source"])
-            what = "the parts of the steps that stages run, in order," if has_stages() else "training and evaluation"
-            tell(f"proof      {what} compute on this mesh what they compute on one device")
-        tell(describe_causality(self.forward, self.provenance["source"], self.c.optimizer))
+        self._examine.prove(list(map(self._traced, self._ahead)), self.provenance["source"])
 
     def compare_forms(self) -> None:
         """Refuses a form of an op for this platform that does not compute what its plain form does. It runs both."""
@@ -293,7 +286,9 @@ class Run:
         load = lambda step: self.loader.load(self._batch_of(step))
         ahead = self.c.data.prefetch, self.loader.parallel_loads
         batches = self._cleanup.enter_context(prefetch(load, self.start, self.end_step, *ahead))
-        self._profiler = StepProfiler(self._log, self._hlo, self.end_step - self.start, batches.settle)
+        self._profiler = StepProfiler(
+            self._log, self._examine.read_trace, self._hlo, self.end_step - self.start, batches.settle
+        )
         self._cleanup.callback(self._profiler.close)
         self._stop = self._cleanup.enter_context(StopRequest())
         for step in range(self.start, self.end_step):
@@ -304,7 +299,7 @@ class Run:
             now_at("in the training step", paused=first)
             yield step, batch
             if self._hlo and self._drawing is None and (self.is_over or step - self.start == DRAWN_AFTER):
-                self._drawing = in_background(draw_step, self._hlo)
+                self._drawing = in_background(self._examine.draw_step, self._hlo)
             if self.stopped_by:
                 return
 
@@ -316,8 +311,8 @@ class Run:
             self._log.log_event(step, "microscope", look, before=True)
 
     @functools.cached_property
-    def _microscope(self) -> Microscope:
-        return Microscope(self.step, self.placement, self.options)
+    def _microscope(self) -> Any:
+        return self._examine.Microscope(self.step, self.placement, self.options)
 
     def log(self, step: int, metrics: Any) -> None:
         """Takes the metrics of the step just dispatched, and writes those of the step before: no device waits.

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import jax
 from hydra.core.hydra_config import HydraConfig
 
-from shardwright.compiled.files import write_whole
+from shardwright.run.files import write_whole
 from shardwright.run.optional import optional
 from shardwright.settings.differences import flat
 from shardwright.settings.words import say

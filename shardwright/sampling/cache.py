@@ -130,7 +130,7 @@ def check_cache(forward: Any, context: int) -> None:
     With the cache, each position of a forward pass belongs to another text. This is right if a position learns from
     others through `attend` alone, and by places alone. All weights are random, so that one that is 0 before training
     hides nothing. One period of layers is checked, in f32, of some texts on each device. That positions learn from no
-    later ones is proved before: shardwright/run/causality.py.
+    later ones is proved before: shardwright/inspect/causality.py.
 
     Args:
         forward: train.Forward of the model, on the current mesh.

@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec
 
 from shardlib import shardops
 from shardlib.shardtypes import Array, bool_, i32, typed, typed_shard_map, u32
+from shardwright.inspect.causality import check_causal
+from shardwright.inspect.soundness import check_program
 from shardwright.modeling.model import act, compute_scope, inputs_of
-from shardwright.run.causality import check_causal
-from shardwright.run.soundness import check_program
 from shardwright.sampling.cache import KeyValues, Texts, check_cache, filled_cache, next_logits
 from shardwright_data.checks import above_0, at_least_0, check_ranges, within
 

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from bench.chip import attention, rates
-from shardwright.plan.chips import chip_of
+from shardwright.cluster.chips import chip_of
 
 
 def main(monkeypatch, program, *arguments: object) -> None:

@@ -11,10 +11,11 @@ from traces import written
 
 from bench.plan import compilers, kernels
 from bench.plan.clock import Clock, attention_matmuls
-from shardwright.compiled.hlo import parse, with_mesh
-from shardwright.compiled.step import describe
-from shardwright.plan.chips import chip_of
-from shardwright.plan.work import Op
+from shardwright.cluster.chips import chip_of
+from shardwright.inspect.compiled.hlo import parse
+from shardwright.inspect.compiled.step import describe
+from shardwright.inspect.plan.work import Op
+from shardwright.run.compiling import with_mesh
 
 US = 1e-6
 COST = ', backend_config={{"reification_cost":[{{"exec_time_us":9,"name":""}},{{"exec_time_us":{},"name":"sol"}}]}}'

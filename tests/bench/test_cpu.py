@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from bench.plan.cpu import MESSAGES, measured_cpu
-from shardwright.plan.chips import chip_of
+from shardwright.cluster.chips import chip_of
 
 pytestmark = pytest.mark.long
 FACTOR = 5

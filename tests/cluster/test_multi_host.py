@@ -138,7 +138,7 @@ def test_a_count_that_is_not_that_of_the_processes(tmp_path):
 
 
 UNPROVED = """
-from shardwright.run import causality
+from shardwright.inspect import causality
 def find(*_):
     raise causality.Unproved("for a test")
     yield

@@ -20,8 +20,8 @@ from recipes import module_of
 from shipped import load
 from verifying import verify
 
+from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
-from shardwright.run.soundness import find_unsound
 from shardwright.run.step import trace_step
 from tools.verify.__main__ import small
 

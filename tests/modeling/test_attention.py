@@ -15,12 +15,12 @@ from gradients import assert_close, with_gradients
 import train
 from models import gpt2
 from shardlib.shardtypes import dtype_name
+from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling import attention, attention_calls
 from shardwright.modeling.blockwise import blockwise, small_blocks
 from shardwright.modeling.model import Tokens
 from shardwright.modeling.rules import CAUSAL, Rule, SoftCap, Window, causal, same_document
 from shardwright.run.config import Config
-from shardwright.run.soundness import find_unsound
 from shardwright.run.step import trace_step
 from shardwright_data.loader import batch_shapes
 

@@ -20,9 +20,9 @@ from models import moe
 from shardlib import products, shardops
 from shardlib.layers import LayerMetrics
 from shardlib.shardtypes import bool_, f32
+from shardwright.inspect.causality import check_causal
+from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
-from shardwright.run.causality import check_causal
-from shardwright.run.soundness import find_unsound
 from shardwright.run.step import trace_step
 from shardwright_data.loader import TokenBatch
 from tools.verify.meshes import abstract_mesh_of

@@ -14,10 +14,10 @@ from safetensors.numpy import load_file
 from verifying import verify
 
 from models import family, moe
+from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import RopeScaling
 from shardwright.run.opening import MeshChoice
-from shardwright.run.soundness import find_unsound
 from shardwright.run.step import trace_step
 from shardwright.sampling import cache
 from tools import generate

@@ -26,7 +26,8 @@ from shardlib.array_types import arrays_in, factor_type
 from shardlib.parsing import parse_shape
 from shardlib.shardtypes import Factor, ShardError, Subset, f32, i32, make_shardings, pytree_dataclass, typed_shard_map
 from shardlib.values import on_mesh
-from shardwright.microscope.rerun import Rerun
+from shardwright.inspect.microscope.rerun import Rerun
+from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import Weight, vector
 from shardwright.optimizers import soap
@@ -35,7 +36,6 @@ from shardwright.optimizers.factors import mean, zeros
 from shardwright.optimizers.rates import Update, updates_of
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.config import PipelineConfig
-from shardwright.run.soundness import find_unsound
 from shardwright.run.step import trace_step
 from shardwright_data.flat_tokens import Writer
 

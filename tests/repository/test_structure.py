@@ -17,10 +17,11 @@ FLOORS = [
     ("family", "gpt2"),
     ("train",),
     ("shardwright.sampling", "shardwright.huggingface"),
+    ("shardwright.inspect",),
     ("shardwright.run",),
-    ("shardwright.microscope", "shardwright.optimizers", "shardwright.plan"),
+    ("shardwright.optimizers",),
     ("shardwright.modeling",),
-    ("shardwright.cluster", "shardwright.compiled"),
+    ("shardwright.cluster",),
     ("shardwright.settings",),
     ("shardwright",),
     ("shardwright_data.loader",),
@@ -45,7 +46,7 @@ BY_NAME = {
 BY_NAME |= {
     "bench.throughput.peers.seqax_trainer",
     "shardwright.run.trackers",
-    "shardwright.run.fresh",
+    "shardwright.inspect.fresh",
     "shardwright.run.step",
     "tools.verify.step",
 }
@@ -131,6 +132,15 @@ def test_a_module_is_short_and_imports_what_is_below_it(name):
     found = {call for call in calls if call.rpartition(".")[2] in ("import_module", "__import__", "run_module")}
     assert not found or name in BY_NAME, f"{name} imports by {', '.join(found)}"
     assert lines(modules()[name]) <= LONGER.get(name, MAX_LINES)
+
+
+def test_what_reads_a_step_is_reached_by_one_module():
+    """A run is given that module. The others of the room change without it."""
+    for name in modules():
+        if name == "train" or room(name) == "shardwright.run":
+            found = {target for target, _ in imports(name) if room(target) == "shardwright.inspect"}
+            assert found <= ({"shardwright.inspect.examine"} if name == "train" else set()), name
+            assert name == "train" or '"shardwright.inspect' not in modules()[name].read_text(), name
 
 
 def test_there_is_no_circle():

@@ -16,8 +16,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from simulated import without_cache, xla_flags
 
+from shardwright.inspect.examine import draw_step
 from shardwright.run import beside
-from shardwright.run.compiling import compile_step, draw_step, free_kept_memory
+from shardwright.run.compiling import compile_step, free_kept_memory
 
 ROOT = Path(__file__).parents[2]
 
@@ -114,7 +115,7 @@ def test_a_text_that_cannot_be_drawn_is_told_in_a_line(tmp_path, monkeypatch):
 STEP = """import sys
 from pathlib import Path
 import jax, jax.numpy as jnp
-from shardwright.compiled.hlo import parse
+from shardwright.inspect.compiled.hlo import parse
 from shardwright.run.compiling import compile_step
 jax.config.update("jax_compilation_cache_dir", sys.argv[1])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from shardwright.inspect.examine import read_trace
 from shardwright.run import profile
 from shardwright.run.flops import PeakFlops, Speed
 from shardwright.run.metrics import RunLog
@@ -27,7 +28,7 @@ def _of_this_program(monkeypatch):
 
 def train(directory, steps, done=None, fetch_s=0.0, start=0, sample_after=None):
     with RunLog(directory, total_steps=start + steps, start_step=start, speed=SPEED) as log:
-        profiler = profile.StepProfiler(log, None, log.total_steps - log.start_step)
+        profiler = profile.StepProfiler(log, read_trace, None, log.total_steps - log.start_step)
         x = jax.block_until_ready(profiled_step(jnp.ones((64, 64))))
         for i in range(steps if done is None else done):
             profiler.before_step(i)
@@ -69,7 +70,7 @@ def test_no_other_thread_uses_the_devices_while_the_trace_starts_and_ends(tmp_pa
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: stopped_on.append(threading.current_thread()) or stop())
     with RunLog(tmp_path, total_steps=9, start_step=0, speed=SPEED) as log:
         monkeypatch.setattr(log, "flush", lambda: read.append(i))
-        profiler = profile.StepProfiler(log, None, 9, settle=lambda: settled.append(i))
+        profiler = profile.StepProfiler(log, read_trace, None, 9, settle=lambda: settled.append(i))
         for i in range(9):
             profiler.before_step(i)
             profiler.after_step(i, f"outputs of {i}")

@@ -13,8 +13,8 @@ from jax.sharding import AbstractMesh, AxisType
 
 from models import gpt2, moe
 from shardlib import products
+from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
-from shardwright.run.soundness import find_unsound
 from shardwright.run.step import trace_step
 from shardwright_data.loader import batch_shapes
 

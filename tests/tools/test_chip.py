@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from shipped import load
 
-from shardwright.plan.chips import chip_of
+from shardwright.cluster.chips import chip_of
 from tools import chip
 from tools.chip import PARTS, Part, Settings, command_of, settings_for
 

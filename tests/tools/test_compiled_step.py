@@ -1,8 +1,9 @@
 import pytest
 from hlo_texts import TEXT
 
-from shardwright.compiled.files import read_step, write_json
-from shardwright.compiled.hlo import with_mesh
+from shardwright.inspect.compiled.files import read_step
+from shardwright.run.compiling import with_mesh
+from shardwright.run.files import write_json
 from tools.compiled_step import Settings, run
 
 pytestmark = pytest.mark.quick

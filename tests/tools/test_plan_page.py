@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from browser import CHROMIUM, seen
 
-from shardwright.plan.chips import chip_of
-from shardwright.plan.plan import Plan, plan_of
-from shardwright.plan.step import Facts, Held, Step
-from shardwright.plan.work import Op
+from shardwright.cluster.chips import chip_of
+from shardwright.inspect.plan.plan import Plan, plan_of
+from shardwright.inspect.plan.step import Facts, Held, PlannedStep
+from shardwright.inspect.plan.work import Op
 from tools.plan.page import page, roofline
 from tools.plan.screen import GIB, SHOWN, WIDTH, as_text, work
 
@@ -32,7 +32,9 @@ def plan(lines: int = 30, size: float = GIB) -> Plan:
         ops.append(Op(line, "forward", "", "memory", f"bf16[{n}]", 8.0, 0.0, 2e6 * n, loop=1))
         sent = {"axes": ("r",) if i % 2 else ("d",), "bytes": 1e6 * n, "timing": "waited" if i % 2 else "ahead"}
         ops.append(Op(line, "forward", "", "collective", "all_gather", 8.0, 0.0, 2e6 * n, tensor=FORBIDDEN, **sent))
-    return plan_of(Step(ops, held, {"p": 1, "r": 8, "d": 8, "t": 1}, Facts(2**20, 4e10, "bf16", 8, 1)), H100, 1000)
+    return plan_of(
+        PlannedStep(ops, held, {"p": 1, "r": 8, "d": 8, "t": 1}, Facts(2**20, 4e10, "bf16", 8, 1)), H100, 1000
+    )
 
 
 H100 = chip_of("h100")

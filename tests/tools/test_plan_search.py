@@ -11,12 +11,12 @@ import tiny
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from shardwright.compiled.table import in_bytes
+from shardwright.cluster.chips import chip_of
+from shardwright.inspect.compiled.table import in_bytes
+from shardwright.inspect.plan.plan import plan_of
+from shardwright.inspect.planning import SAVED, Change, advice, doubled, planned_change, planned_step
 from shardwright.modeling.model import load_model
-from shardwright.plan.chips import chip_of
-from shardwright.plan.plan import plan_of
 from shardwright.run.config import register_schema, to_config
-from shardwright.run.planning import SAVED, Change, advice, doubled, planned_change, planned_step
 from tools.plan import compare
 from tools.plan.search import as_config, as_lines, search
 from tools.verify.meshes import all_meshes

@@ -12,8 +12,8 @@ import tiny
 from recipes import SOURCE, line_of, module_of
 
 from shardwright.cluster.devices import make_mesh
+from shardwright.inspect.microscope.of_run import StepWithoutStages
 from shardwright.modeling.model import load_model
-from shardwright.run.microscope import StepWithoutStages
 from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
 from shardwright_data.loader import in_microbatches

@@ -20,6 +20,7 @@ from recipes import PAGE, RECIPES, ROOT, SOURCE, changed, hunks, module_of
 from redrawn import redrawn
 from verifying import verify
 
+from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import initialize
 from shardwright.optimizers.config import GroupConfig
@@ -28,7 +29,6 @@ from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.config import PipelineConfig
 from shardwright.run.opening import fresh_state
 from shardwright.run.reference import read_reference
-from shardwright.run.soundness import find_unsound
 from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling

@@ -9,11 +9,11 @@ import tiny
 from jax.sharding import AbstractMesh, AxisType
 
 import train
+from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling import attention, attention_calls, context
 from shardwright.modeling.blockwise import small_blocks
 from shardwright.modeling.model import load_model
 from shardwright.run.config import Config
-from shardwright.run.soundness import find_unsound
 from shardwright.run.step import trace_step
 from shardwright_data.loader import TokenBatch
 from tools.verify.compare import TOLERANCE, errors_of

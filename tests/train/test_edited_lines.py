@@ -11,8 +11,8 @@ from own_model import imported
 import train
 from models import family, gpt2, moe
 from shardlib.parsing import ShardError
+from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
-from shardwright.run.soundness import find_unsound
 from shardwright.run.step import trace_step
 from tools.verify.meshes import abstract_mesh_of
 

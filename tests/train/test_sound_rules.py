@@ -13,8 +13,8 @@ import pytest
 import tiny
 from recipes import SOURCE
 
+from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
-from shardwright.run.soundness import find_unsound
 from shardwright.run.step import trace_step
 
 RULE = "    rule = rules.Rule(visible=(rules.causal, rules.same_document))"

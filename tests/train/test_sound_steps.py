@@ -14,9 +14,9 @@ from wrong_edits import EDITS
 
 import train
 from shardlib.shardtypes import ShardError
+from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.run.config import PipelineConfig
-from shardwright.run.soundness import find_unsound
 from shardwright.run.step import trace_step
 
 DEMO, STAGES = "r=2 d=2 t=2", "r=1 d=2 t=2 p=2"

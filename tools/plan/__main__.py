@@ -21,11 +21,11 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import MISSING
 
 from shardlib.axes import AXES
-from shardwright.compiled.files import write_json, write_whole
-from shardwright.plan.chips import chip_of
+from shardwright.cluster.chips import chip_of
+from shardwright.inspect.planning import advice, doubled, mesh_sizes, planned_change
 from shardwright.run.config import Config
+from shardwright.run.files import write_json, write_whole
 from shardwright.run.launch import CONFIGS, start_with_section
-from shardwright.run.planning import advice, doubled, mesh_sizes, planned_change
 from shardwright.settings.program import run_program
 from shardwright.settings.words import say
 from shardwright_data.checks import within

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import least_squares
 
-from shardwright.plan.step import Step
+from shardwright.inspect.plan.step import PlannedStep
 from tools.plan.runs import Run, Table, memory, plan, step_of, trainers
 
 FOLDS = 5
@@ -23,7 +23,7 @@ ACHIEVED = {"matmul_share": 0.8, "interference": 0.5}
 OUTLIER = 0.1
 PULL = 0.03
 """Weight of a constant's distance from where it began, beside that of a row: what no row says stays there."""
-Pair = tuple[Run, Step]
+Pair = tuple[Run, PlannedStep]
 
 
 class Figures(NamedTuple):
@@ -79,7 +79,7 @@ def figures(pairs: Sequence[Pair], constants: Mapping[tuple, Mapping[str, float]
     return Figures(len(ratios), *of_range, mean(taus), mean(chosen))
 
 
-def seconds(run: Run, step: Step, constants: Mapping[str, float]) -> float:
+def seconds(run: Run, step: PlannedStep, constants: Mapping[str, float]) -> float:
     """Planned seconds of a step, with other constants of its trainer."""
     return plan(run._replace(constants={**run.constants, **constants}), step).seconds
 

@@ -3,10 +3,10 @@
 import re
 from collections.abc import Sequence
 
-from shardwright.compiled.table import in_bytes, in_seconds
-from shardwright.plan.chips import Chip
+from shardwright.cluster.chips import Chip
+from shardwright.inspect.compiled.table import in_bytes, in_seconds
+from shardwright.inspect.planning import Change
 from shardwright.run.config import Config
-from shardwright.run.planning import Change
 from tools.plan.search import limit_of, search
 
 SECONDS = 60.0

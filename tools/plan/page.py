@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path, PurePath
 
-from shardwright.plan.plan import Plan
+from shardwright.inspect.plan.plan import Plan
 from tools.plan.screen import GIB, Table, answer, communication, digits, memory, text_of, title_of, work
 from tools.report.page import TEMPLATES, page_of
 from tools.report.plots import LOG, Panel, colour

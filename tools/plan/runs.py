@@ -18,16 +18,16 @@ import jax
 import yaml
 
 from models import gpt2
+from shardwright.cluster.chips import Chip, chip_of
 from shardwright.cluster.config import HardwareConfig, MeshConfig
+from shardwright.inspect.plan.plan import Plan, plan_of
+from shardwright.inspect.plan.step import PlannedStep
+from shardwright.inspect.planning import planned_step
 from shardwright.modeling.model import load_model
 from shardwright.modeling.settings import ModelConfig
 from shardwright.optimizers.config import OptimizerConfig
-from shardwright.plan.chips import Chip, chip_of
-from shardwright.plan.plan import Plan, plan_of
-from shardwright.plan.step import Step
 from shardwright.run.config import Config, PathsConfig, PipelineConfig, TrainingConfig, check_config
 from shardwright.run.flops import flops_of_model
-from shardwright.run.planning import planned_step
 from shardwright_data.foreign import one_line, read_text
 from shardwright_data.loader import DataConfig
 
@@ -306,7 +306,7 @@ def _run(
 # ---- planning -----------------------------------------------------------------------------------------------------
 
 
-def step_of(run: Run) -> Step:
+def step_of(run: Run) -> PlannedStep:
     """The traced step of a run, with what its trainer computes again."""
     step = _traced(run, run.config.training.save)
     if run.again:
@@ -315,13 +315,13 @@ def step_of(run: Run) -> Step:
     return step
 
 
-def _traced(run: Run, save: str) -> Step:
+def _traced(run: Run, save: str) -> PlannedStep:
     c = run.config
     c = dataclasses.replace(c, training=dataclasses.replace(c.training, save=save))
     return planned_step(c, load_model(c.model), run.sizes, run.chip)
 
 
-def plan(run: Run, step: Step) -> Plan:
+def plan(run: Run, step: PlannedStep) -> Plan:
     """The plan of a run, on its chip with the constants of its trainer."""
     c, ops = trainers()[run.trainer], step.ops
     if not c.get("overlaps", True):
@@ -332,7 +332,7 @@ def plan(run: Run, step: Step) -> Plan:
     return plan_of(step._replace(ops=ops), dataclasses.replace(run.chip, **run.constants), 1)
 
 
-def memory(run: Run, step: Step) -> float | None:
+def memory(run: Run, step: PlannedStep) -> float | None:
     """Gigabytes of a device, by what its trainer's `memory` says that it keeps; None of one without."""
     kept = trainers()[run.trainer].get("memory")
     if kept is None:

@@ -8,10 +8,10 @@ from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from shardlib.axes import mesh_text
-from shardwright.compiled.lines import WITHOUT_LINE
-from shardwright.compiled.table import in_bytes, in_numbers, in_seconds
-from shardwright.plan.plan import Plan
-from shardwright.plan.work import Op
+from shardwright.inspect.compiled.lines import WITHOUT_LINE
+from shardwright.inspect.compiled.table import in_bytes, in_numbers, in_seconds
+from shardwright.inspect.plan.plan import Plan
+from shardwright.inspect.plan.work import Op
 from shardwright.run.files import duration
 
 GIB = 2**30

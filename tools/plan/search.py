@@ -10,11 +10,11 @@ from pathlib import Path
 from omegaconf import OmegaConf
 
 from shardlib.axes import AXES
-from shardwright.compiled.table import in_bytes, in_seconds
-from shardwright.plan.chips import Chip
-from shardwright.plan.plan import Plan
+from shardwright.cluster.chips import Chip
+from shardwright.inspect.compiled.table import in_bytes, in_seconds
+from shardwright.inspect.plan.plan import Plan
+from shardwright.inspect.planning import SAVED, Change, Settings, beside, mesh_sizes, planned_change
 from shardwright.run.config import Config
-from shardwright.run.planning import SAVED, Change, Settings, beside, mesh_sizes, planned_change
 
 SCHEDULES = (("interleaved_1f1b", 2), ("interleaved_1f1b", 4), ("1f1b", 1), ("zb_h1", 1), ("zb_v", 2), ("gpipe", 1))
 """Schedules of stages, each with a number of virtual stages."""

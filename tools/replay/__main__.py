@@ -19,8 +19,8 @@ import numpy as np
 from omegaconf import MISSING
 from rich.console import Console
 
-from shardwright.compiled.files import write_whole
-from shardwright.run.microscope import Microscope
+from shardwright.inspect.microscope.of_run import Microscope
+from shardwright.run.files import write_whole
 from shardwright.run.opening import StagesChoice
 from shardwright.run.step import trace_step
 from shardwright.settings.program import run_program

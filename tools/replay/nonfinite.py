@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardwright.microscope.origin import Finder, Origin, positions
+from shardwright.inspect.microscope.origin import Finder, Origin, positions
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.skipping import are_finite
 from shardwright_data.loader import TokenBatch

@@ -12,12 +12,12 @@ import numpy as np
 
 import train
 from shardwright.cluster.devices import known_options
+from shardwright.inspect.microscope.of_run import StepWithoutStages
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run.changes import config_at, firsts, loader_at
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config as RunConfig
 from shardwright.run.files import read_config, read_records
-from shardwright.run.microscope import StepWithoutStages
 from shardwright.run.opening import StagesChoice, mesh_for, read_state, trusted_options
 from shardwright.run.provenance import compare_source, provenance_of
 from shardwright.run.reference import check_reference, read_reference, reference_record

@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from shardwright.microscope.tables import tables_of
+from shardwright.inspect.microscope.tables import tables_of
 from shardwright.settings.screen import print_table
 from shardwright_data.foreign import one_line
 from shardwright_data.text.tokenizers import Tokenizer

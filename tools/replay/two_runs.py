@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardwright.microscope.look import Look
-from shardwright.microscope.statistics import bits
+from shardwright.inspect.microscope.look import Look
+from shardwright.inspect.microscope.statistics import bits
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.files import read_config
 from shardwright.run.provenance import ROOT, source_of

@@ -16,8 +16,7 @@ from typing import Any
 
 from rich.console import Console
 
-from shardwright.compiled.files import write_whole
-from shardwright.run.files import REPORT
+from shardwright.run.files import REPORT, write_whole
 from shardwright.settings.program import run_program
 from shardwright.settings.screen import print_line, print_table
 from tools.report.comparing import Comparison, compare_runs

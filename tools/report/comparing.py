@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwright.compiled.table import in_bytes, in_numbers
+from shardwright.inspect.compiled.table import in_bytes, in_numbers
 from shardwright.run.files import duration
 from tools.report.reading import Run
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from shardwright.compiled.table import KINDS, Table, read_table
+from shardwright.inspect.compiled.table import KINDS, Table, read_table
 from shardwright_data.foreign import read_object
 from tools.report.reading import Run
 

@@ -4,7 +4,7 @@ import contextlib
 import math
 from typing import Any
 
-from shardwright.compiled.lines import WITHOUT_LINE
+from shardwright.inspect.compiled.lines import WITHOUT_LINE
 from shardwright_data.foreign import number, one_line, read_object
 from tools.report.comparing import METRICS, Comparison
 from tools.report.lines import FIRST, measured_lines, newest, read

@@ -20,12 +20,12 @@ from shardlib.marks import is_region
 from shardlib.proof.alignment import Different
 from shardlib.proof.check import findings
 from shardlib.proof.domain import UNIFORM, Value, devices
-from shardwright.microscope.points import callers
-from shardwright.microscope.rerun import Path, Rerun, executed
+from shardwright.inspect.microscope.points import callers
+from shardwright.inspect.microscope.rerun import Path, Rerun, executed
+from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.run.config import Config
 from shardwright.run.reference import read_reference
-from shardwright.run.soundness import find_unsound
 from shardwright.run.step import trace_step
 from tools.verify.inputs import Inputs, make_inputs
 from tools.verify.meshes import ONE_DEVICE, Mesh, abstract_mesh_of, mesh_of

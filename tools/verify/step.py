@@ -14,12 +14,12 @@ import numpy as np
 
 from shardlib.axes import axes_of_mesh
 from shardlib.shardtypes import make_shardings
-from shardwright.microscope.points import gradient_paths
-from shardwright.microscope.rerun import Rerun
+from shardwright.inspect.fresh import anew
+from shardwright.inspect.microscope.points import gradient_paths
+from shardwright.inspect.microscope.rerun import Rerun
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import are_stacks
 from shardwright.run.config import Config
-from shardwright.run.fresh import anew
 from shardwright.run.reference import weights_of
 from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
@@ -50,7 +50,7 @@ def on_host(x: jax.Array) -> np.ndarray:
 
 
 def train() -> Any:
-    """The module train, which may be a new one: shardwright.run.fresh."""
+    """The module train, which may be a new one: shardwright.inspect.fresh."""
     return importlib.import_module("train")
 
 

@@ -14,9 +14,9 @@ from bench.throughput.peers.job import BOS_ID, Job, batches
 from bench.throughput.peers.plain_jax import OnJax
 from shardlib.shardtypes import make_shardings
 from shardwright.cluster.devices import known_options, make_mesh, start_devices
-from shardwright.compiled.hlo import parse
-from shardwright.compiled.step import describe
-from shardwright.compiled.trace import devices_of, line_times
+from shardwright.inspect.compiled.hlo import parse
+from shardwright.inspect.compiled.step import describe
+from shardwright.inspect.compiled.trace import devices_of, line_times
 from shardwright.modeling.model import load_model
 from shardwright.run.compiling import free_kept_memory
 from shardwright.run.config import check_divides

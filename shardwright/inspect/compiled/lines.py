@@ -1,0 +1,188 @@
+"""The source line of each operation of a compiled program, and of each array that it keeps for the backward pass."""
+
+import functools
+from pathlib import PurePath
+from typing import NamedTuple
+
+from shardlib.places import is_installed
+from shardwright.inspect.compiled.hlo import Computation, Frame, Instruction, Program, Shape
+from shardwright.inspect.compiled.operations import NO_WORK
+
+WITHOUT_LINE = "without a line"
+_HELPERS = ("jax_extra.py",)
+_LIBRARY = "shardlib"
+_NEVER = ("parameter", "constant", "while", "conditional", "tuple", "get-tuple-element", "iota", "partition-id")
+"""Opcodes whose line says nothing of their neighbours."""
+_ALIASES = {
+    *("get-tuple-element", "bitcast", "copy", "opt-barrier", "optimization-barrier", "reshape", "transpose"),
+    *("copy-start", "copy-done"),
+}
+"""Opcodes that pass an array on."""
+_MADE_OF_OTHERS = ("fusion", "async-start", "call", "all-reduce", "reduce-scatter")
+"""Beginnings of opcodes of instructions that call others."""
+
+
+def phase_of(op_name: str) -> str:
+    """The part of automatic differentiation that an operation belongs to.
+
+    "forward", "backward", "again" for what the backward pass computes again of the forward pass, or "" for others.
+    """
+    if "rematted_computation" in op_name:
+        return "again"
+    if "transpose(" in op_name:
+        return "backward"
+    return "forward" if "jvp(" in op_name else ""
+
+
+class CallSite(NamedTuple):
+    """Where an operation comes from: its line, and its phase as `phase_of` has it.
+
+    The line is `path/file.py:158`, of a file that users edit, with the path in the checkout; None if it is not known.
+    With a "~" before it the compiler dropped the line, so that this is the line of a neighbour.
+    """
+
+    line: str | None
+    phase: str
+
+
+class Places:
+    """Finds the source lines of a program's operations and of the arrays that its backward pass reads.
+
+    Attributes:
+        root: directory of the checkout with which the program was compiled; empty if it has none of its files.
+    """
+
+    def __init__(self, program: Program):
+        self._computations = program.computations
+        files: dict[str, None] = {}
+        for computation in program.computations.values():
+            for instruction in computation.instructions.values():
+                files |= dict.fromkeys(frame.file for frame in instruction.frames)
+        libraries = [PurePath(file).parent.parent for file in files if PurePath(file).parent.name == _LIBRARY]
+        self.root = str(libraries[0]) if libraries else ""
+        self._users: dict[str, str] = {}  # files that users edit, and their paths as they are shown
+        for file in files:
+            path = file.removeprefix(f"{self.root}/") if self.root else file
+            if not (path.startswith((f"{_LIBRARY}/", *_HELPERS)) or is_installed(file)):
+                self._users[file] = path
+
+    def of_frames(self, frames: tuple[Frame, ...]) -> str | None:
+        """The innermost line of a user's file, as shardlib.places has it."""
+        return next((f"{self._users[x.file]}:{x.line}" for x in frames if x.file in self._users), None)
+
+    def of_instruction(self, instruction: Instruction) -> CallSite:
+        """Where the instruction itself says that it comes from."""
+        line = self.of_frames(instruction.frames) if instruction.op_name else None
+        return CallSite(line, phase_of(instruction.op_name))
+
+    def of(self, computation: Computation, instruction: Instruction) -> CallSite:
+        """Where an instruction comes from; a fusion, where what it mostly computes comes from.
+
+        XLA drops the name of some operations that it rewrites, such as batched matmuls on CPUs, and gives them the line
+        of the whole loop. The line then is the one of an operation that reads it, or that it reads.
+        """
+        if instruction.opcode in ("while", "conditional"):
+            return self.of_instruction(instruction)
+        if found := self._own(instruction):
+            return found
+        sources = (computation.instructions.get(name) for name in instruction.operands)
+        for neighbour in [*computation.readers.get(instruction.name, ()), *sources]:
+            if neighbour and neighbour.opcode not in _NEVER and (found := self._own(neighbour)):
+                return CallSite(f"~{found.line}", found.phase)
+        return CallSite(None, "")
+
+    def _own(self, instruction: Instruction) -> CallSite | None:
+        inside = self._inside(instruction)
+        # A fusion with a matmul is that matmul, though it may end with another operation.
+        heavy = [other for other in inside if other.opcode in ("dot", "convolution")]
+        for candidate in heavy or [instruction, *inside]:
+            found = self.of_instruction(candidate)
+            if found.line and candidate.opcode not in _NEVER:
+                return found
+        return None
+
+    def _inside(self, instruction: Instruction) -> list[Instruction]:
+        """What an instruction is made of; of a collective, what sums, whose name XLA keeps where it drops the other."""
+        if not instruction.opcode.startswith(_MADE_OF_OTHERS):
+            return []
+        found = []
+        for name in instruction.called:
+            for other in reversed(self._computations[name].instructions.values()):
+                found += [other, *self._inside(other)]
+        return found
+
+    def kept(self, computation: Computation) -> list[tuple[str, str | None, Shape]]:
+        """What the backward pass in a computation reads of the forward pass. Scalars and weights do not count.
+
+        Each as the name of the computation that makes it, which may be a loop's body; the line that made it, or saved
+        it with save_for_backward; and its shape, of the whole array where a loop stacks it up turn by turn. A loop over
+        forward and backward passes, such as a pipeline's, keeps what its forward passes stack up.
+        """
+        found: dict[tuple, tuple | None] = {}
+        for reader in computation.instructions.values():
+            phase, made = self.of(computation, reader).phase, []
+            if reader.opcode == "while" and not phase:
+                made = [(reader, part) for part in range(len(reader.shapes))]
+            elif phase in ("backward", "again") and reader.opcode not in NO_WORK | _ALIASES:
+                made = [maker for name in reader.operands for maker in self._makers(computation, name)]
+            for maker, part in made:
+                found[maker.name, part] = self._array(computation, maker, part)
+        return [array for array in found.values() if array]
+
+    def _array(self, computation: Computation, maker: Instruction, part: int | None) -> tuple | None:
+        """What an instruction makes, or a part of it, as in `kept`; None if it is not of the forward pass."""
+        shapes = maker.shapes if part is None else maker.shapes[part : part + 1]
+        if len(shapes) != 1 or not shapes[0].dims or maker.opcode in ("parameter", "constant"):
+            return None
+        line, phase = self.of(computation, maker)
+        if maker.opcode == "while":
+            computation = self._computations[maker.called[-1]]
+            stack = self._stack(computation, part)
+            if stack and stack.phase == "forward":
+                phase = "forward"
+            line = (stack and stack.line) or line
+        return (computation.name, line, shapes[0]) if phase == "forward" else None
+
+    @functools.cache  # noqa: B019 (it lives as long as the program is described)
+    def _makers(
+        self, computation: Computation, name: str, part: int | None = None
+    ) -> tuple[tuple[Instruction, int | None], ...]:
+        """The instructions that made `name`, or a part of that tuple, and which part of their result it is."""
+        instruction = computation.instructions.get(name)
+        if instruction is None:
+            return ()
+        if instruction.opcode == "get-tuple-element":
+            return self._makers(computation, instruction.operands[0], instruction.index)
+        if instruction.opcode == "tuple":
+            chosen = instruction.operands if part is None else instruction.operands[part : part + 1]
+            return tuple(found for operand in chosen for found in self._makers(computation, operand))
+        # A conversion with a name is one of the source.
+        if instruction.opcode in _ALIASES or (instruction.opcode == "convert" and not instruction.op_name):
+            return self._makers(computation, instruction.operands[0], part)
+        return ((instruction, part),)
+
+    def _stack(self, computation: Computation, part: int | None, callers: tuple = ()) -> CallSite | None:
+        """Where the entries come from of a stack, which is a part of a computation's result; None if it is none.
+
+        `callers`: the fusions around the computation, outermost first, each with its own computation.
+        """
+        for maker, at in self._makers(computation, computation.root.name, part):
+            if maker.opcode == "dynamic-update-slice":
+                return self._put(computation, maker.operands[1], callers)
+            if maker.opcode == "fusion-done":  # of a copy into the host's memory
+                maker = computation.instructions[maker.operands[0]]
+            if maker.opcode in ("fusion", "fusion-start", "conditional"):
+                around = () if maker.opcode == "conditional" else (*callers, (computation, maker))
+                inside = (self._stack(self._computations[name], at, around) for name in maker.called)
+                return next(filter(None, inside), None)
+        return None
+
+    def _put(self, computation: Computation, name: str, callers: tuple) -> CallSite:
+        """Where that comes from which is put into a stack."""
+        for maker, _ in self._makers(computation, name):
+            if maker.opcode != "parameter":
+                return self.of(computation, maker)
+            if callers:
+                outer, call = callers[-1]
+                return self._put(outer, call.operands[int(maker.operands[0])], callers[:-1])
+        return CallSite(None, "forward")  # what the loop carries, such as the residual stream

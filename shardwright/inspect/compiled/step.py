@@ -1,0 +1,131 @@
+"""The reading of a compiled step by source line: what each communicates, multiplies, keeps for the backward pass."""
+
+import collections
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from shardwright.inspect.compiled.hlo import Computation, Instruction, Program
+from shardwright.inspect.compiled.lines import WITHOUT_LINE, Places, phase_of
+from shardwright.inspect.compiled.operations import NO_WORK, Work, works_of
+from shardwright.inspect.compiled.table import Row, Section, Table, around
+from shardwright_data.foreign import read_text
+
+_LOOPS = {"run_layers": "layers", "accumulate": "groups of microbatches", "_run": "ticks"}
+"""What the loop of a function goes over."""
+
+
+def describe(program: Program, newest: float = 0) -> Table:
+    """The program by source line, with the text of lines of files that were not changed after the time `newest`."""
+    return _Walk(program).table(newest)
+
+
+class _Walk:
+    def __init__(self, program: Program):
+        self.program, self.places = program, Places(program)
+        self.sections: list[Section] = []
+        # Of each section, in the order of the program: the work of a line in a phase, and the sections within it.
+        self.items: list[dict[Any, collections.Counter[Work] | None]] = []
+        self.section_of: dict[str, int] = {}  # of each computation
+        self.line_of: dict[str, str | None] = {}  # of each instruction
+        self.communicating: set[str] = set()  # instructions
+        self.chains: set[str] = set()  # of collectives in parts
+
+    def table(self, newest: float) -> Table:
+        program = self.program
+        name = program.name.removeprefix("jit_")
+        self.fill(self.open(Section("program", name, 1, -1)), program.entry)
+        for computation in [*self.section_of]:
+            for maker, line, shape in self.places.kept(program.computations[computation]):
+                work = self.work(self.section_of[maker], line, "forward")
+                work[Work("kept", str(shape), shape.bytes, shape.dtype)] += 1
+        rows = [*self.rows(0)]
+        source = _source(self.places.root, {row.line.removeprefix("~") for row in rows}, newest)
+        of_operations = self.line_of, self.communicating
+        return Table(name, program.devices, program.mesh, self.sections, rows, source, *of_operations)
+
+    def open(self, section: Section) -> int:
+        """Number of a new section."""
+        number = len(self.sections)
+        self.sections.append(section)
+        self.items.append({})
+        if number:
+            self.items[section.parent][number] = None
+        return number
+
+    def work(self, section: int, line: str | None, phase: str) -> collections.Counter[Work]:
+        """What a line does in a section and a phase, to add to."""
+        return self.items[section].setdefault((line or WITHOUT_LINE, phase), collections.Counter())
+
+    def fill(self, section: int, computation: Computation) -> None:
+        """Puts the operations of a computation into a section, by line."""
+        self.section_of[computation.name] = section
+        for instruction in computation.instructions.values():
+            opcode, called = instruction.opcode, [self.program.computations[name] for name in instruction.called]
+            if opcode.endswith(("-done", "-update")) and (begun := instruction.operands[0]) in self.line_of:
+                self.line_of[instruction.name] = self.line_of[begun]
+                if begun in self.communicating:
+                    self.communicating.add(instruction.name)
+            elif opcode == "call":
+                self.line_of[instruction.name] = None
+                for inside in called:
+                    self.fill(section, inside)
+            elif opcode in ("while", "conditional"):
+                self.line_of[instruction.name] = None
+                for inside in called[-1:] if opcode == "while" else called:
+                    self.fill(self.open(self.section(instruction, section)), inside)
+            elif opcode not in NO_WORK:
+                self.add(section, computation, instruction)
+
+    def section(self, instruction: Instruction, parent: int) -> Section:
+        """The section of a loop or of a branch."""
+        names = instruction.frames[0].function.split(".") if instruction.frames else []
+        function = next((name for name in reversed(names) if not name.startswith("<")), "")
+        if instruction.opcode == "conditional":
+            return Section("branch", f"on condition, in {function}", None, parent)
+        phase = phase_of(instruction.op_name)
+        title = _LOOPS.get(function) or f"loop in {function or 'a function'}"
+        direction = "backward" if phase == "again" else phase
+        return Section("loop", f"{title}, {direction}" if direction else title, self.program.turns(instruction), parent)
+
+    def add(self, section: int, computation: Computation, instruction: Instruction) -> None:
+        """Adds an operation to the line that it comes from."""
+        origin = self.places.of(computation, instruction)
+        works = works_of(self.program, computation, instruction, self.chains)
+        self.work(section, origin.line, origin.phase).update(works or [Work("other", "", 0)])
+        self.line_of[instruction.name] = origin.line or WITHOUT_LINE
+        if any(work.kind == "collective" for work in works):
+            self.communicating.add(instruction.name)
+
+    def rows(self, number: int) -> Iterator[Row]:
+        """The rows of a section and of those within it."""
+        outer = [self.sections[i] for i in around(self.sections, number)[1:]]
+        # A loop of unknown length counts once, a branch always.
+        turns = math.prod(section.turns or 1 for section in outer if section.kind == "loop")
+        place = " > ".join(section.title for section in outer if section.kind != "branch") or "outside of loops"
+        sometimes = any(section.kind == "branch" for section in outer)
+        for item, works in self.items[number].items():
+            if works is None:
+                yield from self.rows(item)
+                continue
+            line, phase = item
+            where = f"{place}, again" if phase == "again" else place
+            for work, count in works.items():
+                kept = work.kind == "kept"
+                often = (count, 1 if kept else turns, sometimes and not kept)
+                yield Row(line, where, number, phase, *work, *often)
+
+
+def _source(root: str, names: set[str], newest: float) -> dict[str, str]:
+    """Text of lines, of files of Python that were not changed after the time `newest`."""
+    found = {}
+    for file in sorted({name.rpartition(":")[0] for name in names}):
+        path = Path(root, file)
+        with contextlib.suppress(OSError, ValueError):  # a stranger's HLO text may name what is no source
+            if path.suffix == ".py" and path.stat().st_mtime <= newest:
+                for i, line in enumerate(read_text(path).splitlines(), 1):
+                    if f"{file}:{i}" in names:
+                        found[f"{file}:{i}"] = line.strip()
+    return found

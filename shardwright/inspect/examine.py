@@ -1,0 +1,61 @@
+"""What a run has examined of its steps. It is given this module, and knows no other one of this room."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from shardlib.axes import PIPELINE_AXIS
+from shardwright.inspect.causality import describe_causality
+from shardwright.inspect.compiled.trace import top_lines
+from shardwright.inspect.microscope.of_run import Microscope
+from shardwright.inspect.planning import plan_run
+from shardwright.inspect.soundness import check_steps
+from shardwright.run.beside import FAILURES, run_beside
+from shardwright.run.report import tell
+from shardwright.run.step import Step
+
+__all__ = "Microscope", "draw_step", "plan_run", "prove", "read_trace"
+
+
+def prove(steps: Sequence[Step], source: Any) -> None:
+    """Refuses steps that do not compute on their mesh what they compute on one device, or that look ahead.
+
+    Args:
+        steps: the training step with the settings of now, and those with the settings of later steps.
+        source: hashes of the source, from provenance.source_of, with which each is checked once; None: each time.
+    """
+    mesh = steps[0].mesh
+    if mesh.size > 1:
+        for step in steps:
+            check_steps(step, source)
+        staged = PIPELINE_AXIS in mesh.shape
+        what = "the parts of the steps that stages run, in order," if staged else "training and evaluation"
+        tell(f"proof      {what} compute on this mesh what they compute on one device")
+    tell(describe_causality(steps[0], source))
+
+
+def draw_step(hlo: Path) -> str:
+    """Writes the table and the picture of the step beside its HLO text, in a process of low priority.
+
+    Returns a line for the user: where the picture is, or why there is none.
+    """
+    try:
+        drawn = run_beside("shardwright.inspect.compiled.files", hlo).strip()
+    except FAILURES as error:
+        return f"picture    none, {hlo} cannot be drawn: {error}"
+    return f"picture    {drawn}"
+
+
+def read_trace(*given: Any) -> tuple[dict[str, Any], str]:
+    """The time between steps that a trace shows, or why not, and for a terminal, its time by source line.
+
+    The arguments are those of the program compiled/trace.py, which runs in a process of low priority.
+    """
+    try:
+        found = json.loads(run_beside("shardwright.inspect.compiled.trace", *given))
+    except FAILURES as error:
+        found = {key: {"because": f"the trace could not be read: {error}"} for key in ("bubble", "lines")}
+    lines = found["lines"]
+    unknown = f"slowest    source lines: not known, because {lines.get('because')}"
+    return found["bubble"], unknown if "because" in lines else top_lines(lines)

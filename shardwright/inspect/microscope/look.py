@@ -1,0 +1,105 @@
+"""A second program beside the training step: statistics of what the step computes, by name and line."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from shardwright.inspect.microscope.points import Point, gradient_paths, saved_points
+from shardwright.inspect.microscope.rerun import Path, Rerun
+from shardwright.inspect.microscope.statistics import finished, sums
+
+
+class Look:
+    """Statistics of a training step: of what it saves for the backward pass, its weights, gradients and updates.
+
+    They are computed from the traced step, whose own program stays as it is. Each is of the whole value, so that it is
+    the same on every mesh but for rounding.
+
+    Args:
+        program: the jaxpr of the step: (state, batch, …) -> (state, metrics), where the weights come first in a state.
+        weights: of the state, or their shapes: a dataclass whose field `layers` stacks those of the layers.
+        measure: what is computed of a value: `sums`, or `bits` for `fingerprints`.
+    """
+
+    def __init__(self, program: Any, weights: Any, measure: Callable = sums):
+        self._measure = measure
+        self._points, self._gradients = saved_points(program), gradient_paths(program, weights)
+        path = lambda keys: jax.tree_util.keystr(keys, simple=True, separator="/")
+        self._weights = [path(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(weights)[0]]
+        self._stacks = [name.startswith("layers/") for name in self._weights]
+        paths = [*self._gradients, *(path for point in self._points for path in point.paths)]
+        self._replay = Rerun(program, {path: [0] for path in paths}, self._visit, is_same=True)
+
+    def _visit(self, path: Path, i: int, turns: tuple, operands: list, x: jax.Array, knobs: Any) -> tuple:
+        if path in self._gradients:
+            return x, self._measure(x, self._stacks[self._gradients.index(path)], of_gradient=True)
+        return x, self._measure(x)
+
+    def __call__(self, *args: Any) -> dict[str, list[jax.Array]]:
+        """What `described` takes. Arguments as for the step; under jit, on the mesh on which it was traced."""
+        leaves = jax.tree.leaves(args)
+        results, values = self._replay(*leaves)
+        of_path = {note.path: value for note, value in zip(self._replay.notes, values, strict=True)}
+        of_weights = zip(leaves, results, self._stacks, strict=False)
+        both = [(self._measure(w, rows), self._measure(new - w, rows)) for w, new, rows in of_weights]
+        return {
+            "points": [[of_path[path] for path in point.paths] for point in self._points],
+            "gradients": [of_path[path] for path in self._gradients],
+            "weights": [w for w, _ in both],
+            "updates": [update for _, update in both],
+        }
+
+    def described(self, found: Mapping[str, Sequence]) -> dict[str, list[dict[str, Any]]]:
+        """The statistics as JSON values: `points`, in program order, and `weights`.
+
+        Each has a name and the statistics of microscope.statistics.NAMES: a number, or a list with one for each layer.
+        A point has a `place`. A weight has the statistics of its `gradient`, before clipping, and `update`, the rms of
+        its change over its own.
+        """
+        found = jax.tree.map(np.asarray, found)
+        points = [
+            {"name": point.name, "place": point.place, **_plain(finished(_in_order(point, x)), any(point.of_layers))}
+            for point, x in zip(self._points, found["points"], strict=True)
+        ]
+        weights = []
+        for i, (name, rows) in enumerate(zip(self._weights, self._stacks, strict=True)):
+            w, g, update = (finished(found[kind][i].reshape(6, 1, -1)) for kind in ("weights", "gradients", "updates"))
+            with np.errstate(divide="ignore", invalid="ignore"):
+                ratio = _plain({"update": update["rms"] / w["rms"]}, rows)
+            weights.append({"name": name, **_plain(w, rows), "gradient": _plain(g, rows), **ratio})
+        return {"points": points, "weights": weights}
+
+    def fingerprints(self, found: Mapping[str, Sequence]) -> list[tuple[str, str, np.ndarray]]:
+        """Name, place and `bits` of each value, in the order in which a step computes them."""
+        found = jax.tree.map(np.asarray, found)
+        values, first = [], next((i for i, point in enumerate(self._points) if any(point.of_layers)), 0)
+        for i, point in enumerate(self._points):
+            found_there = _in_order(point, found["points"][i])[0]
+            for layer, x in enumerate(found_there.T):  # one layer after the other
+                of_layer, order = (f" in layer {layer}", (first, layer, i)) if any(point.of_layers) else ("", (i, 0, i))
+                values.append((order, (point.name + of_layer, point.place, x)))
+        values = [value for _, value in sorted(values, key=lambda pair: pair[0])]
+        for kind in ("gradients", "updates"):
+            of = f"the {kind.removesuffix('s')} of "
+            values += [(of + n, "", x.reshape(-1)) for n, x in zip(self._weights, found[kind], strict=True)]
+        return values
+
+
+def _in_order(point: Point, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """What was measured at a point, one array [*turns, n] for each of its paths, as [n, parts, layers]."""
+    found = np.stack(arrays, axis=-2)  # [*turns, paths, n]
+    by_layer = [*point.of_layers, any(point.of_layers)]  # in a loop over layers, the paths are a period of layers
+    parts = [i for i, is_layer in enumerate(by_layer) if not is_layer]
+    layers = [i for i, is_layer in enumerate(by_layer) if is_layer]
+    sizes = (int(np.prod([found.shape[i] for i in dims], initial=1)) for dims in (parts, layers))
+    return found.transpose(-1 % found.ndim, *parts, *layers).reshape(found.shape[-1], *sizes)
+
+
+def _plain(values: Mapping[str, np.ndarray], by_layer: bool) -> dict[str, Any]:
+    """Each statistic for JSON: a list if by layer, with strings for what is not finite, as in all metrics."""
+    plain = lambda x: x if np.isfinite(x) else json.dumps(x)
+    short = lambda x: plain(float(f"{x:.7g}"))  # f32 has no more digits
+    return {k: [short(x) for x in v.tolist()] if by_layer else short(v.item()) for k, v in values.items()}

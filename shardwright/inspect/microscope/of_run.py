@@ -1,0 +1,75 @@
+"""The microscope of a run: statistics of its step, every training.microscope_interval steps."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from shardlib.placement import LayerPlacement
+from shardlib.shardtypes import Array, make_shardings
+from shardwright.cluster.watch import pause
+from shardwright.inspect.microscope.look import Look
+from shardwright.run.config import check_divides
+from shardwright.run.stages import folded_mesh, without_stages
+from shardwright.run.step import Step
+from shardwright_data.loader import TokenBatch
+
+
+class StepWithoutStages:
+    """The training step on the current mesh without its pipeline stages, traced, to be looked at.
+
+    Its microbatches come one after the other, also those that are side by side in the step.
+
+    Args:
+        step: of the run.
+        placement: of its layers.
+
+    Attributes:
+        mesh: without stages.
+        program: the traced step, a ClosedJaxpr.
+
+    Raises:
+        ValueError: with stages, a batch that the devices without them do not divide.
+    """
+
+    def __init__(self, step: Step, placement: LayerPlacement):
+        step = step.other("one after the other", mesh=folded_mesh(step.c))
+        self.mesh, self._placement = step.mesh, placement
+        check_divides(step.c, self.mesh.shape)
+        self.program = step.jaxpr
+
+    @contextlib.contextmanager
+    def arguments(self, state: Any, batch: TokenBatch, step: Any, reference: Any = None) -> Iterator[tuple[Any, ...]]:
+        """Arguments of the step on the current mesh, on that without stages, which is the current one meanwhile."""
+        state, reference = self.state(state), None if reference is None else self.state(reference)
+        with jax.set_mesh(self.mesh):
+            batch = jax.tree.map(jax.device_put, batch, make_shardings(Array["m", TokenBatch], like=batch))
+            yield state, batch, step, reference
+
+    def state(self, state: Any) -> Any:
+        """A state of the current mesh on that without stages, with layers in their order."""
+        return without_stages(state, self._placement, self.mesh)
+
+
+class Microscope:
+    """Looks at the steps of a run, and leaves them as they are. With pipeline stages it looks at the step without them.
+
+    Args:
+        step, placement: as of StepWithoutStages.
+        options: compiler options.
+
+    Raises:
+        ValueError: as StepWithoutStages.
+    """
+
+    def __init__(self, step: Step, placement: LayerPlacement, options: dict[str, Any]):
+        self._step = StepWithoutStages(step, placement)
+        self._look = Look(self._step.program, step.model.table)
+        self._program = jax.jit(self._look, compiler_options=options)
+
+    @pause("looking at a step with the microscope")
+    def look(self, *arguments: Any) -> dict[str, Any]:
+        """Statistics of the step with these arguments, as Look.described says. Waits for the devices."""
+        with self._step.arguments(*arguments) as arguments:
+            return self._look.described(jax.device_get(self._program(*arguments)))

@@ -1,0 +1,222 @@
+"""The operation of a step whose numbers, not finite, reach its results.
+
+Many operations make an infinity or NaN of finite numbers that is masked later. So the step runs again, where all but
+one put 0 in place of such entries: its results are finite unless this one is a cause. The turn, the device and the
+entry are found in the same way, by halving.
+"""
+
+import bisect
+import dataclasses
+import functools
+import math
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from shardlib.equations import COLLECTIVES, ELEMENTWISE, kinds, words
+from shardlib.parsing import sort_axes
+from shardlib.proof.equation import Equation
+from shardwright.inspect.microscope.points import equations, function_and_target, is_loop_over_layers, loops_around
+from shardwright.inspect.microscope.rerun import Note, Path, Rerun, executed, is_float
+
+KINDS = ("finite", "an infinity", "NaN")
+"""What the worst entry of a value is, by its level."""
+FINITE = kinds("gather", "extreme", "exchange", "permutation", "cast", "identity", "view", "selection") | words(
+    """abs concatenate copy cos dynamic_slice dynamic_update_slice erf iota logistic neg reduce_max reduce_min rev sign
+    sin slice split tanh vary_unreduced_cast_p"""
+)
+"""Primitives that give finite numbers of finite ones."""
+ALL = np.iinfo(np.int32).max
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """The first operation of a step that makes numbers that are not finite, of finite ones, and that reach its results.
+
+    Or one that makes NaN of infinities that no operation made, such as constants.
+
+    Attributes:
+        place: `file.py:line`.
+        name: the function there, and what it assigns to: `Llama.layer gate`.
+        operation: name of the primitive.
+        kind: an infinity, or NaN.
+        is_backward: whether it belongs to the backward pass of that line.
+        layers: the first and the last of the layers that the turn of the loop computes; None outside.
+        microbatch: number of the microbatch; None outside of their loop.
+        device: of the first of these entries, the index along each axis over which the result differs.
+        index: of this entry in the result of the device.
+        shape: of the result on a device.
+    """
+
+    place: str
+    name: str
+    operation: str
+    kind: str
+    is_backward: bool
+    layers: tuple[int, int] | None
+    microbatch: int | None
+    device: dict[str, int]
+    index: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def _axes(x: Any) -> tuple[str, ...]:
+    return sort_axes(jax.typeof(x).manual_axis_type.varying)
+
+
+def _level(x: Any) -> jax.Array:
+    """Index of KINDS that each entry of a value is."""
+    return jnp.where(jnp.isnan(x), 2, jnp.where(jnp.isinf(x), 1, 0)).astype(jnp.int32)
+
+
+def _number(digits: Iterable[tuple[Any, int]]) -> Any:
+    """The number with these digits, each with what it is below, the most significant first."""
+    return functools.reduce(lambda n, digit: n * digit[1] + digit[0], digits, 0)
+
+
+class Finder:
+    """Finds the Origin in a traced program: (*arguments) -> results. It is compiled once for all arguments.
+
+    Args:
+        program: the jaxpr.
+        layers: number of layers of the model.
+        results: how many of the results count: the state, the loss and the norm of the gradients, which come first.
+    """
+
+    def __init__(self, program: Any, layers: int, results: int):
+        self._layers, self._count = layers, results
+        self._equations: dict[Path, Equation] = dict(equations(program))
+        wanted = {
+            path: [i for i, var in enumerate(eq.eqn.outvars) if is_float(var.aval)]
+            for path, eq in self._equations.items()
+            if eq.name not in FINITE
+        }
+        self._keys = {(path, i): n for n, (path, i) in enumerate((path, i) for path, ii in wanted.items() for i in ii)}
+        self._replay = Rerun(program, wanted, self._contained, is_varying=True)
+        self._program = jax.jit(lambda knobs, *args: self._replay(*args, knobs=knobs))
+
+    def _contained(self, path: Path, result: int, turns: tuple, operands: list, x: Any, knobs: dict[str, Any]) -> Any:
+        """A result of an equation, with 0 where it is worse than operands that are below a level; and its level there.
+
+        Of the cause that the knobs name, all is left until a turn, a device and an entry.
+        """
+        mesh, axes, name = jax.sharding.get_abstract_mesh(), _axes(x), self._equations[path].name
+        given, device, key = jnp.int32(0), 0, self._keys[path, result]
+        for y in (jnp.asarray(y) for y in operands if is_float(y)):
+            level = _level(y)
+            if name not in ELEMENTWISE or y.shape != x.shape:
+                level = jnp.max(level, initial=0)
+            over = sort_axes({*_axes(y)} - set(() if name in COLLECTIVES else axes))
+            given = jnp.maximum(given, lax.pmax(level, over) if over else level)
+        if mesh.manual_axes:
+            device = _number((lax.axis_index(axis), mesh.shape[axis]) for axis in axes)
+        is_after = lax.iota(jnp.int32, x.size).reshape(x.shape) > knobs["entry"]
+        for here, last in ((device, knobs["device"]), (_number(turns), knobs["turn"])):
+            is_after = (here > last) | ((here == last) & is_after)
+        level = jnp.where((_level(x) > given) & (given < knobs["below"]), _level(x), 0)
+        is_removed = (level > 0) & (is_after | (knobs["cause"] != key)) & (knobs["cause"] != ALL)
+        return jnp.where(is_removed, jnp.zeros_like(x), x), jnp.max(level, initial=0)
+
+    def _run(self, arguments: list, below: int, **knobs: int) -> tuple[list, list]:
+        """The results that count; and of each value the level, by device and turn, or 0 if no operand is better.
+
+        What is worse than operands that are below a level is 0, but for the cause; cause=ALL leaves all as it is.
+        """
+        knobs = {"below": below, "cause": -1, "turn": ALL, "device": ALL, "entry": ALL} | knobs
+        results, levels = self._program({name: np.int32(value) for name, value in knobs.items()}, *arguments)
+        return results[: self._count], levels
+
+    def find(self, *arguments: Any) -> tuple[Origin | None, list]:
+        """The Origin for these arguments, None if no operation is; and the results that count."""
+        arguments, below = jax.tree.leaves(arguments), 1
+        is_bad = lambda below, **knobs: not _are_finite(self._run(arguments, below, **knobs)[0])
+        results, levels = self._run(arguments, below, cause=ALL)
+        if _are_finite(results):
+            return None, results
+        if is_bad(1):  # of infinities that no operation made, such as constants
+            below, (_, levels) = 2, self._run(arguments, 2, cause=ALL)
+        causes = _by_execution(self._replay.notes, levels)
+        reach = (cause for cause in causes if is_bad(below, cause=self._keys[cause[0].path, cause[0].result]))
+        note, level = next(reach, (None, 0))
+        if note is None:
+            return None, results
+        var = self._equations[note.path].eqn.outvars[note.result].aval
+        knobs, kind = {"cause": self._keys[note.path, note.result]}, var.manual_axis_type
+        mesh, axes = jax.sharding.get_mesh().shape, sort_axes(kind.varying | kind.unreduced | kind.reduced)
+        turns, over = [n for n, _ in note.loops], [mesh[axis] for axis in axes]
+        for knob, n in (("turn", math.prod(turns)), ("device", math.prod(over)), ("entry", var.size)):
+            is_found = lambda last, knob=knob: is_bad(below, **knobs, **{knob: last})
+            knobs[knob] = bisect.bisect_left(range(n - 1), True, key=is_found)
+        digits = lambda n, sizes: tuple(map(int, np.unravel_index(n, sizes))) if sizes else ()
+        device = dict(zip(axes, digits(knobs["device"], over), strict=True))
+        where = {"device": device, "index": digits(knobs["entry"], var.shape), "shape": var.shape}
+        return self._described(note, level, digits(knobs["turn"], turns), **where), results
+
+    def _described(self, note: Note, level: int, ran: tuple[int, ...], **where: Any) -> Origin:
+        eq = self._equations[note.path]
+        turns = [n - 1 - i if is_reversed else i for i, (n, is_reversed) in zip(ran, note.loops, strict=True)]
+        loops = loops_around(eq)
+        of_layers = [i for i, loop in enumerate(loops) if is_loop_over_layers(loop)]
+        layers = None
+        for i in of_layers[:1]:
+            period = self._layers // loops[i].params["length"]
+            layers = turns[i] * period, (turns[i] + 1) * period - 1
+        name = function_and_target(*(eq.line() or ("", 0)))
+        stacks = [str(e.eqn.source_info.name_stack) for e in (eq, *loops)]
+        is_backward = any("transpose" in stack for stack in stacks) or any(loop.params["reverse"] for loop in loops)
+        microbatch = turns[0] if loops and 0 not in of_layers else None
+        return Origin(eq.place(), name, eq.name, KINDS[level], is_backward, layers, microbatch, **where)
+
+
+def _are_finite(results: list) -> bool:
+    return all(bool(jnp.isfinite(x).all()) for x in results if is_float(x))
+
+
+def _by_execution(notes: list[Note], levels: list) -> list[tuple[Note, int]]:
+    """The values that are worse than their operands, with the level of each at the first turn in which it is."""
+    found = []
+    for note, level in zip(notes, map(np.asarray, levels), strict=True):
+        level = level.max(tuple(range(level.ndim - len(note.loops))))  # of all devices
+        turns = map(tuple, np.argwhere(level).tolist())
+        found += sorted((executed(note, turn), note, int(level[turn])) for turn in turns)[:1]
+    return [(note, level) for _, note, level in sorted(found)]
+
+
+def positions(origin: Origin, batch: int, length: int, experts: Collection[int] = ()) -> tuple[int, int | None] | None:
+    """Sequence of the microbatch and position of the entry that is not finite. None for no activation.
+
+    An activation is known by its shape: a device's sequences come first, and then its positions, or those of pairs at
+    the end. A reduction that scatters positions has them first. The position is None if the shape does not show it.
+
+    Args:
+        origin: the origin.
+        batch: sequences of a microbatch.
+        length: tokens of a sequence.
+        experts: numbers of experts and of pools. None if a device has as many of them as sequences.
+    """
+    mesh, shape = jax.sharding.get_mesh().shape, origin.shape
+    if origin.microbatch is None or any(mesh.get(axis, 1) > 1 and axis not in origin.device for axis in "rde"):
+        return None
+    count = lambda axes: math.prod(mesh.get(axis, 1) for axis in axes)
+    block = lambda axes: sum(origin.device.get(a, 0) * count(axes[i + 1 :]) for i, a in enumerate(axes))
+    rows = batch // count("rde")
+    if rows * count("e") in experts:
+        return None
+    shared = {length // count(axes): axes for axes in ("", "c", "ct")[::-1]}
+    is_of_pairs = len(shape) > 3 and shape[-1] == shape[-2] == length
+    dims = [*([] if is_of_pairs else [(0, 1)]), (0, len(shape) - 2), (1, 0)]
+    for row, along in dims[::-1] if "reduce_scatter" in origin.operation else dims:
+        if 0 <= along < len(shape) > row and shape[row] == rows and shape[along] in shared:
+            break
+    else:
+        row, along = 0, None
+    if not shape or shape[row] != rows:
+        return None
+    sequence = block("rde") * rows + origin.index[row]
+    if along is None:
+        return sequence, None
+    return sequence, origin.index[along] + block(shared[shape[along]]) * shape[along]

@@ -1,0 +1,116 @@
+"""The points of a traced step that are looked at: what it saves for the backward pass, and its gradients."""
+
+import ast
+import collections
+import dataclasses
+import functools
+import linecache
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+import jax_extra
+from shardlib import layers
+from shardlib.equations import CALLS, called, frames_of
+from shardlib.places import is_installed
+from shardlib.proof.equation import Equation
+from shardwright.inspect.microscope.rerun import Path
+
+GRADIENT = "gradient"
+"""Name with which train.make_training_step marks each gradient, in the order of the weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """A named value of a step.
+
+    Attributes:
+        name: the function around it, and what it is assigned to: `Llama.layer q`; the second of a name with `#2`.
+        place: `file.py:line`.
+        paths: of its equations in one turn of the loops around it, in program order. Several if the line runs several
+            times, as in the layers of a period.
+        of_layers: of each loop around it, outermost first, whether it is that over the layers.
+    """
+
+    name: str
+    place: str
+    paths: tuple[Path, ...]
+    of_layers: tuple[bool, ...]
+
+
+def equations(jaxpr: Any, path: Path = (), caller: Equation | None = None) -> Iterator[tuple[Path, Equation]]:
+    """Each equation that a Rerun runs by itself, in program order, with its path."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        equation, name = Equation(eqn, caller=caller), eqn.primitive.name
+        if name == "shard_map":
+            yield from equations(eqn.params["jaxpr"])
+        elif name == "scan" or name in CALLS:
+            yield from equations(called(eqn) or eqn.params["jaxpr"], (*path, id(eqn)), equation)
+        else:
+            yield (*path, id(eqn)), equation
+
+
+def callers(equation: Equation) -> list[Equation]:
+    """The loops and calls around an equation, outermost first."""
+    return [] if equation.caller is None else [*callers(equation.caller), equation.caller]
+
+
+def loops_around(equation: Equation) -> list[Equation]:
+    """The loops around an equation, outermost first."""
+    return [caller for caller in callers(equation) if caller.name == "scan"]
+
+
+def is_loop_over_layers(loop: Equation) -> bool:
+    """Whether shardlib/layers.py made a loop."""
+    own = [file for file, _ in frames_of(loop.eqn) if not is_installed(file)]
+    return own[-1:] == [layers.__file__]
+
+
+def is_again(equation: Equation) -> bool:
+    """Whether the backward pass computes it, again or only there."""
+    return any(caller.params.get("differentiated", False) for caller in callers(equation))
+
+
+@functools.cache
+def function_and_target(file: str, line: int) -> str:
+    """The function around a line, with its class, and what the statement there assigns to: `Llama.layer v`."""
+    try:
+        nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
+    except (SyntaxError, ValueError):  # a file that has changed since it was imported
+        return ""
+    around = [node for node in nodes if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno]
+    owners = [node.name for node in around if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    targets = [node.targets[0] for node in around if isinstance(node, ast.Assign)]
+    targets += [node.target for node in around if isinstance(node, ast.AnnAssign)]
+    return " ".join(filter(None, [".".join(owners), *map(ast.unparse, targets[-1:])]))
+
+
+def saved_points(program: Any) -> list[Point]:
+    """The points at which the step saves a value, in program order. What is computed again counts once."""
+    found: dict[tuple, list[tuple[Path, Equation]]] = {}
+    for path, eq in equations(program):
+        if eq.name == "name" and eq.params["name"] == jax_extra.SAVED:
+            found.setdefault((eq.line(), eq.result_type()), []).append((path, eq))
+    points, seen = [], collections.Counter()
+    for (line, _), places in found.items():
+        # As the first of them: in the same loops, and not of the backward pass if that is not.
+        kind = lambda eq: (is_again(eq), [loop.eqn for loop in loops_around(eq)])
+        first = min(places, key=lambda place: is_again(place[1]))[1]
+        paths = tuple(path for path, eq in places if kind(eq) == kind(first))
+        name = (line and function_and_target(*line)) or "saved"
+        seen[name] += 1
+        name += f" #{seen[name]}" * (seen[name] > 1)
+        points.append(Point(name, first.place(), paths, tuple(map(is_loop_over_layers, loops_around(first)))))
+    return points
+
+
+def gradient_paths(program: Any, weights: Any) -> list[Path]:
+    """The paths of the gradients, in the order of the weights. Raises ValueError if there are not as many."""
+    paths = [path for path, eq in equations(program) if eq.name == "name" and eq.params["name"] == GRADIENT]
+    if len(paths) != len(leaves := jax.tree.leaves(weights)):
+        raise ValueError(
+            f"the step marks {len(paths)} gradients of {len(leaves)} weights. Give all gradients the name "
+            f"`{GRADIENT}` with checkpoint_name, as make_training_step in train.py does."
+        )
+    return paths

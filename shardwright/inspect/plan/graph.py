@@ -1,0 +1,281 @@
+"""A traced program as a graph of what one device computes: calls inlined, renamings followed, each with its line."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.extend import core
+from jax.interpreters.partial_eval import dce_jaxpr
+
+from jax_extra import SAVED
+from shardlib import equations
+from shardlib.equations import IDENTITIES, axes_of, body_of, called, is_variable, kinds, words
+from shardlib.places import is_users, place
+from shardwright.inspect.compiled.lines import phase_of
+from shardwright.modeling.planned_attention import KERNEL
+
+ALIASES = IDENTITIES | words("reshape squeeze transpose copy reduce_precision vary_unreduced_cast_p")
+"""Primitives whose result is the operand, in memory: XLA chooses layouts so that a transposition moves nothing."""
+COLLECTIVES = {
+    "all_gather": kinds("gather"),
+    "psum_scatter": kinds("scatter"),
+    "psum": kinds("sum", "extreme"),
+    "ppermute": {"ppermute"},
+    "all_to_all": {"all_to_all"},
+}
+"""Names of JAX's primitives, by the name of the collective in a plan."""
+WRITING = equations.SCATTERS | {"dynamic_update_slice"}
+"""Primitives that write into their first operand, in place."""
+_NAMED = kinds("gather") | {"convert_element_type", "dynamic_slice"}
+"""Primitives whose result is a weight if the operand is."""
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+_COLLECTIVE_OF = {primitive: name for name, names in COLLECTIVES.items() for primitive in names}
+TASK = "task_"
+"""Beginning of the name of a scope around the task of a pipeline stage."""
+
+
+class Site(NamedTuple):
+    """Source of an operation: `train.py:158`, its phase as `compiled.lines.phase_of`, and the task of a stage or ""."""
+
+    line: str
+    phase: str
+    task: str
+
+
+NOWHERE = Site("", "", "")
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """An array of one device.
+
+    Attributes:
+        shape, dtype: of the array.
+        site: where it is made.
+        kind: of what is known by name: weights, optimizer, batch, gradients, saved; "" for others.
+        name: of a weight; "" for others.
+        of: the value in whose memory it is, for a renaming and for what is written in place.
+        of_host: whether it is in the memory of the device's host, where it takes none of the device's.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    site: Site
+    kind: str = ""
+    name: str = ""
+    of: "Value | None" = None
+    of_host: bool = False
+
+    @property
+    def root(self) -> "Value":
+        """The value that owns the memory."""
+        found = self
+        while found.of is not None:
+            found = found.of
+        return found
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the array in the device's memory."""
+        return 0 if self.of_host else math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        short = {"bfloat16": "bf16", "bool": "bool", **dict.fromkeys(_FP8, "fp8")}.get(self.dtype.name)
+        return f"{short or self.dtype.kind + str(8 * self.dtype.itemsize)}[{','.join(map(str, self.shape))}]"
+
+
+class Node(NamedTuple):
+    """An operation that is no renaming.
+
+    Attributes:
+        op: name of the primitive, or of the collective, or KERNEL.
+        ins: operands; literals are left out.
+        outs: results.
+        params: as JAX has them.
+        site: where it is written.
+        bodies: of a loop one, of a condition one for each branch.
+        axes: of a collective.
+        carried: of a scan, how many operands are constants of its body, and how many are carried.
+    """
+
+    op: str
+    ins: list[Value]
+    outs: list[Value]
+    params: Mapping[str, Any]
+    site: Site
+    bodies: list["Graph"]
+    axes: tuple[str, ...] = ()
+    carried: tuple[int, int] = (0, 0)
+
+
+class Graph(NamedTuple):
+    """Operations in their order, with what goes in and comes out."""
+
+    ins: list[Value]
+    nodes: list[Node]
+    outs: list[Value]
+
+
+class _Scope(NamedTuple):
+    """What is known of the equations of a jaxpr from outside of it."""
+
+    stack: str
+    line: str
+    sizes: Mapping[str, int]
+
+
+def graph_of(jaxpr: Any, sizes: Mapping[str, int], ins: Sequence[Value] | None = None, scope: Any = None) -> Graph:
+    """The graph of a jaxpr, closed or open.
+
+    Args:
+        jaxpr: per-device code.
+        sizes: number of devices along each axis. A collective over one device is a renaming.
+        ins: its arguments; None: new values.
+        scope: of the call around it.
+    """
+    body, consts = body_of(jaxpr)
+    if scope is None:  # what no result needs, of loops too, a compiler leaves out
+        body, scope = dce_jaxpr(body, [True] * len(body.outvars), instantiate=True)[0], _Scope("", "", sizes)
+    ins = [_value(var.aval, NOWHERE) for var in body.invars] if ins is None else list(ins)
+    nodes: list[Node] = []
+    outs = zip(body.outvars, _add(core.ClosedJaxpr(body, consts), ins, nodes, scope), strict=True)
+    return Graph(ins, nodes, [x or _value(var.aval, NOWHERE) for var, x in outs])
+
+
+def _value(aval: Any, site: Site, **more: Any) -> Value:
+    dtype = getattr(aval, "dtype", np.dtype("float32"))
+    is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)  # of random numbers: two words
+    of_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
+    shape = tuple(getattr(aval, "shape", ()))
+    return Value(shape, np.dtype("uint64" if is_key else dtype), site, of_host=of_host, **more)
+
+
+def _site(eqn: Any, scope: _Scope) -> tuple[Site, str]:
+    stack = f"{scope.stack}/{eqn.source_info.name_stack}"
+    tasks = [part for part in stack.replace("(", "/").replace(")", "/").split("/") if part.startswith(TASK)]
+    line = next((place(*call) for call in reversed(equations.frames_of(eqn)) if is_users(call[0])), scope.line)
+    return Site(line, phase_of(stack), tasks[-1].removeprefix(TASK) if tasks else ""), stack
+
+
+def _add(jaxpr: Any, ins: Sequence[Value | None], nodes: list[Node], scope: _Scope) -> list[Value | None]:
+    """Adds the operations of a jaxpr to `nodes`, and gives its results. None is a literal."""
+    array = lambda x: _value(jax.typeof(x), NOWHERE) if is_variable(x) else None
+    return equations.evaluate(jaxpr, ins, lambda eqn, ins: _results(eqn, ins, nodes, scope), array)
+
+
+def _results(eqn: Any, ins: list[Value | None], nodes: list[Node], scope: _Scope) -> list[Value | None]:
+    """The results of an equation, which is added to `nodes` unless it only renames."""
+    if not eqn.outvars:
+        return []
+    op, (site, stack) = eqn.primitive.name, _site(eqn, scope)
+    inner, operands = _Scope(stack, site.line, scope.sizes), [x for x in ins if x is not None]
+    name = str(eqn.params.get("name", ""))
+    # JAX takes a part out of a kernel's call ahead of it, which does not have queries, keys and values.
+    is_kernel = name.startswith(KERNEL) and len(operands) > 2
+    axes = tuple(axis for axis in axes_of(eqn) if scope.sizes.get(axis, 1) > 1) if op in _COLLECTIVE_OF else ()
+    renamed = lambda variables, values: [_renamed(var, x, site) for var, x in zip(variables, values, strict=True)]
+    # XLA takes a scan of one turn out of its loop.
+    if (called(eqn) and not is_kernel) or (op == "scan" and eqn.params["length"] == 1):
+        body = called(eqn) or eqn.params["jaxpr"]
+        return renamed(eqn.outvars, _add(body, renamed(body_of(body)[0].invars, ins), nodes, inner))
+    if op in ALIASES or _keeps_size(eqn) or (op in _COLLECTIVE_OF and not axes) or _scales_fp8(op, ins):
+        outs = renamed(eqn.outvars, ins[: len(eqn.outvars)])
+        if op == "name":
+            _mark(outs[0].root, name, site)
+        return outs
+    bodies = [_body(part, ins, inner) for part in _bodies(eqn)]
+    outs = [_value(var.aval, site) for var in eqn.outvars]
+    kind = KERNEL if is_kernel else _COLLECTIVE_OF.get(op, op)
+    carried = equations.scan_counts(eqn) if op == "scan" else (0, 0)
+    nodes.append(Node(kind, operands, outs, eqn.params, site, bodies, axes, carried))
+    if op in _NAMED and operands:
+        outs[0].name = operands[0].name
+    if op in WRITING:
+        _write(outs[0], ins[0], ins[1 if op == "dynamic_update_slice" else -1])
+    elif bodies:
+        _write_in_place(nodes[-1], ins)
+    return outs
+
+
+def _scales_fp8(op: str, ins: list[Value | None]) -> bool:
+    """Whether an equation casts an array of fp8 or multiplies it by its scale, as its product does while it reads."""
+    return op in ("convert_element_type", "mul") and ins[0] is not None and ins[0].root.dtype.name in _FP8
+
+
+def _keeps_size(eqn: Any) -> bool:
+    """Whether an equation only adds dims of size 1."""
+    size = lambda var: math.prod(getattr(var.aval, "shape", ()))
+    return eqn.primitive.name == "broadcast_in_dim" and size(eqn.invars[0]) == size(eqn.outvars[0])
+
+
+def _bodies(eqn: Any) -> list[Any]:
+    p = eqn.params
+    of = {"scan": lambda: [p["jaxpr"]], "while": lambda: [p["body_jaxpr"]], "cond": lambda: list(p["branches"])}
+    return of.get(eqn.primitive.name, list)()
+
+
+def _body(jaxpr: Any, operands: list[Value | None], scope: _Scope) -> Graph:
+    """The body of a loop or a branch, whose operands have the names of those outside."""
+    variables = body_of(jaxpr)[0].invars
+    outside = operands[len(operands) - len(variables) :]
+    ins = [_value(var.aval, NOWHERE, name=x.name if x else "") for var, x in zip(variables, outside, strict=True)]
+    return graph_of(jaxpr, scope.sizes, ins, scope)
+
+
+def _renamed(var: Any, of: Value | None, site: Site) -> Value:
+    """A value for `var` in the memory of `of`; in its own where that is a literal."""
+    return _value(var.aval, site, of=of, name=of.name if of else "")
+
+
+# ---- what is in whose memory --------------------------------------------------------------------------------------
+
+
+def _mark(value: Value, name: str, site: Site) -> None:
+    """Notes what a name says of a value: that it is a gradient, or saved at this line."""
+    if name == SAVED:
+        value.kind, value.site = value.kind or "saved", site
+    elif name == "gradient":
+        value.kind = value.kind or "gradients"
+
+
+def _write(into: Value, owner: Value | None, written: Value) -> None:
+    """Notes that `into` is in the memory of `owner`, of which is known what is written there."""
+    into.of = owner
+    if written.root.site.line:
+        into.root.site = written.root.site
+        into.root.kind = into.root.kind or _stack_kind(written.root)
+
+
+def _stack_kind(made: Value) -> str:
+    """Kind of an array in which a loop keeps what `made` is in each iteration."""
+    return {"forward": "saved", "backward": "gradients"}.get(made.site.phase, "") if made.shape else ""
+
+
+def _write_in_place(node: Node, ins: list[Value | None]) -> None:
+    """Notes which results of a loop or of branches take the memory of an operand, and where others are made."""
+    consts, carried = node.carried
+    roots_of = [out.root for out in node.bodies[0].outs]
+    for i, out in enumerate(node.outs):
+        roots = [body.outs[i].root for body in node.bodies]
+        made = max(roots, key=lambda root: bool(root.site.line))
+        if node.op == "scan" and i >= carried:  # a stack; what is carried in has no line
+            out.site = made.site if made.site.line else node.site
+            out.kind = _stack_kind(made if made.site.line else out)
+            # Where the loop is unrolled whole, two stacks of one value are one: of what attention keeps, and of its
+            # result, which a layer marks.
+            whole = node.params["unroll"] >= node.params["length"]
+            before = zip(node.outs[carried:i], roots_of[carried:i], strict=True) if whole else ()
+            out.of = next((stack for stack, root in before if root is made), None)
+        elif node.op == "scan":
+            _write(out, ins[consts + i], made)
+        elif node.op == "while":
+            out.of = ins[len(ins) - len(node.outs) + i]
+        else:
+            at = next((j for j, x in enumerate(node.bodies[0].ins) if x is roots[0]), None)
+            if at is not None and all(body.ins[at] is root for body, root in zip(node.bodies, roots, strict=True)):
+                _write(out, ins[1 + at], made)
+            else:
+                out.site = made.site

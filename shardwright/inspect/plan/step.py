@@ -1,0 +1,160 @@
+"""A training step as a plan sees it: what one device computes, sends and keeps, by source line. No devices are used."""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+from shardlib.axes import axes_of_mesh
+from shardlib.equations import equations_in, is_variable
+from shardlib.tick_tables import TickTable
+from shardwright.inspect.plan.graph import NOWHERE, Graph, Value, graph_of
+from shardwright.inspect.plan.kernels import kernels_of, peak_of
+from shardwright.inspect.plan.work import STACK, Op, work_of
+
+
+class Held(NamedTuple):
+    """An array that is in memory when most is.
+
+    Attributes:
+        line: where it is made.
+        what: the name of a weight, or the array.
+        kind: weights, optimizer, reference, batch, gradients, saved for the backward pass, gathered copies of weights,
+            or working.
+        bytes: on one device.
+        again: of what is saved, the FLOPs that would compute it again in a step.
+    """
+
+    line: str
+    what: str
+    kind: str
+    bytes: float
+    again: float = 0.0
+
+
+class Facts(NamedTuple):
+    """What a plan has to know of a configuration.
+
+    Attributes:
+        tokens: tokens of a step, on all devices.
+        flops_per_token: model FLOPs, of flops.flops_of_model.
+        dtype: compute dtype.
+        layers, microbatches: their numbers.
+        side_by_side: of microbatches.
+    """
+
+    tokens: int
+    flops_per_token: float
+    dtype: str
+    layers: int
+    microbatches: int
+    side_by_side: int = 1
+
+
+class PlannedStep(NamedTuple):
+    """A training step on a mesh.
+
+    Attributes:
+        ops: the operations of one device, in their order.
+        held: what is in memory at the peak.
+        mesh: number of devices along each axis.
+        facts: of its configuration.
+        table: ticks of a pipeline; None without stages.
+    """
+
+    ops: list[Op]
+    held: list[Held]
+    mesh: Mapping[str, int]
+    facts: Facts
+    table: TickTable | None = None
+
+    @property
+    def peak(self) -> float:
+        """Bytes of a device, at most."""
+        return sum(array.bytes for array in self.held)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return math.prod(self.mesh.values())
+
+
+def mesh_for(sizes: Mapping[str, int], platform: str, kind: str) -> AbstractMesh:
+    """A mesh of devices that need not be there."""
+    sizes = axes_of_mesh(sizes)
+    device = AbstractDevice(device_kind=kind, num_cores=None, platform=platform)
+    types = (AxisType.Explicit,) * len(sizes)
+    return AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=types, abstract_device=device)
+
+
+def step_of(
+    traced: jax.stages.Traced, sizes: Mapping[str, int], platform: str, facts: Facts, table: TickTable | None
+) -> PlannedStep:
+    """The step that was traced, on a mesh of `mesh_for` of these sizes. `table` is that of its pipeline, if any."""
+    (eqn,) = (eqn for eqn in equations_in(traced.jaxpr) if eqn.primitive.name == "shard_map")
+    paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(traced.args_info[0])[0]]
+    outer = dict(zip(traced.jaxpr.jaxpr.invars, paths, strict=True))
+    inside, given = eqn.params["jaxpr"], []
+    for var, inner in zip(eqn.invars, inside.invars, strict=True):
+        path = outer.get(var, ()) if is_variable(var) else ()
+        name = jax.tree_util.keystr(path, simple=True, separator=".").removeprefix("0.")
+        kind = {"0": "optimizer", "1": "batch", "3": "reference"}.get(
+            str(getattr(path[0], "idx", "")) if path else "", ""
+        )
+        kind = "weights" if name.startswith("weights.") else kind
+        shape, dtype = inner.aval.shape, np.dtype(inner.aval.dtype)
+        given.append(Value(shape, dtype, NOWHERE, kind, name.removeprefix("weights.")))
+    graph = graph_of(inside, sizes, given)
+    chunks = 1 if table is None else len(table.stages[0])
+    ops, times = work_of(graph, facts.microbatches, chunks), facts.microbatches // facts.side_by_side * chunks
+    return PlannedStep(ops, _held(graph, given, platform, times), dict(sizes), facts, table)
+    if platform != "gpu":  # the compiler for TPUs writes the results of matmuls into stacks
+        ops = [op for op in ops if not op.what.startswith(STACK)]
+    return PlannedStep(ops, _held(graph, given, platform, times), dict(sizes), facts, table)
+
+
+def _held(graph: Graph, given: list[Value], platform: str, times: int) -> list[Held]:
+    """`times`: how often a step computes what is saved."""
+    donated = {value for value in given if value.kind in ("weights", "optimizer")}
+    found = [Held("", value.name, value.kind, value.bytes) for value in given if value.kind]
+    again = _again(graph)
+    names = iter([value.name for value in given if value.kind == "weights"])
+    gradients = (x for node in graph.nodes for x in node.outs if x.root is x and x.kind == "gradients")
+    of = {value: next(names, "") for value in gradients}
+    for value, size in peak_of(graph, donated, platform):
+        what = of.get(value, "") or value.name or str(value)
+        kind = value.kind or ("gathered" if value.name else "working")
+        found.append(Held(value.site.line, what, kind, size, times * again.get(value, 0.0) * (kind == "saved")))
+    return found
+
+
+def _again(graph: Graph) -> dict[Value, float]:
+    """FLOPs that would compute each stack of a loop again, from what else is saved."""
+    found = {}
+    for node in graph.nodes:
+        for body in node.bodies:
+            found |= _again(body)
+        if node.op != "scan":
+            continue
+        body, turns = node.bodies[0], node.params["length"]
+        made = {value: kernel for kernel in kernels_of(body) for value in kernel.writes}
+        stacked = dict(zip(node.outs[node.carried[1] :], body.outs[node.carried[1] :], strict=True))
+        known = {x.root for x in stacked.values()}
+        for out, inside in stacked.items():
+            found[out] = turns * _flops(inside.root, made, known - {inside.root})
+    return found
+
+
+def _flops(value: Value, made: dict, known: set[Value]) -> float:
+    """FLOPs of what makes a value of what is known, each kernel once."""
+    left, found = [value], {}
+    while left:
+        at = left.pop()
+        kernel = None if at in known else made.get(at)
+        if kernel is not None and kernel not in found:
+            found[kernel] = sum(op.flops for op in work_of(Graph([], [kernel.node], [])))
+            left += kernel.reads
+    return sum(found.values())

@@ -1,0 +1,150 @@
+"""What one device does in a step, with its source line: products, attention, what moves in memory, and messages."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from shardwright.inspect.plan.graph import Graph, Node
+from shardwright.inspect.plan.kernels import Kernel, kernels_of, product_shape
+from shardwright.modeling.planned_attention import share_of
+
+_HEAVY = ("matmul", "attention", "loop", "branch")
+HOST = "host"
+"""Beginning of what is moved to the device's host, or from it."""
+STACK = "stack"
+"""Beginning of what a loop that is not unrolled copies into what it keeps for the backward pass, or out of it."""
+_TOGETHER = ("_first", "_last")
+"""Ends of the names of tasks that all stages compute together."""
+
+
+class Op(NamedTuple):
+    """Equal executions of one operation.
+
+    Attributes:
+        line, phase, task: as those of a graph's Site.
+        kind: matmul; attention, by a kernel of its own; memory, for what is fused and what only moves; or collective.
+        what: sizes of a product, name of a collective, or the array that is made.
+        count: executions in a step, on one device.
+        flops: of one execution.
+        traffic: bytes read and written in the device's memory, of one.
+        shape: of a product its sizes b, m, k, n; else ().
+        dtype: of the operands.
+        axes: of a collective.
+        bytes: of a collective, those of the whole array: of a gather its result, of a scatter its operand.
+        tensor: of a collective, the name of its weight, or its operand; of the cast of a weight, its name.
+        timing: of a collective. ahead: its operand is there when the iteration begins; after: nothing in the iteration
+            reads its result; waited: neither.
+        loop: number of the loop body that it is in.
+        seconds: on a kind of chip, of all executions in a step.
+        exposed: by how much they make the step longer. Of a message, the part in which the device computes nothing
+            else; of what is computed, all, and what messages beside it slow it.
+    """
+
+    line: str
+    phase: str
+    task: str
+    kind: str
+    what: str
+    count: float
+    flops: float
+    traffic: float
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    axes: tuple[str, ...] = ()
+    bytes: float = 0.0
+    tensor: str = ""
+    timing: str = ""
+    loop: int = 0
+    seconds: float = 0.0
+    exposed: float = 0.0
+
+
+def work_of(graph: Graph, microbatches: int = 1, chunks: int = 1) -> list[Op]:
+    """The operations of a graph and of its loops, in their order.
+
+    `microbatches` and `chunks` of a device say how often it runs each task of a pipeline stage.
+    """
+    return list(_work(graph, 1.0, itertools.count(), None, (microbatches, chunks)))
+
+
+def _work(
+    graph: Graph, count: float, loops: Iterator[int], carried: tuple[int, int] | None, of_stage: tuple[int, int]
+) -> Iterator[Op]:
+    """`carried`: of a loop's body, how many operands are constants, and how many are carried; None: of no loop."""
+    kernels, loop = kernels_of(graph), next(loops)
+    timings = _timings(kernels, graph, carried)
+    for kernel in kernels:
+        node = kernel.node
+        if kernel.kind == "loop":
+            turns = node.params.get("length", 1)
+            yield from _stacked(node, count * turns, loop)
+            yield from _work(node.bodies[0], count * turns, loops, node.carried, of_stage)
+        elif kernel.kind == "branch":
+            body = max(node.bodies, key=lambda body: len(body.nodes))
+            task = next((inner.site.task for inner in body.nodes if inner.site.task), "")
+            times = of_stage[0] * (1 if task.endswith(_TOGETHER) else of_stage[1])
+            yield from _work(body, times if task else count, loops, (0, len(body.ins)), of_stage)
+        elif op := _op(kernel, count, loop, timings.get(id(kernel), "")):
+            yield op
+
+
+def _stacked(node: Node, count: float, loop: int) -> Iterator[Op]:
+    """The copies of a loop over layers, unless it is unrolled: of what it keeps, a layer's part in each turn."""
+    if node.op == "scan" and node.params["unroll"] < node.params["length"]:
+        before = len(node.ins) - len(node.bodies[0].ins) + sum(node.carried)  # constants may be literals
+        stacks = node.ins[before:] + node.outs[node.carried[1] :]
+        for x in dict.fromkeys(x.root for x in stacks if x.root.kind == "saved" and x.bytes):
+            site, size = node.site._replace(line=x.site.line), 2.0 * x.bytes / node.params["length"]
+            yield Op(*site, "memory", f"{STACK} {x}", count, 0.0, size, loop=loop)
+
+
+def _op(kernel: Kernel, count: float, loop: int, timing: str) -> Op | None:
+    node, made = kernel.node, max(kernel.node.outs, key=lambda x: x.bytes)
+    operand = max(node.ins, key=lambda x: x.bytes, default=made)
+    what, flops, more = str(made), 0.0, {"dtype": str(operand).partition("[")[0]}
+    if kernel.kind == "matmul":
+        b, m, k, n = more["shape"] = product_shape(node)
+        more["dtype"] = str(max((x.root for x in node.ins), key=lambda x: x.dtype.itemsize)).partition("[")[0]
+        what, flops = f"{b}: {m}×{k}×{n}" if b > 1 else f"{m}×{k}×{n}", 2.0 * b * m * k * n
+    elif kernel.kind == "attention":
+        q, k = node.ins[:2]
+        pairs = math.prod(q.shape) * k.shape[1] * share_of(node.params["name"])
+        # Scores and sums; in the backward pass the scores again, and four gradients (arXiv 2307.08691).
+        what, flops = str(q), 2 * pairs * (5 if node.site.phase == "backward" else 2)
+    elif kernel.kind == "collective":
+        whole = made if node.op == "all_gather" else operand
+        what = node.op
+        more |= {
+            "axes": node.axes,
+            "bytes": float(whole.bytes),
+            "tensor": operand.name or str(operand),
+            "timing": timing,
+        }
+    elif any(x.of_host for x in (*node.ins, *node.outs)):
+        what = f"{HOST} {what}"
+    elif made.name:
+        more["tensor"] = made.name  # the cast of a weight
+    if not flops + kernel.traffic:
+        return None
+    return Op(*node.site, kernel.kind, what, count, flops, float(kernel.traffic), loop=loop, **more)
+
+
+def _timings(kernels: list[Kernel], graph: Graph, carried: tuple[int, int] | None) -> dict[int, str]:
+    """Timing of each collective, by the id of its kernel. Outside of loops all are waited for."""
+    if carried is None:
+        return {id(kernel): "waited" for kernel in kernels}
+    consts, count = carried
+    late = {x.root for x in graph.ins[consts : consts + count]}
+    waited = {x.root for x in graph.outs[:count]}
+    found = {}
+    for kernel in kernels:
+        if late.intersection(kernel.reads):
+            late.update(kernel.writes)
+        else:
+            found[id(kernel)] = "ahead"
+    for kernel in reversed(kernels):
+        if waited.intersection(kernel.writes) or kernel.kind in _HEAVY:
+            waited.update(kernel.reads)
+            found.setdefault(id(kernel), "waited")
+    return {id(kernel): found.get(id(kernel), "after") for kernel in kernels}

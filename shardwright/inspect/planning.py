@@ -1,0 +1,220 @@
+"""Plans of configurations, and of changes of their settings: what makes a step faster, or lets it fit.
+
+A run plans itself before it compiles, and ends where it cannot fit.
+"""
+
+import collections
+import contextlib
+import copy
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from shardlib.axes import AXES, PIPELINE_AXIS, mesh_text
+from shardlib.proof.check import tracing
+from shardwright.cluster.chips import Chip, chip_for, chip_of, known
+from shardwright.inspect.compiled.table import in_bytes, in_seconds
+from shardwright.inspect.plan.plan import Plan, plan_of
+from shardwright.inspect.plan.step import Facts, PlannedStep, mesh_for, step_of
+from shardwright.modeling.model import LanguageModel, load_model
+from shardwright.run.config import Config, check_config, check_divides
+from shardwright.run.files import write_json
+from shardwright.run.flops import attended_keys, flops_of_model
+from shardwright.run.optional import in_a_line, optional
+from shardwright.run.stages import training_table
+from shardwright.run.step import Step, trace_step
+
+Settings = Mapping[str, Any]
+"""Values of settings by their names, such as training.save."""
+SAVED = ("everything", "marked", "dots", "nothing")
+"""Values of training.save that keep what is saved on the device, most first."""
+FILE = "plan.json"
+NOT_MEASURED = "cpu"
+"""Name of the chip whose numbers are assumed. A plan by them would say nothing."""
+MARGIN = 0.1
+"""Share by which planned memory may be wrong. A run is refused only where its plan is beyond it."""
+
+
+def mesh_sizes(c: Config, devices: int | None) -> dict[str, int]:
+    """Devices along the axes of the configuration's mesh. None: as many as the mesh states.
+
+    Raises ValueError if the mesh does not have that many, or says -1 where no number of devices is given.
+    """
+    sizes = {axis: getattr(c.mesh, axis) for axis in AXES}
+    if none := [axis for axis, size in sizes.items() if size == 0]:
+        raise ValueError(f"mesh.{none[0]} is 0; give a number of devices, at least 1, or -1 for those that are left.")
+    left = [axis for axis, size in sizes.items() if size == -1]
+    known = math.prod(size for size in sizes.values() if size != -1)
+    if left and devices is None:
+        raise ValueError(f"mesh.{left[0]} is -1, for the devices that are left: give plan.devices=<number of devices>.")
+    if len(left) > 1:
+        raise ValueError(f"mesh.{left[0]} and mesh.{left[1]} are -1; only one can take the devices that are left.")
+    if devices is not None and (devices % known if left else devices != known):
+        shown = mesh_text(sizes)
+        raise ValueError(f"plan.devices is {devices}, and the mesh is {shown}. Give mesh.r, mesh.d or mesh.t to match.")
+    return sizes | dict.fromkeys(left, (devices or known) // known)
+
+
+def planned_step(c: Config, model: LanguageModel, sizes: Mapping[str, int], chip: Chip) -> PlannedStep:
+    """The training step of a configuration on a mesh of chips, as a plan sees it. No devices are used.
+
+    Args:
+        c: the configuration. Its section mesh is not read.
+        model: the model that c.model describes.
+        sizes: number of devices along each axis of AXES, in that order.
+        chip: the kind of the devices.
+
+    Raises:
+        ValueError: the mesh does not divide the sizes of the model or of the batch, or the step is refused.
+    """
+    t, mesh = c.training, mesh_for(sizes, chip.platform, chip.kinds[0])
+    check_divides(c, sizes)
+    with tracing(mesh):
+        table = training_table(c, model) if sizes[PIPELINE_AXIS] > 1 else None
+    step = trace_step(c, model, mesh, form="kernels as calls")
+    traced = step.traced
+    flops = flops_of_model(model.table, c.model, attended_keys(step.rules, t.seq_len))
+    counts = c.model.layers, t.microbatches, t.side_by_side
+    facts = Facts(t.batch_size * t.seq_len, flops, t.compute_dtype, *counts)
+    return step_of(traced, sizes, chip.platform, facts, table)
+
+
+class Change(NamedTuple):
+    """Settings other than those of a configuration, and their plan."""
+
+    settings: Settings
+    plan: Plan
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={'null' if value is None else value}" for name, value in self.settings.items())
+
+
+def planned_change(c: Config, sizes: Mapping[str, int], chip: Chip, settings: Settings) -> Plan:
+    """The plan with these settings. Raises ValueError where they do not go together."""
+    c, sizes = copy.deepcopy(c), {axis: settings.get(f"mesh.{axis}", size) for axis, size in sizes.items()}
+    for name, value in settings.items():
+        section, field = name.split(".")
+        setattr(getattr(c, section), field, value)
+    check_config(c)
+    steps = c.training.steps or (c.training.tokens or 0) // (c.training.batch_size * c.training.seq_len)
+    return plan_of(planned_step(c, load_model(c.model), sizes, chip), chip, steps)
+
+
+def beside(c: Config, microbatches: int, p: int) -> Settings:
+    """training.side_by_side for so many microbatches and p stages, where it must be another than that of `c`."""
+    count = math.gcd(microbatches, c.training.side_by_side) if p == 1 else 1
+    return {} if count == c.training.side_by_side else {"training.side_by_side": count}
+
+
+def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
+    """One change at a time, those that most often help first. The batch stays the same. Some may be refused."""
+    t, of = c.training, "training."
+    moved = lambda *to: (
+        {f"mesh.{a}": sizes[a] // 2, f"mesh.{b}": 2 * sizes[b]}
+        for b in to
+        for a in sizes
+        if a != b and sizes[a] % 2 == 0
+    )
+    if t.microbatches % 2 == 0:
+        yield {f"{of}microbatches": t.microbatches // 2} | beside(c, t.microbatches // 2, sizes["p"])
+    if t.side_by_side > 1:
+        yield {f"{of}side_by_side": 1}
+    elif sizes["t"] > 1 and sizes["p"] == 1 and t.microbatches % 2 == 0:
+        yield {f"{of}side_by_side": 2}
+    alone = math.prod(sizes.get(axis, 1) for axis in "cde") == 1
+    is_once = t.gather_weights == "step" or (t.gather_weights == "auto" and alone)
+    yield {f"{of}gather_weights": "layer" if is_once else "step"}
+    yield from moved("d", "r")
+    yield from ({f"{of}save": save} for save in SAVED if save != t.save)
+    yield {f"{of}microbatches": 2 * t.microbatches}
+    yield {f"{of}loss_chunk": t.seq_len // 8 if t.loss_chunk is None else None}
+    yield from (settings | beside(c, t.microbatches, settings.get("mesh.p", 1)) for settings in moved("t", "p"))
+
+
+def best_changes(c: Config, sizes: Mapping[str, int], now: Plan, seconds: float = 30.0) -> list[Change]:
+    """Of `changes` those that fit, the fastest first; where the plan of now fits, only those that are faster.
+
+    What is not planned after so many `seconds` of the processor, which other programs change little, or is refused, is
+    left out.
+    """
+    end, found = time.process_time() + seconds, []
+    # What is saved changes memory most, and a step that computes; what is sent, a step that waits for messages.
+    waits = sum(op.exposed for op in now.rows if op.kind == "collective") > now.seconds / 2
+    for settings in sorted(
+        changes(c, sizes), key=lambda settings: ("training.save" in settings) == (now.fits and waits)
+    ):
+        if time.process_time() > end:
+            break
+        with contextlib.suppress(ValueError):
+            found.append(Change(settings, planned_change(c, sizes, now.chip, settings)))
+    better = [x for x in found if x.plan.fits and not (now.fits and x.plan.seconds >= now.seconds)]
+    return sorted(better, key=lambda change: change.plan.seconds)
+
+
+def advice(c: Config, sizes: Mapping[str, int], now: Plan, seconds: float = 4.0) -> list[str]:
+    """Lines under a plan: the changes that would give most; of a step that does not fit, the one with which it does."""
+    best = best_changes(c, sizes, now, seconds)
+    if best and not now.fits:
+        return [f"{best[0]} fits"]
+    gain = lambda plan: f"{plan.seconds / now.seconds - 1:>+7.1%} time {in_bytes(plan.step.peak):>9}"
+    return [f"{gain(change.plan)}  {change}" for change in best[:3]] or ["no single change that was planned"]
+
+
+def doubled(c: Config, sizes: Mapping[str, int], now: Plan) -> list[str]:
+    """A line with the memory of twice the batch, and what grows most."""
+    with contextlib.suppress(ValueError):
+        plan = planned_change(c, sizes, now.chip, {"training.batch_size": 2 * c.training.batch_size})
+        by_line = collections.Counter()
+        for sign, step in ((1, plan.step), (-1, now.step)):
+            for held in step.held:
+                by_line[held.line, held.kind] += sign * held.bytes
+        ((line, kind), grows), *_ = by_line.most_common(1)
+        need, fits = in_bytes(plan.step.peak), "fits" if plan.fits else "does not fit"
+        return [f"twice the batch: {need}, {fits}; {kind}{line and f', {line}'} grows most, by {in_bytes(grows)}"]
+    return []
+
+
+def plan_run(step: Step, steps: int, directory: Path) -> str | None:
+    """Plans a run of so many steps, and writes plan.json into its directory.
+
+    Returns a line for the user; None where the chip is not known.
+
+    Raises:
+        ValueError: the step needs more memory than a device has, or hardware.chip is no chip.
+    """
+    c, mesh = step.c, step.mesh
+    named, found = c.hardware.chip, chip_for(mesh.devices.flat[0].device_kind)
+    is_found = found is not None and found.name != NOT_MEASURED and (named is None or named in known())
+    chip = chip_of(named) if named and not is_found else found  # a configuration is also taken to other chips
+    if chip is None or chip.name == NOT_MEASURED:
+        return None
+    sizes = dict.fromkeys(AXES, 1) | dict(mesh.shape)
+    try:
+        plan = plan_of(planned_step(c, step.model, sizes, chip), chip, steps)
+    except Exception as error:  # a model of users may be one that a plan cannot follow
+        return f"plan       none: {in_a_line(error)}"
+    with optional(str(directory / FILE)):
+        write_json(directory / FILE, plan.as_data())
+    each, low, high = map(in_seconds, (plan.seconds, *plan.range))
+    need, has = in_bytes(plan.step.peak), in_bytes(chip.memory_bytes)
+    line = f"plan       {each} a step ({low} to {high}), MFU {plan.mfu:.0%}, {need} of {has} on {chip.title}"
+    if plan.fits:
+        return line
+    why = f"the step needs {need} of a device, {chip.title}, which has {has}: {_largest(plan)}"
+    if plan.step.peak <= (1 + MARGIN) * chip.memory_bytes:
+        return f"{line}\nWARNING    {why}, if the plan is right: it may be wrong by {MARGIN:.0%}."
+    best = best_changes(c, sizes, plan)[:1]
+    by = [f"{change} makes it fit, with {in_seconds(change.plan.seconds)} a step" for change in best]
+    by = by or ["Take more devices"]
+    raise ValueError(f"{why}. {by[0]}; if the plan is wrong, hardware.chip=<YAML file with other memory_bytes>.")
+
+
+def _largest(plan: Plan) -> str:
+    """What takes most memory, and its line."""
+    by_line: dict[tuple[str, str], float] = collections.Counter()
+    for held in plan.step.held:
+        by_line[held.line, held.kind] += held.bytes
+    (line, kind), most = max(by_line.items(), key=lambda item: item[1])
+    return f"{in_bytes(most)} are {kind}{line and f', made at {line}'}"

@@ -1,0 +1,215 @@
+"""The check of a run's steps before the first one: on this mesh they compute what they compute on one device."""
+
+import ast
+import contextlib
+import dataclasses
+import hashlib
+import inspect
+import itertools
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType
+
+from shardlib.axes import ALWAYS, CHUNK_AXIS, OPTIONAL, PIPELINE_AXIS
+from shardlib.places import place
+from shardlib.proof.check import Finding, prove, prove_function, raise_for, tracing
+from shardwright.cluster.devices import kept_programs
+from shardwright.inspect.fresh import anew
+from shardwright.modeling import context
+from shardwright.modeling.attention_calls import Call, calls_of_steps, path_of
+from shardwright.modeling.rules import numbers_in
+from shardwright.run.provenance import bytes_of, files_of_source, is_edited
+from shardwright.run.reference import reference_record
+from shardwright.run.step import NAMES, Step
+from shardwright.run.stores import agreed
+
+OF_MACHINES = ("devices", "local_devices", "device_count", "local_device_count", "process_count", "process_index")
+OF_MACHINES += ("get_mesh",)
+"""Functions of JAX that a step is not to call: no trace for another mesh changes their results."""
+SHOWN = 5
+"""Number of findings that an error shows."""
+
+
+class Unproved(Exception):
+    """Why nothing is known of a program."""
+
+
+def check_steps(step: Step, source: Any) -> None:
+    """Refuses steps that do not compute on their mesh what they compute on one device. They are not run.
+
+    With pipeline stages, the parts that stages run are checked one after the other, and compared with what one device
+    runs; their schedule is checked by shardlib.schedules.
+
+    Args:
+        step: one of the programs, as it is run. All are checked.
+        source: hashes of the source, from provenance.source_of, with which each is checked once; None: each time.
+
+    Raises:
+        ShardError: with the lines of the source that are wrong or not proved, the values there, and what to do.
+    """
+    c = dataclasses.asdict(step.c)
+    settings = {k: v for k, v in c.items() if k in ("model", "optimizer", "training", "pipeline")}
+    reads = source and (text_of(step.model), reference_record(step.c))
+    refuse(lambda: find_unsound(step), source, settings, reads)
+
+
+def check_program(program: Any, args: Any, source: Any, *settings: Any) -> None:
+    """Refuses a jitted program, which calls typed_shard_map, like check_steps, for arguments of these shapes.
+
+    `settings` are what its source reads beside the arguments.
+    """
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    find = lambda: prove_function(lambda: program.trace(*shapes).jaxpr)
+    refuse(find, source, program.__name__, settings, repr(shapes))
+
+
+def refuse(find: Callable[[], list[Finding]], source: Any, *parts: Any) -> None:
+    """Raises ShardError for what `find` finds, but for a `source` and `parts` of which all was proved before.
+
+    `find` may raise Unproved. Of several processes, which all call this with the same program, the first proves, and
+    keeps the record.
+    """
+    agreed(lambda: _refuse(find, source, parts) if jax.process_index() == 0 else None, Unproved)
+
+
+def _refuse(find: Callable[[], list[Finding]], source: Any, parts: tuple) -> None:
+    known = source and not any(map(is_edited, itertools.chain(*files_of_source().values())))
+    mesh, known = jax.sharding.get_abstract_mesh(), kept_programs("soundness") if known else None
+    parts = source, *parts, tuple(mesh.shape.items()), jax.__version__, jax.local_devices()[0].device_kind
+    parts += jax.config.jax_default_prng_impl, jax.config.jax_enable_x64
+    record = known and known / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    if record and record.exists():
+        return
+    raise_for(find(), SHOWN)
+    if record:
+        record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        record.touch()
+
+
+def text_of(model: Any) -> bytes:
+    """The file of the model's class, which may be of a package. Without one, or if it is edited: other bytes."""
+    try:
+        path = Path(inspect.getsourcefile(type(model)) or "")
+        return os.urandom(16) if is_edited(path) else bytes_of(path)
+    except (TypeError, OSError):
+        return os.urandom(16)
+
+
+def find_unsound(step: Step) -> list[Finding]:
+    """What is wrong with the programs of a step on its mesh. The argument is that of check_steps.
+
+    A model's Rule runs within per-device code in every path of attention but einsum. So the steps are checked by einsum
+    first, which computes what a Rule says of all pairs, and then as they run. shardwright.modeling.attention_calls
+    compares the paths.
+    """
+    kinds = [kind for kind in type(step.model).__mro__ if kind.__module__ not in ("builtins", "typing")]
+    makers = [step.trainer.init_state, step.trainer.make_training_step, step.trainer.make_evaluation_step]
+    if found := list(dict.fromkeys(finding for part in (*makers, *kinds) for finding in _machines(part))):
+        return found
+    found, is_einsum = _check_rules(step)
+    found = found or _unsound(step if is_einsum else step.other("einsum attention"), to_single=True)
+    return found if found or is_einsum else _unsound(step)
+
+
+def _unsound(step: Step, to_single: bool = False) -> list[Finding]:
+    """find_unsound of one form of attention. `to_single`: also compared with what a single device runs."""
+    t, mesh = step.c.training, getattr(step.mesh, "abstract_mesh", step.mesh)
+    if t.loss_chunk:  # each on a device of its own
+        sizes, kinds = (*mesh.axis_sizes, t.seq_len // t.loss_chunk), (*mesh.axis_types, AxisType.Explicit)
+        mesh = AbstractMesh(sizes, (*mesh.axis_names, CHUNK_AXIS), axis_types=kinds)
+    in_order = ["layers in order"] * (mesh.shape.get(PIPELINE_AXIS, 1) > 1)
+
+    def trace(at: AbstractMesh, *forms: str) -> dict[str, tuple[Any, list]]:
+        is_here = at == mesh
+        own = step.mesh if is_here and not t.loss_chunk else at
+        asked = step.other(*forms, mesh=own, planned=dict(mesh.shape))
+        with contextlib.nullcontext(asked) if is_here else anew(asked) as asked:
+            found = {name: asked.other(name=name) for name in NAMES}
+            return {name: (traced.jaxpr, traced.types) for name, traced in found.items()}
+
+    singles = {}
+    if to_single and not {*OPTIONAL}.isdisjoint(mesh.shape):
+        singles[trace] = False
+    if to_single and t.gather_weights == "auto" and math.prod(mesh.shape.get(axis, 1) for axis in "cde") > 1:
+        singles[lambda at: trace(at, "gathered ahead")] = True  # which casts weights in another place
+    found = prove(lambda at: trace(at, *in_order), mesh, singles)
+    if found and t.loss_chunk:
+        others = {finding.text for finding in _unsound(step.other("whole loss"), to_single)}
+        found = [x if x.text in others else _of_chunks(x, t.loss_chunk) for x in found]
+    return found
+
+
+def _check_rules(step: Step) -> tuple[list[Finding], bool]:
+    """Numbers of a model's Rules that are others on one device, and whether einsum computes all attention."""
+    mesh = getattr(step.mesh, "abstract_mesh", step.mesh)
+    one = AbstractMesh((1,) * len(ALWAYS), ALWAYS, axis_types=mesh.axis_types[:1] * len(ALWAYS))
+
+    def calls(step: Step) -> tuple[list[Call], bool]:
+        t, forward = step.c.training, step.trainer.Forward(step.model, step.c.training)
+        with tracing(step.mesh):
+            found = calls_of_steps(forward, t.seq_len, t.batch_size // t.microbatches)
+            is_einsum = all(path_of(forward, call) == "einsum" for call in found)
+            return found, is_einsum and context.way_of(t) in ("gather", "whole")
+
+    here, is_einsum = calls(step.other(mesh=mesh))
+    try:
+        with anew(step.other(mesh=one)) as alone:
+            there, _ = calls(alone)
+    except Exception:  # whatever the program does there, the proof of the steps says it
+        return [], is_einsum
+    found = {}
+    for a, b in zip(here, there, strict=False):
+        for parts in itertools.zip_longest(a.rule.parts(), b.rule.parts()):
+            numbers = list(map(numbers_in, parts))
+            if numbers[0] != numbers[1]:
+                where = next((part.made for part in parts if hasattr(part, "made")), a.rule.made)
+                shown = [part if number else "none" for part, number in zip(parts, numbers, strict=True)]
+                problem = f"{where}: the rule has {shown[0]} on this mesh and {shown[1]} on one device"
+                found[problem] = Finding(f"{problem}\n  remedy: {OF_WHOLE}", is_wrong=True)
+    return [*found.values()], is_einsum
+
+
+OF_WHOLE = "a rule is of whole sizes: shardops.size('L') is the whole size of a dim, and self.c has those of the model"
+
+
+def _of_chunks(finding: Finding, chunk: int) -> Finding:
+    """A finding of the loss in chunks alone, with what to do."""
+    text, _, _ = finding.text.partition("\n  remedy: ")
+    remedy = f"training.loss_chunk={chunk} takes so many positions at a time: count each by itself, or set it to null"
+    return dataclasses.replace(finding, text=f"{text}\n  remedy: {remedy}")
+
+
+def _machines(part: Callable) -> Iterator[Finding]:
+    """Where `part`, or what it names in its module, asks JAX about the machine, which is the same on all meshes."""
+    lines, _ = inspect.findsource(sys.modules[part.__module__])
+    defined: dict[str, ast.AST] = {}
+    tree = ast.parse("".join(lines))
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    is_first = lambda name, names: name.partition(".")[0] in names
+    of_modules = [x for node in imports if isinstance(node, ast.Import) for x in node.names]
+    packages = {"jax"} | {x.asname for x in of_modules if x.asname and is_first(x.name, {"jax"})}
+    is_of_jax = lambda name: is_first(name, packages)
+    aliases = [x for node in imports if is_first(getattr(node, "module", None) or "", {"jax"}) for x in node.names]
+    imported = {alias.asname or alias.name for alias in aliases if alias.name in OF_MACHINES}
+    for node in tree.body:
+        stored = (x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
+        defined |= dict.fromkeys([node.name] if hasattr(node, "name") else stored, node)
+    reached = [name for name in (part.__name__,) if name in defined]
+    for name in reached:  # which grows
+        names = {node.id for node in ast.walk(defined[name]) if isinstance(node, ast.Name)}
+        reached += sorted(names & defined.keys() - {*reached})
+    for node in (node for name in reached for node in ast.walk(defined[name])):
+        named = isinstance(node, ast.Name) and node.id in imported
+        if named or (isinstance(node, ast.Attribute) and node.attr in OF_MACHINES and is_of_jax(ast.unparse(node))):
+            where = place(inspect.getsourcefile(sys.modules[part.__module__]) or "?", node.lineno)
+            problem = (
+                f"{ast.unparse(node)} is the same on all meshes, so that the check does not see what depends on it"
+            )
+            remedy = "shardops.axis_size('r d') is the number of devices along axes"
+            yield Finding(f"{where}: {problem}\n  remedy: {remedy}")

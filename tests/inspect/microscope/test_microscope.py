@@ -1,0 +1,235 @@
+"""Statistics of a step: those of NumPy and of a dense model, the same on every mesh, without a trace in the step."""
+
+import functools
+
+import dense
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from recipes import SOURCE, line_of, module_of
+
+import train
+from jax_extra import save_for_backward
+from shardwright.cluster.devices import make_mesh
+from shardwright.inspect.microscope.look import Look
+from shardwright.inspect.microscope.of_run import Microscope
+from shardwright.inspect.microscope.points import saved_points
+from shardwright.inspect.microscope.statistics import bits, finished, sums
+from shardwright.modeling.model import load_model
+from shardwright.run.stages import placement_of
+from shardwright.run.step import Step, trace_step
+
+# A microbatch is too small for d=8.
+MESHES = {name: functools.partial(tiny.mesh, name) for name in tiny.MESHES if name != "d=8"}
+MESHES["p=2 d=2 t=2"] = lambda: make_mesh(jax.devices(), d=2, t=2, p=2)
+
+
+# ---- statistics -----------------------------------------------------------------------------------------------------
+
+
+def of_numpy(x: np.ndarray, fp8=ml_dtypes.float8_e4m3fn) -> dict[str, float]:
+    x = np.float64(x).reshape(-1)
+    nonzero = x[x != 0]
+    scaled = nonzero / (np.abs(x).max() / float(ml_dtypes.finfo(fp8).max))
+    return {
+        "rms": np.sqrt(np.mean(x**2)),
+        "max": np.abs(x).max(),
+        "zeros": np.mean(x == 0),
+        "bf16": np.mean(nonzero.astype(ml_dtypes.bfloat16) == 0),
+        "fp8": np.mean(np.float32(scaled).astype(fp8) == 0),
+    }
+
+
+def values(shape=(8, 6, 4)) -> np.ndarray:
+    """Of very different sizes, some of them zero, others below what bf16 and FP8 can hold."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(shape) * 10.0 ** rng.integers(-9, 2, shape)
+    return np.float32(np.where(rng.random(shape) < 0.2, 0, x))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("of_gradient", [False, True])
+def test_the_statistics_are_those_of_numpy(of_gradient):
+    fp8 = ml_dtypes.float8_e5m2 if of_gradient else ml_dtypes.float8_e4m3fn
+    x = values()
+    found = finished(np.asarray(sums(jnp.asarray(x), of_gradient=of_gradient)).reshape(6, 1, 1))
+    expected = of_numpy(x, fp8)
+    assert 0.1 < expected["fp8"] < 0.9
+    assert found == {name: pytest.approx(value, rel=1e-6) for name, value in expected.items()}
+    by_row = finished(np.asarray(sums(jnp.asarray(x), rows=True, of_gradient=of_gradient)).reshape(6, 1, -1))
+    for i, row in enumerate(x):
+        assert {name: v[i] for name, v in by_row.items()} == {
+            name: pytest.approx(value, rel=1e-6) for name, value in of_numpy(row, fp8).items()
+        }
+
+
+@pytest.mark.quick
+def test_a_block_of_each_device_counts_once():
+    x = values()
+    mesh = tiny.mesh("r=2 d=2 t=2")
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, NamedSharding(mesh, P("d", None, "t")))
+        mapped = jax.shard_map(sums, in_specs=P("d", None, "t"), out_specs=P())
+        found = finished(np.asarray(jax.jit(mapped)(placed)).reshape(6, 1, 1))
+    assert found == {name: pytest.approx(value, rel=1e-6) for name, value in of_numpy(x).items()}
+
+
+# ---- points ---------------------------------------------------------------------------------------------------------
+
+
+def config(**changes):
+    return tiny.config(tiny.model(layers=2), **{"microbatches": 2, **changes})
+
+
+@functools.cache
+def stepped(name: str, **changes):
+    """What the microscope says of a step on a mesh, and the step: state and metrics, all on the host."""
+    c = config(**changes)
+    model = load_model(c.model)
+    with jax.set_mesh(MESHES[name]()):
+        state, batch = tiny.state(c), tiny.place_batch(c)
+        microscope = Microscope(trace_step(c, model), placement_of(c, model), {})
+        found = microscope.look(state, batch, np.int32(3))
+        before = jax.device_get(state)
+        return found, before, *jax.device_get(train.make_training_step(c, model)(state, batch, np.int32(3)))
+
+
+def named(found: dict, kind: str) -> dict[str, dict]:
+    return {entry["name"]: entry for entry in found[kind]}
+
+
+@pytest.mark.slow
+def test_points_have_names_and_lines():
+    found, *_ = stepped("d=4 t=2")
+    points = named(found, "points")
+    layer = [f"Llama.with_attention {name}" for name in ("v", "q", "k", "attended", "x")]
+    layer += [f"Llama.layer {name}" for name in ("gate", "up")]
+    assert list(points) == [*layer, "cross_entropy peak", "cross_entropy log_normalizer"]
+    assert points["Llama.layer up"]["place"] == f"train.py:{line_of('up = save_for_backward')}"
+    assert [len(points[name]["rms"]) for name in layer] == [2] * 7
+    assert isinstance(points["cross_entropy peak"]["rms"], float)
+
+
+def test_points_have_the_statistics_of_a_dense_model():
+    found, state, _, _ = stepped("d=4 t=2")
+    norms, gates = [], []
+
+    def norm(x, epsilon):
+        norms.append(np.asarray(x))
+        return dense.rms(x, epsilon)
+
+    def activation(x):
+        gates.append(np.asarray(x))
+        return jax.nn.silu(x)
+
+    c, batch = config(), tiny.host_batch()
+    dense.logits(state.weights, dense.tokens_of(batch), c.model, norm=norm, activation=activation)
+    points = named(found, "points")
+    for i in range(2):
+        for name, expected in (("layer gate", gates[i]), ("with_attention x", norms[2 * i + 1])):
+            both = [of_numpy(half) for half in np.split(expected, 2)]  # FP8 has a scale for each microbatch
+            mean = {key: np.mean([each[key] for each in both]) for key in both[0]}
+            mean |= {"max": max(each["max"] for each in both), "rms": of_numpy(expected)["rms"]}
+            entry = {key: points[f"Llama.{name}"][key][i] for key in mean}
+            assert entry == {key: pytest.approx(value, rel=1e-4, abs=1e-3) for key, value in mean.items()}
+
+
+def test_gradients_and_updates_are_those_of_the_step():
+    found, before, after, metrics = stepped("d=4 t=2")
+    weights = named(found, "weights")
+    squares = 0.0
+    for keys, w in jax.tree_util.tree_flatten_with_path(before.weights)[0]:
+        name = jax.tree_util.keystr(keys, simple=True, separator="/")
+        new = functools.reduce(getattr, name.split("/"), after.weights)
+        rows = [(w, new)] if "/" not in name else list(zip(w, new, strict=True))
+        as_list = lambda x: x if isinstance(x, list) else [x]
+        for i, (old_row, new_row) in enumerate(rows):
+            of_w = {key: as_list(weights[name][key])[i] for key in ("rms", "max", "zeros", "bf16", "fp8")}
+            assert of_w == {key: pytest.approx(value, rel=1e-5) for key, value in of_numpy(old_row).items()}
+            update = np.sqrt(np.mean((np.float64(new_row) - old_row) ** 2)) / of_w["rms"]
+            assert as_list(weights[name]["update"])[i] == pytest.approx(update, rel=1e-3)
+            squares += as_list(weights[name]["gradient"]["rms"])[i] ** 2 * old_row.size
+    assert np.sqrt(squares) == pytest.approx(metrics.grad_norm, rel=1e-5)
+
+
+OTHERS = [(name, {}) for name in MESHES if name != "d=4 t=2"]
+OTHERS += [("d=4 t=2", {"gather_weights": "step"}), ("d=4 t=2", {"save": "nothing"}), ("d=4 t=2", {"unroll": None})]
+OTHERS += [("d=4 t=2", {"loss_chunk": 8, "gather_weights": "step"}), ("d=4 t=2", {"side_by_side": 2})]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mesh", "changes"), OTHERS)
+def test_statistics_are_the_same_on_every_mesh_and_however_the_step_is_computed(mesh, changes):
+    found, expected = stepped(mesh, **changes)[0], stepped("d=4 t=2")[0]
+    for kind in ["points"] if changes else ["points", "weights"]:
+        for a, b in zip(jax.tree.leaves(found[kind]), jax.tree.leaves(expected[kind]), strict=True):
+            limit = 1e-3 if changes else 2e-4
+            assert a == b if isinstance(a, str) else a == pytest.approx(b, rel=limit, abs=limit)
+
+
+def test_the_layers_of_a_period_are_layers():
+    """Two layers in one turn of the loop, which save at the same line."""
+
+    def per_device(x, w):
+        def layer(x, w):
+            return save_for_backward(jnp.tanh(x * w))
+
+        def period(x, pair):
+            for w in pair:
+                x = layer(x, w)
+            return x, None
+
+        return jax.grad(lambda x: jnp.sum(lax.scan(period, x, w)[0]))(x)
+
+    jaxpr = jax.make_jaxpr(per_device)(jnp.ones(4), jnp.ones((3, 2)))
+    (point,) = saved_points(jaxpr)
+    assert len(point.paths) == 2
+
+
+# ---- the step stays as it is ----------------------------------------------------------------------------------------
+
+
+MARK = 'checkpoint_name(g, "gradient")'
+
+
+def traced(source: str, **changes) -> Step:
+    """The training step of a source of train.py."""
+    c = tiny.config(tiny.model(layers=2, module="changed_train"), **changes)
+    with jax.set_mesh(tiny.mesh("d=4 t=2")), module_of(source) as module:
+        step = trace_step(c, load_model(c.model), trainer=module)
+        assert step.traced
+        return step
+
+
+@pytest.mark.long
+def test_the_marks_leave_no_trace_in_the_program():
+    """Of which a checkpoint keeps a hash; and nor does the setting."""
+    assert SOURCE.count(MARK) == 1
+    steps = [traced(SOURCE), traced(SOURCE.replace(MARK, "g")), traced(SOURCE, microscope_interval=1)]
+    assert len({step.hash for step in steps}) == 1
+
+
+def test_a_step_without_marks_is_refused():
+    with pytest.raises(ValueError, match="the step marks 0 gradients of 12 weights"):
+        Look(traced(SOURCE.replace(MARK, "g")).jaxpr, load_model(config().model).table)
+
+
+def test_the_bits_tell_signs_order_and_devices_apart():
+    x = np.random.default_rng(0).standard_normal((8, 4)).astype(np.float32)
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    split, whole = P("d"), P()
+    on_devices = jax.jit(jax.shard_map(bits, mesh=mesh, in_specs=split, out_specs=whole))
+    for of in (jax.jit(bits), on_devices):
+        others = [x, -x, x[::-1], x[:, ::-1], np.roll(x, 2, 0), np.where(x == x[3, 2], np.nextafter(x, 9), x)]
+        assert len({int(of(y)[0]) for y in others}) == len(others)
+        assert of(x) == of(x.copy())
+    rows = np.asarray(jax.jit(functools.partial(bits, rows=True))(x))
+    changed = x.copy()
+    changed[5, 1] *= -1
+    assert list(np.flatnonzero(rows[0] != np.asarray(jax.jit(functools.partial(bits, rows=True))(changed))[0])) == [5]

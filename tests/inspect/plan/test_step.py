@@ -1,0 +1,310 @@
+"""What a plan counts of a step, against the program that XLA compiles of it, and figures computed by hand."""
+
+import collections
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import step_text
+import tiny
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_extra import KEPT, SAVED
+from models import family
+from shardlib.axes import AXES
+from shardwright.cluster.chips import chip_of
+from shardwright.inspect.plan.graph import graph_of
+from shardwright.inspect.plan.kernels import kind_of, peak_of, product_shape
+from shardwright.inspect.plan.plan import plan_of
+from shardwright.inspect.plan.step import _again
+from shardwright.inspect.planning import mesh_sizes, planned_step
+from shardwright.modeling.model import load_model
+from shardwright.modeling.weights import shapes_of
+from shardwright.optimizers.config import GroupConfig
+from tools.plan.screen import as_text
+
+KINDS = {"all_gather": "all-gather", "psum_scatter": "reduce-scatter", "psum": "all-reduce"}
+KINDS |= {"ppermute": "collective-permute"}
+SIZES = {"d=8": (1, 1, 8, 1), "d=4 t=2": (1, 1, 4, 2), "r=2 d=2 t=2": (1, 2, 2, 2)}
+
+
+def planned(c, sizes, chip="cpu"):
+    return planned_step(c, load_model(c.model), dict(zip("prdt", sizes, strict=True)), chip_of(chip))
+
+
+def wide(**training):
+    """A model whose arrays are large beside the scalars of a step."""
+    return tiny.config(tiny.model(d_model=64, d_ff=192, vocab=128, layers=2), **training)
+
+
+def sent(op, mesh):
+    """Bytes that a device of a ring sends, as compiled.operations counts them of a program."""
+    n = 1
+    for axis in op.axes:
+        n *= mesh[axis]
+    return op.count * op.bytes * (2 if op.what == "psum" else 1) * (n - 1) // n
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", SIZES)
+def test_a_step_sends_and_multiplies_what_its_compiled_program_does(mesh):
+    c = wide(attention="einsum")
+    compiled = step_text.compile_config(c, tiny.mesh(mesh))
+    table, step = step_text.table_of(compiled.as_text(), tiny.mesh(mesh).shape), planned(c, SIZES[mesh])
+    theirs, ours = collections.Counter(), collections.Counter()
+    for row in table.of("collective"):
+        theirs[row.what] += row.total
+    for op in step.ops:
+        if op.kind == "collective":
+            ours[KINDS[op.what]] += sent(op, step.mesh)
+    for kind in theirs | ours:
+        assert ours[kind] == pytest.approx(theirs[kind], rel=0.02, abs=512), kind
+    multiplied = sum(row.total for row in table.of("matmul"))
+    assert sum(op.count * op.flops for op in step.ops) == pytest.approx(multiplied, rel=0.02)
+    state = sum(array.bytes for array in step.held if array.kind in ("weights", "optimizer"))
+    assert state == pytest.approx(compiled.memory_analysis().argument_size_in_bytes, rel=0.01)
+
+
+def test_what_no_result_needs_is_left_out():
+    """As a compiler does; of what is written in place, the writes before the last one are needed."""
+
+    def f(x, choose):
+        jnp.sin(x)
+        y = jax.lax.cond(choose, lambda x: (jnp.cos(x), x @ x)[1], lambda x: x, x)
+        return y.at[0].set(1.0).at[1].set(2.0)
+
+    graph = graph_of(jax.make_jaxpr(f)(jnp.ones((4, 4)), True), {})
+    operations = [node.op for node in graph.nodes]
+    assert operations.count("scatter") == 2
+    assert "sin" not in operations
+    (branches,) = (node.bodies for node in graph.nodes if node.op == "cond")
+    assert [[node.op for node in branch.nodes] for branch in branches] == [[], ["dot_general"]]
+
+
+def test_products_with_the_matrix_of_each_row_are_products():
+    """As experts have them on TPUs: the products, and the gradients of the matrices."""
+    sizes = jnp.array([2, 6, 4])
+    numbers = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+
+    def f(x, w, g):
+        return jax.lax.ragged_dot(x, w, sizes), jax.lax.ragged_dot_general(x, g, sizes, numbers)
+
+    graph = graph_of(jax.make_jaxpr(f)(jnp.ones((12, 4)), jnp.ones((3, 4, 5)), jnp.ones((12, 5))), {})
+    assert [product_shape(node) for node in graph.nodes if kind_of(node) == "matmul"] == [(1, 12, 4, 5), (1, 4, 12, 5)]
+
+
+def test_what_is_computed_again_is_counted_once():
+    """Both factors of each turn need the turn before."""
+
+    def f(x, w):
+        def turn(x, _):
+            y = x
+            for _ in range(12):
+                y = (y @ w) * (w @ y)
+            return x, y
+
+        return jax.lax.scan(turn, x, None, length=3)
+
+    (flops,) = _again(graph_of(jax.make_jaxpr(f)(jnp.ones((4, 4)), jnp.ones((4, 4))), {})).values()
+    assert flops == 3 * 12 * 2 * 2 * 4**3
+
+
+def test_flops_by_hand():
+    """Three products of each weight for a token, nothing again; of attention the causal pairs, its scores twice."""
+    c, m = wide(attention="blockwise", save=None), wide().model
+    step = planned(c, (1, 1, 8, 1), "h100")
+    layer = m.d_model * m.d_head * m.n_kv * (2 * m.n_q_per_kv + 2) + 3 * m.d_model * m.d_ff
+    of = lambda kind: sum(op.count * op.flops for op in step.ops if op.kind == kind)
+    tokens = tiny.BATCH * tiny.LENGTH // 8
+    assert of("matmul") == 6 * tokens * (m.layers * layer + m.vocab * m.d_model)
+    pairs = tiny.BATCH // 8 * m.n_kv * m.n_q_per_kv * tiny.LENGTH * (tiny.LENGTH + 1) // 2
+    assert of("attention") == 2 * pairs * m.d_head * (2 + 5) * m.layers
+
+
+@pytest.mark.parametrize("attention", ["einsum", "blockwise", "ring"])
+def test_windows_are_counted(attention):
+    """Of two layers one has a window: entries of both masks, in the plan and in model FLOPs, by any path."""
+    sizes = {"vocab": 64, "d_model": 64, "layers": 2, "n_kv": 8, "n_q_per_kv": 2, "d_head": 16, "d_ff": 48}
+    training = {"attention": "blockwise", "context": "ring"} if attention == "ring" else {"attention": attention}
+    mesh = dict.fromkeys(AXES, 1) | ({"c": 4, "d": 2} if attention == "ring" else {"d": 8})
+    c = tiny.config(family.ModelConfig(**sizes, window=3, full_every=2), compute_dtype="bf16", save=None, **training)
+    plain = tiny.config(family.ModelConfig(**sizes), compute_dtype="bf16", save=None, **training)
+    i, j = np.arange(tiny.LENGTH)[:, None], np.arange(tiny.LENGTH)
+    full, window = np.sum(j <= i), np.sum((j <= i) & (i - j < 3))
+    steps = [planned_step(x, load_model(x.model), mesh, chip_of("h100")) for x in (c, plain)]
+    of_attention = [sum(op.count * op.flops for op in step.ops if op.kind == "attention") for step in steps]
+    entries = c.model.heads * c.model.d_head
+    for flops, pairs in zip(of_attention, (full + window, 2 * full), strict=True):
+        per_device = 2 * tiny.BATCH / 8 * entries * pairs * (2 + 5)
+        assert flops == (0 if attention == "einsum" else pytest.approx(per_device, rel=1e-6))
+    windowed, causal = (step.facts.flops_per_token for step in steps)
+    assert causal - windowed == pytest.approx(12 * entries * (full - window) / tiny.LENGTH, rel=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 8, 1), (1, 2, 2, 2)])
+def test_state_is_divided_by_the_axes_that_shard_it(sizes):
+    step = planned(tiny.config(), sizes, "h100")
+    weights = sum(math.prod(x.shape) for x in jax.tree.leaves(shapes_of(load_model(tiny.model()).table)))
+    held = sum(array.bytes for array in step.held if array.kind in ("weights", "optimizer"))
+    assert held == 3 * 4 * weights / (sizes[2] * sizes[3])
+
+
+def test_stages_of_a_pipeline_and_their_bubble():
+    """1F1B of p stages and m microbatches waits (p - 1) of m + p - 1 times, but for the work that stages share."""
+    c = tiny.config(tiny.model(layers=4, d_model=64, d_ff=512), microbatches=8, batch_size=16)
+    plan = plan_of(planned(c, (2, 1, 1, 1), "h100"), chip_of("h100"), 10)
+    of_stages = sum(row.exposed for row in plan.rows if row.task in ("forward", "backward"))
+    assert plan.bubble > 0
+    assert plan.bubble / (plan.bubble + of_stages) < 0.5
+    assert {"forward", "backward", "forward_first", "backward_last"} <= {row.task for row in plan.rows}
+
+
+def test_what_is_offloaded_is_in_no_memory_of_the_device():
+    """What a layer marks is in the host's memory then. The device keeps the input of each layer."""
+    marked, offload = (planned(wide(save=save), (1, 1, 8, 1), "h100") for save in ("marked", "offload"))
+    saved = lambda step: sum(array.bytes for array in step.held if array.kind == "saved")
+    assert saved(offload) == 2 * tiny.BATCH // 8 * tiny.LENGTH * 64 * 4 < saved(marked)
+    plans = [plan_of(step, chip_of("h100"), 1) for step in (marked, offload)]
+    assert [plan.offloads for plan in plans] == [False, True]
+    assert as_text(plans[1], "ours").count("and what moving to the host takes") == 1
+
+
+def test_what_a_run_costs_follows_from_a_step():
+    chip = chip_of("h100")
+    plan = plan_of(planned(tiny.config(), (1, 1, 8, 1), "h100"), chip, 1000)
+    assert plan.days == pytest.approx(1000 * plan.seconds / 86400)
+    assert plan.dollars == pytest.approx(plan.days * 24 * 8 * chip.price_per_hour)
+    assert plan.range == pytest.approx((plan.seconds / (1 + chip.error), plan.seconds * (1 + chip.error)))
+    rate = plan.step.facts.flops_per_token * plan.tokens_per_second / 8
+    assert plan.mfu == pytest.approx(rate / chip.peak["f32"])  # tiny.config computes in f32
+
+
+def test_messages_slow_what_is_computed_beside_them():
+    """And no step is faster than at the chip's peaks, by hand the sum of what each kernel multiplies or moves."""
+    step, chip = planned(wide(), (1, 1, 8, 1), "h100"), chip_of("h100")
+    of = lambda interference: plan_of(step, dataclasses.replace(chip, interference=interference), 1)
+    alone, half = of(0.0), of(0.5)
+    hidden = sum(row.seconds - row.exposed for row in alone.rows if row.kind == "collective")
+    assert half.seconds - alone.seconds == pytest.approx(hidden / 2)
+    assert [row.exposed for row in half.rows if row.kind == "collective"] == [
+        row.exposed for row in alone.rows if row.kind == "collective"
+    ]
+    done = [op for op in step.ops if op.kind != "collective"]
+    peak = lambda op: max(op.flops / chip.peak_of(op.dtype) * (op.kind != "memory"), op.traffic / chip.memory_bandwidth)
+    assert alone.at_peaks >= sum(op.count * peak(op) for op in done) > 0
+    assert alone.at_peaks < alone.range[0] < alone.seconds
+
+
+def test_the_host_and_the_devices_work_at_the_same_time():
+    """A step takes longer than the slower of the two, and less than both in turn."""
+    chip, step = chip_of("h100"), planned(tiny.config(), (1, 1, 8, 1), "h100")
+    devices = plan_of(step, dataclasses.replace(chip, layer_s=0.0), 1).seconds
+    host = devices  # as slow as the devices, where the two add most
+    both = plan_of(step, dataclasses.replace(chip, layer_s=host / 3 / step.facts.microbatches), 1).seconds
+    assert both == pytest.approx(2**0.5 * devices)
+
+
+def test_a_mesh_without_its_devices_is_refused():
+    c = tiny.config()
+    with pytest.raises(ValueError, match="give plan"):
+        mesh_sizes(c, None)
+    c.mesh.t = 3
+    with pytest.raises(ValueError, match=r"plan.devices is 8, and the mesh is r=1 d=-1 t=3"):
+        mesh_sizes(c, 8)
+    c.mesh.t = 0
+    with pytest.raises(ValueError, match=r"mesh\.t is 0; give a number of devices"):
+        mesh_sizes(c, 8)
+    c.mesh.t = -1
+    with pytest.raises(ValueError, match=r"mesh\.d and mesh\.t are -1; only one can"):
+        mesh_sizes(c, 8)
+    c.mesh.t = 2
+    assert mesh_sizes(c, 8) == dict.fromkeys(AXES, 1) | {"d": 4, "t": 2}
+
+
+def test_what_is_stacked_twice_is_kept_once():
+    """A kernel keeps its result, and the layer marks it: one array where XLA sees no loop, two where it sees one."""
+
+    def loss(ws, x, unroll, twice):
+        def layer(x, w):
+            kept = checkpoint_name(jnp.tanh(x @ w), SAVED)
+            marked = checkpoint_name(kept.reshape(4, -1, 64), SAVED) if twice else kept.reshape(4, -1, 64)
+            return x + jnp.sin(marked).reshape(x.shape) * jnp.sin(kept), None
+
+        layer = jax.checkpoint(layer, policy=KEPT["marked"], prevent_cse=False)
+        return jax.lax.scan(layer, x, ws, unroll=unroll)[0].sum()
+
+    ws, x = jnp.ones((8, 64, 64)), jnp.ones((512, 64))
+    for unroll in (1, 8):
+        sizes = []
+        for twice in (False, True):
+            gradient = functools.partial(jax.grad(loss), unroll=unroll, twice=twice)
+            graph = graph_of(jax.make_jaxpr(gradient)(ws, x), {})
+            ours = sum(size for _, size in peak_of(graph, set(), "cpu"))
+            sizes.append((ours, jax.jit(gradient).lower(ws, x).compile().memory_analysis().temp_size_in_bytes))
+        (once, of_xla), (twice, twice_of_xla) = sizes
+        assert twice - once == twice_of_xla - of_xla == (8 * 512 * 64 * 4 if unroll == 1 else 0)
+
+
+def test_gradients_of_frozen_weights_are_not_planned():
+    """Of the three products of a frozen weight the backward pass leaves one out."""
+    c, frozen = wide(), wide()
+    frozen.optimizer.groups = [GroupConfig("layers.w_gate", algorithm="frozen")]
+    steps = [planned(x, (1, 1, 8, 1), "h100") for x in (c, frozen)]
+    whole, less = (sum(op.count * op.flops for op in step.ops if op.kind == "matmul") for step in steps)
+    m = c.model
+    assert whole - less == 2 * tiny.BATCH * tiny.LENGTH // 8 * m.layers * m.d_model * m.d_ff
+
+
+def test_masks_of_unrolled_layers_are_one():
+    def f(ws, x, unroll):
+        def layer(x, w):
+            mask = jnp.where(jnp.arange(512)[:, None] >= jnp.arange(512), 1.0, 0.0)
+            return x + (mask @ x) @ w, None
+
+        return jax.lax.scan(layer, x, ws, unroll=unroll)[0]
+
+    shapes = jnp.ones((16, 8, 8)), jnp.ones((512, 8))
+    graph = graph_of(jax.make_jaxpr(functools.partial(f, unroll=16))(*shapes), {})
+    assert sum(size for x, size in peak_of(graph, set(), "gpu") if x.shape == (512, 512)) == 4 * 512 * 512
+
+
+def test_a_loop_copies_what_it_keeps_on_gpus():
+    """By hand: each array is read and written once on its way into a stack, and once on its way out."""
+    of = {unroll: planned(tiny.config(unroll=unroll), (1, 1, 8, 1), "h100") for unroll in (1, None)}
+    copies = {n: [op for op in step.ops if op.what.startswith("stack")] for n, step in of.items()}
+    kept = sum(x.bytes for x in of[1].held if x.kind == "saved")
+    assert sum(op.count * op.traffic for op in copies[1]) == 4 * kept
+    assert {op.phase for op in copies[1]} == {"forward", "backward"}
+    assert not copies[None]
+    assert plan_of(of[None], chip_of("h100"), 1).seconds < plan_of(of[1], chip_of("h100"), 1).seconds
+    on_tpu = planned(tiny.config(unroll=1), (1, 1, 8, 1), "v5e")
+    assert not [op for op in on_tpu.ops if op.what.startswith("stack")]
+
+
+def test_products_of_fp8_run_at_its_peak():
+    """Where a chip has one, and never slower than bf16 where they are large; a chip without gains nothing."""
+    large = {"d_model": 4096, "d_ff": 16384, "n_kv": 8, "n_q_per_kv": 4, "d_head": 128, "layers": 2, "vocab": 512}
+    of = {"batch_size": 1024, "compute_dtype": "bf16"}
+    steps = [planned(tiny.config(tiny.model(**large), fp8=fp8, **of), (1, 1, 8, 1), "h100") for fp8 in (False, True)]
+    dtypes = [{op.dtype for op in step.ops if op.kind == "matmul" and min(op.shape[1:]) >= 1024} for step in steps]
+    assert dtypes == [{"bf16"}, {"fp8"}]
+    bf16, fp8 = (plan_of(step, chip_of("h100"), 1).seconds for step in steps)
+    assert 0.5 * bf16 < fp8 < 0.95 * bf16
+
+
+def test_a_document_mask_is_read_as_a_bias():
+    """cuDNN takes it as an array of all pairs in the dtype of the queries. JAX before 0.12 has its gradient written."""
+    large = {"d_model": 64, "d_head": 64, "n_kv": 2, "n_q_per_kv": 1}
+    of = {"attention": "cudnn", "compute_dtype": "bf16"}
+    steps = [
+        planned(tiny.config(tiny.model(**large), document_mask=x, **of), (1, 1, 8, 1), "h100") for x in (False, True)
+    ]
+    plain, masked = ([op.traffic for op in step.ops if op.kind == "attention"] for step in steps)
+    pairs = tiny.BATCH // 8 * tiny.LENGTH**2
+    more = {"forward": 2 * pairs, "backward": 2 * pairs * (2 if jax.__version_info__ < (0, 12) else 1)}
+    phases = [op.phase for op in steps[0].ops if op.kind == "attention"]
+    assert [y - x for x, y in zip(plain, masked, strict=True)] == [more[phase] for phase in phases]

@@ -1,0 +1,179 @@
+"""A run's own plan, and the changes of one setting that it names."""
+
+import dataclasses
+import itertools
+import json
+import math
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import jax
+import pytest
+import tiny
+import yaml
+
+from shardlib.axes import AXES
+from shardwright.cluster.chips import CHIPS, chip_of
+from shardwright.inspect import planning
+from shardwright.inspect.plan.plan import plan_of
+from shardwright.inspect.planning import best_changes, changes, plan_run, planned_change, planned_step
+from shardwright.modeling.model import load_model
+from shardwright.run.step import trace_step
+
+ROOT = Path(__file__).parents[2]
+SIZES = dict.fromkeys(AXES, 1) | {"d": 4, "t": 2}
+H100 = chip_of("h100")
+
+
+def small_chip(directory: Path, memory_bytes: float) -> str:
+    path = directory / "small.yaml"
+    path.write_text(yaml.safe_dump({"like": "cpu", "memory_bytes": memory_bytes}))
+    return str(path)
+
+
+def of_run(c, directory: Path) -> str | None:
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        return plan_run(trace_step(c, load_model(c.model)), 20, directory)
+
+
+def peak_of(c) -> float:
+    return planned_step(c, load_model(c.model), SIZES, chip_of("cpu")).peak
+
+
+def test_a_run_writes_its_plan(tmp_path):
+    c = tiny.config()
+    c.hardware.chip = small_chip(tmp_path, 2**30)
+    line = of_run(c, tmp_path)
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["mesh"] == SIZES
+    assert plan["tokens"] == tiny.BATCH * tiny.LENGTH
+    assert math.isclose(plan["days"] * 86400, 20 * plan["seconds"])
+    assert line.startswith(f"plan       {1e3 * plan['seconds']:.3g} ms a step (")
+    assert " of 1.00 GiB" in line
+
+
+def test_devices_of_unknown_numbers_have_no_plan(tmp_path):
+    assert of_run(tiny.config(), tmp_path) is None
+    c = tiny.config()
+    c.hardware.chip = "cpu"
+    assert of_run(c, tmp_path) is None
+    assert not list(tmp_path.iterdir())
+    c.hardware.chip = "h10"
+    with pytest.raises(ValueError, match="h10 is no chip"):
+        of_run(c, tmp_path)
+
+
+def test_the_chip_that_is_there_is_planned(tmp_path, monkeypatch):
+    """A configuration of another chip is taken there; a file of the user's own is meant."""
+    c = tiny.config()
+    c.hardware.chip = "a100"
+    assert "on NVIDIA A100" in of_run(c, tmp_path)
+    monkeypatch.setattr(planning, "chip_for", lambda kind: chip_of("h200"))
+    assert "on NVIDIA H200" in of_run(c, tmp_path)
+    c.hardware.chip = str(CHIPS / "v5e.yaml")
+    assert "on Google TPU v5e" in of_run(c, tmp_path)
+
+
+def test_a_plan_that_fails_ends_no_run(tmp_path, monkeypatch):
+    def fails(*_):
+        raise KeyError("a primitive")
+
+    monkeypatch.setattr(planning, "planned_step", fails)
+    c = tiny.config()
+    c.hardware.chip = "h100"
+    assert of_run(c, tmp_path) == "plan       none: KeyError: 'a primitive'"
+
+
+def test_too_little_memory_is_refused_with_what_would_fit(tmp_path, monkeypatch):
+    c = tiny.config(microbatches=1, save="everything")
+    peak, less = peak_of(c), peak_of(dataclasses.replace(c, training=dataclasses.replace(c.training, save="marked")))
+    assert less < 0.85 * peak
+    c.hardware.chip = small_chip(tmp_path, 0.95 * peak)
+    assert "it may be wrong by 10%" in of_run(c, tmp_path)
+    c.hardware.chip = small_chip(tmp_path, 0.87 * peak)
+    with pytest.raises(ValueError, match=r"of a device, .*, which has [\d.]+ KiB: .* makes it fit, with") as refused:
+        of_run(c, tmp_path)
+    assert "\n" not in str(refused.value)
+    monkeypatch.setattr(planning, "best_changes", lambda *_: [])
+    with pytest.raises(ValueError, match=r"\. Take more devices;"):
+        of_run(c, tmp_path)
+
+
+def test_train_refuses_before_it_compiles(tmp_path):
+    settings = [
+        f"hardware.chip={small_chip(tmp_path, 1e6)}",
+        f"paths.root_working_dir={tmp_path}",
+        "paths.model_name=run",
+    ]
+    command = [sys.executable, "-m", "train", "--config-name=local_test_synthetic", *settings]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    (error,) = done.stderr.strip().splitlines()
+    assert error.startswith("Error: the step needs ")
+    assert "devices    " not in done.stdout  # nothing was begun
+    assert not list(tmp_path.glob("run/*hlo*"))
+
+
+@pytest.mark.long
+def test_the_best_changes_are_those_of_all():
+    c = tiny.config(microbatches=2, save="nothing")
+    now = planned_change(c, SIZES, H100, {})
+    found = best_changes(c, SIZES, now, seconds=60.0)
+    alone = {}
+    for save, (r, d, t, p), m in itertools.product(
+        ("everything", "marked", "dots", "nothing"), ((1, 4, 2, 1), (2, 2, 2, 1), (1, 8, 1, 1), (2, 4, 1, 1)), (1, 2)
+    ):
+        one = (save != "nothing") + ((r, d, t) != (1, 4, 2)) + (m != 2) == 1
+        if one and tiny.BATCH % (r * d * m) == 0:
+            changed, mesh = tiny.config(microbatches=m, save=save), {"p": p, "r": r, "d": d, "t": t}
+            step = planned_step(changed, load_model(c.model), mesh, H100)
+            alone[save, r, d, t, m] = plan_of(step, H100, 1).seconds
+    assert len(alone) >= 5
+    assert found[0].plan.seconds <= min(alone.values())
+    assert all(change.plan.seconds < now.seconds for change in found)
+    assert found[0].plan.seconds <= found[1].plan.seconds
+
+
+@pytest.mark.long
+def test_other_programs_change_no_advice(monkeypatch):
+    c = tiny.config(microbatches=2, save="nothing")
+    now = planned_change(c, SIZES, H100, {})
+    clock = types.SimpleNamespace(monotonic=itertools.count(0, 1000).__next__, process_time=lambda: 0.0)
+    monkeypatch.setattr(planning, "time", clock)
+    assert len(best_changes(c, SIZES, now)) > 2
+
+
+def test_changes_keep_batch_and_devices():
+    c = tiny.config(microbatches=2)
+    for settings in changes(c, SIZES):
+        sizes = SIZES | {name[-1]: x for name, x in settings.items() if name.startswith("mesh.")}
+        assert math.prod(sizes.values()) == 8
+        assert not {"training.batch_size", "training.seq_len"} & set(settings)
+
+
+def test_changes_are_to_what_goes_side_by_side():
+    c = tiny.config(microbatches=4, side_by_side=4)
+    found = {frozenset(settings.items()) for settings in changes(c, SIZES)}
+    assert frozenset({"training.microbatches": 2, "training.side_by_side": 2}.items()) in found
+    assert frozenset({"mesh.t": 1, "mesh.p": 2, "training.side_by_side": 1}.items()) in found
+    assert frozenset({"training.microbatches": 8}.items()) in found
+    assert frozenset({"training.side_by_side": 1}.items()) in found
+
+
+@pytest.mark.slow
+def test_the_smallest_fit_has_the_fastest_step_that_fits():
+    c = tiny.config(microbatches=1, save="everything")
+    peak = peak_of(c)
+    chip = dataclasses.replace(chip_of("cpu"), memory_bytes=0.87 * peak)
+    now = planned_change(c, SIZES, chip, {})
+    by_setting = {}
+    for settings in changes(c, SIZES):
+        try:
+            by_setting[str(settings)] = planned_change(c, SIZES, chip, settings)
+        except ValueError:
+            continue
+    fitting = [plan.seconds for plan in by_setting.values() if plan.step.peak <= 0.87 * peak]
+    assert 0 < len(fitting) < len(by_setting)
+    assert best_changes(c, SIZES, now)[0].plan.seconds == min(fitting)

@@ -1,0 +1,86 @@
+"""What is proved once is proved again when it may differ."""
+
+import os
+import sys
+
+import pytest
+import tiny
+
+import train
+from shardwright.inspect import causality, soundness
+from shardwright.run.beside import run_beside
+from shardwright.run.provenance import bytes_of
+from shardwright.run.step import Step
+
+pytestmark = pytest.mark.quick
+MODULE = "class Model:\n    c = None\n"
+
+
+@pytest.mark.parametrize("what", ["the step", "causality"])
+def test_a_model_of_an_installed_package_is_checked_again_when_it_changes(tmp_path, monkeypatch, what):
+    """Its file is none of those that are hashed as source."""
+    file = tmp_path / "a_model_of_a_package.py"
+    file.write_text(MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(soundness, "kept_programs", lambda name: tmp_path / "kept" / name)
+    checks, c, source = [], tiny.config(), {"train.py": "a hash"}
+    found = lambda *_: checks.append(1) or []
+    monkeypatch.setattr(soundness, "find_unsound", found)
+    monkeypatch.setattr(causality, "_findings", found)
+    monkeypatch.setattr(causality, "calls_of", lambda *_: [])
+    model = __import__(file.stem).Model()
+
+    def check() -> int:
+        checks.clear()
+        if what == "causality":
+            causality.check_causal(train.Forward(model, c.training), 16, source)
+        else:
+            soundness.check_steps(Step(c, model, tiny.mesh("one device"), train), source)
+        return len(checks)
+
+    assert [check(), check()] == [1, 0]
+    file.write_text(MODULE + "# sharded in another way\n")
+    assert [check(), check()] == [1, 1], "whether this is what runs is not known"
+    bytes_of.cache_clear()  # as another start
+    assert [check(), check()] == [1, 0]
+    del sys.modules[file.stem]
+    file.unlink()
+    assert [check(), check()] == [1, 1]
+
+
+def test_programs_beside_the_training_find_its_packages(tmp_path, monkeypatch):
+    """Where they come by PYTHONPATH, as by the modules of a cluster."""
+    (tmp_path / "a_program_beside.py").write_text("print('found')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert run_beside("a_program_beside") == "found\n"
+
+
+def test_a_program_beside_gives_way_and_outlives_ctrl_c(tmp_path, monkeypatch):
+    """If it had a session of its own, Linux would share the processors equally between it and the training."""
+    program = "import os; print(os.getsid(0), os.getpgid(0), os.getpid(), os.nice(0))"
+    (tmp_path / "a_patient_program.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    session, group, own, nice = map(int, run_beside("a_patient_program").split())
+    assert (session, group, nice) == (os.getsid(0), own, 19)
+
+
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [
+        ("import jax as j", "return j.device_count()"),
+        ("", "from jax import device_count\n        return device_count()"),
+        ("import jax\nN: int = jax.device_count()", "return N"),
+        ("import jax\nN, M = jax.local_device_count(), 1", "return N"),
+        ("import jax\nN = jax.device_count()", None),
+    ],
+)
+def test_questions_about_the_machine_are_found_however_they_are_written(tmp_path, monkeypatch, head, body):
+    """A number that no step reads is none of them."""
+    name = f"a_model_that_asks_{abs(hash((head, body)))}"
+    (tmp_path / f"{name}.py").write_text(
+        f"{head}\n\n\nclass Model:\n    def layer(self):\n        {body or 'return 1'}\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = [str(finding) for finding in soundness._machines(__import__(name).Model)]
+    assert bool(found) == (body is not None)
+    assert all("device_count is the same on all meshes" in text for text in found)

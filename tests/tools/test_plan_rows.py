@@ -1,0 +1,217 @@
+"""Runs of others: tables that are no such table, strange rows, MFU as trainers count it, scaled steps, calibration."""
+
+import collections
+import csv
+import io
+import math
+
+import pytest
+
+from shardwright.cluster.chips import chip_of
+from shardwright.inspect.plan.step import Facts, PlannedStep
+from shardwright.inspect.plan.work import Op
+from tools.plan import calibration, rows, runs
+
+HEADER = ",".join(runs.COLUMNS)
+TINY = "x1,torchtitan,2/64/4 vocab 256,2 H100,d2,1,2,32,bf16,full,F,0.5,,,"
+VTRAIN = ",".join(runs.VTRAIN.values())
+
+
+def table_of(tmp_path, *lines: str) -> runs.Table:
+    path = tmp_path / "runs.csv"
+    path.write_text("\n".join(lines) + "\n")
+    return runs.read(str(path))
+
+
+def run_of(tmp_path, line: str) -> runs.Run:
+    (run,) = table_of(tmp_path, HEADER, line).runs
+    assert isinstance(run, runs.Run), run
+    return run
+
+
+@pytest.mark.parametrize(
+    ("header", "named"),
+    [
+        (HEADER.replace(",mesh", ""), "no column 'mesh'"),
+        (HEADER + ",mesh", "twice the column 'mesh'"),
+        (VTRAIN.replace(",# layers", ""), "no column '# layers'"),
+        ("", "no column 'id'"),
+        ('"id', "no table"),
+    ],
+)
+def test_a_table_without_a_column_is_refused_by_name(tmp_path, header, named):
+    with pytest.raises(ValueError, match=named) as refused:
+        table_of(tmp_path, header, TINY)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("source", "a trainer of which nobody knows"),
+        ("model", "2/64"),
+        ("model", "2/64/0 vocab 256"),
+        ("model", "2/64/5 vocab 256"),
+        ("model", "2/64/4"),
+        ("model", "mixture of 8"),
+        ("model", ""),
+        ("chips", "2 H900"),
+        ("chips", "H100"),
+        ("chips", "0 H100"),
+        ("chips", "4 H100"),
+        ("mesh", "d2 d1"),
+        ("mesh", "c2"),
+        ("mesh", "d-2"),
+        ("mesh", ""),
+        ("sequences_per_data_shard", "1.5"),
+        ("sequences_per_data_shard", "-1"),
+        ("accumulation", "nan"),
+        ("seq_len", "0"),
+        ("seq_len", "1" * 30),
+        ("seq_len", "²"),
+        ("precision", "float8 compiled"),
+        ("precision", "int4"),
+        ("recompute", "some"),
+        ("flops", "Q"),
+        ("step_s", "-1"),
+        ("step_s", "inf"),
+        ("mfu_percent", "57%"),
+        ("memory_gb", "much"),
+    ],
+)
+def test_a_strange_row_has_no_plan_and_one_line_says_why(tmp_path, capsys, column, value):
+    values = dict(zip(runs.COLUMNS, TINY.split(","), strict=True)) | {column: value}
+    printed = list(rows.lines(table_of(tmp_path, HEADER, ",".join(values.values()))))
+    assert printed[1] == ",".join([*values.values(), "", "", "", ""])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "row 2 (x1)" in line
+    assert column in line or value.lower().removeprefix("2 ") in line
+
+
+def test_a_row_of_another_length_has_no_plan(tmp_path, capsys):
+    table = table_of(tmp_path, HEADER, TINY + ",1,2", "a,b")
+    assert [line.count(",") for line in rows.lines(table)] == [18, 18, 18]  # as many as the header
+    assert capsys.readouterr().err.count("values for 15 columns") == 2
+
+
+def test_a_table_without_a_measured_row_calibrates_nothing(tmp_path):
+    for row in (TINY.replace(",0.5,", ",,"), "a,b"):
+        with pytest.raises(ValueError, match="no row can be planned and has a measured time"):
+            list(calibration.calibrated(table_of(tmp_path, HEADER, row), 20))
+
+
+def test_what_is_printed_is_read_again(tmp_path):
+    table = table_of(tmp_path, HEADER, TINY, TINY.replace("x1", '"a, ""b"""'))
+    printed = list(rows.lines(table))
+    again = table_of(tmp_path, *printed)
+    assert (again.header, again.rows) == (table.header, table.rows)
+    assert list(rows.lines(again)) == printed
+    step_s, rate, mfu, memory = (float(x) for x in printed[1].split(",")[-4:])
+    assert rate == pytest.approx(2 * 2 * 32 / step_s / 2, rel=1e-3)
+    assert 0 < mfu < 1
+    assert 0 < memory < 1
+    assert next(csv.reader(io.StringIO(printed[2])))[0] == 'a, "b"'
+
+
+@pytest.mark.parametrize(
+    ("line", "percent"),
+    [  # step times, and the MFU that the trainers print beside them
+        ("K1,KempnerForge,L8,1 H200,1,4,2,4096,bf16 compiled,full,F,3.13,,,", 57.8),
+        ("K5,KempnerForge,L8,4 H200,t4,4,2,4096,bf16 compiled,full,F,1.30,,,", 34.7),
+        ("J37,MaxText,L70,256 H200,r2 d128,2,1,8192,bf16,minimal_flash; no scan,F,15.516,,,", 51.4),
+        ("F80,llm-foundry,24/2048/16 MPT-1b,8 H100,d8,14,1,2048,amp bf16,none,F,,45455,,", 41.82),
+        ("F77,llm-foundry,12/768/12 MPT-125m,8 A100-80,d8,40,2,2048,amp bf16,none,F,,142830,,", 44.79),
+    ],
+)
+def test_mfu_is_that_of_the_trainer(tmp_path, line, percent):
+    run = run_of(tmp_path, line)
+    assert run.mfu(run.step_s) == pytest.approx(percent, rel=0.006)
+
+
+def test_h_counts_half_of_attention(tmp_path):
+    line = "x,MaxText,L8,8 H100,d8,1,1,8192,bf16,minimal_flash; no scan,{},1.0,,,"
+    whole, half = (run_of(tmp_path, line.format(flops)).flops for flops in "FH")
+    # Llama 3 8B without its table of embeddings: 32 layers of 218,112,000 (q, k, v, o and three of the MLP, with two
+    # norms of 4096), a norm and the unembedding.
+    multiplied = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096) + 4096 + 128256 * 4096
+    assert whole == 6 * multiplied + 12 * 32 * 4096 * 8192
+    assert half == 6 * multiplied + 6 * 32 * 4096 * 8192
+
+
+def test_a_measured_rate_or_mfu_gives_the_step(tmp_path):
+    by_rate = run_of(tmp_path, "F83,llm-foundry,32/4096/32 MPT-7b,8 H100,d8,6,1,2048,amp bf16,none,F,,10643,,")
+    by_mfu = run_of(tmp_path, "F83,llm-foundry,32/4096/32 MPT-7b,8 H100,d8,6,1,2048,amp bf16,none,F,,,46.44,")
+    assert by_rate.step_s == pytest.approx(48 * 2048 / 85144, rel=1e-3)  # the trainer's own tokens a second, of all
+    assert by_mfu.step_s == pytest.approx(by_rate.step_s, rel=2e-3)
+
+
+def test_kendall_of_orders():
+    assert calibration.kendall([1, 2, 3, 4], [10, 20, 30, 40]) == 1
+    assert calibration.kendall([1, 2, 3, 4], [40, 30, 20, 10]) == -1
+    assert calibration.kendall([1, 2, 3, 4], [10, 30, 20, 40]) == pytest.approx(4 / 6)
+    assert math.isnan(calibration.kendall([1, 2], [1, 1]))
+
+
+def made(tmp_path, n: int, flops: float, traffic: float, group: str) -> tuple[runs.Run, Step]:
+    """A run whose step multiplies and moves so much."""
+    run = run_of(tmp_path, TINY)._replace(group=(group,), chip=chip_of("a100"), constants={})
+    ops = [
+        Op("", "", "", "matmul", "", 1.0, flops, 0.0, (1, 1, 1, int(flops / 2)), "bf16"),
+        *[Op("", "", "", "memory", str(i), 1.0, 0.0, traffic) for i in range(n)],
+    ]
+    return run, PlannedStep(ops, [], {"d": 1}, Facts(1, 1.0, "bf16", 1, 1), None)
+
+
+def test_a_fit_finds_the_constants_that_made_the_times(tmp_path):
+    true = {"matmul_share": 0.45, "memory_share": 0.6, "launch_s": 2e-5}
+    sizes = [(n, 10.0**a, 10.0**b) for n in (1, 50) for a in (11, 12.5, 14) for b in (6, 8, 10)]
+    pairs = [made(tmp_path, *size, f"{i // 3}") for i, size in enumerate(sizes)]
+    pairs = [(run._replace(step_s=calibration.seconds(run, step, true)), step) for run, step in pairs]
+    # By hand: 1e14 FLOPs at 0.45 of the 271.2e12 FLOP/s of products alone, 1e10 bytes at 0.6 of 2.039e12 bytes/s, two
+    # launches.
+    assert pairs[8][0].step_s == pytest.approx(1e14 / (0.45 * 271.2e12) + 1e10 / (0.6 * 2.039e12) + 4e-5)
+    start = {"matmul_share": 0.7, "memory_share": 0.85, "launch_s": 3e-6}
+    used = calibration.picked(pairs, 9)
+    assert sorted(collections.Counter(run.group for run, _ in used).values()) == [1, 1, 1, 2, 2, 2]
+    assert calibration.fit(pairs, start) == pytest.approx(true, rel=0.1)  # each is drawn a little to where it began
+    # A group of wrong times changes what is fitted to it, and not what it is held against.
+    wrong = [(run._replace(step_s=run.step_s * (1.1 if run.group == ("0",) else 1)), step) for run, step in pairs]
+    turns = calibration.held_out(wrong, 18, start)
+    without = turns.pop(("0",))
+    assert without == pytest.approx(true, rel=0.1)
+    assert all(x is without or x != pytest.approx(without, rel=0.01) for x in turns.values())
+    assert calibration.figures(pairs, dict.fromkeys(calibration.held_out(pairs, 9, start), true)).error < 1e-6
+
+
+def test_only_trainers_whose_memory_is_described_have_one(tmp_path):
+    """Ours would be wrong for the others."""
+    line = "x1,{},2/64/4 vocab 256,2 H100,d2,1,2,32,bf16,full,F,0.5,,,1.0"
+    table = table_of(tmp_path, HEADER, *(line.format(trainer) for trainer in ("torchtitan", "llm-foundry")))
+    printed = [row.split(",")[-1] for row in list(rows.lines(table))[1:]]
+    assert float(printed[0]) > 0
+    assert printed[1] == ""
+
+
+def test_a_table_ends_with_how_near_its_plans_are(tmp_path, capsys):
+    """By hand: one row at half of its time, one at three times."""
+    run = run_of(tmp_path, TINY)
+    planned = calibration.seconds(run, runs.step_of(run), {})
+    lines = [TINY.replace(",0.5,", f",{planned * factor:.9g},").replace("x1", f"x{factor}") for factor in (2, 1 / 3)]
+    list(rows.lines(table_of(tmp_path, HEADER, *lines)))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(
+        "torchtitan: 2 rows, median 1.75, mean error 125.0 %, 0% inside the range, 80 % within 180 %"
+    )
+
+
+def test_trainers_are_held_out_in_turn(tmp_path):
+    """Each is planned with what was fitted to the others: of a slow and a fast one, the fast one too slow."""
+    pairs = [made(tmp_path, 1, 10.0**a, 1e3, group) for group in ("slow", "fast") for a in (12, 13, 14)]
+    true = {"slow": {"matmul_share": 0.3}, "fast": {"matmul_share": 0.6}}
+    pairs = [(run._replace(step_s=calibration.seconds(run, step, true[run.group[0]])), step) for run, step in pairs]
+    turns = calibration.held_out(pairs, 100, {"matmul_share": 0.5}, folds=2)
+    assert turns[("fast",)]["matmul_share"] == pytest.approx(0.3, rel=0.02)
+    assert turns[("slow",)]["matmul_share"] == pytest.approx(0.6, rel=0.02)
+    assert calibration.figures([pair for pair in pairs if pair[0].group == ("fast",)], turns).median == pytest.approx(
+        2, rel=0.03
+    )
