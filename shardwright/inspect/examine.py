@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shardlib import products
 from shardlib.axes import PIPELINE_AXIS
 from shardwright.inspect.causality import describe_causality
 from shardwright.inspect.compiled.trace import top_lines
@@ -12,10 +13,11 @@ from shardwright.inspect.microscope.of_run import Microscope
 from shardwright.inspect.planning import plan_run
 from shardwright.inspect.soundness import check_steps
 from shardwright.run.beside import FAILURES, run_beside
+from shardwright.run.reference import check_paths_with_reference
 from shardwright.run.report import tell
 from shardwright.run.step import Step
 
-__all__ = "Microscope", "draw_step", "plan_run", "prove", "read_trace"
+__all__ = "Microscope", "compare_forms", "draw_step", "plan_run", "prove", "read_trace"
 
 
 def prove(steps: Sequence[Step], source: Any) -> None:
@@ -33,6 +35,17 @@ def prove(steps: Sequence[Step], source: Any) -> None:
         what = "the parts of the steps that stages run, in order," if staged else "training and evaluation"
         tell(f"proof      {what} compute on this mesh what they compute on one device")
     tell(describe_causality(steps[0], source))
+
+
+def compare_forms(steps: Sequence[Step], options: dict[str, Any]) -> None:
+    """Refuses a form of an op for this platform that does not compute what its plain form does. It runs both.
+
+    The arguments are as of `prove`, and options of the compiler.
+    """
+    for step in {step.c.training.seq_len: step for step in steps}.values():
+        forward = step.trainer.Forward(step.model, step.c.training)
+        check_paths_with_reference(forward, step.c, options)
+    products.check_sums()
 
 
 def draw_step(hlo: Path) -> str:

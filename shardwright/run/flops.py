@@ -12,6 +12,7 @@ import numpy as np
 
 from shardlib.products import product_of
 from shardwright.cluster.chips import chip_for
+from shardwright.modeling.attention_calls import calls_of
 from shardwright.modeling.rules import Rule
 
 
@@ -67,6 +68,15 @@ def flops_of_model(table: Any, c: Any, attended: float) -> float:
     weights = [weight for weight in jax.tree.leaves(table) if weight.kind != "embedding"]
     multiplied = sum(math.prod(weight.shape) * weight.used for weight in weights)
     return 6 * multiplied + 12 * c.layers * c.heads * c.d_head * attended
+
+
+def speed_of(forward: Any, tokens: int, peak: PeakFlops, before: int) -> Speed:
+    """The Speed of a step of so many `tokens` by train.Forward. `before`: Speed.tokens_before."""
+    t, model = forward.training, forward.model
+    rules = (call.rule for call in calls_of(forward, t.seq_len))
+    lengths = attended_keys(rules, t.seq_len), t.seq_len
+    attended, of_all_pairs = (flops_of_model(model.table, model.c, keys) for keys in lengths)
+    return Speed(tokens, attended, peak, before, of_all_pairs)
 
 
 def peak_flops(devices: Sequence[jax.Device], dtype: jnp.dtype) -> PeakFlops:

@@ -1,5 +1,6 @@
 """Lines that a run prints when it starts, and what it keeps for its page."""
 
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,13 @@ import jax
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from shardwright.cluster.devices import known_options
+from shardwright.modeling.attention_calls import check_deterministic, describe_attention
 from shardwright.run.files import write_whole
 from shardwright.run.flops import Speed
 from shardwright.run.optional import optional
 from shardwright.run.resuming import with_defaults
+from shardwright.run.stages import describe_stages
 from shardwright.settings.differences import flat
 from shardwright.settings.words import say
 
@@ -22,8 +26,31 @@ def tell(text: str) -> None:
         say(text)
 
 
-def print_start(run: Any, parameters: int) -> None:
-    """Prints the directory, devices, model and data of a Run, whose model has so many parameters."""
+def parameters_of(model: Any) -> int:
+    """Number of weights of a model."""
+    return sum(math.prod(weight.shape) for weight in jax.tree.leaves(model.table))
+
+
+def introduce(run: Any, planned: str | None, source_differs: str | None) -> dict[str, Any]:
+    """Prints what a Run is: its directory, devices, model, data, plan, attention, stages and changes.
+
+    Returns the compiler options that the installed XLA knows. Raises ValueError for settings that are refused.
+    """
+    # Before the first line: what the settings say may be refused.
+    attention = describe_attention(run.forward, run.c.training.seq_len)
+    described = describe_stages(run.c, run.model)
+    check_deterministic(run.c, attention)
+    options = known_options(run.c.hardware.options, tell)
+    _print_start(run)
+    lines = [planned, source_differs and f"source     {source_differs}"]
+    lines += [*(f"attention  {x}" for x in attention), *(f"pipeline   {x}" for x in described)]
+    lines += [f"from step {first}: {changed}" for first, changed in run.changes().items()]
+    for line in filter(None, lines):
+        tell(line)
+    return options
+
+
+def _print_start(run: Any) -> None:
     mesh, data, t, loader = jax.sharding.get_mesh(), run.c.data, run.c.training, run.loader
     name = data.filespec or " + ".join(data.mixture) or "stream"
     length = f"{loader.num_tokens:,}" if loader.num_tokens is not None else "unknown number of"
@@ -33,7 +60,7 @@ def print_start(run: Any, parameters: int) -> None:
     summed = t.compute_dtype if t.reduce_dtype == "compute" else t.reduce_dtype
     over = ", ".join(axis for axis in "cde" if mesh.shape.get(axis, 1) > 1)
     reduced = f", gradients reduced over {over} in {summed}" if over else ""
-    tell(f"model      {parameters:,} parameters, {t.compute_dtype} compute{fp8}{reduced}")
+    tell(f"model      {parameters_of(run.model):,} parameters, {t.compute_dtype} compute{fp8}{reduced}")
     tell(f"data       {name}: {length} tokens; {run.total:,} steps of {loader.tokens_per_batch:,}")
 
 
@@ -44,7 +71,7 @@ def save_config(directory: Path, config: Any) -> None:
             write_whole(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
-def facts_of(run: Any, parameters: int, speed: Speed) -> dict[str, Any]:
+def facts_of(run: Any, speed: Speed) -> dict[str, Any]:
     """Facts of this start of a Run that its page shows, for provenance.json."""
     mesh, hydra = jax.sharding.get_mesh(), HydraConfig.get() if HydraConfig.initialized() else None
     module = run.c.model.module
@@ -54,7 +81,7 @@ def facts_of(run: Any, parameters: int, speed: Speed) -> dict[str, Any]:
         "defaults": flat(with_defaults({"model": {"module": module}}, module)),
         "run": {
             "total_steps": run.total,
-            "parameters": parameters,
+            "parameters": parameters_of(run.model),
             "devices": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
             "mesh": dict(mesh.shape),
             "flops_per_token": f"{speed.flops / 1e6:,.2f} MFLOP, of the pairs that attention sees (of all pairs "

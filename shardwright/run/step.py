@@ -109,10 +109,15 @@ class Step:
     def _key(self) -> tuple:
         return self.name, self.forms, self.mesh, *self.planned.items()
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of what the model reads beside the tokens."""
+        return inputs_of(self.model)
+
     def batch(self) -> Any:
         """Shapes of its batch, sharded over its mesh, which is in force."""
         t = self.c.training
-        return batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(inputs_of(self.model)))
+        return batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self.inputs))
 
     @functools.cached_property
     def _trace(self) -> tuple[jax.stages.Traced, list[list[ShapeSpec]], list[Rule]]:

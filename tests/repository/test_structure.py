@@ -56,8 +56,8 @@ SHARED |= {f"tools.huggingface.{name}" for name in ("check", "families")}
 SHARED |= {"bench.throughput.peers.ours", "bench.throughput.peers.job"}
 """Modules of several programs."""
 MAX_LINES, MAX_SHARE, MAX_TRAIN_NAMES = 450, 0.25, 32
-LONGER = {"train": 693, "shardwright.run.run": 470}
-"""Modules that may be longer: the program that is one file, and the run around it."""
+LONGER = {"train": 693}
+"""Modules that may be longer: the program that is one file."""
 VOCABULARY = ("shardlib.shardtypes", "shardlib.shardops")
 
 

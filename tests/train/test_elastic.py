@@ -25,7 +25,7 @@ from shipped import load
 import train
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import COMPUTE_DTYPES, load_model
-from shardwright.run import run as run_files
+from shardwright.run import journal as run_files
 from shardwright.run.config import Config
 
 ROOT = Path(__file__).parents[2]
@@ -201,8 +201,8 @@ RECORDED = f"""
 import os, sys
 sys.path[:0] = [{str(ROOT / "tests")!r}]
 import recorded_run
-from shardwright.run import run
-run.compile_step = recorded_run.record(run)
+from shardwright.run import journal
+journal.compile_step = recorded_run.record(journal)
 """
 
 

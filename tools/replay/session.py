@@ -18,11 +18,10 @@ from shardwright.run.changes import config_at, firsts, loader_at
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config as RunConfig
 from shardwright.run.files import read_config, read_records
-from shardwright.run.opening import StagesChoice, mesh_for, read_state, trusted_options
+from shardwright.run.opening import StagesChoice, fresh_state, mesh_for, read_state, trusted_options
 from shardwright.run.provenance import compare_source, provenance_of
 from shardwright.run.reference import check_reference, read_reference, reference_record
 from shardwright.run.resuming import config_of, saved_config
-from shardwright.run.run import fresh_state
 from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
 from shardwright.settings.differences import flat

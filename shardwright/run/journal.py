@@ -1,0 +1,176 @@
+"""What a run prints, logs and shows of itself: its lines, metrics.jsonl, the profile, the picture and the page."""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from shardwright.modeling.model import COMPUTE_DTYPES
+from shardwright.run.beside import in_background
+from shardwright.run.compiling import compile_step
+from shardwright.run.directory import override
+from shardwright.run.flops import peak_flops, speed_of
+from shardwright.run.memory import peak_memory
+from shardwright.run.metrics import RunLog, check_metrics
+from shardwright.run.optional import in_a_line
+from shardwright.run.page import Page
+from shardwright.run.profile import StepProfiler
+from shardwright.run.report import facts_of, tell
+from shardwright.run.skipping import SkippedSteps, described_documents
+from shardwright.run.stores import agreed
+from shardwright.run.trackers import tracked
+
+DRAWN_AFTER = 6
+"""Steps of this process before the compiled step is drawn. The profiled steps are among them."""
+
+
+class Journal(contextlib.ExitStack):
+    """The log of a run and what goes with it. A context manager, which closes them.
+
+    Args:
+        run: the run.
+        examine: the module shardwright.inspect.examine.
+
+    Attributes, since `begin`:
+        log: the RunLog.
+        skips: the SkippedSteps.
+    """
+
+    def __init__(self, run: Any, examine: ModuleType):
+        super().__init__()
+        self._run, self._directory, self._examine, t = run, run.directory, examine, run.c.training
+        if run.step.inputs and t.sample_interval is not None:
+            raise ValueError(
+                f"training.sample_interval is {t.sample_interval}, but the model reads {', '.join(run.step.inputs)} "
+                "beside the tokens, which a drawn token does not have. Set training.sample_interval=null."
+            )
+        self._page, self._hlo = Page(run.directory, t.report), None
+        self._drawing: concurrent.futures.Future[str] | None = None
+        self._loss: jax.Array | None = None
+        self._peak = peak_flops(jax.sharding.get_mesh().devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
+
+    def begin(self, skips: dict[str, Any], damaged: dict[int, str]) -> dict[str, Any]:
+        """Opens the log. Returns what provenance.json keeps for the page.
+
+        `skips` is the state of SkippedSteps, `damaged` says by step which checkpoints are not used, and why.
+        """
+        run, c = self._run, self._run.whole
+        t = run.c.training
+        self.skips = SkippedSteps(t.max_skipped, skips, self._tell_step, t.spike_factor)
+        trackers = tracked(c.trackers, self._directory, c.paths.model_name, run.start, dataclasses.asdict(c))
+        self.push(self._end_by_error)
+        speed = speed_of(run.forward, run.loader.tokens_per_batch, self._peak, run.tokens_before())
+        see = lambda step, x: self.skips.see(step, x["loss"], x.get("grad_norm", x["loss"]), "skipped" in x)
+        lengths = {"total_steps": run.total, "start_step": run.start, "print_every": t.log_interval}
+        send = self.enter_context(trackers)
+        self.log = self.enter_context(RunLog(self._directory, **lengths, speed=speed, see=see, send=send))
+        for step, why in damaged.items():
+            self.log.add_event(run.start - 1, "damaged_checkpoint", {"damaged_step": step, "why": why})
+        if not run.is_over and (changed := run.changes().get(run.start)):
+            self.log.add_event(run.start, "changed", {"settings": changed})
+        return facts_of(run, speed)
+
+    def compile(self) -> jax.stages.Compiled:
+        """The compiled training step. Its HLO text is kept, for a picture and the profile."""
+        lowered = self._run.step.lower()
+        check_metrics(lowered.out_info[1])
+        self._program, self._hlo = compile_step(lowered, self._directory, self._run.options)
+        return self._program
+
+    def profile(self, settle: Callable[[], Any]) -> contextlib.AbstractContextManager[StepProfiler]:
+        """The profiler of these steps. `settle` waits until no other thread uses the devices."""
+        count = self._run.end_step - self._run.start
+        self._profiler = StepProfiler(self.log, self._examine.read_trace, self._hlo, count, settle)
+        return contextlib.closing(self._profiler)
+
+    def dispatched(self, step: int, metrics: Any) -> None:
+        """Takes the metrics of the step just dispatched, and writes those of the step before."""
+        self._loss = metrics.loss
+        self.log.log(step, vars(metrics))
+
+    def see(self, step: int, metrics: Any) -> None:
+        """Goes on with the profile and the page, after a step was dispatched."""
+        self._profiler.after_step(step - self._run.start, metrics)
+        if step == self._run.start:
+            self.log.log_event(step, "memory", peak_memory(self._program, metrics))
+        self._page.refresh()
+
+    def draw(self, step: int) -> None:
+        """Draws the compiled step once, in the background, after a few steps or the last one."""
+        late = self._run.is_over or step - self._run.start == DRAWN_AFTER
+        if self._hlo and self._drawing is None and late:
+            self._drawing = in_background(self._examine.draw_step, self._hlo)
+
+    def settle(self) -> tuple[dict[str, Any], bool]:
+        """Before a checkpoint is complete: has the lines of all its steps. The state of SkippedSteps.
+
+        And whether older checkpoints may go: what made steps fail may be in the newest already.
+        """
+        agreed(self.log.sync)
+        return self.skips.state(), not self.skips.in_a_row
+
+    def replay_of(self, step: int) -> str:
+        """The command that shows a step again."""
+        return f"python -m tools.replay {override('run', str(self._directory))} step={step}"
+
+    def _tell_step(self, step: int, why: str, event: str) -> None:
+        batch = self._run.batch_of(step)
+        words, documents = described_documents(self._run.loader, batch)
+        told = f"{event} {'at ' * (event == 'spike')}step {step}, counted from 0: {why}; batch {batch}, {words}; "
+        tell(f"{told}{self.replay_of(step)} shows them" + ", and names what is not finite" * (event == "skipped"))
+        self.log.add_event(step, event, {"why": why, "batch": batch, "documents": documents})
+
+    # ---- the end ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step was done."""
+        return self._loss is None
+
+    def wait(self) -> None:
+        """Waits for the profile and the picture."""
+        self._profiler.close()
+        if self._drawing:
+            self._drawing.exception()  # waits: a signal until then still stops the run
+
+    def stop(self, signal: str) -> str:
+        """Prints that a signal stopped the run, and how to resume it. Returns the signal."""
+        at, name = self._run, self._run.c.paths.model_name or self._directory.name
+        tell(f"{signal}: stopped and saved after {at.done} steps of {at.total}.")
+        tell(f"To resume: the same command, with {override('paths.model_name', name)}")
+        self._finish_page("stopped", signal)
+        return signal
+
+    def pause(self) -> None:
+        """Prints where the picture is, before the run goes on with other settings."""
+        if self._drawing:
+            tell(self._drawing.result())
+
+    def finish(self, checkpoints: str) -> None:
+        """Prints what came of a run that is done, whose checkpoints are at a path or URL."""
+        at = self._run
+        self.skips.check_any_taken(at.done - at.start)
+        if self.skips.count:
+            tell(f"skipped    {self.skips.count} steps: the events `skipped` of metrics.jsonl")
+        if self._profiler.by_line:
+            tell(self._profiler.by_line)
+        tell(f"loss       {float(self._loss):.3f} nats a token at the last step")
+        tell(f"checkpoint {checkpoints}/{at.total:010}")
+        self._finish_page("finished")
+
+    def _finish_page(self, state: str, why: str | None = None) -> None:
+        """Makes the page a last time, with what draw_step drew, and prints where it is, or where the metrics are."""
+        self.pause()
+        self.log.add_event(self._run.done - 1, "end", {"state": state} | ({"why": why} if why else {}))
+        if (page := self._page.finish()) or (self._directory / "metrics.jsonl").exists():
+            metrics = f"metrics    {self._directory}/metrics.jsonl"
+            tell(f"report     {page}  (open it in a browser)" if page else metrics)
+
+    def _end_by_error(self, kind: type | None, error: BaseException | None, _: Any) -> None:
+        if error is not None and self._loss is not None:
+            self._finish_page("failed", in_a_line(error))
+        self._page.close()
