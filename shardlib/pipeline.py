@@ -21,7 +21,7 @@ from jax import lax
 
 from shardlib import marks
 from shardlib.axes import PIPELINE_AXIS
-from shardlib.equations import axes_of, body_of, frames_of, jaxprs_of
+from shardlib.equations import axes_of, equations_in, frames_of
 from shardlib.halves import Halves
 from shardlib.layers import LayerMetrics
 from shardlib.op_checks import one_like, varying, wrap, zeros_like_traced
@@ -271,7 +271,7 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
             "metrics": jax.tree.map(of_rows, extras_type.metrics),
         }
     columns = {name: jnp.asarray(column) for name, column in table.columns.items()}
-    _refuse_collectives(jax.make_jaxpr(tick)(carry, jax.tree.map(lambda x: x[0], columns)).jaxpr, in_task=False)
+    _refuse_collectives(jax.make_jaxpr(tick)(carry, jax.tree.map(lambda x: x[0], columns)).jaxpr)
     carry, _ = lax.scan(tick, carry, columns)
     total = _of_stages("+p", marks.leave(carry["loss"], label, "+p"))
     if not training:
@@ -373,14 +373,13 @@ def _apart(x: jax.Array) -> jax.Array:
     return varying(x, {PIPELINE_AXIS} & {*mesh_axes()})
 
 
-def _refuse_collectives(jaxpr: Any, in_task: bool) -> None:
-    """Raises ShardError for a collective over p in the task of a stage.
-
-    `in_task` says whether all of `jaxpr` is in a task, or only the branches of its conditionals.
-    """
-    for equation in jaxpr.eqns:
+def _refuse_collectives(jaxpr: Any) -> None:
+    """Raises ShardError for a collective over p in the task of a stage: a conditional that devices of p decide."""
+    choices = (eqn for eqn in equations_in(jaxpr) if eqn.primitive.name == "cond")
+    tasks = (eqn for eqn in choices if PIPELINE_AXIS in eqn.invars[0].aval.manual_axis_type.varying)
+    for equation in (inner for task in tasks for branch in task.params["branches"] for inner in equations_in(branch)):
         name = equation.primitive.name
-        if in_task and PIPELINE_AXIS in axes_of(equation) and name not in ("pvary", "pcast", "axis_index"):
+        if PIPELINE_AXIS in axes_of(equation) and name not in ("pvary", "axis_index"):
             raise ShardError(
                 f"a pipeline stage runs {name} over {PIPELINE_AXIS}: the stages run different tasks at a time, so "
                 "that it would wait forever",
@@ -389,10 +388,6 @@ def _refuse_collectives(jaxpr: Any, in_task: bool) -> None:
                 "put lax.stop_gradient around it",
                 place=next((place(*call) for call in reversed(frames_of(equation)) if is_users(call[0])), ""),
             )
-        # Whether the devices of p may take different branches.
-        differs = name == "cond" and PIPELINE_AXIS in equation.invars[0].aval.manual_axis_type.varying
-        for inner in jaxprs_of(equation):
-            _refuse_collectives(body_of(inner)[0], in_task or differs)
 
 
 # Values of tasks, such as the residual stream, are arrays or pytrees of arrays.

@@ -178,7 +178,7 @@ class Interpreter:
             assert x.shape == tuple(getattr(var.aval, "shape", ())), (eq.name, x.shape, var.aval)
             x.why = x.why or came
             parts = range(0, len(self.seen), self.rows)
-            if x.is_free or any(_fits(x.last, self.seen[i : i + self.rows]) for i in parts):
+            if (x.last < 0).all() or any(_fits(x.last, self.seen[i : i + self.rows]) for i in parts):
                 x.why = None
             elif not x.why and (place := eq.place()) != "?":
                 x.why = place, eq.name

@@ -1,5 +1,6 @@
 """Rules of loops and conditionals: by their bodies, and by what decides them."""
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -132,14 +133,6 @@ def _scan(interpreter: Any, eq: Equation) -> list[Value]:
     return results + [_of_turn(interpreter, eq, out, (of_loop, *out.dims), demand) for out in outs[carried:]]
 
 
-def _is_certain(eq: Equation, predicate: Value) -> bool:
-    """Whether a predicate is the same on all devices, and as on one device."""
-    try:
-        return not predicate.wild and bool(eq.plain(predicate))
-    except Refused:
-        return False
-
-
 def _collective(jaxpr: Any, axes: frozenset[str]) -> Any:
     """The first collective over one of the axes in a jaxpr; None if there is none."""
     for eqn in equations_in(jaxpr):
@@ -150,8 +143,9 @@ def _collective(jaxpr: Any, axes: frozenset[str]) -> Any:
 
 def _under_predicate(interpreter: Any, eq: Equation, predicate: Value, var: Any, bodies: Any) -> Wild | None:
     """Why results that depend on a predicate are not known. Notes a collective that not all devices reach."""
-    if _is_certain(eq, predicate):
-        return None
+    with contextlib.suppress(Refused):
+        if not predicate.wild and eq.plain(predicate):  # the same on all devices, and as on one device
+            return None
     axes = frozenset(eq.sizes) if interpreter.is_unchecked else varying(var.aval, eq.sizes)
     over = ", ".join(sorted(axes)) or "the mesh"
     collectives = [found for body in bodies if (found := _collective(body, axes)) is not None]

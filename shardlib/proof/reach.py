@@ -48,11 +48,6 @@ class Reach:
         """Whether all entries are known."""
         return bool(self.known.all())
 
-    @property
-    def is_free(self) -> bool:
-        """Whether no entry depends on a token."""
-        return bool((self.last < 0).all())
-
     def arrays(self) -> tuple[np.ndarray, ...]:
         """The three arrays."""
         return self.number, self.known, self.last

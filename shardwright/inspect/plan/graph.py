@@ -186,7 +186,8 @@ def _results(eqn: Any, ins: list[Value | None], nodes: list[Node], scope: _Scope
         if op == "name":
             _mark(outs[0].root, name, site)
         return outs
-    bodies = [_body(part, ins, inner) for part in _bodies(eqn)]
+    parts = [*equations.jaxprs_of(eqn)][op == "while" :] if op in ("scan", "while", "cond") else []
+    bodies = [_body(part, ins, inner) for part in parts]  # of a while loop without its condition
     outs = [_value(var.aval, site) for var in eqn.outvars]
     kind = KERNEL if is_kernel else _COLLECTIVE_OF.get(op, op)
     carried = equations.scan_counts(eqn) if op == "scan" else (0, 0)
@@ -209,12 +210,6 @@ def _keeps_size(eqn: Any) -> bool:
     """Whether an equation only adds dims of size 1."""
     size = lambda var: math.prod(getattr(var.aval, "shape", ()))
     return eqn.primitive.name == "broadcast_in_dim" and size(eqn.invars[0]) == size(eqn.outvars[0])
-
-
-def _bodies(eqn: Any) -> list[Any]:
-    p = eqn.params
-    of = {"scan": lambda: [p["jaxpr"]], "while": lambda: [p["body_jaxpr"]], "cond": lambda: list(p["branches"])}
-    return of.get(eqn.primitive.name, list)()
 
 
 def _body(jaxpr: Any, operands: list[Value | None], scope: _Scope) -> Graph:
