@@ -23,6 +23,7 @@ _KINDS = {
     "permutation": "pbroadcast ppermute",
     # give back their operands; casts do between JAX's types of values under shard_map
     "cast": "preduced pvary reduced_vary_cast_p",
+    "unreduced": "vary_unreduced_cast_p",  # what differs becomes a partial sum
     "identity": "layout_constraint name optimization_barrier reshard sharding_constraint stop_gradient",
     # give the entries another shape
     "view": "broadcast_in_dim reshape squeeze transpose",
@@ -43,7 +44,7 @@ _KINDS = {
     # at indices
     "scattering": "scatter scatter-add scatter-max scatter-min scatter-mul",
 }
-"""Primitives by kind, each in one. The names are those of jax 0.10.2."""
+"""Primitives by kind, each in one. The names are those of jax 0.10.2; a newer one may leave out the _p at the end."""
 
 
 def words(text: str) -> frozenset[str]:
@@ -53,7 +54,8 @@ def words(text: str) -> frozenset[str]:
 
 def kinds(*names: str) -> frozenset[str]:
     """The primitives of these kinds."""
-    return words(" ".join(_KINDS[name] for name in names))
+    found = words(" ".join(_KINDS[name] for name in names))
+    return found | {name.removesuffix("_p") for name in found}
 
 
 CALLS = kinds("call")

@@ -31,7 +31,7 @@ def _collective(*names: str) -> Callable:
     return register
 
 
-@_collective("vary_unreduced_cast_p")
+@_collective(*kinds("unreduced"))
 def _unreduced(eq: Equation, axes: tuple[str, ...]) -> Value:
     (x,) = eq.ins
     if (new := {*axes} - x.partial) and not x.is_zero:

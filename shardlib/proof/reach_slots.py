@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.equations import COLLECTIVES, ELEMENTWISE, IDENTITIES, words
+from shardlib.equations import COLLECTIVES, ELEMENTWISE, IDENTITIES, kinds, words
 from shardlib.proof.reach import NONE, Among, Reach, Slots, full, of_all, placed, unknown
 
 SAME = IDENTITIES | COLLECTIVES - {"ppermute", "ragged_all_to_all"}
-SAME |= words("vary_unreduced_cast_p copy device_put reduce_precision reshape squeeze")
+SAME |= kinds("unreduced") | words("copy device_put reduce_precision reshape squeeze")
 """Primitives that change no number, also collectives: each axis has one device."""
 
 

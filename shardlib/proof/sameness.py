@@ -19,7 +19,7 @@ from shardlib.equations import body_of, is_variable
 from shardlib.marks import LAYER_NUMBERS
 from shardlib.proof.equation import Equation, is_integer
 
-CASTS = equations.words("vary_unreduced_cast_p copy dynamic_slice slice convert_element_type")
+CASTS = equations.kinds("unreduced") | equations.words("copy dynamic_slice slice convert_element_type")
 UNCHANGED = (equations.COLLECTIVES | equations.IDENTITIES | CASTS) - {"stop_gradient", "ppermute"}
 """Primitives that give back operands of one device, if these keep their type."""
 OF_MESHES = equations.words("sharding out_sharding dst_sharding mesh concrete_mesh axis_size linear prevent_cse")

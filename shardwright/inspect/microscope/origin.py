@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from shardlib.equations import COLLECTIVES, ELEMENTWISE, kinds, words
+from shardlib.equations import COLLECTIVES, ELEMENTWISE, IDENTITIES, kinds, words
 from shardlib.parsing import sort_axes
 from shardlib.proof.equation import Equation
 from shardwright.inspect.microscope.points import equations, function_and_target, is_loop_over_layers, loops_around
@@ -25,10 +25,11 @@ from shardwright.inspect.microscope.rerun import Note, Path, Rerun, executed, is
 
 KINDS = ("finite", "an infinity", "NaN")
 """What the worst entry of a value is, by its level."""
-FINITE = kinds("gather", "extreme", "exchange", "permutation", "cast", "identity", "view", "selection") | words(
-    """abs concatenate copy cos dynamic_slice dynamic_update_slice erf iota logistic neg reduce_max reduce_min rev sign
-    sin slice split tanh vary_unreduced_cast_p"""
+FINITE = COLLECTIVES - kinds("sum", "scatter") | IDENTITIES | kinds("unreduced", "view", "selection")
+FINITE |= words(
+    "abs concatenate copy cos dynamic_slice dynamic_update_slice erf iota logistic neg reduce_max reduce_min"
 )
+FINITE |= words("rev sign sin slice split tanh")
 """Primitives that give finite numbers of finite ones."""
 ALL = np.iinfo(np.int32).max
 

@@ -200,7 +200,7 @@ def _varying(eqn: Any, jaxpr: Any, ins: list) -> list[jax.Array]:
     kinds = [getattr(var.aval, "manual_axis_type", None) for var in (*eqn.invars, *eqn.outvars)]
     if not (axes := frozenset().union(*(kind.reduced | kind.unreduced for kind in kinds if kind is not None))):
         return run_again(eqn, jaxpr, ins)
-    if name in ("vary_unreduced_cast_p", "reduced_vary_cast_p", "preduced"):
+    if name in kinds("unreduced", "cast") - {"pvary"}:
         return [varying(ins[0], params["axes"])]
     if name == "unreduced_psum":
         return [lax.psum(ins[0], params["axes"])]

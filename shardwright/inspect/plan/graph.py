@@ -17,7 +17,7 @@ from shardlib.places import is_users, place
 from shardwright.inspect.compiled.lines import phase_of
 from shardwright.modeling.planned_attention import KERNEL
 
-ALIASES = IDENTITIES | words("reshape squeeze transpose copy reduce_precision vary_unreduced_cast_p")
+ALIASES = IDENTITIES | kinds("unreduced") | words("reshape squeeze transpose copy reduce_precision")
 """Primitives whose result is the operand, in memory: XLA chooses layouts so that a transposition moves nothing."""
 COLLECTIVES = {
     "all_gather": kinds("gather"),
