@@ -29,7 +29,7 @@ FINITE = COLLECTIVES - kinds("sum", "scatter") | IDENTITIES | kinds("unreduced",
 FINITE |= words(
     "abs concatenate copy cos dynamic_slice dynamic_update_slice erf iota logistic neg reduce_max reduce_min"
 )
-FINITE |= words("rev sign sin slice split tanh")
+FINITE |= words("reduce_min rev sign sin slice split tanh")
 """Primitives that give finite numbers of finite ones."""
 ALL = np.iinfo(np.int32).max
 
