@@ -19,19 +19,9 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardlib import marks
 from shardlib.equations import called, equations_in, evaluate, kinds, split_scan, split_while, words
+from shardlib.proof import reach
 from shardlib.proof.equation import Equation
-from shardlib.proof.reach import (
-    LATER,
-    NONE,
-    Reach,
-    constant,
-    entries_of,
-    in_each_way,
-    made,
-    of_all,
-    stacked,
-    unknown,
-)
+from shardlib.proof.reach import LATER, NONE, Reach
 from shardlib.proof.reach_moves import rows_added
 from shardlib.proof.reach_rules import anything, apply
 from shardlib.proof.reach_slots import is_in, of_sorted, together
@@ -146,8 +136,8 @@ class Interpreter:
         return evaluate(jaxpr, args, rule, self._constant)
 
     def _constant(self, source: Any) -> Reach:
-        x = constant(source.val if isinstance(source, core.Literal) else source)
-        return made(x.shape, x.number, False) if id(source) in self.unknown else x
+        x = reach.constant(source.val if isinstance(source, core.Literal) else source)
+        return reach.made(x.shape, x.number, False) if id(source) in self.unknown else x
 
     def _results(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
         name = eq.name
@@ -157,7 +147,7 @@ class Interpreter:
             mark = marks.mark_of(eq.eqn)
             self._entered = mark.label if mark and mark.kind == "enters" else self._entered
             if (mark.label if mark else label) in self.free:
-                return [unknown(x.shape, x.number.dtype) for x in ins]
+                return [reach.unknown(x.shape, x.number.dtype) for x in ins]
         if marks.is_region(eq.eqn) and (rule := _region_rule(self._entered)):
             return self._worked(eq, ins, lambda eqn, ins: [rule(eqn, *ins) or anything(eqn, ins)[0]])
         if body := called(eq.eqn):
@@ -172,7 +162,7 @@ class Interpreter:
 
     def _worked(self, eq: Equation, ins: list[Reach], how: Callable) -> list[Reach]:
         """The results by `how`, and where the values came to be wrong."""
-        found = in_each_way(lambda ins: list(map(self._told_apart, how(eq.eqn, ins), eq.eqn.outvars)), ins)
+        found = reach.in_each_way(lambda ins: list(map(self._told_apart, how(eq.eqn, ins), eq.eqn.outvars)), ins)
         came = next((x.why for x in ins if x.why), None)
         for x, var in zip(found, eq.eqn.outvars, strict=True):
             assert x.shape == tuple(getattr(var.aval, "shape", ())), (eq.name, x.shape, var.aval)
@@ -195,12 +185,12 @@ class Interpreter:
         row, at = divmod(sum(part.shape[1] for part in self.named[name]), length)
         self.named[name].append(x)
         if not self.is_forward:
-            return unknown(x.shape, x.number.dtype)
+            return reach.unknown(x.shape, x.number.dtype)
         number = (row * rows + np.arange(rows)[:, None]) * length + at + np.arange(count)
         if name == LOGITS:
             self.seen = tokens(*self.seen.shape)
         number = number if name == LOGITS else 2 * size - 1 - number
-        return unknown(x.shape, x.number.dtype, number.reshape(rows, count, *[1] * (len(x.shape) - 2)))
+        return reach.unknown(x.shape, x.number.dtype, number.reshape(rows, count, *[1] * (len(x.shape) - 2)))
 
     def _meet(self, eq: Equation, ins: list[Reach], found: list[Reach], how: Callable) -> None:
         """Notes where a target first meets logits that may know it."""
@@ -230,7 +220,7 @@ class Interpreter:
         for count in (lambda: x.number.size, lambda: len(np.unique(x.number))):
             if count() ** self.growth <= 2.0**bits:
                 return x
-        return made(x.shape, x.number, False, x.last)
+        return reach.made(x.shape, x.number, False, x.last)
 
     # ---- loops and choices
 
@@ -257,7 +247,7 @@ class Interpreter:
         for _ in range(TURNS):
             (go,) = self.run(eq.params["cond_jaxpr"], [*of_test, *carry], eq)
             if go.ways:
-                return in_each_way(lambda ins: self._while(eq, ins), [*of_test, *of_body, *carry])
+                return reach.in_each_way(lambda ins: self._while(eq, ins), [*of_test, *of_body, *carry])
             if not go.is_known:
                 break
             if not go.number.item():
@@ -268,7 +258,7 @@ class Interpreter:
     def _cond(self, eq: Equation, ins: list[Reach]) -> list[Reach]:
         (which, *args), branches = ins, eq.params["branches"]
         if which.ways:
-            return in_each_way(lambda ins: self._cond(eq, ins), ins)
+            return reach.in_each_way(lambda ins: self._cond(eq, ins), ins)
         if which.is_known:
             return self.run(branches[int(np.clip(which.number.item(), 0, len(branches) - 1))], args, eq)
         return self._worked(eq, ins, anything)
@@ -305,7 +295,7 @@ def _products_of_rows(eqn: Any, rows: Reach, ids: Reach, matrices: Reach) -> Rea
     if is_in(rows) != is_in(ids) or (is_in(rows) and rows.fact != ids.fact):
         rows, ids = together(rows), together(ids)
     last = np.maximum(rows.over([len(rows.shape) - 1]), ids.last[..., None])
-    found = unknown(eqn.outvars[0].aval.shape, rows.number.dtype, np.maximum(last, of_all([matrices])))
+    found = reach.unknown(eqn.outvars[0].aval.shape, rows.number.dtype, np.maximum(last, reach.of_all([matrices])))
     return dataclasses.replace(found, fact=rows.fact if is_in(rows) else None)
 
 
@@ -315,7 +305,7 @@ def _sums_of_rows(eqn: Any, rows: Reach, ids: Reach) -> Reach | None:
     at = {i: i for i in range(dim)} | {of_ids + i: dim + 1 + i for i in range(count - of_ids)}
     if not ids.is_known or (is_in(rows) and (not is_in(ids) or rows.fact != ids.fact)):
         return None
-    return rows_added(unknown(shape, rows.number.dtype), dim, ids, {i: i for i in range(of_ids)}, rows, at)
+    return rows_added(reach.unknown(shape, rows.number.dtype), dim, ids, {i: i for i in range(of_ids)}, rows, at)
 
 
 def _alone(x: Reach) -> Reach:
@@ -324,15 +314,15 @@ def _alone(x: Reach) -> Reach:
 
 
 def _row(x: Reach, at: int) -> Reach:
-    return entries_of(x, 0, at, at + 1).moved(lambda a: a.squeeze(0), x.shape[1:])
+    return reach.entries_of(x, 0, at, at + 1).moved(lambda a: a.squeeze(0), x.shape[1:])
 
 
 def _stacked(rows: list[Reach], var: Any) -> Reach:
     if not rows:
-        return constant(np.zeros(var.aval.shape))
+        return reach.constant(np.zeros(var.aval.shape))
     if all(row is rows[0] for row in rows):
         return rows[0].moved(lambda a: a[None], var.aval.shape)
-    return in_each_way(lambda rows: [stacked(rows, 0, var.aval.shape)], rows)[0]
+    return reach.in_each_way(lambda rows: [reach.stacked(rows, 0, var.aval.shape)], rows)[0]
 
 
 def _digest(args: list[Reach]) -> bytes:

@@ -7,20 +7,8 @@ from typing import Any
 import numpy as np
 
 from shardlib.equations import kinds
-from shardlib.proof.domain import (
-    UNIFORM,
-    Mask,
-    Offset,
-    Range,
-    Subtracted,
-    Value,
-    add_offsets,
-    axes_of_offset,
-    constant,
-    cut,
-    devices,
-    whole,
-)
+from shardlib.proof import domain
+from shardlib.proof.domain import UNIFORM, Mask, Offset, Range, Subtracted, Value
 from shardlib.proof.equation import Equation, Refused, is_integer
 
 COMPARISONS = kinds("comparison")
@@ -51,7 +39,7 @@ def _index_into_own_block(eq: Equation, index: Value, *others: Value) -> Value |
     if index.places is None or not others or not others[0].is_constant:
         return None
     if eq.name in ("lt", "ge") and others[0].is_zero:
-        return constant(len(index.dims), eq.name == "ge", eq.name == "ge")
+        return domain.constant(len(index.dims), eq.name == "ge", eq.name == "ge")
     return dataclasses.replace(index, places=None) if eq.name == "add" else None
 
 
@@ -90,7 +78,7 @@ def _position(eq: Equation, ins: list[Value]) -> Value | None:
 
 def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
     """A + sign · b."""
-    offset = add_offsets(a.offset, b.offset, sign)
+    offset = domain.add_offsets(a.offset, b.offset, sign)
     if a.is_index or b.is_index:
         return _first_index(eq, a, b, offset)
     if a.valid or b.valid:
@@ -126,7 +114,7 @@ def _added(eq: Equation, a: Value, b: Value, sign: int) -> Value | None:
         if both is None:
             eq.unscaled(value)
     if both is not None and not offset:
-        return constant(len(a.dims), *both)
+        return domain.constant(len(a.dims), *both)
     # An index less this device's offset: a lookup by it and a mask of it belong together.
     origin = _labels(a) if not a.offset and b.known == (0, 0) else None
     return Value(eq.joined_dims([a, b]), offset=offset, known=both, origin=origin)
@@ -137,13 +125,13 @@ def resolved(eq: Equation, value: Value) -> Value:
     if not value.count or not value.offset:
         return value
     shape = eq.result_shape
-    axes = axes_of_offset(value.offset, math.prod(shape[i] for i in value.count), eq.sizes)
+    axes = domain.axes_of_offset(value.offset, math.prod(shape[i] for i in value.count), eq.sizes)
     if axes is None or value.known is None or value.known[0] != value.known[1]:
         return value
     there = eq.twin.outvars[0].aval.shape
     first = next((i for i in value.count if there[i] > 1), value.count[0])
     dims = [
-        cut(shape[i], axes) if i == first else whole(shape[i]) if i in value.count else d
+        domain.cut(shape[i], axes) if i == first else domain.whole(shape[i]) if i in value.count else d
         for i, d in enumerate(value.dims)
     ]
     return Value(tuple(dims))
@@ -155,7 +143,7 @@ def resolved(eq: Equation, value: Value) -> Value:
 def _compared(eq: Equation, a: Value, b: Value) -> Value:
     """A comparison of positions within this device's block, or of an index less this device's offset."""
     name = eq.name
-    offset = add_offsets(a.offset, b.offset, -1)
+    offset = domain.add_offsets(a.offset, b.offset, -1)
     # The start of a block is never negative, nor is a count, nor an index that was clipped at 0.
     is_start = a.offset and a.known is not None and not a.count and not a.valid
     least = min(*a.known, *(c for _, c in a.offset)) if is_start else -1
@@ -164,7 +152,7 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
     if a.valid and a.others is not None:
         least = min(*a.others, *a.valid.low)
     if name in ("lt", "ge") and b.is_zero and least >= 0:
-        return constant(len(eq.result_shape), name == "ge", name == "ge")
+        return domain.constant(len(eq.result_shape), name == "ge", name == "ge")
     for this, other, sign in ((a, b, 1), (b, a, -1)):
         if this.count and not other.count and this.known is not None and this.known[0] == this.known[1]:
             signed = tuple((axis, sign * c) for axis, c in offset)
@@ -204,9 +192,9 @@ def _is_of(mask: Value, offset: Offset | None, index: Value) -> bool:
 def _axes_of_block(eq: Equation, mask: Mask) -> frozenset[str]:
     """The axes over which a mask says which indices are in this device's block."""
     sizes = tuple(n + 1 for n in mask.valid.high)
-    axes = axes_of_offset(tuple((axis, -c) for axis, c in mask.offset), sizes[0], eq.sizes)
+    axes = domain.axes_of_offset(tuple((axis, -c) for axis, c in mask.offset), sizes[0], eq.sizes)
     is_block = axes and mask.valid.low == (0, 0)
-    if not is_block or sizes[0] * devices(eq.sizes, axes) != sizes[1] * devices(eq.twin_sizes, axes):
+    if not is_block or sizes[0] * domain.devices(eq.sizes, axes) != sizes[1] * domain.devices(eq.twin_sizes, axes):
         raise Refused("an index is compared with what is no end of this device's block", "compare it with both ends")
     return frozenset(axes)
 
@@ -272,12 +260,12 @@ def _best(eq: Equation, ins: list[Value]) -> Value | None:
 def _first_index(eq: Equation, a: Value, b: Value, offset: Offset) -> Value:
     """The index of the first extreme of a block, from the start of the whole dim."""
     index, start = (a, b) if a.is_index else (b, a)
-    axes = axes_of_offset(offset, index.known[0], eq.sizes) if index.known else None
+    axes = domain.axes_of_offset(offset, index.known[0], eq.sizes) if index.known else None
     source = index.source
     if index.offset or eq.name == "sub" or source is None or axes != source.axes or start.known != (0, 0):
         eq.block(start)
         eq.block(index)
-    whole_size = index.known[0] * devices(eq.sizes, axes)
+    whole_size = index.known[0] * domain.devices(eq.sizes, axes)
     known = (whole_size, whole_size)
     return dataclasses.replace(index, dims=eq.joined_dims([a, b]), known=known, is_taken=True)
 
