@@ -173,11 +173,20 @@ def arrays_in(jaxpr: Any) -> list[Any]:
     return [array for part in (jaxpr, *inner) for array in body_of(part)[1]]
 
 
-def run_again(eqn: Any, jaxpr: Any, ins: list) -> list[jax.Array]:
-    """The results of an equation of `jaxpr`, for the operands `ins`. It keeps its source line."""
+@functools.cache
+def _nothing() -> Any:
+    return jax.make_jaxpr(lambda: ())().jaxpr
+
+
+def alone(eqn: Any, operands: Sequence) -> Any:
+    """A jaxpr of one equation, whose arguments are `operands`: its variables."""
+    return _nothing().replace(invars=[*operands], outvars=[*eqn.outvars], eqns=[eqn], effects=eqn.effects)
+
+
+def run_again(eqn: Any, ins: list) -> list[jax.Array]:
+    """The results of an equation for the operands `ins`. It keeps its source line."""
     operands = {var: value for var, value in zip(eqn.invars, ins, strict=True) if is_variable(var)}
-    alone = jaxpr.replace(constvars=[], invars=[*operands], outvars=[*eqn.outvars], eqns=[eqn], effects=eqn.effects)
-    return core.jaxpr_as_fun(core.ClosedJaxpr(alone, []))(*operands.values())
+    return core.jaxpr_as_fun(core.ClosedJaxpr(alone(eqn, operands), []))(*operands.values())
 
 
 def values_of(variables: Any, env: dict) -> list:

@@ -57,7 +57,7 @@ class Halves:
         for eqn in jaxpr.eqns:
             is_wanted = [var in needed for var in eqn.outvars]
             is_late = [is_variable(var) and var in self._late for var in eqn.invars]
-            step = _step(jaxpr, eqn, is_wanted, is_late, over)
+            step = _step(eqn, is_wanted, is_late, over)
             self._late |= {var for var, is_late in zip(eqn.outvars, step.late, strict=True) if is_late}
             if _is_cheap(eqn) and all(var in self._given for var in eqn.invars if is_variable(var)):
                 self._again.add(id(eqn))
@@ -127,8 +127,8 @@ class _Equation:
         reads: of each operand, whether the second half reads it.
     """
 
-    def __init__(self, jaxpr: Any, eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]):
-        self._jaxpr, self.eqn, self._over = jaxpr, eqn, over
+    def __init__(self, eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]):
+        self.eqn, self._over = eqn, over
         self._is_late = not any(wanted) and (any(late) or _is_heavy(eqn))
         self.late, self.reads = [self._is_late] * len(eqn.outvars), [self._is_late] * len(eqn.invars)
 
@@ -138,7 +138,7 @@ class _Equation:
 
     def second(self, ins: list, _: Any) -> list:
         """The late results; all, if the equation is cheap."""
-        return _run_again(self.eqn, self._jaxpr, ins, self._over)
+        return _run_again(self.eqn, ins, self._over)
 
 
 class _Branches:
@@ -227,17 +227,17 @@ def _types(fn: Callable) -> Any:
     return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
 
 
-def _step(jaxpr: Any, eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]) -> Any:
+def _step(eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]) -> Any:
     name = eqn.primitive.name
     if name == "scan":
         return _Loop(eqn, wanted, late, over)
     if bodies := _branches(eqn):
         return _Branches(bodies, eqn, wanted, late, over)
-    return _Equation(jaxpr, eqn, wanted, late, over)
+    return _Equation(eqn, wanted, late, over)
 
 
-def _run_again(eqn: Any, jaxpr: Any, ins: list, over: tuple[str, ...]) -> list[jax.Array]:
-    """The results of an equation of `jaxpr`, for operands that vary over `over` too."""
+def _run_again(eqn: Any, ins: list, over: tuple[str, ...]) -> list[jax.Array]:
+    """The results of an equation, for operands that vary over `over` too."""
     name = eqn.primitive.name
     if name == "pvary" and not {*over}.isdisjoint(eqn.params["axes"]):
         return [varying(x, eqn.params["axes"]) for x in ins]
@@ -245,9 +245,8 @@ def _run_again(eqn: Any, jaxpr: Any, ins: list, over: tuple[str, ...]) -> list[j
         same = all({*over} <= var.aval.manual_axis_type.varying for var in eqn.invars if is_variable(var))
         if not same:  # JAX compares the types of operands, and a literal varies over nothing
             eqn = eqn.replace(invars=[var if is_variable(var) else core.Var(var.aval) for var in eqn.invars])
-        return equations.run_again(eqn, jaxpr, [varying(x, over) for x in ins])
-    body, _ = body_of(equations.called(eqn))  # whose types say over which axes its values vary
-    run = lambda inner, ins: [varying(x, over) for x in _run_again(inner, body, ins, over)]
+        return equations.run_again(eqn, [varying(x, over) for x in ins])
+    run = lambda inner, ins: [varying(x, over) for x in _run_again(inner, ins, over)]
     return equations.evaluate(equations.called(eqn), ins, run)
 
 
@@ -289,7 +288,6 @@ def _needed(jaxpr: Any, wanted: Sequence[bool]) -> set:
 def _wanted_in_loop(eqn: Any, wanted: Sequence[bool]) -> list[bool]:
     """Of each result of a loop's body, whether an iteration has to give it: also what a later one needs."""
     ins, outs = ([core.Var(var.aval) for var in variables] for variables in (eqn.invars, eqn.outvars))
-    body, _ = body_of(eqn.params["jaxpr"])
-    alone = body.replace(constvars=[], invars=ins, outvars=outs, eqns=[eqn.replace(invars=ins, outvars=outs)])
+    alone = equations.alone(eqn.replace(invars=ins, outvars=outs), ins)
     _, carry, _ = equations.split_scan(eqn, dce_jaxpr(alone, list(wanted))[1])
     return [*carry, *wanted[len(carry) :]]

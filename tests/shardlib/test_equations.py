@@ -50,7 +50,7 @@ def test_a_program_that_is_followed_equation_by_equation_computes_the_same():
             return lax.while_loop(
                 test, lambda c: equations.evaluate(eqn.params["body_jaxpr"], [*of_body, *c], run), list(carry)
             )
-        return equations.run_again(eqn, traced.jaxpr, ins)
+        return equations.run_again(eqn, ins)
 
     found = equations.evaluate(traced, [X], run)
     for a, b in zip(found, jax.tree.leaves(program(X)), strict=True):

@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
-from shardlib.equations import body_of, called, evaluate, run_again, split_scan, split_while
+from shardlib.equations import called, evaluate, kinds, run_again, split_scan, split_while
 from shardlib.op_checks import varying
 
 Path = tuple[int, ...]
@@ -80,8 +80,6 @@ class Rerun:
         return results, [value for _, value in values]
 
     def _run(self, jaxpr: Any, args: Any, path: Path, values: list, knobs: Any, turns: tuple = ()) -> list:
-        body, _ = body_of(jaxpr)
-
         def run(eqn: Any, ins: list) -> list:
             name, here = eqn.primitive.name, (*path, id(eqn))
             ins = list(map(in_f64, ins)) if self._is_double else ins
@@ -92,9 +90,9 @@ class Rerun:
             elif name == "scan":
                 outs = self._loop(eqn, ins, here, values, knobs, turns)
             elif self._is_double:
-                outs = self._in_f64(eqn, body, ins)
+                outs = self._in_f64(eqn, ins)
             else:
-                outs = (_varying if self._is_varying else run_again)(eqn, body, ins)
+                outs = (_varying if self._is_varying else run_again)(eqn, ins)
             for i in self._wanted.get(here, ()):
                 if self._is_varying or not jax.typeof(outs[i]).manual_axis_type.unreduced:
                     outs[i], taken = self._visit(here, i, turns, ins, outs[i], knobs)
@@ -105,7 +103,7 @@ class Rerun:
         outs = evaluate(jaxpr, args, run)
         return list(map(in_f64, outs)) if self._is_double else outs
 
-    def _in_f64(self, eqn: Any, jaxpr: Any, ins: list) -> list:
+    def _in_f64(self, eqn: Any, ins: list) -> list:
         run = lambda body: lambda *args: self._run(body, args, (), [], ())
         if eqn.primitive.name == "cond":
             return lax.switch(ins[0], list(map(run, eqn.params["branches"])), *ins[1:])
@@ -115,7 +113,7 @@ class Rerun:
             return lax.while_loop(
                 lambda carry: goes_on(*of_test, *carry)[0], lambda carry: turn(*of_body, *carry), carry
             )
-        return run_in_f64(eqn, jaxpr, ins)
+        return run_in_f64(eqn, ins)
 
     def _on_devices(self, eqn: Any, ins: list, values: list, knobs: Any) -> list:
         notes: list[Note] = []
@@ -171,14 +169,14 @@ def in_f64(x: Any) -> Any:
     return np.float64(x) if isinstance(x, np.ndarray) else lax.convert_element_type(x, jnp.float64)
 
 
-def run_in_f64(eqn: Any, jaxpr: Any, ins: list) -> list[jax.Array]:
-    """The results of an equation of `jaxpr` without bodies, for operands `in_f64`. Floats are not rounded to others."""
+def run_in_f64(eqn: Any, ins: list) -> list[jax.Array]:
+    """The results of an equation without bodies, for operands `in_f64`. Floats are not rounded to others."""
     name, params = eqn.primitive.name, dict(eqn.params)
     if not any(is_float(var.aval) for var in (*eqn.invars, *eqn.outvars)):
-        return run_again(eqn, jaxpr, ins)
+        return run_again(eqn, ins)
     if name in OF_BITS:
         own = [x.astype(var.aval.dtype) for x, var in zip(ins, eqn.invars, strict=True)]
-        return list(map(in_f64, run_again(eqn, jaxpr, own)))
+        return list(map(in_f64, run_again(eqn, own)))
     if name == "reduce_precision":
         return ins
     if name == "preduced":  # of a constant, which JAX does not know to be on the mesh
@@ -194,12 +192,12 @@ def run_in_f64(eqn: Any, jaxpr: Any, ins: list) -> list[jax.Array]:
 # ---- without partial sums -----------------------------------------------------------------------------------------
 
 
-def _varying(eqn: Any, jaxpr: Any, ins: list) -> list[jax.Array]:
+def _varying(eqn: Any, ins: list) -> list[jax.Array]:
     """The results of an equation where copies, and the terms of partial sums, are values that vary."""
     name, params = eqn.primitive.name, eqn.params
-    kinds = [getattr(var.aval, "manual_axis_type", None) for var in (*eqn.invars, *eqn.outvars)]
-    if not (axes := frozenset().union(*(kind.reduced | kind.unreduced for kind in kinds if kind is not None))):
-        return run_again(eqn, jaxpr, ins)
+    types = [getattr(var.aval, "manual_axis_type", None) for var in (*eqn.invars, *eqn.outvars)]
+    if not (axes := frozenset().union(*(kind.reduced | kind.unreduced for kind in types if kind is not None))):
+        return run_again(eqn, ins)
     if name in kinds("unreduced", "cast") - {"pvary"}:
         return [varying(ins[0], params["axes"])]
     if name == "unreduced_psum":
