@@ -60,3 +60,18 @@ def module_of(source: str, name: str = "changed_train"):
         yield module
     finally:
         del sys.modules[name], linecache.cache[module.__file__]
+
+
+@contextlib.contextmanager
+def train_with(files: dict[str, str], name: str = "changed_train"):
+    """The module of train.py with other texts of itself and of modules that it imports, by their paths."""
+    source = files.get("train.py", SOURCE)
+    with contextlib.ExitStack() as stack:
+        for file in files.keys() - {"train.py"}:
+            path, other = file.removesuffix(".py").replace("/", "."), f"changed_{Path(file).stem}"
+            package, _, module = path.rpartition(".")
+            stack.enter_context(module_of(files[file], other))
+            source = source.replace(f"from {path} import", f"from {other} import")
+            imports = rf"^from {re.escape(package)} import .*\b{module}\b.*"
+            source = re.sub(imports, rf"\g<0>; import {other} as {module}", source, flags=re.M)
+        yield stack.enter_context(module_of(source, name))

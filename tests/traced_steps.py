@@ -7,7 +7,7 @@ import re
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
-from recipes import module_of
+from recipes import train_with
 
 from models import gpt2
 from shardwright.cluster.config import HardwareConfig, MeshConfig
@@ -50,10 +50,10 @@ class Program:
         return self.jaxpr == other.jaxpr or self.stablehlo == other.stablehlo
 
 
-def program(source: str, config: tuple) -> Program:
-    """The program of train.py's text `source` under one such as of CONFIGS. Raises what tracing raises."""
+def program(source: str, config: tuple, file: str = "train.py") -> Program:
+    """The program with the text `source` of a file under one such as of CONFIGS. Raises what tracing raises."""
     stages, training, pipeline, model = config
-    with module_of(source, NAME) as module:
+    with train_with({file: source}, NAME) as module:
         c = Config(
             model=model or ModelConfig(module=NAME, **SIZES),
             optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=1, schedule_steps=2),

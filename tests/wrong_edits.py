@@ -1,9 +1,9 @@
-"""The edits of data/wrong_edits.txt, each made in a copy of train.py."""
+"""The edits of data/wrong_edits.txt, each made in a copy of its file."""
 
 from pathlib import Path
 from typing import NamedTuple
 
-from recipes import SOURCE
+from recipes import ROOT
 
 TABLE = Path(__file__).parent / "data" / "wrong_edits.txt"
 
@@ -14,6 +14,7 @@ class Edit(NamedTuple):
     where: tuple[str, ...]
     """Axes of the mesh, or the settings of the step."""
     name: str
+    file: str
     old: str
     new: str
     message: str
@@ -23,9 +24,10 @@ class Edit(NamedTuple):
 
     @property
     def source(self) -> str:
-        """train.py after it."""
-        assert self.old in SOURCE, f"train.py no longer has {self.old!r}: mend {TABLE.name}"
-        return SOURCE.replace(self.old, self.new)
+        """The file after it."""
+        before = (ROOT / self.file).read_text()
+        assert self.old in before, f"{self.file} no longer has {self.old!r}: change {TABLE.name}"
+        return before.replace(self.old, self.new)
 
 
 def edits() -> list[Edit]:
@@ -38,7 +40,7 @@ def edits() -> list[Edit]:
         name, *lines = block.splitlines()
         part = lambda sign, lines=lines: "\n".join(line[1:] for line in lines if line[0] == sign)
         if lines:
-            found.append(Edit(gate, where, name, part("-"), part("+"), part(">")))
+            found.append(Edit(gate, where, name, part("@") or "train.py", part("-"), part("+"), part(">")))
     return found
 
 

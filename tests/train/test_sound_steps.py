@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiny
 from jax.sharding import AbstractMesh, AxisType
-from recipes import SOURCE, module_of
+from recipes import ROOT, SOURCE, module_of, train_with
 from shipped import RUNS, load
 from traced_steps import GPT2, program
 from wrong_edits import EDITS
@@ -134,7 +134,7 @@ def test_shipped_steps_are_proved_at_one_entry(name):
 @pytest.mark.parametrize("edit", [edit for edit in EDITS if edit.gate == "types"], ids=str)
 def test_a_wrong_edit_does_not_trace(edit):
     with pytest.raises((ShardError, TypeError, ValueError)) as raised:
-        program(edit.source, ("p" in edit.where[0], {"microbatches": 2}, {}, None))
+        program(edit.source, ("p" in edit.where[0], {"microbatches": 2}, {}, None), edit.file)
     assert edit.message in str(raised.value)
 
 
@@ -142,7 +142,7 @@ def test_a_wrong_edit_does_not_trace(edit):
 def test_a_wrong_edit_is_refused_at_its_line(edit):
     changed = edit.source
     first = changed[: changed.index(edit.new)].count("\n") + 1
-    with module_of(changed) as module:
+    with train_with({edit.file: changed}) as module:
         for settings in edit.where:
             text = "\n".join(found(settings, module))
             assert re.search(edit.message, text), text
@@ -152,7 +152,7 @@ def test_a_wrong_edit_is_refused_at_its_line(edit):
 
 
 def test_a_layer_that_differs_between_stages_is_refused():
-    old = "        x = self.with_attention(x, w, tokens, attend, einsum)\n        nx = rms_norm"
+    old = "        x = self.with_attention(x, w, tokens, attend)\n        nx = rms_norm"
     assert SOURCE.count(old) == 1
     scaled = old.replace("= self", "= (1.0 + shardops.axis_index('p')) * self")
     with module_of(SOURCE.replace(old, scaled)) as module:
@@ -162,15 +162,15 @@ def test_a_layer_that_differs_between_stages_is_refused():
 
 
 @pytest.mark.long(every_case=True)
-@pytest.mark.parametrize("numbers", ["jnp.arange(len(numbers))", "numbers + 1", "numbers"])
-def test_stages_that_number_their_layers_otherwise_are_refused(numbers):
+@pytest.mark.parametrize("ids", ["jnp.arange(len(ids))", "ids + 1", "ids"])
+def test_stages_that_number_their_layers_otherwise_are_refused(ids):
     """By the number of its layer, each drops entries of its own."""
-    old, c = "self.forward.tokens(*microbatch),), numbers)", tiny.config(GPT2, microbatches=2)
-    c.training.seq_len = GPT2.positions
-    assert SOURCE.count(old) == 1
-    with module_of(SOURCE.replace(old, old.replace("numbers", numbers))) as module:
+    old, c, file = "(forward.tokens(*microbatch),), ids)", tiny.config(GPT2, microbatches=2), "shardwright/run/stages.py"
+    c.training.seq_len, source = GPT2.positions, (ROOT / file).read_text()
+    assert source.count(old) == 1
+    with train_with({file: source.replace(old, old.replace("ids", ids))}) as module:
         text = "\n".join(unsound(c, mesh_of("r=1 d=2 t=1 p=2"), module))
-    assert (text == "") == (numbers == "numbers"), text
+    assert (text == "") == (ids == "ids"), text
 
 
 @pytest.mark.long
