@@ -4,7 +4,6 @@ The first gate is tracing, on a mesh without devices. The second is tools/verify
 neither can tell, because it is as wrong on one device, a test of the suite must catch. docs/gauntlet.md is the table.
 """
 
-import contextlib
 import re
 import shutil
 import subprocess
@@ -16,7 +15,7 @@ import jax
 import pytest
 from gauntlet_page import page
 from jax.sharding import AbstractMesh, AxisType
-from recipes import module_of
+from recipes import train_with
 from shipped import load
 from verifying import verify
 
@@ -34,6 +33,7 @@ IN_PROCESS = {
     "models/moe.py",
     "shardwright/optimizers/muon.py",
     "shardwright/modeling/context.py",
+    "shardwright/run/stages.py",
 }
 """Files of which train.py can be given an edited copy without another process."""
 DEVICES = 8
@@ -68,20 +68,9 @@ def refusal(files: dict[str, str], config: dict) -> str | None:
     sizes = [int(size) for size in named.values() or config["mesh"].split("x")]
     axes = tuple(named) or ("p", "r", "d", "t")[-len(sizes) :]
     mesh = AbstractMesh(tuple(sizes), axes, axis_types=(AxisType.Explicit,) * len(axes))
-    source = files.get("train.py", (ROOT / "train.py").read_text())
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
-        for file in files.keys() - {"train.py"}:
-            name = f"changed_{Path(file).stem}"
-            stack.enter_context(module_of(files[file], name))
-            path = file.removesuffix(".py").replace("/", ".")
-            package, _, module = path.rpartition(".")
-            source = source.replace(f"from {path} import", f"from {name} import")
-            instead = f"import {name} as {module}\nfrom {package} import "
-            source = source.replace(f"from {package} import {module}, ", instead)
-            if file in ("models/gpt2.py", "models/moe.py"):
-                c.model.module = name
-        train = stack.enter_context(module_of(source))
+    with jax.sharding.use_abstract_mesh(mesh), train_with(files) as train:
+        for file in files.keys() & {"models/gpt2.py", "models/moe.py"}:
+            c.model.module = f"changed_{Path(file).stem}"
         if c.model.module == "train":
             c.model.module = train.__name__
         try:
