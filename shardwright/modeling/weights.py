@@ -153,7 +153,12 @@ def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mappin
     def weight(path: str, t: WeightType, _: Any) -> Weight | None:
         if t.setting and bool(getattr(c, t.setting)) != t.if_set:
             return None
-        shape = tuple(sizes[dim.name] for dim in t.spec.dims)
+        if lacks := [dim.name for dim in t.spec.dims if dim.literal_size is None and dim.name not in sizes]:
+            raise ValueError(
+                f"the model's table: {path.removeprefix('.')}: {t!r}: dim {lacks[0]} has no size; name its setting in "
+                f"{type(c).__name__}.dims, or write a number in its place."
+            )
+        shape = tuple(dim.literal_size or sizes[dim.name] for dim in t.spec.dims)
         ends = len(shape) - t.outputs
         fan_in = math.prod(shape[ends - t.inputs : ends]) if t.inputs else shape[-1]
         deviation = {"vector": 0.0, "embedding": 1.0}.get(t.kind)
@@ -192,8 +197,7 @@ def check_table(table) -> None:
             if size % devices_along(dim.axes):
                 axes = "·".join(dim.axes)
                 raise ValueError(
-                    f"{what}: {dim.name} is {size}, which {axes} = {devices_along(dim.axes)} devices do not divide. "
-                    "Name the setting that it comes from in ModelConfig.sharded."
+                    f"{what}: {dim.name} is {size}, which {axes} = {devices_along(dim.axes)} devices do not divide."
                 )
 
 

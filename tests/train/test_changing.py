@@ -62,6 +62,7 @@ def trained(recipe: str, mesh: str, steps: int = 1, batch: TokenBatch | None = N
         c.training.microbatches, c.pipeline = 2, PipelineConfig(schedule="1f1b")
     host = lambda tree: jax.tree.map(np.asarray, tree)
     with module_of(recipe if "\n" in recipe else changed(recipe)) as train, jax.set_mesh(tiny.mesh(mesh)):
+        c.model = train.ModelConfig(**vars(c.model))  # of the recipe
         model = load_model(c.model)
         state = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0))
         batch = tiny.place_batch(c, batch)
@@ -144,6 +145,7 @@ def test_the_types_of_each_recipe_hold(recipe, teacher):
     c = tiny.config(tiny.model(module="changed_train", layers=4), microbatches=microbatches, reference=reference)
     mesh = AbstractMesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     with module_of(changed(recipe)) as train, jax.sharding.use_abstract_mesh(mesh):
+        c.model = train.ModelConfig(**vars(c.model))
         model = load_model(c.model)
         assert trace_step(c, model, trainer=train).traced
         assert trace_step(c, model, name="evaluation", trainer=train).traced
@@ -219,6 +221,7 @@ def test_a_step_is_proved_and_a_text_sampled(recipe):
     c = tiny.config(tiny.model(module="changed_train", layers=2))
     settings = Sampling(max_tokens=8, temperature=0.0)
     with module_of(changed(recipe)) as train:
+        c.model = train.ModelConfig(**vars(c.model))
         model = load_model(c.model)
         mesh = AbstractMesh((2, 2, 2), ("d", "c", "t"), axis_types=(AxisType.Explicit,) * 3)
         assert find_unsound(trace_step(c, model, mesh, trainer=train)) == []
@@ -233,8 +236,8 @@ def test_latent_attention_is_that_of_deepseek():
     """Of transformers, whose heads have the entries that are turned last."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     c = tiny.model(module="changed_train", layers=2, n_q_per_kv=1, d_head=8, norm_epsilon=1e-6)
-    with module_of(changed("Multi-head latent attention")):
-        table, rng = load_model(c).table, np.random.default_rng(0)
+    with module_of(changed("Multi-head latent attention")) as train:
+        table, rng = load_model(train.ModelConfig(**vars(c))).table, np.random.default_rng(0)
     w = jax.tree.map(lambda x: rng.normal(x.mean, x.std or 0.3, x.shape).astype(np.float32), table)
     config = transformers.DeepseekV3Config(
         vocab_size=c.vocab, hidden_size=c.d_model, intermediate_size=c.d_ff, num_hidden_layers=2, pad_token_id=None,
@@ -308,11 +311,11 @@ class Model(Llama):
         return Stream(x, kept)
 
     @typed
-    def layer(self, s: Stream, w: TransformerLayer, tokens: Tokens, attend: Callable, einsum: Callable) -> Stream:
+    def layer(self, s: Stream, w: TransformerLayer, tokens: Tokens, attend: Callable) -> Stream:
         place, half = jnp.arange(self.c.layers // 2), self.c.layers // 2
         taken = (place == 2 * half - 1 - tokens.layer)[:, None] & (tokens.layer >= half)
         x = s.x + jnp.sum(jnp.where(taken, s.kept, 0), axis=-2)
-        x = super().layer(x, w, tokens, attend, einsum)
+        x = super().layer(x, w, tokens, attend)
         return Stream(x, jnp.where((place == tokens.layer)[:, None], x[..., None, :], s.kept))
 
     @typed
@@ -328,11 +331,11 @@ class Model(Llama):
 
     @typed
     def layer(
-        self, x: act["B/b L/c/t H M"], w: TransformerLayer, tokens: Tokens, attend: Callable, einsum: Callable
+        self, x: act["B/b L/c/t H M"], w: TransformerLayer, tokens: Tokens, attend: Callable
     ) -> act["B/b L/c/t H M"]:
         one, two = x[..., 0, :], x[..., 1, :]
         inputs = one + 0.5 * two
-        out = super().layer(inputs, w, tokens, attend, einsum) - inputs
+        out = super().layer(inputs, w, tokens, attend) - inputs
         return jnp.stack([one + 0.25 * two + out, 0.25 * one + two + 0.5 * out], axis=-2)
 
     @typed
@@ -427,8 +430,9 @@ def test_distillation_is_the_dense_one(teacher, mesh, chunk):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES[:2])
 def test_an_average_of_the_weights_can_be_the_target(mesh):
-    line = "        others = fixed and reference.logits_of(other, fixed)\n"
-    places = [*hunks("Distillation"), (line, "        others = reference.logits_of(other, state.ema)\n")]
+    line = "        logits_of = w_reference and reference.logits_of(of_reference, w_reference)\n"
+    average = "        logits_of = reference.logits_of(of_reference, state.ema)\n"
+    places = [*hunks("Distillation"), (line, average)]
     source = changed("An average of the weights")
     for before, after in places:
         assert source.count(before) == 1
