@@ -8,7 +8,7 @@ import tiny
 import train
 from shardlib.shardtypes import dtype_name, f32, i32
 from shardwright.modeling.model import load_model
-from shardwright.modeling.rules import CAUSAL, Places
+from shardwright.modeling.rules import CAUSAL, Mask, Places
 from shardwright.modeling.weights import initialize
 from shardwright.run.config import Config
 
@@ -54,7 +54,7 @@ def with_gradients(path, q, k, v, document, g, dtype="float32", rule=CAUSAL):
     ) -> tuple[act["B/r/d L K/t Q D"], act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D"]]:
         index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
         places = Places(index, index, document)
-        out, vjp = jax.vjp(lambda q, k, v: path(q, k, v, (places, places), rule), q, k, v)
+        out, vjp = jax.vjp(lambda q, k, v: path(q, k, v, Mask(rule, places, places)), q, k, v)
         return out, *vjp(g)
 
     cast = lambda x: jnp.asarray(x, dtype)

@@ -40,11 +40,11 @@ class Ruled(train.Llama):
 
     rules: tuple = ()
 
-    def layer(self, x, w, tokens, attend, einsum):
+    def layer(self, x, w, tokens, attend):
         if not self.rules:
-            return super().layer(x, w, tokens, attend, einsum)
+            return super().layer(x, w, tokens, attend)
         of_turn = lambda q, k, v, _: attend(q, k, v, self.rules[tokens.place])
-        return super().layer(x, w, tokens, of_turn, einsum)
+        return super().layer(x, w, tokens, of_turn)
 
 
 class NoPositions(train.Llama):
@@ -52,11 +52,11 @@ class NoPositions(train.Llama):
 
     period = 2
 
-    def layer(self, x, w, tokens, attend, einsum):
+    def layer(self, x, w, tokens, attend):
         if tokens.place == 1:
             cos, sin = tokens.shared
             tokens = dataclasses.replace(tokens, shared=(jnp.ones_like(cos), jnp.zeros_like(sin)))
-        return super().layer(x, w, tokens, attend, einsum)
+        return super().layer(x, w, tokens, attend)
 
 
 @pytree_dataclass
@@ -81,12 +81,12 @@ class Sinks(train.Llama):
         layers = SinkLayer(**fields(self.table.layers), sinks=sinks)
         self.table = SinkWeights(**{**fields(self.table), "layers": layers})
 
-    def layer(self, x, w, tokens, attend, einsum):
+    def layer(self, x, w, tokens, attend):
         def with_sinks(q: train.act["B/b L/c K/t Q D"], k, v, rule):
             sinks = shardops.all_gather("K/t/w Q -> K/t Q *w", w.sinks)
             return attend(q, k, v, rule, sinks=repeated(q, sinks))
 
-        return super().layer(x, w, tokens, with_sinks, einsum)
+        return super().layer(x, w, tokens, with_sinks)
 
 
 @train.typed

@@ -52,6 +52,11 @@ def forward(c: Config) -> train.Forward:
     return train.Forward(load_model(c.model), c.training)
 
 
+def gathered(w):
+    """Weights as a layer uses them. Per-device code."""
+    return train.Forward(None, config().training).gather_weights(w)
+
+
 def logits(w, batch: TokenBatch, c: Config):
     """Logits of a batch, as a run of `c` computes them. Per-device code."""
     run = forward(c)
@@ -106,7 +111,7 @@ def place_batch(c: Config, batch: TokenBatch | None = None) -> TokenBatch:
 
 def weights(c: ModelConfig) -> train.Transformer:
     """Fresh weights on the mesh in force, with norm weights that differ from one."""
-    w = jax.jit(lambda key: initialize(train.weight_table(c), key))(jax.random.key(7))
+    w = jax.jit(lambda key: initialize(train.Llama(c).table, key))(jax.random.key(7))
     wobble = lambda x: x * (1 + 0.1 * np.cos(np.arange(x.size).reshape(x.shape)).astype(np.float32))
     w.final_norm = jax.device_put(wobble(np.asarray(w.final_norm)), w.final_norm.sharding)
     for name in ("attention_norm", "mlp_norm", "q_norm", "k_norm"):

@@ -24,7 +24,7 @@ from shardwright.cluster.config import HardwareConfig
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling import attention
 from shardwright.modeling.model import compute_scope
-from shardwright.modeling.rules import CAUSAL, Places, Rule, same_document
+from shardwright.modeling.rules import CAUSAL, Mask, Places, Rule, same_document
 
 act = dtype_name("act")
 RULES = {"documents": CAUSAL, "one document": CAUSAL.without(same_document)}
@@ -55,8 +55,8 @@ def program(path: str, rule: Rule) -> Callable:
     ) -> tuple[act["B/r/d L K/t Q D"], act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D"]]:
         index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
         places = Places(index, index, document)
-        attend = train.attention if path == "einsum" else functools.partial(attention.run, path)
-        out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, (places, places), rule), q, k, v)
+        attend = train.attention if path == "einsum" else functools.partial(attention.run, path, block=None)
+        out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, Mask(rule, places, places)), q, k, v)
         return out, *vjp(g)
 
     return run

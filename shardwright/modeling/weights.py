@@ -197,7 +197,8 @@ def check_table(table) -> None:
             if size % devices_along(dim.axes):
                 axes = "·".join(dim.axes)
                 raise ValueError(
-                    f"{what}: {dim.name} is {size}, which {axes} = {devices_along(dim.axes)} devices do not divide."
+                    f"{what}: {dim.name} is {size}, which {axes} = {devices_along(dim.axes)} devices do not divide. "
+                    "Change the setting that it comes from, or the mesh."
                 )
 
 

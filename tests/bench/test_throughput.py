@@ -125,7 +125,7 @@ def test_a_job_and_its_configuration():
 def check_flops(job: Job, of_products: float, rel: float):
     """The products of a token, those of causal attention, and the norms, are the FLOPs that a run counts."""
     c, s = config_of(job), job.shapes
-    counted = flops_of_model(train.weight_table(c.model), c.model, job.length / 2)
+    counted = flops_of_model(train.Llama(c.model).table, c.model, job.length / 2)
     norms = 6 * (2 * s.layers + 1) * s.d_model
     assert of_products * (1 + job.attention_share) + norms == pytest.approx(counted, rel=rel)
 

@@ -29,8 +29,8 @@ class Mixed(train.Llama):
     def mix(self, x, tokens):
         raise NotImplementedError
 
-    def layer(self, x, w, tokens, attend, einsum):
-        return super().layer((x + self.mix(x, tokens)).astype(x.dtype), w, tokens, attend, einsum)
+    def layer(self, x, w, tokens, attend):
+        return super().layer((x + self.mix(x, tokens)).astype(x.dtype), w, tokens, attend)
 
 
 def mixed(mix) -> type:
@@ -40,9 +40,9 @@ def mixed(mix) -> type:
 class Depths(train.Llama):
     """A mixture of depths: half of the positions go through a layer (arXiv 2404.02258)."""
 
-    def layer(self, x, w, tokens, attend, einsum):
+    def layer(self, x, w, tokens, attend):
         _, at = lax.top_k(jnp.sum(x, -1), x.shape[1] // 2)
-        y = super().layer(x, w, tokens, attend, einsum)
+        y = super().layer(x, w, tokens, attend)
         rows = jnp.arange(len(x))[:, None]
         return x.at[rows, at].set(y[rows, at])
 
@@ -52,7 +52,7 @@ class OwnAttention(train.Llama):
 
     sees = None
 
-    def layer(self, x, w, tokens, attend, einsum):
+    def layer(self, x, w, tokens, attend):
         def own(q, k, v, rule):
             scores = jnp.einsum("blkqd,bskd->bkqls", q, k)
             places = tokens.places
@@ -60,7 +60,7 @@ class OwnAttention(train.Llama):
             weights = jax.nn.softmax(jnp.where(seen, scores, -1e9))
             return jnp.einsum("bkqls,bskd->blkqd", weights, v).astype(q.dtype)
 
-        return super().layer(x, w, tokens, own, einsum)
+        return super().layer(x, w, tokens, own)
 
 
 def attends(sees) -> type:
@@ -171,9 +171,9 @@ def in_training(mix) -> type:
 
 
 class RuledInTraining(train.Llama):
-    def layer(self, x, w, tokens, attend, einsum):
+    def layer(self, x, w, tokens, attend):
         rule = Rule((same_document,)) if tokens.training else self.rule
-        return super().layer(x, w, tokens, lambda q, k, v, _: attend(q, k, v, rule), einsum)
+        return super().layer(x, w, tokens, lambda q, k, v, _: attend(q, k, v, rule))
 
 
 class ReadsTargets(train.Llama):

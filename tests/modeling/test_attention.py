@@ -1,6 +1,7 @@
 """Attention by blocks, and cuDNN's, against train.attention; the choice between them; memory."""
 
 import dataclasses
+import functools
 import re
 import types
 from contextlib import nullcontext
@@ -16,8 +17,8 @@ import train
 from models import gpt2
 from shardlib.shardtypes import dtype_name
 from shardwright.inspect.soundness import find_unsound
-from shardwright.modeling import attention, attention_calls
-from shardwright.modeling.blockwise import blockwise, small_blocks
+from shardwright.modeling import attention, attention_calls, context
+from shardwright.modeling.blockwise import blockwise
 from shardwright.modeling.model import Tokens
 from shardwright.modeling.rules import CAUSAL, Rule, SoftCap, Window, causal, same_document
 from shardwright.run.config import Config
@@ -62,8 +63,8 @@ CASES = [  # mesh, length, block, queries of a head, dtype
 @pytest.mark.parametrize(("mesh", "length", "block", "queries", "dtype"), CASES)
 def test_by_blocks_it_is_attention(mesh, length, block, queries, dtype):
     (q, k, v, g), document = operands(length, queries), documents(length)
-    with jax.set_mesh(tiny.mesh(mesh)), small_blocks(block):
-        found = with_gradients(blockwise, q, k, v, document, g, dtype)
+    with jax.set_mesh(tiny.mesh(mesh)):
+        found = with_gradients(functools.partial(blockwise, block=block), q, k, v, document, g, dtype)
         expected = with_gradients(train.attention, q, k, v, document, g, dtype)
     assert_close(found, expected, 3e-6 if dtype == "float32" else 2**-6)
 
@@ -71,19 +72,19 @@ def test_by_blocks_it_is_attention(mesh, length, block, queries, dtype):
 @pytest.mark.long
 def test_blocks_that_nobody_sees_are_not_computed():
     """What is in them would be NaN even with weight 0."""
-    length, block = 12, 4
+    length, by_blocks = 12, functools.partial(blockwise, block=4)
     q, k, v, g = operands(length, 1)
     document = np.repeat(np.arange(2, dtype=np.int32), [9, 3])[None].repeat(ROWS, 0)
     clean, alone = slice(8, 12), np.arange(length) >= 9
     k[:, :4], v[:, :4] = np.nan, np.nan
-    with jax.set_mesh(tiny.mesh("one device")), small_blocks(block):
-        early = with_gradients(blockwise, q[:, ::-1], k[:, ::-1], v[:, ::-1], np.zeros_like(document), g)
+    with jax.set_mesh(tiny.mesh("one device")):
+        early = with_gradients(by_blocks, q[:, ::-1], k[:, ::-1], v[:, ::-1], np.zeros_like(document), g)
         assert np.isfinite(early[0][:, :8]).all(), "keys behind a block of queries"
         assert np.isnan(early[0][:, 8:]).all(), "and those that it sees"
-        late = with_gradients(blockwise, q, k, v, np.where(alone, document, 0), g)
+        late = with_gradients(by_blocks, q, k, v, np.where(alone, document, 0), g)
         assert np.isnan(late[0][:, clean][:, 0]).all(), "document 0 is seen from position 8"
         document = np.repeat(np.arange(2, dtype=np.int32), [8, 4])[None].repeat(ROWS, 0)
-        late = with_gradients(blockwise, q, k, v, document, g)
+        late = with_gradients(by_blocks, q, k, v, document, g)
     assert all(np.isfinite(x[:, clean]).all() for x in late), "keys of documents before those of a block of queries"
 
 
@@ -125,7 +126,7 @@ def test_cudnn_is_asked_for_the_same(asked, name):
 @pytest.mark.parametrize("path", ["cudnn", "triton", "splash"])
 def test_a_step_by_a_kernel_is_proved(asked, monkeypatch, path):
     """The check of a step accepts what surrounds the kernel, which is not run. cuDNN's is replaced."""
-    for module in (attention, attention_calls):
+    for module in (context, attention_calls):
         monkeypatch.setattr(module, "choose", lambda setting, *_: setting)  # this device has no kernels
     c = with_length(128, tiny.model(layers=1, n_kv=2), attention=path)  # one head of keys on each device
     c.training.batch_size = 8
@@ -234,7 +235,7 @@ def test_dropout_in_training_is_refused_before_anything_runs():
 @pytest.mark.parametrize("masked", [True, False])
 def test_the_config_decides_path_and_mask(monkeypatch, masked):
     asked = []
-    monkeypatch.setattr(attention, "run", lambda path, q, k, v, places, rule, *more: asked.append((path, rule)))
+    monkeypatch.setattr(context, "run", lambda path, q, k, v, mask, block: asked.append((path, mask.rule)))
     q, k, v, _ = map(jnp.asarray, operands(4, 1))
     ids = jnp.asarray(documents(4))
     tokens, expected = Tokens(ids, ids, ids), CAUSAL if masked else Rule((causal,))
@@ -244,11 +245,11 @@ def test_the_config_decides_path_and_mask(monkeypatch, masked):
         wide = (x.astype(jnp.bfloat16).repeat(2, -1) for x in (q, k, v))
         assert forward.attend(tokens)("its cache", *wide, CAUSAL) == (None, "its cache")
     assert asked == [("blockwise", expected), ("cudnn", expected)]
-    monkeypatch.setattr(train, "attention", lambda q, k, v, *more: asked.append(more))
+    monkeypatch.setattr(train, "attention", lambda q, k, v, mask: asked.append(mask))
     tiny.forward(tiny.config(attention="einsum")).attend(tokens)(None, q, k, v, CAUSAL, k, sinks=v, drop=len)
-    places, *rest = asked[-1]
-    assert places[0].document is places[1].document is ids
-    assert rest == [CAUSAL, (k,), v, len]
+    mask = asked[-1]
+    assert mask.queries.document is mask.keys.document is ids
+    assert (mask.rule, mask.learned, mask.sinks, mask.drop, mask.heads) == (CAUSAL, (k,), v, len, None)
 
 
 # ---- in the training step -----------------------------------------------------------------------------------------

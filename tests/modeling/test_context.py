@@ -17,7 +17,6 @@ from shardlib.proof.check import check
 from shardlib.shardtypes import ShardError, dtype_name, f32, i32, typed_shard_map
 from shardwright.modeling import attention
 from shardwright.modeling.attention_calls import Call, path_of
-from shardwright.modeling.blockwise import small_blocks
 from shardwright.modeling.model import Tokens
 from shardwright.modeling.rules import CAUSAL, Rule, SoftCap, Window, causal, same_document
 
@@ -84,7 +83,7 @@ def operands() -> list[np.ndarray]:
 
 
 def forward(how: str, path: str) -> train.Forward:
-    return tiny.forward(tiny.config(context=how, attention=path))
+    return tiny.forward(tiny.config(context=how, attention=path, attention_block=5))
 
 
 @functools.cache
@@ -125,7 +124,7 @@ def found(how: str, path: str, name: str, mesh: str) -> list[np.ndarray]:
         return out, *vjp(g)
 
     *given, sinks, g = operands()
-    with jax.enable_x64(True), jax.set_mesh(tiny.mesh(mesh)), small_blocks(5):
+    with jax.enable_x64(True), jax.set_mesh(tiny.mesh(mesh)):
         exact = [np.float64(x) for x in (*given, g)]
         run = tiny.per_device(both, act="float64")
         return [np.asarray(x) for x in run(*exact[:-1], sinks, documents(), exact[-1])]

@@ -21,8 +21,8 @@ from shardwright.modeling import attention_calls as calls_module
 from shardwright.modeling import blockwise as blockwise_module
 from shardwright.modeling import context as context_module
 from shardwright.modeling.attention_calls import calls_of, check_paths
-from shardwright.modeling.blockwise import blockwise, small_blocks
-from shardwright.modeling.rules import CAUSAL, Places, Rule, SoftCap, Window, causal, same_document
+from shardwright.modeling.blockwise import blockwise
+from shardwright.modeling.rules import CAUSAL, Mask, Places, Rule, SoftCap, Window, causal, same_document
 
 act = dtype_name("act")
 ROWS, LENGTH, KV, QUERIES, WIDTH = 8, 23, 2, 3, 4
@@ -81,7 +81,7 @@ def operands():
     return q, k, v, draw(ROWS, KV, QUERIES, 8), draw(ROWS, KV, QUERIES), document, g
 
 
-PATHS = {"einsum": train.attention, "blockwise": blockwise}
+PATHS = {"einsum": train.attention, "blockwise": functools.partial(blockwise, block=5)}
 
 
 @pytest.mark.quick
@@ -113,12 +113,12 @@ def test_values_and_gradients_are_the_dense_ones(name, path):
 
         def run(q, k, v, bias, sinks):
             learned, sinks = (bias,) * (name == "learned"), sinks if name == "sinks" else None
-            return PATHS[path](q, k, v, (places, places), RULES[name], learned, sinks)
+            return PATHS[path](q, k, v, Mask(RULES[name], places, places, learned, sinks))
 
         out, vjp = jax.vjp(run, q, k, v, bias, sinks)
         return out, *vjp(g)
 
-    with jax.set_mesh(tiny.mesh("d=4 t=2")), small_blocks(5):
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
         found = tiny.per_device(both)(*given, document, g)
     for what, a, b in zip(("out", "q", "k", "v", "bias", "sinks"), found, (expected, *vjp(g)), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6 * max(np.abs(b).max(), 1e-9), rtol=0, err_msg=what)
@@ -165,9 +165,9 @@ class Alternating(train.Llama):
     period = 2
     rules = Rule((*MASKS, Window(3))), Rule(score=SoftCap(5), scale=0.3)
 
-    def layer(self, x, w, tokens, attend, einsum):
+    def layer(self, x, w, tokens, attend):
         of_turn = lambda q, k, v, _: attend(q, k, v, self.rules[tokens.place])
-        return super().layer(x, w, tokens, of_turn, einsum)
+        return super().layer(x, w, tokens, of_turn)
 
 
 def forward_of(kind, compute_dtype="f32", attention="auto", **changes) -> train.Forward:
@@ -212,9 +212,9 @@ def half_of_keys(q, k):
 class OfOthers(train.Llama):
     """In training a window of half of the keys at hand, which are fewer in a block of keys."""
 
-    def layer(self, x, w, tokens, attend, einsum):
+    def layer(self, x, w, tokens, attend):
         rule = Rule((*MASKS, half_of_keys)) if tokens.training else self.rule
-        return super().layer(x, w, tokens, lambda q, k, v, _: attend(q, k, v, rule), einsum)
+        return super().layer(x, w, tokens, lambda q, k, v, _: attend(q, k, v, rule))
 
 
 def test_a_rule_of_training_alone_is_compared():
@@ -222,9 +222,10 @@ def test_a_rule_of_training_alone_is_compared():
         check_paths(forward_of(OfOthers, attention="blockwise"), 32)
 
 
-def sliding(q, k, v, places, rule, *more):
+def sliding(q, k, v, mask):
     """As a user edits train.attention who wants a window."""
-    return plain_attention(q, k, v, places, dataclasses.replace(rule, visible=(*rule.visible, Window(200))), *more)
+    rule = dataclasses.replace(mask.rule, visible=(*mask.rule.visible, Window(200)))
+    return plain_attention(q, k, v, dataclasses.replace(mask, rule=rule))
 
 
 plain_attention = train.attention
@@ -258,9 +259,11 @@ def test_an_error_of_the_blocks_is_found(dropped, monkeypatch):
 
     if dropped == "later documents":
         plain = blockwise_module.blockwise
-        few = lambda q, k, v, places, *more: plain(
-            q, k, v, (places[0]._replace(document=jnp.minimum(places[0].document, 2)),) * 2, *more
-        )
+
+        def few(q, k, v, mask, block):
+            places = mask.queries._replace(document=jnp.minimum(mask.queries.document, 2))
+            return plain(q, k, v, dataclasses.replace(mask, queries=places, keys=places), block)
+
         monkeypatch.setattr(attention_module, "blockwise", few)
     else:
         monkeypatch.setattr(blockwise_module, "_seen_blocks", wrong)

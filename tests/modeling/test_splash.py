@@ -10,7 +10,7 @@ from gradients import assert_close, assert_same, loss_and_gradients, with_gradie
 
 import train
 from shardlib.shardtypes import dtype_name
-from shardwright.modeling import attention
+from shardwright.modeling import context
 from shardwright.modeling import splash as splash_module
 from shardwright.modeling.rules import CAUSAL, Rule, SoftCap, Window, causal, same_document
 from shardwright.modeling.splash import splash
@@ -69,7 +69,7 @@ def test_heads_and_sequences_may_be_sharded():
 @pytest.mark.long
 def test_the_backward_pass_does_not_repeat_the_kernel(monkeypatch):
     """A layer keeps the result and the normalizer of the softmax, as it is marked."""
-    monkeypatch.setattr(attention, "choose", lambda *_: "splash")
+    monkeypatch.setattr(context, "choose", lambda *_: "splash")
     c = tiny.config(tiny.model(layers=2), attention="splash")
     c.training.seq_len = LENGTH
     with jax.set_mesh(tiny.mesh("one device")):
@@ -85,7 +85,7 @@ def test_a_step_is_the_same(monkeypatch):
     monkeypatch.setattr(tiny, "LENGTH", 128)
     model = tiny.model(layers=2)
     _, (expected, g) = loss_and_gradients(tiny.config(model, attention="einsum"), tiny.mesh("one device"))
-    monkeypatch.setattr(attention, "choose", lambda *_: "splash")
+    monkeypatch.setattr(context, "choose", lambda *_: "splash")
     c = tiny.config(model, microbatches=2, attention="splash")
     _, (found, g_found) = loss_and_gradients(c, tiny.mesh("p=2 d=2 t=2"))
     np.testing.assert_allclose(found, expected, rtol=1e-6)

@@ -9,7 +9,7 @@ import tiny
 from gradients import assert_close, with_gradients
 
 import train
-from shardwright.modeling import attention, attention_calls
+from shardwright.modeling import attention_calls, context
 from shardwright.modeling.attention import triton
 from shardwright.modeling.rules import CAUSAL, Rule, causal, same_document
 from shardwright_data.loader import batch_shapes
@@ -49,7 +49,7 @@ def test_heads_and_sequences_may_be_sharded():
 
 def test_the_backward_pass_does_not_repeat_the_kernel_and_no_array_has_all_pairs(monkeypatch):
     """A layer keeps the result and the normalizer of the softmax, as it is marked, and nothing of L×L entries."""
-    monkeypatch.setattr(attention, "choose", lambda *_: "triton")
+    monkeypatch.setattr(context, "choose", lambda *_: "triton")
     c = tiny.config(tiny.model(layers=2), attention="triton")
     c.training.seq_len = LENGTH
     with jax.set_mesh(tiny.mesh("one device")):

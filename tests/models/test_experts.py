@@ -112,12 +112,12 @@ def layer_of(c, seed=3) -> moe.Layer:
     """Random weights of one layer."""
     rng = np.random.default_rng(seed)
     draw = lambda weight: rng.normal(0, 3 * weight.std or 0.3, weight.shape[1:]).astype(np.float32)
-    return jax.tree.map(draw, moe.weight_table(c).layers)
+    return jax.tree.map(draw, load_model(c).table.layers)
 
 
 def used(w: moe.Layer):
     """Weights at rest as a layer uses them. Per-device code."""
-    return train.gather_weights(w)
+    return tiny.gathered(w)
 
 
 @pytest.mark.parametrize(("slots", "pools"), [(None, None), (8, None), (16, 2)])

@@ -25,10 +25,10 @@ def model(**changes) -> gpt2.ModelConfig:
 
 def weights(c: gpt2.ModelConfig) -> gpt2.GPT2:
     """Fresh weights on the mesh in force, with gains that are not 1 and biases that are not 0."""
-    w = jax.jit(lambda key: initialize(gpt2.weight_table(c), key))(jax.random.key(7))
+    w = jax.jit(lambda key: initialize(gpt2.Model(c).table, key))(jax.random.key(7))
     noise = np.random.default_rng(2)
     wobble = lambda x: jax.device_put(np.asarray(x) + 0.1 * noise.normal(size=x.shape).astype(np.float32), x.sharding)
-    return jax.tree.map(lambda x, weight: wobble(x) if weight.kind == "vector" else x, w, gpt2.weight_table(c))
+    return jax.tree.map(lambda x, weight: wobble(x) if weight.kind == "vector" else x, w, gpt2.Model(c).table)
 
 
 def loss_with_dropout(mesh: str, rate: float, seeds, **training) -> float:

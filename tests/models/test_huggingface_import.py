@@ -50,7 +50,7 @@ def start_weights(source, c, like, **training):
 
 def shapes(c):
     """The weights of model `c` without their values, on the mesh in force."""
-    like = shapes_of(train.weight_table(c))
+    like = shapes_of(train.Llama(c).table)
     sharded = lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return jax.tree.map(sharded, like, make_shardings(train.Transformer, like=like))
 
@@ -328,7 +328,7 @@ def test_what_does_not_change_the_logits_is_no_hindrance(changes, becomes):
 def test_tensors_must_be_those_of_the_model():
     c = models.model("grouped")
     _, tensors = families.to_huggingface(zeros(c), c)
-    read = lambda tensors, c=c: families.names_of(c).from_tensors(tensors, train.weight_table(c))
+    read = lambda tensors, c=c: families.names_of(c).from_tensors(tensors, train.Llama(c).table)
     with pytest.raises(ValueError, match=r"1 tensors are only in the files, or only in the model: lm_head.weight"):
         read({k: v for k, v in tensors.items() if k != "lm_head.weight"})
     bias = {f"model.layers.{i}.self_attn.q_proj.bias": None for i in range(5)}

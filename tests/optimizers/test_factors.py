@@ -320,7 +320,7 @@ def test_adafactor_is_optaxs(decay):
 def load_table():
     import train
 
-    return train.weight_table(tiny.model(layers=4))
+    return train.Llama(tiny.model(layers=4)).table
 
 
 # ---- SOAP -------------------------------------------------------------------------------------------------------

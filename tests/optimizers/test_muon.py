@@ -117,14 +117,14 @@ def muon_update(c: OptimizerConfig, table):
 
 @functools.cache
 def expected_updates(layers: int):
-    c, table = config(), train.weight_table(tiny.model(layers=layers))
+    c, table = config(), train.Llama(tiny.model(layers=layers)).table
     return updated_by_optax(muon_by_optax(c, table), table)[0]
 
 
 @pytest.mark.parametrize(("mesh", "layers"), [*((mesh, 3) for mesh in tiny.MESHES), ("d=4 t=2", 8)])
 def test_five_updates_equal_optax(mesh, layers):
     """Stacks of 6 and 9 matrices, which eight devices do not divide, and of 16 and 24, which they do."""
-    table = train.weight_table(tiny.model(layers=layers))
+    table = train.Llama(tiny.model(layers=layers)).table
     found, _ = updated_on(mesh, muon_update(config(), table), fresh_state(table), table)
     # Newton-Schulz enlarges rounding where singular values are small, up to 3.4445⁵ = 485 times.
     same(found, expected_updates(layers), rtol=1e-5, atol=3e-6)
@@ -133,7 +133,7 @@ def test_five_updates_equal_optax(mesh, layers):
 @pytest.mark.long
 def test_settings_and_decay_by_choice():
     c = config(decay_on=["embedding", "vector"], muon_rms=0.3, muon_momentum=0.8, muon_iterations=3)
-    table = train.weight_table(tiny.model(layers=1))
+    table = train.Llama(tiny.model(layers=1)).table
     found, _ = updated_on("one device", muon_update(c, table), fresh_state(table), table)
     same(found, updated_by_optax(muon_by_optax(c, table), table)[0], rtol=1e-5, atol=3e-6)
 
@@ -165,7 +165,7 @@ def test_stacks_of_any_kind(mesh):
 
 
 def test_a_matrix_without_inputs_is_refused():
-    table = dataclasses.replace(train.weight_table(tiny.model()), final_norm=Weight((32,), "matrix"))
+    table = dataclasses.replace(train.Llama(tiny.model()).table, final_norm=Weight((32,), "matrix"))
     with pytest.raises(ValueError, match=r"final_norm is to be updated by muon, .* but its Weight counts 0 dims"):
         updated_on("one device", muon_update(config(), table), fresh_state(table), table)
 
@@ -174,7 +174,7 @@ def test_five_updates_are_those_of_torch():
     """torch.optim.Muon computes Newton-Schulz in bf16: its updates and those here differ by the rounding of that."""
     torch = pytest.importorskip("torch")
     c = config(schedule="constant", schedule_steps=None, warmup_steps=0)
-    table = train.weight_table(tiny.model(layers=1))
+    table = train.Llama(tiny.model(layers=1)).table
     found, _ = updated_on("one device", muon_update(c, table), fresh_state(table), table, act="bfloat16")
     for name in ("w_gate", "w_down", "w_q"):
         as_matrix = lambda x, name=name: getattr(x.layers, name).reshape({"w_down": 48}.get(name, 32), -1)
@@ -194,7 +194,7 @@ def test_five_updates_are_those_of_torch():
 
 
 def lowered_update(mesh: str, act: str):
-    c, table = config(), train.weight_table(tiny.model())
+    c, table = config(), train.Llama(tiny.model()).table
     updates = updates_of(c, table, train.OPTIMIZERS)
 
     def update(state: State, g: train.Transformer) -> State:

@@ -78,18 +78,18 @@ def adamw_by_optax(decay_on: tuple[str, ...]):
     schedule = optax.warmup_cosine_decay_schedule(0.0, c.learning_rate, c.warmup_steps, c.schedule_steps, 1e-3)
     mask = of_kinds(decay_on)
     oracle = optax.adamw(schedule, c.adam_b1, c.adam_b2, c.adam_epsilon, weight_decay=c.weight_decay, mask=mask)
-    return updated_by_optax(optax.chain(optax.clip_by_global_norm(c.clip_norm), oracle), train.weight_table(MODEL))
+    return updated_by_optax(optax.chain(optax.clip_by_global_norm(c.clip_norm), oracle), train.Llama(MODEL).table)
 
 
 def test_an_epsilon_of_nothing_is_refused():
     """An entry without gradients would be 0/0, also at rate 0."""
     with pytest.raises(ValueError, match=r"optimizer.adam_epsilon is 1e-46, .* give at least 1e-30"):
-        updates_of(tiny.optimizer(adam_epsilon=1e-46), train.weight_table(MODEL), train.OPTIMIZERS)
+        updates_of(tiny.optimizer(adam_epsilon=1e-46), train.Llama(MODEL).table, train.OPTIMIZERS)
 
 
 @pytest.mark.parametrize(("mesh", "decay_on"), DECAY)
 def test_five_updates_equal_optax(mesh, decay_on):
-    c, table = tiny.optimizer(clip_norm=30.0, decay_on=list(decay_on)), train.weight_table(MODEL)
+    c, table = tiny.optimizer(clip_norm=30.0, decay_on=list(decay_on)), train.Llama(MODEL).table
     updates = updates_of(c, table, train.OPTIMIZERS)
 
     def update(state: State, g: train.Transformer, step: i32[""]) -> tuple[State, f32[""]]:

@@ -51,20 +51,20 @@ OTHER = {
     ),
     "what only microbatches have": (
         SOURCE.replace(
-            'return shardops.psum("+p ->", total), reduced(g)',
+            "    return total, g, layers",
             (
-                "g = jax.tree.map(lambda x: x / 2 if c.training.microbatches > 1 else x, g)\n"
-                '    return shardops.psum("+p ->", total), reduced(g)'
+                "    g = jax.tree.map(lambda x: x / 2 if c.training.microbatches > 1 else x, g)\n"
+                "    return total, g, layers"
             ),
         ),
         TRAINING,
     ),
     "a loop within a loop": (
         SOURCE.replace(
-            "        nx = rms_norm(x, w.mlp_norm, epsilon)",
+            "        nx = rms_norm(x, w.mlp_norm, self.c.norm_epsilon)",
             (
                 "        x = lax.scan(lambda h, _: (jnp.tanh(h), None), x, None, length=2)[0]\n"
-                "        nx = rms_norm(x, w.mlp_norm, epsilon)"
+                "        nx = rms_norm(x, w.mlp_norm, self.c.norm_epsilon)"
             ),
         ),
         BOTH,

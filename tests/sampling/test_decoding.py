@@ -90,15 +90,15 @@ def test_texts_are_dense(name, place):
 class HiddenShift(train.Llama):
     """With a weight that is 0 before training: the norms' are 1."""
 
-    def layer(self, x, w, tokens, attend, einsum):
+    def layer(self, x, w, tokens, attend):
         before = jnp.float32(shifted(x))
         scaled = shardops.einsum_unreduced("B/r/d L/t M, M -> B/r/d L/t M", before, w.mlp_norm)
-        return super().layer((x + scaled - before).astype(x.dtype), w, tokens, attend, einsum)
+        return super().layer((x + scaled - before).astype(x.dtype), w, tokens, attend)
 
 
 class Statistics(train.Llama):
-    def layer(self, x, w, tokens, attend, einsum):
-        return super().layer((x - x.mean(axis=1, keepdims=True)).astype(x.dtype), w, tokens, attend, einsum)
+    def layer(self, x, w, tokens, attend):
+        return super().layer((x - x.mean(axis=1, keepdims=True)).astype(x.dtype), w, tokens, attend)
 
 
 @pytest.mark.parametrize(
@@ -118,24 +118,24 @@ def test_what_sees_ahead_outside_of_attention_or_other_texts_is_refused(name, me
 class Twice(train.Llama):
     """A layer that attends twice."""
 
-    def layer(self, x, w, tokens, attend, einsum):
+    def layer(self, x, w, tokens, attend):
         both = lambda q, k, v, rule: attend(q, k, v, rule) + attend(q, k, v, Rule(scale=0.5))
-        return super().layer(x, w, tokens, both, einsum)
+        return super().layer(x, w, tokens, both)
 
 
 class OfTheBatch(train.Llama):
     """A layer that learns from the other texts."""
 
-    def layer(self, x, w, tokens, attend, einsum):
-        return super().layer(x - jnp.mean(x, axis=0, keepdims=True), w, tokens, attend, einsum)
+    def layer(self, x, w, tokens, attend):
+        return super().layer(x - jnp.mean(x, axis=0, keepdims=True), w, tokens, attend)
 
 
 class OfTheLength(train.Llama):
     """A rule that is made of a shape."""
 
-    def layer(self, x, w, tokens, attend, einsum):
+    def layer(self, x, w, tokens, attend):
         of_length = lambda q, k, v, _: attend(q, k, v, Rule(scale=math.log(q.shape[1] + 1) / 4))
-        return super().layer(x, w, tokens, of_length, einsum)
+        return super().layer(x, w, tokens, of_length)
 
 
 def check_of(kind: type, mesh: str):

@@ -127,7 +127,7 @@ def test_another_model_samples_likewise():
         # Far from uniform: five times its first weights.
         rng = np.random.default_rng(0)
         value = lambda weight: np.float32(rng.normal(weight.mean, 5 * weight.std, weight.shape))
-        w = tiny.place(jax.tree.map(value, gpt2.weight_table(model)), gpt2.GPT2)
+        w = tiny.place(jax.tree.map(value, gpt2.Model(model).table), gpt2.GPT2)
         sampler = Sampler(tiny.forward(c), NUCLEUS, CONTEXT)
         drawn = sampler.generate(w, PROMPTS)
         assert redrawn(sampler.forward, w, PROMPTS, drawn, NUCLEUS, CONTEXT) == drawn

@@ -29,8 +29,8 @@ def mean_square(x: jax.Array) -> jax.Array:
 class Penalized(train.Llama):
     """Large residual streams cost."""
 
-    def layer(self, x, w, tokens, attend, einsum):
-        y = super().layer(x, w, tokens, attend, einsum)
+    def layer(self, x, w, tokens, attend):
+        y = super().layer(x, w, tokens, attend)
         size = mean_square(y)
         return y, Extras(0.1 * size, {"stream": size, "grown": size - mean_square(x)})
 
@@ -104,8 +104,8 @@ def test_the_loss_is_that_of_the_plain_model_and_what_is_added():
 )
 def test_what_is_no_scalar_or_differs_is_refused(given, message):
     class Wrong(train.Llama):
-        def layer(self, x, w, tokens, attend, einsum):
-            return super().layer(x, w, tokens, attend, einsum), Extras(given(x))
+        def layer(self, x, w, tokens, attend):
+            return super().layer(x, w, tokens, attend), Extras(given(x))
 
     c = tiny.config(tiny.model())
     with jax.set_mesh(tiny.mesh("d=4 t=2")):

@@ -96,14 +96,14 @@ def test_of_a_state_the_array_and_the_layer_are_named(told, part, value):
 
 LINES = {  # weight: the line that computes with it
     "attention_norm": 'y = shardops.einsum_unreduced("B/b L/c/t M, M -> B/b L/c/t M", unit_rms(',
-    "w_q": 'q = einsum("B/b L/c M, M K/t Q D',
-    "w_k": 'k = einsum("B/b L/c M, M K/t D',
-    "w_v": "v = save_for_backward(einsum(",
-    "w_o": 'out = einsum("B/b L/c K/t Q D, K/t Q D M',
+    "w_q": 'q = shardops.matmul("B/b L/c M, M K/t Q D',
+    "w_k": 'k = shardops.matmul("B/b L/c M, M K/t D',
+    "w_v": "v = save_for_backward(shardops.matmul(",
+    "w_o": 'out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M',
     "mlp_norm": 'y = shardops.einsum_unreduced("B/b L/c/t M, M -> B/b L/c/t M", unit_rms(',
-    "w_gate": "gate = save_for_backward(einsum(",
-    "w_up": "up = save_for_backward(einsum(",
-    "w_down": 'out = einsum("B/b L/c F/t, F/t M',
+    "w_gate": "gate = save_for_backward(shardops.matmul(",
+    "w_up": "up = save_for_backward(shardops.matmul(",
+    "w_down": 'out = shardops.matmul("B/b L/c F/t, F/t M',
 }
 
 
@@ -164,17 +164,17 @@ FAULTS = (  # the line before which it is put, the line, and what is named
     ("v = save_for", "q = at(tokens, 51, q, f(q) / jnp.zeros_like(q))", "q, layer 0 (div)"),
     ("v = save_for", "k = at(tokens, 52, k, jnp.exp(1000 + jnp.abs(f(k))))", "k, layer 0 (exp)"),
     (
-        'out = einsum("B/b L/c K/t Q D, K/t',
+        'out = shardops.matmul("B/b L/c K/t Q D, K/t',
         "attended = at(tokens, 53, attended, jnp.sqrt(-1 - jnp.square(f(attended))))",
         "attended, layer 0 (sqrt)",
     ),
     (
-        'out = einsum("B/b L/c K/t Q D, K/t',
+        'out = shardops.matmul("B/b L/c K/t Q D, K/t',
         "attended = at(tokens, 54, attended, 3e38 * jnp.sign(attended))",
         "out, layer 0 (dot_general)",
     ),
     (
-        'out = einsum("B/b L/c F/t, F/t M',
+        'out = shardops.matmul("B/b L/c F/t, F/t M',
         "hidden = at(tokens, 55, hidden, jnp.square(1e30 + f(hidden)))",
         "hidden, layer 0 (square)",
     ),
@@ -206,7 +206,7 @@ MOMENTS = (  # what is planted, and what is named
 def with_faults(hidden: float) -> str:
     """The source, where `hidden` makes terms of a partial sum that are finite, and not when they are doubled."""
     source = SOURCE.replace("\n# ---- weights ---", HELPERS, 1)
-    places = [('out = einsum("B/b L/c F/t, F/t M', f"hidden = at(tokens, 57, hidden, {hidden:.3e})")]
+    places = [('out = shardops.matmul("B/b L/c F/t, F/t M', f"hidden = at(tokens, 57, hidden, {hidden:.3e})")]
     places += [fault[:2] for fault in FAULTS]
     for before, line in places:
         before = f"        {before}"
@@ -241,7 +241,7 @@ def test_of_faults_in_code_the_line_the_layer_and_the_document_are_named(mesh):
         wrong = []
         for number, (_, line, named) in enumerate(FAULTS):
             lines, (document,) = explained(50 + number)
-            text = 'out = einsum("B/b L/c K/t' if number == 4 else line
+            text = 'out = shardops.matmul("B/b L/c K/t' if number == 4 else line
             wanted = rf".*:{line_of(text, source)}, Llama\.layer {re.escape(named)}.*"
             wanted += rf"\nsequence 5, position \d+: document {document}"
             if not re.fullmatch(wanted, "\n".join(lines)):

@@ -42,7 +42,7 @@ def test_stacks_are_compared_in_the_order_of_layers():
     c = tiny.config(tiny.model(layers=4))
     c.pipeline.virtual_stages = 2
     rng = np.random.default_rng(0)
-    weights = jax.tree.map(lambda w: rng.random(w.shape), train.weight_table(c.model))
+    weights = jax.tree.map(lambda w: rng.random(w.shape), train.Llama(c.model).table)
     state = train.State(weights, weights, dataclasses.replace(weights, unembed=None))
     with mesh_of({"p": 2, "r": 1, "d": 2, "t": 2}):
         placed = in_order(c, state, back=True)
@@ -53,7 +53,7 @@ def test_stacks_are_compared_in_the_order_of_layers():
 
 
 def test_tensors_are_named_layer_by_layer_in_the_order_of_the_forward_pass():
-    table = train.weight_table(tiny.model(layers=2))
+    table = train.Llama(tiny.model(layers=2)).table
     weights = jax.tree.map(lambda w: np.zeros(w.shape), table)
     with jax.set_mesh(tiny.mesh("one device")):
         names = list(by_layer("weight", weights))

@@ -19,7 +19,7 @@ def optimized_hlo(mesh: str) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("mesh", ["d=4 t=2", "r=2 d=2 t=2"])
 def test_every_collective_is_a_written_one(mesh):
-    found, table = collectives(optimized_hlo(mesh)), train.weight_table(tiny.model())
+    found, table = collectives(optimized_hlo(mesh)), train.Llama(tiny.model()).table
     of_layers, all_weights = len(jax.tree.leaves(table.layers)), len(jax.tree.leaves(table))
     # Attention and the MLP each gather the positions and scatter their output.
     gathers, scatters = of_layers + 2, 2

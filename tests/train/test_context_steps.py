@@ -10,8 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 import train
 from shardwright.inspect.soundness import find_unsound
-from shardwright.modeling import attention, attention_calls, context
-from shardwright.modeling.blockwise import small_blocks
+from shardwright.modeling import attention_calls, context
 from shardwright.modeling.model import load_model
 from shardwright.run.config import Config
 from shardwright.run.step import trace_step
@@ -67,7 +66,7 @@ def test_a_step_by_ulysses_and_a_kernel_is_proved(monkeypatch, path):
     real = jax.nn.dot_product_attention
     plain = lambda *args, implementation, **options: real(*args, implementation="xla", **options)
     monkeypatch.setattr(jax.nn, "dot_product_attention", plain)
-    for module in (attention, attention_calls, context):
+    for module in (attention_calls, context):
         monkeypatch.setattr(module, "choose", lambda setting, *_, **__: setting)  # this device has no kernels
     c = tiny.config(tiny.model(layers=1, n_kv=4), context="ulysses", attention=path)
     c.training.seq_len = 128
@@ -131,12 +130,12 @@ def expected_changes(row: int, target: int) -> np.ndarray:
 @pytest.mark.parametrize("mesh", ["c=3 t=2", "d=2 c=4"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_token_changes_the_later_logits_of_its_document_alone(way, mesh):
-    c = config(way)
+    c = config(way, attention_block=6)
 
     def per_device(w: train.Transformer, one: TokenBatch) -> train.act["B/b L/c V/t/p"]:
         return tiny.logits(w, one, c)
 
-    with jax.set_mesh(tiny.mesh(mesh)), small_blocks(6):
+    with jax.set_mesh(tiny.mesh(mesh)):
         run, w = tiny.per_device(per_device), tiny.weights(c.model)
         logits = lambda *changed: np.asarray(run(w, tiny.place(batch(*changed), TokenBatch)))
         plain = logits()

@@ -1,4 +1,4 @@
-"""train.gather_weights: each weight as its uses see it, against what it is by hand."""
+"""Forward.gather_weights: each weight as its uses see it, against what it is by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,6 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec as P
 
-import train
 from models import gpt2
 from shardlib.op_checks import varying
 from shardlib.values import is_opaque
@@ -58,7 +57,7 @@ def gathered(model, mesh) -> tuple[dict, dict]:
     noted = {}
 
     def per_device(w):
-        w = train.gather_weights(w)
+        w = tiny.gathered(w)
         found = jax.tree_util.tree_leaves_with_path(w, is_leaf=is_opaque)
         found = {jax.tree_util.keystr(path).strip("."): leaf for path, leaf in found}
         noted.update({name: (leaf.dtype.name, set(leaf.axes)) for name, leaf in found.items()})
@@ -106,6 +105,6 @@ def test_auto_gathers_once_where_there_is_nothing_to_gather():
     for mesh in ("one device", "t=8", "d=8", "r=2 d=2 t=2"):
         with jax.set_mesh(tiny.mesh(mesh)):
             settings = [tiny.config(gather_weights=setting) for setting in ("layer", "auto", "step")]
-            found[mesh] = [tiny.forward(c).once for c in settings]
+            found[mesh] = [tiny.forward(c).gather_ahead for c in settings]
     alone, sharded = [False, True, True], [False, False, True]
     assert found == {"one device": alone, "t=8": alone, "d=8": sharded, "r=2 d=2 t=2": sharded}

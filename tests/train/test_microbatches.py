@@ -20,6 +20,7 @@ from shardlib.placement import LayerPlacement
 from shardlib.schedules import in_a_ring, schedule_of
 from shardlib.shardtypes import Array, f64, pytree_dataclass, typed_shard_map
 from shardlib.tick_tables import tick_table
+from shardwright.run.stages import InTurn
 from shardwright_data.loader import DataConfig, FlatTokensLoader, batch_shapes
 
 MESH = "r=2 d=2 t=2"
@@ -87,18 +88,15 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, together):
         return shardops.psum("+r +d ->", shardops.einsum_unreduced("B/r/d L -> +r +d", y)) ** 2 / size**2
 
     first = lambda w, batch: jnp.float64(batch.targets) / 1280
-    parts = SimpleNamespace(outside=lambda w: w, first=first, layers=layers, last=last)
+    parts = SimpleNamespace(gather_outer=lambda w: w, first=first, layers=layers, last=last)
     one = lambda w, batch: last(w, layers(w.layers, first(w, batch))[0], batch)
     whole = lambda w, *batches: (sum(one(w, *batch) for batch in batches), Extras())
 
     @typed_shard_map
     def step(w: Layers, batch: train.Batch) -> tuple[f64[""], Layers]:
         copies, reduced = jax.vjp(lambda w: shardops.replicate("... -> ... *r *d", w), w)
-        run = (
-            functools.partial(run_schedule, parts, placement, table)
-            if p > 1
-            else functools.partial(train.accumulate, whole, side_by_side=together)
-        )
+        in_turn = functools.partial(InTurn(m, together).gradients, whole)
+        run = functools.partial(run_schedule, parts, placement, table) if p > 1 else in_turn
         loss, g, _ = run(copies, (batch,))
         return shardops.psum("+p ->", loss), reduced(g)[0]
 
@@ -125,7 +123,7 @@ def test_a_batch_of_another_number_of_microbatches_than_the_schedule_is_for_is_r
             tiny.evaluation_step(c).trace(state.weights, batch)
 
 
-WEIGHTS = len(jax.tree.leaves(train.weight_table(tiny.model())))
+WEIGHTS = len(jax.tree.leaves(train.Llama(tiny.model()).table))
 COLLECTIVES = {
     # Only t's, for the activations, are left in the loops. In a microbatch: the embeddings' scatter, the last norm's
     # gather, each with its transpose; of the loss, one maximum and three sums. Outside: each weight's gather and

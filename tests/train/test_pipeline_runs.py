@@ -64,7 +64,7 @@ def test_a_checkpoint_is_the_same_from_any_stages(saved, place):
     """As another program reads it: arrays in the order of layers."""
     mine, plain = (zarr.open_group(saved[name] / "0000000007", mode="r") for name in (place, "d=4 t=2"))
     names = [name for name, item in plain.members(max_depth=None) if isinstance(item, zarr.Array)]
-    assert len(names) == 3 * len(jax.tree.leaves(train.weight_table(settings(place).model)))
+    assert len(names) == 3 * len(jax.tree.leaves(train.Llama(settings(place).model).table))
     for name in names:
         np.testing.assert_array_equal(mine[name][...], plain[name][...], err_msg=name)
 

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import jax
 import pytest
+import tiny
 from jax.sharding import AbstractMesh, AxisType
 from shipped import RUNS
 from shipped import load as load_now
 
 import train
 from models import gpt2
+from shardlib.array_types import arrays_in
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import check_table
 from shardwright.run.config import Config, check_divides
@@ -72,7 +74,7 @@ def test_every_step_type_checks_on_2048_devices_where_they_divide_its_sizes(name
 @pytest.mark.long
 @pytest.mark.parametrize("name", RUNS)
 def test_a_model_is_refused_just_where_its_weights_do_not_divide(name):
-    """On all meshes of 2048 devices: ModelConfig.sharded, which a model's author writes, against the weights' types."""
+    """On all meshes of 2048 devices: check_divides, which names settings, against the check of the weights alone."""
     powers = [2**i for i in range(DEVICES.bit_length())]
     outcomes = set()
     for sizes in (sizes for sizes in itertools.product(powers, repeat=3) if math.prod(sizes) == DEVICES):
@@ -116,9 +118,19 @@ def test_few_meshes_have_each_set_of_axes_and_each_size_of_an_axis():
     assert len(chosen) < 20 < len(meshes)
 
 
+def limits(c) -> dict[str, str]:
+    """The axes of each setting of a model that is the size of a sharded dim: the most of any weight."""
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # types with all their axes
+        model = load_model(c)
+        dims = [dim for _, array, _ in arrays_in(model.Weights, model.table) for dim in array.spec.dims if dim.axes]
+    found = {c.dims.get(dim.name): "·".join(dim.axes) for dim in sorted(dims, key=lambda dim: len(dim.axes))}
+    return {setting: axes for setting, axes in found.items() if setting}
+
+
 def test_the_page_has_the_limits_of_a_mesh():
     page = (ROOT / "docs" / "parallelism.md").read_text()
     rows = re.findall(r"^\| `model\.(\w+)`(?:, in GPT-2 `model\.(\w+)`)? \|([^|]*)\|([^|]*)\|", page, re.MULTILINE)
     llama = {name: axes.strip() for name, _, axes, _ in rows if axes.strip() and "qk_norm" not in axes}
-    assert llama == train.ModelConfig.sharded
-    assert {other or name: axes.strip() for name, other, _, axes in rows if axes.strip()} == gpt2.ModelConfig.sharded
+    assert llama == limits(tiny.model())
+    sizes = gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=4)
+    assert {other or name: axes.strip() for name, other, _, axes in rows if axes.strip()} == limits(sizes)

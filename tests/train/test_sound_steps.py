@@ -165,7 +165,11 @@ def test_a_layer_that_differs_between_stages_is_refused():
 @pytest.mark.parametrize("ids", ["jnp.arange(len(ids))", "ids + 1", "ids"])
 def test_stages_that_number_their_layers_otherwise_are_refused(ids):
     """By the number of its layer, each drops entries of its own."""
-    old, c, file = "(forward.tokens(*microbatch),), ids)", tiny.config(GPT2, microbatches=2), "shardwright/run/stages.py"
+    old, c, file = (
+        "(forward.tokens(*microbatch),), ids)",
+        tiny.config(GPT2, microbatches=2),
+        "shardwright/run/stages.py",
+    )
     c.training.seq_len, source = GPT2.positions, (ROOT / file).read_text()
     assert source.count(old) == 1
     with train_with({file: source.replace(old, old.replace("ids", ids))}) as module:

@@ -64,7 +64,7 @@ def test_weights_at_init_do_not_depend_on_the_mesh():
     for name in tiny.MESHES:
         with jax.set_mesh(tiny.mesh(name)):
             found[name] = jax.tree.map(
-                np.asarray, jax.jit(lambda key: initialize(train.weight_table(c), key))(jax.random.key(0))
+                np.asarray, jax.jit(lambda key: initialize(train.Llama(c).table, key))(jax.random.key(0))
             )
     for name, weights in found.items():
         same = jax.tree.map(np.array_equal, weights, found["one device"])
@@ -84,7 +84,7 @@ def test_weights_at_init_do_not_depend_on_the_mesh():
 def test_weights_are_never_whole_on_a_device():
     c = tiny.model(d_model=512, d_ff=1024, vocab=1024)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        compiled = jax.jit(lambda key: initialize(train.weight_table(c), key)).lower(jax.random.key(0)).compile()
+        compiled = jax.jit(lambda key: initialize(train.Llama(c).table, key)).lower(jax.random.key(0)).compile()
     whole = 4 * c.layers * c.d_model * c.d_ff  # bytes of the largest array
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < whole
@@ -130,7 +130,7 @@ def test_the_validation_loss_is_that_of_the_validation_split(unbroken):
     leaf = lambda path: np.asarray(arrays["/".join(str(key.name) for key in path)][:])
     c = tiny.model(vocab=1280)
     with jax.set_mesh(tiny.mesh("one device")):
-        shapes = jax.eval_shape(lambda key: initialize(train.weight_table(c), key), jax.random.key(0))
+        shapes = jax.eval_shape(lambda key: initialize(train.Llama(c).table, key), jax.random.key(0))
         w = tiny.place(jax.tree_util.tree_map_with_path(lambda path, _: leaf(path), shapes), train.Transformer)
         encoded = zarr.open_group(ROOT / "synthetic_dataset.zarr", mode="r")["validation/encoded_tokens"]
         rows = np.asarray(encoded[: 2 * tiny.BATCH * tiny.LENGTH]).reshape(2 * tiny.BATCH, tiny.LENGTH)
