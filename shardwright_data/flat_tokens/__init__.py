@@ -3,17 +3,3 @@
 from shardwright_data.flat_tokens.format import decode, is_there, open_kvstore, opening_context, read_file
 from shardwright_data.flat_tokens.reader import Reader
 from shardwright_data.flat_tokens.writer import Writer, add_input, mark_starts, unfinished_settings, work_on
-
-__all__ = [
-    "Reader",
-    "Writer",
-    "add_input",
-    "decode",
-    "is_there",
-    "mark_starts",
-    "open_kvstore",
-    "opening_context",
-    "read_file",
-    "unfinished_settings",
-    "work_on",
-]

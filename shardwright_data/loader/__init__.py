@@ -9,21 +9,3 @@ from shardwright_data.loader.config import DataConfig, SourceConfig, StreamConfi
 from shardwright_data.loader.flat import FlatTokensLoader
 from shardwright_data.loader.opening import make_loader, steps_for
 from shardwright_data.loader.stream import StreamLoader
-
-__all__ = [
-    "DataConfig",
-    "FlatTokensLoader",
-    "Loader",
-    "SourceConfig",
-    "StreamConfig",
-    "StreamLoader",
-    "TokenBatch",
-    "batch_of",
-    "batch_shapes",
-    "check_skips",
-    "fixed_settings",
-    "in_microbatches",
-    "make_loader",
-    "prefetch",
-    "steps_for",
-]
