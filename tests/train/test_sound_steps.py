@@ -167,10 +167,6 @@ def test_stages_that_number_their_layers_otherwise_are_refused(ids):
     """By the number of its layer, each drops entries of its own."""
     old, file = "(forward.tokens(*microbatch),), ids)", "shardwright/run/stages.py"
     c = tiny.config(GPT2, microbatches=2)
-        "(forward.tokens(*microbatch),), ids)",
-        tiny.config(GPT2, microbatches=2),
-        "shardwright/run/stages.py",
-    )
     c.training.seq_len, source = GPT2.positions, (ROOT / file).read_text()
     assert source.count(old) == 1
     with train_with({file: source.replace(old, old.replace("ids", ids))}) as module:
