@@ -152,7 +152,7 @@ def test_kendall_of_orders():
     assert math.isnan(calibration.kendall([1, 2], [1, 1]))
 
 
-def made(tmp_path, n: int, flops: float, traffic: float, group: str) -> tuple[runs.Run, Step]:
+def made(tmp_path, n: int, flops: float, traffic: float, group: str) -> tuple[runs.Run, PlannedStep]:
     """A run whose step multiplies and moves so much."""
     run = run_of(tmp_path, TINY)._replace(group=(group,), chip=chip_of("a100"), constants={})
     ops = [
