@@ -258,7 +258,7 @@ def _equation(like: Any, primitive: Any, ins: list, out: Any, params: dict) -> A
 
 
 def _is_number(aval: Any) -> bool:
-    return aval.shape == () and aval.dtype.kind in "iub"
+    return aval.shape == () and isinstance(aval.dtype, np.dtype) and aval.dtype.kind in "iub"
 
 
 def _of_literal(x: Any, n: int) -> list | None:
@@ -275,7 +275,7 @@ def _computed(eqn: Any, ins: list[list | None], axis: str, n: int) -> list[list 
     if name in CALLS:
         of_literal = functools.partial(_of_literal, n=n)
         return evaluate(called(eqn), ins, lambda e, ins: _computed(e, ins, axis, n), of_literal)
-    if not _is_number(eqn.outvars[0].aval):
+    if not all(_is_number(var.aval) for var in eqn.outvars):
         return [None] * len(eqn.outvars)
     if name in ("convert_element_type", "pvary", "copy"):
         return ins

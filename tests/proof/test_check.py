@@ -265,3 +265,17 @@ def test_the_example_of_the_page():
     names = {"jax": jax, "jnp": jnp, "P": P, "AbstractMesh": AbstractMesh, "check": check}
     with pytest.raises(ShardError, match=OWN_MAXIMUM):
         exec(code, names)
+
+
+@pytest.mark.parametrize("is_made", [False, True])
+def test_a_ring_may_draw_by_a_key(is_made):
+    def body(key, x):
+        total, n = jnp.float32(0), lax.axis_size("d")
+        for _ in range(n):
+            scale = jax.random.normal(jax.random.fold_in(key, 3) if is_made else key)
+            total, x = total + scale * jnp.sum(x), lax.ppermute(x, "d", [(i, (i + 1) % n) for i in range(n)])
+        return total
+
+    mesh, specs = AbstractMesh((2,), ("d",)), (P(), P("d"))
+    args = jax.random.key(0), shape(8, 4)
+    check(body, *args, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
