@@ -12,6 +12,7 @@ import tiny
 from own_model import MINE, QUOTED, SIZES, imported
 from redrawn import redrawn
 
+from shardwright.modeling.model import load_model
 from shardwright.sampling.sampler import Sampler, Sampling
 
 PLACES = ("d=4 t=2", "p=2 d=2 t=2")
@@ -29,14 +30,14 @@ def test_what_the_page_quotes_of_gpt2_is_there(number):
     assert QUOTED[number] in (Path(__file__).parents[2] / "models/gpt2.py").read_text()
 
 
-def config(**training):
-    return tiny.config(sys.modules["mine"].ModelConfig(**SIZES), **training)
+def config(module="mine", **training):
+    return tiny.config(sys.modules[module].ModelConfig(**SIZES), **training)
 
 
 @functools.cache
-def losses(place: str, gather: str) -> list[float]:
+def losses(place: str, gather: str, module: str = "mine") -> list[float]:
     """Of steps on one batch, and last that of the evaluation."""
-    c = config(microbatches=2, gather_weights=gather)
+    c = config(module, microbatches=2, gather_weights=gather)
     with jax.set_mesh(tiny.mesh(place)):
         state, batch = tiny.state(c), tiny.place_batch(c)
         step, found = tiny.training_step(c), []
@@ -81,3 +82,25 @@ def test_it_is_sampled_with_the_cache_as_without():
         drawn = Sampler(forward, nucleus, context=40).generate(w, prompts)
         assert redrawn(forward, w, prompts, drawn, nucleus, 40) == drawn
     assert len({tuple(text) for text in drawn}) == len(prompts)
+
+
+OLDER = (Path(__file__).parents[1] / "data/model_with_two_types.txt").read_text().replace('"mine"', '"older"')
+
+
+@pytest.mark.quick
+def test_a_layer_that_takes_einsum_is_refused_in_one_line(tmp_path):
+    refused = (
+        r"^model.module is 'older', whose layer takes `einsum`; drop it, and call shardops.matmul in its place; .*"
+    )
+    with imported("older", OLDER, tmp_path) as older, pytest.raises(ValueError, match=f"{refused}$"):
+        load_model(older.ModelConfig(**SIZES))
+
+
+@pytest.mark.long
+def test_without_einsum_a_model_with_two_types_and_its_own_table_trains(tmp_path):
+    source = OLDER.replace("attend, einsum)", "attend)").replace(" einsum(", " matmul(")
+    source = source.replace("index_unreduced, psum,", "index_unreduced, matmul, psum,")
+    with imported("older", source, tmp_path):
+        expected, found = (losses(place, "layer", "older") for place in ("one device", "d=2 t=2"))
+    np.testing.assert_allclose(found, expected, rtol=2e-5)
+    assert expected[-1] < expected[0] - 0.5, "it learns"
