@@ -8,12 +8,15 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from shardlib.axes import AXIS_ORDER
+from shardlib.axes import AXIS_ORDER, GROUPS
 from shardlib.parsing import ShardError, parse_op, parse_shape
+from shardwright.modeling import weights
 
 AXES = ("r", "t", "d", "p")
 """Of the meshes on which mutants are traced."""
 COLLECTIVES = {"all_gather", "psum_scatter", "psum", "pmax", "replicate"}
+WEIGHTS = {name for name, value in vars(weights).items() if isinstance(value, weights.Declared)}
+"""Names of the kinds of weights, which are indexed with a spec as the types of arrays are."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Mutant:
     after: str
     source: str = dataclasses.field(repr=False, compare=False)
     """The whole module, mutated."""
+    file: str = "train.py"
 
     def __str__(self) -> str:
         return f"line {self.line}, {self.kind}: {self.before}  =>  {self.after}"
@@ -70,13 +74,13 @@ def _assigned_ops(tree: ast.AST) -> Iterator[tuple[str, str]]:
                 yield name.id, op.attr
 
 
-def mutants(text: str) -> Iterator[Mutant]:
+def mutants(text: str, file: str = "train.py") -> Iterator[Mutant]:
     """Those of the module `text`, each once."""
     source, seen = Source(text), {text}
     for mutant in _all_mutants(source):
         if mutant.source not in seen:
             seen.add(mutant.source)
-            yield mutant
+            yield dataclasses.replace(mutant, file=file)
 
 
 def _all_mutants(source: Source) -> Iterator[Mutant]:
@@ -94,6 +98,8 @@ def _all_mutants(source: Source) -> Iterator[Mutant]:
                 yield source.mutant(kind, node, call)
         elif isinstance(node, ast.FunctionDef):
             yield from _other_counts(source, node)
+        elif isinstance(node, ast.Subscript) and getattr(node.value, "id", "") in WEIGHTS:
+            yield from _other_uses(source, node)
 
 
 def _other_counts(source: Source, function: ast.FunctionDef) -> Iterator[Mutant]:
@@ -113,21 +119,33 @@ def _other_counts(source: Source, function: ast.FunctionDef) -> Iterator[Mutant]
                 yield source.mutant("loss divided by a multiple", node.right, text)
 
 
+def _other_uses(source: Source, node: ast.Subscript) -> Iterator[Mutant]:
+    """Other types in use, of a weight that is used as its line says."""
+    if isinstance(node.slice, ast.Constant):
+        used = getattr(weights, node.value.id)[node.slice.value].used
+        for kind, spec in spec_changes(str(used.spec)):
+            after = f'{source.of(node.slice)}, {used.dtype}["{spec}"]'
+            yield source.mutant(kind, node.slice, after)
+
+
 def _of_type(node: ast.Subscript) -> list[ast.expr]:
-    """The spec of `f32["B"]` or `Array["layers", X]`, in a list; nothing for another subscript."""
+    """The spec of `f32["B"]`, `Array["layers", X]` or `matrix["M -> F"]`, in a list; nothing for another subscript."""
     first = node.slice.elts[0] if isinstance(node.slice, ast.Tuple) and node.slice.elts else node.slice
-    return [first] if getattr(node.value, "id", "") in {"act", "f32", "i32", "u32", "bool_", "Array"} else []
+    types = {"act", "f32", "i32", "u32", "bool_", "Array", *WEIGHTS}
+    return [first] if getattr(node.value, "id", "") in types else []
 
 
 # ---- specs --------------------------------------------------------------------------------------------------------
 
-_WORD = r"\[?[A-Za-z]+(/[rtdp])*\]?|\.\.\.|[+*][rtdp]"
+_AXIS = f"[{''.join(AXIS_ORDER)}]"
+_WORD = rf"\[?[A-Za-z]+(/{_AXIS})*\]?|\.\.\.|[+*]{_AXIS}"
 _SHAPE = rf"\s*(({_WORD})(\s+({_WORD}))*)?\s*"
 _SPEC = re.compile(rf"{_SHAPE}(,{_SHAPE})*->{_SHAPE}|{_SHAPE}")
 
 
 def is_spec(text: str) -> bool:
     """Whether a string is a spec: of an operation, or of a type that says how an array is sharded."""
+    text = _without_groups(text)
     return _SPEC.fullmatch(text) is not None and (
         "->" in text or re.search(r"/[rtdp]\b|[+*][rtdp]\b", text) is not None
     )
@@ -135,7 +153,16 @@ def is_spec(text: str) -> bool:
 
 def spec_changes(spec: str) -> Iterator[tuple[str, str]]:
     """(kind, the spec after it) for every single change of a kind that changes what the spec says."""
+    spec = _without_groups(spec)
     yield from ((kind, new) for kind, new in _spec_changes(spec) if _meaning(new) != _meaning(spec))
+
+
+def _without_groups(spec: str) -> str:
+    """The spec with the axes of each group: of `B/b +b`, `B/r/d/e +r +d +e`."""
+    for group, axes in GROUPS.items():
+        spec = re.sub(rf"/{group}\b", "".join(f"/{axis}" for axis in axes), spec)
+        spec = re.sub(rf"([+*]){group}\b", lambda m, axes=axes: " ".join(m[1] + axis for axis in axes), spec)
+    return spec
 
 
 def _meaning(spec: str):
@@ -185,7 +212,7 @@ def _spec_changes(spec: str) -> Iterator[tuple[str, str]]:
                 swap = {axis: other, other: axis}
                 new = re.sub(r"(?<=[/+*])([rtdp])\b", lambda m, swap=swap: swap.get(m[1], m[1]), spec)
                 in_order = lambda m: "/".join(["", *sorted(m[0][1:].split("/"), key=AXIS_ORDER.index)])
-                yield "axes exchanged in a whole spec", re.sub(r"(/[rtdpec])+\b", in_order, new)
+                yield "axes exchanged in a whole spec", re.sub(rf"(/{_AXIS})+\b", in_order, new)
     if sum(bool(re.search(rf"[/+*]{axis}\b", word)) for word in words for axis in used) > 1:
         for axis in used:
             yield "axis dropped from a whole spec", re.sub(rf"\s*[+*]{axis}\b|/{axis}\b", "", spec)

@@ -1,4 +1,4 @@
-"""Every single change, of some kinds, to a spec or a collective of train.py: what notices it.
+"""Every single change, of some kinds, to a spec or a collective of train.py or of its stages: what notices it.
 
 The first gate is tracing, on a mesh of r=2, d=2, t=2 that has no devices, and on one of p=2 more. A mutant that passes
 it is harmless if its program is the same to the letter (the StableHLO of training and evaluation step, in each of
@@ -18,12 +18,14 @@ import re
 
 import pytest
 from mutants import Mutant, mutants, spec_changes
-from recipes import SOURCE
+from recipes import ROOT, SOURCE
 from traced_steps import CONFIGS, Program, program
 from verifying import verify
 
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.parsing import OpSpec, ShardError, parse_op, parse_shape
+
+STAGES = "shardwright/run/stages.py"
 
 
 def verify_only(mutant: Mutant) -> bool:
@@ -50,7 +52,7 @@ def outcome(mutant: Mutant) -> str:
         if not CONFIGS[name][0] and same_without_p(mutant):
             continue
         try:
-            same = program(mutant.source, CONFIGS[name]).is_same(own_program(name)) and same
+            same = program(mutant.source, CONFIGS[name], mutant.file).is_same(own_program(name)) and same
         except (ValueError, TypeError, NameError, AttributeError, NotImplementedError):
             return "rejected"
     if same:
@@ -98,16 +100,19 @@ def test_every_change_of_a_kind_is_made():
     assert "B/d L -> B/d L" in found["axis dropped from a whole spec"]
     assert len(found["+axis added"]) == 7
     assert len(found["*axis added"]) == 8
+    assert {"B/r/e L/c", "B/r/t/d/e L/c", "B/r/d/e L/t/c", "B/r/d/e L/c +t"} <= {
+        spec for _, spec in spec_changes("B/b L/c")
+    }
     assert dict(spec_changes("M/t/d"))["axis order swapped"] == "M/d/t"
     assert "+d +t ->" not in [spec for _, spec in spec_changes("+t +d ->")]
-    by_kind = collections.Counter(mutant.kind for mutant in mutants(SOURCE))
+    by_kind = collections.Counter(mutant.kind for mutant in all_mutants())
     assert len(by_kind) == 16
     assert by_kind["call removed"] == by_kind["call done twice"] >= 15
     assert by_kind["loss divided by a size"] == by_kind["loss divided by a device's count"] == 1
     assert by_kind["loss divided by a multiple"] == 8
-    assert sum(verify_only(mutant) for mutant in mutants(SOURCE)) == 9
+    assert sum(map(verify_only, all_mutants())) == 9
     assert {"B/d/p L +t -> B/d L/t", "B/d L/p +t -> B/d L/t", "B/d L +t -> B/d L/t/p"} <= found["/axis added"]
-    assert {mutant.after for mutant in mutants(SOURCE) if mutant.before == '"+p ->"'} >= {
+    assert {mutant.after for mutant in all_mutants() if mutant.before == '"+p ->"'} >= {
         '"->"',
         '"+t ->"',
         '"+p +r ->"',
@@ -141,7 +146,7 @@ def test_the_program_as_it_stands_traces(name):
 @pytest.mark.long
 def test_a_sample_of_the_mutants():
     """Every two hundredth; all of them is the slow test."""
-    for mutant in list(mutants(SOURCE))[::200]:
+    for mutant in all_mutants()[::200]:
         assert outcome(mutant) != "another program" or verify_only(mutant), mutant
 
 
@@ -151,7 +156,7 @@ def numbered_outcome(i: int) -> str:
 
 @functools.cache
 def all_mutants() -> list[Mutant]:
-    return list(mutants(SOURCE))
+    return [*mutants(SOURCE), *mutants((ROOT / STAGES).read_text(), STAGES)]
 
 
 @pytest.mark.slow
@@ -185,7 +190,7 @@ def test_score():
 @pytest.mark.slow
 @pytest.mark.parametrize("i", range(9))
 def test_verify_rejects_what_the_types_cannot_tell(tmp_path, i):
-    mutant = list(filter(verify_only, mutants(SOURCE)))[i]
+    mutant = list(filter(verify_only, all_mutants()))[i]
     # Beside p, 8 devices are not enough for all of r, d and t.
     mesh = "2x1x2x2" if '"t"' in mutant.after else "2x2x2x1"
     (tmp_path / "train.py").write_text(mutant.source)
