@@ -148,12 +148,12 @@ def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mappin
         std: standard deviation of a matrix, or of an unembedding, by its fan-in. That of an embedding is 1.
         changes: attributes of a Weight that are other ones, by its field.
     """
-    sizes = {dim: getattr(c, setting) for dim, setting in c.dims.items()} | {"layers": c.layers}
+    sizes = {dim: getattr(c, setting, None) for dim, setting in c.dims.items()} | {"layers": c.layers}
 
     def weight(path: str, t: WeightType, _: Any) -> Weight | None:
         if t.setting and bool(getattr(c, t.setting)) != t.if_set:
             return None
-        if lacks := [dim.name for dim in t.spec.dims if dim.literal_size is None and dim.name not in sizes]:
+        if lacks := [dim.name for dim in t.spec.dims if (dim.literal_size or sizes.get(dim.name)) is None]:
             raise ValueError(
                 f"the model's table: {path.removeprefix('.')}: {t!r}: dim {lacks[0]} has no size; name its setting in "
                 f"{type(c).__name__}.dims, or write a number in its place."
@@ -167,7 +167,18 @@ def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mappin
         made = Weight(shape, t.kind, deviation, t.mean, t.inputs, t.outputs, share)
         return dataclasses.replace(made, **(changes or {}).get(path.rpartition(".")[2], {}))
 
-    return map_arrays(weight, placeholders(kind))
+    whole = placeholders(kind)
+    for leaf in jax.tree.leaves(whole):
+        if type(leaf) is not object:
+            raise _not_a_weight(leaf)
+    return map_arrays(weight, whole)
+
+
+def _not_a_weight(leaf: Any) -> ValueError:
+    return ValueError(
+        f"the model's table has a {type(leaf).__name__} where it should have a Weight; "
+        "the class of a group of weights is decorated with @pytree_dataclass."
+    )
 
 
 def shapes_of(table):
@@ -179,10 +190,7 @@ def check_table(table) -> None:
     """Raises ValueError for a leaf that is not a Weight, or a shape that its type does not allow on the mesh."""
     for leaf in jax.tree.leaves(table):
         if not isinstance(leaf, Weight):
-            raise ValueError(
-                f"the model's table has a {type(leaf).__name__} where it should have a Weight; "
-                "the class of a group of weights is decorated with @pytree_dataclass."
-            )
+            raise _not_a_weight(leaf)
     for path, array, weight in arrays_in(type(table), table):
         what = f"the model's table: {path.removeprefix('.')}: {array!r}"
         if missing := ({*AXES} & {*mesh_axes()} or {"t", "d"}) - {"r"} - array.spec.sharded:

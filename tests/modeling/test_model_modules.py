@@ -11,9 +11,13 @@ import tiny
 
 from shardwright.modeling.model import load_model, module_of
 from shardwright.modeling.weights import Weight, initialize
-from shardwright.run.config import check_divides
 
 SOURCE = (Path(__file__).parents[2] / "models/gpt2.py").read_text()
+
+OF_TWO_DIMS = """
+        layers = dataclasses.replace(self.table.layers, w_up=Weight((8, 8), "matrix"))
+        self.table = dataclasses.replace(self.table, layers=layers)"""
+TABLE = "self.c, self.table = c, weight_table(c)"
 
 pytestmark = pytest.mark.quick
 
@@ -55,13 +59,13 @@ def test_as_it_is(module):
         ([("ModelConfig", "Settings")], r"no ModelConfig\.module"),
         ([("def logits(", "def output(")], r"no Model\.logits; see docs/models.md"),
         ([("    Weights = GPT2\n", "")], r"no Model\.Weights;"),
-        ([("self.c, self.table = c, weight_table(c)", "self.c = c")], "table is a NoneType; it must be a GPT2"),
+        ([(TABLE, "self.c = c")], "table is a NoneType; it must be a GPT2"),
         (
             [("    Weights = GPT2\n", "    Weights = GPT2Layer\n")],
             "table is a GPT2; it must be a GPT2Layer",
         ),
         (
-            [("n, model, heads, hidden = c.layers,", "n, model, heads, hidden = 2 * c.layers,")],
+            [(TABLE, TABLE.replace("(c)", "(dataclasses.replace(c, layers=2 * c.layers))"))],
             r"table has a stack of shape \(24, 768\) in `layers`; its first dim must be model.layers = 12",
         ),
     ],
@@ -87,18 +91,26 @@ def test_a_module_that_does_not_import_says_why(module):
         module_of("mine")
 
 
-@pytest.mark.parametrize(("old", "new"), [('"heads": "t"', '"heads": "td"'), ('"heads": "t"', '"n_heads": "t"')])
-def test_a_sharded_that_names_nothing(module, old, new):
-    c = tiny.config(module((old, new)).ModelConfig(module="mine"))
-    with pytest.raises(ValueError, match=r"sharded of mine\.ModelConfig has .* maps names of settings to axes"):
-        check_divides(c, {"r": 1, "d": 1, "t": 1})
+@pytest.mark.parametrize(("old", "new"), [('"K": "heads",', '"K": "n_heads",'), ('"K": "heads",', "")])
+def test_a_dim_without_a_size(module, old, new):
+    mine = module((old, new))
+    with pytest.raises(
+        ValueError, match=r"table: layers.w_q: f32\[.*\]: dim K has no size; name its setting in ModelConfig.d"
+    ):
+        load_model(mine.ModelConfig(module="mine"))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ([("w_up=into(hidden)", 'w_up=Weight((8, 8), "matrix")')], "w_up: .* has 3 dims, but"),
-        ([('w_up: f32["M/w F/t"]', 'w_up: f32["M F/t"]')], r"w_up: f32\['layers M F/t'\] is not sharded over d;"),
+        (
+            [("import bias,", "import Weight, bias,"), (TABLE, TABLE + OF_TWO_DIMS)],
+            "w_up: .* has 3 dims, but the Weight's shape is .8, 8.",
+        ),
+        (
+            [('w_up: matrix["M/w -> F/t"]', 'w_up: matrix["M -> F/t"]')],
+            r"w_up: f32\['layers M F/t'\] is not sharded over d;",
+        ),
         ([("return 4 * self.d_model", "return 3 * self.d_model + 1")], "w_up: .*F is 193, which t = 2 devices do not"),
         ([("@pytree_dataclass\nclass GPT2Layer", "@dataclasses.dataclass\nclass GPT2Layer")], "has a GPT2Layer where"),
     ],
