@@ -13,7 +13,7 @@ from shardwright.inspect.compiled.operations import NO_WORK, Work, works_of
 from shardwright.inspect.compiled.table import Row, Section, Table, around
 from shardwright_data.foreign import read_text
 
-_LOOPS = {"run_layers": "layers", "accumulate": "groups of microbatches", "_run": "ticks"}
+_LOOPS = {"run_layers": "layers", "gradients": "groups of microbatches", "_run": "ticks"}
 """What the loop of a function goes over."""
 
 
