@@ -141,8 +141,10 @@ class LanguageModel(Protocol):
     def embed(self, w: Any, tokens: Tokens) -> Any:
         """Residual stream before the first layer: act['B/b L/c/t M'], or a dataclass of typed arrays of floats."""
 
-    def layer(self, x: Any, w: Any, tokens: Tokens, attend: Callable, einsum: Callable) -> Any:
+    def layer(self, x: Any, w: Any, tokens: Tokens, attend: Callable) -> Any:
         """Residual stream after a layer, of the type of `x`; or a tuple of it and Extras.
+
+        Matmuls with weights are `shardops.matmul`, which training.fp8 computes in FP8.
 
         Args:
             x: residual stream before the layer.
@@ -153,7 +155,6 @@ class LanguageModel(Protocol):
                 f32['B/b K/t Q *c'], are scores of keys without values: copies on each device of c, as are weights
                 of a rule. `drop` applies dropout to attention weights.
                 All that a position learns from others must pass through `attend`, or the model is not sampled.
-            einsum: `shardops.einsum_unreduced`, or the same in FP8, for products with weights.
         """
 
     def logits(self, w: Any, x: Any) -> Any:

@@ -17,7 +17,9 @@ import train
 from models import gpt2
 from shardwright.inspect import causality
 from shardwright.inspect.causality import check_causal
+from shardwright.modeling import fp8
 from shardwright.modeling.rules import Rule, same_document
+from shardwright.run import stages
 from shardwright_data.loader import TokenBatch
 
 C = rule_models.SIZES
@@ -482,12 +484,11 @@ def test_the_first_position_of_a_document_is_read_and_the_last_is_not():
 def test_the_loss_in_chunks_and_fp8_are_followed_as_they_run(training, monkeypatch):
     assert verdict(forward(train.Llama, **training), optimizer=tiny.optimizer()) == ""
     assert verdict(forward(train.Llama, **training | {"loss_chunk": 100}), 300) == ""
-    last, einsum = train.MicrobatchLoss.last, train.Forward.einsum.fget
+    head, product = train.MicrobatchLoss.head, fp8.product
     next_too = lambda x, is_so: x + jnp.roll(x, -1, 1) if is_so else x
-    of_last = lambda self, w, x, *rest: last(self, w, next_too(x, self.forward.training.loss_chunk), *rest)
-    of_einsum = lambda self: lambda spec, x, *rest: einsum(self)(spec, next_too(x, self.training.fp8), *rest)
-    monkeypatch.setattr(train.MicrobatchLoss, "last", of_last)
-    monkeypatch.setattr(train.Forward, "einsum", property(of_einsum))
+    of_head = lambda self, w, x, *rest: head(self, w, next_too(x, self.forward.training.loss_chunk), *rest)
+    monkeypatch.setattr(train.MicrobatchLoss, "head", of_head)
+    monkeypatch.setattr(fp8, "product", lambda formula, x, w: product(formula, next_too(x, True), w))
     assert verdict(forward(train.Llama)) == ""
     with pytest.raises(ValueError, match=r"test_causality.py:\d+: slice: the logits of"):
         verdict(forward(train.Llama, **training))
@@ -510,10 +511,10 @@ def test_a_far_window_and_a_far_shift_pass():
 
 @pytest.mark.parametrize("part", ["first", "last"])
 def test_the_parts_that_stages_run_are_followed(part, monkeypatch):
-    of = getattr(train.MicrobatchLoss, part)
+    of = getattr(stages.Parts, part)
     after = lambda self, w, *rest: jax.tree.map(lambda x: x + jnp.roll(x, -1, 1), of(self, w, *rest))
     before = lambda self, w, x, *rest: of(self, w, x + jnp.roll(x, -1, 1), *rest)
-    monkeypatch.setattr(train.MicrobatchLoss, part, after if part == "first" else before)
+    monkeypatch.setattr(stages.Parts, part, after if part == "first" else before)
     with (
         jax.set_mesh(tiny.mesh("p=2")),
         pytest.raises(ValueError, match=r"test_causality.py:\d+: slice: the logits of"),
@@ -532,9 +533,9 @@ def test_microbatches_side_by_side_do_not_mix(monkeypatch):
 
 
 def test_a_position_is_not_to_predict_what_it_has_read(monkeypatch):
-    of = train.MicrobatchLoss.last
+    of = train.MicrobatchLoss.head
     shifted = lambda batch: dataclasses.replace(batch, targets=shift(batch.targets, 1))
-    monkeypatch.setattr(train.MicrobatchLoss, "last", lambda self, w, x, b, s: of(self, w, x, shifted(b), s))
+    monkeypatch.setattr(train.MicrobatchLoss, "head", lambda self, w, x, b, s: of(self, w, x, shifted(b), s))
     with pytest.raises(ValueError, match="position 1 is to predict the token of position 0, which it has read"):
         verdict(forward(train.Llama))
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 from huggingface_models import assert_same, losses_and_gradients, their_logits, weights
-from recipes import SOURCE, line_of, module_of
+from recipes import line_of, module_of
 from verifying import verify
 
 import train
@@ -23,6 +23,7 @@ from shardlib.shardtypes import bool_, f32
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
+from shardwright.run import stages
 from shardwright.run.step import trace_step
 from shardwright_data.loader import TokenBatch
 from tools.verify.meshes import abstract_mesh_of
@@ -394,15 +395,17 @@ def test_steps_are_proved(sizes, factor, pools, settings):
 
 
 @pytest.mark.long
-def test_losses_of_layers_that_one_device_alone_scales_are_refused():
-    """Stages add them up in the executor, and one device in `accumulate`."""
+def test_losses_of_layers_that_one_device_alone_scales_are_refused(monkeypatch):
+    """Stages add them up in the pipeline, and one device in `InTurn`."""
+    source = Path(stages.__file__).read_text()
     old = "return total if extras.loss is None else total + jnp.sum(extras.loss) / groups, extras.metrics"
-    assert SOURCE.count(old) == 1
+    assert source.count(old) == 1
     c = tiny.config(truth.model(layers=2, balance_loss=0.1, d_head=16), microbatches=2)
-    changed = module_of(SOURCE.replace(old, old.replace("jnp.sum", "50 * jnp.sum")))
+    changed = module_of(source.replace(old, old.replace("jnp.sum", "50 * jnp.sum")))
     with changed as module, abstract_mesh_of({"r": 1, "d": 2, "t": 1, "p": 2}):
-        found = find_unsound(trace_step(c, load_model(c.model), trainer=module))
-    assert f">:{line_of(old)}: mul: one device runs this" in str(found[0])
+        monkeypatch.setattr(train, "stages", module)
+        found = find_unsound(trace_step(c, load_model(c.model)))
+    assert f">:{line_of(old, source)}: mul: one device runs this" in str(found[0])
 
 
 @pytest.mark.long
@@ -504,7 +507,7 @@ def test_the_block_of_deepseek_v3():
 
     def loss(w: moe.Layer, x: f32["B/b L/c/t M"], out: f32["B/b L/c/t M"]) -> f32[""]:
         w = used(w)
-        y = moe.everywhere(x, moe.route(x, w, c), w, c) + moe.shared_mlp(x, w, c, shardops.einsum_unreduced)
+        y = moe.everywhere(x, moe.route(x, w, c), w, c) + moe.shared_mlp(x, w, c)
         total = shardops.einsum_unreduced("B/b L/c/t M, B/b L/c/t M -> +b +c +t", y, out)
         return shardops.psum("+b +c +t ->", total)
 

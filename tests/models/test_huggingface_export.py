@@ -182,15 +182,12 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(saved, tmp_path):
 
 EXCHANGE = "from tools.huggingface.families import from_huggingface, to_huggingface\n"
 RULE = "visible=(rules.causal, rules.same_document)"
-GATE = "(jax.nn.silu(jnp.float32(gate)) * up).astype(dtype)"
+GATE = "(jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)"
 ALIBI = "score=lambda scores, q, k, heads: scores - (q.index - k.index) * 0.5 ** heads"
 OTHER_LOGITS = r"^the logits of this llama are not the run's own: of 32 tokens, they differ by .* of the largest.$"
 EDITS = {
     "added weight": (
-        [
-            ('>> act["F/t M"]\n', '>> act["F/t M"]\n    mlp_bias: f32["M/t/d"] >> f32["M"]\n'),
-            ("            mlp_norm=", "            mlp_bias=vector(n, c.d_model, value=0),\n            mlp_norm="),
-        ],
+        [('    mlp_norm: gain["M"]\n', '    mlp_norm: gain["M"]\n    mlp_bias: gain["M"]\n')],
         r"^llama in transformers .* Only one of them has weights/layers/mlp_bias",
     ),
     "window": (

@@ -365,7 +365,7 @@ def executor_program(m: int, schedule: str):
         return save_for_backward(jnp.tanh(x * w[0])), Extras()
 
     parts = SimpleNamespace(
-        outside=lambda w: w, first=lambda w, part: part, layers=stage, last=lambda w, x, _: jnp.sum(x)
+        gather_outer=lambda w: w, first=lambda w, part: part, layers=stage, last=lambda w, x, _: jnp.sum(x)
     )
 
     @jax.jit
