@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tiny
 from huggingface_models import assert_same, losses_and_gradients, their_logits, weights
-from recipes import line_of, module_of
+from recipes import ROOT, train_with
 from verifying import verify
 
 import train
@@ -23,7 +23,6 @@ from shardlib.shardtypes import bool_, f32
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
-from shardwright.run import stages
 from shardwright.run.step import trace_step
 from shardwright_data.loader import TokenBatch
 from tools.verify.meshes import abstract_mesh_of
@@ -395,17 +394,16 @@ def test_steps_are_proved(sizes, factor, pools, settings):
 
 
 @pytest.mark.long
-def test_losses_of_layers_that_one_device_alone_scales_are_refused(monkeypatch):
+def test_losses_of_layers_that_one_device_alone_scales_are_refused():
     """Stages add them up in the pipeline, and one device in `InTurn`."""
-    source = Path(stages.__file__).read_text()
-    old = "return total if extras.loss is None else total + jnp.sum(extras.loss) / groups, extras.metrics"
+    file, old = "shardwright/run/stages.py", "total + jnp.sum(extras.loss) / groups, extras.metrics"
+    source = (ROOT / file).read_text()
     assert source.count(old) == 1
     c = tiny.config(truth.model(layers=2, balance_loss=0.1, d_head=16), microbatches=2)
-    changed = module_of(source.replace(old, old.replace("jnp.sum", "50 * jnp.sum")))
+    changed = train_with({file: source.replace(old, old.replace("jnp.sum", "50 * jnp.sum"))})
     with changed as module, abstract_mesh_of({"r": 1, "d": 2, "t": 1, "p": 2}):
-        monkeypatch.setattr(train, "stages", module)
-        found = find_unsound(trace_step(c, load_model(c.model)))
-    assert f">:{line_of(old, source)}: mul: one device runs this" in str(found[0])
+        found = find_unsound(trace_step(c, load_model(c.model), trainer=module))
+    assert f">:{source[: source.index(old)].count(chr(10)) + 1}: mul: one device runs this" in str(found[0])
 
 
 @pytest.mark.long
