@@ -137,6 +137,19 @@ def gated(activation: str, gate: jax.Array, up: jax.Array) -> jax.Array:
     return gate * jax.nn.sigmoid(1.702 * gate) * (jnp.clip(jnp.float32(up), -7.0, 7.0) + 1)
 
 
+@typed
+def gated_mlp(
+    x: act["B/b L/c/t M"], w_gate: act["M F/t"], w_up: act["M F/t"], w_down: act["F/t M"], activation: str
+) -> act["B/b L/c/t M"]:
+    """Gated MLP of `x`."""
+    nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", x)
+    gate = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_gate))
+    up = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w_up))
+    hidden: act["B/b L/c F/t"] = gated(activation, gate, up).astype(x.dtype)
+    out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w_down)
+    return shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
+
+
 class Model(train.Llama):
     """The Llama, with the switches of ModelConfig."""
 
@@ -185,7 +198,7 @@ class Model(train.Llama):
     def layer(self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable) -> act["B/b L/c/t M"]:
         """One transformer layer. Its weights are gathered."""
         x = self.with_attention(x, w, tokens, attend)
-        out = self.mlp(self.normed(x, w.mlp_norm), w)
+        out = gated_mlp(self.normed(x, w.mlp_norm), w.w_gate, w.w_up, w.w_down, self.c.activation)
         return x + self.normed(out, w.mlp_out_norm)
 
     @typed
@@ -226,16 +239,6 @@ class Model(train.Llama):
         scale = shardops.replicate(f"{position} -> {position} *t", lax.rsqrt(mean + self.c.norm_epsilon))
         scaled = product(f"{heads}, {position} -> {heads}", x32, scale)
         return product(f"{heads}, {heads.removeprefix(position)} -> {heads}", scaled, of_all).astype(x.dtype)
-
-    @typed
-    def mlp(self, x: act["B/b L/c/t M"], w: Layer) -> act["B/b L/c/t M"]:
-        """Gated MLP of `x`."""
-        nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", x)
-        gate = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_gate))
-        up = save_for_backward(shardops.matmul("B/b L/c M, M F/t -> B/b L/c F/t", nx, w.w_up))
-        hidden: act["B/b L/c F/t"] = gated(self.c.activation, gate, up).astype(x.dtype)
-        out = shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w.w_down)
-        return shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
 
     @typed
     def logits(self, w: Weights, x: act["B/b L/c/t M"]) -> act["B/b L/c V/t/p"]:

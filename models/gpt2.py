@@ -4,7 +4,7 @@
 
 It has learned positions, LayerNorm with biases, GELU, one table for embedding and output, and dropout. Dims and axes
 are those of train.py, and P, the learned positions. A model has these parts: its settings (ModelConfig), its weights,
-their shapes and initial values (weight_table), its math (Model), and the exchange with Hugging Face.
+its math (Model), and the exchange with Hugging Face.
 """
 
 import dataclasses
@@ -114,13 +114,6 @@ class GPT2:
     final_bias: bias["M/p", f32["M"]]
 
 
-def weight_table(c: ModelConfig) -> GPT2:
-    """Shape and initial values of each weight: normal with init_std; gains are 1, biases 0."""
-    into_stream = {"std": c.init_std / math.sqrt(2 * c.layers)}
-    changes = {"positions": {"std": c.init_std}, "w_o": into_stream, "w_down": into_stream}
-    return table_of(GPT2, c, lambda fan_in: c.init_std, changes)
-
-
 # ---- forward pass -----------------------------------------------------------------------------------------------
 
 
@@ -169,7 +162,10 @@ class Model:
     Weights = GPT2
 
     def __init__(self, c: ModelConfig):
-        self.c, self.table = c, weight_table(c)
+        """Weights begin normal with init_std, gains at 1, biases at 0."""
+        into_stream = {"std": c.init_std / math.sqrt(2 * c.layers)}
+        changes = {"positions": {"std": c.init_std}, "w_o": into_stream, "w_down": into_stream}
+        self.c, self.table = c, table_of(GPT2, c, lambda fan_in: c.init_std, changes)
 
     @typed
     def embed(self, w: GPT2, tokens: Tokens) -> act["B/b L/c/t M"]:
@@ -275,7 +271,7 @@ def to_huggingface(weights: GPT2, c: ModelConfig) -> tuple[dict, dict[str, np.nd
     config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
     config |= {theirs: getattr(c, ours) for ours, theirs in _SETTINGS.items()}
     config |= {"embd_pdrop": c.dropout, "attn_pdrop": c.dropout, "n_inner": c.d_ff}
-    return config | _FIXED, _NAMES.to_tensors(weights, weight_table(c))
+    return config | _FIXED, _NAMES.to_tensors(weights, Model(c).table)
 
 
 def from_huggingface(config: dict, tensors: Mapping) -> tuple[ModelConfig, GPT2]:
@@ -294,4 +290,4 @@ def from_huggingface(config: dict, tensors: Mapping) -> tuple[ModelConfig, GPT2]
     c = ModelConfig(**settings, bos_id=config["bos_token_id"])
     check_ranges("config.json, as a run has it: model", c)
     c.check(seq_len=1)
-    return c, _NAMES.from_tensors(tensors, weight_table(c))
+    return c, _NAMES.from_tensors(tensors, Model(c).table)

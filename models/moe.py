@@ -283,17 +283,6 @@ def everywhere(x: act["B/b L/c/t M"], routing: Routing, w: Layer, c: ModelConfig
     return out + product("B/b L/c/t E, E M -> B/b L/c/t M", routing.weights.astype(x.dtype), w.b_down)
 
 
-@typed
-def shared_mlp(x: act["B/b L/c/t M"], w: Layer, c: ModelConfig) -> act["B/b L/c/t M"]:
-    """Gated MLP that every position has."""
-    nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", x)
-    gate = save_for_backward(shardops.matmul("B/b L/c M, M H/t -> B/b L/c H/t", nx, w.shared_gate))
-    up = save_for_backward(shardops.matmul("B/b L/c M, M H/t -> B/b L/c H/t", nx, w.shared_up))
-    hidden = family.gated(c.activation, gate, up).astype(x.dtype)
-    out = shardops.matmul("B/b L/c H/t, H/t M -> B/b L/c M +t", hidden, w.shared_down)
-    return shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
-
-
 # ---- losses and metrics -----------------------------------------------------------------------------------------
 
 
@@ -355,5 +344,6 @@ class Model(family.Model):
             out, filled = everywhere(nx, routing, w, c), None
         else:
             out, filled = in_slots(nx, routing, counts, w, slots, c)
-        out = out + shared_mlp(nx, w, c) if c.shared_experts else out
+        if c.shared_experts:
+            out = out + family.gated_mlp(nx, w.shared_gate, w.shared_up, w.shared_down, c.activation)
         return x + self.normed(out, w.mlp_out_norm), extras_of(routing, filled, counts, tokens.targets, w, c)

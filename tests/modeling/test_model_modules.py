@@ -59,7 +59,7 @@ def test_as_it_is(module):
         ([("ModelConfig", "Settings")], r"no ModelConfig\.module"),
         ([("def logits(", "def output(")], r"no Model\.logits; see docs/models.md"),
         ([("    Weights = GPT2\n", "")], r"no Model\.Weights;"),
-        ([(TABLE, "self.c = c")], "table is a NoneType; it must be a GPT2"),
+        ([("self.c, self.table = c, table_of(", "self.c, _ = c, table_of(")], "table is a NoneType; it must be a GPT2"),
         (
             [("    Weights = GPT2\n", "    Weights = GPT2Layer\n")],
             "table is a GPT2; it must be a GPT2Layer",

@@ -16,7 +16,7 @@ from recipes import ROOT, train_with
 from verifying import verify
 
 import train
-from models import moe
+from models import family, moe
 from shardlib import products, shardops
 from shardlib.layers import LayerMetrics
 from shardlib.shardtypes import bool_, f32
@@ -503,9 +503,11 @@ def test_the_block_of_deepseek_v3():
     expected = (block(tensor(x)) * tensor(out)).sum()
     expected.backward()
 
+    shared = lambda x, w: family.gated_mlp(x, w.shared_gate, w.shared_up, w.shared_down, c.activation)
+
     def loss(w: moe.Layer, x: f32["B/b L/c/t M"], out: f32["B/b L/c/t M"]) -> f32[""]:
         w = used(w)
-        y = moe.everywhere(x, moe.route(x, w, c), w, c) + moe.shared_mlp(x, w, c)
+        y = moe.everywhere(x, moe.route(x, w, c), w, c) + shared(x, w)
         total = shardops.einsum_unreduced("B/b L/c/t M, B/b L/c/t M -> +b +c +t", y, out)
         return shardops.psum("+b +c +t ->", total)
 
