@@ -145,7 +145,10 @@ def _run_or_reason(number: int, header: list[str], row: list[str], is_vtrain: bo
             raise ValueError(f"it has {len(row)} values for {len(header)} columns")
         values = dict(zip(header, (x.strip() for x in row), strict=True))
         name += f" ({one_line(values['id'], 20)})" if values.get("id") else ""
-        return (_of_vtrain if is_vtrain else _of_published)(name, values)
+        if not is_vtrain:
+            return _run(name, values)
+        row, group = _of_vtrain(values)
+        return _run(name, row)._replace(group=group)
     except ValueError as error:
         return f"{name}: {one_line(str(error), 300)}"
 
@@ -166,40 +169,26 @@ def _measured(values: Mapping[str, str], name: str) -> float | None:
     return found if values[name] else None
 
 
-def _of_vtrain(name: str, values: Mapping[str, str]) -> Run:
+def _of_vtrain(values: Mapping[str, str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """A row of vTrain's table as one with COLUMNS, and its group."""
     read = {key: _whole(values, column) for key, column in VTRAIN.items() if key != "ms"}
-    sizes = {"p": read["p"], "r": read["d"], "d": 1, "t": read["t"]}
-    if read["batch"] % (read["sequences"] * sizes["r"]):
-        raise ValueError(f"global batch is {read['batch']}, no multiple of {read['sequences']} on {sizes['r']} shards")
-    count, length = read["batch"] // read["sequences"] // sizes["r"], read["seq_len"]
-    model = _gpt(read["layers"], read["width"], read["heads"], trainers()["vTrain"]["vocab"], length, sizes)
+    if read["batch"] % (read["sequences"] * read["d"]):
+        raise ValueError(f"global batch is {read['batch']}, no multiple of {read['sequences']} on {read['d']} shards")
     ms = _measured(values, VTRAIN["ms"])
-    run = _run(
-        name, "vTrain", "a100", read["chips"], model, sizes, (read["sequences"], count, length), "bf16", "F", "full"
-    )
+    row = {
+        "source": "vTrain",
+        "model": "{layers}/{width}/{heads} vocab ".format(**read) + str(trainers()["vTrain"]["vocab"]),
+        "chips": f"{read['chips']} A100",
+        "mesh": "p{p} d{d} t{t}".format(**read),
+        "sequences_per_data_shard": str(read["sequences"]),
+        "accumulation": str(read["batch"] // read["sequences"] // read["d"]),
+        "seq_len": str(read["seq_len"]),
+        "precision": "bf16",
+        "recompute": "full",
+        "step_s": str(ms / 1000) if ms else "",
+    }
     group = tuple(values[VTRAIN[key]] for key in ("width", "layers", "heads", "seq_len", "batch", "chips"))
-    return run._replace(group=group, step_s=ms and ms / 1000)
-
-
-def _of_published(name: str, values: Mapping[str, str]) -> Run:
-    trainer = next((x for x in trainers() if values["source"].startswith(x)), None)
-    if trainer is None:
-        raise ValueError(f"source is {values['source']!r}, and begins with none of {', '.join(trainers())}")
-    found = re.fullmatch(r"([0-9]{1,7}) ([A-Za-z0-9-]+)", values["chips"])
-    if not found or not int(found[1]):
-        raise ValueError(f"chips is {values['chips']!r}; give their number and kind, as in 8 H100")
-    kind = found[2].lower().removesuffix("-80").replace("-40", "_40gb")
-    sizes = _sizes(values["mesh"], trainers()[trainer]["data"])
-    sequences, count = _whole(values, "sequences_per_data_shard", 2**16), _whole(values, "accumulation", 2**16)
-    length, flops = _whole(values, "seq_len"), values["flops"] or "F"
-    model = _model(values["model"], length, sizes)
-    run = _run(
-        *(name, trainer, kind, int(found[1]), model, sizes, (sequences, count, length)),
-        *(values["precision"], flops, values["recompute"]),
-    )
-    step_s, rate, mfu = (_measured(values, x) for x in ("step_s", "tokens_per_s_per_chip", "mfu_percent"))
-    step_s = step_s or (rate and run.tokens / rate / run.devices) or (mfu and run.mfu(1.0) / mfu)
-    return run._replace(step_s=step_s, memory_gb=_measured(values, "memory_gb"))
+    return dict.fromkeys(COLUMNS, "") | row, group
 
 
 def _sizes(text: str, data: str) -> dict[str, int]:
@@ -250,25 +239,26 @@ def _model(text: str, length: int, sizes: Mapping[str, int]) -> Any:
     )
 
 
-def _run(
-    name: str,
-    trainer: str,
-    kind: str,
-    chips: int,
-    model: Any,
-    sizes: Mapping[str, int],
-    batch: tuple[int, int, int],
-    precision: str,
-    flops: str,
-    recompute: str,
-) -> Run:
-    """A run without what was measured. `batch`: sequences of a microbatch on each shard, microbatches, and tokens."""
-    c, (sequences, count, length) = trainers()[trainer], batch
+def _run(name: str, values: Mapping[str, str]) -> Run:
+    """The run of a row with COLUMNS."""
+    trainer = next((x for x in trainers() if values["source"].startswith(x)), None)
+    if trainer is None:
+        raise ValueError(f"source is {values['source']!r}, and begins with none of {', '.join(trainers())}")
+    c = trainers()[trainer]
+    found = re.fullmatch(r"([0-9]{1,7}) ([A-Za-z0-9-]+)", values["chips"])
+    if not found or not int(found[1]):
+        raise ValueError(f"chips is {values['chips']!r}; give their number and kind, as in 8 H100")
+    chips, kind = int(found[1]), found[2].lower().removesuffix("-80").replace("-40", "_40gb")
+    sizes = _sizes(values["mesh"], c["data"])
+    sequences, count = _whole(values, "sequences_per_data_shard", 2**16), _whole(values, "accumulation", 2**16)
+    length, flops = _whole(values, "seq_len"), values["flops"] or "F"
+    model = _model(values["model"], length, sizes)
     if math.prod(sizes.values()) != chips:
         shown = " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "1"
         raise ValueError(f"its mesh {shown} is not of {chips} chips; give sizes whose product is their number")
     if sizes["p"] * count > MOST and sizes["p"] > 1:
         raise ValueError(f"it has {count} microbatches on {sizes['p']} stages; at most {MOST} together are planned")
+    precision, recompute = values["precision"], values["recompute"]
     if "bf16" not in precision or re.search("fp8|float8", precision.lower()):
         raise ValueError(f"precision is {precision!r}: products are planned in bf16 alone")
     if flops not in (counts := {"F": 1, "H": 0.5, "N": 0}):
@@ -297,10 +287,13 @@ def _run(
     eager = c["eager"] and "compiled" not in precision
     chip = dataclasses.replace(chip_of(kind), **c["hardware"])
     how = known[recompute]
-    return Run(
+    run = Run(
         *(name, trainer, (trainer, name), chip, EAGER if eager else {}, config, sizes),
         *(how.get("again", {}), how.get("kept", 1.0), eager, counted),
     )
+    step_s, rate, mfu = (_measured(values, x) for x in ("step_s", "tokens_per_s_per_chip", "mfu_percent"))
+    step_s = step_s or (rate and run.tokens / rate / run.devices) or (mfu and run.mfu(1.0) / mfu)
+    return run._replace(step_s=step_s, memory_gb=_measured(values, "memory_gb"))
 
 
 # ---- planning -----------------------------------------------------------------------------------------------------
