@@ -145,13 +145,13 @@ def test_the_floor_runs_all_of_the_products_of_a_step(mesh):
     job = dataclasses.replace(JOB, d=mesh[0], t=mesh[1])
     floor = Floor(job)
     floor.wait([floor.step(), floor.step()])
-    for (x, w, dy), (y, dx, dw) in zip(floor.given, floor.results, strict=True):
+    for (x, w, dy), (y, dx, dw) in zip(floor.batches[0], floor.results, strict=True):
         np.testing.assert_allclose(y[-1], np.asarray(x[-1]) @ np.asarray(w[-1]), rtol=1e-3, atol=1e-4)
         np.testing.assert_allclose(dx[-1], np.asarray(dy[-1]) @ np.asarray(w[-1]).T, rtol=1e-3, atol=1e-4)
         rows = lambda block: np.asarray(block).reshape(-1, block.shape[-1])
         np.testing.assert_allclose(dw[-1], rows(x[-1]).T @ rows(dy[-1]), rtol=1e-3, atol=1e-4)
     # None was moved out of a loop, or computed once for several: what the compiler counts is all of them.
-    counted = floor.jitted.lower(floor.given, floor.results).compile().cost_analysis()["flops"] * job.devices
+    counted = floor.jitted.lower(floor.batches[0], floor.results).compile().cost_analysis()["flops"] * job.devices
     assert counted == pytest.approx(6 * SHAPES.matmul_parameters * JOB.tokens, rel=0.01)
     check_flops(JOB, counted / JOB.tokens, 0.01)
 

@@ -27,11 +27,11 @@ def dots(x: jax.Array, w: jax.Array, dy: jax.Array) -> tuple[jax.Array, jax.Arra
 class Contestant(OnJax):
     """The products of a step."""
 
-    def __init__(self, job: Job):
-        self.job, dtype = job, DTYPES[job.dtype]
-        devices = jax.devices()[: job.devices]
-        mesh = jax.make_mesh((len(devices),), ("device",), axis_types=(AxisType.Auto,), devices=devices)
-        on_each, rows = NamedSharding(mesh, P("device")), (job.sequences // job.d, job.length)
+    def __init__(self, job: Job, _: object = None):
+        dtype, devices = DTYPES[job.dtype], jax.devices()[: job.devices]
+        self.mesh = jax.make_mesh((len(devices),), ("device",), axis_types=(AxisType.Auto,), devices=devices)
+        of_each, rows = P("device"), (job.sequences // job.d, job.length)
+        on_each = NamedSharding(self.mesh, of_each)
         # Each layer has its own operands, and there is no loop: XLA would move constant products out of a loop, and
         # compute equal products only once.
         products = [(i, o) for i, o, n in job.shapes.products(job.t) for _ in range(n)]
@@ -52,16 +52,14 @@ class Contestant(OnJax):
             of_device = jax.tree.map(lambda x: x[0], given)
             return jax.tree.map(lambda x: x[None], [dots(*product) for product in of_device])
 
-        self.given = [tuple(draw(next(keys), shape) for shape in each) for each in shapes]
+        self.batches = [[tuple(draw(next(keys), shape) for shape in each) for each in shapes]]
         self.results = [(place(dy), place(x), place(w)) for x, w, dy in shapes]
-        of_each = P("device")
-        mapped = jax.shard_map(per_device, mesh=mesh, in_specs=(of_each, of_each), out_specs=of_each, check_vma=False)
+        mapped = jax.shard_map(per_device, mesh=self.mesh, in_specs=(of_each, of_each), out_specs=of_each, check_vma=False)
         # The results of a step reuse the memory of the step before: fresh memory would cost page faults on a CPU.
         self.jitted = jax.jit(mapped, donate_argnums=1, keep_unused=True)
 
-    def step(self) -> jax.Array:
-        """Starts a step. Returns one of its results."""
-        self.results = self.jitted(self.given, self.results)
+    def run(self, given: list[tuple[jax.Array, ...]]) -> jax.Array:
+        self.results = self.jitted(given, self.results)
         return self.results[0][0]
 
     def wait(self, results: list[jax.Array]) -> list[float]:

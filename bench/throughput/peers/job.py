@@ -1,4 +1,4 @@
-"""The model and the tokens of a contestant. Imports neither JAX nor torch: a contestant may lack one of them."""
+"""The model, the tokens and the steps of a contestant. Imports neither JAX nor torch: a contestant may lack them."""
 
 import dataclasses
 import json
@@ -31,7 +31,6 @@ class Shapes:
 
     @property
     def heads(self) -> int:
-        """Number of heads of queries."""
         return self.n_kv * self.n_q_per_kv
 
     def weights(self) -> dict[str, tuple[int, ...]]:
@@ -52,6 +51,13 @@ class Shapes:
             "unembed": (self.vocab, model),
         }
 
+    def random_weights(self, seed: int) -> dict[str, np.ndarray]:
+        """Weights of a run's start, in f32; norms are 1."""
+        rng = np.random.default_rng(seed)
+        draw = lambda shape: rng.standard_normal(shape, np.float32) * self.d_model**-0.5
+        of = lambda name, shape: np.ones(shape, np.float32) if "norm" in name else draw(shape)
+        return {name: of(name, shape) for name, shape in self.weights().items()}
+
     def products(self, t: int = 1) -> list[tuple[int, int, int]]:
         """(inputs, outputs, count) of each product with a weight in a forward pass, on one of `t` devices."""
         model, hidden = self.d_model, self.d_ff // t
@@ -67,7 +73,6 @@ class Shapes:
 
     @property
     def parameters(self) -> int:
-        """Number of all parameters."""
         return sum(math.prod(shape) for shape in self.weights().values())
 
 
@@ -110,12 +115,10 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of a batch."""
         return self.sequences * self.length
 
     @property
     def devices(self) -> int:
-        """Number of devices."""
         return self.r * self.d * self.t
 
     @property
@@ -125,12 +128,11 @@ class Job:
         return c.layers * c.heads * c.d_head * self.length / c.matmul_parameters
 
     def to_json(self) -> str:
-        """Writes the job as JSON, for the command line of its process."""
+        """For the command line of its process."""
         return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
     def from_json(text: str) -> "Job":
-        """Reads what `to_json` wrote."""
         found: dict[str, Any] = json.loads(text)
         return Job(**found | {"shapes": Shapes(**found["shapes"])})
 
@@ -149,3 +151,29 @@ def batches(job: Job) -> Iterator[np.ndarray]:
 def inputs_of(targets: np.ndarray) -> np.ndarray:
     """The token before each target."""
     return np.pad(targets[:, :-1], ((0, 0), (1, 0)), constant_values=BOS_ID)
+
+
+def starts_of(targets: np.ndarray) -> np.ndarray:
+    """Which tokens begin a document: the first of each sequence."""
+    return np.broadcast_to(np.arange(targets.shape[1]) == 0, targets.shape)
+
+
+class Trainer:
+    """A contestant. It has `batches`, and `run(batch)`, which starts a step and returns its loss on the device."""
+
+    steps = 0
+
+    def step(self) -> Any:
+        loss = self.run(self.batches[self.steps % len(self.batches)])
+        self.steps += 1
+        return loss
+
+    def wait(self, losses: list) -> list[float]:
+        """Waits for the steps that returned these losses."""
+        return [float(loss) for loss in losses]
+
+    def peak(self) -> int:
+        """Peak of the memory that it is compared by, in bytes: here the resident memory of the process."""
+        with open("/proc/self/status") as file:
+            found = dict(line.split(":", 1) for line in file)
+        return int(found["VmHWM"].split()[0]) * 1024

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from bench.throughput.peers.job import Job, Shapes, batches, inputs_of
+from bench.throughput.peers.job import Job, Shapes, Trainer, batches, inputs_of
 from jax_extra import KEPT, save_for_backward
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
@@ -30,28 +30,15 @@ SPECS = {
     "w_down": P("t", "d"),
 }
 """Sharding of the matrices of a layer, and of the others. Norms are on all devices."""
-BETWEEN, HEADS, HIDDEN = P(("r", "d"), "t"), P(("r", "d"), None, "t"), P(("r", "d"), None, "t")
-BY_ROW = P(("r", "d"))
-"""Shardings within the model, whose first dims are sequences and positions."""
+BY_ROW, BETWEEN, WITHIN = P(("r", "d")), P(("r", "d"), "t"), P(("r", "d"), None, "t")
+"""Shardings of batches, of what is between layers and of what is within, whose first dims are sequences and positions."""
+constrained = jax.lax.with_sharding_constraint
 
 
 def nested(weights: dict, layers: int) -> dict:
     """Weights by name, stacked over layers, as a dict with a list of one dict a layer."""
     of_layer = lambda i: {name: x[i] for name, x in weights.items() if name not in WHOLE}
     return {name: weights[name] for name in WHOLE} | {"layers": [of_layer(i) for i in range(layers)]}
-
-
-def initial_parameters(c: Shapes, key: jax.Array) -> dict:
-    """Random weights; norms are 1."""
-
-    def draw(name, shape, key):
-        if "norm" in name:
-            return jnp.ones(shape, jnp.float32)
-        return jax.random.normal(key, shape, jnp.float32) * c.d_model**-0.5
-
-    shapes = c.weights()
-    keys = jax.random.split(key, len(shapes))
-    return nested({name: draw(name, shape, k) for (name, shape), k in zip(shapes.items(), keys, strict=True)}, c.layers)
 
 
 def rope_tables(c: Shapes, length: int) -> tuple[jax.Array, jax.Array]:
@@ -72,7 +59,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, platform: str) -> jax.Array
     fused = "cudnn" if platform == "gpu" and q.dtype == jnp.bfloat16 else "xla"
     attention = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=fused)
     attention = splash if platform == "tpu" else attention
-    return jax.shard_map(attention, in_specs=(HEADS, HEADS, HEADS), out_specs=HEADS, check_vma=False)(q, k, v)
+    return jax.shard_map(attention, in_specs=(WITHIN, WITHIN, WITHIN), out_specs=WITHIN, check_vma=False)(q, k, v)
 
 
 def splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -97,7 +84,6 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 def run_layer(job: Job, rope: tuple[jax.Array, jax.Array], x: jax.Array, layer: dict) -> jax.Array:
     """The residual stream after a layer. What ours marks is marked here too."""
     c, dtype, (b, l) = job.shapes, DTYPES[job.dtype], x.shape[:2]
-    constrained = jax.lax.with_sharding_constraint
     w = {name: value if "norm" in name else value.astype(dtype) for name, value in layer.items()}
     nx = rms_norm(x, w["attention_norm"], c.norm_epsilon)
     q = jnp.einsum("blm,mkqd->blkqd", nx, w["w_q"]).reshape(b, l, c.heads, c.d_head)
@@ -109,14 +95,13 @@ def run_layer(job: Job, rope: tuple[jax.Array, jax.Array], x: jax.Array, layer: 
     x = save_for_backward(constrained(x + jnp.einsum("blkqd,kqdm->blm", attended, w["w_o"]), BETWEEN))
     nx = rms_norm(x, w["mlp_norm"], c.norm_epsilon)
     gate, up = save_for_backward((nx @ w["w_gate"], nx @ w["w_up"]))
-    hidden = constrained(jax.nn.silu(gate) * up, HIDDEN)
+    hidden = constrained(jax.nn.silu(gate) * up, WITHIN)
     return constrained(x + hidden @ w["w_down"], BETWEEN)
 
 
 def logits_of(parameters: dict, ids: jax.Array, job: Job) -> jax.Array:
     """Logits [batch, length, vocab], as ours in the dtype of the products."""
     c, dtype, rope = job.shapes, DTYPES[job.dtype], rope_tables(job.shapes, ids.shape[1])
-    constrained = jax.lax.with_sharding_constraint
     # Without this constraint XLA reshards the rows by way of whole arrays where r and d are used.
     embed = constrained(parameters["embed"].astype(dtype), P("t"))
     x = constrained(embed[ids], BETWEEN)
@@ -125,7 +110,7 @@ def logits_of(parameters: dict, ids: jax.Array, job: Job) -> jax.Array:
     for layer in parameters["layers"]:
         x = run(x, layer)
     nx = rms_norm(x, parameters["final_norm"], c.norm_epsilon)
-    return constrained(jnp.einsum("blm,vm->blv", nx, parameters["unembed"].astype(dtype)), HIDDEN)
+    return constrained(jnp.einsum("blm,vm->blv", nx, parameters["unembed"].astype(dtype)), WITHIN)
 
 
 def adamw(job: Job, w: jax.Array, g: jax.Array, mu: jax.Array, nu: jax.Array, count: jax.Array):
@@ -146,81 +131,78 @@ def loss_of(parameters: dict, ids: jax.Array, targets: jax.Array, job: Job) -> j
     return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - at_target)
 
 
-def initial_state(job: Job, parameters: dict) -> dict:
-    """The state before the first step."""
-    zeros = lambda: jax.tree.map(jnp.zeros_like, parameters)
-    return {"parameters": parameters, "mu": zeros(), "nu": zeros(), "count": jnp.zeros((), jnp.float32)}
-
-
-def training_step(job: Job, state: dict, ids: jax.Array, targets: jax.Array) -> tuple[dict, jax.Array]:
-    """One step: the next state and the loss."""
-    loss, g = jax.value_and_grad(loss_of)(state["parameters"], ids, targets, job)
-    norm = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(g)))
-    g = jax.tree.map(lambda x: x * (job.clip_norm / jnp.maximum(norm, job.clip_norm)), g)
-    count = state["count"] + 1
-    update = lambda w, g, mu, nu: adamw(job, w, g, mu, nu, count)
-    updated = jax.tree.map(update, state["parameters"], g, state["mu"], state["nu"])
-    part = lambda i: jax.tree.map(lambda _, found: found[i], g, updated)
-    return {"parameters": part(0), "mu": part(1), "nu": part(2), "count": count}, loss
-
-
-def shardings(state: dict, mesh: Any) -> dict:
-    """Sharding of each array of the state, by the name of its weight."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: NamedSharding(mesh, SPECS.get(path[-1].key, P())), state)
-
-
-def mesh_of(job: Job, devices: Any) -> Any:
+def mesh_of(job: Job, devices: Any) -> jax.sharding.Mesh:
     """The mesh of a job, over which XLA shards by itself."""
-    sizes = job.r, job.d, job.t
-    return jax.make_mesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Auto,) * 3, devices=devices)
+    return jax.make_mesh((job.r, job.d, job.t), ("r", "d", "t"), axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def jitted(job: Job, mesh: Any, state: dict) -> Any:
-    """The jitted step, which reuses the memory of the state."""
-    out = shardings(state, mesh), NamedSharding(mesh, P())
-    return jax.jit(functools.partial(training_step, job), donate_argnums=0, out_shardings=out)
+class OnJax(Trainer):
+    """A contestant on the JAX devices of `mesh`."""
 
-
-def lowered(job: Job, devices: Any) -> Any:
-    """The step for devices that need not be here."""
-    mesh = mesh_of(job, devices)
-    with jax.set_mesh(mesh):
-        state = jax.eval_shape(lambda: initial_state(job, initial_parameters(job.shapes, jax.random.key(0))))
-        arrays = jax.tree.map(lambda x, s: x.update(sharding=s), state, shardings(state, mesh))
-        ids = jax.ShapeDtypeStruct((job.sequences, job.length), np.uint32, sharding=NamedSharding(mesh, BY_ROW))
-        return jitted(job, mesh, state).lower(arrays, ids, ids)
-
-
-class OnJax:
-    """A contestant on JAX's devices."""
-
-    def wait(self, losses: list[jax.Array]) -> list[float]:
-        """Waits for the steps that returned these losses."""
-        return [float(loss) for loss in jax.device_get(losses)]
-
-    def device_peak(self) -> int | None:
-        """Peak bytes of the first device, if it counts them."""
-        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-
-
-class Contestant(OnJax):
-    """The trainer in plain JAX."""
-
-    def __init__(self, job: Job, weights: dict[str, np.ndarray] | None = None):
-        self.mesh = mesh_of(job, jax.devices()[: job.devices])
-        with jax.set_mesh(self.mesh):
-            c, key = job.shapes, jax.random.key(job.seed)
-            parameters = jax.jit(lambda: initial_parameters(c, key))() if weights is None else nested(weights, c.layers)
-            state = initial_state(job, jax.tree.map(jnp.asarray, parameters))
-            self.state = jax.device_put(state, shardings(state, self.mesh))
-            by_row = NamedSharding(self.mesh, BY_ROW)
-            self.batches = [jax.device_put((inputs_of(x), x), by_row) for x in batches(job)]
-            self.jitted = jitted(job, self.mesh, state)
-        self.steps = 0
+    mesh: jax.sharding.Mesh
 
     def step(self) -> jax.Array:
-        """Starts a step. Returns its loss, on the device."""
         with jax.set_mesh(self.mesh):
-            self.state, loss = self.jitted(self.state, *self.batches[self.steps % len(self.batches)])
-        self.steps += 1
+            return super().step()
+
+    def peak(self) -> int:
+        """Of the first device, if it counts them."""
+        return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use") or super().peak()
+
+
+class Sharded(OnJax):
+    """A trainer that XLA shards, on devices that may only be compiled for: then it gets no weights.
+
+    It has `initial(weights)`, the state before the first step; `shardings(state)`; and
+    `training_step(state, ids, targets)`, the next state and the loss.
+    """
+
+    def __init__(self, job: Job, weights: dict[str, np.ndarray] | None = None, devices: Any = None):
+        self.job, self.mesh = job, mesh_of(job, jax.devices()[: job.devices] if devices is None else devices)
+        shapes = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in job.shapes.weights().items()}
+        with jax.set_mesh(self.mesh):
+            abstract, by_row = jax.eval_shape(self.initial, shapes), NamedSharding(self.mesh, BY_ROW)
+            out = self.shardings(abstract)
+            self.abstract = jax.tree.map(lambda x, s: x.update(sharding=s), abstract, out)
+            self.ids = jax.ShapeDtypeStruct((job.sequences, job.length), np.uint32, sharding=by_row)
+            # It reuses the memory of the state.
+            out_shardings = out, NamedSharding(self.mesh, P())
+            self.jitted = jax.jit(self.training_step, donate_argnums=0, out_shardings=out_shardings)
+            if weights is not None:
+                self.state = jax.jit(self.initial, out_shardings=out)(weights)
+                self.batches = [jax.device_put((inputs_of(x), x), by_row) for x in batches(job)]
+
+    @classmethod
+    def lowered(cls, job: Job, devices: Any) -> jax.stages.Lowered:
+        """The step for devices that need not be here."""
+        trainer = cls(job, devices=devices)
+        with jax.set_mesh(trainer.mesh):
+            return trainer.jitted.lower(trainer.abstract, trainer.ids, trainer.ids)
+
+    def run(self, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+        self.state, loss = self.jitted(self.state, *batch)
         return loss
+
+
+class Contestant(Sharded):
+    """The trainer in plain JAX."""
+
+    def initial(self, weights: dict[str, jax.Array]) -> dict:
+        parameters = nested(weights, self.job.shapes.layers)
+        zeros = lambda: jax.tree.map(jnp.zeros_like, parameters)
+        return {"parameters": parameters, "mu": zeros(), "nu": zeros(), "count": jnp.zeros((), jnp.float32)}
+
+    def shardings(self, state: dict) -> dict:
+        of = lambda path, _: NamedSharding(self.mesh, SPECS.get(path[-1].key, P()))
+        return jax.tree_util.tree_map_with_path(of, state)
+
+    def training_step(self, state: dict, ids: jax.Array, targets: jax.Array) -> tuple[dict, jax.Array]:
+        job = self.job
+        loss, g = jax.value_and_grad(loss_of)(state["parameters"], ids, targets, job)
+        norm = jnp.sqrt(sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(g)))
+        g = jax.tree.map(lambda x: x * (job.clip_norm / jnp.maximum(norm, job.clip_norm)), g)
+        count = state["count"] + 1
+        update = lambda w, g, mu, nu: adamw(job, w, g, mu, nu, count)
+        updated = jax.tree.map(update, state["parameters"], g, state["mu"], state["nu"])
+        part = lambda i: jax.tree.map(lambda _, found: found[i], g, updated)
+        return {"parameters": part(0), "mu": part(1), "nu": part(2), "count": count}, loss

@@ -3,6 +3,7 @@
 The products are in bf16, as its source has them, whatever the dtype of the job.
 """
 
+import dataclasses
 import importlib
 import sys
 import types
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from bench.throughput.peers.job import Job, batches
+from bench.throughput.peers.job import Job, Trainer, batches, starts_of
 
 ROOT = Path(__file__).resolve().parents[3]
 UNUSED = {
@@ -40,22 +41,19 @@ def load(checkout: str):
     return train
 
 
-class Contestant:
+class Contestant(Trainer):
     """The trainer of the checkout that the job names."""
 
-    def __init__(self, job: Job, weights: dict[str, np.ndarray] | None = None):
+    def __init__(self, job: Job, weights: dict[str, np.ndarray]):
         self.train = load(job.checkout)  # sets variables of the environment, before JAX is imported
         import jax
         from jax.experimental import mesh_utils
 
-        self.jax, self.job = jax, job
         jax.config.update("jax_threefry_partitionable", True)
-        c = job.shapes
-        self.h = self.train.Hparams(
-            **{name: getattr(c, name) for name in ("d_model", "n_q_per_kv", "n_kv", "d_head", "layers", "vocab")},
-            d_ff=c.d_ff,
-            rope_max_timescale=c.rope_base,
-        )
+        shapes = dataclasses.asdict(job.shapes)
+        del shapes["norm_epsilon"]
+        shapes["rope_max_timescale"] = shapes.pop("rope_base")
+        self.h = self.train.Hparams(**shapes)
         self.hparams = self.train.TrainingHparams(
             adam_b1=job.b1,
             adam_b2=job.b2,
@@ -75,55 +73,32 @@ class Contestant:
         with self.mesh:
             init = lambda key: self.train.State.init(self.h, key)
             self.state = jax.jit(init)(jax.random.PRNGKey(job.seed))
-            if weights is not None:
-                self.state.weights = jax.tree.map(
-                    lambda x, like: jax.device_put(x.astype(np.float32), like.sharding),
-                    self.of_seqax(weights),
-                    self.state.weights,
-                )
+            place = lambda x, like: jax.device_put(x.astype(np.float32), like.sharding)
+            self.state.weights = jax.tree.map(place, self.of_seqax(weights, job), self.state.weights)
             by_row = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec("d"))
-            batch = lambda ids: self.train.TokenBatch(targets=ids, is_seq_start=starts(ids))
+            batch = lambda ids: self.train.TokenBatch(targets=ids, is_seq_start=starts_of(ids))
             self.batches = [jax.device_put(batch(ids), by_row) for ids in batches(job)]
-        self.steps = 0
 
-    def of_seqax(self, weights: dict[str, np.ndarray]):
+    def of_seqax(self, weights: dict[str, np.ndarray], job: Job):
         """Weights by the names of Shapes as those of seqax, whose attention does not divide by √d_head."""
         w = weights
         swapped = lambda x: np.swapaxes(x, -3, -2)  # Q K D
+        layers = self.train.Transformer(
+            ln1=w["attention_norm"],
+            ln2=w["mlp_norm"],
+            w_q=swapped(w["w_q"]) * job.shapes.d_head**-0.5,
+            w_kv=np.stack([w["w_k"], w["w_v"]], axis=1),
+            w_o=swapped(np.moveaxis(w["w_o"], -1, 1)),  # M Q K D
+            w_gate=w["w_gate"],
+            w_up=w["w_up"],
+            w_down=np.swapaxes(w["w_down"], 1, 2),
+        )
         return self.train.Model(
-            embed=w["embed"],
-            unembed=w["unembed"],
-            transformer=self.train.Transformer(
-                ln1=w["attention_norm"],
-                ln2=w["mlp_norm"],
-                w_q=swapped(w["w_q"]) * self.job.shapes.d_head**-0.5,
-                w_kv=np.stack([w["w_k"], w["w_v"]], axis=1),
-                w_o=swapped(np.moveaxis(w["w_o"], -1, 1)),  # M Q K D
-                w_gate=w["w_gate"],
-                w_up=w["w_up"],
-                w_down=np.swapaxes(w["w_down"], 1, 2),
-            ),
-            final_layer_norm=w["final_norm"],
+            embed=w["embed"], unembed=w["unembed"], transformer=layers, final_layer_norm=w["final_norm"]
         )
 
-    def step(self):
-        """Starts a step. Returns its loss, on the devices."""
+    def run(self, batch):
         with self.mesh:
-            batch, number = self.batches[self.steps % len(self.batches)], np.uint32(self.steps)
+            number = np.uint32(self.steps)
             self.state, metrics = self.train.training_step(self.state, number, self.h, self.hparams, batch)
-        self.steps += 1
         return metrics.loss
-
-    def wait(self, losses: list) -> list[float]:
-        """Waits for the steps that returned these losses."""
-        return [float(loss) for loss in self.jax.device_get(losses)]
-
-    def device_peak(self) -> int | None:
-        """None: it is compared on CPUs."""
-
-
-def starts(ids: np.ndarray) -> np.ndarray:
-    """Each sequence is one document."""
-    found = np.zeros(ids.shape, bool)
-    found[:, 0] = True
-    return found

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
-from bench.throughput.peers.job import Job, Shapes, batches, inputs_of
+from bench.throughput.peers.job import Job, Shapes, Trainer, batches, inputs_of
 
 
 def causal(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **_):
@@ -62,18 +62,16 @@ def load(model: LlamaForCausalLM, weights: dict[str, np.ndarray]) -> None:
             put(getattr(layer.mlp, f"{name}_proj").weight, weights[f"w_{name}"][i].T)
 
 
-class Contestant:
+class Contestant(Trainer):
     """The trainer in PyTorch."""
 
-    def __init__(self, job: Job, weights: dict[str, np.ndarray] | None = None, compiled: bool = True):
+    def __init__(self, job: Job, weights: dict[str, np.ndarray], compiled: bool = True):
         self.job, self.device = job, "cuda" if job.platform == "gpu" else "cpu"
         if self.device == "cpu":
             torch.set_num_threads(len(os.sched_getaffinity(0)))
-        torch.manual_seed(job.seed)
         torch.set_float32_matmul_precision("high" if job.dtype == "bf16" else "highest")
         self.model = model_of(job.shapes, self.device)
-        if weights is not None:
-            load(self.model, weights)
+        load(self.model, weights)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(),
             lr=job.learning_rate,
@@ -88,29 +86,20 @@ class Contestant:
         if self.device == "cuda":
             # Torch prefers FlashAttention. On Hopper cuDNN's kernels are faster.
             torch.backends.cuda.enable_flash_sdp(torch.cuda.get_device_capability()[0] < 9)
-        self.steps = 0
 
     def plain_loss(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean loss of a batch."""
         logits = self.model(input_ids=ids, use_cache=False).logits
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-    def step(self) -> torch.Tensor:
-        """Starts a step. Returns its loss, on the device."""
-        ids, targets = self.batches[self.steps % len(self.batches)]
+    def run(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         half = self.job.dtype == "bf16"
         with torch.autocast(self.device, torch.bfloat16) if half else contextlib.nullcontext():
-            loss = self.loss_of(ids, targets)
+            loss = self.loss_of(*batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.job.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.steps += 1
         return loss.detach().clone()
-
-    def wait(self, losses: list[torch.Tensor]) -> list[float]:
-        """Waits for the steps that returned these losses."""
-        return torch.stack(losses).tolist()
 
     def lines(self, steps: int) -> list[tuple[float, str]]:
         """Seconds of so many steps by kernel. One of several operations bears the names of these."""
@@ -119,6 +108,6 @@ class Contestant:
         kernels = sorted(profile.key_averages(), key=lambda kernel: -kernel.self_cpu_time_total)
         return [(kernel.self_cpu_time_total / 1e6, kernel.key) for kernel in kernels]
 
-    def device_peak(self) -> int | None:
-        """Peak bytes that torch allocated on the GPU."""
-        return torch.cuda.max_memory_allocated() if self.device == "cuda" else None
+    def peak(self) -> int:
+        """Of what torch allocated on the GPU."""
+        return torch.cuda.max_memory_allocated() if self.device == "cuda" else super().peak()

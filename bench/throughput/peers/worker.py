@@ -18,21 +18,14 @@ PROFILED = 5
 """Steps that are profiled for `lines`."""
 
 
-def host_peak() -> int:
-    """Peak of the resident memory of this process, in bytes."""
-    with open("/proc/self/status") as file:
-        found = dict(line.split(":", 1) for line in file)
-    return int(found["VmHWM"].split()[0]) * 1024
-
-
 def answer(**values) -> None:
     print(MARK + json.dumps(values), flush=True)
 
 
 def main() -> None:
-    """Runs the contestant of the job on the command line."""
     job = Job.from_json(sys.argv[1])
-    contestant = importlib.import_module(f"bench.throughput.peers.{job.contestant}").Contestant(job)
+    peer = importlib.import_module(f"bench.throughput.peers.{job.contestant}")
+    contestant = peer.Contestant(job, job.shapes.random_weights(job.seed))
 
     def timed(steps: int) -> float:
         start = time.perf_counter()
@@ -45,7 +38,7 @@ def main() -> None:
         if line.strip() == "lines":
             answer(lines=[(seconds / PROFILED, what) for seconds, what in contestant.lines(PROFILED)])
         else:
-            answer(seconds=timed(int(line)), peak=contestant.device_peak() or host_peak())
+            answer(seconds=timed(int(line)), peak=contestant.peak())
 
 
 if __name__ == "__main__":
