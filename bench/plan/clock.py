@@ -15,6 +15,8 @@ from shardwright.inspect.compiled.table import Table
 
 SCATTER = 400 / 374
 """Time of a reduce-scatter by that of an all-gather: of the largest messages of 8 H100 in XLA's table of NCCL."""
+ATTENTION = 0.5
+"""Rate of attention's kernels, as a part of the chip's peak: the same for all trainers."""
 
 
 class Clock:

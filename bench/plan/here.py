@@ -19,14 +19,14 @@ import jax
 import numpy as np
 
 import train
-from bench.plan.compilers import composed
 from bench.plan.cpu import measured_cpu
-from bench.throughput.peers.ours import whole_documents
+from bench.throughput.peers.ours import overrides, whole_documents
 from shardwright.cluster.devices import make_mesh, start_devices
 from shardwright.inspect.plan.plan import plan_of
 from shardwright.inspect.planning import mesh_sizes, planned_step
 from shardwright.modeling.model import load_model
 from shardwright.run.config import Config
+from shardwright.run.launch import composed
 
 DEVICES = 8
 MESHES = (
@@ -42,8 +42,7 @@ def config_of(mesh: str) -> Config:
     """The demo with these sizes, on a mesh of MESHES."""
     sizes = dict.fromkeys("prdt", "1") | {"m": "1"} | dict(size.split("=") for size in mesh.split())
     sections = {"model": MODEL, "training": TRAINING | {"microbatches": sizes.pop("m")}, "mesh": sizes}
-    changes = [f"{section}.{name}={x}" for section, settings in sections.items() for name, x in settings.items()]
-    return composed("local_test_synthetic", *changes)
+    return composed("local_test_synthetic", *overrides(sections))
 
 
 def busy() -> float:

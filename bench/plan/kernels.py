@@ -1,25 +1,24 @@
 """XLA's prediction of each kernel of a run's training step beside its measured time, on a GPU.
 
     python -m train --config-name=<name> +hardware.compiler_options.xla_gpu_collect_cost_model_stats=true
-    python -m bench.plan.kernels runs/<name> --chip h100 [--rows N]
+    python -m bench.plan.kernels runs/<name> --chip h100
 
 Reads the step's HLO text and the trace of the run's profiled steps; needs no device. For each kind of kernel, then for
-the N kernels that take longest (40), in the step of one device:
+the ROWS kernels that take longest, in the step of one device:
 
     measured     ms, the mean over the devices and the profiled steps; of a collective with the wait for other devices
     predicted    ms, as bench/plan/clock.py has them; of a collective alone on the network. Only XLA for GPUs predicts
     ratio        measured by predicted
 """
 
-import argparse
 import collections
 import sys
 from pathlib import Path
 
 import jax
 
-from bench.plan.clock import Clock, attention_matmuls
-from bench.plan.trainers import ATTENTION
+from bench.common import parser_of
+from bench.plan.clock import ATTENTION, Clock, attention_matmuls
 from shardwright.cluster.chips import chip_of, known
 from shardwright.inspect.compiled.hlo import Program, parse
 from shardwright.inspect.compiled.operations import works_of
@@ -30,6 +29,7 @@ from shardwright.run.profile import MODULE
 from shardwright_data.foreign import read_object
 
 OPTION = "hardware.compiler_options.xla_gpu_collect_cost_model_stats=true"
+ROWS = 40
 Row = tuple[str, float, float, str]
 """Kind, ms measured, ms predicted, and the kernel with its source line."""
 
@@ -84,26 +84,22 @@ def rows(run: Path, chip: str) -> list[Row]:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Prints the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("run", type=Path, help="directory of a run")
     parser.add_argument("--chip", choices=known(), required=True, help="on which it ran")
-    parser.add_argument("--rows", type=int, default=40, metavar="N")
     args = parser.parse_args(arguments)
-    if args.rows < 0:
-        parser.error(f"--rows is {args.rows}; it must be at least 0")
     try:
         found = rows(args.run, args.chip)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    totals = collections.defaultdict(lambda: [0.0, 0.0])
-    for kind, took, told, _ in found:
-        totals[kind][0] += took
-        totals[kind][1] += told
+    took, told = (collections.Counter[str]() for _ in range(2))
+    for kind, *ms, _ in found:
+        took[kind] += ms[0]
+        told[kind] += ms[1]
     print(f"{'measured':>9} {'predicted':>10} {'ratio':>8}  ms of a device in a step")
-    for kind, took, told, label in [*((kind, *x, "all") for kind, x in totals.items()), *found[: args.rows]]:
-        ratio = f"{took / told:8.2f}" if told else f"{'-':>8}"
-        print(f"{took:9.3f} {told:10.3f} {ratio}  {kind}: {label}")
+    for kind, measured_ms, told_ms, label in [*((kind, took[kind], told[kind], "all") for kind in took), *found[:ROWS]]:
+        ratio = f"{measured_ms / told_ms:8.2f}" if told_ms else f"{'-':>8}"
+        print(f"{measured_ms:9.3f} {told_ms:10.3f} {ratio}  {kind}: {label}")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 from hlo_texts import HEAD
 from traces import written
 
-from bench.plan import compilers, kernels
+from bench.plan import compilers, kernels, programs
 from bench.plan.clock import Clock, attention_matmuls
 from shardwright.cluster.chips import chip_of
 from shardwright.inspect.compiled.hlo import parse
@@ -174,16 +174,16 @@ def test_rows_that_are_there_are_left(tmp_path, monkeypatch, capsys):
     """The others are compiled one by one, and the command goes on where it was stopped."""
     started = []
 
-    def apart(make, chip, name, out):
+    def apart(make, path, chip, name):
         assert make is compilers.make
         started.append(f"{chip}.{name}")
         if len(started) == 2:
             raise ValueError("no such chip\nlast words")
-        (out / f"{chip}.{name}.txt.gz").write_bytes(gzip.compress(b"a program"))
-        (out / f"{chip}.{name}.json").write_text(json.dumps({"chip": chip}))
+        path.with_name(f"{path.name}.txt.gz").write_bytes(gzip.compress(b"a program"))
+        path.with_name(f"{path.name}.json").write_text(json.dumps({"chip": chip}))
 
     near = {"h100": 1.009, "v5e": 1.02}
-    monkeypatch.setattr(compilers, "apart", apart)
+    monkeypatch.setattr(programs, "apart", apart)
     monkeypatch.setattr(compilers, "compare", lambda text, facts: ({"state": near[facts["chip"]]}, text, ["a line"]))
     options = ["--out", str(tmp_path), "--only", "h100", "v5e", "--configs", "gpt2_d8"]
     with pytest.raises(SystemExit, match="not made: 1 rows"):

@@ -54,7 +54,9 @@ class Contestant(OnJax):
 
         self.batches = [[tuple(draw(next(keys), shape) for shape in each) for each in shapes]]
         self.results = [(place(dy), place(x), place(w)) for x, w, dy in shapes]
-        mapped = jax.shard_map(per_device, mesh=self.mesh, in_specs=(of_each, of_each), out_specs=of_each, check_vma=False)
+        mapped = jax.shard_map(
+            per_device, mesh=self.mesh, in_specs=(of_each, of_each), out_specs=of_each, check_vma=False
+        )
         # The results of a step reuse the memory of the step before: fresh memory would cost page faults on a CPU.
         self.jitted = jax.jit(mapped, donate_argnums=1, keep_unused=True)
 

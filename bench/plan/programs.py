@@ -1,0 +1,97 @@
+"""Programs that XLA compiles for TPUs and GPUs, of which none is here, kept as files of a directory.
+
+To compile needs an environment of its own with the compilers, of the constraints' version of JAX; no driver, no device:
+
+    pip install -c constraints/py3.11.txt -e . libtpu==0.0.42.1 jax-cuda13-plugin==0.10.2 jax-cuda13-pjrt==0.10.2 \
+        nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-runtime nvidia-cuda-crt nvidia-cuda-cccl nvidia-cudnn-cu13
+
+A program <name> is <name>.txt.gz, and what its compiler alone knows <name>.json. One that is there is left, so that a
+stopped command goes on: after a change of source or settings, take another directory.
+"""
+
+import concurrent.futures
+import gzip
+import importlib.util
+import json
+import multiprocessing
+import os
+import string
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.experimental import topologies
+
+from bench.common import first_line
+from shardwright.cluster.chips import chip_of
+from shardwright.cluster.devices import known_options
+from shardwright.run.compiling import with_mesh
+from shardwright.run.files import write_json
+
+GPUS = {"h100": 84_942_979_072, "h200": 151_397_597_184}
+"""Bytes of their memory."""
+TPUS = {"v5e": "v5e:2x4", "v6e": "v6e:2x4", "v7x": "tpu7x:2x2x1"}
+OPTIONS = {
+    # Timing needs a device. Without timing, Triton's products would have a tile that is never the best.
+    "xla_gpu_autotune_level": 0,
+    "xla_gpu_enable_triton_gemm": False,
+    # Seconds of operations in the program's text, and a schedule that is made with them.
+    "xla_gpu_collect_cost_model_stats": True,
+    "xla_gpu_enable_analytical_sol_latency_estimator": True,
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+}
+
+
+def devices_of(chip: str, count: int, hosts: int = 1) -> Any:
+    """So many devices, to compile for."""
+    if chip in TPUS:
+        topology = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[chip])
+    else:
+        known = chip_of(chip)
+        values = {"name": known.kinds[0], "memory": GPUS[chip], "bandwidth": f"{known.memory_bandwidth:.0f}"}
+        config = string.Template(Path(__file__).with_name("gpu.txtpb").read_text()).substitute(values)
+        target = {"target_config": config, "topology": f"1x{hosts}x{count // hosts}"}
+        topology = topologies.get_topology_desc(platform="cuda", **target)
+    return topology.devices[:count]
+
+
+def write(path: Path, chip: str, lowered: jax.stages.Lowered, options: Mapping, mesh: Any, facts: Mapping) -> None:
+    """Compiles a program for a mesh, and writes its text, and facts with its chip and peak memory."""
+    options = {**options, **(OPTIONS if chip in GPUS else {})}
+    made = lowered.compile(compiler_options=known_options(options, lambda line: print(line, file=sys.stderr)))
+    Path(f"{path}.txt.gz").write_bytes(gzip.compress(with_mesh(made.as_text(), mesh).encode()))
+    peak = made.memory_analysis().peak_memory_in_bytes
+    write_json(Path(f"{path}.json"), {"chip": chip, **facts, "peak_bytes": peak})
+
+
+def apart(made: Callable, *arguments: Any) -> None:
+    """`made(*arguments)` in a process of its own: on the CPU, with CUDA's libraries where they are installed."""
+    nvidia = importlib.util.find_spec("nvidia")
+    places = [Path(place, "cu13") for place in nvidia.submodule_search_locations or ()] if nvidia else []
+    flags = [f"--xla_gpu_cuda_data_dir={place}" for place in places if place.exists()]
+    os.environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags), "TPU_STDERR_LOG_LEVEL": "3"}
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        pool.submit(made, *arguments).result()
+
+
+def show_all(names: Iterable[tuple[str, ...]], out: Path, make: Callable, show: Callable) -> int:
+    """Makes the programs that are missing by `make(path, *name)`, and shows each by `show(name, text, facts)`.
+
+    Returns how many could not be made or shown. The others are.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_platforms", "cpu")  # libtpu serves one process at a time
+    failed = 0
+    for name in names:
+        path = out / ".".join(name)
+        try:
+            if not Path(f"{path}.json").exists():
+                apart(make, path, *name)
+            text = gzip.decompress(Path(f"{path}.txt.gz").read_bytes()).decode()
+            show(name, text, json.loads(Path(f"{path}.json").read_text()))
+        except Exception as error:  # a compiler may refuse a program, or be missing
+            print(path.name, first_line(error), flush=True)
+            failed += 1
+    return failed
