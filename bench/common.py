@@ -3,6 +3,7 @@
 import argparse
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 
 def parser_of(page: str | None) -> argparse.ArgumentParser:
@@ -20,3 +21,9 @@ def cpu_seconds(action: Callable[[], object]) -> float:
     began = time.process_time()
     action()
     return time.process_time() - began
+
+
+def host_peak() -> int:
+    """Peak of the resident memory of this process, in bytes."""
+    found = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(found["VmHWM"].split()[0]) * 1024

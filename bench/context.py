@@ -7,41 +7,27 @@ of arguments, results and temporary arrays on a device.
 """
 
 import jax
-import numpy as np
 
-import train
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
-from shardwright.run.config import Config
 from shardwright.run.launch import composed
-from shardwright_data.loader import batch_shapes
+from shardwright.run.step import trace_step
 
-LENGTH = 2**17
-WAYS = ("gather", "ring", "ulysses")
-COUNTS = (1, 2, 4, 8)
-
-
-def config(way: str) -> Config:
-    """One sequence in a step of the demo's model."""
-    overrides = f"training.context={way}", f"training.seq_len={LENGTH}", "training.batch_size=1"
-    return composed("local_test_synthetic", *overrides, "training.attention=blockwise")
+LENGTH, WAYS, COUNTS = 2**17, ("gather", "ring", "ulysses"), (1, 2, 4, 8)
 
 
 def bytes_of(way: str, devices: int) -> int | None:
     """Bytes of a device in the training step, by the compiler; None if there are fewer heads than devices."""
-    c = config(way)
-    model = load_model(c.model)
+    overrides = f"training.context={way}", f"training.seq_len={LENGTH}", "training.batch_size=1"
+    c = composed("local_test_synthetic", *overrides, "training.attention=blockwise")
     if way == "ulysses" and c.model.heads % devices:
         return None
     with jax.set_mesh(make_mesh(jax.devices()[:devices], c=devices)):
-        state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model))
-        step = train.make_training_step(c, model).lower(state, batch_shapes(1, LENGTH, 1), np.int32(0)).compile()
-    m = step.memory_analysis()
+        m = trace_step(c, load_model(c.model)).lower().compile().memory_analysis()
     return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
 
 
 def main() -> None:
-    """Prints a line for each number of devices."""
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(COUNTS))
     print("devices of c  " + "  ".join(f"{way:>20}" for way in WAYS))

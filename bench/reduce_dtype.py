@@ -22,8 +22,8 @@ from shardwright_data.loader import make_loader
 COUNTS = (2, 8, 64)
 
 
-def gradients(count: int) -> list[list[np.ndarray]]:
-    """Of `count` sequences, the gradients of the matrices, in bf16."""
+def gradients(count: int) -> list[np.ndarray]:
+    """Of each matrix, its gradients by `count` sequences, f32[count, ...] with values of bf16."""
     overrides = "training.batch_size=1", "training.gather_weights=step", "training.compute_dtype=bf16"
     c = composed("local_test_synthetic", *overrides)
     model = load_model(c.model)
@@ -36,16 +36,17 @@ def gradients(count: int) -> list[list[np.ndarray]]:
     with jax.set_mesh(make_mesh(jax.devices()[:1])), compute_scope("bf16"):
         w = jax.jit(lambda key: initialize(model.table, key))(jax.random.key(0))
         step, loader = jax.jit(step), make_loader(c.data, "train", 1, c.training.seq_len)
-        found = [step(w, loader.load(i))[1] for i in range(count)]
-    return [[np.asarray(x, jnp.bfloat16) for x in jax.tree.leaves(g) if x.ndim > 2] for g in found]
+        found = [jax.tree.leaves(step(w, loader.load(i))[1]) for i in range(count)]
+    matrices = (terms for terms in zip(*found, strict=True) if terms[0].ndim > 2)
+    return [np.stack([np.asarray(x.astype(jnp.bfloat16), np.float32) for x in terms]) for terms in matrices]
 
 
-def ring(terms: list[np.ndarray], dtype) -> np.ndarray:
+def ring(terms: np.ndarray, dtype: type) -> np.ndarray:
     """Their sum, rounded to `dtype` after each addition."""
-    total = terms[0].astype(dtype)
+    total = terms[0]
     for term in terms[1:]:
-        total = (total.astype(np.float32) + term.astype(np.float32)).astype(dtype)
-    return total.astype(np.float64)
+        total = (total + term).astype(dtype).astype(np.float32)
+    return total
 
 
 def norm(arrays: list[np.ndarray]) -> float:
@@ -53,21 +54,16 @@ def norm(arrays: list[np.ndarray]) -> float:
     return float(np.sqrt(sum(np.sum(np.square(x)) for x in arrays)))
 
 
-def main() -> None:
-    """Prints a line for each number of summands."""
-    found = gradients(max(COUNTS))
-    print("summands   error in bf16   in f32   spread of the summands' mean")
-    for count in COUNTS:
-        tensors = [[g[i] for g in found[:count]] for i in range(len(found[0]))]
-        exact = [np.sum([x.astype(np.float64) for x in terms], axis=0) for terms in tensors]
-        errors = [
-            norm([ring(terms, dtype) - e for terms, e in zip(tensors, exact, strict=True)]) / norm(exact)
-            for dtype in (jnp.bfloat16, np.float32)
-        ]
-        deviations = [np.std([x.astype(np.float64) for x in terms], axis=0, ddof=1) for terms in tensors]
-        spread = norm(deviations) * count**0.5 / norm(exact)
-        print(f"{count:8}   {errors[0]:13.1e}   {errors[1]:6.0e}   {spread:.1e}")
+def figures(terms: list[np.ndarray]) -> str:
+    """The errors and the spread, of f32[summands, ...] for each matrix."""
+    exact = [np.sum(x, axis=0, dtype=np.float64) for x in terms]
+    errors = [norm([ring(x, dtype) - e for x, e in zip(terms, exact, strict=True)]) for dtype in (jnp.bfloat16, "f4")]
+    spread = norm([np.std(x, axis=0, ddof=1, dtype=np.float64) for x in terms]) * len(terms[0]) ** 0.5
+    return f"{errors[0] / norm(exact):13.1e}   {errors[1] / norm(exact):6.0e}   {spread / norm(exact):.1e}"
 
 
 if __name__ == "__main__":
-    main()
+    found = gradients(max(COUNTS))
+    print("summands   error in bf16   in f32   spread of the summands' mean")
+    for count in COUNTS:
+        print(f"{count:8}   {figures([x[:count] for x in found])}")

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -26,18 +25,12 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 import train
+from bench.common import cpu_seconds
 from shardlib.schedules import in_a_ring
 from shardlib.shardtypes import make_shardings
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
-from shardwright.run.checkpoint_arrays import (
-    MOST_GATHERED,
-    SMALL_BYTES,
-    SavedArray,
-    commit,
-    named_leaves,
-    read_manifest,
-)
+from shardwright.run import checkpoint_arrays as saved
 from shardwright.run.config import Config
 from shardwright.run.flops import PeakFlops, Speed
 from shardwright.run.launch import composed
@@ -47,74 +40,53 @@ from shardwright.run.step import trace_step
 from shardwright.run.stores import Store
 from shardwright_data.loader import make_loader
 
-ROOT = Path(__file__).parents[1]
-DEVICES = (8, 64, 512, 4096)
-OWN = 8
-"""Devices of a process."""
-STEPS = 1000
-"""Of the log and the report."""
+DEVICES, OWN, STEPS = (8, 64, 512, 4096), 8, 1000
+"""Devices of the runs and of a process; steps of the log and the report."""
 COLUMNS = "devices start proof stages batches files manifest reading log report memory"
 
 
-def config(devices: int) -> Config:
-    """The configuration on so many devices."""
-    sizes = "mesh.t=8", f"mesh.d={devices // 8}", "mesh.r=1", f"training.batch_size={devices}"
-    return composed("flat_tokens_c4_a100x8_2b", *sizes)
-
-
-def measured(action: Callable) -> str:
-    """CPU seconds of `action`."""
-    began = time.process_time()
-    action()
-    return f"{time.process_time() - began:.2f}"
-
-
-def arrays_of(c: Config) -> list[SavedArray]:
+def arrays_of(c: Config) -> list[saved.SavedArray]:
     """The arrays of a checkpoint, each with a number in place of a chunk."""
     model = load_model(c.model)
     state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), c, model))
-    shardings, arrays = named_leaves(make_shardings(train.State[model.Weights], like=state)), []
-    for name, x in named_leaves(state).items():
+    shardings, arrays = saved.named_leaves(make_shardings(train.State[model.Weights], like=state)), []
+    for name, x in saved.named_leaves(state).items():
         shard = shardings[name].shard_shape(x.shape)
-        is_gathered = math.prod(shard) * 4 < SMALL_BYTES and x.size * 4 <= MOST_GATHERED
+        is_gathered = math.prod(shard) * 4 < saved.SMALL_BYTES and x.size * 4 <= saved.MOST_GATHERED
         grid = tuple(1 if is_gathered else size // part for size, part in zip(x.shape, shard, strict=True))
-        arrays.append(SavedArray(name, grid, "float32", (1,) * x.ndim))
+        arrays.append(saved.SavedArray(name, grid, "float32", (1,) * x.ndim))
     return arrays
 
 
 def row(devices: int) -> list[str]:
-    """The row of the table."""
-    c = config(devices)
+    sizes = "mesh.t=8", f"mesh.d={devices // 8}", "mesh.r=1", f"training.batch_size={devices}"
+    c = composed("flat_tokens_c4_a100x8_2b", *sizes)
     model, sizes = load_model(c.model), (c.mesh.r, c.mesh.d, c.mesh.t)
-    mesh = AbstractMesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
-    found = [f"{time.process_time():.2f}"]
-    with jax.sharding.use_abstract_mesh(mesh):
-        found.append(measured(lambda: find_unsound(trace_step(c, model))))
-        step = trace_step(c, model).traced
-        arrays = arrays_of(c)
-    found.append(measured(lambda: place_layers(devices, in_a_ring(devices // 8, 1), 1)))
-    c.data.filespec = str(ROOT / "synthetic_dataset.zarr")
+    found = [time.process_time()]
+    with jax.sharding.use_abstract_mesh(AbstractMesh(sizes, ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)):
+        found.append(cpu_seconds(lambda: find_unsound(trace_step(c, model))))
+        step, arrays = trace_step(c, model).traced, arrays_of(c)
+    found.append(cpu_seconds(lambda: place_layers(devices, in_a_ring(devices // 8, 1), 1)))
+    c.data.filespec = str(Path(__file__).parents[1] / "synthetic_dataset.zarr")
     loader = make_loader(c.data, "train", devices, 64)
-    found.append(measured(lambda: [loader.sequences(step, np.arange(OWN)) for step in range(10)]))
-    found.append(str(sum(min(OWN, math.prod(array.grid)) for array in arrays)))
+    found.append(cpu_seconds(lambda: [loader.sequences(step, np.arange(OWN)) for step in range(10)]))
+    found.append(sum(min(OWN, math.prod(array.grid)) for array in arrays))
     written = {array.key(i): 0 for array in arrays for i in np.ndindex(array.grid)}
     metrics = vars(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), step.out_info[1]))
     with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(None):
         store, speed = Store(f"{place}/checkpoints"), Speed(1, 1.0, PeakFlops(1.0, ""))
-        found.append(measured(lambda: commit(store, 1, arrays, written, {})))
-        found.append(measured(lambda: read_manifest(store, 1)))
+        found.append(cpu_seconds(lambda: saved.commit(store, 1, arrays, written, {})))
+        found.append(cpu_seconds(lambda: saved.read_manifest(store, 1)))
         with RunLog(place, total_steps=STEPS, start_step=0, speed=speed) as log:
-            found.append(measured(lambda: [log.log(step, metrics) for step in range(STEPS)]))
+            found.append(cpu_seconds(lambda: [log.log(step, metrics) for step in range(STEPS)]))
         subprocess.run([sys.executable, "-m", "tools.report", f"run={place}"], check=True, capture_output=True)
     own, report = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    found.append(f"{report.ru_utime + report.ru_stime:.2f}")
-    return [*found, f"{max(own.ru_maxrss, report.ru_maxrss) / 1024:.0f}"]
+    found += [report.ru_utime + report.ru_stime, max(own.ru_maxrss, report.ru_maxrss) // 1024]
+    return [f"{x:.2f}" if isinstance(x, float) else str(x) for x in (devices, *found)]
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        print("".join(f"{x:>9}" for x in [sys.argv[1], *row(int(sys.argv[1]))]))
-    else:
-        print("".join(f"{name:>9}" for name in COLUMNS.split()), flush=True)
-        for devices in DEVICES:
-            subprocess.run([sys.executable, "-m", "bench.scale", str(devices)], check=True)
+    cells = row(int(sys.argv[1])) if sys.argv[1:] else COLUMNS.split()
+    print("".join(f"{cell:>9}" for cell in cells), flush=True)
+    for devices in () if sys.argv[1:] else DEVICES:  # each in a process of its own, whose memory is its own
+        subprocess.run([sys.executable, "-m", "bench.scale", str(devices)], check=True)

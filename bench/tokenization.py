@@ -9,12 +9,11 @@ time, of all threads, so that other programs change them little. Disks and netwo
 import json
 import lzma
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
+from bench.common import cpu_seconds
 from shardwright_data.flat_tokens import Reader, Writer
 from shardwright_data.loader import DataConfig, make_loader
 from shardwright_data.text import definitions, sources
@@ -25,13 +24,6 @@ SHARDS = 5
 """Copies of the text, each a shard."""
 SEQ_LEN, BATCH, BATCHES = 4096, 64, 20
 TOKENS, CORES = 10**12, (64, 256, 1024)
-
-
-def seconds(action: Callable[[], object]) -> float:
-    """Processor time of an action."""
-    began = time.process_time()
-    action()
-    return time.process_time() - began
 
 
 def tokenize(path: str, out: str, tokenizer: Tokenizer) -> None:
@@ -48,50 +40,49 @@ def merge(shards: list[str], out: str) -> None:
             writer.append_split(Reader(shard, "train"))
 
 
-def measured(path: str, place: str, tokenizer: Tokenizer) -> dict[str, float]:
-    """Tokens/s of a core in each part of the work, and bytes of a token as text and on disk."""
+def measured(path: str, place: str, tokenizer: Tokenizer) -> list[float]:
+    """Tokens/s of a core in tokenizing, merging and reading, and bytes of a token as text and on disk."""
     shards = [f"{place}/{i}" for i in range(SHARDS)]
-    spent = [seconds(lambda out=out: tokenize(path, out, tokenizer)) for out in shards]
-    merging = seconds(lambda: merge(shards, f"{place}/whole"))
+    spent = [cpu_seconds(lambda out=out: tokenize(path, out, tokenizer)) for out in shards]
+    merging = cpu_seconds(lambda: merge(shards, f"{place}/whole"))
     loader = make_loader(DataConfig(filespec=f"{place}/whole"), "train", BATCH, SEQ_LEN)
-    reading = seconds(lambda: [loader.sequences(step, np.arange(BATCH)) for step in range(BATCHES)])
-    files = [file for file in Path(place, "whole").rglob("*") if file.is_file()]
-    return {
-        "tokenizing": loader.num_tokens / SHARDS / np.median(spent[1:]),  # the first one imports
-        "merging": loader.num_tokens / merging,
-        "reading": BATCHES * BATCH * SEQ_LEN / reading,
-        "text": Path(path).stat().st_size * SHARDS / loader.num_tokens,
-        "disk": sum(file.stat().st_size for file in files) / loader.num_tokens,
-    }
+    reading = cpu_seconds(lambda: [loader.sequences(step, np.arange(BATCH)) for step in range(BATCHES)])
+    tokens, on_disk = loader.num_tokens, sum(x.stat().st_size for x in Path(place, "whole").rglob("*") if x.is_file())
+    tokenizing = np.median(spent[1:]) * SHARDS  # the first one imports
+    rates = [tokens / tokenizing, tokens / merging, BATCHES * BATCH * SEQ_LEN / reading]
+    return [*rates, Path(path).stat().st_size * SHARDS / tokens, on_disk / tokens]
+
+
+def table(titles: list[str], rows: dict[str, list[str]]) -> str:
+    """A table in Markdown."""
+    lines = [f"| {' | '.join([name, *cells])} |" for name, cells in rows.items()]
+    return "\n".join([f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", *lines])
 
 
 def main() -> None:
-    """Prints the rates, and what they mean for TOKENS."""
     with tempfile.TemporaryDirectory() as place:
         path, content = f"{place}/text.jsonl", lzma.decompress(TEXT.read_bytes())
         Path(path).write_bytes(content)
         trained = definitions.train_bpe((json.loads(line)["text"] for line in content.splitlines()), 2**15)
         tokenizers = {"bytes": Tokenizer(definitions.byte_definition()), "BPE": Tokenizer(trained)}
-        rates = {name: measured(path, f"{place}/{name}", tokenizer) for name, tokenizer in tokenizers.items()}
-    print("| million tokens/s of a core | tokenizing | merging | reading | bytes of text a token | bytes on disk |")
-    print("|---|---|---|---|---|---|")
-    for name, x in rates.items():
-        speeds = " | ".join(f"{x[part] / 1e6:.3g}" for part in ("tokenizing", "merging", "reading"))
-        print(f"| {name} | {speeds} | {x['text']:.2f} | {x['disk']:.2f} |")
+        found = {name: measured(path, f"{place}/{name}", tokenizer) for name, tokenizer in tokenizers.items()}
+    rates, plan = {}, {}
+    for name, (tokenizing, merging, reading, text, disk) in found.items():
+        rates[name] = [f"{x / 1e6:.3g}" for x in (tokenizing, merging, reading)] + [f"{x:.2f}" for x in (text, disk)]
+        hours, to_merge = (TOKENS / rate / 3600 for rate in (tokenizing, merging))
+        sizes = [f"{TOKENS * x / 1e12:.2f}" for x in (text, disk)]
+        plan[name] = [*sizes, f"{hours:.0f}", *(f"{hours / n:.1f}" for n in CORES), f"{to_merge:.1f}"]
     titles = [
-        "10¹² tokens",
-        "text, TB",
-        "on disk, TB",
-        "core-hours",
-        *(f"hours on {n} cores" for n in CORES),
-        "hours to merge",
+        "million tokens/s of a core",
+        "tokenizing",
+        "merging",
+        "reading",
+        "bytes of text a token",
+        "bytes on disk",
     ]
-    print(f"\n| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
-    for name, x in rates.items():
-        hours, sizes = TOKENS / x["tokenizing"] / 3600, [f"{TOKENS * x[part] / 1e12:.2f}" for part in ("text", "disk")]
-        on = [f"{hours / n:.1f}" for n in CORES]
-        cells = [name, *sizes, f"{hours:.0f}", *on, f"{TOKENS / x['merging'] / 3600:.1f}"]
-        print(f"| {' | '.join(cells)} |")
+    print(table(titles, rates) + "\n")
+    on = [f"hours on {n} cores" for n in CORES]
+    print(table(["10¹² tokens", "text, TB", "on disk, TB", "core-hours", *on, "hours to merge"], plan))
 
 
 if __name__ == "__main__":

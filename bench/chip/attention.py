@@ -8,9 +8,9 @@ largest distance of the result and the gradients from einsum in f32, by their no
 for that, so it is left out where they take more than 2 GiB. Operands are in bf16.
 """
 
-import argparse
 import functools
 import itertools
+import time
 from collections.abc import Callable
 
 import jax
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import train
-from bench.chip import best_seconds, first_line
+from bench.common import first_line, parser_of
 from shardlib.shardtypes import dtype_name, i32, typed_shard_map
 from shardwright.cluster.config import HardwareConfig
 from shardwright.cluster.devices import make_mesh
@@ -29,8 +29,20 @@ from shardwright.modeling.rules import CAUSAL, Mask, Places, Rule, same_document
 act = dtype_name("act")
 RULES = {"documents": CAUSAL, "one document": CAUSAL.without(same_document)}
 DETERMINISTIC = HardwareConfig(deterministic=True).options
+ROUNDS, CALLS = 5, 5
 LARGEST = 2**31
 """Bytes of the scores in f32, up to which einsum in f32 is computed."""
+
+
+def best_seconds(call: Callable, *arguments: jax.Array) -> float:
+    """Seconds of one call: of ROUNDS rounds of CALLS calls, the best, after a call that is not timed."""
+    jax.block_until_ready(call(*arguments))
+    seconds = []
+    for _ in range(ROUNDS):
+        start = time.perf_counter()
+        jax.block_until_ready([call(*arguments) for _ in range(CALLS)])
+        seconds.append((time.perf_counter() - start) / CALLS)
+    return min(seconds)
 
 
 def operands(length: int, tokens: int, heads: int, width: int) -> tuple[list[jax.Array], jax.Array]:
@@ -78,17 +90,8 @@ def timed(path: str, rule: Rule, given: list, options: dict | None = None) -> tu
     return compiled, seconds, 3.5 * 4 * rows * heads * length**2 * width / 2 / seconds
 
 
-def line_of(path: str, rule: Rule, given: list, expected: tuple | None, options: dict) -> str:
-    """The figures of a path."""
-    compiled, seconds, rate = timed(path, rule, given, options)
-    error = "" if expected is None else f", error {error_of(compiled(*given), expected):.1e}"
-    memory = compiled.memory_analysis().temp_size_in_bytes / 2**30
-    return f"{1e3 * seconds:.3g} ms, {rate / 1e12:.3g} TFLOP/s, {memory:.2f} GiB{error}"
-
-
 def main() -> None:
-    """Prints the lines."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])
     for name, default in (("tokens", 16384), ("heads", 16), ("width", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -110,11 +113,13 @@ def show(length: int, documents: str, rule: Rule, tokens: int, heads: int, width
             expected = jax.jit(program("einsum", rule))(*map(jnp.float32, drawn), document)
     for path, options in kernels:
         try:
-            figures = line_of(path, rule, [*drawn, document], expected, options)
+            compiled, seconds, rate = timed(path, rule, [*drawn, document], options)
+            error = "" if expected is None else f", error {error_of(compiled(*drawn, document), expected):.1e}"
+            memory = compiled.memory_analysis().temp_size_in_bytes / 2**30
+            figures = f"{1e3 * seconds:.3g} ms, {rate / 1e12:.3g} TFLOP/s, {memory:.2f} GiB{error}"
         except Exception as error:  # one path's failure costs no other
             figures = first_line(error)
-        name = f"{path}{', deterministic' * bool(options)}, {length} tokens, {documents}"
-        print(f"{name}: {figures}", flush=True)
+        print(f"{path}{', deterministic' * bool(options)}, {length} tokens, {documents}: {figures}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Large matmuls, memory and launches on one device; with --chip a chip of these numbers, for hardware.chip.
 
-    python -m bench.chip.rates [--size 8192] [--dtype bfloat16]
+    python -m bench.chip.rates [--size 8192]
     python -m bench.chip.rates --chip FILE.yaml
 
 The first prints the rate of a matmul of size × size/2 × 7/4 size, with XLA's options one at a time: autotuned, and not.
@@ -8,7 +8,6 @@ The second writes a file like those in shardwright/cluster/chips: that of the ch
 it is not known, with what is measured here in place of the numbers that it assumes.
 """
 
-import argparse
 import dataclasses
 from pathlib import Path
 
@@ -16,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import yaml
 
-from bench.chip import best_seconds, first_line
-from bench.chip.attention import operands, timed
+from bench.chip.attention import best_seconds, operands, timed
+from bench.common import first_line, parser_of
 from shardwright.cluster.chips import Chip, chip_for, chip_of
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.attention import choose
@@ -32,20 +31,20 @@ OPTIONS = {
 SOURCE = "measured by bench.chip.rates with jax"
 
 
-def product_s(m: int, k: int, n: int, dtype: str, options: dict | None = None) -> float:
-    """Seconds of a matmul."""
-    a, b = (jax.random.normal(jax.random.key(i), shape, dtype) for i, shape in enumerate([(m, k), (k, n)]))
+def product_s(m: int, k: int, n: int, options: dict | None = None) -> float:
+    """Seconds of a matmul in bf16."""
+    a, b = (jax.random.normal(jax.random.key(i), shape, jnp.bfloat16) for i, shape in enumerate([(m, k), (k, n)]))
     return best_seconds(jax.jit(jnp.matmul).lower(a, b).compile(compiler_options=options), a, b)
 
 
-def measured(chip: Chip, size: int, dtype: str) -> dict[str, float]:
+def measured(chip: Chip, size: int) -> dict[str, float]:
     """Fields of the chip, as far as one device tells them."""
     shape = size, size // 2, size * 7 // 4
     x = jnp.zeros((size, size), jnp.float32)
     moved = 2 * x.nbytes / best_seconds(jax.jit(lambda x: x + 1), x)
     small = jnp.zeros((8, 8), jnp.float32)
     chain, kernels = jax.jit(lambda x: jax.lax.fori_loop(0, 1000, lambda _, x: jnp.sin(x), x)), 1000
-    found = {"matmul_share": chip.matmul_share * chip.matmul_s(1, *shape, "bf16") / product_s(*shape, dtype)}
+    found = {"matmul_share": chip.matmul_share * chip.matmul_s(1, *shape, "bf16") / product_s(*shape)}
     found |= {"memory_share": moved / chip.memory_bandwidth, "launch_s": best_seconds(chain, small) / kernels}
     with jax.set_mesh(make_mesh(jax.devices()[:1], d=1)):
         drawn, document = operands(size // 2, 2 * size, heads=16, width=128)
@@ -54,12 +53,12 @@ def measured(chip: Chip, size: int, dtype: str) -> dict[str, float]:
     return {name: float(f"{value:.3g}") for name, value in found.items()}
 
 
-def described(size: int, dtype: str) -> dict[str, dict]:
+def described(size: int) -> dict[str, dict]:
     """The file of this device."""
     device = jax.devices()[0]
     known, source = chip_for(device.device_kind), f"{SOURCE} {jax.__version__}"
     chip = known or dataclasses.replace(chip_of("h100"), products=None)
-    found = measured(chip, size, dtype)
+    found = measured(chip, size)
     if known is None or known.platform == "cpu":  # whose peak nobody knows: it is what its matmuls reach
         rate, moved = chip.peak["bf16"] * found["matmul_share"], chip.memory_bandwidth * found["memory_share"]
         limit = (device.memory_stats() or {}).get("bytes_limit")
@@ -72,14 +71,12 @@ def described(size: int, dtype: str) -> dict[str, dict]:
 
 
 def main() -> None:
-    """Prints the rates, or writes the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--size", type=int, default=8192, help="a multiple of 4")
-    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--chip", type=Path, metavar="FILE", help="file to write, whose name ends in .yaml")
     args = parser.parse_args()
     if args.chip is not None:
-        fields = described(args.size, args.dtype)
+        fields = described(args.size)
         args.chip.write_text(yaml.safe_dump(fields, sort_keys=False, width=120))
         chip_of(str(args.chip))  # it can be read
         own = {name: field["value"] for name, field in fields.items() if name != "like"}
@@ -90,7 +87,7 @@ def main() -> None:
     m, k, n = args.size, args.size // 2, args.size * 7 // 4
     for name, options in OPTIONS.items():
         try:
-            rate = f"{2 * m * k * n / product_s(m, k, n, args.dtype, options) / 1e12:.3g} TFLOP/s"
+            rate = f"{2 * m * k * n / product_s(m, k, n, options) / 1e12:.3g} TFLOP/s"
         except Exception as error:
             rate = first_line(error)
         print(f"matmul {m} × {k} × {n}, {name}: {rate}", flush=True)

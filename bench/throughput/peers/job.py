@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from bench.common import host_peak
+
 BOS_ID = 0
 """Token before the first one of each sequence."""
 
@@ -173,7 +175,5 @@ class Trainer:
         return [float(loss) for loss in losses]
 
     def peak(self) -> int:
-        """Peak of the memory that it is compared by, in bytes: here the resident memory of the process."""
-        with open("/proc/self/status") as file:
-            found = dict(line.split(":", 1) for line in file)
-        return int(found["VmHWM"].split()[0]) * 1024
+        """Peak of the memory that it is compared by, in bytes: here of the process."""
+        return host_peak()

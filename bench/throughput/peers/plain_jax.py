@@ -31,7 +31,7 @@ SPECS = {
 }
 """Sharding of the matrices of a layer, and of the others. Norms are on all devices."""
 BY_ROW, BETWEEN, WITHIN = P(("r", "d")), P(("r", "d"), "t"), P(("r", "d"), None, "t")
-"""Shardings of batches, of what is between layers and of what is within, whose first dims are sequences and positions."""
+"""Shardings of batches, between layers and within them; the first dims are sequences and positions."""
 constrained = jax.lax.with_sharding_constraint
 
 
