@@ -22,13 +22,14 @@ from shardlib.proof.lengths import compared
 from shardlib.proof.reach import LATER, NONE, Reach, constant, dtype_of, entries_of, made, unknown
 from shardlib.shardtypes import f32, typed_shard_map, u32
 from shardlib.values import mesh_axes, pipeline_stage
-from shardwright.inspect.soundness import Unproved, refuse, text_of
+from shardwright.inspect.soundness import Unproved, refuse
 from shardwright.modeling import fp8
 from shardwright.modeling.attention_calls import calls_of, rule_of, sees_later, with_path
 from shardwright.modeling.model import act, compute_scope, inputs_of
 from shardwright.modeling.rules import Rule
 from shardwright.modeling.weights import shapes_of
 from shardwright.run.stages import Parts
+from shardwright.run.provenance import text_of
 from shardwright.run.step import Step
 from shardwright_data.loader import TokenBatch
 
@@ -97,7 +98,7 @@ def check_causal(
         return "the model's Rule says causal=False"
     staged = PIPELINE_AXIS in mesh_axes()
     settings = forward.model.c, forward.training, rows, length, sampled, staged, optimizer
-    settings += (source and text_of(forward.model),)
+    settings += (source and text_of(type(forward.model)),)
 
     find = lambda: list(dict.fromkeys(_findings(forms, (rows, length), calls, sampled, staged, optimizer)))
     try:

@@ -3,14 +3,11 @@
 import ast
 import contextlib
 import dataclasses
-import hashlib
 import inspect
 import itertools
 import math
-import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,13 +16,13 @@ from jax.sharding import AbstractMesh, AxisType
 from shardlib.axes import ALWAYS, CHUNK_AXIS, OPTIONAL, PIPELINE_AXIS
 from shardlib.places import place
 from shardlib.proof.check import Finding, prove, prove_function, raise_for, tracing
-from shardwright.cluster.devices import kept_programs
 from shardwright.inspect.fresh import anew
 from shardwright.modeling import context
 from shardwright.modeling.attention_calls import Call, calls_of_steps, path_of
 from shardwright.modeling.rules import numbers_in
 from shardwright.run.provenance import bytes_of, files_of_source, is_edited
 from shardwright.run.reference import reference_record
+from shardwright.run.provenance import read_by, record_of
 from shardwright.run.step import NAMES, Step
 from shardwright.run.stores import agreed
 
@@ -53,10 +50,7 @@ def check_steps(step: Step, source: Any) -> None:
     Raises:
         ShardError: with the lines of the source that are wrong or not proved, the values there, and what to do.
     """
-    c = dataclasses.asdict(step.c)
-    settings = {k: v for k, v in c.items() if k in ("model", "optimizer", "training", "pipeline")}
-    reads = source and (text_of(step.model), reference_record(step.c))
-    refuse(lambda: find_unsound(step), source, settings, reads)
+    refuse(lambda: find_unsound(step), source, *(read_by(step) if source else ()))
 
 
 def check_program(program: Any, args: Any, source: Any, *settings: Any) -> None:
@@ -79,26 +73,13 @@ def refuse(find: Callable[[], list[Finding]], source: Any, *parts: Any) -> None:
 
 
 def _refuse(find: Callable[[], list[Finding]], source: Any, parts: tuple) -> None:
-    known = source and not any(map(is_edited, itertools.chain(*files_of_source().values())))
-    mesh, known = jax.sharding.get_abstract_mesh(), kept_programs("soundness") if known else None
-    parts = source, *parts, tuple(mesh.shape.items()), jax.__version__, jax.local_devices()[0].device_kind
-    parts += jax.config.jax_default_prng_impl, jax.config.jax_enable_x64
-    record = known and known / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    record = record_of("soundness", source, *parts, tuple(jax.sharding.get_abstract_mesh().shape.items()))
     if record and record.exists():
         return
     raise_for(find(), SHOWN)
     if record:
         record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         record.touch()
-
-
-def text_of(model: Any) -> bytes:
-    """The file of the model's class, which may be of a package. Without one, or if it is edited: other bytes."""
-    try:
-        path = Path(inspect.getsourcefile(type(model)) or "")
-        return os.urandom(16) if is_edited(path) else bytes_of(path)
-    except (TypeError, OSError):
-        return os.urandom(16)
 
 
 def find_unsound(step: Step) -> list[Finding]:

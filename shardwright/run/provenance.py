@@ -9,6 +9,7 @@ The training step and the evaluation step are compared. They are traced on one d
 to is hashed, so that comments and the names of values do not count.
 """
 
+import dataclasses
 import functools
 import hashlib
 import importlib.metadata
@@ -28,10 +29,11 @@ from typing import Any
 
 import jax
 
-from shardwright.cluster.devices import make_mesh
+from shardwright.cluster.devices import kept_programs, make_mesh
 from shardwright.run.files import write_whole
 from shardwright.run.optional import in_a_line, optional
 from shardwright.run.step import Step
+from shardwright.run.teacher import reference_record
 from shardwright.settings.words import listed
 
 ROOT = Path(__file__).parents[2]
@@ -83,12 +85,62 @@ def _device() -> jax.Device:
         return jax.local_devices()[0]
 
 
+def text_of(part: Any) -> bytes:
+    """The file of a module or class, which may be of a package. Without one, or if it is edited: other bytes."""
+    try:
+        path = Path(inspect.getsourcefile(part) or "")
+        return os.urandom(16) if is_edited(path) else bytes_of(path)
+    except (TypeError, OSError):
+        return os.urandom(16)
+
+
+def read_by(step: Step) -> tuple:
+    """What the programs of a step follow from, beside the hashed source: settings, further files, a reference."""
+    settings = [dataclasses.asdict(part) for part in (step.c.model, step.c.optimizer, step.c.training, step.c.pipeline)]
+    return settings, text_of(type(step.model)), text_of(step.trainer), reference_record(step.c)
+
+
+def record_of(name: str, source: Any, *parts: Any) -> Path | None:
+    """The file, beside compiled programs, of what is known of a program of this source that reads `parts`.
+
+    None where nothing is kept, or where a file of the source was edited since: which of both runs is not known.
+    """
+    if not source or any(map(is_edited, itertools.chain(*files_of_source().values()))):
+        return None
+    parts = source, *parts, jax.__version__, jax.local_devices()[0].device_kind
+    parts += jax.config.jax_default_prng_impl, jax.config.jax_enable_x64
+    kept = kept_programs(name)
+    return kept and kept / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _loaded() -> list[tuple]:
+    """Path, size and time of the files of all modules but those of JAX, which lowering a program may import."""
+    modules = [(name, getattr(module, "__file__", None)) for name, module in [*sys.modules.items()]]
+    paths = {
+        file for name, file in modules if file and not name.startswith(("jax.", "jaxlib.")) and os.path.exists(file)
+    }
+    return [(path, (about := os.stat(path)).st_size, about.st_mtime_ns) for path in sorted(paths)]
+
+
 def provenance_of(step: Step) -> dict[str, Any]:
     """Provenance for a checkpoint: hashes of the source and of the plain programs, and what traced the programs.
 
     The plain programs are of one device, and of no setting that may change when a run is resumed. A program that cannot
-    be traced so has no hash, and `untraced` is the reason.
+    be traced so has no hash, and `untraced` is the reason. They are traced once for all that they follow from: the
+    source, packages, settings and flags of JAX.
     """
+    source, files = source_of(), _loaded()
+    record = record_of("programs", source, *read_by(step), files, jax.config.values)
+    if record and record.exists():
+        found = json.loads(record.read_text())
+    else:
+        found = _hashed(step)
+        if record and (source, files) == (source_of(), _loaded()):  # else tracing imported what is not compared
+            write_whole(record, json.dumps(found))
+    return {**found, "source": source_of(), "traced_by": f"jax {jax.__version__}, lowered for {_device().platform}"}
+
+
+def _hashed(step: Step) -> dict[str, Any]:
     hashes: dict[str, str] = {}
     untraced: dict[str, str] = {}
     mesh = make_mesh([_device()])
@@ -101,9 +153,7 @@ def provenance_of(step: Step) -> dict[str, Any]:
             untraced.pop(name, None)
         except Exception as error:  # of a model that needs more devices, sequences or microbatches than these
             untraced[name] = in_a_line(error)
-    found = {"programs": hashes} | ({"untraced": [*untraced.values()][-1]} if untraced else {})
-    # After tracing, which may import modules.
-    return {**found, "source": source_of(), "traced_by": f"jax {jax.__version__}, lowered for {_device().platform}"}
+    return {"programs": hashes} | ({"untraced": [*untraced.values()][-1]} if untraced else {})
 
 
 def compare_source(

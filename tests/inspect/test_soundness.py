@@ -8,6 +8,7 @@ import tiny
 
 import train
 from shardwright.inspect import causality, soundness
+from shardwright.run import provenance
 from shardwright.run.beside import run_beside
 from shardwright.run.provenance import bytes_of
 from shardwright.run.step import Step
@@ -22,7 +23,7 @@ def test_a_model_of_an_installed_package_is_checked_again_when_it_changes(tmp_pa
     file = tmp_path / "a_model_of_a_package.py"
     file.write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(soundness, "kept_programs", lambda name: tmp_path / "kept" / name)
+    monkeypatch.setattr(provenance, "kept_programs", lambda name: tmp_path / "kept" / name)
     checks, c, source = [], tiny.config(), {"train.py": "a hash"}
     found = lambda *_: checks.append(1) or []
     monkeypatch.setattr(soundness, "find_unsound", found)

@@ -234,3 +234,43 @@ def test_drawing_is_refused_by_other_source(run_directory):
     with pytest.raises(ValueError, match=r"it computes something else in evaluation\. .* or give other_source=true"):
         generate(Settings(**config))
     assert generate(Settings(**config, other_source=True))
+
+
+@pytest.mark.quick
+def test_programs_are_hashed_again_when_what_they_follow_from_differs(monkeypatch, tmp_path):
+    """The source, a package that is loaded, a setting, a flag of JAX; and where tracing imports what is not known."""
+    hashed = []
+    monkeypatch.setattr(provenance, "kept_programs", lambda name: tmp_path / name)
+    monkeypatch.setattr(provenance, "_hashed", lambda step: hashed.append(1) or {"programs": {"training": "hash"}})
+    package = tmp_path / "a_loaded_package.py"
+    package.write_text("x = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(provenance, "own_modules", list)  # so that it counts as a package
+    module = __import__(package.stem)
+    mesh = tiny.mesh("one device")
+
+    def count(c=None) -> int:
+        hashed.clear()
+        c = c or tiny.config()
+        found = provenance.provenance_of(trace_step(c, load_model(c.model), mesh))
+        assert found["programs"] == {"training": "hash"}
+        assert found["source"] == provenance.source_of()
+        return len(hashed)
+
+    assert [count(), count()] == [1, 0]
+    assert [count(tiny.config(save="dots")), count()] == [1, 0]
+    package.write_text("x = 2  # other code\n")
+    assert [count(), count()] == [1, 0]
+    with jax.default_matmul_precision("highest"):
+        assert [count(), count()] == [1, 0]
+    with monkeypatch.context() as patch:
+        patch.setattr(provenance, "source_of", lambda: {"train.py": "other"})
+        assert [count(), count()] == [1, 0]
+    del module, sys.modules[package.stem]
+    monkeypatch.setattr(
+        provenance, "_hashed", lambda step: __import__(package.stem) and {"programs": {"training": "hash"}}
+    )
+    count()
+    del sys.modules[package.stem]
+    monkeypatch.setattr(provenance, "_hashed", lambda step: hashed.append(1) or {"programs": {"training": "hash"}})
+    assert count() == 1
