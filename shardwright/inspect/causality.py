@@ -28,8 +28,8 @@ from shardwright.modeling.attention_calls import calls_of, rule_of, sees_later, 
 from shardwright.modeling.model import act, compute_scope, inputs_of
 from shardwright.modeling.rules import Rule
 from shardwright.modeling.weights import shapes_of
-from shardwright.run.stages import Parts
 from shardwright.run.provenance import text_of
+from shardwright.run.stages import Parts
 from shardwright.run.step import Step
 from shardwright_data.loader import TokenBatch
 

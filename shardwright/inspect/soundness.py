@@ -20,8 +20,6 @@ from shardwright.inspect.fresh import anew
 from shardwright.modeling import context
 from shardwright.modeling.attention_calls import Call, calls_of_steps, path_of
 from shardwright.modeling.rules import numbers_in
-from shardwright.run.provenance import bytes_of, files_of_source, is_edited
-from shardwright.run.reference import reference_record
 from shardwright.run.provenance import read_by, record_of
 from shardwright.run.step import NAMES, Step
 from shardwright.run.stores import agreed

@@ -32,8 +32,8 @@ import jax
 from shardwright.cluster.devices import kept_programs, make_mesh
 from shardwright.run.files import write_whole
 from shardwright.run.optional import in_a_line, optional
+from shardwright.run.reference import reference_record
 from shardwright.run.step import Step
-from shardwright.run.teacher import reference_record
 from shardwright.settings.words import listed
 
 ROOT = Path(__file__).parents[2]
