@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 CONSTRAINTS = sorted((ROOT / "constraints").glob("py*.txt"))
 INSTALLED_EXTRAS = ("tools", "test", "oracle", "docs")
-PACKAGES = ("shardlib", "shardwright", "tools")
+PACKAGES = ("models", "shardlib", "shardwright", "tools")
 
 
 def requirements(*extras: str) -> list[Requirement]:

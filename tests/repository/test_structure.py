@@ -13,8 +13,9 @@ pytestmark = pytest.mark.quick
 ROOT = Path(__file__).parents[2]
 FLOORS = [
     ("tools", "bench"),
-    ("moe",),
-    ("family", "gpt2"),
+    ("models.moe",),
+    ("models.family", "models.gpt2"),
+    ("models",),
     ("train",),
     ("shardwright.sampling", "shardwright.huggingface"),
     ("shardwright.inspect",),
