@@ -49,7 +49,6 @@ BY_NAME |= {
     "shardwright.run.trackers",
     "shardwright.inspect.fresh",
     "shardwright.run.step",
-    "tools.verify.step",
 }
 """Modules that import what a configuration, a command line, a pickled function, or a list of programs names."""
 SHARED = {f"tools.report.{name}" for name in ("comparing", "page", "plots", "reading")}

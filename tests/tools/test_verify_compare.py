@@ -1,5 +1,6 @@
 """tools/verify/compare.py: the first value of a program that differs from one device, and its line."""
 
+import types
 from pathlib import Path
 
 import jax
@@ -14,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 from shardlib import marks
 from shardlib.proof.domain import UNIFORM, Dim, Part, Value, cut, whole
 from tools.verify.compare import assembled, first_difference
-from tools.verify.step import Traced
 
 SIZES = {"r": 2, "d": 2, "t": 2}
 
@@ -53,18 +53,20 @@ def program(change):
     return lambda *args: jax.shard_map(per_device, in_specs=(P("d"), P(None, "t")), out_specs=P("d"))(*args)
 
 
-def traced(change, name: str) -> Traced:
+def traced(change, name: str) -> tuple[types.SimpleNamespace, list]:
+    """What is read of a Step, and its arguments."""
     rng, mesh = np.random.default_rng(0), tiny.mesh(name)
     x, w = rng.standard_normal((8, 6)), rng.standard_normal((6, 10)) / 3
     place = lambda a, *spec: jax.device_put(jnp.float32(a), NamedSharding(mesh, P(*spec)))
     arguments = [place(x, "d"), place(w, None, "t")]
     with jax.set_mesh(mesh):
         jaxpr = jax.jit(program(change)).trace(*arguments).jaxpr
-    return Traced(mesh, jaxpr, arguments)
+    return types.SimpleNamespace(mesh=mesh, jaxpr=jaxpr), arguments
 
 
 def first_of(change):
-    return first_difference(traced(change, "r=2 d=2 t=2"), traced(change, "one device"))
+    steps, arguments = zip(*(traced(change, name) for name in ("r=2 d=2 t=2", "one device")), strict=True)
+    return first_difference(*steps, arguments)
 
 
 def line_with(comment: str) -> str:

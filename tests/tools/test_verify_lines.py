@@ -22,6 +22,7 @@ from wrong_edits import EDITS
 
 import train
 from shardwright.modeling.model import load_model
+from shardwright.run.step import trace_step
 from tools.verify.__main__ import small
 from tools.verify.compare import causes
 from tools.verify.inputs import make_inputs
@@ -64,7 +65,7 @@ def main(devices: int) -> None:
     c.model.layers = c.training.microbatches = 2
     c.training.batch_size = 2 * devices
     with mesh_of(ONE_DEVICE):
-        inputs = make_inputs(c, fresh_state(c))
+        inputs = make_inputs(c, fresh_state(trace_step(c, load_model(c.model))))
     for bug in BUGS:
         Path(train.__file__).write_text(bug.source)
         linecache.checkcache()

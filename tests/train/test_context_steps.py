@@ -81,7 +81,7 @@ def oracle() -> tuple:
     """Inputs of a step, and what one device computes of them in f64, by einsum."""
     c = config()
     with mesh_of(ONE_DEVICE):
-        inputs = make_inputs(c, fresh_state(c))
+        inputs = make_inputs(c, fresh_state(trace_step(c, load_model(c.model))))
     return inputs, tensors_of_step(c, inputs, ONE_DEVICE)
 
 

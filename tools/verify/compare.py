@@ -8,7 +8,7 @@ equation computes.
 import functools
 import linecache
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -26,10 +26,10 @@ from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.run.config import Config
 from shardwright.run.reference import read_reference
-from shardwright.run.step import trace_step
+from shardwright.run.step import Step, trace_step
 from tools.verify.inputs import Inputs, make_inputs
-from tools.verify.meshes import ONE_DEVICE, Mesh, abstract_mesh_of, mesh_of
-from tools.verify.step import Found, Traced, as_at_start, fresh_state, tensors_of_step, traced_step
+from tools.verify.meshes import ONE_DEVICE, Mesh, abstract_mesh_of
+from tools.verify.step import Found, fresh_state, placed, step_on, tensors_of_step
 
 TOLERANCE = 1e-10
 """Largest difference that is rounding, over the largest entry of a value. Another order of sums makes one of about
@@ -70,8 +70,8 @@ def compare_meshes(c: Config, meshes: list[Mesh], log: Callable[[str], None]) ->
         A line on the largest difference, and lines on the meshes that differ; at last where one of them first computes
         another value, and what the proof finds in its step. None if all agree.
     """
-    with as_at_start(c), mesh_of(ONE_DEVICE):
-        inputs = make_inputs(c, fresh_state(c))
+    with step_on(c, ONE_DEVICE) as step:
+        inputs = make_inputs(c, fresh_state(step))
         inputs.reference = jax.tree.map(np.asarray, read_reference(c))
     oracle, largest, lines, wrong = tensors_of_step(c, inputs, ONE_DEVICE), (-1.0, ""), [], []
     if bad := [tensor for tensor, value in oracle.items() if not np.all(np.isfinite(value))]:
@@ -150,17 +150,18 @@ class First(NamedTuple):
     error: float
 
 
-def first_difference(here: Traced, there: Traced) -> tuple[list[str], First | None]:
+def first_difference(here: Step, there: Step, arguments: Sequence[list]) -> tuple[list[str], First | None]:
     """What the proof finds in a step on a mesh, and the first value that differs from that on one device.
 
     Args:
         here: the step on the mesh.
         there: the same step with one device along each axis, but for those that `there` keeps.
+        arguments: of both, each on its mesh.
 
     Raises:
         Different: the program has other operations on one device.
     """
-    found, facts = findings(here.program, there.program)
+    found, facts = findings(here.jaxpr, there.jaxpr)
     wanted: dict[Path, list[int]] = {}
     twins: dict[Path, Path] = {}
     is_number = lambda aval: isinstance(getattr(aval, "dtype", None), np.dtype) and aval.dtype != jax.dtypes.float0
@@ -172,9 +173,9 @@ def first_difference(here: Traced, there: Traced) -> tuple[list[str], First | No
             pairs = zip(values, eq.eqn.outvars, strict=True)
             wanted[path] = [i for i, (value, var) in enumerate(pairs) if is_known(value) and is_number(var.aval)]
             twins[path] = tuple(id(each.twin) for each in (*callers(eq), eq))
-    replay = Rerun(here.program, wanted, is_double=True)
-    alone = Rerun(there.program, {twins[path]: which for path, which in wanted.items()}, is_double=True)
-    ours, theirs = _values(here, replay), _values(there, alone)
+    replay = Rerun(here.jaxpr, wanted, is_double=True)
+    alone = Rerun(there.jaxpr, {twins[path]: which for path, which in wanted.items()}, is_double=True)
+    ours, theirs = map(_values, (here, there), (replay, alone), arguments)
     sizes, axes, first = here.mesh.shape, len(here.mesh.shape), None
     for note, twin, x, exact in zip(replay.notes, alone.notes, ours, theirs, strict=True):
         assert (twins[note.path], note.order) == (twin.path, twin.order)
@@ -197,10 +198,10 @@ def first_difference(here: Traced, there: Traced) -> tuple[list[str], First | No
     return list(map(str, found)), first
 
 
-def _values(traced: Traced, replay: Rerun) -> list[np.ndarray]:
+def _values(step: Step, replay: Rerun, arguments: list) -> list[np.ndarray]:
     """What the equations compute, on the host."""
-    with jax.set_mesh(traced.mesh), jax.enable_x64(True):
-        return list(map(np.asarray, jax.jit(replay)(*traced.arguments)[1]))
+    with jax.set_mesh(step.mesh), jax.enable_x64(True):
+        return list(map(np.asarray, jax.jit(replay)(*arguments)[1]))
 
 
 def causes(c: Config, inputs: Inputs, sizes: Mesh) -> list[str]:
@@ -213,12 +214,12 @@ def causes(c: Config, inputs: Inputs, sizes: Mesh) -> list[str]:
         proved = find_unsound(trace_step(c, load_model(c.model)))
     found, first = list(map(str, proved)), None
     try:
-        traced = []
+        steps, arguments = [], []
         for each in (sizes, alone):
-            with as_at_start(c):
-                traced.append(traced_step(c, inputs, each, sizes))
-        here, there = traced
-        more, first = first_difference(here, there)
+            with step_on(c, each, sizes) as step:
+                steps.append(step)
+                arguments.append(placed(step, inputs))
+        more, first = first_difference(*steps, arguments)
         found = found or more
     except Different as different:
         found = found or [f"{different.place}: {different}"]

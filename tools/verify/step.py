@@ -2,11 +2,9 @@
 
 import contextlib
 import dataclasses
-import functools
-import importlib
 import itertools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +20,7 @@ from shardwright.modeling.weights import are_stacks
 from shardwright.run.config import Config
 from shardwright.run.reference import weights_of
 from shardwright.run.stages import placement_of
-from shardwright.run.step import trace_step
+from shardwright.run.step import Step, trace_step
 from tools.verify.inputs import Inputs, with_planted
 from tools.verify.meshes import Mesh, abstract_mesh_of, mesh_of
 
@@ -49,24 +47,20 @@ def on_host(x: jax.Array) -> np.ndarray:
     return whole([(shard.index, np.asarray(shard.data)) for shard in x.addressable_shards], x.shape)
 
 
-def train() -> Any:
-    """The module train, which may be a new one: shardwright.inspect.fresh."""
-    return importlib.import_module("train")
+@contextlib.contextmanager
+def step_on(c: Config, sizes: Mesh, planned: Mesh | None = None) -> Iterator[Step]:
+    """The training step on a mesh of these sizes, which it enters, with axes and choices of speed of one of `planned`.
+
+    It is of new modules: train.py and the model keep nothing of what was traced on another mesh.
+    """
+    with mesh_of(sizes, axes_of_mesh(planned or sizes)), anew(trace_step(c, load_model(c.model))) as step:
+        yield step.other(planned=planned or sizes)
 
 
-def as_at_start(c: Config) -> contextlib.AbstractContextManager:
-    """Context in which train.py and the model keep nothing of what was traced on another mesh."""
-    return anew(trace_step(c, load_model(c.model)))
-
-
-def _init(c: Config) -> Callable:
-    return functools.partial(train().init_state, c=c, model=load_model(c.model))
-
-
-def fresh_state(c: Config) -> Any:
+def fresh_state(step: Step) -> Any:
     """The state that a run starts from, initialized on the current mesh, by `on_host`, in the order of the layers."""
-    init = _init(c)
-    return in_order(c, jax.tree.map(on_host, jax.jit(init)(jax.random.key(c.training.seed))))
+    init = lambda key: step.trainer.init_state(key, step.c, step.model)
+    return in_order(step.c, jax.tree.map(on_host, jax.jit(init)(jax.random.key(step.c.training.seed))))
 
 
 def type_check(c: Config, sizes: Mesh) -> None:
@@ -111,68 +105,39 @@ def by_layer(kind: str, weights: Any) -> Found:
 # ---- the step -----------------------------------------------------------------------------------------------------
 
 
-class Traced(NamedTuple):
-    """A program that was traced on a mesh, with its arguments there.
-
-    Attributes:
-        mesh: the mesh.
-        program: the jaxpr.
-        arguments: arrays on the mesh.
-        tree: structure of the results.
-    """
-
-    mesh: jax.sharding.Mesh
-    program: Any
-    arguments: list
-    tree: Any = None
-
-
-def traced_step(c: Config, inputs: Inputs, sizes: Mesh, planned: Mesh | None = None) -> Traced:
-    """The training step on a mesh of these sizes, with axes and choices of speed of a mesh of the sizes `planned`."""
-    with mesh_of(sizes, axes_of_mesh(planned or sizes)) as mesh:
-        step = trace_step(c, load_model(c.model)).other(planned=planned or sizes)
-        leaves = jax.tree.leaves(_placed_inputs(c, inputs))
-    return Traced(mesh, step.jaxpr, leaves, jax.tree.structure(step.traced.out_info))
-
-
-def _placed_inputs(c: Config, inputs: Inputs) -> tuple[Any, ...]:
+def placed(step: Step, inputs: Inputs) -> list[jax.Array]:
     """The arguments of the step on the current mesh."""
-    placed = lambda tree, kind: jax.device_put(tree, make_shardings(kind, like=tree))
+    put = lambda kind, tree: jax.device_put(tree, make_shardings(kind, like=tree))
     # Of the classes of modules that may be new ones.
     like = lambda shapes, tree: jax.tree.unflatten(jax.tree.structure(shapes), jax.tree.leaves(tree))
-    state = like(jax.eval_shape(_init(c), jax.random.key(0)), inputs.state)
-    state = placed(in_order(c, state, back=True), train().State[type(state.weights)])
-    reference = inputs.reference and like(weights_of(c), inputs.reference)
-    reference = reference and placed(reference, type(reference))
-    return state, placed(inputs.batch, train().Batch), jnp.int32(inputs.step), reference
+    state = in_order(step.c, like(step.traced.out_info[0], inputs.state), back=True)
+    reference = inputs.reference and like(weights_of(step.c), inputs.reference)
+    reference = reference and put(type(reference), reference)
+    state, batch = put(step.trainer.State[type(state.weights)], state), put(step.trainer.Batch, inputs.batch)
+    return jax.tree.leaves((state, batch, jnp.int32(inputs.step), reference))
 
 
 def tensors_of_step(c: Config, inputs: Inputs, sizes: Mesh) -> Found:
     """All that is compared of a step on a mesh of these sizes, in f64. It is traced and compiled once."""
-    with as_at_start(c):
-        return _tensors_of(c, inputs, traced_step(c, inputs, sizes))
+    with step_on(c, sizes) as step:
+        paths = gradient_paths(step.jaxpr, inputs.state.weights)
+        replay = Rerun(step.jaxpr, {path: [0] for path in paths}, is_double=True)
+        compiled = jax.jit(replay)
 
+        def run(inputs: Inputs) -> tuple[Any, Any, Any]:
+            """The gradients on the host, the new state and the metrics."""
+            arguments = placed(step, inputs)
+            with jax.enable_x64(True):
+                results, blocks = compiled(*arguments)
+            state, metrics = jax.tree.unflatten(jax.tree.structure(step.traced.out_info), results)
+            found = {note.path: x for note, x in zip(replay.notes, blocks, strict=True)}
+            weights, tree = jax.tree.flatten(state.weights)
+            gradients = [_sharded_as(like, found[path]) for path, like in zip(paths, weights, strict=True)]
+            return jax.tree.unflatten(tree, gradients), state, metrics
 
-def _tensors_of(c: Config, inputs: Inputs, traced: Traced) -> Found:
-    paths = gradient_paths(traced.program, inputs.state.weights)
-    replay = Rerun(traced.program, {path: [0] for path in paths}, is_double=True)
-    compiled = jax.jit(replay)
-
-    def run(inputs: Inputs) -> tuple[Any, Any, Any]:
-        """The gradients on the host, the new state and the metrics."""
-        leaves = jax.tree.leaves(_placed_inputs(c, inputs))
-        with jax.enable_x64(True):
-            results, blocks = compiled(*leaves)
-        state, metrics = jax.tree.unflatten(traced.tree, results)
-        found = {note.path: x for note, x in zip(replay.notes, blocks, strict=True)}
-        weights, tree = jax.tree.flatten(state.weights)
-        gradients = [_sharded_as(like, found[path]) for path, like in zip(paths, weights, strict=True)]
-        return jax.tree.unflatten(tree, gradients), state, metrics
-
-    with jax.set_mesh(traced.mesh):
         gradients, state, metrics = run(inputs)
         gradients, new = in_order(c, gradients), in_order(c, jax.tree.map(on_host, state))
-        found, start = {}, fresh_state(c)
+        found, start = {}, fresh_state(step)
         for name in (field.name for field in dataclasses.fields(start)):
             found |= by_layer("initial" if name == "weights" else f"initial {name}", getattr(start, name))
         found["metric loss"] = on_host(metrics.loss)
