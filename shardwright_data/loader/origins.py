@@ -1,6 +1,6 @@
 """The origin of a batch: the documents in its sequences."""
 
-from typing import NamedTuple
+import dataclasses
 
 import numpy as np
 from jaxtyping import Int64
@@ -12,20 +12,21 @@ from shardwright_data.loader.flat import FlatTokensLoader
 Places = Int64[np.ndarray, "places"]
 
 
-class Piece(NamedTuple):
+@dataclasses.dataclass
+class Piece:
     """The part of a document in a sequence of a batch."""
 
     sequence: int
     """Index of the sequence in the batch."""
     position: int
     """First position of the part in the sequence."""
-    document: int
-    """Index of the document in the split."""
+    document: int | None
+    """Index of the document in the split; None for a stream, which has none."""
     start: int
     """Place of the first token of the part in the document."""
     length: int
     """Number of tokens."""
-    source: str | None
+    source: str | None = None
     """The name of its source in the mixture."""
 
 

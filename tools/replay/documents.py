@@ -15,33 +15,23 @@ from shardlib.shardtypes import f32, make_shardings, typed_shard_map, u32
 from shardwright.modeling.model import compute_scope
 from shardwright.run.stages import folded_mesh, without_stages
 from shardwright_data.loader import TokenBatch
-from shardwright_data.loader.origins import pieces_of_batch
+from shardwright_data.loader.origins import Piece, pieces_of_batch
 from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_run
 from tools.replay.session import Session
 
 
-@dataclasses.dataclass
-class Document:
-    """The part of a document in a sequence of a batch."""
+@dataclasses.dataclass(kw_only=True)
+class Document(Piece):
+    """The part of a document in a sequence of a batch, with its tokens."""
 
-    sequence: int
-    """Index of the sequence in the batch."""
-    position: int
-    """Position of its first token in the sequence."""
     ids: np.ndarray
-    document: int | None = None
-    """Index in the split; None for a stream, which has none."""
-    start: int = 0
-    """Place of its first token in the document."""
-    source: str | None = None
-    """Name of its source in the mixture."""
     loss: float = float("nan")
     """Mean over its tokens, in nats."""
 
     @property
     def span(self) -> slice:
         """Its positions."""
-        return slice(self.position, self.position + len(self.ids))
+        return slice(self.position, self.position + self.length)
 
     @property
     def name(self) -> str:
@@ -61,11 +51,8 @@ def documents_of(session: Session, batch: TokenBatch) -> list[Document]:
         pieces = pieces_of_batch(session.loader, session.number)
     except ValueError:  # a stream
         return _by_starts(batch)
-    found = []
-    for piece in pieces:
-        ids = batch.targets[piece.sequence, piece.position : piece.position + piece.length]
-        found.append(Document(piece.sequence, piece.position, ids, piece.document, piece.start, piece.source))
-    return found
+    ids_of = lambda piece: batch.targets[piece.sequence, piece.position : piece.position + piece.length]
+    return [Document(**vars(piece), ids=ids_of(piece)) for piece in pieces]
 
 
 def _by_starts(batch: TokenBatch) -> list[Document]:
@@ -75,7 +62,8 @@ def _by_starts(batch: TokenBatch) -> list[Document]:
     ):
         length = int(np.flatnonzero(mask)[-1]) + 1 if mask.any() else 0
         places = [*sorted({0, *np.flatnonzero(is_start[:length]).tolist()}), length]
-        found += [Document(number, a, ids[a:b]) for a, b in itertools.pairwise(places) if b > a]
+        ends = [(a, b) for a, b in itertools.pairwise(places) if b > a]
+        found += [Document(number, a, None, 0, b - a, ids=ids[a:b]) for a, b in ends]
     return found
 
 

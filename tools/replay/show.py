@@ -42,5 +42,5 @@ def for_json(x: Any) -> float | str:
 
 def described(document: Document) -> dict[str, Any]:
     """A document for JSON."""
-    plain = {"loss": for_json(document.loss), "ids": document.ids.tolist()}
-    return dataclasses.asdict(document) | {"tokens": len(document.ids)} | plain
+    found = dataclasses.asdict(document) | {"loss": for_json(document.loss), "ids": document.ids.tolist()}
+    return found | {"tokens": found.pop("length")}
