@@ -43,8 +43,6 @@ class Settings(CheckpointChoice):
     """The directory to write; it must not exist yet."""
     check: bool = True
     """Compares the logits with those of transformers, which must be installed, with torch."""
-    tokenizer: str | None = None
-    """The tokenizer to write, as in tools.generate, such as a flat-tokens dataset. Null: that of the run's data."""
 
 
 def tokenizer_files(tokenizer: Tokenizer, bos_id: int) -> tuple[dict[str, dict], list[str]]:

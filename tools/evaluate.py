@@ -61,9 +61,6 @@ class Settings(CheckpointChoice):
     """Number of documents of `data`, from the first on, or of each of the `tasks`; null: all."""
     out: str | None = None
     """A file for the result: a JSON object on one line. With `data`, a line for each document is before it."""
-    tokenizer: str | None = None
-    """The tokenizer, if the run's data is gone or names none: `bytes`, `tiktoken:<encoding>`, a flat-tokens dataset,
-    or a name on the Hugging Face hub, a tokenizer.json, or a directory that holds one."""
 
 
 def _choice(config: Settings) -> MeshChoice:

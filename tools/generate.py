@@ -59,9 +59,6 @@ class Settings(Sampling, CheckpointChoice):
     """A file for the texts. Each line is a JSON object: prompt, sample (number of the text among those of its prompt,
     from 0), text (what was added, without the stop token or string), ended (by a stop token or string), prompt_ids,
     and ids (the tokens added, with those of the stop)."""
-    tokenizer: str | None = None
-    """The tokenizer, if the run's data has moved or names none: `bytes`, `tiktoken:<encoding>`, a flat-tokens dataset,
-    or a name on the Hugging Face hub, a tokenizer.json, or a directory that holds one."""
 
 
 def read_prompts(config: Settings) -> list[str]:

@@ -34,8 +34,6 @@ class Settings(CheckpointChoice):
     """Address to answer at. Whoever reaches another one can use the model: there is no password."""
     port: int = within(0, 2**16, 8000)
     """0: any that is free."""
-    tokenizer: str | None = None
-    """The tokenizer, as in tools.generate."""
     seconds: int = within(1, 2**20, 600)
     """Longest time of a request, from its connection to the end of its text. The wait for other texts is part of it."""
 

@@ -107,6 +107,9 @@ class CheckpointChoice:
     trust: bool = False
     """Imports the modules that the run names beside those shipped here, fetches its data and tokenizer from other
     hosts, and takes its options of XLA that are texts. For a run that is not yours, read them first."""
+    tokenizer: str | None = None
+    """The tokenizer, if the run's data has moved or names none: `bytes`, `tiktoken:<encoding>`, a flat-tokens dataset,
+    or a name on the Hugging Face hub, a tokenizer.json, or a directory that holds one."""
 
 
 @dataclass

@@ -22,7 +22,6 @@ from rich.console import Console
 from shardwright.inspect.microscope.of_run import Microscope
 from shardwright.run.files import write_whole
 from shardwright.run.opening import StagesChoice
-from shardwright.run.step import trace_step
 from shardwright.settings.program import run_program
 from shardwright.settings.screen import print_line
 from shardwright_data.checks import check_choice, within
@@ -114,7 +113,7 @@ def step_of(session: Session, config: Settings, logs: dict[int, dict], console: 
     show.documents(console, f"Documents of step {step}{instead}, the worst first", documents, tokenizer)
     found = {}
     if config.microscope:
-        microscope = Microscope(trace_step(session.c, session.model), session.placement, session.options)
+        microscope = Microscope(session.traced, session.placement, session.options)
         found = microscope.look(session.state, batch, np.int32(step), session.reference)
         show.statistics(console, found)
     after, done = session.try_step(batch)

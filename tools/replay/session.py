@@ -45,7 +45,7 @@ class Session:
     Attributes:
         step: the step that comes next.
         state: the state before it.
-        c, loader: the configuration and the data of that step.
+        c, loader, traced: the configuration, the data and the program of that step.
     """
 
     def __init__(self, c: RunConfig, metadata: dict[str, Any], step: int, options: dict[str, Any]):
@@ -57,6 +57,7 @@ class Session:
 
     def _settle(self, state: Any = None) -> None:
         self.c, self._program = config_at(self._whole, self.step), None
+        self.traced = trace_step(self.c, self.model)
         self.loader = loader_at(self._whole, self.step, inputs_of(self.model), state)
 
     def init(self, key: jax.Array) -> Any:
@@ -65,7 +66,7 @@ class Session:
 
     def without_stages(self) -> StepWithoutStages:
         """The step, traced without stages."""
-        return StepWithoutStages(trace_step(self.c, self.model), self.placement)
+        return StepWithoutStages(self.traced, self.placement)
 
     @property
     def number(self) -> int:
@@ -79,9 +80,7 @@ class Session:
         """The state after the step with this batch, and what it gave. The session stays where it is."""
         state = jax.tree.map(jnp.copy, self.state)  # the step takes its memory
         if self._program is None:
-            step = train.make_training_step(self.c, self.model)
-            lowered = step.lower(state, batch, np.int32(self.step), self.reference)
-            self._program = lowered.compile(compiler_options=self.options)
+            self._program = self.traced.lower().compile(compiler_options=self.options)
         state, metrics = self._program(state, batch, np.int32(self.step), self.reference)
         loss, norm, skipped = jax.device_get((metrics.loss, metrics.grad_norm, metrics.skipped))
         return state, Done(np.float32(loss), np.float32(norm), bool(skipped))
