@@ -148,7 +148,7 @@ class LanguageModel(Protocol):
 
         Args:
             x: residual stream before the layer.
-            w: weights of the layer.
+            w: weights of the layer, gathered; shardops.matmul multiplies by them.
             tokens: the tokens, with their place in documents.
             attend: (queries, keys, values, rule, *learned, sinks=None, drop=None) -> output of attention. `rule` says
                 who attends to whom (rules.py), with the weights `learned` if it needs any. `sinks`,
