@@ -17,7 +17,7 @@ SOURCE = (Path(__file__).parents[2] / "models/gpt2.py").read_text()
 OF_TWO_DIMS = """
         layers = dataclasses.replace(self.table.layers, w_up=Weight((8, 8), "matrix"))
         self.table = dataclasses.replace(self.table, layers=layers)"""
-TABLE = "self.c, self.table = c, weight_table(c)"
+TABLE = "self.c, self.table = c, table_of(GPT2, c, lambda fan_in: c.init_std, changes)"
 
 pytestmark = pytest.mark.quick
 
@@ -59,13 +59,13 @@ def test_as_it_is(module):
         ([("ModelConfig", "Settings")], r"no ModelConfig\.module"),
         ([("def logits(", "def output(")], r"no Model\.logits; see docs/models.md"),
         ([("    Weights = GPT2\n", "")], r"no Model\.Weights;"),
-        ([("self.c, self.table = c, table_of(", "self.c, _ = c, table_of(")], "table is a NoneType; it must be a GPT2"),
+        ([(TABLE, "self.c = c")], "table is a NoneType; it must be a GPT2"),
         (
             [("    Weights = GPT2\n", "    Weights = GPT2Layer\n")],
             "table is a GPT2; it must be a GPT2Layer",
         ),
         (
-            [(TABLE, TABLE.replace("(c)", "(dataclasses.replace(c, layers=2 * c.layers))"))],
+            [(TABLE, TABLE.replace("GPT2, c,", "GPT2, dataclasses.replace(c, layers=2 * c.layers),"))],
             r"table has a stack of shape \(24, 768\) in `layers`; its first dim must be model.layers = 12",
         ),
     ],

@@ -242,9 +242,9 @@ def test_the_first_tensor_that_differs_and_the_line_of_the_edit_are_named(tmp_pa
 
 @pytest.mark.long
 def test_what_tracing_rejects_is_one_message(tmp_path):
-    text = ' >> act["F/t M"]'
+    text = 'matrix["F/t -> M/w"]'
     assert text in SOURCE
-    (tmp_path / "train.py").write_text(SOURCE.replace(text, ""))
+    (tmp_path / "train.py").write_text(SOURCE.replace(text, 'matrix["F/t -> M/w", None]'))
     done = verify(tmp_path)
     assert done.returncode == 1
     assert "operand 2 `F/t M`: the value differs between devices of d" in done.stderr
