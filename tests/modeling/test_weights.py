@@ -1,0 +1,197 @@
+"""Weights that are declared in one line each: their table and types, against what is written out and numpy."""
+
+import dataclasses
+import re
+from typing import ClassVar
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import AbstractMesh, AxisType
+
+from shardlib.array_types import arrays_in, placeholders
+from shardlib.shardtypes import Array, f32, pytree_dataclass
+from shardwright.modeling.weights import (
+    Weight,
+    act,
+    bias,
+    embedding,
+    experts,
+    gain,
+    initialize,
+    matrix,
+    table_of,
+    unembedding,
+)
+
+pytestmark = pytest.mark.quick
+
+
+@dataclasses.dataclass
+class Sizes:
+    """The settings that table_of reads of a ModelConfig."""
+
+    vocab: int = 32
+    width: int = 16
+    heads: int = 8
+    head: int = 8
+    hidden: int = 24
+    count: int = 4
+    layers: int = 6
+    expert_share: float = 0.25
+    on: bool = True
+    off: int = 0
+    dims: ClassVar[dict[str, str]] = {
+        "V": "vocab",
+        "M": "width",
+        "K": "heads",
+        "D": "head",
+        "F": "hidden",
+        "E": "count",
+    }
+
+
+@pytree_dataclass
+class Layer:
+    norm: gain["M"]
+    w_q: matrix["M/w -> K/t D"]
+    w_kv: matrix["M/w -> 2 K/t D"]
+    w_o: matrix["K/t D -> M/w"]
+    b_q: bias["K/t D"]
+    b_o: bias["M", f32["M"]]
+    at_rest: bias["E/e F/t", None]
+    w_up: experts["M/w -> F/t"]
+    w_down: experts["F/t -> M/w"]
+    router: matrix["M/t/w -> E", f32["M E"]]
+    present: gain["D"].when("on")
+    absent: gain["D"].when("off")
+    also_absent: bias["D"].unless("on")
+    also_present: matrix["M/w -> D/t"].unless("off")
+
+
+@pytree_dataclass
+class Weights:
+    embed: embedding["V/t/p M/w"]
+    layers: Array["layers/p", Layer]
+    final: gain["M/p"]
+    unembed: unembedding["V/t/p M/w"]
+
+
+@pytree_dataclass
+class WrittenLayer:
+    norm: f32["M/t/w"] >> f32["M"]
+    w_q: f32["M/w K/t D"] >> act["M K/t D"]
+    w_kv: f32["M/w 2 K/t D"] >> act["M 2 K/t D"]
+    w_o: f32["K/t D M/w"] >> act["K/t D M"]
+    b_q: f32["K/t D/w"] >> act["K/t D"]
+    b_o: f32["M/t/w"] >> f32["M"]
+    at_rest: f32["E/e F/t/c/d"]
+    w_up: f32["E/e M/c/d F/t"] >> act["E/e M F/t"]
+    w_down: f32["E/e F/t M/c/d"] >> act["E/e F/t M"]
+    router: f32["M/t/w E"] >> f32["M E"]
+    present: f32["D/t/w"] >> f32["D"] | None
+    absent: f32["D/t/w"] >> f32["D"] | None
+    also_absent: f32["D/t/w"] >> act["D"] | None
+    also_present: f32["M/w D/t"] >> act["M D/t"] | None
+
+
+@pytree_dataclass
+class WrittenWeights:
+    embed: f32["V/t/p M/w"] >> act["V/t/p M"]
+    layers: Array["layers/p", WrittenLayer]
+    final: f32["M/t/w/p"] >> f32["M"]
+    unembed: f32["V/t/p M/w"] >> act["V/t/p M"]
+
+
+def table(c: Sizes | None = None, **changes: dict) -> Weights:
+    return table_of(Weights, c or Sizes(), lambda fan_in: 3 / fan_in**0.5, changes)
+
+
+STACKED = {  # name: shape without the layers, fan-in or None, mean, numbers of inputs and outputs, share used
+    "norm": ((16,), None, 1.0, 0, 0, 1.0),
+    "w_q": ((16, 8, 8), 16, 0.0, 1, 2, 1.0),
+    "w_kv": ((16, 2, 8, 8), 16, 0.0, 1, 3, 1.0),
+    "w_o": ((8, 8, 16), 64, 0.0, 2, 1, 1.0),
+    "b_q": ((8, 8), None, 0.0, 0, 0, 1.0),
+    "b_o": ((16,), None, 0.0, 0, 0, 1.0),
+    "at_rest": ((4, 24), None, 0.0, 0, 0, 1.0),
+    "w_up": ((4, 16, 24), 16, 0.0, 1, 1, 0.25),
+    "w_down": ((4, 24, 16), 24, 0.0, 1, 1, 0.25),
+    "router": ((16, 4), 16, 0.0, 1, 1, 1.0),
+    "present": ((8,), None, 1.0, 0, 0, 1.0),
+    "also_present": ((16, 8), 16, 0.0, 1, 1, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_shape_and_initial_values_follow_from_the_declaration(name):
+    shape, fan_in, mean, inputs, outputs, used = STACKED[name]
+    kind, std = ("vector", 0.0) if fan_in is None else ("matrix", 3 / fan_in**0.5)
+    assert getattr(table().layers, name) == Weight((6, *shape), kind, std, mean, inputs, outputs, used)
+
+
+def test_tables_of_ids_and_changes():
+    """An embedding begins with std 1, an output projection by its fan-in, the width."""
+    found = table(final={"mean": 0.5}, w_q={"std": 0.1}, embed={"kind": "unembedding"})
+    assert table().embed == Weight((32, 16), "embedding", 1.0)
+    assert found.embed == Weight((32, 16), "unembedding", 1.0)
+    assert found.unembed == Weight((32, 16), "unembedding", 0.75)
+    assert (found.final, table().final) == (Weight((16,), "vector", mean=0.5), Weight((16,), "vector", mean=1.0))
+    assert (found.layers.w_q.std, found.layers.w_o.std) == (0.1, 3 / 8)
+
+
+def test_a_weight_depends_on_its_setting():
+    names = ("present", "absent", "also_absent", "also_present")
+    has = lambda c: [name for name in names if getattr(table(c).layers, name) is not None]
+    assert has(Sizes()) == ["present", "also_present"]
+    assert has(Sizes(on=False, off=2)) == ["absent", "also_absent"]
+    for c in (Sizes(), Sizes(on=False, off=2)):
+        assert [type(leaf) for leaf in jax.tree.leaves(table(c))] == [Weight] * 15
+
+
+MESHES = {"d t": "dt", "r d t": "rdt", "every axis": "prdect", "stages": "pdt", "c and e": "edct"}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_types_are_those_that_are_written_out(mesh):
+    """At rest and in use, with the axes over which what is used is a copy."""
+    names = MESHES[mesh]
+    on = AbstractMesh((2,) * len(names), tuple(names), axis_types=(AxisType.Explicit,) * len(names))
+
+    def types(kind: type) -> dict:
+        found = {path: array for path, array, _ in arrays_in(kind, placeholders(kind))}
+        of = lambda t: t and (t.dtype, t.spec)
+        return {path: (of(array), of(array.used)) for path, array in found.items()}
+
+    with jax.sharding.use_abstract_mesh(on):
+        declared, written = types(Weights), types(WrittenWeights)
+    assert declared == written
+    assert len(written) == 17
+
+
+def test_initial_values_have_the_spread_of_their_fan_in():
+    """By numpy, of all entries: normal, cut at two of its own deviations."""
+    large = Sizes(vocab=1024, width=128, heads=8, head=16, hidden=512)
+    with jax.set_mesh(tiny.mesh("one device")):
+        made = jax.jit(lambda key: initialize(table(large), key))(jax.random.key(0))
+    w = jax.tree.map(np.asarray, made)
+    for x, expected in [(w.layers.w_q, 128), (w.layers.w_o, 128), (w.layers.w_down, 512), (w.unembed, 128)]:
+        assert np.std(x) == pytest.approx(3 / expected**0.5, rel=0.01)
+        assert np.abs(x).max() / np.std(x) == pytest.approx(2 / 0.8796, rel=0.01)  # std of a normal cut at 2
+    assert np.std(w.embed) == pytest.approx(1, rel=0.01)
+    assert all(np.all(x == 1) for x in (w.layers.norm, w.layers.present, w.final))
+    assert all(np.all(x == 0) for x in (w.layers.b_q, w.layers.b_o, w.layers.at_rest))
+
+
+def test_a_dim_without_a_setting_is_one_line():
+    @dataclasses.dataclass
+    class Lacking(Sizes):
+        dims: ClassVar[dict[str, str]] = {dim: name for dim, name in Sizes.dims.items() if dim != "D"}
+
+    message = (
+        "the model's table: layers.w_q: f32['layers/p M/w K/t D']: dim D has no size; name its setting in "
+        "Lacking.dims, or write a number in its place."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        table(Lacking())
