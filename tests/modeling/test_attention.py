@@ -18,6 +18,7 @@ from models import gpt2
 from shardlib.shardtypes import dtype_name
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling import attention, attention_calls, context
+from shardwright.modeling import blockwise as blockwise_module
 from shardwright.modeling.blockwise import blockwise
 from shardwright.modeling.model import Tokens
 from shardwright.modeling.rules import CAUSAL, Rule, SoftCap, Window, causal, same_document
@@ -67,6 +68,37 @@ def test_by_blocks_it_is_attention(mesh, length, block, queries, dtype):
         found = with_gradients(functools.partial(blockwise, block=block), q, k, v, document, g, dtype)
         expected = with_gradients(train.attention, q, k, v, document, g, dtype)
     assert_close(found, expected, 3e-6 if dtype == "float32" else 2**-6)
+
+
+def in_numpy(q, k, v, document) -> np.ndarray:
+    """Causal attention within documents, in f64."""
+    q, k, v = map(np.float64, (q, k, v))
+    scores = np.einsum("blkqd,bskd->bkqls", q, k) / WIDTH**0.5
+    sees = np.tri(document.shape[1], dtype=bool) & (document[:, :, None] == document[:, None, :])
+    weights = np.where(sees[:, None, None], np.exp(scores - scores.max(-1, keepdims=True)), 0)
+    return np.einsum("bkqls,bskd->blkqd", weights / weights.sum(-1, keepdims=True), v)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("block", "size"), [(5, 5), (12, 12), (None, 23)])
+def test_the_setting_is_the_size_of_the_blocks(block, size, monkeypatch):
+    """And changes nothing else: neither einsum nor numpy has blocks."""
+    (q, k, v, g), document, sizes = operands(23, 2), documents(23), set()
+    scores = blockwise_module._scores
+    note = lambda task, q, keys, *rest: sizes.add((q.shape[3], keys.k.shape[3])) or scores(task, q, keys, *rest)
+    monkeypatch.setattr(blockwise_module, "_scores", note)
+
+    def by(path, block=None):
+        forward = tiny.forward(tiny.config(attention=path, attention_block=block))
+        tokens = lambda mask: Tokens(None, mask.keys.position, mask.keys.document)
+        attend = lambda q, k, v, mask: forward.attend(tokens(mask))(None, q, k, v, mask.rule)[0]
+        with jax.set_mesh(tiny.mesh("one device")):
+            return with_gradients(attend, q, k, v, document, g)
+
+    found = by("blockwise", block)
+    assert_close(found, by("einsum"), 3e-6)
+    np.testing.assert_allclose(found[0], in_numpy(q, k, v, document), atol=1e-5 * np.abs(v).max(), rtol=0)
+    assert sizes == {(size, size)}
 
 
 @pytest.mark.long
