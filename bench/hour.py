@@ -13,7 +13,6 @@ text: each document is cut into windows of the context, which do not see each ot
 scores those that it has.
 """
 
-import argparse
 import json
 import lzma
 import math
@@ -32,6 +31,7 @@ import torch
 import yaml
 from torch.nn import functional as F
 
+from bench.common import parser_of
 from shardwright.sampling.scoring import pieces
 from shardwright_data.flat_tokens import Reader
 from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_dataset
@@ -104,14 +104,12 @@ class Ours:
 
     def nats(self, documents: list[tuple[list[int], int]], length: int) -> float:
         """Sum of the losses of all tokens, by tools.evaluate."""
-        call(
-            "-m", "tools.evaluate", f"run={self.run}", f"data={TEXT.format('validation')}", f"out={self.out}/ours.jsonl"
-        )
+        options = [f"run={self.run}", f"data={TEXT.format('validation')}", f"out={self.out}/ours.jsonl"]
+        call("-m", "tools.evaluate", *options)
         found = json.loads((self.out / "ours.jsonl").read_text().splitlines()[-1])
         return found["loss"] * found["tokens"]
 
     def sample(self, tokenizer: Tokenizer) -> str:
-        """A text."""
         options = [f"max_tokens={SAMPLED}", "temperature=0.8", "seed=1", f"output={self.out}/sample.jsonl"]
         call("-m", "tools.generate", f"run={self.run}", f"prompt={PROMPT}", *options)
         return PROMPT + json.loads((self.out / "sample.jsonl").read_text())["text"]
@@ -146,7 +144,6 @@ class NanoGPT:
             made.rename(self.run)
 
     def model(self) -> Any:
-        """The model of the run."""
         sys.path.insert(0, str(self.checkout))
         from model import GPT, GPTConfig
 
@@ -167,7 +164,6 @@ class NanoGPT:
         return total
 
     def sample(self, tokenizer: Tokenizer) -> str:
-        """A text."""
         torch.manual_seed(1)
         ids = torch.tensor([[tokenizer.end, *tokenizer.ids(PROMPT)]])
         found = self.model().generate(ids, SAMPLED, temperature=0.8)[0, 1:].tolist()
@@ -175,21 +171,15 @@ class NanoGPT:
 
 
 def main() -> None:
-    """Trains what is missing, and prints the comparison."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("nanogpt", type=Path, metavar="NANOGPT", help="a checkout of nanoGPT")
     parser.add_argument("--out", type=Path, required=True, help="directory of the models")
-    parser.add_argument("--minutes", type=float, default=60.0, help="of each training; at least 10")
+    parser.add_argument("--minutes", type=float, default=60.0, help="of each training")
     args = parser.parse_args()
     checkout, out = args.nanogpt.resolve(), args.out.resolve()
     if not (checkout / "configurator.py").exists():
         parser.error(f"{checkout} is no checkout of nanoGPT: git clone it from github.com/karpathy/nanoGPT")
-    if not args.minutes >= 10:
-        parser.error(f"--minutes is {args.minutes:g}; give 10 at least, as the warmup alone has 100 steps")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        parser.error(f"--out is {out}, where no directory can be made: {error.strerror}")
+    out.mkdir(parents=True, exist_ok=True)
     recipe = yaml.safe_load((ROOT / "configs/local_hour.yaml").read_text())
     data = recipe["data"]["filespec"]
     if not (ROOT / data).exists():

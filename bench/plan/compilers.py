@@ -1,6 +1,6 @@
 """Training steps as XLA compiles them for TPUs and GPUs, of which none is here, and plans beside them.
 
-    python -m bench.plan.compilers --out DIR [--only v5e h100] [--configs 84m_d8 540m_t8] [--lines]
+    python -m bench.plan.compilers --out DIR [--chips v5e h100] [--rows 84m_d8 540m_t8] [--lines]
 
 Keeps the programs in DIR (bench/plan/programs.py, which says what environment it takes). All 30 rows take less than an
 hour on two cores. Prints a line for each row, with these figures of the plan by the compiler's, and how many rows are
@@ -31,20 +31,14 @@ from typing import Any
 
 import jax
 
-from bench.common import parser_of
-from bench.plan.clock import Clock
-from bench.plan.programs import GPUS, TPUS, devices_of, show_all, write
+from bench.plan.programs import GPUS, TPUS, devices_of, options_of, reading, show_all, write
 from shardwright.cluster.chips import chip_of
 from shardwright.cluster.devices import make_mesh
-from shardwright.inspect.compiled.hlo import parse
-from shardwright.inspect.compiled.step import describe
 from shardwright.inspect.plan.plan import plan_of
 from shardwright.inspect.plan.work import Op
 from shardwright.inspect.planning import planned_step
 from shardwright.modeling.model import load_model
-from shardwright.run.config import check_divides
-from shardwright.run.launch import composed
-from shardwright.run.stages import training_table
+from shardwright.run import config, launch, stages
 from shardwright.run.step import trace_step
 
 FLAT = "flat_tokens_c4_a100x8"
@@ -65,40 +59,21 @@ OF_XLA = {"launch_s": 0.0, "matmul_share": 0.82, "memory_share": 0.85, "link_sha
 
 def make(path: Path, chip: str, name: str) -> None:
     """Compiles a row, and writes its program and what only its compiler knows."""
-    config, sizes, overrides = CASES[name]
+    base, sizes, overrides = CASES[name]
     overrides = [*(["hardware=tpu"] if chip in TPUS else ["hardware=gpu", "training.attention=cudnn"]), *overrides]
-    axes, c = dict(zip("prdt", sizes, strict=True)), composed(config, *overrides)
-    facts = {"config": config, "overrides": overrides, "mesh": axes}
+    axes, c = dict(zip("prdt", sizes, strict=True)), launch.composed(base, *overrides)
+    facts = {"config": base, "overrides": overrides, "mesh": axes}
     mesh = make_mesh(devices_of(chip, math.prod(sizes)), **axes)
-    check_divides(c, mesh.shape)
+    config.check_divides(c, mesh.shape)
     with jax.set_mesh(mesh):
         model = load_model(c.model)
         lowered = trace_step(c, model).lower()
         if axes["p"] > 1:  # how often a device does a task, and in how many ticks one of the devices does
-            table = training_table(c, model)
+            table = stages.training_table(c, model)
             tasks = {slot: int(table.columns[slot].any(axis=1).sum()) for slot in ("forward", "backward", "weights")}
             facts |= {"ticks": len(table.columns["forward"]), "of_any": tasks}
             facts |= {"of_device": c.training.microbatches * len(table.stages[0])}
         write(path, chip, lowered, c.hardware.options, mesh.shape, facts)
-
-
-def reading(text: str, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """What a program says: bytes of its state, FLOPs, bytes sent by line, operation and axes, and seconds by line."""
-    program = parse(text)
-    table, flops, sent = describe(program), 0.0, collections.Counter[Any]()
-    state = (i for i in program.entry.instructions.values() if i.opcode == "parameter" and i.op_name[:6] == "state.")
-    share = facts.get("of_device", 1) / facts.get("ticks", 1)  # of ticks, in which a device does a task
-    for row in table.rows:
-        times = row.count * row.turns * (share if row.sometimes else 1)
-        if row.kind == "matmul":
-            flops += row.size * times
-        elif row.kind == "collective":
-            sent[row.line.removeprefix("~"), row.what, " ".join(sorted(row.axes.split()))] += row.size * times
-    found = {"state": sum(i.bytes for i in state), "FLOPs": flops, "sent": sent}
-    if facts["chip"] in GPUS:
-        clock = Clock(program, table, chip_of(facts["chip"]), facts)
-        found |= {"seconds": clock.seconds(program.entry), "lines": clock.lines}
-    return found
 
 
 def sent_by(op: Op, mesh: Mapping[str, int]) -> float:
@@ -110,7 +85,10 @@ def sent_by(op: Op, mesh: Mapping[str, int]) -> float:
 
 def compare(text: str, facts: Mapping[str, Any]) -> tuple[dict[str, float], str, list[str]]:
     """The figures of a row, plan by compiler; what to say of it; and the lines whose bytes differ."""
-    c, chip = composed(facts["config"], *facts["overrides"]), dataclasses.replace(chip_of(facts["chip"]), **OF_XLA)
+    c, chip = (
+        launch.composed(facts["config"], *facts["overrides"]),
+        dataclasses.replace(chip_of(facts["chip"]), **OF_XLA),
+    )
     step = planned_step(c, load_model(c.model), facts["mesh"], chip)
     theirs, sent, spent = reading(text, facts), collections.Counter[Any](), collections.Counter[str]()
     for op in plan_of(step, chip, 1).rows:
@@ -126,7 +104,8 @@ def compare(text: str, facts: Mapping[str, Any]) -> tuple[dict[str, float], str,
     every = {**sent, **theirs["sent"]}
     off = [key for key in every if abs(sent[key] - theirs["sent"][key]) > total / 1000]
     words = f"{len(every) - len(off)}/{len(every)}"
-    if known := theirs.get("lines"):
+    if "clock" in theirs:
+        known = theirs["clock"].lines
         found["seconds"] = spent.total() / theirs["seconds"]
         worst = max({**spent, **known}, key=lambda line: abs(spent[line] - known[line]))
         if abs(found["seconds"] - 1) > NEAR["seconds"]:
@@ -135,12 +114,7 @@ def compare(text: str, facts: Mapping[str, Any]) -> tuple[dict[str, float], str,
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="directory of the rows")
-    for option, known in (("--only", [*GPUS, *TPUS]), ("--configs", [*CASES])):
-        parser.add_argument(option, nargs="+", choices=known, default=known, help="rows to make; all by default")
-    parser.add_argument("--lines", action="store_true", help="with the lines whose bytes differ")
-    args = parser.parse_args(arguments)
+    args = options_of(__doc__, [*GPUS, *TPUS], [*CASES], arguments)
     rows: list[dict[str, float]] = []
 
     def show(name: tuple[str, str], text: str, facts: dict[str, Any]) -> None:
@@ -150,7 +124,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(f"{'.'.join(name):18} {figures}  {words}", *lines, sep="\n", flush=True)
         rows.append(found)
 
-    failed = show_all(itertools.product(args.only, args.configs), args.out, make, show)
+    failed = show_all(itertools.product(args.chips, args.rows), args.out, make, show)
     for name, near in NEAR.items():
         values = [figures[name] for figures in rows if name in figures]
         print(f"{name}: {sum(abs(value - 1) <= near for value in values)} of {len(values)} within {100 * near:.0f} %")

@@ -10,7 +10,6 @@ The model has few tokens a step for its size, so that meshes differ: in the opti
 """
 
 import dataclasses
-import functools
 import os
 import sys
 import time
@@ -18,15 +17,13 @@ import time
 import jax
 import numpy as np
 
-import train
 from bench.plan.cpu import measured_cpu
-from bench.throughput.peers.ours import overrides, whole_documents
-from shardwright.cluster.devices import make_mesh, start_devices
+from bench.throughput.peers.job import Job, Shapes
+from bench.throughput.peers.ours import Contestant, config_of
+from shardwright.cluster.devices import start_devices
 from shardwright.inspect.plan.plan import plan_of
 from shardwright.inspect.planning import mesh_sizes, planned_step
 from shardwright.modeling.model import load_model
-from shardwright.run.config import Config
-from shardwright.run.launch import composed
 
 DEVICES = 8
 MESHES = (
@@ -34,15 +31,15 @@ MESHES = (
     *("d=8 m=4", "p=2 d=4 m=4", "p=2 d=2 t=2 m=4", "p=4 d=2 m=4"),
 )
 """Numbers of devices along the axes, 1 where none is given, and m of microbatches."""
-MODEL = {"layers": 4, "d_model": 384, "d_ff": 1536, "n_kv": 8, "n_q_per_kv": 1, "d_head": 32, "vocab": 2048}
-TRAINING = {"batch_size": 32, "seq_len": 16, "unroll": 1}
+SHAPES = Shapes(2048, 384, layers=4, n_kv=8, n_q_per_kv=1, d_head=32, d_ff=1536)
 
 
-def config_of(mesh: str) -> Config:
-    """The demo with these sizes, on a mesh of MESHES."""
-    sizes = dict.fromkeys("prdt", "1") | {"m": "1"} | dict(size.split("=") for size in mesh.split())
-    sections = {"model": MODEL, "training": TRAINING | {"microbatches": sizes.pop("m")}, "mesh": sizes}
-    return composed("local_test_synthetic", *overrides(sections))
+def job_of(mesh: str) -> Job:
+    """The step of SHAPES on a mesh of MESHES, as the demo's."""
+    sizes = dict(size.split("=") for size in mesh.split())
+    own = f"training.unroll=1 training.document_mask=true training.microbatches={sizes.pop('m', 1)}"
+    job = Job("ours", SHAPES, 32, 16, overrides=f"{own} mesh.p={sizes.pop('p', 1)}")
+    return dataclasses.replace(job, **{axis: int(size) for axis, size in sizes.items()})
 
 
 def busy() -> float:
@@ -50,34 +47,28 @@ def busy() -> float:
     return time.process_time() / os.cpu_count()
 
 
-def measured(c: Config, rounds: int) -> tuple[float, float]:
+def measured(job: Job, rounds: int) -> tuple[float, float]:
     """Busy seconds and seconds by the wall clock, of the fastest of so many steps after the first."""
-    model, t = load_model(c.model), c.training
-    with jax.set_mesh(make_mesh(jax.devices(), **dataclasses.asdict(c.mesh))):
-        state = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0))
-        targets = np.random.default_rng(0).integers(0, c.model.vocab, (t.batch_size, t.seq_len), np.uint32)
-        batch = whole_documents(targets, t.microbatches)
-        program = train.make_training_step(c, model).lower(state, batch, np.int32(0)).compile()
-        seconds = []
-        for _ in range(rounds + 1):
-            start = busy(), time.perf_counter()
-            state, _ = jax.block_until_ready(program(state, batch, np.int32(0)))
-            seconds.append((busy() - start[0], time.perf_counter() - start[1]))
+    trainer, seconds = Contestant(job, job.shapes.random_weights(job.seed)), []
+    for _ in range(rounds + 1):
+        start = busy(), time.perf_counter()
+        trainer.step()
+        jax.block_until_ready(trainer.state)
+        seconds.append((busy() - start[0], time.perf_counter() - start[1]))
     return min(x for x, _ in seconds[1:]), min(x for _, x in seconds[1:])
 
 
 def main() -> None:
-    """Plans, runs and compares."""
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 5
-    first = config_of(MESHES[0])
+    first = config_of(job_of(MESHES[0]))
     start_devices(first.distributed, first.hardware)
     chip = measured_cpu(DEVICES, busy)
     print(f"{'mesh':<18}{'planned s':>10}{'busy s':>8}{'ratio':>7}{'wall s':>8}{'load':>6} on {os.cpu_count()} cores")
     rows = []
     for mesh in MESHES:
-        c = config_of(mesh)
+        c = config_of(job := job_of(mesh))
         step = planned_step(c, load_model(c.model), mesh_sizes(c, DEVICES), chip)
-        planned, (at_work, wall) = plan_of(step, chip, 1).seconds, measured(c, rounds)
+        planned, (at_work, wall) = plan_of(step, chip, 1).seconds, measured(job, rounds)
         rows.append((planned, at_work, wall))
         figures = f"{planned:>10.3f}{at_work:>8.3f}{planned / at_work:>7.2f}{wall:>8.3f}"
         print(f"{mesh:<18}{figures}{os.getloadavg()[0]:>6.1f}", flush=True)

@@ -9,6 +9,7 @@ A program <name> is <name>.txt.gz, and what its compiler alone knows <name>.json
 stopped command goes on: after a change of source or settings, take another directory.
 """
 
+import collections
 import concurrent.futures
 import gzip
 import importlib.util
@@ -24,9 +25,10 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from bench.common import first_line
-from shardwright.cluster.chips import chip_of
-from shardwright.cluster.devices import known_options
+from bench.common import first_line, parser_of
+from bench.plan.clock import Clock
+from shardwright.cluster import chips, devices
+from shardwright.inspect.compiled import hlo, step
 from shardwright.run.compiling import with_mesh
 from shardwright.run.files import write_json
 
@@ -44,12 +46,22 @@ OPTIONS = {
 }
 
 
+def options_of(page: str | None, chips: list[str], default: list[str], rows: list[str], arguments: list[str] | None):
+    """What the command line chooses of programs on `chips`; all rows and the chips of `default` where it does not."""
+    parser = parser_of(page)
+    parser.add_argument("--out", type=Path, required=True, help="directory of the programs")
+    parser.add_argument("--chips", nargs="+", choices=chips, default=default)
+    parser.add_argument("--rows", nargs="+", choices=rows, default=rows)
+    parser.add_argument("--lines", action="store_true", help="with the lines that make the difference")
+    return parser.parse_args(arguments)
+
+
 def devices_of(chip: str, count: int, hosts: int = 1) -> Any:
     """So many devices, to compile for."""
     if chip in TPUS:
         topology = topologies.get_topology_desc(platform="tpu", topology_name=TPUS[chip])
     else:
-        known = chip_of(chip)
+        known = chips.chip_of(chip)
         values = {"name": known.kinds[0], "memory": GPUS[chip], "bandwidth": f"{known.memory_bandwidth:.0f}"}
         config = string.Template(Path(__file__).with_name("gpu.txtpb").read_text()).substitute(values)
         target = {"target_config": config, "topology": f"1x{hosts}x{count // hosts}"}
@@ -60,7 +72,7 @@ def devices_of(chip: str, count: int, hosts: int = 1) -> Any:
 def write(path: Path, chip: str, lowered: jax.stages.Lowered, options: Mapping, mesh: Any, facts: Mapping) -> None:
     """Compiles a program for a mesh, and writes its text, and facts with its chip and peak memory."""
     options = {**options, **(OPTIONS if chip in GPUS else {})}
-    made = lowered.compile(compiler_options=known_options(options, lambda line: print(line, file=sys.stderr)))
+    made = lowered.compile(compiler_options=devices.known_options(options, lambda line: print(line, file=sys.stderr)))
     Path(f"{path}.txt.gz").write_bytes(gzip.compress(with_mesh(made.as_text(), mesh).encode()))
     peak = made.memory_analysis().peak_memory_in_bytes
     write_json(Path(f"{path}.json"), {"chip": chip, **facts, "peak_bytes": peak})
@@ -95,3 +107,22 @@ def show_all(names: Iterable[tuple[str, ...]], out: Path, make: Callable, show: 
             print(path.name, first_line(error), flush=True)
             failed += 1
     return failed
+
+
+def reading(text: str, facts: Mapping[str, Any], attention: float = 0.0) -> dict[str, Any]:
+    """What a program says: its state in bytes, FLOPs, bytes sent by line, operation and axes, and on GPUs its clock."""
+    program = hlo.parse(text)
+    table, flops, sent = step.describe(program), 0.0, collections.Counter[Any]()
+    state = (i for i in program.entry.instructions.values() if i.opcode == "parameter" and i.op_name[:6] == "state.")
+    share = facts.get("of_device", 1) / facts.get("ticks", 1)  # of ticks, in which a device does a task
+    for row in table.rows:
+        times = row.count * row.turns * (share if row.sometimes else 1)
+        if row.kind == "matmul":
+            flops += row.size * times
+        elif row.kind == "collective":
+            sent[row.line.removeprefix("~"), row.what, " ".join(sorted(row.axes.split()))] += row.size * times
+    found = {"program": program, "state": sum(i.bytes for i in state), "FLOPs": flops, "sent": sent}
+    if facts["chip"] in GPUS:
+        found["clock"] = clock = Clock(program, table, chips.chip_of(facts["chip"]), facts, attention)
+        found["seconds"] = clock.seconds(program.entry)
+    return found

@@ -31,13 +31,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench.common import parser_of
-from bench.plan.clock import ATTENTION, Clock
-from bench.plan.programs import GPUS, TPUS, devices_of, show_all, write
+from bench.plan.clock import ATTENTION
+from bench.plan.programs import GPUS, TPUS, devices_of, options_of, reading, show_all, write
 from bench.throughput.peers.job import Job, Shapes
-from shardwright.cluster.chips import chip_of
-from shardwright.inspect.compiled.hlo import Computation, Program, parse
-from shardwright.inspect.compiled.step import describe
+from shardwright.inspect.compiled.hlo import Computation, Program
 
 TRAINERS = {"ours": "ours", "plain-jax": "plain_jax", "plain-jax-marked": "plain_jax", "flax-nnx": "flax_nnx"}
 MESHES = {"d8": (1, 8, 1), "d4t2": (1, 4, 2), "r4d8": (4, 8, 1)}
@@ -76,15 +73,12 @@ def make(path: Path, chip: str, row: str, trainer: str) -> None:
 
 def figures(text: str, facts: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
     """The figures of a row and trainer, and the seconds that a device waits at each line."""
-    program = parse(text)
-    table = describe(program)
-    sent = sum(row.size * row.count * row.turns for row in table.rows if row.kind == "collective")
-    found = {"GiB": facts["peak_bytes"] / 2**30, "GB sent": sent / 1e9}
+    read = reading(text, facts, ATTENTION)
+    found = {"GiB": facts["peak_bytes"] / 2**30, "GB sent": read["sent"].total() / 1e9}
     if facts["chip"] in TPUS:
-        return {"time": cycles(program, program.entry) / 1e6} | found, {}
-    clock = Clock(program, table, chip_of(facts["chip"]), {}, ATTENTION)
-    seconds = clock.seconds(program.entry)
-    return {"time": 1e3 * seconds, "exposed": clock.exposed.total() / seconds} | found, clock.exposed
+        return {"time": cycles(read["program"], read["program"].entry) / 1e6} | found, {}
+    seconds, exposed = read["seconds"], read["clock"].exposed
+    return {"time": 1e3 * seconds, "exposed": exposed.total() / seconds} | found, exposed
 
 
 def cycles(program: Program, computation: Computation) -> int:
@@ -100,12 +94,7 @@ def cycles(program: Program, computation: Computation) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="directory of the programs")
-    parser.add_argument("--chips", nargs="+", choices=[*GPUS, "v5e", "v6e"], default=[*GPUS])
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS)
-    parser.add_argument("--lines", action="store_true", help="with the lines at which a device waits longest")
-    args = parser.parse_args(arguments)
+    args = options_of(__doc__, [*GPUS, "v5e", "v6e"], ROWS, arguments)
     ours: dict[tuple[str, str], dict[str, float]] = {}
 
     def show(name: tuple[str, str, str], text: str, facts: dict[str, Any]) -> None:

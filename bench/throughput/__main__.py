@@ -2,7 +2,7 @@
 
     python -m bench.throughput [--sizes 2m,10m] [--only ours,torch]
 
-The contestants. Each is a file in peers/ and runs in its own process:
+The contestants, each a file in peers/ and a process of its own:
 
     floor     not a trainer: the products of the step alone
     ours      the step of train.py, on the mesh of a configuration, without the mask of documents
@@ -10,36 +10,28 @@ The contestants. Each is a file in peers/ and runs in its own process:
     torch     transformers' Llama in PyTorch: torch.compile, fused attention, fused AdamW
     seqax     the step of a checkout of seqax, with --seqax; products in bf16, the mesh of ours
 
-All train the same Llama-like model with AdamW and clipping, on sequences of one document each. The batches are on the
-device before the start. Products are in f32 on a CPU and in bf16 on a GPU; those of the demo are as `make demo` has
-them, in bf16 where the CPU has instructions for it. The residual stream and the logits are as the products, and so is
-SwiGLU but for ours. All else is in f32.
-On a CPU all contestants stay alive and take turns. On a GPU, whose memory they cannot share, one runs after the other.
-
-tokens/s is of the best round. floor: time of the floor as a part of the time of the step. Memory: the peak of the
-process, on a GPU of the allocator. Compile time: of the first step. ratio: tokens/s of ours by those of the other.
+The model is Llama-like, with AdamW and clipping, on sequences of one document each. The batches are on the device
+before the start. Products are in f32 on a CPU and in bf16 on a GPU; those of the demo are as `make demo` has them, in
+bf16 where the CPU has instructions for it. The residual stream and the logits are as the products, and so is SwiGLU but
+for ours. All else is in f32. On a CPU all contestants stay alive and take turns. On a GPU, whose memory they cannot
+share, one runs after the other. docs/performance.md (Beside other trainers) explains the columns.
 """
 
-import argparse
 import dataclasses
 import os
 import statistics
 from pathlib import Path
 
+from bench.common import parser_of
 from bench.throughput.peers.job import Job, Shapes
 from bench.throughput.processes import Contestant, run_rounds
 
-MODULES = {
-    "floor": "floor",
-    "ours": "ours",
-    "plain-jax": "plain_jax",
-    "torch": "torch_trainer",
-    "seqax": "seqax_trainer",
-}
+MODULES = {"floor": "floor", "ours": "ours", "plain-jax": "plain_jax"}
+MODULES |= {"torch": "torch_trainer", "seqax": "seqax_trainer"}
 
 
-def _c4(name: str, d_model: int, n_kv: int, d_ff: int, sequences: int) -> Job:
-    shapes = Shapes(vocab=32768, d_model=d_model, layers=8, n_kv=n_kv, n_q_per_kv=1, d_head=128, d_ff=d_ff)
+def _c4(name: str, d_model: int, d_ff: int, sequences: int) -> Job:
+    shapes = Shapes(vocab=32768, d_model=d_model, layers=8, n_kv=16, n_q_per_kv=1, d_head=128, d_ff=d_ff)
     return Job("", shapes, sequences, 1024, config=f"flat_tokens_c4_a100x1_{name}")
 
 
@@ -49,25 +41,13 @@ CPU_SIZES = {
     "10m": Job("", Shapes(4096, 384, layers=4, n_kv=3, n_q_per_kv=2, d_head=64, d_ff=1024), 4, 512),
 }
 """The jobs by the name of their size, without a contestant. 2m is configs/model/demo.yaml."""
-GPU_SIZES = {
-    "270m": _c4("270m", 1024, 16, 8192, 32),
-    "1b": _c4("1b", 2048, 16, 16384, 16),
-    "2b": _c4("2b", 4096, 16, 16384, 16),
-}
+GPU_SIZES = {"270m": _c4("270m", 1024, 8192, 32), "1b": _c4("1b", 2048, 16384, 16), "2b": _c4("2b", 4096, 16384, 16)}
 """As in configs/model."""
 SIZES = CPU_SIZES | GPU_SIZES | {"demo": dataclasses.replace(CPU_SIZES["2m"], d=4, t=2)}
 
 
 def jobs_of(size: str, names: list[str], dtype: str, platform: str, seqax: Path | None = None) -> dict[str, Job]:
-    """The jobs by name. The floor is first: the lines of the others need it.
-
-    Args:
-        size: of SIZES.
-        names: of MODULES, beside the floor.
-        dtype: as in Job.
-        platform: as in Job.
-        seqax: the checkout of seqax.
-    """
+    """The jobs by name of MODULES. The floor is first: the lines of the others need it. `seqax` is its checkout."""
     job = dataclasses.replace(SIZES[size], dtype=dtype, platform=platform)
     found = {name: dataclasses.replace(job, contestant=MODULES[name]) for name in MODULES if name in ("floor", *names)}
     if size == "demo":
@@ -93,21 +73,17 @@ def line_of(measured: Contestant, floor: Contestant, ours: Contestant | None) ->
     if measured.error:
         return f"{name}  failed: {measured.error}"
     best, median, job = min(measured.step_s), statistics.median(measured.step_s), measured.job
+    compared = ours is not None and ours.error is None and measured not in (ours, floor)
     of_floor = ""
     if floor.error is None and measured is not floor:
         of_floor = f"{min(floor.step_s) * (1 + job.attention_share) / best:.1%}"
     rates = f"{job.tokens / best:>10,.0f}{job.tokens / median:>10,.0f}{of_floor:>7}"
-    line = f"{name}{rates}{measured.peak / 2**20:>10,.0f}{measured.ready['compile_s']:>10.1f}"
-    if ours is not None and ours.error is None and measured not in (ours, floor):
-        line += f"{best / min(ours.step_s):>7.2f}"
-    return line
+    ratio = f"{best / min(ours.step_s):>7.2f}" if compared else ""
+    return f"{name}{rates}{measured.peak / 2**20:>10,.0f}{measured.ready['compile_s']:>10.1f}{ratio}"
 
 
 def main() -> None:
-    """Runs the comparisons that the command line names."""
-    parser = argparse.ArgumentParser(
-        "python -m bench.throughput", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--sizes", help=f"of {', '.join(SIZES)}; demo is the demo's run on 8 simulated devices")
     parser.add_argument("--only", help=f"of {', '.join(MODULES)}; the floor always runs")
     parser.add_argument("--seqax", type=Path, metavar="PATH", help="a checkout of seqax; its step is compared too")
@@ -116,7 +92,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--lines", type=int, default=0, metavar="N", help="shows where the time of ours and torch goes")
     parser.add_argument("--limit", type=float, default=600, metavar="S", help="seconds to compile, and for a round")
-    parser.add_argument("--settings", default="", metavar="'A=B …'", help="settings of ours, such as training.unroll=1")
     options = parser.parse_args()
     if not Path("/proc/self/status").exists():
         parser.error("this program needs Linux: it reads each contestant's memory from /proc")
@@ -140,17 +115,12 @@ def main() -> None:
         s, dtype = SIZES[size], dtype_of(size, platform)
         devices = ", 8 simulated devices" if size == "demo" else ""
         batch = f"{s.sequences} sequences of {s.length} tokens"
-        print(
-            f"\n{size}: {s.shapes.parameters:,} parameters, {batch}, {dtype}, {platform}{devices}\n{HEADER}", flush=True
-        )
+        title = f"{size}: {s.shapes.parameters:,} parameters, {batch}, {dtype}, {platform}{devices}"
+        print(f"\n{title}\n{HEADER}", flush=True)
         if size == "demo" and "torch" in names:
             print("torch         is left out: it has one device")
         measured = {}
-        jobs = jobs_of(size, names, dtype, platform, seqax)
-        if "ours" in jobs:
-            settings = f"{jobs['ours'].overrides} {options.settings}".strip()
-            jobs["ours"] = dataclasses.replace(jobs["ours"], overrides=settings)
-        for contestant in run_rounds(jobs, *timing):
+        for contestant in run_rounds(jobs_of(size, names, dtype, platform, seqax), *timing):
             measured[contestant.name] = contestant
             print(line_of(contestant, measured["floor"], measured.get("ours")), flush=True)
             if options.lines and contestant.name in ("ours", "torch") and not contestant.error:

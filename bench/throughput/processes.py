@@ -45,46 +45,37 @@ class Contestant:
 
     def measure(self, seconds: float) -> None:
         """The next part: building and compiling, or a round of about so many seconds. After an error: nothing."""
-        if self.error is not None:
+        if not self.ready:
+            self.ready = self._ask()
             return
-        with self._failing():
-            if not self.ready:
-                self.ready = self._answer()
-            else:
-                steps = max(1, round(seconds / (self.step_s or [self.ready["step_s"]])[-1]))
-                print(steps, file=self._process.stdin, flush=True)
-                done = self._answer()
-                self.step_s.append(done["seconds"] / steps)
-                self.peak = max(self.peak, done["peak"])
+        steps = max(1, round(seconds / (self.step_s or [self.ready["step_s"]])[-1]))
+        if done := self._ask(steps):
+            self.step_s.append(done["seconds"] / steps)
+            self.peak = max(self.peak, done["peak"])
 
     def lines(self) -> list[tuple[float, str]]:
         """Seconds of a step by source line or kernel, the longest first. After an error: none."""
-        with self._failing():
-            print("lines", file=self._process.stdin, flush=True)
-            return self._answer()["lines"]
-        return []
+        return self._ask("lines").get("lines", [])
 
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Context in which `error` becomes the last line on stderr, if the process ends or is killed at its limit."""
+    def _ask(self, request: object = "") -> dict[str, Any]:
+        """The next answer. If the process ends or is killed at its limit: none, and `error` is its last message."""
+        if self.error is not None:
+            return {}
         timer = threading.Timer(self.limit, self._kill)
         timer.daemon = True
         timer.start()
-        try:
-            yield
-        except (EOFError, BrokenPipeError):
-            lines = [line for line in self._messages.read_text().splitlines() if line.strip()]
-            said = lines[-1][:300] if lines else "no message"
-            ended = f"ended with {self._process.wait()}" if timer.is_alive() else f"killed after {self.limit:g} s"
-            self.error = f"{ended}: {said}"
-        finally:
-            timer.cancel()
-
-    def _answer(self) -> dict[str, Any]:
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                return json.loads(line.removeprefix(MARK))
-        raise EOFError
+        with contextlib.suppress(BrokenPipeError):
+            if request:
+                print(request, file=self._process.stdin, flush=True)
+            for line in self._process.stdout:
+                if line.startswith(MARK):
+                    timer.cancel()
+                    return json.loads(line.removeprefix(MARK))
+        ended = f"ended with {self._process.wait()}" if timer.is_alive() else f"killed after {self.limit:g} s"
+        timer.cancel()
+        said = [line for line in self._messages.read_text().splitlines() if line.strip()] or ["no message"]
+        self.error = f"{ended}: {said[-1][:300]}"
+        return {}
 
     def end(self) -> None:
         """Kills the process and those that it started, and waits for its end."""
@@ -109,9 +100,8 @@ def run_rounds(
         take_turns: all contestants stay alive and take turns; otherwise they run one after the other.
         limit: seconds after which a contestant that has not compiled, or not ended a round, is killed.
     """
-    groups = [[*jobs]] if take_turns else [[name] for name in jobs]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
-        for names in groups:
+        for names in [[*jobs]] if take_turns else [[name] for name in jobs]:
             group: list[Contestant] = []
             with contextlib.ExitStack() as cleanup:
                 for name in names:

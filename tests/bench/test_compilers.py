@@ -165,7 +165,7 @@ def test_kernels_of_attention(attributes, op_name, matmuls):
 
 
 def test_what_a_program_says():
-    found = compilers.reading(with_mesh(TEXT, {"d": 4}), FACTS)
+    found = programs.reading(with_mesh(TEXT, {"d": 4}), FACTS)
     assert (found["state"], found["FLOPs"]) == (64, 2 * 4 * 4 * 4 * (1 + 8 + 1))
     assert found["sent"] == {("train.py:10", op, "d"): 3 * 64 for op in ("all-gather", "reduce-scatter")}
 
@@ -185,7 +185,7 @@ def test_rows_that_are_there_are_left(tmp_path, monkeypatch, capsys):
     near = {"h100": 1.009, "v5e": 1.02}
     monkeypatch.setattr(programs, "apart", apart)
     monkeypatch.setattr(compilers, "compare", lambda text, facts: ({"state": near[facts["chip"]]}, text, ["a line"]))
-    options = ["--out", str(tmp_path), "--only", "h100", "v5e", "--configs", "gpt2_d8"]
+    options = ["--out", str(tmp_path), "--chips", "h100", "v5e", "--rows", "gpt2_d8"]
     with pytest.raises(SystemExit, match="not made: 1 rows"):
         compilers.main(options)
     said = capsys.readouterr().out
@@ -200,7 +200,7 @@ def test_rows_that_are_there_are_left(tmp_path, monkeypatch, capsys):
 
 def test_a_name_that_is_not_known(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        compilers.main(["--out", str(tmp_path), "--only", "h1000"])
+        compilers.main(["--out", str(tmp_path), "--chips", "h1000"])
     assert "invalid choice: 'h1000' (choose from" in capsys.readouterr().err
 
 

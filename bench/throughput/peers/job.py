@@ -37,21 +37,12 @@ class Shapes:
 
     def weights(self) -> dict[str, tuple[int, ...]]:
         """Shapes by name, as in train.py: stacked over layers, the dims that a product sums over first."""
-        n, model, hidden = self.layers, self.d_model, self.d_ff
-        return {
-            "embed": (self.vocab, model),
-            "attention_norm": (n, model),
-            "w_q": (n, model, self.n_kv, self.n_q_per_kv, self.d_head),
-            "w_k": (n, model, self.n_kv, self.d_head),
-            "w_v": (n, model, self.n_kv, self.d_head),
-            "w_o": (n, self.n_kv, self.n_q_per_kv, self.d_head, model),
-            "mlp_norm": (n, model),
-            "w_gate": (n, model, hidden),
-            "w_up": (n, model, hidden),
-            "w_down": (n, hidden, model),
-            "final_norm": (model,),
-            "unembed": (self.vocab, model),
-        }
+        n, model, hidden, kv = self.layers, self.d_model, self.d_ff, (self.n_kv, self.d_head)
+        q = self.n_kv, self.n_q_per_kv, self.d_head
+        found = {"embed": (self.vocab, model), "attention_norm": (n, model), "w_q": (n, model, *q)}
+        found |= {"w_k": (n, model, *kv), "w_v": (n, model, *kv), "w_o": (n, *q, model), "mlp_norm": (n, model)}
+        found |= {"w_gate": (n, model, hidden), "w_up": (n, model, hidden), "w_down": (n, hidden, model)}
+        return found | {"final_norm": (model,), "unembed": (self.vocab, model)}
 
     def random_weights(self, seed: int) -> dict[str, np.ndarray]:
         """Weights of a run's start, in f32; norms are 1."""

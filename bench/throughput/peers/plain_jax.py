@@ -18,17 +18,9 @@ from jax_extra import KEPT, save_for_backward
 
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16}
 WHOLE = ("embed", "final_norm", "unembed")
-SPECS = {
-    "embed": P("t", "d"),
-    "unembed": P("t", "d"),
-    "w_q": P("d", "t"),
-    "w_k": P("d", "t"),
-    "w_v": P("d", "t"),
-    "w_o": P("t", None, None, "d"),
-    "w_gate": P("d", "t"),
-    "w_up": P("d", "t"),
-    "w_down": P("t", "d"),
-}
+_IN, _OUT = P("d", "t"), P("t", "d")
+SPECS = {"embed": _OUT, "unembed": _OUT, "w_q": _IN, "w_k": _IN, "w_v": _IN, "w_o": P("t", None, None, "d")}
+SPECS |= {"w_gate": _IN, "w_up": _IN, "w_down": _OUT}
 """Sharding of the matrices of a layer, and of the others. Norms are on all devices."""
 BY_ROW, BETWEEN, WITHIN = P(("r", "d")), P(("r", "d"), "t"), P(("r", "d"), None, "t")
 """Shardings of batches, between layers and within them; the first dims are sequences and positions."""

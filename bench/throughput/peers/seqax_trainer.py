@@ -14,15 +14,8 @@ import numpy as np
 from bench.throughput.peers.job import Job, Trainer, batches, starts_of
 
 ROOT = Path(__file__).resolve().parents[3]
-UNUSED = {
-    "clearml": ("Logger", "Task"),
-    "datasets": ("load_dataset",),
-    "gcsfs": (),
-    "torch": (),
-    "torch.utils": (),
-    "torch.utils.data": ("DataLoader",),
-    "transformers": ("AutoTokenizer",),
-}
+UNUSED = {"clearml": ("Logger", "Task"), "datasets": ("load_dataset",), "gcsfs": (), "torch": (), "torch.utils": ()}
+UNUSED |= {"torch.utils.data": ("DataLoader",), "transformers": ("AutoTokenizer",)}
 """Modules that train.py imports and its step does not use, and the names that it takes from them."""
 
 
@@ -54,20 +47,10 @@ class Contestant(Trainer):
         del shapes["norm_epsilon"]
         shapes["rope_max_timescale"] = shapes.pop("rope_base")
         self.h = self.train.Hparams(**shapes)
-        self.hparams = self.train.TrainingHparams(
-            adam_b1=job.b1,
-            adam_b2=job.b2,
-            adam_eps=job.epsilon,
-            adam_eps_root=0.0,
-            weight_decay=job.weight_decay,
-            warmup_steps=0,
-            steps=1000,
-            steps_for_lr=1000,
-            cosine_learning_rate_final_fraction=1.0,  # a constant rate
-            learning_rate=job.learning_rate,
-            tokens=None,
-            seed=job.seed,
-        )
+        adam = {"adam_b1": job.b1, "adam_b2": job.b2, "adam_eps": job.epsilon, "adam_eps_root": 0.0}
+        adam |= {"weight_decay": job.weight_decay, "learning_rate": job.learning_rate, "warmup_steps": 0, "steps": 1000}
+        adam |= {"steps_for_lr": 1000, "cosine_learning_rate_final_fraction": 1.0}  # a constant rate
+        self.hparams = self.train.TrainingHparams(**adam, tokens=None, seed=job.seed)
         devices = mesh_utils.create_device_mesh([job.d, job.t], jax.devices()[: job.devices])
         self.mesh = jax.sharding.Mesh(devices, ("d", "t"))
         with self.mesh:
@@ -83,19 +66,11 @@ class Contestant(Trainer):
         """Weights by the names of Shapes as those of seqax, whose attention does not divide by √d_head."""
         w = weights
         swapped = lambda x: np.swapaxes(x, -3, -2)  # Q K D
-        layers = self.train.Transformer(
-            ln1=w["attention_norm"],
-            ln2=w["mlp_norm"],
-            w_q=swapped(w["w_q"]) * job.shapes.d_head**-0.5,
-            w_kv=np.stack([w["w_k"], w["w_v"]], axis=1),
-            w_o=swapped(np.moveaxis(w["w_o"], -1, 1)),  # M Q K D
-            w_gate=w["w_gate"],
-            w_up=w["w_up"],
-            w_down=np.swapaxes(w["w_down"], 1, 2),
-        )
-        return self.train.Model(
-            embed=w["embed"], unembed=w["unembed"], transformer=layers, final_layer_norm=w["final_norm"]
-        )
+        layers = {"ln1": w["attention_norm"], "ln2": w["mlp_norm"], "w_gate": w["w_gate"], "w_up": w["w_up"]}
+        layers |= {"w_q": swapped(w["w_q"]) * job.shapes.d_head**-0.5, "w_kv": np.stack([w["w_k"], w["w_v"]], axis=1)}
+        layers |= {"w_o": swapped(np.moveaxis(w["w_o"], -1, 1)), "w_down": np.swapaxes(w["w_down"], 1, 2)}  # M Q K D
+        whole = {"embed": w["embed"], "unembed": w["unembed"], "final_layer_norm": w["final_norm"]}
+        return self.train.Model(**whole, transformer=self.train.Transformer(**layers))
 
     def run(self, batch):
         with self.mesh:

@@ -23,20 +23,15 @@ AttentionInterface.register("causal_sdpa", causal)
 
 def model_of(c: Shapes, device: str) -> LlamaForCausalLM:
     """The model, with random weights."""
-    config = LlamaConfig(
-        vocab_size=c.vocab,
-        hidden_size=c.d_model,
-        intermediate_size=c.d_ff,
-        num_hidden_layers=c.layers,
-        num_attention_heads=c.heads,
-        num_key_value_heads=c.n_kv,
-        head_dim=c.d_head,
-        rms_norm_eps=c.norm_epsilon,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_base},
-        tie_word_embeddings=False,
-        use_cache=False,
-        attn_implementation="causal_sdpa",
-    )
+    settings = {
+        "vocab_size": c.vocab,
+        "hidden_size": c.d_model,
+        "intermediate_size": c.d_ff,
+        "rms_norm_eps": c.norm_epsilon,
+    }
+    settings |= {"num_hidden_layers": c.layers, "num_attention_heads": c.heads, "num_key_value_heads": c.n_kv}
+    settings |= {"head_dim": c.d_head, "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_base}}
+    config = LlamaConfig(**settings, tie_word_embeddings=False, use_cache=False, attn_implementation="causal_sdpa")
     with torch.device(device):
         return LlamaForCausalLM(config).train()
 
@@ -72,13 +67,9 @@ class Contestant(Trainer):
         torch.set_float32_matmul_precision("high" if job.dtype == "bf16" else "highest")
         self.model = model_of(job.shapes, self.device)
         load(self.model, weights)
+        betas, decay = (job.b1, job.b2), job.weight_decay
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(),
-            lr=job.learning_rate,
-            betas=(job.b1, job.b2),
-            eps=job.epsilon,
-            weight_decay=job.weight_decay,
-            fused=True,
+            self.model.parameters(), job.learning_rate, betas, job.epsilon, decay, fused=True
         )
         place = lambda x: torch.tensor(x.astype(np.int64), device=self.device)
         self.batches = [(place(inputs_of(x)), place(x)) for x in batches(job)]
