@@ -85,10 +85,8 @@ def sent_by(op: Op, mesh: Mapping[str, int]) -> float:
 
 def compare(text: str, facts: Mapping[str, Any]) -> tuple[dict[str, float], str, list[str]]:
     """The figures of a row, plan by compiler; what to say of it; and the lines whose bytes differ."""
-    c, chip = (
-        launch.composed(facts["config"], *facts["overrides"]),
-        dataclasses.replace(chip_of(facts["chip"]), **OF_XLA),
-    )
+    c = launch.composed(facts["config"], *facts["overrides"])
+    chip = dataclasses.replace(chip_of(facts["chip"]), **OF_XLA)
     step = planned_step(c, load_model(c.model), facts["mesh"], chip)
     theirs, sent, spent = reading(text, facts), collections.Counter[Any](), collections.Counter[str]()
     for op in plan_of(step, chip, 1).rows:
@@ -114,7 +112,8 @@ def compare(text: str, facts: Mapping[str, Any]) -> tuple[dict[str, float], str,
 
 
 def main(arguments: list[str] | None = None) -> None:
-    args = options_of(__doc__, [*GPUS, *TPUS], [*CASES], arguments)
+    chips = [*GPUS, *TPUS]
+    args = options_of(__doc__, chips, chips, [*CASES], arguments)
     rows: list[dict[str, float]] = []
 
     def show(name: tuple[str, str], text: str, facts: dict[str, Any]) -> None:
