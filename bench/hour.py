@@ -38,10 +38,8 @@ from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_dataset
 
 ROOT = Path(__file__).parents[1]
 TEXT, PROMPT, SAMPLED = "tests/data/austen_{}.jsonl.xz", "It was", 120
-SHORT = 20, 80
-"""Steps of the two short runs."""
-MARGIN = 0.97
-"""Part of the time for which steps are planned: a machine is not equally fast in each minute."""
+SHORT = 20, 80  # steps of the two short runs
+MARGIN = 0.97  # part of the time for which steps are planned: a machine is not equally fast in each minute
 
 
 def call(*command: str, at: Path = ROOT) -> str:

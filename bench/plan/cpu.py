@@ -19,11 +19,11 @@ SIZES, MESSAGES = (64, 256, 1024), (2**12, 2**17, 2**22)
 """Sizes m, k and n of the products, and bytes of the collectives, that are measured."""
 _LONG, _RUNS = 2**22, 3
 """Elements of an array that moves in memory, and runs of a program."""
-_OPERATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "all_gather": functools.partial(jax.lax.all_gather, axis_name="of", tiled=True),
-    "psum_scatter": functools.partial(jax.lax.psum_scatter, axis_name="of", tiled=True),
-    "psum": functools.partial(jax.lax.psum, axis_name="of"),
-    "all_to_all": functools.partial(jax.lax.all_to_all, axis_name="of", split_axis=0, concat_axis=0, tiled=True),
+_OPERATIONS: dict[str, Callable] = {
+    "all_gather": functools.partial(jax.lax.all_gather, tiled=True),
+    "psum_scatter": functools.partial(jax.lax.psum_scatter, tiled=True),
+    "psum": jax.lax.psum,
+    "all_to_all": functools.partial(jax.lax.all_to_all, split_axis=0, concat_axis=0, tiled=True),
 }
 
 
@@ -60,21 +60,15 @@ def measured_cpu(devices: int, clock: Callable[[], float] = timeit.default_timer
 def _collective(op: str, devices: list[jax.Device], seconds: Callable[..., float]) -> Table:
     """Bytes a second of an operation on groups of two and of all, which all groups run at once."""
     groups = [n for n in sorted({2, len(devices)}) if len(devices) % n == 0]
-    rates = []
+    rates, operation = [], functools.partial(_OPERATIONS[op], axis_name="of")
     for n, size in itertools.product(groups, MESSAGES):  # the operand of one device: of a gather, its part
         mine = math.ceil(size / 4 / n) * (1 if op == "all_gather" else n)
-        rates.append(size / seconds(_OPERATIONS[op], [(mine,)], devices, max(4, 2**22 // size), n))
+        rates.append(size / seconds(operation, [(mine,)], devices, max(4, 2**22 // size), n))
     return Table((tuple(groups), MESSAGES), np.array(rates).reshape(len(groups), len(MESSAGES)))
 
 
 def _seconds(
-    clock: Callable[[], float],
-    program: Callable,
-    shapes: list,
-    devices: list,
-    turns: int,
-    n: int = 1,
-    dtype: str = "float32",
+    clock: Callable[[], float], program: Callable, shapes: list, devices: list, turns: int, n: int = 1, dtype="float32"
 ) -> float:
     """Seconds of a program that all devices run at once, each on arrays of these shapes, in groups of n.
 

@@ -20,11 +20,10 @@ import jax
 from bench.common import parser_of
 from bench.plan.clock import ATTENTION, Clock, attention_matmuls
 from shardwright.cluster.chips import chip_of, known
-from shardwright.inspect.compiled.hlo import Program, parse
+from shardwright.inspect.compiled import hlo, trace
 from shardwright.inspect.compiled.operations import works_of
 from shardwright.inspect.compiled.step import describe
 from shardwright.inspect.compiled.table import Table
-from shardwright.inspect.compiled.trace import LINES, devices_of
 from shardwright.run.profile import MODULE
 from shardwright_data.foreign import read_object
 
@@ -34,22 +33,22 @@ Row = tuple[str, float, float, str]
 """Kind, ms measured, ms predicted, and the kernel with its source line."""
 
 
-def measured(trace: Path, table: Table) -> collections.Counter[str]:
+def measured(file: Path, table: Table) -> collections.Counter[str]:
     """Seconds of each operation in a step, the mean over devices and steps. Raises ValueError if the trace has none."""
-    if not (steps := read_object(trace.with_name(LINES)).get("steps")):
-        raise ValueError(f"{trace.with_name(LINES)} has no number of steps: train again, with this version.")
-    devices = devices_of(jax.profiler.ProfileData.from_file(str(trace)), MODULE, steps)
+    if not (steps := read_object(file.with_name(trace.LINES)).get("steps")):
+        raise ValueError(f"{file.with_name(trace.LINES)} has no number of steps: train again, with this version.")
+    devices = trace.devices_of(jax.profiler.ProfileData.from_file(str(file)), MODULE, steps)
     found = collections.Counter[str]()
     for device in devices.values():
         for (start, end), name in device.operations:
             if table.line_of.get(name, "") is not None:  # a loop's time is that of what is in it
                 found[name] += (end - start) / 1e9 / steps / len(devices)
     if not found:
-        raise ValueError(f"{trace} has no operation of the step")
+        raise ValueError(f"{file} has no operation of the step")
     return found
 
 
-def kinds(program: Program, table: Table) -> dict[str, str]:
+def kinds(program: hlo.Program, table: Table) -> dict[str, str]:
     """What each operation is: products, attention, collectives or the rest."""
     found = {}
     for computation in program.computations.values():
@@ -67,8 +66,8 @@ def rows(run: Path, chip: str) -> list[Row]:
         if not (files := sorted(run.glob(pattern))):
             raise ValueError(f"{run} has no {pattern}: give the directory of a run that was profiled.")
         found.append(files[-1])
-    text, trace = found
-    program = parse(content := text.read_text())
+    text, profile = found
+    program = hlo.parse(content := text.read_text())
     table, told = describe(program), collections.Counter[str]()
     if "reification_cost" in content:
         clock = Clock(program, table, chip_of(chip), {}, ATTENTION)
@@ -76,7 +75,7 @@ def rows(run: Path, chip: str) -> list[Row]:
         told = clock.kernels
     else:
         print(f"XLA wrote no prediction into {text}: train on a GPU, with +{OPTION}.", file=sys.stderr)
-    took, kind = measured(trace, table), kinds(program, table)
+    took, kind = measured(profile, table), kinds(program, table)
     names = sorted(took.keys() | +told, key=lambda name: -max(took[name], told[name]))
     label = lambda name: f"{name}  {table.line_of.get(name) or ''}".rstrip()
     row = lambda name: (1e3 * took[name], 1e3 * told[name], label(name))

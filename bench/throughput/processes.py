@@ -23,25 +23,17 @@ class Contestant:
 
     def __init__(self, name: str, job: Job, scratch: Path, limit: float):
         self.name, self.job, self.limit = name, job, limit
-        self.ready: dict[str, Any] = {}
-        """compile_s and step_s, in seconds."""
-        self.step_s: list[float] = []
-        """Seconds of a step in each round."""
-        self.peak = 0
-        """Peak bytes of the GPU's allocator, or of the process."""
+        self.ready: dict[str, Any] = {}  # compile_s and step_s, in seconds
+        self.step_s: list[float] = []  # seconds of a step in each round
+        self.peak = 0  # bytes of the GPU's allocator, or of the process
         self.error: str | None = None
         self._messages = scratch / f"{name}.stderr"
+        command = [python_of(job), "-m", "bench.throughput.peers.worker", job.to_json()]
         with self._messages.open("w") as messages:
-            self._process = subprocess.Popen(
-                [python_of(job), "-m", "bench.throughput.peers.worker", job.to_json()],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=messages,
-                text=True,
-                cwd=ROOT,
-                env=environment(job, scratch),
-                start_new_session=True,  # a signal to the group reaches the processes that it starts too
-            )
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": messages, "text": True}
+            # In a session: a signal to its group reaches the processes that it starts too.
+            session = {"cwd": ROOT, "env": environment(job, scratch), "start_new_session": True}
+            self._process = subprocess.Popen(command, **pipes, **session)
 
     def measure(self, seconds: float) -> None:
         """The next part: building and compiling, or a round of about so many seconds. After an error: nothing."""
@@ -93,12 +85,8 @@ def run_rounds(
 ) -> Iterator[Contestant]:
     """Runs each job, and gives each contestant after the rounds of its group. If one fails, others continue.
 
-    Args:
-        jobs: by name.
-        rounds: number of rounds.
-        seconds: approximate time of a contestant's part of a round.
-        take_turns: all contestants stay alive and take turns; otherwise they run one after the other.
-        limit: seconds after which a contestant that has not compiled, or not ended a round, is killed.
+    A contestant's part of a round takes about so many seconds. If they take turns, all stay alive; otherwise they run
+    one after the other. One that has not compiled, or not ended a round, after `limit` seconds is killed.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         for names in [[*jobs]] if take_turns else [[name] for name in jobs]:
@@ -116,7 +104,6 @@ def run_rounds(
 
 
 def python_of(job: Job) -> str:
-    """The interpreter of a contestant."""
     return f"{job.checkout}/.venv/bin/python" if job.checkout else sys.executable
 
 

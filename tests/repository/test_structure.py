@@ -53,7 +53,7 @@ BY_NAME |= {
 """Modules that import what a configuration, a command line, a pickled function, or a list of programs names."""
 SHARED = {f"tools.report.{name}" for name in ("comparing", "page", "plots", "reading")}
 SHARED |= {f"tools.huggingface.{name}" for name in ("check", "families")}
-SHARED |= {"bench.throughput.peers.ours", "bench.throughput.peers.job"}
+SHARED |= {"bench.common", "bench.throughput.peers.ours", "bench.throughput.peers.job"}
 """Modules of several programs."""
 MAX_LINES, MAX_SHARE, MAX_TRAIN_NAMES = 450, 0.25, 32
 LONGER = {"train": 693}

@@ -14,14 +14,9 @@ from bench.throughput.peers.job import BOS_ID, Job, batches, starts_of
 from bench.throughput.peers.plain_jax import OnJax
 from shardlib.shardtypes import make_shardings
 from shardwright.cluster.devices import known_options, make_mesh, start_devices
-from shardwright.inspect.compiled.hlo import parse
-from shardwright.inspect.compiled.step import describe
-from shardwright.inspect.compiled.trace import devices_of, line_times
+from shardwright.inspect.compiled import hlo, step, trace
 from shardwright.modeling.model import load_model
-from shardwright.run.compiling import free_kept_memory
-from shardwright.run.config import Config, check_divides
-from shardwright.run.launch import composed
-from shardwright.run.profile import MODULE
+from shardwright.run import compiling, config, launch, profile
 from shardwright.run.step import trace_step
 from shardwright_data.loader import TokenBatch, in_microbatches
 
@@ -31,7 +26,7 @@ def overrides(sections: dict[str, dict[str, Any]]) -> list[str]:
     return [f"++{name}.{key}={value}" for name, settings in sections.items() for key, value in settings.items()]
 
 
-def config_of(job: Job) -> Config:
+def config_of(job: Job) -> config.Config:
     """The configuration of a run: job.config, with the shapes and numbers of the job."""
     training = {"batch_size": job.sequences, "seq_len": job.length, "steps": 1000, "seed": job.seed}
     training |= {"document_mask": False, "compute_dtype": job.dtype}
@@ -42,7 +37,7 @@ def config_of(job: Job) -> Config:
     sections |= {"mesh": {axis: getattr(job, axis) for axis in "rdt"}, "hardware": {"compilation_cache": "null"}}
     # On TPUs too, without a loop: jaxlib 0.10.2 cannot read what libtpu 0.0.42.1 makes of one for v6e.
     hardware = "cpu" if job.platform == "cpu" else "h200"
-    return composed(job.config, f"hardware={hardware}", *overrides(sections), *job.overrides.split())
+    return launch.composed(job.config, f"hardware={hardware}", *overrides(sections), *job.overrides.split())
 
 
 class Contestant(OnJax):
@@ -54,7 +49,7 @@ class Contestant(OnJax):
         self.model = load_model(c.model)
         self.mesh = make_mesh(jax.devices()[: job.devices], **dataclasses.asdict(c.mesh))
         with jax.set_mesh(self.mesh):
-            check_divides(c, self.mesh.shape)
+            config.check_divides(c, self.mesh.shape)
             init = functools.partial(train.init_state, c=c, model=self.model)
             self.state = jax.jit(init)(jax.random.key(c.training.seed))
             self.state.weights = placed(weights, self.state.weights)
@@ -69,9 +64,9 @@ class Contestant(OnJax):
 
     @functools.cached_property
     def training_step(self) -> jax.stages.Compiled:
-        step = train.make_training_step(self.config, self.model).lower(self.state, self.batches[0], np.int32(0))
-        compiled = step.compile(compiler_options=known_options(self.config.hardware.options, print))
-        free_kept_memory()
+        lowered = train.make_training_step(self.config, self.model).lower(self.state, self.batches[0], np.int32(0))
+        compiled = lowered.compile(compiler_options=known_options(self.config.hardware.options, print))
+        compiling.free_kept_memory()
         return compiled
 
     def run(self, batch: TokenBatch) -> jax.Array:
@@ -83,10 +78,10 @@ class Contestant(OnJax):
         with tempfile.TemporaryDirectory() as directory:
             with jax.profiler.trace(directory):
                 self.wait([self.step() for _ in range(steps)])
-            profile = jax.profiler.ProfileData.from_file(str(next(Path(directory).rglob("*.xplane.pb"))))
-        devices = devices_of(profile, MODULE, steps)
-        found = line_times(devices, describe(parse(self.training_step.as_text())))["lines"]
-        return [(row["seconds"], f"{row['line']}  {row['text']}") for row in found]
+            found = jax.profiler.ProfileData.from_file(str(next(Path(directory).rglob("*.xplane.pb"))))
+        table = step.describe(hlo.parse(self.training_step.as_text()))
+        lines = trace.line_times(trace.devices_of(found, profile.MODULE, steps), table)["lines"]
+        return [(row["seconds"], f"{row['line']}  {row['text']}") for row in lines]
 
 
 def whole_documents(targets: np.ndarray, microbatches: int) -> TokenBatch:

@@ -22,7 +22,6 @@ AttentionInterface.register("causal_sdpa", causal)
 
 
 def model_of(c: Shapes, device: str) -> LlamaForCausalLM:
-    """The model, with random weights."""
     settings = {
         "vocab_size": c.vocab,
         "hidden_size": c.d_model,
@@ -36,25 +35,20 @@ def model_of(c: Shapes, device: str) -> LlamaForCausalLM:
         return LlamaForCausalLM(config).train()
 
 
+NAMES = {"input_layernorm": "attention_norm", "post_attention_layernorm": "mlp_norm"}
+NAMES |= {f"self_attn.{x}_proj": f"w_{x}" for x in "qkvo"} | {f"mlp.{x}_proj": f"w_{x}" for x in ("gate", "up", "down")}
+WHOLE = {"model.embed_tokens": "embed", "model.norm": "final_norm", "lm_head": "unembed"}
+"""Our weights by their modules: in a layer, and beside the layers."""
+
+
 def load(model: LlamaForCausalLM, weights: dict[str, np.ndarray]) -> None:
     """Puts weights in train.py's layout into `model`: torch has outputs first, and one dim for all heads."""
-
-    def put(parameter, x):
-        with torch.no_grad():
-            parameter.copy_(torch.tensor(np.ascontiguousarray(x)))
-
-    d_model = model.config.hidden_size
-    put(model.model.embed_tokens.weight, weights["embed"])
-    put(model.model.norm.weight, weights["final_norm"])
-    put(model.lm_head.weight, weights["unembed"])
-    for i, layer in enumerate(model.model.layers):
-        put(layer.input_layernorm.weight, weights["attention_norm"][i])
-        put(layer.post_attention_layernorm.weight, weights["mlp_norm"][i])
-        for name in ("q", "k", "v"):
-            put(getattr(layer.self_attn, f"{name}_proj").weight, weights[f"w_{name}"][i].reshape(d_model, -1).T)
-        put(layer.self_attn.o_proj.weight, weights["w_o"][i].reshape(-1, d_model).T)
-        for name in ("gate", "up", "down"):
-            put(getattr(layer.mlp, f"{name}_proj").weight, weights[f"w_{name}"][i].T)
+    d_model, found = model.config.hidden_size, {f"{module}.weight": weights[name] for module, name in WHOLE.items()}
+    shape = lambda name: (-1, d_model) if name in ("w_o", "w_down") else (d_model, -1)
+    for module, name in NAMES.items():
+        for i, x in enumerate(weights[name]):
+            found[f"model.layers.{i}.{module}.weight"] = x if x.ndim == 1 else x.reshape(shape(name)).T
+    model.load_state_dict({name: torch.tensor(np.ascontiguousarray(x)) for name, x in found.items()})
 
 
 class Contestant(Trainer):

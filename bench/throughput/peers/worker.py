@@ -14,8 +14,7 @@ import time
 from bench.throughput.peers.job import Job
 
 MARK = "@answer "
-PROFILED = 5
-"""Steps that are profiled for `lines`."""
+PROFILED = 5  # steps, for `lines`
 
 
 def answer(**values) -> None:
