@@ -98,9 +98,9 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "").rstrip(". ") or type(error).__name__
 
 
-def read_object(path: str | os.PathLike, kinds: Any = dict, most: int = SMALL, remedy: str = COPY_AGAIN) -> dict:
+def read_object(path: str | os.PathLike, kinds: Any = dict, most: int = SMALL) -> dict:
     """The JSON object in a file. Raises what `read_file` and `parse_object` raise."""
-    return parse_object(str(path), read_text(path, most), kinds, remedy)
+    return parse_object(str(path), read_text(path, most), kinds)
 
 
 def parse_object(where: str, content: str | bytes, kinds: Any = dict, remedy: str = COPY_AGAIN) -> dict[str, Any]:

@@ -113,10 +113,9 @@ def orthogonalized(x: W, updates: Any, iterations: int) -> W:
     for layout, members in stacks.items():
         dims = (*layout.rows, *layout.columns)
         by_rows = lambda i, at_rest, spec: shardops.rearrange(f"{at_rest} -> {spec}", leaves[i].astype(act.dtype))
-        fn = functools.partial(newton_schulz_stack, rows=len(layout.rows), iterations=iterations)
         new = shardops.per_device(
             ", ".join(spec for _, _, spec in members),
-            functools.partial(on_stacks, fn, dims, layout.stack_axes),
+            functools.partial(newton_schulz_stacks, layout, iterations),
             *(by_rows(*member) for member in members),
             reason=f"each device takes some of the matrices {' '.join(map(str, dims))} whole, each by itself",
         )
@@ -125,10 +124,17 @@ def orthogonalized(x: W, updates: Any, iterations: int) -> W:
     return jax.tree.unflatten(structure, leaves)
 
 
-def on_stacks(fn: Callable, dims: tuple[Dim, ...], axes: tuple[str, ...], *arrays: jax.Array) -> list[jax.Array]:
-    """on_whole_matrices for arrays[…, *dims], which are joined to one stack for it."""
+def newton_schulz_stacks(layout: Layout, iterations: int, *arrays: jax.Array) -> list[jax.Array]:
+    """Applies newton_schulz to each matrix of arrays[…, *rows, *columns], which are joined to one stack for it."""
+    dims, end = (*layout.rows, *layout.columns), 1 + len(layout.rows)
+
+    def each_matrix(x):
+        matrices = x.reshape(len(x), math.prod(x.shape[1:end]), -1)
+        # One after the other: each fills a device, and the memory beside the stack is that of one matrix.
+        return [lax.map(lambda matrix: newton_schulz(matrix, iterations), matrices).reshape(x.shape)]
+
     parts = [x.reshape(-1, *x.shape[-len(dims) :]) for x in arrays]
-    (stack,) = on_whole_matrices(lambda x: [fn(x)], (dims,), axes, jnp.concatenate(parts))
+    (stack,) = on_whole_matrices(each_matrix, (dims,), layout.stack_axes, jnp.concatenate(parts))
     split = jnp.split(stack, np.cumsum([len(part) for part in parts[:-1]]))
     return [part.reshape(x.shape) for part, x in zip(split, arrays, strict=True)]
 
@@ -166,13 +172,6 @@ def on_whole_matrices(fn: Callable, dims: tuple[tuple[Dim, ...], ...], done: tup
 def each(fn: Callable, xs: Iterable, *others: Iterable) -> list:
     """The results of fn(x, *others of this x); None where x is None."""
     return [x if x is None else fn(x, *rest) for x, *rest in zip(xs, *others, strict=True)]
-
-
-def newton_schulz_stack(x: jax.Array, rows: int, iterations: int) -> jax.Array:
-    """Applies newton_schulz to each matrix of x[stack, *rows, *columns]; `rows` is the number of dims of the rows."""
-    matrices = x.reshape(len(x), math.prod(x.shape[1 : 1 + rows]), -1)
-    # One after the other: each fills a device, and the memory beside the stack is that of one matrix.
-    return lax.map(lambda matrix: newton_schulz(matrix, iterations), matrices).reshape(x.shape)
 
 
 def newton_schulz(x: jax.Array, iterations: int) -> jax.Array:

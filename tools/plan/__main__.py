@@ -29,9 +29,11 @@ from shardwright.run.launch import CONFIGS, start_with_section
 from shardwright.settings.program import run_program
 from shardwright.settings.words import say
 from shardwright_data.checks import within
-from tools.plan import rows
+from tools.plan.calibration import calibrated
 from tools.plan.compare import compared
 from tools.plan.page import page
+from tools.plan.rows import lines
+from tools.plan.runs import read
 from tools.plan.screen import as_text
 from tools.plan.search import as_config, as_lines, search
 
@@ -125,8 +127,10 @@ class Settings:
 
 
 def run(config: Settings) -> None:
-    """Plans the rows of a table."""
-    rows.run(config.rows, config.calibrate, config.most, config.together)
+    """Prints the rows of a table with their plans; with `calibrate`, what calibration on some of them finds."""
+    table = read(config.rows)
+    for line in calibrated(table, config.most, config.together) if config.calibrate else lines(table):
+        say(line)
 
 
 if __name__ == "__main__":

@@ -5,10 +5,9 @@ import io
 import sys
 from collections.abc import Iterator
 
-from shardwright.settings.words import say
 from shardwright_data.foreign import one_line
-from tools.plan.calibration import calibrated, scores
-from tools.plan.runs import ADDED, Table, memory, plan, read, step_of
+from tools.plan.calibration import scores
+from tools.plan.runs import ADDED, Table, memory, plan, step_of
 
 
 def lines(table: Table) -> Iterator[str]:
@@ -40,10 +39,3 @@ def _csv(row: list[str]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="").writerow(row)
     return text.getvalue()
-
-
-def run(path: str, calibrate: bool = False, most: int = 20, together: bool = False) -> None:
-    """Prints the table in a file with its plans; with `calibrate`, what calibration on at most so many rows finds."""
-    table = read(path)
-    for line in calibrated(table, most, together) if calibrate else lines(table):
-        say(line)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from omegaconf import MISSING
 from rich.console import Console
@@ -22,13 +23,14 @@ from rich.console import Console
 from shardwright.inspect.microscope.of_run import Microscope
 from shardwright.run.files import write_whole
 from shardwright.run.opening import StagesChoice
+from shardwright.run.skipping import are_finite
 from shardwright.settings.program import run_program
 from shardwright.settings.screen import print_line
 from shardwright_data.checks import check_choice, within
 from shardwright_data.text.tokenizers import Tokenizer
 from tools.replay import bisect, show, two_runs
 from tools.replay.documents import Document, documents_of, on_host, token_losses, tokenizer_of, with_losses
-from tools.replay.nonfinite import Explainer, is_finite
+from tools.replay.nonfinite import Explainer
 from tools.replay.session import Done, Session, logged, metrics_of, opened
 
 
@@ -122,7 +124,7 @@ def step_of(session: Session, config: Settings, logs: dict[int, dict], console: 
     skipped = ", skipped" * done.skipped
     print_line(console, f"step {step}  loss {done.loss:.7g}  grad_norm {done.grad_norm:.7g}{skipped}  {what}")
     why = []
-    if not (np.isfinite(done.loss + done.grad_norm) and is_finite(after)):
+    if not (np.isfinite(done.loss + done.grad_norm) and all(map(bool, jax.tree.leaves(are_finite(after))))):
         why = Explainer(session).explain(session.state, batch, every)
         for line in why or ["what is not finite there is in no single operation that a replay sees"]:
             print_line(console, f"not finite  {line}")

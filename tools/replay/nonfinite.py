@@ -8,18 +8,12 @@ import numpy as np
 
 from shardwright.inspect.microscope.origin import Finder, Origin, positions
 from shardwright.run.checkpoint_arrays import named_leaves
-from shardwright.run.skipping import are_finite
 from shardwright_data.loader import TokenBatch
 from tools.replay.documents import Document
 from tools.replay.session import Session
 
 METRICS = 2
 """The loss and the norm of the gradients: the first of train.Metrics."""
-
-
-def is_finite(state: Any) -> bool:
-    """Whether all values of a state are finite."""
-    return all(map(bool, jax.tree.leaves(are_finite(state))))
 
 
 def in_state(state: Any) -> Iterator[str]:
