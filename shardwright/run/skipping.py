@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.settings.words import listed
 from shardwright_data.loader import Loader
-from shardwright_data.loader.origins import documents_of_batch
 
 SMALLER_RATE = (
     "begin another run with the weights of an earlier checkpoint (training.init_from) and a smaller "
@@ -108,7 +107,7 @@ class SkippedSteps:
 def described_documents(loader: Loader, batch: int) -> tuple[str, dict[str, list]]:
     """The documents of a batch in words, and as stretches by source for the log; those of a stream are not known."""
     try:
-        found = documents_of_batch(loader, batch)
+        found = loader.documents(batch)
     except (ValueError, OSError) as error:
         return f"documents unknown: {error}", {}
     named = [

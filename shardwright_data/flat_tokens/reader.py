@@ -237,6 +237,16 @@ class Reader:
         )
         return starts.astype(np.int64), (ends - starts).astype(np.int64)
 
+    def documents_at(self, places: Places) -> Places:
+        """The index of the document that each token belongs to. Tokens are given by their places in the split."""
+        low, high = np.zeros_like(places), np.full_like(places, self.num_documents)
+        # All places at once, so that a remote dataset gets some sixty requests at most.
+        while (high - low > 1).any():
+            middle = (low + high) // 2
+            starts, _ = self.document_spans(middle)
+            low, high = np.where(starts <= places, middle, low), np.where(starts <= places, high, middle)
+        return low
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """Identity of the split, wherever it is stored: its sizes, and a checksum of tokens at 16 places in it.

@@ -4,7 +4,7 @@
 that is tokenized on the fly. `prefetch` loads batches ahead of use.
 """
 
-from shardwright_data.loader.batches import Loader, TokenBatch, batch_shapes, in_microbatches, prefetch
+from shardwright_data.loader.batches import Loader, Piece, TokenBatch, batch_shapes, in_microbatches, prefetch
 from shardwright_data.loader.config import DataConfig, SourceConfig, StreamConfig, batch_of, check_skips, fixed_settings
 from shardwright_data.loader.flat import FlatTokensLoader
 from shardwright_data.loader.opening import make_loader, steps_for

@@ -40,6 +40,24 @@ class TokenBatch:
     """Further values of the dataset for each target; 0 in padding. None where the model reads none."""
 
 
+@dataclasses.dataclass
+class Piece:
+    """The part of a document in a sequence of a batch."""
+
+    sequence: int
+    """Index of the sequence in the batch."""
+    position: int
+    """First position of the part in the sequence."""
+    document: int | None
+    """Index of the document in the split; None for a stream, which has none."""
+    start: int
+    """Place of the first token of the part in the document."""
+    length: int
+    """Number of tokens."""
+    source: str | None = None
+    """The name of its source in the mixture."""
+
+
 def in_microbatches(sequences: T, count: int) -> T:
     """Host arrays [sequences, …], each as [count, sequences / count, …]: the microbatches of a batch."""
     return jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), sequences)
@@ -142,6 +160,27 @@ class Loader:
     def epochs_before(self, step: int) -> Fraction:
         """Passes over the data before the batch of `step`. Raises ValueError if that is not known."""
         raise ValueError(NO_EPOCHS)
+
+    def pieces(self, step: int) -> list[Piece]:
+        """The parts of documents in the batch of `step`, in order.
+
+        Raises ValueError for a stream, whose batches are known only once they are read.
+        """
+        raise ValueError(
+            "The run reads a stream, whose batches are not known without reading it from the start. Write a dataset "
+            "with tools/huggingface_to_flat_tokens to be able to look at any step."
+        )
+
+    def documents(self, step: int) -> dict[str | None, list[tuple[int, int]]]:
+        """First and last index of each stretch of documents in the batch of `step`, by source; raises as `pieces`."""
+        stretches: dict[str | None, list[tuple[int, int]]] = {}
+        for piece in sorted(self.pieces(step), key=lambda piece: piece.document):
+            known = stretches.setdefault(piece.source, [])
+            if known and piece.document <= known[-1][1] + 1:
+                known[-1] = known[-1][0], piece.document
+            else:
+                known.append((piece.document, piece.document))
+        return stretches
 
     @property
     def byte_lengths(self) -> ByteLengths | None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardwright_data import flat_tokens
 from shardwright_data.flat_tokens.reader import CACHE_BYTES
-from shardwright_data.loader.batches import NO_EPOCHS, Loader, TokenBatch
+from shardwright_data.loader.batches import NO_EPOCHS, Loader, Piece, TokenBatch
 from shardwright_data.loader.config import DataConfig, SourceConfig
 from shardwright_data.loader.order import BLOCK, PERIOD, Indices, Quotas, permute
 from shardwright_data.text.tokenizers import ByteLengths, byte_lengths_of_datasets
@@ -173,6 +173,21 @@ class FlatTokensLoader(Loader):
         parts = [self.sources[name].sequences(numbers) for name, _, numbers in found]
         back = np.argsort(np.concatenate([places for _, places, _ in found]))
         return jax.tree.map(lambda *of_sources: np.concatenate(of_sources)[back], *parts)
+
+    def pieces(self, step: int) -> list[Piece]:
+        """The parts of documents in the batch of `step`, as Loader.pieces describes."""
+        pieces = []
+        for name, indices, numbers in self.locate(step, np.arange(self.batch_size)):
+            source = self.sources[name]
+            starts, lengths = source.spans(numbers)
+            firsts, lasts = np.split(source.dataset.documents_at(np.concatenate([starts, starts + lengths - 1])), 2)
+            documents = np.concatenate([np.arange(a, b + 1) for a, b in zip(firsts, lasts, strict=True)])
+            indices, starts, ends = (np.repeat(x, lasts - firsts + 1) for x in (indices, starts, starts + lengths))
+            begins, sizes = source.dataset.document_spans(documents)
+            low, high = np.maximum(starts, begins), np.minimum(ends, begins + sizes)
+            columns = indices, low - starts, documents, low - begins, high - low
+            pieces += [Piece(*row, name) for row in zip(*(column.tolist() for column in columns), strict=True)]
+        return sorted(pieces, key=lambda piece: (piece.sequence, piece.position))
 
     def state(self, step: int) -> dict[str, Any]:
         """Identity of each dataset, as Loader.state describes, and of those `before` the `first` batch."""

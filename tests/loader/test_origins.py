@@ -7,7 +7,6 @@ from written_datasets import TEXTS, write
 
 from shardwright_data.flat_tokens import Reader
 from shardwright_data.loader import DataConfig, SourceConfig, make_loader
-from shardwright_data.loader.origins import find_documents, pieces_of_batch
 from shardwright_data.text.tokenizers import open_tokenizer
 
 
@@ -16,12 +15,12 @@ def dataset(tmp_path):
     return write(tmp_path / "d")
 
 
-def test_find_documents(dataset):
+def test_documents_at(dataset):
     reader = Reader(dataset, "train")
     starts = zarr.open_array(dataset, path="train/seq_starts", mode="r")[:]
     places = np.arange(reader.num_tokens)
     expected = np.searchsorted(starts, places, side="right") - 1
-    np.testing.assert_array_equal(find_documents(reader, places), expected)
+    np.testing.assert_array_equal(reader.documents_at(places), expected)
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -36,7 +35,7 @@ def test_a_batch_is_the_loaders(tmp_path, dataset, packing, mixed):
     tokenizer = open_tokenizer("bytes")
     for step in (0, 7, 10**6):
         batch = loader.sequences(step, np.arange(16))
-        pieces = pieces_of_batch(loader, step)
+        pieces = loader.pieces(step)
         assert [piece.sequence for piece in pieces] == sorted(piece.sequence for piece in pieces)
         for number in range(16):
             of_sequence = [piece for piece in pieces if piece.sequence == number]

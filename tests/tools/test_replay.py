@@ -27,7 +27,6 @@ from shardwright.run.opening import StagesChoice
 from shardwright.run.provenance import ROOT, keep_source, source_of
 from shardwright_data.flat_tokens import Writer
 from shardwright_data.loader import make_loader
-from shardwright_data.loader.origins import documents_of_batch
 from tools.replay import __main__ as program
 from tools.replay.__main__ import Settings, compare_with_log, plain, replay
 from tools.replay.session import Done, before, checkpoints_of
@@ -201,7 +200,7 @@ def of_spike(tmp_path_factory):
     data = written(tmp_path_factory.mktemp("data") / "spike.zarr", 400, GARBAGE, 3 * tiny.LENGTH)
     config = dataclasses.replace(tiny.config().data, filespec=data, shuffle=False)
     loader = make_loader(config, "train", tiny.BATCH, tiny.LENGTH)
-    has_it = lambda step: any(a <= GARBAGE <= b for a, b in documents_of_batch(loader, step)[None])
+    has_it = lambda step: any(a <= GARBAGE <= b for a, b in loader.documents(step)[None])
     step = next(step for step in range(30) if has_it(step))
     options = {"checkpoint_interval": 10, "schedule_steps": 60, "microbatches": 1, "shuffle": False}
     return run(tmp_path_factory.mktemp("runs") / "spike", data, steps=step + 1, **options), step

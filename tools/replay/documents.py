@@ -14,8 +14,7 @@ import train
 from shardlib.shardtypes import f32, make_shardings, typed_shard_map, u32
 from shardwright.modeling.model import compute_scope
 from shardwright.run.stages import folded_mesh, without_stages
-from shardwright_data.loader import TokenBatch
-from shardwright_data.loader.origins import Piece, pieces_of_batch
+from shardwright_data.loader import Piece, TokenBatch
 from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_run
 from tools.replay.session import Session
 
@@ -48,7 +47,7 @@ def on_host(batch: TokenBatch) -> TokenBatch:
 def documents_of(session: Session, batch: TokenBatch) -> list[Document]:
     """The documents of a batch `on_host`, in order, without padding."""
     try:
-        pieces = pieces_of_batch(session.loader, session.number)
+        pieces = session.loader.pieces(session.number)
     except ValueError:  # a stream
         return _by_starts(batch)
     ids_of = lambda piece: batch.targets[piece.sequence, piece.position : piece.position + piece.length]
