@@ -74,8 +74,11 @@ def simulate(devices: int) -> None:
     jax.config.update("jax_num_cpu_devices", devices)
 
 
-def run(c: Config, settings: VerifyConfig) -> bool:
-    """Verifies `c` and prints the report. Returns whether all meshes agree. Raises ValueError on a refusal."""
+def job(c: Config, settings: VerifyConfig) -> None:
+    """Verifies `c` and prints the report. Ends with status 1 if meshes differ; raises ValueError on a refusal."""
+    if settings.small:
+        small(c, settings.devices)
+    simulate(1 if settings.only_types else settings.devices)
     meshes, others = all_meshes(c, settings.devices, settings.meshes)
     if not meshes:
         raise ValueError(
@@ -92,7 +95,7 @@ def run(c: Config, settings: VerifyConfig) -> bool:
         if more := len(meshes) - len(traced):
             say(f"{more} more divide the sizes, with the same axes and sizes in other combinations: see verify.meshes.")
         say(f"The step type-checks on {len(traced)} of {len(meshes) + len(others)} meshes; no device was used.")
-        return True
+        return
     if settings.small:  # several blocks even for these sequences
         c.training.attention_block = c.training.seq_len // 4
     largest, differing = compare_meshes(c, meshes, lambda text: print(text, file=sys.stderr))
@@ -101,15 +104,7 @@ def run(c: Config, settings: VerifyConfig) -> bool:
     for line in [largest, *differing]:
         say(line)
     say("The meshes DIFFER." if differing else f"In f64, all {len(meshes)} meshes agree with one device.")
-    return not differing
-
-
-def job(c: Config, settings: VerifyConfig) -> None:
-    """Verifies `c`."""
-    if settings.small:
-        small(c, settings.devices)
-    simulate(1 if settings.only_types else settings.devices)
-    if not run(c, settings):
+    if differing:
         sys.exit(1)
 
 
