@@ -18,8 +18,7 @@ Groups of axes
 has to be reduced. Devices along an axis that a type does not name hold the same values. An axis that the mesh lacks is
 read as one device. docs/sharding-types.md teaches the types. Between layers the residual stream is
 `act['B/b L/c/t M']`: each device of c and t holds its own positions. `act` is the compute dtype, which
-training.compute_dtype sets. A weight's line names its inputs, its outputs and its sharding at rest, from which its
-shape, its gather and its initial values follow (shardwright/modeling/weights.py).
+training.compute_dtype sets. A weight's line has its inputs, outputs and sharding at rest, from which all else follows.
 """
 
 import dataclasses
@@ -38,7 +37,6 @@ from jax_extra import explicit_activation_checkpointing, save_for_backward
 from shardlib import shardops, shardtypes
 from shardlib.layers import Extras, LayerMetrics, run_layers
 from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
-from shardlib.values import planned_devices
 from shardwright.inspect import examine
 from shardwright.modeling import context, fp8, rope, rules
 from shardwright.modeling.loss_chunks import sum_in_chunks
@@ -137,8 +135,7 @@ class Llama:
         k = save_for_backward(rope.rotate(self.head_norm("B/b L/c K/t D", k, w.k_norm), angles))
         attended = save_for_backward(attend(q, k, v, self.rule))
         out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w.w_o)
-        x = save_for_backward(x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out))
-        return x
+        return save_for_backward(x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out))
 
     def head_norm(self, heads: str, x: jax.Array, weight: jax.Array | None) -> jax.Array:
         """RMSNorm of each head of queries or keys, of type `heads`; without a weight, `x` itself."""
@@ -194,8 +191,8 @@ Batch = Array["m", TokenBatch]  # the batch of a step
 class Forward:
     """Forward pass of a model, the same in training, evaluation and sampling: embed, layers, head.
 
-    `training` has the settings that matter here, such as attention, save and unroll. `in_training` is whether this is a
-    training step, of which the gradients are taken. `targets` is that of Tokens, for the losses of layers.
+    `training` has the settings that matter here, such as attention, save and unroll; `in_training` says whether this is
+    a training step; `targets` is that of Tokens, for the losses of layers.
     """
 
     model: LanguageModel
@@ -258,7 +255,7 @@ class Forward:
         `auto` does so where nothing has to be gathered, which saves casting each weight again in the backward pass.
         """
         how = self.training.gather_weights
-        return how == "step" or (how == "auto" and planned_devices("cde") == 1)
+        return how == "step" or (how == "auto" and shardops.planned_devices("cde") == 1)
 
     def gather_weights(self, w: W, which: Callable[[str], bool] = lambda name: True) -> W:
         """Weights as a layer uses them: each is cast, and gathered over the axes that its type drops, into a copy.
@@ -477,10 +474,7 @@ def init_state(key: jax.Array, c: Config, model: LanguageModel) -> State:
 
 
 def make_training_step(c: Config, model: LanguageModel):
-    """The jitted training step: (state, batch, step, weights of training.reference or None) -> (state, metrics).
-
-    It reuses the old state's memory.
-    """
+    """The jitted training step, which donates the state: (state, batch, step, w_reference) -> (state, metrics)."""
     forward = Forward(model, c.training, in_training=True)
     of_reference = Forward(reference.model_of(c) or model, c.training)
     Weights, Reference = model.Weights, shardtypes.Separate[of_reference.model.Weights]

@@ -56,7 +56,7 @@ def test_a_search_in_which_nothing_fits_says_so():
 
 @pytest.mark.parametrize(("chip", "unroll", "shown"), [("h100", None, "unroll=null"), ("v5e", 1, "")])
 def test_a_search_unrolls_layers_where_a_loop_costs_time(chip, unroll, shown):
-    found = search(tiny.config(unroll=1, save="everything"), 1, chip_of(chip), train.programs, seconds=60.0)
+    found = search(tiny.config(unroll=1, save="everything"), 1, chip_of(chip), seconds=60.0)
     assert found[0].settings.get("training.unroll", 1) == unroll
     assert as_lines(found)[1].endswith(shown)
     assert re.fullmatch(r"Best: \d+% of its step is [a-z ]+\.", as_lines(found)[-1])

@@ -110,7 +110,6 @@ def step_of(
     graph = graph_of(inside, sizes, given)
     chunks = 1 if table is None else len(table.stages[0])
     ops, times = work_of(graph, facts.microbatches, chunks), facts.microbatches // facts.side_by_side * chunks
-    return PlannedStep(ops, _held(graph, given, platform, times), dict(sizes), facts, table)
     if platform != "gpu":  # the compiler for TPUs writes the results of matmuls into stacks
         ops = [op for op in ops if not op.what.startswith(STACK)]
     return PlannedStep(ops, _held(graph, given, platform, times), dict(sizes), facts, table)
