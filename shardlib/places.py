@@ -14,7 +14,7 @@ from types import FrameType, TracebackType
 
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _LIBRARY = str(Path(__file__).parent)
-_HELPERS = (str(Path(__file__).parents[1] / "jax_extra.py"),)
+_HELPERS = tuple(str(Path(__file__).parents[1] / name) for name in ("jax_extra.py", "shardwright/modeling/weights.py"))
 
 
 def is_installed(file: str) -> bool:

@@ -305,7 +305,7 @@ def replicate(spec, x):
 # ---- products ---------------------------------------------------------------------------------------------------
 
 
-def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None):
+def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None, name="einsum_unreduced"):
     """The einsum of this device's blocks: `B/d L F/t, M F/t -> B/d L M +t`. It does not communicate.
 
     It takes one operand or more, all of one dtype. A dim keeps its sharding from operand to result. Contracting a
@@ -316,8 +316,9 @@ def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None)
         *operands: arrays, gathered arrays or Copies.
         preferred_element_type: dtype of the sums; None: that of the operands.
         product: a function (formula, x, y) that is called instead of jnp.einsum, e.g. for another precision.
+        name: of the op, for messages.
     """
-    with checked_op("einsum_unreduced", spec, *operands) as sizes:
+    with checked_op(name, spec, *operands) as sizes:
         op = parse(spec, len(operands), "*")
         values = [check_operand(i, s, x, sizes) for i, (s, x) in enumerate(zip(op.lhs, operands, strict=True), 1)]
         formula = einsum_formula(op)
@@ -347,7 +348,7 @@ def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None)
         value = einsum_with_gradients(formula, preferred_element_type, blocks[0] <= blocks[1], *values)
     else:
         value = jnp.einsum(formula, *values, preferred_element_type=preferred_element_type)
-    return wrap(varying(value, axes), op.rhs, copies, f"einsum_unreduced({op})")
+    return wrap(varying(value, axes), op.rhs, copies, f"{name}({op})")
 
 
 def broadcast(spec, x):
@@ -380,7 +381,7 @@ def products(product: Callable | None) -> contextlib.AbstractContextManager[None
 
 def matmul(spec, x, w):
     """einsum_unreduced of activations and a weight, by the product that the trainer has set, such as one in FP8."""
-    return einsum_unreduced(spec, x, w, product=current_scope().product)
+    return einsum_unreduced(spec, x, w, product=current_scope().product, name="matmul")
 
 
 def index_unreduced(spec, table, ids):

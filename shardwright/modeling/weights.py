@@ -149,15 +149,23 @@ def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mappin
         changes: attributes of a Weight that are other ones, by its field.
     """
     sizes = {dim: getattr(c, setting, None) for dim, setting in c.dims.items()} | {"layers": c.layers}
+    left = {*changes} if changes else set()
 
     def weight(path: str, t: WeightType, _: Any) -> Weight | None:
+        name = path.rpartition(".")[2]
+        left.discard(name)
+        problem = None
+        if not isinstance(t, WeightType):
+            problem = "it says nothing of its initial values; declare it by matrix, gain, bias or embedding"
+        elif t.setting and not hasattr(c, t.setting):
+            problem = f"{type(c).__name__} has no setting {t.setting}; name one of its settings or properties"
+        elif lacks := [dim.name for dim in t.spec.dims if (dim.literal_size or sizes.get(dim.name)) is None]:
+            of_c = f"name its setting in {type(c).__name__}.dims"
+            problem = f"dim {lacks[0]} has no size; {of_c}, or write a number in its place"
+        if problem:
+            raise ValueError(f"the model's table: {path.removeprefix('.')}: {t!r}: {problem}.")
         if t.setting and bool(getattr(c, t.setting)) != t.if_set:
             return None
-        if lacks := [dim.name for dim in t.spec.dims if (dim.literal_size or sizes.get(dim.name)) is None]:
-            raise ValueError(
-                f"the model's table: {path.removeprefix('.')}: {t!r}: dim {lacks[0]} has no size; name its setting in "
-                f"{type(c).__name__}.dims, or write a number in its place."
-            )
         shape = tuple(dim.literal_size or sizes[dim.name] for dim in t.spec.dims)
         ends = len(shape) - t.outputs
         fan_in = math.prod(shape[ends - t.inputs : ends]) if t.inputs else shape[-1]
@@ -165,13 +173,16 @@ def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mappin
         deviation = std(fan_in) if deviation is None else deviation
         share = getattr(c, t.share) if t.share else 1.0
         made = Weight(shape, t.kind, deviation, t.mean, t.inputs, t.outputs, share)
-        return dataclasses.replace(made, **(changes or {}).get(path.rpartition(".")[2], {}))
+        return dataclasses.replace(made, **(changes or {}).get(name, {}))
 
     whole = placeholders(kind)
     for leaf in jax.tree.leaves(whole):
         if type(leaf) is not object:
             raise _not_a_weight(leaf)
-    return map_arrays(weight, whole)
+    table = map_arrays(weight, whole)
+    if left:
+        raise ValueError(f"the model's table: `changes` names {', '.join(sorted(left))}, not a weight of the model.")
+    return table
 
 
 def _not_a_weight(leaf: Any) -> ValueError:
