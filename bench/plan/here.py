@@ -9,7 +9,6 @@ the time in which cores wait. Then the mean error, how many plans are within 30 
 The model has few tokens a step for its size, so that meshes differ: in the optimizer's work and in what is sent.
 """
 
-import dataclasses
 import os
 import sys
 import time
@@ -38,8 +37,7 @@ def job_of(mesh: str) -> Job:
     """The step of SHAPES on a mesh of MESHES, as the demo's."""
     sizes = dict(size.split("=") for size in mesh.split())
     own = f"training.unroll=1 training.document_mask=true training.microbatches={sizes.pop('m', 1)}"
-    job = Job("ours", SHAPES, 32, 16, overrides=f"{own} mesh.p={sizes.pop('p', 1)}")
-    return dataclasses.replace(job, **{axis: int(size) for axis, size in sizes.items()})
+    return Job("ours", SHAPES, 32, 16, overrides=own, **{axis: int(size) for axis, size in sizes.items()})
 
 
 def busy() -> float:
