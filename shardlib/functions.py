@@ -25,6 +25,7 @@ from shardlib.values import (
     inside_shard_map,
     is_opaque,
     mesh_axes,
+    on_mesh,
     sharding_of,
     without_trivial,
 )
@@ -154,7 +155,7 @@ def typed(fn):
         except ShardError as error:
             jax_errors.add_origin(error, lambda: run(*args, **kwargs))
             raise
-        return note_type(value, result.spec) if isinstance(result, ArrayType) else value
+        return note_type(value, on_mesh(result.spec)) if isinstance(result, ArrayType) else value
 
     checked._checks_locals = True
     return checked
