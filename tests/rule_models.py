@@ -13,7 +13,7 @@ from shardlib import shardops
 from shardlib.shardtypes import Array, f32, pytree_dataclass
 from shardwright.modeling.rules import Rule, Window, causal, same_document
 from shardwright.modeling.settings import ModelConfig
-from shardwright.modeling.weights import Weight
+from shardwright.modeling.weights import bias
 
 WINDOW, PREFIX, CAP = 4, 3, 1.5
 MASKS = (causal, same_document)
@@ -61,7 +61,7 @@ class NoPositions(train.Llama):
 
 @pytree_dataclass
 class SinkLayer(train.TransformerLayer):
-    sinks: f32["K/t/w Q"]
+    sinks: bias["K/t/w Q", None]
 
 
 @pytree_dataclass
@@ -75,11 +75,7 @@ class Sinks(train.Llama):
     Weights = SinkWeights
 
     def __init__(self, c: ModelConfig):
-        super().__init__(c)
-        fields = lambda tree: {field.name: getattr(tree, field.name) for field in dataclasses.fields(tree)}
-        sinks = Weight((c.layers, c.n_kv, c.n_q_per_kv), "vector", std=1.0)
-        layers = SinkLayer(**fields(self.table.layers), sinks=sinks)
-        self.table = SinkWeights(**{**fields(self.table), "layers": layers})
+        super().__init__(c, sinks={"std": 1.0})
 
     def layer(self, x, w, tokens, attend):
         def with_sinks(q: train.act["B/b L/c K/t Q D"], k, v, rule):

@@ -15,7 +15,7 @@ from shardwright_data.loader import batch_shapes
 
 ROOT = Path(__file__).parents[2]
 TYPES = """
-array_types axes checks functions marks op_checks parsing places placement rearranging schedules shardops values
+array_types axes checks functions marks op_checks parsing places placement rearranging schedules scopes shardops values
 """.split()  # noqa: SIM905
 """Modules of shardlib that are types, ops and what a pipeline knows of its stages."""
 
