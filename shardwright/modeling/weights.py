@@ -30,7 +30,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax_extra import TRUNCATED_NORMAL_STD, fold_in_str
 from shardlib.array_types import ArrayType, arrays_in, map_arrays, placeholders
 from shardlib.axes import AXES, GROUPS, PIPELINE_AXIS
-from shardlib.shardtypes import dtype_name, f32, make_shardings
+from shardlib.shardtypes import ShardError, dtype_name, f32, make_shardings
 from shardlib.values import devices_along, mesh_axes
 
 KINDS = ("matrix", "embedding", "unembedding", "vector")
@@ -110,6 +110,13 @@ class Declared:
 
     def __getitem__(self, item: str | tuple[str, ArrayType | None]) -> WeightType:
         spec, *of_use = item if isinstance(item, tuple) else (item,)
+        kind = self._facts["kind"]
+        if not isinstance(spec, str) or ("->" in spec) != (kind == "matrix"):
+            raise ShardError(
+                f"{spec!r} is not a {kind}", "write a matrix as `inputs -> outputs`, another weight as dims"
+            )
+        if len(of_use) > 1 or not all(x is None or isinstance(x, ArrayType) for x in of_use):
+            raise ShardError(f"{of_use} is not a type in use", "give one, such as f32['M'], or None")
         inputs, _, outputs = spec.rpartition("->")
         text = f"{self._stack} {inputs} {outputs}"
         gathered = "".join(f"/{axis}" for axis in GROUPS["w"] if f"/{axis}" not in self._stack)

@@ -11,7 +11,7 @@ import tiny
 from jax.sharding import AbstractMesh, AxisType
 
 from shardlib.array_types import arrays_in, placeholders
-from shardlib.shardtypes import Array, f32, pytree_dataclass
+from shardlib.shardtypes import Array, ShardError, f32, pytree_dataclass
 from shardwright.modeling.weights import (
     Weight,
     act,
@@ -195,3 +195,16 @@ def test_a_dim_without_a_setting_is_one_line():
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         table(Lacking())
+
+
+@pytest.mark.parametrize(
+    ("kind", "item", "message"),
+    [
+        (matrix, "M/w K/t", "'M/w K/t' is not a matrix"),
+        (bias, "M -> K/t", "'M -> K/t' is not a vector"),
+        (bias, ("M", "M"), "is not a type in use"),
+    ],
+)
+def test_declarations_of_another_kind_are_refused(kind, item, message):
+    with pytest.raises(ShardError, match=message):
+        kind[item]
