@@ -7,6 +7,9 @@ EXTRAS ?= test,tools,oracle
 WORKERS ?= 2
 # All tests of a file run in one process, and share what it made.
 BY_FILE = --dist loadfile
+SLOWEST = --durations=30 --durations-min=1
+# Modules are compiled once, not by each worker and each program that a test starts.
+export PYTHONDONTWRITEBYTECODE =
 # Has glibc ask for large pages of memory, which saves page faults.
 LARGE_PAGES = GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 # On a CPU with products of bf16 the demo is faster in bf16, on others in f32.
@@ -42,16 +45,16 @@ setup: $(DEVELOPMENT) ## only install
 test: $(DEVELOPMENT) ## the linters, then all tests of a few seconds each
 	$(RUN) ruff check
 	$(RUN) ruff format --check
-	$(RUN) pytest -n $(WORKERS) $(BY_FILE) -m "not long and not slow"
+	$(RUN) pytest -n $(WORKERS) $(BY_FILE) $(SLOWEST) -m "not long and not slow"
 
 test-quick: $(DEVELOPMENT) ## only what a new Python or jax would break first: seconds
-	$(RUN) pytest -n $(WORKERS) -m "quick and not slow"
+	$(RUN) pytest -n $(WORKERS) $(SLOWEST) -m "quick and not slow"
 
 test-long: $(DEVELOPMENT) ## only the long tests: less than half an hour on two cores
-	$(RUN) pytest -n $(WORKERS) $(BY_FILE) -m "long and not slow" --durations=40
+	$(RUN) pytest -n $(WORKERS) $(BY_FILE) $(SLOWEST) -m "long and not slow"
 
 test-slow: $(DEVELOPMENT) ## only the slow tests: some hours on two cores
-	$(RUN) pytest -n $(WORKERS) -m slow
+	$(RUN) pytest -n $(WORKERS) $(SLOWEST) -m slow
 
 docs: $(SITE) ## the documentation as a site with search; prints the path of its first page
 	@$(RUN) sphinx -q -W --keep-going -c docs/site -d $(VENV)/doctrees . docs/site/html
