@@ -523,12 +523,12 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
 
 def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
     """A run on the current mesh to its end, or to the next of training.changes. Returns what Run.end does."""
-    with Run(c, functools.partial(Forward, model), directory, __name__, examine) as run:
+    with Run(c, model, directory, __name__, examine) as run:
         state = run.begin(functools.partial(init_state, c=c, model=model), State)
         if run.is_over:  # resumed after its last step
             return run.end()
         c, t = run.c, run.c.training  # with the changes until here
-        samples = TrainingSamples(c, run.forward, run) if t.sample_interval else None
+        samples = TrainingSamples(c, run) if t.sample_interval else None
         run.prove()  # both steps compute on this mesh what they compute on one device, and no token sees a later one
         run.compare_forms()  # what has another form on this platform, such as `attention`, computes the same
         training_step = run.compile()  # as it was proved

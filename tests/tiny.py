@@ -1,5 +1,6 @@
 """A model small enough to compile in seconds, its meshes and batches, for the tests of train.py."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -16,6 +17,7 @@ from shardwright.modeling.settings import ModelConfig
 from shardwright.modeling.weights import initialize
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.run.config import Config, PathsConfig, TrainingConfig
+from shardwright.run.step import Step, trace_step
 from shardwright_data.loader import DataConfig, TokenBatch, in_microbatches
 
 MESHES = ("one device", "d=8", "t=8", "d=4 t=2", "r=2 d=2 t=2")
@@ -50,6 +52,17 @@ def config(c: ModelConfig | None = None, **training_changes) -> Config:
 def forward(c: Config) -> train.Forward:
     """The forward pass of a run of `c`."""
     return train.Forward(load_model(c.model), c.training)
+
+
+def step(c: Config) -> Step:
+    """The training step of `c`, on the mesh in force."""
+    return trace_step(c, load_model(c.model))
+
+
+def step_of(of: train.Forward, length: int = LENGTH, rows: int = BATCH) -> Step:
+    """The training step of a forward pass, on the mesh in force, for so many sequences of a microbatch."""
+    training = dataclasses.replace(of.training, seq_len=length, batch_size=rows * of.training.microbatches)
+    return trace_step(dataclasses.replace(config(of.model.c), training=training), of.model)
 
 
 def gathered(w):

@@ -28,6 +28,7 @@ from shardwright.run import opening
 from shardwright.run.evaluation import evaluate as evaluate_batches
 from shardwright.run.files import write_whole
 from shardwright.run.opening import CheckpointChoice, MeshChoice, StepChoice
+from shardwright.run.step import trace_step
 from shardwright.sampling.harness import language_model
 from shardwright.sampling.scoring import Scorer, document_losses
 from shardwright.settings.program import run_program
@@ -81,19 +82,18 @@ class OpenRun:
 
     def __init__(self, config: Settings, write_line: Callable[[str], None] = print):
         with opening.open_run(config.run, config.step, config.trust) as saved:
-            self.config, self.c, self.step, training = config, saved.c, saved.step, saved.c.training
+            self.config, self.c, self.step = config, saved.c, saved.step
             self.mesh, self.model = opening.mesh_for(_choice(config), self.c), load_model(self.c.model)
             with jax.set_mesh(self.mesh):
                 found = saved.read_weights(self.model, config.other_source, write_line)
                 self.weights, self.source = found
-                if why := check_causal(train.Forward(self.model, training), training.seq_len, self.source):
+                if why := check_causal(trace_step(self.c, self.model), self.source):
                     write_line(f"not proved that a position sees no later token: {why}")
 
     def scorer(self) -> Scorer:
         """What computes losses of tokens."""
-        forward, seq_len = train.Forward(self.model, self.c.training), self.c.training.seq_len
         with jax.set_mesh(self.mesh):
-            return Scorer(forward, train.cross_entropy, seq_len, self.source)
+            return Scorer(trace_step(self.c, self.model), train.cross_entropy, self.c.training.seq_len, self.source)
 
     def tokenizer(self) -> Tokenizer:
         """That of the settings, or else of the run's data. Raises ValueError if it is missing."""

@@ -20,11 +20,11 @@ import jax
 from rich.console import Console
 from rich.text import Text
 
-import train
 from shardwright.modeling.model import load_model
 from shardwright.run.directory import quoted
 from shardwright.run.files import write_whole
 from shardwright.run.opening import CheckpointChoice, MeshChoice, mesh_for, open_run
+from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.settings.program import run_program
 from shardwright_data.checks import check_ranges, within
@@ -123,7 +123,7 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
                 model = load_model(dataclasses.replace(c.model, rope_scaling=scaling))
             # Of a long context no more is taken than the texts can have.
             context = min(context, max(map(len, prompts)) + config.max_tokens)
-            sampler = Sampler(train.Forward(model, c.training), settings, context, config.batch, source)
+            sampler = Sampler(trace_step(c, model), settings, context, config.batch, source)
             repeated = [prompt for prompt in prompts for _ in range(config.samples)]
             start = time.perf_counter()
             added_by = lambda prompt, ids: tokenizer.continuation(prompt, ids[:-1] if ids[-1] in settings.stop else ids)

@@ -16,9 +16,9 @@ from urllib.parse import parse_qsl, urlsplit
 
 import jax
 
-import train
 from shardwright.modeling.model import load_model
 from shardwright.run.opening import CheckpointChoice, MeshChoice, mesh_for, open_run
+from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright.settings.program import run_program
 from shardwright_data.checks import check_range, check_ranges, within
@@ -78,7 +78,7 @@ class Model:
         """What draws tokens one by one, with memory for as many in a text, prompt included, or for all that it sees."""
         end, context = self.tokenizer.end, min(room, self.c.training.seq_len)
         settings = Sampling(context, temperature, min_p=min_p, stop=() if end is None else (end,))
-        return Sampler(train.Forward(self.model, self.c.training), settings, context, 1, self.source, chunk=1)
+        return Sampler(trace_step(self.c, self.model), settings, context, 1, self.source, chunk=1)
 
     def stream(self, sampler: Sampler, ids: list[int], asked: Sampling, write: Callable[[str], None]) -> None:
         """Calls `write` with the text that each token adds. Part of a character waits for the rest."""

@@ -28,6 +28,8 @@ from shardlib.proof.reach_slots import is_in, of_sorted, together
 
 LOGITS, TARGETS = "causality: logits", "causality: targets"
 """Names of the values (jax.ad_checkpoint.checkpoint_name) of which it is proved, and of what the loss is to predict."""
+GIVEN = "causality: given"
+"""Name of what a loss gets beside logits and targets, which counts for neither."""
 FORM = (kinds("view") | words("convert_element_type copy pad slice")) - {"transpose"}
 """Primitives that JAX adds or leaves out by the sizes of dims."""
 MET = np.int32(2**29)

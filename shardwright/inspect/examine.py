@@ -43,8 +43,7 @@ def compare_forms(steps: Sequence[Step], options: dict[str, Any]) -> None:
     The arguments are as of `prove`, and options of the compiler.
     """
     for step in {step.c.training.seq_len: step for step in steps}.values():
-        forward = step.trainer.Forward(step.model, step.c.training)
-        check_paths_with_reference(forward, step.c, options)
+        check_paths_with_reference(step, options)
     products.check_sums()
 
 

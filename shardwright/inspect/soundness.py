@@ -18,9 +18,9 @@ from shardlib.places import place
 from shardlib.proof.check import Finding, prove, prove_function, raise_for, tracing
 from shardwright.inspect.fresh import anew
 from shardwright.modeling import context
-from shardwright.modeling.attention_calls import Call, calls_of_steps, path_of
+from shardwright.modeling.attention_calls import Call, path_of
 from shardwright.modeling.rules import numbers_in
-from shardwright.run.provenance import read_by, record_of
+from shardwright.run.provenance import read_by, record_of, source_of
 from shardwright.run.step import NAMES, Step
 from shardwright.run.stores import agreed
 
@@ -74,8 +74,9 @@ def _refuse(find: Callable[[], list[Finding]], source: Any, parts: tuple) -> Non
     record = record_of("soundness", source, *parts, tuple(jax.sharding.get_abstract_mesh().shape.items()))
     if record and record.exists():
         return
+    files = source and source_of()
     raise_for(find(), SHOWN)
-    if record:
+    if record and files == source_of():  # else tracing imported what is not among them
         record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         record.touch()
 
@@ -130,11 +131,10 @@ def _check_rules(step: Step) -> tuple[list[Finding], bool]:
     one = AbstractMesh((1,) * len(ALWAYS), ALWAYS, axis_types=mesh.axis_types[:1] * len(ALWAYS))
 
     def calls(step: Step) -> tuple[list[Call], bool]:
-        t, forward = step.c.training, step.trainer.Forward(step.model, step.c.training)
+        found = [*step.other(name="evaluation").calls, *step.calls]
         with tracing(step.mesh):
-            found = calls_of_steps(forward, t.seq_len, t.batch_size // t.microbatches)
-            is_einsum = all(path_of(forward, call) == "einsum" for call in found)
-            return found, is_einsum and context.way_of(t) in ("gather", "whole")
+            is_einsum = all(path_of(step.forward, call) == "einsum" for call in found)
+            return found, is_einsum and context.way_of(step.c.training) in ("gather", "whole")
 
     here, is_einsum = calls(step.other(mesh=mesh))
     try:

@@ -85,21 +85,15 @@ def calls_of(forward: Any, length: int, sequences: int | None = None) -> list[Ca
     return calls
 
 
-def calls_of_steps(forward: Any, length: int, sequences: int | None = None) -> list[Call]:
-    """`calls_of` the evaluation step and of the training step, in which a model may attend by other rules."""
-    forms = (dataclasses.replace(forward, in_training=is_training) for is_training in (False, True))
-    return [call for form in forms for call in calls_of(form, length, sequences)]
-
-
 def distinct(calls: list[Call]) -> list[Call]:
     """The calls without repeats, each with `place` 0: calls that differ only in `place` are the same."""
     return list(dict.fromkeys(call._replace(place=0) for call in calls))
 
 
-def describe_attention(forward: Any, length: int) -> list[str]:
-    """The path of each layer of a period. Raises ValueError if training.attention cannot compute it."""
-    period, lines = period_of(forward.model), []
-    for call in calls_of(forward, length):
+def describe_attention(step: Any) -> list[str]:
+    """The path of each layer of a period of a Step. Raises ValueError if training.attention cannot compute it."""
+    forward, period, lines = step.forward, period_of(step.model), []
+    for call in step.calls:
         layer = f"layer {call.place} of {period}: " if period > 1 else ""
         lines.append(f"{path_of(forward, call)}; {layer}{rule_of(forward, call)}")
     return lines
@@ -138,7 +132,7 @@ def with_path(forward: Any, path: str, how: str, block: int | None = None) -> An
     return dataclasses.replace(forward, training=dataclasses.replace(forward.training, **settings))
 
 
-def check_paths(forward: Any, length: int, options: dict[str, Any] | None = None) -> None:
+def check_paths(step: Any, options: dict[str, Any] | None = None) -> None:
     """Compares each path that the layers take with train.attention, where keys are gathered: results and gradients.
 
     That is what the proof follows. Of `ulysses` it follows einsum too, but for how the heads are divided, which is the
@@ -149,14 +143,14 @@ def check_paths(forward: Any, length: int, options: dict[str, Any] | None = None
     hides less, unless the path does not take f32.
 
     Args:
-        forward: train.Forward of the model.
-        length: positions of a sequence.
+        step: the training step, a Step. In its evaluation a model may attend by other rules.
         options: of the compiler, those of the run.
 
     Raises:
         ValueError: they differ by more than TOLERANCE, or are NaN, as where a position sees no key.
     """
-    for call in distinct(calls_of_steps(forward, length)):
+    forward, (_, length) = step.forward, step.size
+    for call in distinct([*step.other(name="evaluation").calls, *step.calls]):
         path, how = path_of(forward, call), context.way_of(forward.training)
         if path == "einsum" and how != "ulysses":
             continue

@@ -12,7 +12,6 @@ import numpy as np
 
 from shardlib.products import product_of
 from shardwright.cluster.chips import chip_for
-from shardwright.modeling.attention_calls import calls_of
 from shardwright.modeling.rules import Rule
 
 
@@ -70,11 +69,10 @@ def flops_of_model(table: Any, c: Any, attended: float) -> float:
     return 6 * multiplied + 12 * c.layers * c.heads * c.d_head * attended
 
 
-def speed_of(forward: Any, tokens: int, peak: PeakFlops, before: int) -> Speed:
-    """The Speed of a step of so many `tokens` by train.Forward. `before`: Speed.tokens_before."""
-    t, model = forward.training, forward.model
-    rules = (call.rule for call in calls_of(forward, t.seq_len))
-    lengths = attended_keys(rules, t.seq_len), t.seq_len
+def speed_of(step: Any, tokens: int, peak: PeakFlops, before: int) -> Speed:
+    """The Speed of a Step of so many `tokens`. `before`: Speed.tokens_before."""
+    model, length = step.model, step.c.training.seq_len
+    lengths = attended_keys((call.rule for call in step.calls), length), length
     attended, of_all_pairs = (flops_of_model(model.table, model.c, keys) for keys in lengths)
     return Speed(tokens, attended, peak, before, of_all_pairs)
 

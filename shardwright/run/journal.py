@@ -63,7 +63,7 @@ class Journal(contextlib.ExitStack):
         self.skips = SkippedSteps(t.max_skipped, skips, self._tell_step, t.spike_factor)
         trackers = tracked(c.trackers, self._directory, c.paths.model_name, run.start, dataclasses.asdict(c))
         self.push(self._end_by_error)
-        speed = speed_of(run.forward, run.loader.tokens_per_batch, self._peak, run.tokens_before())
+        speed = speed_of(run.step, run.loader.tokens_per_batch, self._peak, run.tokens_before())
         see = lambda step, x: self.skips.see(step, x["loss"], x.get("grad_norm", x["loss"]), "skipped" in x)
         lengths = {"total_steps": run.total, "start_step": run.start, "print_every": t.log_interval}
         send = self.enter_context(trackers)

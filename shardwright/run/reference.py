@@ -56,10 +56,11 @@ def model_of(c: Config) -> LanguageModel | None:
     return model
 
 
-def check_paths_with_reference(forward: Any, c: Config, options: dict[str, Any]) -> None:
-    """check_paths for a train.Forward, and for that of training.reference."""
-    for model in filter(None, (forward.model, model_of(c))):
-        check_paths(dataclasses.replace(forward, model=model), c.training.seq_len, options)
+def check_paths_with_reference(step: Any, options: dict[str, Any]) -> None:
+    """check_paths for a Step, and for that of the model of training.reference."""
+    check_paths(step, options)
+    if model := model_of(step.c):
+        check_paths(dataclasses.replace(step, model=model, _known={}), options)
 
 
 def weights_of(c: Config) -> Any:

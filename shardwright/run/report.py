@@ -37,7 +37,7 @@ def introduce(run: Any, planned: str | None, source_differs: str | None) -> dict
     Returns the compiler options that the installed XLA knows. Raises ValueError for settings that are refused.
     """
     # Before the first line: what the settings say may be refused.
-    attention = describe_attention(run.forward, run.c.training.seq_len)
+    attention = describe_attention(run.step)
     described = describe_stages(run.c, run.model)
     check_deterministic(run.c, attention)
     options = known_options(run.c.hardware.options, tell)

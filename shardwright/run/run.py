@@ -12,6 +12,7 @@ import numpy as np
 
 from shardwright.cluster.stopping import StopRequest
 from shardwright.cluster.watch import now_at
+from shardwright.modeling.model import LanguageModel
 from shardwright.run.config import Config
 from shardwright.run.journal import Journal
 from shardwright.run.keeping import Keeper
@@ -35,7 +36,7 @@ class Run(Schedule):
     methods. With several processes all make the same calls, and process 0 writes and prints.
 
     Args:
-        c, forward, trainer: as of Schedule.
+        c, model, trainer: as of Schedule.
         directory: of the run.
         examine: the module shardwright.inspect.examine.
 
@@ -48,8 +49,8 @@ class Run(Schedule):
         ValueError: the data is too short for the run, or a checkpoint is of another configuration.
     """
 
-    def __init__(self, c: Config, forward: Callable[[Any], Any], directory: Path, trainer: str, examine: ModuleType):
-        super().__init__(c, forward, trainer)
+    def __init__(self, c: Config, model: LanguageModel, directory: Path, trainer: str, examine: ModuleType):
+        super().__init__(c, model, trainer)
         self.directory, self.stopped_by, self._examine = directory, None, examine
         self._cleanup = contextlib.ExitStack()
 

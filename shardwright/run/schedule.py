@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from shardwright.modeling.model import inputs_of
+from shardwright.modeling.model import LanguageModel, inputs_of
 from shardwright.run.changes import config_at, described_change, firsts, loader_at, tokens_before, total_steps
 from shardwright.run.config import Config
 from shardwright.run.evaluation import evaluate
@@ -23,11 +23,11 @@ class Schedule:
 
     Args:
         whole: the configuration with all changes.
-        forward: makes the train.Forward of the model from a TrainingConfig.
+        model: of the configuration.
         trainer: name of the module of the training program.
 
     Attributes:
-        c, forward, step: as they are at these steps.
+        c, step: as they are at these steps.
         start, done: number of steps done before this start, and until now.
         end_step: number of steps done at the next change, or at the end.
         total: number of steps of the whole run.
@@ -35,16 +35,15 @@ class Schedule:
         loader, validation: of the batches; validation is None without any.
     """
 
-    def __init__(self, whole: Config, forward: Callable[[Any], Any], trainer: str):
-        self.whole, self.c, self._forward_of, self._trainer = whole, None, forward, trainer
-        self.model = forward(whole.training).model
+    def __init__(self, whole: Config, model: LanguageModel, trainer: str):
+        self.whole, self.c, self.model, self._trainer = whole, None, model, trainer
         self.be_at(0)
 
     def be_at(self, step: int) -> None:
         """Takes the settings of a step."""
         c = config_at(self.whole, step)
         if c != self.c:
-            self.c, self.forward, self.step = c, self._forward_of(c.training), self.traced(c)
+            self.c, self.step = c, self.traced(c)
             self.__dict__.pop("provenance", None)
 
     def traced(self, c: Config) -> Step:

@@ -10,23 +10,31 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 
 from shardlib.axes import AXES
 from shardlib.parsing import ShapeSpec
+from shardlib.proof.causality import GIVEN, LOGITS, TARGETS
 from shardlib.proof.check import tracing
-from shardwright.modeling.model import LanguageModel, inputs_of
+from shardlib.shardtypes import f32, typed_shard_map, u32
+from shardlib.values import pipeline_stage
+from shardwright.modeling.attention_calls import Call, calls_of
+from shardwright.modeling.model import LanguageModel, act, compute_scope, inputs_of
 from shardwright.modeling.planned_attention import kernels_as_calls
 from shardwright.modeling.rules import Rule
-from shardwright.modeling.weights import sharded
+from shardwright.modeling.weights import shapes_of, sharded
 from shardwright.run.config import Config, PipelineConfig
 from shardwright.run.reference import weights_of
-from shardwright.run.stages import IN_ORDER
-from shardwright_data.loader import batch_shapes
+from shardwright.run.stages import IN_ORDER, Parts
+from shardwright_data.loader import TokenBatch, batch_shapes
 
 NAMES = "training", "evaluation", "start"
 """Programs of a run: make_training_step, make_evaluation_step and init_state of train.py."""
+OF_MICROBATCH = "training loss", "evaluation loss", "logits"
+"""Programs of one microbatch: train.MicrobatchLoss, as in both steps, and the forward pass over texts."""
 AS_RUN = "as run"
 _PLAIN = {"microbatches": 2, "gather_weights": "layer", "attention": "einsum", "save": "marked", "unroll": 1}
 _PLAIN |= {"loss_chunk": None, "side_by_side": 1}
@@ -36,6 +44,12 @@ FORMS: dict[str, Mapping[str, Any]] = {
     "einsum attention": {"training.attention": "einsum", "training.context": "gather"},
     # The loss of all positions at once, not in chunks.
     "whole loss": {"training.loss_chunk": None},
+    # Documents are masked, whatever the run does: a text is one.
+    "document mask": {"training.document_mask": True},
+    # By the path of attention that is for these devices, and without FP8, in which a text depends on those beside it.
+    "for texts": {"training.attention": "auto", "training.fp8": False},
+    # The loss of a microbatch by the parts that stages run.
+    "in parts": {},
     # Weights gathered once a step, as one device does by `auto`.
     "gathered ahead": {"training.gather_weights": "step"},
     # With stages, each device runs all layers in their order: the parts of the schedule one after the other.
@@ -69,8 +83,8 @@ class Step:
         model: the model of c.model.
         mesh: the mesh on which it is traced, of devices or abstract.
         trainer: the module of the training program, train.py.
-        name: one of NAMES.
-        forms: those of FORMS in which it is traced; none: as it is run.
+        name: one of NAMES or OF_MICROBATCH.
+        forms: those of FORMS in which it is traced, and its size if that is another; none: as it is run.
         planned: sizes of the mesh for which it chooses what is fast.
     """
 
@@ -97,11 +111,20 @@ class Step:
         name: str | None = None,
         mesh: Mesh | AbstractMesh | None = None,
         planned: Mapping[str, int] | None = None,
+        size: tuple[int, int] | None = None,
     ) -> "Step":
-        """The same step in further forms, of another name, or on another mesh. Each is one value, and traced once."""
+        """The same step in further forms, of another name, or on another mesh. Each is one value, and traced once.
+
+        `size` is the number of sequences of each microbatch, and their length; the loss has as many chunks.
+        """
         mesh, forms = mesh or self.mesh, [form for form in forms if not FORMS[form] or formed(self.c, form) != self.c]
         planned = self.planned if planned is None else planned
         c, planned = formed(self.c, *forms), {} if planned == dict(mesh.shape) else planned
+        if size and size != self.size:
+            (rows, length), t = size, c.training
+            chunk = t.loss_chunk and t.loss_chunk * length // t.seq_len
+            t = dataclasses.replace(t, batch_size=rows * t.microbatches, seq_len=length, loss_chunk=chunk)
+            c, forms = dataclasses.replace(c, training=t), [*forms, f"{rows} × {length} tokens"]
         other = Step(c, self.model, mesh, self.trainer, name or self.name, (*self.forms, *forms), planned, self._known)
         return self._known[other._key]
 
@@ -113,6 +136,22 @@ class Step:
     def inputs(self) -> tuple[str, ...]:
         """Names of what the model reads beside the tokens."""
         return inputs_of(self.model)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Sequences of a microbatch, and positions of each."""
+        return self.c.training.batch_size // self.c.training.microbatches, self.c.training.seq_len
+
+    @property
+    def forward(self) -> Any:
+        """The train.Forward of its model."""
+        return self.trainer.Forward(self.model, self.c.training, in_training=self.name in ("training", "training loss"))
+
+    @functools.cached_property
+    def calls(self) -> list[Call]:
+        """The calls of attention in one period of its layers."""
+        with tracing(self.mesh):
+            return calls_of(self.forward, self.size[1], self.size[0])
 
     def batch(self) -> Any:
         """Shapes of its batch, sharded over its mesh, which is in force."""
@@ -126,6 +165,8 @@ class Step:
         c, model, trainer = dataclasses.replace(self.c, mesh=mesh), self.model, self.trainer
         of_kernels = kernels_as_calls() if "kernels as calls" in self.forms else contextlib.nullcontext([])
         with tracing(self.mesh, self.planned or self.mesh.shape) as types, of_kernels as rules:
+            if self.name in OF_MICROBATCH:
+                return _trace_microbatch(self), types, rules
             start = jax.jit(lambda: trainer.init_state(jax.random.key(0), c, model))
             if self.name == "start":
                 return start.trace(), types, rules
@@ -165,6 +206,48 @@ class Step:
     def hash(self) -> str:
         """Hash of the program, as the text that XLA is given. Comments and names of values do not count."""
         return hashlib.sha256(self.lower().as_text().encode()).hexdigest()[:20]
+
+
+def _trace_microbatch(step: Step) -> jax.stages.Traced:
+    """A program of OF_MICROBATCH, of weights and the batch and seeds of a microbatch. What its loss gets has names.
+
+    With microbatches side by side it is of two: one that could see the other is enough.
+    """
+    t, forward, model, trainer = step.c.training, step.forward, step.model, step.trainer
+    Microbatch = tuple[TokenBatch, u32["B/b"] | None]
+
+    def of_logits(logits, targets, mask, _):
+        own = functools.partial(trainer.training_loss, c=step.c.optimizer)
+        own = own if forward.in_training else trainer.MicrobatchLoss(forward).loss
+        reference = checkpoint_name(0 * logits, GIVEN) if t.reference else None
+        named = checkpoint_name(logits, LOGITS), checkpoint_name(targets, TARGETS), checkpoint_name(mask, GIVEN)
+        return own(*named, reference)
+
+    @typed_shard_map
+    def logits(w: model.Weights, microbatch: Microbatch) -> act["B/b L V/t/p"]:
+        return forward(forward.prepare(w), (forward.tokens(*microbatch),), model.logits)[0]
+
+    @typed_shard_map
+    def loss(w: model.Weights, first: Microbatch, second: Microbatch | None = None) -> f32[""]:
+        run = forward
+        if run.in_training:  # as in the step, in which a model reads these
+            targets = trainer.count_targets(jax.tree.map(lambda x: x[None], first[0]))
+            run = dataclasses.replace(run, targets=targets)
+        w, loss = run.prepare(w), trainer.MicrobatchLoss(run, of_logits)
+        if "in parts" not in step.forms:
+            return loss(w, first, *([second] if second else []))[0]
+        with pipeline_stage():
+            stages, layers = Parts(loss), len(jax.tree.leaves(w.layers)[0])
+            outer = stages.gather_outer(w)
+            x, _ = stages.layers(w.layers, stages.first(outer, *first), jnp.arange(layers), *first)
+            return stages.last(outer, x, *first)
+
+    has_seeds = forward.in_training and getattr(model.c, "dropout", 0)
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), step.batch())
+    microbatch = batch, jax.ShapeDtypeStruct(step.size[:1], jnp.uint32) if has_seeds else None
+    microbatches = [microbatch] * (min(2, t.side_by_side) if forward.in_training else 1)
+    with compute_scope(t.compute_dtype):
+        return jax.jit(logits if step.name == "logits" else loss).trace(shapes_of(model.table), *microbatches)
 
 
 def trace_step(

@@ -67,7 +67,7 @@ def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
                 prompts = [tokenizer.ids(requests[i].args[0])[-room:] for i, _ in of]
                 with jax.set_mesh(scorer.mesh):
                     context = min(scorer.length, max(map(len, prompts)) + settings.max_tokens)
-                    sampler = Sampler(scorer.forward, settings, context, source=scorer.source)
+                    sampler = Sampler(scorer.step, settings, context, source=scorer.source)
                     drawn = sampler.generate(weights, prompts)
                 for (i, until), prompt, ids in zip(of, prompts, drawn, strict=True):
                     text = tokenizer.continuation(prompt, ids[:-1] if ids[-1] in settings.stop else ids)

@@ -1,6 +1,6 @@
 """Text from a model: batched, with a cache of keys and values, sharded as in training.
 
-    sampler = Sampler(forward, Sampling(max_tokens=100, temperature=0.8), context=c.training.seq_len)
+    sampler = Sampler(trace_step(c, model), Sampling(max_tokens=100, temperature=0.8), context=c.training.seq_len)
     continuations = sampler.generate(weights, [[5, 8, 13], []])
 
 It runs the forward pass of training, with any model. All that a token learns from others passes through `attend`, which
@@ -24,7 +24,8 @@ from shardlib import shardops
 from shardlib.shardtypes import Array, bool_, i32, typed, typed_shard_map, u32
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.soundness import check_program
-from shardwright.modeling.model import act, compute_scope, inputs_of
+from shardwright.modeling.model import act, compute_scope
+from shardwright.run.step import Step
 from shardwright.sampling.cache import KeyValues, Texts, check_cache, filled_cache, next_logits
 from shardwright_data.checks import above_0, at_least_0, check_ranges, within
 
@@ -130,28 +131,26 @@ class Programs:
     """What runs a model's forward pass over texts, on the current mesh. Each program is compiled once for its shapes.
 
     Args:
-        forward: train.Forward of the model. Its `training` sets the compute dtype, and gather_weights: whether weights
-            are gathered in each layer for each token, or once for CHUNK tokens. FP8 is left out: in it a text depends
-            on those beside it.
+        step: a Step of the model. Its settings have the compute dtype, and gather_weights: whether weights are gathered
+            in each layer for each token, or once for CHUNK tokens.
         source: hashes of the source, from provenance.source_of; None: programs are checked each time.
         settings: all that the programs read beside the model and `training`.
-        training: changes of `training`.
+        forms: of run.step.FORMS, beside "for texts".
 
     Raises:
         ValueError: a model that reads more than tokens.
     """
 
-    def __init__(self, forward: Any, source: Any, settings: tuple = (), **training: Any):
-        if inputs := inputs_of(forward.model):
+    def __init__(self, step: Step, source: Any, settings: tuple = (), *forms: str):
+        if inputs := step.inputs:
             raise ValueError(
-                f"model.module {forward.model.c.module!r} reads {', '.join(inputs)} beside the tokens, which a text "
+                f"model.module {step.model.c.module!r} reads {', '.join(inputs)} beside the tokens, which a text "
                 "does not have. Evaluate it on its run's own validation data."
             )
-        # The path that training names may be for other devices.
-        used = dataclasses.replace(forward.training, attention="auto", fp8=False, **training)
-        self.forward, self.c = dataclasses.replace(forward, training=used), forward.model.c
+        self.step = step.other("for texts", *forms, name="logits")
+        self.forward, self.c = self.step.forward, step.model.c
         self.mesh, self.source = jax.sharding.get_mesh(), source
-        self._settings = (self.c, used, *settings)
+        self._settings = (self.c, self.forward.training, *settings)
         self._compiled: dict[Any, Any] = {}
 
     def jit(self, per_device: Any, kept: int, donated: tuple = ()) -> Any:
@@ -197,14 +196,14 @@ class Sampler(Programs):
     """
 
     def __init__(
-        self, forward: Any, settings: Sampling, context: int, batch: int = 64, source: Any = None, chunk: int = CHUNK
+        self, step: Step, settings: Sampling, context: int, batch: int = 64, source: Any = None, chunk: int = CHUNK
     ):
         check_ranges("sampling", settings)
-        check_ids("stop", settings.stop, forward.model.c.vocab)
-        forward.model.c.check(context)
+        check_ids("stop", settings.stop, step.model.c.vocab)
+        step.model.c.check(context)
         self.settings, self.context, self._batch = settings, context, batch
         self._chunk = min(chunk, settings.max_tokens)
-        super().__init__(forward, source, (settings, context, self._chunk))
+        super().__init__(step, source, (settings, context, self._chunk))
         self._t, self._checked = self.mesh.shape["t"], False
         self._prefill, self._decode = self._programs()
 
@@ -280,7 +279,7 @@ class Sampler(Programs):
                 raise ValueError(f"prompt {i} has {len(prompt)} tokens; a context of {self.context} takes fewer.")
         if not self._checked:
             positions = padded(self.context, self.context, self._t)
-            if unproved := check_causal(self.forward, positions, self.source, sampled=True):
+            if unproved := check_causal(self.step, self.source, positions):
                 raise ValueError(
                     f"it is not proved that a position sees no later token, so texts cannot be continued: {unproved}"
                 )

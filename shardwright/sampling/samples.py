@@ -28,14 +28,13 @@ class TrainingSamples:
 
     Args:
         c: configuration of the run.
-        forward: train.Forward of its model.
         run: the run, which may not have begun. If it resumes, the first `write` removes lines of later steps.
 
     Raises:
         ValueError: a prompt that the data's tokenizer cannot encode, or a setting out of its range.
     """
 
-    def __init__(self, c: Config, forward: Any, run: Run):
+    def __init__(self, c: Config, run: Run):
         t, self._run = c.training, run
         self._texts = list(t.sample_prompts)
         try:
@@ -50,7 +49,7 @@ class TrainingSamples:
         settings = Sampling(t.sample_tokens, t.sample_temperature, t.sample_top_k, seed=t.seed, stop=self._stop)
         self._mesh, self._placement = folded_mesh(c), run.placement
         with jax.set_mesh(self._mesh):
-            self._sampler = Sampler(forward, settings, context=t.seq_len, source=run.provenance["source"])
+            self._sampler = Sampler(run.step, settings, context=t.seq_len, source=run.provenance["source"])
         self._path, self._wrote, self._failed = run.directory / "samples.jsonl", False, False
 
     def write(self, weights: Any) -> None:

@@ -1,6 +1,6 @@
 """Losses of given tokens: batched, by training's forward pass, sharded as in training.
 
-    scorer = Scorer(forward, train.cross_entropy, length=c.training.seq_len)
+    scorer = Scorer(trace_step(c, model), train.cross_entropy, length=c.training.seq_len)
     for losses, likeliest in scorer.losses(weights, [[bos, 5, 8, 13], [bos, 21]]):
         …
 
@@ -20,6 +20,7 @@ import numpy as np
 from shardlib import shardops
 from shardlib.shardtypes import bool_, f32, make_shardings, typed, typed_shard_map, u32
 from shardwright.modeling.model import act
+from shardwright.run.step import Step
 from shardwright.sampling.sampler import Programs, check_ids, padded
 from shardwright_data.loader import TokenBatch
 
@@ -52,7 +53,7 @@ class Scorer(Programs):
     """Computes the losses of tokens with the weights of a model, on the current mesh.
 
     Args:
-        forward: as for Programs.
+        step: as for Programs.
         loss: train.cross_entropy.
         length: largest number of tokens that a sequence has beside the first.
         source: as for Programs.
@@ -61,9 +62,9 @@ class Scorer(Programs):
         ValueError: a model that reads more than tokens.
     """
 
-    def __init__(self, forward: Any, loss: Callable, length: int, source: Any = None):
+    def __init__(self, step: Step, loss: Callable, length: int, source: Any = None):
         # The padding after a sequence is another document, for rules that see ahead. So document_mask must be on.
-        super().__init__(forward, source, document_mask=True)
+        super().__init__(step, source, (), "document mask")
         sizes, self.length = dict.fromkeys("ct", 1) | dict(self.mesh.shape), length
         self._rows = self.mesh.size // (sizes["c"] * sizes["t"])
         # Of which devices of c and t have equal parts, and each device of a ring two chunks.

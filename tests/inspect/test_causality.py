@@ -221,9 +221,9 @@ def forward(kind: type, in_training: bool = False, **training) -> train.Forward:
     return train.Forward(kind(c.model), c.training, in_training)
 
 
-def verdict(of: train.Forward, length: int = tiny.LENGTH, **options) -> str:
-    with jax.set_mesh(tiny.mesh("one device")):
-        return check_causal(of, length, **options)
+def verdict(of: train.Forward, length: int = tiny.LENGTH, rows: int = 2, mesh: str = "one device", **options) -> str:
+    with jax.set_mesh(tiny.mesh(mesh)):
+        return check_causal(tiny.step_of(of, length, rows), **options)
 
 
 STARTS = np.zeros((2, tiny.LENGTH), bool)
@@ -318,7 +318,7 @@ def test_what_a_model_does_in_training_alone_is_seen(name):
     kind, message = IN_TRAINING[name]
     assert moved_before(kind, 8, tiny.LENGTH) < 1e-5
     assert moved_before(kind, 8, tiny.LENGTH, in_training=True) > 1e-3
-    assert verdict(forward(kind), sampled=True) == ""
+    assert verdict(forward(kind), context=tiny.LENGTH) == ""
     with pytest.raises(ValueError, match=message):
         verdict(forward(kind))
 
@@ -482,7 +482,7 @@ def test_the_first_position_of_a_document_is_read_and_the_last_is_not():
 
 @pytest.mark.parametrize("training", [{"loss_chunk": 8}, {"fp8": True}], ids=str)
 def test_the_loss_in_chunks_and_fp8_are_followed_as_they_run(training, monkeypatch):
-    assert verdict(forward(train.Llama, **training), optimizer=tiny.optimizer()) == ""
+    assert verdict(forward(train.Llama, **training)) == ""
     assert verdict(forward(train.Llama, **training | {"loss_chunk": 100}), 300) == ""
     head, product = train.MicrobatchLoss.head, fp8.product
     next_too = lambda x, is_so: x + jnp.roll(x, -1, 1) if is_so else x
@@ -515,11 +515,8 @@ def test_the_parts_that_stages_run_are_followed(part, monkeypatch):
     after = lambda self, w, *rest: jax.tree.map(lambda x: x + jnp.roll(x, -1, 1), of(self, w, *rest))
     before = lambda self, w, x, *rest: of(self, w, x + jnp.roll(x, -1, 1), *rest)
     monkeypatch.setattr(stages.Parts, part, after if part == "first" else before)
-    with (
-        jax.set_mesh(tiny.mesh("p=2")),
-        pytest.raises(ValueError, match=r"test_causality.py:\d+: slice: the logits of"),
-    ):
-        check_causal(forward(train.Llama), tiny.LENGTH)
+    with pytest.raises(ValueError, match=r"test_causality.py:\d+: slice: the logits of"):
+        verdict(forward(train.Llama), mesh="p=2")
 
 
 def test_microbatches_side_by_side_do_not_mix(monkeypatch):
@@ -568,10 +565,10 @@ def test_a_target_does_not_meet_logits_that_know_it(name, monkeypatch):
     monkeypatch.setattr(train, "training_loss", lambda x, y, *_, c: loss(x, y))
     of = forward(train.Llama)
     if message is None:
-        assert verdict(of, 1024, optimizer=tiny.optimizer()) == ""
+        assert verdict(of, 1024) == ""
         return
     with pytest.raises(ValueError, match=message):
-        verdict(of, 1024, optimizer=tiny.optimizer())
+        verdict(of, 1024)
 
 
 def test_the_loss_of_evaluation_is_followed(monkeypatch):
@@ -611,7 +608,7 @@ def test_dropout_passes():
 @pytest.mark.long
 def test_a_sequence_is_one_document_without_a_mask_and_in_sampling():
     assert verdict(forward(TokenShift, document_mask=False)) == ""
-    assert verdict(forward(TokenShift), sampled=True) == ""
+    assert verdict(forward(TokenShift), context=tiny.LENGTH) == ""
 
 
 def test_a_model_that_says_so_is_not_proved():

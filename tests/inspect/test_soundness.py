@@ -28,15 +28,15 @@ def test_a_model_of_an_installed_package_is_checked_again_when_it_changes(tmp_pa
     found = lambda *_: checks.append(1) or []
     monkeypatch.setattr(soundness, "find_unsound", found)
     monkeypatch.setattr(causality, "_findings", found)
-    monkeypatch.setattr(causality, "calls_of", lambda *_: [])
-    model = __import__(file.stem).Model()
+    monkeypatch.setattr(Step, "calls", [])
+    step = Step(c, __import__(file.stem).Model(), tiny.mesh("one device"), train)
 
     def check() -> int:
         checks.clear()
         if what == "causality":
-            causality.check_causal(train.Forward(model, c.training), 16, source)
+            causality.check_causal(step, source)
         else:
-            soundness.check_steps(Step(c, model, tiny.mesh("one device"), train), source)
+            soundness.check_steps(step, source)
         return len(checks)
 
     assert [check(), check()] == [1, 0]

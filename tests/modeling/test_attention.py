@@ -338,8 +338,8 @@ def test_the_rule_that_a_run_prints_is_the_one_in_force():
     """Without training.document_mask it has no documents."""
     with jax.set_mesh(tiny.mesh("one device")):
         for masked, rule in ((True, "causal, same_document"), (False, "causal")):
-            forward = tiny.forward(tiny.config(document_mask=masked))
-            assert attention_calls.describe_attention(forward, tiny.LENGTH) == [f"einsum; {rule}"]
+            step = tiny.step(tiny.config(document_mask=masked))
+            assert attention_calls.describe_attention(step) == [f"einsum; {rule}"]
 
 
 @pytest.mark.parametrize(

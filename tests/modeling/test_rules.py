@@ -197,11 +197,11 @@ def test_paths_that_agree_pass(monkeypatch):
     monkeypatch.setattr(calls_module, "_difference", lambda *given: compared.append(given[2]) or plain(*given))
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         forward = forward_of(Alternating, "bf16")
-        check_paths(forward, 256)
+        check_paths(tiny.step_of(forward, 256))
         assert len(compared) == 2
-        check_paths(forward, 128)  # einsum: there is nothing to compare
+        check_paths(tiny.step_of(forward, 128))  # einsum: there is nothing to compare
     with jax.set_mesh(make_mesh(jax.devices()[:4], d=2, p=2)):  # stages, also where p does not divide the layers
-        check_paths(tiny.forward(tiny.config(tiny.model(layers=3), attention="blockwise")), 16)
+        check_paths(tiny.step_of(tiny.forward(tiny.config(tiny.model(layers=3), attention="blockwise")), 16))
     assert len(compared) == 3
 
 
@@ -219,7 +219,7 @@ class OfOthers(train.Llama):
 
 def test_a_rule_of_training_alone_is_compared():
     with jax.set_mesh(tiny.mesh("d=4 t=2")), pytest.raises(ValueError, match="attention by blockwise is not what"):
-        check_paths(forward_of(OfOthers, attention="blockwise"), 32)
+        check_paths(tiny.step_of(forward_of(OfOthers, attention="blockwise"), 32))
 
 
 def sliding(q, k, v, mask):
@@ -237,7 +237,7 @@ def test_an_edit_of_one_path_alone_is_named(edit, monkeypatch):
     monkeypatch.setattr(train, "attention", edit)
     message = r"attention by blockwise is not what train.attention \(einsum\) computes"
     with jax.set_mesh(tiny.mesh("d=4 t=2")), pytest.raises(ValueError, match=message):
-        check_paths(forward_of(train.Llama, "bf16"), 256)
+        check_paths(tiny.step_of(forward_of(train.Llama, "bf16"), 256))
 
 
 def test_a_rule_that_is_none_is_refused():
@@ -269,7 +269,7 @@ def test_an_error_of_the_blocks_is_found(dropped, monkeypatch):
         monkeypatch.setattr(blockwise_module, "_seen_blocks", wrong)
     monkeypatch.setitem(blockwise_module.BLOCKS, "cpu", 512)
     with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match="attention by blockwise is not what"):
-        check_paths(forward_of(train.Llama, "bf16", attention="blockwise"), 256)
+        check_paths(tiny.step_of(forward_of(train.Llama, "bf16", attention="blockwise"), 256))
 
 
 def test_values_of_another_device_of_a_ring_are_found(monkeypatch):
@@ -283,7 +283,7 @@ def test_values_of_another_device_of_a_ring_are_found(monkeypatch):
 
     monkeypatch.setattr(blockwise_module, "_in_turns", wrong)
     with jax.set_mesh(tiny.mesh("c=4")), pytest.raises(ValueError, match="attention by ring is not what"):
-        check_paths(forward_of(train.Llama, context="ring"), 256)
+        check_paths(tiny.step_of(forward_of(train.Llama, context="ring"), 256))
 
 
 def test_nan_on_one_device_is_found(monkeypatch):
@@ -292,7 +292,7 @@ def test_nan_on_one_device_is_found(monkeypatch):
     first = lambda places: places._replace(document=jnp.ones_like(places.document))
     monkeypatch.setattr(blockwise_module, "_seen_blocks", lambda task, q, places: seen(task, q, first(places)))
     with jax.set_mesh(tiny.mesh("c=4")), pytest.raises(ValueError, match="differs by inf of its largest entry"):
-        check_paths(forward_of(train.Llama, context="ring"), 256)
+        check_paths(tiny.step_of(forward_of(train.Llama, context="ring"), 256))
 
 
 def one_copy(x, repeats, axis):
@@ -317,7 +317,7 @@ def test_heads_that_ulysses_divides_otherwise_are_found(wrong, path, monkeypatch
     message = f"attention by ulysses, {path} is not what"
     forward = tiny.forward(tiny.config(tiny.model(n_kv=2, n_q_per_kv=4), context="ulysses", attention=path))
     with jax.set_mesh(tiny.mesh("c=4")), pytest.raises(ValueError, match=message):
-        check_paths(forward, 256)
+        check_paths(tiny.step_of(forward, 256))
 
 
 @pytest.mark.long
@@ -331,4 +331,4 @@ def test_queries_of_a_ring_that_see_nothing_of_a_block_are_found(monkeypatch):
 
     monkeypatch.setattr(blockwise_module, "_scores", wrong)
     with jax.set_mesh(tiny.mesh("c=4")), pytest.raises(ValueError, match="attention by ring is not what"):
-        check_paths(forward_of(train.Llama, context="ring"), 256)
+        check_paths(tiny.step_of(forward_of(train.Llama, context="ring"), 256))

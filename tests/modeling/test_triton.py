@@ -67,7 +67,7 @@ def test_the_comparison_has_the_options_of_the_run(monkeypatch):
     monkeypatch.setattr(jax, "jit", lambda f, **options: given.append(options) or jit(f, **options))
     c = tiny.config(attention="blockwise")
     with jax.set_mesh(tiny.mesh("one device")):
-        attention_calls.check_paths(tiny.forward(c), tiny.LENGTH, {"xla_cpu_enable_fast_math": False})
+        attention_calls.check_paths(tiny.step(c), {"xla_cpu_enable_fast_math": False})
     assert {"compiler_options": {"xla_cpu_enable_fast_math": False}} in given
     with jax.set_mesh(tiny.mesh("one device")), pytest.raises(jax.errors.JaxRuntimeError, match="xla_not_there"):
-        attention_calls.check_paths(tiny.forward(c), tiny.LENGTH, {"xla_not_there": 1})
+        attention_calls.check_paths(tiny.step(c), {"xla_not_there": 1})

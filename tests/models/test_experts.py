@@ -421,7 +421,7 @@ def test_experts_are_causal(pools):
     """What is sampled and evaluated drops nothing. In training the first choices of a sequence have the slots."""
     c = tiny.config(truth.model(layers=1, capacity_factor=1.0, pools=pools))
     with jax.set_mesh(tiny.mesh("one device")):
-        assert check_causal(train.Forward(load_model(c.model), c.training), 64) == ""
+        assert check_causal(tiny.step_of(tiny.forward(c), 64, 2)) == ""
 
 
 LAST_CHOICES = {  # an edit that gives slots to the last choices of a sequence
@@ -463,7 +463,7 @@ def test_slots_by_a_priority_over_the_sequence_are_refused(tmp_path):
         assert moved(first) == 0
         assert moved(last) > 1e-3
         with pytest.raises(ValueError, match=r"last_choices.py:\d+: sort: the logits of"):
-            check_causal(last, 64)
+            check_causal(tiny.step_of(last, 64, 2))
 
 
 @pytest.mark.quick

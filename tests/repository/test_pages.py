@@ -276,8 +276,9 @@ def traced(source: str) -> None:
     with module_of(source) as train, use_abstract_mesh(mesh):
         c.model.module = train.__name__
         model = load_model(c.model)
-        describe_attention(train.Forward(model, c.training), c.training.seq_len)
-        assert trace_step(c, model, trainer=train).traced
+        step = trace_step(c, model, trainer=train)
+        describe_attention(step)
+        assert step.traced
 
 
 @pytest.mark.long

@@ -18,6 +18,7 @@ from shardlib import shardops
 from shardlib.parsing import ShardError
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.rules import Rule
+from shardwright.run.step import trace_step
 from shardwright.sampling import cache
 from shardwright.sampling.sampler import Sampler, Sampling
 
@@ -36,7 +37,7 @@ def mesh(name: str) -> jax.sharding.Mesh:
 
 def sampler(kind: type, settings: Sampling = DRAWN, **training) -> Sampler:
     c = tiny.config(models.SIZES, **training)
-    return Sampler(train.Forward(kind(c.model), c.training), settings, CONTEXT)
+    return Sampler(trace_step(c, kind(c.model)), settings, CONTEXT)
 
 
 # ---- rules --------------------------------------------------------------------------------------------------------

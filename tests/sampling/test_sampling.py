@@ -14,6 +14,7 @@ import train
 from models import gpt2
 from shardlib.parsing import ShardError
 from shardlib.shardtypes import bool_, f32, i32, u32
+from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling, choose, gumbel_noise, lowest_kept
 
 PROMPTS = [[5, 8, 13], [], list(range(1, 30)), [7] * 11, [3, 4]]  # the third leaves room for 11 tokens
@@ -34,7 +35,7 @@ class LocalPositions(train.Llama):
 def test_a_program_that_depends_on_the_mesh_is_refused():
     c = tiny.config()
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        sampler = Sampler(train.Forward(LocalPositions(c.model), c.training), NUCLEUS, CONTEXT)
+        sampler = Sampler(trace_step(c, LocalPositions(c.model)), NUCLEUS, CONTEXT)
         sampler._checked = True  # which is found out by running what is refused
         with pytest.raises(ShardError, match=r"test_sampling.py:\d+: .*positions count from the start of this device"):
             sampler.generate(weights("d=4 t=2"), PROMPTS)
@@ -58,14 +59,14 @@ def weights(mesh):
 
 def generate(mesh, settings=NUCLEUS, prompts=PROMPTS, batch=64, **changes):
     with jax.set_mesh(tiny.mesh(mesh)):
-        return Sampler(tiny.forward(tiny.config(**changes)), settings, CONTEXT, batch).generate(weights(mesh), prompts)
+        return Sampler(tiny.step(tiny.config(**changes)), settings, CONTEXT, batch).generate(weights(mesh), prompts)
 
 
 @pytest.fixture(scope="module")
 def sampler():
     """On one device, with NUCLEUS."""
     with jax.set_mesh(tiny.mesh("one device")):
-        yield Sampler(tiny.forward(tiny.config()), NUCLEUS, CONTEXT)
+        yield Sampler(tiny.step(tiny.config()), NUCLEUS, CONTEXT)
 
 
 @pytest.fixture(scope="module")
@@ -128,11 +129,11 @@ def test_another_model_samples_likewise():
         rng = np.random.default_rng(0)
         value = lambda weight: np.float32(rng.normal(weight.mean, 5 * weight.std, weight.shape))
         w = tiny.place(jax.tree.map(value, gpt2.Model(model).table), gpt2.GPT2)
-        sampler = Sampler(tiny.forward(c), NUCLEUS, CONTEXT)
+        sampler = Sampler(tiny.step(c), NUCLEUS, CONTEXT)
         drawn = sampler.generate(w, PROMPTS)
         assert redrawn(sampler.forward, w, PROMPTS, drawn, NUCLEUS, CONTEXT) == drawn
         with pytest.raises(ValueError, match=r"sequences have 41 tokens, but model.positions is 40"):
-            Sampler(tiny.forward(c), NUCLEUS, CONTEXT + 1)
+            Sampler(tiny.step(c), NUCLEUS, CONTEXT + 1)
 
 
 @pytest.mark.long
@@ -165,7 +166,7 @@ def test_a_text_is_over_where_its_reader_says_so(mesh):
         return prompt == [5]
 
     with jax.set_mesh(tiny.mesh(mesh)):
-        found = Sampler(tiny.forward(tiny.config()), settings, CONTEXT).generate(weights(mesh), [[5], [6]], is_over)
+        found = Sampler(tiny.step(tiny.config()), settings, CONTEXT).generate(weights(mesh), [[5], [6]], is_over)
     assert found == [whole[0][:32], whole[1]]
     assert asked[:2] == [([5], 32), ([6], 32)]
 
@@ -265,7 +266,7 @@ def test_temperature_zero_takes_the_likeliest(logits):
 
 def test_a_context_that_t_does_not_divide_is_proved():
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        Sampler(tiny.forward(tiny.config()), Sampling(), context=7).check([[5]])
+        Sampler(tiny.step(tiny.config()), Sampling(), context=7).check([[5]])
 
 
 @pytest.mark.parametrize(
@@ -280,12 +281,12 @@ def test_a_context_that_t_does_not_divide_is_proved():
 )
 def test_settings_out_of_range(settings, message):
     with jax.set_mesh(tiny.mesh("one device")), pytest.raises(ValueError, match=message):
-        Sampler(tiny.forward(tiny.config()), Sampling(**settings), CONTEXT)
+        Sampler(tiny.step(tiny.config()), Sampling(**settings), CONTEXT)
 
 
 def test_ids_and_contexts_out_of_range():
     with jax.set_mesh(tiny.mesh("one device")):
         with pytest.raises(ValueError, match=r"prompt 1 has the token id 64; those of the model are 0 to 63"):
-            Sampler(tiny.forward(tiny.config()), Sampling(), context=8).generate(None, [[1], [64]])
+            Sampler(tiny.step(tiny.config()), Sampling(), context=8).generate(None, [[1], [64]])
         with pytest.raises(ValueError, match=r"prompt 1 has 8 tokens; a context of 8 takes fewer"):
-            Sampler(tiny.forward(tiny.config()), Sampling(), context=8).generate(None, [[1], [2] * 8])
+            Sampler(tiny.step(tiny.config()), Sampling(), context=8).generate(None, [[1], [2] * 8])

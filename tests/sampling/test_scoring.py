@@ -1,6 +1,5 @@
 """Losses of given tokens against transformers."""
 
-import dataclasses
 from pathlib import Path
 
 import jax
@@ -10,6 +9,7 @@ import rule_models
 import tiny
 
 import train
+from shardwright.run.step import trace_step
 from shardwright.sampling import scoring
 from shardwright.sampling.scoring import POSITIONS, Scorer, log_likelihoods, pieces
 from shardwright_data.loader import DataConfig, make_loader
@@ -21,7 +21,7 @@ SEQUENCES = [np.random.default_rng(n).integers(0, 64, length + 1).tolist() for n
 
 
 def scorer(c):
-    return Scorer(tiny.forward(tiny.config(c)), train.cross_entropy, max(LENGTHS))
+    return Scorer(tiny.step(tiny.config(c)), train.cross_entropy, max(LENGTHS))
 
 
 @pytest.mark.long
@@ -50,8 +50,8 @@ def test_padding_is_not_seen():
     c, ids = tiny.model(), SEQUENCES[1]  # shorter than the prefix
     with jax.set_mesh(tiny.mesh("one device")):
         w = tiny.weights(c)
-        forward = dataclasses.replace(tiny.forward(tiny.config(c)), model=rule_models.KINDS["prefix"](c))
-        exact, padded = (Scorer(forward, train.cross_entropy, n).losses(w, [ids]) for n in (len(ids) - 1, 16))
+        step = trace_step(tiny.config(c), rule_models.KINDS["prefix"](c))
+        exact, padded = (Scorer(step, train.cross_entropy, n).losses(w, [ids]) for n in (len(ids) - 1, 16))
     np.testing.assert_allclose(next(padded).losses, next(exact).losses, rtol=1e-5)
 
 
@@ -99,7 +99,7 @@ def test_pieces_have_each_token_once(count):
 
 def test_a_short_text_takes_no_memory_of_a_long_context(monkeypatch):
     with jax.set_mesh(tiny.mesh("one device")):
-        scorer, computed = Scorer(tiny.forward(tiny.config()), train.cross_entropy, 2**17), []
+        scorer, computed = Scorer(tiny.step(tiny.config()), train.cross_entropy, 2**17), []
         results = lambda weights, part, rows, length: computed.append(rows * length) or np.zeros((2, rows, length))
         monkeypatch.setattr(scorer, "_compute", results)
         assert [len(scored.losses) for scored in scorer.losses(None, [[0, 1, 2]])] == [2]

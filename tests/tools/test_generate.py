@@ -101,8 +101,10 @@ def test_resuming_drops_later_texts_and_repeats_none(run, tmp_path):
 
 
 def samples_of(c, directory):
-    run = SimpleNamespace(directory=directory, start=0, done=0, placement=None, provenance={"source": None})
-    return TrainingSamples(c, tiny.forward(c), run)
+    run = SimpleNamespace(
+        step=tiny.step(c), directory=directory, start=0, done=0, placement=None, provenance={"source": None}
+    )
+    return TrainingSamples(c, run)
 
 
 def test_prompts_that_cannot_be_encoded_are_errors_before_the_first_step(tmp_path):

@@ -227,7 +227,7 @@ def test_a_step_is_proved_and_a_text_sampled(recipe):
         assert find_unsound(trace_step(c, model, mesh, trainer=train)) == []
         with jax.set_mesh(tiny.mesh("d=2 t=2")):
             w = jax.jit(functools.partial(train.init_state, c=c, model=model))(jax.random.key(0)).weights
-            sampler, prompts = Sampler(train.Forward(model, c.training), settings, 16), [[5, 9, 2], [7]]
+            sampler, prompts = Sampler(trace_step(c, model, trainer=train), settings, 16), [[5, 9, 2], [7]]
             texts = sampler.generate(w, prompts)
             assert redrawn(sampler.forward, w, prompts, texts, settings, 16) == texts
 
@@ -370,7 +370,8 @@ def test_state_between_layers_is_sampled_with_a_cache(place):
     with module_of(changed("State between layers")) as train, jax.set_mesh(tiny.mesh(place)):
         forward = train.Forward(load_model(c.model), c.training)
         w = jax.jit(lambda key: initialize(forward.model.table, key))(jax.random.key(7))
-        drawn = Sampler(forward, Sampling(max_tokens=8, temperature=0.0), tiny.LENGTH).generate(w, [[5, 8, 13], []])
+        step = trace_step(c, forward.model, trainer=train)
+        drawn = Sampler(step, Sampling(max_tokens=8, temperature=0.0), tiny.LENGTH).generate(w, [[5, 8, 13], []])
         w = jax.tree.map(np.asarray, w)
     for prompt, new in zip([[5, 8, 13], []], drawn, strict=True):
         ids = np.array([[c.model.bos_id, *prompt, *new[:-1]]])

@@ -274,7 +274,7 @@ def test_it_is_not_sampled(data, tmp_path):
         jax.set_mesh(tiny.mesh("one device")),
         pytest.raises(ValueError, match=r"'kinded' reads kind, weight .* Evaluate it"),
     ):
-        Sampler(tiny.forward(c), Sampling(max_tokens=3), context=16)
+        Sampler(tiny.step(c), Sampling(max_tokens=3), context=16)
 
 
 def test_its_step_is_type_checked_by_verify(data):

@@ -79,7 +79,7 @@ def test_it_is_sampled_with_the_cache_as_without():
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         # Twice as large as at first, so that what is drawn is far from uniform.
         w = jax.tree.map(lambda x: 2 * x, tiny.state(c).weights)
-        drawn = Sampler(forward, nucleus, context=40).generate(w, prompts)
+        drawn = Sampler(tiny.step(c), nucleus, context=40).generate(w, prompts)
         assert redrawn(forward, w, prompts, drawn, nucleus, 40) == drawn
     assert len({tuple(text) for text in drawn}) == len(prompts)
 

@@ -16,6 +16,7 @@ import tiny
 import train
 from shardwright.modeling.attention_calls import describe_attention
 from shardwright.modeling.blockwise import BLOCKS
+from shardwright.run.step import trace_step
 from shardwright_data.loader import TokenBatch
 
 ROWS = 4
@@ -71,8 +72,7 @@ def test_steps_are_dense(name, place, path):
     loss, gradients = expected(name, length)
     with jax.set_mesh(tiny.mesh(place)):
         w, data = models.placed_weights(name), tiny.place_batch(c, batch(length))
-        forward = train.Forward(model, c.training)
-        assert all(line.startswith(path) for line in describe_attention(forward, length))
+        assert all(line.startswith(path) for line in describe_attention(trace_step(c, model)))
         nats, targets = train.make_evaluation_step(c, model)(w, data)
         zeros = lambda: jax.tree.map(jnp.zeros_like, w)
         state = train.State(w, zeros(), zeros())
