@@ -23,6 +23,9 @@ from shardlib.proof.sameness import differences
 from shardlib.scopes import Scope
 from shardlib.values import planned_for
 
+AS_RUN = "as run"
+"""Form of a program that is checked as it is run."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
@@ -31,9 +34,11 @@ class Finding:
     text: str
     is_wrong: bool = False
     """Whether the value contradicts its type; else nothing proves that the program is right."""
+    form: str = AS_RUN
+    """In which the program was traced."""
 
     def __str__(self) -> str:
-        return self.text
+        return self.text if self.form == AS_RUN else f"{self.text}\n  traced with: {self.form}"
 
 
 Facts = dict[tuple[int, ...], tuple[Equation, list[Value]]]
@@ -347,7 +352,7 @@ def raise_for(found: list[Finding], shown: int | None = None) -> None:
     if found:
         verdict = WRONG if any(finding.is_wrong for finding in found) else NOT_PROVED
         place_and_remedy = lambda text: (text.partition(": ")[0], text.rpartition("\n")[2])
-        found = list({place_and_remedy(str(finding)): finding for finding in reversed(found)}.values())[::-1]
+        found = list({place_and_remedy(finding.text): finding for finding in reversed(found)}.values())[::-1]
         more = [f"… and {len(found) - shown} more"] if shown is not None and len(found) > shown else []
         raise ShardError("\n".join([*map(str, found[:shown]), *more]), context=verdict, place="")
 

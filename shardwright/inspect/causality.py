@@ -49,9 +49,10 @@ REMEDIES = {
 """What to do, by what a message has."""
 
 
-def remedied(problem: str) -> str:
-    """A problem, and what to do."""
-    return f"{problem}\n  remedy: {next(text for part, text in REMEDIES.items() if re.search(part, problem))}"
+def remedied(problem: str, form: str) -> Finding:
+    """A problem of a program in a form, and what to do."""
+    remedy = next(text for part, text in REMEDIES.items() if re.search(part, problem))
+    return Finding(f"{problem}\n  remedy: {remedy}", form=form)
 
 
 def check_causal(step: Step, source: Any = None, context: int | None = None) -> str:
@@ -149,12 +150,12 @@ def _of_program(step: Step) -> Iterator[Finding]:
         if not (doubted := find(unknown)):
             return
         if problem := find(frozenset()) if unknown else doubted:  # a leak of the shorter program, whatever is unknown
-            yield Finding(remedied(problem))
+            yield remedied(problem, fewer.form)
             return
-        doubt = f"{doubted}, as far as {at[1]} positions show"
+        doubt, form = f"{doubted}, as far as {at[1]} positions show", fewer.form
     if not doubt or is_made_for_length:
         raise Unproved(doubt or why)
-    yield Finding(remedied(doubt))
+    yield remedied(doubt, form)
 
 
 def _first_problem(program: Any, runs: list, growth: float, unknown: frozenset[int]) -> str:

@@ -74,9 +74,8 @@ def _refuse(find: Callable[[], list[Finding]], source: Any, parts: tuple) -> Non
     record = record_of("soundness", source, *parts, tuple(jax.sharding.get_abstract_mesh().shape.items()))
     if record and record.exists():
         return
-    files = source and source_of()
     raise_for(find(), SHOWN)
-    if record and files == source_of():  # else tracing imported what is not among them
+    if record and source == source_of():  # else tracing imported more, which a record of `source` would not follow
         record.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         record.touch()
 
@@ -122,7 +121,7 @@ def _unsound(step: Step, to_single: bool = False) -> list[Finding]:
     if found and t.loss_chunk:
         others = {finding.text for finding in _unsound(step.other("whole loss"), to_single)}
         found = [x if x.text in others else _of_chunks(x, t.loss_chunk) for x in found]
-    return found
+    return [dataclasses.replace(x, form=step.other(*in_order).form) for x in found]
 
 
 def _check_rules(step: Step) -> tuple[list[Finding], bool]:

@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 from shardlib.axes import AXES
 from shardlib.parsing import ShapeSpec
 from shardlib.proof.causality import GIVEN, LOGITS, TARGETS
-from shardlib.proof.check import tracing
+from shardlib.proof.check import AS_RUN, tracing
 from shardlib.shardtypes import f32, typed_shard_map, u32
 from shardlib.values import pipeline_stage
 from shardwright.modeling.attention_calls import Call, calls_of
@@ -35,7 +35,6 @@ NAMES = "training", "evaluation", "start"
 """Programs of a run: make_training_step, make_evaluation_step and init_state of train.py."""
 OF_MICROBATCH = "training loss", "evaluation loss", "logits"
 """Programs of one microbatch: train.MicrobatchLoss, as in both steps, and the forward pass over texts."""
-AS_RUN = "as run"
 _PLAIN = {"microbatches": 2, "gather_weights": "layer", "attention": "einsum", "save": "marked", "unroll": 1}
 _PLAIN |= {"loss_chunk": None, "side_by_side": 1}
 _PLAIN = {f"training.{name}": value for name, value in _PLAIN.items()} | {"pipeline": PipelineConfig()}

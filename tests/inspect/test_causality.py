@@ -503,6 +503,15 @@ def test_which_later_targets_count_is_not_known():
             verdict(of(mix))
 
 
+def test_a_refusal_says_in_which_form_the_step_was_traced():
+    for length, rows, traced in ((tiny.LENGTH, 2, "einsum attention"), (512, 8, "einsum attention, 2 × 256 tokens")):
+        with pytest.raises(ValueError, match=f"\n  traced with: {traced}\n"):
+            verdict(forward(WRONG["mean"][0], attention="blockwise"), length, rows)
+    with pytest.raises(ValueError, match="reduce_sum") as refused:
+        verdict(forward(WRONG["mean"][0], attention="einsum", context="gather"))
+    assert "traced with" not in str(refused.value)
+
+
 def test_a_far_window_and_a_far_shift_pass():
     assert verdict(forward(attends(lambda q, k: by_blocks(q, k) & (q.index - k.index < 400))), 8192) == ""
     far = lambda x, tokens: jnp.where(tokens.positions[..., None] >= 256, shift(x, min(256, x.shape[1])), 0)

@@ -3,6 +3,7 @@
 import os
 import sys
 
+import jax
 import pytest
 import tiny
 
@@ -24,7 +25,8 @@ def test_a_model_of_an_installed_package_is_checked_again_when_it_changes(tmp_pa
     file.write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(provenance, "kept_programs", lambda name: tmp_path / "kept" / name)
-    checks, c, source = [], tiny.config(), {"train.py": "a hash"}
+    monkeypatch.setattr(provenance, "own_modules", list)
+    checks, c, source = [], tiny.config(), provenance.source_of()
     found = lambda *_: checks.append(1) or []
     monkeypatch.setattr(soundness, "find_unsound", found)
     monkeypatch.setattr(causality, "_findings", found)
@@ -47,6 +49,46 @@ def test_a_model_of_an_installed_package_is_checked_again_when_it_changes(tmp_pa
     del sys.modules[file.stem]
     file.unlink()
     assert [check(), check()] == [1, 1]
+
+
+def test_nothing_is_kept_of_a_check_that_imports_more_source(tmp_path, monkeypatch):
+    """Such as a helper of a sharded mesh alone: the hashes of the next start do not have it before its check."""
+    (tmp_path / "a_helper_of_a_mesh.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(provenance, "kept_programs", lambda name: tmp_path / "kept" / name)
+    imported = []
+    monkeypatch.setattr(soundness, "find_unsound", lambda _: imported.append(__import__("a_helper_of_a_mesh")) or [])
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        step, source = tiny.step(tiny.config()), provenance.source_of()
+        for known in (source, source):
+            soundness.check_steps(step, known)
+        assert len(imported) == 2
+        for _ in range(2):  # once it is among the source
+            soundness.check_steps(step, provenance.source_of())
+    assert len(imported) == 3
+
+
+class PerDevice(train.Llama):
+    """Multiplies by the number of sequences on a device."""
+
+    def layer(self, x, *rest):
+        return super().layer(x * x.shape[0], *rest)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "attention", "traced"),
+    [
+        ("d=4 t=2", "einsum", ""),
+        ("d=4 t=2", "blockwise", "einsum attention"),
+        ("p=2 d=2", "blockwise", "einsum attention, layers in order"),
+    ],
+)
+def test_a_finding_says_in_which_form_the_step_was_traced(mesh, attention, traced):
+    c = tiny.config(tiny.model(layers=2), attention=attention, microbatches=2)
+    with jax.set_mesh(tiny.mesh(mesh)):
+        found = soundness.find_unsound(Step(c, PerDevice(c.model), jax.sharding.get_mesh(), train))
+    assert found
+    assert {str(x).partition("traced with: ")[2] for x in found} == {traced}
 
 
 def test_programs_beside_the_training_find_its_packages(tmp_path, monkeypatch):
