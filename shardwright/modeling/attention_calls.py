@@ -47,13 +47,13 @@ class Call(NamedTuple):
     dropout: bool
 
 
-def calls_of(forward: Any, length: int, sequences: int | None = None) -> list[Call]:
+def calls_of(forward: Any, length: int, sequences: int = 1) -> list[Call]:
     """The calls of `attend` in the layers of one period, on the current mesh.
 
     Args:
         forward: train.Forward of the model.
         length: positions of a sequence.
-        sequences: those of a microbatch, on all devices; None: one on each.
+        sequences: those of a microbatch, on all devices, of which each has one at least.
     """
     model, calls = forward.model, []
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -69,7 +69,7 @@ def calls_of(forward: Any, length: int, sequences: int | None = None) -> list[Ca
         return jnp.zeros(())
 
     def layers(w: Any) -> None:
-        rows = max(1, (sequences or 0) // shardops.axis_size("r d e"))
+        rows = max(1, sequences // shardops.axis_size("r d e"))
         tokens = blank_tokens(model, length // shardops.axis_size("c"), rows, forward.in_training)
         x = varying(model.embed(w, tokens), stage_axes())
         for place in range(period_of(model)):

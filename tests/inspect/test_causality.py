@@ -17,9 +17,10 @@ import train
 from models import gpt2
 from shardwright.inspect import causality
 from shardwright.inspect.causality import check_causal
-from shardwright.modeling import fp8
+from shardwright.modeling import attention_calls, fp8
 from shardwright.modeling.rules import Rule, same_document
-from shardwright.run import stages
+from shardwright.run import flops, stages
+from shardwright.run import step as step_module
 from shardwright_data.loader import TokenBatch
 
 C = rule_models.SIZES
@@ -510,6 +511,23 @@ def test_a_refusal_says_in_which_form_the_step_was_traced():
     with pytest.raises(ValueError, match="reduce_sum") as refused:
         verdict(forward(WRONG["mean"][0], attention="einsum", context="gather"))
     assert "traced with" not in str(refused.value)
+
+
+def test_a_text_may_be_shorter_than_a_chunk_of_the_loss():
+    assert verdict(forward(train.Llama, loss_chunk=8 * tiny.LENGTH), 8 * tiny.LENGTH, context=tiny.LENGTH) == ""
+
+
+def test_a_start_traces_the_calls_of_attention_once_for_each_program(monkeypatch):
+    traced = []
+    of = lambda forward, *sizes: traced.append(forward.in_training) or attention_calls.calls_of(forward, *sizes)
+    monkeypatch.setattr(step_module, "calls_of", of)
+    with jax.set_mesh(tiny.mesh("one device")):
+        step = tiny.step(tiny.config())
+        attention_calls.describe_attention(step)
+        flops.speed_of(step, 1, flops.PeakFlops(1.0, ""), 0)
+        assert check_causal(step) == ""
+        attention_calls.check_paths(step)
+    assert sorted(traced) == [False, True]
 
 
 def test_a_far_window_and_a_far_shift_pass():
