@@ -172,7 +172,8 @@ def _runs(step: Step) -> Iterator[dict[str, Any]]:
     if not sampled:  # more documents than positions before `until`, and of other rows one
         starts[::2, 2 * length // 5 : 19 * length // 20] = starts[::2, -2:-1] = True
         starts[::2, length // 5 : length // 5 + 2] = True
-        starts[1::2, 3:4] = True  # a long document that is not the first
+    whole = constant(starts.copy())
+    starts[1::2, 3:4] = not sampled  # a long document that is not the first
     other = starts & (place <= until)
     other[::2, 3 * length // 4] = other[1::2, until + 1 : until + 2] = other[1::2, -1:] = True
     documents = starts if step.c.training.document_mask else starts & (place == 0)
@@ -195,7 +196,7 @@ def _runs(step: Step) -> Iterator[dict[str, Any]]:
 
     number = tokens(*same.shape)
     first = np.maximum.accumulate(np.where(documents, number, number[:, :1]), axis=1)
-    yield run(constant(starts), number - 1)
+    yield run(whole, number - 1)
     yield run(constant(starts), number.size - 1 - first, is_forward=False)
     if not sampled:
         yield run(either, np.where(place > until, LATER, number - 1))
