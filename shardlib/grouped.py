@@ -15,10 +15,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import marks, products
-from shardlib.op_checks import cast_to_result, check_operand, checked_op, parse, refuse_repeated_gradient, wrap
-from shardlib.parsing import OpSpec, ShardError, parse_shape, sort_axes
+from shardlib.op_checks import (
+    cast_to_result,
+    check_operand,
+    checked_op,
+    expect_result,
+    parse,
+    refuse_repeated_gradient,
+    wrap,
+)
+from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, sort_axes
 from shardlib.rearranging import bind_groups
-from shardlib.values import describe, on_mesh, planned_devices, varying
+from shardlib.values import describe, planned_devices, varying
 
 BLOCKS = 8
 """Blocks that the rows of one matrix have on average. The last block of each matrix is not full."""
@@ -47,7 +55,7 @@ def grouped_product(spec: str, rows: Any, ids: Any, matrices: Any) -> Any:
         narrow, wide = ((sizes.get(d.name) or d.literal_size) // planned_devices(d.axes) for d in op.lhs[2].dims[1:])
         value = products.einsum_with_gradients(f"{letters}y,ayz->{letters}z", None, narrow <= wide, x, w)
     else:
-        spec_of = lambda dims, over: " ".join([*map(str, dims), *(f"+{a}" for a in sort_axes(over))])
+        spec_of = lambda dims, over: str(ShapeSpec(tuple(dims), sort_axes(over)))
         of_rows, of_matrices = op.lhs[0], op.lhs[2]
         types = _Types(
             *(spec_of(_ungrouped(s), ()) for s in op.lhs),
@@ -72,12 +80,9 @@ class _Types(NamedTuple):
     of_matrices: str
 
 
-def _ungrouped(shape) -> list[str]:
+def _ungrouped(shape: ShapeSpec) -> list[Dim]:
     """Dims of a type, a group as one dim with a name of its own."""
-    return [
-        "_".join(d.name for d in dim.group) + "".join(f"/{a}" for a in dim.axes) if dim.group else str(dim)
-        for dim in shape.dims
-    ]
+    return [Dim("_".join(d.name for d in dim.group), dim.axes) if dim.group else dim for dim in shape.dims]
 
 
 def _check(op: OpSpec, values: list[jax.Array]) -> None:
@@ -94,10 +99,7 @@ def _check(op: OpSpec, values: list[jax.Array]) -> None:
         raise ShardError(f"ids are {describe(index)}, `{ids}`, of rows `{rows}`", "give an integer for each row")
     if x.dtype != w.dtype:
         raise ShardError(f"dtype mismatch: operands are {x.dtype}, {w.dtype}", "cast them to one dtype with .astype")
-    summed = [f"+{axis}" for axis in sort_axes(rows.dims[-1].axes)]
-    expected = on_mesh(parse_shape(" ".join(map(str, (*ids.dims, matrices.dims[2], *summed)))))
-    if (expected.dims, expected.partial) != (op.rhs.dims, op.rhs.partial):
-        raise ShardError(f"the result is `{expected}`, not `{op.rhs}`", f"write `-> {expected}`")
+    expect_result(op, [*ids.dims, matrices.dims[2]], rows.dims[-1].axes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -1,6 +1,7 @@
 """Parts that the ops in shardops.py share: reading specs, checking operands, casts, the rules of einsum."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib.checks import check_divisible, check_value, checking, note_type
-from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op, sort_axes
+from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, parse_op, parse_shape, sort_axes
 from shardlib.scopes import Sizes
 from shardlib.values import WITHOUT_COPY, Copy, OpName, Partial, inside_shard_map, on_mesh, stage_axes, unwrap, varying
 
@@ -85,6 +86,13 @@ def require_shard_map() -> None:
 def wrong_spec(op: OpSpec, rule: str) -> ShardError:
     """The error for a spec that says another thing than the op does, by its rule."""
     return ShardError(f"this op does not turn `{op.lhs[0]}` into `{op.rhs}`", rule)
+
+
+def expect_result(op: OpSpec, dims: Iterable[Dim], partial: Iterable[str] = (), index: int | None = None) -> None:
+    """Raises ShardError if the result of `op` has other dims, or is a partial sum over other axes."""
+    expected = on_mesh(parse_shape(str(ShapeSpec(tuple(dims), sort_axes(partial), index=index))))
+    if expected != dataclasses.replace(op.rhs, copies=()):
+        raise ShardError(f"the result is `{expected}`, not `{op.rhs}`", f"write `-> {expected}`")
 
 
 def axes_moved(op: OpSpec) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:

@@ -4,7 +4,6 @@
 transpose `B/d S/t M, B/d S/t -> B/d [L] M +t` adds each row of S to the row of L that the index says.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -12,10 +11,18 @@ import jax
 import jax.numpy as jnp
 
 from shardlib import marks, products
-from shardlib.op_checks import cast_to_result, check_operand, checked_op, parse, refuse_repeated_gradient, wrap
-from shardlib.parsing import OpSpec, ShapeSpec, ShardError, parse_shape, sort_axes
+from shardlib.op_checks import (
+    cast_to_result,
+    check_operand,
+    checked_op,
+    expect_result,
+    parse,
+    refuse_repeated_gradient,
+    wrap,
+)
+from shardlib.parsing import OpSpec, ShapeSpec, ShardError, sort_axes
 from shardlib.scopes import current_scope
-from shardlib.values import describe, on_mesh, varying
+from shardlib.values import describe, varying
 
 
 def take_rows(spec: str, table: Any, ids: Any, *, repeats: int | None = None) -> Any:
@@ -30,11 +37,10 @@ def take_rows(spec: str, table: Any, ids: Any, *, repeats: int | None = None) ->
         table_spec, ids_spec = op.lhs
         values, indices = check_operand(1, table_spec, table, sizes), check_operand(2, ids_spec, ids, sizes)
         common = _common(op, table_spec, ids_spec, indices)
-        _expect(op, [*ids_spec.dims, *table_spec.dims[common + 1 :]])
+        expect_result(op, [*ids_spec.dims, *table_spec.dims[common + 1 :]])
         (values, indices), axes, copies = cast_to_result(op, [values, indices.astype(jnp.int32)], [table, ids])
         values = refuse_repeated_gradient(1, values, op)
-    partial = [f"+{axis}" for axis in sort_axes(ids_spec.sharded - table_spec.sharded)]
-    gradient = " ".join(map(str, (*table_spec.dims, *partial)))
+    gradient = str(ShapeSpec(table_spec.dims, sort_axes(ids_spec.sharded - table_spec.sharded)))
     value = _take(common, values.shape[common], repeats, gradient, values, indices)
     return wrap(varying(value, axes), op.rhs, copies, f"take_rows({op})")
 
@@ -50,17 +56,16 @@ def add_rows(spec: str, rows: Any, ids: Any, *, repeats: int | None = None) -> A
         rows_spec, ids_spec = op.lhs
         values, indices = check_operand(1, rows_spec, rows, sizes), check_operand(2, ids_spec, ids, sizes)
         common = _common(op, op.rhs, ids_spec, indices)
-        summed = [f"+{axis}" for axis in sort_axes(axis for dim in ids_spec.dims[common:] for axis in dim.axes)]
-        _expect(op, [*op.rhs.dims[: common + 1], *rows_spec.dims[len(ids_spec.dims) :], *summed])
+        summed = (axis for dim in ids_spec.dims[common:] for axis in dim.axes)
+        expect_result(op, [*op.rhs.dims[: common + 1], *rows_spec.dims[len(ids_spec.dims) :]], summed, common)
         if rows_spec.dims[: len(ids_spec.dims)] != ids_spec.dims:
             raise ShardError(f"`{rows_spec}` does not begin as `{ids_spec}`", "give an id for each row")
         looked_up = op.rhs.dims[common]
         if (count := sizes.get(looked_up.name, current_scope().sizes.get(looked_up.name))) is None:
             raise ShardError(f"the size of {looked_up.name} is not known here", "annotate a local that has this dim")
         (values, indices), axes, copies = cast_to_result(op, [values, indices.astype(jnp.int32)], [rows, ids])
-    value = _sums(
-        "rows", common, count, repeats, str(dataclasses.replace(op.rhs, index=None, copies=())), values, indices
-    )
+    result = str(ShapeSpec(op.rhs.dims, op.rhs.partial))
+    value = _sums("rows", common, count, repeats, result, values, indices)
     return wrap(varying(value, axes), op.rhs, copies, f"add_rows({op})")
 
 
@@ -148,9 +153,3 @@ def _common(op: OpSpec, table: ShapeSpec, ids: ShapeSpec, indices: jax.Array) ->
             f"begin both with the same dims, and put {looked_up} after them",
         )
     return table.index
-
-
-def _expect(op: OpSpec, words: list) -> None:
-    expected = on_mesh(parse_shape(" ".join(map(str, words))))
-    if (expected.dims, expected.partial) != (op.rhs.dims, op.rhs.partial):
-        raise ShardError(f"the result is `{expected}`, not `{op.rhs}`", f"write `-> {expected}`")

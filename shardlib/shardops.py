@@ -28,7 +28,6 @@ All ops raise ShardError, with the op, the spec, the operands, the sizes bound s
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -52,6 +51,7 @@ from shardlib.op_checks import (
     copy_axes,
     does_nothing,
     einsum_formula,
+    expect_result,
     parse,
     refuse_gradient,
     refuse_repeated_gradient,
@@ -60,7 +60,7 @@ from shardlib.op_checks import (
     wrap,
     wrong_spec,
 )
-from shardlib.parsing import Dim, ShardError, parse_shape, sort_axes
+from shardlib.parsing import Dim, ShapeSpec, ShardError, parse_shape, sort_axes
 from shardlib.products import einsum_with_gradients, pick, take
 from shardlib.rearranging import rearrange  # noqa: F401 (one of the ops)
 from shardlib.rows import add_rows, take_rows  # noqa: F401 (two of the ops)
@@ -404,9 +404,7 @@ def index_unreduced(spec, table, ids):
         rest = tuple(dim for dim in table_spec.dims if dim is not looked_up)
         batched = bool(rest) and rest == ids_spec.dims
         result = ids_spec.dims if batched else (*ids_spec.dims, *rest)
-        expected = on_mesh(parse_shape(" ".join([*map(str, result), *(f"+{axis}" for axis in looked_up.axes)])))
-        if expected != dataclasses.replace(op.rhs, copies=()):
-            raise ShardError(f"the result of this lookup is `{expected}`, not `{op.rhs}`", f"write `-> {expected}`")
+        expect_result(op, result, looked_up.axes)
         (values, indices), axes, copies = cast_to_result(op, [values, indices], [table, ids])
         indices = indices.astype(jnp.int32)
     block = values.shape[table_spec.index]
@@ -416,8 +414,7 @@ def index_unreduced(spec, table, ids):
     if batched:
         value = pick(values, indices, table_spec.index)
     else:
-        summed = [f"+{axis}" for axis in sort_axes(ids_spec.sharded)]
-        gradient = " ".join(map(str, (looked_up, *rest, *summed)))
+        gradient = str(ShapeSpec((looked_up, *rest), sort_axes(ids_spec.sharded)))
         value = take(jnp.moveaxis(values, table_spec.index, 0), indices, gradient)
         found = (indices >= 0) & (indices < block)
         value = jnp.where(found.reshape(found.shape + (1,) * len(rest)), value, jnp.zeros((), value.dtype))

@@ -30,8 +30,8 @@ def test_take_rows_refuses(spec, message):
     ("spec", "message"),
     [
         ("B/d L/t, B/d L/t -> B/d L +t", r"does not say which dim the ids are for"),
-        ("B/d L/t, B/d L/t -> B/d [L]", r"the result is `B/d L \+t`, not `B/d \[L\]`"),
-        ("B/d L/t, B/d L/t -> [L] B/d +t", r"the result is `L \+t \+d`"),
+        ("B/d L/t, B/d L/t -> B/d [L]", r"the result is `B/d \[L\] \+t`, not `B/d \[L\]`"),
+        ("B/d L/t, B/d L/t -> [L] B/d +t", r"the result is `\[L\] \+t \+d`"),
         ("B/d L/t, B/d L/t -> B/d [Z] +t", r"the size of Z is not known here"),
     ],
 )
