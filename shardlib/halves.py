@@ -231,8 +231,10 @@ def _step(eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[st
     name = eqn.primitive.name
     if name == "scan":
         return _Loop(eqn, wanted, late, over)
-    if bodies := _branches(eqn):
-        return _Branches(bodies, eqn, wanted, late, over)
+    if name == "cond":
+        return _Branches(eqn.params["branches"], eqn, wanted, late, over)
+    if name in equations.CALLS and not _is_cheap(eqn):
+        return _Branches([equations.called(eqn)], eqn, wanted, late, over)
     return _Equation(eqn, wanted, late, over)
 
 
@@ -248,14 +250,6 @@ def _run_again(eqn: Any, ins: list, over: tuple[str, ...]) -> list[jax.Array]:
         return equations.run_again(eqn, [varying(x, over) for x in ins])
     run = lambda inner, ins: [varying(x, over) for x in _run_again(inner, ins, over)]
     return equations.evaluate(equations.called(eqn), ins, run)
-
-
-def _branches(eqn: Any) -> Sequence[Any]:
-    """The bodies of a conditional or of a call; none of other equations, and of calls that are cheap."""
-    name = eqn.primitive.name
-    if name == "cond":
-        return eqn.params["branches"]
-    return [equations.called(eqn)] if name in equations.CALLS and not _is_cheap(eqn) else []
 
 
 def _is_cheap(eqn: Any) -> bool:
