@@ -71,6 +71,16 @@ def is_variable(var: Any) -> bool:
     return not isinstance(var, core.Literal)
 
 
+def shape_of(var: Any) -> tuple[int, ...]:
+    """Shape of a variable or a literal; that of a scalar for a token, which has none."""
+    return tuple(getattr(var.aval, "shape", ()))
+
+
+def is_program(x: Any) -> bool:
+    """Whether a parameter is a jaxpr, closed or open."""
+    return hasattr(x, "eqns") or hasattr(x, "jaxpr")
+
+
 def body_of(jaxpr: Any) -> tuple[Any, Any]:
     """The jaxpr of a closed one or of an open one, and its constants."""
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
@@ -80,8 +90,7 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     """How many operands of a scan are constants of its body, and how many are carried."""
     body, _ = body_of(eqn.params["jaxpr"])
     # What a loop runs over has one dim more outside of it. (The parameters that say so differ by JAX's version.)
-    ndim = lambda var: len(getattr(var.aval, "shape", ()))
-    is_carry = lambda pair: ndim(pair[0]) == ndim(pair[1])
+    is_carry = lambda pair: len(shape_of(pair[0])) == len(shape_of(pair[1]))
     carried = len(list(filter(is_carry, zip(eqn.outvars, body.outvars, strict=True))))
     return len(list(filter(is_carry, zip(eqn.invars, body.invars, strict=True)))) - carried, carried
 
@@ -155,7 +164,7 @@ def jaxprs_of(eqn: Any) -> Iterator[Any]:
     """The jaxprs among the parameters of an equation."""
     for value in eqn.params.values():
         for part in value if isinstance(value, tuple | list) else (value,):
-            if hasattr(part, "eqns") or hasattr(part, "jaxpr"):
+            if is_program(part):
                 yield part
 
 

@@ -318,9 +318,8 @@ def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) ->
         (value, metrics), g = jax.value_and_grad(loss_of, has_aux=True)(w, microbatch)
         return jax.tree.map(jnp.add, sums, (value, g)), metrics
 
-    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), w)
     groups = jax.tree.map(lambda x: x.reshape(-1, 1, *x.shape[1:]), microbatches)
-    (total, g), metrics = lax.scan(add, (jnp.zeros(()), zeros), groups)
+    (total, g), metrics = lax.scan(add, (jnp.zeros(()), _accumulators(w)), groups)
     metrics = jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
     metrics = LayerMetrics.of_rows(metrics, jnp.arange(layers), layers)
     metrics = jax.tree.map(lambda x: _of_stages("N depth +p", _share(x)), metrics)

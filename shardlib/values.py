@@ -380,8 +380,13 @@ def sharding_of(value) -> Sharding | None:
         return None
     if is_traced and any(kind != jax.sharding.AxisType.Explicit for kind in sharding.mesh.axis_types):
         return None
-    axes = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in sharding.spec]
-    return tuple(axes + [()] * (len(value.shape) - len(axes)))
+    return axes_of_spec(sharding.spec, len(value.shape))
+
+
+def axes_of_spec(spec: jax.sharding.PartitionSpec, ndim: int) -> Sharding:
+    """Axes that shard each of `ndim` dims, by a PartitionSpec."""
+    entries = (*spec, *[None] * (ndim - len(spec)))
+    return tuple(() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries)
 
 
 def without_trivial(sharding: Sharding) -> Sharding:

@@ -17,7 +17,7 @@ import jax
 from jax.extend.core import Literal, Var
 
 from shardlib import equations
-from shardlib.equations import body_of, is_variable
+from shardlib.equations import body_of, is_variable, shape_of
 from shardlib.marks import is_region
 from shardlib.proof import rings
 from shardlib.proof.equation import Equation, equal_parameters
@@ -128,7 +128,7 @@ class Alignment:
         """
         if (len(ours.constvars), len(ours.invars)) != (len(theirs.constvars), len(theirs.invars)):
             raise Different(next(iter(ours.eqns), None), next(iter(theirs.eqns), None))
-        shapes = tuple(map(_shape, ours.invars)) if shapes is None else tuple(shapes)
+        shapes = tuple(map(shape_of, ours.invars)) if shapes is None else tuple(shapes)
         key = id(ours), id(theirs), shapes  # of objects that the two programs keep
         if key not in self._known:
             ours, theirs = rings.closed(ours, theirs, self._sizes, self._twin_sizes)
@@ -142,10 +142,10 @@ class Alignment:
         return self._known[key]
 
     def _made(self, ours: Any, theirs: Any, shapes: tuple) -> Aligned:
-        here = {a: laid_out(b, _shape(a)) for a, b in zip(ours.constvars, theirs.constvars, strict=True)}
+        here = {a: laid_out(b, shape_of(a)) for a, b in zip(ours.constvars, theirs.constvars, strict=True)}
         there = {b: here[a] for a, b in zip(ours.constvars, theirs.constvars, strict=True)}
         for a, b, shape in zip(ours.invars, theirs.invars, shapes, strict=True):
-            here[a], there[b] = laid_out(b, _shape(a)), laid_out(b, shape)
+            here[a], there[b] = laid_out(b, shape_of(a)), laid_out(b, shape)
         rest, views, pairs = list(reversed(ours.eqns)), [], []
         for eqn in theirs.eqns:
             views += _views(rest, here)
@@ -180,12 +180,12 @@ class Alignment:
         """The equation among `views` that gives what `eqn` on one device gives; None if there is none."""
         alike = [own for own in views if own.primitive is eqn.primitive]
         for own in alike:
-            shape = _shape(own.outvars[0])
-            if self._fits(shape, _shape(eqn.outvars[0])) and _view(eqn, x, shape) == here[own.outvars[0]]:
+            shape = shape_of(own.outvars[0])
+            if self._fits(shape, shape_of(eqn.outvars[0])) and _view(eqn, x, shape) == here[own.outvars[0]]:
                 return own
         # Entries that stand for devices are as many as those, and one on one device.
         reshaped = (own for own in alike if eqn.primitive.name == "reshape" and here[own.invars[0]] == x)
-        return next((own for own in reshaped if len(_shape(own.outvars[0])) == len(_shape(eqn.outvars[0]))), None)
+        return next((own for own in reshaped if len(shape_of(own.outvars[0])) == len(shape_of(eqn.outvars[0]))), None)
 
     def _fits(self, here: tuple[int, ...], there: tuple[int, ...]) -> bool:
         """Whether blocks of two shapes may make one whole, by the numbers of devices that may cut a dim."""
@@ -198,10 +198,10 @@ class Alignment:
             raise Different(own, eqn)
         xs, ys = _layouts(own.invars, here), _layouts(eqn.invars, there)
         if own.primitive.name in equations.CALLS:
-            shapes = [_shape(a) if y in (None, ANY) else y.shape for a, y in zip(own.invars, ys, strict=True)]
+            shapes = [shape_of(a) if y in (None, ANY) else y.shape for a, y in zip(own.invars, ys, strict=True)]
             found = self.of(body_of(equations.called(own))[0], body_of(equations.called(eqn))[0], shapes)
             of = lambda a, b, x: (
-                ANY if x is ANY else laid_out(b, _shape(a)) if x is None else x._replace(root=(b, x.root))
+                ANY if x is ANY else laid_out(b, shape_of(a)) if x is None else x._replace(root=(b, x.root))
             )
             ours, theirs = (list(map(of, own.outvars, eqn.outvars, side)) for side in (found.here, found.there))
             return Pair(own, eqn, others(xs, ys, same_entries), inner=found), ours, theirs
@@ -209,7 +209,7 @@ class Alignment:
         if own.primitive.name in FORMS and None not in (*xs, *ys) and not others(xs, ys, same_entries):
             pair = _in_form(own, eqn, xs, ys) or pair
         ours, theirs = (
-            [laid_out(b, _shape(a)) for a, b in zip(e.outvars, eqn.outvars, strict=True)] for e in (own, pair.eqn)
+            [laid_out(b, shape_of(a)) for a, b in zip(e.outvars, eqn.outvars, strict=True)] for e in (own, pair.eqn)
         )
         return pair, ours, theirs
 
@@ -219,10 +219,6 @@ def others(ours: Sequence, theirs: Sequence, key: Callable | None = None) -> fro
     pairs = enumerate(zip(ours, theirs, strict=True))
     same = lambda x, y: x == y or (key is not None and None not in (x, y) and key(x) == key(y))
     return frozenset(i for i, (x, y) in pairs if not same(x, y))
-
-
-def _shape(var: Any) -> tuple[int, ...]:
-    return tuple(getattr(var.aval, "shape", ()))
 
 
 def _layouts(variables: Any, known: Mapping) -> list[Layout | None]:
@@ -241,7 +237,7 @@ def _operand(eqn: Any, layouts: Mapping) -> Layout | None:
 def _views(rest: list, here: dict) -> Iterator[Any]:
     """Takes the equations off the end of `rest` that only give entries another shape."""
     while rest and (x := _operand(rest[-1], here)) is not None:
-        if (found := _view(rest[-1], x, _shape(rest[-1].outvars[0]))) is None:
+        if (found := _view(rest[-1], x, shape_of(rest[-1].outvars[0]))) is None:
             return
         here[rest[-1].outvars[0]] = found
         yield rest.pop()
@@ -259,7 +255,7 @@ def _in_form(own: Any, eqn: Any, xs: list[Layout], ys: list[Layout]) -> Pair | N
     if is_other or _form(own.primitive.name, own.params, [x.shape for x in xs])[0] != form:
         return None
     return (
-        None if (xs, shape) == (ys, _shape(own.outvars[0])) else Pair(_cut(eqn, ys, shape, params), eqn, is_own=False)
+        None if (xs, shape) == (ys, shape_of(own.outvars[0])) else Pair(_cut(eqn, ys, shape, params), eqn, is_own=False)
     )
 
 
@@ -317,7 +313,7 @@ def _view(eqn: Any, x: Layout, shape: tuple[int, ...] | None = None) -> Layout |
     name, params = eqn.primitive.name, eqn.params
     if name in AS_IS:
         return x if eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype else None
-    there, one = _shape(eqn.outvars[0]), _shape(eqn.invars[0])
+    there, one = shape_of(eqn.outvars[0]), shape_of(eqn.invars[0])
     if name in equations.REDUCTIONS or name in ("transpose", "squeeze", "broadcast_in_dim"):
         source = equations.source_dims(eqn)
         if name != "broadcast_in_dim" and any(n != 1 for i, n in enumerate(x.shape) if i not in source):

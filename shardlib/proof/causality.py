@@ -18,7 +18,7 @@ from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardlib import marks
-from shardlib.equations import called, equations_in, evaluate, kinds, split_scan, split_while, words
+from shardlib.equations import called, equations_in, evaluate, kinds, shape_of, split_scan, split_while, words
 from shardlib.proof import reach
 from shardlib.proof.equation import Equation
 from shardlib.proof.reach import LATER, NONE, Reach
@@ -167,7 +167,7 @@ class Interpreter:
         found = reach.in_each_way(lambda ins: list(map(self._told_apart, how(eq.eqn, ins), eq.eqn.outvars)), ins)
         came = next((x.why for x in ins if x.why), None)
         for x, var in zip(found, eq.eqn.outvars, strict=True):
-            assert x.shape == tuple(getattr(var.aval, "shape", ())), (eq.name, x.shape, var.aval)
+            assert x.shape == shape_of(var), (eq.name, x.shape, var.aval)
             x.why = x.why or came
             parts = range(0, len(self.seen), self.rows)
             if (x.last < 0).all() or any(_fits(x.last, self.seen[i : i + self.rows]) for i in parts):

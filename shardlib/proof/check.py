@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -21,7 +22,7 @@ from shardlib.proof.interpreter import Interpreter, block_of, read_array
 from shardlib.proof.origins import callers_text, use_of
 from shardlib.proof.sameness import differences
 from shardlib.scopes import Scope
-from shardlib.values import planned_for
+from shardlib.values import axes_of_spec, planned_for
 
 AS_RUN = "as run"
 """Form of a program that is checked as it is run."""
@@ -71,12 +72,12 @@ def findings(program: Any, twin: Any, types: list | None = None) -> tuple[list[F
 
 
 def _shard_maps(program: Any) -> Iterator[Any]:
+    """Those that are in no other one."""
     for eqn in body_of(program)[0].eqns:
         if eqn.primitive.name == "shard_map":
             yield eqn
-            continue
-        for inner in jaxprs_of(eqn):
-            yield from _shard_maps(inner)
+        else:
+            yield from itertools.chain.from_iterable(map(_shard_maps, jaxprs_of(eqn)))
 
 
 def _outside(program: Any, twin: Any) -> Iterator[str]:
@@ -122,11 +123,6 @@ def _is_plain(parameter: Any) -> bool:
     return isinstance(parameter, int | float) or (isinstance(parameter, tuple) and all(map(_is_plain, parameter)))
 
 
-def _axes(spec: Any, ndim: int) -> list[tuple[str, ...]]:
-    entries = [*spec, *([None] * (ndim - len(spec)))]
-    return [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in entries]
-
-
 def _place_of(var: Any, body: Any) -> str:
     """`file.py:line: ` of the code that makes a result."""
     made = {out: eqn for eqn in body.eqns for out in eqn.outvars}
@@ -152,7 +148,7 @@ def _of_shard_map(eqn: Any, twin: Any, types: list | None, facts: Facts) -> list
     known = [[dim.name for dim in spec.dims] for spec in types or ()]
     names = [None] * (len(body.invars) - len(known)) + known
     args = [
-        block_of(_axes(spec, len(var.aval.shape)), var.aval.shape, sizes, names=name)
+        block_of(axes_of_spec(spec, len(var.aval.shape)), var.aval.shape, sizes, names=name)
         for spec, var, name in zip(eqn.params["in_specs"], body.invars, names, strict=True)
     ]
     outs = interpreter.run(eqn.params["jaxpr"], twin.params["jaxpr"], args)
@@ -160,7 +156,7 @@ def _of_shard_map(eqn: Any, twin: Any, types: list | None, facts: Facts) -> list
     found = [Finding(str(wild)) for wild in interpreter.problems.values()]
     results = zip(eqn.params["out_specs"], outs, body.outvars, other.outvars, strict=True)
     for i, (spec, value, var, there) in enumerate(results):
-        axes = _axes(spec, len(var.aval.shape))
+        axes = axes_of_spec(spec, len(var.aval.shape))
         if value.wild:
             found.append(Finding(str(value.wild)))
         elif value.folded or (value.ratio != 1.0 and value.scaled is not None):

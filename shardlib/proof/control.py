@@ -16,11 +16,6 @@ def varying(aval: Any, sizes: Mapping[str, int]) -> frozenset[str]:
     return frozenset(a for a in (sizes if kind is None else kind.varying | kind.unreduced) if sizes[a] > 1)
 
 
-def ndim(var: Any) -> int:
-    """Number of dims of a variable."""
-    return len(getattr(var.aval, "shape", ()))
-
-
 def _join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
     """What holds of a value that is one or the other."""
     if a.wild or b.wild:

@@ -13,8 +13,14 @@ from shardlib.proof import positions
 from shardlib.proof.domain import Value, constant, moved, near
 from shardlib.proof.equation import Equation, Refused, is_integer
 
+
+def _quotient(a: Any, b: Any) -> Any:
+    """`a` / `b`, of integers rounded to 0."""
+    return (a - np.fmod(a, b)) // b if a.dtype.kind in "iu" else np.divide(a, b)
+
+
 FOLDS: dict[str, Callable[..., Any]] = {
-    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "neg": np.negative,
+    "add": np.add, "add_any": np.add, "sub": np.subtract, "mul": np.multiply, "div": _quotient, "neg": np.negative,
     "max": np.maximum, "min": np.minimum, "abs": np.abs, "sign": np.sign, "floor": np.floor, "ceil": np.ceil,
     "square": np.square, "sqrt": np.sqrt, "rsqrt": lambda a: 1 / np.sqrt(a), "log": np.log, "exp": np.exp,
     "rem": np.fmod, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert,
@@ -83,8 +89,6 @@ def _fold(eq: Equation, ins: list[Value], ndim: int) -> Value | None:
     fold, to = FOLDS.get(eq.name), dtypes[-1]
     if eq.name in ("convert_element_type", "copy", "reduce_precision"):
         fold = lambda a: a
-    elif eq.name == "div" and is_integer(to):
-        fold = lambda a, b: (a - np.fmod(a, b)) // b
     if fold is None:
         return None
     found = []
@@ -144,19 +148,16 @@ def _folded(eq: Equation, ins: list[Value], dims: tuple) -> Value:
 
 def _extreme(eq: Equation, ins: list[Value]) -> tuple[str, frozenset[str]] | None:
     """The extreme that is still to be taken, of the operand and other values; refuses it elsewhere."""
-    found = {v.extreme for v in ins if v.extreme}
-    is_same = eq.name == "copy" or (eq.name == "convert_element_type" and _is_rising(eq))
-    if not found or (len(found) == 1 and (is_same or next(iter(found))[0] == eq.name)):
-        return found.pop() if found else None
+    if not (found := {v.extreme for v in ins if v.extreme}):
+        return None
+    before, after = eq.eqn.invars[0].aval.dtype, eq.result_type()
+    is_rising = jnp.issubdtype(after, jnp.inexact) or np.can_cast(before, after)  # keeps the order of numbers
+    is_same = eq.name in ("copy", "convert_element_type") and is_rising
+    if len(found) == 1 and (is_same or next(iter(found))[0] == eq.name):
+        return found.pop()
     for value in ins:
         eq.term(value)
     raise AssertionError(eq.name)
-
-
-def _is_rising(eq: Equation) -> bool:
-    """Whether a conversion keeps the order of numbers."""
-    before, after = eq.eqn.invars[0].aval.dtype, eq.result_type()
-    return jnp.issubdtype(after, jnp.inexact) or np.can_cast(before, after)
 
 
 def _is_linear(eq: Equation) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardlib.equations import frames_of, words
+from shardlib.equations import frames_of, is_program, words
 from shardlib.places import is_users, place
 from shardlib.proof.domain import ROUNDING, UNIFORM, Dim, Value, describe, devices, real
 from shardlib.proof.origins import callers_text, is_helper, size_text
@@ -336,5 +336,5 @@ def is_integer(dtype: Any) -> bool:
 
 def equal_parameters(here: Any, there: Any) -> bool:
     """Whether two parameters are equal: jaxprs by their texts, and NaN, as a value to fill in, is equal to NaN."""
-    here, there = (str(x) if hasattr(x, "eqns") or hasattr(x, "jaxpr") else x for x in (here, there))
+    here, there = (str(x) if is_program(x) else x for x in (here, there))
     return here == there or (here != here and there != there)

@@ -10,12 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from shardlib.equations import CALLS, ELEMENTWISE, IDENTITIES, SCATTERS, body_of, called
+from shardlib.equations import CALLS, ELEMENTWISE, IDENTITIES, SCATTERS, body_of, called, shape_of
 from shardlib.marks import STAGES, Mark, is_region, mark_of
 from shardlib.parsing import ZIGZAG, parse_shape
 from shardlib.proof import collectives, elementwise, lookups, primitives, rings, shapes, sums
 from shardlib.proof.alignment import Aligned, Alignment, others, same_entries
-from shardlib.proof.control import CONTROL, ndim, varying
+from shardlib.proof.control import CONTROL, varying
 from shardlib.proof.domain import UNIFORM, Sizes, SizesOnOne, Value, Wild, constant, cut, real, whole
 from shardlib.proof.equation import ONE_SEED, WHOLE_SIZES, Equation, Refused
 from shardlib.proof.primitives import KEEPING, OF_SIZES
@@ -77,7 +77,7 @@ class Interpreter:
             problem = f"{eq.shown}: an operand {problem}" if eq else f"a result {problem}"
             remedy = "let no reshape, slice or choice depend on the size of a block: shardops.rearrange names the dims"
             reason = Wild(eq.place() if eq else "?", problem, remedy)
-            return Value((UNIFORM,) * ndim(var), wild=reason)
+            return Value((UNIFORM,) * len(shape_of(var)), wild=reason)
         if isinstance(var, core.Literal):
             return read_array(var.val, twin.val)
         return env[twin]
@@ -132,12 +132,11 @@ class Interpreter:
 
     def wild(self, eq: Equation, reason: Wild) -> list[Value]:
         """Results of which nothing is known."""
-        return [Value((UNIFORM,) * ndim(var), wild=reason) for var in eq.eqn.outvars]
+        return [Value((UNIFORM,) * len(shape_of(var)), wild=reason) for var in eq.eqn.outvars]
 
     def _checked(self, eq: Equation, i: int, value: Value) -> Value:
         """`value`, if it is one of the result's shape that can be: also of the shape that it has on one device."""
-        aval = eq.eqn.outvars[i].aval
-        shape = getattr(aval, "shape", ())
+        aval, shape = eq.eqn.outvars[i].aval, shape_of(eq.eqn.outvars[i])
         if value.wild:
             return value
         assert len(value.dims) == len(shape), (eq.name, value, shape)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from shardlib.equations import arrays_in, equations_in, kinds
+from shardlib.equations import arrays_in, equations_in, kinds, shape_of
 from shardlib.proof.equation import Equation
 
 ROUNDED = 8
@@ -82,7 +82,7 @@ def _is_known(long: Any, short: Any, length: int, at: int, end: float) -> bool:
 
 def _sizes(eqn: Any) -> Iterator[int]:
     """The whole numbers in the parameters of an equation and in the shapes of its results."""
-    parts = [getattr(var.aval, "shape", ()) for var in eqn.outvars]
+    parts = [*map(shape_of, eqn.outvars)]
     parts += [value for name, value in sorted(eqn.params.items()) if isinstance(value, int | tuple | list)]
     while parts:
         part = parts.pop()

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from shardlib.equations import COLLECTIVES, IDENTITIES, equations_in, jaxprs_of, kinds, words
+from shardlib.equations import COLLECTIVES, IDENTITIES, equations_in, jaxprs_of, kinds, shape_of, words
 from shardlib.proof.domain import Value, whole
 from shardlib.proof.elementwise import refuse_rbg
 from shardlib.proof.equation import Equation, Refused
@@ -89,7 +89,7 @@ def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -
         raise Refused(f"{impure} may give another result on each device", "say so with shardops.per_device")
     if any(hasattr(var.aval, "inner_aval") for var in (*eq.eqn.invars, *eq.eqn.outvars)):
         raise Refused("an array is changed in place", "return the changed array: x.at[i].set(...)")
-    labels = lambda var: [i if i < batch else None for i in range(len(getattr(var.aval, "shape", ())))]
+    labels = lambda var: [i if i < batch else None for i in range(len(shape_of(var)))]
     operands, results = list(map(labels, eq.eqn.invars)), list(map(labels, eq.eqn.outvars))
     if vectors is None:
         return alone(eq, operands, results, eq.name)
@@ -120,6 +120,6 @@ def alone(eq: Equation, operands: list, results: list, verb: str, demand: Callab
             else:
                 found.setdefault(label, []).append(dim)
     joined = {label: eq.joined_dim(label, dims) for label, dims in found.items()}
-    shapes = [getattr(var.aval, "shape", ()) for var in eq.eqn.outvars]
+    shapes = map(shape_of, eq.eqn.outvars)
     dims_of = lambda pairs: tuple(whole(n) if label is None else joined[label] for n, label in pairs)
     return [Value(dims_of(zip(*pair, strict=True))) for pair in zip(shapes, results, strict=True)]

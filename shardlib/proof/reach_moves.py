@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.equations import source_dims
+from shardlib.equations import shape_of, source_dims
 from shardlib.proof import primitives, reach
 from shardlib.proof.reach import MOST, NONE, Reach
 from shardlib.proof.reach_slots import SAME
@@ -18,9 +18,9 @@ RULES: dict[str, Callable[..., Any]] = {}
 rule = functools.partial(primitives.rule, of=RULES)
 
 
-def shape_of(eqn: Any, i: int = 0) -> tuple[int, ...]:
+def result_shape(eqn: Any, i: int = 0) -> tuple[int, ...]:
     """Shape of result i of an equation."""
-    return tuple(getattr(eqn.outvars[i].aval, "shape", ()))
+    return shape_of(eqn.outvars[i])
 
 
 def dtype_of_result(eqn: Any) -> np.dtype:
@@ -35,20 +35,20 @@ def dtype_of_result(eqn: Any) -> np.dtype:
 def _same_entries(eqn: Any, *ins: Reach) -> list[Reach] | None:
     if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
         return None
-    shapes = [shape_of(eqn, i) for i in range(len(eqn.outvars))]
+    shapes = [result_shape(eqn, i) for i in range(len(eqn.outvars))]
     return [x.moved(lambda a, x=x, s=s: reach.reshaped(a, x.shape, s), s) for x, s in zip(ins, shapes, strict=False)]
 
 
 rule("axis_index")(lambda eqn: reach.constant(np.int32(0)))
 rule("rev")(lambda eqn, x: x.moved(lambda a: np.flip(a, eqn.params["dimensions"]), x.shape))
-rule("stack")(lambda eqn, *ins: reach.stacked(ins, eqn.params["axis"], shape_of(eqn)))
+rule("stack")(lambda eqn, *ins: reach.stacked(ins, eqn.params["axis"], result_shape(eqn)))
 
 
 @rule("broadcast_in_dim", "transpose")
 def _moved(eqn: Any, x: Reach, *_: Reach) -> Reach:
     source = source_dims(eqn)
     at = {i: j for j, i in enumerate(source) if i is not None}
-    return x.moved(lambda a: reach.placed(a, at, len(source)), shape_of(eqn))
+    return x.moved(lambda a: reach.placed(a, at, len(source)), result_shape(eqn))
 
 
 @rule("slice")
@@ -65,7 +65,7 @@ def _split(eqn: Any, x: Reach) -> list[Reach]:
 
 @rule("pad")
 def _pad(eqn: Any, x: Reach, filling: Reach) -> Reach:
-    shape, arrays = shape_of(eqn), list(x.arrays())
+    shape, arrays = result_shape(eqn), list(x.arrays())
     for dim, (low, _, inner) in enumerate(eqn.params["padding_config"]):
         at = np.arange(shape[dim]) - low
         at = np.where(at % (inner + 1) == 0, at // (inner + 1), -1)
@@ -76,7 +76,7 @@ def _pad(eqn: Any, x: Reach, filling: Reach) -> Reach:
 
 @rule("concatenate")
 def _concatenate(eqn: Any, *ins: Reach) -> Reach:
-    dim, shape = eqn.params["dimension"], shape_of(eqn)
+    dim, shape = eqn.params["dimension"], result_shape(eqn)
 
     def together(*arrays: np.ndarray) -> np.ndarray:
         parts = [np.moveaxis(reach.full(x, v.shape, [dim]), dim, 0) for x, v in zip(arrays, ins, strict=True)]
@@ -88,7 +88,7 @@ def _concatenate(eqn: Any, *ins: Reach) -> Reach:
 
 @rule("iota")
 def _iota(eqn: Any) -> Reach:
-    shape, dim = shape_of(eqn), eqn.params["dimension"]
+    shape, dim = result_shape(eqn), eqn.params["dimension"]
     sizes = [n if i == dim else 1 for i, n in enumerate(shape)]
     number = np.arange(shape[dim]).reshape(sizes).astype(dtype_of_result(eqn))
     return reach.made(shape, number, reach.exact(number, eqn.outvars[0].aval))
@@ -100,7 +100,7 @@ def _iota(eqn: Any) -> Reach:
 @rule("gather")
 def _gather(eqn: Any, x: Reach, starts: Reach) -> Reach:
     """Along a dim of which a part is read at an unknown index, it may be any part."""
-    shape, d, sizes = shape_of(eqn), eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    shape, d, sizes = result_shape(eqn), eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     batch = [i for i in range(len(shape)) if i not in d.offset_dims]
     windows = [i for i in range(len(x.shape)) if i not in (*d.collapsed_slice_dims, *d.operand_batching_dims)]
     at = dict(zip(windows, d.offset_dims, strict=True))
@@ -118,7 +118,7 @@ def _gather(eqn: Any, x: Reach, starts: Reach) -> Reach:
 
 def _rows_at(eqn: Any, x: Reach, rows: np.ndarray, index: np.ndarray, at: dict[int, int], dim: int) -> Reach:
     """Entries at `rows` of dim `dim`, of which `index` has the last tokens; dim i of others becomes dim at[i]."""
-    rank, size, fill = len(shape_of(eqn)), x.shape[dim], eqn.params["fill_value"]
+    rank, size, fill = len(result_shape(eqn)), x.shape[dim], eqn.params["fill_value"]
     along = lambda a, i: np.arange(a.shape[i]).reshape([-1 if k == at[i] else 1 for k in range(rank)])
     inside = (rows >= 0) & (rows < size) if "fill" in str(eqn.params["mode"]).lower() else np.asarray(True)
     rows = np.clip(rows, 0, size - 1)
@@ -126,7 +126,7 @@ def _rows_at(eqn: Any, x: Reach, rows: np.ndarray, index: np.ndarray, at: dict[i
     number, known, last = (a[tuple(of(a, i) for i in range(a.ndim))] for a in x.arrays())
     other = reach.highest(number.dtype) if fill is None else number.dtype.type(fill)
     number, known = np.where(inside, number, other), np.where(inside, known, fill is not None)
-    return reach.made(shape_of(eqn), number, known, np.maximum(np.where(inside, last, NONE), index))
+    return reach.made(result_shape(eqn), number, known, np.maximum(np.where(inside, last, NONE), index))
 
 
 def _starts(starts: Sequence[Reach], shape: Sequence[int], sizes: Sequence[int]) -> list[int] | None:

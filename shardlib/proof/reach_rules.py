@@ -13,7 +13,7 @@ from shardlib.equations import ELEMENTWISE, REDUCTIONS, kinds
 from shardlib.proof import reach, reach_slots
 from shardlib.proof.elementwise import FOLDS
 from shardlib.proof.reach import LOW, MOST, NONE, Among, Reach, Sums
-from shardlib.proof.reach_moves import RULES, dtype_of_result, rule, shape_of
+from shardlib.proof.reach_moves import RULES, dtype_of_result, result_shape, rule
 
 
 def apply(eqn: Any, ins: list[Reach]) -> list[Reach]:
@@ -31,14 +31,14 @@ def apply(eqn: Any, ins: list[Reach]) -> list[Reach]:
 
 def _rule_of(eqn: Any, ins: list[Reach]) -> Callable:
     name = eqn.primitive.name
-    by_entry = name in ELEMENTWISE or (name == "bitcast_convert_type" and shape_of(eqn) == tuple(ins[0].shape))
+    by_entry = name in ELEMENTWISE or (name == "bitcast_convert_type" and result_shape(eqn) == tuple(ins[0].shape))
     return RULES.get(name, _elementwise if by_entry else lambda *_: None)
 
 
 def anything(eqn: Any, ins: list[Reach]) -> list[Reach]:
     """Results of which each entry may depend on all entries of all operands."""
     last = reach.of_all(ins)
-    return [reach.unknown(shape_of(eqn, i), reach.dtype_of(var.aval), last) for i, var in enumerate(eqn.outvars)]
+    return [reach.unknown(result_shape(eqn, i), reach.dtype_of(var.aval), last) for i, var in enumerate(eqn.outvars)]
 
 
 # ---- entry by entry
@@ -46,23 +46,21 @@ def anything(eqn: Any, ins: list[Reach]) -> list[Reach]:
 
 UNFOLLOWED = frozenset(("exp", "sqrt", "rsqrt"))
 """Primitives whose known results are not followed."""
-NUMBERS = {**FOLDS, "div": lambda a, b: np.divide(a, b) if a.dtype.kind == "f" else (a - np.fmod(a, b)) // b}
-"""FOLDS, with division of integers, whose result is rounded to 0."""
 
 
 def _elementwise(eqn: Any, *ins: Reach) -> Reach:
-    name, shape, dtype = eqn.primitive.name, shape_of(eqn), dtype_of_result(eqn)
+    name, shape, dtype = eqn.primitive.name, result_shape(eqn), dtype_of_result(eqn)
     known, last = True, NONE
     for x in ins:
         known, last = known & x.known, np.maximum(last, x.last)
     if len(eqn.outvars) > 1:
         return None
-    is_followed = name in NUMBERS.keys() - UNFOLLOWED and (name != "rem" or dtype.kind in "iu")
+    is_followed = name in FOLDS.keys() - UNFOLLOWED and (name != "rem" or dtype.kind in "iu")
     known, number = np.asarray(known) & is_followed, reach.highest(dtype)
     if name in ("div", "rem") and dtype.kind in "iu":
         known = known & (ins[1].number != 0)
     if known.any():
-        number = np.where(known, NUMBERS[name](*(x.number for x in ins)), number)
+        number = np.where(known, FOLDS[name](*(x.number for x in ins)), number)
         known = known & reach.exact(number, eqn.outvars[0].aval)
     sure, surely = _sure(name, dtype, ins)
     number, known = np.where(sure & ~known, surely, number), known | sure
@@ -128,14 +126,14 @@ def _converted(eqn: Any, x: Reach) -> Reach:
         if whole.dtype.kind == "f" and dtype.kind in "iu":
             known = known & (number == np.trunc(whole))
         number = np.where(known, number, reach.highest(dtype))
-    found = reach.made(shape_of(eqn), number, known & reach.exact(number, eqn.outvars[0].aval), x.last, dtype)
+    found = reach.made(result_shape(eqn), number, known & reach.exact(number, eqn.outvars[0].aval), x.last, dtype)
     found.fact = x.fact if isinstance(x.fact, Sums) else None
     return found
 
 
 @rule("select_n")
 def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
-    shape, dtype, pick = shape_of(eqn), dtype_of_result(eqn), which.number.astype(np.int64)
+    shape, dtype, pick = result_shape(eqn), dtype_of_result(eqn), which.number.astype(np.int64)
     arrays = list(zip(*(case.arrays() for case in cases), strict=True))
     parts = [np.choose(pick, np.broadcast_arrays(*of_cases)) for of_cases in arrays]
     if which.is_known:
@@ -176,7 +174,7 @@ REDUCERS |= {"reduce_max": np.maximum, "reduce_min": np.minimum}
 @rule(*REDUCTIONS, "reduce_xor", "argmax", "argmin")
 def _reduced(eqn: Any, x: Reach) -> Reach:
     """Known where all entries are, where all are 0 in a sum, and where one decides. LOW numbers give way to others."""
-    name, axes, shape, dtype = eqn.primitive.name, tuple(eqn.params["axes"]), shape_of(eqn), dtype_of_result(eqn)
+    name, axes, shape, dtype = eqn.primitive.name, tuple(eqn.params["axes"]), result_shape(eqn), dtype_of_result(eqn)
     number, known, decided = x.number, x.known, np.False_
     if x.is_known and name in ("argmax", "argmin"):
         return reach.made(shape, getattr(np, name)(reach.full(number, x.shape, axes), axes[0]).astype(dtype), True)
@@ -200,7 +198,7 @@ def _together(eqn: Any, *ins: Reach) -> list[Reach]:
     """Entries along one dim are taken together, those along others are each by themselves."""
     rank, p = len(ins[0].shape), eqn.params
     last = functools.reduce(np.maximum, (x.over([p.get("dimension", p.get("axis", -1)) % rank]) for x in ins))
-    return [reach.unknown(shape_of(eqn, i), reach.dtype_of(var.aval), last) for i, var in enumerate(eqn.outvars)]
+    return [reach.unknown(result_shape(eqn, i), reach.dtype_of(var.aval), last) for i, var in enumerate(eqn.outvars)]
 
 
 @rule(*kinds("running"))
@@ -238,13 +236,13 @@ def _solve(eqn: Any, a: Reach, b: Reach) -> Reach:
         terms = np.where(is_live[..., i, others, :], terms, NONE).max(-2, initial=NONE)
         last[..., i, :] = functools.reduce(np.maximum, (last[..., i, :], of_a[..., i, i, :], terms))
     found = reach.unknown(b.shape, dtype_of_result(eqn), last)
-    return found if p["left_side"] else found.moved(swap, shape_of(eqn))
+    return found if p["left_side"] else found.moved(swap, result_shape(eqn))
 
 
 @rule("dot_general")
 def _product(eqn: Any, *ins: Reach) -> Reach:
     """A term is left out where one of its factors is 0."""
-    (contract, batch), shape, dtype = eqn.params["dimension_numbers"], shape_of(eqn), dtype_of_result(eqn)
+    (contract, batch), shape, dtype = eqn.params["dimension_numbers"], result_shape(eqn), dtype_of_result(eqn)
     a, b = (x.alike() for x in ins)
     free = [[i for i in range(len(x.shape)) if i not in (*c, *d)] for x, c, d in zip(ins, contract, batch, strict=True)]
 
@@ -268,7 +266,7 @@ def _product(eqn: Any, *ins: Reach) -> Reach:
 @rule("conv_general_dilated")
 def _convolution(eqn: Any, x: Reach, w: Reach) -> Reach:
     """Each place of the kernel moves the entries; features are taken together."""
-    p, shape, numbers = eqn.params, shape_of(eqn), eqn.params["dimension_numbers"]
+    p, shape, numbers = eqn.params, result_shape(eqn), eqn.params["dimension_numbers"]
     (xb, xf, *xs), (_, _, *ws), (_, _, *os) = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
     if p["batch_group_count"] != 1:
         return None

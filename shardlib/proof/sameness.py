@@ -313,7 +313,7 @@ def _in_words(params: Any) -> str:
     for name, value in params.items():
         parts = value if isinstance(value, tuple | list) else (value,)
         is_function = callable(value) and not isinstance(value, type)
-        is_program = any(hasattr(part, "eqns") or hasattr(part, "jaxpr") for part in parts)
+        is_program = any(map(equations.is_program, parts))
         if name not in OF_MESHES and not is_function and not is_program:
             is_array = isinstance(value, np.ndarray | jax.Array)
             found[name] = f"{value.dtype}{value.tolist()}" if is_array else str(value)
