@@ -15,15 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import marks, products
-from shardlib.op_checks import (
-    cast_to_result,
-    check_operand,
-    checked_op,
-    expect_result,
-    parse,
-    refuse_repeated_gradient,
-    wrap,
-)
+from shardlib.op_checks import cast_to_result, checked_operands, expect_result, refuse_repeated_gradient, wrap
 from shardlib.parsing import Dim, OpSpec, ShapeSpec, ShardError, sort_axes
 from shardlib.rearranging import bind_groups
 from shardlib.values import describe, planned_devices, varying
@@ -41,10 +33,8 @@ def grouped_product(spec: str, rows: Any, ids: Any, matrices: Any) -> Any:
     einsum_unreduced: if it is sharded, the result is a partial sum. An id out of [0, N) gives zeros. With N = 1 this is
     an einsum, whatever the ids are.
     """
-    with checked_op("grouped_product", spec, rows, ids, matrices) as sizes:
-        op = parse(spec, 3, "( )", "*")
-        operands = (rows, ids, matrices)
-        values = [check_operand(i, s, x, sizes) for i, (s, x) in enumerate(zip(op.lhs, operands, strict=True), 1)]
+    operands = (rows, ids, matrices)
+    with checked_operands("grouped_product", spec, *operands, allowed=("( )", "*")) as (op, values, sizes):
         bind_groups(op.lhs[2], sizes)
         _check(op, values)
         values, axes, copies = cast_to_result(op, values, operands)

@@ -25,6 +25,15 @@ def checked_op(name: str, spec: str, *operands: Any) -> contextlib.AbstractConte
 
 
 @contextlib.contextmanager
+def checked_operands(name: str, spec: str, *operands: Any, allowed: Sequence[str] = ("*",)) -> Iterator[tuple]:
+    """`checked_op` for operands that the spec describes. Gives the OpSpec, the arrays in them, and the sizes."""
+    with checked_op(name, spec, *operands) as sizes:
+        op = parse(spec, len(operands), *allowed)
+        triples = enumerate(zip(op.lhs, operands, strict=True), 1)
+        yield op, [check_operand(i, shape, x, sizes) for i, (shape, x) in triples], sizes
+
+
+@contextlib.contextmanager
 def checked_collective(
     name: str, spec: str, x: Any, *, copies: bool = False
 ) -> Iterator[tuple[OpSpec, ShapeSpec, ShapeSpec, jax.Array, Sizes]]:

@@ -11,15 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from shardlib import marks, products
-from shardlib.op_checks import (
-    cast_to_result,
-    check_operand,
-    checked_op,
-    expect_result,
-    parse,
-    refuse_repeated_gradient,
-    wrap,
-)
+from shardlib.op_checks import cast_to_result, checked_operands, expect_result, refuse_repeated_gradient, wrap
 from shardlib.parsing import OpSpec, ShapeSpec, ShardError, sort_axes
 from shardlib.scopes import current_scope
 from shardlib.values import describe, varying
@@ -32,10 +24,8 @@ def take_rows(spec: str, table: Any, ids: Any, *, repeats: int | None = None) ->
     may occur in a sequence, if that is known: sums of rows with equal ids are then no scatter on a GPU, where XLA makes
     one slow.
     """
-    with checked_op("take_rows", spec, table, ids) as sizes:
-        op = parse(spec, 2, "[dim]", "*")
+    with checked_operands("take_rows", spec, table, ids, allowed=("[dim]", "*")) as (op, (values, indices), _):
         table_spec, ids_spec = op.lhs
-        values, indices = check_operand(1, table_spec, table, sizes), check_operand(2, ids_spec, ids, sizes)
         common = _common(op, table_spec, ids_spec, indices)
         expect_result(op, [*ids_spec.dims, *table_spec.dims[common + 1 :]])
         (values, indices), axes, copies = cast_to_result(op, [values, indices.astype(jnp.int32)], [table, ids])
@@ -51,10 +41,8 @@ def add_rows(spec: str, rows: Any, ids: Any, *, repeats: int | None = None) -> A
     The current scope has bound the size of L. The result and `ids` have their first dims in common; the sum over the
     other dims of `ids` is a partial sum over their axes. `repeats` is that of take_rows.
     """
-    with checked_op("add_rows", spec, rows, ids) as sizes:
-        op = parse(spec, 2, "[dim]", "*")
+    with checked_operands("add_rows", spec, rows, ids, allowed=("[dim]", "*")) as (op, (values, indices), sizes):
         rows_spec, ids_spec = op.lhs
-        values, indices = check_operand(1, rows_spec, rows, sizes), check_operand(2, ids_spec, ids, sizes)
         common = _common(op, op.rhs, ids_spec, indices)
         summed = (axis for dim in ids_spec.dims[common:] for axis in dim.axes)
         expect_result(op, [*op.rhs.dims[: common + 1], *rows_spec.dims[len(ids_spec.dims) :]], summed, common)

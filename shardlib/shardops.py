@@ -48,6 +48,7 @@ from shardlib.op_checks import (
     check_result_divisible,
     checked_collective,
     checked_op,
+    checked_operands,
     copy_axes,
     does_nothing,
     einsum_formula,
@@ -318,9 +319,7 @@ def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None,
         product: a function (formula, x, y) that is called instead of jnp.einsum, e.g. for another precision.
         name: of the op, for messages.
     """
-    with checked_op(name, spec, *operands) as sizes:
-        op = parse(spec, len(operands), "*")
-        values = [check_operand(i, s, x, sizes) for i, (s, x) in enumerate(zip(op.lhs, operands, strict=True), 1)]
+    with checked_operands(name, spec, *operands) as (op, values, sizes):
         formula = einsum_formula(op)
         if len({value.dtype for value in values}) > 1:
             raise ShardError(
@@ -357,10 +356,8 @@ def broadcast(spec, x):
     The new dims have the sizes that the current scope has bound. The gradient is a sum over them, so it is a partial
     sum over their axes. As with einsum_unreduced, `x` must be gathered over these, or a Copy.
     """
-    with checked_op("broadcast", spec, x) as sizes:
-        op = parse(spec, 1, "*")
+    with checked_operands("broadcast", spec, x) as (op, values, sizes):
         lhs, rhs = op.lhs[0], op.rhs
-        value = check_operand(1, lhs, x, sizes)
         new = [dim for dim in rhs.dims if dim not in lhs.dims]
         if tuple(dim for dim in rhs.dims if dim not in new) != lhs.dims or not new or lhs.partial or rhs.partial:
             raise wrong_spec(op, "add dims, and keep the others: `M -> B/d L M`")
@@ -368,7 +365,7 @@ def broadcast(spec, x):
             (dim.literal_size or sizes.get(dim.name) or size(dim.name)) // devices_along(dim.axes) for dim in rhs.dims
         ]
         check_result_divisible(rhs, sizes)
-        (value,), _, copies = cast_to_result(op, [value], [x])
+        (value,), _, copies = cast_to_result(op, values, [x])
         value = refuse_repeated_gradient(1, value, op)
     value = lax.broadcast_in_dim(value, blocks, [i for i, dim in enumerate(rhs.dims) if dim not in new])
     return wrap(value, rhs, copies, f"broadcast({op})")
@@ -391,13 +388,11 @@ def index_unreduced(spec, table, ids):
     in common, `B/d L [V/t], B/d L -> B/d L +t`, it picks one entry for each of them. An id outside of it
     gives zeros.
     """
-    with checked_op("index_unreduced", spec, table, ids) as sizes:
-        op = parse(spec, 2, "[dim]", "*")
+    operands = checked_operands("index_unreduced", spec, table, ids, allowed=("[dim]", "*"))
+    with operands as (op, (values, indices), _):
         table_spec, ids_spec = op.lhs
         if table_spec.index is None or ids_spec.index is not None:
             raise ShardError("the spec does not say which dim of the first operand to look up", "write it as [V/t]")
-        values = check_operand(1, table_spec, table, sizes)
-        indices = check_operand(2, ids_spec, ids, sizes)
         if not jnp.issubdtype(indices.dtype, jnp.integer) or table_spec.partial or ids_spec.partial:
             raise ShardError(f"ids are {describe(ids)}", "give integers, of a table that is no partial sum")
         looked_up = table_spec.dims[table_spec.index]
