@@ -68,7 +68,7 @@ def _own_rows(eq: Equation, xs: list[Value]) -> Dim | None:
     dims = {x.dims[0] for x in xs if not x.wild and x.dims[0] is not UNIFORM}
     rows = dims.pop() if len(dims) == 1 else Dim(())
     axes = frozenset(map(real, rows.axes))
-    return rows if axes and not _collective(eq.params["jaxpr"], axes) else None
+    return rows if axes and not _collectives(axes, eq.params["jaxpr"]) else None
 
 
 def _total(interpreter: Any, eq: Equation, start: Value, row: Value, rows: Dim) -> Value:
@@ -128,12 +128,10 @@ def _scan(interpreter: Any, eq: Equation) -> list[Value]:
     return results + [_of_turn(interpreter, eq, out, (of_loop, *out.dims), demand) for out in outs[carried:]]
 
 
-def _collective(jaxpr: Any, axes: frozenset[str]) -> Any:
-    """The first collective over one of the axes in a jaxpr; None if there is none."""
-    for eqn in equations_in(jaxpr):
-        if eqn.primitive.name in COLLECTIVES and not axes.isdisjoint(axes_of(eqn)):
-            return eqn
-    return None
+def _collectives(axes: frozenset[str], *jaxprs: Any) -> list[str]:
+    """The collectives over one of the axes in jaxprs."""
+    found = (eqn for jaxpr in jaxprs for eqn in equations_in(jaxpr) if not axes.isdisjoint(axes_of(eqn)))
+    return [eqn.primitive.name for eqn in found if eqn.primitive.name in COLLECTIVES]
 
 
 def _under_predicate(interpreter: Any, eq: Equation, predicate: Value, var: Any, bodies: Any) -> Wild | None:
@@ -143,9 +141,8 @@ def _under_predicate(interpreter: Any, eq: Equation, predicate: Value, var: Any,
             return None
     axes = frozenset(eq.sizes) if interpreter.is_unchecked else varying(var.aval, eq.sizes)
     over = ", ".join(sorted(axes)) or "the mesh"
-    collectives = [found for body in bodies if (found := _collective(body, axes)) is not None]
-    if collectives:
-        problem = f"devices of {over} decide for themselves, and {collectives[0].primitive.name} within waits for all"
+    if collectives := _collectives(axes, *bodies):
+        problem = f"devices of {over} decide for themselves, and {collectives[0]} within waits for all"
         waits = Refused(f"{problem} of them", "reduce the condition first, or communicate outside")
         interpreter.problems.setdefault(id(eq.eqn), interpreter.explain(eq, waits))
     problem = f"the condition differs between devices of {over}: they take different branches"
