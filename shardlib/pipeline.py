@@ -214,7 +214,7 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
     def on_all_stages(row, which, fn, names, carry, *args):
         """`carry`, in which `names` are fn(carry, k, own, *args) if a device's task in this tick is `which`."""
         own, k = row[which], row[which.split("_")[0] + "_microbatch"]
-        new = _named(which, lambda: fn(carry, jnp.sum(own * k), own[me] == 1, *args))
+        new = jax.named_scope(f"task_{which}")(lambda: fn(carry, jnp.sum(own * k), own[me] == 1, *args))
         found = lax.cond(jnp.any(own == 1), new, lambda: tuple(carry[name] for name in names))
         return dict(carry, **dict(zip(names, found, strict=True)))
 
@@ -230,7 +230,8 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
         if training and table.one_message:
             carry = with_head(carry)
         idle = lambda: (_zeros(x_type), carry["saved"])
-        y, saved = lax.cond(entry["forward"] == 1, _named("forward", lambda: forward(entry, carry)), idle)
+        run = jax.named_scope("task_forward")(lambda: forward(entry, carry))
+        y, saved = lax.cond(entry["forward"] == 1, run, idle)
         carry, dx = dict(carry, saved=saved), y
         if not training:
             add = lambda carry, k, own: (carry["loss"] + loss_of(outer, y, k, own),)
@@ -242,10 +243,11 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
             # If no device has two results in a tick, one message holds whichever it has.
             names = "g_stack", "kept", "loss", "metrics"
             idle = lambda: (y if table.one_message else _zeros(x_type), *(carry[name] for name in names))
-            dx, *sums = lax.cond(entry["backward"] == 1, _named("backward", lambda: backward(entry, carry)), idle)
+            run = jax.named_scope("task_backward")(lambda: backward(entry, carry))
+            dx, *sums = lax.cond(entry["backward"] == 1, run, idle)
             carry = dict(carry, **dict(zip(names, sums, strict=True)))
         if table.halves:
-            run = _named("weights", lambda: weights(entry, carry))
+            run = jax.named_scope("task_weights")(lambda: weights(entry, carry))
             carry["g_stack"] = lax.cond(entry["weights"] == 1, run, lambda: carry["g_stack"])
         # What needs all devices is before or after all slots, as far as it can be: between them, a stage without a
         # forward would wait for the forwards of the others.
@@ -431,13 +433,3 @@ def _add(total: Any, more: Any) -> Any:
 def _add_part(total: Any, more: Any, i: jax.Array, rows: int) -> Any:
     added = _add(_part(total, i, rows), more)
     return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, i * rows, 0), total, added)
-
-
-def _named(task: str, fn: Callable) -> Callable:
-    """`fn` with no arguments, whose operations are named as those of a task."""
-
-    def named():
-        with jax.named_scope(f"task_{task}"):
-            return fn()
-
-    return named
