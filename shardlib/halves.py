@@ -120,7 +120,7 @@ class Halves:
 
 
 class _Equation:
-    """An equation that is in one half or the other.
+    """An equation that is in one half or the other. The classes below have the same attributes and methods.
 
     Attributes:
         late: of each result, whether the second half gives it.
@@ -157,7 +157,6 @@ class _Branches:
         self.reads = [any(self.late)] * self._index + read
 
     def first(self, ins: list) -> tuple[list, Any]:
-        """As `_Equation.first`."""
         branches = [lambda h=h: h.first(ins[self._index :]) for h in self._halves]
         if len(branches) == 1:
             outs, kept = branches[0]()
@@ -171,7 +170,6 @@ class _Branches:
         return lax.switch(ins[0], [lambda i=i: with_all(i) for i in range(len(branches))])
 
     def second(self, ins: list, kept: Any) -> list:
-        """As `_Equation.second`."""
         halves = zip(self._halves, kept, strict=True)
         branches = [lambda h=h, own=own: h.second(ins[self._index :], own) for h, own in halves]
         return branches[0]() if len(branches) == 1 else lax.switch(ins[0], branches)
@@ -199,11 +197,9 @@ class _Loop:
         self.reads[is_carry] = carry
 
     def first(self, ins: list) -> tuple[list, Any]:
-        """As `_Equation.first`."""
         return self._run(ins, [not is_late for is_late in self.late], self._halves.first)
 
     def second(self, ins: list, kept: Any) -> list:
-        """As `_Equation.second`."""
         return self._run(ins, self.late, lambda args, own: (self._halves.second(args, own), None), kept)[0]
 
     def _run(self, ins: list, which: list[bool], half: Callable, *kept: Any) -> tuple[list, Any]:

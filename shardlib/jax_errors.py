@@ -69,10 +69,9 @@ def add_origin(error: ShardError, run: Callable[[], Any]) -> None:
     `run` is the function that raised it, which is traced once more. Of what leads to a value that differs over axes
     which its type does not have, the last reduction whose result does is what is missing a collective.
     """
-    _, axes = error.about or (None, None)
     if error.about is None:
         return
-    error.about = None
+    (_, axes), error.about = error.about, None
 
     def until() -> Any:
         try:
