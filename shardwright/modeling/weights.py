@@ -120,11 +120,12 @@ class Declared:
         inputs, _, outputs = spec.rpartition("->")
         text = f"{self._stack} {inputs} {outputs}"
         gathered = "".join(f"/{axis}" for axis in GROUPS["w"] if f"/{axis}" not in self._stack)
-        whole = re.sub(r"/[wp]\b" if self._facts["kind"] == "vector" else r"/w\b", "", text)
+        axes = {"w", *GROUPS["w"]} | ({"p"} if kind == "vector" else set())
+        whole = f"{self._stack} " + re.sub(rf"/({'|'.join(axes)})\b", "", f"{inputs} {outputs}")
         used = of_use[0] if of_use else self._dtype[whole]
         counts = {"inputs": len(inputs.split()), "outputs": len(outputs.split()) if inputs else 0}
         rest = f32[re.sub(r"/w\b", gathered if self._stack else "/w", text)].spec
-        return WeightType("f32", rest, used, spread=self._facts["kind"] == "vector", **self._facts, **counts)
+        return WeightType("f32", rest, used, spread=kind == "vector", **self._facts, **counts)
 
     def __call__(self, layers: int, inputs: tuple[int, ...], outputs: tuple[int, ...], scale: float = 1.0) -> Weight:
         """The Weight of a matrix in each layer, [layers, *inputs, *outputs], of std scale/√fan-in, for a table."""
@@ -156,7 +157,10 @@ def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mappin
         changes: attributes of a Weight that are other ones, by its field.
     """
     sizes = {dim: getattr(c, setting, None) for dim, setting in c.dims.items()} | {"layers": c.layers}
-    left = {*changes} if changes else set()
+    changes, attributes = changes or {}, {field.name for field in dataclasses.fields(Weight)}
+    if unknown := {name for change in changes.values() for name in change} - attributes:
+        raise ValueError(f"the model's table: `changes` sets {', '.join(sorted(unknown))}, not attributes of a Weight.")
+    left = {*changes}
 
     def weight(path: str, t: WeightType, _: Any) -> Weight | None:
         name = path.rpartition(".")[2]
@@ -180,7 +184,7 @@ def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mappin
         deviation = std(fan_in) if deviation is None else deviation
         share = getattr(c, t.share) if t.share else 1.0
         made = Weight(shape, t.kind, deviation, t.mean, t.inputs, t.outputs, share)
-        return dataclasses.replace(made, **(changes or {}).get(name, {}))
+        return dataclasses.replace(made, **changes.get(name, {}))
 
     whole = placeholders(kind)
     for leaf in jax.tree.leaves(whole):

@@ -1,7 +1,7 @@
 """The state of a run: which checkpoint it goes on from, its first state, and its saves."""
 
 import dataclasses
-import functools
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from shardlib.placement import LayerPlacement
+from shardwright.cluster.watch import pause
 from shardwright.run import reference
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config
@@ -16,11 +17,15 @@ from shardwright.run.opening import checkpoints_of, fresh_state, read_state
 from shardwright.run.provenance import compare_source
 from shardwright.run.report import tell
 from shardwright.run.resuming import check_resumes, choose_checkpoint, saved_config
-from shardwright.run.saving import Saves
 from shardwright.run.skipping import are_finite, check_finite
 from shardwright.run.stages import stack_orders
-from shardwright.run.stores import Damaged
+from shardwright.run.stores import Damaged, agreed
 from shardwright_data.loader import check_skips
+
+MAX_FAILED = 3
+"""Number of saves that fail one after the other before the run ends."""
+AGAIN_S = 5.0
+"""Seconds from a failure after the last step to the next try."""
 
 
 class Keeper:
@@ -45,7 +50,7 @@ class Keeper:
         self.source_differs: str | None = None
         place = checkpoints_of(directory, whole.paths)
         self.checkpoints = Checkpointer(place, keep=whole.training.keep_checkpoints)
-        self._saves = Saves(self.checkpoints.wait)
+        self._failed = 0
 
     def last(self, provenance_at: Callable[[int], dict[str, Any]]) -> tuple[int, dict, dict]:
         """Step of the checkpoint to go on from, and the states of the loader and of SkippedSteps; 0, {}, {} without.
@@ -109,7 +114,7 @@ class Keeper:
 
         Raises:
             FloatingPointError: a value of the state is not finite.
-            OSError: saving.MAX_FAILED saves failed, one after the other.
+            OSError: MAX_FAILED saves failed, one after the other.
         """
         finite = are_finite(state)
         metadata = {"config": dataclasses.asdict(self._whole)} | metadata
@@ -120,5 +125,22 @@ class Keeper:
             check_finite(finite, done, ask)
 
         orders = stack_orders(self._placement, type(state), state)
-        save = functools.partial(self.checkpoints.save, done, state, metadata, orders, check=complete)
-        self._saves.save(save, is_last=is_last)
+        self._has_ended("The run goes on, and saves the next one.")
+        self.checkpoints.save(done, state, metadata, orders, check=complete)
+        while is_last and not self._has_ended("It is tried again."):
+            time.sleep(AGAIN_S)
+            self.checkpoints.save(done, state, metadata, orders, check=complete, again=True)
+
+    def _has_ended(self, then: str) -> bool:
+        """Waits. Whether the save that was begun last, if any, is complete; if not, says what is done then."""
+        try:
+            with pause("waiting for a checkpoint to be written"):
+                agreed(self.checkpoints.wait)
+        except OSError as error:
+            self._failed += 1
+            if self._failed == MAX_FAILED:
+                raise OSError(f"{error} {MAX_FAILED} checkpoints in a row were not saved.") from error
+            tell(f"WARNING: {error} {then}")
+            return False
+        self._failed = 0
+        return True

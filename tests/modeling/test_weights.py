@@ -141,6 +141,21 @@ def test_tables_of_ids_and_changes():
     assert (found.layers.w_q.std, found.layers.w_o.std) == (0.1, 3 / 8)
 
 
+def test_axes_that_are_written_out_are_those_of_their_group():
+    for kind, group, axes in (
+        (matrix, "M/w -> K/t D", "M/c/d/e -> K/t D"),
+        (experts, "M/w -> F/t", "M/c/d -> F/t"),
+        (embedding, "V/t/p M/w", "V/t/p M/c/d/e"),
+    ):
+        of_group, written = kind[group], kind[axes]
+        assert (of_group.spec, of_group.used.spec) == (written.spec, written.used.spec)
+
+
+def test_a_change_of_what_a_weight_has_not_is_refused():
+    with pytest.raises(ValueError, match="`changes` sets scale, not attributes of a Weight"):
+        table(final={"scale": 0.5})
+
+
 def test_a_weight_depends_on_its_setting():
     names = ("present", "absent", "also_absent", "also_present")
     has = lambda c: [name for name in names if getattr(table(c).layers, name) is not None]

@@ -16,7 +16,7 @@ from losses_of_runs import losses
 import train
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
-from shardwright.run import checkpoint, saving, skipping
+from shardwright.run import checkpoint, keeping, skipping
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.skipping import SkippedSteps
 from shardwright_data.flat_tokens import Writer
@@ -285,7 +285,7 @@ def test_a_save_after_the_last_step_is_tried_again(tmp_path, dataset, monkeypatc
         return write(*args)
 
     monkeypatch.setattr(checkpoint, "write_arrays", write_arrays)
-    monkeypatch.setattr(saving, "AGAIN_S", 0.01)
+    monkeypatch.setattr(keeping, "AGAIN_S", 0.01)
     if failures == 3:
         with pytest.raises(OSError, match=r"the disk is gone.*3 checkpoints in a row were not saved\."):
             run(tmp_path / "some", dataset, steps=2)
@@ -311,7 +311,7 @@ def test_a_save_that_is_there_although_it_failed_is_written_again(tmp_path, data
         raise OSError("gone")
 
     monkeypatch.setattr(checkpoint, "commit", fail_after)
-    monkeypatch.setattr(saving, "AGAIN_S", 0.01)
+    monkeypatch.setattr(keeping, "AGAIN_S", 0.01)
     run(tmp_path / "some", dataset, steps=2)
     assert capsys.readouterr().out.count("the answer is lost. The checkpoint ") == 1
     assert Checkpointer(tmp_path / "some/checkpoints").verify(2) == []
