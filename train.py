@@ -63,8 +63,8 @@ class TransformerLayer:
     w_q: matrix["M/w -> K/t Q D"]
     w_k: matrix["M/w -> K/t D"]
     w_v: matrix["M/w -> K/t D"]
-    q_norm: gain["D"].when("qk_norm")
-    k_norm: gain["D"].when("qk_norm")
+    q_norm: gain["D if qk_norm"]
+    k_norm: gain["D if qk_norm"]
     w_o: matrix["K/t Q D -> M/w"]
     mlp_norm: gain["M"]
     w_gate: matrix["M/w -> F/t"]
@@ -79,7 +79,7 @@ class Transformer:
     embed: embedding["V/t/p M/w"]
     layers: Array["layers/p", TransformerLayer]
     final_norm: gain["M/p"]
-    unembed: unembedding["V/t/p M/w"].unless("tied_embeddings")
+    unembed: unembedding["V/t/p M/w if not tied_embeddings"]
 
 
 # ---- the model --------------------------------------------------------------------------------------------------

@@ -101,17 +101,17 @@ class ModelConfig(settings.ModelConfig):
 class Layer(train.TransformerLayer):
     """Weights of one layer. Those that the settings do not ask for are None."""
 
-    attention_norm: gain["M"].when("norms_before")
-    mlp_norm: gain["M"].when("norms_before")
-    attention_out_norm: gain["M"].when("norms_after")
-    mlp_out_norm: gain["M"].when("norms_after")
-    q_norm_all: gain["K/t Q D"].when("qk_norm_all")
-    k_norm_all: gain["K/t D"].when("qk_norm_all")
-    b_q: bias["K/t Q D"].when("qkv_bias")
-    b_k: bias["K/t D"].when("qkv_bias")
-    b_v: bias["K/t D"].when("qkv_bias")
-    b_o: bias["M"].when("out_bias")
-    sinks: bias["K/t Q", None].when("sinks")
+    attention_norm: gain["M if norms_before"]
+    mlp_norm: gain["M if norms_before"]
+    attention_out_norm: gain["M if norms_after"]
+    mlp_out_norm: gain["M if norms_after"]
+    q_norm_all: gain["K/t Q D if qk_norm_all"]
+    k_norm_all: gain["K/t D if qk_norm_all"]
+    b_q: bias["K/t Q D if qkv_bias"]
+    b_k: bias["K/t D if qkv_bias"]
+    b_v: bias["K/t D if qkv_bias"]
+    b_o: bias["M if out_bias"]
+    sinks: bias["K/t Q if sinks", None]
 
 
 @pytree_dataclass

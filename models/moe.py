@@ -127,14 +127,14 @@ class Layer(family.Layer):
     w_up: experts["M/w -> F/t"]
     w_down: experts["F/t -> M/w"]
     router: matrix["M/t/w -> E", f32["M E"]]
-    router_bias: bias["E", f32["E"]].when("correction_bias")
-    shared_gate: matrix["M/w -> H/t"].when("shared_experts")
-    shared_up: matrix["M/w -> H/t"].when("shared_experts")
-    shared_down: matrix["H/t -> M/w"].when("shared_experts")
-    b_router: bias["E", f32["E"]].when("expert_bias")
-    b_gate: bias["E/e F/t", None].when("expert_bias")
-    b_up: bias["E/e F/t", None].when("expert_bias")
-    b_down: bias["E/e M", act["E M"]].when("expert_bias")
+    router_bias: bias["E if correction_bias", f32["E"]]
+    shared_gate: matrix["M/w -> H/t if shared_experts"]
+    shared_up: matrix["M/w -> H/t if shared_experts"]
+    shared_down: matrix["H/t -> M/w if shared_experts"]
+    b_router: bias["E if expert_bias", f32["E"]]
+    b_gate: bias["E/e F/t if expert_bias", None]
+    b_up: bias["E/e F/t if expert_bias", None]
+    b_down: bias["E/e M if expert_bias", act["E M"]]
 
 
 @pytree_dataclass

@@ -186,6 +186,7 @@ class Separate(Subset):
     """`Separate[X]`: a dataclass of arrays like X, whose dims are its own: its M need not be another M of the call."""
 
 
+@typing.dataclass_transform(field_specifiers=(dataclasses.field,))
 def pytree_dataclass(cls=None, **kwargs):
     """Decorator: a dataclass that is a JAX pytree. Fields with `metadata={'static': True}` belong to its structure."""
     if cls is None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import jax_errors, marks
-from shardlib.array_types import f32, pytree_dataclass
+from shardlib.shardtypes import f32, pytree_dataclass
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.op_checks import zeros_like_traced
 from shardlib.parsing import ShardError

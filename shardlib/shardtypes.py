@@ -10,36 +10,68 @@
         return shardops.einsum_unreduced('B/d M, M F/t -> B/d F/t', x, w_up)
 
 The grammar of the specs is in parsing.py; docs/sharding-types.md explains them.
-`dtype_name('act')` is a dtype that each trace binds: `with Scope(act=jnp.bfloat16):`.
+`dtype_name('act')` is a dtype that each trace binds: `with Scope(act=jnp.bfloat16):`. So that type checkers, which accept
+no variable in an annotation, read it as any array:
+
+    if TYPE_CHECKING:
+        from shardlib.shardtypes import AnyArray as act
+    else:
+        act = dtype_name('act')
 """
 
 # ruff: noqa: F401 (other rooms import these names from here)
 
-from shardlib.array_types import (
-    Array,
-    ArrayType,
-    Factor,
-    Separate,
-    Subset,
-    bf16,
-    bool_,
-    dtype_name,
-    f16,
-    f32,
-    f64,
-    i8,
-    i16,
-    i32,
-    i64,
-    make_shardings,
-    map_arrays,
-    pytree_dataclass,
-    u8,
-    u16,
-    u32,
-    u64,
-)
+from typing import TYPE_CHECKING, Any, Protocol
+
+from shardlib.array_types import ArrayType, Factor, dtype_name, make_shardings, map_arrays, pytree_dataclass
 from shardlib.functions import register_with_typeguard, typed, typed_shard_map
 from shardlib.parsing import ShardError
 from shardlib.scopes import Scope, scope
 from shardlib.values import Copy, Partial, pipeline_stage
+
+if TYPE_CHECKING:
+
+    class AnyArray(Protocol, Any):  # pyright: ignore[reportGeneralTypeIssues] (Any is no protocol)
+        """What a type checker reads in place of a dtype: `f32['B/d M']` accepts any value, and is accepted anywhere.
+
+        A protocol without members accepts any value, and a value whose class derives from Any has any attribute. A
+        class with a `__class_getitem__` of its own may be subscripted with any string.
+        """
+
+        def __class_getitem__(cls, spec: Any): ...
+
+    Array = AnyArray
+    Separate = AnyArray
+    Subset = AnyArray
+    bf16 = AnyArray
+    bool_ = AnyArray
+    f16 = AnyArray
+    f32 = AnyArray
+    f64 = AnyArray
+    i8 = AnyArray
+    i16 = AnyArray
+    i32 = AnyArray
+    i64 = AnyArray
+    u8 = AnyArray
+    u16 = AnyArray
+    u32 = AnyArray
+    u64 = AnyArray
+else:
+    from shardlib.array_types import (
+        Array,
+        Separate,
+        Subset,
+        bf16,
+        bool_,
+        f16,
+        f32,
+        f64,
+        i8,
+        i16,
+        i32,
+        i64,
+        u8,
+        u16,
+        u32,
+        u64,
+    )

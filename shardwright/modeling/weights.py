@@ -4,14 +4,14 @@
     class Layer:
         norm: gain["M"]
         w_q: matrix["M/w -> K/t Q D"]
-        b_q: bias["K/t Q D"].when("qkv_bias")
+        b_q: bias["K/t Q D if qkv_bias"]
 
 A matrix has its inputs before the arrow and its outputs after it. Its initial values have a standard deviation of
 scale/√fan-in. A weight is used without the axes of `w`, over which it is gathered just before, in the compute dtype; a
 gain in f32. A vector is written as it is used: at rest its last dim is sharded over those of t and w that its other
 dims lack, and, if it is in no stack of layers, over p: `gain["M/p"]`. A second item is the type in use, where it is
-another one, or None for a weight that is used as it is at rest. `when` and `unless` name a setting on which a weight
-depends.
+another one, or None for a weight that is used as it is at rest. After `if` or `if not` stands a setting on which the
+weight depends: it is None in a model without it.
 
 `table_of` makes the model's `table`: its dataclass of weights with a `Weight` in place of each array.
 """
@@ -20,7 +20,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,11 @@ from shardlib.values import devices_along, mesh_axes
 
 KINDS = ("matrix", "embedding", "unembedding", "vector")
 
-act = dtype_name("act")
-"""The compute dtype, which `model.compute_scope` sets where a step is traced."""
+if TYPE_CHECKING:
+    from shardlib.shardtypes import AnyArray as act
+else:
+    act = dtype_name("act")
+    """The compute dtype, which `model.compute_scope` sets where a step is traced."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +95,6 @@ class WeightType(ArrayType):
     if_set: bool = True
     """Whether the model has the weight if that setting is on, or if it is off."""
 
-    def when(self, setting: str) -> Any:
-        """The type of a weight that the model has if the setting of this name is on, and else None."""
-        return dataclasses.replace(self, setting=setting) | None
-
-    def unless(self, setting: str) -> Any:
-        """The type of a weight that the model has if the setting of this name is off, and else None."""
-        return dataclasses.replace(self, setting=setting, if_set=False) | None
-
 
 class Declared:
     """A kind of weight. Indexed with a spec it gives the WeightType; the module has the notation."""
@@ -108,7 +103,7 @@ class Declared:
         self._dtype, self._stack = dtype, stack
         self._facts = {"kind": kind, "mean": mean, "share": share}
 
-    def __getitem__(self, item: str | tuple[str, ArrayType | None]) -> WeightType:
+    def __getitem__(self, item: str | tuple[str, ArrayType | None]) -> Any:
         spec, *of_use = item if isinstance(item, tuple) else (item,)
         kind = self._facts["kind"]
         if not isinstance(spec, str) or ("->" in spec) != (kind == "matrix"):
@@ -117,6 +112,7 @@ class Declared:
             )
         if len(of_use) > 1 or not all(x is None or isinstance(x, ArrayType) for x in of_use):
             raise ShardError(f"{of_use} is not a type in use", "give one, such as f32['M'], or None")
+        spec, depends, setting = spec.partition(" if ")
         inputs, _, outputs = spec.rpartition("->")
         text = f"{self._stack} {inputs} {outputs}"
         gathered = "".join(f"/{axis}" for axis in GROUPS["w"] if f"/{axis}" not in self._stack)
@@ -125,7 +121,11 @@ class Declared:
         used = of_use[0] if of_use else self._dtype[whole]
         counts = {"inputs": len(inputs.split()), "outputs": len(outputs.split()) if inputs else 0}
         rest = f32[re.sub(r"/w\b", gathered if self._stack else "/w", text)].spec
-        return WeightType("f32", rest, used, spread=kind == "vector", **self._facts, **counts)
+        t = WeightType("f32", rest, used, spread=kind == "vector", **self._facts, **counts)
+        if not depends:
+            return t
+        name = setting.removeprefix("not ")
+        return dataclasses.replace(t, setting=name, if_set=name == setting) | None
 
     def __call__(self, layers: int, inputs: tuple[int, ...], outputs: tuple[int, ...], scale: float = 1.0) -> Weight:
         """The Weight of a matrix in each layer, [layers, *inputs, *outputs], of std scale/√fan-in, for a table."""
@@ -133,10 +133,20 @@ class Declared:
         return Weight(shape, self._facts["kind"], std, inputs=len(inputs), outputs=len(outputs))
 
 
-matrix, embedding, unembedding = map(Declared, ("matrix", "embedding", "unembedding"))
-experts = Declared("matrix", stack="E/e", share="expert_share")
-"""A matrix for each expert. `expert_share` of a ModelConfig is the share of the experts that a token has."""
-gain, bias = Declared("vector", f32, mean=1.0), Declared("vector")
+if TYPE_CHECKING:
+    from shardlib.shardtypes import AnyArray
+
+    matrix = AnyArray
+    embedding = AnyArray
+    unembedding = AnyArray
+    experts = AnyArray
+    gain = AnyArray
+    bias = AnyArray
+else:
+    matrix, embedding, unembedding = map(Declared, ("matrix", "embedding", "unembedding"))
+    experts = Declared("matrix", stack="E/e", share="expert_share")
+    """A matrix for each expert. `expert_share` of a ModelConfig is the share of the experts that a token has."""
+    gain, bias = Declared("vector", f32, mean=1.0), Declared("vector")
 
 
 def vector(*shape: int, value: float) -> Weight:

@@ -64,10 +64,10 @@ class Layer:
     w_up: experts["M/w -> F/t"]
     w_down: experts["F/t -> M/w"]
     router: matrix["M/t/w -> E", f32["M E"]]
-    present: gain["D"].when("on")
-    absent: gain["D"].when("off")
-    also_absent: bias["D"].unless("on")
-    also_present: matrix["M/w -> D/t"].unless("off")
+    present: gain["D if on"]
+    absent: gain["D if off"]
+    also_absent: bias["D if not on"]
+    also_present: matrix["M/w -> D/t if not off"]
 
 
 @pytree_dataclass
