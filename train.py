@@ -36,7 +36,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax_extra import explicit_activation_checkpointing, save_for_backward
 from shardlib import shardops, shardtypes
 from shardlib.layers import Extras, LayerMetrics, run_layers
-from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
+from shardlib.shardtypes import Array, Of, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
 from shardwright.inspect import examine
 from shardwright.modeling import context, fp8, rope, rules
 from shardwright.modeling.loss_chunks import sum_in_chunks
@@ -183,7 +183,7 @@ def attention(
 
 # ---- forward pass of any model ----------------------------------------------------------------------------------
 
-W = TypeVar("W")  # class of a model's weights, such as Transformer
+W = TypeVar("W", bound=Any)  # class of a model's weights, such as Transformer
 Batch = Array["m", TokenBatch]  # the batch of a step
 
 
@@ -477,13 +477,13 @@ def make_training_step(c: Config, model: LanguageModel):
     """The jitted training step, which donates the state: (state, batch, step, w_reference) -> (state, metrics)."""
     forward = Forward(model, c.training, in_training=True)
     of_reference = Forward(reference.model_of(c) or model, c.training)
-    Weights, Reference = model.Weights, shardtypes.Separate[of_reference.model.Weights]
+    Trained, Reference = State[model.Weights], shardtypes.Separate[of_reference.model.Weights]
     updates = rates.updates_of(c.optimizer, model.table, OPTIMIZERS)
 
     @typed_shard_map
     def per_device(
-        state: State[Weights], batch: Batch, step: i32[""], seeds: u32["m B/b"] | None, w_reference: Reference | None
-    ) -> tuple[State[Weights], Metrics]:
+        state: Of[Trained], batch: Batch, step: i32[""], seeds: u32["m B/b"] | None, w_reference: Of[Reference] | None
+    ) -> tuple[Of[Trained], Metrics]:
         logits_of = w_reference and reference.logits_of(of_reference, w_reference)
         loss, g, layers = loss_and_gradients(state.weights, batch, c, forward, seeds, logits_of)
         new, grad_norm, rate = update_state(state, checkpoint_name(g, "gradient"), step, c, updates)
@@ -506,7 +506,7 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
     forward, Weights = Forward(model, c.training), model.Weights
 
     @typed_shard_map
-    def per_device(w: Weights, batch: Batch) -> tuple[f32[""], f32[""]]:
+    def per_device(w: Of[Weights], batch: Batch) -> tuple[f32[""], f32[""]]:
         total = stages.executor(c, model).loss(MicrobatchLoss(forward), forward.prepare(w), (batch, None))
         return total, count_targets(batch)
 

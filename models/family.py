@@ -154,6 +154,7 @@ class Model(train.Llama):
     """The Llama, with the switches of ModelConfig."""
 
     Weights = Weights
+    c: ModelConfig
 
     def __init__(self, c: ModelConfig):
         super().__init__(c, **{name: {"mean": 0.0} for name in OFFSET if c.norm_offset})

@@ -328,6 +328,7 @@ class Model(family.Model):
     """The model of family.py, with experts in place of its MLP."""
 
     Weights = Weights
+    c: ModelConfig
 
     @typed
     def layer(

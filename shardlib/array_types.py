@@ -186,6 +186,13 @@ class Separate(Subset):
     """`Separate[X]`: a dataclass of arrays like X, whose dims are its own: its M need not be another M of the call."""
 
 
+class Of:
+    """`Of[model.Weights]`: the type `model.Weights`. Type checkers accept no variable as an annotation, but this."""
+
+    def __class_getitem__(cls, kind) -> typing.Any:
+        return kind
+
+
 @typing.dataclass_transform(field_specifiers=(dataclasses.field,))
 def pytree_dataclass(cls=None, **kwargs):
     """Decorator: a dataclass that is a JAX pytree. Fields with `metadata={'static': True}` belong to its structure."""
@@ -200,7 +207,7 @@ ABSENT = object()
 """Value that `arrays_of` yields for an array of an optional part that is None."""
 
 
-def _class_of(t):
+def _class_of(t) -> typing.Any:
     """State of `State[Transformer]`; any other annotation as it is."""
     return typing.get_origin(t) if dataclasses.is_dataclass(typing.get_origin(t)) else t
 
@@ -326,8 +333,8 @@ def arrays_of(
         yield from arrays_of(t.inner, value, path, dims=f"{dims} {t.dims}", only_arrays=only_arrays)
     elif isinstance(t, Separate):
         for name, array, part in arrays_of(t.inner, value, path, **options):
-            dims = (dataclasses.replace(dim, name=f"own_{dim.name}") for dim in array.spec.dims)
-            yield name, dataclasses.replace(array, spec=dataclasses.replace(array.spec, dims=tuple(dims))), part
+            own = (dataclasses.replace(dim, name=f"own_{dim.name}") for dim in array.spec.dims)
+            yield name, dataclasses.replace(array, spec=dataclasses.replace(array.spec, dims=tuple(own))), part
     elif isinstance(t, Subset):
         for name, array, part in arrays_of(t.inner, value, path, **options):
             if t.dims is None or part is None or part is ABSENT:

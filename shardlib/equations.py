@@ -5,7 +5,7 @@ Public JAX only. All that reads a program, or runs one again, asks here.
 
 import functools
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -95,13 +95,13 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return len(list(filter(is_carry, zip(eqn.invars, body.invars, strict=True)))) - carried, carried
 
 
-def split_scan(eqn: Any, values: Sequence) -> tuple[Sequence, Sequence, Sequence]:
+def split_scan(eqn: Any, values: list) -> tuple[list, list, list]:
     """Of operands of a scan, or of arguments of its body: constants, what is carried, what it runs over."""
     consts, carried = scan_counts(eqn)
     return values[:consts], values[consts : consts + carried], values[consts + carried :]
 
 
-def split_while(eqn: Any, values: Sequence) -> tuple[Sequence, Sequence, Sequence]:
+def split_while(eqn: Any, values: list) -> tuple[list, list, list]:
     """Of operands of a while loop: constants of its condition, those of its body, and what is carried."""
     test, body = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
     return values[:test], values[test:body], values[body:]
@@ -123,7 +123,7 @@ def evaluate(jaxpr: Any, args: Sequence, rule: Callable, constant: Callable | No
         constant: what is known of a literal, or of an array that the jaxpr holds; None: its value.
     """
     body, consts = body_of(jaxpr)
-    constant = constant or (lambda x: np.asarray(x.val, x.aval.dtype) if isinstance(x, core.Literal) else x)
+    constant = constant or (lambda x: x if is_variable(x) else np.asarray(x.val, x.aval.dtype))
     env = dict(zip([*body.constvars, *body.invars], [*map(constant, consts), *args], strict=True))
     read = lambda var: env[var] if is_variable(var) else constant(var)
     for eqn in body.eqns:
@@ -187,7 +187,7 @@ def _nothing() -> Any:
     return jax.make_jaxpr(lambda: ())().jaxpr
 
 
-def alone(eqn: Any, operands: Sequence) -> Any:
+def alone(eqn: Any, operands: Iterable) -> Any:
     """A jaxpr of one equation, whose arguments are `operands`: its variables."""
     return _nothing().replace(invars=[*operands], outvars=[*eqn.outvars], eqns=[eqn], effects=eqn.effects)
 

@@ -6,9 +6,12 @@ import inspect
 import types
 import typing
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
+from jax import core
 from jax.sharding import AxisType
 
 from shardlib import jax_errors
@@ -29,6 +32,8 @@ from shardlib.values import (
     sharding_of,
     without_trivial,
 )
+
+Function = typing.TypeVar("Function", bound=Callable)
 
 # ---- checking annotated functions -------------------------------------------------------------------------------
 
@@ -73,7 +78,7 @@ def _source(fn) -> ast.FunctionDef | None:
         lines, first_line = inspect.getsourcelines(fn)
         indented = lines[0][:1].isspace()
         # Under an `if`, code keeps the indentation it has in its file; dedenting would change multi-line strings.
-        module = ast.parse("".join(["if True:\n", *lines] if indented else lines))
+        module: Any = ast.parse("".join(["if True:\n", *lines] if indented else lines))
     except (OSError, TypeError, SyntaxError):
         return None
     node = module.body[0].body[0] if indented else module.body[0]
@@ -93,11 +98,11 @@ def _with_checked_locals(fn):
         return fn
     # A function around it has the variables of its closure. Only the code of `fn` itself is used: nothing is run, so
     # that decorators, defaults and annotations are not evaluated again.
-    cells = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
+    cells: dict[str, types.CellType] = dict(zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True))
     cells["__check_local__"] = types.CellType(
         lambda t, value, name: _check(t, value, f"{fn.__name__}, local {name}") if is_typed(t) else value
     )
-    module = ast.parse(f"def __outer__({', '.join(cells)}): pass")
+    module: Any = ast.parse(f"def __outer__({', '.join(cells)}): pass")
     module.body[0].body = [ast.fix_missing_locations(_CheckLocals().visit(node))]
     node.name = "__checked__"  # or else a call of `fn` in itself would find this definition, not what the user sees
     code = compile(module, fn.__code__.co_filename, "exec")
@@ -110,7 +115,7 @@ def _with_checked_locals(fn):
     return functools.update_wrapper(new, fn)
 
 
-def typed(fn):
+def typed(fn: Function) -> Function:
     """Decorator: checks the array types of arguments, result and annotated locals at each call, while JAX traces.
 
     Each call has a `Scope` of its own, so dims of different functions are unrelated. A function defined inside a typed
@@ -157,8 +162,8 @@ def typed(fn):
             raise
         return note_type(value, on_mesh(result.spec)) if isinstance(result, ArrayType) else value
 
-    checked._checks_locals = True
-    return checked
+    checked._checks_locals = True  # pyright: ignore[reportAttributeAccessIssue] (a mark of ours)
+    return typing.cast(Function, checked)
 
 
 # ---- shard_map --------------------------------------------------------------------------------------------------
@@ -179,14 +184,14 @@ def _place(path: str, array: ArrayType, value):
             check_sharding(array.spec, value)
     if sharding == tuple(dim.axes for dim in array.spec.dims):
         return value
-    if not isinstance(value, jax.core.Tracer):
+    if not isinstance(value, core.Tracer):
         return jax.device_put(value, partition_spec(array))
     # On a mesh of Auto axes JAX knows no shardings while it traces: shard_map itself places the value.
     explicit = all(kind == AxisType.Explicit for kind in jax.sharding.get_abstract_mesh().axis_types)
     return jax.reshard(value, partition_spec(array)) if explicit else value
 
 
-def typed_shard_map(fn):
+def typed_shard_map(fn: Function) -> Function:
     """Decorator: `jax.shard_map` over all axes of the current mesh, with specs from the annotations, all checked.
 
     Every argument and the result are annotated with array types, or pytree_dataclasses, tuples, lists and dicts of
@@ -257,7 +262,7 @@ def typed_shard_map(fn):
         out = list(map(iter, jax.shard_map(per_device, in_specs=(specs,), out_specs=out_specs)(arrays)))
         return jax.tree.unflatten(result_structure, [next(out[i]) for i in groups])
 
-    return mapped
+    return typing.cast(Function, mapped)
 
 
 # ---- typeguard --------------------------------------------------------------------------------------------------

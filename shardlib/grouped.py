@@ -42,17 +42,17 @@ def grouped_product(spec: str, rows: Any, ids: Any, matrices: Any) -> Any:
     (x, ids, w), every = values, op.rhs.sharded | set(op.rhs.partial)
     if len(w) == len(x):
         letters = "abcdefgh"[: x.ndim - 1]
-        narrow, wide = ((sizes.get(d.name) or d.literal_size) // planned_devices(d.axes) for d in op.lhs[2].dims[1:])
+        narrow, wide = ((d.literal_size or sizes[d.name]) // planned_devices(d.axes) for d in op.lhs[2].dims[1:])
         value = products.einsum_with_gradients(f"{letters}y,ayz->{letters}z", None, narrow <= wide, x, w)
     else:
         spec_of = lambda dims, over: str(ShapeSpec(tuple(dims), sort_axes(over)))
         of_rows, of_matrices = op.lhs[0], op.lhs[2]
         types = _Types(
             *(spec_of(_ungrouped(s), ()) for s in op.lhs),
-            spec_of(op.rhs.dims, op.rhs.partial),
-            spec_of(op.rhs.dims, ()),
-            spec_of(of_rows.dims, every - of_rows.sharded),
-            spec_of(_ungrouped(of_matrices), every - of_matrices.sharded),
+            result=spec_of(op.rhs.dims, op.rhs.partial),
+            of_result=spec_of(op.rhs.dims, ()),
+            of_rows=spec_of(of_rows.dims, every - of_rows.sharded),
+            of_matrices=spec_of(_ungrouped(of_matrices), every - of_matrices.sharded),
         )
         value = _product(types, x, ids, w)
     return wrap(varying(value, axes), op.rhs, copies, f"grouped_product({op})")

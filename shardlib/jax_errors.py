@@ -119,7 +119,7 @@ def _expression(call: TracebackType) -> str:
     """Source of the expression that failed; empty if Python does not know it."""
     code = call.tb_frame.f_code
     first, last, start, end = list(code.co_positions())[call.tb_lasti // 2]
-    if None in (first, last, start, end):
+    if first is None or last is None or None in (start, end):
         return ""
     lines = [linecache.getline(code.co_filename, line).encode() for line in range(first, last + 1)]
     lines[-1] = lines[-1][:end]
@@ -137,7 +137,7 @@ def _values(expression: str, variables: dict[str, Any]) -> dict[str, Any]:
             if hasattr(value, "shape") or is_opaque(value):
                 break
             value, shown = getattr(value, "__dict__", {}).get(attribute), f"{shown}.{attribute}"
-        parts = enumerate(value) if type(value) in (list, tuple) else ()
+        parts = enumerate(value or ()) if type(value) in (list, tuple) else ()
         found |= {shown: value} | {f"{shown}[{i}]": part for i, part in parts}
     return {name: value for name, value in found.items() if isinstance(value, jax.Array) or is_opaque(value)}
 

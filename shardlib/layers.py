@@ -24,7 +24,7 @@ class Extras:
 
     loss: jax.Array | None = None
     """A scalar, added to the training loss as it is, so it includes any factor."""
-    metrics: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, jax.typing.ArrayLike] = dataclasses.field(default_factory=dict)
     """Metrics of the layer, which the log shows, by name: scalars, or vectors. Of a vector the log has the largest
     entry, once it is averaged over microbatches: the load of the largest expert is that of the whole batch."""
     place: OpName = dataclasses.field(default_factory=lambda: OpName(place_of_caller()), metadata={"static": True})

@@ -168,7 +168,7 @@ def cast(position: int, spec: ShapeSpec, value: jax.Array, copies: Iterable[str]
 
 def cast_to_result(
     op: OpSpec, values: Sequence[jax.Array], operands: Iterable[Any]
-) -> tuple[list[jax.Array], set[str], set[str]]:
+) -> tuple[list[jax.Array], frozenset[str], set[str]]:
     """Operands of a product, cast to vary over the axes of its result, these axes, and the axes of which it is a copy.
 
     `values` are the arrays in `operands`. Raises ShardError for a copy in the result that no operand is, and for a cast
@@ -197,10 +197,9 @@ def wrap(value: jax.Array, spec: ShapeSpec, copies: Iterable[str], origin: str) 
         value = varying(value, copies)
     if pending := sort_axes(set(spec.partial) - jax.typeof(value).manual_axis_type.unreduced):
         value = lax.pcast(value, pending, to="unreduced")
-    if copies:
-        value = Copy(value, sort_axes(copies), OpName(origin))
-    value = Partial(value, spec.partial, OpName(origin)) if spec.partial else value
-    return value if spec.open else note_type(value, spec)
+    result = Copy(value, sort_axes(copies), OpName(origin)) if copies else value
+    result = Partial(result, spec.partial, OpName(origin)) if spec.partial else result
+    return result if spec.open else note_type(result, spec)
 
 
 def copy_axes(value: Any) -> tuple[str, ...]:

@@ -55,7 +55,7 @@ class ShardError(ValueError):
         parts = [problem, self.context, self.remedy and f"  remedy: {self.remedy}"]
         text = " ".join(parts)
         used = [f"{group} = {'/'.join(axes)}" for group, axes in GROUPS.items() if re.search(rf"[/+*]{group}\b", text)]
-        parts.insert(2, used and f"  groups of axes: {', '.join(used)}")
+        parts.insert(2, f"  groups of axes: {', '.join(used)}" if used else "")
         return "\n".join(filter(None, parts))
 
     def located(self, where: str, context: str = "") -> "ShardError":

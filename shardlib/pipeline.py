@@ -157,7 +157,7 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
         remedy = "stages pass floats on, which have gradients: .astype(act.dtype) in `embed`"
         raise ShardError(f"the residual stream has an array of {others[0]}", remedy)
     y_type, extras_type = jax.eval_shape(layers, chunk(w.layers, zero), x_type, zero, zero)
-    backward_of = StageBackward(stage, chunk(w.layers, zero), x_type, y_type, table.halves) if training else None
+    backward_of: StageBackward | Any = StageBackward(stage, chunk(w.layers, zero), x_type, y_type, table.halves) if training else None
 
     def forward(entry, carry):
         x = _get(carry["arrivals"], entry["forward_input"])
@@ -312,8 +312,8 @@ def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) ->
         return total if extra is None else total + extra, extras.metrics
 
     if not training:
-        add = lambda total, microbatch: (total + loss_of(w, microbatch)[0], None)
-        return _of_stages("+p", _share(lax.scan(add, jnp.zeros(()), microbatches)[0])), None, None
+        add_loss = lambda total, microbatch: (total + loss_of(w, microbatch)[0], None)
+        return _of_stages("+p", _share(lax.scan(add_loss, jnp.zeros(()), microbatches)[0])), None, None
 
     def add(sums, group):
         microbatch = jax.tree.map(lambda x: x[0], group)

@@ -5,7 +5,7 @@ transpose `B/d S/t M, B/d S/t -> B/d [L] M +t` adds each row of S to the row of 
 """
 
 import functools
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +66,7 @@ def _sums(what: str, common: int, count: int, repeats: int | None, spec: str, ro
     return marks.leave(found, label, spec)
 
 
-def _in_turns(repeats: int | None) -> bool:
+def _in_turns(repeats: int | None) -> TypeGuard[int]:
     return repeats is not None and products.target_device().platform == "gpu"
 
 

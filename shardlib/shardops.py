@@ -341,7 +341,7 @@ def einsum_unreduced(spec, *operands, preferred_element_type=None, product=None,
         value = product(formula, *values)
     elif simple:
         blocks = [
-            math.prod((sizes.get(d.name) or d.literal_size) // planned_devices(d.axes) for d in shape.dims)
+            math.prod((d.literal_size or sizes[d.name]) // planned_devices(d.axes) for d in shape.dims)
             for shape in (op.lhs[0], op.rhs)
         ]
         value = einsum_with_gradients(formula, preferred_element_type, blocks[0] <= blocks[1], *values)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         def __class_getitem__(cls, spec: Any): ...
 
     Array = AnyArray
+    Of = AnyArray
     Separate = AnyArray
     Subset = AnyArray
     bf16 = AnyArray
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
 else:
     from shardlib.array_types import (
         Array,
+        Of,
         Separate,
         Subset,
         bf16,

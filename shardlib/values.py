@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 
 from shardlib.axes import AXIS_ORDER, PIPELINE_AXIS
 from shardlib.parsing import ShapeSpec, ShardError, sort_axes, sort_axes_of_dim
@@ -94,7 +94,7 @@ def devices_along(axes: Iterable[str]) -> int:
     axes, sizes = list(axes), mesh_axes()
     if axes and not sizes:
         raise ShardError("no mesh is set", "run this under `with jax.set_mesh(mesh):`")
-    known = dict.fromkeys(AXIS_ORDER, 1) | sizes
+    known = {**dict.fromkeys(AXIS_ORDER, 1), **sizes}
     for axis in axes:
         if axis not in known:
             raise ShardError(
@@ -374,7 +374,7 @@ Sharding = tuple[tuple[str, ...], ...]
 
 def sharding_of(value) -> Sharding | None:
     """Axes that shard each dim of a whole array; None where JAX does not know them (no mesh, or Auto axes)."""
-    is_traced = isinstance(value, jax.core.Tracer)
+    is_traced = isinstance(value, core.Tracer)
     sharding = getattr(jax.typeof(value) if is_traced else value, "sharding", None)
     if not isinstance(sharding, jax.sharding.NamedSharding):
         return None

@@ -19,14 +19,14 @@ import numpy as np
 
 import train
 from bench.common import first_line, parser_of
-from shardlib.shardtypes import dtype_name, i32, typed_shard_map
+from shardlib.shardtypes import i32, typed_shard_map
 from shardwright.cluster.config import HardwareConfig
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling import attention
 from shardwright.modeling.model import compute_scope
 from shardwright.modeling.rules import CAUSAL, Mask, Places, Rule, same_document
+from shardwright.modeling.weights import act
 
-act = dtype_name("act")
 RULES = {"documents": CAUSAL, "one document": CAUSAL.without(same_document)}
 DETERMINISTIC = HardwareConfig(deterministic=True).options
 ROUNDS, CALLS = 5, 5

@@ -49,7 +49,7 @@ def _is_pending(x: Value, axes: Iterable[str]) -> bool:
     return not {*x.partial, *(x.extreme[1] if x.extreme else ())}.isdisjoint(axes)
 
 
-def _last(eq: Equation, x: Value, k: int, axes: tuple[str, ...], verb: str) -> Dim | None:
+def _last(eq: Equation, x: Value, k: int, axes: tuple[str, ...], verb: str) -> Dim | Any:
     """Dim k without `axes`, which must be the last that cut it."""
     dim = x.dims[k]
     have = dim.axes if dim is not UNIFORM else ()
@@ -62,7 +62,7 @@ def _last(eq: Equation, x: Value, k: int, axes: tuple[str, ...], verb: str) -> D
     return cut(dim.parts[0].size * devices(eq.sizes, axes), have[: len(have) - len(axes)], dim.name)
 
 
-def _with_dims(x: Value, dims: dict[int, Dim | None]) -> Value:
+def _with_dims(x: Value, dims: dict[int, Dim | Any]) -> Value:
     """`x` with other dims."""
     return dataclasses.replace(x, dims=tuple(dims.get(i, dim) for i, dim in enumerate(x.dims)))
 
@@ -77,7 +77,7 @@ def _all_gather(eq: Equation, axes: tuple[str, ...]) -> Value:
     return _with_dims(x, {k: _last(eq, x, k, axes, "it gathers")})
 
 
-def _add_axes(dim: Dim | None, size: int, axes: tuple[str, ...]) -> Dim:
+def _add_axes(dim: Dim | Any, size: int, axes: tuple[str, ...]) -> Dim:
     if dim is not UNIFORM and dim.is_merged:
         raise Refused("a dim of merged blocks is scattered", "scatter before merging")
     return cut(size, axes) if dim is UNIFORM else cut(size, (*dim.axes, *axes), dim.name)
@@ -162,7 +162,7 @@ Names = dict[tuple[str, ...], tuple[str, ...]]
 """New names of axes, by the old ones. Those that change together follow each other."""
 
 
-def _renamed(dim: Dim | None, changes: Names) -> Dim | None:
+def _renamed(dim: Dim | Any, changes: Names) -> Dim | Any:
     """A dim whose axes have other names."""
     if dim is UNIFORM:
         return dim

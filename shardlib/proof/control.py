@@ -52,7 +52,7 @@ def _fixed_point(interpreter: Any, eq: Equation, carry: list[Value], body: Any) 
     raise AssertionError(f"{eq.place()}: the facts about the carried values do not settle")
 
 
-def _own_rows(eq: Equation, xs: list[Value]) -> Dim | None:
+def _own_rows(eq: Equation, xs: list[Value]) -> Dim | Any:
     """How the first dim of `xs` is cut, if a loop may run over each device's own rows; None if it may not.
 
     It does the same to each row and may add up, so that its results are blocks, and its sums partial. Devices are at

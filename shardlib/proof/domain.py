@@ -44,8 +44,9 @@ class Dim:
 ROUNDING = 1e-6
 """Share by which numbers may differ that are equal but for the rounding of float32."""
 
-UNIFORM = None
-"""In place of a Dim: all entries along it are equal, so that it fits any sharding and any size."""
+UNIFORM: Any = None
+"""In place of a Dim: all entries along it are equal, so that it fits any sharding and any size. `Dim | Any` is
+a Dim or UNIFORM, and likewise `tuple | Any` may be None, where type checkers cannot follow what tells them apart."""
 
 
 def whole(size: int, name: str = "") -> Dim:
@@ -116,7 +117,8 @@ class Range(NamedTuple):
     def __and__(self, other: "Range | None") -> "Range":
         if other is None:
             return self
-        return Range(tuple(map(max, self.low, other.low)), tuple(map(min, self.high, other.high)))
+        (low, low_on_one), (high, high_on_one) = map(max, self.low, other.low), map(min, self.high, other.high)
+        return Range((low, low_on_one), (high, high_on_one))
 
     def covers(self, here: int, there: int) -> bool:
         """Whether it has all indices into a block of the size `here`, and `there` on one device."""
@@ -179,14 +181,14 @@ class Value:
         token: the same for two values that are certainly equal.
     """
 
-    dims: tuple[Dim | None, ...]
+    dims: tuple[Dim | Any, ...]
     partial: frozenset[str] = frozenset()
-    extreme: tuple[str, frozenset[str]] | None = None
+    extreme: tuple[str, frozenset[str]] | Any = None
     ratio: float = 1.0
     scaled: Any = dataclasses.field(default=None, compare=False)
     folded: frozenset[str] = frozenset()
     folding: Any = dataclasses.field(default=None, compare=False)
-    known: tuple[Number, Number] | None = None
+    known: tuple[Number, Number] | Any = None
     offset: Offset = ()
     count: tuple[int, ...] = ()
     is_local: bool = False
@@ -195,9 +197,9 @@ class Value:
     others: tuple[float, float] | None = None
     drops: bool = False
     looked_up: Offset | None = None
-    mask: Mask | None = None
+    mask: Mask | Any = None
     masked: Offset | None = None
-    origin: Subtracted | None = dataclasses.field(default=None, compare=False)
+    origin: Subtracted | Any = dataclasses.field(default=None, compare=False)
     source: Source | None = dataclasses.field(default=None, compare=False)
     is_taken: bool = False
     is_index: bool = False
@@ -227,7 +229,7 @@ class Value:
         """Axes that cut its dims."""
         return frozenset(real(axis) for dim in self.dims if dim for axis in dim.axes)
 
-    def rearranged(self, dims: Iterable[Dim | None]) -> "Value":
+    def rearranged(self, dims: Iterable[Dim | Any]) -> "Value":
         """Entries of the value in other dims: what sums, extremes and factors they are parts of stays."""
         known = None if self.count else self.known
         return Value(tuple(dims), self.partial, self.extreme, self.ratio, self.scaled, known=known)
@@ -245,8 +247,7 @@ def constant(ndim: int, on_mesh: Number, on_one: Number) -> Value:
 
 def moved(value: Value, source: Sequence[int | None]) -> Value:
     """`value` with dim source[j] as dim j, and with equal entries along j where that is None."""
-    place = lambda i: source.index(i) if i in source else None
-    count = tuple(place(i) for i in value.count if place(i) is not None)
+    count = tuple(source.index(i) for i in value.count if i in source)
     pick = lambda items, missing: tuple(missing if i is None else items[i] for i in source)
     label = lambda found: found and found._replace(dims=pick(found.dims, None))
     kept = count if list(count) == sorted(count) else ()
@@ -284,7 +285,7 @@ def add_offsets(a: Offset, b: Offset, factor: int = 1) -> Offset:
 def describe(value: Value, shape: tuple[int, ...], dtype: Any, sizes: Mapping[str, int]) -> str:
     """The type of a value in shardtypes' notation, with whole sizes for dims without a name: `f32[B/r/d 64/t] +t`."""
 
-    def text(dim: Dim | None, size: int) -> str:
+    def text(dim: Dim | Any, size: int) -> str:
         if dim is None:
             return str(size)
         if dim.name and not dim.is_merged:

@@ -120,7 +120,7 @@ class Equation:
         """Shape of operand i on one device."""
         return self.twin.invars[i].aval.shape
 
-    def whole_size(self, dim: Dim | None, size: int) -> int:
+    def whole_size(self, dim: Dim | Any, size: int) -> int:
         """Size on one device of a dim that has `size` entries here."""
         if dim is UNIFORM:
             return size
@@ -237,7 +237,7 @@ class Equation:
             problem = f"{verb} along {name}, which is sharded over {axes}: each device sees its own block alone"
             raise Refused(problem, MASKED if verb.endswith("written") else remedy)
 
-    def joined_dim(self, i: int, dims: Iterable[Dim | None]) -> Dim | None:
+    def joined_dim(self, i: int, dims: Iterable[Dim | Any]) -> Dim | Any:
         """The one way in which dim i of several operands is cut."""
         found: list[Dim] = []
         for dim in dims:
@@ -251,7 +251,7 @@ class Equation:
             )
         return found[0] if found else UNIFORM
 
-    def joined_dims(self, values: list[Value]) -> tuple[Dim | None, ...]:
+    def joined_dims(self, values: list[Value]) -> tuple[Dim | Any, ...]:
         """The dims of operands of one shape."""
         return tuple(self.joined_dim(i, dims) for i, dims in enumerate(zip(*(v.dims for v in values), strict=True)))
 
@@ -275,7 +275,7 @@ class Equation:
                 self.unscaled(value)
         return live[0].ratio if live else 1.0
 
-    def joined(self, dims: Iterable[Dim | None], values: list[Value]) -> Value:
+    def joined(self, dims: Iterable[Dim | Any], values: list[Value]) -> Value:
         """Entries of several values beside each other: a sum or an extreme of what all of them are one of."""
         extremes = {value.extreme for value in values}
         if len(extremes) > 1:

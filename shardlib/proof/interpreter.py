@@ -233,7 +233,7 @@ def block_of(
 
 def read_array(here: Any, there: Any) -> Value:
     """Facts about a constant array here and on one device: a number, or an array that is the same on both."""
-    if isinstance(here, jax.Array) and jax.dtypes.issubdtype(here.dtype, jax.dtypes.prng_key):
+    if isinstance(here, jax.Array) and jnp.issubdtype(here.dtype, jax.dtypes.prng_key):
         bits = read_array(jax.random.key_data(here), jax.random.key_data(there))
         return Value((UNIFORM,) * here.ndim, wild=bits.wild) if bits.wild else Value(tuple(map(whole, here.shape)))
     here, there = np.asarray(here), np.asarray(there)

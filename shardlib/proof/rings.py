@@ -262,7 +262,7 @@ def _is_number(aval: Any) -> bool:
 
 
 def _of_literal(x: Any, n: int) -> list | None:
-    return [x.val] * n if isinstance(x, core.Literal) and x.aval.shape == () else None
+    return None if is_variable(x) or x.aval.shape != () else [x.val] * n
 
 
 def _computed(eqn: Any, ins: list[list | None], axis: str, n: int) -> list[list | None]:

@@ -92,7 +92,7 @@ class _Numbers:
         return self._table.setdefault(key, len(self._table))
 
     def _array(self, x: Any) -> int:
-        if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
         x = np.asarray(x)
         x = x.astype(np.float64) if self._rounding and jnp.issubdtype(x.dtype, jnp.floating) else x

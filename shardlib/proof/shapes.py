@@ -1,6 +1,7 @@
 """Rules of primitives that make arrays, and of those that change shapes."""
 
 import dataclasses
+from typing import Any
 
 from shardlib.equations import axes_of, source_dims
 from shardlib.proof import collectives
@@ -243,7 +244,7 @@ def _slice(eq: Equation) -> Value:
     return found.rearranged(strided.get(i, dim) for i, dim in enumerate(found.dims)) if strided else found
 
 
-def is_block(eq: Equation, dim: Dim | None) -> bool:
+def is_block(eq: Equation, dim: Dim | Any) -> bool:
     """Whether a device has a contiguous block of a sharded dim, of entries in their order."""
     of_mesh = dim is not UNIFORM and bool(dim.axes) and all(axis in eq.sizes for axis in dim.axes)
     return of_mesh and not dim.is_merged

@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import AxisType
@@ -20,7 +20,10 @@ from shardwright.settings.exits import LOST
 from shardwright.settings.words import say
 
 
-def make_mesh(devices: Sequence[jax.Device], **given: int) -> jax.sharding.Mesh:
+Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm] (jax gives type checkers no class of this name)
+
+
+def make_mesh(devices: Sequence[Device], **given: int) -> jax.sharding.Mesh:
     """The mesh of all `devices` with these numbers of them along axes of shardlib.axes.AXES, 1 where none is given.
 
     One number may be -1, which takes the devices that are left. Raises ValueError for numbers that do not fit.

@@ -17,7 +17,7 @@ import numpy as np
 from shardlib import shardops
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.layers import split_extras
-from shardlib.shardtypes import f32, typed_shard_map
+from shardlib.shardtypes import Of, f32, typed_shard_map
 from shardlib.values import mesh_axes, pipeline_stage, stage_axes, varying
 from shardwright.modeling import context
 from shardwright.modeling.attention import KERNELS, choose
@@ -63,7 +63,7 @@ def calls_of(forward: Any, length: int, sequences: int = 1) -> list[Call]:
         return q
 
     @typed_shard_map
-    def per_device(w: model.Weights) -> f32[""]:
+    def per_device(w: Of[model.Weights]) -> f32[""]:
         with pipeline_stage():
             layers(forward.gather_weights(w))
         return jnp.zeros(())

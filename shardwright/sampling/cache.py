@@ -15,7 +15,7 @@ from jax import lax
 
 from shardlib import shardops
 from shardlib.op_checks import varying
-from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
+from shardlib.shardtypes import Array, Of, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
 from shardlib.values import mesh_axes
 from shardwright.modeling.attention_calls import TOLERANCE, largest
 from shardwright.modeling.model import Tokens, act, compute_scope, period_of
@@ -152,7 +152,7 @@ def check_cache(forward: Any, context: int) -> None:
     places = np.arange(half, max(half + 1, min(context, 2 * half)), dtype=np.int32)
 
     @typed_shard_map
-    def differences(w: model.Weights, ids: u32["_N/r/d _L"]) -> f32["_T"]:
+    def differences(w: Of[model.Weights], ids: u32["_N/r/d _L"]) -> f32["_T"]:
         w, zero = forward.prepare(w), jnp.int32(0 * ids)
         text = Tokens(ids, zero + jnp.arange(2 * half, dtype=jnp.int32), zero)
         expected, _, _ = forward(w, (text,), model.logits)

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from shardlib import shardops
-from shardlib.shardtypes import Array, bool_, i32, typed, typed_shard_map, u32
+from shardlib.shardtypes import Array, Of, bool_, i32, typed, typed_shard_map, u32
 from shardwright.inspect.causality import check_causal
 from shardwright.inspect.soundness import check_program
 from shardwright.modeling.model import act, compute_scope
@@ -213,11 +213,11 @@ class Sampler(Programs):
         Weights, Cache = forward.model.Weights, Array["layers", KeyValues]
 
         @typed_shard_map
-        def prefill(w: Weights, ids: u32["_N/r/d _L"]) -> Cache:
+        def prefill(w: Of[Weights], ids: u32["_N/r/d _L"]) -> Of[Cache]:
             return filled_cache(forward.prepare(w), ids, forward, cache_size)
 
         @typed_shard_map
-        def decode(w: Weights, cache: Cache, texts: Texts) -> tuple[Cache, Texts, u32["_T _N/r/d"]]:
+        def decode(w: Of[Weights], cache: Of[Cache], texts: Texts) -> tuple[Of[Cache], Texts, u32["_T _N/r/d"]]:
             w = forward.prepare(w)
 
             def step(carry, _):

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from shardlib import shardops
-from shardlib.shardtypes import bool_, f32, make_shardings, typed, typed_shard_map, u32
+from shardlib.shardtypes import Of, bool_, f32, make_shardings, typed, typed_shard_map, u32
 from shardwright.modeling.model import act
 from shardwright.run.step import Step
 from shardwright.sampling.sampler import Programs, check_ids, padded
@@ -73,7 +73,7 @@ class Scorer(Programs):
         forward, Weights = self.forward, self.forward.model.Weights
 
         @typed_shard_map
-        def losses(w: Weights, batch: TokenBatch, ids: u32["B/b L"]) -> tuple[f32["B/b L/c"], bool_["B/b L/c"]]:
+        def losses(w: Of[Weights], batch: TokenBatch, ids: u32["B/b L"]) -> tuple[f32["B/b L/c"], bool_["B/b L/c"]]:
             ids, targets = (shardops.shard("B/b L -> B/b L/c", x) for x in (ids, batch.targets))
 
             def head(w, x):

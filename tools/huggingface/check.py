@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardlib.shardtypes import f32, make_shardings, typed_shard_map
+from shardlib.shardtypes import Of, f32, make_shardings, typed_shard_map
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.attention_calls import calls_of
 from shardwright.modeling.model import compute_scope, load_model, module_of
@@ -121,7 +121,7 @@ def own_logits(c: Any, weights: Any, targets: np.ndarray) -> np.ndarray:
     batch = TokenBatch(targets=targets, is_seq_start=starts, loss_mask=~starts)
 
     @typed_shard_map
-    def per_device(w: forward.model.Weights, batch: TokenBatch) -> f32["B/r/d L V/t"]:
+    def per_device(w: Of[forward.model.Weights], batch: TokenBatch) -> f32["B/r/d L V/t"]:
         return forward(forward.prepare(w), (forward.tokens(batch),), forward.model.logits)[0]
 
     with one_device(), compute_scope("f32"):

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import train
-from shardlib.shardtypes import f32, make_shardings, typed_shard_map, u32
+from shardlib.shardtypes import Of, f32, make_shardings, typed_shard_map, u32
 from shardwright.modeling.model import compute_scope
 from shardwright.run.stages import folded_mesh, without_stages
 from shardwright_data.loader import Piece, TokenBatch
@@ -80,10 +80,10 @@ def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:
     With stages, on the mesh without them.
     """
     c, model = session.c, session.model
-    forward, Weights, Batch = train.Forward(model, c.training), model.Weights, train.Batch
+    forward, Weights = train.Forward(model, c.training), model.Weights
 
     @typed_shard_map
-    def per_device(w: Weights, batch: Batch, seeds: u32["m B/r/d"] | None) -> f32["m B/r/d L"]:
+    def per_device(w: Of[Weights], batch: train.Batch, seeds: u32["m B/r/d"] | None) -> f32["m B/r/d L"]:
         copies = forward.prepare(w)
 
         def of_microbatch(_, part):
