@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from shardlib import jax_errors, marks
-from shardlib.shardtypes import f32, pytree_dataclass
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.op_checks import zeros_like_traced
 from shardlib.parsing import ShardError
 from shardlib.places import place_of, place_of_caller
+from shardlib.shardtypes import f32, pytree_dataclass
 from shardlib.values import OpName, describe, is_opaque, stage_axes
 
 

@@ -197,7 +197,7 @@ def wrap(value: jax.Array, spec: ShapeSpec, copies: Iterable[str], origin: str) 
         value = varying(value, copies)
     if pending := sort_axes(set(spec.partial) - jax.typeof(value).manual_axis_type.unreduced):
         value = lax.pcast(value, pending, to="unreduced")
-    result = Copy(value, sort_axes(copies), OpName(origin)) if copies else value
+    result: Any = Copy(value, sort_axes(copies), OpName(origin)) if copies else value
     result = Partial(result, spec.partial, OpName(origin)) if spec.partial else result
     return result if spec.open else note_type(result, spec)
 

@@ -157,7 +157,9 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
         remedy = "stages pass floats on, which have gradients: .astype(act.dtype) in `embed`"
         raise ShardError(f"the residual stream has an array of {others[0]}", remedy)
     y_type, extras_type = jax.eval_shape(layers, chunk(w.layers, zero), x_type, zero, zero)
-    backward_of: StageBackward | Any = StageBackward(stage, chunk(w.layers, zero), x_type, y_type, table.halves) if training else None
+    backward_of: StageBackward | Any = None
+    if training:
+        backward_of = StageBackward(stage, chunk(w.layers, zero), x_type, y_type, table.halves)
 
     def forward(entry, carry):
         x = _get(carry["arrivals"], entry["forward_input"])

@@ -5,6 +5,7 @@ Only this module knows that order. Checkpoints have every stack in the order of 
 
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -43,7 +44,7 @@ class LayerPlacement:
         return (first[..., None] + np.arange(self.chunk_rows, dtype=np.int32)).reshape(self.p, -1)
 
     @property
-    def order(self) -> np.ndarray | None:
+    def order(self) -> np.ndarray | Any:
         """The layer of each row of a stack at rest, i32; None if that is the order of the layers."""
         rows = self.rows.reshape(-1)
         return None if np.array_equal(rows, np.arange(len(rows))) else rows

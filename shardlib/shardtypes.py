@@ -10,8 +10,8 @@
         return shardops.einsum_unreduced('B/d M, M F/t -> B/d F/t', x, w_up)
 
 The grammar of the specs is in parsing.py; docs/sharding-types.md explains them.
-`dtype_name('act')` is a dtype that each trace binds: `with Scope(act=jnp.bfloat16):`. So that type checkers, which accept
-no variable in an annotation, read it as any array:
+`dtype_name('act')` is a dtype that each trace binds: `with Scope(act=jnp.bfloat16):`. Type checkers
+accept no variable in an annotation. So that they read it as any array:
 
     if TYPE_CHECKING:
         from shardlib.shardtypes import AnyArray as act

@@ -58,7 +58,7 @@ class Names:
         shapes = {name: weight.shape for name, weight in named_leaves(table).items()}
         for ours, theirs in self.whole.items():
             yield theirs, ..., {ours: shapes[ours]}, False
-        for theirs, names in (self.layer | self.stacks).items():
+        for theirs, names in {**self.layer, **self.stacks}.items():
             stack = theirs in self.stacks
             shape = lambda weight, stack=stack: weight.shape[1:] if stack else _flat(weight)
             parts = {f"layers/{name}": shape(getattr(table.layers, name)) for name in names}
@@ -93,7 +93,8 @@ class Names:
         """
         self.check(table)
         has_base = any(name.startswith(self.base) for name in tensors)
-        walk = [(name if has_base else name.removeprefix(self.base), *rest) for name, *rest in self._walk(table)]
+        unprefixed = lambda name: name if has_base else name.removeprefix(self.base)
+        walk = [(unprefixed(name), i, parts, stack) for name, i, parts, stack in self._walk(table)]
         others = set(tensors) ^ {name for name, *_ in walk}
         if others := sorted(name for name in others if not re.search(f"(?:{self.unused})$", name)):
             first = f"{', '.join(others[:4])}{' …' if len(others) > 4 else ''}"
@@ -144,7 +145,7 @@ def as_transformers_reads(content: Mapping[str, Any]) -> dict[str, Any]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     kind = content.get("model_type")
-    if kind not in CONFIG_MAPPING:
+    if kind is None or kind not in CONFIG_MAPPING:
         return dict(content)
     fields = {key: value for key, value in content.items() if key != "model_type"}
     try:

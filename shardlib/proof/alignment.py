@@ -243,7 +243,7 @@ def _views(rest: list, here: dict) -> Iterator[Any]:
         yield rest.pop()
 
 
-def _in_form(own: Any, eqn: Any, xs: list[Layout], ys: list[Layout]) -> Pair | None:
+def _in_form(own: Any, eqn: Any, xs: list[Any], ys: list[Any]) -> Pair | None:
     """The pair of two equations with the same entries, if they do the same to all dims of more than one entry."""
     params = eqn.params
     if own.primitive.name == "gather":
@@ -319,8 +319,8 @@ def _view(eqn: Any, x: Layout, shape: tuple[int, ...] | None = None) -> Layout |
         if name != "broadcast_in_dim" and any(n != 1 for i, n in enumerate(x.shape) if i not in source):
             return None
         sizes = tuple(1 if i is None else x.shape[i] for i in source)
-        is_other = shape is not None and name == "broadcast_in_dim"
-        return Layout(x.root, shape if is_other else sizes, tuple(0 if i is None else x.strides[i] for i in source))
+        sizes = shape if shape is not None and name == "broadcast_in_dim" else sizes
+        return Layout(x.root, sizes, tuple(0 if i is None else x.strides[i] for i in source))
     if name == "slice":  # a part of a dim may be the one entry that there is here
         is_whole = all(b == a or (n == 1 < a and b > 0) for n, a, b in zip(x.shape, one, there, strict=True))
         return x if (is_whole if shape is None else shape == x.shape) else None
@@ -339,7 +339,7 @@ def _view(eqn: Any, x: Layout, shape: tuple[int, ...] | None = None) -> Layout |
     return laid_out(x.root, shape) if is_in_order else None
 
 
-def _cut(eqn: Any, xs: list[Layout], shape: tuple[int, ...], params: Mapping | None = None) -> Any:
+def _cut(eqn: Any, xs: Sequence[Any], shape: tuple[int, ...], params: Mapping | None = None) -> Any:
     """An equation on one device, as it is here for the operands `xs` and a result of this shape."""
     of = lambda var, shape: SimpleNamespace(aval=jax.ShapeDtypeStruct(shape, var.aval.dtype))
     sizes = {name: tuple(shape) for name in ("shape", "new_sizes", "limit_indices") if name in eqn.params}
@@ -395,7 +395,7 @@ def _completed(jaxpr: Any, twin: Any, twin_sizes: Mapping[str, int]) -> Any:
 
 def _left_out(eqn: Any, pairs: Mapping, twin_sizes: Mapping[str, int]) -> Any:
     """The equation on one device, if it changes nothing there; None if it does."""
-    name, (first, *others) = eqn.primitive.name, eqn.invars or [None]
+    name, (first, *others) = eqn.primitive.name, eqn.invars or (None,)
     if name in ("div", "mul"):
         if len(others) != 1 or not is_variable(first) or is_variable(others[0]):
             return None

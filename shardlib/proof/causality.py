@@ -78,7 +78,8 @@ def _problem_of(name: str, parts: list[Reach], seen: np.ndarray, row: int, is_fo
     """What the logits of a microbatch, from `row` on, see that they must not see; or a target that they have read."""
     last = [np.broadcast_to(x.last.reshape(*x.last.shape[:2], -1).max(-1), x.shape[:2]) for x in parts]
     last, size, length = np.concatenate(last, 1), seen.size, seen.shape[1]
-    most = seen if name == LOGITS else np.full(seen.shape, LATER) if is_forward else tokens(*seen.shape, False)
+    most = np.full(seen.shape, LATER) if is_forward else tokens(*seen.shape, is_forward=False)
+    most = seen if name == LOGITS else most
     for at in np.argwhere(last > most[row : row + len(last)])[:1]:
         (own, position), token = map(int, at), int(last[tuple(at)])
         of, read = divmod(token if is_forward else size - 1 - token, length)

@@ -287,7 +287,7 @@ def tracing(mesh: Any, planned: Mapping[str, int] | None = None) -> Iterator[lis
 
     Yields the types of the arguments of its shard_maps, once it is traced.
     """
-    enter = jax.sharding.use_abstract_mesh if isinstance(mesh, AbstractMesh) else jax.set_mesh
+    enter: Any = jax.sharding.use_abstract_mesh if isinstance(mesh, AbstractMesh) else jax.set_mesh
     # Through no mesh at all: JAX does not change from one mesh to another of a different size.
     none = jax.sharding.use_abstract_mesh(AbstractMesh((), ()))
     with none, enter(mesh), planned_for(sizes=tuple(sorted((planned or mesh.shape).items()))), Scope() as scope:

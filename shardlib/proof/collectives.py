@@ -203,8 +203,8 @@ def names(eq: Equation, x: Value, axes: tuple[str, ...], k: int | None = None) -
     """The dim whose entries stand for the devices of `axes`, as dim k of `x` does, and the name of their blocks."""
     n = devices(eq.sizes, axes)
     entries, blocks = cut(n, (f"{ENTRIES}{n}",)), f"{BLOCKS}{n}"
-    is_along = k is not None and x.dims[k] is not UNIFORM
-    is_known = (x.dims[k] == entries) if is_along else blocks not in x.sharded | x.partial
+    along = UNIFORM if k is None else x.dims[k]
+    is_known = blocks not in x.sharded | x.partial if along is UNIFORM else along == entries
     if devices(eq.twin_sizes, axes) != 1 or not is_known:
         problem = f"entries that stand for the devices of {', '.join(axes)} are mixed with others, or with their blocks"
         raise Refused(problem, "split the dim as x.reshape(devices, -1), or use tiled=True")

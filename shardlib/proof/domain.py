@@ -267,7 +267,7 @@ def devices(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
     return math.prod(sizes[axis] for axis in axes)
 
 
-def axes_of_offset(offset: Offset, size: int, sizes: Mapping[str, int]) -> tuple[str, ...] | None:
+def axes_of_offset(offset: Offset, size: Number, sizes: Mapping[str, int]) -> tuple[str, ...] | Any:
     """Axes, the slowest first, that cut a dim into blocks of `size` with this offset; None if none do."""
     order = tuple(axis for axis, _ in sorted(offset, key=lambda pair: -pair[1]))
     expected = {axis: size * devices(sizes, order[i + 1 :]) for i, axis in enumerate(order)}

@@ -46,7 +46,7 @@ class Interpreter:
         self._entered: dict[str, Value] = {}
         self._in_stages = False
         self._alignment = Alignment(self.sizes, self.twin_sizes)
-        self._callers: list[Equation | None] = [None]
+        self._callers: list[Equation | Any] = [None]
 
     def run(self, jaxpr: Any, twin: Any, args: list[Value], known: Aligned | None = None) -> list[Value]:
         """Facts about the results of a jaxpr, closed or open, from those about its arguments.

@@ -117,7 +117,8 @@ def _scatter(eq: Equation) -> Value:
     for i in {*numbers.inserted_window_dims} - {*numbers.scatter_dims_to_operand_dims}:
         eq.uncut(x, i, "the first entry is written")
     of_index = [j for j in range(len(update_shape)) if j not in numbers.update_window_dims]
-    places, rows = [*of_index], [updates.dims[j] for j in of_index]
+    places: list[int | None] = [*of_index]
+    rows = [updates.dims[j] for j in of_index]
     batch = [eq.joined_dim(k, pair) for k, pair in enumerate(zip(rows, ids.dims[:-1], strict=True))]
     for i, j in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
         dims[i] = eq.joined_dim(i, [x.dims[i], batch[j]])

@@ -6,7 +6,7 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from shardlib import layers
 from shardlib.equations import body_of, frames_of, jaxprs_of
@@ -61,7 +61,7 @@ def choice_between(here: Any, there: Any) -> str:
     if len(files) != 1:
         return ""
     (file,) = files
-    within = lambda node, line: line is not None and node.lineno <= line <= node.end_lineno
+    within = lambda node, line: line is not None and _is_at(node, line)
     side = lambda nodes, line: any(within(node, line) for node in nodes)
     nodes = sorted((n for n in ast.walk(_tree(file)) if isinstance(n, _CHOICES)), key=lambda n: -n.lineno)
     for node in nodes:
@@ -90,7 +90,7 @@ def size_text(frames: Iterable[Line]) -> str:
     That is before the innermost of the calls `frames` that uses the name. A call with a size itself needs no more.
     """
     for file, line in reversed([frame for frame in frames if is_users(frame[0])]):
-        here = [n for n in ast.walk(_tree(file)) if _is_simple(n) and n.lineno <= line <= n.end_lineno]
+        here = [n for n in ast.walk(_tree(file)) if _is_simple(n) and _is_at(n, line)]
         if not here or _SIZE.search(ast.unparse(here[-1])):
             return ""
         made = [n for n in _assignments(file, line, _names(here[-1])) if _SIZE.search(ast.unparse(n))]
@@ -102,9 +102,13 @@ def size_text(frames: Iterable[Line]) -> str:
 _SIZE = re.compile(r"\.(shape|size)\b(?!\()|\blen\(|axis_size\(|planned_devices\(|has_stages\(|mesh_axes\(")
 
 
-def _is_simple(node: ast.AST) -> bool:
+def _is_simple(node: ast.AST) -> TypeGuard[ast.stmt]:
     """Whether a node is a statement without others within."""
     return isinstance(node, ast.stmt) and not hasattr(node, "body")
+
+
+def _is_at(node: ast.stmt | ast.expr, line: int) -> bool:
+    return node.lineno <= line <= (node.end_lineno or node.lineno)
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -114,7 +118,7 @@ def _names(node: ast.AST) -> set[str]:
 def _assignments(file: str, line: int, names: set[str]) -> Iterator[ast.stmt]:
     """Statements before a line, in its function, that assign one of the names."""
     functions = (node for node in ast.walk(_tree(file)) if isinstance(node, ast.FunctionDef))
-    around = [node for node in functions if node.lineno <= line <= node.end_lineno]
+    around = [node for node in functions if _is_at(node, line)]
     for node in ast.walk(max(around, key=lambda node: node.lineno)) if around else ():
         stored = (x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
         if _is_simple(node) and node.lineno < line and names & {*stored}:

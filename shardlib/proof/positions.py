@@ -59,7 +59,7 @@ def _position(eq: Equation, ins: list[Value]) -> Value | None:
     """Sums, multiples and bounds of positions and offsets."""
     name = eq.name
     if name in ("add", "add_any", "sub"):
-        return _added(eq, *ins, -1 if name == "sub" else 1)
+        return _added(eq, *ins, sign=-1 if name == "sub" else 1)
     if name == "mul":
         a, b = ins if ins[1].is_constant else ins[::-1]
         if b.is_constant and a.offset and a.known is not None and not (a.count or a.valid):
@@ -167,11 +167,11 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
         raise AssertionError(name)
     eq.plain(dataclasses.replace(a, offset=()))
     inside = name in ("ge", "gt")  # true of indices from this bound on
-    end = tuple(x + (name in ("le", "gt")) for x in b.known)
-    if end == (0, 0):
-        mask = Mask(Range(low=end), not inside, offset)
+    here, there = (x + (name in ("le", "gt")) for x in b.known)
+    if here == there == 0:
+        mask = Mask(Range(low=(0, 0)), not inside, offset)
     else:
-        mask = Mask(Range(high=(end[0] - 1, end[1] - 1)), inside, offset)
+        mask = Mask(Range(high=(here - 1, there - 1)), inside, offset)
     return Value(a.dims, mask=mask, origin=a.origin if not b.offset else None if a.offset else _labels(a))
 
 

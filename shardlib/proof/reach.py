@@ -66,13 +66,13 @@ class Reach:
                     x = one if ((x == one) | ((x != x) & (one != one))).all() else x
             return x
 
-        return Reach(self.shape, *map(settled, self.arrays()), self.why)
+        return Reach(self.shape, *map(settled, self.arrays()), why=self.why)
 
     def moved(self, move: Callable[[np.ndarray], np.ndarray], shape: Sequence[int]) -> "Reach":
         """The value with entries moved, each array by itself."""
         fact = self.fact.moved(move) if isinstance(self.fact, Sums) else None
         ways = self.ways and tuple(x.moved(move, shape) for x in self.ways)
-        return Reach(tuple(shape), *map(move, self.arrays()), self.why, fact, ways)
+        return Reach(tuple(shape), *map(move, self.arrays()), why=self.why, fact=fact, ways=ways)
 
 
 class Among(NamedTuple):
@@ -255,7 +255,7 @@ def stacked(values: Sequence[Reach], axis: int, shape: Sequence[int]) -> Reach:
     together = lambda arrays: np.stack(np.broadcast_arrays(*arrays), axis)
     why = next((value.why for value in values if value.why), None)
     arrays = zip(*(value.arrays() for value in values), strict=True)
-    return Reach(tuple(shape), *map(together, arrays), why).alike()
+    return Reach(tuple(shape), *map(together, arrays), why=why).alike()
 
 
 def in_each_way(of: Callable[[list[Reach]], list[Reach]], ins: list[Reach]) -> list[Reach]:

@@ -141,7 +141,7 @@ def _starts(starts: Sequence[Reach], shape: Sequence[int], sizes: Sequence[int])
 def _dynamic_slice(eqn: Any, x: Reach, *starts: Reach) -> Reach | None:
     sizes = eqn.params["slice_sizes"]
     at = _starts(starts, x.shape, sizes)
-    return at and reach.cut(x, [slice(i, i + n) for i, n in zip(at, sizes, strict=True)])
+    return None if at is None else reach.cut(x, [slice(i, i + n) for i, n in zip(at, sizes, strict=True)])
 
 
 def _written(x: Reach, new: Reach, at: Sequence[int], adds: bool = False) -> Reach:
@@ -158,7 +158,7 @@ def _written(x: Reach, new: Reach, at: Sequence[int], adds: bool = False) -> Rea
 @rule("dynamic_update_slice")
 def _dynamic_update(eqn: Any, x: Reach, new: Reach, *starts: Reach) -> Reach | None:
     at = _starts(starts, x.shape, new.shape) if math.prod(x.shape) <= MOST else None
-    return at and _written(x, new, at)
+    return None if at is None else _written(x, new, at)
 
 
 @rule("scatter", "scatter-add")

@@ -112,8 +112,10 @@ def _added(eqn: Any, a: Reach, b: Reach) -> Reach:
     if x and y and x.before is y.before and x.sign == -y.sign:
         is_left, last = x.less(y)
         found.last = np.where(is_left, last, found.last)
-    elif (x is None) != (y is None):
-        found.fact = x.plus(b.last) if x else y.plus(a.last)
+    elif x and not y:
+        found.fact = x.plus(b.last)
+    elif y and not x:
+        found.fact = y.plus(a.last)
     return found
 
 
@@ -264,7 +266,7 @@ def _product(eqn: Any, *ins: Reach) -> Reach:
 
 
 @rule("conv_general_dilated")
-def _convolution(eqn: Any, x: Reach, w: Reach) -> Reach:
+def _convolution(eqn: Any, x: Reach, w: Reach) -> Reach | None:
     """Each place of the kernel moves the entries; features are taken together."""
     p, shape, numbers = eqn.params, result_shape(eqn), eqn.params["dimension_numbers"]
     (xb, xf, *xs), (_, _, *ws), (_, _, *os) = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec

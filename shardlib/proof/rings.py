@@ -88,7 +88,7 @@ def closed(jaxpr: Any, twin: Any, sizes: Mapping[str, int], twin_sizes: Mapping[
     if not any(_permutes(e) or _turns(e) for e in jaxpr.eqns):
         return jaxpr, twin
     here, there = _live(_unrolled(jaxpr, sizes)), _live(_unrolled(twin, twin_sizes))
-    for axis in {_permutes(e) for e in here.eqns} - {None}:
+    for axis in filter(None, {_permutes(e) for e in here.eqns}):
         if sizes[axis] > 1 and twin_sizes[axis] == 1:
             here = _live(_Ring(here, axis, sizes[axis]).closed())
     return (jaxpr, twin) if any(map(_permutes, here.eqns)) else (here, there)
@@ -139,7 +139,7 @@ class _Ring:
         eqns = entered([*self.jaxpr.constvars, *self.jaxpr.invars])
         for eqn in self.jaxpr.eqns:
             eqns += [eqn] if id(eqn) not in replaced else []
-            eqns += self._one_turn(*self.found[id(eqn)], read) if id(eqn) in self.found else []
+            eqns += self._one_turn(*self.found[id(eqn)], read=read) if id(eqn) in self.found else []
             if any(self.marks.get(out) is self for out in eqn.outvars):
                 outs = [clones.get(out, core.Var(out.aval)) for out in eqn.outvars]
                 eqns.append(eqn.replace(invars=list(map(read, eqn.invars)), outvars=outs))
@@ -236,8 +236,8 @@ class _Ring:
         if var not in self.tables:
             eqn = self.made.get(var) if _is_number(var.aval) else None
             operand = lambda var: self._table(var) if is_variable(var) else _of_literal(var, self.n)
-            found = eqn and _computed(eqn, list(map(operand, eqn.invars)), self.axis, self.n)
-            self.tables[var] = found and found[eqn.outvars.index(var)]
+            found = _computed(eqn, list(map(operand, eqn.invars)), self.axis, self.n) if eqn else None
+            self.tables[var] = found[eqn.outvars.index(var)] if eqn and found else None
         return self.tables[var]
 
     def _one_turn(self, last: Any, start: Any, first: list, read: Any) -> list[Any]:

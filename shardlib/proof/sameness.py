@@ -233,7 +233,7 @@ class _Numbers:
             return [self._some_rows(eq, root, *span, whole) for span in itertools.pairwise(ends)]
         if name == "slice" and not params["strides"] and shape[1:] == eq.result_shape[1:]:
             span = (start + params[name][0] for name in ("start_indices", "limit_indices"))
-            return [self._some_rows(eq, root, *span, whole)]
+            return [self._some_rows(eq, root, *span, whole=whole)]
         if name == "concatenate" and params["dimension"] == 0:
             parts = [self._rows.get(x, (x, -1, -1)) for x in ins]
             if all(a[0] == b[0] and a[2] == b[1] for a, b in itertools.pairwise(parts)):

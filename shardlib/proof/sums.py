@@ -155,7 +155,7 @@ def _dot_of_rows(eq: Equation) -> Value:
     k = 0 if eq.ins[0].looked_up is not None else 1
     rows, other = eq.ins[k], eq.ins[1 - k]
     (contracted, batch) = (sides[k] for sides in eq.params["dimension_numbers"])
-    if other.looked_up is not None or rows.origin is None or any(rows.origin.dims[i] is not None for i in contracted):
+    if other.looked_up is not None or not rows.origin or any(rows.origin.dims[i] is not None for i in contracted):
         eq.block(rows)
     ins = [dataclasses.replace(rows, looked_up=None, drops=False), other]
     found = _dot(dataclasses.replace(eq, ins=ins if k == 0 else ins[::-1]))

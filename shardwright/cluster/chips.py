@@ -127,10 +127,10 @@ class Chip:
         measured = self.products.rate(b * m, k, n) if self.products else self.peak["bf16"]
         return 2 * b * m * k * n / (measured * self.matmul_share * self.peak_of(dtype) / self.peak["bf16"])
 
-    def reach(self, mesh: Mapping[str, int], axes: Sequence[str]) -> tuple[int, int]:
+    def reach(self, mesh: Mapping[str, int], axes: Sequence[str]) -> tuple[float, int]:
         """Of the devices along these axes, how many the fast links join, and how many such groups there are."""
         strides: dict[str, int] = {}
-        for axis in reversed(mesh):
+        for axis in reversed([*mesh]):
             strides[axis] = math.prod(mesh[inner] for inner in strides)
         near = math.prod(min(mesh[axis], max(1, self.near // strides[axis])) for axis in axes)
         return near, math.ceil(math.prod(mesh[axis] for axis in axes) / near)
@@ -240,7 +240,7 @@ def _value(path: Path, key: str, x: Any) -> Any:
     if key in ("products", "collectives"):
         return _tables(path, key, x)
     try:
-        number = math.nan if isinstance(x, bool) else float(x)  # YAML reads 1e9 as a text
+        number = math.nan if isinstance(x, bool) else float(str(x))  # YAML reads 1e9 as a text
     except (TypeError, ValueError):
         number = math.nan
     most, least = _MOST.get(key, math.inf), 1 if key == "near" else 0

@@ -9,7 +9,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import jax
 from jax.sharding import AxisType
@@ -19,8 +19,8 @@ from shardwright.cluster.config import DistributedConfig, HardwareConfig
 from shardwright.settings.exits import LOST
 from shardwright.settings.words import say
 
-
-Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm] (jax gives type checkers no class of this name)
+Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm] (what is deleted is unknown to it)
+_settings = cast(Any, jax.config)  # whose attributes are made as it runs
 
 
 def make_mesh(devices: Sequence[Device], **given: int) -> jax.sharding.Mesh:
@@ -59,13 +59,13 @@ def start_devices(processes: DistributedConfig, hardware: HardwareConfig) -> Non
     simulate_devices(hardware)
     # If hosts do not share their homes, process 0 alone would find programs, and would not compile with the others.
     unshared = not processes.is_single and hardware.compilation_cache == type(hardware).compilation_cache
-    if directory := jax.config.jax_compilation_cache_dir or (None if unshared else hardware.compilation_cache):
+    if directory := _settings.jax_compilation_cache_dir or (None if unshared else hardware.compilation_cache):
         _keep_programs(os.path.expanduser(directory))
     if processes.is_single or jax.distributed.is_initialized():
         return
     named = {"coordinator_address": processes.coordinator, "num_processes": processes.count}
     named |= {"process_id": processes.id, "cluster_detection_method": "deactivate"}
-    if not processes.auto and processes.id == 0:
+    if processes.coordinator is not None and not processes.auto and processes.id == 0:
         _check_port(processes.coordinator)
         # Without it, JAX listens on all addresses of the host, 127.0.0.1 or not.
         named["coordinator_bind_address"] = processes.coordinator
@@ -115,8 +115,8 @@ def simulate_devices(hardware: HardwareConfig) -> None:
 
 def kept_programs(name: str) -> Path | None:
     """Directory of this name beside the compiled programs that JAX keeps; None if this process keeps none."""
-    directory = jax.config.jax_compilation_cache_dir
-    keeps = directory and jax.config.jax_enable_compilation_cache
+    directory = _settings.jax_compilation_cache_dir
+    keeps = directory and _settings.jax_enable_compilation_cache
     return Path(directory) / name if keeps and "://" not in directory else None
 
 
@@ -125,6 +125,7 @@ def _keep_programs(directory: str) -> None:
 
     Prints a line, and keeps none, where that is not possible, or where others may write: they could put some there.
     """
+    kept: str | None = directory
     if "://" not in directory:
         path = Path(os.path.abspath(directory))
         try:
@@ -135,8 +136,8 @@ def _keep_programs(directory: str) -> None:
                 raise PermissionError(f"others may write in {path}: chmod go-w it, or choose a directory of your own")
         except OSError as error:
             say(f"hardware.compilation_cache: compiled programs are neither read nor kept: {error}.")
-            directory = None
-    jax.config.update("jax_compilation_cache_dir", directory)
+            kept = None
+    jax.config.update("jax_compilation_cache_dir", kept)
     # Short compilations too: a start has some fifty, which together take as long as a small model's step.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
@@ -20,7 +21,7 @@ class StopRequest:
 
     def __init__(self):
         self._name: str | None = None
-        self._previous: dict[int, object] = {}
+        self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():

@@ -158,7 +158,7 @@ def _of_program(step: Step) -> Iterator[Finding]:
     yield remedied(doubt, form)
 
 
-def _first_problem(program: Any, runs: list, growth: float, unknown: frozenset[int]) -> str:
+def _first_problem(program: Any, runs: list, growth: float, unknown: Set[int]) -> str:
     found = (find_later(program, unknown=unknown, growth=growth, free=(GIVEN, fp8.PEAK), **run) for run in runs)
     return next(filter(None, found), "")
 
@@ -183,7 +183,7 @@ def _runs(step: Step) -> Iterator[dict[str, Any]]:
     free = lambda tree: [unknown(x.shape, dtype_of(x)) for x in jax.tree.leaves(tree)]
 
     def run(begin: Reach, seen: np.ndarray, is_forward: bool = True) -> dict[str, Any]:
-        number, known = tokens(*same.shape, is_forward), free(w)
+        number, known = tokens(*same.shape, is_forward=is_forward), free(w)
         before = np.where(documents, NONE, number - 1 if is_forward else number + 1)
         targets, mask = unknown(same.shape, np.uint32, number), unknown(same.shape, bool, before)
         for i, (batch, of_seeds) in enumerate(microbatches):

@@ -118,7 +118,7 @@ def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
         if a != b and sizes[a] % 2 == 0
     )
     if t.microbatches % 2 == 0:
-        yield {f"{of}microbatches": t.microbatches // 2} | beside(c, t.microbatches // 2, sizes["p"])
+        yield {f"{of}microbatches": t.microbatches // 2, **beside(c, t.microbatches // 2, sizes["p"])}
     if t.side_by_side > 1:
         yield {f"{of}side_by_side": 1}
     elif sizes["t"] > 1 and sizes["p"] == 1 and t.microbatches % 2 == 0:
@@ -130,7 +130,7 @@ def changes(c: Config, sizes: Mapping[str, int]) -> Iterator[Settings]:
     yield from ({f"{of}save": save} for save in SAVED if save != t.save)
     yield {f"{of}microbatches": 2 * t.microbatches}
     yield {f"{of}loss_chunk": t.seq_len // 8 if t.loss_chunk is None else None}
-    yield from (settings | beside(c, t.microbatches, settings.get("mesh.p", 1)) for settings in moved("t", "p"))
+    yield from ({**settings, **beside(c, t.microbatches, settings.get("mesh.p", 1))} for settings in moved("t", "p"))
 
 
 def best_changes(c: Config, sizes: Mapping[str, int], now: Plan, seconds: float = 30.0) -> list[Change]:
@@ -166,7 +166,7 @@ def doubled(c: Config, sizes: Mapping[str, int], now: Plan) -> list[str]:
     """A line with the memory of twice the batch, and what grows most."""
     with contextlib.suppress(ValueError):
         plan = planned_change(c, sizes, now.chip, {"training.batch_size": 2 * c.training.batch_size})
-        by_line = collections.Counter()
+        by_line: Any = collections.Counter()
         for sign, step in ((1, plan.step), (-1, now.step)):
             for held in step.held:
                 by_line[held.line, held.kind] += sign * held.bytes
@@ -213,7 +213,7 @@ def plan_run(step: Step, steps: int, directory: Path) -> str | None:
 
 def _largest(plan: Plan) -> str:
     """What takes most memory, and its line."""
-    by_line: dict[tuple[str, str], float] = collections.Counter()
+    by_line: dict[tuple[str, str], float] = collections.defaultdict(float)
     for held in plan.step.held:
         by_line[held.line, held.kind] += held.bytes
     (line, kind), most = max(by_line.items(), key=lambda item: item[1])

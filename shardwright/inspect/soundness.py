@@ -175,6 +175,7 @@ def _machines(part: Callable) -> Iterator[Finding]:
     is_of_jax = lambda name: is_first(name, packages)
     aliases = [x for node in imports if is_first(getattr(node, "module", None) or "", {"jax"}) for x in node.names]
     imported = {alias.asname or alias.name for alias in aliases if alias.name in OF_MACHINES}
+    node: Any
     for node in tree.body:
         stored = (x.id for x in ast.walk(node) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
         defined |= dict.fromkeys([node.name] if hasattr(node, "name") else stored, node)

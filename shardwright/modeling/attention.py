@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from shardlib import shardops
 from shardlib.shardtypes import typed
 from shardlib.values import planned, target_device
+from shardwright.cluster.devices import Device
 from shardwright.modeling.blockwise import BLOCK, BLOCKS, blockwise
 from shardwright.modeling.model import act
 from shardwright.modeling.planned_attention import alike, planned_kernel
@@ -73,7 +74,7 @@ def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = F
     return "einsum" if in_one_block or refusals["blockwise"] else "blockwise"
 
 
-def _refusals(rule: Rule, q: Any, dropout: bool, sinks: bool, device: jax.Device, length: int) -> dict[str, str | None]:
+def _refusals(rule: Rule, q: Any, dropout: bool, sinks: bool, device: Device, length: int) -> dict[str, str | None]:
     """Reason why each path cannot compute this; None if it can. cuDNN's are those of jax.nn.dot_product_attention."""
     d_head, dtype = q.shape[-1], jnp.dtype(q.dtype)
     # cuDNN takes larger heads from Hopper on. Abstract devices do not say what they are: JAX takes them for older ones.

@@ -59,7 +59,7 @@ def calls_of(forward: Any, length: int, sequences: int = 1) -> list[Call]:
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
 
     def note(place, q, k, v, rule, *learned, sinks=None, drop=None):
-        calls.append(Call(place, rule, shape(q), *jax.tree.map(shape, (learned, sinks)), drop is not None))
+        calls.append(Call(place, rule, shape(q), *jax.tree.map(shape, (learned, sinks)), dropout=drop is not None))
         return q
 
     @typed_shard_map
@@ -182,7 +182,7 @@ def sees_later(rule: Rule, call: Call, length: int) -> bool:
     A score of -inf, which it has whatever the products are, hides a position too.
     """
     heads = jnp.arange(math.prod(call.q.shape[2:4]), dtype=jnp.int32).reshape(*call.q.shape[2:4], 1, 1)
-    learned = [jnp.ones((1, *x.shape[1:]), x.dtype) for x in call.learned]
+    learned = tuple(jnp.ones((1, *x.shape[1:]), x.dtype) for x in call.learned)
 
     # Places are arguments: XLA would compute what follows from constants while it compiles.
     @jax.jit

@@ -164,7 +164,8 @@ def ring(
 
 def _planned_ring(rule: Rule, q: Any, k: Any, v: Any) -> jax.Array:
     """What stands for the ring in a program that is only planned: a kernel for each turn."""
-    out, keys = 0, k.shape[1] * shardops.axis_size("c")
+    out: Any = 0
+    keys = k.shape[1] * shardops.axis_size("c")
     for _ in range(shardops.axis_size("c")):
         out = out + planned_kernel(rule, keys, "blockwise", q, k, v, None)
         k, v = (shardops.ppermute("B/b Z/c K/t D", x, axis="c", shift=1) for x in (k, v))

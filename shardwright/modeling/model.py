@@ -113,7 +113,7 @@ class Tokens:
 
     def prepared(self, model: "LanguageModel") -> Self:
         """The tokens with the result of the model's `prepare`, if it has one."""
-        return model.prepare(self) if hasattr(model, "prepare") else self
+        return getattr(model, "prepare", lambda tokens: tokens)(self)
 
     def in_layer(self, index: jax.Array, place: int) -> Self:
         """The tokens in layer `index`, number `place` of its period, with random keys of its own."""
@@ -234,7 +234,7 @@ def load_model(c: Any) -> LanguageModel:
         raise _refusal(c.module, f"whose Model has inputs {inputs!r}; it must be a tuple of names: ('kind',)")
     if not isinstance(table := getattr(model, "table", None), kind.Weights):
         raise _refusal(c.module, f"whose table is a {type(table).__name__}; it must be a {kind.Weights.__name__}")
-    for weight in jax.tree.leaves(table.layers):
+    for weight in jax.tree.leaves(model.table.layers):
         if hasattr(weight, "shape") and weight.shape[:1] != (c.layers,):
             stack = f"whose table has a stack of shape {weight.shape} in `layers`"
             raise _refusal(c.module, f"{stack}; its first dim must be model.layers = {c.layers}")

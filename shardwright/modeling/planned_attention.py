@@ -30,7 +30,8 @@ def kernels_as_calls() -> Iterator[list[Rule]]:
 
 def noted(way: Callable, of_device: Callable, q: Any, k: Any, v: Any, mask: Mask) -> jax.Array:
     """way(of_device, …), whose rule `kernels_as_calls` gives."""
-    planned().note(mask.rule)
+    if note := planned().note:
+        note(mask.rule)
     return way(of_device, q, k, v, mask)
 
 

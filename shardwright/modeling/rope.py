@@ -22,17 +22,17 @@ def rope_frequencies(c: ModelConfig) -> np.ndarray:
     pairs, scaling = np.arange(c.d_head // 2), c.rope_scaling
     frequencies = c.rope_base ** (-2 * pairs / c.d_head)
     if scaling is None:
-        return np.float32(frequencies)
+        return np.asarray(frequencies, np.float32)
     if scaling.kind == "linear":
-        return np.float32(frequencies / scaling.factor)
+        return np.asarray(frequencies / scaling.factor, np.float32)
     if scaling.kind == "dynamic":
         stretch = max(1.0, scaling.factor * (scaling.length / scaling.original_length - 1) + 1)
-        return np.float32(frequencies * stretch ** (-2 * pairs / (c.d_head - 2)))
+        return np.asarray(frequencies * stretch ** (-2 * pairs / (c.d_head - 2)), np.float32)
     if scaling.kind == "longrope":
         name = "short_factors" if scaling.length <= scaling.original_length else "long_factors"
         if len(factors := getattr(scaling, name)) != len(pairs):
             raise ValueError(f"model.rope_scaling.{name} has {len(factors)} factors; it must have {len(pairs)}.")
-        return np.float32(frequencies / np.array(factors))
+        return np.asarray(frequencies / np.array(factors), np.float32)
     names = (
         ("low_frequency_factor", "high_frequency_factor") if scaling.kind == "llama3" else ("slow_turns", "fast_turns")
     )
@@ -48,13 +48,15 @@ def rope_frequencies(c: ModelConfig) -> np.ndarray:
         first, last = (math.floor(first), math.ceil(last)) if scaling.truncate else (first, last)
         first, last = max(first, 0), min(last, c.d_head - 1)
         kept = 1 - np.clip((pairs - first) / (last - first or 0.001), 0, 1)
-    return np.float32(frequencies * (kept + (1 - kept) / scaling.factor))
+    return np.asarray(frequencies * (kept + (1 - kept) / scaling.factor), np.float32)
 
 
 def attention_factor(scaling: RopeScaling | None) -> float:
     """Factor on rotated queries and keys."""
-    if scaling is None or scaling.attention_factor is not None:
-        return scaling.attention_factor if scaling else 1.0
+    if scaling is None:
+        return 1.0
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
     if scaling.kind == "yarn":
         return 0.1 * math.log(scaling.factor) + 1
     if scaling.kind == "longrope":

@@ -32,11 +32,11 @@ class Places(NamedTuple):
     """Place in the sequence, counted from 0."""
     position: jax.Array
     """Place in its document, counted from 0."""
-    document: jax.Array
-    """Number of its document in the sequence."""
+    document: jax.Array | Any
+    """Number of its document in the sequence; None in decoding."""
 
     @classmethod
-    def in_one_document(cls, index: jax.Array) -> "Places":
+    def in_one_document(cls, index: Any) -> "Places":
         """Places of positions in a sequence of one document."""
         return cls(index, index, jnp.zeros_like(index))
 

@@ -69,7 +69,7 @@ def _kernel(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.
         mask = (masks.CausalMask if causal in rule.visible else masks.FullMask)((length, length))
     block = math.gcd(length, BLOCK)
     part = min(block, COMPUTED)
-    kernel = kernels.make_splash_mha_single_device(
+    kernel: Any = kernels.make_splash_mha_single_device(
         masks.MultiHeadMask([mask] * heads),
         block_sizes=kernels.BlockSizes(block, block, part, block, block, part, block, block),
         attn_logits_soft_cap=rule.score.cap if rule.score else None,

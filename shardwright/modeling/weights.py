@@ -73,7 +73,7 @@ class Weight:
             raise ValueError(f"a Weight of kind {self.kind!r}; choose one of {', '.join(KINDS)}.")
 
     @property
-    def sides(self) -> tuple[int, int] | None:
+    def sides(self) -> tuple[int, int] | Any:
         """Numbers of dims of inputs and outputs; of a table of ids, one each; None for what is no matrix."""
         if self.inputs and self.outputs:
             return self.inputs, self.outputs
@@ -101,7 +101,7 @@ class Declared:
 
     def __init__(self, kind: str, dtype: Any = act, mean: float = 0.0, stack: str = "", share: str = ""):
         self._dtype, self._stack = dtype, stack
-        self._facts = {"kind": kind, "mean": mean, "share": share}
+        self._facts: dict[str, Any] = {"kind": kind, "mean": mean, "share": share}
 
     def __getitem__(self, item: str | tuple[str, ArrayType | None]) -> Any:
         spec, *of_use = item if isinstance(item, tuple) else (item,)
@@ -119,9 +119,9 @@ class Declared:
         axes = {"w", *GROUPS["w"]} | ({"p"} if kind == "vector" else set())
         whole = f"{self._stack} " + re.sub(rf"/({'|'.join(axes)})\b", "", f"{inputs} {outputs}")
         used = of_use[0] if of_use else self._dtype[whole]
-        counts = {"inputs": len(inputs.split()), "outputs": len(outputs.split()) if inputs else 0}
+        facts = self._facts | {"inputs": len(inputs.split()), "outputs": len(outputs.split()) if inputs else 0}
         rest = f32[re.sub(r"/w\b", gathered if self._stack else "/w", text)].spec
-        t = WeightType("f32", rest, used, spread=kind == "vector", **self._facts, **counts)
+        t = WeightType("f32", rest, used, spread=kind == "vector", **facts)
         if not depends:
             return t
         name = setting.removeprefix("not ")

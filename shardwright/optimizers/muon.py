@@ -165,8 +165,8 @@ def on_whole_matrices(fn: Callable, dims: tuple[tuple[Dim, ...], ...], done: tup
         return shardops.all_to_all(f"{blocks} -> {whole}", x[None])[0]
 
     back = lambda x, blocks, whole: shardops.all_to_all(f"{whole} -> {blocks}", x[None])[0][:count]
-    xs = on_whole_matrices(fn, without, sort_axes((*done, axis)), *each(there, xs, blocks, whole))
-    return each(back, xs, blocks, whole)
+    results = on_whole_matrices(fn, without, sort_axes((*done, axis)), *each(there, xs, blocks, whole))
+    return each(back, results, blocks, whole)
 
 
 def each(fn: Callable, xs: Iterable, *others: Iterable) -> list:

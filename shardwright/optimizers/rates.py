@@ -19,8 +19,8 @@ def learning_rate(step: i32[""], c: OptimizerConfig) -> f32[""]:
     """Learning rate: linear warmup to the peak at warmup_steps, then c.schedule to the floor at schedule_steps."""
     step, end = jnp.float32(step), c.schedule_steps
     height = 1.0  # above the floor, as a fraction
-    if c.schedule != "constant":
-        begin = end - c.cooldown_steps if c.schedule == "wsd" else c.warmup_steps
+    if c.schedule != "constant" and end is not None:
+        begin = end - (c.cooldown_steps or 0) if c.schedule == "wsd" else c.warmup_steps
         progress = jnp.clip((step - begin) / (end - begin), 0, 1)
         height = 0.5 * (1 + jnp.cos(jnp.pi * progress)) if c.schedule == "cosine" else 1 - progress
     decay = c.final_fraction + (1 - c.final_fraction) * height

@@ -50,7 +50,7 @@ def settings_at(config: dict, step: int) -> dict:
     found = copy.deepcopy(config)
     for change in found["training"].pop("changes", ()):
         for setting in filter(may_change, change if change["step"] <= step else ()):
-            *path, name = setting.split(".")
+            *path, name = str(setting).split(".")
             try:
                 functools.reduce(lambda at, key: at.setdefault(key, {}), path, found)[name] = change[setting]
             except (AttributeError, TypeError):
@@ -108,9 +108,10 @@ def described_change(c: Any, first: int) -> str:
     return ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in differing)
 
 
-def _phases(c: Any) -> Iterator[tuple[int, float, int]]:
+def _phases(c: Any) -> Iterator[tuple[int, Any, int]]:
     """The first step with the same settings, the end of these steps, and the tokens of each."""
-    for first, end in itertools.pairwise([*firsts(c), math.inf]):
+    ends: list[Any] = [*firsts(c), math.inf]
+    for first, end in itertools.pairwise(ends):
         t = config_at(c, first).training
         yield first, end, t.batch_size * t.seq_len
 
@@ -149,7 +150,8 @@ def loader_at(c: Any, step: int, inputs: Sequence[str] = (), state: Mapping[str,
     of_batches = lambda x: (x[1].data, x[1].training.batch_size, x[1].training.seq_len)
     groups = [[*group] for _, group in itertools.groupby(settings, of_batches)]
     phases = [(group[0][0], group[-1][1]) for group in groups]  # microbatches are parts of the same batch
-    saved, loader = max(first for first, _ in phases if first < step or first == 0), None
+    saved = max(first for first, _ in phases if first < step or first == 0)
+    loader: Loader | Any = None
     for first, now in phases:
         t, begin = now.training, batch_of(first, c.data.skip_steps)
         options = {"inputs": inputs, "microbatches": t.microbatches, "state": state if first == saved else None}

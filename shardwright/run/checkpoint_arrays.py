@@ -169,7 +169,7 @@ def gather_small(leaves: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """
     shard_bytes = lambda x: math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
     is_small = lambda x: shard_bytes(x) < SMALL_BYTES and x.nbytes <= MOST_GATHERED and not x.is_fully_replicated
-    small = {k: x for k, x in leaves.items() if is_small(x)}
+    small: dict[str, Any] = {k: x for k, x in leaves.items() if is_small(x)}
     return leaves | {k: jax.device_put(x, NamedSharding(x.sharding.mesh, PartitionSpec())) for k, x in small.items()}
 
 
@@ -212,7 +212,7 @@ def _write_chunk(store: Store, directory: str, saved: SavedArray, index: Index, 
     content, key = np.ascontiguousarray(values).reshape(-1).view(np.uint8), saved.key(index)
     checksum = google_crc32c.value(content)
     try:
-        store.write(f"{directory}/{key}", b"".join([content, checksum.to_bytes(CHECKSUM_BYTES, "little")]))
+        store.write(f"{directory}/{key}", b"".join([content.data, checksum.to_bytes(CHECKSUM_BYTES, "little")]))
     except OSError as error:
         raise OSError(f"{error} (the array {saved.name!r})") from error
     return key, checksum
@@ -277,7 +277,7 @@ def _reads(read_chunk: Callable, saved: SavedArray, targets: list[tuple[Box, np.
     def read(index: Index) -> None:
         chunk, region = read_chunk(saved, index), saved.box(index)
         for box, values in by_chunk[index]:
-            both = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, region, strict=True)]
+            both = tuple(slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(box, region, strict=True))
             values[_within(both, box)] = chunk[_within(both, region)]
 
     return [functools.partial(read, index) for index in by_chunk]

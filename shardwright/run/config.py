@@ -225,7 +225,7 @@ def to_config(composed: DictConfig) -> Config:
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ValueError(f"no value for {', '.join(missing)}; give {missing[0]}=<value>, or a group that sets it.")
-    c: Config = OmegaConf.to_object(config)
+    c: Any = OmegaConf.to_object(config)
     check_config(c)
     return c
 

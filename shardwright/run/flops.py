@@ -77,7 +77,7 @@ def speed_of(step: Any, tokens: int, peak: PeakFlops, before: int) -> Speed:
     return Speed(tokens, attended, peak, before, of_all_pairs)
 
 
-def peak_flops(devices: Sequence[jax.Device], dtype: jnp.dtype) -> PeakFlops:
+def peak_flops(devices: Sequence[Device], dtype: jax.typing.DTypeLike) -> PeakFlops:
     """Peak FLOP/s of all `devices` together for matrix products in `dtype`.
 
     For known chips it is the maker's dense figure (shardwright/cluster/chips). Others are measured by matrix products
@@ -108,7 +108,7 @@ def peak_flops(devices: Sequence[jax.Device], dtype: jnp.dtype) -> PeakFlops:
 
 
 @functools.cache  # the runs of a sweep have the same peak
-def _matmul_flops(device: jax.Device, dtype: jnp.dtype, size: int) -> float:
+def _matmul_flops(device: Device, dtype: jax.typing.DTypeLike, size: int) -> float:
     # On a mesh of this device alone: the caller may have set another, which one device cannot run.
     with jax.set_mesh(jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), devices=[device])):
         matmul = jax.jit(lambda x: product_of("ij,jk->ik", x, x))  # as a step multiplies

@@ -50,8 +50,8 @@ class Journal(contextlib.ExitStack):
             )
         self._page, self._hlo = Page(run.directory, t.report), None
         self._drawing: concurrent.futures.Future[str] | None = None
-        self._loss: jax.Array | None = None
-        self._peak = peak_flops(jax.sharding.get_mesh().devices.flatten(), COMPUTE_DTYPES[t.compute_dtype])
+        self._loss: jax.Array | Any = None
+        self._peak = peak_flops([*jax.sharding.get_mesh().devices.flat], COMPUTE_DTYPES[t.compute_dtype])
 
     def begin(self, skips: dict[str, Any], damaged: dict[int, str]) -> dict[str, Any]:
         """Opens the log. Returns what provenance.json keeps for the page.

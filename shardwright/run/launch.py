@@ -54,9 +54,10 @@ def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callabl
         register_schema()
         about = Program(f"python -m {run.__module__}", CONFIGS, None, Config, inspect.getmodule(run).__doc__ or "")
         sys.argv[1:] = with_edits(sys.argv[1:])
-        start(about, main.job, _sections)
+        start(about, sent, _sections)
 
-    main.job = Job(job)
+    sent = Job(job)
+    main.job = sent  # pyright: ignore[reportAttributeAccessIssue] (Job says who takes it from here)
     return main
 
 
@@ -109,7 +110,7 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
     """
     c = to_config(composed)
     check_place(c.paths.root_working_dir, c.paths.model_name)
-    name = c.paths.model_name or HydraConfig.get().job.config_name
+    name = c.paths.model_name or HydraConfig.get().job.config_name or ""
     check_or_enqueue(c.trackers, name, dataclasses.asdict(c))
     start_devices(c.distributed, c.hardware)
     with watched(c.distributed), jax.set_mesh(make_mesh(jax.devices(), **dataclasses.asdict(c.mesh))):
@@ -117,7 +118,7 @@ def launched(composed: Any) -> Iterator[tuple[Config, LanguageModel, Path]]:
             check_divides(config_at(c, first), jax.sharding.get_mesh().shape)
         model = load_model(c.model)
         is_shared = "://" not in (c.paths.checkpoints or "")  # else process 0 alone writes in the directory
-        config = HydraConfig.get().job.config_name
+        config = HydraConfig.get().job.config_name or ""
         with run_directory(c.paths.root_working_dir, c.paths.model_name, config, is_shared) as (name, directory):
             c.paths = dataclasses.replace(c.paths, model_name=name)
             write_hosts(directory / "hosts.txt")

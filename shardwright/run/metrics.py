@@ -73,7 +73,7 @@ class RunLog(contextlib.AbstractContextManager):
         self._pending: tuple[int, Mapping[str, jax.Array]] | None = None
         self._last_end: float | None = None
         self._durations: collections.deque[float] = collections.deque(maxlen=_SPEED_WINDOW)
-        self._path: Path | None = None
+        self._path: Path | Any = None
         self._lock, self._closed = threading.Lock(), False
         # Lines that the disk may not have, how many of their bytes are in the file, and its size without them.
         self._lines, self._written, self._synced = b"", 0, 0

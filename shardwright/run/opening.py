@@ -189,7 +189,7 @@ def checkpoints_of(directory: Path, paths: run_config.PathsConfig) -> str:
             f"the run in {directory} was made with paths.checkpoints={had}, not {paths.checkpoints}. Give what it had, "
             "or start another run with a new paths.model_name."
         )
-    if had and os.path.normpath(name) != os.path.normpath(paths.model_name):
+    if had and os.path.normpath(str(name)) != os.path.normpath(str(paths.model_name)):
         raise ValueError(
             f"the checkpoints of the run in {directory} are in {had}/{name}. Give paths.model_name={name}, or start "
             "another run in another directory."
@@ -245,7 +245,7 @@ def read_weights(
         taken, new, grown, left = did.values()
         allowed = {*(new + grown if fresh else []), *(left if leave else [])}
         compared = ({name: x for name, x in of.items() if name not in allowed} for of in (has, wants))
-        check_same_arrays(f"{checkpoints.store.url}/{directory_of(step)}", *compared, REMEDY)
+        check_same_arrays(f"{checkpoints.store.url}/{directory_of(step)}", *compared, remedy=REMEDY)
         read = checkpoints.restore(step, {name: wants[name] for name in taken}, orders, partly=True)
     rows = jax.jit(lambda n, old, new: jnp.where(jnp.arange(len(new)).reshape(-1, *[1] * (new.ndim - 1)) < n, old, new))
     read |= {name: rows(has[name].shape[0], read[name], wants[name]) for name in grown}

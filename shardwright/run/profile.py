@@ -107,6 +107,7 @@ class StepProfiler:
 
     def _read_trace(self, kept: Path) -> None:
         given = (kept, MODULE, self._last - self._first + 1, *([self._hlo] if self._hlo else []))
+        bubble: dict[str, Any]
         bubble, self.by_line = self._read(*given)
         begin, end = self._log.start_step + self._first, self._log.start_step + self._last
         if stops := {event for step, event in self._log.events if begin <= step < end}:

@@ -25,11 +25,11 @@ import sysconfig
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 
-from shardwright.cluster.devices import kept_programs, make_mesh
+from shardwright.cluster.devices import Device, kept_programs, make_mesh
 from shardwright.run.files import write_whole
 from shardwright.run.optional import in_a_line, optional
 from shardwright.run.reference import reference_record
@@ -48,7 +48,7 @@ def own_modules() -> list[Path]:
     others = [*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()]
     others += [str(ROOT / name) for name in (*PROJECT, "tools", "bench", "tests")]
     within = tuple(f"{path}/" for path in others)
-    files = {module.__file__ for module in [*sys.modules.values()] if getattr(module, "__file__", None)}
+    files = {file for module in [*sys.modules.values()] if (file := getattr(module, "__file__", None))}
     return sorted(Path(file) for file in files if not f"{file}/".startswith(within) and Path(file).is_file())
 
 
@@ -77,7 +77,7 @@ def source_of() -> dict[str, str]:
     return {name: digest(paths) for name, paths in files_of_source().items()}
 
 
-def _device() -> jax.Device:
+def _device() -> Device:
     """The device that programs are traced for: a CPU if JAX has one, as a run may be resumed on other devices."""
     try:
         return jax.local_devices(backend="cpu")[0]
@@ -108,7 +108,8 @@ def record_of(name: str, source: Any, *parts: Any) -> Path | None:
     if not source or any(map(is_edited, itertools.chain(*files_of_source().values()))):
         return None
     parts = source, *parts, jax.__version__, jax.local_devices()[0].device_kind
-    parts += jax.config.jax_default_prng_impl, jax.config.jax_enable_x64
+    config = cast(Any, jax.config)
+    parts += config.jax_default_prng_impl, config.jax_enable_x64
     kept = kept_programs(name)
     return kept and kept / hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
@@ -207,7 +208,7 @@ def keep_source(directory: Path, step: int, model: Any, about: Mapping[str, Any]
     with optional(str(kept)):
         kept.mkdir(parents=True, exist_ok=True)
         names = set()
-        for path in dict.fromkeys([ROOT / "train.py", Path(inspect.getsourcefile(type(model))), *own_modules()]):
+        for path in dict.fromkeys([ROOT / "train.py", Path(inspect.getsourcefile(type(model)) or ""), *own_modules()]):
             (kept / (f"{path.parent.name}__" * (path.name in names) + path.name)).write_bytes(bytes_of(path))
             names.add(path.name)
         with zipfile.ZipFile(kept / "source.zip", "w", zipfile.ZIP_DEFLATED, strict_timestamps=False) as archive:

@@ -76,10 +76,11 @@ def logits_of(forward: Any, w: Any) -> Callable[[Any], Any]:
 
 def read_reference(c: Config) -> Any:
     """The weights of training.reference, sharded as at rest on the current mesh; None without one."""
-    if (shapes := weights_of(c)) is None:
+    path, shapes = c.training.reference, weights_of(c)
+    if path is None or shapes is None:
         return None
-    checkpoints, step = find_checkpoint(c.training.reference, _manifest(c.training.reference)[0])
-    tell(f"reference  {c.training.reference}, after {step} steps; it is not trained")
+    checkpoints, step = find_checkpoint(path, _manifest(path)[0])
+    tell(f"reference  {path}, after {step} steps; it is not trained")
     with checkpoints:
         return checkpoints.restore(step, {"weights": sharded(type(shapes), shapes)})["weights"]
 

@@ -78,7 +78,7 @@ def with_defaults(saved: dict, named: str | None = None) -> dict:
     filled = {}
     for section in dataclasses.fields(Config):
         given = saved.get(section.name, {})
-        kind = section.type
+        kind: Any = section.type
         if section.name == "model":
             module = str(given.get("module", "train"))
             if not (is_shipped(module) or module == named):
@@ -114,7 +114,8 @@ def config_of(saved: dict, trust: bool = False) -> Config:
     register_schema()
     schema = ConfigStore.instance().load("config_schema.yaml").node
     try:
-        c = to_config(OmegaConf.merge(schema, literal(with_defaults(saved, module))))
+        merged: Any = OmegaConf.merge(schema, literal(with_defaults(saved, module)))
+        c = to_config(merged)
     except OmegaConfBaseException as error:
         raise ValueError(wrong_setting(Config, error)) from None
     for name, value in () if trust else fetched(c):

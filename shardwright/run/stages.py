@@ -186,7 +186,7 @@ def folded_mesh(c: Config) -> jax.sharding.Mesh:
         check_divides(c, sizes := {"d": others, "t": mesh.shape["t"]}, of_batch=False, of_sequences=False)
     except ValueError:
         sizes = {"r": others, "d": 1, "t": mesh.shape["t"]}
-    return make_mesh(mesh.devices.reshape(-1), **sizes)
+    return make_mesh([*mesh.devices.flat], **sizes)
 
 
 def without_stages(weights: Any, placement: LayerPlacement, mesh: jax.sharding.Mesh) -> Any:

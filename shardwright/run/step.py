@@ -89,7 +89,7 @@ class Step:
 
     c: Config
     model: LanguageModel
-    mesh: Mesh | AbstractMesh
+    mesh: Mesh | Any
     trainer: ModuleType
     name: str = "training"
     forms: tuple[str, ...] = ()

@@ -135,7 +135,8 @@ def agreed(action: Callable[[], T], *more: type[Exception]) -> T:
     """Result of `action`, which all processes call. Damaged, OSError, ValueError or `more` in one is raised in all."""
     if not jax.distributed.is_initialized() or jax.process_count() == 1:  # asked in this order: no devices start
         return action()
-    kinds, raised, result, sent = (*more, Damaged, OSError, ValueError), None, None, b""
+    kinds, raised, sent = (*more, Damaged, OSError, ValueError), None, b""
+    result: T | Any = None
     try:
         result = action()
     except kinds as error:

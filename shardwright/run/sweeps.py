@@ -27,6 +27,9 @@ class Job:
     Launchers send it to other processes. These import the program from its module, and take its attribute `job`.
     """
 
+    __wrapped__: Callable
+    __name__: str
+
     def __init__(self, function: Callable):
         functools.update_wrapper(self, function)
 

@@ -35,9 +35,9 @@ def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
             return [self.prefix_token_id] * (add_special_tokens is not False) + tokenizer.ids(string)
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
-            found = list(log_likelihoods(scorer, weights, (pair for _, *pair in requests)))
-            for (texts, *_), result in zip(requests, found, strict=True):
-                self.cache_hook.add_partial("loglikelihood", texts, result)
+            found = list(log_likelihoods(scorer, weights, ((context, text) for _, context, text in requests)))
+            for request, result in zip(requests, found, strict=True):
+                self.cache_hook.add_partial("loglikelihood", request[0], result)
             return found
 
         def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:

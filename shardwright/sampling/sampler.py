@@ -95,7 +95,8 @@ def gumbel_noise(number: jax.Array, place: jax.Array, vocab: int, s: Sampling) -
     if s.temperature == 0:
         return jnp.zeros(())
     seed = jax.random.key(s.seed)
-    draw = lambda number, place: jax.random.gumbel(jax.random.fold_in(jax.random.fold_in(seed, number), place), vocab)
+    key_at = lambda number, place: jax.random.fold_in(jax.random.fold_in(seed, number), place)
+    draw = lambda number, place: jax.random.gumbel(key_at(number, place), (vocab,))
     return jax.vmap(draw)(number.reshape(-1), place.reshape(-1)).reshape(*number.shape, vocab)
 
 

@@ -74,7 +74,7 @@ def extra_of(error: ImportError) -> str | None:
     """The extra of pyproject.toml that installs the missing package; None if none does."""
     package = (error.name or "").partition(".")[0]
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    has_it = lambda wanted: any(re.match(r"[\w-]+", line)[0].replace("-", "_") == package for line in wanted)
+    has_it = lambda wanted: any(re.split(r"[^\w-]", line)[0].replace("-", "_") == package for line in wanted)
     return next((extra for extra, wanted in extras.items() if has_it(wanted)), None)
 
 

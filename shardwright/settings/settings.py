@@ -114,9 +114,9 @@ def shown_value(value: Any) -> str:
 def _docstrings(schema: type) -> dict[str, str]:
     """The docstring below each field of a dataclass, in one line."""
     found: dict[str, str] = {}
-    for owner in filter(dataclasses.is_dataclass, reversed(schema.__mro__)):
-        (node,) = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+    for owner in (cls for cls in reversed(schema.__mro__) if dataclasses.is_dataclass(cls)):
+        node: Any = ast.parse(textwrap.dedent(inspect.getsource(owner))).body[0]
         for field, doc in zip(node.body, node.body[1:], strict=False):
             if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
-                found[field.target.id] = " ".join(str(doc.value.value).split())
+                found[ast.unparse(field.target)] = " ".join(str(doc.value.value).split())
     return found

@@ -5,6 +5,7 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from shardwright_data.foreign import shown
 
@@ -17,7 +18,7 @@ class _Optional(io.FileIO):
 
     _is_whole = True
 
-    def write(self, content: bytes) -> int:
+    def write(self, content: Any) -> int:
         try:
             return super().write(content)
         except BrokenPipeError:

@@ -76,7 +76,7 @@ class Instruction:
     @property
     def index(self) -> int:
         """Which part of a tuple a get-tuple-element reads."""
-        return int(re.search(r"\bindex=(\d+)", self.attributes)[1])
+        return int(re.findall(r"\bindex=(\d+)", self.attributes)[0])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -155,7 +155,7 @@ def _axes(groups: list[list[int]], program: Program) -> list[str]:
 def _matmul(computation: Computation, instruction: Instruction) -> Work | None:
     """The product that the instruction computes; None if it is none."""
     opcode, attributes = instruction.opcode, instruction.attributes
-    of_gpus = re.search(r'_target="[^"]*(?:gemm|matmul).*"dot_dimension_numbers":(\{[^{}]*\})', attributes)
+    of_gpus = re.findall(r'_target="[^"]*(?:gemm|matmul).*"dot_dimension_numbers":(\{[^{}]*\})', attributes)
     known = {"dot": True, "convolution": "dim_labels=" in attributes, "custom-call": of_gpus}
     if not known.get(opcode):
         return None
@@ -166,7 +166,7 @@ def _matmul(computation: Computation, instruction: Instruction) -> Work | None:
         found = (re.search(rf"\b{key}_dims=\{{([\d,]*)\}}", attributes) for key in _CONTRACTED)
         left_k, left_b, right_k, right_b = (_numbers(match[1]) if match else [] for match in found)
     else:
-        numbers = json.loads(of_gpus[1])
+        numbers = json.loads(of_gpus[0])
         found = (numbers.get(f"{key}_dimensions", []) for key in _CONTRACTED)
         left_k, left_b, right_k, right_b = (_numbers(str(dims)) for dims in found)
     size = lambda shape, chosen: math.prod(shape.dims[i] for i in chosen)
@@ -177,7 +177,7 @@ def _matmul(computation: Computation, instruction: Instruction) -> Work | None:
 
 def _convolved(left: Shape, right: Shape, instruction: Instruction) -> tuple[int, int, int, int]:
     """Sizes 1, m, k, n of the product that a convolution is. What it multiplies with padding does not count."""
-    labels = re.search(r"\bdim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes).groups()
+    labels = re.findall(r"\bdim_labels=(\w+)_(\w+)->(\w+)", instruction.attributes)[0]
     given, kernel, made = (
         dict(zip(names, shape.dims, strict=True))
         for names, shape in zip(labels, (left, right, instruction.shapes[0]), strict=True)

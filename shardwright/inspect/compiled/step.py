@@ -27,7 +27,7 @@ class _Walk:
         self.program, self.places = program, Places(program)
         self.sections: list[Section] = []
         # Of each section, in the order of the program: the work of a line in a phase, and the sections within it.
-        self.items: list[dict[Any, collections.Counter[Work] | None]] = []
+        self.items: list[dict[Any, collections.Counter[Work] | Any]] = []
         self.section_of: dict[str, int] = {}  # of each computation
         self.line_of: dict[str, str | None] = {}  # of each instruction
         self.communicating: set[str] = set()  # instructions

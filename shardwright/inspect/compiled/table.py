@@ -143,8 +143,10 @@ def read_table(path: Path) -> Table:
     kinds = {"sections": Section, "rows": Row}
     fields = {name: typing.get_type_hints(kind) for name, kind in kinds.items()}
     data = read_object(path, of_file | {name: [fields[name]] for name in kinds}, LARGE)
-    made = {name: [kind(**{key: x[key] for key in fields[name]}) for x in data[name]] for name, kind in kinds.items()}
-    table = Table(**{name: data[name] for name in of_file}, **made)
+    made: dict[str, Any] = {name: data[name] for name in of_file}
+    for name, kind in kinds.items():
+        made[name] = [kind(**{key: x[key] for key in fields[name]}) for x in data[name]]
+    table = Table(**made)
     numbers = [table.devices, *table.mesh.values(), *(section.turns or 0 for section in table.sections)]
     numbers += [number for row in table.rows for number in (row.size, row.count, row.turns)]
     # A section is after the one around it, so that none is within itself.

@@ -212,7 +212,7 @@ def line_times(devices: Mapping[str, Device], table: Table) -> dict[str, Any]:
         count += 1
     if not count:
         raise ValueError("the trace has no operation of the step.")
-    total, *shares = sum(spent.values())
+    total, *shares = sum(spent.values(), np.zeros(3))
     rows = [
         {"line": line, "text": table.text_of(line), "seconds": own / 1e9, "share": own / total}
         | {"collective": communicating / total, "exposed": exposed / total}

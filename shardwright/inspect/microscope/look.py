@@ -38,7 +38,7 @@ class Look:
             return x, self._measure(x, self._stacks[self._gradients.index(path)], of_gradient=True)
         return x, self._measure(x)
 
-    def __call__(self, *args: Any) -> dict[str, list[jax.Array]]:
+    def __call__(self, *args: Any) -> dict[str, list]:
         """What `described` takes. Arguments as for the step; under jit, on the mesh on which it was traced."""
         leaves = jax.tree.leaves(args)
         results, values = self._replay(*leaves)

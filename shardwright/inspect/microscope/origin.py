@@ -133,13 +133,13 @@ class Finder:
 
     def find(self, *arguments: Any) -> tuple[Origin | None, list]:
         """The Origin for these arguments, None if no operation is; and the results that count."""
-        arguments, below = jax.tree.leaves(arguments), 1
-        is_bad = lambda below, **knobs: not _are_finite(self._run(arguments, below, **knobs)[0])
-        results, levels = self._run(arguments, below, cause=ALL)
+        leaves, below = jax.tree.leaves(arguments), 1
+        is_bad = lambda below, **knobs: not _are_finite(self._run(leaves, below, **knobs)[0])
+        results, levels = self._run(leaves, below, cause=ALL)
         if _are_finite(results):
             return None, results
         if is_bad(1):  # of infinities that no operation made, such as constants
-            below, (_, levels) = 2, self._run(arguments, 2, cause=ALL)
+            below, (_, levels) = 2, self._run(leaves, 2, cause=ALL)
         causes = _by_execution(self._replay.notes, levels)
         reach = (cause for cause in causes if is_bad(below, cause=self._keys[cause[0].path, cause[0].result]))
         note, level = next(reach, (None, 0))

@@ -79,7 +79,7 @@ def function_and_target(file: str, line: int) -> str:
         nodes = ast.walk(ast.parse("".join(linecache.getlines(file))))
     except (SyntaxError, ValueError):  # a file that has changed since it was imported
         return ""
-    around = [node for node in nodes if isinstance(node, ast.stmt) and node.lineno <= line <= node.end_lineno]
+    around = [node for node in nodes if isinstance(node, ast.stmt) and node.lineno <= line <= (node.end_lineno or 0)]
     owners = [node.name for node in around if isinstance(node, ast.FunctionDef | ast.ClassDef)]
     targets = [node.targets[0] for node in around if isinstance(node, ast.Assign)]
     targets += [node.target for node in around if isinstance(node, ast.AnnAssign)]

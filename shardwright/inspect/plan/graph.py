@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -147,7 +148,7 @@ def graph_of(jaxpr: Any, sizes: Mapping[str, int], ins: Sequence[Value] | None =
 
 def _value(aval: Any, site: Site, **more: Any) -> Value:
     dtype = getattr(aval, "dtype", np.dtype("float32"))
-    is_key = jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)  # of random numbers: two words
+    is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)  # of random numbers: two words
     of_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
     shape = tuple(getattr(aval, "shape", ()))
     return Value(shape, np.dtype("uint64" if is_key else dtype), site, of_host=of_host, **more)
@@ -166,7 +167,7 @@ def _add(jaxpr: Any, ins: Sequence[Value | None], nodes: list[Node], scope: _Sco
     return equations.evaluate(jaxpr, ins, lambda eqn, ins: _results(eqn, ins, nodes, scope), array)
 
 
-def _results(eqn: Any, ins: list[Value | None], nodes: list[Node], scope: _Scope) -> list[Value | None]:
+def _results(eqn: Any, ins: list[Value | None], nodes: list[Node], scope: _Scope) -> Sequence[Value | None]:
     """The results of an equation, which is added to `nodes` unless it only renames."""
     if not eqn.outvars:
         return []
@@ -236,7 +237,7 @@ def _mark(value: Value, name: str, site: Site) -> None:
         value.kind = value.kind or "gradients"
 
 
-def _write(into: Value, owner: Value | None, written: Value) -> None:
+def _write(into: Value, owner: Value | None, written: Value | Any) -> None:
     """Notes that `into` is in the memory of `owner`, of which is known what is written there."""
     into.of = owner
     if written.root.site.line:

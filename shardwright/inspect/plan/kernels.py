@@ -56,9 +56,9 @@ def product_shape(node: Node) -> tuple[int, int, int, int]:
     """Sizes b, m, k, n of a product: of its batch, its rows, what is summed, and its columns."""
     left, right = (node.ins + node.ins)[:2]
     of = lambda x, dims: math.prod(x.shape[i] for i in dims)
-    numbers, groups = node.params.get("dimension_numbers"), 1
-    if ragged := node.params.get("ragged_dot_dimension_numbers"):  # each row is multiplied with one group's matrix
-        numbers, groups = ragged.dot_dimension_numbers, of(right, ragged.rhs_group_dimensions)
+    ragged = node.params.get("ragged_dot_dimension_numbers")  # each row is multiplied with one group's matrix
+    numbers = ragged.dot_dimension_numbers if ragged else node.params["dimension_numbers"]
+    groups = of(right, ragged.rhs_group_dimensions) if ragged else 1
     (left_k, right_k), (left_b, _) = numbers
     b, k = of(left, left_b), of(left, left_k)
     return (
@@ -203,8 +203,8 @@ def _bytes(held: Held) -> int:
 
 
 def _padded(value: Value, platform: str) -> int:
-    small = platform == "tpu" and len(value.shape) > 3 and 1 < value.shape[-1] < LANES
-    return value.bytes * LANES // value.shape[-1] if small else value.bytes
+    last = value.shape[-1] if len(value.shape) > 3 else 1
+    return value.bytes * LANES // last if platform == "tpu" and 1 < last < LANES else value.bytes
 
 
 def _reuse(

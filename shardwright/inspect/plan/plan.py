@@ -135,7 +135,7 @@ def seconds_of(op: Op, step: PlannedStep, chip: Chip, merged: float | None = Non
         return chip.collective_s(op.what, message, dict(step.mesh), op.axes) * op.bytes / message
     computing_s = 0.0
     if op.kind == "matmul":
-        computing_s = chip.matmul_s(*op.shape, op.dtype)
+        computing_s = chip.matmul_s(*op.shape, dtype=op.dtype)
     elif op.kind == "attention":
         computing_s = op.flops / (chip.peak_of(op.dtype) * chip.attention_share)
     launch_s = 0.0 if op.tensor else chip.launch_s  # XLA casts many weights in one kernel

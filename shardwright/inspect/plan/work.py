@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardwright.inspect.plan.graph import Graph, Node
 from shardwright.inspect.plan.kernels import Kernel, kernels_of, product_shape
@@ -102,7 +102,8 @@ def _stacked(node: Node, count: float, loop: int) -> Iterator[Op]:
 def _op(kernel: Kernel, count: float, loop: int, timing: str) -> Op | None:
     node, made = kernel.node, max(kernel.node.outs, key=lambda x: x.bytes)
     operand = max(node.ins, key=lambda x: x.bytes, default=made)
-    what, flops, more = str(made), 0.0, {"dtype": str(operand).partition("[")[0]}
+    what, flops = str(made), 0.0
+    more: dict[str, Any] = {"dtype": str(operand).partition("[")[0]}
     if kernel.kind == "matmul":
         b, m, k, n = more["shape"] = product_shape(node)
         more["dtype"] = str(max((x.root for x in node.ins), key=lambda x: x.dtype.itemsize)).partition("[")[0]
