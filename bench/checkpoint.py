@@ -49,4 +49,4 @@ def main(gib: float = 2.0, place: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(float, sys.argv[1:2]), *sys.argv[2:3])
+    main(*map(float, sys.argv[1:2]), *sys.argv[2:3])  # pyright: ignore[reportArgumentType] (at most one of each)

@@ -6,6 +6,8 @@ The model is the demo's. The step is compiled for simulated devices and not run.
 of arguments, results and temporary arrays on a device.
 """
 
+from typing import Any
+
 import jax
 
 from shardwright.cluster.devices import make_mesh
@@ -23,7 +25,7 @@ def bytes_of(way: str, devices: int) -> int | None:
     if way == "ulysses" and c.model.heads % devices:
         return None
     with jax.set_mesh(make_mesh(jax.devices()[:devices], c=devices)):
-        m = trace_step(c, load_model(c.model)).lower().compile().memory_analysis()
+        m: Any = trace_step(c, load_model(c.model)).lower().compile().memory_analysis()
     return m.argument_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes + m.temp_size_in_bytes
 
 
@@ -31,7 +33,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(COUNTS))
     print("devices of c  " + "  ".join(f"{way:>20}" for way in WAYS))
-    alone = bytes_of(WAYS[0], 1)
+    alone = bytes_of(WAYS[0], 1) or 0
     for count in COUNTS:
         found = [alone if count == 1 else bytes_of(way, count) for way in WAYS]
         cells = [f"{size / 2**20:.0f} MiB, 1/{alone / size:.2f}" if size else "too few heads" for size in found]

@@ -47,7 +47,10 @@ def measured(path: str, place: str, tokenizer: Tokenizer) -> list[float]:
     merging = cpu_seconds(lambda: merge(shards, f"{place}/whole"))
     loader = make_loader(DataConfig(filespec=f"{place}/whole"), "train", BATCH, SEQ_LEN)
     reading = cpu_seconds(lambda: [loader.sequences(step, np.arange(BATCH)) for step in range(BATCHES)])
-    tokens, on_disk = loader.num_tokens, sum(x.stat().st_size for x in Path(place, "whole").rglob("*") if x.is_file())
+    tokens, on_disk = (
+        loader.num_tokens or 0,
+        sum(x.stat().st_size for x in Path(place, "whole").rglob("*") if x.is_file()),
+    )
     tokenizing = np.median(spent[1:]) * SHARDS  # the first one imports
     rates = [tokens / tokenizing, tokens / merging, BATCHES * BATCH * SEQ_LEN / reading]
     return [*rates, Path(path).stat().st_size * SHARDS / tokens, on_disk / tokens]

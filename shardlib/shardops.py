@@ -31,6 +31,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -149,7 +150,8 @@ def all_gather(spec, x, *, replicated=False, dtype=None):
                 _along_first_dim, functools.partial(lax.all_gather, to=to), axes=left, dim=i, axis=0
             )
             same = dtype in (None, value.dtype)
-            value = gather(value) if same else _gather_narrow(gather, left, i, dtype, value.dtype, value)
+            narrow: Any = _gather_narrow  # custom_vjp hides its type
+            value = gather(value) if same else narrow(gather, left, i, dtype, value.dtype, value)
     return wrap(value, rhs, {*copy_axes(x), *new_copies}, f"all_gather({op})")
 
 

@@ -152,8 +152,8 @@ def check_types(where: str, value: Any, kind: Any, remedy: str = COPY_AGAIN, nam
     if isinstance(kind, dict):
         matches = type(value) is dict
         for key, of_key in kind.items() if matches else ():
-            keys = [*value] if key is str else [key.removesuffix("?")]
-            needed = key is not str and not key.endswith("?")
+            keys = [*value] if key is str else [str(key).removesuffix("?")]
+            needed = key is not str and not str(key).endswith("?")
             parts += [(f"{name}.{k}".lstrip("."), value.get(k, _MISSING), of_key) for k in keys if needed or k in value]
     elif isinstance(kind, list | tuple):
         matches = type(value) is list and (isinstance(kind, list) or len(value) == len(kind))
@@ -206,7 +206,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 class _Plain(yaml.SafeLoader):
-    def compose_node(self, parent: Any, index: Any) -> yaml.Node:
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):  # of ten lines, each ten times the one before, memory has no end
             raise yaml.YAMLError(f"it repeats a part, *{self.peek_event().anchor}, instead of writing it again")
         return super().compose_node(parent, index)

@@ -113,7 +113,7 @@ def run(config: Settings, log: Callable[[str], None] = print) -> None:
             raise ValueError(f"the model reads {', '.join(inputs)} beside the tokens; no model in transformers does.")
         weights, _ = saved.read_weights(model, config.other_source, log)
     weights = jax.tree.map(np.asarray, weights)
-    merged = jax.tree.map(np.asarray, model.merged(weights)) if hasattr(model, "merged") else weights
+    merged = jax.tree.map(np.asarray, getattr(model, "merged", lambda weights: weights)(weights))
     content, tensors = mapping_of(c.model.module).to_huggingface(merged, c.model)
     check_rules(c.model, content)
     if content.get("max_position_embeddings", 0) is None:

@@ -118,7 +118,7 @@ def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str,
         loader = make_loader(c.data, "validation", *sizes, inputs=inputs, microbatches=t.microbatches, pad=True)
         options = known_options(opening.trusted_options(c, run.config.trust, write_line), write_line)
         evaluation_step = train.make_evaluation_step(c, run.model, options)
-        found = evaluate_batches(evaluation_step, run.weights, loader, batches)
+        found: dict[str, Any] = evaluate_batches(evaluation_step, run.weights, loader, batches)
     about = {"data": "the run's own validation"}
     return about | result_of(found["loss"] * found["targets"], found["targets"], found.get("utf8_bytes"))
 
@@ -143,7 +143,7 @@ def documents_of(run: OpenRun) -> Iterator[tuple[int, list[int], int]]:
     tokenizer = run.tokenizer()
     end = [] if tokenizer.end is None else [tokenizer.end]
     field = run.config.text_field
-    blocks = sources.blocks(*sources.open_text("data", None, None, None, [run.config.data], field), field)
+    blocks = sources.blocks(*sources.open_text("data", None, None, None, [str(run.config.data)], field), field)
     for i, text in enumerate(text for texts, _ in blocks for text in texts):
         if ids := tokenizer.ids(text):
             yield i, [*ids, *end], len(text.encode())
@@ -170,9 +170,9 @@ def of_data(run: OpenRun) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def of_tasks(run: OpenRun, write_line: Callable[[str], None]) -> dict[str, Any]:
     """The results of tasks of lm-eval."""
     config, model = run.config, run.language_model()
-    import lm_eval
-    from lm_eval.tasks import TaskManager
-    from lm_eval.utils import make_table
+    import lm_eval  # pyright: ignore[reportMissingImports] (extra `eval`)
+    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports] (extra `eval`)
+    from lm_eval.utils import make_table  # pyright: ignore[reportMissingImports] (extra `eval`)
 
     manager = TaskManager(include_path=config.task_path)
     if unknown := [name for name in config.tasks if not manager.match_tasks([name])]:

@@ -110,8 +110,8 @@ def generate(config: Settings, console: Console | None = None) -> list[dict[str,
         stop = config.stop if config.stop is not None else [] if tokenizer.end is None else [tokenizer.end]
         if "" in config.stop_strings:
             raise ValueError("stop_strings has an empty text, which every text begins with; leave it out.")
-        drawing = {f.name: getattr(config, f.name) for f in fields(Sampling)}
-        settings = Sampling(**drawing | {"stop": tuple(stop)})
+        drawing: dict[str, Any] = {f.name: getattr(config, f.name) for f in fields(Sampling)}
+        settings = Sampling(**{**drawing, "stop": tuple(stop)})
         context = config.context or c.training.seq_len
         c.model.check(context)
         with jax.set_mesh(mesh_for(config.mesh, c)):

@@ -128,15 +128,16 @@ def run(config: Settings) -> None:
     content = flat_tokens.read_file(root, "tokenizer.json")
     before = None if content is None else content.decode()
     tokenizer = make_tokenizer(config, before if goes_on else None)
+    definition = tokenizer.definition or ""
     if before not in (None, tokenizer.definition):
         other = f"{config.out}/tokenizer.json is another tokenizer than the settings name. All splits of a dataset have"
         if left := [name for name in SPLITS if name not in names and flat_tokens.is_there(root, name)]:
             raise ValueError(f"{other} the same, and {left[0]} would stay: choose another path, or write both.")
         if begun is None and not config.overwrite:
             raise ValueError(f"{other} the same: choose another path, or replace the dataset with overwrite=true.")
-    settings = chosen | {"tokenizer.json": hashlib.sha256(tokenizer.definition.encode()).hexdigest()}
+    settings = chosen | {"tokenizer.json": hashlib.sha256(definition.encode()).hexdigest()}
     with flat_tokens.work_on(config.out, settings, names, config.overwrite, free=["num_shards"]) as resuming:
-        root.write("tokenizer.json", tokenizer.definition.encode()).result()
+        root.write("tokenizer.json", definition.encode()).result()
         for name in names:
             if resuming and flat_tokens.is_there(root, name):
                 print(f"{config.out}/{name}: complete", flush=True)
@@ -165,7 +166,7 @@ def open_source(config: Settings, name: str) -> tuple[str, Any]:
     """
     split: SplitConfig = getattr(config, name)
     hub = config.dataset, config.dataset_config, split.source
-    options = {"revision": config.dataset_revision, "separator": config.text_separator}
+    options: dict[str, Any] = {"revision": config.dataset_revision, "separator": config.text_separator}
     where, data = sources.open_text(name, *hub, split.files, config.text_field, **options)
     if config.num_shards > 1 or config.shard is not None:
         check_shards(config, name, data.num_shards)

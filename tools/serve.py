@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from html import escape
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from string import Template
+from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import jax
 
 from shardwright.modeling.model import load_model
+from shardwright.run.config import Config
 from shardwright.run.opening import CheckpointChoice, MeshChoice, mesh_for, open_run
 from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling
@@ -52,8 +54,9 @@ class Model:
 
     def __init__(self, config: Settings):
         self.mesh, self._lock = jax.sharding.get_mesh(), threading.Lock()
-        self.config, self.step, self.metadata, self.c, self.texts = config, None, None, None, 0
-        self.sampler = functools.lru_cache(8)(self.sampler)  # each compiles for itself
+        self.config, self.step, self.metadata, self.texts = config, None, None, 0
+        self.c: Config | Any = None
+        self.sampler = functools.lru_cache(8)(self._sampler)  # each compiles for itself
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -74,13 +77,13 @@ class Model:
             self.weights, self.source = saved.read_weights(self.model, self.config.other_source, print)
             self.step, self.metadata = saved.step, saved.metadata
 
-    def sampler(self, room: int, temperature: float, min_p: float) -> Sampler:
+    def _sampler(self, room: int, temperature: float, min_p: float) -> Sampler:
         """What draws tokens one by one, with memory for as many in a text, prompt included, or for all that it sees."""
         end, context = self.tokenizer.end, min(room, self.c.training.seq_len)
         settings = Sampling(context, temperature, min_p=min_p, stop=() if end is None else (end,))
         return Sampler(trace_step(self.c, self.model), settings, context, 1, self.source, chunk=1)
 
-    def stream(self, sampler: Sampler, ids: list[int], asked: Sampling, write: Callable[[str], None]) -> None:
+    def stream(self, sampler: Sampler, ids: list[int], asked: Sampling, write: Callable[[str], Any]) -> None:
         """Calls `write` with the text that each token adds. Part of a character waits for the rest."""
         end, done = self.tokenizer.end, ""
 

@@ -12,6 +12,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +116,8 @@ def show(length: int, documents: str, rule: Rule, tokens: int, heads: int, width
         try:
             compiled, seconds, rate = timed(path, rule, [*drawn, document], options)
             error = "" if expected is None else f", error {error_of(compiled(*drawn, document), expected):.1e}"
-            memory = compiled.memory_analysis().temp_size_in_bytes / 2**30
+            used: Any = compiled.memory_analysis()
+            memory = used.temp_size_in_bytes / 2**30
             figures = f"{1e3 * seconds:.3g} ms, {rate / 1e12:.3g} TFLOP/s, {memory:.2f} GiB{error}"
         except Exception as error:  # one path's failure costs no other
             figures = first_line(error)

@@ -10,6 +10,7 @@ it is not known, with what is measured here in place of the numbers that it assu
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -53,12 +54,12 @@ def measured(chip: Chip, size: int) -> dict[str, float]:
     return {name: float(f"{value:.3g}") for name, value in found.items()}
 
 
-def described(size: int) -> dict[str, dict]:
+def described(size: int) -> dict[str, Any]:
     """The file of this device."""
     device = jax.devices()[0]
     known, source = chip_for(device.device_kind), f"{SOURCE} {jax.__version__}"
     chip = known or dataclasses.replace(chip_of("h100"), products=None)
-    found = measured(chip, size)
+    found: dict[str, Any] = dict(measured(chip, size))
     if known is None or known.platform == "cpu":  # whose peak nobody knows: it is what its matmuls reach
         rate, moved = chip.peak["bf16"] * found["matmul_share"], chip.memory_bandwidth * found["memory_share"]
         limit = (device.memory_stats() or {}).get("bytes_limit")

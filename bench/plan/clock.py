@@ -42,7 +42,7 @@ class Clock:
     def __init__(self, program: Program, table: Table, chip: Chip, facts: Mapping[str, Any], attention: float = 0.0):
         self.program, self.line_of, self.chip, self.facts = program, table.line_of, chip, facts
         self.attention, self.communicating = attention, table.communicating
-        self.kernels, self.lines, self.exposed = (collections.Counter[str]() for _ in range(3))
+        self.kernels, self.lines, self.exposed = (collections.defaultdict[str, float](float) for _ in range(3))
         every = [(of, i) for of in program.computations.values() for i in of.instructions.values()]
         gathers = ((*x, _told(x[1])) for x in every if x[1].opcode == "all-gather-start")
         self.gathers = [(*self.message(of, i), told) for of, i, told in gathers if told is not None]

@@ -88,7 +88,11 @@ def compare(text: str, facts: Mapping[str, Any]) -> tuple[dict[str, float], str,
     c = launch.composed(facts["config"], *facts["overrides"])
     chip = dataclasses.replace(chip_of(facts["chip"]), **OF_XLA)
     step = planned_step(c, load_model(c.model), facts["mesh"], chip)
-    theirs, sent, spent = reading(text, facts), collections.Counter[Any](), collections.Counter[str]()
+    theirs, sent, spent = (
+        reading(text, facts),
+        collections.defaultdict[Any, float](float),
+        collections.defaultdict[str, float](float),
+    )
     for op in plan_of(step, chip, 1).rows:
         if op.kind == "collective":
             key = op.line, OPS.get(op.what, "all-reduce"), " ".join(sorted(op.axes))
@@ -98,13 +102,13 @@ def compare(text: str, facts: Mapping[str, Any]) -> tuple[dict[str, float], str,
     products = sum(op.count * op.flops for op in step.ops if op.kind == "matmul")
     found = {"state": state / theirs["state"], "peak": step.peak / facts["peak_bytes"]}
     total = theirs["sent"].total()
-    found |= {"FLOPs": products / theirs["FLOPs"], "sent": sent.total() / total}
+    found |= {"FLOPs": products / theirs["FLOPs"], "sent": sum(sent.values()) / total}
     every = {**sent, **theirs["sent"]}
     off = [key for key in every if abs(sent[key] - theirs["sent"][key]) > total / 1000]
     words = f"{len(every) - len(off)}/{len(every)}"
     if "clock" in theirs:
         known = theirs["clock"].lines
-        found["seconds"] = spent.total() / theirs["seconds"]
+        found["seconds"] = sum(spent.values()) / theirs["seconds"]
         worst = max({**spent, **known}, key=lambda line: abs(spent[line] - known[line]))
         if abs(found["seconds"] - 1) > NEAR["seconds"]:
             words += f"  {worst} {1e3 * spent[worst]:.2f}/{1e3 * known[worst]:.2f} ms"

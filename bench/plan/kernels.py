@@ -33,12 +33,12 @@ Row = tuple[str, float, float, str]
 """Kind, ms measured, ms predicted, and the kernel with its source line."""
 
 
-def measured(file: Path, table: Table) -> collections.Counter[str]:
+def measured(file: Path, table: Table) -> dict[str, float]:
     """Seconds of each operation in a step, the mean over devices and steps. Raises ValueError if the trace has none."""
     if not (steps := read_object(file.with_name(trace.LINES)).get("steps")):
         raise ValueError(f"{file.with_name(trace.LINES)} has no number of steps: train again, with this version.")
     devices = trace.devices_of(jax.profiler.ProfileData.from_file(str(file)), MODULE, steps)
-    found = collections.Counter[str]()
+    found = collections.defaultdict[str, float](float)
     for device in devices.values():
         for (start, end), name in device.operations:
             if table.line_of.get(name, "") is not None:  # a loop's time is that of what is in it
@@ -68,7 +68,7 @@ def rows(run: Path, chip: str) -> list[Row]:
         found.append(files[-1])
     text, profile = found
     program = hlo.parse(content := text.read_text())
-    table, told = describe(program), collections.Counter[str]()
+    table, told = describe(program), collections.defaultdict[str, float](float)
     if "reification_cost" in content:
         clock = Clock(program, table, chip_of(chip), {}, ATTENTION)
         clock.seconds(program.entry)
@@ -76,7 +76,9 @@ def rows(run: Path, chip: str) -> list[Row]:
     else:
         print(f"XLA wrote no prediction into {text}: train on a GPU, with +{OPTION}.", file=sys.stderr)
     took, kind = measured(profile, table), kinds(program, table)
-    names = sorted(took.keys() | +told, key=lambda name: -max(took[name], told[name]))
+    names = sorted(
+        took.keys() | {name for name in told if told[name] > 0}, key=lambda name: -max(took[name], told[name])
+    )
     label = lambda name: f"{name}  {table.line_of.get(name) or ''}".rstrip()
     row = lambda name: (1e3 * took[name], 1e3 * told[name], label(name))
     return [(kind.get(name, "not in the text"), *row(name)) for name in names]
@@ -91,7 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
         found = rows(args.run, args.chip)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    took, told = (collections.Counter[str]() for _ in range(2))
+    took, told = (collections.defaultdict[str, float](float) for _ in range(2))
     for kind, *ms, _ in found:
         took[kind] += ms[0]
         told[kind] += ms[1]

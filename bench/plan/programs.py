@@ -72,7 +72,9 @@ def devices_of(chip: str, count: int, hosts: int = 1) -> Any:
 def write(path: Path, chip: str, lowered: jax.stages.Lowered, options: Mapping, mesh: Any, facts: Mapping) -> None:
     """Compiles a program for a mesh, and writes its text, and facts with its chip and peak memory."""
     options = {**options, **(OPTIONS if chip in GPUS else {})}
-    made = lowered.compile(compiler_options=devices.known_options(options, lambda line: print(line, file=sys.stderr)))
+    made: Any = lowered.compile(
+        compiler_options=devices.known_options(options, lambda line: print(line, file=sys.stderr))
+    )
     Path(f"{path}.txt.gz").write_bytes(gzip.compress(with_mesh(made.as_text(), mesh).encode()))
     peak = made.memory_analysis().peak_memory_in_bytes
     write_json(Path(f"{path}.json"), {"chip": chip, **facts, "peak_bytes": peak})
@@ -112,7 +114,7 @@ def show_all(names: Iterable[tuple[str, ...]], out: Path, make: Callable, show: 
 def reading(text: str, facts: Mapping[str, Any], attention: float = 0.0) -> dict[str, Any]:
     """What a program says: its state in bytes, FLOPs, bytes sent by line, operation and axes, and on GPUs its clock."""
     program = hlo.parse(text)
-    table, flops, sent = step.describe(program), 0.0, collections.Counter[Any]()
+    table, flops, sent = step.describe(program), 0.0, collections.defaultdict[Any, float](float)
     state = (i for i in program.entry.instructions.values() if i.opcode == "parameter" and i.op_name[:6] == "state.")
     share = facts.get("of_device", 1) / facts.get("ticks", 1)  # of ticks, in which a device does a task
     for row in table.rows:

@@ -95,7 +95,7 @@ def cycles(program: Program, computation: Computation) -> int:
 
 def main(arguments: list[str] | None = None) -> None:
     args = options_of(__doc__, [*GPUS, "v5e", "v6e"], [*GPUS], ROWS, arguments)
-    ours: dict[tuple[str, str], dict[str, float]] = {}
+    ours: dict[tuple[str, ...], dict[str, float]] = {}
 
     def show(name: tuple[str, str, str], text: str, facts: dict[str, Any]) -> None:
         (*at, trainer), (found, waits) = name, figures(text, facts)

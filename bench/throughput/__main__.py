@@ -73,12 +73,13 @@ def line_of(measured: Contestant, floor: Contestant, ours: Contestant | None) ->
     if measured.error:
         return f"{name}  failed: {measured.error}"
     best, median, job = min(measured.step_s), statistics.median(measured.step_s), measured.job
-    compared = ours is not None and ours.error is None and measured not in (ours, floor)
+    ratio = ""
+    if ours is not None and ours.error is None and measured not in (ours, floor):
+        ratio = f"{best / min(ours.step_s):>7.2f}"
     of_floor = ""
     if floor.error is None and measured is not floor:
         of_floor = f"{min(floor.step_s) * (1 + job.attention_share) / best:.1%}"
     rates = f"{job.tokens / best:>10,.0f}{job.tokens / median:>10,.0f}{of_floor:>7}"
-    ratio = f"{best / min(ours.step_s):>7.2f}" if compared else ""
     return f"{name}{rates}{measured.peak / 2**20:>10,.0f}{measured.ready['compile_s']:>10.1f}{ratio}"
 
 
@@ -101,7 +102,7 @@ def main() -> None:
         os.environ["TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE"] = "1"  # for the processes
     platform, seqax = options.platform, options.seqax and options.seqax.resolve()
     sizes = (options.sizes or ("2m,10m,demo" if platform == "cpu" else ",".join(GPU_SIZES))).split(",")
-    names = (options.only or "ours,plain-jax,torch" + ",seqax" * bool(seqax)).split(",")
+    names = str(options.only or "ours,plain-jax,torch" + ",seqax" * bool(seqax)).split(",")
     if wrong := [*({*sizes} - {*SIZES}), *({*names} - {*MODULES})]:
         parser.error(f"there is no {', '.join(wrong)}; sizes are {', '.join(SIZES)}, contestants {', '.join(MODULES)}")
     if platform == "gpu" and (wrong := {"demo", "seqax"} & {*sizes, *names}):

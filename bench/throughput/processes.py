@@ -59,7 +59,7 @@ class Contestant:
         with contextlib.suppress(BrokenPipeError):
             if request:
                 print(request, file=self._process.stdin, flush=True)
-            for line in self._process.stdout:
+            for line in self._process.stdout or ():
                 if line.startswith(MARK):
                     timer.cancel()
                     return json.loads(line.removeprefix(MARK))

@@ -1,6 +1,7 @@
 """Rules of lookups, and of writes to a part of an array."""
 
 import dataclasses
+from typing import Any
 
 from shardlib.equations import SCATTERS
 from shardlib.proof import collectives
@@ -14,7 +15,7 @@ def _indices(ids: Value, count: int) -> list[Value]:
     return list(ids.components) if len(ids.components) == count else [ids] * count
 
 
-def _axes_of_index(eq: Equation, index: Value, i: int) -> tuple[str, ...] | None:
+def _axes_of_index(eq: Equation, index: Value, i: int) -> tuple[str, ...] | Any:
     """Axes that shard dim i of operand 1, if an offset index reads or writes this device's block of it."""
     if not index.offset or index.mask or index.looked_up is not None:
         return None
@@ -124,12 +125,13 @@ def _scatter(eq: Equation) -> Value:
         dims[i] = eq.joined_dim(i, [x.dims[i], batch[j]])
         batch[j] = UNIFORM  # each entry has its own place
         places[j] = None
+    k: Any
     indices = _indices(ids, len(numbers.scatter_dims_to_operand_dims))
     own, kind, pending = frozenset(), {"scatter-max": "max", "scatter-min": "min"}.get(eq.name), frozenset()
     for i, index in zip(numbers.scatter_dims_to_operand_dims, indices, strict=True):
         if sizes.get(i) == (shape[i], eq.twin_shape()[i]) and _has_mode(eq, "CLIP"):
             continue  # the whole dim is written, whatever the index
-        into = UNIFORM
+        into, k = UNIFORM, 0
         if index.places is not None:
             ways = [k for k, d in enumerate(batch) if d == index.dims[k] and places[k] is not None]
             if len(ways) != 1 or sizes.get(i, (1, 1)) != (1, 1) or index.dims[ways[0]].axes == ():
@@ -142,7 +144,7 @@ def _scatter(eq: Equation) -> Value:
             batch[k], places[k] = UNIFORM, None
             continue
         if index.offset:
-            axes = _axes_of_index(eq, index, i)
+            axes: Any = _axes_of_index(eq, index, i)
             dropped = _drops(eq, index, i)
             if not adds or axes is None or own or not (dropped or _is_masked(updates, index, of_index)):
                 eq.block(index)

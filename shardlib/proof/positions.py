@@ -63,8 +63,9 @@ def _position(eq: Equation, ins: list[Value]) -> Value | None:
     if name == "mul":
         a, b = ins if ins[1].is_constant else ins[::-1]
         if b.is_constant and a.offset and a.known is not None and not (a.count or a.valid):
-            known = tuple(x * y for x, y in zip(a.known, b.known, strict=True))
-            return Value(a.dims, offset=tuple((axis, c * b.known[0]) for axis, c in a.offset), known=known)
+            known: Any = tuple(x * y for x, y in zip(a.known, b.known, strict=True))
+            offset: Any = tuple((axis, c * b.known[0]) for axis, c in a.offset)
+            return Value(a.dims, offset=offset, known=known)
     if name in ("max", "min", "clamp") and sum(bool(v.offset) for v in ins) == 1:
         (index,), bounds = [v for v in ins if v.offset], [v for v in ins if not v.offset]
         if index.count or not all(v.is_constant for v in bounds) or (name == "clamp" and index is not ins[1]):
@@ -145,8 +146,9 @@ def _compared(eq: Equation, a: Value, b: Value) -> Value:
     name = eq.name
     offset = domain.add_offsets(a.offset, b.offset, -1)
     # The start of a block is never negative, nor is a count, nor an index that was clipped at 0.
-    is_start = a.offset and a.known is not None and not a.count and not a.valid
-    least = min(*a.known, *(c for _, c in a.offset)) if is_start else -1
+    least = -1
+    if a.offset and a.known is not None and not a.count and not a.valid:
+        least = min(*a.known, *(c for _, c in a.offset))
     if a.count and not offset and a.known is not None and a.known[0] == a.known[1]:
         least = a.known[0]
     if a.valid and a.others is not None:
@@ -260,7 +262,7 @@ def _best(eq: Equation, ins: list[Value]) -> Value | None:
 def _first_index(eq: Equation, a: Value, b: Value, offset: Offset) -> Value:
     """The index of the first extreme of a block, from the start of the whole dim."""
     index, start = (a, b) if a.is_index else (b, a)
-    axes = domain.axes_of_offset(offset, index.known[0], eq.sizes) if index.known else None
+    axes: Any = domain.axes_of_offset(offset, index.known[0], eq.sizes) if index.known else None
     source = index.source
     if index.offset or eq.name == "sub" or source is None or axes != source.axes or start.known != (0, 0):
         eq.block(start)

@@ -71,7 +71,7 @@ class Reach:
     def moved(self, move: Callable[[np.ndarray], np.ndarray], shape: Sequence[int]) -> "Reach":
         """The value with entries moved, each array by itself."""
         fact = self.fact.moved(move) if isinstance(self.fact, Sums) else None
-        ways = self.ways and tuple(x.moved(move, shape) for x in self.ways)
+        ways: Any = self.ways and tuple(x.moved(move, shape) for x in self.ways)
         return Reach(tuple(shape), *map(move, self.arrays()), why=self.why, fact=fact, ways=ways)
 
 

@@ -166,7 +166,7 @@ def _of_chunks(finding: Finding, chunk: int) -> Finding:
 def _machines(part: Callable) -> Iterator[Finding]:
     """Where `part`, or what it names in its module, asks JAX about the machine, which is the same on all meshes."""
     lines, _ = inspect.findsource(sys.modules[part.__module__])
-    defined: dict[str, ast.AST] = {}
+    defined: dict[str, Any] = {}
     tree = ast.parse("".join(lines))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     is_first = lambda name, names: name.partition(".")[0] in names

@@ -99,7 +99,8 @@ def in_blocks(
     of = lambda places, blocks: jax.tree.map(lambda x: _padded(x, blocks), places)
     keys = _padded(k, of_keys), _padded(v, of_keys), of(k_places, of_keys)
     task = _Task(blocks, of_keys, k.shape[1], rule, ring, PIPELINE_AXIS in stage_axes())
-    return _attend(task, _padded(q, blocks), *keys, sinks, learned, of(q_places, blocks), heads)[:, : q.shape[1]]
+    attend: Any = _attend  # custom_vjp hides its type
+    return attend(task, _padded(q, blocks), *keys, sinks, learned, of(q_places, blocks), heads)[:, : q.shape[1]]
 
 
 def _padded(x: jax.Array, blocks: int) -> jax.Array:

@@ -119,7 +119,10 @@ class Declared:
         axes = {"w", *GROUPS["w"]} | ({"p"} if kind == "vector" else set())
         whole = f"{self._stack} " + re.sub(rf"/({'|'.join(axes)})\b", "", f"{inputs} {outputs}")
         used = of_use[0] if of_use else self._dtype[whole]
-        facts = self._facts | {"inputs": len(inputs.split()), "outputs": len(outputs.split()) if inputs else 0}
+        facts: dict[str, Any] = self._facts | {
+            "inputs": len(inputs.split()),
+            "outputs": len(outputs.split()) if inputs else 0,
+        }
         rest = f32[re.sub(r"/w\b", gathered if self._stack else "/w", text)].spec
         t = WeightType("f32", rest, used, spread=kind == "vector", **facts)
         if not depends:

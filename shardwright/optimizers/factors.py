@@ -33,7 +33,7 @@ def zeros(dims: str, updates: Any, wanted: Callable[[Update], Any], longest: flo
         if sides is None:
             raise ValueError(f"{name} has no inputs and outputs, of which {algorithm} has a state; {remedy}")
         t = factor_type(array, dims, *sides)
-        shape = arranged(dims, update.weight.shape, *sides, lambda own, other: math.prod(own))
+        shape = arranged(dims, update.weight.shape, *sides, merged=lambda own, other: math.prod(own))
         if shape[-1] > longest:
             return None
         for dim, size in zip(t.spec.dims, shape, strict=True):

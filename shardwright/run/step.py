@@ -108,7 +108,7 @@ class Step:
         self,
         *forms: str,
         name: str | None = None,
-        mesh: Mesh | AbstractMesh | None = None,
+        mesh: Mesh | Any = None,
         planned: Mapping[str, int] | None = None,
         size: tuple[int, int] | None = None,
     ) -> "Step":

@@ -148,7 +148,7 @@ def start(program: Program, job: Callable[[Any], Any], sections: Callable[[], di
         sys.exit(told or f"Error: {shown(explained(program, error, sys.argv[1:]))}")
 
 
-def run_program(name: str, schema: type, run: Callable[[Any], None]) -> None:
+def run_program(name: str, schema: type, run: Callable[[Any], Any]) -> None:
     """Calls `run` with the settings of the command line.
 
     Of what a user caused, only the message is shown, as `refusal` says. The exit status of any error is 1.

@@ -83,6 +83,7 @@ class Reader:
     def _read_attributes(self) -> tuple[int, dict[str, Any]]:
         """The version of zarr, and the attributes of the split."""
         split = self._split
+        attributes: Any
         if group := self._read_json(f"{split}/zarr.json"):
             zarr_format, attributes = 3, group.get("attributes")
         elif self._read_json(f"{split}/.zgroup"):
@@ -135,7 +136,8 @@ class Reader:
                 f"{self.path}: {key} has rank {array.rank} and dtype {array.dtype.name}; flat-tokens has rank 1 and "
                 f"{np.dtype(dtype).name}."
             )
-        (size,), (held,) = array.chunk_layout.write_chunk.shape, array.chunk_layout.read_chunk.shape
+        layout: Any = array.chunk_layout
+        (size,), (held,) = layout.write_chunk.shape, layout.read_chunk.shape
         if held >= MEMORY // 8:  # of a file with several chunks each is read by itself
             raise ValueError(f"{self.path}: {key} has chunks of {held} elements, more than memory holds. {_AGAIN}")
         v3 = array.spec().to_json()["metadata"] if self.zarr_format == 3 else {}
@@ -152,15 +154,16 @@ class Reader:
         spec = spec | {"metadata": about | {"filters": None}, "assume_metadata": True}
         # Threads of its own: those of the other context wait for it.
         stored = ts.open(spec, read=True, context=ts.Context({"data_copy_concurrency": {"limit": 1}})).result()
-        (size,) = stored.chunk_layout.read_chunk.shape
+        layout: Any = stored.chunk_layout
+        (size,) = layout.read_chunk.shape
 
         def read(domain: ts.IndexDomain, values: np.ndarray, _: Any) -> None:
             start, end = domain.inclusive_min[0], domain.exclusive_max[0]
             chunk = stored[start // size * size : end].read().result()
             values[...] = np.cumsum(chunk, dtype=chunk.dtype)[start % size :]
 
-        layout = {"dtype": stored.dtype, "shape": stored.shape, "chunk_layout": stored.chunk_layout}
-        return ts.virtual_chunked(read, **layout, context=self._context)
+        like = {"dtype": stored.dtype, "shape": stored.shape, "chunk_layout": layout}
+        return ts.virtual_chunked(read, **like, context=self._context)
 
     def input_key(self, name: str) -> str:
         """Key of the array of an input. Raises ValueError if it cannot have that name, or the split is in zarr v2."""
@@ -185,7 +188,8 @@ class Reader:
     def _check_files(self, most: int) -> None:
         """Reads the last token of each file, of at most `most` files of an array; in zarr v2 of the first and last."""
         for name, array in (None, self._tokens), *self.inputs.items():
-            size = array.chunk_layout.write_chunk.shape[0]
+            layout: Any = array.chunk_layout
+            size = layout.write_chunk.shape[0]
             num_files = -(-self.num_tokens // size)
             count = min(num_files, most if self.zarr_format == 3 else 2)
             files = np.unique(np.linspace(0, num_files - 1, count).astype(np.int64))

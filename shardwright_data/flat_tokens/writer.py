@@ -240,7 +240,7 @@ class Writer(contextlib.AbstractContextManager):
         It holds what is in no file of the arrays yet, and `place`, a JSON value. `close` deletes it. Raises ValueError
         if a write failed.
         """
-        state = {"max_token_id": np.array(self._max_token_id), "done": np.array(json.dumps(place))}
+        state: dict[str, Any] = {"max_token_id": np.array(self._max_token_id), "done": np.array(json.dumps(place))}
         for name, array in self._arrays.items():
             array.wait()
             state |= {f"{name}.written": np.array(array.written), f"{name}.pending": array.pending}

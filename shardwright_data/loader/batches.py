@@ -48,7 +48,7 @@ class Piece:
     """Index of the sequence in the batch."""
     position: int
     """First position of the part in the sequence."""
-    document: int | None
+    document: int | Any
     """Index of the document in the split; None for a stream, which has none."""
     start: int
     """Place of the first token of the part in the document."""
@@ -214,7 +214,7 @@ class Loader:
         host = dataclasses.replace(host, loss_mask=host.loss_mask & is_real[:, None])
 
         def put(values: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
-            def shard(index: tuple[slice, ...]) -> np.ndarray:
+            def shard(index: Any) -> np.ndarray:
                 return values[index[0], np.searchsorted(rows, np.arange(size)[index[1]]), *index[2:]]
 
             return jax.make_array_from_callback((*shape, *values.shape[3:]), sharding, shard)

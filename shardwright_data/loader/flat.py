@@ -36,7 +36,7 @@ class Source:
         self, source: SourceConfig, data: DataConfig, split: str, seq_len: int, inputs: Sequence[str], **options: Any
     ):
         self.config, self._data, self._seq_len, self._inputs = source, data, seq_len, inputs
-        read = dict.fromkeys([*inputs, *([] if data.loss_mask is None else [data.loss_mask])])
+        read: dict[str, None] = dict.fromkeys([*inputs, *([] if data.loss_mask is None else [data.loss_mask])])
         self.dataset = flat_tokens.Reader(source.filespec, split, inputs=tuple(read), **options)
         tokens = self.dataset.num_tokens
         self.sequences_per_epoch = tokens // seq_len if data.sequence_packing else self.dataset.num_documents
@@ -115,7 +115,7 @@ class FlatTokensLoader(Loader):
     ):
         super().__init__(*batches, **options)
         self._after, self._first = after, first
-        named = config.mixture or {None: SourceConfig(config.filespec)}
+        named = config.mixture or {None: SourceConfig(config.filespec or "")}
         self.quotas = Quotas([source.weight for source in named.values()], config.seed)
         options = {"cache_bytes": CACHE_BYTES // len(named), "inputs": self.inputs}
         self.sources: dict[str | None, Source] = {}
@@ -136,7 +136,7 @@ class FlatTokensLoader(Loader):
         self.num_tokens = sum(source.dataset.num_tokens for source in self.sources.values())
         read = after._read_before(first) if after else {}
         begins = ((source, *read.get(dataset, (source, 0))) for dataset, source in self._datasets())
-        self._begins = np.array([source.number_after(*before) for source, *before in begins])
+        self._begins = np.array([source.number_after(before, number) for source, before, number in begins])
         """Number of the first sequence of each source."""
 
     def _numbers(self, step: int) -> np.ndarray:
@@ -186,7 +186,7 @@ class FlatTokensLoader(Loader):
             begins, sizes = source.dataset.document_spans(documents)
             low, high = np.maximum(starts, begins), np.minimum(ends, begins + sizes)
             columns = indices, low - starts, documents, low - begins, high - low
-            pieces += [Piece(*row, name) for row in zip(*(column.tolist() for column in columns), strict=True)]
+            pieces += [Piece(*row, source=name) for row in zip(*(column.tolist() for column in columns), strict=True)]
         return sorted(pieces, key=lambda piece: (piece.sequence, piece.position))
 
     def state(self, step: int) -> dict[str, Any]:

@@ -79,13 +79,14 @@ def steps_for(
     given = ", ".join(f"{name}={value}" for name, value in lengths.items() if value is not None)
     if given.count("=") != 1:
         raise ValueError(f"Give the length of the run as one of steps, tokens and epochs; given: {given or 'none'}.")
+    count: Any = steps
     if tokens is not None:
-        steps = tokens // loader.tokens_per_batch
+        count = tokens // loader.tokens_per_batch
     elif epochs is not None:
         of_epoch = [*loader.epoch_steps().values()]
         if len(of_epoch) != 1:
             raise ValueError(f"{given}, but only a single dataset has epochs. Give the length in steps or tokens.")
-        steps = math.floor(Fraction(str(epochs)) * of_epoch[0])
-        steps -= sum(step < steps for step in {*skip_steps})
-    check_range(f"the length of the run, {given} in steps of {loader.tokens_per_batch} tokens,", steps)
-    return steps
+        count = math.floor(Fraction(str(epochs)) * of_epoch[0])
+        count -= sum(step < count for step in {*skip_steps})
+    check_range(f"the length of the run, {given} in steps of {loader.tokens_per_batch} tokens,", count)
+    return count

@@ -61,7 +61,8 @@ class StreamLoader(Loader):
                 f"data.stream is set, but the model reads {', '.join(self.inputs)} beside the tokens, which a stream "
                 "does not have. Write a flat-tokens dataset with it (docs/flat-tokens.md), and set data.filespec."
             )
-        self._config, self._stream, stream = config, config.stream, config.stream
+        stream: Any = config.stream
+        self._config, self._stream = config, stream
         files = {"train": stream.train_files, "validation": stream.validation_files}[self.split]
         hub = stream.dataset, stream.dataset_config, getattr(stream, self.split)
         self._name, self._data = sources.open_text("data.stream", *hub, files, stream.text_field, by_line=True)

@@ -177,9 +177,10 @@ def _rows(paths: list[str], text_field: str, separator: str | None) -> Iterator[
     import fsspec
 
     for path in paths:
-        kind, place = kind_of(path), "the beginning"
+        kind, place = str(kind_of(path)), "the beginning"
         try:
-            with fsspec.open(path, "rb", compression="infer") as file:
+            opened: Any = fsspec.open(path, "rb", compression="infer")
+            with opened as file:
                 if kind in ("csv", "text"):
                     # Bytes that are no UTF-8 become halves of surrogate pairs, which `_document` refuses.
                     newline = "" if kind == "csv" else None
@@ -243,7 +244,7 @@ def _document(row: Any, text_field: str) -> str | None:
         (text or "").encode()
     except UnicodeEncodeError as error:
         if not is_json:
-            decode(text.encode(errors="surrogateescape"))  # raises
+            decode((text or "").encode(errors="surrogateescape"))  # raises
         raise ValueError(f"{text_field!r} has half of a surrogate pair at character {error.start}") from error
     return text
 

@@ -152,7 +152,7 @@ def open_tokenizer(kind: str, name: str | None = None, end_token: str | None = N
     check_choice("tokenizer.kind", kind, KINDS)
     if (kind == "bytes") != (name is None):
         raise ValueError(f"tokenizer.name is {name!r} and tokenizer.kind {kind}: bytes need no name, all others do.")
-    if kind == "bytes":
+    if name is None:
         return Tokenizer(definitions.byte_definition(), end_token)
     if kind == "huggingface":
         return Tokenizer(definitions.find_huggingface(name), end_token)

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -14,7 +14,9 @@ from typing import Any
 _function: Callable[[Any], Any]
 
 
-def map_in_order(function: Callable[[Any], Any], items: Iterable[Any], num_workers: int) -> Iterator[tuple[Any, Any]]:
+def map_in_order(
+    function: Callable[[Any], Any], items: Iterable[Any], num_workers: int
+) -> Generator[tuple[Any, Any], None, None]:
     """Each item with its result, in order. At most three items for each worker are held.
 
     Args:
@@ -61,7 +63,8 @@ def _begin(function: Callable[[Any], Any]) -> None:
 
 def _exit_with_parent() -> None:
     """Ends this process when its parent ends, which may be killed: this process would wait for work for ever."""
-    multiprocessing.parent_process().join()
+    if parent := multiprocessing.parent_process():
+        parent.join()
     os._exit(1)
 
 

@@ -104,7 +104,7 @@ _OUT_NORMS = {
     "mlp_norm": "pre_feedforward_layernorm.weight",
     "mlp_out_norm": "post_feedforward_layernorm.weight",
 }
-_FUSED = dict.fromkeys(("w_q", "w_k", "w_v"), "self_attn.qkv_proj.weight")
+_FUSED: dict[str, str] = dict.fromkeys(("w_q", "w_k", "w_v"), "self_attn.qkv_proj.weight")
 _FUSED |= dict.fromkeys(("w_gate", "w_up"), "mlp.gate_up_proj.weight")
 _GEMMA = {"norms": "both", "norm_offset": True, "embedding_scaled": True, "activation": "gelu"}
 _GEMMA_SETTINGS = _WINDOW | {"logit_softcap": "final_logit_softcapping", "attention_scalar": "query_pre_attn_scalar"}
@@ -217,7 +217,7 @@ def kind_of(c: Any) -> str:
     }
     others = {}
     for name, kind in kinds.items():
-        known = usual | kind.ours | {ours: getattr(c, ours) for ours in (*kind.settings, *kind.every)}
+        known = {**usual, **kind.ours, **{ours: getattr(c, ours) for ours in (*kind.settings, *kind.every)}}
         others[name] = [ours for ours, value in known.items() if getattr(c, ours) != value]
     found = getattr(c, "family", None) or min(others, key=lambda name: len(others[name]))
     if found not in kinds:
@@ -233,7 +233,7 @@ def names_of(c: Any) -> Names:
     found, layers = kind_of(c), load_model(c).table.layers
     kind, layer, stacks, at = KINDS[found], {}, {}, "model.layers.{}."
     absent = {*kind.experts, *kind.stacks, *(() if c.qk_norm else ("q_norm", "k_norm"))}
-    for ours, theirs in (_LAYER | kind.names).items():
+    for ours, theirs in {**_LAYER, **kind.names}.items():
         if ours not in absent and getattr(layers, ours, True) is not None:
             layer[at + theirs] = (*layer.get(at + theirs, ()), ours)
     for ours, theirs in kind.stacks.items():
@@ -259,8 +259,9 @@ def to_huggingface(weights: Any, c: Any) -> tuple[dict, dict[str, np.ndarray]]:
     """
     found, scaling = kind_of(c), c.rope_scaling
     kind = KINDS[found]
-    config = {"architectures": [kind.architecture], "model_type": found, "pad_token_id": None} | _FIXED | kind.fixed
-    config |= {theirs: getattr(c, ours) for ours, theirs in (_SETTINGS | kind.settings).items()}
+    config: dict[str, Any] = {"architectures": [kind.architecture], "model_type": found, "pad_token_id": None}
+    config |= {**_FIXED, **kind.fixed}
+    config |= {theirs: getattr(c, ours) for ours, theirs in {**_SETTINGS, **kind.settings}.items()}
     config |= {every[0]: _layers(c.layers, getattr(c, ours), every) for ours, every in kind.every.items()}
     # The names of transformers before 5.0 for RoPE, which later versions and other programs read too.
     config |= {"num_attention_heads": c.heads, "max_position_embeddings": None}
@@ -304,15 +305,15 @@ def from_huggingface(config: dict, tensors: Mapping[str, np.ndarray]) -> tuple[A
     """
     if (found := kind_in(config)) not in KINDS:
         raise ValueError(f"config.json: model_type is {found!r}; it can be {', '.join(KINDS)}.")
-    kind, names = KINDS[found], _SETTINGS | KINDS[found].settings
-    check_fixed(config, {name: value for name, value in (_FIXED | kind.fixed).items() if name not in names.values()})
+    kind, names = KINDS[found], {**_SETTINGS, **KINDS[found].settings}
+    check_fixed(config, {name: value for name, value in {**_FIXED, **kind.fixed}.items() if name not in names.values()})
     rope, experts = config["rope_parameters"], config.get("num_local_experts")
     if local := rope.get("sliding_attention"):
         check_fixed(local, {"rope_type": "default"})
         rope, config = rope["full_attention"], config | {"rope_local_base_freq": local["rope_theta"]}
     config = {"partial_rotary_factor": rope.get("partial_rotary_factor", 1.0), "num_experts": experts} | config
     check_fixed(config, {} if "rotary_share" in names else {"partial_rotary_factor": 1.0})
-    settings = kind.ours | {ours: config.get(theirs) for ours, theirs in names.items()}
+    settings = {**kind.ours, **{ours: config.get(theirs) for ours, theirs in names.items()}}
     heads, n_kv = config["num_attention_heads"], config["num_key_value_heads"] or config["num_attention_heads"]
     d_head = config.get("head_dim") or config["hidden_size"] // heads
     settings |= {"n_kv": n_kv, "n_q_per_kv": heads // n_kv, "d_head": d_head, "bos_id": config["bos_token_id"]}
@@ -338,7 +339,9 @@ def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling 
     if kind not in _ROPE:
         raise ValueError(f"config.json: rope_type is {kind!r}; this model has default, {', '.join(_ROPE)}.")
     check_fixed(rope, {"mscale": None, "mscale_all_dim": None})
-    values = {ours: rope[theirs] for theirs, ours in _ROPE[kind].items() if rope.get(theirs) is not None}
+    values: dict[str, Any] = {
+        ours: rope[theirs] for theirs, ours in _ROPE[kind].items() if rope.get(theirs) is not None
+    }
     length = config.get("max_position_embeddings")
     if kind in ("dynamic", "longrope"):
         values = {"original_length": length, "length": length} | values

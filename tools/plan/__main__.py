@@ -63,7 +63,9 @@ def job(c: Config, settings: PlanConfig) -> None:
     suffixes = (".yaml",) if settings.search else (".json", ".html")
     if output is not None and output.suffix not in suffixes:
         raise ValueError(f"plan.output is {output}: its name must end in {' or '.join(suffixes)}.")
-    counts = settings.devices if isinstance(settings.devices, list) and settings.devices else [settings.devices]
+    counts: list[Any] = (
+        settings.devices if isinstance(settings.devices, list) and settings.devices else [settings.devices]
+    )
     if wrong := [n for n in counts if n is not None and not (type(n) is int and 1 <= n <= 2**20)]:
         raise ValueError(f"plan.devices is {wrong[0]}; give a whole number from 1 to {2**20}, or some as [8,64].")
     several = bool(settings.chips) or len(counts) > 1 or (settings.deadline, settings.budget) != (None, None)
@@ -81,7 +83,7 @@ def job(c: Config, settings: PlanConfig) -> None:
         )
     chip = chip_of(c.hardware.chip)
     hydra = HydraConfig.get()
-    name = hydra.job.config_name
+    name = hydra.job.config_name or ""
     if settings.search:
         stated = math.prod(mesh_sizes(c, None).values()) if devices is None else devices
         found = search(c, stated, chip)
@@ -138,4 +140,4 @@ if __name__ == "__main__":
     if any(argument.startswith("rows=") for argument in sys.argv[1:]):
         run_program("plan", Settings, run)
     else:
-        start_with_section("plan", PlannedConfig, job, __doc__)
+        start_with_section("plan", PlannedConfig, job, __doc__ or "")

@@ -181,7 +181,7 @@ def scores(pairs: Sequence[Pair], constants: Mapping[tuple, Mapping[str, float]]
     for pair in pairs:
         by_trainer[pair[0].trainer].append(pair)
     for name, same in [*by_trainer.items(), *([("all", pairs)] if len(by_trainer) > 1 else [])]:
-        rated = [(seconds(*pair, constants.get(pair[0].group, {})) / pair[0].step_s - 1, pair[0].name) for pair in same]
+        rated = [(seconds(run, step, constants.get(run.group, {})) / run.step_s - 1, run.name) for run, step in same]
         error, worst = max(rated, key=lambda item: abs(item[0]))
         sizes = [kept / pair[0].memory_gb - 1 for pair in same if pair[0].memory_gb and (kept := memory(*pair))]
         within = f", memory of {sum(abs(x) <= 0.1 for x in sizes)} of {len(sizes)} within 10 %" if sizes else ""

@@ -83,7 +83,7 @@ class Run(NamedTuple):
     saved: float
     eager: bool
     flops: float
-    step_s: float | None = None
+    step_s: float | Any = None
     memory_gb: float | None = None
 
     @property
@@ -147,8 +147,8 @@ def _run_or_reason(number: int, header: list[str], row: list[str], is_vtrain: bo
         name += f" ({one_line(values['id'], 20)})" if values.get("id") else ""
         if not is_vtrain:
             return _run(name, values)
-        row, group = _of_vtrain(values)
-        return _run(name, row)._replace(group=group)
+        values, group = _of_vtrain(values)
+        return _run(name, values)._replace(group=group)
     except ValueError as error:
         return f"{name}: {one_line(str(error), 300)}"
 
@@ -229,10 +229,12 @@ def _model(text: str, length: int, sizes: Mapping[str, int]) -> Any:
         if heads % kv or (width % heads and not head):
             raise ValueError(f"model is {text!r}: {heads} heads must divide its width, and be a multiple of {kv}")
         d_head = int(head[1]) if head else width // heads
-        sizes_of = {"n_kv": kv, "n_q_per_kv": heads // kv, "d_head": d_head, "d_ff": hidden}
+        sizes_of: dict[str, Any] = {"n_kv": kv, "n_q_per_kv": heads // kv, "d_head": d_head, "d_ff": hidden}
         return ModelConfig(vocab=_up(vocabulary, sizes["t"], sizes["p"]), d_model=width, layers=layers, **sizes_of)
     if len(numbers) == 3 and (vocab or re.fullmatch("MPT-[0-9]+[bm]", more)):
-        return _gpt(*numbers, int(vocab[1]) if vocab else trainers()["llm-foundry"]["vocab"], length, sizes)
+        layers, width, heads = numbers
+        vocabulary = int(vocab[1]) if vocab else trainers()["llm-foundry"]["vocab"]
+        return _gpt(layers, width, heads, vocabulary, length, sizes)
     raise ValueError(
         f"model is {text!r}; give one of {', '.join(KNOWN)}, layers/width/heads/kv heads/MLP/vocabulary of a Llama, "
         "with 'head 128' where its heads are not width/heads wide, or layers/width/heads and 'vocab 50304' of a GPT"

@@ -131,7 +131,7 @@ def _varied(c: Config, change: Change, chip: Chip) -> Iterator[Settings]:
             yield from _with(c, mesh, m // n, save, schedule)
         for a, b in itertools.permutations(_axes(c, mesh), 2):
             if mesh[a] % n == 0 and (b != "t" or mesh["t"] * n <= chip.near):
-                yield from _with(c, mesh | {a: mesh[a] // n, b: mesh[b] * n}, m, save, schedule)
+                yield from _with(c, {**mesh, a: mesh[a] // n, b: mesh[b] * n}, m, save, schedule)
     if mesh["t"] > 1 and mesh["p"] == 1:  # what t devices exchange for one microbatch hides behind the work of another
         yield from ({**settings, "training.side_by_side": n} for n in (1, 2, 4) if m % n == 0)
     if chip.platform == "gpu":  # where a loop over layers copies what it keeps

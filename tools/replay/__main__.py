@@ -89,15 +89,13 @@ def replay(config: Settings, console: Console | None = None) -> dict[str, Any]:
         if config.bisect is not None or config.step is not None:
             raise ValueError("against= compares two runs; step= and bisect= are for one: leave them out.")
         return two_runs.compare_runs(config, write)
-    logs = metrics_of(config.run)
-    if logs and config.step > max(logs):
-        raise ValueError(
-            f"step is {config.step}; {config.run} has done the steps 0 to {max(logs)}. Choose one of them."
-        )
-    with opened(config.run, config.step, config.mesh, config.trust, config.other_source, write) as session:
+    last, logs = config.step or 0, metrics_of(config.run)
+    if logs and last > max(logs):
+        raise ValueError(f"step is {last}; {config.run} has done the steps 0 to {max(logs)}. Choose one of them.")
+    with opened(config.run, last, config.mesh, config.trust, config.other_source, write) as session:
         origin = f"its checkpoint of step {session.step}" if session.step else "its beginning"
         print_line(console, f"run         {config.run}, from {origin}")
-        while session.step < config.step:
+        while session.step < last:
             session.advance()
         return step_of(session, config, logs, console)
 

@@ -102,7 +102,7 @@ def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:
     mesh = folded_mesh(c)
     weights = without_stages(session.state.weights, session.placement, mesh)
     with jax.set_mesh(mesh):
-        batch = jax.tree.map(jax.device_put, batch, make_shardings(Batch, like=batch))
+        batch = jax.tree.map(jax.device_put, batch, make_shardings(train.Batch, like=batch))
         found = np.asarray(losses(weights, batch, np.int32(session.step)))
     return found.reshape(-1, found.shape[-1])
 

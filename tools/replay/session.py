@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,6 +175,6 @@ def metrics_of(run: str) -> dict[int, dict[str, Any]]:
     return {record["step"]: record for record in records if record is not None and "event" not in record}
 
 
-def logged(record: dict[str, Any], name: str) -> np.float32 | None:
+def logged(record: Mapping[str, Any], name: str) -> np.float32 | None:
     """A metric of a step as the run logged it; None if it did not."""
     return np.float32(number(record[name])) if name in record else None

@@ -85,8 +85,8 @@ def _lines(table: Table | None, times: list[dict[str, Any]]) -> list[dict[str, A
         line["text"] = line["text"] or text
         return line
 
-    for row in (row for kind in KINDS for row in table.of(kind)) if table else ():
-        line = at(row.line, table.text_of(row.line))
+    for row, text in ((row, table.text_of(row.line)) for kind in KINDS for row in table.of(kind)) if table else ():
+        line = at(row.line, text)
         times_run = f" × {row.times}" if row.times != "1" else ""
         size = f"{'≤ ' * row.sometimes}{row.amount(row.total)}"
         line["parts"].append({"size": size, "what": row.words, "where": row.where + times_run})

@@ -19,7 +19,7 @@ _KINDS = {"work?": [{"line": str, "kind": str, "seconds": float, "exposed": floa
 
 def expected(plan: dict[str, Any], name: str) -> tuple[float, str]:
     """What a metric was planned to be, NaN if it is not known; and the same as text, of a speed with its range."""
-    planned, show = number(plan.get(_PLANNED.get(name))), METRICS[name].show
+    planned, show = number(plan.get(_PLANNED.get(name, ""))), METRICS[name].show
     if not math.isfinite(planned):
         return math.nan, ""
     seconds, low, high = (number(plan.get(key)) for key in ("seconds", "seconds_low", "seconds_high"))

@@ -121,7 +121,7 @@ def losses(c: Comparison, panel: Panel) -> Panel:
         known = [(step, loss) for step, loss in validations if math.isfinite(loss)]
         if points := [(_x_of(run, panel)[_place(run, step)], loss) for step, loss in known if run.values]:
             marker = {"symbol": "circle-open", "size": 8, "color": colour(1 if c.alone else i), "line": {"width": 2}}
-            circles = line(i, *np.array(points).T, _name(c, i, "validation"))
+            circles = line(i, *np.array(points).T, name=_name(c, i, "validation"))
             panel.traces.append(circles | {"mode": "markers", "marker": marker})
     return panel
 

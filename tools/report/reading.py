@@ -219,7 +219,7 @@ def _is_locked(directory: Path) -> bool:
 
 def read_samples(directory: Path) -> list[dict[str, Any]]:
     """The lines of samples.jsonl, with step, prompt, text and ended; none where the file cannot be read."""
-    is_one = lambda x: x is not None and isinstance(x.get("prompt"), str) and isinstance(x.get("text"), str)
+    is_one = lambda x: isinstance(x.get("prompt"), str) and isinstance(x.get("text"), str)
     with contextlib.suppress(OSError, ValueError):
-        return list(filter(is_one, read_records(directory / "samples.jsonl")))
+        return list(filter(is_one, filter(None, read_records(directory / "samples.jsonl"))))
     return []

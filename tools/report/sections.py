@@ -104,7 +104,7 @@ def samples(run: Run) -> dict[str, Any] | None:
 
 def settings(run: Run) -> dict[str, Any]:
     """The configuration: what is not a default first."""
-    defaults = run.about.get("defaults") if isinstance(run.about.get("defaults"), dict) else {}
+    defaults: Any = run.about.get("defaults") if isinstance(run.about.get("defaults"), dict) else {}
     as_json = lambda value: json.dumps(value, ensure_ascii=False, default=str)
     default_of = lambda name: as_json(defaults[name]) if name in defaults else ""
     rows = [(name, as_json(value), default_of(name)) for name, value in run.settings.items()]

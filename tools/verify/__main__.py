@@ -116,4 +116,4 @@ class VerifiedConfig(Config):
 
 
 if __name__ == "__main__":
-    start_with_section("verify", VerifiedConfig, job, __doc__)
+    start_with_section("verify", VerifiedConfig, job, __doc__ or "")

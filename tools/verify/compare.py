@@ -79,7 +79,7 @@ def compare_meshes(c: Config, meshes: list[Mesh], log: Callable[[str], None]) ->
     for sizes in meshes:
         log(mesh_text(sizes))
         errors = errors_of(tensors_of_step(c, inputs, sizes), oracle)
-        tensor = max(errors, key=errors.get)
+        tensor = max(errors, key=errors.__getitem__)
         largest = max(largest, (errors[tensor], f"{tensor} on {mesh_text(sizes)}"))
         if failures := [tensor for tensor, error in errors.items() if error > TOLERANCE]:
             wrong.append(sizes)
@@ -219,7 +219,7 @@ def causes(c: Config, inputs: Inputs, sizes: Mesh) -> list[str]:
             with step_on(c, each, sizes) as step:
                 steps.append(step)
                 arguments.append(placed(step, inputs))
-        more, first = first_difference(*steps, arguments)
+        more, first = first_difference(*steps, arguments=arguments)
         found = found or more
     except Different as different:
         found = found or [f"{different.place}: {different}"]

@@ -60,7 +60,7 @@ def all_meshes(c: Config, devices: int, names: list[str] | None = None) -> tuple
         )
     chosen = [mesh for mesh in meshes if all(mesh[axis] == 1 for axis in few)]
     fit, others = [], []
-    for mesh in chosen if names is None else [named[name] for name in names]:
+    for mesh in chosen if names is None else filter(None, named.values()):
         try:
             check_divides(c, mesh)
             with abstract_mesh_of(mesh):

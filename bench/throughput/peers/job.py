@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -128,7 +128,8 @@ class Job:
     @staticmethod
     def from_json(text: str) -> "Job":
         found: dict[str, Any] = json.loads(text)
-        return Job(**found | {"shapes": Shapes(**found["shapes"])})
+        found["shapes"] = Shapes(**found["shapes"])
+        return Job(**found)
 
 
 BATCHES = 4
@@ -156,6 +157,8 @@ class Trainer:
     """A contestant. It has `batches`, and `run(batch)`, which starts a step and returns its loss on the device."""
 
     steps = 0
+    batches: Any
+    run: Callable[[Any], Any]
 
     def step(self) -> Any:
         loss = self.run(self.batches[self.steps % len(self.batches)])

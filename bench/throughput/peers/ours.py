@@ -79,7 +79,7 @@ class Contestant(OnJax):
             with jax.profiler.trace(directory):
                 self.wait([self.step() for _ in range(steps)])
             found = jax.profiler.ProfileData.from_file(str(next(Path(directory).rglob("*.xplane.pb"))))
-        table = step.describe(hlo.parse(self.training_step.as_text()))
+        table = step.describe(hlo.parse(self.training_step.as_text() or ""))
         lines = trace.line_times(trace.devices_of(found, profile.MODULE, steps), table)["lines"]
         return [(row["seconds"], f"{row['line']}  {row['text']}") for row in lines]
 

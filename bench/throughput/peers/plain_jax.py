@@ -5,6 +5,7 @@ what is between the layers over t too, by the shardings of the arguments and by 
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -62,7 +63,7 @@ def splash(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     length, heads = q.shape[1:3]
     mask, block = masks.MultiHeadMask([masks.CausalMask((length, length))] * heads), min(length, 1024)
     sizes = kernels.BlockSizes(block, block, block // 2, block, block, block // 2, block, block)
-    kernel = jax.vmap(kernels.make_splash_mha_single_device(mask, block_sizes=sizes))
+    kernel: Any = jax.vmap(kernels.make_splash_mha_single_device(mask, block_sizes=sizes))
     heads_first = (x.swapaxes(1, 2) for x in (q * q.shape[-1] ** -0.5, k, v))
     return kernel(*heads_first).swapaxes(1, 2)
 
@@ -148,6 +149,10 @@ class Sharded(OnJax):
     It has `initial(weights)`, the state before the first step; `shardings(state)`; and
     `training_step(state, ids, targets)`, the next state and the loss.
     """
+
+    initial: Callable[[Any], Any]
+    shardings: Callable[[Any], Any]
+    training_step: Callable[..., Any]
 
     def __init__(self, job: Job, weights: dict[str, np.ndarray] | None = None, devices: Any = None):
         self.job, self.mesh = job, mesh_of(job, jax.devices()[: job.devices] if devices is None else devices)

@@ -30,7 +30,7 @@ def load(checkout: str):
     train = importlib.import_module("train")
     for module in UNUSED:  # einops would use torch
         del sys.modules[module]
-    assert train.__file__.startswith(checkout), f"{train.__file__} is not of {checkout}"
+    assert str(train.__file__).startswith(checkout), f"{train.__file__} is not of {checkout}"
     return train
 
 

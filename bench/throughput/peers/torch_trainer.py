@@ -30,7 +30,8 @@ def model_of(c: Shapes, device: str) -> LlamaForCausalLM:
     }
     settings |= {"num_hidden_layers": c.layers, "num_attention_heads": c.heads, "num_key_value_heads": c.n_kv}
     settings |= {"head_dim": c.d_head, "rope_parameters": {"rope_type": "default", "rope_theta": c.rope_base}}
-    config = LlamaConfig(**settings, tie_word_embeddings=False, use_cache=False, attn_implementation="causal_sdpa")
+    settings |= {"tie_word_embeddings": False, "use_cache": False, "attn_implementation": "causal_sdpa"}
+    config = LlamaConfig(**settings)
     with torch.device(device):
         return LlamaForCausalLM(config).train()
 

@@ -114,8 +114,8 @@ class _Walk:
             where = f"{place}, again" if phase == "again" else place
             for work, count in works.items():
                 kept = work.kind == "kept"
-                often = (count, 1 if kept else turns, sometimes and not kept)
-                yield Row(line, where, number, phase, *work, *often)
+                often = {"count": count, "turns": 1 if kept else turns, "sometimes": sometimes and not kept}
+                yield Row(line, where, number, phase, *work, **often)
 
 
 def _source(root: str, names: set[str], newest: float) -> dict[str, str]:
