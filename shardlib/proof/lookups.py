@@ -125,7 +125,6 @@ def _scatter(eq: Equation) -> Value:
         dims[i] = eq.joined_dim(i, [x.dims[i], batch[j]])
         batch[j] = UNIFORM  # each entry has its own place
         places[j] = None
-    k: Any
     indices = _indices(ids, len(numbers.scatter_dims_to_operand_dims))
     own, kind, pending = frozenset(), {"scatter-max": "max", "scatter-min": "min"}.get(eq.name), frozenset()
     for i, index in zip(numbers.scatter_dims_to_operand_dims, indices, strict=True):
@@ -137,16 +136,17 @@ def _scatter(eq: Equation) -> Value:
             if len(ways) != 1 or sizes.get(i, (1, 1)) != (1, 1) or index.dims[ways[0]].axes == ():
                 eq.block(index)
             k, into = ways[0], index.places
-        elif index.is_local and (k := _counts_along(index)) is not None and eq.shape(1)[k] == shape[i]:
+        elif index.is_local and (along := _counts_along(index)) is not None and eq.shape(1)[along] == shape[i]:
+            k = along
             into = batch[k] if batch[k] is not UNIFORM and batch[k].axes else x.dims[i]
         if into is not UNIFORM and not into.is_merged:
             dims[i] = eq.joined_dim(i, [x.dims[i], into])
             batch[k], places[k] = UNIFORM, None
             continue
         if index.offset:
-            axes: Any = _axes_of_index(eq, index, i)
+            axes = _axes_of_index(eq, index, i)
             dropped = _drops(eq, index, i)
-            if not adds or axes is None or own or not (dropped or _is_masked(updates, index, of_index)):
+            if not adds or not axes or own or not (dropped or _is_masked(updates, index, of_index)):
                 eq.block(index)
             dims[i] = eq.joined_dim(i, [x.dims[i], cut(shape[i], axes)])
             own = frozenset() if dropped else frozenset(axes)

@@ -115,7 +115,7 @@ class _Walk:
             for work, count in works.items():
                 kept = work.kind == "kept"
                 often = {"count": count, "turns": 1 if kept else turns, "sometimes": sometimes and not kept}
-                yield Row(line, where, number, phase, *work, **often)
+                yield Row(line, where, number, phase, **work._asdict() | often)
 
 
 def _source(root: str, names: set[str], newest: float) -> dict[str, str]:
