@@ -42,9 +42,7 @@ verify: $(RUNTIME) ## compare a small step on two meshes of 8 simulated devices 
 
 setup: $(DEVELOPMENT) ## only install
 
-test: $(DEVELOPMENT) ## the linters, then all tests of a few seconds each
-	$(RUN) ruff check
-	$(RUN) ruff format --check
+test: lint ## the linters and the type checker, then all tests of a few seconds each
 	$(RUN) pytest -n $(WORKERS) $(BY_FILE) $(SLOWEST) -m "not long and not slow"
 
 test-quick: $(DEVELOPMENT) ## only what a new Python or jax would break first: seconds
@@ -68,9 +66,10 @@ pictures: $(DEVELOPMENT) ## the pictures of README and the outputs of docs/tour.
 	@$(CHROMIUM) --headless --no-sandbox --hide-scrollbars --virtual-time-budget=20000 --window-size=1280,852 \
 	  --screenshot=docs/pictures/report.png file://$(CURDIR)/runs/pictured/page.html
 
-lint: $(DEVELOPMENT) ## only the linters
+lint: $(DEVELOPMENT) ## only the linters and the type checker
 	$(RUN) ruff check
 	$(RUN) ruff format --check
+	$(RUN) basedpyright --pythonpath $(VENV)/bin/python
 
 format: $(DEVELOPMENT) ## correct what the linters can
 	$(RUN) ruff check --fix

@@ -170,9 +170,9 @@ def of_data(run: OpenRun) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 def of_tasks(run: OpenRun, write_line: Callable[[str], None]) -> dict[str, Any]:
     """The results of tasks of lm-eval."""
     config, model = run.config, run.language_model()
-    import lm_eval  # pyright: ignore[reportMissingImports] (extra `eval`)
-    from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports] (extra `eval`)
-    from lm_eval.utils import make_table  # pyright: ignore[reportMissingImports] (extra `eval`)
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+    from lm_eval.utils import make_table
 
     manager = TaskManager(include_path=config.task_path)
     if unknown := [name for name in config.tasks if not manager.match_tasks([name])]:

@@ -21,9 +21,9 @@ def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
         tokenizer: of the run's data.
         weights: of the model, sharded as in training on the scorer's mesh.
     """
-    from lm_eval.api.model import TemplateLM  # pyright: ignore[reportMissingImports] (extra `eval`)
-    from lm_eval.models.utils import normalize_gen_kwargs  # pyright: ignore[reportMissingImports] (extra `eval`)
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window  # pyright: ignore[reportMissingImports] (extra `eval`)
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import normalize_gen_kwargs
+    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     class LanguageModel(TemplateLM):
         eot_token_id = tokenizer.end

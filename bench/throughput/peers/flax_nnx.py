@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx  # pyright: ignore[reportMissingImports] (of an environment of its own)
+from flax import nnx
 
 from bench.throughput.peers.job import Job
 from bench.throughput.peers.plain_jax import (

@@ -1,0 +1,90 @@
+"""The type checker: it finds planted faults, and none in train.py or in a user's own model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from own_model import MINE
+
+pytest.importorskip("basedpyright")
+
+ROOT = Path(__file__).parents[2]
+OWN_DTYPE = """
+from typing import TYPE_CHECKING
+
+from shardlib.shardtypes import Of, dtype_name, f32, typed
+
+if TYPE_CHECKING:
+    from shardlib.shardtypes import AnyArray as wide
+else:
+    wide = dtype_name("wide")
+
+
+@typed
+def scaled(x: wide["B/d M"], by: f32["M"] | None = None, more: tuple[f32[""], ...] = ()) -> wide["B/d M"]:
+    y: wide["B/d M"] = x if by is None else (x.astype(wide.dtype) * by).sum(axis=-1)
+    return y if not more else y @ more[0]
+
+
+def of(model):
+    def first(w: Of[model.Weights], ids: list[Of[model.Ids]]) -> Of[model.Weights]:
+        return w.layers[ids[0]]
+
+    return first
+"""
+FAULTS = """
+import train
+from shardlib.shardtypes import f32, typed
+from shardwright.modeling.weights import gain, matrix
+
+
+def of_dims(x: f32["M/d F"]):
+    return x * M
+
+
+def names(w: train.TransformerLayer, x: f32["B M"]):
+    return train.rms_norm(x, w.w_qq, "epsilon")
+
+
+train.TransformerLayer(w_q=1)
+typed(3)
+"""
+
+
+def problems(directory: Path, *files: Path) -> list[tuple[str, int, str]]:
+    """File, line and rule of each error and warning in files, by pyright's settings `basic` and no others."""
+    settings = {"typeCheckingMode": "basic", "include": [str(file) for file in files], "extraPaths": [str(ROOT)]}
+    (directory / "pyrightconfig.json").write_text(json.dumps(settings))
+    command = "basedpyright", "--outputjson", "--pythonpath", sys.executable, "-p", str(directory)
+    done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True)
+    found = json.loads(done.stdout)
+    assert found["summary"]["filesAnalyzed"] == len(files), done.stderr
+    told = [(Path(x["file"]).name, x["range"]["start"]["line"], x["rule"]) for x in found["generalDiagnostics"]]
+    return [x for x in told if x[2] != "reportInvalidTypeVarUse"]
+
+
+def test_a_users_files_have_no_false_errors(tmp_path):
+    """The model that docs/models.md begins with, train.py, and a dtype of one's own."""
+    files = [tmp_path / "mine.py", tmp_path / "own_dtype.py"]
+    for file, text in zip(files, (MINE, OWN_DTYPE), strict=True):
+        file.write_text(text)
+    assert problems(tmp_path, ROOT / "train.py", *(ROOT / "models").glob("[!_]*.py"), *files) == []
+
+
+def test_faults_are_found(tmp_path):
+    """A dim's name as a value, an attribute that a class lacks, arguments of another type, and missing ones."""
+    (tmp_path / "faults.py").write_text(FAULTS)
+    lines = FAULTS.splitlines()
+    found = [(lines[at].strip(), rule) for _, at, rule in problems(tmp_path, tmp_path / "faults.py")]
+    call = 'return train.rms_norm(x, w.w_qq, "epsilon")'
+    assert sorted(found) == sorted(
+        [
+            ("return x * M", "reportUndefinedVariable"),
+            (call, "reportAttributeAccessIssue"),
+            (call, "reportArgumentType"),
+            ("train.TransformerLayer(w_q=1)", "reportCallIssue"),
+            ("typed(3)", "reportArgumentType"),
+        ]
+    )
