@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 from jax.extend.core import Literal
-from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardlib.axes import OPTIONAL, PIPELINE_AXIS
 from shardlib.equations import body_of, equations_in, frames_of, jaxprs_of
@@ -22,7 +22,7 @@ from shardlib.proof.interpreter import Interpreter, block_of, read_array
 from shardlib.proof.origins import callers_text, use_of
 from shardlib.proof.sameness import differences
 from shardlib.scopes import Scope
-from shardlib.values import axes_of_spec, planned_for
+from shardlib.values import Sharding, axes_of_spec, planned_for
 
 AS_RUN = "as run"
 """Form of a program that is checked as it is run."""
@@ -134,7 +134,7 @@ def _place_of(var: Any, body: Any) -> str:
     return ""
 
 
-def _whole_shape(aval: Any, axes: list, sizes: Any) -> tuple[int, ...]:
+def _whole_shape(aval: Any, axes: Sharding, sizes: Any) -> tuple[int, ...]:
     return tuple(n * devices(sizes, a) for n, a in zip(aval.shape, axes, strict=True))
 
 
@@ -170,7 +170,7 @@ def _of_shard_map(eqn: Any, twin: Any, types: list | None, facts: Facts) -> list
     return list(dict.fromkeys(found))
 
 
-def _leaving(value: Value, axes: list, aval: Any, sizes: Any, there: tuple[int, ...]) -> str | None:
+def _leaving(value: Value, axes: Sharding, aval: Any, sizes: Any, there: tuple[int, ...]) -> str | None:
     """What is wrong with a result that is declared to be sharded over `axes`; None if nothing is."""
     declared = block_of(axes, aval.shape, sizes)
     fits = all(d is UNIFORM or d == w for d, w in zip(value.dims, declared.dims, strict=True))
@@ -275,7 +275,7 @@ def prove(trace: Trace, mesh: Any = None, singles: Mapping[Trace, bool] | None =
     return found
 
 
-def on_one_device(mesh: AbstractMesh, without: Collection[str] = ()) -> AbstractMesh:
+def on_one_device(mesh: Mesh | AbstractMesh, without: Collection[str] = ()) -> AbstractMesh:
     """A mesh of one device along each axis of another one, but for some."""
     kinds = {axis: kind for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if axis not in without}
     return AbstractMesh((1,) * len(kinds), tuple(kinds), axis_types=tuple(kinds.values()))

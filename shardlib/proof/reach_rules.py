@@ -48,7 +48,7 @@ UNFOLLOWED = frozenset(("exp", "sqrt", "rsqrt"))
 """Primitives whose known results are not followed."""
 
 
-def _elementwise(eqn: Any, *ins: Reach) -> Reach:
+def _elementwise(eqn: Any, *ins: Reach) -> Reach | Any:
     name, shape, dtype = eqn.primitive.name, result_shape(eqn), dtype_of_result(eqn)
     known, last = True, NONE
     for x in ins:

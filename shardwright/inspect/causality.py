@@ -3,7 +3,7 @@
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import Any
 
 import jax

@@ -169,7 +169,7 @@ def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mappin
         std: standard deviation of a matrix, or of an unembedding, by its fan-in. That of an embedding is 1.
         changes: attributes of a Weight that are other ones, by its field.
     """
-    sizes = {dim: getattr(c, setting, None) for dim, setting in c.dims.items()} | {"layers": c.layers}
+    sizes: dict[str, Any] = {dim: getattr(c, setting, None) for dim, setting in c.dims.items()} | {"layers": c.layers}
     changes, attributes = changes or {}, {field.name for field in dataclasses.fields(Weight)}
     if unknown := {name for change in changes.values() for name in change} - attributes:
         raise ValueError(f"the model's table: `changes` sets {', '.join(sorted(unknown))}, not attributes of a Weight.")

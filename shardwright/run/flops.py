@@ -12,6 +12,7 @@ import numpy as np
 
 from shardlib.products import product_of
 from shardwright.cluster.chips import chip_for
+from shardwright.cluster.devices import Device
 from shardwright.modeling.rules import Rule
 
 

@@ -36,8 +36,9 @@ class Schedule:
     """
 
     def __init__(self, whole: Config, model: LanguageModel, trainer: str):
-        self.whole, self.c, self.model, self._trainer = whole, None, model, trainer
-        self.be_at(0)
+        self.whole, self.model, self._trainer = whole, model, trainer
+        self.c = config_at(whole, 0)
+        self.step = trace_step(self.c, model, trainer=trainer)
 
     def be_at(self, step: int) -> None:
         """Takes the settings of a step."""

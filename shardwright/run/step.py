@@ -19,7 +19,7 @@ from shardlib.axes import AXES
 from shardlib.parsing import ShapeSpec
 from shardlib.proof.causality import GIVEN, LOGITS, TARGETS
 from shardlib.proof.check import AS_RUN, tracing
-from shardlib.shardtypes import f32, typed_shard_map, u32
+from shardlib.shardtypes import Of, f32, typed_shard_map, u32
 from shardlib.values import pipeline_stage
 from shardwright.modeling.attention_calls import Call, calls_of
 from shardwright.modeling.model import LanguageModel, act, compute_scope, inputs_of
@@ -116,14 +116,14 @@ class Step:
 
         `size` is the number of sequences of each microbatch, and their length; the loss has as many chunks.
         """
-        mesh, forms = mesh or self.mesh, [form for form in forms if not FORMS[form] or formed(self.c, form) != self.c]
+        mesh, forms = mesh or self.mesh, tuple(x for x in forms if not FORMS[x] or formed(self.c, x) != self.c)
         planned = self.planned if planned is None else planned
         c, planned = formed(self.c, *forms), {} if planned == dict(mesh.shape) else planned
         if size and size != self.size:
             (rows, length), t = size, c.training
             chunk = t.loss_chunk and t.loss_chunk * length // t.seq_len
             t = dataclasses.replace(t, batch_size=rows * t.microbatches, seq_len=length, loss_chunk=chunk)
-            c, forms = dataclasses.replace(c, training=t), [*forms, f"{rows} × {length} tokens"]
+            c, forms = dataclasses.replace(c, training=t), (*forms, f"{rows} × {length} tokens")
         other = Step(c, self.model, mesh, self.trainer, name or self.name, (*self.forms, *forms), planned, self._known)
         return self._known[other._key]
 
@@ -223,11 +223,11 @@ def _trace_microbatch(step: Step) -> jax.stages.Traced:
         return own(*named, reference)
 
     @typed_shard_map
-    def logits(w: model.Weights, microbatch: Microbatch) -> act["B/b L V/t/p"]:
+    def logits(w: Of[model.Weights], microbatch: Of[Microbatch]) -> act["B/b L V/t/p"]:
         return forward(forward.prepare(w), (forward.tokens(*microbatch),), model.logits)[0]
 
     @typed_shard_map
-    def loss(w: model.Weights, first: Microbatch, second: Microbatch | None = None) -> f32[""]:
+    def loss(w: Of[model.Weights], first: Of[Microbatch], second: Of[Microbatch] | None = None) -> f32[""]:
         run = forward
         if run.in_training:  # as in the step, in which a model reads these
             targets = trainer.count_targets(jax.tree.map(lambda x: x[None], first[0]))
