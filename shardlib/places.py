@@ -24,8 +24,7 @@ def is_installed(file: str) -> bool:
 
 def shown_path(file: str) -> str:
     """`file` as a user finds it: relative to the working directory if it is below that."""
-    path, here = Path(file), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else file
+    return file.removeprefix(os.getcwd().rstrip(os.sep) + os.sep)
 
 
 @functools.cache

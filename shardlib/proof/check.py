@@ -265,11 +265,10 @@ def prove(trace: Trace, mesh: Any = None, singles: Mapping[Trace, bool] | None =
         except Exception as error:
             return [_untraced(error)]
         for name, (program, _) in theirs.items():
-            for text in differences(program, expected[name][0], names, remedy, rounding):
-                forms = [
-                    {place(*frame) for eqn in equations_in(form) for frame in frames_of(eqn)}
-                    for form in (program, expected[name][0])
-                ]
+            texts = list(differences(program, expected[name][0], names, remedy, rounding))
+            of_line = lambda form: {place(*frame) for eqn in equations_in(form) for frame in frames_of(eqn)}
+            forms = [of_line(form) for form in (program, expected[name][0])] if texts else []
+            for text in texts:
                 both = all(lines.issuperset(re.findall(r"(?:^|; )(\S+:\d+): ", text)) for lines in forms)
                 found.append(Finding(text.replace(remedy, of_both) if both else text))
     return found

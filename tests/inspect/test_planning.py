@@ -86,6 +86,7 @@ def test_a_plan_that_fails_ends_no_run(tmp_path, monkeypatch):
     assert of_run(c, tmp_path) == "plan       none: KeyError: 'a primitive'"
 
 
+@pytest.mark.long
 def test_too_little_memory_is_refused_with_what_would_fit(tmp_path, monkeypatch):
     c = tiny.config(microbatches=1, save="everything")
     peak, less = peak_of(c), peak_of(dataclasses.replace(c, training=dataclasses.replace(c.training, save="marked")))
@@ -101,6 +102,7 @@ def test_too_little_memory_is_refused_with_what_would_fit(tmp_path, monkeypatch)
         of_run(c, tmp_path)
 
 
+@pytest.mark.long
 def test_train_refuses_before_it_compiles(tmp_path):
     settings = [
         f"hardware.chip={small_chip(tmp_path, 1e6)}",

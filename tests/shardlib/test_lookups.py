@@ -48,6 +48,7 @@ def test_sums_are_those_of_numpy(name, shape, dtype):
     np.testing.assert_allclose(np.float64(found), expected, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.long
 def test_sums_that_differ_are_refused_before_the_first_step(as_on_a_gpu, monkeypatch):
     products.check_sums()
     right = products.sums_by_id

@@ -140,6 +140,7 @@ def test_a_part_that_fails_is_noted_and_the_rest_goes_on(programs, monkeypatch, 
     assert not [row for row in table(programs) if row[1] == "failed"]
 
 
+@pytest.mark.long
 def test_a_part_that_hangs_ends_with_what_it_started(programs, monkeypatch):
     monkeypatch.setattr(chip, "PARTS", (Part("hangs", 1, ""), Part("next", 60, "", figures=chip.ROW)))
     planting(monkeypatch, "hangs", "hanging")

@@ -131,6 +131,7 @@ def test_the_page_draws_memory_up_to_the_peak(tmp_path, width):
     assert min(found["drawn"]) > 10
 
 
+@pytest.mark.long
 def test_a_plan_of_a_configuration_as_json(tmp_path):
     run = lambda name: subprocess.run(
         [sys.executable, "-m", "tools.plan", "--config-name=c4_h100x64_7b", f"plan.output={tmp_path / name}"],

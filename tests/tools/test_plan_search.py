@@ -45,6 +45,7 @@ def test_what_is_found_is_the_best_of_all():
     assert max(map(len, lines)) <= 80
 
 
+@pytest.mark.long
 def test_a_search_in_which_nothing_fits_says_so():
     c = tiny.config(tiny.model(layers=1))
     tight = dataclasses.replace(H100, memory_bytes=1e3)
@@ -88,6 +89,7 @@ def test_the_configuration_that_is_written_composes(tmp_path):
     assert OmegaConf.create(text).defaults[0] == "gpt2_124m"
 
 
+@pytest.mark.long
 def test_advice_names_changes_with_their_gain():
     c = tiny.config(microbatches=2, save="nothing")
     sizes = {"p": 1, "r": 1, "d": 4, "t": 2}
@@ -135,6 +137,7 @@ def test_chips_are_compared_for_a_deadline_or_a_budget(monkeypatch):
         of(deadline="soon")
 
 
+@pytest.mark.long
 def test_twice_the_batch_names_what_grows_most():
     """By hand: what a layer keeps is of the batch; weights and moments are not."""
     c = tiny.config()

@@ -142,6 +142,7 @@ def test_others_are_answered_while_a_client_says_nothing(server):
         assert time.monotonic() - begin < 2
 
 
+@pytest.mark.long
 def test_a_slow_client_ends(server):
     """One that sends a letter now and then, and one that does not read, which the next text waits for."""
     begin = time.monotonic()

@@ -10,7 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 from recipes import ROOT, SOURCE, module_of, train_with
 from shipped import RUNS, load
 from traced_steps import GPT2, program
-from wrong_edits import EDITS
+from wrong_edits import EDITS, Edit
 
 import train
 from shardlib.shardtypes import ShardError
@@ -138,12 +138,25 @@ def test_a_wrong_edit_does_not_trace(edit):
     assert edit.message in str(raised.value)
 
 
-@pytest.mark.parametrize("edit", [edit for edit in EDITS if edit.gate == "proof"], ids=str)
+PROOF = [edit for edit in EDITS if edit.gate == "proof"]
+
+
+@pytest.mark.parametrize("edit", PROOF, ids=str)
 def test_a_wrong_edit_is_refused_at_its_line(edit):
+    check_refused(edit, edit.where[:1])
+
+
+@pytest.mark.long(every_case=True)
+@pytest.mark.parametrize("edit", [edit for edit in PROOF if edit.where[1:]], ids=str)
+def test_a_wrong_edit_is_refused_with_other_settings_too(edit):
+    check_refused(edit, edit.where[1:])
+
+
+def check_refused(edit: Edit, where: tuple[str, ...]) -> None:
     changed = edit.source
     first = changed[: changed.index(edit.new)].count("\n") + 1
     with train_with({edit.file: changed}) as module:
-        for settings in edit.where:
+        for settings in where:
             text = "\n".join(found(settings, module))
             assert re.search(edit.message, text), text
             lines = {int(line) for line in re.findall(r"^\S.*?:(\d+): ", text, re.MULTILINE)}
