@@ -6,7 +6,7 @@ Public JAX only. All that reads a program, or runs one again, asks here.
 import functools
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -64,6 +64,31 @@ COLLECTIVES = kinds("sum", "extreme", "gather", "scatter", "exchange", "permutat
 IDENTITIES = kinds("cast", "identity")
 ELEMENTWISE = kinds("linear", "addition", "product", "comparison", "selection", "nonlinear", "random")
 REDUCTIONS, SCATTERS = kinds("reduction"), kinds("scattering")
+
+
+class Eqn(Protocol):
+    """An equation of a jaxpr, a jax.extend.core.JaxprEqn, with what is read of it."""
+
+    primitive: Any
+    params: dict[str, Any]
+    invars: list[Any]
+    outvars: list[Any]
+    effects: Any
+    source_info: Any
+    ctx: Any
+    replace: Callable[..., Any]
+
+
+class Jaxpr(Protocol):
+    """A jaxpr that is not closed, with what is read of it."""
+
+    constvars: list[Any]
+    invars: list[Any]
+    outvars: list[Any]
+    eqns: list[Any]
+    effects: Any
+    debug_info: Any
+    replace: Callable[..., Any]
 
 
 def is_variable(var: Any) -> bool:
