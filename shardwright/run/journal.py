@@ -61,7 +61,7 @@ class Journal(contextlib.ExitStack):
         run, c = self._run, self._run.whole
         t = run.c.training
         self.skips = SkippedSteps(t.max_skipped, skips, self._tell_step, t.spike_factor)
-        trackers = tracked(c.trackers, self._directory, c.paths.model_name, run.start, dataclasses.asdict(c))
+        trackers = tracked(c.trackers, self._directory, c.paths.model_name or "", run.start, dataclasses.asdict(c))
         self.push(self._end_by_error)
         speed = speed_of(run.step, run.loader.tokens_per_batch, self._peak, run.tokens_before())
         see = lambda step, x: self.skips.see(step, x["loss"], x.get("grad_norm", x["loss"]), "skipped" in x)
