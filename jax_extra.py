@@ -3,6 +3,7 @@
 import functools
 import zlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.ad_checkpoint import Offloadable, checkpoint_name
@@ -35,7 +36,7 @@ KEPT = {
 
 
 def explicit_activation_checkpointing(
-    fn: Callable, *, save: str | None = "marked", prevent_cse: bool = True
+    fn: Callable[..., Any], *, save: str | None = "marked", prevent_cse: bool = True
 ) -> Callable:
     """`fn`, whose forward pass keeps only its arguments and what it marks with `save_for_backward`.
 

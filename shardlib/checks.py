@@ -31,14 +31,14 @@ from shardlib.values import (
 # ---- types of values, for messages -------------------------------------------------------------------------------
 
 
-def note_type(value: Any, spec: ShapeSpec) -> Any:
+def note_type(value: object, spec: ShapeSpec) -> Any:
     """Notes for messages that `value`, inside shard_map, has a type; returns it."""
     if inside_shard_map() and spec != ShapeSpec():
         current_scope().types[id(value)] = value, spec  # the value too, so that no other gets its id
     return value
 
 
-def noted_type(value: Any) -> tuple[ShapeSpec | None, bool]:
+def noted_type(value: object) -> tuple[ShapeSpec | None, bool]:
     """The type that an annotation or an op has given `value` in the current scope, and whether it is that of `value`.
 
     An array that has none, such as what `.astype` returns, gets the type of all noted values of its shape and axes.
@@ -52,7 +52,7 @@ def noted_type(value: Any) -> tuple[ShapeSpec | None, bool]:
 
 
 @contextlib.contextmanager
-def checking(where: str, **values: Any) -> Iterator[Sizes]:
+def checking(where: str, **values: object) -> Iterator[Sizes]:
     """Context of one check. Gives the sizes of the current scope; what is added to them is bound if the check passes.
 
     A ShardError raised inside is completed with `where`, the description of each of `values`, the sizes and the mesh.
@@ -68,7 +68,7 @@ def checking(where: str, **values: Any) -> Iterator[Sizes]:
     current.sizes.update(sizes)
 
 
-def error_context(sizes: Sizes, /, **values: Any) -> str:
+def error_context(sizes: Sizes, /, **values: object) -> str:
     """The lines of an error message that show sizes, mesh, and values: "`B/d L/t`, f32[2,3] {varying over t, d}"."""
     lines = []
     for name, value in values.items():
@@ -170,7 +170,7 @@ def check_divisible(dim: Dim, size: int) -> None:
         )
 
 
-def _check_blocks(spec: ShapeSpec, value: Any) -> None:
+def _check_blocks(spec: ShapeSpec, value: object) -> None:
     """Checks that the axes of `spec` cut the dims that they cut so far, in the same order: JAX's types know neither."""
     known = current_scope()
     _, noted = known.types.get(id(value), (value, spec))
@@ -212,7 +212,7 @@ def _check_varying(spec: ShapeSpec, value: jax.Array, copies: tuple[str, ...]) -
         )
 
 
-def _no_partial_sum(spec: ShapeSpec, value: Any) -> ShardError:
+def _no_partial_sum(spec: ShapeSpec, value: object) -> ShardError:
     """The error for a value that is none where `spec` has a + mark."""
     if not isinstance(value, jax.Array) or not jax.typeof(value).manual_axis_type.varying & set(spec.partial):
         problem = f"the value is no partial sum, and `{spec}` says otherwise"
@@ -244,7 +244,7 @@ def _check_pending(value: Partial) -> None:
     )
 
 
-def check_sharding(spec: ShapeSpec, value: Any) -> None:
+def check_sharding(spec: ShapeSpec, value: object) -> None:
     """Checks that a whole array is sharded as `spec` says, where JAX knows its sharding. Raises ShardError."""
     found, wanted = sharding_of(value), tuple(dim.axes for dim in spec.dims)
     if found is not None and without_trivial(found) != without_trivial(wanted):

@@ -111,7 +111,7 @@ def body_of(jaxpr: Any) -> tuple[Any, Any]:
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
-def scan_counts(eqn: Any) -> tuple[int, int]:
+def scan_counts(eqn: Eqn) -> tuple[int, int]:
     """How many operands of a scan are constants of its body, and how many are carried."""
     body, _ = body_of(eqn.params["jaxpr"])
     # What a loop runs over has one dim more outside of it. (The parameters that say so differ by JAX's version.)
@@ -120,25 +120,27 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return len(list(filter(is_carry, zip(eqn.invars, body.invars, strict=True)))) - carried, carried
 
 
-def split_scan(eqn: Any, values: list) -> tuple[list, list, list]:
+def split_scan(eqn: Eqn, values: list) -> tuple[list, list, list]:
     """Of operands of a scan, or of arguments of its body: constants, what is carried, what it runs over."""
     consts, carried = scan_counts(eqn)
     return values[:consts], values[consts : consts + carried], values[consts + carried :]
 
 
-def split_while(eqn: Any, values: list) -> tuple[list, list, list]:
+def split_while(eqn: Eqn, values: list) -> tuple[list, list, list]:
     """Of operands of a while loop: constants of its condition, those of its body, and what is carried."""
     test, body = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
     return values[:test], values[test:body], values[body:]
 
 
-def called(eqn: Any) -> Any:
+def called(eqn: Eqn) -> Any:
     """The jaxpr that an equation calls, once and with its operands; None if it calls none."""
     is_call = eqn.primitive.name in CALLS or eqn.primitive.name == "shard_map"
     return eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if is_call else None
 
 
-def evaluate(jaxpr: Any, args: Sequence, rule: Callable, constant: Callable | None = None) -> list:
+def evaluate(
+    jaxpr: object, args: Sequence, rule: Callable[..., Any], constant: Callable[..., Any] | None = None
+) -> list:
     """What is known of the results of a jaxpr, closed or open.
 
     Args:
@@ -156,7 +158,7 @@ def evaluate(jaxpr: Any, args: Sequence, rule: Callable, constant: Callable | No
     return list(map(read, body.outvars))
 
 
-def source_dims(eqn: Any) -> list[int | None]:
+def source_dims(eqn: Eqn) -> list[int | None]:
     """The dim of the operand that each dim of a result is, None for a new one. Of moves of dims, and of reductions."""
     name, p = eqn.primitive.name, eqn.params
     if name == "broadcast_in_dim":
@@ -168,7 +170,7 @@ def source_dims(eqn: Any) -> list[int | None]:
     return [i for i in range(len(eqn.invars[0].aval.shape)) if i not in gone]
 
 
-def axes_of(eqn: Any) -> tuple:
+def axes_of(eqn: Eqn) -> tuple:
     """The axes of a collective; none of another equation."""
     axes = eqn.params.get("axis_name", eqn.params.get("axes", ()))
     return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
@@ -193,7 +195,7 @@ def jaxprs_of(eqn: Any) -> Iterator[Any]:
                 yield part
 
 
-def equations_in(jaxpr: Any) -> Iterator[Any]:
+def equations_in(jaxpr: object) -> Iterator[Any]:
     """The equations of a jaxpr, closed or open, each before those of the jaxprs among its parameters."""
     for eqn in body_of(jaxpr)[0].eqns:
         yield eqn
@@ -201,7 +203,7 @@ def equations_in(jaxpr: Any) -> Iterator[Any]:
             yield from equations_in(inner)
 
 
-def arrays_in(jaxpr: Any) -> list[Any]:
+def arrays_in(jaxpr: object) -> list[Any]:
     """The arrays that a jaxpr holds, and the jaxprs within it."""
     inner = (inner for eqn in equations_in(jaxpr) for inner in jaxprs_of(eqn))
     return [array for part in (jaxpr, *inner) for array in body_of(part)[1]]
@@ -212,12 +214,12 @@ def _nothing() -> Any:
     return jax.make_jaxpr(lambda: ())().jaxpr
 
 
-def alone(eqn: Any, operands: Iterable) -> Any:
+def alone(eqn: Eqn, operands: Iterable) -> Any:
     """A jaxpr of one equation, whose arguments are `operands`: its variables."""
     return _nothing().replace(invars=[*operands], outvars=[*eqn.outvars], eqns=[eqn], effects=eqn.effects)
 
 
-def run_again(eqn: Any, ins: list) -> list[jax.Array]:
+def run_again(eqn: Eqn, ins: list) -> list[jax.Array]:
     """The results of an equation for the operands `ins`. It keeps its source line."""
     operands = {var: value for var, value in zip(eqn.invars, ins, strict=True) if is_variable(var)}
     return core.jaxpr_as_fun(core.ClosedJaxpr(alone(eqn, operands), []))(*operands.values())

@@ -26,7 +26,7 @@ LEAST_ROWS = 8
 """Rows that a block has at least."""
 
 
-def grouped_product(spec: str, rows: Any, ids: Any, matrices: Any) -> Any:
+def grouped_product(spec: str, rows: object, ids: object, matrices: object) -> Any:
     """Rows times the matrices of their ids: `P/e C/c M, P/e C/c, (P/e N) M F/t -> P/e C/c F/t`. No communication.
 
     The first dim of `rows` and `ids` is the outer one of the matrices. Their second dim is contracted, as in
@@ -111,7 +111,7 @@ def _backward(types: _Types, kept, g):
 _product.defvjp(lambda *args: (_product(*args), args[1:]), _backward)
 
 
-def _region(what: str, result: str, fn: Callable, *operands: tuple[jax.Array, str]) -> jax.Array:
+def _region(what: str, result: str, fn: Callable[..., Any], *operands: tuple[jax.Array, str]) -> jax.Array:
     """What `fn` makes of operands, whose types the check demands. Of its own type the result is taken to be."""
     label = f"{what} by ids, {', '.join(spec for _, spec in operands)} -> {result}"
     entered = [marks.enter(x, f"{label} [{i}]", spec) for i, (x, spec) in enumerate(operands)]

@@ -16,7 +16,7 @@ from jax.extend import core
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardlib import equations
-from shardlib.equations import body_of, is_variable
+from shardlib.equations import Eqn, body_of, is_variable
 from shardlib.op_checks import zeros_like_traced
 from shardlib.values import varying
 
@@ -41,7 +41,7 @@ class Halves:
 
     def __init__(
         self,
-        program: Any,
+        program: object,
         wanted: Sequence[bool],
         given: Sequence[bool],
         late: Sequence[bool] | None = None,
@@ -127,7 +127,7 @@ class _Equation:
         reads: of each operand, whether the second half reads it.
     """
 
-    def __init__(self, eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]):
+    def __init__(self, eqn: Eqn, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]):
         self.eqn, self._over = eqn, over
         self._is_late = not any(wanted) and (any(late) or _is_heavy(eqn))
         self.late, self.reads = [self._is_late] * len(eqn.outvars), [self._is_late] * len(eqn.invars)
@@ -136,7 +136,7 @@ class _Equation:
         """The results, None for those that are late, and what is kept."""
         return [None] * len(self.late) if self._is_late else self.second(ins, None), []
 
-    def second(self, ins: list, _: Any) -> list:
+    def second(self, ins: list, _: object) -> list:
         """The late results; all, if the equation is cheap."""
         return _run_again(self.eqn, ins, self._over)
 
@@ -145,7 +145,7 @@ class _Branches:
     """A conditional, or a call, which is one with a single branch."""
 
     def __init__(
-        self, bodies: Sequence[Any], eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]
+        self, bodies: Sequence[Any], eqn: Eqn, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]
     ):
         self.eqn, self._index = eqn, int(eqn.primitive.name == "cond")
         given = [True] * (len(eqn.invars) - self._index)
@@ -178,7 +178,7 @@ class _Branches:
 class _Loop:
     """A scan: one for each half. What an iteration of the first keeps, the same one of the second reads."""
 
-    def __init__(self, eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]):
+    def __init__(self, eqn: Eqn, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]):
         self.eqn, (self._consts, self._carried), self._over = eqn, equations.scan_counts(eqn), over
         n, carried = self._consts, self._carried
         is_carry = slice(n, n + carried)
@@ -202,7 +202,7 @@ class _Loop:
     def second(self, ins: list, kept: Any) -> list:
         return self._run(ins, self.late, lambda args, own: (self._halves.second(args, own), None), kept)[0]
 
-    def _run(self, ins: list, which: list[bool], half: Callable, *kept: Any) -> tuple[list, Any]:
+    def _run(self, ins: list, which: list[bool], half: Callable[..., Any], *kept: object) -> tuple[list, Any]:
         """The loop over one half, with those of the carried values that it gives, which `which` says."""
         n, end = self._consts, self._consts + self._carried
         carry = [varying(x, self._over) if is_own else None for x, is_own in zip(ins[n:end], which, strict=False)]
@@ -217,13 +217,13 @@ class _Loop:
         return [*carry, *ys], found
 
 
-def _types(fn: Callable) -> Any:
+def _types(fn: Callable[..., Any]) -> Any:
     """The types of the arrays that fn() gives, in its structure."""
     program, shapes = jax.make_jaxpr(fn, return_shape=True)()
     return jax.tree.unflatten(jax.tree.structure(shapes), program.out_avals)
 
 
-def _step(eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]) -> Any:
+def _step(eqn: Eqn, wanted: Sequence[bool], late: Sequence[bool], over: tuple[str, ...]) -> Any:
     name = eqn.primitive.name
     if name == "scan":
         return _Loop(eqn, wanted, late, over)
@@ -234,7 +234,7 @@ def _step(eqn: Any, wanted: Sequence[bool], late: Sequence[bool], over: tuple[st
     return _Equation(eqn, wanted, late, over)
 
 
-def _run_again(eqn: Any, ins: list, over: tuple[str, ...]) -> list[jax.Array]:
+def _run_again(eqn: Eqn, ins: list, over: tuple[str, ...]) -> list[jax.Array]:
     """The results of an equation, for operands that vary over `over` too."""
     name = eqn.primitive.name
     if name == "pvary" and not {*over}.isdisjoint(eqn.params["axes"]):
@@ -253,7 +253,7 @@ def _is_cheap(eqn: Any) -> bool:
     return name in CHEAP or (name in equations.CALLS and all(map(_is_cheap, body_of(equations.called(eqn))[0].eqns)))
 
 
-def _is_heavy(eqn: Any) -> bool:
+def _is_heavy(eqn: Eqn) -> bool:
     """Whether an equation that is not waited for is done in the second half: a product, a collective, a loop."""
     if eqn.primitive.name == "dot_general":
         (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
@@ -275,7 +275,7 @@ def _needed(jaxpr: Any, wanted: Sequence[bool]) -> set:
     return set(filter(is_variable, variables))
 
 
-def _wanted_in_loop(eqn: Any, wanted: Sequence[bool]) -> list[bool]:
+def _wanted_in_loop(eqn: Eqn, wanted: Sequence[bool]) -> list[bool]:
     """Of each result of a loop's body, whether an iteration has to give it: also what a later one needs."""
     ins, outs = ([core.Var(var.aval) for var in variables] for variables in (eqn.invars, eqn.outvars))
     alone = equations.alone(eqn.replace(invars=ins, outvars=outs), ins)

@@ -88,15 +88,15 @@ class LayerMetrics:
 
 
 def run_layers(
-    layer: Callable,
-    w: Any,
-    x: Any,
+    layer: Callable[..., Any],
+    w: object,
+    x: object,
     numbers: jax.Array | None,
-    attend: Callable,
-    caches: Any = None,
+    attend: Callable[..., Any],
+    caches: object = None,
     *,
     period: int = 1,
-    checkpoint: Callable | None = None,
+    checkpoint: Callable[..., Any] | None = None,
     unroll: int | None = 1,
 ) -> tuple[Any, Any, Extras]:
     """`x` after all layers of a stack, the new caches of the layers, and their Extras, stacked. Per-device code.
@@ -202,7 +202,7 @@ def _changed(x: Any, y: Any) -> str | None:
     return None
 
 
-def _kind(x: Any) -> tuple:
+def _kind(x: object) -> tuple:
     """Shape and dtype of an array, and the axes over which it differs."""
     kind = getattr(jax.typeof(x), "manual_axis_type", None) if isinstance(x, jax.Array) else None
     return getattr(x, "shape", None), getattr(x, "dtype", None), kind

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from shardlib.equations import Eqn
 from shardlib.op_checks import check_operand, checked_op, require_shard_map
 from shardlib.parsing import ShardError, parse_shape
 from shardlib.values import is_opaque, on_mesh, sharded_apart
@@ -48,13 +49,13 @@ class Mark(NamedTuple):
     spec: str = ""
 
 
-def mark_of(eqn: Any) -> Mark | None:
+def mark_of(eqn: Eqn) -> Mark | None:
     """The mark that an equation makes; None if it makes none."""
     name = eqn.params.get("name") if eqn.primitive.name == "name" else None
     return Mark(*name.split("|")[1:]) if isinstance(name, str) and name.startswith(f"{REGION}|") else None
 
 
-def is_region(eqn: Any) -> bool:
+def is_region(eqn: Eqn) -> bool:
     """Whether an equation calls code that is per-device on purpose."""
     return eqn.params.get("name") == REGION and eqn.primitive.name in ("jit", "pjit")
 
@@ -94,7 +95,7 @@ def leave_like(x: jax.Array, label: str) -> jax.Array:
     return _name(x, Mark("gradient", label))
 
 
-def region(fn: Callable, *args: Any) -> Any:
+def region(fn: Callable[..., Any], *args: object) -> Any:
     """fn(*args), as a call that the analysis does not look into."""
 
     def per_device(*args):

@@ -18,7 +18,7 @@ from shardlib.values import WITHOUT_COPY, Copy, OpName, Partial, inside_shard_ma
 # ---- specs and operands -----------------------------------------------------------------------------------------
 
 
-def checked_op(name: str, spec: str, *operands: Any) -> contextlib.AbstractContextManager[Sizes]:
+def checked_op(name: str, spec: str, *operands: object) -> contextlib.AbstractContextManager[Sizes]:
     """The context `checking` for a call of an op: its errors show the op, its spec and its operands."""
     numbered = {f"operand {i}": x for i, x in enumerate(operands, 1)}
     return checking(f"{name}({spec!r})", **numbered)
@@ -35,7 +35,7 @@ def checked_operands(name: str, spec: str, *operands: Any, allowed: Sequence[str
 
 @contextlib.contextmanager
 def checked_collective(
-    name: str, spec: str, x: Any, *, copies: bool = False
+    name: str, spec: str, x: object, *, copies: bool = False
 ) -> Iterator[tuple[OpSpec, ShapeSpec, ShapeSpec, jax.Array, Sizes]]:
     """`checked_op` for a collective of one operand. Gives its spec and both sides, the array in `x`, and the sizes.
 
@@ -77,7 +77,7 @@ def does_nothing(spec: str, op: OpSpec) -> bool:
     return op.lhs == (op.rhs,) and op != parse_op(spec)
 
 
-def check_operand(position: int, spec: ShapeSpec, value: Any, sizes: Sizes, **allowed: bool) -> jax.Array:
+def check_operand(position: int, spec: ShapeSpec, value: object, sizes: Sizes, **allowed: bool) -> jax.Array:
     """`check_value`, whose errors show the position of the operand."""
     try:
         return check_value(spec, value, sizes, **allowed)
@@ -202,7 +202,7 @@ def wrap(value: jax.Array, spec: ShapeSpec, copies: Iterable[str], origin: str) 
     return result if spec.open else note_type(result, spec)
 
 
-def copy_axes(value: Any) -> tuple[str, ...]:
+def copy_axes(value: object) -> tuple[str, ...]:
     """Axes over which a value, or what a partial sum adds up, is a copy."""
     if isinstance(value, Partial):
         value = unwrap(value)

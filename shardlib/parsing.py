@@ -247,7 +247,7 @@ def parse_op(spec: str | bytes, groups: bool = False) -> OpSpec:
     return OpSpec(tuple(parse_shape(operand, groups) for operand in sides[0].split(",")), parse_shape(sides[1], groups))
 
 
-def did_you_mean(name: Any, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str]) -> str:
     """The question for the known name that is nearest to `name`, after a space; empty where none is near."""
     nearest = difflib.get_close_matches(str(name), [*known], n=1)
     return f" Did you mean {nearest[0]}?" if nearest else ""

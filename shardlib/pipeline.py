@@ -51,7 +51,7 @@ class StageBackward:
         halves: whether the backward is done in halves.
     """
 
-    def __init__(self, stage: Callable, stack: Any, x: Any, y: Any, halves: bool):
+    def __init__(self, stage: Callable[..., Any], stack: object, x: object, y: object, halves: bool):
         self._stage = stage
         self._structure: Any = None
         self._results: Any = None
@@ -70,7 +70,7 @@ class StageBackward:
             self._halves.defer([not is_wanted for is_wanted in wanted])
             _, self.kept_types = jax.eval_shape(self.input, stack, self.saved_types, y)
 
-    def forward(self, stack: Any, x: Any, i: jax.Array, k: jax.Array) -> tuple[Any, list[jax.Array]]:
+    def forward(self, stack: object, x: Any, i: jax.Array, k: jax.Array) -> tuple[Any, list[jax.Array]]:
         """The output y of the stage; and its other results, then what the backward needs."""
         (y, extra), vjp, aux = jax.vjp(lambda stack, x: self._stage(stack, x, i, k), stack, x, has_aux=True)
         results, self._results = jax.tree.flatten((extra, aux))
@@ -83,7 +83,7 @@ class StageBackward:
         """Loss of the layers, metrics of the layers."""
         return jax.tree.unflatten(self._results, saved[: self._results.num_leaves])
 
-    def whole(self, stack: Any, saved: list[jax.Array], dy: Any) -> tuple[Any, Any]:
+    def whole(self, stack: object, saved: list[jax.Array], dy: object) -> tuple[Any, Any]:
         """The gradients of the input and of the weights."""
         weights, others = jax.tree.leaves(stack), iter(saved[self._results.num_leaves :])
         leaves = [next(others) if n is None else weights[n] for n in self._weights]
@@ -91,13 +91,13 @@ class StageBackward:
         g, dx = jax.tree.unflatten(self._structure, leaves)((dy, jax.tree.map(one_like, extra)))
         return dx, g
 
-    def input(self, stack: Any, saved: list[jax.Array], dy: Any) -> tuple[Any, list[jax.Array]]:
+    def input(self, stack: object, saved: list[jax.Array], dy: object) -> tuple[Any, list[jax.Array]]:
         """The gradient of the input, and what `weights` needs."""
         outs, kept = self._halves.first([*jax.tree.leaves(stack), *saved, *jax.tree.leaves(dy)])
         kept, self._kept = jax.tree.flatten(kept)
         return jax.tree.unflatten(self._dx, outs[: self._dx.num_leaves]), kept
 
-    def weights(self, stack: Any, saved: list[jax.Array], kept: list[jax.Array]) -> Any:
+    def weights(self, stack: object, saved: list[jax.Array], kept: list[jax.Array]) -> Any:
         """The gradients of the weights."""
         outs = self._halves.second([*jax.tree.leaves(stack), *saved, *self._dy], jax.tree.unflatten(self._kept, kept))
         return jax.tree.unflatten(self._g, outs[self._dx.num_leaves :])
@@ -106,7 +106,7 @@ class StageBackward:
 # ---- the executor -----------------------------------------------------------------------------------------------
 
 
-def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any, microbatches: Any) -> tuple:
+def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any, microbatches: object) -> tuple:
     """The loss, summed over microbatches, and its gradients, on a mesh with p. Per-device code.
 
     Of the table of `forwards` it gives the loss without the losses of layers, and no gradients and no metrics: None.
@@ -356,14 +356,14 @@ def _of_all_stages(x: jax.Array) -> jax.Array:
     return lax.all_gather(x, PIPELINE_AXIS, axis=0, tiled=True, to="invarying") if PIPELINE_AXIS in mesh_axes() else x
 
 
-def _in_two(tree: Any, rows: int) -> list[Any]:
+def _in_two(tree: object, rows: int) -> list[Any]:
     """The first `rows` of each array, and the others."""
     leaves, structure = jax.tree.flatten(tree)
     parts = [lax.split(x, (rows, len(x) - rows)) for x in leaves]
     return [structure.unflatten(part) for part in zip(*parts, strict=True)]
 
 
-def _task(fn: Callable) -> Callable:
+def _task(fn: Callable[..., Any]) -> Callable:
     def task(*args):
         with pipeline_stage(), Scope():
             return jax.tree.map(_apart, fn(*args))
@@ -376,7 +376,7 @@ def _apart(x: jax.Array) -> jax.Array:
     return varying(x, {PIPELINE_AXIS} & {*mesh_axes()})
 
 
-def _refuse_collectives(jaxpr: Any) -> None:
+def _refuse_collectives(jaxpr: object) -> None:
     """Raises ShardError for a collective over p in the task of a stage: a conditional that devices of p decide."""
     choices = (eqn for eqn in equations_in(jaxpr) if eqn.primitive.name == "cond")
     tasks = (eqn for eqn in choices if PIPELINE_AXIS in eqn.invars[0].aval.manual_axis_type.varying)
@@ -396,42 +396,42 @@ def _refuse_collectives(jaxpr: Any) -> None:
 # Values of tasks, such as the residual stream, are arrays or pytrees of arrays.
 
 
-def _shift(x: Any, p: int, by: int) -> Any:
+def _shift(x: object, p: int, by: int) -> Any:
     return lax.ppermute(x, PIPELINE_AXIS, [(i, (i + by) % p) for i in range(p)])
 
 
-def _zeros(like: Any, leading: tuple[int, ...] = ()) -> Any:
+def _zeros(like: object, leading: tuple[int, ...] = ()) -> Any:
     """Zeros like traced values, with dims `leading` before their own, that also vary over p, as all values of tasks."""
     return jax.tree.map(lambda x: _apart(zeros_like_traced(x, leading)), like)
 
 
-def _accumulators(w: Any) -> Any:
+def _accumulators(w: object) -> Any:
     """Zeros to which gradients of `w` are added."""
     return jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)), w)
 
 
-def _get(buffers: Any, i: jax.Array) -> Any:
+def _get(buffers: object, i: jax.Array) -> Any:
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), buffers)
 
 
-def _put(buffers: Any, values: Any, i: jax.Array) -> Any:
+def _put(buffers: object, values: object, i: jax.Array) -> Any:
     return jax.tree.map(lambda x, value: lax.dynamic_update_index_in_dim(x, value, i, 0), buffers, values)
 
 
-def _where(own: jax.Array, x: Any) -> Any:
+def _where(own: jax.Array, x: object) -> Any:
     """`x` on the devices where `own` is true, 0 on the others."""
     return jax.tree.map(lambda x: jnp.where(own, x, jnp.zeros_like(x)), x)
 
 
-def _part(tree: Any, i: jax.Array, rows: int) -> Any:
+def _part(tree: object, i: jax.Array, rows: int) -> Any:
     """Rows [i·rows, (i+1)·rows) of each array."""
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * rows, rows, 0), tree)
 
 
-def _add(total: Any, more: Any) -> Any:
+def _add(total: object, more: object) -> Any:
     return jax.tree.map(lambda total, x: total + x.astype(total.dtype), total, more)
 
 
-def _add_part(total: Any, more: Any, i: jax.Array, rows: int) -> Any:
+def _add_part(total: object, more: object, i: jax.Array, rows: int) -> Any:
     added = _add(_part(total, i, rows), more)
     return jax.tree.map(lambda x, part: lax.dynamic_update_slice_in_dim(x, part, i * rows, 0), total, added)

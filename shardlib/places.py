@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
+from typing import Any
 
 _PYTHON = os.path.dirname(os.__file__) + os.sep
 _LIBRARY = str(Path(__file__).parent)
@@ -38,7 +39,7 @@ def place(file: str, line: int) -> str:
     return f"{shown_path(file)}:{line}"
 
 
-def place_of(function: Callable) -> str:
+def place_of(function: Callable[..., Any]) -> str:
     """Place where a function is defined; that of the caller if Python does not know it."""
     while isinstance(function, functools.partial):
         function = function.func

@@ -16,7 +16,7 @@ from shardlib.scopes import Sizes
 from shardlib.values import devices_along
 
 
-def rearrange(spec: str, x: Any, /, **sizes: int) -> Any:
+def rearrange(spec: str, x: object, /, **sizes: int) -> Any:
     """Transposes, splits and merges the dims of `x`: `B/d L (K/t Q) D -> B/d K/t Q L D`. It does not communicate.
 
     The notation is that of einops, with axes. A group `(K/t Q)` is one dim of the array, with K outermost, and `1` is a

@@ -17,7 +17,7 @@ from shardlib.scopes import current_scope
 from shardlib.values import describe, varying
 
 
-def take_rows(spec: str, table: Any, ids: Any, *, repeats: int | None = None) -> Any:
+def take_rows(spec: str, table: object, ids: object, *, repeats: int | None = None) -> Any:
     """Rows of `table`: `B/d [L] M, B/d S/t -> B/d S/t M`. An id out of [0, L) gives zeros. It does not communicate.
 
     The operands have their first dims in common. The dim that is looked up is not sharded. `repeats` is how often an id
@@ -35,7 +35,7 @@ def take_rows(spec: str, table: Any, ids: Any, *, repeats: int | None = None) ->
     return wrap(varying(value, axes), op.rhs, copies, f"take_rows({op})")
 
 
-def add_rows(spec: str, rows: Any, ids: Any, *, repeats: int | None = None) -> Any:
+def add_rows(spec: str, rows: object, ids: object, *, repeats: int | None = None) -> Any:
     """Sums of rows by id: `B/d S/t M, B/d S/t -> B/d [L] M +t`. An id out of [0, L) is left out. No communication.
 
     The current scope has bound the size of L. The result and `ids` have their first dims in common; the sum over the
@@ -57,7 +57,9 @@ def add_rows(spec: str, rows: Any, ids: Any, *, repeats: int | None = None) -> A
     return wrap(varying(value, axes), op.rhs, copies, f"add_rows({op})")
 
 
-def _sums(what: str, common: int, count: int, repeats: int | None, spec: str, rows: Any, ids: Any) -> jax.Array:
+def _sums(
+    what: str, common: int, count: int, repeats: int | None, spec: str, rows: jax.Array, ids: jax.Array
+) -> jax.Array:
     """Sums of rows[*common, …, …] by ids[*common, …], of the type `spec`; `what` they are, for the proof."""
     if not _in_turns(repeats):
         return _add(common, count, repeats, spec, rows, ids)

@@ -60,7 +60,7 @@ def current_scope() -> Scope:
 
 
 @contextlib.contextmanager
-def bound(**values: Any) -> Iterator[None]:
+def bound(**values: object) -> Iterator[None]:
     """Context in which these attributes of the current scope have other values, also in scopes opened inside."""
     with contextlib.nullcontext(_SCOPE.get()) if _SCOPE.get() else Scope() as scope:
         before = {name: getattr(scope, name) for name in values}

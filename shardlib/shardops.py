@@ -373,7 +373,7 @@ def broadcast(spec, x):
     return wrap(value, rhs, copies, f"broadcast({op})")
 
 
-def products(product: Callable | None) -> contextlib.AbstractContextManager[None]:
+def products(product: Callable[..., Any] | None) -> contextlib.AbstractContextManager[None]:
     """Context in which `matmul` multiplies by product(formula, x, y), as jnp.einsum takes them; None: by jnp.einsum."""
     return bound(product=product)
 

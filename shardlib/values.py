@@ -117,7 +117,7 @@ class Planned:
 _PLANNED = jax.make_user_context(Planned())  # JAX traces a jitted function again where it differs
 
 
-def planned_for(**changes: Any) -> contextlib.AbstractContextManager:
+def planned_for(**changes: object) -> contextlib.AbstractContextManager:
     """Context in which these attributes of Planned are other ones."""
     return _PLANNED(dataclasses.replace(_PLANNED.value, **changes))
 
@@ -136,7 +136,7 @@ def planned_devices(axes: Iterable[str]) -> int:
 # ---- opaque values ----------------------------------------------------------------------------------------------
 
 
-def varying(x: Any, axes: Iterable[str]) -> Any:
+def varying(x: object, axes: Iterable[str]) -> Any:
     """`x`, an array or a pytree of arrays, marked in JAX's types as varying over `axes`. No operation forward.
 
     The gradient stays correct: that of a gathered value becomes a partial sum, as it should. If JAX knows that the

@@ -40,7 +40,7 @@ class Names:
     stacks: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     """Weights of all experts of a layer, in our layout: their name, and ours, whose entries alternate in it."""
 
-    def check(self, weights: Any) -> None:
+    def check(self, weights: object) -> None:
         """Raises ValueError for weights that are not in the table, and for those of the table that are missing."""
         found = set(named_leaves(weights))
         of_layers = [*self.layer.values(), *self.stacks.values()]
@@ -70,7 +70,7 @@ class Names:
             for i, expert in np.ndindex(weight.shape[:2]):
                 yield theirs.format(i, expert), (i, expert), parts, False
 
-    def to_tensors(self, weights: Any, table: Any) -> dict[str, np.ndarray]:
+    def to_tensors(self, weights: object, table: object) -> dict[str, np.ndarray]:
         """Their tensors by name. Raises ValueError as `check`.
 
         Args:
@@ -85,7 +85,7 @@ class Names:
             found[theirs] = tensor.T if self.transposed and i is not ... and not stack else tensor
         return found
 
-    def from_tensors(self, tensors: Mapping[str, np.ndarray], table: Any) -> Any:
+    def from_tensors(self, tensors: Mapping[str, np.ndarray], table: object) -> Any:
         """The weights in the tree of `table`.
 
         Raises:

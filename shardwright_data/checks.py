@@ -39,7 +39,7 @@ def check_range(name: str, value: float | None, low: float = 1, end: float = 2**
         raise ValueError(f"{name} is {value}; it must be {least} and {_UPPER.get(end, f'below {end}')}.")
 
 
-def check_choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """Raises ValueError for a value that is not allowed."""
     if value not in allowed:
         raise ValueError(f"{name} is {value!r}; choose one of {', '.join(allowed)}.{did_you_mean(value, allowed)}")

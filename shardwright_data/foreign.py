@@ -25,7 +25,7 @@ _UNSAFE = re.compile(r"[^\S \n\t\u00a0\u1680\u2000-\u200a\u202f\u205f\u3000]|[\x
 line feed, halves of surrogate pairs, and the controls of bidirectional text."""
 
 
-def shown(text: Any) -> str:
+def shown(text: object) -> str:
     r"""`text` with U+FFFD in the place of each character that a terminal would obey, such as the ESC of a colour.
 
     Line feeds and tabs stay, and \r\n is a line feed.
@@ -98,12 +98,12 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "").rstrip(". ") or type(error).__name__
 
 
-def read_object(path: str | os.PathLike, kinds: Any = dict, most: int = SMALL) -> dict:
+def read_object(path: str | os.PathLike, kinds: object = dict, most: int = SMALL) -> dict:
     """The JSON object in a file. Raises what `read_file` and `parse_object` raise."""
     return parse_object(str(path), read_text(path, most), kinds)
 
 
-def parse_object(where: str, content: str | bytes, kinds: Any = dict, remedy: str = COPY_AGAIN) -> dict[str, Any]:
+def parse_object(where: str, content: str | bytes, kinds: object = dict, remedy: str = COPY_AGAIN) -> dict[str, Any]:
     """The object in a JSON text.
 
     Args:
@@ -168,7 +168,7 @@ def check_types(where: str, value: Any, kind: Any, remedy: str = COPY_AGAIN, nam
         check_types(where, part, of_part, remedy, part_name)
 
 
-def _words(kind: Any) -> str:
+def _words(kind: object) -> str:
     if isinstance(kind, dict | list):
         return WORDS[type(kind)]
     if isinstance(kind, tuple):

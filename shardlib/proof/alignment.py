@@ -65,7 +65,7 @@ class Pair:
 class Different(Exception):
     """The program is another one on one device."""
 
-    def __init__(self, here: Any, there: Any):
+    def __init__(self, here: object, there: object):
         self.place = "?" if here is None and there is None else Equation(here or there).place()
         names = [Equation(e).shown if e is not None else "nothing more" for e in (here, there)]
         problem = f"the program is another one on this mesh than on one device: {names[0]} here, {names[1]} there"
@@ -176,7 +176,7 @@ class Alignment:
         layouts = (_layouts(jaxpr.outvars, known) for jaxpr, known in ((ours, here), (theirs, there)))
         return Aligned(ours, theirs, pairs, *layouts)
 
-    def _view_of(self, views: list, eqn: Any, x: Layout, here: Mapping) -> Any:
+    def _view_of(self, views: list, eqn: Eqn, x: Layout, here: Mapping) -> Any:
         """The equation among `views` that gives what `eqn` on one device gives; None if there is none."""
         alike = [own for own in views if own.primitive is eqn.primitive]
         for own in alike:
@@ -192,7 +192,7 @@ class Alignment:
         sizes = zip(here, there, strict=True) if len(here) == len(there) else [(1, 0)]
         return all(a == b or any(a * n == b * m for n, m in self._devices) for a, b in sizes)
 
-    def _paired(self, own: Any, eqn: Any, here: Mapping, there: Mapping) -> tuple[Pair, list[Layout], list[Layout]]:
+    def _paired(self, own: Eqn, eqn: Eqn, here: Mapping, there: Mapping) -> tuple[Pair, list[Layout], list[Layout]]:
         """The pair of two equations that compute, and the entries of their results."""
         if len(own.invars) != len(eqn.invars) or len(own.outvars) != len(eqn.outvars):
             raise Different(own, eqn)
@@ -214,7 +214,7 @@ class Alignment:
         return pair, ours, theirs
 
 
-def others(ours: Sequence, theirs: Sequence, key: Callable | None = None) -> frozenset[int]:
+def others(ours: Sequence, theirs: Sequence, key: Callable[..., Any] | None = None) -> frozenset[int]:
     """Which of some Layouts are others here than on one device, or have another key(Layout)."""
     pairs = enumerate(zip(ours, theirs, strict=True))
     same = lambda x, y: x == y or (key is not None and None not in (x, y) and key(x) == key(y))
@@ -226,7 +226,7 @@ def _layouts(variables: Any, known: Mapping) -> list[Layout | None]:
     return [None if isinstance(var, Literal) else known[var] for var in variables]
 
 
-def _operand(eqn: Any, layouts: Mapping) -> Layout | None:
+def _operand(eqn: Eqn, layouts: Mapping) -> Layout | None:
     """Entries of the first operand of an equation that may give them another shape; None of any other equation."""
     if eqn.primitive.name not in SHAPING | AS_IS or isinstance(eqn.invars[0], Literal):
         return None  # JAX does not leave out what it makes of literals
@@ -243,7 +243,7 @@ def _views(rest: list, here: dict) -> Iterator[Any]:
         yield rest.pop()
 
 
-def _in_form(own: Any, eqn: Any, xs: list[Any], ys: list[Any]) -> Pair | None:
+def _in_form(own: Eqn, eqn: Eqn, xs: list[Any], ys: list[Any]) -> Pair | None:
     """The pair of two equations with the same entries, if they do the same to all dims of more than one entry."""
     params = eqn.params
     if own.primitive.name == "gather":
@@ -302,7 +302,7 @@ def _form(name: str, params: Mapping, shapes: list) -> tuple[Any, tuple[int, ...
     return form, shape if name == "gather" else tuple(whole)
 
 
-def _view(eqn: Any, x: Layout, shape: tuple[int, ...] | None = None) -> Layout | None:
+def _view(eqn: Eqn, x: Layout, shape: tuple[int, ...] | None = None) -> Layout | None:
     """What an equation gives, if it gives the entries of its operand another shape alone.
 
     Args:
@@ -339,7 +339,7 @@ def _view(eqn: Any, x: Layout, shape: tuple[int, ...] | None = None) -> Layout |
     return laid_out(x.root, shape) if is_in_order else None
 
 
-def _cut(eqn: Any, xs: Sequence[Any], shape: tuple[int, ...], params: Mapping | None = None) -> Any:
+def _cut(eqn: Eqn, xs: Sequence[Any], shape: tuple[int, ...], params: Mapping | None = None) -> Any:
     """An equation on one device, as it is here for the operands `xs` and a result of this shape."""
     of = lambda var, shape: SimpleNamespace(aval=jax.ShapeDtypeStruct(shape, var.aval.dtype))
     sizes = {name: tuple(shape) for name in ("shape", "new_sizes", "limit_indices") if name in eqn.params}
@@ -358,7 +358,7 @@ def _cut(eqn: Any, xs: Sequence[Any], shape: tuple[int, ...], params: Mapping | 
 OPERATIONS = equations.COLLECTIVES | equations.words("pvary div mul ring_enter ring_index ring_close ring_scatter")
 
 
-def _completed(jaxpr: Any, twin: Any, twin_sizes: Mapping[str, int]) -> Any:
+def _completed(jaxpr: Jaxpr, twin: Jaxpr, twin_sizes: Mapping[str, int]) -> Any:
     """The program of one device, with operations that it left out and that change nothing there.
 
     Those are collectives that keep the shape, over axes of one device, and products with a number, which is 1 there.
@@ -393,7 +393,7 @@ def _completed(jaxpr: Any, twin: Any, twin_sizes: Mapping[str, int]) -> Any:
     return twin if rest else twin.replace(eqns=found, outvars=renamed(jaxpr.outvars, twin.outvars))
 
 
-def _left_out(eqn: Any, pairs: Mapping, twin_sizes: Mapping[str, int]) -> Any:
+def _left_out(eqn: Eqn, pairs: Mapping, twin_sizes: Mapping[str, int]) -> Any:
     """The equation on one device, if it changes nothing there; None if it does."""
     name, (first, *others) = eqn.primitive.name, eqn.invars or (None,)
     if name in ("div", "mul"):

@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardlib import marks
@@ -47,7 +48,7 @@ def tokens(batch: int, length: int, is_forward: bool = True) -> np.ndarray:
     return number if is_forward else number[::-1, ::-1]
 
 
-def find_later(program: Any, args: list[Reach], seen: np.ndarray, rows: int, **options: Any) -> str | None:
+def find_later(program: ClosedJaxpr, args: list[Reach], seen: np.ndarray, rows: int, **options: Any) -> str | None:
     """Where the logits of a position come to depend on what the position must not see; None: nowhere.
 
     Args:
@@ -133,12 +134,12 @@ class Interpreter:
         self.named: dict[str, list[Reach]] = {LOGITS: [], TARGETS: []}
         self._entered = ""
 
-    def run(self, jaxpr: Any, args: list[Reach], caller: Equation | None = None) -> list[Reach]:
+    def run(self, jaxpr: object, args: list[Reach], caller: Equation | None = None) -> list[Reach]:
         """What is known of the results of a jaxpr, closed or open, that the equation `caller` calls."""
         rule = lambda eqn, ins: self._results(Equation(eqn, caller=caller), ins)
         return evaluate(jaxpr, args, rule, self._constant)
 
-    def _constant(self, source: Any) -> Reach:
+    def _constant(self, source: object) -> Reach:
         x = reach.constant(source.val if isinstance(source, core.Literal) else source)
         return reach.made(x.shape, x.number, False) if id(source) in self.unknown else x
 
@@ -163,7 +164,7 @@ class Interpreter:
             return self._worked(eq, ins, lambda eqn, ins: [found] if (found := choices(ins)) else apply(eqn, ins))
         return self._worked(eq, ins, apply)
 
-    def _worked(self, eq: Equation, ins: list[Reach], how: Callable) -> list[Reach]:
+    def _worked(self, eq: Equation, ins: list[Reach], how: Callable[..., Any]) -> list[Reach]:
         """The results by `how`, and where the values came to be wrong."""
         found = reach.in_each_way(lambda ins: list(map(self._told_apart, how(eq.eqn, ins), eq.eqn.outvars)), ins)
         came = next((x.why for x in ins if x.why), None)
@@ -195,7 +196,7 @@ class Interpreter:
         number = number if name == LOGITS else 2 * size - 1 - number
         return reach.unknown(x.shape, x.number.dtype, number.reshape(rows, count, *[1] * (len(x.shape) - 2)))
 
-    def _meet(self, eq: Equation, ins: list[Reach], found: list[Reach], how: Callable) -> None:
+    def _meet(self, eq: Equation, ins: list[Reach], found: list[Reach], how: Callable[..., Any]) -> None:
         """Notes where a target first meets logits that may know it."""
         size, length = self.seen.size, self.seen.shape[1]
         parts = (0, size), (size, 2 * size)
@@ -294,7 +295,7 @@ def _region_rule(label: str) -> Callable | None:
     return _sums_of_rows if " are added by their ids" in label else None
 
 
-def _products_of_rows(eqn: Any, rows: Reach, ids: Reach, matrices: Reach) -> Reach:
+def _products_of_rows(eqn: Eqn, rows: Reach, ids: Reach, matrices: Reach) -> Reach:
     if is_in(rows) != is_in(ids) or (is_in(rows) and rows.fact != ids.fact):
         rows, ids = together(rows), together(ids)
     last = np.maximum(rows.over([len(rows.shape) - 1]), ids.last[..., None])
@@ -302,7 +303,7 @@ def _products_of_rows(eqn: Any, rows: Reach, ids: Reach, matrices: Reach) -> Rea
     return dataclasses.replace(found, fact=rows.fact if is_in(rows) else None)
 
 
-def _sums_of_rows(eqn: Any, rows: Reach, ids: Reach) -> Reach | None:
+def _sums_of_rows(eqn: Eqn, rows: Reach, ids: Reach) -> Reach | None:
     shape, count, of_ids = eqn.outvars[0].aval.shape, len(rows.shape), len(ids.shape)
     dim = len(shape) - 1 - (count - of_ids)
     at = {i: i for i in range(dim)} | {of_ids + i: dim + 1 + i for i in range(count - of_ids)}
@@ -335,6 +336,6 @@ def _digest(args: list[Reach]) -> bytes:
     return hashlib.sha256(b"".join([form, *(x.tobytes() for x in arrays)])).digest()
 
 
-def operations(program: Any) -> list[str]:
+def operations(program: ClosedJaxpr) -> list[str]:
     """The primitives of a program that compute, in their order, also of what it calls."""
     return [eqn.primitive.name for eqn in equations_in(program) if eqn.primitive.name not in FORM]

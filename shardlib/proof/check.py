@@ -12,7 +12,7 @@ from jax.extend.core import Literal
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardlib.axes import OPTIONAL, PIPELINE_AXIS
-from shardlib.equations import body_of, equations_in, frames_of, jaxprs_of
+from shardlib.equations import Eqn, Jaxpr, body_of, equations_in, frames_of, jaxprs_of
 from shardlib.parsing import ShardError
 from shardlib.places import place
 from shardlib.proof.alignment import Different
@@ -46,7 +46,7 @@ Facts = dict[tuple[int, ...], tuple[Equation, list[Value]]]
 """Each equation within a shard_map, with the facts about its results: Interpreter.noted."""
 
 
-def findings(program: Any, twin: Any, types: list | None = None) -> tuple[list[Finding], Facts]:
+def findings(program: ClosedJaxpr, twin: object, types: list | None = None) -> tuple[list[Finding], Facts]:
     """What is wrong with each jax.shard_map in a traced program, and what depends on the mesh outside of it.
 
     Args:
@@ -80,7 +80,7 @@ def _shard_maps(program: Any) -> Iterator[Any]:
             yield from itertools.chain.from_iterable(map(_shard_maps, jaxprs_of(eqn)))
 
 
-def _outside(program: Any, twin: Any) -> Iterator[str]:
+def _outside(program: ClosedJaxpr, twin: object) -> Iterator[str]:
     """What depends on the mesh outside of jax.shard_map: numbers, and arrays that become arguments of it."""
     remedy = "compute it within jax.shard_map, or let it be the same on every mesh"
     (ours, consts), (theirs, twin_consts) = body_of(program), body_of(twin)
@@ -112,13 +112,13 @@ def _outside(program: Any, twin: Any) -> Iterator[str]:
         yield another
 
 
-def _numbers(eqn: Any) -> list:
+def _numbers(eqn: Eqn) -> list:
     """The literals of an equation, and the parameters that are numbers."""
     literals = [str(var.val) if isinstance(var, Literal) else "" for var in eqn.invars]
     return literals + [(name, value) for name, value in eqn.params.items() if _is_plain(value)]
 
 
-def _is_plain(parameter: Any) -> bool:
+def _is_plain(parameter: object) -> bool:
     """Whether a parameter is made of numbers alone."""
     return isinstance(parameter, int | float) or (isinstance(parameter, tuple) and all(map(_is_plain, parameter)))
 

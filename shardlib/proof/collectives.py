@@ -16,7 +16,7 @@ from shardlib.proof.primitives import rule
 def _collective(*names: str) -> Callable:
     """Decorator of the rule (eq, axes) of collectives. Over axes of one device, here and there, they change nothing."""
 
-    def register(function: Callable) -> Callable:
+    def register(function: Callable[..., Any]) -> Callable:
         @rule(*names)
         def of_axes(eq: Equation) -> Any:
             axes = axes_of(eq.eqn)

@@ -3,14 +3,19 @@
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from jax import core
 
 from shardlib.equations import COLLECTIVES, axes_of, body_of, equations_in, split_scan, split_while
 from shardlib.proof.domain import UNIFORM, Dim, Value, Wild, constant, real, whole
 from shardlib.proof.equation import Equation, Refused
 
+if TYPE_CHECKING:
+    from shardlib.proof.interpreter import Interpreter
 
-def varying(aval: Any, sizes: Mapping[str, int]) -> frozenset[str]:
+
+def varying(aval: core.ShapedArray, sizes: Mapping[str, int]) -> frozenset[str]:
     """Axes over which JAX says that a value differs; all, where it does not say."""
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(a for a in (sizes if kind is None else kind.varying | kind.unreduced) if sizes[a] > 1)
@@ -40,7 +45,7 @@ def _anonymous(value: Value) -> Value:
     return dataclasses.replace(unknown, components=())
 
 
-def _fixed_point(interpreter: Any, eq: Equation, carry: list[Value], body: Any) -> list[Value]:
+def _fixed_point(interpreter: "Interpreter", eq: Equation, carry: list[Value], body: Any) -> list[Value]:
     """The facts about carried values that a pass of a loop's body keeps."""
     carry = [_anonymous(value) for value in carry]
     for _ in range(4 * len(carry) + 8):
@@ -71,7 +76,7 @@ def _own_rows(eq: Equation, xs: list[Value]) -> Dim | Any:
     return rows if axes and not _collectives(axes, eq.params["jaxpr"]) else None
 
 
-def _total(interpreter: Any, eq: Equation, start: Value, row: Value, rows: Dim) -> Value:
+def _total(interpreter: "Interpreter", eq: Equation, start: Value, row: Value, rows: Dim) -> Value:
     """The sum of what a loop adds to `start` for each of a device's own rows."""
     if start.wild or row.wild:
         return start if start.wild else row
@@ -87,7 +92,7 @@ def _total(interpreter: Any, eq: Equation, start: Value, row: Value, rows: Dim) 
         return Value(row.dims, wild=interpreter.explain(eq, refusal))
 
 
-def _of_turn(interpreter: Any, eq: Equation, x: Value, dims: tuple, demand: Any) -> Value:
+def _of_turn(interpreter: "Interpreter", eq: Equation, x: Value, dims: tuple, demand: Any) -> Value:
     """Of what a loop runs over, or gives for each turn, the value with other dims, unless `demand` refuses it."""
     try:
         if not x.wild:
@@ -98,7 +103,7 @@ def _of_turn(interpreter: Any, eq: Equation, x: Value, dims: tuple, demand: Any)
         return Value(dims, wild=interpreter.explain(eq, refusal))
 
 
-def _scan(interpreter: Any, eq: Equation) -> list[Value]:
+def _scan(interpreter: "Interpreter", eq: Equation) -> list[Value]:
     first, carry, xs = split_scan(eq.eqn, eq.ins)
     carried = len(carry)
     twin, rows = eq.twin.params["jaxpr"], _own_rows(eq, xs)
@@ -150,7 +155,7 @@ def _under_predicate(interpreter: Any, eq: Equation, predicate: Value, var: Any,
     return predicate.wild or interpreter.explain(eq, Refused(problem, remedy))
 
 
-def _while(interpreter: Any, eq: Equation) -> list[Value]:
+def _while(interpreter: "Interpreter", eq: Equation) -> list[Value]:
     of_cond, of_body, carry = split_while(eq.eqn, eq.ins)
     test, body = eq.params["cond_jaxpr"], eq.params["body_jaxpr"]
     twin_test, twin_body = eq.twin.params["cond_jaxpr"], eq.twin.params["body_jaxpr"]
@@ -162,7 +167,7 @@ def _while(interpreter: Any, eq: Equation) -> list[Value]:
     return carry
 
 
-def _cond(interpreter: Any, eq: Equation) -> list[Value]:
+def _cond(interpreter: "Interpreter", eq: Equation) -> list[Value]:
     which, *args = eq.ins
     branches = eq.params["branches"]
     twins = eq.twin.params["branches"]
@@ -177,7 +182,7 @@ def _cond(interpreter: Any, eq: Equation) -> list[Value]:
     return result
 
 
-def _linear_solve(interpreter: Any, eq: Equation) -> list[Value]:
+def _linear_solve(interpreter: "Interpreter", eq: Equation) -> list[Value]:
     """By the function that solves; the others are for derivatives, in which JAX calls them."""
     names, counts = zip(*eq.params["const_lengths"]._asdict().items(), strict=True)
     start = sum(counts[: names.index("solve")])

@@ -282,7 +282,7 @@ def add_offsets(a: Offset, b: Offset, factor: int = 1) -> Offset:
     return tuple(sorted((axis, c) for axis, c in total.items() if c))
 
 
-def describe(value: Value, shape: tuple[int, ...], dtype: Any, sizes: Mapping[str, int]) -> str:
+def describe(value: Value, shape: tuple[int, ...], dtype: object, sizes: Mapping[str, int]) -> str:
     """The type of a value in shardtypes' notation, with whole sizes for dims without a name: `f32[B/r/d 64/t] +t`."""
 
     def text(dim: Dim | Any, size: int) -> str:

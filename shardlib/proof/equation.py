@@ -329,12 +329,12 @@ class Equation:
         )
 
 
-def is_integer(dtype: Any) -> bool:
+def is_integer(dtype: object) -> bool:
     """Whether a dtype is one of integers."""
     return isinstance(dtype, np.dtype) and np.issubdtype(dtype, np.integer)
 
 
-def equal_parameters(here: Any, there: Any) -> bool:
+def equal_parameters(here: object, there: object) -> bool:
     """Whether two parameters are equal: jaxprs by their texts, and NaN, as a value to fill in, is equal to NaN."""
     here, there = (str(x) if is_program(x) else x for x in (here, there))
     return here == there or (here != here and there != there)

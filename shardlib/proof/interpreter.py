@@ -48,7 +48,7 @@ class Interpreter:
         self._alignment = Alignment(self.sizes, self.twin_sizes)
         self._callers: list[Equation | Any] = [None]
 
-    def run(self, jaxpr: Any, twin: Any, args: list[Value], known: Aligned | None = None) -> list[Value]:
+    def run(self, jaxpr: object, twin: object, args: list[Value], known: Aligned | None = None) -> list[Value]:
         """Facts about the results of a jaxpr, closed or open, from those about its arguments.
 
         `known` is its alignment if a call's facts may be about other shapes than here, of the same entries.

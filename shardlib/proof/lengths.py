@@ -19,7 +19,7 @@ ROUNDED = 8
 """What slots of experts are a multiple of."""
 
 
-def compared(long: Any, short: Any, length: int, at: int) -> tuple[str, set[int], bool]:
+def compared(long: object, short: object, length: int, at: int) -> tuple[str, set[int], bool]:
     """How a program for sequences of `length` positions differs from the same for `at` positions.
 
     Returns:
@@ -80,7 +80,7 @@ def _is_known(long: Any, short: Any, length: int, at: int, end: float) -> bool:
     return not b.ndim and bool(np.isfinite([a, b]).all()) and _follows(abs(a.item()), abs(b.item()), length, at)
 
 
-def _sizes(eqn: Any) -> Iterator[int]:
+def _sizes(eqn: Eqn) -> Iterator[int]:
     """The whole numbers in the parameters of an equation and in the shapes of its results."""
     parts = [*map(shape_of, eqn.outvars)]
     parts += [value for name, value in sorted(eqn.params.items()) if isinstance(value, int | tuple | list)]

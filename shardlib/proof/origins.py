@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from shardlib import layers
-from shardlib.equations import body_of, frames_of, jaxprs_of
+from shardlib.equations import Jaxpr, body_of, frames_of, jaxprs_of
 from shardlib.places import is_users, shown_path
 
 SHOWN = 8
@@ -22,7 +22,7 @@ def is_helper(file: str) -> bool:
     return (Path(file).parent / "__init__.py").exists()
 
 
-def callers_text(eqn: Any, within: str | None = None) -> str:
+def callers_text(eqn: object, within: str | None = None) -> str:
     """The lines of users' files that lead to an equation within a layer, innermost first, without that of its place.
 
     `called from family.py:231, 208; train.py:317`, or the innermost two `within` a file; empty without callers.
@@ -37,7 +37,7 @@ def callers_text(eqn: Any, within: str | None = None) -> str:
     return f"called from {'; '.join(texts)}" if texts else ""
 
 
-def use_of(var: Any, jaxpr: Any) -> Any:
+def use_of(var: object, jaxpr: Jaxpr) -> Any:
     """The first equation that computes with a variable of a jaxpr, within what it calls too; None without one."""
     for eqn in jaxpr.eqns:
         if not any(operand is var for operand in eqn.invars):
@@ -50,7 +50,7 @@ def use_of(var: Any, jaxpr: Any) -> Any:
     return None
 
 
-def choice_between(here: Any, there: Any) -> str:
+def choice_between(here: object, there: object) -> str:
     """Where the source of two equations parts: `by the choice moe.py:384, slots is None, of moe.py:383`; or empty.
 
     The last line is that which assigns what the choice depends on.

@@ -22,7 +22,7 @@ RULES: dict[str, Callable[[Equation], Any]] = {}
 def rule(*names: str, of: dict = RULES) -> Callable:
     """Decorator: the function is the rule of the primitives of these names."""
 
-    def register(function: Callable) -> Callable:
+    def register(function: Callable[..., Any]) -> Callable:
         of.update(dict.fromkeys(names, function))
         return function
 
@@ -99,7 +99,9 @@ def everything_whole(eq: Equation, batch: int = 0, vectors: int | None = None) -
     return [dataclasses.replace(found, partial=eq.ins[1].partial)]
 
 
-def alone(eq: Equation, operands: list, results: list, verb: str, demand: Callable = Equation.plain) -> list[Value]:
+def alone(
+    eq: Equation, operands: list, results: list, verb: str, demand: Callable[..., Any] = Equation.plain
+) -> list[Value]:
     """The results of what is done along some dims to each entry by itself, and along others to all entries together.
 
     Args:

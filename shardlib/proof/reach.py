@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax import core
 
 NONE = np.int32(-1)
 """The last token of an entry that depends on none."""
@@ -114,7 +115,7 @@ class Sums:
     sign: int = 1
     added: Any = NONE
 
-    def moved(self, move: Callable) -> "Sums":
+    def moved(self, move: Callable[..., Any]) -> "Sums":
         """The same of moved entries."""
         return dataclasses.replace(self, at=move(self.at), added=move(self.added) if np.ndim(self.added) else NONE)
 
@@ -130,7 +131,7 @@ class Sums:
         return row(low) == row(high), self.plus(np.where(high > low, left, NONE)).plus(other.added).added
 
 
-def dtype_of(aval: Any) -> np.dtype:
+def dtype_of(aval: core.ShapedArray) -> np.dtype:
     """Dtype in which numbers of a value are kept."""
     dtype = getattr(aval, "dtype", None)
     if not isinstance(dtype, np.dtype):
@@ -160,7 +161,7 @@ def made(shape: Sequence[int], number: Any, known: Any, last: Any = NONE, dtype:
     return Reach(tuple(shape), number, known, np.asarray(last, np.int32))
 
 
-def exact(number: Any, aval: Any) -> np.ndarray:
+def exact(number: Any, aval: object) -> np.ndarray:
     """Where a number is one that the dtype of a value holds: others are rounded, nobody knows how."""
     dtype = getattr(aval, "dtype", None)
     if not isinstance(dtype, np.dtype) or dtype.kind in "biu":

@@ -23,7 +23,7 @@ def result_shape(eqn: Any, i: int = 0) -> tuple[int, ...]:
     return shape_of(eqn.outvars[i])
 
 
-def dtype_of_result(eqn: Any) -> np.dtype:
+def dtype_of_result(eqn: Eqn) -> np.dtype:
     """Dtype in which numbers of the result of an equation are kept."""
     return reach.dtype_of(eqn.outvars[0].aval)
 
@@ -32,7 +32,7 @@ def dtype_of_result(eqn: Any) -> np.dtype:
 
 
 @rule(*SAME)
-def _same_entries(eqn: Any, *ins: Reach) -> list[Reach] | None:
+def _same_entries(eqn: Eqn, *ins: Reach) -> list[Reach] | None:
     if eqn.params.get("dimensions") is not None and eqn.primitive.name == "reshape":
         return None
     shapes = [result_shape(eqn, i) for i in range(len(eqn.outvars))]
@@ -45,20 +45,20 @@ rule("stack")(lambda eqn, *ins: reach.stacked(ins, eqn.params["axis"], result_sh
 
 
 @rule("broadcast_in_dim", "transpose")
-def _moved(eqn: Any, x: Reach, *_: Reach) -> Reach:
+def _moved(eqn: Eqn, x: Reach, *_: Reach) -> Reach:
     source = source_dims(eqn)
     at = {i: j for j, i in enumerate(source) if i is not None}
     return x.moved(lambda a: reach.placed(a, at, len(source)), result_shape(eqn))
 
 
 @rule("slice")
-def _slice(eqn: Any, x: Reach) -> Reach:
+def _slice(eqn: Eqn, x: Reach) -> Reach:
     p = eqn.params
     return reach.cut(x, list(map(slice, p["start_indices"], p["limit_indices"], p["strides"] or [1] * len(x.shape))))
 
 
 @rule("split")
-def _split(eqn: Any, x: Reach) -> list[Reach]:
+def _split(eqn: Eqn, x: Reach) -> list[Reach]:
     ends = itertools.accumulate(eqn.params["sizes"], initial=0)
     return [reach.entries_of(x, eqn.params["axis"], a, b) for a, b in itertools.pairwise(ends)]
 
@@ -98,7 +98,7 @@ def _iota(eqn: Any) -> Reach:
 
 
 @rule("gather")
-def _gather(eqn: Any, x: Reach, starts: Reach) -> Reach:
+def _gather(eqn: Eqn, x: Reach, starts: Reach) -> Reach:
     """Along a dim of which a part is read at an unknown index, it may be any part."""
     shape, d, sizes = result_shape(eqn), eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     batch = [i for i in range(len(shape)) if i not in d.offset_dims]
@@ -116,7 +116,7 @@ def _gather(eqn: Any, x: Reach, starts: Reach) -> Reach:
     return reach.made(shape, *(np.where(of_starts(starts.known), a, b) for a, b in arrays))
 
 
-def _rows_at(eqn: Any, x: Reach, rows: np.ndarray, index: np.ndarray, at: dict[int, int], dim: int) -> Reach:
+def _rows_at(eqn: Eqn, x: Reach, rows: np.ndarray, index: np.ndarray, at: dict[int, int], dim: int) -> Reach:
     """Entries at `rows` of dim `dim`, of which `index` has the last tokens; dim i of others becomes dim at[i]."""
     rank, size, fill = len(result_shape(eqn)), x.shape[dim], eqn.params["fill_value"]
     along = lambda a, i: np.arange(a.shape[i]).reshape([-1 if k == at[i] else 1 for k in range(rank)])
@@ -138,7 +138,7 @@ def _starts(starts: Sequence[Reach], shape: Sequence[int], sizes: Sequence[int])
 
 
 @rule("dynamic_slice")
-def _dynamic_slice(eqn: Any, x: Reach, *starts: Reach) -> Reach | None:
+def _dynamic_slice(eqn: Eqn, x: Reach, *starts: Reach) -> Reach | None:
     sizes = eqn.params["slice_sizes"]
     at = _starts(starts, x.shape, sizes)
     return None if at is None else reach.cut(x, [slice(i, i + n) for i, n in zip(at, sizes, strict=True)])
@@ -156,13 +156,13 @@ def _written(x: Reach, new: Reach, at: Sequence[int], adds: bool = False) -> Rea
 
 
 @rule("dynamic_update_slice")
-def _dynamic_update(eqn: Any, x: Reach, new: Reach, *starts: Reach) -> Reach | None:
+def _dynamic_update(eqn: Eqn, x: Reach, new: Reach, *starts: Reach) -> Reach | None:
     at = _starts(starts, x.shape, new.shape) if math.prod(x.shape) <= MOST else None
     return None if at is None else _written(x, new, at)
 
 
 @rule("scatter", "scatter-add")
-def _scatter(eqn: Any, x: Reach, starts: Reach, new: Reach) -> Any:
+def _scatter(eqn: Eqn, x: Reach, starts: Reach, new: Reach) -> Any:
     """One part at a known place, or rows added at known indices; elsewhere, all may be anywhere."""
     d, rank, adds = eqn.params["dimension_numbers"], len(x.shape), eqn.primitive.name == "scatter-add"
     windows = [i for i in range(rank) if i not in (*d.inserted_window_dims, *d.operand_batching_dims)]

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.equations import ELEMENTWISE, REDUCTIONS, kinds
+from shardlib.equations import ELEMENTWISE, REDUCTIONS, Eqn, kinds
 from shardlib.proof import reach, reach_slots
 from shardlib.proof.elementwise import FOLDS
 from shardlib.proof.reach import LOW, MOST, NONE, Among, Reach, Sums
 from shardlib.proof.reach_moves import RULES, dtype_of_result, result_shape, rule
 
 
-def apply(eqn: Any, ins: list[Reach]) -> list[Reach]:
+def apply(eqn: Eqn, ins: list[Reach]) -> list[Reach]:
     """What holds of the results of an equation that runs no body."""
     if any(reach_slots.is_in(x) for x in ins):
         if (result := reach_slots.apply(eqn, ins, _rule_of(eqn, ins))) is not None:
@@ -29,13 +29,13 @@ def apply(eqn: Any, ins: list[Reach]) -> list[Reach]:
     return found if isinstance(found, list) else [found]
 
 
-def _rule_of(eqn: Any, ins: list[Reach]) -> Callable:
+def _rule_of(eqn: Eqn, ins: list[Reach]) -> Callable:
     name = eqn.primitive.name
     by_entry = name in ELEMENTWISE or (name == "bitcast_convert_type" and result_shape(eqn) == tuple(ins[0].shape))
     return RULES.get(name, _elementwise if by_entry else lambda *_: None)
 
 
-def anything(eqn: Any, ins: list[Reach]) -> list[Reach]:
+def anything(eqn: Eqn, ins: list[Reach]) -> list[Reach]:
     """Results of which each entry may depend on all entries of all operands."""
     last = reach.of_all(ins)
     return [reach.unknown(result_shape(eqn, i), reach.dtype_of(var.aval), last) for i, var in enumerate(eqn.outvars)]
@@ -103,7 +103,7 @@ def _bound(name: str, ins: Sequence[Reach]) -> Any:
 
 
 @rule("add", "add_any", "sub")
-def _added(eqn: Any, a: Reach, b: Reach) -> Reach:
+def _added(eqn: Eqn, a: Reach, b: Reach) -> Reach:
     """Of the difference of two sums along a dim, until other places, what is between them is left."""
     found, sign = _elementwise(eqn, a, b), -1 if eqn.primitive.name == "sub" else 1
     x, y = (z.fact if isinstance(z.fact, Sums) else None for z in (a, b))
@@ -120,7 +120,7 @@ def _added(eqn: Any, a: Reach, b: Reach) -> Reach:
 
 
 @rule("convert_element_type")
-def _converted(eqn: Any, x: Reach) -> Reach:
+def _converted(eqn: Eqn, x: Reach) -> Reach:
     number, known, dtype = x.number, x.known, dtype_of_result(eqn)
     if {number.dtype.kind, dtype.kind} != {"f"}:
         whole = np.where(known, number, 0)
@@ -154,7 +154,7 @@ def _select(eqn: Any, which: Reach, *cases: Reach) -> Reach:
 
 
 @rule("max")
-def _larger(eqn: Any, *ins: Reach) -> Reach:
+def _larger(eqn: Eqn, *ins: Reach) -> Reach:
     """A LOW number gives way to one that is not."""
     result = _elementwise(eqn, *ins)
     if result.number.dtype.kind != "f" or result.is_known:
@@ -174,7 +174,7 @@ REDUCERS |= {"reduce_max": np.maximum, "reduce_min": np.minimum}
 
 
 @rule(*REDUCTIONS, "reduce_xor", "argmax", "argmin")
-def _reduced(eqn: Any, x: Reach) -> Reach:
+def _reduced(eqn: Eqn, x: Reach) -> Reach:
     """Known where all entries are, where all are 0 in a sum, and where one decides. LOW numbers give way to others."""
     name, axes, shape, dtype = eqn.primitive.name, tuple(eqn.params["axes"]), result_shape(eqn), dtype_of_result(eqn)
     number, known, decided = x.number, x.known, np.False_
@@ -196,7 +196,7 @@ def _reduced(eqn: Any, x: Reach) -> Reach:
 
 
 @rule("sort", "top_k")
-def _together(eqn: Any, *ins: Reach) -> list[Reach]:
+def _together(eqn: Eqn, *ins: Reach) -> list[Reach]:
     """Entries along one dim are taken together, those along others are each by themselves."""
     rank, p = len(ins[0].shape), eqn.params
     last = functools.reduce(np.maximum, (x.over([p.get("dimension", p.get("axis", -1)) % rank]) for x in ins))
@@ -204,7 +204,7 @@ def _together(eqn: Any, *ins: Reach) -> list[Reach]:
 
 
 @rule(*kinds("running"))
-def _cumulative(eqn: Any, x: Reach) -> Reach:
+def _cumulative(eqn: Eqn, x: Reach) -> Reach:
     name, axis, back = eqn.primitive.name, eqn.params["axis"], eqn.params["reverse"]
     turned = lambda a: np.flip(a, axis) if back else a
     run = lambda op, a: turned(op.accumulate(turned(a), axis))
@@ -222,7 +222,7 @@ def _cumulative(eqn: Any, x: Reach) -> Reach:
 
 
 @rule("triangular_solve")
-def _solve(eqn: Any, a: Reach, b: Reach) -> Reach:
+def _solve(eqn: Eqn, a: Reach, b: Reach) -> Reach:
     """Row i of a solution depends on the rows whose entries of row i of the triangle are not 0, one after the other."""
     p, swap = eqn.params, lambda x: x.swapaxes(-1, -2)
     a = a.moved(swap, a.shape[:-2] + a.shape[:-3:-1]) if p["transpose_a"] == p["left_side"] else a
@@ -242,7 +242,7 @@ def _solve(eqn: Any, a: Reach, b: Reach) -> Reach:
 
 
 @rule("dot_general")
-def _product(eqn: Any, *ins: Reach) -> Reach:
+def _product(eqn: Eqn, *ins: Reach) -> Reach:
     """A term is left out where one of its factors is 0."""
     (contract, batch), shape, dtype = eqn.params["dimension_numbers"], result_shape(eqn), dtype_of_result(eqn)
     a, b = (x.alike() for x in ins)
@@ -266,7 +266,7 @@ def _product(eqn: Any, *ins: Reach) -> Reach:
 
 
 @rule("conv_general_dilated")
-def _convolution(eqn: Any, x: Reach, w: Reach) -> Reach | None:
+def _convolution(eqn: Eqn, x: Reach, w: Reach) -> Reach | None:
     """Each place of the kernel moves the entries; features are taken together."""
     p, shape, numbers = eqn.params, result_shape(eqn), eqn.params["dimension_numbers"]
     (xb, xf, *xs), (_, _, *ws), (_, _, *os) = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec

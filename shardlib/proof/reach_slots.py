@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.equations import COLLECTIVES, ELEMENTWISE, IDENTITIES, kinds, words
+from shardlib.equations import COLLECTIVES, ELEMENTWISE, IDENTITIES, Eqn, kinds, words
 from shardlib.proof.reach import NONE, Among, Reach, Slots, full, of_all, placed, unknown
 
 SAME = IDENTITIES | COLLECTIVES - {"ppermute", "ragged_all_to_all"}
@@ -46,7 +46,7 @@ def of_sorted(x: Reach, dim: int, is_forward: bool) -> Reach | None:
     return None
 
 
-def apply(eqn: Any, ins: list[Reach], rule: Callable) -> Reach | None:
+def apply(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None:
     """The result of an equation with operands of slots, by its `rule`; None if it is not followed for each choice.
 
     It depends on all that its operands depend on, also where its number is known: of its choice.
@@ -63,13 +63,13 @@ def apply(eqn: Any, ins: list[Reach], rule: Callable) -> Reach | None:
     return dataclasses.replace(result, last=bare.last, fact=Slots(dim, x.fact.source))
 
 
-def _blurred(x: Reach, last: Any = None) -> Reach:
+def _blurred(x: Reach, last: object = None) -> Reach:
     """A value without its numbers, and of one last token unless it is given."""
     found = unknown(x.shape, x.number.dtype, of_all([x]) if last is None else last)
     return dataclasses.replace(found, fact=x.fact if last is not None and is_in(x) else None)
 
 
-def _dim_after(eqn: Any, ins: list[Reach], x: Reach, rule: Callable) -> int | None:
+def _dim_after(eqn: Eqn, ins: list[Reach], x: Reach, rule: Callable[..., Any]) -> int | None:
     """The dim of a result along which it has the slots of operand `x`, or the first of them; None: there is none."""
     size, rank = x.shape[x.fact.dim], len(x.shape)
     slots = np.arange(size).reshape([size if i == x.fact.dim else 1 for i in range(rank)])
@@ -91,7 +91,7 @@ def _aligned(x: Reach, fact: Slots, dim: int | None) -> Reach:
     return unknown(x.shape, x.number.dtype, x.over([dim]))
 
 
-def _added(eqn: Any, ins: list[Reach], rule: Callable) -> Reach | None:
+def _added(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None:
     """What is added at the places of choices."""
     operand, index, new = ins
     if is_in(operand) or not is_in(index):
@@ -101,7 +101,7 @@ def _added(eqn: Any, ins: list[Reach], rule: Callable) -> Reach | None:
     return rule(eqn, operand, index, _aligned(new, index.fact, dim))
 
 
-def _looked_up(eqn: Any, ins: list[Reach], rule: Callable) -> Reach | None:
+def _looked_up(eqn: Eqn, ins: list[Reach], rule: Callable[..., Any]) -> Reach | None:
     """Entries at the places of choices."""
     x, starts = ins
     if is_in(x) or not starts.is_known:

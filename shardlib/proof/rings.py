@@ -15,8 +15,21 @@ from typing import Any
 
 import numpy as np
 from jax.extend import core
+from jax.extend.core import ClosedJaxpr
 
-from shardlib.equations import CALLS, arrays_in, axes_of, body_of, called, evaluate, is_variable, jaxprs_of, split_scan
+from shardlib.equations import (
+    CALLS,
+    Eqn,
+    Jaxpr,
+    arrays_in,
+    axes_of,
+    body_of,
+    called,
+    evaluate,
+    is_variable,
+    jaxprs_of,
+    split_scan,
+)
 from shardlib.proof import collectives
 from shardlib.proof.domain import BLOCKS, Value
 from shardlib.proof.elementwise import FOLDS
@@ -28,7 +41,7 @@ GATHERING = {"add", "add_any", "max", "min", "dynamic_update_slice"}
 _NUMBERS = itertools.count()
 
 
-def _permutes(eqn: Any, axis: str | None = None) -> str | None:
+def _permutes(eqn: Eqn, axis: str | None = None) -> str | None:
     """The axis whose devices pass a value on; None for another equation."""
     names = axes_of(eqn) if eqn.primitive.name == "ppermute" else ()
     return names[0] if len(names) == 1 and axis in (None, names[0]) else None
@@ -43,7 +56,7 @@ def _same_params(x: Any, y: Any) -> bool:
     return not has_arrays and all(str(a) == str(b) and not hasattr(a, "shape") for a, b in pairs)
 
 
-def _turns(eqn: Any) -> bool:
+def _turns(eqn: Eqn) -> bool:
     """Whether an equation is a loop in which values pass on."""
     return eqn.primitive.name == "scan" and any(map(_permutes, body_of(eqn.params["jaxpr"])[0].eqns))
 
@@ -52,7 +65,7 @@ def _unrolled(jaxpr: Any, sizes: Mapping[str, int]) -> Any:
     """The jaxpr with the turns of its loops in which blocks pass around, but for what passes them to one device."""
     found = []
 
-    def put(eqn: Any, ins: list) -> list:
+    def put(eqn: Eqn, ins: list) -> list:
         """Adds an equation of these operands, or those of its turns, and gives the results."""
         if (axis := _permutes(eqn)) and sizes[axis] == 1:
             return ins
@@ -72,7 +85,7 @@ def _unrolled(jaxpr: Any, sizes: Mapping[str, int]) -> Any:
     return jaxpr.replace(eqns=found, outvars=results)
 
 
-def _live(jaxpr: Any) -> Any:
+def _live(jaxpr: Jaxpr) -> Any:
     """The jaxpr without equations whose results are not used."""
     used, found = set(filter(is_variable, jaxpr.outvars)), []
     for eqn in reversed(jaxpr.eqns):
@@ -83,7 +96,9 @@ def _live(jaxpr: Any) -> Any:
     return jaxpr.replace(eqns=found[::-1])
 
 
-def closed(jaxpr: Any, twin: Any, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]) -> tuple[Any, Any]:
+def closed(
+    jaxpr: ClosedJaxpr, twin: object, sizes: Mapping[str, int], twin_sizes: Mapping[str, int]
+) -> tuple[Any, Any]:
     """Both programs with one turn of each ring; as they are if they have no ring that is understood."""
     if not any(_permutes(e) or _turns(e) for e in jaxpr.eqns):
         return jaxpr, twin
@@ -146,7 +161,7 @@ class _Ring:
             eqns += entered(eqn.outvars)
         return self.jaxpr.replace(eqns=eqns)
 
-    def _gathered(self, var: Any, name: str) -> list[Any]:
+    def _gathered(self, var: object, name: str) -> list[Any]:
         """The equations that gather one turn after the other, the last first."""
         found = []
         while is_variable(var) and var not in self.turns and var in self.made and self.made[var].primitive.name == name:
@@ -210,7 +225,7 @@ class _Ring:
             seen[a, b] = self._is_same(a, b, k, marks, seen)
         return seen[a, b]
 
-    def _is_same(self, a: Any, b: Any, k: int, marks: dict, seen: dict) -> bool:
+    def _is_same(self, a: object, b: object, k: int, marks: dict, seen: dict) -> bool:
         here, first = self._table(a), self._table(b)
         if here is not None and first is not None:
             if here == first:
@@ -265,7 +280,7 @@ def _of_literal(x: Any, n: int) -> list | None:
     return None if is_variable(x) or x.aval.shape != () else [x.val] * n
 
 
-def _computed(eqn: Any, ins: list[list | None], axis: str, n: int) -> list[list | None]:
+def _computed(eqn: Eqn, ins: list[list | None], axis: str, n: int) -> list[list | None]:
     """The number that each result is on each device of an axis, from those of the operands; None: no such number."""
     name = eqn.primitive.name
     if name == "axis_index" and axes_of(eqn) == (axis,):

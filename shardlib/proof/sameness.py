@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from shardlib import equations
-from shardlib.equations import body_of, is_variable
+from shardlib.equations import Eqn, body_of, is_variable
 from shardlib.marks import LAYER_NUMBERS
 from shardlib.proof.equation import Equation, is_integer
 
@@ -30,7 +30,9 @@ AT_MOST, ALIKE = 20, 4
 """How many equations one program may have more than the other, before so many of the same names."""
 
 
-def differences(ours: Any, theirs: Any, names: tuple[str, str], remedy: str, rounding: bool = False) -> Iterator[str]:
+def differences(
+    ours: object, theirs: object, names: tuple[str, str], remedy: str, rounding: bool = False
+) -> Iterator[str]:
     """Where two programs part, if they do not compute the same.
 
     Args:
@@ -74,7 +76,7 @@ def _firsts(alone: list[list[Equation]]) -> list[list[Equation]]:
 class _Numbers:
     """The numbers of a program's results, and the equation that computes each number within it."""
 
-    def __init__(self, program: Any, table: dict[Any, int], rounding: bool):
+    def __init__(self, program: object, table: dict[Any, int], rounding: bool):
         self.made: dict[int, Equation] = {}
         self._rounding = rounding
         self._table, self._roots = table, {}  # of what is a reshape: the array and its shape
@@ -88,10 +90,10 @@ class _Numbers:
         self._depth = 0
         self.results = self._of_body(program, None)
 
-    def _number(self, *key: Any) -> int:
+    def _number(self, *key: object) -> int:
         return self._table.setdefault(key, len(self._table))
 
-    def _array(self, x: Any) -> int:
+    def _array(self, x: object) -> int:
         if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             x = jax.random.key_data(x)
         x = np.asarray(x)
@@ -101,7 +103,7 @@ class _Numbers:
         self._ones |= {number} if x.ndim == 0 and x == 1 else set()
         return number
 
-    def _of_body(self, program: Any, caller: Equation | None, ins: list[int] | None = None) -> list[int]:
+    def _of_body(self, program: object, caller: Equation | None, ins: list[int] | None = None) -> list[int]:
         """The numbers of the results of a jaxpr; `ins` are those of its arguments, or arguments of its own."""
         jaxpr, consts = body_of(program)
         ins = [self._number("argument", i) for i in range(len(jaxpr.invars))] if ins is None else ins
@@ -260,7 +262,7 @@ class _Numbers:
         self._rows[number] = root, start, end, whole
         return number
 
-    def _made(self, eq: Equation, *key: Any) -> int:
+    def _made(self, eq: Equation, *key: object) -> int:
         number = self._number(*key)
         self.made.setdefault(number, eq)
         return number
@@ -290,7 +292,7 @@ class _Numbers:
         return ins[1:] if eq.name == "add" and ins[0] in self.zeros else None
 
 
-def _operands(eqn: Any) -> Any:
+def _operands(eqn: Eqn) -> Any:
     """What an equation reads: of a slice of everything, where it begins does not count."""
     is_all = eqn.primitive.name == "dynamic_slice" and _types(eqn.invars[:1]) == _types(eqn.outvars)
     return eqn.invars[:1] if is_all else eqn.invars

@@ -223,7 +223,7 @@ def _fields_of(path: Path) -> dict[str, dict[str, Any]]:
     return (_fields_of(CHIPS / f"{base}.yaml") if base else {}) | own
 
 
-def _value(path: Path, key: str, x: Any) -> Any:
+def _value(path: Path, key: str, x: object) -> Any:
     """A field of a Chip. The tables are files beside `path`, or of CHIPS."""
     if x is None and key == "price_per_hour":
         return x
@@ -250,7 +250,7 @@ def _value(path: Path, key: str, x: Any) -> Any:
     return int(number) if key == "near" else number
 
 
-def _tables(path: Path, key: str, x: Any) -> Any:
+def _tables(path: Path, key: str, x: object) -> Any:
     """The table of products in a file, or those of collectives by their operation."""
     if not x:
         return None if key == "products" else {}

@@ -4,7 +4,7 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -21,6 +21,9 @@ from shardwright.modeling.rules import Rule
 from shardwright.run.optional import in_a_line
 from shardwright.run.provenance import text_of
 from shardwright.run.step import Step
+
+if TYPE_CHECKING:
+    from train import Forward
 
 ROWS, LENGTH = 2, 256
 """Sequences, and least positions of each, for which a model is checked."""
@@ -88,7 +91,7 @@ def check_causal(step: Step, source: Any = None, context: int | None = None) -> 
     return ""
 
 
-def describe_causality(step: Step, source: Any) -> str:
+def describe_causality(step: Step, source: object) -> str:
     """The line of a run's log: the model is causal, or why that is not proved. Raises ShardError as check_causal."""
     if unproved := check_causal(step, source):
         return f"causality  not proved: {unproved}"
@@ -158,7 +161,7 @@ def _of_program(step: Step) -> Iterator[Finding]:
     yield remedied(doubt, form)
 
 
-def _first_problem(program: Any, runs: list, growth: float, unknown: Set[int]) -> str:
+def _first_problem(program: ClosedJaxpr, runs: list, growth: float, unknown: Set[int]) -> str:
     found = (find_later(program, unknown=unknown, growth=growth, free=(GIVEN, fp8.PEAK), **run) for run in runs)
     return next(filter(None, found), "")
 

@@ -20,7 +20,7 @@ from shardwright.run.step import Step
 __all__ = "Microscope", "compare_forms", "draw_step", "plan_run", "prove", "read_trace"
 
 
-def prove(steps: Sequence[Step], source: Any) -> None:
+def prove(steps: Sequence[Step], source: object) -> None:
     """Refuses steps that do not compute on their mesh what they compute on one device, or that look ahead.
 
     Args:
@@ -59,7 +59,7 @@ def draw_step(hlo: Path) -> str:
     return f"picture    {drawn}"
 
 
-def read_trace(*given: Any) -> tuple[dict[str, Any], str]:
+def read_trace(*given: object) -> tuple[dict[str, Any], str]:
     """The time between steps that a trace shows, or why not, and for a terminal, its time by source line.
 
     The arguments are those of the program compiled/trace.py, which runs in a process of low priority.

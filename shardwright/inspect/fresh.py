@@ -6,7 +6,6 @@ import functools
 import importlib
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 from shardlib.proof.check import tracing
 from shardwright.run.provenance import PROJECT, ROOT, own_modules
@@ -32,7 +31,7 @@ def anew(step: Step) -> Iterator[Step]:
     names = step.trainer.__name__, *(kind.__module__ for kind in kinds)
     packages = {name.partition(".")[0] for name in names} - {"__main__", *OTHERS}
 
-    def is_own(name: str, module: Any) -> bool:
+    def is_own(name: str, module: object) -> bool:
         top = name.partition(".")[0]
         is_named = top in packages or (getattr(module, "__file__", None) in files and top not in OTHERS)
         return is_named and name != "__main__" and getattr(module, "__spec__", None) is not None

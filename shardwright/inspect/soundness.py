@@ -35,7 +35,7 @@ class Unproved(Exception):
     """Why nothing is known of a program."""
 
 
-def check_steps(step: Step, source: Any) -> None:
+def check_steps(step: Step, source: object) -> None:
     """Refuses steps that do not compute on their mesh what they compute on one device. They are not run.
 
     With pipeline stages, the parts that stages run are checked one after the other, and compared with what one device
@@ -51,7 +51,7 @@ def check_steps(step: Step, source: Any) -> None:
     refuse(lambda: find_unsound(step), source, *(read_by(step) if source else ()))
 
 
-def check_program(program: Any, args: Any, source: Any, *settings: Any) -> None:
+def check_program(program: Any, args: object, source: Any, *settings: Any) -> None:
     """Refuses a jitted program, which calls typed_shard_map, like check_steps, for arguments of these shapes.
 
     `settings` are what its source reads beside the arguments.
@@ -61,7 +61,7 @@ def check_program(program: Any, args: Any, source: Any, *settings: Any) -> None:
     refuse(find, source, program.__name__, settings, repr(shapes))
 
 
-def refuse(find: Callable[[], list[Finding]], source: Any, *parts: Any) -> None:
+def refuse(find: Callable[[], list[Finding]], source: object, *parts: object) -> None:
     """Raises ShardError for what `find` finds, but for a `source` and `parts` of which all was proved before.
 
     `find` may raise Unproved. Of several processes, which all call this with the same program, the first proves, and
@@ -70,7 +70,7 @@ def refuse(find: Callable[[], list[Finding]], source: Any, *parts: Any) -> None:
     agreed(lambda: _refuse(find, source, parts) if jax.process_index() == 0 else None, Unproved)
 
 
-def _refuse(find: Callable[[], list[Finding]], source: Any, parts: tuple) -> None:
+def _refuse(find: Callable[[], list[Finding]], source: object, parts: tuple) -> None:
     record = record_of("soundness", source, *parts, tuple(jax.sharding.get_abstract_mesh().shape.items()))
     if record and record.exists():
         return
@@ -163,7 +163,7 @@ def _of_chunks(finding: Finding, chunk: int) -> Finding:
     return dataclasses.replace(finding, text=f"{text}\n  remedy: {remedy}")
 
 
-def _machines(part: Callable) -> Iterator[Finding]:
+def _machines(part: Callable[..., Any]) -> Iterator[Finding]:
     """Where `part`, or what it names in its module, asks JAX about the machine, which is the same on all meshes."""
     lines, _ = inspect.findsource(sys.modules[part.__module__])
     defined: dict[str, Any] = {}

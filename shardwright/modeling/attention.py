@@ -74,7 +74,9 @@ def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = F
     return "einsum" if in_one_block or refusals["blockwise"] else "blockwise"
 
 
-def _refusals(rule: Rule, q: Any, dropout: bool, sinks: bool, device: Device, length: int) -> dict[str, str | None]:
+def _refusals(
+    rule: Rule, q: jax.Array, dropout: bool, sinks: bool, device: Device, length: int
+) -> dict[str, str | None]:
     """Reason why each path cannot compute this; None if it can. cuDNN's are those of jax.nn.dot_product_attention."""
     d_head, dtype = q.shape[-1], jnp.dtype(q.dtype)
     # cuDNN takes larger heads from Hopper on. Abstract devices do not say what they are: JAX takes them for older ones.
@@ -121,7 +123,7 @@ def _refusals(rule: Rule, q: Any, dropout: bool, sinks: bool, device: Device, le
     return {path: next((why for refuses, why in of_path if refuses), None) for path, of_path in reasons.items()}
 
 
-def run(path: str, q: Any, k: Any, v: Any, mask: Mask, block: int | None) -> jax.Array:
+def run(path: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, block: int | None) -> jax.Array:
     """Attention by a path other than einsum, with the arguments of `blockwise`."""
     if planned().note:
         pairs = _pairs(mask, q) if path == "cudnn" else None

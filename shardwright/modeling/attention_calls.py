@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,10 @@ from shardwright.modeling.model import Tokens, act, blank_tokens, compute_scope,
 from shardwright.modeling.rules import Places, Rule, same_document
 from shardwright.modeling.splash import LANES
 from shardwright.modeling.weights import shapes_of
+
+if TYPE_CHECKING:
+    from shardwright.run.config import Config
+    from train import Forward
 
 TOLERANCE = {"bf16": 2**-4, "f32": 2**-12}
 """Largest difference of two paths, divided by the largest entry: four times what rounding causes on random tokens."""
@@ -99,7 +103,7 @@ def describe_attention(step: Any) -> list[str]:
     return lines
 
 
-def check_deterministic(c: Any, described: list[str]) -> None:
+def check_deterministic(c: "Config", described: list[str]) -> None:
     """Raises ValueError for hardware.deterministic where `described`, of describe_attention, cannot run with it."""
     copies = c.training.unroll != 1 or c.training.side_by_side > 1 or len(described) > 1 or c.mesh.p != 1
     if c.hardware.deterministic and copies and any(line.startswith("cudnn") for line in described):
@@ -110,12 +114,12 @@ def check_deterministic(c: Any, described: list[str]) -> None:
         )
 
 
-def rule_of(forward: Any, call: Call) -> Rule:
+def rule_of(forward: "Forward", call: Call) -> Rule:
     """The rule of a call as it runs: without training.document_mask, each sequence is one document."""
     return call.rule if forward.training.document_mask else call.rule.without(same_document)
 
 
-def path_of(forward: Any, call: Call) -> str:
+def path_of(forward: "Forward", call: Call) -> str:
     """Path of a call of attention: `ring`, or one of PATHS. Raises ValueError if the settings cannot compute it."""
     setting, how = forward.training.attention, context.way_of(forward.training)
     context.way(forward.training, call.q, call.learned, call.dropout)
@@ -125,7 +129,7 @@ def path_of(forward: Any, call: Call) -> str:
     return choose(setting, rule_of(forward, call), q, call.dropout, call.sinks is not None, keys)
 
 
-def with_path(forward: Any, path: str, how: str, block: int | None = None) -> Any:
+def with_path(forward: "Forward", path: str, how: str, block: int | None = None) -> Any:
     """The same forward pass with other settings of attention: `training.attention`, `context`, `attention_block`."""
     path = "blockwise" if path == "ring" else path  # whose blocks a ring computes
     settings = {"attention": path, "context": how, "attention_block": block}
@@ -221,7 +225,7 @@ def _operands(call: Call, length: int) -> tuple[Any, ...]:
     return structure.unflatten([value.astype(dtype(x)) for value, x in zip(drawn, leaves, strict=True)])
 
 
-def _difference(attend_of: Callable, reference_of: Callable, call: Call, length: int) -> jax.Array:
+def _difference(attend_of: Callable[..., Any], reference_of: Callable[..., Any], call: Call, length: int) -> jax.Array:
     """Largest difference of two ways to attend, of the result and of all gradients, each over its largest entry."""
     axes = tuple(mesh_axes())
     # One long document, for pairs that are far apart, and shorter ones, which begin within blocks.
@@ -234,7 +238,7 @@ def _difference(attend_of: Callable, reference_of: Callable, call: Call, length:
         tokens = varying(tokens, {*axes} - {"t"})  # whose devices have the same tokens
         *given, g = varying(_operands(call, length // shardops.axis_size("c")), axes)
 
-        def run(attend: Callable) -> list[jax.Array]:
+        def run(attend: Callable[..., Any]) -> list[jax.Array]:
             of = lambda q, k, v, learned, sinks: attend(None, q, k, v, call.rule, *learned, sinks=sinks)[0]
             out, vjp = jax.vjp(of, *given)
             return [jnp.float32(x) for x in jax.tree.leaves((out, vjp(g)))]

@@ -75,7 +75,7 @@ def blockwise(
     )
 
 
-def in_one_state(q: Any, k: Any, v: Any, mask: Mask) -> Any:
+def in_one_state(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Any:
     """The arguments of `in_blocks`, all varying over the same axes.
 
     JAX requires each gradient to vary over the axes of its value.
@@ -164,7 +164,9 @@ def _scores(task: _Task, q, keys: _Keys, j, q_places, heads, learned):
     return jnp.where(_sees(task, q_places, k_places, j), scores, -jnp.inf), gradients
 
 
-def _in_turns(task: _Task, keys: Any, carry: Any, step: Callable, gradients: tuple = ()) -> tuple[Any, Any]:
+def _in_turns(
+    task: _Task, keys: object, carry: object, step: Callable[..., Any], gradients: tuple = ()
+) -> tuple[Any, Any]:
     """`carry` and `gradients` after step(keys, carry, gradients, is_last) with the keys of each device of the ring.
 
     The gradients of keys go around with them, and come back to the device of the keys.

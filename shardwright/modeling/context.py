@@ -51,18 +51,18 @@ def attend_by(einsum: Callable, training: Any, tokens: Any) -> Callable:
     return attend
 
 
-def whole(of_device: Callable, q: Any, k: Any, v: Any, mask: Mask) -> jax.Array:
+def whole(of_device: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
     """Attention where each device has whole sequences."""
     return of_device(q, k, v, mask)
 
 
-def own(weights: Any) -> Any:
+def own(weights: object) -> Any:
     """Sinks or learned weights as each device of c uses them by itself: a partial sum over c is their gradient."""
     arrays = jax.tree.map(lambda x: unwrap(x) if is_opaque(x) else x, weights, is_leaf=is_opaque)
     return varying(arrays, {"c"} & {*mesh_axes()})
 
 
-def gather(of_device: Callable, q: Any, k: Any, v: Any, mask: Mask) -> jax.Array:
+def gather(of_device: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
     """Each device gathers the keys and values of all positions for its own queries."""
     k, v, keys = gathered(k, v, mask.keys)
     with apart("c", "L"):
@@ -81,7 +81,7 @@ def gathered(k: act["B/b S/c K/t D"], v: act["B/b S/c K/t D"], places: Places) -
 
 @typed
 def ulysses(
-    of_device: Callable,
+    of_device: Callable[..., Any],
     q: act["B/b L/c N/t P D"],
     k: act["B/b L/c N/t D"],
     v: act["B/b L/c N/t D"],
@@ -136,7 +136,7 @@ def shares(kv_heads: int) -> tuple[int, int]:
 
 @typed
 def ring(
-    of_device: Callable,
+    of_device: Callable[..., Any],
     q: act["B/b L/c K/t Q D"],
     k: act["B/b L/c K/t D"],
     v: act["B/b L/c K/t D"],
@@ -162,7 +162,7 @@ def ring(
     return shardops.zigzag("B/b Z/c K/t Q D -> B/b L/c K/t Q D", out)
 
 
-def _planned_ring(rule: Rule, q: Any, k: Any, v: Any) -> jax.Array:
+def _planned_ring(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """What stands for the ring in a program that is only planned: a kernel for each turn."""
     out: Any = 0
     keys = k.shape[1] * shardops.axis_size("c")
@@ -181,7 +181,7 @@ def way_of(training: Any) -> str:
     return training.context if planned_devices("c") > 1 or "c" in mesh_axes() else "whole"
 
 
-def way(training: Any, q: Any, learned: tuple, dropout: bool) -> Callable:
+def way(training: Any, q: object, learned: tuple, dropout: bool) -> Callable:
     """The way of a run on the mesh in force. Raises ValueError if it cannot compute this."""
     if (how := way_of(training)) != "whole":
         _check(how, training.attention, q, learned, dropout)

@@ -20,7 +20,13 @@ from shardlib.values import apart, mesh_axes
 
 @scope
 def sum_in_chunks(
-    summed: Callable, chunk: int | None, w: Any, x: Any, targets: jax.Array, mask: jax.Array, reference: Any = None
+    summed: Callable[..., Any],
+    chunk: int | None,
+    w: Any,
+    x: jax.Array,
+    targets: jax.Array,
+    mask: jax.Array,
+    reference: object = None,
 ) -> Any:
     """summed(w, x, targets, mask, reference), for `chunk` positions of L at a time (None: all). Per-device code.
 
@@ -47,7 +53,7 @@ def sum_in_chunks(
     rest = lax.stop_gradient(w)
     sizes = {"T": blocks, "P": chunk // blocks}
 
-    def cut(x: Any, spec: str = "") -> Any:
+    def cut(x: jax.Array, spec: str = "") -> Any:
         if not hasattr(x, "shape"):
             return map_arrays(lambda path, t, part: cut(part, str(t.spec)), x)
         spec = spec or of_positions(x)
@@ -101,7 +107,7 @@ def _sum(summed: Callable, w_head: dict, w: Any, *chunks: jax.Array) -> Any:
     return lax.scan(lambda total, chunk: (total + of_chunk(chunk), None), _zero(of_chunk, chunks), chunks)[0]
 
 
-def _zero(of_chunk: Callable, chunks: Any) -> Any:
+def _zero(of_chunk: Callable[..., Any], chunks: object) -> Any:
     """A sum of 0, like of_chunk(chunk). It is carried, because a scan cannot stack partial sums."""
     first = jax.tree.map(lambda x: x[0], chunks)
     return jax.tree.map(zeros_like_traced, jax.make_jaxpr(of_chunk, return_shape=True)(first)[1])
@@ -122,7 +128,7 @@ def _sum_and_gradients(summed: Callable, w_head: dict, w: Any, *chunks: jax.Arra
     return total, (g_head, g_x, dtypes)
 
 
-def _scaled(summed: Callable, saved: Any, g: Any) -> tuple[Any, ...]:
+def _scaled(summed: Callable[..., Any], saved: Any, g: object) -> tuple[Any, ...]:
     g_head, g_x, dtypes = saved
     (scale,) = jax.tree.leaves(g)  # of a partial sum: the same on all its devices, as if it was gathered
     scale = varying(scale, jax.typeof(scale).manual_axis_type.reduced)

@@ -138,10 +138,10 @@ class LanguageModel(Protocol):
     table: Any
     """A Weights with a modeling.weights.Weight in the place of each array."""
 
-    def embed(self, w: Any, tokens: Tokens) -> Any:
+    def embed(self, w: object, tokens: Tokens) -> Any:
         """Residual stream before the first layer: act['B/b L/c/t M'], or a dataclass of typed arrays of floats."""
 
-    def layer(self, x: Any, w: Any, tokens: Tokens, attend: Callable) -> Any:
+    def layer(self, x: object, w: object, tokens: Tokens, attend: Callable[..., Any]) -> Any:
         """Residual stream after a layer, of the type of `x`; or a tuple of it and Extras.
 
         Matmuls with weights are `shardops.matmul`, which training.fp8 computes in FP8.
@@ -157,7 +157,7 @@ class LanguageModel(Protocol):
                 All that a position learns from others must pass through `attend`, or the model is not sampled.
         """
 
-    def logits(self, w: Any, x: Any) -> Any:
+    def logits(self, w: object, x: object) -> Any:
         """Logits act['B/b L/c V/t/p'] from the residual stream after the last layer."""
 
 
@@ -241,7 +241,7 @@ def load_model(c: Any) -> LanguageModel:
     return model
 
 
-def checked_logits(model: LanguageModel, w: Any, x: Any) -> Any:
+def checked_logits(model: LanguageModel, w: object, x: object) -> Any:
     """model.logits(w, x). Raises ValueError for another number of token ids than model.vocab. Per-device code."""
     logits = model.logits(w, x)
     vocab = logits.shape[-1] * devices_along(("t", "p"))

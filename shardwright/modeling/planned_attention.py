@@ -28,14 +28,18 @@ def kernels_as_calls() -> Iterator[list[Rule]]:
         yield rules
 
 
-def noted(way: Callable, of_device: Callable, q: Any, k: Any, v: Any, mask: Mask) -> jax.Array:
+def noted(
+    way: Callable[..., Any], of_device: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask
+) -> jax.Array:
     """way(of_device, …), whose rule `kernels_as_calls` gives."""
     if note := planned().note:
         note(mask.rule)
     return way(of_device, q, k, v, mask)
 
 
-def planned_kernel(rule: Rule, keys: int, path: str, q: Any, k: Any, v: Any, mask: Any) -> jax.Array:
+def planned_kernel(
+    rule: Rule, keys: int, path: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: object
+) -> jax.Array:
     """The call that stands for a path of attention, of a sequence of `keys` positions.
 
     `mask` is what it is given beside queries, keys and values.
@@ -48,24 +52,24 @@ def share_of(name: str) -> float:
     return float(name.removeprefix(f"{KERNEL}_"))
 
 
-def alike(*arrays: Any) -> Any:
+def alike(*arrays: object) -> Any:
     """The arrays, varying over the axes over which any of them varies, and over those of stages."""
     axes = {axis for x in jax.tree.leaves(arrays) for axis in jax.typeof(x).manual_axis_type.varying}
     return varying(arrays, axes | set(stage_axes()))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _kernel(call: tuple[float, str], q: Any, k: Any, v: Any, mask: Any) -> jax.Array:
+def _kernel(call: tuple[float, str], q: jax.Array, k: jax.Array, v: jax.Array, mask: object) -> jax.Array:
     return _kernel_forward(call, q, k, v, mask)[0]
 
 
-def _kernel_forward(call: tuple[float, str], q: Any, k: Any, v: Any, mask: Any) -> tuple:
+def _kernel_forward(call: tuple[float, str], q: jax.Array, k: jax.Array, v: jax.Array, mask: object) -> tuple:
     out, normalizer = _called(call[0], lambda q, *_, all: (q + all.astype(q.dtype), q[..., 0] + all), q, k, v, mask)
     out, normalizer = save_for_backward((out, normalizer))
     return out, (q, k, v, mask, out, normalizer)
 
 
-def _kernel_backward(call: tuple[float, str], kept: tuple, g: Any) -> tuple:
+def _kernel_backward(call: tuple[float, str], kept: tuple, g: object) -> tuple:
     # Before jax 0.12 cuDNN's kernel writes the mask's gradient too. Nothing reads it: the barrier keeps it traced.
     count = 4 if call[1] == "cudnn" and kept[3] is not None and jax.__version_info__ < (0, 12) else 3
     gradients = lambda *args, all: [x + all.astype(x.dtype) for x in args[:count]]
@@ -74,7 +78,7 @@ def _kernel_backward(call: tuple[float, str], kept: tuple, g: Any) -> tuple:
     return *jax.lax.optimization_barrier(_called(call[0], gradients, *kept, g, *alike(*sums)))[:3], None
 
 
-def _called(share: float, fn: Callable, *args: Any) -> Any:
+def _called(share: float, fn: Callable[..., Any], *args: object) -> Any:
     """The results of `fn`, whose argument `all` is a number that depends on all of `args`, so that JAX drops none."""
 
     def call(*args):

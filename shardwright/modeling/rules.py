@@ -162,7 +162,7 @@ class Rule:
         """What the rule is made of."""
         return self.scale, self.score, *self.visible
 
-    def without(self, condition: Callable) -> "Rule":
+    def without(self, condition: Callable[..., Any]) -> "Rule":
         """The rule without this condition."""
         found = dataclasses.replace(self, visible=tuple(x for x in self.visible if x is not condition))
         object.__setattr__(found, "made", self.made)
@@ -176,7 +176,7 @@ class Rule:
         return ", ".join(parts)
 
 
-def numbers_in(part: Any) -> tuple | None:
+def numbers_in(part: object) -> tuple | None:
     """The class and the numbers of which a part of a rule is made; None of a function."""
     if isinstance(part, int | float):
         return type(part).__name__, part
@@ -211,7 +211,7 @@ class Mask:
             return self.heads.reshape(kv, queries, 1, 1)
         return head_numbers(kv, queries)
 
-    def weights(self, products: jax.Array, d_head: int, dtype: Any) -> jax.Array:
+    def weights(self, products: jax.Array, d_head: int, dtype: jax.typing.DTypeLike) -> jax.Array:
         """Attention weights, in `dtype`, of products[B, K, Q, L, S] of queries and keys in that of the softmax."""
         heads = self.head_numbers(*products.shape[1:3])
         places = self.queries.as_queries(), self.keys.as_keys()

@@ -80,7 +80,7 @@ def _kernel(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.
     return jax.vmap(kernel)(q, k, v, segments)
 
 
-def _unchecked(fn: Callable, *args: Any) -> Any:
+def _unchecked(fn: Callable[..., Any], *args: object) -> Any:
     """fn(*args), without JAX's check over which axes values vary: the kernel does not state it of its results.
 
     All axes are manual already, so that this `shard_map` cuts nothing.
@@ -94,12 +94,12 @@ def _unchecked(fn: Callable, *args: Any) -> Any:
 
 # The gradient is defined here, since JAX would sum those of values that it takes for the same on all devices.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def by_kernel(kernel: Callable, marks: bool, *given: jax.Array) -> jax.Array:
+def by_kernel(kernel: Callable[..., Any], marks: bool, *given: jax.Array) -> jax.Array:
     """kernel(q, k, v, document), on a device. `marks`: it marks what its backward pass needs beside these."""
     return _unchecked(kernel, *given)
 
 
-def _forward(kernel: Callable, marks: bool, *given: jax.Array) -> tuple:
+def _forward(kernel: Callable[..., Any], marks: bool, *given: jax.Array) -> tuple:
     def run(q, k, v, document):
         out, vjp = jax.vjp(lambda q, k, v: kernel(q, k, v, document), q, k, v)
         is_given = lambda x: any(x is y for y in (q, k, v, document))
@@ -108,7 +108,7 @@ def _forward(kernel: Callable, marks: bool, *given: jax.Array) -> tuple:
     return _unchecked(run, *given)
 
 
-def _backward(kernel: Callable, marks: bool, vjp: Callable, g: jax.Array) -> tuple:
+def _backward(kernel: Callable[..., Any], marks: bool, vjp: Callable[..., Any], g: jax.Array) -> tuple:
     return *_unchecked(lambda vjp, g: vjp(g), vjp, g), None
 
 

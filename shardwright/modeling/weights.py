@@ -175,7 +175,7 @@ def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mappin
         raise ValueError(f"the model's table: `changes` sets {', '.join(sorted(unknown))}, not attributes of a Weight.")
     left = {*changes}
 
-    def weight(path: str, t: WeightType, _: Any) -> Weight | None:
+    def weight(path: str, t: WeightType, _: object) -> Weight | None:
         name = path.rpartition(".")[2]
         left.discard(name)
         problem = None
@@ -209,7 +209,7 @@ def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mappin
     return table
 
 
-def _not_a_weight(leaf: Any) -> ValueError:
+def _not_a_weight(leaf: object) -> ValueError:
     return ValueError(
         f"the model's table has a {type(leaf).__name__} where it should have a Weight; "
         "the class of a group of weights is decorated with @pytree_dataclass."
@@ -285,6 +285,6 @@ def initialize(table, key: jax.Array, order: np.ndarray | None = None):
     return jax.tree_util.tree_map_with_path(array, table, shardings, are_stacks(table))
 
 
-def sharded(kind: Any, shapes: Any) -> Any:
+def sharded(kind: object, shapes: object) -> Any:
     """The same shapes, with the shardings of a class of arrays."""
     return jax.tree.map(lambda x, sharding: x.update(sharding=sharding), shapes, make_shardings(kind, like=shapes))

@@ -18,7 +18,7 @@ from shardwright.modeling.weights import Weight
 from shardwright.optimizers.rates import Update
 
 
-def zeros(dims: str, updates: Any, wanted: Callable[[Update], Any], longest: float = math.inf) -> Any:
+def zeros(dims: str, updates: object, wanted: Callable[[Update], Any], longest: float = math.inf) -> Any:
     """Factors of zeros, of type Subset[dims, W], of the weights that are `wanted`; None for others. Under jit.
 
     `updates` are those of rates.updates_of. A side longer than `longest` has none. Raises ValueError for a weight that
@@ -46,7 +46,7 @@ def zeros(dims: str, updates: Any, wanted: Callable[[Update], Any], longest: flo
     return jax.tree.unflatten(jax.tree.structure(updates), found)
 
 
-def types_of(updates: Any) -> Any:
+def types_of(updates: object) -> Any:
     """A tree like `updates` with the type of each weight at rest."""
     return jax.tree.unflatten(jax.tree.structure(updates), [t for _, t, _ in arrays_in(type(updates), updates)])
 
@@ -61,7 +61,7 @@ class Specs(NamedTuple):
     outputs: str | None
 
 
-def specs_of(updates: Any) -> Any:
+def specs_of(updates: object) -> Any:
     """A tree like `updates` with the Specs of each weight."""
 
     def specs(name: str, t: ArrayType, weight: Weight) -> Specs:

@@ -98,7 +98,7 @@ def spec_of(*dims: Dim) -> str:
 
 
 @typed
-def orthogonalized(x: W, updates: Any, iterations: int) -> W:
+def orthogonalized(x: W, updates: object, iterations: int) -> W:
     """Replaces each matrix M = UΣVᵀ of Muon in `x` by about UVᵀ. Other arrays stay as they are.
 
     Weights with the same layout form one stack, for fewer collectives and fewer devices without a matrix.
@@ -140,7 +140,9 @@ def newton_schulz_stacks(layout: Layout, iterations: int, *arrays: jax.Array) ->
 
 
 @scope  # each exchange has a stack of its own size
-def on_whole_matrices(fn: Callable, dims: tuple[tuple[Dim, ...], ...], done: tuple[str, ...], *xs: Any) -> list:
+def on_whole_matrices(
+    fn: Callable[..., Any], dims: tuple[tuple[Dim, ...], ...], done: tuple[str, ...], *xs: Any
+) -> list:
     """Applies fn, which takes stacks of whole matrices, to those whose blocks are in the xs[i][stack, *dims[i]].
 
     Entry k of each stack belongs to matrix k. The dims of all have the same axes, in an order that goes together, as a
@@ -169,7 +171,7 @@ def on_whole_matrices(fn: Callable, dims: tuple[tuple[Dim, ...], ...], done: tup
     return each(back, results, blocks, whole)
 
 
-def each(fn: Callable, xs: Iterable, *others: Iterable) -> list:
+def each(fn: Callable[..., Any], xs: Iterable, *others: Iterable) -> list:
     """The results of fn(x, *others of this x); None where x is None."""
     return [x if x is None else fn(x, *rest) for x, *rest in zip(xs, *others, strict=True)]
 

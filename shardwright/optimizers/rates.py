@@ -45,7 +45,7 @@ class Update:
     """Decoupled weight decay, multiplied by the learning rate of the weight."""
 
 
-def updates_of(c: OptimizerConfig, table: Any, algorithms: Collection[str]) -> Any:
+def updates_of(c: OptimizerConfig, table: object, algorithms: Collection[str]) -> Any:
     """The Update of each weight, in a tree like the model's `table`.
 
     With muon as the algorithm, weights that are not matrices are updated by adamw. Then each of c.groups, in order,

@@ -41,14 +41,14 @@ SIDES = {"soap_left": "inputs", "soap_right": "outputs", "soap_left_basis": "inp
 """Fields of State: L, R, Q and P. Each has the dims of a side twice."""
 
 
-def soap_zeros(updates: Any) -> dict[str, Any]:
+def soap_zeros(updates: object) -> dict[str, Any]:
     """The fields of State that are SOAP's alone. Under jit."""
     of = lambda side: zeros(f"{side} {side}", updates, lambda update: update.algorithm == "soap", LONGEST)
     return {name: of(side) for name, side in SIDES.items()}
 
 
 @typed
-def soap(state: Any, g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, updates: Any):
+def soap(state: Any, g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, updates: object):
     """One SOAP update (arXiv 2409.11321, algorithm 3) of the weights that `updates` assigns to soap.
 
     `state` is train.State with the fields of SIDES. Steps count from 0.

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 _ROOT = Path(__file__).parents[2]
 FAILURES = (OSError, RuntimeError, ValueError)
@@ -17,7 +17,7 @@ TIMEOUT_S = 600.0
 T = TypeVar("T")
 
 
-def run_beside(module: str, *arguments: Any, directory: Path | None = None) -> str:
+def run_beside(module: str, *arguments: object, directory: Path | None = None) -> str:
     """Runs one of our modules, by its name, as a program of at most TIMEOUT_S seconds. Returns what it prints.
 
     `directory` is where it runs; None: where this program does. Raises RuntimeError, with the last line of its errors,
@@ -42,7 +42,7 @@ def run_beside(module: str, *arguments: Any, directory: Path | None = None) -> s
     return done.stdout.decode()
 
 
-def in_background(function: Callable[..., T], *arguments: Any) -> concurrent.futures.Future[T]:
+def in_background(function: Callable[..., T], *arguments: object) -> concurrent.futures.Future[T]:
     """Calls a function on a thread of its own."""
     executor = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix=function.__name__)
     result = executor.submit(function, *arguments)

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,6 +19,9 @@ from shardwright.run.files import literal
 from shardwright.settings.composing import wrong_setting
 from shardwright.settings.differences import flat
 from shardwright_data.loader import Loader, batch_of, make_loader, steps_for
+
+if TYPE_CHECKING:
+    from shardwright.run.config import Config
 
 MAY_CHANGE = (
     *(f"training.{name}" for name in ("seq_len", "batch_size", "microbatches", "side_by_side", "loss_chunk")),
@@ -58,7 +61,7 @@ def settings_at(config: dict, step: int) -> dict:
     return found
 
 
-def config_at(c: Any, step: int) -> Any:
+def config_at(c: "Config", step: int) -> Any:
     """A Config as it is at a step, with no change left in it. Raises ValueError for a value of another type."""
     if not c.training.changes:
         return c
@@ -78,7 +81,7 @@ def check_number(changes: Sequence[Any]) -> None:
         raise ValueError(f"training.changes has {len(changes):,} entries; leave at most {MOST_CHANGES}.")
 
 
-def check_changes(c: Any, check: Callable[[Any], None]) -> None:
+def check_changes(c: "Config", check: Callable[[Any], None]) -> None:
     """Raises ValueError for an entry of training.changes that is wrong, or whose settings `check` refuses."""
     check_number(c.training.changes)
     for i, (before, change) in enumerate(itertools.pairwise([{"step": 0}, *c.training.changes])):
@@ -100,7 +103,7 @@ def check_changes(c: Any, check: Callable[[Any], None]) -> None:
             raise ValueError(f"training.changes, from step {first}: {error}") from None
 
 
-def described_change(c: Any, first: int) -> str:
+def described_change(c: "Config", first: int) -> str:
     """Each setting that changes at a step, with both values."""
     whole = dataclasses.asdict(c)
     before, now = (flat(settings_at(whole, step)) for step in (first - 1, first))
@@ -108,7 +111,7 @@ def described_change(c: Any, first: int) -> str:
     return ", ".join(f"{name} {before.get(name)} -> {now.get(name)}" for name in differing)
 
 
-def _phases(c: Any) -> Iterator[tuple[int, Any, int]]:
+def _phases(c: "Config") -> Iterator[tuple[int, Any, int]]:
     """The first step with the same settings, the end of these steps, and the tokens of each."""
     ends: list[Any] = [*firsts(c), math.inf]
     for first, end in itertools.pairwise(ends):
@@ -116,12 +119,12 @@ def _phases(c: Any) -> Iterator[tuple[int, Any, int]]:
         yield first, end, t.batch_size * t.seq_len
 
 
-def tokens_before(c: Any, step: int) -> int:
+def tokens_before(c: "Config", step: int) -> int:
     """Tokens of the batches before a step."""
     return sum(max(0, min(end, step) - first) * each for first, end, each in _phases(c))
 
 
-def steps_of(c: Any, tokens: int) -> int:
+def steps_of(c: "Config", tokens: int) -> int:
     """Number of steps that take at most so many tokens."""
     steps = 0
     for first, end, each in _phases(c):
@@ -132,7 +135,7 @@ def steps_of(c: Any, tokens: int) -> int:
     return steps
 
 
-def total_steps(c: Any, loader: Loader) -> int:
+def total_steps(c: "Config", loader: Loader) -> int:
     """Number of steps of a run with such a loader. Raises ValueError as steps_for."""
     t = c.training
     length = {"steps": t.steps, "tokens": t.tokens, "epochs": t.epochs}
@@ -141,7 +144,7 @@ def total_steps(c: Any, loader: Loader) -> int:
     return steps_for(loader, **length, skip_steps=c.data.skip_steps)
 
 
-def loader_at(c: Any, step: int, inputs: Sequence[str] = (), state: Mapping[str, Any] | None = None) -> Loader:
+def loader_at(c: "Config", step: int, inputs: Sequence[str] = (), state: Mapping[str, Any] | None = None) -> Loader:
     """The loader of the training batch of a step, which goes on where the batches before its settings ended.
 
     `state` is that of a checkpoint of `step`. Raises ValueError as make_loader.

@@ -13,7 +13,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -42,6 +42,9 @@ from shardwright.run.checkpoint_arrays import (
 from shardwright.run.stores import MANIFEST, Damaged, Store, agreed, in_parallel
 from shardwright.settings.differences import config_differences
 from shardwright.settings.words import say
+
+if TYPE_CHECKING:
+    from train import State
 
 COMMIT_TIMEOUT_S = 1800.0
 """Seconds that a process waits for the others to finish writing, before the save fails."""
@@ -100,7 +103,7 @@ class Checkpointer(contextlib.AbstractContextManager):
     def save(
         self,
         step: int,
-        state: Any,
+        state: "State",
         metadata: dict,
         orders: Orders = NO_ORDERS,
         check: Callable[[], None] = lambda: None,
@@ -161,7 +164,7 @@ class Checkpointer(contextlib.AbstractContextManager):
                     self.store.write(OWNER, b"")  # where it is missing, an older run that hung would save again
 
     @pause("restoring a checkpoint")
-    def restore(self, step: int, like: Any, orders: Orders = NO_ORDERS, partly: bool = False) -> Any:
+    def restore(self, step: int, like: object, orders: Orders = NO_ORDERS, partly: bool = False) -> Any:
         """The state that was saved at `step`, with the shardings of `like`. All processes raise the error of one.
 
         Each process reads the chunks that its devices need, each once.

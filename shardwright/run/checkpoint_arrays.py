@@ -123,7 +123,7 @@ Part = tuple[SavedArray, Mapping[Index, np.ndarray]]
 """An array to be written, and the chunks of it that this process has."""
 
 
-def named_leaves(tree: Any) -> dict[str, Any]:
+def named_leaves(tree: object) -> dict[str, Any]:
     """Leaves by their path, such as `weights/layers/w_q`: field names, dict keys, and indices, joined by slashes."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
@@ -267,7 +267,7 @@ def read_arrays(
     return arrays
 
 
-def _reads(read_chunk: Callable, saved: SavedArray, targets: list[tuple[Box, np.ndarray]]) -> list[Callable]:
+def _reads(read_chunk: Callable[..., Any], saved: SavedArray, targets: list[tuple[Box, np.ndarray]]) -> list[Callable]:
     """Jobs that read regions of an array, each into its NumPy array: one job for each chunk."""
     by_chunk = collections.defaultdict(list)
     for box, values in targets:
@@ -296,7 +296,7 @@ def _digest(attributes: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def commit(store: Store, step: int, arrays: list[SavedArray], written: Checksums, metadata: Any) -> None:
+def commit(store: Store, step: int, arrays: list[SavedArray], written: Checksums, metadata: object) -> None:
     """Turns the chunks in the directory of a step into a checkpoint: writes all metadata, and the manifest last.
 
     `written` is what write_arrays returned, of all processes, and `metadata` what the program adds to the manifest.

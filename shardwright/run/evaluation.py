@@ -8,7 +8,7 @@ from shardwright.cluster.watch import pause
 from shardwright.run.stores import agreed
 
 
-def evaluate(evaluation_step: Callable, weights: Any, validation: Any, batches: int) -> dict[str, float]:
+def evaluate(evaluation_step: Callable[..., Any], weights: object, validation: Any, batches: int) -> dict[str, float]:
     """Mean loss in nats a token over the first `batches` batches of the validation split.
 
     No sequence of a dataset comes in two batches. Sources of a mixture begin again until the one that lasts longest is

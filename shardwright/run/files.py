@@ -29,7 +29,7 @@ def read_config(path: Path) -> dict[str, dict]:
     return as_config(found, str(path))
 
 
-def as_config(found: Any, where: str) -> dict[str, dict]:
+def as_config(found: object, where: str) -> dict[str, dict]:
     """`found` if it has the form of a configuration. Raises ValueError, which begins with `where`, if it has not."""
     if not isinstance(found, dict) or not all(isinstance(section, dict) for section in found.values()):
         raise ValueError(f"{where} has no configuration of a run: sections of settings. Is it a run of this program?")
@@ -40,7 +40,7 @@ def as_config(found: Any, where: str) -> dict[str, dict]:
     return found
 
 
-def literal(value: Any) -> Any:
+def literal(value: object) -> Any:
     """A saved value as OmegaConf takes it for what it says: `${oc.env:HOME}` is that text, and not a directory."""
     if isinstance(value, Mapping):
         return {key: literal(part) for key, part in value.items()}
@@ -83,6 +83,6 @@ def write_whole(path: Path, text: str) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def write_json(path: Path, data: Any) -> None:
+def write_json(path: Path, data: object) -> None:
     """Writes data as a JSON file that has this name only once it is complete."""
     write_whole(path, json.dumps(data, indent=1, ensure_ascii=False) + "\n")

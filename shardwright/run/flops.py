@@ -4,7 +4,7 @@ import functools
 import math
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,10 @@ from shardlib.products import product_of
 from shardwright.cluster.chips import chip_for
 from shardwright.cluster.devices import Device
 from shardwright.modeling.rules import Rule
+from shardwright.modeling.settings import ModelConfig
+
+if TYPE_CHECKING:
+    from train import Forward
 
 
 class PeakFlops(NamedTuple):
@@ -53,7 +57,7 @@ def attended_keys(rules: Iterable[Rule], length: int) -> float:
     return float(np.mean([rule.attended(length) for rule in rules] or [0.0]))
 
 
-def flops_of_model(table: Any, c: Any, attended: float) -> float:
+def flops_of_model(table: object, c: ModelConfig, attended: float) -> float:
     """FLOPs a token of a training step, forward and backward, of the model with this table and ModelConfig.
 
     Recomputation is not counted. The parameters of an input embedding multiply nothing. A tied table is not such an

@@ -5,7 +5,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -24,6 +24,9 @@ from shardwright.run.skipping import SkippedSteps, described_documents
 from shardwright.run.stores import agreed
 from shardwright.run.trackers import tracked
 
+if TYPE_CHECKING:
+    from shardwright.run.run import Run
+
 DRAWN_AFTER = 6
 """Steps of this process before the compiled step is drawn. The profiled steps are among them."""
 
@@ -40,7 +43,7 @@ class Journal(contextlib.ExitStack):
         skips: the SkippedSteps.
     """
 
-    def __init__(self, run: Any, examine: ModuleType):
+    def __init__(self, run: "Run", examine: ModuleType):
         super().__init__()
         self._run, self._directory, self._examine, t = run, run.directory, examine, run.c.training
         if run.step.inputs and t.sample_interval is not None:
@@ -92,7 +95,7 @@ class Journal(contextlib.ExitStack):
         self._loss = metrics.loss
         self.log.log(step, vars(metrics))
 
-    def see(self, step: int, metrics: Any) -> None:
+    def see(self, step: int, metrics: object) -> None:
         """Goes on with the profile and the page, after a step was dispatched."""
         self._profiler.after_step(step - self._run.start, metrics)
         if step == self._run.start:
@@ -170,7 +173,7 @@ class Journal(contextlib.ExitStack):
             metrics = f"metrics    {self._directory}/metrics.jsonl"
             tell(f"report     {page}  (open it in a browser)" if page else metrics)
 
-    def _end_by_error(self, kind: type | None, error: BaseException | None, _: Any) -> None:
+    def _end_by_error(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if error is not None and self._loss is not None:
             self._finish_page("failed", in_a_line(error))
         self._page.close()

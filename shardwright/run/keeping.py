@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -43,7 +43,7 @@ class Keeper:
         source_differs: how the source differs from that of the checkpoint; None where it does not.
     """
 
-    def __init__(self, whole: Config, directory: Path, model: Any, placement: LayerPlacement):
+    def __init__(self, whole: Config, directory: Path, model: object, placement: LayerPlacement):
         self._whole, self._directory, self._model, self._placement = whole, directory, model, placement
         self.record: dict[str, Any] = {"reference": reference.reference_record(whole)}
         self.damaged: dict[int, str] = {}
@@ -74,7 +74,7 @@ class Keeper:
             raise ValueError(f"checkpoint {done} is of no run: begin one with its weights (training.init_from).")
         return done, metadata["loader"], metadata.get("skips", {})
 
-    def state(self, start: int, c: Config, init: Callable[[jax.Array], Any], State: Any) -> Any:
+    def state(self, start: int, c: Config, init: Callable[[jax.Array], Any], State: object) -> Any:
         """The state after `start` steps, of a checkpoint or fresh; None, and another of `damaged`, if it is damaged."""
         try:
             if not start:
@@ -98,7 +98,7 @@ class Keeper:
             self.checkpoints.remove_leftovers()
 
     def save(
-        self, done: int, state: Any, metadata: dict[str, Any], settle: Callable[[], Any], ask: str, is_last: bool
+        self, done: int, state: "State", metadata: dict[str, Any], settle: Callable[[], Any], ask: str, is_last: bool
     ) -> None:
         """Saves a checkpoint: in the background, but for the last of this start, which is waited for.
 

@@ -41,7 +41,7 @@ def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callabl
     """
 
     @functools.wraps(run)
-    def job(config: Any) -> Any:
+    def job(config: object) -> Any:
         with launched(config) as given:
             stopped_by = run(*given)
         if stopped_by and HydraConfig.get().mode == RunMode.RUN:

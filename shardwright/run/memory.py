@@ -1,11 +1,9 @@
 """Peak memory of a device in the training step: measured by the device, or predicted by the compiler."""
 
-from typing import Any
-
 import jax
 
 
-def peak_memory(compiled: jax.stages.Compiled, done: Any) -> dict[str, int | str]:
+def peak_memory(compiled: jax.stages.Compiled, done: object) -> dict[str, int | str]:
     """Peak memory of the fullest device of this process, in bytes, and its source.
 
     The source is "device" for the peak since the process began, in which a sweep may have run other jobs. A CPU

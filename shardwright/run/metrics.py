@@ -275,7 +275,7 @@ def move_later_lines(path: Path, step: int) -> int:
 # ---- values -------------------------------------------------------------------------------------------------------
 
 
-def check_metrics(metrics: Any) -> None:
+def check_metrics(metrics: object) -> None:
     """Raises ValueError for metrics of a step that RunLog cannot write. Their shapes are enough."""
     fields = vars(metrics)
     layers = [name for value in fields.values() if isinstance(value, LayerMetrics) for name in value.names]
@@ -322,7 +322,7 @@ def _text(name: str, value: Any) -> str:
     return f"{name} {_short(value)}"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     if isinstance(value, list) and value:  # of the layers
         return f"{sum(map(float, value)) / len(value):.4g}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -199,7 +199,7 @@ def checkpoints_of(directory: Path, paths: run_config.PathsConfig) -> str:
 
 
 def read_weights(
-    path: str | os.PathLike, like: Any, config: dict, orders: Orders = NO_ORDERS
+    path: str | os.PathLike, like: object, config: dict, orders: Orders = NO_ORDERS
 ) -> tuple[Any, dict[str, list[str]]]:
     """The weights of another run, for one with weights `like` and this configuration, and what was done with each.
 
@@ -265,7 +265,7 @@ def fresh_state(
     c: run_config.Config,
     placement: LayerPlacement,
     init: Callable[[jax.Array], Any],
-    State: Any,
+    State: object,
     record: dict[str, Any] | None = None,
 ) -> Any:
     """State of a run before its first step, on the current mesh, with the weights of training.init_from if given.

@@ -47,7 +47,12 @@ class StepProfiler:
     """
 
     def __init__(
-        self, log: RunLog, read: Callable, hlo: Path | None, steps: int, settle: Callable[[], Any] = lambda: None
+        self,
+        log: RunLog,
+        read: Callable[..., Any],
+        hlo: Path | None,
+        steps: int,
+        settle: Callable[[], Any] = lambda: None,
     ):
         self.by_line: str | None = None
         self._log, self._read, self._hlo, self._settle = log, read, hlo, settle
@@ -70,7 +75,7 @@ class StepProfiler:
                 return
             self._traces = True
 
-    def after_step(self, i: int, outputs: Any) -> None:
+    def after_step(self, i: int, outputs: object) -> None:
         """Ends the trace, once its outputs are there, if step `i`, just dispatched, is the last profiled one.
 
         Args:

@@ -100,7 +100,7 @@ def read_by(step: Step) -> tuple:
     return settings, text_of(type(step.model)), text_of(step.trainer), reference_record(step.c)
 
 
-def record_of(name: str, source: Any, *parts: Any) -> Path | None:
+def record_of(name: str, source: object, *parts: object) -> Path | None:
     """The file, beside compiled programs, of what is known of a program of this source that reads `parts`.
 
     None where nothing is kept, or where a file of the source was edited since: which of both runs is not known.
@@ -192,7 +192,7 @@ def compare_source(
     return found
 
 
-def keep_source(directory: Path, step: int, model: Any, about: Mapping[str, Any]) -> None:
+def keep_source(directory: Path, step: int, model: object, about: Mapping[str, Any]) -> None:
     """Writes <directory>/source/<step>, on process 0 alone. `about`, as JSON, is in its provenance.json."""
     if jax.process_index() != 0:
         return

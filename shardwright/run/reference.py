@@ -5,7 +5,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.shardtypes import scope
@@ -18,6 +18,9 @@ from shardwright.run.config import Config, check_divides
 from shardwright.run.report import tell
 from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.stores import agreed
+
+if TYPE_CHECKING:
+    from train import Forward
 
 
 @functools.cache  # so that one process sees one checkpoint, though the run that saves it goes on
@@ -68,7 +71,7 @@ def weights_of(c: Config) -> Any:
     return (model := model_of(c)) and shapes_of(model.table)
 
 
-def logits_of(forward: Any, w: Any) -> Callable[[Any], Any]:
+def logits_of(forward: "Forward", w: object) -> Callable[[Any], Any]:
     """Maps a TokenBatch to its logits by train.Forward of the reference, with weights `w` at rest. Per-device code."""
     copies = scope(forward.prepare)(w)  # in scopes of their own, as its dims are other ones
     return scope(lambda batch: forward(copies, (forward.tokens(batch),), forward.model.logits)[0])

@@ -3,7 +3,7 @@
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 from hydra.core.hydra_config import HydraConfig
@@ -19,6 +19,9 @@ from shardwright.run.stages import describe_stages
 from shardwright.settings.differences import flat
 from shardwright.settings.words import say
 
+if TYPE_CHECKING:
+    from shardwright.run.run import Run
+
 
 def tell(text: str) -> None:
     """Prints a text, on process 0 alone."""
@@ -31,7 +34,7 @@ def parameters_of(model: Any) -> int:
     return sum(math.prod(weight.shape) for weight in jax.tree.leaves(model.table))
 
 
-def introduce(run: Any, planned: str | None, source_differs: str | None) -> dict[str, Any]:
+def introduce(run: "Run", planned: str | None, source_differs: str | None) -> dict[str, Any]:
     """Prints what a Run is: its directory, devices, model, data, plan, attention, stages and changes.
 
     Returns the compiler options that the installed XLA knows. Raises ValueError for settings that are refused.
@@ -50,7 +53,7 @@ def introduce(run: Any, planned: str | None, source_differs: str | None) -> dict
     return options
 
 
-def _print_start(run: Any) -> None:
+def _print_start(run: "Run") -> None:
     mesh, data, t, loader = jax.sharding.get_mesh(), run.c.data, run.c.training, run.loader
     name = data.filespec or " + ".join(data.mixture) or "stream"
     length = f"{loader.num_tokens:,}" if loader.num_tokens is not None else "unknown number of"
@@ -64,14 +67,14 @@ def _print_start(run: Any) -> None:
     tell(f"data       {name}: {length} tokens; {run.total:,} steps of {loader.tokens_per_batch:,}")
 
 
-def save_config(directory: Path, config: Any) -> None:
+def save_config(directory: Path, config: object) -> None:
     """Writes the settings of a run, a dataclass, into config.yaml, on process 0 alone."""
     if jax.process_index() == 0:
         with optional(str(directory / "config.yaml")):
             write_whole(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 
-def facts_of(run: Any, speed: Speed) -> dict[str, Any]:
+def facts_of(run: "Run", speed: Speed) -> dict[str, Any]:
     """Facts of this start of a Run that its page shows, for provenance.json."""
     mesh, hydra = jax.sharding.get_mesh(), HydraConfig.get() if HydraConfig.initialized() else None
     module = run.c.model.module

@@ -57,7 +57,7 @@ _METADATA = {
 """Types of a checkpoint's metadata beside the configuration, for check_types; older checkpoints lack some."""
 
 
-def saved_config(metadata: Any) -> dict[str, dict]:
+def saved_config(metadata: object) -> dict[str, dict]:
     """The configuration in the metadata of a checkpoint. An import's lacks most sections.
 
     Raises:

@@ -5,7 +5,7 @@ import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -24,6 +24,9 @@ from shardwright.run.schedule import Schedule
 from shardwright.run.stages import placement_of
 from shardwright.run.stores import agreed
 from shardwright_data.loader import TokenBatch, prefetch
+
+if TYPE_CHECKING:
+    from train import State
 
 CHANGES = "changes"
 """What `end` returns where settings change, and the run goes on."""
@@ -69,7 +72,7 @@ class Run(Schedule):
 
     # ---- before the first step ----------------------------------------------------------------------------------
 
-    def begin(self, init: Callable[[jax.Array], Any], State: Any) -> Any:
+    def begin(self, init: Callable[[jax.Array], Any], State: object) -> Any:
         """The state to begin with, of the last checkpoint or fresh.
 
         Prints the lines that describe the run, and opens its log.
@@ -139,7 +142,7 @@ class Run(Schedule):
             if self.stopped_by:
                 return
 
-    def look(self, step: int, state: Any, batch: TokenBatch) -> None:
+    def look(self, step: int, state: "State", batch: TokenBatch) -> None:
         """Logs the event `microscope` of a step, before it is dispatched, if it is due."""
         interval = self.c.training.microscope_interval
         if interval is not None and step % interval == 0:
@@ -150,7 +153,7 @@ class Run(Schedule):
     def _microscope(self) -> Any:
         return self._examine.Microscope(self.step, self.placement, self.options)
 
-    def log(self, step: int, metrics: Any) -> None:
+    def log(self, step: int, metrics: object) -> None:
         """Takes the metrics of the step just dispatched, and writes those of the step before: no device waits.
 
         `metrics` is a dataclass. Its fields are those that RunLog.log takes, and one is `loss`.
@@ -160,7 +163,7 @@ class Run(Schedule):
         self.stopped_by = self._stop.after(step)
         self._journal.see(step, metrics)
 
-    def save(self, state: Any) -> None:
+    def save(self, state: "State") -> None:
         """Saves a checkpoint, in the background but for the last of this start. Raises as Keeper.save."""
         done, journal = self.done, self._journal
         journal.log.events.append((done - 1, "checkpoint"))
@@ -168,13 +171,13 @@ class Run(Schedule):
         is_last = self.is_over or self.stopped_by is not None
         self._keeper.save(done, state, metadata, journal.settle, journal.replay_of(done - 1), is_last)
 
-    def validate(self, evaluation_step: Callable, weights: Any) -> None:
+    def validate(self, evaluation_step: Callable[..., Any], weights: object) -> None:
         """Logs the loss on the validation split, or why there is none; nothing if training.eval_batches is 0."""
         if self.validation:
             self._journal.log.flush()  # the steps before end here
             self.log_event(*self.evaluated(evaluation_step, weights))
 
-    def log_event(self, event: str, values: Any) -> None:
+    def log_event(self, event: str, values: object) -> None:
         """Logs an event after the steps done so far, as RunLog.log_event does."""
         self._journal.log.log_event(self.done - 1, event, values)
 

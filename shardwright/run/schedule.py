@@ -97,7 +97,7 @@ class Schedule:
         """Tokens of the steps before the start, less as many as they would have with the settings of now."""
         return tokens_before(self.whole, self.start) - self.start * self.loader.tokens_per_batch
 
-    def evaluated(self, evaluation_step: Callable, weights: Any) -> tuple[str, dict[str, Any]]:
+    def evaluated(self, evaluation_step: Callable[..., Any], weights: object) -> tuple[str, dict[str, Any]]:
         """The event of a validation and its values: the loss on the validation split, or why there is none."""
         alone = () if jax.process_count() > 1 else (RuntimeError,)  # others are raised in all processes
         try:

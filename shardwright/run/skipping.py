@@ -4,7 +4,7 @@ import collections
 import itertools
 import statistics
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,9 @@ import jax.numpy as jnp
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.settings.words import listed
 from shardwright_data.loader import Loader
+
+if TYPE_CHECKING:
+    from train import State
 
 SMALLER_RATE = (
     "begin another run with the weights of an earlier checkpoint (training.init_from) and a smaller "
@@ -117,12 +120,12 @@ def described_documents(loader: Loader, batch: int) -> tuple[str, dict[str, list
 
 
 @jax.jit
-def are_finite(state: Any) -> Any:
+def are_finite(state: "State") -> Any:
     """Whether all values of each array are finite, computed on the devices."""
     return jax.tree.map(lambda x: jnp.isfinite(x).all(), state)
 
 
-def check_finite(finite: Any, step: int, ask: str) -> None:
+def check_finite(finite: object, step: int, ask: str) -> None:
     """Waits for what `are_finite` gave of the state after `step` steps, and raises FloatingPointError if it is not.
 
     `ask` is a command that names the reason.

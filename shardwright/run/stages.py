@@ -77,7 +77,7 @@ class InTurn:
         """Whether gradients of several microbatches are added up."""
         return self.microbatches > self.side_by_side
 
-    def gradients(self, loss: Callable, w: Any, batch: Any) -> tuple[Any, Any, Any]:
+    def gradients(self, loss: Callable[..., Any], w: Any, batch: Any) -> tuple[Any, Any, Any]:
         """Loss and gradients, summed over the microbatches in `batch`, and the mean of the layers' metrics.
 
         `loss` maps w and the microbatches that are side by side to the sum of their losses and the means of their
@@ -100,7 +100,7 @@ class InTurn:
         metrics = jax.tree.map(lambda x: jnp.mean(x, axis=0), metrics)
         return total, g, LayerMetrics.of_rows(metrics, jnp.arange(layers), layers)
 
-    def loss(self, loss: Callable, w: Any, batch: Any) -> jax.Array:
+    def loss(self, loss: Callable[..., Any], w: object, batch: object) -> jax.Array:
         """The loss of `gradients`, without those of layers."""
         return lax.scan(lambda sum, part: (sum + loss(w, part)[0], None), jnp.zeros(()), batch)[0]
 
@@ -114,21 +114,21 @@ class Parts:
 
     loss: Any
 
-    def gather_outer(self, w: Any) -> Any:
+    def gather_outer(self, w: object) -> Any:
         """The weights for `first` and `last`."""
         return self.loss.forward.gather_outer(w)
 
-    def first(self, w: Any, *microbatch: Any) -> Any:
+    def first(self, w: object, *microbatch: object) -> Any:
         """The input of the first layer."""
         return self.loss.forward.model.embed(w, self.loss.forward.tokens(*microbatch))
 
-    def layers(self, w: Any, x: Any, ids: Any, *microbatch: Any) -> tuple[Any, Any]:
+    def layers(self, w: object, x: object, ids: jax.Array, *microbatch: object) -> tuple[Any, Any]:
         """`x` after the layers of a stage, of these numbers, and their Extras."""
         forward = self.loss.forward
         (x,), _, extras = forward.layers(w, (x,), (forward.tokens(*microbatch),), ids)
         return x, extras
 
-    def last(self, w: Any, x: Any, *microbatch: Any) -> Any:
+    def last(self, w: object, x: object, *microbatch: object) -> Any:
         """The loss, from the output of the last layer."""
         return self.loss.head(w, x, *microbatch)
 
@@ -141,18 +141,18 @@ class InStages:
     model: LanguageModel
     adds_up = True
 
-    def gradients(self, loss: Any, w: Any, batch: Any) -> tuple[Any, Any, Any]:
+    def gradients(self, loss: object, w: Any, batch: Any) -> tuple[Any, Any, Any]:
         """As InTurn.gradients."""
         total, g, metrics = self._run(loss, w, batch, training=True)
         if metrics is not None:
             metrics = dataclasses.replace(metrics, values=shardops.psum("N depth +p -> N depth", metrics.values))
         return shardops.psum("+p ->", total), g, metrics
 
-    def loss(self, loss: Any, w: Any, batch: Any) -> jax.Array:
+    def loss(self, loss: object, w: object, batch: object) -> jax.Array:
         """The loss of `gradients`, without those of layers."""
         return shardops.psum("+p ->", self._run(loss, w, batch, training=False)[0])
 
-    def _run(self, loss: Any, w: Any, batch: Any, training: bool) -> tuple[Any, Any, Any]:
+    def _run(self, loss: object, w: object, batch: object, training: bool) -> tuple[Any, Any, Any]:
         loss = Parts(loss)
         if self.c.pipeline.schedule == IN_ORDER:
             return pipeline.run_in_order(loss, w, batch, training)
@@ -167,7 +167,7 @@ def fresh_weights(c: Config, model: LanguageModel, key: jax.Array) -> Any:
     return initialize(model.table, key, placement.order)
 
 
-def stack_orders(placement: LayerPlacement, kind: Any, like: Any) -> dict[str, np.ndarray]:
+def stack_orders(placement: LayerPlacement, kind: object, like: object) -> dict[str, np.ndarray]:
     """Orders of the stacks in `like`, of type `kind`, by name in a checkpoint. Empty where it is that of the layers."""
     if placement.order is None:
         return {}
@@ -189,7 +189,7 @@ def folded_mesh(c: Config) -> jax.sharding.Mesh:
     return make_mesh([*mesh.devices.flat], **sizes)
 
 
-def without_stages(weights: Any, placement: LayerPlacement, mesh: jax.sharding.Mesh) -> Any:
+def without_stages(weights: object, placement: LayerPlacement, mesh: jax.sharding.Mesh) -> Any:
     """The weights on a `folded_mesh`, with layers in their order. Moves one array after the other."""
     if mesh == jax.sharding.get_mesh():
         return weights

@@ -30,10 +30,10 @@ class Job:
     __wrapped__: Callable
     __name__: str
 
-    def __init__(self, function: Callable):
+    def __init__(self, function: Callable[..., Any]):
         functools.update_wrapper(self, function)
 
-    def __call__(self, config: Any) -> Any:
+    def __call__(self, config: object) -> Any:
         with refusals_shown():
             return self.__wrapped__(config)
 
@@ -59,7 +59,7 @@ class Sweep(Callback):
         self._name, self._jobs = "its name", 0
         self._failed: list[str] = []
 
-    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+    def on_multirun_start(self, config: DictConfig, **kwargs: object) -> None:
         """Adds the directory of each job to its overrides, which reach it with any launcher, in any process."""
         parsed = OverridesParser.create().parse_overrides([*config.hydra.overrides.task])
         swept = {override.key_or_group for override in parsed if override.is_sweep_override()}
@@ -84,7 +84,7 @@ class Sweep(Callback):
         self._name = name
         atexit.register(self._end, directory)
 
-    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: object) -> None:
         """Prints at once why a job failed. Hydra itself shows only the first failure, at the end."""
         if config.hydra.mode != RunMode.MULTIRUN:
             return

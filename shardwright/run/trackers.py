@@ -122,7 +122,7 @@ def _wandb(wandb: Any, run: Facts) -> Opened:
     return Opened(opened.id, lambda values, step: opened.log({"step": step} | values), opened.finish)
 
 
-def _clearml(clearml: Any, run: Facts) -> Opened:
+def _clearml(clearml: object, run: Facts) -> Opened:
     task = _clearml_task(clearml, run.project, run.name, run.known, run.settings)
     task.set_initial_iteration(0)  # or the steps of a resumed run would be counted behind its last one
 
@@ -311,7 +311,7 @@ def numbers(record: Mapping[str, Any]) -> tuple[int, dict[str, float]]:
     event = record.get("event")
     found: dict[str, float] = {}
 
-    def add(name: str, value: Any) -> None:
+    def add(name: str, value: object) -> None:
         if isinstance(value, Mapping):
             for key, item in value.items():
                 add(f"{name}/{key}", item)

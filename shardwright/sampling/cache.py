@@ -6,7 +6,7 @@ So in decoding the dim L counts texts: N texts, sharded over r and d, are B = rÂ
 
 import dataclasses
 import functools
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,9 @@ from shardwright.modeling.attention_calls import TOLERANCE, largest
 from shardwright.modeling.model import Tokens, act, compute_scope, period_of
 from shardwright.modeling.rules import Places, Rule, head_numbers, softmax
 from shardwright.modeling.weights import initialize
+
+if TYPE_CHECKING:
+    from train import Forward
 
 W = TypeVar("W")
 
@@ -124,7 +127,7 @@ LENGTH = 32
 """Largest number of tokens that the check reads, half of them at once; a multiple of t if that is more."""
 
 
-def check_cache(forward: Any, context: int) -> None:
+def check_cache(forward: "Forward", context: int) -> None:
     """Checks that a model can be decoded with a cache, on random texts and with random weights.
 
     With the cache, each position of a forward pass belongs to another text. This is right if a position learns from

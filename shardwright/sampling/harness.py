@@ -31,7 +31,7 @@ def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
         max_length = scorer.length
         tokenizer_name = "shardwright"
 
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
             return [self.prefix_token_id] * (add_special_tokens is not False) + tokenizer.ids(string)
 
         def _loglikelihood_tokens(self, requests: Any, **_: Any) -> list[tuple[float, bool]]:
@@ -40,7 +40,7 @@ def language_model(scorer: Scorer, tokenizer: Tokenizer, weights: Any) -> Any:
                 self.cache_hook.add_partial("loglikelihood", request[0], result)
             return found
 
-        def loglikelihood_rolling(self, requests: Any, **_: Any) -> list[float]:
+        def loglikelihood_rolling(self, requests: Any, **_: object) -> list[float]:
             texts = [request.args[0] for request in requests]
             windows = lambda ids: get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
             cut = [[*map(make_disjoint_window, windows(tokenizer.ids(text)))] for text in texts]

@@ -246,9 +246,9 @@ class Sampler(Programs):
 
     def generate(
         self,
-        weights: Any,
+        weights: object,
         prompts: Sequence[Sequence[int]],
-        is_over: Callable = lambda prompt, ids: False,
+        is_over: Callable[..., Any] = lambda prompt, ids: False,
         first: int = 0,
     ) -> list[list[int]]:
         """The tokens drawn after each prompt, with the one that ended the text.
@@ -288,7 +288,12 @@ class Sampler(Programs):
             self._checked = True
 
     def _generate(
-        self, weights: Any, prompts: Sequence[Sequence[int]], first_number: int, batch: int, is_over: Callable
+        self,
+        weights: object,
+        prompts: Sequence[Sequence[int]],
+        first_number: int,
+        batch: int,
+        is_over: Callable[..., Any],
     ) -> list[list[int]]:
         texts = [list(prompt) for prompt in prompts] + [[] for _ in range(batch - len(prompts))]
         read = [[self.c.bos_id, *text] for text in texts]

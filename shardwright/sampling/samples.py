@@ -1,7 +1,6 @@
 """Texts that a run samples during training: noise becomes sentences."""
 
 import json
-from typing import Any
 
 import jax
 
@@ -52,7 +51,7 @@ class TrainingSamples:
             self._sampler = Sampler(run.step, settings, context=t.seq_len, source=run.provenance["source"])
         self._path, self._wrote, self._failed = run.directory / "samples.jsonl", False, False
 
-    def write(self, weights: Any) -> None:
+    def write(self, weights: object) -> None:
         """Samples with these weights, after the steps that are done.
 
         If that fails, a warning says why, and there are no more samples: a run can do without them.

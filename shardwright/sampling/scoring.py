@@ -84,7 +84,7 @@ class Scorer(Programs):
 
         self._program = self.jit(losses, 0)
 
-    def losses(self, weights: Any, sequences: Iterable[Sequence[int]]) -> Iterator[Scored]:
+    def losses(self, weights: object, sequences: Iterable[Sequence[int]]) -> Iterator[Scored]:
         """What the model says of each sequence, in their order.
 
         Args:
@@ -98,7 +98,7 @@ class Scorer(Programs):
         while block := [np.asarray(ids, np.int64) for ids in itertools.islice(sequences, READ_AHEAD)]:
             yield from self._of_block(weights, block)
 
-    def _of_block(self, weights: Any, block: list[np.ndarray]) -> list[Scored]:
+    def _of_block(self, weights: object, block: list[np.ndarray]) -> list[Scored]:
         for ids in block:
             if not 2 <= len(ids) <= self.length + 1:
                 raise ValueError(f"a sequence has {len(ids)} tokens; it must have 2 to {self.length + 1}.")
@@ -117,7 +117,7 @@ class Scorer(Programs):
                 found[i] = Scored(losses[row, :n], likeliest[row, :n])
         return [found[i] for i in range(len(block))]
 
-    def _compute(self, weights: Any, part: list[np.ndarray], rows: int, length: int) -> Any:
+    def _compute(self, weights: object, part: list[np.ndarray], rows: int, length: int) -> Any:
         """Losses of each row and whether they are of the likeliest tokens, f32[rows, length] and bool[rows, length]."""
         ids, targets = np.zeros((2, rows, length), np.uint32)
         is_start = np.zeros(ids.shape, bool)
@@ -144,7 +144,7 @@ def pieces(ids: Sequence[int], bos: int, length: int) -> list[list[int]]:
     return [[bos, *ids[i : i + length]] for i in range(0, len(ids), length)]
 
 
-def document_losses(scorer: Scorer, weights: Any, documents: Iterable[Sequence[int]]) -> Iterator[float]:
+def document_losses(scorer: Scorer, weights: object, documents: Iterable[Sequence[int]]) -> Iterator[float]:
     """The sum of the losses of each document's tokens, in nats.
 
     A document, token ids without bos, is cut into pieces if it has more than scorer.length.
@@ -157,7 +157,7 @@ def document_losses(scorer: Scorer, weights: Any, documents: Iterable[Sequence[i
 
 
 def log_likelihoods(
-    scorer: Scorer, weights: Any, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]
+    scorer: Scorer, weights: object, pairs: Iterable[tuple[Sequence[int], Sequence[int]]]
 ) -> Iterator[tuple[float, bool]]:
     """For each (context, continuation), the log-probability of the continuation, in nats, and whether it is likeliest.
 

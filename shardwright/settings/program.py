@@ -161,7 +161,7 @@ def run_program(name: str, schema: type, run: Callable[[Any], Any]) -> None:
 
     # functools.wraps: Hydra looks for the program's name in the file of the wrapped function.
     @functools.wraps(run)
-    def job(config: Any) -> None:
+    def job(config: object) -> None:
         with refusals_shown():
             if missing := sorted(OmegaConf.missing_keys(config)):
                 raise ValueError(f"{', '.join(missing)} must be given, as {missing[0]}=<value>.")

@@ -77,18 +77,18 @@ def _known(schema: type, parts: list[str], i: int, known: list[str], prefix: str
     return f" {f'The section {path} has' if path else 'There are'} {', '.join(known)}."
 
 
-def without_null(kind: Any) -> Any:
+def without_null(kind: object) -> Any:
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
         (kind,) = [part for part in typing.get_args(kind) if part is not type(None)][:1]
     return kind
 
 
-def is_section(kind: Any) -> bool:
+def is_section(kind: object) -> bool:
     """Whether settings of this type have settings of their own."""
     return dataclasses.is_dataclass(without_null(kind))
 
 
-def words_for(kind: Any) -> str:
+def words_for(kind: object) -> str:
     """What a value of this type is, after "it must be"."""
     inner = without_null(kind)
     origin = typing.get_origin(inner)
@@ -104,7 +104,7 @@ def words_for(kind: Any) -> str:
     return said if inner is kind else f"{said}, or null"
 
 
-def shown_value(value: Any) -> str:
+def shown_value(value: object) -> str:
     """A default as it is written on the command line."""
     if isinstance(value, bool):
         return str(value).lower()

@@ -157,7 +157,7 @@ class Reader:
         layout: Any = stored.chunk_layout
         (size,) = layout.read_chunk.shape
 
-        def read(domain: ts.IndexDomain, values: np.ndarray, _: Any) -> None:
+        def read(domain: ts.IndexDomain, values: np.ndarray, _: object) -> None:
             start, end = domain.inclusive_min[0], domain.exclusive_max[0]
             chunk = stored[start // size * size : end].read().result()
             values[...] = np.cumsum(chunk, dtype=chunk.dtype)[start % size :]

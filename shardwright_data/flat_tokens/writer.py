@@ -234,7 +234,7 @@ class Writer(contextlib.AbstractContextManager):
         if (found := self.num_documents - before) != reader.num_documents:
             raise ValueError(f"{reader.path} is damaged: it has {found} documents, not {reader.num_documents}.")
 
-    def save(self, place: Any = None) -> None:
+    def save(self, place: object = None) -> None:
         """Writes `unfinished_<split>.npz` beside the split, so that after a kill another writer can resume from here.
 
         It holds what is in no file of the arrays yet, and `place`, a JSON value. `close` deletes it. Raises ValueError

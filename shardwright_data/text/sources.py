@@ -11,7 +11,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import IO, Any
 
 from shardwright_data.foreign import decode, parse_json, refused, shown
 
@@ -200,7 +200,7 @@ def _rows(paths: list[str], text_field: str, separator: str | None) -> Iterator[
 class _Zstd(io.RawIOBase):
     """Content of a .zst file, with a window of any size. Raises EOFError if its end is missing."""
 
-    def __init__(self, file: Any):
+    def __init__(self, file: IO):
         from zstandard import ZstdDecompressor
 
         self._new = ZstdDecompressor(max_window_size=2**31).decompressobj
@@ -226,7 +226,7 @@ class _Zstd(io.RawIOBase):
         return size
 
 
-def _document(row: Any, text_field: str) -> str | None:
+def _document(row: object, text_field: str) -> str | None:
     """The document of a row: its columns, or bytes of JSON. Raises ValueError if the row is bad, or is that error."""
     if isinstance(row, ValueError):
         raise row
@@ -249,14 +249,14 @@ def _document(row: Any, text_field: str) -> str | None:
     return text
 
 
-def _lines(file: Any, *_: Any) -> Iterator[tuple[str, Any]]:
+def _lines(file: IO, *_: object) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(file, 1):
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if line.strip():
             yield f"line {number}", line
 
 
-def _json(file: Any, *_: Any) -> Iterator[tuple[str, Any]]:
+def _json(file: IO, *_: object) -> Iterator[tuple[str, Any]]:
     """The elements of an array; or lines, of which each is an object."""
     lines = _lines(file)
     place, first = next(lines, ("", b""))
@@ -266,7 +266,7 @@ def _json(file: Any, *_: Any) -> Iterator[tuple[str, Any]]:
         yield from itertools.chain([(place, first)], lines)
 
 
-def _csv(file: Any, text_field: str, *_: Any) -> Iterator[tuple[str, Any]]:
+def _csv(file: IO, text_field: str, *_: object) -> Iterator[tuple[str, Any]]:
     csv.field_size_limit(sys.maxsize)
     reader = csv.reader(file, strict=True)
     names = next(reader, [])
@@ -280,7 +280,7 @@ def _csv(file: Any, text_field: str, *_: Any) -> Iterator[tuple[str, Any]]:
         place = reader.line_num + 1
 
 
-def _parquet(file: Any, text_field: str, *_: Any) -> Iterator[tuple[str, Any]]:
+def _parquet(file: IO, text_field: str, *_: object) -> Iterator[tuple[str, Any]]:
     from pyarrow import parquet
 
     opened = parquet.ParquetFile(file)
@@ -288,7 +288,7 @@ def _parquet(file: Any, text_field: str, *_: Any) -> Iterator[tuple[str, Any]]:
     return _records(opened.iter_batches(RECORDS, columns=[text_field] if known else None), text_field)
 
 
-def _arrow(file: Any, text_field: str, *_: Any) -> Iterator[tuple[str, Any]]:
+def _arrow(file: IO, text_field: str, *_: object) -> Iterator[tuple[str, Any]]:
     """Of the IPC format, as a stream or as a file, which Feather is too."""
     import pyarrow as pa
 
@@ -327,7 +327,7 @@ def _records(batches: Iterable[Any], text_field: str) -> Iterator[tuple[str, Any
             yield from ((f"row {next(number)}", row) for row in rows)
 
 
-def _text(file: Any, text_field: str, separator: str | None) -> Iterator[tuple[str, Any]]:
+def _text(file: IO, text_field: str, separator: str | None) -> Iterator[tuple[str, Any]]:
     """The text, or the documents between separators; what follows the last one is one only if there is something."""
     if separator is None:
         yield "document 0", {text_field: file.read()}

@@ -68,5 +68,5 @@ def _exit_with_parent() -> None:
     os._exit(1)
 
 
-def _apply(item: Any) -> Any:
+def _apply(item: object) -> Any:
     return _function(item)

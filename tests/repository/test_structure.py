@@ -81,6 +81,8 @@ def imports(name: str) -> Iterator[tuple[str, bool]]:
     def found(node: ast.AST, in_function: bool) -> Iterator[tuple[str, bool]]:
         if isinstance(node, ast.Import):
             yield from ((alias.name, in_function) for alias in node.names)
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return  # names for annotations alone, which nothing imports when it runs
         elif isinstance(node, ast.ImportFrom):
             above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*above, *([node.module] if node.module else [])])

@@ -12,6 +12,7 @@ from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.attention_calls import calls_of
 from shardwright.modeling.model import compute_scope, load_model, module_of
 from shardwright.modeling.rules import Rule, Window, causal, same_document
+from shardwright.modeling.settings import ModelConfig
 from shardwright.run.config import TrainingConfig
 from shardwright_data.foreign import refused
 from shardwright_data.loader import TokenBatch
@@ -45,7 +46,7 @@ def mapping_of(module: str) -> Any:
     return found
 
 
-def forward_of(c: Any) -> Forward:
+def forward_of(c: object) -> Forward:
     """The run's forward pass in f32 and without approximations."""
     training = TrainingConfig(batch_size=1, seq_len=LENGTH, steps=1, compute_dtype="f32", attention="einsum")
     return Forward(load_model(c), training)
@@ -56,7 +57,7 @@ def one_device() -> Any:
     return jax.set_mesh(make_mesh(jax.devices("cpu")[:1]))
 
 
-def check_rules(c: Any, config: dict) -> None:
+def check_rules(c: ModelConfig, config: dict) -> None:
     """Raises ValueError if positions see others than config.json says, which a short text may not show."""
     model_type, window = config.get("model_type"), config.get("sliding_window")
     if model_type not in CAUSAL:
@@ -74,7 +75,7 @@ def check_rules(c: Any, config: dict) -> None:
             )
 
 
-def compare_logits(c: Any, weights: Any, directory: Path) -> str:
+def compare_logits(c: Any, weights: object, directory: Path) -> str:
     """Compares the logits of a text. Returns a description of the comparison and of the difference.
 
     Args:
@@ -113,7 +114,7 @@ def compare_logits(c: Any, weights: Any, directory: Path) -> str:
     return f"logits of {length} tokens with those of transformers: they differ by at most {far:.1g} of the largest"
 
 
-def own_logits(c: Any, weights: Any, targets: np.ndarray) -> np.ndarray:
+def own_logits(c: object, weights: object, targets: np.ndarray) -> np.ndarray:
     """The run's logits [L, V] of a text."""
     forward = forward_of(c)
     starts = np.zeros(targets.shape, bool)

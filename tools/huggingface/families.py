@@ -207,7 +207,7 @@ def kind_in(config: dict) -> str:
     return "llama" if kind == "mistral" and config.get("sliding_window") is None else kind
 
 
-def kind_of(c: Any) -> str:
+def kind_of(c: ModelConfig) -> str:
     """The family that has this math. Raises ValueError if none has, or c.family has other math."""
     module = next(module for module, of_module in CONFIGS.items() if isinstance(c, of_module))
     kinds = {name: kind for name, kind in KINDS.items() if kind.module == module}
@@ -228,7 +228,7 @@ def kind_of(c: Any) -> str:
     return found
 
 
-def names_of(c: Any) -> Names:
+def names_of(c: ModelConfig) -> Names:
     """The table of names for a model with these settings. In both layouts, heads are in the order K, Q."""
     found, layers = kind_of(c), load_model(c).table.layers
     kind, layer, stacks, at = KINDS[found], {}, {}, "model.layers.{}."
@@ -251,7 +251,7 @@ def names_of(c: Any) -> Names:
     )
 
 
-def to_huggingface(weights: Any, c: Any) -> tuple[dict, dict[str, np.ndarray]]:
+def to_huggingface(weights: object, c: ModelConfig) -> tuple[dict, dict[str, np.ndarray]]:
     """Content of config.json and tensors of one of KINDS.
 
     Raises:

@@ -64,7 +64,7 @@ def places(x: float) -> int:
     return max(0, 2 - math.floor(math.log10(x))) if x > 0 else 0
 
 
-def _rows(items: Iterable[Any], key: Callable, row: Callable) -> list[tuple[Any, ...]]:
+def _rows(items: Iterable[Any], key: Callable[..., Any], row: Callable[..., Any]) -> list[tuple[Any, ...]]:
     """A row for each group of the items with the same key, the largest first."""
     groups = collections.defaultdict(list)
     for item in items:

@@ -93,7 +93,7 @@ def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:
         return lax.scan(of_microbatch, None, (batch, seeds))[1]
 
     @functools.partial(jax.jit, compiler_options=session.options)
-    def losses(w: Any, batch: Any, step: Any):
+    def losses(w: object, batch: Any, step: Any):
         key = jax.random.fold_in(jax.random.key(c.training.seed), step)  # as in the training step
         seeds = jax.random.bits(key, batch.targets.shape[:2]) if getattr(c.model, "dropout", 0) else None
         with compute_scope(c.training.compute_dtype):

@@ -1,7 +1,7 @@
 """Why a step is not finite: the line, the tensor, the layer, the document."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -12,11 +12,14 @@ from shardwright_data.loader import TokenBatch
 from tools.replay.documents import Document
 from tools.replay.session import Session
 
+if TYPE_CHECKING:
+    from train import State
+
 METRICS = 2
 """The loss and the norm of the gradients: the first of train.Metrics."""
 
 
-def in_state(state: Any) -> Iterator[str]:
+def in_state(state: "State") -> Iterator[str]:
     """Words on each array of a state, on one mesh without stages, that is not finite: its name, layer and entry."""
     for name, x in named_leaves(state).items():
         bad = ~np.isfinite(np.asarray(x))
@@ -38,7 +41,7 @@ class Explainer:
             state = jax.tree.leaves(jax.eval_shape(session.init, jax.random.key(0)))
             self._finder = Finder(self._step.program, session.c.model.layers, len(state) + METRICS)
 
-    def explain(self, state: Any, batch: TokenBatch, documents: list[Document]) -> list[str]:
+    def explain(self, state: "State", batch: TokenBatch, documents: list[Document]) -> list[str]:
         """Lines on what makes the step from this state not finite, and its new state; empty if it is finite.
 
         Args:

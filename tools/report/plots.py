@@ -71,7 +71,7 @@ def evenly(count: int, most: int) -> np.ndarray:
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int))
 
 
-def line(i: int, x: Curve, y: Curve, name: str, width: float = 2, **others: Any) -> dict[str, Any]:
+def line(i: int, x: Curve, y: Curve, name: str, width: float = 2, **others: object) -> dict[str, Any]:
     """A curve in colour number `i`, thinned out where it is long; its ends are kept."""
     kept = evenly(len(x), _POINTS)
     style = {"color": colour(i), "dash": _DASHES[i // len(_COLOURS) % len(_DASHES)], "width": width}

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -12,6 +12,9 @@ import numpy as np
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run.config import Config
 from shardwright_data.loader import TokenBatch, in_microbatches
+
+if TYPE_CHECKING:
+    from train import State
 
 
 @dataclasses.dataclass
@@ -39,7 +42,7 @@ def random_batch(c: Config) -> TokenBatch:
     return in_microbatches(batch, c.training.microbatches)
 
 
-def make_inputs(c: Config, state: Any) -> Inputs:
+def make_inputs(c: Config, state: "State") -> Inputs:
     """A random batch, and the fresh `state` as if after some training: biases and gains differ, moments are not zero.
 
     The learning rate of the step is the highest.

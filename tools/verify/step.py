@@ -74,7 +74,7 @@ def type_check(c: Config, sizes: Mesh) -> None:
 # ---- the order of layers ------------------------------------------------------------------------------------------
 
 
-def in_order(c: Config, tree: Any, back: bool = False) -> Any:
+def in_order(c: Config, tree: object, back: bool = False) -> Any:
     """Puts the stacks of `tree`, weights or a State at rest on the current mesh, in the order of the layers; or back.
 
     They are host arrays.
@@ -86,7 +86,7 @@ def in_order(c: Config, tree: Any, back: bool = False) -> Any:
     return jax.tree.map(lambda stack, x: x[rows] if stack else x, are_stacks(tree), tree)
 
 
-def by_layer(kind: str, weights: Any) -> Found:
+def by_layer(kind: str, weights: object) -> Found:
     """The arrays of `weights` that are not None, in the order of the forward pass; of `layers`, each layer's."""
     named = [
         (jax.tree_util.keystr(keys, simple=True, separator="."), x)

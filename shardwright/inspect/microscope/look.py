@@ -24,7 +24,7 @@ class Look:
         measure: what is computed of a value: `sums`, or `bits` for `fingerprints`.
     """
 
-    def __init__(self, program: Any, weights: Any, measure: Callable = sums):
+    def __init__(self, program: object, weights: object, measure: Callable[..., Any] = sums):
         self._measure = measure
         self._points, self._gradients = saved_points(program), gradient_paths(program, weights)
         path = lambda keys: jax.tree_util.keystr(keys, simple=True, separator="/")
@@ -33,12 +33,12 @@ class Look:
         paths = [*self._gradients, *(path for point in self._points for path in point.paths)]
         self._replay = Rerun(program, {path: [0] for path in paths}, self._visit, is_same=True)
 
-    def _visit(self, path: Path, i: int, turns: tuple, operands: list, x: jax.Array, knobs: Any) -> tuple:
+    def _visit(self, path: Path, i: int, turns: tuple, operands: list, x: jax.Array, knobs: object) -> tuple:
         if path in self._gradients:
             return x, self._measure(x, self._stacks[self._gradients.index(path)], of_gradient=True)
         return x, self._measure(x)
 
-    def __call__(self, *args: Any) -> dict[str, list]:
+    def __call__(self, *args: object) -> dict[str, list]:
         """What `described` takes. Arguments as for the step; under jit, on the mesh on which it was traced."""
         leaves = jax.tree.leaves(args)
         results, values = self._replay(*leaves)

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -14,6 +14,9 @@ from shardwright.run.config import check_divides
 from shardwright.run.stages import folded_mesh, without_stages
 from shardwright.run.step import Step
 from shardwright_data.loader import TokenBatch
+
+if TYPE_CHECKING:
+    from train import State
 
 
 class StepWithoutStages:
@@ -40,14 +43,16 @@ class StepWithoutStages:
         self.program = step.jaxpr
 
     @contextlib.contextmanager
-    def arguments(self, state: Any, batch: TokenBatch, step: Any, reference: Any = None) -> Iterator[tuple[Any, ...]]:
+    def arguments(
+        self, state: "State", batch: TokenBatch, step: object, reference: object = None
+    ) -> Iterator[tuple[Any, ...]]:
         """Arguments of the step on the current mesh, on that without stages, which is the current one meanwhile."""
         state, reference = self.state(state), None if reference is None else self.state(reference)
         with jax.set_mesh(self.mesh):
             batch = jax.tree.map(jax.device_put, batch, make_shardings(Array["m", TokenBatch], like=batch))
             yield state, batch, step, reference
 
-    def state(self, state: Any) -> Any:
+    def state(self, state: object) -> Any:
         """A state of the current mesh on that without stages, with layers in their order."""
         return without_stages(state, self._placement, self.mesh)
 

@@ -65,11 +65,11 @@ class Origin:
     shape: tuple[int, ...]
 
 
-def _axes(x: Any) -> tuple[str, ...]:
+def _axes(x: object) -> tuple[str, ...]:
     return sort_axes(jax.typeof(x).manual_axis_type.varying)
 
 
-def _level(x: Any) -> jax.Array:
+def _level(x: jax.Array) -> jax.Array:
     """Index of KINDS that each entry of a value is."""
     return jnp.where(jnp.isnan(x), 2, jnp.where(jnp.isinf(x), 1, 0)).astype(jnp.int32)
 
@@ -88,7 +88,7 @@ class Finder:
         results: how many of the results count: the state, the loss and the norm of the gradients, which come first.
     """
 
-    def __init__(self, program: Any, layers: int, results: int):
+    def __init__(self, program: object, layers: int, results: int):
         self._layers, self._count = layers, results
         self._equations: dict[Path, Equation] = dict(equations(program))
         wanted = {
@@ -100,7 +100,9 @@ class Finder:
         self._replay = Rerun(program, wanted, self._contained, is_varying=True)
         self._program = jax.jit(lambda knobs, *args: self._replay(*args, knobs=knobs))
 
-    def _contained(self, path: Path, result: int, turns: tuple, operands: list, x: Any, knobs: dict[str, Any]) -> Any:
+    def _contained(
+        self, path: Path, result: int, turns: tuple, operands: list, x: jax.Array, knobs: dict[str, Any]
+    ) -> Any:
         """A result of an equation, with 0 where it is worse than operands that are below a level; and its level there.
 
         Of the cause that the knobs name, all is left until a turn, a device and an entry.
@@ -131,7 +133,7 @@ class Finder:
         results, levels = self._program({name: np.int32(value) for name, value in knobs.items()}, *arguments)
         return results[: self._count], levels
 
-    def find(self, *arguments: Any) -> tuple[Origin | None, list]:
+    def find(self, *arguments: object) -> tuple[Origin | None, list]:
         """The Origin for these arguments, None if no operation is; and the results that count."""
         leaves, below = jax.tree.leaves(arguments), 1
         is_bad = lambda below, **knobs: not _are_finite(self._run(leaves, below, **knobs)[0])

@@ -86,7 +86,7 @@ def function_and_target(file: str, line: int) -> str:
     return " ".join(filter(None, [".".join(owners), *map(ast.unparse, targets[-1:])]))
 
 
-def saved_points(program: Any) -> list[Point]:
+def saved_points(program: object) -> list[Point]:
     """The points at which the step saves a value, in program order. What is computed again counts once."""
     found: dict[tuple, list[tuple[Path, Equation]]] = {}
     for path, eq in equations(program):
@@ -105,7 +105,7 @@ def saved_points(program: Any) -> list[Point]:
     return points
 
 
-def gradient_paths(program: Any, weights: Any) -> list[Path]:
+def gradient_paths(program: object, weights: object) -> list[Path]:
     """The paths of the gradients, in the order of the weights. Raises ValueError if there are not as many."""
     paths = [path for path, eq in equations(program) if eq.name == "name" and eq.params["name"] == GRADIENT]
     if len(paths) != len(leaves := jax.tree.leaves(weights)):

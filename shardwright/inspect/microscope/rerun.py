@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend import core
 from jax.sharding import PartitionSpec as P
 
-from shardlib.equations import called, evaluate, kinds, run_again, split_scan, split_while
+from shardlib.equations import Eqn, called, evaluate, kinds, run_again, split_scan, split_while
 from shardlib.op_checks import varying
 
 Path = tuple[int, ...]
@@ -58,7 +58,7 @@ class Rerun:
 
     def __init__(
         self,
-        program: Any,
+        program: object,
         wanted: Mapping[Path, list[int]],
         visit: Callable[..., tuple[jax.Array, jax.Array]] = lambda path, i, turns, operands, x, knobs: (x, x),
         is_same: bool = False,
@@ -69,7 +69,7 @@ class Rerun:
         self._is_same, self._is_varying, self._is_double = is_same, is_varying, is_double
         self.notes: list[Note] = []
 
-    def __call__(self, *args: Any, knobs: Any = ()) -> tuple[list, list[jax.Array]]:
+    def __call__(self, *args: object, knobs: object = ()) -> tuple[list, list[jax.Array]]:
         """The results of the program, and the values. Under jit, on the mesh on which the program was traced.
 
         `knobs` are arrays for `visit`, the same on all devices.
@@ -79,8 +79,8 @@ class Rerun:
         self.notes = [note for note, _ in values]
         return results, [value for _, value in values]
 
-    def _run(self, jaxpr: Any, args: Any, path: Path, values: list, knobs: Any, turns: tuple = ()) -> list:
-        def run(eqn: Any, ins: list) -> list:
+    def _run(self, jaxpr: Any, args: Any, path: Path, values: list, knobs: object, turns: tuple = ()) -> list:
+        def run(eqn: Eqn, ins: list) -> list:
             name, here = eqn.primitive.name, (*path, id(eqn))
             ins = list(map(in_f64, ins)) if self._is_double else ins
             if name == "shard_map":
@@ -103,7 +103,7 @@ class Rerun:
         outs = evaluate(jaxpr, args, run)
         return list(map(in_f64, outs)) if self._is_double else outs
 
-    def _in_f64(self, eqn: Any, ins: list) -> list:
+    def _in_f64(self, eqn: Eqn, ins: list) -> list:
         run = lambda body: lambda *args: self._run(body, args, (), [], ())
         if eqn.primitive.name == "cond":
             return lax.switch(ins[0], list(map(run, eqn.params["branches"])), *ins[1:])
@@ -115,7 +115,7 @@ class Rerun:
             )
         return run_in_f64(eqn, ins)
 
-    def _on_devices(self, eqn: Any, ins: list, values: list, knobs: Any) -> list:
+    def _on_devices(self, eqn: Eqn, ins: list, values: list, knobs: object) -> list:
         notes: list[Note] = []
         axes = () if self._is_same else jax.sharding.get_abstract_mesh().axis_names
 
@@ -131,7 +131,7 @@ class Rerun:
         values += zip(notes, found, strict=True)
         return outs
 
-    def _loop(self, eqn: Any, ins: list, here: Path, values: list, knobs: Any, around: tuple) -> list:
+    def _loop(self, eqn: Eqn, ins: list, here: Path, values: list, knobs: object, around: tuple) -> list:
         consts, carry, xs = split_scan(eqn, ins)
         turns, at, inner = (eqn.params["length"], eqn.params["reverse"]), len(values), []
 
@@ -156,20 +156,20 @@ OF_BITS = ("bitcast_convert_type", "pallas_call", "ffi_call")
 """Primitives whose results depend on the size of a dtype. They keep their own."""
 
 
-def is_float(x: Any) -> bool:
+def is_float(x: object) -> bool:
     """Whether a dtype, an array, or anything else, is of floats."""
     dtype = x if isinstance(x, np.dtype | type) else getattr(x, "dtype", None)
     return isinstance(dtype, np.dtype | type) and jnp.issubdtype(dtype, jnp.floating)
 
 
-def in_f64(x: Any) -> Any:
+def in_f64(x: jax.Array) -> Any:
     """`x`, and in f64 if it is an array of floats. While jax_enable_x64 is on."""
     if not is_float(x):
         return x
     return np.float64(x) if isinstance(x, np.ndarray) else lax.convert_element_type(x, jnp.float64)
 
 
-def run_in_f64(eqn: Any, ins: list) -> list[jax.Array]:
+def run_in_f64(eqn: Eqn, ins: list) -> list[jax.Array]:
     """The results of an equation without bodies, for operands `in_f64`. Floats are not rounded to others."""
     name, params = eqn.primitive.name, dict(eqn.params)
     if not any(is_float(var.aval) for var in (*eqn.invars, *eqn.outvars)):
@@ -192,7 +192,7 @@ def run_in_f64(eqn: Any, ins: list) -> list[jax.Array]:
 # ---- without partial sums -----------------------------------------------------------------------------------------
 
 
-def _varying(eqn: Any, ins: list) -> list[jax.Array]:
+def _varying(eqn: Eqn, ins: list) -> list[jax.Array]:
     """The results of an equation where copies, and the terms of partial sums, are values that vary."""
     name, params = eqn.primitive.name, eqn.params
     types = [getattr(var.aval, "manual_axis_type", None) for var in (*eqn.invars, *eqn.outvars)]

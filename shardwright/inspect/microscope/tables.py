@@ -51,7 +51,7 @@ def _name(entry: Mapping) -> str:
     return shown(" ".join(str(entry[key]) for key in ("name", "place") if key in entry))
 
 
-def _cell(entry: Any, name: str) -> str:
+def _cell(entry: object, name: str) -> str:
     """The least and the greatest of a statistic; `gradient rms` is the rms of the gradient. Empty if there is none."""
     for key in name.split():
         entry = entry.get(key, []) if isinstance(entry, Mapping) else []

@@ -13,7 +13,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from jax_extra import SAVED
 from shardlib import equations
-from shardlib.equations import IDENTITIES, axes_of, body_of, called, is_variable, kinds, words
+from shardlib.equations import IDENTITIES, Eqn, axes_of, body_of, called, is_variable, kinds, words
 from shardlib.places import is_users, place
 from shardwright.inspect.compiled.lines import phase_of
 from shardwright.modeling.planned_attention import KERNEL
@@ -128,7 +128,7 @@ class _Scope(NamedTuple):
     sizes: Mapping[str, int]
 
 
-def graph_of(jaxpr: Any, sizes: Mapping[str, int], ins: Sequence[Value] | None = None, scope: Any = None) -> Graph:
+def graph_of(jaxpr: object, sizes: Mapping[str, int], ins: Sequence[Value] | None = None, scope: Any = None) -> Graph:
     """The graph of a jaxpr, closed or open.
 
     Args:
@@ -146,7 +146,7 @@ def graph_of(jaxpr: Any, sizes: Mapping[str, int], ins: Sequence[Value] | None =
     return Graph(ins, nodes, [x or _value(var.aval, NOWHERE) for var, x in outs])
 
 
-def _value(aval: Any, site: Site, **more: Any) -> Value:
+def _value(aval: object, site: Site, **more: Any) -> Value:
     dtype = getattr(aval, "dtype", np.dtype("float32"))
     is_key = jnp.issubdtype(dtype, jax.dtypes.prng_key)  # of random numbers: two words
     of_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
@@ -154,20 +154,20 @@ def _value(aval: Any, site: Site, **more: Any) -> Value:
     return Value(shape, np.dtype("uint64" if is_key else dtype), site, of_host=of_host, **more)
 
 
-def _site(eqn: Any, scope: _Scope) -> tuple[Site, str]:
+def _site(eqn: Eqn, scope: _Scope) -> tuple[Site, str]:
     stack = f"{scope.stack}/{eqn.source_info.name_stack}"
     tasks = [part for part in stack.replace("(", "/").replace(")", "/").split("/") if part.startswith(TASK)]
     line = next((place(*call) for call in reversed(equations.frames_of(eqn)) if is_users(call[0])), scope.line)
     return Site(line, phase_of(stack), tasks[-1].removeprefix(TASK) if tasks else ""), stack
 
 
-def _add(jaxpr: Any, ins: Sequence[Value | None], nodes: list[Node], scope: _Scope) -> list[Value | None]:
+def _add(jaxpr: object, ins: Sequence[Value | None], nodes: list[Node], scope: _Scope) -> list[Value | None]:
     """Adds the operations of a jaxpr to `nodes`, and gives its results. None is a literal."""
     array = lambda x: _value(jax.typeof(x), NOWHERE) if is_variable(x) else None
     return equations.evaluate(jaxpr, ins, lambda eqn, ins: _results(eqn, ins, nodes, scope), array)
 
 
-def _results(eqn: Any, ins: list[Value | None], nodes: list[Node], scope: _Scope) -> Sequence[Value | None]:
+def _results(eqn: Eqn, ins: list[Value | None], nodes: list[Node], scope: _Scope) -> Sequence[Value | None]:
     """The results of an equation, which is added to `nodes` unless it only renames."""
     if not eqn.outvars:
         return []
@@ -207,13 +207,13 @@ def _scales_fp8(op: str, ins: list[Value | None]) -> bool:
     return op in ("convert_element_type", "mul") and ins[0] is not None and ins[0].root.dtype.name in _FP8
 
 
-def _keeps_size(eqn: Any) -> bool:
+def _keeps_size(eqn: Eqn) -> bool:
     """Whether an equation only adds dims of size 1."""
     size = lambda var: math.prod(getattr(var.aval, "shape", ()))
     return eqn.primitive.name == "broadcast_in_dim" and size(eqn.invars[0]) == size(eqn.outvars[0])
 
 
-def _body(jaxpr: Any, operands: list[Value | None], scope: _Scope) -> Graph:
+def _body(jaxpr: object, operands: list[Value | None], scope: _Scope) -> Graph:
     """The body of a loop or a branch, whose operands have the names of those outside."""
     variables = body_of(jaxpr)[0].invars
     outside = operands[len(operands) - len(variables) :]
