@@ -322,7 +322,7 @@ def count_targets(batch: Batch) -> f32[""]:
 @typed
 def summed_loss(
     w: W,
-    x: Any,
+    x: object,
     targets: u32["B/b L/c"],
     mask: bool_["B/b L/c"],
     reference: act["B/b L/c V/t/p"] | None,
@@ -356,7 +356,7 @@ class MicrobatchLoss:
         found, _, extras = self.forward(w, tokens, losses)
         return sum(found[1:], found[0]), extras
 
-    def head(self, w: W, x: Any, batch: TokenBatch, seeds: Any) -> Any:
+    def head(self, w: W, x: Any, batch: TokenBatch, seeds: object) -> Any:
         """The loss of a microbatch, from the output `x` of the last layer."""
         summed = functools.partial(summed_loss, forward=self.forward, loss=self.loss)
         own = functools.partial(shardops.shard, "B/b L -> B/b L/c")
@@ -415,7 +415,7 @@ def clip_by_global_norm(g: W, limit: float) -> tuple[W, f32[""]]:
 
 
 @typed
-def adamw(state: State[W], g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, updates: Any) -> State[W]:
+def adamw(state: State[W], g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, updates: object) -> State[W]:
     """One AdamW update (arXiv 1711.05101, algorithm 2) of the weights that `updates` assigns to adamw.
 
     Steps count from 0. Each device updates its own blocks.
@@ -441,7 +441,7 @@ OPTIMIZERS = {"adamw": adamw, "muon": muon}
 
 
 @typed
-def update_state(state: State[W], g: W, step: i32[""], c: Config, updates: Any) -> tuple[State[W], f32[""], f32[""]]:
+def update_state(state: State[W], g: W, step: i32[""], c: Config, updates: object) -> tuple[State[W], f32[""], f32[""]]:
     """State after an update with the gradients `g`, their norm before clipping, and the learning rate."""
     g = jax.tree.map(lambda u, g: jnp.zeros_like(g) if u.algorithm == rates.FROZEN else g, updates, g)
     g, norm = clip_by_global_norm(g, c.optimizer.clip_norm)
@@ -492,7 +492,7 @@ def make_training_step(c: Config, model: LanguageModel):
         return state, Metrics(loss, grad_norm, rate, layers, skipped)
 
     @functools.partial(jax.jit, donate_argnums=0)
-    def training_step(state: State, batch: Batch, step: jax.Array, w_reference: Any = None) -> tuple[State, Metrics]:
+    def training_step(state: State, batch: Batch, step: jax.Array, w_reference: object = None) -> tuple[State, Metrics]:
         key = jax.random.fold_in(jax.random.key(c.training.seed), step)
         seeds = jax.random.bits(key, batch.targets.shape[:2]) if getattr(c.model, "dropout", 0) else None
         with compute_scope(c.training.compute_dtype):
@@ -511,7 +511,7 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
         return total, count_targets(batch)
 
     @functools.partial(jax.jit, compiler_options=options)
-    def evaluation_step(w: Any, batch: Batch):
+    def evaluation_step(w: object, batch: Batch):
         with compute_scope(c.training.compute_dtype):
             return per_device(w, batch)
 

@@ -153,7 +153,9 @@ class Factor:
     outputs: int = dataclasses.field(metadata={"static": True})
 
 
-def arranged(dims: str, whole: tuple, inputs: int, outputs: int, merged: collections.abc.Callable) -> tuple:
+def arranged(
+    dims: str, whole: tuple, inputs: int, outputs: int, merged: collections.abc.Callable[..., typing.Any]
+) -> tuple:
     """What a Factor with `dims` has of `whole`, which has an entry for each dim of a matrix.
 
     `merged(own, other)` is the entry of a side that is named again, from those of this side and of the other one.
@@ -363,7 +365,7 @@ def arrays_in(t, value, path: str = "") -> list[tuple[str, ArrayType, typing.Any
     return [found for found in arrays_of(t, value, path) if found[2] is not ABSENT]
 
 
-def map_arrays(fn: collections.abc.Callable, x):
+def map_arrays(fn: collections.abc.Callable[..., typing.Any], x):
     """`x`, a dataclass of array types, with fn(path, array type, array) in place of each array."""
     leaves, structure = jax.tree.flatten(x, is_leaf=is_opaque)
     parts = zip(arrays_in(type(x), x), leaves, strict=True)

@@ -79,6 +79,12 @@ class Eqn(Protocol):
     replace: Callable[..., Any]
 
 
+class Atom(Protocol):
+    """A variable of a jaxpr, or a literal, with what is read of both."""
+
+    aval: Any
+
+
 class Jaxpr(Protocol):
     """A jaxpr that is not closed, with what is read of it."""
 
@@ -176,7 +182,7 @@ def axes_of(eqn: Eqn) -> tuple:
     return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
 
 
-def frames_of(eqn: Any) -> list[tuple[str, int]]:
+def frames_of(eqn: Eqn) -> list[tuple[str, int]]:
     """File and line of each call on the way to an equation, outermost first."""
     return _frames_of(eqn.source_info.traceback)
 
@@ -187,7 +193,7 @@ def _frames_of(trace: Any) -> list[tuple[str, int]]:
     return [(frame.f_code.co_filename, line) for frame, line in calls]
 
 
-def jaxprs_of(eqn: Any) -> Iterator[Any]:
+def jaxprs_of(eqn: Eqn) -> Iterator[Any]:
     """The jaxprs among the parameters of an equation."""
     for value in eqn.params.values():
         for part in value if isinstance(value, tuple | list) else (value,):

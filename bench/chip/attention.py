@@ -35,7 +35,7 @@ LARGEST = 2**31
 """Bytes of the scores in f32, up to which einsum in f32 is computed."""
 
 
-def best_seconds(call: Callable, *arguments: jax.Array) -> float:
+def best_seconds(call: Callable[..., Any], *arguments: jax.Array) -> float:
     """Seconds of one call: of ROUNDS rounds of CALLS calls, the best, after a call that is not timed."""
     jax.block_until_ready(call(*arguments))
     seconds = []

@@ -80,7 +80,7 @@ def write(path: Path, chip: str, lowered: jax.stages.Lowered, options: Mapping, 
     write_json(Path(f"{path}.json"), {"chip": chip, **facts, "peak_bytes": peak})
 
 
-def apart(made: Callable, *arguments: Any) -> None:
+def apart(made: Callable[..., Any], *arguments: object) -> None:
     """`made(*arguments)` in a process of its own: on the CPU, with CUDA's libraries where they are installed."""
     nvidia = importlib.util.find_spec("nvidia")
     places = [Path(place, "cu13") for place in nvidia.submodule_search_locations or ()] if nvidia else []
@@ -90,7 +90,7 @@ def apart(made: Callable, *arguments: Any) -> None:
         pool.submit(made, *arguments).result()
 
 
-def show_all(names: Iterable[tuple[str, ...]], out: Path, make: Callable, show: Callable) -> int:
+def show_all(names: Iterable[tuple[str, ...]], out: Path, make: Callable[..., Any], show: Callable[..., Any]) -> int:
     """Makes the programs that are missing by `make(path, *name)`, and shows each by `show(name, text, facts)`.
 
     Returns how many could not be made or shown. The others are.

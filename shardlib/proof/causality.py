@@ -215,7 +215,7 @@ class Interpreter:
                 self.problem = f"{place}: {name}: the target of position {position} meets the logits of {which}"
             x.last = np.where((logits >= 0) & (target < size), MET, x.last)
 
-    def _told_apart(self, x: Reach, var: Any) -> Reach:
+    def _told_apart(self, x: Reach, var: Atom) -> Reach:
         """The value without its numbers, if in longer sequences there are more of them than its dtype has."""
         if self.growth == 1 or x.number.size == 1 or x.number.dtype.kind not in "iuf" or not x.known.any():
             return x
@@ -321,7 +321,7 @@ def _row(x: Reach, at: int) -> Reach:
     return reach.entries_of(x, 0, at, at + 1).moved(lambda a: a.squeeze(0), x.shape[1:])
 
 
-def _stacked(rows: list[Reach], var: Any) -> Reach:
+def _stacked(rows: list[Reach], var: Atom) -> Reach:
     if not rows:
         return reach.constant(np.zeros(var.aval.shape))
     if all(row is rows[0] for row in rows):

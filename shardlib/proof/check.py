@@ -138,7 +138,7 @@ def _whole_shape(aval: Any, axes: Sharding, sizes: Any) -> tuple[int, ...]:
     return tuple(n * devices(sizes, a) for n, a in zip(aval.shape, axes, strict=True))
 
 
-def _of_shard_map(eqn: Any, twin: Any, types: list | None, facts: Facts) -> list[Finding]:
+def _of_shard_map(eqn: Eqn, twin: Eqn, types: list | None, facts: Facts) -> list[Finding]:
     manual = eqn.params["newly_manual_axes"]  # over others the compiler shards, without a trace in the program
     sizes = Sizes({axis: n for axis, n in eqn.params["mesh"].shape.items() if axis in manual})
     twin_sizes = dict(twin.params["mesh"].shape)
@@ -314,7 +314,7 @@ def _untraced(error: Exception) -> Finding:
     return Finding(f"{UNTRACED}: {type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
 
 
-def check(function: Callable, *args: Any, mesh: Any = None, **specs: Any) -> None:
+def check(function: Callable[..., Any], *args: Any, mesh: Any = None, **specs: Any) -> None:
     """Refuses a function that does not compute, on a mesh, what it computes on one device. It is traced, not run.
 
     Args:

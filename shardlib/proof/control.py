@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jax import core
 
-from shardlib.equations import COLLECTIVES, axes_of, body_of, equations_in, split_scan, split_while
+from shardlib.equations import COLLECTIVES, Atom, axes_of, body_of, equations_in, split_scan, split_while
 from shardlib.proof.domain import UNIFORM, Dim, Value, Wild, constant, real, whole
 from shardlib.proof.equation import Equation, Refused
 
@@ -139,7 +139,7 @@ def _collectives(axes: frozenset[str], *jaxprs: Any) -> list[str]:
     return [eqn.primitive.name for eqn in found if eqn.primitive.name in COLLECTIVES]
 
 
-def _under_predicate(interpreter: Any, eq: Equation, predicate: Value, var: Any, bodies: Any) -> Wild | None:
+def _under_predicate(interpreter: "Interpreter", eq: Equation, predicate: Value, var: Atom, bodies: Any) -> Wild | None:
     """Why results that depend on a predicate are not known. Notes a collective that not all devices reach."""
     with contextlib.suppress(Refused):
         if not predicate.wild and eq.plain(predicate):  # the same on all devices, and as on one device

@@ -70,7 +70,7 @@ class Interpreter:
         results, last = enumerate(zip(found.ours.outvars, found.theirs.outvars, strict=True)), self._callers[-1]
         return [self._read(env, a, b, i in wrong, last) for i, (a, b) in results]
 
-    def _read(self, env: Mapping, var: Any, twin: Any, is_other: bool, eq: Equation | None) -> Value:
+    def _read(self, env: Mapping, var: Atom, twin: Any, is_other: bool, eq: Equation | None) -> Value:
         """Facts about a variable, by the one that it is on one device, or about a literal."""
         if is_other:
             problem = "has other entries here than on one device, or the same in another order"

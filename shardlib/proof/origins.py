@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from shardlib import layers
-from shardlib.equations import Jaxpr, body_of, frames_of, jaxprs_of
+from shardlib.equations import Eqn, Jaxpr, body_of, frames_of, jaxprs_of
 from shardlib.places import is_users, shown_path
 
 SHOWN = 8
@@ -22,7 +22,7 @@ def is_helper(file: str) -> bool:
     return (Path(file).parent / "__init__.py").exists()
 
 
-def callers_text(eqn: object, within: str | None = None) -> str:
+def callers_text(eqn: Eqn, within: str | None = None) -> str:
     """The lines of users' files that lead to an equation within a layer, innermost first, without that of its place.
 
     `called from family.py:231, 208; train.py:317`, or the innermost two `within` a file; empty without callers.
@@ -50,7 +50,7 @@ def use_of(var: object, jaxpr: Jaxpr) -> Any:
     return None
 
 
-def choice_between(here: object, there: object) -> str:
+def choice_between(here: Eqn | None, there: Eqn | None) -> str:
     """Where the source of two equations parts: `by the choice moe.py:384, slots is None, of moe.py:383`; or empty.
 
     The last line is that which assigns what the choice depends on.

@@ -169,7 +169,7 @@ class _Ring:
             var = self.made[var].invars[0]
         return found
 
-    def _close(self, last: Any) -> None:
+    def _close(self, last: Eqn) -> None:
         """Notes the ring that ends with `last`, if the turns before it do the same."""
         chain, n = self._gathered(last.outvars[0], last.primitive.name), self.n
         terms = [eqn.invars[1:] for eqn in chain[: n - 1]][::-1]
@@ -192,7 +192,7 @@ class _Ring:
                 self.found[id(at)] = last, start, first
                 return
 
-    def _close_sums(self, last: Any) -> None:
+    def _close_sums(self, last: Eqn) -> None:
         """Notes the ring of a sum that passes around and ends with `last`, if all devices add the same to it."""
         terms, eqn = [], last
         while eqn is not None and eqn.primitive is last.primitive and len(terms) < self.n:
@@ -255,7 +255,7 @@ class _Ring:
             self.tables[var] = found[eqn.outvars.index(var)] if eqn and found else None
         return self.tables[var]
 
-    def _one_turn(self, last: Any, start: Any, first: list, read: Any) -> list[Any]:
+    def _one_turn(self, last: Eqn, start: Any, first: list, read: Any) -> list[Any]:
         """The equations that gather one turn, over an axis in place of the turns."""
         close, first = (SCATTER, first[1:]) if first[0] is SCATTER else (CLOSE, first)
         turn, (out,), inner = list(map(read, first)), last.outvars, core.Var(last.outvars[0].aval)
@@ -268,7 +268,7 @@ class _Ring:
         return [_equation(last, close, turn, inner, params), last.replace(invars=[start, inner], outvars=[out])]
 
 
-def _equation(like: Any, primitive: Any, ins: list, out: Any, params: dict) -> Any:
+def _equation(like: Eqn, primitive: Any, ins: list, out: Any, params: dict) -> Any:
     return like.replace(primitive=primitive, invars=ins, outvars=[out], params=params)
 
 

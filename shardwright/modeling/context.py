@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +27,15 @@ from shardlib.shardtypes import typed
 from shardlib.values import apart, is_opaque, mesh_axes, planned, planned_devices, unwrap, varying
 from shardwright.modeling.attention import choose, run
 from shardwright.modeling.blockwise import in_blocks, in_one_state
-from shardwright.modeling.model import act
+from shardwright.modeling.model import Tokens, act
 from shardwright.modeling.planned_attention import noted, planned_kernel
 from shardwright.modeling.rules import CAUSAL, Mask, Places, Rule, same_document
 
+if TYPE_CHECKING:
+    from shardwright.run.config import TrainingConfig
 
-def attend_by(einsum: Callable, training: Any, tokens: Any) -> Callable:
+
+def attend_by(einsum: Callable[..., Any], training: "TrainingConfig", tokens: Tokens) -> Callable:
     """attend(cache, q, k, v, rule, *learned, sinks, drop) within `tokens`, by the settings `training`.
 
     It leaves caches as they are. `einsum` is train.attention, the path of that name.
@@ -85,7 +88,7 @@ def ulysses(
     q: act["B/b L/c N/t P D"],
     k: act["B/b L/c N/t D"],
     v: act["B/b L/c N/t D"],
-    mask: Any,
+    mask: Mask,
     by_einsum: bool = False,
 ) -> act["B/b L/c N/t P D"]:
     """Each device has all positions of the heads of one H/c: of G kv heads, or of R parts of the queries of each."""
@@ -140,7 +143,7 @@ def ring(
     q: act["B/b L/c K/t Q D"],
     k: act["B/b L/c K/t D"],
     v: act["B/b L/c K/t D"],
-    mask: Any,
+    mask: Mask,
     block: int | None = None,
 ) -> act["B/b L/c K/t Q D"]:
     """Keys and values pass around the devices of c."""
@@ -176,12 +179,12 @@ WAYS: dict[str, Callable] = {"whole": whole, "gather": gather, "ring": ring, "ul
 """Ways by name: `whole` on a mesh without c, the others of training.context."""
 
 
-def way_of(training: Any) -> str:
+def way_of(training: "TrainingConfig") -> str:
     """Name of the way of a run on the mesh in force."""
     return training.context if planned_devices("c") > 1 or "c" in mesh_axes() else "whole"
 
 
-def way(training: Any, q: object, learned: tuple, dropout: bool) -> Callable:
+def way(training: "TrainingConfig", q: object, learned: tuple, dropout: bool) -> Callable:
     """The way of a run on the mesh in force. Raises ValueError if it cannot compute this."""
     if (how := way_of(training)) != "whole":
         _check(how, training.attention, q, learned, dropout)

@@ -75,7 +75,7 @@ def sum_in_chunks(
     )
 
 
-def _each_on_its_device(summed: Callable, w: Any, cut: Callable, reason: str, *whole: Any) -> Any:
+def _each_on_its_device(summed: Callable[..., Any], w: Any, cut: Callable[..., Any], reason: str, *whole: Any) -> Any:
     """The sum of the chunks, where each device of CHUNK_AXIS has one. This is the form to be proved.
 
     So L is sharded, and a loss that does not count each position by itself is an operation along a sharded dim.
@@ -102,7 +102,7 @@ def of_positions(x: jax.Array) -> str:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _sum(summed: Callable, w_head: dict, w: Any, *chunks: jax.Array) -> Any:
+def _sum(summed: Callable[..., Any], w_head: dict, w: Any, *chunks: jax.Array) -> Any:
     of_chunk = lambda chunk: summed(dataclasses.replace(w, **w_head), *chunk)
     return lax.scan(lambda total, chunk: (total + of_chunk(chunk), None), _zero(of_chunk, chunks), chunks)[0]
 
@@ -113,7 +113,7 @@ def _zero(of_chunk: Callable[..., Any], chunks: object) -> Any:
     return jax.tree.map(zeros_like_traced, jax.make_jaxpr(of_chunk, return_shape=True)(first)[1])
 
 
-def _sum_and_gradients(summed: Callable, w_head: dict, w: Any, *chunks: jax.Array) -> tuple[Any, Any]:
+def _sum_and_gradients(summed: Callable[..., Any], w_head: dict, w: Any, *chunks: jax.Array) -> tuple[Any, Any]:
     of_chunk = lambda w_head, x, *rest: summed(dataclasses.replace(w, **w_head), x, *rest)
 
     def step(totals, chunk):

@@ -44,7 +44,7 @@ NORM_FLOOR = 1e-8
 
 
 @typed
-def muon(state: Any, g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, updates: Any):
+def muon(state: Any, g: W, step: i32[""], rate: f32[""], c: OptimizerConfig, updates: object):
     """One Muon update (arXiv 2502.16982, algorithm 1 and section 2.2) of the weights that `updates` assigns to muon.
 
     `state` is train.State; its adam_mu holds the momentum. A weight is a stack of matrices [*inputs, *outputs], each

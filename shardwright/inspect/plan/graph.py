@@ -13,7 +13,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from jax_extra import SAVED
 from shardlib import equations
-from shardlib.equations import IDENTITIES, Eqn, axes_of, body_of, called, is_variable, kinds, words
+from shardlib.equations import IDENTITIES, Atom, Eqn, axes_of, body_of, called, is_variable, kinds, words
 from shardlib.places import is_users, place
 from shardwright.inspect.compiled.lines import phase_of
 from shardwright.modeling.planned_attention import KERNEL
@@ -221,7 +221,7 @@ def _body(jaxpr: object, operands: list[Value | None], scope: _Scope) -> Graph:
     return graph_of(jaxpr, scope.sizes, ins, scope)
 
 
-def _renamed(var: Any, of: Value | None, site: Site) -> Value:
+def _renamed(var: Atom, of: Value | None, site: Site) -> Value:
     """A value for `var` in the memory of `of`; in its own where that is a literal."""
     return _value(var.aval, site, of=of, name=of.name if of else "")
 
