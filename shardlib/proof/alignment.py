@@ -65,7 +65,7 @@ class Pair:
 class Different(Exception):
     """The program is another one on one device."""
 
-    def __init__(self, here: Eqn | Any, there: Eqn | Any):
+    def __init__(self, here: Any, there: Any):
         self.place = "?" if here is None and there is None else Equation(here or there).place()
         names = [Equation(e).shown if e is not None else "nothing more" for e in (here, there)]
         problem = f"the program is another one on this mesh than on one device: {names[0]} here, {names[1]} there"

@@ -22,7 +22,7 @@ def is_helper(file: str) -> bool:
     return (Path(file).parent / "__init__.py").exists()
 
 
-def callers_text(eqn: Eqn, within: str | None = None) -> str:
+def callers_text(eqn: Any, within: str | None = None) -> str:
     """The lines of users' files that lead to an equation within a layer, innermost first, without that of its place.
 
     `called from family.py:231, 208; train.py:317`, or the innermost two `within` a file; empty without callers.

@@ -6,7 +6,7 @@ So in decoding the dim L counts texts: N texts, sharded over r and d, are B = rÂ
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,7 @@ def cached_attention(
 
 @typed
 def next_logits(
-    w: W, cache: Array["layers", KeyValues], texts: Texts, forward: "Forward"
+    w: W, cache: Array["layers", KeyValues], texts: Texts, forward: Any
 ) -> tuple[act["B/r/d L V/t"], Array["layers", KeyValues]]:
     """Logits of the token after `texts.token`, and the cache with `texts.token`. The N texts are B = rÂ·d sequences.
 
@@ -107,7 +107,7 @@ def next_logits(
 
 
 @typed
-def filled_cache(w: W, ids: u32["_N/r/d _L"], forward: "Forward", size: int) -> Array["layers", KeyValues]:
+def filled_cache(w: W, ids: u32["_N/r/d _L"], forward: Any, size: int) -> Array["layers", KeyValues]:
     """The cache after the first tokens of texts, with `size` places. Padding at their ends is never read."""
     positions: i32["_N/r/d _L"] = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     one_document: i32["_N/r/d _L"] = jnp.zeros(ids.shape, jnp.int32)
