@@ -17,7 +17,7 @@ import jax
 from jax.extend.core import Literal, Var
 
 from shardlib import equations
-from shardlib.equations import body_of, is_variable, shape_of
+from shardlib.equations import Eqn, Jaxpr, body_of, is_variable, shape_of
 from shardlib.marks import is_region
 from shardlib.proof import rings
 from shardlib.proof.equation import Equation, equal_parameters

@@ -19,7 +19,18 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from shardlib import marks
-from shardlib.equations import called, equations_in, evaluate, kinds, shape_of, split_scan, split_while, words
+from shardlib.equations import (
+    Atom,
+    Eqn,
+    called,
+    equations_in,
+    evaluate,
+    kinds,
+    shape_of,
+    split_scan,
+    split_while,
+    words,
+)
 from shardlib.proof import reach
 from shardlib.proof.equation import Equation
 from shardlib.proof.reach import LATER, NONE, Reach

@@ -8,11 +8,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from shardlib.axes import OPTIONAL, PIPELINE_AXIS
-from shardlib.equations import Eqn, Jaxpr, body_of, equations_in, frames_of, jaxprs_of
+from shardlib.equations import Eqn, body_of, equations_in, frames_of, jaxprs_of
 from shardlib.parsing import ShardError
 from shardlib.places import place
 from shardlib.proof.alignment import Different

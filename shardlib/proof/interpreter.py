@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from shardlib.equations import CALLS, ELEMENTWISE, IDENTITIES, SCATTERS, body_of, called, shape_of
+from shardlib.equations import CALLS, ELEMENTWISE, IDENTITIES, SCATTERS, Atom, body_of, called, shape_of
 from shardlib.marks import STAGES, Mark, is_region, mark_of
 from shardlib.parsing import ZIGZAG, parse_shape
 from shardlib.proof import collectives, elementwise, lookups, primitives, rings, shapes, sums

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from jax.extend import core
 
-from shardlib.equations import arrays_in, equations_in, kinds, shape_of
+from shardlib.equations import Eqn, arrays_in, equations_in, kinds, shape_of
 from shardlib.proof.equation import Equation
 
 ROUNDED = 8

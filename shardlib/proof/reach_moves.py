@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardlib.equations import shape_of, source_dims
+from shardlib.equations import Eqn, shape_of, source_dims
 from shardlib.proof import primitives, reach
 from shardlib.proof.reach import MOST, NONE, Reach
 from shardlib.proof.reach_slots import SAME

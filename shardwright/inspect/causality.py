@@ -4,10 +4,11 @@ import functools
 import math
 import re
 from collections.abc import Iterator, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from shardlib.axes import OPTIONAL, PIPELINE_AXIS
 from shardlib.proof.causality import GIVEN, find_later, operations, tokens
@@ -21,9 +22,6 @@ from shardwright.modeling.rules import Rule
 from shardwright.run.optional import in_a_line
 from shardwright.run.provenance import text_of
 from shardwright.run.step import Step
-
-if TYPE_CHECKING:
-    from train import Forward
 
 ROWS, LENGTH = 2, 256
 """Sequences, and least positions of each, for which a model is checked."""

@@ -4,7 +4,7 @@ import functools
 import math
 import time
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +15,6 @@ from shardwright.cluster.chips import chip_for
 from shardwright.cluster.devices import Device
 from shardwright.modeling.rules import Rule
 from shardwright.modeling.settings import ModelConfig
-
-if TYPE_CHECKING:
-    from train import Forward
 
 
 class PeakFlops(NamedTuple):

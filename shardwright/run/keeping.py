@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -98,7 +98,7 @@ class Keeper:
             self.checkpoints.remove_leftovers()
 
     def save(
-        self, done: int, state: "State", metadata: dict[str, Any], settle: Callable[[], Any], ask: str, is_last: bool
+        self, done: int, state: Any, metadata: dict[str, Any], settle: Callable[[], Any], ask: str, is_last: bool
     ) -> None:
         """Saves a checkpoint: in the background, but for the last of this start, which is waited for.
 

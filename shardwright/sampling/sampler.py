@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,9 +28,6 @@ from shardwright.modeling.model import act, compute_scope
 from shardwright.run.step import Step
 from shardwright.sampling.cache import KeyValues, Texts, check_cache, filled_cache, next_logits
 from shardwright_data.checks import above_0, at_least_0, check_ranges, within
-
-if TYPE_CHECKING:
-    from train import Forward
 
 CHUNK = 32
 """Usual number of tokens of each text that are drawn before the host reads them."""

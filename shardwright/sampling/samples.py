@@ -1,7 +1,6 @@
 """Texts that a run samples during training: noise becomes sentences."""
 
 import json
-from typing import TYPE_CHECKING
 
 import jax
 
@@ -14,9 +13,6 @@ from shardwright.run.stages import folded_mesh, without_stages
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.settings.words import say
 from shardwright_data.text.tokenizers import REMEDY, tokenizer_of_run
-
-if TYPE_CHECKING:
-    from train import Forward
 
 SHOWN = 100
 """Number of characters of a sample on the terminal."""

@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -23,9 +23,6 @@ from shardwright.modeling.model import act
 from shardwright.run.step import Step
 from shardwright.sampling.sampler import Programs, check_ids, padded
 from shardwright_data.loader import TokenBatch
-
-if TYPE_CHECKING:
-    from train import Forward
 
 LOGITS = 2**27
 """Largest number of logits on a device, but for those of a single sequence: 512 MiB in f32."""
