@@ -524,7 +524,7 @@ def make_evaluation_step(c: Config, model: LanguageModel, options: dict[str, Any
 def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
     """A run on the current mesh to its end, or to the next of training.changes. Returns what Run.end does."""
     with Run(c, model, directory, __name__, examine) as run:
-        state = run.begin(functools.partial(init_state, c=c, model=model), State)
+        state = run.begin(State)  # of the last checkpoint, or of init_state
         if run.is_over:  # resumed after its last step
             return run.end()
         c, t = run.c, run.c.training  # with the changes until here
@@ -532,7 +532,7 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
         run.prove()  # both steps compute on this mesh what they compute on one device, and no token sees a later one
         run.compare_forms()  # what has another form on this platform, such as `attention`, computes the same
         training_step = run.compile()  # as it was proved
-        evaluation_step = make_evaluation_step(c, model, run.options)
+        evaluation_step = run.evaluation_step  # as it was proved, compiled when it is first called
         if samples and run.start == 0:
             samples.write(state.weights)
         for step, batch in run.steps():

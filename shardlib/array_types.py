@@ -214,6 +214,7 @@ def _class_of(t) -> typing.Any:
     return typing.get_origin(t) if dataclasses.is_dataclass(typing.get_origin(t)) else t
 
 
+@functools.cache
 def _fields(t) -> list[tuple[str, typing.Any]]:
     """Name and type of each field of a dataclass that is data."""
     cls = _class_of(t)

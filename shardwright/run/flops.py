@@ -83,7 +83,7 @@ def peak_flops(devices: Sequence[Device], dtype: jax.typing.DTypeLike) -> PeakFl
     """Peak FLOP/s of all `devices` together for matrix products in `dtype`.
 
     For known chips it is the maker's dense figure (shardwright/cluster/chips). Others are measured by matrix products
-    on one device of this process, once, which takes a quarter of a second. The simulated devices of a CPU share its
+    on one device of this process, once, which takes a tenth of a second. The simulated devices of a CPU share its
     cores, so that one device measures the total of a process.
 
     Args:
@@ -102,7 +102,7 @@ def peak_flops(devices: Sequence[Device], dtype: jax.typing.DTypeLike) -> PeakFl
         figure = f"{known / 1e12:g} TFLOP/s, the maker's dense {dtype.name} figure for {kind}"
         return PeakFlops(known * len(devices), f"{len(devices)} x {figure}")
     units = len({device.process_index for device in devices}) if is_cpu else len(devices)
-    size = 1536 if is_cpu else 8192
+    size = 1024 if is_cpu else 8192
     measured = _matmul_flops(own, dtype, size)
     how = f"the best of several {size} x {size} {dtype.name} products on this {kind}"
     source = f"{units} x {measured / 1e12:.4g} TFLOP/s, measured here: {how}" + " (shared by its devices)" * is_cpu
@@ -117,7 +117,7 @@ def _matmul_flops(device: Device, dtype: jax.typing.DTypeLike, size: int) -> flo
         x = jnp.full((size, size), 1 / size, dtype)
         matmul(x).block_until_ready()
         seconds = []
-        while len(seconds) < 10 and sum(seconds) < 0.2:
+        while len(seconds) < 5 and sum(seconds) < 0.2:
             start = time.perf_counter()
             matmul(x).block_until_ready()
             seconds.append(time.perf_counter() - start)

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from shardlib.placement import LayerPlacement
 from shardwright.cluster.watch import pause
 from shardwright.run import reference
@@ -19,6 +17,7 @@ from shardwright.run.report import tell
 from shardwright.run.resuming import check_resumes, choose_checkpoint, saved_config
 from shardwright.run.skipping import are_finite, check_finite
 from shardwright.run.stages import stack_orders
+from shardwright.run.step import Step
 from shardwright.run.stores import Damaged, agreed
 from shardwright_data.loader import check_skips
 
@@ -74,13 +73,12 @@ class Keeper:
             raise ValueError(f"checkpoint {done} is of no run: begin one with its weights (training.init_from).")
         return done, metadata["loader"], metadata.get("skips", {})
 
-    def state(self, start: int, c: Config, init: Callable[[jax.Array], Any], State: object) -> Any:
-        """The state after `start` steps, of a checkpoint or fresh; None, and another of `damaged`, if it is damaged."""
+    def state(self, start: int, step: Step, State: Any) -> Any:
+        """The state of `step` after `start` steps; None, and another of `damaged`, if the checkpoint is damaged."""
         try:
             if not start:
-                return fresh_state(c, self._placement, init, State, record=self.record)
-            shapes = jax.eval_shape(init, jax.random.key(c.training.seed))
-            return read_state(self.checkpoints, start, State, shapes, self._model, self._placement)
+                return fresh_state(step, self.record)
+            return read_state(self.checkpoints, start, State, step.state, self._model, self._placement)
         except Damaged as error:
             if not start:
                 raise

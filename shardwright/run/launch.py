@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import inspect
 import sys
 import typing
@@ -50,6 +51,7 @@ def program(run: Callable[[Config, LanguageModel, Path], str | None]) -> Callabl
 
     @functools.wraps(run)
     def main() -> None:
+        gc.freeze()  # each collection would walk the modules again, in the loop too
         print_if_possible()
         register_schema()
         about = Program(f"python -m {run.__module__}", CONFIGS, None, Config, inspect.getmodule(run).__doc__ or "")

@@ -26,8 +26,8 @@ from shardwright.run.provenance import compare_source, provenance_of
 from shardwright.run.report import tell
 from shardwright.run.resuming import config_of, saved_config, with_defaults
 from shardwright.run.skipping import are_finite
-from shardwright.run.stages import stack_orders
-from shardwright.run.step import trace_step
+from shardwright.run.stages import placement_of, stack_orders
+from shardwright.run.step import Step, trace_step
 from shardwright.settings.differences import config_differences
 from shardwright_data.checks import within
 from shardwright_data.foreign import shown
@@ -261,20 +261,15 @@ def read_weights(
     return weights, did
 
 
-def fresh_state(
-    c: run_config.Config,
-    placement: LayerPlacement,
-    init: Callable[[jax.Array], Any],
-    State: object,
-    record: dict[str, Any] | None = None,
-) -> Any:
-    """State of a run before its first step, on the current mesh, with the weights of training.init_from if given.
+def fresh_state(step: Step, record: dict[str, Any] | None = None) -> Any:
+    """State before the first step of a run, on the mesh of `step`, with the weights of training.init_from if given.
 
-    `init` and `State` are as for `Run.begin`. `record` gets what was done with the weights.
+    `record` gets what was done with the weights.
     """
-    state = jax.jit(init)(jax.random.key(c.training.seed))
+    c, start = step.c, step.other(name="start").lower().compile()
+    state = start(jax.random.key(c.training.seed))
     if c.training.init_from is not None:
-        orders = stack_orders(placement, State, state)
+        orders = stack_orders(placement_of(c, step.model), type(state), state)
         state.weights, did = read_weights(c.training.init_from, state.weights, dataclasses.asdict(c), orders)
         if record is not None:
             record["init_from"] = did

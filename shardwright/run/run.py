@@ -72,13 +72,12 @@ class Run(Schedule):
 
     # ---- before the first step ----------------------------------------------------------------------------------
 
-    def begin(self, init: Callable[[jax.Array], Any], State: object) -> Any:
+    def begin(self, State: Any) -> Any:
         """The state to begin with, of the last checkpoint or fresh.
 
         Prints the lines that describe the run, and opens its log.
 
         Args:
-            init: returns a fresh state for a random key. It is jitted here.
             State: class of the state, generic in the class of the weights. Its fields are `weights`, those of the
                 optimizer.
         """
@@ -88,16 +87,17 @@ class Run(Schedule):
             self.resume(start, loader_state)
             check_processes({"source (train.py and what it imports)": self.provenance["programs"]})
             planned = self._planned()  # before the state takes memory that a device may not have
-            state = keeper.state(start, self.c, init, State)
+            state = keeper.state(start, self.step, State)
         for step, why in keeper.damaged.items():
             tell(f"WARNING    the checkpoint of step {step} is not used: {why}")
         self.reference = read_reference(self.c)
         agreed(lambda: keeper.clean(self.start, self.is_over) if jax.process_index() == 0 else None)
         self.options = introduce(self, planned, keeper.source_differs)
         about = self._journal.begin(skips, keeper.damaged)
+        about = {**self.provenance, **about, **keeper.record}
+        self._keep_source = functools.partial(keep_source, self.directory, self.start, self.model, about)
         if not self.is_over:
             save_config(self.directory, self.whole)
-            keep_source(self.directory, self.start, self.model, {**self.provenance, **about, **keeper.record})
         return state
 
     def _provenance_at(self, step: int) -> dict[str, Any]:
@@ -121,6 +121,14 @@ class Run(Schedule):
     def compile(self) -> jax.stages.Compiled:
         """The compiled training step. Keeps its HLO text, for a picture."""
         return self._journal.compile()
+
+    @functools.cached_property
+    def _evaluation(self) -> jax.stages.Compiled:
+        return self.step.other(name="evaluation").lower().compile(compiler_options=self.options)
+
+    def evaluation_step(self, weights: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+        """The evaluation step that was proved: sum of losses in nats, number of targets."""
+        return self._evaluation(weights, batch)
 
     # ---- the loop -------------------------------------------------------------------------------------------------
 
@@ -160,6 +168,8 @@ class Run(Schedule):
         """
         self.done = step + 1
         self._journal.dispatched(step, metrics)
+        if step == self.start:
+            self._keep_source()  # while the devices work
         self.stopped_by = self._stop.after(step)
         self._journal.see(step, metrics)
 

@@ -157,19 +157,24 @@ class Step:
         t = self.c.training
         return batch_shapes(t.batch_size, t.seq_len, t.microbatches, len(self.inputs))
 
+    @property
+    def state(self) -> Any:
+        """Shapes of the state, as the program `start` makes it."""
+        return self.other(name="start").traced.out_info
+
     @functools.cached_property
     def _trace(self) -> tuple[jax.stages.Traced, list[list[ShapeSpec]], list[Rule]]:
         sizes = dict.fromkeys(AXES, 1) | dict(self.mesh.shape)
         mesh = dataclasses.replace(self.c.mesh, **{axis: sizes[axis] for axis in AXES})
         c, model, trainer = dataclasses.replace(self.c, mesh=mesh), self.model, self.trainer
         of_kernels = kernels_as_calls() if "kernels as calls" in self.forms else contextlib.nullcontext([])
+        state = self.state if self.name in ("training", "evaluation") else None
         with tracing(self.mesh, self.planned or self.mesh.shape) as types, of_kernels as rules:
             if self.name in OF_MICROBATCH:
                 return _trace_microbatch(self), types, rules
-            start = jax.jit(lambda: trainer.init_state(jax.random.key(0), c, model))
             if self.name == "start":
-                return start.trace(), types, rules
-            state = jax.eval_shape(start)
+                start = jax.jit(functools.partial(trainer.init_state, c=c, model=model))
+                return start.trace(jax.eval_shape(jax.random.key, 0)), types, rules
             if self.name == "evaluation":
                 return trainer.make_evaluation_step(c, model).trace(state.weights, self.batch()), types, rules
             reference = (shapes := weights_of(c)) and sharded(type(shapes), shapes)

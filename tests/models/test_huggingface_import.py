@@ -34,7 +34,7 @@ from shardwright.run import config as run_config
 from shardwright.run.config import register_schema, to_config
 from shardwright.run.opening import fresh_state, read_weights
 from shardwright.run.resuming import fixed_settings, with_defaults
-from shardwright.run.stages import placement_of
+from shardwright.run.step import trace_step
 from shardwright.settings.differences import config_differences
 from tools import huggingface_to_checkpoint as tool
 from tools.huggingface import families
@@ -435,9 +435,8 @@ def test_a_run_starts_from_the_weights_of_another(tmp_path, capsys):
     expected = (np.log(np.exp(logits).sum(-1)) - at_target).mean()
     settings = models.settings(c, init_from=source)
     model = load_model(c)
-    init = functools.partial(train.init_state, c=settings, model=model)
     with jax.set_mesh(tiny.mesh("r=2 d=2 t=2")):
-        state = fresh_state(settings, placement_of(settings, model), init, train.State)
+        state = fresh_state(trace_step(settings, model))
         assert "after 5 steps; the optimizer's state is fresh" in capsys.readouterr().out
         jax.tree.map(
             np.testing.assert_array_equal, jax.tree.map(np.asarray, state.weights), jax.tree.map(np.asarray, w)
@@ -481,7 +480,7 @@ def test_a_run_with_other_weights_takes_those_that_it_has(tmp_path, capsys, mesh
     init = functools.partial(train.init_state, c=settings, model=model)
     with jax.set_mesh(tiny.mesh(mesh)):
         fresh = jax.tree.map(np.asarray, jax.jit(init)(jax.random.key(settings.training.seed)).weights)
-        state = fresh_state(settings, placement_of(settings, model), init, train.State, record)
+        state = fresh_state(trace_step(settings, model), record)
         assert all(jax.tree.leaves(jax.tree.map(lambda x, y: x.sharding == y.sharding, state.weights, shapes(other))))
     new, old = (jax.tree.map(np.asarray, w) for w in (state.weights, old))
     np.testing.assert_array_equal(new.embed, np.concatenate([old.embed, fresh.embed[c.vocab :]]))

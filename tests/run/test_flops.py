@@ -106,7 +106,7 @@ def test_an_unknown_device_is_measured_and_the_source_says_so():
     with jax.set_mesh(jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))):
         peak = peak_flops(jax.devices(), jnp.float32)
     assert "measured here: the best of several" in peak.source
-    assert "1536 x 1536 float32" in peak.source
+    assert "1024 x 1024 float32" in peak.source
     assert "(shared by its devices)" in peak.source
     # Eight simulated devices do as much together as one, not eight times more or less (other programs leave a factor).
     one = peak_flops(jax.devices()[:1], jnp.float32)

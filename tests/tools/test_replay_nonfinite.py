@@ -14,6 +14,7 @@ from recipes import SOURCE, line_of, module_of
 from shardwright.cluster.devices import make_mesh
 from shardwright.inspect.microscope.of_run import StepWithoutStages
 from shardwright.modeling.model import load_model
+from shardwright.run.opening import fresh_state
 from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
 from shardwright_data.loader import in_microbatches
@@ -37,8 +38,8 @@ def session_of(c, model=None, train=tiny.train):
     """What an Explainer asks of a Session."""
     model = model or load_model(c.model)
     session = types.SimpleNamespace(c=c, model=model, step=3, placement=placement_of(c, model), reference=None)
-    session.init = functools.partial(train.init_state, c=c, model=model)
-    session.without_stages = lambda: StepWithoutStages(trace_step(c, model, trainer=train), session.placement)
+    session.traced = trace_step(c, model, trainer=train)
+    session.without_stages = lambda: StepWithoutStages(session.traced, session.placement)
     return session
 
 
@@ -226,7 +227,7 @@ def test_of_faults_in_code_the_line_the_layer_and_the_document_are_named(mesh):
     with module_of(source) as module, jax.set_mesh(tiny.mesh(mesh)):
         c = tiny.config(tiny.model(layers=LAYERS, module="changed_train"), microbatches=MICROBATCHES)
         session = session_of(c, train=module)
-        clean, explainer = jax.jit(session.init)(jax.random.key(0)), nonfinite.Explainer(session)
+        clean, explainer = fresh_state(session.traced), nonfinite.Explainer(session)
 
         def explained(token: int = 0, state=clean) -> tuple[list[str], set[int]]:
             """The lines, and the documents that read the token."""

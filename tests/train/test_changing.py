@@ -29,7 +29,6 @@ from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.config import PipelineConfig
 from shardwright.run.opening import fresh_state
 from shardwright.run.reference import read_reference
-from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright_data.loader import TokenBatch
@@ -639,8 +638,7 @@ def test_lora_trains_its_factors_alone_and_is_the_dense_model_with_their_product
     value_and_grad = jax.jit(jax.value_and_grad(lambda w: loss(with_products(w))))
     with module_of(changed("LoRA")) as train, jax.set_mesh(tiny.mesh(mesh)):
         model, batch = load_model(c.model), tiny.place_batch(c)
-        init = functools.partial(train.init_state, c=c, model=model)
-        state = fresh_state(c, placement_of(c, model), init, train.State)
+        state = fresh_state(trace_step(c, model, trainer=train))
         trained = {name for name in named_leaves(state.weights) if name.startswith("layers/lora_")}
         assert len(trained) == 4
         assert named_leaves(state.adam_mu).keys() == named_leaves(state.adam_nu).keys() == trained

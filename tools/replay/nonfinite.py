@@ -38,7 +38,7 @@ class Explainer:
     def __init__(self, session: Session):
         self._session, self._step = session, session.without_stages()
         with jax.set_mesh(self._step.mesh):
-            state = jax.tree.leaves(jax.eval_shape(session.init, jax.random.key(0)))
+            state = jax.tree.leaves(session.traced.state)
             self._finder = Finder(self._step.program, session.c.model.layers, len(state) + METRICS)
 
     def explain(self, state: "State", batch: TokenBatch, documents: list[Document]) -> list[str]:

@@ -60,10 +60,6 @@ class Session:
         self.traced = trace_step(self.c, self.model)
         self.loader = loader_at(self._whole, self.step, inputs_of(self.model), state)
 
-    def init(self, key: jax.Array) -> Any:
-        """A fresh state. To be traced."""
-        return train.init_state(key, self.c, self.model)
-
     def without_stages(self) -> StepWithoutStages:
         """The step, traced without stages."""
         return StepWithoutStages(self.traced, self.placement)
@@ -160,11 +156,11 @@ def opened(run: str, step: int, mesh: StagesChoice, trust: bool, other_source: b
             allow = None if other_source else "other_source=true"
             if differs := compare_source(metadata.get("provenance"), now, ("training",), allow):
                 write(shown(f"source      {differs}"))
-            shapes = jax.eval_shape(session.init, jax.random.key(c.training.seed))
             if done:
+                shapes = session.traced.state
                 session.state = read_state(checkpoints, done, train.State, shapes, session.model, session.placement)
             else:
-                session.state = fresh_state(c, session.placement, session.init, train.State)
+                session.state = fresh_state(session.traced)
             yield session
 
 
