@@ -33,7 +33,6 @@ from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright_data.loader import TokenBatch
 
-TABLE = re.findall(r"^\| \[(.*?)\]\(.*?\) \| (.*?) \|", PAGE, flags=re.M)
 MESHES = ("one device", "d=2 t=2", "p=2 d=2 t=2")
 
 
@@ -127,14 +126,14 @@ DENSE = {  # recipe: how dense.logits is told of it
 }
 
 
-@pytest.fixture
-def teacher(tmp_path):
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory):
     """Path, sizes and weights of a run of another size, of the same vocabulary."""
-    c = tiny.config(tiny.model(layers=2, d_model=64, n_kv=4))
-    with jax.set_mesh(tiny.mesh("d=2")), Checkpointer(tmp_path / "teacher" / "checkpoints") as checkpoints:
+    c, path = tiny.config(tiny.model(layers=2, d_model=64, n_kv=4)), tmp_path_factory.mktemp("teacher")
+    with jax.set_mesh(tiny.mesh("d=2")), Checkpointer(path / "checkpoints") as checkpoints:
         w = tiny.weights(c.model)
         checkpoints.save(3, {"weights": w}, {"config": dataclasses.asdict(c), "loader": {}})
-    return str(tmp_path / "teacher"), c.model, jax.tree.map(np.asarray, w)
+    return str(path), c.model, jax.tree.map(np.asarray, w)
 
 
 @pytest.mark.parametrize("recipe", [name for name, diffs in RECIPES.items() if diffs])
@@ -681,16 +680,3 @@ def test_lora_trains_its_factors_alone_and_is_the_dense_model_with_their_product
         with torch.no_grad():
             expected = model(input_ids=torch.tensor(ids), use_cache=False).logits.numpy()
         np.testing.assert_allclose(expected, own, rtol=0, atol=1e-5 * np.abs(own).max())
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("recipe", [name for name, diffs in RECIPES.items() if diffs])
-def test_the_table_counts_the_places(recipe):
-    counted = {name.lower(): places for name, places in TABLE}[recipe.lower()]
-    assert len(hunks(recipe)) == sum(map(int, re.findall(r"\d", counted.replace("2 and its use", "3"))))
-    assert all(len(line) <= 120 for line in changed(recipe).splitlines())
-
-
-@pytest.mark.quick
-def test_each_recipe_is_in_the_table():
-    assert {name.lower() for name, _ in TABLE} == {name.lower() for name in RECIPES if name != "What made a run"}

@@ -45,13 +45,14 @@ def sizes_of(mesh: str) -> dict[str, int]:
 # ---- the proof ----------------------------------------------------------------------------------------------------
 
 
-MARKS = {"ring": []} | dict.fromkeys((way for way in WAYS if "einsum" in way), pytest.mark.slow)
+LONG = {("gather, blockwise", "d=2 c=2 t=2"), ("ring", "d=2 c=2 t=2"), ("ring", "p=2 c=2")}
+CASES = [(way, mesh) for way in WAYS for mesh in ("d=2 c=2 t=2", "r=2 e=2 c=4", "p=2 c=2")]
 
 
+@pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
-    "mesh", ["d=2 c=2 t=2", *(pytest.param(m, marks=pytest.mark.long) for m in ("r=2 e=2 c=4", "p=2 c=2"))]
+    ("way", "mesh"), [pytest.param(*case, marks=[pytest.mark.slow] * (case not in LONG)) for case in CASES]
 )
-@pytest.mark.parametrize("way", [pytest.param(w, marks=MARKS.get(w, pytest.mark.long)) for w in WAYS])
 def test_steps_are_proved(way, mesh):
     sizes = {axis: n for axis, n in sizes_of(mesh).items() if n > 1 or axis in "rdt"}
     on = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))

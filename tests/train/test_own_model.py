@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import step_text
 import tiny
-from own_model import MINE, QUOTED, SIZES, imported
+from own_model import MINE, SIZES, imported
 from redrawn import redrawn
 
 from shardwright.modeling.model import load_model
@@ -22,12 +22,6 @@ PLACES = ("d=4 t=2", "p=2 d=2 t=2")
 def mine(tmp_path_factory):
     with imported("mine", MINE, tmp_path_factory.mktemp("mine")) as module:
         yield module
-
-
-@pytest.mark.parametrize("number", range(len(QUOTED)))
-def test_what_the_page_quotes_of_gpt2_is_there(number):
-    assert len(QUOTED) >= 4
-    assert QUOTED[number] in (Path(__file__).parents[2] / "models/gpt2.py").read_text()
 
 
 def config(module="mine", **training):
@@ -46,12 +40,6 @@ def losses(place: str, gather: str, module: str = "mine") -> list[float]:
             found.append(float(metrics.loss))
         nats, targets = tiny.evaluation_step(c)(state.weights, batch)
         return [*found, float(nats / targets)]
-
-
-def test_it_has_forty_lines_and_nothing_of_the_trainers():
-    assert len([line for line in MINE.splitlines() if line.strip()]) <= 45
-    for word in ("scan", "checkpoint", "cache", "unroll", "padd", "stage"):
-        assert word not in MINE
 
 
 @pytest.mark.long

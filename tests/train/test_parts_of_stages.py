@@ -25,6 +25,8 @@ MODELS = {
     ),
 }
 
+EVERY_LONG = pytest.mark.long(every_case=True)
+
 
 def whole(loss, w, *microbatch):
     """The loss of a microbatch, with that of the layers."""
@@ -41,8 +43,15 @@ def composed(loss, w, *microbatch):
     return total if extras.loss is None else total + jnp.sum(extras.loss)
 
 
-@pytest.mark.parametrize("mesh", ["one device", pytest.param("r=2 d=2 t=2", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        ("moe", "one device"),
+        pytest.param("gpt2", "one device", marks=EVERY_LONG),
+        pytest.param("train", "r=2 d=2 t=2", marks=EVERY_LONG),
+        *(pytest.param(name, "r=2 d=2 t=2", marks=pytest.mark.slow) for name in ("gpt2", "moe")),
+    ],
+)
 def test_composed_parts_are_the_whole_model(name, mesh):
     """To the bit: they are the same operations in the same order."""
     c = tiny.config(MODELS[name])

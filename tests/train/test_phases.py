@@ -275,10 +275,10 @@ def test_a_wrong_entry_gets_one_line(data, changes, message):
         ),
     ],
 )
-def test_what_was_done_does_not_change(of_changes, data, changes, settings, message):
+def test_what_was_done_does_not_change(tmp_path, data, changes, settings, message):
     saved = {"config": dataclasses.asdict(config(data, LENGTHS))}
     with pytest.raises(ValueError, match="(?s)" + message):
-        check_resumes(saved_config(saved), config(data, changes, **settings), of_changes, 4)
+        check_resumes(saved_config(saved), config(data, changes, **settings), tmp_path, 4)
 
 
 @pytest.mark.long

@@ -74,6 +74,7 @@ def reference_record_of(path: str):
         return reference_record(config(path))
 
 
+@pytest.mark.long
 def test_what_the_step_cannot_run_is_refused_by_name(tmp_path):
     fits = saved(tmp_path / "fits", tiny.model(vocab=1280, layers=2))
     words = saved(tmp_path / "words", tiny.model())

@@ -4,21 +4,17 @@ import copy
 import functools
 import itertools
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
 import pytest
-import tiny
 from jax.sharding import AbstractMesh, AxisType
 from shipped import RUNS
 from shipped import load as load_now
 
 import train
-from models import gpt2
-from shardlib.array_types import arrays_in
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import check_table
 from shardwright.run.config import Config, check_divides
@@ -116,21 +112,3 @@ def test_few_meshes_have_each_set_of_axes_and_each_size_of_an_axis():
     assert axes(chosen) == axes(meshes)
     assert sizes(chosen) == sizes(meshes)
     assert len(chosen) < 20 < len(meshes)
-
-
-def limits(c) -> dict[str, str]:
-    """The axes of each setting of a model that is the size of a sharded dim: the most of any weight."""
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):  # types with all their axes
-        model = load_model(c)
-        dims = [dim for _, array, _ in arrays_in(model.Weights, model.table) for dim in array.spec.dims if dim.axes]
-    found = {c.dims.get(dim.name): "·".join(dim.axes) for dim in sorted(dims, key=lambda dim: len(dim.axes))}
-    return {setting: axes for setting, axes in found.items() if setting}
-
-
-def test_the_page_has_the_limits_of_a_mesh():
-    page = (ROOT / "docs" / "parallelism.md").read_text()
-    rows = re.findall(r"^\| `model\.(\w+)`(?:, in GPT-2 `model\.(\w+)`)? \|([^|]*)\|([^|]*)\|", page, re.MULTILINE)
-    llama = {name: axes.strip() for name, _, axes, _ in rows if axes.strip() and "qk_norm" not in axes}
-    assert llama == limits(tiny.model())
-    sizes = gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=4)
-    assert {other or name: axes.strip() for name, other, _, axes in rows if axes.strip()} == limits(sizes)
