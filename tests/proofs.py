@@ -8,12 +8,12 @@ from shardwright.run.step import NAMES, Step
 
 
 def found_soon(step: Step, is_shown: Callable[[str], bool]) -> str:
-    """What is found in the evaluation alone, if that is what a test looks for; else in all programs of a step.
+    """What is found in one of the smaller programs alone, if that is what a test looks for; else in all of a step.
 
     The training program takes most of the time of a proof, and has what the evaluation has.
     """
     text = ""
-    for names in (("evaluation",), NAMES):
+    for names in (("evaluation",), ("start",), NAMES):
         with mock.patch.object(soundness, "NAMES", names):
             text = "\n".join(map(str, soundness.find_unsound(step)))
         if is_shown(text):

@@ -3,6 +3,7 @@
 Each edit of train.py is wrong: `old` becomes `new`, and a line of `new` must be named.
 """
 
+import functools
 import importlib
 import re
 import sys
@@ -11,9 +12,9 @@ from typing import NamedTuple
 import jax
 import pytest
 import tiny
+from proofs import found_soon
 from recipes import SOURCE
 
-from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
 from shardwright.run.step import trace_step
 
@@ -68,12 +69,14 @@ RIGHT_RULES = {
     "a window": (RULE, "    rule = rules.Rule(visible=(rules.causal, rules.same_document, rules.Window(4)))"),
     "a soft-cap, made in the layer": (ATTEND, with_rule("score=rules.SoftCap(5.0), scale=0.3")),
 }
-SHORT = {
-    ("ALiBi by the heads of a device", "blockwise"),
+QUICK = {
     ("a window of a device's positions", "ring"),
-    ("a scale of a device's heads", "ulysses, blockwise"),
     ("a factor of a device's heads", "ulysses"),
     ("the number of a row", "blockwise"),
+}
+LONG = {
+    ("ALiBi by the heads of a device", "blockwise"),
+    ("a scale of a device's heads", "ulysses, blockwise"),
     ("ALiBi", "blockwise"),
 }
 HELPER = "\n@functools.cache\ndef devices():\n    return shardops.axis_size('t')\n"
@@ -136,63 +139,70 @@ def edited(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def found(name: str, mesh: str, **training) -> list[str]:
+def found(edit: Edited, mesh: str, **training) -> str:
     training |= {"microbatches": 2} if "p=" in mesh else {}
     with jax.set_mesh(tiny.mesh(mesh)):
-        c = tiny.config(tiny.model(module=name, layers=2), **training)
-        module = importlib.import_module(name)
-        return list(map(str, find_unsound(trace_step(c, load_model(c.model), tiny.mesh(mesh), trainer=module))))
+        c = tiny.config(tiny.model(module=edit.name, layers=2), **training)
+        module = importlib.import_module(edit.name)
+        step = trace_step(c, load_model(c.model), tiny.mesh(mesh), trainer=module)
+        return found_soon(step, functools.partial(is_named, edit))
 
 
-def assert_named(texts: list[str], edit: Edited) -> None:
+def is_named(edit: Edited, text: str) -> bool:
     """The first finding is at a line that was edited."""
-    assert texts
-    place = re.match(rf"\S*{edit.name}\.py:(\d+): ", texts[0])
-    assert place, texts
-    assert int(place[1]) in edit.lines, texts
+    place = re.match(rf"\S*{edit.name}\.py:(\d+): ", text)
+    return bool(place) and int(place[1]) in edit.lines
+
+
+def marks(case) -> list:
+    return [pytest.mark.long(every_case=True) if case in LONG else pytest.mark.long] * (case not in QUICK)
 
 
 def cases(rules: dict) -> list:
     refused = lambda name, path: name.startswith("learned") and path.startswith("ulysses")  # before any proof
     pairs = [(name, path) for name in rules for path in PATHS if not refused(name, path)]
-    return [pytest.param(*pair, marks=[] if pair in SHORT else pytest.mark.long) for pair in pairs]
+    return [pytest.param(*pair, marks=marks(pair)) for pair in pairs]
 
 
 @pytest.mark.parametrize(("name", "path"), cases(WRONG_RULES))
 def test_a_wrong_rule_is_refused_at_its_line_on_every_path(edited, name, path):
     edit, (mesh, training) = edited(WRONG_RULES[name]), PATHS[path]
-    assert_named(found(edit.name, mesh, **training), edit)
+    text = found(edit, mesh, **training)
+    assert is_named(edit, text), text
 
 
 @pytest.mark.parametrize(("name", "path"), cases(RIGHT_RULES))
 def test_a_right_rule_is_proved_on_every_path(edited, name, path):
     mesh, training = PATHS[path]
-    assert found(edited(RIGHT_RULES[name]).name, mesh, **training) == []
+    assert found(edited(RIGHT_RULES[name]), mesh, **training) == ""
 
 
 def test_the_numbers_of_a_rule_are_shown(edited):
     edit = edited(WRONG_RULES["a window of a device's positions"])
-    (text,) = found(edit.name, "d=2 t=2")
+    text = found(edit, "d=2 t=2")
     assert "the rule has Window(size=8) on this mesh and Window(size=16) on one device" in text
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=pytest.mark.long if "a class" in x else []) for x in WRONG_STATE]
+    "name", [pytest.param(x, marks=[pytest.mark.long(every_case=True)] * (x != "a dict")) for x in WRONG_STATE]
 )
 def test_what_a_trace_leaves_in_a_module_does_not_hide_the_mesh(edited, name):
     edit = edited(*WRONG_STATE[name])
-    assert_named(found(edit.name, "d=2 t=2"), edit)
+    text = found(edit, "d=2 t=2")
+    assert is_named(edit, text), text
     assert sys.modules[edit.name].Model, "the module of the run is in its place again"
 
 
-SLOW = [name for name in WRONG_PRESENCE if name not in ("the loss, e", "a window, c", "a score, c")]
+QUICK |= {"a window, c"}
+LONG |= {"the loss, e", "a score, c"}
 
 
-@pytest.mark.parametrize("name", [pytest.param(x, marks=pytest.mark.long if x in SLOW else []) for x in WRONG_PRESENCE])
+@pytest.mark.parametrize("name", [pytest.param(x, marks=marks(x)) for x in WRONG_PRESENCE])
 def test_nothing_depends_on_whether_the_mesh_has_an_axis(edited, name):
     mesh, change = WRONG_PRESENCE[name]
     edit = edited(change)
-    assert_named(found(edit.name, mesh), edit)
+    text = found(edit, mesh)
+    assert is_named(edit, text), text
 
 
 def loss_of(name: str, mesh: str, **training) -> float:
