@@ -33,6 +33,7 @@ from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright_data.loader import TokenBatch
 
+EVERY_LONG = pytest.mark.long(every_case=True)
 MESHES = ("one device", "d=2 t=2", "p=2 d=2 t=2")
 
 
@@ -136,17 +137,16 @@ def teacher(tmp_path_factory):
     return str(path), c.model, jax.tree.map(np.asarray, w)
 
 
+@pytest.mark.parametrize("program", ["evaluation", pytest.param("training", marks=EVERY_LONG)])
 @pytest.mark.parametrize("recipe", [name for name, diffs in RECIPES.items() if diffs])
-def test_the_types_of_each_recipe_hold(recipe, teacher):
+def test_the_types_of_each_recipe_hold(recipe, program, teacher):
     reference = teacher[0] if recipe in ("Distillation", "Preferences") else None
     microbatches = 1 if "Preferences" in recipe else 2
     c = tiny.config(tiny.model(module="changed_train", layers=4), microbatches=microbatches, reference=reference)
     mesh = AbstractMesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     with module_of(changed(recipe)) as train, jax.sharding.use_abstract_mesh(mesh):
         c.model = train.ModelConfig(**vars(c.model))
-        model = load_model(c.model)
-        assert trace_step(c, model, trainer=train).traced
-        assert trace_step(c, model, name="evaluation", trainer=train).traced
+        assert trace_step(c, load_model(c.model), name=program, trainer=train).traced
 
 
 ON_C = "d=2 c=2 t=2"
@@ -230,6 +230,7 @@ def test_a_step_is_proved_and_a_text_sampled(recipe):
             assert redrawn(sampler.forward, w, prompts, texts, settings, 16) == texts
 
 
+@pytest.mark.long
 def test_latent_attention_is_that_of_deepseek():
     """Of transformers, whose heads have the entries that are turned last."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")

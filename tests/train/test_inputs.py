@@ -277,6 +277,7 @@ def test_it_is_not_sampled(data, tmp_path):
         Sampler(tiny.step(c), Sampling(max_tokens=3), context=16)
 
 
+@pytest.mark.long
 def test_its_step_is_type_checked_by_verify(data):
     c = config(str(data), microbatches=2)
     type_check(c, {"p": 2, "r": 1, "d": 2, "t": 2})

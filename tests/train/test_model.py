@@ -19,7 +19,7 @@ EVERY_LONG = pytest.mark.long(every_case=True)
         *(pytest.param(name, {}, 0.0, marks=EVERY_LONG) for name in tiny.MESHES),
         pytest.param("r=2 d=2 t=2", {"tied_embeddings": True}, 0.0, marks=EVERY_LONG),
         ("d=4 t=2", {}, 0.01),
-        ("r=2 d=2 t=2", {"qk_norm": True}, 0.0),
+        pytest.param("r=2 d=2 t=2", {"qk_norm": True}, 0.0, marks=EVERY_LONG),
         pytest.param("d=4 t=2", {"logit_softcap": 0.5}, 0.0, marks=EVERY_LONG),
     ],
 )

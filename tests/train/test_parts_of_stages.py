@@ -46,8 +46,7 @@ def composed(loss, w, *microbatch):
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        ("moe", "one device"),
-        pytest.param("gpt2", "one device", marks=EVERY_LONG),
+        *(pytest.param(n, "one device", marks=EVERY_LONG) for n in ("moe", "gpt2")),
         pytest.param("train", "r=2 d=2 t=2", marks=EVERY_LONG),
         *(pytest.param(name, "r=2 d=2 t=2", marks=pytest.mark.slow) for name in ("gpt2", "moe")),
     ],
