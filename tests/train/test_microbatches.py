@@ -33,7 +33,12 @@ def found(**training):
 
 @pytest.mark.long(every_case=True)
 @pytest.mark.parametrize(
-    ("n", "together", "gather"), [(2, 1, "layer"), (2, 1, "step"), (1, 1, "step"), (2, 2, "layer"), (2, 2, "step")]
+    ("n", "together", "gather"),
+    [
+        (2, 1, "layer"),
+        (2, 2, "step"),
+        *(pytest.param(*how, marks=pytest.mark.slow) for how in ((2, 1, "step"), (1, 1, "step"), (2, 2, "layer"))),
+    ],
 )
 def test_gradients_are_those_of_the_whole_batch(n, together, gather):
     whole_loss, whole = found()

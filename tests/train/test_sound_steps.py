@@ -69,7 +69,7 @@ SETTINGS |= ONE_ENTRY
 SHORT = ("the demo", "stages", "one sequence and one head", "loss in chunks, c")
 SLOW = {*ONE_ENTRY} - {*SHORT, "one position", "one of each", "one entry, stages"}
 SLOW |= {"d alone", "t alone", "loss in chunks", "muon", "stages, tied", "stages, loss in chunks", "four stages, t"}
-SLOW |= {"zb_h1 by blocks", "zb_h1 without t"}
+SLOW |= {"zb_h1 by blocks", "zb_h1 without t", "bf16", "all side by side"}
 LONG_RUNS = ("local_test_synthetic", "local_test_pipeline", "flat_tokens_c4_a100x8x4_84m")
 """Of the shipped configurations, those whose tests are not slow."""
 
