@@ -1,6 +1,6 @@
 """The source that made a run, kept in its directory and its checkpoints, and compared when the run is used again.
 
-    <run>/source/<step>/    for each start of the run, named by the number of steps done before
+    <run>/source/<step>/    for each start of the run that did a step, named by the number of steps done before
         train.py, <module>.py   as they ran, and modules that are not of this project
         source.zip              the project's source, from which tools.replay does the run's steps again
         provenance.json         commit, versions of all packages, command line, environment, hashes, facts of the run

@@ -1,0 +1,28 @@
+"""The programs of a Step, against JAX."""
+
+import functools
+
+import jax
+import numpy as np
+import tiny
+
+import train
+from shardwright.modeling.model import load_model
+from shardwright.run.opening import fresh_state
+from shardwright.run.step import trace_step
+
+
+def test_the_start_is_traced_once_for_the_state_and_both_steps(monkeypatch):
+    init, calls = train.init_state, []
+    monkeypatch.setattr(train, "init_state", lambda *args, **given: calls.append(args) or init(*args, **given))
+    c = tiny.config(tiny.model())
+    model = load_model(c.model)
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        step = trace_step(c, model)
+        state = fresh_state(step)
+        for name in ("training", "evaluation"):
+            step.other(name=name).lower()
+        assert len(calls) == 1
+        expected = jax.jit(functools.partial(init, c=c, model=model))(jax.random.key(c.training.seed))
+        jax.tree.map(np.testing.assert_array_equal, state, expected)
+        assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y.sharding, state, expected))
