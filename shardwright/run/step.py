@@ -168,7 +168,7 @@ class Step:
         mesh = dataclasses.replace(self.c.mesh, **{axis: sizes[axis] for axis in AXES})
         c, model, trainer = dataclasses.replace(self.c, mesh=mesh), self.model, self.trainer
         of_kernels = kernels_as_calls() if "kernels as calls" in self.forms else contextlib.nullcontext([])
-        state = self.state if self.name in ("training", "evaluation") else None
+        state: Any = self.state if self.name in ("training", "evaluation") else None
         with tracing(self.mesh, self.planned or self.mesh.shape) as types, of_kernels as rules:
             if self.name in OF_MICROBATCH:
                 return _trace_microbatch(self), types, rules
