@@ -91,8 +91,9 @@ def _all_mutants(source: Source) -> Iterator[Mutant]:
             and isinstance(node.value, str)
             and (id(node) in types or is_spec(node.value))
         ):
-            for kind, spec in spec_changes(node.value):
-                yield source.mutant(kind, node, f'"{spec}"')
+            spec, *condition = node.value.partition(" if ")
+            for kind, changed in spec_changes(spec):
+                yield source.mutant(kind, node, f'"{changed}{"".join(condition)}"')
         elif isinstance(node, ast.Call):
             for kind, call in call_changes(source, node):
                 yield source.mutant(kind, node, call)
@@ -122,7 +123,7 @@ def _other_counts(source: Source, function: ast.FunctionDef) -> Iterator[Mutant]
 def _other_uses(source: Source, node: ast.Subscript) -> Iterator[Mutant]:
     """Other types in use, of a weight that is used as its line says."""
     if isinstance(node.slice, ast.Constant):
-        used = getattr(weights, node.value.id)[node.slice.value].used
+        used = getattr(weights, node.value.id)[node.slice.value.partition(" if ")[0]].used
         for kind, spec in spec_changes(str(used.spec)):
             after = f'{source.of(node.slice)}, {used.dtype}["{spec}"]'
             yield source.mutant(kind, node.slice, after)

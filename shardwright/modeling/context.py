@@ -88,7 +88,7 @@ def ulysses(
     q: act["B/b L/c N/t P D"],
     k: act["B/b L/c N/t D"],
     v: act["B/b L/c N/t D"],
-    mask: Mask,
+    mask: Any,  # whose sinks have dims of their own names
     by_einsum: bool = False,
 ) -> act["B/b L/c N/t P D"]:
     """Each device has all positions of the heads of one H/c: of G kv heads, or of R parts of the queries of each."""
@@ -143,7 +143,7 @@ def ring(
     q: act["B/b L/c K/t Q D"],
     k: act["B/b L/c K/t D"],
     v: act["B/b L/c K/t D"],
-    mask: Mask,
+    mask: Any,
     block: int | None = None,
 ) -> act["B/b L/c K/t Q D"]:
     """Keys and values pass around the devices of c."""
