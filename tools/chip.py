@@ -174,7 +174,6 @@ def run(config: Settings) -> None:
         return print_settings()
     for name in config.parts or ():
         check_choice("parts", name, [part.name for part in PARTS])
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part that runs ends too
     out, deadline, results = Path(config.out).absolute(), time.monotonic() + 60 * config.minutes, {}
     out.mkdir(parents=True, exist_ok=True)
     for part in PARTS:
@@ -195,4 +194,5 @@ def run(config: Settings) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the part that runs ends too
     run_program("chip", Settings, run)
