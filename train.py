@@ -35,10 +35,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_extra import explicit_activation_checkpointing, save_for_backward
 from shardlib import shardops, shardtypes
-from shardlib.layers import Extras, LayerMetrics, run_layers
+from shardlib.layers import LayerAux, LayerMetrics, run_layers
 from shardlib.shardtypes import Array, Of, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
 from shardwright.inspect import examine
-from shardwright.modeling import context, fp8, rope, rules
+from shardwright.modeling import context, fp8, masks, rope
 from shardwright.modeling.loss_chunks import sum_in_chunks
 from shardwright.modeling.model import LanguageModel, Tokens, act, checked_logits, compute_scope
 from shardwright.modeling.settings import ModelConfig
@@ -89,7 +89,7 @@ class Llama:
     """Decoder with RMSNorm, grouped-query attention, RoPE and SwiGLU. The setting `model.module: train` chooses it."""
 
     Weights = Transformer
-    rule = rules.Rule(visible=(rules.causal, rules.same_document))
+    mask = masks.AttentionMask(mask_mod=(masks.causal, masks.same_document))
 
     def __init__(self, c: ModelConfig, **changes: dict):
         """Matrices begin with variance weight_init_scale²/fan-in, gains at 1; `changes` are as for table_of."""
@@ -133,7 +133,7 @@ class Llama:
         v = save_for_backward(shardops.matmul("B/b L/c M, M K/t D -> B/b L/c K/t D", nx, w.w_v))
         q = save_for_backward(rope.rotate(self.head_norm("B/b L/c K/t Q D", q, w.q_norm), angles))
         k = save_for_backward(rope.rotate(self.head_norm("B/b L/c K/t D", k, w.k_norm), angles))
-        attended = save_for_backward(attend(q, k, v, self.rule))
+        attended = save_for_backward(attend(q, k, v, self.mask))
         out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w.w_o)
         return save_for_backward(x + shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out))
 
@@ -172,7 +172,7 @@ def unit_rms(x: jax.Array, epsilon: float) -> jax.Array:
 
 @typed
 def attention(
-    q: act["B/b L K/t Q D"], k: act["B/b S K/t D"], v: act["B/b S K/t D"], mask: rules.Mask
+    q: act["B/b L K/t Q D"], k: act["B/b S K/t D"], v: act["B/b S K/t D"], mask: masks.Mask
 ) -> act["B/b L K/t Q D"]:
     """Softmax attention in f32, with heads sharded over t. `mask` makes attention weights of the products q·k."""
     formula = "B/b L K/t Q D, B/b S K/t D -> B/b K/t Q L S"
@@ -202,40 +202,39 @@ class Forward:
 
     def __call__(
         self, w: W, microbatches: Callable | tuple, head: Callable, attend: Callable | None = None, caches: Any = None
-    ) -> tuple[Any, Any, Extras]:
-        """Result of head(w, *xs) on the outputs of the last layer, the caches of the layers, and their Extras.
+    ) -> tuple[Any, Any, LayerAux]:
+        """Result of head(w, *xs) on the outputs of the last layer, the caches of the layers, and their LayerAux.
 
-        `microbatches` are the Tokens of each, or a function that makes them. `attend` maps (cache, q, k, v, rule,
+        `microbatches` are the Tokens of each, or a function that makes them. `attend` maps (cache, q, k, v, mask,
         *learned, sinks, drop) to attention and the new cache; None: no caches.
         """
         w = self.gather_outer(w)
         tokens = microbatches() if callable(microbatches) else microbatches
         xs = tuple(self.model.embed(w, each) for each in tokens)
-        xs, caches, extras = self.layers(w.layers, xs, tokens, None, attend, caches)
-        return head(w, *xs), caches, extras
+        xs, caches, aux = self.layers(w.layers, xs, tokens, None, attend, caches)
+        return head(w, *xs), caches, aux
 
     def layers(
-        self, w: Any, xs: tuple, tokens: tuple, ids: Any = None, attend: Callable | None = None, caches: Any = None
-    ) -> tuple[tuple, Any, Extras]:
-        """Residual streams `xs` of microbatches after the layers, the caches of the layers, and their Extras.
+        self, w: Any, xs: tuple, tokens: tuple, layer_ids: Any = None, attend: Any = None, caches: Any = None
+    ) -> tuple[tuple, Any, LayerAux]:
+        """Residual streams `xs` of microbatches after the layers, the caches of the layers, and their LayerAux.
 
         Each layer gathers its weights once for all, and collectives of one can run beside products of another. With
-        caches it is one microbatch. `ids` are those of the layers of a pipeline stage; None: all layers.
+        caches it is one microbatch. `layer_ids` are those of the layers of a pipeline stage; None: all layers.
         """
         t, parts = self.training, [(part.prepared(self.model), attend or self.attend(part)) for part in tokens]
 
-        def layer(w, xs, index, place, attend):
+        def layer(w, xs, index, index_in_period, attend):
             w = w if self.gather_ahead else self.gather_weights(w)
-            one = lambda x, part, own: self.model.layer(
-                x, w, part.in_layer(index, place), functools.partial(attend, own)
-            )
+            at = lambda part: part.in_layer(index, index_in_period)
+            one = lambda x, part, own: self.model.layer(x, w, at(part), functools.partial(attend, own))
             with shardops.products(fp8.product if t.fp8 else None):
-                return Extras.joined([one(x, *part) for x, part in zip(xs, parts, strict=True)])
+                return LayerAux.joined([one(x, *part) for x, part in zip(xs, parts, strict=True)])
 
         checkpoint = functools.partial(explicit_activation_checkpointing, save=t.save)
         options = {"checkpoint": checkpoint, "unroll": t.unroll, "period": getattr(self.model, "period", 1)}
         with_cache = lambda cache, own, *args, **given: own(cache, *args, **given)
-        return run_layers(layer, w, xs, ids, with_cache, caches, **options)
+        return run_layers(layer, w, xs, layer_ids, with_cache, caches, **options)
 
     def attend(self, tokens: Tokens) -> Callable:
         """Attention within `tokens`, by the path of training.attention and the way of training.context."""
@@ -349,12 +348,12 @@ class MicrobatchLoss:
     targets: Any = 1.0
     reference: Callable | None = None
 
-    def __call__(self, w: W, *microbatches: Any) -> tuple[Any, Extras]:
-        """The sum of the losses, and the means of the layers' Extras."""
+    def __call__(self, w: W, *microbatches: Any) -> tuple[Any, LayerAux]:
+        """The sum of the losses, and the means of the layers' LayerAux."""
         tokens = lambda: tuple(self.forward.tokens(*each) for each in microbatches)
         losses = lambda w, *xs: [self.head(w, x, *each) for x, each in zip(xs, microbatches, strict=True)]
-        found, _, extras = self.forward(w, tokens, losses)
-        return sum(found[1:], found[0]), extras
+        found, _, aux = self.forward(w, tokens, losses)
+        return sum(found[1:], found[0]), aux
 
     def head(self, w: W, x: Any, batch: TokenBatch, seeds: object) -> Any:
         """The loss of a microbatch, from the output `x` of the last layer."""

@@ -19,7 +19,7 @@ import train
 from jax_extra import save_for_backward
 from shardlib import shardops
 from shardlib.shardtypes import Array, pytree_dataclass, typed
-from shardwright.modeling import rope, rules, settings
+from shardwright.modeling import masks, rope, settings
 from shardwright.modeling.model import Tokens, act
 from shardwright.modeling.weights import bias, gain
 from shardwright_data.checks import above_0, at_least_1, check_choice, within
@@ -172,12 +172,12 @@ class Model(train.Llama):
         full = self.c.full_every and (place + 1) % self.c.full_every == 0
         return None if full else self.c.window
 
-    def rule_at(self, place: int) -> rules.Rule:
+    def mask_at(self, place: int) -> masks.AttentionMask:
         """Who attends to whom in the layer at this place of its period."""
         c, window = self.c, self.window_at(place)
-        return rules.Rule(
-            visible=(rules.causal, rules.same_document, *([rules.Window(window)] if window else [])),
-            score=rules.SoftCap(c.attention_softcap) if c.attention_softcap else None,
+        return masks.AttentionMask(
+            mask_mod=(masks.causal, masks.same_document, *([masks.Window(window)] if window else [])),
+            score_mod=masks.SoftCap(c.attention_softcap) if c.attention_softcap else None,
             scale=c.attention_scalar**-0.5 if c.attention_scalar else None,
         )
 
@@ -207,7 +207,7 @@ class Model(train.Llama):
         """The first half of a layer: the residual stream after attention."""
         every, at, queries, keys = self.c.no_rope_every, "B/b L/c", "K/t Q D", "K/t D"
         nx = shardops.all_gather("B/b L/c/t M -> B/b L/c M", self.normed(x, w.attention_norm))
-        angles = tokens.shared[self.window_at(tokens.place) is not None]
+        angles = tokens.shared[self.window_at(tokens.index_in_period) is not None]
 
         def heads(dims, weight, bias):
             y = shardops.matmul(f"{at} M, M {dims} -> {at} {dims}", nx, weight)
@@ -215,7 +215,9 @@ class Model(train.Llama):
 
         def turned(dims, y, weight, of_all):
             y = self.head_norm(f"{at} {dims}", y, weight, of_all)
-            return save_for_backward(y if every and (tokens.place + 1) % every == 0 else rope.rotate(y, angles))
+            return save_for_backward(
+                y if every and (tokens.index_in_period + 1) % every == 0 else rope.rotate(y, angles)
+            )
 
         q = turned(queries, heads(queries, w.w_q, w.b_q), w.q_norm, w.q_norm_all)
         k = turned(keys, heads(keys, w.w_k, w.b_k), w.k_norm, w.k_norm_all)
@@ -224,7 +226,7 @@ class Model(train.Llama):
         if sinks is not None:  # each device of c uses a copy for its own queries
             sinks = shardops.all_gather("K/t Q/w -> K/t Q *w", sinks)
             sinks = shardops.broadcast("K/t Q *w -> B/b K/t Q *c", sinks)
-        attended = save_for_backward(attend(q, k, v, self.rule_at(tokens.place), sinks=sinks))
+        attended = save_for_backward(attend(q, k, v, self.mask_at(tokens.index_in_period), sinks=sinks))
         out = shardops.matmul("B/b L/c K/t Q D, K/t Q D M -> B/b L/c M +t", attended, w.w_o)
         out = shardops.psum_scatter("B/b L/c M +t -> B/b L/c/t M", out)
         out = out if w.b_o is None else out + shardops.broadcast("M -> B/b L/c/t M", w.b_o)

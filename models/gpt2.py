@@ -22,8 +22,8 @@ from jax_extra import save_for_backward
 from shardlib import shardops
 from shardlib.shardtypes import Array, f32, pytree_dataclass, typed
 from shardwright.huggingface import Names, check_fixed
+from shardwright.modeling.masks import CAUSAL
 from shardwright.modeling.model import Tokens, act
-from shardwright.modeling.rules import CAUSAL
 from shardwright.modeling.weights import bias, embedding, gain, matrix, table_of, unembedding
 from shardwright_data.checks import at_least_0, check_ranges, within
 

@@ -25,7 +25,7 @@ from jax import lax
 from jax_extra import save_for_backward
 from models import family
 from shardlib import shardops
-from shardlib.layers import Extras
+from shardlib.layers import LayerAux
 from shardlib.shardtypes import Array, bool_, f32, i32, pytree_dataclass, typed
 from shardwright.modeling.model import Tokens, act
 from shardwright.modeling.weights import bias, experts, matrix
@@ -294,7 +294,7 @@ def extras_of(
     targets: f32[""] | None,
     w: Layer,
     c: ModelConfig,
-) -> Extras:
+) -> LayerAux:
     """Losses and metrics of a layer: means over the tokens that count. No mesh changes them, and no microbatches."""
     total, product = shardops.psum, shardops.einsum_unreduced
     mask = jnp.float32(counts)
@@ -321,7 +321,7 @@ def extras_of(
         push = total("+b +c +t ->", product("B/b L/c/t E, E -> +b +c +t", excess, w.router_bias))
         loss += c.bias_rate * (push - lax.stop_gradient(push))
     loads = c.experts * load / (tokens * c.experts_per_token)
-    return Extras(loss=loss, metrics={"largest_load": loads, "dropped": dropped})
+    return LayerAux(loss=loss, metrics={"largest_load": loads, "dropped": dropped})
 
 
 class Model(family.Model):
@@ -333,7 +333,7 @@ class Model(family.Model):
     @typed
     def layer(
         self, x: act["B/b L/c/t M"], w: Layer, tokens: Tokens, attend: Callable
-    ) -> tuple[act["B/b L/c/t M"], Extras]:
+    ) -> tuple[act["B/b L/c/t M"], LayerAux]:
         """One transformer layer. Its weights are gathered. Products of experts are not in FP8."""
         x, c = self.with_attention(x, w, tokens, attend), self.c
         nx = self.normed(x, w.mlp_norm)

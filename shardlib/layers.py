@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any, Self
 
@@ -19,7 +20,7 @@ from shardlib.values import OpName, describe, is_opaque, stage_axes
 
 
 @pytree_dataclass
-class Extras:
+class LayerAux:
     """Further results of a layer, besides x, the same on all devices of r, d and t."""
 
     loss: jax.Array | None = None
@@ -39,7 +40,7 @@ class Extras:
             if axes or is_opaque(x) or jnp.ndim(x) > (x is not self.loss):
                 kind = "a scalar" if x is self.loss else "a scalar or a vector"
                 raise ShardError(
-                    f"a layer gives {name} in its Extras: {describe(x)}; it must be {kind}, the same on every device",
+                    f"a layer gives {name} in its LayerAux: {describe(x)}; it must be {kind}, the same on every device",
                     "reduce it, over positions and over the axes that shard them, e.g. psum('+r +d +t ->', …)",
                     place=str(self.place),
                     about=(x, axes) if axes else None,
@@ -47,22 +48,29 @@ class Extras:
 
     @classmethod
     def joined(cls, results: list[Any]) -> tuple[tuple, Self]:
-        """The results of a layer for several microbatches as one: a tuple of each x, and the means of their Extras."""
-        xs, extras = zip(*map(split_extras, results), strict=True)
-        for each in extras[1:] and extras:  # that of one is checked where the layers are run
+        """Joins the results of a layer for several microbatches: a tuple of each x, and the means of their LayerAux."""
+        xs, aux = zip(*map(split_aux, results), strict=True)
+        for each in aux[1:] and aux:  # that of one is checked where the layers are run
             each.check()
-        return xs, extras[0] if len(extras) == 1 else jax.tree.map(lambda *values: sum(values) / len(values), *extras)
+        return xs, aux[0] if len(aux) == 1 else jax.tree.map(lambda *values: sum(values) / len(values), *aux)
 
 
-def split_extras(result: Any) -> tuple[Any, Extras]:
-    """The parts x and Extras of a layer's result."""
-    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Extras)
-    return result if is_pair else (result, Extras())
+def __getattr__(name: str) -> Any:
+    if name == "Extras":  # in models written for version 0.1
+        warnings.warn("shardlib.layers.Extras is now LayerAux.", FutureWarning, stacklevel=2)
+        return LayerAux
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def split_aux(result: Any) -> tuple[Any, LayerAux]:
+    """The parts x and LayerAux of a layer's result."""
+    is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], LayerAux)
+    return result if is_pair else (result, LayerAux())
 
 
 @pytree_dataclass
 class LayerMetrics:
-    """The metrics in the Extras of a model's layers, in the order of the layers."""
+    """The metrics in the LayerAux of a model's layers, in the order of the layers."""
 
     values: f32["N depth"]
     names: tuple[str, ...] = dataclasses.field(metadata={"static": True})
@@ -91,22 +99,22 @@ def run_layers(
     layer: Callable[..., Any],
     w: object,
     x: object,
-    numbers: jax.Array | None,
+    layer_ids: jax.Array | None,
     attend: Callable[..., Any],
     caches: object = None,
     *,
     period: int = 1,
     checkpoint: Callable[..., Any] | None = None,
     unroll: int | None = 1,
-) -> tuple[Any, Any, Extras]:
-    """`x` after all layers of a stack, the new caches of the layers, and their Extras, stacked. Per-device code.
+) -> tuple[Any, Any, LayerAux]:
+    """`x` after all layers of a stack, the new caches of the layers, and their LayerAux, stacked. Per-device code.
 
     Args:
-        layer: (weights, x, index, place, attend) -> x of one layer, or a tuple of x and its Extras. x keeps its type.
-            `place` is the place of the layer in its period, an int. `attend` is described below.
+        layer: (weights, x, index, index_in_period, attend) -> x of one layer, or a tuple of x and its LayerAux. x keeps
+            its type. `index_in_period` is an int and counts from 0. `attend` is described below.
         w: weights of the layers, each array with one leading dim of rows.
         x: the residual stream: an array, or a pytree of arrays.
-        numbers: number of the layer in each row. None: the rows are the layers in order.
+        layer_ids: index in the model of the layer in each row. None: the rows are the layers in order.
         attend: (cache, q, k, v, …) -> the output of attention, and the new cache of the layer. A layer calls it without
             the cache, exactly once if there are caches.
         caches: caches of the layers, each array with one leading dim of rows; or None.
@@ -116,15 +124,16 @@ def run_layers(
         unroll: number of layers in one iteration of the loop, at least 1; None: all.
 
     Raises:
-        ShardError: a layer that does not return x and Extras as described, or does not call `attend` once.
+        ShardError: a layer that does not return x and LayerAux as described, or does not call `attend` once.
     """
-    if numbers is None:
+    if layer_ids is None:
         if PIPELINE_AXIS in stage_axes():
             raise ShardError(
-                "the layers of a pipeline stage are run without their numbers", "pass on the numbers that it is given"
+                "the layers of a pipeline stage are run without their numbers",
+                "pass on the `layer_ids` that it is given",
             )
-        numbers = marks.layer_numbers(len(jax.tree.leaves(w)[0]))
-    periods = len(numbers) // period
+        layer_ids = marks.layer_numbers(len(jax.tree.leaves(w)[0]))
+    periods = len(layer_ids) // period
     at_once = periods if unroll is None else min(max(1, unroll // period), periods)
     # XLA must not replace a recomputed value by that of the forward pass. If both passes are loops, it cannot, and
     # prevent_cse would only make the gathers of each layer wait for the gradient that arrives there.
@@ -141,11 +150,11 @@ def run_layers(
             read, cache = attend(given, *args, **options)
             return read
 
-        y, extras = split_extras(layer(weights, x, number, place, attend_in_layer))
+        y, aux = split_aux(layer(weights, x, number, place, attend_in_layer))
         try:
-            extras.check()
+            aux.check()
         except ShardError as error:
-            again = lambda: split_extras(layer(weights, x, number, place, attend_in_layer))[1].check()
+            again = lambda: split_aux(layer(weights, x, number, place, attend_in_layer))[1].check()
             jax_errors.add_origin(error, again)
             raise
         if problem := _changed(x, y):
@@ -160,12 +169,12 @@ def run_layers(
                 f"a layer calls attend {calls} times, and its cache holds the keys and values of one call",
                 "call attend once in each layer to sample with a cache",
             )
-        return y, (cache, extras)
+        return y, (cache, aux)
 
     layer_at = [functools.partial(run, place) for place in range(period)]
     if checkpoint is not None:
         layer_at = [checkpoint(run, prevent_cse=prevent_cse) for run in layer_at]
-    stack = w, numbers, caches
+    stack = w, layer_ids, caches
     if period == 1:
         x, found = lax.scan(layer_at[0], x, stack, unroll=at_once)
         return x, *found
@@ -175,11 +184,11 @@ def run_layers(
         for place in range(period):
             x, row = layer_at[place](x, jax.tree.map(lambda stack, place=place: stack[place], of_period))
             found.append(row)
-        losses = [extras.loss for _, extras in found if extras.loss is not None]
+        losses = [aux.loss for _, aux in found if aux.loss is not None]
         if 0 < len(losses) < period:  # a layer without a loss has 0
             zero = zeros_like_traced(jax.typeof(losses[0]))
-            with_loss = lambda extras: dataclasses.replace(extras, loss=zero if extras.loss is None else extras.loss)
-            found = [(cache, with_loss(extras)) for cache, extras in found]
+            with_loss = lambda aux: dataclasses.replace(aux, loss=zero if aux.loss is None else aux.loss)
+            found = [(cache, with_loss(aux)) for cache, aux in found]
         return x, jax.tree.map(lambda *rows: jnp.stack(rows), *found)
 
     in_periods = jax.tree.map(lambda x: x.reshape(-1, period, *x.shape[1:]), stack)

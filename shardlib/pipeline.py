@@ -114,8 +114,8 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
     Args:
         loss: the loss of a microbatch, in four methods, each per device. All devices of p run three of them together:
             `gather_outer(w)` is the weights that the others take, `first(w, *microbatch)` the input of the first layer,
-            and `last(w, x, *microbatch)` the loss, an f32 scalar. `layers(w, x, numbers, *microbatch)` is x after the
-            layers of one stage, of `numbers`, and their Extras, whose losses are added in training, averaged over
+            and `last(w, x, *microbatch)` the loss, an f32 scalar. `layers(w, x, layer_ids, *microbatch)` is x after the
+            layers `layer_ids` of one stage, and their LayerAux, whose losses are added in training, averaged over
             microbatches.
         placement: the layers of each stage.
         table: of the schedule.
@@ -135,7 +135,7 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
     leaves, structure = jax.tree.flatten(w)
     w = structure.unflatten([marks.enter(x, f"{label} [{i}]") for i, x in enumerate(leaves)])
     me = lax.axis_index(PIPELINE_AXIS)
-    numbers = jnp.asarray(placement.rows)[me]
+    layer_ids = jnp.asarray(placement.rows)[me]
     outer = {f.name: getattr(w, f.name) for f in dataclasses.fields(w) if f.name != "layers"}
 
     # Below, `stack` is the layers of chunk i, and k the number of a microbatch.
@@ -144,12 +144,12 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
     chunk = lambda tree, i: _part(tree, i, placement.chunk_rows) if placement.v > 1 else tree
     outside = lambda outer: loss.gather_outer(dataclasses.replace(w, **outer))
     first = _task(lambda outer, k: loss.first(outside(outer), *batch(k)))
-    layers = _task(lambda stack, x, i, k: loss.layers(stack, x, chunk(numbers, i), *own_batch(k)))
+    layers = _task(lambda stack, x, i, k: loss.layers(stack, x, chunk(layer_ids, i), *own_batch(k)))
     last = _task(lambda outer, x, k: loss.last(outside(outer), _apart(x), *batch(k)))
 
     def stage(stack, x, i, k):
-        y, extras = layers(stack, x, i, k)
-        return (y, _loss_of_layers(extras, count)), extras.metrics
+        y, aux = layers(stack, x, i, k)
+        return (y, _loss_of_layers(aux, count)), aux.metrics
 
     zero = jnp.int32(0)
     x_type = jax.eval_shape(first, outer, zero)
@@ -280,7 +280,7 @@ def run_schedule(loss: Any, placement: LayerPlacement, table: TickTable, w: Any,
     total = _of_stages("+p", marks.leave(carry["loss"], label, "+p"))
     if not training:
         return total, None, None
-    metrics = LayerMetrics.of_rows(carry["metrics"], numbers, placement.rows.size)
+    metrics = LayerMetrics.of_rows(carry["metrics"], layer_ids, placement.rows.size)
     metrics = jax.tree.map(lambda x: _of_stages("N depth +p", marks.leave(x, label, "N depth +p")), metrics)
     g = dataclasses.replace(w, layers=carry["g_stack"], **carry["g_outer"])
     g = [marks.leave_like(x, f"{label} [{i}]") for i, x in enumerate(jax.tree.leaves(g))]
@@ -304,14 +304,14 @@ def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) ->
             x = jax.tree.map(_the_same, loss.first(outside, *microbatch))
         found = []
         stacks = jax.tree.map(_of_all_stages, w.layers), marks.layer_numbers(layers)
-        for stack, numbers in _in_two(stacks, of_first):
-            x, extras = loss.layers(stack, x, numbers, *microbatch)
-            found.append(extras)
-        extras = jax.tree.map(lambda *parts: lax.concatenate(parts, 0), *found)
+        for stack, layer_ids in _in_two(stacks, of_first):
+            x, aux = loss.layers(stack, x, layer_ids, *microbatch)
+            found.append(aux)
+        aux = jax.tree.map(lambda *parts: lax.concatenate(parts, 0), *found)
         with pipeline_stage():
             total = loss.last(outside, jax.tree.map(_apart, x), *microbatch)
-        extra = _loss_of_layers(extras, count) if training else None
-        return total if extra is None else total + extra, extras.metrics
+        extra = _loss_of_layers(aux, count) if training else None
+        return total if extra is None else total + extra, aux.metrics
 
     if not training:
         add_loss = lambda total, microbatch: (total + loss_of(w, microbatch)[0], None)
@@ -330,9 +330,9 @@ def run_in_order(loss: Any, w: Any, microbatches: Any, training: bool = True) ->
     return _of_stages("+p", _share(total)), g, metrics
 
 
-def _loss_of_layers(extras: Any, count: int) -> jax.Array | None:
+def _loss_of_layers(aux: Any, count: int) -> jax.Array | None:
     """What the layers add to the loss in one of `count` microbatches; None if they add nothing."""
-    return None if extras.loss is None else jnp.sum(extras.loss) / count
+    return None if aux.loss is None else jnp.sum(aux.loss) / count
 
 
 def _of_stages(spec: str, x: jax.Array) -> Any:

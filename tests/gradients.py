@@ -7,8 +7,8 @@ import tiny
 
 import train
 from shardlib.shardtypes import dtype_name, f32, i32
+from shardwright.modeling.masks import CAUSAL, Mask, Positions
 from shardwright.modeling.model import load_model
-from shardwright.modeling.rules import CAUSAL, Mask, Places
 from shardwright.modeling.weights import initialize
 from shardwright.run.config import Config
 
@@ -42,7 +42,7 @@ def assert_close(found, expected, tolerance):
         np.testing.assert_allclose(a, b, atol=tolerance * np.abs(b).max(), rtol=0, err_msg=name)
 
 
-def with_gradients(path, q, k, v, document, g, dtype="float32", rule=CAUSAL):
+def with_gradients(path, q, k, v, document, g, dtype="float32", pattern=CAUSAL):
     """The result of a path of attention and the gradients of q, k and v, in f64, on the mesh in force."""
 
     def everything(
@@ -53,8 +53,8 @@ def with_gradients(path, q, k, v, document, g, dtype="float32", rule=CAUSAL):
         g: act["B/r/d L K/t Q D"],
     ) -> tuple[act["B/r/d L K/t Q D"], act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D"]]:
         index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
-        places = Places(index, index, document)
-        out, vjp = jax.vjp(lambda q, k, v: path(q, k, v, Mask(rule, places, places)), q, k, v)
+        positions = Positions(index, index, document)
+        out, vjp = jax.vjp(lambda q, k, v: path(q, k, v, Mask(pattern, positions, positions)), q, k, v)
         return out, *vjp(g)
 
     cast = lambda x: jnp.asarray(x, dtype)

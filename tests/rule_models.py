@@ -11,7 +11,7 @@ import tiny
 import train
 from shardlib import shardops
 from shardlib.shardtypes import Array, f32, pytree_dataclass
-from shardwright.modeling.rules import Rule, Window, causal, same_document
+from shardwright.modeling.masks import AttentionMask, Window, causal, same_document
 from shardwright.modeling.settings import ModelConfig
 from shardwright.modeling.weights import bias
 
@@ -36,14 +36,14 @@ def prefix(q, k):
 
 
 class Ruled(train.Llama):
-    """`rule` for all layers, or `rules` for those of a period."""
+    """`mask` for all layers, or `rules` for those of a period."""
 
     rules: tuple = ()
 
     def layer(self, x, w, tokens, attend):
         if not self.rules:
             return super().layer(x, w, tokens, attend)
-        of_turn = lambda q, k, v, _: attend(q, k, v, self.rules[tokens.place])
+        of_turn = lambda q, k, v, _: attend(q, k, v, self.rules[tokens.index_in_period])
         return super().layer(x, w, tokens, of_turn)
 
 
@@ -53,7 +53,7 @@ class NoPositions(train.Llama):
     period = 2
 
     def layer(self, x, w, tokens, attend):
-        if tokens.place == 1:
+        if tokens.index_in_period == 1:
             cos, sin = tokens.shared
             tokens = dataclasses.replace(tokens, shared=(jnp.ones_like(cos), jnp.zeros_like(sin)))
         return super().layer(x, w, tokens, attend)
@@ -96,12 +96,14 @@ def of(name: str, **fields) -> type:
 
 
 KINDS = {
-    "window": of("OfWindow", rule=Rule((*MASKS, Window(WINDOW)))),
-    "alibi": of("OfAlibi", rule=Rule(score=alibi)),
-    "soft-cap": of("OfSoftCap", rule=Rule(score=capped)),
-    "alternating": of("Alternating", period=2, rules=(Rule((*MASKS, Window(WINDOW))), Rule(scale=0.3))),
+    "window": of("OfWindow", mask=AttentionMask((*MASKS, Window(WINDOW)))),
+    "alibi": of("OfAlibi", mask=AttentionMask(score_mod=alibi)),
+    "soft-cap": of("OfSoftCap", mask=AttentionMask(score_mod=capped)),
+    "alternating": of(
+        "Alternating", period=2, rules=(AttentionMask((*MASKS, Window(WINDOW))), AttentionMask(scale=0.3))
+    ),
     "sinks": Sinks,
-    "prefix": of("OfPrefix", rule=Rule((prefix, same_document), causal=False)),
+    "prefix": of("OfPrefix", mask=AttentionMask((prefix, same_document), causal=False)),
     "no positions": NoPositions,
 }
 

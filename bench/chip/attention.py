@@ -24,8 +24,8 @@ from shardlib.shardtypes import i32, typed_shard_map
 from shardwright.cluster.config import HardwareConfig
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling import attention
+from shardwright.modeling.masks import CAUSAL, AttentionMask, Mask, Positions, same_document
 from shardwright.modeling.model import compute_scope
-from shardwright.modeling.rules import CAUSAL, Mask, Places, Rule, same_document
 from shardwright.modeling.weights import act
 
 RULES = {"documents": CAUSAL, "one document": CAUSAL.without(same_document)}
@@ -55,7 +55,7 @@ def operands(length: int, tokens: int, heads: int, width: int) -> tuple[list[jax
     return drawn, jnp.asarray(np.cumsum(starts, axis=1), jnp.int32)
 
 
-def program(path: str, rule: Rule) -> Callable:
+def program(path: str, pattern: AttentionMask) -> Callable:
     """Function of q, k, v, a gradient and documents: the result and the three gradients."""
 
     @typed_shard_map
@@ -67,9 +67,9 @@ def program(path: str, rule: Rule) -> Callable:
         document: i32["B/r/d L"],
     ) -> tuple[act["B/r/d L K/t Q D"], act["B/r/d L K/t Q D"], act["B/r/d L K/t D"], act["B/r/d L K/t D"]]:
         index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
-        places = Places(index, index, document)
+        positions = Positions(index, index, document)
         attend = train.attention if path == "einsum" else functools.partial(attention.run, path, block=None)
-        out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, Mask(rule, places, places)), q, k, v)
+        out, vjp = jax.vjp(lambda q, k, v: attend(q, k, v, Mask(pattern, positions, positions)), q, k, v)
         return out, *vjp(g)
 
     return run
@@ -81,11 +81,13 @@ def error_of(found: tuple, expected: tuple) -> float:
     return max(norm(jnp.float32(a) - b) / norm(b) for a, b in zip(found, expected, strict=True))
 
 
-def timed(path: str, rule: Rule, given: list, options: dict | None = None) -> tuple[jax.stages.Compiled, float, float]:
+def timed(
+    path: str, pattern: AttentionMask, given: list, options: dict | None = None
+) -> tuple[jax.stages.Compiled, float, float]:
     """The compiled program of a path, its seconds, and FLOP/s. Raises what the path, compiler or device refuses."""
-    attention.choose(path, rule, given[0])
+    attention.choose(path, pattern, given[0])
     with compute_scope("bf16"):
-        compiled = jax.jit(program(path, rule)).lower(*given).compile(compiler_options=options)
+        compiled = jax.jit(program(path, pattern)).lower(*given).compile(compiler_options=options)
     rows, length, heads, _, width = given[0].shape
     seconds = best_seconds(compiled, *given)
     return compiled, seconds, 3.5 * 4 * rows * heads * length**2 * width / 2 / seconds
@@ -98,11 +100,11 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
     with jax.set_mesh(make_mesh(jax.devices()[:1], d=1)):
-        for length, (documents, rule) in itertools.product(args.lengths, RULES.items()):
-            show(length, documents, rule, args.tokens, args.heads, args.width)
+        for length, (documents, pattern) in itertools.product(args.lengths, RULES.items()):
+            show(length, documents, pattern, args.tokens, args.heads, args.width)
 
 
-def show(length: int, documents: str, rule: Rule, tokens: int, heads: int, width: int) -> None:
+def show(length: int, documents: str, pattern: AttentionMask, tokens: int, heads: int, width: int) -> None:
     """Prints a line for each path."""
     here = jax.devices()[0].platform
     paths = [path for path in attention.PATHS if attention.KERNELS.get(path, here) == here and path != "auto"]
@@ -111,10 +113,10 @@ def show(length: int, documents: str, rule: Rule, tokens: int, heads: int, width
     (drawn, document), expected = operands(length, tokens, heads, width), None
     if 4 * length * max(tokens, length) * heads <= LARGEST:
         with compute_scope("f32"), jax.default_matmul_precision("highest"):
-            expected = jax.jit(program("einsum", rule))(*map(jnp.float32, drawn), document)
+            expected = jax.jit(program("einsum", pattern))(*map(jnp.float32, drawn), document)
     for path, options in kernels:
         try:
-            compiled, seconds, rate = timed(path, rule, [*drawn, document], options)
+            compiled, seconds, rate = timed(path, pattern, [*drawn, document], options)
             error = "" if expected is None else f", error {error_of(compiled(*drawn, document), expected):.1e}"
             used: Any = compiled.memory_analysis()
             memory = used.temp_size_in_bytes / 2**30

@@ -21,7 +21,7 @@ from bench.common import first_line, parser_of
 from shardwright.cluster.chips import Chip, chip_for, chip_of
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.attention import choose
-from shardwright.modeling.rules import CAUSAL
+from shardwright.modeling.masks import CAUSAL
 
 OPTIONS = {
     "autotuned": {},

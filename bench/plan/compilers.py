@@ -72,7 +72,7 @@ def make(path: Path, chip: str, name: str) -> None:
             table = stages.training_table(c, model)
             tasks = {slot: int(table.columns[slot].any(axis=1).sum()) for slot in ("forward", "backward", "weights")}
             facts |= {"ticks": len(table.columns["forward"]), "of_any": tasks}
-            facts |= {"of_device": c.training.microbatches * len(table.stages[0])}
+            facts |= {"local_attention": c.training.microbatches * len(table.stages[0])}
         write(path, chip, lowered, c.hardware.options, mesh.shape, facts)
 
 

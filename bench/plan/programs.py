@@ -116,7 +116,7 @@ def reading(text: str, facts: Mapping[str, Any], attention: float = 0.0) -> dict
     program = hlo.parse(text)
     table, flops, sent = step.describe(program), 0.0, collections.defaultdict[Any, float](float)
     state = (i for i in program.entry.instructions.values() if i.opcode == "parameter" and i.op_name[:6] == "state.")
-    share = facts.get("of_device", 1) / facts.get("ticks", 1)  # of ticks, in which a device does a task
+    share = facts.get("local_attention", 1) / facts.get("ticks", 1)  # of ticks, in which a device does a task
     for row in table.rows:
         times = row.count * row.turns * (share if row.sometimes else 1)
         if row.kind == "matmul":

@@ -17,8 +17,8 @@ from shardlib.proof.lengths import compared
 from shardlib.proof.reach import LATER, NONE, Reach, constant, dtype_of, entries_of, made, unknown
 from shardwright.inspect.soundness import Unproved, refuse
 from shardwright.modeling import fp8
-from shardwright.modeling.attention_calls import rule_of, sees_later
-from shardwright.modeling.rules import Rule
+from shardwright.modeling.attention_calls import mask_of, sees_later
+from shardwright.modeling.masks import AttentionMask
 from shardwright.run.optional import in_a_line
 from shardwright.run.provenance import text_of
 from shardwright.run.step import Step
@@ -27,25 +27,25 @@ ROWS, LENGTH = 2, 256
 """Sequences, and least positions of each, for which a model is checked."""
 AT_MOST = 4096
 """Most tokens, where ROWS of LENGTH would be another program, or would not show all that it does."""
-PURPOSE = "A model that is not causal on purpose says so: Rule(causal=False)"
+PURPOSE = "A model that is not causal on purpose says so: AttentionMask(causal=False)"
 REMEDIES = {
     "where later documents begin": "read tokens.positions and tokens.document of the position itself and of those "
     "before it, with no shift to the left, and no count or maximum over L",
     "another sequence": "let each sequence be by itself: take means, norms and choices over other dims than B",
-    "in an earlier document": "leave out what comes from another document: attend by rules.same_document, set to 0 by "
+    "in an earlier document": "leave out what comes from another document: attend by masks.same_document, set to 0 by "
     "tokens.document or tokens.positions, or set training.document_mask=false",
     "meets the logits": "compute the loss of a target from the logits of its own position, or of an earlier one",
     "is to predict the token": "give the loss of each position its own target, batch.targets at that position",
     ": (dot_general|reduce_max|select_n|while|scan): ": "leave later positions out of what is taken together: let "
-    f"their weights be 0, as rules.causal and jnp.where(q >= k, …) do. {PURPOSE}",
+    f"their weights be 0, as masks.causal and jnp.where(q >= k, …) do. {PURPOSE}",
     ": (sort|top_k|arg...): ": "let each position choose by itself: a rank among all of a sequence depends on later "
     f"ones. {PURPOSE}",
     ": reduce_": "take sums up to each position, jnp.cumsum(x, axis=1), or leave later positions out by a mask. "
     f"{PURPOSE}",
     ": (slice|concatenate|pad|conv_general_dilated|dynamic_slice): ": "shift to the right, jnp.pad(x[:, :-n], "
     f"((0, 0), (n, 0), (0, 0))), so that a position reads those before it. {PURPOSE}",
-    "": "let a position learn from those before it in its document alone: through attend, by rules.causal and "
-    f"rules.same_document, or masked by tokens.document. {PURPOSE}",
+    "": "let a position learn from those before it in its document alone: through attend, by masks.causal and "
+    f"masks.same_document, or masked by tokens.document. {PURPOSE}",
 }
 """What to do, by what a message has."""
 
@@ -77,9 +77,9 @@ def check_causal(step: Step, source: Any = None, context: int | None = None) -> 
         checked = [step.other(name=name) for name in ("evaluation", "training")]
     else:
         checked = [step.other("document mask", "whole loss", name="logits", size=(ROWS, context))]
-    rules = [*(call.rule for each in checked for call in each.calls), getattr(step.model, "rule", None)]
-    if not all(rule.causal for rule in rules if isinstance(rule, Rule)):
-        return "the model's Rule says causal=False"
+    patterns = [*(call.pattern for each in checked for call in each.calls), getattr(step.model, "mask", None)]
+    if not all(pattern.causal for pattern in patterns if isinstance(pattern, AttentionMask)):
+        return "the model's attention mask says causal=False"
     settings = step.model.c, checked[0].c.training, step.c.optimizer, context
     settings += tuple(source and text_of(part) for part in (type(step.model), step.trainer))
     try:
@@ -99,11 +99,11 @@ def describe_causality(step: Step, source: object) -> str:
 def _findings(checked: list[Step]) -> Iterator[Finding]:
     for step in checked:
         for call in dict.fromkeys(step.calls):
-            if sees_later(rule_of(step.forward, call), call, step.size[1]):  # at all distances
+            if sees_later(mask_of(step.forward, call), call, step.size[1]):  # at all distances
                 place = f"layer {call.place}" + (", in training," if step.forward.in_training else "")
                 yield Finding(
-                    f"the rule `{call.rule}` of {place} lets a position see later ones\n  remedy: add rules.causal to "
-                    f"its `visible`. {PURPOSE}",
+                    f"the attention mask `{call.pattern}` of {place} lets a position see later ones\n  "
+                    f"remedy: add masks.causal to its mask_mod. {PURPOSE}",
                     is_wrong=True,
                 )
                 return

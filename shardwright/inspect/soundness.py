@@ -19,7 +19,7 @@ from shardlib.proof.check import Finding, prove, prove_function, raise_for, trac
 from shardwright.inspect.fresh import anew
 from shardwright.modeling import context
 from shardwright.modeling.attention_calls import Call, path_of
-from shardwright.modeling.rules import numbers_in
+from shardwright.modeling.masks import numbers_in
 from shardwright.run.provenance import read_by, record_of, source_of
 from shardwright.run.step import NAMES, Step
 from shardwright.run.stores import agreed
@@ -83,9 +83,9 @@ def _refuse(find: Callable[[], list[Finding]], source: object, parts: tuple) -> 
 def find_unsound(step: Step) -> list[Finding]:
     """What is wrong with the programs of a step on its mesh. The argument is that of check_steps.
 
-    A model's Rule runs within per-device code in every path of attention but einsum. So the steps are checked by einsum
-    first, which computes what a Rule says of all pairs, and then as they run. shardwright.modeling.attention_calls
-    compares the paths.
+    An AttentionMask runs within per-device code in every implementation of attention but einsum. So the steps are
+    checked with einsum first, which computes what the mask says of all pairs, and then as they run.
+    shardwright.modeling.attention_calls compares the implementations.
     """
     kinds = [kind for kind in type(step.model).__mro__ if kind.__module__ not in ("builtins", "typing")]
     makers = [step.trainer.init_state, step.trainer.make_training_step, step.trainer.make_evaluation_step]
@@ -143,17 +143,20 @@ def _check_rules(step: Step) -> tuple[list[Finding], bool]:
         return [], is_einsum
     found = {}
     for a, b in zip(here, there, strict=False):
-        for parts in itertools.zip_longest(a.rule.parts(), b.rule.parts()):
+        for parts in itertools.zip_longest(a.pattern.parts(), b.pattern.parts()):
             numbers = list(map(numbers_in, parts))
             if numbers[0] != numbers[1]:
-                where = next((part.made for part in parts if hasattr(part, "made")), a.rule.made)
+                where = next((part.made for part in parts if hasattr(part, "made")), a.pattern.made)
                 shown = [part if number else "none" for part, number in zip(parts, numbers, strict=True)]
-                problem = f"{where}: the rule has {shown[0]} on this mesh and {shown[1]} on one device"
+                problem = f"{where}: the attention mask has {shown[0]} on this mesh and {shown[1]} on one device"
                 found[problem] = Finding(f"{problem}\n  remedy: {OF_WHOLE}", is_wrong=True)
     return [*found.values()], is_einsum
 
 
-OF_WHOLE = "a rule is of whole sizes: shardops.size('L') is the whole size of a dim, and self.c has those of the model"
+OF_WHOLE = (
+    "an attention mask is of whole sizes: shardops.size('L') is the whole size of a dim, and self.c has those of the "
+    "model"
+)
 
 
 def _of_chunks(finding: Finding, chunk: int) -> Finding:

@@ -1,14 +1,14 @@
-"""The paths that compute attention by a model's Rule, and the choice of one.
+"""The paths that compute attention by a model's AttentionMask, and the choice of one.
 
 `training.attention` names a path:
 
     einsum      train.attention: the scores of all pairs of positions, in f32. The only path with dropout.
     blockwise   softmax over one block of keys after another, in jax.numpy: any device, any float dtype
                 (shardwright/modeling/blockwise.py). Its memory grows linearly with L.
-    cudnn       cuDNN's fused kernel, on NVIDIA GPUs, for rules that change no scores. It knows the conditions causal
+    cudnn       cuDNN's fused kernel, on NVIDIA GPUs, for patterns that change no scores. It knows the conditions causal
                 and Window. Others, such as same_document, become a mask of L×L entries for each sequence.
     triton      JAX's Pallas kernel for NVIDIA GPUs, for causal and same_document. Its memory grows linearly with L.
-    splash      JAX's Pallas kernel for TPUs, for the conditions and soft-caps of shardwright/modeling/rules.py
+    splash      JAX's Pallas kernel for TPUs, for the conditions and soft-caps of shardwright/modeling/masks.py
                 (shardwright/modeling/splash.py).
     auto        one of these, by `choose`.
 
@@ -27,9 +27,9 @@ from shardlib.shardtypes import typed
 from shardlib.values import planned, target_device
 from shardwright.cluster.devices import Device
 from shardwright.modeling.blockwise import BLOCK, BLOCKS, blockwise
+from shardwright.modeling.masks import AttentionMask, Mask, SoftCap, Window, causal, same_document
 from shardwright.modeling.model import act
 from shardwright.modeling.planned_attention import alike, planned_kernel
-from shardwright.modeling.rules import Mask, Rule, SoftCap, Window, causal, same_document
 from shardwright.modeling.splash import LANES, by_kernel, splash
 
 PATHS = ("auto", "einsum", "blockwise", "cudnn", "triton", "splash")
@@ -43,12 +43,14 @@ MULTIPLE, BLOCK_OF_TRITON = 128, 64
 """Positions in triton's blocks of queries forward, of which sequences are a multiple, and in its other blocks."""
 
 
-def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = False, keys: int | None = None) -> str:
+def choose(
+    path: str, pattern: AttentionMask, q: Any, dropout: bool = False, sinks: bool = False, keys: int | None = None
+) -> str:
     """Path of attention for the setting `path`: one of PATHS other than auto.
 
     Args:
         path: one of PATHS.
-        rule: who attends to whom.
+        pattern: who attends to whom.
         q: queries [B, L, K, Q, D], or their shape and dtype.
         dropout: whether attention weights have dropout.
         sinks: whether the softmax has sinks.
@@ -58,7 +60,7 @@ def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = F
         ValueError: `path` cannot compute it.
     """
     device, length = target_device(), keys or q.shape[1]
-    refusals = _refusals(rule, q, dropout, sinks, device, length)
+    refusals = _refusals(pattern, q, dropout, sinks, device, length)
     if path != "auto":
         if refusals[path]:
             raise ValueError(
@@ -66,7 +68,7 @@ def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = F
                 "can, or einsum, which can do everything."
             )
         return path
-    masked = _masked(rule)
+    masked = _masked(pattern)
     kernels = ["splash", *(["triton"] if masked else []), *(["cudnn"] if not masked or length <= MASKED_UP_TO else [])]
     if kernel := next((kernel for kernel in kernels if not refusals[kernel]), None):
         return kernel
@@ -75,7 +77,7 @@ def choose(path: str, rule: Rule, q: Any, dropout: bool = False, sinks: bool = F
 
 
 def _refusals(
-    rule: Rule, q: jax.Array, dropout: bool, sinks: bool, device: Device, length: int
+    pattern: AttentionMask, q: jax.Array, dropout: bool, sinks: bool, device: Device, length: int
 ) -> dict[str, str | None]:
     """Reason why each path cannot compute this; None if it can. cuDNN's are those of jax.nn.dot_product_attention."""
     d_head, dtype = q.shape[-1], jnp.dtype(q.dtype)
@@ -84,8 +86,8 @@ def _refusals(
     largest = 256 if capability >= 9 else 128
     is_nvidia = device.platform == "gpu" and device.device_kind.startswith("NVIDIA") and capability >= 8
     not_nvidia = (not is_nvidia, f"{device.device_kind} is not an NVIDIA GPU from Ampere on")
-    windows = [f for f in rule.visible if isinstance(f, Window)]
-    is_known = all(f in (causal, same_document, *windows) for f in rule.visible)
+    windows = [f for f in pattern.mask_mod if isinstance(f, Window)]
+    is_known = all(f in (causal, same_document, *windows) for f in pattern.mask_mod)
     no_dropout = (dropout, "it has no dropout")
     of_kernels = [
         no_dropout,
@@ -99,14 +101,14 @@ def _refusals(
         "cudnn": [
             not_nvidia,
             *of_kernels,
-            (rule.score or sinks, "it changes no scores, and has no sinks"),
+            (pattern.score_mod or sinks, "it changes no scores, and has no sinks"),
             (d_head % 8 or d_head > largest, f"heads of {d_head} entries; it takes multiples of 8 up to {largest}"),
             (length % 2, f"an odd number of tokens, {length}"),
         ],
         "triton": [
             not_nvidia,
             *of_kernels,
-            (rule.score or sinks, "it changes no scores, and has no sinks here"),
+            (pattern.score_mod or sinks, "it changes no scores, and has no sinks here"),
             (not is_known or windows, "of conditions, it knows causal and same_document alone"),
             (not 16 <= d_head <= 128, f"heads of {d_head} entries; it takes 16 to 128"),
             (length % MULTIPLE, f"{length} tokens; it takes multiples of {MULTIPLE}"),
@@ -115,7 +117,10 @@ def _refusals(
             (device.platform != "tpu", f"{device.device_kind} is not a TPU"),
             *of_kernels,
             (sinks, "it has no sinks here"),
-            (rule.score and not isinstance(rule.score, SoftCap), "of functions of scores, it knows SoftCap alone"),
+            (
+                pattern.score_mod and not isinstance(pattern.score_mod, SoftCap),
+                "of functions of scores, it knows SoftCap alone",
+            ),
             (not is_known, "of conditions, it knows causal, same_document and Window alone"),
             (length % LANES, f"{length} tokens; it takes multiples of {LANES}"),
         ],
@@ -128,7 +133,7 @@ def run(path: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask, block: 
     if planned().note:
         pairs = _pairs(mask, q) if path == "cudnn" else None
         bias = None if pairs is None else pairs.astype(q.dtype)  # which JAX makes of it
-        return planned_kernel(mask.rule, k.shape[1], path, q, k, v, bias)
+        return planned_kernel(mask.pattern, k.shape[1], path, q, k, v, bias)
     return blockwise(q, k, v, mask, block) if path == "blockwise" else KERNEL_OF[path](q, k, v, mask)
 
 
@@ -138,16 +143,16 @@ def cudnn(q: act["B/b L K/t Q D"], k: act["B/b L K/t D"], v: act["B/b L K/t D"],
 
     JAX's public function takes other conditions only as a mask [B, 1, L, L], one for all heads.
     """
-    rule = mask.rule
-    windows = [condition.size for condition in rule.visible if isinstance(condition, Window)]
+    pattern = mask.pattern
+    windows = [condition.size for condition in pattern.mask_mod if isinstance(condition, Window)]
     out = jax.nn.dot_product_attention(
         shardops.rearrange("B/b L K/t Q D -> B/b L (K/t Q) D", q),
         k,
         v,
         mask=_pairs(mask, q),
-        scale=rule.scale,
-        is_causal=causal in rule.visible,
-        local_window_size=(min(windows) - 1, 0) if windows and causal in rule.visible else None,
+        scale=pattern.scale,
+        is_causal=causal in pattern.mask_mod,
+        local_window_size=(min(windows) - 1, 0) if windows and causal in pattern.mask_mod else None,
         implementation="cudnn",
     )
     return shardops.rearrange("B/b L (K/t Q) D -> B/b L K/t Q D", out)
@@ -156,7 +161,7 @@ def cudnn(q: act["B/b L K/t Q D"], k: act["B/b L K/t D"], v: act["B/b L K/t D"],
 @typed
 def triton(q: act["B/b L K/t Q D"], k: act["B/b L K/t D"], v: act["B/b L K/t D"], mask: Mask) -> act["B/b L K/t Q D"]:
     """train.attention by JAX's Pallas kernel for GPUs, without dropout. It sums in the same order in each run."""
-    rule = mask.rule
+    pattern = mask.pattern
 
     def attend(q, k, v, document):
         # The kernel has as many heads of keys as of queries.
@@ -168,9 +173,9 @@ def triton(q: act["B/b L K/t Q D"], k: act["B/b L K/t D"], v: act["B/b L K/t D"]
 
         blocks = dict.fromkeys(("block_k", "block_q_dkv", "block_kv_dkv", "block_q_dq", "block_kv_dq"), BLOCK_OF_TRITON)
         return kernels.mha(
-            *(q, k, v, document if same_document in rule.visible else None),
-            sm_scale=rule.scale_of(q.shape[-1]),
-            causal=causal in rule.visible,
+            *(q, k, v, document if same_document in pattern.mask_mod else None),
+            sm_scale=pattern.scale_of(q.shape[-1]),
+            causal=causal in pattern.mask_mod,
             block_sizes=kernels.BlockSizes(block_q=MULTIPLE, **blocks),
             interpret=target_device().platform == "cpu",  # in tests
         )
@@ -185,16 +190,16 @@ def triton(q: act["B/b L K/t Q D"], k: act["B/b L K/t D"], v: act["B/b L K/t D"]
 KERNEL_OF = {"cudnn": cudnn, "triton": triton, "splash": splash}
 
 
-def _masked(rule: Rule) -> tuple:
+def _masked(pattern: AttentionMask) -> tuple:
     """Conditions that become a mask for cuDNN, which knows a window only where attention is causal too."""
-    known = lambda condition: condition is causal or (isinstance(condition, Window) and causal in rule.visible)
-    return tuple(condition for condition in rule.visible if not known(condition))
+    known = lambda condition: condition is causal or (isinstance(condition, Window) and causal in pattern.mask_mod)
+    return tuple(condition for condition in pattern.mask_mod if not known(condition))
 
 
 def _pairs(mask: Mask, q: jax.Array) -> jax.Array | None:
     """What cuDNN is given of the conditions that become a mask."""
     b, l = q.shape[:2]
-    if not _masked(mask.rule):
+    if not _masked(mask.pattern):
         return None
-    seen = Rule(_masked(mask.rule)).sees(mask.queries.as_queries(), mask.keys.as_keys())
+    seen = AttentionMask(_masked(mask.pattern)).sees(mask.queries.as_queries(), mask.keys.as_keys())
     return jnp.broadcast_to(seen[:, 0], (b, 1, l, l))

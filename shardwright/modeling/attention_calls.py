@@ -16,13 +16,13 @@ import numpy as np
 
 from shardlib import shardops
 from shardlib.axes import PIPELINE_AXIS
-from shardlib.layers import split_extras
+from shardlib.layers import split_aux
 from shardlib.shardtypes import Of, f32, typed_shard_map
 from shardlib.values import mesh_axes, pipeline_stage, stage_axes, varying
 from shardwright.modeling import context
 from shardwright.modeling.attention import KERNELS, choose
+from shardwright.modeling.masks import AttentionMask, Positions, same_document
 from shardwright.modeling.model import Tokens, act, blank_tokens, compute_scope, period_of
-from shardwright.modeling.rules import Places, Rule, same_document
 from shardwright.modeling.splash import LANES
 from shardwright.modeling.weights import shapes_of
 
@@ -43,7 +43,7 @@ class Call(NamedTuple):
 
     place: int
     """Place of the layer in its period."""
-    rule: Rule
+    pattern: AttentionMask
     q: Any
     """Shape and dtype of the queries. `learned` and `sinks` have those of the weights and of the sinks, if any."""
     learned: tuple
@@ -62,8 +62,8 @@ def calls_of(forward: Any, length: int, sequences: int = 1) -> list[Call]:
     model, calls = forward.model, []
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
 
-    def note(place, q, k, v, rule, *learned, sinks=None, drop=None):
-        calls.append(Call(place, rule, shape(q), *jax.tree.map(shape, (learned, sinks)), dropout=drop is not None))
+    def note(place, q, k, v, pattern, *learned, sinks=None, drop=None):
+        calls.append(Call(place, pattern, shape(q), *jax.tree.map(shape, (learned, sinks)), dropout=drop is not None))
         return q
 
     @typed_shard_map
@@ -79,7 +79,7 @@ def calls_of(forward: Any, length: int, sequences: int = 1) -> list[Call]:
         for place in range(period_of(model)):
             w_layer = jax.tree.map(lambda stack, place=place: stack[place], w.layers)
             tokens, attend = tokens.in_layer(jnp.int32(place), place), functools.partial(note, place)
-            x, _ = split_extras(model.layer(x, w_layer, tokens, attend))
+            x, _ = split_aux(model.layer(x, w_layer, tokens, attend))
 
     # One period of layers in each stage, so that any number of layers will do.
     w, count = shapes_of(model.table), period_of(model) * mesh_axes().get(PIPELINE_AXIS, 1)
@@ -99,7 +99,7 @@ def describe_attention(step: Any) -> list[str]:
     forward, period, lines = step.forward, period_of(step.model), []
     for call in step.calls:
         layer = f"layer {call.place} of {period}: " if period > 1 else ""
-        lines.append(f"{path_of(forward, call)}; {layer}{rule_of(forward, call)}")
+        lines.append(f"{path_of(forward, call)}; {layer}{mask_of(forward, call)}")
     return lines
 
 
@@ -114,9 +114,9 @@ def check_deterministic(c: "Config", described: list[str]) -> None:
         )
 
 
-def rule_of(forward: "Forward", call: Call) -> Rule:
-    """The rule of a call as it runs: without training.document_mask, each sequence is one document."""
-    return call.rule if forward.training.document_mask else call.rule.without(same_document)
+def mask_of(forward: "Forward", call: Call) -> AttentionMask:
+    """The pattern of a call as it runs: without training.document_mask, each sequence is one document."""
+    return call.pattern if forward.training.document_mask else call.pattern.without(same_document)
 
 
 def path_of(forward: "Forward", call: Call) -> str:
@@ -126,7 +126,7 @@ def path_of(forward: "Forward", call: Call) -> str:
     q, keys = context.on_device(how, call.q)
     if how == "ring":
         return "ring"
-    return choose(setting, rule_of(forward, call), q, call.dropout, call.sinks is not None, keys)
+    return choose(setting, mask_of(forward, call), q, call.dropout, call.sinks is not None, keys)
 
 
 def with_path(forward: "Forward", path: str, how: str, block: int | None = None) -> Any:
@@ -147,7 +147,7 @@ def check_paths(step: Any, options: dict[str, Any] | None = None) -> None:
     hides less, unless the path does not take f32.
 
     Args:
-        step: the training step, a Step. In its evaluation a model may attend by other rules.
+        step: the training step, a Step. In its evaluation a model may attend by other patterns.
         options: of the compiler, those of the run.
 
     Raises:
@@ -172,36 +172,36 @@ def check_paths(step: Any, options: dict[str, Any] | None = None) -> None:
         if not far <= TOLERANCE[dtype]:
             name = f"{how}, {path}" if how == "ulysses" else path
             raise ValueError(
-                f"{call.rule.made}: attention by {name} is not what train.attention (einsum) computes for the rule "
-                f"`{call.rule}`: of {compared} positions, the result or a gradient differs by {far:.2g} of its largest "
-                f"entry, more than {TOLERANCE[dtype]:.2g}. State who attends to whom in the model's Rule, by the "
-                "places of queries and keys and not by the sizes of its arguments, which are blocks, let each position "
-                "see itself, or set training.attention=einsum."
+                f"{call.pattern.made}: attention by {name} is not what train.attention (einsum) computes for the "
+                f"attention mask `{call.pattern}`: of {compared} positions, the result or a gradient differs by "
+                f"{far:.2g} of its largest entry, more than {TOLERANCE[dtype]:.2g}. Let the model's AttentionMask "
+                "depend on the positions of queries and keys, not on the sizes of its arguments, which are blocks, let "
+                "each position attend to itself, or set training.attention=einsum."
             )
 
 
-def sees_later(rule: Rule, call: Call, length: int) -> bool:
-    """Whether by the rule of a call some position of a text of `length` tokens sees one after it.
+def sees_later(pattern: AttentionMask, call: Call, length: int) -> bool:
+    """Whether by the pattern of a call some position of a text of `length` tokens sees one after it.
 
     A score of -inf, which it has whatever the products are, hides a position too.
     """
     heads = jnp.arange(math.prod(call.q.shape[2:4]), dtype=jnp.int32).reshape(*call.q.shape[2:4], 1, 1)
     learned = tuple(jnp.ones((1, *x.shape[1:]), x.dtype) for x in call.learned)
 
-    # Places are arguments: XLA would compute what follows from constants while it compiles.
+    # Positions are arguments: XLA would compute what follows from constants while it compiles.
     @jax.jit
-    def sees(q: Places, k: Places) -> jax.Array:
+    def sees(q: Positions, k: Positions) -> jax.Array:
         q, k = q.as_queries(), k.as_keys()
-        later = rule.sees(q, k) & (k.index > q.index)
-        if rule.score is None:
+        later = pattern.sees(q, k) & (k.index > q.index)
+        if pattern.score_mod is None:
             return jnp.any(later)
         products = jnp.zeros((1, *heads.shape[:2], q.index.shape[3], length))
-        return jnp.any(later & ~jnp.isneginf(rule.changed(products, call.q.shape[-1], q, k, heads, learned)))
+        return jnp.any(later & ~jnp.isneginf(pattern.changed(products, call.q.shape[-1], q, k, heads, learned)))
 
-    pairs = PAIRS // heads.size if rule.score else 4 * PAIRS
+    pairs = PAIRS // heads.size if pattern.score_mod else 4 * PAIRS
     queries, index = min(length, max(1, pairs // length)), np.arange(length, dtype=np.int32)[None]
-    places = Places.in_one_document
-    return any(bool(sees(places(index[:, i : i + queries]), places(index))) for i in range(0, length, queries))
+    positions = Positions.in_one_document
+    return any(bool(sees(positions(index[:, i : i + queries]), positions(index))) for i in range(0, length, queries))
 
 
 def largest(x: jax.Array) -> jax.Array:
@@ -239,7 +239,7 @@ def _difference(attend_of: Callable[..., Any], reference_of: Callable[..., Any],
         *given, g = varying(_operands(call, length // shardops.axis_size("c")), axes)
 
         def run(attend: Callable[..., Any]) -> list[jax.Array]:
-            of = lambda q, k, v, learned, sinks: attend(None, q, k, v, call.rule, *learned, sinks=sinks)[0]
+            of = lambda q, k, v, learned, sinks: attend(None, q, k, v, call.pattern, *learned, sinks=sinks)[0]
             out, vjp = jax.vjp(of, *given)
             return [jnp.float32(x) for x in jax.tree.leaves((out, vjp(g)))]
 

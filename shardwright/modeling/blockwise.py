@@ -1,4 +1,4 @@
-"""Attention in blocks of queries and keys, for any Rule, with memory that grows linearly with L.
+"""Attention in blocks of queries and keys, for any AttentionMask, with memory that grows linearly with L.
 
 Online softmax (arXiv 2205.14135), with the loops in the order of arXiv 2307.08691, algorithms 1 and 2. Per-device code
 under `typed_shard_map`: each device has some of the queries, all keys that they may see, and some of the heads. In a
@@ -21,8 +21,8 @@ from shardlib.op_checks import varying
 from shardlib.shardtypes import typed
 from shardlib.values import stage_axes, target_device
 from shardlib.zigzag import permuted
+from shardwright.modeling.masks import AttentionMask, Mask, Positions
 from shardwright.modeling.model import act
-from shardwright.modeling.rules import Mask, Places, Rule
 
 BLOCKS = {"cpu": 128}
 """Largest number of positions in a block, by platform. docs/performance.md has the measurements."""
@@ -39,7 +39,7 @@ class _Task(NamedTuple):
     """Number of blocks of keys."""
     keys: int
     """Number of keys that a device has, without padding."""
-    rule: Rule
+    pattern: AttentionMask
     ring: bool
     """Whether the keys of all devices of c come in turns."""
     in_stage: bool
@@ -47,11 +47,11 @@ class _Task(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Blocks of keys and values [blocks, B, K, s, D], and the places of each key [blocks, B, s]."""
+    """Blocks of keys and values [blocks, B, K, s, D], and the positions of each key [blocks, B, s]."""
 
     k: jax.Array
     v: jax.Array
-    places: Places
+    positions: Positions
 
 
 @typed
@@ -69,7 +69,7 @@ def blockwise(
     """
     return shardops.per_device(
         "B/b L K/t Q D",
-        functools.partial(in_blocks, mask.rule, False, block),
+        functools.partial(in_blocks, mask.pattern, False, block),
         *in_one_state(q, k, v, mask),
         reason=f"blocks of keys that no sequence of this device sees are skipped; they add nothing {q.shape[3:]}",
     )
@@ -80,27 +80,27 @@ def in_one_state(q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> Any:
 
     JAX requires each gradient to vary over the axes of its value.
     """
-    places = mask.queries, mask.keys
+    positions = mask.queries, mask.keys
     of_queries, of_keys = (
-        Places(*(jnp.broadcast_to(p, x.shape[:2]) for p in of)) for of, x in zip(places, (q, k), strict=True)
+        Positions(*(jnp.broadcast_to(p, x.shape[:2]) for p in of)) for of, x in zip(positions, (q, k), strict=True)
     )
-    axes = {axis for x in jax.tree.leaves((q, k, v, places)) for axis in jax.typeof(x).manual_axis_type.varying}
-    given = q, k, v, of_queries, of_keys, mask.sinks, mask.learned, mask.head_numbers(*q.shape[2:4])
+    axes = {axis for x in jax.tree.leaves((q, k, v, positions)) for axis in jax.typeof(x).manual_axis_type.varying}
+    given = q, k, v, of_queries, of_keys, mask.sinks, mask.learned, mask.global_head_ids(*q.shape[2:4])
     return varying(given, axes | set(stage_axes()))
 
 
 def in_blocks(
-    rule: Rule, ring: bool, block: int | None, q, k, v, q_places, k_places, sinks, learned, heads
+    pattern: AttentionMask, ring: bool, block: int | None, q, k, v, q_positions, k_positions, sinks, learned, heads
 ) -> jax.Array:
     """Attention of this device's queries to its keys, and in a ring to those of the other devices of c."""
     largest = block or BLOCKS.get(target_device().platform, BLOCK)
     chunks = 1 + ring  # of which each has blocks of its own: in zigzag order they are not neighbors
     blocks, of_keys = (chunks * -(-x.shape[1] // (largest * chunks)) for x in (q, k))
-    of = lambda places, blocks: jax.tree.map(lambda x: _padded(x, blocks), places)
-    keys = _padded(k, of_keys), _padded(v, of_keys), of(k_places, of_keys)
-    task = _Task(blocks, of_keys, k.shape[1], rule, ring, PIPELINE_AXIS in stage_axes())
+    of = lambda positions, blocks: jax.tree.map(lambda x: _padded(x, blocks), positions)
+    keys = _padded(k, of_keys), _padded(v, of_keys), of(k_positions, of_keys)
+    task = _Task(blocks, of_keys, k.shape[1], pattern, ring, PIPELINE_AXIS in stage_axes())
     attend: Any = _attend  # custom_vjp hides its type
-    return attend(task, _padded(q, blocks), *keys, sinks, learned, of(q_places, blocks), heads)[:, : q.shape[1]]
+    return attend(task, _padded(q, blocks), *keys, sinks, learned, of(q_positions, blocks), heads)[:, : q.shape[1]]
 
 
 def _padded(x: jax.Array, blocks: int) -> jax.Array:
@@ -128,40 +128,40 @@ _cut = functools.partial(einops.rearrange, pattern="B (blocks l) K ... D -> bloc
 _join = functools.partial(einops.rearrange, pattern="blocks B K ... l D -> B (blocks l) K ... D")
 
 
-def _cut_places(places: Places, blocks: int) -> Places:
-    return Places(*(einops.rearrange(x, "B (blocks l) -> blocks B l", blocks=blocks) for x in places))
+def _cut_positions(positions: Positions, blocks: int) -> Positions:
+    return Positions(*(einops.rearrange(x, "B (blocks l) -> blocks B l", blocks=blocks) for x in positions))
 
 
-def _cut_keys(task: _Task, k: jax.Array, v: jax.Array, places: Places) -> _Keys:
-    return _Keys(_cut(k, blocks=task.of_keys), _cut(v, blocks=task.of_keys), _cut_places(places, task.of_keys))
+def _cut_keys(task: _Task, k: jax.Array, v: jax.Array, positions: Positions) -> _Keys:
+    return _Keys(_cut(k, blocks=task.of_keys), _cut(v, blocks=task.of_keys), _cut_positions(positions, task.of_keys))
 
 
-def _sees(task: _Task, q: Places, k: Places, j: Any) -> jax.Array:
-    """Rule.sees of queries and of keys, without those of padding: `j` are the numbers of the blocks of the keys."""
+def _sees(task: _Task, q: Positions, k: Positions, j: Any) -> jax.Array:
+    """Which queries attend to which keys, without padding; `j` are the numbers of the blocks of keys."""
     size = k.index.shape[-1]
     is_key = (j * size + jnp.arange(size)) < task.keys
-    return task.rule.sees(q.as_queries(), k.as_keys()) & is_key
+    return task.pattern.sees(q.as_queries(), k.as_keys()) & is_key
 
 
-def _seen_blocks(task: _Task, q: Places, places: Places) -> tuple[jax.Array, jax.Array]:
+def _seen_blocks(task: _Task, q: Positions, positions: Positions) -> tuple[jax.Array, jax.Array]:
     """First block of keys that any query of a block sees, in any sequence, and one past the last; (0, 0) if none."""
-    seen = jax.vmap(lambda k, j: jnp.any(_sees(task, q, k, j)))(places, jnp.arange(task.of_keys))
+    seen = jax.vmap(lambda k, j: jnp.any(_sees(task, q, k, j)))(positions, jnp.arange(task.of_keys))
     end = task.of_keys - jnp.argmax(seen[::-1]).astype(jnp.int32)
     return jnp.argmax(seen).astype(jnp.int32), jnp.where(jnp.any(seen), end, 0)
 
 
-def _scores(task: _Task, q, keys: _Keys, j, q_places, heads, learned):
+def _scores(task: _Task, q, keys: _Keys, j, q_positions, heads, learned):
     """Scores [B, K, Q, l, s] of a block of queries and block j of keys, -inf where a query does not see a key.
 
     Also the function from their gradients to those of the products and of `learned`.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    k_places = jax.tree.map(lambda x: x[j], keys.places)
+    k_positions = jax.tree.map(lambda x: x[j], keys.positions)
     products = jnp.einsum("bkqld,bksd->bkqls", q, keys.k[j], preferred_element_type=wide)
-    places = q_places.as_queries(), k_places.as_keys()
-    change = lambda products, learned: task.rule.changed(products, q.shape[-1], *places, heads, learned)
+    positions = q_positions.as_queries(), k_positions.as_keys()
+    change = lambda products, learned: task.pattern.changed(products, q.shape[-1], *positions, heads, learned)
     scores, gradients = jax.vjp(change, products, learned)
-    return jnp.where(_sees(task, q_places, k_places, j), scores, -jnp.inf), gradients
+    return jnp.where(_sees(task, q_positions, k_positions, j), scores, -jnp.inf), gradients
 
 
 def _in_turns(
@@ -187,10 +187,10 @@ def _in_turns(
     return carry, onward(gradients)
 
 
-def _forward(task: _Task, q, k, v, k_places, sinks, learned, q_places, heads) -> tuple[jax.Array, jax.Array]:
+def _forward(task: _Task, q, k, v, k_positions, sinks, learned, q_positions, heads) -> tuple[jax.Array, jax.Array]:
     """Result [B, L, K, Q, D] and log of the softmax's normalizer [blocks, B, K, Q, L / blocks]."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    queries, places = _cut(q, blocks=task.blocks), _cut_places(q_places, task.blocks)
+    queries, positions = _cut(q, blocks=task.blocks), _cut_positions(q_positions, task.blocks)
 
     def begin(q):
         # Finite: a query that sees no key of a block has scores of -inf there, which must become weights of 0, not NaN.
@@ -202,44 +202,44 @@ def _forward(task: _Task, q, k, v, k_places, sinks, learned, q_places, heads) ->
 
     def step(keys: _Keys, carry, gradients, is_last):
         def of_queries(of_block):
-            q, q_places, carry = of_block
+            q, q_positions, carry = of_block
 
             def of_keys(j, carry):
                 out, peak, total = carry
-                scores, _ = _scores(task, q, keys, j, q_places, heads, learned)
+                scores, _ = _scores(task, q, keys, j, q_positions, heads, learned)
                 new_peak = jnp.maximum(peak, jnp.max(scores, axis=-1))
                 weights, scale = jnp.exp(scores - new_peak[..., None]), jnp.exp(peak - new_peak)
                 more = jnp.einsum("bkqls,bksd->bkqld", weights.astype(v.dtype), keys.v[j], preferred_element_type=wide)
                 return out * scale[..., None] + more, new_peak, total * scale + jnp.sum(weights, axis=-1)
 
             carry = begin(q) if carry is None else carry
-            out, peak, total = lax.fori_loop(*_seen_blocks(task, q_places, keys.places), of_keys, carry)
+            out, peak, total = lax.fori_loop(*_seen_blocks(task, q_positions, keys.positions), of_keys, carry)
             return ((out / total[..., None]).astype(q.dtype), peak + jnp.log(total)) if is_last else (out, peak, total)
 
-        return lax.map(of_queries, (queries, places, carry)), gradients
+        return lax.map(of_queries, (queries, positions, carry)), gradients
 
     start = begin(queries) if task.ring else None
-    (out, log_normalizer), _ = _in_turns(task, _cut_keys(task, k, v, k_places), start, step)
+    (out, log_normalizer), _ = _in_turns(task, _cut_keys(task, k, v, k_positions), start, step)
     return _join(out), log_normalizer
 
 
 def _attend_backward(task: _Task, saved, g):
-    q, k, v, k_places, sinks, learned, q_places, heads, out, log_normalizer = saved
+    q, k, v, k_positions, sinks, learned, q_positions, heads, out, log_normalizer = saved
     wide = jnp.promote_types(q.dtype, jnp.float32)
     queries, outs, gs = (_cut(x, blocks=task.blocks) for x in (q, out, g))
-    per_block = queries, _cut_places(q_places, task.blocks), outs, log_normalizer, gs
+    per_block = queries, _cut_positions(q_positions, task.blocks), outs, log_normalizer, gs
     einsum = functools.partial(jnp.einsum, preferred_element_type=wide)
     add = lambda total, j, x: lax.dynamic_update_index_in_dim(total, total[j] + x, j, 0)
 
     def step(keys: _Keys, carry, gradients, is_last):
         def of_queries(carry, of_block):
-            (q, q_places, out, log_normalizer, g), dq = of_block
+            (q, q_positions, out, log_normalizer, g), dq = of_block
             # Σ_s weights·(g·v), which the softmax's normalization subtracts from the gradient of each score.
             mean = jnp.sum(g.astype(wide) * out.astype(wide), axis=-1)
 
             def of_keys(j, carry):
                 dq, dk, dv, d_learned = carry
-                scores, gradients = _scores(task, q, keys, j, q_places, heads, learned)
+                scores, gradients = _scores(task, q, keys, j, q_positions, heads, learned)
                 weights = jnp.exp(scores - log_normalizer[..., None])
                 dv = add(dv, j, einsum("bkqls,bkqld->bksd", weights.astype(v.dtype), g))
                 d_weights = einsum("bkqld,bksd->bkqls", g, keys.v[j])
@@ -251,7 +251,7 @@ def _attend_backward(task: _Task, saved, g):
 
             dk, dv, d_learned, d_sinks = carry
             dq = jnp.zeros_like(q, wide) if dq is None else dq
-            seen = _seen_blocks(task, q_places, keys.places)
+            seen = _seen_blocks(task, q_positions, keys.positions)
             dq, dk, dv, d_learned = lax.fori_loop(*seen, of_keys, (dq, dk, dv, d_learned))
             if sinks is not None and is_last:
                 weight = jnp.exp(sinks[..., None].astype(wide) - log_normalizer)
@@ -263,7 +263,7 @@ def _attend_backward(task: _Task, saved, g):
         return (dq, *rest), (dk, dv)
 
     zeros = lambda tree: jax.tree.map(lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, wide)), tree)
-    keys = _cut_keys(task, k, v, k_places)
+    keys = _cut_keys(task, k, v, k_positions)
     start = zeros(queries) if task.ring else None, *zeros((learned, sinks))
     (dq, d_learned, d_sinks), (dk, dv) = _in_turns(task, keys, start, step, zeros((keys.k, keys.v)))
     like = lambda gradients, x: jax.tree.map(lambda g, x: g.astype(x.dtype), gradients, x)

@@ -7,9 +7,9 @@
     ring        keys and values pass around the devices of c; each has positions in zigzag order, so that under a causal
                 mask all have the same work (arXiv 2310.01889, 2311.09431)
 
-All are per-device code. A way is given attention of a device, `of_device`, and calls it on each device of c with the
-queries and keys that the device then has. The ring computes by itself, as blockwise does. docs/long-context.md compares
-them.
+All are per-device code. A strategy gets the attention of one device, `local_attention`, and calls it on each device of
+c with the queries and keys that the device then has. The ring computes by itself, as blockwise does.
+docs/long-context.md compares them.
 """
 
 import dataclasses
@@ -27,36 +27,36 @@ from shardlib.shardtypes import typed
 from shardlib.values import apart, is_opaque, mesh_axes, planned, planned_devices, unwrap, varying
 from shardwright.modeling.attention import choose, run
 from shardwright.modeling.blockwise import in_blocks, in_one_state
+from shardwright.modeling.masks import CAUSAL, AttentionMask, Mask, Positions, same_document
 from shardwright.modeling.model import Tokens, act
 from shardwright.modeling.planned_attention import noted, planned_kernel
-from shardwright.modeling.rules import CAUSAL, Mask, Places, Rule, same_document
 
 if TYPE_CHECKING:
     from shardwright.run.config import TrainingConfig
 
 
 def attend_by(einsum: Callable[..., Any], training: "TrainingConfig", tokens: Tokens) -> Callable:
-    """attend(cache, q, k, v, rule, *learned, sinks, drop) within `tokens`, by the settings `training`.
+    """attend(cache, q, k, v, pattern, *learned, sinks, drop) within `tokens`, by the settings `training`.
 
     It leaves caches as they are. `einsum` is train.attention, the path of that name.
     """
 
-    def of_device(q, k, v, mask):
+    def local_attention(q, k, v, mask):
         sinks, drop = mask.sinks is not None, mask.drop is not None
-        path = choose(training.attention, mask.rule, q, drop, sinks, k.shape[1])
+        path = choose(training.attention, mask.pattern, q, drop, sinks, k.shape[1])
         return einsum(q, k, v, mask) if path == "einsum" else run(path, q, k, v, mask, training.attention_block)
 
-    def attend(cache, q, k, v, rule, *learned, sinks=None, drop=None):
-        rule = rule if training.document_mask else rule.without(same_document)  # each sequence is one document
-        found, places = way(training, q, learned, bool(drop)), tokens.places
-        return found(of_device, q, k, v, Mask(rule, places, places, learned, sinks, drop)), cache
+    def attend(cache, q, k, v, pattern, *learned, sinks=None, drop=None):
+        pattern = pattern if training.document_mask else pattern.without(same_document)  # each sequence is one document
+        found, positions = way(training, q, learned, bool(drop)), tokens.mask_positions
+        return found(local_attention, q, k, v, Mask(pattern, positions, positions, learned, sinks, drop)), cache
 
     return attend
 
 
-def whole(of_device: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
+def whole(local_attention: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
     """Attention where each device has whole sequences."""
-    return of_device(q, k, v, mask)
+    return local_attention(q, k, v, mask)
 
 
 def own(weights: object) -> Any:
@@ -65,26 +65,26 @@ def own(weights: object) -> Any:
     return varying(arrays, {"c"} & {*mesh_axes()})
 
 
-def gather(of_device: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
+def gather(local_attention: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask) -> jax.Array:
     """Each device gathers the keys and values of all positions for its own queries."""
     k, v, keys = gathered(k, v, mask.keys)
     with apart("c", "L"):
         mask = dataclasses.replace(mask, keys=keys, learned=own(mask.learned), sinks=own(mask.sinks))
-        return of_device(q, k, v, mask)
+        return local_attention(q, k, v, mask)
 
 
 @typed
-def gathered(k: act["B/b S/c K/t D"], v: act["B/b S/c K/t D"], places: Places) -> tuple:
-    """Keys, values and places of all positions."""
+def gathered(k: act["B/b S/c K/t D"], v: act["B/b S/c K/t D"], positions: Positions) -> tuple:
+    """Keys, values and positions of all positions."""
     of_all = functools.partial(shardops.all_gather, "B/b S/c -> B/b S", replicated=True)
     k, v = (shardops.all_gather("B/b S/c K/t D -> B/b S K/t D", x) for x in (k, v))
     index = jnp.arange(k.shape[1], dtype=jnp.int32)[None]
-    return k, v, Places(index, of_all(places.position), of_all(places.document))
+    return k, v, Positions(index, of_all(positions.position), of_all(positions.document))
 
 
 @typed
 def ulysses(
-    of_device: Callable[..., Any],
+    local_attention: Callable[..., Any],
     q: act["B/b L/c N/t P D"],
     k: act["B/b L/c N/t D"],
     v: act["B/b L/c N/t D"],
@@ -101,7 +101,7 @@ def ulysses(
         x = jnp.repeat(shardops.rearrange("B/b L/c (K/t G) D -> B/b L/c K/t G D", x, G=g), r, axis=3)
         return shardops.all_to_all("B/b L/c K/t H D -> B/b L K/t H/c D", x)
 
-    def attend(q, k, v, places, sinks):
+    def attend(q, k, v, positions, sinks):
         b, l, kv, h, n = q.shape[:5]
         of_c = shardops.axis_index("c") * h + jnp.arange(h)
         kv_heads = (shardops.axis_index("t") * kv + jnp.arange(kv))[:, None] * g + of_c // r
@@ -110,13 +110,13 @@ def ulysses(
             sinks = lax.dynamic_slice_in_dim(sinks.reshape(b, kv, g * r, n), of_c[0], h, axis=2)
             sinks = sinks.reshape(b, kv * h, n)
         merged = (x.reshape(b, l, kv * h, *x.shape[4:]) for x in (q, k, v))
-        here = Mask(mask.rule, places, places, mask.learned, sinks, heads=heads.astype(jnp.int32))
+        here = Mask(mask.pattern, positions, positions, mask.learned, sinks, heads=heads.astype(jnp.int32))
         with apart("c"):
-            return of_device(*merged, here).reshape(q.shape)
+            return local_attention(*merged, here).reshape(q.shape)
 
     of_all = functools.partial(shardops.all_gather, "B/b L/c -> B/b L", replicated=True)
     index = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
-    places = Places(index, of_all(mask.keys.position), of_all(mask.keys.document))
+    positions = Positions(index, of_all(mask.keys.position), of_all(mask.keys.document))
     of_a_kernel = functools.partial(
         shardops.per_device,
         "B/b L K/t H/c Q D",
@@ -125,7 +125,7 @@ def ulysses(
         takes="B/b L K/t H/c Q D, B/b L K/t H/c D, B/b L K/t H/c D",
     )
     followed = attend if by_einsum and mask.sinks is None else of_a_kernel  # the proof follows an einsum
-    out = followed(q, of_heads(k), of_heads(v), places, own(mask.sinks))
+    out = followed(q, of_heads(k), of_heads(v), positions, own(mask.sinks))
     out = shardops.all_to_all("B/b L K/t H/c Q D -> B/b L/c K/t H Q D", out)
     return shardops.rearrange("B/b L/c K/t (G R) Q D -> B/b L/c (K/t G) (R Q) D", out, G=g)
 
@@ -139,7 +139,7 @@ def shares(kv_heads: int) -> tuple[int, int]:
 
 @typed
 def ring(
-    of_device: Callable[..., Any],
+    local_attention: Callable[..., Any],
     q: act["B/b L/c K/t Q D"],
     k: act["B/b L/c K/t D"],
     v: act["B/b L/c K/t D"],
@@ -150,14 +150,14 @@ def ring(
     q = shardops.zigzag("B/b L/c K/t Q D -> B/b Z/c K/t Q D", q)
     k, v = (shardops.zigzag("B/b L/c K/t D -> B/b Z/c K/t D", x) for x in (k, v))
     in_order = lambda x: shardops.zigzag("B/b L/c -> B/b Z/c", jnp.broadcast_to(x, q.shape[:2]))
-    places = Places(*map(in_order, mask.keys))
-    mask = Mask(mask.rule, places, places, own(mask.learned), own(mask.sinks))
+    positions = Positions(*map(in_order, mask.keys))
+    mask = Mask(mask.pattern, positions, positions, own(mask.learned), own(mask.sinks))
     if planned().note:
-        out = _planned_ring(mask.rule, q, k, v)
+        out = _planned_ring(mask.pattern, q, k, v)
     else:
         out = shardops.per_device(
             "B/b Z/c K/t Q D",
-            functools.partial(in_blocks, mask.rule, True, block),
+            functools.partial(in_blocks, mask.pattern, True, block),
             *in_one_state(q, k, v, mask),
             reason=f"in n turns each device of c has all keys; a softmax adds up by blocks, in any order {q.shape[3:]}",
             takes="B/b Z/c K/t Q D, B/b Z/c K/t D, B/b Z/c K/t D" + ", B/b Z/c" * 6,
@@ -165,12 +165,12 @@ def ring(
     return shardops.zigzag("B/b Z/c K/t Q D -> B/b L/c K/t Q D", out)
 
 
-def _planned_ring(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+def _planned_ring(pattern: AttentionMask, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """What stands for the ring in a program that is only planned: a kernel for each turn."""
     out: Any = 0
     keys = k.shape[1] * shardops.axis_size("c")
     for _ in range(shardops.axis_size("c")):
-        out = out + planned_kernel(rule, keys, "blockwise", q, k, v, None)
+        out = out + planned_kernel(pattern, keys, "blockwise", q, k, v, None)
         k, v = (shardops.ppermute("B/b Z/c K/t D", x, axis="c", shift=1) for x in (k, v))
     return out
 
@@ -212,7 +212,7 @@ def _check(how: str, path: str, q: Any, learned: tuple, dropout: bool) -> None:
     reasons = {
         "gather": [],
         "ulysses": [
-            (learned, "a Rule's score has learned weights, whose heads it does not know"),
+            (learned, "a AttentionMask's score has learned weights, whose heads it does not know"),
             (q.shape[3] % parts, f"{q.shape[3]} query heads of a kv head do not divide among {parts} devices"),
         ],
         "ring": [

@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Protocol, Self
@@ -22,7 +23,7 @@ from shardlib.op_checks import varying
 from shardlib.parsing import did_you_mean
 from shardlib.shardtypes import Scope, bool_, f32, i32, pytree_dataclass, typed, u32
 from shardlib.values import devices_along, mesh_axes, stage_axes
-from shardwright.modeling.rules import Places
+from shardwright.modeling.masks import AttentionMask, Positions
 from shardwright.modeling.weights import act  # noqa: F401 (others import it from here)
 
 COMPUTE_DTYPES = {"bf16": "bfloat16", "f32": "float32"}
@@ -41,7 +42,7 @@ class Tokens:
     ids: u32["B/b L/c"]
     """Token ids: `bos_id` before the first target of a document, elsewhere the target before."""
     positions: i32["B/b L/c"]
-    """Places in the document, counted from 0."""
+    """Positions in the document, counted from 0."""
     document: i32["B/b L/c"] | None = None
     """Number of the document in its sequence, not decreasing along L. None in decoding, where each position belongs to
     a different text."""
@@ -52,8 +53,8 @@ class Tokens:
     """Result of the model's `prepare`, computed once for all layers."""
     layer: Any = None
     """Number of the layer in the model, from 0: a traced scalar. None outside of the layers."""
-    place: int = dataclasses.field(default=0, metadata={"static": True})
-    """Place of the layer in its period, in [0, Model.period)."""
+    index_in_period: int = dataclasses.field(default=0, metadata={"static": True})
+    """Index of the layer in its period, in [0, Model.period)."""
     inputs: u32["B/b L/c inputs"] | None = None
     """Further values of each token in the dataset, in the order of Model.inputs; 0 where the id is the `bos_id` before
     a document. None for a model that reads none."""
@@ -66,12 +67,18 @@ class Tokens:
     layer divides its sum. None: all of this microbatch."""
 
     @property
-    def places(self) -> Places:
-        """Places of the positions, for a Rule."""
+    def place(self) -> int:
+        """The name of `index_in_period` in version 0.1."""
+        warnings.warn("tokens.place is now tokens.index_in_period.", FutureWarning, stacklevel=2)
+        return self.index_in_period
+
+    @property
+    def mask_positions(self) -> Positions:
+        """The positions that an AttentionMask gets."""
         length = self.positions.shape[1]
         first = shardops.axis_index("c") * length if "c" in mesh_axes() else 0
         index = first + jnp.arange(length, dtype=jnp.int32)
-        return Places(index[None], self.positions, self.document)
+        return Positions(index[None], self.positions, self.document)
 
     @classmethod
     @typed
@@ -115,20 +122,20 @@ class Tokens:
         """The tokens with the result of the model's `prepare`, if it has one."""
         return getattr(model, "prepare", lambda tokens: tokens)(self)
 
-    def in_layer(self, index: jax.Array, place: int) -> Self:
-        """The tokens in layer `index`, number `place` of its period, with random keys of its own."""
+    def in_layer(self, index: jax.Array, index_in_period: int) -> Self:
+        """The tokens in layer `index`, at `index_in_period` in its period, with random keys of its own."""
         of_layer = lambda key: jax.random.fold_in(key, index)
         keys = None if self.keys is None else jax.vmap(of_layer)(self.keys)
-        return dataclasses.replace(self, keys=keys, layer=index, place=place)
+        return dataclasses.replace(self, keys=keys, layer=index, index_in_period=index_in_period)
 
 
 class LanguageModel(Protocol):
     """The parts of a model. `Model(c)` makes one from its ModelConfig. The methods are per-device code.
 
     A model may have further parts. `prepare(tokens) -> Tokens` runs once before the layers, and may set `shared` for
-    all of them. `period` is the number of layers after which their pattern repeats, 1 if all are alike. `tokens.place`
-    is the place of a layer in its period. `inputs` names further values of each token in the dataset
-    (docs/flat-tokens.md), which the model finds in `tokens.inputs`.
+    all of them. `period` is the number of layers after which their pattern repeats, 1 if all are alike.
+    `tokens.index_in_period` is the index of a layer in its period. `inputs` names further values of each token in the
+    dataset (docs/flat-tokens.md), which the model finds in `tokens.inputs`.
     """
 
     c: Any
@@ -142,7 +149,7 @@ class LanguageModel(Protocol):
         """Residual stream before the first layer: act['B/b L/c/t M'], or a dataclass of typed arrays of floats."""
 
     def layer(self, x: object, w: object, tokens: Tokens, attend: Callable[..., Any]) -> Any:
-        """Residual stream after a layer, of the type of `x`; or a tuple of it and Extras.
+        """Residual stream after a layer, of the type of `x`; or a tuple of it and LayerAux.
 
         Matmuls with weights are `shardops.matmul`, which training.fp8 computes in FP8.
 
@@ -230,6 +237,8 @@ def load_model(c: Any) -> LanguageModel:
     if "einsum" in inspect.signature(kind.layer).parameters:
         raise _refusal(c.module, "whose layer takes `einsum`; drop it, and call shardops.matmul in its place")
     model = kind(c)
+    if isinstance(getattr(model, "rule", None), AttentionMask):
+        raise _refusal(c.module, "whose Model has a `rule`, which nothing reads; call it `mask`")
     if not isinstance(inputs := getattr(model, "inputs", ()), tuple | list):
         raise _refusal(c.module, f"whose Model has inputs {inputs!r}; it must be a tuple of names: ('kind',)")
     if not isinstance(table := getattr(model, "table", None), kind.Weights):

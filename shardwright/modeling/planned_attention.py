@@ -11,40 +11,40 @@ import jax.numpy as jnp
 from jax_extra import save_for_backward
 from shardlib.op_checks import varying
 from shardlib.values import planned, planned_for, stage_axes
-from shardwright.modeling.rules import Mask, Rule
+from shardwright.modeling.masks import AttentionMask, Mask
 
 KERNEL = "attention_kernel"
 """Name of the call that stands for a kernel of attention, and of its gradient, in a program that is only planned."""
 
 
 @contextlib.contextmanager
-def kernels_as_calls() -> Iterator[list[Rule]]:
+def kernels_as_calls() -> Iterator[list[AttentionMask]]:
     """Context in which attention by a path other than einsum is traced as one call, of which nothing is computed.
 
-    Gives the rules of all calls of attention, by any path, of which each layer of a period has as many.
+    Gives the patterns of all calls of attention, by any path, of which each layer of a period has as many.
     """
-    rules: list[Rule] = []
-    with planned_for(note=rules.append):  # whose hash is the list's identity
-        yield rules
+    patterns: list[AttentionMask] = []
+    with planned_for(note=patterns.append):  # whose hash is the list's identity
+        yield patterns
 
 
 def noted(
-    way: Callable[..., Any], of_device: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask
+    way: Callable[..., Any], local_attention: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask
 ) -> jax.Array:
-    """way(of_device, …), whose rule `kernels_as_calls` gives."""
+    """way(local_attention, …), whose pattern `kernels_as_calls` gives."""
     if note := planned().note:
-        note(mask.rule)
-    return way(of_device, q, k, v, mask)
+        note(mask.pattern)
+    return way(local_attention, q, k, v, mask)
 
 
 def planned_kernel(
-    rule: Rule, keys: int, path: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: object
+    pattern: AttentionMask, keys: int, path: str, q: jax.Array, k: jax.Array, v: jax.Array, mask: object
 ) -> jax.Array:
     """The call that stands for a path of attention, of a sequence of `keys` positions.
 
     `mask` is what it is given beside queries, keys and values.
     """
-    return _kernel((rule.attended(keys) / keys, path), *alike(q, k, v, mask))
+    return _kernel((pattern.attended(keys) / keys, path), *alike(q, k, v, mask))
 
 
 def share_of(name: str) -> float:

@@ -1,4 +1,4 @@
-"""Attention on TPUs by splash attention, a Pallas kernel that comes with JAX, for the conditions of rules.py.
+"""Attention on TPUs by splash attention, a Pallas kernel that comes with JAX, for the conditions of patterns.py.
 
 Its memory grows linearly with L. It skips the blocks that causal and Window leave out, not those of other documents.
 Per-device code under `typed_shard_map`: each device has whole sequences, and some of the heads.
@@ -18,9 +18,9 @@ from shardlib import shardops
 from shardlib.op_checks import varying
 from shardlib.shardtypes import typed
 from shardlib.values import target_device
+from shardwright.modeling.masks import AttentionMask, Mask, Window, causal, same_document
 from shardwright.modeling.model import act
 from shardwright.modeling.planned_attention import alike
-from shardwright.modeling.rules import Mask, Rule, Window, causal, same_document
 
 LANES = 128
 """Sequences are a multiple of so many positions, as are blocks."""
@@ -37,9 +37,9 @@ def splash(
     mask: Mask,
 ) -> act["B/b L K/t Q D"]:
     """train.attention by splash attention, without dropout, sinks and learned scores. L is a multiple of LANES."""
-    rule = mask.rule
+    pattern = mask.pattern
     # In f32, because bf16 would round the scale itself.
-    scaled = (jnp.float32(q) * rule.scale_of(q.shape[-1])).astype(q.dtype)
+    scaled = (jnp.float32(q) * pattern.scale_of(q.shape[-1])).astype(q.dtype)
     heads_first = (
         shardops.rearrange("B/b L K/t Q D -> B/b (K/t Q) L D", scaled),
         shardops.rearrange("B/b L K/t D -> B/b K/t L D", k),
@@ -47,7 +47,7 @@ def splash(
     )
     out = shardops.per_device(
         "B/b H/t L D",
-        functools.partial(by_kernel, functools.partial(_kernel, rule), True),
+        functools.partial(by_kernel, functools.partial(_kernel, pattern), True),
         # JAX requires each gradient to vary over the axes of its value. So here all values vary over the same axes.
         *alike(*heads_first, mask.queries.document),
         reason=f"the kernel computes each head of each sequence by itself {q.shape[3:]}",
@@ -55,28 +55,28 @@ def splash(
     return shardops.rearrange("B/b (K/t Q) L D -> B/b L K/t Q D", out)
 
 
-def _kernel(rule: Rule, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:
+def _kernel(pattern: AttentionMask, q: jax.Array, k: jax.Array, v: jax.Array, document: jax.Array) -> jax.Array:
     # A heavy import, for TPUs alone.
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
     heads, length = q.shape[1:3]
-    ahead = 0 if causal in rule.visible else None
-    windows = [condition.size - 1 for condition in rule.visible if isinstance(condition, Window)]
+    ahead = 0 if causal in pattern.mask_mod else None
+    windows = [condition.size - 1 for condition in pattern.mask_mod if isinstance(condition, Window)]
     if windows:
         mask = masks.LocalMask((length, length), (min(windows), ahead), 0)
     else:
-        mask = (masks.CausalMask if causal in rule.visible else masks.FullMask)((length, length))
+        mask = (masks.CausalMask if causal in pattern.mask_mod else masks.FullMask)((length, length))
     block = math.gcd(length, BLOCK)
     part = min(block, COMPUTED)
     kernel: Any = kernels.make_splash_mha_single_device(
         masks.MultiHeadMask([mask] * heads),
         block_sizes=kernels.BlockSizes(block, block, part, block, block, part, block, block),
-        attn_logits_soft_cap=rule.score.cap if rule.score else None,
+        attn_logits_soft_cap=pattern.score_mod.cap if pattern.score_mod else None,
         residual_checkpoint_name=SAVED,
         interpret=target_device().platform == "cpu",  # in tests
     )
-    segments = kernels.SegmentIds(document, document) if same_document in rule.visible else None
+    segments = kernels.SegmentIds(document, document) if same_document in pattern.mask_mod else None
     return jax.vmap(kernel)(q, k, v, segments)
 
 

@@ -93,7 +93,7 @@ class TrainingConfig:
     attention: str = "auto"
     """Path of attention. einsum: with the scores of all pairs of positions in memory. blockwise: with one block of
     scores at a time. cudnn: NVIDIA's fused kernel. triton: a kernel for NVIDIA GPUs that knows documents. splash: one
-    for TPUs. auto: the path that suits device, rule and seq_len, which the run prints when it starts
+    for TPUs. auto: the implementation that suits device, mask and seq_len, which the run prints when it starts
     (shardwright/modeling/attention.py)."""
     attention_block: int | None = at_least_1(None)
     """Largest number of positions in a block of blockwise attention, and of a ring. Null: that of the platform."""

@@ -13,7 +13,7 @@ import numpy as np
 from shardlib.products import product_of
 from shardwright.cluster.chips import chip_for
 from shardwright.cluster.devices import Device
-from shardwright.modeling.rules import Rule
+from shardwright.modeling.masks import AttentionMask
 from shardwright.modeling.settings import ModelConfig
 
 
@@ -49,9 +49,9 @@ class Speed(NamedTuple):
         return {"tokens_per_second": rate, "mfu": rate * self.flops / self.peak.total}
 
 
-def attended_keys(rules: Iterable[Rule], length: int) -> float:
-    """Keys that a query sees on average, by the rules of a model's layers, in a sequence of one document."""
-    return float(np.mean([rule.attended(length) for rule in rules] or [0.0]))
+def attended_keys(patterns: Iterable[AttentionMask], length: int) -> float:
+    """Keys that a query sees on average, by the patterns of a model's layers, in a sequence of one document."""
+    return float(np.mean([pattern.attended(length) for pattern in patterns] or [0.0]))
 
 
 def flops_of_model(table: object, c: ModelConfig, attended: float) -> float:
@@ -74,7 +74,7 @@ def flops_of_model(table: object, c: ModelConfig, attended: float) -> float:
 def speed_of(step: Any, tokens: int, peak: PeakFlops, before: int) -> Speed:
     """The Speed of a Step of so many `tokens`. `before`: Speed.tokens_before."""
     model, length = step.model, step.c.training.seq_len
-    lengths = attended_keys((call.rule for call in step.calls), length), length
+    lengths = attended_keys((call.pattern for call in step.calls), length), length
     attended, of_all_pairs = (flops_of_model(model.table, model.c, keys) for keys in lengths)
     return Speed(tokens, attended, peak, before, of_all_pairs)
 

@@ -282,7 +282,7 @@ def check_metrics(metrics: object) -> None:
     names = [*OF_A_STEP, *fields, *layers]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(
-            f"the step's Metrics, or the Extras of a layer, have {twice[0]!r}, a name that the log or the step has "
+            f"the step's Metrics, or the LayerAux of a layer, have {twice[0]!r}, a name that the log or the step has "
             "already; choose another."
         )
     for name, value in fields.items():

@@ -81,15 +81,15 @@ class InTurn:
         """Loss and gradients, summed over the microbatches in `batch`, and the mean of the layers' metrics.
 
         `loss` maps w and the microbatches that are side by side to the sum of their losses and the means of their
-        Extras.
+        LayerAux.
         """
         batch = jax.tree.map(lambda x: x.reshape(-1, self.side_by_side, *x.shape[1:]), batch)
         groups, layers = (len(jax.tree.leaves(x)[0]) for x in (batch, w.layers))
 
         def loss_of(w, group):
             one = lambda i: jax.tree.map(lambda x: x[i], group)
-            total, extras = loss(w, *map(one, range(self.side_by_side)))
-            return total if extras.loss is None else total + jnp.sum(extras.loss) / groups, extras.metrics
+            total, aux = loss(w, *map(one, range(self.side_by_side)))
+            return total if aux.loss is None else total + jnp.sum(aux.loss) / groups, aux.metrics
 
         def add(sums, group):
             (loss, metrics), g = jax.value_and_grad(loss_of, has_aux=True)(w, group)
@@ -122,11 +122,11 @@ class Parts:
         """The input of the first layer."""
         return self.loss.forward.model.embed(w, self.loss.forward.tokens(*microbatch))
 
-    def layers(self, w: object, x: object, ids: jax.Array, *microbatch: object) -> tuple[Any, Any]:
-        """`x` after the layers of a stage, of these numbers, and their Extras."""
+    def layers(self, w: object, x: object, layer_ids: jax.Array, *microbatch: object) -> tuple[Any, Any]:
+        """`x` after the layers `layer_ids` of a stage, and their LayerAux."""
         forward = self.loss.forward
-        (x,), _, extras = forward.layers(w, (x,), (forward.tokens(*microbatch),), ids)
-        return x, extras
+        (x,), _, aux = forward.layers(w, (x,), (forward.tokens(*microbatch),), layer_ids)
+        return x, aux
 
     def last(self, w: object, x: object, *microbatch: object) -> Any:
         """The loss, from the output of the last layer."""

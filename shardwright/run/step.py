@@ -22,9 +22,9 @@ from shardlib.proof.check import AS_RUN, tracing
 from shardlib.shardtypes import Of, f32, typed_shard_map, u32
 from shardlib.values import pipeline_stage
 from shardwright.modeling.attention_calls import Call, calls_of
+from shardwright.modeling.masks import AttentionMask
 from shardwright.modeling.model import LanguageModel, act, compute_scope, inputs_of
 from shardwright.modeling.planned_attention import kernels_as_calls
-from shardwright.modeling.rules import Rule
 from shardwright.modeling.weights import shapes_of, sharded
 from shardwright.run.config import Config, PipelineConfig
 from shardwright.run.reference import weights_of
@@ -39,7 +39,7 @@ _PLAIN = {"microbatches": 2, "gather_weights": "layer", "attention": "einsum", "
 _PLAIN |= {"loss_chunk": None, "side_by_side": 1}
 _PLAIN = {f"training.{name}": value for name, value in _PLAIN.items()} | {"pipeline": PipelineConfig()}
 FORMS: dict[str, Mapping[str, Any]] = {
-    # Attention by train.attention, of all keys: computes what a Rule says of all pairs of positions.
+    # Attention by train.attention, of all keys: computes what a AttentionMask says of all pairs of positions.
     "einsum attention": {"training.attention": "einsum", "training.context": "gather"},
     # The loss of all positions at once, not in chunks.
     "whole loss": {"training.loss_chunk": None},
@@ -163,7 +163,7 @@ class Step:
         return self.other(name="start").traced.out_info
 
     @functools.cached_property
-    def _trace(self) -> tuple[jax.stages.Traced, list[list[ShapeSpec]], list[Rule]]:
+    def _trace(self) -> tuple[jax.stages.Traced, list[list[ShapeSpec]], list[AttentionMask]]:
         sizes = dict.fromkeys(AXES, 1) | dict(self.mesh.shape)
         mesh = dataclasses.replace(self.c.mesh, **{axis: sizes[axis] for axis in AXES})
         c, model, trainer = dataclasses.replace(self.c, mesh=mesh), self.model, self.trainer
@@ -197,8 +197,8 @@ class Step:
         return self._trace[1]
 
     @property
-    def rules(self) -> list[Rule]:
-        """With kernels as calls, the Rule of each call of attention."""
+    def rules(self) -> list[AttentionMask]:
+        """With kernels as calls, the AttentionMask of each call of attention."""
         return self._trace[2]
 
     def lower(self) -> jax.stages.Lowered:

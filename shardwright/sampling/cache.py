@@ -18,8 +18,8 @@ from shardlib.op_checks import varying
 from shardlib.shardtypes import Array, Of, bool_, f32, i32, pytree_dataclass, typed, typed_shard_map, u32
 from shardlib.values import mesh_axes
 from shardwright.modeling.attention_calls import TOLERANCE, largest
+from shardwright.modeling.masks import AttentionMask, Positions, global_head_ids, softmax
 from shardwright.modeling.model import Tokens, act, compute_scope, period_of
-from shardwright.modeling.rules import Places, Rule, head_numbers, softmax
 from shardwright.modeling.weights import initialize
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ W = TypeVar("W")
 
 @pytree_dataclass
 class KeyValues:
-    """Keys and values of the tokens of _N texts in one layer, with _S places for each text.
+    """Keys and values of the tokens of _N texts in one layer, with _S positions for each text.
 
     Names of dims that begin with _ are the sampler's own, so that those of a model's weights cannot be the same.
     """
@@ -58,7 +58,7 @@ def cached_attention(
     past_k: act["B/r/d L S K/t D"],
     past_v: act["B/r/d L S K/t D"],
     place: i32["B/r/d L"],
-    rule: Rule,
+    pattern: AttentionMask,
     learned: tuple = (),
     sinks: f32["B/r/d K/t Q"] | None = None,
 ) -> act["B/r/d L K/t Q D"]:
@@ -66,17 +66,17 @@ def cached_attention(
     einsum = functools.partial(shardops.einsum_unreduced, preferred_element_type=jnp.float32)
     past = einsum("B/r/d L K/t Q D, B/r/d L S K/t D -> B/r/d L K/t Q S", q, past_k)
     own = einsum("B/r/d L K/t Q D, B/r/d L K/t D -> B/r/d L K/t Q", q, k)
-    # For the rule each text is a sequence with one query, whose keys are the tokens in the cache and its own.
+    # For the pattern each text is a sequence with one query, whose keys are the tokens in the cache and its own.
     scores = jnp.concatenate([past, own[..., None]], axis=-1)
     scores = shardops.rearrange("B/r/d L K/t Q keys -> (B/r/d L) K/t Q 1 keys", scores)
     slots = jnp.broadcast_to(jnp.arange(past.shape[-1], dtype=jnp.int32), (*place.shape, past.shape[-1]))
     keys = jnp.concatenate([slots, place[..., None]], axis=-1)
     keys = shardops.rearrange("B/r/d L keys -> (B/r/d L) keys", keys)
-    q_places = Places.in_one_document(shardops.rearrange("B/r/d L -> (B/r/d L) 1", place)).as_queries()
-    k_places = Places.in_one_document(keys).as_keys()
-    scores = rule.scores(scores, q.shape[-1], q_places, k_places, head_numbers(*q.shape[2:4]), learned)
+    q_positions = Positions.in_one_document(shardops.rearrange("B/r/d L -> (B/r/d L) 1", place)).as_queries()
+    k_positions = Positions.in_one_document(keys).as_keys()
+    scores = pattern.scores(scores, q.shape[-1], q_positions, k_positions, global_head_ids(*q.shape[2:4]), learned)
     is_own = jnp.arange(keys.shape[1]) == past.shape[-1]
-    scores = jnp.where(is_own | (k_places.index < q_places.index), scores, -jnp.inf)
+    scores = jnp.where(is_own | (k_positions.index < q_positions.index), scores, -jnp.inf)
     weights = softmax(scores, sinks).astype(v.dtype)
     weights = shardops.rearrange("(B/r/d L) K/t Q 1 keys -> B/r/d L K/t Q keys", weights)
     out = einsum("B/r/d L K/t Q S, B/r/d L S K/t D -> B/r/d L K/t Q D", weights[..., :-1], past_v)
@@ -96,8 +96,8 @@ def next_logits(
     ids: u32["B/r/d L"] = texts.token[None]
     place: i32["B/r/d L"] = texts.place[None]
 
-    def attend(cache, q, k, v, rule, *learned, sinks=None, drop=None):
-        read = cached_attention(q, k, v, cache.k[None], cache.v[None], place, rule, learned, sinks)
+    def attend(cache, q, k, v, pattern, *learned, sinks=None, drop=None):
+        read = cached_attention(q, k, v, cache.k[None], cache.v[None], place, pattern, learned, sinks)
         return read, KeyValues(k[0], v[0])
 
     logits, new, _ = forward(w, (Tokens(ids, place),), forward.model.logits, attend, cache)
@@ -108,7 +108,7 @@ def next_logits(
 
 @typed
 def filled_cache(w: W, ids: u32["_N/r/d _L"], forward: Any, size: int) -> Array["layers", KeyValues]:
-    """The cache after the first tokens of texts, with `size` places. Padding at their ends is never read."""
+    """The cache after the first tokens of texts, with `size` positions. Padding at their ends is never read."""
     positions: i32["_N/r/d _L"] = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     one_document: i32["_N/r/d _L"] = jnp.zeros(ids.shape, jnp.int32)
     tokens = Tokens(ids, positions, one_document)
@@ -131,7 +131,7 @@ def check_cache(forward: "Forward", context: int) -> None:
     """Checks that a model can be decoded with a cache, on random texts and with random weights.
 
     With the cache, each position of a forward pass belongs to another text. This is right if a position learns from
-    others through `attend` alone, and by places alone. All weights are random, so that one that is 0 before training
+    others through `attend` alone, and by positions alone. All weights are random, so that one that is 0 before training
     hides nothing. One period of layers is checked, in f32, of some texts on each device. That positions learn from no
     later ones is proved before: shardwright/inspect/causality.py.
 
@@ -152,7 +152,7 @@ def check_cache(forward: "Forward", context: int) -> None:
     table = dataclasses.replace(table, layers=jax.tree.map(cut, table.layers))
     half = -(-min(context, LENGTH) // (2 * t)) * t
     ids = np.random.default_rng(0).integers(0, model.c.vocab, (mesh.size, 2 * half)).astype(np.uint32)
-    places = np.arange(half, max(half + 1, min(context, 2 * half)), dtype=np.int32)
+    positions = np.arange(half, max(half + 1, min(context, 2 * half)), dtype=np.int32)
 
     @typed_shard_map
     def differences(w: Of[model.Weights], ids: u32["_N/r/d _L"]) -> f32["_T"]:
@@ -166,7 +166,7 @@ def check_cache(forward: "Forward", context: int) -> None:
             error = largest(logits[0] - expected[:, place])
             return cache, error / jnp.max(jnp.abs(expected))
 
-        _, found = lax.scan(step, filled_cache(w, ids[:, :half], forward, 2 * half), places)
+        _, found = lax.scan(step, filled_cache(w, ids[:, :half], forward, 2 * half), positions)
         axes = tuple(mesh_axes())
         return lax.pmax(varying(found, axes), axes)
 
@@ -177,5 +177,6 @@ def check_cache(forward: "Forward", context: int) -> None:
         raise ValueError(
             f"with a cache, the logits of random texts are not those of training's forward pass: they differ by "
             f"{far.max():.2g} of the largest. A position may learn from others through attend alone, which each layer "
-            "calls once, and a rule may depend on places, not on shapes. Train and evaluate this model without samples."
+            "calls once, and an attention mask may depend on positions, not on shapes. Train and evaluate this model "
+            "without samples."
         )

@@ -43,7 +43,7 @@ def test_a_matmul_with_each_option(monkeypatch, capsys):
 def test_what_is_measured_becomes_a_chip(monkeypatch, tmp_path, capsys, like, peak):
     """Of a CPU and of an unknown device, its matmuls are its peak. The rest is as of another chip."""
     monkeypatch.setattr(rates, "product_s", lambda m, k, n: 2 * m * k * n / 50e9)
-    monkeypatch.setattr(rates, "timed", lambda path, rule, given: (None, 1.0, 20e9))
+    monkeypatch.setattr(rates, "timed", lambda path, pattern, given: (None, 1.0, 20e9))
     monkeypatch.setattr(rates, "chip_for", lambda kind: like and chip_of(like))
     main(monkeypatch, rates, "--size", 64, "--chip", tmp_path / "mine.yaml")
     chip = chip_of(str(tmp_path / "mine.yaml"))

@@ -71,7 +71,7 @@ ENTRY %main (x: f32[4,4], b: f32[8,4,4]) -> f32[4,4] {{
   ROOT %s.1 = f32[4,4]{{1,0}} reduce-scatter-done(%s)
 }}
 """  # noqa: E501
-FACTS = {"chip": "h100", "name": "84m_d8", "ticks": 6, "of_device": 4, "of_any": {"forward": 5}}
+FACTS = {"chip": "h100", "name": "84m_d8", "ticks": 6, "local_attention": 4, "of_any": {"forward": 5}}
 ROOFLINE = (8 * 3 * 64 + 4 * 64) / 1e6  # bytes of a batched product and of one with wider results, at 1e6 a second
 
 

@@ -18,7 +18,7 @@ from models import gpt2
 from shardwright.inspect import causality
 from shardwright.inspect.causality import check_causal
 from shardwright.modeling import attention_calls, fp8
-from shardwright.modeling.rules import Rule, same_document
+from shardwright.modeling.masks import AttentionMask, same_document
 from shardwright.run import flops, stages
 from shardwright.run import step as step_module
 from shardwright_data.loader import TokenBatch
@@ -58,7 +58,7 @@ class OwnAttention(train.Llama):
     def layer(self, x, w, tokens, attend):
         def own(q, k, v, rule):
             scores = jnp.einsum("blkqd,bskd->bkqls", q, k)
-            places = tokens.places
+            places = tokens.mask_positions
             seen = self.sees(places.as_queries(), places.as_keys())
             weights = jax.nn.softmax(jnp.where(seen, scores, -1e9))
             return jnp.einsum("bkqls,bskd->blkqd", weights, v).astype(q.dtype)
@@ -78,7 +78,7 @@ class Leaks(train.Llama):
 
 
 def ruled(*visible, **options) -> type:
-    return type("Ruled", (train.Llama,), {"rule": Rule(visible, **options)})
+    return type("Ruled", (train.Llama,), {"mask": AttentionMask(visible, **options)})
 
 
 def recurrence(x, tokens):
@@ -109,7 +109,7 @@ def forgetting(x, tokens):
     """Attention with decays, differences of a cumsum over all documents (arXiv 2503.02130)."""
     decay = jnp.cumsum(jax.nn.log_sigmoid(x[..., 0]), axis=1)
     scores = jnp.einsum("blm,bsm->bls", x, x) + decay[:, :, None] - decay[:, None]
-    place = tokens.places.index[0]
+    place = tokens.mask_positions.index[0]
     seen = (place[:, None] >= place) & (tokens.document[:, :, None] == tokens.document[:, None])
     return jnp.einsum("bls,bsm->blm", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), x)
 
@@ -153,7 +153,7 @@ RIGHT = {
     "forgetting": mixed(forgetting),
     "state space": mixed(state_space),
     "delta": mixed(delta),
-    "score of -inf": ruled(same_document, score=lambda s, q, k, _: jnp.where(q.index >= k.index, s, -jnp.inf)),
+    "score of -inf": ruled(same_document, score_mod=lambda s, q, k, _: jnp.where(q.index >= k.index, s, -jnp.inf)),
 }
 WRONG = {  # name: the model, what the line says
     "mixture of depths": (Depths, "top_k: the logits of"),
@@ -175,7 +175,7 @@ def in_training(mix) -> type:
 
 class RuledInTraining(train.Llama):
     def layer(self, x, w, tokens, attend):
-        rule = Rule((same_document,)) if tokens.training else self.rule
+        rule = AttentionMask((same_document,)) if tokens.training else self.mask
         return super().layer(x, w, tokens, lambda q, k, v, _: attend(q, k, v, rule))
 
 
@@ -448,7 +448,7 @@ def test_an_array_of_a_length_that_is_not_followed_is_not_proved():
 
 def by_a_factor(x, tokens):
     """Attention whose mask is times -10000, as in GPT-2."""
-    place, scores = tokens.places.index[0], jnp.einsum("blm,bsm->bls", x, x)
+    place, scores = tokens.mask_positions.index[0], jnp.einsum("blm,bsm->bls", x, x)
     seen = (place[:, None] >= place) & (tokens.document[:, :, None] == tokens.document[:, None])
     return jax.nn.softmax(scores + (1.0 - seen) * -1e4) @ x
 
@@ -467,7 +467,7 @@ def test_right_uses_of_the_length_pass(name):
 
 
 def first_of_document(x, tokens):
-    return jnp.take_along_axis(x, (tokens.places.index - tokens.positions)[..., None], axis=1)
+    return jnp.take_along_axis(x, (tokens.mask_positions.index - tokens.positions)[..., None], axis=1)
 
 
 def last_of_document(x, tokens):
@@ -640,7 +640,7 @@ def test_a_sequence_is_one_document_without_a_mask_and_in_sampling():
 
 def test_a_model_that_says_so_is_not_proved():
     prefix = rule_models.KINDS["prefix"]
-    assert verdict(forward(prefix)) == "the model's Rule says causal=False"
+    assert verdict(forward(prefix)) == "the model's attention mask says causal=False"
 
 
 @pytest.mark.long

@@ -20,8 +20,8 @@ from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling import attention, attention_calls, context
 from shardwright.modeling import blockwise as blockwise_module
 from shardwright.modeling.blockwise import blockwise
+from shardwright.modeling.masks import CAUSAL, AttentionMask, SoftCap, Window, causal, same_document
 from shardwright.modeling.model import Tokens
-from shardwright.modeling.rules import CAUSAL, Rule, SoftCap, Window, causal, same_document
 from shardwright.run.config import Config
 from shardwright.run.step import trace_step
 from shardwright_data.loader import batch_shapes
@@ -91,7 +91,7 @@ def test_the_setting_is_the_size_of_the_blocks(block, size, monkeypatch):
     def by(path, block=None):
         forward = tiny.forward(tiny.config(attention=path, attention_block=block))
         tokens = lambda mask: Tokens(None, mask.keys.position, mask.keys.document)
-        attend = lambda q, k, v, mask: forward.attend(tokens(mask))(None, q, k, v, mask.rule)[0]
+        attend = lambda q, k, v, mask: forward.attend(tokens(mask))(None, q, k, v, mask.pattern)[0]
         with jax.set_mesh(tiny.mesh("one device")):
             return with_gradients(attend, q, k, v, document, g)
 
@@ -135,21 +135,26 @@ def asked(monkeypatch):
 
 
 WINDOW = lambda q, k: q.index - k.index < 5
-CUDNN = {  # name: rule, the same for train.attention, whether there is a mask, window
+CUDNN = {  # name: pattern, the same for train.attention, whether there is a mask, window
     "documents": (CAUSAL, CAUSAL, True, None),
-    "one document": (Rule((causal,)), Rule((causal,)), False, None),
-    "window": (Rule((causal, Window(5)), None, 0.25), Rule((causal, WINDOW), None, 0.25), False, (4, 0)),
+    "one document": (AttentionMask((causal,)), AttentionMask((causal,)), False, None),
+    "window": (
+        AttentionMask((causal, Window(5)), None, 0.25),
+        AttentionMask((causal, WINDOW), None, 0.25),
+        False,
+        (4, 0),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CUDNN)
 def test_cudnn_is_asked_for_the_same(asked, name):
     """Heads, documents, masks and scale."""
-    rule, by_hand, masked, window = CUDNN[name]
+    pattern, by_hand, masked, window = CUDNN[name]
     (q, k, v, g), document = operands(12, 3), documents(12)
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
-        found = with_gradients(attention.cudnn, q, k, v, document, g, rule=rule)
-        expected = with_gradients(train.attention, q, k, v, document, g, rule=by_hand)
+        found = with_gradients(attention.cudnn, q, k, v, document, g, pattern=pattern)
+        expected = with_gradients(train.attention, q, k, v, document, g, pattern=by_hand)
     assert_close(found, expected, 1e-5)
     assert asked == [("cudnn", True, masked, window, WIDTH)]
 
@@ -172,7 +177,7 @@ def test_a_step_by_a_kernel_is_proved(asked, monkeypatch, path):
 
 def asking(length: int = 64, d_head: int = 64, dtype=jnp.bfloat16, **options) -> dict:
     """Arguments of attention.choose for such queries."""
-    return {"rule": CAUSAL, "q": jax.ShapeDtypeStruct((1, length, 2, 2, d_head), dtype), **options}
+    return {"pattern": CAUSAL, "q": jax.ShapeDtypeStruct((1, length, 2, 2, d_head), dtype), **options}
 
 
 @pytest.mark.parametrize(
@@ -183,21 +188,21 @@ def asking(length: int = 64, d_head: int = 64, dtype=jnp.bfloat16, **options) ->
         (A100, 65536, {}, "triton"),
         (GPU, 1000, {}, "blockwise"),
         (T4, 1024, {}, "blockwise"),
-        (T4, 1024, {"rule": Rule((causal,))}, "blockwise"),
+        (T4, 1024, {"pattern": AttentionMask((causal,))}, "blockwise"),
         (GPU, 1024, {"d_head": 256}, "blockwise"),
-        (GPU, 1024, {"rule": Rule((*CAUSAL.visible, Window(9)))}, "blockwise"),
-        (GPU, 1024, {"rule": Rule((same_document,))}, "triton"),
-        (A100, 1024, {"d_head": 256, "rule": Rule((causal,))}, "blockwise"),
-        (GPU, 1024, {"d_head": 256, "rule": Rule((causal,))}, "cudnn"),
-        (GPU, 65536, {"rule": CAUSAL.without(same_document)}, "cudnn"),
-        (GPU, 65536, {"rule": Rule((causal, Window(9)))}, "cudnn"),
-        (GPU, 65536, {"rule": Rule((Window(9),))}, "blockwise"),
-        (GPU, 1024, {"rule": Rule(score=lambda scores, *_: jnp.sin(scores))}, "blockwise"),
+        (GPU, 1024, {"pattern": AttentionMask((*CAUSAL.mask_mod, Window(9)))}, "blockwise"),
+        (GPU, 1024, {"pattern": AttentionMask((same_document,))}, "triton"),
+        (A100, 1024, {"d_head": 256, "pattern": AttentionMask((causal,))}, "blockwise"),
+        (GPU, 1024, {"d_head": 256, "pattern": AttentionMask((causal,))}, "cudnn"),
+        (GPU, 65536, {"pattern": CAUSAL.without(same_document)}, "cudnn"),
+        (GPU, 65536, {"pattern": AttentionMask((causal, Window(9)))}, "cudnn"),
+        (GPU, 65536, {"pattern": AttentionMask((Window(9),))}, "blockwise"),
+        (GPU, 1024, {"pattern": AttentionMask(score_mod=lambda scores, *_: jnp.sin(scores))}, "blockwise"),
         (GPU, 1024, {"sinks": True}, "blockwise"),
         (GPU, 1024, {"dtype": jnp.float32}, "blockwise"),
         (GPU, 1024, {"dropout": True}, "einsum"),
         (TPU, 1024, {}, "splash"),
-        (TPU, 32768, {"rule": Rule((Window(9), same_document), SoftCap(30.0)), "d_head": 60}, "splash"),
+        (TPU, 32768, {"pattern": AttentionMask((Window(9), same_document), SoftCap(30.0)), "d_head": 60}, "splash"),
         (TPU, 500, {}, "einsum"),
         (CPU, 128, {}, "einsum"),
         (CPU, 129, {}, "blockwise"),
@@ -228,7 +233,7 @@ def test_where_a_mask_has_no_gradient_it_may_be_a_mask(monkeypatch, length, expe
         ("blockwise", CPU, {"dropout": True}, "no dropout"),
         ("cudnn", CPU, {}, "cpu is not an NVIDIA GPU"),
         ("cudnn", GPU, {"dropout": True}, "no dropout"),
-        ("cudnn", GPU, {"rule": Rule(score=lambda scores, *_: jnp.sin(scores))}, "changes no scores"),
+        ("cudnn", GPU, {"pattern": AttentionMask(score_mod=lambda scores, *_: jnp.sin(scores))}, "changes no scores"),
         ("cudnn", GPU, {"sinks": True}, "no sinks"),
         ("cudnn", GPU, {"dtype": jnp.float32}, "takes bf16, not float32"),
         ("cudnn", GPU, {"d_head": 264}, "up to 256"),
@@ -236,15 +241,20 @@ def test_where_a_mask_has_no_gradient_it_may_be_a_mask(monkeypatch, length, expe
         ("triton", CPU, {}, "cpu is not an NVIDIA GPU"),
         ("triton", GPU, {"dropout": True}, "no dropout"),
         ("triton", GPU, {"sinks": True}, "no sinks"),
-        ("triton", GPU, {"rule": Rule(score=SoftCap(9))}, "changes no scores"),
-        ("triton", GPU, {"rule": Rule((causal, Window(9)))}, "causal and same_document alone"),
+        ("triton", GPU, {"pattern": AttentionMask(score_mod=SoftCap(9))}, "changes no scores"),
+        ("triton", GPU, {"pattern": AttentionMask((causal, Window(9)))}, "causal and same_document alone"),
         ("triton", GPU, {"dtype": jnp.float32}, "takes bf16, not float32"),
         ("triton", GPU, {"length": 128, "d_head": 8}, "takes 16 to 128"),
         ("triton", GPU, {"length": 192}, "192 tokens; it takes multiples of 128"),
         ("splash", GPU, {}, "NVIDIA H200 is not a TPU"),
         ("splash", TPU, {"sinks": True}, "no sinks"),
-        ("splash", TPU, {"rule": Rule(score=lambda scores, *_: jnp.sin(scores))}, "SoftCap alone"),
-        ("splash", TPU, {"rule": Rule((causal, lambda q, k: q.index > 5))}, "causal, same_document and Window alone"),
+        ("splash", TPU, {"pattern": AttentionMask(score_mod=lambda scores, *_: jnp.sin(scores))}, "SoftCap alone"),
+        (
+            "splash",
+            TPU,
+            {"pattern": AttentionMask((causal, lambda q, k: q.index > 5))},
+            "causal, same_document and Window alone",
+        ),
         ("splash", TPU, {"length": 192}, "192 tokens; it takes multiples of 128"),
     ],
 )
@@ -267,10 +277,10 @@ def test_dropout_in_training_is_refused_before_anything_runs():
 @pytest.mark.parametrize("masked", [True, False])
 def test_the_config_decides_path_and_mask(monkeypatch, masked):
     asked = []
-    monkeypatch.setattr(context, "run", lambda path, q, k, v, mask, block: asked.append((path, mask.rule)))
+    monkeypatch.setattr(context, "run", lambda path, q, k, v, mask, block: asked.append((path, mask.pattern)))
     q, k, v, _ = map(jnp.asarray, operands(4, 1))
     ids = jnp.asarray(documents(4))
-    tokens, expected = Tokens(ids, ids, ids), CAUSAL if masked else Rule((causal,))
+    tokens, expected = Tokens(ids, ids, ids), CAUSAL if masked else AttentionMask((causal,))
     monkeypatch.setattr(attention, "target_device", lambda: GPU)
     for path in ("blockwise", "cudnn"):
         forward = tiny.forward(tiny.config(attention=path, document_mask=masked))
@@ -281,7 +291,7 @@ def test_the_config_decides_path_and_mask(monkeypatch, masked):
     tiny.forward(tiny.config(attention="einsum")).attend(tokens)(None, q, k, v, CAUSAL, k, sinks=v, drop=len)
     mask = asked[-1]
     assert mask.queries.document is mask.keys.document is ids
-    assert (mask.rule, mask.learned, mask.sinks, mask.drop, mask.heads) == (CAUSAL, (k,), v, len, None)
+    assert (mask.pattern, mask.learned, mask.sinks, mask.drop, mask.heads) == (CAUSAL, (k,), v, len, None)
 
 
 # ---- in the training step -----------------------------------------------------------------------------------------
@@ -337,9 +347,9 @@ def test_no_array_has_the_length_twice():
 def test_the_rule_that_a_run_prints_is_the_one_in_force():
     """Without training.document_mask it has no documents."""
     with jax.set_mesh(tiny.mesh("one device")):
-        for masked, rule in ((True, "causal, same_document"), (False, "causal")):
+        for masked, pattern in ((True, "causal, same_document"), (False, "causal")):
             step = tiny.step(tiny.config(document_mask=masked))
-            assert attention_calls.describe_attention(step) == [f"einsum; {rule}"]
+            assert attention_calls.describe_attention(step) == [f"einsum; {pattern}"]
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from shardlib.proof.check import check
 from shardlib.shardtypes import ShardError, dtype_name, f32, i32, typed_shard_map
 from shardwright.modeling import attention
 from shardwright.modeling.attention_calls import Call, path_of
+from shardwright.modeling.masks import CAUSAL, AttentionMask, SoftCap, Window, causal, same_document
 from shardwright.modeling.model import Tokens
-from shardwright.modeling.rules import CAUSAL, Rule, SoftCap, Window, causal, same_document
 
 act = dtype_name("act")
 ROWS, LENGTH, KV, QUERIES, WIDTH, NEAR = 2, 48, 2, 12, 4, 5
@@ -37,12 +37,12 @@ def relative(scores, q, k, heads, bias):
 
 RULES = {
     "causal": CAUSAL,
-    "window": Rule((*MASKS, Window(7))),
-    "one document": Rule((causal,)),
-    "everything": Rule((), causal=False),
-    "alibi": Rule(score=alibi),
-    "soft-cap": Rule(score=SoftCap(1.5), scale=0.3),
-    "learned": Rule(score=relative),
+    "window": AttentionMask((*MASKS, Window(7))),
+    "one document": AttentionMask((causal,)),
+    "everything": AttentionMask((), causal=False),
+    "alibi": AttentionMask(score_mod=alibi),
+    "soft-cap": AttentionMask(score_mod=SoftCap(1.5), scale=0.3),
+    "learned": AttentionMask(score_mod=relative),
     "sinks": CAUSAL,
 }
 
@@ -55,7 +55,7 @@ def documents() -> np.ndarray:
 
 
 def dense(name: str, q, k, v, bias, sinks):
-    """What the rule of this name means, all scores at once."""
+    """What the pattern of this name means, all scores at once."""
     place, document = np.arange(LENGTH), documents()
     distance = place[:, None] - place[None]
     mask = np.broadcast_to((distance >= 0) | (name == "everything"), (ROWS, LENGTH, LENGTH))
@@ -148,7 +148,7 @@ QUICK = {
 
 
 def marks(kind: str, name: str, mesh: str) -> list:
-    """All rules on a mesh of c and t are long; others are slow."""
+    """All patterns on a mesh of c and t are long; others are slow."""
     is_long = mesh == "c=2 t=2"
     return [] if (kind, name, mesh) in QUICK else [pytest.mark.long if is_long else pytest.mark.slow]
 
@@ -193,11 +193,11 @@ def test_kernels_that_count_from_0_take_no_part_of_the_queries(monkeypatch):
     device = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100", compute_capability="9.0")
     monkeypatch.setattr(attention, "target_device", lambda: device)
     q = jax.ShapeDtypeStruct((1, 1024, 2, 2, 64), jnp.bfloat16)
-    for kernel, rule in (("triton", CAUSAL), ("cudnn", CAUSAL.without(same_document))):
-        assert attention.choose("auto", rule, q) == kernel
-        assert attention.choose("auto", rule, q, keys=2048) == "blockwise"
+    for kernel, pattern in (("triton", CAUSAL), ("cudnn", CAUSAL.without(same_document))):
+        assert attention.choose("auto", pattern, q) == kernel
+        assert attention.choose("auto", pattern, q, keys=2048) == "blockwise"
         with pytest.raises(ValueError, match=f"is {kernel}, which cannot do this: 1024 queries of 2048 positions"):
-            attention.choose(kernel, rule, q, keys=2048)
+            attention.choose(kernel, pattern, q, keys=2048)
     monkeypatch.setattr(attention, "target_device", lambda: types.SimpleNamespace(platform="tpu", device_kind="TPU"))
     assert attention.choose("auto", CAUSAL, q) == "splash"
     assert attention.choose("auto", CAUSAL, q, keys=2048) == "blockwise"

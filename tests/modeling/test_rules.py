@@ -22,7 +22,7 @@ from shardwright.modeling import blockwise as blockwise_module
 from shardwright.modeling import context as context_module
 from shardwright.modeling.attention_calls import calls_of, check_paths
 from shardwright.modeling.blockwise import blockwise
-from shardwright.modeling.rules import CAUSAL, Mask, Places, Rule, SoftCap, Window, causal, same_document
+from shardwright.modeling.masks import CAUSAL, AttentionMask, Mask, Positions, SoftCap, Window, causal, same_document
 
 act = dtype_name("act")
 ROWS, LENGTH, KV, QUERIES, WIDTH = 8, 23, 2, 3, 4
@@ -41,13 +41,13 @@ def relative(scores, q, k, heads, bias):
 
 RULES = {
     "causal": CAUSAL,
-    "window": Rule((*MASKS, Window(5))),
-    "prefix": Rule((lambda q, k: (q.index >= k.index) | (k.index < 4),)),
-    "everything": Rule(()),
-    "alibi": Rule(score=alibi),
-    "soft-cap": Rule(score=SoftCap(5)),
-    "scale": Rule(scale=0.1),
-    "learned": Rule(score=relative),
+    "window": AttentionMask((*MASKS, Window(5))),
+    "prefix": AttentionMask((lambda q, k: (q.index >= k.index) | (k.index < 4),)),
+    "everything": AttentionMask(()),
+    "alibi": AttentionMask(score_mod=alibi),
+    "soft-cap": AttentionMask(score_mod=SoftCap(5)),
+    "scale": AttentionMask(scale=0.1),
+    "learned": AttentionMask(score_mod=relative),
     "sinks": CAUSAL,
 }
 
@@ -109,11 +109,11 @@ def test_values_and_gradients_are_the_dense_ones(name, path):
         f32["B/r/d K/t Q"],
     ]:
         index = jnp.arange(LENGTH, dtype=jnp.int32)[None]
-        places = Places(index, index, document)
+        positions = Positions(index, index, document)
 
         def run(q, k, v, bias, sinks):
             learned, sinks = (bias,) * (name == "learned"), sinks if name == "sinks" else None
-            return PATHS[path](q, k, v, Mask(RULES[name], places, places, learned, sinks))
+            return PATHS[path](q, k, v, Mask(RULES[name], positions, positions, learned, sinks))
 
         out, vjp = jax.vjp(run, q, k, v, bias, sinks)
         return out, *vjp(g)
@@ -148,14 +148,17 @@ def test_attended_keys_are_the_entries_of_the_mask(length, size):
     }
     for visible, mask in masks.items():
         full = np.broadcast_to(mask, (length, length))
-        assert Rule(visible).attended(length) == pytest.approx(full.sum() / length, rel=1e-12)
+        assert AttentionMask(visible).attended(length) == pytest.approx(full.sum() / length, rel=1e-12)
 
 
 def test_attended_keys_of_an_unknown_condition_in_a_long_sequence():
-    known, unknown = Rule((causal, Window(1000))), Rule((causal, lambda q, k: q.index - k.index < 1000))
+    known, unknown = (
+        AttentionMask((causal, Window(1000))),
+        AttentionMask((causal, lambda q, k: q.index - k.index < 1000)),
+    )
     assert unknown.attended(2**17) == pytest.approx(known.attended(2**17), rel=0.02)
     for size in (512, 2048, 8192):
-        blocks = Rule((causal, lambda q, k, size=size: q.index // size == k.index // size))
+        blocks = AttentionMask((causal, lambda q, k, size=size: q.index // size == k.index // size))
         assert blocks.attended(2**17) == pytest.approx((size + 1) / 2, rel=0.12)
 
 
@@ -163,10 +166,10 @@ class Alternating(train.Llama):
     """Local and global layers in turn; those see soft-capped scores of another scale."""
 
     period = 2
-    rules = Rule((*MASKS, Window(3))), Rule(score=SoftCap(5), scale=0.3)
+    rules = AttentionMask((*MASKS, Window(3))), AttentionMask(score_mod=SoftCap(5), scale=0.3)
 
     def layer(self, x, w, tokens, attend):
-        of_turn = lambda q, k, v, _: attend(q, k, v, self.rules[tokens.place])
+        of_turn = lambda q, k, v, _: attend(q, k, v, self.rules[tokens.index_in_period])
         return super().layer(x, w, tokens, of_turn)
 
 
@@ -179,7 +182,7 @@ def forward_of(kind, compute_dtype="f32", attention="auto", **changes) -> train.
 def test_calls_are_those_of_each_layer_of_a_period(mesh):
     with jax.set_mesh(tiny.mesh(mesh)):
         calls = calls_of(forward_of(Alternating), 256)
-    assert [(call.place, call.rule) for call in calls] == list(enumerate(Alternating.rules))
+    assert [(call.place, call.pattern) for call in calls] == list(enumerate(Alternating.rules))
     kv = 8 // tiny.mesh(mesh).shape["t"]
     assert {call.q.shape for call in calls} == {(1, 256, kv, 2, 4)}
     c = tiny.config(gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=8, dropout=0.1, bos_id=0))
@@ -213,7 +216,7 @@ class OfOthers(train.Llama):
     """In training a window of half of the keys at hand, which are fewer in a block of keys."""
 
     def layer(self, x, w, tokens, attend):
-        rule = Rule((*MASKS, half_of_keys)) if tokens.training else self.rule
+        rule = AttentionMask((*MASKS, half_of_keys)) if tokens.training else self.mask
         return super().layer(x, w, tokens, lambda q, k, v, _: attend(q, k, v, rule))
 
 
@@ -224,7 +227,7 @@ def test_a_rule_of_training_alone_is_compared():
 
 def sliding(q, k, v, mask):
     """As a user edits train.attention who wants a window."""
-    rule = dataclasses.replace(mask.rule, visible=(*mask.rule.visible, Window(200)))
+    rule = dataclasses.replace(mask.pattern, mask_mod=(*mask.pattern.mask_mod, Window(200)))
     return plain_attention(q, k, v, dataclasses.replace(mask, rule=rule))
 
 
@@ -241,8 +244,8 @@ def test_an_edit_of_one_path_alone_is_named(edit, monkeypatch):
 
 
 def test_a_rule_that_is_none_is_refused():
-    with pytest.raises(ValueError, match=r"it must be a tuple of functions, such as \(causal,\)"):
-        Rule(visible=[causal])
+    with pytest.raises(ValueError, match=r"^mask_mod=.* is not a tuple of functions: write \(causal, same_document\)"):
+        AttentionMask(mask_mod=[causal])
 
 
 @pytest.mark.long(every_case=True)
@@ -261,8 +264,8 @@ def test_an_error_of_the_blocks_is_found(dropped, monkeypatch):
         plain = blockwise_module.blockwise
 
         def few(q, k, v, mask, block):
-            places = mask.queries._replace(document=jnp.minimum(mask.queries.document, 2))
-            return plain(q, k, v, dataclasses.replace(mask, queries=places, keys=places), block)
+            positions = mask.queries._replace(document=jnp.minimum(mask.queries.document, 2))
+            return plain(q, k, v, dataclasses.replace(mask, queries=positions, keys=positions), block)
 
         monkeypatch.setattr(attention_module, "blockwise", few)
     else:
@@ -289,8 +292,8 @@ def test_values_of_another_device_of_a_ring_are_found(monkeypatch):
 def test_nan_on_one_device_is_found(monkeypatch):
     """Of queries of later documents that see nothing. They and their keys are on one device."""
     seen = blockwise_module._seen_blocks
-    first = lambda places: places._replace(document=jnp.ones_like(places.document))
-    monkeypatch.setattr(blockwise_module, "_seen_blocks", lambda task, q, places: seen(task, q, first(places)))
+    first = lambda positions: positions._replace(document=jnp.ones_like(positions.document))
+    monkeypatch.setattr(blockwise_module, "_seen_blocks", lambda task, q, positions: seen(task, q, first(positions)))
     with jax.set_mesh(tiny.mesh("c=4")), pytest.raises(ValueError, match="differs by inf of its largest entry"):
         check_paths(tiny.step_of(forward_of(train.Llama, context="ring"), 256))
 

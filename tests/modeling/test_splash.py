@@ -12,7 +12,7 @@ import train
 from shardlib.shardtypes import dtype_name
 from shardwright.modeling import context
 from shardwright.modeling import splash as splash_module
-from shardwright.modeling.rules import CAUSAL, Rule, SoftCap, Window, causal, same_document
+from shardwright.modeling.masks import CAUSAL, AttentionMask, SoftCap, Window, causal, same_document
 from shardwright.modeling.splash import splash
 from shardwright_data.loader import batch_shapes
 
@@ -20,13 +20,13 @@ act = dtype_name("act")
 ROWS, LENGTH, KV, QUERIES, WIDTH = 2, 384, 2, 2, 16  # three blocks
 RULES = {
     "causal, documents": CAUSAL,
-    "causal": Rule((causal,)),
-    "window, documents": Rule((*CAUSAL.visible, Window(70))),
-    "window": Rule((causal, Window(200), Window(130)), scale=0.3),
-    "window to the left alone": Rule((Window(70),)),
-    "documents": Rule((same_document,)),
-    "everything": Rule(()),
-    "soft-cap": Rule(score=SoftCap(1.5)),
+    "causal": AttentionMask((causal,)),
+    "window, documents": AttentionMask((*CAUSAL.mask_mod, Window(70))),
+    "window": AttentionMask((causal, Window(200), Window(130)), scale=0.3),
+    "window to the left alone": AttentionMask((Window(70),)),
+    "documents": AttentionMask((same_document,)),
+    "everything": AttentionMask(()),
+    "soft-cap": AttentionMask(score_mod=SoftCap(1.5)),
 }
 
 
@@ -44,8 +44,8 @@ QUICK = ("causal, documents", "window", "soft-cap")
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.long) for n in RULES])
 def test_it_is_attention(name):
     with jax.set_mesh(tiny.mesh("one device")):
-        expected = with_gradients(train.attention, *operands(), rule=RULES[name])
-        assert_close(with_gradients(splash, *operands(), rule=RULES[name]), expected, 1e-5)
+        expected = with_gradients(train.attention, *operands(), pattern=RULES[name])
+        assert_close(with_gradients(splash, *operands(), pattern=RULES[name]), expected, 1e-5)
 
 
 @pytest.mark.long

@@ -11,15 +11,15 @@ from gradients import assert_close, with_gradients
 import train
 from shardwright.modeling import attention_calls, context
 from shardwright.modeling.attention import triton
-from shardwright.modeling.rules import CAUSAL, Rule, causal, same_document
+from shardwright.modeling.masks import CAUSAL, AttentionMask, causal, same_document
 from shardwright_data.loader import batch_shapes
 
 ROWS, LENGTH, KV, WIDTH = 2, 384, 2, 24  # three blocks of queries, six of keys; the kernel pads 24 to 32
 RULES = {
     "causal, documents": CAUSAL,
-    "causal": Rule((causal,), scale=0.3),
-    "documents": Rule((same_document,)),
-    "everything": Rule(()),
+    "causal": AttentionMask((causal,), scale=0.3),
+    "documents": AttentionMask((same_document,)),
+    "everything": AttentionMask(()),
 }
 
 
@@ -34,8 +34,8 @@ def operands(queries: int) -> list[np.ndarray]:
 @pytest.mark.parametrize(("name", "queries"), [*((name, 2) for name in RULES), ("causal, documents", 1)])
 def test_it_is_attention(name, queries):
     with jax.set_mesh(tiny.mesh("one device")):
-        expected = with_gradients(train.attention, *operands(queries), rule=RULES[name])
-        assert_close(with_gradients(triton, *operands(queries), rule=RULES[name]), expected, 1e-5)
+        expected = with_gradients(train.attention, *operands(queries), pattern=RULES[name])
+        assert_close(with_gradients(triton, *operands(queries), pattern=RULES[name]), expected, 1e-5)
 
 
 @pytest.mark.long

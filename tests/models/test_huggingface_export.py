@@ -181,9 +181,9 @@ def test_a_killed_export_leaves_nothing_that_looks_whole(saved, tmp_path):
 # ---- refusals -----------------------------------------------------------------------------------------------------
 
 EXCHANGE = "from tools.huggingface.families import from_huggingface, to_huggingface\n"
-RULE = "visible=(rules.causal, rules.same_document)"
+RULE = "mask_mod=(masks.causal, masks.same_document)"
 GATE = "(jax.nn.silu(jnp.float32(gate)) * up).astype(x.dtype)"
-ALIBI = "score=lambda scores, q, k, heads: scores - (q.index - k.index) * 0.5 ** heads"
+ALIBI = "score_mod=lambda scores, q, k, heads: scores - (q.index - k.index) * 0.5 ** heads"
 OTHER_LOGITS = r"^the logits of this llama are not the run's own: of 32 tokens, they differ by .* of the largest.$"
 EDITS = {
     "added weight": (
@@ -191,10 +191,13 @@ EDITS = {
         r"^llama in transformers .* Only one of them has weights/layers/mlp_bias",
     ),
     "window": (
-        [(RULE, "visible=(rules.causal, rules.same_document, rules.Window(64))")],
-        r"^layer 0 has attention by the rule `causal, same_document, Window\(size=64\)`; llama in transformers has ",
+        [(RULE, "mask_mod=(masks.causal, masks.same_document, masks.Window(64))")],
+        r"^layer 0 has the attention mask `causal, same_document, Window\(size=64\)`; llama in transformers has ",
     ),
-    "not causal": ([(RULE, "visible=(rules.same_document,)")], r"^layer 0 has attention by the rule `same_document`;"),
+    "not causal": (
+        [(RULE, "mask_mod=(masks.same_document,)")],
+        r"^layer 0 has the attention mask `same_document`;",
+    ),
     "ALiBi": ([(RULE, ALIBI)], OTHER_LOGITS),
     "GELU": (
         [(GATE, "jax.nn.gelu(gate) * up")],
@@ -207,7 +210,7 @@ EDITS = {
     "every second layer": (
         [
             ("    Weights = Transformer\n", "    Weights, period = Transformer, 2\n"),
-            (GATE, "(jax.nn.gelu if tokens.place else jax.nn.silu)(gate) * up"),
+            (GATE, "(jax.nn.gelu if tokens.index_in_period else jax.nn.silu)(gate) * up"),
         ],
         OTHER_LOGITS,
     ),
@@ -254,7 +257,7 @@ def test_another_model_is_refused_with_the_name(edited, tmp_path, edit):
 def test_an_edit_that_changes_nothing_is_exported(edited, tmp_path):
     """Another file with the same math; and attention within no documents, as the exported model has it."""
     need_transformers()
-    run = edited([(RULE, "visible=(rules.causal,), scale=8**-0.5"), (GATE, "gate * jax.nn.sigmoid(gate) * up")])
+    run = edited([(RULE, "mask_mod=(masks.causal,), scale=8**-0.5"), (GATE, "gate * jax.nn.sigmoid(gate) * up")])
     assert "with those of transformers" in export(run, tmp_path / "exported")
 
 

@@ -25,7 +25,7 @@ import train
 from models import family, gpt2
 from shardlib.shardtypes import make_shardings
 from shardwright.huggingface import as_transformers_reads
-from shardwright.modeling import rules
+from shardwright.modeling import masks
 from shardwright.modeling.model import load_model
 from shardwright.modeling.rope import attention_factor, rope_frequencies
 from shardwright.modeling.settings import RopeScaling
@@ -406,8 +406,8 @@ def test_user_mistakes(exported, tmp_path, monkeypatch):
     change_config(directory, model_type="llama", max_position_embeddings="${oc.env:HOME}")
     refuses(r"config.json: .*'max_position_embeddings' expected int")
     change_config(directory, max_position_embeddings=64)
-    monkeypatch.setattr(train.Llama, "rule", rules.Rule(visible=(*rules.CAUSAL.visible, rules.Window(64))))
-    refuses(r"^layer 0 has attention by the rule `causal, same_document, Window\(size=64\)`")
+    monkeypatch.setattr(train.Llama, "mask", masks.AttentionMask(mask_mod=(*masks.CAUSAL.mask_mod, masks.Window(64))))
+    refuses(r"^layer 0 has the attention mask `causal, same_document, Window\(size=64\)`")
     monkeypatch.undo()
     tensors = load_file(directory / "model.safetensors")
     save_file(tensors | {"model.norm.weight": np.ones(31, np.float32)}, directory / "model.safetensors")

@@ -15,7 +15,7 @@ from shipped import load
 from models import gpt2
 from shardlib import shardops
 from shardlib.shardtypes import f32, typed_shard_map
-from shardwright.modeling import rules
+from shardwright.modeling import masks
 from tools.huggingface import families
 
 pytestmark = pytest.mark.quick
@@ -70,9 +70,9 @@ def test_loading(monkeypatch):
 
 def test_the_scale_of_seqax():
     (code,) = blocks("seqax.md")
-    names = {"rules": rules}
+    names = {"masks": masks}
     exec(code, names)
-    assert names["rule"].scale == 1.0
+    assert names["mask"].scale == 1.0
 
 
 def test_the_functions_of_an_exchange_have_these_signatures():

@@ -17,7 +17,7 @@ import train
 from shardlib import shardops
 from shardlib.parsing import ShardError
 from shardwright.cluster.devices import make_mesh
-from shardwright.modeling.rules import Rule
+from shardwright.modeling.masks import AttentionMask
 from shardwright.run.step import trace_step
 from shardwright.sampling import cache
 from shardwright.sampling.sampler import Sampler, Sampling
@@ -120,7 +120,7 @@ class Twice(train.Llama):
     """A layer that attends twice."""
 
     def layer(self, x, w, tokens, attend):
-        both = lambda q, k, v, rule: attend(q, k, v, rule) + attend(q, k, v, Rule(scale=0.5))
+        both = lambda q, k, v, rule: attend(q, k, v, rule) + attend(q, k, v, AttentionMask(scale=0.5))
         return super().layer(x, w, tokens, both)
 
 
@@ -135,7 +135,7 @@ class OfTheLength(train.Llama):
     """A rule that is made of a shape."""
 
     def layer(self, x, w, tokens, attend):
-        of_length = lambda q, k, v, _: attend(q, k, v, Rule(scale=math.log(q.shape[1] + 1) / 4))
+        of_length = lambda q, k, v, _: attend(q, k, v, AttentionMask(scale=math.log(q.shape[1] + 1) / 4))
         return super().layer(x, w, tokens, of_length)
 
 
@@ -176,5 +176,5 @@ def test_what_can_be_decoded_with_a_cache_is_not_refused(mesh):
 def test_what_says_that_it_is_not_causal_is_refused():
     with jax.set_mesh(mesh("one device")):
         w = models.placed_weights("prefix")
-        with pytest.raises(ValueError, match="texts cannot be continued: the model's Rule says causal=False"):
+        with pytest.raises(ValueError, match="texts cannot be continued: the model's attention mask says causal=False"):
             sampler(models.KINDS["prefix"]).generate(w, PROMPTS)

@@ -10,7 +10,7 @@ import tiny
 
 import train
 from shardlib import shardops
-from shardlib.layers import Extras
+from shardlib.layers import LayerAux
 from shardlib.shardtypes import ShardError
 from shardwright.cluster.devices import make_mesh
 from shardwright.run.config import PipelineConfig
@@ -32,7 +32,7 @@ class Penalized(train.Llama):
     def layer(self, x, w, tokens, attend):
         y = super().layer(x, w, tokens, attend)
         size = mean_square(y)
-        return y, Extras(0.1 * size, {"stream": size, "grown": size - mean_square(x)})
+        return y, LayerAux(0.1 * size, {"stream": size, "grown": size - mean_square(x)})
 
 
 CASES = {  # name: p, r, d, t, of the pipeline, gather_weights
@@ -97,15 +97,18 @@ def test_the_loss_is_that_of_the_plain_model_and_what_is_added():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (lambda x: jnp.mean(x), r"a layer gives loss in its Extras: .*; it must be a scalar, the same on every device"),
-        (lambda x: jnp.zeros(3), r"a layer gives loss in its Extras: f32\[3\]"),
+        (
+            lambda x: jnp.mean(x),
+            r"a layer gives loss in its LayerAux: .*; it must be a scalar, the same on every device",
+        ),
+        (lambda x: jnp.zeros(3), r"a layer gives loss in its LayerAux: f32\[3\]"),
     ],
     ids=["of its own part", "a vector"],
 )
 def test_what_is_no_scalar_or_differs_is_refused(given, message):
     class Wrong(train.Llama):
         def layer(self, x, w, tokens, attend):
-            return super().layer(x, w, tokens, attend), Extras(given(x))
+            return super().layer(x, w, tokens, attend), LayerAux(given(x))
 
     c = tiny.config(tiny.model())
     with jax.set_mesh(tiny.mesh("d=4 t=2")):

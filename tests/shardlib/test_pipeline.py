@@ -27,7 +27,7 @@ from jax_extra import save_for_backward
 from models import gpt2
 from shardlib import shardops
 from shardlib.equations import body_of
-from shardlib.layers import Extras
+from shardlib.layers import LayerAux
 from shardlib.pipeline import run_schedule
 from shardlib.placement import LayerPlacement, place_layers
 from shardlib.schedules import CHUNKS, in_a_ring, schedule_of
@@ -362,7 +362,7 @@ def executor_program(m: int, schedule: str):
         layers: Array["layers/p", f32["M"]]
 
     def stage(w, x, numbers, part):
-        return save_for_backward(jnp.tanh(x * w[0])), Extras()
+        return save_for_backward(jnp.tanh(x * w[0])), LayerAux()
 
     parts = SimpleNamespace(
         gather_outer=lambda w: w, first=lambda w, part: part, layers=stage, last=lambda w, x, _: jnp.sum(x)

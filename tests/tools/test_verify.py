@@ -159,8 +159,8 @@ def test_meshes_agree(tmp_path, name, settings, text):
 BUGS = {  # what is copied and edited, the edit, the first tensor that differs, settings
     "an activation": (
         ("train.py", "train.py"),
-        "attended = save_for_backward(attend(q, k, v, self.rule))",
-        'attended = save_for_backward(jnp.roll(attend(q, k, v, self.rule), shardops.axis_size("t"), 2))',
+        "attended = save_for_backward(attend(q, k, v, self.mask))",
+        'attended = save_for_backward(jnp.roll(attend(q, k, v, self.mask), shardops.axis_size("t"), 2))',
         "metric loss",
         (),
     ),
@@ -187,8 +187,8 @@ BUGS = {  # what is copied and edited, the edit, the first tensor that differs, 
     ),
     "a rule of a device's heads": (
         ("train.py", "train.py"),
-        "rule = rules.Rule(visible=(rules.causal, rules.same_document))",
-        "rule = rules.Rule(score=lambda s, q, k, heads: s - 2.0 ** -(heads / heads.size) * (q.index - k.index))",
+        "mask = masks.AttentionMask(mask_mod=(masks.causal, masks.same_document))",
+        "mask = masks.AttentionMask(score_mod=lambda s, q, k, h: s - 2.0 ** -(h / h.size) * (q.index - k.index))",
         "metric loss",
         ("training.attention=blockwise",),
     ),

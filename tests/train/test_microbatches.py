@@ -14,7 +14,7 @@ from step_text import collectives, compile_step
 
 import train
 from shardlib import shardops
-from shardlib.layers import Extras
+from shardlib.layers import LayerAux
 from shardlib.pipeline import run_schedule
 from shardlib.placement import LayerPlacement
 from shardlib.schedules import in_a_ring, schedule_of
@@ -93,7 +93,7 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, together):
         for i in range(4 // p):
             row = jax.tree.map(lambda copy, i=i: copy[i], w)
             x = jnp.tanh(shardops.einsum_unreduced("L, B/r/d L -> B/r/d L", row, x))
-        return x, Extras()
+        return x, LayerAux()
 
     def last(w, y, batch):
         size = y.size * shardops.axis_size("r") * shardops.axis_size("d")
@@ -102,7 +102,7 @@ def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, together):
     first = lambda w, batch: jnp.float64(batch.targets) / 1280
     parts = SimpleNamespace(gather_outer=lambda w: w, first=first, layers=layers, last=last)
     one = lambda w, batch: last(w, layers(w.layers, first(w, batch))[0], batch)
-    whole = lambda w, *batches: (sum(one(w, *batch) for batch in batches), Extras())
+    whole = lambda w, *batches: (sum(one(w, *batch) for batch in batches), LayerAux())
 
     @typed_shard_map
     def step(w: Layers, batch: train.Batch) -> tuple[f64[""], Layers]:

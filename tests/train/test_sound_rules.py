@@ -18,8 +18,8 @@ from recipes import SOURCE
 from shardwright.modeling.model import load_model
 from shardwright.run.step import trace_step
 
-RULE = "    rule = rules.Rule(visible=(rules.causal, rules.same_document))"
-ATTEND = "attend(q, k, v, self.rule)"
+RULE = "    mask = masks.AttentionMask(mask_mod=(masks.causal, masks.same_document))"
+ATTEND = "attend(q, k, v, self.mask)"
 EMBEDDED = '        return shardops.psum("B/b L/c/t M +p -> B/b L/c/t M", x)'
 LOSS = '        return shardops.psum("+b +c ->", loss) / self.targets'
 MODEL = "Model = Llama\n"
@@ -27,7 +27,7 @@ AXES = "jax.sharding.get_abstract_mesh().shape"
 
 
 def with_rule(changes: str) -> str:
-    return f"attend(q, k, v, dataclasses.replace(self.rule, {changes}))"
+    return f"attend(q, k, v, dataclasses.replace(self.mask, {changes}))"
 
 
 PATHS = {  # name: the mesh, and settings of training
@@ -38,36 +38,36 @@ PATHS = {  # name: the mesh, and settings of training
     "ulysses": ("d=2 c=2 t=2", {"context": "ulysses"}),
     "ulysses, blockwise": ("d=2 c=2 t=2", {"context": "ulysses", "attention": "blockwise"}),
 }
-score = lambda text: (RULE, f"    rule = rules.Rule(score=lambda scores, q, k, heads: {text})")
+score = lambda text: (RULE, f"    mask = masks.AttentionMask(score_mod=lambda scores, q, k, heads: {text})")
 WRONG_RULES = {
     "ALiBi by the heads of a device": score("scores - 2.0 ** (-8.0 * (heads + 1) / heads.size) * (q.index - k.index)"),
     "the number of a row": score("scores * (1 + jnp.arange(scores.shape[0])[:, None, None, None, None])"),
     "the index of a device": score("scores * (1 + lax.axis_index('t'))"),
     "a window of a device's positions": (
         ATTEND,
-        with_rule("visible=(rules.causal, rules.Window(q[:, :, 0].size // 64))"),
+        with_rule("mask_mod=(masks.causal, masks.Window(q[:, :, 0].size // 64))"),
     ),
     "a scale of a device's heads": (ATTEND, with_rule("scale=q.shape[2] ** -0.5")),
-    "a soft-cap of a device's heads": (ATTEND, with_rule("score=rules.SoftCap(float(q.shape[2]))")),
-    "a factor of a device's heads": (ATTEND, with_rule("score=lambda scores, *_, n=q.shape[2]: scores * n")),
+    "a soft-cap of a device's heads": (ATTEND, with_rule("score_mod=masks.SoftCap(float(q.shape[2]))")),
+    "a factor of a device's heads": (ATTEND, with_rule("score_mod=lambda scores, *_, n=q.shape[2]: scores * n")),
     "a condition of a device's heads": (
         ATTEND,
-        with_rule("visible=(rules.causal, lambda q, k, n=q.shape[2]: q.index - k.index < n)"),
+        with_rule("mask_mod=(masks.causal, lambda q, k, n=q.shape[2]: q.index - k.index < n)"),
     ),
     "sinks of a device's heads": (
         ATTEND,
-        "attend(q, k, v, self.rule, sinks=jnp.float32(q).mean((1, 4)) * 0 + q.shape[2])",
+        "attend(q, k, v, self.mask, sinks=jnp.float32(q).mean((1, 4)) * 0 + q.shape[2])",
     ),
     "learned by the place of a head": (
         ATTEND,
-        "attend(q, k, v, dataclasses.replace(self.rule, score=lambda s, q, k, h, b: s + b[..., None, None]), "
+        "attend(q, k, v, dataclasses.replace(self.mask, score_mod=lambda s, q, k, h, b: s + b[..., None, None]), "
         "jnp.float32(q).max((1, 4)) * 0 + jnp.arange(q.shape[2])[:, None])",
     ),
 }
 RIGHT_RULES = {
     "ALiBi": score("scores - 2.0 ** (-8.0 * (heads + 1) / 16) * (q.index - k.index)"),
-    "a window": (RULE, "    rule = rules.Rule(visible=(rules.causal, rules.same_document, rules.Window(4)))"),
-    "a soft-cap, made in the layer": (ATTEND, with_rule("score=rules.SoftCap(5.0), scale=0.3")),
+    "a window": (RULE, "    mask = masks.AttentionMask(mask_mod=(masks.causal, masks.same_document, masks.Window(4)))"),
+    "a soft-cap, made in the layer": (ATTEND, with_rule("score_mod=masks.SoftCap(5.0), scale=0.3")),
 }
 QUICK = {
     ("a window of a device's positions", "ring"),
@@ -101,10 +101,10 @@ WRONG_PRESENCE = {  # what depends on whether there is an axis: the mesh, and ed
     "the number of axes": ("d=2 e=2 t=2", (EMBEDDED, f"{EMBEDDED} * len({AXES})")),
     "a window, c": (
         "d=2 c=2 t=2",
-        (ATTEND, with_rule(f"visible=(rules.causal, *[rules.Window(3)] * ('c' in {AXES}))")),
+        (ATTEND, with_rule(f"mask_mod=(masks.causal, *[masks.Window(3)] * ('c' in {AXES}))")),
     ),
     "a scale, e": ("d=2 e=2 t=2", (ATTEND, with_rule(f"scale=0.1 if 'e' in {AXES} else 0.2"))),
-    "a score, c": ("d=2 c=2 t=2", (ATTEND, with_rule(f"score=lambda s, *_: s * (2 if 'c' in {AXES} else 1)"))),
+    "a score, c": ("d=2 c=2 t=2", (ATTEND, with_rule(f"score_mod=lambda s, *_: s * (2 if 'c' in {AXES} else 1)"))),
     "the optimizer, e": ("d=2 e=2 t=2", ("+ c.adam_epsilon)", f"+ c.adam_epsilon * (3 if 'e' in {AXES} else 1))")),
     "the embedding, stages": ("p=2 d=2 t=2", (EMBEDDED, f"{EMBEDDED} * (4.0 if stages.has_stages() else 1.0)")),
     "the loss, stages": ("p=2 d=2 t=2", (LOSS, f"{LOSS} * (4.0 if stages.has_stages() else 1.0)")),
@@ -180,7 +180,7 @@ def test_a_right_rule_is_proved_on_every_path(edited, name, path):
 def test_the_numbers_of_a_rule_are_shown(edited):
     edit = edited(WRONG_RULES["a window of a device's positions"])
     text = found(edit, "d=2 t=2")
-    assert "the rule has Window(size=8) on this mesh and Window(size=16) on one device" in text
+    assert "the attention mask has Window(size=8) on this mesh and Window(size=16) on one device" in text
 
 
 @pytest.mark.parametrize(

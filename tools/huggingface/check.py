@@ -10,8 +10,8 @@ import numpy as np
 from shardlib.shardtypes import Of, f32, make_shardings, typed_shard_map
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.attention_calls import calls_of
+from shardwright.modeling.masks import AttentionMask, Window, causal, same_document
 from shardwright.modeling.model import compute_scope, load_model, module_of
-from shardwright.modeling.rules import Rule, Window, causal, same_document
 from shardwright.modeling.settings import ModelConfig
 from shardwright.run.config import TrainingConfig
 from shardwright_data.foreign import refused
@@ -67,11 +67,11 @@ def check_rules(c: ModelConfig, config: dict) -> None:
     for call in calls:
         layers = config.get("layer_types") or ["sliding_attention"] * (call.place + 1)
         windows = (Window(window),) if window and layers[call.place] == "sliding_attention" else ()
-        if set(call.rule.visible) - {same_document} != {causal, *windows}:
+        if set(call.pattern.mask_mod) - {same_document} != {causal, *windows}:
             raise ValueError(
-                f"layer {call.place} has attention by the rule `{call.rule}`; {model_type} in transformers has "
-                f"`{Rule((causal, same_document, *windows))}`: it gives other logits. A module with functions of "
-                "its own can exchange such a model as another model_type."
+                f"layer {call.place} has the attention mask `{call.pattern}`; {model_type} in transformers has "
+                f"`{AttentionMask((causal, same_document, *windows))}`: it gives other logits. A module with its own "
+                "functions can exchange such a model as another model_type."
             )
 
 

@@ -49,8 +49,8 @@ class Contestant(OnJax):
         shapes = [((*rows, i), (i, o), (*rows, o)) for i, o in products]
 
         def per_device(given, _):
-            of_device = jax.tree.map(lambda x: x[0], given)
-            return jax.tree.map(lambda x: x[None], [dots(*product) for product in of_device])
+            local_attention = jax.tree.map(lambda x: x[0], given)
+            return jax.tree.map(lambda x: x[None], [dots(*product) for product in local_attention])
 
         self.batches = [[tuple(draw(next(keys), shape) for shape in each) for each in shapes]]
         self.results = [(place(dy), place(x), place(w)) for x, w, dy in shapes]

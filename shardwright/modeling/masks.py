@@ -1,0 +1,236 @@
+"""Attention masks and changes of scores: a model's `AttentionMask`, which every implementation of attention follows.
+
+    sliding = AttentionMask(mask_mod=(causal, same_document, Window(1024)))
+    capped = AttentionMask(score_mod=SoftCap(50))
+    alibi = AttentionMask(score_mod=lambda scores, q, k, heads: scores - 2.0 ** -(heads + 1) * (q.index - k.index))
+
+A layer passes its mask to `attend(q, k, v, mask)`. The functions of a mask get the Positions of queries and of keys,
+arrays that broadcast to the scores [B, K, Q, L, S]: batch, kv heads, query heads of each, queries, keys.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shardlib import shardops
+from shardlib.places import place_of_caller
+from shardlib.shardtypes import f32, pytree_dataclass
+
+_COUNTED = 2**22
+"""Pairs of which it is counted how many an unknown condition leaves."""
+
+
+class Positions(NamedTuple):
+    """Positions of queries or of keys, as integers."""
+
+    index: jax.Array
+    """Index in the sequence, counted from 0."""
+    position: jax.Array
+    """Position in its document, counted from 0."""
+    document: jax.Array | Any
+    """Number of its document in the sequence; None in decoding."""
+
+    @classmethod
+    def in_one_document(cls, index: Any) -> "Positions":
+        """Positions of `index` in a sequence of one document."""
+        return cls(index, index, jnp.zeros_like(index))
+
+    def as_queries(self) -> "Positions":
+        """Reshapes each from [B, L] to [B, 1, 1, L, 1]."""
+        return Positions(*(x[:, None, None, :, None] for x in self))
+
+    def as_keys(self) -> "Positions":
+        """Reshapes each from [B, S] to [B, 1, 1, 1, S]."""
+        return Positions(*(x[:, None, None, None, :] for x in self))
+
+
+def causal(q: Positions, k: Positions) -> jax.Array:
+    """A query sees its own position and those before it."""
+    return q.index >= k.index
+
+
+def same_document(q: Positions, k: Positions) -> jax.Array:
+    """A query sees its own document."""
+    return q.document == k.document
+
+
+_made = functools.partial(dataclasses.field, default_factory=place_of_caller, init=False, compare=False, repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """A query sees the last `size` positions, including its own (arXiv 2004.05150); `size` is at least 1."""
+
+    size: int
+    made: str = _made()
+
+    def __post_init__(self):
+        if self.size < 1:
+            raise ValueError(f"Window({self.size}) is of no positions; its size must be at least 1.")
+
+    def __call__(self, q: Positions, k: Positions) -> jax.Array:
+        """Whether each query sees each key."""
+        return q.index - k.index < self.size
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftCap:
+    """Scores stay within ±`cap`, as cap·tanh(score / cap) (Gemma 2, arXiv 2408.00118); `cap` is above 0."""
+
+    cap: float
+    made: str = _made()
+
+    def __call__(self, scores: jax.Array, q: Positions, k: Positions, heads: jax.Array) -> jax.Array:
+        """The capped scores."""
+        return self.cap * jnp.tanh(scores / self.cap)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionMask:
+    """Which keys each query attends to, and how the score of a pair changes."""
+
+    mask_mod: tuple[Callable[[Positions, Positions], jax.Array], ...] = (causal, same_document)
+    """Conditions (q, k) -> bool: a query attends to the keys that meet all of them. One function stands for (it,)."""
+    score_mod: Callable[..., jax.Array] | None = None
+    """Function (scores, q, k, heads, *learned) -> scores, applied entry by entry to the scaled products. `heads` are
+    the numbers of the query heads in the model, i32[K, Q, 1, 1]. `learned` are weights from the call of `attend`, each
+    [B, …]. None: the scores stay as they are."""
+    scale: float | None = None
+    """Factor on the products of queries and keys. None: 1/√(entries of a head)."""
+    causal: bool = True
+    """Whether the model is to be proved causal: its logits depend on no later token and no other document. False says
+    that it is not, on purpose."""
+    made: str = _made()
+    """`file.py:line` where the mask was made."""
+
+    def __post_init__(self):
+        if callable(self.mask_mod):
+            object.__setattr__(self, "mask_mod", (self.mask_mod,))
+        if not isinstance(self.mask_mod, tuple):
+            raise ValueError(f"mask_mod={self.mask_mod!r} is not a tuple of functions: write (causal, same_document).")
+
+    def sees(self, q: Positions, k: Positions) -> jax.Array:
+        """Whether each query sees each key; broadcasts to [B, 1, 1, L, S]."""
+        seen = jnp.ones((1,) * 5, bool)
+        for condition in self.mask_mod:
+            seen = seen & condition(q, k)
+        return seen
+
+    def scores(
+        self, products: jax.Array, d_head: int, q: Positions, k: Positions, heads: jax.Array, learned: tuple = ()
+    ) -> jax.Array:
+        """Input of the softmax, [B, K, Q, L, S]: changed scores, and -inf where a query does not see a key.
+
+        `products` of queries and keys are in the dtype of the softmax; `q` and `k` are from as_queries and as_keys.
+        """
+        return jnp.where(self.sees(q, k), self.changed(products, d_head, q, k, heads, learned), -jnp.inf)
+
+    def changed(
+        self, products: jax.Array, d_head: int, q: Positions, k: Positions, heads: jax.Array, learned: tuple = ()
+    ) -> jax.Array:
+        """Scores of all pairs, seen or not."""
+        scores = products * self.scale_of(d_head)
+        return scores if self.score_mod is None else self.score_mod(scores, q, k, heads, *learned)
+
+    def scale_of(self, d_head: int) -> float:
+        """Factor on the products of queries and keys with heads of `d_head` entries."""
+        return d_head**-0.5 if self.scale is None else self.scale
+
+    def attended(self, length: int) -> float:
+        """Keys that a position sees on average, of `length` positions in one document: of causal (length + 1) / 2.
+
+        Exact for the conditions of this module. Of others a sample of the queries is counted, all of a short sequence.
+        """
+        windows = [condition.size for condition in self.mask_mod if isinstance(condition, Window)]
+        known = all(x in (causal, same_document) or isinstance(x, Window) for x in self.mask_mod)
+        index = np.arange(length, dtype=np.int32)
+        n = np.arange(length if known else min(length, max(1, _COUNTED // length)))
+        # One in each of n equal parts, at golden-ratio offsets: an even stride always hits the same spot of a block.
+        q = index[((n + (n + 0.5) * 0.6180339887498949 % 1) * length / len(n)).astype(np.int64)]
+        if known:
+            seen = (q + 1 if causal in self.mask_mod else length) - np.maximum(0, q + 1 - min(windows, default=length))
+        else:
+            with jax.ensure_compile_time_eval():
+                q_positions, k_positions = Positions.in_one_document(q[None]), Positions.in_one_document(index[None])
+                seen = np.asarray(self.sees(q_positions.as_queries(), k_positions.as_keys())).sum(axis=-1)
+        return float(np.mean(seen, dtype=np.float64))
+
+    def parts(self) -> tuple:
+        """The scale and the functions that the mask is made of."""
+        return self.scale, self.score_mod, *self.mask_mod
+
+    def without(self, condition: Callable[..., Any]) -> "AttentionMask":
+        """The mask without this condition."""
+        found = dataclasses.replace(self, mask_mod=tuple(x for x in self.mask_mod if x is not condition))
+        object.__setattr__(found, "made", self.made)
+        return found
+
+    def __str__(self) -> str:
+        name = lambda function: getattr(function, "__name__", None) or str(function)
+        parts = [name(condition) for condition in self.mask_mod] or ["all"]
+        parts += [f"score {name(self.score_mod)}"] if self.score_mod else []
+        parts += [f"scale {self.scale:g}"] if self.scale is not None else []
+        return ", ".join(parts)
+
+
+def numbers_in(part: object) -> tuple | None:
+    """The class and the numbers that a part of a mask is made of; None for a function."""
+    if isinstance(part, int | float):
+        return type(part).__name__, part
+    fields = [field for field in dataclasses.fields(part) if field.compare] if dataclasses.is_dataclass(part) else []
+    values = [getattr(part, field.name) for field in fields]
+    return (type(part).__name__, *values) if values and all(isinstance(x, int | float) for x in values) else None
+
+
+CAUSAL = AttentionMask()
+"""Each position sees itself and those before it in its document."""
+
+
+@pytree_dataclass
+class Mask:
+    """An AttentionMask for given queries and keys, with what else a call of `attend` passes."""
+
+    pattern: AttentionMask = dataclasses.field(metadata={"static": True})
+    queries: Positions
+    keys: Positions
+    learned: tuple = ()
+    """The weights of pattern.score_mod."""
+    sinks: f32["B/b K/t Q"] | None = None
+    """Scores of keys without values."""
+    drop: Callable | None = dataclasses.field(default=None, metadata={"static": True})
+    """Dropout of attention weights."""
+    heads: jax.Array | None = None
+    """Numbers in the model of this device's query heads, i32[K, Q]. None: those of its part of t."""
+
+    def global_head_ids(self, kv: int, queries: int) -> jax.Array:
+        """The numbers of the query heads, `queries` for each of `kv` heads: i32[kv, queries, 1, 1]."""
+        if self.heads is not None:
+            return self.heads.reshape(kv, queries, 1, 1)
+        return global_head_ids(kv, queries)
+
+    def weights(self, products: jax.Array, d_head: int, dtype: jax.typing.DTypeLike) -> jax.Array:
+        """Attention weights, in `dtype`, of products[B, K, Q, L, S] of queries and keys in that of the softmax."""
+        heads = self.global_head_ids(*products.shape[1:3])
+        positions = self.queries.as_queries(), self.keys.as_keys()
+        scores = self.pattern.scores(products, d_head, *positions, heads, self.learned)
+        weights = softmax(scores, self.sinks).astype(dtype)
+        return self.drop(weights) if self.drop else weights
+
+
+def global_head_ids(kv: int, queries: int) -> jax.Array:
+    """Numbers in the model of this device's query heads, `queries` for each of `kv` heads: i32[kv, queries, 1, 1]."""
+    first = shardops.axis_index("t") * kv * queries
+    return first + jnp.arange(kv * queries, dtype=jnp.int32).reshape(kv, queries, 1, 1)
+
+
+def softmax(scores: jax.Array, sinks: jax.Array | None = None) -> jax.Array:
+    """Attention weights of scores[B, K, Q, L, S]. `sinks`[B, K, Q], if any, are scores of keys without values."""
+    if sinks is None:
+        return jax.nn.softmax(scores, axis=-1)
+    sink = jnp.broadcast_to(sinks.astype(scores.dtype)[..., None, None], (*scores.shape[:-1], 1))
+    return jax.nn.softmax(jnp.concatenate([scores, sink], axis=-1), axis=-1)[..., :-1]
