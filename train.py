@@ -226,8 +226,9 @@ class Forward:
 
         def layer(w, xs, index, index_in_period, attend):
             w = w if self.gather_ahead else self.gather_weights(w)
-            at = lambda part: part.in_layer(index, index_in_period)
-            one = lambda x, part, own: self.model.layer(x, w, at(part), functools.partial(attend, own))
+            one = lambda x, part, own: self.model.layer(
+                x, w, part.in_layer(index, index_in_period), functools.partial(attend, own)
+            )
             with shardops.products(fp8.product if t.fp8 else None):
                 return LayerAux.joined([one(x, *part) for x, part in zip(xs, parts, strict=True)])
 
