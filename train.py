@@ -530,13 +530,13 @@ def train(c: Config, model: LanguageModel, directory: Path) -> str | None:
         c, t = run.c, run.c.training  # with the changes until here
         samples = TrainingSamples(c, run) if t.sample_interval else None
         run.prove()  # both steps compute on this mesh what they compute on one device, and no token sees a later one
-        run.compare_forms()  # what has another form on this platform, such as `attention`, computes the same
+        run.check_kernels()  # what has another form on this platform, such as `attention`, computes the same
         training_step = run.compile()  # as it was proved
         evaluation_step = run.evaluation_step  # as it was proved, compiled when it is first called
         if samples and run.start == 0:
             samples.write(state.weights)
         for step, batch in run.steps():
-            run.look(step, state, batch)  # statistics, every training.microscope_interval steps
+            run.log_statistics(step, state, batch)  # statistics, every training.microscope_interval steps
             state, metrics = training_step(state, batch, np.int32(step), run.reference)
             run.log(step, metrics)  # reads the metrics of the step before, so that devices never wait
             if samples and run.due(t.sample_interval):

@@ -22,13 +22,13 @@ from jax import lax
 from shardlib import marks
 from shardlib.axes import PIPELINE_AXIS
 from shardlib.equations import axes_of, equations_in, frames_of
-from shardlib.halves import Halves
 from shardlib.layers import LayerMetrics
 from shardlib.op_checks import one_like, varying, wrap, zeros_like_traced
 from shardlib.parsing import ShardError, parse_shape
 from shardlib.placement import LayerPlacement
 from shardlib.places import is_users, place
 from shardlib.scopes import Scope
+from shardlib.split_backward import SplitBackward
 from shardlib.tick_tables import TickTable
 from shardlib.values import mesh_axes, on_mesh, pipeline_stage, planned_devices
 
@@ -66,7 +66,7 @@ class StageBackward:
             self._dy = [None] * len(jax.tree.leaves(y))  # what `weights` has in place of dy
             given = [True] * (len(jax.tree.leaves(stack)) + len(self.saved_types)) + [False] * len(self._dy)
             # What is passed from task to task varies over p, as its buffers do.
-            self._halves = Halves(program, wanted, given, over=(PIPELINE_AXIS,))
+            self._halves = SplitBackward(program, wanted, given, over=(PIPELINE_AXIS,))
             self._halves.defer([not is_wanted for is_wanted in wanted])
             _, self.kept_types = jax.eval_shape(self.input, stack, self.saved_types, y)
 

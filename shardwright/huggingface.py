@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from shardwright.run.checkpoint_arrays import named_leaves
-from shardwright_data.foreign import COPY_AGAIN, check_file, refused
+from shardwright_data.untrusted import COPY_AGAIN, check_file, refused
 
 
 @dataclasses.dataclass(frozen=True)

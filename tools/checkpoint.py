@@ -17,7 +17,7 @@ from shardwright.run.checkpoint import Checkpointer, directory_of, find_checkpoi
 from shardwright.run.checkpoint_arrays import saved_arrays
 from shardwright.run.stores import Damaged
 from shardwright.settings.program import run_program
-from shardwright_data.foreign import shown
+from shardwright_data.untrusted import shown
 
 
 @dataclasses.dataclass

@@ -29,9 +29,9 @@ from omegaconf import MISSING
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run.opening import CheckpointChoice, open_run
 from shardwright.settings.program import run_program
-from shardwright_data.foreign import shown
 from shardwright_data.text.definitions import PAD, load_definition
 from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_run
+from shardwright_data.untrusted import shown
 from tools.huggingface.check import check_rules, compare_logits, mapping_of, one_device
 
 

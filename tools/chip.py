@@ -33,7 +33,7 @@ from shardwright.run.files import write_json, write_whole
 from shardwright.settings.program import ROOT, run_program
 from shardwright.settings.words import say
 from shardwright_data.checks import above_0, check_choice
-from shardwright_data.foreign import one_line, read_object
+from shardwright_data.untrusted import one_line, read_object
 
 PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "torch")
 LEAST, GRACE = 15, 10  # seconds: that must be left for a part to start; that an interrupted part has to end

@@ -15,7 +15,7 @@ from omegaconf import MISSING
 from shardwright.inspect.compiled.files import read_step
 from shardwright.inspect.compiled.table import as_text, read_table
 from shardwright.settings.program import run_program
-from shardwright_data.foreign import refused, shown
+from shardwright_data.untrusted import refused, shown
 
 
 @dataclasses.dataclass

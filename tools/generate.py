@@ -28,8 +28,8 @@ from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
 from shardwright.settings.program import run_program
 from shardwright_data.checks import check_ranges, within
-from shardwright_data.foreign import LARGE, parse_object, read_text, shown
 from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_run
+from shardwright_data.untrusted import LARGE, parse_object, read_text, shown
 
 
 @dataclass

@@ -32,7 +32,7 @@ from shardwright.modeling.model import is_shipped
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.settings.program import run_program
 from shardwright_data.checks import within
-from shardwright_data.foreign import read_object, refused, shown
+from shardwright_data.untrusted import read_object, refused, shown
 from tools.huggingface.check import check_rules, compare_logits, mapping_of, module_for
 
 FILES = ["config.json", "tokenizer.json", "model*.safetensors"]

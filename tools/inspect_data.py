@@ -18,8 +18,8 @@ from shardwright.settings.screen import print_line
 from shardwright_data import flat_tokens
 from shardwright_data.checks import check_ranges, within
 from shardwright_data.flat_tokens import Reader
-from shardwright_data.foreign import check_types, one_line
 from shardwright_data.text.tokenizers import Tokenizer, tokenizer_of_dataset
+from shardwright_data.untrusted import check_types, one_line
 
 SAMPLE = 2**22
 """Number of documents whose lengths are read."""

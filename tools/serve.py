@@ -24,8 +24,8 @@ from shardwright.run.step import trace_step
 from shardwright.sampling.sampler import Sampler, Sampling
 from shardwright.settings.program import run_program
 from shardwright_data.checks import check_range, check_ranges, within
-from shardwright_data.foreign import refused
 from shardwright_data.text.tokenizers import tokenizer_of_run
+from shardwright_data.untrusted import refused
 
 
 @dataclass

@@ -25,7 +25,7 @@ from shardwright.inspect.compiled.operations import works_of
 from shardwright.inspect.compiled.step import describe
 from shardwright.inspect.compiled.table import Table
 from shardwright.run.profile import MODULE
-from shardwright_data.foreign import read_object
+from shardwright_data.untrusted import read_object
 
 OPTION = "hardware.compiler_options.xla_gpu_collect_cost_model_stats=true"
 ROWS = 40

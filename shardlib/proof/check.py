@@ -88,7 +88,7 @@ def _outside(program: ClosedJaxpr, twin: object) -> Iterator[str]:
     if names(ours) != names(theirs) or len(consts) != len(twin_consts):
         raise Different.between(ours.eqns, theirs.eqns)
     for value, here, var in zip(map(read_array, consts, twin_consts), consts, ours.constvars, strict=True):
-        if value.wild or value.is_local or (value.is_constant and value.known[0] != value.known[1]):
+        if value.unprovable or value.is_local or (value.is_constant and value.known[0] != value.known[1]):
             text = f"an array that was made outside of the program depends on the mesh: {here.dtype}{list(here.shape)}"
             use = use_of(var, ours)
             lines = [f"{Equation(use).place()}: {text}", *filter(None, [callers_text(use)])] if use else [text]
@@ -153,12 +153,12 @@ def _of_shard_map(eqn: Eqn, twin: Eqn, types: list | None, facts: Facts) -> list
     ]
     outs = interpreter.run(eqn.params["jaxpr"], twin.params["jaxpr"], args)
     facts |= interpreter.noted
-    found = [Finding(str(wild)) for wild in interpreter.problems.values()]
+    found = [Finding(str(unprovable)) for unprovable in interpreter.problems.values()]
     results = zip(eqn.params["out_specs"], outs, body.outvars, other.outvars, strict=True)
     for i, (spec, value, var, there) in enumerate(results):
         axes = axes_of_spec(spec, len(var.aval.shape))
-        if value.wild:
-            found.append(Finding(str(value.wild)))
+        if value.unprovable:
+            found.append(Finding(str(value.unprovable)))
         elif value.folded or (value.ratio != 1.0 and value.scaled is not None):
             origin = value.folding if value.folded else value.scaled
             try:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jax import core
 
 from shardlib.equations import COLLECTIVES, Atom, axes_of, body_of, equations_in, split_scan, split_while
-from shardlib.proof.domain import UNIFORM, Dim, Value, Wild, constant, real, whole
+from shardlib.proof.domain import UNIFORM, Dim, Unprovable, Value, constant, real, whole
 from shardlib.proof.equation import Equation, Refused
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ def varying(aval: core.ShapedArray, sizes: Mapping[str, int]) -> frozenset[str]:
 
 def _join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
     """What holds of a value that is one or the other."""
-    if a.wild or b.wild:
-        return a if a.wild else b
+    if a.unprovable or b.unprovable:
+        return a if a.unprovable else b
     if a == b:
         return _anonymous(a)
     try:
@@ -36,7 +36,7 @@ def _join(eq: Equation, a: Value, b: Value, interpreter: Any) -> Value:
         found = eq.joined(eq.joined_dims(values), bare)
         return dataclasses.replace(found, extreme=a.extreme or b.extreme, scaled=a.scaled or b.scaled)
     except Refused as refusal:
-        return Value(a.dims, wild=interpreter.explain(eq, refusal))
+        return Value(a.dims, unprovable=interpreter.explain(eq, refusal))
 
 
 def _anonymous(value: Value) -> Value:
@@ -70,7 +70,7 @@ def _own_rows(eq: Equation, xs: list[Value]) -> Dim | Any:
             return None
         if uses[0].invars[0] is uses[0].invars[1] or sum(var in (before, after) for var in body.outvars) > 1:
             return None
-    dims = {x.dims[0] for x in xs if not x.wild and x.dims[0] is not UNIFORM}
+    dims = {x.dims[0] for x in xs if not x.unprovable and x.dims[0] is not UNIFORM}
     rows = dims.pop() if len(dims) == 1 else Dim(())
     axes = frozenset(map(real, rows.axes))
     return rows if axes and not _collectives(axes, eq.params["jaxpr"]) else None
@@ -78,8 +78,8 @@ def _own_rows(eq: Equation, xs: list[Value]) -> Dim | Any:
 
 def _total(interpreter: "Interpreter", eq: Equation, start: Value, row: Value, rows: Dim) -> Value:
     """The sum of what a loop adds to `start` for each of a device's own rows."""
-    if start.wild or row.wild:
-        return start if start.wild else row
+    if start.unprovable or row.unprovable:
+        return start if start.unprovable else row
     axes = frozenset(map(real, rows.axes))
     try:
         eq.block(start)
@@ -89,18 +89,18 @@ def _total(interpreter: "Interpreter", eq: Equation, start: Value, row: Value, r
         values = [start, Value(eq.block(row).dims, row.partial | axes, ratio=row.ratio)]
         return eq.joined(eq.joined_dims(values), values)
     except Refused as refusal:
-        return Value(row.dims, wild=interpreter.explain(eq, refusal))
+        return Value(row.dims, unprovable=interpreter.explain(eq, refusal))
 
 
 def _of_turn(interpreter: "Interpreter", eq: Equation, x: Value, dims: tuple, demand: Any) -> Value:
     """Of what a loop runs over, or gives for each turn, the value with other dims, unless `demand` refuses it."""
     try:
-        if not x.wild:
+        if not x.unprovable:
             demand(x)
         known = None if x.count else x.known
         return dataclasses.replace(_anonymous(x), dims=dims, count=(), known=known)
     except Refused as refusal:
-        return Value(dims, wild=interpreter.explain(eq, refusal))
+        return Value(dims, unprovable=interpreter.explain(eq, refusal))
 
 
 def _scan(interpreter: "Interpreter", eq: Equation) -> list[Value]:
@@ -115,10 +115,10 @@ def _scan(interpreter: "Interpreter", eq: Equation) -> list[Value]:
             "loop over a whole size; over its own rows a device may map, and add up with `+`, without collectives; a "
             "ring over devices is shardops.per_device(...) with the reason",
         )
-        wild = interpreter.explain(eq, reason)
-        args = [*first, *(Value(c.dims, wild=wild) for c in carry), *items]
+        unprovable = interpreter.explain(eq, reason)
+        args = [*first, *(Value(c.dims, unprovable=unprovable) for c in carry), *items]
         interpreter.run(eq.params["jaxpr"], twin, args)
-        return interpreter.wild(eq, wild)
+        return interpreter.unprovable(eq, unprovable)
     run = lambda carry: interpreter.run(eq.params["jaxpr"], twin, [*first, *carry, *items])
     if rows is None:
         carry = _fixed_point(interpreter, eq, carry, lambda carry: run(carry)[:carried])
@@ -139,10 +139,12 @@ def _collectives(axes: frozenset[str], *jaxprs: Any) -> list[str]:
     return [eqn.primitive.name for eqn in found if eqn.primitive.name in COLLECTIVES]
 
 
-def _under_predicate(interpreter: "Interpreter", eq: Equation, predicate: Value, var: Atom, bodies: Any) -> Wild | None:
+def _under_predicate(
+    interpreter: "Interpreter", eq: Equation, predicate: Value, var: Atom, bodies: Any
+) -> Unprovable | None:
     """Why results that depend on a predicate are not known. Notes a collective that not all devices reach."""
     with contextlib.suppress(Refused):
-        if not predicate.wild and eq.plain(predicate):  # the same on all devices, and as on one device
+        if not predicate.unprovable and eq.plain(predicate):  # the same on all devices, and as on one device
             return None
     axes = frozenset(eq.sizes) if interpreter.is_unchecked else varying(var.aval, eq.sizes)
     over = ", ".join(sorted(axes)) or "the mesh"
@@ -152,7 +154,7 @@ def _under_predicate(interpreter: "Interpreter", eq: Equation, predicate: Value,
         interpreter.problems.setdefault(id(eq.eqn), interpreter.explain(eq, waits))
     problem = f"the condition differs between devices of {over}: they take different branches"
     remedy = "reduce the condition over these axes first, e.g. with psum or pmax"
-    return predicate.wild or interpreter.explain(eq, Refused(problem, remedy))
+    return predicate.unprovable or interpreter.explain(eq, Refused(problem, remedy))
 
 
 def _while(interpreter: "Interpreter", eq: Equation) -> list[Value]:
@@ -163,7 +165,7 @@ def _while(interpreter: "Interpreter", eq: Equation) -> list[Value]:
     carry = _fixed_point(interpreter, eq, carry, step)
     (go,) = interpreter.run(test, twin_test, [*of_cond, *carry])
     if reason := _under_predicate(interpreter, eq, go, test.jaxpr.outvars[0], [test, body]):
-        return interpreter.wild(eq, reason)
+        return interpreter.unprovable(eq, reason)
     return carry
 
 
@@ -175,7 +177,7 @@ def _cond(interpreter: "Interpreter", eq: Equation) -> list[Value]:
         raise Refused("the number of branches depends on the mesh", "let no choice in the code depend on sizes")
     outs = [interpreter.run(branch, twin, args) for branch, twin in zip(branches, twins, strict=True)]
     if reason := _under_predicate(interpreter, eq, which, eq.eqn.invars[0], branches):
-        return interpreter.wild(eq, reason)
+        return interpreter.unprovable(eq, reason)
     result = outs[0]
     for other in outs[1:]:
         result = [_join(eq, a, b, interpreter) for a, b in zip(result, other, strict=True)]

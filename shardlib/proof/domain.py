@@ -1,8 +1,8 @@
 """Facts about a value of a per-device program: the block of which whole value each device holds.
 
 The whole value is the one that the same program computes on one device. A device's value is its block of it, or one
-term of a sum of such, or something that a later operation makes a block of; else it is `wild`, and must not reach a
-result.
+term of a sum of such, or something that a later operation makes a block of; else it is `unprovable`, and must not reach
+a result.
 """
 
 import dataclasses
@@ -135,7 +135,7 @@ class Mask(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Wild:
+class Unprovable:
     """The first place where a value stopped being explained."""
 
     place: str
@@ -177,7 +177,7 @@ class Value:
         is_index: whether it is the index of the first extreme of `source` in this device's block.
         places: of an index into a device's block, how the dim is cut that it is for; None if it is none.
         components: of index vectors, the facts about each component along the last dim.
-        wild: why nothing of this is known.
+        unprovable: why nothing of this is known.
         token: the same for two values that are certainly equal.
     """
 
@@ -205,7 +205,7 @@ class Value:
     is_index: bool = False
     places: Dim | None = None
     components: tuple["Value", ...] = ()
-    wild: Wild | None = None
+    unprovable: Unprovable | None = None
     token: object = dataclasses.field(default_factory=object, compare=False, repr=False)
 
     @property
@@ -295,7 +295,7 @@ def describe(value: Value, shape: tuple[int, ...], dtype: object, sizes: Mapping
 
     name = getattr(dtype, "name", str(dtype))
     short = name.replace("float", "f").replace("uint", "u").replace("int", "i").replace("bool", "bool_")
-    if value.wild:
+    if value.unprovable:
         return f"{short}[{' '.join(map(str, shape))}], different on each device for the reason given first"
     words = [*map(text, value.dims, shape), *(f"+{axis}" for axis in sorted(value.partial))]
     found = f"{short}[{' '.join(words)}]"

@@ -16,7 +16,7 @@ from shardlib.parsing import ZIGZAG, parse_shape
 from shardlib.proof import collectives, elementwise, lookups, primitives, rings, shapes, sums
 from shardlib.proof.alignment import Aligned, Alignment, others, same_entries
 from shardlib.proof.control import CONTROL, varying
-from shardlib.proof.domain import UNIFORM, Sizes, SizesOnOne, Value, Wild, constant, cut, real, whole
+from shardlib.proof.domain import UNIFORM, Sizes, SizesOnOne, Unprovable, Value, constant, cut, real, whole
 from shardlib.proof.equation import ONE_SEED, WHOLE_SIZES, Equation, Refused
 from shardlib.proof.primitives import KEEPING, OF_SIZES
 
@@ -41,7 +41,7 @@ class Interpreter:
 
     def __init__(self, sizes: Mapping[str, int], twin_sizes: Mapping[str, int], is_unchecked: bool = False):
         self.sizes, self.twin_sizes, self.is_unchecked = Sizes(sizes), SizesOnOne(twin_sizes), is_unchecked
-        self.problems: dict[Any, Wild] = {}
+        self.problems: dict[Any, Unprovable] = {}
         self.noted: dict[tuple[int, ...], tuple[Equation, list[Value]]] = {}
         self._entered: dict[str, Value] = {}
         self._in_stages = False
@@ -76,8 +76,8 @@ class Interpreter:
             problem = "has other entries here than on one device, or the same in another order"
             problem = f"{eq.shown}: an operand {problem}" if eq else f"a result {problem}"
             remedy = "let no reshape, slice or choice depend on the size of a block: shardops.rearrange names the dims"
-            reason = Wild(eq.place() if eq else "?", problem, remedy)
-            return Value((UNIFORM,) * len(shape_of(var)), wild=reason)
+            reason = Unprovable(eq.place() if eq else "?", problem, remedy)
+            return Value((UNIFORM,) * len(shape_of(var)), unprovable=reason)
         if isinstance(var, core.Literal):
             return read_array(var.val, twin.val)
         return env[twin]
@@ -102,14 +102,14 @@ class Interpreter:
             if mark is not None:
                 return [self._marked(eq, mark)]
             if is_region(eq.eqn):
-                return self.wild(eq, Wild(eq.place(), "a value of per-device code is used outside of it"))
+                return self.unprovable(eq, Unprovable(eq.place(), "a value of per-device code is used outside of it"))
             if control := CONTROL.get(eq.name):
                 eq.same("reverse", "cond_nconsts", "body_nconsts")
                 return [self._checked(eq, i, value) for i, value in enumerate(control(self, eq))]
             if eq.name in CALLS:
                 return self.run(called(eq.eqn), called(eq.twin), eq.ins, eq.inner)
-            if eq.name != "ring_index" and (wild := next((v.wild for v in eq.ins if v.wild), None)):
-                return self.wild(eq, wild)
+            if eq.name != "ring_index" and (unprovable := next((v.unprovable for v in eq.ins if v.unprovable), None)):
+                return self.unprovable(eq, unprovable)
             eq.same(*(name for name, value in eq.params.items() if name not in OF_SIZES and not callable(value)))
             if eq.name not in PLACING:
                 for value in eq.ins:
@@ -121,23 +121,23 @@ class Interpreter:
             found = found if isinstance(found, list) else [found]
             return [self._checked(eq, i, value) for i, value in enumerate(found)]
         except Refused as refusal:
-            return self.wild(eq, self.explain(eq, refusal))
+            return self.unprovable(eq, self.explain(eq, refusal))
 
-    def explain(self, eq: Equation, refusal: Refused) -> Wild:
+    def explain(self, eq: Equation, refusal: Refused) -> Unprovable:
         """The refusal with its place and the types of the operands."""
         eq = refusal.at or eq
-        return Wild(
+        return Unprovable(
             eq.place(), f"{eq.shown}: {refusal.problem}", refusal.remedy, eq.operand_texts("size" in refusal.remedy)
         )
 
-    def wild(self, eq: Equation, reason: Wild) -> list[Value]:
+    def unprovable(self, eq: Equation, reason: Unprovable) -> list[Value]:
         """Results of which nothing is known."""
-        return [Value((UNIFORM,) * len(shape_of(var)), wild=reason) for var in eq.eqn.outvars]
+        return [Value((UNIFORM,) * len(shape_of(var)), unprovable=reason) for var in eq.eqn.outvars]
 
     def _checked(self, eq: Equation, i: int, value: Value) -> Value:
         """`value`, if it is one of the result's shape that can be: also of the shape that it has on one device."""
         aval, shape = eq.eqn.outvars[i].aval, shape_of(eq.eqn.outvars[i])
-        if value.wild:
+        if value.unprovable:
             return value
         assert len(value.dims) == len(shape), (eq.name, value, shape)
         if any(value is x for x in eq.ins):
@@ -189,13 +189,13 @@ class Interpreter:
         if of_stages := mark.label.startswith(STAGES):  # between its marks lies the pipeline's executor
             self._in_stages = False
         if mark.kind == "enters":
-            if self._entered.setdefault(mark.label, x).dims != x.dims and not x.wild:
+            if self._entered.setdefault(mark.label, x).dims != x.dims and not x.unprovable:
                 problem = f"two uses of per_device have the reason {mark.label!r}"
-                ambiguous = Wild(eq.place(), problem, "give each its own reason")
-                self._entered[mark.label] = dataclasses.replace(x, wild=ambiguous)
+                ambiguous = Unprovable(eq.place(), problem, "give each its own reason")
+                self._entered[mark.label] = dataclasses.replace(x, unprovable=ambiguous)
             try:
                 # Nothing looks into the code, so that it would hide what is wrong with its arguments.
-                problem = None if self._in_stages else x.wild or (eq.unscaled(eq.block(x)) and None)
+                problem = None if self._in_stages else x.unprovable or (eq.unscaled(eq.block(x)) and None)
                 if mark.spec and not problem:
                     eq.like(x, self._declared(mark.spec, shape))
             except Refused as refusal:
@@ -203,13 +203,13 @@ class Interpreter:
             if problem:
                 self.problems[problem] = problem
             self._in_stages |= of_stages
-            return dataclasses.replace(x, wild=Wild(eq.place(), f"within per_device: {mark.label}"))
+            return dataclasses.replace(x, unprovable=Unprovable(eq.place(), f"within per_device: {mark.label}"))
         if mark.kind == "leaves":
             return self._declared(mark.spec, shape)
         entered = self._entered[mark.label]
         # Of a copy that each device uses by itself the gradient is a partial sum: it varies, and is not cut.
         over = (varying(aval, self.sizes) if not self.is_unchecked else frozenset()) - entered.sharded
-        return Value(entered.dims, over, wild=entered.wild)
+        return Value(entered.dims, over, unprovable=entered.unprovable)
 
     def _declared(self, text: str, shape: tuple[int, ...]) -> Value:
         """What the type of an argument or of a result of per-device code says."""
@@ -235,7 +235,11 @@ def read_array(here: Any, there: Any) -> Value:
     """Facts about a constant array here and on one device: a number, or an array that is the same on both."""
     if isinstance(here, jax.Array) and jnp.issubdtype(here.dtype, jax.dtypes.prng_key):
         bits = read_array(jax.random.key_data(here), jax.random.key_data(there))
-        return Value((UNIFORM,) * here.ndim, wild=bits.wild) if bits.wild else Value(tuple(map(whole, here.shape)))
+        return (
+            Value((UNIFORM,) * here.ndim, unprovable=bits.unprovable)
+            if bits.unprovable
+            else Value(tuple(map(whole, here.shape)))
+        )
     here, there = np.asarray(here), np.asarray(there)
     if here.dtype == jax.dtypes.float0 or here.dtype == object:
         return Value(tuple(whole(n) for n in here.shape))
@@ -244,4 +248,4 @@ def read_array(here: Any, there: Any) -> Value:
     if here.shape == there.shape and np.array_equal(here, there, equal_nan=here.dtype.kind in "fc"):
         return Value(tuple(whole(n) if n > 1 else UNIFORM for n in here.shape))
     problem = f"a constant array, {here.dtype}{list(here.shape)}, depends on the mesh"
-    return Value((UNIFORM,) * here.ndim, wild=Wild("?", problem, WHOLE_SIZES))
+    return Value((UNIFORM,) * here.ndim, unprovable=Unprovable("?", problem, WHOLE_SIZES))

@@ -19,7 +19,7 @@ from shardwright.inspect.soundness import Unproved, refuse
 from shardwright.modeling import fp8
 from shardwright.modeling.attention_calls import mask_of, sees_later
 from shardwright.modeling.masks import AttentionMask
-from shardwright.run.optional import in_a_line
+from shardwright.run.best_effort import in_a_line
 from shardwright.run.provenance import text_of
 from shardwright.run.step import Step
 

@@ -9,15 +9,15 @@ from shardlib import products
 from shardlib.axes import PIPELINE_AXIS
 from shardwright.inspect.causality import describe_causality
 from shardwright.inspect.compiled.trace import top_lines
-from shardwright.inspect.microscope.of_run import Microscope
 from shardwright.inspect.planning import plan_run
 from shardwright.inspect.soundness import check_steps
-from shardwright.run.beside import FAILURES, run_beside
+from shardwright.inspect.statistics.of_run import RunStatistics
+from shardwright.run.background import FAILURES, run_at_low_priority
 from shardwright.run.reference import check_paths_with_reference
-from shardwright.run.report import tell
+from shardwright.run.report import log
 from shardwright.run.step import Step
 
-__all__ = "Microscope", "compare_forms", "draw_step", "plan_run", "prove", "read_trace"
+__all__ = "RunStatistics", "check_kernels", "draw_step", "plan_run", "prove", "read_trace"
 
 
 def prove(steps: Sequence[Step], source: object) -> None:
@@ -33,11 +33,11 @@ def prove(steps: Sequence[Step], source: object) -> None:
             check_steps(step, source)
         staged = PIPELINE_AXIS in mesh.shape
         what = "the parts of the steps that stages run, in order," if staged else "training and evaluation"
-        tell(f"proof      {what} compute on this mesh what they compute on one device")
-    tell(describe_causality(steps[0], source))
+        log(f"proof      {what} compute on this mesh what they compute on one device")
+    log(describe_causality(steps[0], source))
 
 
-def compare_forms(steps: Sequence[Step], options: dict[str, Any]) -> None:
+def check_kernels(steps: Sequence[Step], options: dict[str, Any]) -> None:
     """Refuses a form of an op for this platform that does not compute what its plain form does. It runs both.
 
     The arguments are as of `prove`, and options of the compiler.
@@ -53,7 +53,7 @@ def draw_step(hlo: Path) -> str:
     Returns a line for the user: where the picture is, or why there is none.
     """
     try:
-        drawn = run_beside("shardwright.inspect.compiled.files", hlo).strip()
+        drawn = run_at_low_priority("shardwright.inspect.compiled.files", hlo).strip()
     except FAILURES as error:
         return f"picture    none, {hlo} cannot be drawn: {error}"
     return f"picture    {drawn}"
@@ -65,7 +65,7 @@ def read_trace(*given: object) -> tuple[dict[str, Any], str]:
     The arguments are those of the program compiled/trace.py, which runs in a process of low priority.
     """
     try:
-        found = json.loads(run_beside("shardwright.inspect.compiled.trace", *given))
+        found = json.loads(run_at_low_priority("shardwright.inspect.compiled.trace", *given))
     except FAILURES as error:
         found = {key: {"because": f"the trace could not be read: {error}"} for key in ("bubble", "lines")}
     lines = found["lines"]

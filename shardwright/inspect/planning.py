@@ -19,10 +19,10 @@ from shardwright.inspect.compiled.table import in_bytes, in_seconds
 from shardwright.inspect.plan.plan import Plan, plan_of
 from shardwright.inspect.plan.step import Facts, PlannedStep, mesh_for, step_of
 from shardwright.modeling.model import LanguageModel, load_model
+from shardwright.run.best_effort import best_effort, in_a_line
 from shardwright.run.config import Config, check_config, check_divides
 from shardwright.run.files import write_json
 from shardwright.run.flops import attended_keys, flops_of_model
-from shardwright.run.optional import in_a_line, optional
 from shardwright.run.stages import training_table
 from shardwright.run.step import Step, trace_step
 
@@ -195,7 +195,7 @@ def plan_run(step: Step, steps: int, directory: Path) -> str | None:
         plan = plan_of(planned_step(c, step.model, sizes, chip), chip, steps)
     except Exception as error:  # a model of users may be one that a plan cannot follow
         return f"plan       none: {in_a_line(error)}"
-    with optional(str(directory / FILE)):
+    with best_effort(str(directory / FILE)):
         write_json(directory / FILE, plan.as_data())
     each, low, high = map(in_seconds, (plan.seconds, *plan.range))
     need, has = in_bytes(plan.step.peak), in_bytes(chip.memory_bytes)

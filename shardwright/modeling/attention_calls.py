@@ -122,7 +122,7 @@ def mask_of(forward: "Forward", call: Call) -> AttentionMask:
 def path_of(forward: "Forward", call: Call) -> str:
     """Path of a call of attention: `ring`, or one of PATHS. Raises ValueError if the settings cannot compute it."""
     setting, how = forward.training.attention, context.way_of(forward.training)
-    context.way(forward.training, call.q, call.learned, call.dropout)
+    context.strategy(forward.training, call.q, call.learned, call.dropout)
     q, keys = context.on_device(how, call.q)
     if how == "ring":
         return "ring"

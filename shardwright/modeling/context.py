@@ -1,6 +1,6 @@
 """Attention where each device of c has some of the positions: how queries meet the keys of other devices.
 
-`training.context` names a way:
+`training.context` names a strategy:
 
     gather      each device gathers all keys and values for its own queries
     ulysses     an all_to_all gives each device all positions of some heads (arXiv 2309.14509)
@@ -48,7 +48,7 @@ def attend_by(einsum: Callable[..., Any], training: "TrainingConfig", tokens: To
 
     def attend(cache, q, k, v, pattern, *learned, sinks=None, drop=None):
         pattern = pattern if training.document_mask else pattern.without(same_document)  # each sequence is one document
-        found, positions = way(training, q, learned, bool(drop)), tokens.mask_positions
+        found, positions = strategy(training, q, learned, bool(drop)), tokens.mask_positions
         return found(local_attention, q, k, v, Mask(pattern, positions, positions, learned, sinks, drop)), cache
 
     return attend
@@ -175,24 +175,24 @@ def _planned_ring(pattern: AttentionMask, q: jax.Array, k: jax.Array, v: jax.Arr
     return out
 
 
-WAYS: dict[str, Callable] = {"whole": whole, "gather": gather, "ring": ring, "ulysses": ulysses}
+STRATEGIES: dict[str, Callable] = {"whole": whole, "gather": gather, "ring": ring, "ulysses": ulysses}
 """Ways by name: `whole` on a mesh without c, the others of training.context."""
 
 
 def way_of(training: "TrainingConfig") -> str:
-    """Name of the way of a run on the mesh in force."""
+    """Name of the strategy of a run on the mesh in force."""
     return training.context if planned_devices("c") > 1 or "c" in mesh_axes() else "whole"
 
 
-def way(training: "TrainingConfig", q: object, learned: tuple, dropout: bool) -> Callable:
-    """The way of a run on the mesh in force. Raises ValueError if it cannot compute this."""
+def strategy(training: "TrainingConfig", q: object, learned: tuple, dropout: bool) -> Callable:
+    """The strategy of a run on the mesh in force. Raises ValueError if it cannot compute this."""
     if (how := way_of(training)) != "whole":
         _check(how, training.attention, q, learned, dropout)
     if how == "ulysses":
         q, keys = on_device(how, q)
         found = functools.partial(ulysses, by_einsum=choose(training.attention, CAUSAL, q, keys=keys) == "einsum")
     else:
-        found = functools.partial(ring, block=training.attention_block) if how == "ring" else WAYS[how]
+        found = functools.partial(ring, block=training.attention_block) if how == "ring" else STRATEGIES[how]
     return found if planned().note is None else functools.partial(noted, found)
 
 
@@ -207,7 +207,7 @@ def on_device(how: str, q: Any) -> tuple[Any, int]:
 
 
 def _check(how: str, path: str, q: Any, learned: tuple, dropout: bool) -> None:
-    """Raises ValueError if a way cannot compute this with training.attention = `path`."""
+    """Raises ValueError if a strategy cannot compute this with training.attention = `path`."""
     _, parts = shares(q.shape[2] * shardops.axis_size("t"))
     reasons = {
         "gather": [],

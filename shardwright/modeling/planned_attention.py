@@ -29,12 +29,17 @@ def kernels_as_calls() -> Iterator[list[AttentionMask]]:
 
 
 def noted(
-    way: Callable[..., Any], local_attention: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, mask: Mask
+    strategy: Callable[..., Any],
+    local_attention: Callable[..., Any],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: Mask,
 ) -> jax.Array:
-    """way(local_attention, …), whose pattern `kernels_as_calls` gives."""
+    """strategy(local_attention, …), whose mask `kernels_as_calls` gives."""
     if note := planned().note:
         note(mask.pattern)
-    return way(local_attention, q, k, v, mask)
+    return strategy(local_attention, q, k, v, mask)
 
 
 def planned_kernel(

@@ -22,7 +22,7 @@ from shardlib.axes import PIPELINE_AXIS, axes_of_mesh, mesh_text
 from shardlib.schedules import schedule_of
 from shardwright.cluster.config import DistributedConfig, HardwareConfig, MeshConfig, check_distributed
 from shardwright.modeling.attention import PATHS
-from shardwright.modeling.context import WAYS
+from shardwright.modeling.context import STRATEGIES
 from shardwright.modeling.model import COMPUTE_DTYPES, load_model, module_of
 from shardwright.optimizers.config import OptimizerConfig, check_optimizer
 from shardwright.run.changes import check_changes
@@ -258,7 +258,7 @@ def check_config(c: Config) -> None:
     check_choice("training.compute_dtype", c.training.compute_dtype, tuple(COMPUTE_DTYPES))
     check_choice("training.reduce_dtype", c.training.reduce_dtype, ("compute", "f32"))
     check_choice("training.attention", c.training.attention, PATHS)
-    check_choice("training.context", c.training.context, tuple(way for way in WAYS if way != "whole"))
+    check_choice("training.context", c.training.context, tuple(x for x in STRATEGIES if x != "whole"))
     check_choice("training.save", c.training.save, tuple(KEPT))
     if c.training.microbatches % c.training.side_by_side:
         raise ValueError(

@@ -20,8 +20,8 @@ from typing import Any
 import jax
 
 from shardlib.places import shown_path
+from shardwright.run.best_effort import why
 from shardwright.run.files import LOCK
-from shardwright.run.optional import why
 from shardwright.run.stores import agreed
 from shardwright.settings.words import say
 

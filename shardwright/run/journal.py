@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from shardwright.modeling.model import COMPUTE_DTYPES
-from shardwright.run.beside import in_background
+from shardwright.run.background import in_background
+from shardwright.run.best_effort import in_a_line
 from shardwright.run.compiling import compile_step
 from shardwright.run.directory import override
 from shardwright.run.flops import peak_flops, speed_of
 from shardwright.run.memory import peak_memory
 from shardwright.run.metrics import RunLog, check_metrics
-from shardwright.run.optional import in_a_line
 from shardwright.run.page import Page
 from shardwright.run.profile import StepProfiler
-from shardwright.run.report import facts_of, tell
+from shardwright.run.report import facts_of, log
 from shardwright.run.skipping import SkippedSteps, described_documents
 from shardwright.run.stores import agreed
 from shardwright.run.trackers import tracked
@@ -124,7 +124,7 @@ class Journal(contextlib.ExitStack):
         batch = self._run.batch_of(step)
         words, documents = described_documents(self._run.loader, batch)
         told = f"{event} {'at ' * (event == 'spike')}step {step}, counted from 0: {why}; batch {batch}, {words}; "
-        tell(f"{told}{self.replay_of(step)} shows them" + ", and names what is not finite" * (event == "skipped"))
+        log(f"{told}{self.replay_of(step)} shows them" + ", and names what is not finite" * (event == "skipped"))
         self.log.add_event(step, event, {"why": why, "batch": batch, "documents": documents})
 
     # ---- the end ----------------------------------------------------------------------------------------------------
@@ -143,26 +143,26 @@ class Journal(contextlib.ExitStack):
     def stop(self, signal: str) -> str:
         """Prints that a signal stopped the run, and how to resume it. Returns the signal."""
         at, name = self._run, self._run.c.paths.model_name or self._directory.name
-        tell(f"{signal}: stopped and saved after {at.done} steps of {at.total}.")
-        tell(f"To resume: the same command, with {override('paths.model_name', name)}")
+        log(f"{signal}: stopped and saved after {at.done} steps of {at.total}.")
+        log(f"To resume: the same command, with {override('paths.model_name', name)}")
         self._finish_page("stopped", signal)
         return signal
 
     def pause(self) -> None:
         """Prints where the picture is, before the run goes on with other settings."""
         if self._drawing:
-            tell(self._drawing.result())
+            log(self._drawing.result())
 
     def finish(self, checkpoints: str) -> None:
         """Prints what came of a run that is done, whose checkpoints are at a path or URL."""
         at = self._run
         self.skips.check_any_taken(at.done - at.start)
         if self.skips.count:
-            tell(f"skipped    {self.skips.count} steps: the events `skipped` of metrics.jsonl")
+            log(f"skipped    {self.skips.count} steps: the events `skipped` of metrics.jsonl")
         if self._profiler.by_line:
-            tell(self._profiler.by_line)
-        tell(f"loss       {float(self._loss):.3f} nats a token at the last step")
-        tell(f"checkpoint {checkpoints}/{at.total:010}")
+            log(self._profiler.by_line)
+        log(f"loss       {float(self._loss):.3f} nats a token at the last step")
+        log(f"checkpoint {checkpoints}/{at.total:010}")
         self._finish_page("finished")
 
     def _finish_page(self, state: str, why: str | None = None) -> None:
@@ -171,7 +171,7 @@ class Journal(contextlib.ExitStack):
         self.log.add_event(self._run.done - 1, "end", {"state": state} | ({"why": why} if why else {}))
         if (page := self._page.finish()) or (self._directory / "metrics.jsonl").exists():
             metrics = f"metrics    {self._directory}/metrics.jsonl"
-            tell(f"report     {page}  (open it in a browser)" if page else metrics)
+            log(f"report     {page}  (open it in a browser)" if page else metrics)
 
     def _end_by_error(self, kind: type | None, error: BaseException | None, _: object) -> None:
         if error is not None and self._loss is not None:

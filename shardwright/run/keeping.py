@@ -13,7 +13,7 @@ from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config
 from shardwright.run.opening import checkpoints_of, fresh_state, read_state
 from shardwright.run.provenance import compare_source
-from shardwright.run.report import tell
+from shardwright.run.report import log
 from shardwright.run.resuming import check_resumes, choose_checkpoint, saved_config
 from shardwright.run.skipping import are_finite, check_finite
 from shardwright.run.stages import stack_orders
@@ -91,7 +91,7 @@ class Keeper:
             self.checkpoints.own()
         if later := [step for step in self.checkpoints.steps() if step > start or step in self.damaged]:
             place = self.checkpoints.set_aside(later)
-            tell(f"WARNING    going on from step {start}; the checkpoints {later} are moved to {place}")
+            log(f"WARNING    going on from step {start}; the checkpoints {later} are moved to {place}")
         if not is_over:
             self.checkpoints.remove_leftovers()
 
@@ -138,7 +138,7 @@ class Keeper:
             self._failed += 1
             if self._failed == MAX_FAILED:
                 raise OSError(f"{error} {MAX_FAILED} checkpoints in a row were not saved.") from error
-            tell(f"WARNING: {error} {then}")
+            log(f"WARNING: {error} {then}")
             return False
         self._failed = 0
         return True

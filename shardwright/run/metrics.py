@@ -18,7 +18,7 @@ from shardwright.cluster.watch import now_at
 from shardwright.run.files import OF_A_STEP, duration
 from shardwright.run.flops import Speed
 from shardwright.settings.words import say
-from shardwright_data.foreign import check_file, parse_json
+from shardwright_data.untrusted import check_file, parse_json
 
 _UNSYNCED = 2**20
 """Bytes of lines that may wait for an fsync, in memory too. A checkpoint makes one."""

@@ -23,14 +23,14 @@ from shardwright.run.checkpoint import Checkpointer, check_same_arrays, find_che
 from shardwright.run.checkpoint_arrays import NO_ORDERS, Orders, directory_of, named_leaves, saved_arrays
 from shardwright.run.files import read_config
 from shardwright.run.provenance import compare_source, provenance_of
-from shardwright.run.report import tell
+from shardwright.run.report import log
 from shardwright.run.resuming import config_of, saved_config, with_defaults
 from shardwright.run.skipping import are_finite
 from shardwright.run.stages import placement_of, stack_orders
 from shardwright.run.step import Step, trace_step
 from shardwright.settings.differences import config_differences
 from shardwright_data.checks import within
-from shardwright_data.foreign import shown
+from shardwright_data.untrusted import shown
 
 Write = Callable[[str], None]
 DECIDE_WEIGHTS = ("module", "vocab", "tied_embeddings", "qk_norm")
@@ -250,14 +250,14 @@ def read_weights(
     rows = jax.jit(lambda n, old, new: jnp.where(jnp.arange(len(new)).reshape(-1, *[1] * (new.ndim - 1)) < n, old, new))
     read |= {name: rows(has[name].shape[0], read[name], wants[name]) for name in grown}
     weights = jax.tree.unflatten(jax.tree.structure(like), [read.get(name, x) for name, x in wants.items()])
-    tell(f"weights    from {path}, after {step} steps; the optimizer's state is fresh")
+    log(f"weights    from {path}, after {step} steps; the optimizer's state is fresh")
     did = {how: [shown(x.removeprefix("weights/").replace("/", ".")) for x in names] for how, names in did.items()}
     for how, names in did.items() if allowed else ():
         if names:
             shorter = how == "taken" and len(names) > NAMED
-            tell(f"           {len(names)} {how}: {', '.join(names[:NAMED] if shorter else names)}" + ", …" * shorter)
+            log(f"           {len(names)} {how}: {', '.join(names[:NAMED] if shorter else names)}" + ", …" * shorter)
     for line in config_differences(saved, config, ("model",)):
-        tell(f"           {line}")
+        log(f"           {line}")
     return weights, did
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import jax
 
-from shardwright.run.beside import FAILURES, in_background, run_beside
+from shardwright.run.background import FAILURES, in_background, run_at_low_priority
+from shardwright.run.best_effort import why
 from shardwright.run.files import REPORT
-from shardwright.run.optional import why
 from shardwright.settings.words import say
 
 FIRST_S = 10.0
@@ -59,7 +59,7 @@ class Page:
         begin, reason = time.monotonic(), None
         try:
             # In the run's directory, so that Hydra need not read its name.
-            run_beside("tools.report", "run=.", directory=self._directory)
+            run_at_low_priority("tools.report", "run=.", directory=self._directory)
         except FAILURES as error:
             reason = why(error).removeprefix("Error: ")
         self._next = begin + max(INTERVAL_S, (time.monotonic() - begin) / LARGEST_SHARE)

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from shardwright.cluster.watch import pause
-from shardwright.run.beside import FAILURES, in_background
+from shardwright.run.background import FAILURES, in_background
 from shardwright.run.directory import TRACE, remove_older
 from shardwright.run.metrics import RunLog
 from shardwright.settings.words import say

@@ -30,8 +30,8 @@ from typing import Any, cast
 import jax
 
 from shardwright.cluster.devices import Device, kept_programs, make_mesh
+from shardwright.run.best_effort import best_effort, in_a_line
 from shardwright.run.files import write_whole
-from shardwright.run.optional import in_a_line, optional
 from shardwright.run.reference import reference_record
 from shardwright.run.step import Step
 from shardwright.settings.words import listed
@@ -205,7 +205,7 @@ def keep_source(directory: Path, step: int, model: object, about: Mapping[str, A
         "packages": dict(sorted({about["Name"]: about["Version"] for about in packages if about["Name"]}.items())),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(ENVIRONMENT)},
     }
-    with optional(str(kept)):
+    with best_effort(str(kept)):
         kept.mkdir(parents=True, exist_ok=True)
         names = set()
         for path in dict.fromkeys([ROOT / "train.py", Path(inspect.getsourcefile(type(model)) or ""), *own_modules()]):

@@ -15,7 +15,7 @@ from shardwright.modeling.model import LanguageModel, inputs_of, load_model
 from shardwright.modeling.weights import shapes_of, sharded
 from shardwright.run.checkpoint import find_checkpoint
 from shardwright.run.config import Config, check_divides
-from shardwright.run.report import tell
+from shardwright.run.report import log
 from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.stores import agreed
 
@@ -83,7 +83,7 @@ def read_reference(c: Config) -> Any:
     if path is None or shapes is None:
         return None
     checkpoints, step = find_checkpoint(path, _manifest(path)[0])
-    tell(f"reference  {path}, after {step} steps; it is not trained")
+    log(f"reference  {path}, after {step} steps; it is not trained")
     with checkpoints:
         return checkpoints.restore(step, {"weights": sharded(type(shapes), shapes)})["weights"]
 

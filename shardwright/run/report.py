@@ -11,9 +11,9 @@ from omegaconf import OmegaConf
 
 from shardwright.cluster.devices import known_options
 from shardwright.modeling.attention_calls import check_deterministic, describe_attention
+from shardwright.run.best_effort import best_effort
 from shardwright.run.files import write_whole
 from shardwright.run.flops import Speed
-from shardwright.run.optional import optional
 from shardwright.run.resuming import with_defaults
 from shardwright.run.stages import describe_stages
 from shardwright.settings.differences import flat
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardwright.run.run import Run
 
 
-def tell(text: str) -> None:
+def log(text: str) -> None:
     """Prints a text, on process 0 alone."""
     if jax.process_index() == 0:
         say(text)
@@ -43,13 +43,13 @@ def introduce(run: "Run", planned: str | None, source_differs: str | None) -> di
     attention = describe_attention(run.step)
     described = describe_stages(run.c, run.model)
     check_deterministic(run.c, attention)
-    options = known_options(run.c.hardware.options, tell)
+    options = known_options(run.c.hardware.options, log)
     _print_start(run)
     lines = [planned, source_differs and f"source     {source_differs}"]
     lines += [*(f"attention  {x}" for x in attention), *(f"pipeline   {x}" for x in described)]
     lines += [f"from step {first}: {changed}" for first, changed in run.changes().items()]
     for line in filter(None, lines):
-        tell(line)
+        log(line)
     return options
 
 
@@ -58,19 +58,19 @@ def _print_start(run: "Run") -> None:
     name = data.filespec or " + ".join(data.mixture) or "stream"
     length = f"{loader.num_tokens:,}" if loader.num_tokens is not None else "unknown number of"
     fp8 = ", products with weights in fp8" * t.fp8
-    tell(f"run        {run.directory}" + (f", resumed after {run.start} steps" if run.start else ""))
-    tell(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
+    log(f"run        {run.directory}" + (f", resumed after {run.start} steps" if run.start else ""))
+    log(f"devices    {mesh.size} x {mesh.devices.flat[0].device_kind}: mesh {dict(mesh.shape)}")
     summed = t.compute_dtype if t.reduce_dtype == "compute" else t.reduce_dtype
     over = ", ".join(axis for axis in "cde" if mesh.shape.get(axis, 1) > 1)
     reduced = f", gradients reduced over {over} in {summed}" if over else ""
-    tell(f"model      {parameters_of(run.model):,} parameters, {t.compute_dtype} compute{fp8}{reduced}")
-    tell(f"data       {name}: {length} tokens; {run.total:,} steps of {loader.tokens_per_batch:,}")
+    log(f"model      {parameters_of(run.model):,} parameters, {t.compute_dtype} compute{fp8}{reduced}")
+    log(f"data       {name}: {length} tokens; {run.total:,} steps of {loader.tokens_per_batch:,}")
 
 
 def save_config(directory: Path, config: object) -> None:
     """Writes the settings of a run, a dataclass, into config.yaml, on process 0 alone."""
     if jax.process_index() == 0:
-        with optional(str(directory / "config.yaml")):
+        with best_effort(str(directory / "config.yaml")):
             write_whole(directory / "config.yaml", OmegaConf.to_yaml(OmegaConf.structured(config)))
 
 

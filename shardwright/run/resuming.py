@@ -29,9 +29,9 @@ from shardwright.run.files import as_config, literal
 from shardwright.run.stores import Damaged, agreed
 from shardwright.settings.composing import wrong_setting
 from shardwright.settings.differences import config_differences, flat
-from shardwright_data.foreign import check_types
 from shardwright_data.loader import check_skips
 from shardwright_data.loader import fixed_settings as fixed_data_settings
+from shardwright_data.untrusted import check_types
 
 RETIRED = {
     "data": ("max_epochs", "cache_bytes"),  # and of each source of a mixture

@@ -18,7 +18,7 @@ from shardwright.run.journal import Journal
 from shardwright.run.keeping import Keeper
 from shardwright.run.provenance import keep_source
 from shardwright.run.reference import read_reference
-from shardwright.run.report import introduce, save_config, tell
+from shardwright.run.report import introduce, log, save_config
 from shardwright.run.resuming import check_processes, deciding_settings
 from shardwright.run.schedule import Schedule
 from shardwright.run.stages import placement_of
@@ -89,7 +89,7 @@ class Run(Schedule):
             planned = self._planned()  # before the state takes memory that a device may not have
             state = keeper.state(start, self.step, State)
         for step, why in keeper.damaged.items():
-            tell(f"WARNING    the checkpoint of step {step} is not used: {why}")
+            log(f"WARNING    the checkpoint of step {step} is not used: {why}")
         self.reference = read_reference(self.c)
         agreed(lambda: keeper.clean(self.start, self.is_over) if jax.process_index() == 0 else None)
         self.options = introduce(self, planned, keeper.source_differs)
@@ -114,9 +114,9 @@ class Run(Schedule):
         """Refuses steps that do not compute on this mesh what they compute on one device, or that look ahead."""
         self._examine.prove(list(map(self.traced, self.ahead)), self.provenance["source"])
 
-    def compare_forms(self) -> None:
+    def check_kernels(self) -> None:
         """Refuses a form of an op for this platform that does not compute what its plain form does. It runs both."""
-        self._examine.compare_forms(list(map(self.traced, self.ahead)), self.options)
+        self._examine.check_kernels(list(map(self.traced, self.ahead)), self.options)
 
     def compile(self) -> jax.stages.Compiled:
         """The compiled training step. Keeps its HLO text, for a picture."""
@@ -150,16 +150,16 @@ class Run(Schedule):
             if self.stopped_by:
                 return
 
-    def look(self, step: int, state: "State", batch: TokenBatch) -> None:
+    def log_statistics(self, step: int, state: "State", batch: TokenBatch) -> None:
         """Logs the event `microscope` of a step, before it is dispatched, if it is due."""
         interval = self.c.training.microscope_interval
         if interval is not None and step % interval == 0:
-            look = lambda: self._microscope.look(state, batch, np.int32(step), self.reference)
+            look = lambda: self._microscope.collect(state, batch, np.int32(step), self.reference)
             self._journal.log.log_event(step, "microscope", look, before=True)
 
     @functools.cached_property
     def _microscope(self) -> Any:
-        return self._examine.Microscope(self.step, self.placement, self.options)
+        return self._examine.RunStatistics(self.step, self.placement, self.options)
 
     def log(self, step: int, metrics: object) -> None:
         """Takes the metrics of the step just dispatched, and writes those of the step before: no device waits.
@@ -195,7 +195,7 @@ class Run(Schedule):
     def to_the_end(train: Callable[[], str | None]) -> str | None:
         """Trains again, from the checkpoint that is there then, as long as it ends where settings change."""
         while (ended := train()) == CHANGES:
-            tell("")
+            log("")
         return ended
 
     def end(self) -> str | None:
@@ -204,7 +204,7 @@ class Run(Schedule):
         Raises OSError, with the path, if the last checkpoint or lines of the metrics cannot be written.
         """
         if self._journal.is_empty:
-            tell(
+            log(
                 f"{self.start} steps are done already, of {self.total}; to continue, train for longer (training.steps)."
             )
             return None

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 
 from shardwright.modeling.model import LanguageModel, inputs_of
+from shardwright.run.best_effort import in_a_line
 from shardwright.run.changes import config_at, described_change, firsts, loader_at, tokens_before, total_steps
 from shardwright.run.config import Config
 from shardwright.run.evaluation import evaluate
-from shardwright.run.optional import in_a_line
 from shardwright.run.provenance import provenance_of
 from shardwright.run.resuming import check_processes
 from shardwright.run.step import Step, trace_step

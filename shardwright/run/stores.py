@@ -16,7 +16,7 @@ import tensorstore as ts
 from jax.experimental import multihost_utils
 
 from shardwright_data import flat_tokens
-from shardwright_data.foreign import LARGE, MEMORY, Damaged
+from shardwright_data.untrusted import LARGE, MEMORY, Damaged
 
 T = TypeVar("T")
 

@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import jax
 from hydra.core.hydra_config import HydraConfig
 
+from shardwright.run.best_effort import best_effort
 from shardwright.run.files import write_whole
-from shardwright.run.optional import optional
 from shardwright.settings.differences import flat
 from shardwright.settings.words import say
 from shardwright_data.checks import check_choice
-from shardwright_data.foreign import read_object
+from shardwright_data.untrusted import read_object
 
 FILE = "trackers.json"
 """File in a run's directory with the name of the run in each tracker, by which a resumed run goes on there."""
@@ -257,7 +257,7 @@ def tracked(
             # Python 3.11 parses source in one thread at a time: else the proof may fail by what a tracker imports.
             followed[-1].opened.wait(TIMEOUT_S)
             known |= {which: followed[-1].id} if followed[-1].id else {}
-        with optional(str(directory / FILE)):
+        with best_effort(str(directory / FILE)):
             write_whole(directory / FILE, json.dumps(known) + "\n")
     try:
         yield lambda record: [each.lines.put(record) for each in followed if each.thread.is_alive()]

@@ -5,9 +5,9 @@ import json
 import jax
 
 from shardwright.cluster.watch import pause
+from shardwright.run.best_effort import best_effort
 from shardwright.run.config import Config
 from shardwright.run.metrics import move_later_lines
-from shardwright.run.optional import optional
 from shardwright.run.run import Run
 from shardwright.run.stages import folded_mesh, without_stages
 from shardwright.sampling.sampler import Sampler, Sampling, check_ids
@@ -75,7 +75,7 @@ class TrainingSamples:
             shown = " ".join((text + added).split())
             self._run.log_event("sample", {"text": shown[:SHOWN] + "…" * (len(shown) > SHOWN)})
         if jax.process_index() == 0:
-            with optional(str(self._path)):
+            with best_effort(str(self._path)):
                 if not self._wrote:
                     move_later_lines(self._path, self._run.start + 1 if self._run.start else 0)
                 with open(self._path, "a") as file:

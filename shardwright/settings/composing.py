@@ -13,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from shardlib.parsing import did_you_mean
 from shardlib.places import shown_path
 from shardwright.settings.settings import is_section, kind_of, settings_of, words_for
-from shardwright_data.foreign import first_line
+from shardwright_data.untrusted import first_line
 
 QUOTES = "Write name=value, and a value with signs such as , = [ { ~ é in quotes of both kinds: 'name=\"value\"'."
 NAMES = ("--config-name", "-cn")

@@ -28,7 +28,7 @@ from shardwright.settings.composing import Program, check_flags, explained, is_o
 from shardwright.settings.exits import ERROR, exit_of
 from shardwright.settings.help import help_text
 from shardwright_data.checks import check_ranges
-from shardwright_data.foreign import first_line, shown
+from shardwright_data.untrusted import first_line, shown
 
 ROOT = Path(__file__).parents[2]
 FULL_ERROR = "SHARDWRIGHT_FULL_ERROR"

@@ -8,8 +8,8 @@ import numpy as np
 import tensorstore as ts
 from jaxtyping import Bool, UInt32
 
-from shardwright_data import foreign
-from shardwright_data.foreign import Damaged, refused
+from shardwright_data import untrusted
+from shardwright_data.untrusted import Damaged, refused
 
 AnyEncoded = UInt32[np.ndarray, "*shape"]
 AnyIsStart = Bool[np.ndarray, "*shape"]
@@ -56,7 +56,7 @@ def local_path(kvstore: ts.KvStore) -> str | None:
     return kvstore.path if kvstore.spec().to_json()["driver"] == "file" else None
 
 
-def check_files(root: ts.KvStore, names: Iterable[str], most: int = foreign.LARGE) -> None:
+def check_files(root: ts.KvStore, names: Iterable[str], most: int = untrusted.LARGE) -> None:
     """Raises ValueError for a file that is there and cannot be read, Damaged for one of more than `most` bytes.
 
     tensorstore waits for a pipe, and ends the process where memory ends.
@@ -64,7 +64,7 @@ def check_files(root: ts.KvStore, names: Iterable[str], most: int = foreign.LARG
     if (path := local_path(root)) is not None:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                foreign.check_file(path + name, most)
+                untrusted.check_file(path + name, most)
         return
     # A store does not say how large a file is; but one that is larger has a byte there.
     beyond = {name: root.read(name, byte_range=slice(most, most + 1)) for name in names}
@@ -77,10 +77,12 @@ def check_files(root: ts.KvStore, names: Iterable[str], most: int = foreign.LARG
                     raise
                 is_there = False
         if is_there:
-            raise Damaged(f"{_shown(root)}{name} cannot be read: it has more than {most:,} bytes. {foreign.COPY_AGAIN}")
+            raise Damaged(
+                f"{_shown(root)}{name} cannot be read: it has more than {most:,} bytes. {untrusted.COPY_AGAIN}"
+            )
 
 
-def read_file(root: ts.KvStore, name: str, most: int = foreign.LARGE) -> bytes | None:
+def read_file(root: ts.KvStore, name: str, most: int = untrusted.LARGE) -> bytes | None:
     """The content of a file of at most `most` bytes, None if it is missing. Raises what `check_files` raises."""
     check_files(root, [name], most)
     with _reading(root, name):

@@ -11,7 +11,7 @@ import tensorstore as ts
 from jaxtyping import Int64, UInt32
 
 from shardwright_data.flat_tokens.format import IDENTITY, check_files, open_kvstore, opening_context, read_file, stamps
-from shardwright_data.foreign import MEMORY, check_types, parse_object, refused
+from shardwright_data.untrusted import MEMORY, check_types, parse_object, refused
 
 Places = Int64[np.ndarray, "spans"]
 SomeTokens = UInt32[np.ndarray, "_"]

@@ -19,7 +19,7 @@ from jaxtyping import Integer, UInt32
 
 from shardwright_data.flat_tokens.format import IDENTITY, clear_split, open_kvstore, opening_context, read_file
 from shardwright_data.flat_tokens.reader import Reader
-from shardwright_data.foreign import parse_object, refused
+from shardwright_data.untrusted import parse_object, refused
 
 # Dims of the same name agree within a call.
 Ids = Integer[np.ndarray, "tokens"]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from shardwright_data.foreign import LARGE, parse_object, read_text, refused
+from shardwright_data.untrusted import LARGE, parse_object, read_text, refused
 
 # GPT-2's letters for bytes: the printable ones of Latin-1 for themselves, characters from 256 on for the others.
 _PRINTABLE = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import IO, Any
 
-from shardwright_data.foreign import decode, parse_json, refused, shown
+from shardwright_data.untrusted import decode, parse_json, refused, shown
 
 BLOCK_BYTES = 2**21
 """Characters of a block of documents: large enough that passing it to a process costs little."""

@@ -14,9 +14,9 @@ from jaxtyping import Int64, UInt32
 
 from shardwright_data.checks import check_choice
 from shardwright_data.flat_tokens import Reader, open_kvstore, read_file
-from shardwright_data.foreign import check_types, one_line, refused
 from shardwright_data.text import definitions
 from shardwright_data.text.definitions import BYTE_LETTERS, load_definition
+from shardwright_data.untrusted import check_types, one_line, refused
 
 KINDS = ("bytes", "huggingface", "tiktoken")
 """Kinds of tokenizers that `open_tokenizer` knows."""

@@ -10,7 +10,7 @@ import tiny
 import train
 from shardwright.inspect import causality, soundness
 from shardwright.run import provenance
-from shardwright.run.beside import run_beside
+from shardwright.run.background import run_at_low_priority
 from shardwright.run.provenance import bytes_of
 from shardwright.run.step import Step
 
@@ -95,7 +95,7 @@ def test_programs_beside_the_training_find_its_packages(tmp_path, monkeypatch):
     """Where they come by PYTHONPATH, as by the modules of a cluster."""
     (tmp_path / "a_program_beside.py").write_text("print('found')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert run_beside("a_program_beside") == "found\n"
+    assert run_at_low_priority("a_program_beside") == "found\n"
 
 
 def test_a_program_beside_gives_way_and_outlives_ctrl_c(tmp_path, monkeypatch):
@@ -103,7 +103,7 @@ def test_a_program_beside_gives_way_and_outlives_ctrl_c(tmp_path, monkeypatch):
     program = "import os; print(os.getsid(0), os.getpgid(0), os.getpid(), os.nice(0))"
     (tmp_path / "a_patient_program.py").write_text(program)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    session, group, own, nice = map(int, run_beside("a_patient_program").split())
+    session, group, own, nice = map(int, run_at_low_priority("a_patient_program").split())
     assert (session, group, nice) == (os.getsid(0), own, 19)
 
 

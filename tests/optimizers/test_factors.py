@@ -26,8 +26,8 @@ from shardlib.array_types import arrays_in, factor_type
 from shardlib.parsing import parse_shape
 from shardlib.shardtypes import Factor, ShardError, Subset, f32, i32, make_shardings, pytree_dataclass, typed_shard_map
 from shardlib.values import on_mesh
-from shardwright.inspect.microscope.rerun import Rerun
 from shardwright.inspect.soundness import find_unsound
+from shardwright.inspect.statistics.rerun import Rerun
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import Weight, vector
 from shardwright.optimizers import soap

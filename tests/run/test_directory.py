@@ -15,10 +15,10 @@ import jax
 import pytest
 from processes import Run
 
+from shardwright.run.best_effort import best_effort
 from shardwright.run.config import PathsConfig
 from shardwright.run.directory import check_place, locked, place, run_directory
 from shardwright.run.opening import checkpoints_of
-from shardwright.run.optional import optional
 
 quick = pytest.mark.quick
 
@@ -187,9 +187,9 @@ def test_hosts_without_a_common_file_system_are_told(tmp_path, monkeypatch):
 
 @quick
 def test_what_is_optional_is_told_in_a_line(capsys):
-    with optional("config.yaml"), open("/dev/full", "w") as file:
+    with best_effort("config.yaml"), open("/dev/full", "w") as file:
         file.write("x" * 10**6)
-    expected = "WARNING: config.yaml cannot be written: No space left on device; the run goes on without\n"
+    expected = "WARNING: config.yaml cannot be written: No space left on device; training continues without it\n"
     assert capsys.readouterr().out == expected
 
 

@@ -11,7 +11,6 @@ from written_runs import write_run
 
 import train
 from shardwright.modeling.model import load_model
-from shardwright.run import beside
 from shardwright.run import page as pages
 from shardwright.run.page import Page
 from tools.report.reading import read_run
@@ -30,7 +29,7 @@ def made(monkeypatch):
         now[0] += seconds.get(len(calls) - 1, 1)
 
     monkeypatch.setattr(pages.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(pages, "run_beside", make)
+    monkeypatch.setattr(pages, "run_at_low_priority", make)
     make.now, make.calls = now, calls
     return make
 

@@ -12,7 +12,7 @@ import tiny
 from recipes import SOURCE, line_of, module_of
 
 from shardwright.cluster.devices import make_mesh
-from shardwright.inspect.microscope.of_run import StepWithoutStages
+from shardwright.inspect.statistics.of_run import StepWithoutStages
 from shardwright.modeling.model import load_model
 from shardwright.run.opening import fresh_state
 from shardwright.run.stages import placement_of

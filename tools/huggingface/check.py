@@ -14,8 +14,8 @@ from shardwright.modeling.masks import AttentionMask, Window, causal, same_docum
 from shardwright.modeling.model import compute_scope, load_model, module_of
 from shardwright.modeling.settings import ModelConfig
 from shardwright.run.config import TrainingConfig
-from shardwright_data.foreign import refused
 from shardwright_data.loader import TokenBatch
+from shardwright_data.untrusted import refused
 from tools.huggingface import families
 from train import Forward
 

@@ -5,7 +5,7 @@ import io
 import sys
 from collections.abc import Iterator
 
-from shardwright_data.foreign import one_line
+from shardwright_data.untrusted import one_line
 from tools.plan.calibration import scores
 from tools.plan.runs import ADDED, Table, memory, plan, step_of
 

@@ -28,8 +28,8 @@ from shardwright.modeling.settings import ModelConfig
 from shardwright.optimizers.config import OptimizerConfig
 from shardwright.run.config import Config, PathsConfig, PipelineConfig, TrainingConfig, check_config
 from shardwright.run.flops import flops_of_model
-from shardwright_data.foreign import one_line, read_text
 from shardwright_data.loader import DataConfig
+from shardwright_data.untrusted import one_line, read_text
 
 COLUMNS = (
     *("id", "source", "model", "chips", "mesh", "sequences_per_data_shard", "accumulation", "seq_len", "precision"),

@@ -20,7 +20,7 @@ import numpy as np
 from omegaconf import MISSING
 from rich.console import Console
 
-from shardwright.inspect.microscope.of_run import Microscope
+from shardwright.inspect.statistics.of_run import RunStatistics
 from shardwright.run.files import write_whole
 from shardwright.run.opening import StagesChoice
 from shardwright.run.skipping import are_finite
@@ -113,8 +113,8 @@ def step_of(session: Session, config: Settings, logs: dict[int, dict], console: 
     show.documents(console, f"Documents of step {step}{instead}, the worst first", documents, tokenizer)
     found = {}
     if config.microscope:
-        microscope = Microscope(session.traced, session.placement, session.options)
-        found = microscope.look(session.state, batch, np.int32(step), session.reference)
+        microscope = RunStatistics(session.traced, session.placement, session.options)
+        found = microscope.collect(session.state, batch, np.int32(step), session.reference)
         show.statistics(console, found)
     after, done = session.try_step(batch)
     differs = compare_with_log(done, logs.get(step))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import jax
 import numpy as np
 
-from shardwright.inspect.microscope.origin import Finder, Origin, positions
+from shardwright.inspect.statistics.origin import Finder, Origin, positions
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright_data.loader import TokenBatch
 from tools.replay.documents import Document

@@ -12,7 +12,7 @@ import numpy as np
 
 import train
 from shardwright.cluster.devices import known_options
-from shardwright.inspect.microscope.of_run import StepWithoutStages
+from shardwright.inspect.statistics.of_run import StepWithoutStages
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run.changes import config_at, firsts, loader_at
 from shardwright.run.checkpoint import Checkpointer
@@ -25,8 +25,8 @@ from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.stages import placement_of
 from shardwright.run.step import trace_step
 from shardwright.settings.differences import flat
-from shardwright_data.foreign import number, read_object, shown
 from shardwright_data.loader import TokenBatch, batch_of, check_skips
+from shardwright_data.untrusted import number, read_object, shown
 
 Write = Callable[[str], None]
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
-from shardwright.inspect.microscope.tables import tables_of
+from shardwright.inspect.statistics.tables import tables_of
 from shardwright.settings.screen import print_table
-from shardwright_data.foreign import one_line
 from shardwright_data.text.tokenizers import Tokenizer
+from shardwright_data.untrusted import one_line
 from tools.replay.documents import Document
 
 MOST, CHARACTERS = 10, 160

@@ -18,13 +18,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardwright.inspect.microscope.look import Look
-from shardwright.inspect.microscope.statistics import bits
+from shardwright.inspect.statistics.collect import Statistics
+from shardwright.inspect.statistics.measures import bits
 from shardwright.run.checkpoint_arrays import named_leaves
 from shardwright.run.files import read_config
 from shardwright.run.provenance import ROOT, source_of
-from shardwright_data.foreign import refused
 from shardwright_data.loader import TokenBatch
+from shardwright_data.untrusted import refused
 from tools.replay.documents import on_host
 from tools.replay.session import Session, Write, checkpoints_of, kept_by, logged, metrics_of, opened
 
@@ -66,7 +66,7 @@ def recorded(session: Session, last: int) -> dict[int, list[Value]]:
     while True:
         if c is not session.c:  # at first, and where settings change
             c, step = session.c, session.without_stages()
-            look = Look(step.program, session.model.table, bits)
+            look = Statistics(step.program, session.model.table, bits)
             program = jax.jit(look, compiler_options=session.options)
         batch, values = session.batch(), found.setdefault(session.step, [])
         values += of_batch(batch)

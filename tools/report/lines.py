@@ -6,7 +6,7 @@ from typing import Any
 from urllib.parse import quote
 
 from shardwright.inspect.compiled.table import KINDS, Table, read_table
-from shardwright_data.foreign import read_object
+from shardwright_data.untrusted import read_object
 from tools.report.reading import Run
 
 _STEP, _PROFILE = "training_step_optimized_hlo_*", "plugins/profile/*/"

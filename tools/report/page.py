@@ -9,7 +9,7 @@ from markupsafe import Markup
 from plotly.io.json import to_json_plotly
 from plotly.offline import get_plotlyjs
 
-from shardwright_data.foreign import shown
+from shardwright_data.untrusted import shown
 from tools.report.comparing import Comparison
 from tools.report.plots import Panel
 from tools.report.sections import SECTIONS, head

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from shardwright.inspect.compiled.lines import WITHOUT_LINE
-from shardwright_data.foreign import number, one_line, read_object
+from shardwright_data.untrusted import number, one_line, read_object
 from tools.report.comparing import METRICS, Comparison
 from tools.report.lines import FIRST, measured_lines, newest, read
 from tools.report.reading import Run

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright_data.foreign import number, shown
+from shardwright_data.untrusted import number, shown
 from tools.report.comparing import Comparison
 from tools.report.reading import AVERAGED, COMMON_METRICS, Curve, Run
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from shardwright.run.files import LOCK, OF_A_STEP, read_config, read_records
 from shardwright.settings.differences import flat
-from shardwright_data.foreign import number, read_object
+from shardwright_data.untrusted import number, read_object
 
 Curve = np.ndarray
 """A number for each step, f64; NaN is an unknown value. (jaxtyping would take a third of the time of a page.)"""

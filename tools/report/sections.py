@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from shardwright.inspect.microscope.tables import tables_of
+from shardwright.inspect.statistics.tables import tables_of
 from shardwright.run.files import duration
 from tools.report.comparing import METRICS, Comparison
 from tools.report.lines import step_by_line

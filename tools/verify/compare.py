@@ -20,9 +20,9 @@ from shardlib.marks import is_region
 from shardlib.proof.alignment import Different
 from shardlib.proof.check import findings
 from shardlib.proof.domain import UNIFORM, Value, devices
-from shardwright.inspect.microscope.points import callers
-from shardwright.inspect.microscope.rerun import Path, Rerun, executed
 from shardwright.inspect.soundness import find_unsound
+from shardwright.inspect.statistics.points import callers
+from shardwright.inspect.statistics.rerun import Path, Rerun, executed
 from shardwright.modeling.model import load_model
 from shardwright.run.config import Config
 from shardwright.run.reference import read_reference
@@ -167,7 +167,7 @@ def first_difference(here: Step, there: Step, arguments: Sequence[list]) -> tupl
     is_number = lambda aval: isinstance(getattr(aval, "dtype", None), np.dtype) and aval.dtype != jax.dtypes.float0
     # Of which whole value a device holds a block, in no order of its own.
     axes_of = lambda value: {axis for dim in value.dims if dim is not UNIFORM for axis in dim.axes}
-    is_known = lambda value: value.wild is None and value.is_block and axes_of(value) <= {*here.mesh.shape}
+    is_known = lambda value: value.unprovable is None and value.is_block and axes_of(value) <= {*here.mesh.shape}
     for path, (eq, values) in facts.items():
         if eq.name not in CALLS or is_region(eq.eqn):
             pairs = zip(values, eq.eqn.outvars, strict=True)

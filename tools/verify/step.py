@@ -13,8 +13,8 @@ import numpy as np
 from shardlib.axes import axes_of_mesh
 from shardlib.shardtypes import make_shardings
 from shardwright.inspect.fresh import anew
-from shardwright.inspect.microscope.points import gradient_paths
-from shardwright.inspect.microscope.rerun import Rerun
+from shardwright.inspect.statistics.points import gradient_paths
+from shardwright.inspect.statistics.rerun import Rerun
 from shardwright.modeling.model import load_model
 from shardwright.modeling.weights import are_stacks
 from shardwright.run.config import Config

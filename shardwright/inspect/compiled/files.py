@@ -11,7 +11,7 @@ from shardwright.inspect.compiled.picture import draw
 from shardwright.inspect.compiled.step import describe
 from shardwright.inspect.compiled.table import Table
 from shardwright.run.files import write_json, write_whole
-from shardwright_data.foreign import read_file
+from shardwright_data.untrusted import read_file
 
 _MOST_BYTES = 2**30
 """Of an HLO text."""

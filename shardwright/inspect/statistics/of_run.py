@@ -9,7 +9,7 @@ import jax
 from shardlib.placement import LayerPlacement
 from shardlib.shardtypes import Array, make_shardings
 from shardwright.cluster.watch import pause
-from shardwright.inspect.microscope.look import Look
+from shardwright.inspect.statistics.collect import Statistics
 from shardwright.run.config import check_divides
 from shardwright.run.stages import folded_mesh, without_stages
 from shardwright.run.step import Step
@@ -57,8 +57,8 @@ class StepWithoutStages:
         return without_stages(state, self._placement, self.mesh)
 
 
-class Microscope:
-    """Looks at the steps of a run, and leaves them as they are. With pipeline stages it looks at the step without them.
+class RunStatistics:
+    """Statistics of the steps of a run, which stay as they are. With pipeline stages, of the step without them.
 
     Args:
         step, placement: as of StepWithoutStages.
@@ -70,11 +70,11 @@ class Microscope:
 
     def __init__(self, step: Step, placement: LayerPlacement, options: dict[str, Any]):
         self._step = StepWithoutStages(step, placement)
-        self._look = Look(self._step.program, step.model.table)
-        self._program = jax.jit(self._look, compiler_options=options)
+        self._statistics = Statistics(self._step.program, step.model.table)
+        self._program = jax.jit(self._statistics, compiler_options=options)
 
-    @pause("looking at a step with the microscope")
-    def look(self, *arguments: Any) -> dict[str, Any]:
-        """Statistics of the step with these arguments, as Look.described says. Waits for the devices."""
+    @pause("computing statistics of a step")
+    def collect(self, *arguments: Any) -> dict[str, Any]:
+        """Statistics of the step with these arguments, as Statistics.described says. Waits for the devices."""
         with self._step.arguments(*arguments) as arguments:
-            return self._look.described(jax.device_get(self._program(*arguments)))
+            return self._statistics.described(jax.device_get(self._program(*arguments)))

@@ -15,7 +15,7 @@ from shardlib import layers
 from shardlib.equations import CALLS, called, frames_of
 from shardlib.places import is_installed
 from shardlib.proof.equation import Equation
-from shardwright.inspect.microscope.rerun import Path
+from shardwright.inspect.statistics.rerun import Path
 
 GRADIENT = "gradient"
 """Name with which train.make_training_step marks each gradient, in the order of the weights."""

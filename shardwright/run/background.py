@@ -1,4 +1,4 @@
-"""Work beside the training: our own programs in processes of the lowest priority, without its interpreter lock."""
+"""Background work: our own programs as subprocesses at the lowest priority, outside of the trainer's GIL."""
 
 import concurrent.futures
 import os
@@ -11,13 +11,13 @@ from typing import TypeVar
 
 _ROOT = Path(__file__).parents[2]
 FAILURES = (OSError, RuntimeError, ValueError)
-"""What run_beside and the reading of its output may raise."""
+"""What run_at_low_priority and the reading of its output may raise."""
 TIMEOUT_S = 600.0
 """Seconds after which such a process is ended. Seconds of its work take minutes while steps keep all cores busy."""
 T = TypeVar("T")
 
 
-def run_beside(module: str, *arguments: object, directory: Path | None = None) -> str:
+def run_at_low_priority(module: str, *arguments: object, directory: Path | None = None) -> str:
     """Runs one of our modules, by its name, as a program of at most TIMEOUT_S seconds. Returns what it prints.
 
     `directory` is where it runs; None: where this program does. Raises RuntimeError, with the last line of its errors,

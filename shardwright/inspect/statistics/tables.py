@@ -1,4 +1,4 @@
-"""The statistics of a look, as `Look.described` gives them, as tables of text. All may be a stranger's."""
+"""The statistics of a look, as `Statistics.described` gives them, as tables of text. All may be a stranger's."""
 
 import math
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardwright_data.foreign import number, shown
+from shardwright_data.untrusted import number, shown
 
 COLUMNS = {
     "rms": ("rms", "root of the mean of the squares"),

@@ -6,7 +6,7 @@ import unicodedata
 import pytest
 
 from shardwright.settings.program import refusal
-from shardwright_data.foreign import one_line, parse_json, read_file, shown
+from shardwright_data.untrusted import one_line, parse_json, read_file, shown
 
 pytestmark = pytest.mark.quick
 

@@ -24,7 +24,7 @@ CHEAP = equations.ELEMENTWISE - equations.kinds("random") | equations.IDENTITIES
 """Primitives that are rather computed again than kept, casts of a gathered value to a varying one among them."""
 
 
-class Halves:
+class SplitBackward:
     """A jaxpr in two halves.
 
     Attributes:
@@ -149,7 +149,7 @@ class _Branches:
     ):
         self.eqn, self._index = eqn, int(eqn.primitive.name == "cond")
         given = [True] * (len(eqn.invars) - self._index)
-        self._halves = [Halves(body, wanted, given, late[self._index :], over) for body in bodies]
+        self._halves = [SplitBackward(body, wanted, given, late[self._index :], over) for body in bodies]
         self.late = [any(of_branches) for of_branches in zip(*(h.late for h in self._halves), strict=True)]
         for halves in self._halves:
             halves.defer(self.late)
@@ -186,7 +186,7 @@ class _Loop:
         given = [not n <= i < n + carried for i in range(len(eqn.invars))]
         late = list(late)
         while True:
-            self._halves = Halves(eqn.params["jaxpr"], wanted, given, late, over)
+            self._halves = SplitBackward(eqn.params["jaxpr"], wanted, given, late, over)
             carry = [a or b for a, b in zip(late[is_carry], self._halves.late, strict=False)]
             if carry == late[is_carry]:
                 break

@@ -20,8 +20,8 @@ from jax import lax
 from shardlib.equations import COLLECTIVES, ELEMENTWISE, IDENTITIES, kinds, words
 from shardlib.parsing import sort_axes
 from shardlib.proof.equation import Equation
-from shardwright.inspect.microscope.points import equations, function_and_target, is_loop_over_layers, loops_around
-from shardwright.inspect.microscope.rerun import Note, Path, Rerun, executed, is_float
+from shardwright.inspect.statistics.points import equations, function_and_target, is_loop_over_layers, loops_around
+from shardwright.inspect.statistics.rerun import Note, Path, Rerun, executed, is_float
 
 KINDS = ("finite", "an infinity", "NaN")
 """What the worst entry of a value is, by its level."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from shardwright.inspect.microscope.rerun import Rerun
+from shardwright.inspect.statistics.rerun import Rerun
 
 
 def of_loops(x):

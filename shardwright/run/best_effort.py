@@ -1,4 +1,4 @@
-"""What a run can do without: where it cannot be written the run goes on."""
+"""Best-effort writes: a failure is printed, and training continues."""
 
 import contextlib
 from collections.abc import Iterator
@@ -7,12 +7,12 @@ from shardwright.settings.words import say
 
 
 @contextlib.contextmanager
-def optional(what: str) -> Iterator[None]:
-    """Context of writing `what`. An OSError is told in a line, and ends the context without an error."""
+def best_effort(what: str) -> Iterator[None]:
+    """Context for writing `what`, in which an OSError prints a line and is not raised."""
     try:
         yield
     except OSError as error:
-        say(f"WARNING: {what} cannot be written: {why(error)}; the run goes on without")
+        say(f"WARNING: {what} cannot be written: {why(error)}; training continues without it")
 
 
 def in_a_line(error: BaseException) -> str:

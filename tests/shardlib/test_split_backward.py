@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 from jax_extra import explicit_activation_checkpointing, save_for_backward
-from shardlib.halves import Halves
+from shardlib.split_backward import SplitBackward
 
 LAYERS, WIDTH, ROWS = 3, 8, 4
 
@@ -82,9 +82,9 @@ def products(program) -> int:
 
 @pytest.mark.parametrize("keeps", [True, False], ids=["given", "kept"])
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_halves_give_what_the_whole_gives(program, keeps):
+def test_split_backward_give_what_the_whole_gives(program, keeps):
     traced, args, expected = backward_of(program)
-    halves = Halves(traced, [True, False, False, False], [keeps] * (len(args) - 1) + [False])
+    halves = SplitBackward(traced, [True, False, False, False], [keeps] * (len(args) - 1) + [False])
     halves.defer([False, True, True, True])
 
     @jax.jit
@@ -112,7 +112,7 @@ def test_halves_give_what_the_whole_gives(program, keeps):
 def test_what_is_kept_is_what_the_products_read():
     """Of each layer: three of four operands of products, one being cheap; and the gradient of the norm's weight."""
     traced, args, _ = backward_of(checkpointed)
-    halves = Halves(traced, [True, False, False, False], [True] * (len(args) - 1) + [False])
+    halves = SplitBackward(traced, [True, False, False, False], [True] * (len(args) - 1) + [False])
     halves.defer([False, True, True, True])
     _, kept = jax.eval_shape(halves.first, args)
     shapes = sorted(x.shape for x in jax.tree.leaves(kept))

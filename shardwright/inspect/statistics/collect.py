@@ -1,4 +1,4 @@
-"""A second program beside the training step: statistics of what the step computes, by name and line."""
+"""A second program for the training step: statistics of what the step computes, by name and source line."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -7,21 +7,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from shardwright.inspect.microscope.points import Point, gradient_paths, saved_points
-from shardwright.inspect.microscope.rerun import Path, Rerun
-from shardwright.inspect.microscope.statistics import finished, sums
+from shardwright.inspect.statistics.measures import finished, sums
+from shardwright.inspect.statistics.points import Point, gradient_paths, saved_points
+from shardwright.inspect.statistics.rerun import Path, Rerun
 
 
-class Look:
+class Statistics:
     """Statistics of a training step: of what it saves for the backward pass, its weights, gradients and updates.
 
-    They are computed from the traced step, whose own program stays as it is. Each is of the whole value, so that it is
-    the same on every mesh but for rounding.
+    They are computed from the traced step, whose own program stays as it is. Each covers the whole value, so it is the
+    same on every mesh up to rounding.
 
     Args:
         program: the jaxpr of the step: (state, batch, …) -> (state, metrics), where the weights come first in a state.
         weights: of the state, or their shapes: a dataclass whose field `layers` stacks those of the layers.
-        measure: what is computed of a value: `sums`, or `bits` for `fingerprints`.
+        measure: the statistic to compute: `sums`, or `bits` for `fingerprints`.
     """
 
     def __init__(self, program: object, weights: object, measure: Callable[..., Any] = sums):
@@ -55,7 +55,7 @@ class Look:
     def described(self, found: Mapping[str, Sequence]) -> dict[str, list[dict[str, Any]]]:
         """The statistics as JSON values: `points`, in program order, and `weights`.
 
-        Each has a name and the statistics of microscope.statistics.NAMES: a number, or a list with one for each layer.
+        Each has a name and the statistics of statistics.measures.NAMES: a number, or a list with one for each layer.
         A point has a `place`. A weight has the statistics of its `gradient`, before clipping, and `update`, the rms of
         its change over its own.
         """

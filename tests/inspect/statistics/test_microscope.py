@@ -17,10 +17,10 @@ from recipes import SOURCE, line_of, module_of
 import train
 from jax_extra import save_for_backward
 from shardwright.cluster.devices import make_mesh
-from shardwright.inspect.microscope.look import Look
-from shardwright.inspect.microscope.of_run import Microscope
-from shardwright.inspect.microscope.points import saved_points
-from shardwright.inspect.microscope.statistics import bits, finished, sums
+from shardwright.inspect.statistics.collect import Statistics
+from shardwright.inspect.statistics.measures import bits, finished, sums
+from shardwright.inspect.statistics.of_run import RunStatistics
+from shardwright.inspect.statistics.points import saved_points
 from shardwright.modeling.model import load_model
 from shardwright.run.stages import placement_of
 from shardwright.run.step import Step, trace_step
@@ -94,8 +94,8 @@ def stepped(name: str, **changes):
     model = load_model(c.model)
     with jax.set_mesh(MESHES[name]()):
         state, batch = tiny.state(c), tiny.place_batch(c)
-        microscope = Microscope(trace_step(c, model), placement_of(c, model), {})
-        found = microscope.look(state, batch, np.int32(3))
+        microscope = RunStatistics(trace_step(c, model), placement_of(c, model), {})
+        found = microscope.collect(state, batch, np.int32(3))
         before = jax.device_get(state)
         return found, before, *jax.device_get(train.make_training_step(c, model)(state, batch, np.int32(3)))
 
@@ -217,7 +217,7 @@ def test_the_marks_leave_no_trace_in_the_program():
 
 def test_a_step_without_marks_is_refused():
     with pytest.raises(ValueError, match="the step marks 0 gradients of 12 weights"):
-        Look(traced(SOURCE.replace(MARK, "g")).jaxpr, load_model(config().model).table)
+        Statistics(traced(SOURCE.replace(MARK, "g")).jaxpr, load_model(config().model).table)
 
 
 def test_the_bits_tell_signs_order_and_devices_apart():

@@ -16,10 +16,10 @@ from rich.console import Console
 from written_datasets import write
 
 from shardwright.run.files import read_config
-from shardwright_data.foreign import MEMORY, check_types, read_file, read_object, refused
 from shardwright_data.loader import DataConfig
 from shardwright_data.text import definitions
 from shardwright_data.text.tokenizers import open_tokenizer, tokenizer_of_run
+from shardwright_data.untrusted import MEMORY, check_types, read_file, read_object, refused
 from tools import huggingface_to_checkpoint, inspect_data
 from tools.generate import Settings, read_prompts
 from tools.report.reading import read_run

@@ -1,1 +1,0 @@
-"""A traced step run again, to look into it."""
