@@ -287,7 +287,7 @@ def everywhere(x: act["B/b L/c/t M"], routing: Routing, w: Layer, c: ModelConfig
 
 
 @typed
-def extras_of(
+def aux_of(
     routing: Routing,
     filled: f32[""] | None,
     counts: bool_["B/b L/c/t"],
@@ -347,4 +347,4 @@ class Model(family.Model):
             out, filled = in_slots(nx, routing, counts, w, slots, c)
         if c.shared_experts:
             out = out + family.gated_mlp(nx, w.shared_gate, w.shared_up, w.shared_down, c.activation)
-        return x + self.normed(out, w.mlp_out_norm), extras_of(routing, filled, counts, tokens.targets, w, c)
+        return x + self.normed(out, w.mlp_out_norm), aux_of(routing, filled, counts, tokens.targets, w, c)

@@ -1,4 +1,4 @@
-"""The recipes of docs/changing.md, each made in a copy of train.py."""
+"""The recipes of docs/recipes, each applied to a copy of train.py."""
 
 import contextlib
 import linecache
@@ -13,13 +13,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = (ROOT / "train.py").read_text()
 
 
-PAGE = (ROOT / "docs" / "changing.md").read_text()
-
-
-RECIPES = {
-    section.splitlines()[0]: re.findall(r"```diff\n(.*?)```", section, flags=re.S)
-    for section in PAGE.split("\n## ")[1:]
-}
+RECIPES = {path.stem: path.read_text() for path in sorted((ROOT / "docs" / "recipes").glob("*.patch"))}
 
 
 def line_of(text: str, source: str = SOURCE) -> int:
@@ -30,9 +24,8 @@ def line_of(text: str, source: str = SOURCE) -> int:
 
 def hunks(recipe: str) -> list[tuple[str, str]]:
     """What a recipe takes out of train.py and what it puts there, place by place."""
-    (diff,) = RECIPES[recipe]
     found = []
-    for hunk in re.split(r"^@@.*\n", diff, flags=re.M)[1:]:
+    for hunk in re.split(r"^@@.*\n", RECIPES[recipe], flags=re.M)[1:]:
         lines = hunk.splitlines(keepends=True)
         part = lambda signs, lines=lines: "".join(line[1:] for line in lines if line[0] in signs)
         found.append((part(" -"), part(" +")))

@@ -1,4 +1,4 @@
-"""Makes the picture of README's refusal, that of a ring, and the outputs of the notebook, anew, for `make pictures`.
+"""Regenerates the pictures of the pages and the outputs of the notebook, for `make pictures`.
 
 The refusal is drawn from README, whose text a test compares with what the program says.
 """
@@ -7,6 +7,7 @@ import io
 import re
 from pathlib import Path
 
+import diagrams
 import matplotlib.pyplot as plt
 import nbclient
 import nbformat
@@ -67,6 +68,7 @@ def zigzag(devices: int = 4) -> str:
 
 def main() -> None:
     """Writes them."""
+    diagrams.main()
     (ROOT / "docs/pictures/zigzag.svg").write_text(zigzag())
     (ROOT / "docs/pictures/refusal.svg").write_text(refusal((ROOT / "README.md").read_text()))
     notebook = nbformat.read(TOUR, as_version=4)

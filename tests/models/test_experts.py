@@ -273,7 +273,7 @@ def extras(c, w, x, mesh, counts=None):
     def run(x: f32["B/b L/c/t M"], w: moe.Layer, counts: COUNTS) -> tuple[f32[""], moe.Layer, f32["E"]]:
         def loss(w):
             w = used(w)
-            found = moe.extras_of(moe.route(x, w, c), None, counts, jnp.float32(total), w, c)
+            found = moe.aux_of(moe.route(x, w, c), None, counts, jnp.float32(total), w, c)
             return found.loss, found.metrics["largest_load"]
 
         (value, load), g = jax.value_and_grad(loss, has_aux=True)(w)

@@ -39,7 +39,7 @@ from shardwright.run.config import PipelineConfig
 from shardwright.run.step import trace_step
 from shardwright_data.flat_tokens import Writer
 
-ADAFACTOR, SOAP = "Optimizer state of another shape", "SOAP"
+ADAFACTOR, SOAP = "adafactor", "soap"
 SETTINGS = {
     ADAFACTOR: {"algorithm": "adafactor"},
     SOAP: {"groups": [GroupConfig("layers.w_*", algorithm="soap")]},
@@ -167,7 +167,7 @@ def test_the_state_of_adafactor_is_rows_and_columns():
 
 @pytest.mark.parametrize(("recipe", "field"), [(ADAFACTOR, "nu_rows"), (SOAP, "soap_left")])
 def test_groups_choose_and_frozen_weights_have_no_state(recipe, field):
-    other = {ADAFACTOR: "adafactor", SOAP: "soap"}[recipe]
+    other = recipe
     groups = [GroupConfig("*"), GroupConfig("layers.w_[qk]", algorithm=other)]
     groups += [GroupConfig("layers.w_q", algorithm="frozen"), GroupConfig("embed", algorithm="frozen")]
     state, _ = shapes_of_state(recipe, algorithm="adamw", groups=groups)
@@ -191,7 +191,7 @@ def test_the_step_is_proved(recipe, mesh):
 @pytest.mark.parametrize("recipe", [ADAFACTOR, SOAP])
 def test_experts_are_matrices_of_their_own(recipe):
     settings = dataclasses.asdict(tiny.model(layers=4)) | {"module": "moe", "experts": 8, "experts_per_token": 2}
-    c = config(recipe, groups=[GroupConfig("layers.w_*", algorithm={ADAFACTOR: "adafactor", SOAP: "soap"}[recipe])])
+    c = config(recipe, groups=[GroupConfig("layers.w_*", algorithm=recipe)])
     c.model, c.training.compute_dtype = moe.ModelConfig(**settings), "f32"
     c.optimizer.groups += [GroupConfig("layers.router", algorithm=c.optimizer.groups[0].algorithm)]
     mesh = tiny.mesh("c=2 d=2 t=2").abstract_mesh
@@ -496,7 +496,7 @@ def test_soap_is_its_authors_program(longest, monkeypatch, request):
     Where the longer side of a matrix has a factor too, that is not of full rank after the first step, and their program
     is given our choice of its eigenvectors.
     """
-    if "SOAP" not in os.environ:
+    if "soap" not in os.environ:
         pytest.skip("SOAP does not name a checkout of github.com/nikhilvyas/SOAP")
     torch = pytest.importorskip("torch")
     request.addfinalizer(functools.partial(torch.set_default_dtype, torch.get_default_dtype()))

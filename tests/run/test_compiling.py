@@ -106,7 +106,7 @@ def test_a_text_that_cannot_be_drawn_is_told_in_a_line(tmp_path, monkeypatch):
         f"picture    none, {text} cannot be drawn: ValueError: this is no text of an HLO program: it has no line "
         'that begins with "HloModule".'
     )
-    monkeypatch.setattr(beside, "TIMEOUT_S", 0.01)
+    monkeypatch.setattr(background, "TIMEOUT_S", 0.01)
     assert draw_step(text) == f"picture    none, {text} cannot be drawn: it took longer than 0.01 s"
     assert [path.name for path in tmp_path.iterdir()] == ["hlo.txt"]
 

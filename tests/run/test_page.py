@@ -65,7 +65,7 @@ def test_why_there_is_no_page_is_told_once(tmp_path, monkeypatch, capsys):
     assert page.finish() is None
     out = capsys.readouterr().out
     assert re.fullmatch(r"report     none: .*Is a directory.*\n", out)
-    monkeypatch.setattr(beside, "TIMEOUT_S", 0.01)
+    monkeypatch.setattr(background, "TIMEOUT_S", 0.01)
     assert Page(run, wanted=True).finish() is None
     assert capsys.readouterr().out == "report     none: it took longer than 0.01 s\n"
 

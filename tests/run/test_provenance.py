@@ -42,9 +42,9 @@ SAME = {  # text of train.py and what stands there instead
 }
 BOTH, TRAINING = {"training", "evaluation"}, {"training"}
 OTHER = {
-    "the activation": (changed("An activation"), BOTH),
-    "the rule": (changed("Who attends to whom"), BOTH),
-    "label smoothing": (changed("A loss that leaves validation alone"), TRAINING),
+    "the activation": (changed("activation"), BOTH),
+    "the rule": (changed("sliding_window"), BOTH),
+    "label smoothing": (changed("label_smoothing"), TRAINING),
     "Adam's epsilon": (
         SOURCE.replace("jnp.sqrt(unbiased_nu) + c.adam_epsilon", "jnp.sqrt(unbiased_nu + c.adam_epsilon)"),
         TRAINING,
@@ -104,7 +104,7 @@ def test_what_computes_something_else_has_another(plain, name):
 
 def test_a_loss_of_pairs_has_both_hashes_and_a_reference_that_is_not_there_leaves_one():
     found = {}
-    for recipe, reason in {"Preferences without a reference": None, "Distillation": "ShardError"}.items():
+    for recipe, reason in {"simpo": None, "distillation": "ShardError"}.items():
         c = tiny.config(tiny.model(module="changed_train"))
         with module_of(changed(recipe)) as module, jax.set_mesh(tiny.mesh("one device")):
             found[recipe] = provenance.provenance_of(trace_step(c, load_model(c.model), trainer=module))

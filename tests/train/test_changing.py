@@ -1,9 +1,10 @@
-"""docs/changing.md: each recipe, in a copy of train.py, against a dense computation, optax or torch; and its Python."""
+"""docs/recipes: each patch, in a copy of train.py, against a dense computation, optax or torch; and its Python."""
 
 import dataclasses
 import functools
 import json
 import re
+import subprocess
 
 import dense
 import jax
@@ -16,7 +17,7 @@ import yaml
 import zarr
 from huggingface_models import COMPARES, export, read, to_run
 from jax.sharding import AbstractMesh, AxisType
-from recipes import PAGE, RECIPES, ROOT, SOURCE, changed, hunks, module_of
+from recipes import RECIPES, ROOT, SOURCE, changed, hunks, module_of
 from redrawn import redrawn
 from verifying import verify
 
@@ -114,16 +115,16 @@ def latent_heads(of, h, position, epsilon=1e-5):
 
 
 DENSE = {  # recipe: how dense.logits is told of it
-    "Multi-head latent attention": {"qkv": latent_heads},
-    "An activation": {"activation": jax.nn.gelu},
-    "A norm": {"norm": layer_norm},
-    "A position scheme": {"rope": lambda layer: False, "score": alibi},
-    "Who attends to whom": {"sees": lambda layer, i, j, position: in_window(i, j)},
-    "Layers that alternate": {"sees": lambda layer, i, j, position: (i >= j) if layer % 2 else in_window(i, j)},
-    "A new weight": {"gain": True},
-    "Attention sinks": {"sinks": True},
-    "A second input beside tokens": {"second": KIND_READ},
-    "State between layers": {"values": lambda v, first: (v + first) / 2},
+    "latent_attention": {"qkv": latent_heads},
+    "activation": {"activation": jax.nn.gelu},
+    "layernorm": {"norm": layer_norm},
+    "alibi": {"rope": lambda layer: False, "score": alibi},
+    "sliding_window": {"sees": lambda layer, i, j, position: in_window(i, j)},
+    "alternating_windows": {"sees": lambda layer, i, j, position: (i >= j) if layer % 2 else in_window(i, j)},
+    "new_weight": {"gain": True},
+    "attention_sinks": {"sinks": True},
+    "second_input": {"second": KIND_READ},
+    "value_residual": {"values": lambda v, first: (v + first) / 2},
 }
 
 
@@ -137,11 +138,20 @@ def teacher(tmp_path_factory):
     return str(path), c.model, jax.tree.map(np.asarray, w)
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_git_applies_each_recipe_to_the_source_of_today(recipe, tmp_path):
+    (tmp_path / "train.py").write_text(SOURCE)
+    patch = ROOT / f"docs/recipes/{recipe}.patch"
+    subprocess.run(["git", "apply", patch], cwd=tmp_path, check=True)
+    assert (tmp_path / "train.py").read_text() == changed(recipe) != SOURCE
+
+
 @pytest.mark.parametrize("program", ["evaluation", pytest.param("training", marks=EVERY_LONG)])
-@pytest.mark.parametrize("recipe", [name for name, diffs in RECIPES.items() if diffs])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_the_types_of_each_recipe_hold(recipe, program, teacher):
-    reference = teacher[0] if recipe in ("Distillation", "Preferences") else None
-    microbatches = 1 if "Preferences" in recipe else 2
+    reference = teacher[0] if recipe in ("distillation", "dpo") else None
+    microbatches = 1 if recipe in ("dpo", "simpo") else 2
     c = tiny.config(tiny.model(module="changed_train", layers=4), microbatches=microbatches, reference=reference)
     mesh = AbstractMesh((2, 2, 2), ("r", "d", "t"), axis_types=(AxisType.Explicit,) * 3)
     with module_of(changed(recipe)) as train, jax.sharding.use_abstract_mesh(mesh):
@@ -164,7 +174,7 @@ def test_a_model_is_the_dense_one(recipe, mesh):
     assert_gradients(found, functools.partial(loss, **DENSE[recipe]))
     np.testing.assert_allclose(found.validation, found.metrics[0].loss, rtol=1e-5)
     plain = {"gain": True, "sinks": True} | DENSE[recipe]
-    plain = {} if recipe not in ("A new weight", "Attention sinks") else dict.fromkeys(plain, False)
+    plain = {} if recipe not in ("new_weight", "attention_sinks") else dict.fromkeys(plain, False)
     if "latent" in recipe:  # its weights are not the Llama's; without what is turned it is another model
         plain = {"qkv": lambda of, h, position: latent_heads(of, h, 0 * position)}
     assert abs(loss(found.before[0], **plain) - found.validation) > 1e-4, "the change is felt"
@@ -173,7 +183,7 @@ def test_a_model_is_the_dense_one(recipe, mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_a_loss_and_a_metric_from_a_layer(mesh):
-    c, found = tiny.model(layers=4), trained("A loss or a metric from a layer", mesh)
+    c, found = tiny.model(layers=4), trained("layer_loss", mesh)
 
     def loss(w):
         stream = []
@@ -190,7 +200,7 @@ def test_a_loss_and_a_metric_from_a_layer(mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [*MESHES, ON_C])
 def test_mixture_of_depths(mesh):
-    c, found = tiny.model(layers=4), trained("Mixture of depths", mesh)
+    c, found = tiny.model(layers=4), trained("mixture_of_depths", mesh)
 
     def loss(w):
         losses, shares = [], []
@@ -214,7 +224,7 @@ def test_mixture_of_depths(mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["Multi-head latent attention", "Mixture of depths"])
+@pytest.mark.parametrize("recipe", ["latent_attention", "mixture_of_depths"])
 def test_a_step_is_proved_and_a_text_sampled(recipe):
     c = tiny.config(tiny.model(module="changed_train", layers=2))
     settings = Sampling(max_tokens=8, temperature=0.0)
@@ -235,7 +245,7 @@ def test_latent_attention_is_that_of_deepseek():
     """Of transformers, whose heads have the entries that are turned last."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     c = tiny.model(module="changed_train", layers=2, n_q_per_kv=1, d_head=8, norm_epsilon=1e-6)
-    with module_of(changed("Multi-head latent attention")) as train:
+    with module_of(changed("latent_attention")) as train:
         table, rng = load_model(train.ModelConfig(**vars(c))).table, np.random.default_rng(0)
     w = jax.tree.map(lambda x: rng.normal(x.mean, x.std or 0.3, x.shape).astype(np.float32), table)
     config = transformers.DeepseekV3Config(
@@ -287,7 +297,7 @@ F64 = [  # the loss of a layer, the meshes, and settings of the pipeline
 @pytest.mark.slow
 @pytest.mark.parametrize(("loss", "meshes", "pipeline"), F64)
 def test_in_f64_a_loss_from_a_layer_is_that_of_one_device(tmp_path, loss, meshes, pipeline):
-    recipe = changed("A loss or a metric from a layer")
+    recipe = changed("layer_loss")
     assert recipe.count("loss=0.01 * size,") == 1
     (tmp_path / "train.py").write_text(recipe.replace("loss=0.01 * size,", f"loss={loss},"))
     done = verify(tmp_path, f"verify.meshes=[{meshes}]", *pipeline)
@@ -345,10 +355,10 @@ class Model(Llama):
 STREAM_F64 = [
     (UNET, "2x2x2,2x1x2x2", ["pipeline.schedule=zb_v", "pipeline.virtual_stages=2", "training.loss_chunk=8"]),
     (HYPER, "2x2x2,2x1x2x2", ["mesh.c=2", "pipeline.schedule=1f1b", "training.loss_chunk=8"]),
-    ("State between layers", "2x2x2,d2c2t2", ["mesh.p=1", "mesh.c=2", "training.loss_chunk=8"]),
-    ("State between layers", "2x1x2x2", ["pipeline.schedule=zb_v", "pipeline.virtual_stages=2"]),
-    ("State between layers", "2x1x2x2", [RING, "training.loss_chunk=8"]),
-    ("Multi-token prediction", "2x1x2x2,d2c2t2", ["pipeline.schedule=1f1b", "mesh.c=2", "training.loss_chunk=8"]),
+    ("value_residual", "2x2x2,d2c2t2", ["mesh.p=1", "mesh.c=2", "training.loss_chunk=8"]),
+    ("value_residual", "2x1x2x2", ["pipeline.schedule=zb_v", "pipeline.virtual_stages=2"]),
+    ("value_residual", "2x1x2x2", [RING, "training.loss_chunk=8"]),
+    ("multi_token_prediction", "2x1x2x2,d2c2t2", ["pipeline.schedule=1f1b", "mesh.c=2", "training.loss_chunk=8"]),
 ]
 
 
@@ -366,7 +376,7 @@ def test_in_f64_state_between_layers_is_that_of_one_device(tmp_path, recipe, mes
 def test_state_between_layers_is_sampled_with_a_cache(place):
     """The likeliest token of dense logits, after each token."""
     c = tiny.config(tiny.model(module="changed_train", layers=4))
-    with module_of(changed("State between layers")) as train, jax.set_mesh(tiny.mesh(place)):
+    with module_of(changed("value_residual")) as train, jax.set_mesh(tiny.mesh(place)):
         forward = train.Forward(load_model(c.model), c.training)
         w = jax.jit(lambda key: initialize(forward.model.table, key))(jax.random.key(7))
         step = trace_step(c, forward.model, trainer=train)
@@ -375,7 +385,7 @@ def test_state_between_layers_is_sampled_with_a_cache(place):
     for prompt, new in zip([[5, 8, 13], []], drawn, strict=True):
         ids = np.array([[c.model.bos_id, *prompt, *new[:-1]]])
         tokens = ids, np.arange(ids.shape[1])[None], np.zeros_like(ids)
-        logits = dense.logits(w, tokens, c.model, **DENSE["State between layers"])[0, len(prompt) :]
+        logits = dense.logits(w, tokens, c.model, **DENSE["value_residual"])[0, len(prompt) :]
         assert np.all(logits[np.arange(len(new)), np.array(new)] >= logits.max(1) - 1e-4)
         plain = dense.logits(w, tokens, c.model)[0, len(prompt) :]
         assert np.any(plain[np.arange(len(new)), np.array(new)] < plain.max(1) - 1e-4), "the change is felt"
@@ -385,7 +395,7 @@ def test_state_between_layers_is_sampled_with_a_cache(place):
 @pytest.mark.parametrize("mesh", MESHES)
 def test_label_smoothing_is_torchs_and_leaves_validation_alone(mesh):
     torch = pytest.importorskip("torch", reason="label smoothing is compared with torch's, on Python 3.11 only")
-    c, found = tiny.model(layers=4), trained("A loss that leaves validation alone", mesh)
+    c, found = tiny.model(layers=4), trained("label_smoothing", mesh)
     logits = dense.logits(found.before[0], TOKENS, c)
     flat, targets = torch.tensor(np.asarray(logits)).flatten(0, 1), BATCH.targets.astype(np.int64).flatten()
     targets = torch.tensor(targets)
@@ -412,7 +422,7 @@ def distilled(logits, of_teacher):
 @pytest.mark.parametrize("mesh", MESHES[:2])
 def test_distillation_is_the_dense_one(teacher, mesh, chunk):
     path, sizes, w = teacher
-    c, found = tiny.model(layers=4), trained("Distillation", mesh, reference=path, loss_chunk=chunk)
+    c, found = tiny.model(layers=4), trained("distillation", mesh, reference=path, loss_chunk=chunk)
     of_teacher = dense.logits(w, TOKENS, sizes)
     expected = distilled(dense.logits(found.before[0], TOKENS, c), of_teacher)
     np.testing.assert_allclose(found.metrics[0].loss, expected, rtol=1e-5)
@@ -432,8 +442,8 @@ def test_distillation_is_the_dense_one(teacher, mesh, chunk):
 def test_an_average_of_the_weights_can_be_the_target(mesh):
     line = "        logits_of = w_reference and reference.logits_of(of_reference, w_reference)\n"
     average = "        logits_of = reference.logits_of(of_reference, state.ema)\n"
-    places = [*hunks("Distillation"), (line, average)]
-    source = changed("An average of the weights")
+    places = [*hunks("distillation"), (line, average)]
+    source = changed("ema")
     for before, after in places:
         assert source.count(before) == 1
         source = source.replace(before, after)
@@ -456,7 +466,7 @@ def pair_sums(logits, mean=False):
 @pytest.mark.parametrize("mesh", MESHES[:2])
 def test_preferences_are_dpo(teacher, mesh):
     path, sizes, w = teacher
-    c, found = tiny.model(layers=4), trained("Preferences", mesh, reference=path, microbatches=2)
+    c, found = tiny.model(layers=4), trained("dpo", mesh, reference=path, microbatches=2)
     chosen_of, rejected_of = pair_sums(dense.logits(w, TOKENS, sizes))
 
     def loss(w):
@@ -471,7 +481,7 @@ def test_preferences_are_dpo(teacher, mesh):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES)
 def test_preferences_without_a_reference_are_simpo(mesh):
-    c, found = tiny.model(layers=4), trained("Preferences without a reference", mesh)
+    c, found = tiny.model(layers=4), trained("simpo", mesh)
 
     def loss(w):
         chosen, rejected = pair_sums(dense.logits(w, TOKENS, c), mean=True)
@@ -480,14 +490,14 @@ def test_preferences_without_a_reference_are_simpo(mesh):
     np.testing.assert_allclose(found.metrics[0].loss, loss(found.before[0]), rtol=1e-5)
     assert_gradients(found, loss)
     with pytest.raises(ValueError, match="whole sequences"):
-        trained("Preferences without a reference", "one device", loss_chunk=4)
+        trained("simpo", "one device", loss_chunk=4)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("mesh", MESHES)
 def test_multi_token_prediction_is_the_dense_one(mesh, chunk):
-    c, found = tiny.model(layers=3), trained("Multi-token prediction", mesh, loss_chunk=chunk)
+    c, found = tiny.model(layers=3), trained("multi_token_prediction", mesh, loss_chunk=chunk)
 
     def of(w, *layers):
         of_layers = jax.tree.map(lambda x: x[np.array(layers)], w.layers)
@@ -507,7 +517,7 @@ def test_multi_token_prediction_is_the_dense_one(mesh, chunk):
 
 @pytest.mark.long
 def test_a_scalar_in_the_metrics():
-    found = trained("A scalar in the metrics", "d=2 t=2")
+    found = trained("weight_norm", "d=2 t=2")
     norm = np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(found.state.weights)))
     np.testing.assert_allclose(found.metrics[0].weight_norm, norm, rtol=1e-5)
 
@@ -534,7 +544,7 @@ def schedule(c):
 def test_lion_is_optaxs(mesh):
     c, m = tiny.optimizer(), tiny.model(layers=4)
     settings = {"algorithm": "lion", "learning_rate": 1e-3, "weight_decay": 0.1}
-    found = trained("Another optimizer", mesh, steps=3, optimizer=settings)
+    found = trained("lion", mesh, steps=3, optimizer=settings)
     assert all(x is None for x in jax.tree.leaves(found.state.adam_nu, is_leaf=lambda x: x is None))
     oracle = optax.lion(schedule(tiny.optimizer(**settings)), c.adam_b1, c.adam_b2, weight_decay=0.1)
     expected = updated_by(oracle, found.before[0], m, 3)
@@ -554,7 +564,7 @@ def test_groups_are_optaxs():
         ]
     }
     c, m = tiny.optimizer(**settings), tiny.model(layers=4)
-    found = trained("A scalar in the metrics", "d=2 t=2", steps=3, optimizer=settings)
+    found = trained("weight_norm", "d=2 t=2", steps=3, optimizer=settings)
     adamw = lambda factor, decay: optax.adamw(
         lambda n: factor * schedule(c)(n), c.adam_b1, c.adam_b2, c.adam_epsilon, weight_decay=decay
     )
@@ -582,7 +592,7 @@ def test_groups_are_optaxs():
 
 @pytest.mark.slow
 def test_an_average_of_the_weights():
-    found = trained("An average of the weights", "d=2 t=2", steps=3)
+    found = trained("ema", "d=2 t=2", steps=3)
     average, *later = [*found.before[1:], found.state.weights]
     for w in later:
         average = jax.tree.map(lambda a, w: 0.999 * a + 0.001 * w, average, w)
@@ -597,7 +607,7 @@ def test_a_metric_computed_on_the_host(tmp_path):
         tiny.model(module="changed_train", layers=1), eval_interval=2, eval_batches=0, checkpoint_interval=2
     )
     c.data.filespec, c.training.steps, c.model.vocab = str(ROOT / "synthetic_dataset.zarr"), 4, 1280
-    with module_of(changed("A metric computed on the host")) as train, jax.set_mesh(tiny.mesh("d=4 t=2")):
+    with module_of(changed("host_metric")) as train, jax.set_mesh(tiny.mesh("d=4 t=2")):
         train.train(c, load_model(c.model), tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     found = {line["step"] + 1: line["stable_rank"] for line in lines if line.get("event") == "embedding"}
@@ -626,7 +636,8 @@ def test_lora_trains_its_factors_alone_and_is_the_dense_model_with_their_product
         base = tiny.weights(c.model)
         checkpoints.save(3, {"weights": base}, {"config": dataclasses.asdict(c), "loader": {}})
         base = jax.tree.map(np.asarray, base)
-    _, groups = re.search(r"^```yaml\n(training:\n.*?)```", PAGE, flags=re.S | re.M)[1].split("groups:\n")
+    page = (ROOT / "docs/changing.md").read_text()
+    _, groups = re.search(r"^```yaml\n(training:\n.*?)```", page, flags=re.S | re.M)[1].split("groups:\n")
     c.optimizer = tiny.optimizer(warmup_steps=0, clip_norm=1e9, weight_decay=0)
     c.optimizer.groups = [GroupConfig(**group) for group in yaml.safe_load(groups)]
     c.training.init_from, c.training.init_from_missing = str(tmp_path / "base"), "fresh"
@@ -636,7 +647,7 @@ def test_lora_trains_its_factors_alone_and_is_the_dense_model_with_their_product
     host = lambda tree: jax.tree.map(np.asarray, tree)
     loss = lambda w: dense.cross_entropy(dense.logits(w, TOKENS, tiny.model(layers=4)), BATCH)
     value_and_grad = jax.jit(jax.value_and_grad(lambda w: loss(with_products(w))))
-    with module_of(changed("LoRA")) as train, jax.set_mesh(tiny.mesh(mesh)):
+    with module_of(changed("lora")) as train, jax.set_mesh(tiny.mesh(mesh)):
         model, batch = load_model(c.model), tiny.place_batch(c)
         state = fresh_state(trace_step(c, model, trainer=train))
         trained = {name for name in named_leaves(state.weights) if name.startswith("layers/lora_")}
@@ -662,7 +673,7 @@ def test_lora_trains_its_factors_alone_and_is_the_dense_model_with_their_product
             checkpoints.save(3, state, {"config": dataclasses.asdict(c), "loader": {}})
         nats, targets = evaluation(state.weights, batch)
     directory = tmp_path / "merged"
-    with module_of(changed("LoRA") + EXCHANGE):
+    with module_of(changed("lora") + EXCHANGE):
         said = export(tmp_path / "lora", directory, step=3)
     assert not COMPARES or "with those of transformers: they differ by at most" in said
     to_run(directory, tmp_path / "run")
