@@ -39,8 +39,6 @@ pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "tests").rglob("*.md")])
-KINDS = ("Tutorial", "How-to", "Reference", "Log of measurements")
-WITHOUT_KIND = {"README.md", "CHANGELOG.md", "tests/data/README.md"}
 YOURS = {"mine.py", "model/mine.yaml", "my_schedules.py", "script.py", "__main__.py"}
 """Files that a page has its reader write, or that many folders have."""
 NOT_OURS = ("pip", "pytest")
@@ -240,10 +238,6 @@ def test_what_a_page_names_exists(page):
     assert missing_files(page, text) == []
     assert page.name == "CHANGELOG.md" or unknown_settings(text) == []
     assert re.findall(r"\w+\.py:\d+", re.sub(r"(?s)^```.*?^```", "", text, flags=re.M)) == [], "a line number"
-    if name_of(page) not in WITHOUT_KIND:
-        _, blank, first = text.split("\n")[:3]
-        assert blank == ""
-        assert re.match(rf"\*({'|'.join(KINDS)})\.\* \S", first)
 
 
 # ---- README's counts ----------------------------------------------------------------------------------------------
