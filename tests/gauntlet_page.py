@@ -13,31 +13,32 @@ from pathlib import Path
 
 FILE = Path(__file__).parent / "gauntlet" / "bugs.toml"
 CLASSES = {
-    "a": "a partial sum, a copy or a varying value taken for another",
-    "b": "a local operation, count or random mask along a sharded dim",
-    "c": "found by comparing meshes, or numbers of microbatches",
+    "a": "partial sums, copies and varying values mixed up",
+    "b": "local operations, counts or dropout masks along a sharded dim",
+    "c": "different results on different meshes or numbers of microbatches",
     "d": "data, checkpoints and state",
-    "e": "outside of the program",
+    "e": "compilers and kernels",
 }
 GATES = {"tracing": "tracing", "verify": "`tools.verify`", "test": "a test", None: "nothing"}
 """What catches a bug, as the page says it."""
-HEAD = """# The Gauntlet
+EXAMPLES = (19, 23, 28, 75, 1, 39, 77, 86, 4, 7, 9, 114, 67, 91, 95, 102)
+"""Numbers of the bugs that the page describes; bugs.toml describes all."""
+HEAD = """# The Gauntlet: published parallelism bugs
 
-*Reference.* Silent parallelism bugs that other frameworks have published, and where each would be caught here.
+Would shardwright have caught them? Each of these bugs ran silently in another framework and computed the wrong thing.
+[test_gauntlet.py](../tests/gauntlet/test_gauntlet.py) plants them in this repository and checks what catches each:
 
-Each bug ran without an error and computed something else than it should. [bugs.toml](../tests/gauntlet/bugs.toml) has
-each as an edit of this repository, which may stand in for a part that it lacks.
-[test_gauntlet.py](../tests/gauntlet/test_gauntlet.py) makes the edits, and checks this page, which
-`python tests/gauntlet_page.py` prints.
+- **tracing**: types or proof reject the step before it is compiled.
+- **`tools.verify`** names the first tensor that differs from one device.
+- **a test** fails, because the bug computes the same on every mesh, or isn't in the step.
 
-- **tracing**: the step is refused before it is compiled.
-- **verify**: `tools.verify` names this tensor as the first that differs from one device.
-- a test: it fails. The bug computes the same on every mesh, or is not in the step.
-- **—**: there is no edit, for the reason beside it.
+Some bugs have no edit here, mostly because their part doesn't exist in shardwright, or is a compiler's.
+[bugs.toml](../tests/gauntlet/bugs.toml) describes each bug, its edit or the reason why it has none, and the
+message, tensor or test that catches it. `python tests/gauntlet_page.py` prints this page.
 
-[spmd_types](https://github.com/meta-pytorch/spmd_types) (version {version}) is a type system for PyTorch with explicit
-collectives. The bugs were tried as short programs in its strict global mode (commit 54cf099). It accepts each program
-without the bug. **—**: the bug has no counterpart there.
+The last two columns below are about [spmd_types](https://github.com/meta-pytorch/spmd_types) (version {version}), a
+type system for PyTorch with explicit collectives. The bugs were tried there as short programs in its strict global mode
+(commit 54cf099); it accepts each program without the bug.
 """
 
 
@@ -54,18 +55,13 @@ def table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> list[str]:
 
 
 def linked(upstream: str) -> str:
-    """The threads that tell of a bug, `owner/repository#number`, as links."""
-    return re.sub(r"([\w.-]+/[\w.-]+)#(\d+)", r"[\1#\2](https://github.com/\1/issues/\2)", upstream)
+    """The threads that report a bug, `owner/repository#number`, as links."""
+    return re.sub(r"([\w.-]+)/([\w.-]+)#(\d+)", r"[\2#\3](https://github.com/\1/\2/issues/\3)", upstream)
 
 
-def caught_here(bug: dict) -> str:
-    """The cell of a bug: what catches it here."""
-    if "edit" not in bug:
-        return f"— ({bug['why']})"
-    gate, by = bug.get("caught"), bug.get("by", "")
-    if gate == "test":
-        return f"`{by.partition('::')[2]}`"
-    return f"verify: {by.removeprefix('the ')}" if gate == "verify" else gate or "**nothing**"
+def gate_of(bug: dict) -> str:
+    """What catches a bug, as a cell."""
+    return GATES[bug.get("caught")] if "edit" in bug else "no edit"
 
 
 def page() -> str:
@@ -82,13 +78,16 @@ def page() -> str:
         rows.append([meaning, len(ours), len(edits), *gates, len(theirs), count(theirs, spmd="refused")])
     rows.append(["all", *(sum(column) for column in zip(*(row[1:] for row in rows), strict=True))])
     gates = [f"by {gate}" for gate in GATES.values()]
-    lines += table(["class", "bugs", "edits here", *gates, "programs of spmd_types", "refused"], rows)
+    lines += table(["class", "bugs", "edits here", *gates, "programs for spmd_types", "rejected by it"], rows)
     for letter, meaning in CLASSES.items():
         lines += ["", f"## {meaning[0].upper()}{meaning[1:]}", ""]
-        ours = (bug for bug in found if bug["class"] == letter)
-        told = lambda b: f"{b['number']}: {linked(b['upstream'])}"
-        rows = ([told(b), b["bug"], caught_here(b), b.get("spmd", "—")] for b in ours)
-        lines += table(["number: upstream", "bug", "caught", "spmd_types"], rows)
+        ours = [bug for bug in found if bug["class"] == letter]
+        shown = [bug for bug in ours if bug["number"] in EXAMPLES]
+        lines += [f"- **{gate_of(b)}**: {b['bug'].rstrip('.')} ({linked(b['upstream'])})." for b in shown] + [""]
+        rest = [bug for bug in ours if bug not in shown]
+        threads = {gate: [b["upstream"] for b in rest if gate_of(b) == gate] for gate in (*GATES.values(), "no edit")}
+        rows = ([gate, "; ".join(map(linked, of))] for gate, of in threads.items() if of)
+        lines += table(["caught by", "other bugs"], rows)
     return "\n".join(lines) + "\n"
 
 
