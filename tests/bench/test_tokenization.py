@@ -30,7 +30,7 @@ def check(found):
 
 
 def test_the_page_has_what_the_benchmark_prints():
-    found = tables((ROOT / "docs/data.md").read_text())
+    found = tables((ROOT / "docs/measurements.md").read_text())
     check(found)
 
 
@@ -44,5 +44,5 @@ def test_the_benchmark(monkeypatch, capsys):
     tokenization.main()
     found = tables(capsys.readouterr().out)
     check(found)
-    assert [title for title, _ in found] == [title for title, _ in tables((ROOT / "docs/data.md").read_text())]
+    assert [title for title, _ in found] == [title for title, _ in tables((ROOT / "docs/measurements.md").read_text())]
     assert found[0][1]["bytes"][3] == pytest.approx(1.0, abs=0.1)  # with what JSON adds

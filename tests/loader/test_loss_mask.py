@@ -14,6 +14,7 @@ import tiny
 from shardwright_data.loader import DataConfig, StreamConfig, make_loader
 
 PAGE = Path(__file__).parents[2] / "docs" / "data.md"
+LENGTH = 60  # of the first chat with all of its answers
 CHATS = [
     [("user", "1+1?"), ("assistant", "2"), ("user", "2+2?"), ("assistant", "4, of course")],
     [("system", "be brief"), ("user", "who?"), ("assistant", "I")],
@@ -22,12 +23,12 @@ CHATS = [
 
 
 def expected(chat) -> list[tuple[int, bool]]:
-    """Each token by hand, and whether it is of an answer: bytes + 3, and 1 at the end of a message."""
+    """Each token by hand, and whether it is of an answer: bytes + 3, and 1 at the end of an answer."""
     found = []
     for role, content in chat:
         answers = role == "assistant"
-        text = content if answers else f"{role}: {content}"
-        found += [(byte + 3, answers) for byte in text.encode()] + [(1, answers)]
+        found += [(byte + 3, False) for byte in f"{role}: ".encode()]
+        found += [(byte + 3, answers) for byte in content.encode()] + [(1, True) if answers else (ord("\n") + 3, False)]
     return found
 
 
@@ -51,18 +52,18 @@ def data(tmp_path_factory) -> DataConfig:
 @pytest.mark.parametrize("packed", [False, True])
 def test_targets_are_the_answers(data, packed):
     data.sequence_packing = packed
-    batch = make_loader(data, "validation", 2, 24).sequences(0, np.arange(2))
+    batch = make_loader(data, "validation", 2, LENGTH).sequences(0, np.arange(2))
     data.sequence_packing = False
     chats = [expected(chat) for chat in CHATS]
     joined = [*itertools.chain(*chats)]
-    rows = [joined[:24], joined[24:48]] if packed else [chat[:24] for chat in chats[:2]]
+    rows = [joined[:LENGTH], joined[LENGTH : 2 * LENGTH]] if packed else [chat[:LENGTH] for chat in chats[:2]]
     for i, row in enumerate(rows):
         ids, answers = map(np.array, zip(*row, strict=True))
         np.testing.assert_array_equal(batch.targets[i, : len(row)], ids)
         np.testing.assert_array_equal(batch.loss_mask[i, : len(row)], answers)
         assert not batch.loss_mask[i, len(row) :].any()
-    assert make_loader(data, "train", 2, 24).state(0) != make_loader(
-        DataConfig(filespec=data.filespec), "train", 2, 24
+    assert make_loader(data, "train", 2, LENGTH).state(0) != make_loader(
+        DataConfig(filespec=data.filespec), "train", 2, LENGTH
     ).state(0)
 
 
@@ -71,10 +72,10 @@ def test_targets_are_the_answers(data, packed):
 def test_only_answers_count_in_the_loss_and_its_gradients(data, mesh):
     """Beside a dense model, summed over the answers that are known by hand."""
     c = tiny.config(tiny.model(vocab=512, layers=2), batch_size=8)
-    c.training.seq_len = 24
+    c.training.seq_len = LENGTH
     c.optimizer = tiny.optimizer(warmup_steps=0, clip_norm=1e9)
     with jax.set_mesh(tiny.mesh(mesh)):
-        loader = make_loader(data, "train", 8, 24, 512)
+        loader = make_loader(data, "train", 8, LENGTH, 512)
         batch, host = loader.load(0), loader.sequences(0, np.arange(8))
         state = tiny.state(c)
         weights = jax.tree.map(np.asarray, state.weights)
@@ -83,7 +84,7 @@ def test_only_answers_count_in_the_loss_and_its_gradients(data, mesh):
 
     def loss(w):
         logs = jax.nn.log_softmax(dense.logits(w, dense.tokens_of(host), c.model))
-        rows = [expected(CHATS[i % 3])[:24] for i in range(8)]
+        rows = [expected(CHATS[i % 3])[:LENGTH] for i in range(8)]
         at = [(i, j) for i, row in enumerate(rows) for j, (_, is_answer) in enumerate(row) if is_answer]
         return -sum(logs[i, j, int(host.targets[i, j])] for i, j in at) / len(at)
 
@@ -96,6 +97,6 @@ def test_only_answers_count_in_the_loss_and_its_gradients(data, mesh):
 @pytest.mark.quick
 def test_a_mask_that_is_not_there_is_refused(data):
     with pytest.raises(ValueError, match="input_prompt"):
-        make_loader(DataConfig(filespec=data.filespec, loss_mask="prompt"), "train", 2, 24)
+        make_loader(DataConfig(filespec=data.filespec, loss_mask="prompt"), "train", 2, LENGTH)
     with pytest.raises(ValueError, match="answer, which a stream does not have"):
-        make_loader(DataConfig(stream=StreamConfig(dataset="x"), loss_mask="answer"), "train", 2, 24)
+        make_loader(DataConfig(stream=StreamConfig(dataset="x"), loss_mask="answer"), "train", 2, LENGTH)

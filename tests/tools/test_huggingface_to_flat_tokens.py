@@ -285,7 +285,7 @@ def test_local_examples(tmp_path, name):
         vocab_size, end = VOCABULARIES[name]
         assert attributes["tokenizer"]["vocab_size"] == vocab_size
         if split == "train":  # the size that the page gives
-            assert f"--config-name={name}` | {attributes['num_tokens'] / 1e6:.1f}M tokens" in PAGE
+            assert f"| `{name}` | {attributes['num_tokens'] / 1e6:.1f}M tokens" in PAGE
         assert all(document[-1] == end for document in documents)
         if name == "austen_bytes":
             assert documents[3][:-1] == byte_ids(texts[3])

@@ -201,11 +201,12 @@ def test_a_killed_job_is_run_again(tmp_path, small, files):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "block"), [("ray", 0), ("distributed", 1)])
+@pytest.mark.parametrize(("engine", "block"), [("ray", 1), ("distributed", 2)])
 def test_the_jobs_of_an_engine(tmp_path, files, engine, block, monkeypatch):
     """The page's program, on a local cluster of two processes; each job is killed once, and run again."""
     pytest.importorskip(engine, reason=f"{engine} is not installed")
-    code = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/data.md").read_text(), re.DOTALL | re.MULTILINE)[block]
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/data.md").read_text(), re.DOTALL | re.MULTILINE)
+    code = blocks[0] + blocks[block]
 
     def kill_once(shard):
         if not (path := tmp_path / f"killed_{shard}").exists():
@@ -220,7 +221,7 @@ def test_the_jobs_of_an_engine(tmp_path, files, engine, block, monkeypatch):
         [
             ("ray.init()", "ray.init(num_cpus=2, include_dashboard=False)"),
             ('Client("tcp://scheduler:8786")', "Client(n_workers=2, threads_per_worker=1, dashboard_address=None)"),
-        ][block],
+        ][block - 1],
     ):
         assert old in code
         code = code.replace(old, new)
