@@ -139,7 +139,7 @@ def check_run(flags: dict[str, str], overrides: list[str]) -> None:
 def check_tool(module: str, flags: dict[str, str], overrides: list[str]) -> None:
     """Merges a tool's settings into its Config."""
     main = f"{module}.__main__" if ROOT.joinpath(*module.split("."), "__main__.py").exists() else module
-    overrides = [o for o in overrides if not o.startswith("hydra")]
+    overrides = [o for o in overrides if not o.startswith(("hydra", "prompt="))]  # a prompt is read as it is
     given = OmegaConf.from_dotlist(first_values(overrides) if "--multirun" in flags else overrides)
     OmegaConf.merge(OmegaConf.structured(importlib.import_module(main).Settings), given)
 
