@@ -37,6 +37,7 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", 
 def _navigation(app, name: str, source: list[str]) -> None:
     """Adds the sidebar to README: the groups of docs/README.md, with the pages that each lists."""
     if name == root_doc:
+        source[0] += "\n```{toctree}\n:hidden:\n\ndocs/README\n```\n"
         for group in (ROOT / "docs/README.md").read_text().split("\n## ")[1:]:
             caption, _, text = group.partition("\n")
             links = [Path(link) for link in re.findall(r"\]\(([\w./-]+\.(?:md|ipynb))\)", text)]
