@@ -1,10 +1,8 @@
 """Every test sees eight simulated devices, whatever the machine; or TEST_DEVICES of them."""
 
-import atexit
 import collections
 import os
-import shutil
-import tempfile
+from pathlib import Path
 
 import pytest
 from simulated import compiled_in, xla_flags
@@ -14,12 +12,8 @@ from simulated import compiled_in, xla_flags
 FLAGS = xla_flags(os.environ.get("TEST_DEVICES", "8"))
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# What takes long is compiled once for all tests of a session, and for the programs that they start. They find nothing
-# of another session, or of a run.
-if "PYTEST_XDIST_WORKER" not in os.environ:
-    directory = tempfile.mkdtemp(prefix="compiled-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    os.environ.update(compiled_in(directory))
+# What takes long is compiled once for all workers, sessions and programs that tests start. They find nothing of a run.
+os.environ.update(compiled_in(str(Path(__file__).parents[1] / ".pytest_cache" / "compiled")))
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

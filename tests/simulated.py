@@ -16,11 +16,11 @@ def xla_flags(devices: int | str) -> str:
 
 
 def compiled_in(directory: str) -> dict[str, str]:
-    """Environment in which JAX keeps what takes long to compile in a directory.
+    """Environment in which JAX keeps what takes long to compile in a directory, which stays below 4 GiB.
 
     The lines of a program are part of the key, as tests read them.
     """
-    names = {"CACHE_DIR": directory, "CACHE_INCLUDE_METADATA_IN_KEY": "true"}
+    names = {"CACHE_DIR": directory, "CACHE_INCLUDE_METADATA_IN_KEY": "true", "CACHE_MAX_SIZE": str(2**32)}
     kept = {f"JAX_COMPILATION_{name}": value for name, value in names.items()}
     return kept | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3"}
 
