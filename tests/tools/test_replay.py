@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -25,10 +26,12 @@ from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
 from shardwright.run.opening import StagesChoice
 from shardwright.run.provenance import ROOT, keep_source, source_of
+from shardwright.run.stages import placement_of
 from shardwright_data.flat_tokens import Writer
 from shardwright_data.loader import make_loader
 from tools.replay import __main__ as program
 from tools.replay.__main__ import Settings, compare_with_log, plain, replay
+from tools.replay.documents import token_losses
 from tools.replay.session import Done, before, checkpoints_of
 from tools.replay.two_runs import rebuilt
 
@@ -313,3 +316,23 @@ def test_each_run_is_replayed_by_its_own_source(of_demo, tmp_path, dataset):
     where = f"Llama.layer up in layer 0, train.py:{number} (train.py:{number + 1} in the other run)"
     assert found["first"] == (0, where), text
     assert text.count("by the source that it kept") == 1
+
+
+class TrainsDifferently(train.Llama):
+    """In training its layers add nothing, as experts drop tokens there alone."""
+
+    def layer(self, x, w, tokens, attend):
+        return x if tokens.training else super().layer(x, w, tokens, attend)
+
+
+def test_the_losses_of_documents_are_of_the_step_that_trained():
+    c = tiny.config(microbatches=2)
+    c.mesh = MESHES["d=4 t=2"]
+    model = TrainsDifferently(c.model)
+    with jax.set_mesh(tiny.mesh("d=4 t=2")):
+        state, batch = tiny.state(c), tiny.place_batch(c)
+        session = SimpleNamespace(c=c, model=model, state=state, placement=placement_of(c, model), options={}, step=0)
+        found = token_losses(session, jax.tree.map(np.asarray, batch))
+        _, metrics = train.make_training_step(c, model)(state, batch, np.int32(0))
+    counts = tiny.host_batch().loss_mask
+    assert np.sum(found * counts) / np.sum(counts) == pytest.approx(float(metrics.loss), rel=1e-5)

@@ -80,7 +80,7 @@ def token_losses(session: Session, batch: TokenBatch) -> np.ndarray:
     With stages, on the mesh without them.
     """
     c, model = session.c, session.model
-    forward, Weights = train.Forward(model, c.training), model.Weights
+    forward, Weights = train.Forward(model, c.training, in_training=True), model.Weights
 
     @typed_shard_map
     def per_device(w: Of[Weights], batch: train.Batch, seeds: u32["m B/r/d"] | None) -> f32["m B/r/d L"]:
