@@ -27,9 +27,9 @@ class Statistics:
     def __init__(self, program: object, weights: object, measure: Callable[..., Any] = sums):
         self._measure = measure
         self._points, self._gradients = saved_points(program), gradient_paths(program, weights)
-        path = lambda keys: jax.tree_util.keystr(keys, simple=True, separator="/")
+        path = lambda keys: jax.tree_util.keystr(keys, simple=True, separator=".")
         self._weights = [path(keys) for keys, _ in jax.tree_util.tree_flatten_with_path(weights)[0]]
-        self._stacks = [name.startswith("layers/") for name in self._weights]
+        self._stacks = [name.startswith("layers.") for name in self._weights]
         paths = [*self._gradients, *(path for point in self._points for path in point.paths)]
         self._replay = Rerun(program, {path: [0] for path in paths}, self._visit, is_same=True)
 

@@ -145,9 +145,9 @@ def test_gradients_and_updates_are_those_of_the_step():
     weights = named(found, "weights")
     squares = 0.0
     for keys, w in jax.tree_util.tree_flatten_with_path(before.weights)[0]:
-        name = jax.tree_util.keystr(keys, simple=True, separator="/")
-        new = functools.reduce(getattr, name.split("/"), after.weights)
-        rows = [(w, new)] if "/" not in name else list(zip(w, new, strict=True))
+        name = jax.tree_util.keystr(keys, simple=True, separator=".")
+        new = functools.reduce(getattr, name.split("."), after.weights)
+        rows = [(w, new)] if "." not in name else list(zip(w, new, strict=True))
         as_list = lambda x: x if isinstance(x, list) else [x]
         for i, (old_row, new_row) in enumerate(rows):
             of_w = {key: as_list(weights[name][key])[i] for key in ("rms", "max", "zeros", "bf16", "fp8")}
