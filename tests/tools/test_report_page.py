@@ -314,7 +314,7 @@ def test_plots_follow_each_other(pages):
 
 @pytest.mark.long
 def test_a_click_on_a_run_hides_it_in_all_plots(pages):
-    visible = "plots.map(x => x.data.filter(t => t.mask_mod !== false && t.legendgroup === '1').length)"
+    visible = "plots.map(x => x.data.filter(t => t.visible !== false && t.legendgroup === '1').length)"
     click = "document.querySelector('button.run[data-run=\"1\"]').click()"
     before, hidden, after = seen(
         pages["several"],
