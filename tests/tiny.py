@@ -40,9 +40,8 @@ def config(c: ModelConfig | None = None, **training_changes) -> Config:
         mesh=MeshConfig(),
         data=DataConfig(filespec="unused"),
         training=TrainingConfig(
-            seq_len=LENGTH,
-            steps=20,
-            **{"batch_size": BATCH, "compute_dtype": "f32", "report": False, **training_changes},
+            **{"seq_len": LENGTH, "steps": 20, "batch_size": BATCH, "compute_dtype": "f32", "report": False}
+            | training_changes,
         ),
         hardware=HardwareConfig(),
         paths=PathsConfig(),

@@ -23,11 +23,13 @@ from rich.console import Console
 import train
 from shardwright.cluster.devices import known_options
 from shardwright.inspect.causality import check_causal
+from shardwright.inspect.soundness import check_steps
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run import opening
 from shardwright.run.evaluation import evaluate as evaluate_batches
 from shardwright.run.files import write_whole
 from shardwright.run.opening import CheckpointChoice, MeshChoice, StepChoice
+from shardwright.run.provenance import source_of
 from shardwright.run.step import trace_step
 from shardwright.sampling.harness import language_model
 from shardwright.sampling.scoring import Scorer, document_losses
@@ -117,7 +119,10 @@ def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str,
     with jax.set_mesh(run.mesh):
         loader = make_loader(c.data, "validation", *sizes, inputs=inputs, microbatches=t.microbatches, pad=True)
         options = known_options(opening.trusted_options(c, run.config.trust, write_line), write_line)
-        evaluation_step = train.make_evaluation_step(c, run.model, options)
+        step = trace_step(c, run.model)
+        if run.mesh.size > 1:  # it may be a mesh that no run was proved on
+            check_steps(step, source_of())
+        evaluation_step = step.other(name="evaluation").lower().compile(compiler_options=options)
         found: dict[str, Any] = evaluate_batches(evaluation_step, run.weights, loader, batches)
     about = {"data": "the run's own validation"}
     return about | result_of(found["loss"] * found["targets"], found["targets"], found.get("utf8_bytes"))

@@ -28,13 +28,14 @@ def prove(steps: Sequence[Step], source: object) -> None:
         source: hashes of the source, from provenance.source_of, with which each is checked once; None: each time.
     """
     mesh = steps[0].mesh
-    if mesh.size > 1:
+    if mesh.size > 1 or any(step.c.training.loss_chunk for step in steps):  # chunks are proved as devices are
         for step in steps:
             check_steps(step, source)
         staged = PIPELINE_AXIS in mesh.shape
         what = "the parts of the steps that stages run, in order," if staged else "training and evaluation"
         log(f"proof      {what} compute on this mesh what they compute on one device")
-    log(describe_causality(steps[0], source))
+    for line in dict.fromkeys(describe_causality(step, source) for step in steps):
+        log(line)
 
 
 def check_kernels(steps: Sequence[Step], options: dict[str, Any]) -> None:

@@ -114,6 +114,8 @@ class Declared:
             raise ShardError(f"{of_use} is not a type in use", "give one, such as f32['M'], or None")
         spec, depends, setting = spec.partition(" if ")
         inputs, _, outputs = spec.rpartition("->")
+        if kind == "matrix" and not (inputs.split() and outputs.split()):
+            raise ShardError(f"{spec!r} has no {'outputs' if inputs.split() else 'inputs'}", "name dims on both sides")
         text = f"{self._stack} {inputs} {outputs}"
         gathered = "".join(f"/{axis}" for axis in GROUPS["w"] if f"/{axis}" not in self._stack)
         axes = {"w", *GROUPS["w"]} | ({"p"} if kind == "vector" else set())
@@ -181,7 +183,7 @@ def table_of(kind: type[T], c: Any, std: Callable[[int], float], changes: Mappin
         problem = None
         if not isinstance(t, WeightType):
             problem = "it says nothing of its initial values; declare it by matrix, gain, bias or embedding"
-        elif t.setting and not hasattr(c, t.setting):
+        elif t.setting and (not hasattr(c, t.setting) or callable(getattr(c, t.setting))):
             problem = f"{type(c).__name__} has no setting {t.setting}; name one of its settings or properties"
         elif lacks := [dim.name for dim in t.spec.dims if (dim.literal_size or sizes.get(dim.name)) is None]:
             of_c = f"name its setting in {type(c).__name__}.dims"

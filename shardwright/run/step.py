@@ -33,6 +33,8 @@ from shardwright_data.loader import TokenBatch, batch_shapes
 
 NAMES = "training", "evaluation", "start"
 """Programs of a run: make_training_step, make_evaluation_step and init_state of train.py."""
+READ = ("model", "optimizer", "training", "pipeline", "mesh")
+"""Sections of the settings that a program may read: those of provenance.read_by, and the mesh."""
 OF_MICROBATCH = "training loss", "evaluation loss", "logits"
 """Programs of one microbatch: train.MicrobatchLoss, as in both steps, and the forward pass over texts."""
 _PLAIN = {"microbatches": 2, "gather_weights": "layer", "attention": "einsum", "save": "marked", "unroll": 1}
@@ -166,7 +168,8 @@ class Step:
     def _trace(self) -> tuple[jax.stages.Traced, list[list[ShapeSpec]], list[AttentionMask]]:
         sizes = dict.fromkeys(AXES, 1) | dict(self.mesh.shape)
         mesh = dataclasses.replace(self.c.mesh, **{axis: sizes[axis] for axis in AXES})
-        c, model, trainer = dataclasses.replace(self.c, mesh=mesh), self.model, self.trainer
+        unread = {section: _Unread(section) for section in vars(self.c) if section not in READ}
+        c, model, trainer = dataclasses.replace(self.c, mesh=mesh, **unread), self.model, self.trainer
         of_kernels = kernels_as_calls() if "kernels as calls" in self.forms else contextlib.nullcontext([])
         state: Any = self.state if self.name in ("training", "evaluation") else None
         with tracing(self.mesh, self.planned or self.mesh.shape) as types, of_kernels as rules:
@@ -210,6 +213,19 @@ class Step:
     def hash(self) -> str:
         """Hash of the program, as the text that XLA is given. Comments and names of values do not count."""
         return hashlib.sha256(self.lower().as_text().encode()).hexdigest()[:20]
+
+
+class _Unread:
+    """A section of the settings that a program may not read: proofs and hashes are kept for the others."""
+
+    def __init__(self, section: str):
+        self._section = section
+
+    def __getattr__(self, name: str):
+        raise ValueError(
+            f"the step reads {self._section}.{name}, whose value no kept proof or hash would notice: make it a setting "
+            f"of one of the sections {', '.join(READ)}."
+        )
 
 
 def _trace_microbatch(step: Step) -> jax.stages.Traced:

@@ -216,6 +216,8 @@ def test_a_dim_without_a_setting_is_one_line():
     ("kind", "item", "message"),
     [
         (matrix, "M/w K/t", "'M/w K/t' is not a matrix"),
+        (matrix, "-> M/w", "'-> M/w' has no inputs"),
+        (matrix, "M/w ->", "'M/w ->' has no outputs"),
         (bias, "M -> K/t", "'M -> K/t' is not a vector"),
         (bias, ("M", "M"), "is not a type in use"),
     ],

@@ -12,6 +12,7 @@ import numpy as np
 
 import train
 from shardwright.cluster.devices import known_options
+from shardwright.inspect.soundness import check_steps
 from shardwright.inspect.statistics.of_run import StepWithoutStages
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run.changes import config_at, firsts, loader_at
@@ -19,7 +20,7 @@ from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.config import Config as RunConfig
 from shardwright.run.files import read_config, read_records
 from shardwright.run.opening import StagesChoice, fresh_state, mesh_for, read_state, trusted_options
-from shardwright.run.provenance import compare_source, provenance_of
+from shardwright.run.provenance import compare_source, provenance_of, source_of
 from shardwright.run.reference import check_reference, read_reference, reference_record
 from shardwright.run.resuming import config_of, saved_config
 from shardwright.run.stages import placement_of
@@ -76,6 +77,8 @@ class Session:
         """The state after the step with this batch, and what it gave. The session stays where it is."""
         state = jax.tree.map(jnp.copy, self.state)  # the step takes its memory
         if self._program is None:
+            if self.traced.mesh.size > 1:  # it may be a mesh that the run was not proved on
+                check_steps(self.traced, source_of())
             self._program = self.traced.lower().compile(compiler_options=self.options)
         state, metrics = self._program(state, batch, np.int32(self.step), self.reference)
         loss, norm, skipped = jax.device_get((metrics.loss, metrics.grad_norm, metrics.skipped))

@@ -90,7 +90,8 @@ def saved_points(program: object) -> list[Point]:
     """The points at which the step saves a value, in program order. What is computed again counts once."""
     found: dict[tuple, list[tuple[Path, Equation]]] = {}
     for path, eq in equations(program):
-        if eq.name == "name" and eq.params["name"] == jax_extra.SAVED:
+        is_saved = eq.name == "name" and eq.params["name"] == jax_extra.SAVED
+        if is_saved and not eq.eqn.outvars[0].aval.manual_axis_type.unreduced:  # a partial sum has no statistics
             found.setdefault((eq.line(), eq.result_type()), []).append((path, eq))
     points, seen = [], collections.Counter()
     for (line, _), places in found.items():

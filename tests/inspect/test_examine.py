@@ -1,0 +1,68 @@
+"""What a run has examined before its first step: all that it may run, as it runs."""
+
+import contextlib
+from collections.abc import Iterator
+from types import ModuleType
+
+import jax
+import pytest
+import tiny
+from recipes import SOURCE, module_of
+
+from shardlib.shardtypes import ShardError
+from shardwright.inspect import examine
+from shardwright.inspect.statistics.points import saved_points
+from shardwright.modeling.model import load_model
+from shardwright.run.step import Step, trace_step
+
+NORM = "nx = rms_norm(x, w.attention_norm, self.c.norm_epsilon)"
+DOWN = 'shardops.matmul("B/b L/c F/t, F/t M -> B/b L/c M +t", hidden, w.w_down)'
+LOSS = "return cross_entropy(logits, targets, c.z_loss)"
+EDITS = {
+    "data": ("        loss, g, layers", "        assert c.data.prefetch\n        loss, g, layers"),
+    "chunk": (LOSS, f"x = {LOSS.removeprefix('return ')}\n    return x / jnp.max(x)"),
+    "long": (NORM, f"{NORM}\n        nx = nx + nx[:, -1:] if shardops.size('L') > 16 else nx"),
+    "saved": (f"out = {DOWN}", f"out = save_for_backward({DOWN})"),
+}
+
+
+@contextlib.contextmanager
+def edited(edit: str, mesh: str) -> Iterator[ModuleType]:
+    before, after = EDITS[edit]
+    assert SOURCE.count(before) == 1, edit
+    with module_of(SOURCE.replace(before, after)) as trainer, jax.set_mesh(tiny.mesh(mesh)):
+        yield trainer
+
+
+def step_of(trainer: ModuleType, **training) -> Step:
+    c = tiny.config(tiny.model(module="changed_train", layers=1), **training)
+    return trace_step(c, load_model(c.model), trainer=trainer)
+
+
+def test_a_step_reads_no_setting_that_its_record_leaves_out():
+    with (
+        edited("data", "one device") as trainer,
+        pytest.raises(ValueError, match=r"^the step reads data\.prefetch, whose"),
+    ):
+        _ = step_of(trainer).traced
+
+
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_the_loss_in_chunks_is_proved_on_one_device_too(chunk):
+    refused = pytest.raises(ShardError) if chunk else contextlib.nullcontext()
+    with edited("chunk", "one device") as trainer, refused:
+        examine.prove([step_of(trainer, loss_chunk=chunk)], None)
+
+
+def test_the_causality_of_later_settings_is_checked_before_the_first_step():
+    with edited("long", "one device") as trainer:
+        examine.prove([step_of(trainer)], None)
+        with pytest.raises(ShardError, match="later"):
+            examine.prove([step_of(trainer), step_of(trainer, seq_len=32)], None)
+
+
+def test_a_saved_partial_sum_has_no_statistics():
+    with edited("saved", "d=4 t=2") as trainer:
+        names = [point.name for point in saved_points(step_of(trainer).jaxpr)]
+        assert "Llama.layer gate" in names
+        assert "Llama.layer out" not in names
