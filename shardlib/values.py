@@ -99,7 +99,7 @@ def devices_along(axes: Iterable[str]) -> int:
         if axis not in known:
             raise ShardError(
                 f"axis {axis} is not an axis of the mesh (the mesh has {', '.join(sizes)})",
-                f"name one of the mesh's axes, or give the mesh an axis {axis} of one device",
+                f"name one of the mesh's axes, a group (b, w), or give the mesh an axis {axis} of one device",
             )
     return math.prod(known[axis] for axis in axes)
 

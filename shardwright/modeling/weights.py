@@ -114,6 +114,9 @@ class Declared:
             raise ShardError(f"{of_use} is not a type in use", "give one, such as f32['M'], or None")
         spec, depends, setting = spec.partition(" if ")
         inputs, _, outputs = spec.rpartition("->")
+        if unknown := [axis for axis in re.findall(r"/(\w+)", spec) if axis not in (*AXES, *GROUPS)]:
+            known = f"{', '.join(AXES)}, or a group: {', '.join(GROUPS)}"
+            raise ShardError(f"{spec!r} shards a dim over {unknown[0]}, which is not an axis", f"name one of {known}")
         if kind == "matrix" and not (inputs.split() and outputs.split()):
             raise ShardError(f"{spec!r} has no {'outputs' if inputs.split() else 'inputs'}", "name dims on both sides")
         text = f"{self._stack} {inputs} {outputs}"

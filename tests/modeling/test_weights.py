@@ -216,6 +216,7 @@ def test_a_dim_without_a_setting_is_one_line():
     ("kind", "item", "message"),
     [
         (matrix, "M/w K/t", "'M/w K/t' is not a matrix"),
+        (matrix, "M/v -> F/t", "'M/v -> F/t' shards a dim over v, which is not an axis"),
         (matrix, "-> M/w", "'-> M/w' has no inputs"),
         (matrix, "M/w ->", "'M/w ->' has no outputs"),
         (bias, "M -> K/t", "'M -> K/t' is not a vector"),
