@@ -23,7 +23,7 @@ from rich.console import Console
 import train
 from shardwright.cluster.devices import known_options
 from shardwright.inspect.causality import check_causal
-from shardwright.inspect.soundness import check_steps
+from shardwright.inspect.soundness import check_program
 from shardwright.modeling.model import inputs_of, load_model
 from shardwright.run import opening
 from shardwright.run.evaluation import evaluate as evaluate_batches
@@ -119,10 +119,9 @@ def own_validation(run: OpenRun, write_line: Callable[[str], None]) -> dict[str,
     with jax.set_mesh(run.mesh):
         loader = make_loader(c.data, "validation", *sizes, inputs=inputs, microbatches=t.microbatches, pad=True)
         options = known_options(opening.trusted_options(c, run.config.trust, write_line), write_line)
-        step = trace_step(c, run.model)
+        evaluation_step = train.make_evaluation_step(c, run.model, options)
         if run.mesh.size > 1:  # it may be a mesh that no run was proved on
-            check_steps(step, source_of())
-        evaluation_step = step.other(name="evaluation").lower().compile(compiler_options=options)
+            check_program(evaluation_step, (run.weights, loader.load(0)), source_of(), c.model, c.optimizer, t)
         found: dict[str, Any] = evaluate_batches(evaluation_step, run.weights, loader, batches)
     about = {"data": "the run's own validation"}
     return about | result_of(found["loss"] * found["targets"], found["targets"], found.get("utf8_bytes"))

@@ -15,10 +15,12 @@ import jax
 import numpy as np
 import pytest
 import tiny
+from own_model import imported
 from rich.console import Console
 
 import train
 from models import moe
+from shardlib.shardtypes import ShardError
 from shardwright.cluster.config import MeshConfig
 from shardwright.cluster.devices import make_mesh
 from shardwright.modeling.model import load_model
@@ -358,3 +360,25 @@ def test_the_command(run, tmp_path):
 def test_what_a_user_can_get_wrong(run, settings, message):
     with pytest.raises(ValueError, match=message):
         evaluated(**{"run": run} | settings)
+
+
+WRONG_ON_A_MESH = """
+import train
+from shardlib import shardops
+from shardwright.modeling import settings
+ModelConfig = settings.ModelConfig
+class Model(train.Llama):
+    def layer(self, x, w, tokens, attend):
+        return super().layer(x, w, tokens, attend) * x.shape[0]  # sequences of the device
+"""
+
+
+def test_a_mesh_that_the_run_was_not_proved_on_is_refused(tmp_path):
+    c = tiny.config(tiny.model(vocab=320, layers=1, module="wrong_on_a_mesh"), eval_batches=1)
+    c.data = DataConfig(filespec=write_dataset(tmp_path / "data.zarr", TEXTS))
+    c.training = dataclasses.replace(c.training, steps=1, seq_len=SEQ_LEN, checkpoint_interval=1)
+    with imported("wrong_on_a_mesh", WRONG_ON_A_MESH, tmp_path):
+        with jax.set_mesh(tiny.mesh("one device")):
+            train.train(c, load_model(c.model), tmp_path / "run")
+        with pytest.raises(ShardError, match=r"wrong_on_a_mesh\.py:\d+"):
+            evaluated(tmp_path / "run", trust=True, mesh=MeshChoice(d=8, t=1))
