@@ -46,7 +46,11 @@ def mesh_of(**sizes: int) -> jax.sharding.Mesh:
 MESHES = {"one device": (1, 1), "d=8": (8, 1), "d=4 t=2": (4, 2), "d=2 t=4": (2, 4)}
 
 
-@pytest.fixture(params=MESHES)
+QUICK = ("one device", "d=4 t=2")
+EACH_MESH = [pytest.param(x, marks=[] if x in QUICK else pytest.mark.long(every_case=True)) for x in MESHES]
+
+
+@pytest.fixture(params=EACH_MESH)
 def mesh(request):
     d, t = MESHES[request.param]
     with jax.set_mesh(mesh_of(d=d, t=t)):
@@ -78,33 +82,53 @@ def typed_body(body: Callable, operands, result):
     return typed_shard_map(fn)
 
 
-def value_and_gradients(fn, operands, gradients: bool):
-    """`fn` on random arrays of these types, and the gradients of a weighted sum of its result."""
-    arrays = [random_array(t, seed) for seed, t in enumerate(operands)]
-    floats = tuple(i for i, t in enumerate(operands) if t.dtype == "f32")
-    if not gradients:
-        return [jax.jit(fn)(*arrays)]
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """An op on blocks, and the same on whole arrays."""
 
-    def weighted(*args):
-        out = fn(*args)
-        return jnp.sum(out * np.cos(np.arange(out.size, dtype=np.float32)).reshape(out.shape)), out
+    body: Callable
+    operands: tuple
+    result: object
+    dense: Callable
+    gradients: bool = True
 
-    (_, out), grads = jax.jit(jax.value_and_grad(weighted, argnums=floats, has_aux=True))(*arrays)
-    return [out, *grads]
+    @property
+    def typed(self) -> Callable:
+        return typed_body(self.body, self.operands, self.result)
 
 
-@functools.cache
-def dense_value_and_gradients(dense, operands, gradients: bool):
+def values_and_gradients(functions: dict, cases: dict[str, Case]) -> dict[str, list]:
+    """Of each function on random arrays the value, and the gradients of a weighted sum of it. They are one program."""
+
+    def of(fn, arrays, case):
+        floats = tuple(i for i, t in enumerate(case.operands) if t.dtype == "f32")
+
+        def weighted(*args):
+            out = fn(*args)
+            return jnp.sum(out * np.cos(np.arange(out.size, dtype=np.float32)).reshape(out.shape)), out
+
+        if not case.gradients:
+            return [fn(*arrays)]
+        (_, out), grads = jax.value_and_grad(weighted, argnums=floats, has_aux=True)(*arrays)
+        return [out, *grads]
+
+    arrays = {name: [random_array(t, seed) for seed, t in enumerate(cases[name].operands)] for name in functions}
+    return jax.jit(lambda arrays: {name: of(functions[name], arrays[name], cases[name]) for name in functions})(arrays)
+
+
+def assert_same_values_and_gradients(cases: dict[str, Case]) -> None:
+    """Each op on the blocks of random arrays, on the mesh in force, against whole arrays."""
+    found = values_and_gradients({name: case.typed for name, case in cases.items()}, cases)
     with jax.set_mesh(mesh_of(one=1)):
-        return [np.asarray(x) for x in value_and_gradients(dense, operands, gradients)]
-
-
-def assert_same_values_and_gradients(body, operands, result, dense, gradients=True):
-    """`body` on the blocks of random arrays, on the mesh in force, against `dense` on whole ones."""
-    expected = dense_value_and_gradients(dense, tuple(operands), gradients)
-    found = value_and_gradients(typed_body(body, operands, result), operands, gradients)
-    for x, y in zip(found, expected, strict=True):
-        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6 * np.max(np.abs(y)))
+        expected = values_and_gradients({name: case.dense for name, case in cases.items()}, cases)
+    wrong = []
+    for name, arrays in found.items():
+        for x, y in zip(arrays, expected[name], strict=True):
+            try:
+                np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6 * np.max(np.abs(y)))
+            except AssertionError as error:
+                wrong.append(f"{name}: {error}")
+    assert not wrong, "\n".join(wrong)
 
 
 def down(h, w):
@@ -160,9 +184,7 @@ CASES = golden.read(Path(__file__).parent / "right_ops.txt")
 """An expression of blocks, and the same of whole arrays. The first line has their types, f32 but for ids, i."""
 
 
-@functools.cache
-def case(name: str) -> tuple:
-    """body, operands, result, dense."""
+def case_of(name: str) -> Case:
     program, dense = CASES[name]
     types, _, body = program.partition("\n")
     operands, result = types.split("->")
@@ -170,24 +192,20 @@ def case(name: str) -> tuple:
     operands = {name.strip(): ids if name.strip() == "i" else f32[spec] for name, spec in operands.items()}
     known = {**vars(shardops), **globals()}
     run = lambda text: lambda *args: eval(f"({text})", known | dict(zip(operands, args, strict=True)))
-    return run(body), tuple(operands.values()), f32[result], run(dense)
+    return Case(run(body), tuple(operands.values()), f32[result], run(dense), gradients="pmax" not in name)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_op_against_dense(name, mesh):
-    # Differentiated around a shard_map over one device, JAX does not compile a partial sum kept for the backward pass.
-    kept = "a partial sum times a" in name and np.prod(list(mesh.values())) == 1
-    assert_same_values_and_gradients(*case(name), gradients=not kept and "pmax" not in name)
-
-
-@pytest.mark.parametrize("shift", [1, -1])
-def test_ppermute_against_roll(shift, mesh):
-    assert_same_values_and_gradients(
-        lambda x: ppermute("B/d M/t", x, axis="t", shift=shift),
-        (f32["B/d M/t"],),
-        f32["B/d M/t"],
-        lambda x: jnp.roll(x, shift * 16 // mesh["t"], axis=1),
-    )
+def test_ops_against_dense(mesh):
+    cases = {name: case_of(name) for name in CASES}
+    if math.prod(mesh.values()) == 1:
+        # Differentiated around a shard_map over one device, JAX does not compile a partial sum kept for the backward.
+        for name in [name for name in cases if "a partial sum times a" in name]:
+            cases[name] = dataclasses.replace(cases[name], gradients=False)
+    for shift in (1, -1):
+        body = functools.partial(ppermute, "B/d M/t", axis="t", shift=shift)
+        rolled = functools.partial(jnp.roll, shift=shift * 16 // mesh["t"], axis=1)
+        cases[f"ppermute by {shift}"] = Case(body, (f32["B/d M/t"],), f32["B/d M/t"], rolled)
+    assert_same_values_and_gradients(cases | {f"rearrange {seed}": random_rearrange(seed) for seed in range(6)})
 
 
 def test_axis_size_and_index(mesh):
@@ -197,7 +215,8 @@ def test_axis_size_and_index(mesh):
         return x * 0 + block
 
     blocks = np.repeat(np.arange(mesh["d"] * mesh["t"]), 16 // (mesh["d"] * mesh["t"]))
-    assert_same_values_and_gradients(body, (f32["M/t/d"],), f32["M/t/d"], lambda x: x * 0 + blocks, gradients=False)
+    dense = lambda x: x * 0 + blocks
+    assert_same_values_and_gradients({"": Case(body, (f32["M/t/d"],), f32["M/t/d"], dense, gradients=False)})
 
 
 def zero_1(w: f32["M N"], mu: f32["M/d N"], x: f32["B/d M"]) -> tuple[f32["M N"], f32["M/d N"]]:
@@ -237,8 +256,7 @@ def random_einsum(seed: int):
     return spec, formula, [f32[typed_dims(operand)] for operand in operands], copies, f32[typed_dims(result)], marks
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_random_einsum_against_jnp(seed):
+def einsum_case(seed: int) -> Case:
     spec, formula, types, copies, result, marks = random_einsum(seed)
 
     def body(*operands):
@@ -247,8 +265,12 @@ def test_random_einsum_against_jnp(seed):
         assert isinstance(out, Partial) == bool(marks)
         return psum(f"{result.spec} {' '.join(marks)} -> {result.spec}", out) if marks else out
 
+    return Case(body, tuple(types), result, functools.partial(jnp.einsum, formula))
+
+
+def test_random_einsums_against_jnp():
     with jax.set_mesh(mesh_of(d=2, t=4)):
-        assert_same_values_and_gradients(body, types, result, functools.partial(jnp.einsum, formula))
+        assert_same_values_and_gradients({f"seed {seed}": einsum_case(seed) for seed in range(12)})
 
 
 def grouped(rng, names: list[str], shardings: dict[str, str]) -> list[list[str]]:
@@ -262,26 +284,20 @@ def grouped(rng, names: list[str], shardings: dict[str, str]) -> list[list[str]]
     return groups
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_random_rearrange_against_numpy(seed, mesh):
+def random_rearrange(seed: int) -> Case:
     rng = np.random.default_rng(seed)
     names = ["B", "L", "K", "Q", "D"]
     shardings = dict.fromkeys(names, "") | ({"B": "/d", "K": "/t"} if seed % 2 else {"K": "/t/d"})
     sides = [grouped(rng, list(rng.permutation(names)), shardings) for _ in range(2)]
     dim = lambda name: name + shardings[name]
-    text = [
-        " ".join(f"({' '.join(map(dim, group))})" if len(group) > 1 else dim(group[0]) for group in s) for s in sides
-    ]
+    in_groups = lambda side: [f"({' '.join(map(dim, group))})" if len(group) > 1 else dim(group[0]) for group in side]
+    spec = " -> ".join(" ".join(in_groups(side)) for side in sides)
     flat = [[name for group in side for name in group] for side in sides]
     types = [f32[" ".join("".join(group) + shardings[group[0]] for group in side)] for side in sides]
     split, merged = [SIZES[name] for name in flat[0]], [math.prod(SIZES[name] for name in group) for group in sides[1]]
     order = [flat[0].index(name) for name in flat[1]]
-    assert_same_values_and_gradients(
-        lambda x: rearrange(" -> ".join(text), x, **{name: SIZES[name] for name in names}),
-        types[:1],
-        types[1],
-        lambda x: x.reshape(split).transpose(order).reshape(merged),
-    )
+    body = functools.partial(rearrange, spec, **{name: SIZES[name] for name in names})
+    return Case(body, (types[0],), types[1], lambda x: x.reshape(split).transpose(order).reshape(merged))
 
 
 def test_partial_sums_of_another_dtype():
