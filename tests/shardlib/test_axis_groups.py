@@ -58,7 +58,10 @@ def sums_of_squares(spell):
     return run
 
 
-@pytest.mark.parametrize("mesh", ["r=2 d=2 e=2", "c=2 d=2 e=2", "d=4 c=2", "one device"])
+MESHES = ["r=2 d=2 e=2", "d=4 c=2", *(pytest.param(x, marks=pytest.mark.long) for x in ("c=2 d=2 e=2", "one device"))]
+
+
+@pytest.mark.parametrize("mesh", MESHES)
 def test_ops_and_gradients_are_those_of_numpy_and_of_the_axes(mesh):
     """Also where the mesh lacks axes of the group."""
     rng = np.random.default_rng(0)

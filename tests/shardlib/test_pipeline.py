@@ -172,15 +172,7 @@ def mesh_of(case: Case):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            c,
-            marks=[] if str(c).startswith(SHORT) else pytest.mark.slow,
-        )
-        for c in CASES
-    ],
-    ids=str,
+    "case", [pytest.param(c, marks=[] if str(c).startswith(SHORT) else pytest.mark.slow) for c in CASES], ids=str
 )
 def test_step_equals_that_of_one_device(case):
     if case.devices > len(jax.devices()):
@@ -293,7 +285,7 @@ def test_a_collective_over_p_in_a_stage_is_refused(reduce, message, monkeypatch)
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(("gather", "width"), [("layer", 32), ("step", 64)])
+@pytest.mark.parametrize(("gather", "width"), [("layer", 32), pytest.param("step", 64, marks=pytest.mark.long)])
 def test_a_stage_holds_its_part_of_the_vocabulary(gather, width):
     """What the loop over ticks is given and carries: embedding and unembedding [64, 64], and their gradients."""
     case = dataclasses.replace(SMALL, mesh="d", gather=gather)
@@ -382,7 +374,9 @@ def executor_program(m: int, schedule: str):
         return program.lower(w, jax.ShapeDtypeStruct((m, 1024), jnp.float32)).compile()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_h1"])
+@pytest.mark.parametrize(
+    "schedule", ["zb_h1", *(pytest.param(x, marks=pytest.mark.long) for x in ("1f1b", "interleaved_1f1b"))]
+)
 def test_memory_and_program_do_not_grow_with_microbatches(schedule):
     few, many = (executor_program(m, schedule) for m in (8, 32))
     assert many.memory_analysis().temp_size_in_bytes <= 1.05 * few.memory_analysis().temp_size_in_bytes

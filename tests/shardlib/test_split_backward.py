@@ -80,8 +80,12 @@ def products(program) -> int:
     return str(program).count("dot_general[")
 
 
-@pytest.mark.parametrize("keeps", [True, False], ids=["given", "kept"])
-@pytest.mark.parametrize("program", PROGRAMS)
+# Whether the first half keeps what it reads for the second one, or is given it again.
+QUICK = [(program, program in (plain, looped)) for program in PROGRAMS] + [(checkpointed, True)]
+OTHERS = [(program, keeps) for program in PROGRAMS for keeps in (True, False) if (program, keeps) not in QUICK]
+
+
+@pytest.mark.parametrize(("program", "keeps"), QUICK + [pytest.param(*x, marks=pytest.mark.long) for x in OTHERS])
 def test_split_backward_give_what_the_whole_gives(program, keeps):
     traced, args, expected = backward_of(program)
     halves = SplitBackward(traced, [True, False, False, False], [keeps] * (len(args) - 1) + [False])
