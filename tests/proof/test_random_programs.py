@@ -26,12 +26,13 @@ def campaign(count: int, meshes: tuple = MESHES) -> collections.Counter:
     return found
 
 
+@pytest.mark.parametrize("count", [100, pytest.param(250, marks=pytest.mark.long)])
 @pytest.mark.parametrize("meshes", [MESHES, OF_ONE_ENTRY], ids=["several entries", "one entry"])
-def test_no_accepted_program_differs(meshes):
-    found = campaign(250, meshes)
-    assert found["accepted"] >= 100, "most programs must be right, or nothing is shown"
-    assert found["differs"] >= 10, "some must be wrong, or nothing is shown"
-    assert found["refused though right"] <= 10, "what is right should be accepted"
+def test_no_accepted_program_differs(meshes, count):
+    found = campaign(count, meshes)
+    assert found["accepted"] >= 0.4 * count, "most programs must be right, or nothing is shown"
+    assert found["differs"] >= 0.04 * count, "some must be wrong, or nothing is shown"
+    assert found["refused though right"] <= 0.04 * count, "what is right should be accepted"
 
 
 @pytest.mark.slow

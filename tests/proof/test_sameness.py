@@ -1,10 +1,12 @@
-"""Whether two programs compute the same on one device, against what they compute."""
+"""Whether two programs compute the same on one device, against what they compute; also beside an axis of one device."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
 from shardlib.proof.sameness import differences
 
@@ -68,10 +70,30 @@ def in_pairs(parts):
     return run
 
 
+def rows_in_turn(turn):
+    """The sums that turn(sum, row of x, row of its sine) has before each row."""
+    step = lambda sum, rows: (turn(sum, *rows), sum)
+    return lambda x: lax.scan(step, jnp.zeros(4), (x, jnp.sin(x)))[1]
+
+
+def in_two_loops(inner):
+    """inner(row of x in the outer loop, row of its square in the inner one), summed over both loops."""
+    rows = lambda x, outer: lax.scan(lambda sum, row: (sum + inner(outer, row), None), jnp.zeros(4), x)[0]
+    return lambda x: lax.scan(lambda sum, row: (sum + rows(x * x, row), None), jnp.zeros(4), x)[0]
+
+
+def doubled_until(limit):
+    return lambda x: lax.while_loop(lambda state: state[0] < limit, lambda s: (s[0] + 1, s[1] * 2), (0, x))[1]
+
+
 SAME = {
     "a loop in two parts": in_parts(lambda c, r: (jnp.sin(c) * r, c * r)),
     "a loop over pairs of rows in two parts": (in_pairs((2, 4)), in_pairs((6,))),
     "computed twice": (twice, once),
+    "products in another order": (
+        lambda x: jnp.einsum("ij,kj->ki", x, jnp.cos(x)),
+        lambda x: jnp.einsum("ij,kj->ik", x, jnp.cos(x)).T,
+    ),
     "a product that is transposed": (lambda x: over_columns(x, jnp.cos(x)), lambda x: over_columns(jnp.cos(x), x).T),
     "a reshape that is undone": (lambda x: jnp.sin(x.reshape(4, 3).reshape(3, 4)), jnp.sin),
     "constants of a loop": (weighted(True), weighted(False)),
@@ -141,7 +163,43 @@ OTHER = {
         lambda x: x * jax.random.bernoulli(jax.random.key(1), 0.5, x.shape),
     ),
     "a part": (lambda x: lax.dynamic_slice(x, (0, 1), (3, 2)), lambda x: lax.dynamic_slice(x, (0, 2), (3, 2))),
+    "a slice": (lambda x: x[:2], lambda x: x[1:3]),
+    "a reshape": (lambda x: x.reshape(2, 6).T, lambda x: x.reshape(6, 2)),
+    "a dtype": (lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), lambda x: x),
+    "the rows of a scan": (rows_in_turn(lambda s, a, b: s * a + b), rows_in_turn(lambda s, a, b: s * b + a)),
+    "rows of two loops": (in_two_loops(lambda a, b: a - b), in_two_loops(lambda a, b: b - a)),
+    "a loop's end": (doubled_until(3), doubled_until(4)),
 }
+
+
+def beside_an_axis(function, axes: str):
+    """The function on a mesh with these axes of one device each, traced."""
+    mesh = AbstractMesh((1,) * len(axes), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.sharding.use_abstract_mesh(mesh):
+        return jax.make_jaxpr(lambda x: jax.shard_map(function, in_specs=P(), out_specs=P(), check_vma=False)(x))(X)
+
+
+WITH_C = {  # one with an axis c, the other without it, and whether they are the same
+    "a permute of nothing": (lambda x: lax.ppermute(x, "c", []), lambda x: x, False),
+    "a sum of an array with itself": (lambda x: x + lax.psum(x, "c"), lambda x: x, False),
+    "a number": (lambda x: x * 2.0, lambda x: x * 3.0, False),
+    "collectives": (lambda x: lax.all_gather(lax.psum(x, "c"), "c", axis=1, tiled=True), lambda x: x, True),
+    "its own block": (lambda x: lax.dynamic_slice_in_dim(x, lax.axis_index("c") * 3, 3), lambda x: x, True),
+    "moved before or after": (lambda x: jnp.sin(x.T).T * 2, lambda x: jnp.sin(x) * 2, True),
+    "a scan": (
+        rows_in_turn(lambda s, a, b: s + lax.psum(a, "c") * b),
+        rows_in_turn(lambda s, a, b: s + a * b),
+        True,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_C)
+def test_an_axis_of_one_device_changes_nothing_by_itself(name):
+    one, other, is_same = WITH_C[name]
+    programs = beside_an_axis(one, "dc"), beside_an_axis(other, "d")
+    texts = list(differences(*programs, ("this mesh", "one device"), "remove it"))
+    assert [text.endswith("remedy: remove it") for text in texts] == [True] * (not is_same)
 
 
 def parted(ours, theirs) -> list[str]:
