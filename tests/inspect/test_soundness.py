@@ -80,7 +80,7 @@ class PerDevice(train.Llama):
     [
         ("d=4 t=2", "einsum", ""),
         ("d=4 t=2", "blockwise", "einsum attention"),
-        ("p=2 d=2", "blockwise", "einsum attention, layers in order"),
+        pytest.param("p=2 d=2", "blockwise", "einsum attention, layers in order", marks=pytest.mark.long),
     ],
 )
 def test_a_finding_says_in_which_form_the_step_was_traced(mesh, attention, traced):
