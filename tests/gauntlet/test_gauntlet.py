@@ -37,7 +37,7 @@ IN_PROCESS = {
 }
 """Files of which train.py can be given an edited copy without another process."""
 DEVICES = 8
-SHORT = 8
+SHORT = 4
 
 
 def config_of(bug: dict) -> dict:

@@ -28,7 +28,7 @@ CONFIGS = {
     "family": lambda: family.ModelConfig(**SIZES, **CAPS, window=4, embedding_scaled=True, qk_norm_all=True),
     "moe": lambda: moe.ModelConfig(**SIZES, **EXPERTS, **LOSSES),
 }
-QUICK = ("mean of local heads", "a loss that is not reduced")
+QUICK = ("mean of local heads",)
 LONG = ("no slots on a mesh", "RoPE by the devices of t")
 
 

@@ -72,15 +72,13 @@ def sum_of_squares(weights, targets):
     return loss, gradients
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        "one device",
-        "p=2 r=2 d=2",
-        *(pytest.param(m, marks=pytest.mark.long(every_case=True)) for m in ("d=8", "r=2 d=2 t=2", "r=4 t=2", "p=4")),
-    ],
-)
-@pytest.mark.parametrize(("m", "together"), [(1, 1), (2, 2), (3, 1), (6, 2)])
+QUICK = [("one device", 6, 2), ("p=2 r=2 d=2", 1, 1), ("p=2 r=2 d=2", 6, 2)]
+MESHES = "one device", "p=2 r=2 d=2", "d=8", "r=2 d=2 t=2", "r=4 t=2", "p=4"
+OTHERS = [(mesh, *how) for mesh in MESHES for how in ((1, 1), (2, 2), (3, 1), (6, 2)) if (mesh, *how) not in QUICK]
+EVERY_LONG = pytest.mark.long(every_case=True)
+
+
+@pytest.mark.parametrize(("mesh", "m", "together"), QUICK + [pytest.param(*x, marks=EVERY_LONG) for x in OTHERS])
 def test_a_loss_that_is_not_linear_over_a_microbatch(mesh, m, together):
     """From the loader to the gradients, in f64: it depends on which sequences are in a microbatch together."""
     mesh = tiny.mesh(mesh)
