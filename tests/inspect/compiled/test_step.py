@@ -23,66 +23,123 @@ from shardwright.run.files import write_json
 MESH = {"d": 2, "t": 2}
 
 
+def collectives_of(text):
+    """How often each collective is in a text: line, what, axes, bytes, turns of its loop, whether it is overlapped."""
+    rows = table_of(text, MESH).of("collective")
+    return collections.Counter({(r.line, r.what, r.axes, r.size, r.turns, r.overlapped): r.count for r in rows})
+
+
+GATHER = ("train.py:10", "all-gather", "t", 128, 1, True)
+OF_TEXT = {GATHER, ("train.py:10", "reduce-scatter", "d", 64, 5, None), ("train.py:10", "all-gather", "d", 64, 5, None)}
+SUM = ("all-reduce", "d t", 2 * 128 * 3 // 4, 1, None)
+
+
 @pytest.mark.quick
-def test_collectives_of_a_text_by_hand():
+def test_a_text_by_hand():
     """Of four devices as d=2 t=2: {0,1} is along t, {0,2} along d, and an array of 4 × 8 f32 has 128 bytes."""
-    found = {(row.what, row.where): row for row in table_of(TEXT, MESH).of("collective")}
-    figures = {key: (r.line, r.axes, r.size, r.count, r.turns, r.overlapped) for key, r in found.items()}
-    assert figures == {
-        ("all-gather", "outside of loops"): ("train.py:10", "t", 128, 1, 1, True),
-        ("reduce-scatter", "loop in f"): ("train.py:10", "d", 64, 1, 5, None),
-        ("all-gather", "loop in f"): ("train.py:10", "d", 64, 1, 5, None),
-        ("all-reduce", "outside of loops"): ("train.py:20", "d t", 2 * 128 * 3 // 4, 1, 1, None),
-    }
-    assert found["reduce-scatter", "loop in f"].total == 320
+    assert collectives_of(TEXT) == dict.fromkeys(OF_TEXT | {("train.py:20", *SUM)}, 1)
+    where = {(row.what, row.where): row.total for row in table_of(TEXT, MESH).of("collective")}
+    assert where["reduce-scatter", "loop in f"] == 320
+    assert ("all-reduce", "outside of loops") in where
     (row,) = table_of(TEXT, MESH).of("matmul")  # in a fusion, and has its own line
     assert (row.line, row.what, row.dtype, row.total) == ("train.py:20", "8×8×16", "f32", 2 * 8 * 8 * 16)
 
 
-def started(text):
-    """The collectives with a start and an end."""
-    return [row for row in table_of(text, MESH).of("collective") if row.overlapped is not None]
+GROUPS = {  # how groups of devices are written, and the axes that they are along
+    "{{0,2,1,3}}": "d t",
+    "[2,2]<=[2,2]T(1,0)": "d",
+    "{}": "d t",
+    "mesh['d'=2,'t'=2] {'d'}, use_global_device_ids=true": "d",  # jax 0.12
+    "mesh['d'=2,'t'=2] {'t','d'}": "d t",
+    "mesh['a'=2,'b'=1,'c'=2], device_ids=([2,2]T(1,0)) {'c'}": "d",  # of GSPMD
+    "mesh['a'=2,'c'=2], device_ids=([4]) {'a'}": "d",
+    "@a_form_of_the_future": "",
+}
+OF_T = "replica_groups={{0,1},{2,3}}"
+ALONG_T = ["[2,2]<=[4]", "mesh['a'=2,'b'=1,'c'=2], device_ids=([2,2]T(1,0)) {'a'}"]
+IN_PARTS = """%part{i} (p{i}: f32[4,8]) -> f32[8,8] {{
+  %p{i} = f32[4,8]{{1,0}} parameter(0)
+  ROOT %g{i} = f32[8,8]{{1,0}} all-gather(%p{i}), channel_id=7, replica_groups={{{{0,1}},{{2,3}}}}, dimensions={{0}}, frontend_attributes={{chain_id="{chain}"}}, metadata={{op_name="jit(f)/all_gather" stack_frame_id=2}}
+}}
+
+"""  # noqa: E501
+PARTS = "".join(IN_PARTS.format(i=i, chain=7 if i < 3 else 8) for i in range(4))
+FUSIONS = "".join(f"  %f{i} = f32[8,8]{{1,0}} fusion(%x.1), kind=kCustom, calls=%part{i}\n" for i in range(4))
+SCATTERED = """%scattered (q: f32[4,8]) -> f32[2,8] {
+  %q = f32[4,8]{1,0} parameter(0)
+  %r = f32[4,8]{1,0} all-reduce(%q), channel_id=7, replica_groups={{0,1},{2,3}}, to_apply=%sum
+  %z = s32[] constant(0)
+  ROOT %cut = f32[2,8]{1,0} dynamic-slice(%r, %z, %z), dynamic_slice_sizes={2,8}
+}
+
+"""
+FUSION = "  %f = f32[2,8]{1,0} fusion(%x.1), kind=kCustom, calls=%scattered\n"
+CALLED = """%called (q: f32[4,8], k: token[]) -> f32[8,8] {
+  %q = f32[4,8]{1,0} parameter(0)
+  %k = token[] parameter(1)
+  ROOT %g = f32[8,8]{1,0} all-gather(%q), channel_id=7, replica_groups={{0,1},{2,3}}, dimensions={0}
+}
+
+"""
+CALL = """  %ready = token[] after-all()
+  %cs = ((f32[4,8]{1,0}, token[]), f32[8,8]{1,0}) call-start(%x.1, %ready), async_execution_thread="sparsecore", to_apply=%called, metadata={op_name="jit(f)/all_gather" stack_frame_id=2}
+  %meanwhile = f32[4,8]{1,0} add(%x.1, %x.1)
+  %cd = f32[8,8]{1,0} call-done(%cs)
+"""  # noqa: E501
+FIRST, ZERO = "%sum (a", "  %zero ="
+DONE = next(line for line in TEXT.splitlines(keepends=True) if "all-gather-done" in line)
+UNNAMED = (', metadata={op_name="jit(f)/psum" stack_frame_id=3}', "")
+EDITS = {  # name: edits of the text, the collectives that it has more, and those that it no longer has
+    "without work until its end": (
+        [(DONE, ""), (ZERO, f"{DONE}{ZERO}")], {(*GATHER[:-1], False): 1}, {GATHER: 1},
+    ),
+    **{groups: ([(OF_T, f"replica_groups={groups}")], {}, {}) for groups in ALONG_T},
+    **{
+        groups: (
+            [(OF_T, f"replica_groups={groups}")],
+            {("train.py:10", "all-gather", axes, 128 if len(axes) == 1 else 3 * 128, 1, True): 1},
+            {GATHER: 1},
+        )
+        for groups, axes in GROUPS.items()
+    },
+    "a permutation": (
+        [("all-gather-", "collective-permute-"), (OF_T, "source_target_pairs={{0,2},{2,0}}")],
+        {("train.py:10", "collective-permute", "d", 128, 1, True): 1}, {GATHER: 1},
+    ),
+    "groups of one": ([(OF_T, "replica_groups={{0},{1},{2},{3}}")], {}, {GATHER: 1}),
+    # TPUs begin a gather in one fusion, go on with it in the next ones, which compute, and end it in the last one.
+    "in parts": (
+        [(FIRST, PARTS + FIRST), (ZERO, FUSIONS + ZERO)], {("train.py:10", "all-gather", "t", 128, 1, None): 2}, {},
+    ),
+    # XLA drops the name of collectives that it merges, and keeps that of the sum of two numbers.
+    "without a name": (
+        [UNNAMED, ("add(%a, %b)", 'add(%a, %b), metadata={op_name="add" stack_frame_id=2}')],
+        {("train.py:10", *SUM): 1}, {("train.py:20", *SUM): 1},
+    ),
+    # In one fusion, as TPUs write it where they pad the operand. A slice by another operation sums all of it.
+    "a sum that is sliced": (
+        [(FIRST, SCATTERED + FIRST), (ZERO, FUSION + ZERO)],
+        {("without a line", "reduce-scatter", "t", 64, 1, None): 1}, {},
+    ),
+    "a sum that is not sliced": (
+        [(FIRST, SCATTERED.replace("(%r,", "(%q,") + FIRST), (ZERO, FUSION + ZERO)],
+        {("without a line", "all-reduce", "t", 128, 1, None): 1}, {},
+    ),
+    # libtpu gives some to the sparse cores of a chip, as a call that begins and ends.
+    "of another core": ([(FIRST, CALLED + FIRST), (ZERO, CALL + ZERO)], {GATHER: 1}, {}),
+}  # fmt: skip
 
 
 @pytest.mark.quick
-def test_a_collective_without_work_until_its_end_is_not_overlapped():
-    lines = TEXT.splitlines()
-    done = next(i for i, line in enumerate(lines) if "all-gather-done" in line)
-    lines.insert(next(i for i, line in enumerate(lines) if "all-gather-start" in line) + 1, lines.pop(done))
-    assert [row.overlapped for row in started("\n".join(lines))] == [False]
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("groups", "axes"),
-    [
-        ("{{0,1},{2,3}}", "t"),
-        ("{{0,2,1,3}}", "d t"),
-        ("[2,2]<=[4]", "t"),
-        ("[2,2]<=[2,2]T(1,0)", "d"),
-        ("{}", "d t"),
-        ("mesh['d'=2,'t'=2] {'d'}, use_global_device_ids=true", "d"),  # jax 0.12
-        ("mesh['d'=2,'t'=2] {'t','d'}", "d t"),
-        ("mesh['a'=2,'b'=1,'c'=2], device_ids=([2,2]T(1,0)) {'a'}", "t"),  # of GSPMD
-        ("mesh['a'=2,'b'=1,'c'=2], device_ids=([2,2]T(1,0)) {'c'}", "d"),
-        ("mesh['a'=2,'c'=2], device_ids=([4]) {'a'}", "d"),
-        ("@a_form_of_the_future", ""),
-    ],
-)
-def test_axes_of_groups(groups, axes):
-    (row,) = started(TEXT.replace("replica_groups={{0,1},{2,3}}", f"replica_groups={groups}"))
-    assert row.axes == axes
-    assert row.size == 128 * (1 if len(axes) == 1 else 3)
-
-
-@pytest.mark.quick
-def test_a_permutation_and_a_group_of_one():
-    old = "replica_groups={{0,1},{2,3}}"
-    (row,) = started(
-        TEXT.replace("all-gather-", "collective-permute-").replace(old, "source_target_pairs={{0,2},{2,0}}")
-    )
-    assert (row.what, row.axes, row.size) == ("collective-permute", "d", 128)
-    assert started(TEXT.replace(old, "replica_groups={{0},{1},{2},{3}}")) == []
+def test_collectives_as_compilers_write_them():
+    found = {}
+    for name, (edits, _, _) in EDITS.items():
+        text = TEXT
+        for old, new in edits:
+            assert old in text, name
+            text = text.replace(old, new)
+        found[name] = edits, collectives_of(text) - collectives_of(TEXT), collectives_of(TEXT) - collectives_of(text)
+    assert found == EDITS
 
 
 @pytest.mark.quick
@@ -108,95 +165,24 @@ ENTRY main {{
     assert (row.what, row.dtype, row.size) == ("6×4×10", "bf16", 2 * 6 * 4 * 10)
 
 
-@pytest.mark.parametrize("spec", ["ab,bc->ac", "xab,xbc->xac", "abc,cd->abd", "xab,cbx->xac"])
-def test_flops_are_those_of_xlas_cost_analysis(spec):
+def test_flops_are_those_of_xlas_cost_analysis():
+    """Of products, and of convolutions: TPUs write those of more dims so. Nor does XLA count what meets padding."""
     sizes = dict(zip("xabcd", (3, 16, 32, 48, 64), strict=True))
-    left, right = ([sizes[dim] for dim in dims] for dims in spec.split("->")[0].split(","))
-    compiled = jax.jit(lambda x, y: jnp.einsum(spec, x, y)).lower(jnp.ones(left), jnp.ones(right)).compile()
-    assert sum(row.total for row in table_of(compiled.as_text()).of("matmul")) == compiled.cost_analysis()["flops"]
-
-
-@pytest.mark.parametrize(
-    ("padding", "stride", "spread", "apart"),
-    [((0, 0), 1, 1, 1), ((3, 3), 1, 1, 1), ((3, 1), 2, 1, 1), ((2, 2), 1, 3, 1), ((4, 5), 2, 3, 2)],
-)
-def test_flops_of_convolutions_are_those_of_xlas_cost_analysis(padding, stride, spread, apart):
-    """As TPUs write products of more than two dims. XLA does not count what meets padding either."""
-
-    def convolved(x, y):
-        return jax.lax.conv_general_dilated(x, y, (stride,), [padding], (spread,), (apart,), ("NWC", "WIO", "NWC"))
-
-    compiled = jax.jit(convolved).lower(jnp.ones((2, 5, 16)), jnp.ones((4, 16, 24))).compile()
-    assert " convolution(" in compiled.as_text()
-    found = sum(row.total for row in table_of(compiled.as_text()).of("matmul"))
-    assert found == compiled.cost_analysis()["flops"] > 0
-
-
-def test_a_collective_in_parts_counts_once():
-    """TPUs begin a gather in one fusion, go on with it in the next ones, which compute, and end it in the last one."""
-    part = """%part{} (p{}: f32[4,8]) -> f32[8,8] {{
-  %p{} = f32[4,8]{{1,0}} parameter(0)
-  ROOT %g{} = f32[8,8]{{1,0}} all-gather(%p{}), channel_id=7, replica_groups={{{{0,1}},{{2,3}}}}, dimensions={{0}}, frontend_attributes={{chain_id="{}"}}, metadata={{op_name="jit(f)/all_gather" stack_frame_id=2}}
-}}
-
-"""  # noqa: E501
-    parts = "".join(part.format(i, i, i, i, i, 7 if i < 3 else 8) for i in range(4))
-    fusions = "\n".join(f"  %f{i} = f32[8,8]{{1,0}} fusion(%x.1), kind=kCustom, calls=%part{i}" for i in range(4))
-    before = {row.what: row.count for row in table_of(TEXT, MESH).of("collective") if row.where == "outside of loops"}
-    text = TEXT.replace("%sum (a", f"{parts}%sum (a").replace("  %zero =", f"{fusions}\n  %zero =")
-    rows = [row for row in table_of(text, MESH).of("collective") if row.where == "outside of loops"]
-    assert sum(row.count for row in rows) == sum(before.values()) + 2
-    assert {row.line for row in rows if row.what == "all-gather"} == {"train.py:10"}
-
-
-def test_a_collective_without_a_name_has_the_line_of_what_sums():
-    """XLA drops the name of collectives that it merges, and keeps that of the sum of two numbers."""
-    text = TEXT.replace(', metadata={op_name="jit(f)/psum" stack_frame_id=3}', "").replace(
-        "add(%a, %b)", 'add(%a, %b), metadata={op_name="add" stack_frame_id=2}'
-    )
-    (row,) = (row for row in table_of(text, MESH).of("collective") if row.what == "all-reduce")
-    assert row.line == "train.py:10"
-
-
-def test_a_reduce_scatter_as_a_slice_of_a_sum():
-    """In one fusion, as TPUs write it where they pad the operand. A slice by another operation sums all of it."""
-    scattered = """%scattered (q: f32[4,8]) -> f32[2,8] {
-  %q = f32[4,8]{1,0} parameter(0)
-  %r = f32[4,8]{1,0} all-reduce(%q), channel_id=7, replica_groups={{0,1},{2,3}}, to_apply=%sum
-  %z = s32[] constant(0)
-  ROOT %cut = f32[2,8]{1,0} dynamic-slice(%r, %z, %z), dynamic_slice_sizes={2,8}
-}
-
-"""
-    fusion = "  %f = f32[2,8]{1,0} fusion(%x.1), kind=kCustom, calls=%scattered\n  %zero ="
-    text = TEXT.replace("%fused (p0", f"{scattered}%fused (p0").replace("  %zero =", fusion)
-    found = lambda text: {(row.what, row.axes, row.size) for row in table_of(text, MESH).of("collective")}
-    new = found(text) - found(TEXT)
-    assert new == {("reduce-scatter", "t", 64)}
-    assert ("all-reduce", "t", 128) in found(text.replace("dynamic-slice(%r,", "dynamic-slice(%q,"))
-
-
-def test_a_collective_that_another_core_does():
-    """libtpu gives some to the sparse cores of a chip, as a call that begins and ends."""
-    call = """%called (q: f32[4,8], k: token[]) -> f32[8,8] {
-  %q = f32[4,8]{1,0} parameter(0)
-  %k = token[] parameter(1)
-  ROOT %g = f32[8,8]{1,0} all-gather(%q), channel_id=7, replica_groups={{0,1},{2,3}}, dimensions={0}
-}
-
-"""
-    start = """  %ready = token[] after-all()
-  %cs = ((f32[4,8]{1,0}, token[]), f32[8,8]{1,0}) call-start(%x.1, %ready), async_execution_thread="sparsecore", to_apply=%called, metadata={op_name="jit(f)/all_gather" stack_frame_id=2}
-  %meanwhile = f32[4,8]{1,0} add(%x.1, %x.1)
-  %cd = f32[8,8]{1,0} call-done(%cs)
-  %zero ="""  # noqa: E501
-    text = TEXT.replace("%sum (a", f"{call}%sum (a").replace("  %zero =", start)
-    count = lambda text: {
-        (row.line, row.what, row.size, row.overlapped): row.count for row in table_of(text, MESH).of("collective")
-    }
-    assert (
-        count(text)["train.py:10", "all-gather", 128, True] == count(TEXT)["train.py:10", "all-gather", 128, True] + 1
-    )
+    programs = []
+    for spec in ("ab,bc->ac", "xab,xbc->xac", "abc,cd->abd", "xab,cbx->xac"):
+        shapes = [[sizes[dim] for dim in dims] for dims in spec.split("->")[0].split(",")]
+        programs.append((functools.partial(jnp.einsum, spec), *shapes))
+    for left, right, *steps in ((0, 0, 1, 1, 1), (3, 3, 1, 1, 1), (3, 1, 2, 1, 1), (2, 2, 1, 3, 1), (4, 5, 2, 3, 2)):
+        stride, spread, apart = ((n,) for n in steps)
+        options = {"lhs_dilation": spread, "rhs_dilation": apart, "dimension_numbers": ("NWC", "WIO", "NWC")}
+        of_padding = {"window_strides": stride, "padding": [(left, right)], **options}
+        convolved = functools.partial(jax.lax.conv_general_dilated, **of_padding)
+        programs.append((convolved, (2, 5, 16), (4, 16, 24)))
+    for program, *shapes in programs:
+        compiled = jax.jit(program).lower(*map(jnp.ones, shapes)).compile()
+        assert (" convolution(" in compiled.as_text()) == (len(shapes[0]) == 3 and shapes[0][1] == 5)
+        found = sum(row.total for row in table_of(compiled.as_text()).of("matmul"))
+        assert found == compiled.cost_analysis()["flops"] > 0, program
 
 
 # ---- the training step ------------------------------------------------------------------------------------------
