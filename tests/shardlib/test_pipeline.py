@@ -227,8 +227,9 @@ def dropout_step(p: int, schedule: str):
         return float(loss), in_layer_order(jax.tree.map(np.asarray, g), order)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zb_v"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("interleaved_1f1b", marks=pytest.mark.long), pytest.param("zb_v", marks=pytest.mark.slow)]
+)
 def test_dropout_is_that_of_one_device(schedule):
     """A mask depends on row and layer, not on stage or microbatch, and is the same in forward and backward."""
     (loss, g), (expected_loss, expected) = dropout_step(2, schedule), dropout_step(1, "gpipe")

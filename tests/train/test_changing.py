@@ -180,10 +180,14 @@ def test_a_model_is_the_dense_one(recipe, mesh):
     assert abs(loss(found.before[0], **plain) - found.validation) > 1e-4, "the change is felt"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", MESHES)
-def test_a_loss_and_a_metric_from_a_layer(mesh):
-    c, found = tiny.model(layers=4), trained("layer_loss", mesh)
+OF_LAYERS = [("d=2 t=2", {"microbatches": 4, "side_by_side": 2}), *((mesh, {}) for mesh in MESHES)]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "training"), [pytest.param(*x, marks=pytest.mark.long if x[1] else pytest.mark.slow) for x in OF_LAYERS]
+)
+def test_a_loss_and_a_metric_from_a_layer(mesh, training):
+    c, found = tiny.model(layers=4), trained("layer_loss", mesh, **training)
 
     def loss(w):
         stream = []

@@ -135,6 +135,14 @@ def test_a_batch_of_another_number_of_microbatches_than_the_schedule_is_for_is_r
 
 WEIGHTS = len(jax.tree.leaves(train.Llama(tiny.model()).table))
 COLLECTIVES = {
+    # Attention and the MLP each gather the positions and scatter their output; backward does the layer's gathers again,
+    # and each collective transposed. Outside the head gathers the positions, and the embedding scatters its output;
+    # three sums are in cross_entropy, and the loss, the number of targets and the norm are sums.
+    "one": {
+        "forward": {"all-gather": 9 + 2, "reduce-scatter": 2},
+        "backward": {"all-gather": 9 + 2 + 2, "reduce-scatter": 9 + 2, "all-reduce": 9},
+        "outside": {"all-gather": 4 + 1, "reduce-scatter": 1 + 4, "all-reduce": 3 + 3 + WEIGHTS - 9},
+    },
     # Only t's, for the activations, are left in the loops. In a microbatch: the embeddings' scatter, the last norm's
     # gather, each with its transpose; of the loss, one maximum and three sums. Outside: each weight's gather and
     # scatter over d, its gradient's sum over r; the targets' count and the norm.
@@ -164,10 +172,10 @@ COLLECTIVES = {
 @pytest.mark.long(every_case=True)
 @pytest.mark.parametrize("gather", COLLECTIVES)
 def test_what_is_communicated(gather):
-    how = {"side_by_side": 2} if gather == "side by side" else {"gather_weights": gather}
-    found = collectives(compile_step(MESH, microbatches=2, **how).as_text())
+    how = {"one": {"microbatches": 1}, "side by side": {"side_by_side": 2}}.get(gather, {"gather_weights": gather})
+    found = collectives(compile_step(MESH, **{"microbatches": 2, **how}).as_text())
     assert {part: found[part] for part in COLLECTIVES[gather]} == COLLECTIVES[gather]
-    assert gather == "side by side" or found["microbatches"]["all-reduce"] == 4
+    assert found["microbatches"]["all-reduce"] == (4 if gather in ("step", "layer") else 0)
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-import step_text
 import tiny
 from own_model import MINE, SIZES, imported
 from redrawn import redrawn
@@ -40,12 +39,6 @@ def losses(place: str, gather: str, module: str = "mine") -> list[float]:
             found.append(float(metrics.loss))
         nats, targets = tiny.evaluation_step(c)(state.weights, batch)
         return [*found, float(nats / targets)]
-
-
-@pytest.mark.long
-def test_every_collective_has_its_line_in_it_or_in_train():
-    files = step_text.files_of_collectives(config(microbatches=2), tiny.mesh("d=4 t=2"))
-    assert {Path(file).name for file in files} == {"mine.py", "train.py"}
 
 
 @pytest.mark.long
