@@ -10,7 +10,6 @@ import train
 from shardlib.layers import LayerAux
 from shardlib.shardtypes import ShardError
 
-
 DIFFERS = ".*; it must be a scalar, the same on every device"
 
 

@@ -294,17 +294,13 @@ def of(expression: str, p):
     return eval(expression, {**names(), "p": p})
 
 
-@pytest.mark.parametrize("expression", REFUSED)
-def test_partial_sums_and_copies_are_refused_in(expression):
-    with pytest.raises(ShardError, match=PARTIAL):
-        abstract_mesh.on_mesh(lambda h: drop(of(expression, total(h))))
-    with pytest.raises(ShardError, match=COPY):
-        abstract_mesh.on_mesh(lambda losses: drop(of(expression, replicate("... -> ... *t", losses))))
-
-
-@pytest.mark.parametrize("expression", LINEAR)
-def test_partial_sums_stay_so_in_what_is_linear(expression):
-    abstract_mesh.on_mesh(lambda h: psum("B/d L +t -> B/d L", of(expression, total(h))), f32["B/d L"])
+@pytest.mark.parametrize("expression", REFUSED + LINEAR)
+def test_partial_sums_and_copies_are_refused_in_all_but_what_is_linear(expression):
+    if expression in LINEAR:
+        abstract_mesh.on_mesh(lambda h: psum("B/d L +t -> B/d L", of(expression, total(h))), f32["B/d L"])
+    else:
+        with pytest.raises(ShardError, match=PARTIAL):
+            abstract_mesh.on_mesh(lambda h: drop(of(expression, total(h))))
     with pytest.raises(ShardError, match=COPY):
         abstract_mesh.on_mesh(lambda losses: drop(of(expression, replicate("... -> ... *t", losses))))
 
@@ -312,12 +308,7 @@ def test_partial_sums_stay_so_in_what_is_linear(expression):
 # Of the array in a partial sum. JAX refuses the first ones itself, and the last ones give what is no sum.
 INSIDE = [
     *("jnp.sqrt(p)", "p + 1e-6", "p * 2", "p * p * p", "jnp.abs(p)", "jnp.maximum(p, 0)", "p > 0"),
-    *(
-        "jax.nn.softmax(p)",
-        "jax.vmap(jnp.sqrt)(p)",
-        "p @ jnp.ones((6, 6))",
-        "jnp.where(jnp.ones((2, 6), bool), p, 0.0)",
-    ),
+    *("jax.nn.softmax(p)", "jax.vmap(jnp.sqrt)(p)", "p @ jnp.ones((6, 6))", "jnp.where(jnp.ones((2, 6)) > 0, p, 0.0)"),
     *("p.max(axis=0, keepdims=True) + jnp.zeros((2, 6))", "jnp.cumsum(p, axis=1)", "p**3", "jnp.zeros_like(p)"),
     "lax.psum(p, 't')",
 ]
@@ -328,14 +319,6 @@ def test_the_array_in_a_partial_sum_is_refused_in(expression):
     inside = lambda h: jax.tree.map(lambda p: of(expression, p), total(h))
     with pytest.raises(ShardError, match=r"the array in (a|this) partial sum(.|\n)*remedy: .*reduce .* with psum"):
         abstract_mesh.on_mesh(lambda h: drop(psum("B/d L +t -> B/d L", inside(h))))
-
-
-# CPython 3.13 also reports what was raised inside of a hasattr that JAX makes in C.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("function", [lax.exp, lax.rsqrt, lax.logistic])
-def test_partial_sums_are_refused_by_jax_lax(function):
-    with pytest.raises((ShardError, TypeError), match=r"Partial|partial sum over t"):
-        abstract_mesh.on_mesh(lambda h: function(total(h)))
 
 
 def test_opaque_values_still_answer_hasattr_and_repr():

@@ -62,15 +62,7 @@ def simulated(orders, transfer=0.0):
 
 
 def test_interleaved_as_jaxpp_prints_it():
-    """The lists that jaxpp's tutorial shows of Interleaved1F1B for 4 microbatches, and of its eager 1F1B."""
-    expected = {
-        (1, 2): "F2.0 F2.1 F2.2 B2.0 F2.3 B2.1 B2.2 B2.3",
-        (1, 3): "F3.0 B3.0 F3.1 B3.1 F3.2 B3.2 F3.3 B3.3",
-        (2, 0): "F0.0 F0.1 F0.2 F0.3 F4.0 F4.1 F4.2 F4.3 B4.0 B4.1 B4.2 B4.3 B0.0 B0.1 B0.2 B0.3",
-        (2, 3): "F3.0 F3.1 F3.2 F3.3 F7.0 B7.0 F7.1 B7.1 F7.2 B7.2 F7.3 B7.3 B3.0 B3.1 B3.2 B3.3",
-    }
-    for (v, device), tasks in expected.items():
-        assert short(interleaved_1f1b(4, 4, v))[device] == tasks.split()
+    """The lists that jaxpp's tutorial shows of its eager 1F1B, which torch does not have."""
     assert short(interleaved_1f1b(3, 5)) == [
         ["F0.0", "F0.1", "F0.2", "F0.3", "F0.4", "B0.0", "B0.1", "B0.2", "B0.3", "B0.4"],
         ["F1.0", "F1.1", "F1.2", "B1.0", "F1.3", "B1.1", "F1.4", "B1.2", "B1.3", "B1.4"],
@@ -95,10 +87,13 @@ def torch_stage(p, v, chunk=0):
     return SimpleNamespace(**fields, is_last=False, has_backward=True, submod=torch.nn.Identity())
 
 
-@pytest.mark.parametrize("p", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("m", [1, 2, 3, 8, 16, 19, 32])
-def test_schedules_as_in_torch(p, m):
+def test_schedules_as_in_torch():
     pipelining = pytest.importorskip("torch.distributed.pipelining")
+    for p, m in itertools.product((1, 2, 3, 4, 5, 8), (1, 2, 3, 8, 16, 19, 32)):
+        compare_with_torch(pipelining, p, m)
+
+
+def compare_with_torch(pipelining, p, m):
     halves = lambda name: [name.replace("B", "I"), name.replace("B", "W")] if name[0] == "B" else [name]
     if m >= p:  # else torch refuses them
         assert short(gpipe(p, m)) == torch_lists(pipelining.ScheduleGPipe(torch_stage(p, 1), m))

@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 import tiny
 from jax.sharding import AbstractMesh, AxisType
+from own_model import imported
 from proofs import found_soon
 from recipes import ROOT, SOURCE, module_of, train_with
 from shipped import RUNS, load
 from traced_steps import GPT2, program
-from wrong_edits import EDITS
+from wrong_edits import EDITS, OF_MODELS
 
 import train
+from models import family, gpt2, moe
 from shardlib.shardtypes import ShardError
 from shardwright.inspect.soundness import find_unsound
 from shardwright.modeling.model import load_model
@@ -181,19 +183,53 @@ def test_wrong_edits_do_not_trace(edits):
 
 @pytest.mark.parametrize("edit", PROVED, ids=str)
 def test_a_wrong_edit_is_refused_at_its_line(edit):
-    changed = edit.source
-    first = changed[: changed.index(edit.new)].count("\n") + 1
-
     def is_refused(text: str) -> bool:
         lines = {int(line) for line in re.findall(r"^\S.*?:(\d+): ", text, re.MULTILINE)}
-        is_named = bool(lines & {*range(first, first + edit.new.count("\n") + 1)})
         # A choice shows where its result meets another.
-        return bool(re.search(edit.message, text)) and ("choice" in edit.name or is_named)
+        return bool(re.search(edit.message, text)) and ("choice" in edit.name or bool(lines & edit.lines()))
 
-    with train_with({edit.file: changed}) as module:
+    with train_with({edit.file: edit.source}) as module:
         for settings in edit.where:
             text = found_soon(step_of(settings, module), is_refused)
             assert is_refused(text), text
+
+
+SIZES = {"vocab": 64, "d_model": 32, "layers": 2, "n_kv": 4, "n_q_per_kv": 2, "d_head": 16, "d_ff": 32}
+CAPS = {"attention_softcap": 5.0, "logit_softcap": 5.0}
+EXPERTS = {"experts": 8, "experts_per_token": 2, "capacity_factor": 2.0, "pools": 4, "shared_experts": 1}
+LOSSES = {"balance_loss": 0.1, "router_z_loss": 0.1, "correction_bias": True}
+MODELS = {
+    "train": lambda: train.ModelConfig(**SIZES, qk_norm=True, logit_softcap=5.0),
+    "gpt2": lambda: gpt2.ModelConfig(vocab=64, positions=16, d_model=32, layers=2, heads=4, dropout=0.1),
+    "family": lambda: family.ModelConfig(**SIZES, **CAPS, window=4, embedding_scaled=True, qk_norm_all=True),
+    "moe": lambda: moe.ModelConfig(**SIZES, **EXPERTS, **LOSSES),
+}
+LONG_EDITS = ("moe: no slots on a mesh", "train: RoPE by the devices of t")
+
+
+def marks_of(edit) -> list:
+    every_case = {"every_case": True} if edit.name in LONG_EDITS else {}
+    return [] if edit.name == "family: mean of local heads" else [pytest.mark.long(**every_case)]
+
+
+@pytest.mark.parametrize("edit", [pytest.param(edit, marks=marks_of(edit)) for edit in OF_MODELS], ids=str)
+def test_a_wrong_edit_of_a_model_is_refused_at_its_line(edit, tmp_path):
+    (name,) = edit.where
+    c, mesh = MODELS[name](), mesh_of("r=1 d=2 e=2 t=2" if name == "moe" else "r=1 d=2 t=2")
+    c.module = f"edited_{name}"
+
+    def is_named(text: str) -> bool:
+        lists = re.findall(rf"edited_{name}\.py:(\d+(?:, \d+)*)", text)
+        return bool(edit.lines(edit.message) & {int(number) for numbers in lists for number in numbers.split(", ")})
+
+    with imported(c.module, edit.source, tmp_path) as edited:  # a file, as a user's is
+        try:
+            trainer = edited if name == "train" else train
+            text = found_soon(trace_step(tiny.config(c), load_model(c), mesh, trainer=trainer), is_named)
+        except ShardError as error:
+            text = str(error)
+    assert is_named(text), text
+    assert "per_device" not in text
 
 
 def test_a_layer_that_differs_between_stages_is_refused():

@@ -4,6 +4,7 @@ Those of GPUs and TPUs have the form in which XLA's profiler writes them (its so
 stats). The last ones are from an H100.
 """
 
+import functools
 import json
 import lzma
 from pathlib import Path
@@ -231,11 +232,13 @@ def test_without_the_text_the_rest_is_read(tmp_path):
 # ---- traces of a real H100 ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def of_h100(tmp_path):
+@pytest.fixture(scope="module")
+def of_h100(tmp_path_factory):
     """Reads a trace of four steps of first_chip on an H100: with CUDA graphs, as runs are, and without."""
 
+    @functools.cache
     def read(name):
+        tmp_path = tmp_path_factory.mktemp(name)
         for kept, path in ((f"{name}.xplane.xz", tmp_path / "x.xplane.pb"), ("step.hlo.xz", tmp_path / "step.txt")):
             path.write_bytes(lzma.decompress((DATA / kept).read_bytes()))
         found = read_trace(tmp_path / "x.xplane.pb", STEP, 4, tmp_path / "step.txt")
