@@ -459,8 +459,9 @@ def test_what_leaks_in_training_alone_is_right_for_texts():
     assert verdict(forward(IN_TRAINING["next, in training"][0]), context=tiny.LENGTH) == ""
 
 
-def test_an_array_of_a_length_that_is_not_followed_is_not_proved():
-    assert re.search("as far as 256 positions show$", verdict(forward(GROWING["array"]), 8192))
+def test_an_array_of_a_length_that_is_not_followed_is_not_proved(monkeypatch):
+    monkeypatch.setattr(causality, "AT_MOST", 2 * causality.LENGTH)
+    assert re.search("as far as 256 positions show$", verdict(forward(GROWING["array"]), 1024))
 
 
 @pytest.mark.long
