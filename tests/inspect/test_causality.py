@@ -349,10 +349,10 @@ CASES = {name: (kind, "", *size) for name, (kind, *size) in RIGHT.items()} | REF
 assert len(CASES) == len(RIGHT) + len(REFUSED)
 # Of the others the interpreter is tested in tests/proof/test_causality.py.
 QUICK = """
-Llama; Llama, a longer text; own attention; other mixes; uses of the length; far shifts; halves, of one row
+Llama; own attention; other mixes; uses of the length; far shifts; halves, of one row
 mixture of depths; other documents; rule; leak; norm of the batch; shift; rounded places; last of document
-next, in training; next begins; length of the document; halves; two rows before, longer; the block before; far rule
-distance, 512; part, 8192; bf16; uint8; start at most; documents modulo 8
+next, in training; next begins; length of the document; halves; two rows before; the block before; far rule
+distance, 512; part, 8192; bf16; uint8; documents modulo 8
 """
 QUICK = QUICK.strip().replace("\n", "; ").split("; ")
 assert set(QUICK) <= set(CASES)
