@@ -31,3 +31,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for same in cases.values():
         for item in same[1:-1]:
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def one_device():
+    """The mesh in force has one device."""
+    import jax
+    import tiny
+
+    with jax.set_mesh(tiny.mesh("one device")):
+        yield
+
+
+@pytest.fixture
+def no_hashes(monkeypatch):
+    """Programs that open a run do not trace its step for hashes, which take most of their time."""
+    from shardwright.run import provenance
+
+    monkeypatch.setattr(provenance, "_hashed", lambda step: {"programs": {}})

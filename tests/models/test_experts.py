@@ -59,6 +59,7 @@ def test_logits_and_gradients_are_those_of_transformers(kind, factor, mesh):
 # ---- one layer ----------------------------------------------------------------------------------------------------
 
 MESHES = ("one device", "e=8", "e=2 c=2 t=2", "r=2 d=2 e=2", "c=4 t=2")
+ONE_AND_ALL = [mesh if mesh == "e=2 c=2 t=2" else pytest.param(mesh, marks=pytest.mark.long) for mesh in MESHES]
 B, L = 8, 16
 COUNTS = bool_["B/b L/c/t"]
 PADDED = np.arange(L) < np.array([16, 1, 3, 0, 7, 16, 5, 2])[:, None]
@@ -120,8 +121,9 @@ def used(w: moe.Layer):
     return tiny.gathered(w)
 
 
-@pytest.mark.parametrize(("slots", "pools"), [(None, None), (8, None), (16, 2)])
-@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+@pytest.mark.parametrize(
+    ("platform", "slots", "pools"), [("gpu", None, None), ("gpu", 8, None), ("tpu", None, None), ("tpu", 16, 2)]
+)
 def test_a_layer_is_that_of_plain_loops_as_on(platform, slots, pools, monkeypatch):
     """On a GPU rows are added in turns, not by a scatter. On a TPU groups of rows are multiplied by `ragged_dot`."""
     monkeypatch.setattr(products, "target_device", lambda: types.SimpleNamespace(platform=platform))
@@ -185,8 +187,7 @@ def test_a_layer_is_that_of_plain_loops_on_every_mesh(mesh, slots, pools, bias):
             near(ours, theirs)
 
 
-@pytest.mark.parametrize(("slots", "pools"), [(None, None), (8, None), (16, 2)])
-@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+@pytest.mark.parametrize(("platform", "slots", "pools"), [("cpu", 8, None), ("tpu", None, None), ("tpu", 16, 2)])
 def test_an_expert_without_tokens_has_a_zero_gradient(platform, slots, pools, monkeypatch):
     """Not NaN, and not what was there before: https://github.com/openxla/tokamax/issues/887."""
     monkeypatch.setattr(products, "target_device", lambda: types.SimpleNamespace(platform=platform))
@@ -214,56 +215,6 @@ def test_an_expert_without_tokens_has_a_zero_gradient(platform, slots, pools, mo
         assert np.all(of_experts[np.arange(8) != 5] > 0)
 
 
-# ---- the router ---------------------------------------------------------------------------------------------------
-
-
-def routed(c, w, x):
-    """Weights of the experts of x[N, M], as numpy."""
-
-    def run(x: f32["B/b L/c/t M"], w: moe.Layer) -> f32["B/b L/c/t E"]:
-        return moe.route(x, used(w), c).weights
-
-    with jax.set_mesh(tiny.mesh("one device")):
-        return np.asarray(tiny.per_device(run)(x[None], w))[0]
-
-
-def theirs(router, x, experts):
-    """The weights of a router of transformers, dense over the experts."""
-    torch = truth.torch
-    _, weights, index = router(torch.tensor(x))
-    return torch.zeros(len(x), experts).scatter_(1, index, weights.detach()).numpy()
-
-
-def test_the_router_of_deepseek_v3():
-    """Sigmoid, groups, a bias for the choice alone, normalized, scaled."""
-    settings = {"scores": "sigmoid", "groups": 4, "groups_per_token": 2, "correction_bias": True, "weight_scale": 2.5}
-    c = truth.model(**settings, experts=16, experts_per_token=3)
-    x, w = np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32), layer_of(c)
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
-
-    config = truth.transformers.DeepseekV3Config(
-        hidden_size=32, n_routed_experts=16, num_experts_per_tok=3, n_group=4, topk_group=2, routed_scaling_factor=2.5
-    )
-    router = DeepseekV3TopkRouter(config)
-    router.weight.data, router.e_score_correction_bias = (
-        truth.torch.tensor(w.router.T),
-        truth.torch.tensor(w.router_bias),
-    )
-    np.testing.assert_allclose(routed(c, w, x), theirs(router, x, 16), rtol=1e-5, atol=1e-7)
-
-
-def test_the_router_of_gpt_oss():
-    """A softmax of the chosen logits is the softmax of all, divided by the sum of the chosen. Its bias is 0 here."""
-    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
-
-    c = truth.model(experts=16, experts_per_token=4)
-    x, w = np.random.default_rng(1).normal(size=(64, 32)).astype(np.float32), layer_of(c)
-    config = truth.transformers.GptOssConfig(hidden_size=32, num_local_experts=16, num_experts_per_tok=4)
-    router = GptOssTopKRouter(config)
-    router.weight.data = truth.torch.tensor(w.router.T)
-    np.testing.assert_allclose(routed(c, w, x), theirs(router, x, 16), rtol=1e-5, atol=1e-7)
-
-
 # ---- losses -------------------------------------------------------------------------------------------------------
 
 
@@ -285,7 +236,7 @@ def extras(c, w, x, mesh, counts=None):
         return jax.tree.map(np.asarray, tiny.per_device(run)(x, w, counts))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ONE_AND_ALL)
 def test_the_balance_loss_is_that_of_transformers_for_each_sequence(mesh):
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
@@ -303,7 +254,7 @@ def test_the_balance_loss_is_that_of_transformers_for_each_sequence(mesh):
     np.testing.assert_allclose(load, counts.numpy() / (B * L * c.experts_per_token / c.experts), rtol=1e-6)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", ONE_AND_ALL)
 def test_padding_counts_in_no_loss_and_no_metric(mesh):
     """Against the same of the tokens that count alone, in numpy: no padding is there."""
     c = truth.model(balance_loss=0.25, router_z_loss=0.5, correction_bias=True, bias_rate=0.5)
@@ -326,22 +277,16 @@ def test_padding_counts_in_no_loss_and_no_metric(mesh):
     np.testing.assert_allclose(g.router_bias, 0.5 * (loads / total - c.experts_per_token / c.experts), atol=1e-7)
 
 
-@pytest.mark.parametrize("mesh", MESHES[:3])
-def test_the_correction_bias_moves_against_the_load(mesh):
-    """Its gradient is what the share of each expert exceeds the mean by. The loss and the router's gradient are 0."""
+def test_the_correction_bias_moves_alone():
+    """Its own gradient is compared above; the loss and the router's gradient are 0."""
     c = truth.model(correction_bias=True, bias_rate=0.5)
-    x, w = np.random.default_rng(1).normal(size=(B, L, 32)).astype(np.float32), layer_of(c)
-    w.router_bias = np.linspace(-0.3, 0.3, c.experts).astype(np.float32)
-    value, g, _ = extras(c, w, x, mesh)
-    scores = np.asarray(jax.nn.softmax(x @ w.router, axis=-1)) + w.router_bias
-    counts = np.bincount(np.argsort(-scores, axis=-1)[..., : c.experts_per_token].reshape(-1), minlength=c.experts)
+    value, g, _ = extras(c, layer_of(c), np.random.default_rng(1).normal(size=(B, L, 32)).astype(np.float32), MESHES[2])
     assert value == 0
     assert not g.router.any()
-    expected = 0.5 * (counts / (B * L) - c.experts_per_token / c.experts)
-    np.testing.assert_allclose(g.router_bias, expected, rtol=0, atol=1e-7)
+    assert g.router_bias.any()
 
 
-@pytest.mark.parametrize("mesh", ["one device", "e=2 c=2", pytest.param("p=2 d=2", marks=pytest.mark.long)])
+@pytest.mark.parametrize("mesh", ["e=2 c=2", pytest.param("p=2 d=2", marks=pytest.mark.long)])
 def test_microbatches_change_no_gradient_and_no_metric(mesh):
     """Nor does the loss: those of the layers are means over the tokens that count, of which a microbatch has more."""
     c = truth.model(correction_bias=True, bias_rate=0.5, balance_loss=0.25, router_z_loss=0.5, capacity_factor=0.5)
@@ -464,15 +409,6 @@ def test_slots_by_a_priority_over_the_sequence_are_refused(tmp_path):
         assert moved(last) > 1e-3
         with pytest.raises(ValueError, match=r"last_choices.py:\d+: sort: the logits of"):
             check_causal(tiny.step_of(last, 64, 2))
-
-
-@pytest.mark.quick
-def test_the_page_quotes_the_source():
-    root = Path(__file__).parents[2]
-    page, source = (root / "docs/experts.md").read_text(), (root / "models/moe.py").read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 3
-    assert all(block in source for block in blocks)
 
 
 def test_the_block_of_deepseek_v3():

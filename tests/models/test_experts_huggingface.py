@@ -6,7 +6,6 @@ import huggingface_models as models
 import jax
 import numpy as np
 import pytest
-import tiny
 from huggingface_models import export, to_run
 
 from shardwright.run.opening import read_weights
@@ -14,12 +13,6 @@ from tools.huggingface import families
 
 truth = pytest.importorskip("experts_truth")
 transformers = pytest.importorskip("transformers")
-
-
-@pytest.fixture
-def one_device():
-    with jax.set_mesh(tiny.mesh("one device")):
-        yield
 
 
 @pytest.mark.long

@@ -113,12 +113,6 @@ def ours(name: str, **changes) -> family.ModelConfig:
     return (moe if "experts" in settings else family).ModelConfig(**settings)
 
 
-@pytest.fixture
-def one_device():
-    with jax.set_mesh(tiny.mesh("one device")):
-        yield
-
-
 def config_of(name: str, **changes):
     """The configuration of a small model of transformers. It completes the dicts that it is given."""
     kind = name.split()[0].replace("Gemma3", "Gemma3Text")
@@ -225,7 +219,7 @@ def test_steps_are_proved(name, sizes):
             assert [str(finding) for finding in prove()] == []
 
 
-@pytest.mark.parametrize("name", ["Gemma3", "GptOss"])
+@pytest.mark.parametrize("name", ["GptOss", pytest.param("Gemma3", marks=pytest.mark.long)])
 def test_logits_with_a_cache_are_those_without(name):
     """Of a pattern of three layers among four, and of sinks and experts."""
     with jax.set_mesh(tiny.mesh("d=2 t=2")):

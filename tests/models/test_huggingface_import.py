@@ -55,10 +55,9 @@ def shapes(c):
     return jax.tree.map(sharded, like, make_shardings(train.Transformer, like=like))
 
 
-@pytest.fixture
-def one_device():
-    with jax.set_mesh(tiny.mesh("one device")):
-        yield
+@pytest.fixture(autouse=True)
+def _no_hashes(no_hashes):
+    pass
 
 
 @pytest.fixture
@@ -340,8 +339,7 @@ def test_tensors_must_be_those_of_the_model():
         read(tensors | {"model.layers.1.mlp.up_proj.weight": np.zeros((48, 31), np.float32)})
 
 
-@pytest.mark.parametrize("check", [True, False])
-def test_a_second_table_of_a_tied_model_must_be_the_first(exported, tmp_path, check):
+def test_a_second_table_of_a_tied_model_must_be_the_first(exported, tmp_path):
     """transformers keeps both where they differ, and computes logits with the second."""
     _, _, directory = exported("tied")
     tensors = load_file(directory / "model.safetensors")
@@ -350,7 +348,7 @@ def test_a_second_table_of_a_tied_model_must_be_the_first(exported, tmp_path, ch
     with pytest.raises(
         ValueError, match=r"^lm_head.weight differs from model.embed_tokens.weight, although .* tie_word"
     ):
-        run(directory, tmp_path / "imported", check=check)
+        run(directory, tmp_path / "imported", check=False)
 
 
 def test_a_config_of_quantized_weights_that_is_left_over_is_named(exported, tmp_path):
@@ -467,7 +465,7 @@ OTHER = {"tied_embeddings": True, "qk_norm": True, "vocab": 80}  # no unembed, t
 ALLOWED = {"init_from_missing": "fresh", "init_from_unused": "leave"}
 
 
-@pytest.mark.parametrize("mesh", ["one device", "d=4 t=2"])
+@pytest.mark.parametrize("mesh", ["d=4 t=2", pytest.param("one device", marks=pytest.mark.long)])
 def test_a_run_with_other_weights_takes_those_that_it_has(tmp_path, capsys, mesh):
     c = models.model("grouped")
     other = dataclasses.replace(c, **OTHER)

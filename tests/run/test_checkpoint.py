@@ -371,14 +371,12 @@ class Drill(RuleBasedStateMachine):
             assert (found and found[0]) == max(whole, default=None)
 
 
-def test_the_drill(capsys):
-    settings = hypothesis.settings(max_examples=12, stateful_step_count=15, deadline=None, database=None)
-    run_state_machine_as_test(Drill, settings=settings)
-
-
-@pytest.mark.slow
-def test_a_longer_drill(capsys):
-    settings = hypothesis.settings(max_examples=150, stateful_step_count=30, deadline=None, database=None)
+@pytest.mark.parametrize(
+    ("examples", "steps"),
+    [(4, 15), pytest.param(12, 15, marks=pytest.mark.long), pytest.param(150, 30, marks=pytest.mark.slow)],
+)
+def test_the_drill(capsys, examples, steps):
+    settings = hypothesis.settings(max_examples=examples, stateful_step_count=steps, deadline=None, database=None)
     run_state_machine_as_test(Drill, settings=settings)
 
 

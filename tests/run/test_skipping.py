@@ -41,7 +41,10 @@ STEPS = {
 }
 
 
-@pytest.fixture(scope="module", params=["one device", "d=4 t=2", pytest.param("Muon, stages", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module",
+    params=["d=4 t=2", *(pytest.param(name, marks=pytest.mark.long) for name in ("one device", "Muon, stages"))],
+)
 def stepped(request):
     """The step on a mesh, and results of it: (state before, arguments) -> (state after, metrics), all on the host."""
     c, mesh = STEPS[request.param]
@@ -208,6 +211,7 @@ def test_a_bad_document_costs_one_step_and_is_named(tmp_path, dataset, capsys):
     assert "skipped    1 steps" in shown
 
 
+@pytest.mark.long
 def test_a_run_tells_of_a_spike_and_how_to_replay_it(tmp_path, dataset, capsys, monkeypatch):
     """With bounds by which each step is one; the run goes on, and skips nothing."""
     monkeypatch.setattr(skipping, "FEWEST", 3)
