@@ -228,7 +228,7 @@ def test_a_rule_of_training_alone_is_compared():
 def sliding(q, k, v, mask):
     """As a user edits train.attention who wants a window."""
     rule = dataclasses.replace(mask.pattern, mask_mod=(*mask.pattern.mask_mod, Window(200)))
-    return plain_attention(q, k, v, dataclasses.replace(mask, rule=rule))
+    return plain_attention(q, k, v, dataclasses.replace(mask, pattern=rule))
 
 
 plain_attention = train.attention

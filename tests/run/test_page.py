@@ -57,6 +57,7 @@ def test_pages_are_a_minute_apart_and_take_a_share_of_the_time(tmp_path, made):
     assert made.calls[0][2] == {"directory": tmp_path}
 
 
+@pytest.mark.long
 def test_why_there_is_no_page_is_told_once(tmp_path, monkeypatch, capsys):
     run = write_run(tmp_path / "run")
     (run / "report.html").mkdir()

@@ -21,12 +21,12 @@ def server(monkeypatch):
         yield server
 
 
-@pytest.fixture(params=["s3", "local", "file"])
+@pytest.fixture(params=["s3", "file"])
 def place(request, tmp_path):
     if request.param == "s3":
         request.getfixturevalue("server")
         return "s3://bucket/runs/my run/checkpoints"
-    return f"{'file://' if request.param == 'file' else ''}{tmp_path}/checkpoints"
+    return f"file://{tmp_path}/checkpoints"  # without the scheme: test_checkpoint
 
 
 def state(step=0):

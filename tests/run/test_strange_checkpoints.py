@@ -33,38 +33,26 @@ def signed(tmp_path):
 ARRAY = {"shape": [4], "dtype": "float32", "chunk_shape": [4], "crc32c": "00000000"}
 
 
-@pytest.mark.parametrize(
-    "arrays",
-    [[], {"a": 3}, {"a": {}}]
-    + [
-        {"a": ARRAY | change}
-        for change in (
-            {"shape": [4.0]},
-            {"shape": [-4]},
-            {"shape": [2**62]},
-            {"chunk_shape": [0]},
-            {"chunk_shape": [4, 4]},
-            {"dtype": "float8_e5m2"},
-            {"crc32c": "xxxxxxxx"},
-        )
-    ],
-)
-def test_a_manifest_with_odd_arrays_is_refused_in_one_line(signed, arrays):
+ODD = [{"shape": [4.0]}, {"shape": [-4]}, {"shape": [2**62]}, {"chunk_shape": [0]}, {"chunk_shape": [4, 4]}]
+ODD += [{"dtype": "float8_e5m2"}, {"crc32c": "xxxxxxxx"}]
+
+
+def test_a_manifest_with_odd_arrays_is_refused_in_one_line(signed):
     directory, change = signed
-    change(arrays=arrays)
-    with pytest.raises(Damaged, match="is not the manifest that was written") as error:
-        Checkpointer(directory.parent).manifest(7)
-    assert "\n" not in str(error.value)
+    for arrays in ([], {"a": 3}, {"a": {}}, *({"a": ARRAY | odd} for odd in ODD)):
+        change(arrays=arrays)
+        with pytest.raises(Damaged, match=r"\A.*is not the manifest that was written.*\Z"):
+            Checkpointer(directory.parent).manifest(7)
 
 
-@pytest.mark.parametrize("name", ["../../secret", "/etc", "a//b"])
-def test_no_file_outside_of_the_checkpoint_is_read(signed, name):
+def test_no_file_outside_of_the_checkpoint_is_read(signed):
     directory, change = signed
     (directory.parents[1] / "secret/c").mkdir(parents=True)
     (directory.parents[1] / "secret/c/0").write_bytes(bytes(20))
-    change(arrays={name: ARRAY | {"crc32c": f"{google_crc32c.value(bytes(16)):08x}"}})
-    with pytest.raises(OSError, match="Invalid key"):
-        Checkpointer(directory.parent).verify(7)
+    for name in ("../../secret", "/etc", "a//b"):
+        change(arrays={name: ARRAY | {"crc32c": f"{google_crc32c.value(bytes(16)):08x}"}})
+        with pytest.raises(OSError, match="Invalid key"):
+            Checkpointer(directory.parent).verify(7)
 
 
 def test_an_edited_manifest_is_told(signed):
@@ -109,37 +97,41 @@ import sys, jax.numpy as jnp
 from shardwright.run.checkpoint import Checkpointer
 from shardwright.run.resuming import choose_checkpoint
 from shardwright.run.stores import Damaged
-with Checkpointer(sys.argv[1]) as checkpoints:
-    damaged = {}
-    step, _ = choose_checkpoint(checkpoints, None, damaged)
-    try:
-        print(checkpoints.restore(step, {"a": {"x": jnp.zeros(4)}})["a"]["x"], damaged)
-    except Damaged as error:
-        print(choose_checkpoint(checkpoints, None, {step: str(error)})[0], error)
-    print(checkpoints.verify(7))
+for place in sys.argv[1:]:
+    with Checkpointer(place) as checkpoints:
+        damaged = {}
+        step, _ = choose_checkpoint(checkpoints, None, damaged)
+        try:
+            print(checkpoints.restore(step, {"a": {"x": jnp.zeros(4)}})["a"]["x"], damaged)
+        except Damaged as error:
+            print(choose_checkpoint(checkpoints, None, {step: str(error)})[0], error)
+        print(checkpoints.verify(7), flush=True)
 """
 
 
-@pytest.mark.parametrize("damage", [pipe, loop, sparse, device, os.mkdir])
-@pytest.mark.parametrize("name", ["zarr.json", "a/x/c/0"])
-def test_what_is_no_file_of_its_size_is_damage_and_the_checkpoint_before_is_taken(signed, name, damage):
+def test_what_is_no_file_of_its_size_is_damage_and_the_checkpoint_before_is_taken(signed, tmp_path):
     """In a process of its own: tensorstore waits for pipes, and ends the process where memory ends."""
     directory, _ = signed
     older = directory.parent / "0000000003"
     shutil.copytree(directory, older)
-    text = json.loads((older / "zarr.json").read_text())["attributes"]
-    sign(older / "zarr.json", text | {"step": 3})
-    (directory / name).unlink()
-    damage(directory / name)
-    command = [sys.executable, "-c", RESTORED, str(directory.parent)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    first, last = done.stdout.splitlines()
-    assert first.startswith("[0. 1. 2. 3.] {7: " if name == "zarr.json" else "3 cannot read the array 'a/x'")
-    assert name in last
-    with Checkpointer(directory.parent) as checkpoints:
-        checkpoints.remove_leftovers()
-        assert checkpoints.steps() == [3, 7]
+    sign(older / "zarr.json", json.loads((older / "zarr.json").read_text())["attributes"] | {"step": 3})
+    cases = [(name, damage) for name in ("zarr.json", "a/x/c/0") for damage in (pipe, loop, sparse, device, os.mkdir)]
+    places = [tmp_path / str(i) for i in range(len(cases))]
+    for place, (name, damage) in zip(places, cases, strict=True):
+        shutil.copytree(directory.parent, place)
+        (place / directory.name / name).unlink()
+        damage(place / directory.name / name)
+    command = [sys.executable, "-c", RESTORED, *map(str, places)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    for i, (place, (name, _)) in enumerate(zip(places, cases, strict=True)):
+        first, last = lines[2 * i : 2 * i + 2]
+        assert first.startswith("[0. 1. 2. 3.] {7: " if name == "zarr.json" else "3 cannot read the array 'a/x'"), i
+        assert name in last, i
+        with Checkpointer(place) as checkpoints:
+            checkpoints.remove_leftovers()
+            assert checkpoints.steps() == [3, 7]
 
 
 def test_a_chunk_beyond_memory_is_told(signed):
