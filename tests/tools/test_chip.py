@@ -76,10 +76,9 @@ def test_this_machine():
     assert done.stdout.splitlines()[-1] == "hardware=cpu hardware.chip=cpu"
 
 
-def test_a_part_that_does_not_exist():
-    done = call("minutes=1", "parts=[attentoin]")
-    assert done.returncode == 1
-    assert done.stderr.startswith("Error: parts is 'attentoin'; choose one of devices, demo, attention"), done.stderr
+def test_a_part_that_does_not_exist(tmp_path):
+    with pytest.raises(ValueError, match=r"^parts is 'attentoin'; choose one of devices, demo, attention"):
+        chip.run(Settings(minutes=1, out=str(tmp_path), parts=["attentoin"]))
 
 
 @pytest.fixture
@@ -123,7 +122,7 @@ def planting(monkeypatch, name: str, module: str) -> None:
     monkeypatch.setattr(chip, "command_of", lambda part, out: [module] if part.name == name else of(part, out))
 
 
-@pytest.mark.parametrize("planted", NAMES)
+@pytest.mark.parametrize("planted", {part.figures: part.name for part in PARTS}.values())
 def test_a_part_that_fails_is_noted_and_the_rest_goes_on(programs, monkeypatch, capsys, planted):
     at = NAMES.index(planted)
     monkeypatch.setattr(chip, "PARTS", (*PARTS[at : at + 1], PARTS[at - 1]))

@@ -55,6 +55,7 @@ def test_a_search_in_which_nothing_fits_says_so():
         search(c, 7, H100)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("chip", "unroll", "shown"), [("h100", None, "unroll=null"), ("v5e", 1, "")])
 def test_a_search_unrolls_layers_where_a_loop_costs_time(chip, unroll, shown):
     found = search(tiny.config(unroll=1, save="everything"), 1, chip_of(chip), seconds=60.0)
@@ -101,10 +102,14 @@ def test_advice_names_changes_with_their_gain():
     assert gains[-1] < 0
 
 
-def test_chips_are_compared_for_a_deadline_or_a_budget(monkeypatch):
+@pytest.fixture(scope="module")
+def plan():
+    return planned_change(tiny.config(), dict.fromkeys("prdect", 1) | {"d": 8}, H100, {})
+
+
+def test_chips_are_compared_for_a_deadline_or_a_budget(monkeypatch, plan):
     """By plans whose days and dollars are given: the cheapest that is in time, or the fastest that can be paid."""
     c = tiny.config()
-    plan = planned_change(c, dict.fromkeys("prdect", 1) | {"d": 2}, H100, {})
 
     def searched(c, devices, chip, *_):
         if chip.name == "v5e":
@@ -149,8 +154,7 @@ def test_twice_the_batch_names_what_grows_most():
     assert re.search(r"(saved|working), \S+\.py:\d+ grows most, by ", line)
 
 
-def test_what_limits_a_step_adds_up():
-    plan = planned_change(tiny.config(), dict.fromkeys("prdect", 1) | {"d": 8}, H100, {})
+def test_what_limits_a_step_adds_up(plan):
     assert sum(plan.limits.values()) == pytest.approx(1)
     assert min(plan.limits.values()) > -1e-9
     assert list(plan.limits.values()) == sorted(plan.limits.values(), reverse=True)

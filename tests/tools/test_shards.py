@@ -143,7 +143,7 @@ def test_a_wrong_shard_is_named(tmp_path, small, files, damage, message):
     with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
         tool.run(settings(tmp_path / "d", files, num_shards=N))
     assert not (tmp_path / "d/train/zarr.json").exists()
-    if damage is of_another_run:
+    if damage is not flipped:
         return
     shutil.rmtree(paths[1], ignore_errors=True)
     shutil.rmtree(paths[2], ignore_errors=True)
