@@ -47,7 +47,7 @@ def initialized(monkeypatch):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("overrides", ["", "distributed.count=1", "distributed.count=1 distributed.id=0"])
+@pytest.mark.parametrize("overrides", ["", "distributed.count=1 distributed.id=0"])
 def test_a_single_process_joins_nothing(overrides, initialized):
     """Not even as a task of Slurm, where JAX would find others."""
     os.environ |= slurm(count=4, i=1)

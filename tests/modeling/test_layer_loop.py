@@ -99,7 +99,9 @@ def test_offloading_is_of_what_is_marked():
     assert not moves("marked")
 
 
-@pytest.mark.parametrize(("unroll", "barriers"), [(1, 1), (2, 2), (LAYERS, 2), (None, 2)])
+@pytest.mark.parametrize(
+    ("unroll", "barriers"), [(1, 1), (2, 2), *(pytest.param(n, 2, marks=pytest.mark.long) for n in (LAYERS, None))]
+)
 def test_only_without_a_loop_is_what_is_computed_again_kept_from_the_forward_pass(unroll, barriers):
     """By a barrier before it, around a layer's arguments; the other one is the loss's, which is in no loop.
 

@@ -264,6 +264,7 @@ def test_temperature_zero_takes_the_likeliest(logits):
     np.testing.assert_array_equal(drawn, logits.argmax(axis=-1))
 
 
+@pytest.mark.long
 def test_a_context_that_t_does_not_divide_is_proved():
     with jax.set_mesh(tiny.mesh("d=4 t=2")):
         Sampler(tiny.step(tiny.config()), Sampling(), context=7).check([[5]])

@@ -42,6 +42,7 @@ def test_lines_of_a_run_that_cannot_be_printed_end_nothing(tmp_path):
     assert done.stderr == "WARNING: stdout has lost lines: No space left on device. The run goes on.\n"
 
 
+@pytest.mark.long
 def test_a_tool_whose_output_is_lost_says_so_in_one_line():
     env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     with open("/dev/full", "w") as full:

@@ -55,8 +55,9 @@ def lines(texts):
     return "".join(json.dumps({"n": 1, "text": text}, ensure_ascii=len(str(text)) % 2 == 0) + "\n" for text in texts)
 
 
-@pytest.mark.parametrize("suffix", PACKED)
-@pytest.mark.parametrize("kind", [".jsonl", ".json", ".txt"])
+@pytest.mark.parametrize(
+    ("kind", "suffix"), [*((".jsonl", suffix) for suffix in PACKED), (".json", ""), (".json", ".gz"), (".txt", ".zst")]
+)
 def test_kinds_of_files(tmp_path, kind, suffix):
     """Two files, in the order of their names."""
     texts = random_texts(41)
@@ -151,8 +152,7 @@ def test_places_count_bad_rows(tmp_path):
         assert [(texts, place), *rest][-1][1]["bad_rows"] == 20
 
 
-@pytest.mark.parametrize("suffix", ["", ".gz", ".xz"])
-@pytest.mark.parametrize("separator", ["<|endoftext|>", "\n\n", "é"])
+@pytest.mark.parametrize(("suffix", "separator"), [("", "<|endoftext|>"), (".gz", "\n\n"), (".xz", "é"), ("", "é")])
 def test_separated_text(tmp_path, suffix, separator):
     content = "\ufeff" + f"\n{separator}\n".join(random_texts(60))
     (tmp_path / f"a.txt{suffix}").write_bytes(PACKED[suffix](content.encode()))

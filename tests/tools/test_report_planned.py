@@ -70,19 +70,19 @@ def test_a_run_that_begins_has_what_is_planned(tmp_path):
     assert [row["measured"] for row in found["first"]] == [(0, 0)] * 3
 
 
-@pytest.mark.parametrize("content", ["", "[1]", '{"work": [{"line": 3}]}', '{"work": {}}', "[" * 10**5])
-def test_a_damaged_plan_is_said(run, content):
-    (run / "plan.json").write_text(content)
-    found = planned_and_measured(compared(run))
-    assert "plan.json" in found["problems"][0]
-    assert found["figures"] == []
+def test_a_damaged_plan_is_said(run):
+    for content in ("", "[1]", '{"work": [{"line": 3}]}', '{"work": {}}', "[" * 10**5):
+        (run / "plan.json").write_text(content)
+        found = planned_and_measured(compared(run))
+        assert "plan.json" in found["problems"][0], content
+        assert found["figures"] == [], content
     assert "plan.json" in page(compared(run))
 
 
-@pytest.mark.parametrize("number", ["NaN", "-1e999", f"1{'0' * 400}", "0", '"x"', "null", "5e-324"])
-def test_strange_numbers_are_shown_or_left_out(run, number):
+def test_strange_numbers_are_shown_or_left_out(run):
     plan = dict.fromkeys(("seconds", "seconds_low", "seconds_high", "tokens_per_second", "mfu", "peak_bytes"), "@")
     row = '{"line": "m.py:1", "kind": "collective", "seconds": @, "exposed": @}'
     plain = json.dumps(plan).replace('"@"', "@").replace("}", f', "work": [{row}]}}')
-    (run / "plan.json").write_text(plain.replace("@", number))
-    assert 'id="planned"' in page(compared(run))
+    for number in ("NaN", "-1e999", f"1{'0' * 400}", "0", '"x"', "null", "5e-324"):
+        (run / "plan.json").write_text(plain.replace("@", number))
+        assert 'id="planned"' in page(compared(run)), number

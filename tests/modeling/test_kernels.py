@@ -1,0 +1,117 @@
+"""The kernels in Pallas, of Triton for GPUs and splash for TPUs, against train.attention; a CPU interprets them."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from gradients import assert_close, assert_same, loss_and_gradients, with_gradients
+
+import train
+from shardwright.modeling import attention_calls, context
+from shardwright.modeling import splash as splash_module
+from shardwright.modeling.attention import triton
+from shardwright.modeling.masks import CAUSAL, AttentionMask, SoftCap, Window, causal, same_document
+from shardwright.modeling.splash import splash
+from shardwright_data.loader import batch_shapes
+
+KERNELS = {"triton": triton, "splash": splash}
+LENGTH = 384  # three blocks of queries; of Triton six of keys
+WIDTHS = {"triton": 24, "splash": 16}  # the first is padded to 32
+RULES = {
+    ("triton", "causal, documents"): CAUSAL,
+    ("triton", "causal"): AttentionMask((causal,), scale=0.3),
+    ("triton", "documents"): AttentionMask((same_document,)),
+    ("triton", "everything"): AttentionMask(()),
+    ("splash", "causal, documents"): CAUSAL,
+    ("splash", "causal"): AttentionMask((causal,)),
+    ("splash", "window, documents"): AttentionMask((*CAUSAL.mask_mod, Window(70))),
+    ("splash", "window"): AttentionMask((causal, Window(200), Window(130)), scale=0.3),
+    ("splash", "window to the left alone"): AttentionMask((Window(70),)),
+    ("splash", "documents"): AttentionMask((same_document,)),
+    ("splash", "everything"): AttentionMask(()),
+    ("splash", "soft-cap"): AttentionMask(score_mod=SoftCap(1.5)),
+}
+QUICK = {("triton", "causal, documents"), ("triton", "causal"), ("splash", "window"), ("splash", "soft-cap")}
+CASES = [pytest.param(*case, 2, marks=[] if case in QUICK else pytest.mark.long(every_case=True)) for case in RULES]
+CASES += [pytest.param("triton", "causal, documents", 1, marks=pytest.mark.long(every_case=True))]
+
+
+def operands(kernel: str, queries: int = 2) -> list[np.ndarray]:
+    """q, k, v, documents, and a gradient of the result, large enough for some weights to be near 1."""
+    rng, kv, width = np.random.default_rng(0), 2, WIDTHS[kernel]
+    heads = (kv, queries, width), (kv, width), (kv, width), (kv, queries, width)
+    q, k, v, g = (1.5 * rng.standard_normal((2, LENGTH, *shape)).astype(np.float32) for shape in heads)
+    return q, k, v, np.cumsum(rng.random((2, LENGTH)) < 0.02, axis=1, dtype=np.int32), g
+
+
+@pytest.mark.parametrize(("kernel", "name", "queries"), CASES)
+def test_it_is_attention(kernel, name, queries):
+    given, pattern = operands(kernel, queries), RULES[kernel, name]
+    with jax.set_mesh(tiny.mesh("one device")):
+        expected = with_gradients(train.attention, *given, pattern=pattern)
+        assert_close(with_gradients(KERNELS[kernel], *given, pattern=pattern), expected, 1e-5)
+
+
+@pytest.mark.long
+def test_a_block_may_be_computed_in_parts(monkeypatch):
+    monkeypatch.setattr(splash_module, "BLOCK", 2 * LENGTH)
+    monkeypatch.setattr(splash_module, "COMPUTED", 128)
+    with jax.set_mesh(tiny.mesh("one device")):
+        expected = with_gradients(train.attention, *operands("splash"))
+        assert_close(with_gradients(splash, *operands("splash")), expected, 1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_heads_and_sequences_may_be_sharded(kernel):
+    """The gradient of each device's block is its own: no sum over others."""
+    mesh = jax.make_mesh((1, 2, 2), ("r", "d", "t"), axis_types=(jax.sharding.AxisType.Explicit,) * 3)
+    with jax.set_mesh(mesh):
+        expected = with_gradients(train.attention, *operands(kernel), "bfloat16")
+        assert_close(with_gradients(KERNELS[kernel], *operands(kernel), "bfloat16"), expected, 2e-2)
+
+
+NAMES = {
+    "triton": (r"mha_(\w+)", ["backward", "forward", "preprocess_backward"]),
+    "splash": (r"splash_mha_(\w+?)_segmented", ["dkv", "dq", "fwd"]),
+}
+
+
+@pytest.mark.parametrize("kernel", ["triton", pytest.param("splash", marks=pytest.mark.long)])
+def test_the_backward_pass_does_not_repeat_the_kernel_and_no_array_has_all_pairs(kernel, monkeypatch):
+    """A layer keeps the result and the normalizer of the softmax, as it is marked, and nothing of L×L entries."""
+    monkeypatch.setattr(context, "choose", lambda *_: kernel)
+    c = tiny.config(tiny.model(layers=2), attention=kernel)
+    c.training.seq_len = LENGTH
+    with jax.set_mesh(tiny.mesh("one device")):
+        state = jax.eval_shape(lambda: tiny.state(c))
+        step = tiny.training_step(c).trace(state, batch_shapes(tiny.BATCH, LENGTH, 1), np.int32(0))
+    text, (name, each_once) = str(step.jaxpr), NAMES[kernel]
+    assert sorted(re.findall(rf"name={name}", text)) == each_once
+    assert kernel == "splash" or f"{LENGTH},{LENGTH}" not in text
+
+
+def test_the_comparison_has_the_options_of_the_run(monkeypatch):
+    """Those of the compiler: with others it could take other kernels than the step."""
+    given, jit = [], jax.jit
+    monkeypatch.setattr(jax, "jit", lambda f, **options: given.append(options) or jit(f, **options))
+    c = tiny.config(attention="blockwise")
+    with jax.set_mesh(tiny.mesh("one device")):
+        attention_calls.check_paths(tiny.step(c), {"xla_cpu_enable_fast_math": False})
+        assert {"compiler_options": {"xla_cpu_enable_fast_math": False}} in given
+        with pytest.raises(jax.errors.JaxRuntimeError, match="xla_not_there"):
+            attention_calls.check_paths(tiny.step(c), {"xla_not_there": 1})
+
+
+@pytest.mark.slow
+def test_a_step_by_splash_is_the_same(monkeypatch):
+    monkeypatch.setattr(tiny, "LENGTH", 128)
+    model = tiny.model(layers=2)
+    _, (expected, g) = loss_and_gradients(tiny.config(model, attention="einsum"), tiny.mesh("one device"))
+    monkeypatch.setattr(context, "choose", lambda *_: "splash")
+    c = tiny.config(model, microbatches=2, attention="splash")
+    _, (found, g_found) = loss_and_gradients(c, tiny.mesh("p=2 d=2 t=2"))
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert_same(g_found, g, 1e-5)
